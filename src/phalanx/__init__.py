@@ -1,0 +1,1 @@
+"""Phalanx trains mixture-of-experts language models. See docs/architecture.md."""

@@ -1,0 +1,1 @@
+"""One file a benchmark, each against a baseline in the same run."""

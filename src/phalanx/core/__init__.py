@@ -1,0 +1,1 @@
+"""Names of things: errors, units, events, config sections. Standard library only."""

@@ -1,0 +1,81 @@
+"""Errors a person can act on: each names the place, the value, the rule it broke and a way out."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """One thing that is wrong with what the user gave.
+
+    ``where`` names the setting, file or field (``folding.ep``, ``data/a.jsonl:17``); ``value`` is what was found there,
+    ``rule`` what must hold, ``hint`` a legal value nearby or another way out (may be empty).
+    """
+
+    where: str
+    value: object
+    rule: str
+    hint: str = ""
+
+    def __str__(self) -> str:
+        text = f"{self.where} = {self.value!r}: {self.rule}"
+        return f"{text}; {self.hint}" if self.hint else text
+
+
+class PhalanxError(Exception):
+    """Base of every error that Phalanx raises on purpose. The command line prints it without a traceback and exits 2."""
+
+
+class ProblemsError(PhalanxError):
+    """All problems found with one input, reported together."""
+
+    def __init__(self, problems: Sequence[Problem], *, subject: str = "input") -> None:
+        self.problems = tuple(problems)
+        self.subject = subject
+        lines = "\n".join(f"  - {p}" for p in self.problems)
+        count = len(self.problems)
+        super().__init__(f"{count} problem{'s' if count != 1 else ''} with {subject}:\n{lines}")
+
+
+class ConfigError(ProblemsError):
+    """The recipe or its overrides cannot be run."""
+
+
+class PlanError(ProblemsError):
+    """A plan failed its own check."""
+
+
+class DataError(ProblemsError):
+    """A data file or data set cannot be used."""
+
+
+class CheckpointError(ProblemsError):
+    """A checkpoint cannot be written or read."""
+
+
+class TestbedError(ProblemsError):
+    """The emulated cluster cannot be built or driven here."""
+
+    __test__ = False  # not a test class, whatever pytest thinks of its name
+
+
+class RunError(PhalanxError):
+    """Training cannot go on (a non-finite gradient, a lost rank, a port in use)."""
+
+
+def raise_if(problems: Sequence[Problem], error: type[ProblemsError], *, subject: str) -> None:
+    """Raise ``error`` with all ``problems``, if there are any."""
+    if problems:
+        raise error(problems, subject=subject)
+
+
+def nearest(value: str, legal: Iterable[str]) -> str:
+    """A hint that names the closest legal words to ``value``."""
+    names = sorted(legal)
+    close = difflib.get_close_matches(value, names, n=3, cutoff=0.5)
+    if close:
+        return "did you mean " + " or ".join(repr(c) for c in close) + "?"
+    return "legal: " + ", ".join(names)

@@ -1,0 +1,126 @@
+"""The one stream that everything a person sees is derived from.
+
+Any package may emit; ``observe`` decides where events go. An event is a frozen dataclass of plain values; ``to_record`` gives the
+JSON object that lands in ``events/rank-N.jsonl``. Times are seconds since the epoch, durations seconds, sizes bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """Base of all events. ``kind`` is the class name in the record."""
+
+    def to_record(self) -> dict[str, Any]:
+        return {"kind": type(self).__name__, **dataclasses.asdict(self)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunStarted(Event):
+    """Emitted once by each rank when training begins or resumes."""
+
+    run: str
+    rank: int
+    world: int
+    step: int
+    """First step that this process will run."""
+    total_steps: int
+    num_params: int
+    active_params: int
+    folding: str
+    flops_per_token: float
+    peak_flops_per_s: float
+    """Measured matmul rate of all local ranks together; 0 where it was not measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepEnded(Event):
+    """One committed optimizer step; the figures are global."""
+
+    step: int
+    loss: float
+    """Mean cross-entropy per valid token, nats."""
+    aux_loss: float
+    z_loss: float
+    grad_norm: float
+    lr: float
+    tokens: int
+    step_s: float
+    data_s: float
+    tokens_per_s: float
+    mfu: float
+    load_max_over_mean: tuple[float, ...]
+    """Per MoE layer: tokens of the fullest expert over the mean."""
+    dead_experts: int
+    """Experts without a token in this step, over all layers."""
+    dropped_tokens: int
+    router_entropy: float
+    peak_memory_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Validated(Event):
+    step: int
+    loss: float
+    tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSaved(Event):
+    step: int
+    path: str
+    bytes: int
+    blocked_s: float
+    """How long training stood still for it."""
+    total_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collective(Event):
+    """One collective as this rank saw it (``runtime/collectives.py``)."""
+
+    op_id: str
+    op: str
+    axis: str
+    size: int
+    """Ranks in the group."""
+    sent_bytes: int
+    """Bytes that left this rank for others, as the algorithm of the reference counts them (own share excluded)."""
+    begin_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Note(Event):
+    """Something a person should read once. ``level`` is info, warning or error."""
+
+    level: str
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunEnded(Event):
+    step: int
+    reason: str
+    seconds: float
+
+
+class Emit(Protocol):
+    """What a component needs in order to be seen: a callable that takes an event."""
+
+    def __call__(self, event: Event, /) -> None: ...
+
+
+def ignore(event: Event, /) -> None:
+    """An `Emit` for those who listen to nothing."""
+
+
+def record_fields(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The numbers of one JSON record, without its kind."""
+    return {k: v for k, v in record.items() if k != "kind"}

@@ -1,0 +1,1 @@
+"""Text in, global sample ids and packed tokens out. Imports core only."""

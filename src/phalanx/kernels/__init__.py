@@ -1,0 +1,1 @@
+"""Fast operations on tensors, each beside its plain reference."""

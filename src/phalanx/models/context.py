@@ -1,0 +1,86 @@
+"""What modules need beside their input, and what they give beside their output.
+
+Legend: B sequences, S sequence length, T = B*S tokens of this rank's micro-batch, H hidden, E experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from phalanx.plan.dispatch import DispatchSpec
+from phalanx.plan.model import ModelSpec
+from phalanx.plan.placement import Placement
+from phalanx.runtime.collectives import Collectives
+from phalanx.runtime.groups import Groups
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ModelContext:
+    """Fixed for the life of a model; built by the trainer (or a test) and handed to every module."""
+
+    spec: ModelSpec
+    dispatch: DispatchSpec
+    placement: Placement
+    groups: Groups
+    comms: Collectives
+    dtype: torch.dtype
+    """Of parameters and activations."""
+    device: torch.device
+    kernels: Literal["fast", "reference"] = "fast"
+    recompute: Literal["none", "selective", "full"] = "none"
+    seed: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class TokenBatch:
+    """One micro-batch of one rank.
+
+    `tokens_BS`, `labels_BS` (-100: not predicted) and `positions_BS` (from 0 in each document) are int64 on the model's device;
+    `segments[b]` are the lengths of the documents packed in sequence b (sum S), plain integers on the host.
+    """
+
+    tokens_BS: torch.Tensor
+    labels_BS: torch.Tensor
+    positions_BS: torch.Tensor
+    segments: tuple[tuple[int, ...], ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.tokens_BS.numel()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ForwardInfo:
+    """What varies from one forward pass to the next and is not data.
+
+    `num_microbatches` counts the micro-batches of the whole step over all data-parallel ranks, so that router losses, which are
+    means over micro-batches, come out as sums of `1/num_microbatches` shares. `balance_counts_LE` (moe layers x E, any float
+    dtype) are the global batch's counts where `aux_scope = "global_batch"` needs more than one pass to know them.
+    """
+
+    step: int = 0
+    microbatch: int = 0
+    """Global index of this micro-batch in the step."""
+    num_microbatches: int = 1
+    balance_counts_LE: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class RoutingStats:
+    """What one MoE layer says about one micro-batch, local to this rank.
+
+    `aux_loss` and `z_loss` are this rank's shares of the step's router losses, coefficients included: their sum over ranks and
+    micro-batches is the term of the objective, so they are simply added to it. The rest carries no gradient.
+    """
+
+    aux_loss: torch.Tensor
+    z_loss: torch.Tensor
+    counts_E: torch.Tensor
+    """int64 tokens that chose each expert, before dropping."""
+    dropped: torch.Tensor
+    """int64 0-d: (token, expert) pairs that were dropped."""
+    entropy_sum: torch.Tensor
+    """0-d: sum over tokens of the entropy of the router's distribution, nats."""

@@ -1,0 +1,1 @@
+"""Where events go: console, files, TensorBoard. Imports core only."""

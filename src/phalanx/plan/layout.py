@@ -1,0 +1,227 @@
+"""Which box of which logical tensor each rank holds: parameters, and the optimizer state under ZeRO-1.
+
+A *box* is the rectangular part `[offset, offset + size)` of a logical tensor in every dim. Checkpoints, verification and (later)
+resharding speak of logical tensors and boxes only, so that any mapping can be compared with, or turned into, any other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from phalanx.plan.folding import GRADIENT_RULES, Folding, GradientRule
+from phalanx.plan.model import ParamSpec
+from phalanx.plan.placement import Placement
+
+
+@dataclass(frozen=True)
+class Box:
+    """Part of a tensor: `offsets[d] <= index[d] < offsets[d] + sizes[d]`."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.sizes)
+
+    def slices(self) -> tuple[slice, ...]:
+        return tuple(slice(o, o + s) for o, s in zip(self.offsets, self.sizes, strict=True))
+
+    def shifted(self, by: Sequence[int]) -> Box:
+        return Box(tuple(o + b for o, b in zip(self.offsets, by, strict=True)), self.sizes)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a logical tensor, and where it lies in the holder's local tensor (`local` has the same sizes)."""
+
+    param: ParamSpec
+    box: Box
+    local: Box
+
+
+@dataclass(frozen=True)
+class LocalParam:
+    """What one rank holds of one parameter: the local shape and the boxes that fill it.
+
+    A dense parameter is one piece. An expert parameter is one piece per run of consecutive experts in its slots.
+    """
+
+    param: ParamSpec
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+
+def _split(shape: list[int], offsets: list[int], dim: int | None, index: int, count: int, name: str) -> None:
+    if dim is None or count == 1:
+        return
+    if shape[dim] % count:
+        raise ValueError(f"{name}: dim {dim} of size {shape[dim]} cannot be split over {count} ranks")
+    shape[dim] //= count
+    offsets[dim] += index * shape[dim]
+
+
+def local_param(param: ParamSpec, folding: Folding, placement: Placement, rank: int) -> LocalParam:
+    """Boxes of `param` on `rank`. Raises `ValueError` where a dim does not divide (callers check legality first)."""
+    shape, offsets = list(param.shape), [0] * len(param.shape)
+    _split(shape, offsets, param.tp_dim, folding.coord(rank, "tp"), folding.tp, param.name)
+    _split(shape, offsets, param.etp_dim, folding.coord(rank, "etp"), folding.etp, param.name)
+    if param.ep_dim is None:
+        box = Box(tuple(offsets), tuple(shape))
+        return LocalParam(param, tuple(shape), (Piece(param, box, Box((0,) * len(shape), tuple(shape))),))
+    dim = param.ep_dim
+    held = placement.local_experts(edp=folding.coord(rank, "edp"), ep=folding.coord(rank, "ep"))
+    pieces = []
+    for slot, expert, count in _runs(held):
+        sizes = tuple(count if d == dim else s for d, s in enumerate(shape))
+        box = Box(tuple(expert if d == dim else o for d, o in enumerate(offsets)), sizes)
+        local = Box(tuple(slot if d == dim else 0 for d in range(len(shape))), sizes)
+        pieces.append(Piece(param, box, local))
+    shape[dim] = len(held)
+    return LocalParam(param, tuple(shape), tuple(pieces))
+
+
+def _runs(held: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """(first slot, first expert, length) of each run of consecutive experts."""
+    start = 0
+    for i in range(1, len(held) + 1):
+        if i == len(held) or held[i] != held[i - 1] + 1:
+            yield start, held[start], i - start
+            start = i
+
+
+def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> list[tuple[Box, int]]:
+    """The elements `[start, stop)` of a row-major tensor as boxes, each with the flat index of its first element.
+
+    At most `2 * dims - 1` boxes; they come in flat order and each is contiguous in memory.
+    """
+    if start >= stop:
+        return []
+    if not shape:
+        return [(Box((), ()), 0)]
+    if len(shape) == 1:
+        return [(Box((start,), (stop - start,)), start)]
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), stop // row
+    if first > last:  # inside one row
+        return _in_row(shape, start // row, start, stop, row)
+    out = _in_row(shape, start // row, start, first * row, row) if start < first * row else []
+    if first < last:
+        out.append((Box((first,) + (0,) * (len(shape) - 1), (last - first, *shape[1:])), first * row))
+    if last * row < stop:
+        out += _in_row(shape, last, last * row, stop, row)
+    return out
+
+
+def _in_row(shape: Sequence[int], index: int, start: int, stop: int, row: int) -> list[tuple[Box, int]]:
+    base = index * row
+    return [
+        (Box((index, *box.offsets), (1, *box.sizes)), base + flat)
+        for box, flat in boxes_of_range(shape[1:], start - base, stop - base)
+    ]
+
+
+@dataclass(frozen=True)
+class FlatPiece:
+    """A contiguous run of a flat buffer and the box of the logical tensor that it is."""
+
+    param: ParamSpec
+    box: Box
+    start: int
+    """Index of its first element in the flat buffer."""
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.box.num_elements
+
+
+@dataclass(frozen=True)
+class FlatLayout:
+    """One gradient family of one rank, laid end to end in a flat buffer that is padded to `num_shards` equal shards."""
+
+    rule: GradientRule
+    params: tuple[LocalParam, ...]
+    starts: tuple[int, ...]
+    """Index of each parameter's first element in the buffer."""
+    num_shards: int
+    shard_index: int
+    length: int
+    """Elements of the buffer, padding included; a multiple of `num_shards`."""
+
+    @property
+    def shard_length(self) -> int:
+        return self.length // self.num_shards
+
+    def shard_range(self, index: int | None = None) -> tuple[int, int]:
+        """[start, stop) of a shard, this rank's by default."""
+        i = self.shard_index if index is None else index
+        return i * self.shard_length, (i + 1) * self.shard_length
+
+    def pieces(self, start: int, stop: int) -> list[FlatPiece]:
+        """Logical boxes that the buffer range `[start, stop)` consists of, padding left out."""
+        out: list[FlatPiece] = []
+        for local, begin in zip(self.params, self.starts, strict=True):
+            lo, hi = max(start, begin), min(stop, begin + local.num_elements)
+            if lo < hi:
+                out += _flat_pieces(local, begin, lo - begin, hi - begin)
+        return out
+
+
+def _flat_pieces(local: LocalParam, begin: int, lo: int, hi: int) -> list[FlatPiece]:
+    """Boxes of elements [lo, hi) of one local parameter whose flat buffer starts at `begin`.
+
+    Pieces of a local parameter differ in dim 0 only (slots), so each is a contiguous run of it.
+    """
+    out = []
+    row = math.prod(local.shape[1:])
+    for piece in local.pieces:
+        first = piece.local.offsets[0] * row if local.shape else 0
+        size = piece.local.num_elements
+        a, b = max(lo, first), min(hi, first + size)
+        for box, flat in boxes_of_range(piece.local.sizes, a - first, b - first) if a < b else []:
+            out.append(FlatPiece(local.param, box.shifted(piece.box.offsets), begin + first + flat))
+    return out
+
+
+SHARD_MULTIPLE = 64
+"""Shards are padded to this many elements, so that every shard starts on a cache line and a vector boundary."""
+
+
+def flat_layouts(
+    params: Sequence[ParamSpec],
+    folding: Folding,
+    placement: Placement,
+    rank: int,
+    *,
+    zero: int = 1,
+    rules: dict[str, GradientRule] | None = None,
+) -> dict[str, FlatLayout]:
+    """Family -> flat layout of the parameters that `rank` holds. With `zero = 0` each buffer is one shard."""
+    rules = GRADIENT_RULES if rules is None else rules
+    out = {}
+    for family, rule in rules.items():
+        locals_ = tuple(local_param(p, folding, placement, rank) for p in params if p.family == family)
+        if not locals_:
+            continue
+        group = folding.group_of(rank, rule.shard_over)
+        num_shards = len(group) if zero else 1
+        starts, at = [], 0
+        for local in locals_:
+            starts.append(at)
+            at += local.num_elements
+        unit = num_shards * SHARD_MULTIPLE
+        out[family] = FlatLayout(
+            rule=rule,
+            params=locals_,
+            starts=tuple(starts),
+            num_shards=num_shards,
+            shard_index=group.index(rank) if zero else 0,
+            length=-(-at // unit) * unit,
+        )
+    return out

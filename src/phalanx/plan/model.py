@@ -1,0 +1,396 @@
+"""The shape of a model: its parameters as a table, its FLOPs, its presets.
+
+Decides what exists (names, logical shapes, which dim each axis splits, which gradient family); everything downstream (modules, layout,
+gradient rules, checkpoints, verification, memory) reads this table. A test holds the modules of `models/` against it.
+
+Shapes: V vocabulary, H hidden, A query heads, G key/value heads, D head dim, E experts, F expert ffn, S shared ffn.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from phalanx.core.config import ModelConfig, RouterConfig
+from phalanx.core.errors import ConfigError, Problem, nearest
+
+INIT_STD = 0.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterSpec:
+    """How tokens choose experts, fully resolved (see `core.config.RouterConfig` for the words)."""
+
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    softmax_order: Literal["before_topk", "after_topk"] = "before_topk"
+    renormalize: bool = False
+    scale: float = 1.0
+    num_groups: int = 1
+    group_topk: int = 1
+    group_score: Literal["sum_topk", "top2"] = "sum_topk"
+    z_loss: float = 0.0
+    aux_loss: float = 0.0
+    aux_scope: Literal["micro_batch", "sequence", "global_batch"] = "micro_batch"
+    bias_rate: float = 0.0
+    force: Literal["none", "balanced", "imbalanced"] = "none"
+    force_skew: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class MlaSpec:
+    """Multi-head latent attention of DeepSeek-V2/V3 (arXiv 2405.04434): ranks and head dims of the compressed projections."""
+
+    q_rank: int
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """A decoder: `num_layers` blocks of attention and experts (the first `dense_layers` with a dense MLP instead)."""
+
+    name: str
+    num_layers: int
+    hidden: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab: int
+    num_experts: int
+    top_k: int
+    expert_ffn: int
+    shared_ffn: int = 0
+    shared_gate: bool = False
+    """The shared expert's output is multiplied by sigmoid(x . w), one weight vector per layer (Qwen2-MoE)."""
+    dense_layers: int = 0
+    dense_ffn: int = 0
+    qk_norm: Literal["none", "head", "hidden"] = "none"
+    """RMSNorm on queries and keys: per head (Qwen3), or over all heads at once (OLMoE)."""
+    attention_bias: bool = False
+    """Biases on the query, key and value projections (Qwen2)."""
+    tied_embeddings: bool = False
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-5
+    mla: MlaSpec | None = None
+    router: RouterSpec = field(default_factory=RouterSpec)
+
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        return tuple(range(self.dense_layers, self.num_layers))
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), sort_keys=True)
+
+    @property
+    def hash(self) -> str:
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+
+    @property
+    def num_params(self) -> int:
+        return sum(p.num_elements for p in parameters(self))
+
+    @property
+    def active_params(self) -> int:
+        """Parameters that one token meets: all but the experts it is not routed to."""
+        experts = sum(p.num_elements for p in parameters(self) if p.family == "expert")
+        return self.num_params - experts + experts * self.top_k // max(self.num_experts, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParamSpec:
+    """One logical parameter. `*_dim` says which dim an axis splits (None: that axis does not split it)."""
+
+    name: str
+    shape: tuple[int, ...]
+    family: Literal["dense_sharded", "dense_replicated", "expert"]
+    tp_dim: int | None = None
+    ep_dim: int | None = None
+    etp_dim: int | None = None
+    init: Literal["normal", "ones", "zeros"] = "normal"
+    init_std: float = INIT_STD
+    layer: int | None = None
+    decay: bool = True
+    """Weight decay applies (matrices, not norms and biases)."""
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+
+def parameters(spec: ModelSpec) -> tuple[ParamSpec, ...]:
+    """All trainable parameters in forward order."""
+    out = [_sharded("embedding.weight", (spec.vocab, spec.hidden), 0, None)]
+    for layer in range(spec.num_layers):
+        out += _attention_params(spec, layer)
+        out += _moe_params(spec, layer) if layer >= spec.dense_layers else _dense_params(spec, layer)
+    out.append(_norm("norm.weight", spec.hidden, None))
+    if not spec.tied_embeddings:
+        out.append(_sharded("head.weight", (spec.vocab, spec.hidden), 0, None))
+    return tuple(out)
+
+
+def _sharded(name: str, shape: tuple[int, ...], dim: int, layer: int | None, **more: Any) -> ParamSpec:
+    return ParamSpec(name=name, shape=shape, family="dense_sharded", tp_dim=dim, layer=layer, **more)
+
+
+def _norm(name: str, size: int, layer: int | None) -> ParamSpec:
+    return ParamSpec(name=name, shape=(size,), family="dense_replicated", init="ones", layer=layer, decay=False)
+
+
+def _output_std(spec: ModelSpec) -> float:
+    """Projections that write to the residual stream start smaller by sqrt(2 * layers) (GPT-2)."""
+    return INIT_STD / math.sqrt(2 * spec.num_layers)
+
+
+def _attention_params(spec: ModelSpec, layer: int) -> list[ParamSpec]:
+    at = f"layers.{layer}."
+    q, kv, h = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim, spec.hidden
+    out = [_norm(at + "attention_norm.weight", h, layer)]
+    if spec.mla is not None:
+        return out + _mla_params(spec, spec.mla, layer)
+    widths = {"wq": q, "wk": kv, "wv": kv}
+    out += [_sharded(at + f"attention.{n}.weight", (w, h), 0, layer) for n, w in widths.items()]
+    if spec.attention_bias:
+        out += [
+            _sharded(at + f"attention.{n}.bias", (w,), 0, layer, init="zeros", decay=False) for n, w in widths.items()
+        ]
+    if spec.qk_norm == "head":
+        out += [_norm(at + f"attention.{n}_norm.weight", spec.head_dim, layer) for n in "qk"]
+    elif spec.qk_norm == "hidden":
+        out += [
+            _sharded(at + f"attention.{n}_norm.weight", (w,), 0, layer, init="ones", decay=False)
+            for n, w in (("q", q), ("k", kv))
+        ]
+    out.append(_sharded(at + "attention.wo.weight", (h, q), 1, layer, init_std=_output_std(spec)))
+    return out
+
+
+def _mla_params(spec: ModelSpec, mla: MlaSpec, layer: int) -> list[ParamSpec]:
+    at, h, a = f"layers.{layer}.attention.", spec.hidden, spec.num_heads
+    q_width = a * (mla.nope_dim + mla.rope_dim)
+    replicated = {"family": "dense_replicated", "layer": layer}
+    out = [
+        ParamSpec(name=at + "wkv_a.weight", shape=(mla.kv_rank + mla.rope_dim, h), **replicated),  # type: ignore[arg-type]
+        _norm(at + "kv_norm.weight", mla.kv_rank, layer),
+        _sharded(at + "wkv_b.weight", (a * (mla.nope_dim + mla.value_dim), mla.kv_rank), 0, layer),
+    ]
+    if mla.q_rank:
+        out += [
+            ParamSpec(name=at + "wq_a.weight", shape=(mla.q_rank, h), **replicated),  # type: ignore[arg-type]
+            _norm(at + "q_norm.weight", mla.q_rank, layer),
+            _sharded(at + "wq_b.weight", (q_width, mla.q_rank), 0, layer),
+        ]
+    else:
+        out.append(_sharded(at + "wq.weight", (q_width, h), 0, layer))
+    out.append(_sharded(at + "wo.weight", (h, a * mla.value_dim), 1, layer, init_std=_output_std(spec)))
+    return out
+
+
+def _mlp_params(spec: ModelSpec, prefix: str, width: int, layer: int) -> list[ParamSpec]:
+    """SwiGLU: `w13` holds gate (index 0) and up (index 1) projections, `w2` the way back."""
+    return [
+        _sharded(prefix + "w13", (2, width, spec.hidden), 1, layer),
+        _sharded(prefix + "w2", (spec.hidden, width), 1, layer, init_std=_output_std(spec)),
+    ]
+
+
+def _dense_params(spec: ModelSpec, layer: int) -> list[ParamSpec]:
+    at = f"layers.{layer}."
+    return [_norm(at + "ffn_norm.weight", spec.hidden, layer), *_mlp_params(spec, at + "mlp.", spec.dense_ffn, layer)]
+
+
+def _moe_params(spec: ModelSpec, layer: int) -> list[ParamSpec]:
+    at, e, f, h = f"layers.{layer}.", spec.num_experts, spec.expert_ffn, spec.hidden
+    out = [
+        _norm(at + "ffn_norm.weight", h, layer),
+        ParamSpec(name=at + "moe.router.weight", shape=(e, h), family="dense_replicated", layer=layer),
+        ParamSpec(name=at + "moe.experts.w13", shape=(e, 2, f, h), family="expert", ep_dim=0, etp_dim=2, layer=layer),
+        ParamSpec(
+            name=at + "moe.experts.w2",
+            shape=(e, h, f),
+            family="expert",
+            ep_dim=0,
+            etp_dim=2,
+            layer=layer,
+            init_std=_output_std(spec),
+        ),
+    ]
+    if spec.shared_ffn:
+        out += _mlp_params(spec, at + "moe.shared.", spec.shared_ffn, layer)
+        if spec.shared_gate:
+            out.append(ParamSpec(name=at + "moe.shared.gate", shape=(1, h), family="dense_replicated", layer=layer))
+    return out
+
+
+def buffers(spec: ModelSpec) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """(name, shape) of state that is not trained by gradients: the fp32 expert bias of each MoE layer, if it is used."""
+    if not spec.router.bias_rate:
+        return ()
+    return tuple((f"layers.{i}.moe.router.expert_bias", (spec.num_experts,)) for i in spec.moe_layers)
+
+
+def flops_per_token(spec: ModelSpec, seq_len: int, *, attention: Literal["causal", "full"] = "causal") -> float:
+    """Model FLOPs of forward and backward per token (factor 6 = 3 passes x multiply and add).
+
+    Counts matmuls only, the router left out, no recompute; `attention` says whether the causal half or the full square of the
+    scores is counted (Megatron-LM counts the half since March 2025).
+    """
+    h, d = spec.hidden, spec.head_dim
+    share = 1.0 if attention == "full" else 0.5
+    if spec.mla is None:
+        proj = h * (spec.num_heads * d + 2 * spec.num_kv_heads * d) + spec.num_heads * d * h
+        core = 2 * share * seq_len * spec.num_heads * d
+    else:
+        m = spec.mla
+        q_dim = m.nope_dim + m.rope_dim
+        query = m.q_rank * (h + spec.num_heads * q_dim) if m.q_rank else h * spec.num_heads * q_dim
+        latent = m.kv_rank * (h + spec.num_heads * (m.nope_dim + m.value_dim)) + h * m.rope_dim
+        proj = query + latent + spec.num_heads * m.value_dim * h
+        core = share * seq_len * spec.num_heads * (q_dim + m.value_dim)
+    moe = 3 * h * (spec.expert_ffn * spec.top_k + spec.shared_ffn)
+    dense = 3 * h * spec.dense_ffn
+    num_moe = len(spec.moe_layers)
+    layers = spec.num_layers * (proj + core) + num_moe * moe + (spec.num_layers - num_moe) * dense
+    return 6.0 * (layers + h * spec.vocab)
+
+
+def _spec(name: str, **kw: Any) -> ModelSpec:
+    return ModelSpec(name=name, **kw)
+
+
+_SOFTMAX_RENORM = RouterSpec(score="softmax", softmax_order="before_topk", renormalize=True)
+
+PRESETS: Mapping[str, ModelSpec] = {
+    s.name: s
+    for s in (
+        _spec("tiny", num_layers=2, hidden=32, num_heads=4, num_kv_heads=2, head_dim=8, vocab=256, num_experts=8,
+              top_k=2, expert_ffn=48, router=_SOFTMAX_RENORM),
+        _spec("laptop", num_layers=4, hidden=256, num_heads=8, num_kv_heads=4, head_dim=32, vocab=8192, num_experts=8,
+              top_k=2, expert_ffn=512, qk_norm="head", router=_SOFTMAX_RENORM),
+        _spec("mixtral-8x7b", num_layers=32, hidden=4096, num_heads=32, num_kv_heads=8, head_dim=128, vocab=32000,
+              num_experts=8, top_k=2, expert_ffn=14336, rope_theta=1e6, router=_SOFTMAX_RENORM),
+        _spec("mixtral-8x22b", num_layers=56, hidden=6144, num_heads=48, num_kv_heads=8, head_dim=128, vocab=32000,
+              num_experts=8, top_k=2, expert_ffn=16384, rope_theta=1e6, router=_SOFTMAX_RENORM),
+        _spec("mixtral-8x22b-g8t8", num_layers=56, hidden=6144, num_heads=48, num_kv_heads=8, head_dim=128, vocab=32000,
+              num_experts=64, top_k=8, expert_ffn=2048, rope_theta=1e6, router=_SOFTMAX_RENORM),
+        _spec("qwen2-57b-a14b", num_layers=28, hidden=3584, num_heads=28, num_kv_heads=4, head_dim=128, vocab=151936,
+              num_experts=64, top_k=8, expert_ffn=2560, shared_ffn=20480, shared_gate=True, attention_bias=True,
+              rope_theta=1e6, norm_eps=1e-6, router=RouterSpec(score="softmax", softmax_order="before_topk")),
+        _spec("qwen3-30b-a3b", num_layers=48, hidden=2048, num_heads=32, num_kv_heads=4, head_dim=128, vocab=151936,
+              num_experts=128, top_k=8, expert_ffn=768, qk_norm="head", rope_theta=1e6, norm_eps=1e-6,
+              router=_SOFTMAX_RENORM),
+        _spec("qwen3-235b-a22b", num_layers=94, hidden=4096, num_heads=64, num_kv_heads=4, head_dim=128, vocab=151936,
+              num_experts=128, top_k=8, expert_ffn=1536, qk_norm="head", rope_theta=1e6, norm_eps=1e-6,
+              router=_SOFTMAX_RENORM),
+        _spec("olmoe-1b-7b", num_layers=16, hidden=2048, num_heads=16, num_kv_heads=16, head_dim=128, vocab=50304,
+              num_experts=64, top_k=8, expert_ffn=1024, qk_norm="hidden",
+              router=RouterSpec(score="softmax", softmax_order="before_topk")),
+        _spec("deepseek-v3", num_layers=61, hidden=7168, num_heads=128, num_kv_heads=128, head_dim=192, vocab=129280,
+              num_experts=256, top_k=8, expert_ffn=2048, shared_ffn=2048, dense_layers=3, dense_ffn=18432,
+              norm_eps=1e-6, mla=MlaSpec(q_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128),
+              router=RouterSpec(score="sigmoid", renormalize=True, scale=2.5, num_groups=8, group_topk=4,
+                                group_score="top2", bias_rate=1e-3)),
+    )
+}  # fmt: skip
+"""Shapes from the public model configurations (Hugging Face config.json of each; G8T8 from arXiv 2504.14960)."""
+
+
+def resolve_model(model: ModelConfig, router: RouterConfig, *, tokenizer_vocab: int | None = None) -> ModelSpec:
+    """The preset with the recipe's changes. Raises `ConfigError` naming every problem.
+
+    `tokenizer_vocab` sets the vocabulary where the recipe does not: rounded up to a multiple of 64, so that it splits over tp.
+    """
+    if model.preset not in PRESETS:
+        hint = nearest(model.preset, PRESETS)
+        raise ConfigError(
+            [Problem(where="model.preset", value=model.preset, rule="is not a preset", hint=hint)], subject="recipe"
+        )
+    base = PRESETS[model.preset]
+    changes = {f.name: getattr(model, f.name) for f in dataclasses.fields(model) if f.name != "preset"}
+    changes = {k: v for k, v in changes.items() if v is not None}
+    if "vocab" not in changes and tokenizer_vocab is not None:
+        changes["vocab"] = -(-tokenizer_vocab // 64) * 64
+    routed = {f.name: getattr(router, f.name) for f in dataclasses.fields(router)}
+    changes["router"] = dataclasses.replace(base.router, **{k: v for k, v in routed.items() if v is not None})
+    spec = dataclasses.replace(base, **changes)
+    problems = model_problems(spec)
+    if problems:
+        raise ConfigError(problems, subject="model")
+    return spec
+
+
+def model_problems(spec: ModelSpec) -> list[Problem]:
+    """What is wrong with a shape by itself; all of it."""
+    out: list[Problem] = []
+
+    def need(ok: bool, where: str, value: object, rule: str, hint: str) -> None:
+        if not ok:
+            out.append(Problem(where=where, value=value, rule=rule, hint=hint))
+
+    for name in ("num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim", "vocab"):
+        need(getattr(spec, name) >= 1, f"model.{name}", getattr(spec, name), "must be at least 1", "use 1 or more")
+    if out:
+        return out
+    kv = spec.num_kv_heads
+    need(
+        spec.num_heads % kv == 0,
+        "model.num_kv_heads",
+        kv,
+        f"must divide num_heads = {spec.num_heads}",
+        f"try {math.gcd(kv, spec.num_heads)}",
+    )
+    need(
+        spec.head_dim % 2 == 0,
+        "model.head_dim",
+        spec.head_dim,
+        "must be even (rotary embedding)",
+        f"try {spec.head_dim + 1}",
+    )
+    need(
+        0 <= spec.dense_layers <= spec.num_layers,
+        "model.dense_layers",
+        spec.dense_layers,
+        f"lies between 0 and num_layers = {spec.num_layers}",
+        "try 0",
+    )
+    need(
+        not spec.dense_layers or spec.dense_ffn > 0,
+        "model.dense_ffn",
+        spec.dense_ffn,
+        f"must be set for {spec.dense_layers} dense layers",
+        f"try {4 * spec.hidden}",
+    )
+    if spec.moe_layers:
+        e, k, r = spec.num_experts, spec.top_k, spec.router
+        need(e >= 1, "model.num_experts", e, "must be at least 1", "try 8")
+        need(1 <= k <= e, "model.top_k", k, f"lies between 1 and num_experts = {e}", f"try {max(1, min(k, e))}")
+        need(spec.expert_ffn >= 1, "model.expert_ffn", spec.expert_ffn, "must be at least 1", f"try {4 * spec.hidden}")
+        need(
+            r.num_groups >= 1 and e % r.num_groups == 0,
+            "router.num_groups",
+            r.num_groups,
+            f"must divide num_experts = {e}",
+            f"try {math.gcd(max(r.num_groups, 1), max(e, 1))}",
+        )
+        need(
+            1 <= r.group_topk <= r.num_groups,
+            "router.group_topk",
+            r.group_topk,
+            f"lies between 1 and num_groups = {r.num_groups}",
+            f"try {r.num_groups}",
+        )
+        if r.num_groups >= 1 and e % r.num_groups == 0 and 1 <= r.group_topk <= r.num_groups:
+            room = r.group_topk * (e // r.num_groups)
+            need(
+                k <= room, "model.top_k", k, f"the {r.group_topk} chosen groups hold only {room} experts", f"try {room}"
+            )
+        for name in ("z_loss", "aux_loss", "bias_rate", "force_skew"):
+            need(getattr(r, name) >= 0, f"router.{name}", getattr(r, name), "must not be negative", "use 0")
+    return out

@@ -1,0 +1,118 @@
+"""Which expert lives in which slot of which rank.
+
+A *slot* holds one replica of one expert (its `etp` slices lie on the ranks of one etp group). A placement lists, for every
+coordinate (edp, ep) of the expert grid, the logical expert in each of its slots. Plain expert parallelism is the placement in which
+each expert has exactly one replica per expert-parallel group; replicated experts (arXiv 2407.04656) are just another placement.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phalanx.core.errors import PlanError, Problem, raise_if
+from phalanx.plan.folding import Folding
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """`slots[edp][ep]` = experts held there, in slot order. Every (edp, ep) has the same number of slots."""
+
+    num_experts: int
+    slots: tuple[tuple[tuple[int, ...], ...], ...]
+
+    @property
+    def slots_per_rank(self) -> int:
+        return len(self.slots[0][0])
+
+    @property
+    def is_plain(self) -> bool:
+        """Each expert once per expert-parallel group, in order: slot index == expert id."""
+        order = tuple(range(self.num_experts))
+        return all(tuple(e for rank in group for e in rank) == order for group in self.slots)
+
+    def local_experts(self, *, edp: int, ep: int) -> tuple[int, ...]:
+        return self.slots[edp][ep]
+
+    @cached_property
+    def _group_slots(self) -> NDArray[np.int64]:
+        """(edp, ep * slots_per_rank): expert of each slot of an expert-parallel group, rank-major."""
+        return np.array([[e for rank in group for e in rank] for group in self.slots], dtype=np.int64)
+
+    def group_slots(self, edp: int) -> NDArray[np.int64]:
+        """(ep * slots_per_rank,) expert of every slot in expert-parallel group `edp`, rank-major."""
+        row: NDArray[np.int64] = self._group_slots[edp]
+        return row
+
+    def holders(self, expert: int) -> tuple[tuple[int, int], ...]:
+        """(edp, ep) coordinates that hold `expert`, each once."""
+        return tuple((d, p) for d, group in enumerate(self.slots) for p, held in enumerate(group) if expert in held)
+
+    def check(self) -> None:
+        """Raise `PlanError` with all problems."""
+        raise_if(_problems(self), PlanError, subject="placement")
+
+    def to_json(self) -> str:
+        return json.dumps({"num_experts": self.num_experts, "slots": self.slots}, sort_keys=True)
+
+    @property
+    def hash(self) -> str:
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+
+    def explain(self) -> str:
+        kind = "plain" if self.is_plain else "replicated"
+        ep = len(self.slots[0])
+        return (
+            f"{kind} placement: {self.num_experts} experts, {self.slots_per_rank} slots on each of {ep} ep ranks, "
+            f"{len(self.slots)} expert-parallel groups"
+        )
+
+
+def _problems(placement: Placement) -> list[Problem]:
+    problems = []
+    widths = {len(held) for group in placement.slots for held in group}
+    if len(widths) != 1:
+        problems.append(
+            Problem(where="placement.slots", value=sorted(widths), rule="every rank has the same number of slots")
+        )
+    for d, group in enumerate(placement.slots):
+        held = {e for rank in group for e in rank}
+        missing = sorted(set(range(placement.num_experts)) - held)
+        unknown = sorted(held - set(range(placement.num_experts)))
+        if missing:
+            problems.append(
+                Problem(
+                    where=f"placement.slots[{d}]",
+                    value=missing,
+                    rule="each expert needs a replica in every expert-parallel group",
+                    hint="give these experts a slot",
+                )
+            )
+        if unknown:
+            problems.append(
+                Problem(
+                    where=f"placement.slots[{d}]", value=unknown, rule=f"experts are 0 ... {placement.num_experts - 1}"
+                )
+            )
+    return problems
+
+
+def plain_placement(num_experts: int, folding: Folding) -> Placement:
+    """Expert `j` in slot `j` of every expert-parallel group: rank ep holds experts [ep*E/EP, (ep+1)*E/EP)."""
+    if num_experts % folding.ep:
+        legal = max(d for d in range(1, folding.ep + 1) if num_experts % d == 0)
+        problem = Problem(
+            where="folding.ep",
+            value=folding.ep,
+            rule=f"ep must divide the {num_experts} experts",
+            hint=f"try ep = {legal}",
+        )
+        raise PlanError([problem], subject="placement")
+    width = num_experts // folding.ep
+    group = tuple(tuple(range(p * width, (p + 1) * width)) for p in range(folding.ep))
+    return Placement(num_experts=num_experts, slots=(group,) * folding.edp)

@@ -1,0 +1,1 @@
+"""Carries plans out with torch.distributed and takes no decision. It knows no model."""

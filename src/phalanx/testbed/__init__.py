@@ -1,0 +1,1 @@
+"""An emulated cluster on one machine: network namespaces, shaped links, killable hosts."""

@@ -1,0 +1,1 @@
+"""The oracle: any mapping against one rank, in float64; planted faults."""
