@@ -1,0 +1,45 @@
+# Two commands do everything: `make train` and `make test`. Both make .venv first.
+PHALANX := .venv/bin/phalanx
+PY := .venv/bin/python
+
+.PHONY: help env train test lint format typecheck verify bench docs clean
+
+help:           ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
+
+.venv/.made: pyproject.toml constraints.txt scripts/make-env.sh
+	sh scripts/make-env.sh dev
+	@touch $@
+
+env: .venv/.made  ## make .venv with pinned versions
+
+train: env      ## train a small MoE model on the Python sources of this machine, 4 local ranks, about 5 minutes
+	$(PHALANX) train recipes/laptop.toml
+
+test: env       ## run the tests
+	sh scripts/system-packages.sh
+	$(PY) -m pytest -q
+
+lint: env       ## ruff and mypy
+	.venv/bin/ruff format --check -q src tests
+	.venv/bin/ruff check -q src tests
+	.venv/bin/mypy
+
+format: env     ## format the code
+	.venv/bin/ruff format -q src tests
+	.venv/bin/ruff check -q --fix src tests
+
+verify: env     ## every legal mapping of 4 and 8 ranks against one rank, in float64
+	$(PHALANX) verify --ranks 4
+	$(PHALANX) verify --ranks 8
+
+bench: env      ## one rank against transformers, interleaved
+	sh scripts/make-env.sh dev,bench
+	$(PHALANX) bench train
+
+docs: env       ## build the pages of docs/ into site/
+	sh scripts/make-env.sh dev,docs
+	.venv/bin/mkdocs build --strict -q
+
+clean:          ## remove what the build made, not the runs
+	rm -rf .venv site .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info
