@@ -1,0 +1,42 @@
+"""One block: `x + attention(norm(x))`, then `x + experts(norm(x))` (a dense MLP in the first layers).
+
+Legend: T tokens of this rank, H hidden.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from phalanx.kernels.rope import RopeTable
+from phalanx.models.attention import Attention
+from phalanx.models.context import ForwardInfo, ModelContext, RoutingStats, TokenBatch
+from phalanx.models.layers import Mlp, RMSNorm
+from phalanx.models.moe import MoE
+
+
+class Block(nn.Module):
+    def __init__(self, ctx: ModelContext, layer: int) -> None:
+        super().__init__()
+        at = f"layers.{layer}."
+        self.attention_norm = RMSNorm(ctx, at + "attention_norm")
+        self.attention = Attention(ctx, layer)
+        self.ffn_norm = RMSNorm(ctx, at + "ffn_norm")
+        self.moe: MoE | None = None
+        self.mlp: Mlp | None = None
+        if layer in ctx.spec.moe_layers:
+            self.moe = MoE(ctx, layer)
+        else:
+            self.mlp = Mlp(ctx, at + "mlp")
+
+    def forward(
+        self, x_TH: torch.Tensor, *, table: RopeTable, info: ForwardInfo, batch: TokenBatch
+    ) -> tuple[torch.Tensor, RoutingStats | None]:
+        """(T, H) -> (T, H) and what the router says; None in a dense block."""
+        x_TH = x_TH + self.attention(self.attention_norm(x_TH), table=table, segments=batch.segments)
+        h_TH = self.ffn_norm(x_TH)
+        if self.moe is not None:
+            y_TH, stats = self.moe(h_TH, info, batch)
+            return x_TH + y_TH, stats
+        assert self.mlp is not None  # one of the two, by construction
+        return x_TH + self.mlp(h_TH), None

@@ -1,0 +1,109 @@
+"""Parts that every block is made of: parameters with their local shapes, their initial values, RMSNorm, SwiGLU MLP, linear.
+
+Must never change: the initial value of an element of a logical tensor depends on (seed, logical name, expert) and on nothing
+else, so that every mapping starts from the same model. Whole logical tensors (one per expert) are drawn and cut to the local boxes.
+
+Legend: T tokens, H hidden, F width of the MLP on this rank, O output width.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from phalanx.kernels.choice import Impl
+from phalanx.kernels.norm import rms_norm
+from phalanx.kernels.swiglu import swiglu
+from phalanx.models.context import ModelContext
+from phalanx.plan.layout import LocalParam, Piece, local_param
+from phalanx.plan.model import ModelSpec, ParamSpec, parameters
+
+
+@lru_cache(maxsize=8)
+def _table(spec: ModelSpec) -> Mapping[str, ParamSpec]:
+    return {p.name: p for p in parameters(spec)}
+
+
+def local_of(ctx: ModelContext, name: str) -> LocalParam:
+    """What this rank holds of the logical parameter `name`."""
+    return local_param(_table(ctx.spec)[name], ctx.groups.folding, ctx.placement, ctx.groups.rank)
+
+
+def new_parameter(ctx: ModelContext, name: str) -> nn.Parameter:
+    """An uninitialised parameter with this rank's shape of the logical parameter `name`."""
+    return nn.Parameter(torch.empty(local_of(ctx, name).shape, dtype=ctx.dtype, device=ctx.device))
+
+
+def initialise(named: Iterable[tuple[str, torch.Tensor]], ctx: ModelContext) -> None:
+    """Fill parameters, given with their logical names, with their initial values."""
+    with torch.no_grad():
+        for name, tensor in named:
+            local = local_of(ctx, name)
+            for piece in local.pieces:
+                _fill(tensor, piece, seed=ctx.seed)
+
+
+def _fill(tensor: torch.Tensor, piece: Piece, *, seed: int) -> None:
+    param, target = piece.param, tensor[piece.local.slices()]
+    if param.init != "normal":
+        target.fill_(1.0 if param.init == "ones" else 0.0)
+        return
+    if param.ep_dim is None:
+        target.copy_(_draw(param, param.shape, seed=seed)[piece.box.slices()])
+        return
+    dim, inner = param.ep_dim, list(piece.box.slices())
+    first = inner.pop(dim).start
+    shape = param.shape[:dim] + param.shape[dim + 1 :]
+    for i in range(piece.box.sizes[dim]):
+        target.select(dim, i).copy_(_draw(param, shape, seed=seed, expert=first + i)[tuple(inner)])
+
+
+def _draw(param: ParamSpec, shape: tuple[int, ...], *, seed: int, expert: int | None = None) -> torch.Tensor:
+    """Normal numbers in fp32 on the CPU, whatever the type and device of the model."""
+    key = f"{seed}/{param.name}" + ("" if expert is None else f"/{expert}")
+    number = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big", signed=True)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(number)) * param.init_std
+
+
+class RMSNorm(nn.Module):
+    """`weight` is replicated; the gradient is the sum over this rank's tokens only."""
+
+    def __init__(self, ctx: ModelContext, name: str) -> None:
+        super().__init__()
+        self.weight = new_parameter(ctx, f"{name}.weight")
+        self.eps = ctx.spec.norm_eps
+        self.impl: Impl = ctx.kernels
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, self.weight, self.eps, impl=self.impl)
+
+
+class Linear(nn.Module):
+    """`x weight^T + bias` with this rank's part of a logical projection."""
+
+    def __init__(self, ctx: ModelContext, name: str, *, bias: bool = False) -> None:
+        super().__init__()
+        self.weight = new_parameter(ctx, f"{name}.weight")
+        self.bias = new_parameter(ctx, f"{name}.bias") if bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class Mlp(nn.Module):
+    """SwiGLU: `w2 (silu(w13[0] x) * (w13[1] x))`."""
+
+    def __init__(self, ctx: ModelContext, name: str) -> None:
+        super().__init__()
+        self.w13 = new_parameter(ctx, f"{name}.w13")
+        self.w2 = new_parameter(ctx, f"{name}.w2")
+        self.impl: Impl = ctx.kernels
+
+    def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
+        gate_up_T2F = F.linear(x_TH, self.w13.flatten(0, 1)).view(-1, *self.w13.shape[:2])
+        return F.linear(swiglu(gate_up_T2F, impl=self.impl), self.w2)
