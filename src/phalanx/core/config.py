@@ -18,25 +18,39 @@ class ModelConfig:
     preset: str = "laptop"
     """Named shape; `phalanx train --help` lists them."""
     num_layers: int | None = None
+    """Blocks of attention and experts (or a dense MLP)."""
     hidden: int | None = None
+    """Width of the residual stream."""
     num_heads: int | None = None
+    """Query heads."""
     num_kv_heads: int | None = None
+    """Key/value heads; fewer than `num_heads` is grouped-query attention."""
     head_dim: int | None = None
+    """Width of one head; even, for the rotary embedding."""
     vocab: int | None = None
     """Rows of the embedding. Default: the tokenizer's size rounded up to a multiple of 64."""
     num_experts: int | None = None
+    """Routed experts of each MoE layer."""
     top_k: int | None = None
+    """Experts that each token is routed to."""
     expert_ffn: int | None = None
+    """Inner width of one routed expert."""
     shared_ffn: int | None = None
     """Width of the shared expert, 0 for none."""
     dense_layers: int | None = None
     """This many first layers have a dense MLP in place of experts."""
     dense_ffn: int | None = None
+    """Inner width of the dense MLP of those layers."""
     qk_norm: Literal["none", "head", "hidden"] | None = None
+    """RMSNorm on queries and keys: of each head (Qwen3), or over all heads at once (OLMoE)."""
     attention_bias: bool | None = None
+    """Biases on the query, key and value projections (Qwen2)."""
     tied_embeddings: bool | None = None
+    """The head shares the embedding's weight."""
     rope_theta: float | None = None
+    """Base of the rotary embedding's wavelengths."""
     norm_eps: float | None = None
+    """Added to the mean square in every RMSNorm."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +58,7 @@ class RouterConfig:
     """How tokens choose experts. ``None`` takes the preset's value."""
 
     score: Literal["softmax", "sigmoid"] | None = None
+    """What turns the router's logits into weights."""
     softmax_order: Literal["before_topk", "after_topk"] | None = None
     """Softmax over all experts and then top-k, or top-k and then softmax over the chosen logits (softmax only)."""
     renormalize: bool | None = None
@@ -51,16 +66,18 @@ class RouterConfig:
     scale: float | None = None
     """Factor on the chosen weights (DeepSeek's routed_scaling_factor)."""
     num_groups: int | None = None
+    """Groups of experts for group-limited routing (goes with `group_topk`)."""
     group_topk: int | None = None
     """Group-limited routing: only experts of the best `group_topk` of `num_groups` groups may be chosen."""
     group_score: Literal["sum_topk", "top2"] | None = None
     """Score of a group: sum of its best top_k/group_topk scores (Megatron), or of its best two (DeepSeek-V3)."""
     z_loss: float = 0.0
+    """Coefficient of the mean squared log-sum-exp of the logits (arXiv 2202.08906), 0 for none."""
     aux_loss: float = 0.01
     """Coefficient of the load-balancing loss, 0 for none."""
     aux_scope: Literal["micro_batch", "sequence", "global_batch"] | None = None
     """Tokens over which balance is asked for. Default: micro_batch where aux_loss > 0."""
-    bias_rate: float = 0.0
+    bias_rate: float | None = None
     """Step of the aux-loss-free expert bias (arXiv 2408.15664), 0 for none."""
     force: Literal["none", "balanced", "imbalanced"] = "none"
     """Benchmarks only: replaces the router's choice by a workload that depends on (seed, step, layer) alone."""
@@ -73,6 +90,7 @@ class DispatchConfig:
     """How routed tokens travel to their experts, and which of them are dropped."""
 
     policy: Literal["dropless", "drop"] = "dropless"
+    """Whether an overfull expert takes all of its rows, or only up to its capacity."""
     capacity_factor: float | None = None
     """Rows an expert takes, as a multiple of the even share (policy = "drop" only; default 1.0)."""
     drop_by: Literal["probability", "position"] | None = None
@@ -82,6 +100,7 @@ class DispatchConfig:
     pad_to_capacity: bool | None = None
     """Every expert computes exactly its capacity, so that no size depends on the routing (policy = "drop" only; default false)."""
     transport: Literal["all_to_all", "all_gather"] = "all_to_all"
+    """Rows sent to the ranks that need them, or gathered everywhere (for tiny ep)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,11 +108,15 @@ class FoldingConfig:
     """Degrees of the two rank grids; dp and edp follow from the number of ranks (arXiv 2504.14960)."""
 
     tp: int = 1
+    """Tensor parallel degree of everything that is not a routed expert."""
     cp: int = 1
+    """Context parallel degree (parts of the sequence)."""
     pp: int = 1
+    """Pipeline parallel degree (stages)."""
     ep: int | None = None
     """Expert parallel degree. Default: as many ranks as divide the experts."""
     etp: int = 1
+    """Tensor parallel degree of the routed experts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +130,9 @@ class DataConfig:
     tokenizer: str = "bpe:8192"
     """byte, bpe:VOCAB (trained once on the sources), or a Hugging Face tokenizer.json."""
     text_field: str = "text"
+    """Name of the text in a JSON line, or of the parquet column."""
     validation_fraction: float = 0.02
+    """Share of the documents that is kept for validation."""
     cache: str = "cache"
     """Folder of tokenised files, shared by runs."""
 
@@ -117,7 +142,9 @@ class TrainConfig:
     """Steps, batch and precision."""
 
     steps: int = 300
+    """Optimizer steps of the whole run."""
     seq_len: int = 256
+    """Tokens per packed sequence."""
     global_batch: int = 32
     """Sequences per optimizer step over all ranks."""
     micro_batch: int = 8
@@ -125,8 +152,11 @@ class TrainConfig:
     dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16"
     """Compute type. Master weights and moments are fp32 (fp64 with float64)."""
     recompute: Literal["none", "selective", "full"] = "none"
+    """Activations computed again in the backward pass: none, those of the experts and norms, or whole blocks."""
     deterministic: bool = False
+    """Bitwise the same run each time, at some cost in speed."""
     seed: int = 0
+    """Decides initial weights and the order of samples."""
     eval_interval: int = 50
     """Steps between validations, 0 for none but the last."""
     eval_batches: int = 8
@@ -138,27 +168,43 @@ class OptimConfig:
     """AdamW (arXiv 1711.05101), its schedule and its sharding."""
 
     lr: float = 3e-3
+    """Highest learning rate."""
     min_lr_ratio: float = 0.1
-    warmup_steps: int = 20
+    """Last learning rate over the highest (not with schedule = "constant")."""
+    warmup_steps: int | None = None
+    """Steps of linear warm-up. Default: 20, or a tenth of the run where that is less."""
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    """What follows warm-up: half a cosine, stable then linear decay (WSD), or nothing."""
     decay_steps: int | None = None
     """Length of the final decay (schedule = "wsd" only; default a fifth of the run)."""
     beta1: float = 0.9
+    """Decay of the first moment."""
     beta2: float = 0.95
+    """Decay of the second moment."""
     eps: float = 1e-8
+    """Added to the root of the second moment."""
     weight_decay: float = 0.1
+    """Decoupled decay of matrices, as a multiple of the learning rate; norms and biases have none."""
     clip_norm: float = 1.0
     """Global gradient norm above which gradients are scaled down, 0 for none."""
     zero: Literal[0, 1] = 1
     """1 shards master weights and moments over dp x cp (dense) and edp (experts)."""
 
+    def warmup(self, total_steps: int) -> int:
+        """`warmup_steps`, with its default resolved."""
+        return min(20, total_steps // 10) if self.warmup_steps is None else self.warmup_steps
+
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
+    """When state is saved, and where training goes on."""
+
     interval: int = 50
     """Steps between checkpoints, 0 for none but the last."""
     keep_last: int = 3
+    """Newest checkpoints to keep (only with an interval)."""
     asynchronous: bool = True
+    """Write while training goes on (only with an interval: the run waits for its last checkpoint)."""
     resume: bool = True
     """Go on from the newest checkpoint of the run folder."""
     step: int | None = None
@@ -167,10 +213,22 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ObserveConfig:
+    """Where the run can be watched. The event log in the run folder is always written."""
+
     console: Literal["auto", "live", "plain", "none"] = "auto"
+    """A live display, plain lines, or nothing. auto: live on a terminal, plain elsewhere."""
+    log_interval: int | None = None
+    """Steps between printed rows. Default: the first and the last step, and one about every 5 seconds."""
     tensorboard: bool = True
+    """Write event files for TensorBoard to the run folder."""
     wandb_project: str | None = None
+    """Report to this Weights & Biases project (extra `wandb`)."""
+    wandb_mode: Literal["online", "offline"] | None = None
+    """Default: online. offline keeps the run on disk for `wandb sync`."""
     prometheus_port: int | None = None
+    """Serve the newest metrics over HTTP on this port (extra `prometheus`)."""
+    prometheus_address: str | None = None
+    """Address the endpoint listens on. Default: 127.0.0.1, this machine only."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,22 +236,29 @@ class LaunchConfig:
     """Ranks on this machine. Under torchrun the launcher's variables decide instead."""
 
     ranks: int = 1
+    """Processes to start."""
     threads: int | None = None
     """Compute threads of each rank. Default: cores / ranks, at least 1."""
     device: Literal["cpu", "cuda"] = "cpu"
+    """Where tensors live: gloo between CPUs, NCCL between GPUs."""
     timeout_s: float = 600.0
     """Longest wait of one collective."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class KernelConfig:
+    """Which version of the compute kernels runs."""
+
     implementation: Literal["fast", "reference"] = "fast"
     """`reference` runs the plain version that each fast path is tested against."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
+    """Where the run is kept."""
+
     name: str = "laptop"
+    """Name of the run's own folder."""
     folder: str = "runs"
     """The run lives in `folder/name`."""
 

@@ -35,7 +35,21 @@ class RunStarted(Event):
     folding: str
     flops_per_token: float
     peak_flops_per_s: float
-    """Measured matmul rate of all local ranks together; 0 where it was not measured."""
+    """Measured matmul rate of all ranks together; 0 where it was not measured."""
+    unigram_loss: float | None = None
+    """Validation loss of a model that knows only how frequent each token is: what training must beat."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress(Event):
+    """A long piece of preparation moved on. The last event of a task has ``done == total``."""
+
+    task: str
+    """What a person reads: `tokenising`, `training the tokenizer`."""
+    done: int
+    total: int
+    unit: str = ""
+    """What is counted: `B`, `documents`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +57,7 @@ class StepEnded(Event):
     """One committed optimizer step; the figures are global."""
 
     step: int
+    """Steps committed so far, this one included: the first step of a run ends as 1."""
     loss: float
     """Mean cross-entropy per valid token, nats."""
     aux_loss: float
@@ -65,14 +80,19 @@ class StepEnded(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Validated(Event):
+    """The validation loss after `step` steps."""
+
     step: int
     loss: float
+    """Mean cross-entropy per valid token, nats."""
     tokens: int
     seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSaved(Event):
+    """A checkpoint is complete on disk and visible."""
+
     step: int
     path: str
     bytes: int
@@ -97,6 +117,15 @@ class Collective(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Sampled(Event):
+    """Text that the model wrote after `step` steps."""
+
+    step: int
+    prompt: str
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Note(Event):
     """Something a person should read once. ``level`` is info, warning or error."""
 
@@ -106,6 +135,8 @@ class Note(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class RunEnded(Event):
+    """Training stopped. ``reason`` is finished, interrupted or the error in one line."""
+
     step: int
     reason: str
     seconds: float
