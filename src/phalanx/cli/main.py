@@ -1,0 +1,109 @@
+"""The program `phalanx`: finds the command, runs it, and turns errors into one clear message.
+
+Decides exit codes: 0 done, 1 a bug (with traceback), 2 an error that a person can act on, 130 interrupted. Must never change:
+`phalanx --help` imports no command, so that it answers at once, and a command imports only what it needs (`plan` never imports torch).
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import metadata
+
+from phalanx.core.errors import PhalanxError, nearest
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command lives in the module of its name here in `cli`, as `main(args) -> exit status`."""
+
+    name: str
+    summary: str
+
+
+COMMANDS = (
+    Command("train", "train a model from a recipe, on this machine's ranks or under torchrun"),
+    Command("generate", "continue a prompt with the model of a run"),
+    Command("verify", "prove a mapping against one rank: loss, every gradient, norm and step"),
+    Command("bench", "measure speed beside a baseline in the same run"),
+    Command("plan", "print what would happen (folding, memory), without torch and without a process"),
+    Command("testbed", "emulate hosts and links on this machine, and kill, freeze or cut them"),
+    Command("metrics", "show the course of a run from its event log"),
+    Command("settings", "list every setting of a recipe with its default and meaning"),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `phalanx ARGV...` and return the exit status."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    if not args or args[0] in ("-h", "--help", "help"):
+        print(help_text())
+        return 0
+    if args[0] in ("-V", "--version"):
+        print(version_text())
+        return 0
+    name = args[0]
+    if name not in {c.name for c in COMMANDS}:
+        hint = nearest(name, (c.name for c in COMMANDS))
+        print(f"phalanx: {name!r} is not a command; {hint} (phalanx --help lists them)", file=sys.stderr)
+        return 2
+    return run_command(name, args[1:], debug=os.environ.get("PHALANX_DEBUG", "") not in ("", "0"))
+
+
+def run_command(name: str, args: Sequence[str], *, debug: bool) -> int:
+    """Import the command and run it. Errors made for people end here; everything else is a bug and keeps its traceback."""
+    try:
+        return int(importlib.import_module(f"phalanx.cli.{name}").main(list(args)) or 0)
+    except PhalanxError as error:
+        if debug:
+            traceback.print_exc()
+        print(f"phalanx {name}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"phalanx {name}: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # the reader (head, less) has seen enough; the interpreter must not complain about it again when it flushes at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except SystemExit as stop:
+        # argument parsers leave this way after --help or a wrong argument
+        if isinstance(stop.code, str):
+            print(stop.code, file=sys.stderr)
+            return 1
+        return stop.code or 0
+
+
+def help_text() -> str:
+    """All commands, a line each."""
+    width = max(len(c.name) for c in COMMANDS)
+    lines = [
+        "usage: phalanx COMMAND [ARGUMENTS]",
+        "",
+        "Trains mixture-of-experts language models on any expert mapping, and proves it against one rank.",
+        "",
+        "commands",
+        *(f"  {c.name:<{width}}  {c.summary}" for c in COMMANDS),
+        "",
+        "phalanx COMMAND --help says more. --version prints versions. PHALANX_DEBUG=1 shows tracebacks of errors.",
+    ]
+    return "\n".join(lines)
+
+
+def version_text() -> str:
+    """Versions of what decides a run, read from the installed packages without importing them."""
+    found = []
+    for package in ("phalanx", "torch", "numpy"):
+        try:
+            found.append(f"{package} {metadata.version(package)}")
+        except metadata.PackageNotFoundError:
+            found.append(f"{package} is not installed")
+    return f"{', '.join(found)}, Python {sys.version.split()[0]}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
