@@ -1,8 +1,8 @@
 """Two rank grids over one world: attention (tp cp dp pp) and experts (etp ep edp pp).
 
-Decides which rank holds which coordinate, which ranks form a group, which degrees are legal, and which group sums which gradient.
-Must never change: the pipeline is the slowest coordinate of both grids, so that both have the same pipeline groups. (Listing 1
-of arXiv 2504.14960 puts pp inside dp; in that order the groups agree only when cp*tp == ep*etp.)
+Decides which rank holds which coordinate, which ranks form a group, which degrees are legal for a model and a sequence, and which
+group sums which gradient. Must never change: the pipeline is the slowest coordinate of both grids, so that both have the same
+pipeline groups. (Listing 1 of arXiv 2504.14960 puts pp inside dp; in that order the groups agree only when cp*tp == ep*etp.)
 
     attention: r = tp  + TP *(cp + CP*(dp  + DP *pp))
     experts:   r = etp + ETP*(ep + EP*(edp + EDP*pp))
@@ -13,20 +13,25 @@ of arXiv 2504.14960 puts pp inside dp; in that order the groups agree only when 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from phalanx.core.errors import PlanError, Problem, raise_if
+from phalanx.core.config import FoldingConfig
+from phalanx.core.errors import ConfigError, PlanError, Problem, raise_if
+from phalanx.plan.grid import Grid, pp_groups_equal
+from phalanx.plan.model import ModelSpec
 
 ATTENTION_AXES = ("tp", "cp", "dp", "pp")
 EXPERT_AXES = ("etp", "ep", "edp", "pp")
+DEGREES = ("tp", "cp", "pp", "ep", "etp")
+"""What a person gives; `dp` and `edp` follow from the world."""
 
-GROUP_AXES: dict[str, tuple[str, tuple[str, ...]]] = {
+GROUP_AXES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     # name of the group: (grid, axes along which its members differ)
     "tp": ("attention", ("tp",)),
     "cp": ("attention", ("cp",)),
@@ -44,7 +49,10 @@ GROUP_AXES: dict[str, tuple[str, tuple[str, ...]]] = {
     "etp_ep_pp": ("experts", ("etp", "ep", "pp")),
     "world": ("attention", ("tp", "cp", "dp", "pp")),
 }
-"""Every group that training uses. `embedding` (first and last stage) is built from `pp` and is not listed."""
+"""Groups that lie along axes: all that training uses, but for `embedding`, which is made of the ends of each `pp` group."""
+
+GROUP_NAMES: tuple[str, ...] = (*GROUP_AXES, "embedding")
+"""Everything that `Folding.groups` knows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +71,7 @@ class GradientRule:
     replicas: tuple[str, ...]
 
 
-GRADIENT_RULES: dict[str, GradientRule] = {
+GRADIENT_RULES: Mapping[str, GradientRule] = {
     "dense_sharded": GradientRule(family="dense_sharded", sum_over=("dp_cp",), shard_over="dp_cp", replicas=("dp_cp",)),
     "dense_replicated": GradientRule(
         family="dense_replicated", sum_over=("tp", "dp_cp"), shard_over="dp_cp", replicas=("tp", "dp_cp")
@@ -96,51 +104,55 @@ class Folding:
         return int(getattr(self, axis))
 
     @cached_property
-    def _coords(self) -> dict[str, NDArray[np.int64]]:
-        """Axis -> coordinate of every rank, for both grids (`pp` is the same in both)."""
-        ranks = np.arange(self.world)
-        coords: dict[str, NDArray[np.int64]] = {}
-        for axes in (ATTENTION_AXES, EXPERT_AXES):
-            stride = 1
-            for axis in axes:
-                degree = self.degree(axis)
-                coords[axis] = (ranks // stride) % degree
-                stride *= degree
-        return coords
+    def attention(self) -> Grid:
+        return Grid(tuple((axis, self.degree(axis)) for axis in ATTENTION_AXES))
+
+    @cached_property
+    def experts(self) -> Grid:
+        return Grid(tuple((axis, self.degree(axis)) for axis in EXPERT_AXES))
+
+    def _along(self, name: str) -> tuple[Grid, tuple[str, ...]]:
+        grid, varying = GROUP_AXES[name]
+        return (self.attention if grid == "attention" else self.experts), varying
 
     def coord(self, rank: int, axis: str) -> int:
         """Coordinate of `rank` on `axis` (tp cp dp pp etp ep edp)."""
-        return int(self._coords[axis][rank])
+        return (self.attention if axis in ATTENTION_AXES else self.experts).coord(rank, axis)
 
     def groups(self, name: str) -> tuple[tuple[int, ...], ...]:
-        """All groups called `name` (a key of GROUP_AXES), ranks ascending in each, ordered by their first rank."""
-        grid, varying = GROUP_AXES[name]
-        axes = ATTENTION_AXES if grid == "attention" else EXPERT_AXES
-        key = np.zeros(self.world, dtype=np.int64)
-        for axis in axes:
-            if axis not in varying:
-                key = key * self.degree(axis) + self._coords[axis]
-        order = np.argsort(key, kind="stable")
-        size = int(np.prod([self.degree(a) for a in varying]))
-        members = [tuple(int(r) for r in row) for row in order.reshape(-1, size)]
-        return tuple(sorted(members))
+        """All groups called `name` (one of GROUP_NAMES): they partition the world, ranks ascending, ordered by first rank."""
+        if name == "embedding":
+            return tuple(sorted(part for group in self.groups("pp") for part in _ends(group)))
+        grid, varying = self._along(name)
+        return grid.groups(varying)
 
     def group_of(self, rank: int, name: str) -> tuple[int, ...]:
         """The group called `name` that `rank` belongs to."""
-        grid, varying = GROUP_AXES[name]
-        axes = ATTENTION_AXES if grid == "attention" else EXPERT_AXES
-        same = np.ones(self.world, dtype=bool)
-        for axis in axes:
-            if axis not in varying:
-                same &= self._coords[axis] == self._coords[axis][rank]
-        return tuple(int(r) for r in np.flatnonzero(same))
+        if name == "embedding":
+            return next(part for part in _ends(self.group_of(rank, "pp")) if rank in part)
+        grid, varying = self._along(name)
+        return grid.group_of(rank, varying)
+
+    @property
+    def pp_groups_equal(self) -> bool:
+        """Whether both grids really have the same pipeline groups, computed from the rank lists of both."""
+        return pp_groups_equal(self.attention, self.experts)
+
+    def process_groups(self) -> tuple[tuple[int, ...], ...]:
+        """Every distinct set of more than one rank that training communicates over, in the order in which it is created."""
+        found = dict.fromkeys(group for name in GROUP_NAMES for group in self.groups(name) if len(group) > 1)
+        return tuple(found)
+
+    def hosts_spanned(self, name: str, *, ranks_per_host: int) -> int:
+        """Most hosts that one group called `name` lies on, hosts holding consecutive ranks."""
+        return max(len({rank // ranks_per_host for rank in group}) for group in self.groups(name))
 
     def check(self) -> None:
         """Raise `PlanError` with all problems, if the degrees do not tile the world."""
         raise_if(folding_problems(self), PlanError, subject="folding")
 
     def to_json(self) -> str:
-        return json.dumps({**asdict(self), "dp": self.dp, "edp": self.edp}, sort_keys=True)
+        return json.dumps(to_dict(self), sort_keys=True)
 
     @property
     def hash(self) -> str:
@@ -148,16 +160,18 @@ class Folding:
 
     def explain(self) -> str:
         """The folding in a few lines that a person reads."""
+        same = "the same in both grids" if self.pp_groups_equal else "DIFFERENT in the two grids"
         lines = [
-            f"{self.world} ranks, two grids over the same ranks",
+            f"{self.world} ranks, two grids over the same ranks; pipeline groups are {same}",
             f"  attention  tp {self.tp} x cp {self.cp} x dp {self.dp} x pp {self.pp}",
             f"  experts    etp {self.etp} x ep {self.ep} x edp {self.edp} x pp {self.pp}",
         ]
-        for name in ("dp_cp", "ep", "etp", "edp", "pp"):
-            groups = self.groups(name)
-            if len(groups[0]) > 1:
-                shown = " ".join(_short(g) for g in groups[:4]) + (" ..." if len(groups) > 4 else "")
-                lines.append(f"  {name:<9}  {len(groups)} groups of {len(groups[0])}: {shown}")
+        for name in GROUP_NAMES:
+            groups = [g for g in self.groups(name) if len(g) > 1]
+            if groups and name != "world":
+                shown = " ".join(_short(g) for g in groups[:3]) + (" ..." if len(groups) > 3 else "")
+                lines.append(f"  {name:<9}  {len(groups)} of {len(groups[0])} ranks: {shown}")
+        lines.append("  gradients  " + "; ".join(_rule_text(rule) for rule in GRADIENT_RULES.values()))
         return "\n".join(lines)
 
     def label(self) -> str:
@@ -167,50 +181,245 @@ class Folding:
         return f"{left}|{right}"
 
 
+def to_dict(folding: Folding) -> dict[str, Any]:
+    """Degrees as a plain dict, derived ones included."""
+    return {**asdict(folding), "dp": folding.dp, "edp": folding.edp}
+
+
+def _ends(group: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """A pipeline group parted into (first, last) and single middle stages, which share the embedding with nobody."""
+    if len(group) <= 2:
+        return [group]
+    return [(group[0], group[-1]), *((rank,) for rank in group[1:-1])]
+
+
 def _short(group: tuple[int, ...]) -> str:
     if len(group) <= 6:
         return "(" + " ".join(map(str, group)) + ")"
     return f"({group[0]} {group[1]} ... {group[-1]})"
 
 
-def _nearest_divisor(value: int, total: int) -> int:
-    """The divisor of `total` closest to `value`, the smaller one on a tie."""
-    return min((d for d in range(1, total + 1) if total % d == 0), key=lambda d: (abs(d - value), d))
+def _rule_text(rule: GradientRule) -> str:
+    return f"{rule.family} summed over {' and '.join(rule.sum_over)}"
+
+
+# ---- legality -------------------------------------------------------------------------------------------------------------------
+
+
+def _divisors(total: int) -> list[int]:
+    small = [d for d in range(1, math.isqrt(total) + 1) if total % d == 0]
+    return sorted({*small, *(total // d for d in small)})
+
+
+def _triples(world: int) -> Iterator[tuple[int, int, int]]:
+    """All (a, b, c) whose product divides `world`, ascending."""
+    for a in _divisors(world):
+        for b in _divisors(world // a):
+            for c in _divisors(world // (a * b)):
+                yield a, b, c
+
+
+def _distance(a: Sequence[int], b: Sequence[int]) -> float:
+    """How far apart two tuples of degrees are, in doublings."""
+    return sum(abs(math.log2(x / y)) for x, y in zip(a, b, strict=True))
 
 
 def folding_problems(folding: Folding) -> list[Problem]:
     """What is wrong with the degrees alone. Model and sequence are checked by `fit_problems`."""
-    f = folding
     problems = [
-        Problem(where=f"folding.{axis}", value=f.degree(axis), rule="a degree is at least 1", hint="use 1")
-        for axis in ("world", "tp", "cp", "pp", "ep", "etp")
-        if f.degree(axis) < 1
+        Problem(where=f"folding.{axis}", value=folding.degree(axis), rule="a degree is at least 1", hint="use 1")
+        for axis in ("world", *DEGREES)
+        if folding.degree(axis) < 1
     ]
     if problems:
         return problems
     for names, given in ((("tp", "cp", "pp"), "dp"), (("etp", "ep", "pp"), "edp")):
-        product = int(np.prod([f.degree(n) for n in names]))
-        if f.world % product:
-            legal = _nearest_divisor(product, f.world)
-            shown = " x ".join(f"{n} {f.degree(n)}" for n in names)
-            problems.append(
-                Problem(
-                    where="folding." + ", folding.".join(names),
-                    value=product,
-                    rule=f"{shown} must divide the {f.world} ranks, so that {given} is a whole number",
-                    hint=f"the nearest product that does is {legal}",
-                )
-            )
+        degrees = [folding.degree(n) for n in names]
+        if folding.world % math.prod(degrees):
+            problems.append(_tile_problem(folding.world, names, degrees, given))
+    return problems or grid_problems(folding.attention, folding.experts)
+
+
+def _tile_problem(world: int, names: Sequence[str], degrees: Sequence[int], given: str) -> Problem:
+    legal = min(_triples(world), key=lambda t: (round(_distance(t, degrees), 6), t))
+    return Problem(
+        where="folding." + ", folding.".join(names),
+        value=math.prod(degrees),
+        rule=f"{_named(names, degrees)} must divide the {world} ranks, so that {given} is a whole number",
+        hint=f"the nearest that does is {_named(names, legal)}",
+    )
+
+
+def _named(names: Sequence[str], degrees: Sequence[int]) -> str:
+    return " x ".join(f"{n} {d}" for n, d in zip(names, degrees, strict=True))
+
+
+def grid_problems(attention: Grid, experts: Grid) -> list[Problem]:
+    """Why two grids, in whatever order of axes, cannot be folded over one another."""
+    if attention.size == experts.size and pp_groups_equal(attention, experts):
+        return []
+    a, e = attention.groups(("pp",))[0], experts.groups(("pp",))[0]
+    return [
+        Problem(
+            where="folding.pp",
+            value=f"attention {_short(a)}, experts {_short(e)}",
+            rule="both grids need the same pipeline groups, because activations flow through layers of both",
+            hint="make pp the slowest axis of both grids",
+        )
+    ]
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """A condition on the degree of one axis, in words and as a function."""
+
+    axis: str
+    text: str
+    holds: Callable[[int], bool]
+
+
+def _divides(axis: str, name: str, total: int) -> _Rule:
+    return _Rule(axis, f"must divide {name} = {total}", lambda degree: total % degree == 0)
+
+
+def _attention_rules(spec: ModelSpec, *, seq_len: int, cp: int) -> list[_Rule]:
+    rules = [_divides("tp", "num_heads", spec.num_heads), _divides("tp", "vocab", spec.vocab)]
+    if spec.mla is None:
+        rules.append(_kv_rule(spec))
+    if spec.shared_ffn and spec.moe_layers:
+        rules.append(_divides("tp", "shared_ffn", spec.shared_ffn))
+    if spec.dense_layers:
+        rules.append(_divides("tp", "dense_ffn", spec.dense_ffn))
+    zigzag = f"needs two equal chunks a rank (zigzag) of the sequence of {seq_len}"
+    rules.append(_Rule("cp", zigzag, lambda degree: degree == 1 or seq_len % (2 * degree) == 0))
+    if seq_len % cp == 0:  # else cp has its own problem
+        part = f"must divide {seq_len // cp}, the part of the sequence that a cp rank holds (sequence parallel)"
+        rules.append(_Rule("tp", part, lambda degree: seq_len // cp % degree == 0))
+    rules.append(_Rule("pp", f"must not exceed num_layers = {spec.num_layers}", lambda d: d <= spec.num_layers))
+    return rules
+
+
+def _kv_rule(spec: ModelSpec) -> _Rule:
+    """Each rank computes whole key/value heads: an even share of them, or one that tp / kv ranks compute alike.
+
+    Storage stays sharded either way (`layout.py` splits the rows of wk and wv evenly), so the gradient rules do not change.
+    """
+    kv, rows = spec.num_kv_heads, spec.num_kv_heads * spec.head_dim
+    text = f"must divide num_kv_heads = {kv} or be a multiple of it (then heads are replicated)"
+    return _Rule("tp", text, lambda tp: kv % tp == 0 or (tp % kv == 0 and rows % tp == 0))
+
+
+def _expert_rules(spec: ModelSpec) -> list[_Rule]:
+    if not spec.moe_layers:
+        text = "has no effect in a model without experts"
+        return [_Rule(axis, text, lambda degree: degree == 1) for axis in ("ep", "etp")]
+    return [_divides("ep", "num_experts", spec.num_experts), _divides("etp", "expert_ffn", spec.expert_ffn)]
+
+
+def _broken(rules: Sequence[_Rule], folding: Folding) -> list[Problem]:
+    out = []
+    for rule in rules:
+        degree = folding.degree(rule.axis)
+        if rule.holds(degree):
+            continue
+        mine = [r for r in rules if r.axis == rule.axis]
+        legal = [d for d in _divisors(folding.world) if all(r.holds(d) for r in mine)]
+        hint = f"nearest legal: {rule.axis} {min(legal, key=lambda d: (abs(d - degree), d))}" if legal else ""
+        out.append(Problem(where=f"folding.{rule.axis}", value=degree, rule=rule.text, hint=hint))
+    return out
+
+
+def fit_problems(
+    folding: Folding,
+    spec: ModelSpec,
+    *,
+    seq_len: int,
+    global_batch: int | None = None,
+    micro_batch: int | None = None,
+) -> list[Problem]:
+    """Everything that keeps `spec` from running under `folding`, degrees included, each with the nearest legal value.
+
+    `global_batch` and `micro_batch` (sequences) add the rule that every data-parallel rank runs as many micro-batches.
+    """
+    if any(folding.degree(axis) < 1 for axis in ("world", *DEGREES)):
+        return folding_problems(folding)
+    rules = _attention_rules(spec, seq_len=seq_len, cp=folding.cp) + _expert_rules(spec)
+    problems = folding_problems(folding) + _broken(rules, folding)
+    if global_batch is not None and micro_batch is not None and folding.dp:
+        problems += _batch_problems(folding, global_batch=global_batch, micro_batch=micro_batch)
     return problems
 
 
+def _batch_problems(folding: Folding, *, global_batch: int, micro_batch: int) -> list[Problem]:
+    unit = micro_batch * folding.dp
+    if unit > 0 and global_batch > 0 and global_batch % unit == 0:
+        return []
+    legal = max(1, round(global_batch / unit)) * unit if unit > 0 else 1
+    rule = f"must be a positive multiple of micro_batch {micro_batch} x dp {folding.dp}"
+    return [Problem(where="train.global_batch", value=global_batch, rule=rule, hint=f"nearest legal: {legal}")]
+
+
+def legal_foldings(
+    world: int,
+    spec: ModelSpec,
+    *,
+    seq_len: int,
+    axes: Sequence[str] = DEGREES,
+) -> Iterator[Folding]:
+    """Every legal folding of `spec` over `world` ranks, ascending in (pp, tp, cp, ep, etp); degrees outside `axes` stay 1."""
+    free = {axis: axis in axes for axis in DEGREES}
+
+    def sides(names: tuple[str, str], rules: Callable[[int], Sequence[_Rule]], inner: int) -> list[tuple[int, int]]:
+        """Legal degrees of the two axes `names` whose product divides `inner`; `rules` depends on the second."""
+        pairs = ((a, b) for a in _divisors(inner) for b in _divisors(inner // a))
+        return [
+            pair
+            for pair in pairs
+            if all(free[n] or d == 1 for n, d in zip(names, pair, strict=True))
+            and all(rule.holds(pair[names.index(rule.axis)]) for rule in rules(pair[1]) if rule.axis in names)
+        ]
+
+    for pp in _divisors(world):
+        if pp > spec.num_layers or (pp > 1 and not free["pp"]):
+            continue
+        attention = sides(("tp", "cp"), lambda cp: _attention_rules(spec, seq_len=seq_len, cp=cp), world // pp)
+        experts = sides(("ep", "etp"), lambda _: _expert_rules(spec), world // pp)
+        for (tp, cp), (ep, etp) in itertools.product(attention, experts):
+            yield Folding(world=world, tp=tp, cp=cp, pp=pp, ep=ep, etp=etp)
+
+
+def nearest_folding(folding: Folding, spec: ModelSpec, *, seq_len: int) -> Folding | None:
+    """The legal folding over the same ranks that is fewest doublings away from `folding`, if there is any."""
+    wanted = [max(1, folding.degree(a)) for a in DEGREES]
+
+    def key(f: Folding) -> tuple[float, list[int]]:
+        degrees = [f.degree(a) for a in DEGREES]
+        return round(_distance(degrees, wanted), 6), degrees
+
+    legal = legal_foldings(folding.world, spec, seq_len=seq_len) if folding.world >= 1 else iter(())
+    return min(legal, key=key, default=None)
+
+
 def make_folding(*, world: int, tp: int = 1, cp: int = 1, pp: int = 1, ep: int = 1, etp: int = 1) -> Folding:
-    """A checked folding. Raises `PlanError` naming every problem."""
+    """A folding whose degrees tile the world. Raises `PlanError` naming every problem."""
     folding = Folding(world=world, tp=tp, cp=cp, pp=pp, ep=ep, etp=etp)
     folding.check()
     return folding
 
 
-def to_dict(folding: Folding) -> dict[str, Any]:
-    """Degrees as a plain dict, derived ones included."""
-    return {**asdict(folding), "dp": folding.dp, "edp": folding.edp}
+def resolve_folding(
+    config: FoldingConfig,
+    spec: ModelSpec,
+    *,
+    world: int,
+    seq_len: int,
+    global_batch: int | None = None,
+    micro_batch: int | None = None,
+) -> Folding:
+    """The recipe's folding over `world` ranks, `ep` filled in. Raises `ConfigError` naming every problem with model and batch."""
+    blocks = max(1, world // max(1, config.pp * config.etp))
+    ep = config.ep if config.ep is not None else math.gcd(blocks, spec.num_experts) if spec.moe_layers else 1
+    folding = Folding(world=world, tp=config.tp, cp=config.cp, pp=config.pp, ep=ep, etp=config.etp)
+    problems = fit_problems(folding, spec, seq_len=seq_len, global_batch=global_batch, micro_batch=micro_batch)
+    raise_if(problems, ConfigError, subject=f"the mapping of {spec.name} over {world} ranks")
+    return folding

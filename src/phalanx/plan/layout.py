@@ -7,11 +7,11 @@ resharding speak of logical tensors and boxes only, so that any mapping can be c
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from phalanx.plan.folding import GRADIENT_RULES, Folding, GradientRule
-from phalanx.plan.model import ParamSpec
+from phalanx.plan.model import ModelSpec, ParamSpec, parameters
 from phalanx.plan.placement import Placement
 
 
@@ -65,6 +65,25 @@ def _split(shape: list[int], offsets: list[int], dim: int | None, index: int, co
         raise ValueError(f"{name}: dim {dim} of size {shape[dim]} cannot be split over {count} ranks")
     shape[dim] //= count
     offsets[dim] += index * shape[dim]
+
+
+def stage_of_layer(layer: int, *, num_layers: int, pp: int) -> int:
+    """Pipeline stage of a layer: consecutive layers, the counts of any two stages differing by at most one."""
+    return layer * pp // num_layers
+
+
+def stage_params(spec: ModelSpec, *, pp: int, stage: int) -> tuple[ParamSpec, ...]:
+    """The parameters that `stage` holds. The embedding is on the first, norm and head on the last, a tied embedding on both."""
+    last = pp - 1
+
+    def stages(param: ParamSpec) -> tuple[int, ...]:
+        if param.layer is not None:
+            return (stage_of_layer(param.layer, num_layers=spec.num_layers, pp=pp),)
+        if param.name == "embedding.weight":
+            return (0, last) if spec.tied_embeddings else (0,)
+        return (last,)
+
+    return tuple(p for p in parameters(spec) if stage in stages(p))
 
 
 def local_param(param: ParamSpec, folding: Folding, placement: Placement, rank: int) -> LocalParam:
@@ -200,9 +219,9 @@ def flat_layouts(
     rank: int,
     *,
     zero: int = 1,
-    rules: dict[str, GradientRule] | None = None,
+    rules: Mapping[str, GradientRule] | None = None,
 ) -> dict[str, FlatLayout]:
-    """Family -> flat layout of the parameters that `rank` holds. With `zero = 0` each buffer is one shard."""
+    """Family -> flat layout of `params` (those of the rank's stage) as `rank` holds them. With `zero = 0` each buffer is one shard."""
     rules = GRADIENT_RULES if rules is None else rules
     out = {}
     for family, rule in rules.items():

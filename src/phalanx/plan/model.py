@@ -12,12 +12,12 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from phalanx.core.config import ModelConfig, RouterConfig
-from phalanx.core.errors import ConfigError, Problem, nearest
+from phalanx.core.errors import ConfigError, PlanError, Problem, nearest, raise_if
 
 INIT_STD = 0.02
 
@@ -91,6 +91,22 @@ class ModelSpec:
     @property
     def hash(self) -> str:
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+
+    def check(self) -> None:
+        """Raise `PlanError` with everything that is wrong with the shape."""
+        raise_if(model_problems(self), PlanError, subject=f"model {self.name}")
+
+    def explain(self) -> str:
+        """The shape in a few lines that a person reads."""
+        kind = "latent attention" if self.mla else f"{self.num_kv_heads} key/value heads of {self.head_dim}"
+        experts = f"{len(self.moe_layers)} x {self.num_experts} experts, top-{self.top_k}, ffn {self.expert_ffn}"
+        extra = f", shared {self.shared_ffn}" if self.shared_ffn else ""
+        extra += f", {self.dense_layers} dense layers of {self.dense_ffn}" if self.dense_layers else ""
+        return (
+            f"{self.name}: {self.num_layers} layers, hidden {self.hidden}, {self.num_heads} heads, {kind}, vocab {self.vocab}\n"
+            f"  {experts}{extra}, {self.router.score} router\n"
+            f"  {self.num_params:,} parameters, {self.active_params:,} active per token"
+        )
 
     @property
     def num_params(self) -> int:
@@ -303,7 +319,7 @@ PRESETS: Mapping[str, ModelSpec] = {
 
 
 def resolve_model(model: ModelConfig, router: RouterConfig, *, tokenizer_vocab: int | None = None) -> ModelSpec:
-    """The preset with the recipe's changes. Raises `ConfigError` naming every problem.
+    """The preset with the recipe's changes. Raises `ConfigError` naming every problem, settings without effect included.
 
     `tokenizer_vocab` sets the vocabulary where the recipe does not: rounded up to a multiple of 64, so that it splits over tp.
     """
@@ -320,77 +336,111 @@ def resolve_model(model: ModelConfig, router: RouterConfig, *, tokenizer_vocab: 
     routed = {f.name: getattr(router, f.name) for f in dataclasses.fields(router)}
     changes["router"] = dataclasses.replace(base.router, **{k: v for k, v in routed.items() if v is not None})
     spec = dataclasses.replace(base, **changes)
-    problems = model_problems(spec)
-    if problems:
-        raise ConfigError(problems, subject="model")
+    problems = model_problems(spec) + _vocab_problems(spec, tokenizer_vocab) + _idle_settings(model, router, spec)
+    raise_if(problems, ConfigError, subject=f"model {spec.name}")
     return spec
+
+
+def _vocab_problems(spec: ModelSpec, tokenizer_vocab: int | None) -> list[Problem]:
+    if tokenizer_vocab is None or spec.vocab >= tokenizer_vocab:
+        return []
+    rule = f"must hold the tokenizer's {tokenizer_vocab} tokens"
+    return [Problem(where="model.vocab", value=spec.vocab, rule=rule, hint=f"try {-(-tokenizer_vocab // 64) * 64}")]
+
+
+def _idle_settings(model: ModelConfig, router: RouterConfig, spec: ModelSpec) -> list[Problem]:
+    """Settings of the recipe that this model never reads: an error, never a silence."""
+    r, latent, dense = spec.router, spec.mla is not None, not spec.moe_layers
+    idle = {
+        "router.softmax_order": (r.score != "softmax", f"router.score is {r.score}"),
+        "router.renormalize": (r.score == "softmax" and r.softmax_order == "after_topk", "these weights sum to one"),
+        "router.group_topk": (r.num_groups == 1, "router.num_groups is 1"),
+        "router.group_score": (r.num_groups == 1, "router.num_groups is 1"),
+        "router.aux_scope": (r.aux_loss == 0, "router.aux_loss is 0"),
+        "router.force_skew": (r.force != "imbalanced", f"router.force is {r.force}"),
+        "model.dense_ffn": (spec.dense_layers == 0, "there are no dense layers"),
+    }
+    for name in ("num_kv_heads", "head_dim", "qk_norm", "attention_bias"):
+        idle[f"model.{name}"] = (latent, f"{spec.name} has multi-head latent attention")
+    for name in ("num_experts", "top_k", "expert_ffn", "shared_ffn"):
+        idle[f"model.{name}"] = (dense, "every layer is dense")
+    sections = {"model": model, "router": router}
+    out = []
+    for where, (is_idle, why) in idle.items():
+        section, name = where.split(".")
+        value = getattr(sections[section], name)
+        if is_idle and value is not None:
+            out.append(Problem(where=where, value=value, rule=f"has no effect: {why}", hint="leave it out"))
+    return out
 
 
 def model_problems(spec: ModelSpec) -> list[Problem]:
     """What is wrong with a shape by itself; all of it."""
-    out: list[Problem] = []
-
-    def need(ok: bool, where: str, value: object, rule: str, hint: str) -> None:
-        if not ok:
-            out.append(Problem(where=where, value=value, rule=rule, hint=hint))
-
-    for name in ("num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim", "vocab"):
-        need(getattr(spec, name) >= 1, f"model.{name}", getattr(spec, name), "must be at least 1", "use 1 or more")
+    sizes = ("num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim", "vocab")
+    out = [
+        Problem(where=f"model.{name}", value=getattr(spec, name), rule="must be at least 1", hint="use 1 or more")
+        for name in sizes
+        if getattr(spec, name) < 1
+    ]
     if out:
         return out
-    kv = spec.num_kv_heads
-    need(
-        spec.num_heads % kv == 0,
-        "model.num_kv_heads",
-        kv,
-        f"must divide num_heads = {spec.num_heads}",
-        f"try {math.gcd(kv, spec.num_heads)}",
-    )
-    need(
-        spec.head_dim % 2 == 0,
-        "model.head_dim",
-        spec.head_dim,
-        "must be even (rotary embedding)",
-        f"try {spec.head_dim + 1}",
-    )
-    need(
-        0 <= spec.dense_layers <= spec.num_layers,
-        "model.dense_layers",
-        spec.dense_layers,
-        f"lies between 0 and num_layers = {spec.num_layers}",
-        "try 0",
-    )
-    need(
-        not spec.dense_layers or spec.dense_ffn > 0,
-        "model.dense_ffn",
-        spec.dense_ffn,
-        f"must be set for {spec.dense_layers} dense layers",
-        f"try {4 * spec.hidden}",
-    )
+    out += _broken(_shape_rules(spec))
     if spec.moe_layers:
-        e, k, r = spec.num_experts, spec.top_k, spec.router
-        need(e >= 1, "model.num_experts", e, "must be at least 1", "try 8")
-        need(1 <= k <= e, "model.top_k", k, f"lies between 1 and num_experts = {e}", f"try {max(1, min(k, e))}")
-        need(spec.expert_ffn >= 1, "model.expert_ffn", spec.expert_ffn, "must be at least 1", f"try {4 * spec.hidden}")
-        need(
-            r.num_groups >= 1 and e % r.num_groups == 0,
-            "router.num_groups",
-            r.num_groups,
-            f"must divide num_experts = {e}",
-            f"try {math.gcd(max(r.num_groups, 1), max(e, 1))}",
-        )
-        need(
-            1 <= r.group_topk <= r.num_groups,
-            "router.group_topk",
-            r.group_topk,
-            f"lies between 1 and num_groups = {r.num_groups}",
-            f"try {r.num_groups}",
-        )
-        if r.num_groups >= 1 and e % r.num_groups == 0 and 1 <= r.group_topk <= r.num_groups:
-            room = r.group_topk * (e // r.num_groups)
-            need(
-                k <= room, "model.top_k", k, f"the {r.group_topk} chosen groups hold only {room} experts", f"try {room}"
-            )
-        for name in ("z_loss", "aux_loss", "bias_rate", "force_skew"):
-            need(getattr(r, name) >= 0, f"router.{name}", getattr(r, name), "must not be negative", "use 0")
+        out += _broken(_expert_rules(spec)) or _broken(_group_rules(spec))
+        out += _broken(_router_rules(spec.router))
     return out
+
+
+_Rule = tuple[bool, str, object, str, str]
+"""(holds, where, value, rule, hint)"""
+
+
+def _broken(rules: Iterable[_Rule]) -> list[Problem]:
+    return [Problem(where=w, value=v, rule=rule, hint=hint) for ok, w, v, rule, hint in rules if not ok]
+
+
+def _shape_rules(spec: ModelSpec) -> Iterator[_Rule]:
+    a, kv, d, dense, h = spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.dense_layers, spec.hidden
+    yield a % kv == 0, "model.num_kv_heads", kv, f"must divide num_heads = {a}", f"try {math.gcd(kv, a)}"
+    yield d % 2 == 0, "model.head_dim", d, "must be even (rotary embedding)", f"try {d + 1}"
+    near = min(max(dense, 0), spec.num_layers)
+    rule = f"lies between 0 and num_layers = {spec.num_layers}"
+    yield dense == near, "model.dense_layers", dense, rule, f"try {near}"
+    rule = f"must be at least 1, as there are {dense} dense layers"
+    yield dense <= 0 or spec.dense_ffn > 0, "model.dense_ffn", spec.dense_ffn, rule, f"try {4 * h}"
+    yield spec.shared_ffn >= 0, "model.shared_ffn", spec.shared_ffn, "must not be negative", "use 0 for none"
+    yield spec.rope_theta > 0, "model.rope_theta", spec.rope_theta, "must be positive", "try 10000.0"
+    yield spec.norm_eps > 0, "model.norm_eps", spec.norm_eps, "must be positive", "try 1e-5"
+
+
+def _expert_rules(spec: ModelSpec) -> Iterator[_Rule]:
+    e, k, r = spec.num_experts, spec.top_k, spec.router
+    yield e >= 1, "model.num_experts", e, "must be at least 1", "try 8"
+    yield 1 <= k <= e, "model.top_k", k, f"lies between 1 and num_experts = {e}", f"try {max(1, min(k, e))}"
+    yield spec.expert_ffn >= 1, "model.expert_ffn", spec.expert_ffn, "must be at least 1", f"try {4 * spec.hidden}"
+    groups = max(1, r.num_groups)
+    ok = groups == r.num_groups and e % groups == 0
+    yield ok, "router.num_groups", r.num_groups, f"must divide num_experts = {e}", f"try {math.gcd(groups, max(e, 1))}"
+    rule = f"lies between 1 and num_groups = {r.num_groups}"
+    yield 1 <= r.group_topk <= groups, "router.group_topk", r.group_topk, rule, f"try {groups}"
+
+
+def _group_rules(spec: ModelSpec) -> Iterator[_Rule]:
+    """Group-limited routing, once its degrees are sane: the chosen groups hold enough experts and can be scored."""
+    k, r = spec.top_k, spec.router
+    width = spec.num_experts // r.num_groups
+    room = r.group_topk * width
+    yield k <= room, "model.top_k", k, f"the {r.group_topk} chosen groups hold only {room} experts", f"try {room}"
+    if r.num_groups > 1 and r.group_score == "top2":
+        rule = f"group_score top2 needs two experts in a group, but there are {spec.num_experts} in all"
+        yield width >= 2, "router.num_groups", r.num_groups, rule, "use group_score = 'sum_topk'"
+    if r.num_groups > 1 and r.group_score == "sum_topk":
+        rule = f"must divide top_k = {k}, as a group is scored by its best top_k / group_topk experts"
+        yield k % r.group_topk == 0, "router.group_topk", r.group_topk, rule, f"try {math.gcd(k, r.group_topk)}"
+
+
+def _router_rules(router: RouterSpec) -> Iterator[_Rule]:
+    for name in ("z_loss", "aux_loss", "bias_rate", "force_skew"):
+        value = getattr(router, name)
+        yield value >= 0, f"router.{name}", value, "must not be negative", "use 0"
+    yield router.scale > 0, "router.scale", router.scale, "must be positive", "use 1.0"

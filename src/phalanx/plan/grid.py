@@ -1,0 +1,66 @@
+"""A grid of ranks: named axes over consecutive ranks, and the groups along any of them.
+
+Decides the arithmetic that every mapping rests on: rank = sum of coordinate * stride, the first axis varying fastest.
+Must never change: the groups along any axes partition the ranks, members ascend, and every rank computes the same tuples.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True)
+class Grid:
+    """`axes` = (name, degree) pairs, fastest varying first. Holds `size` ranks."""
+
+    axes: tuple[tuple[str, int], ...]
+
+    @property
+    def size(self) -> int:
+        return math.prod(degree for _, degree in self.axes)
+
+    @cached_property
+    def strides(self) -> dict[str, int]:
+        """Axis -> distance in ranks between neighbours along it."""
+        out, stride = {}, 1
+        for name, degree in self.axes:
+            out[name] = stride
+            stride *= degree
+        return out
+
+    @cached_property
+    def degrees(self) -> dict[str, int]:
+        return dict(self.axes)
+
+    def coord(self, rank: int, axis: str) -> int:
+        """Coordinate of `rank` on `axis`."""
+        return rank // self.strides[axis] % self.degrees[axis]
+
+    def _offsets(self, varying: Sequence[str]) -> NDArray[np.int64]:
+        """Distances from a group's first rank to its members, ascending."""
+        slow_first = [name for name, _ in reversed(self.axes) if name in varying]
+        steps = [range(0, self.degrees[n] * self.strides[n], self.strides[n]) for n in slow_first]
+        return np.array([sum(step) for step in itertools.product(*steps)], dtype=np.int64)
+
+    def groups(self, varying: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """All sets of ranks that differ on `varying` only, ranks ascending in each, ordered by their first rank."""
+        fixed = [name for name, _ in self.axes if name not in varying]
+        members = np.add.outer(self._offsets(fixed), self._offsets(varying))
+        return tuple(tuple(row) for row in members.tolist())
+
+    def group_of(self, rank: int, varying: Sequence[str]) -> tuple[int, ...]:
+        """The ranks that agree with `rank` on every axis outside `varying`."""
+        first = rank - sum(self.coord(rank, name) * self.strides[name] for name in self.strides if name in varying)
+        return tuple((self._offsets(varying) + first).tolist())
+
+
+def pp_groups_equal(attention: Grid, experts: Grid) -> bool:
+    """The one constraint of folding: both grids have the same pipeline groups, because activations flow through layers of both."""
+    return attention.groups(("pp",)) == experts.groups(("pp",))
