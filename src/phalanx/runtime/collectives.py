@@ -1,0 +1,379 @@
+"""The one place that moves tensors between ranks: names the axis, counts bytes, has a timeout, emits an event.
+
+Decides nothing about who sends what: splits and sizes come from plans, identical on all ranks. A collective that fails or runs out
+of time ends in a `RunError` that names the operation, the axis and its ranks. On an axis of size 1 every method is the identity
+and sends nothing.
+
+`sent_bytes` is what leaves this rank for others, own share excluded (folding reference, section 1.4):
+all-to-all: the rows addressed to others; all-gather: own rows x (size - 1); reduce-scatter: all rows but the own share;
+all-reduce: reduce-scatter and all-gather, `2 * bytes * (size - 1) / size`; broadcast: the root sends `bytes * (size - 1)`.
+
+The row collectives are differentiable: all-to-all <-> all-to-all with swapped splits, all-gather <-> reduce-scatter. Gradients are sums over the
+ranks that received a copy, never means. Sums run in rank order, in fp32 for 16-bit types, so results are deterministic.
+
+Shapes: M, N rows; `...` any trailing dims.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from phalanx.core.errors import RunError
+from phalanx.core.events import Collective, Emit, ignore
+from phalanx.runtime.groups import DEFAULT_TIMEOUT_S, Axis
+
+ReduceOp = Literal["sum", "max", "min"]
+_REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+@dataclass
+class Counter:
+    """Collectives of one kind on one axis since the counters were last cleared."""
+
+    calls: int = 0
+    sent_bytes: int = 0
+
+
+class Collectives:
+    """All data collectives of one rank.
+
+    `counters` maps (op, axis name) to calls and bytes. With `trace` every collective emits `core.events.Collective`; its times
+    bracket the wait on a CPU, and the launch only on an asynchronous device. With `check_splits` the ranks first exchange their row
+    splits and raise on a mismatch, which otherwise lets gloo abort the process.
+    """
+
+    def __init__(
+        self,
+        *,
+        emit: Emit = ignore,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        trace: bool = False,
+        check_splits: bool = False,
+    ) -> None:
+        self.timeout_s = timeout_s
+        self.trace = trace
+        self.check_splits = check_splits
+        self.counters: dict[tuple[str, str], Counter] = {}
+        self._emit = emit
+
+    # ---- whole tensors -------------------------------------------------------------------------------------------------
+
+    def all_reduce(self, x: torch.Tensor, axis: Axis, *, op: ReduceOp = "sum", op_id: str = "") -> torch.Tensor:
+        """Reduce `x` in place over the axis and return it."""
+        if axis.group is None:
+            return x
+        sent = 2 * _bytes(x) * (axis.size - 1) // axis.size
+        self._run(
+            "all_reduce",
+            axis,
+            _Call(op_id, sent, not x.is_cuda),
+            lambda: dist.all_reduce(x, _REDUCE_OPS[op], group=axis.group, async_op=True),
+        )
+        return x
+
+    def reduce_scatter(self, x_flat: torch.Tensor, axis: Axis, *, op_id: str = "") -> torch.Tensor:
+        """Sum the flat buffer over the axis; return shard number `axis.index` of `axis.size` equal ones (a view at size 1)."""
+        if axis.group is None:
+            return x_flat
+        if x_flat.numel() % axis.size:
+            raise ValueError(
+                f"reduce_scatter over {axis.name}: {x_flat.numel()} elements do not split into {axis.size}"
+            )
+        out = x_flat.new_empty(x_flat.numel() // axis.size)
+        self._run(
+            "reduce_scatter",
+            axis,
+            _Call(op_id, _bytes(x_flat) - _bytes(out), not x_flat.is_cuda),
+            lambda: dist.reduce_scatter_single(out, x_flat, group=axis.group, async_op=True),
+        )
+        return out
+
+    def all_gather(
+        self, shard: torch.Tensor, axis: Axis, *, out: torch.Tensor | None = None, op_id: str = ""
+    ) -> torch.Tensor:
+        """Concatenate equal shards along dim 0 in axis order (into `out`, if given)."""
+        if axis.group is None:
+            if out is None:
+                return shard
+            return out.copy_(shard) if out.data_ptr() != shard.data_ptr() else out
+        shard = shard.contiguous()
+        full = out if out is not None else shard.new_empty((shard.shape[0] * axis.size, *shard.shape[1:]))
+        if full.numel() != shard.numel() * axis.size:
+            raise ValueError(
+                f"all_gather over {axis.name}: {full.numel()} elements cannot take {axis.size} x {shard.numel()}"
+            )
+        self._run(
+            "all_gather",
+            axis,
+            _Call(op_id, _bytes(shard) * (axis.size - 1), not shard.is_cuda),
+            lambda: dist.all_gather_single(full, shard, group=axis.group, async_op=True),
+        )
+        return full
+
+    def broadcast(self, x: torch.Tensor, axis: Axis, *, root: int = 0, op_id: str = "") -> torch.Tensor:
+        """Overwrite `x` with that of the rank at position `root` of the axis; returns it."""
+        if axis.group is None:
+            return x
+        sent = _bytes(x) * (axis.size - 1) if axis.index == root else 0
+        source = axis.ranks[root]
+        call = _Call(op_id, sent, not x.is_cuda)
+        self._run("broadcast", axis, call, lambda: dist.broadcast(x, source, group=axis.group, async_op=True))
+        return x
+
+    def barrier(self, axis: Axis, *, op_id: str = "") -> None:
+        """Wait for all ranks of the axis."""
+        if axis.group is not None:
+            self._run("barrier", axis, _Call(op_id, 0), lambda: dist.barrier(group=axis.group, async_op=True))
+
+    def gather_objects(self, value: Any, axis: Axis) -> list[Any]:
+        """Every rank's plain Python `value`, in axis order. For small control data only; not counted."""
+        if axis.group is None:
+            return [value]
+        values: list[Any] = [None] * axis.size
+        with _named_errors("gather_objects", axis, self.timeout_s):
+            dist.all_gather_object(values, value, group=axis.group)
+        return values
+
+    # ---- rows, uneven and differentiable -------------------------------------------------------------------------------
+
+    def all_to_all_rows(
+        self,
+        x: torch.Tensor,
+        *,
+        in_splits: Sequence[int],
+        out_splits: Sequence[int],
+        axis: Axis,
+        op_id: str = "",
+    ) -> torch.Tensor:
+        """Send `in_splits[j]` consecutive rows of `x` (M, ...) to rank j; receive `out_splits[i]` rows from rank i, in axis order."""
+        _check_splits(x, in_splits, axis, "all_to_all_rows")
+        if axis.group is None:
+            return x
+        out: torch.Tensor = _AllToAllRows.apply(x, self, axis, tuple(in_splits), tuple(out_splits), op_id)
+        return out
+
+    def all_gather_rows(self, x: torch.Tensor, *, sizes: Sequence[int], axis: Axis, op_id: str = "") -> torch.Tensor:
+        """Concatenate the rows of all ranks; rank i contributes `sizes[i]`."""
+        _check_own(x, sizes, axis)
+        if axis.group is None:
+            return x
+        out: torch.Tensor = _AllGatherRows.apply(x, self, axis, tuple(sizes), op_id)
+        return out
+
+    def reduce_scatter_rows(
+        self, x: torch.Tensor, *, sizes: Sequence[int], axis: Axis, op_id: str = ""
+    ) -> torch.Tensor:
+        """Sum `x` (sum of sizes, ...) over the ranks and return this rank's `sizes[index]` rows of the sum."""
+        _check_splits(x, sizes, axis, "reduce_scatter_rows")
+        if axis.group is None:
+            return x
+        out: torch.Tensor = _ReduceScatterRows.apply(x, self, axis, tuple(sizes), op_id)
+        return out
+
+    # ---- the transport under the differentiable ones -------------------------------------------------------------------
+
+    def _exchange(
+        self,
+        op: str,
+        x: torch.Tensor,
+        axis: Axis,
+        in_splits: Sequence[int],
+        out_splits: Sequence[int],
+        op_id: str,
+    ) -> torch.Tensor:
+        if self.check_splits:
+            self._compare_splits(op, axis, in_splits, out_splits)
+        out = x.new_empty((sum(out_splits), *x.shape[1:]))
+        sent = (x.shape[0] - in_splits[axis.index]) * _row_bytes(x)
+        self._run(
+            op,
+            axis,
+            _Call(op_id, sent, not x.is_cuda),
+            lambda: dist.all_to_all_single(out, x, list(out_splits), list(in_splits), group=axis.group, async_op=True),
+        )
+        return out
+
+    def gather_rows_raw(self, x: torch.Tensor, axis: Axis, sizes: Sequence[int], op_id: str) -> torch.Tensor:
+        """`all_gather_rows` without autograd: even sizes as an all-gather, uneven ones as an all-to-all of repeated input.
+
+        gloo has no uneven all-gather; padding to the largest size would send more bytes than repeating the input does.
+        """
+        x = x.detach().contiguous()
+        if len(set(sizes)) > 1:
+            repeated = x.repeat(axis.size, *(1,) * (x.dim() - 1))
+            return self._exchange("all_gather_rows", repeated, axis, [x.shape[0]] * axis.size, sizes, op_id)
+        if self.check_splits:
+            self._compare_splits("all_gather_rows", axis, [x.shape[0]] * axis.size, sizes)
+        out = x.new_empty((sum(sizes), *x.shape[1:]))
+        self._run(
+            "all_gather_rows",
+            axis,
+            _Call(op_id, _bytes(x) * (axis.size - 1), not x.is_cuda),
+            lambda: dist.all_gather_single(out, x, group=axis.group, async_op=True),
+        )
+        return out
+
+    def scatter_rows_raw(self, x: torch.Tensor, axis: Axis, sizes: Sequence[int], op_id: str) -> torch.Tensor:
+        """`reduce_scatter_rows` without autograd: each rank receives its share from all and adds in rank order."""
+        own = sizes[axis.index]
+        parts = self._exchange("reduce_scatter_rows", x.detach().contiguous(), axis, sizes, [own] * axis.size, op_id)
+        parts = parts.view(axis.size, own, *x.shape[1:])
+        wide = torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype
+        return parts.sum(0, dtype=wide).to(x.dtype)
+
+    def all_to_all_raw(
+        self, x: torch.Tensor, axis: Axis, in_splits: Sequence[int], out_splits: Sequence[int], op_id: str
+    ) -> torch.Tensor:
+        """`all_to_all_rows` without autograd."""
+        return self._exchange("all_to_all_rows", x.detach().contiguous(), axis, in_splits, out_splits, op_id)
+
+    def _compare_splits(self, op: str, axis: Axis, in_splits: Sequence[int], out_splits: Sequence[int]) -> None:
+        told = self.gather_objects((tuple(in_splits), tuple(out_splits)), axis)
+        for i, (sends, _) in enumerate(told):
+            for j, (_, receives) in enumerate(told):
+                if sends[j] != receives[i]:
+                    raise RunError(
+                        f"{op} over {axis.name} {axis.ranks}: rank {axis.ranks[i]} sends {sends[j]} rows to rank "
+                        f"{axis.ranks[j]}, which expects {receives[i]}"
+                    )
+
+    def _run(self, op: str, axis: Axis, call: _Call, launch: Callable[[], Any]) -> None:
+        begin_s = time.time() if self.trace else 0.0
+        with _named_errors(op, axis, self.timeout_s, call.op_id):
+            work = launch()
+            if call.on_host:
+                work.wait(timedelta(seconds=self.timeout_s))
+            else:  # orders itself on the stream; a timeout here would make NCCL block the host, the group has its own
+                work.wait()
+        counter = self.counters.setdefault((op, axis.name), Counter())
+        counter.calls += 1
+        counter.sent_bytes += call.sent_bytes
+        if self.trace:
+            event = Collective(
+                op_id=call.op_id,
+                op=op,
+                axis=axis.name,
+                size=axis.size,
+                sent_bytes=call.sent_bytes,
+                begin_s=begin_s,
+                end_s=time.time(),
+            )
+            self._emit(event)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What `_run` needs to know of one collective."""
+
+    op_id: str
+    sent_bytes: int
+    on_host: bool = True
+
+
+@contextmanager
+def _named_errors(op: str, axis: Axis, timeout_s: float, op_id: str = "") -> Iterator[None]:
+    """Turn whatever the transport raises into a `RunError` that says which collective it was."""
+    try:
+        yield
+    except RuntimeError as err:  # torch's DistError and its children derive from it
+        text = str(err).strip()
+        first = text.splitlines()[0] if text else type(err).__name__
+        late = "timed out" in text.lower() or "timeout" in text.lower()
+        why = f"no answer within {timeout_s:g} s" if late else "a rank left or failed"
+        name = f"{op} [{op_id}]" if op_id else op
+        raise RunError(
+            f"{name} over axis {axis.name}, ranks {axis.ranks}, failed on rank {axis.ranks[axis.index]}: {why} ({first})"
+        ) from err
+
+
+def _bytes(x: torch.Tensor) -> int:
+    return x.numel() * x.element_size()
+
+
+def _row_bytes(x: torch.Tensor) -> int:
+    return math.prod(x.shape[1:]) * x.element_size()
+
+
+def _check_splits(x: torch.Tensor, splits: Sequence[int], axis: Axis, op: str) -> None:
+    """Sizes must be right before anything is posted: gloo aborts the process on a short receive buffer."""
+    if len(splits) != axis.size or sum(splits) != x.shape[0] or min(splits, default=0) < 0:
+        raise ValueError(
+            f"{op} over {axis.name}: splits {tuple(splits)} do not divide {x.shape[0]} rows among {axis.size} ranks"
+        )
+
+
+def _check_own(x: torch.Tensor, sizes: Sequence[int], axis: Axis) -> None:
+    if len(sizes) != axis.size or sizes[axis.index] != x.shape[0]:
+        raise ValueError(
+            f"all_gather_rows over {axis.name}: sizes {tuple(sizes)} give rank {axis.index} of {axis.size} "
+            f"another number of rows than its {x.shape[0]}"
+        )
+
+
+def backward_id(op_id: str) -> str:
+    """Id of the collective that carries the gradient of `op_id`."""
+    return op_id.replace(".fwd.", ".bwd.") if ".fwd." in op_id else (op_id and op_id + ".bwd")
+
+
+class _AllToAllRows(torch.autograd.Function):
+    """Gradient: the same exchange with the splits swapped."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        comms: Collectives,
+        axis: Axis,
+        in_splits: tuple[int, ...],
+        out_splits: tuple[int, ...],
+        op_id: str,
+    ) -> torch.Tensor:
+        ctx.comms, ctx.axis, ctx.splits, ctx.op_id = comms, axis, (in_splits, out_splits), op_id
+        return comms.all_to_all_raw(x, axis, in_splits, out_splits, op_id)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        in_splits, out_splits = ctx.splits
+        back = ctx.comms.all_to_all_raw(grad, ctx.axis, out_splits, in_splits, backward_id(ctx.op_id))
+        return back, None, None, None, None, None
+
+
+class _AllGatherRows(torch.autograd.Function):
+    """Gradient: the copies' gradients, summed and scattered back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, comms: Collectives, axis: Axis, sizes: tuple[int, ...], op_id: str
+    ) -> torch.Tensor:
+        ctx.comms, ctx.axis, ctx.sizes, ctx.op_id = comms, axis, sizes, op_id
+        return comms.gather_rows_raw(x, axis, sizes, op_id)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        back = ctx.comms.scatter_rows_raw(grad, ctx.axis, ctx.sizes, backward_id(ctx.op_id))
+        return back, None, None, None, None
+
+
+class _ReduceScatterRows(torch.autograd.Function):
+    """Gradient: the gradients of the shares, gathered by all."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, comms: Collectives, axis: Axis, sizes: tuple[int, ...], op_id: str
+    ) -> torch.Tensor:
+        ctx.comms, ctx.axis, ctx.sizes, ctx.op_id = comms, axis, sizes, op_id
+        return comms.scatter_rows_raw(x, axis, sizes, op_id)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        back = ctx.comms.gather_rows_raw(grad, ctx.axis, ctx.sizes, backward_id(ctx.op_id))
+        return back, None, None, None, None

@@ -1,0 +1,207 @@
+"""Process groups of the two rank grids, and the world they live in.
+
+Decides nothing: `plan/folding.py` says which ranks form a group; here they become `torch.distributed` groups. Groups are cached by
+their tuple of ranks (many coincide across the grids, and a gloo group costs about 23 ms, 3 threads and 11 file descriptors).
+Must never change: every rank creates every group, also those it is no member of, in the same order, or creation hangs.
+A group of one rank is `None` and needs no communication, so that a single rank runs without any process group.
+
+This file and `cli/` are the only places that read environment variables.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from types import MappingProxyType
+
+import torch
+import torch.distributed as dist
+
+from phalanx.core.errors import ConfigError, Problem, RunError, raise_if
+from phalanx.plan.folding import GROUP_AXES, Folding
+
+DEFAULT_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True, eq=False)
+class Axis:
+    """This rank's group along one named axis."""
+
+    name: str
+    ranks: tuple[int, ...]
+    """Global ranks of the group, ascending."""
+    index: int
+    """Position of this rank in `ranks`."""
+    group: dist.ProcessGroup | None
+    """None when the axis has size 1."""
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+
+class GroupCache:
+    """Process groups by rank tuple. Make one per process and pass it around; call `get` in the same order on all ranks."""
+
+    def __init__(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        self.timeout_s = timeout_s
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+
+    def get(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
+        """The group of `ranks`: None if it has one member or this rank is not in it. Creation is collective over the world."""
+        key = tuple(ranks)
+        if len(key) == 1:
+            return None
+        if key not in self._groups:
+            if not dist.is_initialized():
+                raise RunError(
+                    f"group {_short(key)} needs {len(key)} ranks, but this process runs alone (no init_world)"
+                )
+            self._groups[key] = self._create(key)
+        return self._groups[key]
+
+    def _create(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+        if ranks == tuple(range(dist.get_world_size())):
+            return dist.group.WORLD
+        group = dist.new_group(list(ranks), timeout=timedelta(seconds=self.timeout_s))
+        return group if dist.get_rank() in ranks else None
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Groups:
+    """All groups of one rank in one folding; `axes` has the names of `plan.folding.GROUP_AXES`."""
+
+    folding: Folding
+    rank: int
+    axes: Mapping[str, Axis]
+
+    def axis(self, name: str) -> Axis:
+        return self.axes[name]
+
+
+def build_groups(folding: Folding, *, rank: int, cache: GroupCache) -> Groups:
+    """Create (or find) every group of `folding`. Collective: all ranks call it with the same folding in the same order."""
+    axes: dict[str, Axis] = {}
+    for name in GROUP_AXES:
+        for ranks in folding.groups(name):
+            group = cache.get(ranks)
+            if rank in ranks:
+                axes[name] = Axis(name, ranks, ranks.index(rank), group)
+    return Groups(folding=folding, rank=rank, axes=MappingProxyType(axes))
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorldInfo:
+    """Who this process is among all."""
+
+    rank: int = 0
+    world: int = 1
+    local_rank: int = 0
+    local_world: int = 1
+    master_addr: str = "127.0.0.1"
+    master_port: int = 29500
+
+
+def read_world(environ: Mapping[str, str] | None = None) -> WorldInfo | None:
+    """What the launcher (torchrun, or our own) said, or None where this process was started by hand.
+
+    Raises `ConfigError` naming every variable that is missing or makes no sense.
+    """
+    env = os.environ if environ is None else environ
+    if "RANK" not in env and "WORLD_SIZE" not in env:
+        return None
+    problems: list[Problem] = []
+
+    def number(name: str, default: int | None = None) -> int:
+        text = env.get(name)
+        if text is None and default is not None:
+            return default
+        if text is None or not text.isdecimal():
+            rule = "must be a whole number, as torchrun sets it"
+            problems.append(
+                Problem(where=name, value=text, rule=rule, hint="start with torchrun, or unset RANK and WORLD_SIZE")
+            )
+            return 0
+        return int(text)
+
+    rank, world, port = number("RANK"), number("WORLD_SIZE"), number("MASTER_PORT", 29500)
+    local_rank, local_world = number("LOCAL_RANK", rank), number("LOCAL_WORLD_SIZE", world)
+    if not problems and not rank < world:
+        problems.append(Problem(where="RANK", value=rank, rule=f"lies between 0 and WORLD_SIZE - 1 = {world - 1}"))
+    if not problems and not local_rank < local_world <= world:
+        rule = f"lies between 0 and LOCAL_WORLD_SIZE - 1, which is below WORLD_SIZE = {world}"
+        problems.append(
+            Problem(where="LOCAL_RANK", value=local_rank, rule=rule, hint=f"LOCAL_WORLD_SIZE is {local_world}")
+        )
+    raise_if(problems, ConfigError, subject="launch environment")
+    return WorldInfo(
+        rank=rank,
+        world=world,
+        local_rank=local_rank,
+        local_world=local_world,
+        master_addr=env.get("MASTER_ADDR", "127.0.0.1"),
+        master_port=port,
+    )
+
+
+def init_world(info: WorldInfo, *, device: str = "cpu", timeout_s: float = DEFAULT_TIMEOUT_S) -> torch.device:
+    """Join all ranks (gloo for cpu; NCCL for tensors on cuda, gloo for those on the host) and return this rank's device.
+
+    A world of one rank joins nothing. Raises `RunError` when the ranks cannot meet.
+    """
+    target = torch.device("cuda", info.local_rank) if device == "cuda" else torch.device(device)
+    if target.type == "cuda":
+        torch.cuda.set_device(target)
+    if info.world == 1:
+        return target
+    if info.local_world == info.world:
+        _use_loopback()
+    where = f"{info.master_addr}:{info.master_port}"
+    timeout = timedelta(seconds=timeout_s)
+    try:
+        store = dist.TCPStore(info.master_addr, info.master_port, info.world, info.rank == 0, timeout=timeout)
+        dist.init_process_group(
+            "gloo" if target.type == "cpu" else "cpu:gloo,cuda:nccl",
+            store=store,
+            rank=info.rank,
+            world_size=info.world,
+            timeout=timeout,
+        )
+    except (RuntimeError, ValueError) as err:
+        raise RunError(_meeting_failed(info, where, str(err), timeout_s)) from err
+    return target
+
+
+def _use_loopback() -> None:
+    """All ranks are on this machine: gloo need not resolve the host's name, which fails on many laptops."""
+    names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
+    if names and "GLOO_SOCKET_IFNAME" not in os.environ:
+        os.environ["GLOO_SOCKET_IFNAME"] = names[0]
+
+
+def _meeting_failed(info: WorldInfo, where: str, text: str, timeout_s: float) -> str:
+    first = text.strip().splitlines()[0] if text.strip() else "unknown error"
+    if "EADDRINUSE" in text or "address already in use" in text.lower():
+        return f"MASTER_PORT = {info.master_port}: the port is in use on this machine; choose a free one (torchrun --master-port)"
+    return (
+        f"rank {info.rank} of {info.world} could not meet the others at {where} within {timeout_s:g} s: {first}; "
+        f"check that all ranks run and that MASTER_ADDR and MASTER_PORT name rank 0"
+    )
+
+
+def close_world() -> None:
+    """Leave the world, if this process joined one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _short(ranks: Sequence[int]) -> str:
+    if len(ranks) <= 8:
+        return "(" + " ".join(map(str, ranks)) + ")"
+    return f"({ranks[0]} {ranks[1]} ... {ranks[-1]})"
