@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +40,10 @@ class ProblemsError(PhalanxError):
         lines = "\n".join(f"  - {p}" for p in self.problems)
         count = len(self.problems)
         super().__init__(f"{count} problem{'s' if count != 1 else ''} with {subject}:\n{lines}")
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """Errors travel between ranks and from forked processes whole."""
+        return partial(type(self), subject=self.subject), (self.problems,)
 
 
 class ConfigError(ProblemsError):
