@@ -16,7 +16,7 @@ class ModelConfig:
     """Shape of the model: a preset, and any of its numbers changed."""
 
     preset: str = "laptop"
-    """Named shape; `phalanx train --help` lists them."""
+    """Named shape; `phalanx settings model` lists them."""
     num_layers: int | None = None
     """Blocks of attention and experts (or a dense MLP)."""
     hidden: int | None = None
