@@ -131,6 +131,10 @@ class DataConfig:
     """byte, bpe:VOCAB (trained once on the sources), or a Hugging Face tokenizer.json."""
     text_field: str = "text"
     """Name of the text in a JSON line, or of the parquet column."""
+    eos_token: str | None = None
+    """End-of-document token of a tokenizer.json (such tokenizers only; default: what its own files name)."""
+    builtin_bytes: int | None = None
+    """Text taken from builtin:python at most (that source only; default 40 MB)."""
     validation_fraction: float = 0.02
     """Share of the documents that is kept for validation."""
     cache: str = "cache"
