@@ -1,0 +1,199 @@
+"""Print what would happen, with no process and no torch.
+
+`plan folding` checks a mapping of both rank grids (and a model and a sequence, if given); `plan model` prints a preset's parameters and
+FLOPs. An illegal mapping exits 2, prints every problem, and still writes the JSON file.
+"""
+
+from __future__ import annotations
+
+import json as jsonlib
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from phalanx.core.errors import ConfigError, Problem, RunError, nearest, raise_if
+from phalanx.core.units import format_count, format_rate
+from phalanx.plan.folding import (
+    GROUP_NAMES,
+    Folding,
+    fit_problems,
+    folding_problems,
+    nearest_folding,
+    to_dict,
+)
+from phalanx.plan.model import PRESETS, ModelSpec, flops_per_token, parameters
+
+DEFAULT_SEQ = 4096
+PRESET_NAMES = ", ".join(PRESETS)
+
+JsonFile = Annotated[Path | None, tyro.conf.arg(metavar="FILE")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoldingArgs:
+    """Check and explain one mapping: attention tp x cp x dp x pp, experts etp x ep x edp x pp, over the same ranks."""
+
+    world: int
+    """Number of ranks."""
+    tp: int = 1
+    """Tensor parallel degree of attention, embedding, dense and shared layers."""
+    cp: int = 1
+    """Context parallel degree."""
+    pp: int = 1
+    """Pipeline degree of both grids."""
+    ep: int = 1
+    """Expert parallel degree."""
+    etp: int = 1
+    """Tensor parallel degree of the routed experts."""
+    preset: Annotated[str | None, tyro.conf.arg(metavar="NAME", help=f"Model that must fit: {PRESET_NAMES}.")] = None
+    seq: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
+    """Sequence length that must fit it, with --preset only (default 4096)."""
+    json: JsonFile = None
+    """File for the result: legal, problems, pp_groups_equal, num_groups, seconds, ..."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelArgs:
+    """Print the parameters and FLOPs of a preset."""
+
+    preset: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NAME", help=f"One of {PRESET_NAMES}.")]
+    seq: int = DEFAULT_SEQ
+    """Sequence length for the FLOPs of attention."""
+    json: JsonFile = None
+    """File for the result."""
+
+
+def main(args: list[str]) -> int:
+    """Run `phalanx plan ARGS...`; returns the exit status."""
+    commands: dict[str, Callable[..., int]] = {"folding": folding, "model": model}
+    return tyro.extras.subcommand_cli_from_dict(
+        commands, prog="phalanx plan", description=__doc__, args=args, config=(tyro.conf.OmitArgPrefixes,)
+    )
+
+
+def folding(args: FoldingArgs) -> int:
+    """Check and explain one mapping of both rank grids over the same ranks."""
+    spec = None if args.preset is None else _preset(args.preset)
+    if spec is None and args.seq is not None:
+        problem = Problem(
+            where="--seq", value=args.seq, rule="has no effect without --preset", hint="add --preset NAME"
+        )
+        raise ConfigError([problem], subject="arguments")
+    mapping = Folding(world=args.world, tp=args.tp, cp=args.cp, pp=args.pp, ep=args.ep, etp=args.etp)
+    seq_len = args.seq if args.seq is not None else DEFAULT_SEQ
+    result = folding_result(mapping, spec, seq_len=seq_len)
+    if args.json is not None:
+        write_json(args.json, result)
+    if result["tiles"]:
+        print(mapping.explain())
+        print(f"{result['num_groups']} process groups, planned in {result['seconds'] * 1e3:.1f} ms")
+    _print_problems(result)
+    return 0 if result["legal"] else 2
+
+
+def folding_result(mapping: Folding, spec: ModelSpec | None, *, seq_len: int) -> dict[str, Any]:
+    """What `plan folding --json` writes. Builds every group of every rank, as a run would."""
+    begin = time.perf_counter()
+    tiles = not folding_problems(mapping)
+    problems = folding_problems(mapping) if spec is None else fit_problems(mapping, spec, seq_len=seq_len)
+    groups = mapping.process_groups() if tiles else ()
+    equal = tiles and mapping.pp_groups_equal
+    seconds = time.perf_counter() - begin
+    near = nearest_folding(mapping, spec, seq_len=seq_len) if spec is not None and problems else None
+    return {
+        "legal": not problems,
+        "problems": [str(p) for p in problems],
+        "pp_groups_equal": equal,
+        "num_groups": len(groups),
+        "seconds": seconds,
+        "tiles": tiles,
+        "folding": to_dict(mapping) if mapping_is_positive(mapping) else None,
+        "hash": mapping.hash if tiles else None,
+        "groups": {name: len(mapping.groups(name)) for name in GROUP_NAMES} if tiles else {},
+        "nearest": None if near is None else to_dict(near),
+    }
+
+
+def mapping_is_positive(mapping: Folding) -> bool:
+    """Whether the derived degrees can be computed at all."""
+    return min(mapping.tp, mapping.cp, mapping.pp, mapping.ep, mapping.etp) >= 1
+
+
+def _print_problems(result: dict[str, Any]) -> None:
+    if result["legal"]:
+        return
+    print(f"{len(result['problems'])} problem(s) with the folding:", file=sys.stderr)
+    for problem in result["problems"]:
+        print(f"  - {problem}", file=sys.stderr)
+    if result["nearest"] is not None:
+        degrees = " ".join(f"--{k} {v}" for k, v in result["nearest"].items() if k not in ("dp", "edp"))
+        print(f"nearest legal mapping: {degrees}", file=sys.stderr)
+
+
+def model(args: ModelArgs) -> int:
+    """Print the parameters and FLOPs of a preset."""
+    spec = _preset(args.preset)
+    result = model_result(spec, seq_len=args.seq)
+    if args.json is not None:
+        write_json(args.json, result)
+    print(spec.explain())
+    print(f"  {'part':<12}{'parameters':>14}{'share':>9}")
+    for part, count in result["parts"].items():
+        print(f"  {part:<12}{format_count(count):>14}{count / spec.num_params:>9.1%}")
+    print(f"  {'in all':<12}{format_count(spec.num_params):>14}")
+    causal, full = result["flops_per_token"]["causal"], result["flops_per_token"]["full"]
+    print(f"  FLOPs per token, forward and backward, sequence {args.seq}: ", end="")
+    print(f"{format_rate(causal, 'FLOP')[:-2]} (causal half), {format_rate(full, 'FLOP')[:-2]} (full scores)")
+    return 0
+
+
+def model_result(spec: ModelSpec, *, seq_len: int) -> dict[str, Any]:
+    """What `plan model --json` writes."""
+    parts: dict[str, int] = {}
+    for param in parameters(spec):
+        part = _part(param.name)
+        parts[part] = parts.get(part, 0) + param.num_elements
+    return {
+        "name": spec.name,
+        "num_params": spec.num_params,
+        "active_params": spec.active_params,
+        "parts": parts,
+        "seq": seq_len,
+        "flops_per_token": {
+            "causal": flops_per_token(spec, seq_len),
+            "full": flops_per_token(spec, seq_len, attention="full"),
+        },
+        "hash": spec.hash,
+    }
+
+
+def _part(name: str) -> str:
+    """The part of the model that a parameter belongs to."""
+    for key in ("experts", "shared", "router", "mlp"):
+        if f".{key}." in name:
+            return key
+    if "norm" in name:
+        return "norms"
+    return "attention" if ".attention." in name else name.split(".")[0]
+
+
+def _preset(name: str) -> ModelSpec:
+    known = (
+        [] if name in PRESETS else [Problem(where="preset", value=name, rule="is not one", hint=nearest(name, PRESETS))]
+    )
+    raise_if(known, ConfigError, subject="arguments")
+    return PRESETS[name]
+
+
+def write_json(path: Path, result: dict[str, Any]) -> None:
+    """Write a result file, its folder included. Raises `RunError` naming the file."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(jsonlib.dumps(result, indent=2, sort_keys=True) + "\n")
+    except OSError as error:
+        raise RunError(f"cannot write {path}: {error.strerror}") from error
