@@ -1,0 +1,238 @@
+"""From the gradients that autograd makes to the reduced gradient of each logical parameter.
+
+Carries out `plan.layout.flat_layouts` (which parameter lies where in a family's flat buffer, how it is sharded) and the rules in it
+(`plan.folding.GRADIENT_RULES`: which groups add up which family). Decides nothing, holds no divisor: every reduction is a sum.
+
+    backward of micro-batch 0     hook copies each gradient into the family's flat buffer, param.grad is freed at once
+    backward of micro-batch 1..   hook adds it
+    reduce()                      parameters without a gradient read zero; sum over each group of the rule: the one that shards the
+                                  optimizer state reduce-scatters, the others all-reduce
+    square_sum()                  this rank's share of the squared global norm, every logical element counted once
+
+A family that has nothing to add up (one micro-batch, groups of one rank) is *borrowed*: its gradients stay the tensors that autograd
+made, in their own type, and go to the optimizer without a copy. That is every family of a run on one rank, and the experts wherever edp = 1.
+
+Must never change: parameters and optimizer state are not touched here, so a step can be abandoned after any line of this file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from phalanx.kernels.square_sum import square_sum
+from phalanx.plan.layout import FlatLayout
+from phalanx.runtime.boxes import BoxTensor
+from phalanx.runtime.collectives import Collectives
+from phalanx.runtime.groups import Groups
+
+
+@dataclass(frozen=True, eq=False)
+class Segment:
+    """Reduced gradient of the elements `[start, start + len)` of this rank's shard."""
+
+    start: int
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ReducedGradients:
+    """What the optimizer gets: for each family, segments that cover this rank's shard (its padding at the end may be left out)."""
+
+    layouts: Mapping[str, FlatLayout]
+    segments: Mapping[str, tuple[Segment, ...]]
+
+    def square_sum(self, groups: Groups) -> torch.Tensor:
+        """0-d fp64: summed over the world, it is the squared norm of the whole gradient.
+
+        The ranks along `rule.replicas` hold the same elements, so each counts `1/replicas` of them; a shard has no replica along the
+        group that shards it.
+        """
+        terms = []
+        for family, layout in self.layouts.items():
+            total = torch.stack([square_sum(s.tensor) for s in self.segments[family]]).sum()
+            terms.append(total / _num_replicas(layout, groups))
+        return torch.stack(terms).sum()
+
+    def boxes(self) -> list[BoxTensor]:
+        """The reduced gradients as boxes of logical tensors called `gradient/<param>` (`primary` is not decided here: False)."""
+        out = []
+        for family, layout in self.layouts.items():
+            first, _ = layout.shard_range()
+            for segment in self.segments[family]:
+                at = first + segment.start
+                for piece in layout.pieces(at, at + segment.tensor.numel()):
+                    part = segment.tensor[piece.start - at : piece.stop - at].view(piece.box.sizes)
+                    name = f"gradient/{piece.param.name}"
+                    out.append(BoxTensor(name, piece.param.shape, piece.box, part, primary=False))
+        return out
+
+
+def _num_replicas(layout: FlatLayout, groups: Groups) -> int:
+    count = 1
+    for name in layout.rule.replicas:
+        if layout.num_shards == 1 or name != layout.rule.shard_over:
+            count *= groups.axis(name).size
+    return count
+
+
+def borrowable(layouts: Mapping[str, FlatLayout], groups: Groups, *, num_microbatches: int) -> frozenset[str]:
+    """Families whose gradients need neither accumulation (over this rank's micro-batches) nor reduction."""
+    if num_microbatches > 1:
+        return frozenset()
+    return frozenset(
+        family
+        for family, layout in layouts.items()
+        if layout.num_shards == 1 and all(groups.axis(name).size == 1 for name in layout.rule.sum_over)
+    )
+
+
+class GradientBuffers:
+    """Collects the gradients of `params` (by logical name), laid out by `layouts`, in buffers of `dtype`.
+
+    Communication: none until `reduce`; then per family one reduce-scatter (or all-reduce) for each group of its rule.
+    """
+
+    def __init__(
+        self,
+        params: Mapping[str, torch.Tensor],
+        layouts: Mapping[str, FlatLayout],
+        *,
+        dtype: torch.dtype,
+        borrowed: Collection[str] = (),
+    ) -> None:
+        self.layouts = dict(layouts)
+        self._families = {
+            family: _Borrowed(layout, params) if family in borrowed else _Flat(layout, params, dtype)
+            for family, layout in layouts.items()
+        }
+        self._hooks = []
+        for family, layout in layouts.items():
+            for i, local in enumerate(layout.params):
+                self._hooks.append(_collect_into(params[local.param.name], self._families[family], i))
+
+    @property
+    def borrowed(self) -> frozenset[str]:
+        return frozenset(name for name, part in self._families.items() if isinstance(part, _Borrowed))
+
+    def begin(self) -> None:
+        """Forget whatever an earlier step (finished or not) left behind."""
+        for part in self._families.values():
+            part.begin()
+
+    def reduce(self, groups: Groups, comms: Collectives) -> ReducedGradients:
+        """Sum over the groups of each family's rule. Collective; the collected gradients may be overwritten."""
+        segments = {family: part.reduce(groups, comms) for family, part in self._families.items()}
+        return ReducedGradients(layouts=self.layouts, segments=segments)
+
+    def non_finite(self) -> tuple[str, ...]:
+        """Names of parameters whose gradient on this rank, before reduction, holds a NaN or an infinity. Reads every element."""
+        return tuple(name for part in self._families.values() for name in part.non_finite())
+
+    def release(self) -> None:
+        """Free borrowed gradients, once the optimizer has read them."""
+        for part in self._families.values():
+            part.release()
+
+    def close(self) -> None:
+        """Stop collecting."""
+        for hook in self._hooks:
+            hook.remove()
+
+
+def _collect_into(param: torch.Tensor, part: _Flat | _Borrowed, index: int) -> torch.utils.hooks.RemovableHandle:
+    def hook(param: torch.Tensor) -> None:
+        assert param.grad is not None  # autograd calls this right after it has set the gradient
+        part.collect(index, param.grad)
+        param.grad = None
+
+    return param.register_post_accumulate_grad_hook(hook)
+
+
+class _Flat:
+    """A family in one flat buffer."""
+
+    def __init__(self, layout: FlatLayout, params: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None:
+        device = params[layout.params[0].param.name].device
+        self.layout = layout
+        self.flat = torch.zeros(layout.length, dtype=dtype, device=device)
+        self.views = [
+            self.flat[start : start + local.num_elements].view(local.shape)
+            for local, start in zip(layout.params, layout.starts, strict=True)
+        ]
+        self.seen = [False] * len(self.views)
+        self.sums: list[torch.Tensor] | None = None
+
+    def begin(self) -> None:
+        self.seen = [False] * len(self.views)
+        self.sums = None
+
+    def collect(self, index: int, grad: torch.Tensor) -> None:
+        if self.seen[index]:
+            self.views[index].add_(grad)
+        else:
+            self.views[index].copy_(grad)
+            self.seen[index] = True
+
+    def reduce(self, groups: Groups, comms: Collectives) -> tuple[Segment, ...]:
+        for seen, view in zip(self.seen, self.views, strict=True):
+            if not seen:  # no expert here saw a token, or the parameter is unused: its gradient is zero
+                view.zero_()
+        rule, op_id = self.layout.rule, f"gradient/{self.layout.rule.family}"
+        for i, name in enumerate(rule.sum_over):
+            axis = groups.axis(name)
+            last = i == len(rule.sum_over) - 1
+            if last and name == rule.shard_over and self.layout.num_shards > 1:
+                return (Segment(0, comms.reduce_scatter(self.flat, axis, op_id=op_id)),)
+            if axis.size > 1:
+                self._keep_evidence()
+                comms.all_reduce(self.flat, axis, op_id=op_id)
+        first, stop = self.layout.shard_range()
+        return (Segment(0, self.flat[first:stop]),)
+
+    def _keep_evidence(self) -> None:
+        """Before an in-place reduction spreads a NaN to all ranks, note which parameters have one here (no host sync)."""
+        if self.sums is None:
+            self.sums = [view.sum() for view in self.views]
+
+    def non_finite(self) -> list[str]:
+        sums = [view.sum() for view in self.views] if self.sums is None else self.sums
+        return [p.param.name for p, s in zip(self.layout.params, sums, strict=True) if not torch.isfinite(s)]
+
+    def release(self) -> None:
+        pass
+
+
+class _Borrowed:
+    """A family whose gradients are used as autograd made them."""
+
+    def __init__(self, layout: FlatLayout, params: Mapping[str, torch.Tensor]) -> None:
+        self.layout = layout
+        self.params = [params[local.param.name] for local in layout.params]
+        self.grads: list[torch.Tensor | None] = [None] * len(layout.params)
+
+    def begin(self) -> None:
+        self.grads = [None] * len(self.layout.params)
+
+    def collect(self, index: int, grad: torch.Tensor) -> None:
+        if self.grads[index] is not None:
+            raise ValueError(
+                f"a second micro-batch for the borrowed gradient of {self.layout.params[index].param.name}"
+            )
+        self.grads[index] = grad.contiguous()
+
+    def reduce(self, groups: Groups, comms: Collectives) -> tuple[Segment, ...]:
+        grads = [torch.zeros_like(p) if g is None else g for p, g in zip(self.params, self.grads, strict=True)]
+        return tuple(Segment(start, grad.view(-1)) for start, grad in zip(self.layout.starts, grads, strict=True))
+
+    def non_finite(self) -> list[str]:
+        return [
+            p.param.name
+            for p, grad in zip(self.layout.params, self.grads, strict=True)
+            if grad is not None and not torch.isfinite(grad.sum())
+        ]
+
+    def release(self) -> None:
+        self.begin()

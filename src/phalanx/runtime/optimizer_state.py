@@ -1,0 +1,162 @@
+"""Master weights and moments of this rank's shards, and the parameters that are rounded from them.
+
+Carries out `plan.layout.flat_layouts`: per gradient family one flat buffer in the compute type, of which the modules' parameters become
+views, and one shard (the whole buffer with `zero = 0`) of master weight, first and second moment in fp32 (fp64 for fp64).
+
+    commit    the optimizer reads a reduced gradient segment, updates master and moments of the shard, rounds into `published`
+    publish   all-gather of the shards over the group that shards the family: every parameter is again the rounded master
+
+Must never change: `published` equals the rounded master weights of all shards after `publish`; moments and masters are never rounded
+below fp32; each element of a logical tensor has exactly one `primary` holder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from phalanx.plan.layout import Box, FlatLayout
+from phalanx.runtime.boxes import BoxTensor
+from phalanx.runtime.collectives import Collectives
+from phalanx.runtime.groups import Groups
+
+
+@dataclass(frozen=True, eq=False)
+class DecayRun:
+    """Elements `[start, stop)` of a shard that share one answer to "does weight decay apply?"."""
+
+    start: int
+    stop: int
+    decay: bool
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FamilyState:
+    """One family. `master`, `exp_avg`, `exp_avg_sq` (shard_length,) are this rank's shard, `flat` (length,) all parameters of it."""
+
+    layout: FlatLayout
+    flat: torch.Tensor
+    master: torch.Tensor
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+    runs: tuple[DecayRun, ...]
+
+    @property
+    def published(self) -> torch.Tensor:
+        """This rank's shard of the parameters, in the compute type."""
+        first, stop = self.layout.shard_range()
+        return self.flat[first:stop]
+
+    def runs_in(self, start: int, stop: int) -> Iterator[DecayRun]:
+        """The parts of the decay runs that lie in `[start, stop)` of the shard."""
+        for run in self.runs:
+            lo, hi = max(run.start, start), min(run.stop, stop)
+            if lo < hi:
+                yield DecayRun(lo, hi, run.decay)
+
+
+class ShardedState:
+    """Optimizer state of one rank. Taking it over makes `params` views of flat buffers (same values).
+
+    `buffers` are untrained tensors that belong to the run's state (the expert bias), replicated on all ranks, by logical name.
+    """
+
+    def __init__(
+        self,
+        params: Mapping[str, torch.Tensor],
+        layouts: Mapping[str, FlatLayout],
+        *,
+        groups: Groups,
+        buffers: Mapping[str, torch.Tensor],
+        dtype: torch.dtype,
+    ) -> None:
+        self.groups = groups
+        self.buffers = dict(buffers)
+        self.families = {family: _take_over(params, layout, dtype) for family, layout in layouts.items()}
+
+    def publish(self, comms: Collectives) -> None:
+        """Gather every shard of the parameters. Collective; each rank has rounded its own shard into `published` before."""
+        for family, state in self.families.items():
+            if state.layout.num_shards > 1:
+                axis = self.groups.axis(state.layout.rule.shard_over)
+                comms.all_gather(state.published, axis, out=state.flat, op_id=f"publish/{family}")
+
+    def restore(self, comms: Collectives) -> None:
+        """After `boxes()` were filled from a checkpoint: round the masters and publish them."""
+        for state in self.families.values():
+            state.published.copy_(state.master)
+        self.publish(comms)
+
+    def boxes(self) -> list[BoxTensor]:
+        """Everything a checkpoint holds, as views: `master/`, `exp_avg/`, `exp_avg_sq/` + parameter, `buffer/` + name."""
+        out = []
+        for state in self.families.values():
+            primary = self._is_primary(state.layout)
+            for kind in ("master", "exp_avg", "exp_avg_sq"):
+                out += _shard_boxes(state.layout, getattr(state, kind), prefix=kind, primary=primary)
+        first = self.groups.axis("tp_dp_cp").index == 0
+        for name, tensor in self.buffers.items():
+            shape = tuple(tensor.shape)
+            out.append(BoxTensor(f"buffer/{name}", shape, Box((0,) * len(shape), shape), tensor, primary=first))
+        return out
+
+    def parameter_boxes(self) -> list[BoxTensor]:
+        """The parameters that this rank computes with, in the compute type, as boxes called `param/<name>`."""
+        out = []
+        for state in self.families.values():
+            primary = all(self.groups.axis(name).index == 0 for name in state.layout.rule.replicas)
+            for piece in state.layout.pieces(0, state.layout.length):
+                part = state.flat[piece.start : piece.stop].view(piece.box.sizes)
+                out.append(BoxTensor(f"param/{piece.param.name}", piece.param.shape, piece.box, part, primary=primary))
+        return out
+
+    def _is_primary(self, layout: FlatLayout) -> bool:
+        """Of the ranks along the rule's replicas, the first one writes; shards of one group differ, so all of them do."""
+        rule = layout.rule
+        groups = [name for name in rule.replicas if layout.num_shards == 1 or name != rule.shard_over]
+        return all(self.groups.axis(name).index == 0 for name in groups)
+
+
+def _take_over(params: Mapping[str, torch.Tensor], layout: FlatLayout, dtype: torch.dtype) -> FamilyState:
+    some = params[layout.params[0].param.name]
+    flat = torch.zeros(layout.length, dtype=some.dtype, device=some.device)
+    for local, start in zip(layout.params, layout.starts, strict=True):
+        param = params[local.param.name]
+        view = flat[start : start + local.num_elements].view(local.shape)
+        view.copy_(param.detach())
+        param.data = view
+    first, stop = layout.shard_range()
+    master = flat[first:stop].to(dtype, copy=True)
+    return FamilyState(
+        layout=layout,
+        flat=flat,
+        master=master,
+        exp_avg=torch.zeros_like(master),
+        exp_avg_sq=torch.zeros_like(master),
+        runs=_decay_runs(layout),
+    )
+
+
+def _decay_runs(layout: FlatLayout) -> tuple[DecayRun, ...]:
+    """Neighbouring parameters with the same answer, merged; padding belongs to no run."""
+    first, stop = layout.shard_range()
+    runs: list[DecayRun] = []
+    for local, start in zip(layout.params, layout.starts, strict=True):
+        lo, hi = max(start, first) - first, min(start + local.num_elements, stop) - first
+        if lo >= hi:
+            continue
+        if runs and runs[-1].decay == local.param.decay and runs[-1].stop == lo:
+            lo = runs.pop().start
+        runs.append(DecayRun(lo, hi, local.param.decay))
+    return tuple(runs)
+
+
+def _shard_boxes(layout: FlatLayout, shard: torch.Tensor, *, prefix: str, primary: bool) -> list[BoxTensor]:
+    first, stop = layout.shard_range()
+    out = []
+    for piece in layout.pieces(first, stop):
+        part = shard[piece.start - first : piece.stop - first].view(piece.box.sizes)
+        out.append(BoxTensor(f"{prefix}/{piece.param.name}", piece.param.shape, piece.box, part, primary=primary))
+    return out

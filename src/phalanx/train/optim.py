@@ -1,0 +1,93 @@
+"""Update rules: the learning rate of a step, AdamW over sharded state, the expert bias.
+
+Decides how reduced gradients and counts become new state; touches nothing before it is asked to (the vote is in `train/step.py`).
+Must never change: an update is elementwise in (state, scaled gradient), so it cannot depend on how the state is sharded.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from phalanx.core.config import OptimConfig
+from phalanx.kernels.adamw import adamw_
+from phalanx.kernels.choice import Impl
+from phalanx.runtime.gradients import ReducedGradients
+from phalanx.runtime.optimizer_state import ShardedState
+
+
+def learning_rate(step: int, config: OptimConfig, *, total_steps: int) -> float:
+    """Rate of step `step` (from 0): linear warm-up to `lr`, then the schedule; the last step runs at `lr * min_lr_ratio`.
+
+    cosine: half a cosine over all steps after warm-up. wsd (arXiv 2405.18392): constant, then linear over the last `decay_steps`.
+    """
+    warmup = config.warmup(total_steps)
+    if step < warmup:
+        return config.lr * (step + 1) / warmup
+    if config.schedule == "constant":
+        return config.lr
+    if config.schedule == "cosine":
+        length = total_steps - warmup
+    else:
+        decay = max(1, total_steps // 5) if config.decay_steps is None else config.decay_steps
+        length = min(decay, total_steps - warmup)
+    done = min(1.0, max(0.0, (step + 1 - (total_steps - length)) / max(1, length)))
+    left = (1 + math.cos(math.pi * done)) / 2 if config.schedule == "cosine" else 1 - done
+    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * left)
+
+
+class Optimizer(Protocol):
+    """What the transaction needs: one call that makes new state of old state and a gradient, after the vote."""
+
+    def commit(
+        self, state: ShardedState, gradients: ReducedGradients, *, step: int, lr: float, scale: float
+    ) -> None: ...
+
+
+@dataclass(frozen=True)
+class AdamW:
+    """AdamW (arXiv 1711.05101); decay only where `ParamSpec.decay` says so."""
+
+    config: OptimConfig
+    impl: Impl = "fast"
+
+    def commit(self, state: ShardedState, gradients: ReducedGradients, *, step: int, lr: float, scale: float) -> None:
+        """Update this rank's shards in place from `scale * gradient` and round them into `published`. `step` counts from 0."""
+        c = self.config
+        for family, segments in gradients.segments.items():
+            target = state.families[family]
+            for segment in segments:
+                for run in target.runs_in(segment.start, segment.start + segment.tensor.numel()):
+                    part = slice(run.start, run.stop)
+                    adamw_(
+                        target.master[part],
+                        segment.tensor[run.start - segment.start : run.stop - segment.start],
+                        target.exp_avg[part],
+                        target.exp_avg_sq[part],
+                        target.published[part],
+                        lr=lr,
+                        beta1=c.beta1,
+                        beta2=c.beta2,
+                        eps=c.eps,
+                        weight_decay=c.weight_decay if run.decay else 0.0,
+                        step=step + 1,
+                        scale=scale,
+                        impl=self.impl,
+                    )
+
+
+def clip_scale(norm: float, clip_norm: float) -> float:
+    """Factor that brings a gradient of global norm `norm` to at most `clip_norm` (0: never scale)."""
+    return clip_norm / norm if clip_norm and norm > clip_norm else 1.0
+
+
+def update_expert_bias_(bias_E: torch.Tensor, counts_E: torch.Tensor, *, rate: float) -> None:
+    """Aux-loss-free balancing (arXiv 2408.15664): raise the bias of experts below the mean of the whole step's counts, lower the others'.
+
+    `counts_E` is int64 and only the sign of `mean - count` matters, so every rank computes the same bits.
+    """
+    below_E = counts_E.sum() - counts_E * counts_E.numel()
+    bias_E.add_(torch.sign(below_E).to(bias_E.dtype), alpha=rate)

@@ -1,0 +1,252 @@
+"""One optimizer step, as a transaction: until every rank has voted, no parameter and no moment has changed.
+
+    1. count      valid tokens of the whole step, over all ranks                        1 all-reduce of one number
+    2. collect    forward and backward of this rank's micro-batches                     collectives of the MoE layers
+    3. reduce     gradients, by the rule table                                          1 reduce-scatter or all-reduce per family
+    4. vote       norm, losses, counts, finite or not, stop or not, in one vector       1 all-reduce of 7 + L*E numbers
+    5. commit     clip, AdamW on this rank's shards, expert bias; alone
+    6. publish    every rank gets the new parameters                                    1 all-gather per sharded family
+
+Everything is an argument, nothing is decided here: which micro-batches a rank runs is the loader's, who sums what is `plan/folding.py`'s, how
+a gradient becomes an update is `train/optim.py`'s business. A non-finite number anywhere ends the step on all ranks with the same
+`RunError`, which names the parameters and the ranks; the state is as it was.
+
+Legend: L MoE layers, E experts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from phalanx.core.errors import RunError
+from phalanx.kernels.choice import Impl
+from phalanx.models.context import ForwardInfo, TokenBatch
+from phalanx.models.decoder import Decoder
+from phalanx.plan.model import ModelSpec
+from phalanx.runtime.collectives import Collectives
+from phalanx.runtime.gradients import GradientBuffers, ReducedGradients
+from phalanx.runtime.groups import Groups
+from phalanx.runtime.optimizer_state import ShardedState
+from phalanx.train.loss import Share, counts_of, cross_entropy_sum, num_valid, objective
+from phalanx.train.optim import Optimizer, clip_scale, update_expert_bias_
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepParts:
+    """What a step works on and with; built once by the trainer (`train/assemble.py`)."""
+
+    model: Decoder
+    spec: ModelSpec
+    groups: Groups
+    comms: Collectives
+    buffers: GradientBuffers
+    state: ShardedState
+    optimizer: Optimizer
+    clip_norm: float
+    kernels: Impl = "fast"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepResult:
+    """A committed step; every figure is global and the same on all ranks."""
+
+    step: int
+    loss: float
+    """Mean cross-entropy per valid token, nats."""
+    aux_loss: float
+    z_loss: float
+    grad_norm: float
+    """Before clipping."""
+    lr: float
+    tokens: int
+    """Tokens of the step, those without a label included."""
+    counts_LE: NDArray[np.int64]
+    """Tokens that chose each expert, before dropping."""
+    dropped: int
+    """(token, expert) pairs over all layers."""
+    entropy: float
+    """Mean over tokens and layers of the router's entropy, nats."""
+    stop: bool
+    """Some rank asked to stop after this step."""
+
+    @property
+    def load_max_over_mean(self) -> tuple[float, ...]:
+        """Per MoE layer: tokens of the fullest expert over the mean."""
+        return tuple(float(c.max() / max(c.mean(), 1e-9)) for c in self.counts_LE)
+
+    @property
+    def dead_experts(self) -> int:
+        """Experts that no token of this step chose, over all layers."""
+        return int((self.counts_LE == 0).sum())
+
+
+def train_step(
+    parts: StepParts, batches: Sequence[TokenBatch], *, step: int, lr: float, stop: bool = False
+) -> StepResult:
+    """Run step `step` (from 0) on this rank's micro-batches and commit it. Collective; all ranks have equally many micro-batches.
+
+    `stop` is this rank's wish to end the run after this step; the result says whether any rank has it. Raises `RunError` on all
+    ranks, with the state unchanged, where a gradient or a loss is not finite.
+    """
+    parts.buffers.begin()
+    valid_tokens = parts.comms.all_reduce(num_valid(batches), parts.groups.axis("tp_dp_cp"), op_id="valid_tokens")
+    balance_counts_LE = _balance_counts(parts, batches, step=step)
+    shares = []
+    for j, batch in enumerate(batches):
+        info = _info(parts, batches, j, step=step, balance_counts_LE=balance_counts_LE)
+        output = parts.model(batch, info)
+        total, share = objective(output, parts.model.head_weight, batch, valid_tokens=valid_tokens, impl=parts.kernels)
+        total.backward()
+        shares.append(share)
+    gradients = parts.buffers.reduce(parts.groups, parts.comms)
+    tally = _vote(parts, gradients, shares, stop=stop)
+    if not tally.finite:
+        raise RunError(_why_not_finite(parts, step=step, tally=tally))
+
+    scale = clip_scale(tally.grad_norm, parts.clip_norm)
+    with torch.no_grad():
+        parts.optimizer.commit(parts.state, gradients, step=step, lr=lr, scale=scale)
+        _update_expert_biases(parts, tally.counts_LE)
+    parts.buffers.release()
+    parts.state.publish(parts.comms)
+    return tally.result(step=step, lr=lr, tokens=_tokens_of_step(parts, batches))
+
+
+@torch.no_grad()
+def eval_loss(parts: StepParts, batches: Sequence[TokenBatch], *, step: int = 0) -> tuple[float, int]:
+    """Mean cross-entropy per valid token over all ranks' `batches`, and how many tokens that is. Collective; changes nothing."""
+    device = parts.model.head_weight.device
+    sums = torch.zeros(2, dtype=torch.float64, device=device)
+    for j, batch in enumerate(batches):
+        output = parts.model(batch, _info(parts, batches, j, step=step, balance_counts_LE=None))
+        loss = cross_entropy_sum(output, parts.model.head_weight, batch, impl=parts.kernels)
+        sums += torch.stack([loss.to(torch.float64), num_valid([batch]).to(torch.float64)])
+    parts.comms.all_reduce(sums, parts.groups.axis("tp_dp_cp"), op_id="eval")
+    total, tokens = sums.tolist()  # SYNC: the figures are for people
+    return total / max(tokens, 1.0), int(tokens)
+
+
+def _info(
+    parts: StepParts, batches: Sequence[TokenBatch], index: int, *, step: int, balance_counts_LE: torch.Tensor | None
+) -> ForwardInfo:
+    dp = parts.groups.axis("dp")
+    return ForwardInfo(
+        step=step,
+        microbatch=dp.index * len(batches) + index,
+        num_microbatches=dp.size * len(batches),
+        balance_counts_LE=balance_counts_LE,
+    )
+
+
+@torch.no_grad()
+def _balance_counts(parts: StepParts, batches: Sequence[TokenBatch], *, step: int) -> torch.Tensor | None:
+    """(L, E) counts of the whole step, where the balancing loss is over the global batch and one pass does not see all of it.
+
+    A first pass without gradients routes every micro-batch; the second pass then has the final counts from its first micro-batch on.
+    """
+    router = parts.spec.router
+    if not (router.aux_loss and router.aux_scope == "global_batch" and len(batches) > 1 and parts.spec.moe_layers):
+        return None
+    counts = [
+        counts_of(parts.model(batch, _info(parts, batches, j, step=step, balance_counts_LE=None)))
+        for j, batch in enumerate(batches)
+    ]
+    counts_LE = torch.stack(counts).sum(0).to(torch.float64)
+    return parts.comms.all_reduce(counts_LE, parts.groups.axis("tp_dp_cp"), op_id="balance_counts")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Tally:
+    """Outcome of the vote, on the host and the same on all ranks."""
+
+    finite: bool
+    grad_norm: float
+    loss: float
+    aux_loss: float
+    z_loss: float
+    dropped: int
+    entropy_sum: float
+    stop: bool
+    counts_LE: torch.Tensor
+
+    def result(self, *, step: int, lr: float, tokens: int) -> StepResult:
+        return StepResult(
+            step=step,
+            loss=self.loss,
+            aux_loss=self.aux_loss,
+            z_loss=self.z_loss,
+            grad_norm=self.grad_norm,
+            lr=lr,
+            tokens=tokens,
+            counts_LE=self.counts_LE.numpy(),
+            dropped=self.dropped,
+            entropy=self.entropy_sum / max(1, tokens * len(self.counts_LE)),
+            stop=self.stop,
+        )
+
+
+def _vote(parts: StepParts, gradients: ReducedGradients, shares: Sequence[Share], *, stop: bool) -> _Tally:
+    """Add up every rank's ballot. A NaN or an infinity anywhere makes a sum that is not finite: that is the veto.
+
+    Counts are exact: fp64 holds whole numbers up to 2^53.
+    """
+    square_sum = gradients.square_sum(parts.groups)
+    numbers = [square_sum]
+    for name in ("cross_entropy", "aux_loss", "z_loss", "dropped", "entropy_sum"):
+        numbers.append(torch.stack([getattr(share, name).to(torch.float64) for share in shares]).sum())
+    numbers.append(square_sum.new_tensor(float(stop)))
+    counts_LE = torch.stack([share.counts_LE for share in shares]).sum(0)
+    ballot = torch.cat([torch.stack(numbers), counts_LE.flatten().to(torch.float64)])
+    parts.comms.all_reduce(ballot, parts.groups.axis("world"), op_id="vote")
+    ballot = ballot.cpu()  # SYNC: all ranks must know the outcome before anything is committed
+    squares, loss, aux_loss, z_loss, dropped, entropy_sum, stops = ballot[: len(numbers)].tolist()
+    finite = all(map(math.isfinite, (squares, loss, aux_loss, z_loss)))
+    return _Tally(
+        finite=finite,
+        grad_norm=math.sqrt(squares) if finite else math.nan,
+        loss=loss,
+        aux_loss=aux_loss,
+        z_loss=z_loss,
+        dropped=int(dropped),
+        entropy_sum=entropy_sum,
+        stop=stops > 0,
+        counts_LE=ballot[len(numbers) :].view(counts_LE.shape).to(torch.int64),
+    )
+
+
+def _why_not_finite(parts: StepParts, *, step: int, tally: _Tally) -> str:
+    """The same text on all ranks. Collective, and slow: it reads every gradient again."""
+    world = parts.groups.axis("world")
+    told = parts.comms.gather_objects(parts.buffers.non_finite(), world)
+    sources: dict[str, list[int]] = {}
+    for rank, names in zip(world.ranks, told, strict=True):
+        for name in names:
+            sources.setdefault(name, []).append(rank)
+    head = f"step {step}: the gradient is not finite (loss {tally.loss:g}, aux {tally.aux_loss:g}, z {tally.z_loss:g})"
+    if not sources:
+        where = "every rank's own gradients are finite, so a sum or the norm overflowed"
+    else:
+        shown = [f"{name} on rank {', '.join(map(str, ranks))}" for name, ranks in list(sources.items())[:8]]
+        where = "; ".join(shown) + (f"; and {len(sources) - 8} more parameters" if len(sources) > 8 else "")
+    hint = "nothing was changed; lower optim.lr, raise optim.warmup_steps or look at this step's data"
+    return f"{head}: {where}; {hint}"
+
+
+def _update_expert_biases(parts: StepParts, counts_LE: torch.Tensor) -> None:
+    rate = parts.spec.router.bias_rate
+    if not rate:
+        return
+    for layer, counts_E in zip(parts.spec.moe_layers, counts_LE, strict=True):
+        bias_E = parts.state.buffers[f"layers.{layer}.moe.router.expert_bias"]
+        update_expert_bias_(bias_E, counts_E.to(bias_E.device), rate=rate)
+
+
+def _tokens_of_step(parts: StepParts, batches: Sequence[TokenBatch]) -> int:
+    """All ranks have micro-batches of the same shape."""
+    return sum(batch.num_tokens for batch in batches) * parts.groups.axis("dp_cp").size
