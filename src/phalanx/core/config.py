@@ -55,7 +55,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RouterConfig:
-    """How tokens choose experts. ``None`` takes the preset's value."""
+    """How tokens choose experts. What is not set is as the preset has it."""
 
     score: Literal["softmax", "sigmoid"] | None = None
     """What turns the router's logits into weights."""

@@ -1,0 +1,228 @@
+"""Recipes in and out: TOML and ``--section.key value`` become a `Recipe`, and a `Recipe` becomes TOML again.
+
+Decides the order *default < recipe file < command line*, and that all problems of both come together, each named where the user wrote
+it (``recipes/a.toml: train.steps`` or ``--train.steps``). Must never change: loading what `dump_recipe` wrote gives the same recipe.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from phalanx.core.config import Recipe
+from phalanx.core.errors import ConfigError, Problem, nearest, raise_if
+from phalanx.core.rules import EFFECTS, LIMITS, Effect, Limit, inert_settings, recipe_problems, value_of
+from phalanx.core.settings import (
+    IllegalValueError,
+    Scalar,
+    Setting,
+    Value,
+    describe_settings,
+    section_docs,
+    sections,
+)
+
+__all__ = [
+    "EFFECTS", "LIMITS", "Effect", "Limit", "Setting", "describe_settings", "dump_recipe", "inert_settings",
+    "load_recipe", "recipe_problems", "value_of",
+]  # fmt: skip
+
+Check = Callable[[Recipe], Sequence[Problem]]
+
+
+def load_recipe(
+    path: str | Path | None, overrides: Sequence[str] = (), *, world: int | None = None, check: Check | None = None
+) -> Recipe:
+    """The recipe in `path` (None: all defaults) with `overrides` such as ``["--train.steps", "10", "--optim.lr=3e-4"]``.
+
+    `world` adds the rules that need the number of ranks, `check` those of the caller (the model's: `plan/recipe.py`), so that their
+    problems come together with the others. Raises `ConfigError` with all of them.
+    """
+    reading = _Reading(settings={s.name: s for s in describe_settings()})
+    if path is not None:
+        _read_file(reading, Path(path))
+    _read_overrides(reading, overrides)
+    recipe = _build(reading.values)
+    problems = recipe_problems(recipe, world=world, given=reading.values, broken=reading.broken)
+    if check is not None and not reading.problems:
+        seen = {p.where for p in problems}
+        problems += [p for p in check(recipe) if p.where not in seen]
+    located = [replace(p, where=reading.origins.get(p.where, p.where)) for p in problems]
+    raise_if(reading.problems + located, ConfigError, subject="the recipe")
+    return recipe
+
+
+@dataclass
+class _Reading:
+    """What has been read so far."""
+
+    settings: Mapping[str, Setting]
+    values: dict[str, Value] = field(default_factory=dict)
+    origins: dict[str, str] = field(default_factory=dict)
+    """Setting -> where the user wrote it."""
+    broken: set[str] = field(default_factory=set)
+    """Settings whose value is unknown because of a problem already found: nothing more is said about them."""
+    problems: list[Problem] = field(default_factory=list)
+
+    def take(self, name: str, origin: str, *, raw: object, text: bool) -> None:
+        """Read one value of a known setting."""
+        setting = self.settings[name]
+        self.origins[name] = origin
+        try:
+            self.values[name] = setting.from_text(str(raw)) if text else setting.from_toml(raw)
+            self.broken.discard(name)
+        except IllegalValueError as error:
+            self.values.pop(name, None)
+            self.broken.add(name)
+            self.add(origin, raw, error.rule, error.hint)
+
+    def add(self, where: str, value: object, rule: str, hint: str = "") -> None:
+        self.problems.append(Problem(where=where, value=value, rule=rule, hint=hint))
+
+
+def _build(values: Mapping[str, Value]) -> Recipe:
+    parts: dict[str, dict[str, Value]] = {section: {} for section in sections()}
+    for name, value in values.items():
+        section, key = name.split(".")
+        parts[section][key] = value
+    return Recipe(**{section: cls(**parts[section]) for section, cls in sections().items()})
+
+
+def _read_file(reading: _Reading, path: Path) -> None:
+    table = _parse_file(reading, path)
+    if table is None:
+        reading.broken |= set(reading.settings)
+        return
+    for section, content in table.items():
+        where = f"{path}: {section}"
+        if section not in sections():
+            _unknown_section(reading, where, section, content)
+        elif not isinstance(content, dict):
+            reading.add(where, content, "is a section, not a value", f"write [{section}] and below it KEY = VALUE")
+            _doubt(reading, section)
+        else:
+            for key, value in content.items():
+                _take_key(reading, path, f"{section}.{key}", value)
+
+
+def _parse_file(reading: _Reading, path: Path) -> dict[str, object] | None:
+    """The file's table, or None after saying why there is none."""
+    try:
+        text = path.read_bytes().decode()
+        return tomllib.loads(text)
+    except FileNotFoundError:
+        beside = sorted(p.name for p in path.parent.glob("*.toml")) if path.parent.is_dir() else []
+        hint = nearest(path.name, beside) if beside else f"there is no recipe in {path.parent}"
+        reading.add("recipe", str(path), "is not a file", hint)
+    except OSError as error:
+        reading.add("recipe", str(path), f"cannot be read: {error.strerror}", "give the path of a .toml file")
+    except UnicodeDecodeError as error:
+        reading.add("recipe", str(path), f"is not UTF-8 (byte {error.start})", "save it as UTF-8")
+    except tomllib.TOMLDecodeError as error:
+        reading.add("recipe", str(path), f"is not TOML: {error}", "quote text, and write one KEY = VALUE a line")
+    return None
+
+
+def _unknown_section(reading: _Reading, where: str, section: str, content: object) -> None:
+    if isinstance(content, dict):
+        reading.add(where, f"[{section}]", "is not a section", nearest(section, sections()))
+    else:
+        hint = _same_key(reading, section) or "keys stand below a [section]"
+        reading.add(where, content, "is not a setting", hint)
+    for close in difflib.get_close_matches(section, sections(), n=1, cutoff=0.5):
+        _doubt(reading, close)
+
+
+def _take_key(reading: _Reading, path: Path, name: str, value: object) -> None:
+    if name in reading.settings:
+        reading.take(name, f"{path}: {name}", raw=value, text=False)
+    else:
+        reading.add(f"{path}: {name}", value, "is not a setting", _nearest_setting(reading, name, prefix=""))
+
+
+def _doubt(reading: _Reading, section: str) -> None:
+    """Nothing more is said about a section that could not be read."""
+    reading.broken |= {n for n in reading.settings if n.startswith(f"{section}.")}
+
+
+def _same_key(reading: _Reading, key: str, prefix: str = "") -> str:
+    same = [f"{prefix}{s.name}" for s in reading.settings.values() if s.key == key]
+    return "did you mean " + " or ".join(repr(n) for n in same) + "?" if same else ""
+
+
+def _nearest_setting(reading: _Reading, name: str, *, prefix: str) -> str:
+    """A hint for an unknown `section.key`: the same key elsewhere, else similar names, else what the section has."""
+    section, _, key = name.partition(".")
+    inside = [n for n in reading.settings if n.startswith(f"{section}.")]
+    reading.broken |= set(difflib.get_close_matches(name, inside, n=2, cutoff=0.6))
+    if same := _same_key(reading, key or section, prefix):
+        return same
+    close = difflib.get_close_matches(name, reading.settings, n=2, cutoff=0.75)
+    if close or not inside:
+        return nearest(prefix + name, [prefix + n for n in close or [f"{s}.KEY" for s in sections()]])
+    return nearest(prefix + name, [prefix + n for n in inside])
+
+
+def _read_overrides(reading: _Reading, overrides: Sequence[str]) -> None:
+    rest = list(overrides)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--") or word == "--":
+            reading.add("argument", word, "is not an override", "write --section.key VALUE, as in --train.steps 10")
+            continue
+        name, equals, text = word[2:].partition("=")
+        where = f"--{name}"
+        missing = not equals and (not rest or rest[0].startswith("--"))
+        if not equals and not missing:
+            text = rest.pop(0)
+        if name not in reading.settings:
+            reading.add(where, text, "is not a setting", _nearest_setting(reading, name, prefix="--"))
+        elif missing:
+            setting = reading.settings[name]
+            example = "true" if setting.base is bool else (setting.choices or ("VALUE",))[0]
+            reading.broken.add(name)
+            reading.add(where, "", f"wants a value, which {setting.rule}", f"write {where} {example}")
+        else:
+            reading.take(name, where, raw=text, text=True)
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """The recipe as TOML with the meaning of each setting beside it.
+
+    Left out (as comments): settings that are not set, and defaults that have no effect in this run.
+    """
+    inert = inert_settings(recipe)
+    docs = section_docs()
+    lines = ["# Everything that decides this run. `phalanx train` with this file gives the same run again."]
+    for setting in describe_settings():
+        header = f"[{setting.section}]"
+        if header not in lines:
+            lines += ["", f"# {docs[setting.section]}", header]
+        value = value_of(recipe, setting.name)
+        if value is None:
+            lines.append(f"# {setting.key}: not set. {setting.doc}")
+        elif setting.name in inert and value == setting.default:
+            lines.append(f"# {setting.key}: no effect because {inert[setting.name].reason}")
+        else:
+            lines += [f"# {setting.doc}", f"{setting.key} = {_toml(value)}"]
+    return "\n".join(lines) + "\n"
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, tuple):
+        return "[" + ", ".join(_toml(v) for v in value) + "]"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return '"' + "".join(_escape(c) for c in value) + '"'
+    assert isinstance(value, Scalar)
+    return repr(value)
+
+
+def _escape(char: str) -> str:
+    if char in '"\\':
+        return "\\" + char
+    return f"\\u{ord(char):04X}" if ord(char) < 0x20 or ord(char) == 0x7F else char

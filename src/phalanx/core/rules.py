@@ -1,0 +1,352 @@
+"""What a recipe may say, as far as the recipe alone decides it: ranges, settings that belong together, settings without effect.
+
+Rules are data where they can be (`LIMITS`, `EFFECTS`), so that help, documents and tests read the same table. What needs the shape of
+the model (a preset's router, its experts) stands in `plan/recipe.py`. Must never change: a setting that has no effect in this run is
+a problem, and a rule that cannot be judged because another value is broken stays silent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+
+from phalanx.core.config import Recipe
+from phalanx.core.errors import Problem
+from phalanx.core.settings import describe_settings, show
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limit:
+    """Range of a number. `above` and `below` exclude the bound, `least` and `most` include it."""
+
+    least: float | None = None
+    most: float | None = None
+    above: float | None = None
+    below: float | None = None
+
+    def allows(self, value: float) -> bool:
+        return not (
+            (self.least is not None and value < self.least)
+            or (self.most is not None and value > self.most)
+            or (self.above is not None and value <= self.above)
+            or (self.below is not None and value >= self.below)
+        )
+
+    @property
+    def rule(self) -> str:
+        words = {"at least": self.least, "above": self.above, "at most": self.most, "below": self.below}
+        return "must be " + " and ".join(f"{word} {bound:g}" for word, bound in words.items() if bound is not None)
+
+    def hint(self, value: float, default: object) -> str:
+        """A legal value nearby: the bound that was passed, or the default where the bound itself is illegal."""
+        if self.least is not None and value < self.least:
+            return f"use {self.least:g}"
+        if self.most is not None and value > self.most:
+            return f"use {self.most:g}"
+        return f"the default is {show(default)}" if default is not None else ""
+
+
+POSITIVE = Limit(above=0)
+COUNT = Limit(least=1)
+NOT_NEGATIVE = Limit(least=0)
+SHARE = Limit(least=0, most=1)
+DECAY = Limit(least=0, below=1)
+
+LIMITS: Mapping[str, Limit] = {
+    **{f"model.{k}": COUNT for k in ("num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim", "vocab")},
+    **{f"model.{k}": COUNT for k in ("num_experts", "top_k", "expert_ffn", "dense_ffn")},
+    "model.shared_ffn": NOT_NEGATIVE,
+    "model.dense_layers": NOT_NEGATIVE,
+    "model.rope_theta": POSITIVE,
+    "model.norm_eps": POSITIVE,
+    "router.scale": POSITIVE,
+    "router.num_groups": COUNT,
+    "router.group_topk": COUNT,
+    "router.z_loss": NOT_NEGATIVE,
+    "router.aux_loss": NOT_NEGATIVE,
+    "router.bias_rate": NOT_NEGATIVE,
+    "router.force_skew": NOT_NEGATIVE,
+    "dispatch.capacity_factor": POSITIVE,
+    **{f"folding.{k}": COUNT for k in ("tp", "cp", "pp", "ep", "etp")},
+    "data.weights": POSITIVE,
+    "data.validation_fraction": Limit(above=0, most=0.5),
+    "train.steps": COUNT,
+    "train.seq_len": Limit(least=2),
+    "train.global_batch": COUNT,
+    "train.micro_batch": COUNT,
+    "train.seed": Limit(least=0, most=2**32 - 1),
+    "train.eval_interval": NOT_NEGATIVE,
+    "train.eval_batches": COUNT,
+    "optim.lr": POSITIVE,
+    "optim.min_lr_ratio": SHARE,
+    "optim.warmup_steps": NOT_NEGATIVE,
+    "optim.decay_steps": COUNT,
+    "optim.beta1": DECAY,
+    "optim.beta2": DECAY,
+    "optim.eps": POSITIVE,
+    "optim.weight_decay": NOT_NEGATIVE,
+    "optim.clip_norm": NOT_NEGATIVE,
+    "checkpoint.interval": NOT_NEGATIVE,
+    "checkpoint.keep_last": COUNT,
+    "checkpoint.step": NOT_NEGATIVE,
+    "observe.log_interval": COUNT,
+    "observe.prometheus_port": Limit(least=1, most=65535),
+    "launch.ranks": COUNT,
+    "launch.threads": COUNT,
+    "launch.timeout_s": POSITIVE,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effect:
+    """`settings` do nothing in a run for which `inert` holds."""
+
+    settings: tuple[str, ...]
+    inert: Callable[[Recipe], bool]
+    reason: str
+    """What makes them do nothing, as it is now."""
+    way_out: str
+    """What to change so that they count (leaving them out is the other way)."""
+    reads: tuple[str, ...] = ()
+    """Settings that `inert` looks at; the rule is silent where one of them is broken."""
+
+
+def _dropless(r: Recipe) -> bool:
+    return r.dispatch.policy == "dropless"
+
+
+def _has_field(source: str) -> bool:
+    """Could this source hold records with a named text field? Folders and globs could."""
+    return not source.startswith("builtin:") and not source.endswith((".txt", ".bin", ".idx"))
+
+
+EFFECTS: tuple[Effect, ...] = (
+    Effect(
+        settings=tuple(
+            f"dispatch.{k}" for k in ("capacity_factor", "drop_by", "drop_scope", "pad_to_capacity")
+        ),
+        inert=_dropless,
+        reason='dispatch.policy = "dropless"',
+        way_out='dispatch.policy = "drop"',
+        reads=("dispatch.policy",),
+    ),
+    Effect(
+        settings=("router.softmax_order",),
+        inert=lambda r: r.router.score == "sigmoid",
+        reason='router.score = "sigmoid"',
+        way_out='router.score = "softmax"',
+        reads=("router.score",),
+    ),
+    Effect(
+        settings=("router.aux_scope",),
+        inert=lambda r: r.router.aux_loss == 0,
+        reason="router.aux_loss = 0",
+        way_out="router.aux_loss = 0.01",
+        reads=("router.aux_loss",),
+    ),
+    Effect(
+        settings=("router.force_skew",),
+        inert=lambda r: r.router.force != "imbalanced",
+        reason='router.force is not "imbalanced"',
+        way_out='router.force = "imbalanced"',
+        reads=("router.force",),
+    ),
+    Effect(
+        settings=tuple(f"router.{k}" for k in ("num_groups", "group_topk", "group_score", "bias_rate")),
+        inert=lambda r: r.router.force != "none",
+        reason="router.force replaces the choice of experts",
+        way_out='router.force = "none"',
+        reads=("router.force",),
+    ),
+    Effect(
+        settings=("optim.decay_steps",),
+        inert=lambda r: r.optim.schedule != "wsd",
+        reason='optim.schedule is not "wsd"',
+        way_out='optim.schedule = "wsd"',
+        reads=("optim.schedule",),
+    ),
+    Effect(
+        settings=("optim.min_lr_ratio",),
+        inert=lambda r: r.optim.schedule == "constant",
+        reason='optim.schedule = "constant"',
+        way_out='optim.schedule = "cosine"',
+        reads=("optim.schedule",),
+    ),
+    Effect(
+        settings=("checkpoint.keep_last", "checkpoint.asynchronous"),
+        inert=lambda r: r.checkpoint.interval == 0,
+        reason="checkpoint.interval = 0 saves once, at the end",
+        way_out="checkpoint.interval = 50",
+        reads=("checkpoint.interval",),
+    ),
+    Effect(
+        settings=("checkpoint.step",),
+        inert=lambda r: not r.checkpoint.resume,
+        reason="checkpoint.resume = false",
+        way_out="checkpoint.resume = true",
+        reads=("checkpoint.resume",),
+    ),
+    Effect(
+        settings=("data.weights",),
+        inert=lambda r: len(r.data.sources) == 1,
+        reason="data.sources has one entry",
+        way_out="more data.sources",
+        reads=("data.sources",),
+    ),
+    Effect(
+        settings=("data.text_field",),
+        inert=lambda r: not any(_has_field(s) for s in r.data.sources),
+        reason="no entry of data.sources has named fields",
+        way_out="a .jsonl or .parquet source",
+        reads=("data.sources",),
+    ),
+    Effect(
+        settings=("observe.log_interval",),
+        inert=lambda r: r.observe.console == "none",
+        reason='observe.console = "none"',
+        way_out='observe.console = "plain"',
+        reads=("observe.console",),
+    ),
+    Effect(
+        settings=("observe.wandb_mode",),
+        inert=lambda r: r.observe.wandb_project is None,
+        reason="observe.wandb_project is not set",
+        way_out='observe.wandb_project = "phalanx"',
+        reads=("observe.wandb_project",),
+    ),
+    Effect(
+        settings=("observe.prometheus_address",),
+        inert=lambda r: r.observe.prometheus_port is None,
+        reason="observe.prometheus_port is not set",
+        way_out="observe.prometheus_port = 9100",
+        reads=("observe.prometheus_port",),
+    ),
+)  # fmt: skip
+
+
+def value_of(recipe: Recipe, name: str) -> object:
+    """The value of `section.key`."""
+    section, key = name.split(".")
+    return getattr(getattr(recipe, section), key)
+
+
+def inert_settings(recipe: Recipe) -> dict[str, Effect]:
+    """Settings that would do nothing in this run, with the rule that says so."""
+    return {name: effect for effect in EFFECTS if effect.inert(recipe) for name in effect.settings}
+
+
+def recipe_problems(
+    recipe: Recipe, *, world: int | None = None, given: Collection[str] | None = None, broken: Collection[str] = ()
+) -> list[Problem]:
+    """All problems that the recipe alone shows, and with `world` ranks those of the batch.
+
+    `given` names the settings that were written down (default: those that differ from their default); only they can be
+    without effect. `broken` names settings whose value could not be read: rules that look at them stay silent.
+    """
+    defaults = {s.name: s.default for s in describe_settings()}
+    if given is None:
+        given = [n for n, default in defaults.items() if value_of(recipe, n) != default]
+    limited = ((n, limit) for n, limit in LIMITS.items() if n not in broken)
+    problems = [p for n, limit in limited for p in _limit_problems(recipe, n, limit, defaults[n])]
+    broken = {*broken, *(p.where for p in problems)}
+    clashes = [*_data_clashes(recipe), *_schedule_clashes(recipe), *_run_clashes(recipe)]
+    if world is not None:
+        clashes += _batch_clashes(recipe, world)
+    problems += [c.problem for c in clashes if not broken & {c.problem.where, *c.reads}]
+    for name, effect in inert_settings(recipe).items():
+        if name in given and not broken & {name, *effect.reads}:
+            hint = f"leave it out, or set {effect.way_out}"
+            rule = f"has no effect because {effect.reason}"
+            problems.append(Problem(where=name, value=value_of(recipe, name), rule=rule, hint=hint))
+    return problems
+
+
+def _limit_problems(recipe: Recipe, name: str, limit: Limit, default: object) -> list[Problem]:
+    value = value_of(recipe, name)
+    numbers = value if isinstance(value, tuple) else () if value is None else (value,)
+    wrong = [v for v in numbers if isinstance(v, int | float) and not limit.allows(v)]
+    each = "each " if isinstance(value, tuple) else ""
+    return [Problem(where=name, value=v, rule=each + limit.rule, hint=limit.hint(v, default)) for v in wrong]
+
+
+@dataclass(frozen=True)
+class _Clash:
+    """A problem that the setting `problem.where` has beside others."""
+
+    problem: Problem
+    reads: tuple[str, ...] = ()
+
+
+def _clash(where: str, value: object, rule: str, hint: str, *reads: str) -> _Clash:
+    return _Clash(Problem(where=where, value=value, rule=rule, hint=hint), reads)
+
+
+def _data_clashes(recipe: Recipe) -> list[_Clash]:
+    d, found = recipe.data, []
+    if not d.sources or "" in d.sources:
+        rule, hint = "must name at least one source, and none of them empty", 'use ["builtin:python"]'
+        found.append(_clash("data.sources", d.sources, rule, hint))
+    if d.weights is not None and len(d.sources) > 1 and len(d.weights) != len(d.sources):
+        rule = f"must have one weight for each of the {len(d.sources)} entries of data.sources"
+        hint = "use [" + ", ".join(["1.0"] * len(d.sources)) + "]"
+        found.append(_clash("data.weights", d.weights, rule, hint, "data.sources"))
+    if d.tokenizer.startswith("bpe:"):
+        size = d.tokenizer.removeprefix("bpe:")
+        if not size.isdecimal() or not 300 <= int(size) <= 1_000_000:
+            rule = "bpe:VOCAB wants a whole number from 300 to 1000000 (256 bytes and merges)"
+            found.append(_clash("data.tokenizer", d.tokenizer, rule, "use bpe:8192"))
+    elif d.tokenizer != "byte" and not d.tokenizer.endswith(".json"):
+        rule = "must be byte, bpe:VOCAB or the path of a tokenizer.json"
+        found.append(_clash("data.tokenizer", d.tokenizer, rule, "use bpe:8192"))
+    for key in ("text_field", "cache"):
+        if not getattr(d, key):
+            found.append(_clash(f"data.{key}", "", "must not be empty", "leave it out"))
+    return found
+
+
+def _schedule_clashes(recipe: Recipe) -> list[_Clash]:
+    o, steps, found = recipe.optim, recipe.train.steps, []
+    warmup = o.warmup(steps)
+    if o.warmup_steps is not None and warmup >= steps:
+        rule = f"must be less than train.steps = {steps}, or the learning rate never gets there"
+        hint = f"use {steps // 10}, or leave it out"
+        found.append(_clash("optim.warmup_steps", warmup, rule, hint, "train.steps"))
+    elif o.schedule == "wsd" and o.decay_steps is not None and o.decay_steps + warmup > steps:
+        rule = f"must fit after {warmup} steps of warm-up into train.steps = {steps}"
+        hint, reads = f"use at most {steps - warmup}", ("optim.warmup_steps", "optim.schedule", "train.steps")
+        found.append(_clash("optim.decay_steps", o.decay_steps, rule, hint, *reads))
+    return found
+
+
+def _run_clashes(recipe: Recipe) -> list[_Clash]:
+    found = []
+    name = recipe.run.name
+    if not name or name in (".", "..") or set(name) & set("/\\\0"):
+        hint = f"use {name.strip('./').replace('/', '-') or 'run'}, and run.folder for where it lies"
+        found.append(_clash("run.name", name, "must be the name of one folder, without slashes", hint))
+    if not recipe.run.folder or "\0" in recipe.run.folder:
+        found.append(_clash("run.folder", recipe.run.folder, "must be a path", "use runs"))
+    for key in ("wandb_project", "prometheus_address"):
+        if getattr(recipe.observe, key) == "":
+            found.append(_clash(f"observe.{key}", "", "must not be empty", "leave it out"))
+    return found
+
+
+def _batch_clashes(recipe: Recipe, world: int) -> list[_Clash]:
+    """Whether the batch splits over the data-parallel ranks (silent where the folding itself does not fit the world)."""
+    f, t = recipe.folding, recipe.train
+    if min(f.tp, f.cp, f.pp, t.micro_batch, t.global_batch) < 1 or world % (f.tp * f.cp * f.pp):
+        return []
+    dp = world // (f.tp * f.cp * f.pp)
+    unit = t.micro_batch * dp
+    if t.global_batch % unit == 0:
+        return []
+    below = t.global_batch // unit * unit
+    ways = " or ".join(f"train.global_batch = {n}" for n in (below, below + unit) if n)
+    if t.global_batch % dp == 0:
+        share = t.global_batch // dp
+        micro = max(d for d in range(1, min(share, t.micro_batch) + 1) if share % d == 0)
+        ways += f", or train.micro_batch = {micro}"
+    rule = f"must be a multiple of train.micro_batch {t.micro_batch} x {dp} data-parallel ranks = {unit}"
+    reads = ("train.micro_batch", "folding.tp", "folding.cp", "folding.pp")
+    return [_clash("train.global_batch", t.global_batch, rule, f"use {ways}", *reads)]
