@@ -43,7 +43,7 @@ def assemble(
         ctx.placement,
         ctx.groups.rank,
         zero=optim.zero,
-        rules=dict(rules),
+        rules=rules,
     )
     state = ShardedState(
         params,
