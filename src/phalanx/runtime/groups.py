@@ -106,6 +106,8 @@ class WorldInfo:
     local_world: int = 1
     master_addr: str = "127.0.0.1"
     master_port: int = 29500
+    listen_fd: int | None = None
+    """Our own launcher: the socket on `master_port` that it already listens on, so that nobody can take the port in between."""
 
 
 def read_world(environ: Mapping[str, str] | None = None) -> WorldInfo | None:
@@ -165,7 +167,14 @@ def init_world(info: WorldInfo, *, device: str = "cpu", timeout_s: float = DEFAU
     where = f"{info.master_addr}:{info.master_port}"
     timeout = timedelta(seconds=timeout_s)
     try:
-        store = dist.TCPStore(info.master_addr, info.master_port, info.world, info.rank == 0, timeout=timeout)
+        store = dist.TCPStore(
+            info.master_addr,
+            info.master_port,
+            info.world,
+            info.rank == 0,
+            timeout=timeout,
+            master_listen_fd=info.listen_fd,
+        )
         dist.init_process_group(
             "gloo" if target.type == "cpu" else "cpu:gloo,cuda:nccl",
             store=store,

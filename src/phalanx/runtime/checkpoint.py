@@ -1,0 +1,305 @@
+"""Saves and loads the state of a run by logical tensors: any mapping and number of ranks to any other, bit for bit.
+
+A save stages (copies) this rank's primary boxes and returns; a thread of each rank writes them while training goes on. We run
+`dcp.save` in our own thread and not `dcp.async_save`: a checkpoint is more than its tensors (checksums, run state, rename,
+`latest`, deletion of old ones), all of that must follow the tensors on every rank in one agreed order, and with `async_save` it would
+need a second thread anyway. The threads talk over a gloo group of their own, so that their messages never mix with those of
+training. Every outcome is agreed by all ranks: either the checkpoint is complete for all, or an error reached all.
+
+Must never change: nothing that is complete is touched before its successor is complete (see `checkpoint_folder.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import threading
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from phalanx.core.errors import CheckpointError, Problem, raise_if
+from phalanx.core.units import format_bytes
+from phalanx.runtime.boxes import BoxTensor
+from phalanx.runtime.checkpoint_folder import CheckpointFolder, FileEntry, RunState, differences, file_entry, with_files
+from phalanx.runtime.checkpoint_planner import BoxLoadPlanner, BoxSavePlanner, BoxWriter, WriteFailure, write_failure
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """A checkpoint that is complete."""
+
+    step: int
+    path: Path
+    bytes: int
+    blocked_s: float
+    """How long the caller stood still."""
+    total_s: float
+
+
+class Peers:
+    """Agreement between the ranks of a gloo group (None: one rank alone). Control data only."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group = group
+        self.rank = dist.get_rank(group) if group is not None else 0
+        self.size = dist.get_world_size(group) if group is not None else 1
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's value, in rank order."""
+        if self.group is None:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def agree(self, work: Callable[[], T]) -> list[T]:
+        """Run `work` on every rank; return all results, or raise on all ranks the problems of those that failed."""
+        value, problems = None, []
+        try:
+            value = work()
+        except CheckpointError as err:
+            problems = list(err.problems)
+        except Exception as err:
+            failure = err if isinstance(err, WriteFailure) else write_failure(err, Path())
+            problems = [Problem(where=f"rank {self.rank}", value=failure.path, rule=failure.text)]
+        told = self.gather((value, problems))
+        found = [p for _, each in told for p in each]
+        unique = [p for i, p in enumerate(found) if p not in found[:i]]
+        raise_if(unique, CheckpointError, subject="checkpoint")
+        return [v for v, _ in told]  # type: ignore[misc]
+
+    def first(self, work: Callable[[], T]) -> T:
+        """Run `work` on the first rank only; all get its result or its error."""
+        return self.agree(lambda: work() if self.rank == 0 else None)[0]  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class _Job:
+    boxes: list[BoxTensor]
+    state: RunState
+    begin_s: float
+    blocked_s: float
+
+
+class CheckpointManager:
+    """Checkpoints of one run. Collective: all ranks call `save`, `finish` and `load` in the same order.
+
+    `group` spans all ranks and is used by nothing else (the background threads talk over it).
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        group: dist.ProcessGroup | None = None,
+        keep_last: int = 3,
+        asynchronous: bool = True,
+    ) -> None:
+        self.folder = CheckpointFolder(path)
+        self._peers = Peers(group)
+        self._keep_last = keep_last
+        self._asynchronous = asynchronous
+        self._thread: threading.Thread | None = None
+        self._outcomes: list[Saved | CheckpointError] = []
+        self._buffers: list[torch.Tensor] = []
+
+    def open(self) -> list[str]:
+        """Make the folder and remove what interrupted writes left; returns their names."""
+
+        def work() -> list[str]:
+            self.folder.path.mkdir(parents=True, exist_ok=True)
+            return self.folder.clean()
+
+        return self._peers.first(work)
+
+    # ---- saving --------------------------------------------------------------------------------------------------------
+
+    def save(self, boxes: Sequence[BoxTensor], state: RunState) -> None:
+        """Begin to save; `poll` and `finish` say how it went. Waits for the previous save first."""
+        begin_s = time.perf_counter()
+        self._join()
+        primary = [b for b in boxes if b.primary]
+        if self._asynchronous:
+            primary = self._stage(primary)
+        job = _Job(primary, state, begin_s, time.perf_counter() - begin_s)
+        if not self._asynchronous:
+            self._run(job)
+            return
+        # a daemon: a rank that must end at once (a dead peer, a second Ctrl-C) does not wait for the disk
+        self._thread = threading.Thread(target=self._run, args=(job,), name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def poll(self) -> Saved | None:
+        """A save that ended since the last call, if any. Raises `CheckpointError` if it failed; nothing saved before is harmed."""
+        if not self._outcomes:
+            return None
+        outcome = self._outcomes.pop(0)
+        if isinstance(outcome, CheckpointError):
+            raise outcome
+        return outcome
+
+    def finish(self) -> Saved | None:
+        """Wait for the save under way, then `poll`."""
+        self._join()
+        return self.poll()
+
+    @property
+    def busy(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _stage(self, boxes: Sequence[BoxTensor]) -> list[BoxTensor]:
+        """Copies on the host, in buffers that are kept from save to save (their pages are then already there)."""
+        if [(b.shape, b.dtype) for b in self._buffers] != [(b.tensor.shape, b.tensor.dtype) for b in boxes]:
+            self._buffers = [torch.empty(b.tensor.shape, dtype=b.tensor.dtype) for b in boxes]
+        for buffer, box in zip(self._buffers, boxes, strict=True):
+            buffer.copy_(box.tensor)
+        return [BoxTensor(b.name, b.shape, b.box, buffer, True) for b, buffer in zip(boxes, self._buffers, strict=True)]
+
+    def _run(self, job: _Job) -> None:
+        try:
+            self._outcomes.append(self._write(job))
+        except CheckpointError as err:
+            self._outcomes.append(err)
+        except Exception as err:  # a peer went away in the middle
+            rule = f"the ranks could not write it together: {type(err).__name__}: {err}".splitlines()[0]
+            path = self.folder.of(job.state.step)
+            self._outcomes.append(CheckpointError([self._failed(str(path), rule)], subject="saving a checkpoint"))
+
+    def _write(self, job: _Job) -> Saved:
+        step = job.state.step
+        path = Path(self._peers.first(lambda: str(self.folder.begin(step))))
+        writer = BoxWriter(path)
+        try:
+            self._write_tensors(job, writer)
+            shares = self._peers.agree(lambda: _entries(path, self._my_files(writer)))
+            state = with_files(job.state, shares, created=datetime.now(UTC).isoformat(timespec="seconds"))
+            self._peers.first(lambda: self.folder.commit(state) and None)
+        except (CheckpointError, CheckpointException) as err:
+            self._peers.first(lambda: self.folder.abandon(step))
+            raise self._describe(err, job) from None
+        self._peers.first(lambda: self.folder.prune(current=step, keep=self._keep_last) and None)
+        now_s = time.perf_counter()
+        size = sum(e.bytes for e in state.files.values())
+        blocked_s = job.blocked_s if self._asynchronous else now_s - job.begin_s
+        return Saved(step=step, path=self.folder.of(step), bytes=size, blocked_s=blocked_s, total_s=now_s - job.begin_s)
+
+    def _write_tensors(self, job: _Job, writer: BoxWriter) -> None:
+        _quiet()
+        dcp.save(
+            {},
+            storage_writer=writer,
+            planner=BoxSavePlanner(job.boxes),
+            process_group=self._peers.group,
+            no_dist=self._peers.group is None,
+        )
+
+    def _my_files(self, writer: BoxWriter) -> tuple[str, ...]:
+        return (*writer.written, ".metadata") if self._peers.rank == 0 else writer.written
+
+    def _describe(self, err: CheckpointError | CheckpointException, job: _Job) -> CheckpointError:
+        """The ranks' failures as problems that a person can act on."""
+        if isinstance(err, CheckpointError):
+            problems = [self._failed(p.where, p.rule, value=p.value) for p in err.problems]
+            return CheckpointError(problems, subject="saving a checkpoint")
+        path, problems = self.folder.of(job.state.step), []
+        for rank, (cause, _) in sorted(err.failures.items()):
+            if isinstance(cause, CheckpointError):
+                problems += cause.problems
+                continue
+            failure = cause if isinstance(cause, WriteFailure) else write_failure(cause, path)
+            problems.append(self._failed(str(path), failure.text, value=f"rank {rank}, {Path(failure.path).name}"))
+        return CheckpointError(problems, subject="saving a checkpoint")
+
+    def _failed(self, where: str, rule: str, *, value: object = "not saved") -> Problem:
+        with contextlib.suppress(OSError):
+            free = format_bytes(shutil.disk_usage(self.folder.path).free)
+            rule += f" ({free} free on the disk of {self.folder.path})"
+        hint = f"nothing saved before was touched ({self.folder.list_steps()}); free space there, or lower checkpoint.keep_last"
+        return Problem(where=where, value=value, rule=rule, hint=hint)
+
+    # ---- loading -------------------------------------------------------------------------------------------------------
+
+    def choose(self, step: int | None = None) -> int | None:
+        """The step to resume from: the one asked for, or the newest; None where there is none. The same on all ranks."""
+
+        def work() -> int | None:
+            if step is None:
+                return self.folder.newest()
+            if step not in self.folder.steps():
+                hint = self.folder.list_steps()
+                problem = Problem(where="checkpoint.step", value=step, rule="there is no such checkpoint", hint=hint)
+                raise CheckpointError([problem], subject="checkpoint")
+            return step
+
+        return self._peers.first(work)
+
+    def read_state(self, step: int, *, model: Mapping[str, Any], data: Mapping[str, Any] | None = None) -> RunState:
+        """The run state of `step`, checked: every file is as it was written and the model (and the data) are this run's.
+
+        Raises `CheckpointError` naming damaged files with a way out, or the fields that differ. The ranks share the reading.
+        """
+
+        def work() -> RunState:
+            state = self.folder.read_state(step)
+            strangers = differences(state.model, model, prefix="model")
+            strangers += differences(state.data, data, prefix="data") if data is not None else []
+            hint = f"go on with the recipe in {self.folder.path.parent}, or give this run another --run.name"
+            raise_if(
+                [Problem(where=p.where, value=p.value, rule=p.rule, hint=hint) for p in strangers],
+                CheckpointError,
+                subject=f"the checkpoint {self.folder.of(step)}, which belongs to another run",
+            )
+            damage = self.folder.damage(step, state, index=self._peers.rank, count=self._peers.size)
+            hint = self.folder.way_out(step) if damage else ""
+            raise_if(
+                [Problem(where=p.where, value=p.value, rule=p.rule, hint=hint) for p in damage],
+                CheckpointError,
+                subject=f"the checkpoint {self.folder.of(step)}",
+            )
+            return state
+
+        return self._peers.agree(work)[self._peers.rank]
+
+    def load(self, boxes: Sequence[BoxTensor], *, step: int, partial: bool = False) -> None:
+        """Fill the boxes in place: each rank reads what it needs, and all agree at the end.
+
+        With `partial` the checkpoint may hold tensors that no rank asks for.
+        """
+        names = None if partial else set[str]().union(*self._peers.gather({b.name for b in boxes}))
+
+        def work() -> None:
+            try:
+                _quiet()
+                reader = dcp.FileSystemReader(self.folder.of(step))
+                dcp.load({}, storage_reader=reader, planner=BoxLoadPlanner(boxes, names=names), no_dist=True)
+            except CheckpointException as err:
+                cause = next(iter(err.failures.values()))[0]
+                raise cause if isinstance(cause, CheckpointError) else err from err
+
+        self._peers.agree(work)
+
+
+def _entries(path: Path, names: Sequence[str]) -> dict[str, FileEntry]:
+    return {name: file_entry(path / name) for name in names}
+
+
+def _quiet() -> None:
+    """No warning from torch that one process saves or loads alone, which is what we mean. (Scoped filters are not thread-safe.)"""
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")

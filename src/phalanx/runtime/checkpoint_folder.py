@@ -1,0 +1,287 @@
+"""The folder of a run's checkpoints on disk: names, the readable run state, integrity, atomic appearance and disappearance.
+
+    checkpoints/step-00000100/{.metadata, __0_0.distcp, ..., run_state.json}   complete, always
+    checkpoints/latest                                                        the name of the newest, replaced last
+    checkpoints/.writing-step-00000150/                                       being written; removed at the next start
+    checkpoints/.deleting-step-00000050/                                      being deleted; removed at the next start
+
+Must never change: a folder called `step-N` is complete. It gets that name by one rename after all its files and the folder itself
+were flushed to the disk, and loses it by one rename before the first of its files goes. This file holds no tensor.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from phalanx.core.errors import CheckpointError, Problem
+
+STATE_FILE = "run_state.json"
+LATEST_FILE = "latest"
+FORMAT = 1
+_NAME = re.compile(r"step-(\d{8,})")
+_WRITING, _DELETING = ".writing-", ".deleting-"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileEntry:
+    """What a file must look like."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunState:
+    """Everything about a run at the end of a step that is no tensor; lies as readable JSON beside the tensors."""
+
+    step: int
+    """Optimizer steps done."""
+    samples: int
+    """Sequences consumed."""
+    tokens: int
+    seed: int
+    loader: Mapping[str, Any]
+    model: Mapping[str, Any]
+    """The model's shape, field by field."""
+    model_hash: str
+    data: Mapping[str, Any]
+    """What decides which samples form a step."""
+    recipe_hash: str
+    folding: Mapping[str, int]
+    world: int
+    versions: Mapping[str, str]
+    created: str = ""
+    files: Mapping[str, FileEntry] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        body = {"format": FORMAT, **asdict(self)}
+        return json.dumps({**body, "checksum": _checksum(body)}, indent=1) + "\n"
+
+
+def _checksum(body: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def parse_state(text: str, *, where: str) -> RunState:
+    """The state in a `run_state.json`. Raises `CheckpointError` if it is not what was once written."""
+    hint = "the file was cut off or edited; use another checkpoint"
+    try:
+        body = json.loads(text)
+        found, told = _checksum({k: v for k, v in body.items() if k != "checksum"}), body.pop("checksum")
+        if body.pop("format") != FORMAT:
+            hint = f"this program reads format {FORMAT}; use the version of phalanx that wrote it"
+            raise KeyError("format")
+        files = {name: FileEntry(**entry) for name, entry in body.pop("files").items()}
+        state = RunState(**body, files=files)
+    except (ValueError, TypeError, KeyError, AttributeError) as err:
+        problem = Problem(where=where, value=text[:40], rule=f"must be a whole run state ({err})", hint=hint)
+        raise CheckpointError([problem], subject="checkpoint") from err
+    if found != told:
+        problem = Problem(where=where, value=f"checksum {found[:12]}", rule=f"was written as {told[:12]}", hint=hint)
+        raise CheckpointError([problem], subject="checkpoint")
+    return state
+
+
+def file_entry(path: Path) -> FileEntry:
+    """Size and SHA-256 of a file (`sha256sum` prints the same)."""
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return FileEntry(bytes=path.stat().st_size, sha256=digest)
+
+
+def flush_folder(path: Path) -> None:
+    """Make renames and new names inside `path` survive a power cut."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_flushed(path: Path, text: str) -> None:
+    """Replace `path` by `text` in one step, on the disk when this returns."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    flush_folder(path.parent)
+
+
+@dataclass(frozen=True)
+class CheckpointFolder:
+    """`checkpoints/` of one run. Writing methods are for one rank only."""
+
+    path: Path
+
+    def of(self, step: int) -> Path:
+        return self.path / f"step-{step:08d}"
+
+    def writing(self, step: int) -> Path:
+        return self.path / f"{_WRITING}step-{step:08d}"
+
+    def steps(self) -> list[int]:
+        """Steps with a complete checkpoint, ascending."""
+        if not self.path.is_dir():
+            return []
+        found = (_NAME.fullmatch(p.name) for p in self.path.iterdir() if p.is_dir())
+        return sorted(int(m[1]) for m in found if m)
+
+    def newest(self) -> int | None:
+        """The step that `latest` names; without a usable `latest`, the highest complete one."""
+        steps = self.steps()
+        try:
+            match = _NAME.fullmatch((self.path / LATEST_FILE).read_text().strip())
+        except (OSError, UnicodeDecodeError):
+            match = None
+        if match and int(match[1]) in steps:
+            return int(match[1])
+        return steps[-1] if steps else None
+
+    def read_state(self, step: int) -> RunState:
+        """The run state of a checkpoint. Raises `CheckpointError` where there is none."""
+        path = self.of(step) / STATE_FILE
+        try:
+            text = path.read_text()
+        except (OSError, UnicodeDecodeError) as err:
+            problem = Problem(
+                where=str(path),
+                value=_reason(err),
+                rule="every checkpoint has a readable run state",
+                hint=self.list_steps(),
+            )
+            raise CheckpointError([problem], subject="checkpoint") from err
+        return parse_state(text, where=str(path))
+
+    def list_steps(self) -> str:
+        steps = self.steps()
+        if not steps:
+            return f"there is no checkpoint in {self.path}"
+        return "there are checkpoints of steps " + ", ".join(map(str, steps))
+
+    def damage(self, step: int, state: RunState, *, index: int = 0, count: int = 1) -> list[Problem]:
+        """Files of a checkpoint that are not as they were written; share `index` of `count` of the checking."""
+        mine = sorted(state.files.items())[index::count]
+        return [p for name, entry in mine if (p := _file_problem(self.of(step) / name, entry)) is not None]
+
+    def is_sound(self, step: int) -> bool:
+        """The checkpoint can be read and every byte is as it was written."""
+        try:
+            return not self.damage(step, self.read_state(step))
+        except CheckpointError:
+            return False
+
+    def way_out(self, step: int) -> str:
+        """What to do about a damaged checkpoint: names the newest earlier one that is sound, and lists all."""
+        others = [s for s in self.steps() if s != step]
+        for other in sorted(others, key=lambda s: (s > step, abs(s - step))):
+            if self.is_sound(other):
+                listed = ", ".join(map(str, others))
+                return f"--checkpoint.step {other} resumes from a sound one (others here: {listed})"
+        return "no other checkpoint here is sound; give the run another --run.name, or --checkpoint.resume false"
+
+    def begin(self, step: int) -> Path:
+        """An empty folder to write the checkpoint of `step` into."""
+        path = self.writing(step)
+        shutil.rmtree(path, ignore_errors=True)
+        path.mkdir(parents=True)
+        return path
+
+    def commit(self, state: RunState) -> Path:
+        """Make what was written for `state.step` a checkpoint, and the newest one."""
+        written, final = self.writing(state.step), self.of(state.step)
+        write_flushed(written / STATE_FILE, state.to_json())
+        flush_folder(written)
+        if final.exists():  # the run went back to an earlier step and came by again
+            self._delete([state.step])
+        os.rename(written, final)
+        flush_folder(self.path)
+        write_flushed(self.path / LATEST_FILE, final.name + "\n")
+        return final
+
+    def abandon(self, step: int) -> None:
+        """Remove what was written for `step` and give its space back."""
+        shutil.rmtree(self.writing(step), ignore_errors=True)
+
+    def prune(self, *, current: int, keep: int) -> list[int]:
+        """Delete all but the newest `keep` up to step `current`; later ones belong to a run that went back, and stay."""
+        past = [s for s in self.steps() if s <= current]
+        gone = past[: max(0, len(past) - keep)]
+        self._delete(gone)
+        return gone
+
+    def _delete(self, steps: Iterable[int]) -> None:
+        for step in steps:
+            doomed = self.path / f"{_DELETING}step-{step:08d}"
+            shutil.rmtree(doomed, ignore_errors=True)
+            os.rename(self.of(step), doomed)
+            flush_folder(self.path)
+            shutil.rmtree(doomed, ignore_errors=True)
+
+    def clean(self) -> list[str]:
+        """Remove what an interrupted write or deletion left; returns the names."""
+        if not self.path.is_dir():
+            return []
+        left = [p for p in self.path.iterdir() if p.name.startswith((_WRITING, _DELETING)) or p.suffix == ".tmp"]
+        for path in left:
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+        return sorted(p.name for p in left)
+
+
+def _file_problem(path: Path, expected: FileEntry) -> Problem | None:
+    try:
+        size = path.stat().st_size
+        if size != expected.bytes:
+            return Problem(where=str(path), value=f"{size} bytes", rule=f"was written with {expected.bytes} bytes")
+        found = file_entry(path)
+    except OSError as err:
+        return Problem(where=str(path), value=_reason(err), rule=f"was written with {expected.bytes} bytes")
+    if found.sha256 != expected.sha256:
+        return Problem(
+            where=str(path),
+            value=f"sha256 {found.sha256[:16]}...",
+            rule=f"was written with sha256 {expected.sha256[:16]}...",
+        )
+    return None
+
+
+def _reason(err: Exception) -> str:
+    return err.strerror or str(err) if isinstance(err, OSError) else str(err)
+
+
+def differences(saved: Mapping[str, Any], current: Mapping[str, Any], *, prefix: str) -> list[Problem]:
+    """Fields that are not the same, nested ones by their dotted name."""
+    out: list[Problem] = []
+    for key in sorted({*saved, *current}):
+        where = f"{prefix}.{key}"
+        old, new = saved.get(key, "(not set)"), current.get(key, "(not set)")
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            out += differences(old, new, prefix=where)
+        elif _plain(old) != _plain(new):
+            out.append(Problem(where=where, value=_plain(new), rule=f"the checkpoint was written with {_plain(old)!r}"))
+    return out
+
+
+def _plain(value: Any) -> Any:
+    """As JSON gives it back, so that a tuple equals the list it was saved as."""
+    return json.loads(json.dumps(value))
+
+
+def with_files(state: RunState, files: Sequence[Mapping[str, FileEntry]], *, created: str) -> RunState:
+    """`state` with the files that the ranks wrote."""
+    return replace(state, created=created, files={name: entry for share in files for name, entry in share.items()})

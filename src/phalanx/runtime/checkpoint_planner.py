@@ -1,0 +1,213 @@
+"""Boxes to `torch.distributed.checkpoint` and back: what each rank writes, and which saved chunks a rank's boxes are read from.
+
+A checkpoint holds logical tensors only: each saved item is a box of one, written by its `primary` holder, so that the bytes on
+disk are each logical element once and no mapping is remembered. Loading asks for any other boxes of the same tensors. Nothing is
+converted on the way, so that every value comes back bit for bit.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import FileSystemWriter, LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from phalanx.core.errors import CheckpointError, Problem, raise_if
+from phalanx.runtime.boxes import BoxTensor
+
+
+def _chunk(box: BoxTensor) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(offsets=torch.Size(box.box.offsets), sizes=torch.Size(box.box.sizes))
+
+
+def _index(box: BoxTensor) -> MetadataIndex:
+    return MetadataIndex(box.name, torch.Size(box.box.offsets))
+
+
+class BoxSavePlanner(SavePlanner):
+    """Writes the primary boxes of this rank; the coordinator joins all ranks' boxes into one table of logical tensors."""
+
+    def __init__(self, boxes: Sequence[BoxTensor]) -> None:
+        self._boxes = [b for b in boxes if b.primary and b.box.num_elements]
+        self._tensors = {_index(b): b.tensor for b in self._boxes}
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], storage_meta: Any = None, is_coordinator: bool = False
+    ) -> None:
+        """Nothing: the boxes came with the constructor."""
+
+    def create_local_plan(self) -> SavePlan:
+        return SavePlan([_write_item(b) for b in self._boxes])
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        table: dict[str, TensorStorageMetadata] = {}
+        for item in (item for plan in all_plans for item in plan.items):
+            data = item.tensor_data
+            if data is None:
+                raise TypeError(f"{item.index.fqn}: only tensors are saved by boxes")
+            entry = table.setdefault(item.index.fqn, TensorStorageMetadata(data.properties, data.size, []))
+            if (entry.size, entry.properties.dtype) != (data.size, data.properties.dtype):
+                raise ValueError(f"{item.index.fqn}: ranks disagree about its shape or type")
+            entry.chunks.append(data.chunk)
+        raise_if(coverage_problems(table), CheckpointError, subject="the boxes to be saved")
+        return all_plans, Metadata(dict(table))
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        return new_plan
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
+        return self._tensors[write_item.index]
+
+
+def _write_item(box: BoxTensor) -> WriteItem:
+    data = TensorWriteData(
+        chunk=_chunk(box), properties=TensorProperties(dtype=box.tensor.dtype), size=torch.Size(box.shape)
+    )
+    return WriteItem(index=_index(box), type=WriteItemType.SHARD, tensor_data=data)
+
+
+def coverage_problems(table: Mapping[str, TensorStorageMetadata]) -> list[Problem]:
+    """Tensors whose chunks are not each element exactly once (a lost or doubled `primary`)."""
+    out = []
+    for name, entry in table.items():
+        held, whole = sum(math.prod(c.sizes) for c in entry.chunks), math.prod(entry.size)
+        doubled = len({tuple(c.offsets) for c in entry.chunks}) < len(entry.chunks)
+        if held != whole or doubled:
+            rule = f"its {len(entry.chunks)} boxes hold {held} of {whole} elements" + (
+                ", some twice" if doubled else ""
+            )
+            out.append(Problem(where=name, value=tuple(entry.size), rule=rule))
+    return out
+
+
+class BoxLoadPlanner(LoadPlanner):
+    """Fills the tensors of `boxes` in place from whatever chunks were saved.
+
+    `names` are the tensors that all ranks together ask for; the checkpoint must hold no others. None: it may (generation leaves the
+    moments on the disk).
+    """
+
+    def __init__(self, boxes: Sequence[BoxTensor], *, names: Collection[str] | None = None) -> None:
+        self._names = names
+        self._wanted: dict[str, list[BoxTensor]] = {}
+        self._metadata: Metadata | None = None
+        for box in boxes:
+            if box.box.num_elements:
+                self._wanted.setdefault(box.name, []).append(box)
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        self._metadata = metadata
+
+    def create_local_plan(self) -> LoadPlan:
+        if self._metadata is None:
+            raise ValueError("a load plan needs the checkpoint's metadata")
+        saved = self._metadata.state_dict_metadata
+        raise_if(self._problems(saved), CheckpointError, subject="tensors of the checkpoint")
+        items: list[ReadItem] = []
+        for name, boxes in self._wanted.items():
+            entry = saved[name]
+            if not isinstance(entry, TensorStorageMetadata):
+                continue  # reported above
+            found = create_read_items_for_chunk_list(name, entry, [_chunk(b) for b in boxes])
+            if sum(math.prod(i.lengths) for i in found) != sum(b.box.num_elements for b in boxes):
+                rule = "the saved chunks do not cover the boxes of this rank"
+                raise CheckpointError([Problem(where=name, value=len(found), rule=rule)], subject="checkpoint")
+            items += found
+        return LoadPlan(items)
+
+    def _problems(self, saved: Mapping[str, Any]) -> list[Problem]:
+        out = [_fit(boxes[0], saved.get(name)) for name, boxes in self._wanted.items()]
+        extra = [] if self._names is None else sorted(saved.keys() - set(self._names))
+        unknown = [Problem(where=n, value=tuple(saved[n].size), rule="this model has no such tensor") for n in extra]
+        return [p for p in out if p is not None] + unknown
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        return global_plan
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        return central_plan
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        raise TypeError(f"{read_item.storage_index.fqn}: checkpoints of boxes hold no bytes")
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        index = read_item.dest_index
+        if index.index is None:
+            raise ValueError(f"{index.fqn}: a read item must say which box it fills")
+        tensor = self._wanted[index.fqn][index.index].tensor
+        for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+            tensor = tensor.narrow(dim, start, length)
+        return tensor
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        """Nothing: `resolve_tensor` gave a view of the destination."""
+
+
+def _fit(box: BoxTensor, entry: Any) -> Problem | None:
+    if not isinstance(entry, TensorStorageMetadata):
+        return Problem(where=box.name, value=box.shape, rule="is not in the checkpoint")
+    if tuple(entry.size) != box.shape:
+        return Problem(where=box.name, value=box.shape, rule=f"the checkpoint has shape {tuple(entry.size)}")
+    if entry.properties.dtype != box.tensor.dtype:
+        rule = f"the checkpoint has {entry.properties.dtype}; state is never converted"
+        return Problem(
+            where=box.name, value=str(box.tensor.dtype), rule=rule, hint="use the train.dtype it was saved with"
+        )
+    return None
+
+
+class WriteFailure(Exception):
+    """Why a rank could not write; crosses the process group, so it holds plain values only."""
+
+    def __init__(self, path: str, text: str) -> None:
+        super().__init__(path, text)
+        self.path = path
+        self.text = text
+
+
+def write_failure(err: BaseException, path: Path) -> WriteFailure:
+    """The operating system's reason behind `err`, which the tensor writer hides under its own error."""
+    at: BaseException | None = err
+    while at is not None:
+        if isinstance(at, OSError) and at.errno is not None:
+            return WriteFailure(str(at.filename or path), at.strerror or str(at))
+        at = at.__cause__ or at.__context__
+    return WriteFailure(str(path), f"{type(err).__name__}: {err}".splitlines()[0])
+
+
+class BoxWriter(FileSystemWriter):
+    """Writes one flushed file a rank, none where there is nothing to write, and says plainly why it cannot."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, single_file_per_rank=True, sync_files=True, thread_count=1, overwrite=True)
+        self.written: tuple[str, ...] = ()
+        """Names of the files this rank wrote."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        if not plan.items:
+            done: Future[list[WriteResult]] = Future()
+            done.set_result([])
+            return done
+        try:
+            future = super().write_data(plan, planner)
+            self.written = tuple(sorted({r.storage_data.relative_path for r in future.wait()}))
+        except Exception as err:
+            raise write_failure(err, Path(self.path)) from None
+        return future
