@@ -1,9 +1,11 @@
 """The picture of a folding shows every rank in both grids, coloured by group."""
 
 import xml.etree.ElementTree as ET
+from pathlib import Path
 
 import pytest
 
+from phalanx.cli.plan import main
 from phalanx.core.errors import PlanError
 from phalanx.plan.draw import folding_svg
 from phalanx.plan.folding import make_folding
@@ -30,3 +32,9 @@ def test_labels_are_the_coordinates() -> None:
 def test_too_many_ranks_are_refused() -> None:
     with pytest.raises(PlanError, match="at most 64 ranks"):
         folding_svg(make_folding(world=128, ep=8))
+
+
+def test_command_writes_the_picture(tmp_path: Path) -> None:
+    file = tmp_path / "pictures" / "folding.svg"
+    assert main(["folding", "--world", "8", "--ep", "4", "--svg", str(file)]) == 0
+    assert file.read_text() == folding_svg(make_folding(world=8, ep=4))

@@ -18,6 +18,7 @@ import tyro
 
 from phalanx.core.errors import ConfigError, Problem, RunError, nearest, raise_if
 from phalanx.core.units import format_count, format_rate
+from phalanx.plan.draw import folding_svg
 from phalanx.plan.folding import (
     GROUP_NAMES,
     Folding,
@@ -55,6 +56,8 @@ class FoldingArgs:
     """Sequence length that must fit it, with --preset only (default 4096)."""
     json: JsonFile = None
     """File for the result: legal, problems, pp_groups_equal, num_groups, seconds, ..."""
+    svg: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """File for a picture of both grids (up to 64 ranks)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +92,8 @@ def folding(args: FoldingArgs) -> int:
     result = folding_result(mapping, spec, seq_len=seq_len)
     if args.json is not None:
         write_json(args.json, result)
+    if args.svg is not None and result["tiles"]:
+        write_text(args.svg, folding_svg(mapping))
     if result["tiles"]:
         print(mapping.explain())
         print(f"{result['num_groups']} process groups, planned in {result['seconds'] * 1e3:.1f} ms")
@@ -192,8 +197,13 @@ def _preset(name: str) -> ModelSpec:
 
 def write_json(path: Path, result: dict[str, Any]) -> None:
     """Write a result file, its folder included. Raises `RunError` naming the file."""
+    write_text(path, jsonlib.dumps(result, indent=2, sort_keys=True) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file, its folder included. Raises `RunError` naming the file."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(jsonlib.dumps(result, indent=2, sort_keys=True) + "\n")
+        path.write_text(text)
     except OSError as error:
         raise RunError(f"cannot write {path}: {error.strerror}") from error
