@@ -50,7 +50,7 @@ def load_recipe(
     if check is not None and not reading.problems:
         seen = {p.where for p in problems}
         problems += [p for p in check(recipe) if p.where not in seen]
-    located = [replace(p, where=reading.origins.get(p.where, p.where)) for p in problems]
+    located = [replace(p, where=reading.located(p.where)) for p in problems]
     raise_if(reading.problems + located, ConfigError, subject="the recipe")
     return recipe
 
@@ -78,6 +78,11 @@ class _Reading:
             self.values.pop(name, None)
             self.broken.add(name)
             self.add(origin, raw, error.rule, error.hint)
+
+    def located(self, where: str) -> str:
+        """`where` (one setting, or several with commas) as the user wrote it: of several, those that were written down."""
+        written = [self.origins[name] for name in where.split(", ") if name in self.origins]
+        return ", ".join(written) or where
 
     def add(self, where: str, value: object, rule: str, hint: str = "") -> None:
         self.problems.append(Problem(where=where, value=value, rule=rule, hint=hint))
@@ -156,14 +161,15 @@ def _same_key(reading: _Reading, key: str, prefix: str = "") -> str:
 def _nearest_setting(reading: _Reading, name: str, *, prefix: str) -> str:
     """A hint for an unknown `section.key`: the same key elsewhere, else similar names, else what the section has."""
     section, _, key = name.partition(".")
-    inside = [n for n in reading.settings if n.startswith(f"{section}.")]
-    reading.broken |= set(difflib.get_close_matches(name, inside, n=2, cutoff=0.6))
+    inside = {s.key: s.name for s in reading.settings.values() if s.section == section}
+    similar = [inside[k] for k in difflib.get_close_matches(key, inside, n=2, cutoff=0.6)]
+    reading.broken |= set(similar)
     if same := _same_key(reading, key or section, prefix):
         return same
-    close = difflib.get_close_matches(name, reading.settings, n=2, cutoff=0.75)
-    if close or not inside:
-        return nearest(prefix + name, [prefix + n for n in close or [f"{s}.KEY" for s in sections()]])
-    return nearest(prefix + name, [prefix + n for n in inside])
+    close = similar or difflib.get_close_matches(name, reading.settings, n=2, cutoff=0.75)
+    if close:
+        return "did you mean " + " or ".join(repr(prefix + n) for n in close) + "?"
+    return "legal: " + ", ".join(prefix + n for n in inside.values() or (f"{s}.KEY" for s in sections()))
 
 
 def _read_overrides(reading: _Reading, overrides: Sequence[str]) -> None:

@@ -69,6 +69,7 @@ LIMITS: Mapping[str, Limit] = {
     "dispatch.capacity_factor": POSITIVE,
     **{f"folding.{k}": COUNT for k in ("tp", "cp", "pp", "ep", "etp")},
     "data.weights": POSITIVE,
+    "data.builtin_bytes": COUNT,
     "data.validation_fraction": Limit(above=0, most=0.5),
     "train.steps": COUNT,
     "train.seq_len": Limit(least=2),
@@ -201,6 +202,20 @@ EFFECTS: tuple[Effect, ...] = (
         reads=("data.sources",),
     ),
     Effect(
+        settings=("data.eos_token",),
+        inert=lambda r: r.data.tokenizer == "byte" or r.data.tokenizer.startswith("bpe:"),
+        reason="data.tokenizer is not a tokenizer.json",
+        way_out="the path of one as data.tokenizer",
+        reads=("data.tokenizer",),
+    ),
+    Effect(
+        settings=("data.builtin_bytes",),
+        inert=lambda r: "builtin:python" not in r.data.sources,
+        reason="data.sources has no builtin:python",
+        way_out='data.sources = ["builtin:python"]',
+        reads=("data.sources",),
+    ),
+    Effect(
         settings=("observe.log_interval",),
         inert=lambda r: r.observe.console == "none",
         reason='observe.console = "none"',
@@ -290,15 +305,7 @@ def _data_clashes(recipe: Recipe) -> list[_Clash]:
         rule = f"must have one weight for each of the {len(d.sources)} entries of data.sources"
         hint = "use [" + ", ".join(["1.0"] * len(d.sources)) + "]"
         found.append(_clash("data.weights", d.weights, rule, hint, "data.sources"))
-    if d.tokenizer.startswith("bpe:"):
-        size = d.tokenizer.removeprefix("bpe:")
-        if not size.isdecimal() or not 300 <= int(size) <= 1_000_000:
-            rule = "bpe:VOCAB wants a whole number from 300 to 1000000 (256 bytes and merges)"
-            found.append(_clash("data.tokenizer", d.tokenizer, rule, "use bpe:8192"))
-    elif d.tokenizer != "byte" and not d.tokenizer.endswith(".json"):
-        rule = "must be byte, bpe:VOCAB or the path of a tokenizer.json"
-        found.append(_clash("data.tokenizer", d.tokenizer, rule, "use bpe:8192"))
-    for key in ("text_field", "cache"):
+    for key in ("text_field", "cache", "tokenizer"):
         if not getattr(d, key):
             found.append(_clash(f"data.{key}", "", "must not be empty", "leave it out"))
     return found

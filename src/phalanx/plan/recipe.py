@@ -1,0 +1,75 @@
+"""What a recipe may say once its model and its ranks are known: the second half of validation (the first is `core/rules.py`).
+
+Decides nothing new: it asks the model, the folding and the batch for their problems, and adds the settings that this very model never
+reads. Must never change: what `run_problems` accepts, `resolve_model` and `resolve_folding` accept.
+"""
+
+from __future__ import annotations
+
+from phalanx.core.config import Recipe
+from phalanx.core.errors import ConfigError, Problem
+from phalanx.core.rules import value_of
+from phalanx.core.settings import describe_settings
+from phalanx.plan.folding import Folding, folding_problems, resolve_folding
+from phalanx.plan.model import PRESETS, ModelSpec, resolve_model
+
+
+def run_problems(recipe: Recipe, *, world: int, tokenizer_vocab: int | None = None) -> list[Problem]:
+    """Everything that keeps `recipe` from running on `world` ranks, as far as model and mapping decide it.
+
+    Meant as the `check` of `core.recipe.load_recipe`: ``load_recipe(path, overrides, check=lambda r: run_problems(r, world=4))``.
+    """
+    try:
+        spec = resolve_model(recipe.model, recipe.router, tokenizer_vocab=tokenizer_vocab)
+    except ConfigError as error:
+        return [*error.problems, *_group_problems(recipe), *_tiling_problems(recipe, world)]
+    problems = [*_group_problems(recipe), *_dense_problems(recipe, spec)]
+    t = recipe.train
+    batch = (
+        {"global_batch": t.global_batch, "micro_batch": t.micro_batch} if min(t.global_batch, t.micro_batch) > 0 else {}
+    )
+    try:
+        resolve_folding(recipe.folding, spec, world=world, seq_len=t.seq_len, **batch)
+    except ConfigError as error:
+        seen = {p.where for p in problems}
+        problems += [p for p in error.problems if p.where not in seen]
+    return problems
+
+
+def _tiling_problems(recipe: Recipe, world: int) -> list[Problem]:
+    """What is wrong with the degrees alone, where there is no model to hold them against."""
+    f = recipe.folding
+    return folding_problems(Folding(world=world, tp=f.tp, cp=f.cp, pp=f.pp, ep=f.ep or 1, etp=f.etp))
+
+
+def _group_problems(recipe: Recipe) -> list[Problem]:
+    """Group-limited routing that is half set, or limits nothing."""
+    r, base = recipe.router, PRESETS.get(recipe.model.preset)
+    if base is None or r.num_groups is None or r.num_groups <= 1:
+        return []
+    if r.group_topk is None and base.router.num_groups == 1:
+        rule, hint = (
+            "goes with router.group_topk, which is not set",
+            f"add router.group_topk = {max(1, r.num_groups // 2)}",
+        )
+        return [Problem(where="router.num_groups", value=r.num_groups, rule=rule, hint=hint)]
+    if r.group_topk == r.num_groups:
+        rule, hint = "has no effect: router.group_topk is as large, so every group is chosen", "leave both out"
+        return [Problem(where="router.num_groups", value=r.num_groups, rule=rule, hint=hint)]
+    return []
+
+
+def _dense_problems(recipe: Recipe, spec: ModelSpec) -> list[Problem]:
+    """Settings about routing, changed in a model without experts (the model names those of [model], the mapping its degrees)."""
+    if spec.moe_layers:
+        return []
+    return [
+        Problem(
+            where=s.name,
+            value=value_of(recipe, s.name),
+            rule="has no effect: every layer is dense",
+            hint="leave it out",
+        )
+        for s in describe_settings()
+        if s.section in ("router", "dispatch") and value_of(recipe, s.name) != s.default
+    ]

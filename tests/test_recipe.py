@@ -1,0 +1,356 @@
+"""Recipes in: what is read from TOML and the command line, and every way in which it can be wrong, with the exact words."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from phalanx.core.config import Recipe, RouterConfig, TrainConfig
+from phalanx.core.errors import ConfigError, Problem
+from phalanx.core.recipe import EFFECTS, LIMITS, describe_settings, load_recipe, recipe_problems
+from phalanx.plan.recipe import run_problems
+
+pytestmark = pytest.mark.unit
+
+
+def problems_of(
+    *overrides: str, toml: str | None = None, tmp_path: Path | None = None, **more: object
+) -> list[Problem]:
+    """What `load_recipe` complains about; the recipe file is called a.toml."""
+    path = None
+    if toml is not None:
+        assert tmp_path is not None
+        path = tmp_path / "a.toml"
+        path.write_text(toml)
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(path, overrides, **more)  # type: ignore[arg-type]
+    short = str(tmp_path) + "/" if tmp_path else "\0"
+    return [dataclasses.replace(p, where=p.where.replace(short, "")) for p in caught.value.problems]
+
+
+def only(*overrides: str, **more: object) -> Problem:
+    found = problems_of(*overrides, **more)  # type: ignore[arg-type]
+    assert len(found) == 1, [str(p) for p in found]
+    return found[0]
+
+
+def test_defaults_are_a_legal_recipe() -> None:
+    assert load_recipe(None, []) == Recipe()
+    assert recipe_problems(Recipe(), world=4) == []
+    assert run_problems(Recipe(), world=4) == []
+
+
+def test_default_then_file_then_command_line(tmp_path: Path) -> None:
+    path = tmp_path / "a.toml"
+    path.write_text('[train]\nsteps = 7\nseq_len = 64\n[data]\nsources = ["x.txt", "y.jsonl"]\nweights = [1, 2.5]\n')
+    recipe = load_recipe(path, ["--train.steps", "9", "--optim.lr=3e-4"])
+    assert (recipe.train.steps, recipe.train.seq_len, recipe.train.seed) == (9, 64, 0)
+    assert recipe.optim.lr == 3e-4
+    assert recipe.data.sources == ("x.txt", "y.jsonl")
+    assert recipe.data.weights == (1.0, 2.5) and all(type(w) is float for w in recipe.data.weights)
+
+
+@pytest.mark.parametrize(
+    ("words", "section", "key", "value"),
+    [
+        (["--train.steps", "10"], "train", "steps", 10),
+        (["--train.steps=10"], "train", "steps", 10),
+        (["--train.steps", "3", "--train.steps", "5"], "train", "steps", 5),
+        (["--optim.lr", "3e-4"], "optim", "lr", 3e-4),
+        (["--optim.lr", "1"], "optim", "lr", 1.0),
+        (["--train.deterministic", "true"], "train", "deterministic", True),
+        (["--observe.tensorboard=false"], "observe", "tensorboard", False),
+        (["--data.sources", "a.txt,b/*.jsonl"], "data", "sources", ("a.txt", "b/*.jsonl")),
+        (["--data.sources", '["a, b.txt", "c.txt"]'], "data", "sources", ("a, b.txt", "c.txt")),
+        (["--folding.ep", "none"], "folding", "ep", None),
+        (["--model.qk_norm", "none"], "model", "qk_norm", "none"),
+        (["--optim.zero", "0"], "optim", "zero", 0),
+        (["--run.folder=a=b"], "run", "folder", "a=b"),
+        (["--model.norm_eps", "1e-6"], "model", "norm_eps", 1e-6),
+    ],
+)
+def test_overrides(words: list[str], section: str, key: str, value: object) -> None:
+    found = getattr(getattr(load_recipe(None, words), section), key)
+    assert found == value and type(found) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("word", "value", "rule", "hint"),
+    [
+        ("--train.stepz", "3", "is not a setting", "did you mean '--train.steps'?"),
+        ("--train.lr", "3", "is not a setting", "did you mean '--optim.lr'?"),
+        ("--steps", "3", "is not a setting", "did you mean '--train.steps'?"),
+        ("--trian.steps", "3", "is not a setting", "did you mean '--train.steps'?"),
+        ("--train.steps", "ten", "must be a whole number", ""),
+        ("--train.steps", "1e3", "must be a whole number", "write 1000"),
+        ("--train.steps", "2.0", "must be a whole number", "write 2"),
+        ("--optim.lr", "fast", "must be a number", "write it like 3e-4"),
+        ("--optim.lr", "inf", "must be a finite number", ""),
+        ("--train.deterministic", "yes", "must be true or false", "write true or false"),
+        ("--train.dtype", "bf16", 'must be one of "bfloat16", "float32", "float64"', "did you mean 'bfloat16'?"),
+        ("--optim.zero", "2", "must be one of 0, 1", "legal: 0, 1"),
+        ("--router.score", "tanh", 'must be one of "softmax", "sigmoid"', "legal: sigmoid, softmax"),
+        ("--train.steps", "none", "must be a whole number", ""),
+        ("--data.weights", "1,x", "must be a list, each a number", None),
+        ("--run.name", "\udcff", "must be valid UTF-8 text", ""),
+    ],
+)
+def test_overrides_that_cannot_be_read(word: str, value: str, rule: str, hint: str | None) -> None:
+    if word == "--data.weights":
+        rule, hint = "must be a list, each a number", "write it like 3e-4"
+    assert only(word, value) == Problem(where=word, value=value, rule=rule, hint=hint or "")
+
+
+def test_words_that_are_no_overrides() -> None:
+    hint = "write --section.key VALUE, as in --train.steps 10"
+    assert only("steps=3") == Problem(where="argument", value="steps=3", rule="is not an override", hint=hint)
+    assert only("--train.deterministic") == Problem(
+        where="--train.deterministic",
+        value="",
+        rule="wants a value, which must be true or false",
+        hint="write --train.deterministic true",
+    )
+    missing = only("--train.dtype", "--train.steps", "3")
+    assert missing.where == "--train.dtype" and missing.hint == "write --train.dtype bfloat16"
+    listed = only("--data.sources", "[1")
+    assert listed.where == "--data.sources" and listed.hint.startswith("as a TOML list it is broken")
+
+
+@pytest.mark.parametrize(
+    ("toml", "where", "value", "rule", "hint"),
+    [
+        ("[train]\nstepz = 3", "train.stepz", 3, "is not a setting", "did you mean 'train.steps'?"),
+        ("steps = 4", "steps", 4, "is not a setting", "did you mean 'train.steps'?"),
+        ("magic = 4", "magic", 4, "is not a setting", "keys stand below a [section]"),
+        ("[optm]\nlr = 1", "optm", "[optm]", "is not a section", "did you mean 'optim'?"),
+        ("train = 4", "train", 4, "is a section, not a value", "write [train] and below it KEY = VALUE"),
+        ("[train]\nsteps = 8.0", "train.steps", 8.0, "must be a whole number", "write 8"),
+        ("[train]\nsteps = true", "train.steps", True, "must be a whole number", ""),
+        ('[train]\nsteps = "8"', "train.steps", "8", "must be a whole number", "write 8 without quotes"),
+        ('[train]\ndeterministic = "true"', "train.deterministic", "true", "must be true or false", "write true without quotes"),
+        ("[run]\nname = 3", "run.name", 3, "must be text", 'write "3"'),
+        ('[data]\nsources = "a.txt"', "data.sources", "a.txt", "must be a list, each text", 'write ["a.txt"]'),
+        ("[data]\nsources = [1]", "data.sources", [1], "must be a list, each text", 'write "1"'),
+        ("[optim]\nlr = 2024-01-01", "optim.lr", None, "must be a number", ""),
+        ("[optim]\nlr = nan", "optim.lr", None, "must be a finite number", ""),
+        ('[optim]\nzero = true', "optim.zero", True, "must be one of 0, 1", "legal: 0, 1"),
+        ("[folding]\nworld = 1", "folding.world", 1, "is not a setting",
+         "legal: folding.tp, folding.cp, folding.pp, folding.ep, folding.etp"),
+    ],
+)  # fmt: skip
+def test_files_that_cannot_be_read(toml: str, where: str, value: object, rule: str, hint: str, tmp_path: Path) -> None:
+    found = only(toml=toml, tmp_path=tmp_path)
+    assert (found.where, found.rule, found.hint) == (f"a.toml: {where}", rule, hint)
+    assert value is None or found.value == value
+
+
+def test_a_missing_file_names_its_neighbour(tmp_path: Path) -> None:
+    (tmp_path / "laptop.toml").write_text("")
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(tmp_path / "latop.toml", ["--train.steps", "0"])
+    first, second = caught.value.problems
+    assert (first.where, first.rule, first.hint) == ("recipe", "is not a file", "did you mean 'laptop.toml'?")
+    assert second == Problem(where="--train.steps", value=0, rule="must be at least 1", hint="use 1")
+    with pytest.raises(ConfigError, match=r"is not a file; there is no recipe in .*/no"):
+        load_recipe(tmp_path / "no" / "a.toml", [])
+
+
+def test_broken_files_say_where(tmp_path: Path) -> None:
+    bad = tmp_path / "bad.toml"
+    bad.write_text("[train]\nsteps = \n")
+    with pytest.raises(ConfigError, match=r"is not TOML: Invalid value \(at line 2, column 9\)"):
+        load_recipe(bad, [])
+    bad.write_bytes(b'[run]\nname = "\xff"')
+    with pytest.raises(ConfigError, match=r"is not UTF-8 \(byte 14\)"):
+        load_recipe(bad, [])
+    with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
+        load_recipe(tmp_path, [])
+
+
+def test_a_broken_file_makes_no_follow_up_noise(tmp_path: Path) -> None:
+    """Effects are judged only where what they depend on was read."""
+    found = problems_of("--dispatch.drop_by", "position", toml="[dispatch\n", tmp_path=tmp_path)
+    assert [p.where for p in found] == ["recipe"]
+    found = problems_of(toml='[dispatch]\npolicy = "dropp"\ndrop_by = "position"', tmp_path=tmp_path)
+    assert [p.where for p in found] == ["a.toml: dispatch.policy"]
+    found = problems_of(toml='[dispatch]\npolizy = "drop"\ndrop_by = "position"', tmp_path=tmp_path)
+    assert [p.where for p in found] == ["a.toml: dispatch.polizy"]
+
+
+def test_all_problems_of_file_and_command_line_come_together(tmp_path: Path) -> None:
+    toml = 'steps = 1\n[train]\nsteps = 0\ndtype = "bf16"\n[dispatch]\ndrop_by = "position"\n[model]\ntop_k = 99\n'
+    overrides = ("--optim.lr", "-1", "--foo.bar", "3", "--router.force_skew", "2")
+    found = problems_of(*overrides, toml=toml, tmp_path=tmp_path)
+    assert sorted(p.where for p in found) == [
+        "--foo.bar", "--optim.lr", "--router.force_skew",
+        "a.toml: dispatch.drop_by", "a.toml: steps", "a.toml: train.dtype", "a.toml: train.steps",
+    ]  # fmt: skip
+    text = str(ConfigError(found, subject="the recipe"))
+    assert text.startswith("7 problems with the recipe:\n  - a.toml: steps = 1: is not a setting")
+
+
+def test_an_override_repairs_a_broken_file_value(tmp_path: Path) -> None:
+    """The user still hears of the file's value, but not that the overriding one is missing."""
+    found = only("--train.steps", "5", toml='[train]\nsteps = "x"', tmp_path=tmp_path)
+    assert found.where == "a.toml: train.steps"
+
+
+@pytest.mark.parametrize("name", sorted(LIMITS))
+def test_every_limit_refuses_and_suggests_what_it_accepts(name: str) -> None:
+    limit, setting = LIMITS[name], next(s for s in describe_settings() if s.name == name)
+    low = limit.least if limit.least is not None else limit.above
+    assert low is not None
+    beyond = low - 1 if limit.least is not None else low
+    wrong = str(int(beyond) if setting.base is int else beyond)
+    found = [p for p in problems_of(f"--{name}={wrong}") if p.where == f"--{name}"]
+    assert found and found[0].rule.endswith(limit.rule)
+    if limit.least is not None:
+        assert found[0].hint == f"use {low:g}" and limit.allows(low)
+    for bound in (limit.most, limit.below):
+        if bound is not None:
+            assert limit.allows(bound) == (limit.most is not None) and not limit.allows(bound + 1)
+
+
+@pytest.mark.parametrize(
+    ("words", "where", "rule", "hint"),
+    [
+        (["--dispatch.capacity_factor", "2"], "--dispatch.capacity_factor",
+         'has no effect because dispatch.policy = "dropless"', 'leave it out, or set dispatch.policy = "drop"'),
+        (["--dispatch.pad_to_capacity", "false"], "--dispatch.pad_to_capacity",
+         'has no effect because dispatch.policy = "dropless"', 'leave it out, or set dispatch.policy = "drop"'),
+        (["--router.score", "sigmoid", "--router.softmax_order", "after_topk"], "--router.softmax_order",
+         'has no effect because router.score = "sigmoid"', 'leave it out, or set router.score = "softmax"'),
+        (["--router.aux_loss", "0", "--router.aux_scope", "sequence"], "--router.aux_scope",
+         "has no effect because router.aux_loss = 0", "leave it out, or set router.aux_loss = 0.01"),
+        (["--router.force", "balanced", "--router.force_skew", "1"], "--router.force_skew",
+         'has no effect because router.force is not "imbalanced"', 'leave it out, or set router.force = "imbalanced"'),
+        (["--router.force", "balanced", "--router.bias_rate", "1e-3"], "--router.bias_rate",
+         "has no effect because router.force replaces the choice of experts", 'leave it out, or set router.force = "none"'),
+        (["--optim.decay_steps", "4"], "--optim.decay_steps",
+         'has no effect because optim.schedule is not "wsd"', 'leave it out, or set optim.schedule = "wsd"'),
+        # written down, though it is the default
+        (["--optim.schedule", "constant", "--optim.min_lr_ratio", "0.1"], "--optim.min_lr_ratio",
+         'has no effect because optim.schedule = "constant"', 'leave it out, or set optim.schedule = "cosine"'),
+        (["--checkpoint.interval", "0", "--checkpoint.keep_last", "3"], "--checkpoint.keep_last",
+         "has no effect because checkpoint.interval = 0 saves once, at the end",
+         "leave it out, or set checkpoint.interval = 50"),
+        (["--checkpoint.resume", "false", "--checkpoint.step", "3"], "--checkpoint.step",
+         "has no effect because checkpoint.resume = false", "leave it out, or set checkpoint.resume = true"),
+        (["--data.weights", "1"], "--data.weights",
+         "has no effect because data.sources has one entry", "leave it out, or set more data.sources"),
+        (["--data.text_field", "body"], "--data.text_field",
+         "has no effect because no entry of data.sources has named fields",
+         "leave it out, or set a .jsonl or .parquet source"),
+        (["--data.eos_token", "<eos>"], "--data.eos_token",
+         "has no effect because data.tokenizer is not a tokenizer.json",
+         "leave it out, or set the path of one as data.tokenizer"),
+        (["--data.sources", "a.txt", "--data.builtin_bytes", "9"], "--data.builtin_bytes",
+         "has no effect because data.sources has no builtin:python",
+         'leave it out, or set data.sources = ["builtin:python"]'),
+        (["--observe.console", "none", "--observe.log_interval", "3"], "--observe.log_interval",
+         'has no effect because observe.console = "none"', 'leave it out, or set observe.console = "plain"'),
+        (["--observe.wandb_mode", "offline"], "--observe.wandb_mode",
+         "has no effect because observe.wandb_project is not set",
+         'leave it out, or set observe.wandb_project = "phalanx"'),
+        (["--observe.prometheus_address", "0.0.0.0"], "--observe.prometheus_address",
+         "has no effect because observe.prometheus_port is not set",
+         "leave it out, or set observe.prometheus_port = 9100"),
+    ],
+)  # fmt: skip
+def test_settings_without_effect(words: list[str], where: str, rule: str, hint: str) -> None:
+    found = only(*words)
+    assert (found.where, found.rule, found.hint) == (where, rule, hint)
+
+
+def test_every_effect_speaks_of_real_settings_and_is_escapable() -> None:
+    names = {s.name for s in describe_settings()}
+    for effect in EFFECTS:
+        assert {*effect.settings, *effect.reads} <= names
+        assert effect.reads, "a rule that reads nothing could not fall silent"
+
+
+def test_a_recipe_made_in_code_is_judged_by_what_differs_from_the_defaults() -> None:
+    recipe = Recipe(router=RouterConfig(force_skew=2.0), train=TrainConfig(steps=-1))
+    assert [p.where for p in recipe_problems(recipe)] == ["train.steps", "router.force_skew"]
+
+
+@pytest.mark.parametrize(
+    ("words", "where", "rule", "hint"),
+    [
+        (["--data.sources", "a.txt,b.txt", "--data.weights", "1,2,3"], "--data.weights",
+         "must have one weight for each of the 2 entries of data.sources", "use [1.0, 1.0]"),
+        (["--data.sources", "a.txt,"], "--data.sources",
+         "must name at least one source, and none of them empty", 'use ["builtin:python"]'),
+        (["--optim.warmup_steps", "300"], "--optim.warmup_steps",
+         "must be less than train.steps = 300, or the learning rate never gets there", "use 30, or leave it out"),
+        (["--optim.schedule", "wsd", "--optim.warmup_steps", "200", "--optim.decay_steps", "101"], "--optim.decay_steps",
+         "must fit after 200 steps of warm-up into train.steps = 300", "use at most 100"),
+        (["--run.name", "a/b"], "--run.name",
+         "must be the name of one folder, without slashes", "use a-b, and run.folder for where it lies"),
+        (["--run.name", ".."], "--run.name",
+         "must be the name of one folder, without slashes", "use run, and run.folder for where it lies"),
+        (["--data.cache="], "--data.cache", "must not be empty", "leave it out"),
+        (["--observe.wandb_project="], "--observe.wandb_project", "must not be empty", "leave it out"),
+        (["--run.folder="], "--run.folder", "must be a path", "use runs"),
+    ],
+)  # fmt: skip
+def test_settings_that_clash(words: list[str], where: str, rule: str, hint: str) -> None:
+    found = only(*words)
+    assert (found.where, found.rule, found.hint) == (where, rule, hint)
+
+
+@pytest.mark.parametrize(
+    ("world", "words", "hint"),
+    [
+        (
+            3,
+            ["--train.global_batch", "30"],
+            "use train.global_batch = 24 or train.global_batch = 48, or train.micro_batch = 5",
+        ),
+        (4, ["--train.global_batch", "8"], "use train.global_batch = 32, or train.micro_batch = 2"),
+        (4, ["--train.global_batch", "33"], "use train.global_batch = 32 or train.global_batch = 64"),
+    ],
+)
+def test_the_batch_must_split_over_the_ranks(world: int, words: list[str], hint: str) -> None:
+    found = only(*words, world=world)
+    assert found.where == "--train.global_batch" and found.hint == hint
+    assert found.rule.startswith("must be a multiple of train.micro_batch 8 x ")
+    assert load_recipe(None, [*words, "--train.micro_batch", "1", "--folding.tp", str(world)], world=world)
+
+
+def test_the_batch_rule_is_silent_where_the_mapping_does_not_fit() -> None:
+    assert load_recipe(None, ["--folding.tp", "3"], world=4)
+
+
+def in_a_run(*words: str, world: int = 4) -> list[Problem]:
+    return problems_of(*words, check=lambda r: run_problems(r, world=world))
+
+
+def test_model_and_mapping_are_judged_together_with_the_rest() -> None:
+    found = in_a_run("--model.top_k", "9", "--folding.tp", "3", "--train.steps", "0")
+    assert [(p.where, p.hint) for p in found] == [
+        ("--train.steps", "use 1"),
+        ("--model.top_k", "try 8"),
+        ("--folding.tp", "the nearest that does is tp 4 x cp 1 x pp 1"),
+    ]
+    (preset,) = in_a_run("--model.preset", "lapto")
+    assert (preset.rule, preset.hint) == ("is not a preset", "did you mean 'laptop'?")
+
+
+def test_a_dense_model_has_no_use_for_routing() -> None:
+    dense = ["--model.dense_layers", "4", "--model.dense_ffn", "64"]
+    assert load_recipe(None, dense, check=lambda r: run_problems(r, world=4))
+    found = in_a_run(*dense, "--dispatch.policy", "drop", "--router.scale", "2", "--folding.etp", "2")
+    assert {p.where for p in found} == {"--dispatch.policy", "--router.scale", "--folding.etp"}
+    assert all("has no effect" in p.rule for p in found)
+
+
+def test_groups_are_set_together_and_limit_something() -> None:
+    (half,) = in_a_run("--router.num_groups", "4")
+    assert (half.where, half.hint) == ("--router.num_groups", "add router.group_topk = 2")
+    assert {p.where for p in in_a_run("--router.group_topk", "2")} == {"--router.group_topk"}
+    assert in_a_run("--router.num_groups", "2", "--router.group_topk", "2")[0].rule == (
+        "has no effect: router.group_topk is as large, so every group is chosen"
+    )
+    legal = ["--router.num_groups", "4", "--router.group_topk", "2"]
+    assert load_recipe(None, legal, check=lambda r: run_problems(r, world=4))
