@@ -1,0 +1,261 @@
+"""Text files as streams of documents: .txt, .jsonl (plain, gzip, zstd), .parquet, .py.
+
+Never holds more than a block and a document in memory. What is wrong goes to a ProblemLog with file and line, and reading goes on where
+that makes sense; a reader never yields text that it had to repair.
+"""
+
+from __future__ import annotations
+
+import codecs
+import gzip
+import io
+import json
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from phalanx.core.errors import Problem, nearest
+from phalanx.data.problems import ProblemLog
+
+TEXT_SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
+TOKEN_SUFFIXES = (".bin", ".idx")
+
+_BLOCK_BYTES = 1 << 20
+_SHOWN = 40
+_ROWS = 256
+
+
+@dataclass(frozen=True)
+class Document:
+    """One text with its place (`file:line`), and how far into its file reading was when it came."""
+
+    text: str
+    where: str
+    position: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadOptions:
+    text_field: str = "text"
+    txt_document_chars: int = 1 << 16
+    """A .txt file is cut into documents of at most this many characters, after a line end where there is one."""
+
+
+def suffix_of(path: Path) -> str:
+    """The known suffix of a file name, or its last one."""
+    name = path.name.lower()
+    known = [s for s in (*TEXT_SUFFIXES, *TOKEN_SUFFIXES, ".py") if name.endswith(s)]
+    return max(known, key=len) if known else path.suffix
+
+
+def read_documents(path: Path, options: ReadOptions, log: ProblemLog) -> Iterator[Document]:
+    """The documents of one file, in order."""
+    suffix = suffix_of(path)
+    try:
+        if suffix == ".parquet":
+            yield from _read_parquet(path, options.text_field, log)
+        elif suffix in (".txt", ".py"):
+            yield from _read_text(path, options.txt_document_chars if suffix == ".txt" else None, log)
+        else:
+            yield from _read_jsonl(path, options.text_field, log)
+    except OSError as error:
+        log.add(_unreadable(path, error))
+
+
+def _unreadable(path: Path, error: OSError) -> Problem:
+    rule = f"cannot be read ({error.strerror or error})"
+    return Problem(where=str(path), value=path.name, rule=rule, hint="check that the file is there, whole and readable")
+
+
+# --- .txt
+
+
+def _read_text(path: Path, limit: int | None, log: ProblemLog) -> Iterator[Document]:
+    """Documents of at most `limit` characters (None: the file is one document), cut after a line end where there is one."""
+    buffer, line = "", 1
+    with open(path, "rb") as file:
+        for text in _decode(file, path, log):
+            buffer += text
+            while limit is not None and len(buffer) > limit:
+                cut = buffer.rfind("\n", 0, limit) + 1 or limit
+                yield Document(buffer[:cut], f"{path}:{line}", file.tell())
+                line += buffer.count("\n", 0, cut)
+                buffer = buffer[cut:]
+        if buffer:
+            yield Document(buffer, f"{path}:{line}", file.tell())
+
+
+def _decode(file: BinaryIO, path: Path, log: ProblemLog) -> Iterator[str]:
+    """Text blocks of a UTF-8 file; a byte-order mark is skipped. Stops at the first broken byte, which is reported with its line."""
+    decoder = codecs.getincrementaldecoder("utf-8")("strict")
+    done, lines, more = 0, 1, True
+    while more:
+        block = file.read(_BLOCK_BYTES)
+        more = bool(block)
+        held = len(decoder.getstate()[0])  # bytes of a character that the last block cut in two
+        try:
+            text = decoder.decode(block, final=not more)
+        except UnicodeDecodeError as error:
+            line = lines + error.object.count(b"\n", 0, error.start)
+            log.add(_broken_text(path, error.object, at=error.start, base=done - held, line=line))
+            return
+        yield text.removeprefix("\ufeff") if done == 0 else text
+        done += len(block)
+        lines += block.count(b"\n")
+
+
+def _broken_text(path: Path, data: bytes, *, at: int, base: int, line: int) -> Problem:
+    utf16 = base + at == 0 and data[:2] in (b"\xff\xfe", b"\xfe\xff")
+    encoding = "utf-16" if utf16 else "latin-1"
+    return Problem(
+        where=f"{path}:{line}",
+        value=data[at : at + 4],
+        rule=f"must be UTF-8, and is not at byte {base + at}",
+        hint=f"convert it, for example: iconv -f {encoding} -t utf-8",
+    )
+
+
+# --- .jsonl
+
+
+def _read_jsonl(path: Path, field: str, log: ProblemLog) -> Iterator[Document]:
+    number = 0
+    with open(path, "rb") as raw, _decompressed(raw, suffix_of(path)) as lines:
+        try:
+            for line in lines:
+                number += 1
+                if line.isspace():
+                    continue
+                text = _field_of(line, f"{path}:{number}", field, log)
+                if text is not None:
+                    yield Document(text, f"{path}:{number}", raw.tell())
+        except (OSError, EOFError, zlib.error) as error:
+            where = f"{path}:{number + 1}"
+            log.add(
+                Problem(
+                    where=where, value=path.name, rule=f"cannot be decompressed ({error})", hint="copy the file anew"
+                )
+            )
+
+
+def _decompressed(raw: BinaryIO, suffix: str) -> BinaryIO:
+    if suffix == ".jsonl.gz":
+        return gzip.open(raw, "rb")  # type: ignore[return-value]  # a BinaryIO in all but name
+    if suffix == ".jsonl.zst":
+        return io.BufferedReader(pa.CompressedInputStream(pa.PythonFile(raw, "r"), "zstd"))
+    return raw
+
+
+def _field_of(line: bytes, where: str, field: str, log: ProblemLog) -> str | None:
+    try:
+        record = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        rule = f"must be UTF-8, and is not at byte {error.start} of the line"
+        log.add(
+            Problem(where=where, value=line[error.start : error.start + 4], rule=rule, hint="repair or remove the line")
+        )
+        return None
+    except (json.JSONDecodeError, RecursionError) as error:
+        shown = line.strip()[:_SHOWN].decode("utf-8", "replace")
+        log.add(
+            Problem(
+                where=where,
+                value=shown,
+                rule=f"must be one JSON object a line ({error})",
+                hint="repair or remove the line",
+            )
+        )
+        return None
+    if not isinstance(record, dict):
+        rule = f"must be a JSON object with a field {field!r}, not a {type(record).__name__}"
+        log.add(
+            Problem(where=where, value=str(record)[:_SHOWN], rule=rule, hint='for example {"' + field + '": "..."}')
+        )
+        return None
+    return _checked(record.get(field), where, field, sorted(record), log)
+
+
+def _checked(text: object, where: str, field: str, names: list[str], log: ProblemLog) -> str | None:
+    """`text` if it is one that can be encoded."""
+    if field not in names:
+        log.add(
+            Problem(
+                where=where,
+                value=names[:8],
+                rule=f"has no field {field!r}",
+                hint=f"set data.text_field; {nearest(field, names)}",
+            )
+        )
+        return None
+    if not isinstance(text, str):
+        log.add(
+            Problem(
+                where=where,
+                value=str(text)[:_SHOWN],
+                rule=f"field {field!r} must be text",
+                hint="repair or remove the record",
+            )
+        )
+        return None
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        rule = f"field {field!r} must be Unicode text, and holds half a surrogate pair at character {error.start}"
+        log.add(Problem(where=where, value=text[error.start], rule=rule, hint="repair or remove the record"))
+        return None
+    return text
+
+
+# --- .parquet
+
+
+def _read_parquet(path: Path, field: str, log: ProblemLog) -> Iterator[Document]:
+    try:
+        with pq.ParquetFile(path) as file:
+            if _has_text_column(file, path, field, log):
+                yield from _rows(file, path, field, log)
+    except pa.ArrowException as error:
+        rule = f"is not a readable parquet file ({str(error).splitlines()[0]})"
+        log.add(Problem(where=str(path), value=path.name, rule=rule, hint="copy the file anew"))
+
+
+def _has_text_column(file: pq.ParquetFile, path: Path, field: str, log: ProblemLog) -> bool:
+    schema = file.schema_arrow
+    if field not in schema.names:
+        hint = (
+            f"set data.text_field; {nearest(field, schema.names)}" if schema.names else "write the text into a column"
+        )
+        log.add(Problem(where=str(path), value=schema.names[:8], rule=f"has no column {field!r}", hint=hint))
+        return False
+    kind = schema.field(field).type
+    if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):
+        text = [f.name for f in schema if pa.types.is_string(f.type) or pa.types.is_large_string(f.type)]
+        hint = f"columns of text: {', '.join(text)}" if text else "write the text as strings"
+        log.add(Problem(where=str(path), value=str(kind), rule=f"column {field!r} must hold strings", hint=hint))
+        return False
+    return True
+
+
+def _rows(file: pq.ParquetFile, path: Path, field: str, log: ProblemLog) -> Iterator[Document]:
+    size, total, number = path.stat().st_size, max(file.metadata.num_rows, 1), 0
+    for batch in file.iter_batches(batch_size=_ROWS, columns=[field]):
+        for cell in batch.column(0):
+            number += 1
+            where = f"{path}:row {number}"
+            try:
+                text = cell.as_py()
+            except UnicodeDecodeError as error:
+                rule = f"must be UTF-8, and is not at byte {error.start} of the value"
+                log.add(
+                    Problem(
+                        where=where, value=error.object[error.start :][:4], rule=rule, hint="repair or remove the row"
+                    )
+                )
+                continue
+            if _checked(text, where, field, [field], log) is not None:
+                yield Document(text, where, size * number // total)

@@ -1,0 +1,181 @@
+"""Which samples form a step, and the micro-batches that a data-parallel rank takes of it.
+
+Step n (from 0) holds samples [n*G, (n+1)*G) of the mixture's endless order (`sampling.Mixture`), G the global batch. Micro-batch j of
+a step holds samples [j*b, (j+1)*b) of it, data-parallel rank r of d runs micro-batches [r*m, (r+1)*m) with m = G/(b*d). So the number of
+ranks decides who computes a sample and never which samples there are, and the state of the loader is (seed, step): nothing is lost
+or seen twice when a run stops anywhere and goes on with other ranks. `check_state` refuses to go on with other data or another batch.
+
+Legend: b sequences of a micro-batch, S sequence length, G global batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phalanx.core.errors import CheckpointError, ConfigError, Problem, raise_if
+from phalanx.data.dataset import Dataset, pack_ids
+from phalanx.data.sampling import Mixture, permute, shares
+
+Ints = NDArray[np.int64]
+
+_VALIDATION_KEY = 0x76616C  # fixed: runs with different seeds are compared on the same text
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MicroBatch:
+    """`tokens`, `labels` (-100: not predicted) and `positions` are int64 (b, S); `segments[i]` the document lengths of sequence i (sum S)."""
+
+    index: int
+    """Number of this micro-batch in its step, over all ranks."""
+    tokens: Ints
+    labels: Ints
+    positions: Ints
+    segments: tuple[tuple[int, ...], ...]
+    sample_ids: Ints
+    """(b,) window ids (`data/dataset.py`); -1 for a filler of a validation batch."""
+
+
+class Loader:
+    """Batches of the train side. Safe to use from several threads; holds no position."""
+
+    def __init__(self, dataset: Dataset, *, seq_len: int, global_batch: int, micro_batch: int, seed: int) -> None:
+        self.dataset = dataset
+        self.seq_len = seq_len
+        self.global_batch = global_batch
+        self.micro_batch = micro_batch
+        self.seed = seed
+        _check_batch(global_batch, micro_batch, dp_size=1)
+        sizes = dataset.pool_sizes(seq_len)
+        self._mixture = Mixture(sizes=sizes, weights=dataset.weights, seed=seed)
+        self._first_id = np.cumsum(sizes) - np.asarray(sizes)
+
+    @property
+    def num_samples(self) -> int:
+        """Windows of the whole data set."""
+        return sum(self._mixture.sizes)
+
+    def sample_ids(self, step: int) -> Ints:
+        """(G,) window ids of a step."""
+        return self._ids(step * self.global_batch, self.global_batch)
+
+    def microbatches(self, step: int, *, dp_index: int = 0, dp_size: int = 1) -> list[MicroBatch]:
+        """What data-parallel rank `dp_index` of `dp_size` runs in `step`, in order."""
+        _check_batch(self.global_batch, self.micro_batch, dp_size=dp_size)
+        per_rank = self.global_batch // self.micro_batch // dp_size
+        mine = range(dp_index * per_rank, (dp_index + 1) * per_rank)
+        return [self._microbatch(step * self.global_batch, j) for j in mine]
+
+    def epochs(self, steps: int) -> tuple[float, ...]:
+        """How often the first `steps` steps go through each pool."""
+        drawn = self._mixture.drawn(steps * self.global_batch)
+        return tuple(n / size for n, size in zip(drawn, self._mixture.sizes, strict=True))
+
+    def state(self, step: int) -> dict[str, Any]:
+        """What a checkpoint keeps so that `step` is the next one: seed and step, and what both refer to."""
+        return {
+            "seed": self.seed,
+            "step": step,
+            "global_batch": self.global_batch,
+            "seq_len": self.seq_len,
+            "data": self.dataset.fingerprint,
+        }
+
+    def check_state(self, state: Mapping[str, Any]) -> int:
+        """The step to go on with. Raises CheckpointError where a run cannot go on with these samples, with everything that differs."""
+        hints = {
+            "seed": ("train.seed", "keep the seed of the run"),
+            "global_batch": ("train.global_batch", "keep it, so that no sample is lost or repeated"),
+            "seq_len": ("train.seq_len", "keep it, so that no sample is lost or repeated"),
+            "data": (
+                "data",
+                "keep data section, files and tokenizer as they were (a changed file or package counts), or start another run",
+            ),
+        }
+        here = self.state(0)
+        problems = [
+            Problem(
+                where=where,
+                value=here[key],
+                rule=f"differs from the run that is to be resumed ({state.get(key)!r})",
+                hint=hint,
+            )
+            for key, (where, hint) in hints.items()
+            if state.get(key) != here[key]
+        ]
+        raise_if(problems, CheckpointError, subject="resuming")
+        return int(state["step"])
+
+    def _ids(self, first: int, count: int) -> Ints:
+        pools, windows, _ = self._mixture.locate(np.arange(first, first + count, dtype=np.int64))
+        return self._first_id[pools] + windows
+
+    def _microbatch(self, first: int, index: int) -> MicroBatch:
+        ids = self._ids(first + index * self.micro_batch, self.micro_batch)
+        return _pack(self.dataset, ids, index=index, seq_len=self.seq_len)
+
+
+class ValidationLoader:
+    """The same `num_batches` global batches at every validation, for any seed and any number of ranks.
+
+    They hold distinct windows, spread over the validation side by the mixture's weights. Where there are fewer windows than asked for, the
+    last batch is filled up with sequences that predict nothing, so that all ranks run equally many micro-batches and means stay exact.
+    """
+
+    def __init__(self, dataset: Dataset, *, seq_len: int, global_batch: int, micro_batch: int, batches: int) -> None:
+        self.dataset = dataset
+        self.seq_len = seq_len
+        self.global_batch = global_batch
+        self.micro_batch = micro_batch
+        _check_batch(global_batch, micro_batch, dp_size=1)
+        ids = _validation_ids(dataset, seq_len=seq_len, wanted=batches * global_batch)
+        self.num_batches = -(-len(ids) // global_batch)
+        self._ids = np.full(self.num_batches * global_batch, -1, np.int64)
+        self._ids[: len(ids)] = ids
+
+    def sample_ids(self, batch: int) -> Ints:
+        """(G,) window ids of a batch, -1 for fillers."""
+        return self._ids[batch * self.global_batch : (batch + 1) * self.global_batch]
+
+    def microbatches(self, batch: int, *, dp_index: int = 0, dp_size: int = 1) -> list[MicroBatch]:
+        """What data-parallel rank `dp_index` of `dp_size` runs of validation batch `batch`."""
+        _check_batch(self.global_batch, self.micro_batch, dp_size=dp_size)
+        ids, b = self.sample_ids(batch), self.micro_batch
+        per_rank = self.global_batch // b // dp_size
+        mine = range(dp_index * per_rank, (dp_index + 1) * per_rank)
+        return [_pack(self.dataset, ids[j * b : (j + 1) * b], index=j, seq_len=self.seq_len) for j in mine]
+
+
+def _validation_ids(dataset: Dataset, *, seq_len: int, wanted: int) -> Ints:
+    sizes = dataset.pool_sizes(seq_len)
+    chosen, first = [], 0
+    for pool, (size, count) in enumerate(zip(sizes, shares(dataset.weights, wanted), strict=True)):
+        spread = permute(np.arange(min(count, size)), size=size, key=_VALIDATION_KEY + pool)
+        chosen.append(first + spread)
+        first += size
+    return np.concatenate(chosen)
+
+
+def _pack(dataset: Dataset, ids: Ints, *, index: int, seq_len: int) -> MicroBatch:
+    packed = pack_ids(dataset, ids, seq_len=seq_len)
+    return MicroBatch(
+        index=index,
+        tokens=packed.tokens,
+        labels=packed.labels,
+        positions=packed.positions,
+        segments=packed.segments,
+        sample_ids=ids,
+    )
+
+
+def _check_batch(global_batch: int, micro_batch: int, *, dp_size: int) -> None:
+    unit = micro_batch * dp_size
+    if global_batch % unit:
+        nearby = max(round(global_batch / unit), 1) * unit
+        rule = f"must be a multiple of train.micro_batch x data-parallel ranks = {micro_batch} x {dp_size}"
+        problem = Problem(where="train.global_batch", value=global_batch, rule=rule, hint=f"for example {nearby}")
+        raise ConfigError([problem], subject="the batch")

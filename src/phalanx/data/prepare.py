@@ -1,0 +1,253 @@
+"""From the data section of a recipe to data sets: found, checked, tokenised once, split, memory-mapped.
+
+Decides what is prepared anew and what is reused: the tokens of a source are keyed by its content, the tokenizer and the split, a trained
+tokenizer by the text it learns from. Several processes may call `prepare` at once (all ranks do): one works, the others wait. An
+interrupted preparation leaves nothing that a later one could mistake for finished.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phalanx.core.config import DataConfig
+from phalanx.core.errors import DataError, Problem
+from phalanx.data import store
+from phalanx.data.cache import Progress, digest, ensure_folder, silent
+from phalanx.data.dataset import Dataset
+from phalanx.data.formats import read_documents
+from phalanx.data.problems import ProblemLog
+from phalanx.data.sampling import permute
+from phalanx.data.sources import Source, documents, identify, resolve
+from phalanx.data.tokenizer import (
+    ByteTokenizer,
+    Tokenizer,
+    load_tokenizer,
+    parse_choice,
+    read_tokenizer_file,
+    train_bpe,
+)
+
+SAMPLE_BYTES = 8_000_000
+"""Text that a BPE learns from. 16 MB shortens the default corpus's tokens by 1 %, and takes twice as long."""
+
+_BPE_VERSION = 1
+_SMALLEST_SHARE = 1 << 16
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Prepared:
+    """What training needs of the data."""
+
+    train: Dataset
+    validation: Dataset
+    tokenizer: Tokenizer
+    unigram_loss: float
+    """Validation loss (nats per token) of a model that only knows how frequent each token is in the train text."""
+    fingerprint: str
+    """Of data, tokenizer and mixture together; ranks on different hosts must agree on it."""
+    text_bytes: int
+    """Text that was tokenised, both sides; 0 for sources that came as tokens."""
+    seconds: float
+    reused: bool
+    """Nothing had to be tokenised by this call."""
+
+
+def prepare(config: DataConfig, *, progress: Progress = silent) -> Prepared:
+    """The data sets of a recipe.
+
+    Raises DataError with every problem that was found: settings and file names first, then (all together, up to 20) the content of files.
+    """
+    began, cache = time.monotonic(), Path(config.cache)
+    sources = _resolve_all(config)
+    sources = tuple(identify(source, cache, progress) for source in sources)
+    tokenizer = _tokenizer(config, sources, cache, progress)
+    folders = [_store_folder(cache, s, tokenizer, fraction=config.validation_fraction) for s in sources]
+    built = _write_stores(config, sources, folders, tokenizer, progress)
+    stores = [store.open_store(f, s, tokenizer) for f, s in zip(folders, sources, strict=True)]
+    keys = [folder.name for folder in folders]
+    train, validation = (_dataset(side, config, sources, stores, keys, tokenizer) for side in store.SIDES)
+    return Prepared(
+        train=train,
+        validation=validation,
+        tokenizer=tokenizer,
+        unigram_loss=store.unigram_loss(_mixed_counts([s.counts for s in stores], config.weights)),
+        fingerprint=digest([train.fingerprint, validation.fingerprint]),
+        text_bytes=sum(s.text_bytes for s in stores),
+        seconds=time.monotonic() - began,
+        reused=not built,
+    )
+
+
+def _resolve_all(config: DataConfig) -> tuple[Source, ...]:
+    """Sources and tokenizer checked together, so that one run shows what is wrong with either."""
+    problems: list[Problem] = []
+    sources: tuple[Source, ...] = ()
+    choice: int | Path | None = None
+    try:
+        sources = resolve(config)
+    except DataError as error:
+        problems += error.problems
+    try:
+        choice = parse_choice(config)
+    except DataError as error:
+        problems += error.problems
+    if isinstance(choice, int) and sources and all(s.kind == "tokens" for s in sources):
+        rule = "cannot be trained: all sources are .bin/.idx files, which hold tokens and no text"
+        hint = "name the tokenizer.json that made these tokens (or byte)"
+        problems.append(Problem(where="data.tokenizer", value=config.tokenizer, rule=rule, hint=hint))
+    if problems:
+        raise DataError(problems, subject="the data section")
+    return sources
+
+
+# --- tokenizer
+
+
+def _tokenizer(config: DataConfig, sources: Sequence[Source], cache: Path, progress: Progress) -> Tokenizer:
+    choice = parse_choice(config)
+    if choice is None:
+        return ByteTokenizer()
+    if isinstance(choice, Path):
+        return read_tokenizer_file(choice, eos_token=config.eos_token)
+    return _trained(choice, config, [s for s in sources if s.kind != "tokens"], cache, progress)
+
+
+def _trained(
+    vocab_size: int, config: DataConfig, sources: Sequence[Source], cache: Path, progress: Progress
+) -> Tokenizer:
+    """A byte-level BPE over a sample of the train documents, learned once and kept in the cache."""
+    fraction = config.validation_fraction
+    key = digest(["bpe", _BPE_VERSION, vocab_size, fraction, SAMPLE_BYTES, [s.identity for s in sources]])
+
+    def build(folder: Path) -> None:
+        log = ProblemLog()
+        content = train_bpe(_sample(sources, fraction, log, progress), vocab_size=vocab_size)
+        if log.found:
+            _report_everything(sources)
+        (folder / "tokenizer.json").write_text(content, encoding="utf-8")
+        read_tokenizer_file(folder / "tokenizer.json", eos_token=None).save(folder)
+
+    folder = cache / "tokenizers" / key
+    ensure_folder(folder, complete=_has_tokenizer, build=build, progress=progress)
+    tokenizer = load_tokenizer(folder)
+    return tokenizer
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    try:
+        load_tokenizer(folder)
+    except DataError:
+        return False
+    return True
+
+
+def _sample(sources: Sequence[Source], fraction: float, log: ProblemLog, progress: Progress) -> Iterator[str]:
+    """About SAMPLE_BYTES of train documents, by size from all sources, from the beginnings of files in a fixed random order."""
+    total, done = sum(s.num_bytes for s in sources) or 1, 0
+    wanted = min(total, SAMPLE_BYTES)
+    for source in sources:
+        share, taken, count = SAMPLE_BYTES * source.num_bytes // total, 0, len(source.files)
+        per_file = max(_SMALLEST_SHARE, 2 * share // max(count, 1))
+        for index in permute(np.arange(count), size=count, key=_BPE_VERSION).tolist():
+            if taken > share:
+                break
+            for text in _beginning(source, source.files[index], per_file, log):
+                taken += len(text)
+                progress("tokenizer", min(done + taken, wanted), wanted)
+                if not store.is_validation(text, fraction):
+                    yield text
+        done += taken
+
+
+def _beginning(source: Source, path: Path, size: int, log: ProblemLog) -> Iterator[str]:
+    taken = 0
+    for document in read_documents(path, source.read_options, log):
+        yield document.text
+        taken += len(document.text)
+        if taken >= size:
+            return
+
+
+def _report_everything(sources: Sequence[Source]) -> None:
+    """Reads all text for the sake of its problems: the sample has shown that there are some."""
+    log = ProblemLog()
+    for source in sources:
+        for _ in documents(source, log):
+            pass
+    log.raise_if_any()
+
+
+# --- tokens
+
+
+def _store_folder(cache: Path, source: Source, tokenizer: Tokenizer, *, fraction: float) -> Path:
+    return cache / "tokens" / digest([store.STORE_VERSION, source.identity, tokenizer.fingerprint, fraction])
+
+
+def _write_stores(
+    config: DataConfig, sources: Sequence[Source], folders: Sequence[Path], tokenizer: Tokenizer, progress: Progress
+) -> bool:
+    """Makes the stores that are missing; True if there were any. Problems of all sources are raised together."""
+    found, built = ProblemLog(), False
+    for source, folder in zip(sources, folders, strict=True):
+
+        def build(target: Path, source: Source = source) -> None:
+            fraction, log = config.validation_fraction, ProblemLog()
+            store.write_store(target, source, tokenizer, fraction=fraction, log=log, progress=progress)
+
+        try:
+            built |= ensure_folder(folder, complete=store.is_complete, build=build, progress=progress)
+        except DataError as error:
+            found.extend(error)
+    found.raise_if_any()
+    return built
+
+
+def _dataset(
+    side: str,
+    config: DataConfig,
+    sources: Sequence[Source],
+    stores: Sequence[store.Store],
+    keys: Sequence[str],
+    tokenizer: Tokenizer,
+) -> Dataset:
+    by_source = [s.streams[side] for s in stores]
+    empty = [i for i, streams in enumerate(by_source) if not any(s.num_tokens > 1 for s in streams)]
+    if len(empty) == len(by_source) or (empty and config.weights is not None):
+        rule = f"has too few different documents to have {side} text, at least 2 are needed"
+        where = [
+            Problem(
+                where="data.sources", value=sources[i].spec, rule=rule, hint="add text, or cut it into more documents"
+            )
+            for i in empty
+        ]
+        raise DataError(where, subject="the data")
+    weighted = config.weights is not None and len(by_source) > 1
+    pools = tuple(by_source) if weighted else (tuple(s for streams in by_source for s in streams),)
+    weights = config.weights if config.weights is not None and weighted else (1.0,)
+    return Dataset(
+        name=side,
+        pools=pools,
+        weights=weights,
+        fingerprint=digest([side, list(keys), list(weights)]),
+        vocab_size=tokenizer.vocab_size,
+        eos_id=tokenizer.eos_id,
+    )
+
+
+def _mixed_counts(counts: Sequence[NDArray[np.int64]], weights: Sequence[float] | None) -> NDArray[np.int64]:
+    """Target counts (2, V) of the mixture: sums where sources are drawn by size, else each source scaled to its share."""
+    if weights is None or len(counts) == 1:
+        return np.sum(counts, axis=0, dtype=np.int64)
+    tokens = np.sum(counts, axis=(0, 2))
+    mixed = np.zeros(counts[0].shape)
+    for weight, each in zip(weights, counts, strict=True):
+        share = weight / sum(weights) * tokens / np.maximum(each.sum(axis=1), 1)
+        mixed += each * share[:, None]
+    return np.rint(mixed).astype(np.int64)

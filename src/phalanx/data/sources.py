@@ -1,0 +1,249 @@
+"""What `data.sources` names: files, folders, globs, Megatron pairs, `builtin:python`; and the identity of what lies there.
+
+Decides which files belong to a source and in which order (sorted by name). A source's identity is a hash of its content, never of
+where it lies: moving a corpus keeps the prepared data and the runs made from it. Hashing reads everything once; afterwards the
+identity is remembered by (path, size, modification time) of the files.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from phalanx.core.config import DataConfig
+from phalanx.core.errors import DataError, Problem, nearest
+from phalanx.data import corpus
+from phalanx.data.cache import Progress, digest, locked, silent, write_atomically, writing
+from phalanx.data.formats import TEXT_SUFFIXES, TOKEN_SUFFIXES, Document, ReadOptions, read_documents, suffix_of
+from phalanx.data.problems import ProblemLog
+
+BUILTIN = "builtin:python"
+SUFFIXES = (*TEXT_SUFFIXES, *TOKEN_SUFFIXES)
+READER_VERSION = 1
+"""Raise it whenever the same files would give other documents."""
+
+_HASH_BLOCK_BYTES = 1 << 24
+_TXT_DOCUMENTS = 64
+_TXT_CHARS = (1 << 12, 1 << 16)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """One entry of `data.sources`, resolved to files. `identity` is empty until `identify` has read them."""
+
+    spec: str
+    kind: Literal["text", "tokens", "builtin"]
+    files: tuple[Path, ...] = ()
+    text_field: str = "text"
+    builtin_bytes: int = corpus.DEFAULT_BYTES
+    identity: str = ""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(f.stat().st_size for f in self.files)
+
+    @property
+    def read_options(self) -> ReadOptions:
+        """A source of .txt files gives at least some 64 documents, so that small ones can be split into train and validation too."""
+        low, high = _TXT_CHARS
+        chars = min(max(self.num_bytes // _TXT_DOCUMENTS, low), high)
+        return ReadOptions(text_field=self.text_field, txt_document_chars=chars)
+
+
+def documents(
+    source: Source, log: ProblemLog, progress: Progress = silent, *, phase: str = "tokenise"
+) -> Iterator[Document]:
+    """All documents of a text source, telling `progress` how many bytes of its files are read."""
+    total, before, options = source.num_bytes, 0, source.read_options
+    for path in source.files:
+        size = path.stat().st_size if path.exists() else 0
+        for document in read_documents(path, options, log):
+            yield document
+            progress(phase, before + min(document.position, size), total)
+        before += size
+
+
+# --- from specs to files
+
+
+def resolve(config: DataConfig) -> tuple[Source, ...]:
+    """The sources of a recipe. Raises DataError with everything that is wrong with the section's values and with the files' names."""
+    problems = [*_setting_problems(config)]
+    sources = []
+    for i, spec in enumerate(config.sources):
+        found = _resolve(spec, f"data.sources[{i}]")
+        if isinstance(found, Problem):
+            problems.append(found)
+        else:
+            cap = config.builtin_bytes or corpus.DEFAULT_BYTES
+            sources.append(replace(found, text_field=config.text_field, builtin_bytes=cap))
+    if not problems:
+        problems += _effect_problems(config, sources)
+    if problems:
+        raise DataError(problems, subject="the data section")
+    return tuple(sources)
+
+
+def _setting_problems(config: DataConfig) -> Iterator[Problem]:
+    if not config.sources:
+        yield Problem(
+            where="data.sources", value=(), rule="must name at least one source", hint=f"for example {BUILTIN!r}"
+        )
+    if config.weights is not None:
+        if len(config.weights) != len(config.sources):
+            rule = f"must have one weight for each of the {len(config.sources)} sources"
+            yield Problem(where="data.weights", value=config.weights, rule=rule, hint="or leave it out: then by size")
+        for i, weight in enumerate(config.weights):
+            if not 0 < weight < float("inf"):
+                yield Problem(
+                    where=f"data.weights[{i}]", value=weight, rule="must be above 0", hint="or leave the source out"
+                )
+    if not 0 < config.validation_fraction <= 0.5:
+        value = config.validation_fraction
+        yield Problem(
+            where="data.validation_fraction",
+            value=value,
+            rule="must be above 0 and at most 0.5",
+            hint="the default is 0.02",
+        )
+    if config.builtin_bytes is not None and config.builtin_bytes < 1:
+        default = f"the default is {corpus.DEFAULT_BYTES}"
+        yield Problem(where="data.builtin_bytes", value=config.builtin_bytes, rule="must be at least 1", hint=default)
+
+
+def _effect_problems(config: DataConfig, sources: list[Source]) -> Iterator[Problem]:
+    """Settings that would change nothing with these files."""
+    if config.builtin_bytes is not None and all(s.kind != "builtin" for s in sources):
+        rule = f"has no effect without the source {BUILTIN!r}"
+        yield Problem(where="data.builtin_bytes", value=config.builtin_bytes, rule=rule, hint="leave it out")
+    fielded = any(suffix_of(f) not in (".txt", *TOKEN_SUFFIXES) for s in sources for f in s.files)
+    if config.text_field != "text" and not fielded:
+        rule = "has no effect: no source is a .jsonl or .parquet file"
+        yield Problem(where="data.text_field", value=config.text_field, rule=rule, hint="leave it out")
+
+
+def _resolve(spec: str, where: str) -> Source | Problem:
+    if spec == BUILTIN:
+        return Source(spec=spec, kind="builtin")
+    if spec.startswith("builtin:"):
+        return Problem(where=where, value=spec, rule="is no built-in corpus", hint=nearest(spec, [BUILTIN]))
+    path = Path(spec)
+    if path.is_dir():
+        inside = sorted(p for p in path.rglob("*") if p.is_file() and not _hidden(p.relative_to(path)))
+        files = [p for p in inside if suffix_of(p) in SUFFIXES]
+        if not files:
+            seen = ", ".join(sorted({p.suffix or p.name for p in inside})[:8])
+            rule = f"is a folder without data files (it holds {seen})" if seen else "is an empty folder"
+            return Problem(where=where, value=spec, rule=rule, hint=f"readable: {', '.join(SUFFIXES)}")
+    elif glob.has_magic(spec) and not path.exists():
+        files = sorted(Path(p) for p in glob.glob(spec, recursive=True) if Path(p).is_file())
+        if not files:
+            return Problem(where=where, value=spec, rule="matches no file", hint="write ** to look into folders")
+    elif path.is_file():
+        files = [path]
+    elif Path(f"{spec}.bin").is_file() and Path(f"{spec}.idx").is_file():
+        files = [Path(f"{spec}.bin")]
+    else:
+        return Problem(where=where, value=spec, rule="does not exist", hint=_nearest_file(path))
+    return _typed(spec, where, files)
+
+
+def _typed(spec: str, where: str, files: list[Path]) -> Source | Problem:
+    """A source of files that are all text or all tokens."""
+    unknown = [f for f in files if suffix_of(f) not in SUFFIXES]
+    if unknown:
+        return Problem(
+            where=where, value=str(unknown[0]), rule="has an unknown extension", hint=f"readable: {', '.join(SUFFIXES)}"
+        )
+    pairs = sorted({f.with_suffix(".bin") for f in files if suffix_of(f) in TOKEN_SUFFIXES})
+    if not pairs:
+        return Source(spec=spec, kind="text", files=tuple(files))
+    if any(suffix_of(f) in TEXT_SUFFIXES for f in files):
+        return Problem(
+            where=where,
+            value=spec,
+            rule="mixes text with .bin/.idx tokens in one source",
+            hint="list them as two sources",
+        )
+    for suffix in TOKEN_SUFFIXES:
+        for missing in (p.with_suffix(suffix) for p in pairs if not p.with_suffix(suffix).is_file()):
+            other = "its index" if suffix == ".idx" else "its tokens"
+            return Problem(
+                where=where, value=str(missing), rule="does not exist", hint=f"keep .bin and {other} together"
+            )
+    return Source(spec=spec, kind="tokens", files=tuple(pairs))
+
+
+def _hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
+
+
+def _nearest_file(path: Path) -> str:
+    folder = path.parent
+    if not folder.is_dir():
+        return f"the folder {folder} does not exist either"
+    names = [p.name for p in folder.iterdir() if p.is_dir() or suffix_of(p) in SUFFIXES]
+    return nearest(path.name, names) if names else f"{folder} holds no data files"
+
+
+# --- identity
+
+
+def identify(source: Source, cache: Path, progress: Progress) -> Source:
+    """The source with its identity and, for the built-in corpus, its files. Remembers both in the cache; safe in many processes at once."""
+    found = corpus.candidates(corpus.python_folders()) if source.kind == "builtin" else []
+    if source.kind == "builtin":
+        seen: list[object] = [[c.path, c.size, c.mtime_ns] for c in found]
+        extra: list[object] = [corpus.RULES_VERSION, source.builtin_bytes]
+    else:
+        stats = [(f, f.stat()) for f in _all_files(source)]
+        seen = [[str(f.resolve()), s.st_size, s.st_mtime_ns] for f, s in stats]
+        extra = [READER_VERSION, source.kind, source.text_field]
+    with writing(cache):
+        memo = cache / "identities" / f"{digest([seen, extra])}.json"
+        if not memo.exists():
+            with locked(memo.parent / ".locks" / memo.stem, progress):
+                if not memo.exists():
+                    write_atomically(memo, json.dumps(_identity(source, found, progress)).encode())
+    known = json.loads(memo.read_bytes())
+    files = tuple(Path(f) for f in known["files"]) if source.kind == "builtin" else source.files
+    return replace(source, identity=known["identity"], files=files)
+
+
+def _identity(source: Source, found: list[corpus.Candidate], progress: Progress) -> dict[str, object]:
+    if source.kind == "builtin":
+        files, identity = corpus.select(found, source.builtin_bytes, progress)
+        return {"identity": digest(identity), "files": [str(f) for f in files]}
+    files = _all_files(source)
+    total, done, contents = sum(f.stat().st_size for f in files), 0, []
+    for path in files:
+        hasher = hashlib.blake2b(digest_size=16)
+        for block in _blocks(path):
+            hasher.update(block)
+            done += len(block)
+            progress("scan", done, total)
+        contents.append([suffix_of(path), hasher.hexdigest()])
+    return {"identity": digest([READER_VERSION, source.kind, source.text_field, contents])}
+
+
+def _blocks(path: Path) -> Iterator[bytes]:
+    try:
+        with open(path, "rb") as file:
+            while block := file.read(_HASH_BLOCK_BYTES):
+                yield block
+    except OSError as error:
+        rule = f"cannot be read ({error.strerror or error})"
+        problem = Problem(where=str(path), value=path.name, rule=rule, hint="check its owner and permissions")
+        raise DataError([problem], subject="the data") from error
+
+
+def _all_files(source: Source) -> tuple[Path, ...]:
+    """Megatron indices included."""
+    if source.kind != "tokens":
+        return source.files
+    return tuple(f.with_suffix(s) for f in source.files for s in TOKEN_SUFFIXES)

@@ -1,0 +1,233 @@
+"""Text to token ids and back: bytes, a byte-level BPE trained here, or any Hugging Face tokenizer.json.
+
+Decides ids and the end-of-document token (EOS). What must never change: the same text gives the same ids in every process and on every
+machine that has the same tokenizer (compare `fingerprint`); text is never read as a control token, even where it spells one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import tokenizers
+from numpy.typing import NDArray
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from phalanx.core.config import DataConfig
+from phalanx.core.errors import DataError, Problem, nearest
+
+Ints = NDArray[np.int64]
+
+EOS = "<|endoftext|>"
+SMALLEST_BPE = 257
+"""256 bytes and EOS."""
+_META = "tokenizer_meta.json"
+_KNOWN_EOS = (
+    EOS,
+    "<|end_of_text|>",
+    "</s>",
+    "<eos>",
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<|end▁of▁sentence|>",
+    "[EOS]",
+    "[SEP]",
+)
+
+
+class Tokenizer(Protocol):
+    """What the rest needs of a tokenizer. `encode` adds no special tokens; `decode` leaves out ids that are no text."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def vocab_size(self) -> int:
+        """Ids are below it."""
+        ...
+
+    @property
+    def eos_id(self) -> int: ...
+    @property
+    def fingerprint(self) -> str: ...
+    def encode(self, text: str) -> Ints: ...
+    def encode_batch(self, texts: Sequence[str]) -> list[Ints]: ...
+    def decode(self, ids: Iterable[int]) -> str: ...
+    def save(self, folder: Path) -> None:
+        """Writes what `load_tokenizer` reads."""
+        ...
+
+
+class ByteTokenizer:
+    """Ids 0 to 255 are the bytes of UTF-8, 256 is EOS."""
+
+    name = "byte"
+    vocab_size = 257
+    eos_id = 256
+    fingerprint = "byte/1"
+
+    def encode(self, text: str) -> Ints:
+        return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int64)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ints]:
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return bytes(i for i in ids if 0 <= i < 256).decode("utf-8", errors="replace")
+
+    def save(self, folder: Path) -> None:
+        (folder / _META).write_text(json.dumps({"kind": "byte"}), encoding="utf-8")
+
+
+class FileTokenizer:
+    """A Hugging Face tokenizer.json, without its padding, truncation and template of special tokens."""
+
+    def __init__(self, content: str, *, eos_token: str, name: str) -> None:
+        self._content = content
+        self._tokenizer = tokenizers.Tokenizer.from_str(content)
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        self._tokenizer.encode_special_tokens = True  # text that spells a special token is text
+        self._eos_token = eos_token
+        self.name = name
+        self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
+        self.eos_id = self._tokenizer.get_vocab(with_added_tokens=True)[eos_token]
+        self.fingerprint = hashlib.blake2b(f"{eos_token}\n{content}".encode(), digest_size=16).hexdigest()
+
+    def encode(self, text: str) -> Ints:
+        return np.asarray(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int64)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ints]:
+        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.asarray(e.ids, np.int64) for e in encodings]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        legal = [i for i in ids if 0 <= i < self.vocab_size]
+        return str(self._tokenizer.decode(legal, skip_special_tokens=True))
+
+    def save(self, folder: Path) -> None:
+        (folder / "tokenizer.json").write_text(self._content, encoding="utf-8")
+        meta = {"kind": "file", "eos_token": self._eos_token, "name": self.name}
+        (folder / _META).write_text(json.dumps(meta), encoding="utf-8")
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """What `save` wrote into `folder` (a run folder, for `phalanx generate`)."""
+    try:
+        meta = json.loads((folder / _META).read_text(encoding="utf-8"))
+        if meta["kind"] == "byte":
+            return ByteTokenizer()
+        content = (folder / "tokenizer.json").read_text(encoding="utf-8")
+        return FileTokenizer(content, eos_token=meta["eos_token"], name=meta["name"])
+    except Exception as error:  # `tokenizers` raises bare Exception for a broken file
+        problem = Problem(
+            where=str(folder), value=_META, rule=f"holds no readable tokenizer ({error})", hint="is it a run folder?"
+        )
+        raise DataError([problem], subject="the tokenizer") from error
+
+
+def parse_choice(config: DataConfig) -> int | Path | None:
+    """What `data.tokenizer` means: None for bytes, a vocabulary to train, or the tokenizer.json to read.
+
+    Raises DataError with everything wrong about it.
+    """
+    choice, problems = config.tokenizer, []
+    path = Path(choice) / "tokenizer.json" if Path(choice).is_dir() else Path(choice)
+    if choice == "byte" or choice.startswith("bpe:"):
+        if config.eos_token is not None:
+            rule = f"has no effect with data.tokenizer = {choice!r}, which has its own"
+            problems.append(Problem(where="data.eos_token", value=config.eos_token, rule=rule, hint="leave it out"))
+        size = choice.removeprefix("bpe:")
+        if choice != "byte" and not (size.isdecimal() and SMALLEST_BPE <= int(size) < 2**31):
+            rule = f"must name a vocabulary of at least {SMALLEST_BPE} tokens (256 bytes and EOS)"
+            problems.append(Problem(where="data.tokenizer", value=choice, rule=rule, hint="for example bpe:8192"))
+    elif not path.is_file():
+        legal = "byte, bpe:8192, or the path of a tokenizer.json"
+        rule = "is neither a known tokenizer nor a tokenizer.json that exists"
+        close = nearest(choice, ["byte", "bpe:8192"])
+        problems.append(
+            Problem(
+                where="data.tokenizer",
+                value=choice,
+                rule=rule,
+                hint=close if close.startswith("did") else f"legal: {legal}",
+            )
+        )
+    if problems:
+        raise DataError(problems, subject="the tokenizer")
+    if choice == "byte":
+        return None
+    return int(choice.removeprefix("bpe:")) if choice.startswith("bpe:") else path
+
+
+def read_tokenizer_file(path: Path, *, eos_token: str | None) -> FileTokenizer:
+    """A Hugging Face tokenizer. EOS is `eos_token`, or what the files beside it name, or a name commonly used for it."""
+    try:
+        content = path.read_text(encoding="utf-8")
+        vocabulary = tokenizers.Tokenizer.from_str(content).get_vocab(with_added_tokens=True)
+    except Exception as error:  # `tokenizers` raises bare Exception for a broken file
+        rule = f"is no tokenizer.json of Hugging Face ({error})"
+        raise DataError(
+            [Problem(where="data.tokenizer", value=str(path), rule=rule)], subject="the tokenizer"
+        ) from error
+    named = eos_token if eos_token is not None else _named_eos(path.parent, vocabulary)
+    chosen = named or next((name for name in _KNOWN_EOS if name in vocabulary), None)
+    if chosen is None or chosen not in vocabulary:
+        special = [t for t in vocabulary if t.startswith("<") and t.endswith(">")]
+        rule = (
+            "has no end-of-document token that we can find"
+            if chosen is None
+            else f"has no token {chosen!r} to end documents with"
+        )
+        hint = (
+            f"name one with data.eos_token; {nearest(chosen or EOS, special[:20])}"
+            if special
+            else "name one with data.eos_token"
+        )
+        raise DataError(
+            [Problem(where="data.tokenizer", value=str(path), rule=rule, hint=hint)], subject="the tokenizer"
+        )
+    return FileTokenizer(content, eos_token=chosen, name=path.parent.name or path.name)
+
+
+def _named_eos(folder: Path, vocabulary: dict[str, int]) -> str | None:
+    """The EOS that tokenizer_config.json, special_tokens_map.json or config.json beside a tokenizer name."""
+    for name in ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "config.json"):
+        entries = _json_object(folder / name)
+        token = entries.get("eos_token")
+        if isinstance(token, dict):
+            token = token.get("content")
+        if isinstance(token, str):
+            return token
+        number = entries.get("eos_token_id")
+        number = number[0] if isinstance(number, list) and number else number
+        by_id = next((t for t, i in vocabulary.items() if i == number), None)
+        if by_id is not None:
+            return by_id
+    return None
+
+
+def _json_object(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def train_bpe(texts: Iterable[str], *, vocab_size: int) -> str:
+    """The tokenizer.json of a byte-level BPE over `texts`; fewer tokens than asked where the text has too few pairs."""
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[EOS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return str(tokenizer.to_str())
