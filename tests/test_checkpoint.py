@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
+import torch.distributed.checkpoint
 
 from checkpoint_help import Mapping, fill, make_state, model_fields, run_state, small_spec, wrong_boxes
 from phalanx.core.errors import CheckpointError
 from phalanx.runtime.boxes import BoxTensor
 from phalanx.runtime.checkpoint import CheckpointManager, Saved
 from phalanx.runtime.groups import GroupCache
+from phalanx.runtime.peers import own_group
 from ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -32,14 +33,10 @@ MAPPINGS = [
 ]
 
 
-def own_group(world: int) -> dist.ProcessGroup | None:
-    return dist.new_group(list(range(world))) if world > 1 else None
-
-
 def save_known(rank: int, cache: GroupCache, mapping: Mapping, path: Path, asynchronous: bool, step: int) -> Saved:
     state = make_state(rank, cache, mapping)
     fill(state.boxes())
-    manager = CheckpointManager(path, group=own_group(mapping.world), asynchronous=asynchronous)
+    manager = CheckpointManager(path, group=own_group(mapping.world, timeout_s=60), asynchronous=asynchronous)
     manager.open()
     manager.save(state.boxes(), run_state(step))
     if asynchronous:
@@ -52,7 +49,7 @@ def save_known(rank: int, cache: GroupCache, mapping: Mapping, path: Path, async
 
 def load_known(rank: int, cache: GroupCache, mapping: Mapping, paths: list[Path]) -> list[str]:
     wrong = []
-    group = own_group(mapping.world)
+    group = own_group(mapping.world, timeout_s=60)
     for path in paths:
         state = make_state(rank, cache, mapping)
         manager = CheckpointManager(path, group=group)
@@ -90,7 +87,7 @@ def test_each_logical_element_is_on_the_disk_once(tmp_path: Path, mapping: Mappi
 
 def save_spec(rank: int, cache: GroupCache, mapping: Mapping, path: Path, changes: dict[str, int]) -> None:
     spec = small_spec(**changes)
-    manager = CheckpointManager(path, group=own_group(mapping.world))
+    manager = CheckpointManager(path, group=own_group(mapping.world, timeout_s=60))
     manager.open()
     manager.save(make_state(rank, cache, mapping, spec=spec).boxes(), run_state(1, spec))
     assert manager.finish() is not None
@@ -117,7 +114,7 @@ def _half(boxes: list[BoxTensor]) -> BoxTensor:
 
 
 def keep_some(rank: int, cache: GroupCache, path: Path) -> list[list[int]]:
-    manager = CheckpointManager(path, group=own_group(2), keep_last=2)
+    manager = CheckpointManager(path, group=own_group(2, timeout_s=60), keep_last=2)
     manager.open()
     state = make_state(rank, cache, Mapping(2, ep=2))
     seen = []
@@ -170,7 +167,7 @@ def test_run_state_reads_like_text(tmp_path: Path) -> None:
 def full_for_one_rank(rank: int, cache: GroupCache, path: Path, asynchronous: bool) -> str:
     """Rank 1 may not write files over 4 KiB for a while, which the system reports just as it does a full disk."""
     mapping = Mapping(2, ep=2)
-    manager = CheckpointManager(path, group=own_group(2), asynchronous=asynchronous)
+    manager = CheckpointManager(path, group=own_group(2, timeout_s=60), asynchronous=asynchronous)
     manager.open()
     state = make_state(rank, cache, mapping)
     fill(state.boxes())

@@ -32,6 +32,7 @@ from phalanx.core.units import format_bytes
 from phalanx.runtime.boxes import BoxTensor
 from phalanx.runtime.checkpoint_folder import CheckpointFolder, FileEntry, RunState, differences, file_entry, with_files
 from phalanx.runtime.checkpoint_planner import BoxLoadPlanner, BoxSavePlanner, BoxWriter, WriteFailure, write_failure
+from phalanx.runtime.peers import Peers
 
 T = TypeVar("T")
 
@@ -46,43 +47,6 @@ class Saved:
     blocked_s: float
     """How long the caller stood still."""
     total_s: float
-
-
-class Peers:
-    """Agreement between the ranks of a gloo group (None: one rank alone). Control data only."""
-
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self.group = group
-        self.rank = dist.get_rank(group) if group is not None else 0
-        self.size = dist.get_world_size(group) if group is not None else 1
-
-    def gather(self, value: T) -> list[T]:
-        """Every rank's value, in rank order."""
-        if self.group is None:
-            return [value]
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.group)
-        return values
-
-    def agree(self, work: Callable[[], T]) -> list[T]:
-        """Run `work` on every rank; return all results, or raise on all ranks the problems of those that failed."""
-        value, problems = None, []
-        try:
-            value = work()
-        except CheckpointError as err:
-            problems = list(err.problems)
-        except Exception as err:
-            failure = err if isinstance(err, WriteFailure) else write_failure(err, Path())
-            problems = [Problem(where=f"rank {self.rank}", value=failure.path, rule=failure.text)]
-        told = self.gather((value, problems))
-        found = [p for _, each in told for p in each]
-        unique = [p for i, p in enumerate(found) if p not in found[:i]]
-        raise_if(unique, CheckpointError, subject="checkpoint")
-        return [v for v, _ in told]  # type: ignore[misc]
-
-    def first(self, work: Callable[[], T]) -> T:
-        """Run `work` on the first rank only; all get its result or its error."""
-        return self.agree(lambda: work() if self.rank == 0 else None)[0]  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)
@@ -122,7 +86,7 @@ class CheckpointManager:
             self.folder.path.mkdir(parents=True, exist_ok=True)
             return self.folder.clean()
 
-        return self._peers.first(work)
+        return self._first(work)
 
     # ---- saving --------------------------------------------------------------------------------------------------------
 
@@ -184,17 +148,17 @@ class CheckpointManager:
 
     def _write(self, job: _Job) -> Saved:
         step = job.state.step
-        path = Path(self._peers.first(lambda: str(self.folder.begin(step))))
-        writer = BoxWriter(path)
         try:
+            path = Path(self._first(lambda: str(self.folder.begin(step))))
+            writer = BoxWriter(path)
             self._write_tensors(job, writer)
-            shares = self._peers.agree(lambda: _entries(path, self._my_files(writer)))
+            shares = self._agree(lambda: _entries(path, self._my_files(writer)))
             state = with_files(job.state, shares, created=datetime.now(UTC).isoformat(timespec="seconds"))
-            self._peers.first(lambda: self.folder.commit(state) and None)
+            self._first(lambda: str(self.folder.commit(state)))
         except (CheckpointError, CheckpointException) as err:
-            self._peers.first(lambda: self.folder.abandon(step))
+            self._first(lambda: self.folder.abandon(step))
             raise self._describe(err, job) from None
-        self._peers.first(lambda: self.folder.prune(current=step, keep=self._keep_last) and None)
+        self._first(lambda: self.folder.prune(current=step, keep=self._keep_last))
         now_s = time.perf_counter()
         size = sum(e.bytes for e in state.files.values())
         blocked_s = job.blocked_s if self._asynchronous else now_s - job.begin_s
@@ -209,6 +173,12 @@ class CheckpointManager:
             process_group=self._peers.group,
             no_dist=self._peers.group is None,
         )
+
+    def _first(self, work: Callable[[], T]) -> T:
+        return self._peers.first(lambda: _on_disk(work, self.folder.path))
+
+    def _agree(self, work: Callable[[], T]) -> list[T]:
+        return self._peers.agree(lambda: _on_disk(work, self.folder.path))
 
     def _my_files(self, writer: BoxWriter) -> tuple[str, ...]:
         return (*writer.written, ".metadata") if self._peers.rank == 0 else writer.written
@@ -248,7 +218,7 @@ class CheckpointManager:
                 raise CheckpointError([problem], subject="checkpoint")
             return step
 
-        return self._peers.first(work)
+        return self._first(work)
 
     def read_state(self, step: int, *, model: Mapping[str, Any], data: Mapping[str, Any] | None = None) -> RunState:
         """The run state of `step`, checked: every file is as it was written and the model (and the data) are this run's.
@@ -275,7 +245,7 @@ class CheckpointManager:
             )
             return state
 
-        return self._peers.agree(work)[self._peers.rank]
+        return self._agree(work)[self._peers.rank]
 
     def load(self, boxes: Sequence[BoxTensor], *, step: int, partial: bool = False) -> None:
         """Fill the boxes in place: each rank reads what it needs, and all agree at the end.
@@ -291,9 +261,24 @@ class CheckpointManager:
                 dcp.load({}, storage_reader=reader, planner=BoxLoadPlanner(boxes, names=names), no_dist=True)
             except CheckpointException as err:
                 cause = next(iter(err.failures.values()))[0]
-                raise cause if isinstance(cause, CheckpointError) else err from err
+                if isinstance(cause, CheckpointError):
+                    raise cause from None
+                rule = f"cannot be read: {type(cause).__name__}: {cause}".splitlines()[0]
+                problem = Problem(
+                    where=str(self.folder.of(step)), value=step, rule=rule, hint=self.folder.way_out(step)
+                )
+                raise CheckpointError([problem], subject="checkpoint") from err
 
-        self._peers.agree(work)
+        self._agree(work)
+
+
+def _on_disk(work: Callable[[], T], path: Path) -> T:
+    """`work`, with the operating system's refusals as `CheckpointError`."""
+    try:
+        return work()
+    except OSError as err:
+        problem = Problem(where=str(err.filename or path), value=err.errno, rule=err.strerror or str(err))
+        raise CheckpointError([problem], subject="the checkpoint folder") from err
 
 
 def _entries(path: Path, names: Sequence[str]) -> dict[str, FileEntry]:

@@ -1,0 +1,74 @@
+"""Agreement between ranks on control matters: who failed, what the first rank found on the disk. Small Python objects, no tensors.
+
+Must never change: a failure of one rank becomes the same error on all of them, so that nobody waits for somebody who left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from phalanx.core.errors import PhalanxError, ProblemsError, RunError
+
+T = TypeVar("T")
+
+
+def own_group(world: int, *, timeout_s: float) -> dist.ProcessGroup | None:
+    """A gloo group over all ranks that nothing else uses, so that its messages mix with no others. Collective."""
+    if world == 1:
+        return None
+    return dist.new_group(list(range(world)), timeout=timedelta(seconds=timeout_s), backend="gloo")
+
+
+class Peers:
+    """The ranks of a gloo group (None: one rank alone)."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group = group
+        self.rank = dist.get_rank(group) if group is not None else 0
+        self.size = dist.get_world_size(group) if group is not None else 1
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's value, in rank order."""
+        if self.group is None:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def agree(self, work: Callable[[], T]) -> list[T]:
+        """Run `work` on every rank and return all results. Where some ranks fail, all raise the same error.
+
+        Problems found by several ranks come together, each once; an error that is not ours becomes a `RunError` that names the rank.
+        """
+        value, error = None, None
+        try:
+            value = work()
+        except PhalanxError as err:
+            error = err
+        except Exception as err:
+            if self.group is None:
+                raise
+            error = RunError(f"rank {self.rank}: {type(err).__name__}: {err}")
+        told = self.gather((value, error))
+        errors = [err for _, err in told if err is not None]
+        if errors:
+            raise joined(errors)
+        return [v for v, _ in told]  # type: ignore[misc]
+
+    def first(self, work: Callable[[], T]) -> T:
+        """Run `work` on the first rank only; all get its result or its error."""
+        return self.agree(lambda: work() if self.rank == 0 else None)[0]  # type: ignore[return-value]
+
+
+def joined(errors: Sequence[PhalanxError]) -> PhalanxError:
+    """The first error, with the problems of all others of its type."""
+    first = errors[0]
+    if not isinstance(first, ProblemsError):
+        return first
+    problems = [p for err in errors if isinstance(err, type(first)) for p in err.problems]
+    unique = [p for i, p in enumerate(problems) if p not in problems[:i]]
+    return type(first)(unique, subject=first.subject)
