@@ -80,6 +80,8 @@ class RoutingStats:
     z_loss: torch.Tensor
     counts_E: torch.Tensor
     """int64 tokens that chose each expert, before dropping."""
+    balance_counts_E: torch.Tensor
+    """int64 tokens that would choose each expert without bias and group limits: what the balancing loss counts."""
     dropped: torch.Tensor
     """int64 0-d: (token, expert) pairs that were dropped."""
     entropy_sum: torch.Tensor

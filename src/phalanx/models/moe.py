@@ -1,0 +1,89 @@
+"""The mixture-of-experts layer: router, routed experts, and the shared expert that every token meets.
+
+Decides nothing beyond their order. Must never change: nothing is communicated between attention and this layer; the rows of `x_TH`
+are the tokens that this rank holds anyway.
+
+Legend: T tokens of this rank, H hidden.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from phalanx.models.context import ForwardInfo, ModelContext, RoutingStats, TokenBatch
+from phalanx.models.layers import Mlp, new_parameter
+from phalanx.models.router import Router
+from phalanx.runtime.dispatch import Dispatcher
+from phalanx.runtime.experts import ExpertWeights, run_experts
+
+
+class Experts(nn.Module):
+    """This rank's slots of the routed experts (`etp` slices)."""
+
+    def __init__(self, ctx: ModelContext, name: str) -> None:
+        super().__init__()
+        self.w13 = new_parameter(ctx, f"{name}.w13")
+        self.w2 = new_parameter(ctx, f"{name}.w2")
+
+
+class SharedExpert(Mlp):
+    """A dense MLP beside the routed experts; with a gate its output is multiplied by sigmoid(x . gate) (Qwen2-MoE)."""
+
+    def __init__(self, ctx: ModelContext, name: str) -> None:
+        super().__init__(ctx, name)
+        self.gate = new_parameter(ctx, f"{name}.gate") if ctx.spec.shared_gate else None
+
+    def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
+        y_TH = super().forward(x_TH)
+        if self.gate is None:
+            return y_TH
+        wide = torch.promote_types(x_TH.dtype, torch.float32)
+        return y_TH * torch.sigmoid(F.linear(x_TH, self.gate).to(wide)).to(y_TH.dtype)
+
+
+class MoE(nn.Module):
+    """`y = sum_k weight_k * expert_k(x) + shared(x)` for each token."""
+
+    def __init__(self, ctx: ModelContext, layer: int) -> None:
+        super().__init__()
+        at = f"layers.{layer}.moe."
+        self.router = Router(ctx, layer)
+        self.experts = Experts(ctx, at + "experts")
+        self.shared = SharedExpert(ctx, at + "shared") if ctx.spec.shared_ffn else None
+        self.dispatcher = Dispatcher(
+            ctx.dispatch,
+            placement=ctx.placement,
+            groups=ctx.groups,
+            comms=ctx.comms,
+            top_k=ctx.spec.top_k,
+            kernels=ctx.kernels,
+        )
+        self.layer, self.kernels = layer, ctx.kernels
+        self.recompute = ctx.recompute == "selective"
+
+    def forward(self, x_TH: torch.Tensor, info: ForwardInfo, batch: TokenBatch) -> tuple[torch.Tensor, RoutingStats]:
+        """(T, H) -> (T, H) and this micro-batch's router losses and counts. Collective over `ep_etp`."""
+        routing = self.router(x_TH, info, num_sequences=batch.tokens_BS.shape[0])
+        y_TH, dropped = run_experts(
+            x_TH,
+            routing.weights_TK,
+            routing.experts_TK,
+            experts=ExpertWeights(self.experts.w13, self.experts.w2),
+            dispatcher=self.dispatcher,
+            kernels=self.kernels,
+            recompute=self.recompute,
+            op_prefix=f"mb{info.microbatch}.L{self.layer}.fwd.",
+        )
+        if self.shared is not None:
+            y_TH = y_TH + self.shared(x_TH)
+        stats = RoutingStats(
+            aux_loss=routing.aux_loss,
+            z_loss=routing.z_loss,
+            counts_E=routing.counts_E,
+            balance_counts_E=routing.balance_counts_E,
+            dropped=dropped,
+            entropy_sum=routing.entropy_sum,
+        )
+        return y_TH, stats

@@ -1,0 +1,266 @@
+"""The router: which experts each token goes to, with which weights, and the losses that keep the choice balanced.
+
+Must never change: the result for a token depends on that token's logits, the expert bias and nothing else; equal scores go to the
+lowest expert id. Logits and scores are fp32 at least (fp64 in fp64).
+
+Losses come out as this rank's shares: their sum over all ranks and micro-batches of a step is the term of the objective, so no
+mapping changes it and gradients are plain sums (`dense_replicated` in `plan/folding.py`). With f = how often each expert was chosen (before
+dropping, without bias and group limits; no gradient) and p = softmax of the logits (for `sigmoid`: the scores divided by their sum):
+
+    micro_batch   mean over micro-batches of   coef * E / (K T^2) * sum_i f_i * sum_x p_i(x)     (T tokens of the micro-batch)
+    sequence      mean over sequences of the same, with the tokens of one sequence
+    global_batch  the same, with all tokens of the step
+    z-loss        coef * mean over tokens of logsumexp(logits)^2
+
+Sources: arXiv 2101.03961 section 2.2 (balance loss), 2202.08906 (z-loss), 2408.15664 (expert bias), 2412.19437 (groups, sequence-wise loss).
+
+Legend: T local tokens, B sequences, H hidden, E experts, K experts of a token, G groups of experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from phalanx.core.errors import RunError
+from phalanx.models.context import ForwardInfo, ModelContext
+from phalanx.models.layers import new_parameter
+from phalanx.plan.model import RouterSpec
+from phalanx.plan.workload import forced_experts
+
+TINY = 1e-20
+"""Added to a sum that divides, as the published models do."""
+
+
+@dataclass(frozen=True, eq=False)
+class Routing:
+    """What the router decided for the tokens of this rank. `weights_TK` carries the gradient of the main loss."""
+
+    experts_TK: torch.Tensor
+    """int64, best first."""
+    weights_TK: torch.Tensor
+    """fp32 or wider."""
+    aux_loss: torch.Tensor
+    z_loss: torch.Tensor
+    counts_E: torch.Tensor
+    balance_counts_E: torch.Tensor
+    entropy_sum: torch.Tensor
+
+
+class Router(nn.Module):
+    """Replicated on every rank; each routes its own tokens."""
+
+    def __init__(self, ctx: ModelContext, layer: int) -> None:
+        super().__init__()
+        self.weight = new_parameter(ctx, f"layers.{layer}.moe.router.weight")
+        self.spec = ctx.spec.router
+        self.num_experts, self.top_k = ctx.spec.num_experts, ctx.spec.top_k
+        self.layer, self.moe_index = layer, ctx.spec.moe_layers.index(layer)
+        self.groups, self.comms, self.seed = ctx.groups, ctx.comms, ctx.seed
+        self.expert_bias: torch.Tensor | None
+        bias = torch.zeros(self.num_experts, dtype=torch.float32, device=ctx.device) if self.spec.bias_rate else None
+        self.register_buffer("expert_bias", bias)
+
+    def forward(self, x_TH: torch.Tensor, info: ForwardInfo, *, num_sequences: int) -> Routing:
+        """Route `x_TH`, whose rows are `num_sequences` sequences (or equal parts of them), one after the other."""
+        logits_TE: torch.Tensor = _Logits.apply(x_TH, self.weight)
+        scores_TE = torch.sigmoid(logits_TE) if self.spec.score == "sigmoid" else torch.softmax(logits_TE, -1)
+        with torch.no_grad():
+            experts_TK = self._choose(logits_TE, scores_TE, info)
+            counts_E = count_experts(experts_TK, self.num_experts)
+        weights_TK = routing_weights(logits_TE, scores_TE, experts_TK, self.spec)
+        probs_TE = scores_TE
+        if self.spec.score == "sigmoid":
+            probs_TE = scores_TE / (scores_TE.sum(-1, keepdim=True) + TINY)
+        free_TK = self._choose_freely(scores_TE, experts_TK)
+        balance_E = counts_E if free_TK is experts_TK else count_experts(free_TK, self.num_experts)
+        with torch.no_grad():
+            entropy_sum = torch.special.entr(probs_TE).sum()
+        return Routing(
+            experts_TK=experts_TK,
+            weights_TK=weights_TK,
+            aux_loss=self._aux_loss(probs_TE, free_TK, balance_E, info, num_sequences),
+            z_loss=self._z_loss(logits_TE, info),
+            counts_E=counts_E,
+            balance_counts_E=balance_E,
+            entropy_sum=entropy_sum,
+        )
+
+    def _choose(self, logits_TE: torch.Tensor, scores_TE: torch.Tensor, info: ForwardInfo) -> torch.Tensor:
+        if self.spec.force != "none":
+            return self._forced(logits_TE, info)
+        by_logits = self.spec.score == "softmax" and self.spec.softmax_order == "after_topk"
+        return choose_experts(
+            logits_TE if by_logits else scores_TE, top_k=self.top_k, spec=self.spec, bias_E=self.expert_bias
+        )
+
+    def _choose_freely(self, scores_TE: torch.Tensor, experts_TK: torch.Tensor) -> torch.Tensor:
+        """The choice that the balance loss counts: by the scores alone, without bias and groups."""
+        limited = self.expert_bias is not None or self.spec.num_groups > 1
+        if not self.spec.aux_loss or not limited or self.spec.force != "none":
+            return experts_TK
+        return largest(scores_TE.detach(), self.top_k)
+
+    def _forced(self, logits_TE: torch.Tensor, info: ForwardInfo) -> torch.Tensor:
+        """A workload in place of the choice; each rank takes its tokens' part of the micro-batch."""
+        axis, n = self.groups.axis("tp_cp"), logits_TE.shape[0]
+        assert self.spec.force != "none"
+        experts = forced_experts(
+            self.spec.force,
+            num_tokens=n * axis.size,
+            num_experts=self.num_experts,
+            top_k=self.top_k,
+            seed=self.seed,
+            step=info.step,
+            layer=self.layer,
+            skew=self.spec.force_skew,
+        )
+        return torch.from_numpy(experts[axis.index * n : (axis.index + 1) * n]).to(logits_TE.device)
+
+    # ---- losses --------------------------------------------------------------------------------------------------------
+
+    def _aux_loss(
+        self,
+        probs_TE: torch.Tensor,
+        free_TK: torch.Tensor,
+        balance_E: torch.Tensor,
+        info: ForwardInfo,
+        num_sequences: int,
+    ) -> torch.Tensor:
+        spec, axis = self.spec, self.groups.axis("tp_cp")
+        if not spec.aux_loss:
+            return probs_TE.new_zeros(())
+        tokens = max(probs_TE.shape[0] * axis.size, 1)
+        factor = spec.aux_loss * self.num_experts / self.top_k
+        if spec.aux_scope == "global_batch":
+            counts_E = self._global_counts(balance_E, info)
+            tokens *= info.num_microbatches
+            return factor / tokens**2 * _dot(counts_E, probs_TE.sum(0))
+        if spec.aux_scope == "micro_batch":
+            counts_E = self.comms.all_reduce(balance_E.clone(), axis, op_id=self._id(info, "balance"))
+            return factor / (tokens**2 * info.num_microbatches) * _dot(counts_E, probs_TE.sum(0))
+        per_sequence = max(tokens // num_sequences, 1)
+        rows = torch.arange(num_sequences, device=free_TK.device).repeat_interleave(free_TK.shape[0] // num_sequences)
+        shifted_TK = free_TK + self.num_experts * rows.unsqueeze(1)
+        counts_BE = count_experts(shifted_TK, num_sequences * self.num_experts).view(num_sequences, -1)
+        counts_BE = self.comms.all_reduce(counts_BE, axis, op_id=self._id(info, "balance"))
+        probs_BE = probs_TE.unflatten(0, (num_sequences, -1)).sum(1)
+        return factor / (per_sequence**2 * num_sequences * info.num_microbatches) * _dot(counts_BE, probs_BE)
+
+    def _global_counts(self, balance_E: torch.Tensor, info: ForwardInfo) -> torch.Tensor:
+        """Counts of the whole step: handed in, or (one micro-batch a rank) summed here, or unknown in the pass that finds them."""
+        if info.balance_counts_LE is not None:
+            return info.balance_counts_LE[self.moe_index]
+        if info.num_microbatches == self.groups.axis("dp").size:
+            return self.comms.all_reduce(
+                balance_E.clone(), self.groups.axis("tp_dp_cp"), op_id=self._id(info, "balance")
+            )
+        if torch.is_grad_enabled():
+            raise RunError(
+                "router.aux_scope = global_batch with several micro-batches a rank needs the step's counts before the "
+                "forward pass (ForwardInfo.balance_counts_LE)"
+            )
+        return torch.zeros_like(balance_E)
+
+    def _z_loss(self, logits_TE: torch.Tensor, info: ForwardInfo) -> torch.Tensor:
+        if not self.spec.z_loss:
+            return logits_TE.new_zeros(())
+        tokens = max(logits_TE.shape[0] * self.groups.axis("tp_cp").size * info.num_microbatches, 1)
+        return self.spec.z_loss / tokens * torch.logsumexp(logits_TE, -1).square().sum()
+
+    def _id(self, info: ForwardInfo, what: str) -> str:
+        return f"mb{info.microbatch}.L{self.layer}.fwd.router.{what}"
+
+
+# ---- the choice, as functions ----------------------------------------------------------------------------------------------
+
+
+def choose_experts(
+    scores_TE: torch.Tensor, *, top_k: int, spec: RouterSpec, bias_E: torch.Tensor | None = None
+) -> torch.Tensor:
+    """(T, K) experts with the largest scores (bias added for the choice only), within the best groups where they are limited."""
+    if bias_E is not None:
+        scores_TE = scores_TE + bias_E
+    if spec.num_groups > 1 and spec.group_topk < spec.num_groups:
+        scores_TE = scores_TE.masked_fill(~_allowed(scores_TE, top_k=top_k, spec=spec), -torch.inf)
+    return largest(scores_TE, top_k)
+
+
+def _allowed(scores_TE: torch.Tensor, *, top_k: int, spec: RouterSpec) -> torch.Tensor:
+    """(T, E) whether the expert's group is among the token's best `group_topk`."""
+    grouped_TGe = scores_TE.unflatten(-1, (spec.num_groups, -1))
+    best = 2 if spec.group_score == "top2" else max(top_k // spec.group_topk, 1)
+    group_scores_TG = grouped_TGe.topk(min(best, grouped_TGe.shape[-1]), dim=-1).values.sum(-1)
+    chosen_Tg = largest(group_scores_TG, spec.group_topk)
+    allowed_TG = torch.zeros_like(group_scores_TG, dtype=torch.bool).scatter_(-1, chosen_Tg, True)
+    return allowed_TG.repeat_interleave(grouped_TGe.shape[-1], dim=-1)
+
+
+def largest(scores_TE: torch.Tensor, k: int) -> torch.Tensor:
+    """(T, k) indices of the largest scores, best first, the lowest index first among equals.
+
+    `torch.topk` leaves the order of equals open; the index that `torch.max` returns is documented to be the first.
+    """
+    found = [scores_TE.max(-1).indices]
+    left_TE = scores_TE
+    for _ in range(k - 1):
+        left_TE = left_TE.scatter(-1, found[-1].unsqueeze(-1), -torch.inf)
+        found.append(left_TE.max(-1).indices)
+    return torch.stack(found, -1)
+
+
+def routing_weights(
+    logits_TE: torch.Tensor, scores_TE: torch.Tensor, experts_TK: torch.Tensor, spec: RouterSpec
+) -> torch.Tensor:
+    """(T, K) weights of the chosen experts, from the unbiased scores.
+
+    A single chosen weight is never divided by itself (Megatron-LM does the same): that would cut the router's gradient.
+    """
+    if spec.score == "softmax" and spec.softmax_order == "after_topk":
+        weights_TK = torch.softmax(logits_TE.gather(-1, experts_TK), -1)
+    else:
+        weights_TK = scores_TE.gather(-1, experts_TK)
+        if spec.renormalize and experts_TK.shape[-1] > 1:
+            weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + TINY)
+    return weights_TK * spec.scale if spec.scale != 1.0 else weights_TK
+
+
+def count_experts(experts_TK: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """(E,) int64 pairs per expert, without a host synchronisation."""
+    flat = experts_TK.reshape(-1)
+    return torch.zeros(num_experts, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
+
+
+def update_expert_bias(bias_E: torch.Tensor, counts_E: torch.Tensor, rate: float) -> None:
+    """In place `bias += rate * sign(mean - count)` (arXiv 2408.15664, algorithm 1).
+
+    `counts_E` (integers) counts the whole step: all micro-batches, summed over tp_dp_cp. Compared in integers, so exact.
+    """
+    counts_E = counts_E.to(torch.int64)
+    bias_E.add_(torch.sign(counts_E.sum() - counts_E * counts_E.numel()).to(bias_E.dtype), alpha=rate)
+
+
+def _dot(counts: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+    return (counts.detach().to(probs.dtype) * probs).sum()
+
+
+class _Logits(torch.autograd.Function):
+    """`x w^T` in fp32 at least, keeping only the narrow `x` for the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TH: torch.Tensor, w_EH: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x_TH, w_EH)
+        wide = torch.promote_types(x_TH.dtype, torch.float32)
+        return F.linear(x_TH.to(wide), w_EH.to(wide))
+
+    @staticmethod
+    def backward(ctx: Any, grad_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x_TH, w_EH = ctx.saved_tensors
+        wide = grad_TE.dtype
+        grad_x = (grad_TE @ w_EH.to(wide)).to(x_TH.dtype)
+        grad_w = (grad_TE.T @ x_TH.to(wide)).to(w_EH.dtype)
+        return grad_x, grad_w

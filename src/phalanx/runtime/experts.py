@@ -1,0 +1,53 @@
+"""Dispatch -> experts -> combine for one MoE layer on one rank: the typed contract between the three, and their order.
+
+Decides nothing. What overlaps with what (a later plan) is carried out here; the order below is the plain one, each step after the other.
+
+Legend: T tokens, K experts of a token, H hidden, e local slots, f width of an expert on this rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from phalanx.kernels.choice import Impl
+from phalanx.kernels.grouped import expert_ffn
+from phalanx.runtime.dispatch import Dispatcher
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertWeights:
+    """This rank's slots: `etp` slices of `w13` (gate and up projection) and of `w2` (back)."""
+
+    w13_e2fH: torch.Tensor
+    w2_eHf: torch.Tensor
+
+
+def run_experts(
+    x_TH: torch.Tensor,
+    weights_TK: torch.Tensor,
+    experts_TK: torch.Tensor,
+    *,
+    experts: ExpertWeights,
+    dispatcher: Dispatcher,
+    kernels: Impl = "fast",
+    recompute: bool = False,
+    op_prefix: str = "",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(T, H) weighted sum over each token's experts, and the 0-d number of its pairs that were dropped. Collective over `ep_etp`.
+
+    Gradients: tokens and weights get the sum over their copies; slots the sum over all rows that they served, which is the
+    expert-parallel group's whole share, so that `edp` completes it (`expert` in `plan/folding.py`).
+    """
+    sent = dispatcher.dispatch(x_TH, weights_TK, experts_TK, op_prefix=op_prefix)
+    rows_MH = expert_ffn(
+        sent.rows_MH,
+        experts.w13_e2fH,
+        experts.w2_eHf,
+        sent.counts,
+        row_weights_M=sent.weights_M,
+        recompute=recompute,
+        impl=kernels,
+    )
+    return dispatcher.combine(rows_MH, sent.state), sent.dropped
