@@ -434,9 +434,6 @@ def _group_rules(spec: ModelSpec) -> Iterator[_Rule]:
     if r.num_groups > 1 and r.group_score == "top2":
         rule = f"group_score top2 needs two experts in a group, but there are {spec.num_experts} in all"
         yield width >= 2, "router.num_groups", r.num_groups, rule, "use group_score = 'sum_topk'"
-    if r.num_groups > 1 and r.group_score == "sum_topk":
-        rule = f"must divide top_k = {k}, as a group is scored by its best top_k / group_topk experts"
-        yield k % r.group_topk == 0, "router.group_topk", r.group_topk, rule, f"try {math.gcd(k, r.group_topk)}"
 
 
 def _router_rules(router: RouterSpec) -> Iterator[_Rule]:
