@@ -18,7 +18,7 @@ from phalanx.runtime.collectives import Collectives
 from phalanx.runtime.gradients import GradientBuffers, borrowable
 from phalanx.runtime.groups import GroupCache, Groups, build_groups
 from phalanx.runtime.optimizer_state import ShardedState
-from phalanx.train.optim import AdamW, clip_scale, learning_rate, update_expert_bias_
+from phalanx.train.optim import AdamW, clip_scale, learning_rate
 from ranks import run_ranks
 
 NUM_EXPERTS = 4
@@ -306,12 +306,3 @@ def test_learning_rate_schedules() -> None:
 def test_clip_scale() -> None:
     assert clip_scale(2.0, 1.0) == 0.5 and clip_scale(0.5, 1.0) == 1.0
     assert clip_scale(5.0, 0.0) == 1.0 and clip_scale(0.0, 1.0) == 1.0
-
-
-def test_expert_bias_moves_towards_balance() -> None:
-    bias = torch.zeros(4)
-    update_expert_bias_(bias, torch.tensor([9, 3, 0, 0]), rate=0.5)
-    assert bias.tolist() == [-0.5, 0.0, 0.5, 0.5]
-    bias = torch.zeros(3)
-    update_expert_bias_(bias, torch.tensor([7, 7, 7]), rate=0.5)
-    assert bias.tolist() == [0.0, 0.0, 0.0]

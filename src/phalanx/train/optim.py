@@ -1,6 +1,6 @@
-"""Update rules: the learning rate of a step, AdamW over sharded state, the expert bias.
+"""Update rules: the learning rate of a step, AdamW over sharded state.
 
-Decides how reduced gradients and counts become new state; touches nothing before it is asked to (the vote is in `train/step.py`).
+Decides how reduced gradients become new state; touches nothing before it is asked to (the vote is in `train/step.py`).
 Must never change: an update is elementwise in (state, scaled gradient), so it cannot depend on how the state is sharded.
 """
 
@@ -9,8 +9,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from typing import Protocol
-
-import torch
 
 from phalanx.core.config import OptimConfig
 from phalanx.kernels.adamw import adamw_
@@ -82,12 +80,3 @@ class AdamW:
 def clip_scale(norm: float, clip_norm: float) -> float:
     """Factor that brings a gradient of global norm `norm` to at most `clip_norm` (0: never scale)."""
     return clip_norm / norm if clip_norm and norm > clip_norm else 1.0
-
-
-def update_expert_bias_(bias_E: torch.Tensor, counts_E: torch.Tensor, *, rate: float) -> None:
-    """Aux-loss-free balancing (arXiv 2408.15664): raise the bias of experts below the mean of the whole step's counts, lower the others'.
-
-    `counts_E` is int64 and only the sign of `mean - count` matters, so every rank computes the same bits.
-    """
-    below_E = counts_E.sum() - counts_E * counts_E.numel()
-    bias_E.add_(torch.sign(below_E).to(bias_E.dtype), alpha=rate)

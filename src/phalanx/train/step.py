@@ -28,13 +28,14 @@ from phalanx.core.errors import RunError
 from phalanx.kernels.choice import Impl
 from phalanx.models.context import ForwardInfo, TokenBatch
 from phalanx.models.decoder import Decoder
+from phalanx.models.router import update_expert_bias
 from phalanx.plan.model import ModelSpec
 from phalanx.runtime.collectives import Collectives
 from phalanx.runtime.gradients import GradientBuffers, ReducedGradients
 from phalanx.runtime.groups import Groups
 from phalanx.runtime.optimizer_state import ShardedState
-from phalanx.train.loss import Share, counts_of, cross_entropy_sum, num_valid, objective
-from phalanx.train.optim import Optimizer, clip_scale, update_expert_bias_
+from phalanx.train.loss import Share, cross_entropy_sum, num_valid, objective
+from phalanx.train.optim import Optimizer, clip_scale
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -153,10 +154,10 @@ def _balance_counts(parts: StepParts, batches: Sequence[TokenBatch], *, step: in
     router = parts.spec.router
     if not (router.aux_loss and router.aux_scope == "global_batch" and len(batches) > 1 and parts.spec.moe_layers):
         return None
-    counts = [
-        counts_of(parts.model(batch, _info(parts, batches, j, step=step, balance_counts_LE=None)))
-        for j, batch in enumerate(batches)
-    ]
+    counts = []
+    for j, batch in enumerate(batches):
+        output = parts.model(batch, _info(parts, batches, j, step=step, balance_counts_LE=None))
+        counts.append(torch.stack([r.balance_counts_E for r in output.routing]))
     counts_LE = torch.stack(counts).sum(0).to(torch.float64)
     return parts.comms.all_reduce(counts_LE, parts.groups.axis("tp_dp_cp"), op_id="balance_counts")
 
@@ -244,7 +245,7 @@ def _update_expert_biases(parts: StepParts, counts_LE: torch.Tensor) -> None:
         return
     for layer, counts_E in zip(parts.spec.moe_layers, counts_LE, strict=True):
         bias_E = parts.state.buffers[f"layers.{layer}.moe.router.expert_bias"]
-        update_expert_bias_(bias_E, counts_E.to(bias_E.device), rate=rate)
+        update_expert_bias(bias_E, counts_E.to(bias_E.device), rate)
 
 
 def _tokens_of_step(parts: StepParts, batches: Sequence[TokenBatch]) -> int:

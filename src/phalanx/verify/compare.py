@@ -1,0 +1,123 @@
+"""How far one rank's part of a step is from the one-rank run.
+
+The error of a tensor is `max|difference| / max(max|reference|, 1e-8 * global gradient norm)`: relative to the tensor's own size, and not blown up where a
+gradient is zero but for rounding. Counts, dropped rows, expert biases and initial parameters must be equal, not close.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from phalanx.plan.layout import Box
+from phalanx.runtime.boxes import BoxTensor
+from phalanx.runtime.gradients import ReducedGradients
+from phalanx.train.step import StepParts, StepResult
+from phalanx.verify.reference import Reference
+
+FLOOR = 1e-8
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
+
+
+@dataclass(kw_only=True)
+class RankReport:
+    """What one rank found in one case. Plain values, so that it can be written as JSON."""
+
+    case: int
+    rank: int
+    gradients: dict[str, float] = field(default_factory=dict)
+    """Parameter -> error of its gradient."""
+    step: dict[str, float] = field(default_factory=dict)
+    """State box (`master/...`, `exp_avg/...`, `param/...`) -> error after the step."""
+    scalars: dict[str, float] = field(default_factory=dict)
+    """grad_norm, loss, aux_loss, z_loss, entropy -> relative error."""
+    unequal: list[str] = field(default_factory=list)
+    """What had to be equal and is not."""
+    covered: list[tuple[str, list[int], list[int]]] = field(default_factory=list)
+    """(parameter, offsets, sizes) of the gradient boxes that this rank compared."""
+
+
+def compare(
+    parts: StepParts,
+    result: StepResult,
+    gradients: ReducedGradients,
+    *,
+    initial: Iterable[BoxTensor],
+    want: Reference,
+    case: int,
+) -> RankReport:
+    """Hold everything that this rank has against the reference."""
+    floor = FLOOR * want.result.grad_norm
+    report = RankReport(case=case, rank=parts.groups.rank)
+    report.gradients = errors(gradients.boxes(), want.gradients, floor=floor)
+    held = [*parts.state.boxes(), *parts.state.parameter_boxes()]
+    report.step = errors([b for b in held if not b.name.startswith("buffer/")], want.after, floor=floor)
+    report.scalars = _scalars(result, want.result)
+    report.unequal = [
+        *_unequal(initial, want.initial, "initial value of"),
+        *_unequal([b for b in held if b.name.startswith("buffer/")], want.after, "after the step:"),
+        *_unequal_counts(result, want.result),
+    ]
+    report.covered = [(b.name, list(b.box.offsets), list(b.box.sizes)) for b in gradients.boxes()]
+    return report
+
+
+def errors(boxes: Iterable[BoxTensor], want: Mapping[str, torch.Tensor], *, floor: float) -> dict[str, float]:
+    """Name -> error over all boxes of that name. NaN counts as infinite."""
+    out: dict[str, float] = {}
+    for box in boxes:
+        logical = want[box.name].to(torch.float64)
+        size = max(logical.abs().max().item(), floor, torch.finfo(torch.float64).tiny)
+        difference = (box.tensor.to(torch.float64) - logical[box.box.slices()]).abs().max().item()
+        error = difference / size if difference == difference else float("inf")
+        out[box.name] = max(out.get(box.name, 0.0), error)
+    return out
+
+
+def _scalars(got: StepResult, want: StepResult) -> dict[str, float]:
+    out = {}
+    for name in ("grad_norm", "loss", "aux_loss", "z_loss", "entropy"):
+        a, b = getattr(got, name), getattr(want, name)
+        out[name] = abs(a - b) / max(abs(b), 1e-30) if a != b else 0.0
+    return out
+
+
+def _unequal(boxes: Iterable[BoxTensor], want: Mapping[str, torch.Tensor], what: str) -> list[str]:
+    return [
+        f"{what} {box.name} {_place(box.box)} is not equal"
+        for box in boxes
+        if not torch.equal(box.tensor, want[box.name][box.box.slices()])
+    ]
+
+
+def _unequal_counts(got: StepResult, want: StepResult) -> list[str]:
+    out = []
+    for layer, (a, b) in enumerate(zip(got.counts_LE, want.counts_LE, strict=True)):
+        if not np.array_equal(a, b):
+            out.append(f"tokens per expert of MoE layer {layer} are {a.tolist()}, not {b.tolist()}")
+    if got.dropped != want.dropped:
+        out.append(f"{got.dropped} rows were dropped, not {want.dropped}")
+    if got.tokens != want.tokens:
+        out.append(f"the step has {got.tokens} tokens, not {want.tokens}")
+    return out
+
+
+def _place(box: Box) -> str:
+    return "[" + ", ".join(f"{o}:{o + s}" for o, s in zip(box.offsets, box.sizes, strict=True)) + "]"
+
+
+def uncovered(shapes: Mapping[str, tuple[int, ...]], reports: Iterable[RankReport]) -> list[str]:
+    """Parameters of whose gradient no rank compared some element: silence there would look like agreement."""
+    seen: dict[str, NDArray[np.bool_]] = {name: np.zeros(shape, dtype=bool) for name, shape in shapes.items()}
+    for report in reports:
+        for name, offsets, sizes in report.covered:
+            seen[name][Box(tuple(offsets), tuple(sizes)).slices()] = True
+    return [
+        f"{name}: {int((~mask).sum())} elements of its gradient were compared on no rank"
+        for name, mask in seen.items()
+        if not mask.all()
+    ]

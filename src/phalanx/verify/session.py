@@ -1,0 +1,219 @@
+"""Runs cases over local ranks and says what differs, and where.
+
+One fork of `world` ranks runs everything: first the one-rank references, shared out over the ranks and left in a folder; then case after case, all
+ranks together, each writing what it found as a JSON line. Process groups are cached by rank tuple for the whole session, for making
+them costs more than a case. The parent reads the lines. Where a case ends the ranks (a planted fault may make them wait for
+each other until the collective's timeout, or crash), that case has failed and the rest runs on fresh ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pickle
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from phalanx.core.errors import PhalanxError, RunError
+from phalanx.plan.model import parameters
+from phalanx.runtime.groups import GroupCache, WorldInfo, build_groups, close_world, init_world
+from phalanx.runtime.launch import STOPPED, StopRequest, run_local
+from phalanx.train.assemble import assemble
+from phalanx.verify.compare import TOLERANCE, RankReport, compare, uncovered
+from phalanx.verify.faults import HEALTHY, Fault
+from phalanx.verify.numbers import microbatch
+from phalanx.verify.reference import Reference, context, reference_run, run_step
+from phalanx.verify.setups import Case, Setup
+
+TIMEOUT_S = 60.0
+"""Longest wait of one collective: the watchdog against hangs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What the ranks are to do."""
+
+    cases: Sequence[Case]
+    world: int
+    dtype: torch.dtype
+    fault: Fault = HEALTHY
+    timeout_s: float = TIMEOUT_S
+
+
+@dataclass(kw_only=True)
+class CaseReport:
+    """One case, all ranks together."""
+
+    case: Case
+    gradient_error: float = 0.0
+    norm_error: float = 0.0
+    step_error: float = 0.0
+    scalar_error: float = 0.0
+    loss_error: float = 0.0
+    redrawn: int = 0
+    """Micro-batches whose first draw of data was not used."""
+    failures: list[str] = field(default_factory=list)
+
+
+def run_job(job: Job, *, progress: Callable[[int, int], None] | None = None) -> list[CaseReport]:
+    """Run all cases. Call it before any tensor operation of this process (it forks)."""
+    reports: list[CaseReport] = []
+    with tempfile.TemporaryDirectory(prefix="phalanx-verify-") as name:
+        while len(reports) < len(job.cases):
+            rest = dataclasses.replace(job, cases=job.cases[len(reports) :])
+            folder = Path(name) / f"from-{len(reports)}"
+            folder.mkdir()
+            reports += _run_until_crash(rest, folder)
+            if progress is not None:
+                progress(len(reports), len(job.cases))
+    return reports
+
+
+def _run_until_crash(job: Job, folder: Path) -> list[CaseReport]:
+    """Reports of the cases up to the first one that ended the ranks, that one included."""
+    trouble = ""
+    try:
+        code = run_local(lambda info, stop: _rank_main(job, folder, info, stop), ranks=job.world, threads=1)
+        if code == STOPPED:
+            raise KeyboardInterrupt
+    except PhalanxError as error:
+        trouble = str(error)
+    lines = [_read(folder / f"rank-{rank}.jsonl") for rank in range(job.world)]
+    finished = min(map(len, lines))
+    paths = _reference_paths(job, folder)
+    reports = [_merge(job, i, [of_rank[i] for of_rank in lines], paths[i][1]) for i in range(finished)]
+    if trouble:
+        if finished == len(job.cases):
+            raise RunError(trouble)  # everything was compared, and then the ranks failed: not a finding of any case
+        reports.append(CaseReport(case=job.cases[finished], failures=[f"the ranks ended: {trouble}"]))
+    return reports
+
+
+def _read(path: Path) -> list[RankReport]:
+    if not path.exists():
+        return []
+    lines = path.read_text().split("\n")[:-1]  # what follows the last line feed was cut off by a crash
+    return [RankReport(**json.loads(line)) for line in lines]
+
+
+# ---- on the ranks --------------------------------------------------------------------------------------------------------------
+
+
+def _rank_main(job: Job, folder: Path, info: WorldInfo, stop: StopRequest) -> int:
+    init_world(info, timeout_s=job.timeout_s)
+    cache = GroupCache(timeout_s=job.timeout_s)
+    paths = _reference_paths(job, folder)
+    for i, (key, path) in enumerate(dict.fromkeys(paths)):
+        if i % job.world == info.rank:
+            _save_reference(path, key, job)
+    _barrier(job, info, cache)
+    with (folder / f"rank-{info.rank}.jsonl").open("w") as out:
+        for i, case in enumerate(job.cases):
+            if stop.requested:
+                os._exit(STOPPED)
+            report = run_case(job, case, load_reference(paths[i][1]), index=i, rank=info.rank, cache=cache)
+            out.write(json.dumps(dataclasses.asdict(report)) + "\n")
+            out.flush()
+    _barrier(job, info, cache)
+    close_world()
+    return 0
+
+
+def _barrier(job: Job, info: WorldInfo, cache: GroupCache) -> None:
+    groups = build_groups(job.cases[0].folding, rank=info.rank, cache=cache)
+    HEALTHY.comms(job.timeout_s).barrier(groups.axis("world"))
+
+
+def run_case(job: Job, case: Case, want: Reference, *, index: int, rank: int, cache: GroupCache) -> RankReport:
+    """This rank's part of one case. Collective."""
+    fault, setup = job.fault, case.setup
+    groups = fault.groups(case.folding, rank, cache)
+    comms = fault.comms(job.timeout_s)
+    dp = groups.axis("dp")
+    each = len(want.draws) // dp.size
+    parts = assemble(
+        context(setup, groups, comms, dtype=job.dtype), optim=setup.optim, num_microbatches=each, rules=fault.rules
+    )
+    initial = [dataclasses.replace(b, tensor=b.tensor.clone()) for b in parts.state.parameter_boxes()]
+    mine = range(dp.index * each, (dp.index + 1) * each)
+    batches = [microbatch(setup, j, draw=want.draws[j]) for j in mine]
+    result, gradients = run_step(fault.alter(parts), batches)
+    return compare(parts, result, gradients, initial=initial, want=want, case=index)
+
+
+# ---- references ----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Key:
+    setup: Setup
+    num_microbatches: int
+
+
+def _reference_key(job: Job, case: Case) -> _Key:
+    """Cases with the same key have the same one-rank run: what that run does not do (sharding, recomputing) is not in it."""
+    setup = case.setup
+    kernels = setup.kernels if job.dtype != torch.float64 else "reference"
+    plain = dataclasses.replace(setup, label="", zero=0, recompute="none", kernels=kernels)
+    return _Key(plain, job.world * setup.accumulation)
+
+
+def _reference_paths(job: Job, folder: Path) -> list[tuple[_Key, Path]]:
+    """For each case, what its reference is and where it lies."""
+    keys = [_reference_key(job, case) for case in job.cases]
+    number = {key: i for i, key in enumerate(dict.fromkeys(keys))}
+    return [(key, folder / f"{number[key]}.reference") for key in keys]
+
+
+def _save_reference(path: Path, key: _Key, job: Job) -> None:
+    reference = reference_run(key.setup, num_microbatches=key.num_microbatches, dtype=job.dtype)
+    with path.open("wb") as out:
+        pickle.dump(reference, out, protocol=pickle.HIGHEST_PROTOCOL)
+
+
+def load_reference(path: Path) -> Reference:
+    with path.open("rb") as file:
+        reference: Reference = pickle.load(file)
+    return reference
+
+
+# ---- in the parent -------------------------------------------------------------------------------------------------------------
+
+
+def _merge(job: Job, index: int, reports: list[RankReport], reference: Path) -> CaseReport:
+    case, limit = job.cases[index], TOLERANCE[job.dtype]
+    out = CaseReport(case=case)
+    draws = load_reference(reference).draws
+    out.redrawn = sum(draw > 0 for draw in draws)
+    out.gradient_error = max(max(r.gradients.values()) for r in reports)
+    out.norm_error = max(r.scalars["grad_norm"] for r in reports)
+    out.step_error = max(max(r.step.values()) for r in reports)
+    out.scalar_error = max(max(r.scalars.values()) for r in reports)
+    out.loss_error = max(r.scalars["loss"] for r in reports)
+    for kind in ("gradients", "scalars", "step"):
+        out.failures += _beyond(kind, reports, limit)
+    for report in reports:
+        out.failures += [f"rank {report.rank}: {text}" for text in report.unequal]
+    shapes = {f"gradient/{p.name}": p.shape for p in parameters(case.setup.spec)}
+    out.failures += uncovered(shapes, reports)
+    return out
+
+
+def _beyond(kind: str, reports: Sequence[RankReport], limit: float) -> list[str]:
+    """One line for each thing whose error exceeds the limit on some rank, the worst first."""
+    worst: dict[str, tuple[float, list[int]]] = {}
+    for report in reports:
+        for name, error in getattr(report, kind).items():
+            if not error <= limit:
+                size, ranks = worst.get(name, (0.0, []))
+                worst[name] = (max(size, error), [*ranks, report.rank])
+    ordered = sorted(worst.items(), key=lambda item: -item[1][0])
+    return [
+        f"{name} differs by {size:.1e} (limit {limit:.0e}) on rank {', '.join(map(str, ranks))}"
+        for name, (size, ranks) in ordered
+    ]

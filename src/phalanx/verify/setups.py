@@ -1,0 +1,226 @@
+"""What is verified: small models that together use every option, and a recipe's own model made small.
+
+Decides the shapes, which options exist, and which of them meet (`pairwise.py`). A `Setup` says all that the one-rank run and the run over a
+mapping have in common; `Case` adds the mapping.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from phalanx.core.config import OptimConfig, Recipe
+from phalanx.plan.dispatch import DispatchSpec
+from phalanx.plan.folding import Folding, legal_foldings
+from phalanx.plan.model import ModelSpec, RouterSpec
+from phalanx.verify.pairwise import pairwise
+
+SEQ_LEN = 16
+SEQUENCES = 2
+"""Of one micro-batch; so a sequence-wise loss differs from one over the micro-batch."""
+
+OPTIM = OptimConfig(lr=0.02, weight_decay=0.3, beta1=0.9, beta2=0.95, eps=1e-4, clip_norm=0.2)
+"""A clipped step in which everything shows: eps near the size of the second moment's root, so that a wrong factor on the gradient is not
+normalised away; a rate and a decay that move the weights by some per cent."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """One model with its options, and how its step is run."""
+
+    label: str
+    spec: ModelSpec
+    dispatch: DispatchSpec
+    accumulation: int = 1
+    """Micro-batches of a step, over all ranks, are `world * accumulation`."""
+    packed: bool = False
+    """Several documents per sequence."""
+    zero: Literal[0, 1] = 1
+    recompute: Literal["none", "selective", "full"] = "none"
+    kernels: Literal["fast", "reference"] = "fast"
+
+    @property
+    def optim(self) -> OptimConfig:
+        return dataclasses.replace(OPTIM, zero=self.zero)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A setup on a mapping."""
+
+    setup: Setup
+    folding: Folding
+
+    @property
+    def label(self) -> str:
+        return f"{self.folding.label()}  {self.setup.label}"
+
+
+_SOFTMAX = RouterSpec(score="softmax", softmax_order="before_topk")
+ROUTING: Mapping[str, RouterSpec] = {
+    "softmax": _SOFTMAX,
+    "softmax-renorm": dataclasses.replace(_SOFTMAX, renormalize=True, scale=1.5),
+    "softmax-after": RouterSpec(score="softmax", softmax_order="after_topk"),
+    "sigmoid": RouterSpec(score="sigmoid"),
+    "sigmoid-bias": RouterSpec(score="sigmoid", renormalize=True, scale=2.5, bias_rate=1e-3),
+    "groups": dataclasses.replace(_SOFTMAX, num_groups=4, group_topk=2, group_score="sum_topk"),
+    "groups-bias": RouterSpec(
+        score="sigmoid", renormalize=True, num_groups=4, group_topk=2, group_score="top2", bias_rate=1e-3
+    ),
+}
+_DROP = DispatchSpec(policy="drop", capacity_factor=1.0)
+DISPATCH: Mapping[str, DispatchSpec] = {
+    "dropless": DispatchSpec(),
+    "drop-prob-sub": _DROP,
+    "drop-prob-full": dataclasses.replace(_DROP, drop_scope="full_sequence"),
+    "drop-pos-sub": dataclasses.replace(_DROP, drop_by="position"),
+    "drop-pos-full": dataclasses.replace(_DROP, drop_by="position", drop_scope="full_sequence"),
+    "drop-prob-pad": dataclasses.replace(_DROP, pad_to_capacity=True),
+    "drop-pos-full-pad": dataclasses.replace(
+        _DROP, drop_by="position", drop_scope="full_sequence", pad_to_capacity=True
+    ),
+}
+FACTORS: Mapping[str, Sequence[Any]] = {
+    "routing": tuple(ROUTING),
+    "dispatch": tuple(DISPATCH),
+    "transport": ("all_to_all", "all_gather"),
+    "shared": ("none", "shared", "gated"),
+    "aux": ("none", "micro_batch", "sequence", "global_batch"),
+    "z_loss": (0.0, 0.01),
+    "recompute": ("none", "selective", "full"),
+    "kernels": ("fast", "reference"),
+    "dense_layers": (0, 1),
+    "qk_norm": ("none", "head", "hidden"),
+    "attention_bias": (False, True),
+    "tied": (False, True),
+    "packed": (False, True),
+    "zero": (0, 1),
+    "accumulation": (1, 2),
+}
+
+
+def small_model(name: str, **changes: Any) -> ModelSpec:
+    """Two layers; widths such that experts split over 8 ranks and bf16 rows stay multiples of 16 bytes (grouped matmul)."""
+    shape: dict[str, Any] = {
+        "num_layers": 2,
+        "hidden": 32,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+        "vocab": 64,
+        "num_experts": 8,
+        "top_k": 2,
+        "expert_ffn": 64,
+    }
+    return ModelSpec(name=name, **{**shape, **changes})
+
+
+def setup_of(row: Mapping[str, Any]) -> Setup:
+    """The setup of one row of the pairwise table (factor -> level)."""
+    router = dataclasses.replace(
+        ROUTING[row["routing"]],
+        z_loss=row["z_loss"],
+        aux_loss=0.0 if row["aux"] == "none" else 0.1,
+        aux_scope="micro_batch" if row["aux"] == "none" else row["aux"],
+    )
+    spec = small_model(
+        "verify",
+        router=router,
+        shared_ffn=0 if row["shared"] == "none" else 48,
+        shared_gate=row["shared"] == "gated",
+        dense_layers=row["dense_layers"],
+        dense_ffn=80 if row["dense_layers"] else 0,
+        qk_norm=row["qk_norm"],
+        attention_bias=row["attention_bias"],
+        tied_embeddings=row["tied"],
+    )
+    return Setup(
+        label=_label(row),
+        spec=spec,
+        dispatch=dataclasses.replace(DISPATCH[row["dispatch"]], transport=row["transport"]),
+        accumulation=row["accumulation"],
+        packed=row["packed"],
+        zero=row["zero"],
+        recompute=row["recompute"],
+        kernels=row["kernels"],
+    )
+
+
+def _label(row: Mapping[str, Any]) -> str:
+    words = [row["routing"], row["dispatch"], row["transport"], f"zero{row['zero']}"]
+    words += [f"{row['shared']}-expert"] if row["shared"] != "none" else []
+    words += [f"aux-{row['aux']}"] if row["aux"] != "none" else []
+    words += ["z-loss"] if row["z_loss"] else []
+    words += [f"recompute-{row['recompute']}"] if row["recompute"] != "none" else []
+    words += [f"qk-{row['qk_norm']}"] if row["qk_norm"] != "none" else []
+    flags = {
+        "dense-layer": row["dense_layers"],
+        "bias": row["attention_bias"],
+        "tied": row["tied"],
+        "packed": row["packed"],
+    }
+    words += [word for word, on in flags.items() if on]
+    words += [f"x{row['accumulation']}", row["kernels"]]
+    return " ".join(words)
+
+
+def default_cases(world: int, *, axes: Sequence[str] = ("ep", "etp")) -> list[Case]:
+    """All legal mappings of the small model over `world` ranks, each pair of options (the mapping is one) in at least one case."""
+    foldings = list(legal_foldings(world, small_model("verify"), seq_len=SEQ_LEN, axes=axes))
+    rows = pairwise({**FACTORS, "folding": range(len(foldings))})
+    return [Case(setup=setup_of(row), folding=foldings[row["folding"]]) for row in rows]
+
+
+def recipe_cases(recipe: Recipe, spec: ModelSpec, folding: Folding, dispatch: DispatchSpec) -> list[Case]:
+    """The recipe's own options and mapping on a shrunken model, with one and with two micro-batches per rank."""
+    small = shrink(spec, folding)
+    cases = []
+    for accumulation in (1, 2):
+        setup = Setup(
+            label=f"{recipe.run.name} shrunk x{accumulation}",
+            spec=small,
+            dispatch=dispatch,
+            accumulation=accumulation,
+            packed=True,
+            zero=recipe.optim.zero,
+            recompute=recipe.train.recompute,
+            kernels=recipe.kernels.implementation,
+        )
+        cases.append(Case(setup=setup, folding=folding))
+    return cases
+
+
+def shrink(spec: ModelSpec, folding: Folding) -> ModelSpec:
+    """Same options, small numbers: few layers, narrow, no more experts than the mapping and the routing need."""
+    dense = min(spec.dense_layers, 1)
+    heads = folding.tp * 2
+    group = spec.num_heads // spec.num_kv_heads
+    experts = _fewest_experts(spec, folding)
+    return dataclasses.replace(
+        spec,
+        name=f"{spec.name} (shrunk)",
+        num_layers=dense + (2 if spec.moe_layers else 1) + folding.pp - 1,
+        dense_layers=dense if spec.moe_layers else dense + folding.pp,
+        hidden=32,
+        num_heads=heads * min(group, 2),
+        num_kv_heads=heads,
+        head_dim=8,
+        vocab=64 * folding.tp,
+        num_experts=experts,
+        expert_ffn=16 * folding.etp,
+        shared_ffn=16 * folding.tp if spec.shared_ffn else 0,
+        dense_ffn=16 * folding.tp if spec.dense_ffn else 0,
+        router=dataclasses.replace(spec.router, force="none"),
+    )
+
+
+def _fewest_experts(spec: ModelSpec, folding: Folding) -> int:
+    """The smallest count that ep and the groups divide and in which top-k (inside the chosen groups) has a choice."""
+    groups = spec.router.num_groups
+    for count in range(1, spec.num_experts):
+        fits = count % folding.ep == 0 and count % groups == 0
+        if fits and count // groups * spec.router.group_topk >= spec.top_k and count >= 2 * spec.top_k:
+            return count
+    return spec.num_experts
