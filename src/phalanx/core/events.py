@@ -28,7 +28,7 @@ class RunStarted(Event):
     rank: int
     world: int
     step: int
-    """First step that this process will run."""
+    """Steps that were committed before: 0, or those of the checkpoint. What an earlier process logged beyond is void."""
     total_steps: int
     num_params: int
     active_params: int
@@ -38,18 +38,6 @@ class RunStarted(Event):
     """Measured matmul rate of all ranks together; 0 where it was not measured."""
     unigram_loss: float | None = None
     """Validation loss of a model that knows only how frequent each token is: what training must beat."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Progress(Event):
-    """A long piece of preparation moved on. The last event of a task has ``done == total``."""
-
-    task: str
-    """What a person reads: `tokenising`, `training the tokenizer`."""
-    done: int
-    total: int
-    unit: str = ""
-    """What is counted: `B`, `documents`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +64,18 @@ class StepEnded(Event):
     dropped_tokens: int
     router_entropy: float
     peak_memory_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplesTaken(Event):
+    """What one rank trained on in a committed step. All ranks' logs together are the ledger that no sample is lost or repeated."""
+
+    step: int
+    """As in `StepEnded`."""
+    microbatches: tuple[int, ...]
+    """Numbers of its micro-batches in the step, over all ranks."""
+    windows: tuple[int, ...]
+    """Ids of their sequences, in order."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,243 @@
+"""What a person sees while a run trains: rows that stay, and on a terminal a few lines below them that follow every step.
+
+Decides when a row is printed (first and last step, every `log_interval` steps or about every 5 seconds, every validation). Must never
+change: without a terminal the output is plain lines, and no thread draws behind the training step's back.
+
+    step    loss     val  tok/s    MFU   grad      lr  load dead  drop    left      rows, printed once
+      50  5.1023         11.2k 31.2 %   0.91  3.0e-3  1.21    0     0    2:05
+      57  5.0711         11.3k 31.4 %   0.88  3.0e-3  1.19    0     0    1:58      this step
+    expert load  0 ▂1.12  1 ▃1.31  2 ▂1.19  3 ▂1.10
+    loss ▇▆▅▄▃▂▂▁ 9.02 to 5.07    checkpoint at step 50 (96.2 MiB, stood still 52 ms)
+    ━━━━━━━━━━━━━━━━━╺━━━━━━━━━━━━━━━  57/300 steps   19 %   1:58 left
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from phalanx.core.config import ObserveConfig
+from phalanx.core.events import CheckpointSaved, Event, Note, RunEnded, RunStarted, StepEnded, Validated
+from phalanx.core.units import format_bytes, format_count, format_rate, format_seconds
+from phalanx.observe import table
+
+ROW_SECONDS = 5.0
+REFRESH_S = 0.1
+PLAIN_WIDTH = 120
+"""Lines of a log file are as wide as they need to be, whatever the terminal of the reader."""
+HEADER_EVERY = 30
+
+
+def wants_live(config: ObserveConfig, console: Console) -> bool:
+    """Live display, or plain lines?"""
+    return config.console == "live" or (
+        config.console == "auto" and console.is_terminal and not console.is_dumb_terminal
+    )
+
+
+class ConsoleSink:
+    """Draws the run on `console`. `clock` gives seconds (a test passes its own)."""
+
+    def __init__(
+        self,
+        console: Console,
+        *,
+        live: bool,
+        log_interval: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.name = "console"
+        self._console = console
+        self._log_interval = log_interval
+        self._clock = clock
+        self._pace = _Pace(clock)
+        self._live = Live(console=console, auto_refresh=False, transient=True) if live else None
+        self._run: RunStarted | None = None
+        self._step: StepEnded | None = None
+        self._validation: float | None = None
+        self._checkpoint = ""
+        self._losses: deque[float] = deque(maxlen=2048)
+        self._rows = 0
+        self._row_at = 0.0
+        self._drawn_at = 0.0
+
+    def write(self, event: Event) -> None:
+        match event:
+            case RunStarted():
+                self._start(event)
+            case StepEnded():
+                self._end_step(event)
+            case Validated():
+                self._validated(event)
+            case CheckpointSaved():
+                self._saved(event)
+            case Note():
+                self._say(event)
+            case RunEnded():
+                self.close()
+
+    def close(self) -> None:
+        if self._live is not None and self._live.is_started:
+            self._live.stop()
+
+    @property
+    def _width(self) -> int:
+        return self._console.width if self._live is not None else PLAIN_WIDTH
+
+    def _print(self, line: RenderableType) -> None:
+        """A line that stays. Plain lines are never wrapped or cut."""
+        if self._live is not None:
+            self._console.print(line, highlight=False)
+        else:
+            self._console.print(line, highlight=False, soft_wrap=True)
+
+    def _start(self, run: RunStarted) -> None:
+        self._run = run
+        self._print(Text(f"{run.run}: {format_count(run.num_params)} parameters, {format_count(run.active_params)} of them "
+                         f"for each token, on {run.world} rank{'s' if run.world != 1 else ''} ({run.folding})", style="bold"))  # fmt: skip
+        known = []
+        if run.step:
+            known.append(f"resumed after step {run.step}")
+        if run.peak_flops_per_s > 0:
+            known.append(f"matmul rate of this machine {format_rate(run.peak_flops_per_s, 'FLOP')}")
+        if run.unigram_loss is not None:
+            known.append(f"loss of a unigram model {run.unigram_loss:.3f}")
+        if known:
+            self._print(Text(", ".join(known), style="dim"))
+        if self._live is not None and not self._live.is_started:
+            self._live.start()
+            self._draw(force=True)
+
+    def _end_step(self, event: StepEnded) -> None:
+        self._pace.tick(event)
+        self._step = event
+        self._losses.append(event.loss)
+        if self._row_is_due(event.step):
+            self._print_row(self._row(event))
+        self._draw(force=self._run is not None and event.step == self._run.total_steps)
+
+    def _row_is_due(self, step: int) -> bool:
+        if self._rows == 0 or (self._run is not None and step == self._run.total_steps):
+            return True
+        if self._log_interval is not None:
+            return step % self._log_interval == 0
+        return self._clock() - self._row_at >= ROW_SECONDS
+
+    def _row(self, event: StepEnded, *, validation: float | None = None) -> table.Row:
+        return table.Row(
+            step=event.step, loss=event.loss, validation=validation, tokens_per_s=event.tokens_per_s, mfu=event.mfu or None,
+            grad_norm=event.grad_norm, lr=event.lr, load=max(event.load_max_over_mean, default=None),
+            dead=event.dead_experts, dropped=event.dropped_tokens, left_s=self._left_s(event.step),
+        )  # fmt: skip
+
+    def _left_s(self, step: int) -> float | None:
+        return None if self._run is None else self._pace.step_s * (self._run.total_steps - step)
+
+    def _print_row(self, row: table.Row) -> None:
+        if self._rows % HEADER_EVERY == 0:
+            self._print(table.header(self._width))
+        self._rows += 1
+        self._row_at = self._clock()
+        self._print(table.row_line(row, self._width))
+
+    def _validated(self, event: Validated) -> None:
+        self._validation = event.loss
+        line = table.row_line(table.Row(step=event.step, validation=event.loss), self._width)
+        line.rstrip()
+        words = f"  validation in {format_seconds(event.seconds)}"
+        if self._run is not None and self._run.unigram_loss is not None:
+            gain = self._run.unigram_loss - event.loss
+            words += f", {abs(gain):.3f} {'below' if gain > 0 else 'above'} unigram"
+        line.append(words, style="dim")
+        self._print(line)
+        self._draw(force=True)
+
+    def _saved(self, event: CheckpointSaved) -> None:
+        what = f"{format_bytes(event.bytes)}, stood still {format_seconds(event.blocked_s)}"
+        self._checkpoint = f"checkpoint at step {event.step} ({what})"
+        self._draw(force=True)
+        if self._live is None:
+            self._print(Text(f"{event.step:>6} checkpoint {event.path} ({what})"))
+
+    def _say(self, note: Note) -> None:
+        style = {"warning": "yellow", "error": "bold red"}.get(note.level, "")
+        text = note.text if note.level == "info" else f"{note.level}: {note.text}"
+        self._print(Text(text, style=style))
+
+    # --- the part that moves
+
+    def _draw(self, *, force: bool) -> None:
+        """Redraw the live lines, at most ten times a second unless `force`."""
+        if self._live is None or not self._live.is_started or self._run is None:
+            return
+        now = self._clock()
+        if force or now - self._drawn_at >= REFRESH_S:
+            self._drawn_at = now
+            self._live.update(Group(*self._moving(self._run)), refresh=True)
+
+    def _moving(self, run: RunStarted) -> Iterator[RenderableType]:
+        event, width = self._step, self._width
+        step = run.step
+        if event is not None:
+            step = event.step
+            yield table.row_line(self._row(event, validation=self._validation), width, style="bold")
+            if event.load_max_over_mean:
+                yield _loads(event.load_max_over_mean, width)
+            yield self._course(width)
+        yield _progress(step, run.total_steps, left_s=self._left_s(step) if event is not None else None, width=width)
+
+    def _course(self, width: int) -> Text:
+        ends = f"{table.loss_text(self._losses[0])} to {table.loss_text(self._losses[-1])}"
+        room = width - len(f"loss  {ends}")
+        tail = f"    {self._checkpoint}" if self._checkpoint and room - len(self._checkpoint) >= 14 else ""
+        line = Text("loss ", no_wrap=True, overflow="crop")
+        line.append(table.sparkline(list(self._losses), min(40, room - len(tail))), style="green")
+        line.append(f" {ends}")
+        line.append(tail, style="dim")
+        return line
+
+
+class _Pace:
+    """Seconds per step including what happens between steps (validation, checkpoints), as time left needs it."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._ends: deque[float] = deque(maxlen=200)
+        self.step_s = 0.0
+
+    def tick(self, event: StepEnded) -> None:
+        self._ends.append(self._clock())
+        # the first step warms caches up; two ends and more give an average that includes what lies between
+        steps = len(self._ends) - 1
+        self.step_s = (self._ends[-1] - self._ends[0]) / steps if steps else event.step_s
+
+
+def _loads(loads: tuple[float, ...], width: int) -> Text:
+    """Max/mean load of each MoE layer; of too many, the worst."""
+    line = Text("expert load ", no_wrap=True, overflow="crop")
+    shown = [(layer, f" {layer} {table.load_bar(load)}{load:.2f}", load) for layer, load in enumerate(loads)]
+    if sum(len(text) + 1 for _, text, _ in shown) + len(line) > width:
+        line.append(f"(worst of {len(loads)}) ", style="dim")
+        shown.sort(key=lambda item: (-item[2], item[0]))
+    for _, text, load in shown:
+        if len(line) + len(text) + 1 > width:
+            break
+        line.append(text + " ", style="yellow" if load >= table.BUSY_LOAD else "")
+    return line
+
+
+def _progress(step: int, total: int, *, left_s: float | None, width: int) -> RenderableType:
+    words = f" {step}/{total} steps {100 * step // max(total, 1):>3} %"
+    if left_s is not None:
+        words += f"  {table.clock(left_s)} left"
+    grid: Any = Table.grid(padding=(0, 1))
+    grid.add_row(ProgressBar(total=total, completed=step, width=max(10, width - len(words) - 2)), Text(words))
+    return grid

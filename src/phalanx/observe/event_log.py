@@ -1,0 +1,152 @@
+"""`events/rank-N.jsonl`: one JSON object a line, written as events happen, read back by anyone.
+
+Must never change: a line is handed to the kernel in one write as soon as its event happens, so a process that is killed loses at most the
+line it was writing; what stands before stays readable. Resuming appends. An event that an earlier process logged and that training then
+went back behind (it happened after the checkpoint it resumed from) is void: `read_history` leaves it out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from phalanx.core.errors import DataError, Problem
+from phalanx.core.events import Event
+
+Record = dict[str, Any]
+
+
+def log_path(folder: Path, rank: int) -> Path:
+    return folder / "events" / f"rank-{rank}.jsonl"
+
+
+class JsonlSink:
+    """Appends each event of one rank to its log. A torn last line of a killed process is cut off first."""
+
+    def __init__(self, folder: Path, *, rank: int) -> None:
+        self.name = "event log"
+        path = log_path(folder, rank)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        self._size = _whole_lines(self._file)
+        os.ftruncate(self._file, self._size)
+
+    def write(self, event: Event) -> None:
+        line = encode(event, time_s=time.time())
+        rest = memoryview(line)
+        try:
+            while rest:
+                rest = rest[os.write(self._file, rest) :]
+        except OSError:
+            # a full disk takes part of a line: take it back, so that the log stays readable and can grow again
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._file, self._size)
+            raise
+        self._size += len(line)
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+def encode(event: Event, *, time_s: float) -> bytes:
+    """One line. NaN and infinities, which JSON does not have, become null."""
+    record = event.to_record()
+    record = {"kind": record.pop("kind"), "time_s": round(time_s, 6), **record}
+    try:
+        text = json.dumps(record, separators=(",", ":"), allow_nan=False)
+    except ValueError:
+        text = json.dumps(_finite(record), separators=(",", ":"))
+    return text.encode() + b"\n"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    return [_finite(v) for v in value] if isinstance(value, list | tuple) else value
+
+
+def _whole_lines(file: int) -> int:
+    """Size of the file without a torn last line."""
+    end = os.fstat(file).st_size
+    while end > 0:
+        start = max(0, end - 65536)
+        newline = os.pread(file, end - start, start).rfind(b"\n")
+        if newline >= 0:
+            return start + newline + 1
+        end = start
+    return 0
+
+
+def read_events(path: Path) -> Iterator[Record]:
+    """All records of one log. A torn last line is left out; any other broken line raises `DataError` naming file and line."""
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if line.endswith(b"\n"):
+                    yield _decode(path, number, line)
+    except OSError as error:
+        hint = "give the folder of a run, such as runs/laptop"
+        problem = Problem(where=str(path), value=error.strerror, rule="is not a readable event log", hint=hint)
+        raise DataError([problem], subject="the event log") from error
+
+
+def _decode(path: Path, number: int, line: bytes) -> Record:
+    try:
+        record = json.loads(line)
+        if isinstance(record, dict) and isinstance(record.get("kind"), str):
+            return record
+    except ValueError:
+        pass
+    rule, hint = "is not an event", "delete the line; each line is a JSON object with a kind"
+    raise DataError([Problem(where=f"{path}:{number}", value=line[:80], rule=rule, hint=hint)], subject="the event log")
+
+
+@dataclass
+class History:
+    """What counts of a run: events that training later went back behind are gone."""
+
+    started: Record = field(default_factory=dict)
+    """The newest start."""
+    starts: int = 0
+    steps: dict[int, Record] = field(default_factory=dict)
+    validations: dict[int, Record] = field(default_factory=dict)
+    checkpoints: list[Record] = field(default_factory=list)
+    samples: list[Record] = field(default_factory=list)
+    notes: list[Record] = field(default_factory=list)
+    ended: Record | None = None
+    """How the newest process ended; None while it runs, or where it was killed."""
+
+
+def read_history(folder: Path, *, rank: int = 0) -> History:
+    """The course of a run as one rank logged it. Raises `DataError` where there is none."""
+    history = History()
+    for record in read_events(log_path(folder, rank)):
+        match record["kind"]:
+            case "RunStarted":
+                history.started, history.ended = record, None
+                history.starts += 1
+                for kept in (history.steps, history.validations):
+                    for step in [s for s in kept if s > record["step"]]:
+                        del kept[step]
+            case "StepEnded":
+                history.steps[record["step"]] = record
+            case "Validated":
+                history.validations[record["step"]] = record
+            case "CheckpointSaved":
+                history.checkpoints.append(record)
+            case "Sampled":
+                history.samples.append(record)
+            case "Note":
+                history.notes.append(record)
+            case "RunEnded":
+                history.ended = record
+    return history

@@ -1,0 +1,83 @@
+"""The numbers of a run by name: which event carries each, its unit, what it means. TensorBoard, W&B, Prometheus and the docs read this table.
+
+Must never change without need: the names. People's dashboards and scripts are built on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from phalanx.core.events import CheckpointSaved, Event, StepEnded, Validated
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One number, or one for each MoE layer (`per_layer`), read from events of one kind."""
+
+    name: str
+    kind: type[Event]
+    unit: str
+    meaning: str
+    read: Callable[[Any], Any]
+    per_layer: bool = False
+
+    @property
+    def prometheus_name(self) -> str:
+        return "phalanx_" + self.name.replace("/", "_")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A value of a metric at a step; `layer` counts MoE layers from 0."""
+
+    metric: Metric
+    step: int
+    value: float
+    layer: int | None = None
+
+    @property
+    def tag(self) -> str:
+        """`train/loss`, or `experts/load/layer-3`."""
+        return self.metric.name if self.layer is None else f"{self.metric.name}/layer-{self.layer}"
+
+
+METRICS: tuple[Metric, ...] = (
+    Metric("train/loss", StepEnded, "nats", "mean cross-entropy per valid token of the step", lambda e: e.loss),
+    Metric("train/aux_loss", StepEnded, "nats", "load-balancing term of the objective", lambda e: e.aux_loss),
+    Metric("train/z_loss", StepEnded, "nats", "router z-loss term of the objective", lambda e: e.z_loss),
+    Metric("train/grad_norm", StepEnded, "", "global gradient norm before clipping", lambda e: e.grad_norm),
+    Metric("train/lr", StepEnded, "", "learning rate", lambda e: e.lr),
+    Metric("validation/loss", Validated, "nats", "mean cross-entropy per valid validation token", lambda e: e.loss),
+    Metric("validation/seconds", Validated, "s", "time that one validation took", lambda e: e.seconds),
+    Metric("speed/tokens_per_s", StepEnded, "1/s", "tokens trained per second, all ranks", lambda e: e.tokens_per_s),
+    Metric("speed/mfu", StepEnded, "", "model FLOPs per second over the measured matmul rate", lambda e: e.mfu),
+    Metric("speed/step_s", StepEnded, "s", "duration of the step, waiting for data included", lambda e: e.step_s),
+    Metric("speed/data_s", StepEnded, "s", "part of it that was spent waiting for data", lambda e: e.data_s),
+    Metric("experts/load", StepEnded, "", "tokens of the fullest expert over the mean, worst layer",
+           lambda e: max(e.load_max_over_mean, default=1.0)),
+    Metric("experts/load_of", StepEnded, "", "the same for each MoE layer", lambda e: e.load_max_over_mean, per_layer=True),
+    Metric("experts/dead", StepEnded, "", "experts without a token in this step, over all layers", lambda e: e.dead_experts),
+    Metric("experts/dropped", StepEnded, "", "(token, expert) pairs dropped by capacity, over all layers",
+           lambda e: e.dropped_tokens),
+    Metric("experts/entropy", StepEnded, "nats", "mean entropy of the router's distribution", lambda e: e.router_entropy),
+    Metric("memory/peak_bytes", StepEnded, "B", "highest memory of one rank so far", lambda e: e.peak_memory_bytes),
+    Metric("checkpoint/blocked_s", CheckpointSaved, "s", "how long training stood still for the checkpoint",
+           lambda e: e.blocked_s),
+    Metric("checkpoint/total_s", CheckpointSaved, "s", "time until the checkpoint was complete on disk", lambda e: e.total_s),
+    Metric("checkpoint/bytes", CheckpointSaved, "B", "size of the checkpoint", lambda e: e.bytes),
+)  # fmt: skip
+
+
+def samples(event: Event) -> Iterator[Sample]:
+    """All values that an event carries (nothing for events without numbers)."""
+    for metric in METRICS:
+        if type(event) is not metric.kind:
+            continue
+        step = int(event.step)  # type: ignore[attr-defined]
+        value = metric.read(event)
+        if metric.per_layer:
+            yield from (Sample(metric, step, float(v), layer) for layer, v in enumerate(value))
+        else:
+            yield Sample(metric, step, float(value))

@@ -1,0 +1,167 @@
+"""Where events go: the sinks of a run, opened from its recipe and called as one `Emit`.
+
+Decides which rank has which sink: every rank its event log, rank 0 everything that a person watches. Must never change: a sink that
+fails warns once and never stops training, and the others still get every event; but a sink that cannot be opened (a missing extra, a
+port in use) is a problem of the recipe and is told before training starts.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol
+
+from rich.console import Console
+
+from phalanx.core.config import ObserveConfig
+from phalanx.core.errors import ConfigError, Problem, RunError, raise_if
+from phalanx.core.events import Event, Note
+from phalanx.observe.console import ConsoleSink, wants_live
+from phalanx.observe.event_log import JsonlSink, log_path
+
+GIVE_UP_AFTER = 20
+"""Failures in a row after which a sink is no longer called: a dead network must not cost a timeout every step."""
+
+
+class Sink(Protocol):
+    """Takes events one at a time; calls never overlap."""
+
+    name: str
+
+    def write(self, event: Event, /) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Sinks:
+    """All sinks of one rank behind one `Emit`. Threads may share it."""
+
+    def __init__(self, sinks: Sequence[Sink]) -> None:
+        self._sinks = list(sinks)
+        self._failures = dict.fromkeys((s.name for s in sinks), 0)
+        self._warned: set[str] = set()
+        self._lock = threading.RLock()
+
+    def __call__(self, event: Event, /) -> None:
+        with self._lock:
+            for sink in tuple(self._sinks):
+                self._guarded(sink, partial(sink.write, event))
+
+    def close(self) -> None:
+        """Close every sink; the second call does nothing."""
+        with self._lock:
+            while self._sinks:
+                sink = self._sinks.pop()
+                self._guarded(sink, sink.close)
+
+    def __enter__(self) -> Sinks:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _guarded(self, sink: Sink, action: Callable[[], None]) -> None:
+        try:
+            action()
+            self._failures[sink.name] = 0
+        except Exception as error:
+            self._failures[sink.name] += 1
+            if self._failures[sink.name] >= GIVE_UP_AFTER and sink in self._sinks:
+                self._sinks.remove(sink)
+            if sink.name not in self._warned:
+                self._warned.add(sink.name)
+                self._warn(
+                    sink, f"{sink.name} does not work ({type(error).__name__}: {error}); training goes on without it"
+                )
+
+    def _warn(self, broken: Sink, text: str) -> None:
+        """Tell a person once: through the sinks that work, and on standard error where none of them is a screen."""
+        others = [s for s in self._sinks if s is not broken and s.name not in self._warned]
+        for sink in others:
+            self._guarded(sink, partial(sink.write, Note(level="warning", text=text)))
+        if not any(isinstance(s, ConsoleSink) for s in others):
+            print(f"phalanx: warning: {text}", file=sys.stderr)
+
+
+def sink_problems(config: ObserveConfig) -> list[Problem]:
+    """Sinks that the recipe asks for and this installation does not have."""
+    wanted = {
+        "observe.wandb_project": (config.wandb_project, "wandb", "wandb"),
+        "observe.prometheus_port": (config.prometheus_port, "prometheus_client", "prometheus"),
+    }
+    return [
+        Problem(
+            where=where,
+            value=value,
+            rule=f"needs the package {package}, which is not installed",
+            hint=f"install the extra: pip install 'phalanx[{extra}]', or leave {where} out",
+        )
+        for where, (value, package, extra) in wanted.items()
+        if value is not None and find_spec(package) is None
+    ]
+
+
+def open_sinks(config: ObserveConfig, *, folder: Path, rank: int, console: Console | None = None) -> Sinks:
+    """The sinks of `rank` for the run in `folder`.
+
+    Raises `ConfigError` with all sinks that cannot be opened, `RunError` where the run folder cannot be written.
+    """
+    try:
+        opened: list[Sink] = [JsonlSink(folder, rank=rank)]
+    except OSError as error:
+        path = log_path(folder, rank)
+        raise RunError(f"{path}: cannot be written ({error.strerror}); choose another run.folder") from error
+    if rank != 0:
+        return Sinks(opened)
+    problems = sink_problems(config)
+    missing = {p.where for p in problems}
+    for setting, make in _rank_zero(config, folder, console).items():
+        try:
+            if setting not in missing:
+                opened.append(make())
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        Sinks(opened).close()
+    raise_if(problems, ConfigError, subject="the recipe")
+    return Sinks(opened)
+
+
+def _rank_zero(config: ObserveConfig, folder: Path, console: Console | None) -> dict[str, Callable[[], Sink]]:
+    """Setting -> how to open its sink, for those that the recipe wants. Their packages are imported when they are opened."""
+
+    def tensorboard() -> Sink:
+        from phalanx.observe.tensorboard import TensorBoardSink
+
+        return TensorBoardSink(folder / "tensorboard")
+
+    def wandb() -> Sink:
+        from phalanx.observe.wandb import WandbSink
+
+        return WandbSink(folder, project=config.wandb_project or "", mode=config.wandb_mode or "online")
+
+    def prometheus() -> Sink:
+        from phalanx.observe.prometheus import PrometheusSink
+
+        address = config.prometheus_address or "127.0.0.1"
+        return PrometheusSink(run=folder.name, port=config.prometheus_port or 0, address=address)
+
+    def screen() -> Sink:
+        terminal = console if console is not None else Console()
+        return ConsoleSink(terminal, live=wants_live(config, terminal), log_interval=config.log_interval)
+
+    # the console last: while sinks open, messages of their packages must not tear its display
+    wanted = {
+        "observe.tensorboard": (config.tensorboard, tensorboard),
+        "observe.wandb_project": (config.wandb_project is not None, wandb),
+        "observe.prometheus_port": (config.prometheus_port is not None, prometheus),
+        "observe.console": (config.console != "none", screen),
+    }
+    return {setting: make for setting, (on, make) in wanted.items() if on}

@@ -1,0 +1,112 @@
+"""What a run leaves on the screen when it ends: how good it got, what it writes, where it lies, what to try next."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console, Group, RenderableType
+from rich.panel import Panel
+from rich.text import Text
+
+from phalanx.core.units import format_count, format_seconds
+from phalanx.observe.table import loss_text
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSummary:
+    """None: not known (no validation ran, no text was sampled)."""
+
+    folder: Path
+    step: int
+    total_steps: int
+    seconds: float
+    """Of this process."""
+    tokens: int
+    """Trained by this process."""
+    loss: float | None = None
+    validation_loss: float | None = None
+    unigram_loss: float | None = None
+    prompt: str = ""
+    text: str | None = None
+    """What the model made of the prompt."""
+
+    @property
+    def finished(self) -> bool:
+        return self.step >= self.total_steps
+
+
+def next_commands(summary: RunSummary) -> tuple[tuple[str, str], ...]:
+    """(command, what it does) that make sense after this run."""
+    run = summary.folder
+    go_on = (f"phalanx train {run / 'recipe.toml'}", f"go on from step {summary.step}")
+    longer = (f"phalanx train {run / 'recipe.toml'} --train.steps {2 * summary.total_steps}", "train twice as long")
+    return (
+        longer if summary.finished else go_on,
+        (f'phalanx generate {run} "def main("', "let it write"),
+        (f"phalanx metrics {run}", "see the course of the run"),
+        (f"phalanx verify {run / 'recipe.toml'}", "prove its mapping against one rank"),
+    )
+
+
+def print_summary(
+    summary: RunSummary, *, console: Console | None = None, commands: Sequence[tuple[str, str]] | None = None
+) -> None:
+    """Draw the summary: a panel on a terminal, the same words as plain lines elsewhere."""
+    console = console if console is not None else Console()
+    title = "finished" if summary.finished else f"stopped after step {summary.step} of {summary.total_steps}"
+    parts: list[RenderableType] = [_figures(summary)]
+    if summary.text is not None:
+        parts += [Text("\nIt writes (the prompt is bold):"), _sample(summary)]
+    if console.is_terminal:
+        console.print(Panel(Group(*parts), title=f"{summary.folder.name}: {title}", title_align="left", padding=(0, 1)))
+    else:
+        console.print(Text(f"{summary.folder.name}: {title}"))
+        for part in parts:
+            console.print(part, soft_wrap=True)
+    # outside the frame, so that a long command can be copied whole
+    for line in _commands(next_commands(summary) if commands is None else commands, width=console.width):
+        console.print(line, soft_wrap=True)
+
+
+def _figures(summary: RunSummary) -> Text:
+    text = Text()
+    steps = f"{summary.step} steps, {format_count(summary.tokens)} tokens in {format_seconds(summary.seconds)}"
+    text.append(f"{steps}\n")
+    if summary.loss is not None:
+        text.append(f"train loss       {loss_text(summary.loss)}\n")
+    if summary.validation_loss is not None:
+        text.append(f"validation loss  {loss_text(summary.validation_loss)}", style="bold")
+        if summary.unigram_loss is not None:
+            gain = summary.unigram_loss - summary.validation_loss
+            words = f"{abs(gain):.3f} {'below' if gain > 0 else 'ABOVE'} the {loss_text(summary.unigram_loss)} of a unigram model"
+            text.append(f"  {words}", style="green" if gain > 0 else "bold red")
+        text.append("\n")
+    text.append(f"run folder       {summary.folder}")
+    return text
+
+
+def _sample(summary: RunSummary) -> Text:
+    text = Text(overflow="fold")
+    text.append(_printable(summary.prompt), style="bold")
+    text.append(_printable(summary.text or ""), style="cyan")
+    text.rstrip()
+    return Text("\n").join(Text("  ").append_text(line) for line in text.split("\n", allow_blank=True))
+
+
+def _printable(text: str) -> str:
+    """Control characters of a young model's text must not reach the terminal."""
+    return "".join(c if c == "\n" or c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text.expandtabs(4))
+
+
+def _commands(commands: Sequence[tuple[str, str]], *, width: int) -> list[Text]:
+    """A command a line, its meaning beside it; below it where all would not fit."""
+    longest = max((len(c) for c, _ in commands), default=0)
+    beside = all(len(meaning) + longest + 6 <= width for _, meaning in commands)
+    lines = [Text("Next:")]
+    for command, meaning in commands:
+        line = Text("  ").append(command, style="bold")
+        line.append(f"{'':<{longest - len(command) + 2}}{meaning}" if beside else f"\n      {meaning}", style="dim")
+        lines.append(line)
+    return lines
