@@ -13,6 +13,7 @@ import torch
 from phalanx.plan.dispatch import DispatchSpec
 from phalanx.plan.model import ModelSpec
 from phalanx.plan.placement import Placement
+from phalanx.plan.program import Phase
 from phalanx.runtime.collectives import Collectives
 from phalanx.runtime.groups import Groups
 
@@ -64,6 +65,8 @@ class ForwardInfo:
     step: int = 0
     microbatch: int = 0
     """Global index of this micro-batch in the step."""
+    phase: Phase = "fwd"
+    """Names this pass in the ids of its operations (`plan/program.py`); changes nothing else."""
     num_microbatches: int = 1
     balance_counts_LE: torch.Tensor | None = None
 

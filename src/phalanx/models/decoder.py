@@ -7,7 +7,8 @@ Legend: B sequences, S sequence length, T = B*S, H hidden, V vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain, repeat
 
 import torch
 import torch.nn.functional as F
@@ -80,8 +81,10 @@ class Decoder(nn.Module):
             result: tuple[torch.Tensor, RoutingStats | None] = block(x_TH, table=table, info=info, batch=batch)
             return result
 
+        infos = chain((info,), repeat(replace(info, phase="re")))
+
         def run(x_TH: torch.Tensor) -> tuple[torch.Tensor, RoutingStats | None]:
-            out: tuple[torch.Tensor, RoutingStats | None] = block(x_TH, table=table, info=info, batch=batch)
+            out: tuple[torch.Tensor, RoutingStats | None] = block(x_TH, table=table, info=next(infos), batch=batch)
             return out
 
         again: tuple[torch.Tensor, RoutingStats | None] = checkpoint(

@@ -15,6 +15,7 @@ from torch import nn
 from phalanx.models.context import ForwardInfo, ModelContext, RoutingStats, TokenBatch
 from phalanx.models.layers import Mlp, new_parameter
 from phalanx.models.router import Router
+from phalanx.plan.program import op_id
 from phalanx.runtime.dispatch import Dispatcher
 from phalanx.runtime.experts import ExpertWeights, run_experts
 
@@ -74,7 +75,7 @@ class MoE(nn.Module):
             dispatcher=self.dispatcher,
             kernels=self.kernels,
             recompute=self.recompute,
-            op_prefix=f"mb{info.microbatch}.L{self.layer}.fwd.",
+            op_prefix=op_id("", microbatch=info.microbatch, layer=self.layer, phase=info.phase),
         )
         if self.shared is not None:
             y_TH = y_TH + self.shared(x_TH)

@@ -30,6 +30,7 @@ from phalanx.core.errors import RunError
 from phalanx.models.context import ForwardInfo, ModelContext
 from phalanx.models.layers import new_parameter
 from phalanx.plan.model import RouterSpec
+from phalanx.plan.program import op_id
 from phalanx.plan.workload import forced_experts
 
 TINY = 1e-20
@@ -173,7 +174,7 @@ class Router(nn.Module):
         return self.spec.z_loss / tokens * torch.logsumexp(logits_TE, -1).square().sum()
 
     def _id(self, info: ForwardInfo, what: str) -> str:
-        return f"mb{info.microbatch}.L{self.layer}.fwd.router.{what}"
+        return op_id(f"router.{what}", microbatch=info.microbatch, layer=self.layer, phase=info.phase)
 
 
 # ---- the choice, as functions ----------------------------------------------------------------------------------------------

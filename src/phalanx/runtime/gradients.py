@@ -24,6 +24,7 @@ import torch
 
 from phalanx.kernels.square_sum import square_sum
 from phalanx.plan.layout import FlatLayout
+from phalanx.plan.program import gradient_id
 from phalanx.runtime.boxes import BoxTensor
 from phalanx.runtime.collectives import Collectives
 from phalanx.runtime.groups import Groups
@@ -180,9 +181,9 @@ class _Flat:
         for seen, view in zip(self.seen, self.views, strict=True):
             if not seen:  # no expert here saw a token, or the parameter is unused: its gradient is zero
                 view.zero_()
-        rule, op_id = self.layout.rule, f"gradient/{self.layout.rule.family}"
+        rule = self.layout.rule
         for i, name in enumerate(rule.sum_over):
-            axis = groups.axis(name)
+            axis, op_id = groups.axis(name), gradient_id(rule.family, name)
             last = i == len(rule.sum_over) - 1
             if last and name == rule.shard_over and self.layout.num_shards > 1:
                 return (Segment(0, comms.reduce_scatter(self.flat, axis, op_id=op_id)),)

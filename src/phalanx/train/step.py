@@ -30,6 +30,7 @@ from phalanx.models.context import ForwardInfo, TokenBatch
 from phalanx.models.decoder import Decoder
 from phalanx.models.router import update_expert_bias
 from phalanx.plan.model import ModelSpec
+from phalanx.plan.program import Phase
 from phalanx.runtime.collectives import Collectives
 from phalanx.runtime.gradients import GradientBuffers, ReducedGradients
 from phalanx.runtime.groups import Groups
@@ -125,7 +126,7 @@ def eval_loss(parts: StepParts, batches: Sequence[TokenBatch], *, step: int = 0)
     device = parts.model.head_weight.device
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     for j, batch in enumerate(batches):
-        output = parts.model(batch, _info(parts, batches, j, step=step, balance_counts_LE=None))
+        output = parts.model(batch, _info(parts, batches, j, step=step, phase="eval"))
         loss = cross_entropy_sum(output, parts.model.head_weight, batch, impl=parts.kernels)
         sums += torch.stack([loss.to(torch.float64), num_valid([batch]).to(torch.float64)])
     parts.comms.all_reduce(sums, parts.groups.axis("tp_dp_cp"), op_id="eval")
@@ -134,12 +135,19 @@ def eval_loss(parts: StepParts, batches: Sequence[TokenBatch], *, step: int = 0)
 
 
 def _info(
-    parts: StepParts, batches: Sequence[TokenBatch], index: int, *, step: int, balance_counts_LE: torch.Tensor | None
+    parts: StepParts,
+    batches: Sequence[TokenBatch],
+    index: int,
+    *,
+    step: int,
+    phase: Phase = "fwd",
+    balance_counts_LE: torch.Tensor | None = None,
 ) -> ForwardInfo:
     dp = parts.groups.axis("dp")
     return ForwardInfo(
         step=step,
         microbatch=dp.index * len(batches) + index,
+        phase=phase,
         num_microbatches=dp.size * len(batches),
         balance_counts_LE=balance_counts_LE,
     )
@@ -156,7 +164,7 @@ def _balance_counts(parts: StepParts, batches: Sequence[TokenBatch], *, step: in
         return None
     counts = []
     for j, batch in enumerate(batches):
-        output = parts.model(batch, _info(parts, batches, j, step=step, balance_counts_LE=None))
+        output = parts.model(batch, _info(parts, batches, j, step=step, phase="count"))
         counts.append(torch.stack([r.balance_counts_E for r in output.routing]))
     counts_LE = torch.stack(counts).sum(0).to(torch.float64)
     return parts.comms.all_reduce(counts_LE, parts.groups.axis("tp_dp_cp"), op_id="balance_counts")
