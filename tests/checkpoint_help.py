@@ -76,7 +76,6 @@ def run_state(step: int, spec: ModelSpec | None = None, **changes: Any) -> RunSt
         "loader": {"step": step},
         "model": model_fields(spec),
         "model_hash": spec.hash,
-        "data": {"sources": ["builtin:python"], "seq_len": 16},
         "recipe_hash": "r",
         "folding": {"ep": 1},
         "world": 1,

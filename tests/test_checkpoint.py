@@ -55,9 +55,7 @@ def load_known(rank: int, cache: GroupCache, mapping: Mapping, paths: list[Path]
         manager = CheckpointManager(path, group=group)
         step = manager.choose()
         assert step is not None
-        read = manager.read_state(
-            step, model=model_fields(small_spec()), data={"sources": ["builtin:python"], "seq_len": 16}
-        )
+        read = manager.read_state(step, model=model_fields(small_spec()))
         assert read.samples == step * 8
         manager.load(state.boxes(), step=step)
         wrong += [f"{path.name}: {name}" for name in wrong_boxes(state.boxes())]

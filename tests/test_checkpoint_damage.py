@@ -106,11 +106,6 @@ def test_other_model_names_the_fields(two: CheckpointManager) -> None:
     assert "--run.name" in str(info.value)
 
 
-def test_other_data_names_the_fields(two: CheckpointManager) -> None:
-    with pytest.raises(CheckpointError, match=r"data.seq_len = 32: the checkpoint was written with 16"):
-        two.read_state(2, model=FIELDS, data={"sources": ("builtin:python",), "seq_len": 32})
-
-
 def test_other_tensors_are_named(two: CheckpointManager) -> None:
     bigger = make_state(0, GroupCache(), Mapping(1), spec=small_spec(num_layers=3, vocab=512))
     with pytest.raises(CheckpointError) as info:

@@ -220,8 +220,8 @@ class CheckpointManager:
 
         return self._first(work)
 
-    def read_state(self, step: int, *, model: Mapping[str, Any], data: Mapping[str, Any] | None = None) -> RunState:
-        """The run state of `step`, checked: every file is as it was written and the model (and the data) are this run's.
+    def read_state(self, step: int, *, model: Mapping[str, Any]) -> RunState:
+        """The run state of `step`, checked: every file is as it was written and the model is this run's.
 
         Raises `CheckpointError` naming damaged files with a way out, or the fields that differ. The ranks share the reading.
         """
@@ -229,7 +229,6 @@ class CheckpointManager:
         def work() -> RunState:
             state = self.folder.read_state(step)
             strangers = differences(state.model, model, prefix="model")
-            strangers += differences(state.data, data, prefix="data") if data is not None else []
             hint = f"go on with the recipe in {self.folder.path.parent}, or give this run another --run.name"
             raise_if(
                 [Problem(where=p.where, value=p.value, rule=p.rule, hint=hint) for p in strangers],

@@ -49,11 +49,10 @@ class RunState:
     tokens: int
     seed: int
     loader: Mapping[str, Any]
+    """What decides which samples form the next steps (`data/loader.py`)."""
     model: Mapping[str, Any]
     """The model's shape, field by field."""
     model_hash: str
-    data: Mapping[str, Any]
-    """What decides which samples form a step."""
     recipe_hash: str
     folding: Mapping[str, int]
     world: int

@@ -1,0 +1,115 @@
+"""phalanx train [RECIPE.toml] [--section.key VALUE ...] [--dry-run]
+
+Trains the model of a recipe: on ranks of this machine (launch.ranks), or as one rank where torchrun started this program. The
+same command goes on with a run that was stopped. Without a recipe every setting has its default; `phalanx settings` lists them.
+
+  --section.key VALUE   changes a setting, as in --train.steps 1000 --launch.ranks 2
+  --dry-run             print ranks, groups, parameters, memory per rank and steps; start nothing
+  --help                this text
+
+Ctrl-C finishes the step, saves and ends; a second one ends at once.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from phalanx.core.config import Recipe
+from phalanx.core.errors import ConfigError, Problem, raise_if
+from phalanx.core.recipe import load_recipe
+from phalanx.plan.model import resolve_model
+from phalanx.plan.recipe import run_problems
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line asks for."""
+
+    recipe_path: str | None
+    overrides: tuple[str, ...]
+    dry_run: bool
+
+
+def main(args: list[str]) -> int:
+    """Run `phalanx train ARGS...`; returns the exit status."""
+    if "-h" in args or "--help" in args:
+        print(__doc__.strip())
+        return 0
+    request = read_args(args)
+    from phalanx.runtime.groups import read_world  # torch takes a second or two to import: not for --help
+
+    launched = read_world()
+    recipe = read_recipe(request, world=launched.world if launched else None)
+    if request.dry_run:
+        from phalanx.cli.dry_run import describe
+
+        print(describe(recipe, world=launched.world if launched else recipe.launch.ranks))
+        return 0
+    return start(recipe, os.environ)
+
+
+def read_args(args: Sequence[str]) -> Request:
+    """A recipe first, if any; then overrides. Raises `ConfigError` for anything else."""
+    rest, dry_run = [a for a in args if a != "--dry-run"], "--dry-run" in args
+    path = rest.pop(0) if rest and not rest[0].startswith("-") else None
+    return Request(recipe_path=path, overrides=tuple(rest), dry_run=dry_run)
+
+
+def read_recipe(request: Request, *, world: int | None) -> Recipe:
+    """The recipe, checked with its model on `world` ranks (None: launch.ranks). Raises `ConfigError` with every problem."""
+    from phalanx.train.setup import trainable_problems
+
+    def check(recipe: Recipe) -> list[Problem]:
+        problems = run_problems(recipe, world=world or recipe.launch.ranks)
+        try:
+            spec = resolve_model(recipe.model, recipe.router)
+        except ConfigError:
+            return problems
+        seen = {p.where for p in problems}
+        return problems + [p for p in trainable_problems(recipe, spec) if p.where not in seen]
+
+    recipe = load_recipe(request.recipe_path, request.overrides, check=check)
+    raise_if(_launch_problems(request, recipe, world), ConfigError, subject="the recipe")
+    return recipe if world is None else replace(recipe, launch=replace(recipe.launch, ranks=world))
+
+
+def _launch_problems(request: Request, recipe: Recipe, world: int | None) -> list[Problem]:
+    """A number of ranks on the command line has no effect under a launcher. (One in a recipe is that recipe's default.)"""
+    asked = any(a.split("=")[0] == "--launch.ranks" for a in request.overrides)
+    if world is None or not asked or recipe.launch.ranks == world:
+        return []
+    rule = f"has no effect: the launcher started {world} ranks"
+    return [Problem(where="--launch.ranks", value=recipe.launch.ranks, rule=rule, hint="leave it out")]
+
+
+def start(recipe: Recipe, environ: Mapping[str, str]) -> int:
+    """Become one rank, or the parent of all local ranks."""
+    from phalanx.runtime.groups import WorldInfo, read_world
+    from phalanx.runtime.launch import run_local, run_one, threads_per_rank
+    from phalanx.train.trainer import train
+
+    warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+    if recipe.launch.device == "cuda" and recipe.train.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch refuses to be deterministic without it
+    body = partial(train, recipe)
+    info = read_world(environ)
+    if info is not None:
+        return run_one(body, info, threads=threads_per_rank(info.local_world, recipe.launch.threads))
+    ranks = recipe.launch.ranks
+    threads = threads_per_rank(ranks, recipe.launch.threads)
+    if ranks == 1:
+        return run_one(body, WorldInfo(), threads=threads)
+    return run_local(body, ranks=ranks, threads=threads, port=_asked_port(environ))
+
+
+def _asked_port(environ: Mapping[str, str]) -> int:
+    """MASTER_PORT if it is set, else 0: the system finds a free one."""
+    text = environ.get("MASTER_PORT", "0")
+    if not text.isdecimal() or int(text) > 65535:
+        problem = Problem(where="MASTER_PORT", value=text, rule="must be a port from 1 to 65535", hint="unset it")
+        raise ConfigError([problem], subject="launch environment")
+    return int(text)

@@ -1,0 +1,88 @@
+"""The folder of a run: what lies where, and how far the run is.
+
+runs/NAME/recipe.toml          the resolved recipe; running it again goes on with this run
+runs/NAME/run_state.json       how far it is (rewritten as it goes; what counts for resuming lies in each checkpoint)
+runs/NAME/checkpoints/         see runtime/checkpoint_folder.py
+runs/NAME/tokenizer/           what generation needs to read and write text
+runs/NAME/events/, tensorboard/
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from phalanx.core.config import Recipe
+from phalanx.core.errors import ConfigError, Problem, RunError
+from phalanx.core.recipe import dump_recipe, load_recipe
+from phalanx.data.tokenizer import Tokenizer, load_tokenizer
+from phalanx.runtime.checkpoint_folder import CheckpointFolder, write_flushed
+
+STATUS_FILE = "run_state.json"
+RECIPE_FILE = "recipe.toml"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunStatus:
+    """How far a run is, for people and scripts."""
+
+    status: Literal["running", "finished", "interrupted"]
+    step: int
+    total_steps: int
+    samples: int
+    checkpoint_step: int | None
+    validation_loss: float | None = None
+    unigram_loss: float | None = None
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """`path` is the run's own folder. Writing methods are for one rank only."""
+
+    path: Path
+
+    @property
+    def checkpoints(self) -> CheckpointFolder:
+        return CheckpointFolder(self.path / "checkpoints")
+
+    def create(self) -> None:
+        """Make the folder. Raises `RunError` where that is not possible."""
+        try:
+            self.checkpoints.path.mkdir(parents=True, exist_ok=True)
+            (self.path / "tokenizer").mkdir(exist_ok=True)
+            if not os.access(self.path, os.W_OK):
+                raise PermissionError(13, "Permission denied", str(self.path))
+        except OSError as err:
+            raise RunError(
+                f"{err.filename or self.path}: the run folder cannot be written ({err.strerror}); choose another run.folder"
+            ) from err
+
+    def write_recipe(self, recipe: Recipe, tokenizer: Tokenizer) -> None:
+        """Keep what this run is, so that it can be run and read again from its folder alone."""
+        write_flushed(self.path / RECIPE_FILE, dump_recipe(recipe))
+        tokenizer.save(self.path / "tokenizer")
+
+    def write_status(self, status: RunStatus) -> None:
+        write_flushed(self.path / STATUS_FILE, json.dumps(asdict(status), indent=1) + "\n")
+
+    def read_recipe(self) -> Recipe:
+        """Raises `ConfigError` where this is no run folder."""
+        path = self.path / RECIPE_FILE
+        if not path.is_file():
+            runs = (
+                sorted(str(p.parent) for p in self.path.parent.glob(f"*/{RECIPE_FILE}"))
+                if self.path.parent.is_dir()
+                else []
+            )
+            hint = "runs beside it: " + ", ".join(runs) if runs else "phalanx train makes one"
+            problem = Problem(
+                where="run", value=str(self.path), rule=f"is no run folder (it has no {RECIPE_FILE})", hint=hint
+            )
+            raise ConfigError([problem], subject="the run")
+        return load_recipe(path)
+
+    def read_tokenizer(self) -> Tokenizer:
+        return load_tokenizer(self.path / "tokenizer")

@@ -1,0 +1,174 @@
+"""From a recipe to everything that a rank trains with, in small steps that fail early and on all ranks alike.
+
+    open_rank        join the others, make the run folder, open the sinks
+    prepare_text     one process per host prepares, the others then find it done
+    resolve_shape    model and mapping, with every problem at once
+    make_context     groups and what modules need
+
+Decides nothing about training itself (`train/trainer.py`). Must never change: whatever is wrong with recipe, text or mapping is an error
+before the first parameter exists.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from phalanx.core.config import DispatchConfig, Recipe
+from phalanx.core.errors import ConfigError, Problem, RunError, raise_if
+from phalanx.data.prepare import Prepared, prepare
+from phalanx.models.context import ModelContext
+from phalanx.observe.console import wants_live
+from phalanx.observe.sinks import Sinks, open_sinks
+from phalanx.plan.dispatch import DispatchSpec
+from phalanx.plan.folding import Folding, resolve_folding
+from phalanx.plan.model import ModelSpec, resolve_model
+from phalanx.plan.placement import plain_placement
+from phalanx.runtime.collectives import Collectives
+from phalanx.runtime.groups import GroupCache, WorldInfo, build_groups, init_world
+from phalanx.runtime.launch import StopRequest
+from phalanx.runtime.peers import Peers, own_group
+from phalanx.train.machine import MemoryMeter
+from phalanx.train.preparation_bar import PreparationBar
+from phalanx.train.run_folder import RunFolder
+
+PATIENCE_S = 24 * 3600.0
+"""How long ranks wait for each other outside training: tokenising a large text takes hours."""
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Rank:
+    """What a rank is before it knows text and model."""
+
+    recipe: Recipe
+    info: WorldInfo
+    device: torch.device
+    peers: Peers
+    cache: GroupCache
+    folder: RunFolder
+    sinks: Sinks
+    memory: MemoryMeter
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank prints what a person reads."""
+        return self.info.rank == 0 and self.recipe.observe.console != "none"
+
+
+def open_rank(recipe: Recipe, info: WorldInfo) -> Rank:
+    """Join the world and open the run folder. Collective."""
+    timeout_s = recipe.launch.timeout_s
+    device = init_world(info, device=recipe.launch.device, timeout_s=timeout_s)
+    torch.use_deterministic_algorithms(recipe.train.deterministic)
+    peers = Peers(own_group(info.world, timeout_s=PATIENCE_S))
+    folder = RunFolder(Path(recipe.run.folder) / recipe.run.name)
+    peers.agree(folder.create)
+    sinks = _open_sinks(recipe, folder, info, peers)
+    return Rank(
+        recipe=recipe,
+        info=info,
+        device=device,
+        peers=peers,
+        cache=GroupCache(timeout_s=timeout_s),
+        folder=folder,
+        sinks=sinks,
+        memory=MemoryMeter(device),
+    )
+
+
+def _open_sinks(recipe: Recipe, folder: RunFolder, info: WorldInfo, peers: Peers) -> Sinks:
+    """This rank's sinks; where one rank cannot open its own, none goes on."""
+    opened: list[Sinks] = []
+
+    def work() -> None:
+        opened.append(open_sinks(recipe.observe, folder=folder.path, rank=info.rank))
+
+    peers.agree(work)
+    return opened[0]
+
+
+def prepare_text(rank: Rank, *, resume: str | None, stop: StopRequest) -> Prepared:
+    """The data sets. `resume` is the train fingerprint of the run that goes on. Collective."""
+    console = Console() if rank.speaks else None
+    live = console is not None and wants_live(rank.recipe.observe, console)
+    found: list[Prepared] = []
+
+    def progress(phase: str, done_bytes: int, total_bytes: int, /) -> None:
+        if stop.requested:
+            raise RunError("stopped while the text was being prepared; the same command begins again")
+        bar(phase, done_bytes, total_bytes)
+
+    def work() -> None:
+        found.append(prepare(rank.recipe.data, progress=progress, resume=resume))
+
+    with PreparationBar(console, live=live) as bar:
+        rank.peers.agree(work if rank.info.local_rank == 0 else lambda: None)
+        rank.peers.agree(work if rank.info.local_rank != 0 else lambda: None)
+    seen = set(rank.peers.gather(found[0].fingerprint))
+    if len(seen) > 1:
+        rule = "hosts found different text; all need the same files (and packages, for builtin:python)"
+        problem = Problem(
+            where="data.sources", value=rank.recipe.data.sources, rule=rule, hint="share data.cache between hosts"
+        )
+        raise ConfigError([problem], subject="the data")
+    return found[0]
+
+
+def resolve_shape(recipe: Recipe, *, world: int, tokenizer_vocab: int) -> tuple[ModelSpec, Folding]:
+    """Model and mapping of a run on `world` ranks. Raises `ConfigError` with everything that is wrong with them."""
+    spec = resolve_model(recipe.model, recipe.router, tokenizer_vocab=tokenizer_vocab)
+    problems = trainable_problems(recipe, spec)
+    if spec.vocab < tokenizer_vocab:
+        rule = f"must hold the {tokenizer_vocab} tokens of data.tokenizer"
+        hint = f"use {-(-tokenizer_vocab // 64) * 64}, or leave it out"
+        problems.append(Problem(where="model.vocab", value=spec.vocab, rule=rule, hint=hint))
+    raise_if(problems, ConfigError, subject="the recipe")
+    t = recipe.train
+    folding = resolve_folding(
+        recipe.folding, spec, world=world, seq_len=t.seq_len, global_batch=t.global_batch, micro_batch=t.micro_batch
+    )
+    return spec, folding
+
+
+def trainable_problems(recipe: Recipe, spec: ModelSpec) -> list[Problem]:
+    """What `plan` accepts and this release does not train."""
+    hint = "use 1 (`phalanx plan folding` already plans it)"
+    rule = "training along this axis comes with the next release"
+    problems = [
+        Problem(where=f"folding.{axis}", value=getattr(recipe.folding, axis), rule=rule, hint=hint)
+        for axis in ("tp", "cp", "pp")
+        if getattr(recipe.folding, axis) > 1
+    ]
+    if spec.mla is not None:
+        rule = "multi-head latent attention comes with the next release"
+        problems.append(Problem(where="model.preset", value=spec.name, rule=rule, hint="choose another preset"))
+    return problems
+
+
+def dispatch_spec(config: DispatchConfig) -> DispatchSpec:
+    """The recipe's dispatch with its defaults filled in."""
+    given = {k: v for k, v in dataclasses.asdict(config).items() if v is not None}
+    return DispatchSpec(**given)
+
+
+def make_context(rank: Rank, spec: ModelSpec, folding: Folding) -> ModelContext:
+    """Groups of the folding and all that modules need. Collective."""
+    recipe = rank.recipe
+    return ModelContext(
+        spec=spec,
+        dispatch=dispatch_spec(recipe.dispatch),
+        placement=plain_placement(max(1, spec.num_experts), folding),
+        groups=build_groups(folding, rank=rank.info.rank, cache=rank.cache),
+        comms=Collectives(emit=rank.sinks, timeout_s=recipe.launch.timeout_s),
+        dtype=DTYPES[recipe.train.dtype],
+        device=rank.device,
+        kernels=recipe.kernels.implementation,
+        recompute=recipe.train.recompute,
+        seed=recipe.train.seed,
+    )

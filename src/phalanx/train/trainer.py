@@ -1,0 +1,409 @@
+"""A run on one rank: build, resume, step, validate, save, and say how it went.
+
+    build_trainer     recipe -> Trainer that stands after the step it resumes from
+    Trainer.run       the loop; every rank takes the same turns, the vote of each step says when to stop
+    train             all of it, with the errors and the closing words
+
+Must never change: a step counts only when `train_step` has committed it; a checkpoint of step n holds the state after n committed steps and
+nothing of the next; all ranks leave the loop after the same step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from importlib import metadata
+from typing import Literal
+
+import torch
+
+from phalanx.core.config import Recipe
+from phalanx.core.errors import CheckpointError, ConfigError, Problem, raise_if
+from phalanx.core.events import (
+    CheckpointSaved,
+    Note,
+    RunEnded,
+    RunStarted,
+    Sampled,
+    SamplesTaken,
+    StepEnded,
+    Validated,
+)
+from phalanx.core.recipe import dump_recipe
+from phalanx.data.loader import Loader, MicroBatch, ValidationLoader
+from phalanx.data.prefetch import Prefetch
+from phalanx.data.prepare import Prepared
+from phalanx.models.context import TokenBatch
+from phalanx.plan.folding import Folding, to_dict
+from phalanx.plan.model import ModelSpec, flops_per_token
+from phalanx.runtime.checkpoint import CheckpointManager
+from phalanx.runtime.checkpoint_folder import RunState
+from phalanx.runtime.groups import WorldInfo, close_world
+from phalanx.runtime.launch import StopRequest
+from phalanx.runtime.peers import own_group
+from phalanx.train.assemble import assemble
+from phalanx.train.closing import Outcome, closing_words
+from phalanx.train.generate import Sampling, generate
+from phalanx.train.machine import matmul_flops_per_s
+from phalanx.train.optim import learning_rate
+from phalanx.train.run_folder import RunStatus
+from phalanx.train.setup import Rank, make_context, open_rank, prepare_text, resolve_shape
+from phalanx.train.step import StepParts, StepResult, eval_loss, train_step
+
+SAMPLE_TOKENS = 120
+PROMPT_TOKENS = 12
+PREFETCH_STEPS = 2
+
+
+def train(recipe: Recipe, info: WorldInfo, stop: StopRequest) -> int:
+    """Run `recipe` as rank `info.rank`; returns the exit code. Raises `PhalanxError` for whatever a person can act on."""
+    rank, begin_s = open_rank(recipe, info), time.monotonic()
+    with rank.sinks:
+        try:
+            trainer = build_trainer(rank, stop)
+            outcome = trainer.run()
+        except BaseException as err:
+            reason = str(err).splitlines()[0] if str(err) else type(err).__name__
+            rank.sinks(RunEnded(step=0, reason=f"{type(err).__name__}: {reason}", seconds=time.monotonic() - begin_s))
+            raise
+        rank.sinks(RunEnded(step=outcome.step, reason=outcome.reason, seconds=time.monotonic() - begin_s))
+    if rank.speaks:
+        print(closing_words(rank.folder.path, outcome), flush=True)
+    close_world()
+    return 0
+
+
+# ---- building --------------------------------------------------------------------------------------------------------
+
+
+def build_trainer(rank: Rank, stop: StopRequest) -> Trainer:
+    """Everything that a run needs, resumed where there is something to resume. Collective."""
+    recipe = rank.recipe
+    manager = CheckpointManager(
+        rank.folder.checkpoints.path,
+        group=own_group(rank.info.world, timeout_s=recipe.launch.timeout_s),
+        keep_last=recipe.checkpoint.keep_last,
+        asynchronous=recipe.checkpoint.asynchronous and recipe.checkpoint.interval > 0,
+    )
+    left = manager.open()
+    step = resume_step(rank, manager)
+    prepared = prepare_text(rank, resume=_train_fingerprint(rank, step), stop=stop)
+    spec, folding = resolve_shape(recipe, world=rank.info.world, tokenizer_vocab=prepared.tokenizer.vocab_size)
+    loader = _loader(recipe, prepared)
+    if step is not None:
+        state = manager.read_state(step, model=json.loads(spec.to_json()))
+        step = loader.check_state(state.loader)
+        _check_length(recipe, step)
+    ctx = make_context(rank, spec, folding)
+    parts = assemble(ctx, optim=recipe.optim, num_microbatches=_microbatches_per_rank(recipe, folding))
+    if step is not None:
+        manager.load(parts.state.boxes(), step=step)
+        parts.state.restore(parts.comms)
+    kept = replace(
+        recipe, checkpoint=replace(recipe.checkpoint, step=None)
+    )  # running the file again must not go back again
+    rank.peers.first(lambda: rank.folder.write_recipe(kept, prepared.tokenizer))
+    if left:
+        rank.sinks(Note(level="info", text=f"removed what an interrupted save left: {', '.join(left)}"))
+    return Trainer(
+        rank=rank, stop=stop, prepared=prepared, spec=spec, folding=folding, parts=parts, loader=loader, manager=manager,
+        start=step or 0,
+    )  # fmt: skip
+
+
+def resume_step(rank: Rank, manager: CheckpointManager) -> int | None:
+    """The checkpoint to go on from, or None for a new run."""
+    config = rank.recipe.checkpoint
+    if config.resume:
+        return manager.choose(config.step)
+
+    def refuse_to_mix() -> None:
+        steps = manager.folder.steps()
+        rule = f"would start over in {rank.folder.path}, which holds checkpoints of steps {', '.join(map(str, steps))}"
+        hint = "give the run another --run.name, or remove that folder"
+        problem = Problem(where="checkpoint.resume", value=False, rule=rule, hint=hint)
+        raise_if([problem] if steps else [], ConfigError, subject="the recipe")
+
+    rank.peers.first(refuse_to_mix)
+    return None
+
+
+def _train_fingerprint(rank: Rank, step: int | None) -> str | None:
+    """What the run that goes on was trained on, so that preparation finds it again."""
+    if step is None:
+        return None
+    found = rank.peers.first(lambda: rank.folder.checkpoints.read_state(step).loader.get("data"))
+    return str(found) if found is not None else None
+
+
+def _check_length(recipe: Recipe, step: int) -> None:
+    if step > recipe.train.steps:
+        rule, hint = (
+            f"is less than the {step} steps that this run has done",
+            f"use {step} or more, or --checkpoint.step",
+        )
+        raise ConfigError(
+            [Problem(where="train.steps", value=recipe.train.steps, rule=rule, hint=hint)], subject="the recipe"
+        )
+
+
+def _loader(recipe: Recipe, prepared: Prepared) -> Loader:
+    t = recipe.train
+    return Loader(
+        prepared.train, seq_len=t.seq_len, global_batch=t.global_batch, micro_batch=t.micro_batch, seed=t.seed
+    )
+
+
+def _microbatches_per_rank(recipe: Recipe, folding: Folding) -> int:
+    return recipe.train.global_batch // (recipe.train.micro_batch * folding.dp)
+
+
+def token_batch(micro: MicroBatch, device: torch.device) -> TokenBatch:
+    """Arrays of the loader as tensors on `device`."""
+    tokens, labels, positions = (torch.from_numpy(a).to(device) for a in (micro.tokens, micro.labels, micro.positions))
+    return TokenBatch(tokens_BS=tokens, labels_BS=labels, positions_BS=positions, segments=micro.segments)
+
+
+# ---- running ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True, eq=False)
+class Trainer:
+    """One rank of a run that is ready to step. `start` steps are done already."""
+
+    rank: Rank
+    stop: StopRequest
+    prepared: Prepared
+    spec: ModelSpec
+    folding: Folding
+    parts: StepParts
+    loader: Loader
+    manager: CheckpointManager
+    start: int
+
+    def __post_init__(self) -> None:
+        recipe = self.rank.recipe
+        t = recipe.train
+        self.total_steps = t.steps
+        self.step = self.start
+        """Steps committed."""
+        self.saved_step = self.start if self.start else None
+        """Step of the newest checkpoint that was begun."""
+        self.validation = ValidationLoader(
+            self.prepared.validation, seq_len=t.seq_len, global_batch=t.global_batch, micro_batch=t.micro_batch,
+            batches=t.eval_batches,
+        )  # fmt: skip
+        self.flops_per_token = flops_per_token(self.spec, t.seq_len)
+        self.peak_flops_per_s = 0.0
+        self.recipe_hash = hashlib.sha256(dump_recipe(recipe).encode()).hexdigest()[:16]
+        self.last_validation: tuple[int, float] | None = None
+
+    # ---- the loop
+
+    def run(self) -> Outcome:
+        """Step until the end or until some rank wants to stop; then save, validate and write a sample. Collective."""
+        self._measure_machine()
+        self._announce()
+        interrupted = self._run_steps()
+        self._save_last()
+        if interrupted:
+            return self._outcome("interrupted", None)
+        self._validate()
+        return self._outcome("finished", self._sample())
+
+    def _run_steps(self) -> bool:
+        steps = range(self.start, self.total_steps)
+        with Prefetch(self._load, steps, depth=PREFETCH_STEPS) as batches:
+            for step in steps:
+                begin_s = time.perf_counter()
+                micros = next(batches)
+                data_s = time.perf_counter() - begin_s
+                result = self._step(step, [token_batch(m, self.rank.device) for m in micros])
+                self.step = step + 1
+                self._report(result, micros, step_s=time.perf_counter() - begin_s, data_s=data_s)
+                self._hear_of_checkpoints()
+                if result.stop:
+                    return self.step < self.total_steps
+                self._between_steps()
+        return False
+
+    def _step(self, step: int, batches: Sequence[TokenBatch]) -> StepResult:
+        lr = learning_rate(step, self.rank.recipe.optim, total_steps=self.total_steps)
+        return train_step(self.parts, batches, step=step, lr=lr, stop=self.stop.requested)
+
+    def _between_steps(self) -> None:
+        """Validation and checkpoints that are due, but not those that the end of the run makes anyway."""
+        recipe = self.rank.recipe
+        if self.step == self.total_steps:
+            return
+        if recipe.train.eval_interval and self.step % recipe.train.eval_interval == 0:
+            self._validate()
+        if recipe.checkpoint.interval and self.step % recipe.checkpoint.interval == 0:
+            self._save()
+
+    def _load(self, step: int) -> list[MicroBatch]:
+        return self.loader.microbatches(step, dp_index=self._dp_index, dp_size=self.folding.dp)
+
+    @property
+    def _dp_index(self) -> int:
+        return self.folding.coord(self.rank.info.rank, "dp")
+
+    # ---- what a person sees
+
+    def _measure_machine(self) -> None:
+        """All ranks at once, as they compute in training."""
+        self.rank.peers.gather(None)
+        rate = matmul_flops_per_s(self.parts.model.head_weight.dtype, self.rank.device)
+        self.peak_flops_per_s = sum(self.rank.peers.gather(rate))
+
+    def _announce(self) -> None:
+        info, run = self.rank.info, self.rank.recipe.run
+        self.rank.sinks(
+            RunStarted(
+                run=run.name, rank=info.rank, world=info.world, step=self.start, total_steps=self.total_steps,
+                num_params=self.spec.num_params, active_params=self.spec.active_params, folding=self.folding.label(),
+                flops_per_token=self.flops_per_token, peak_flops_per_s=self.peak_flops_per_s,
+                unigram_loss=self.prepared.unigram_loss,
+            )
+        )  # fmt: skip
+        if self.start == self.total_steps:
+            text = f"all {self.total_steps} steps of this run are done; --train.steps with a larger number goes on"
+            self.rank.sinks(Note(level="info", text=text))
+        self._write_status("running")
+
+    def _report(self, result: StepResult, micros: Sequence[MicroBatch], *, step_s: float, data_s: float) -> None:
+        tokens_per_s = result.tokens / step_s
+        peak = self.peak_flops_per_s
+        self.rank.sinks(
+            StepEnded(
+                step=self.step, loss=result.loss, aux_loss=result.aux_loss, z_loss=result.z_loss,
+                grad_norm=result.grad_norm, lr=result.lr, tokens=result.tokens, step_s=step_s, data_s=data_s,
+                tokens_per_s=tokens_per_s, mfu=self.flops_per_token * tokens_per_s / peak if peak else 0.0,
+                load_max_over_mean=result.load_max_over_mean, dead_experts=result.dead_experts,
+                dropped_tokens=result.dropped, router_entropy=result.entropy,
+                peak_memory_bytes=self.rank.memory.peak_bytes(),
+            )
+        )  # fmt: skip
+        windows = tuple(int(w) for m in micros for w in m.sample_ids)
+        self.rank.sinks(SamplesTaken(step=self.step, microbatches=tuple(m.index for m in micros), windows=windows))
+
+    def _validate(self) -> None:
+        begin_s = time.perf_counter()
+        batches = [
+            token_batch(micro, self.rank.device)
+            for number in range(self.validation.num_batches)
+            for micro in self.validation.microbatches(number, dp_index=self._dp_index, dp_size=self.folding.dp)
+        ]
+        loss, tokens = eval_loss(self.parts, batches, step=self.step)
+        self.last_validation = (self.step, loss)
+        seconds = time.perf_counter() - begin_s
+        self.rank.sinks(Validated(step=self.step, loss=loss, tokens=tokens, seconds=seconds))
+
+    def _sample(self) -> Sampled:
+        """A continuation of the first validation text. All ranks compute it (experts are spread), rank 0's is shown."""
+        first = self.validation.microbatches(0)[0]
+        prompt = first.tokens[0][: min(PROMPT_TOKENS, first.segments[0][0])].tolist()
+        tokenizer = self.prepared.tokenizer
+        new = generate(
+            self.parts.model, prompt, num_tokens=SAMPLE_TOKENS, window=self.rank.recipe.train.seq_len,
+            vocab=tokenizer.vocab_size, sampling=Sampling(seed=self.rank.recipe.train.seed),
+        )  # fmt: skip
+        tokens = list(new)
+        if tokenizer.eos_id in tokens:
+            tokens = tokens[: tokens.index(tokenizer.eos_id)]
+        sampled = Sampled(step=self.step, prompt=tokenizer.decode(prompt), text=tokenizer.decode(tokens))
+        self.rank.sinks(sampled)
+        return sampled
+
+    # ---- checkpoints
+
+    def _save(self) -> None:
+        self._hear_of_checkpoints(wait=True)
+        self.manager.save(self.parts.state.boxes(), self._run_state())
+        self.saved_step = self.step
+
+    def _hear_of_checkpoints(self, *, wait: bool = False) -> None:
+        """Tell about saves that ended. One that failed costs a warning: training goes on, and what was saved before is there."""
+        try:
+            saved = self.manager.finish() if wait else self.manager.poll()
+        except CheckpointError as err:
+            self.rank.sinks(Note(level="warning", text=f"{err}\ntraining goes on; the next checkpoint tries again"))
+            return
+        if saved is not None:
+            event = CheckpointSaved(
+                step=saved.step,
+                path=str(saved.path),
+                bytes=saved.bytes,
+                blocked_s=saved.blocked_s,
+                total_s=saved.total_s,
+            )
+            self.rank.sinks(event)
+            self._write_status("running")
+
+    def _save_last(self) -> None:
+        """The state at the end must be on the disk: here a failure is an error, whichever save it was."""
+        self._hear_of_checkpoints(wait=True)
+        newest = self.manager.choose()
+        if self.step and (self.saved_step != self.step or newest != self.step):
+            self.manager.save(self.parts.state.boxes(), self._run_state())
+            saved = self.manager.finish()
+            if saved is not None:
+                self.rank.sinks(
+                    CheckpointSaved(
+                        step=saved.step,
+                        path=str(saved.path),
+                        bytes=saved.bytes,
+                        blocked_s=saved.total_s,
+                        total_s=saved.total_s,
+                    )
+                )
+
+    def _run_state(self) -> RunState:
+        t = self.rank.recipe.train
+        samples = self.step * t.global_batch
+        return RunState(
+            step=self.step, samples=samples, tokens=samples * t.seq_len, seed=t.seed, loader=self.loader.state(self.step),
+            model=json.loads(self.spec.to_json()), model_hash=self.spec.hash, recipe_hash=self.recipe_hash,
+            folding=to_dict(self.folding), world=self.rank.info.world, versions=versions(),
+        )  # fmt: skip
+
+    def _write_status(self, status: Literal["running", "finished", "interrupted"]) -> None:
+        """For people and scripts; a disk that refuses it does not end training."""
+        if self.rank.info.rank != 0:
+            return
+        try:
+            self.rank.folder.write_status(
+                RunStatus(
+                    status=status, step=self.step, total_steps=self.total_steps,
+                    samples=self.step * self.rank.recipe.train.global_batch,
+                    checkpoint_step=self.manager.folder.newest(),
+                    validation_loss=self.last_validation[1] if self.last_validation else None,
+                    unigram_loss=self.prepared.unigram_loss,
+                )
+            )  # fmt: skip
+        except OSError as err:
+            text = f"{self.rank.folder.path}: the status cannot be written ({err.strerror})"
+            self.rank.sinks(Note(level="warning", text=text))
+
+    def _outcome(self, reason: Literal["finished", "interrupted"], sample: Sampled | None) -> Outcome:
+        self._write_status(reason)
+        loss = self.last_validation[1] if self.last_validation else None
+        return Outcome(
+            reason=reason, step=self.step, total_steps=self.total_steps, validation_loss=loss,
+            unigram_loss=self.prepared.unigram_loss, sample=sample,
+        )  # fmt: skip
+
+
+def versions() -> dict[str, str]:
+    """Versions of what decides a run."""
+    found = {"python": platform.python_version()}
+    for package in ("phalanx", "torch", "numpy"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = "unknown"
+    return found
