@@ -52,7 +52,7 @@ def context(
         "dispatch": dispatch or DispatchSpec(),
         "placement": placement or plain_placement(spec.num_experts, folding),
         "groups": build_groups(folding, rank=rank, cache=cache or GroupCache()),
-        "comms": comms or Collectives(timeout_s=30, check_splits=True),
+        "comms": comms or Collectives(timeout_s=30),
         "dtype": torch.float64,
         "device": torch.device("cpu"),
     }

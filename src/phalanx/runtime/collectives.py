@@ -32,6 +32,9 @@ from phalanx.core.events import Collective, Emit, ignore
 from phalanx.runtime.groups import DEFAULT_TIMEOUT_S, Axis
 
 ReduceOp = Literal["sum", "max", "min"]
+# torch 2.13 renamed these two and deprecates the old names
+_all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
@@ -93,7 +96,7 @@ class Collectives:
             "reduce_scatter",
             axis,
             _Call(op_id, _bytes(x_flat) - _bytes(out), not x_flat.is_cuda),
-            lambda: dist.reduce_scatter_single(out, x_flat, group=axis.group, async_op=True),
+            lambda: _reduce_scatter_into(out, x_flat, group=axis.group, async_op=True),
         )
         return out
 
@@ -115,7 +118,7 @@ class Collectives:
             "all_gather",
             axis,
             _Call(op_id, _bytes(shard) * (axis.size - 1), not shard.is_cuda),
-            lambda: dist.all_gather_single(full, shard, group=axis.group, async_op=True),
+            lambda: _all_gather_into(full, shard, group=axis.group, async_op=True),
         )
         return full
 
@@ -218,7 +221,7 @@ class Collectives:
             "all_gather_rows",
             axis,
             _Call(op_id, _bytes(x) * (axis.size - 1), not x.is_cuda),
-            lambda: dist.all_gather_single(out, x, group=axis.group, async_op=True),
+            lambda: _all_gather_into(out, x, group=axis.group, async_op=True),
         )
         return out
 
@@ -287,12 +290,19 @@ def _named_errors(op: str, axis: Axis, timeout_s: float, op_id: str = "") -> Ite
     except RuntimeError as err:  # torch's DistError and its children derive from it
         text = str(err).strip()
         first = text.splitlines()[0] if text else type(err).__name__
-        late = "timed out" in text.lower() or "timeout" in text.lower()
-        why = f"no answer within {timeout_s:g} s" if late else "a rank left or failed"
+        why = _reason(text.lower(), timeout_s)
         name = f"{op} [{op_id}]" if op_id else op
         raise RunError(
             f"{name} over axis {axis.name}, ranks {axis.ranks}, failed on rank {axis.ranks[axis.index]}: {why} ({first})"
         ) from err
+
+
+def _reason(text: str, timeout_s: float) -> str:
+    if "timed out" in text or "timeout" in text:
+        return f"no answer within {timeout_s:g} s"
+    if any(word in text for word in ("connection", "closed", "reset by", "broken pipe", "socket", "remote")):
+        return "a rank left or failed"
+    return "the transport refused it"
 
 
 def _bytes(x: torch.Tensor) -> int:
