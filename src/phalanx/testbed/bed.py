@@ -1,0 +1,258 @@
+"""`Testbed`: emulated hosts on this machine, joined by shaped links.
+
+    with Testbed(ClusterSpec(hosts=3, ranks_per_host=2, link_bit_per_s=1e9)) as bed:
+        job = bed.run(["python", "train.py"])
+        bed.kill_host(1)
+        bed.cut_link(2)
+        print(job.wait(60).explain())
+
+Decides what is built and what is asked of it; `keeper.py` says how it lives and dies, `links.py` how it is wired. Must never change:
+nothing is made outside namespaces of its own, so that no traffic, interface or process of a bed can meet anything else.
+"""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, TextIO
+
+from phalanx.core.errors import Problem, TestbedError, raise_if
+from phalanx.plan.cluster import ClusterSpec, cluster_problems
+from phalanx.testbed import links
+from phalanx.testbed.access import find_tools, machine_problems, refusal
+from phalanx.testbed.host import Host, Tools
+from phalanx.testbed.job import Job, JobResult, RankState
+from phalanx.testbed.output import Echo
+from phalanx.testbed.owner import make_folder, new_owner, processes_of, reap_stale
+from phalanx.testbed.play import Done, Player
+from phalanx.testbed.scenario import Scenario
+from phalanx.testbed.wire import start_keeper
+
+Access = Literal["auto", "root", "user"]
+_FIRST_PORT = 29_500
+_CLOSE_S = 10.0
+
+
+class Testbed:
+    """Built when made; `close` it, or use it in a `with`. If its process dies in any way, the kernel takes all of it down."""
+
+    __test__ = False  # not a test class, whatever pytest thinks of its name
+
+    def __init__(self, spec: ClusterSpec, *, access: Access = "auto", folder: Path | None = None) -> None:
+        """Raises `TestbedError` with all problems: of the spec, of missing tools, or why namespaces are refused here.
+
+        `access`: namespaces made as root, through a user namespace, or whichever works. `folder` keeps logs; by default they live in
+        a temporary folder that goes with the bed.
+        """
+        problems = cluster_problems(spec) or links.link_problems(spec)
+        raise_if([*problems, *machine_problems()], TestbedError, subject="testbed")
+        self.spec = spec
+        self.reaped = reap_stale()
+        """What a dead owner had left behind, in words."""
+        self.owner = new_owner()
+        self._scratch = make_folder(self.owner)
+        self.folder = folder or self._scratch
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.jobs: list[Job] = []
+        self.hosts: tuple[Host, ...] = ()
+        self._keeper, self._switch = start_keeper(self.owner, access, log=self._scratch / "keeper.log")
+        try:
+            self._build(find_tools())
+        except BaseException:
+            self.close()
+            raise
+
+    def _build(self, tools: Tools) -> None:
+        try:
+            self._switch.expect_hello()
+        except TestbedError as error:
+            said = (self._scratch / "keeper.log").read_text(errors="replace").strip()
+            raise refusal("; ".join(p.rule for p in error.problems), said=said) from error
+        self.access: str = self._switch.hello["access"]
+        """How the namespaces were made: `root` or `user`."""
+        tools.ip_batch(self._switch, links.make_switch())
+        hosts_file = self._scratch / "hosts"
+        hosts_file.write_text(links.hosts_file(self.spec))
+        self.hosts = tuple(
+            Host(h, switch=self._switch, tools=tools, hosts_file=hosts_file) for h in range(self.spec.hosts)
+        )
+        for h in range(self.spec.hosts):
+            self.start_host(h)
+
+    # -- life -------------------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Testbed:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Kill everything in the bed and wait until it is gone."""
+        for host in self.hosts:
+            if host.alive:
+                host.agent.quit()
+        self._switch.quit()
+        try:
+            self._keeper.wait(_CLOSE_S)
+        except subprocess.TimeoutExpired:
+            self._keeper.kill()
+            self._keeper.wait()
+        shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def leftovers(self) -> list[str]:
+        """What is still there of this bed, in words: nothing once it is closed."""
+        processes = [f"process {pid}" for pid in processes_of(self.owner)]
+        return processes + ([f"folder {self._scratch}"] if self._scratch.exists() else [])
+
+    def explain(self) -> str:
+        """The bed in a few lines, with the way into each host."""
+        lines = [self.spec.explain(), f"  made {'as root' if self.access == 'root' else 'through a user namespace'}"]
+        for host in self.hosts:
+            if host.alive:
+                way = (
+                    f"nsenter --all --target {host.pid}"
+                    if self.access == "user"
+                    else f"nsenter -n -p -m -u -t {host.pid}"
+                )
+                lines.append(f"  {links.host_name(host.index)}  {links.address(host.index)}  enter: {way}")
+            else:
+                lines.append(f"  {links.host_name(host.index)}  dead")
+        return "\n".join(lines)
+
+    # -- programs ---------------------------------------------------------------------------------------------------------
+
+    def run(
+        self,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+        hosts: Sequence[int] | None = None,
+        ranks_per_host: int | None = None,
+        name: str | None = None,
+    ) -> Job:
+        """Start `command` in every rank, in torchrun's environment plus `env`, and return at once.
+
+        `hosts` and `ranks_per_host` change where it runs (a membership service on host 0, a torchrun on each host); each job has a
+        master port of its own. Raises `TestbedError` if it cannot be started; then nothing of it runs.
+        """
+        per_host = self.spec.ranks_per_host if ranks_per_host is None else ranks_per_host
+        used = list(range(self.spec.hosts) if hosts is None else hosts)
+        self._check_run(command, used, per_host)
+        number = len(self.jobs)
+        job = Job(
+            name=name or f"job{number}",
+            command=tuple(command),
+            hosts=self.hosts,
+            ranks=[RankState(i * per_host + l, host, l) for i, host in enumerate(used) for l in range(per_host)],
+            port=_FIRST_PORT + number,
+            env=dict(env or {}),
+            cwd=(cwd or Path.cwd()).absolute(),
+            folder=self.folder / (name or f"job{number}"),
+        )
+        job.folder.mkdir(parents=True)
+        self.jobs.append(job)
+        try:
+            for rank in range(job.world):
+                job.start_rank(rank)
+        except TestbedError:
+            job.stop()
+            raise
+        return job
+
+    def _check_run(self, command: Sequence[str], used: Sequence[int], per_host: int) -> None:
+        problems = [self._no_host(h) for h in used if not 0 <= h < self.spec.hosts]
+        if not command:
+            problems.append(
+                Problem(where="testbed.command", value="", rule="no command to run", hint="give one after --")
+            )
+        if per_host < 1:
+            problems.append(Problem(where="testbed.ranks_per_host", value=per_host, rule="must be at least 1"))
+        if len(set(used)) != len(used) or not used:
+            rule = "a job needs one host or more, each once"
+            problems.append(Problem(where="testbed.hosts", value=list(used), rule=rule))
+        raise_if(problems, TestbedError, subject="testbed")
+
+    def play(
+        self,
+        scenario: Scenario,
+        job: Job,
+        *,
+        timeout_s: float | None = None,
+        keep_going: bool = False,
+        echo: TextIO | None = None,
+    ) -> tuple[JobResult, tuple[Done, ...]]:
+        """Wait for a job while a scenario happens to it; what of the scenario did not come to pass is a problem of the result."""
+        player = Player(scenario, self, job)
+        printer = Echo(job, echo) if echo else None
+
+        def tick() -> bool:
+            if printer:
+                printer.tick()
+            return player.tick()
+
+        result = job.wait(timeout_s, tick=tick, keep_going=keep_going)
+        if printer:
+            printer.finish()
+        return replace(result, problems=(*result.problems, *player.problems())), tuple(player.done)
+
+    # -- hosts and links --------------------------------------------------------------------------------------------------
+
+    def host(self, index: int) -> Host:
+        """Raises `TestbedError` if there is no such host."""
+        raise_if([] if 0 <= index < self.spec.hosts else [self._no_host(index)], TestbedError, subject="testbed")
+        return self.hosts[index]
+
+    def _no_host(self, index: int) -> Problem:
+        return Problem(where="testbed.host", value=index, rule=f"the cluster has hosts 0 to {self.spec.hosts - 1}")
+
+    def start_host(self, index: int) -> None:
+        """Bring a dead host back, with the address it had, a link at the cluster's rate, and no programs."""
+        host = self.host(index)
+        if not host.alive and host.generation:
+            host.clear_link()
+        host.start(rate=self.spec.link_bit_per_s, latency_s=self.spec.link_latency_s)
+
+    def kill_host(self, index: int, *, silent: bool = False) -> None:
+        """SIGKILL to everything on a host at once. `silent`: its link goes first, as when the power fails."""
+        for job in self.jobs:
+            job.poll()  # who ended before, ended by itself
+        self.host(index).kill(silent=silent)
+
+    def terminate_host(self, index: int) -> None:
+        """SIGTERM to every process of a host."""
+        host = self.host(index)
+        for job in self.jobs:
+            job.poll()
+            for state in job.ranks:
+                if state.host == index and state.life and state.status is None:
+                    state.cause = "terminated"
+        host.signal_all(signal.SIGTERM)
+
+    def freeze_host(self, index: int) -> None:
+        """SIGSTOP to every process of a host. Its kernel still answers at the connections that are open."""
+        self.host(index).signal_all(signal.SIGSTOP)
+
+    def thaw_host(self, index: int) -> None:
+        self.host(index).signal_all(signal.SIGCONT)
+
+    def cut_link(self, index: int) -> None:
+        """Pull the cable of a host: nothing comes in or goes out, and nobody is told."""
+        self.host(index).set_link(up=False)
+
+    def restore_link(self, index: int) -> None:
+        self.host(index).set_link(up=True)
+
+    def set_rate(self, index: int, bit_per_s: float | None) -> None:
+        """Change the rate of a host's link, both directions. None: not limited."""
+        spec = replace(self.spec, link_bit_per_s=bit_per_s)
+        raise_if(cluster_problems(spec) or links.link_problems(spec), TestbedError, subject="testbed")
+        self.host(index).set_rate(bit_per_s, latency_s=self.spec.link_latency_s)
