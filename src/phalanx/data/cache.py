@@ -21,6 +21,8 @@ from typing import Any, Protocol
 from phalanx.core.errors import DataError, Problem
 
 _POLL_S = 0.05
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_UNWRITABLE = (*_FULL, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 
 
@@ -49,15 +51,7 @@ def writing(cache: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in (
-            errno.ENOSPC,
-            errno.EDQUOT,
-            errno.EACCES,
-            errno.EPERM,
-            errno.EROFS,
-            errno.ENOTDIR,
-            errno.EEXIST,
-        ):
+        if error.errno not in _UNWRITABLE:
             raise
         reason = error.strerror or type(error).__name__
         problem = Problem(

@@ -7,9 +7,10 @@ interrupted preparation leaves nothing that a later one could mistake for finish
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 from phalanx.core.config import DataConfig
 from phalanx.core.errors import DataError, Problem
 from phalanx.data import store
-from phalanx.data.cache import Progress, digest, ensure_folder, silent
+from phalanx.data.cache import Progress, digest, ensure_folder, silent, write_atomically, writing
 from phalanx.data.dataset import Dataset
 from phalanx.data.formats import read_documents
 from phalanx.data.problems import ProblemLog
@@ -58,20 +59,24 @@ class Prepared:
     """Nothing had to be tokenised by this call."""
 
 
-def prepare(config: DataConfig, *, progress: Progress = silent) -> Prepared:
-    """The data sets of a recipe.
+def prepare(config: DataConfig, *, progress: Progress = silent, resume: str | None = None) -> Prepared:
+    """The data sets of a recipe. `resume` is the train fingerprint of a run that is to go on.
+
+    A resumed run keeps its built-in corpus as long as the cache has it, whatever was installed since; other sources must not have
+    changed, which the loader checks (`Loader.check_state`).
 
     Raises DataError with every problem that was found: settings and file names first, then (all together, up to 20) the content of files.
     """
     began, cache = time.monotonic(), Path(config.cache)
     sources = _resolve_all(config)
-    sources = tuple(identify(source, cache, progress) for source in sources)
+    sources = _identified(config, sources, cache, progress, resume)
     tokenizer = _tokenizer(config, sources, cache, progress)
     folders = [_store_folder(cache, s, tokenizer, fraction=config.validation_fraction) for s in sources]
     built = _write_stores(config, sources, folders, tokenizer, progress)
     stores = [store.open_store(f, s, tokenizer) for f, s in zip(folders, sources, strict=True)]
     keys = [folder.name for folder in folders]
     train, validation = (_dataset(side, config, sources, stores, keys, tokenizer) for side in store.SIDES)
+    _pin(cache, train.fingerprint, sources)
     return Prepared(
         train=train,
         validation=validation,
@@ -106,6 +111,42 @@ def _resolve_all(config: DataConfig) -> tuple[Source, ...]:
     return sources
 
 
+# --- identity, and what a run pins
+
+
+def _identified(
+    config: DataConfig, sources: Sequence[Source], cache: Path, progress: Progress, resume: str | None
+) -> tuple[Source, ...]:
+    """Sources with identity: built-in corpora as the run `resume` knew them if all that was made of them is still there."""
+    path = cache / "pins" / f"{resume}.json"
+    if resume is not None and path.exists():
+        pins = json.loads(path.read_bytes())
+        pinned = tuple(
+            replace(s, identity=pins[s.spec]) if s.spec in pins else identify(s, cache, progress) for s in sources
+        )
+        if _is_prepared(config, pinned, cache):
+            return pinned
+    return tuple(identify(s, cache, progress) for s in sources)
+
+
+def _is_prepared(config: DataConfig, sources: Sequence[Source], cache: Path) -> bool:
+    choice = parse_choice(config)
+    if isinstance(choice, int) and not _has_tokenizer(_bpe_folder(choice, config, sources, cache)):
+        return False
+    tokenizer = _tokenizer(config, sources, cache, silent)
+    folders = (_store_folder(cache, s, tokenizer, fraction=config.validation_fraction) for s in sources)
+    return all(store.is_complete(f) for f, s in zip(folders, sources, strict=True) if s.kind == "builtin")
+
+
+def _pin(cache: Path, fingerprint: str, sources: Sequence[Source]) -> None:
+    """Remembers which built-in corpus belongs to a train fingerprint."""
+    pins = {s.spec: s.identity for s in sources if s.kind == "builtin"}
+    path = cache / "pins" / f"{fingerprint}.json"
+    if pins and not path.exists():
+        with writing(cache):
+            write_atomically(path, json.dumps(pins).encode())
+
+
 # --- tokenizer
 
 
@@ -115,28 +156,35 @@ def _tokenizer(config: DataConfig, sources: Sequence[Source], cache: Path, progr
         return ByteTokenizer()
     if isinstance(choice, Path):
         return read_tokenizer_file(choice, eos_token=config.eos_token)
-    return _trained(choice, config, [s for s in sources if s.kind != "tokens"], cache, progress)
+    folder = _bpe_folder(choice, config, sources, cache)
+    return _trained(folder, choice, _with_text(sources), config.validation_fraction, progress)
+
+
+def _with_text(sources: Sequence[Source]) -> list[Source]:
+    return [s for s in sources if s.kind != "tokens"]
+
+
+def _bpe_folder(vocab_size: int, config: DataConfig, sources: Sequence[Source], cache: Path) -> Path:
+    identities = [s.identity for s in _with_text(sources)]
+    key = digest(["bpe", _BPE_VERSION, vocab_size, config.validation_fraction, SAMPLE_BYTES, identities])
+    return cache / "tokenizers" / key
 
 
 def _trained(
-    vocab_size: int, config: DataConfig, sources: Sequence[Source], cache: Path, progress: Progress
+    folder: Path, vocab_size: int, sources: Sequence[Source], fraction: float, progress: Progress
 ) -> Tokenizer:
     """A byte-level BPE over a sample of the train documents, learned once and kept in the cache."""
-    fraction = config.validation_fraction
-    key = digest(["bpe", _BPE_VERSION, vocab_size, fraction, SAMPLE_BYTES, [s.identity for s in sources]])
 
-    def build(folder: Path) -> None:
+    def build(target: Path) -> None:
         log = ProblemLog()
         content = train_bpe(_sample(sources, fraction, log, progress), vocab_size=vocab_size)
         if log.found:
             _report_everything(sources)
-        (folder / "tokenizer.json").write_text(content, encoding="utf-8")
-        read_tokenizer_file(folder / "tokenizer.json", eos_token=None).save(folder)
+        (target / "tokenizer.json").write_text(content, encoding="utf-8")
+        read_tokenizer_file(target / "tokenizer.json", eos_token=None).save(target)
 
-    folder = cache / "tokenizers" / key
     ensure_folder(folder, complete=_has_tokenizer, build=build, progress=progress)
-    tokenizer = load_tokenizer(folder)
-    return tokenizer
+    return load_tokenizer(folder)
 
 
 def _has_tokenizer(folder: Path) -> bool:

@@ -55,7 +55,7 @@ def permute(indices: Ints, *, size: int, key: int) -> Ints:
     """
     high = math.isqrt(max(size - 1, 0)) + 1
     low = -(-size // high)
-    round_keys = [derive_key(key, i) for i in range(_ROUNDS)]
+    round_keys = mix(np.arange(_ROUNDS, dtype=np.uint64) ^ mix(np.asarray([key & _MASK], np.uint64)))
     values = _feistel(indices.astype(np.uint64), high=high, low=low, round_keys=round_keys)
     outside = values >= size
     while outside.any():
@@ -64,14 +64,14 @@ def permute(indices: Ints, *, size: int, key: int) -> Ints:
     return values.astype(np.int64)
 
 
-def _feistel(values: Words, *, high: int, low: int, round_keys: Sequence[int]) -> Words:
+def _feistel(values: Words, *, high: int, low: int, round_keys: Words) -> Words:
     a, b = np.uint64(high), np.uint64(low)
     left, right = values // b, values % b
     for i, key in enumerate(round_keys):
         if i % 2:
-            right = (right + mix(left ^ np.uint64(key)) % b) % b
+            right = (right + mix(left ^ key) % b) % b
         else:
-            left = (left + mix(right ^ np.uint64(key)) % a) % a
+            left = (left + mix(right ^ key) % a) % a
     return left * b + right
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import glob
 import hashlib
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -201,7 +202,7 @@ def identify(source: Source, cache: Path, progress: Progress) -> Source:
         seen: list[object] = [[c.path, c.size, c.mtime_ns] for c in found]
         extra: list[object] = [corpus.RULES_VERSION, source.builtin_bytes]
     else:
-        stats = [(f, f.stat()) for f in _all_files(source)]
+        stats = [(f, _stat(f)) for f in _all_files(source)]
         seen = [[str(f.resolve()), s.st_size, s.st_mtime_ns] for f, s in stats]
         extra = [READER_VERSION, source.kind, source.text_field]
     with writing(cache):
@@ -220,7 +221,7 @@ def _identity(source: Source, found: list[corpus.Candidate], progress: Progress)
         files, identity = corpus.select(found, source.builtin_bytes, progress)
         return {"identity": digest(identity), "files": [str(f) for f in files]}
     files = _all_files(source)
-    total, done, contents = sum(f.stat().st_size for f in files), 0, []
+    total, done, contents = sum(_stat(f).st_size for f in files), 0, []
     for path in files:
         hasher = hashlib.blake2b(digest_size=16)
         for block in _blocks(path):
@@ -237,9 +238,22 @@ def _blocks(path: Path) -> Iterator[bytes]:
             while block := file.read(_HASH_BLOCK_BYTES):
                 yield block
     except OSError as error:
-        rule = f"cannot be read ({error.strerror or error})"
-        problem = Problem(where=str(path), value=path.name, rule=rule, hint="check its owner and permissions")
-        raise DataError([problem], subject="the data") from error
+        raise _unreadable(path, error) from error
+
+
+def _stat(path: Path) -> os.stat_result:
+    try:
+        return path.stat()
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: OSError) -> DataError:
+    rule = f"cannot be read ({error.strerror or error})"
+    problem = Problem(
+        where=str(path), value=path.name, rule=rule, hint="check that it is there, its owner and permissions"
+    )
+    return DataError([problem], subject="the data")
 
 
 def _all_files(source: Source) -> tuple[Path, ...]:

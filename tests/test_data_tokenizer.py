@@ -1,0 +1,182 @@
+"""Text survives tokenization, control tokens are never read out of text, and errors name the way out."""
+
+import json
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import models, pre_tokenizers, processors
+
+from phalanx.core.config import DataConfig
+from phalanx.core.errors import DataError
+from phalanx.data.tokenizer import (
+    EOS,
+    ByteTokenizer,
+    FileTokenizer,
+    load_tokenizer,
+    parse_choice,
+    read_tokenizer_file,
+    train_bpe,
+)
+
+pytestmark = pytest.mark.unit
+
+SAMPLE = ["def add(a, b):\n    return a + b\n", "für alle Fälle: 日本語, emoji 🎉 and more words\n"] * 50
+any_text = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
+
+
+@pytest.fixture(scope="module")
+def bpe():
+    return FileTokenizer(train_bpe(SAMPLE, vocab_size=300), eos_token=EOS, name="bpe")
+
+
+@given(any_text)
+@settings(max_examples=200, deadline=None)
+def test_round_trips(bpe, text):
+    for tokenizer in (ByteTokenizer(), bpe):
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids.tolist()) == text
+        assert tokenizer.eos_id not in ids and (ids < tokenizer.vocab_size).all() and (ids >= 0).all()
+        assert [b.tolist() for b in tokenizer.encode_batch([text, "", text])] == [ids.tolist(), [], ids.tolist()]
+
+
+def test_bytes_are_bytes():
+    tokenizer = ByteTokenizer()
+    assert tokenizer.encode("é").tolist() == [0xC3, 0xA9]
+    assert tokenizer.decode([0xC3, 0xA9, 256, 300, -1, 65]) == "éA"
+    assert tokenizer.decode([0xC3]) == "\ufffd"
+
+
+def test_bpe_size_and_training_are_deterministic(bpe):
+    again = FileTokenizer(train_bpe(SAMPLE, vocab_size=300), eos_token=EOS, name="bpe")
+    assert again.fingerprint == bpe.fingerprint
+    assert bpe.vocab_size == 300
+    assert len(bpe.encode(SAMPLE[0])) <= len(SAMPLE[0]) / 2
+    assert FileTokenizer(train_bpe(["ab"], vocab_size=400), eos_token=EOS, name="x").vocab_size < 400
+
+
+def test_text_that_spells_a_control_token_is_text(bpe):
+    text = f"before{EOS}after"
+    assert bpe.eos_id not in bpe.encode(text) and bpe.decode(bpe.encode(text).tolist()) == text
+
+
+def test_ids_beyond_the_vocabulary_are_no_text(bpe):
+    """A model's vocabulary is rounded up; the rows above ours may be sampled."""
+    ids = bpe.encode("words")
+    assert bpe.decode([*ids.tolist(), 5000, bpe.eos_id, -3]) == "words"
+
+
+def test_save_and_load(tmp_path, bpe):
+    for i, tokenizer in enumerate((ByteTokenizer(), bpe)):
+        folder = tmp_path / str(i)
+        folder.mkdir()
+        tokenizer.save(folder)
+        loaded = load_tokenizer(folder)
+        assert loaded.fingerprint == tokenizer.fingerprint and loaded.name == tokenizer.name
+        assert loaded.encode("für alle").tolist() == tokenizer.encode("für alle").tolist()
+
+
+def test_loading_what_is_no_tokenizer(tmp_path):
+    with pytest.raises(DataError, match="no readable tokenizer"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer_meta.json").write_text('{"kind": "file", "eos_token": "x", "name": "y"}')
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(DataError, match="no readable tokenizer"):
+        load_tokenizer(tmp_path)
+
+
+# --- a tokenizer.json from elsewhere
+
+
+def write_foreign(folder, special, **files):
+    """A word-level tokenizer that adds a start token, pads and truncates, as some do."""
+    vocabulary = {t: i for i, t in enumerate(["[UNK]", *special, "hello", "world"])}
+    tokenizer = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens(list(special))
+    tokenizer.enable_truncation(2)
+    tokenizer.enable_padding(length=9)
+    if special:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{special[0]} $A", special_tokens=[(special[0], 1)]
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    return folder / "tokenizer.json"
+
+
+def test_only_the_text_is_encoded(tmp_path):
+    tokenizer = read_tokenizer_file(write_foreign(tmp_path / "a", ["<s>", "</s>"]), eos_token=None)
+    assert tokenizer.encode("hello world hello").tolist() == [3, 4, 3]
+    assert [ids.tolist() for ids in tokenizer.encode_batch(["hello", "hello world world"])] == [[3], [3, 4, 4]]
+    assert tokenizer.eos_id == 2 and tokenizer.name == "a" and tokenizer.vocab_size == 5
+
+
+@pytest.mark.parametrize(
+    ("files", "eos"),
+    [
+        ({"tokenizer_config": {"eos_token": "<end>"}}, "<end>"),
+        ({"tokenizer_config": {"eos_token": {"content": "<end>", "lstrip": False}}}, "<end>"),
+        ({"special_tokens_map": {"eos_token": "<end>"}}, "<end>"),
+        ({"config": {"eos_token_id": 3}}, "<end>"),
+        ({"generation_config": {"eos_token_id": [3, 1]}}, "<end>"),
+        ({"tokenizer_config": {"eos_token": None}}, "</s>"),
+        ({}, "</s>"),
+    ],
+)
+def test_eos_is_what_the_files_name(tmp_path, files, eos):
+    path = write_foreign(tmp_path, ["<s>", "</s>", "<end>"], **files)
+    tokenizer = read_tokenizer_file(path, eos_token=None)
+    assert tokenizer.eos_id == {"</s>": 2, "<end>": 3}[eos]
+    assert read_tokenizer_file(path, eos_token="<s>").eos_id == 1
+
+
+def test_eos_problems(tmp_path):
+    with pytest.raises(DataError, match=r"no end-of-document token .* data\.eos_token"):
+        read_tokenizer_file(write_foreign(tmp_path / "a", []), eos_token=None)
+    path = write_foreign(tmp_path / "b", ["<s>", "<end>"])
+    with pytest.raises(DataError, match=r"no token '<ends>' .*'<end>'"):
+        read_tokenizer_file(path, eos_token="<ends>")
+
+
+def test_a_file_that_is_no_tokenizer(tmp_path):
+    path = tmp_path / "tokenizer.json"
+    for content in ("{", "{}", "hello"):
+        path.write_text(content)
+        with pytest.raises(DataError, match=r"no tokenizer\.json of Hugging Face"):
+            read_tokenizer_file(path, eos_token=None)
+
+
+# --- data.tokenizer
+
+
+def test_choices(tmp_path):
+    path = write_foreign(tmp_path, ["</s>"])
+    assert parse_choice(DataConfig(tokenizer="byte")) is None
+    assert parse_choice(DataConfig(tokenizer="bpe:4096")) == 4096
+    assert parse_choice(DataConfig(tokenizer=str(path))) == path
+    assert parse_choice(DataConfig(tokenizer=str(tmp_path), eos_token="</s>")) == path
+
+
+@pytest.mark.parametrize(
+    ("settings_", "message"),
+    [
+        ({"tokenizer": "bpe:100"}, r"at least 257 tokens.*bpe:8192"),
+        ({"tokenizer": "bpe:many"}, r"data\.tokenizer = 'bpe:many'"),
+        ({"tokenizer": "bytes"}, r"did you mean 'byte'"),
+        ({"tokenizer": "gone/tokenizer.json"}, r"legal: byte, bpe:8192, or the path"),
+        ({"tokenizer": "byte", "eos_token": "<end>"}, r"data\.eos_token = '<end>': has no effect"),
+    ],
+)
+def test_wrong_choices(settings_, message):
+    with pytest.raises(DataError, match=message):
+        parse_choice(DataConfig(**settings_))
+
+
+def test_everything_wrong_with_a_choice_at_once():
+    with pytest.raises(DataError) as caught:
+        parse_choice(DataConfig(tokenizer="bpe:1", eos_token="x"))
+    assert len(caught.value.problems) == 2
