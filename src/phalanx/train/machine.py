@@ -9,9 +9,11 @@ from pathlib import Path
 
 import torch
 
-RATE_SIZES = (1024, 2048)
-RATE_SECONDS = 0.25
-"""Measuring time of each size: long enough for several products of 2048, short beside a run."""
+RATE_SIZES = (1024, 2048, 4096)
+RATE_SECONDS = 0.1
+"""Measuring time of each size."""
+RATE_PATIENCE_S = 0.04
+"""A size is tried only where the one before took less than this: each one takes eight times as long."""
 
 
 def resident_bytes() -> int:
@@ -55,12 +57,18 @@ class MemoryMeter:
 @torch.no_grad()
 def matmul_flops_per_s(dtype: torch.dtype, device: torch.device) -> float:
     """Best rate of a square product on this rank as it computes now (its threads, its neighbours busy with the same)."""
-    return max(_rate(size, dtype, device) for size in RATE_SIZES)
+    best = 0.0
+    for size in RATE_SIZES:
+        product_s = _product_s(size, dtype, device)
+        best = max(best, 2.0 * size**3 / product_s)
+        if product_s > RATE_PATIENCE_S:
+            break
+    return best
 
 
-def _rate(size: int, dtype: torch.dtype, device: torch.device) -> float:
-    generator = torch.Generator().manual_seed(size)
-    a, b = (torch.randn(size, size, generator=generator, dtype=torch.float32).to(device, dtype) for _ in range(2))
+def _product_s(size: int, dtype: torch.dtype, device: torch.device) -> float:
+    """Shortest time of one square product."""
+    a, b = (torch.ones(size, size, device=device, dtype=dtype) for _ in range(2))
     out = torch.mm(a, b)
     best_s, end_s = float("inf"), time.perf_counter() + RATE_SECONDS
     while time.perf_counter() < end_s:
@@ -69,7 +77,7 @@ def _rate(size: int, dtype: torch.dtype, device: torch.device) -> float:
         torch.mm(a, b, out=out)
         _wait(device)
         best_s = min(best_s, time.perf_counter() - begin_s)
-    return 2.0 * size**3 / best_s
+    return best_s
 
 
 def _wait(device: torch.device) -> None:
