@@ -57,7 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run_command(name: str, args: Sequence[str], *, debug: bool) -> int:
     """Import the command and run it. Errors made for people end here; everything else is a bug and keeps its traceback."""
     try:
-        return int(importlib.import_module(f"phalanx.cli.{name}").main(list(args)) or 0)
+        status = int(importlib.import_module(f"phalanx.cli.{name}").main(list(args)) or 0)
+        sys.stdout.flush()  # here, where a closed pipe can still be answered
+        return status
     except PhalanxError as error:
         if debug:
             traceback.print_exc()

@@ -60,7 +60,7 @@ class RouterConfig:
     score: Literal["softmax", "sigmoid"] | None = None
     """What turns the router's logits into weights."""
     softmax_order: Literal["before_topk", "after_topk"] | None = None
-    """Softmax over all experts and then top-k, or top-k and then softmax over the chosen logits (softmax only)."""
+    """Softmax over all experts and then top-k, or top-k and then softmax over the chosen logits."""
     renormalize: bool | None = None
     """Divide the chosen weights by their sum."""
     scale: float | None = None
@@ -92,13 +92,13 @@ class DispatchConfig:
     policy: Literal["dropless", "drop"] = "dropless"
     """Whether an overfull expert takes all of its rows, or only up to its capacity."""
     capacity_factor: float | None = None
-    """Rows an expert takes, as a multiple of the even share (policy = "drop" only; default 1.0)."""
+    """Rows an expert takes, as a multiple of the even share (default 1.0)."""
     drop_by: Literal["probability", "position"] | None = None
-    """Which rows an overfull expert keeps (policy = "drop" only; default probability)."""
+    """Which rows an overfull expert keeps (default probability)."""
     drop_scope: Literal["sub_sequence", "full_sequence"] | None = None
-    """Capacity counted over a rank's own tokens, or over the whole micro-batch (policy = "drop" only; default sub_sequence)."""
+    """Capacity counted over a rank's own tokens, or over the whole micro-batch (default sub_sequence)."""
     pad_to_capacity: bool | None = None
-    """Every expert computes exactly its capacity, so that no size depends on the routing (policy = "drop" only; default false)."""
+    """Every expert computes exactly its capacity, so that no size depends on the routing (default false)."""
     transport: Literal["all_to_all", "all_gather"] = "all_to_all"
     """Rows sent to the ranks that need them, or gathered everywhere (for tiny ep)."""
 
@@ -132,9 +132,9 @@ class DataConfig:
     text_field: str = "text"
     """Name of the text in a JSON line, or of the parquet column."""
     eos_token: str | None = None
-    """End-of-document token of a tokenizer.json (such tokenizers only; default: what its own files name)."""
+    """End-of-document token of a tokenizer.json (default: what its own files name)."""
     builtin_bytes: int | None = None
-    """Text taken from builtin:python at most (that source only; default 40 MB)."""
+    """Text taken from builtin:python at most (default 40 MB)."""
     validation_fraction: float = 0.02
     """Share of the documents that is kept for validation."""
     cache: str = "cache"
@@ -174,13 +174,13 @@ class OptimConfig:
     lr: float = 3e-3
     """Highest learning rate."""
     min_lr_ratio: float = 0.1
-    """Last learning rate over the highest (not with schedule = "constant")."""
+    """Last learning rate over the highest."""
     warmup_steps: int | None = None
     """Steps of linear warm-up. Default: 20, or a tenth of the run where that is less."""
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
     """What follows warm-up: half a cosine, stable then linear decay (WSD), or nothing."""
     decay_steps: int | None = None
-    """Length of the final decay (schedule = "wsd" only; default a fifth of the run)."""
+    """Length of the final decay (default a fifth of the run)."""
     beta1: float = 0.9
     """Decay of the first moment."""
     beta2: float = 0.95
@@ -206,9 +206,9 @@ class CheckpointConfig:
     interval: int = 50
     """Steps between checkpoints, 0 for none but the last."""
     keep_last: int = 3
-    """Newest checkpoints to keep (only with an interval)."""
+    """Newest checkpoints to keep."""
     asynchronous: bool = True
-    """Write while training goes on (only with an interval: the run waits for its last checkpoint)."""
+    """Write while training goes on; the run waits for its last checkpoint only."""
     resume: bool = True
     """Go on from the newest checkpoint of the run folder."""
     step: int | None = None

@@ -151,12 +151,12 @@ class ConsoleSink:
     def _validated(self, event: Validated) -> None:
         self._validation = event.loss
         line = table.row_line(table.Row(step=event.step, validation=event.loss), self._width)
-        line.rstrip()
         words = f"  validation in {format_seconds(event.seconds)}"
         if self._run is not None and self._run.unigram_loss is not None:
             gain = self._run.unigram_loss - event.loss
             words += f", {abs(gain):.3f} {'below' if gain > 0 else 'above'} unigram"
         line.append(words, style="dim")
+        line.truncate(self._width)
         self._print(line)
         self._draw(force=True)
 
@@ -238,6 +238,9 @@ def _progress(step: int, total: int, *, left_s: float | None, width: int) -> Ren
     words = f" {step}/{total} steps {100 * step // max(total, 1):>3} %"
     if left_s is not None:
         words += f"  {table.clock(left_s)} left"
+    room = width - len(words) - 2
+    if room < 10:
+        return Text(words.strip()[:width], no_wrap=True)
     grid: Any = Table.grid(padding=(0, 1))
-    grid.add_row(ProgressBar(total=total, completed=step, width=max(10, width - len(words) - 2)), Text(words))
+    grid.add_row(ProgressBar(total=total, completed=step, width=room), Text(words))
     return grid

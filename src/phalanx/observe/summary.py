@@ -11,6 +11,7 @@ from rich.panel import Panel
 from rich.text import Text
 
 from phalanx.core.units import format_count, format_seconds
+from phalanx.observe.console import PLAIN_WIDTH
 from phalanx.observe.table import loss_text
 
 
@@ -66,7 +67,8 @@ def print_summary(
         for part in parts:
             console.print(part, soft_wrap=True)
     # outside the frame, so that a long command can be copied whole
-    for line in _commands(next_commands(summary) if commands is None else commands, width=console.width):
+    width = console.width if console.is_terminal else PLAIN_WIDTH
+    for line in _commands(next_commands(summary) if commands is None else commands, width=width):
         console.print(line, soft_wrap=True)
 
 

@@ -59,20 +59,20 @@ NARROW_WIDTH = sum(c.width for c in COLUMNS) + len(COLUMNS) - 1
 WIDE_WIDTH = NARROW_WIDTH + len(COLUMNS) - 1
 
 
-def header(width: int) -> Text:
-    """Titles above the columns."""
-    return _line([Text(c.title, style="bold") for c in COLUMNS], width)
+def header(width: int, *, with_left: bool = True) -> Text:
+    """Titles above the columns; of a run that is over there is no time left."""
+    return _line([Text(c.title, style="bold") for c in COLUMNS[: None if with_left else -1]], width)
 
 
 def row_line(row: Row, width: int, *, style: str = "") -> Text:
-    """One row in at most `width` columns (less than 76 cut it on the right)."""
+    """One row; less than `NARROW_WIDTH` columns cut it on the right."""
     cells = [
         Text(f"{row.step}", style=style),
         Text(loss_text(row.loss), style=style),
         Text(loss_text(row.validation), style="cyan"),
         Text(_optional(row.tokens_per_s, short)),
         Text(_optional(row.mfu, lambda v: f"{100 * v:.1f} %")),
-        Text(_optional(row.grad_norm, lambda v: f"{v:.3f}" if v < 10 else f"{v:.3g}")),
+        Text(_optional(row.grad_norm, lambda v: f"{v:.3f}" if v < 10 else short(v))),
         Text(_optional(row.lr, lambda v: f"{v:.1e}".replace("e-0", "e-"))),
         Text(_optional(row.load, lambda v: f"{v:.2f}"), style="yellow" if (row.load or 0) >= BUSY_LOAD else ""),
         Text(_optional(row.dead, str), style="yellow" if row.dead else ""),
@@ -89,36 +89,46 @@ def _optional(value: Any, shown: Callable[[Any], str]) -> str:
 def _line(cells: Sequence[Text], width: int) -> Text:
     gap = "  " if width >= WIDE_WIDTH else " "
     line = Text(no_wrap=True, overflow="crop")
-    for column, cell in zip(COLUMNS, cells, strict=True):
+    for column, cell in zip(COLUMNS, cells, strict=False):
         line.append(gap if line else "")
         line.append(" " * (column.width - len(cell.plain)))
         line.append_text(cell)
+    line.rstrip()
+    line.truncate(width)
     return line
 
 
 def loss_text(value: float | None) -> str:
+    """At most 7 characters, four decimals where a loss usually lies."""
     if value is None:
         return ""
-    return f"{value:.4f}" if abs(value) < 100 else f"{value:.4g}"
+    if 0 <= value < 99.99995:
+        return f"{value:.4f}"
+    return f"{value:.1f}" if abs(value) < 9999.95 else f"{value:.0e}"
 
 
 def short(value: float) -> str:
     """Three digits and a letter: `short(11234) == '11.2k'`."""
     for power, letter in ((12, "T"), (9, "G"), (6, "M"), (3, "k")):
-        if abs(value) >= 0.9995 * 10**power:
+        if 0.9995 * 10**power <= abs(value) < 0.9995 * 10 ** (power + 3):
             return f"{value / 10**power:.3g}{letter}"
-    return f"{value:.0f}" if float(value).is_integer() or abs(value) >= 100 else f"{value:.3g}"
+    if abs(value) >= 1e15:
+        return f"{value:.0e}"
+    if float(value).is_integer() or abs(value) >= 100:
+        return f"{value:.0f}"
+    return f"{value:.3g}" if abs(value) >= 1 else f"{value:.2f}"
 
 
 def clock(seconds: float) -> str:
-    """`2:05`, `1:02:05`, `3d 04h`: narrow, for a column."""
+    """`2:05`, `1:02:05`, `12h 05m`, `3d 04h`: at most 7 characters."""
     if not math.isfinite(seconds):
         return "?"
-    whole = max(0, round(seconds))
-    if whole >= 48 * 3600:
-        return f"{whole // 86400}d {whole % 86400 // 3600:02d}h"
-    hours, rest = divmod(whole, 3600)
-    minutes, rest = divmod(rest, 60)
+    minutes, rest = divmod(max(0, round(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours >= 48:
+        return f"{hours // 24}d {hours % 24:02d}h" if hours < 24 * 1000 else f"{hours // 24}d"
+    if hours >= 10:
+        return f"{hours}h {minutes:02d}m"
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 

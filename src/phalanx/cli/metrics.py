@@ -1,0 +1,147 @@
+"""`phalanx metrics RUN`: the course of a run from its event log, while it trains or later; also the table in docs/metrics.md.
+
+Reads `events/rank-N.jsonl` alone: no torch, and a run that is being written is not disturbed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from phalanx.cli.tables import markdown_table, replace_part
+from phalanx.core.errors import DataError, Problem
+from phalanx.core.units import format_bytes, format_seconds
+from phalanx.observe import table
+from phalanx.observe.chart import chart
+from phalanx.observe.event_log import History, Record, read_history
+from phalanx.observe.metrics import METRICS
+
+MAX_ROWS = 20
+SETTLED = 0.1
+"""Speeds leave out this share of the steps, at the beginning, where caches are cold."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Show a run, or list the metrics."""
+    parser = argparse.ArgumentParser(prog="phalanx metrics", description="Show the course of a run from its event log.")
+    parser.add_argument("run", nargs="?", type=Path, help="folder of the run, such as runs/laptop")
+    parser.add_argument("--rank", type=int, default=0, help="whose log to read (default 0)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures of the run to this file")
+    parser.add_argument("--names", action="store_true", help="list the metrics by name instead")
+    parser.add_argument(
+        "--write", type=Path, metavar="FILE", help="replace that list between the marks of a Markdown file"
+    )
+    args = parser.parse_args(argv)
+    if args.write is not None:
+        replace_part(args.write, "metrics", names_markdown())
+    elif args.names:
+        print(names_markdown(), end="")
+    elif args.run is None:
+        parser.error("give the folder of a run, or --names")
+    else:
+        history = read_history(args.run, rank=args.rank)
+        figures = run_figures(history, folder=args.run)
+        if args.json is not None:
+            args.json.write_text(json.dumps(figures, indent=2) + "\n")
+        show(history, figures, Console())
+    return 0
+
+
+def run_figures(history: History, *, folder: Path) -> dict[str, Any]:
+    """The run in a few numbers. Raises `DataError` where no step was logged."""
+    steps = [history.steps[s] for s in sorted(history.steps)]
+    if not steps:
+        hint = "wait for its first step, or see events/ in the run folder"
+        problem = Problem(where=str(folder), value="no StepEnded", rule="has logged no step yet", hint=hint)
+        raise DataError([problem], subject="the event log")
+    settled = steps[int(SETTLED * len(steps)) :]
+    validated = [history.validations[s] for s in sorted(history.validations)]
+    return {
+        "run": history.started.get("run", folder.name),
+        "step": steps[-1]["step"],
+        "total_steps": history.started.get("total_steps"),
+        "starts": history.starts,
+        "ended": history.ended["reason"] if history.ended is not None else None,
+        "loss": steps[-1]["loss"],
+        "validation_loss": validated[-1]["loss"] if validated else None,
+        "unigram_loss": history.started.get("unigram_loss"),
+        "tokens": sum(s["tokens"] for s in steps),
+        "tokens_per_s": statistics.median(s["tokens_per_s"] for s in settled),
+        "mfu": statistics.median(s["mfu"] for s in settled),
+        "step_s": statistics.median(s["step_s"] for s in settled),
+        "peak_memory_bytes": max(s["peak_memory_bytes"] for s in steps),
+        "dropped_tokens": sum(s["dropped_tokens"] for s in steps),
+        "warnings": [n["text"] for n in history.notes if n["level"] != "info"],
+    }
+
+
+def show(history: History, figures: dict[str, Any], console: Console) -> None:
+    """Rows, a chart of the loss, and what the figures say."""
+    width = console.width if console.is_terminal else 100
+    steps = sorted(history.steps)
+    lines = [table.header(width, with_left=False)]
+    for step in _spread(steps, MAX_ROWS, keep=sorted(history.validations)):
+        lines.append(table.row_line(_row(history.steps[step], history.validations.get(step)), width))
+    lines.append(Text("\ntrain loss"))
+    points = [(s, history.steps[s]["loss"]) for s in steps if history.steps[s]["loss"] is not None]
+    lines += [Text(line, style="green") for line in chart(points, width=min(width, 100))]
+    for line in lines:
+        console.print(line, highlight=False, soft_wrap=True)
+    console.print(Text("\n" + _words(figures)), highlight=False, soft_wrap=True)
+    for warning in figures["warnings"]:
+        console.print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
+
+
+def _spread(steps: Sequence[int], count: int, *, keep: Sequence[int]) -> list[int]:
+    """At most `count` steps: first and last, up to half of them from `keep`, the others evenly spread."""
+
+    def even(of: Sequence[int], number: int) -> set[int]:
+        number = min(number, len(of))
+        return {of[round(i * (len(of) - 1) / max(1, number - 1))] for i in range(number)}
+
+    known = set(steps)
+    kept = even([s for s in keep if s in known], count // 2)
+    return sorted(kept | even(steps, count - len(kept)))
+
+
+def _row(step: Record, validated: Record | None) -> table.Row:
+    return table.Row(
+        step=step["step"], loss=step["loss"], validation=validated["loss"] if validated else None,
+        tokens_per_s=step["tokens_per_s"], mfu=step["mfu"] or None, grad_norm=step["grad_norm"], lr=step["lr"],
+        load=max(step["load_max_over_mean"], default=None), dead=step["dead_experts"], dropped=step["dropped_tokens"],
+    )  # fmt: skip
+
+
+def _words(f: dict[str, Any]) -> str:
+    state = f["ended"] or "running, or killed"
+    lines = [
+        f"{f['run']}: {f['step']} of {f['total_steps']} steps ({state}, {f['starts']} start{'s' if f['starts'] != 1 else ''})",
+        f"  {table.short(f['tokens_per_s'])} tokens/s, {format_seconds(f['step_s'])} a step, MFU {100 * f['mfu']:.1f} % (medians), "
+        f"peak memory {format_bytes(f['peak_memory_bytes'])}",
+    ]
+    if f["validation_loss"] is not None:
+        unigram = f" (unigram model {f['unigram_loss']:.3f})" if f["unigram_loss"] is not None else ""
+        lines.append(f"  validation loss {f['validation_loss']:.4f}{unigram}")
+    return "\n".join(lines)
+
+
+def names_markdown() -> str:
+    """The table of metrics."""
+    rows = [
+        [
+            f"`{m.name}`",
+            m.kind.__name__,
+            m.unit,
+            m.meaning,
+            f"`{m.prometheus_name}`" + ("{layer}" if m.per_layer else ""),
+        ]
+        for m in METRICS
+    ]
+    return markdown_table(["metric", "event", "unit", "meaning", "Prometheus"], rows)

@@ -1,0 +1,249 @@
+"""Sinks: what each one writes is read back by the program that people read it with; a broken one stops nothing."""
+
+import socket
+import statistics
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+import phalanx.observe.sinks as sinks_module
+from fake_events import a_run, ended, started
+from phalanx.core.config import ObserveConfig
+from phalanx.core.errors import ConfigError, RunError
+from phalanx.core.events import Event, Note, RunEnded
+from phalanx.observe.console import ConsoleSink
+from phalanx.observe.event_log import log_path, read_events
+from phalanx.observe.metrics import METRICS, samples
+from phalanx.observe.sinks import GIVE_UP_AFTER, Sinks, open_sinks
+
+pytestmark = pytest.mark.unit
+QUIET = ObserveConfig(console="none", tensorboard=False)
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+class Recording:
+    """A sink that remembers, and fails on demand."""
+
+    def __init__(self, name: str, *, fail: bool = False) -> None:
+        self.name = name
+        self.fail = fail
+        self.events: list[Event] = []
+        self.calls = 0
+        self.closed = 0
+
+    def write(self, event: Event) -> None:
+        self.calls += 1
+        if self.fail:
+            raise OSError("no route to host")
+        self.events.append(event)
+
+    def close(self) -> None:
+        self.closed += 1
+        if self.fail:
+            raise OSError("still no route")
+
+
+def test_a_broken_sink_warns_once_and_the_others_hear_everything(capsys: pytest.CaptureFixture[str]) -> None:
+    good, bad, late = Recording("log"), Recording("W&B", fail=True), Recording("late")
+    sinks = Sinks([good, bad, late])
+    events = list(a_run(5))
+    for event in events:
+        sinks(event)
+    text = "W&B does not work (OSError: no route to host); training goes on without it"
+    for sink in (good, late):
+        assert [e for e in sink.events if not isinstance(e, Note)] == events
+        assert [e for e in sink.events if isinstance(e, Note)] == [Note(level="warning", text=text)]
+    assert capsys.readouterr().err == f"phalanx: warning: {text}\n"
+    sinks.close()
+    sinks.close()
+    assert (good.closed, bad.closed, late.closed) == (1, 1, 1)
+
+
+def test_a_sink_that_keeps_failing_is_no_longer_called_and_one_that_recovers_is() -> None:
+    bad, flaky = Recording("bad", fail=True), Recording("flaky", fail=True)
+    sinks = Sinks([bad, flaky])
+    for step in range(1, 3 * GIVE_UP_AFTER):
+        flaky.fail = step % (GIVE_UP_AFTER - 1) != 0
+        sinks(ended(step))
+    assert bad.calls == GIVE_UP_AFTER
+    assert flaky.calls >= 3 * GIVE_UP_AFTER - 1
+
+
+def test_interrupts_are_not_swallowed() -> None:
+    class Interrupting(Recording):
+        def write(self, event: Event) -> None:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Sinks([Interrupting("x")])(ended(1))
+
+
+def test_only_rank_zero_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    port = free_port()
+    with open_sinks(ObserveConfig(prometheus_port=port), folder=tmp_path, rank=1) as emit:
+        for event in a_run(3):
+            emit(event)
+        with pytest.raises(OSError, match="refused"):
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5)
+    assert [p.name for p in tmp_path.iterdir()] == ["events"]
+    assert len(list(read_events(log_path(tmp_path, 1)))) == 5
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_run_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "events").write_text("in the way")
+    with pytest.raises(RunError, match=r"rank-0.jsonl: cannot be written \(File exists\); choose another run.folder"):
+        open_sinks(QUIET, folder=tmp_path, rank=0)
+
+
+# --- Prometheus
+
+
+def scrape(port: int) -> dict[str, float]:
+    """Every sample of a real scrape: 'name{labels}' -> value."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        lines = answer.read().decode().splitlines()
+    return {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines if line and line[0] != "#"}
+
+
+def test_prometheus_scrapes_the_newest_numbers(tmp_path: Path) -> None:
+    port, folder = free_port(), tmp_path / "laptop"
+    config = ObserveConfig(console="none", tensorboard=False, prometheus_port=port)
+    with open_sinks(config, folder=folder, rank=0) as emit:
+        for event in a_run(100):
+            emit(event)
+        found = scrape(port)
+        last = ended(100)
+        assert found['phalanx_train_loss{run="laptop"}'] == pytest.approx(last.loss)
+        assert found['phalanx_speed_tokens_per_s{run="laptop"}'] == last.tokens_per_s
+        assert found['phalanx_experts_load_of{layer="3",run="laptop"}'] == pytest.approx(last.load_max_over_mean[3])
+        assert found['phalanx_step{run="laptop"}'] == 100 and found['phalanx_total_steps{run="laptop"}'] == 100
+        assert found['phalanx_train_tokens_total{run="laptop"}'] == 100 * last.tokens
+        assert found['phalanx_checkpoint_bytes{run="laptop"}'] == 110_000_000
+        assert {m.prometheus_name for m in METRICS} <= {name.split("{")[0] for name in found}
+    with pytest.raises(OSError, match="refused"):
+        scrape(port)
+
+
+def test_a_port_in_use_is_told_before_training(tmp_path: Path) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        config = ObserveConfig(console="none", tensorboard=False, prometheus_port=port)
+        with pytest.raises(ConfigError) as caught:
+            open_sinks(config, folder=tmp_path, rank=0)
+    (problem,) = caught.value.problems
+    assert (problem.where, problem.value) == ("observe.prometheus_port", port)
+    assert problem.rule == "cannot be served at 127.0.0.1 (Address already in use)"
+    assert problem.hint == "choose another port, or stop the program that has it"
+
+
+def test_missing_extras_are_told_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sinks_module, "find_spec", lambda name: None)
+    config = ObserveConfig(console="none", tensorboard=False, prometheus_port=9100, wandb_project="p")
+    with pytest.raises(ConfigError) as caught:
+        open_sinks(config, folder=tmp_path, rank=0)
+    assert [(p.where, p.rule, p.hint) for p in caught.value.problems] == [
+        ("observe.wandb_project", "needs the package wandb, which is not installed",
+         "install the extra: pip install 'phalanx[wandb]', or leave observe.wandb_project out"),
+        ("observe.prometheus_port", "needs the package prometheus_client, which is not installed",
+         "install the extra: pip install 'phalanx[prometheus]', or leave observe.prometheus_port out"),
+    ]  # fmt: skip
+
+
+# --- TensorBoard
+
+
+def read_tensorboard(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """What TensorBoard shows: tag -> (step, value) points."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    accumulator = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    accumulator.Reload()
+    return {tag: [(e.step, e.value) for e in accumulator.Scalars(tag)] for tag in accumulator.Tags()["scalars"]}
+
+
+def test_tensorboard_reads_what_was_written_and_a_resume_replaces_what_it_redoes(tmp_path: Path) -> None:
+    config = ObserveConfig(console="none")
+    with open_sinks(config, folder=tmp_path, rank=0) as emit:
+        for event in a_run(60):
+            emit(event)
+    time.sleep(1.1)  # event files are ordered by the second in their name
+    with open_sinks(config, folder=tmp_path, rank=0) as emit:
+        emit(started(step=50))
+        for step in range(51, 55):
+            emit(ended(step, loss=1.0))
+    shown = read_tensorboard(tmp_path / "tensorboard")
+    loss = dict(shown["train/loss"])
+    assert sorted(loss) == list(range(1, 55)) and len(shown["train/loss"]) == 54
+    assert loss[50] == pytest.approx(ended(50).loss) and loss[54] == 1.0
+    assert [s for s, _ in shown["validation/loss"]] == [50]
+    assert {f"experts/load_of/layer-{layer}" for layer in range(4)} <= set(shown)
+    assert {s.tag for e in a_run(50) for s in samples(e)} == set(shown)
+
+
+# --- W&B
+
+
+def test_wandb_offline(tmp_path: Path) -> None:
+    pytest.importorskip("wandb", reason="the extra wandb is not installed (phalanx[wandb])")
+    config = ObserveConfig(console="none", tensorboard=False, wandb_project="phalanx", wandb_mode="offline")
+    folder = tmp_path / "laptop"
+    for begin in (0, 10):
+        with open_sinks(config, folder=folder, rank=0) as emit:
+            emit(started(step=begin))
+            for step in range(begin + 1, begin + 11):
+                emit(ended(step))
+            emit(RunEnded(step=begin + 10, reason="finished", seconds=1.0))
+    runs = sorted((folder / "wandb").glob("offline-run-*/run-*.wandb"))
+    identity = (folder / "wandb-id.txt").read_text()
+    assert len(runs) == 2 and all(r.name == f"run-{identity}.wandb" and r.stat().st_size > 1000 for r in runs)
+
+
+# --- all together
+
+
+def test_observing_costs_a_step_less_than_a_millisecond(tmp_path: Path) -> None:
+    """Every sink but the live display, on a model of 48 layers. Median, so that a busy machine does not decide."""
+    config = ObserveConfig(console="plain", prometheus_port=free_port())
+    with (tmp_path / "screen.txt").open("w") as screen:
+        emit = open_sinks(config, folder=tmp_path, rank=0, console=Console(file=screen))
+        emit(started())
+        costs = []
+        for step in range(1, 301):
+            event = ended(step, layers=48)
+            begin = time.perf_counter()
+            emit(event)
+            costs.append(time.perf_counter() - begin)
+        emit.close()
+    assert statistics.median(costs) < 1e-3, f"{statistics.median(costs) * 1e6:.0f} us"
+
+
+def test_no_sink_imports_torch() -> None:
+    code = (
+        "import sys, pathlib, tempfile\n"
+        "from phalanx.core.config import ObserveConfig\n"
+        "from phalanx.observe.sinks import open_sinks\n"
+        "import phalanx.observe.prometheus, phalanx.observe.summary, phalanx.observe.preparation\n"
+        "open_sinks(ObserveConfig(console='plain'), folder=pathlib.Path(tempfile.mkdtemp()), rank=0).close()\n"
+        "assert 'phalanx.observe.tensorboard' in sys.modules\n"
+        "sys.exit('torch' in sys.modules or 'tensorflow' in sys.modules)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_metric_names_are_unique_and_explained() -> None:
+    assert len({m.name for m in METRICS}) == len(METRICS) == len({m.prometheus_name for m in METRICS})
+    assert all(m.meaning for m in METRICS)
+    assert isinstance(ConsoleSink(Console(), live=False).name, str)
