@@ -18,7 +18,7 @@ def replace_part(path: Path, name: str, content: str) -> None:
     """Replace what stands between `<!-- begin NAME -->` and `<!-- end NAME -->`. Raises `ConfigError` where the marks are missing."""
     begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
     except OSError as error:
         problem = Problem(where="--write", value=str(path), rule=f"cannot be read ({error.strerror})", hint="")
         raise ConfigError([problem], subject="the arguments") from error
@@ -32,4 +32,4 @@ def replace_part(path: Path, name: str, content: str) -> None:
             hint=f"add the lines {begin} and {end}",
         )
         raise ConfigError([problem], subject="the arguments")
-    path.write_text(f"{before}{begin}\n{content}{end}{after}")
+    path.write_text(f"{before}{begin}\n{content}{end}{after}", encoding="utf-8")
