@@ -237,7 +237,7 @@ def test_chart() -> None:
 
 def test_preparation_on_a_terminal_draws_a_bar_and_leaves_lines() -> None:
     console, clock = terminal(), Clock(0)
-    with PreparationProgress(console, clock=clock) as progress:
+    with PreparationProgress(console, live=True, clock=clock) as progress:
         for done in range(0, 40_000_001, 4_000_000):
             clock.now += 0.2
             progress("tokenise", done, 40_000_000)
@@ -251,20 +251,33 @@ def test_preparation_on_a_terminal_draws_a_bar_and_leaves_lines() -> None:
 
 def test_preparation_without_a_terminal_prints_what_took_time() -> None:
     console, clock = pipe(), Clock(0)
-    progress = PreparationProgress(console, clock=clock)
+    progress = PreparationProgress(console, live=False, clock=clock)
     progress("scan", 0, 10)
     progress("tokenizer", 0, 10)
     clock.now += 2.0
     progress("tokenizer", 1024, 2048)
     progress("wait", 0, 0)
     clock.now += 5.0
-    progress("tokenise", 0, 10)
-    clock.now += 5.0
+    progress("tokenise", 0, 40 << 20)
+    for _ in range(70):
+        clock.now += 1.0
+        progress("tokenise", 13 << 20, 40 << 20)
     progress.close(finished=False)
     assert drawn(console) == [
         "data: training the tokenizer, 1.00 KiB in 2.00 s",
         "data: waiting for another process that prepares the same data",
+        "data: tokenising, 13.0 MiB of 40.0 MiB",
+        "data: tokenising, 13.0 MiB of 40.0 MiB",
     ]
+
+
+def test_preparation_can_be_silent(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = Clock(0)
+    with PreparationProgress(None, live=True, clock=clock) as progress:
+        progress("tokenise", 0, 10)
+        clock.now += 100.0
+        progress("tokenise", 10, 10)
+    assert capsys.readouterr() == ("", "")
 
 
 def summary(**more: object) -> RunSummary:
@@ -316,7 +329,22 @@ def test_summary_of_a_stopped_run_goes_on() -> None:
     lines = drawn(console)
     assert lines[0] == "laptop: stopped after step 120 of 300"
     assert any(
-        line.split() == ["phalanx", "train", "runs/laptop/recipe.toml", "go", "on", "from", "step", "120"]
+        line.split()
+        == [
+            "phalanx",
+            "train",
+            "runs/laptop/recipe.toml",
+            "go",
+            "on",
+            "from",
+            "step",
+            "120,",
+            "as",
+            "the",
+            "same",
+            "command",
+            "does",
+        ]
         for line in lines
     )
     assert not any("validation" in line for line in lines)

@@ -24,6 +24,8 @@ PHASES = {
 """What a person reads for each phase that `data` names; others are shown as they are."""
 
 REFRESH_S = 0.1
+LINE_S = 30.0
+"""Without a terminal a long phase says this often how far it is."""
 WORTH_A_LINE_S = 1.0
 """Phases that were over sooner leave no trace."""
 
@@ -31,8 +33,9 @@ WORTH_A_LINE_S = 1.0
 class PreparationProgress:
     """Call it with (phase, done, total); use it as a context manager so that the terminal is left in order."""
 
-    def __init__(self, console: Console | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._console = console if console is not None else Console(stderr=True)
+    def __init__(self, console: Console | None, *, live: bool, clock: Callable[[], float] = time.monotonic) -> None:
+        """`console` None is silent; `live` draws a bar (`observe.console.wants_live`)."""
+        self._console = console if console is not None else Console(quiet=True)
         self._clock = clock
         columns = (
             TextColumn("{task.description}"),
@@ -40,7 +43,7 @@ class PreparationProgress:
             DownloadColumn(binary_units=True),
             TimeRemainingColumn(compact=True),
         )
-        live = self._console.is_terminal and not self._console.is_dumb_terminal
+        live = live and console is not None
         self._bar = Progress(*columns, console=self._console, auto_refresh=False, transient=True) if live else None
         self._task: TaskID | None = None
         self._phase = ""
@@ -53,9 +56,12 @@ class PreparationProgress:
             self._finish_phase()
             self._begin_phase(phase)
         self._done = done
-        if self._bar is None or self._task is None:
-            return
         now = self._clock()
+        if self._bar is None or self._task is None:
+            if now - self._drawn_at >= LINE_S and total:
+                self._drawn_at = now
+                self._say(f"{PHASES.get(phase, phase)}, {format_bytes(done)} of {format_bytes(total)}")
+            return
         if now - self._drawn_at >= REFRESH_S or done >= total:
             self._drawn_at = now
             self._bar.update(self._task, completed=done, total=total or None, refresh=True)
@@ -78,10 +84,11 @@ class PreparationProgress:
 
     def _begin_phase(self, phase: str) -> None:
         self._phase, self._began, self._done = phase, self._clock(), 0
+        self._drawn_at = self._began - REFRESH_S if self._bar is not None else self._began
         words = PHASES.get(phase, phase)
         if self._bar is None:
             if phase == "wait":
-                self._console.print(f"data: {words}", highlight=False, soft_wrap=True)
+                self._say(words)
             return
         for task in self._bar.task_ids:
             self._bar.remove_task(task)
@@ -93,5 +100,7 @@ class PreparationProgress:
         if self._phase in ("", "wait") or took < WORTH_A_LINE_S:
             return
         words = PHASES.get(self._phase, self._phase)
-        text = f"data: {words}, {format_bytes(self._done)} in {format_seconds(took)}"
-        self._console.print(text, highlight=False, soft_wrap=True)
+        self._say(f"{words}, {format_bytes(self._done)} in {format_seconds(took)}")
+
+    def _say(self, words: str) -> None:
+        self._console.print(f"data: {words}", highlight=False, soft_wrap=True)

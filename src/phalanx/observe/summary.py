@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,14 +41,14 @@ class RunSummary:
 
 def next_commands(summary: RunSummary) -> tuple[tuple[str, str], ...]:
     """(command, what it does) that make sense after this run."""
-    run = summary.folder
-    go_on = (f"phalanx train {run / 'recipe.toml'}", f"go on from step {summary.step}")
-    longer = (f"phalanx train {run / 'recipe.toml'} --train.steps {2 * summary.total_steps}", "train twice as long")
+    run, recipe = shlex.quote(str(summary.folder)), shlex.quote(str(summary.folder / "recipe.toml"))
+    go_on = (f"phalanx train {recipe}", f"go on from step {summary.step}, as the same command does")
+    longer = (f"phalanx train {recipe} --train.steps {2 * summary.total_steps}", "train twice as long")
     return (
         longer if summary.finished else go_on,
         (f'phalanx generate {run} "def main("', "let it write"),
         (f"phalanx metrics {run}", "see the course of the run"),
-        (f"phalanx verify {run / 'recipe.toml'}", "prove its mapping against one rank"),
+        (f"phalanx verify {recipe}", "prove its mapping against one rank"),
     )
 
 

@@ -23,6 +23,7 @@ from phalanx.core.errors import ConfigError, Problem, RunError, raise_if
 from phalanx.data.prepare import Prepared, prepare
 from phalanx.models.context import ModelContext
 from phalanx.observe.console import wants_live
+from phalanx.observe.preparation import PreparationProgress
 from phalanx.observe.sinks import Sinks, open_sinks
 from phalanx.plan.dispatch import DispatchSpec
 from phalanx.plan.folding import Folding, resolve_folding
@@ -33,7 +34,6 @@ from phalanx.runtime.groups import GroupCache, WorldInfo, build_groups, init_wor
 from phalanx.runtime.launch import StopRequest
 from phalanx.runtime.peers import Peers, own_group
 from phalanx.train.machine import MemoryMeter
-from phalanx.train.preparation_bar import PreparationBar
 from phalanx.train.run_folder import RunFolder
 
 PATIENCE_S = 24 * 3600.0
@@ -107,7 +107,7 @@ def prepare_text(rank: Rank, *, resume: str | None, stop: StopRequest) -> Prepar
     def work() -> None:
         found.append(prepare(rank.recipe.data, progress=progress, resume=resume))
 
-    with PreparationBar(console, live=live) as bar:
+    with PreparationProgress(console, live=live) as bar:
         rank.peers.agree(work if rank.info.local_rank == 0 else lambda: None)
         rank.peers.agree(work if rank.info.local_rank != 0 else lambda: None)
     seen = set(rank.peers.gather(found[0].fingerprint))

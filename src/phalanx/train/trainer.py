@@ -38,6 +38,7 @@ from phalanx.data.loader import Loader, MicroBatch, ValidationLoader
 from phalanx.data.prefetch import Prefetch
 from phalanx.data.prepare import Prepared
 from phalanx.models.context import TokenBatch
+from phalanx.observe.summary import print_summary
 from phalanx.plan.folding import Folding, to_dict
 from phalanx.plan.model import ModelSpec, flops_per_token
 from phalanx.runtime.checkpoint import CheckpointManager
@@ -46,7 +47,7 @@ from phalanx.runtime.groups import WorldInfo, close_world
 from phalanx.runtime.launch import StopRequest
 from phalanx.runtime.peers import own_group
 from phalanx.train.assemble import assemble
-from phalanx.train.closing import Outcome, closing_words
+from phalanx.train.closing import Outcome, summary_of
 from phalanx.train.generate import Sampling, generate
 from phalanx.train.machine import matmul_flops_per_s
 from phalanx.train.optim import learning_rate
@@ -72,7 +73,7 @@ def train(recipe: Recipe, info: WorldInfo, stop: StopRequest) -> int:
             raise
         rank.sinks(RunEnded(step=outcome.step, reason=outcome.reason, seconds=time.monotonic() - begin_s))
     if rank.speaks:
-        print(closing_words(rank.folder.path, outcome), flush=True)
+        print_summary(summary_of(rank.folder.path, outcome, seconds=time.monotonic() - begin_s))
     close_world()
     return 0
 
@@ -391,9 +392,10 @@ class Trainer:
 
     def _outcome(self, reason: Literal["finished", "interrupted"], sample: Sampled | None) -> Outcome:
         self._write_status(reason)
-        loss = self.last_validation[1] if self.last_validation else None
+        loss, t = self.last_validation[1] if self.last_validation else None, self.rank.recipe.train
         return Outcome(
-            reason=reason, step=self.step, total_steps=self.total_steps, validation_loss=loss,
+            reason=reason, step=self.step, total_steps=self.total_steps,
+            tokens=(self.step - self.start) * t.global_batch * t.seq_len, validation_loss=loss,
             unigram_loss=self.prepared.unigram_loss, sample=sample,
         )  # fmt: skip
 
