@@ -119,20 +119,12 @@ def run_command(args: RunArgs, command: list[str]) -> int:
         raise TestbedError([problem], subject="arguments")
     spec = _spec(args, ranks_per_host=args.ranks_per_host)
     scenario = load_scenario(args.scenario, spec=spec) if args.scenario else Scenario()
-    folder = args.logs / time.strftime("%Y%m%d-%H%M%S")
-    while folder.exists():  # another one started in the same second
-        folder = folder.with_name(folder.name + "x")
-    with _build(spec, args, folder=folder) as bed:
+    echo = None if args.quiet else sys.stdout
+    with _build(spec, args, folder=_new_folder(args.logs)) as bed:
         if not args.quiet:
             print(bed.explain())
         job = bed.run(command, name="ranks")
-        result, done = bed.play(
-            scenario,
-            job,
-            timeout_s=args.timeout,
-            keep_going=args.keep_going,
-            echo=None if args.quiet else sys.stdout,
-        )
+        result, done = bed.play(scenario, job, timeout_s=args.timeout, keep_going=args.keep_going, echo=echo)
     for action in done:
         print(f"after {action.seconds:.2f} s: {action.action}")
     print(result.explain())
@@ -153,6 +145,13 @@ def run_command(args: RunArgs, command: list[str]) -> int:
         }
         _write_json(args.json, record)
     return 0 if result.ok else 1
+
+
+def _new_folder(parent: Path) -> Path:
+    """A folder named after the moment, that does not exist yet."""
+    name = time.strftime("%Y%m%d-%H%M%S")
+    others = (parent / f"{name}-{i}" for i in range(2, 10_000))
+    return next(folder for folder in (parent / name, *others) if not folder.exists())
 
 
 def measure(args: MeasureArgs) -> int:

@@ -52,8 +52,9 @@ def _read(path: str) -> str:
 def ways_out(read: Callable[[str], str] = _read) -> list[str]:
     """What to change on this machine so that one of the two ways works, by what the kernel's switches say."""
     found = []
-    if read("/proc/sys/user/max_user_namespaces") == "0":
-        found.append("sysctl user.max_user_namespaces=10000 (it is 0)")
+    for kind in ("user", "net", "pid", "mnt", "uts"):
+        if read(f"/proc/sys/user/max_{kind}_namespaces") == "0":
+            found.append(f"sysctl user.max_{kind}_namespaces=10000 (it is 0)")
     if read("/proc/sys/kernel/unprivileged_userns_clone") == "0":
         found.append("sysctl kernel.unprivileged_userns_clone=1 (it is 0)")
     if read("/proc/sys/kernel/apparmor_restrict_unprivileged_userns") == "1":
@@ -67,11 +68,10 @@ def ways_out(read: Callable[[str], str] = _read) -> list[str]:
 
 
 def refusal(reason: str, *, said: str) -> TestbedError:
-    """The error for a machine where the keeper could not enter namespaces; `said` is what it printed, if it broke."""
+    """The error for a keeper that could not enter namespaces; `said` is what it printed, which it does only if it is broken."""
     if said:
-        reason = f"{reason}; it said: {said.splitlines()[-1]}"
+        rule = f"its first process broke: {said.splitlines()[-1]}"
+        return TestbedError([Problem(where="testbed", value=sys.executable, rule=rule)], subject="testbed")
     rule = f"needs root or user namespaces, and has neither here ({reason})"
-    problem = Problem(
-        where="testbed", value=f"uid {os.geteuid()}", rule=rule, hint="either " + "; or ".join(ways_out())
-    )
+    problem = Problem(where="testbed", value=f"uid {os.geteuid()}", rule=rule, hint="try " + ", ".join(ways_out()))
     return TestbedError([problem], subject="testbed")

@@ -38,6 +38,17 @@ _FIRST_PORT = 29_500
 _CLOSE_S = 10.0
 
 
+def _usable(folder: Path) -> Path:
+    """The folder, made. Raises `TestbedError` where it cannot be."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        rule = f"cannot be made: {error.strerror}"
+        problem = Problem(where="testbed.folder", value=str(folder), rule=rule, hint="name another folder")
+        raise TestbedError([problem], subject="testbed") from error
+    return folder
+
+
 class Testbed:
     """Built when made; `close` it, or use it in a `with`. If its process dies in any way, the kernel takes all of it down."""
 
@@ -52,12 +63,12 @@ class Testbed:
         problems = cluster_problems(spec) or links.link_problems(spec)
         raise_if([*problems, *machine_problems()], TestbedError, subject="testbed")
         self.spec = spec
+        made = _usable(folder) if folder else None
         self.reaped = reap_stale()
         """What a dead owner had left behind, in words."""
         self.owner = new_owner()
         self._scratch = make_folder(self.owner)
-        self.folder = folder or self._scratch
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder = made or self._scratch
         self.jobs: list[Job] = []
         self.hosts: tuple[Host, ...] = ()
         self._keeper, self._switch = start_keeper(self.owner, access, log=self._scratch / "keeper.log")
@@ -117,12 +128,8 @@ class Testbed:
         lines = [self.spec.explain(), f"  made {'as root' if self.access == 'root' else 'through a user namespace'}"]
         for host in self.hosts:
             if host.alive:
-                way = (
-                    f"nsenter --all --target {host.pid}"
-                    if self.access == "user"
-                    else f"nsenter -n -p -m -u -t {host.pid}"
-                )
-                lines.append(f"  {links.host_name(host.index)}  {links.address(host.index)}  enter: {way}")
+                way = f"nsenter --all --preserve-credentials --target {host.pid}"
+                lines.append(f"  {links.host_name(host.index)}  {links.address(host.index)}  enter it: {way}")
             else:
                 lines.append(f"  {links.host_name(host.index)}  dead")
         return "\n".join(lines)
@@ -146,8 +153,9 @@ class Testbed:
         """
         per_host = self.spec.ranks_per_host if ranks_per_host is None else ranks_per_host
         used = list(range(self.spec.hosts) if hosts is None else hosts)
-        self._check_run(command, used, per_host)
         number = len(self.jobs)
+        folder = self.folder / (name or f"job{number}")
+        self._check_run(command, used, per_host, folder)
         job = Job(
             name=name or f"job{number}",
             command=tuple(command),
@@ -156,7 +164,7 @@ class Testbed:
             port=_FIRST_PORT + number,
             env=dict(env or {}),
             cwd=(cwd or Path.cwd()).absolute(),
-            folder=self.folder / (name or f"job{number}"),
+            folder=folder,
         )
         job.folder.mkdir(parents=True)
         self.jobs.append(job)
@@ -168,7 +176,7 @@ class Testbed:
             raise
         return job
 
-    def _check_run(self, command: Sequence[str], used: Sequence[int], per_host: int) -> None:
+    def _check_run(self, command: Sequence[str], used: Sequence[int], per_host: int, folder: Path) -> None:
         problems = [self._no_host(h) for h in used if not 0 <= h < self.spec.hosts]
         if not command:
             problems.append(
@@ -179,6 +187,10 @@ class Testbed:
         if len(set(used)) != len(used) or not used:
             rule = "a job needs one host or more, each once"
             problems.append(Problem(where="testbed.hosts", value=list(used), rule=rule))
+        if folder.exists():
+            rule = "holds the logs of another job"
+            hint = "give the job another name, or the bed another folder"
+            problems.append(Problem(where="testbed.folder", value=str(folder), rule=rule, hint=hint))
         raise_if(problems, TestbedError, subject="testbed")
 
     def play(

@@ -219,6 +219,9 @@ def _be_host(control: socket.socket, message: Message) -> None:
         with contextlib.suppress(OSError):
             # inside containers that hide parts of /proc the kernel refuses; /proc then goes on to show the outer process ids
             kernel.mount_proc()
+        with contextlib.suppress(OSError):
+            # Linux remembers for each peer at which rate a connection had to slow down; here rates change, and runs must repeat
+            Path("/proc/sys/net/ipv4/tcp_no_metrics_save").write_text("1")
         control.send(b'{"n": 0}')
         Agent(control).serve()
         status = 0
@@ -236,7 +239,7 @@ def _enter(access: str) -> str:
             kernel.unshare(kernel.HOST_NAMESPACES)
             return way
         except OSError as error:
-            refused.append(f"{'as root' if way == 'root' else 'through a user namespace'}: {error}")
+            refused.append(f"{'as root' if way == 'root' else 'through a user namespace'}: {error.strerror}")
     raise PermissionError("; ".join(refused))
 
 

@@ -6,6 +6,7 @@ Decides nothing. Every call raises `OSError` whose text names the call, so that 
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 from pathlib import Path
 
@@ -25,7 +26,8 @@ def _call(name: str, *args: object) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if getattr(libc, name)(*args) == -1:
         number = ctypes.get_errno()
-        raise OSError(number, f"{name}: {os.strerror(number)}")
+        text = "a limit on namespaces is reached" if number == errno.ENOSPC else os.strerror(number)
+        raise OSError(number, f"{name}: {text}")
 
 
 def unshare(flags: int) -> None:

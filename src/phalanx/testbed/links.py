@@ -73,7 +73,7 @@ def make_switch() -> str:
     """ip batch, at the switch."""
     return f"""\
 link set lo up
-link add {_BRIDGE} type bridge stp_state 0 mcast_snooping 0
+link add {_BRIDGE} type bridge
 link set {_BRIDGE} up
 """
 

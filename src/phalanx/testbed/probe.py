@@ -74,7 +74,12 @@ def receive() -> dict[str, float]:
         raise RuntimeError("the stream ended before it could be measured")
     best = sorted(rates)[int(0.9 * len(rates))]
     mean = 8 * total / (start - begin)
-    return {"bit_per_s": statistics.median(rates), "best_bit_per_s": best, "mean_bit_per_s": mean, "windows": len(rates)}
+    return {
+        "bit_per_s": statistics.median(rates),
+        "best_bit_per_s": best,
+        "mean_bit_per_s": mean,
+        "windows": len(rates),
+    }
 
 
 def send(address: str, seconds: float) -> dict[str, float]:
