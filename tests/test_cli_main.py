@@ -64,7 +64,13 @@ def test_help_answers_at_once_and_imports_no_command() -> None:
 
 
 @pytest.mark.parametrize(
-    "args", [["plan", "folding", "--world", "8", "--ep", "4"], ["settings", "train"], ["metrics", "--names"]]
+    "args",
+    [
+        ["plan", "folding", "--world", "8", "--ep", "4"],
+        ["settings", "train"],
+        ["metrics", "--names"],
+        ["train", "--help"],
+    ],
 )
 def test_commands_without_torch(args: list[str]) -> None:
     done = python(

@@ -13,14 +13,16 @@ Ctrl-C finishes the step, saves and ends; a second one ends at once.
 from __future__ import annotations
 
 import os
+import shutil
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from phalanx.cli.settings import settings_text
 from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, Problem, raise_if
-from phalanx.core.recipe import load_recipe
+from phalanx.core.recipe import describe_settings, load_recipe
 from phalanx.plan.model import resolve_model
 from phalanx.plan.recipe import run_problems
 
@@ -37,7 +39,8 @@ class Request:
 def main(args: list[str]) -> int:
     """Run `phalanx train ARGS...`; returns the exit status."""
     if "-h" in args or "--help" in args:
-        print(__doc__.strip())
+        print(f"{__doc__.strip()}\n\nSettings, with type, default and range\n")
+        print(settings_text(describe_settings(), width=shutil.get_terminal_size((100, 24)).columns))
         return 0
     request = read_args(args)
     from phalanx.runtime.groups import read_world  # torch takes a second or two to import: not for --help

@@ -114,6 +114,7 @@ class ConsoleSink:
             self._print(Text(", ".join(known), style="dim"))
         if self._live is not None and not self._live.is_started:
             self._live.start()
+            self._console.show_cursor(True)  # a process that is killed could not bring it back
             self._draw(force=True)
 
     def _end_step(self, event: StepEnded) -> None:

@@ -75,8 +75,9 @@ def print_summary(
 
 def _figures(summary: RunSummary) -> Text:
     text = Text()
-    steps = f"{summary.step} steps, {format_count(summary.tokens)} tokens in {format_seconds(summary.seconds)}"
-    text.append(f"{steps}\n")
+    text.append(
+        f"{summary.step} steps done, {format_count(summary.tokens)} tokens in {format_seconds(summary.seconds)} now\n"
+    )
     if summary.loss is not None:
         text.append(f"train loss       {loss_text(summary.loss)}\n")
     if summary.validation_loss is not None:
