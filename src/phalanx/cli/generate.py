@@ -1,0 +1,103 @@
+"""Continue a prompt with the model of a run, in one process, whatever mapping trained it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from phalanx.core.errors import ConfigError, Problem, raise_if
+from phalanx.data.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateArgs:
+    """Continue a prompt with the model of a run."""
+
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """Folder of the run, such as runs/laptop."""
+    prompt: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PROMPT")] = ""
+    """Text to go on from. Default: the beginning of a document."""
+    tokens: int = 200
+    """Tokens to write; less where the model ends the document."""
+    temperature: float = 0.8
+    """Above 1 bolder, below 1 safer, 0 always the likeliest token."""
+    top_k: int = 50
+    """Draw from this many likeliest tokens, 0 from all."""
+    seed: int = 0
+    """The same seed writes the same text."""
+    step: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
+    """Checkpoint to read. Default: the newest."""
+    threads: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
+    """Compute threads. Default: all cores."""
+
+
+def main(args: list[str]) -> int:
+    """Run `phalanx generate ARGS...`; returns the exit status."""
+    options = tyro.cli(GenerateArgs, args=args, prog="phalanx generate", description=__doc__)
+    raise_if(problems(options), ConfigError, subject="the command")
+    import torch
+
+    from phalanx.runtime.launch import threads_per_rank
+    from phalanx.train.generate import Sampling, generate
+    from phalanx.train.loaded import load_model
+
+    torch.set_num_threads(threads_per_rank(1, options.threads))
+    loaded = load_model(options.run, step=options.step)
+    tokenizer = loaded.tokenizer
+    new = generate(
+        loaded.model,
+        tokenizer.encode(options.prompt).tolist() or [tokenizer.eos_id],
+        num_tokens=options.tokens,
+        window=loaded.recipe.train.seq_len,
+        vocab=tokenizer.vocab_size,
+        sampling=Sampling(temperature=options.temperature, top_k=options.top_k, seed=options.seed),
+    )
+    print(options.prompt, end="", flush=True)
+    shown = ""
+    for text in decoded(new, tokenizer):
+        print(text[len(shown) :], end="", flush=True)
+        shown = text
+    print()
+    return 0
+
+
+def problems(options: GenerateArgs) -> list[Problem]:
+    """What is wrong with the numbers."""
+    rules = (
+        ("--tokens", options.tokens, options.tokens >= 1, "must be at least 1", "use 200"),
+        ("--temperature", options.temperature, options.temperature >= 0, "must not be negative", "use 0.8"),
+        ("--top-k", options.top_k, options.top_k >= 0, "must not be negative", "use 50"),
+        (
+            "--threads",
+            options.threads,
+            options.threads is None or options.threads >= 1,
+            "must be at least 1",
+            "leave it out",
+        ),
+        (
+            "--top-k",
+            options.top_k,
+            options.temperature != 0 or options.top_k == GenerateArgs.top_k,
+            "has no effect with --temperature 0",
+            "leave it out",
+        ),
+    )
+    return [Problem(where=w, value=v, rule=r, hint=h) for w, v, ok, r, h in rules if not ok]
+
+
+def decoded(tokens: Iterable[int], tokenizer: Tokenizer) -> Iterable[str]:
+    """The text so far after each token, up to the end of the document. Bytes of a character that is not complete are held back."""
+    kept: list[int] = []
+    text = ""
+    for token in tokens:
+        if token == tokenizer.eos_id:
+            break
+        kept.append(token)
+        text = tokenizer.decode(kept)
+        if not text.endswith("\ufffd"):
+            yield text
+    yield text

@@ -1,0 +1,83 @@
+"""A model of a run, read from its folder alone into one process, whatever mapping wrote it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from phalanx.core.config import Recipe
+from phalanx.core.errors import CheckpointError, Problem
+from phalanx.data.tokenizer import Tokenizer
+from phalanx.models.context import ModelContext
+from phalanx.models.decoder import Decoder
+from phalanx.plan.dispatch import DispatchSpec
+from phalanx.plan.folding import make_folding
+from phalanx.plan.layout import Box
+from phalanx.plan.model import buffers, resolve_model
+from phalanx.plan.placement import plain_placement
+from phalanx.runtime.boxes import BoxTensor
+from phalanx.runtime.checkpoint import CheckpointManager
+from phalanx.runtime.collectives import Collectives
+from phalanx.runtime.groups import GroupCache, build_groups
+from phalanx.train.assemble import state_dtype
+from phalanx.train.run_folder import RunFolder
+from phalanx.train.setup import DTYPES
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LoadedModel:
+    model: Decoder
+    tokenizer: Tokenizer
+    recipe: Recipe
+    step: int
+
+
+def load_model(path: Path, *, step: int | None = None) -> LoadedModel:
+    """The model after `step` steps (None: the newest checkpoint) on the CPU. Tokens are never dropped, whatever training did.
+
+    Raises `ConfigError` where `path` is no run folder, `CheckpointError` where there is no sound checkpoint.
+    """
+    folder = RunFolder(path)
+    recipe, tokenizer = folder.read_recipe(), folder.read_tokenizer()
+    spec = resolve_model(recipe.model, recipe.router, tokenizer_vocab=tokenizer.vocab_size)
+    manager = CheckpointManager(folder.checkpoints.path)
+    chosen = manager.choose(step)
+    if chosen is None:
+        hint = "let phalanx train come to its first checkpoint"
+        raise CheckpointError(
+            [Problem(where=str(path), value=None, rule="has no checkpoint yet", hint=hint)], subject="the run"
+        )
+    manager.read_state(chosen, model=json.loads(spec.to_json()))
+    folding = make_folding(world=1)
+    ctx = ModelContext(
+        spec=spec,
+        dispatch=DispatchSpec(),
+        placement=plain_placement(max(1, spec.num_experts), folding),
+        groups=build_groups(folding, rank=0, cache=GroupCache()),
+        comms=Collectives(),
+        dtype=DTYPES[recipe.train.dtype],
+        device=torch.device("cpu"),
+        kernels=recipe.kernels.implementation,
+    )
+    model = Decoder(ctx)
+    _fill(model, manager, chosen, wanted={name for name, _ in buffers(spec)}, dtype=state_dtype(ctx.dtype))
+    return LoadedModel(model=model, tokenizer=tokenizer, recipe=recipe, step=chosen)
+
+
+def _fill(model: Decoder, manager: CheckpointManager, step: int, *, wanted: set[str], dtype: torch.dtype) -> None:
+    """Read the master weights, which each parameter is the rounded value of, and the buffers."""
+    masters = {name: torch.empty(p.shape, dtype=dtype) for name, p in model.named_parameters()}
+    boxes = [_whole(f"master/{name}", tensor) for name, tensor in masters.items()]
+    boxes += [_whole(f"buffer/{name}", tensor) for name, tensor in model.named_buffers() if name in wanted]
+    manager.load(boxes, step=step, partial=True)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            param.copy_(masters.pop(name))
+
+
+def _whole(name: str, tensor: torch.Tensor) -> BoxTensor:
+    shape = tuple(tensor.shape)
+    return BoxTensor(name, shape, Box((0,) * len(shape), shape), tensor, primary=True)
