@@ -6,10 +6,25 @@ Must never change: moments and master weights are fp32 (fp64 in fp64); the compu
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 
 from phalanx.kernels.choice import Impl
+from phalanx.kernels.lanes import SERIAL, Lanes
+
+CHUNK = 1 << 17
+"""Elements that go through memory once: gradient, master and moments of a chunk stay in a core's cache between the three passes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Rule:
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    step: int
 
 
 def adamw_(
@@ -27,16 +42,64 @@ def adamw_(
     step: int,
     scale: float | torch.Tensor = 1.0,
     impl: Impl = "fast",
+    lanes: Lanes = SERIAL,
 ) -> None:
     """Update 1-d `master`, `exp_avg`, `exp_avg_sq` in place from `scale * grad` (any float type) and round `master` into `out`.
 
     `step` counts from 1. `scale` (a number or a 0-d tensor) is the clipping factor. All tensors have the same length.
     """
-    wide = grad.to(master.dtype) * scale
-    exp_avg.lerp_(wide, 1 - beta1)
-    exp_avg_sq.mul_(beta2).addcmul_(wide, wide, value=1 - beta2)
-    denominator = (exp_avg_sq.sqrt() / math.sqrt(1 - beta2**step)).add_(eps)
-    master.mul_(1 - lr * weight_decay)
-    master.addcdiv_(exp_avg, denominator, value=-lr / (1 - beta1**step))
-    if out is not None:
-        out.copy_(master)
+    rule = _Rule(lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay, step=step)
+    if impl == "reference":
+        _reference(master, grad.to(master.dtype) * scale, exp_avg, exp_avg_sq, rule)
+        if out is not None:
+            out.copy_(master)
+        return
+    size = CHUNK if master.device.type == "cpu" else max(1, master.numel())
+    steps = torch.tensor(float(step), device=master.device)
+
+    def run(start: int, lane: int) -> None:
+        part = slice(start, start + size)
+        wide = grad[part].to(master.dtype)
+        if isinstance(scale, torch.Tensor) or scale != 1.0:
+            wide = wide * scale
+        _fused(master[part], wide, exp_avg[part], exp_avg_sq[part], rule, steps)
+        if out is not None:
+            out[part].copy_(master[part])
+
+    lanes.run(run, range(0, master.numel(), size))
+
+
+def _reference(
+    master: torch.Tensor, grad: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, rule: _Rule
+) -> None:
+    exp_avg.lerp_(grad, 1 - rule.beta1)
+    exp_avg_sq.mul_(rule.beta2).addcmul_(grad, grad, value=1 - rule.beta2)
+    denominator = (exp_avg_sq.sqrt() / math.sqrt(1 - rule.beta2**rule.step)).add_(rule.eps)
+    master.mul_(1 - rule.lr * rule.weight_decay)
+    master.addcdiv_(exp_avg, denominator, value=-rule.lr / (1 - rule.beta1**rule.step))
+
+
+def _fused(
+    master: torch.Tensor,
+    grad: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    rule: _Rule,
+    steps: torch.Tensor,
+) -> None:
+    """Torch's one-pass kernel (the one behind `torch.optim.AdamW(fused=True)`), which counts nothing itself."""
+    torch._fused_adamw_(
+        [master],
+        [grad],
+        [exp_avg],
+        [exp_avg_sq],
+        [],
+        [steps],
+        lr=rule.lr,
+        beta1=rule.beta1,
+        beta2=rule.beta2,
+        weight_decay=rule.weight_decay,
+        eps=rule.eps,
+        amsgrad=False,
+        maximize=False,
+    )

@@ -1,26 +1,55 @@
 """Causal attention inside documents: a token sees the earlier tokens of its own document and nothing else.
 
-Legend: B sequences, S sequence length, A query heads, G key/value heads (A a multiple of G), D head dim, T = B*S.
+Fast on a CPU: the forward pass is torch's flash kernel, document by document. Its backward kernel is three times slower than the
+matrix products in it and generates code anew for every document length, so the backward pass is done here, from batched
+products over blocks of keys (arXiv 2307.08691, Algorithm 2, with whole rows of queries):
+
+    P^T = exp(K Q^T - lse)      dV = P^T dO      dS^T = P^T * (V dO^T - delta)      dK = dS^T Q      dQ = dS K
+
+Both subtractions happen inside the products, where sums are fp32: `-lse` and `-delta`, split into two bf16 numbers, are extra columns of Q
+and dO that meet columns of ones in K and V. Blocks have the same shapes whatever the documents are.
+
+Legend: B sequences, S sequence length, A query heads, G key/value heads (A a multiple of G), D head dim, T = B*S; k keys of a block,
+q queries that can see some of them, X = D + columns that hold a correction.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from phalanx.kernels.choice import Impl
+from phalanx.kernels.lanes import SERIAL, Lanes
 
 Segments = Sequence[Sequence[int]]
 """Lengths of the documents packed in each sequence, host integers that sum to S."""
+KEY_BLOCK = 256
+"""Keys of a block of the backward pass; queries are rounded to this as well."""
+CORRECTION = 16
+"""Extra columns: two are used, sixteen keep rows a multiple of 32 bytes."""
 
 
 def causal_attention(
-    q_BSAD: torch.Tensor, k_BSGD: torch.Tensor, v_BSGD: torch.Tensor, segments: Segments, *, impl: Impl = "fast"
+    q_BSAD: torch.Tensor,
+    k_BSGD: torch.Tensor,
+    v_BSGD: torch.Tensor,
+    segments: Segments,
+    *,
+    impl: Impl = "fast",
+    lanes: Lanes = SERIAL,
 ) -> torch.Tensor:
     """Softmax(q k^T / sqrt(D)) v over the keys that each query may see; (B, S, A, D)."""
-    return _reference(q_BSAD, k_BSGD, v_BSGD, segments)
+    if impl == "reference":
+        return _reference(q_BSAD, k_BSGD, v_BSGD, segments)
+    if q_BSAD.device.type == "cpu":
+        out: torch.Tensor = _CpuAttention.apply(q_BSAD, k_BSGD, v_BSGD, segments, lanes)
+        return out
+    return _by_segment(q_BSAD, k_BSGD, v_BSGD, segments)
 
 
 def segment_ids(segments: Segments, *, device: torch.device) -> torch.Tensor:
@@ -42,3 +71,196 @@ def _reference(q_BSAD: torch.Tensor, k_BSGD: torch.Tensor, v_BSGD: torch.Tensor,
     scores_BASS = torch.einsum("bsad,btad->bast", q, k) / math.sqrt(q.shape[-1])
     scores_BASS = scores_BASS.masked_fill(~visible_BSS.unsqueeze(1), float("-inf"))
     return torch.einsum("bast,btad->bsad", scores_BASS.softmax(-1), v).to(q_BSAD.dtype)
+
+
+def _by_segment(q_BSAD: torch.Tensor, k_BSGD: torch.Tensor, v_BSGD: torch.Tensor, segments: Segments) -> torch.Tensor:
+    """Torch's own attention, whole sequences at once where they hold one document each, else document by document."""
+    gqa = q_BSAD.shape[2] != k_BSGD.shape[2]
+    if all(len(row) == 1 for row in segments):
+        q, k, v = (x.transpose(1, 2) for x in (q_BSAD, k_BSGD, v_BSGD))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=gqa).transpose(1, 2)
+    lengths = [length for row in segments for length in row]
+    parts = zip(*(torch.split(x.flatten(0, 1), lengths) for x in (q_BSAD, k_BSGD, v_BSGD)), strict=True)
+    out = []
+    for part in parts:
+        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in part)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=gqa)
+        out.append(y.squeeze(0).transpose(0, 1))
+    return torch.cat(out).view(q_BSAD.shape)
+
+
+# ---- CPU ---------------------------------------------------------------------------------------------------------------------
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+@dataclass(frozen=True)
+class _Task:
+    """Heads `[first, last)` of the key/value heads, and the query heads that share them, in one sequence."""
+
+    sequence: int
+    first: int
+    last: int
+
+
+def _tasks(num_sequences: int, num_kv_heads: int) -> list[_Task]:
+    """Pieces of work: about eight, so that few lanes are busy to the end. Decided by the shapes alone."""
+    parts = max(1, min(num_kv_heads, -(-8 // num_sequences)))
+    while num_kv_heads % parts:
+        parts -= 1
+    step = num_kv_heads // parts
+    return [_Task(b, i * step, (i + 1) * step) for b in range(num_sequences) for i in range(parts)]
+
+
+class _CpuAttention(torch.autograd.Function):
+    """Keeps q, k, v, the output and one log-sum-exp per query."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q_BSAD: torch.Tensor, k_BSGD: torch.Tensor, v_BSGD: torch.Tensor, segments: Segments, lanes: Lanes
+    ) -> torch.Tensor:
+        num_sequences, length, num_heads, _ = q_BSAD.shape
+        num_kv = k_BSGD.shape[2]
+        out_BSAD = torch.empty_like(q_BSAD, memory_format=torch.contiguous_format)
+        wide = torch.promote_types(q_BSAD.dtype, torch.float32)
+        lse_BAS = torch.empty((num_sequences, num_heads, length), dtype=wide)
+
+        def run(task: _Task, lane: int) -> None:
+            per = num_heads // num_kv
+            heads, kv = slice(task.first * per, task.last * per), slice(task.first, task.last)
+            start, b = 0, task.sequence
+            for size in segments[b]:
+                rows = slice(start, start + size)
+                parts = (q_BSAD[b, rows, heads], k_BSGD[b, rows, kv], v_BSGD[b, rows, kv])
+                out, lse = _flash(*(x.transpose(0, 1).unsqueeze(0) for x in parts), 0.0, True)
+                out_BSAD[b, rows, heads].copy_(out[0].transpose(0, 1))
+                lse_BAS[b, heads, rows].copy_(lse[0])
+                start += size
+
+        lanes.run(run, _tasks(num_sequences, num_kv))
+        ctx.save_for_backward(q_BSAD, k_BSGD, v_BSGD, out_BSAD, lse_BAS)
+        ctx.segments, ctx.lanes = segments, lanes
+        return out_BSAD
+
+    @staticmethod
+    def backward(ctx: Any, d_out_BSAD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q_BSAD, k_BSGD, v_BSGD, out_BSAD, lse_BAS = ctx.saved_tensors
+        grads = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_BSAD, k_BSGD, v_BSGD))
+        num_sequences, length, num_heads, _ = q_BSAD.shape
+        num_kv = k_BSGD.shape[2]
+        causal_kk = _causal_bias(min(KEY_BLOCK, length), q_BSAD.dtype)
+
+        def run(task: _Task, lane: int) -> None:
+            per, b = num_heads // num_kv, task.sequence
+            heads, kv = slice(task.first * per, task.last * per), slice(task.first, task.last)
+            blocks = _blocks(ctx.segments[b])
+            _backward_heads(
+                (q_BSAD[b, :, heads], k_BSGD[b, :, kv], v_BSGD[b, :, kv]),
+                (out_BSAD[b, :, heads], lse_BAS[b, heads], d_out_BSAD[b, :, heads]),
+                (grads[0][b, :, heads], grads[1][b, :, kv], grads[2][b, :, kv]),
+                blocks,
+                causal_kk,
+            )
+
+        ctx.lanes.run(run, _tasks(num_sequences, num_kv))
+        return (*grads, None, None)
+
+
+@dataclass(frozen=True, eq=False)
+class _Block:
+    """Keys `[start, stop)` and the queries `[start, end)` behind which nobody sees them."""
+
+    start: int
+    stop: int
+    end: int
+    ids_S: torch.Tensor | None
+    """Document of each token; None where one document covers all of the block's keys and queries."""
+
+    def bias(self, causal_kk: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """0 where a key (row) is visible to a query (column), else -inf, and the number of columns from `start` that need it."""
+        size = self.stop - self.start
+        if self.ids_S is None:
+            return causal_kk[:size, :size], size
+        ids_k, ids_q = self.ids_S[self.start : self.stop], self.ids_S[self.start : self.end]
+        hidden_kq = ids_k.unsqueeze(1) != ids_q
+        bias_kq = torch.zeros(hidden_kq.shape, dtype=causal_kk.dtype).masked_fill_(hidden_kq, -math.inf)
+        bias_kq[:, :size] += causal_kk[:size, :size]
+        return bias_kq, self.end - self.start
+
+
+def _blocks(lengths: Sequence[int]) -> list[_Block]:
+    """Key blocks of one sequence. A block's queries end with the last document that has keys in it, rounded up to whole blocks."""
+    total = sum(lengths)
+    ids_S = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(list(lengths)))
+    ends = torch.tensor(list(lengths)).cumsum(0).tolist()
+    blocks = []
+    for start in range(0, total, KEY_BLOCK):
+        stop = min(start + KEY_BLOCK, total)
+        first, last = int(ids_S[start]), int(ids_S[stop - 1])
+        end = min(total, -(-ends[last] // KEY_BLOCK) * KEY_BLOCK)
+        alone = first == last and ends[last] >= end
+        blocks.append(_Block(start, stop, end, None if alone else ids_S))
+    return blocks
+
+
+def _causal_bias(size: int, dtype: torch.dtype) -> torch.Tensor:
+    """(keys, queries): -inf where the query comes before the key."""
+    return torch.full((size, size), -math.inf, dtype=dtype).tril_(-1)
+
+
+def _backward_heads(
+    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    forward: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    blocks: Sequence[_Block],
+    causal_kk: torch.Tensor,
+) -> None:
+    """Gradients of some heads of one sequence: `qkv` (S, a, D) and (S, g, D), `forward` out, lse (a, S) and d_out, into `grads`."""
+    q_SaD, k_SgD, v_SgD = qkv
+    out_SaD, lse_aS, d_out_SaD = forward
+    num_kv, dim = k_SgD.shape[1:]
+    per = q_SaD.shape[1] // num_kv
+    wide = lse_aS.dtype
+    scale = 1 / math.sqrt(dim)
+    delta_aS = (out_SaD.to(wide) * d_out_SaD.to(wide)).sum(-1).T
+    k_gSX, v_gSX = _with_ones(k_SgD), _with_ones(v_SgD)
+    dk_gSX, dv_gSX = (torch.zeros(k_gSX.shape, dtype=wide) for _ in range(2))
+    for i in range(per):  # query heads that share their key/value head, one of each group at a time
+        mine = slice(i, None, per)
+        q_gSX = _with_correction(q_SaD[:, mine] * scale, lse_aS[mine])
+        do_gSX = _with_correction(d_out_SaD[:, mine], delta_aS[mine])
+        dq_gSX = torch.zeros(q_gSX.shape, dtype=wide)
+        for block in blocks:
+            keys, queries = slice(block.start, block.stop), slice(block.start, block.end)
+            bias_kq, width = block.bias(causal_kk)
+            q_gqX, do_gqX, k_gkX = q_gSX[:, queries], do_gSX[:, queries], k_gSX[:, keys]
+            p_gkq = torch.bmm(k_gkX, q_gqX.transpose(1, 2))
+            p_gkq[:, :, :width].add_(bias_kq)
+            p_gkq.exp_()
+            dv_gSX[:, keys].add_(torch.bmm(p_gkq, do_gqX))
+            ds_gkq = torch.bmm(v_gSX[:, keys], do_gqX.transpose(1, 2)).mul_(p_gkq)
+            dk_gSX[:, keys].add_(torch.bmm(ds_gkq, q_gqX))
+            dq_gSX[:, queries].add_(torch.bmm(ds_gkq.transpose(1, 2), k_gkX))
+        grads[0][:, mine].copy_(dq_gSX[:, :, :dim].mul_(scale).transpose(0, 1))
+    grads[1].copy_(dk_gSX[:, :, :dim].transpose(0, 1))
+    grads[2].copy_(dv_gSX[:, :, :dim].transpose(0, 1))
+
+
+def _with_ones(x_SgD: torch.Tensor) -> torch.Tensor:
+    """(g, S, X): heads first, and two columns of ones."""
+    dim = x_SgD.shape[-1]
+    out_gSX = x_SgD.new_zeros(x_SgD.shape[1], x_SgD.shape[0], dim + CORRECTION)
+    out_gSX[:, :, :dim].copy_(x_SgD.transpose(0, 1))
+    out_gSX[:, :, dim : dim + 2].fill_(1.0)
+    return out_gSX
+
+
+def _with_correction(x_SgD: torch.Tensor, minus_gS: torch.Tensor) -> torch.Tensor:
+    """(g, S, X): heads first, and two columns that add up to `-minus` as closely as the type allows."""
+    dim = x_SgD.shape[-1]
+    out_gSX = x_SgD.new_zeros(x_SgD.shape[1], x_SgD.shape[0], dim + CORRECTION)
+    out_gSX[:, :, :dim].copy_(x_SgD.transpose(0, 1))
+    high_gS = (-minus_gS).to(x_SgD.dtype)
+    out_gSX[:, :, dim].copy_(high_gS)
+    out_gSX[:, :, dim + 1].copy_(-minus_gS - high_gS.to(minus_gS.dtype))
+    return out_gSX

@@ -1,27 +1,154 @@
 """The last projection and the cross-entropy in one, so that the logits of all tokens never exist at once.
 
-Legend: T tokens, H hidden, V vocabulary.
+The gradient is computed in the forward pass, chunk by chunk, while the logits are there, for an upstream gradient of one; the backward
+pass scales it. Logits are rounded to the type of `hidden`, everything after them is fp32 (fp64 in fp64).
+
+Legend: T tokens, H hidden, V vocabulary, c tokens of a chunk, r tokens of a block that fits a cache in fp32.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from phalanx.kernels.choice import Impl
+from phalanx.kernels.lanes import SERIAL, Lanes
+from phalanx.kernels.linear import TILE, transpose_into
+from phalanx.kernels.shapes import cache_blocks, spaced
 
 IGNORE = -100
 """Label of a token that is not predicted."""
+CHUNK = 512
+"""Tokens of one product with the vocabulary."""
+GROUP_BYTES = 64 << 20
+"""Bytes of logit gradients that exist at once (at least one chunk)."""
+COLUMNS = 512
+"""Rows of the weight's gradient that are one piece of work."""
 
 
 def linear_cross_entropy(
-    hidden_TH: torch.Tensor, weight_VH: torch.Tensor, labels_T: torch.Tensor, *, impl: Impl = "fast"
+    hidden_TH: torch.Tensor,
+    weight_VH: torch.Tensor,
+    labels_T: torch.Tensor,
+    *,
+    impl: Impl = "fast",
+    lanes: Lanes = SERIAL,
 ) -> torch.Tensor:
     """Sum over tokens with a label of `-log softmax(hidden weight^T)[label]`, 0-d fp32 (fp64 in fp64). Divide it yourself."""
-    return _reference(hidden_TH, weight_VH, labels_T)
+    if impl == "reference":
+        return _reference(hidden_TH, weight_VH, labels_T)
+    out: torch.Tensor = _LinearCrossEntropy.apply(hidden_TH, weight_VH, labels_T, lanes)
+    return out
 
 
 def _reference(hidden_TH: torch.Tensor, weight_VH: torch.Tensor, labels_T: torch.Tensor) -> torch.Tensor:
     wide = torch.promote_types(hidden_TH.dtype, torch.float32)
     logits_TV = (hidden_TH @ weight_VH.T).to(wide)
     return F.cross_entropy(logits_TV, labels_T, ignore_index=IGNORE, reduction="sum")
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_TH: torch.Tensor, weight_VH: torch.Tensor, labels_T: torch.Tensor, lanes: Lanes
+    ) -> torch.Tensor:
+        work = _Work(hidden_TH, weight_VH, labels_T, lanes, needs=ctx.needs_input_grad[:2])
+        num_tokens = hidden_TH.shape[0]
+        size = max(CHUNK, GROUP_BYTES // (weight_VH.shape[0] * hidden_TH.element_size()) // CHUNK * CHUNK)
+        for start in range(0, num_tokens, size):
+            work.group(slice(start, min(start + size, num_tokens)), whole=size >= num_tokens)
+        ctx.save_for_backward(work.d_hidden_TH, work.weight_gradient())
+        ctx.lanes = lanes
+        return work.losses_T.sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return *(None if x is None else _scaled(x, grad, ctx.lanes) for x in ctx.saved_tensors), None, None
+
+
+def _scaled(x: torch.Tensor, grad: torch.Tensor, lanes: Lanes) -> torch.Tensor:
+    """`grad * x` with the 0-d `grad` in its own precision (torch would round it to the type of `x` first)."""
+    if x.device.type != "cpu":
+        return (x.to(grad.dtype) * grad).to(x.dtype)
+    factor, out = float(grad), torch.empty_like(x)
+    lanes.run(lambda rows, _: torch.mul(x[rows], factor, out=out[rows]), cache_blocks(*x.shape))
+    return out
+
+
+class _Work:
+    """One call: losses of all tokens and the gradients, collected group by group."""
+
+    def __init__(
+        self,
+        hidden_TH: torch.Tensor,
+        weight_VH: torch.Tensor,
+        labels_T: torch.Tensor,
+        lanes: Lanes,
+        *,
+        needs: tuple[bool, ...],
+    ) -> None:
+        self.hidden_TH, self.weight_VH, self.labels_T, self.lanes = hidden_TH, weight_VH, labels_T, lanes
+        self.wide = torch.promote_types(hidden_TH.dtype, torch.float32)
+        self.losses_T = torch.zeros(hidden_TH.shape[0], dtype=self.wide, device=hidden_TH.device)
+        self.d_hidden_TH = torch.empty_like(hidden_TH) if needs[0] else None
+        self.needs_weight = needs[1]
+        self._sum_VH: torch.Tensor | None = None
+
+    def group(self, tokens: slice, *, whole: bool) -> None:
+        """Losses and gradients of `tokens`; the logit gradients of the group are alive during this call only."""
+        first, num = tokens.start, tokens.stop - tokens.start
+        grads_TV = spaced(num, self.weight_VH.shape[0], self.hidden_TH)
+        chunks = [slice(i, min(i + CHUNK, num)) for i in range(0, num, CHUNK)]
+        self.lanes.run(lambda c, _: self._chunk(slice(first + c.start, first + c.stop), grads_TV[c]), chunks)
+        if not self.needs_weight:
+            return
+        if self._sum_VH is None:
+            self._sum_VH = (
+                torch.empty_like(self.weight_VH) if whole else torch.zeros_like(self.weight_VH, dtype=self.wide)
+            )
+        total_VH, hidden_tH = self._sum_VH, self.hidden_TH[tokens]
+        turn = num > TILE and grads_TV.dtype == torch.bfloat16 and grads_TV.device.type == "cpu"
+        scratch = [spaced(COLUMNS, num, grads_TV) if turn else None for _ in range(self.lanes.count)]
+
+        def run(rows: slice, lane: int) -> None:
+            d_logits_tv, turned = grads_TV[:, rows], scratch[lane]
+            d_logits_vt = (
+                d_logits_tv.T if turned is None else transpose_into(turned[: d_logits_tv.shape[1]], d_logits_tv)
+            )
+            if whole:
+                torch.mm(d_logits_vt, hidden_tH, out=total_VH[rows])
+            else:
+                total_VH[rows].add_(torch.mm(d_logits_vt, hidden_tH))
+
+        self.lanes.run(run, [slice(i, i + COLUMNS) for i in range(0, self.weight_VH.shape[0], COLUMNS)])
+
+    def weight_gradient(self) -> torch.Tensor | None:
+        if self._sum_VH is None:
+            return torch.zeros_like(self.weight_VH) if self.needs_weight else None
+        return self._sum_VH.to(self.weight_VH.dtype)
+
+    def _chunk(self, tokens: slice, logits_cV: torch.Tensor) -> None:
+        """Losses of one chunk; turns its logits, in place, into their gradient, and multiplies it back."""
+        torch.mm(self.hidden_TH[tokens], self.weight_VH.T, out=logits_cV)
+        labels_c = self.labels_T[tokens]
+        for rows in cache_blocks(*logits_cV.shape):
+            inside = slice(tokens.start + rows.start, tokens.start + rows.stop)
+            self._losses(logits_cV[rows], labels_c[rows], self.losses_T[inside])
+        if self.d_hidden_TH is not None:
+            torch.mm(logits_cV, self.weight_VH, out=self.d_hidden_TH[tokens])
+
+    def _losses(self, logits_rV: torch.Tensor, labels_r: torch.Tensor, losses_r: torch.Tensor) -> None:
+        label_r1 = labels_r.clamp(min=0).unsqueeze(1)
+        valid_r1 = (labels_r != IGNORE).to(self.wide).unsqueeze(1)
+        z_rV = logits_rV.to(self.wide)
+        if z_rV is logits_rV:
+            z_rV = z_rV.clone()
+        z_rV.sub_(z_rV.amax(-1, keepdim=True))
+        z_label_r1 = z_rV.gather(1, label_r1)
+        sum_r1 = z_rV.exp_().sum(-1, keepdim=True)
+        losses_r.copy_(((sum_r1.log() - z_label_r1) * valid_r1).squeeze(1))
+        if self.d_hidden_TH is not None or self.needs_weight:
+            z_rV.mul_(valid_r1 / sum_r1).scatter_add_(1, label_r1, -valid_r1)
+            logits_rV.copy_(z_rV)

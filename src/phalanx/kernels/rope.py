@@ -8,10 +8,13 @@ Legend: B sequences, S sequence length, A query heads, G key/value heads, D head
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from phalanx.kernels.choice import Impl
+from phalanx.kernels.lanes import SERIAL, Lanes
+from phalanx.kernels.shapes import cache_blocks
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,13 +34,55 @@ def rope_table(positions_BS: torch.Tensor, *, head_dim: int, theta: float, dtype
 
 
 def apply_rope(
-    q_BSAD: torch.Tensor, k_BSGD: torch.Tensor, *, table: RopeTable, impl: Impl = "fast"
+    q_BSAD: torch.Tensor, k_BSGD: torch.Tensor, *, table: RopeTable, impl: Impl = "fast", lanes: Lanes = SERIAL
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Queries and keys turned by their positions, in their own types."""
-    return _reference(q_BSAD, table), _reference(k_BSGD, table)
+    if impl == "reference" or q_BSAD.device.type != "cpu":
+        return _reference(q_BSAD, table), _reference(k_BSGD, table)
+    out: tuple[torch.Tensor, torch.Tensor] = _CpuRope.apply(q_BSAD, k_BSGD, table, lanes)
+    return out
 
 
 def _reference(x_BSAD: torch.Tensor, table: RopeTable) -> torch.Tensor:
     cos, sin = table.cos_BSN.unsqueeze(2), table.sin_BSN.unsqueeze(2)
     first, second = x_BSAD.to(cos.dtype).chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x_BSAD.dtype)
+
+
+class _CpuRope(torch.autograd.Function):
+    """Keeps nothing but the table: the gradient is turned back by the same angles."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q_BSAD: torch.Tensor, k_BSGD: torch.Tensor, table: RopeTable, lanes: Lanes
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.table, ctx.lanes = table, lanes
+        return _turn((q_BSAD, k_BSGD), table, lanes, back=False)
+
+    @staticmethod
+    def backward(ctx: Any, dq_BSAD: torch.Tensor, dk_BSGD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return (*_turn((dq_BSAD, dk_BSGD), ctx.table, ctx.lanes, back=True), None, None)
+
+
+def _turn(
+    inputs: tuple[torch.Tensor, torch.Tensor], table: RopeTable, lanes: Lanes, *, back: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both inputs turned by the table's angles, or back by them, in blocks of tokens."""
+    flat = [x.reshape(-1, *x.shape[2:]) for x in inputs]
+    out = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs]
+    targets = [y.view(-1, *y.shape[2:]) for y in out]
+    cos_T1N, sin_T1N = (x.reshape(-1, 1, x.shape[-1]) for x in (table.cos_BSN, table.sin_BSN))
+    sign = -1 if back else 1
+
+    def run(part: tuple[int, slice], lane: int) -> None:
+        which, rows = part
+        cos, sin = cos_T1N[rows], sin_T1N[rows]
+        first, second = flat[which][rows].to(cos.dtype).chunk(2, dim=-1)
+        turned = torch.empty((*first.shape[:-1], 2 * first.shape[-1]), dtype=cos.dtype)
+        low, high = turned.chunk(2, dim=-1)
+        torch.mul(first, cos, out=low).addcmul_(second, sin, value=-sign)
+        torch.mul(second, cos, out=high).addcmul_(first, sin, value=sign)
+        targets[which][rows].copy_(turned)
+
+    lanes.run(run, [(i, rows) for i, x in enumerate(flat) for rows in cache_blocks(x.shape[0], x[0].numel())])
+    return out[0], out[1]

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from phalanx.kernels.attention import Segments, causal_attention
 from phalanx.kernels.choice import Impl
+from phalanx.kernels.linear import projections
 from phalanx.kernels.rope import RopeTable, apply_rope
 from phalanx.models.context import ModelContext
 from phalanx.models.layers import Linear, RMSNorm
@@ -32,11 +33,14 @@ class Attention(nn.Module):
             self.q_norm = RMSNorm(ctx, at + "q_norm")
             self.k_norm = RMSNorm(ctx, at + "k_norm")
         self.impl: Impl = ctx.kernels
+        self.lanes = ctx.lanes
         self.recompute_core = ctx.recompute == "selective"
 
     def forward(self, x_TH: torch.Tensor, *, table: RopeTable, segments: Segments) -> torch.Tensor:
         """(T, H) -> (T, H)."""
-        q, k, v = self.wq(x_TH), self.wk(x_TH), self.wv(x_TH)
+        inputs = (self.wq, self.wk, self.wv)
+        weights, biases = [p.weight for p in inputs], [p.bias for p in inputs]
+        q, k, v = projections(x_TH, weights, biases, impl=self.impl, lanes=self.lanes)
         if self.recompute_core and torch.is_grad_enabled():
             out_TO: torch.Tensor = checkpoint(
                 self._core, q, k, v, table, segments, use_reentrant=False, preserve_rng_state=False
@@ -56,5 +60,5 @@ class Attention(nn.Module):
         q, k, v = (x.view(num_sequences, length, -1, self.head_dim) for x in (q_TO, k_TO, v_TO))
         if self.norm_over == "head":
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = apply_rope(q, k, table=table, impl=self.impl)
-        return causal_attention(q, k, v, segments, impl=self.impl).reshape(q_TO.shape)
+        q, k = apply_rope(q, k, table=table, impl=self.impl, lanes=self.lanes)
+        return causal_attention(q, k, v, segments, impl=self.impl, lanes=self.lanes).reshape(q_TO.shape)

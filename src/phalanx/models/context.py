@@ -10,6 +10,7 @@ from typing import Literal
 
 import torch
 
+from phalanx.kernels.lanes import SERIAL, Lanes
 from phalanx.plan.dispatch import DispatchSpec
 from phalanx.plan.model import ModelSpec
 from phalanx.plan.placement import Placement
@@ -33,6 +34,8 @@ class ModelContext:
     kernels: Literal["fast", "reference"] = "fast"
     recompute: Literal["none", "selective", "full"] = "none"
     seed: int = 0
+    lanes: Lanes = SERIAL
+    """Threads among which CPU kernels divide their work; results do not depend on it."""
 
 
 @dataclass(frozen=True, eq=False)

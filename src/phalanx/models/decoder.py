@@ -11,11 +11,12 @@ from dataclasses import dataclass, replace
 from itertools import chain, repeat
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from phalanx.core.errors import ConfigError, Problem, raise_if
+from phalanx.kernels.choice import Impl
+from phalanx.kernels.embedding import embed
 from phalanx.kernels.rope import RopeTable, rope_table
 from phalanx.models.block import Block
 from phalanx.models.context import ForwardInfo, ModelContext, RoutingStats, TokenBatch
@@ -51,6 +52,8 @@ class Decoder(nn.Module):
         self.head = None if spec.tied_embeddings else Weight(ctx, "head")
         self.spec = spec
         self.dtype = ctx.dtype
+        self.impl: Impl = ctx.kernels
+        self.lanes = ctx.lanes
         self.recompute_blocks = ctx.recompute == "full"
         initialise(self.named_parameters(), ctx)
 
@@ -62,7 +65,7 @@ class Decoder(nn.Module):
     def forward(self, batch: TokenBatch, info: ForwardInfo) -> DecoderOutput:
         spec = self.spec
         table = rope_table(batch.positions_BS, head_dim=spec.head_dim, theta=spec.rope_theta, dtype=self.dtype)
-        x_TH = F.embedding(batch.tokens_BS.flatten(), self.embedding.weight)
+        x_TH = embed(batch.tokens_BS.flatten(), self.embedding.weight, impl=self.impl, lanes=self.lanes)
         routing = []
         for block in self.layers:
             x_TH, stats = self._run_block(block, x_TH, table, info, batch)

@@ -13,10 +13,10 @@ from collections.abc import Iterable, Mapping
 from functools import lru_cache
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from phalanx.kernels.choice import Impl
+from phalanx.kernels.linear import linear
 from phalanx.kernels.norm import rms_norm
 from phalanx.kernels.swiglu import swiglu
 from phalanx.models.context import ModelContext
@@ -78,9 +78,10 @@ class RMSNorm(nn.Module):
         self.weight = new_parameter(ctx, f"{name}.weight")
         self.eps = ctx.spec.norm_eps
         self.impl: Impl = ctx.kernels
+        self.lanes = ctx.lanes
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, self.weight, self.eps, impl=self.impl)
+        return rms_norm(x, self.weight, self.eps, impl=self.impl, lanes=self.lanes)
 
 
 class Linear(nn.Module):
@@ -90,9 +91,11 @@ class Linear(nn.Module):
         super().__init__()
         self.weight = new_parameter(ctx, f"{name}.weight")
         self.bias = new_parameter(ctx, f"{name}.bias") if bias else None
+        self.impl: Impl = ctx.kernels
+        self.lanes = ctx.lanes
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias, impl=self.impl, lanes=self.lanes)
 
 
 class Mlp(nn.Module):
@@ -103,7 +106,9 @@ class Mlp(nn.Module):
         self.w13 = new_parameter(ctx, f"{name}.w13")
         self.w2 = new_parameter(ctx, f"{name}.w2")
         self.impl: Impl = ctx.kernels
+        self.lanes = ctx.lanes
 
     def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
-        gate_up_T2F = F.linear(x_TH, self.w13.flatten(0, 1)).view(-1, *self.w13.shape[:2])
-        return F.linear(swiglu(gate_up_T2F, impl=self.impl), self.w2)
+        gate_up_TF = linear(x_TH, self.w13.flatten(0, 1), impl=self.impl, lanes=self.lanes)
+        h_TF = swiglu(gate_up_TF.view(-1, *self.w13.shape[:2]), impl=self.impl, lanes=self.lanes)
+        return linear(h_TF, self.w2, impl=self.impl, lanes=self.lanes)

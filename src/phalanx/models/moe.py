@@ -60,8 +60,9 @@ class MoE(nn.Module):
             comms=ctx.comms,
             top_k=ctx.spec.top_k,
             kernels=ctx.kernels,
+            lanes=ctx.lanes,
         )
-        self.layer, self.kernels = layer, ctx.kernels
+        self.layer, self.lanes, self.kernels = layer, ctx.lanes, ctx.kernels
         self.recompute = ctx.recompute == "selective"
 
     def forward(self, x_TH: torch.Tensor, info: ForwardInfo, batch: TokenBatch) -> tuple[torch.Tensor, RoutingStats]:
@@ -74,6 +75,7 @@ class MoE(nn.Module):
             experts=ExpertWeights(self.experts.w13, self.experts.w2),
             dispatcher=self.dispatcher,
             kernels=self.kernels,
+            lanes=self.lanes,
             recompute=self.recompute,
             op_prefix=op_id("", microbatch=info.microbatch, layer=self.layer, phase=info.phase),
         )

@@ -27,6 +27,7 @@ import numpy as np
 import torch
 
 from phalanx.kernels.choice import Impl
+from phalanx.kernels.lanes import SERIAL, Lanes
 from phalanx.kernels.permute import combine_rows, gather_rows
 from phalanx.plan.dispatch import Chunks, DispatchPlan, DispatchSpec, capacity, plan_dispatch, plan_static_dispatch
 from phalanx.plan.placement import Placement
@@ -91,8 +92,10 @@ class Dispatcher:
         comms: Collectives,
         top_k: int,
         kernels: Impl = "fast",
+        lanes: Lanes = SERIAL,
     ) -> None:
         self.spec, self.comms, self.kernels, self.top_k = spec, comms, kernels, top_k
+        self.lanes = lanes
         self.ep, self.etp, self.ep_etp = (groups.axis(name) for name in ("ep", "etp", "ep_etp"))
         self.tp_cp = groups.axis("tp_cp")
         self.num_experts = placement.num_experts
@@ -130,7 +133,9 @@ class Dispatcher:
         self, x_TH: torch.Tensor, weights_TK: torch.Tensor, plan: DispatchPlan, send: SendList, op_prefix: str
     ) -> Dispatched:
         token_of_row_R = send.token_of_row_R
-        rows = gather_rows(x_TH, token_of_row_R, rows_of_token_TK=send.rows_of_token_TK, impl=self.kernels)
+        rows = gather_rows(
+            x_TH, token_of_row_R, rows_of_token_TK=send.rows_of_token_TK, impl=self.kernels, lanes=self.lanes
+        )
         weights = _pick_weights(weights_TK, send.pair_of_row_R, has_fill=self.spec.is_static)
         here = {"ep": self.ep.index, "etp": self.etp.index}
         splits = {"in_splits": plan.sends(**here), "out_splits": plan.receives(**here)}
@@ -174,7 +179,9 @@ class Dispatcher:
         pair_M = torch.where(local_M < 0, FILL, local_M + offset_M)
         rows_of_token_NK = _inverse(pair_M, all_NH.shape[0] * self.top_k).view(-1, self.top_k)
         token_of_row_M = torch.div(pair_M, self.top_k, rounding_mode="floor")
-        rows_MH = gather_rows(all_NH, token_of_row_M, rows_of_token_TK=rows_of_token_NK, impl=self.kernels)
+        rows_MH = gather_rows(
+            all_NH, token_of_row_M, rows_of_token_TK=rows_of_token_NK, impl=self.kernels, lanes=self.lanes
+        )
         weights_M = weights.index_select(0, index_M)
         state = DispatchState(plan, send, token_of_row_M, rows_of_token_NK, op_prefix, token_sizes)
         return Dispatched(rows_MH, weights_M, plan.slot_counts(ep=self.ep.index), send.dropped, state)
@@ -185,7 +192,9 @@ class Dispatcher:
         """(T, H) sum of each token's rows, which the experts have already weighted. The inverse of `dispatch`."""
         plan, at = state.plan, state.op_prefix + "combine."
         if state.token_sizes:
-            all_NH = combine_rows(rows_MH, state.rows_of_token, token_of_row_M=state.token_of_row, impl=self.kernels)
+            all_NH = combine_rows(
+                rows_MH, state.rows_of_token, token_of_row_M=state.token_of_row, impl=self.kernels, lanes=self.lanes
+            )
             return self.comms.reduce_scatter_rows(all_NH, sizes=state.token_sizes, axis=self.ep_etp, op_id=at + "rows")
         order = self._slot_order(plan)
         if order is not None:
@@ -197,7 +206,9 @@ class Dispatcher:
         rows = self.comms.all_to_all_rows(
             rows, in_splits=plan.receives(**here), out_splits=plan.sends(**here), axis=self.ep, op_id=at + "rows"
         )
-        return combine_rows(rows, state.rows_of_token, token_of_row_M=state.token_of_row, impl=self.kernels)
+        return combine_rows(
+            rows, state.rows_of_token, token_of_row_M=state.token_of_row, impl=self.kernels, lanes=self.lanes
+        )
 
     def _slot_order(self, plan: DispatchPlan) -> Chunks | None:
         """None where rows arrive in slot order already: from one source, or for one slot."""

@@ -13,6 +13,7 @@ import torch
 
 from phalanx.kernels.choice import Impl
 from phalanx.kernels.grouped import expert_ffn
+from phalanx.kernels.lanes import SERIAL, Lanes
 from phalanx.runtime.dispatch import Dispatcher
 
 
@@ -32,6 +33,7 @@ def run_experts(
     experts: ExpertWeights,
     dispatcher: Dispatcher,
     kernels: Impl = "fast",
+    lanes: Lanes = SERIAL,
     recompute: bool = False,
     op_prefix: str = "",
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -49,5 +51,6 @@ def run_experts(
         row_weights_M=sent.weights_M,
         recompute=recompute,
         impl=kernels,
+        lanes=lanes,
     )
     return dispatcher.combine(rows_MH, sent.state), sent.dropped

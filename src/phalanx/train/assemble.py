@@ -65,7 +65,8 @@ def assemble(
         comms=ctx.comms,
         buffers=gradients,
         state=state,
-        optimizer=AdamW(optim, ctx.kernels),
+        optimizer=AdamW(optim, ctx.kernels, ctx.lanes),
         clip_norm=optim.clip_norm,
         kernels=ctx.kernels,
+        lanes=ctx.lanes,
     )

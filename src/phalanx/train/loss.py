@@ -17,6 +17,7 @@ import torch
 
 from phalanx.kernels.choice import Impl
 from phalanx.kernels.cross_entropy import IGNORE, linear_cross_entropy
+from phalanx.kernels.lanes import SERIAL, Lanes
 from phalanx.models.context import TokenBatch
 from phalanx.models.decoder import DecoderOutput
 
@@ -43,10 +44,10 @@ def num_valid(batches: Sequence[TokenBatch]) -> torch.Tensor:
 
 
 def cross_entropy_sum(
-    output: DecoderOutput, head_weight_VH: torch.Tensor, batch: TokenBatch, *, impl: Impl
+    output: DecoderOutput, head_weight_VH: torch.Tensor, batch: TokenBatch, *, impl: Impl, lanes: Lanes = SERIAL
 ) -> torch.Tensor:
     """0-d sum of the token losses of a micro-batch, in nats."""
-    return linear_cross_entropy(output.hidden_TH, head_weight_VH, batch.labels_BS.flatten(), impl=impl)
+    return linear_cross_entropy(output.hidden_TH, head_weight_VH, batch.labels_BS.flatten(), impl=impl, lanes=lanes)
 
 
 def objective(
@@ -56,9 +57,10 @@ def objective(
     *,
     valid_tokens: torch.Tensor,
     impl: Impl,
+    lanes: Lanes = SERIAL,
 ) -> tuple[torch.Tensor, Share]:
     """This rank's share of the step's objective, to be differentiated, and its parts. `valid_tokens`: 0-d, of the whole step."""
-    cross_entropy = cross_entropy_sum(output, head_weight_VH, batch, impl=impl) / valid_tokens.clamp(min=1)
+    cross_entropy = cross_entropy_sum(output, head_weight_VH, batch, impl=impl, lanes=lanes) / valid_tokens.clamp(min=1)
     aux_loss = _total(cross_entropy, [r.aux_loss for r in output.routing])
     z_loss = _total(cross_entropy, [r.z_loss for r in output.routing])
     share = Share(

@@ -13,6 +13,7 @@ from typing import Protocol
 from phalanx.core.config import OptimConfig
 from phalanx.kernels.adamw import adamw_
 from phalanx.kernels.choice import Impl
+from phalanx.kernels.lanes import SERIAL, Lanes
 from phalanx.runtime.gradients import ReducedGradients
 from phalanx.runtime.optimizer_state import ShardedState
 
@@ -51,6 +52,7 @@ class AdamW:
 
     config: OptimConfig
     impl: Impl = "fast"
+    lanes: Lanes = SERIAL
 
     def commit(self, state: ShardedState, gradients: ReducedGradients, *, step: int, lr: float, scale: float) -> None:
         """Update this rank's shards in place from `scale * gradient` and round them into `published`. `step` counts from 0."""
@@ -74,6 +76,7 @@ class AdamW:
                         step=step + 1,
                         scale=scale,
                         impl=self.impl,
+                        lanes=self.lanes,
                     )
 
 

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from phalanx.core.errors import RunError
 from phalanx.kernels.choice import Impl
+from phalanx.kernels.lanes import SERIAL, Lanes
 from phalanx.models.context import ForwardInfo, TokenBatch
 from phalanx.models.decoder import Decoder
 from phalanx.models.router import update_expert_bias
@@ -52,6 +53,7 @@ class StepParts:
     optimizer: Optimizer
     clip_norm: float
     kernels: Impl = "fast"
+    lanes: Lanes = SERIAL
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -103,7 +105,9 @@ def train_step(
     for j, batch in enumerate(batches):
         info = _info(parts, batches, j, step=step, balance_counts_LE=balance_counts_LE)
         output = parts.model(batch, info)
-        total, share = objective(output, parts.model.head_weight, batch, valid_tokens=valid_tokens, impl=parts.kernels)
+        total, share = objective(
+            output, parts.model.head_weight, batch, valid_tokens=valid_tokens, impl=parts.kernels, lanes=parts.lanes
+        )
         total.backward()
         shares.append(share)
     gradients = parts.buffers.reduce(parts.groups, parts.comms)
@@ -127,7 +131,7 @@ def eval_loss(parts: StepParts, batches: Sequence[TokenBatch], *, step: int = 0)
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     for j, batch in enumerate(batches):
         output = parts.model(batch, _info(parts, batches, j, step=step, phase="eval"))
-        loss = cross_entropy_sum(output, parts.model.head_weight, batch, impl=parts.kernels)
+        loss = cross_entropy_sum(output, parts.model.head_weight, batch, impl=parts.kernels, lanes=parts.lanes)
         sums += torch.stack([loss.to(torch.float64), num_valid([batch]).to(torch.float64)])
     parts.comms.all_reduce(sums, parts.groups.axis("tp_dp_cp"), op_id="eval")
     total, tokens = sums.tolist()  # SYNC: the figures are for people

@@ -1,0 +1,125 @@
+"""Lanes: the threads among which a kernel divides its work on a CPU.
+
+A *lane* is a thread that runs whole pieces of work (the rows of one expert, one sequence of attention) with one-threaded torch
+operations. Torch's own way, all threads inside every single operation, meets at a barrier after each of them: 160 matrix products
+of a mixture-of-experts layer of unequal sizes lose a third of two idle cores so, and nearly everything where another process takes
+a core for a moment (docs/performance.md has the figures). Pieces are handed out in order, to whichever lane is free.
+
+Must never change: a piece writes its own part of the output and is computed by one thread, so results are the same bits whatever the
+number of lanes and whoever was free. While lanes are open, torch's own threads are set to one: after a parallel operation libgomp's
+workers spin for milliseconds on the cores that the lanes need.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Generic, TypeVar
+
+import torch
+
+Item = TypeVar("Item")
+
+
+class Lanes:
+    """`count` lanes: the caller's thread and `count - 1` workers, started at first use, again in a forked child.
+
+    With one lane everything runs in the caller's thread with whatever threads torch has, and no state is kept.
+    """
+
+    def __init__(self, count: int = 1) -> None:
+        self.count = count
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._owner: int | None = None
+        self._threads_before = 1
+
+    def run(self, task: Callable[[Item, int], object], items: Sequence[Item]) -> None:
+        """Call `task(item, lane)` for each item, without gradients. The first error is raised here, after all lanes have stopped."""
+        helpers = min(self.count, len(items)) - 1
+        with torch.no_grad():
+            if helpers < 1:
+                for item in items:
+                    task(item, 0)
+                return
+            self._start()
+            job = _Job(task, items, helpers)
+            for lane in range(1, helpers + 1):
+                self._work.put(job.part(lane))
+            job.work(0)
+            job.finish()
+
+    def close(self) -> None:
+        """Stop the workers and give torch its own threads back."""
+        if self._owner == os.getpid():
+            for _ in range(self.count - 1):
+                self._work.put(None)
+            torch.set_num_threads(self._threads_before)
+        self._owner = None
+
+    def __enter__(self) -> Lanes:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _start(self) -> None:
+        if self._owner == os.getpid():
+            return
+        self._work = queue.SimpleQueue()  # a forked child has the parent's queue, but not the threads that read it
+        self._threads_before = torch.get_num_threads()
+        torch.set_num_threads(1)
+        for lane in range(1, self.count):
+            threading.Thread(target=_serve, args=(self._work,), name=f"lane-{lane}", daemon=True).start()
+        self._owner = os.getpid()
+
+
+def _serve(work: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    torch.set_num_threads(1)  # per thread; the process has one already
+    with torch.no_grad():
+        while (part := work.get()) is not None:
+            part()
+
+
+class _Job(Generic[Item]):
+    """One call of `run`."""
+
+    def __init__(self, task: Callable[[Item, int], object], items: Sequence[Item], helpers: int) -> None:
+        self._task, self._items = task, iter(items)
+        self._lock = threading.Lock()
+        self._done: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._helpers = helpers
+        self._errors: list[BaseException] = []
+
+    def part(self, lane: int) -> Callable[[], None]:
+        def run() -> None:
+            self.work(lane)
+            self._done.put(None)
+
+        return run
+
+    def work(self, lane: int) -> None:
+        try:
+            while not self._errors:
+                with self._lock:
+                    found = list(itertools.islice(self._items, 1))
+                if not found:
+                    return
+                self._task(found[0], lane)
+        except BaseException as error:  # raised again by `finish` in the caller's thread
+            self._errors.append(error)
+
+    def finish(self) -> None:
+        for _ in range(self._helpers):
+            self._done.get()
+        if self._errors:
+            raise self._errors[0]
+
+
+SERIAL = Lanes(1)
+"""The default of every kernel: no workers, torch's own threads."""

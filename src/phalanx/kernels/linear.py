@@ -1,0 +1,161 @@
+"""`x weight^T + bias`, for one projection or several of the same input at once.
+
+On a CPU the output columns are cut into pieces for the lanes: a piece sees all rows, because oneDNN rearranges the weight at every call and
+that cost is shared by the rows. The weight gradient, whose sum runs over rows, first turns the output gradient round tile by tile: oneDNN
+does the same product at half the speed when it has to read columns (docs/performance.md).
+
+Legend: T rows, H inputs, O outputs of one projection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from phalanx.kernels.choice import Impl
+from phalanx.kernels.lanes import SERIAL, Lanes
+from phalanx.kernels.shapes import spaced
+
+COLUMNS = 256
+"""Width of a piece."""
+ROWS = 4096
+"""Most rows of a piece."""
+TILE = 512
+"""Rows and columns of a tile that is turned round; below this many rows it does not pay."""
+
+
+def linear(
+    x: torch.Tensor,
+    weight_OH: torch.Tensor,
+    bias_O: torch.Tensor | None = None,
+    *,
+    impl: Impl = "fast",
+    lanes: Lanes = SERIAL,
+) -> torch.Tensor:
+    """One projection; any leading dims."""
+    (y,) = projections(x, [weight_OH], [bias_O], impl=impl, lanes=lanes)
+    return y
+
+
+def projections(
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    *,
+    impl: Impl = "fast",
+    lanes: Lanes = SERIAL,
+) -> tuple[torch.Tensor, ...]:
+    """`x` through each weight (and bias, or None), in the type of `x`; any leading dims."""
+    if impl == "reference" or x.device.type != "cpu":
+        return tuple(F.linear(x, w, b) for w, b in zip(weights, biases, strict=True))
+    x_TH = x.reshape(-1, x.shape[-1])
+    out: tuple[torch.Tensor, ...] = _CpuLinear.apply(lanes, len(weights), x_TH, *weights, *biases)
+    return tuple(y.view(*x.shape[:-1], y.shape[-1]) for y in out)
+
+
+def _ranges(total: int, size: int) -> list[slice]:
+    """Equal cuts of at most `size`."""
+    num = -(-total // size)
+    return [slice(total * i // num, total * (i + 1) // num) for i in range(num)]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A piece of work on projection `which` (all of them where it does not matter)."""
+
+    which: int
+    rows: slice
+    columns: slice
+
+
+def _parts(rows: int, widths: Sequence[int]) -> list[_Part]:
+    return [
+        _Part(i, r, c) for i, width in enumerate(widths) for r in _ranges(rows, ROWS) for c in _ranges(width, COLUMNS)
+    ]
+
+
+class _CpuLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, lanes: Lanes, num: int, x_TH: torch.Tensor, *operands: torch.Tensor | None
+    ) -> tuple[torch.Tensor, ...]:
+        weights, biases = operands[:num], operands[num:]
+        out = tuple(x_TH.new_empty(x_TH.shape[0], w.shape[0]) for w in weights if w is not None)
+
+        def run(part: _Part, lane: int) -> None:
+            weight_OH, bias_O = weights[part.which], biases[part.which]
+            assert weight_OH is not None
+            target = out[part.which][part.rows, part.columns]
+            torch.mm(x_TH[part.rows], weight_OH[part.columns].T, out=target)
+            if bias_O is not None:
+                target.add_(bias_O[part.columns])
+
+        lanes.run(run, _parts(x_TH.shape[0], [y.shape[1] for y in out]))
+        ctx.save_for_backward(x_TH, *weights)
+        ctx.lanes, ctx.has_bias = lanes, [b is not None for b in biases]
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x_TH, *weights = ctx.saved_tensors
+        lanes, num = ctx.lanes, len(weights)
+        needs_x, needs_w, needs_b = (
+            ctx.needs_input_grad[2],
+            ctx.needs_input_grad[3 : 3 + num],
+            ctx.needs_input_grad[3 + num :],
+        )
+        dx_TH = _input_gradient(grads, weights, lanes) if needs_x else None
+        d_weights = _weight_gradients(grads, x_TH, needs_w, lanes)
+        wide = torch.promote_types(x_TH.dtype, torch.float32)
+        d_biases = [
+            g.sum(0, dtype=wide).to(g.dtype) if has and needs else None
+            for g, has, needs in zip(grads, ctx.has_bias, needs_b, strict=True)
+        ]
+        return None, None, dx_TH, *d_weights, *d_biases
+
+
+def _input_gradient(grads: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], lanes: Lanes) -> torch.Tensor:
+    """Sum over projections of `dy weight`."""
+    dx_TH = grads[0].new_empty(grads[0].shape[0], weights[0].shape[1])
+
+    def run(part: _Part, lane: int) -> None:
+        target = dx_TH[part.rows, part.columns]
+        for i, (dy_TO, weight_OH) in enumerate(zip(grads, weights, strict=True)):
+            if i == 0:
+                torch.mm(dy_TO[part.rows], weight_OH[:, part.columns], out=target)
+            else:
+                target.addmm_(dy_TO[part.rows], weight_OH[:, part.columns])
+
+    lanes.run(run, _parts(dx_TH.shape[0], [dx_TH.shape[1]]))
+    return dx_TH
+
+
+def _weight_gradients(
+    grads: Sequence[torch.Tensor], x_TH: torch.Tensor, needed: Sequence[bool], lanes: Lanes
+) -> list[torch.Tensor | None]:
+    """`dy^T x` for each projection."""
+    out = [dy.new_empty(dy.shape[1], x_TH.shape[1]) if need else None for dy, need in zip(grads, needed, strict=True)]
+    rows = x_TH.shape[0]
+    turn = rows > TILE and x_TH.dtype == torch.bfloat16
+    scratch = [spaced(COLUMNS, rows, x_TH) if turn else None for _ in range(lanes.count)]
+
+    def run(part: _Part, lane: int) -> None:
+        target, dy_TO, turned = out[part.which], grads[part.which][:, part.columns], scratch[lane]
+        if target is not None:
+            dy_OT = dy_TO.T if turned is None else transpose_into(turned[: dy_TO.shape[1]], dy_TO)
+            torch.mm(dy_OT, x_TH, out=target[part.columns])
+
+    widths = [dy.shape[1] for dy in grads]
+    lanes.run(run, [_Part(i, slice(0, rows), c) for i, width in enumerate(widths) for c in _ranges(width, COLUMNS)])
+    return out
+
+
+def transpose_into(out_OT: torch.Tensor, x_TO: torch.Tensor) -> torch.Tensor:
+    """`x_TO` turned round into `out_OT`, by tiles that fit a cache. Returns `out_OT`."""
+    for rows in _ranges(x_TO.shape[0], TILE):
+        out_OT[:, rows].copy_(x_TO[rows].T)
+    return out_OT
