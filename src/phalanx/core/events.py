@@ -7,7 +7,6 @@ JSON object that lands in ``events/rank-N.jsonl``. Times are seconds since the e
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -150,8 +149,3 @@ class Emit(Protocol):
 
 def ignore(event: Event, /) -> None:
     """An `Emit` for those who listen to nothing."""
-
-
-def record_fields(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers of one JSON record, without its kind."""
-    return {k: v for k, v in record.items() if k != "kind"}

@@ -132,6 +132,13 @@ EFFECTS: tuple[Effect, ...] = (
         reads=("dispatch.policy",),
     ),
     Effect(
+        settings=("dispatch.transport",),
+        inert=lambda r: r.folding.ep == 1 and r.folding.etp == 1,
+        reason="folding.ep = 1 and folding.etp = 1 keep every row where it is",
+        way_out="folding.ep = 2",
+        reads=("folding.ep", "folding.etp"),
+    ),
+    Effect(
         settings=("router.softmax_order",),
         inert=lambda r: r.router.score == "sigmoid",
         reason='router.score = "sigmoid"',
