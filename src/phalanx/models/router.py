@@ -23,10 +23,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from phalanx.core.errors import RunError
+from phalanx.kernels.lanes import Lanes
+from phalanx.kernels.shapes import cache_blocks
 from phalanx.models.context import ForwardInfo, ModelContext
 from phalanx.models.layers import new_parameter
 from phalanx.plan.model import RouterSpec
@@ -61,14 +62,14 @@ class Router(nn.Module):
         self.spec = ctx.spec.router
         self.num_experts, self.top_k = ctx.spec.num_experts, ctx.spec.top_k
         self.layer, self.moe_index = layer, ctx.spec.moe_layers.index(layer)
-        self.groups, self.comms, self.seed = ctx.groups, ctx.comms, ctx.seed
+        self.groups, self.comms, self.seed, self.lanes = ctx.groups, ctx.comms, ctx.seed, ctx.lanes
         self.expert_bias: torch.Tensor | None
         bias = torch.zeros(self.num_experts, dtype=torch.float32, device=ctx.device) if self.spec.bias_rate else None
         self.register_buffer("expert_bias", bias)
 
     def forward(self, x_TH: torch.Tensor, info: ForwardInfo, *, num_sequences: int) -> Routing:
         """Route `x_TH`, whose rows are `num_sequences` sequences (or equal parts of them), one after the other."""
-        logits_TE: torch.Tensor = _Logits.apply(x_TH, self.weight)
+        logits_TE: torch.Tensor = _Logits.apply(x_TH, self.weight, self.lanes)
         scores_TE = torch.sigmoid(logits_TE) if self.spec.score == "sigmoid" else torch.softmax(logits_TE, -1)
         with torch.no_grad():
             experts_TK = self._choose(logits_TE, scores_TE, info)
@@ -250,18 +251,42 @@ def _dot(counts: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
 
 
 class _Logits(torch.autograd.Function):
-    """`x w^T` in fp32 at least, keeping only the narrow `x` for the backward pass."""
+    """`x w^T` in fp32 at least, keeping only the narrow `x` for the backward pass.
+
+    Block by block, so that the wide copy of a block never leaves the cache of the core that makes it. Blocks depend on the shape alone.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x_TH: torch.Tensor, w_EH: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x_TH: torch.Tensor, w_EH: torch.Tensor, lanes: Lanes) -> torch.Tensor:
         ctx.save_for_backward(x_TH, w_EH)
+        ctx.lanes = lanes
         wide = torch.promote_types(x_TH.dtype, torch.float32)
-        return F.linear(x_TH.to(wide), w_EH.to(wide))
+        w_HE = w_EH.to(wide).T
+        logits_TE = x_TH.new_empty((x_TH.shape[0], w_EH.shape[0]), dtype=wide)
+
+        def block(rows: slice, _: int) -> None:
+            torch.mm(x_TH[rows].to(wide), w_HE, out=logits_TE[rows])
+
+        lanes.run(block, _blocks(x_TH))
+        return logits_TE
 
     @staticmethod
-    def backward(ctx: Any, grad_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def backward(ctx: Any, grad_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         x_TH, w_EH = ctx.saved_tensors
-        wide = grad_TE.dtype
-        grad_x = (grad_TE @ w_EH.to(wide)).to(x_TH.dtype)
-        grad_w = (grad_TE.T @ x_TH.to(wide)).to(w_EH.dtype)
-        return grad_x, grad_w
+        wide, blocks = grad_TE.dtype, _blocks(x_TH)
+        wide_EH = w_EH.to(wide)
+        grad_x_TH = torch.empty_like(x_TH)
+        partial_nEH = wide_EH.new_empty((len(blocks), *w_EH.shape))
+
+        def block(numbered: tuple[int, slice], _: int) -> None:
+            i, rows = numbered
+            grad_x_TH[rows] = grad_TE[rows] @ wide_EH
+            torch.mm(grad_TE[rows].T, x_TH[rows].to(wide), out=partial_nEH[i])
+
+        ctx.lanes.run(block, list(enumerate(blocks)))
+        return grad_x_TH, partial_nEH.sum(0).to(w_EH.dtype), None
+
+
+def _blocks(x_TH: torch.Tensor) -> list[slice]:
+    """All rows at once where there is no cache to keep them in."""
+    return cache_blocks(*x_TH.shape) if x_TH.device.type == "cpu" else [slice(0, x_TH.shape[0])]
