@@ -135,10 +135,10 @@ def test_rate_changes_while_it_runs(bed: Testbed) -> None:
         assert 40e6 < traffic.streams((0, 1))[0] < 50e6
         assert 40e6 < traffic.streams((2, 0))[0] < 50e6
         bed.set_rate(0, None)
-        assert traffic.streams((0, 2), figure="best_bit_per_s")[0] < 1.05e9, "the other host's link still has its rate"
+        assert traffic.streams((0, 2))[0] < 1.0e9, "the other host's link still has its rate"
     finally:
         bed.set_rate(0, 1e9)
-    assert traffic.streams((0, 1))[0] > 0.5e9
+    assert traffic.streams((0, 1))[0] > 60e6
 
 
 # -- breaking things --------------------------------------------------------------------------------------------------------
@@ -184,10 +184,8 @@ def test_a_scenario_at_seconds_and_steps(tmp_path: Path) -> None:
         assert [d.action.split(": ")[1] for d in done if d.action.startswith("at") and "thaw" in d.action] == [
             "thaw rank 1"
         ]
-        assert all(
-            abs(d.seconds - s) < 1.0
-            for d, s in zip(sorted(done, key=lambda d: d.time)[-4:], (1.0, 2, 2, 2.2), strict=True)
-        )
+        last = sorted(done, key=lambda d: d.time)[-4:]
+        assert all(d.seconds >= s for d, s in zip(last, (1.0, 2.0, 2.0, 2.2), strict=True)), "never early"
         assert len((job.folder / "scenario.jsonl").read_text().splitlines()) == 8
         assert count_steps(tmp_path, 3) < count_steps(tmp_path, 0)
         assert count_steps(tmp_path, 1) < count_steps(tmp_path, 0) - 10, "it was frozen for 35 steps"
@@ -278,8 +276,8 @@ def test_what_never_happened_is_a_problem(bed: Testbed) -> None:
         )
     )
     job = bed.run(["sleep", "0.6"])
-    result, done = bed.play(scenario, job, timeout_s=1.5)
-    assert not result.ok and len(done) == 2
+    result, done = bed.play(scenario, job, timeout_s=30)
+    assert not result.ok and len(done) == 2 and result.seconds < 20
     assert any("has ended already" in p for p in result.problems)
     assert any("kill rank 1 never happened" in p for p in result.problems)
 
@@ -297,7 +295,7 @@ def test_a_failing_rank_ends_the_job_and_says_why(bed: Testbed) -> None:
 
 def test_a_time_limit(bed: Testbed) -> None:
     result = bed.run(["sleep", "60"]).wait(0.3)
-    assert result.problems == ("ranks 0, 1, 2, 3, 4, 5 still ran after the time limit of 0.3 s",)
+    assert result.problems == ("time limit of 0.3 s reached, still running: 0, 1, 2, 3, 4, 5",)
 
 
 def test_children_end_with_their_rank(bed: Testbed) -> None:

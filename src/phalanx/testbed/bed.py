@@ -206,7 +206,7 @@ class Testbed:
         player = Player(scenario, self, job)
         printer = Echo(job, echo) if echo else None
 
-        def tick() -> bool:
+        def tick() -> tuple[str, ...]:
             if printer:
                 printer.tick()
             return player.tick()

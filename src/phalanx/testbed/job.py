@@ -1,14 +1,14 @@
 """One command run in every rank of a bed: its ranks, their logs, how each ended.
 
-Decides when a job is over: when no rank runs any more, when a rank fails and the others had `_GRACE_S` to say why, when only frozen ranks are
-left and nothing can thaw them, or at the time limit. A rank that was killed on purpose does not make the job fail.
+Decides when a job is over: when no rank runs any more and none will be started, when a rank fails and the others had `_GRACE_S` to say why,
+when only frozen ranks are left and nothing more will happen to them, or at the time limit. A rank that was killed on purpose does not make the job fail.
 """
 
 from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,6 +19,8 @@ from phalanx.testbed.host import Host
 _GRACE_S = 2.0
 _STOP_S = 10.0
 _TICK_S = 0.01
+_POLL_S = 0.05
+"""Between two looks at the ranks. Agents note the time of an end themselves, and more looks would take processor time from the ranks."""
 _LOG_LINES = 6
 
 
@@ -216,34 +218,42 @@ class Job:
         return tuple(r.rank for r in self.ranks if r.status not in (None, 0) and not r.cause)
 
     def wait(
-        self, timeout_s: float | None = None, *, tick: Callable[[], bool] | None = None, keep_going: bool = False
+        self,
+        timeout_s: float | None = None,
+        *,
+        tick: Callable[[], Collection[str]] | None = None,
+        keep_going: bool = False,
     ) -> JobResult:
         """Wait until the job is over, then kill what is left of it.
 
-        `tick` is called about every 10 ms; it returns True while it has something to do that needs no running rank.
+        `tick` is called about every 10 ms; it returns what it will do when its time comes (`start`, `thaw`, ...), whatever the ranks do.
         `keep_going` lets the others run on when a rank fails.
         """
-        problems = []
         failed_at: float | None = None
+        next_poll, problem = 0.0, ""
         while True:
-            pending = tick() if tick else False
-            running = self.running()
+            to_come = tick() if tick else ()
             now = time.time()
-            if all(self.is_frozen(r) for r in running) and not pending:
-                break
-            if self.failed() and not keep_going:
-                failed_at = failed_at or now
-                if now > failed_at + _GRACE_S:
+            if now >= next_poll:
+                running, next_poll = self.running(), now + _POLL_S
+                if self._is_over(running, to_come):
                     break
-            if timeout_s is not None and now > self.started_at + timeout_s:
-                problems.append(
-                    f"ranks {', '.join(map(str, running))} still ran after the time limit of {timeout_s:g} s"
-                )
-                break
+                if self.failed() and not keep_going:
+                    failed_at = failed_at or now
+                    if now > failed_at + _GRACE_S:
+                        break
+                if timeout_s is not None and now > self.started_at + timeout_s:
+                    problem = f"time limit of {timeout_s:g} s reached, still running: {', '.join(map(str, running)) or 'no rank'}"
+                    break
             time.sleep(_TICK_S)
         failed = self.failed()
         self.stop()
-        return self._result([*problems, *map(self._describe, failed)])
+        return self._result([*([problem] if problem else []), *map(self._describe, failed)])
+
+    def _is_over(self, running: Sequence[int], to_come: Collection[str]) -> bool:
+        if not running:
+            return "start" not in to_come
+        return not to_come and all(self.is_frozen(r) for r in running)
 
     def _describe(self, rank: int) -> str:
         tail = self.output(rank).splitlines()[-_LOG_LINES:]

@@ -4,10 +4,12 @@ Pure: text in, text out. Every bed has network namespaces of its own, so all bed
 meeting. Each host's link is a veth pair with a token bucket (`tbf`) on both ends: the host's end shapes what it sends, the switch's end what
 it receives. Traffic of a host to itself never leaves its loopback device and is not shaped.
 
-Why the numbers of `shape` (measured on a 2-core machine, 1 Gbit/s, idle | four busy loops; one stream, both directions loaded):
-a bucket lets `burst` bytes pass at once, so a burst of 128 kB with 64 kB segments makes a message of 64 kB arrive in 0.03 ms where the wire
-takes 0.55 ms. Segments of 130 us and a bucket of 400 us keep messages from 128 kB on within 5 % of the wire's time and still give
-0.95 | 0.90 Gbit/s. `peakrate` would pace the burst too, but cuts every segment to packets and loses 60 % of the rate.
+Why the numbers of `shape` (measured at 1 Gbit/s on a 2-core machine; fastest of 15 messages after a pause, wire time in brackets): a bucket
+lets `burst` bytes pass at once. With 128 kB and segments of 64 kB a message of 64 kB takes 0.03 ms (0.55) and one of 128 kB 0.15 ms (1.10).
+With segments of 16 kB a bucket of 37 kB gives 0.33 and 0.95 ms, 75 kB 0.10 and 0.61 ms; from 256 kB on both are within 5 %. Smaller
+buckets lose more when a busy machine serves the timer late: one stream beside four busy loops carried 0.93 Gbit/s with 256 kB, 0.91 with
+38 kB (0.956 is perfect). Hence 130 us segments and a bucket of 400 us. `peakrate` would pace the burst too, but it cuts every segment to
+packets and leaves 0.38 Gbit/s.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ INTERFACE = "eth0"
 """Name of a host's link inside the host."""
 MAX_HOSTS = 250
 _BRIDGE = "switch"
-_SEGMENT_S, _BURST_S, _QUEUE_S = 130e-6, 600e-6, 10e-3
+_SEGMENT_S, _BURST_S, _QUEUE_S = 130e-6, 400e-6, 10e-3
 _MIN_SEGMENT, _MAX_SEGMENT = 3_000, 65_536
 _MIN_QUEUE = 128_000
 MIN_RATE, MAX_RATE = 1e5, 1e12

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from typing import TextIO
 
 from phalanx.testbed.job import Job
 
+_INTERVAL_S = 0.05
+
 
 @dataclass
 class Echo:
-    """`tick` prints the whole lines that were written since the last one, `finish` also what has no line end yet."""
+    """`tick` prints the whole lines that were written since the last time (it may be called often), `finish` also what has no line end yet."""
 
     job: Job
     stream: TextIO
+    _next: float = 0.0
     _offsets: dict[int, int] = field(default_factory=dict)
 
     def tick(self) -> None:
+        if time.monotonic() < self._next:
+            return
+        self._next = time.monotonic() + _INTERVAL_S
         for state in self.job.ranks:
             self._print(state.rank, state.host, rest=False)
 

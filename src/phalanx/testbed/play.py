@@ -56,13 +56,13 @@ class Player:
         """One JSON line for each action that was carried out."""
         return self.job.folder / "scenario.jsonl"
 
-    def tick(self) -> bool:
-        """Carry out what is due. True while actions wait for the clock alone."""
+    def tick(self) -> tuple[str, ...]:
+        """Carry out what is due; what is still to come by the clock."""
         step = self._watcher.update() if self._watcher else None
         for action in self._due(step):
             self._pending.remove(action)
             self._carry_out(action, step)
-        return any(a.at_s is not None for a in self._pending)
+        return tuple(a.do for a in self._pending if a.at_s is not None)
 
     def _due(self, step: int | None) -> list[Action]:
         """Pending actions whose time has come: those by the clock in its order, then those by the step."""
