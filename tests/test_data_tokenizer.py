@@ -1,6 +1,8 @@
 """Text survives tokenization, control tokens are never read out of text, and errors name the way out."""
 
 import json
+import random
+import time
 
 import pytest
 import tokenizers
@@ -54,6 +56,15 @@ def test_bpe_size_and_training_are_deterministic(bpe):
     assert bpe.vocab_size == 300
     assert len(bpe.encode(SAMPLE[0])) <= len(SAMPLE[0]) / 2
     assert FileTokenizer(train_bpe(["ab"], vocab_size=400), eos_token=EOS, name="x").vocab_size < 400
+
+
+def test_text_without_spaces_is_learned_in_reasonable_time():
+    genome = "".join(random.Random(0).choices("ACGT", k=100_000))
+    began = time.process_time()
+    tokenizer = FileTokenizer(train_bpe([genome], vocab_size=1000), eos_token=EOS, name="bpe")
+    assert time.process_time() - began < 2  # 4.4 s if runs were not cut
+    ids = tokenizer.encode(genome)
+    assert len(ids) < len(genome) / 3 and tokenizer.decode(ids.tolist()) == genome
 
 
 def test_text_that_spells_a_control_token_is_text(bpe):

@@ -39,6 +39,7 @@ SAMPLE_BYTES = 8_000_000
 
 _BPE_VERSION = 1
 _SMALLEST_SHARE = 1 << 16
+_TOLD_TIMES = 200
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -197,7 +198,7 @@ def _has_tokenizer(folder: Path) -> bool:
 
 def _sample(sources: Sequence[Source], fraction: float, log: ProblemLog, progress: Progress) -> Iterator[str]:
     """About SAMPLE_BYTES of train documents, by size from all sources, from the beginnings of files in a fixed random order."""
-    total, done = sum(s.num_bytes for s in sources) or 1, 0
+    total, done, told = sum(s.num_bytes for s in sources) or 1, 0, 0
     wanted = min(total, SAMPLE_BYTES)
     for source in sources:
         share, taken, count = SAMPLE_BYTES * source.num_bytes // total, 0, len(source.files)
@@ -207,7 +208,9 @@ def _sample(sources: Sequence[Source], fraction: float, log: ProblemLog, progres
                 break
             for text in _beginning(source, source.files[index], per_file, log):
                 taken += len(text)
-                progress("tokenizer", min(done + taken, wanted), wanted)
+                if done + taken >= told + wanted // _TOLD_TIMES:
+                    told = done + taken
+                    progress("tokenizer", min(told, wanted), wanted)
                 if not store.is_validation(text, fraction):
                     yield text
         done += taken

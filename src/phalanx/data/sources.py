@@ -29,6 +29,7 @@ READER_VERSION = 1
 """Raise it whenever the same files would give other documents."""
 
 _HASH_BLOCK_BYTES = 1 << 24
+_TOLD_TIMES = 500
 _TXT_DOCUMENTS = 64
 _TXT_CHARS = (1 << 12, 1 << 16)
 
@@ -60,13 +61,17 @@ def documents(
     source: Source, log: ProblemLog, progress: Progress = silent, *, phase: str = "tokenise"
 ) -> Iterator[Document]:
     """All documents of a text source, telling `progress` how many bytes of its files are read."""
-    total, before, options = source.num_bytes, 0, source.read_options
+    total, before, told, options = source.num_bytes, 0, 0, source.read_options
     for path in source.files:
         size = path.stat().st_size if path.exists() else 0
         for document in read_documents(path, options, log):
             yield document
-            progress(phase, before + min(document.position, size), total)
+            done = before + min(document.position, size)
+            if (done - told) * _TOLD_TIMES >= total:  # a corpus may have millions of documents
+                told = done
+                progress(phase, done, total)
         before += size
+    progress(phase, total, total)
 
 
 # --- from specs to files
