@@ -123,12 +123,7 @@ def prepare_text(rank: Rank, *, resume: str | None, stop: StopRequest) -> Prepar
 def resolve_shape(recipe: Recipe, *, world: int, tokenizer_vocab: int) -> tuple[ModelSpec, Folding]:
     """Model and mapping of a run on `world` ranks. Raises `ConfigError` with everything that is wrong with them."""
     spec = resolve_model(recipe.model, recipe.router, tokenizer_vocab=tokenizer_vocab)
-    problems = trainable_problems(recipe, spec)
-    if spec.vocab < tokenizer_vocab:
-        rule = f"must hold the {tokenizer_vocab} tokens of data.tokenizer"
-        hint = f"use {-(-tokenizer_vocab // 64) * 64}, or leave it out"
-        problems.append(Problem(where="model.vocab", value=spec.vocab, rule=rule, hint=hint))
-    raise_if(problems, ConfigError, subject="the recipe")
+    raise_if(trainable_problems(recipe, spec), ConfigError, subject="the recipe")
     t = recipe.train
     folding = resolve_folding(
         recipe.folding, spec, world=world, seq_len=t.seq_len, global_batch=t.global_batch, micro_batch=t.micro_batch

@@ -55,7 +55,7 @@ from phalanx.train.run_folder import RunStatus
 from phalanx.train.setup import Rank, make_context, open_rank, prepare_text, resolve_shape
 from phalanx.train.step import StepParts, StepResult, eval_loss, train_step
 
-SAMPLE_TOKENS = 120
+SAMPLE_TOKENS = 80
 PROMPT_TOKENS = 12
 PREFETCH_STEPS = 2
 
@@ -214,7 +214,8 @@ class Trainer:
         if interrupted:
             return self._outcome("interrupted", None)
         self._validate()
-        return self._outcome("finished", self._sample())
+        shown = self.rank.recipe.observe.console != "none"
+        return self._outcome("finished", self._sample() if shown else None)
 
     def _run_steps(self) -> bool:
         steps = range(self.start, self.total_steps)
