@@ -36,6 +36,7 @@ class Lanes:
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._owner: int | None = None
         self._threads_before = 1
+        self._workers: list[threading.Thread] = []
 
     def run(self, task: Callable[[Item, int], object], items: Sequence[Item]) -> None:
         """Call `task(item, lane)` for each item, without gradients. The first error is raised here, after all lanes have stopped."""
@@ -55,8 +56,10 @@ class Lanes:
     def close(self) -> None:
         """Stop the workers and give torch its own threads back."""
         if self._owner == os.getpid():
-            for _ in range(self.count - 1):
+            for _ in self._workers:
                 self._work.put(None)
+            for worker in self._workers:  # a daemon still inside torch when the interpreter ends aborts the process
+                worker.join()
             torch.set_num_threads(self._threads_before)
         self._owner = None
 
@@ -74,8 +77,12 @@ class Lanes:
         self._work = queue.SimpleQueue()  # a forked child has the parent's queue, but not the threads that read it
         self._threads_before = torch.get_num_threads()
         torch.set_num_threads(1)
-        for lane in range(1, self.count):
-            threading.Thread(target=_serve, args=(self._work,), name=f"lane-{lane}", daemon=True).start()
+        self._workers = [
+            threading.Thread(target=_serve, args=(self._work,), name=f"lane-{lane}", daemon=True)
+            for lane in range(1, self.count)
+        ]
+        for worker in self._workers:
+            worker.start()
         self._owner = os.getpid()
 
 
