@@ -71,21 +71,19 @@ def _checksum(body: Mapping[str, Any]) -> str:
 
 def parse_state(text: str, *, where: str) -> RunState:
     """The state in a `run_state.json`. Raises `CheckpointError` if it is not what was once written."""
-    hint = "the file was cut off or edited; use another checkpoint"
     try:
         body = json.loads(text)
         found, told = _checksum({k: v for k, v in body.items() if k != "checksum"}), body.pop("checksum")
-        if body.pop("format") != FORMAT:
-            hint = f"this program reads format {FORMAT}; use the version of phalanx that wrote it"
-            raise KeyError("format")
+        if (version := body.pop("format")) != FORMAT:
+            raise ValueError(f"format {version}, this program reads {FORMAT}")
         files = {name: FileEntry(**entry) for name, entry in body.pop("files").items()}
         state = RunState(**body, files=files)
     except (ValueError, TypeError, KeyError, AttributeError) as err:
-        problem = Problem(where=where, value=text[:40], rule=f"must be a whole run state ({err})", hint=hint)
-        raise CheckpointError([problem], subject="checkpoint") from err
+        rule = f"must be a whole run state ({type(err).__name__}: {err})"
+        raise CheckpointError([Problem(where=where, value=text[:40], rule=rule)], subject="checkpoint") from err
     if found != told:
-        problem = Problem(where=where, value=f"checksum {found[:12]}", rule=f"was written as {told[:12]}", hint=hint)
-        raise CheckpointError([problem], subject="checkpoint")
+        rule = f"was written with checksum {told[:12]}; the file was edited or damaged"
+        raise CheckpointError([Problem(where=where, value=f"checksum {found[:12]}", rule=rule)], subject="checkpoint")
     return state
 
 
@@ -150,17 +148,19 @@ class CheckpointFolder:
         return steps[-1] if steps else None
 
     def read_state(self, step: int) -> RunState:
-        """The run state of a checkpoint. Raises `CheckpointError` where there is none."""
+        """The run state of a checkpoint. Raises `CheckpointError` with a way out where there is none that can be read."""
+        try:
+            return self._read_state(step)
+        except CheckpointError as err:
+            problems = [replace(p, hint=self.way_out(step)) for p in err.problems]
+            raise CheckpointError(problems, subject=f"the checkpoint {self.of(step)}") from err
+
+    def _read_state(self, step: int) -> RunState:
         path = self.of(step) / STATE_FILE
         try:
             text = path.read_text()
         except (OSError, UnicodeDecodeError) as err:
-            problem = Problem(
-                where=str(path),
-                value=_reason(err),
-                rule="every checkpoint has a readable run state",
-                hint=self.list_steps(),
-            )
+            problem = Problem(where=str(path), value=_reason(err), rule="every checkpoint has a readable run state")
             raise CheckpointError([problem], subject="checkpoint") from err
         return parse_state(text, where=str(path))
 
@@ -178,7 +178,7 @@ class CheckpointFolder:
     def is_sound(self, step: int) -> bool:
         """The checkpoint can be read and every byte is as it was written."""
         try:
-            return not self.damage(step, self.read_state(step))
+            return not self.damage(step, self._read_state(step))
         except CheckpointError:
             return False
 

@@ -63,13 +63,15 @@ PREFETCH_STEPS = 2
 def train(recipe: Recipe, info: WorldInfo, stop: StopRequest) -> int:
     """Run `recipe` as rank `info.rank`; returns the exit code. Raises `PhalanxError` for whatever a person can act on."""
     rank, begin_s = open_rank(recipe, info), time.monotonic()
+    trainer = None
     with rank.sinks:
         try:
             trainer = build_trainer(rank, stop)
             outcome = trainer.run()
         except BaseException as err:
-            reason = str(err).splitlines()[0] if str(err) else type(err).__name__
-            rank.sinks(RunEnded(step=0, reason=f"{type(err).__name__}: {reason}", seconds=time.monotonic() - begin_s))
+            reason = " ".join([f"{type(err).__name__}:", *str(err).splitlines()[:2]])
+            step = trainer.step if trainer is not None else 0
+            rank.sinks(RunEnded(step=step, reason=reason, seconds=time.monotonic() - begin_s))
             raise
         rank.sinks(RunEnded(step=outcome.step, reason=outcome.reason, seconds=time.monotonic() - begin_s))
     if rank.speaks:
