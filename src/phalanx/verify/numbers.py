@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -25,13 +26,19 @@ def generator(key: str) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(key.encode()).digest()[:7], "big"))
 
 
-def microbatch(setup: Setup, index: int, *, draw: int = 0) -> TokenBatch:
-    """Micro-batch `index` of the step. `draw` chooses between equally good data (see `reference.py`, rounding)."""
-    rng = generator(f"tokens/{index}/{draw}")
-    vocab = setup.spec.vocab
-    favourites = vocab // 4 + (7 * index) % (vocab // 2)  # tokens below this id only: experts are loaded unevenly
+Patch = tuple[int, int, int]
+"""(sequence, position, token): a token of a micro-batch that is replaced (see `reference.py`, rounding)."""
+
+
+def microbatch(setup: Setup, index: int, *, patches: Sequence[Patch] = ()) -> TokenBatch:
+    """Micro-batch `index` of the step."""
+    rng = generator(f"tokens/{index}")
+    favourites = _favourites(setup, index)
     tokens_BS = torch.randint(0, favourites, (SEQUENCES, SEQ_LEN), generator=rng)
     segments = tuple(_documents(rng) if setup.packed else (SEQ_LEN,) for _ in range(SEQUENCES))
+    _make_starts_differ(tokens_BS, segments, favourites, rng)
+    for b, position, token in patches:
+        tokens_BS[b, position] = token
     labels_BS = tokens_BS.roll(-1, dims=1)
     positions_BS = torch.empty_like(tokens_BS)
     for b, lengths in enumerate(segments):
@@ -40,6 +47,28 @@ def microbatch(setup: Setup, index: int, *, draw: int = 0) -> TokenBatch:
         positions_BS[b] = torch.cat([torch.arange(n) for n in lengths])
     masked_BS = torch.rand(SEQUENCES, SEQ_LEN, generator=rng) < 0.1 * (index % 5)
     return TokenBatch(tokens_BS, labels_BS.masked_fill(masked_BS, IGNORE), positions_BS, segments)
+
+
+def _favourites(setup: Setup, index: int) -> int:
+    """This micro-batch has tokens below this id only, so that experts are loaded unevenly."""
+    vocab = setup.spec.vocab
+    return vocab // 4 + (7 * index) % (vocab // 2)
+
+
+def another_token(setup: Setup, index: int, *, attempt: int) -> int:
+    """A token that micro-batch `index` might have had instead."""
+    return int(torch.randint(0, _favourites(setup, index), (), generator=generator(f"patch/{index}/{attempt}")))
+
+
+def _make_starts_differ(
+    tokens_BS: torch.Tensor, segments: tuple[tuple[int, ...], ...], favourites: int, rng: torch.Generator
+) -> None:
+    """Two documents that begin with the same token have equal router scores there, but for rounding; which of the two an overfull
+    expert drops would hang on how a product is blocked. Exact ties have their own tests (`tests/test_router.py`)."""
+    places = [(b, sum(lengths[:i])) for b, lengths in enumerate(segments) for i in range(len(lengths))]
+    firsts = torch.randperm(favourites, generator=rng)
+    for token, place in zip(firsts[: len(places)], places, strict=True):
+        tokens_BS[place] = token
 
 
 def _documents(rng: torch.Generator) -> tuple[int, ...]:
@@ -53,7 +82,7 @@ def starting_value(kind: str, name: str, shape: tuple[int, ...], param: ParamSpe
     if kind == "exp_avg":
         return 2e-4 * noise
     if kind == "exp_avg_sq":
-        return 1e-8 * (0.5 + noise.square())
+        return 1e-6 * (0.5 + noise.square())
     if param is None:  # the expert bias
         return 0.02 * noise
     if param.init == "ones":
@@ -63,7 +92,7 @@ def starting_value(kind: str, name: str, shape: tuple[int, ...], param: ParamSpe
     if name == "embedding.weight":
         return noise
     # the residual stream stays dominated by the embedding, so that routing is decided by wide margins (`reference.py`, rounding)
-    small = 0.3 if name.endswith(("wo.weight", "w2")) else 1.0
+    small = 0.1 if name.endswith(("wo.weight", "w2")) else 1.0
     return small * noise / math.sqrt(shape[-1])
 
 

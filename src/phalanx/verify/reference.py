@@ -1,10 +1,11 @@
 """The one-rank run that every mapping is held against, and the choice of data on which that comparison is fair.
 
-In fp64 the data is draw 0, whatever it is. In fp32 and bf16 a token whose k-th and (k+1)-th best expert are closer than rounding may be routed
-differently when rows of a product are summed in another order; its gradient then differs by far more than rounding, and nothing
-is wrong. So data is drawn again, micro-batch by micro-batch, until no routing decision (chosen experts, and kept rows where some are dropped)
-changes under `NOISE_DRAWS` random relative errors of `NOISE` roundings on everything that the MoE layers put out. How often
-that was needed is reported. The first MoE layer's decisions never depend on it: what comes before is computed alike in every mapping.
+In fp64 the data is whatever `numbers.py` draws. In fp32 and bf16 a token whose k-th and (k+1)-th best expert are closer than rounding may be
+routed differently when rows of a product are summed in another order; its gradient then differs by far more than rounding, and nothing
+is wrong. So such tokens are looked for and replaced: copies of each micro-batch get random errors of the size of rounding on what
+the MoE layers put out (`eps * root mean square` of a row), and as long as a routing decision (chosen experts; kept rows, where some
+are dropped) differs between copies, the first such token of each sequence becomes another one. How many is reported. The first MoE layer is
+never in doubt: what comes before it is computed alike in every mapping.
 
 Legend: T tokens, K experts of a token, L MoE layers.
 """
@@ -14,11 +15,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from phalanx.core.errors import RunError
@@ -37,22 +39,21 @@ from phalanx.runtime.optimizer_state import ShardedState
 from phalanx.train.assemble import assemble
 from phalanx.train.optim import Optimizer
 from phalanx.train.step import StepParts, StepResult, train_step
-from phalanx.verify.numbers import fill_state, generator, microbatch
-from phalanx.verify.setups import Setup
+from phalanx.verify.numbers import Patch, another_token, fill_state, generator, microbatch
+from phalanx.verify.setups import SEQUENCES, Setup
 
 STEP = 3
 """The step that is run: not the first, so that bias corrections are not what they are at the start."""
-NOISE = 4.0
-NOISE_DRAWS = 3
-MAX_DRAWS = 200
+NOISY_COPIES = 8
+MAX_PATCHES = 400
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Reference:
     """What one rank computed; tensors are logical and whole."""
 
-    draws: tuple[int, ...]
-    """Per micro-batch of the step: which draw of its data is used."""
+    patches: tuple[tuple[Patch, ...], ...]
+    """Per micro-batch of the step: tokens that were replaced, because rounding could have routed them."""
     initial: dict[str, torch.Tensor]
     """Parameters as `Decoder` makes them."""
     gradients: dict[str, torch.Tensor]
@@ -114,16 +115,15 @@ def reference_run(setup: Setup, *, num_microbatches: int, dtype: torch.dtype) ->
     initial = {b.name: b.tensor.clone() for b in parts.state.parameter_boxes()}
     fill_state(parts.state.boxes(), {p.name: p for p in parameters(parts.spec)})
     parts.state.restore(parts.comms)
-    draws = tuple(
-        _robust_draw(parts.model, setup, j, num_microbatches=num_microbatches, dtype=dtype)
-        for j in range(num_microbatches)
+    patches = tuple(
+        _patches(parts.model, setup, j, num_microbatches=num_microbatches, dtype=dtype) for j in range(num_microbatches)
     )
-    batches = [microbatch(setup, j, draw=draw) for j, draw in enumerate(draws)]
+    batches = [microbatch(setup, j, patches=patches[j]) for j in range(num_microbatches)]
     result, gradients = run_step(parts, batches)
     _must_exercise(setup, result)
     after = [*parts.state.boxes(), *parts.state.parameter_boxes()]
     return Reference(
-        draws=draws,
+        patches=patches,
         initial=initial,
         gradients={b.name: b.tensor for b in gradients.boxes()},
         after={b.name: b.tensor.clone() for b in after},
@@ -144,59 +144,89 @@ def _must_exercise(setup: Setup, result: StepResult) -> None:
 # ---- data on which rounding decides nothing ------------------------------------------------------------------------------------
 
 
-def _robust_draw(model: Decoder, setup: Setup, index: int, *, num_microbatches: int, dtype: torch.dtype) -> int:
-    """The first draw of micro-batch `index` whose routing survives noise. Only layers behind the first MoE layer can be in doubt."""
+def _patches(
+    model: Decoder, setup: Setup, index: int, *, num_microbatches: int, dtype: torch.dtype
+) -> tuple[Patch, ...]:
+    """Replacements after which the routing of micro-batch `index` survives noise. Raises `RunError` where none are found."""
+    patches: list[Patch] = []
     if dtype == torch.float64 or len(setup.spec.moe_layers) < 2:
-        return 0
+        return ()
     info = ForwardInfo(microbatch=index, num_microbatches=num_microbatches)
-    size = NOISE * torch.finfo(dtype).eps
-    for draw in range(MAX_DRAWS):
-        batch = microbatch(setup, index, draw=draw)
-        plain = _decisions(model, setup.dispatch, batch, info)
-        noisy = (
-            _decisions(model, setup.dispatch, batch, info, noise=size, key=f"noise/{index}/{draw}/{i}")
-            for i in range(NOISE_DRAWS)
-        )
-        if all(np.array_equal(plain, other) for other in noisy):
-            return draw
+    while len(patches) < MAX_PATCHES:
+        batch = microbatch(setup, index, patches=patches)
+        doubtful_T = _doubtful_tokens(model, setup.dispatch, batch, info, noise=torch.finfo(dtype).eps)
+        if not doubtful_T.any():
+            return tuple(patches)
+        for b, doubtful_S in enumerate(np.split(doubtful_T, SEQUENCES)):
+            if doubtful_S.any():  # a token sees those before it only, so the first one in doubt comes first
+                token = another_token(setup, index, attempt=len(patches))
+                patches.append((b, int(doubtful_S.argmax()), token))
     raise RunError(
-        f"verification data: no draw of micro-batch {index} in {MAX_DRAWS} is routed beyond rounding ({setup.label})"
+        f"verification data: rounding decides the routing of micro-batch {index} after {MAX_PATCHES} changes"
     )
+
+
+def _doubtful_tokens(
+    model: Decoder, dispatch: DispatchSpec, batch: TokenBatch, info: ForwardInfo, *, noise: float
+) -> NDArray[np.bool_]:
+    """(T,) tokens for which some layer decides otherwise under noise; from the first noisy copy that shows any."""
+    plain = _decisions(model, dispatch, batch, info, _Noise(0.0, generator("")))
+    doubtful_T = np.zeros(batch.num_tokens, dtype=bool)
+    for copy in range(NOISY_COPIES):
+        noisy = _decisions(model, dispatch, batch, info, _Noise(noise, generator(f"noise/{info.microbatch}/{copy}")))
+        doubtful_T = (noisy != plain).any(axis=(0, 2))
+        if doubtful_T.any():
+            break
+    return doubtful_T
+
+
+@dataclass(frozen=True, eq=False)
+class _Noise:
+    size: float
+    rng: torch.Generator
+
+    def __call__(self, module: nn.Module, args: Any, out: Any) -> Any:
+        if not self.size:
+            return out
+        y_TH, stats = out
+        scale_T1 = self.size * y_TH.float().square().mean(-1, keepdim=True).sqrt()
+        noise_TH = scale_T1 * torch.randn(y_TH.shape, generator=self.rng)
+        return (y_TH.float() + noise_TH).to(y_TH.dtype), stats
+
+
+@dataclass(eq=False)
+class _Listener:
+    """Notes what each router decides."""
+
+    dispatch: DispatchSpec
+    found: list[NDArray[np.int8]] = field(default_factory=list)
+
+    def __call__(self, module: nn.Module, args: Any, routing: Routing) -> None:
+        experts_TK, weights_TK = routing.experts_TK.numpy(), routing.weights_TK.double().numpy()
+        num_tokens, top_k = experts_TK.shape
+        num_experts = len(routing.counts_E)
+        kept_TK = np.ones(experts_TK.shape, dtype=bool)
+        if self.dispatch.policy == "drop":
+            rows = capacity(self.dispatch, num_tokens=num_tokens, top_k=top_k, num_experts=num_experts)
+            kept_TK = kept_pairs(experts_TK, weights_TK, rows=rows, by=self.dispatch.drop_by)
+        table_TE = np.zeros((num_tokens, num_experts), dtype=np.int8)
+        np.put_along_axis(table_TE, experts_TK, 1 + kept_TK.astype(np.int8), axis=1)
+        self.found.append(table_TE)
 
 
 @torch.no_grad()
 def _decisions(
-    model: Decoder, dispatch: DispatchSpec, batch: TokenBatch, info: ForwardInfo, *, noise: float = 0.0, key: str = ""
-) -> Any:
+    model: Decoder, dispatch: DispatchSpec, batch: TokenBatch, info: ForwardInfo, noise: _Noise
+) -> NDArray[np.int8]:
     """(L, T, E) 0 not chosen, 1 dropped, 2 kept."""
-    found: list[Any] = []
-
-    def listen(module: nn.Module, args: Any, routing: Routing) -> None:
-        experts, weights = routing.experts_TK.numpy(), routing.weights_TK.double().numpy()
-        num_tokens, top_k = experts.shape
-        num_experts = len(routing.counts_E)
-        kept = np.ones(experts.shape, dtype=bool)
-        if dispatch.policy == "drop":
-            rows = capacity(dispatch, num_tokens=num_tokens, top_k=top_k, num_experts=num_experts)
-            kept = kept_pairs(experts, weights, rows=rows, by=dispatch.drop_by)
-        table = np.zeros((num_tokens, num_experts), dtype=np.int8)
-        np.put_along_axis(table, experts, 1 + kept.astype(np.int8), axis=1)
-        found.append(table)
-
-    rng = generator(key)
-
-    def disturb(module: nn.Module, args: Any, out: Any) -> Any:
-        y_TH, stats = out
-        return y_TH * (1 + noise * torch.randn(y_TH.shape, generator=rng).to(y_TH.dtype)), stats
-
+    listener = _Listener(dispatch)
     with ExitStack() as stack:
         for module in model.modules():
             if isinstance(module, MoE):
-                stack.enter_context(_hook(module.router, listen))
-                if noise:
-                    stack.enter_context(_hook(module, disturb))
+                stack.enter_context(_hook(module.router, listener))
+                stack.enter_context(_hook(module, noise))
         model(batch, info)
-    return np.stack(found)
+    return np.stack(listener.found)
 
 
 @contextmanager

@@ -32,6 +32,8 @@ from phalanx.verify.setups import Case, Setup
 
 TIMEOUT_S = 60.0
 """Longest wait of one collective: the watchdog against hangs."""
+MAX_CRASHES = 3
+"""After so many the machine, not the mapping, is the likelier cause."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,9 +57,11 @@ class CaseReport:
     step_error: float = 0.0
     scalar_error: float = 0.0
     loss_error: float = 0.0
-    redrawn: int = 0
-    """Micro-batches whose first draw of data was not used."""
+    replaced: int = 0
+    """Tokens of the data that were replaced because rounding could have routed them."""
     failures: list[str] = field(default_factory=list)
+    crashed: bool = False
+    """The ranks did not survive it."""
 
 
 def run_job(job: Job, *, progress: Callable[[int, int], None] | None = None) -> list[CaseReport]:
@@ -68,6 +72,11 @@ def run_job(job: Job, *, progress: Callable[[int, int], None] | None = None) -> 
             rest = dataclasses.replace(job, cases=job.cases[len(reports) :])
             folder = Path(name) / f"from-{len(reports)}"
             folder.mkdir()
+            if sum(report.crashed for report in reports) > MAX_CRASHES:
+                reports += [
+                    CaseReport(case=c, failures=["not run: too many cases ended the ranks"]) for c in rest.cases
+                ]
+                break
             reports += _run_until_crash(rest, folder)
             if progress is not None:
                 progress(len(reports), len(job.cases))
@@ -90,7 +99,8 @@ def _run_until_crash(job: Job, folder: Path) -> list[CaseReport]:
     if trouble:
         if finished == len(job.cases):
             raise RunError(trouble)  # everything was compared, and then the ranks failed: not a finding of any case
-        reports.append(CaseReport(case=job.cases[finished], failures=[f"the ranks ended: {trouble}"]))
+        text = f"the ranks ended: {trouble}"
+        reports.append(CaseReport(case=job.cases[finished], failures=[text], crashed=True))
     return reports
 
 
@@ -116,7 +126,11 @@ def _rank_main(job: Job, folder: Path, info: WorldInfo, stop: StopRequest) -> in
         for i, case in enumerate(job.cases):
             if stop.requested:
                 os._exit(STOPPED)
-            report = run_case(job, case, load_reference(paths[i][1]), index=i, rank=info.rank, cache=cache)
+            want = _load_reference(paths[i][1])
+            if isinstance(want, PhalanxError):
+                report = RankReport(case=i, rank=info.rank, unequal=[str(want)])
+            else:
+                report = run_case(job, case, want, index=i, rank=info.rank, cache=cache)
             out.write(json.dumps(dataclasses.asdict(report)) + "\n")
             out.flush()
     _barrier(job, info, cache)
@@ -135,13 +149,13 @@ def run_case(job: Job, case: Case, want: Reference, *, index: int, rank: int, ca
     groups = fault.groups(case.folding, rank, cache)
     comms = fault.comms(job.timeout_s)
     dp = groups.axis("dp")
-    each = len(want.draws) // dp.size
+    each = len(want.patches) // dp.size
     parts = assemble(
         context(setup, groups, comms, dtype=job.dtype), optim=setup.optim, num_microbatches=each, rules=fault.rules
     )
     initial = [dataclasses.replace(b, tensor=b.tensor.clone()) for b in parts.state.parameter_boxes()]
     mine = range(dp.index * each, (dp.index + 1) * each)
-    batches = [microbatch(setup, j, draw=want.draws[j]) for j in mine]
+    batches = [microbatch(setup, j, patches=want.patches[j]) for j in mine]
     result, gradients = run_step(fault.alter(parts), batches)
     return compare(parts, result, gradients, initial=initial, want=want, case=index)
 
@@ -171,15 +185,20 @@ def _reference_paths(job: Job, folder: Path) -> list[tuple[_Key, Path]]:
 
 
 def _save_reference(path: Path, key: _Key, job: Job) -> None:
-    reference = reference_run(key.setup, num_microbatches=key.num_microbatches, dtype=job.dtype)
+    """Leave the reference, or the reason why there is none, for all ranks to read."""
+    found: Reference | PhalanxError
+    try:
+        found = reference_run(key.setup, num_microbatches=key.num_microbatches, dtype=job.dtype)
+    except PhalanxError as error:
+        found = error
     with path.open("wb") as out:
-        pickle.dump(reference, out, protocol=pickle.HIGHEST_PROTOCOL)
+        pickle.dump(found, out, protocol=pickle.HIGHEST_PROTOCOL)
 
 
-def load_reference(path: Path) -> Reference:
+def _load_reference(path: Path) -> Reference | PhalanxError:
     with path.open("rb") as file:
-        reference: Reference = pickle.load(file)
-    return reference
+        found: Reference | PhalanxError = pickle.load(file)
+    return found
 
 
 # ---- in the parent -------------------------------------------------------------------------------------------------------------
@@ -188,8 +207,11 @@ def load_reference(path: Path) -> Reference:
 def _merge(job: Job, index: int, reports: list[RankReport], reference: Path) -> CaseReport:
     case, limit = job.cases[index], TOLERANCE[job.dtype]
     out = CaseReport(case=case)
-    draws = load_reference(reference).draws
-    out.redrawn = sum(draw > 0 for draw in draws)
+    want = _load_reference(reference)
+    if isinstance(want, PhalanxError):
+        out.failures.append(f"no reference to compare with: {want}")
+        return out
+    out.replaced = sum(map(len, want.patches))
     out.gradient_error = max(max(r.gradients.values()) for r in reports)
     out.norm_error = max(r.scalars["grad_norm"] for r in reports)
     out.step_error = max(max(r.step.values()) for r in reports)
