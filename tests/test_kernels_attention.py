@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernel_help import agree, normal
-from phalanx.kernels.attention import KEY_BLOCK, _blocks, _by_segment, causal_attention
+from phalanx.kernels.attention import KEY_BLOCK, _blocks, _by_segment, _causal_bias, causal_attention
 from phalanx.kernels.lanes import Lanes
 
 CASES = {
@@ -83,8 +83,13 @@ def test_documents_do_not_meet() -> None:
 
 def test_blocks_see_whole_documents_and_no_more() -> None:
     block = KEY_BLOCK
-    parts = _blocks((block // 2, block, 3 * block))
+    causal = _causal_bias(block, torch.float64)
+    parts = _blocks((block // 2, block, 3 * block), causal)
     assert [(p.start, p.stop) for p in parts][:3] == [(0, block), (block, 2 * block), (2 * block, 3 * block)]
     assert parts[0].end == 2 * block, "the second document ends at 1.5 blocks, rounded up"
     assert parts[-1].end == sum((block // 2, block, 3 * block))
-    assert [p.ids_S is None for p in _blocks((4 * block,))] == [True] * 4
+    assert all(p.bias_kq.shape == (block, block) for p in _blocks((4 * block,), causal)), (
+        "one document: the diagonal only"
+    )
+    assert parts[0].bias_kq.shape == (block, 2 * block)
+    assert torch.isinf(parts[0].bias_kq[0, block // 2 :]).all(), "the first document ends there"

@@ -13,7 +13,7 @@ import torch
 from phalanx.kernels.choice import Impl
 from phalanx.kernels.lanes import SERIAL, Lanes
 
-CHUNK = 1 << 17
+CHUNK = 1 << 18
 """Elements that go through memory once: gradient, master and moments of a chunk stay in a core's cache between the three passes."""
 
 

@@ -15,6 +15,8 @@ q queries that can see some of them, X = D + columns that hold a correction.
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -149,17 +151,16 @@ class _CpuAttention(torch.autograd.Function):
         num_sequences, length, num_heads, _ = q_BSAD.shape
         num_kv = k_BSGD.shape[2]
         causal_kk = _causal_bias(min(KEY_BLOCK, length), q_BSAD.dtype)
+        blocks = [_blocks(lengths, causal_kk) for lengths in ctx.segments]
 
         def run(task: _Task, lane: int) -> None:
             per, b = num_heads // num_kv, task.sequence
             heads, kv = slice(task.first * per, task.last * per), slice(task.first, task.last)
-            blocks = _blocks(ctx.segments[b])
             _backward_heads(
                 (q_BSAD[b, :, heads], k_BSGD[b, :, kv], v_BSGD[b, :, kv]),
                 (out_BSAD[b, :, heads], lse_BAS[b, heads], d_out_BSAD[b, :, heads]),
                 (grads[0][b, :, heads], grads[1][b, :, kv], grads[2][b, :, kv]),
-                blocks,
-                causal_kk,
+                blocks[b],
             )
 
         ctx.lanes.run(run, _tasks(num_sequences, num_kv))
@@ -173,33 +174,27 @@ class _Block:
     start: int
     stop: int
     end: int
-    ids_S: torch.Tensor | None
-    """Document of each token; None where one document covers all of the block's keys and queries."""
-
-    def bias(self, causal_kk: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """0 where a key (row) is visible to a query (column), else -inf, and the number of columns from `start` that need it."""
-        size = self.stop - self.start
-        if self.ids_S is None:
-            return causal_kk[:size, :size], size
-        ids_k, ids_q = self.ids_S[self.start : self.stop], self.ids_S[self.start : self.end]
-        hidden_kq = ids_k.unsqueeze(1) != ids_q
-        bias_kq = torch.zeros(hidden_kq.shape, dtype=causal_kk.dtype).masked_fill_(hidden_kq, -math.inf)
-        bias_kq[:, :size] += causal_kk[:size, :size]
-        return bias_kq, self.end - self.start
+    bias_kq: torch.Tensor
+    """0 where a key (row) is visible to a query (column), else -inf; columns that it does not have are visible."""
 
 
-def _blocks(lengths: Sequence[int]) -> list[_Block]:
+def _blocks(lengths: Sequence[int], causal_kk: torch.Tensor) -> list[_Block]:
     """Key blocks of one sequence. A block's queries end with the last document that has keys in it, rounded up to whole blocks."""
-    total = sum(lengths)
-    ids_S = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(list(lengths)))
-    ends = torch.tensor(list(lengths)).cumsum(0).tolist()
+    ends = list(itertools.accumulate(lengths))
+    total = ends[-1]
+    ids_S = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(list(lengths))) if len(ends) > 1 else None
     blocks = []
     for start in range(0, total, KEY_BLOCK):
         stop = min(start + KEY_BLOCK, total)
-        first, last = int(ids_S[start]), int(ids_S[stop - 1])
+        first, last = bisect.bisect_right(ends, start), bisect.bisect_right(ends, stop - 1)
         end = min(total, -(-ends[last] // KEY_BLOCK) * KEY_BLOCK)
-        alone = first == last and ends[last] >= end
-        blocks.append(_Block(start, stop, end, None if alone else ids_S))
+        bias_kq = causal_kk[: stop - start, : stop - start]
+        if ids_S is not None and (first != last or ends[last] < end):
+            hidden_kq = ids_S[start:stop].unsqueeze(1) != ids_S[start:end]
+            causal_kq = bias_kq
+            bias_kq = torch.zeros(hidden_kq.shape, dtype=causal_kk.dtype).masked_fill_(hidden_kq, -math.inf)
+            bias_kq[:, : stop - start] += causal_kq
+        blocks.append(_Block(start, stop, end, bias_kq))
     return blocks
 
 
@@ -213,54 +208,49 @@ def _backward_heads(
     forward: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     blocks: Sequence[_Block],
-    causal_kk: torch.Tensor,
 ) -> None:
-    """Gradients of some heads of one sequence: `qkv` (S, a, D) and (S, g, D), `forward` out, lse (a, S) and d_out, into `grads`."""
+    """Gradients of some heads of one sequence: `qkv` (S, a, D) and (S, g, D), `forward` out, lse (a, S) and d_out, into `grads`.
+
+    Query heads that share a key/value head stand side by side in the products, so that their sum is taken there, in fp32.
+    """
     q_SaD, k_SgD, v_SgD = qkv
     out_SaD, lse_aS, d_out_SaD = forward
-    num_kv, dim = k_SgD.shape[1:]
-    per = q_SaD.shape[1] // num_kv
-    wide = lse_aS.dtype
+    dim, wide = q_SaD.shape[-1], lse_aS.dtype
     scale = 1 / math.sqrt(dim)
-    delta_aS = (out_SaD.to(wide) * d_out_SaD.to(wide)).sum(-1).T
-    k_gSX, v_gSX = _with_ones(k_SgD), _with_ones(v_SgD)
-    dk_gSX, dv_gSX = (torch.zeros(k_gSX.shape, dtype=wide) for _ in range(2))
-    for i in range(per):  # query heads that share their key/value head, one of each group at a time
-        mine = slice(i, None, per)
-        q_gSX = _with_correction(q_SaD[:, mine] * scale, lse_aS[mine])
-        do_gSX = _with_correction(d_out_SaD[:, mine], delta_aS[mine])
-        dq_gSX = torch.zeros(q_gSX.shape, dtype=wide)
-        for block in blocks:
-            keys, queries = slice(block.start, block.stop), slice(block.start, block.end)
-            bias_kq, width = block.bias(causal_kk)
-            q_gqX, do_gqX, k_gkX = q_gSX[:, queries], do_gSX[:, queries], k_gSX[:, keys]
-            p_gkq = torch.bmm(k_gkX, q_gqX.transpose(1, 2))
-            p_gkq[:, :, :width].add_(bias_kq)
-            p_gkq.exp_()
-            dv_gSX[:, keys].add_(torch.bmm(p_gkq, do_gqX))
-            ds_gkq = torch.bmm(v_gSX[:, keys], do_gqX.transpose(1, 2)).mul_(p_gkq)
-            dk_gSX[:, keys].add_(torch.bmm(ds_gkq, q_gqX))
-            dq_gSX[:, queries].add_(torch.bmm(ds_gkq.transpose(1, 2), k_gkX))
-        grads[0][:, mine].copy_(dq_gSX[:, :, :dim].mul_(scale).transpose(0, 1))
-    grads[1].copy_(dk_gSX[:, :, :dim].transpose(0, 1))
-    grads[2].copy_(dv_gSX[:, :, :dim].transpose(0, 1))
+    delta_aS = (out_SaD.to(wide) * d_out_SaD).sum(-1).T
+    k_gSX, v_gSX = _with_columns(k_SgD, None), _with_columns(v_SgD, None)
+    shape = (k_SgD.shape[1], -1, *k_gSX.shape[1:])
+    q_gpSX = _with_columns(q_SaD * scale, lse_aS).view(shape)
+    do_gpSX = _with_columns(d_out_SaD, delta_aS).view(shape)
+    dq_gpSX = torch.zeros(q_gpSX.shape, dtype=wide) if len(blocks) > 1 else None
+    for block in blocks:
+        keys, queries = slice(block.start, block.stop), slice(block.start, block.end)
+        q_gqX, do_gqX = (x[:, :, queries].flatten(1, 2) for x in (q_gpSX, do_gpSX))
+        k_gkX, width = k_gSX[:, keys], block.bias_kq.shape[1]
+        p_gkq = torch.bmm(k_gkX, q_gqX.transpose(1, 2))
+        p_gkq.view(*p_gkq.shape[:2], q_gpSX.shape[1], -1)[..., :width].add_(block.bias_kq.unsqueeze(1))
+        p_gkq.exp_()
+        grads[2][keys].copy_(torch.bmm(p_gkq, do_gqX)[:, :, :dim].transpose(0, 1))
+        ds_gkq = torch.bmm(v_gSX[:, keys], do_gqX.transpose(1, 2)).mul_(p_gkq)
+        grads[1][keys].copy_(torch.bmm(ds_gkq, q_gqX)[:, :, :dim].transpose(0, 1))
+        part_gqX = torch.bmm(ds_gkq.transpose(1, 2), k_gkX)
+        if dq_gpSX is not None:
+            dq_gpSX[:, :, queries].add_(part_gqX.view(*q_gpSX.shape[:2], -1, q_gpSX.shape[-1]))
+        else:
+            dq_gpSX = part_gqX.view(q_gpSX.shape)
+    assert dq_gpSX is not None  # a sequence has at least one token
+    grads[0].copy_(dq_gpSX.flatten(0, 1)[:, :, :dim].mul_(scale).transpose(0, 1))
 
 
-def _with_ones(x_SgD: torch.Tensor) -> torch.Tensor:
-    """(g, S, X): heads first, and two columns of ones."""
+def _with_columns(x_SgD: torch.Tensor, minus_gS: torch.Tensor | None) -> torch.Tensor:
+    """(g, S, X): heads first, and two more columns: ones, or two numbers that add up to `-minus` as closely as the type allows."""
     dim = x_SgD.shape[-1]
-    out_gSX = x_SgD.new_zeros(x_SgD.shape[1], x_SgD.shape[0], dim + CORRECTION)
+    out_gSX = x_SgD.new_empty(x_SgD.shape[1], x_SgD.shape[0], dim + CORRECTION)
     out_gSX[:, :, :dim].copy_(x_SgD.transpose(0, 1))
-    out_gSX[:, :, dim : dim + 2].fill_(1.0)
-    return out_gSX
-
-
-def _with_correction(x_SgD: torch.Tensor, minus_gS: torch.Tensor) -> torch.Tensor:
-    """(g, S, X): heads first, and two columns that add up to `-minus` as closely as the type allows."""
-    dim = x_SgD.shape[-1]
-    out_gSX = x_SgD.new_zeros(x_SgD.shape[1], x_SgD.shape[0], dim + CORRECTION)
-    out_gSX[:, :, :dim].copy_(x_SgD.transpose(0, 1))
-    high_gS = (-minus_gS).to(x_SgD.dtype)
-    out_gSX[:, :, dim].copy_(high_gS)
-    out_gSX[:, :, dim + 1].copy_(-minus_gS - high_gS.to(minus_gS.dtype))
+    extra_gSC = out_gSX[:, :, dim:]
+    if minus_gS is None:
+        extra_gSC.zero_()[:, :, :2].fill_(1.0)
+    else:
+        extra_gSC.zero_()[:, :, 0].copy_(minus_gS.neg())
+        extra_gSC[:, :, 1].copy_(-minus_gS - extra_gSC[:, :, 0])
     return out_gSX

@@ -93,7 +93,7 @@ class _Work:
         self.wide = torch.promote_types(hidden_TH.dtype, torch.float32)
         self.losses_T = torch.zeros(hidden_TH.shape[0], dtype=self.wide, device=hidden_TH.device)
         self.d_hidden_TH = torch.empty_like(hidden_TH) if needs[0] else None
-        self.needs_weight = needs[1]
+        self.needs, self.needs_weight = any(needs), needs[1]
         self._sum_VH: torch.Tensor | None = None
 
     def group(self, tokens: slice, *, whole: bool) -> None:
@@ -133,22 +133,21 @@ class _Work:
         """Losses of one chunk; turns its logits, in place, into their gradient, and multiplies it back."""
         torch.mm(self.hidden_TH[tokens], self.weight_VH.T, out=logits_cV)
         labels_c = self.labels_T[tokens]
+        label_c1 = labels_c.clamp(min=0).unsqueeze(1)
+        valid_c1 = (labels_c != IGNORE).to(self.wide).unsqueeze(1)
+        z_label_c1 = logits_cV.gather(1, label_c1).to(self.wide)
+        sum_c1 = torch.empty_like(valid_c1)
         for rows in cache_blocks(*logits_cV.shape):
-            inside = slice(tokens.start + rows.start, tokens.start + rows.stop)
-            self._losses(logits_cV[rows], labels_c[rows], self.losses_T[inside])
+            z_rV = logits_cV[rows].to(self.wide, copy=True)
+            top_r1 = z_rV.amax(-1, keepdim=True)
+            z_label_c1[rows].sub_(top_r1)
+            z_rV.sub_(top_r1).exp_()
+            sum_r1 = torch.sum(z_rV, -1, keepdim=True, out=sum_c1[rows])
+            if self.needs:
+                logits_cV[rows].copy_(z_rV.mul_(valid_c1[rows] / sum_r1))
+        torch.mul(sum_c1.log() - z_label_c1, valid_c1, out=self.losses_T[tokens].unsqueeze(1))
+        if self.needs:
+            d_label_c1 = (z_label_c1.exp().div_(sum_c1) - 1) * valid_c1
+            logits_cV.scatter_(1, label_c1, d_label_c1.to(logits_cV.dtype))
         if self.d_hidden_TH is not None:
             torch.mm(logits_cV, self.weight_VH, out=self.d_hidden_TH[tokens])
-
-    def _losses(self, logits_rV: torch.Tensor, labels_r: torch.Tensor, losses_r: torch.Tensor) -> None:
-        label_r1 = labels_r.clamp(min=0).unsqueeze(1)
-        valid_r1 = (labels_r != IGNORE).to(self.wide).unsqueeze(1)
-        z_rV = logits_rV.to(self.wide)
-        if z_rV is logits_rV:
-            z_rV = z_rV.clone()
-        z_rV.sub_(z_rV.amax(-1, keepdim=True))
-        z_label_r1 = z_rV.gather(1, label_r1)
-        sum_r1 = z_rV.exp_().sum(-1, keepdim=True)
-        losses_r.copy_(((sum_r1.log() - z_label_r1) * valid_r1).squeeze(1))
-        if self.d_hidden_TH is not None or self.needs_weight:
-            z_rV.mul_(valid_r1 / sum_r1).scatter_add_(1, label_r1, -valid_r1)
-            logits_rV.copy_(z_rV)

@@ -17,6 +17,9 @@ from phalanx.kernels.choice import Impl
 from phalanx.kernels.lanes import SERIAL, Lanes
 from phalanx.kernels.shapes import cache_blocks
 
+COPY_BLOCK = 1 << 19
+"""Elements of a piece of a plain copy, which reads and writes everything once."""
+
 
 def gather_rows(
     x_TH: torch.Tensor,
@@ -101,10 +104,12 @@ def _take(x_TH: torch.Tensor, index_M: torch.Tensor, lanes: Lanes) -> torch.Tens
         return _reference_take(x_TH, index_M)
     out_MH = x_TH.new_empty(index_M.shape[0], x_TH.shape[1])
 
-    def run(rows: slice, lane: int) -> None:
-        _pick(x_TH, index_M[rows], out_MH[rows])
+    complete = _is_complete(index_M)
 
-    lanes.run(run, cache_blocks(*out_MH.shape))
+    def run(rows: slice, lane: int) -> None:
+        _pick(x_TH, index_M[rows], out_MH[rows], complete=complete)
+
+    lanes.run(run, cache_blocks(*out_MH.shape, elements=COPY_BLOCK))
     return out_MH
 
 
@@ -114,27 +119,33 @@ def _sum(y_MH: torch.Tensor, rows_of_token_TK: torch.Tensor, lanes: Lanes) -> to
         return _reference_sum(y_MH, rows_of_token_TK)
     out_TH = y_MH.new_empty(rows_of_token_TK.shape[0], y_MH.shape[1])
     wide = torch.promote_types(y_MH.dtype, torch.float32)
+    complete = _is_complete(rows_of_token_TK)
+    index_KT = rows_of_token_TK.T.contiguous()
 
     def run(tokens: slice, lane: int) -> None:
-        index_tK, out_tH = rows_of_token_TK[tokens], out_TH[tokens]
+        index_Kt, out_tH = index_KT[:, tokens], out_TH[tokens]
         part_tH = torch.empty_like(out_tH)
-        _pick(y_MH, index_tK[:, 0].contiguous(), out_tH)
-        if index_tK.shape[1] == 2:  # one addition rounds once, whatever it is computed in
-            out_tH.add_(_pick(y_MH, index_tK[:, 1].contiguous(), part_tH))
-        elif index_tK.shape[1] > 2:
+        _pick(y_MH, index_Kt[0], out_tH, complete=complete)
+        if len(index_Kt) == 2:  # one addition rounds once, whatever it is computed in
+            out_tH.add_(_pick(y_MH, index_Kt[1], part_tH, complete=complete))
+        elif len(index_Kt) > 2:
             total_tH = out_tH.to(wide, copy=True)
-            for k in range(1, index_tK.shape[1]):
-                total_tH.add_(_pick(y_MH, index_tK[:, k].contiguous(), part_tH))
+            for index_t in index_Kt[1:]:
+                total_tH.add_(_pick(y_MH, index_t, part_tH, complete=complete))
             out_tH.copy_(total_tH)
 
     lanes.run(run, cache_blocks(*out_TH.shape))
     return out_TH
 
 
-def _pick(x_TH: torch.Tensor, index_m: torch.Tensor, out_mH: torch.Tensor) -> torch.Tensor:
+def _is_complete(index: torch.Tensor) -> bool:
+    """No entry is -1. Indices in the host's own memory: no synchronisation."""
+    return index.numel() == 0 or int(index.min()) >= 0
+
+
+def _pick(x_TH: torch.Tensor, index_m: torch.Tensor, out_mH: torch.Tensor, *, complete: bool) -> torch.Tensor:
     """`x[index]` into `out_mH`, zero where the index is -1."""
-    missing_m = index_m < 0
-    if not bool(missing_m.any()):  # on the host's own memory: no synchronisation
+    if complete:
         return torch.index_select(x_TH, 0, index_m, out=out_mH)
     torch.index_select(x_TH, 0, index_m.clamp(min=0), out=out_mH)
-    return out_mH.masked_fill_(missing_m.unsqueeze(1), 0)
+    return out_mH.masked_fill_((index_m < 0).unsqueeze(1), 0)
