@@ -15,7 +15,6 @@ import torch.nn.functional as F
 
 from phalanx.kernels.choice import Impl
 from phalanx.kernels.lanes import SERIAL, Lanes
-from phalanx.kernels.linear import TILE, transpose_into
 from phalanx.kernels.shapes import cache_blocks, spaced
 
 IGNORE = -100
@@ -98,29 +97,30 @@ class _Work:
 
     def group(self, tokens: slice, *, whole: bool) -> None:
         """Losses and gradients of `tokens`; the logit gradients of the group are alive during this call only."""
-        first, num = tokens.start, tokens.stop - tokens.start
-        grads_TV = spaced(num, self.weight_VH.shape[0], self.hidden_TH)
-        chunks = [slice(i, min(i + CHUNK, num)) for i in range(0, num, CHUNK)]
-        self.lanes.run(lambda c, _: self._chunk(slice(first + c.start, first + c.stop), grads_TV[c]), chunks)
-        if not self.needs_weight:
-            return
+        chunks = [slice(i, min(i + CHUNK, tokens.stop)) for i in range(tokens.start, tokens.stop, CHUNK)]
+        logits = [spaced(c.stop - c.start, self.weight_VH.shape[0], self.hidden_TH) for c in chunks]
+        self.lanes.run(lambda part, _: self._chunk(*part), list(zip(chunks, logits, strict=True)))
+        if self.needs_weight:
+            self._add_weight_gradient(logits, tokens, whole=whole)
+
+    def _add_weight_gradient(self, grads: list[torch.Tensor], tokens: slice, *, whole: bool) -> None:
+        """`d_logits^T hidden` of a group: one product per block of the vocabulary, over all of the group's tokens."""
         if self._sum_VH is None:
-            self._sum_VH = (
-                torch.empty_like(self.weight_VH) if whole else torch.zeros_like(self.weight_VH, dtype=self.wide)
-            )
+            zeros = torch.zeros_like(self.weight_VH, dtype=self.wide) if not whole else None
+            self._sum_VH = torch.empty_like(self.weight_VH) if zeros is None else zeros
         total_VH, hidden_tH = self._sum_VH, self.hidden_TH[tokens]
-        turn = num > TILE and grads_TV.dtype == torch.bfloat16 and grads_TV.device.type == "cpu"
-        scratch = [spaced(COLUMNS, num, grads_TV) if turn else None for _ in range(self.lanes.count)]
+        scratch = [spaced(COLUMNS, len(hidden_tH), hidden_tH) for _ in range(self.lanes.count)]
 
         def run(rows: slice, lane: int) -> None:
-            d_logits_tv, turned = grads_TV[:, rows], scratch[lane]
-            d_logits_vt = (
-                d_logits_tv.T if turned is None else transpose_into(turned[: d_logits_tv.shape[1]], d_logits_tv)
-            )
+            target_vH = total_VH[rows]
+            turned_vt = scratch[lane][: len(target_vH)]
+            parts = torch.split(turned_vt, [len(g) for g in grads], dim=1)
+            for part_vc, grad_cV in zip(parts, grads, strict=True):
+                part_vc.copy_(grad_cV[:, rows].T)
             if whole:
-                torch.mm(d_logits_vt, hidden_tH, out=total_VH[rows])
+                torch.mm(turned_vt, hidden_tH, out=target_vH)
             else:
-                total_VH[rows].add_(torch.mm(d_logits_vt, hidden_tH))
+                target_vH.add_(torch.mm(turned_vt, hidden_tH))
 
         self.lanes.run(run, [slice(i, i + COLUMNS) for i in range(0, self.weight_VH.shape[0], COLUMNS)])
 
