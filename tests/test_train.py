@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from phalanx.bench.kill import ledger_problems
+from phalanx.cli.main import main
 from phalanx.core.errors import RunError
 from phalanx.observe.event_log import log_path, read_events, read_history
 from phalanx.runtime.checkpoint_folder import CheckpointFolder
-from train_help import SETTINGS, phalanx, start, train_args, write_text
+from train_help import SETTINGS, Running, phalanx, start, train_args, write_text
 
 pytestmark = pytest.mark.ranks
 
@@ -103,14 +104,16 @@ def test_same_command_on_a_finished_run_says_so(
 
 def test_recipe_of_the_run_folder_goes_on(finished: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
     folder, _ = finished
-    done = phalanx("train", str(folder / "recipe.toml"), "--train.steps", "9", "--launch.ranks", "1")
+    done = phalanx(
+        "train", str(folder / "recipe.toml"), "--train.steps", "9", "--launch.ranks", "1", "--launch.threads", "1"
+    )
     assert done.returncode == 0, done.stderr
     history = read_history(folder)
     assert sorted(history.steps) == list(range(1, 10))
     assert (history.started["step"], history.started["world"]) == (8, 1)
 
 
-def wait_for_step(process: subprocess.Popen[str], folder: Path, step: int, *, timeout_s: float = 90.0) -> None:
+def wait_for_step(process: Running, folder: Path, step: int, *, timeout_s: float = 90.0) -> None:
     end_s = time.monotonic() + timeout_s
     while time.monotonic() < end_s and process.poll() is None:
         if log_path(folder, 0).exists() and step in read_history(folder).steps:
@@ -159,7 +162,9 @@ def test_mapping_does_not_change_the_loss(base: Path) -> None:
     curves = []
     for ranks in (1, 4):
         name = f"same{ranks}"
-        args = train_args(base, run__name=name, launch__ranks=ranks, train__dtype="float64", train__steps=3)
+        args = train_args(
+            base, run__name=name, launch__ranks=ranks, launch__threads=1, train__dtype="float64", train__steps=3
+        )
         done = phalanx("train", *args)
         assert done.returncode == 0, done.stderr
         history = read_history(base / "runs" / name)
@@ -185,3 +190,55 @@ def test_settings_of_these_tests_are_real() -> None:
     from phalanx.core.settings import describe_settings
 
     assert set(SETTINGS) <= {s.name for s in describe_settings()}
+
+
+def test_generate_reads_any_mapping_in_one_process(finished: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    folder = str(finished[0])
+    args = ["generate", folder, "import ", "--tokens", "20", "--threads", "1"]
+    first, again = (phalanx(*args) for _ in range(2))
+    assert first.returncode == 0, first.stderr
+    assert first.stdout.startswith("import ") and first.stdout == again.stdout
+    likeliest = phalanx(*args, "--temperature", "0", "--step", "4")
+    assert likeliest.returncode == 0 and likeliest.stdout != first.stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "text"),
+    [
+        (["RUN", "x", "--tokens", "0"], "--tokens = 0: must be at least 1"),
+        (["RUN", "x", "--temperature", "0", "--top-k", "3"], "has no effect with --temperature 0"),
+        (["RUN", "x", "--step", "5"], "checkpoint.step = 5: there is no such checkpoint; there are checkpoints of steps 4, 8"),
+        (["RUNS"], "is no run folder (it has no recipe.toml); runs beside it: "),
+    ],
+)  # fmt: skip
+def test_generate_names_what_is_wrong(
+    finished: tuple[Path, subprocess.CompletedProcess[str]],
+    capsys: pytest.CaptureFixture[str],
+    args: list[str],
+    text: str,
+) -> None:
+    words = {"RUN": str(finished[0]), "RUNS": str(finished[0].parent / "none")}
+    assert main(["generate", *(words.get(a, a) for a in args)]) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_dry_run_starts_nothing(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = train_args(base, run__name="dry", folding__ep=2, launch__ranks=4)
+    assert main(["train", "--dry-run", *args]) == 0
+    text = capsys.readouterr().out
+    for words in (
+        "etp 1 x ep 2 x edp 2",
+        "process groups",
+        "101K, ",
+        "8 of 16 sequences x 32 tokens",
+        "2 micro-batches of 2 sequences",
+    ):
+        assert words in text, text
+    assert not (base / "runs" / "dry").exists()
+
+
+def test_dry_run_of_a_cluster(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--model.preset mixtral-8x7b --launch.ranks 64 --folding.ep 8 --train.seq_len 4096 --train.micro_batch 1 --train.global_batch 256"
+    assert main(["train", "--dry-run", *words.split()]) == 0
+    text = capsys.readouterr().out
+    assert "64 ranks" in text and "46.5B" in text and "4 micro-batches of 1 sequences" in text

@@ -1,7 +1,6 @@
 """Whatever goes wrong with a run ends in one clear message, exit code 2, and nothing saved before is damaged."""
 
 import os
-import resource
 import socket
 import subprocess
 from pathlib import Path
@@ -147,11 +146,8 @@ def test_fewer_steps_than_done(run: CheckpointFolder, base: Path) -> None:
 def test_full_disk_while_saving(run: CheckpointFolder, base: Path) -> None:
     """Files over 100 kB are refused, as a full disk refuses them: training goes on, the end cannot be saved, the past is untouched."""
 
-    def limit() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-
     args = train_args(base, launch__ranks=2, train__steps=8, checkpoint__interval=2, observe__console="plain")
-    done = phalanx("train", *args, preexec_fn=limit)
+    done = phalanx("train", *args, file_limit=100_000)
     assert done.returncode == 2
     assert "warning" in done.stdout and "training goes on" in done.stdout and "File too large" in done.stdout
     assert "saving a checkpoint" in done.stderr and "nothing saved before was touched" in done.stderr

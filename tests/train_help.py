@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import resource
+import signal
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,23 +54,69 @@ def train_args(base: Path, **changes: Any) -> list[str]:
     return [w for key, value in settings.items() if value is not None for w in (f"--{key}", str(value))]
 
 
-def start(args: Sequence[str], *, env: dict[str, str] | None = None, **more: Any) -> subprocess.Popen[str]:
+_SERVER = multiprocessing.get_context("forkserver")
+_SERVER.set_forkserver_preload(
+    ["phalanx.train.trainer", "phalanx.train.loaded", "phalanx.cli.train", "phalanx.cli.dry_run"]
+)
+
+
+class Running:
+    """A command that runs, with what it printed so far in files. Started by a server that has imported torch already: 2 s less each."""
+
+    def __init__(self, args: Sequence[str], *, env: Mapping[str, str], file_limit: int | None) -> None:
+        self.folder = tempfile.TemporaryDirectory(prefix="phalanx-run-")
+        self.process = _SERVER.Process(target=_command, args=(list(args), dict(env), self.folder.name, file_limit))
+        self.process.start()
+
+    @property
+    def returncode(self) -> int | None:
+        return self.process.exitcode
+
+    def poll(self) -> int | None:
+        return self.process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+
+    def communicate(self, timeout: float) -> tuple[str, str]:
+        """Wait for the end and return what was printed."""
+        self.process.join(timeout)
+        out, err = (Path(self.folder.name, n).read_text() for n in ("out", "err"))
+        if self.process.exitcode is None:
+            raise TimeoutError(f"still running after {timeout:g} s\n{out}\n{err}")
+        return out, err
+
+
+def _command(args: list[str], env: dict[str, str], folder: str, file_limit: int | None) -> None:
+    """Body of the forked process: become `phalanx ARGS...`."""
+    for number, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(os.path.join(folder, name), os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    os.environ.clear()
+    os.environ.update(env)
+    if file_limit is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit, file_limit))
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # the server ignores it
+    from phalanx.cli.main import main
+
+    sys.exit(main(args))
+
+
+def start(args: Sequence[str], *, env: Mapping[str, str] | None = None, file_limit: int | None = None) -> Running:
+    """Begin a command; `file_limit` is the largest file in bytes that it may write."""
     clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_PORT", "OMP_NUM_THREADS")}
-    return subprocess.Popen(
-        [sys.executable, "-m", "phalanx", *args],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**clean, **(env or {})},
-        **more,
-    )
+    return Running(args, env={**clean, **(env or {})}, file_limit=file_limit)
 
 
 def phalanx(*args: str, timeout_s: float = 120.0, **more: Any) -> subprocess.CompletedProcess[str]:
     """Run a command to its end."""
-    process = start(args, **more)
+    running = start(args, **more)
     try:
-        out, err = process.communicate(timeout=timeout_s)
+        out, err = running.communicate(timeout=timeout_s)
     finally:
-        process.kill()
-    return subprocess.CompletedProcess(args, process.returncode, out, err)
+        running.kill()
+    return subprocess.CompletedProcess(args, running.returncode or 0, out, err)
