@@ -102,16 +102,6 @@ class ShardedState:
             out.append(BoxTensor(f"buffer/{name}", shape, Box((0,) * len(shape), shape), tensor, primary=first))
         return out
 
-    def parameter_boxes(self) -> list[BoxTensor]:
-        """The parameters that this rank computes with, in the compute type, as boxes called `param/<name>`."""
-        out = []
-        for state in self.families.values():
-            primary = all(self.groups.axis(name).index == 0 for name in state.layout.rule.replicas)
-            for piece in state.layout.pieces(0, state.layout.length):
-                part = state.flat[piece.start : piece.stop].view(piece.box.sizes)
-                out.append(BoxTensor(f"param/{piece.param.name}", piece.param.shape, piece.box, part, primary=primary))
-        return out
-
     def _is_primary(self, layout: FlatLayout) -> bool:
         """Of the ranks along the rule's replicas, the first one writes; shards of one group differ, so all of them do."""
         rule = layout.rule

@@ -17,7 +17,7 @@ from phalanx.plan.layout import Box
 from phalanx.runtime.boxes import BoxTensor
 from phalanx.runtime.gradients import ReducedGradients
 from phalanx.train.step import StepParts, StepResult
-from phalanx.verify.reference import Reference
+from phalanx.verify.reference import Reference, model_boxes
 
 FLOOR = 1e-8
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -54,7 +54,7 @@ def compare(
     floor = FLOOR * want.result.grad_norm
     report = RankReport(case=case, rank=parts.groups.rank)
     report.gradients = errors(gradients.boxes(), want.gradients, floor=floor)
-    held = [*parts.state.boxes(), *parts.state.parameter_boxes()]
+    held = [*parts.state.boxes(), *model_boxes(parts)]
     report.step = errors([b for b in held if not b.name.startswith("buffer/")], want.after, floor=floor)
     report.scalars = _scalars(result, want.result)
     report.unequal = [

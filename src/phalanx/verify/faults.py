@@ -1,29 +1,48 @@
 """Planted faults, as arguments: altered rule tables, collectives, groups, parts of a step. The product code is not touched.
 
-A fault is what a framework did, or could do, wrong; `phalanx verify --plant NAME` must find it. Most do not move the loss.
+Each is what a framework did wrong, or could. `phalanx verify --plant NAME` must find it, and tells which ones a comparison of losses would
+have let through: most do not move the loss of the step (reference/folding.md, section 4.2). `needs` says in which cases the
+fault exists at all: dividing by edp changes nothing where edp is 1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
-from phalanx.plan.folding import GRADIENT_RULES, Folding, GradientRule
-from phalanx.runtime.collectives import Collectives
-from phalanx.runtime.groups import GroupCache, Groups, build_groups
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from phalanx.core.errors import ConfigError, Problem, nearest
+from phalanx.models.context import ForwardInfo, TokenBatch
+from phalanx.models.decoder import Decoder, DecoderOutput
+from phalanx.plan.folding import GRADIENT_RULES, Folding, GradientRule, to_dict
+from phalanx.plan.grid import Grid
+from phalanx.plan.program import gradient_id
+from phalanx.runtime.collectives import Collectives, ReduceOp
+from phalanx.runtime.gradients import GradientBuffers, ReducedGradients
+from phalanx.runtime.groups import Axis, GroupCache, Groups, build_groups
+from phalanx.runtime.optimizer_state import DecayRun
 from phalanx.train.step import StepParts
+from phalanx.verify.setups import Case
+
+Rules = Mapping[str, GradientRule]
 
 
 def _groups(folding: Folding, rank: int, cache: GroupCache) -> Groups:
     return build_groups(folding, rank=rank, cache=cache)
 
 
-def _comms(timeout_s: float) -> Collectives:
-    return Collectives(timeout_s=timeout_s)
-
-
 def _same(parts: StepParts) -> StepParts:
     return parts
+
+
+def _anywhere(case: Case) -> bool:
+    return True
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -32,10 +51,463 @@ class Fault:
 
     name: str
     summary: str
-    rules: Mapping[str, GradientRule] = field(default_factory=lambda: GRADIENT_RULES)
+    needs: Callable[[Case], bool] = _anywhere
+    rules: Rules = field(default_factory=lambda: GRADIENT_RULES)
     groups: Callable[[Folding, int, GroupCache], Groups] = _groups
-    comms: Callable[[float], Collectives] = _comms
+    comms: type[Collectives] = Collectives
     alter: Callable[[StepParts], StepParts] = _same
 
 
-HEALTHY = Fault(name="", summary="nothing")
+PER_FAULT = 2
+"""Cases that each fault is planted in, of those in which it exists."""
+PLANT_TIMEOUT_S = 15.0
+"""Longest wait of a collective beside a fault."""
+
+HEALTHY = Fault(name="", summary="nothing is wrong")
+
+
+# ---- rule tables ---------------------------------------------------------------------------------------------------------------
+
+
+def _rules(family: str, **changes: Any) -> Rules:
+    return {**GRADIENT_RULES, family: dataclasses.replace(GRADIENT_RULES[family], **changes)}
+
+
+_NORM_COUNTS_REPLICAS = {family: dataclasses.replace(rule, replicas=()) for family, rule in GRADIENT_RULES.items()}
+
+
+# ---- collectives ---------------------------------------------------------------------------------------------------------------
+
+
+class _ExpertsDivided(Collectives):
+    """The sum of expert gradients becomes a mean over edp."""
+
+    def all_reduce(self, x: torch.Tensor, axis: Axis, *, op: ReduceOp = "sum", op_id: str = "") -> torch.Tensor:
+        out = super().all_reduce(x, axis, op=op, op_id=op_id)
+        return out.div_(axis.size) if op_id == gradient_id("expert", "edp") else out
+
+    def reduce_scatter(self, x_flat: torch.Tensor, axis: Axis, *, op_id: str = "") -> torch.Tensor:
+        out = super().reduce_scatter(x_flat, axis, op_id=op_id)
+        return out.div_(axis.size) if op_id == gradient_id("expert", "edp") else out
+
+
+class _LocalBalance(Collectives):
+    """Counts for the balancing loss stay those of the rank."""
+
+    def all_reduce(self, x: torch.Tensor, axis: Axis, *, op: ReduceOp = "sum", op_id: str = "") -> torch.Tensor:
+        if op_id.endswith("router.balance") or op_id == "balance_counts":
+            return x
+        return super().all_reduce(x, axis, op=op, op_id=op_id)
+
+
+class _LocalValidTokens(Collectives):
+    """Each rank divides by its own number of labels, times the number of ranks."""
+
+    def all_reduce(self, x: torch.Tensor, axis: Axis, *, op: ReduceOp = "sum", op_id: str = "") -> torch.Tensor:
+        if op_id == "valid_tokens":
+            return x * axis.size
+        return super().all_reduce(x, axis, op=op, op_id=op_id)
+
+
+class _LocalBiasCounts(Collectives):
+    """The expert bias follows the counts of the own rank: they are the tail of the vote."""
+
+    NUM_FIGURES = 7
+
+    def all_reduce(self, x: torch.Tensor, axis: Axis, *, op: ReduceOp = "sum", op_id: str = "") -> torch.Tensor:
+        own = x.clone()
+        out = super().all_reduce(x, axis, op=op, op_id=op_id)
+        if op_id == "vote":
+            out[self.NUM_FIGURES :] = own[self.NUM_FIGURES :]
+        return out
+
+
+class _ClippedBeforeReduction(Collectives):
+    """Each rank clips its own gradients, then they are summed."""
+
+    LIMIT = 0.05
+
+    def _clip(self, x: torch.Tensor, op_id: str) -> None:
+        if op_id.startswith("gradient/"):
+            x.mul_((self.LIMIT / x.norm().clamp(min=1e-30)).clamp(max=1.0))
+
+    def all_reduce(self, x: torch.Tensor, axis: Axis, *, op: ReduceOp = "sum", op_id: str = "") -> torch.Tensor:
+        self._clip(x, op_id)
+        return super().all_reduce(x, axis, op=op, op_id=op_id)
+
+    def reduce_scatter(self, x_flat: torch.Tensor, axis: Axis, *, op_id: str = "") -> torch.Tensor:
+        self._clip(x_flat, op_id)
+        return super().reduce_scatter(x_flat, axis, op_id=op_id)
+
+
+class _NothingPublished(Collectives):
+    """Each rank keeps its own shard of the new parameters, and the old values of the others'."""
+
+    def all_gather(
+        self, shard: torch.Tensor, axis: Axis, *, out: torch.Tensor | None = None, op_id: str = ""
+    ) -> torch.Tensor:
+        voted = ("all_reduce", "world") in self.counters  # the starting state was published before, soundly
+        if op_id.startswith("publish/") and out is not None and voted:
+            return out
+        return super().all_gather(shard, axis, out=out, op_id=op_id)
+
+
+class _WrongCombineSplits(Collectives):
+    """On the way back rows are cut at the sizes of the next rank."""
+
+    def all_to_all_rows(
+        self,
+        x: torch.Tensor,
+        *,
+        in_splits: Sequence[int],
+        out_splits: Sequence[int],
+        axis: Axis,
+        op_id: str = "",
+    ) -> torch.Tensor:
+        if axis.group is None or not op_id.endswith("combine.rows"):
+            return super().all_to_all_rows(x, in_splits=in_splits, out_splits=out_splits, axis=axis, op_id=op_id)
+        wrong = [*in_splits[1:], in_splits[0]]
+        told = self.gather_objects(wrong, axis)
+        arriving = [sends[axis.index] for sends in told]
+        y = super().all_to_all_rows(x, in_splits=wrong, out_splits=arriving, axis=axis, op_id=op_id)
+        missing = sum(out_splits) - len(y)
+        return F.pad(y, (0, 0, 0, missing)) if missing >= 0 else y[: sum(out_splits)]
+
+
+class _RowLost(Collectives):
+    """The first row that a rank sends to the experts arrives as zeros."""
+
+    def all_to_all_rows(
+        self,
+        x: torch.Tensor,
+        *,
+        in_splits: Sequence[int],
+        out_splits: Sequence[int],
+        axis: Axis,
+        op_id: str = "",
+    ) -> torch.Tensor:
+        if op_id.endswith("dispatch.rows") and len(x):
+            keep = torch.ones(len(x), 1, dtype=x.dtype)
+            keep[0] = 0
+            x = x * keep
+        return super().all_to_all_rows(x, in_splits=in_splits, out_splits=out_splits, axis=axis, op_id=op_id)
+
+
+class _RouterDetached(Collectives):
+    """Routing weights travel without their gradient."""
+
+    def all_to_all_rows(
+        self,
+        x: torch.Tensor,
+        *,
+        in_splits: Sequence[int],
+        out_splits: Sequence[int],
+        axis: Axis,
+        op_id: str = "",
+    ) -> torch.Tensor:
+        y = super().all_to_all_rows(x, in_splits=in_splits, out_splits=out_splits, axis=axis, op_id=op_id)
+        return y.detach() if op_id.endswith("dispatch.weights") else y
+
+
+class _SlicesNotSummed(Collectives):
+    """A token gets the part that its own slice of the expert computed, not the sum over etp."""
+
+    def reduce_scatter_rows(
+        self, x: torch.Tensor, *, sizes: Sequence[int], axis: Axis, op_id: str = ""
+    ) -> torch.Tensor:
+        if axis.size > 1 and op_id.endswith("combine.rows_etp"):
+            return x.split(list(sizes))[axis.index]
+        return super().reduce_scatter_rows(x, sizes=sizes, axis=axis, op_id=op_id)
+
+
+# ---- groups --------------------------------------------------------------------------------------------------------------------
+
+
+class _EpFastest(Folding):
+    """The expert grid with ep, not etp, as its fastest axis."""
+
+    @cached_property
+    def experts(self) -> Grid:
+        return Grid(tuple((axis, self.degree(axis)) for axis in ("ep", "etp", "edp", "pp")))
+
+
+def _swapped_groups(folding: Folding, rank: int, cache: GroupCache) -> Groups:
+    """Groups in one order, weights laid out in the other."""
+    degrees = {k: v for k, v in to_dict(folding).items() if k not in ("dp", "edp")}
+    return dataclasses.replace(build_groups(_EpFastest(**degrees), rank=rank, cache=cache), folding=folding)
+
+
+# ---- parts of the step ---------------------------------------------------------------------------------------------------------
+
+
+class _NormWithoutSomeExperts(ReducedGradients):
+    """Ranks beyond the first of ep add nothing for their experts to the norm."""
+
+    def square_sum(self, groups: Groups) -> torch.Tensor:
+        kept = {f: lay for f, lay in self.layouts.items() if f != "expert" or groups.axis("ep").index == 0}
+        return ReducedGradients(layouts=kept, segments=self.segments).square_sum(groups)
+
+
+class _NormSkipsExperts(GradientBuffers):
+    """Takes the place of sound buffers."""
+
+    def __init__(self, sound: GradientBuffers) -> None:
+        self._sound = sound
+
+    def begin(self) -> None:
+        self._sound.begin()
+
+    def reduce(self, groups: Groups, comms: Collectives) -> ReducedGradients:
+        reduced = self._sound.reduce(groups, comms)
+        return _NormWithoutSomeExperts(layouts=reduced.layouts, segments=reduced.segments)
+
+    def release(self) -> None:
+        self._sound.release()
+
+
+def _norm_skips_experts(parts: StepParts) -> StepParts:
+    return dataclasses.replace(parts, buffers=_NormSkipsExperts(parts.buffers))
+
+
+def _first_microbatch_twice(parts: StepParts) -> StepParts:
+    """What the first backward pass finds is counted double."""
+    for param in parts.model.parameters():
+        seen: list[bool] = []
+
+        def hook(grad: torch.Tensor, seen: list[bool] = seen) -> torch.Tensor:
+            first = not seen
+            seen.append(True)
+            return grad * 2 if first else grad
+
+        param.register_hook(hook)
+    return parts
+
+
+def _stale_bias(parts: StepParts) -> StepParts:
+    """Updates go to a copy that no router reads."""
+    parts.state.buffers = {name: tensor.clone() for name, tensor in parts.state.buffers.items()}
+    return parts
+
+
+def _decay_everywhere(parts: StepParts) -> StepParts:
+    for family, state in parts.state.families.items():
+        runs = tuple(DecayRun(run.start, run.stop, True) for run in state.runs)
+        parts.state.families[family] = dataclasses.replace(state, runs=runs)
+    return parts
+
+
+class _OwnMicrobatchesOnly(nn.Module):
+    """Tells the routers that the step has only this rank's micro-batches."""
+
+    def __init__(self, model: Decoder, dp: int) -> None:
+        super().__init__()
+        self.model, self.dp = model, dp
+
+    @property
+    def head_weight(self) -> nn.Parameter:
+        return self.model.head_weight
+
+    def forward(self, batch: TokenBatch, info: ForwardInfo) -> DecoderOutput:
+        fewer = dataclasses.replace(info, num_microbatches=info.num_microbatches // self.dp)
+        out: DecoderOutput = self.model(batch, fewer)
+        return out
+
+
+def _router_losses_per_rank(parts: StepParts) -> StepParts:
+    model: Any = _OwnMicrobatchesOnly(parts.model, parts.groups.axis("dp").size)
+    return dataclasses.replace(parts, model=model)
+
+
+# ---- where a fault exists ------------------------------------------------------------------------------------------------------
+
+
+def _over(*axes: str) -> Callable[[Case], bool]:
+    """All of these axes are larger than one."""
+    return lambda case: all(case.folding.degree(axis) > 1 for axis in axes)
+
+
+def _and(*conditions: Callable[[Case], bool]) -> Callable[[Case], bool]:
+    return lambda case: all(holds(case) for holds in conditions)
+
+
+def _experts_replicated_less(case: Case) -> bool:
+    return case.folding.edp < case.folding.dp
+
+
+def _global_aux(case: Case) -> bool:
+    return case.setup.spec.router.aux_loss > 0 and case.setup.spec.router.aux_scope == "global_batch"
+
+
+def _router_loss(case: Case) -> bool:
+    router = case.setup.spec.router
+    return router.z_loss > 0 or (router.aux_loss > 0 and router.aux_scope != "global_batch")
+
+
+def _bias(case: Case) -> bool:
+    return case.setup.spec.router.bias_rate > 0
+
+
+def _all_to_all(case: Case) -> bool:
+    return case.setup.dispatch.transport == "all_to_all"
+
+
+def _static_rows(case: Case) -> bool:
+    return case.setup.dispatch.is_static
+
+
+def _uneven_rows(case: Case) -> bool:
+    return not _static_rows(case)
+
+
+def _zero(level: int) -> Callable[[Case], bool]:
+    return lambda case: case.setup.zero == level
+
+
+def _accumulates(case: Case) -> bool:
+    return case.setup.accumulation > 1
+
+
+FAULTS: tuple[Fault, ...] = (
+    Fault(
+        name="experts-divided-by-edp",
+        summary="expert gradients averaged over edp instead of summed (DeepSpeed #5618, pytorch #160285)",
+        needs=_over("edp"),
+        comms=_ExpertsDivided,
+    ),
+    Fault(
+        name="no-edp-reduction",
+        summary="expert gradients not summed over edp",
+        needs=_over("edp"),
+        rules=_rules("expert", sum_over=()),
+    ),
+    Fault(
+        name="experts-over-dp-cp",
+        summary="experts reduced over the dense parameters' group (Megatron-LM #5916)",
+        needs=_experts_replicated_less,
+        rules=_rules("expert", sum_over=("dp_cp",)),
+    ),
+    Fault(
+        name="replicated-not-reduced",
+        summary="norms and router not summed over dp",
+        needs=_over("dp"),
+        rules=_rules("dense_replicated", sum_over=("tp",)),
+    ),
+    Fault(
+        name="aux-counts-not-reduced",
+        summary="balancing loss over the global batch sees the own rank's counts only",
+        needs=_and(_global_aux, _over("dp")),
+        comms=_LocalBalance,
+    ),
+    Fault(
+        name="router-losses-per-rank",
+        summary="router losses divided by the own micro-batches, not by those of the step",
+        needs=_and(_router_loss, _over("dp")),
+        alter=_router_losses_per_rank,
+    ),
+    Fault(
+        name="norm-skips-experts",
+        summary="gradient norm without the experts of some ranks (Megatron-LM #5916)",
+        needs=_over("ep"),
+        alter=_norm_skips_experts,
+    ),
+    Fault(
+        name="norm-counts-replicas",
+        summary="gradient norm counts every holder of an element",
+        needs=_and(_zero(0), _over("dp")),
+        rules=_NORM_COUNTS_REPLICAS,
+    ),
+    Fault(
+        name="clip-before-reduction",
+        summary="each rank clips its own gradients before they are summed",
+        needs=_over("dp"),
+        comms=_ClippedBeforeReduction,
+    ),
+    Fault(
+        name="valid-tokens-per-rank",
+        summary="loss divided by the rank's own labels: a mean of means",
+        needs=_over("dp"),
+        comms=_LocalValidTokens,
+    ),
+    Fault(
+        name="accumulation-counted-twice",
+        summary="the first micro-batch is added twice",
+        needs=_accumulates,
+        alter=_first_microbatch_twice,
+    ),
+    Fault(
+        name="swapped-ep-etp",
+        summary="groups with ep fastest, weights with etp fastest",
+        needs=_and(
+            _over("ep", "etp"), _static_rows
+        ),  # where sizes depend on the routing, the ranks would disagree and end
+        groups=_swapped_groups,
+    ),
+    Fault(
+        name="combine-splits",
+        summary="rows go back with the split sizes of the next rank",
+        needs=_and(_over("ep"), _all_to_all, _uneven_rows),
+        comms=_WrongCombineSplits,
+    ),
+    Fault(
+        name="dropped-row",
+        summary="one token's row is lost on its way to the experts",
+        needs=_and(_over("ep"), _all_to_all),
+        comms=_RowLost,
+    ),
+    Fault(
+        name="router-detached",
+        summary="the gradient of routing weights is cut by the exchange (Automodel #2995)",
+        needs=_and(_over("ep"), _all_to_all),
+        comms=_RouterDetached,
+    ),
+    Fault(
+        name="etp-not-summed",
+        summary="partial outputs of etp slices not added up",
+        needs=_and(_over("etp"), _all_to_all),
+        comms=_SlicesNotSummed,
+    ),
+    Fault(
+        name="stale-bias",
+        summary="the expert bias that routers read is never updated",
+        needs=_bias,
+        alter=_stale_bias,
+    ),
+    Fault(
+        name="bias-from-own-counts",
+        summary="the expert bias follows the own rank's counts, so that replicas of the router drift apart",
+        needs=_and(_bias, _over("dp")),
+        comms=_LocalBiasCounts,
+    ),
+    Fault(
+        name="shards-not-published",
+        summary="ranks compute on with old parameters of other ranks' shards",
+        needs=_and(_zero(1), _over("dp")),
+        comms=_NothingPublished,
+    ),
+    Fault(
+        name="decay-on-norms",
+        summary="weight decay applied to norms and biases",
+        alter=_decay_everywhere,
+    ),
+)
+
+
+def fault_named(name: str) -> Fault:
+    """The fault of that name. Raises `ConfigError` naming the nearest ones."""
+    found = {fault.name: fault for fault in FAULTS}
+    if name not in found:
+        hint = nearest(name, [*found, "all"])
+        raise ConfigError(
+            [Problem(where="--plant", value=name, rule="is not a known fault", hint=hint)], subject="arguments"
+        )
+    return found[name]
+
+
+def cases_with(fault: Fault, cases: Sequence[Case], *, ranks: int) -> list[Case]:
+    """The first cases in which the fault exists. Raises `ConfigError` where there is none."""
+    found = [case for case in cases if fault.needs(case)][:PER_FAULT]
+    if not found:
+        rule = f"this fault ({fault.summary}) exists in no mapping of {ranks} rank{'s' if ranks > 1 else ''}"
+        problem = Problem(where="--plant", value=fault.name, rule=rule, hint="try --ranks 4")
+        raise ConfigError([problem], subject="arguments")
+    return found

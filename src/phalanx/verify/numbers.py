@@ -63,11 +63,15 @@ def another_token(setup: Setup, index: int, *, attempt: int) -> int:
 def _make_starts_differ(
     tokens_BS: torch.Tensor, segments: tuple[tuple[int, ...], ...], favourites: int, rng: torch.Generator
 ) -> None:
-    """Two documents that begin with the same token have equal router scores there, but for rounding; which of the two an overfull
-    expert drops would hang on how a product is blocked. Exact ties have their own tests (`tests/test_router.py`)."""
-    places = [(b, sum(lengths[:i])) for b, lengths in enumerate(segments) for i in range(len(lengths))]
-    firsts = torch.randperm(favourites, generator=rng)
-    for token, place in zip(firsts[: len(places)], places, strict=True):
+    """The first two tokens of all documents become different ones.
+
+    Documents that begin alike, or with one token twice (attention to equal values is that value), have tokens with equal router scores but for
+    rounding; which of them an overfull expert drops would hang on how a product is blocked. Exact ties have their own tests.
+    """
+    starts = [(b, sum(lengths[:i]), n) for b, lengths in enumerate(segments) for i, n in enumerate(lengths)]
+    places = [(b, start + k) for b, start, length in starts for k in range(min(2, length))]
+    different = torch.randperm(favourites, generator=rng)
+    for token, place in zip(different[: len(places)], places, strict=True):
         tokens_BS[place] = token
 
 

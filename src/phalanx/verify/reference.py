@@ -13,7 +13,7 @@ Legend: T tokens, K experts of a token, L MoE layers.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,8 +30,10 @@ from phalanx.models.moe import MoE
 from phalanx.models.router import Routing
 from phalanx.plan.dispatch import DispatchSpec, capacity, kept_pairs
 from phalanx.plan.folding import make_folding
-from phalanx.plan.model import parameters
+from phalanx.plan.layout import Box, local_param
+from phalanx.plan.model import buffers, parameters
 from phalanx.plan.placement import plain_placement
+from phalanx.runtime.boxes import BoxTensor
 from phalanx.runtime.collectives import Collectives
 from phalanx.runtime.gradients import ReducedGradients
 from phalanx.runtime.groups import GroupCache, Groups, build_groups
@@ -93,14 +95,32 @@ def context(setup: Setup, groups: Groups, comms: Collectives, *, dtype: torch.dt
     )
 
 
-def run_step(parts: StepParts, batches: Sequence[TokenBatch]) -> tuple[StepResult, ReducedGradients]:
-    """One clipped step from the starting state of `numbers.py`, and the gradients that it applied."""
+def run_step(
+    parts: StepParts, batches: Sequence[TokenBatch], *, alter: Callable[[StepParts], StepParts] = lambda parts: parts
+) -> tuple[StepResult, ReducedGradients]:
+    """One clipped step from the starting state of `numbers.py`, and the gradients that it applied. `alter` plants a fault."""
     fill_state(parts.state.boxes(), {p.name: p for p in parameters(parts.spec)})
     parts.state.restore(parts.comms)
+    parts = alter(parts)
     recorder = Recorder(parts.optimizer)
     result = train_step(dataclasses.replace(parts, optimizer=recorder), batches, step=STEP, lr=0.02)
     assert recorder.gradients is not None  # the step was committed, or it has raised
     return result, recorder.gradients
+
+
+def model_boxes(parts: StepParts) -> list[BoxTensor]:
+    """What the modules compute with, `param/<name>` and `buffer/<name>`: read from the modules, not from the state behind them."""
+    folding, placement = parts.groups.folding, plain_placement(max(parts.spec.num_experts, 1), parts.groups.folding)
+    held = dict(parts.model.named_parameters())
+    out = []
+    for param in parameters(parts.spec):
+        for piece in local_param(param, folding, placement, parts.groups.rank).pieces:
+            tensor = held[param.name].detach()[piece.local.slices()]
+            out.append(BoxTensor(f"param/{param.name}", param.shape, piece.box, tensor, primary=False))
+    tensors = dict(parts.model.named_buffers())
+    for name, shape in buffers(parts.spec):
+        out.append(BoxTensor(f"buffer/{name}", shape, Box((0,) * len(shape), shape), tensors[name], primary=False))
+    return out
 
 
 def reference_run(setup: Setup, *, num_microbatches: int, dtype: torch.dtype) -> Reference:
@@ -112,7 +132,7 @@ def reference_run(setup: Setup, *, num_microbatches: int, dtype: torch.dtype) ->
     parts = assemble(
         context(plain, groups, Collectives(), dtype=dtype), optim=plain.optim, num_microbatches=num_microbatches
     )
-    initial = {b.name: b.tensor.clone() for b in parts.state.parameter_boxes()}
+    initial = {b.name: b.tensor.clone() for b in model_boxes(parts)}
     fill_state(parts.state.boxes(), {p.name: p for p in parameters(parts.spec)})
     parts.state.restore(parts.comms)
     patches = tuple(
@@ -121,7 +141,7 @@ def reference_run(setup: Setup, *, num_microbatches: int, dtype: torch.dtype) ->
     batches = [microbatch(setup, j, patches=patches[j]) for j in range(num_microbatches)]
     result, gradients = run_step(parts, batches)
     _must_exercise(setup, result)
-    after = [*parts.state.boxes(), *parts.state.parameter_boxes()]
+    after = [*parts.state.boxes(), *model_boxes(parts)]
     return Reference(
         patches=patches,
         initial=initial,

@@ -21,13 +21,14 @@ import torch
 
 from phalanx.core.errors import PhalanxError, RunError
 from phalanx.plan.model import parameters
+from phalanx.runtime.collectives import Collectives
 from phalanx.runtime.groups import GroupCache, WorldInfo, build_groups, close_world, init_world
 from phalanx.runtime.launch import STOPPED, StopRequest, run_local
 from phalanx.train.assemble import assemble
 from phalanx.verify.compare import TOLERANCE, RankReport, compare, uncovered
 from phalanx.verify.faults import HEALTHY, Fault
 from phalanx.verify.numbers import microbatch
-from phalanx.verify.reference import Reference, context, reference_run, run_step
+from phalanx.verify.reference import Reference, context, model_boxes, reference_run, run_step
 from phalanx.verify.setups import Case, Setup
 
 TIMEOUT_S = 60.0
@@ -64,8 +65,8 @@ class CaseReport:
     """The ranks did not survive it."""
 
 
-def run_job(job: Job, *, progress: Callable[[int, int], None] | None = None) -> list[CaseReport]:
-    """Run all cases. Call it before any tensor operation of this process (it forks)."""
+def run_job(job: Job, *, progress: Callable[[int], None] | None = None) -> list[CaseReport]:
+    """Run all cases. Call it before any tensor operation of this process (it forks). `progress` hears how many cases are done."""
     reports: list[CaseReport] = []
     with tempfile.TemporaryDirectory(prefix="phalanx-verify-") as name:
         while len(reports) < len(job.cases):
@@ -79,7 +80,7 @@ def run_job(job: Job, *, progress: Callable[[int, int], None] | None = None) -> 
                 break
             reports += _run_until_crash(rest, folder)
             if progress is not None:
-                progress(len(reports), len(job.cases))
+                progress(len(reports))
     return reports
 
 
@@ -140,23 +141,23 @@ def _rank_main(job: Job, folder: Path, info: WorldInfo, stop: StopRequest) -> in
 
 def _barrier(job: Job, info: WorldInfo, cache: GroupCache) -> None:
     groups = build_groups(job.cases[0].folding, rank=info.rank, cache=cache)
-    HEALTHY.comms(job.timeout_s).barrier(groups.axis("world"))
+    Collectives(timeout_s=job.timeout_s).barrier(groups.axis("world"))
 
 
 def run_case(job: Job, case: Case, want: Reference, *, index: int, rank: int, cache: GroupCache) -> RankReport:
     """This rank's part of one case. Collective."""
     fault, setup = job.fault, case.setup
     groups = fault.groups(case.folding, rank, cache)
-    comms = fault.comms(job.timeout_s)
+    comms = fault.comms(timeout_s=job.timeout_s)
     dp = groups.axis("dp")
     each = len(want.patches) // dp.size
     parts = assemble(
         context(setup, groups, comms, dtype=job.dtype), optim=setup.optim, num_microbatches=each, rules=fault.rules
     )
-    initial = [dataclasses.replace(b, tensor=b.tensor.clone()) for b in parts.state.parameter_boxes()]
+    initial = [dataclasses.replace(b, tensor=b.tensor.clone()) for b in model_boxes(parts)]
     mine = range(dp.index * each, (dp.index + 1) * each)
     batches = [microbatch(setup, j, patches=want.patches[j]) for j in mine]
-    result, gradients = run_step(fault.alter(parts), batches)
+    result, gradients = run_step(parts, batches, alter=fault.alter)
     return compare(parts, result, gradients, initial=initial, want=want, case=index)
 
 

@@ -1,0 +1,260 @@
+"""Prove mappings against one rank: loss, every parameter's gradient, gradient norm, router losses, expert bias, and the parameters after
+one clipped AdamW step, with different data on every rank.
+
+Without a recipe: every legal mapping of the axes that are implemented, over small models that together use every option (each pair of
+options in at least one case). With a recipe: its own options and mapping on a shrunken model. Exits 1 where something differs.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from phalanx.cli.plan import write_json
+from phalanx.core.config import Recipe
+from phalanx.core.errors import ConfigError, Problem, raise_if
+from phalanx.core.recipe import load_recipe
+from phalanx.plan.model import resolve_model
+from phalanx.plan.recipe import run_problems
+
+SHOWN_FAILURES = 12
+"""Lines printed of one case; the JSON file has all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyArgs:
+    """Prove mappings against one rank."""
+
+    recipe: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="RECIPE")] = None
+    """A recipe.toml: verify its options and mapping. Default: every mapping and every option."""
+    ranks: int | None = None
+    """Local ranks. Default: the recipe's launch.ranks, or 4."""
+    dtype: Literal["float64", "float32", "bfloat16"] = "float64"
+    """Compute type. Errors may reach 1e-12, 1e-5, 2e-2."""
+    plant: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
+    """Plant this fault and show that it is found (then the command fails), or `all`: a table of all faults."""
+    json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """File for the result: mappings, worst_gradient_rel_error, worst_norm_rel_error, worst_step_rel_error, seconds, failures, ..."""
+
+
+def main(args: list[str]) -> int:
+    """Run `phalanx verify ARGS...`; returns the exit status."""
+    parsed = tyro.cli(VerifyArgs, prog="phalanx verify", description=__doc__, args=args)
+    raise_if(_problems(parsed), ConfigError, subject="arguments")
+    if parsed.plant == "all":
+        return plant_all(parsed, Console())
+    return verify(parsed, Console())
+
+
+def _problems(args: VerifyArgs) -> list[Problem]:
+    out = []
+    if args.ranks is not None and args.ranks < 1:
+        out.append(Problem(where="--ranks", value=args.ranks, rule="must be at least 1", hint="try 4"))
+    if args.plant is not None and args.recipe is not None:
+        rule = "faults are planted in the built-in cases, so it has no effect beside a recipe"
+        out.append(Problem(where="--plant", value=args.plant, rule=rule, hint="leave the recipe out"))
+    if args.plant is not None and args.dtype != "float64":
+        rule = "faults are told from rounding in float64"
+        out.append(Problem(where="--dtype", value=args.dtype, rule=rule, hint="leave it out"))
+    return out
+
+
+# ---- one verification ----------------------------------------------------------------------------------------------------------
+
+
+def verify(args: VerifyArgs, console: Console) -> int:
+    """Run the cases, print the table, write the JSON file."""
+    import torch  # seconds: not for --help, and not before the arguments are known to be good
+
+    from phalanx.verify.faults import HEALTHY, cases_with, fault_named
+    from phalanx.verify.session import Job
+    from phalanx.verify.setups import default_cases
+
+    begin_s = time.perf_counter()
+    recipe = _recipe(args) if args.recipe is not None else None
+    ranks = args.ranks if args.ranks is not None else recipe.launch.ranks if recipe is not None else 4
+    fault = HEALTHY if args.plant is None else fault_named(args.plant)
+    cases = default_cases(ranks) if recipe is None else _cases_of(recipe, ranks)
+    if args.plant is not None:
+        cases = cases_with(fault, cases, ranks=ranks)
+    job = Job(cases=cases, world=ranks, dtype=getattr(torch, args.dtype), fault=fault)
+    reports = _run(job, console)
+    result = summary(reports, ranks=ranks, dtype=args.dtype, seconds=time.perf_counter() - begin_s)
+    if args.plant is not None:
+        result["planted"] = fault.name
+    if args.json is not None:
+        write_json(args.json, result)
+    _print_table(reports, result, console)
+    if args.plant is not None:
+        found = "found" if result["failures"] else "NOT FOUND"
+        console.print(f"planted fault [b]{fault.name}[/] ({escape(fault.summary)}): {found}")
+    return 1 if result["failures"] else 0
+
+
+def _run(job: Any, console: Console, label: str = "verifying") -> list[Any]:
+    from phalanx.verify.session import run_job
+
+    with Progress(
+        TextColumn(label),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    ) as bar:
+        task = bar.add_task(label, total=len(job.cases))
+        return run_job(job, progress=lambda done: bar.update(task, completed=done))
+
+
+def _recipe(args: VerifyArgs) -> Recipe:
+    """The recipe, checked like for training on the ranks asked for."""
+    from phalanx.train.setup import trainable_problems
+
+    def check(recipe: Recipe) -> list[Problem]:
+        problems = run_problems(recipe, world=args.ranks or recipe.launch.ranks)
+        try:
+            spec = resolve_model(recipe.model, recipe.router)
+        except ConfigError:
+            return problems
+        seen = {p.where for p in problems}
+        return problems + [p for p in trainable_problems(recipe, spec) if p.where not in seen]
+
+    assert args.recipe is not None
+    return load_recipe(str(args.recipe), (), check=check)
+
+
+def _cases_of(recipe: Recipe, ranks: int) -> list[Any]:
+    from phalanx.train.setup import dispatch_spec, resolve_shape
+    from phalanx.verify.setups import recipe_cases
+
+    spec, folding = resolve_shape(recipe, world=ranks, tokenizer_vocab=256)
+    return recipe_cases(recipe, spec, folding, dispatch_spec(recipe.dispatch))
+
+
+def summary(reports: list[Any], *, ranks: int, dtype: str, seconds: float) -> dict[str, Any]:
+    """What `--json` writes."""
+    return {
+        "mappings": len({r.case.folding for r in reports}),
+        "worst_gradient_rel_error": _worst(reports, "gradient_error"),
+        "worst_norm_rel_error": _worst(reports, "norm_error"),
+        "worst_step_rel_error": _worst(reports, "step_error"),
+        "seconds": seconds,
+        "failures": [f"{r.case.label}: {text}" for r in reports for text in r.failures],
+        "worst_loss_rel_error": _worst(reports, "loss_error"),
+        "worst_scalar_rel_error": _worst(reports, "scalar_error"),
+        "cases": len(reports),
+        "ranks": ranks,
+        "dtype": dtype,
+        "tokens_replaced": sum(r.replaced for r in reports),
+        "labels": [r.case.label for r in reports],
+    }
+
+
+def _worst(reports: list[Any], name: str) -> float:
+    return max((getattr(r, name) for r in reports), default=0.0)
+
+
+def _print_table(reports: list[Any], result: dict[str, Any], console: Console) -> None:
+    table = Table(
+        title=f"{result['ranks']} ranks against one, {result['dtype']}: worst relative error", title_justify="left"
+    )
+    for title in ("mapping", "cases", "gradient", "norm", "losses", "step", "failures"):
+        table.add_column(title, justify="left" if title == "mapping" else "right", no_wrap=True)
+    for folding in dict.fromkeys(r.case.folding for r in reports):
+        mine = [r for r in reports if r.case.folding == folding]
+        errors = [f"{_worst(mine, n):.1e}" for n in ("gradient_error", "norm_error", "scalar_error", "step_error")]
+        bad = sum(bool(r.failures) for r in mine)
+        table.add_row(folding.label(), str(len(mine)), *errors, f"[red]{bad}[/]" if bad else "0")
+    console.print(table)
+    for report in reports:
+        if report.failures:
+            console.print(f"[red]differs[/] {escape(report.case.label)}", soft_wrap=True)
+            for text in report.failures[:SHOWN_FAILURES]:
+                console.print("  " + escape(text), soft_wrap=True)
+            if len(report.failures) > SHOWN_FAILURES:
+                console.print(f"  and {len(report.failures) - SHOWN_FAILURES} more")
+    bad = sum(bool(r.failures) for r in reports)
+    verdict = f"[red]{bad} of {len(reports)} cases differ[/]" if bad else f"all {len(reports)} cases agree"
+    console.print(f"{verdict}, {result['mappings']} mappings, {result['seconds']:.1f} s")
+    if result["tokens_replaced"]:
+        console.print(
+            f"{result['tokens_replaced']} tokens of the data were replaced beforehand: rounding could have routed them either way"
+        )
+
+
+# ---- all faults ----------------------------------------------------------------------------------------------------------------
+
+
+def plant_all(args: VerifyArgs, console: Console) -> int:
+    """Plant every fault that exists on these ranks; a table of what finds it, and whether the loss alone would have."""
+    from phalanx.verify.faults import FAULTS
+
+    ranks, begin_s = args.ranks or 4, time.perf_counter()
+    rows = [_plant(fault, ranks, console) for fault in FAULTS]
+    escaped = [row["name"] for row in rows if row["cases"] and not row["caught"]]
+    result = {
+        "faults": rows,
+        "planted": sum(bool(row["cases"]) for row in rows),
+        "caught": sum(row["caught"] for row in rows),
+        "escaping_a_loss_check": [row["name"] for row in rows if row["caught"] and not row["loss_moves"]],
+        "not_on_these_ranks": [row["name"] for row in rows if not row["cases"]],
+        "seconds": time.perf_counter() - begin_s,
+        "failures": [f"{name} was not found" for name in escaped],
+    }
+    if args.json is not None:
+        write_json(args.json, result)
+    _print_faults(result, ranks, console)
+    return 1 if escaped else 0
+
+
+def _plant(fault: Any, ranks: int, console: Console) -> dict[str, Any]:
+    import torch
+
+    from phalanx.verify.faults import PER_FAULT, PLANT_TIMEOUT_S
+    from phalanx.verify.session import Job
+    from phalanx.verify.setups import default_cases
+
+    cases = [case for case in default_cases(ranks) if fault.needs(case)][:PER_FAULT]
+    job = Job(cases=cases, world=ranks, dtype=torch.float64, fault=fault, timeout_s=PLANT_TIMEOUT_S)
+    reports = _run(job, console, fault.name) if cases else []
+    return {
+        "name": fault.name,
+        "summary": fault.summary,
+        "cases": len(reports),
+        "caught": bool(reports) and all(r.failures for r in reports),
+        "gradient_error": _worst(reports, "gradient_error"),
+        "norm_error": _worst(reports, "norm_error"),
+        "step_error": _worst(reports, "step_error"),
+        "loss_error": _worst(reports, "loss_error"),
+        "loss_moves": any(r.loss_error > 1e-12 or r.crashed for r in reports),
+        "found_by": [r.failures[0] for r in reports if r.failures],
+    }
+
+
+def _print_faults(result: dict[str, Any], ranks: int, console: Console) -> None:
+    table = Table(title=f"planted faults, {ranks} ranks, float64", title_justify="left")
+    for title in ("fault", "found", "gradient", "norm", "step", "loss", "first sign"):
+        table.add_column(title, justify="left" if title in ("fault", "first sign") else "right")
+    for row in result["faults"]:
+        if not row["cases"]:
+            continue
+        errors = [f"{row[name]:.0e}" for name in ("gradient_error", "norm_error", "step_error", "loss_error")]
+        sign = escape(row["found_by"][0]) if row["found_by"] else ""
+        table.add_row(row["name"], "yes" if row["caught"] else "[red]NO[/]", *errors, sign)
+    console.print(table)
+    silent = len(result["escaping_a_loss_check"])
+    console.print(
+        f"{result['caught']} of {result['planted']} faults found; {silent} of them leave the loss of the step unchanged. "
+        f"{result['seconds']:.1f} s"
+    )
+    if result["not_on_these_ranks"]:
+        console.print(f"need more ranks: {', '.join(result['not_on_these_ranks'])}")
