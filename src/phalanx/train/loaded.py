@@ -11,6 +11,7 @@ import torch
 from phalanx.core.config import Recipe
 from phalanx.core.errors import CheckpointError, Problem
 from phalanx.data.tokenizer import Tokenizer
+from phalanx.kernels.lanes import Lanes
 from phalanx.models.context import ModelContext
 from phalanx.models.decoder import Decoder
 from phalanx.plan.dispatch import DispatchSpec
@@ -61,6 +62,7 @@ def load_model(path: Path, *, step: int | None = None) -> LoadedModel:
         dtype=DTYPES[recipe.train.dtype],
         device=torch.device("cpu"),
         kernels=recipe.kernels.implementation,
+        lanes=Lanes(torch.get_num_threads()),
     )
     model = Decoder(ctx)
     _fill(model, manager, chosen, wanted={name for name, _ in buffers(spec)}, dtype=state_dtype(ctx.dtype))

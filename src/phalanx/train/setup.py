@@ -21,6 +21,7 @@ from rich.console import Console
 from phalanx.core.config import DispatchConfig, Recipe
 from phalanx.core.errors import ConfigError, Problem, RunError, raise_if
 from phalanx.data.prepare import Prepared, prepare
+from phalanx.kernels.lanes import Lanes
 from phalanx.models.context import ModelContext
 from phalanx.observe.console import wants_live
 from phalanx.observe.preparation import PreparationProgress
@@ -29,6 +30,7 @@ from phalanx.plan.dispatch import DispatchSpec
 from phalanx.plan.folding import Folding, resolve_folding
 from phalanx.plan.model import ModelSpec, resolve_model
 from phalanx.plan.placement import plain_placement
+from phalanx.runtime.allocator import keep_freed_memory
 from phalanx.runtime.collectives import Collectives
 from phalanx.runtime.groups import GroupCache, WorldInfo, build_groups, init_world
 from phalanx.runtime.launch import StopRequest
@@ -64,6 +66,7 @@ class Rank:
 def open_rank(recipe: Recipe, info: WorldInfo) -> Rank:
     """Join the world and open the run folder. Collective."""
     timeout_s = recipe.launch.timeout_s
+    keep_freed_memory()
     device = init_world(info, device=recipe.launch.device, timeout_s=timeout_s)
     torch.use_deterministic_algorithms(recipe.train.deterministic)
     peers = Peers(own_group(info.world, timeout_s=PATIENCE_S))
@@ -155,6 +158,8 @@ def dispatch_spec(config: DispatchConfig) -> DispatchSpec:
 def make_context(rank: Rank, spec: ModelSpec, folding: Folding) -> ModelContext:
     """Groups of the folding and all that modules need. Collective."""
     recipe = rank.recipe
+    # on a CPU the kernels divide work among threads themselves; other devices need one thread to feed them
+    lanes = Lanes(torch.get_num_threads()) if rank.device.type == "cpu" else Lanes(1)
     return ModelContext(
         spec=spec,
         dispatch=dispatch_spec(recipe.dispatch),
@@ -166,4 +171,5 @@ def make_context(rank: Rank, spec: ModelSpec, folding: Folding) -> ModelContext:
         kernels=recipe.kernels.implementation,
         recompute=recipe.train.recompute,
         seed=recipe.train.seed,
+        lanes=lanes,
     )
