@@ -1,0 +1,41 @@
+"""The list of benchmarks, and `phalanx bench NAME ...`. One file a benchmark in `phalanx.bench`, each with `main(args) -> exit status`."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+from phalanx.core.errors import nearest
+
+BENCHMARKS = {
+    "train": "training speed on one rank, beside transformers in the same run",
+    "curve": "the loss curve of the fast bf16 path beside that of the plain fp32 one",
+    "kill": "kill a run again and again; nothing may be lost",
+}
+"""Name -> what it measures; the module has the name."""
+
+
+def main(args: list[str]) -> int:
+    """Run a benchmark by its name, or list them."""
+    if not args or args[0] in ("-h", "--help"):
+        print(_list())
+        return 0
+    name = args[0]
+    if name not in BENCHMARKS:
+        print(f"phalanx bench: {name!r} is not a benchmark; {nearest(name, BENCHMARKS)}", file=sys.stderr)
+        return 2
+    return int(importlib.import_module(f"phalanx.bench.{name}").main(args[1:]))
+
+
+def _list() -> str:
+    width = max(map(len, BENCHMARKS))
+    lines = [f"  {name:<{width}}  {text}" for name, text in BENCHMARKS.items()]
+    return "\n".join(
+        [
+            "usage: phalanx bench NAME [--json FILE] [options]",
+            "",
+            *lines,
+            "",
+            "phalanx bench NAME --help lists its options",
+        ]
+    )
