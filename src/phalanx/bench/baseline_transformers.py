@@ -99,7 +99,7 @@ class Baseline:
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP_NORM)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return float(loss)
+        return float(loss.detach())
 
 
 def fastest(shape: Shape, *, steps: int = 2) -> tuple[Variant, dict[str, float]]:

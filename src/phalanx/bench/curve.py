@@ -20,7 +20,7 @@ from phalanx.bench.ours import Ours
 from phalanx.bench.workload import Shape
 
 SMALL = Shape(layers=2, hidden=128, heads=4, kv_heads=2, experts=8, top_k=2, ffn=128, vocab=512, batch=8, seq_len=64)
-RATE = 3e-3
+RATE = 1e-3
 WARMUP = 20
 
 
@@ -31,8 +31,8 @@ class CurveArgs:
     steps: int = 200
     window: int = 10
     """Steps that are averaged."""
-    tolerance: float = 0.03
-    """Largest difference of the averages, nats."""
+    tolerance: float = 0.02
+    """Largest difference of the averages, nats; plain bf16 kernels differ from fp32 by half of that."""
     threads: int = 1
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """File for the result."""
