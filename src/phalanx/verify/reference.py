@@ -3,7 +3,7 @@
 In fp64 the data is whatever `numbers.py` draws. In fp32 and bf16 a token whose k-th and (k+1)-th best expert are closer than rounding may be
 routed differently when rows of a product are summed in another order; its gradient then differs by far more than rounding, and nothing
 is wrong. So such tokens are looked for and replaced: copies of each micro-batch get random errors of the size of rounding on what
-the MoE layers put out (`eps * root mean square` of a row), and as long as a routing decision (chosen experts; kept rows, where some
+the MoE layers put out (`NOISE * eps * root mean square` of a row), and as long as a routing decision (chosen experts; kept rows, where some
 are dropped) differs between copies, the first such token of each sequence becomes another one. How many is reported. The first MoE layer is
 never in doubt: what comes before it is computed alike in every mapping.
 
@@ -46,8 +46,11 @@ from phalanx.verify.setups import SEQUENCES, Setup
 
 STEP = 3
 """The step that is run: not the first, so that bias corrections are not what they are at the start."""
-NOISY_COPIES = 8
+NOISE = 1.5
+"""Errors put on a row, in roundings of its root mean square. What a mapping changes (partial sums over etp and sources) is a third of it."""
+NOISY_COPIES = 12
 MAX_PATCHES = 400
+FREELY = 4
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -174,7 +177,7 @@ def _patches(
     info = ForwardInfo(microbatch=index, num_microbatches=num_microbatches)
     while len(patches) < MAX_PATCHES:
         batch = microbatch(setup, index, patches=patches)
-        doubtful_T = _doubtful_tokens(model, setup.dispatch, batch, info, noise=torch.finfo(dtype).eps)
+        doubtful_T = _doubtful_tokens(model, setup.dispatch, batch, info, noise=NOISE * torch.finfo(dtype).eps)
         if not doubtful_T.any():
             return tuple(patches)
         for b, doubtful_S in enumerate(np.split(doubtful_T, SEQUENCES)):
@@ -216,12 +219,12 @@ class _Noise:
 
 @dataclass(eq=False)
 class _Listener:
-    """Notes what each router decides."""
+    """Notes what each router decides: (T, E) 0 not chosen, 1 dropped, 2 kept; + FREELY where chosen by the scores alone."""
 
     dispatch: DispatchSpec
     found: list[NDArray[np.int8]] = field(default_factory=list)
 
-    def __call__(self, module: nn.Module, args: Any, routing: Routing) -> None:
+    def __call__(self, module: Any, args: Any, routing: Routing) -> None:
         experts_TK, weights_TK = routing.experts_TK.numpy(), routing.weights_TK.double().numpy()
         num_tokens, top_k = experts_TK.shape
         num_experts = len(routing.counts_E)
@@ -231,6 +234,10 @@ class _Listener:
             kept_TK = kept_pairs(experts_TK, weights_TK, rows=rows, by=self.dispatch.drop_by)
         table_TE = np.zeros((num_tokens, num_experts), dtype=np.int8)
         np.put_along_axis(table_TE, experts_TK, 1 + kept_TK.astype(np.int8), axis=1)
+        # the balance loss counts the best experts without bias and groups: another decision (all scores rise with the logit)
+        logits_TE = args[0].float() @ module.weight.float().T
+        free_TK = torch.topk(logits_TE, top_k).indices.numpy()
+        np.put_along_axis(table_TE, free_TK, np.take_along_axis(table_TE, free_TK, axis=1) + FREELY, axis=1)
         self.found.append(table_TE)
 
 
@@ -238,7 +245,7 @@ class _Listener:
 def _decisions(
     model: Decoder, dispatch: DispatchSpec, batch: TokenBatch, info: ForwardInfo, noise: _Noise
 ) -> NDArray[np.int8]:
-    """(L, T, E) 0 not chosen, 1 dropped, 2 kept."""
+    """(L, T, E) what `_Listener` notes."""
     listener = _Listener(dispatch)
     with ExitStack() as stack:
         for module in model.modules():
