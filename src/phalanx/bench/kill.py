@@ -32,7 +32,8 @@ from phalanx.core.errors import RunError
 from phalanx.observe.event_log import log_path, read_events
 from phalanx.runtime.checkpoint_folder import CheckpointFolder
 
-MODES = ("all ranks", "one rank", "parent")
+MODES = ("all ranks", "one rank", "all ranks", "parent")
+"""Who is killed, in turn."""
 SETTINGS = {
     "model.preset": "tiny",
     "model.vocab": "320",
@@ -119,7 +120,7 @@ def kill_and_compare(
     chance = random.Random(seed)
     for number in range(kills):
         saving = number % 3 == 2
-        mode = MODES[number % len(MODES)] if not saving else MODES[0]
+        mode = MODES[number % len(MODES)]
         moment = wild.kill_at_random(chance, mode=mode, saving=saving)
         result.kills_while_saving += moment.saving
         tell(f"kill {number + 1}: {mode} {moment.text}")
