@@ -171,3 +171,10 @@ def test_truncated_shard_and_the_way_out(run: CheckpointFolder, base: Path) -> N
     assert read_history(base / "runs" / "run").started["step"] == 2
     assert folder.steps() == [2, 4, 6] and all(folder.is_sound(s) for s in folder.steps())
     assert folder.newest() == 6
+
+
+def test_disk_that_is_full_from_the_start(base: Path) -> None:
+    done = phalanx("train", *train_args(base, run__name="full", launch__ranks=1, launch__threads=1), file_limit=2000)
+    assert done.returncode == 2
+    assert "File too large" in done.stderr and "Traceback" not in done.stderr
+    assert "run.folder" in done.stderr or "--data.cache" in done.stderr

@@ -9,8 +9,11 @@ runs/NAME/events/, tensorboard/
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -50,20 +53,26 @@ class RunFolder:
 
     def create(self) -> None:
         """Make the folder. Raises `RunError` where that is not possible."""
-        try:
+        with self._writing():
             self.checkpoints.path.mkdir(parents=True, exist_ok=True)
             (self.path / "tokenizer").mkdir(exist_ok=True)
             if not os.access(self.path, os.W_OK):
-                raise PermissionError(13, "Permission denied", str(self.path))
-        except OSError as err:
-            raise RunError(
-                f"{err.filename or self.path}: the run folder cannot be written ({err.strerror}); choose another run.folder"
-            ) from err
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self.path))
 
     def write_recipe(self, recipe: Recipe, tokenizer: Tokenizer) -> None:
-        """Keep what this run is, so that it can be run and read again from its folder alone."""
-        write_flushed(self.path / RECIPE_FILE, dump_recipe(recipe))
-        tokenizer.save(self.path / "tokenizer")
+        """Keep what this run is, so that it can be run and read again from its folder alone. Raises `RunError` where the disk refuses."""
+        with self._writing():
+            write_flushed(self.path / RECIPE_FILE, dump_recipe(recipe))
+            tokenizer.save(self.path / "tokenizer")
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as err:
+            where = err.filename or self.path
+            rule = f"the run folder cannot be written ({err.strerror})"
+            raise RunError(f"{where}: {rule}; free some space there, or choose another run.folder") from err
 
     def write_status(self, status: RunStatus) -> None:
         write_flushed(self.path / STATUS_FILE, json.dumps(asdict(status), indent=1) + "\n")
