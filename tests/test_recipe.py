@@ -265,6 +265,14 @@ def test_settings_without_effect(words: list[str], where: str, rule: str, hint: 
     assert (found.where, found.rule, found.hint) == (where, rule, hint)
 
 
+def test_unsetting_what_a_recipe_sets_is_leaving_it_out(tmp_path: Path) -> None:
+    """So that `--data.sources` of one's own works with a recipe that limits the built-in corpus."""
+    path = tmp_path / "a.toml"
+    path.write_text("[data]\nbuiltin_bytes = 1000\n")
+    recipe = load_recipe(path, ["--data.sources", "a.txt", "--data.builtin_bytes", "none"])
+    assert recipe.data.sources == ("a.txt",) and recipe.data.builtin_bytes is None
+
+
 def test_every_effect_speaks_of_real_settings_and_is_escapable() -> None:
     names = {s.name for s in describe_settings()}
     for effect in EFFECTS:

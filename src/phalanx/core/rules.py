@@ -276,6 +276,8 @@ def recipe_problems(
         clashes += _batch_clashes(recipe, world)
     problems += [c.problem for c in clashes if not broken & {c.problem.where, *c.reads}]
     for name, effect in inert_settings(recipe).items():
+        if value_of(recipe, name) is None:  # written down as "not set": that is leaving it out
+            continue
         if name in given and not broken & {name, *effect.reads}:
             hint = f"leave it out, or set {effect.way_out}"
             rule = f"has no effect because {effect.reason}"
