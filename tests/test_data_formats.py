@@ -83,6 +83,14 @@ def test_last_line_without_an_end(tmp_path):
     assert read(write(tmp_path / "a.jsonl", jsonl(["a", "b"]).rstrip())) == (["a", "b"], [])
 
 
+def test_a_byte_order_mark_is_skipped(tmp_path):
+    """Windows editors write one."""
+    marked = b"\xef\xbb\xbf" + jsonl(["a", "b"]).replace(b"\n", b"\r\n")
+    assert read(write(tmp_path / "a.jsonl", marked)) == (["a", "b"], [])
+    assert read(write(tmp_path / "a.jsonl.gz", gzip.compress(marked))) == (["a", "b"], [])
+    assert read(write(tmp_path / "empty.jsonl", b"\xef\xbb\xbf")) == ([], [])
+
+
 def test_parquet(tmp_path):
     path = write_parquet(tmp_path / "a.parquet", {"n": list(range(len(TEXTS))), "text": TEXTS})
     assert read(path) == (TEXTS, [])

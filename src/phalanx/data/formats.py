@@ -129,7 +129,8 @@ def _read_jsonl(path: Path, field: str, log: ProblemLog) -> Iterator[Document]:
         try:
             for line in lines:
                 number += 1
-                if line.isspace():
+                line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+                if not line.strip():
                     continue
                 text = _field_of(line, f"{path}:{number}", field, log)
                 if text is not None:
