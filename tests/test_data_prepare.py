@@ -347,6 +347,13 @@ def test_a_full_disk_is_a_clear_error_and_leaves_nothing(tmp_path, texts):
     assert prepare(config(tmp_path, corpus_file, tokenizer="byte")).train.num_tokens > 100_000
 
 
+def test_a_cache_that_cannot_be_made_is_a_clear_error(tmp_path, corpus_file):
+    (tmp_path / "loop").symlink_to("loop")
+    for cache in (corpus_file, tmp_path / "loop", tmp_path / ("x" * 300), "/proc/none"):
+        with pytest.raises(DataError, match=r"must be a folder that can be written.*--data\.cache"):
+            prepare(DataConfig(sources=(str(corpus_file),), tokenizer="byte", cache=str(cache)))
+
+
 # --- bad input
 
 

@@ -22,7 +22,8 @@ from phalanx.core.errors import DataError, Problem
 
 _POLL_S = 0.05
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_UNWRITABLE = (*_FULL, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)
+_NO_PATH = (errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG)
+_UNWRITABLE = (*_FULL, *_NO_PATH, errno.EACCES, errno.EPERM, errno.EROFS)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 
 
