@@ -349,6 +349,19 @@ def test_port_in_use_is_named():
             init_world(WorldInfo(world=2, local_world=2, master_port=port), timeout_s=3)
 
 
+@pytest.mark.parametrize(
+    ("num_gpus", "text"),
+    [
+        (0, "launch.device = 'cuda': needs a GPU that torch can use, and finds none on this machine; use cpu"),
+        (1, r"launch.ranks = 2: must be at most the GPUs of this machine \(1\), one for each rank; use 1"),
+    ],
+)
+def test_missing_gpus_are_named(num_gpus, text, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    with pytest.raises(ConfigError, match=text):
+        init_world(WorldInfo(world=2, local_world=2), device="cuda", timeout_s=3)
+
+
 def test_absent_ranks_are_named():
     import socket
 

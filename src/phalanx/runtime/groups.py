@@ -155,10 +155,11 @@ def read_world(environ: Mapping[str, str] | None = None) -> WorldInfo | None:
 def init_world(info: WorldInfo, *, device: str = "cpu", timeout_s: float = DEFAULT_TIMEOUT_S) -> torch.device:
     """Join all ranks (gloo for cpu; NCCL for tensors on cuda, gloo for those on the host) and return this rank's device.
 
-    A world of one rank joins nothing. Raises `RunError` when the ranks cannot meet.
+    A world of one rank joins nothing. Raises `ConfigError` where this rank has no GPU, `RunError` when the ranks cannot meet.
     """
     target = torch.device("cuda", info.local_rank) if device == "cuda" else torch.device(device)
     if target.type == "cuda":
+        raise_if(_gpu_problems(info, num_gpus=torch.cuda.device_count()), ConfigError, subject="the recipe")
         torch.cuda.set_device(target)
     if info.world == 1:
         return target
@@ -185,6 +186,17 @@ def init_world(info: WorldInfo, *, device: str = "cpu", timeout_s: float = DEFAU
     except (RuntimeError, ValueError) as err:
         raise RunError(_meeting_failed(info, where, str(err), timeout_s)) from err
     return target
+
+
+def _gpu_problems(info: WorldInfo, *, num_gpus: int) -> list[Problem]:
+    """Each local rank needs a GPU of its own."""
+    if num_gpus == 0:
+        rule, hint = "needs a GPU that torch can use, and finds none on this machine", "use cpu, or see `nvidia-smi`"
+        return [Problem(where="launch.device", value="cuda", rule=rule, hint=hint)]
+    if info.local_world > num_gpus:
+        rule = f"must be at most the GPUs of this machine ({num_gpus}), one for each rank"
+        return [Problem(where="launch.ranks", value=info.local_world, rule=rule, hint=f"use {num_gpus}")]
+    return []
 
 
 def _use_loopback() -> None:
