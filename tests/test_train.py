@@ -46,7 +46,7 @@ def test_a_run_ends_with_what_a_person_wants_to_know(finished: tuple[Path, subpr
 
 def test_run_folder_holds_everything(finished: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
     folder, _ = finished
-    names = {p.name for p in folder.iterdir()}
+    names = {p.name for p in folder.iterdir() if not p.name.startswith(".")}
     assert names == {"recipe.toml", "run_state.json", "checkpoints", "events", "tokenizer"}
     status = json.loads((folder / "run_state.json").read_text())
     assert (status["status"], status["step"], status["samples"], status["checkpoint_step"]) == ("finished", 8, 128, 8)
@@ -133,6 +133,9 @@ def test_ctrl_c_finishes_the_step_saves_and_ends(base: Path, ranks: int) -> None
     process = start(["train", *train_args(base, **common, train__steps=5000)])
     folder = base / "runs" / f"stopped{ranks}"
     wait_for_step(process, folder, 3)
+    if ranks == 1:
+        second = phalanx("train", *train_args(base, **common, train__steps=5000))
+        assert second.returncode == 2 and "trains this run" in second.stderr, second.stderr
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import IO, Literal
 
 from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, Problem, RunError
@@ -58,6 +59,28 @@ class RunFolder:
             (self.path / "tokenizer").mkdir(exist_ok=True)
             if not os.access(self.path, os.W_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self.path))
+
+    def lock(self) -> IO[str]:
+        """Claim the run for this process until the returned file is closed or the process ends, however it ends.
+
+        Raises `RunError` naming the process that has it. A file system without locks grants everything.
+        """
+        with self._writing():
+            file = (self.path / ".lock").open("a+")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            holder = file.read().strip()
+            raise RunError(
+                f"{self.path}: another process ({holder or 'unknown'}) trains this run; stop it, or give this one another --run.name"
+            ) from None
+        except OSError:
+            return file
+        file.truncate(0)
+        file.write(f"{os.getpid()}\n")
+        file.flush()
+        return file
 
     def write_recipe(self, recipe: Recipe, tokenizer: Tokenizer) -> None:
         """Keep what this run is, so that it can be run and read again from its folder alone. Raises `RunError` where the disk refuses."""

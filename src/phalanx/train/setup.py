@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import torch
 from rich.console import Console
@@ -56,6 +57,8 @@ class Rank:
     folder: RunFolder
     sinks: Sinks
     memory: MemoryMeter
+    lock: IO[str] | None
+    """Open as long as this run is ours (first rank only)."""
 
     @property
     def speaks(self) -> bool:
@@ -72,6 +75,7 @@ def open_rank(recipe: Recipe, info: WorldInfo) -> Rank:
     peers = Peers(own_group(info.world, timeout_s=PATIENCE_S))
     folder = RunFolder(Path(recipe.run.folder) / recipe.run.name)
     peers.agree(folder.create)
+    lock = _lock(folder, peers)
     sinks = _open_sinks(recipe, folder, info, peers)
     return Rank(
         recipe=recipe,
@@ -82,7 +86,15 @@ def open_rank(recipe: Recipe, info: WorldInfo) -> Rank:
         folder=folder,
         sinks=sinks,
         memory=MemoryMeter(device),
+        lock=lock,
     )
+
+
+def _lock(folder: RunFolder, peers: Peers) -> IO[str] | None:
+    """The first rank's claim on the run folder; where it is refused, all ranks hear why."""
+    taken: list[IO[str]] = []
+    peers.first(lambda: taken.append(folder.lock()))
+    return taken[0] if taken else None
 
 
 def _open_sinks(recipe: Recipe, folder: RunFolder, info: WorldInfo, peers: Peers) -> Sinks:
