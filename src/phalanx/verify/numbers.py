@@ -90,14 +90,14 @@ def starting_value(kind: str, name: str, shape: tuple[int, ...], param: ParamSpe
     if param is None:  # the expert bias
         return 0.02 * noise
     if param.init == "ones":
-        return 1 + 0.2 * noise
+        return (0.6 if name.endswith(("q_norm.weight", "k_norm.weight")) else 1.0) + 0.2 * noise
     if param.init == "zeros":
         return 0.1 * noise
     if name == "embedding.weight":
         return noise
     # the residual stream stays dominated by the embedding, so that routing is decided by wide margins (`reference.py`, rounding)
-    small = 0.1 if name.endswith(("wo.weight", "w2")) else 1.0
-    return small * noise / math.sqrt(shape[-1])
+    scale = 0.1 if name.endswith(("wo.weight", "w2")) else 0.5 if name.endswith(("wq.weight", "wk.weight")) else 1.0
+    return scale * noise / math.sqrt(shape[-1])
 
 
 def fill_state(boxes: list[BoxTensor], params: dict[str, ParamSpec]) -> None:

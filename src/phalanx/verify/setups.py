@@ -113,7 +113,7 @@ def small_model(name: str, **changes: Any) -> ModelSpec:
         "num_experts": 8,
         "top_k": 2,
         "expert_ffn": 64,
-        "rope_theta": 3.0,  # all pairs turn within 16 positions: else the key bias has hardly a gradient, only rounding
+        "rope_theta": 1.5,  # all pairs turn within 16 positions: else the key bias has hardly a gradient, only rounding
     }
     return ModelSpec(name=name, **{**shape, **changes})
 
