@@ -40,7 +40,7 @@ from phalanx.train.machine import MemoryMeter
 from phalanx.train.run_folder import RunFolder
 
 PATIENCE_S = 24 * 3600.0
-"""How long ranks wait for each other outside training: tokenising a large text takes hours."""
+"""How long ranks wait for each other outside training steps: tokenising a large text takes hours, writing to a slow disk minutes."""
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 

@@ -52,7 +52,7 @@ from phalanx.train.generate import Sampling, generate
 from phalanx.train.machine import matmul_flops_per_s
 from phalanx.train.optim import learning_rate
 from phalanx.train.run_folder import RunStatus
-from phalanx.train.setup import Rank, make_context, open_rank, prepare_text, resolve_shape
+from phalanx.train.setup import PATIENCE_S, Rank, make_context, open_rank, prepare_text, resolve_shape
 from phalanx.train.step import StepParts, StepResult, eval_loss, train_step
 
 SAMPLE_TOKENS = 80
@@ -88,7 +88,7 @@ def build_trainer(rank: Rank, stop: StopRequest) -> Trainer:
     recipe = rank.recipe
     manager = CheckpointManager(
         rank.folder.checkpoints.path,
-        group=own_group(rank.info.world, timeout_s=recipe.launch.timeout_s),
+        group=own_group(rank.info.world, timeout_s=PATIENCE_S),  # disks are slow; a peer that died is noticed at once
         keep_last=recipe.checkpoint.keep_last,
         asynchronous=recipe.checkpoint.asynchronous and recipe.checkpoint.interval > 0,
     )
