@@ -247,6 +247,9 @@ def test_metrics_shows_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert rows[0] == 1 and rows[-1] == 300 and {50, 100, 150, 200, 250} <= set(rows) and len(rows) <= 20
     assert "train loss\n8.8516 ┤█▃" in out
     assert "laptop: 300 of 300 steps (finished, 1 start)" in out and "(unigram model 6.214)" in out
+    (tmp_path / "file").write_text("")
+    assert main(["metrics", str(tmp_path / "laptop"), "--json", str(tmp_path / "file" / "f.json")]) == 2
+    assert capsys.readouterr().err.endswith("file/f.json: File exists; name another file\n")
 
 
 def test_metrics_of_a_run_that_has_not_stepped_or_does_not_exist(

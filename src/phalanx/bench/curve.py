@@ -7,7 +7,6 @@ largest difference of the averages must stay below the tolerance.
 
 from __future__ import annotations
 
-import json as jsonlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -18,6 +17,7 @@ import tyro
 
 from phalanx.bench.ours import Ours
 from phalanx.bench.workload import Shape
+from phalanx.core.files import write_json
 
 SMALL = Shape(layers=2, hidden=128, heads=4, kv_heads=2, experts=8, top_k=2, ffn=128, vocab=512, batch=8, seq_len=64)
 RATE = 1e-3
@@ -67,7 +67,7 @@ def main(args: list[str]) -> int:
     for failure in result.failures:
         print(f"FAILED: {failure}")
     if options.json is not None:
-        options.json.write_text(jsonlib.dumps(asdict(result), indent=1) + "\n")
+        write_json(options.json, asdict(result))
     return 1 if result.failures else 0
 
 

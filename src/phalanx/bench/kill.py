@@ -12,7 +12,6 @@ rank, or the parent alone; a share of the kills while a checkpoint is being writ
 from __future__ import annotations
 
 import contextlib
-import json as jsonlib
 import os
 import random
 import signal
@@ -29,6 +28,7 @@ from typing import Annotated, Any
 import tyro
 
 from phalanx.core.errors import RunError
+from phalanx.core.files import write_json
 from phalanx.observe.event_log import log_path, read_events
 from phalanx.runtime.checkpoint_folder import CheckpointFolder
 
@@ -92,7 +92,7 @@ def main(args: list[str]) -> int:
         )
     print(report(result))
     if options.json is not None:
-        options.json.write_text(jsonlib.dumps(asdict(result), indent=1) + "\n")
+        write_json(options.json, asdict(result))
     return 1 if result.failures else 0
 
 

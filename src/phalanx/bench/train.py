@@ -11,7 +11,6 @@ median over rounds of the quotient of the two contenders' best steps in the roun
 
 from __future__ import annotations
 
-import json as jsonlib
 import multiprocessing
 import statistics
 import sys
@@ -29,6 +28,7 @@ from phalanx.bench.baseline_transformers import Baseline, fastest, transformers_
 from phalanx.bench.ours import Ours
 from phalanx.bench.workload import Shape, cpu_name, has_amx
 from phalanx.core.errors import RunError
+from phalanx.core.files import write_json
 from phalanx.plan.model import flops_per_token
 from phalanx.train.machine import matmul_flops_per_s
 
@@ -81,7 +81,7 @@ def main(args: list[str]) -> int:
     result = measure(options, tell=print)
     print(report(result))
     if options.json is not None:
-        options.json.write_text(jsonlib.dumps(asdict(result), indent=1) + "\n")
+        write_json(options.json, asdict(result))
     return 0
 
 

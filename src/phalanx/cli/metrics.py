@@ -6,7 +6,6 @@ Reads `events/rank-N.jsonl` alone: no torch, and a run that is being written is 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from rich.text import Text
 
 from phalanx.cli.tables import markdown_table, replace_part
 from phalanx.core.errors import DataError, Problem
+from phalanx.core.files import write_json
 from phalanx.core.units import format_bytes, format_seconds
 from phalanx.observe import table
 from phalanx.observe.chart import chart
@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
         history = read_history(args.run, rank=args.rank)
         figures = run_figures(history, folder=args.run)
         if args.json is not None:
-            args.json.write_text(json.dumps(figures, indent=2) + "\n")
+            write_json(args.json, figures)
         show(history, figures, Console())
     return 0
 

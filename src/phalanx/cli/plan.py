@@ -6,7 +6,6 @@ FLOPs. An illegal mapping exits 2, prints every problem, and still writes the JS
 
 from __future__ import annotations
 
-import json as jsonlib
 import sys
 import time
 from collections.abc import Callable
@@ -16,7 +15,8 @@ from typing import Annotated, Any
 
 import tyro
 
-from phalanx.core.errors import ConfigError, Problem, RunError, nearest, raise_if
+from phalanx.core.errors import ConfigError, Problem, nearest, raise_if
+from phalanx.core.files import write_json, write_text
 from phalanx.core.units import format_count, format_rate
 from phalanx.plan.draw import folding_svg
 from phalanx.plan.folding import (
@@ -193,17 +193,3 @@ def _preset(name: str) -> ModelSpec:
     )
     raise_if(known, ConfigError, subject="arguments")
     return PRESETS[name]
-
-
-def write_json(path: Path, result: dict[str, Any]) -> None:
-    """Write a result file, its folder included. Raises `RunError` naming the file."""
-    write_text(path, jsonlib.dumps(result, indent=2, sort_keys=True) + "\n")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file, its folder included. Raises `RunError` naming the file."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    except OSError as error:
-        raise RunError(f"cannot write {path}: {error.strerror}") from error

@@ -6,17 +6,17 @@ freezes or cuts at given seconds or steps. `measure` says what the links carry. 
 
 from __future__ import annotations
 
-import json as jsonlib
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import tyro
 
 from phalanx.core.errors import Problem, TestbedError
+from phalanx.core.files import write_json
 from phalanx.plan.cluster import ClusterSpec, parse_rate
 from phalanx.testbed.bed import Testbed
 from phalanx.testbed.measure import measure as measure_links
@@ -143,7 +143,7 @@ def run_command(args: RunArgs, command: list[str]) -> int:
             "logs": str(job.folder),
             "leftovers": bed.leftovers(),
         }
-        _write_json(args.json, record)
+        write_json(args.json, record)
     return 0 if result.ok else 1
 
 
@@ -162,7 +162,7 @@ def measure(args: MeasureArgs) -> int:
     leftovers = bed.leftovers()
     print(f"  left behind: {', '.join(leftovers) or 'nothing'}")
     if args.json is not None:
-        _write_json(args.json, {**asdict(report), "warning": report.warning(), "leftovers": leftovers})
+        write_json(args.json, {**asdict(report), "warning": report.warning(), "leftovers": leftovers})
     return 1 if leftovers else 0
 
 
@@ -171,16 +171,5 @@ def clean(args: CleanArgs) -> int:
     reaped = reap_stale()
     print("\n".join(reaped) or "nothing to clean")
     if args.json is not None:
-        _write_json(args.json, {"reaped": reaped})
+        write_json(args.json, {"reaped": reaped})
     return 0
-
-
-def _write_json(path: Path, record: dict[str, Any]) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(jsonlib.dumps(record, indent=2) + "\n")
-    except OSError as error:
-        problem = Problem(
-            where="--json", value=str(path), rule=f"cannot be written: {error.strerror}", hint="name another file"
-        )
-        raise TestbedError([problem], subject="arguments") from error

@@ -1,0 +1,24 @@
+"""Result files (`--json F` and the like): their folder is made, and what cannot be written is one clear message."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from phalanx.core.errors import RunError
+
+
+def write_json(path: Path, result: Mapping[str, Any]) -> None:
+    """Write a result file, its folder included. Raises `RunError` naming the file."""
+    write_text(path, json.dumps(result, indent=2, sort_keys=True) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file, its folder included. Raises `RunError` naming the file."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise RunError(f"cannot write {path}: {error.strerror}; name another file") from error
