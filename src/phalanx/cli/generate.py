@@ -71,6 +71,8 @@ def problems(options: GenerateArgs) -> list[Problem]:
         ("--tokens", options.tokens, options.tokens >= 1, "must be at least 1", "use 200"),
         ("--temperature", options.temperature, options.temperature >= 0, "must not be negative", "use 0.8"),
         ("--top-k", options.top_k, options.top_k >= 0, "must not be negative", "use 50"),
+        ("--seed", options.seed, 0 <= options.seed < 2**63, "must lie between 0 and 2**63 - 1", "use 0"),
+        ("PROMPT", options.prompt, _is_utf8(options.prompt), "must be UTF-8 text", "see the locale of this terminal"),
         (
             "--threads",
             options.threads,
@@ -87,6 +89,11 @@ def problems(options: GenerateArgs) -> list[Problem]:
         ),
     )
     return [Problem(where=w, value=v, rule=r, hint=h) for w, v, ok, r, h in rules if not ok]
+
+
+def _is_utf8(text: str) -> bool:
+    """Bytes of the command line that are not UTF-8 come as lone surrogates, which no tokenizer takes."""
+    return text.encode("utf-8", "replace").decode("utf-8") == text
 
 
 def decoded(tokens: Iterable[int], tokenizer: Tokenizer) -> Iterable[str]:

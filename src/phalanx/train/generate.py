@@ -60,7 +60,8 @@ def draw(logits_V: torch.Tensor, sampling: Sampling, *, generator: torch.Generat
     """One token id. Ties go to the lowest id."""
     if sampling.temperature == 0:
         return int(logits_V.argmax())
-    scaled_V = logits_V / sampling.temperature
+    # the likeliest at 0, so that no temperature, however small, makes an infinity of it
+    scaled_V = (logits_V - logits_V.max()).double() / sampling.temperature
     if 0 < sampling.top_k < len(scaled_V):
         kept = torch.topk(scaled_V, sampling.top_k)
         choice = torch.multinomial(torch.softmax(kept.values, 0), 1, generator=generator)
