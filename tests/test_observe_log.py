@@ -61,7 +61,9 @@ def test_a_torn_last_line_is_left_out_and_cut_off_by_the_next_process(tmp_path: 
     assert path.read_bytes() == b""
 
 
-@pytest.mark.parametrize("line", [b"{]\n", b"3\n", b'{"step": 1}\n', b"\xff\n", b"\n"])
+@pytest.mark.parametrize(
+    "line", [b"{]\n", b"3\n", b'{"step": 1}\n', b'{"kind": "StepEnded", "step": 1}\n', b"\xff\n", b"\n"]
+)
 def test_a_broken_line_in_the_middle_is_named(line: bytes, tmp_path: Path) -> None:
     write(tmp_path, started())
     path = log_path(tmp_path, 0)

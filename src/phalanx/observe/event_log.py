@@ -13,7 +13,7 @@ import math
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -102,12 +102,22 @@ def read_events(path: Path) -> Iterator[Record]:
 def _decode(path: Path, number: int, line: bytes) -> Record:
     try:
         record = json.loads(line)
-        if isinstance(record, dict) and isinstance(record.get("kind"), str):
+        if (
+            isinstance(record, dict)
+            and isinstance(record.get("kind"), str)
+            and record.keys() >= _needed(record["kind"])
+        ):
             return record
     except ValueError:
         pass
     rule, hint = "is not an event", "delete the line; each line is a JSON object with a kind"
     raise DataError([Problem(where=f"{path}:{number}", value=line[:80], rule=rule, hint=hint)], subject="the event log")
+
+
+def _needed(kind: str) -> frozenset[str]:
+    """Fields that every event of this kind was written with; none for kinds that we do not know (a newer program's)."""
+    known = next((event for event in Event.__subclasses__() if event.__name__ == kind), Event)
+    return frozenset(f.name for f in fields(known) if f.default is MISSING)
 
 
 @dataclass
