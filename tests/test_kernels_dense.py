@@ -8,8 +8,8 @@ import torch
 from kernel_help import agree, normal, seeded
 from phalanx.kernels.embedding import embed
 from phalanx.kernels.lanes import Lanes
-from phalanx.kernels.linear import COLUMNS, TILE, linear, projections
-from phalanx.kernels.norm import rms_norm
+from phalanx.kernels.linear import COLUMNS, ROWS, linear, projections
+from phalanx.kernels.norm import residual_norm, rms_norm
 from phalanx.kernels.permute import combine_rows, gather_rows
 from phalanx.kernels.rope import apply_rope, rope_table
 from phalanx.kernels.shapes import BLOCK
@@ -27,6 +27,27 @@ def test_rms_norm(shape: tuple[int, ...], lanes: int) -> None:
             lambda x, w: rms_norm(x, w, 1e-5, impl="reference"),
             [normal(*shape), normal(shape[-1], seed=1)],
         )
+
+
+@LANES
+def test_residual_norm(lanes: int) -> None:
+    """The stream that goes on, and its norm; gradients come back through both."""
+    inputs = [normal(700, 48), normal(700, 48, seed=1), normal(48, seed=2)]
+    with Lanes(lanes) as pool:
+        agree(
+            lambda x, d, w: residual_norm(x, d, w, 1e-5, lanes=pool),
+            lambda x, d, w: residual_norm(x, d, w, 1e-5, impl="reference"),
+            inputs,
+        )
+        agree(
+            lambda x, w: residual_norm(x, None, w, 1e-5, lanes=pool),
+            lambda x, w: residual_norm(x, None, w, 1e-5, impl="reference"),
+            [inputs[0], inputs[2]],
+        )
+    x, d, w = (t.requires_grad_() for t in (normal(3, 4), normal(3, 4, seed=1), normal(4, seed=2)))
+    assert torch.autograd.gradcheck(lambda x, d, w: residual_norm(x, d, w, 1e-5), (x, d, w))
+    residual_norm(x, d, w, 1e-5)[1].sum().backward()
+    assert x.grad is not None and d.grad is not None and torch.equal(x.grad, d.grad), "without a gradient of the stream"
 
 
 def test_rms_norm_of_zero_and_of_huge_rows() -> None:
@@ -79,7 +100,7 @@ def test_swiglu(rows: int, lanes: int) -> None:
 
 
 @LANES
-@pytest.mark.parametrize("rows", [0, 1, 37, TILE + 90])
+@pytest.mark.parametrize("rows", [0, 1, 37, ROWS + 90])
 def test_linear(rows: int, lanes: int) -> None:
     with Lanes(lanes) as pool:
         agree(

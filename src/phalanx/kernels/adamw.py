@@ -54,19 +54,31 @@ def adamw_(
         if out is not None:
             out.copy_(master)
         return
-    size = CHUNK if master.device.type == "cpu" else max(1, master.numel())
-    steps = torch.tensor(float(step), device=master.device)
+    size = min(CHUNK, master.numel()) if master.device.type == "cpu" else master.numel()
+    factor = torch.as_tensor(scale, dtype=master.dtype, device=master.device)
+    in_kernel = master.dtype == torch.float32  # the fused kernel divides by an fp32 number: too coarse for fp64
+    counts = _Counts(torch.tensor(float(step), device=master.device), 1.0 / factor if in_kernel else None)
+    scratch = [torch.empty(size, dtype=master.dtype, device=master.device) for _ in range(lanes.count)]
 
     def run(start: int, lane: int) -> None:
         part = slice(start, start + size)
-        wide = grad[part].to(master.dtype)
-        if isinstance(scale, torch.Tensor) or scale != 1.0:
-            wide = wide * scale
-        _fused(master[part], wide, exp_avg[part], exp_avg_sq[part], rule, steps)
+        target = master[part]
+        wide = scratch[lane][: len(target)].copy_(grad[part])
+        if not in_kernel:
+            wide.mul_(factor)
+        _fused(target, wide, exp_avg[part], exp_avg_sq[part], rule, counts)
         if out is not None:
-            out[part].copy_(master[part])
+            out[part].copy_(target)
 
-    lanes.run(run, range(0, master.numel(), size))
+    lanes.run(run, range(0, master.numel(), max(1, size)))
+
+
+@dataclass(frozen=True, eq=False)
+class _Counts:
+    """0-d tensors that the fused kernel wants: the step, and what the gradient is divided by (fp32, None for one)."""
+
+    step: torch.Tensor
+    divisor: torch.Tensor | None
 
 
 def _reference(
@@ -85,16 +97,16 @@ def _fused(
     exp_avg: torch.Tensor,
     exp_avg_sq: torch.Tensor,
     rule: _Rule,
-    steps: torch.Tensor,
+    counts: _Counts,
 ) -> None:
-    """Torch's one-pass kernel (the one behind `torch.optim.AdamW(fused=True)`), which counts nothing itself."""
+    """Torch's one-pass kernel (the one behind `torch.optim.AdamW(fused=True)`), which counts nothing itself. Overwrites `grad`."""
     torch._fused_adamw_(
         [master],
         [grad],
         [exp_avg],
         [exp_avg_sq],
         [],
-        [steps],
+        [counts.step],
         lr=rule.lr,
         beta1=rule.beta1,
         beta2=rule.beta2,
@@ -102,4 +114,5 @@ def _fused(
         eps=rule.eps,
         amsgrad=False,
         maximize=False,
+        grad_scale=counts.divisor,
     )

@@ -148,6 +148,7 @@ class _Work:
         torch.mul(sum_c1.log() - z_label_c1, valid_c1, out=self.losses_T[tokens].unsqueeze(1))
         if self.needs:
             d_label_c1 = (z_label_c1.exp().div_(sum_c1) - 1) * valid_c1
-            logits_cV.scatter_(1, label_c1, d_label_c1.to(logits_cV.dtype))
+            each_c = torch.arange(len(labels_c), device=labels_c.device)
+            logits_cV[each_c, label_c1.squeeze(1)] = d_label_c1.squeeze(1).to(logits_cV.dtype)
         if self.d_hidden_TH is not None:
             torch.mm(logits_cV, self.weight_VH, out=self.d_hidden_TH[tokens])

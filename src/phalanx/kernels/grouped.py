@@ -30,8 +30,10 @@ from phalanx.kernels.lanes import SERIAL, Lanes
 from phalanx.kernels.shapes import padded_rows, spaced
 from phalanx.kernels.swiglu import reference_swiglu, swiglu
 
-MAX_PIECE = 1024
-"""Rows of one piece of work: more neither helps a product nor fits a cache, and one overfull expert must not occupy one lane alone."""
+MAX_PIECE = 2048
+"""Rows of one piece of work: more does not help a product, and one overfull expert must not occupy one lane alone."""
+BLOCK_ROWS = 256
+"""Rows that elementwise operations take through all their passes while they are in a core's cache."""
 DOT_ROWS = 16
 """Row products are taken as the diagonals of small square products, which accumulate in fp32 without a temporary."""
 
@@ -131,6 +133,11 @@ class _Piece:
     def rows(self) -> slice:
         return slice(self.start, self.stop)
 
+    @property
+    def blocks(self) -> list[slice]:
+        """Padded rows of the piece, block by block."""
+        return [slice(i, min(i + BLOCK_ROWS, self.size)) for i in range(0, self.size, BLOCK_ROWS)]
+
 
 def _pieces(counts: Sequence[int], dtype: torch.dtype) -> list[_Piece]:
     """Slots cut into pieces of at most MAX_PIECE rows, by the counts alone: no result depends on the number of lanes."""
@@ -150,20 +157,24 @@ def _pieces(counts: Sequence[int], dtype: torch.dtype) -> list[_Piece]:
 class _Scratch:
     """What one lane needs for one piece; allocated by the caller's thread, used again for every piece."""
 
-    def __init__(self, like: torch.Tensor, rows: int, hidden: int, width: int, *, backward: bool, keep: bool) -> None:
+    def __init__(self, like: torch.Tensor, rows: int, hidden: int, width: int) -> None:
         self.x_mH = spaced(rows, hidden, like)
-        self.h_mf = like.new_empty(rows, width)
         self.y_mH = spaced(rows, hidden, like)
-        self.dy_mH = spaced(rows, hidden, like) if backward else None
-        self.dh_mf = like.new_empty(rows, width) if backward else None
-        self.t_mf = spaced(rows, width, like) if backward else None
-        self.d_gate_up_m2f = spaced(rows, 2 * width, like) if backward else None
-        self.gate_up_m2f = None if keep else spaced(rows, 2 * width, like)
-        self.silu_mf = None if keep else spaced(rows, width, like)
+        self.h_mf = like.new_empty(rows, width)
+        self.gate_up_m2f = spaced(rows, 2 * width, like)
+
+
+class _BackwardScratch(_Scratch):
+    def __init__(self, like: torch.Tensor, rows: int, hidden: int, width: int) -> None:
+        super().__init__(like, rows, hidden, width)
+        self.dy_mH = spaced(rows, hidden, like)
+        self.dh_mf = like.new_empty(rows, width)
+        self.d_gate_up_m2f = spaced(rows, 2 * width, like)
+        self.silu_rf, self.t_rf = like.new_empty(2, min(rows, BLOCK_ROWS), width)
 
 
 class _CpuExpertFfn(torch.autograd.Function):
-    """Keeps the rows, both projections' input side (`gate_up`, silu(gate)) unless `recompute`, and the weights."""
+    """Keeps the rows, the weights and, unless `recompute`, the first projection's output."""
 
     @staticmethod
     def forward(
@@ -177,23 +188,24 @@ class _CpuExpertFfn(torch.autograd.Function):
         lanes: Lanes,
     ) -> torch.Tensor:
         work = _Work(x_MH, w13_e2fH, w2_eHf, row_weights_M, counts)
-        ctx.kept = keep = not recompute and any(ctx.needs_input_grad)
-        gate_up_P2f, silu_Pf = work.kept_buffers() if keep else (None, None)
+        if not recompute and any(ctx.needs_input_grad):
+            work.keep()
         y_MH = torch.empty_like(x_MH, memory_format=torch.contiguous_format)
-        scratch = work.scratch(lanes, backward=False, keep=keep)
-        lanes.run(lambda p, i: work.forward(p, scratch[i], gate_up_P2f, silu_Pf, y_MH), work.largest_first)
-        ctx.save_for_backward(x_MH, w13_e2fH, w2_eHf, row_weights_M, gate_up_P2f, silu_Pf)
+        scratch = [_Scratch(*work.scratch_shape) for _ in range(lanes.count)]
+        lanes.run(lambda p, lane: work.forward(p, scratch[lane], y_MH), work.largest_first)
+        ctx.save_for_backward(x_MH, w13_e2fH, w2_eHf, row_weights_M, work.gate_up_P2f)
         ctx.counts, ctx.lanes = counts, lanes
         return y_MH
 
     @staticmethod
     def backward(ctx: Any, dy_MH: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x_MH, w13_e2fH, w2_eHf, row_weights_M, gate_up_P2f, silu_Pf = ctx.saved_tensors
-        work = _Work(x_MH, w13_e2fH, w2_eHf, row_weights_M, ctx.counts)
+        x_MH, w13_e2fH, w2_eHf, row_weights_M, gate_up_P2f = ctx.saved_tensors
+        lanes = ctx.lanes
+        work = _Work(x_MH, w13_e2fH, w2_eHf, row_weights_M, ctx.counts, gate_up_P2f)
         grads = _Grads(work, weights=ctx.needs_input_grad[1], row_weights=ctx.needs_input_grad[3])
-        scratch = work.scratch(ctx.lanes, backward=True, keep=ctx.kept)
-        ctx.lanes.run(lambda p, i: work.backward(p, scratch[i], gate_up_P2f, silu_Pf, dy_MH, grads), work.largest_first)
-        grads.finish(ctx.lanes)
+        scratch = [_BackwardScratch(*work.scratch_shape) for _ in range(lanes.count)]
+        lanes.run(lambda p, lane: work.backward(p, scratch[lane], dy_MH, grads), work.largest_first)
+        grads.finish(lanes)
         return grads.x_MH, grads.w13, grads.w2_eHf, grads.row_weights_M, None, None, None
 
 
@@ -207,8 +219,9 @@ class _Work:
         w2_eHf: torch.Tensor,
         row_weights_M: torch.Tensor | None,
         counts: tuple[int, ...],
+        gate_up_P2f: torch.Tensor | None = None,
     ) -> None:
-        self.x_MH, self.w2_eHf = x_MH, w2_eHf
+        self.x_MH, self.w2_eHf, self.gate_up_P2f = x_MH, w2_eHf, gate_up_P2f
         self.w13_shape = w13_e2fH.shape
         self.w13_eFH = w13_e2fH.flatten(1, 2)
         self.width = w2_eHf.shape[-1]
@@ -217,77 +230,73 @@ class _Work:
         self.row_weights_M = row_weights_M
         self.scale_M1 = None if row_weights_M is None else row_weights_M.to(x_MH.dtype).unsqueeze(-1)
 
-    def kept_buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
-        rows = sum(p.size for p in self.pieces)
-        return spaced(rows, 2 * self.width, self.x_MH), spaced(rows, self.width, self.x_MH)
+    def keep(self) -> None:
+        """Make room for the first projection of all pieces."""
+        self.gate_up_P2f = spaced(sum(p.size for p in self.pieces), 2 * self.width, self.x_MH)
 
-    def scratch(self, lanes: Lanes, *, backward: bool, keep: bool) -> list[_Scratch]:
-        rows = max((p.size for p in self.pieces), default=0)
-        hidden = self.x_MH.shape[1]
-        count = min(lanes.count, len(self.pieces))
-        return [_Scratch(self.x_MH, rows, hidden, self.width, backward=backward, keep=keep) for _ in range(count)]
+    @property
+    def scratch_shape(self) -> tuple[torch.Tensor, int, int, int]:
+        return self.x_MH, max((p.size for p in self.pieces), default=0), self.x_MH.shape[1], self.width
 
-    def _first_half(
-        self, p: _Piece, s: _Scratch, gate_up_P2f: torch.Tensor | None, silu_Pf: torch.Tensor | None, *, fresh: bool
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Padded rows of the piece, gate_up and silu(gate): computed (`fresh`) into the kept buffers or scratch, or found there."""
-        x_mH = _fill(s.x_mH, self.x_MH, p)
-        if gate_up_P2f is None or silu_Pf is None:
-            assert s.gate_up_m2f is not None and s.silu_mf is not None  # `keep` decides both
-            gate_up_m2f, silu_mf, fresh = s.gate_up_m2f[: p.size], s.silu_mf[: p.size], True
-        else:
-            gate_up_m2f, silu_mf = gate_up_P2f[p.padded], silu_Pf[p.padded]
-        if fresh:
-            torch.mm(x_mH, self.w13_eFH[p.slot].T, out=gate_up_m2f)
-            torch.ops.aten.silu.out(gate_up_m2f[:, : self.width], out=silu_mf)
-        return x_mH, gate_up_m2f, silu_mf
+    def _project(self, p: _Piece, s: _Scratch) -> torch.Tensor:
+        """First projection of the piece, into the kept buffer where there is one."""
+        target_m2f = s.gate_up_m2f[: p.size] if self.gate_up_P2f is None else self.gate_up_P2f[p.padded]
+        return torch.mm(s.x_mH[: p.size], self.w13_eFH[p.slot].T, out=target_m2f)
 
-    def forward(
-        self,
-        p: _Piece,
-        s: _Scratch,
-        gate_up_P2f: torch.Tensor | None,
-        silu_Pf: torch.Tensor | None,
-        y_MH: torch.Tensor,
-    ) -> None:
-        _, gate_up_m2f, silu_mf = self._first_half(p, s, gate_up_P2f, silu_Pf, fresh=True)
-        h_mf = torch.mul(silu_mf, gate_up_m2f[:, self.width :], out=s.h_mf[: p.size])
+    def forward(self, p: _Piece, s: _Scratch, y_MH: torch.Tensor) -> None:
+        _fill(s.x_mH, self.x_MH, p)
+        gate_up_m2f, h_mf = self._project(p, s), s.h_mf[: p.size]
+        for rows in p.blocks:
+            torch.ops.aten.silu.out(gate_up_m2f[rows, : self.width], out=h_mf[rows])
+            h_mf[rows].mul_(gate_up_m2f[rows, self.width :])
         y_mH = torch.mm(h_mf, self.w2_eHf[p.slot].T, out=s.y_mH[: p.size])[: p.num_rows]
         if self.scale_M1 is None:
             y_MH[p.rows].copy_(y_mH)
         else:
             torch.mul(y_mH, self.scale_M1[p.rows], out=y_MH[p.rows])
 
-    def backward(
-        self,
-        p: _Piece,
-        s: _Scratch,
-        gate_up_P2f: torch.Tensor | None,
-        silu_Pf: torch.Tensor | None,
-        dy_MH: torch.Tensor,
-        grads: _Grads,
-    ) -> None:
-        assert s.dy_mH is not None and s.dh_mf is not None and s.t_mf is not None and s.d_gate_up_m2f is not None
-        m, f = p.size, self.width
-        x_mH, gate_up_m2f, silu_mf = self._first_half(p, s, gate_up_P2f, silu_Pf, fresh=False)
-        gate_mf, up_mf = gate_up_m2f[:, :f], gate_up_m2f[:, f:]
-        dy_mH = _fill(s.dy_mH, dy_MH, p)
-        h_mf = torch.mul(silu_mf, up_mf, out=s.h_mf[:m])
-        dh_mf = torch.mm(dy_mH, self.w2_eHf[p.slot], out=s.dh_mf[:m])
+    def backward(self, p: _Piece, s: _BackwardScratch, dy_MH: torch.Tensor, grads: _Grads) -> None:
+        x_mH, dy_mH = _fill(s.x_mH, self.x_MH, p), _fill(s.dy_mH, dy_MH, p)
+        gate_up_m2f = self._project(p, s) if self.gate_up_P2f is None else self.gate_up_P2f[p.padded]
+        torch.mm(dy_mH, self.w2_eHf[p.slot], out=s.dh_mf[: p.size])
+        scale_m1, dots_m = None, None
         if self.scale_M1 is not None:
-            if grads.row_weights_M is not None:
-                grads.row_weights_M[p.rows].copy_(_row_dots(dh_mf, h_mf)[: p.num_rows])
-            dh_mf[: p.num_rows].mul_(self.scale_M1[p.rows])
-            dy_mH[: p.num_rows].mul_(self.scale_M1[p.rows])
-        d_gate_up_m2f = s.d_gate_up_m2f[:m]
-        torch.mul(dh_mf, silu_mf, out=d_gate_up_m2f[:, f:])
-        t_mf = torch.mul(dh_mf, up_mf, out=s.t_mf[:m])
-        torch.ops.aten.silu_backward.grad_input(t_mf, gate_mf, grad_input=d_gate_up_m2f[:, :f])
+            scale_m1 = dy_mH.new_zeros(p.size, 1)
+            scale_m1[: p.num_rows] = self.scale_M1[p.rows]
+            dy_mH.mul_(scale_m1)
+            dots_m = dy_mH.new_empty(p.size)
+        for rows in p.blocks:
+            self._activation_backward(rows, gate_up_m2f, s, scale_m1, dots_m)
+        if dots_m is not None and grads.row_weights_M is not None:
+            grads.row_weights_M[p.rows].copy_(dots_m[: p.num_rows])
+        d_gate_up_m2f = s.d_gate_up_m2f[: p.size]
         if grads.weights:
-            torch.mm(dy_mH.T, h_mf, out=grads.w2_of(p))
+            torch.mm(dy_mH.T, s.h_mf[: p.size], out=grads.w2_of(p))
             torch.mm(d_gate_up_m2f.T, x_mH, out=grads.w13_of(p))
-        dx_mH = torch.mm(d_gate_up_m2f, self.w13_eFH[p.slot], out=s.y_mH[:m])
+        dx_mH = torch.mm(d_gate_up_m2f, self.w13_eFH[p.slot], out=s.y_mH[: p.size])
         grads.x_MH[p.rows].copy_(dx_mH[: p.num_rows])
+
+    def _activation_backward(
+        self,
+        rows: slice,
+        gate_up_m2f: torch.Tensor,
+        s: _BackwardScratch,
+        scale_m1: torch.Tensor | None,
+        dots_m: torch.Tensor | None,
+    ) -> None:
+        """Rows of `h` (unweighted), of the row weights' gradient and of `d_gate_up`, from `gate_up` and `dh`."""
+        gate_rf, up_rf = gate_up_m2f[rows].split(self.width, dim=1)
+        d_gate_rf, d_up_rf = s.d_gate_up_m2f[rows].split(self.width, dim=1)
+        dh_rf, h_rf = s.dh_mf[rows], s.h_mf[rows]
+        silu_rf, t_rf = s.silu_rf[: len(dh_rf)], s.t_rf[: len(dh_rf)]
+        torch.ops.aten.silu.out(gate_rf, out=silu_rf)
+        torch.mul(silu_rf, up_rf, out=h_rf)
+        if scale_m1 is not None and dots_m is not None:
+            dots_m[rows].copy_(_row_dots(dh_rf, h_rf))
+            dh_rf.mul_(scale_m1[rows])
+        torch.mul(dh_rf, silu_rf, out=d_up_rf)
+        torch.mul(dh_rf, up_rf, out=t_rf)
+        torch.ops.aten.silu_backward.grad_input(t_rf, gate_rf, grad_input=d_gate_rf)
 
 
 class _Grads:
@@ -334,11 +343,8 @@ class _Grads:
         for i, whole in enumerate((self._w13_eFH[slot], self.w2_eHf[slot])):
             if not pieces:
                 whole.zero_()
-            elif len(pieces) > 1:
-                total = whole.to(torch.promote_types(whole.dtype, torch.float32))
-                for p in pieces[1:]:
-                    total = total + self._partial[p.start][i]
-                whole.copy_(total)
+            for p in pieces[1:]:
+                whole.add_(self._partial[p.start][i])
 
 
 def _fill(target: torch.Tensor, source_MH: torch.Tensor, p: _Piece) -> torch.Tensor:

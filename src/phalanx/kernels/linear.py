@@ -1,8 +1,7 @@
 """`x weight^T + bias`, for one projection or several of the same input at once.
 
 On a CPU the output columns are cut into pieces for the lanes: a piece sees all rows, because oneDNN rearranges the weight at every call and
-that cost is shared by the rows. The weight gradient, whose sum runs over rows, first turns the output gradient round tile by tile: oneDNN
-does the same product at half the speed when it has to read columns (docs/performance.md).
+that cost is shared by the rows.
 
 Legend: T rows, H inputs, O outputs of one projection.
 """
@@ -18,14 +17,11 @@ import torch.nn.functional as F
 
 from phalanx.kernels.choice import Impl
 from phalanx.kernels.lanes import SERIAL, Lanes
-from phalanx.kernels.shapes import spaced
 
 COLUMNS = 256
 """Width of a piece."""
 ROWS = 4096
 """Most rows of a piece."""
-TILE = 512
-"""Rows and columns of a tile that is turned round; below this many rows it does not pay."""
 
 
 def linear(
@@ -139,23 +135,12 @@ def _weight_gradients(
 ) -> list[torch.Tensor | None]:
     """`dy^T x` for each projection."""
     out = [dy.new_empty(dy.shape[1], x_TH.shape[1]) if need else None for dy, need in zip(grads, needed, strict=True)]
-    rows = x_TH.shape[0]
-    turn = rows > TILE and x_TH.dtype == torch.bfloat16
-    scratch = [spaced(COLUMNS, rows, x_TH) if turn else None for _ in range(lanes.count)]
 
     def run(part: _Part, lane: int) -> None:
-        target, dy_TO, turned = out[part.which], grads[part.which][:, part.columns], scratch[lane]
+        target = out[part.which]
         if target is not None:
-            dy_OT = dy_TO.T if turned is None else transpose_into(turned[: dy_TO.shape[1]], dy_TO)
-            torch.mm(dy_OT, x_TH, out=target[part.columns])
+            torch.mm(grads[part.which][:, part.columns].T, x_TH, out=target[part.columns])
 
-    widths = [dy.shape[1] for dy in grads]
-    lanes.run(run, [_Part(i, slice(0, rows), c) for i, width in enumerate(widths) for c in _ranges(width, COLUMNS)])
+    rows = slice(0, x_TH.shape[0])
+    lanes.run(run, [_Part(i, rows, c) for i, dy in enumerate(grads) for c in _ranges(dy.shape[1], COLUMNS)])
     return out
-
-
-def transpose_into(out_OT: torch.Tensor, x_TO: torch.Tensor) -> torch.Tensor:
-    """`x_TO` turned round into `out_OT`, by tiles that fit a cache. Returns `out_OT`."""
-    for rows in _ranges(x_TO.shape[0], TILE):
-        out_OT[:, rows].copy_(x_TO[rows].T)
-    return out_OT

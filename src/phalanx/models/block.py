@@ -33,8 +33,8 @@ class Block(nn.Module):
         self, x_TH: torch.Tensor, *, table: RopeTable, info: ForwardInfo, batch: TokenBatch
     ) -> tuple[torch.Tensor, RoutingStats | None]:
         """(T, H) -> (T, H) and what the router says; None in a dense block."""
-        x_TH = x_TH + self.attention(self.attention_norm(x_TH), table=table, segments=batch.segments)
-        h_TH = self.ffn_norm(x_TH)
+        x_TH, h_TH = self.attention_norm.after(x_TH, None)
+        x_TH, h_TH = self.ffn_norm.after(x_TH, self.attention(h_TH, table=table, segments=batch.segments))
         if self.moe is not None:
             y_TH, stats = self.moe(h_TH, info, batch)
             return x_TH + y_TH, stats

@@ -17,7 +17,7 @@ from torch import nn
 
 from phalanx.kernels.choice import Impl
 from phalanx.kernels.linear import linear
-from phalanx.kernels.norm import rms_norm
+from phalanx.kernels.norm import residual_norm, rms_norm
 from phalanx.kernels.swiglu import swiglu
 from phalanx.models.context import ModelContext
 from phalanx.plan.layout import LocalParam, Piece, local_param
@@ -82,6 +82,10 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return rms_norm(x, self.weight, self.eps, impl=self.impl, lanes=self.lanes)
+
+    def after(self, x_TH: torch.Tensor, delta_TH: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """The residual stream with `delta_TH` added (if any), and its norm."""
+        return residual_norm(x_TH, delta_TH, self.weight, self.eps, impl=self.impl, lanes=self.lanes)
 
 
 class Linear(nn.Module):
