@@ -29,7 +29,7 @@ from types import FrameType
 
 import torch
 
-from phalanx.core.errors import PhalanxError, RunError
+from phalanx.core.errors import PeerError, PhalanxError, RunError
 from phalanx.runtime.groups import WorldInfo
 
 STOPPED = 130
@@ -276,23 +276,25 @@ class _Watch:
             self._wait(left_s)
 
     def _verdict(self, failed: list[_Child]) -> int:
-        """Raise what went wrong first: a killed rank before one that complained, a plain complaint before a traceback."""
+        """Raise what went wrong first: a killed rank before one that complained, and that before one that missed a peer."""
         _show_cursor()
         if self.stops > 1 or any(c.code == STOPPED for c in failed):
             return STOPPED
         for child in failed:
             if child.signal:
                 raise RunError(_killed(child))
-        reports = [(c, _read_report(c)) for c in failed]
-        for _, report in reports:
-            if isinstance(report, PhalanxError) and not isinstance(report, RunError):
-                raise report
-        for _, report in reports:
-            if isinstance(report, PhalanxError):
-                raise report
-        child, report = next(((c, r) for c, r in reports if r is not None), reports[0])
+        child, report = min(((c, _read_report(c)) for c in failed), key=lambda found: _distance(found[1]))
+        if isinstance(report, PhalanxError):
+            raise report
         text = str(report).rstrip() if report is not None else f"it ended with exit code {child.code}"
         raise RunError(f"rank {child.rank} failed; the other ranks were ended\n{text}")
+
+
+def _distance(report: PhalanxError | str | None) -> int:
+    """How far what a rank said is from the cause: a problem, a failure, a traceback, nothing, a missing peer."""
+    if isinstance(report, PhalanxError):
+        return 4 if isinstance(report, PeerError) else 1 if isinstance(report, RunError) else 0
+    return 2 if report is not None else 3
 
 
 def _killed(child: _Child) -> str:
