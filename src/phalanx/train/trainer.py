@@ -54,6 +54,7 @@ from phalanx.train.optim import learning_rate
 from phalanx.train.run_folder import RunStatus
 from phalanx.train.setup import PATIENCE_S, Rank, make_context, open_rank, prepare_text, resolve_shape
 from phalanx.train.step import StepParts, StepResult, eval_loss, train_step
+from phalanx.train.warm import warm_kernels
 
 SAMPLE_TOKENS = 80
 PROMPT_TOKENS = 12
@@ -102,6 +103,7 @@ def build_trainer(rank: Rank, stop: StopRequest) -> Trainer:
         step = loader.check_state(state.loader)
         _check_length(recipe, step)
     ctx = make_context(rank, spec, folding)
+    warm_kernels(ctx, micro_batch=recipe.train.micro_batch, seq_len=recipe.train.seq_len)
     parts = assemble(ctx, optim=recipe.optim, num_microbatches=_microbatches_per_rank(recipe, folding))
     if step is not None:
         manager.load(parts.state.boxes(), step=step)
@@ -203,6 +205,7 @@ class Trainer:
         self.flops_per_token = flops_per_token(self.spec, t.seq_len)
         self.peak_flops_per_s = 0.0
         self.recipe_hash = hashlib.sha256(dump_recipe(recipe).encode()).hexdigest()[:16]
+        self.last_loss: float | None = None
         self.last_validation: tuple[int, float] | None = None
 
     # ---- the loop
@@ -227,7 +230,7 @@ class Trainer:
                 micros = next(batches)
                 data_s = time.perf_counter() - begin_s
                 result = self._step(step, [token_batch(m, self.rank.device) for m in micros])
-                self.step = step + 1
+                self.step, self.last_loss = step + 1, result.loss
                 self._report(result, micros, step_s=time.perf_counter() - begin_s, data_s=data_s)
                 self._hear_of_checkpoints()
                 if result.stop:
@@ -398,7 +401,7 @@ class Trainer:
         loss, t = self.last_validation[1] if self.last_validation else None, self.rank.recipe.train
         return Outcome(
             reason=reason, step=self.step, total_steps=self.total_steps,
-            tokens=(self.step - self.start) * t.global_batch * t.seq_len, validation_loss=loss,
+            tokens=(self.step - self.start) * t.global_batch * t.seq_len, loss=self.last_loss, validation_loss=loss,
             unigram_loss=self.prepared.unigram_loss, sample=sample,
         )  # fmt: skip
 
