@@ -13,9 +13,11 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import metadata
 from typing import Literal
 
@@ -54,7 +56,6 @@ from phalanx.train.optim import learning_rate
 from phalanx.train.run_folder import RunStatus
 from phalanx.train.setup import PATIENCE_S, Rank, make_context, open_rank, prepare_text, resolve_shape
 from phalanx.train.step import StepParts, StepResult, eval_loss, train_step
-from phalanx.train.warm import warm_kernels
 
 SAMPLE_TOKENS = 80
 PROMPT_TOKENS = 12
@@ -68,6 +69,7 @@ def train(recipe: Recipe, info: WorldInfo, stop: StopRequest) -> int:
     with rank.sinks:
         try:
             trainer = build_trainer(rank, stop)
+            stop.on_request = partial(_say_what_follows, rank)
             outcome = trainer.run()
         except BaseException as err:
             reason = " ".join([f"{type(err).__name__}:", *str(err).splitlines()[:2]])
@@ -79,6 +81,15 @@ def train(recipe: Recipe, info: WorldInfo, stop: StopRequest) -> int:
         print_summary(summary_of(rank.folder.path, outcome, seconds=time.monotonic() - begin_s))
     close_world()
     return 0
+
+
+def _say_what_follows(rank: Rank) -> None:
+    """The answer to Ctrl-C, where the display is drawn: whatever else writes to the terminal would tear it."""
+    text = "finishing the step and saving a checkpoint; once more stops at once"
+    if rank.speaks:
+        rank.sinks(Note(level="info", text=text))
+    elif rank.info.rank == 0:
+        print(text, file=sys.stderr, flush=True)
 
 
 # ---- building --------------------------------------------------------------------------------------------------------
@@ -103,7 +114,6 @@ def build_trainer(rank: Rank, stop: StopRequest) -> Trainer:
         step = loader.check_state(state.loader)
         _check_length(recipe, step)
     ctx = make_context(rank, spec, folding)
-    warm_kernels(ctx, micro_batch=recipe.train.micro_batch, seq_len=recipe.train.seq_len)
     parts = assemble(ctx, optim=recipe.optim, num_microbatches=_microbatches_per_rank(recipe, folding))
     if step is not None:
         manager.load(parts.state.boxes(), step=step)
