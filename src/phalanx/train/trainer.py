@@ -408,10 +408,11 @@ class Trainer:
 
     def _outcome(self, reason: Literal["finished", "interrupted"], sample: Sampled | None) -> Outcome:
         self._write_status(reason)
-        loss, t = self.last_validation[1] if self.last_validation else None, self.rank.recipe.train
+        (at, loss), t = self.last_validation or (None, None), self.rank.recipe.train
         return Outcome(
             reason=reason, step=self.step, total_steps=self.total_steps,
-            tokens=(self.step - self.start) * t.global_batch * t.seq_len, loss=self.last_loss, validation_loss=loss,
+            tokens=(self.step - self.start) * t.global_batch * t.seq_len, loss=self.last_loss,
+            validation_loss=loss, validation_step=at,
             unigram_loss=self.prepared.unigram_loss, sample=sample,
         )  # fmt: skip
 
