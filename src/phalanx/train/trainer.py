@@ -56,6 +56,7 @@ from phalanx.train.optim import learning_rate
 from phalanx.train.run_folder import RunStatus
 from phalanx.train.setup import PATIENCE_S, Rank, make_context, open_rank, prepare_text, resolve_shape
 from phalanx.train.step import StepParts, StepResult, eval_loss, train_step
+from phalanx.train.warm import warm_kernels
 
 SAMPLE_TOKENS = 80
 PROMPT_TOKENS = 12
@@ -114,6 +115,7 @@ def build_trainer(rank: Rank, stop: StopRequest) -> Trainer:
         step = loader.check_state(state.loader)
         _check_length(recipe, step)
     ctx = make_context(rank, spec, folding)
+    warm_kernels(ctx, micro_batch=recipe.train.micro_batch, seq_len=recipe.train.seq_len)
     parts = assemble(ctx, optim=recipe.optim, num_microbatches=_microbatches_per_rank(recipe, folding))
     if step is not None:
         manager.load(parts.state.boxes(), step=step)
