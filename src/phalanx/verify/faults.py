@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from phalanx.core.errors import ConfigError, Problem, nearest
+from phalanx.kernels.lanes import SERIAL, Lanes
 from phalanx.models.context import ForwardInfo, TokenBatch
 from phalanx.models.decoder import Decoder, DecoderOutput
 from phalanx.plan.folding import GRADIENT_RULES, Folding, GradientRule, to_dict
@@ -243,9 +244,9 @@ def _swapped_groups(folding: Folding, rank: int, cache: GroupCache) -> Groups:
 class _NormWithoutSomeExperts(ReducedGradients):
     """Ranks beyond the first of ep add nothing for their experts to the norm."""
 
-    def square_sum(self, groups: Groups) -> torch.Tensor:
+    def square_sum(self, groups: Groups, *, lanes: Lanes = SERIAL) -> torch.Tensor:
         kept = {f: lay for f, lay in self.layouts.items() if f != "expert" or groups.axis("ep").index == 0}
-        return ReducedGradients(layouts=kept, segments=self.segments).square_sum(groups)
+        return ReducedGradients(layouts=kept, segments=self.segments).square_sum(groups, lanes=lanes)
 
 
 class _NormSkipsExperts(GradientBuffers):
