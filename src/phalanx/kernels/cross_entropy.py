@@ -176,6 +176,8 @@ def _losses_of_chunk(
     losses_c.copy_((sum_c1.log() - z_label_c1).mul_(valid_c1).squeeze(1))
     if needs:
         d_label_c1 = (z_label_c1.exp().div_(sum_c1) - 1) * valid_c1
-        logits_cV.scatter_(1, label_c1, d_label_c1.to(logits_cV.dtype))
+        # not scatter_: in bf16 it copies all logits to fp32 and back
+        each_c = torch.arange(labels_c.shape[0], device=labels_c.device)
+        logits_cV[each_c, label_c1.squeeze(1)] = d_label_c1.squeeze(1).to(logits_cV.dtype)
     if d_hidden_cH is not None:
         torch.mm(logits_cV, weight_VH, out=d_hidden_cH)
