@@ -31,6 +31,9 @@ class DecoderOutput:
     routing: tuple[RoutingStats, ...]
 
 
+_BlockOutput = tuple[torch.Tensor, torch.Tensor, RoutingStats | None]
+
+
 class Weight(nn.Module):
     """A lone matrix (embedding or head)."""
 
@@ -66,33 +69,40 @@ class Decoder(nn.Module):
         spec = self.spec
         table = rope_table(batch.positions_BS, head_dim=spec.head_dim, theta=spec.rope_theta, dtype=self.dtype)
         x_TH = embed(batch.tokens_BS.flatten(), self.embedding.weight, impl=self.impl, lanes=self.lanes)
+        delta_TH: torch.Tensor | None = None
         routing = []
         for block in self.layers:
-            x_TH, stats = self._run_block(block, x_TH, table, info, batch)
+            x_TH, delta_TH, stats = self._run_block(block, x_TH, delta_TH, table, info, batch)
             if stats is not None:
                 routing.append(stats)
-        return DecoderOutput(self.norm(x_TH), tuple(routing))
+        return DecoderOutput(self.norm.after(x_TH, delta_TH)[1], tuple(routing))
 
     def _run_block(
-        self, block: nn.Module, x_TH: torch.Tensor, table: RopeTable, info: ForwardInfo, batch: TokenBatch
-    ) -> tuple[torch.Tensor, RoutingStats | None]:
+        self,
+        block: nn.Module,
+        x_TH: torch.Tensor,
+        delta_TH: torch.Tensor | None,
+        table: RopeTable,
+        info: ForwardInfo,
+        batch: TokenBatch,
+    ) -> _BlockOutput:
         """One block, kept or (recompute = full) run again in the backward pass.
 
         Router statistics are results of the first run; the second run's are thrown away with it, so nothing is counted twice.
         """
         if not (self.recompute_blocks and torch.is_grad_enabled()):
-            result: tuple[torch.Tensor, RoutingStats | None] = block(x_TH, table=table, info=info, batch=batch)
+            result: _BlockOutput = block(x_TH, delta_TH, table=table, info=info, batch=batch)
             return result
 
         infos = chain((info,), repeat(replace(info, phase="re")))
 
-        def run(x_TH: torch.Tensor) -> tuple[torch.Tensor, RoutingStats | None]:
-            out: tuple[torch.Tensor, RoutingStats | None] = block(x_TH, table=table, info=next(infos), batch=batch)
+        def run(x_TH: torch.Tensor) -> _BlockOutput:
+            out: _BlockOutput = block(x_TH, None, table=table, info=next(infos), batch=batch)
             return out
 
-        again: tuple[torch.Tensor, RoutingStats | None] = checkpoint(
-            run, x_TH, use_reentrant=False, preserve_rng_state=False
-        )
+        if delta_TH is not None:
+            x_TH = x_TH + delta_TH  # one tensor to keep, not two
+        again: _BlockOutput = checkpoint(run, x_TH, use_reentrant=False, preserve_rng_state=False)
         return again
 
 
