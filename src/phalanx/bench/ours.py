@@ -34,7 +34,7 @@ class Ours:
         kernels: Literal["fast", "reference"] = "fast",
         rate: Callable[[int], float] = lambda step: LEARNING_RATE,
     ) -> None:
-        keep_freed_memory()
+        keep_freed_memory(threads=threads)
         folding = make_folding(world=1)
         spec = shape.spec()
         ctx = ModelContext(

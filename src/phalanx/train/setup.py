@@ -69,7 +69,7 @@ class Rank:
 def open_rank(recipe: Recipe, info: WorldInfo) -> Rank:
     """Join the world and open the run folder. Collective."""
     timeout_s = recipe.launch.timeout_s
-    keep_freed_memory()
+    keep_freed_memory(threads=torch.get_num_threads() if recipe.launch.device == "cpu" else 1)
     device = init_world(info, device=recipe.launch.device, timeout_s=timeout_s)
     torch.use_deterministic_algorithms(recipe.train.deterministic)
     peers = Peers(own_group(info.world, timeout_s=PATIENCE_S))
