@@ -15,10 +15,10 @@ from phalanx.kernels.lanes import Lanes
 from phalanx.models.context import ForwardInfo, ModelContext, TokenBatch
 from phalanx.models.decoder import Decoder
 from phalanx.models.layers import initialise, local_of, new_parameter
-from phalanx.plan.folding import Folding, make_folding
+from phalanx.plan.folding import GROUP_AXES, Folding, make_folding
 from phalanx.plan.model import PRESETS, ModelSpec, RouterSpec, buffers, parameters
 from phalanx.plan.placement import plain_placement
-from phalanx.runtime.groups import Groups
+from phalanx.runtime.groups import Axis, Groups
 from phalanx.train.loss import objective
 
 SMALL = dataclasses.replace(PRESETS["tiny"], vocab=64)
@@ -45,7 +45,8 @@ def variant(name: str) -> ModelSpec:
 def on_paper(spec: ModelSpec, folding: Folding, rank: int = 0, **more: Any) -> ModelContext:
     """A context whose groups exist on paper only: enough for shapes and initial values."""
     placement = plain_placement(spec.num_experts, folding)
-    groups = Groups(folding=folding, rank=rank, axes={})
+    axes = {n: Axis(n, r := folding.group_of(rank, n), r.index(rank), None) for n in GROUP_AXES}
+    groups = Groups(folding=folding, rank=rank, axes=axes)
     return dataclasses.replace(context(spec), groups=groups, placement=placement, **more)
 
 
@@ -61,10 +62,8 @@ def batch(vocab: int = 64) -> TokenBatch:
 def gradients(spec: ModelSpec, **more: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor], Decoder]:
     """Objective and gradients of one micro-batch."""
     model = Decoder(context(spec, **more))
-    output = model(batch(), ForwardInfo())
-    total, _ = objective(
-        output, model.head_weight, batch(), valid_tokens=torch.tensor(47), impl=more.get("kernels", "fast")
-    )
+    info, (part,) = ForwardInfo(), model.parts
+    total, _ = objective(model, model(batch(), info), batch(), info, part=part, valid_tokens=torch.tensor(47))
     total.backward()
     found = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
     return total.detach(), found, model
@@ -204,9 +203,9 @@ def test_tied_embeddings_share_one_parameter() -> None:
 
 
 def test_what_comes_later_is_refused_with_all_reasons() -> None:
-    folding = make_folding(world=4, tp=2, pp=2)
+    folding = make_folding(world=4, cp=2, pp=2)
     spec = dataclasses.replace(PRESETS["deepseek-v3"], num_layers=2, num_experts=8)
     with pytest.raises(ConfigError) as error:
         Decoder(on_paper(spec, folding))
     text = str(error.value)
-    assert "folding.tp" in text and "folding.pp" in text and "latent attention" in text
+    assert "folding.cp" in text and "latent attention" in text

@@ -159,10 +159,10 @@ def _collectives(rank: int, cache: GroupCache, zero: int) -> dict[tuple[str, str
 def test_collectives_of_a_step_are_those_of_its_docstring() -> None:
     (sharded, _), (whole, _) = (run_ranks(2, _collectives, zero) for zero in (1, 0))
     assert sharded[("all_reduce", "world")] == 1 == whole[("all_reduce", "world")]  # the vote
-    assert sharded[("all_reduce", "tp_dp_cp")] == 1  # valid tokens
+    assert sharded[("all_reduce", "dp_cp")] == 1  # valid tokens
     assert sharded[("reduce_scatter", "dp_cp")] == 2 == sharded[("all_gather", "dp_cp")]  # two dense families
     assert sharded[("reduce_scatter", "edp")] == 1 == sharded[("all_gather", "edp")]
-    assert whole[("all_reduce", "dp_cp")] == 2 and whole[("all_reduce", "edp")] == 1
+    assert whole[("all_reduce", "dp_cp")] == 3 and whole[("all_reduce", "edp")] == 1
     assert not any(kind == "all_gather" and axis in ("dp_cp", "edp") for kind, axis in whole)
 
 

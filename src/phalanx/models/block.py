@@ -11,7 +11,8 @@ from torch import nn
 from phalanx.kernels.rope import RopeTable
 from phalanx.models.attention import Attention
 from phalanx.models.context import ForwardInfo, ModelContext, RoutingStats, TokenBatch
-from phalanx.models.layers import Mlp, RMSNorm
+from phalanx.models.layers import RMSNorm
+from phalanx.models.mlp import Mlp
 from phalanx.models.moe import MoE
 
 
@@ -27,16 +28,16 @@ class Block(nn.Module):
         if layer in ctx.spec.moe_layers:
             self.moe = MoE(ctx, layer)
         else:
-            self.mlp = Mlp(ctx, at + "mlp")
+            self.mlp = Mlp(ctx, layer)
 
     def forward(
         self, x_TH: torch.Tensor, *, table: RopeTable, info: ForwardInfo, batch: TokenBatch
     ) -> tuple[torch.Tensor, RoutingStats | None]:
         """(T, H) -> (T, H) and what the router says; None in a dense block."""
         x_TH, h_TH = self.attention_norm.after(x_TH, None)
-        x_TH, h_TH = self.ffn_norm.after(x_TH, self.attention(h_TH, table=table, segments=batch.segments))
+        x_TH, h_TH = self.ffn_norm.after(x_TH, self.attention(h_TH, table=table, info=info, batch=batch))
         if self.moe is not None:
             y_TH, stats = self.moe(h_TH, info, batch)
             return x_TH + y_TH, stats
         assert self.mlp is not None  # one of the two, by construction
-        return x_TH + self.mlp(h_TH), None
+        return x_TH + self.mlp(h_TH, info, batch), None

@@ -19,6 +19,21 @@ from phalanx.runtime.collectives import Collectives
 from phalanx.runtime.groups import Groups
 
 
+@dataclass(frozen=True, kw_only=True)
+class StagePart:
+    """One virtual stage of the pipeline: which layers, and whether it begins with the embedding or ends with the loss."""
+
+    index: int
+    layers: tuple[int, ...]
+    embeds: bool
+    predicts: bool
+
+
+def whole_model(spec: ModelSpec) -> tuple[StagePart, ...]:
+    """The only stage of a model without a pipeline."""
+    return (StagePart(index=0, layers=tuple(range(spec.num_layers)), embeds=True, predicts=True),)
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ModelContext:
     """Fixed for the life of a model; built by the trainer (or a test) and handed to every module."""
@@ -36,24 +51,40 @@ class ModelContext:
     seed: int = 0
     lanes: Lanes = SERIAL
     """Threads among which CPU kernels divide their work; results do not depend on it."""
+    stages: tuple[StagePart, ...] = ()
+    """This rank's virtual stages of the pipeline; empty: the whole model."""
+
+    @property
+    def parts(self) -> tuple[StagePart, ...]:
+        return self.stages or whole_model(self.spec)
 
 
 @dataclass(frozen=True, eq=False)
 class TokenBatch:
-    """One micro-batch of one rank.
+    """One micro-batch: whole, as the loader gives it, or a rank's part of it (`models/shard.py`).
 
-    `tokens_BS`, `labels_BS` (-100: not predicted) and `positions_BS` (from 0 in each document) are int64 on the model's device;
-    `segments[b]` are the lengths of the documents packed in sequence b (sum S), plain integers on the host.
+    `tokens_BS`, `labels_BS` (-100: not predicted) and `positions_BS` (from 0 in each document) are int64 on the model's device: all of the
+    sequences, or the positions of one cp rank, in its order. `segments[b]` are the lengths of the documents packed in the whole sequence b,
+    plain integers on the host.
     """
 
     tokens_BS: torch.Tensor
     labels_BS: torch.Tensor
     positions_BS: torch.Tensor
     segments: tuple[tuple[int, ...], ...]
+    token_index_T: torch.Tensor | None = None
+    """int64 place in the whole micro-batch (b * S + s) of each row that this rank holds between the layers; None: they are all here."""
+    part_T: torch.Tensor | None = None
+    """int64: which rank would hold each row. Only where one rank stands in for several: rows are then dropped part by part."""
 
     @property
     def num_tokens(self) -> int:
+        """Of this cp part."""
         return self.tokens_BS.numel()
+
+    @property
+    def num_sequences(self) -> int:
+        return self.tokens_BS.shape[0]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -146,7 +146,7 @@ class _Lowering:
         return len(self.folding.group_of(0, axis))
 
     def step(self, microbatches: range) -> Iterator[Op]:
-        yield from self._collective(op_id("valid_tokens"), "all_reduce", "tp_dp_cp")
+        yield from self._collective(op_id("valid_tokens"), "all_reduce", "dp_cp")
         if self._counts_first():
             for mb in microbatches:
                 yield from self._forward(mb, "count")

@@ -182,6 +182,13 @@ class Collectives:
         out: torch.Tensor = _ReduceScatterRows.apply(x, self, axis, tuple(sizes), op_id)
         return out
 
+    def all_reduce_sum(self, x: torch.Tensor, axis: Axis, *, op_id: str = "") -> torch.Tensor:
+        """Sum of `x` over the axis, on all ranks, as a new tensor. Gradient: the sum of all ranks' gradients."""
+        if axis.group is None:
+            return x
+        out: torch.Tensor = _AllReduceSum.apply(x, self, axis, op_id)
+        return out
+
     # ---- the transport under the differentiable ones -------------------------------------------------------------------
 
     def _exchange(
@@ -387,3 +394,17 @@ class _ReduceScatterRows(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         back = ctx.comms.gather_rows_raw(grad, ctx.axis, ctx.sizes, backward_id(ctx.op_id))
         return back, None, None, None, None
+
+
+class _AllReduceSum(torch.autograd.Function):
+    """Every rank uses the whole sum, so a rank's part gets the sum of what all of them say of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, comms: Collectives, axis: Axis, op_id: str) -> torch.Tensor:
+        ctx.comms, ctx.axis, ctx.op_id = comms, axis, op_id
+        return comms.all_reduce(x.detach().clone(), axis, op_id=op_id)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        back = ctx.comms.all_reduce(grad.contiguous().clone(), ctx.axis, op_id=backward_id(ctx.op_id))
+        return back, None, None, None

@@ -36,7 +36,7 @@ from phalanx.runtime.collectives import Collectives
 from phalanx.runtime.gradients import GradientBuffers, ReducedGradients
 from phalanx.runtime.groups import Groups
 from phalanx.runtime.optimizer_state import ShardedState
-from phalanx.train.loss import Share, cross_entropy_sum, num_valid, objective
+from phalanx.train.loss import Share, num_valid, objective
 from phalanx.train.optim import Optimizer, clip_scale
 
 
@@ -99,15 +99,14 @@ def train_step(
     ranks, with the state unchanged, where a gradient or a loss is not finite.
     """
     parts.buffers.begin()
-    valid_tokens = parts.comms.all_reduce(num_valid(batches), parts.groups.axis("tp_dp_cp"), op_id="valid_tokens")
+    valid_tokens = parts.comms.all_reduce(num_valid(batches), parts.groups.axis("dp_cp"), op_id="valid_tokens")
     balance_counts_LE = _balance_counts(parts, batches, step=step)
     shares = []
     for j, batch in enumerate(batches):
         info = _info(parts, batches, j, step=step, balance_counts_LE=balance_counts_LE)
         output = parts.model(batch, info)
-        total, share = objective(
-            output, parts.model.head_weight, batch, valid_tokens=valid_tokens, impl=parts.kernels, lanes=parts.lanes
-        )
+        (part,) = parts.model.parts
+        total, share = objective(parts.model, output, batch, info, part=part, valid_tokens=valid_tokens)
         total.backward()
         shares.append(share)
     gradients = parts.buffers.reduce(parts.groups, parts.comms)
@@ -130,10 +129,11 @@ def eval_loss(parts: StepParts, batches: Sequence[TokenBatch], *, step: int = 0)
     device = parts.model.head_weight.device
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     for j, batch in enumerate(batches):
-        output = parts.model(batch, _info(parts, batches, j, step=step, phase="eval"))
-        loss = cross_entropy_sum(output, parts.model.head_weight, batch, impl=parts.kernels, lanes=parts.lanes)
+        info = _info(parts, batches, j, step=step, phase="eval")
+        output = parts.model(batch, info)
+        loss = parts.model.cross_entropy_sum(output.hidden_TH, batch, info)
         sums += torch.stack([loss.to(torch.float64), num_valid([batch]).to(torch.float64)])
-    parts.comms.all_reduce(sums, parts.groups.axis("tp_dp_cp"), op_id="eval")
+    parts.comms.all_reduce(sums, parts.groups.axis("dp_cp"), op_id="eval")
     total, tokens = sums.tolist()  # SYNC: the figures are for people
     return total / max(tokens, 1.0), int(tokens)
 
@@ -256,7 +256,9 @@ def _update_expert_biases(parts: StepParts, counts_LE: torch.Tensor) -> None:
     if not rate:
         return
     for layer, counts_E in zip(parts.spec.moe_layers, counts_LE, strict=True):
-        bias_E = parts.state.buffers[f"layers.{layer}.moe.router.expert_bias"]
+        bias_E = parts.state.buffers.get(f"layers.{layer}.moe.router.expert_bias")
+        if bias_E is None:  # of another stage
+            continue
         update_expert_bias(bias_E, counts_E.to(bias_E.device), rate)
 
 
