@@ -624,7 +624,9 @@ def layer_by_hand(x, router_weight, spec, ctx):
     if spec.top_k > 1:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
     with torch.no_grad():
-        return dense_experts(x, weights, experts, whole.experts.w13, whole.experts.w2) + whole.shared(x, ForwardInfo(), batch_of(len(x)))
+        return dense_experts(x, weights, experts, whole.experts.w13, whole.experts.w2) + whole.shared(
+            x, ForwardInfo(), batch_of(len(x))
+        )
 
 
 @pytest.mark.ranks

@@ -201,6 +201,24 @@ def test_a_dead_rank_is_the_cause_not_its_peers_complaint(tmp_path: Path) -> Non
     assert "rank 2" in err and "killed by SIGSEGV" in err and "Traceback" not in err
 
 
+def test_a_bug_in_one_rank_is_the_cause_not_its_peers_complaint(tmp_path: Path) -> None:
+    body = """
+    from phalanx.runtime.peers import Peers, own_group
+    def main(info, stop):
+        init_world(info, timeout_s=30)
+        peers = Peers(own_group(3, timeout_s=30))
+        if info.rank == 2:
+            time.sleep(0.2)
+            1 // 0
+        peers.gather(None)
+        return 0
+    run(main)
+    """
+    code, _, err = finish(start(tmp_path, body))
+    assert code == 2
+    assert "rank 2 failed" in err and "ZeroDivisionError" in err
+
+
 def test_exit_code_without_a_word_is_reported(tmp_path: Path) -> None:
     body = """
     def main(info, stop):

@@ -62,8 +62,8 @@ def batch(vocab: int = 64) -> TokenBatch:
 def gradients(spec: ModelSpec, **more: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor], Decoder]:
     """Objective and gradients of one micro-batch."""
     model = Decoder(context(spec, **more))
-    info, (part,) = ForwardInfo(), model.parts
-    total, _ = objective(model, model(batch(), info), batch(), info, part=part, valid_tokens=torch.tensor(47))
+    info, (stage,) = ForwardInfo(), model.stages
+    total, _ = objective(model, model(batch(), info), batch(), info, stage=stage, valid_tokens=torch.tensor(47))
     total.backward()
     found = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
     return total.detach(), found, model

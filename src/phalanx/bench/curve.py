@@ -17,7 +17,7 @@ import tyro
 
 from phalanx.bench.ours import Ours
 from phalanx.bench.workload import Shape
-from phalanx.core.files import write_json
+from phalanx.core.files import check_writable, write_json
 
 SMALL = Shape(layers=2, hidden=128, heads=4, kv_heads=2, experts=8, top_k=2, ffn=128, vocab=512, batch=8, seq_len=64)
 RATE = 1e-3
@@ -58,6 +58,7 @@ class CurveResult:
 def main(args: list[str]) -> int:
     """Run `phalanx bench curve ARGS...`; exit status 1 where the curves part."""
     options = tyro.cli(CurveArgs, args=args, prog="phalanx bench curve", description=__doc__)
+    check_writable(options.json)
     torch.set_num_threads(options.threads)
     result = compare(options)
     print(

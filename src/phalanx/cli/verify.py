@@ -20,7 +20,7 @@ from rich.table import Table
 
 from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, Problem, raise_if
-from phalanx.core.files import write_json
+from phalanx.core.files import check_writable, write_json
 from phalanx.core.recipe import load_recipe
 from phalanx.plan.model import resolve_model
 from phalanx.plan.recipe import run_problems
@@ -49,6 +49,7 @@ def main(args: list[str]) -> int:
     """Run `phalanx verify ARGS...`; returns the exit status."""
     parsed = tyro.cli(VerifyArgs, prog="phalanx verify", description=__doc__, args=args)
     raise_if(_problems(parsed), ConfigError, subject="arguments")
+    check_writable(parsed.json)
     if parsed.plant == "all":
         return plant_all(parsed, Console())
     return verify(parsed, Console())
@@ -74,8 +75,8 @@ def verify(args: VerifyArgs, console: Console) -> int:
     """Run the cases, print the table, write the JSON file."""
     import torch  # seconds: not for --help, and not before the arguments are known to be good
 
-    from phalanx.verify.faults import HEALTHY, cases_with, fault_named
-    from phalanx.verify.session import Job
+    from phalanx.verify.faults import HEALTHY, PLANT_TIMEOUT_S, cases_with, fault_named
+    from phalanx.verify.session import TIMEOUT_S, Job, Task
     from phalanx.verify.setups import default_cases
 
     begin_s = time.perf_counter()
@@ -85,7 +86,12 @@ def verify(args: VerifyArgs, console: Console) -> int:
     cases = default_cases(ranks) if recipe is None else _cases_of(recipe, ranks)
     if args.plant is not None:
         cases = cases_with(fault, cases, ranks=ranks)
-    job = Job(cases=cases, world=ranks, dtype=getattr(torch, args.dtype), fault=fault)
+    job = Job(
+        tasks=[Task(case, fault) for case in cases],
+        world=ranks,
+        dtype=getattr(torch, args.dtype),
+        timeout_s=TIMEOUT_S if args.plant is None else PLANT_TIMEOUT_S,
+    )
     reports = _run(job, console)
     result = summary(reports, ranks=ranks, dtype=args.dtype, seconds=time.perf_counter() - begin_s)
     if args.plant is not None:
@@ -99,11 +105,11 @@ def verify(args: VerifyArgs, console: Console) -> int:
     return 1 if result["failures"] else 0
 
 
-def _run(job: Any, console: Console, label: str = "verifying") -> list[Any]:
+def _run(job: Any, console: Console) -> list[Any]:
     from phalanx.verify.session import run_job
 
     with Progress(
-        TextColumn(label),
+        TextColumn("verifying"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
@@ -111,7 +117,7 @@ def _run(job: Any, console: Console, label: str = "verifying") -> list[Any]:
         transient=True,
         disable=not console.is_terminal,
     ) as bar:
-        task = bar.add_task(label, total=len(job.cases))
+        task = bar.add_task("verifying", total=len(job.tasks))
         return run_job(job, progress=lambda done: bar.update(task, completed=done))
 
 
@@ -143,19 +149,19 @@ def _cases_of(recipe: Recipe, ranks: int) -> list[Any]:
 def summary(reports: list[Any], *, ranks: int, dtype: str, seconds: float) -> dict[str, Any]:
     """What `--json` writes."""
     return {
-        "mappings": len({r.case.folding for r in reports}),
+        "mappings": len({r.task.case.folding for r in reports}),
         "worst_gradient_rel_error": _worst(reports, "gradient_error"),
         "worst_norm_rel_error": _worst(reports, "norm_error"),
         "worst_step_rel_error": _worst(reports, "step_error"),
         "seconds": seconds,
-        "failures": [f"{r.case.label}: {text}" for r in reports for text in r.failures],
+        "failures": [f"{r.task.case.label}: {text}" for r in reports for text in r.failures],
         "worst_loss_rel_error": _worst(reports, "loss_error"),
         "worst_scalar_rel_error": _worst(reports, "scalar_error"),
         "cases": len(reports),
         "ranks": ranks,
         "dtype": dtype,
         "tokens_replaced": sum(r.replaced for r in reports),
-        "labels": [r.case.label for r in reports],
+        "labels": [r.task.case.label for r in reports],
     }
 
 
@@ -169,15 +175,15 @@ def _print_table(reports: list[Any], result: dict[str, Any], console: Console) -
     )
     for title in ("mapping", "cases", "gradient", "norm", "losses", "step", "failures"):
         table.add_column(title, justify="left" if title == "mapping" else "right", no_wrap=True)
-    for folding in dict.fromkeys(r.case.folding for r in reports):
-        mine = [r for r in reports if r.case.folding == folding]
+    for folding in dict.fromkeys(r.task.case.folding for r in reports):
+        mine = [r for r in reports if r.task.case.folding == folding]
         errors = [f"{_worst(mine, n):.1e}" for n in ("gradient_error", "norm_error", "scalar_error", "step_error")]
         bad = sum(bool(r.failures) for r in mine)
         table.add_row(folding.label(), str(len(mine)), *errors, f"[red]{bad}[/]" if bad else "0")
     console.print(table)
     for report in reports:
         if report.failures:
-            console.print(f"[red]differs[/] {escape(report.case.label)}", soft_wrap=True)
+            console.print(f"[red]differs[/] {escape(report.task.case.label)}", soft_wrap=True)
             for text in report.failures[:SHOWN_FAILURES]:
                 console.print("  " + escape(text), soft_wrap=True)
             if len(report.failures) > SHOWN_FAILURES:
@@ -196,10 +202,18 @@ def _print_table(reports: list[Any], result: dict[str, Any], console: Console) -
 
 def plant_all(args: VerifyArgs, console: Console) -> int:
     """Plant every fault that exists on these ranks; a table of what finds it, and whether the loss alone would have."""
-    from phalanx.verify.faults import FAULTS
+    import torch
+
+    from phalanx.verify.faults import FAULTS, PER_FAULT, PLANT_TIMEOUT_S
+    from phalanx.verify.session import Job, Task
+    from phalanx.verify.setups import default_cases
 
     ranks, begin_s = args.ranks or 4, time.perf_counter()
-    rows = [_plant(fault, ranks, console) for fault in FAULTS]
+    cases = default_cases(ranks)
+    tasks = [Task(case, f) for f in FAULTS for case in [c for c in cases if f.needs(c)][:PER_FAULT]]
+    job = Job(tasks=tasks, world=ranks, dtype=torch.float64, timeout_s=PLANT_TIMEOUT_S)
+    reports = _run(job, console)
+    rows = [_fault_row(fault, [r for r in reports if r.task.fault is fault]) for fault in FAULTS]
     escaped = [row["name"] for row in rows if row["cases"] and not row["caught"]]
     result = {
         "faults": rows,
@@ -216,16 +230,7 @@ def plant_all(args: VerifyArgs, console: Console) -> int:
     return 1 if escaped else 0
 
 
-def _plant(fault: Any, ranks: int, console: Console) -> dict[str, Any]:
-    import torch
-
-    from phalanx.verify.faults import PER_FAULT, PLANT_TIMEOUT_S
-    from phalanx.verify.session import Job
-    from phalanx.verify.setups import default_cases
-
-    cases = [case for case in default_cases(ranks) if fault.needs(case)][:PER_FAULT]
-    job = Job(cases=cases, world=ranks, dtype=torch.float64, fault=fault, timeout_s=PLANT_TIMEOUT_S)
-    reports = _run(job, console, fault.name) if cases else []
+def _fault_row(fault: Any, reports: list[Any]) -> dict[str, Any]:
     return {
         "name": fault.name,
         "summary": fault.summary,
@@ -241,16 +246,17 @@ def _plant(fault: Any, ranks: int, console: Console) -> dict[str, Any]:
 
 
 def _print_faults(result: dict[str, Any], ranks: int, console: Console) -> None:
-    table = Table(title=f"planted faults, {ranks} ranks, float64", title_justify="left")
-    for title in ("fault", "found", "gradient", "norm", "step", "loss", "first sign"):
-        table.add_column(title, justify="left" if title in ("fault", "first sign") else "right")
+    table = Table(title=f"planted faults, {ranks} ranks, float64: errors that they make", title_justify="left")
+    for title in ("fault", "found", "gradient", "norm", "step", "loss"):
+        table.add_column(title, justify="left" if title == "fault" else "right", no_wrap=True)
     for row in result["faults"]:
-        if not row["cases"]:
-            continue
-        errors = [f"{row[name]:.0e}" for name in ("gradient_error", "norm_error", "step_error", "loss_error")]
-        sign = escape(row["found_by"][0]) if row["found_by"] else ""
-        table.add_row(row["name"], "yes" if row["caught"] else "[red]NO[/]", *errors, sign)
+        if row["cases"]:
+            errors = [f"{row[name]:.0e}" for name in ("gradient_error", "norm_error", "step_error", "loss_error")]
+            table.add_row(row["name"], "yes" if row["caught"] else "[red]NO[/]", *errors)
     console.print(table)
+    for row in result["faults"]:
+        if row["found_by"]:
+            console.print(f"[b]{row['name']}[/]: {escape(row['found_by'][0])}", soft_wrap=True)
     silent = len(result["escaping_a_loss_check"])
     console.print(
         f"{result['caught']} of {result['planted']} faults found; {silent} of them leave the loss of the step unchanged. "

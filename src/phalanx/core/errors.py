@@ -72,6 +72,10 @@ class RunError(PhalanxError):
     """Training cannot go on (a non-finite gradient, a lost rank, a port in use)."""
 
 
+class PeerError(RunError):
+    """A collective of this rank failed, most often because another rank did: that rank knows the cause."""
+
+
 def raise_if(problems: Sequence[Problem], error: type[ProblemsError], *, subject: str) -> None:
     """Raise ``error`` with all ``problems``, if there are any."""
     if problems:

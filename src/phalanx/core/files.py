@@ -15,10 +15,25 @@ def write_json(path: Path, result: Mapping[str, Any]) -> None:
     write_text(path, json.dumps(result, indent=2, sort_keys=True) + "\n")
 
 
+def check_writable(path: Path | None) -> None:
+    """Raise `RunError` now rather than after minutes of work, where a result file (None: none is wanted) could not be written."""
+    if path is None:
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("a").close()
+    except OSError as error:
+        raise _cannot_write(path, error) from error
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a file, its folder included. Raises `RunError` naming the file."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise RunError(f"cannot write {path}: {error.strerror}; name another file") from error
+        raise _cannot_write(path, error) from error
+
+
+def _cannot_write(path: Path, error: OSError) -> RunError:
+    return RunError(f"cannot write {path}: {error.strerror}; name another file")

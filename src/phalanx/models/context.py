@@ -15,23 +15,9 @@ from phalanx.plan.dispatch import DispatchSpec
 from phalanx.plan.model import ModelSpec
 from phalanx.plan.placement import Placement
 from phalanx.plan.program import Phase
+from phalanx.plan.stages import Stage, StagePlan, assign_stages
 from phalanx.runtime.collectives import Collectives
 from phalanx.runtime.groups import Groups
-
-
-@dataclass(frozen=True, kw_only=True)
-class StagePart:
-    """One virtual stage of the pipeline: which layers, and whether it begins with the embedding or ends with the loss."""
-
-    index: int
-    layers: tuple[int, ...]
-    embeds: bool
-    predicts: bool
-
-
-def whole_model(spec: ModelSpec) -> tuple[StagePart, ...]:
-    """The only stage of a model without a pipeline."""
-    return (StagePart(index=0, layers=tuple(range(spec.num_layers)), embeds=True, predicts=True),)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -51,12 +37,15 @@ class ModelContext:
     seed: int = 0
     lanes: Lanes = SERIAL
     """Threads among which CPU kernels divide their work; results do not depend on it."""
-    stages: tuple[StagePart, ...] = ()
-    """This rank's virtual stages of the pipeline; empty: the whole model."""
+    pipeline: StagePlan | None = None
+    """Which rank of the pipeline holds which layers; None: all of them are here."""
 
     @property
-    def parts(self) -> tuple[StagePart, ...]:
-        return self.stages or whole_model(self.spec)
+    def stages(self) -> tuple[Stage, ...]:
+        """This rank's virtual stages, first to last."""
+        if self.pipeline is None:
+            return assign_stages(self.spec, (0,), seq_len=1).stages
+        return self.pipeline.of_rank(self.groups.folding.coord(self.groups.rank, "pp"))
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,9 +19,10 @@ from phalanx.kernels.choice import Impl
 from phalanx.kernels.cross_entropy import VocabShard, linear_cross_entropy
 from phalanx.kernels.rope import RopeTable, rope_table
 from phalanx.models.block import Block
-from phalanx.models.context import ForwardInfo, ModelContext, RoutingStats, StagePart, TokenBatch
+from phalanx.models.context import ForwardInfo, ModelContext, RoutingStats, TokenBatch
 from phalanx.models.layers import RMSNorm, initialise, new_parameter
 from phalanx.models.parallel import Embedding, SequenceParallel
+from phalanx.plan.stages import Stage
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,13 +52,13 @@ class Decoder(nn.Module):
         super().__init__()
         raise_if(_problems(ctx), ConfigError, subject="model")
         spec = ctx.spec
-        self.spec, self.parts, self.dtype = spec, ctx.parts, ctx.dtype
-        predicts = any(part.predicts for part in self.parts)
-        needs_table = any(part.embeds for part in self.parts) or (predicts and spec.tied_embeddings)
+        self.spec, self.stages, self.dtype = spec, ctx.stages, ctx.dtype
+        has_head = any(stage.has_head for stage in self.stages)
+        needs_table = any(stage.has_embedding for stage in self.stages) or (has_head and spec.tied_embeddings)
         self.embedding = Embedding(ctx, "embedding") if needs_table else None
-        self.layers = nn.ModuleDict({str(i): Block(ctx, i) for part in self.parts for i in part.layers})
-        self.norm = RMSNorm(ctx, "norm") if predicts else None
-        self.head = Weight(ctx, "head") if predicts and not spec.tied_embeddings else None
+        self.layers = nn.ModuleDict({str(i): Block(ctx, i) for stage in self.stages for i in stage.layers})
+        self.norm = RMSNorm(ctx, "norm") if has_head else None
+        self.head = Weight(ctx, "head") if has_head and not spec.tied_embeddings else None
         self.sequence = SequenceParallel(ctx, "loss", None)
         self.impl: Impl = ctx.kernels
         self.lanes = ctx.lanes
@@ -73,28 +74,26 @@ class Decoder(nn.Module):
 
     def forward(self, batch: TokenBatch, info: ForwardInfo) -> DecoderOutput:
         """The whole model, where it is all on this rank."""
-        (part,) = self.parts
-        return self.run_stage(part, None, batch, info)
+        (stage,) = self.stages
+        return self.run_stage(stage, None, batch, info)
 
-    def run_stage(
-        self, part: StagePart, x_TH: torch.Tensor | None, batch: TokenBatch, info: ForwardInfo
-    ) -> DecoderOutput:
+    def run_stage(self, stage: Stage, x_TH: torch.Tensor | None, batch: TokenBatch, info: ForwardInfo) -> DecoderOutput:
         """One stage; `x_TH` is what the one before it put out (None for the first)."""
         spec = self.spec
         table = rope_table(batch.positions_BS, head_dim=spec.head_dim, theta=spec.rope_theta, dtype=self.dtype)
         if x_TH is None:
-            assert part.embeds and self.embedding is not None  # every other stage gets an input
+            assert stage.has_embedding and self.embedding is not None  # every other stage gets an input
             x_TH = self.embedding(batch.tokens_BS, info)
         routing = []
-        for layer in part.layers:
+        for layer in stage.layers:
             x_TH, stats = self._run_block(self.layers[str(layer)], x_TH, table, info, batch)
             if stats is not None:
                 routing.append(stats)
-        if part.predicts:
+        if stage.has_head:
             assert self.norm is not None
             x_TH = self.norm(x_TH)
         assert x_TH is not None
-        moe = tuple(spec.moe_layers.index(i) for i in part.layers if i in spec.moe_layers)
+        moe = tuple(spec.moe_layers.index(i) for i in stage.layers if i in spec.moe_layers)
         return DecoderOutput(x_TH, tuple(routing), moe)
 
     def cross_entropy_sum(self, hidden_TH: torch.Tensor, batch: TokenBatch, info: ForwardInfo) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 
 from phalanx.models.context import TokenBatch
 from phalanx.plan.folding import Folding
-from phalanx.plan.zigzag import positions_of
+from phalanx.plan.zigzag import make_layout
 
 
 def part_of(batch: TokenBatch, folding: Folding, rank: int) -> TokenBatch:
@@ -18,7 +18,8 @@ def part_of(batch: TokenBatch, folding: Folding, rank: int) -> TokenBatch:
     if folding.cp == 1 and folding.tp == 1:
         return batch
     length, device = batch.tokens_BS.shape[1], batch.tokens_BS.device
-    positions = torch.as_tensor(positions_of(length, cp=folding.cp, index=folding.coord(rank, "cp")), device=device)
+    layout = make_layout("zigzag", seq_len=length, cp=folding.cp)
+    positions = torch.from_numpy(layout.positions(folding.coord(rank, "cp"))).to(device)
     own_s = positions.chunk(folding.tp)[folding.coord(rank, "tp")]
     first_B1 = length * torch.arange(batch.num_sequences, device=device).unsqueeze(1)
     return TokenBatch(

@@ -27,7 +27,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from phalanx.core.errors import RunError
+from phalanx.core.errors import PeerError, RunError
 from phalanx.core.events import Collective, Emit, ignore
 from phalanx.runtime.groups import DEFAULT_TIMEOUT_S, Axis
 
@@ -291,7 +291,7 @@ class _Call:
 
 @contextmanager
 def _named_errors(op: str, axis: Axis, timeout_s: float, op_id: str = "") -> Iterator[None]:
-    """Turn whatever the transport raises into a `RunError` that says which collective it was."""
+    """Turn whatever the transport raises into a `PeerError` that says which collective it was."""
     try:
         yield
     except RuntimeError as err:  # torch's DistError and its children derive from it
@@ -299,7 +299,7 @@ def _named_errors(op: str, axis: Axis, timeout_s: float, op_id: str = "") -> Ite
         first = text.splitlines()[0] if text else type(err).__name__
         why = _reason(text.lower(), timeout_s)
         name = f"{op} [{op_id}]" if op_id else op
-        raise RunError(
+        raise PeerError(
             f"{name} over axis {axis.name}, ranks {axis.ranks}, failed on rank {axis.ranks[axis.index]}: {why} ({first})"
         ) from err
 

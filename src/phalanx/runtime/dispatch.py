@@ -307,9 +307,7 @@ class Dispatcher:
             kept_SK = kept_SK[torch.sort(order_S, stable=True).indices]
         return kept_SK[axis.index * num_tokens : (axis.index + 1) * num_tokens]
 
-    def _kept_by_part(
-        self, weights_TK: torch.Tensor, experts_TK: torch.Tensor, part_T: torch.Tensor
-    ) -> torch.Tensor:
+    def _kept_by_part(self, weights_TK: torch.Tensor, experts_TK: torch.Tensor, part_T: torch.Tensor) -> torch.Tensor:
         kept_TK = torch.zeros_like(experts_TK, dtype=torch.bool)
         for part in part_T.unique():  # SYNC: for verification only
             at = (part_T == part).nonzero().squeeze(1)

@@ -29,7 +29,7 @@ from types import FrameType
 
 import torch
 
-from phalanx.core.errors import PhalanxError, RunError
+from phalanx.core.errors import PeerError, PhalanxError, RunError
 from phalanx.runtime.groups import WorldInfo
 
 STOPPED = 130
@@ -38,6 +38,9 @@ SETTLE_S = 0.5
 """How long to listen for other causes after the first rank failed: a killed rank makes its peers fail too, a little later."""
 MAX_REPORT_BYTES = 32_000
 """An error report must fit a pipe (64 KiB) that nobody reads yet."""
+
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopRequest:
@@ -55,7 +58,7 @@ class StopRequest:
     @contextlib.contextmanager
     def installed(self) -> Iterator[StopRequest]:
         """Listen to SIGINT and SIGTERM inside the block."""
-        before = {number: signal.signal(number, self) for number in (signal.SIGINT, signal.SIGTERM)}
+        before = {number: signal.signal(number, self) for number in STOP_SIGNALS}
         try:
             yield self
         finally:
@@ -105,6 +108,7 @@ def run_one(main: RankMain, info: WorldInfo, *, threads: int) -> int:
     """Run `main` as a rank in this process (alone, or one that a launcher such as torchrun started)."""
     torch.set_num_threads(threads)
     with StopRequest().installed() as stop:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # `run_local` forks ranks with them held back
         return main(info, stop)
 
 
@@ -113,25 +117,35 @@ def run_local(main: RankMain, *, ranks: int, threads: int, port: int = 0) -> int
 
     Raises the first rank's error, or `RunError` naming a rank that was killed. Call it from the main thread, before any tensor operation.
     """
-    with listening_socket(port=port) as listener:
-        number = listener.getsockname()[1]
-        sys.stdout.flush()
-        sys.stderr.flush()
-        gc.freeze()  # the collector must not touch, and so copy, pages shared with the ranks
-        parent = os.getpid()
-        children = []
-        for rank in range(ranks):
-            info = WorldInfo(
-                rank=rank,
-                world=ranks,
-                local_rank=rank,
-                local_world=ranks,
-                master_port=number,
-                listen_fd=listener.fileno() if rank == 0 else None,
-            )
-            children.append(_fork(main, info, threads=threads, parent=parent))
+    children: list[_Child] = []
     with _Watch(children) as watch:
+        with listening_socket(port=port) as listener, _signals_held_back():
+            number = listener.getsockname()[1]
+            sys.stdout.flush()
+            sys.stderr.flush()
+            gc.freeze()  # the collector must not touch, and so copy, pages shared with the ranks
+            parent = os.getpid()
+            for rank in range(ranks):
+                info = WorldInfo(
+                    rank=rank,
+                    world=ranks,
+                    local_rank=rank,
+                    local_world=ranks,
+                    master_port=number,
+                    listen_fd=listener.fileno() if rank == 0 else None,
+                )
+                children.append(_fork(main, info, threads=threads, parent=parent))
         return watch.until_end()
+
+
+@contextlib.contextmanager
+def _signals_held_back() -> Iterator[None]:
+    """A stop that is asked for while ranks are forked comes when all are there to hear of it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @dataclass
@@ -214,7 +228,7 @@ class _Watch:
         self.stops = 0
 
     def __enter__(self) -> _Watch:
-        self._before = {n: signal.signal(n, self._on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
+        self._before = {n: signal.signal(n, self._on_signal) for n in STOP_SIGNALS}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -276,23 +290,25 @@ class _Watch:
             self._wait(left_s)
 
     def _verdict(self, failed: list[_Child]) -> int:
-        """Raise what went wrong first: a killed rank before one that complained, a plain complaint before a traceback."""
+        """Raise what went wrong first: a killed rank before one that complained, and that before one that missed a peer."""
         _show_cursor()
         if self.stops > 1 or any(c.code == STOPPED for c in failed):
             return STOPPED
         for child in failed:
             if child.signal:
                 raise RunError(_killed(child))
-        reports = [(c, _read_report(c)) for c in failed]
-        for _, report in reports:
-            if isinstance(report, PhalanxError) and not isinstance(report, RunError):
-                raise report
-        for _, report in reports:
-            if isinstance(report, PhalanxError):
-                raise report
-        child, report = next(((c, r) for c, r in reports if r is not None), reports[0])
+        child, report = min(((c, _read_report(c)) for c in failed), key=lambda found: _distance(found[1]))
+        if isinstance(report, PhalanxError):
+            raise report
         text = str(report).rstrip() if report is not None else f"it ended with exit code {child.code}"
         raise RunError(f"rank {child.rank} failed; the other ranks were ended\n{text}")
+
+
+def _distance(report: PhalanxError | str | None) -> int:
+    """How far what a rank said is from the cause: a problem, a failure, a traceback, nothing, a missing peer."""
+    if isinstance(report, PhalanxError):
+        return 4 if isinstance(report, PeerError) else 1 if isinstance(report, RunError) else 0
+    return 2 if report is not None else 3
 
 
 def _killed(child: _Child) -> str:

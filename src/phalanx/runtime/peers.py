@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from phalanx.core.errors import PhalanxError, ProblemsError, RunError
+from phalanx.core.errors import PeerError, PhalanxError, ProblemsError, RunError
 
 T = TypeVar("T")
 
@@ -32,11 +32,15 @@ class Peers:
         self.size = dist.get_world_size(group) if group is not None else 1
 
     def gather(self, value: T) -> list[T]:
-        """Every rank's value, in rank order."""
+        """Every rank's value, in rank order. Raises `PeerError` where a rank has gone."""
         if self.group is None:
             return [value]
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.group)
+        try:
+            dist.all_gather_object(values, value, group=self.group)
+        except RuntimeError as err:  # torch's DistError and its children derive from it
+            text = (str(err).strip() or type(err).__name__).splitlines()[0]
+            raise PeerError(f"rank {self.rank} did not hear from all other ranks: {text}") from err
         return values
 
     def agree(self, work: Callable[[], T]) -> list[T]:

@@ -16,9 +16,10 @@ from dataclasses import dataclass
 import torch
 
 from phalanx.kernels.cross_entropy import IGNORE
-from phalanx.models.context import ForwardInfo, StagePart, TokenBatch
+from phalanx.models.context import ForwardInfo, TokenBatch
 from phalanx.models.decoder import Decoder, DecoderOutput
 from phalanx.plan.model import ModelSpec
+from phalanx.plan.stages import Stage
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -43,7 +44,13 @@ def num_valid(batches: Sequence[TokenBatch]) -> torch.Tensor:
 
 
 def objective(
-    model: Decoder, output: DecoderOutput, batch: TokenBatch, info: ForwardInfo, *, part: StagePart, valid_tokens: torch.Tensor
+    model: Decoder,
+    output: DecoderOutput,
+    batch: TokenBatch,
+    info: ForwardInfo,
+    *,
+    stage: Stage,
+    valid_tokens: torch.Tensor,
 ) -> tuple[torch.Tensor, Share]:
     """What a stage adds to this rank's share of the objective, to be differentiated, and its parts.
 
@@ -52,7 +59,7 @@ def objective(
     """
     cross_entropy = output.hidden_TH.new_zeros((), dtype=torch.promote_types(output.hidden_TH.dtype, torch.float32))
     reported = cross_entropy
-    if part.predicts:
+    if stage.has_head:
         cross_entropy = model.cross_entropy_sum(output.hidden_TH, batch, info) / valid_tokens.clamp(min=1)
         reported = cross_entropy.detach() * float(model.sequence.axis.index == 0)
     aux_loss = _total(cross_entropy, [r.aux_loss for r in output.routing])

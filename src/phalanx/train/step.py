@@ -105,8 +105,8 @@ def train_step(
     for j, batch in enumerate(batches):
         info = _info(parts, batches, j, step=step, balance_counts_LE=balance_counts_LE)
         output = parts.model(batch, info)
-        (part,) = parts.model.parts
-        total, share = objective(parts.model, output, batch, info, part=part, valid_tokens=valid_tokens)
+        (stage,) = parts.model.stages
+        total, share = objective(parts.model, output, batch, info, stage=stage, valid_tokens=valid_tokens)
         total.backward()
         shares.append(share)
     gradients = parts.buffers.reduce(parts.groups, parts.comms)

@@ -37,14 +37,21 @@ MAX_CRASHES = 3
 """After so many the machine, not the mapping, is the likelier cause."""
 
 
+@dataclass(frozen=True)
+class Task:
+    """A case, and what is done wrong in it."""
+
+    case: Case
+    fault: Fault = HEALTHY
+
+
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """What the ranks are to do."""
 
-    cases: Sequence[Case]
+    tasks: Sequence[Task]
     world: int
     dtype: torch.dtype
-    fault: Fault = HEALTHY
     timeout_s: float = TIMEOUT_S
 
 
@@ -52,7 +59,7 @@ class Job:
 class CaseReport:
     """One case, all ranks together."""
 
-    case: Case
+    task: Task
     gradient_error: float = 0.0
     norm_error: float = 0.0
     step_error: float = 0.0
@@ -69,14 +76,13 @@ def run_job(job: Job, *, progress: Callable[[int], None] | None = None) -> list[
     """Run all cases. Call it before any tensor operation of this process (it forks). `progress` hears how many cases are done."""
     reports: list[CaseReport] = []
     with tempfile.TemporaryDirectory(prefix="phalanx-verify-") as name:
-        while len(reports) < len(job.cases):
-            rest = dataclasses.replace(job, cases=job.cases[len(reports) :])
+        while len(reports) < len(job.tasks):
+            rest = dataclasses.replace(job, tasks=job.tasks[len(reports) :])
             folder = Path(name) / f"from-{len(reports)}"
             folder.mkdir()
             if sum(report.crashed for report in reports) > MAX_CRASHES:
-                reports += [
-                    CaseReport(case=c, failures=["not run: too many cases ended the ranks"]) for c in rest.cases
-                ]
+                text = "not run: too many cases ended the ranks"
+                reports += [CaseReport(task=task, failures=[text]) for task in rest.tasks]
                 break
             reports += _run_until_crash(rest, folder)
             if progress is not None:
@@ -98,10 +104,10 @@ def _run_until_crash(job: Job, folder: Path) -> list[CaseReport]:
     paths = _reference_paths(job, folder)
     reports = [_merge(job, i, [of_rank[i] for of_rank in lines], paths[i][1]) for i in range(finished)]
     if trouble:
-        if finished == len(job.cases):
+        if finished == len(job.tasks):
             raise RunError(trouble)  # everything was compared, and then the ranks failed: not a finding of any case
         text = f"the ranks ended: {trouble}"
-        reports.append(CaseReport(case=job.cases[finished], failures=[text], crashed=True))
+        reports.append(CaseReport(task=job.tasks[finished], failures=[text], crashed=True))
     return reports
 
 
@@ -124,14 +130,14 @@ def _rank_main(job: Job, folder: Path, info: WorldInfo, stop: StopRequest) -> in
             _save_reference(path, key, job)
     _barrier(job, info, cache)
     with (folder / f"rank-{info.rank}.jsonl").open("w") as out:
-        for i, case in enumerate(job.cases):
+        for i, task in enumerate(job.tasks):
             if stop.requested:
                 os._exit(STOPPED)
             want = _load_reference(paths[i][1])
             if isinstance(want, PhalanxError):
                 report = RankReport(case=i, rank=info.rank, unequal=[str(want)])
             else:
-                report = run_case(job, case, want, index=i, rank=info.rank, cache=cache)
+                report = run_case(job, task, want, index=i, rank=info.rank, cache=cache)
             out.write(json.dumps(dataclasses.asdict(report)) + "\n")
             out.flush()
     _barrier(job, info, cache)
@@ -140,14 +146,14 @@ def _rank_main(job: Job, folder: Path, info: WorldInfo, stop: StopRequest) -> in
 
 
 def _barrier(job: Job, info: WorldInfo, cache: GroupCache) -> None:
-    groups = build_groups(job.cases[0].folding, rank=info.rank, cache=cache)
+    groups = build_groups(job.tasks[0].case.folding, rank=info.rank, cache=cache)
     Collectives(timeout_s=job.timeout_s).barrier(groups.axis("world"))
 
 
-def run_case(job: Job, case: Case, want: Reference, *, index: int, rank: int, cache: GroupCache) -> RankReport:
+def run_case(job: Job, task: Task, want: Reference, *, index: int, rank: int, cache: GroupCache) -> RankReport:
     """This rank's part of one case. Collective."""
-    fault, setup = job.fault, case.setup
-    groups = fault.groups(case.folding, rank, cache)
+    fault, setup = task.fault, task.case.setup
+    groups = fault.groups(task.case.folding, rank, cache)
     comms = fault.comms(timeout_s=job.timeout_s)
     dp = groups.axis("dp")
     each = len(want.patches) // dp.size
@@ -180,7 +186,7 @@ def _reference_key(job: Job, case: Case) -> _Key:
 
 def _reference_paths(job: Job, folder: Path) -> list[tuple[_Key, Path]]:
     """For each case, what its reference is and where it lies."""
-    keys = [_reference_key(job, case) for case in job.cases]
+    keys = [_reference_key(job, task.case) for task in job.tasks]
     number = {key: i for i, key in enumerate(dict.fromkeys(keys))}
     return [(key, folder / f"{number[key]}.reference") for key in keys]
 
@@ -206,8 +212,8 @@ def _load_reference(path: Path) -> Reference | PhalanxError:
 
 
 def _merge(job: Job, index: int, reports: list[RankReport], reference: Path) -> CaseReport:
-    case, limit = job.cases[index], TOLERANCE[job.dtype]
-    out = CaseReport(case=case)
+    task, limit = job.tasks[index], TOLERANCE[job.dtype]
+    out = CaseReport(task=task)
     want = _load_reference(reference)
     if isinstance(want, PhalanxError):
         out.failures.append(f"no reference to compare with: {want}")
@@ -222,7 +228,7 @@ def _merge(job: Job, index: int, reports: list[RankReport], reference: Path) -> 
         out.failures += _beyond(kind, reports, limit)
     for report in reports:
         out.failures += [f"rank {report.rank}: {text}" for text in report.unequal]
-    shapes = {f"gradient/{p.name}": p.shape for p in parameters(case.setup.spec)}
+    shapes = {f"gradient/{p.name}": p.shape for p in parameters(task.case.setup.spec)}
     out.failures += uncovered(shapes, reports)
     return out
 

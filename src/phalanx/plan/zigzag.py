@@ -1,0 +1,276 @@
+"""Which part of a sequence each context-parallel rank holds, and which blocks of attention it computes against each other rank's part.
+
+Decides positions and blocks. Must never change: every rank's positions ascend, so that a document's tokens lie together on every rank
+and the local causal mask of a rank's own part is the plain triangle; and over all (query rank, key rank) pairs the blocks cover every
+pair that may attend (same document, key not after query) exactly once and no other.
+
+    zigzag      2*cp equal chunks, rank c holds chunks c and 2cp-1-c: all ranks compute equally much at every step of the ring
+    contiguous  cp equal chunks, rank c holds chunk c: the last rank computes most; for tests and for what needs whole stretches
+
+In step t of the ring, rank c computes its queries against the keys of rank (c - t) mod cp, which have travelled t hops upwards.
+S sequence length, L = S/cp tokens of a rank. `segments` are the lengths of the documents packed in one sequence, in order (sum S).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phalanx.core.errors import PlanError, Problem, nearest, raise_if
+
+LayoutName = Literal["zigzag", "contiguous"]
+CHUNKS = {"zigzag": 2, "contiguous": 1}
+"""Chunks that each rank holds."""
+
+
+class Block(NamedTuple):
+    """Queries [q_start, q_stop) of one rank against keys [k_start, k_stop) of another, both counted within the rank.
+
+    `causal`: query i sees key j of the block only if i >= j (both parts are then the same tokens); else every query sees every key.
+    """
+
+    q_start: int
+    q_stop: int
+    k_start: int
+    k_stop: int
+    causal: bool
+
+    @property
+    def num_pairs(self) -> int:
+        """Pairs that attend."""
+        queries, keys = self.q_stop - self.q_start, self.k_stop - self.k_start
+        return queries * (queries + 1) // 2 if self.causal else queries * keys
+
+
+class _Piece(NamedTuple):
+    """Tokens of one document in one chunk: where they start in the sequence, and where they lie on the rank."""
+
+    position: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceLayout:
+    """A sequence of `seq_len` tokens over `cp` ranks. Construct with `make_layout`, which checks it."""
+
+    name: LayoutName
+    seq_len: int
+    cp: int
+
+    @property
+    def local_len(self) -> int:
+        """Tokens of each rank."""
+        return self.seq_len // self.cp
+
+    @property
+    def chunk_len(self) -> int:
+        return self.local_len // CHUNKS[self.name]
+
+    def chunks(self, rank: int) -> tuple[int, ...]:
+        """Chunks that a rank holds, ascending."""
+        return (rank,) if self.name == "contiguous" else (rank, 2 * self.cp - 1 - rank)
+
+    def positions(self, rank: int) -> NDArray[np.int64]:
+        """(L,) places in the sequence of a rank's tokens, ascending."""
+        size = self.chunk_len
+        return np.concatenate([np.arange(c * size, (c + 1) * size, dtype=np.int64) for c in self.chunks(rank)])
+
+    @cached_property
+    def order(self) -> NDArray[np.int64]:
+        """(S,) the positions of rank 0, then of rank 1, ...: `x[order]` puts a sequence in the ranks' order."""
+        return np.concatenate([self.positions(rank) for rank in range(self.cp)])
+
+    @cached_property
+    def inverse(self) -> NDArray[np.int64]:
+        """(S,) the way back: `gathered[inverse]` puts what the ranks hold, one after the other, in the order of the sequence."""
+        return np.argsort(self.order, kind="stable")
+
+    def check(self) -> None:
+        """Raise `PlanError` with all problems."""
+        raise_if(layout_problems(self.name, seq_len=self.seq_len, cp=self.cp), PlanError, subject="sequence layout")
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @property
+    def hash(self) -> str:
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+
+    def explain(self) -> str:
+        """The layout in a few lines that a person reads."""
+        lines = [f"{self.name}: {self.seq_len} tokens over {self.cp} ranks, {self.local_len} each"]
+        for rank in range(self.cp):
+            spans = [f"{c * self.chunk_len}-{(c + 1) * self.chunk_len - 1}" for c in self.chunks(rank)]
+            lines.append(f"  rank {rank}: {' and '.join(spans)}")
+        return "\n".join(lines)
+
+
+def layout_problems(name: str, *, seq_len: int, cp: int) -> list[Problem]:
+    """Why a sequence cannot lie so; all reasons, each with the nearest legal value."""
+    problems = []
+    if name not in CHUNKS:
+        problems.append(Problem(where="cp.layout", value=name, rule="is not a layout", hint=nearest(name, CHUNKS)))
+    if cp < 1:
+        problems.append(Problem(where="cp", value=cp, rule="a degree is at least 1", hint="nearest legal: 1"))
+    chunks = max(1, cp) * CHUNKS.get(name, 1) if cp != 1 else 1
+    if seq_len < 1 or seq_len % chunks:
+        legal = max(1, round(seq_len / chunks)) * chunks
+        rule = f"must be a positive multiple of the {chunks} equal chunks of {name} over cp {cp}"
+        problems.append(Problem(where="seq_len", value=seq_len, rule=rule, hint=f"nearest legal: {legal}"))
+    return problems
+
+
+def make_layout(name: str, *, seq_len: int, cp: int) -> SequenceLayout:
+    """The layout of that name; over one rank it is always contiguous. Raises `PlanError` naming every problem."""
+    raise_if(layout_problems(name, seq_len=seq_len, cp=cp), PlanError, subject="sequence layout")
+    zigzag = name == "zigzag" and cp > 1
+    return SequenceLayout(name="zigzag" if zigzag else "contiguous", seq_len=seq_len, cp=cp)
+
+
+# ---- blocks of attention --------------------------------------------------------------------------------------------------------
+
+
+def segment_problems(layout: SequenceLayout, segments: Sequence[int]) -> list[Problem]:
+    """Why these cannot be the documents of a sequence."""
+    bad = [length for length in segments if length < 1]
+    if not bad and sum(segments) == layout.seq_len:
+        return []
+    if bad:
+        return [Problem(where="segments", value=bad[0], rule="a document has at least one token")]
+    return [Problem(where="segments", value=sum(segments), rule=f"sum to the {layout.seq_len} tokens of the sequence")]
+
+
+def attention_blocks(
+    layout: SequenceLayout, segments: Sequence[int], *, q_rank: int, kv_rank: int
+) -> tuple[Block, ...]:
+    """Blocks of one sequence that `q_rank` computes when it has the keys of `kv_rank`: at most one for each document.
+
+    Raises `PlanError` where `segments` are not the documents of a sequence.
+    """
+    raise_if(segment_problems(layout, segments), PlanError, subject="packed documents")
+    out: list[Block] = []
+    q_docs, k_docs = _documents(layout, segments, q_rank), _documents(layout, segments, kv_rank)
+    for document in sorted(q_docs.keys() & k_docs.keys()):
+        out += _document_blocks(q_docs[document], k_docs[document], is_own=q_rank == kv_rank)
+    return tuple(out)
+
+
+def _documents(layout: SequenceLayout, segments: Sequence[int], rank: int) -> dict[int, list[_Piece]]:
+    """Number of each document of which `rank` holds tokens -> its pieces, one for each chunk."""
+    bounds = np.concatenate([[0], np.cumsum(np.asarray(segments, dtype=np.int64))])
+    out: dict[int, list[_Piece]] = {}
+    for local, chunk in enumerate(layout.chunks(rank)):
+        begin, end = chunk * layout.chunk_len, (chunk + 1) * layout.chunk_len
+        shift = local * layout.chunk_len - begin
+        first = int(np.searchsorted(bounds, begin, side="right")) - 1
+        for document in range(first, len(segments)):
+            start, stop = max(begin, int(bounds[document])), min(end, int(bounds[document + 1]))
+            if start >= end:
+                break
+            out.setdefault(document, []).append(_Piece(start, start + shift, stop + shift))
+    return out
+
+
+def _document_blocks(queries: Sequence[_Piece], keys: Sequence[_Piece], *, is_own: bool) -> Iterator[Block]:
+    """Blocks of one document. Pieces of a document lie together on a rank, and so do the keys that a query piece sees (the early ones)."""
+    if is_own:
+        yield Block(queries[0].start, queries[-1].stop, keys[0].start, keys[-1].stop, causal=True)
+        return
+    open_block: Block | None = None
+    for piece in queries:
+        seen = [
+            key for key in keys if key.position < piece.position
+        ]  # other rank, other chunk: wholly before or wholly after
+        if not seen:
+            continue
+        span = (seen[0].start, seen[-1].stop)
+        if open_block is not None and open_block[2:4] == span and open_block.q_stop == piece.start:
+            open_block = open_block._replace(q_stop=piece.stop)
+            continue
+        if open_block is not None:
+            yield open_block
+        open_block = Block(piece.start, piece.stop, *span, causal=False)
+    if open_block is not None:
+        yield open_block
+
+
+def ring_source(rank: int, step: int, *, cp: int) -> int:
+    """Rank whose keys `rank` computes with in a step of the ring; step 0 is its own."""
+    return (rank - step) % cp
+
+
+@dataclass(frozen=True, kw_only=True)
+class RingPlan:
+    """Blocks of every rank, step and sequence of a micro-batch: `blocks[rank][step][sequence]`."""
+
+    layout: SequenceLayout
+    segments: tuple[tuple[int, ...], ...]
+    blocks: tuple[tuple[tuple[tuple[Block, ...], ...], ...], ...]
+
+    @cached_property
+    def work(self) -> NDArray[np.int64]:
+        """(rank, step) pairs of query and key that attend."""
+        rows = [[sum(b.num_pairs for seq in step for b in seq) for step in rank] for rank in self.blocks]
+        return np.array(rows, dtype=np.int64)
+
+    @property
+    def balance(self) -> float:
+        """How much longer the ring takes than with equal work: sum over steps of the slowest rank, over the mean of all ranks (1 is best)."""
+        mean = self.work.sum() / self.layout.cp
+        return float(self.work.max(axis=0).sum() / mean) if mean else 1.0
+
+    def check(self) -> None:
+        """Raise `PlanError` unless the blocks cover each pair that may attend once, by marking them all (S x S: for tests and debugging)."""
+        raise_if(ring_problems(self), PlanError, subject="ring attention")
+
+    def explain(self) -> str:
+        """The layout and who computes how much in which step."""
+        lines = [self.layout.explain(), f"  pairs by step; slowest rank of each step over the mean: {self.balance:.3f}"]
+        lines += [f"  rank {rank}: {' '.join(map(str, row.tolist()))}" for rank, row in enumerate(self.work)]
+        return "\n".join(lines)
+
+
+def plan_ring(layout: SequenceLayout, segments: Sequence[Sequence[int]]) -> RingPlan:
+    """The blocks of a micro-batch whose sequence i holds documents of the lengths `segments[i]`."""
+    rows = tuple(tuple(row) for row in segments)
+    blocks = tuple(
+        tuple(
+            tuple(
+                attention_blocks(layout, row, q_rank=rank, kv_rank=ring_source(rank, step, cp=layout.cp))
+                for row in rows
+            )
+            for step in range(layout.cp)
+        )
+        for rank in range(layout.cp)
+    )
+    return RingPlan(layout=layout, segments=rows, blocks=blocks)
+
+
+def ring_problems(plan: RingPlan) -> list[Problem]:
+    """Pairs that are computed twice, left out, or must not be computed; for each sequence."""
+    problems = []
+    layout = plan.layout
+    for index, row in enumerate(plan.segments):
+        ids = np.repeat(np.arange(len(row)), row)
+        may = np.tril(ids[:, None] == ids[None, :]).astype(np.int64)
+        found = np.zeros_like(may)
+        for rank in range(layout.cp):
+            for step in range(layout.cp):
+                q, k = layout.positions(rank), layout.positions(ring_source(rank, step, cp=layout.cp))
+                for block in plan.blocks[rank][step][index]:
+                    mark = np.ones((block.q_stop - block.q_start, block.k_stop - block.k_start), dtype=np.int64)
+                    at = np.ix_(q[block.q_start : block.q_stop], k[block.k_start : block.k_stop])
+                    found[at] += np.tril(mark) if block.causal else mark
+        for wrong, rule in ((found > may, "is computed too often or must not be"), (found < may, "is not computed")):
+            if wrong.any():
+                first = tuple(int(i) for i in np.argwhere(wrong)[0])
+                problems.append(Problem(where=f"ring.sequence{index}", value=first, rule=f"(query, key) {rule}"))
+    return problems
