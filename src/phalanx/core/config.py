@@ -111,6 +111,8 @@ class FoldingConfig:
     """Tensor parallel degree of everything that is not a routed expert."""
     cp: int = 1
     """Context parallel degree (parts of the sequence)."""
+    cp_method: Literal["ring", "all_gather", "ulysses"] = "ring"
+    """How the ranks that share a sequence attend: keys travel around them, keys gathered by all, or heads exchanged for positions."""
     pp: int = 1
     """Pipeline parallel degree (stages)."""
     ep: int | None = None

@@ -139,6 +139,13 @@ EFFECTS: tuple[Effect, ...] = (
         reads=("folding.ep", "folding.etp"),
     ),
     Effect(
+        settings=("folding.cp_method",),
+        inert=lambda r: r.folding.cp == 1,
+        reason="folding.cp = 1 leaves every sequence whole",
+        way_out="folding.cp = 2",
+        reads=("folding.cp",),
+    ),
+    Effect(
         settings=("router.softmax_order",),
         inert=lambda r: r.router.score == "sigmoid",
         reason='router.score = "sigmoid"',

@@ -6,7 +6,8 @@ and sends nothing.
 
 `sent_bytes` is what leaves this rank for others, own share excluded (folding reference, section 1.4):
 all-to-all: the rows addressed to others; all-gather: own rows x (size - 1); reduce-scatter: all rows but the own share;
-all-reduce: reduce-scatter and all-gather, `2 * bytes * (size - 1) / size`; broadcast: the root sends `bytes * (size - 1)`.
+all-reduce: reduce-scatter and all-gather, `2 * bytes * (size - 1) / size`; broadcast: the root sends `bytes * (size - 1)`;
+exchange: all messages sent.
 
 The row collectives are differentiable: all-to-all <-> all-to-all with swapped splits, all-gather <-> reduce-scatter. Gradients are sums over the
 ranks that received a copy, never means. Sums run in rank order, in fp32 for 16-bit types, so results are deterministic.
@@ -46,12 +47,38 @@ class Counter:
     sent_bytes: int = 0
 
 
+@dataclass(frozen=True, eq=False)
+class Message:
+    """A contiguous tensor that goes to, or comes from, the rank at position `peer` of an axis.
+
+    Messages between two ranks of an axis that have the same `tag` arrive in the order in which they were sent.
+    """
+
+    tensor: torch.Tensor
+    peer: int
+    tag: int = 0
+
+
+class Exchange:
+    """Messages under way (`Collectives.start_exchange`). Neither what is sent nor what is received may be touched before `wait`."""
+
+    def __init__(self, finish: Callable[[], None]) -> None:
+        self._finish: Callable[[], None] | None = finish
+
+    def wait(self) -> None:
+        """Return when all messages are there and gone; at once from the second call on. Raises `PeerError`."""
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+
+
 class Collectives:
     """All data collectives of one rank.
 
     `counters` maps (op, axis name) to calls and bytes. With `trace` every collective emits `core.events.Collective`; its times
     bracket the wait on a CPU, and the launch only on an asynchronous device. With `check_splits` the ranks first exchange their row
-    splits and raise on a mismatch, which otherwise lets gloo abort the process.
+    splits and raise on a mismatch, which otherwise lets gloo abort the process. `synchronous` hides nothing behind computing: an
+    exchange is waited for where it starts (to measure what hiding it is worth).
     """
 
     def __init__(
@@ -61,10 +88,12 @@ class Collectives:
         timeout_s: float = DEFAULT_TIMEOUT_S,
         trace: bool = False,
         check_splits: bool = False,
+        synchronous: bool = False,
     ) -> None:
         self.timeout_s = timeout_s
         self.trace = trace
         self.check_splits = check_splits
+        self.synchronous = synchronous
         self.counters: dict[tuple[str, str], Counter] = {}
         self._emit = emit
 
@@ -145,6 +174,37 @@ class Collectives:
         with _named_errors("gather_objects", axis, self.timeout_s):
             dist.all_gather_object(values, value, group=axis.group)
         return values
+
+    # ---- messages between ranks, under way while this rank computes -----------------------------------------------------
+
+    def start_exchange(
+        self, sends: Sequence[Message], receives: Sequence[Message], axis: Axis, *, op_id: str = ""
+    ) -> Exchange:
+        """Post all messages and return while they travel; `Exchange.wait` takes them in.
+
+        With `trace` the event spans the time from here to the end of that wait.
+        """
+        messages = [(dist.isend, m) for m in sends] + [(dist.irecv, m) for m in receives]
+        if axis.group is None or not messages:
+            if messages:
+                raise ValueError(f"exchange over {axis.name}: an axis of one rank has nobody to exchange with")
+            return Exchange(lambda: None)
+        call = _Call(op_id, sum(_bytes(m.tensor) for m in sends), not messages[0][1].tensor.is_cuda)
+        begin_s = time.time() if self.trace else 0.0
+        with _named_errors("exchange", axis, self.timeout_s, op_id):
+            ops = [dist.P2POp(op, m.tensor, axis.ranks[m.peer], axis.group, m.tag) for op, m in messages]
+            works = dist.batch_isend_irecv(ops)
+
+        def finish() -> None:
+            with _named_errors("exchange", axis, self.timeout_s, op_id):
+                for work in works:
+                    self._wait(work, call)
+            self._note("exchange", axis, call, begin_s)
+
+        exchange = Exchange(finish)
+        if self.synchronous:
+            exchange.wait()
+        return exchange
 
     # ---- rows, uneven and differentiable -------------------------------------------------------------------------------
 
@@ -259,11 +319,17 @@ class Collectives:
     def _run(self, op: str, axis: Axis, call: _Call, launch: Callable[[], Any]) -> None:
         begin_s = time.time() if self.trace else 0.0
         with _named_errors(op, axis, self.timeout_s, call.op_id):
-            work = launch()
-            if call.on_host:
-                work.wait(timedelta(seconds=self.timeout_s))
-            else:  # orders itself on the stream; a timeout here would make NCCL block the host, the group has its own
-                work.wait()
+            self._wait(launch(), call)
+        self._note(op, axis, call, begin_s)
+
+    def _wait(self, work: Any, call: _Call) -> None:
+        if call.on_host:
+            work.wait(timedelta(seconds=self.timeout_s))
+        else:  # orders itself on the stream; a timeout here would make NCCL block the host, the group has its own
+            work.wait()
+
+    def _note(self, op: str, axis: Axis, call: _Call, begin_s: float) -> None:
+        """Count a collective that is done, and tell about it."""
         counter = self.counters.setdefault((op, axis.name), Counter())
         counter.calls += 1
         counter.sent_bytes += call.sent_bytes
