@@ -51,6 +51,32 @@ class ModelConfig:
     """Base of the rotary embedding's wavelengths."""
     norm_eps: float | None = None
     """Added to the mean square in every RMSNorm."""
+    shared_gate: bool | None = None
+    """The shared expert's output is multiplied by a sigmoid of one number per token (Qwen2-MoE)."""
+    q_rank: int | None = None
+    """Latent attention: width of the compressed query, 0 for none."""
+    kv_rank: int | None = None
+    """Latent attention: width of the compressed keys and values."""
+    nope_dim: int | None = None
+    """Latent attention: width of a head without position."""
+    rope_dim: int | None = None
+    """Latent attention: width of a head that is rotated, even."""
+    value_dim: int | None = None
+    """Latent attention: width of a value head."""
+    rope_interleaved: bool | None = None
+    """Latent attention: neighbouring dims are rotated together (else the halves of the rotated part)."""
+    yarn_factor: float | None = None
+    """Stretch the rotary embedding to this many times its original length (YaRN, arXiv 2309.00071); 1 for not at all."""
+    yarn_original_length: int | None = None
+    """Sequence length before stretching."""
+    yarn_beta_fast: float | None = None
+    """Pairs that turn more often in the original length are not stretched (default 32)."""
+    yarn_beta_slow: float | None = None
+    """Pairs that turn less often in the original length are stretched fully (default 1)."""
+    yarn_mscale: float | None = None
+    """DeepSeek's growth of cosine and sine with the factor, 0 for the usual one."""
+    yarn_mscale_all_dim: float | None = None
+    """DeepSeek's growth of the scores of latent attention with the factor, 0 for none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +95,8 @@ class RouterConfig:
     """Groups of experts for group-limited routing (goes with `group_topk`)."""
     group_topk: int | None = None
     """Group-limited routing: only experts of the best `group_topk` of `num_groups` groups may be chosen."""
-    group_score: Literal["sum_topk", "top2"] | None = None
-    """Score of a group: sum of its best top_k/group_topk scores (Megatron), or of its best two (DeepSeek-V3)."""
+    group_score: Literal["sum_topk", "top2", "max"] | None = None
+    """Score of a group: sum of its best top_k/group_topk scores (Megatron), of its best two (DeepSeek-V3), or its best one (V2)."""
     z_loss: float = 0.0
     """Coefficient of the mean squared log-sum-exp of the logits (arXiv 2202.08906), 0 for none."""
     aux_loss: float = 0.01

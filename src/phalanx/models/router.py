@@ -208,7 +208,7 @@ def choose_experts(
 def _allowed(scores_TE: torch.Tensor, *, top_k: int, spec: RouterSpec) -> torch.Tensor:
     """(T, E) whether the expert's group is among the token's best `group_topk`."""
     grouped_TGe = scores_TE.unflatten(-1, (spec.num_groups, -1))
-    best = 2 if spec.group_score == "top2" else max(top_k // spec.group_topk, 1)
+    best = {"top2": 2, "max": 1, "sum_topk": max(top_k // spec.group_topk, 1)}[spec.group_score]
     group_scores_TG = grouped_TGe.topk(min(best, grouped_TGe.shape[-1]), dim=-1).values.sum(-1)
     chosen_Tg = largest(group_scores_TG, spec.group_topk)
     allowed_TG = torch.zeros_like(group_scores_TG, dtype=torch.bool).scatter_(-1, chosen_Tg, True)
