@@ -221,6 +221,8 @@ class OptimConfig:
     """Global gradient norm above which gradients are scaled down, 0 for none."""
     zero: Literal[0, 1] = 1
     """1 shards master weights and moments over dp x cp (dense) and edp (experts)."""
+    bucket_mb: float = 64.0
+    """Megabytes (10^6 bytes) of gradient that are reduced together, as soon as the backward pass has made them; 0: all at its end."""
 
     def warmup(self, total_steps: int) -> int:
         """`warmup_steps`, with its default resolved."""

@@ -92,6 +92,7 @@ LIMITS: Mapping[str, Limit] = {
     "optim.eps": POSITIVE,
     "optim.weight_decay": NOT_NEGATIVE,
     "optim.clip_norm": NOT_NEGATIVE,
+    "optim.bucket_mb": NOT_NEGATIVE,
     "checkpoint.interval": NOT_NEGATIVE,
     "checkpoint.keep_last": COUNT,
     "checkpoint.step": NOT_NEGATIVE,

@@ -25,8 +25,10 @@ from typing import Literal
 
 from phalanx.core.errors import PlanError, Problem, raise_if
 from phalanx.plan.dispatch import DispatchSpec
-from phalanx.plan.folding import GRADIENT_RULES, Folding
+from phalanx.plan.folding import Folding, GradientRule
+from phalanx.plan.layout import flat_layouts
 from phalanx.plan.model import ModelSpec, parameters
+from phalanx.plan.placement import plain_placement
 
 Phase = Literal["fwd", "bwd", "re", "count", "eval"]
 Kind = Literal["compute", "collective", "host"]
@@ -113,6 +115,7 @@ def step_program(
     num_microbatches: int,
     recompute: Literal["none", "selective", "full"] = "none",
     zero: int = 1,
+    bucket_elements: int = 0,
 ) -> StepProgram:
     """The program of `rank` for a step of `num_microbatches` micro-batches on each data-parallel rank (numbered over all ranks).
 
@@ -126,7 +129,16 @@ def step_program(
         for axis in later
     ]
     raise_if(problems, PlanError, subject="program")
-    lower = _Lowering(folding, spec, dispatch, num_microbatches=num_microbatches, recompute=recompute, zero=zero)
+    lower = _Lowering(
+        folding,
+        spec,
+        dispatch,
+        rank=rank,
+        num_microbatches=num_microbatches,
+        recompute=recompute,
+        zero=zero,
+        bucket_elements=bucket_elements,
+    )
     first = folding.coord(rank, "dp") * num_microbatches
     return StepProgram(rank=rank, ops=tuple(lower.step(range(first, first + num_microbatches))))
 
@@ -139,8 +151,10 @@ class _Lowering:
     spec: ModelSpec
     dispatch: DispatchSpec
     num_microbatches: int
+    rank: int
     recompute: str
     zero: int
+    bucket_elements: int
 
     def size(self, axis: str) -> int:
         return len(self.folding.group_of(0, axis))
@@ -248,21 +262,24 @@ class _Lowering:
 
     # ---- the end of the step ---------------------------------------------------------------------------------------------
 
-    def _families(self) -> list[str]:
-        held = {param.family for param in parameters(self.spec)}
-        return [family for family in GRADIENT_RULES if family in held]
+    def _keys(self) -> Iterator[tuple[str, GradientRule]]:
+        """Flat layouts of the rank, by name, with the rule of each."""
+        placement = plain_placement(max(1, self.spec.num_experts), self.folding)
+        layouts = flat_layouts(
+            parameters(self.spec), self.folding, placement, self.rank, bucket_elements=self.bucket_elements
+        )
+        yield from ((key, layout.rule) for key, layout in layouts.items())
 
     def _reduce(self) -> Iterator[Op]:
-        for family in self._families():
-            rule = GRADIENT_RULES[family]
+        for key, rule in self._keys():
             for axis in rule.sum_over:
                 shards = self.zero and axis == rule.shard_over and axis == rule.sum_over[-1]
                 collective = "reduce_scatter" if shards else "all_reduce"
-                yield from self._collective(gradient_id(family, axis), collective, axis)
+                yield from self._collective(gradient_id(key, axis), collective, axis)
 
     def _publish(self) -> Iterator[Op]:
-        for family in self._families() if self.zero else ():
-            yield from self._collective(f"publish/{family}", "all_gather", GRADIENT_RULES[family].shard_over)
+        for key, rule in self._keys() if self.zero else ():
+            yield from self._collective(f"publish/{key}", "all_gather", rule.shard_over)
 
     def _layer_collective(self, name: str, collective: str, axis: str, at: tuple[int, int, Phase]) -> Iterator[Op]:
         mb, layer, phase = at
@@ -274,9 +291,9 @@ class _Lowering:
             yield Op(id=id, kind="collective", lane="comm", axis=axis, collective=collective)
 
 
-def gradient_id(family: str, axis: str) -> str:
-    """Id of the reduction of a gradient family over an axis."""
-    return f"gradient/{family}/{axis}"
+def gradient_id(key: str, axis: str) -> str:
+    """Id of the reduction of a flat layout (a key of `plan.layout.flat_layouts`) over an axis."""
+    return f"gradient/{key}/{axis}"
 
 
 def _compute(name: str, mb: int, layer: int | None, phase: Phase) -> Op:

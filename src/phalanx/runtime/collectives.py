@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -116,11 +117,7 @@ class Collectives:
         """Sum the flat buffer over the axis; return shard number `axis.index` of `axis.size` equal ones (a view at size 1)."""
         if axis.group is None:
             return x_flat
-        if x_flat.numel() % axis.size:
-            raise ValueError(
-                f"reduce_scatter over {axis.name}: {x_flat.numel()} elements do not split into {axis.size}"
-            )
-        out = x_flat.new_empty(x_flat.numel() // axis.size)
+        out = self._new_shard(x_flat, axis)
         self._run(
             "reduce_scatter",
             axis,
@@ -128,6 +125,32 @@ class Collectives:
             lambda: _reduce_scatter_into(out, x_flat, group=axis.group, async_op=True),
         )
         return out
+
+    @staticmethod
+    def _new_shard(x_flat: torch.Tensor, axis: Axis) -> torch.Tensor:
+        if x_flat.numel() % axis.size:
+            raise ValueError(
+                f"reduce_scatter over {axis.name}: {x_flat.numel()} elements do not split into {axis.size}"
+            )
+        return x_flat.new_empty(x_flat.numel() // axis.size)
+
+    def start_reduce_scatter(
+        self, x_flat: torch.Tensor, axis: Axis, *, op_id: str = ""
+    ) -> tuple[torch.Tensor, Exchange]:
+        """`reduce_scatter` that travels while the rank goes on: the shard, not to be read before the exchange has been waited for."""
+        if axis.group is None:
+            return x_flat, Exchange(lambda: None)
+        out = self._new_shard(x_flat, axis)
+        call = _Call(op_id, _bytes(x_flat) - _bytes(out), not x_flat.is_cuda)
+        launch = partial(_reduce_scatter_into, out, x_flat, group=axis.group, async_op=True)
+        return out, self._start("reduce_scatter", axis, call, launch)
+
+    def start_all_reduce(self, x: torch.Tensor, axis: Axis, *, op_id: str = "") -> Exchange:
+        """The sum over the axis, in place, while the rank goes on: `x` is not to be touched before the exchange has been waited for."""
+        if axis.group is None:
+            return Exchange(lambda: None)
+        call = _Call(op_id, 2 * _bytes(x) * (axis.size - 1) // axis.size, not x.is_cuda)
+        return self._start("all_reduce", axis, call, partial(dist.all_reduce, x, group=axis.group, async_op=True))
 
     def all_gather(
         self, shard: torch.Tensor, axis: Axis, *, out: torch.Tensor | None = None, op_id: str = ""
@@ -315,6 +338,22 @@ class Collectives:
                         f"{op} over {axis.name} {axis.ranks}: rank {axis.ranks[i]} sends {sends[j]} rows to rank "
                         f"{axis.ranks[j]}, which expects {receives[i]}"
                     )
+
+    def _start(self, op: str, axis: Axis, call: _Call, launch: Callable[[], Any]) -> Exchange:
+        """Launch now, wait when the exchange is waited for (at once, if `synchronous`)."""
+        begin_s = time.time() if self.trace else 0.0
+        with _named_errors(op, axis, self.timeout_s, call.op_id):
+            work = launch()
+
+        def finish() -> None:
+            with _named_errors(op, axis, self.timeout_s, call.op_id):
+                self._wait(work, call)
+            self._note(op, axis, call, begin_s)
+
+        exchange = Exchange(finish)
+        if self.synchronous:
+            exchange.wait()
+        return exchange
 
     def _run(self, op: str, axis: Axis, call: _Call, launch: Callable[[], Any]) -> None:
         begin_s = time.time() if self.trace else 0.0

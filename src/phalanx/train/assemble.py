@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -21,6 +22,11 @@ from phalanx.train.step import StepParts
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
     """Type of master weights, moments and accumulated gradients for a compute type."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def bucket_elements(optim: OptimConfig, dtype: torch.dtype) -> int:
+    """Elements of a gradient bucket (0: a family is not divided)."""
+    return math.ceil(optim.bucket_mb * 1e6 / dtype.itemsize)
 
 
 def assemble(
@@ -44,6 +50,7 @@ def assemble(
         ctx.groups.rank,
         zero=optim.zero,
         rules=rules,
+        bucket_elements=bucket_elements(optim, state_dtype(ctx.dtype)),
     )
     state = ShardedState(
         params,

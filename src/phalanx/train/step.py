@@ -107,6 +107,8 @@ def train_step(
         output = parts.model(batch, info)
         (stage,) = parts.model.stages
         total, share = objective(parts.model, output, batch, info, stage=stage, valid_tokens=valid_tokens)
+        if j == len(batches) - 1:
+            parts.buffers.final([name for name, _ in parts.model.named_parameters()], parts.groups, parts.comms)
         total.backward()
         shares.append(share)
     gradients = parts.buffers.reduce(parts.groups, parts.comms)

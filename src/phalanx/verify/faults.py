@@ -8,7 +8,7 @@ fault exists at all: dividing by edp changes nothing where edp is 1.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -244,7 +244,8 @@ class _NormWithoutSomeExperts(ReducedGradients):
     """Ranks beyond the first of ep add nothing for their experts to the norm."""
 
     def square_sum(self, groups: Groups) -> torch.Tensor:
-        kept = {f: lay for f, lay in self.layouts.items() if f != "expert" or groups.axis("ep").index == 0}
+        first = groups.axis("ep").index == 0
+        kept = {key: layout for key, layout in self.layouts.items() if layout.rule.family != "expert" or first}
         return ReducedGradients(layouts=kept, segments=self.segments).square_sum(groups)
 
 
@@ -256,6 +257,9 @@ class _NormSkipsExperts(GradientBuffers):
 
     def begin(self) -> None:
         self._sound.begin()
+
+    def final(self, names: Collection[str], groups: Groups, comms: Collectives) -> None:
+        self._sound.final(names, groups, comms)
 
     def reduce(self, groups: Groups, comms: Collectives) -> ReducedGradients:
         reduced = self._sound.reduce(groups, comms)
