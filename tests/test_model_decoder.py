@@ -16,12 +16,14 @@ from phalanx.models.context import ForwardInfo, ModelContext, TokenBatch
 from phalanx.models.decoder import Decoder
 from phalanx.models.layers import initialise, local_of, new_parameter
 from phalanx.plan.folding import GROUP_AXES, Folding, make_folding
-from phalanx.plan.model import PRESETS, ModelSpec, RouterSpec, buffers, parameters
+from phalanx.plan.model import PRESETS, MlaSpec, ModelSpec, RouterSpec, buffers, parameters
 from phalanx.plan.placement import plain_placement
+from phalanx.plan.rope import YarnSpec
 from phalanx.runtime.groups import Axis, Groups
 from phalanx.train.loss import objective
 
 SMALL = dataclasses.replace(PRESETS["tiny"], vocab=64)
+LATENT = MlaSpec(q_rank=12, kv_rank=10, nope_dim=8, rope_dim=4, value_dim=6)
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "qk norm per head": {"qk_norm": "head"},
@@ -33,6 +35,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "dense first layer": {"dense_layers": 1, "dense_ffn": 40},
     "all dense": {"dense_layers": 2, "dense_ffn": 40},
     "one kv head": {"num_kv_heads": 1},
+    "latent": {"mla": LATENT, "num_kv_heads": 4, "head_dim": 12},
+    "latent, direct queries, YaRN": {
+        "mla": dataclasses.replace(LATENT, q_rank=0, value_dim=16, rope_interleaved=False),
+        "num_kv_heads": 4,
+        "head_dim": 12,
+        "yarn": YarnSpec(factor=4.0, original_length=8, mscale=1.0, mscale_all_dim=0.7),
+    },
     "sigmoid with bias": {"router": RouterSpec(score="sigmoid", bias_rate=1e-3, renormalize=True, z_loss=1e-3)},
 }
 SEGMENTS = ((5, 19), (24,))
@@ -208,4 +217,4 @@ def test_what_comes_later_is_refused_with_all_reasons() -> None:
     with pytest.raises(ConfigError) as error:
         Decoder(on_paper(spec, folding))
     text = str(error.value)
-    assert "folding.cp" in text and "latent attention" in text
+    assert "folding.cp" in text

@@ -11,6 +11,7 @@ from torch import nn
 from phalanx.kernels.rope import RopeTable
 from phalanx.models.attention import Attention
 from phalanx.models.context import ForwardInfo, ModelContext, RoutingStats, TokenBatch
+from phalanx.models.latent import LatentAttention
 from phalanx.models.layers import RMSNorm
 from phalanx.models.mlp import Mlp
 from phalanx.models.moe import MoE
@@ -21,7 +22,7 @@ class Block(nn.Module):
         super().__init__()
         at = f"layers.{layer}."
         self.attention_norm = RMSNorm(ctx, at + "attention_norm")
-        self.attention = Attention(ctx, layer)
+        self.attention = Attention(ctx, layer) if ctx.spec.mla is None else LatentAttention(ctx, layer)
         self.ffn_norm = RMSNorm(ctx, at + "ffn_norm")
         self.moe: MoE | None = None
         self.mlp: Mlp | None = None

@@ -80,7 +80,9 @@ class Decoder(nn.Module):
     def run_stage(self, stage: Stage, x_TH: torch.Tensor | None, batch: TokenBatch, info: ForwardInfo) -> DecoderOutput:
         """One stage; `x_TH` is what the one before it put out (None for the first)."""
         spec = self.spec
-        table = rope_table(batch.positions_BS, head_dim=spec.head_dim, theta=spec.rope_theta, dtype=self.dtype)
+        table = rope_table(
+            batch.positions_BS, head_dim=spec.rotary_dim, theta=spec.rope_theta, dtype=self.dtype, yarn=spec.yarn
+        )
         if x_TH is None:
             assert stage.has_embedding and self.embedding is not None  # every other stage gets an input
             x_TH = self.embedding(batch.tokens_BS, info)
@@ -141,14 +143,4 @@ def _problems(ctx: ModelContext) -> list[Problem]:
         for axis in ("cp",)
         if f.degree(axis) > 1
     ]
-    if ctx.spec.mla is not None:
-        hint = "choose a preset without it"
-        later.append(
-            Problem(
-                where="model.preset",
-                value=ctx.spec.name,
-                rule="multi-head latent attention is not implemented yet",
-                hint=hint,
-            )
-        )
     return later

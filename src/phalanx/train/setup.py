@@ -150,15 +150,11 @@ def trainable_problems(recipe: Recipe, spec: ModelSpec) -> list[Problem]:
     """What `plan` accepts and this release does not train."""
     hint = "use 1 (`phalanx plan folding` already plans it)"
     rule = "training along this axis comes with the next release"
-    problems = [
+    return [
         Problem(where=f"folding.{axis}", value=getattr(recipe.folding, axis), rule=rule, hint=hint)
         for axis in ("tp", "cp", "pp")
         if getattr(recipe.folding, axis) > 1
     ]
-    if spec.mla is not None:
-        rule = "multi-head latent attention comes with the next release"
-        problems.append(Problem(where="model.preset", value=spec.name, rule=rule, hint="choose another preset"))
-    return problems
 
 
 def dispatch_spec(config: DispatchConfig) -> DispatchSpec:

@@ -227,7 +227,11 @@ def _doubtful_tokens(
             errors_CTH = torch.randn((count, *x_TH.shape), generator=generator(f"noise/{info.microbatch}"))
             x_NH = (x_TH + scale_T1 * errors_CTH).to(model.dtype).flatten(0, 1)
             table = rope_table(
-                copies.positions_BS, head_dim=model.spec.head_dim, theta=model.spec.rope_theta, dtype=model.dtype
+                copies.positions_BS,
+                head_dim=model.spec.rotary_dim,
+                theta=model.spec.rope_theta,
+                dtype=model.dtype,
+                yarn=model.spec.yarn,
             )
             second(x_NH, table=table, info=info, batch=copies)
             doubtful_T = (listener.found[-1] != listener.found[0]).any(axis=(0, 2))

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from phalanx.core.config import OptimConfig, Recipe
 from phalanx.plan.dispatch import DispatchSpec
 from phalanx.plan.folding import Folding, legal_foldings
-from phalanx.plan.model import ModelSpec, RouterSpec
+from phalanx.plan.model import MlaSpec, ModelSpec, RouterSpec
 from phalanx.verify.pairwise import pairwise
 
 SEQ_LEN = 16
@@ -82,6 +82,12 @@ DISPATCH: Mapping[str, DispatchSpec] = {
         _DROP, drop_by="position", drop_scope="full_sequence", pad_to_capacity=True
     ),
 }
+_LATENT = MlaSpec(q_rank=12, kv_rank=10, nope_dim=8, rope_dim=4, value_dim=6)
+ATTENTION: Mapping[str, MlaSpec | None] = {
+    "grouped": None,
+    "latent": _LATENT,
+    "latent-direct": dataclasses.replace(_LATENT, q_rank=0, value_dim=16, rope_interleaved=False),
+}
 FACTORS: Mapping[str, Sequence[Any]] = {
     "routing": tuple(ROUTING),
     "dispatch": tuple(DISPATCH),
@@ -92,6 +98,7 @@ FACTORS: Mapping[str, Sequence[Any]] = {
     "recompute": ("none", "selective", "full"),
     "kernels": ("fast", "reference"),
     "dense_layers": (0, 1),
+    "attention": tuple(ATTENTION),
     "qk_norm": ("none", "head", "hidden"),
     "attention_bias": (False, True),
     "tied": (False, True),
@@ -126,15 +133,18 @@ def setup_of(row: Mapping[str, Any]) -> Setup:
         aux_loss=0.0 if row["aux"] == "none" else 0.1,
         aux_scope="micro_batch" if row["aux"] == "none" else row["aux"],
     )
+    mla = ATTENTION[row["attention"]]
+    heads = {} if mla is None else {"mla": mla, "num_kv_heads": 4, "head_dim": mla.nope_dim + mla.rope_dim}
     spec = small_model(
         "verify",
+        **heads,
         router=router,
         shared_ffn=0 if row["shared"] == "none" else 48,
         shared_gate=row["shared"] == "gated",
         dense_layers=row["dense_layers"],
         dense_ffn=80 if row["dense_layers"] else 0,
-        qk_norm=row["qk_norm"],
-        attention_bias=row["attention_bias"],
+        qk_norm="none" if mla else row["qk_norm"],
+        attention_bias=row["attention_bias"] and mla is None,
         tied_embeddings=row["tied"],
     )
     return Setup(
@@ -155,10 +165,12 @@ def _label(row: Mapping[str, Any]) -> str:
     words += [f"aux-{row['aux']}"] if row["aux"] != "none" else []
     words += ["z-loss"] if row["z_loss"] else []
     words += [f"recompute-{row['recompute']}"] if row["recompute"] != "none" else []
-    words += [f"qk-{row['qk_norm']}"] if row["qk_norm"] != "none" else []
+    latent = row["attention"] != "grouped"
+    words += [row["attention"]] if latent else []
+    words += [f"qk-{row['qk_norm']}"] if row["qk_norm"] != "none" and not latent else []
     flags = {
         "dense-layer": row["dense_layers"],
-        "bias": row["attention_bias"],
+        "bias": row["attention_bias"] and not latent,
         "tied": row["tied"],
         "packed": row["packed"],
     }
@@ -199,15 +211,21 @@ def shrink(spec: ModelSpec, folding: Folding) -> ModelSpec:
     heads = folding.tp * 2
     group = spec.num_heads // spec.num_kv_heads
     experts = _fewest_experts(spec, folding)
+    mla = None
+    if spec.mla is not None:
+        mla = dataclasses.replace(
+            spec.mla, q_rank=12 if spec.mla.q_rank else 0, kv_rank=10, nope_dim=8, rope_dim=4, value_dim=6
+        )
     return dataclasses.replace(
         spec,
+        mla=mla,
         name=f"{spec.name} (shrunk)",
         num_layers=dense + (2 if spec.moe_layers else 1) + folding.pp - 1,
         dense_layers=dense if spec.moe_layers else dense + folding.pp,
         hidden=32,
         num_heads=heads * min(group, 2),
         num_kv_heads=heads,
-        head_dim=8,
+        head_dim=8 if mla is None else mla.nope_dim + mla.rope_dim,
         vocab=64 * folding.tp,
         num_experts=experts,
         expert_ffn=16 * folding.etp,
