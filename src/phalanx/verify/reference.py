@@ -213,7 +213,7 @@ def _doubtful_tokens(
     model: Decoder, dispatch: DispatchSpec, batch: TokenBatch, info: ForwardInfo, *, noise: float
 ) -> NDArray[np.bool_]:
     """(T,) tokens that the second MoE layer treats otherwise in some copy with noise on what the first one's block put out."""
-    first, second = (block for block in model.layers if isinstance(block, Block) and block.moe is not None)
+    first, second = (block for block in model.layers.values() if isinstance(block, Block) and block.moe is not None)
     assert second.moe is not None
     found: list[torch.Tensor] = []
     listener = _Listener(dispatch, batch.num_tokens)
