@@ -218,10 +218,10 @@ def _backward_heads(
     dim, wide = q_SaD.shape[-1], lse_aS.dtype
     scale = 1 / math.sqrt(dim)
     delta_aS = (out_SaD.to(wide) * d_out_SaD).sum(-1).T
-    k_gSX, v_gSX = _with_columns(k_SgD, None), _with_columns(v_SgD, None)
+    k_gSX, v_gSX = with_columns(k_SgD, None), with_columns(v_SgD, None)
     shape = (k_SgD.shape[1], -1, *k_gSX.shape[1:])
-    q_gpSX = _with_columns(q_SaD * scale, lse_aS).view(shape)
-    do_gpSX = _with_columns(d_out_SaD, delta_aS).view(shape)
+    q_gpSX = with_columns(q_SaD * scale, lse_aS).view(shape)
+    do_gpSX = with_columns(d_out_SaD, delta_aS).view(shape)
     dq_gpSX = torch.zeros(q_gpSX.shape, dtype=wide) if len(blocks) > 1 else None
     for block in blocks:
         keys, queries = slice(block.start, block.stop), slice(block.start, block.end)
@@ -242,7 +242,7 @@ def _backward_heads(
     grads[0].copy_(dq_gpSX.flatten(0, 1)[:, :, :dim].mul_(scale).transpose(0, 1))
 
 
-def _with_columns(x_SgD: torch.Tensor, minus_gS: torch.Tensor | None) -> torch.Tensor:
+def with_columns(x_SgD: torch.Tensor, minus_gS: torch.Tensor | None) -> torch.Tensor:
     """(g, S, X): heads first, and two more columns: ones, or two numbers that add up to `-minus` as closely as the type allows."""
     dim = x_SgD.shape[-1]
     out_gSX = x_SgD.new_empty(x_SgD.shape[1], x_SgD.shape[0], dim + CORRECTION)

@@ -202,6 +202,42 @@ def _document_blocks(queries: Sequence[_Piece], keys: Sequence[_Piece], *, is_ow
         yield open_block
 
 
+def gathered_blocks(layout: SequenceLayout, segments: Sequence[int], *, q_rank: int) -> tuple[Block, ...]:
+    """Blocks of one sequence that `q_rank` computes when it has all keys, in the order of the sequence: at most two for each chunk of a document.
+
+    Raises `PlanError` where `segments` are not the documents of a sequence.
+    """
+    raise_if(segment_problems(layout, segments), PlanError, subject="packed documents")
+    starts = np.cumsum([0, *segments])
+    out = []
+    for document, pieces in sorted(_documents(layout, segments, q_rank).items()):
+        first = int(starts[document])
+        for piece in pieces:
+            length = piece.stop - piece.start
+            if piece.position > first:
+                out.append(Block(piece.start, piece.stop, first, piece.position, causal=False))
+            out.append(Block(piece.start, piece.stop, piece.position, piece.position + length, causal=True))
+    return tuple(out)
+
+
+def halved(blocks: Sequence[Block]) -> tuple[tuple[Block, ...], tuple[Block, ...]]:
+    """The same pairs in two parts of about equal work: the two triangles at the ends of each causal block, and the square between them.
+
+    A rank computes its own keys in two goes, so that there is work to do while gradients come home.
+    """
+    triangles, squares = [], []
+    for block in blocks:
+        half = (block.q_stop - block.q_start) // 2
+        if not (block.causal and half):
+            triangles.append(block)
+            continue
+        q_middle, k_middle = block.q_start + half, block.k_start + half
+        triangles.append(block._replace(q_stop=q_middle, k_stop=k_middle))
+        triangles.append(block._replace(q_start=q_middle, k_start=k_middle))
+        squares.append(Block(q_middle, block.q_stop, block.k_start, k_middle, causal=False))
+    return tuple(triangles), tuple(squares)
+
+
 def ring_source(rank: int, step: int, *, cp: int) -> int:
     """Rank whose keys `rank` computes with in a step of the ring; step 0 is its own."""
     return (rank - step) % cp
