@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -35,7 +37,7 @@ def test_buckets_hold_every_parameter_once_and_the_last_ones_come_first(least: i
             mine = [layout for layout in layouts.values() if layout.rule.family == family]
             places = [[order.index(p.param.name) for p in layout.params] for layout in mine]
             assert all(p == sorted(p) for p in places)
-            assert all(min(a) > max(b) for a, b in zip(places, places[1:], strict=False))
+            assert all(min(a) > max(b) for a, b in itertools.pairwise(places))
             sizes = [sum(p.num_elements for p in layout.params) for layout in mine]
             assert len(mine) == 1 or (least not in (0, 10**9) and all(size >= least / 2 for size in sizes))
 
