@@ -101,3 +101,25 @@ def test_the_rule_catches_a_wrong_arrow() -> None:
 def test_no_two_packages_import_each_other() -> None:
     pairs = {(a, b) for a, below in BELOW.items() for b in below}
     assert not {(a, b) for a, b in pairs if (b, a) in pairs}
+
+
+def circle(arrows: dict[str, set[str]]) -> list[str]:
+    """Some circle of modules, empty where there is none."""
+    done: set[str] = set()
+
+    def walk(at: str, path: list[str]) -> list[str]:
+        if at in path:
+            return path[path.index(at) :]
+        if at in done:
+            return []
+        found = next((f for n in sorted(arrows.get(at, ())) if (f := walk(n, [*path, at]))), [])
+        done.add(at)
+        return found
+
+    return next((found for start in sorted(arrows) if (found := walk(start, []))), [])
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    names = {".".join(("phalanx", *p.relative_to(ROOT).with_suffix("").parts)): p for p in FILES}
+    assert circle({name: imports_of(path) & names.keys() for name, path in names.items()}) == []
+    assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c"]

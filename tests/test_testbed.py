@@ -20,6 +20,7 @@ from phalanx.plan.cluster import ClusterSpec
 from phalanx.testbed.bed import Testbed
 from phalanx.testbed.measure import Traffic, measure
 from phalanx.testbed.owner import parse_tag, processes_of
+from phalanx.testbed.play import play
 from phalanx.testbed.scenario import Action, Progress, Scenario
 
 SOURCES = str(Path(phalanx.__file__).parent.parent)
@@ -173,7 +174,7 @@ def test_a_scenario_at_seconds_and_steps(tmp_path: Path) -> None:
     )
     with Testbed(ClusterSpec(hosts=3, ranks_per_host=2)) as bed:
         job = bed.run(steps_command(tmp_path), cwd=tmp_path)
-        result, done = bed.play(scenario, job, timeout_s=30)
+        result, done = play(bed, scenario, job, timeout_s=30)
         assert result.ok, result.explain()
         assert [(r.status, r.cause) for r in result.ranks] == [
             *[(-15, "terminated")] * 3,
@@ -277,7 +278,7 @@ def test_what_never_happened_is_a_problem(bed: Testbed) -> None:
         )
     )
     job = bed.run(["sleep", "0.6"])
-    result, done = bed.play(scenario, job, timeout_s=30)
+    result, done = play(bed, scenario, job, timeout_s=30)
     assert not result.ok and len(done) == 2 and result.seconds < 20
     assert any("has ended already" in p for p in result.problems)
     assert any("kill rank 1 never happened" in p for p in result.problems)

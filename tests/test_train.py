@@ -39,6 +39,7 @@ def test_a_run_ends_with_what_a_person_wants_to_know(finished: tuple[Path, subpr
     folder, done = finished
     text = done.stdout
     assert "101K parameters" in text and "on 4 ranks (dp4|ep4)" in text
+    assert re.search(r"train loss       \d\.\d{4}\n", text)
     assert re.search(r"validation loss  [\d.]+  [\d.]+ (below|ABOVE) the [\d.]+ of a unigram model", text)
     assert "It writes" in text and f"phalanx generate {folder}" in text and "finished" in text
     assert done.stderr == ""
@@ -139,6 +140,7 @@ def test_ctrl_c_finishes_the_step_saves_and_ends(base: Path, ranks: int) -> None
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
+    assert "finishing the step and saving a checkpoint; once more stops at once\n" in out and err == ""
     found = re.search(r"stopped after step (\d+) of 5000", out)
     assert found is not None and f"go on from step {found[1]}, as the same command does" in out
     step = int(found[1])

@@ -1,7 +1,7 @@
 """Print what would happen, with no process and no torch.
 
 `plan folding` checks a mapping of both rank grids (and a model and a sequence, if given); `plan model` prints a preset's parameters and
-FLOPs. An illegal mapping exits 2, prints every problem, and still writes the JSON file.
+FLOPs; `plan schedule` draws a pipeline (`plan_schedule.py`). What is illegal exits 2, prints every problem, and still writes the JSON file.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 import tyro
 
+from phalanx.cli.plan_schedule import schedule
 from phalanx.core.errors import ConfigError, Problem, nearest, raise_if
 from phalanx.core.files import write_json, write_text
 from phalanx.core.units import format_count, format_rate
@@ -73,7 +74,7 @@ class ModelArgs:
 
 def main(args: list[str]) -> int:
     """Run `phalanx plan ARGS...`; returns the exit status."""
-    commands: dict[str, Callable[..., int]] = {"folding": folding, "model": model}
+    commands: dict[str, Callable[..., int]] = {"folding": folding, "model": model, "schedule": schedule}
     return tyro.extras.subcommand_cli_from_dict(
         commands, prog="phalanx plan", description=__doc__, args=args, config=(tyro.conf.OmitArgPrefixes,)
     )

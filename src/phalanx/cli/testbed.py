@@ -21,6 +21,7 @@ from phalanx.plan.cluster import ClusterSpec, parse_rate
 from phalanx.testbed.bed import Testbed
 from phalanx.testbed.measure import measure as measure_links
 from phalanx.testbed.owner import reap_stale
+from phalanx.testbed.play import play
 from phalanx.testbed.scenario import Scenario, load_scenario
 
 JsonFile = Annotated[Path | None, tyro.conf.arg(metavar="FILE")]
@@ -124,7 +125,7 @@ def run_command(args: RunArgs, command: list[str]) -> int:
         if not args.quiet:
             print(bed.explain())
         job = bed.run(command, name="ranks")
-        result, done = bed.play(scenario, job, timeout_s=args.timeout, keep_going=args.keep_going, echo=echo)
+        result, done = play(bed, scenario, job, timeout_s=args.timeout, keep_going=args.keep_going, echo=echo)
     for action in done:
         print(f"after {action.seconds:.2f} s: {action.action}")
     print(result.explain())

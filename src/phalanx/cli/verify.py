@@ -173,7 +173,7 @@ def _print_table(reports: list[Any], result: dict[str, Any], console: Console) -
     table = Table(
         title=f"{result['ranks']} ranks against one, {result['dtype']}: worst relative error", title_justify="left"
     )
-    for title in ("mapping", "cases", "gradient", "norm", "losses", "step", "failures"):
+    for title in ("mapping", "cases", "gradient", "norm", "losses", "step", "failed"):
         table.add_column(title, justify="left" if title == "mapping" else "right", no_wrap=True)
     for folding in dict.fromkeys(r.task.case.folding for r in reports):
         mine = [r for r in reports if r.task.case.folding == folding]
@@ -193,7 +193,8 @@ def _print_table(reports: list[Any], result: dict[str, Any], console: Console) -
     console.print(f"{verdict}, {result['mappings']} mappings, {result['seconds']:.1f} s")
     if result["tokens_replaced"]:
         console.print(
-            f"{result['tokens_replaced']} tokens of the data were replaced beforehand: rounding could have routed them either way"
+            f"{result['tokens_replaced']} tokens of the data were replaced beforehand: rounding could have routed them either way",
+            soft_wrap=True,
         )
 
 

@@ -119,7 +119,7 @@ class Schedule:
         stages = " ".join(str(rank) for rank in self.rank_of_stage)
         lines = [
             f"{self.name}: {rule}",
-            f"  {self.pp} ranks x {self.virtual} virtual stages, {self.num_microbatches} microbatches; ranks of the stages: {stages}",
+            f"  {self.pp} ranks x {self.virtual} virtual stage{'s' if self.virtual > 1 else ''}, {self.num_microbatches} microbatches; ranks of the stages: {stages}",
             f"  activations held at most, by rank: {' '.join(map(str, self.max_live))}",
         ]
         return "\n".join(lines)

@@ -20,6 +20,7 @@ import select
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -48,11 +49,15 @@ class StopRequest:
 
     def __init__(self, immediate: Callable[[], None] | None = None) -> None:
         self.requested = False
+        self.on_request: Callable[[], None] | None = None
+        """Called once by a thread of its own, so that it may wait for what the signal interrupted."""
         self._immediate = immediate if immediate is not None else _exit_now
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if self.requested:
             self._immediate()
+        elif self.on_request is not None:
+            threading.Thread(target=self.on_request, daemon=True).start()
         self.requested = True
 
     @contextlib.contextmanager
@@ -240,8 +245,6 @@ class _Watch:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.stops += 1
-        if self.stops == 1:
-            print("\nfinishing the step and saving a checkpoint; once more stops at once", file=sys.stderr, flush=True)
         self._send(signal.SIGTERM if self.stops == 1 else signal.SIGKILL)
 
     def _send(self, number: int) -> None:

@@ -19,18 +19,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, TextIO
+from typing import Literal
 
 from phalanx.core.errors import Problem, TestbedError, raise_if
 from phalanx.plan.cluster import ClusterSpec, cluster_problems
 from phalanx.testbed import links
 from phalanx.testbed.access import find_tools, machine_problems, refusal
 from phalanx.testbed.host import Host, Tools
-from phalanx.testbed.job import Job, JobResult, RankState
-from phalanx.testbed.output import Echo
+from phalanx.testbed.job import Job, RankState
 from phalanx.testbed.owner import make_folder, new_owner, processes_of, reap_stale
-from phalanx.testbed.play import Done, Player
-from phalanx.testbed.scenario import Scenario
 from phalanx.testbed.wire import start_keeper
 
 Access = Literal["auto", "root", "user"]
@@ -192,29 +189,6 @@ class Testbed:
             hint = "give the job another name, or the bed another folder"
             problems.append(Problem(where="testbed.folder", value=str(folder), rule=rule, hint=hint))
         raise_if(problems, TestbedError, subject="testbed")
-
-    def play(
-        self,
-        scenario: Scenario,
-        job: Job,
-        *,
-        timeout_s: float | None = None,
-        keep_going: bool = False,
-        echo: TextIO | None = None,
-    ) -> tuple[JobResult, tuple[Done, ...]]:
-        """Wait for a job while a scenario happens to it; what of the scenario did not come to pass is a problem of the result."""
-        player = Player(scenario, self, job)
-        printer = Echo(job, echo) if echo else None
-
-        def tick() -> tuple[str, ...]:
-            if printer:
-                printer.tick()
-            return player.tick()
-
-        result = job.wait(timeout_s, tick=tick, keep_going=keep_going)
-        if printer:
-            printer.finish()
-        return replace(result, problems=(*result.problems, *player.problems())), tuple(player.done)
 
     # -- hosts and links --------------------------------------------------------------------------------------------------
 

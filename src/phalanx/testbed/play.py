@@ -10,15 +10,14 @@ import json
 import time
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TextIO
 
 from phalanx.core.errors import TestbedError
-from phalanx.testbed.job import Job
+from phalanx.testbed.bed import Testbed
+from phalanx.testbed.job import Job, JobResult
+from phalanx.testbed.output import Echo
 from phalanx.testbed.progress import StepWatcher
 from phalanx.testbed.scenario import UNDONE_BY, Action, Scenario
-
-if TYPE_CHECKING:
-    from phalanx.testbed.bed import Testbed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,3 +132,27 @@ def _act(action: Action, bed: Testbed, job: Job) -> None:
             for state in job.ranks:
                 if state.host == host:
                     job.start_rank(state.rank)
+
+
+def play(
+    bed: Testbed,
+    scenario: Scenario,
+    job: Job,
+    *,
+    timeout_s: float | None = None,
+    keep_going: bool = False,
+    echo: TextIO | None = None,
+) -> tuple[JobResult, tuple[Done, ...]]:
+    """Wait for a job of `bed` while a scenario happens to it; what of the scenario did not come to pass is a problem of the result."""
+    player = Player(scenario, bed, job)
+    printer = Echo(job, echo) if echo else None
+
+    def tick() -> tuple[str, ...]:
+        if printer:
+            printer.tick()
+        return player.tick()
+
+    result = job.wait(timeout_s, tick=tick, keep_going=keep_going)
+    if printer:
+        printer.finish()
+    return replace(result, problems=(*result.problems, *player.problems())), tuple(player.done)

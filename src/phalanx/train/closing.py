@@ -19,6 +19,8 @@ class Outcome:
     total_steps: int
     tokens: int
     """Trained by this process."""
+    loss: float | None
+    """Of the last step; None where this process did none."""
     validation_loss: float | None
     unigram_loss: float
     sample: Sampled | None
@@ -32,6 +34,7 @@ def summary_of(folder: Path, outcome: Outcome, *, seconds: float) -> RunSummary:
         total_steps=outcome.total_steps,
         seconds=seconds,
         tokens=outcome.tokens,
+        loss=outcome.loss,
         validation_loss=outcome.validation_loss,
         unigram_loss=outcome.unigram_loss,
         prompt=outcome.sample.prompt if outcome.sample is not None else "",

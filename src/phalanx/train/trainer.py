@@ -13,9 +13,11 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import metadata
 from typing import Literal
 
@@ -67,6 +69,7 @@ def train(recipe: Recipe, info: WorldInfo, stop: StopRequest) -> int:
     with rank.sinks:
         try:
             trainer = build_trainer(rank, stop)
+            stop.on_request = partial(_say_what_follows, rank)
             outcome = trainer.run()
         except BaseException as err:
             reason = " ".join([f"{type(err).__name__}:", *str(err).splitlines()[:2]])
@@ -78,6 +81,15 @@ def train(recipe: Recipe, info: WorldInfo, stop: StopRequest) -> int:
         print_summary(summary_of(rank.folder.path, outcome, seconds=time.monotonic() - begin_s))
     close_world()
     return 0
+
+
+def _say_what_follows(rank: Rank) -> None:
+    """The answer to Ctrl-C, where the display is drawn: whatever else writes to the terminal would tear it."""
+    text = "finishing the step and saving a checkpoint; once more stops at once"
+    if rank.speaks:
+        rank.sinks(Note(level="info", text=text))
+    elif rank.info.rank == 0:
+        print(text, file=sys.stderr, flush=True)
 
 
 # ---- building --------------------------------------------------------------------------------------------------------
@@ -203,6 +215,7 @@ class Trainer:
         self.flops_per_token = flops_per_token(self.spec, t.seq_len)
         self.peak_flops_per_s = 0.0
         self.recipe_hash = hashlib.sha256(dump_recipe(recipe).encode()).hexdigest()[:16]
+        self.last_loss: float | None = None
         self.last_validation: tuple[int, float] | None = None
 
     # ---- the loop
@@ -227,7 +240,7 @@ class Trainer:
                 micros = next(batches)
                 data_s = time.perf_counter() - begin_s
                 result = self._step(step, [token_batch(m, self.rank.device) for m in micros])
-                self.step = step + 1
+                self.step, self.last_loss = step + 1, result.loss
                 self._report(result, micros, step_s=time.perf_counter() - begin_s, data_s=data_s)
                 self._hear_of_checkpoints()
                 if result.stop:
@@ -398,7 +411,7 @@ class Trainer:
         loss, t = self.last_validation[1] if self.last_validation else None, self.rank.recipe.train
         return Outcome(
             reason=reason, step=self.step, total_steps=self.total_steps,
-            tokens=(self.step - self.start) * t.global_batch * t.seq_len, validation_loss=loss,
+            tokens=(self.step - self.start) * t.global_batch * t.seq_len, loss=self.last_loss, validation_loss=loss,
             unigram_loss=self.prepared.unigram_loss, sample=sample,
         )  # fmt: skip
 

@@ -1,6 +1,6 @@
 """Runs cases over local ranks and says what differs, and where.
 
-One fork of `world` ranks runs everything: first the one-rank references, shared out over the ranks and left in a folder; then case after case, all
+One fork of `world` ranks runs everything: first the one-rank references, each made by whichever rank is free and left in a folder; then case after case, all
 ranks together, each writing what it found as a JSON line. Process groups are cached by rank tuple for the whole session, for making
 them costs more than a case. The parent reads the lines. Where a case ends the ranks (a planted fault may make them wait for
 each other until the collective's timeout, or crash), that case has failed and the rest runs on fresh ranks.
@@ -13,7 +13,8 @@ import json
 import os
 import pickle
 import tempfile
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -125,14 +126,10 @@ def _rank_main(job: Job, folder: Path, info: WorldInfo, stop: StopRequest) -> in
     init_world(info, timeout_s=job.timeout_s)
     cache = GroupCache(timeout_s=job.timeout_s)
     paths = _reference_paths(job, folder)
-    for i, (key, path) in enumerate(dict.fromkeys(paths)):
-        if i % job.world == info.rank:
-            _save_reference(path, key, job)
-    _barrier(job, info, cache)
+    _make_references(dict.fromkeys(paths), job, stop)
     with (folder / f"rank-{info.rank}.jsonl").open("w") as out:
         for i, task in enumerate(job.tasks):
-            if stop.requested:
-                os._exit(STOPPED)
+            _end_if(stop)
             want = _load_reference(paths[i][1])
             if isinstance(want, PhalanxError):
                 report = RankReport(case=i, rank=info.rank, unequal=[str(want)])
@@ -191,6 +188,31 @@ def _reference_paths(job: Job, folder: Path) -> list[tuple[_Key, Path]]:
     return [(key, folder / f"{number[key]}.reference") for key in keys]
 
 
+def _make_references(wanted: Iterable[tuple[_Key, Path]], job: Job, stop: StopRequest) -> None:
+    """Make those that no other rank has begun, until all are there. No collective: on a busy machine they take longer than its timeout."""
+    wanted = list(wanted)
+    for key, path in wanted:
+        _end_if(stop)
+        if _claim(path):
+            _save_reference(path, key, job)
+    while not all(path.exists() for _, path in wanted):  # a rank that fails here ends all of them
+        _end_if(stop)
+        time.sleep(0.01)
+
+
+def _claim(path: Path) -> bool:
+    try:
+        path.with_suffix(".claimed").touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+def _end_if(stop: StopRequest) -> None:
+    if stop.requested:
+        os._exit(STOPPED)
+
+
 def _save_reference(path: Path, key: _Key, job: Job) -> None:
     """Leave the reference, or the reason why there is none, for all ranks to read."""
     found: Reference | PhalanxError
@@ -198,8 +220,10 @@ def _save_reference(path: Path, key: _Key, job: Job) -> None:
         found = reference_run(key.setup, num_microbatches=key.num_microbatches, dtype=job.dtype)
     except PhalanxError as error:
         found = error
-    with path.open("wb") as out:
+    unfinished = path.with_suffix(".writing")
+    with unfinished.open("wb") as out:
         pickle.dump(found, out, protocol=pickle.HIGHEST_PROTOCOL)
+    unfinished.rename(path)
 
 
 def _load_reference(path: Path) -> Reference | PhalanxError:
