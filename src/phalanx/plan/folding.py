@@ -76,6 +76,9 @@ GRADIENT_RULES: Mapping[str, GradientRule] = {
     "dense_replicated": GradientRule(
         family="dense_replicated", sum_over=("tp", "dp_cp"), shard_over="dp_cp", replicas=("tp", "dp_cp")
     ),
+    "dense_tied": GradientRule(
+        family="dense_tied", sum_over=("embedding", "dp_cp"), shard_over="dp_cp", replicas=("embedding", "dp_cp")
+    ),
     "expert": GradientRule(family="expert", sum_over=("edp",), shard_over="edp", replicas=("edp",)),
 }
 """The only place that decides which ranks sum which gradient (reference: Megatron-LM #5916 for what happens elsewhere)."""
@@ -125,6 +128,17 @@ class Folding:
             return tuple(sorted(part for group in self.groups("pp") for part in _ends(group)))
         grid, varying = self._along(name)
         return grid.groups(varying)
+
+    def embedding_groups(self, table_ranks: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """Groups that share a tied embedding where the pipeline ranks `table_ranks` hold it (`StagePlan.table_ranks`).
+
+        They partition the world: whoever shares nothing is alone. `groups("embedding")` is the case of first and last rank.
+        """
+        parts = []
+        for group in self.groups("pp"):
+            holders = tuple(sorted(group[index] for index in table_ranks))
+            parts += [holders, *((rank,) for rank in group if rank not in holders)]
+        return tuple(sorted(parts))
 
     def group_of(self, rank: int, name: str) -> tuple[int, ...]:
         """The group called `name` that `rank` belongs to."""

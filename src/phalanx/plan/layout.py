@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from phalanx.plan.folding import GRADIENT_RULES, Folding, GradientRule
 from phalanx.plan.model import ModelSpec, ParamSpec, parameters
 from phalanx.plan.placement import Placement
+from phalanx.plan.stages import Stage
 
 
 @dataclass(frozen=True)
@@ -67,23 +68,22 @@ def _split(shape: list[int], offsets: list[int], dim: int | None, index: int, co
     offsets[dim] += index * shape[dim]
 
 
-def stage_of_layer(layer: int, *, num_layers: int, pp: int) -> int:
-    """Pipeline stage of a layer: consecutive layers, the counts of any two stages differing by at most one."""
-    return layer * pp // num_layers
+def stage_params(spec: ModelSpec, stages: Sequence[Stage]) -> tuple[ParamSpec, ...]:
+    """The parameters that `stages` (those of one rank, or one of them) need, in forward order.
 
+    The embedding is needed by the first stage of the model, norm and head by the last, a tied embedding by both.
+    """
+    layers = {layer for stage in stages for layer in stage.layers}
+    first, last = any(stage.has_embedding for stage in stages), any(stage.has_head for stage in stages)
 
-def stage_params(spec: ModelSpec, *, pp: int, stage: int) -> tuple[ParamSpec, ...]:
-    """The parameters that `stage` holds. The embedding is on the first, norm and head on the last, a tied embedding on both."""
-    last = pp - 1
-
-    def stages(param: ParamSpec) -> tuple[int, ...]:
+    def needed(param: ParamSpec) -> bool:
         if param.layer is not None:
-            return (stage_of_layer(param.layer, num_layers=spec.num_layers, pp=pp),)
+            return param.layer in layers
         if param.name == "embedding.weight":
-            return (0, last) if spec.tied_embeddings else (0,)
-        return (last,)
+            return first or (last and spec.tied_embeddings)
+        return last
 
-    return tuple(p for p in parameters(spec) if stage in stages(p))
+    return tuple(p for p in parameters(spec) if needed(p))
 
 
 def local_param(param: ParamSpec, folding: Folding, placement: Placement, rank: int) -> LocalParam:

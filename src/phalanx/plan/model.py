@@ -135,7 +135,8 @@ class ParamSpec:
 
     name: str
     shape: tuple[int, ...]
-    family: Literal["dense_sharded", "dense_replicated", "expert"]
+    family: Literal["dense_sharded", "dense_replicated", "dense_tied", "expert"]
+    """Row of the gradient rules (`plan/folding.py`). `dense_tied` is an embedding that is the head too, held by two stages."""
     tp_dim: int | None = None
     ep_dim: int | None = None
     etp_dim: int | None = None
@@ -152,7 +153,8 @@ class ParamSpec:
 
 def parameters(spec: ModelSpec) -> tuple[ParamSpec, ...]:
     """All trainable parameters in forward order."""
-    out = [_sharded("embedding.weight", (spec.vocab, spec.hidden), 0, None)]
+    table = _sharded("embedding.weight", (spec.vocab, spec.hidden), 0, None)
+    out = [dataclasses.replace(table, family="dense_tied") if spec.tied_embeddings else table]
     for layer in range(spec.num_layers):
         out += _attention_params(spec, layer)
         out += _moe_params(spec, layer) if layer >= spec.dense_layers else _dense_params(spec, layer)
