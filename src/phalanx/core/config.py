@@ -148,6 +148,18 @@ class FoldingConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PipelineConfig:
+    """In which order the stages of a pipeline work, and which layers they hold (`folding.pp` above 1)."""
+
+    schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv", "dualpipev"] | None = None
+    """Order of the passes; `phalanx plan schedule` draws each. Default: 1f1b, or interleaved_1f1b with several virtual stages."""
+    virtual: int | None = None
+    """Stages of each rank. Default: 1, or the 2 that a V-shaped schedule (zbv, dualpipev) has."""
+    layers: tuple[int, ...] | None = None
+    """Layers of each stage, first to last (pp x virtual numbers). Default: divided by cost."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """Where text comes from and how it becomes tokens."""
 
@@ -306,6 +318,7 @@ class Recipe:
     router: RouterConfig = field(default_factory=RouterConfig)
     dispatch: DispatchConfig = field(default_factory=DispatchConfig)
     folding: FoldingConfig = field(default_factory=FoldingConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)

@@ -73,6 +73,8 @@ LIMITS: Mapping[str, Limit] = {
     "router.force_skew": NOT_NEGATIVE,
     "dispatch.capacity_factor": POSITIVE,
     **{f"folding.{k}": COUNT for k in ("tp", "cp", "pp", "ep", "etp")},
+    "pipeline.virtual": COUNT,
+    "pipeline.layers": NOT_NEGATIVE,
     "data.weights": POSITIVE,
     "data.builtin_bytes": COUNT,
     "data.validation_fraction": Limit(above=0, most=0.5),
@@ -150,6 +152,13 @@ EFFECTS: tuple[Effect, ...] = (
         reason="folding.cp = 1 leaves every sequence whole",
         way_out="folding.cp = 2",
         reads=("folding.cp",),
+    ),
+    Effect(
+        settings=tuple(f"pipeline.{k}" for k in ("schedule", "virtual", "layers")),
+        inert=lambda r: r.folding.pp == 1,
+        reason="folding.pp = 1 has one stage for everything",
+        way_out="folding.pp = 2",
+        reads=("folding.pp",),
     ),
     Effect(
         settings=("router.softmax_order",),
