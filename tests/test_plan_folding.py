@@ -353,8 +353,16 @@ def test_resolve_folding_spreads_experts_over_all_ranks_that_divide_them() -> No
         resolve_folding(FoldingConfig(ep=3), TINY, world=4, seq_len=32)
 
 
+def test_embedding_groups_follow_the_stages_that_hold_the_table() -> None:
+    folding = make_folding(world=8, pp=4)
+    assert folding.embedding_groups((0, 3)) == folding.groups("embedding")
+    assert all(len(group) == 1 for group in folding.embedding_groups((0,)))
+    assert folding.embedding_groups((1, 3)) == ((0,), (1,), (2, 6), (3, 7), (4,), (5,))
+
+
 def test_rules_cover_every_family_and_name_real_groups() -> None:
-    families = {p.family for spec in PRESETS.values() for p in parameters(spec)}
+    tied = dataclasses.replace(TINY, tied_embeddings=True)
+    families = {p.family for spec in (*PRESETS.values(), tied) for p in parameters(spec)}
     assert families == set(GRADIENT_RULES)
     for rule in GRADIENT_RULES.values():
         assert {*rule.sum_over, rule.shard_over, *rule.replicas} <= set(GROUP_NAMES)
