@@ -57,7 +57,7 @@ class Attention(nn.Module):
         """(N, A*D) and twice (N, G*D), normalised where the norm is over all heads."""
         inputs = (self.wq, self.wk, self.wv)
         weights, biases = [p.weight for p in inputs], [p.bias for p in inputs]
-        q, k, v = projections(x_NH, weights, biases, impl=self.impl, lanes=self.lanes)
+        q, k, v = projections(x_NH, weights, biases, impl=self.impl, lanes=self.lanes, later=self.wq.later)
         if self.norm_over == "hidden":
             q = self.q_norm.over(q, op_id=self.sequence.id("q_norm", info))
             k = self.k_norm.over(k, op_id=self.sequence.id("k_norm", info))

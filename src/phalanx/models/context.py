@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 
 from phalanx.kernels.lanes import SERIAL, Lanes
+from phalanx.kernels.later import Later
 from phalanx.plan.dispatch import DispatchSpec
 from phalanx.plan.model import ModelSpec
 from phalanx.plan.placement import Placement
@@ -39,6 +40,8 @@ class ModelContext:
     """Threads among which CPU kernels divide their work; results do not depend on it."""
     pipeline: StagePlan | None = None
     """Which rank of the pipeline holds which layers; None: all of them are here."""
+    later: Later | None = None
+    """Where backward passes leave the weight gradients of matrices, if the schedule puts them off."""
 
     @property
     def stages(self) -> tuple[Stage, ...]:

@@ -95,7 +95,7 @@ class Linear(nn.Module):
         self.weight = new_parameter(ctx, f"{name}.weight")
         self.bias = new_parameter(ctx, f"{name}.bias") if bias else None
         self.impl: Impl = ctx.kernels
-        self.lanes = ctx.lanes
+        self.lanes, self.later = ctx.lanes, ctx.later
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return linear(x, self.weight, self.bias, impl=self.impl, lanes=self.lanes)
+        return linear(x, self.weight, self.bias, impl=self.impl, lanes=self.lanes, later=self.later)

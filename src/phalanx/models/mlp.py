@@ -26,14 +26,14 @@ class Mlp(nn.Module):
         self.w2 = new_parameter(ctx, f"layers.{layer}.{name}.w2")
         self.sequence = SequenceParallel(ctx, op, layer)
         self.impl: Impl = ctx.kernels
-        self.lanes = ctx.lanes
+        self.lanes, self.later = ctx.lanes, ctx.later
 
     def forward(self, x_TH: torch.Tensor, info: ForwardInfo, batch: TokenBatch) -> torch.Tensor:
         """(T, H) -> (T, H)."""
         x_NH = self.sequence.gather(x_TH, info, num_sequences=batch.num_sequences)
-        gate_up_NF = linear(x_NH, self.w13.flatten(0, 1), impl=self.impl, lanes=self.lanes)
+        gate_up_NF = linear(x_NH, self.w13.flatten(0, 1), impl=self.impl, lanes=self.lanes, later=self.later)
         h_NF = swiglu(gate_up_NF.view(-1, *self.w13.shape[:2]), impl=self.impl, lanes=self.lanes)
-        y_NH = linear(h_NF, self.w2, impl=self.impl, lanes=self.lanes)
+        y_NH = linear(h_NF, self.w2, impl=self.impl, lanes=self.lanes, later=self.later)
         return self.sequence.scatter(y_NH, info, num_sequences=batch.num_sequences)
 
 

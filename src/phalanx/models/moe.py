@@ -47,7 +47,7 @@ class MoE(nn.Module):
             kernels=ctx.kernels,
             lanes=ctx.lanes,
         )
-        self.layer, self.lanes, self.kernels = layer, ctx.lanes, ctx.kernels
+        self.layer, self.lanes, self.later, self.kernels = layer, ctx.lanes, ctx.later, ctx.kernels
         self.recompute = ctx.recompute == "selective"
 
     def forward(self, x_TH: torch.Tensor, info: ForwardInfo, batch: TokenBatch) -> tuple[torch.Tensor, RoutingStats]:
@@ -61,6 +61,7 @@ class MoE(nn.Module):
             dispatcher=self.dispatcher,
             kernels=self.kernels,
             lanes=self.lanes,
+            later=self.later,
             recompute=self.recompute,
             token_index_T=batch.token_index_T,
             part_T=batch.part_T,

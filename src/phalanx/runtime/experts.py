@@ -14,6 +14,7 @@ import torch
 from phalanx.kernels.choice import Impl
 from phalanx.kernels.grouped import expert_ffn
 from phalanx.kernels.lanes import SERIAL, Lanes
+from phalanx.kernels.later import Later
 from phalanx.runtime.dispatch import Dispatcher
 
 
@@ -34,6 +35,7 @@ def run_experts(
     dispatcher: Dispatcher,
     kernels: Impl = "fast",
     lanes: Lanes = SERIAL,
+    later: Later | None = None,
     recompute: bool = False,
     token_index_T: torch.Tensor | None = None,
     part_T: torch.Tensor | None = None,
@@ -44,7 +46,8 @@ def run_experts(
     `token_index_T` and `part_T`: see `Dispatcher.dispatch`.
 
     Gradients: tokens and weights get the sum over their copies; slots the sum over all rows that they served, which is the
-    expert-parallel group's whole share, so that `edp` completes it (`expert` in `plan/folding.py`).
+    expert-parallel group's whole share, so that `edp` completes it (`expert` in `plan/folding.py`). With `later` those of the slots are
+    put off.
     """
     sent = dispatcher.dispatch(
         x_TH, weights_TK, experts_TK, token_index_T=token_index_T, part_T=part_T, op_prefix=op_prefix
@@ -58,5 +61,6 @@ def run_experts(
         recompute=recompute,
         impl=kernels,
         lanes=lanes,
+        later=later,
     )
     return dispatcher.combine(rows_MH, sent.state), sent.dropped
