@@ -307,9 +307,11 @@ class _OwnMicrobatchesOnly(nn.Module):
         super().__init__()
         self.model, self.dp = model, dp
 
-    @property
-    def head_weight(self) -> nn.Parameter:
-        return self.model.head_weight
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("model"), name)
 
     def forward(self, batch: TokenBatch, info: ForwardInfo) -> DecoderOutput:
         fewer = dataclasses.replace(info, num_microbatches=info.num_microbatches // self.dp)

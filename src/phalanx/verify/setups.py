@@ -17,13 +17,18 @@ from phalanx.plan.folding import Folding, legal_foldings
 from phalanx.plan.model import MlaSpec, ModelSpec, RouterSpec
 from phalanx.verify.pairwise import pairwise
 
-SEQ_LEN = 16
+SEQ_LEN = 32
+AXES = ("tp", "cp", "ep", "etp")
 SEQUENCES = 2
 """Of one micro-batch; so a sequence-wise loss differs from one over the micro-batch."""
 
 OPTIM = OptimConfig(lr=0.02, weight_decay=0.3, beta1=0.9, beta2=0.95, eps=1e-4, clip_norm=0.2)
 """A clipped step in which everything shows: eps near the size of the second moment's root, so that a wrong factor on the gradient is not
 normalised away; a rate and a decay that move the weights by some per cent."""
+
+
+SMALL_BUCKET_MB = 0.01
+"""A dozen buckets in the small model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,16 +39,19 @@ class Setup:
     spec: ModelSpec
     dispatch: DispatchSpec
     accumulation: int = 1
-    """Micro-batches of a step, over all ranks, are `world * accumulation`."""
+    """Micro-batches of a step on each data-parallel rank."""
     packed: bool = False
     """Several documents per sequence."""
     zero: Literal[0, 1] = 1
     recompute: Literal["none", "selective", "full"] = "none"
     kernels: Literal["fast", "reference"] = "fast"
+    buckets: bool = True
+    """Gradients are reduced in small buckets, during the backward pass."""
+    cp_method: Literal["ring", "all_gather", "ulysses"] = "ring"
 
     @property
     def optim(self) -> OptimConfig:
-        return dataclasses.replace(OPTIM, zero=self.zero)
+        return dataclasses.replace(OPTIM, zero=self.zero, bucket_mb=SMALL_BUCKET_MB if self.buckets else 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +112,8 @@ FACTORS: Mapping[str, Sequence[Any]] = {
     "tied": (False, True),
     "packed": (False, True),
     "zero": (0, 1),
+    "buckets": (False, True),
+    "cp_method": ("ring", "all_gather", "ulysses"),
     "accumulation": (1, 2),
 }
 
@@ -156,6 +166,8 @@ def setup_of(row: Mapping[str, Any]) -> Setup:
         zero=row["zero"],
         recompute=row["recompute"],
         kernels=row["kernels"],
+        buckets=row["buckets"],
+        cp_method=row["cp_method"],
     )
 
 
@@ -175,15 +187,36 @@ def _label(row: Mapping[str, Any]) -> str:
         "packed": row["packed"],
     }
     words += [word for word, on in flags.items() if on]
-    words += [f"x{row['accumulation']}", row["kernels"]]
+    words += ["buckets"] if row["buckets"] else []
+    words += [row["cp_method"], f"x{row['accumulation']}", row["kernels"]]
     return " ".join(words)
 
 
-def default_cases(world: int, *, axes: Sequence[str] = ("ep", "etp")) -> list[Case]:
-    """All legal mappings of the small model over `world` ranks, each pair of options (the mapping is one) in at least one case."""
+def default_cases(world: int, *, axes: Sequence[str] = AXES) -> list[Case]:
+    """All legal mappings of the small model over `world` ranks without a pipeline, each in at least one case.
+
+    Any two options meet in some case, and each option meets each mapping of the attention and each mapping of the experts. (All of
+    them on all mappings would be 10^8 cases; with the two sides as factors, every pair of sides is a mapping.)
+    """
     foldings = list(legal_foldings(world, small_model("verify"), seq_len=SEQ_LEN, axes=axes))
-    rows = pairwise({**FACTORS, "folding": range(len(foldings))})
-    return [Case(setup=setup_of(row), folding=foldings[row["folding"]]) for row in rows]
+    attention = list(dict.fromkeys((f.tp, f.cp) for f in foldings))
+    experts = list(dict.fromkeys((f.ep, f.etp) for f in foldings))
+    assert len(foldings) == len(attention) * len(experts)  # any attention side fits any expert side
+    rows = pairwise({**FACTORS, "attention_side": attention, "expert_side": experts})
+    return [_case(row, world) for row in rows]
+
+
+def _case(row: Mapping[str, Any], world: int) -> Case:
+    (tp, cp), (ep, etp) = row["attention_side"], row["expert_side"]
+    setup = setup_of(row)
+    if cp == 1 or not _ulysses_fits(setup.spec, tp=tp, cp=cp):
+        setup = dataclasses.replace(setup, cp_method="ring" if setup.cp_method == "ulysses" else setup.cp_method)
+    return Case(setup=setup, folding=Folding(world=world, tp=tp, cp=cp, ep=ep, etp=etp))
+
+
+def _ulysses_fits(spec: ModelSpec, *, tp: int, cp: int) -> bool:
+    heads, kv = spec.num_heads // tp, max(1, spec.num_kv_heads // tp)
+    return heads % cp == 0 and (kv % cp == 0 or cp % kv == 0)
 
 
 def recipe_cases(recipe: Recipe, spec: ModelSpec, folding: Folding, dispatch: DispatchSpec) -> list[Case]:
