@@ -370,7 +370,10 @@ def resolve_model(model: ModelConfig, router: RouterConfig, *, tokenizer_vocab: 
     if "vocab" not in changes and tokenizer_vocab is not None:
         changes["vocab"] = -(-tokenizer_vocab // 64) * 64
     routed = {f.name: getattr(router, f.name) for f in dataclasses.fields(router)}
-    changes["router"] = dataclasses.replace(base.router, **{k: v for k, v in routed.items() if v is not None})
+    routed = {k: v for k, v in routed.items() if v is not None}
+    if routed.get("num_groups") == 1:
+        routed.setdefault("group_topk", 1)  # without groups there is nothing to limit
+    changes["router"] = dataclasses.replace(base.router, **routed)
     spec = dataclasses.replace(base, **changes)
     problems = model_problems(spec) + _vocab_problems(spec, tokenizer_vocab) + _idle_settings(model, router, spec)
     raise_if(problems, ConfigError, subject=f"model {spec.name}")
