@@ -17,7 +17,7 @@ from phalanx.observe import table
 from phalanx.observe.chart import chart
 from phalanx.observe.console import HEADER_EVERY, ROW_SECONDS, ConsoleSink, wants_live
 from phalanx.observe.preparation import PreparationProgress
-from phalanx.observe.summary import RunSummary, print_summary
+from phalanx.observe.summary import RunSummary, print_summary, program_name
 
 pytestmark = pytest.mark.unit
 WIDTHS = (40, 80, 100, 160)
@@ -313,6 +313,29 @@ def test_summary_without_a_terminal() -> None:
         "  phalanx metrics runs/laptop                              see the course of the run",
         "  phalanx verify runs/laptop/recipe.toml                   prove its mapping against one rank",
     ]
+
+
+def test_summary_of_a_validation_that_is_older() -> None:
+    console = pipe()
+    print_summary(summary(step=92, validation_loss=4.1, validation_step=50, unigram_loss=6.0), console=console)
+    assert "validation loss  4.1000  1.900 below the 6.0000 of a unigram model (at step 50)" in drawn(console)
+
+
+def test_next_commands_can_be_called_where_they_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here, elsewhere = tmp_path / "a b" / "phalanx", tmp_path / "bin" / "phalanx"
+    for path in (here, elsewhere):
+        path.parent.mkdir()
+        path.write_text("#!/bin/sh\n")
+        path.chmod(0o755)
+    monkeypatch.setenv("PATH", str(elsewhere.parent))
+    assert program_name(str(elsewhere)) == program_name("/x/phalanx/__main__.py") == "phalanx"
+    assert program_name(str(here)) == f"'{here}'"
+    monkeypatch.setenv("PATH", "")
+    assert program_name(".venv/bin/phalanx") == ".venv/bin/phalanx"
+    assert program_name("/x/phalanx/__main__.py") == "python -m phalanx"
+    console = pipe()
+    print_summary(summary(program=".venv/bin/phalanx"), console=console)
+    assert any(line.startswith("  .venv/bin/phalanx metrics runs/laptop ") for line in drawn(console))
 
 
 def test_summary_on_a_terminal_keeps_commands_whole() -> None:

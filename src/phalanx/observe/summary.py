@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +30,11 @@ class RunSummary:
     """Trained by this process."""
     loss: float | None = None
     validation_loss: float | None = None
+    validation_step: int | None = None
+    """Step after which it was measured; None: the last."""
     unigram_loss: float | None = None
+    program: str = "phalanx"
+    """How the next commands call it (`program_name`)."""
     prompt: str = ""
     text: str | None = None
     """What the model made of the prompt."""
@@ -42,14 +47,23 @@ class RunSummary:
 def next_commands(summary: RunSummary) -> tuple[tuple[str, str], ...]:
     """(command, what it does) that make sense after this run."""
     run, recipe = shlex.quote(str(summary.folder)), shlex.quote(str(summary.folder / "recipe.toml"))
-    go_on = (f"phalanx train {recipe}", f"go on from step {summary.step}, as the same command does")
-    longer = (f"phalanx train {recipe} --train.steps {2 * summary.total_steps}", "train twice as long")
+    name = summary.program
+    go_on = (f"{name} train {recipe}", f"go on from step {summary.step}, as the same command does")
+    longer = (f"{name} train {recipe} --train.steps {2 * summary.total_steps}", "train twice as long")
     return (
         longer if summary.finished else go_on,
-        (f'phalanx generate {run} "def main("', "let it write"),
-        (f"phalanx metrics {run}", "see the course of the run"),
-        (f"phalanx verify {recipe}", "prove its mapping against one rank"),
+        (f'{name} generate {run} "def main("', "let it write"),
+        (f"{name} metrics {run}", "see the course of the run"),
+        (f"{name} verify {recipe}", "prove its mapping against one rank"),
     )
+
+
+def program_name(typed: str) -> str:
+    """What calls this program again where `typed` (`sys.argv[0]`) did: a `.venv/bin` is often not on the PATH."""
+    if Path(typed).name != "phalanx":  # python -m, or a launcher
+        return "phalanx" if shutil.which("phalanx") else "python -m phalanx"
+    found = shutil.which("phalanx")
+    return "phalanx" if found and Path(found).resolve() == Path(typed).resolve() else shlex.quote(typed)
 
 
 def print_summary(
@@ -86,6 +100,8 @@ def _figures(summary: RunSummary) -> Text:
             gain = summary.unigram_loss - summary.validation_loss
             words = f"{abs(gain):.3f} {'below' if gain > 0 else 'ABOVE'} the {loss_text(summary.unigram_loss)} of a unigram model"
             text.append(f"  {words}", style="green" if gain > 0 else "bold red")
+        if summary.validation_step not in (None, summary.step):
+            text.append(f" (at step {summary.validation_step})", style="dim")
         text.append("\n")
     text.append(f"run folder       {summary.folder}")
     return text

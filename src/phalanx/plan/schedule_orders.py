@@ -121,6 +121,8 @@ def zbv_order(rank: int, *, pp: int, microbatches: int) -> Order:
         (after - 1, "I0 W0 F1 I1 W1"),
         (rank, "I0 I1"),
         (after, "I0 W0"),
+        (rank, "W1"),
+        (rank, "W0"),
     ]
     steps = [step for times, pattern in phases for step in pattern.split() * times]
     return _written(rank, steps, pp=pp, microbatches=microbatches)
@@ -143,32 +145,30 @@ def dualpipev_order(rank: int, *, pp: int, microbatches: int) -> Order:
         (above, "B1 F1 B0"),
         (1, " ".join(last)),
         (above, "W I0"),
+        (rank + 1, "W"),
     ]
     steps = [step for times, pattern in phases for step in pattern.split() * times]
     return _written(rank, steps, pp=pp, microbatches=microbatches)
 
 
 def _written(rank: int, steps: Sequence[str], *, pp: int, microbatches: int) -> Order:
-    """Steps like `F0` (next forward of chunk 0), `W1` (oldest W owed by chunk 1), `W` (oldest owed) as actions; owed W's at the end."""
+    """Steps like `F0` (next forward of chunk 0), `W1` (oldest W owed by chunk 1) and `W` (oldest owed) as actions."""
     stages = (rank, 2 * pp - 1 - rank)
     done: dict[str, int] = {}
     owed: deque[tuple[int, int]] = deque()
     out: list[Action] = []
-    for step in (*steps, "end"):
-        if step == "end":
-            rest = sorted(owed, key=lambda at: (-at[0], at[1]))  # chunk 1 first: it was there first
-            out += [Action("W", stages[chunk], mb) for chunk, mb in rest]
-        elif step[0] == "W":
+    for step in steps:
+        if step[0] == "W":
             chunk, mb = next(at for at in owed if step in ("W", f"W{at[0]}"))
             owed.remove((chunk, mb))
             out.append(Action("W", stages[chunk], mb))
-        else:
-            chunk = int(step[1])
-            side = f"{'F' if step[0] == 'F' else 'B'}{chunk}"
-            mb = done[side] = done.get(side, -1) + 1
-            out.append(Action(_KINDS[step[0]], stages[chunk], mb))
-            if step[0] == "I":
-                owed.append((chunk, mb))
+            continue
+        chunk = int(step[1])
+        side = f"{'F' if step[0] == 'F' else 'B'}{chunk}"
+        mb = done[side] = done.get(side, -1) + 1
+        out.append(Action(_KINDS[step[0]], stages[chunk], mb))
+        if step[0] == "I":
+            owed.append((chunk, mb))
     return tuple(action for action in out if action.microbatch < microbatches)
 
 

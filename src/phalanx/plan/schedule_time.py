@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from phalanx.core.errors import PlanError, Problem, raise_if
-from phalanx.plan.schedule import Action, Schedule
+from phalanx.plan.schedule import Action, Kind, Schedule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,10 +30,10 @@ class ScheduleCosts:
     p2p: float = 0.0
     blocking: bool = False
 
-    def of(self, action: Action) -> float:
-        """Seconds of one action."""
-        table = {"F": self.forward, "B": self.backward, "I": self.input_grad, "W": self.weight_grad}[action.kind]
-        return table[action.stage]
+    @property
+    def tables(self) -> dict[Kind, tuple[float, ...]]:
+        """Seconds by kind and stage."""
+        return {"F": self.forward, "B": self.backward, "I": self.input_grad, "W": self.weight_grad}
 
 
 def uniform_costs(
@@ -134,7 +134,8 @@ class _Run:
     """State of one simulation: when ranks and channels are free, and when each output reaches the stage that waits for it."""
 
     def __init__(self, schedule: Schedule, costs: ScheduleCosts) -> None:
-        self.schedule, self.costs = schedule, costs
+        self.schedule, self.costs, self.seconds = schedule, costs, costs.tables
+        self.num_stages = schedule.num_stages
         self.free = [0.0] * schedule.pp
         self.spans: list[list[Span]] = [[] for _ in range(schedule.pp)]
         self.channel_free: dict[tuple[int, int], float] = {}
@@ -162,17 +163,17 @@ class _Run:
 
     def _needs_nothing(self, action: Action) -> bool:
         """Whether the input does not come from another stage: data, the loss, or what an I of this stage kept for its W."""
-        last = self.schedule.num_stages - 1
+        last = self.num_stages - 1
         return action.kind == "W" or action.stage == (0 if action.kind == "F" else last)
 
     def _execute(self, rank: int, action: Action, arrival: float) -> int | None:
         """Put one action on the clock and send its output; the rank that this wakes, if any."""
         start = max(self.free[rank], arrival)
-        end = start + self.costs.of(action)
+        end = start + self.seconds[action.kind][action.stage]
         self.free[rank] = end
         self.spans[rank].append(Span(action, start, end))
         target = action.stage + (1 if action.kind == "F" else -1)
-        if action.kind == "W" or not 0 <= target < self.schedule.num_stages:
+        if action.kind == "W" or not 0 <= target < self.num_stages:
             return None
         key = (action.kind != "F", target, action.microbatch)
         self.arrived[key] = self._sent(rank, self.schedule.rank_of_stage[target], end)

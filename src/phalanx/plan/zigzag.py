@@ -267,6 +267,13 @@ class RingPlan:
         """Raise `PlanError` unless the blocks cover each pair that may attend once, by marking them all (S x S: for tests and debugging)."""
         raise_if(ring_problems(self), PlanError, subject="ring attention")
 
+    def to_json(self) -> str:
+        return json.dumps({**asdict(self.layout), "segments": self.segments, "blocks": self.blocks}, sort_keys=True)
+
+    @property
+    def hash(self) -> str:
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+
     def explain(self) -> str:
         """The layout and who computes how much in which step."""
         lines = [self.layout.explain(), f"  pairs by step; slowest rank of each step over the mean: {self.balance:.3f}"]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from phalanx.core.events import Sampled
-from phalanx.observe.summary import RunSummary
+from phalanx.observe.summary import RunSummary, program_name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +23,7 @@ class Outcome:
     loss: float | None
     """Of the last step; None where this process did none."""
     validation_loss: float | None
+    validation_step: int | None
     unigram_loss: float
     sample: Sampled | None
 
@@ -36,6 +38,8 @@ def summary_of(folder: Path, outcome: Outcome, *, seconds: float) -> RunSummary:
         tokens=outcome.tokens,
         loss=outcome.loss,
         validation_loss=outcome.validation_loss,
+        validation_step=outcome.validation_step,
+        program=program_name(sys.argv[0]),
         unigram_loss=outcome.unigram_loss,
         prompt=outcome.sample.prompt if outcome.sample is not None else "",
         text=outcome.sample.text if outcome.sample is not None else None,

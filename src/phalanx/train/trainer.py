@@ -56,6 +56,7 @@ from phalanx.train.optim import learning_rate
 from phalanx.train.run_folder import RunStatus
 from phalanx.train.setup import PATIENCE_S, Rank, make_context, open_rank, prepare_text, resolve_shape
 from phalanx.train.step import StepParts, StepResult, eval_loss, train_step
+from phalanx.train.warm import warm_kernels
 
 SAMPLE_TOKENS = 80
 PROMPT_TOKENS = 12
@@ -114,6 +115,7 @@ def build_trainer(rank: Rank, stop: StopRequest) -> Trainer:
         step = loader.check_state(state.loader)
         _check_length(recipe, step)
     ctx = make_context(rank, spec, folding)
+    warm_kernels(ctx, micro_batch=recipe.train.micro_batch, seq_len=recipe.train.seq_len)
     parts = assemble(ctx, optim=recipe.optim, num_microbatches=_microbatches_per_rank(recipe, folding))
     if step is not None:
         manager.load(parts.state.boxes(), step=step)
@@ -408,10 +410,11 @@ class Trainer:
 
     def _outcome(self, reason: Literal["finished", "interrupted"], sample: Sampled | None) -> Outcome:
         self._write_status(reason)
-        loss, t = self.last_validation[1] if self.last_validation else None, self.rank.recipe.train
+        (at, loss), t = self.last_validation or (None, None), self.rank.recipe.train
         return Outcome(
             reason=reason, step=self.step, total_steps=self.total_steps,
-            tokens=(self.step - self.start) * t.global_batch * t.seq_len, loss=self.last_loss, validation_loss=loss,
+            tokens=(self.step - self.start) * t.global_batch * t.seq_len, loss=self.last_loss,
+            validation_loss=loss, validation_step=at,
             unigram_loss=self.prepared.unigram_loss, sample=sample,
         )  # fmt: skip
 

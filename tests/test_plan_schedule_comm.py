@@ -1,0 +1,294 @@
+"""Transfers of a pipeline: executed in emulators of several kinds of transport, none deadlocks and every pass gets its own input."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import threading
+from collections import deque
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from phalanx.core.errors import PlanError
+from phalanx.plan.schedule import SCHEDULES, Action, make_schedule
+from phalanx.plan.schedule_comm import PipelinePlan, Recv, Run, Send, Transfer, batches, plan_pipeline
+from phalanx.plan.schedule_time import uniform_costs
+
+pytestmark = pytest.mark.unit
+
+
+def planned(name: str, pp: int, virtual: int, m: int) -> PipelinePlan:
+    return plan_pipeline(make_schedule(name, pp=pp, virtual=SCHEDULES[name].virtual or virtual, num_microbatches=m))
+
+
+plans = st.builds(planned, st.sampled_from(sorted(SCHEDULES)), st.integers(1, 6), st.integers(1, 3), st.integers(1, 11))
+
+
+class Machine:
+    """Runs passes on values that say where they have been: the forward of stage s makes (0, 1, .. s), a backward the way back down."""
+
+    def __init__(self, plan: PipelinePlan) -> None:
+        self.top = plan.schedule.num_stages - 1
+        self.done: list[list[Action]] = [[] for _ in plan.programs]
+
+    def run(self, rank: int, op: Run, value: object) -> tuple[object, ...] | None:
+        kind, stage, mb = op.action
+        self.done[rank].append(op.action)
+        if kind == "W":
+            assert op.takes is None and op.gives is None
+            return None
+        if kind == "F":
+            assert value == (None if stage == 0 else ("F", mb, stage - 1))
+            assert (op.gives is None) == (stage == self.top)
+            return ("F", mb, stage)
+        assert value == (None if stage == self.top else ("B", mb, stage + 1))
+        assert (op.gives is None) == (stage == 0)
+        return ("B", mb, stage)
+
+    def finish(self, plan: PipelinePlan) -> None:
+        assert tuple(map(tuple, self.done)) == plan.schedule.actions
+
+
+def run_posted(plan: PipelinePlan, rng: random.Random, *, tagged: bool) -> None:
+    """Ranks advance in random order; sends never wait, a receive is waited for where it is taken.
+
+    Tagged: messages are found by tag, whatever their order. Else the n-th send of a pair of ranks meets its n-th posted receive.
+    """
+    machine, m = Machine(plan), plan.schedule.num_microbatches
+    position = [0] * len(plan.programs)
+    wires: dict[object, deque[object]] = {}
+    posted: dict[tuple[int, int], deque[Transfer]] = {}
+    outputs: dict[Transfer, object] = {}
+    inputs: dict[Transfer, object] = {}
+
+    def wire(t: Transfer) -> deque[object]:
+        key = (t.src_rank, t.dst_rank, t.tag(m)) if tagged else (t.src_rank, t.dst_rank)
+        return wires.setdefault(key, deque())
+
+    def arrived(t: Transfer) -> bool:
+        if t in inputs or t.is_local:
+            return True
+        queue = deque([t]) if tagged else posted[t.src_rank, t.dst_rank]
+        while queue and wire(queue[0]):  # in order of posting
+            first = queue.popleft()
+            inputs[first] = wire(first).popleft()
+        return t in inputs
+
+    def can_go_on(rank: int) -> bool:
+        if position[rank] == len(plan.programs[rank]):
+            return False
+        op = plan.programs[rank][position[rank]]
+        return not isinstance(op, Run) or op.takes is None or arrived(op.takes)
+
+    while free := [rank for rank in range(len(position)) if can_go_on(rank)]:
+        rank = rng.choice(free)
+        op = plan.programs[rank][position[rank]]
+        if isinstance(op, Run):
+            source = outputs if op.takes is not None and op.takes.is_local else inputs
+            made = machine.run(rank, op, source.pop(op.takes) if op.takes is not None else None)
+            if op.gives is not None:
+                outputs[op.gives] = made
+        elif isinstance(op, Send):
+            wire(op.transfer).append(outputs.pop(op.transfer))
+        else:
+            posted.setdefault((op.transfer.src_rank, op.transfer.dst_rank), deque()).append(op.transfer)
+        position[rank] += 1
+    assert position == [len(program) for program in plan.programs], "deadlock"
+    machine.finish(plan)
+    assert not inputs and not outputs and not any(wires.values())
+
+
+def run_rendezvous(plan: PipelinePlan, *, batched: bool) -> None:
+    """A send and its receive wait for each other. Batched: all of a batch is posted at once, and waited for before the next step."""
+    machine, values = Machine(plan), dict[Transfer, object]()
+    steps = [
+        batches(program) if batched else [op if isinstance(op, Run) else (op,) for op in program]
+        for program in plan.programs
+    ]
+    position = [0] * len(steps)
+    met: set[tuple[int, int, int]] = set()  # rank, step, operation of it
+
+    def post_of(rank: int) -> tuple[Send | Recv, ...]:
+        here = steps[rank][position[rank]] if position[rank] < len(steps[rank]) else ()
+        return () if isinstance(here, Run) else here
+
+    moved = True
+    while moved:
+        moved = False
+        for rank, own in enumerate(steps):
+            while position[rank] < len(own):
+                step = own[position[rank]]
+                if isinstance(step, Run):
+                    takes = step.takes
+                    made = machine.run(rank, step, values.pop(takes) if takes is not None else None)
+                    if step.gives is not None:
+                        values[step.gives] = made
+                else:
+                    for i, op in enumerate(step):
+                        t = op.transfer
+                        other = t.dst_rank if isinstance(op, Send) else t.src_rank
+                        facing: Send | Recv = Recv(t) if isinstance(op, Send) else Send(t)
+                        theirs = post_of(other)
+                        if facing in theirs:
+                            met |= {(rank, position[rank], i), (other, position[other], theirs.index(facing))}
+                    if any((rank, position[rank], i) not in met for i in range(len(step))):
+                        break
+                position[rank] += 1
+                moved = True
+    assert position == [len(s) for s in steps], "deadlock"
+    machine.finish(plan)
+
+
+@settings(max_examples=60, deadline=None)
+@given(plans, st.integers(0, 2**32).map(random.Random))
+def test_posted_with_tags_in_any_timing(plan: PipelinePlan, rng: random.Random) -> None:
+    run_posted(plan, rng, tagged=True)
+
+
+@settings(max_examples=60, deadline=None)
+@given(plans, st.integers(0, 2**32).map(random.Random))
+def test_posted_without_tags_in_any_timing(plan: PipelinePlan, rng: random.Random) -> None:
+    run_posted(plan, rng, tagged=False)
+
+
+@settings(max_examples=60, deadline=None)
+@given(plans, st.booleans())
+def test_blocking_sends_and_receives(plan: PipelinePlan, batched: bool) -> None:
+    run_rendezvous(plan, batched=batched)
+
+
+@settings(max_examples=40, deadline=None)
+@given(plans)
+def test_the_check_passes_and_everything_crosses_once(plan: PipelinePlan) -> None:
+    plan.check()
+    made = plan.schedule
+    boundaries = made.num_stages - 1
+    assert len(plan.transfers) == len(set(plan.transfers)) == 2 * boundaries * made.num_microbatches
+    tags = {t.tag(made.num_microbatches) for t in plan.transfers}
+    assert len(tags) == len(plan.transfers) and (
+        not tags or 0 <= min(tags) <= max(tags) < 2 * boundaries * made.num_microbatches
+    )
+    for a in range(made.pp):
+        for b in range(made.pp):
+            sends = [op.transfer for op in plan.programs[a] if isinstance(op, Send) and op.transfer.dst_rank == b]
+            recvs = [op.transfer for op in plan.programs[b] if isinstance(op, Recv) and op.transfer.src_rank == a]
+            assert sends == recvs == [t for t in plan.sent if (t.src_rank, t.dst_rank) == (a, b)]
+
+
+def test_hand_over_at_the_bottom_of_a_v_and_on_one_rank() -> None:
+    plan = planned("zbv", 3, 2, 5)
+    local = [t for t in plan.transfers if t.is_local]
+    assert len(local) == 10 and {(t.src_rank, min(t.stage, t.target_stage)) for t in local} == {(2, 2)}
+    alone = planned("interleaved_1f1b", 1, 3, 4)
+    assert not alone.sent and len(alone.transfers) == 16
+
+
+def test_a_program_in_full() -> None:
+    plan = planned("1f1b", 2, 1, 2)
+    first = [str(op.action) if isinstance(op, Run) else f"{type(op).__name__} {op.transfer}" for op in plan.programs[0]]
+    assert first == [
+        "F0.0", "Send forward 0.0 0->1", "F0.1", "Send forward 0.1 0->1",
+        "Recv backward 1.0 1->0", "B0.0", "Recv backward 1.1 1->0", "B0.1",
+    ]  # fmt: skip
+    assert "4 transfers between ranks, 0 within one" in plan.explain()
+
+
+def test_costs_change_the_order_of_transfers_but_never_what_is_right() -> None:
+    made = make_schedule("interleaved_1f1b", pp=4, virtual=2, num_microbatches=6)
+    for costs in (uniform_costs(8, forward=5, p2p=2), uniform_costs(8, backward=9, p2p=0.3, blocking=True)):
+        plan = plan_pipeline(made, costs)
+        plan.check()
+        run_rendezvous(plan, batched=True)
+        run_posted(plan, random.Random(1), tagged=False)
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("swapped", "runs the passes of the schedule"),
+        ("lost", "sent once and received once"),
+        ("early", "comes after"),
+        ("crossed", "waits for ever for the other rank"),
+        ("foreign", "belongs to other ranks"),
+    ],
+)
+def test_the_check_sees(fault: str, said: str) -> None:
+    plan = planned("1f1b", 3, 1, 4)
+    programs = [list(program) for program in plan.programs]
+    middle = programs[1]
+    if fault == "swapped":
+        at = [i for i, op in enumerate(middle) if isinstance(op, Run)]
+        middle[at[0]], middle[at[1]] = middle[at[1]], middle[at[0]]
+    elif fault == "lost":
+        middle.remove(next(op for op in reversed(middle) if isinstance(op, Send)))
+    elif fault == "early":
+        middle.insert(0, middle.pop(next(i for i, op in enumerate(middle) if isinstance(op, Send))))
+    elif fault == "crossed":  # the first rank waits for a gradient before it sends what the gradient needs
+        first = programs[0]
+        first.insert(1, first.pop(next(i for i, op in enumerate(first) if isinstance(op, Recv))))
+    elif fault == "foreign":
+        programs[2].append(next(op for op in programs[0] if isinstance(op, Send)))
+    broken = dataclasses.replace(plan, programs=tuple(map(tuple, programs)))
+    with pytest.raises(PlanError, match=said):
+        broken.check()
+
+
+def test_the_emulators_see_a_deadlock() -> None:
+    plan = planned("1f1b", 3, 1, 4)
+    first = list(plan.programs[0])
+    at = next(i for i, op in enumerate(first) if isinstance(op, Run) and op.action == Action("B", 0, 0))
+    blocking = list(first)
+    blocking.insert(1, blocking.pop(at - 1))  # the receive of a gradient before the first send
+    with pytest.raises(AssertionError, match="deadlock"):
+        run_rendezvous(dataclasses.replace(plan, programs=(tuple(blocking), *plan.programs[1:])), batched=False)
+    first.insert(1, first.pop(at - 1))
+    first.insert(2, first.pop(at))  # and the backward that waits for it
+    with pytest.raises(AssertionError, match="deadlock"):
+        run_posted(
+            dataclasses.replace(plan, programs=(tuple(first), *plan.programs[1:])), random.Random(0), tagged=True
+        )
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_threads_with_blocking_queues(name: str) -> None:
+    """Real threads, one a rank; a message is found by its tag, a receive blocks where it is taken."""
+    plan = planned(name, 4, 2, 6)
+    machine, m, failures = Machine(plan), plan.schedule.num_microbatches, list[BaseException]()
+    mail: dict[tuple[int, int, int], object] = {}
+    bell = threading.Condition()
+
+    def rank_main(rank: int) -> None:
+        kept: dict[Transfer, object] = {}
+        try:
+            for op in plan.programs[rank]:
+                if isinstance(op, Run):
+                    takes = op.takes
+                    if takes is None or takes.is_local:
+                        value = kept.pop(takes) if takes is not None else None
+                    else:
+                        key = (takes.src_rank, rank, takes.tag(m))
+                        with bell:
+                            assert bell.wait_for(lambda key=key: key in mail, timeout=20), (
+                                f"rank {rank} waits for {takes}"
+                            )
+                            value = mail.pop(key)
+                    made = machine.run(rank, op, value)
+                    if op.gives is not None:
+                        kept[op.gives] = made
+                elif isinstance(op, Send):
+                    with bell:
+                        mail[rank, op.transfer.dst_rank, op.transfer.tag(m)] = kept.pop(op.transfer)
+                        bell.notify_all()
+            assert not kept
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    assert not failures and not mail
+    machine.finish(plan)
