@@ -20,7 +20,9 @@ from phalanx.kernels.cross_entropy import VocabShard, linear_cross_entropy
 from phalanx.kernels.rope import RopeTable, rope_table
 from phalanx.models.block import Block
 from phalanx.models.context import ForwardInfo, ModelContext, RoutingStats, TokenBatch
-from phalanx.models.layers import RMSNorm, initialise, new_parameter
+from phalanx.models.layers import Linear, RMSNorm, initialise, new_parameter
+from phalanx.models.mlp import Mlp
+from phalanx.models.moe import Experts
 from phalanx.models.parallel import Embedding, SequenceParallel
 from phalanx.plan.stages import Stage
 
@@ -45,6 +47,18 @@ class Weight(nn.Module):
         self.weight = new_parameter(ctx, f"{name}.weight")
 
 
+def _matrices(model: nn.Module) -> frozenset[str]:
+    """Names of the weights that are applied with a `Later`: the matrices of all layers."""
+    kinds = {Linear: ("weight",), Mlp: ("w13", "w2"), Experts: ("w13", "w2")}
+    return frozenset(
+        f"{path}.{name}"
+        for path, module in model.named_modules()
+        for kind, names in kinds.items()
+        if isinstance(module, kind)
+        for name in names
+    )
+
+
 class Decoder(nn.Module):
     """This rank's stages of a decoder, with its part of every parameter, initialised. Raises `ConfigError` for what it cannot run."""
 
@@ -63,7 +77,13 @@ class Decoder(nn.Module):
         self.impl: Impl = ctx.kernels
         self.lanes = ctx.lanes
         self.recompute_blocks = ctx.recompute == "full"
+        self.put_off = _matrices(self) if ctx.later is not None else frozenset()
+        """Parameters whose gradients go to `ctx.later`."""
         initialise(self.named_parameters(), ctx)
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
 
     @property
     def head_weight(self) -> nn.Parameter:
