@@ -391,7 +391,7 @@ def _global_aux(case: Case) -> bool:
 
 def _router_loss(case: Case) -> bool:
     router = case.setup.spec.router
-    return router.z_loss > 0 or (router.aux_loss > 0 and router.aux_scope != "global_batch")
+    return not _global_aux(case) and (router.z_loss > 0 or router.aux_loss > 0)
 
 
 def _local_aux(case: Case) -> bool:

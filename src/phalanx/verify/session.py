@@ -21,7 +21,6 @@ from pathlib import Path
 import torch
 
 from phalanx.core.errors import PhalanxError, RunError
-from phalanx.models.shard import part_of
 from phalanx.plan.folding import Folding
 from phalanx.plan.model import parameters
 from phalanx.runtime.collectives import Collectives
@@ -161,7 +160,7 @@ def run_case(job: Job, task: Task, want: Reference, *, index: int, rank: int, ca
     )
     initial = [dataclasses.replace(b, tensor=b.tensor.clone()) for b in model_boxes(parts)]
     mine = range(dp.index * each, (dp.index + 1) * each)
-    batches = [part_of(microbatch(setup, j, patches=want.patches[j]), groups.folding, rank) for j in mine]
+    batches = [fault.cut(microbatch(setup, j, patches=want.patches[j]), groups.folding, rank) for j in mine]
     result, gradients = run_step(parts, batches, alter=fault.alter)
     return compare(parts, result, gradients, initial=initial, want=want, case=index)
 
