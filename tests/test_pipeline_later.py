@@ -114,6 +114,20 @@ def test_experts(impl: Impl, *, weighted: bool, dtype: torch.dtype, recompute: b
         torch.testing.assert_close(a, b, rtol=1e-12 if dtype == torch.float64 else 2e-2, atol=1e-12)
 
 
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_parameter_hears_of_its_gradient_once(impl: Impl) -> None:
+    """Hooks take the first gradient after `GradientBuffers.final` for the last one."""
+    rows, h, f = sum(COUNTS), 16, 24
+    x, w13 = draw(rows, h, dtype=torch.float32, seed=1), draw(len(COUNTS), 2, f, h, dtype=torch.float32, seed=2)
+    w2, later, heard = draw(len(COUNTS), h, f, dtype=torch.float32, seed=3), Later(), []
+    for name, w in (("w13", w13), ("w2", w2)):
+        w.register_post_accumulate_grad_hook(lambda _, name=name: heard.append(name))
+    expert_ffn(x, w13, w2, COUNTS, impl=impl, later=later).sum().backward()
+    assert heard == []
+    run(later.take())
+    assert sorted(heard) == ["w13", "w2"]
+
+
 def test_nothing_is_put_off_where_no_gradient_is_taken() -> None:
     later = Later()
     with torch.no_grad():

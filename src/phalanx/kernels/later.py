@@ -27,10 +27,6 @@ class Job:
     weights: tuple[torch.Tensor, ...]
     compute: Callable[[], tuple[torch.Tensor, ...]]
 
-    def run(self) -> None:
-        """Add the gradients to the parameters behind the weights."""
-        torch.autograd.backward(self.weights, self.compute())
-
 
 class Later:
     """The jobs that backward passes have left since they were last taken, in order."""
@@ -49,10 +45,21 @@ class Later:
 
 
 def run(jobs: list[Job]) -> None:
-    """Run jobs in order, each freed as soon as it is done."""
-    jobs.reverse()
-    while jobs:
-        jobs.pop().run()
+    """Run jobs, each freed as soon as it is done. A parameter gets one gradient, also where several jobs have parts of it."""
+    groups: dict[tuple[int, ...], list[Job]] = {}
+    for job in jobs:
+        groups.setdefault(tuple(id(_parameter(w)) for w in job.weights), []).append(job)
+    jobs.clear()
+    for key in list(groups):
+        together = groups.pop(key)
+        weights = [w for job in together for w in job.weights]
+        grads = [grad for job in together for grad in job.compute()]
+        torch.autograd.backward(weights, grads)
+
+
+def _parameter(weight: torch.Tensor) -> torch.Tensor:
+    """What `weight` is, or is a view of."""
+    return weight if weight._base is None else weight._base
 
 
 @dataclass(frozen=True, eq=False)
