@@ -235,7 +235,9 @@ class BoxReader:
             done += shared.num_elements
         if done != box.box.num_elements:
             rule = f"only {done} of {box.box.num_elements} elements of this box are in the checkpoint"
-            raise CheckpointError([Problem(where=box.name, value=box.box, rule=rule)], subject=str(self.checkpoint.path))
+            raise CheckpointError(
+                [Problem(where=box.name, value=box.box, rule=rule)], subject=str(self.checkpoint.path)
+            )
 
     def _read(self, tensor: str, part: tuple[slice, ...]) -> torch.Tensor:
         file = self.checkpoint.tensors[tensor].file

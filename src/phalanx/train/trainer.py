@@ -112,7 +112,7 @@ def build_trainer(rank: Rank, stop: StopRequest) -> Trainer:
     loader = _loader(recipe, prepared)
     if step is not None:
         state = manager.read_state(step, model=json.loads(spec.to_json()))
-        step = loader.check_state(state.loader)
+        step = loader.check_state(state.loader) if state.loader else step  # an import drew no sample yet
         _check_length(recipe, step)
     ctx = make_context(rank, spec, folding)
     warm_kernels(ctx, micro_batch=recipe.train.micro_batch, seq_len=recipe.train.seq_len)

@@ -22,7 +22,9 @@ def latent_shape(options: Options, *, interleaved: bool) -> dict[str, Any]:
     shape = common(options)
     heads = options.whole("num_attention_heads")
     if options.whole("num_key_value_heads", heads) != heads:
-        options.refuse("num_key_value_heads", "each head of latent attention has keys and values of its own", f"use {heads}")
+        options.refuse(
+            "num_key_value_heads", "each head of latent attention has keys and values of its own", f"use {heads}"
+        )
     nope, rope = options.whole("qk_nope_head_dim"), options.whole("qk_rope_head_dim", least=2)
     mla = MlaSpec(
         q_rank=options.whole("q_lora_rank") if options.config.get("q_lora_rank") is not None else 0,
@@ -77,7 +79,9 @@ def groups(options: Options) -> dict[str, int]:
 
 
 def _read(options: Options) -> ModelSpec:
-    options.only("norm_topk_prob", False, None, why="transformers does not renormalise the weights of DeepSeek-V2 either")
+    options.only(
+        "norm_topk_prob", False, None, why="transformers does not renormalise the weights of DeepSeek-V2 either"
+    )
     options.only("scoring_func", "softmax", why="DeepSeek-V2 scores with a softmax")
     options.only("mlp_bias", False, why="biases of MLPs are not there")
     options.only("topk_method", "greedy", "group_limited_greedy", why="is not a choice of experts that we know")

@@ -22,7 +22,9 @@ def _read(options: Options) -> ModelSpec:
     options.only("topk_method", "noaux_tc", why="is not a choice of experts that we know")
     renormalize = options.flag("norm_topk_prob", True)
     if renormalize and options.config.get("num_experts_per_tok") == 1:
-        options.refuse("num_experts_per_tok", "a single chosen expert has weight 1 here, which gives the router no gradient")
+        options.refuse(
+            "num_experts_per_tok", "a single chosen expert has weight 1 here, which gives the router no gradient"
+        )
     return ModelSpec(
         name="deepseek-v3",
         **latent_shape(options, interleaved=options.flag("rope_interleave", True)),

@@ -16,7 +16,9 @@ def _read(options: Options) -> ModelSpec:
     no_sliding_window(options)
     options.only("router_jitter_noise", 0, 0.0, why="noise on the router's input is not there")
     if options.config.get("num_experts_per_tok") == 1:
-        options.refuse("num_experts_per_tok", "a single chosen expert has weight 1 here, which gives the router no gradient")
+        options.refuse(
+            "num_experts_per_tok", "a single chosen expert has weight 1 here, which gives the router no gradient"
+        )
     return ModelSpec(
         name="mixtral-8x7b",
         **common(options),

@@ -17,7 +17,9 @@ def _read(options: Options) -> ModelSpec:
     options.only("clip_qkv", None, why="clipping of queries, keys and values is not there")
     heads = grouped_heads(options)
     if heads["head_dim"] * options.whole("num_attention_heads") != options.whole("hidden_size"):
-        options.refuse("head_dim", "the norm over all queries is as wide as the model: hidden_size / num_attention_heads")
+        options.refuse(
+            "head_dim", "the norm over all queries is as wide as the model: hidden_size / num_attention_heads"
+        )
     return ModelSpec(
         name="olmoe-1b-7b",
         **common(options),
