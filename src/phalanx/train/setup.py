@@ -3,6 +3,7 @@
     open_rank        join the others, make the run folder, open the sinks
     prepare_text     one process per host prepares, the others then find it done
     resolve_shape    model and mapping, with every problem at once
+    resolve_pipeline schedule and stages
     make_context     groups and what modules need
 
 Decides nothing about training itself (`train/trainer.py`). Must never change: whatever is wrong with recipe, text or mapping is an error
@@ -30,6 +31,7 @@ from phalanx.observe.sinks import Sinks, open_sinks
 from phalanx.plan.dispatch import DispatchSpec
 from phalanx.plan.folding import Folding, resolve_folding
 from phalanx.plan.model import ModelSpec, resolve_model
+from phalanx.plan.pipeline import Pipeline, make_pipeline
 from phalanx.plan.placement import plain_placement
 from phalanx.runtime.allocator import keep_freed_memory
 from phalanx.runtime.collectives import Collectives
@@ -152,9 +154,16 @@ def trainable_problems(recipe: Recipe, spec: ModelSpec) -> list[Problem]:
     rule = "training along this axis comes with the next release"
     return [
         Problem(where=f"folding.{axis}", value=getattr(recipe.folding, axis), rule=rule, hint=hint)
-        for axis in ("tp", "cp", "pp")
+        for axis in ("cp",)
         if getattr(recipe.folding, axis) > 1
     ]
+
+
+def resolve_pipeline(recipe: Recipe, spec: ModelSpec, folding: Folding) -> Pipeline:
+    """Schedule and stages. Raises `ConfigError` with everything that is wrong with them."""
+    t = recipe.train
+    each = t.global_batch // (t.micro_batch * folding.dp)
+    return make_pipeline(recipe.pipeline, spec, pp=folding.pp, seq_len=t.seq_len, num_microbatches=each)
 
 
 def dispatch_spec(config: DispatchConfig) -> DispatchSpec:
@@ -163,7 +172,7 @@ def dispatch_spec(config: DispatchConfig) -> DispatchSpec:
     return DispatchSpec(**given)
 
 
-def make_context(rank: Rank, spec: ModelSpec, folding: Folding) -> ModelContext:
+def make_context(rank: Rank, spec: ModelSpec, folding: Folding, pipeline: Pipeline) -> ModelContext:
     """Groups of the folding and all that modules need. Collective."""
     recipe = rank.recipe
     # on a CPU the kernels divide work among threads themselves; other devices need one thread to feed them
@@ -172,7 +181,10 @@ def make_context(rank: Rank, spec: ModelSpec, folding: Folding) -> ModelContext:
         spec=spec,
         dispatch=dispatch_spec(recipe.dispatch),
         placement=plain_placement(max(1, spec.num_experts), folding),
-        groups=build_groups(folding, rank=rank.info.rank, cache=rank.cache),
+        groups=build_groups(
+            folding, rank=rank.info.rank, cache=rank.cache, table_ranks=pipeline.stages.table_ranks
+        ),
+        pipeline=pipeline.stages,
         comms=Collectives(emit=rank.sinks, timeout_s=recipe.launch.timeout_s),
         dtype=DTYPES[recipe.train.dtype],
         device=rank.device,
