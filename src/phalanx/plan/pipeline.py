@@ -116,6 +116,6 @@ def make_pipeline(
     return Pipeline(schedule=name, pp=pp, virtual=virtual, stages=stages)
 
 
-def no_pipeline(spec: ModelSpec) -> Pipeline:
-    """Everything on one stage."""
-    return make_pipeline(PipelineConfig(), spec, pp=1, seq_len=1)
+def plain_pipeline(spec: ModelSpec, *, pp: int = 1) -> Pipeline:
+    """What nobody has said anything about: everything on one stage, or 1F1B; layers divided by their weights' cost."""
+    return make_pipeline(PipelineConfig(), spec, pp=pp, seq_len=1)

@@ -75,13 +75,12 @@ def run_pipeline(
     _Executor(plan, passes, boundary, name).run()
 
 
-def agree_on(plan: PipelinePlan, boundary: Boundary) -> None:
-    """Raise `RunError` on all ranks where their plans or the shapes between them differ. Collective over the pipeline axis."""
-    mine = (plan.hash, boundary.shape, str(boundary.dtype))
-    told = boundary.comms.gather_objects(mine, boundary.axis)
+def agree_on(plan: PipelinePlan, *, axis: Axis, comms: Collectives) -> None:
+    """Raise `RunError` on all ranks of a pipeline where their plans differ. Collective, once before the first step."""
+    told = comms.gather_objects(plan.hash, axis)
     if len(set(told)) > 1:
-        rows = [f"rank {rank}: {value}" for rank, value in zip(boundary.axis.ranks, told, strict=True)]
-        raise RunError("the ranks of a pipeline have different plans: " + "; ".join(rows))
+        found = ", ".join(f"{value} on rank {rank}" for rank, value in zip(axis.ranks, told, strict=True))
+        raise RunError(f"the ranks of a pipeline have different plans of {plan.schedule.name}: {found}")
 
 
 class _Executor:

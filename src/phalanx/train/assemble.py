@@ -16,7 +16,7 @@ from phalanx.models.decoder import Decoder
 from phalanx.plan.folding import GRADIENT_RULES, GradientRule
 from phalanx.plan.layout import FlatLayout, flat_layouts, stage_params
 from phalanx.plan.model import buffers
-from phalanx.plan.pipeline import Pipeline, no_pipeline
+from phalanx.plan.pipeline import Pipeline, plain_pipeline
 from phalanx.runtime.gradients import GradientBuffers, borrowable
 from phalanx.runtime.optimizer_state import ShardedState
 from phalanx.train.optim import AdamW
@@ -43,10 +43,10 @@ def assemble(
 ) -> StepParts:
     """This rank's part of a freshly initialised run. `num_microbatches` = micro-batches of one step on this rank.
 
-    `pipeline` (None: there is none) decides the stages, whatever `ctx` says of them. `rules` is an argument so that `phalanx verify` can
-    plant faults in it.
+    `pipeline` (None: 1F1B over the pipeline ranks of the folding, if it has several) decides the stages, whatever `ctx` says of them.
+    `rules` is an argument so that `phalanx verify` can plant faults in it.
     """
-    pipeline = pipeline if pipeline is not None else no_pipeline(ctx.spec)
+    pipeline = pipeline if pipeline is not None else plain_pipeline(ctx.spec, pp=ctx.groups.folding.pp)
     later = Later() if pipeline.splits_backward else None
     ctx = dataclasses.replace(ctx, pipeline=pipeline.stages, later=later)
     raise_if(_pipeline_problems(ctx, pipeline), PlanError, subject="the pipeline")

@@ -32,7 +32,7 @@ from phalanx.plan.stages import Stage
 from phalanx.runtime.collectives import Collectives
 from phalanx.runtime.gradients import GradientBuffers
 from phalanx.runtime.groups import Groups
-from phalanx.runtime.pipeline import Boundary, run_pipeline
+from phalanx.runtime.pipeline import Boundary, agree_on, run_pipeline
 from phalanx.train.loss import Share, objective
 
 
@@ -49,6 +49,10 @@ class StageRunner:
     @property
     def device(self) -> torch.device:
         return self.model.device
+
+    def agree(self, num_microbatches: int) -> None:
+        """Raise `RunError` where the ranks of the pipeline have different plans. Collective over the pipeline."""
+        agree_on(self.pipeline.plan(num_microbatches), axis=self.groups.axis("pp"), comms=self.comms)
 
     def train(
         self,
