@@ -84,19 +84,19 @@ def pipeline_problems(config: PipelineConfig, spec: ModelSpec, *, pp: int) -> li
     name, virtual = choose_schedule(config)
     problems = schedule_problems(name, pp=pp, virtual=virtual, num_microbatches=1)
     if not problems:
-        problems = _too_many_stages(spec, pp=pp, virtual=virtual)
+        problems = _too_many_stages(spec, pp=pp, virtual=virtual, fixed=SCHEDULES[name].virtual is not None)
     if not problems:
         problems = division_problems(spec.num_layers, pp * virtual, layers=config.layers)
     return [_in_recipe(problem) for problem in problems]
 
 
-def _too_many_stages(spec: ModelSpec, *, pp: int, virtual: int) -> list[Problem]:
+def _too_many_stages(spec: ModelSpec, *, pp: int, virtual: int, fixed: bool) -> list[Problem]:
     most = spec.num_layers + 2
     if pp * virtual <= most:
         return []
     text = f"x folding.pp {pp} makes {pp * virtual} stages, and {spec.num_layers} layers, embedding and head fill at most {most}"
     fewer = most // pp
-    hint = f"nearest legal: {fewer}" if fewer else f"nearest legal: folding.pp {most // virtual}"
+    hint = f"nearest legal: {fewer}" if fewer and not fixed else f"nearest legal: folding.pp {most // virtual}"
     return [Problem(where="pipeline.virtual", value=virtual, rule=text, hint=hint)]
 
 
