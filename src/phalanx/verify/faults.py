@@ -37,8 +37,8 @@ Rules = Mapping[str, GradientRule]
 Alter = Callable[[StepParts], StepParts]
 
 
-def _groups(folding: Folding, rank: int, cache: GroupCache) -> Groups:
-    return build_groups(folding, rank=rank, cache=cache)
+def _groups(folding: Folding, rank: int, cache: GroupCache, table_ranks: Sequence[int]) -> Groups:
+    return build_groups(folding, rank=rank, cache=cache, table_ranks=table_ranks)
 
 
 def _same(parts: StepParts) -> StepParts:
@@ -57,7 +57,7 @@ class Fault:
     summary: str
     needs: Callable[[Case], bool] = _anywhere
     rules: Rules = field(default_factory=lambda: GRADIENT_RULES)
-    groups: Callable[[Folding, int, GroupCache], Groups] = _groups
+    groups: Callable[[Folding, int, GroupCache, Sequence[int]], Groups] = _groups
     comms: type[Collectives] = Collectives
     alter: Alter = _same
     cut: Callable[[TokenBatch, Folding, int], TokenBatch] = part_of
@@ -244,10 +244,12 @@ class _EpFastest(Folding):
         return Grid(tuple((axis, self.degree(axis)) for axis in ("ep", "etp", "edp", "pp")))
 
 
-def _swapped_groups(folding: Folding, rank: int, cache: GroupCache) -> Groups:
+def _swapped_groups(folding: Folding, rank: int, cache: GroupCache, table_ranks: Sequence[int]) -> Groups:
     """Groups in one order, weights laid out in the other."""
     degrees = {k: v for k, v in to_dict(folding).items() if k not in ("dp", "edp")}
-    return dataclasses.replace(build_groups(_EpFastest(**degrees), rank=rank, cache=cache), folding=folding)
+    return dataclasses.replace(
+        build_groups(_EpFastest(**degrees), rank=rank, cache=cache, table_ranks=table_ranks), folding=folding
+    )
 
 
 # ---- parts of the step ---------------------------------------------------------------------------------------------------------

@@ -150,13 +150,17 @@ def _barrier(job: Job, info: WorldInfo, cache: GroupCache) -> None:
 
 def run_case(job: Job, task: Task, want: Reference, *, index: int, rank: int, cache: GroupCache) -> RankReport:
     """This rank's part of one case. Collective."""
-    fault, setup = task.fault, task.case.setup
-    groups = fault.groups(task.case.folding, rank, cache)
+    fault, setup, pipeline = task.fault, task.case.setup, task.case.pipeline
+    groups = fault.groups(task.case.folding, rank, cache, pipeline.stages.table_ranks)
     comms = fault.comms(timeout_s=job.timeout_s)
     dp = groups.axis("dp")
     each = len(want.patches) // dp.size
     parts = assemble(
-        context(setup, groups, comms, dtype=job.dtype), optim=setup.optim, num_microbatches=each, rules=fault.rules
+        context(setup, groups, comms, dtype=job.dtype),
+        optim=setup.optim,
+        num_microbatches=each,
+        pipeline=pipeline,
+        rules=fault.rules,
     )
     initial = [dataclasses.replace(b, tensor=b.tensor.clone()) for b in model_boxes(parts)]
     mine = range(dp.index * each, (dp.index + 1) * each)

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from phalanx.core.config import OptimConfig, Recipe
+from phalanx.core.config import OptimConfig, PipelineConfig, Recipe
 from phalanx.plan.dispatch import DispatchSpec
 from phalanx.plan.folding import Folding, legal_foldings
 from phalanx.plan.model import MlaSpec, ModelSpec, RouterSpec
+from phalanx.plan.pipeline import Pipeline, choose_schedule, make_pipeline
 from phalanx.verify.pairwise import pairwise
 
 SEQ_LEN = 32
 AXES = ("tp", "cp", "ep", "etp")
+PIPELINES = (2, 4)
+"""Pipelines that are verified; each holds every schedule."""
 SEQUENCES = 2
 """Of one micro-batch; so a sequence-wise loss differs from one over the micro-batch."""
 
@@ -60,10 +63,16 @@ class Case:
 
     setup: Setup
     folding: Folding
+    pipe: PipelineConfig = field(default_factory=PipelineConfig)
 
     @property
     def label(self) -> str:
-        return f"{self.folding.label()}  {self.setup.label}"
+        pipe = f"{self.pipeline.schedule} x{self.pipeline.virtual} " if self.folding.pp > 1 else ""
+        return f"{self.folding.label()}  {pipe}{self.setup.label}"
+
+    @property
+    def pipeline(self) -> Pipeline:
+        return make_pipeline(self.pipe, self.setup.spec, pp=self.folding.pp, seq_len=SEQ_LEN)
 
 
 _SOFTMAX = RouterSpec(score="softmax", softmax_order="before_topk")
@@ -135,7 +144,7 @@ def small_model(name: str, **changes: Any) -> ModelSpec:
     return ModelSpec(name=name, **{**shape, **changes})
 
 
-def setup_of(row: Mapping[str, Any]) -> Setup:
+def setup_of(row: Mapping[str, Any], *, num_layers: int = 2) -> Setup:
     """The setup of one row of the pairwise table (factor -> level)."""
     router = dataclasses.replace(
         ROUTING[row["routing"]],
@@ -148,6 +157,7 @@ def setup_of(row: Mapping[str, Any]) -> Setup:
     spec = small_model(
         "verify",
         **heads,
+        num_layers=num_layers,
         router=router,
         shared_ffn=0 if row["shared"] == "none" else 48,
         shared_gate=row["shared"] == "gated",
@@ -192,18 +202,73 @@ def _label(row: Mapping[str, Any]) -> str:
     return " ".join(words)
 
 
-def default_cases(world: int, *, axes: Sequence[str] = AXES) -> list[Case]:
-    """All legal mappings of the small model over `world` ranks without a pipeline, each in at least one case.
+def default_cases(world: int, *, axes: Sequence[str] = (*AXES, "pp")) -> list[Case]:
+    """All legal mappings of the small model over `world` ranks without a pipeline, each in at least one case; then (all axes) pipelines.
 
     Any two options meet in some case, and each option meets each mapping of the attention and each mapping of the experts. (All of
     them on all mappings would be 10^8 cases; with the two sides as factors, every pair of sides is a mapping.)
     """
-    foldings = list(legal_foldings(world, small_model("verify"), seq_len=SEQ_LEN, axes=axes))
+    flat = [axis for axis in axes if axis != "pp"]
+    foldings = list(legal_foldings(world, small_model("verify"), seq_len=SEQ_LEN, axes=flat))
     attention = list(dict.fromkeys((f.tp, f.cp) for f in foldings))
     experts = list(dict.fromkeys((f.ep, f.etp) for f in foldings))
     assert len(foldings) == len(attention) * len(experts)  # any attention side fits any expert side
     rows = pairwise({**FACTORS, "attention_side": attention, "expert_side": experts})
-    return [_case(row, world) for row in rows]
+    cases = [_case(row, world) for row in rows]
+    for pp in PIPELINES if "pp" in axes else ():
+        cases += pipeline_cases(world, pp) if world % pp == 0 else []
+    return cases
+
+
+SCHEDULES: Sequence[PipelineConfig] = (
+    PipelineConfig(schedule="gpipe"),
+    PipelineConfig(schedule="1f1b"),
+    PipelineConfig(schedule="zero_bubble"),
+    PipelineConfig(schedule="gpipe", virtual=2),
+    PipelineConfig(schedule="interleaved_1f1b", virtual=2),
+    PipelineConfig(schedule="zero_bubble", virtual=2),
+    PipelineConfig(schedule="zbv"),
+    PipelineConfig(schedule="dualpipev"),
+)
+PIPELINE_FACTORS: Mapping[str, Sequence[Any]] = {
+    "routing": ("softmax-renorm", "groups-bias"),
+    "dispatch": ("dropless", "drop-prob-sub"),
+    "transport": ("all_to_all",),
+    "shared": ("none", "gated"),
+    "aux": ("sequence", "global_batch"),
+    "z_loss": (0.01,),
+    "recompute": ("none", "full"),
+    "kernels": ("fast",),
+    "dense_layers": (0, 1),
+    "attention": ("grouped", "latent"),
+    "qk_norm": ("head",),
+    "attention_bias": (True,),
+    "tied": (False, True),
+    "packed": (True,),
+    "zero": (0, 1),
+    "buckets": (False, True),
+    "cp_method": ("ring",),
+    "accumulation": (3, 5),
+}
+"""Options that can have something to do with the pipeline; the others are the business of a stage."""
+
+
+def pipeline_cases(world: int, pp: int) -> list[Case]:
+    """Every schedule with pp ranks, a layer a stage, beside each of the options above; the mappings inside a stage take turns."""
+    inside = list(legal_foldings(world // pp, small_model("verify"), seq_len=SEQ_LEN, axes=AXES))
+    rows = pairwise({**PIPELINE_FACTORS, "pipe": SCHEDULES}, seed=pp)
+    order = [i * STRIDE % len(inside) for i in range(len(rows))]
+    cases = []
+    for row, i in zip(rows, order, strict=True):
+        stages = pp * choose_schedule(row["pipe"])[1]
+        setup = setup_of(row, num_layers=stages)
+        folding = dataclasses.replace(inside[i], world=world, pp=pp)
+        cases.append(Case(setup=setup, folding=folding, pipe=row["pipe"]))
+    return cases
+
+
+STRIDE = 7
+"""Neighbouring mappings are alike; this many apart, few cases see many kinds."""
 
 
 def _case(row: Mapping[str, Any], world: int) -> Case:
