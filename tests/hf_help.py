@@ -29,7 +29,7 @@ from phalanx.runtime.boxes import BoxTensor
 from phalanx.runtime.collectives import Collectives
 from phalanx.runtime.groups import GroupCache, build_groups
 from phalanx.train.assemble import assemble
-from phalanx.train.hugging_face import BoxReader, open_checkpoint
+from phalanx.train.hugging_face import BoxReader, HfCheckpoint, open_checkpoint
 from phalanx.train.step import StepParts, train_step
 from phalanx.verify.reference import Recorder
 
@@ -118,12 +118,12 @@ def in_float64() -> Iterator[None]:
         yield
 
 
-def hf_model(name: str, dtype: torch.dtype) -> Any:
+def hf_model(name: str, dtype: torch.dtype, **changes: Any) -> Any:
     """A random model in eager attention, with weights that make every part count."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     model_type, fields = ALL[name]
-    config = AutoConfig.for_model(model_type, **{**_COMMON, **fields})
+    config = AutoConfig.for_model(model_type, **{**_COMMON, **fields, **changes})
     with in_float64() if dtype == torch.float64 else contextlib.nullcontext():
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager")
         model = model.to(dtype).train()
@@ -176,23 +176,28 @@ class Ours:
     bytes_read: int
 
 
-def run_ours(
-    rank: int, cache: GroupCache, folder: Path, folding: Folding, dtype: torch.dtype, want_logits: torch.Tensor
-) -> Ours:
-    """Read the checkpoint into this rank's state, run the forward pass and one step's gradients."""
-    checkpoint = open_checkpoint(folder)
-    groups = build_groups(folding, rank=rank, cache=cache)
+def parts_of(rank: int, cache: GroupCache, checkpoint: HfCheckpoint, folding: Folding, dtype: torch.dtype) -> StepParts:
+    """A run's state on this rank of a mapping, not yet filled."""
     ctx = ModelContext(
         spec=checkpoint.spec,
         dispatch=DispatchSpec(),
         placement=plain_placement(checkpoint.spec.num_experts, folding),
-        groups=groups,
+        groups=build_groups(folding, rank=rank, cache=cache),
         comms=Collectives(timeout_s=30),
         dtype=dtype,
         device=torch.device("cpu"),
         kernels="fast" if dtype == torch.float32 else "reference",
     )
-    parts = assemble(ctx, optim=OptimConfig(clip_norm=0.0), num_microbatches=1)
+    return assemble(ctx, optim=OptimConfig(clip_norm=0.0), num_microbatches=1)
+
+
+def run_ours(
+    rank: int, cache: GroupCache, folder: Path, folding: Folding, dtype: torch.dtype, want_logits: torch.Tensor
+) -> Ours:
+    """Read the checkpoint into this rank's state, run the forward pass and one step's gradients."""
+    checkpoint = open_checkpoint(folder)
+    parts = parts_of(rank, cache, checkpoint, folding, dtype)
+    groups = parts.groups
     with BoxReader(checkpoint) as reader:
         reader.fill(parts.state.boxes())
     parts.state.restore(parts.comms)
@@ -212,13 +217,16 @@ def _micro(folding: Folding, index: int) -> TokenBatch:
 
 @torch.no_grad()
 def _logits_error(parts: StepParts, batch: TokenBatch, want_BSV: torch.Tensor) -> float:
+    """Of this rank's rows of the vocabulary for its part of the sequences; 0 where another pipeline rank predicts."""
     info, model = ForwardInfo(), parts.model
-    hidden_TH = model(batch, info).hidden_TH
-    hidden_NH = model.sequence.gather(hidden_TH, info, num_sequences=batch.num_sequences)
-    got_NV = hidden_NH @ model.head_weight.T
+    kept: list[torch.Tensor] = []
+    parts.runner.forward([batch], [info], lambda stage, _, out: kept.append(out.hidden_TH) if stage.has_head else None)
+    if not kept:
+        return 0.0
+    hidden_NH = model.sequence.gather(kept[0], info, num_sequences=batch.num_sequences)
     axis = parts.groups.axis("tp")
-    want_NV = want_BSV.flatten(0, 1).chunk(axis.size, dim=1)[axis.index]
-    return relative(got_NV, want_NV)
+    own_BSV = want_BSV.gather(1, batch.positions_BS.unsqueeze(-1).expand(-1, -1, want_BSV.shape[-1]))
+    return relative(hidden_NH @ model.head_weight.T, own_BSV.flatten(0, 1).chunk(axis.size, dim=1)[axis.index])
 
 
 def relative(got: torch.Tensor, want: torch.Tensor) -> float:

@@ -62,7 +62,7 @@ def _lost(spec: ModelSpec, model: ModelConfig, router: RouterConfig) -> list[Pro
         return list(error.problems)
     hint = f"it differs from the preset {spec.name} in a field that has no setting"
     return [
-        Problem(where=f.name, value=getattr(spec, f.name), rule="no recipe can say this", hint=hint)
+        Problem(where=f"model.{f.name}", value=getattr(spec, f.name), rule="no recipe can say this", hint=hint)
         for f in dataclasses.fields(spec)
         if getattr(spec, f.name) != getattr(again, f.name)
     ]

@@ -72,7 +72,7 @@ def latent_fields(spec: ModelSpec, architecture: str) -> dict[str, Any]:
     }
 
 
-def groups(options: Options) -> dict[str, int]:
+def groups(options: Options) -> dict[str, Any]:
     """Group-limited routing; one group is none."""
     count = options.whole("n_group", 1)
     return {"num_groups": count, "group_topk": options.whole("topk_group", 1) if count > 1 else 1}

@@ -74,7 +74,8 @@ def _of_rule(rule: Rule, spec: ModelSpec, shapes: Mapping[str, tuple[int, ...]])
 
 
 def _expand(rule: Rule, param: str, shape: tuple[int, ...], layer: int | None) -> Iterator[Link]:
-    at: tuple[Index, ...] = rule.at + ("all",) * (len(shape) - len(rule.at))
+    rest: Index = "all"
+    at = rule.at + (rest,) * (len(shape) - len(rule.at))
     dims = tuple(d for d, index in enumerate(at) if index == "all")
     rows = at.index("rows") if "rows" in at else None
     tensor_shape = [shape[d] for d in dims]

@@ -160,8 +160,8 @@ def _yarn(options: Options, key: str, rope: Mapping[str, Any]) -> YarnSpec | Non
     if given["factor"] <= 1:
         options.refuse(key, "the factor of yarn must be above 1")
         return None
-    given["original_length"] = int(given["original_length"])
-    return YarnSpec(**{k: v if k == "original_length" else float(v) for k, v in given.items()})
+    length = int(given.pop("original_length"))
+    return YarnSpec(original_length=length, **{k: float(v) for k, v in given.items()})
 
 
 # ---- the way back ---------------------------------------------------------------------------------------------------------------
