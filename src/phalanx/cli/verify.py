@@ -77,13 +77,14 @@ def verify(args: VerifyArgs, console: Console) -> int:
 
     from phalanx.verify.faults import HEALTHY, PLANT_TIMEOUT_S, cases_with, fault_named
     from phalanx.verify.session import TIMEOUT_S, Job, Task
-    from phalanx.verify.setups import default_cases
+    from phalanx.verify.setups import EXACT_AXES, ROUNDED_AXES, default_cases
 
     begin_s = time.perf_counter()
     recipe = _recipe(args) if args.recipe is not None else None
     ranks = args.ranks if args.ranks is not None else recipe.launch.ranks if recipe is not None else 4
     fault = HEALTHY if args.plant is None else fault_named(args.plant)
-    cases = default_cases(ranks) if recipe is None else _cases_of(recipe, ranks)
+    axes = EXACT_AXES if args.dtype == "float64" else ROUNDED_AXES
+    cases = default_cases(ranks, axes=axes) if recipe is None else _cases_of(recipe, ranks)
     if args.plant is not None:
         cases = cases_with(fault, cases, ranks=ranks)
     job = Job(
