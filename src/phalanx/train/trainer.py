@@ -285,6 +285,11 @@ class Trainer:
         return token_batch(micro, self.rank.device, folding=self.folding, rank=self.rank.info.rank)
 
     @property
+    def _first_of_replica(self) -> bool:
+        """Of the ranks that work on the same samples one keeps the ledger."""
+        return all(self.folding.coord(self.rank.info.rank, axis) == 0 for axis in ("tp", "cp", "pp"))
+
+    @property
     def _dp_index(self) -> int:
         return self.folding.coord(self.rank.info.rank, "dp")
 
@@ -324,8 +329,9 @@ class Trainer:
                 peak_memory_bytes=self.rank.memory.peak_bytes(),
             )
         )  # fmt: skip
-        windows = tuple(int(w) for m in micros for w in m.sample_ids)
-        self.rank.sinks(SamplesTaken(step=self.step, microbatches=tuple(m.index for m in micros), windows=windows))
+        if self._first_of_replica:
+            windows = tuple(int(w) for m in micros for w in m.sample_ids)
+            self.rank.sinks(SamplesTaken(step=self.step, microbatches=tuple(m.index for m in micros), windows=windows))
 
     def _validate(self) -> None:
         begin_s = time.perf_counter()
