@@ -22,7 +22,6 @@ from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.core.files import check_writable, write_json
 from phalanx.core.recipe import load_recipe
-from phalanx.plan.model import resolve_model
 from phalanx.plan.recipe import run_problems
 
 SHOWN_FAILURES = 12
@@ -124,16 +123,9 @@ def _run(job: Any, console: Console) -> list[Any]:
 
 def _recipe(args: VerifyArgs) -> Recipe:
     """The recipe, checked like for training on the ranks asked for."""
-    from phalanx.train.setup import trainable_problems
 
     def check(recipe: Recipe) -> list[Problem]:
-        problems = run_problems(recipe, world=args.ranks or recipe.launch.ranks)
-        try:
-            spec = resolve_model(recipe.model, recipe.router)
-        except ConfigError:
-            return problems
-        seen = {p.where for p in problems}
-        return problems + [p for p in trainable_problems(recipe, spec) if p.where not in seen]
+        return run_problems(recipe, world=args.ranks or recipe.launch.ranks)
 
     assert args.recipe is not None
     return load_recipe(str(args.recipe), (), check=check)

@@ -6,17 +6,18 @@ heads of this rank, D head dim, O = A*D or G*D.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
-from phalanx.kernels.attention import Segments, causal_attention
 from phalanx.kernels.choice import Impl
 from phalanx.kernels.linear import projections
 from phalanx.kernels.rope import RopeTable, apply_rope
 from phalanx.models.context import ForwardInfo, ModelContext, TokenBatch
 from phalanx.models.layers import Linear, RMSNorm
-from phalanx.models.parallel import KvHeads, SequenceParallel, ShardedRMSNorm
+from phalanx.models.parallel import KvHeads, SequenceParallel, ShardedRMSNorm, context_parallel
+from phalanx.models.recompute import again
 
 
 class Attention(nn.Module):
@@ -37,6 +38,7 @@ class Attention(nn.Module):
             self.k_norm = norm(ctx, at + "k_norm")
         self.sequence = SequenceParallel(ctx, "attention", layer)
         self.kv_heads = KvHeads(self.sequence.axis, ctx.comms, num_kv_heads=spec.num_kv_heads)
+        self.context = context_parallel(ctx)
         self.impl: Impl = ctx.kernels
         self.lanes = ctx.lanes
         self.recompute_core = ctx.recompute == "selective"
@@ -45,12 +47,11 @@ class Attention(nn.Module):
         """(T, H) -> (T, H)."""
         x_NH = self.sequence.gather(x_TH, info, num_sequences=batch.num_sequences)
         q, k, v = self._project(x_NH, info)
+        core = partial(self._core, table, batch)
         if self.recompute_core and torch.is_grad_enabled():
-            out_NO: torch.Tensor = checkpoint(
-                self._core, q, k, v, table, batch.segments, use_reentrant=False, preserve_rng_state=False
-            )
+            out_NO = again(core, info, q, k, v)
         else:
-            out_NO = self._core(q, k, v, table, batch.segments)
+            out_NO = core(q, k, v, info)
         return self.sequence.scatter(self.wo(out_NO), info, num_sequences=batch.num_sequences)
 
     def _project(self, x_NH: torch.Tensor, info: ForwardInfo) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -59,13 +60,20 @@ class Attention(nn.Module):
         weights, biases = [p.weight for p in inputs], [p.bias for p in inputs]
         q, k, v = projections(x_NH, weights, biases, impl=self.impl, lanes=self.lanes, later=self.wq.later)
         if self.norm_over == "hidden":
+            assert isinstance(self.q_norm, ShardedRMSNorm) and isinstance(self.k_norm, ShardedRMSNorm)
             q = self.q_norm.over(q, op_id=self.sequence.id("q_norm", info))
             k = self.k_norm.over(k, op_id=self.sequence.id("k_norm", info))
         k, v = self.kv_heads.whole(k, v, op_id=self.sequence.id("kv", info))
         return q, k, v
 
     def _core(
-        self, q_NO: torch.Tensor, k_NO: torch.Tensor, v_NO: torch.Tensor, table: RopeTable, segments: Segments
+        self,
+        table: RopeTable,
+        batch: TokenBatch,
+        q_NO: torch.Tensor,
+        k_NO: torch.Tensor,
+        v_NO: torch.Tensor,
+        info: ForwardInfo,
     ) -> torch.Tensor:
         """Per-head norms, rotation and attention: no parameters but the norms', cheap to do again in the backward pass."""
         num_sequences, length = table.cos_BSN.shape[:2]
@@ -73,4 +81,5 @@ class Attention(nn.Module):
         if self.norm_over == "head":
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = apply_rope(q, k, table=table, impl=self.impl, lanes=self.lanes)
-        return causal_attention(q, k, v, segments, impl=self.impl, lanes=self.lanes).reshape(q_NO.shape)
+        name = partial(self.sequence.id, info=info)
+        return self.context.attention(q, k, v, batch.segments, name=name).reshape(q_NO.shape)

@@ -35,6 +35,7 @@ class ModelContext:
     device: torch.device
     kernels: Literal["fast", "reference"] = "fast"
     recompute: Literal["none", "selective", "full"] = "none"
+    cp_method: Literal["ring", "all_gather", "ulysses"] = "ring"
     seed: int = 0
     lanes: Lanes = SERIAL
     """Threads among which CPU kernels divide their work; results do not depend on it."""

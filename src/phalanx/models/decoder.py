@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.kernels.choice import Impl
 from phalanx.kernels.cross_entropy import VocabShard, linear_cross_entropy
 from phalanx.kernels.rope import RopeTable, rope_table
@@ -60,11 +59,10 @@ def _matrices(model: nn.Module) -> frozenset[str]:
 
 
 class Decoder(nn.Module):
-    """This rank's stages of a decoder, with its part of every parameter, initialised. Raises `ConfigError` for what it cannot run."""
+    """This rank's stages of a decoder, with its part of every parameter, initialised."""
 
     def __init__(self, ctx: ModelContext) -> None:
         super().__init__()
-        raise_if(_problems(ctx), ConfigError, subject="model")
         spec = ctx.spec
         self.spec, self.stages, self.dtype = spec, ctx.stages, ctx.dtype
         has_head = any(stage.has_head for stage in self.stages)
@@ -154,13 +152,3 @@ class Decoder(nn.Module):
             run, x_TH, use_reentrant=False, preserve_rng_state=False
         )
         return again
-
-
-def _problems(ctx: ModelContext) -> list[Problem]:
-    f = ctx.groups.folding
-    later = [
-        Problem(where=f"folding.{axis}", value=f.degree(axis), rule="is not implemented yet", hint="use 1")
-        for axis in ("cp",)
-        if f.degree(axis) > 1
-    ]
-    return later

@@ -17,19 +17,19 @@ C columns, D = nope + rope dims of a query or key, R rope dims, V value dims, W 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
-from phalanx.kernels.attention import Segments, causal_attention
 from phalanx.kernels.choice import Impl
-from phalanx.kernels.lanes import SERIAL, Lanes
 from phalanx.kernels.rope import RopeTable, apply_rope
 from phalanx.models.context import ForwardInfo, ModelContext, TokenBatch
 from phalanx.models.layers import Linear, RMSNorm
-from phalanx.models.parallel import SequenceParallel
+from phalanx.models.parallel import SequenceParallel, context_parallel
+from phalanx.models.recompute import again
 from phalanx.plan.rope import softmax_factor
 
 LATENT_EPS = 1e-6
@@ -56,6 +56,7 @@ class LatentAttention(nn.Module):
         self.wo = Linear(ctx, at + "wo")
         self.query_factor = softmax_factor(ctx.spec.yarn)
         self.sequence = SequenceParallel(ctx, "attention", layer)
+        self.context = context_parallel(ctx)
         self.impl: Impl = ctx.kernels
         self.lanes = ctx.lanes
         self.recompute_core = ctx.recompute == "selective"
@@ -63,12 +64,11 @@ class LatentAttention(nn.Module):
     def forward(self, x_TH: torch.Tensor, *, table: RopeTable, info: ForwardInfo, batch: TokenBatch) -> torch.Tensor:
         """(T, H) -> (T, H)."""
         q_NO, kv_NO, key_NR = self._project(x_TH, info, num_sequences=batch.num_sequences)
+        core = partial(self._core, table, batch)
         if self.recompute_core and torch.is_grad_enabled():
-            out_NO: torch.Tensor = checkpoint(
-                self._core, q_NO, kv_NO, key_NR, table, batch.segments, use_reentrant=False, preserve_rng_state=False
-            )
+            out_NO = again(core, info, q_NO, kv_NO, key_NR)
         else:
-            out_NO = self._core(q_NO, kv_NO, key_NR, table, batch.segments)
+            out_NO = core(q_NO, kv_NO, key_NR, info)
         return self.sequence.scatter(self.wo(out_NO), info, num_sequences=batch.num_sequences)
 
     def _project(
@@ -86,11 +86,18 @@ class LatentAttention(nn.Module):
         return up(query_NC), self.wkv_b(latent_NC), key_NR
 
     def _core(
-        self, q_NO: torch.Tensor, kv_NO: torch.Tensor, key_NR: torch.Tensor, table: RopeTable, segments: Segments
+        self,
+        table: RopeTable,
+        batch: TokenBatch,
+        q_NO: torch.Tensor,
+        kv_NO: torch.Tensor,
+        key_NR: torch.Tensor,
+        info: ForwardInfo,
     ) -> torch.Tensor:
         """Rotation and attention, (N, A*V): no parameters, cheap to do again in the backward pass."""
         q, k, v = self._heads(q_NO, kv_NO, key_NR, table)
-        out_BSAV = attend(q, k, v, segments, impl=self.impl, lanes=self.lanes)
+        name = partial(self.sequence.id, info=info)
+        out_BSAV = padded(q, k, v, partial(self.context.attention, segments=batch.segments, name=name))
         return out_BSAV.reshape(q_NO.shape[0], -1)
 
     def _heads(
@@ -116,27 +123,24 @@ class LatentAttention(nn.Module):
         return q if self.query_factor == 1.0 else q * self.query_factor, k, v_BSAV
 
 
-def attend(
+def padded(
     q_BSAD: torch.Tensor,
     k_BSAD: torch.Tensor,
     v_BSAV: torch.Tensor,
-    segments: Segments,
-    *,
-    impl: Impl,
-    lanes: Lanes = SERIAL,
+    attention: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
     """Causal attention whose values are narrower or wider than its queries; (B, S, A, V).
 
-    The fast kernels know one width, so the narrower side is filled up with zeros: they change no score and no value.
+    The kernels know one width, so the narrower side is filled up with zeros: they change no score and no value.
     """
     dim, value_dim = q_BSAD.shape[-1], v_BSAV.shape[-1]
-    if dim == value_dim or impl == "reference":
-        return causal_attention(q_BSAD, k_BSAD, v_BSAV, segments, impl=impl, lanes=lanes)
+    if dim == value_dim:
+        return attention(q_BSAD, k_BSAD, v_BSAV)
     width = max(dim, value_dim)
     if width > dim:
         q_BSAD = q_BSAD * math.sqrt(width / dim)  # the kernel divides the scores by the root of the width
     q, k, v = (F.pad(x, (0, width - x.shape[-1])) for x in (q_BSAD, k_BSAD, v_BSAV))
-    return causal_attention(q, k, v, segments, impl=impl, lanes=lanes)[..., :value_dim]
+    return attention(q, k, v)[..., :value_dim]
 
 
 def _latent_norm(ctx: ModelContext, name: str) -> RMSNorm:

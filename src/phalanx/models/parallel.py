@@ -25,6 +25,7 @@ from phalanx.models.context import ForwardInfo, ModelContext
 from phalanx.models.layers import RMSNorm, new_parameter
 from phalanx.plan.program import op_id
 from phalanx.runtime.collectives import Collectives
+from phalanx.runtime.context_parallel import ContextParallel
 from phalanx.runtime.groups import Axis
 
 
@@ -62,6 +63,12 @@ def _swap(x: torch.Tensor, outer: int, inner: int) -> torch.Tensor:
     if outer == 1 or inner == 1:
         return x
     return x.view(outer, inner, -1, *x.shape[1:]).transpose(0, 1).reshape(x.shape)
+
+
+def context_parallel(ctx: ModelContext) -> ContextParallel:
+    """The way of an attention layer over the ranks that share its sequences."""
+    axis = ctx.groups.axis("cp")
+    return ContextParallel(axis=axis, comms=ctx.comms, method=ctx.cp_method, impl=ctx.kernels, lanes=ctx.lanes)
 
 
 class ShardedRMSNorm(RMSNorm):

@@ -21,7 +21,7 @@ import torch
 from rich.console import Console
 
 from phalanx.core.config import DispatchConfig, Recipe
-from phalanx.core.errors import ConfigError, Problem, RunError, raise_if
+from phalanx.core.errors import ConfigError, Problem, RunError
 from phalanx.data.prepare import Prepared, prepare
 from phalanx.kernels.lanes import Lanes
 from phalanx.models.context import ModelContext
@@ -140,23 +140,11 @@ def prepare_text(rank: Rank, *, resume: str | None, stop: StopRequest) -> Prepar
 def resolve_shape(recipe: Recipe, *, world: int, tokenizer_vocab: int) -> tuple[ModelSpec, Folding]:
     """Model and mapping of a run on `world` ranks. Raises `ConfigError` with everything that is wrong with them."""
     spec = resolve_model(recipe.model, recipe.router, tokenizer_vocab=tokenizer_vocab)
-    raise_if(trainable_problems(recipe, spec), ConfigError, subject="the recipe")
     t = recipe.train
     folding = resolve_folding(
         recipe.folding, spec, world=world, seq_len=t.seq_len, global_batch=t.global_batch, micro_batch=t.micro_batch
     )
     return spec, folding
-
-
-def trainable_problems(recipe: Recipe, spec: ModelSpec) -> list[Problem]:
-    """What `plan` accepts and this release does not train."""
-    hint = "use 1 (`phalanx plan folding` already plans it)"
-    rule = "training along this axis comes with the next release"
-    return [
-        Problem(where=f"folding.{axis}", value=getattr(recipe.folding, axis), rule=rule, hint=hint)
-        for axis in ("cp",)
-        if getattr(recipe.folding, axis) > 1
-    ]
 
 
 def resolve_pipeline(recipe: Recipe, spec: ModelSpec, folding: Folding) -> Pipeline:
@@ -181,15 +169,14 @@ def make_context(rank: Rank, spec: ModelSpec, folding: Folding, pipeline: Pipeli
         spec=spec,
         dispatch=dispatch_spec(recipe.dispatch),
         placement=plain_placement(max(1, spec.num_experts), folding),
-        groups=build_groups(
-            folding, rank=rank.info.rank, cache=rank.cache, table_ranks=pipeline.stages.table_ranks
-        ),
+        groups=build_groups(folding, rank=rank.info.rank, cache=rank.cache, table_ranks=pipeline.stages.table_ranks),
         pipeline=pipeline.stages,
         comms=Collectives(emit=rank.sinks, timeout_s=recipe.launch.timeout_s),
         dtype=DTYPES[recipe.train.dtype],
         device=rank.device,
         kernels=recipe.kernels.implementation,
         recompute=recipe.train.recompute,
+        cp_method=recipe.folding.cp_method,
         seed=recipe.train.seed,
         lanes=lanes,
     )

@@ -99,6 +99,7 @@ def context(setup: Setup, groups: Groups, comms: Collectives, *, dtype: torch.dt
         device=torch.device("cpu"),
         kernels=setup.kernels,
         recompute=setup.recompute,
+        cp_method=setup.cp_method,
         seed=11,
     )
 
