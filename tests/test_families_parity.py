@@ -71,11 +71,11 @@ def test_logits_and_gradients_on_one_rank(
 
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("mapping", [m for m in MAPPINGS if m != "one rank"])
+@pytest.mark.parametrize("dtype", LIMIT, ids=str)
 def test_logits_and_gradients_on_mappings(
-    name: str, mapping: str, checkpoints: dict, tmp_path_factory: pytest.TempPathFactory
+    name: str, mapping: str, dtype: torch.dtype, checkpoints: dict, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    folder, theirs = made(checkpoints, name, torch.float64, tmp_path_factory)
-    check(folder, theirs, MAPPINGS[mapping], torch.float64)
+    check(*made(checkpoints, name, dtype, tmp_path_factory), MAPPINGS[mapping], dtype)
 
 
 def test_the_oracle_itself_is_wide(checkpoints: dict, tmp_path_factory: pytest.TempPathFactory) -> None:
