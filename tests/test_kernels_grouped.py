@@ -120,3 +120,15 @@ def test_pieces_cover_the_rows_and_shapes_are_few() -> None:
     sizes = {padded_rows(n, torch.bfloat16) for n in range(1, 1025)}
     assert len(sizes) <= 48 and max(s / n for n in range(128, 1025) for s in [padded_rows(n, torch.bfloat16)]) <= 1.125
     assert padded_rows(513, torch.float64) == 513 and padded_rows(0, torch.bfloat16) == 0
+
+
+def test_row_weights_of_zero_and_nearly_zero() -> None:
+    """The gradient of a row weight is divided by the weight in the fast path, and must be right where it cannot be."""
+    weights = normal(70, seed=3)
+    weights[::3] = 0.0
+    weights[1::3] *= 2.0**-40
+    agree(
+        lambda x, w13, w2, r: expert_ffn(x, w13, w2, [40, 30], row_weights_M=r),
+        lambda x, w13, w2, r: expert_ffn(x, w13, w2, [40, 30], row_weights_M=r, impl="reference"),
+        [normal(70, 16), normal(2, 2, 24, 16, seed=1), normal(2, 16, 24, seed=2), weights],
+    )

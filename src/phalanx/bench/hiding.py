@@ -149,7 +149,9 @@ def _rank(job_file: Path) -> int:
     optim = dataclasses.replace(OPTIM, bucket_mb=options.bucket_mb)
     ours = Ours(SHAPES[options.what], threads=1, groups=groups, comms=comms, optim=optim)
     ours.run(3)
-    hidden, waiting, counted = [], [], 0
+    hidden: list[list[float]] = []
+    waiting: list[list[float]] = []
+    counted = 0
     for _ in range(options.rounds):
         for synchronous, into in ((False, hidden), (True, waiting)):
             comms.synchronous = synchronous

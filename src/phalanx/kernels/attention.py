@@ -27,6 +27,7 @@ import torch.nn.functional as F
 
 from phalanx.kernels.choice import Impl
 from phalanx.kernels.lanes import SERIAL, Lanes
+from phalanx.kernels.scripted import scripted
 
 Segments = Sequence[Sequence[int]]
 """Lengths of the documents packed in each sequence, host integers that sum to S."""
@@ -151,16 +152,19 @@ class _CpuAttention(torch.autograd.Function):
         num_sequences, length, num_heads, _ = q_BSAD.shape
         num_kv = k_BSGD.shape[2]
         causal_kk = _causal_bias(min(KEY_BLOCK, length), q_BSAD.dtype)
+        work = scripted(_backward_heads)
         blocks = [_blocks(lengths, causal_kk) for lengths in ctx.segments]
 
         def run(task: _Task, lane: int) -> None:
             per, b = num_heads // num_kv, task.sequence
             heads, kv = slice(task.first * per, task.last * per), slice(task.first, task.last)
-            _backward_heads(
-                (q_BSAD[b, :, heads], k_BSGD[b, :, kv], v_BSGD[b, :, kv]),
-                (out_BSAD[b, :, heads], lse_BAS[b, heads], d_out_BSAD[b, :, heads]),
-                (grads[0][b, :, heads], grads[1][b, :, kv], grads[2][b, :, kv]),
-                blocks[b],
+            work(
+                [q_BSAD[b, :, heads], k_BSGD[b, :, kv], v_BSGD[b, :, kv]],
+                [out_BSAD[b, :, heads], lse_BAS[b, heads], d_out_BSAD[b, :, heads]],
+                [grads[0][b, :, heads], grads[1][b, :, kv], grads[2][b, :, kv]],
+                [(block.start, block.stop, block.end) for block in blocks[b]],
+                [block.bias_kq for block in blocks[b]],
+                CORRECTION,
             )
 
         ctx.lanes.run(run, _tasks(num_sequences, num_kv))
@@ -204,53 +208,83 @@ def _causal_bias(size: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _backward_heads(
-    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    forward: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    blocks: Sequence[_Block],
+    qkv: list[torch.Tensor],
+    forward: list[torch.Tensor],
+    grads: list[torch.Tensor],
+    bounds: list[tuple[int, int, int]],
+    biases: list[torch.Tensor],
+    columns: int,
 ) -> None:
     """Gradients of some heads of one sequence: `qkv` (S, a, D) and (S, g, D), `forward` out, lse (a, S) and d_out, into `grads`.
 
     Query heads that share a key/value head stand side by side in the products, so that their sum is taken there, in fp32.
     """
-    q_SaD, k_SgD, v_SgD = qkv
-    out_SaD, lse_aS, d_out_SaD = forward
-    dim, wide = q_SaD.shape[-1], lse_aS.dtype
-    scale = 1 / math.sqrt(dim)
-    delta_aS = (out_SaD.to(wide) * d_out_SaD).sum(-1).T
-    k_gSX, v_gSX = with_columns(k_SgD, None), with_columns(v_SgD, None)
-    shape = (k_SgD.shape[1], -1, *k_gSX.shape[1:])
-    q_gpSX = with_columns(q_SaD * scale, lse_aS).view(shape)
-    do_gpSX = with_columns(d_out_SaD, delta_aS).view(shape)
-    dq_gpSX = torch.zeros(q_gpSX.shape, dtype=wide) if len(blocks) > 1 else None
-    for block in blocks:
-        keys, queries = slice(block.start, block.stop), slice(block.start, block.end)
-        q_gqX, do_gqX = (x[:, :, queries].flatten(1, 2) for x in (q_gpSX, do_gpSX))
-        k_gkX, width = k_gSX[:, keys], block.bias_kq.shape[1]
-        p_gkq = torch.bmm(k_gkX, q_gqX.transpose(1, 2))
-        p_gkq.view(*p_gkq.shape[:2], q_gpSX.shape[1], -1)[..., :width].add_(block.bias_kq.unsqueeze(1))
+    q_SaD, k_SgD, v_SgD = qkv[0], qkv[1], qkv[2]
+    out_SaD, lse_aS, d_out_SaD = forward[0], forward[1], forward[2]
+    length, dim, num_kv, wide = q_SaD.shape[0], q_SaD.shape[2], k_SgD.shape[1], lse_aS.dtype
+    per = q_SaD.shape[1] // num_kv
+    width = dim + columns
+    delta_aS = (out_SaD.to(wide) * d_out_SaD.to(wide)).sum(-1).t()
+    k_gSX, v_gSX = _with_ones(k_SgD, columns), _with_ones(v_SgD, columns)
+    q_gpSX = _with_columns(q_SaD, 1 / math.sqrt(dim), lse_aS, columns).view(num_kv, per, length, width)
+    do_gpSX = _with_columns(d_out_SaD, 1.0, delta_aS, columns).view(num_kv, per, length, width)
+    most = 0
+    for start, stop, end in bounds:
+        most = max(most, (stop - start) * (end - start))
+    scratch = torch.empty([2, num_kv * per * most], dtype=q_SaD.dtype)
+    dq_gDpS = torch.empty([num_kv, dim, per, length], dtype=wide)
+    seen = 0
+    for i, (start, stop, end) in enumerate(bounds):
+        k_gkX, bias_kq = k_gSX[:, start:stop], biases[i]
+        q_gqX = q_gpSX[:, :, start:end].flatten(1, 2)
+        do_gqX = do_gpSX[:, :, start:end].flatten(1, 2)
+        shape = [num_kv, stop - start, q_gqX.shape[1]]
+        p_gkq = scratch[0, : shape[0] * shape[1] * shape[2]].view(shape)
+        ds_gkq = scratch[1, : shape[0] * shape[1] * shape[2]].view(shape)
+        torch.bmm(k_gkX, q_gqX.transpose(1, 2), out=p_gkq)
+        p_gkq.view(num_kv, stop - start, per, -1)[..., : bias_kq.shape[1]].add_(bias_kq.unsqueeze(1))
         p_gkq.exp_()
-        grads[2][keys].copy_(torch.bmm(p_gkq, do_gqX)[:, :, :dim].transpose(0, 1))
-        ds_gkq = torch.bmm(v_gSX[:, keys], do_gqX.transpose(1, 2)).mul_(p_gkq)
-        grads[1][keys].copy_(torch.bmm(ds_gkq, q_gqX)[:, :, :dim].transpose(0, 1))
-        part_gqX = torch.bmm(ds_gkq.transpose(1, 2), k_gkX)
-        if dq_gpSX is not None:
-            dq_gpSX[:, :, queries].add_(part_gqX.view(*q_gpSX.shape[:2], -1, q_gpSX.shape[-1]))
-        else:
-            dq_gpSX = part_gqX.view(q_gpSX.shape)
-    assert dq_gpSX is not None  # a sequence has at least one token
-    grads[0].copy_(dq_gpSX.flatten(0, 1)[:, :, :dim].mul_(scale).transpose(0, 1))
+        grads[2][start:stop].copy_(torch.bmm(p_gkq, do_gqX[..., :dim]).transpose(0, 1))
+        torch.bmm(v_gSX[:, start:stop], do_gqX.transpose(1, 2), out=ds_gkq)
+        ds_gkq.mul_(p_gkq)
+        grads[1][start:stop].copy_(torch.bmm(ds_gkq, q_gqX[..., :dim]).transpose(0, 1))
+        part_gDpq = torch.bmm(k_gkX[..., :dim].transpose(1, 2), ds_gkq).view(num_kv, dim, per, -1)
+        seen = max(seen, start)
+        dq_gDpS[..., start:seen].add_(part_gDpq[..., : seen - start].to(wide))
+        dq_gDpS[..., seen:end].copy_(part_gDpq[..., seen - start :])
+        seen = end
+    dq_gDpS.mul_(1 / math.sqrt(dim))
+    for g in range(num_kv):
+        for h in range(per):
+            grads[0][:, g * per + h].copy_(dq_gDpS[g, :, h].to(q_SaD.dtype).t())
 
 
 def with_columns(x_SgD: torch.Tensor, minus_gS: torch.Tensor | None) -> torch.Tensor:
     """(g, S, X): heads first, and two more columns: ones, or two numbers that add up to `-minus` as closely as the type allows."""
-    dim = x_SgD.shape[-1]
-    out_gSX = x_SgD.new_empty(x_SgD.shape[1], x_SgD.shape[0], dim + CORRECTION)
-    out_gSX[:, :, :dim].copy_(x_SgD.transpose(0, 1))
-    extra_gSC = out_gSX[:, :, dim:]
     if minus_gS is None:
-        extra_gSC.zero_()[:, :, :2].fill_(1.0)
+        return _with_ones(x_SgD, CORRECTION)
+    return _with_columns(x_SgD, 1.0, minus_gS, CORRECTION)
+
+
+def _with_ones(x_SgD: torch.Tensor, columns: int) -> torch.Tensor:
+    dim = x_SgD.shape[2]
+    out_gSX = torch.empty([x_SgD.shape[1], x_SgD.shape[0], dim + columns], dtype=x_SgD.dtype)
+    out_gSX[:, :, :dim].copy_(x_SgD.transpose(0, 1))
+    out_gSX[:, :, dim : dim + 2].fill_(1.0)
+    out_gSX[:, :, dim + 2 :].zero_()
+    return out_gSX
+
+
+def _with_columns(x_SgD: torch.Tensor, scale: float, minus_gS: torch.Tensor, columns: int) -> torch.Tensor:
+    """(g, S, X): heads first, and two more columns: ones, or two numbers that add up to `-minus` as closely as the type allows."""
+    dim = x_SgD.shape[2]
+    out_gSX = torch.empty([x_SgD.shape[1], x_SgD.shape[0], dim + columns], dtype=x_SgD.dtype)
+    if scale == 1.0:
+        out_gSX[:, :, :dim].copy_(x_SgD.transpose(0, 1))
     else:
-        extra_gSC.zero_()[:, :, 0].copy_(minus_gS.neg())
-        extra_gSC[:, :, 1].copy_(-minus_gS - extra_gSC[:, :, 0])
+        torch.mul(x_SgD.transpose(0, 1), scale, out=out_gSX[:, :, :dim])
+    high_gS = minus_gS.neg().to(x_SgD.dtype)
+    out_gSX[:, :, dim].copy_(high_gS)
+    out_gSX[:, :, dim + 1].copy_(-minus_gS - high_gS)
+    out_gSX[:, :, dim + 2 :].zero_()
     return out_gSX

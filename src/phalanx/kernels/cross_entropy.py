@@ -21,7 +21,8 @@ import torch.nn.functional as F
 
 from phalanx.kernels.choice import Impl
 from phalanx.kernels.lanes import SERIAL, Lanes
-from phalanx.kernels.shapes import cache_blocks, spaced
+from phalanx.kernels.scripted import scripted
+from phalanx.kernels.shapes import BLOCK, cache_blocks, spaced
 
 IGNORE = -100
 """Label of a token that is not predicted."""
@@ -137,6 +138,7 @@ class _Work:
         self.losses_T = torch.zeros(hidden_TH.shape[0], dtype=self.wide, device=hidden_TH.device)
         self.d_hidden_TH = torch.empty_like(hidden_TH) if needs[0] else None
         self.needs, self.needs_weight = any(needs), needs[1]
+        self.work = scripted(_losses_of_chunk)
         self._sum_VH: torch.Tensor | None = None
 
     def group(self, tokens: slice, *, whole: bool) -> None:
@@ -178,28 +180,17 @@ class _Work:
         return self._sum_VH.to(self.weight_VH.dtype)
 
     def _chunk(self, tokens: slice, logits_cV: torch.Tensor) -> None:
-        """Losses of one chunk; turns its logits, in place, into their gradient, and multiplies it back."""
-        torch.mm(self.hidden_TH[tokens], self.weight_VH.T, out=logits_cV)
-        labels_c = self.labels_T[tokens]
-        label_c1 = labels_c.clamp(min=0).unsqueeze(1)
-        valid_c1 = (labels_c != IGNORE).to(self.wide).unsqueeze(1)
-        z_label_c1 = logits_cV.gather(1, label_c1).to(self.wide)
-        sum_c1 = torch.empty_like(valid_c1)
-        for rows in cache_blocks(*logits_cV.shape):
-            z_rV = logits_cV[rows].to(self.wide, copy=True)
-            top_r1 = z_rV.amax(-1, keepdim=True)
-            z_label_c1[rows].sub_(top_r1)
-            z_rV.sub_(top_r1).exp_()
-            sum_r1 = torch.sum(z_rV, -1, keepdim=True, out=sum_c1[rows])
-            if self.needs:
-                logits_cV[rows].copy_(z_rV.mul_(valid_c1[rows] / sum_r1))
-        torch.mul(sum_c1.log() - z_label_c1, valid_c1, out=self.losses_T[tokens].unsqueeze(1))
-        if self.needs:
-            d_label_c1 = (z_label_c1.exp().div_(sum_c1) - 1) * valid_c1
-            each_c = torch.arange(len(labels_c), device=labels_c.device)
-            logits_cV[each_c, label_c1.squeeze(1)] = d_label_c1.squeeze(1).to(logits_cV.dtype)
-        if self.d_hidden_TH is not None:
-            torch.mm(logits_cV, self.weight_VH, out=self.d_hidden_TH[tokens])
+        self.work(
+            self.hidden_TH[tokens],
+            self.weight_VH,
+            self.labels_T[tokens],
+            logits_cV,
+            self.losses_T[tokens],
+            None if self.d_hidden_TH is None else self.d_hidden_TH[tokens],
+            self.needs,
+            IGNORE,
+            max(1, BLOCK // logits_cV.shape[1]),
+        )
 
     # ---- a shared vocabulary ---------------------------------------------------------------------------------------------
 
@@ -250,3 +241,41 @@ class _Work:
 
 def _within(part: slice, whole: slice) -> slice:
     return slice(part.start - whole.start, part.stop - whole.start)
+
+
+def _losses_of_chunk(
+    hidden_cH: torch.Tensor,
+    weight_VH: torch.Tensor,
+    labels_c: torch.Tensor,
+    logits_cV: torch.Tensor,
+    losses_c: torch.Tensor,
+    d_hidden_cH: torch.Tensor | None,
+    needs: bool,
+    ignore: int,
+    block: int,
+) -> None:
+    """Losses of one chunk; turns its logits, in place, into their gradient, and multiplies it back."""
+    torch.mm(hidden_cH, weight_VH.t(), out=logits_cV)
+    wide = losses_c.dtype
+    label_c1 = labels_c.clamp(min=0).unsqueeze(1)
+    valid_c1 = (labels_c != ignore).to(wide).unsqueeze(1)
+    z_label_c1 = logits_cV.gather(1, label_c1).to(wide)
+    sum_c1 = torch.empty_like(valid_c1)
+    for start in range(0, logits_cV.shape[0], block):
+        stop = start + block
+        z_rV = logits_cV[start:stop].to(wide, copy=True)
+        top_r1 = z_rV.amax(-1, keepdim=True)
+        z_label_c1[start:stop].sub_(top_r1)
+        z_rV.sub_(top_r1).exp_()
+        sum_r1 = z_rV.sum([-1], keepdim=True)
+        sum_c1[start:stop] = sum_r1
+        if needs:
+            logits_cV[start:stop].copy_(z_rV.mul_(valid_c1[start:stop] / sum_r1))
+    losses_c.copy_((sum_c1.log() - z_label_c1).mul_(valid_c1).squeeze(1))
+    if needs:
+        d_label_c1 = (z_label_c1.exp().div_(sum_c1) - 1) * valid_c1
+        # not scatter_: in bf16 it copies all logits to fp32 and back
+        each_c = torch.arange(labels_c.shape[0], device=labels_c.device)
+        logits_cV[each_c, label_c1.squeeze(1)] = d_label_c1.squeeze(1).to(logits_cV.dtype)
+    if d_hidden_cH is not None:
+        torch.mm(logits_cV, weight_VH, out=d_hidden_cH)

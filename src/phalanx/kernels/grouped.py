@@ -20,7 +20,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from phalanx.kernels.choice import Impl
 from phalanx.kernels.lanes import SERIAL, Lanes
 from phalanx.kernels.later import Later, Target, later_grouped_mm, later_linear, target_of
+from phalanx.kernels.scripted import scripted
 from phalanx.kernels.shapes import padded_rows, spaced
 from phalanx.kernels.swiglu import reference_swiglu, swiglu
 
@@ -181,23 +182,33 @@ def _pieces(counts: Sequence[int], dtype: torch.dtype) -> list[_Piece]:
     return out
 
 
-class _Scratch:
+class _Scratch(NamedTuple):
     """What one lane needs for one piece; allocated by the caller's thread, used again for every piece."""
 
-    def __init__(self, like: torch.Tensor, rows: int, hidden: int, width: int) -> None:
-        self.x_mH = spaced(rows, hidden, like)
-        self.y_mH = spaced(rows, hidden, like)
-        self.h_mf = like.new_empty(rows, width)
-        self.gate_up_m2f = spaced(rows, 2 * width, like)
+    x_mH: torch.Tensor
+    y_mH: torch.Tensor
+    h_mf: torch.Tensor
+    gate_up_mF: torch.Tensor
 
 
-class _BackwardScratch(_Scratch):
-    def __init__(self, like: torch.Tensor, rows: int, hidden: int, width: int) -> None:
-        super().__init__(like, rows, hidden, width)
-        self.dy_mH = spaced(rows, hidden, like)
-        self.dh_mf = like.new_empty(rows, width)
-        self.d_gate_up_m2f = spaced(rows, 2 * width, like)
-        self.silu_rf, self.t_rf = like.new_empty(2, min(rows, BLOCK_ROWS), width)
+class _BackwardScratch(NamedTuple):
+    dy_mH: torch.Tensor
+    dh_mf: torch.Tensor
+    d_gate_up_mF: torch.Tensor
+    silu_bf: torch.Tensor
+    t_bf: torch.Tensor
+
+
+def _scratch(like: torch.Tensor, rows: int, width: int) -> _Scratch:
+    hidden = like.shape[1]
+    x_mH, y_mH, gate_up_mF = (spaced(rows, columns, like) for columns in (hidden, hidden, 2 * width))
+    return _Scratch(x_mH, y_mH, like.new_empty(rows, width), gate_up_mF)
+
+
+def _backward_scratch(like: torch.Tensor, rows: int, width: int) -> _BackwardScratch:
+    silu_bf, t_bf = like.new_empty(2, min(rows, BLOCK_ROWS), width)
+    dy_mH, d_gate_up_mF = spaced(rows, like.shape[1], like), spaced(rows, 2 * width, like)
+    return _BackwardScratch(dy_mH, like.new_empty(rows, width), d_gate_up_mF, silu_bf, t_bf)
 
 
 class _CpuExpertFfn(torch.autograd.Function):
@@ -219,7 +230,7 @@ class _CpuExpertFfn(torch.autograd.Function):
         if not recompute and any(ctx.needs_input_grad):
             work.keep()
         y_MH = torch.empty_like(x_MH, memory_format=torch.contiguous_format)
-        scratch = [_Scratch(*work.scratch_shape) for _ in range(lanes.count)]
+        scratch = [_scratch(*work.scratch_shape) for _ in range(lanes.count)]
         lanes.run(lambda p, lane: work.forward(p, scratch[lane], y_MH), work.largest_first)
         ctx.save_for_backward(x_MH, w13_e2fH, w2_eHf, row_weights_M, work.gate_up_P2f)
         ctx.counts, ctx.lanes, ctx.target = counts, lanes, target
@@ -231,9 +242,9 @@ class _CpuExpertFfn(torch.autograd.Function):
         lanes = ctx.lanes
         work = _Work(x_MH, w13_e2fH, w2_eHf, row_weights_M, ctx.counts, gate_up_P2f)
         grads = _Grads(work, weights=ctx.needs_input_grad[1], row_weights=ctx.needs_input_grad[3])
-        scratch = [_BackwardScratch(*work.scratch_shape) for _ in range(lanes.count)]
+        scratch = [(_scratch(*work.scratch_shape), _backward_scratch(*work.scratch_shape)) for _ in range(lanes.count)]
         kept = None if ctx.target is None else _Kept(work, dy_MH)
-        lanes.run(lambda p, lane: work.backward(p, scratch[lane], dy_MH, grads, kept), work.largest_first)
+        lanes.run(lambda p, lane: work.backward(p, *scratch[lane], dy_MH, grads, kept), work.largest_first)
         grads.finish(lanes)
         if kept is not None:
             work.gate_up_P2f = None  # has served
@@ -267,71 +278,144 @@ class _Work:
         self.gate_up_P2f = spaced(sum(p.size for p in self.pieces), 2 * self.width, self.x_MH)
 
     @property
-    def scratch_shape(self) -> tuple[torch.Tensor, int, int, int]:
-        return self.x_MH, max((p.size for p in self.pieces), default=0), self.x_MH.shape[1], self.width
+    def scratch_shape(self) -> tuple[torch.Tensor, int, int]:
+        return self.x_MH, max((p.size for p in self.pieces), default=0), self.width
 
-    def _project(self, p: _Piece, s: _Scratch) -> torch.Tensor:
-        """First projection of the piece, into the kept buffer where there is one."""
-        target_m2f = s.gate_up_m2f[: p.size] if self.gate_up_P2f is None else self.gate_up_P2f[p.padded]
-        return torch.mm(s.x_mH[: p.size], self.w13_eFH[p.slot].T, out=target_m2f)
+    def _gate_up(self, p: _Piece, s: _Scratch) -> torch.Tensor:
+        """Where the piece's first projection goes: into the kept buffer where there is one."""
+        return s.gate_up_mF[: p.size] if self.gate_up_P2f is None else self.gate_up_P2f[p.padded]
 
     def forward(self, p: _Piece, s: _Scratch, y_MH: torch.Tensor) -> None:
-        _fill(s.x_mH, self.x_MH, p)
-        gate_up_m2f, h_mf = self._project(p, s), s.h_mf[: p.size]
-        for rows in p.blocks:
-            torch.ops.aten.silu.out(gate_up_m2f[rows, : self.width], out=h_mf[rows])
-            h_mf[rows].mul_(gate_up_m2f[rows, self.width :])
-        y_mH = torch.mm(h_mf, self.w2_eHf[p.slot].T, out=s.y_mH[: p.size])[: p.num_rows]
-        if self.scale_M1 is None:
-            y_MH[p.rows].copy_(y_mH)
-        else:
-            torch.mul(y_mH, self.scale_M1[p.rows], out=y_MH[p.rows])
+        scale_r1 = None if self.scale_M1 is None else self.scale_M1[p.rows]
+        weights = self.w13_eFH[p.slot], self.w2_eHf[p.slot]
+        scripted(_forward_piece)(
+            self.x_MH[p.rows], *weights, scale_r1, self._gate_up(p, s), y_MH[p.rows], s, BLOCK_ROWS
+        )
 
-    def backward(self, p: _Piece, s: _BackwardScratch, dy_MH: torch.Tensor, grads: _Grads, kept: _Kept | None) -> None:
-        x_mH, dy_mH = _fill(s.x_mH, self.x_MH, p), _fill(s.dy_mH, dy_MH, p)
-        gate_up_m2f = self._project(p, s) if self.gate_up_P2f is None else self.gate_up_P2f[p.padded]
-        torch.mm(dy_mH, self.w2_eHf[p.slot], out=s.dh_mf[: p.size])
-        scale_m1, dots_m = None, None
-        if self.scale_M1 is not None:
-            scale_m1 = dy_mH.new_zeros(p.size, 1)
-            scale_m1[: p.num_rows] = self.scale_M1[p.rows]
-            dy_mH.mul_(scale_m1)
-            dots_m = dy_mH.new_empty(p.size)
-        for rows in p.blocks:
-            self._activation_backward(rows, gate_up_m2f, s, scale_m1, dots_m)
-        if dots_m is not None and grads.row_weights_M is not None:
-            grads.row_weights_M[p.rows].copy_(dots_m[: p.num_rows])
-        d_gate_up_m2f = s.d_gate_up_m2f[: p.size]
-        if grads.weights:
-            torch.mm(dy_mH.T, s.h_mf[: p.size], out=grads.w2_of(p))
-            torch.mm(d_gate_up_m2f.T, x_mH, out=grads.w13_of(p))
-        elif kept is not None:
-            kept.h_Pf[p.padded].copy_(s.h_mf[: p.size])
-            kept.d_gate_up_P2f[p.padded].copy_(d_gate_up_m2f)
-        dx_mH = torch.mm(d_gate_up_m2f, self.w13_eFH[p.slot], out=s.y_mH[: p.size])
-        grads.x_MH[p.rows].copy_(dx_mH[: p.num_rows])
-
-    def _activation_backward(
+    def backward(
         self,
-        rows: slice,
-        gate_up_m2f: torch.Tensor,
-        s: _BackwardScratch,
-        scale_m1: torch.Tensor | None,
-        dots_m: torch.Tensor | None,
+        p: _Piece,
+        s: _Scratch,
+        t: _BackwardScratch,
+        dy_MH: torch.Tensor,
+        grads: _Grads,
+        kept: _Kept | None = None,
     ) -> None:
-        """Rows of `h` (unweighted), of the row weights' gradient and of `d_gate_up`, from `gate_up` and `dh`."""
-        gate_rf, up_rf = gate_up_m2f[rows].split(self.width, dim=1)
-        d_gate_rf, d_up_rf = s.d_gate_up_m2f[rows].split(self.width, dim=1)
-        dh_rf, h_rf = s.dh_mf[rows], s.h_mf[rows]
-        silu_rf, t_rf = s.silu_rf[: len(dh_rf)], s.t_rf[: len(dh_rf)]
-        torch.ops.aten.silu.out(gate_rf, out=silu_rf)
-        torch.mul(silu_rf, up_rf, out=h_rf)
-        if scale_m1 is not None and dots_m is not None:
-            dots_m[rows].copy_(_row_dots(dh_rf, h_rf))
-            dh_rf.mul_(scale_m1[rows])
-        torch.mul(dh_rf, silu_rf, out=d_up_rf)
-        torch.mul(dh_rf, up_rf, out=t_rf)
-        torch.ops.aten.silu_backward.grad_input(t_rf, gate_rf, grad_input=d_gate_rf)
+        if self.gate_up_P2f is None:
+            s.x_mH[: p.num_rows].copy_(self.x_MH[p.rows])
+            s.x_mH[p.num_rows : p.size].zero_()
+            torch.mm(s.x_mH[: p.size], self.w13_eFH[p.slot].T, out=s.gate_up_mF[: p.size])
+        scripted(_backward_piece)(
+            [self.x_MH[p.rows], dy_MH[p.rows], self.w13_eFH[p.slot], self.w2_eHf[p.slot], self._gate_up(p, s)],
+            None if self.scale_M1 is None else self.scale_M1[p.rows],
+            grads.x_MH[p.rows],
+            None if grads.row_weights_M is None else grads.row_weights_M[p.rows],
+            [grads.w13_of(p), grads.w2_of(p)] if grads.weights else [],
+            s,
+            t,
+            BLOCK_ROWS,
+        )
+        if kept is not None:
+            kept.h_Pf[p.padded].copy_(s.h_mf[: p.size])
+            kept.d_gate_up_P2f[p.padded].copy_(t.d_gate_up_mF[: p.size])
+
+
+def _forward_piece(
+    x_rH: torch.Tensor,
+    w13_FH: torch.Tensor,
+    w2_Hf: torch.Tensor,
+    scale_r1: torch.Tensor | None,
+    gate_up_mF: torch.Tensor,
+    y_rH: torch.Tensor,
+    s: _Scratch,
+    block: int,
+) -> None:
+    """Scripted. `r` rows of the slot, `m` with the padding: zeros, so that it adds nothing to any product."""
+    rows, size, width = x_rH.shape[0], gate_up_mF.shape[0], w2_Hf.shape[1]
+    x_mH, y_mH, h_mf = s.x_mH[:size], s.y_mH[:size], s.h_mf[:size]
+    x_mH[:rows].copy_(x_rH)
+    x_mH[rows:].zero_()
+    torch.mm(x_mH, w13_FH.t(), out=gate_up_mF)
+    for start in range(0, size, block):
+        gate_up_bF, h_bf = gate_up_mF[start : start + block], h_mf[start : start + block]
+        torch.ops.aten.silu(gate_up_bF[:, :width], out=h_bf)
+        h_bf.mul_(gate_up_bF[:, width:])
+    torch.mm(h_mf, w2_Hf.t(), out=y_mH)
+    if scale_r1 is None:
+        y_rH.copy_(y_mH[:rows])
+    else:
+        torch.mul(y_mH[:rows], scale_r1, out=y_rH)
+
+
+def _backward_piece(
+    operands: list[torch.Tensor],
+    scale_r1: torch.Tensor | None,
+    dx_rH: torch.Tensor,
+    d_scale_r: torch.Tensor | None,
+    d_weights: list[torch.Tensor],
+    s: _Scratch,
+    t: _BackwardScratch,
+    block: int,
+) -> None:
+    """Scripted. `operands`: x and dy (r, H), w13, w2, gate_up (m, F); `d_weights`: those of w13 and w2, if wanted."""
+    x_rH, dy_rH, w13_FH, w2_Hf, gate_up_mF = operands[0], operands[1], operands[2], operands[3], operands[4]
+    rows, size, width = x_rH.shape[0], gate_up_mF.shape[0], w2_Hf.shape[1]
+    x_mH, dy_mH, h_mf, dh_mf, d_gate_up_mF = (
+        s.x_mH[:size],
+        t.dy_mH[:size],
+        s.h_mf[:size],
+        t.dh_mf[:size],
+        t.d_gate_up_mF[:size],
+    )
+    x_mH[:rows].copy_(x_rH)
+    x_mH[rows:].zero_()
+    if scale_r1 is None:
+        dy_mH[:rows].copy_(dy_rH)
+    else:
+        torch.mul(dy_rH, scale_r1, out=dy_mH[:rows])
+    dy_mH[rows:].zero_()
+    torch.mm(dy_mH, w2_Hf, out=dh_mf)
+    dots_m = torch.empty([size if d_scale_r is not None else 0], dtype=dy_mH.dtype)
+    for start in range(0, size, block):
+        stop = min(start + block, size)
+        gate_bf, up_bf = gate_up_mF[start:stop, :width], gate_up_mF[start:stop, width:]
+        dh_bf, h_bf, silu_bf, t_bf = (
+            dh_mf[start:stop],
+            h_mf[start:stop],
+            t.silu_bf[: stop - start],
+            t.t_bf[: stop - start],
+        )
+        torch.ops.aten.silu(gate_bf, out=silu_bf)
+        torch.mul(silu_bf, up_bf, out=h_bf)
+        if d_scale_r is not None:
+            dots_m[start:stop].copy_(_row_dots(dh_bf, h_bf))
+        torch.mul(dh_bf, silu_bf, out=d_gate_up_mF[start:stop, width:])
+        torch.mul(dh_bf, up_bf, out=t_bf)
+        torch.ops.aten.silu_backward(t_bf, gate_bf, grad_input=d_gate_up_mF[start:stop, :width])
+    if d_scale_r is not None and scale_r1 is not None:
+        _scale_gradient(dots_m[:rows], scale_r1.squeeze(1), dy_rH, w2_Hf, h_mf, d_scale_r)
+    if len(d_weights) > 0:
+        torch.mm(dy_mH.t(), h_mf, out=d_weights[1])
+        torch.mm(d_gate_up_mF.t(), x_mH, out=d_weights[0])
+    torch.mm(d_gate_up_mF, w13_FH, out=s.y_mH[:size])
+    dx_rH.copy_(s.y_mH[:rows])
+
+
+def _scale_gradient(
+    dots_r: torch.Tensor,
+    scale_r: torch.Tensor,
+    dy_rH: torch.Tensor,
+    w2_Hf: torch.Tensor,
+    h_mf: torch.Tensor,
+    d_scale_r: torch.Tensor,
+    small: float = 1e-6,
+) -> None:
+    """Scripted. `dots` have the row weight in them already: it is divided out again, except where it is too small for that."""
+    torch.div(dots_r.to(d_scale_r.dtype), scale_r.to(d_scale_r.dtype), out=d_scale_r)
+    lost = (scale_r.abs() < small).nonzero().squeeze(1)
+    if lost.numel() > 0:
+        dh_lf = torch.mm(dy_rH.index_select(0, lost), w2_Hf).to(d_scale_r.dtype)
+        d_scale_r.index_copy_(0, lost, (dh_lf * h_mf.index_select(0, lost).to(d_scale_r.dtype)).sum(-1))
 
 
 class _Grads:
@@ -395,7 +479,7 @@ class _Kept:
         """Of `w13` and `w2`: the very products of a backward pass that does all at once."""
         work = self.work
         grads = _Grads(work, weights=True, row_weights=False)
-        scratch = [_Scratch(*work.scratch_shape) for _ in range(lanes.count)]
+        scratch = [_scratch(*work.scratch_shape) for _ in range(lanes.count)]
         lanes.run(lambda p, lane: self._piece(p, scratch[lane], grads), work.largest_first)
         grads.finish(lanes)
         assert grads.w13 is not None and grads.w2_eHf is not None  # asked for
@@ -416,9 +500,9 @@ def _fill(target: torch.Tensor, source_MH: torch.Tensor, p: _Piece) -> torch.Ten
     return target[: p.size]
 
 
-def _row_dots(a_mf: torch.Tensor, b_mf: torch.Tensor) -> torch.Tensor:
+def _row_dots(a_mf: torch.Tensor, b_mf: torch.Tensor, dots: int = DOT_ROWS) -> torch.Tensor:
     """(m,) dot products of equal rows."""
-    if a_mf.dtype != torch.bfloat16 or a_mf.shape[0] % DOT_ROWS:
+    if a_mf.dtype != torch.bfloat16 or a_mf.shape[0] % dots != 0:
         return (a_mf * b_mf).sum(-1)
-    a, b = (x.view(-1, DOT_ROWS, x.shape[-1]) for x in (a_mf, b_mf))
+    a, b = a_mf.view(-1, dots, a_mf.shape[1]), b_mf.view(-1, dots, b_mf.shape[1])
     return torch.bmm(a, b.transpose(1, 2)).diagonal(dim1=1, dim2=2).reshape(-1)

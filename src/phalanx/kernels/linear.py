@@ -8,8 +8,9 @@ Legend: T rows, H inputs, O outputs of one projection.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,10 @@ COLUMNS = 256
 """Width of a piece."""
 ROWS = 4096
 """Most rows of a piece."""
+WEIGHT_ROWS = 512
+"""Rows of a weight's gradient that are one piece: all rows of `x` are rearranged for each."""
+INPUT_ROWS = 1024
+"""Rows of the input's gradient that are one piece: all weights are rearranged for each."""
 
 
 def linear(
@@ -111,12 +116,14 @@ class _CpuLinear(torch.autograd.Function):
             ctx.needs_input_grad[4 : 4 + num],
             ctx.needs_input_grad[4 + num :],
         )
-        dx_TH = _input_gradient(grads, weights, lanes) if needs_x else None
-        d_weights: Sequence[torch.Tensor | None] = [None] * num
-        if ctx.target is None:
-            d_weights = _weight_gradients(grads, x_TH, needs_w, lanes)
-        else:
-            ctx.target.put(lambda: tuple(_weight_gradients(grads, x_TH, [True] * num, lanes)))
+        later = ctx.target is not None
+        dx_TH = grads[0].new_empty(x_TH.shape) if needs_x else None
+        d_weights = [
+            w.new_empty(w.shape) if need and not later else None for w, need in zip(weights, needs_w, strict=True)
+        ]
+        _gradients(grads, x_TH, weights, dx_TH, d_weights, lanes)
+        if later:
+            ctx.target.put(lambda: _weight_gradients(grads, x_TH, weights, lanes))
         wide = torch.promote_types(x_TH.dtype, torch.float32)
         d_biases = [
             g.sum(0, dtype=wide).to(g.dtype) if has and needs else None
@@ -125,33 +132,42 @@ class _CpuLinear(torch.autograd.Function):
         return None, None, None, dx_TH, *d_weights, *d_biases
 
 
-def _input_gradient(grads: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], lanes: Lanes) -> torch.Tensor:
-    """Sum over projections of `dy weight`."""
-    dx_TH = grads[0].new_empty(grads[0].shape[0], weights[0].shape[1])
+def _gradients(
+    grads: Sequence[torch.Tensor],
+    x_TH: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    dx_TH: torch.Tensor | None,
+    d_weights: Sequence[torch.Tensor | None],
+    lanes: Lanes,
+) -> None:
+    """`dx`, the sum over projections of `dy weight`, and each `d_weight = dy^T x`, all in one run of the lanes."""
 
-    def run(part: _Part, lane: int) -> None:
-        target = dx_TH[part.rows, part.columns]
+    def input_gradient(rows: slice) -> None:
+        assert dx_TH is not None
         for i, (dy_TO, weight_OH) in enumerate(zip(grads, weights, strict=True)):
             if i == 0:
-                torch.mm(dy_TO[part.rows], weight_OH[:, part.columns], out=target)
+                torch.mm(dy_TO[rows], weight_OH, out=dx_TH[rows])
             else:
-                target.addmm_(dy_TO[part.rows], weight_OH[:, part.columns])
+                dx_TH[rows].addmm_(dy_TO[rows], weight_OH)
 
-    lanes.run(run, _parts(dx_TH.shape[0], [dx_TH.shape[1]]))
-    return dx_TH
+    def weight_gradient(which: int, columns: slice) -> None:
+        target = d_weights[which]
+        assert target is not None
+        torch.mm(grads[which][:, columns].T, x_TH, out=target[columns])
+
+    work: list[Callable[[], None]] = []
+    if dx_TH is not None:
+        work += [partial(input_gradient, r) for r in _ranges(dx_TH.shape[0], INPUT_ROWS)]
+    for i, target in enumerate(d_weights):
+        if target is not None:
+            work += [partial(weight_gradient, i, c) for c in _ranges(target.shape[0], WEIGHT_ROWS)]
+    lanes.run(lambda piece, _: piece(), work)
 
 
 def _weight_gradients(
-    grads: Sequence[torch.Tensor], x_TH: torch.Tensor, needed: Sequence[bool], lanes: Lanes
-) -> list[torch.Tensor | None]:
-    """`dy^T x` for each projection."""
-    out = [dy.new_empty(dy.shape[1], x_TH.shape[1]) if need else None for dy, need in zip(grads, needed, strict=True)]
-
-    def run(part: _Part, lane: int) -> None:
-        target = out[part.which]
-        if target is not None:
-            torch.mm(grads[part.which][:, part.columns].T, x_TH, out=target[part.columns])
-
-    rows = slice(0, x_TH.shape[0])
-    lanes.run(run, [_Part(i, rows, c) for i, dy in enumerate(grads) for c in _ranges(dy.shape[1], COLUMNS)])
+    grads: Sequence[torch.Tensor], x_TH: torch.Tensor, weights: Sequence[torch.Tensor], lanes: Lanes
+) -> tuple[torch.Tensor, ...]:
+    """The weight gradients alone: the very products of a backward pass that does all at once."""
+    out = tuple(w.new_empty(w.shape) for w in weights)
+    _gradients(grads, x_TH, weights, None, out, lanes)
     return out

@@ -14,7 +14,11 @@ import torch.nn.functional as F
 
 from phalanx.kernels.choice import Impl
 from phalanx.kernels.lanes import SERIAL, Lanes
+from phalanx.kernels.scripted import scripted
 from phalanx.kernels.shapes import cache_blocks
+
+BLOCK_ROWS = 256
+"""Rows that go through all passes while they are in a core's cache."""
 
 
 def rms_norm(
@@ -64,15 +68,11 @@ class _CpuRmsNorm(torch.autograd.Function):
         out_TH = torch.empty_like(x_TH, memory_format=torch.contiguous_format)
         stream_TH = x_TH.view_as(x_TH) if delta_TH is None else torch.empty_like(out_TH)
         scale_T1 = x_TH.new_empty((x_TH.shape[0], 1), dtype=wide)
-        weight_H = w_H.to(wide)
+        weight_H, work = w_H.to(wide), scripted(_forward_rows)
 
         def run(rows: slice, lane: int) -> None:
-            if delta_TH is not None:
-                torch.add(x_TH[rows], delta_TH[rows], out=stream_TH[rows])
-            x_rH = stream_TH[rows].to(wide)
-            mean_r1 = torch.linalg.vector_norm(x_rH, dim=-1, keepdim=True).square_().div_(x_rH.shape[-1])
-            scale_r1 = torch.rsqrt(mean_r1.add_(eps), out=scale_T1[rows])
-            out_TH[rows].copy_((x_rH * scale_r1).mul_(weight_H))
+            delta_rH = None if delta_TH is None else delta_TH[rows]
+            work(x_TH[rows], delta_rH, stream_TH[rows], weight_H, eps, scale_T1[rows], out_TH[rows], BLOCK_ROWS)
 
         lanes.run(run, cache_blocks(*x_TH.shape))
         ctx.save_for_backward(stream_TH, w_H, scale_T1)
@@ -81,23 +81,63 @@ class _CpuRmsNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_stream_TH: torch.Tensor | None, dy_TH: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """With n = x * scale: dw = sum_rows dy n; dx = scale * (w dy - n * mean(w dy n)) + the stream's own gradient."""
         x_TH, w_H, scale_T1 = ctx.saved_tensors
-        wide = scale_T1.dtype
-        weight_H = w_H.to(wide)
+        weight_H, work = w_H.to(scale_T1.dtype), scripted(_backward_rows)
         dx_TH = torch.empty_like(x_TH, memory_format=torch.contiguous_format)
         blocks = cache_blocks(*x_TH.shape)
         dw_bH = scale_T1.new_empty((len(blocks), x_TH.shape[1]))
 
         def run(block: tuple[int, slice], lane: int) -> None:
             index, rows = block
-            x_rH, dy_rH, scale_r1 = x_TH[rows].to(wide), dy_TH[rows].to(wide), scale_T1[rows]
-            product_rH = x_rH * dy_rH
-            torch.mv(product_rH.T, scale_r1.squeeze(1), out=dw_bH[index])
-            mean_r = torch.mv(product_rH, weight_H).div_(x_rH.shape[1])
-            factor_r1 = (mean_r.unsqueeze(1) * scale_r1.square()).neg_()
-            inner_rH = torch.mul(dy_rH, weight_H, out=product_rH).addcmul_(x_rH, factor_r1).mul_(scale_r1)
-            dx_TH[rows].copy_(inner_rH if d_stream_TH is None else inner_rH.add_(d_stream_TH[rows]))
+            d_stream_rH = None if d_stream_TH is None else d_stream_TH[rows]
+            work(x_TH[rows], scale_T1[rows], weight_H, dy_TH[rows], d_stream_rH, dx_TH[rows], dw_bH[index], BLOCK_ROWS)
 
         ctx.lanes.run(run, list(enumerate(blocks)))
         return dx_TH, dx_TH if ctx.has_delta else None, dw_bH.sum(0).to(w_H.dtype), None, None
+
+
+def _forward_rows(
+    x_RH: torch.Tensor,
+    delta_RH: torch.Tensor | None,
+    stream_RH: torch.Tensor,
+    weight_H: torch.Tensor,
+    eps: float,
+    scale_R1: torch.Tensor,
+    out_RH: torch.Tensor,
+    block: int,
+) -> None:
+    for start in range(0, x_RH.shape[0], block):
+        stop = start + block
+        stream_rH, scale_r1 = stream_RH[start:stop], scale_R1[start:stop]
+        if delta_RH is not None:
+            torch.add(x_RH[start:stop], delta_RH[start:stop], out=stream_rH)
+        x_rH = stream_rH.to(weight_H.dtype)
+        mean_r1 = torch.linalg.vector_norm(x_rH, dim=[-1], keepdim=True).square_().div_(x_rH.shape[1])
+        torch.rsqrt(mean_r1.add_(eps), out=scale_r1)
+        out_RH[start:stop].copy_((x_rH * scale_r1).mul_(weight_H))
+
+
+def _backward_rows(
+    x_RH: torch.Tensor,
+    scale_R1: torch.Tensor,
+    weight_H: torch.Tensor,
+    dy_RH: torch.Tensor,
+    d_stream_RH: torch.Tensor | None,
+    dx_RH: torch.Tensor,
+    dw_H: torch.Tensor,
+    block: int,
+) -> None:
+    """With n = x * scale: dw = sum_rows dy n; dx = scale * (w dy - n * mean(w dy n)) + the stream's own gradient."""
+    dw_H.zero_()
+    for start in range(0, x_RH.shape[0], block):
+        stop = start + block
+        x_rH, dy_rH = x_RH[start:stop].to(weight_H.dtype), dy_RH[start:stop].to(weight_H.dtype)
+        scale_r1 = scale_R1[start:stop]
+        product_rH = x_rH * dy_rH
+        dw_H.add_(torch.mv(product_rH.t(), scale_r1.squeeze(1)))
+        mean_r = torch.mv(product_rH, weight_H).div_(x_rH.shape[1])
+        factor_r1 = (mean_r.unsqueeze(1) * scale_r1.square()).neg_()
+        inner_rH = torch.mul(dy_rH, weight_H, out=product_rH).addcmul_(x_rH, factor_r1).mul_(scale_r1)
+        if d_stream_RH is not None:
+            inner_rH.add_(d_stream_RH[start:stop].to(weight_H.dtype))
+        dx_RH[start:stop].copy_(inner_rH)

@@ -14,8 +14,12 @@ import torch
 
 from phalanx.kernels.choice import Impl
 from phalanx.kernels.lanes import SERIAL, Lanes
+from phalanx.kernels.scripted import scripted
 from phalanx.kernels.shapes import cache_blocks
 from phalanx.plan.rope import YarnSpec, amplitude, frequencies
+
+BLOCK_ROWS = 128
+"""Tokens that go through all passes while they are in a core's cache."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,18 +79,28 @@ def _turn(
     flat = [x.reshape(-1, *x.shape[2:]) for x in inputs]
     out = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs]
     targets = [y.view(-1, *y.shape[2:]) for y in out]
-    cos_T1N, sin_T1N = (x.reshape(-1, 1, x.shape[-1]) for x in (table.cos_BSN, table.sin_BSN))
-    sign = -1 if back else 1
+    cos_TN, sin_TN = (x.reshape(-1, x.shape[-1]) for x in (table.cos_BSN, table.sin_BSN))
+    work, sign = scripted(_turn_rows), -1.0 if back else 1.0
 
     def run(part: tuple[int, slice], lane: int) -> None:
         which, rows = part
-        cos, sin = cos_T1N[rows], sin_T1N[rows]
-        first, second = flat[which][rows].to(cos.dtype).chunk(2, dim=-1)
-        turned = torch.empty((*first.shape[:-1], 2 * first.shape[-1]), dtype=cos.dtype)
-        low, high = turned.chunk(2, dim=-1)
-        torch.mul(first, cos, out=low).addcmul_(second, sin, value=-sign)
-        torch.mul(second, cos, out=high).addcmul_(first, sin, value=sign)
-        targets[which][rows].copy_(turned)
+        work(flat[which][rows], cos_TN[rows], sin_TN[rows], sign, targets[which][rows], BLOCK_ROWS)
 
     lanes.run(run, [(i, rows) for i, x in enumerate(flat) for rows in cache_blocks(x.shape[0], x[0].numel())])
     return out[0], out[1]
+
+
+def _turn_rows(
+    x_RAD: torch.Tensor, cos_RN: torch.Tensor, sin_RN: torch.Tensor, sign: float, out_RAD: torch.Tensor, block: int
+) -> None:
+    """Heads first and the two halves of each apart, so that every operation on the angles is over long rows."""
+    pairs, heads = cos_RN.shape[1], x_RAD.shape[1]
+    for start in range(0, x_RAD.shape[0], block):
+        stop = min(start + block, x_RAD.shape[0])
+        cos_rN, sin_rN = cos_RN[start:stop], sin_RN[start:stop]
+        x_2ArN = torch.empty([2, heads, stop - start, pairs], dtype=cos_RN.dtype)
+        x_2ArN.copy_(x_RAD[start:stop].view(stop - start, heads, 2, pairs).permute(2, 1, 0, 3))
+        turned_2ArN = x_2ArN * cos_rN
+        turned_2ArN[0].addcmul_(x_2ArN[1], sin_rN, value=-sign)
+        turned_2ArN[1].addcmul_(x_2ArN[0], sin_rN, value=sign)
+        out_RAD[start:stop].view(stop - start, heads, 2, pairs).copy_(turned_2ArN.permute(2, 1, 0, 3))

@@ -25,7 +25,8 @@ from dataclasses import dataclass
 
 import torch
 
-from phalanx.kernels.square_sum import square_sum
+from phalanx.kernels.lanes import SERIAL, Lanes
+from phalanx.kernels.square_sum import square_sums
 from phalanx.plan.layout import FlatLayout
 from phalanx.plan.program import gradient_id
 from phalanx.runtime.boxes import BoxTensor
@@ -48,7 +49,7 @@ class ReducedGradients:
     layouts: Mapping[str, FlatLayout]
     segments: Mapping[str, tuple[Segment, ...]]
 
-    def square_sum(self, groups: Groups) -> torch.Tensor:
+    def square_sum(self, groups: Groups, *, lanes: Lanes = SERIAL) -> torch.Tensor:
         """0-d fp64: summed over the world, it is the squared norm of the whole gradient.
 
         The ranks along `rule.replicas` hold the same elements, so each counts `1/replicas` of them; a shard has no replica along the
@@ -56,7 +57,7 @@ class ReducedGradients:
         """
         terms = []
         for family, layout in self.layouts.items():
-            total = torch.stack([square_sum(s.tensor) for s in self.segments[family]]).sum()
+            total = square_sums([s.tensor for s in self.segments[family]], lanes=lanes)
             terms.append(total / _num_replicas(layout, groups))
         return torch.stack(terms).sum()
 

@@ -85,9 +85,7 @@ class Groups:
         return self.axes[name]
 
 
-def build_groups(
-    folding: Folding, *, rank: int, cache: GroupCache, table_ranks: Sequence[int] | None = None
-) -> Groups:
+def build_groups(folding: Folding, *, rank: int, cache: GroupCache, table_ranks: Sequence[int] | None = None) -> Groups:
     """Create (or find) every group of `folding`. Collective: all ranks call it with the same folding in the same order.
 
     `table_ranks` are the pipeline ranks that hold a tied embedding (`StagePlan.table_ranks`; None: the first and the last one).

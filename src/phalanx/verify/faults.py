@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from phalanx.core.errors import ConfigError, Problem, nearest
+from phalanx.kernels.lanes import SERIAL, Lanes
 from phalanx.models.context import ForwardInfo, TokenBatch
 from phalanx.models.decoder import Decoder, DecoderOutput
 from phalanx.models.shard import part_of
@@ -261,10 +262,10 @@ class _NormWithoutSomeExperts(ReducedGradients):
 
     along: str
 
-    def square_sum(self, groups: Groups) -> torch.Tensor:
+    def square_sum(self, groups: Groups, *, lanes: Lanes = SERIAL) -> torch.Tensor:
         first = groups.axis(self.along).index == 0
         kept = {key: layout for key, layout in self.layouts.items() if layout.rule.family != "expert" or first}
-        return ReducedGradients(layouts=kept, segments=self.segments).square_sum(groups)
+        return ReducedGradients(layouts=kept, segments=self.segments).square_sum(groups, lanes=lanes)
 
 
 class _NormSkipsExperts(GradientBuffers):

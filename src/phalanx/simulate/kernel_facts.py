@@ -1,0 +1,85 @@
+"""Facts of kernels and of the machine that the memory estimate rests on: what is mirrored from code, and what was measured.
+
+Mirrored: block sizes and paddings of `kernels/`, which `simulate` may not import. tests/test_memory_terms.py compares each with its original.
+
+Measured: memory that no tensor of ours holds. Each constant is per rank (or per piece of generated code) and says where it comes from;
+none depends on a model's shape. Measured with torch 2.13 (oneDNN, gloo) and glibc 2.36 on x86-64 with AMX; `phalanx bench memory` measures anew.
+"""
+
+from __future__ import annotations
+
+MIB = 1 << 20
+
+# ---- mirrored from kernels/ and train/ -----------------------------------------------------------------------------------------
+
+SPACE = 32
+"""`shapes.SPACE`: elements between the rows of a scratch matrix."""
+BLOCK = 1 << 18
+"""`shapes.BLOCK`: elements of a block of an elementwise kernel."""
+LOGIT_CHUNK = 512
+"""`cross_entropy.CHUNK`: tokens of one product with the vocabulary."""
+LOGIT_GROUP_BYTES = 64 << 20
+"""`cross_entropy.GROUP_BYTES`: logits that exist at once (at least one chunk)."""
+LOGIT_COLUMNS = 512
+"""`cross_entropy.COLUMNS`: rows of the head's gradient that are one piece of work."""
+MAX_PIECE = 2048
+"""`grouped.MAX_PIECE`: rows of an expert in one piece of work."""
+BLOCK_ROWS = 256
+"""`grouped.BLOCK_ROWS`: rows of an elementwise pass inside a piece."""
+KEY_BLOCK = 256
+"""`attention.KEY_BLOCK`: keys of a block of the backward pass."""
+CORRECTION = 16
+"""`attention.CORRECTION`: columns added to queries and keys."""
+ADAM_CHUNK = 1 << 18
+"""`adamw.CHUNK`: elements that the optimizer widens at once, in each lane."""
+PREFETCH_STEPS = 2
+"""`trainer.PREFETCH_STEPS`: steps whose batches are loaded ahead."""
+SAMPLE_TOKENS, PROMPT_TOKENS = 80, 12
+"""`trainer.SAMPLE_TOKENS`, `PROMPT_TOKENS`: the text that a run ends with."""
+LONGEST_WARM = 512
+"""`warm.LONGEST`: documents up to this length have their code generated at the start."""
+RATE_SIZES = (1024, 2048, 4096)
+"""`machine.RATE_SIZES`: square products by which a run measures the machine; the largest only where it is quick, as bf16 is with AMX."""
+LARGEST_HEAP_BLOCK = 32 << 20
+"""`allocator.LARGEST_HEAP_BLOCK`: from here on a block is mapped by itself, given back when it is freed, and makes no holes."""
+
+
+def padded_rows(num_rows: int, item_bytes: int) -> int:
+    """`shapes.padded_rows`: row counts of 16-bit products are rounded up to four significant bits, at least 16."""
+    if item_bytes != 2 or num_rows == 0:
+        return num_rows
+    step = max(16, 1 << max(0, num_rows.bit_length() - 4))
+    return -(-num_rows // step) * step
+
+
+def pieces(num_rows: int, item_bytes: int) -> tuple[int, int]:
+    """(pieces of a slot of `num_rows` rows, padded rows of the largest)."""
+    num = -(-num_rows // MAX_PIECE)
+    return num, padded_rows(-(-num_rows // num), item_bytes) if num else 0
+
+
+# ---- measured ----------------------------------------------------------------------------------------------------------------------
+
+LIBRARY_BYTES = 34 * MIB
+"""Pages of libtorch and oneDNN that the first steps touch, beyond those that importing them and joining the world did."""
+INTERPRETER_BYTES = 10 * MIB
+"""Objects of Python and of the libraries behind the run: tokenizer, event sinks, checkpoint planner, modules."""
+PRODUCT_BYTES = int(0.5 * MIB)
+"""Heap of one generated bf16 product: oneDNN keeps a table of 544 KiB per shape, whatever the shape, the executable code beside it."""
+PRODUCT_CODE_BYTES = int(0.07 * MIB)
+"""Executable pages of one generated product."""
+ATTENTION_BYTES = int(0.09 * MIB)
+"""Heap of torch's attention kernel for one document length."""
+ATTENTION_CODE_BYTES = int(0.02 * MIB)
+ATTENTION_LENGTHS = 1170
+"""From this length on torch's attention finds code that it has generated for shorter ones."""
+MAX_PRODUCTS = 1024
+"""oneDNN's cache of generated products."""
+PREPARE_BYTES = 330 * MIB
+"""What the first rank of a host needs to train a BPE on its sample and to tokenise, once."""
+FAULT_BYTES = 64 << 10
+"""Pages that Linux maps around one that is read."""
+HOLES = 0.75
+"""Heap that lies idle between the tensors of a step, as a share of their bytes. glibc cannot reuse a freed block of exactly the right size
+(an aligned block needs 96 bytes more to be found), so that a step's tensors spread until holes have formed that are large enough. Without glibc's
+cache of small blocks (GLIBC_TUNABLES=glibc.malloc.tcache_count=0) it is 0.3."""

@@ -1,0 +1,354 @@
+"""How much memory each rank of a run needs: physical terms, summed at every moment of a step that can be the largest.
+
+    estimate_memory   recipe, model and mapping -> terms per moment; the peak is the largest sum
+
+Nothing here is fitted to a total. What tensors hold follows from the same tables that make the tensors (`plan.layout`, `activations.py`); what
+no tensor holds (libraries, generated code, holes of the heap) are the constants of `kernel_facts.py`, each measured by itself.
+
+The one assumption about data is how unevenly tokens meet experts (`Balance`): a rank's experts get more than their share before the balance
+loss has acted. Where the router is forced, it is computed. Counted is what comes after a process has imported torch and joined the
+world, as `train.machine.MemoryMeter` measures it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from phalanx.core.config import Recipe
+from phalanx.plan.dispatch import DispatchSpec
+from phalanx.plan.folding import Folding
+from phalanx.plan.layout import FlatLayout, flat_layouts, stage_params
+from phalanx.plan.model import ModelSpec
+from phalanx.plan.pipeline import Pipeline, make_pipeline
+from phalanx.plan.placement import Placement, plain_placement
+from phalanx.plan.stages import Stage
+from phalanx.simulate import activations as act
+from phalanx.simulate.balance import Balance, expected_balance
+from phalanx.simulate.generated import Generated, generated_code
+from phalanx.simulate.kernel_facts import (
+    ADAM_CHUNK,
+    FAULT_BYTES,
+    HOLES,
+    INTERPRETER_BYTES,
+    LARGEST_HEAP_BLOCK,
+    LIBRARY_BYTES,
+    PREFETCH_STEPS,
+    PREPARE_BYTES,
+    RATE_SIZES,
+)
+
+ITEM = {"bfloat16": 2, "float32": 4, "float64": 8}
+
+
+TERMS: Mapping[str, str] = {
+    "parameters": "in the compute type",
+    "optimizer state": "masters and both moments of this rank's shards",
+    "gradients": "buffers that collect them, and reduced shards",
+    "activations": "kept by the layers for the backward pass",
+    "working memory": "of the operation at the peak",
+    "communication": "copies that gloo makes",
+    "checkpoint copy": "of the state while it is written",
+    "batches": "loaded ahead",
+    "mapped text": "pages of the token file",
+    "generated code": "of products and attention, in all the shapes that occur",
+    "libraries": "pages of torch, objects of Python",
+    "heap holes": "between the tensors of a step",
+}
+"""The terms, and what is in them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moment:
+    """What is in memory at one time, by term."""
+
+    name: str
+    terms: Mapping[str, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.terms.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryEstimate:
+    """Memory of one rank over a run. `moments` are in the order in which they come."""
+
+    rank: int
+    moments: tuple[Moment, ...]
+    balance: Balance
+
+    @property
+    def peak(self) -> Moment:
+        return max(self.moments, key=lambda m: m.total)
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.peak.total
+
+
+def estimate_memory(
+    recipe: Recipe,
+    spec: ModelSpec,
+    folding: Folding,
+    *,
+    rank: int = 0,
+    placement: Placement | None = None,
+    threads: int = 1,
+    text_bytes: int = 0,
+    prepares: bool = False,
+    balance: Balance | None = None,
+) -> MemoryEstimate:
+    """Memory of `rank` under `recipe`.
+
+    `threads` compute threads a rank; `text_bytes` is the size of the prepared token files; `prepares`: this rank makes them first, and
+    trains a tokenizer for it. `balance` replaces the assumption about routing.
+    """
+    run = _Run(
+        recipe=recipe,
+        spec=spec,
+        folding=folding,
+        rank=rank,
+        placement=placement or plain_placement(max(1, spec.num_experts), folding),
+        threads=threads,
+        text_bytes=text_bytes,
+        prepares=prepares,
+        balance=balance or expected_balance(recipe, spec, folding),
+    )
+    return MemoryEstimate(rank=rank, moments=tuple(run.moments()), balance=run.balance)
+
+
+# ---- the moments -------------------------------------------------------------------------------------------------------------------
+
+
+def state_terms(layouts: Mapping[str, FlatLayout], *, item: int, borrowed: frozenset[str]) -> dict[str, int]:
+    """`ShardedState` and `GradientBuffers`: what a rank holds from the first step to the last."""
+    wide = max(4, item)
+    return {
+        "parameters": sum(x.length for x in layouts.values()) * item,
+        "optimizer state": 3 * sum(x.shard_length for x in layouts.values()) * wide,
+        "gradients": sum(x.length for family, x in layouts.items() if family not in borrowed) * wide,
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Run:
+    recipe: Recipe
+    spec: ModelSpec
+    folding: Folding
+    rank: int
+    placement: Placement
+    threads: int
+    text_bytes: int
+    prepares: bool
+    balance: Balance
+
+    def moments(self) -> Iterator[Moment]:
+        """In the order in which they come."""
+        if self.prepares:
+            yield self._moment("preparing the text, the first time", {"working memory": PREPARE_BYTES}, held={})
+        yield self._moment("drawing the initial weights", self._drawing(), held={})
+        rate = RATE_SIZES[-1] if self.item == 2 else RATE_SIZES[-2]
+        yield self._moment("measuring the machine", {"working memory": 3 * rate**2 * self.item})
+        first, later = (self._local(share) for share in (self.balance.first, self.balance.later))
+        yield from self._step("first steps: ", first, copy=0)
+        yield from self._step("a step while a checkpoint is written: ", later, copy=self.copy_bytes)
+        yield self._moment("validation", self._validation(later), copy=self.copy_bytes)
+        yield self._moment("the sample at the end", {}, copy=self.copy_bytes, sampled=True)
+
+    # ---- what does not change
+
+    @property
+    def item(self) -> int:
+        return ITEM[self.recipe.train.dtype]
+
+    @cached_property
+    def pipeline(self) -> Pipeline:
+        recipe = self.recipe
+        return make_pipeline(recipe.pipeline, self.spec, pp=self.folding.pp, seq_len=recipe.train.seq_len)
+
+    @cached_property
+    def stages(self) -> tuple[Stage, ...]:
+        return self.pipeline.stages.of_rank(self.folding.coord(self.rank, "pp"))
+
+    @cached_property
+    def layouts(self) -> dict[str, FlatLayout]:
+        optim = self.recipe.optim
+        return flat_layouts(
+            stage_params(self.spec, self.stages),
+            self.folding,
+            self.placement,
+            self.rank,
+            zero=optim.zero,
+            bucket_elements=math.ceil(optim.bucket_mb * 1e6 / max(4, self.item)),
+        )
+
+    @cached_property
+    def layers(self) -> tuple[int, ...]:
+        """Of this rank's pipeline stage."""
+        found = {p.param.layer for layout in self.layouts.values() for p in layout.params}
+        return tuple(sorted(layer for layer in found if layer is not None))
+
+    @property
+    def num_microbatches(self) -> int:
+        t = self.recipe.train
+        return max(1, t.global_batch // (t.micro_batch * self.folding.dp))
+
+    @property
+    def in_flight(self) -> int:
+        """Micro-batches whose activations this rank's stages hold at once, as the schedule promises (per stage, rounded up)."""
+        held = self.pipeline.plan(self.num_microbatches).schedule.max_live[self.folding.coord(self.rank, "pp")]
+        return max(1, -(-held // len(self.stages)))
+
+    @cached_property
+    def borrowed(self) -> frozenset[str]:
+        """`runtime.gradients.borrowable`: families whose gradients stay where autograd made them."""
+        if self.num_microbatches > 1:
+            return frozenset()
+        return frozenset(
+            family
+            for family, layout in self.layouts.items()
+            if layout.num_shards == 1
+            and all(len(self.folding.group_of(self.rank, name)) == 1 for name in layout.rule.sum_over)
+        )
+
+    @cached_property
+    def copy_bytes(self) -> int:
+        """`CheckpointManager._stage`: the copy of what this rank writes, kept from the first save on."""
+        c, t = self.recipe.checkpoint, self.recipe.train
+        if not (c.asynchronous and 0 < c.interval < t.steps):
+            return 0
+        mine = [x.shard_length for x in self.layouts.values() if self._is_primary(x)]
+        return 3 * sum(mine) * max(4, self.item)
+
+    def _is_primary(self, layout: FlatLayout) -> bool:
+        """`ShardedState._is_primary`."""
+        rule = layout.rule
+        names = [name for name in rule.replicas if layout.num_shards == 1 or name != rule.shard_over]
+        return all(self.folding.group_of(self.rank, name)[0] == self.rank for name in names)
+
+    def _local(self, rows_share: float) -> act.Local:
+        t, d = self.recipe.train, self.recipe.dispatch
+        given = {k: v for k, v in dataclasses.asdict(d).items() if v is not None}
+        return act.Local(
+            spec=self.spec,
+            folding=self.folding,
+            dispatch=DispatchSpec(**given),
+            sequences=t.micro_batch,
+            seq_len=t.seq_len,
+            item=self.item,
+            recompute=t.recompute,
+            lanes=self.threads,
+            rows_share=rows_share,
+        )
+
+    @cached_property
+    def generated(self) -> Generated:
+        return generated_code(self.recipe, self._local(1.0))
+
+    @cached_property
+    def held(self) -> dict[str, int]:
+        return state_terms(self.layouts, item=self.item, borrowed=self.borrowed)
+
+    def _moment(
+        self,
+        name: str,
+        terms: Mapping[str, int],
+        *,
+        held: Mapping[str, int] | None = None,
+        copy: int = 0,
+        sampled: bool = False,
+    ) -> Moment:
+        t = self.recipe.train
+        windows = t.steps * t.micro_batch * self.num_microbatches
+        always = {
+            "checkpoint copy": copy,
+            "batches": (PREFETCH_STEPS + 2) * self.num_microbatches * act.batch_bytes(self._local(1.0)),
+            "mapped text": min(self.text_bytes, windows * (FAULT_BYTES + 4 * t.seq_len)),
+            "generated code": self.generated.num_bytes(sampled=sampled, lanes=self.threads),
+            "libraries": LIBRARY_BYTES + INTERPRETER_BYTES,
+        }
+        total = dict.fromkeys(TERMS, 0)
+        for part in (self.held if held is None else held, always, terms):
+            for key, value in part.items():
+                total[key] += value
+        return Moment(name=name, terms=total)
+
+    # ---- before the first step, and between steps
+
+    def _drawing(self) -> dict[str, int]:
+        """`models.layers.initialise`: whole logical tensors (one expert at a time) in fp32, drawn and scaled, beside the parameters."""
+        locals_ = [p for layout in self.layouts.values() for p in layout.params]
+        drawn = [
+            p.param.num_elements // (p.param.shape[p.param.ep_dim] if p.param.ep_dim is not None else 1)
+            for p in locals_
+        ]
+        return {
+            "parameters": sum(p.num_elements for p in locals_) * self.item,
+            "working memory": 2 * 4 * max(drawn),
+        }
+
+    def _validation(self, x: act.Local) -> dict[str, int]:
+        """`eval_loss`: one layer's tensors, or the logits; and all batches."""
+        layer = max((sum(act.kept_layer(x, i)) + sum(act.experts_forward(x)) for i in self.layers[-1:]), default=0)
+        batches = self.recipe.train.eval_batches * self.num_microbatches * act.batch_bytes(x)
+        return {"working memory": max(layer, sum(act.head_forward(x))), "batches": batches}
+
+    # ---- inside a step
+
+    def _step(self, when: str, x: act.Local, *, copy: int) -> Iterator[Moment]:
+        for name, kept, working, more in self._passes(x):
+            idle = HOLES * sum(n for n in (*kept, *working) if n < LARGEST_HEAP_BLOCK)
+            terms = {
+                "activations": sum(kept),
+                "working memory": sum(working),
+                "heap holes": int(idle),
+                "gradients": more,
+            }
+            yield self._moment(when + name, terms, copy=copy)
+        shards = sum(y.shard_length for y in self.layouts.values() if y.num_shards > 1) * x.wide
+        gradients = {"gradients": shards + self._borrowed_bytes(self.layers)}
+        sharded = [y.length for y in self.layouts.values() if y.num_shards > 1]
+        staged = {"communication": max(sharded, default=0) * x.wide}
+        yield self._moment(when + "reducing gradients", gradients | staged, copy=copy)
+        scratch = {
+            "working memory": min(ADAM_CHUNK, max(y.shard_length for y in self.layouts.values())) * x.wide * x.lanes
+        }
+        yield self._moment(when + "the optimizer", gradients | scratch, copy=copy)
+        staged = {"communication": max(sharded, default=0) * x.item}
+        yield self._moment(when + "publishing parameters", {"gradients": shards} | staged, copy=copy)
+
+    def _passes(self, x: act.Local) -> Iterator[tuple[str, Sequence[int], Sequence[int], int]]:
+        """(name, kept, working, borrowed gradients) of the forward pass's end and of every layer's backward pass."""
+        kept = [act.kept_layer(x, i) for i in self.layers]
+        ends = act.kept_ends(x) * self.in_flight + ([x.stream()] if self.num_microbatches > 1 else [])
+
+        def upto(layer: int) -> list[int]:
+            return ends + [n for part in kept[:layer] for n in part] * self.in_flight
+
+        every, last = upto(len(kept)), len(self.layers) - 1
+        if self.layers[last] in self.spec.moe_layers:
+            yield f"forward, layer {self.layers[last]}", every, act.experts_forward(x), 0
+        if any(stage.has_head for stage in self.stages):
+            yield "forward, the head", every, act.head_forward(x), 0
+            yield "backward, the head", every, act.head_backward(x), 0
+        tied = [x.vocab * self.spec.hidden * x.item] if self.spec.tied_embeddings else []
+        again = dataclasses.replace(x, recompute="none")
+        for i in range(last, -1, -1):
+            layer, more = self.layers[i], self._borrowed_bytes(self.layers[i + 1 :])
+            redone = act.kept_layer(again, layer) if x.recompute == "full" else []
+            if layer in self.spec.moe_layers:
+                yield f"backward, layer {layer}, experts", upto(i + 1) + redone, act.experts_backward(x) + tied, more
+            attention = act.kept_attention(again if x.recompute == "full" else x)
+            yield f"backward, layer {layer}, attention", upto(i) + attention, act.attention_backward(x) + tied, more
+        if any(stage.has_embedding for stage in self.stages):
+            yield "backward, the embedding", ends, act.embedding_backward(x) + tied, self._borrowed_bytes(self.layers)
+
+    def _borrowed_bytes(self, layers: Sequence[int]) -> int:
+        """Gradients of these layers that stay where autograd made them."""
+        return self.item * sum(
+            p.num_elements for family in self.borrowed for p in self.layouts[family].params if p.param.layer in layers
+        )
