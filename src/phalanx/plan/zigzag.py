@@ -28,6 +28,8 @@ from phalanx.core.errors import PlanError, Problem, nearest, raise_if
 LayoutName = Literal["zigzag", "contiguous"]
 CHUNKS = {"zigzag": 2, "contiguous": 1}
 """Chunks that each rank holds."""
+EARLY_KEYS = 1 - 3**-0.5
+"""Share of the keys of a causal block that two thirds of its pairs have."""
 
 
 class Block(NamedTuple):
@@ -220,22 +222,23 @@ def gathered_blocks(layout: SequenceLayout, segments: Sequence[int], *, q_rank: 
     return tuple(out)
 
 
-def halved(blocks: Sequence[Block]) -> tuple[tuple[Block, ...], tuple[Block, ...]]:
-    """The same pairs in two parts of about equal work: the two triangles at the ends of each causal block, and the square between them.
+def first_and_last(blocks: Sequence[Block]) -> tuple[tuple[Block, ...], tuple[Block, ...]]:
+    """The same pairs in two parts: of each causal block the late keys, a third of its work, and then the early ones.
 
-    A rank computes its own keys in two goes, so that there is work to do while gradients come home.
+    So a rank computes its own keys in two goes: there is work to do while the next keys come, and while gradients go home, which takes
+    about twice as long where they are summed in a type twice as wide.
     """
-    triangles, squares = [], []
+    first, last = [], []
     for block in blocks:
-        half = (block.q_stop - block.q_start) // 2
-        if not (block.causal and half):
-            triangles.append(block)
+        early = round(EARLY_KEYS * (block.k_stop - block.k_start))
+        if not (block.causal and early):
+            first.append(block)
             continue
-        q_middle, k_middle = block.q_start + half, block.k_start + half
-        triangles.append(block._replace(q_stop=q_middle, k_stop=k_middle))
-        triangles.append(block._replace(q_start=q_middle, k_start=k_middle))
-        squares.append(Block(q_middle, block.q_stop, block.k_start, k_middle, causal=False))
-    return tuple(triangles), tuple(squares)
+        q_middle, k_middle = block.q_start + early, block.k_start + early
+        first.append(block._replace(q_start=q_middle, k_start=k_middle))
+        last.append(block._replace(q_stop=q_middle, k_stop=k_middle))
+        last.append(Block(q_middle, block.q_stop, block.k_start, k_middle, causal=False))
+    return tuple(first), tuple(last)
 
 
 def ring_source(rank: int, step: int, *, cp: int) -> int:

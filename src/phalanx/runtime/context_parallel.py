@@ -8,8 +8,8 @@
 All keep nothing for the backward pass but this rank's part of queries, keys, values and output (ulysses: as much of whole sequences).
 
 What the ring hides: in the forward pass keys arrive during the step before the one that needs them. In the backward pass as well, and gradients
-travel during the step after the one that added to them; the last hop, home, travels while the rank does the second half of the work
-with its own keys, which was left for that (`halved`). With `Collectives.synchronous` nothing is hidden and all else is the same.
+travel during the step after the one that added to them; the last hop, home, takes place while the rank does that part of the work with its
+own keys which was left for it (`first_and_last`). With `Collectives.synchronous` nothing is hidden and all else is the same.
 
 Must never change: gradients of keys are summed in the wide type (fp32 for 16-bit types), rank after rank in the order of the ring, so they have the
 same bits every time.
@@ -33,8 +33,8 @@ from phalanx.kernels.lanes import SERIAL, Lanes
 from phalanx.plan.zigzag import (
     SequenceLayout,
     attention_blocks,
+    first_and_last,
     gathered_blocks,
-    halved,
     make_layout,
     ring_source,
 )
@@ -149,8 +149,8 @@ class _Ring(torch.autograd.Function):
         steps, known = work.how.axis.size, Known.of(out_BLAD, lse_BAL, d_out_BLAD)
         kv = own = torch.stack((k_BLGD, v_BLGD))
         dq, d_own, d_before = _zeros(q_BLAD), _zeros(own), None
-        halves = [halved(row) for row in work.ring[0]]
-        first, last = (tuple(half[i] for half in halves) for i in range(2))
+        parts = [first_and_last(row) for row in work.ring[0]]
+        first, last = (tuple(part[i] for part in parts) for i in range(2))
         for step, blocks in enumerate((first, *work.ring[1:])):
             hop = _Hop(work, backward_id(work.name(f"ring.{step + 1}")))
             coming = hop.take(kv, tag=KEYS) if step + 1 < steps else kv
