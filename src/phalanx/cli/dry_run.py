@@ -2,24 +2,51 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
 from phalanx.core.config import DataConfig, Recipe
+from phalanx.core.errors import DataError
 from phalanx.core.units import format_bytes, format_count, format_rate
+from phalanx.data.size import token_file_bytes
 from phalanx.data.tokenizer import parse_choice, read_tokenizer_file
 from phalanx.plan.folding import GROUP_NAMES, Folding, resolve_folding
 from phalanx.plan.layout import local_param, stage_params
 from phalanx.plan.model import ModelSpec, flops_per_token, resolve_model
 from phalanx.plan.pipeline import Pipeline, make_pipeline
 from phalanx.plan.placement import plain_placement
+from phalanx.simulate.balance import worst_balance
+from phalanx.simulate.kernel_facts import PREPARE_BYTES
+from phalanx.simulate.memory import TERMS, MemoryEstimate, estimate_memory
+
+MEMINFO = Path("/proc/meminfo")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Where the ranks would run. `local_ranks` of them share its memory."""
+
+    local_ranks: int
+    threads: int
+    available_bytes: int | None
+
+
+def dry_run(recipe: Recipe, machine: Machine, *, world: int, console: Console) -> None:
+    """Print everything. Raises `ConfigError` or `DataError` for what cannot run."""
+    console.print(describe(recipe, world=world), markup=False, highlight=False, soft_wrap=True)
+    estimates = rank_estimates(recipe, machine, world=world)
+    console.print(memory_table(estimates))
+    for line in memory_notes(recipe, estimates, machine, world=world):
+        console.print(line, highlight=False, soft_wrap=True)
 
 
 def describe(recipe: Recipe, *, world: int) -> str:
     """The run of `recipe` on `world` ranks in a few lines. Raises `ConfigError` or `DataError` for what cannot run."""
-    t = recipe.train
-    spec = resolve_model(recipe.model, recipe.router, tokenizer_vocab=tokenizer_vocab(recipe.data))
-    folding = resolve_folding(
-        recipe.folding, spec, world=world, seq_len=t.seq_len, global_batch=t.global_batch, micro_batch=t.micro_batch
-    )
-    pipeline = make_pipeline(recipe.pipeline, spec, pp=folding.pp, seq_len=t.seq_len)
+    spec, folding = _shape(recipe, world=world)
+    pipeline = make_pipeline(recipe.pipeline, spec, pp=folding.pp, seq_len=recipe.train.seq_len)
     parts = [
         [f"{recipe.run.name}: a dry run, nothing is started"],
         folding.explain().splitlines(),
@@ -29,6 +56,15 @@ def describe(recipe: Recipe, *, world: int) -> str:
         _steps(recipe, spec, folding),
     ]
     return "\n".join(line for part in parts for line in part)
+
+
+def _shape(recipe: Recipe, *, world: int) -> tuple[ModelSpec, Folding]:
+    t = recipe.train
+    spec = resolve_model(recipe.model, recipe.router, tokenizer_vocab=tokenizer_vocab(recipe.data))
+    folding = resolve_folding(
+        recipe.folding, spec, world=world, seq_len=t.seq_len, global_batch=t.global_batch, micro_batch=t.micro_batch
+    )
+    return spec, folding
 
 
 def tokenizer_vocab(config: DataConfig) -> int:
@@ -77,3 +113,101 @@ def _steps(recipe: Recipe, spec: ModelSpec, folding: Folding) -> list[str]:
         f"checkpoints  every {recipe.checkpoint.interval or t.steps} steps, "
         f"{format_bytes(spec.num_params * (24 if t.dtype == 'float64' else 12))} each, the last {recipe.checkpoint.keep_last} kept",
     ]
+
+
+# ---- memory ------------------------------------------------------------------------------------------------------------------------
+
+
+def available_bytes(path: Path = MEMINFO) -> int | None:
+    """Memory that programs can still get without swapping; None where the system does not say."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return None
+    found = [line.split() for line in lines if line.startswith("MemAvailable:")]
+    return int(found[0][1]) * 1024 if found else None
+
+
+def rank_estimates(recipe: Recipe, machine: Machine, *, world: int) -> list[MemoryEstimate]:
+    """One estimate for each pipeline stage's first rank and for rank 0: the others hold the same."""
+    spec, folding = _shape(recipe, world=world)
+    text_bytes = _text_bytes(recipe.data)
+    ranks = sorted({group[i] for group in folding.groups("pp")[:1] for i in range(len(group))} | {0})
+    return [
+        estimate_memory(recipe, spec, folding, rank=rank, threads=machine.threads, text_bytes=text_bytes)
+        for rank in ranks
+    ]
+
+
+def _text_bytes(config: DataConfig) -> int:
+    """Tokens that a rank maps; none where the sources are not on this machine (yet)."""
+    try:
+        return token_file_bytes(config, vocab=tokenizer_vocab(config))
+    except DataError:
+        return 0
+
+
+def _fullest(estimates: list[MemoryEstimate]) -> MemoryEstimate:
+    return max(estimates, key=lambda e: e.peak_bytes)
+
+
+def memory_table(estimates: list[MemoryEstimate]) -> Table:
+    """The terms of the fullest rank at its largest moment."""
+    peak = _fullest(estimates).peak
+    table = Table(title=f"memory per rank at its peak ({peak.name})", title_justify="left", show_footer=True)
+    table.add_column("term", footer="total")
+    table.add_column("per rank", justify="right", footer=format_bytes(peak.total))
+    table.add_column("what it is", style="dim")
+    for name, text in TERMS.items():
+        if peak.terms[name]:
+            table.add_row(name, format_bytes(peak.terms[name]), text)
+    return table
+
+
+def memory_notes(recipe: Recipe, estimates: list[MemoryEstimate], machine: Machine, *, world: int) -> list[str]:
+    """What the total rests on, and whether it fits."""
+    fullest, (spec, folding) = _fullest(estimates), _shape(recipe, world=world)
+    balance = fullest.balance
+    lines = [
+        f"routing      the fullest rank computes {balance.first:.2f} times its even share of rows in the first steps, "
+        f"{balance.later:.2f} later: {balance.source}"
+    ]
+    if spec.router.force == "none" and folding.ep > 1 and spec.moe_layers:
+        worst = worst_balance(spec, folding)
+        most = estimate_memory(
+            recipe,
+            spec,
+            folding,
+            rank=fullest.rank,
+            threads=machine.threads,
+            balance=worst,
+            text_bytes=_text_bytes(recipe.data),
+        )
+        lines.append(f"             {format_bytes(most.peak_bytes)} if every token chose experts of the same rank")
+    if _trains_tokenizer(recipe.data):
+        lines.append(
+            f"             the first run also trains a tokenizer: {format_bytes(PREPARE_BYTES)} in one rank, before the first step"
+        )
+    if len(estimates) > 1:
+        stages = ", ".join(f"{i}: {format_bytes(e.peak_bytes)}" for i, e in enumerate(estimates))
+        lines.append(f"stages       {stages}")
+    need = machine.local_ranks * fullest.peak_bytes
+    if machine.available_bytes is None:
+        return [
+            *lines,
+            f"machine      {machine.local_ranks} ranks need {format_bytes(need)}; how much there is, the system does not say",
+        ]
+    words = (
+        f"{machine.local_ranks} ranks need {format_bytes(need)}, {format_bytes(machine.available_bytes)} are available"
+    )
+    if need <= machine.available_bytes:
+        return [*lines, f"machine      {words}"]
+    hint = 'lower train.micro_batch or train.seq_len, set train.recompute = "full", or use fewer ranks'
+    return [
+        *lines,
+        f"[bold red]WARNING      {words}: this run would end in the middle, killed by the system.[/] {hint}",
+    ]
+
+
+def _trains_tokenizer(config: DataConfig) -> bool:
+    return isinstance(parse_choice(config), int)

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
 
+from phalanx.cli.allocator import start_again
 from phalanx.core.errors import PhalanxError, nearest
 
 
@@ -38,6 +39,9 @@ COMMANDS = (
     Command("settings", "list every setting of a recipe with its default and meaning"),
 )
 
+TRAINING = ("train", "bench")
+"""Commands whose processes hold the tensors of steps."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `phalanx ARGV...` and return the exit status."""
@@ -53,6 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = nearest(name, (c.name for c in COMMANDS))
         print(f"phalanx: {name!r} is not a command; {hint} (phalanx --help lists them)", file=sys.stderr)
         return 2
+    if name in TRAINING and argv is None:
+        start_again(os.environ)
     return run_command(name, args[1:], debug=os.environ.get("PHALANX_DEBUG", "") not in ("", "0"))
 
 

@@ -18,12 +18,16 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 from phalanx.cli.settings import settings_text
 from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.core.recipe import describe_settings, load_recipe
 from phalanx.plan.recipe import run_problems
+
+if TYPE_CHECKING:
+    from phalanx.runtime.groups import WorldInfo
 
 
 @dataclass(frozen=True)
@@ -47,11 +51,24 @@ def main(args: list[str]) -> int:
     launched = read_world()
     recipe = read_recipe(request, world=launched.world if launched else None)
     if request.dry_run:
-        from phalanx.cli.dry_run import describe
-
-        print(describe(recipe, world=launched.world if launched else recipe.launch.ranks))
+        _show(recipe, launched)
         return 0
     return start(recipe, os.environ)
+
+
+def _show(recipe: Recipe, launched: WorldInfo | None) -> None:
+    from rich.console import Console
+
+    from phalanx.cli.dry_run import Machine, available_bytes, dry_run
+    from phalanx.runtime.launch import threads_per_rank
+
+    local = launched.local_world if launched else recipe.launch.ranks
+    machine = Machine(
+        local_ranks=local,
+        threads=threads_per_rank(local, recipe.launch.threads),
+        available_bytes=available_bytes(),
+    )
+    dry_run(recipe, machine, world=launched.world if launched else recipe.launch.ranks, console=Console())
 
 
 def read_args(args: Sequence[str]) -> Request:

@@ -124,6 +124,8 @@ class _Job(Generic[Item]):
     def finish(self) -> None:
         for _ in range(self._helpers):
             self._done.get()
+        # A worker remembers its last job until the next one. What the job has made must not look shared: autograd copies shared gradients.
+        del self._task, self._items
         if self._errors:
             raise self._errors[0]
 

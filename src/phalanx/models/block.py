@@ -1,5 +1,7 @@
 """One block: `x + attention(norm(x))`, then `x + experts(norm(x))` (a dense MLP in the first layers).
 
+The last addition is left to whoever norms the sum next (the following block, the final norm), which does both in one pass over memory.
+
 Legend: T tokens of this rank, H hidden.
 """
 
@@ -32,13 +34,19 @@ class Block(nn.Module):
             self.mlp = Mlp(ctx, layer)
 
     def forward(
-        self, x_TH: torch.Tensor, *, table: RopeTable, info: ForwardInfo, batch: TokenBatch
-    ) -> tuple[torch.Tensor, RoutingStats | None]:
-        """(T, H) -> (T, H) and what the router says; None in a dense block."""
-        x_TH, h_TH = self.attention_norm.after(x_TH, None)
+        self,
+        x_TH: torch.Tensor,
+        delta_TH: torch.Tensor | None,
+        *,
+        table: RopeTable,
+        info: ForwardInfo,
+        batch: TokenBatch,
+    ) -> tuple[torch.Tensor, torch.Tensor, RoutingStats | None]:
+        """The residual stream as two summands, (T, H) each, in and out, and what the router says; None in a dense block."""
+        x_TH, h_TH = self.attention_norm.after(x_TH, delta_TH)
         x_TH, h_TH = self.ffn_norm.after(x_TH, self.attention(h_TH, table=table, info=info, batch=batch))
         if self.moe is not None:
             y_TH, stats = self.moe(h_TH, info, batch)
-            return x_TH + y_TH, stats
+            return x_TH, y_TH, stats
         assert self.mlp is not None  # one of the two, by construction
-        return x_TH + self.mlp(h_TH, info, batch), None
+        return x_TH, self.mlp(h_TH, info, batch), None

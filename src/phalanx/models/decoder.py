@@ -38,6 +38,9 @@ class DecoderOutput:
     moe_layers: tuple[int, ...]
 
 
+_BlockOutput = tuple[torch.Tensor, torch.Tensor, RoutingStats | None]
+
+
 class Weight(nn.Module):
     """A lone matrix (the head)."""
 
@@ -104,14 +107,17 @@ class Decoder(nn.Module):
         if x_TH is None:
             assert stage.has_embedding and self.embedding is not None  # every other stage gets an input
             x_TH = self.embedding(batch.tokens_BS, info)
+        delta_TH: torch.Tensor | None = None
         routing = []
         for layer in stage.layers:
-            x_TH, stats = self._run_block(self.layers[str(layer)], x_TH, table, info, batch)
+            x_TH, delta_TH, stats = self._run_block(self.layers[str(layer)], x_TH, delta_TH, table, info, batch)
             if stats is not None:
                 routing.append(stats)
         if stage.has_head:
             assert self.norm is not None
-            x_TH = self.norm(x_TH)
+            x_TH = self.norm.after(x_TH, delta_TH)[1]
+        elif delta_TH is not None:
+            x_TH = x_TH + delta_TH
         assert x_TH is not None
         moe = tuple(spec.moe_layers.index(i) for i in stage.layers if i in spec.moe_layers)
         return DecoderOutput(x_TH, tuple(routing), moe)
@@ -132,23 +138,29 @@ class Decoder(nn.Module):
         return gathered.view(self.sequence.axis.size, *x.shape)
 
     def _run_block(
-        self, block: nn.Module, x_TH: torch.Tensor, table: RopeTable, info: ForwardInfo, batch: TokenBatch
-    ) -> tuple[torch.Tensor, RoutingStats | None]:
+        self,
+        block: nn.Module,
+        x_TH: torch.Tensor,
+        delta_TH: torch.Tensor | None,
+        table: RopeTable,
+        info: ForwardInfo,
+        batch: TokenBatch,
+    ) -> _BlockOutput:
         """One block, kept or (recompute = full) run again in the backward pass.
 
         Router statistics are results of the first run; the second run's are thrown away with it, so nothing is counted twice.
         """
         if not (self.recompute_blocks and torch.is_grad_enabled()):
-            result: tuple[torch.Tensor, RoutingStats | None] = block(x_TH, table=table, info=info, batch=batch)
+            result: _BlockOutput = block(x_TH, delta_TH, table=table, info=info, batch=batch)
             return result
 
         infos = chain((info,), repeat(replace(info, phase="re")))
 
-        def run(x_TH: torch.Tensor) -> tuple[torch.Tensor, RoutingStats | None]:
-            out: tuple[torch.Tensor, RoutingStats | None] = block(x_TH, table=table, info=next(infos), batch=batch)
+        def run(x_TH: torch.Tensor) -> _BlockOutput:
+            out: _BlockOutput = block(x_TH, None, table=table, info=next(infos), batch=batch)
             return out
 
-        again: tuple[torch.Tensor, RoutingStats | None] = checkpoint(
-            run, x_TH, use_reentrant=False, preserve_rng_state=False
-        )
+        if delta_TH is not None:
+            x_TH = x_TH + delta_TH  # one tensor to keep, not two
+        again: _BlockOutput = checkpoint(run, x_TH, use_reentrant=False, preserve_rng_state=False)
         return again

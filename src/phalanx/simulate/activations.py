@@ -290,7 +290,8 @@ def attention_backward(x: Local) -> list[int]:
     queries = groups * (x.heads // x.kv_heads)
     wide_dim, keys = s.head_dim + CORRECTION, min(KEY_BLOCK, x.length)
     rows = x.length * wide_dim
-    lane = [groups * rows * x.item] * 2 + [queries * rows * x.item] * 3 + [queries * rows * x.wide]
+    inner = queries * x.length * s.head_dim
+    lane = [groups * rows * x.item] * 2 + [queries * rows * x.item] * 4 + [inner * x.wide, inner * x.item]
     lane += [keys * queries * x.length * x.item] * 2
     again = [q, kv, q, x.attended * x.heads * x.wide] if x.recompute == "selective" else []
     mask = [x.sequences * keys * x.length * x.item]

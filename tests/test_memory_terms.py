@@ -1,0 +1,277 @@
+"""Terms of the memory estimate beside real tensors: state, what layers keep, the peak of a step, and the constants they rest on."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from memory_help import Watch, assembled, batches, changed, local_of, small_recipe, small_spec
+from phalanx.core.config import Recipe
+from phalanx.kernels import adamw, attention, cross_entropy, grouped, shapes
+from phalanx.models.context import ForwardInfo
+from phalanx.plan.folding import Folding, make_folding
+from phalanx.plan.model import ModelSpec
+from phalanx.runtime import allocator
+from phalanx.runtime.groups import GroupCache
+from phalanx.simulate import activations as act
+from phalanx.simulate import kernel_facts as facts
+from phalanx.simulate.balance import Balance, expected_balance, most_uneven
+from phalanx.simulate.generated import generated_code, num_expert_sizes
+from phalanx.simulate.memory import TERMS, estimate_memory
+from phalanx.train import machine, trainer, warm
+from phalanx.train.step import train_step
+from ranks import run_ranks
+
+EVEN = Balance(first=1.0, later=1.0, source="a test")
+
+
+# ---- constants
+
+
+def test_mirrored_constants_are_those_of_the_kernels() -> None:
+    assert (facts.SPACE, facts.BLOCK) == (shapes.SPACE, shapes.BLOCK)
+    assert (facts.LOGIT_CHUNK, facts.LOGIT_GROUP_BYTES) == (cross_entropy.CHUNK, cross_entropy.GROUP_BYTES)
+    assert facts.LOGIT_COLUMNS == cross_entropy.COLUMNS
+    assert (facts.MAX_PIECE, facts.BLOCK_ROWS) == (grouped.MAX_PIECE, grouped.BLOCK_ROWS)
+    assert (facts.KEY_BLOCK, facts.CORRECTION) == (attention.KEY_BLOCK, attention.CORRECTION)
+    assert facts.ADAM_CHUNK == adamw.CHUNK
+    assert facts.PREFETCH_STEPS == trainer.PREFETCH_STEPS
+    assert (facts.SAMPLE_TOKENS, facts.PROMPT_TOKENS) == (trainer.SAMPLE_TOKENS, trainer.PROMPT_TOKENS)
+    assert facts.RATE_SIZES == machine.RATE_SIZES
+    assert facts.LARGEST_HEAP_BLOCK == allocator.LARGEST_HEAP_BLOCK
+    assert facts.LONGEST_WARM == warm.LONGEST
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rows_are_padded_as_the_experts_pad_them(dtype: torch.dtype) -> None:
+    for rows in [*range(300), 1000, 2047, 2048, 2049, 5000]:
+        assert facts.padded_rows(rows, dtype.itemsize) == shapes.padded_rows(rows, dtype)
+        real = grouped._pieces([rows], dtype)
+        num, size = facts.pieces(rows, dtype.itemsize)
+        assert num == len(real) and size == max((p.size for p in real), default=0)
+
+
+@pytest.mark.parametrize("dispatch", [{}, {"policy": "drop"}, {"policy": "drop", "capacity_factor": 2.0}])
+def test_generated_sizes_are_those_that_are_asked_for(dispatch: dict[str, Any]) -> None:
+    recipe, spec = small_recipe(dispatch=dispatch), small_spec()
+    ctx = _context(recipe, spec)
+    asked = warm.expert_sizes(ctx, num_tokens=recipe.train.micro_batch * recipe.train.seq_len)
+    assert num_expert_sizes(local_of(recipe, spec)) == len(asked)
+
+
+def _context(recipe: Recipe, spec: ModelSpec) -> Any:
+    """Just what `expert_sizes` reads."""
+    parts = assembled(recipe, spec)
+    moe = parts.model.layers[0].moe  # type: ignore[union-attr]
+    assert moe is not None
+
+    class Context:
+        dispatch = moe.dispatcher.spec
+        dtype = parts.model.dtype
+        groups = parts.groups
+
+    Context.spec = spec  # type: ignore[attr-defined]
+    return Context
+
+
+def test_only_bf16_generates_code() -> None:
+    spec = small_spec()
+    wide = small_recipe(dtype="float32")
+    assert generated_code(wide, local_of(wide, spec)).num_bytes() == 0
+    narrow = small_recipe()
+    code = generated_code(narrow, local_of(narrow, spec))
+    assert code.num_bytes(sampled=True) > code.num_bytes() > 0
+    huge = dataclasses.replace(code, products=10**6)
+    assert huge.num_bytes() < 2 * facts.MAX_PRODUCTS * (facts.PRODUCT_BYTES + facts.PRODUCT_CODE_BYTES)
+
+
+# ---- state
+
+STATES = [
+    (1, Folding(world=4, ep=4), {}),
+    (0, Folding(world=4, ep=4), {}),
+    (1, Folding(world=4, ep=2), {"global_batch": 32}),
+    (1, Folding(world=4, ep=1), {"dtype": "float32", "global_batch": 16}),
+    (1, Folding(world=4, ep=2, etp=2), {"dtype": "float64", "global_batch": 16}),
+    (0, Folding(world=4, ep=2), {"global_batch": 16}),
+]
+
+
+def _state_bytes(rank: int, cache: GroupCache, zero: int, folding: Folding, train: dict[str, Any]) -> dict[str, int]:
+    parts = assembled(_state_recipe(zero, folding, train), small_spec(), folding, rank=rank, cache=cache)
+    families = parts.state.families.values()
+    flats = [f.flat for f in parts.buffers._families.values() if hasattr(f, "flat")]
+    primary = {b.tensor.data_ptr(): b.tensor.nbytes for b in parts.state.boxes() if b.primary}
+    return {
+        "parameters": sum(f.flat.nbytes for f in families),
+        "optimizer state": sum(t.nbytes for f in families for t in (f.master, f.exp_avg, f.exp_avg_sq)),
+        "gradients": sum(t.nbytes for t in flats),
+        "checkpoint copy": sum(primary.values()),
+    }
+
+
+def _state_recipe(zero: int, folding: Folding, train: dict[str, Any]) -> Recipe:
+    return small_recipe(zero=zero, **{"global_batch": 4 * folding.dp, **train})
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("zero", "folding", "train"), STATES)
+def test_state_is_what_the_buffers_hold(zero: int, folding: Folding, train: dict[str, Any]) -> None:
+    recipe = _state_recipe(zero, folding, train)
+    for rank, real in enumerate(run_ranks(4, _state_bytes, zero, folding, train)):
+        moments = estimate_memory(recipe, small_spec(), folding, rank=rank, balance=EVEN).moments
+        terms = next(m.terms for m in moments if m.name == "validation")
+        padding = real.pop("checkpoint copy") - terms["checkpoint copy"]
+        assert {k: terms[k] for k in real} == real
+        assert -3 * 8 * 64 * 3 <= padding <= 0  # shards are padded, boxes are not
+
+
+def test_pipeline_stages_hold_their_own_layers() -> None:
+    """Before training runs with them: degrees of the attention grid split what `plan.layout` says."""
+    spec, recipe = small_spec(num_layers=4), small_recipe(global_batch=16)
+    folding = Folding(world=4, pp=2, tp=2, ep=2)
+    whole = estimate_memory(recipe, spec, make_folding(world=1), balance=EVEN)
+    parts = [estimate_memory(recipe, spec, folding, rank=r, balance=EVEN) for r in (0, 2)]
+    held = [sum(p.moments[-1].terms[k] for k in ("parameters", "optimizer state")) for p in (whole, *parts)]
+    assert held[1] < held[0] / 2 and held[2] < held[0] / 2
+    names = [{m.name for m in p.moments} for p in parts]
+    assert not any("head" in n for n in names[0]) and any("head" in n for n in names[1])
+    assert any("embedding" in n for n in names[0]) and not any("embedding" in n for n in names[1])
+
+
+# ---- what layers keep
+
+KEPT = {
+    "plain": (small_spec(), {}),
+    "fp32": (small_spec(), {"dtype": "float32"}),
+    "head norms": (small_spec(qk_norm="head"), {}),
+    "wide norms": (small_spec(qk_norm="hidden"), {}),
+    "late softmax": (changed(small_spec(), softmax_order="after_topk"), {}),
+    "sigmoid, z-loss": (changed(small_spec(), score="sigmoid", z_loss=0.01), {}),
+    "no balance loss, top-1": (changed(small_spec(top_k=1), aux_loss=0.0), {}),
+    "dense first, shared": (small_spec(dense_layers=1, dense_ffn=160, shared_ffn=80), {}),
+    "shared with a gate": (small_spec(shared_ffn=80, shared_gate=True), {}),
+    "drop": (small_spec(), {"dispatch": {"policy": "drop"}}),
+    "padded": (small_spec(), {"dispatch": {"policy": "drop", "pad_to_capacity": True}}),
+    "tied": (small_spec(tied_embeddings=True), {}),
+}
+
+
+def _saved_bytes(recipe: Recipe, spec: ModelSpec) -> int:
+    """Bytes of all tensors that autograd keeps after a forward pass, weights and tokens left out, each memory counted once."""
+    parts, (batch,) = assembled(recipe, spec), batches(recipe, spec)
+    known = {p.untyped_storage().data_ptr() for p in parts.model.parameters()}
+    known |= {t.untyped_storage().data_ptr() for t in (batch.tokens_BS, batch.labels_BS)}
+    saved: dict[int, torch.Tensor] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor  # kept, so that the address is not used again
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        output = parts.model(batch, ForwardInfo())
+    assert output.hidden_TH.requires_grad
+    return sum(t.untyped_storage().nbytes() for pointer, t in saved.items() if pointer not in known)
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_layers_keep_what_autograd_saves(name: str) -> None:
+    spec, changes = KEPT[name]
+    recipe = small_recipe(**changes)
+    x = local_of(recipe, spec)
+    if x.dispatch.policy == "drop" and not x.dispatch.is_static:  # rows are what routing leaves: at most the capacity
+        x = dataclasses.replace(x, rows_share=1.0)
+    table, _, stream, scale, _ = act.kept_ends(x)
+    expected = sum(sum(act.kept_layer(x, i)) for i in range(spec.num_layers)) + stream + scale
+    saved = _saved_bytes(recipe, spec)
+    slack = 0.08 if "drop" in name or x.item == 2 else 0.02  # padding of pieces depends on the routing
+    assert saved == pytest.approx(expected, rel=slack)
+    assert table > 0
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_recompute_keeps_less(recompute: str) -> None:
+    """Tensors alive after a forward pass, whoever holds them."""
+    recipe, spec = small_recipe(recompute=recompute, seq_len=128), small_spec(qk_norm="head")
+    parts, (batch,) = assembled(recipe, spec), batches(recipe, spec)
+    parts.model(batch, ForwardInfo())  # what is made once
+    with Watch() as watch:
+        output = parts.model(batch, ForwardInfo())
+    x = local_of(recipe, spec)
+    expected = sum(act.kept_ends(x)) + sum(sum(act.kept_layer(x, i)) for i in range(spec.num_layers))
+    assert output.hidden_TH.requires_grad
+    assert watch.left == pytest.approx(expected, rel=0.1)
+
+
+# ---- the peak of a step
+
+PEAKS = {
+    "head": (small_spec(vocab=4096), {"seq_len": 128}),
+    "head in groups": (
+        small_spec(vocab=65536, num_layers=1, hidden=32, head_dim=8),
+        {"seq_len": 256, "micro_batch": 4},
+    ),
+    "experts": (small_spec(vocab=64, hidden=128, expert_ffn=256), {"seq_len": 128}),
+    "experts, fp32": (small_spec(vocab=64, hidden=128, expert_ffn=256), {"seq_len": 128, "dtype": "float32"}),
+    "recompute full": (small_spec(vocab=64, num_layers=6, hidden=128), {"seq_len": 256, "recompute": "full"}),
+    "recompute selective": (small_spec(vocab=64, num_layers=6), {"seq_len": 256, "recompute": "selective"}),
+    "weights": (small_spec(vocab=64, num_layers=2, hidden=256, expert_ffn=512), {"seq_len": 32}),
+    "two micro-batches": (small_spec(vocab=1024), {"seq_len": 128, "global_batch": 8}),
+}
+
+
+@pytest.mark.parametrize("name", PEAKS)
+def test_the_peak_of_a_step(name: str) -> None:
+    """All tensors of a real step, their largest sum: within 10 % of the largest moment."""
+    spec, train = PEAKS[name]
+    recipe = small_recipe(**{"global_batch": 4, **train})
+    parts = assembled(recipe, spec)
+    data = batches(recipe, spec, count=recipe.train.global_batch // recipe.train.micro_batch)
+    train_step(parts, data, step=0, lr=1e-3)
+    with Watch() as watch:
+        train_step(parts, data, step=1, lr=1e-3)
+    estimate = estimate_memory(recipe, spec, make_folding(world=1), balance=EVEN)
+    steps = [m.terms for m in estimate.moments if m.name.startswith("first steps")]
+    state = next(m.terms["gradients"] for m in estimate.moments if m.name == "validation")
+    peak = max(t["activations"] + t["working memory"] + t["gradients"] - state for t in steps)
+    assert watch.peak == pytest.approx(peak, rel=0.1)
+
+
+# ---- the whole
+
+
+def test_terms_add_up_and_the_peak_is_the_largest() -> None:
+    estimate = estimate_memory(small_recipe(), small_spec(), make_folding(world=1))
+    for moment in estimate.moments:
+        assert set(moment.terms) == set(TERMS)
+        assert moment.total == sum(moment.terms.values()) and min(moment.terms.values()) >= 0
+    assert estimate.peak_bytes == max(m.total for m in estimate.moments)
+
+
+def test_more_of_anything_takes_more() -> None:
+    """A larger batch, sequence, vocabulary, model or imbalance never takes less; ZeRO-1 and recomputing never more."""
+
+    def peak(spec: ModelSpec, world: int = 4, balance: Balance | None = EVEN, **changes: Any) -> int:
+        recipe = small_recipe(**{"global_batch": 32, "seq_len": 1024, **changes})
+        return estimate_memory(recipe, spec, Folding(world=world, ep=4), balance=balance).peak_bytes
+
+    base = small_spec(hidden=256, expert_ffn=512, vocab=4096)
+    start = peak(base)
+    assert peak(base, seq_len=2048) > start
+    for bigger in ({"hidden": 512}, {"vocab": 32768}, {"num_layers": 6}, {"expert_ffn": 1024}):
+        assert peak(dataclasses.replace(base, **bigger)) > start
+    assert peak(base, balance=Balance(first=2.0, later=2.0, source="")) > start
+    assert peak(base, zero=0) > start > peak(base, recompute="full")
+
+
+def test_balance_is_bounded_by_what_routing_can_do() -> None:
+    spec, folding = small_spec(), Folding(world=4, ep=4)
+    assert most_uneven(spec, folding) == 4.0
+    assert most_uneven(small_spec(top_k=4), folding) == 2.0  # two slots a rank: half of a token's experts at most
+    balance = expected_balance(small_recipe(), spec, folding)
+    assert 1.0 < balance.later < balance.first <= 4.0
+    assert expected_balance(small_recipe(), spec, make_folding(world=1)).first == 1.0
+    even = expected_balance(small_recipe(), changed(spec, force="balanced"), folding)
+    uneven = expected_balance(small_recipe(), changed(spec, force="imbalanced", force_skew=2.0), folding)
+    assert even.first == 1.0 < uneven.first <= 4.0
