@@ -218,7 +218,7 @@ def _doubtful_tokens(
     assert second.moe is not None
     found: list[torch.Tensor] = []
     listener = _Listener(dispatch, batch.num_tokens)
-    with _hook(first, lambda module, args, out: found.append(out[0])), _hook(second.moe.router, listener):
+    with _hook(first, lambda module, args, out: found.append(out[0] + out[1])), _hook(second.moe.router, listener):
         model(batch, info)
         x_TH = found[0].float()
         scale_T1 = noise * x_TH.square().mean(-1, keepdim=True).sqrt()
@@ -234,7 +234,7 @@ def _doubtful_tokens(
                 dtype=model.dtype,
                 yarn=model.spec.yarn,
             )
-            second(x_NH, table=table, info=info, batch=copies)
+            second(x_NH, None, table=table, info=info, batch=copies)
             doubtful_T = (listener.found[-1] != listener.found[0]).any(axis=(0, 2))
             if doubtful_T.any():
                 break
