@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from moe_help import context
-from phalanx.core.errors import ConfigError
 from phalanx.kernels.cross_entropy import IGNORE
 from phalanx.kernels.lanes import Lanes
 from phalanx.models.context import ForwardInfo, ModelContext, TokenBatch
@@ -209,12 +208,3 @@ def test_a_later_token_changes_nothing_before_it() -> None:
 def test_tied_embeddings_share_one_parameter() -> None:
     model = Decoder(context(variant("tied embeddings")))
     assert model.head_weight is model.embedding.weight
-
-
-def test_what_comes_later_is_refused_with_all_reasons() -> None:
-    folding = make_folding(world=4, cp=2, pp=2)
-    spec = dataclasses.replace(PRESETS["deepseek-v3"], num_layers=2, num_experts=8)
-    with pytest.raises(ConfigError) as error:
-        Decoder(on_paper(spec, folding))
-    text = str(error.value)
-    assert "folding.cp" in text
