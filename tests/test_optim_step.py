@@ -148,7 +148,7 @@ def test_evaluation_of_text_without_labels() -> None:
 
 
 def _collectives(rank: int, cache: GroupCache, zero: int) -> dict[tuple[str, str], int]:
-    s = setup(zero=zero)
+    s = setup(zero=zero, buckets=False)
     parts = make(s, rank, cache, world=2, mapping={})
     parts.comms.counters.clear()
     train_step(parts, [microbatch(s, rank)], step=0, lr=0.01)
@@ -188,7 +188,7 @@ def test_borrowed_gradients_step_to_the_same_bits() -> None:
 
 def test_result_speaks_of_loads() -> None:
     result = _results(one(setup()), setup())
-    assert result.counts_LE.shape == (2, 8) and result.counts_LE.sum() == 2 * 2 * 32
-    assert result.tokens == 32 and result.dropped == 0 and 0 < result.entropy <= math.log(8)
+    assert result.counts_LE.shape == (2, 8) and result.counts_LE.sum() == 2 * 2 * 64
+    assert result.tokens == 64 and result.dropped == 0 and 0 < result.entropy <= math.log(8)
     assert all(1 <= load <= 8 for load in result.load_max_over_mean)
     assert result.dead_experts == int((result.counts_LE == 0).sum())
