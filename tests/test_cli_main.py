@@ -44,7 +44,7 @@ def test_help_lists_every_command(args: list[str], capsys: pytest.CaptureFixture
 
 
 def test_every_command_exists() -> None:
-    missing = [c.name for c in COMMANDS if not (ROOT / "src/phalanx/cli" / f"{c.name}.py").exists()]
+    missing = [c.name for c in COMMANDS if not (ROOT / "src/phalanx/cli" / f"{c.name.replace('-', '_')}.py").exists()]
     assert not missing
 
 

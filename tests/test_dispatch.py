@@ -600,12 +600,16 @@ def odd_layer_case(rank, cache, folding, sizes, top_k, ties):
             layer.router.weight.zero_()
     n = sizes[rank]
     x = torch.randn(n, 16, generator=generator("odd", rank), dtype=torch.float64).requires_grad_()
-    tokens = torch.zeros(1, n, dtype=torch.int64)
-    y, stats = layer(x, ForwardInfo(), TokenBatch(tokens, tokens, tokens, ((n,),)))
+    y, stats = layer(x, ForwardInfo(), batch_of(n))
     (y.square().sum() + stats.aux_loss + stats.z_loss).backward()
     want = layer_by_hand(x.detach(), layer.router.weight.detach(), spec, ctx)
     close(y.detach(), want, 1e-12)
     return stats.counts_E.tolist(), bool(torch.isfinite(x.grad).all()), layer.experts.w13.grad.abs().sum().item()
+
+
+def batch_of(num_tokens):
+    tokens = torch.zeros(1, num_tokens, dtype=torch.int64)
+    return TokenBatch(tokens, tokens, tokens, ((num_tokens,),))
 
 
 def layer_by_hand(x, router_weight, spec, ctx):
@@ -620,7 +624,9 @@ def layer_by_hand(x, router_weight, spec, ctx):
     if spec.top_k > 1:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
     with torch.no_grad():
-        return dense_experts(x, weights, experts, whole.experts.w13, whole.experts.w2) + whole.shared(x)
+        return dense_experts(x, weights, experts, whole.experts.w13, whole.experts.w2) + whole.shared(
+            x, ForwardInfo(), batch_of(len(x))
+        )
 
 
 @pytest.mark.ranks

@@ -63,7 +63,7 @@ def test_generated_sizes_are_those_that_are_asked_for(dispatch: dict[str, Any]) 
 def _context(recipe: Recipe, spec: ModelSpec) -> Any:
     """Just what `expert_sizes` reads."""
     parts = assembled(recipe, spec)
-    moe = parts.model.layers[0].moe  # type: ignore[union-attr]
+    moe = parts.model.layers["0"].moe  # type: ignore[union-attr]
     assert moe is not None
 
     class Context:
@@ -101,7 +101,7 @@ STATES = [
 def _state_bytes(rank: int, cache: GroupCache, zero: int, folding: Folding, train: dict[str, Any]) -> dict[str, int]:
     parts = assembled(_state_recipe(zero, folding, train), small_spec(), folding, rank=rank, cache=cache)
     families = parts.state.families.values()
-    flats = [f.flat for f in parts.buffers._families.values() if hasattr(f, "flat")]
+    flats = [f.flat for f in parts.buffers._parts.values() if hasattr(f, "flat")]
     primary = {b.tensor.data_ptr(): b.tensor.nbytes for b in parts.state.boxes() if b.primary}
     return {
         "parameters": sum(f.flat.nbytes for f in families),

@@ -9,19 +9,20 @@ import pytest
 import torch
 
 from moe_help import context
-from phalanx.core.errors import ConfigError
 from phalanx.kernels.cross_entropy import IGNORE
 from phalanx.kernels.lanes import Lanes
 from phalanx.models.context import ForwardInfo, ModelContext, TokenBatch
 from phalanx.models.decoder import Decoder
 from phalanx.models.layers import initialise, local_of, new_parameter
-from phalanx.plan.folding import Folding, make_folding
-from phalanx.plan.model import PRESETS, ModelSpec, RouterSpec, buffers, parameters
+from phalanx.plan.folding import GROUP_AXES, Folding, make_folding
+from phalanx.plan.model import PRESETS, MlaSpec, ModelSpec, RouterSpec, buffers, parameters
 from phalanx.plan.placement import plain_placement
-from phalanx.runtime.groups import Groups
+from phalanx.plan.rope import YarnSpec
+from phalanx.runtime.groups import Axis, Groups
 from phalanx.train.loss import objective
 
 SMALL = dataclasses.replace(PRESETS["tiny"], vocab=64)
+LATENT = MlaSpec(q_rank=12, kv_rank=10, nope_dim=8, rope_dim=4, value_dim=6)
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "qk norm per head": {"qk_norm": "head"},
@@ -33,6 +34,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "dense first layer": {"dense_layers": 1, "dense_ffn": 40},
     "all dense": {"dense_layers": 2, "dense_ffn": 40},
     "one kv head": {"num_kv_heads": 1},
+    "latent": {"mla": LATENT, "num_kv_heads": 4, "head_dim": 12},
+    "latent, direct queries, YaRN": {
+        "mla": dataclasses.replace(LATENT, q_rank=0, value_dim=16, rope_interleaved=False),
+        "num_kv_heads": 4,
+        "head_dim": 12,
+        "yarn": YarnSpec(factor=4.0, original_length=8, mscale=1.0, mscale_all_dim=0.7),
+    },
     "sigmoid with bias": {"router": RouterSpec(score="sigmoid", bias_rate=1e-3, renormalize=True, z_loss=1e-3)},
 }
 SEGMENTS = ((5, 19), (24,))
@@ -45,7 +53,8 @@ def variant(name: str) -> ModelSpec:
 def on_paper(spec: ModelSpec, folding: Folding, rank: int = 0, **more: Any) -> ModelContext:
     """A context whose groups exist on paper only: enough for shapes and initial values."""
     placement = plain_placement(spec.num_experts, folding)
-    groups = Groups(folding=folding, rank=rank, axes={})
+    axes = {n: Axis(n, r := folding.group_of(rank, n), r.index(rank), None) for n in GROUP_AXES}
+    groups = Groups(folding=folding, rank=rank, axes=axes)
     return dataclasses.replace(context(spec), groups=groups, placement=placement, **more)
 
 
@@ -61,10 +70,8 @@ def batch(vocab: int = 64) -> TokenBatch:
 def gradients(spec: ModelSpec, **more: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor], Decoder]:
     """Objective and gradients of one micro-batch."""
     model = Decoder(context(spec, **more))
-    output = model(batch(), ForwardInfo())
-    total, _ = objective(
-        output, model.head_weight, batch(), valid_tokens=torch.tensor(47), impl=more.get("kernels", "fast")
-    )
+    info, (stage,) = ForwardInfo(), model.stages
+    total, _ = objective(model, model(batch(), info), batch(), info, stage=stage, valid_tokens=torch.tensor(47))
     total.backward()
     found = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
     return total.detach(), found, model
@@ -201,12 +208,3 @@ def test_a_later_token_changes_nothing_before_it() -> None:
 def test_tied_embeddings_share_one_parameter() -> None:
     model = Decoder(context(variant("tied embeddings")))
     assert model.head_weight is model.embedding.weight
-
-
-def test_what_comes_later_is_refused_with_all_reasons() -> None:
-    folding = make_folding(world=4, tp=2, pp=2)
-    spec = dataclasses.replace(PRESETS["deepseek-v3"], num_layers=2, num_experts=8)
-    with pytest.raises(ConfigError) as error:
-        Decoder(on_paper(spec, folding))
-    text = str(error.value)
-    assert "folding.tp" in text and "folding.pp" in text and "latent attention" in text

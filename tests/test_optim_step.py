@@ -148,7 +148,7 @@ def test_evaluation_of_text_without_labels() -> None:
 
 
 def _collectives(rank: int, cache: GroupCache, zero: int) -> dict[tuple[str, str], int]:
-    s = setup(zero=zero)
+    s = setup(zero=zero, buckets=False)
     parts = make(s, rank, cache, world=2, mapping={})
     parts.comms.counters.clear()
     train_step(parts, [microbatch(s, rank)], step=0, lr=0.01)
@@ -159,10 +159,10 @@ def _collectives(rank: int, cache: GroupCache, zero: int) -> dict[tuple[str, str
 def test_collectives_of_a_step_are_those_of_its_docstring() -> None:
     (sharded, _), (whole, _) = (run_ranks(2, _collectives, zero) for zero in (1, 0))
     assert sharded[("all_reduce", "world")] == 1 == whole[("all_reduce", "world")]  # the vote
-    assert sharded[("all_reduce", "tp_dp_cp")] == 1  # valid tokens
+    assert sharded[("all_reduce", "dp_cp")] == 1  # valid tokens
     assert sharded[("reduce_scatter", "dp_cp")] == 2 == sharded[("all_gather", "dp_cp")]  # two dense families
     assert sharded[("reduce_scatter", "edp")] == 1 == sharded[("all_gather", "edp")]
-    assert whole[("all_reduce", "dp_cp")] == 2 and whole[("all_reduce", "edp")] == 1
+    assert whole[("all_reduce", "dp_cp")] == 3 and whole[("all_reduce", "edp")] == 1
     assert not any(kind == "all_gather" and axis in ("dp_cp", "edp") for kind, axis in whole)
 
 
@@ -188,7 +188,7 @@ def test_borrowed_gradients_step_to_the_same_bits() -> None:
 
 def test_result_speaks_of_loads() -> None:
     result = _results(one(setup()), setup())
-    assert result.counts_LE.shape == (2, 8) and result.counts_LE.sum() == 2 * 2 * 32
-    assert result.tokens == 32 and result.dropped == 0 and 0 < result.entropy <= math.log(8)
+    assert result.counts_LE.shape == (2, 8) and result.counts_LE.sum() == 2 * 2 * 64
+    assert result.tokens == 64 and result.dropped == 0 and 0 < result.entropy <= math.log(8)
     assert all(1 <= load <= 8 for load in result.load_max_over_mean)
     assert result.dead_experts == int((result.counts_LE == 0).sum())

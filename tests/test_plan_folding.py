@@ -270,6 +270,29 @@ def test_key_value_heads_may_be_replicated() -> None:
     assert fit_problems(Folding(world=4, tp=4), spec, seq_len=32) == []
 
 
+@pytest.mark.parametrize(
+    ("degrees", "kv_heads", "words"),
+    [
+        ({"cp": 4}, 2, []),
+        ({"cp": 4, "tp": 2}, 2, ["must divide the 2 query heads of a tp rank (ulysses)", "nearest legal: cp 2"]),
+        ({"cp": 8}, 2, ["must divide the 4 query heads", "nearest legal: cp 4"]),
+        ({"cp": 2}, 1, []),
+        ({"cp": 4}, 6, ["must divide the 6 key/value heads of a tp rank or be a multiple", "nearest legal: cp 2"]),
+    ],
+)
+def test_ulysses_needs_whole_heads(degrees: dict[str, int], kv_heads: int, words: list[str]) -> None:
+    spec = dataclasses.replace(TINY, num_heads=12 if kv_heads == 6 else 4, num_kv_heads=kv_heads)
+    folding = Folding(world=16, **degrees)
+    assert fit_problems(folding, spec, seq_len=32) == []
+    problems = [str(p) for p in fit_problems(folding, spec, seq_len=32, cp_method="ulysses")]
+    assert len(problems) == bool(words), problems
+    assert all(word in problems[0] for word in words), problems
+    if words:
+        config = FoldingConfig(cp_method="ulysses", ep=1, **degrees)
+        with pytest.raises(ConfigError, match="ulysses"):
+            resolve_folding(config, spec, world=16, seq_len=32)
+
+
 def test_all_problems_are_reported_at_once() -> None:
     f = Folding(world=16, tp=3, cp=5, pp=7, ep=9, etp=11)
     text = "\n".join(str(p) for p in fit_problems(f, TINY, seq_len=31, global_batch=3, micro_batch=2))
@@ -330,8 +353,16 @@ def test_resolve_folding_spreads_experts_over_all_ranks_that_divide_them() -> No
         resolve_folding(FoldingConfig(ep=3), TINY, world=4, seq_len=32)
 
 
+def test_embedding_groups_follow_the_stages_that_hold_the_table() -> None:
+    folding = make_folding(world=8, pp=4)
+    assert folding.embedding_groups((0, 3)) == folding.groups("embedding")
+    assert all(len(group) == 1 for group in folding.embedding_groups((0,)))
+    assert folding.embedding_groups((1, 3)) == ((0,), (1,), (2, 6), (3, 7), (4,), (5,))
+
+
 def test_rules_cover_every_family_and_name_real_groups() -> None:
-    families = {p.family for spec in PRESETS.values() for p in parameters(spec)}
+    tied = dataclasses.replace(TINY, tied_embeddings=True)
+    families = {p.family for spec in (*PRESETS.values(), tied) for p in parameters(spec)}
     assert families == set(GRADIENT_RULES)
     for rule in GRADIENT_RULES.values():
         assert {*rule.sum_over, rule.shard_over, *rule.replicas} <= set(GROUP_NAMES)

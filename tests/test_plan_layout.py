@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -18,11 +19,11 @@ from phalanx.plan.layout import (
     boxes_of_range,
     flat_layouts,
     local_param,
-    stage_of_layer,
     stage_params,
 )
-from phalanx.plan.model import PRESETS, ModelSpec, parameters
+from phalanx.plan.model import PRESETS, ModelSpec, ParamSpec, parameters
 from phalanx.plan.placement import Placement, placement_problems, plain_placement
+from phalanx.plan.stages import assign_stages
 
 pytestmark = pytest.mark.unit
 
@@ -74,6 +75,12 @@ def test_empty_and_scalar_ranges() -> None:
 # ---- parameters over ranks ------------------------------------------------------------------------------------------------------
 
 
+def params_of(spec: ModelSpec, folding: Folding, rank: int) -> tuple[ParamSpec, ...]:
+    """Those of a rank with one stage."""
+    plan = assign_stages(spec, range(folding.pp), seq_len=32)
+    return stage_params(spec, plan.of_rank(folding.coord(rank, "pp")))
+
+
 def replicas(folding: Folding, family: str) -> int:
     return math.prod(len(folding.group_of(0, group)) for group in GRADIENT_RULES[family].replicas)
 
@@ -83,7 +90,7 @@ def test_boxes_of_all_ranks_tile_each_tensor_exactly_replicas_times(folding: Fol
     placement = plain_placement(SPEC.num_experts, folding)
     count = {p.name: np.zeros(p.shape, dtype=np.int64) for p in parameters(SPEC)}
     for rank in range(folding.world):
-        for param in stage_params(SPEC, pp=folding.pp, stage=folding.coord(rank, "pp")):
+        for param in params_of(SPEC, folding, rank):
             local = local_param(param, folding, placement, rank)
             filled = np.zeros(local.shape, dtype=np.int64)
             for piece in local.pieces:
@@ -101,7 +108,7 @@ def test_shards_tile_the_flat_buffer_and_each_logical_element_exactly_once(foldi
     placement = plain_placement(SPEC.num_experts, folding)
     count = {p.name: np.zeros(p.shape, dtype=np.int64) for p in parameters(SPEC)}
     for rank in range(folding.world):
-        params = stage_params(SPEC, pp=folding.pp, stage=folding.coord(rank, "pp"))
+        params = params_of(SPEC, folding, rank)
         for layout in flat_layouts(params, folding, placement, rank, zero=zero).values():
             assert layout.length == layout.shard_length * layout.num_shards
             assert layout.shard_length % SHARD_MULTIPLE == 0
@@ -127,7 +134,7 @@ def test_pieces_of_any_range_are_what_the_local_tensors_hold(data: st.DataObject
     """Round trip against NumPy: a buffer filled from global element numbers reads back through its pieces."""
     folding = data.draw(st.sampled_from(FOLDINGS))
     rank = data.draw(st.integers(0, folding.world - 1))
-    params = stage_params(SPEC, pp=folding.pp, stage=folding.coord(rank, "pp"))
+    params = params_of(SPEC, folding, rank)
     layouts = flat_layouts(params, folding, plain_placement(SPEC.num_experts, folding), rank)
     for layout in layouts.values():
         logical = {p.param.name: np.arange(p.param.num_elements).reshape(p.param.shape) for p in layout.params}
@@ -155,23 +162,19 @@ def test_a_dim_that_does_not_divide_is_refused_by_name() -> None:
 # ---- stages ---------------------------------------------------------------------------------------------------------------------
 
 
-@given(st.integers(1, 40), st.data())
-def test_stages_take_consecutive_layers_in_even_shares(num_layers: int, data: st.DataObject) -> None:
-    pp = data.draw(st.integers(1, num_layers))
-    stages = [stage_of_layer(i, num_layers=num_layers, pp=pp) for i in range(num_layers)]
-    assert stages == sorted(stages) and set(stages) == set(range(pp))
-    counts = [stages.count(s) for s in range(pp)]
-    assert max(counts) - min(counts) <= 1
-
-
 def test_ends_of_the_pipeline_hold_embedding_norm_and_head() -> None:
-    names = [{p.name for p in stage_params(SPEC, pp=3, stage=s)} for s in range(3)]
-    assert "embedding.weight" in names[0] and "head.weight" in names[2] and "norm.weight" in names[2]
-    assert not names[0] & names[1] and not names[1] & names[2] and not names[0] & names[2]
+    def names(spec: ModelSpec, ranks: Sequence[int], rank: int) -> set[str]:
+        return {p.name for p in stage_params(spec, assign_stages(spec, ranks, seq_len=32).of_rank(rank))}
+
+    first, middle, last = (names(SPEC, range(3), rank) for rank in range(3))
+    assert "embedding.weight" in first and "head.weight" in last and "norm.weight" in last
+    assert not first & middle and not middle & last and not first & last
+    assert first | middle | last == {p.name for p in parameters(SPEC)}
     tied: ModelSpec = dataclasses.replace(SPEC, tied_embeddings=True)
-    names = [{p.name for p in stage_params(tied, pp=3, stage=s)} for s in range(3)]
-    assert [("embedding.weight" in n) for n in names] == [True, False, True]
-    assert {p.name for p in stage_params(tied, pp=1, stage=0)} == {p.name for p in parameters(tied)}
+    assert [("embedding.weight" in names(tied, range(3), rank)) for rank in range(3)] == [True, False, True]
+    assert names(tied, (0,), 0) == {p.name for p in parameters(tied)}
+    ends = names(tied, (0, 1, 1, 0), 0)
+    assert "embedding.weight" in ends and "norm.weight" in ends and not ends & names(tied, (0, 1, 1, 0), 1)
 
 
 # ---- placements -----------------------------------------------------------------------------------------------------------------
@@ -232,7 +235,7 @@ def test_layout_is_fast_enough_for_real_shapes() -> None:
     """One rank of DeepSeek-V3 on 1,024 ranks in pieces: needs no tensor and well under a second."""
     spec = PRESETS["deepseek-v3"]
     folding = make_folding(world=1024, tp=2, pp=8, ep=64)
-    params = stage_params(spec, pp=8, stage=7)
+    params = params_of(spec, folding, 1023)
     layouts = flat_layouts(params, folding, plain_placement(256, folding), 1023)
     held = sum(piece.box.num_elements for x in layouts.values() for piece in x.pieces(*x.shard_range()))
     assert held == sum(

@@ -96,7 +96,8 @@ def test_presets_are_sane_tables(name: str) -> None:
         split = [d for d in (p.tp_dim, p.ep_dim, p.etp_dim) if d is not None]
         assert len(set(split)) == len(split) and all(d < len(p.shape) for d in split)
         assert (p.family == "expert") == (p.ep_dim is not None)
-        assert (p.family == "dense_sharded") == (p.tp_dim is not None)
+        assert (p.family in ("dense_sharded", "dense_tied")) == (p.tp_dim is not None)
+        assert (p.family == "dense_tied") == (spec.tied_embeddings and p.name == "embedding.weight")
         assert p.decay == (len(p.shape) > 1)
     assert name in spec.explain()
     assert {s for s, _ in buffers(spec)} == {

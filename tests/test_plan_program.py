@@ -12,6 +12,7 @@ from phalanx.core.config import OptimConfig
 from phalanx.core.errors import PlanError
 from phalanx.core.events import Collective, Event
 from phalanx.models.context import ModelContext, TokenBatch
+from phalanx.models.shard import part_of
 from phalanx.plan.dispatch import DispatchSpec
 from phalanx.plan.folding import Folding, legal_foldings
 from phalanx.plan.model import PRESETS, ModelSpec
@@ -81,9 +82,9 @@ def test_collectives_of_a_moe_layer_are_those_of_the_reference() -> None:
 
 @pytest.mark.unit
 def test_program_refuses_what_it_cannot_lower_and_finds_its_own_faults() -> None:
-    with pytest.raises(PlanError, match=r"folding.tp = 2: is not lowered") as caught:
+    with pytest.raises(PlanError, match=r"folding.cp = 2: is not lowered") as caught:
         step_program(Folding(world=8, tp=2, cp=2, pp=2), TINY, DispatchSpec(), rank=0, num_microbatches=1)
-    assert len(caught.value.problems) == 3
+    assert len(caught.value.problems) == 2
     op = Op(id="a", kind="compute", lane="compute", axis="ep")
     with pytest.raises(PlanError) as caught:
         StepProgram(rank=0, ops=(op, op)).check()
@@ -143,7 +144,10 @@ def recorded(rank: int, cache: GroupCache, runs: list[Run]) -> list[list[tuple[s
             recompute=run.recompute,
         )
         parts = assemble(ctx, optim=OptimConfig(zero=run.zero), num_microbatches=run.num_microbatches)
-        batches = [random_batch(rank * 10 + j) for j in range(run.num_microbatches)]
+        batches = [
+            part_of(random_batch(groups.axis("dp").index * 10 + j), run.folding, rank)
+            for j in range(run.num_microbatches)
+        ]
         train_step(parts, batches, step=0, lr=1e-3)
         out.append([(e.op_id, e.op, e.axis) for e in events if isinstance(e, Collective)])
     return out
@@ -162,6 +166,17 @@ RUNS = [
         folding=Folding(world=4, ep=2),
         spec=with_router(TINY, aux_loss=0.01, aux_scope="global_batch"),
         num_microbatches=2,
+        recompute="full",
+    ),
+    Run(folding=Folding(world=4, tp=2, ep=2), num_microbatches=2, recompute="selective"),
+    Run(
+        folding=Folding(world=4, tp=4, etp=2),
+        spec=dataclasses.replace(TINY, qk_norm="hidden", dense_layers=1, dense_ffn=32),
+    ),
+    Run(folding=Folding(world=4, tp=2, ep=4), spec=dataclasses.replace(TINY, shared_ffn=32), recompute="full"),
+    Run(
+        folding=Folding(world=4, tp=2, ep=4),
+        spec=dataclasses.replace(TINY, shared_ffn=32, shared_gate=True, dense_layers=1, dense_ffn=32),
         recompute="full",
     ),
     Run(folding=Folding(world=4), spec=dataclasses.replace(TINY, dense_layers=1, dense_ffn=32)),

@@ -135,7 +135,7 @@ def test_words_that_are_no_overrides() -> None:
         ("[optim]\nlr = nan", "optim.lr", None, "must be a finite number", ""),
         ('[optim]\nzero = true', "optim.zero", True, "must be one of 0, 1", "legal: 0, 1"),
         ("[folding]\nworld = 1", "folding.world", 1, "is not a setting",
-         "legal: folding.tp, folding.cp, folding.pp, folding.ep, folding.etp"),
+         "legal: folding.tp, folding.cp, folding.cp_method, folding.pp, folding.ep, folding.etp"),
     ],
 )  # fmt: skip
 def test_files_that_cannot_be_read(toml: str, where: str, value: object, rule: str, hint: str, tmp_path: Path) -> None:
@@ -221,6 +221,8 @@ def test_every_limit_refuses_and_suggests_what_it_accepts(name: str) -> None:
         (["--folding.ep", "1", "--dispatch.transport", "all_gather"], "--dispatch.transport",
          "has no effect because folding.ep = 1 and folding.etp = 1 keep every row where it is",
          "leave it out, or set folding.ep = 2"),
+        (["--folding.cp_method", "ulysses"], "--folding.cp_method",
+         "has no effect because folding.cp = 1 leaves every sequence whole", "leave it out, or set folding.cp = 2"),
         (["--router.score", "sigmoid", "--router.softmax_order", "after_topk"], "--router.softmax_order",
          'has no effect because router.score = "sigmoid"', 'leave it out, or set router.score = "softmax"'),
         (["--router.aux_loss", "0", "--router.aux_scope", "sequence"], "--router.aux_scope",

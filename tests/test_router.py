@@ -356,7 +356,9 @@ def forced_counts(rank, cache, tp):
     folding = make_folding(world=2, tp=tp)
     router = Router(context(spec, folding=folding, rank=rank, cache=cache), 0)
     tokens = 16 // folding.tp
-    got = router(logits(rank, (tokens, 16))[:, :E], ForwardInfo(step=4), num_sequences=1)
+    mine = torch.arange(tokens * (rank % tp), tokens * (rank % tp + 1))
+    x = logits(rank, (tokens, 16))[:, :E]
+    got = router(x, ForwardInfo(step=4), num_sequences=1, token_index_T=mine if tp > 1 else None)
     return got.experts_TK
 
 

@@ -62,7 +62,7 @@ def test_default_cases_take_every_mapping_and_meet_every_option(world: int, mapp
     assert {c.setup.spec.router.aux_scope for c in cases if c.setup.spec.router.aux_loss} == set(FACTORS["aux"][1:])
 
 
-@pytest.mark.parametrize("preset", [name for name, spec in PRESETS.items() if spec.mla is None])
+@pytest.mark.parametrize("preset", PRESETS)
 def test_every_preset_shrinks_onto_every_mapping(preset: str) -> None:
     spec = PRESETS[preset]
     for folding in legal_foldings(8, spec, seq_len=4096, axes=("ep", "etp")):

@@ -12,18 +12,21 @@ from phalanx.bench.workload import BETAS, CLIP_NORM, LEARNING_RATE, WEIGHT_DECAY
 from phalanx.core.config import OptimConfig
 from phalanx.kernels.lanes import Lanes
 from phalanx.models.context import ModelContext, TokenBatch
+from phalanx.models.shard import part_of
 from phalanx.plan.dispatch import DispatchSpec
 from phalanx.plan.folding import make_folding
 from phalanx.plan.placement import plain_placement
 from phalanx.runtime.allocator import keep_freed_memory
 from phalanx.runtime.collectives import Collectives
-from phalanx.runtime.groups import GroupCache, build_groups
+from phalanx.runtime.groups import GroupCache, Groups, build_groups
 from phalanx.train.assemble import assemble
-from phalanx.train.step import train_step
+from phalanx.train.step import eval_loss, train_step
+
+OPTIM = OptimConfig(beta1=BETAS[0], beta2=BETAS[1], weight_decay=WEIGHT_DECAY, clip_norm=CLIP_NORM)
 
 
 class Ours:
-    """A freshly initialised run of one rank, one micro-batch a step."""
+    """A freshly initialised run, one micro-batch a step: of one rank, or of the ranks of `groups`."""
 
     def __init__(
         self,
@@ -33,23 +36,25 @@ class Ours:
         dtype: torch.dtype = torch.bfloat16,
         kernels: Literal["fast", "reference"] = "fast",
         rate: Callable[[int], float] = lambda step: LEARNING_RATE,
+        groups: Groups | None = None,
+        comms: Collectives | None = None,
+        optim: OptimConfig = OPTIM,
     ) -> None:
         keep_freed_memory(threads=threads)
-        folding = make_folding(world=1)
-        spec = shape.spec()
+        groups = groups or build_groups(make_folding(world=1), rank=0, cache=GroupCache())
+        folding, spec = groups.folding, shape.spec()
         ctx = ModelContext(
             spec=spec,
             dispatch=DispatchSpec(),
             placement=plain_placement(spec.num_experts, folding),
-            groups=build_groups(folding, rank=0, cache=GroupCache()),
-            comms=Collectives(),
+            groups=groups,
+            comms=comms or Collectives(),
             dtype=dtype,
             device=torch.device("cpu"),
             kernels=kernels,
             lanes=Lanes(threads),
         )
-        optim = OptimConfig(beta1=BETAS[0], beta2=BETAS[1], weight_decay=WEIGHT_DECAY, clip_norm=CLIP_NORM)
-        self.shape, self.rate, self.lanes = shape, rate, ctx.lanes
+        self.shape, self.rate, self.lanes, self.groups = shape, rate, ctx.lanes, groups
         self.parts = assemble(ctx, optim=optim, num_microbatches=1)
         self.num_params = spec.num_params
         self.steps_done = 0
@@ -66,8 +71,15 @@ class Ours:
             self.steps_done += 1
         return times, losses
 
+    def loss_of(self, step: int) -> float:
+        """Mean loss of the batch of a step, without taking it."""
+        loss, _ = eval_loss(self.parts, [self._batch(step)])
+        return loss
+
     def _batch(self, step: int) -> TokenBatch:
-        tokens = torch.from_numpy(batch_of(self.shape, step=step))
+        dp = self.groups.axis("dp")
+        tokens = torch.from_numpy(batch_of(self.shape, step=step * dp.size + dp.index))
         positions = torch.arange(self.shape.seq_len).expand(self.shape.batch, -1)
         segments = ((self.shape.seq_len,),) * self.shape.batch
-        return TokenBatch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), positions, segments)
+        batch = TokenBatch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), positions, segments)
+        return part_of(batch, self.groups.folding, self.groups.rank)

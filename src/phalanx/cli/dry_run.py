@@ -14,8 +14,9 @@ from phalanx.core.units import format_bytes, format_count, format_rate
 from phalanx.data.size import token_file_bytes
 from phalanx.data.tokenizer import parse_choice, read_tokenizer_file
 from phalanx.plan.folding import GROUP_NAMES, Folding, resolve_folding
-from phalanx.plan.layout import local_param
-from phalanx.plan.model import ModelSpec, flops_per_token, parameters, resolve_model
+from phalanx.plan.layout import local_param, stage_params
+from phalanx.plan.model import ModelSpec, flops_per_token, resolve_model
+from phalanx.plan.pipeline import Pipeline, make_pipeline
 from phalanx.plan.placement import plain_placement
 from phalanx.simulate.balance import worst_balance
 from phalanx.simulate.kernel_facts import PREPARE_BYTES
@@ -45,11 +46,13 @@ def dry_run(recipe: Recipe, machine: Machine, *, world: int, console: Console) -
 def describe(recipe: Recipe, *, world: int) -> str:
     """The run of `recipe` on `world` ranks in a few lines. Raises `ConfigError` or `DataError` for what cannot run."""
     spec, folding = _shape(recipe, world=world)
+    pipeline = make_pipeline(recipe.pipeline, spec, pp=folding.pp, seq_len=recipe.train.seq_len)
     parts = [
         [f"{recipe.run.name}: a dry run, nothing is started"],
         folding.explain().splitlines(),
         _groups(folding),
-        _parameters(spec, folding),
+        pipeline.explain().splitlines() if folding.pp > 1 else [],
+        _parameters(spec, folding, pipeline),
         _steps(recipe, spec, folding),
     ]
     return "\n".join(line for part in parts for line in part)
@@ -78,15 +81,24 @@ def _groups(folding: Folding) -> list[str]:
     return [f"groups       {len(distinct)} process groups of more than one rank"]
 
 
-def _parameters(spec: ModelSpec, folding: Folding) -> list[str]:
-    placement = plain_placement(max(1, spec.num_experts), folding)
-    held = [local_param(p, folding, placement, 0) for p in parameters(spec)]
-    experts = sum(p.num_elements for p in held if p.param.family == "expert")
-    dense = sum(p.num_elements for p in held) - experts
+def _parameters(spec: ModelSpec, folding: Folding, pipeline: Pipeline) -> list[str]:
+    """What the rank with the most holds; without a pipeline all hold as much."""
+    held = [_held(spec, folding, pipeline, rank) for rank in folding.group_of(0, "pp")]
+    dense, experts = max(held, key=sum)
+    most = "  per rank   " if len(set(held)) == 1 else "  at most    "
     return [
         f"parameters   {format_count(spec.num_params)}, {format_count(spec.active_params)} of them for each token",
-        f"  per rank   {format_count(dense + experts)}: {format_count(dense)} dense, {format_count(experts)} of experts",
+        f"{most}{format_count(dense + experts)}: {format_count(dense)} dense, {format_count(experts)} of experts",
     ]
+
+
+def _held(spec: ModelSpec, folding: Folding, pipeline: Pipeline, rank: int) -> tuple[int, int]:
+    """Dense and expert parameters of a rank."""
+    placement = plain_placement(max(1, spec.num_experts), folding)
+    params = stage_params(spec, pipeline.stages.of_rank(folding.coord(rank, "pp")))
+    local = [local_param(p, folding, placement, rank) for p in params]
+    experts = sum(p.num_elements for p in local if p.param.family == "expert")
+    return sum(p.num_elements for p in local) - experts, experts
 
 
 def _steps(recipe: Recipe, spec: ModelSpec, folding: Folding) -> list[str]:

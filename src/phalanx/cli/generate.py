@@ -49,7 +49,7 @@ def main(args: list[str]) -> int:
     loaded = load_model(options.run, step=options.step)
     tokenizer = loaded.tokenizer
     new = generate(
-        loaded.model,
+        loaded.runner,
         tokenizer.encode(options.prompt).tolist() or [tokenizer.eos_id],
         num_tokens=options.tokens,
         window=loaded.recipe.train.seq_len,

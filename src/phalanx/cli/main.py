@@ -20,7 +20,7 @@ from phalanx.core.errors import PhalanxError, nearest
 
 @dataclass(frozen=True)
 class Command:
-    """A command lives in the module of its name here in `cli`, as `main(args) -> exit status`."""
+    """A command lives in the module of its name (`_` for `-`) here in `cli`, as `main(args) -> exit status`."""
 
     name: str
     summary: str
@@ -29,6 +29,8 @@ class Command:
 COMMANDS = (
     Command("train", "train a model from a recipe, on this machine's ranks or under torchrun"),
     Command("generate", "continue a prompt with the model of a run"),
+    Command("import-hf", "make a run of a Hugging Face checkpoint"),
+    Command("export-hf", "write the model of a run as a Hugging Face checkpoint"),
     Command("verify", "prove a mapping against one rank: loss, every gradient, norm and step"),
     Command("bench", "measure speed beside a baseline in the same run"),
     Command("plan", "print what would happen (folding, memory), without torch and without a process"),
@@ -63,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run_command(name: str, args: Sequence[str], *, debug: bool) -> int:
     """Import the command and run it. Errors made for people end here; everything else is a bug and keeps its traceback."""
     try:
-        status = int(importlib.import_module(f"phalanx.cli.{name}").main(list(args)) or 0)
+        status = int(importlib.import_module(f"phalanx.cli.{name.replace('-', '_')}").main(list(args)) or 0)
         sys.stdout.flush()  # here, where a closed pipe can still be answered
         return status
     except PhalanxError as error:

@@ -24,7 +24,6 @@ from phalanx.cli.settings import settings_text
 from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.core.recipe import describe_settings, load_recipe
-from phalanx.plan.model import resolve_model
 from phalanx.plan.recipe import run_problems
 
 if TYPE_CHECKING:
@@ -81,16 +80,9 @@ def read_args(args: Sequence[str]) -> Request:
 
 def read_recipe(request: Request, *, world: int | None) -> Recipe:
     """The recipe, checked with its model on `world` ranks (None: launch.ranks). Raises `ConfigError` with every problem."""
-    from phalanx.train.setup import trainable_problems
 
     def check(recipe: Recipe) -> list[Problem]:
-        problems = run_problems(recipe, world=world or recipe.launch.ranks)
-        try:
-            spec = resolve_model(recipe.model, recipe.router)
-        except ConfigError:
-            return problems
-        seen = {p.where for p in problems}
-        return problems + [p for p in trainable_problems(recipe, spec) if p.where not in seen]
+        return run_problems(recipe, world=world or recipe.launch.ranks)
 
     recipe = load_recipe(request.recipe_path, request.overrides, check=check)
     raise_if(_launch_problems(request, recipe, world), ConfigError, subject="the recipe")

@@ -22,7 +22,6 @@ from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.core.files import check_writable, write_json
 from phalanx.core.recipe import load_recipe
-from phalanx.plan.model import resolve_model
 from phalanx.plan.recipe import run_problems
 
 SHOWN_FAILURES = 12
@@ -77,13 +76,14 @@ def verify(args: VerifyArgs, console: Console) -> int:
 
     from phalanx.verify.faults import HEALTHY, PLANT_TIMEOUT_S, cases_with, fault_named
     from phalanx.verify.session import TIMEOUT_S, Job, Task
-    from phalanx.verify.setups import default_cases
+    from phalanx.verify.setups import EXACT_AXES, ROUNDED_AXES, default_cases
 
     begin_s = time.perf_counter()
     recipe = _recipe(args) if args.recipe is not None else None
     ranks = args.ranks if args.ranks is not None else recipe.launch.ranks if recipe is not None else 4
     fault = HEALTHY if args.plant is None else fault_named(args.plant)
-    cases = default_cases(ranks) if recipe is None else _cases_of(recipe, ranks)
+    axes = EXACT_AXES if args.dtype == "float64" else ROUNDED_AXES
+    cases = default_cases(ranks, axes=axes) if recipe is None else _cases_of(recipe, ranks)
     if args.plant is not None:
         cases = cases_with(fault, cases, ranks=ranks)
     job = Job(
@@ -123,16 +123,9 @@ def _run(job: Any, console: Console) -> list[Any]:
 
 def _recipe(args: VerifyArgs) -> Recipe:
     """The recipe, checked like for training on the ranks asked for."""
-    from phalanx.train.setup import trainable_problems
 
     def check(recipe: Recipe) -> list[Problem]:
-        problems = run_problems(recipe, world=args.ranks or recipe.launch.ranks)
-        try:
-            spec = resolve_model(recipe.model, recipe.router)
-        except ConfigError:
-            return problems
-        seen = {p.where for p in problems}
-        return problems + [p for p in trainable_problems(recipe, spec) if p.where not in seen]
+        return run_problems(recipe, world=args.ranks or recipe.launch.ranks)
 
     assert args.recipe is not None
     return load_recipe(str(args.recipe), (), check=check)

@@ -51,6 +51,32 @@ class ModelConfig:
     """Base of the rotary embedding's wavelengths."""
     norm_eps: float | None = None
     """Added to the mean square in every RMSNorm."""
+    shared_gate: bool | None = None
+    """The shared expert's output is multiplied by a sigmoid of one number per token (Qwen2-MoE)."""
+    q_rank: int | None = None
+    """Latent attention: width of the compressed query, 0 for none."""
+    kv_rank: int | None = None
+    """Latent attention: width of the compressed keys and values."""
+    nope_dim: int | None = None
+    """Latent attention: width of a head without position."""
+    rope_dim: int | None = None
+    """Latent attention: width of a head that is rotated, even."""
+    value_dim: int | None = None
+    """Latent attention: width of a value head."""
+    rope_interleaved: bool | None = None
+    """Latent attention: neighbouring dims are rotated together (else the halves of the rotated part)."""
+    yarn_factor: float | None = None
+    """Stretch the rotary embedding to this many times its original length (YaRN, arXiv 2309.00071); 1 for not at all."""
+    yarn_original_length: int | None = None
+    """Sequence length before stretching."""
+    yarn_beta_fast: float | None = None
+    """Pairs that turn more often in the original length are not stretched (default 32)."""
+    yarn_beta_slow: float | None = None
+    """Pairs that turn less often in the original length are stretched fully (default 1)."""
+    yarn_mscale: float | None = None
+    """DeepSeek's growth of cosine and sine with the factor, 0 for the usual one."""
+    yarn_mscale_all_dim: float | None = None
+    """DeepSeek's growth of the scores of latent attention with the factor, 0 for none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +95,8 @@ class RouterConfig:
     """Groups of experts for group-limited routing (goes with `group_topk`)."""
     group_topk: int | None = None
     """Group-limited routing: only experts of the best `group_topk` of `num_groups` groups may be chosen."""
-    group_score: Literal["sum_topk", "top2"] | None = None
-    """Score of a group: sum of its best top_k/group_topk scores (Megatron), or of its best two (DeepSeek-V3)."""
+    group_score: Literal["sum_topk", "top2", "max"] | None = None
+    """Score of a group: sum of its best top_k/group_topk scores (Megatron), of its best two (DeepSeek-V3), or its best one (V2)."""
     z_loss: float = 0.0
     """Coefficient of the mean squared log-sum-exp of the logits (arXiv 2202.08906), 0 for none."""
     aux_loss: float = 0.01
@@ -111,12 +137,26 @@ class FoldingConfig:
     """Tensor parallel degree of everything that is not a routed expert."""
     cp: int = 1
     """Context parallel degree (parts of the sequence)."""
+    cp_method: Literal["ring", "all_gather", "ulysses"] = "ring"
+    """How the ranks that share a sequence attend: keys travel around them, keys gathered by all, or heads exchanged for positions."""
     pp: int = 1
     """Pipeline parallel degree (stages)."""
     ep: int | None = None
     """Expert parallel degree. Default: as many ranks as divide the experts."""
     etp: int = 1
     """Tensor parallel degree of the routed experts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineConfig:
+    """In which order the stages of a pipeline work, and which layers they hold (`folding.pp` above 1)."""
+
+    schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv", "dualpipev"] | None = None
+    """Order of the passes; `phalanx plan schedule` draws each. Default: 1f1b, or interleaved_1f1b with several virtual stages."""
+    virtual: int | None = None
+    """Stages of each rank. Default: 1, or the 2 that a V-shaped schedule (zbv, dualpipev) has."""
+    layers: tuple[int, ...] | None = None
+    """Layers of each stage, first to last (pp x virtual numbers). Default: divided by cost."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,6 +233,8 @@ class OptimConfig:
     """Global gradient norm above which gradients are scaled down, 0 for none."""
     zero: Literal[0, 1] = 1
     """1 shards master weights and moments over dp x cp (dense) and edp (experts)."""
+    bucket_mb: float = 64.0
+    """Megabytes (10^6 bytes) of gradient that are reduced together, as soon as the backward pass has made them; 0: all at its end."""
 
     def warmup(self, total_steps: int) -> int:
         """`warmup_steps`, with its default resolved."""
@@ -276,6 +318,7 @@ class Recipe:
     router: RouterConfig = field(default_factory=RouterConfig)
     dispatch: DispatchConfig = field(default_factory=DispatchConfig)
     folding: FoldingConfig = field(default_factory=FoldingConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)

@@ -67,7 +67,10 @@ class StepEnded(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class SamplesTaken(Event):
-    """What one rank trained on in a committed step. All ranks' logs together are the ledger that no sample is lost or repeated."""
+    """What one rank trained on in a committed step. All ranks' logs together are the ledger that no sample is lost or repeated.
+
+    Of the ranks that share samples (along tp, cp and pp) the first one tells.
+    """
 
     step: int
     """As in `StepEnded`."""

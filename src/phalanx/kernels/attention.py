@@ -259,6 +259,13 @@ def _backward_heads(
             grads[0][:, g * per + h].copy_(dq_gDpS[g, :, h].to(q_SaD.dtype).t())
 
 
+def with_columns(x_SgD: torch.Tensor, minus_gS: torch.Tensor | None) -> torch.Tensor:
+    """(g, S, X): heads first, and two more columns: ones, or two numbers that add up to `-minus` as closely as the type allows."""
+    if minus_gS is None:
+        return _with_ones(x_SgD, CORRECTION)
+    return _with_columns(x_SgD, 1.0, minus_gS, CORRECTION)
+
+
 def _with_ones(x_SgD: torch.Tensor, columns: int) -> torch.Tensor:
     dim = x_SgD.shape[2]
     out_gSX = torch.empty([x_SgD.shape[1], x_SgD.shape[0], dim + columns], dtype=x_SgD.dtype)

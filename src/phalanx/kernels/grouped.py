@@ -27,6 +27,7 @@ import torch.nn.functional as F
 
 from phalanx.kernels.choice import Impl
 from phalanx.kernels.lanes import SERIAL, Lanes
+from phalanx.kernels.later import Later, Target, later_grouped_mm, later_linear, target_of
 from phalanx.kernels.scripted import scripted
 from phalanx.kernels.shapes import padded_rows, spaced
 from phalanx.kernels.swiglu import reference_swiglu, swiglu
@@ -49,21 +50,26 @@ def expert_ffn(
     recompute: bool = False,
     impl: Impl = "fast",
     lanes: Lanes = SERIAL,
+    later: Later | None = None,
 ) -> torch.Tensor:
     """`w2 (row_weight * silu(w_gate x) * (w_up x))`, (M, H), in the type of `x_MH`.
 
     `counts` (host integers, one per slot, sum M) says how many consecutive rows belong to each slot; zeros are fine.
     `row_weights_M` may be of a wider type than `x_MH`; its gradient comes back in that type. With `recompute` the backward pass
-    computes the first projection again instead of keeping it (CPU path and reference path alike).
+    computes the first projection again instead of keeping it (CPU path and reference path alike). With `later` the gradients of the
+    weights are put off; until then `h` and the gradient of the first projection are kept, so that nothing is computed twice.
     """
-    if impl == "reference":
-        return _reference(x_MH, w13_e2fH, w2_eHf, counts, row_weights_M)
-    if x_MH.device.type == "cpu":
-        out: torch.Tensor = _CpuExpertFfn.apply(x_MH, w13_e2fH, w2_eHf, row_weights_M, tuple(counts), recompute, lanes)
+    target = target_of([w13_e2fH, w2_eHf], x_MH, later)
+    if target is None:
+        later = None
+    can_group = x_MH.dtype == torch.bfloat16 and w13_e2fH.shape[-1] % 8 == 0 and w2_eHf.shape[-1] % 8 == 0
+    if impl == "fast" and x_MH.device.type == "cpu":
+        w13, w2 = (w13_e2fH, w2_eHf) if target is None else (w13_e2fH.detach(), w2_eHf.detach())
+        out: torch.Tensor = _CpuExpertFfn.apply(x_MH, w13, w2, row_weights_M, tuple(counts), recompute, lanes, target)
         return out
-    if x_MH.dtype == torch.bfloat16 and w13_e2fH.shape[-1] % 8 == 0 and w2_eHf.shape[-1] % 8 == 0:
-        return _grouped_mm(x_MH, w13_e2fH, w2_eHf, counts, row_weights_M)
-    return _reference(x_MH, w13_e2fH, w2_eHf, counts, row_weights_M)
+    if impl == "fast" and can_group:
+        return _grouped_mm(x_MH, w13_e2fH, w2_eHf, counts, row_weights_M, later)
+    return _reference(x_MH, w13_e2fH, w2_eHf, counts, row_weights_M, later)
 
 
 def _reference(
@@ -72,14 +78,30 @@ def _reference(
     w2_eHf: torch.Tensor,
     counts: Sequence[int],
     row_weights_M: torch.Tensor | None,
+    later: Later | None,
 ) -> torch.Tensor:
     rows = torch.split(x_MH, list(counts))
     weights = [None] * len(counts) if row_weights_M is None else torch.split(row_weights_M, list(counts))
+    if later is not None:
+        return torch.cat(
+            [
+                _reference_slot_later(x, w13, w2, weight, later)
+                for x, w13, w2, weight in zip(rows, w13_e2fH, w2_eHf, weights, strict=True)
+            ]
+        )
     out = [
         reference_swiglu(torch.einsum("mh,gfh->mgf", x, w13), weight) @ w2.T
         for x, w13, w2, weight in zip(rows, w13_e2fH, w2_eHf, weights, strict=True)
     ]
     return torch.cat(out)
+
+
+def _reference_slot_later(
+    x_mH: torch.Tensor, w13_2fH: torch.Tensor, w2_Hf: torch.Tensor, weight_m: torch.Tensor | None, later: Later
+) -> torch.Tensor:
+    """The same plain operations, each product with its weight gradient put off."""
+    gate_up_m2f = later_linear(x_mH, w13_2fH.flatten(0, 1), None, later).view(len(x_mH), *w13_2fH.shape[:2])
+    return later_linear(reference_swiglu(gate_up_m2f, weight_m), w2_Hf, None, later)
 
 
 def _grouped_mm(
@@ -88,8 +110,13 @@ def _grouped_mm(
     w2_eHf: torch.Tensor,
     counts: Sequence[int],
     row_weights_M: torch.Tensor | None,
+    later: Later | None,
 ) -> torch.Tensor:
     offsets = torch.tensor(list(itertools.accumulate(counts)), dtype=torch.int32).to(x_MH.device, non_blocking=True)
+    if later is not None:
+        gate_up_M2f = later_grouped_mm(x_MH.contiguous(), w13_e2fH.flatten(1, 2), offsets, later)
+        h_Mf = swiglu(gate_up_M2f.view(len(x_MH), 2, -1), row_weights_M=row_weights_M)
+        return later_grouped_mm(h_Mf, w2_eHf, offsets, later)
     gate_up_M2f = F.grouped_mm(x_MH.contiguous(), w13_e2fH.flatten(1, 2).transpose(1, 2), offs=offsets)
     h_Mf = swiglu(gate_up_M2f.view(len(x_MH), 2, -1), row_weights_M=row_weights_M)
     y_MH = F.grouped_mm(h_Mf, w2_eHf.transpose(1, 2), offs=offsets)
@@ -197,6 +224,7 @@ class _CpuExpertFfn(torch.autograd.Function):
         counts: tuple[int, ...],
         recompute: bool,
         lanes: Lanes,
+        target: Target | None,
     ) -> torch.Tensor:
         work = _Work(x_MH, w13_e2fH, w2_eHf, row_weights_M, counts)
         if not recompute and any(ctx.needs_input_grad):
@@ -205,7 +233,7 @@ class _CpuExpertFfn(torch.autograd.Function):
         scratch = [_scratch(*work.scratch_shape) for _ in range(lanes.count)]
         lanes.run(lambda p, lane: work.forward(p, scratch[lane], y_MH), work.largest_first)
         ctx.save_for_backward(x_MH, w13_e2fH, w2_eHf, row_weights_M, work.gate_up_P2f)
-        ctx.counts, ctx.lanes = counts, lanes
+        ctx.counts, ctx.lanes, ctx.target = counts, lanes, target
         return y_MH
 
     @staticmethod
@@ -215,9 +243,13 @@ class _CpuExpertFfn(torch.autograd.Function):
         work = _Work(x_MH, w13_e2fH, w2_eHf, row_weights_M, ctx.counts, gate_up_P2f)
         grads = _Grads(work, weights=ctx.needs_input_grad[1], row_weights=ctx.needs_input_grad[3])
         scratch = [(_scratch(*work.scratch_shape), _backward_scratch(*work.scratch_shape)) for _ in range(lanes.count)]
-        lanes.run(lambda p, lane: work.backward(p, *scratch[lane], dy_MH, grads), work.largest_first)
+        kept = None if ctx.target is None else _Kept(work, dy_MH)
+        lanes.run(lambda p, lane: work.backward(p, *scratch[lane], dy_MH, grads, kept), work.largest_first)
         grads.finish(lanes)
-        return grads.x_MH, grads.w13, grads.w2_eHf, grads.row_weights_M, None, None, None
+        if kept is not None:
+            work.gate_up_P2f = None  # has served
+            ctx.target.put(lambda: kept.weight_gradients(lanes))
+        return grads.x_MH, grads.w13, grads.w2_eHf, grads.row_weights_M, None, None, None, None
 
 
 class _Work:
@@ -260,7 +292,15 @@ class _Work:
             self.x_MH[p.rows], *weights, scale_r1, self._gate_up(p, s), y_MH[p.rows], s, BLOCK_ROWS
         )
 
-    def backward(self, p: _Piece, s: _Scratch, t: _BackwardScratch, dy_MH: torch.Tensor, grads: _Grads) -> None:
+    def backward(
+        self,
+        p: _Piece,
+        s: _Scratch,
+        t: _BackwardScratch,
+        dy_MH: torch.Tensor,
+        grads: _Grads,
+        kept: _Kept | None = None,
+    ) -> None:
         if self.gate_up_P2f is None:
             s.x_mH[: p.num_rows].copy_(self.x_MH[p.rows])
             s.x_mH[p.num_rows : p.size].zero_()
@@ -275,6 +315,9 @@ class _Work:
             t,
             BLOCK_ROWS,
         )
+        if kept is not None:
+            kept.h_Pf[p.padded].copy_(s.h_mf[: p.size])
+            kept.d_gate_up_P2f[p.padded].copy_(t.d_gate_up_mF[: p.size])
 
 
 def _forward_piece(
@@ -421,6 +464,40 @@ class _Grads:
                 whole.zero_()
             for p in pieces[1:]:
                 whole.add_(self._partial[p.start][i])
+
+
+class _Kept:
+    """What the products of the weight gradients need, from the backward pass that put them off."""
+
+    def __init__(self, work: _Work, dy_MH: torch.Tensor) -> None:
+        rows = sum(p.size for p in work.pieces)
+        self.work, self.dy_MH = work, dy_MH
+        self.h_Pf = spaced(rows, work.width, work.x_MH)
+        self.d_gate_up_P2f = spaced(rows, 2 * work.width, work.x_MH)
+
+    def weight_gradients(self, lanes: Lanes) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of `w13` and `w2`: the very products of a backward pass that does all at once."""
+        work = self.work
+        grads = _Grads(work, weights=True, row_weights=False)
+        scratch = [_scratch(*work.scratch_shape) for _ in range(lanes.count)]
+        lanes.run(lambda p, lane: self._piece(p, scratch[lane], grads), work.largest_first)
+        grads.finish(lanes)
+        assert grads.w13 is not None and grads.w2_eHf is not None  # asked for
+        return grads.w13, grads.w2_eHf
+
+    def _piece(self, p: _Piece, s: _Scratch, grads: _Grads) -> None:
+        dy_mH = _fill(s.y_mH, self.dy_MH, p)
+        if self.work.scale_M1 is not None:
+            dy_mH[: p.num_rows].mul_(self.work.scale_M1[p.rows])
+        torch.mm(dy_mH.T, self.h_Pf[p.padded], out=grads.w2_of(p))
+        torch.mm(self.d_gate_up_P2f[p.padded].T, _fill(s.x_mH, self.work.x_MH, p), out=grads.w13_of(p))
+
+
+def _fill(target: torch.Tensor, source_MH: torch.Tensor, p: _Piece) -> torch.Tensor:
+    """The piece's rows at the top of `target`, zeros below, so that padding adds nothing to any product."""
+    target[: p.num_rows].copy_(source_MH[p.rows])
+    target[p.num_rows : p.size].zero_()
+    return target[: p.size]
 
 
 def _row_dots(a_mf: torch.Tensor, b_mf: torch.Tensor, dots: int = DOT_ROWS) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Rotary position embedding (arXiv 2104.09864), in the "rotate half" convention of Hugging Face checkpoints.
 
-Dim j of a head is paired with dim j + D/2 and turned by `position * theta^(-2j/D)`. Positions restart at each document.
+Dim j of a head is paired with dim j + D/2 and turned by `position * frequency[j]` (`plan/rope.py`). Positions restart at each document.
 
 Legend: B sequences, S sequence length, A query heads, G key/value heads, D head dim, N = D/2 pairs.
 """
@@ -16,6 +16,7 @@ from phalanx.kernels.choice import Impl
 from phalanx.kernels.lanes import SERIAL, Lanes
 from phalanx.kernels.scripted import scripted
 from phalanx.kernels.shapes import cache_blocks
+from phalanx.plan.rope import YarnSpec, amplitude, frequencies
 
 BLOCK_ROWS = 128
 """Tokens that go through all passes while they are in a core's cache."""
@@ -29,12 +30,15 @@ class RopeTable:
     sin_BSN: torch.Tensor
 
 
-def rope_table(positions_BS: torch.Tensor, *, head_dim: int, theta: float, dtype: torch.dtype) -> RopeTable:
+def rope_table(
+    positions_BS: torch.Tensor, *, head_dim: int, theta: float, dtype: torch.dtype, yarn: YarnSpec | None = None
+) -> RopeTable:
     """Angles in fp64, so that position 10^6 is as exact as position 1, then rounded to the wider of fp32 and `dtype`."""
     wide = torch.promote_types(dtype, torch.float32)
-    pair_N = torch.arange(0, head_dim, 2, device=positions_BS.device, dtype=torch.float64)
-    angle_BSN = positions_BS.to(torch.float64).unsqueeze(-1) * theta ** (-pair_N / head_dim)
-    return RopeTable(angle_BSN.cos().to(wide), angle_BSN.sin().to(wide))
+    per_position_N = torch.tensor(frequencies(head_dim, theta, yarn), device=positions_BS.device, dtype=torch.float64)
+    angle_BSN = positions_BS.to(torch.float64).unsqueeze(-1) * per_position_N
+    size = amplitude(yarn)
+    return RopeTable((angle_BSN.cos() * size).to(wide), (angle_BSN.sin() * size).to(wide))
 
 
 def apply_rope(

@@ -1,20 +1,23 @@
 """Grouped-query attention of one block: projections, optional query/key norms, rotary embedding, the causal core, the way back.
 
-Legend: B sequences, S sequence length, T = B*S, H hidden, A/G query and key/value heads of this rank, D head dim.
+Legend: B sequences, S positions of this cp rank in each, N = B*S rows of its cp part, T rows of this rank, H hidden, A/G query and key/value
+heads of this rank, D head dim, O = A*D or G*D.
 """
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
-from phalanx.kernels.attention import Segments, causal_attention
 from phalanx.kernels.choice import Impl
 from phalanx.kernels.linear import projections
 from phalanx.kernels.rope import RopeTable, apply_rope
-from phalanx.models.context import ModelContext
+from phalanx.models.context import ForwardInfo, ModelContext, TokenBatch
 from phalanx.models.layers import Linear, RMSNorm
+from phalanx.models.parallel import KvHeads, SequenceParallel, ShardedRMSNorm, context_parallel
+from phalanx.models.recompute import again
 
 
 class Attention(nn.Module):
@@ -30,35 +33,53 @@ class Attention(nn.Module):
         self.wv = Linear(ctx, at + "wv", bias=spec.attention_bias)
         self.wo = Linear(ctx, at + "wo")
         if spec.qk_norm != "none":
-            self.q_norm = RMSNorm(ctx, at + "q_norm")
-            self.k_norm = RMSNorm(ctx, at + "k_norm")
+            norm = RMSNorm if spec.qk_norm == "head" else ShardedRMSNorm
+            self.q_norm = norm(ctx, at + "q_norm")
+            self.k_norm = norm(ctx, at + "k_norm")
+        self.sequence = SequenceParallel(ctx, "attention", layer)
+        self.kv_heads = KvHeads(self.sequence.axis, ctx.comms, num_kv_heads=spec.num_kv_heads)
+        self.context = context_parallel(ctx)
         self.impl: Impl = ctx.kernels
         self.lanes = ctx.lanes
         self.recompute_core = ctx.recompute == "selective"
 
-    def forward(self, x_TH: torch.Tensor, *, table: RopeTable, segments: Segments) -> torch.Tensor:
+    def forward(self, x_TH: torch.Tensor, *, table: RopeTable, info: ForwardInfo, batch: TokenBatch) -> torch.Tensor:
         """(T, H) -> (T, H)."""
+        x_NH = self.sequence.gather(x_TH, info, num_sequences=batch.num_sequences)
+        q, k, v = self._project(x_NH, info)
+        core = partial(self._core, table, batch)
+        if self.recompute_core and torch.is_grad_enabled():
+            out_NO = again(core, info, q, k, v)
+        else:
+            out_NO = core(q, k, v, info)
+        return self.sequence.scatter(self.wo(out_NO), info, num_sequences=batch.num_sequences)
+
+    def _project(self, x_NH: torch.Tensor, info: ForwardInfo) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(N, A*D) and twice (N, G*D), normalised where the norm is over all heads."""
         inputs = (self.wq, self.wk, self.wv)
         weights, biases = [p.weight for p in inputs], [p.bias for p in inputs]
-        q, k, v = projections(x_TH, weights, biases, impl=self.impl, lanes=self.lanes)
-        if self.recompute_core and torch.is_grad_enabled():
-            out_TO: torch.Tensor = checkpoint(
-                self._core, q, k, v, table, segments, use_reentrant=False, preserve_rng_state=False
-            )
-        else:
-            out_TO = self._core(q, k, v, table, segments)
-        y_TH: torch.Tensor = self.wo(out_TO)
-        return y_TH
+        q, k, v = projections(x_NH, weights, biases, impl=self.impl, lanes=self.lanes, later=self.wq.later)
+        if self.norm_over == "hidden":
+            assert isinstance(self.q_norm, ShardedRMSNorm) and isinstance(self.k_norm, ShardedRMSNorm)
+            q = self.q_norm.over(q, op_id=self.sequence.id("q_norm", info))
+            k = self.k_norm.over(k, op_id=self.sequence.id("k_norm", info))
+        k, v = self.kv_heads.whole(k, v, op_id=self.sequence.id("kv", info))
+        return q, k, v
 
     def _core(
-        self, q_TO: torch.Tensor, k_TO: torch.Tensor, v_TO: torch.Tensor, table: RopeTable, segments: Segments
+        self,
+        table: RopeTable,
+        batch: TokenBatch,
+        q_NO: torch.Tensor,
+        k_NO: torch.Tensor,
+        v_NO: torch.Tensor,
+        info: ForwardInfo,
     ) -> torch.Tensor:
-        """Norms, rotation and attention: no parameters but the norms', cheap to do again in the backward pass."""
-        if self.norm_over == "hidden":
-            q_TO, k_TO = self.q_norm(q_TO), self.k_norm(k_TO)
+        """Per-head norms, rotation and attention: no parameters but the norms', cheap to do again in the backward pass."""
         num_sequences, length = table.cos_BSN.shape[:2]
-        q, k, v = (x.view(num_sequences, length, -1, self.head_dim) for x in (q_TO, k_TO, v_TO))
+        q, k, v = (x.view(num_sequences, length, -1, self.head_dim) for x in (q_NO, k_NO, v_NO))
         if self.norm_over == "head":
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = apply_rope(q, k, table=table, impl=self.impl, lanes=self.lanes)
-        return causal_attention(q, k, v, segments, impl=self.impl, lanes=self.lanes).reshape(q_TO.shape)
+        name = partial(self.sequence.id, info=info)
+        return self.context.attention(q, k, v, batch.segments, name=name).reshape(q_NO.shape)

@@ -13,7 +13,9 @@ from torch import nn
 from phalanx.kernels.rope import RopeTable
 from phalanx.models.attention import Attention
 from phalanx.models.context import ForwardInfo, ModelContext, RoutingStats, TokenBatch
-from phalanx.models.layers import Mlp, RMSNorm
+from phalanx.models.latent import LatentAttention
+from phalanx.models.layers import RMSNorm
+from phalanx.models.mlp import Mlp
 from phalanx.models.moe import MoE
 
 
@@ -22,14 +24,14 @@ class Block(nn.Module):
         super().__init__()
         at = f"layers.{layer}."
         self.attention_norm = RMSNorm(ctx, at + "attention_norm")
-        self.attention = Attention(ctx, layer)
+        self.attention = Attention(ctx, layer) if ctx.spec.mla is None else LatentAttention(ctx, layer)
         self.ffn_norm = RMSNorm(ctx, at + "ffn_norm")
         self.moe: MoE | None = None
         self.mlp: Mlp | None = None
         if layer in ctx.spec.moe_layers:
             self.moe = MoE(ctx, layer)
         else:
-            self.mlp = Mlp(ctx, at + "mlp")
+            self.mlp = Mlp(ctx, layer)
 
     def forward(
         self,
@@ -42,9 +44,9 @@ class Block(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor, RoutingStats | None]:
         """The residual stream as two summands, (T, H) each, in and out, and what the router says; None in a dense block."""
         x_TH, h_TH = self.attention_norm.after(x_TH, delta_TH)
-        x_TH, h_TH = self.ffn_norm.after(x_TH, self.attention(h_TH, table=table, segments=batch.segments))
+        x_TH, h_TH = self.ffn_norm.after(x_TH, self.attention(h_TH, table=table, info=info, batch=batch))
         if self.moe is not None:
             y_TH, stats = self.moe(h_TH, info, batch)
             return x_TH, y_TH, stats
         assert self.mlp is not None  # one of the two, by construction
-        return x_TH, self.mlp(h_TH), None
+        return x_TH, self.mlp(h_TH, info, batch), None

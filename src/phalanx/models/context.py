@@ -11,10 +11,12 @@ from typing import Literal
 import torch
 
 from phalanx.kernels.lanes import SERIAL, Lanes
+from phalanx.kernels.later import Later
 from phalanx.plan.dispatch import DispatchSpec
 from phalanx.plan.model import ModelSpec
 from phalanx.plan.placement import Placement
 from phalanx.plan.program import Phase
+from phalanx.plan.stages import Stage, StagePlan, assign_stages
 from phalanx.runtime.collectives import Collectives
 from phalanx.runtime.groups import Groups
 
@@ -33,27 +35,49 @@ class ModelContext:
     device: torch.device
     kernels: Literal["fast", "reference"] = "fast"
     recompute: Literal["none", "selective", "full"] = "none"
+    cp_method: Literal["ring", "all_gather", "ulysses"] = "ring"
     seed: int = 0
     lanes: Lanes = SERIAL
     """Threads among which CPU kernels divide their work; results do not depend on it."""
+    pipeline: StagePlan | None = None
+    """Which rank of the pipeline holds which layers; None: all of them are here."""
+    later: Later | None = None
+    """Where backward passes leave the weight gradients of matrices, if the schedule puts them off."""
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """This rank's virtual stages, first to last."""
+        if self.pipeline is None:
+            return assign_stages(self.spec, (0,), seq_len=1).stages
+        return self.pipeline.of_rank(self.groups.folding.coord(self.groups.rank, "pp"))
 
 
 @dataclass(frozen=True, eq=False)
 class TokenBatch:
-    """One micro-batch of one rank.
+    """One micro-batch: whole, as the loader gives it, or a rank's part of it (`models/shard.py`).
 
-    `tokens_BS`, `labels_BS` (-100: not predicted) and `positions_BS` (from 0 in each document) are int64 on the model's device;
-    `segments[b]` are the lengths of the documents packed in sequence b (sum S), plain integers on the host.
+    `tokens_BS`, `labels_BS` (-100: not predicted) and `positions_BS` (from 0 in each document) are int64 on the model's device: all of the
+    sequences, or the positions of one cp rank, in its order. `segments[b]` are the lengths of the documents packed in the whole sequence b,
+    plain integers on the host.
     """
 
     tokens_BS: torch.Tensor
     labels_BS: torch.Tensor
     positions_BS: torch.Tensor
     segments: tuple[tuple[int, ...], ...]
+    token_index_T: torch.Tensor | None = None
+    """int64 place in the whole micro-batch (b * S + s) of each row that this rank holds between the layers; None: they are all here."""
+    part_T: torch.Tensor | None = None
+    """int64: which rank would hold each row. Only where one rank stands in for several: rows are then dropped part by part."""
 
     @property
     def num_tokens(self) -> int:
+        """Of this cp part."""
         return self.tokens_BS.numel()
+
+    @property
+    def num_sequences(self) -> int:
+        return self.tokens_BS.shape[0]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -1,9 +1,9 @@
-"""Parts that every block is made of: parameters with their local shapes, their initial values, RMSNorm, SwiGLU MLP, linear.
+"""Parts that every block is made of: parameters with their local shapes, their initial values, RMSNorm, linear.
 
 Must never change: the initial value of an element of a logical tensor depends on (seed, logical name, expert) and on nothing
 else, so that every mapping starts from the same model. Whole logical tensors (one per expert) are drawn and cut to the local boxes.
 
-Legend: T tokens, H hidden, F width of the MLP on this rank, O output width.
+Legend: T tokens, H hidden, O output width.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from torch import nn
 from phalanx.kernels.choice import Impl
 from phalanx.kernels.linear import linear
 from phalanx.kernels.norm import residual_norm, rms_norm
-from phalanx.kernels.swiglu import swiglu
 from phalanx.models.context import ModelContext
 from phalanx.plan.layout import LocalParam, Piece, local_param
 from phalanx.plan.model import ModelSpec, ParamSpec, parameters
@@ -96,23 +95,7 @@ class Linear(nn.Module):
         self.weight = new_parameter(ctx, f"{name}.weight")
         self.bias = new_parameter(ctx, f"{name}.bias") if bias else None
         self.impl: Impl = ctx.kernels
-        self.lanes = ctx.lanes
+        self.lanes, self.later = ctx.lanes, ctx.later
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return linear(x, self.weight, self.bias, impl=self.impl, lanes=self.lanes)
-
-
-class Mlp(nn.Module):
-    """SwiGLU: `w2 (silu(w13[0] x) * (w13[1] x))`."""
-
-    def __init__(self, ctx: ModelContext, name: str) -> None:
-        super().__init__()
-        self.w13 = new_parameter(ctx, f"{name}.w13")
-        self.w2 = new_parameter(ctx, f"{name}.w2")
-        self.impl: Impl = ctx.kernels
-        self.lanes = ctx.lanes
-
-    def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
-        gate_up_TF = linear(x_TH, self.w13.flatten(0, 1), impl=self.impl, lanes=self.lanes)
-        h_TF = swiglu(gate_up_TF.view(-1, *self.w13.shape[:2]), impl=self.impl, lanes=self.lanes)
-        return linear(h_TF, self.w2, impl=self.impl, lanes=self.lanes)
+        return linear(x, self.weight, self.bias, impl=self.impl, lanes=self.lanes, later=self.later)

@@ -9,11 +9,11 @@ Legend: T tokens of this rank, H hidden.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from phalanx.models.context import ForwardInfo, ModelContext, RoutingStats, TokenBatch
-from phalanx.models.layers import Mlp, new_parameter
+from phalanx.models.layers import new_parameter
+from phalanx.models.mlp import SharedExpert
 from phalanx.models.router import Router
 from phalanx.plan.program import op_id
 from phalanx.runtime.dispatch import Dispatcher
@@ -29,21 +29,6 @@ class Experts(nn.Module):
         self.w2 = new_parameter(ctx, f"{name}.w2")
 
 
-class SharedExpert(Mlp):
-    """A dense MLP beside the routed experts; with a gate its output is multiplied by sigmoid(x . gate) (Qwen2-MoE)."""
-
-    def __init__(self, ctx: ModelContext, name: str) -> None:
-        super().__init__(ctx, name)
-        self.gate = new_parameter(ctx, f"{name}.gate") if ctx.spec.shared_gate else None
-
-    def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
-        y_TH = super().forward(x_TH)
-        if self.gate is None:
-            return y_TH
-        wide = torch.promote_types(x_TH.dtype, torch.float32)
-        return y_TH * torch.sigmoid(F.linear(x_TH, self.gate).to(wide)).to(y_TH.dtype)
-
-
 class MoE(nn.Module):
     """`y = sum_k weight_k * expert_k(x) + shared(x)` for each token."""
 
@@ -52,7 +37,7 @@ class MoE(nn.Module):
         at = f"layers.{layer}.moe."
         self.router = Router(ctx, layer)
         self.experts = Experts(ctx, at + "experts")
-        self.shared = SharedExpert(ctx, at + "shared") if ctx.spec.shared_ffn else None
+        self.shared = SharedExpert(ctx, layer) if ctx.spec.shared_ffn else None
         self.dispatcher = Dispatcher(
             ctx.dispatch,
             placement=ctx.placement,
@@ -62,12 +47,12 @@ class MoE(nn.Module):
             kernels=ctx.kernels,
             lanes=ctx.lanes,
         )
-        self.layer, self.lanes, self.kernels = layer, ctx.lanes, ctx.kernels
+        self.layer, self.lanes, self.later, self.kernels = layer, ctx.lanes, ctx.later, ctx.kernels
         self.recompute = ctx.recompute == "selective"
 
     def forward(self, x_TH: torch.Tensor, info: ForwardInfo, batch: TokenBatch) -> tuple[torch.Tensor, RoutingStats]:
         """(T, H) -> (T, H) and this micro-batch's router losses and counts. Collective over `ep_etp`."""
-        routing = self.router(x_TH, info, num_sequences=batch.tokens_BS.shape[0])
+        routing = self.router(x_TH, info, num_sequences=batch.num_sequences, token_index_T=batch.token_index_T)
         y_TH, dropped = run_experts(
             x_TH,
             routing.weights_TK,
@@ -76,11 +61,14 @@ class MoE(nn.Module):
             dispatcher=self.dispatcher,
             kernels=self.kernels,
             lanes=self.lanes,
+            later=self.later,
             recompute=self.recompute,
+            token_index_T=batch.token_index_T,
+            part_T=batch.part_T,
             op_prefix=op_id("", microbatch=info.microbatch, layer=self.layer, phase=info.phase),
         )
         if self.shared is not None:
-            y_TH = y_TH + self.shared(x_TH)
+            y_TH = y_TH + self.shared(x_TH, info, batch)
         stats = RoutingStats(
             aux_loss=routing.aux_loss,
             z_loss=routing.z_loss,

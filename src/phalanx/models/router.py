@@ -67,12 +67,22 @@ class Router(nn.Module):
         bias = torch.zeros(self.num_experts, dtype=torch.float32, device=ctx.device) if self.spec.bias_rate else None
         self.register_buffer("expert_bias", bias)
 
-    def forward(self, x_TH: torch.Tensor, info: ForwardInfo, *, num_sequences: int) -> Routing:
-        """Route `x_TH`, whose rows are `num_sequences` sequences (or equal parts of them), one after the other."""
+    def forward(
+        self,
+        x_TH: torch.Tensor,
+        info: ForwardInfo,
+        *,
+        num_sequences: int,
+        token_index_T: torch.Tensor | None = None,
+    ) -> Routing:
+        """Route `x_TH`, whose rows are `num_sequences` sequences (or equal parts of them), one after the other.
+
+        `token_index_T`: place of each row in the micro-batch (None: they are all here, in order).
+        """
         logits_TE: torch.Tensor = _Logits.apply(x_TH, self.weight, self.lanes)
         scores_TE = torch.sigmoid(logits_TE) if self.spec.score == "sigmoid" else torch.softmax(logits_TE, -1)
         with torch.no_grad():
-            experts_TK = self._choose(logits_TE, scores_TE, info)
+            experts_TK = self._choose(logits_TE, scores_TE, info, token_index_T)
             counts_E = count_experts(experts_TK, self.num_experts)
         weights_TK = routing_weights(logits_TE, scores_TE, experts_TK, self.spec)
         probs_TE = scores_TE
@@ -92,9 +102,11 @@ class Router(nn.Module):
             entropy_sum=entropy_sum,
         )
 
-    def _choose(self, logits_TE: torch.Tensor, scores_TE: torch.Tensor, info: ForwardInfo) -> torch.Tensor:
+    def _choose(
+        self, logits_TE: torch.Tensor, scores_TE: torch.Tensor, info: ForwardInfo, index_T: torch.Tensor | None
+    ) -> torch.Tensor:
         if self.spec.force != "none":
-            return self._forced(logits_TE, info)
+            return self._forced(logits_TE, info, index_T)
         by_logits = self.spec.score == "softmax" and self.spec.softmax_order == "after_topk"
         return choose_experts(
             logits_TE if by_logits else scores_TE, top_k=self.top_k, spec=self.spec, bias_E=self.expert_bias
@@ -107,8 +119,8 @@ class Router(nn.Module):
             return experts_TK
         return largest(scores_TE.detach(), self.top_k)
 
-    def _forced(self, logits_TE: torch.Tensor, info: ForwardInfo) -> torch.Tensor:
-        """A workload in place of the choice; each rank takes its tokens' part of the micro-batch."""
+    def _forced(self, logits_TE: torch.Tensor, info: ForwardInfo, index_T: torch.Tensor | None) -> torch.Tensor:
+        """A workload in place of the choice; each rank takes its tokens' places in the micro-batch."""
         axis, n = self.groups.axis("tp_cp"), logits_TE.shape[0]
         assert self.spec.force != "none"
         experts = forced_experts(
@@ -121,7 +133,8 @@ class Router(nn.Module):
             layer=self.layer,
             skew=self.spec.force_skew,
         )
-        return torch.from_numpy(experts[axis.index * n : (axis.index + 1) * n]).to(logits_TE.device)
+        chosen_NK = torch.from_numpy(experts).to(logits_TE.device)
+        return chosen_NK if index_T is None else chosen_NK[index_T]
 
     # ---- losses --------------------------------------------------------------------------------------------------------
 
@@ -195,7 +208,7 @@ def choose_experts(
 def _allowed(scores_TE: torch.Tensor, *, top_k: int, spec: RouterSpec) -> torch.Tensor:
     """(T, E) whether the expert's group is among the token's best `group_topk`."""
     grouped_TGe = scores_TE.unflatten(-1, (spec.num_groups, -1))
-    best = 2 if spec.group_score == "top2" else max(top_k // spec.group_topk, 1)
+    best = {"top2": 2, "max": 1, "sum_topk": max(top_k // spec.group_topk, 1)}[spec.group_score]
     group_scores_TG = grouped_TGe.topk(min(best, grouped_TGe.shape[-1]), dim=-1).values.sum(-1)
     chosen_Tg = largest(group_scores_TG, spec.group_topk)
     allowed_TG = torch.zeros_like(group_scores_TG, dtype=torch.bool).scatter_(-1, chosen_Tg, True)

@@ -76,6 +76,9 @@ GRADIENT_RULES: Mapping[str, GradientRule] = {
     "dense_replicated": GradientRule(
         family="dense_replicated", sum_over=("tp", "dp_cp"), shard_over="dp_cp", replicas=("tp", "dp_cp")
     ),
+    "dense_tied": GradientRule(
+        family="dense_tied", sum_over=("embedding", "dp_cp"), shard_over="dp_cp", replicas=("embedding", "dp_cp")
+    ),
     "expert": GradientRule(family="expert", sum_over=("edp",), shard_over="edp", replicas=("edp",)),
 }
 """The only place that decides which ranks sum which gradient (reference: Megatron-LM #5916 for what happens elsewhere)."""
@@ -125,6 +128,17 @@ class Folding:
             return tuple(sorted(part for group in self.groups("pp") for part in _ends(group)))
         grid, varying = self._along(name)
         return grid.groups(varying)
+
+    def embedding_groups(self, table_ranks: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """Groups that share a tied embedding where the pipeline ranks `table_ranks` hold it (`StagePlan.table_ranks`).
+
+        They partition the world: whoever shares nothing is alone. `groups("embedding")` is the case of first and last rank.
+        """
+        parts = []
+        for group in self.groups("pp"):
+            holders = tuple(sorted(group[index] for index in table_ranks))
+            parts += [holders, *((rank,) for rank in group if rank not in holders)]
+        return tuple(sorted(parts))
 
     def group_of(self, rank: int, name: str) -> tuple[int, ...]:
         """The group called `name` that `rank` belongs to."""
@@ -299,6 +313,16 @@ def _attention_rules(spec: ModelSpec, *, seq_len: int, cp: int) -> list[_Rule]:
     return rules
 
 
+def _ulysses_rules(spec: ModelSpec, *, tp: int) -> list[_Rule]:
+    """Each cp rank attends with whole heads of its tp rank: an even share of the query heads, and whole key/value heads that serve them."""
+    heads, kv = spec.num_heads // tp, max(1, spec.num_kv_heads // tp)
+    rules = [_Rule("cp", f"must divide the {heads} query heads of a tp rank (ulysses)", lambda cp: heads % cp == 0)]
+    if spec.mla is None:
+        text = f"must divide the {kv} key/value heads of a tp rank or be a multiple of them (ulysses)"
+        rules.append(_Rule("cp", text, lambda cp: kv % cp == 0 or cp % kv == 0))
+    return rules
+
+
 def _kv_rule(spec: ModelSpec) -> _Rule:
     """Each rank computes whole key/value heads: an even share of them, or one that tp / kv ranks compute alike.
 
@@ -336,14 +360,18 @@ def fit_problems(
     seq_len: int,
     global_batch: int | None = None,
     micro_batch: int | None = None,
+    cp_method: str = "ring",
 ) -> list[Problem]:
     """Everything that keeps `spec` from running under `folding`, degrees included, each with the nearest legal value.
 
-    `global_batch` and `micro_batch` (sequences) add the rule that every data-parallel rank runs as many micro-batches.
+    `global_batch` and `micro_batch` (sequences) add the rule that every data-parallel rank runs as many micro-batches; `cp_method` is
+    that of the recipe.
     """
     if any(folding.degree(axis) < 1 for axis in ("world", *DEGREES)):
         return folding_problems(folding)
     rules = _attention_rules(spec, seq_len=seq_len, cp=folding.cp) + _expert_rules(spec)
+    if cp_method == "ulysses" and folding.tp <= spec.num_heads:
+        rules += _ulysses_rules(spec, tp=folding.tp)
     problems = folding_problems(folding) + _broken(rules, folding)
     if global_batch is not None and micro_batch is not None and folding.dp:
         problems += _batch_problems(folding, global_batch=global_batch, micro_batch=micro_batch)
@@ -420,6 +448,13 @@ def resolve_folding(
     blocks = max(1, world // max(1, config.pp * config.etp))
     ep = config.ep if config.ep is not None else math.gcd(blocks, spec.num_experts) if spec.moe_layers else 1
     folding = Folding(world=world, tp=config.tp, cp=config.cp, pp=config.pp, ep=ep, etp=config.etp)
-    problems = fit_problems(folding, spec, seq_len=seq_len, global_batch=global_batch, micro_batch=micro_batch)
+    problems = fit_problems(
+        folding,
+        spec,
+        seq_len=seq_len,
+        global_batch=global_batch,
+        micro_batch=micro_batch,
+        cp_method=config.cp_method,
+    )
     raise_if(problems, ConfigError, subject=f"the mapping of {spec.name} over {world} ranks")
     return folding

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from phalanx.plan.folding import GRADIENT_RULES, Folding, GradientRule
 from phalanx.plan.model import ModelSpec, ParamSpec, parameters
 from phalanx.plan.placement import Placement
+from phalanx.plan.stages import Stage
 
 
 @dataclass(frozen=True)
@@ -67,23 +68,22 @@ def _split(shape: list[int], offsets: list[int], dim: int | None, index: int, co
     offsets[dim] += index * shape[dim]
 
 
-def stage_of_layer(layer: int, *, num_layers: int, pp: int) -> int:
-    """Pipeline stage of a layer: consecutive layers, the counts of any two stages differing by at most one."""
-    return layer * pp // num_layers
+def stage_params(spec: ModelSpec, stages: Sequence[Stage]) -> tuple[ParamSpec, ...]:
+    """The parameters that `stages` (those of one rank, or one of them) need, in forward order.
 
+    The embedding is needed by the first stage of the model, norm and head by the last, a tied embedding by both.
+    """
+    layers = {layer for stage in stages for layer in stage.layers}
+    first, last = any(stage.has_embedding for stage in stages), any(stage.has_head for stage in stages)
 
-def stage_params(spec: ModelSpec, *, pp: int, stage: int) -> tuple[ParamSpec, ...]:
-    """The parameters that `stage` holds. The embedding is on the first, norm and head on the last, a tied embedding on both."""
-    last = pp - 1
-
-    def stages(param: ParamSpec) -> tuple[int, ...]:
+    def needed(param: ParamSpec) -> bool:
         if param.layer is not None:
-            return (stage_of_layer(param.layer, num_layers=spec.num_layers, pp=pp),)
+            return param.layer in layers
         if param.name == "embedding.weight":
-            return (0, last) if spec.tied_embeddings else (0,)
-        return (last,)
+            return first or (last and spec.tied_embeddings)
+        return last
 
-    return tuple(p for p in parameters(spec) if stage in stages(p))
+    return tuple(p for p in parameters(spec) if needed(p))
 
 
 def local_param(param: ParamSpec, folding: Folding, placement: Placement, rank: int) -> LocalParam:
@@ -220,27 +220,51 @@ def flat_layouts(
     *,
     zero: int = 1,
     rules: Mapping[str, GradientRule] | None = None,
+    bucket_elements: int = 0,
 ) -> dict[str, FlatLayout]:
-    """Family -> flat layout of `params` (those of the rank's stage) as `rank` holds them. With `zero = 0` each buffer is one shard."""
+    """Flat layouts of `params` (those of the rank's stages, in forward order) as `rank` holds them. With `zero = 0` each buffer is one shard.
+
+    A family is one layout, called by its name, or (`bucket_elements` > 0) several of at least so many elements each, called `family.0`,
+    `family.1`, ... from the last parameters to the first: the order in which a backward pass completes their gradients.
+    """
     rules = GRADIENT_RULES if rules is None else rules
     out = {}
     for family, rule in rules.items():
-        locals_ = tuple(local_param(p, folding, placement, rank) for p in params if p.family == family)
-        if not locals_:
-            continue
+        locals_ = [local_param(p, folding, placement, rank) for p in params if p.family == family]
+        buckets = _buckets(locals_, bucket_elements)
         group = folding.group_of(rank, rule.shard_over)
-        num_shards = len(group) if zero else 1
-        starts, at = [], 0
-        for local in locals_:
-            starts.append(at)
-            at += local.num_elements
-        unit = num_shards * SHARD_MULTIPLE
-        out[family] = FlatLayout(
-            rule=rule,
-            params=locals_,
-            starts=tuple(starts),
-            num_shards=num_shards,
-            shard_index=group.index(rank) if zero else 0,
-            length=-(-at // unit) * unit,
-        )
+        for i, bucket in enumerate(buckets):
+            name = family if len(buckets) == 1 else f"{family}.{i}"
+            out[name] = _flat_layout(bucket, rule, group if zero else (rank,), rank)
     return out
+
+
+def _buckets(locals_: Sequence[LocalParam], least: int) -> list[list[LocalParam]]:
+    """Runs of parameters, the last run first; within a run in forward order. Too small a rest joins the run before it."""
+    if not locals_:
+        return []
+    buckets: list[list[LocalParam]] = [[]]
+    for local in reversed(locals_):
+        if least and sum(p.num_elements for p in buckets[-1]) >= least:
+            buckets.append([])
+        buckets[-1].insert(0, local)
+    if len(buckets) > 1 and sum(p.num_elements for p in buckets[-1]) < least // 2:
+        rest = buckets.pop()
+        buckets[-1] = rest + buckets[-1]
+    return buckets
+
+
+def _flat_layout(locals_: Sequence[LocalParam], rule: GradientRule, group: Sequence[int], rank: int) -> FlatLayout:
+    starts, at = [], 0
+    for local in locals_:
+        starts.append(at)
+        at += local.num_elements
+    unit = len(group) * SHARD_MULTIPLE
+    return FlatLayout(
+        rule=rule,
+        params=tuple(locals_),
+        starts=tuple(starts),
+        num_shards=len(group),
+        shard_index=list(group).index(rank),
+        length=-(-at // unit) * unit,
+    )

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from phalanx.core.config import ModelConfig, RouterConfig
 from phalanx.core.errors import ConfigError, PlanError, Problem, nearest, raise_if
+from phalanx.plan.rope import YarnSpec
 
 INIT_STD = 0.02
 
@@ -32,7 +33,7 @@ class RouterSpec:
     scale: float = 1.0
     num_groups: int = 1
     group_topk: int = 1
-    group_score: Literal["sum_topk", "top2"] = "sum_topk"
+    group_score: Literal["sum_topk", "top2", "max"] = "sum_topk"
     z_loss: float = 0.0
     aux_loss: float = 0.0
     aux_scope: Literal["micro_batch", "sequence", "global_batch"] = "micro_batch"
@@ -46,10 +47,13 @@ class MlaSpec:
     """Multi-head latent attention of DeepSeek-V2/V3 (arXiv 2405.04434): ranks and head dims of the compressed projections."""
 
     q_rank: int
+    """0: queries are projected directly."""
     kv_rank: int
     nope_dim: int
     rope_dim: int
     value_dim: int
+    rope_interleaved: bool = True
+    """Neighbouring dims form a pair, as in the published weights; else dim j and j + rope_dim / 2."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +81,7 @@ class ModelSpec:
     """Biases on the query, key and value projections (Qwen2)."""
     tied_embeddings: bool = False
     rope_theta: float = 10000.0
+    yarn: YarnSpec | None = None
     norm_eps: float = 1e-5
     mla: MlaSpec | None = None
     router: RouterSpec = field(default_factory=RouterSpec)
@@ -84,6 +89,11 @@ class ModelSpec:
     @property
     def moe_layers(self) -> tuple[int, ...]:
         return tuple(range(self.dense_layers, self.num_layers))
+
+    @property
+    def rotary_dim(self) -> int:
+        """Dims of a head that the rotary embedding turns."""
+        return self.head_dim if self.mla is None else self.mla.rope_dim
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), sort_keys=True)
@@ -125,7 +135,8 @@ class ParamSpec:
 
     name: str
     shape: tuple[int, ...]
-    family: Literal["dense_sharded", "dense_replicated", "expert"]
+    family: Literal["dense_sharded", "dense_replicated", "dense_tied", "expert"]
+    """Row of the gradient rules (`plan/folding.py`). `dense_tied` is an embedding that is the head too, held by two stages."""
     tp_dim: int | None = None
     ep_dim: int | None = None
     etp_dim: int | None = None
@@ -142,7 +153,8 @@ class ParamSpec:
 
 def parameters(spec: ModelSpec) -> tuple[ParamSpec, ...]:
     """All trainable parameters in forward order."""
-    out = [_sharded("embedding.weight", (spec.vocab, spec.hidden), 0, None)]
+    table = _sharded("embedding.weight", (spec.vocab, spec.hidden), 0, None)
+    out = [dataclasses.replace(table, family="dense_tied") if spec.tied_embeddings else table]
     for layer in range(spec.num_layers):
         out += _attention_params(spec, layer)
         out += _moe_params(spec, layer) if layer >= spec.dense_layers else _dense_params(spec, layer)
@@ -308,6 +320,10 @@ PRESETS: Mapping[str, ModelSpec] = {
         _spec("olmoe-1b-7b", num_layers=16, hidden=2048, num_heads=16, num_kv_heads=16, head_dim=128, vocab=50304,
               num_experts=64, top_k=8, expert_ffn=1024, qk_norm="hidden",
               router=RouterSpec(score="softmax", softmax_order="before_topk")),
+        _spec("deepseek-v2", num_layers=60, hidden=5120, num_heads=128, num_kv_heads=128, head_dim=192, vocab=102400,
+              num_experts=160, top_k=6, expert_ffn=1536, shared_ffn=3072, dense_layers=1, dense_ffn=12288,
+              norm_eps=1e-6, mla=MlaSpec(q_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128),
+              router=RouterSpec(score="softmax", scale=16.0, num_groups=8, group_topk=3, group_score="max")),
         _spec("deepseek-v3", num_layers=61, hidden=7168, num_heads=128, num_kv_heads=128, head_dim=192, vocab=129280,
               num_experts=256, top_k=8, expert_ffn=2048, shared_ffn=2048, dense_layers=3, dense_ffn=18432,
               norm_eps=1e-6, mla=MlaSpec(q_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128),
@@ -316,6 +332,20 @@ PRESETS: Mapping[str, ModelSpec] = {
     )
 }  # fmt: skip
 """Shapes from the public model configurations (Hugging Face config.json of each; G8T8 from arXiv 2504.14960)."""
+
+
+MLA_SETTINGS = tuple(f.name for f in dataclasses.fields(MlaSpec))
+"""Settings of [model] that shape latent attention."""
+
+
+def _yarn(base: YarnSpec | None, given: Mapping[str, Any]) -> YarnSpec | None:
+    """The preset's YaRN with the recipe's `yarn_...`; a factor of 1 is none."""
+    changes = {k.removeprefix("yarn_"): v for k, v in given.items() if k.startswith("yarn_")}
+    if changes.get("factor", base.factor if base else 1.0) == 1.0:
+        return None
+    if base is not None:
+        return dataclasses.replace(base, **changes)
+    return YarnSpec(**{"original_length": 0, **changes})
 
 
 def resolve_model(model: ModelConfig, router: RouterConfig, *, tokenizer_vocab: int | None = None) -> ModelSpec:
@@ -329,12 +359,21 @@ def resolve_model(model: ModelConfig, router: RouterConfig, *, tokenizer_vocab: 
             [Problem(where="model.preset", value=model.preset, rule="is not a preset", hint=hint)], subject="recipe"
         )
     base = PRESETS[model.preset]
-    changes = {f.name: getattr(model, f.name) for f in dataclasses.fields(model) if f.name != "preset"}
-    changes = {k: v for k, v in changes.items() if v is not None}
+    given = {f.name: getattr(model, f.name) for f in dataclasses.fields(model) if f.name != "preset"}
+    given = {k: v for k, v in given.items() if v is not None}
+    changes = {k: v for k, v in given.items() if k not in MLA_SETTINGS and not k.startswith("yarn_")}
+    changes["yarn"] = _yarn(base.yarn, given)
+    if base.mla is not None:
+        mla = dataclasses.replace(base.mla, **{k: v for k, v in given.items() if k in MLA_SETTINGS})
+        heads = changes.get("num_heads", base.num_heads)
+        changes.update(mla=mla, head_dim=mla.nope_dim + mla.rope_dim, num_kv_heads=heads)
     if "vocab" not in changes and tokenizer_vocab is not None:
         changes["vocab"] = -(-tokenizer_vocab // 64) * 64
     routed = {f.name: getattr(router, f.name) for f in dataclasses.fields(router)}
-    changes["router"] = dataclasses.replace(base.router, **{k: v for k, v in routed.items() if v is not None})
+    routed = {k: v for k, v in routed.items() if v is not None}
+    if routed.get("num_groups") == 1:
+        routed.setdefault("group_topk", 1)  # without groups there is nothing to limit
+    changes["router"] = dataclasses.replace(base.router, **routed)
     spec = dataclasses.replace(base, **changes)
     problems = model_problems(spec) + _vocab_problems(spec, tokenizer_vocab) + _idle_settings(model, router, spec)
     raise_if(problems, ConfigError, subject=f"model {spec.name}")
@@ -360,6 +399,11 @@ def _idle_settings(model: ModelConfig, router: RouterConfig, spec: ModelSpec) ->
         "router.force_skew": (r.force != "imbalanced", f"router.force is {r.force}"),
         "model.dense_ffn": (spec.dense_layers == 0, "there are no dense layers"),
     }
+    for name in ("original_length", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"):
+        idle[f"model.yarn_{name}"] = (spec.yarn is None, "model.yarn_factor is not set")
+    idle["model.shared_gate"] = (not spec.shared_ffn or dense, "there is no shared expert")
+    for name in MLA_SETTINGS:
+        idle[f"model.{name}"] = (not latent, f"{spec.name} has no multi-head latent attention")
     for name in ("num_kv_heads", "head_dim", "qk_norm", "attention_bias"):
         idle[f"model.{name}"] = (latent, f"{spec.name} has multi-head latent attention")
     for name in ("num_experts", "top_k", "expert_ffn", "shared_ffn"):
@@ -385,6 +429,10 @@ def model_problems(spec: ModelSpec) -> list[Problem]:
     if out:
         return out
     out += _broken(_shape_rules(spec))
+    if spec.mla is not None:
+        out += _broken(_latent_rules(spec, spec.mla))
+    if spec.yarn is not None:
+        out += _broken(_yarn_rules(spec.yarn))
     if spec.moe_layers:
         out += _broken(_expert_rules(spec)) or _broken(_group_rules(spec))
         out += _broken(_router_rules(spec.router))
@@ -411,6 +459,28 @@ def _shape_rules(spec: ModelSpec) -> Iterator[_Rule]:
     yield spec.shared_ffn >= 0, "model.shared_ffn", spec.shared_ffn, "must not be negative", "use 0 for none"
     yield spec.rope_theta > 0, "model.rope_theta", spec.rope_theta, "must be positive", "try 10000.0"
     yield spec.norm_eps > 0, "model.norm_eps", spec.norm_eps, "must be positive", "try 1e-5"
+
+
+def _latent_rules(spec: ModelSpec, mla: MlaSpec) -> Iterator[_Rule]:
+    for name in ("kv_rank", "nope_dim", "value_dim"):
+        value = getattr(mla, name)
+        yield value >= 1, f"model.{name}", value, "must be at least 1", "try 32"
+    yield mla.q_rank >= 0, "model.q_rank", mla.q_rank, "must not be negative", "use 0 for direct queries"
+    ok = mla.rope_dim >= 2 and mla.rope_dim % 2 == 0
+    yield ok, "model.rope_dim", mla.rope_dim, "must be even (rotary embedding)", f"try {max(2, mla.rope_dim + 1)}"
+    ok = spec.head_dim == mla.nope_dim + mla.rope_dim
+    yield ok, "model.head_dim", spec.head_dim, "is nope_dim + rope_dim", f"use {mla.nope_dim + mla.rope_dim}"
+    ok = spec.num_kv_heads == spec.num_heads
+    rule = "each query head of latent attention has keys and values of its own"
+    yield ok, "model.num_kv_heads", spec.num_kv_heads, rule, f"use {spec.num_heads}"
+
+
+def _yarn_rules(yarn: YarnSpec) -> Iterator[_Rule]:
+    yield yarn.factor > 1, "model.yarn_factor", yarn.factor, "must be above 1", "use 1 for no stretching"
+    value, rule = yarn.original_length, "is needed with model.yarn_factor: the sequence length before stretching"
+    yield value >= 1, "model.yarn_original_length", value, rule, "use the length it was trained with, such as 4096"
+    ok = yarn.beta_fast > yarn.beta_slow > 0
+    yield ok, "model.yarn_beta_fast", yarn.beta_fast, f"must be above yarn_beta_slow = {yarn.beta_slow:g}", "try 32"
 
 
 def _expert_rules(spec: ModelSpec) -> Iterator[_Rule]:

@@ -18,15 +18,17 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Literal
 
 from phalanx.core.errors import PlanError, Problem, raise_if
 from phalanx.plan.dispatch import DispatchSpec
-from phalanx.plan.folding import GRADIENT_RULES, Folding
+from phalanx.plan.folding import Folding, GradientRule
+from phalanx.plan.layout import flat_layouts
 from phalanx.plan.model import ModelSpec, parameters
+from phalanx.plan.placement import plain_placement
 
 Phase = Literal["fwd", "bwd", "re", "count", "eval"]
 Kind = Literal["compute", "collective", "host"]
@@ -113,12 +115,13 @@ def step_program(
     num_microbatches: int,
     recompute: Literal["none", "selective", "full"] = "none",
     zero: int = 1,
+    bucket_elements: int = 0,
 ) -> StepProgram:
     """The program of `rank` for a step of `num_microbatches` micro-batches on each data-parallel rank (numbered over all ranks).
 
-    Raises `PlanError` for tp, cp or pp above 1, whose layers are not lowered yet.
+    Raises `PlanError` for cp or pp above 1, whose layers are not lowered yet.
     """
-    later = [axis for axis in ("tp", "cp", "pp") if folding.degree(axis) > 1]
+    later = [axis for axis in ("cp", "pp") if folding.degree(axis) > 1]
     problems = [
         Problem(
             where=f"folding.{axis}", value=folding.degree(axis), rule="is not lowered to a program yet", hint="use 1"
@@ -126,7 +129,16 @@ def step_program(
         for axis in later
     ]
     raise_if(problems, PlanError, subject="program")
-    lower = _Lowering(folding, spec, dispatch, num_microbatches=num_microbatches, recompute=recompute, zero=zero)
+    lower = _Lowering(
+        folding,
+        spec,
+        dispatch,
+        rank=rank,
+        num_microbatches=num_microbatches,
+        recompute=recompute,
+        zero=zero,
+        bucket_elements=bucket_elements,
+    )
     first = folding.coord(rank, "dp") * num_microbatches
     return StepProgram(rank=rank, ops=tuple(lower.step(range(first, first + num_microbatches))))
 
@@ -139,22 +151,24 @@ class _Lowering:
     spec: ModelSpec
     dispatch: DispatchSpec
     num_microbatches: int
+    rank: int
     recompute: str
     zero: int
+    bucket_elements: int
 
     def size(self, axis: str) -> int:
         return len(self.folding.group_of(0, axis))
 
     def step(self, microbatches: range) -> Iterator[Op]:
-        yield from self._collective(op_id("valid_tokens"), "all_reduce", "tp_dp_cp")
+        yield from self._collective(op_id("valid_tokens"), "all_reduce", "dp_cp")
         if self._counts_first():
             for mb in microbatches:
                 yield from self._forward(mb, "count")
             yield from self._collective(op_id("balance_counts"), "all_reduce", "tp_dp_cp")
         for mb in microbatches:
             yield from self._forward(mb, "fwd")
-            yield _compute("loss", mb, None, "fwd")
-            yield _compute("loss", mb, None, "bwd")
+            yield from self._loss(mb, "fwd")
+            yield from _mirrored(self._loss(mb, "bwd"))
             yield from self._backward(mb)
         yield from self._reduce()
         yield Op(id="norm", kind="compute", lane="compute")
@@ -172,24 +186,42 @@ class _Lowering:
     # ---- one micro-batch -------------------------------------------------------------------------------------------------
 
     def _forward(self, mb: int, phase: Phase) -> Iterator[Op]:
-        yield _compute("embedding", mb, None, phase)
+        yield from self._embedding(mb, phase)
         for layer in range(self.spec.num_layers):
             yield from self._layer(mb, layer, phase)
 
+    def _embedding(self, mb: int, phase: Phase) -> Iterator[Op]:
+        yield _compute("embedding", mb, None, phase)
+        yield from self._layer_collective("embedding.scatter", "reduce_scatter_rows", "tp", (mb, None, phase))
+
+    def _loss(self, mb: int, phase: Phase) -> Iterator[Op]:
+        """With a vocabulary that is split over tp, each group of chunks exchanges three numbers a token; here: one group."""
+        yield from self._layer_collective("loss.gather", "all_gather_rows", "tp", (mb, None, phase))
+        yield from self._layer_collective("loss.shares", "all_gather", "tp", (mb, None, phase))
+        yield _compute("loss", mb, None, phase)
+
     def _backward(self, mb: int) -> Iterator[Op]:
         for layer in reversed(range(self.spec.num_layers)):
+            forward = list(self._layer(mb, layer, "bwd"))
             if self.recompute == "full":
-                yield from self._layer(mb, layer, "re")
-            for op in reversed(list(self._layer(mb, layer, "bwd"))):
-                if _is_differentiable(op):
-                    yield dataclasses.replace(op, collective=_MIRROR.get(op.collective, op.collective))
-        yield _compute("embedding", mb, None, "bwd")
+                kept = self._not_run_again(forward)
+                yield from _mirrored(forward[len(forward) - kept :])
+                forward = forward[: len(forward) - kept]
+                yield from list(self._layer(mb, layer, "re"))[: len(forward)]
+            yield from _mirrored(forward)
+        yield from _mirrored(self._embedding(mb, "bwd"))
+
+    def _not_run_again(self, layer: Sequence[Op]) -> int:
+        """Operations at the end of a recomputed layer whose gradient needs nothing that was kept: it is taken before the layer is run again,
+        and the second run ends before them."""
+        last = layer[-1].id
+        return int(last.endswith(".mlp.scatter") or (last.endswith(".shared.scatter") and not self.spec.shared_gate))
 
     def _layer(self, mb: int, layer: int, phase: Phase) -> Iterator[Op]:
         """One layer in forward order, its ids of `phase`."""
-        yield _compute("attention", mb, layer, phase)
+        yield from self._attention(mb, layer, phase)
         if layer < self.spec.dense_layers:
-            yield _compute("mlp", mb, layer, phase)
+            yield from self._split_by_tp("mlp", mb, layer, phase)
             return
         yield _compute("router", mb, layer, phase)
         yield from self._balance(mb, layer, phase)
@@ -197,7 +229,25 @@ class _Lowering:
         yield _compute("experts", mb, layer, phase)
         yield from self._combine(mb, layer, phase)
         if self.spec.shared_ffn:
-            yield _compute("shared", mb, layer, phase)
+            yield from self._split_by_tp("shared", mb, layer, phase)
+
+    def _attention(self, mb: int, layer: int, phase: Phase) -> Iterator[Op]:
+        at = (mb, layer, phase)
+        yield from self._layer_collective("attention.gather", "all_gather_rows", "tp", at)
+        if self.spec.qk_norm == "hidden":
+            yield from self._layer_collective("attention.q_norm", "all_reduce", "tp", at)
+            yield from self._layer_collective("attention.k_norm", "all_reduce", "tp", at)
+        if self.spec.mla is None and self.folding.tp > self.spec.num_kv_heads:
+            yield from self._layer_collective("attention.kv", "all_to_all_rows", "tp", at)
+        yield _compute("attention", *at)
+        yield from self._layer_collective("attention.scatter", "reduce_scatter_rows", "tp", at)
+
+    def _split_by_tp(self, name: str, mb: int, layer: int, phase: Phase) -> Iterator[Op]:
+        """Rows are gathered, each rank computes its width, partial sums are scattered."""
+        at = (mb, layer, phase)
+        yield from self._layer_collective(f"{name}.gather", "all_gather_rows", "tp", at)
+        yield _compute(name, *at)
+        yield from self._layer_collective(f"{name}.scatter", "reduce_scatter_rows", "tp", at)
 
     def _balance(self, mb: int, layer: int, phase: Phase) -> Iterator[Op]:
         """Counts for the balancing loss, summed over the tokens that it is about."""
@@ -248,23 +298,28 @@ class _Lowering:
 
     # ---- the end of the step ---------------------------------------------------------------------------------------------
 
-    def _families(self) -> list[str]:
-        held = {param.family for param in parameters(self.spec)}
-        return [family for family in GRADIENT_RULES if family in held]
+    def _keys(self) -> Iterator[tuple[str, GradientRule]]:
+        """Flat layouts of the rank, by name, with the rule of each."""
+        placement = plain_placement(max(1, self.spec.num_experts), self.folding)
+        layouts = flat_layouts(
+            parameters(self.spec), self.folding, placement, self.rank, bucket_elements=self.bucket_elements
+        )
+        yield from ((key, layout.rule) for key, layout in layouts.items())
 
     def _reduce(self) -> Iterator[Op]:
-        for family in self._families():
-            rule = GRADIENT_RULES[family]
+        for key, rule in self._keys():
             for axis in rule.sum_over:
                 shards = self.zero and axis == rule.shard_over and axis == rule.sum_over[-1]
                 collective = "reduce_scatter" if shards else "all_reduce"
-                yield from self._collective(gradient_id(family, axis), collective, axis)
+                yield from self._collective(gradient_id(key, axis), collective, axis)
 
     def _publish(self) -> Iterator[Op]:
-        for family in self._families() if self.zero else ():
-            yield from self._collective(f"publish/{family}", "all_gather", GRADIENT_RULES[family].shard_over)
+        for key, rule in self._keys() if self.zero else ():
+            yield from self._collective(f"publish/{key}", "all_gather", rule.shard_over)
 
-    def _layer_collective(self, name: str, collective: str, axis: str, at: tuple[int, int, Phase]) -> Iterator[Op]:
+    def _layer_collective(
+        self, name: str, collective: str, axis: str, at: tuple[int, int | None, Phase]
+    ) -> Iterator[Op]:
         mb, layer, phase = at
         for op in self._collective(op_id(name, microbatch=mb, layer=layer, phase=phase), collective, axis):
             yield dataclasses.replace(op, microbatch=mb, layer=layer, phase=phase)
@@ -274,9 +329,9 @@ class _Lowering:
             yield Op(id=id, kind="collective", lane="comm", axis=axis, collective=collective)
 
 
-def gradient_id(family: str, axis: str) -> str:
-    """Id of the reduction of a gradient family over an axis."""
-    return f"gradient/{family}/{axis}"
+def gradient_id(key: str, axis: str) -> str:
+    """Id of the reduction of a flat layout (a key of `plan.layout.flat_layouts`) over an axis."""
+    return f"gradient/{key}/{axis}"
 
 
 def _compute(name: str, mb: int, layer: int | None, phase: Phase) -> Op:
@@ -300,8 +355,16 @@ _FORWARD_ONLY = (
     "dispatch.counts",
     "dispatch.sizes",
     "dispatch.pairs",
+    "loss.shares",
 )
 """Integers and decisions: they have no gradient."""
+
+
+def _mirrored(ops: Iterable[Op]) -> Iterator[Op]:
+    """The backward pass of operations that are listed in forward order."""
+    for op in reversed(list(ops)):
+        if _is_differentiable(op):
+            yield dataclasses.replace(op, collective=_MIRROR.get(op.collective, op.collective))
 
 
 def _is_differentiable(op: Op) -> bool:

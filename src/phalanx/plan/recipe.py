@@ -12,6 +12,7 @@ from phalanx.core.rules import value_of
 from phalanx.core.settings import describe_settings
 from phalanx.plan.folding import Folding, folding_problems, resolve_folding
 from phalanx.plan.model import PRESETS, ModelSpec, resolve_model
+from phalanx.plan.pipeline import pipeline_problems
 
 
 def run_problems(recipe: Recipe, *, world: int, tokenizer_vocab: int | None = None) -> list[Problem]:
@@ -33,6 +34,8 @@ def run_problems(recipe: Recipe, *, world: int, tokenizer_vocab: int | None = No
     except ConfigError as error:
         seen = {p.where for p in problems}
         problems += [p for p in error.problems if p.where not in seen]
+    if recipe.folding.pp > 1:
+        problems += pipeline_problems(recipe.pipeline, spec, pp=recipe.folding.pp)
     return problems
 
 

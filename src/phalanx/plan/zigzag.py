@@ -28,6 +28,8 @@ from phalanx.core.errors import PlanError, Problem, nearest, raise_if
 LayoutName = Literal["zigzag", "contiguous"]
 CHUNKS = {"zigzag": 2, "contiguous": 1}
 """Chunks that each rank holds."""
+EARLY_KEYS = 1 - 3**-0.5
+"""Share of the keys of a causal block that two thirds of its pairs have."""
 
 
 class Block(NamedTuple):
@@ -200,6 +202,43 @@ def _document_blocks(queries: Sequence[_Piece], keys: Sequence[_Piece], *, is_ow
         open_block = Block(piece.start, piece.stop, *span, causal=False)
     if open_block is not None:
         yield open_block
+
+
+def gathered_blocks(layout: SequenceLayout, segments: Sequence[int], *, q_rank: int) -> tuple[Block, ...]:
+    """Blocks of one sequence that `q_rank` computes when it has all keys, in the order of the sequence: at most two for each chunk of a document.
+
+    Raises `PlanError` where `segments` are not the documents of a sequence.
+    """
+    raise_if(segment_problems(layout, segments), PlanError, subject="packed documents")
+    starts = np.cumsum([0, *segments])
+    out = []
+    for document, pieces in sorted(_documents(layout, segments, q_rank).items()):
+        first = int(starts[document])
+        for piece in pieces:
+            length = piece.stop - piece.start
+            if piece.position > first:
+                out.append(Block(piece.start, piece.stop, first, piece.position, causal=False))
+            out.append(Block(piece.start, piece.stop, piece.position, piece.position + length, causal=True))
+    return tuple(out)
+
+
+def first_and_last(blocks: Sequence[Block]) -> tuple[tuple[Block, ...], tuple[Block, ...]]:
+    """The same pairs in two parts: of each causal block the late keys, a third of its work, and then the early ones.
+
+    So a rank computes its own keys in two goes: there is work to do while the next keys come, and while gradients go home, which takes
+    about twice as long where they are summed in a type twice as wide.
+    """
+    first, last = [], []
+    for block in blocks:
+        early = round(EARLY_KEYS * (block.k_stop - block.k_start))
+        if not (block.causal and early):
+            first.append(block)
+            continue
+        q_middle, k_middle = block.q_start + early, block.k_start + early
+        first.append(block._replace(q_start=q_middle, k_start=k_middle))
+        last.append(block._replace(q_stop=q_middle, k_stop=k_middle))
+        last.append(Block(q_middle, block.q_stop, block.k_start, k_middle, causal=False))
+    return tuple(first), tuple(last)
 
 
 def ring_source(rank: int, step: int, *, cp: int) -> int:

@@ -6,7 +6,8 @@ and sends nothing.
 
 `sent_bytes` is what leaves this rank for others, own share excluded (folding reference, section 1.4):
 all-to-all: the rows addressed to others; all-gather: own rows x (size - 1); reduce-scatter: all rows but the own share;
-all-reduce: reduce-scatter and all-gather, `2 * bytes * (size - 1) / size`; broadcast: the root sends `bytes * (size - 1)`.
+all-reduce: reduce-scatter and all-gather, `2 * bytes * (size - 1) / size`; broadcast: the root sends `bytes * (size - 1)`;
+exchange: all messages sent.
 
 The row collectives are differentiable: all-to-all <-> all-to-all with swapped splits, all-gather <-> reduce-scatter. Gradients are sums over the
 ranks that received a copy, never means. Sums run in rank order, in fp32 for 16-bit types, so results are deterministic.
@@ -22,6 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -46,12 +48,38 @@ class Counter:
     sent_bytes: int = 0
 
 
+@dataclass(frozen=True, eq=False)
+class Message:
+    """A contiguous tensor that goes to, or comes from, the rank at position `peer` of an axis.
+
+    Messages between two ranks of an axis that have the same `tag` arrive in the order in which they were sent.
+    """
+
+    tensor: torch.Tensor
+    peer: int
+    tag: int = 0
+
+
+class Exchange:
+    """Messages under way (`Collectives.start_exchange`). Neither what is sent nor what is received may be touched before `wait`."""
+
+    def __init__(self, finish: Callable[[], None]) -> None:
+        self._finish: Callable[[], None] | None = finish
+
+    def wait(self) -> None:
+        """Return when all messages are there and gone; at once from the second call on. Raises `PeerError`."""
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+
+
 class Collectives:
     """All data collectives of one rank.
 
     `counters` maps (op, axis name) to calls and bytes. With `trace` every collective emits `core.events.Collective`; its times
     bracket the wait on a CPU, and the launch only on an asynchronous device. With `check_splits` the ranks first exchange their row
-    splits and raise on a mismatch, which otherwise lets gloo abort the process.
+    splits and raise on a mismatch, which otherwise lets gloo abort the process. `synchronous` hides nothing behind computing: an
+    exchange is waited for where it starts (to measure what hiding it is worth).
     """
 
     def __init__(
@@ -61,10 +89,12 @@ class Collectives:
         timeout_s: float = DEFAULT_TIMEOUT_S,
         trace: bool = False,
         check_splits: bool = False,
+        synchronous: bool = False,
     ) -> None:
         self.timeout_s = timeout_s
         self.trace = trace
         self.check_splits = check_splits
+        self.synchronous = synchronous
         self.counters: dict[tuple[str, str], Counter] = {}
         self._emit = emit
 
@@ -87,11 +117,7 @@ class Collectives:
         """Sum the flat buffer over the axis; return shard number `axis.index` of `axis.size` equal ones (a view at size 1)."""
         if axis.group is None:
             return x_flat
-        if x_flat.numel() % axis.size:
-            raise ValueError(
-                f"reduce_scatter over {axis.name}: {x_flat.numel()} elements do not split into {axis.size}"
-            )
-        out = x_flat.new_empty(x_flat.numel() // axis.size)
+        out = self._new_shard(x_flat, axis)
         self._run(
             "reduce_scatter",
             axis,
@@ -99,6 +125,32 @@ class Collectives:
             lambda: _reduce_scatter_into(out, x_flat, group=axis.group, async_op=True),
         )
         return out
+
+    @staticmethod
+    def _new_shard(x_flat: torch.Tensor, axis: Axis) -> torch.Tensor:
+        if x_flat.numel() % axis.size:
+            raise ValueError(
+                f"reduce_scatter over {axis.name}: {x_flat.numel()} elements do not split into {axis.size}"
+            )
+        return x_flat.new_empty(x_flat.numel() // axis.size)
+
+    def start_reduce_scatter(
+        self, x_flat: torch.Tensor, axis: Axis, *, op_id: str = ""
+    ) -> tuple[torch.Tensor, Exchange]:
+        """`reduce_scatter` that travels while the rank goes on: the shard, not to be read before the exchange has been waited for."""
+        if axis.group is None:
+            return x_flat, Exchange(lambda: None)
+        out = self._new_shard(x_flat, axis)
+        call = _Call(op_id, _bytes(x_flat) - _bytes(out), not x_flat.is_cuda)
+        launch = partial(_reduce_scatter_into, out, x_flat, group=axis.group, async_op=True)
+        return out, self._start("reduce_scatter", axis, call, launch)
+
+    def start_all_reduce(self, x: torch.Tensor, axis: Axis, *, op_id: str = "") -> Exchange:
+        """The sum over the axis, in place, while the rank goes on: `x` is not to be touched before the exchange has been waited for."""
+        if axis.group is None:
+            return Exchange(lambda: None)
+        call = _Call(op_id, 2 * _bytes(x) * (axis.size - 1) // axis.size, not x.is_cuda)
+        return self._start("all_reduce", axis, call, partial(dist.all_reduce, x, group=axis.group, async_op=True))
 
     def all_gather(
         self, shard: torch.Tensor, axis: Axis, *, out: torch.Tensor | None = None, op_id: str = ""
@@ -146,6 +198,37 @@ class Collectives:
             dist.all_gather_object(values, value, group=axis.group)
         return values
 
+    # ---- messages between ranks, under way while this rank computes -----------------------------------------------------
+
+    def start_exchange(
+        self, sends: Sequence[Message], receives: Sequence[Message], axis: Axis, *, op_id: str = ""
+    ) -> Exchange:
+        """Post all messages and return while they travel; `Exchange.wait` takes them in.
+
+        With `trace` the event spans the time from here to the end of that wait.
+        """
+        messages = [(dist.isend, m) for m in sends] + [(dist.irecv, m) for m in receives]
+        if axis.group is None or not messages:
+            if messages:
+                raise ValueError(f"exchange over {axis.name}: an axis of one rank has nobody to exchange with")
+            return Exchange(lambda: None)
+        call = _Call(op_id, sum(_bytes(m.tensor) for m in sends), not messages[0][1].tensor.is_cuda)
+        begin_s = time.time() if self.trace else 0.0
+        with _named_errors("exchange", axis, self.timeout_s, op_id):
+            ops = [dist.P2POp(op, m.tensor, axis.ranks[m.peer], axis.group, m.tag) for op, m in messages]
+            works = dist.batch_isend_irecv(ops)
+
+        def finish() -> None:
+            with _named_errors("exchange", axis, self.timeout_s, op_id):
+                for work in works:
+                    self._wait(work, call)
+            self._note("exchange", axis, call, begin_s)
+
+        exchange = Exchange(finish)
+        if self.synchronous:
+            exchange.wait()
+        return exchange
+
     # ---- rows, uneven and differentiable -------------------------------------------------------------------------------
 
     def all_to_all_rows(
@@ -180,6 +263,13 @@ class Collectives:
         if axis.group is None:
             return x
         out: torch.Tensor = _ReduceScatterRows.apply(x, self, axis, tuple(sizes), op_id)
+        return out
+
+    def all_reduce_sum(self, x: torch.Tensor, axis: Axis, *, op_id: str = "") -> torch.Tensor:
+        """Sum of `x` over the axis, on all ranks, as a new tensor. Gradient: the sum of all ranks' gradients."""
+        if axis.group is None:
+            return x
+        out: torch.Tensor = _AllReduceSum.apply(x, self, axis, op_id)
         return out
 
     # ---- the transport under the differentiable ones -------------------------------------------------------------------
@@ -249,14 +339,36 @@ class Collectives:
                         f"{axis.ranks[j]}, which expects {receives[i]}"
                     )
 
-    def _run(self, op: str, axis: Axis, call: _Call, launch: Callable[[], Any]) -> None:
+    def _start(self, op: str, axis: Axis, call: _Call, launch: Callable[[], Any]) -> Exchange:
+        """Launch now, wait when the exchange is waited for (at once, if `synchronous`)."""
         begin_s = time.time() if self.trace else 0.0
         with _named_errors(op, axis, self.timeout_s, call.op_id):
             work = launch()
-            if call.on_host:
-                work.wait(timedelta(seconds=self.timeout_s))
-            else:  # orders itself on the stream; a timeout here would make NCCL block the host, the group has its own
-                work.wait()
+
+        def finish() -> None:
+            with _named_errors(op, axis, self.timeout_s, call.op_id):
+                self._wait(work, call)
+            self._note(op, axis, call, begin_s)
+
+        exchange = Exchange(finish)
+        if self.synchronous:
+            exchange.wait()
+        return exchange
+
+    def _run(self, op: str, axis: Axis, call: _Call, launch: Callable[[], Any]) -> None:
+        begin_s = time.time() if self.trace else 0.0
+        with _named_errors(op, axis, self.timeout_s, call.op_id):
+            self._wait(launch(), call)
+        self._note(op, axis, call, begin_s)
+
+    def _wait(self, work: Any, call: _Call) -> None:
+        if call.on_host:
+            work.wait(timedelta(seconds=self.timeout_s))
+        else:  # orders itself on the stream; a timeout here would make NCCL block the host, the group has its own
+            work.wait()
+
+    def _note(self, op: str, axis: Axis, call: _Call, begin_s: float) -> None:
+        """Count a collective that is done, and tell about it."""
         counter = self.counters.setdefault((op, axis.name), Counter())
         counter.calls += 1
         counter.sent_bytes += call.sent_bytes
@@ -387,3 +499,17 @@ class _ReduceScatterRows(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         back = ctx.comms.gather_rows_raw(grad, ctx.axis, ctx.sizes, backward_id(ctx.op_id))
         return back, None, None, None, None
+
+
+class _AllReduceSum(torch.autograd.Function):
+    """Every rank uses the whole sum, so a rank's part gets the sum of what all of them say of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, comms: Collectives, axis: Axis, op_id: str) -> torch.Tensor:
+        ctx.comms, ctx.axis, ctx.op_id = comms, axis, op_id
+        return comms.all_reduce(x.detach().clone(), axis, op_id=op_id)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        back = ctx.comms.all_reduce(grad.contiguous().clone(), ctx.axis, op_id=backward_id(ctx.op_id))
+        return back, None, None, None

@@ -112,14 +112,19 @@ class Dispatcher:
         experts_TK: torch.Tensor,
         *,
         token_index_T: torch.Tensor | None = None,
+        part_T: torch.Tensor | None = None,
         op_prefix: str = "",
     ) -> Dispatched:
         """Send each token to the slots of its experts.
 
         `token_index_T`: place of each token in its micro-batch, where ranks of `tp_cp` share one and it is not simply rank by rank
-        (it decides ties and `position` under full_sequence). `op_prefix` names the collectives (`mb0.L3.fwd.`).
+        (it decides ties and `position` under full_sequence). `part_T`: this rank stands in for several, part by part (sub_sequence drops
+        in each part by itself). `op_prefix` names the collectives (`mb0.L3.fwd.`).
         """
-        kept_TK = self._kept(weights_TK.detach(), experts_TK, token_index_T, op_prefix)
+        if part_T is not None and self.spec.policy == "drop" and self.spec.drop_scope == "sub_sequence":
+            kept_TK: torch.Tensor | None = self._kept_by_part(weights_TK.detach(), experts_TK, part_T)
+        else:
+            kept_TK = self._kept(weights_TK.detach(), experts_TK, token_index_T, op_prefix)
         if self.spec.is_static:
             plan, send = self._static_list(experts_TK, kept_TK)
         else:
@@ -301,6 +306,14 @@ class Dispatcher:
         if token_index_T is not None:
             kept_SK = kept_SK[torch.sort(order_S, stable=True).indices]
         return kept_SK[axis.index * num_tokens : (axis.index + 1) * num_tokens]
+
+    def _kept_by_part(self, weights_TK: torch.Tensor, experts_TK: torch.Tensor, part_T: torch.Tensor) -> torch.Tensor:
+        kept_TK = torch.zeros_like(experts_TK, dtype=torch.bool)
+        for part in part_T.unique():  # SYNC: for verification only
+            at = (part_T == part).nonzero().squeeze(1)
+            rows = self._capacity(len(at))
+            kept_TK[at] = kept_pairs(weights_TK[at], experts_TK[at], rows=rows, by=self.spec.drop_by)
+        return kept_TK
 
 
 def kept_pairs(weights_TK: torch.Tensor, experts_TK: torch.Tensor, *, rows: int, by: str) -> torch.Tensor:

@@ -14,6 +14,7 @@ import torch
 from phalanx.kernels.choice import Impl
 from phalanx.kernels.grouped import expert_ffn
 from phalanx.kernels.lanes import SERIAL, Lanes
+from phalanx.kernels.later import Later
 from phalanx.runtime.dispatch import Dispatcher
 
 
@@ -34,15 +35,23 @@ def run_experts(
     dispatcher: Dispatcher,
     kernels: Impl = "fast",
     lanes: Lanes = SERIAL,
+    later: Later | None = None,
     recompute: bool = False,
+    token_index_T: torch.Tensor | None = None,
+    part_T: torch.Tensor | None = None,
     op_prefix: str = "",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(T, H) weighted sum over each token's experts, and the 0-d number of its pairs that were dropped. Collective over `ep_etp`.
 
+    `token_index_T` and `part_T`: see `Dispatcher.dispatch`.
+
     Gradients: tokens and weights get the sum over their copies; slots the sum over all rows that they served, which is the
-    expert-parallel group's whole share, so that `edp` completes it (`expert` in `plan/folding.py`).
+    expert-parallel group's whole share, so that `edp` completes it (`expert` in `plan/folding.py`). With `later` those of the slots are
+    put off.
     """
-    sent = dispatcher.dispatch(x_TH, weights_TK, experts_TK, op_prefix=op_prefix)
+    sent = dispatcher.dispatch(
+        x_TH, weights_TK, experts_TK, token_index_T=token_index_T, part_T=part_T, op_prefix=op_prefix
+    )
     rows_MH = expert_ffn(
         sent.rows_MH,
         experts.w13_e2fH,
@@ -52,5 +61,6 @@ def run_experts(
         recompute=recompute,
         impl=kernels,
         lanes=lanes,
+        later=later,
     )
     return dispatcher.combine(rows_MH, sent.state), sent.dropped

@@ -5,19 +5,22 @@ Carries out `plan.layout.flat_layouts` (which parameter lies where in a family's
 
     backward of micro-batch 0     hook copies each gradient into the family's flat buffer, param.grad is freed at once
     backward of micro-batch 1..   hook adds it
+    final(names)                  the next gradient of these parameters is their last: a buffer that is complete so starts its reduction at
+                                  once, while the backward pass goes on
     reduce()                      parameters without a gradient read zero; sum over each group of the rule: the one that shards the
-                                  optimizer state reduce-scatters, the others all-reduce
+                                  optimizer state reduce-scatters, the others all-reduce; what was started is waited for
     square_sum()                  this rank's share of the squared global norm, every logical element counted once
 
 A family that has nothing to add up (one micro-batch, groups of one rank) is *borrowed*: its gradients stay the tensors that autograd
 made, in their own type, and go to the optimizer without a copy. That is every family of a run on one rank, and the experts wherever edp = 1.
 
-Must never change: parameters and optimizer state are not touched here, so a step can be abandoned after any line of this file.
+Must never change: parameters and optimizer state are not touched here, so a step can be abandoned after any line of this file. Reductions start
+in one fixed order on all ranks (an expert without tokens makes one rank's buffer complete late), which is why a buffer waits for those before it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,7 +30,7 @@ from phalanx.kernels.square_sum import square_sums
 from phalanx.plan.layout import FlatLayout
 from phalanx.plan.program import gradient_id
 from phalanx.runtime.boxes import BoxTensor
-from phalanx.runtime.collectives import Collectives
+from phalanx.runtime.collectives import Collectives, Exchange
 from phalanx.runtime.groups import Groups
 
 
@@ -94,7 +97,8 @@ def borrowable(layouts: Mapping[str, FlatLayout], groups: Groups, *, num_microba
 class GradientBuffers:
     """Collects the gradients of `params` (by logical name), laid out by `layouts`, in buffers of `dtype`.
 
-    Communication: none until `reduce`; then per family one reduce-scatter (or all-reduce) for each group of its rule.
+    Communication: for each layout one reduce-scatter (or all-reduce) over each group of its rule, in `reduce` or, after `final`, during the
+    backward pass.
     """
 
     def __init__(
@@ -106,36 +110,48 @@ class GradientBuffers:
         borrowed: Collection[str] = (),
     ) -> None:
         self.layouts = dict(layouts)
-        self._families = {
-            family: _Borrowed(layout, params) if family in borrowed else _Flat(layout, params, dtype)
-            for family, layout in layouts.items()
+        self._parts: dict[str, _Flat | _Borrowed] = {
+            key: _Borrowed(layout, params) if key in borrowed else _Flat(key, layout, params, dtype)
+            for key, layout in layouts.items()
         }
-        self._hooks = []
-        for family, layout in layouts.items():
-            for i, local in enumerate(layout.params):
-                self._hooks.append(_collect_into(params[local.param.name], self._families[family], i))
+        self._in_order = _backward_order(self._parts, list(params))
+        self._final: set[str] = set()
+        self._reach: tuple[Groups, Collectives] | None = None
+        self._hooks = [
+            self._collect_into(params[local.param.name], part, i)
+            for part in self._parts.values()
+            for i, local in enumerate(part.layout.params)
+        ]
 
     @property
     def borrowed(self) -> frozenset[str]:
-        return frozenset(name for name, part in self._families.items() if isinstance(part, _Borrowed))
+        return frozenset(name for name, part in self._parts.items() if isinstance(part, _Borrowed))
 
     def begin(self) -> None:
         """Forget whatever an earlier step (finished or not) left behind."""
-        for part in self._families.values():
+        self._final, self._reach = set(), None
+        for part in self._parts.values():
             part.begin()
 
+    def final(self, names: Collection[str], groups: Groups, comms: Collectives) -> None:
+        """Say that the next gradient of each of these parameters is its last of the step. All ranks of a stage say it at the same point."""
+        self._final |= set(names)
+        self._reach = groups, comms
+
     def reduce(self, groups: Groups, comms: Collectives) -> ReducedGradients:
-        """Sum over the groups of each family's rule. Collective; the collected gradients may be overwritten."""
-        segments = {family: part.reduce(groups, comms) for family, part in self._families.items()}
+        """Sum over the groups of each layout's rule. Collective; the collected gradients may be overwritten."""
+        for part in self._in_order:
+            part.start(groups, comms)
+        segments = {key: part.finish(groups, comms) for key, part in self._parts.items()}
         return ReducedGradients(layouts=self.layouts, segments=segments)
 
     def non_finite(self) -> tuple[str, ...]:
         """Names of parameters whose gradient on this rank, before reduction, holds a NaN or an infinity. Reads every element."""
-        return tuple(name for part in self._families.values() for name in part.non_finite())
+        return tuple(name for part in self._parts.values() for name in part.non_finite())
 
     def release(self) -> None:
         """Free borrowed gradients, once the optimizer has read them."""
-        for part in self._families.values():
+        for part in self._parts.values():
             part.release()
 
     def close(self) -> None:
@@ -143,33 +159,57 @@ class GradientBuffers:
         for hook in self._hooks:
             hook.remove()
 
+    def _collect_into(
+        self, param: torch.Tensor, part: _Flat | _Borrowed, index: int
+    ) -> torch.utils.hooks.RemovableHandle:
+        name = part.layout.params[index].param.name
 
-def _collect_into(param: torch.Tensor, part: _Flat | _Borrowed, index: int) -> torch.utils.hooks.RemovableHandle:
-    def hook(param: torch.Tensor) -> None:
-        assert param.grad is not None  # autograd calls this right after it has set the gradient
-        part.collect(index, param.grad)
-        param.grad = None
+        def hook(param: torch.Tensor) -> None:
+            assert param.grad is not None  # autograd calls this right after it has set the gradient
+            part.collect(index, param.grad)
+            param.grad = None
+            if name in self._final:
+                self._final.remove(name)
+                part.missing -= 1
+                self._start_complete_ones()
 
-    return param.register_post_accumulate_grad_hook(hook)
+        return param.register_post_accumulate_grad_hook(hook)
+
+    def _start_complete_ones(self) -> None:
+        assert self._reach is not None  # given with the names
+        for part in self._in_order:
+            if part.missing > 0:
+                return
+            part.start(*self._reach)
+
+
+def _backward_order(parts: Mapping[str, _Flat | _Borrowed], names: Sequence[str]) -> list[_Flat]:
+    """Buffers that can reduce early, those that a backward pass completes first at the front: by the place of their first parameter."""
+    place = {name: i for i, name in enumerate(names)}
+    flat = [part for part in parts.values() if isinstance(part, _Flat)]
+    return sorted(flat, key=lambda part: -place[part.layout.params[0].param.name])
 
 
 class _Flat:
-    """A family in one flat buffer."""
+    """A layout in one flat buffer."""
 
-    def __init__(self, layout: FlatLayout, params: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None:
+    def __init__(self, key: str, layout: FlatLayout, params: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None:
         device = params[layout.params[0].param.name].device
-        self.layout = layout
+        self.key, self.layout = key, layout
         self.flat = torch.zeros(layout.length, dtype=dtype, device=device)
         self.views = [
             self.flat[start : start + local.num_elements].view(local.shape)
             for local, start in zip(layout.params, layout.starts, strict=True)
         ]
-        self.seen = [False] * len(self.views)
-        self.sums: list[torch.Tensor] | None = None
+        self.begin()
 
     def begin(self) -> None:
         self.seen = [False] * len(self.views)
-        self.sums = None
+        self.missing = len(self.views)
+        """Parameters whose last gradient of the step is not there."""
+        self.sums: list[torch.Tensor] | None = None
+        self.started: Exchange | None = None
+        self.shard = self.flat
 
     def collect(self, index: int, grad: torch.Tensor) -> None:
         if self.seen[index]:
@@ -178,21 +218,37 @@ class _Flat:
             self.views[index].copy_(grad)
             self.seen[index] = True
 
-    def reduce(self, groups: Groups, comms: Collectives) -> tuple[Segment, ...]:
+    def start(self, groups: Groups, comms: Collectives) -> None:
+        """Start the reduction over the first group that has something to add up; only the last one shards. Once a step."""
+        if self.started is not None:
+            return
         for seen, view in zip(self.seen, self.views, strict=True):
             if not seen:  # no expert here saw a token, or the parameter is unused: its gradient is zero
                 view.zero_()
-        rule = self.layout.rule
-        for i, name in enumerate(rule.sum_over):
-            axis, op_id = groups.axis(name), gradient_id(rule.family, name)
-            last = i == len(rule.sum_over) - 1
-            if last and name == rule.shard_over and self.layout.num_shards > 1:
-                return (Segment(0, comms.reduce_scatter(self.flat, axis, op_id=op_id)),)
-            if axis.size > 1:
-                self._keep_evidence()
-                comms.all_reduce(self.flat, axis, op_id=op_id)
-        first, stop = self.layout.shard_range()
-        return (Segment(0, self.flat[first:stop]),)
+        first = next(iter(self._groups(groups)), None)
+        self.started = Exchange(lambda: None) if first is None else self._sum_over(first, groups, comms)
+
+    def finish(self, groups: Groups, comms: Collectives) -> tuple[Segment, ...]:
+        """Wait for what was started, and sum over the groups that are left."""
+        assert self.started is not None  # `reduce` starts all
+        self.started.wait()
+        for name in self._groups(groups)[1:]:
+            self._sum_over(name, groups, comms).wait()
+        if self.shard is self.flat:
+            first, stop = self.layout.shard_range()
+            return (Segment(0, self.flat[first:stop]),)
+        return (Segment(0, self.shard),)
+
+    def _groups(self, groups: Groups) -> list[str]:
+        return [name for name in self.layout.rule.sum_over if groups.axis(name).size > 1]
+
+    def _sum_over(self, name: str, groups: Groups, comms: Collectives) -> Exchange:
+        rule, axis, op_id = self.layout.rule, groups.axis(name), gradient_id(self.key, name)
+        if name == rule.shard_over and name == rule.sum_over[-1] and self.layout.num_shards > 1:
+            self.shard, exchange = comms.start_reduce_scatter(self.flat, axis, op_id=op_id)
+            return exchange
+        self._keep_evidence()
+        return comms.start_all_reduce(self.flat, axis, op_id=op_id)
 
     def _keep_evidence(self) -> None:
         """Before an in-place reduction spreads a NaN to all ranks, note which parameters have one here (no host sync)."""
@@ -214,9 +270,11 @@ class _Borrowed:
         self.layout = layout
         self.params = [params[local.param.name] for local in layout.params]
         self.grads: list[torch.Tensor | None] = [None] * len(layout.params)
+        self.missing = len(layout.params)
 
     def begin(self) -> None:
         self.grads = [None] * len(self.layout.params)
+        self.missing = len(self.grads)
 
     def collect(self, index: int, grad: torch.Tensor) -> None:
         if self.grads[index] is not None:
@@ -225,7 +283,7 @@ class _Borrowed:
             )
         self.grads[index] = grad.contiguous()
 
-    def reduce(self, groups: Groups, comms: Collectives) -> tuple[Segment, ...]:
+    def finish(self, groups: Groups, comms: Collectives) -> tuple[Segment, ...]:
         grads = [torch.zeros_like(p) if g is None else g for p, g in zip(self.params, self.grads, strict=True)]
         return tuple(Segment(start, grad.view(-1)) for start, grad in zip(self.layout.starts, grads, strict=True))
 

@@ -75,7 +75,7 @@ class GroupCache:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Groups:
-    """All groups of one rank in one folding; `axes` has the names of `plan.folding.GROUP_AXES`."""
+    """All groups of one rank in one folding; `axes` has the names of `plan.folding.GROUP_NAMES`."""
 
     folding: Folding
     rank: int
@@ -85,11 +85,15 @@ class Groups:
         return self.axes[name]
 
 
-def build_groups(folding: Folding, *, rank: int, cache: GroupCache) -> Groups:
-    """Create (or find) every group of `folding`. Collective: all ranks call it with the same folding in the same order."""
+def build_groups(folding: Folding, *, rank: int, cache: GroupCache, table_ranks: Sequence[int] | None = None) -> Groups:
+    """Create (or find) every group of `folding`. Collective: all ranks call it with the same folding in the same order.
+
+    `table_ranks` are the pipeline ranks that hold a tied embedding (`StagePlan.table_ranks`; None: the first and the last one).
+    """
     axes: dict[str, Axis] = {}
-    for name in GROUP_AXES:
-        for ranks in folding.groups(name):
+    for name in (*GROUP_AXES, "embedding"):
+        given = name == "embedding" and table_ranks is not None
+        for ranks in folding.embedding_groups(table_ranks or ()) if given else folding.groups(name):
             group = cache.get(ranks)
             if rank in ranks:
                 axes[name] = Axis(name, ranks, ranks.index(rank), group)

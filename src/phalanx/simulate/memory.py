@@ -13,6 +13,7 @@ world, as `train.machine.MemoryMeter` measures it.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,7 +23,9 @@ from phalanx.plan.dispatch import DispatchSpec
 from phalanx.plan.folding import Folding
 from phalanx.plan.layout import FlatLayout, flat_layouts, stage_params
 from phalanx.plan.model import ModelSpec
+from phalanx.plan.pipeline import Pipeline, make_pipeline
 from phalanx.plan.placement import Placement, plain_placement
+from phalanx.plan.stages import Stage
 from phalanx.simulate import activations as act
 from phalanx.simulate.balance import Balance, expected_balance
 from phalanx.simulate.generated import Generated, generated_code
@@ -163,13 +166,25 @@ class _Run:
         return ITEM[self.recipe.train.dtype]
 
     @cached_property
-    def stage(self) -> int:
-        return self.folding.coord(self.rank, "pp")
+    def pipeline(self) -> Pipeline:
+        recipe = self.recipe
+        return make_pipeline(recipe.pipeline, self.spec, pp=self.folding.pp, seq_len=recipe.train.seq_len)
+
+    @cached_property
+    def stages(self) -> tuple[Stage, ...]:
+        return self.pipeline.stages.of_rank(self.folding.coord(self.rank, "pp"))
 
     @cached_property
     def layouts(self) -> dict[str, FlatLayout]:
-        params = stage_params(self.spec, pp=self.folding.pp, stage=self.stage)
-        return flat_layouts(params, self.folding, self.placement, self.rank, zero=self.recipe.optim.zero)
+        optim = self.recipe.optim
+        return flat_layouts(
+            stage_params(self.spec, self.stages),
+            self.folding,
+            self.placement,
+            self.rank,
+            zero=optim.zero,
+            bucket_elements=math.ceil(optim.bucket_mb * 1e6 / max(4, self.item)),
+        )
 
     @cached_property
     def layers(self) -> tuple[int, ...]:
@@ -184,8 +199,9 @@ class _Run:
 
     @property
     def in_flight(self) -> int:
-        """Micro-batches whose activations this stage holds at once, in a schedule of one forward, one backward (1F1B)."""
-        return min(self.folding.pp - self.stage, self.num_microbatches)
+        """Micro-batches whose activations this rank's stages hold at once, as the schedule promises (per stage, rounded up)."""
+        held = self.pipeline.plan(self.num_microbatches).schedule.max_live[self.folding.coord(self.rank, "pp")]
+        return max(1, -(-held // len(self.stages)))
 
     @cached_property
     def borrowed(self) -> frozenset[str]:
@@ -316,7 +332,7 @@ class _Run:
         every, last = upto(len(kept)), len(self.layers) - 1
         if self.layers[last] in self.spec.moe_layers:
             yield f"forward, layer {self.layers[last]}", every, act.experts_forward(x), 0
-        if self.stage == self.folding.pp - 1:
+        if any(stage.has_head for stage in self.stages):
             yield "forward, the head", every, act.head_forward(x), 0
             yield "backward, the head", every, act.head_backward(x), 0
         tied = [x.vocab * self.spec.hidden * x.item] if self.spec.tied_embeddings else []
@@ -328,7 +344,7 @@ class _Run:
                 yield f"backward, layer {layer}, experts", upto(i + 1) + redone, act.experts_backward(x) + tied, more
             attention = act.kept_attention(again if x.recompute == "full" else x)
             yield f"backward, layer {layer}, attention", upto(i) + attention, act.attention_backward(x) + tied, more
-        if self.stage == 0:
+        if any(stage.has_embedding for stage in self.stages):
             yield "backward, the embedding", ends, act.embedding_backward(x) + tied, self._borrowed_bytes(self.layers)
 
     def _borrowed_bytes(self, layers: Sequence[int]) -> int:

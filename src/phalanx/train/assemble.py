@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Mapping
 
 import torch
 
 from phalanx.core.config import OptimConfig
+from phalanx.core.errors import PlanError, Problem, raise_if
+from phalanx.kernels.later import Later
 from phalanx.models.context import ModelContext
 from phalanx.models.decoder import Decoder
 from phalanx.plan.folding import GRADIENT_RULES, GradientRule
-from phalanx.plan.layout import flat_layouts
-from phalanx.plan.model import buffers, parameters
+from phalanx.plan.layout import FlatLayout, flat_layouts, stage_params
+from phalanx.plan.model import buffers
+from phalanx.plan.pipeline import Pipeline, plain_pipeline
 from phalanx.runtime.gradients import GradientBuffers, borrowable
 from phalanx.runtime.optimizer_state import ShardedState
 from phalanx.train.optim import AdamW
@@ -23,27 +28,39 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def bucket_elements(optim: OptimConfig, dtype: torch.dtype) -> int:
+    """Elements of a gradient bucket (0: a family is not divided)."""
+    return math.ceil(optim.bucket_mb * 1e6 / dtype.itemsize)
+
+
 def assemble(
     ctx: ModelContext,
     *,
     optim: OptimConfig,
     num_microbatches: int,
+    pipeline: Pipeline | None = None,
     rules: Mapping[str, GradientRule] = GRADIENT_RULES,
 ) -> StepParts:
     """This rank's part of a freshly initialised run. `num_microbatches` = micro-batches of one step on this rank.
 
+    `pipeline` (None: 1F1B over the pipeline ranks of the folding, if it has several) decides the stages, whatever `ctx` says of them.
     `rules` is an argument so that `phalanx verify` can plant faults in it.
     """
+    pipeline = pipeline if pipeline is not None else plain_pipeline(ctx.spec, pp=ctx.groups.folding.pp)
+    later = Later() if pipeline.splits_backward else None
+    ctx = dataclasses.replace(ctx, pipeline=pipeline.stages, later=later)
+    raise_if(_pipeline_problems(ctx, pipeline), PlanError, subject="the pipeline")
     model = Decoder(ctx)
     params = dict(model.named_parameters())
     wanted = {name for name, _ in buffers(ctx.spec)}
     layouts = flat_layouts(
-        parameters(ctx.spec),
+        stage_params(ctx.spec, ctx.stages),
         ctx.groups.folding,
         ctx.placement,
         ctx.groups.rank,
         zero=optim.zero,
         rules=rules,
+        bucket_elements=bucket_elements(optim, state_dtype(ctx.dtype)),
     )
     state = ShardedState(
         params,
@@ -56,7 +73,7 @@ def assemble(
         params,
         layouts,
         dtype=state_dtype(ctx.dtype),
-        borrowed=borrowable(layouts, ctx.groups, num_microbatches=num_microbatches),
+        borrowed=_borrowed(layouts, ctx, num_microbatches=num_microbatches),
     )
     return StepParts(
         model=model,
@@ -67,6 +84,31 @@ def assemble(
         state=state,
         optimizer=AdamW(optim, ctx.kernels, ctx.lanes),
         clip_norm=optim.clip_norm,
+        pipeline=pipeline,
+        later=later,
         kernels=ctx.kernels,
         lanes=ctx.lanes,
     )
+
+
+def _borrowed(layouts: Mapping[str, FlatLayout], ctx: ModelContext, *, num_microbatches: int) -> frozenset[str]:
+    """A tied table that two stages of this rank use gets two gradients from one micro-batch."""
+    found = borrowable(layouts, ctx.groups, num_microbatches=num_microbatches)
+    if len(ctx.stages) == 1:
+        return found
+    return frozenset(key for key in found if layouts[key].rule.family != "dense_tied")
+
+
+def _pipeline_problems(ctx: ModelContext, pipeline: Pipeline) -> list[Problem]:
+    """Groups that were made for another pipeline."""
+    folding, problems = ctx.groups.folding, []
+    if folding.pp != pipeline.pp:
+        rule = f"is not the {pipeline.pp} ranks that the pipeline was planned for"
+        problems.append(Problem(where="folding.pp", value=folding.pp, rule=rule))
+    elif ctx.spec.tied_embeddings:
+        wanted = folding.embedding_groups(pipeline.stages.table_ranks)
+        found = ctx.groups.axis("embedding").ranks
+        if found not in wanted:
+            rule = f"do not share the embedding: stage ranks {pipeline.stages.table_ranks} hold it (build_groups(table_ranks=...))"
+            problems.append(Problem(where="groups.embedding", value=found, rule=rule))
+    return problems

@@ -1,21 +1,26 @@
 """Text from a model: one token after the other, each from a forward pass over the window before it.
 
 Decides how the next token is drawn. The window is computed anew for every token: no state is kept between them, so the model sees exactly
-what it saw in training (positions from 0 at the start of the window, at most its sequence length). Collective where experts are spread:
-all ranks of an expert group call it with equally long prompts.
+what it saw in training (positions from 0 at the start of the window, at most its sequence length). Collective over the world: all ranks
+call it with the same prompt, and all get the same tokens, whatever the mapping.
 
-Legend: S tokens of the window, V vocabulary.
+Legend: S tokens of the window, T rows of this rank, H hidden, V vocabulary.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from phalanx.models.context import ForwardInfo, TokenBatch
-from phalanx.models.decoder import Decoder
+from phalanx.models.decoder import DecoderOutput
+from phalanx.models.shard import part_of
+from phalanx.plan.folding import Folding
+from phalanx.plan.stages import Stage
+from phalanx.train.passes import StageRunner
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,31 +34,64 @@ class Sampling:
 
 @torch.no_grad()
 def generate(
-    model: Decoder, prompt: Sequence[int], *, num_tokens: int, window: int, vocab: int, sampling: Sampling
+    runner: StageRunner, prompt: Sequence[int], *, num_tokens: int, window: int, vocab: int, sampling: Sampling
 ) -> Iterator[int]:
     """Yield `num_tokens` tokens that follow `prompt` (at least one token). Ids from `vocab` on are rows of padding, never drawn."""
     generator = torch.Generator().manual_seed(sampling.seed)
     tokens = list(prompt)
     for _ in range(num_tokens):
-        logits_V = next_logits(model, tokens[-window:])[:vocab]
+        logits_V = next_logits(runner, tokens[-window:])[:vocab]
         token = draw(logits_V, sampling, generator=generator)
         tokens.append(token)
         yield token
 
 
 @torch.no_grad()
-def next_logits(model: Decoder, tokens: Sequence[int]) -> torch.Tensor:
-    """(V,) float32 logits of the token after `tokens`, on the host."""
-    device = model.head_weight.device
-    tokens_1S = torch.tensor([list(tokens)], dtype=torch.int64, device=device)
-    batch = TokenBatch(
+def next_logits(runner: StageRunner, tokens: Sequence[int]) -> torch.Tensor:
+    """(V,) float32 logits of the token after `tokens`, on the host. Collective over the world; the same on all ranks.
+
+    Where a sequence is split over ranks the window is filled up to a length that they can share; the filling is a document of its own.
+    """
+    model, groups = runner.model, runner.groups
+    filling = (-len(tokens)) % _unit(groups.folding)
+    batch = part_of(_window(tokens, filling, model.device), groups.folding, groups.rank)
+    last = len(tokens) - 1
+    hidden_H = torch.zeros(
+        model.spec.hidden, dtype=torch.promote_types(model.dtype, torch.float32), device=model.device
+    )
+
+    def keep(stage: Stage, _: int, output: DecoderOutput) -> None:
+        if stage.has_head and groups.axis("dp").index == 0:
+            index_T = batch.token_index_T
+            rows = output.hidden_TH[last : last + 1] if index_T is None else output.hidden_TH[index_T == last]
+            hidden_H.copy_(rows.sum(0))  # one row, or none where another rank has it
+
+    runner.forward([batch], [ForwardInfo(phase="eval")], keep)
+    runner.comms.all_reduce(hidden_H, groups.axis("world"), op_id="generate.hidden")
+    logits_V = torch.zeros(model.spec.vocab, dtype=torch.float32, device=model.device)
+    if any(stage.has_head for stage in model.stages) and groups.axis("dp_cp").index == 0:
+        weight_VH = model.head_weight
+        first = groups.axis("tp").index * len(weight_VH)
+        logits_V[first : first + len(weight_VH)] = hidden_H.to(model.dtype) @ weight_VH.T
+    runner.comms.all_reduce(logits_V, groups.axis("world"), op_id="generate.logits")
+    return logits_V.cpu()  # SYNC: the next token is chosen on the host
+
+
+def _unit(folding: Folding) -> int:
+    """Windows of a multiple of so many tokens can be shared by the tp and cp ranks (zigzag halves)."""
+    return folding.tp if folding.cp == 1 else math.lcm(2 * folding.cp, folding.cp * folding.tp)
+
+
+def _window(tokens: Sequence[int], filling: int, device: torch.device) -> TokenBatch:
+    length = len(tokens)
+    tokens_1S = torch.tensor([[*tokens, *[0] * filling]], dtype=torch.int64, device=device)
+    positions = torch.cat((torch.arange(length), torch.arange(filling))).to(device)
+    return TokenBatch(
         tokens_BS=tokens_1S,
         labels_BS=torch.full_like(tokens_1S, -100),
-        positions_BS=torch.arange(len(tokens), device=device).unsqueeze(0),
-        segments=((len(tokens),),),
+        positions_BS=positions.unsqueeze(0),
+        segments=((length, filling) if filling else (length,),),
     )
-    hidden_TH = model(batch, ForwardInfo()).hidden_TH
-    return (hidden_TH[-1] @ model.head_weight.T).float().cpu()  # SYNC: the next token is chosen on the host
 
 
 def draw(logits_V: torch.Tensor, sampling: Sampling, *, generator: torch.Generator) -> int:

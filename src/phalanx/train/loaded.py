@@ -18,12 +18,14 @@ from phalanx.plan.dispatch import DispatchSpec
 from phalanx.plan.folding import make_folding
 from phalanx.plan.layout import Box
 from phalanx.plan.model import buffers, resolve_model
+from phalanx.plan.pipeline import plain_pipeline
 from phalanx.plan.placement import plain_placement
 from phalanx.runtime.boxes import BoxTensor
 from phalanx.runtime.checkpoint import CheckpointManager
 from phalanx.runtime.collectives import Collectives
 from phalanx.runtime.groups import GroupCache, build_groups
 from phalanx.train.assemble import state_dtype
+from phalanx.train.passes import StageRunner
 from phalanx.train.run_folder import RunFolder
 from phalanx.train.setup import DTYPES
 
@@ -34,6 +36,7 @@ class LoadedModel:
     tokenizer: Tokenizer
     recipe: Recipe
     step: int
+    runner: StageRunner
 
 
 def load_model(path: Path, *, step: int | None = None) -> LoadedModel:
@@ -66,7 +69,8 @@ def load_model(path: Path, *, step: int | None = None) -> LoadedModel:
     )
     model = Decoder(ctx)
     _fill(model, manager, chosen, wanted={name for name, _ in buffers(spec)}, dtype=state_dtype(ctx.dtype))
-    return LoadedModel(model=model, tokenizer=tokenizer, recipe=recipe, step=chosen)
+    runner = StageRunner(model=model, pipeline=plain_pipeline(spec), groups=ctx.groups, comms=ctx.comms)
+    return LoadedModel(model=model, tokenizer=tokenizer, recipe=recipe, step=chosen, runner=runner)
 
 
 def _fill(model: Decoder, manager: CheckpointManager, step: int, *, wanted: set[str], dtype: torch.dtype) -> None:

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 
 import torch
 
-from phalanx.kernels.choice import Impl
-from phalanx.kernels.cross_entropy import IGNORE, linear_cross_entropy
-from phalanx.kernels.lanes import SERIAL, Lanes
-from phalanx.models.context import TokenBatch
-from phalanx.models.decoder import DecoderOutput
+from phalanx.kernels.cross_entropy import IGNORE
+from phalanx.models.context import ForwardInfo, TokenBatch
+from phalanx.models.decoder import Decoder, DecoderOutput
+from phalanx.plan.model import ModelSpec
+from phalanx.plan.stages import Stage
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -43,42 +43,45 @@ def num_valid(batches: Sequence[TokenBatch]) -> torch.Tensor:
     return torch.stack([(b.labels_BS != IGNORE).sum() for b in batches]).sum()
 
 
-def cross_entropy_sum(
-    output: DecoderOutput, head_weight_VH: torch.Tensor, batch: TokenBatch, *, impl: Impl, lanes: Lanes = SERIAL
-) -> torch.Tensor:
-    """0-d sum of the token losses of a micro-batch, in nats."""
-    return linear_cross_entropy(output.hidden_TH, head_weight_VH, batch.labels_BS.flatten(), impl=impl, lanes=lanes)
-
-
 def objective(
+    model: Decoder,
     output: DecoderOutput,
-    head_weight_VH: torch.Tensor,
     batch: TokenBatch,
+    info: ForwardInfo,
     *,
+    stage: Stage,
     valid_tokens: torch.Tensor,
-    impl: Impl,
-    lanes: Lanes = SERIAL,
 ) -> tuple[torch.Tensor, Share]:
-    """This rank's share of the step's objective, to be differentiated, and its parts. `valid_tokens`: 0-d, of the whole step."""
-    cross_entropy = cross_entropy_sum(output, head_weight_VH, batch, impl=impl, lanes=lanes) / valid_tokens.clamp(min=1)
+    """What a stage adds to this rank's share of the objective, to be differentiated, and its parts.
+
+    `valid_tokens`: 0-d, of the whole step. All tp ranks of a cp part get the same cross-entropy, each with its share of the gradient; the
+    first one reports it.
+    """
+    cross_entropy = output.hidden_TH.new_zeros((), dtype=torch.promote_types(output.hidden_TH.dtype, torch.float32))
+    reported = cross_entropy
+    if stage.has_head:
+        cross_entropy = model.cross_entropy_sum(output.hidden_TH, batch, info) / valid_tokens.clamp(min=1)
+        reported = cross_entropy.detach() * float(model.sequence.axis.index == 0)
     aux_loss = _total(cross_entropy, [r.aux_loss for r in output.routing])
     z_loss = _total(cross_entropy, [r.z_loss for r in output.routing])
     share = Share(
-        cross_entropy=cross_entropy.detach(),
+        cross_entropy=reported,
         aux_loss=aux_loss.detach(),
         z_loss=z_loss.detach(),
-        counts_LE=counts_of(output),
+        counts_LE=counts_of(output, model.spec),
         dropped=_total(batch.labels_BS.new_zeros(()), [r.dropped for r in output.routing]),
-        entropy_sum=_total(cross_entropy.detach(), [r.entropy_sum.detach() for r in output.routing]),
+        entropy_sum=_total(reported, [r.entropy_sum.detach() for r in output.routing]),
     )
     return cross_entropy + aux_loss + z_loss, share
 
 
-def counts_of(output: DecoderOutput) -> torch.Tensor:
-    """(L, E) int64 tokens of this micro-batch that chose each expert; (0, 0) without MoE layers."""
-    if not output.routing:
-        return torch.zeros((0, 0), dtype=torch.int64, device=output.hidden_TH.device)
-    return torch.stack([r.counts_E for r in output.routing])
+def counts_of(output: DecoderOutput, spec: ModelSpec) -> torch.Tensor:
+    """(L, E) int64 tokens of this micro-batch that chose each expert; zeros for the layers of other stages."""
+    shape = (len(spec.moe_layers), spec.num_experts if spec.moe_layers else 0)
+    counts_LE = torch.zeros(shape, dtype=torch.int64, device=output.hidden_TH.device)
+    for i, stats in zip(output.moe_layers, output.routing, strict=True):
+        counts_LE[i] = stats.counts_E
+    return counts_LE
 
 
 def _total(like: torch.Tensor, terms: Sequence[torch.Tensor]) -> torch.Tensor:

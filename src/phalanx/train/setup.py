@@ -3,6 +3,7 @@
     open_rank        join the others, make the run folder, open the sinks
     prepare_text     one process per host prepares, the others then find it done
     resolve_shape    model and mapping, with every problem at once
+    resolve_pipeline schedule and stages
     make_context     groups and what modules need
 
 Decides nothing about training itself (`train/trainer.py`). Must never change: whatever is wrong with recipe, text or mapping is an error
@@ -20,7 +21,7 @@ import torch
 from rich.console import Console
 
 from phalanx.core.config import DispatchConfig, Recipe
-from phalanx.core.errors import ConfigError, Problem, RunError, raise_if
+from phalanx.core.errors import ConfigError, Problem, RunError
 from phalanx.data.prepare import Prepared, prepare
 from phalanx.kernels.lanes import Lanes
 from phalanx.models.context import ModelContext
@@ -30,6 +31,7 @@ from phalanx.observe.sinks import Sinks, open_sinks
 from phalanx.plan.dispatch import DispatchSpec
 from phalanx.plan.folding import Folding, resolve_folding
 from phalanx.plan.model import ModelSpec, resolve_model
+from phalanx.plan.pipeline import Pipeline, make_pipeline
 from phalanx.plan.placement import plain_placement
 from phalanx.runtime.allocator import keep_freed_memory
 from phalanx.runtime.collectives import Collectives
@@ -138,7 +140,6 @@ def prepare_text(rank: Rank, *, resume: str | None, stop: StopRequest) -> Prepar
 def resolve_shape(recipe: Recipe, *, world: int, tokenizer_vocab: int) -> tuple[ModelSpec, Folding]:
     """Model and mapping of a run on `world` ranks. Raises `ConfigError` with everything that is wrong with them."""
     spec = resolve_model(recipe.model, recipe.router, tokenizer_vocab=tokenizer_vocab)
-    raise_if(trainable_problems(recipe, spec), ConfigError, subject="the recipe")
     t = recipe.train
     folding = resolve_folding(
         recipe.folding, spec, world=world, seq_len=t.seq_len, global_batch=t.global_batch, micro_batch=t.micro_batch
@@ -146,19 +147,11 @@ def resolve_shape(recipe: Recipe, *, world: int, tokenizer_vocab: int) -> tuple[
     return spec, folding
 
 
-def trainable_problems(recipe: Recipe, spec: ModelSpec) -> list[Problem]:
-    """What `plan` accepts and this release does not train."""
-    hint = "use 1 (`phalanx plan folding` already plans it)"
-    rule = "training along this axis comes with the next release"
-    problems = [
-        Problem(where=f"folding.{axis}", value=getattr(recipe.folding, axis), rule=rule, hint=hint)
-        for axis in ("tp", "cp", "pp")
-        if getattr(recipe.folding, axis) > 1
-    ]
-    if spec.mla is not None:
-        rule = "multi-head latent attention comes with the next release"
-        problems.append(Problem(where="model.preset", value=spec.name, rule=rule, hint="choose another preset"))
-    return problems
+def resolve_pipeline(recipe: Recipe, spec: ModelSpec, folding: Folding) -> Pipeline:
+    """Schedule and stages. Raises `ConfigError` with everything that is wrong with them."""
+    t = recipe.train
+    each = t.global_batch // (t.micro_batch * folding.dp)
+    return make_pipeline(recipe.pipeline, spec, pp=folding.pp, seq_len=t.seq_len, num_microbatches=each)
 
 
 def dispatch_spec(config: DispatchConfig) -> DispatchSpec:
@@ -167,7 +160,7 @@ def dispatch_spec(config: DispatchConfig) -> DispatchSpec:
     return DispatchSpec(**given)
 
 
-def make_context(rank: Rank, spec: ModelSpec, folding: Folding) -> ModelContext:
+def make_context(rank: Rank, spec: ModelSpec, folding: Folding, pipeline: Pipeline) -> ModelContext:
     """Groups of the folding and all that modules need. Collective."""
     recipe = rank.recipe
     # on a CPU the kernels divide work among threads themselves; other devices need one thread to feed them
@@ -176,12 +169,14 @@ def make_context(rank: Rank, spec: ModelSpec, folding: Folding) -> ModelContext:
         spec=spec,
         dispatch=dispatch_spec(recipe.dispatch),
         placement=plain_placement(max(1, spec.num_experts), folding),
-        groups=build_groups(folding, rank=rank.info.rank, cache=rank.cache),
+        groups=build_groups(folding, rank=rank.info.rank, cache=rank.cache, table_ranks=pipeline.stages.table_ranks),
+        pipeline=pipeline.stages,
         comms=Collectives(emit=rank.sinks, timeout_s=recipe.launch.timeout_s),
         dtype=DTYPES[recipe.train.dtype],
         device=rank.device,
         kernels=recipe.kernels.implementation,
         recompute=recipe.train.recompute,
+        cp_method=recipe.folding.cp_method,
         seed=recipe.train.seed,
         lanes=lanes,
     )

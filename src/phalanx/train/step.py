@@ -1,9 +1,9 @@
 """One optimizer step, as a transaction: until every rank has voted, no parameter and no moment has changed.
 
     1. count      valid tokens of the whole step, over all ranks                        1 all-reduce of one number
-    2. collect    forward and backward of this rank's micro-batches                     collectives of the MoE layers
+    2. collect    forward and backward of the micro-batches (`train/passes.py`)         those of the layers, transfers of the pipeline
     3. reduce     gradients, by the rule table                                          1 reduce-scatter or all-reduce per family
-    4. vote       norm, losses, counts, finite or not, stop or not, in one vector       1 all-reduce of 7 + L*E numbers
+    4. vote       norm, losses, counts, finite or not, stop or not, in one vector       1 all-reduce of 7 + L*E numbers, over the world
     5. commit     clip, AdamW on this rank's shards, expert bias; alone
     6. publish    every rank gets the new parameters                                    1 all-gather per sharded family
 
@@ -27,17 +27,21 @@ from numpy.typing import NDArray
 from phalanx.core.errors import RunError
 from phalanx.kernels.choice import Impl
 from phalanx.kernels.lanes import SERIAL, Lanes
+from phalanx.kernels.later import Later
 from phalanx.models.context import ForwardInfo, TokenBatch
-from phalanx.models.decoder import Decoder
+from phalanx.models.decoder import Decoder, DecoderOutput
 from phalanx.models.router import update_expert_bias
 from phalanx.plan.model import ModelSpec
+from phalanx.plan.pipeline import Pipeline
 from phalanx.plan.program import Phase
+from phalanx.plan.stages import Stage
 from phalanx.runtime.collectives import Collectives
 from phalanx.runtime.gradients import GradientBuffers, ReducedGradients
 from phalanx.runtime.groups import Groups
 from phalanx.runtime.optimizer_state import ShardedState
-from phalanx.train.loss import Share, cross_entropy_sum, num_valid, objective
+from phalanx.train.loss import Share, num_valid
 from phalanx.train.optim import Optimizer, clip_scale
+from phalanx.train.passes import StageRunner
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -52,8 +56,17 @@ class StepParts:
     state: ShardedState
     optimizer: Optimizer
     clip_norm: float
+    pipeline: Pipeline
+    later: Later | None = None
     kernels: Impl = "fast"
     lanes: Lanes = SERIAL
+
+    @property
+    def runner(self) -> StageRunner:
+        """What runs the stages of `model`."""
+        return StageRunner(
+            model=self.model, pipeline=self.pipeline, groups=self.groups, comms=self.comms, later=self.later
+        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -99,17 +112,10 @@ def train_step(
     ranks, with the state unchanged, where a gradient or a loss is not finite.
     """
     parts.buffers.begin()
-    valid_tokens = parts.comms.all_reduce(num_valid(batches), parts.groups.axis("tp_dp_cp"), op_id="valid_tokens")
+    valid_tokens = parts.comms.all_reduce(num_valid(batches), parts.groups.axis("dp_cp"), op_id="valid_tokens")
     balance_counts_LE = _balance_counts(parts, batches, step=step)
-    shares = []
-    for j, batch in enumerate(batches):
-        info = _info(parts, batches, j, step=step, balance_counts_LE=balance_counts_LE)
-        output = parts.model(batch, info)
-        total, share = objective(
-            output, parts.model.head_weight, batch, valid_tokens=valid_tokens, impl=parts.kernels, lanes=parts.lanes
-        )
-        total.backward()
-        shares.append(share)
+    infos = _infos(parts, batches, step=step, balance_counts_LE=balance_counts_LE)
+    shares = parts.runner.train(batches, infos, valid_tokens=valid_tokens, buffers=parts.buffers)
     gradients = parts.buffers.reduce(parts.groups, parts.comms)
     tally = _vote(parts, gradients, shares, stop=stop)
     if not tally.finite:
@@ -127,34 +133,42 @@ def train_step(
 @torch.no_grad()
 def eval_loss(parts: StepParts, batches: Sequence[TokenBatch], *, step: int = 0) -> tuple[float, int]:
     """Mean cross-entropy per valid token over all ranks' `batches`, and how many tokens that is. Collective; changes nothing."""
-    device = parts.model.head_weight.device
-    sums = torch.zeros(2, dtype=torch.float64, device=device)
-    for j, batch in enumerate(batches):
-        output = parts.model(batch, _info(parts, batches, j, step=step, phase="eval"))
-        loss = cross_entropy_sum(output, parts.model.head_weight, batch, impl=parts.kernels, lanes=parts.lanes)
-        sums += torch.stack([loss.to(torch.float64), num_valid([batch]).to(torch.float64)])
-    parts.comms.all_reduce(sums, parts.groups.axis("tp_dp_cp"), op_id="eval")
+    infos = _infos(parts, batches, step=step, phase="eval")
+    sums = torch.zeros(2, dtype=torch.float64, device=parts.runner.device)
+
+    def add(stage: Stage, j: int, output: DecoderOutput) -> None:
+        if not stage.has_head:
+            return
+        loss = parts.model.cross_entropy_sum(output.hidden_TH, batches[j], infos[j])
+        if parts.groups.axis("tp").index == 0:  # all of a tp group have the same loss
+            sums.add_(torch.stack([loss.to(torch.float64), num_valid([batches[j]]).to(torch.float64)]))
+
+    parts.runner.forward(batches, infos, add)
+    parts.comms.all_reduce(sums, parts.groups.axis("world"), op_id="eval")
     total, tokens = sums.tolist()  # SYNC: the figures are for people
     return total / max(tokens, 1.0), int(tokens)
 
 
-def _info(
+def _infos(
     parts: StepParts,
     batches: Sequence[TokenBatch],
-    index: int,
     *,
     step: int,
     phase: Phase = "fwd",
     balance_counts_LE: torch.Tensor | None = None,
-) -> ForwardInfo:
+) -> list[ForwardInfo]:
+    """One for each micro-batch of this rank."""
     dp = parts.groups.axis("dp")
-    return ForwardInfo(
-        step=step,
-        microbatch=dp.index * len(batches) + index,
-        phase=phase,
-        num_microbatches=dp.size * len(batches),
-        balance_counts_LE=balance_counts_LE,
-    )
+    return [
+        ForwardInfo(
+            step=step,
+            microbatch=dp.index * len(batches) + index,
+            phase=phase,
+            num_microbatches=dp.size * len(batches),
+            balance_counts_LE=balance_counts_LE,
+        )
+        for index in range(len(batches))
+    ]
 
 
 @torch.no_grad()
@@ -162,15 +176,19 @@ def _balance_counts(parts: StepParts, batches: Sequence[TokenBatch], *, step: in
     """(L, E) counts of the whole step, where the balancing loss is over the global batch and one pass does not see all of it.
 
     A first pass without gradients routes every micro-batch; the second pass then has the final counts from its first micro-batch on.
+    Each rank needs those of its own layers, and has zeros for the others.
     """
     router = parts.spec.router
     if not (router.aux_loss and router.aux_scope == "global_batch" and len(batches) > 1 and parts.spec.moe_layers):
         return None
-    counts = []
-    for j, batch in enumerate(batches):
-        output = parts.model(batch, _info(parts, batches, j, step=step, phase="count"))
-        counts.append(torch.stack([r.balance_counts_E for r in output.routing]))
-    counts_LE = torch.stack(counts).sum(0).to(torch.float64)
+    shape = (len(parts.spec.moe_layers), parts.spec.num_experts)
+    counts_LE = torch.zeros(shape, dtype=torch.float64, device=parts.runner.device)
+
+    def add(stage: Stage, j: int, output: DecoderOutput) -> None:
+        for i, stats in zip(output.moe_layers, output.routing, strict=True):
+            counts_LE[i] += stats.balance_counts_E
+
+    parts.runner.forward(batches, _infos(parts, batches, step=step, phase="count"), add)
     return parts.comms.all_reduce(counts_LE, parts.groups.axis("tp_dp_cp"), op_id="balance_counts")
 
 
@@ -256,7 +274,9 @@ def _update_expert_biases(parts: StepParts, counts_LE: torch.Tensor) -> None:
     if not rate:
         return
     for layer, counts_E in zip(parts.spec.moe_layers, counts_LE, strict=True):
-        bias_E = parts.state.buffers[f"layers.{layer}.moe.router.expert_bias"]
+        bias_E = parts.state.buffers.get(f"layers.{layer}.moe.router.expert_bias")
+        if bias_E is None:  # of another stage
+            continue
         update_expert_bias(bias_E, counts_E.to(bias_E.device), rate)
 
 

@@ -40,6 +40,7 @@ from phalanx.data.loader import Loader, MicroBatch, ValidationLoader
 from phalanx.data.prefetch import Prefetch
 from phalanx.data.prepare import Prepared
 from phalanx.models.context import TokenBatch
+from phalanx.models.shard import part_of
 from phalanx.observe.summary import print_summary
 from phalanx.plan.folding import Folding, to_dict
 from phalanx.plan.model import ModelSpec, flops_per_token
@@ -54,7 +55,15 @@ from phalanx.train.generate import Sampling, generate
 from phalanx.train.machine import matmul_flops_per_s
 from phalanx.train.optim import learning_rate
 from phalanx.train.run_folder import RunStatus
-from phalanx.train.setup import PATIENCE_S, Rank, make_context, open_rank, prepare_text, resolve_shape
+from phalanx.train.setup import (
+    PATIENCE_S,
+    Rank,
+    make_context,
+    open_rank,
+    prepare_text,
+    resolve_pipeline,
+    resolve_shape,
+)
 from phalanx.train.step import StepParts, StepResult, eval_loss, train_step
 from phalanx.train.warm import warm_kernels
 
@@ -109,14 +118,18 @@ def build_trainer(rank: Rank, stop: StopRequest) -> Trainer:
     step = resume_step(rank, manager)
     prepared = prepare_text(rank, resume=_train_fingerprint(rank, step), stop=stop)
     spec, folding = resolve_shape(recipe, world=rank.info.world, tokenizer_vocab=prepared.tokenizer.vocab_size)
+    pipeline = resolve_pipeline(recipe, spec, folding)
     loader = _loader(recipe, prepared)
     if step is not None:
         state = manager.read_state(step, model=json.loads(spec.to_json()))
-        step = loader.check_state(state.loader)
+        step = loader.check_state(state.loader) if state.loader else step  # an import drew no sample yet
         _check_length(recipe, step)
-    ctx = make_context(rank, spec, folding)
+    ctx = make_context(rank, spec, folding, pipeline)
     warm_kernels(ctx, micro_batch=recipe.train.micro_batch, seq_len=recipe.train.seq_len)
-    parts = assemble(ctx, optim=recipe.optim, num_microbatches=_microbatches_per_rank(recipe, folding))
+    parts = assemble(
+        ctx, optim=recipe.optim, num_microbatches=_microbatches_per_rank(recipe, folding), pipeline=pipeline
+    )
+    parts.runner.agree(_microbatches_per_rank(recipe, folding))
     if step is not None:
         manager.load(parts.state.boxes(), step=step)
         parts.state.restore(parts.comms)
@@ -179,10 +192,11 @@ def _microbatches_per_rank(recipe: Recipe, folding: Folding) -> int:
     return recipe.train.global_batch // (recipe.train.micro_batch * folding.dp)
 
 
-def token_batch(micro: MicroBatch, device: torch.device) -> TokenBatch:
-    """Arrays of the loader as tensors on `device`."""
+def token_batch(micro: MicroBatch, device: torch.device, *, folding: Folding, rank: int) -> TokenBatch:
+    """The part of a micro-batch of the loader that `rank` works on, as tensors on `device`."""
     tokens, labels, positions = (torch.from_numpy(a).to(device) for a in (micro.tokens, micro.labels, micro.positions))
-    return TokenBatch(tokens_BS=tokens, labels_BS=labels, positions_BS=positions, segments=micro.segments)
+    whole = TokenBatch(tokens_BS=tokens, labels_BS=labels, positions_BS=positions, segments=micro.segments)
+    return part_of(whole, folding, rank)
 
 
 # ---- running ---------------------------------------------------------------------------------------------------------
@@ -241,7 +255,7 @@ class Trainer:
                 begin_s = time.perf_counter()
                 micros = next(batches)
                 data_s = time.perf_counter() - begin_s
-                result = self._step(step, [token_batch(m, self.rank.device) for m in micros])
+                result = self._step(step, [self._token_batch(m) for m in micros])
                 self.step, self.last_loss = step + 1, result.loss
                 self._report(result, micros, step_s=time.perf_counter() - begin_s, data_s=data_s)
                 self._hear_of_checkpoints()
@@ -267,6 +281,14 @@ class Trainer:
     def _load(self, step: int) -> list[MicroBatch]:
         return self.loader.microbatches(step, dp_index=self._dp_index, dp_size=self.folding.dp)
 
+    def _token_batch(self, micro: MicroBatch) -> TokenBatch:
+        return token_batch(micro, self.rank.device, folding=self.folding, rank=self.rank.info.rank)
+
+    @property
+    def _first_of_replica(self) -> bool:
+        """Of the ranks that work on the same samples one keeps the ledger."""
+        return all(self.folding.coord(self.rank.info.rank, axis) == 0 for axis in ("tp", "cp", "pp"))
+
     @property
     def _dp_index(self) -> int:
         return self.folding.coord(self.rank.info.rank, "dp")
@@ -276,7 +298,7 @@ class Trainer:
     def _measure_machine(self) -> None:
         """All ranks at once, as they compute in training."""
         self.rank.peers.gather(None)
-        rate = matmul_flops_per_s(self.parts.model.head_weight.dtype, self.rank.device)
+        rate = matmul_flops_per_s(self.parts.model.dtype, self.rank.device)
         self.peak_flops_per_s = sum(self.rank.peers.gather(rate))
 
     def _announce(self) -> None:
@@ -307,13 +329,14 @@ class Trainer:
                 peak_memory_bytes=self.rank.memory.peak_bytes(),
             )
         )  # fmt: skip
-        windows = tuple(int(w) for m in micros for w in m.sample_ids)
-        self.rank.sinks(SamplesTaken(step=self.step, microbatches=tuple(m.index for m in micros), windows=windows))
+        if self._first_of_replica:
+            windows = tuple(int(w) for m in micros for w in m.sample_ids)
+            self.rank.sinks(SamplesTaken(step=self.step, microbatches=tuple(m.index for m in micros), windows=windows))
 
     def _validate(self) -> None:
         begin_s = time.perf_counter()
         batches = [
-            token_batch(micro, self.rank.device)
+            self._token_batch(micro)
             for number in range(self.validation.num_batches)
             for micro in self.validation.microbatches(number, dp_index=self._dp_index, dp_size=self.folding.dp)
         ]
@@ -323,12 +346,12 @@ class Trainer:
         self.rank.sinks(Validated(step=self.step, loss=loss, tokens=tokens, seconds=seconds))
 
     def _sample(self) -> Sampled:
-        """A continuation of the first validation text. All ranks compute it (experts are spread), rank 0's is shown."""
+        """A continuation of the first validation text. All ranks compute it (the model is spread over them), all get the same."""
         first = self.validation.microbatches(0)[0]
         prompt = first.tokens[0][: min(PROMPT_TOKENS, first.segments[0][0])].tolist()
         tokenizer = self.prepared.tokenizer
         new = generate(
-            self.parts.model, prompt, num_tokens=SAMPLE_TOKENS, window=self.rank.recipe.train.seq_len,
+            self.parts.runner, prompt, num_tokens=SAMPLE_TOKENS, window=self.rank.recipe.train.seq_len,
             vocab=tokenizer.vocab_size, sampling=Sampling(seed=self.rank.recipe.train.seed),
         )  # fmt: skip
         tokens = list(new)

@@ -8,8 +8,9 @@ fault exists at all: dividing by edp changes nothing where edp is 1.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from functools import cached_property
 from typing import Any
 
@@ -21,10 +22,12 @@ from phalanx.core.errors import ConfigError, Problem, nearest
 from phalanx.kernels.lanes import SERIAL, Lanes
 from phalanx.models.context import ForwardInfo, TokenBatch
 from phalanx.models.decoder import Decoder, DecoderOutput
+from phalanx.models.shard import part_of
 from phalanx.plan.folding import GRADIENT_RULES, Folding, GradientRule, to_dict
 from phalanx.plan.grid import Grid
-from phalanx.plan.program import gradient_id
-from phalanx.runtime.collectives import Collectives, ReduceOp
+from phalanx.plan.stages import Stage
+from phalanx.plan.zigzag import make_layout
+from phalanx.runtime.collectives import Collectives, Exchange, ReduceOp
 from phalanx.runtime.gradients import GradientBuffers, ReducedGradients
 from phalanx.runtime.groups import Axis, GroupCache, Groups, build_groups
 from phalanx.runtime.optimizer_state import DecayRun
@@ -32,10 +35,11 @@ from phalanx.train.step import StepParts
 from phalanx.verify.setups import Case
 
 Rules = Mapping[str, GradientRule]
+Alter = Callable[[StepParts], StepParts]
 
 
-def _groups(folding: Folding, rank: int, cache: GroupCache) -> Groups:
-    return build_groups(folding, rank=rank, cache=cache)
+def _groups(folding: Folding, rank: int, cache: GroupCache, table_ranks: Sequence[int]) -> Groups:
+    return build_groups(folding, rank=rank, cache=cache, table_ranks=table_ranks)
 
 
 def _same(parts: StepParts) -> StepParts:
@@ -54,9 +58,10 @@ class Fault:
     summary: str
     needs: Callable[[Case], bool] = _anywhere
     rules: Rules = field(default_factory=lambda: GRADIENT_RULES)
-    groups: Callable[[Folding, int, GroupCache], Groups] = _groups
+    groups: Callable[[Folding, int, GroupCache, Sequence[int]], Groups] = _groups
     comms: type[Collectives] = Collectives
-    alter: Callable[[StepParts], StepParts] = _same
+    alter: Alter = _same
+    cut: Callable[[TokenBatch, Folding, int], TokenBatch] = part_of
 
 
 PER_FAULT = 2
@@ -83,13 +88,19 @@ _NORM_COUNTS_REPLICAS = {family: dataclasses.replace(rule, replicas=()) for fami
 class _ExpertsDivided(Collectives):
     """The sum of expert gradients becomes a mean over edp."""
 
-    def all_reduce(self, x: torch.Tensor, axis: Axis, *, op: ReduceOp = "sum", op_id: str = "") -> torch.Tensor:
-        out = super().all_reduce(x, axis, op=op, op_id=op_id)
-        return out.div_(axis.size) if op_id == gradient_id("expert", "edp") else out
+    def _divide(self, x: torch.Tensor, axis: Axis, op_id: str) -> None:
+        if op_id.startswith("gradient/expert") and op_id.endswith("/edp"):
+            x.div_(axis.size)
 
-    def reduce_scatter(self, x_flat: torch.Tensor, axis: Axis, *, op_id: str = "") -> torch.Tensor:
-        out = super().reduce_scatter(x_flat, axis, op_id=op_id)
-        return out.div_(axis.size) if op_id == gradient_id("expert", "edp") else out
+    def start_all_reduce(self, x: torch.Tensor, axis: Axis, *, op_id: str = "") -> Exchange:
+        self._divide(x, axis, op_id)
+        return super().start_all_reduce(x, axis, op_id=op_id)
+
+    def start_reduce_scatter(
+        self, x_flat: torch.Tensor, axis: Axis, *, op_id: str = ""
+    ) -> tuple[torch.Tensor, Exchange]:
+        self._divide(x_flat, axis, op_id)
+        return super().start_reduce_scatter(x_flat, axis, op_id=op_id)
 
 
 class _LocalBalance(Collectives):
@@ -132,13 +143,15 @@ class _ClippedBeforeReduction(Collectives):
         if op_id.startswith("gradient/"):
             x.mul_((self.LIMIT / x.norm().clamp(min=1e-30)).clamp(max=1.0))
 
-    def all_reduce(self, x: torch.Tensor, axis: Axis, *, op: ReduceOp = "sum", op_id: str = "") -> torch.Tensor:
+    def start_all_reduce(self, x: torch.Tensor, axis: Axis, *, op_id: str = "") -> Exchange:
         self._clip(x, op_id)
-        return super().all_reduce(x, axis, op=op, op_id=op_id)
+        return super().start_all_reduce(x, axis, op_id=op_id)
 
-    def reduce_scatter(self, x_flat: torch.Tensor, axis: Axis, *, op_id: str = "") -> torch.Tensor:
+    def start_reduce_scatter(
+        self, x_flat: torch.Tensor, axis: Axis, *, op_id: str = ""
+    ) -> tuple[torch.Tensor, Exchange]:
         self._clip(x_flat, op_id)
-        return super().reduce_scatter(x_flat, axis, op_id=op_id)
+        return super().start_reduce_scatter(x_flat, axis, op_id=op_id)
 
 
 class _NothingPublished(Collectives):
@@ -232,42 +245,64 @@ class _EpFastest(Folding):
         return Grid(tuple((axis, self.degree(axis)) for axis in ("ep", "etp", "edp", "pp")))
 
 
-def _swapped_groups(folding: Folding, rank: int, cache: GroupCache) -> Groups:
+def _swapped_groups(folding: Folding, rank: int, cache: GroupCache, table_ranks: Sequence[int]) -> Groups:
     """Groups in one order, weights laid out in the other."""
     degrees = {k: v for k, v in to_dict(folding).items() if k not in ("dp", "edp")}
-    return dataclasses.replace(build_groups(_EpFastest(**degrees), rank=rank, cache=cache), folding=folding)
+    return dataclasses.replace(
+        build_groups(_EpFastest(**degrees), rank=rank, cache=cache, table_ranks=table_ranks), folding=folding
+    )
 
 
 # ---- parts of the step ---------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
 class _NormWithoutSomeExperts(ReducedGradients):
-    """Ranks beyond the first of ep add nothing for their experts to the norm."""
+    """Ranks beyond the first of an axis add nothing for their experts to the norm."""
+
+    along: str
 
     def square_sum(self, groups: Groups, *, lanes: Lanes = SERIAL) -> torch.Tensor:
-        kept = {f: lay for f, lay in self.layouts.items() if f != "expert" or groups.axis("ep").index == 0}
+        first = groups.axis(self.along).index == 0
+        kept = {key: layout for key, layout in self.layouts.items() if layout.rule.family != "expert" or first}
         return ReducedGradients(layouts=kept, segments=self.segments).square_sum(groups, lanes=lanes)
 
 
 class _NormSkipsExperts(GradientBuffers):
     """Takes the place of sound buffers."""
 
-    def __init__(self, sound: GradientBuffers) -> None:
-        self._sound = sound
+    def __init__(self, sound: GradientBuffers, along: str) -> None:
+        self._sound, self._along = sound, along
 
     def begin(self) -> None:
         self._sound.begin()
 
+    def final(self, names: Collection[str], groups: Groups, comms: Collectives) -> None:
+        self._sound.final(names, groups, comms)
+
     def reduce(self, groups: Groups, comms: Collectives) -> ReducedGradients:
         reduced = self._sound.reduce(groups, comms)
-        return _NormWithoutSomeExperts(layouts=reduced.layouts, segments=reduced.segments)
+        return _NormWithoutSomeExperts(layouts=reduced.layouts, segments=reduced.segments, along=self._along)
 
     def release(self) -> None:
         self._sound.release()
 
 
-def _norm_skips_experts(parts: StepParts) -> StepParts:
-    return dataclasses.replace(parts, buffers=_NormSkipsExperts(parts.buffers))
+def _norm_skips_experts(along: str) -> Alter:
+    return lambda parts: dataclasses.replace(parts, buffers=_NormSkipsExperts(parts.buffers, along))
+
+
+def _only_on_first_of_tp(suffix: str) -> Alter:
+    """Gradients of these parameters are those of the first tp rank's rows: the other ranks' parts are lost."""
+
+    def alter(parts: StepParts) -> StepParts:
+        if parts.groups.axis("tp").index:
+            for name, param in parts.model.named_parameters():
+                if name.endswith(suffix):
+                    param.register_hook(torch.zeros_like)
+        return parts
+
+    return alter
 
 
 def _first_microbatch_twice(parts: StepParts) -> StepParts:
@@ -297,26 +332,44 @@ def _decay_everywhere(parts: StepParts) -> StepParts:
     return parts
 
 
-class _OwnMicrobatchesOnly(nn.Module):
-    """Tells the routers that the step has only this rank's micro-batches."""
+class _OtherNumberOfMicrobatches(nn.Module):
+    """Tells the routers another number of micro-batches than the step has: `times` as many."""
 
-    def __init__(self, model: Decoder, dp: int) -> None:
+    def __init__(self, model: Decoder, times: Fraction) -> None:
         super().__init__()
-        self.model, self.dp = model, dp
+        self.model, self.times = model, times
 
-    @property
-    def head_weight(self) -> nn.Parameter:
-        return self.model.head_weight
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("model"), name)
+
+    def run_stage(self, stage: Stage, x_TH: torch.Tensor | None, batch: TokenBatch, info: ForwardInfo) -> DecoderOutput:
+        number: Any = info.num_microbatches * self.times
+        return self.model.run_stage(stage, x_TH, batch, dataclasses.replace(info, num_microbatches=number))
 
     def forward(self, batch: TokenBatch, info: ForwardInfo) -> DecoderOutput:
-        fewer = dataclasses.replace(info, num_microbatches=info.num_microbatches // self.dp)
-        out: DecoderOutput = self.model(batch, fewer)
-        return out
+        (stage,) = self.model.stages
+        return self.run_stage(stage, None, batch, info)
 
 
 def _router_losses_per_rank(parts: StepParts) -> StepParts:
-    model: Any = _OwnMicrobatchesOnly(parts.model, parts.groups.axis("dp").size)
+    model: Any = _OtherNumberOfMicrobatches(parts.model, Fraction(1, parts.groups.axis("dp").size))
     return dataclasses.replace(parts, model=model)
+
+
+def _router_losses_over_cp(parts: StepParts) -> StepParts:
+    model: Any = _OtherNumberOfMicrobatches(parts.model, Fraction(parts.groups.axis("cp").size))
+    return dataclasses.replace(parts, model=model)
+
+
+def _contiguous_positions(batch: TokenBatch, folding: Folding, rank: int) -> TokenBatch:
+    """The rank has its zigzag tokens and turns them by the positions of a contiguous part."""
+    part = part_of(batch, folding, rank)
+    layout = make_layout("contiguous", seq_len=batch.tokens_BS.shape[1], cp=folding.cp)
+    wrong = torch.from_numpy(layout.positions(folding.coord(rank, "cp")))
+    return dataclasses.replace(part, positions_BS=batch.positions_BS[:, wrong])
 
 
 # ---- where a fault exists ------------------------------------------------------------------------------------------------------
@@ -341,7 +394,16 @@ def _global_aux(case: Case) -> bool:
 
 def _router_loss(case: Case) -> bool:
     router = case.setup.spec.router
-    return router.z_loss > 0 or (router.aux_loss > 0 and router.aux_scope != "global_batch")
+    return not _global_aux(case) and (router.z_loss > 0 or router.aux_loss > 0)
+
+
+def _local_aux(case: Case) -> bool:
+    router = case.setup.spec.router
+    return router.aux_loss > 0 and router.aux_scope != "global_batch"
+
+
+def _shared_microbatch(case: Case) -> bool:
+    return case.folding.tp * case.folding.cp > 1
 
 
 def _bias(case: Case) -> bool:
@@ -409,7 +471,43 @@ FAULTS: tuple[Fault, ...] = (
         name="norm-skips-experts",
         summary="gradient norm without the experts of some ranks (Megatron-LM #5916)",
         needs=_over("ep"),
-        alter=_norm_skips_experts,
+        alter=_norm_skips_experts("ep"),
+    ),
+    Fault(
+        name="norm-skips-experts-of-tp",
+        summary="gradient norm without the experts of ranks beyond the first of tp (Megatron-LM #5916)",
+        needs=_over("tp"),
+        alter=_norm_skips_experts("tp"),
+    ),
+    Fault(
+        name="router-not-summed-over-tp",
+        summary="router gradients of the first tp rank's rows only (torchtitan #1878)",
+        needs=_over("tp"),
+        alter=_only_on_first_of_tp("router.weight"),
+    ),
+    Fault(
+        name="norms-not-summed-over-tp",
+        summary="norm gradients of the first tp rank's rows only: the sum that sequence parallelism needs is missing",
+        needs=_over("tp"),
+        alter=_only_on_first_of_tp("norm.weight"),
+    ),
+    Fault(
+        name="aux-not-scaled-by-cp",
+        summary="router losses divided by cp once too often",
+        needs=_and(_router_loss, _over("cp")),
+        alter=_router_losses_over_cp,
+    ),
+    Fault(
+        name="aux-counts-of-own-part",
+        summary="balancing loss of a micro-batch sees the rank's part of it only, not all of tp x cp",
+        needs=_and(_local_aux, _shared_microbatch),
+        comms=_LocalBalance,
+    ),
+    Fault(
+        name="contiguous-positions",
+        summary="zigzag tokens turned by the positions of a contiguous part",
+        needs=_over("cp"),
+        cut=_contiguous_positions,
     ),
     Fault(
         name="norm-counts-replicas",

@@ -29,8 +29,9 @@ from phalanx.models.block import Block
 from phalanx.models.context import ForwardInfo, ModelContext, TokenBatch
 from phalanx.models.decoder import Decoder
 from phalanx.models.router import Routing
+from phalanx.models.shard import parts_of_all
 from phalanx.plan.dispatch import DispatchSpec, capacity, kept_pairs
-from phalanx.plan.folding import make_folding
+from phalanx.plan.folding import Folding, make_folding
 from phalanx.plan.layout import Box, local_param
 from phalanx.plan.model import buffers, parameters
 from phalanx.plan.placement import plain_placement
@@ -52,6 +53,7 @@ NOISE = 1.0
 rounded, and that tips the rounding of what they are added to), so a decision that so many such errors leave alone stays."""
 NOISY_COPIES = (3, 16)
 """Few find most doubtful tokens; the larger number is for data that the few find nothing in."""
+ALONE = make_folding(world=1)
 MAX_PATCHES = 400
 FREELY = 4
 
@@ -97,6 +99,7 @@ def context(setup: Setup, groups: Groups, comms: Collectives, *, dtype: torch.dt
         device=torch.device("cpu"),
         kernels=setup.kernels,
         recompute=setup.recompute,
+        cp_method=setup.cp_method,
         seed=11,
     )
 
@@ -120,17 +123,24 @@ def model_boxes(parts: StepParts) -> list[BoxTensor]:
     held = dict(parts.model.named_parameters())
     out = []
     for param in parameters(parts.spec):
+        if param.name not in held:  # of another pipeline stage
+            continue
         for piece in local_param(param, folding, placement, parts.groups.rank).pieces:
             tensor = held[param.name].detach()[piece.local.slices()]
             out.append(BoxTensor(f"param/{param.name}", param.shape, piece.box, tensor, primary=False))
     tensors = dict(parts.model.named_buffers())
     for name, shape in buffers(parts.spec):
+        if name not in tensors:
+            continue
         out.append(BoxTensor(f"buffer/{name}", shape, Box((0,) * len(shape), shape), tensors[name], primary=False))
     return out
 
 
-def reference_run(setup: Setup, *, num_microbatches: int, dtype: torch.dtype) -> Reference:
-    """Run the setup on this process alone: all micro-batches of the step, one after the other, nothing sharded or recomputed."""
+def reference_run(setup: Setup, *, num_microbatches: int, dtype: torch.dtype, folding: Folding = ALONE) -> Reference:
+    """Run the setup on this process alone: all micro-batches of the step, one after the other, nothing sharded or recomputed.
+
+    Only the tp and cp of `folding` matter, and only where rows are dropped by sub-sequence, which depends on them by design.
+    """
     plain = dataclasses.replace(setup, zero=0, recompute="none")
     if dtype == torch.float64:
         plain = dataclasses.replace(plain, kernels="reference")
@@ -144,7 +154,7 @@ def reference_run(setup: Setup, *, num_microbatches: int, dtype: torch.dtype) ->
     patches = tuple(
         _patches(parts.model, setup, j, num_microbatches=num_microbatches, dtype=dtype) for j in range(num_microbatches)
     )
-    batches = [microbatch(setup, j, patches=patches[j]) for j in range(num_microbatches)]
+    batches = [_in_parts(microbatch(setup, j, patches=patches[j]), folding) for j in range(num_microbatches)]
     result, gradients = run_step(parts, batches)
     _must_exercise(setup, result)
     after = [*parts.state.boxes(), *model_boxes(parts)]
@@ -155,6 +165,12 @@ def reference_run(setup: Setup, *, num_microbatches: int, dtype: torch.dtype) ->
         after={b.name: b.tensor.clone() for b in after},
         result=result,
     )
+
+
+def _in_parts(batch: TokenBatch, folding: Folding) -> TokenBatch:
+    if folding.tp * folding.cp == 1:
+        return batch
+    return dataclasses.replace(batch, part_T=parts_of_all(batch, folding))
 
 
 def _must_exercise(setup: Setup, result: StepResult) -> None:
@@ -198,7 +214,7 @@ def _doubtful_tokens(
     model: Decoder, dispatch: DispatchSpec, batch: TokenBatch, info: ForwardInfo, *, noise: float
 ) -> NDArray[np.bool_]:
     """(T,) tokens that the second MoE layer treats otherwise in some copy with noise on what the first one's block put out."""
-    first, second = (block for block in model.layers if isinstance(block, Block) and block.moe is not None)
+    first, second = (block for block in model.layers.values() if isinstance(block, Block) and block.moe is not None)
     assert second.moe is not None
     found: list[torch.Tensor] = []
     listener = _Listener(dispatch, batch.num_tokens)
@@ -212,7 +228,11 @@ def _doubtful_tokens(
             errors_CTH = torch.randn((count, *x_TH.shape), generator=generator(f"noise/{info.microbatch}"))
             x_NH = (x_TH + scale_T1 * errors_CTH).to(model.dtype).flatten(0, 1)
             table = rope_table(
-                copies.positions_BS, head_dim=model.spec.head_dim, theta=model.spec.rope_theta, dtype=model.dtype
+                copies.positions_BS,
+                head_dim=model.spec.rotary_dim,
+                theta=model.spec.rope_theta,
+                dtype=model.dtype,
+                yarn=model.spec.yarn,
             )
             second(x_NH, None, table=table, info=info, batch=copies)
             doubtful_T = (listener.found[-1] != listener.found[0]).any(axis=(0, 2))

@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 
 from phalanx.core.errors import PhalanxError, RunError
+from phalanx.plan.folding import Folding
 from phalanx.plan.model import parameters
 from phalanx.runtime.collectives import Collectives
 from phalanx.runtime.groups import GroupCache, WorldInfo, build_groups, close_world, init_world
@@ -29,7 +30,7 @@ from phalanx.train.assemble import assemble
 from phalanx.verify.compare import TOLERANCE, RankReport, compare, uncovered
 from phalanx.verify.faults import HEALTHY, Fault
 from phalanx.verify.numbers import microbatch
-from phalanx.verify.reference import Reference, context, model_boxes, reference_run, run_step
+from phalanx.verify.reference import ALONE, Reference, context, model_boxes, reference_run, run_step
 from phalanx.verify.setups import Case, Setup
 
 TIMEOUT_S = 60.0
@@ -149,17 +150,21 @@ def _barrier(job: Job, info: WorldInfo, cache: GroupCache) -> None:
 
 def run_case(job: Job, task: Task, want: Reference, *, index: int, rank: int, cache: GroupCache) -> RankReport:
     """This rank's part of one case. Collective."""
-    fault, setup = task.fault, task.case.setup
-    groups = fault.groups(task.case.folding, rank, cache)
+    fault, setup, pipeline = task.fault, task.case.setup, task.case.pipeline
+    groups = fault.groups(task.case.folding, rank, cache, pipeline.stages.table_ranks)
     comms = fault.comms(timeout_s=job.timeout_s)
     dp = groups.axis("dp")
     each = len(want.patches) // dp.size
     parts = assemble(
-        context(setup, groups, comms, dtype=job.dtype), optim=setup.optim, num_microbatches=each, rules=fault.rules
+        context(setup, groups, comms, dtype=job.dtype),
+        optim=setup.optim,
+        num_microbatches=each,
+        pipeline=pipeline,
+        rules=fault.rules,
     )
     initial = [dataclasses.replace(b, tensor=b.tensor.clone()) for b in model_boxes(parts)]
     mine = range(dp.index * each, (dp.index + 1) * each)
-    batches = [microbatch(setup, j, patches=want.patches[j]) for j in mine]
+    batches = [fault.cut(microbatch(setup, j, patches=want.patches[j]), groups.folding, rank) for j in mine]
     result, gradients = run_step(parts, batches, alter=fault.alter)
     return compare(parts, result, gradients, initial=initial, want=want, case=index)
 
@@ -169,16 +174,24 @@ def run_case(job: Job, task: Task, want: Reference, *, index: int, rank: int, ca
 
 @dataclass(frozen=True)
 class _Key:
+    """What a one-rank run depends on."""
+
     setup: Setup
     num_microbatches: int
+    folding: Folding
+    """Its tp and cp alone, where rows are dropped by part of a sequence."""
 
 
 def _reference_key(job: Job, case: Case) -> _Key:
     """Cases with the same key have the same one-rank run: what that run does not do (sharding, recomputing) is not in it."""
-    setup = case.setup
+    setup, f = case.setup, case.folding
     kernels = setup.kernels if job.dtype != torch.float64 else "reference"
-    plain = dataclasses.replace(setup, label="", zero=0, recompute="none", kernels=kernels)
-    return _Key(plain, job.world * setup.accumulation)
+    plain = dataclasses.replace(
+        setup, label="", zero=0, recompute="none", buckets=False, cp_method="ring", kernels=kernels, accumulation=1
+    )
+    by_part = setup.dispatch.policy == "drop" and setup.dispatch.drop_scope == "sub_sequence"
+    parts = Folding(world=f.tp * f.cp, tp=f.tp, cp=f.cp) if by_part else ALONE
+    return _Key(plain, f.dp * setup.accumulation, parts)
 
 
 def _reference_paths(job: Job, folder: Path) -> list[tuple[_Key, Path]]:
@@ -217,7 +230,7 @@ def _save_reference(path: Path, key: _Key, job: Job) -> None:
     """Leave the reference, or the reason why there is none, for all ranks to read."""
     found: Reference | PhalanxError
     try:
-        found = reference_run(key.setup, num_microbatches=key.num_microbatches, dtype=job.dtype)
+        found = reference_run(key.setup, num_microbatches=key.num_microbatches, dtype=job.dtype, folding=key.folding)
     except PhalanxError as error:
         found = error
     unfinished = path.with_suffix(".writing")

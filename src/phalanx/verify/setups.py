@@ -8,22 +8,33 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from phalanx.core.config import OptimConfig, Recipe
+from phalanx.core.config import OptimConfig, PipelineConfig, Recipe
 from phalanx.plan.dispatch import DispatchSpec
 from phalanx.plan.folding import Folding, legal_foldings
-from phalanx.plan.model import ModelSpec, RouterSpec
+from phalanx.plan.model import MlaSpec, ModelSpec, RouterSpec
+from phalanx.plan.pipeline import Pipeline, choose_schedule, make_pipeline
 from phalanx.verify.pairwise import pairwise
 
-SEQ_LEN = 16
+SEQ_LEN = 32
+AXES = ("tp", "cp", "ep", "etp")
+EXACT_AXES = (*AXES, "pp")
+ROUNDED_AXES = ("ep", "etp")
+"""In fp32 and bf16: these leave everything before the first router computed alike, so that rounding does not route its tokens otherwise."""
+PIPELINES = (2, 4)
+"""Pipelines that are verified; each holds every schedule."""
 SEQUENCES = 2
 """Of one micro-batch; so a sequence-wise loss differs from one over the micro-batch."""
 
 OPTIM = OptimConfig(lr=0.02, weight_decay=0.3, beta1=0.9, beta2=0.95, eps=1e-4, clip_norm=0.2)
 """A clipped step in which everything shows: eps near the size of the second moment's root, so that a wrong factor on the gradient is not
 normalised away; a rate and a decay that move the weights by some per cent."""
+
+
+SMALL_BUCKET_MB = 0.01
+"""A dozen buckets in the small model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,16 +45,19 @@ class Setup:
     spec: ModelSpec
     dispatch: DispatchSpec
     accumulation: int = 1
-    """Micro-batches of a step, over all ranks, are `world * accumulation`."""
+    """Micro-batches of a step on each data-parallel rank."""
     packed: bool = False
     """Several documents per sequence."""
     zero: Literal[0, 1] = 1
     recompute: Literal["none", "selective", "full"] = "none"
     kernels: Literal["fast", "reference"] = "fast"
+    buckets: bool = True
+    """Gradients are reduced in small buckets, during the backward pass."""
+    cp_method: Literal["ring", "all_gather", "ulysses"] = "ring"
 
     @property
     def optim(self) -> OptimConfig:
-        return dataclasses.replace(OPTIM, zero=self.zero)
+        return dataclasses.replace(OPTIM, zero=self.zero, bucket_mb=SMALL_BUCKET_MB if self.buckets else 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,10 +66,16 @@ class Case:
 
     setup: Setup
     folding: Folding
+    pipe: PipelineConfig = field(default_factory=PipelineConfig)
 
     @property
     def label(self) -> str:
-        return f"{self.folding.label()}  {self.setup.label}"
+        pipe = f"{self.pipeline.schedule} x{self.pipeline.virtual} " if self.folding.pp > 1 else ""
+        return f"{self.folding.label()}  {pipe}{self.setup.label}"
+
+    @property
+    def pipeline(self) -> Pipeline:
+        return make_pipeline(self.pipe, self.setup.spec, pp=self.folding.pp, seq_len=SEQ_LEN)
 
 
 _SOFTMAX = RouterSpec(score="softmax", softmax_order="before_topk")
@@ -82,6 +102,12 @@ DISPATCH: Mapping[str, DispatchSpec] = {
         _DROP, drop_by="position", drop_scope="full_sequence", pad_to_capacity=True
     ),
 }
+_LATENT = MlaSpec(q_rank=12, kv_rank=10, nope_dim=8, rope_dim=4, value_dim=6)
+ATTENTION: Mapping[str, MlaSpec | None] = {
+    "grouped": None,
+    "latent": _LATENT,
+    "latent-direct": dataclasses.replace(_LATENT, q_rank=0, value_dim=16, rope_interleaved=False),
+}
 FACTORS: Mapping[str, Sequence[Any]] = {
     "routing": tuple(ROUTING),
     "dispatch": tuple(DISPATCH),
@@ -92,11 +118,14 @@ FACTORS: Mapping[str, Sequence[Any]] = {
     "recompute": ("none", "selective", "full"),
     "kernels": ("fast", "reference"),
     "dense_layers": (0, 1),
+    "attention": tuple(ATTENTION),
     "qk_norm": ("none", "head", "hidden"),
     "attention_bias": (False, True),
     "tied": (False, True),
     "packed": (False, True),
     "zero": (0, 1),
+    "buckets": (False, True),
+    "cp_method": ("ring", "all_gather", "ulysses"),
     "accumulation": (1, 2),
 }
 
@@ -118,7 +147,7 @@ def small_model(name: str, **changes: Any) -> ModelSpec:
     return ModelSpec(name=name, **{**shape, **changes})
 
 
-def setup_of(row: Mapping[str, Any]) -> Setup:
+def setup_of(row: Mapping[str, Any], *, num_layers: int = 2) -> Setup:
     """The setup of one row of the pairwise table (factor -> level)."""
     router = dataclasses.replace(
         ROUTING[row["routing"]],
@@ -126,15 +155,19 @@ def setup_of(row: Mapping[str, Any]) -> Setup:
         aux_loss=0.0 if row["aux"] == "none" else 0.1,
         aux_scope="micro_batch" if row["aux"] == "none" else row["aux"],
     )
+    mla = ATTENTION[row["attention"]]
+    heads = {} if mla is None else {"mla": mla, "num_kv_heads": 4, "head_dim": mla.nope_dim + mla.rope_dim}
     spec = small_model(
         "verify",
+        **heads,
+        num_layers=num_layers,
         router=router,
         shared_ffn=0 if row["shared"] == "none" else 48,
         shared_gate=row["shared"] == "gated",
         dense_layers=row["dense_layers"],
         dense_ffn=80 if row["dense_layers"] else 0,
-        qk_norm=row["qk_norm"],
-        attention_bias=row["attention_bias"],
+        qk_norm="none" if mla else row["qk_norm"],
+        attention_bias=row["attention_bias"] and mla is None,
         tied_embeddings=row["tied"],
     )
     return Setup(
@@ -146,6 +179,8 @@ def setup_of(row: Mapping[str, Any]) -> Setup:
         zero=row["zero"],
         recompute=row["recompute"],
         kernels=row["kernels"],
+        buckets=row["buckets"],
+        cp_method=row["cp_method"],
     )
 
 
@@ -155,23 +190,101 @@ def _label(row: Mapping[str, Any]) -> str:
     words += [f"aux-{row['aux']}"] if row["aux"] != "none" else []
     words += ["z-loss"] if row["z_loss"] else []
     words += [f"recompute-{row['recompute']}"] if row["recompute"] != "none" else []
-    words += [f"qk-{row['qk_norm']}"] if row["qk_norm"] != "none" else []
+    latent = row["attention"] != "grouped"
+    words += [row["attention"]] if latent else []
+    words += [f"qk-{row['qk_norm']}"] if row["qk_norm"] != "none" and not latent else []
     flags = {
         "dense-layer": row["dense_layers"],
-        "bias": row["attention_bias"],
+        "bias": row["attention_bias"] and not latent,
         "tied": row["tied"],
         "packed": row["packed"],
     }
     words += [word for word, on in flags.items() if on]
-    words += [f"x{row['accumulation']}", row["kernels"]]
+    words += ["buckets"] if row["buckets"] else []
+    words += [row["cp_method"], f"x{row['accumulation']}", row["kernels"]]
     return " ".join(words)
 
 
-def default_cases(world: int, *, axes: Sequence[str] = ("ep", "etp")) -> list[Case]:
-    """All legal mappings of the small model over `world` ranks, each pair of options (the mapping is one) in at least one case."""
-    foldings = list(legal_foldings(world, small_model("verify"), seq_len=SEQ_LEN, axes=axes))
-    rows = pairwise({**FACTORS, "folding": range(len(foldings))})
-    return [Case(setup=setup_of(row), folding=foldings[row["folding"]]) for row in rows]
+def default_cases(world: int, *, axes: Sequence[str] = EXACT_AXES) -> list[Case]:
+    """All legal mappings of the small model over `world` ranks without a pipeline, each in at least one case; then (all axes) pipelines.
+
+    Any two options meet in some case, and each option meets each mapping of the attention and each mapping of the experts. (All of
+    them on all mappings would be 10^8 cases; with the two sides as factors, every pair of sides is a mapping.)
+    """
+    flat = [axis for axis in axes if axis != "pp"]
+    foldings = list(legal_foldings(world, small_model("verify"), seq_len=SEQ_LEN, axes=flat))
+    attention = list(dict.fromkeys((f.tp, f.cp) for f in foldings))
+    experts = list(dict.fromkeys((f.ep, f.etp) for f in foldings))
+    assert len(foldings) == len(attention) * len(experts)  # any attention side fits any expert side
+    rows = pairwise({**FACTORS, "attention_side": attention, "expert_side": experts})
+    cases = [_case(row, world) for row in rows]
+    for pp in PIPELINES if "pp" in axes else ():
+        cases += pipeline_cases(world, pp) if world % pp == 0 else []
+    return cases
+
+
+SCHEDULES: Sequence[PipelineConfig] = (
+    PipelineConfig(schedule="gpipe"),
+    PipelineConfig(schedule="1f1b"),
+    PipelineConfig(schedule="zero_bubble"),
+    PipelineConfig(schedule="gpipe", virtual=2),
+    PipelineConfig(schedule="interleaved_1f1b", virtual=2),
+    PipelineConfig(schedule="zero_bubble", virtual=2),
+    PipelineConfig(schedule="zbv"),
+    PipelineConfig(schedule="dualpipev"),
+)
+PIPELINE_FACTORS: Mapping[str, Sequence[Any]] = {
+    "routing": ("softmax-renorm", "groups-bias"),
+    "dispatch": ("dropless", "drop-prob-sub"),
+    "transport": ("all_to_all",),
+    "shared": ("none", "gated"),
+    "aux": ("sequence", "global_batch"),
+    "z_loss": (0.01,),
+    "recompute": ("none", "full"),
+    "kernels": ("fast",),
+    "dense_layers": (0, 1),
+    "attention": ("grouped", "latent"),
+    "qk_norm": ("head",),
+    "attention_bias": (True,),
+    "tied": (False, True),
+    "packed": (True,),
+    "zero": (0, 1),
+    "buckets": (False, True),
+    "cp_method": ("ring",),
+    "accumulation": (3, 5),
+}
+"""Options that can have something to do with the pipeline; the others are the business of a stage."""
+
+
+def pipeline_cases(world: int, pp: int) -> list[Case]:
+    """Every schedule with pp ranks, a layer a stage, beside each of the options above; the mappings inside a stage take turns."""
+    inside = list(legal_foldings(world // pp, small_model("verify"), seq_len=SEQ_LEN, axes=AXES))
+    rows = pairwise({**PIPELINE_FACTORS, "pipe": SCHEDULES}, seed=pp)
+    order = [i * STRIDE % len(inside) for i in range(len(rows))]
+    cases = []
+    for row, i in zip(rows, order, strict=True):
+        stages = pp * choose_schedule(row["pipe"])[1]
+        setup = setup_of(row, num_layers=stages)
+        folding = dataclasses.replace(inside[i], world=world, pp=pp)
+        cases.append(Case(setup=setup, folding=folding, pipe=row["pipe"]))
+    return cases
+
+
+STRIDE = 7
+"""Neighbouring mappings are alike; this many apart, few cases see many kinds."""
+
+
+def _case(row: Mapping[str, Any], world: int) -> Case:
+    (tp, cp), (ep, etp) = row["attention_side"], row["expert_side"]
+    setup = setup_of(row)
+    if cp == 1 or not _ulysses_fits(setup.spec, tp=tp, cp=cp):
+        setup = dataclasses.replace(setup, cp_method="ring" if setup.cp_method == "ulysses" else setup.cp_method)
+    return Case(setup=setup, folding=Folding(world=world, tp=tp, cp=cp, ep=ep, etp=etp))
+
+
+def _ulysses_fits(spec: ModelSpec, *, tp: int, cp: int) -> bool:
+    heads, kv = spec.num_heads // tp, max(1, spec.num_kv_heads // tp)
+    return heads % cp == 0 and (kv % cp == 0 or cp % kv == 0)
 
 
 def recipe_cases(recipe: Recipe, spec: ModelSpec, folding: Folding, dispatch: DispatchSpec) -> list[Case]:
@@ -199,15 +312,21 @@ def shrink(spec: ModelSpec, folding: Folding) -> ModelSpec:
     heads = folding.tp * 2
     group = spec.num_heads // spec.num_kv_heads
     experts = _fewest_experts(spec, folding)
+    mla = None
+    if spec.mla is not None:
+        mla = dataclasses.replace(
+            spec.mla, q_rank=12 if spec.mla.q_rank else 0, kv_rank=10, nope_dim=8, rope_dim=4, value_dim=6
+        )
     return dataclasses.replace(
         spec,
+        mla=mla,
         name=f"{spec.name} (shrunk)",
         num_layers=dense + (2 if spec.moe_layers else 1) + folding.pp - 1,
         dense_layers=dense if spec.moe_layers else dense + folding.pp,
         hidden=32,
         num_heads=heads * min(group, 2),
         num_kv_heads=heads,
-        head_dim=8,
+        head_dim=8 if mla is None else mla.nope_dim + mla.rope_dim,
         vocab=64 * folding.tp,
         num_experts=experts,
         expert_ffn=16 * folding.etp,

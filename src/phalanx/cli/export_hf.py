@@ -1,0 +1,78 @@
+"""Write the model of a run as a Hugging Face checkpoint that `transformers` loads as it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from phalanx.core.errors import ConfigError, Problem, raise_if
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportArgs:
+    """Write the model of a run as a Hugging Face checkpoint that `transformers` loads as it is."""
+
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """Folder of the run, such as runs/laptop."""
+    dir: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
+    """New folder to write: safetensors shards with their index, config.json, tokenizer."""
+    step: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
+    """Checkpoint to read. Default: the newest."""
+    dtype: Annotated[str | None, tyro.conf.arg(metavar="TYPE")] = None
+    """bfloat16, float32 or float64. Default: that of the imported checkpoint, or train.dtype."""
+    family: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
+    """Architecture (mixtral, qwen3_moe, ...). Default: that of the import, or the first that can express the model."""
+    shard_mb: int = 5000
+    """Largest shard in megabytes; a larger tensor has a file of its own."""
+    ranks: int = 1
+    """Processes that write shards."""
+
+
+def main(args: list[str]) -> int:
+    """Run `phalanx export-hf ARGS...`; returns the exit status."""
+    options = tyro.cli(ExportArgs, args=args, prog="phalanx export-hf", description=__doc__)
+    raise_if(problems(options), ConfigError, subject="the command")
+    from phalanx.runtime.launch import run_local
+    from phalanx.train import export_hf
+
+    plan = export_hf.plan_export(
+        options.run,
+        options.dir,
+        step=options.step,
+        dtype=options.dtype,
+        family=options.family,
+        shard_bytes=options.shard_mb * 1_000_000,
+    )
+    ranks = min(options.ranks, len(plan.shards))
+    export_hf.begin(plan)
+    if ranks == 1:
+        export_hf.write_shards(plan)
+    else:
+        run_local(lambda info, stop: _rank(plan, info.rank, ranks), ranks=ranks, threads=1)
+    export_hf.finish(plan)
+    size = sum(plan.bytes_of(link) for shard in plan.shards for link in shard)
+    count = len(plan.shards)
+    files = f"{count} files" if count > 1 else "one file"
+    print(f"{plan.target}: {plan.family.architecture}, step {plan.step}, {size / 1e6:,.1f} MB in {files}")
+    return 0
+
+
+def _rank(plan: object, rank: int, ranks: int) -> int:
+    from phalanx.train import export_hf
+
+    assert isinstance(plan, export_hf.Export)
+    export_hf.write_shards(plan, index=rank, count=ranks)
+    return 0
+
+
+def problems(options: ExportArgs) -> list[Problem]:
+    """What is wrong with the numbers."""
+    numbers = {"--shard-mb": options.shard_mb, "--ranks": options.ranks}
+    return [
+        Problem(where=name, value=value, rule="must be at least 1", hint="leave it out")
+        for name, value in numbers.items()
+        if value < 1
+    ]

@@ -1,0 +1,49 @@
+"""phalanx import-hf DIR [--section.key VALUE ...]
+
+Makes a run of a Hugging Face checkpoint (config.json, *.safetensors, tokenizer.json): a folder with recipe, tokenizer and a checkpoint of
+step 0, from which `phalanx train` and `phalanx generate` go on. Families: mixtral, qwen2_moe, qwen3_moe, olmoe, deepseek_v2, deepseek_v3.
+
+  DIR                   folder of the checkpoint
+  --run.name NAME       name of the run (default: that of DIR)
+  --launch.ranks N      ranks that read; each reads 1/N of every tensor
+  --section.key VALUE   any other setting of the recipe, but for the model's shape, which config.json decides
+  --help                this text
+
+Everything wrong with DIR is told at once, and then nothing is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from phalanx.core.errors import ConfigError, Problem
+
+
+def main(args: Sequence[str]) -> int:
+    """Run `phalanx import-hf ARGS...`; returns the exit status."""
+    if "-h" in args or "--help" in args:
+        print(__doc__.strip())
+        return 0
+    folder, overrides = read_args(args)
+    from phalanx.runtime.groups import WorldInfo
+    from phalanx.runtime.launch import run_local, run_one, threads_per_rank
+    from phalanx.train.hugging_face import open_checkpoint
+    from phalanx.train.import_hf import import_rank, plan_import
+
+    job = plan_import(open_checkpoint(folder), overrides)
+    body, ranks = partial(import_rank, job), job.recipe.launch.ranks
+    threads = threads_per_rank(ranks, job.recipe.launch.threads)
+    if ranks == 1:
+        return run_one(body, WorldInfo(), threads=threads)
+    return run_local(body, ranks=ranks, threads=threads)
+
+
+def read_args(args: Sequence[str]) -> tuple[Path, list[str]]:
+    """The folder, then overrides."""
+    if not args or args[0].startswith("-"):
+        rule, hint = "the first argument is the folder of the checkpoint", "phalanx import-hf DIR --run.name NAME"
+        problem = Problem(where="DIR", value=args[0] if args else None, rule=rule, hint=hint)
+        raise ConfigError([problem], subject="the command")
+    return Path(args[0]), list(args[1:])

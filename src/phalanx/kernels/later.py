@@ -1,0 +1,134 @@
+"""Weight gradients that a backward pass puts off, so that the pipeline can compute them in a bubble (arXiv 2401.10241).
+
+A layer with a `Later` gives its weights to autograd as constants and leaves, in the backward pass, a job for each: the gradient is then
+computed, by the same products on the same numbers, when `run` takes it. What the job needs (the layer's input and the gradient of its
+output) stays in memory until then; nothing is computed twice. Matrices of layers are put off; vectors, the router, the embedding and
+the head (whose gradient is made with the loss) come with the input gradient: nobody waits for less than they cost.
+
+Must never change: a job reaches the parameter through the weight's own graph, so views of a parameter and the hooks on it work as ever.
+
+Legend: T rows, H inputs, O outputs, e slots of grouped products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """`compute` makes the gradients of `weights`."""
+
+    weights: tuple[torch.Tensor, ...]
+    compute: Callable[[], tuple[torch.Tensor, ...]]
+
+
+class Later:
+    """The jobs that backward passes have left since they were last taken, in order."""
+
+    def __init__(self) -> None:
+        self._jobs: list[Job] = []
+
+    def put(self, weights: Sequence[torch.Tensor], compute: Callable[[], tuple[torch.Tensor, ...]]) -> None:
+        """Leave a job. Called by backward passes."""
+        self._jobs.append(Job(tuple(weights), compute))
+
+    def take(self) -> list[Job]:
+        """All jobs left so far, for one who runs them when it is time."""
+        jobs, self._jobs = self._jobs, []
+        return jobs
+
+
+def run(jobs: list[Job]) -> None:
+    """Run jobs, each freed as soon as it is done. A parameter gets one gradient, also where several jobs have parts of it."""
+    groups: dict[tuple[int, ...], list[Job]] = {}
+    for job in jobs:
+        groups.setdefault(tuple(id(_parameter(w)) for w in job.weights), []).append(job)
+    jobs.clear()
+    for key in list(groups):
+        together = groups.pop(key)
+        weights = [w for job in together for w in job.weights]
+        grads = [grad for job in together for grad in job.compute()]
+        torch.autograd.backward(weights, grads)
+
+
+def _parameter(weight: torch.Tensor) -> torch.Tensor:
+    """What `weight` is, or is a view of."""
+    return weight if weight._base is None else weight._base
+
+
+@dataclass(frozen=True, eq=False)
+class Target:
+    """Weights, hidden from autograd's bookkeeping, and where their gradient is left for later."""
+
+    weights: tuple[torch.Tensor, ...]
+    later: Later
+
+    def put(self, compute: Callable[[], tuple[torch.Tensor, ...]]) -> None:
+        self.later.put(self.weights, compute)
+
+
+def target_of(weights: Sequence[torch.Tensor], x: torch.Tensor, later: Later | None) -> Target | None:
+    """What to give to an operation on `x` in place of the weights' gradients; None where they are not put off.
+
+    Raises `ValueError` where no gradient flows to `x`: no backward pass would come by to leave the job.
+    """
+    if later is None or not torch.is_grad_enabled():
+        return None
+    if not x.requires_grad:
+        raise ValueError("weight gradients can be put off only where the layer's input has a gradient too")
+    return Target(tuple(weights), later)
+
+
+def later_linear(x: torch.Tensor, weight_OH: torch.Tensor, bias_O: torch.Tensor | None, later: Later) -> torch.Tensor:
+    """`F.linear` whose weight gradient is put off; any leading dims."""
+    out: torch.Tensor = _Linear.apply(x, bias_O, weight_OH.detach(), target_of([weight_OH], x, later))
+    return out
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, bias_O: torch.Tensor | None, weight_OH: torch.Tensor, target: Target | None
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight_OH)
+        ctx.target = target
+        return F.linear(x, weight_OH, bias_O)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight_OH = ctx.saved_tensors
+        dy_TO, x_TH = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
+        ctx.target.put(lambda: (dy_TO.T @ x_TH,))
+        dx = dy @ weight_OH if ctx.needs_input_grad[0] else None
+        return dx, dy_TO.sum(0) if ctx.needs_input_grad[1] else None, None, None
+
+
+def later_grouped_mm(
+    x_TH: torch.Tensor, weight_eOH: torch.Tensor, offsets_e: torch.Tensor, later: Later
+) -> torch.Tensor:
+    """`F.grouped_mm(x, weight^T)` over runs of rows that end at `offsets_e`, its weight gradient put off."""
+    out: torch.Tensor = _GroupedMm.apply(x_TH, weight_eOH.detach(), offsets_e, target_of([weight_eOH], x_TH, later))
+    return out
+
+
+class _GroupedMm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_TH: torch.Tensor, weight_eOH: torch.Tensor, offsets_e: torch.Tensor, target: Target | None
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x_TH, weight_eOH, offsets_e)
+        ctx.target = target
+        return F.grouped_mm(x_TH, weight_eOH.transpose(1, 2), offs=offsets_e)
+
+    @staticmethod
+    def backward(ctx: Any, dy_TO: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x_TH, weight_eOH, offsets_e = ctx.saved_tensors
+        dy_TO = dy_TO.contiguous()
+        ctx.target.put(lambda: (F.grouped_mm(dy_TO.T, x_TH, offs=offsets_e),))
+        return F.grouped_mm(dy_TO, weight_eOH, offs=offsets_e), None, None, None

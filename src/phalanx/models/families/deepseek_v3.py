@@ -1,0 +1,64 @@
+"""DeepSeek-V3 (arXiv 2412.19437): as V2, but sigmoid scores, groups by their best two, and an expert bias in place of a loss.
+
+The expert bias is a buffer of the run (`router.bias_rate`), and on disk `e_score_correction_bias`. Layers past the last one (prediction of
+further tokens) are left on the disk.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from phalanx.models.families.deepseek_v2 import REST, groups, latent_fields, latent_shape
+from phalanx.models.families.family import Family
+from phalanx.models.families.names import FUSED_EXPERTS, Rule, experts
+from phalanx.models.families.options import Options
+from phalanx.plan.model import PRESETS, ModelSpec, RouterSpec
+
+_BIAS = Rule("model.layers.{layer}.mlp.gate.e_score_correction_bias", "layers.{layer}.moe.router.expert_bias")
+
+
+def _read(options: Options) -> ModelSpec:
+    options.only("scoring_func", "sigmoid", why="DeepSeek-V3 scores with a sigmoid")
+    options.only("topk_method", "noaux_tc", why="is not a choice of experts that we know")
+    renormalize = options.flag("norm_topk_prob", True)
+    if renormalize and options.config.get("num_experts_per_tok") == 1:
+        options.refuse(
+            "num_experts_per_tok", "a single chosen expert has weight 1 here, which gives the router no gradient"
+        )
+    return ModelSpec(
+        name="deepseek-v3",
+        **latent_shape(options, interleaved=options.flag("rope_interleave", True)),
+        router=RouterSpec(
+            score="sigmoid",
+            renormalize=renormalize,
+            scale=options.number("routed_scaling_factor", 1.0),
+            group_score="top2",
+            bias_rate=PRESETS["deepseek-v3"].router.bias_rate,
+            **groups(options),
+        ),
+    )
+
+
+def _write(spec: ModelSpec) -> dict[str, Any]:
+    return {
+        **latent_fields(spec, "DeepseekV3ForCausalLM"),
+        "n_group": spec.router.num_groups,
+        "topk_group": spec.router.group_topk,
+        "norm_topk_prob": spec.router.renormalize,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "rope_interleave": spec.mla is None or spec.mla.rope_interleaved,
+        "num_nextn_predict_layers": 0,
+    }
+
+
+DEEPSEEK_V3 = Family(
+    model_type="deepseek_v3",
+    architecture="DeepseekV3ForCausalLM",
+    preset="deepseek-v3",
+    rules=(*REST, *experts("mlp"), _BIAS),
+    fused_rules=(*REST, *FUSED_EXPERTS, _BIAS),
+    read=_read,
+    write=_write,
+    absent=(_BIAS,),
+)

@@ -1,0 +1,55 @@
+"""OLMoE (Ai2): norms over all queries and over all keys at once; the chosen weights are not renormalised."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from phalanx.models.families.family import Family
+from phalanx.models.families.names import ENDS, FUSED_EXPERTS, GROUPED_ATTENTION, NORMS, experts
+from phalanx.models.families.options import Options, common, common_fields, grouped_heads
+from phalanx.plan.model import ModelSpec, RouterSpec
+
+_REST = (*ENDS, *NORMS, *GROUPED_ATTENTION)
+
+
+def _read(options: Options) -> ModelSpec:
+    options.only("attention_bias", False, why="a bias on the output projection of attention is not there")
+    options.only("clip_qkv", None, why="clipping of queries, keys and values is not there")
+    heads = grouped_heads(options)
+    if heads["head_dim"] * options.whole("num_attention_heads") != options.whole("hidden_size"):
+        options.refuse(
+            "head_dim", "the norm over all queries is as wide as the model: hidden_size / num_attention_heads"
+        )
+    return ModelSpec(
+        name="olmoe-1b-7b",
+        **common(options),
+        **heads,
+        norm_eps=options.number("rms_norm_eps", 1e-5),
+        qk_norm="hidden",
+        num_experts=options.whole("num_experts"),
+        expert_ffn=options.whole("intermediate_size"),
+        router=RouterSpec(renormalize=options.flag("norm_topk_prob", False)),
+    )
+
+
+def _write(spec: ModelSpec) -> dict[str, Any]:
+    return {
+        **common_fields(spec, "OlmoeForCausalLM"),
+        "head_dim": spec.head_dim,
+        "attention_bias": False,
+        "clip_qkv": None,
+        "num_experts": spec.num_experts,
+        "intermediate_size": spec.expert_ffn,
+        "norm_topk_prob": spec.router.renormalize,
+    }
+
+
+OLMOE = Family(
+    model_type="olmoe",
+    architecture="OlmoeForCausalLM",
+    preset="olmoe-1b-7b",
+    rules=(*_REST, *experts("mlp")),
+    fused_rules=(*_REST, *FUSED_EXPERTS),
+    read=_read,
+    write=_write,
+)

@@ -1,0 +1,121 @@
+"""The pipeline of a run: which schedule with how many virtual stages, and which layers each stage holds.
+
+Decides the defaults, what is legal, and the plans that every rank carries out: one for the passes of a step, one for passes that only go
+forward. Must never change: both depend on the recipe, the model and the number of micro-batches alone.
+
+A run without a pipeline is one stage on one rank, and its plan a forward and a backward pass for each micro-batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from functools import lru_cache
+
+from phalanx.core.config import PipelineConfig
+from phalanx.core.errors import ConfigError, Problem, raise_if
+from phalanx.plan.model import ModelSpec
+from phalanx.plan.schedule import SCHEDULES, Schedule, make_schedule, schedule_problems
+from phalanx.plan.schedule_comm import PipelinePlan, plan_pipeline
+from phalanx.plan.stages import StagePlan, assign_stages, division_problems
+
+_PLACES = {
+    "schedule.name": "pipeline.schedule",
+    "schedule.virtual": "pipeline.virtual",
+    "schedule.pp": "folding.pp",
+    "stages.layers": "pipeline.layers",
+}
+"""Where the recipe says what the planner calls so."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipeline:
+    """Schedule and division of one run."""
+
+    schedule: str
+    pp: int
+    virtual: int
+    stages: StagePlan
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether weight gradients are put off."""
+        return self.plan(1).schedule.splits_backward
+
+    def plan(self, num_microbatches: int) -> PipelinePlan:
+        """Passes and transfers of a step of so many micro-batches on each data-parallel rank."""
+        return _plan(self.schedule, self.pp, self.virtual, num_microbatches)
+
+    def forward_plan(self, num_microbatches: int) -> PipelinePlan:
+        """The forward passes of `plan` alone, in its order: for validation, counting and generation."""
+        return _forward_plan(self.schedule, self.pp, self.virtual, num_microbatches)
+
+    def explain(self) -> str:
+        """Schedule and stages in a few lines that a person reads."""
+        about = SCHEDULES[self.schedule].about
+        return f"pipeline of {self.pp} ranks x {self.virtual} virtual stages, {self.schedule}: {about}\n{self.stages.explain()}"
+
+
+@lru_cache(maxsize=32)
+def _plan(name: str, pp: int, virtual: int, num_microbatches: int) -> PipelinePlan:
+    return plan_pipeline(make_schedule(name, pp=pp, virtual=virtual, num_microbatches=num_microbatches))
+
+
+@lru_cache(maxsize=32)
+def _forward_plan(name: str, pp: int, virtual: int, num_microbatches: int) -> PipelinePlan:
+    """A part of an order that comes to its end comes to its end, if nothing in it waits for what was left out."""
+    whole = _plan(name, pp, virtual, num_microbatches).schedule
+    actions = tuple(tuple(action for action in order if action.kind == "F") for order in whole.actions)
+    held = tuple(len(order) for order in actions)
+    return plan_pipeline(dataclasses.replace(whole, name=f"{name}, forward", actions=actions, max_live=held))
+
+
+def choose_schedule(config: PipelineConfig) -> tuple[str, int]:
+    """Name and virtual stages, with what is not set filled in: 1F1B, interleaved where there are virtual stages."""
+    name = config.schedule
+    if name is None:
+        name = "interleaved_1f1b" if (config.virtual or 1) > 1 else "1f1b"
+    virtual = config.virtual if config.virtual is not None else SCHEDULES[name].virtual or 1
+    return name, virtual
+
+
+def pipeline_problems(config: PipelineConfig, spec: ModelSpec, *, pp: int) -> list[Problem]:
+    """Why `spec` cannot run in such a pipeline, each with a legal value nearby."""
+    name, virtual = choose_schedule(config)
+    problems = schedule_problems(name, pp=pp, virtual=virtual, num_microbatches=1)
+    if not problems:
+        problems = _too_many_stages(spec, pp=pp, virtual=virtual, fixed=SCHEDULES[name].virtual is not None)
+    if not problems:
+        problems = division_problems(spec.num_layers, pp * virtual, layers=config.layers)
+    return [_in_recipe(problem) for problem in problems]
+
+
+def _too_many_stages(spec: ModelSpec, *, pp: int, virtual: int, fixed: bool) -> list[Problem]:
+    most = spec.num_layers + 2
+    if pp * virtual <= most:
+        return []
+    text = f"x folding.pp {pp} makes {pp * virtual} stages, and {spec.num_layers} layers, embedding and head fill at most {most}"
+    fewer = most // pp
+    hint = f"nearest legal: {fewer}" if fewer and not fixed else f"nearest legal: folding.pp {most // virtual}"
+    return [Problem(where="pipeline.virtual", value=virtual, rule=text, hint=hint)]
+
+
+def _in_recipe(problem: Problem) -> Problem:
+    head, bracket, rest = problem.where.partition("[")
+    return dataclasses.replace(problem, where=_PLACES.get(head, head) + bracket + rest)
+
+
+def make_pipeline(
+    config: PipelineConfig, spec: ModelSpec, *, pp: int, seq_len: int, num_microbatches: int = 1
+) -> Pipeline:
+    """The pipeline of `spec` over `pp` ranks. Raises `ConfigError` naming every problem."""
+    raise_if(pipeline_problems(config, spec, pp=pp), ConfigError, subject=f"the pipeline of {spec.name}")
+    name, virtual = choose_schedule(config)
+    schedule: Schedule = _plan(name, pp, virtual, max(1, num_microbatches)).schedule
+    stages = assign_stages(spec, schedule.rank_of_stage, seq_len=seq_len, layers=config.layers)
+    return Pipeline(schedule=name, pp=pp, virtual=virtual, stages=stages)
+
+
+def plain_pipeline(spec: ModelSpec, *, pp: int = 1) -> Pipeline:
+    """What nobody has said anything about: everything on one stage, or 1F1B; layers divided by their weights' cost."""
+    return make_pipeline(PipelineConfig(), spec, pp=pp, seq_len=1)

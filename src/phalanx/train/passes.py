@@ -1,0 +1,238 @@
+"""The passes of this rank's stages: what a step collects its gradients with, and what only goes forward. With or without a pipeline.
+
+Decides nothing about order (`plan/pipeline.py`) and moves nothing between ranks itself (`runtime/pipeline.py`). Must never change: the gradient of
+a micro-batch reaches the buffers once and whole, whichever of its passes made it; between a forward pass and its backward pass nothing is held
+that the backward pass does not need (of the output its place in the graph, not its values).
+
+    F   the stage's layers and its part of the objective
+    B   all gradients
+    I   the gradient of the input, of vectors, router, embedding and head; what matrices need for theirs is kept
+    W   the gradients of the matrices, from what I kept
+
+Legend: T rows of this rank between layers, H hidden, L MoE layers, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from phalanx.kernels.later import Job, Later, run
+from phalanx.models.context import ForwardInfo, TokenBatch
+from phalanx.models.decoder import Decoder, DecoderOutput
+from phalanx.plan.layout import stage_params
+from phalanx.plan.pipeline import Pipeline
+from phalanx.plan.program import op_id
+from phalanx.plan.schedule import Action, Order
+from phalanx.plan.schedule_comm import Transfer
+from phalanx.plan.stages import Stage
+from phalanx.runtime.collectives import Collectives
+from phalanx.runtime.gradients import GradientBuffers
+from phalanx.runtime.groups import Groups
+from phalanx.runtime.pipeline import Boundary, agree_on, run_pipeline
+from phalanx.train.loss import Share, objective
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StageRunner:
+    """This rank's stages, and how they are run."""
+
+    model: Decoder
+    pipeline: Pipeline
+    groups: Groups
+    comms: Collectives
+    later: Later | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    def agree(self, num_microbatches: int) -> None:
+        """Raise `RunError` where the ranks of the pipeline have different plans. Collective over the pipeline."""
+        agree_on(self.pipeline.plan(num_microbatches), axis=self.groups.axis("pp"), comms=self.comms)
+
+    def train(
+        self,
+        batches: Sequence[TokenBatch],
+        infos: Sequence[ForwardInfo],
+        *,
+        valid_tokens: torch.Tensor,
+        buffers: GradientBuffers,
+    ) -> list[Share]:
+        """Forward and backward of all micro-batches; gradients go to `buffers`. Collective over the pipeline.
+
+        One share for each stage of this rank and micro-batch. `valid_tokens`: 0-d, of the whole step.
+        """
+        plan = self.pipeline.plan(len(batches))
+        passes = _TrainingPasses(self, batches, infos, valid_tokens, buffers)
+        run_pipeline(plan, passes, self._boundary(batches), name=lambda transfer: _id(transfer, infos))
+        return passes.shares
+
+    @torch.no_grad()
+    def forward(
+        self,
+        batches: Sequence[TokenBatch],
+        infos: Sequence[ForwardInfo],
+        keep: Callable[[Stage, int, DecoderOutput], None],
+    ) -> None:
+        """Forward passes alone; `keep(stage, micro-batch, output)` hears of each pass of this rank. Collective over the pipeline."""
+        plan = self.pipeline.forward_plan(len(batches))
+        passes = _ForwardPasses(self, batches, infos, keep)
+        run_pipeline(plan, passes, self._boundary(batches), name=lambda transfer: _id(transfer, infos))
+
+    def _boundary(self, batches: Sequence[TokenBatch]) -> Boundary:
+        rows = {_num_rows(batch, tp=self.groups.folding.tp) for batch in batches}
+        if len(rows) != 1:
+            raise ValueError(
+                f"the micro-batches of a step have {sorted(rows)} rows: a pipeline needs one shape for all"
+            )
+        return Boundary(
+            shape=(*rows, self.model.spec.hidden),
+            dtype=self.model.dtype,
+            device=self.device,
+            axis=self.groups.axis("pp"),
+            comms=self.comms,
+        )
+
+
+def _num_rows(batch: TokenBatch, *, tp: int) -> int:
+    return batch.num_tokens // tp if batch.token_index_T is None else len(batch.token_index_T)
+
+
+def _id(transfer: Transfer, infos: Sequence[ForwardInfo]) -> str:
+    """`mb3.fwd.boundary1`: what crosses from stage 1 to stage 2 for micro-batch 3 (or back: `bwd`)."""
+    info, lower = infos[transfer.microbatch], min(transfer.stage, transfer.target_stage)
+    phase = info.phase if transfer.direction == "forward" else "bwd"
+    return op_id(f"boundary{lower}", microbatch=info.microbatch, phase=phase)
+
+
+def last_gradients(
+    order: Order, stages: Mapping[int, Sequence[str]], deferred: frozenset[str]
+) -> dict[Action, list[str]]:
+    """Pass -> parameters that get their last gradient of the step in it. `stages`: the parameters of each stage of the rank."""
+    last: dict[str, Action] = {}
+    for action in order:
+        if action.kind != "F":
+            made = [n for n in stages[action.stage] if action.kind == "B" or (n in deferred) == (action.kind == "W")]
+            last.update(dict.fromkeys(made, action))
+    out: dict[Action, list[str]] = {}
+    for name, action in last.items():
+        out.setdefault(action, []).append(name)
+    return out
+
+
+@dataclass(frozen=True, eq=False)
+class _Live:
+    """What a forward pass leaves for the backward pass."""
+
+    x_TH: torch.Tensor | None
+    hidden: GradientEdge | None
+    """Of the output that another stage has; None on the last."""
+    total: tuple[GradientEdge, torch.Tensor] | None
+    """Of the stage's part of the objective, with a gradient of one; None where nothing of it depends on a parameter."""
+
+
+class _TrainingPasses:
+    """Holds what is between a forward and a backward pass, and no more."""
+
+    def __init__(
+        self,
+        runner: StageRunner,
+        batches: Sequence[TokenBatch],
+        infos: Sequence[ForwardInfo],
+        valid_tokens: torch.Tensor,
+        buffers: GradientBuffers,
+    ) -> None:
+        self.runner, self.batches, self.infos = runner, batches, infos
+        self.valid_tokens, self.buffers = valid_tokens, buffers
+        self.stages = {stage.index: stage for stage in runner.model.stages}
+        self.shares: list[Share] = []
+        self._live: dict[tuple[int, int], _Live] = {}
+        self._owed: dict[tuple[int, int], list[Job]] = {}
+        self._last = self._last_gradients()
+
+    def _last_gradients(self) -> dict[Action, list[str]]:
+        runner = self.runner
+        order = runner.pipeline.plan(len(self.batches)).schedule.actions[runner.groups.axis("pp").index]
+        names = {i: [p.name for p in stage_params(runner.model.spec, [stage])] for i, stage in self.stages.items()}
+        return last_gradients(order, names, runner.model.put_off)
+
+    def forward(self, index: int, microbatch: int, x_TH: torch.Tensor | None) -> torch.Tensor | None:
+        stage, batch, info = self.stages[index], self.batches[microbatch], self.infos[microbatch]
+        if x_TH is not None:
+            x_TH.requires_grad_()
+        model = self.runner.model
+        output = model.run_stage(stage, x_TH, batch, info)
+        total, share = objective(model, output, batch, info, stage=stage, valid_tokens=self.valid_tokens)
+        self.shares.append(share)
+        ones = (get_gradient_edge(total), torch.ones_like(total)) if total.requires_grad else None
+        hidden = None if stage.has_head else get_gradient_edge(output.hidden_TH)
+        self._live[index, microbatch] = _Live(x_TH, hidden, ones)
+        return None if stage.has_head else output.hidden_TH.detach()
+
+    def backward(self, index: int, microbatch: int, d_out_TH: torch.Tensor | None) -> torch.Tensor | None:
+        d_in_TH = self._differentiate(Action("B", index, microbatch), d_out_TH)
+        if self.runner.later is not None:
+            run(self.runner.later.take())
+        return d_in_TH
+
+    def input_gradient(self, index: int, microbatch: int, d_out_TH: torch.Tensor | None) -> torch.Tensor | None:
+        d_in_TH = self._differentiate(Action("I", index, microbatch), d_out_TH)
+        assert self.runner.later is not None  # made with the model, for schedules that divide the backward pass
+        self._owed[index, microbatch] = self.runner.later.take()
+        return d_in_TH
+
+    def weight_gradient(self, index: int, microbatch: int) -> None:
+        self._announce(Action("W", index, microbatch))
+        run(self._owed.pop((index, microbatch)))
+
+    def _differentiate(self, action: Action, d_out_TH: torch.Tensor | None) -> torch.Tensor | None:
+        self._announce(action)
+        live = self._live.pop((action.stage, action.microbatch))
+        roots: list[GradientEdge] = []
+        grads: list[torch.Tensor] = []
+        if live.hidden is not None:
+            assert d_out_TH is not None  # the plan gives every stage but the last a gradient
+            roots.append(live.hidden)
+            grads.append(d_out_TH)
+        if live.total is not None:
+            roots.append(live.total[0])
+            grads.append(live.total[1])
+        torch.autograd.backward(roots, grads)
+        return None if live.x_TH is None else live.x_TH.grad
+
+    def _announce(self, action: Action) -> None:
+        names = self._last.get(action)
+        if names:
+            self.buffers.final(names, self.runner.groups, self.runner.comms)
+
+
+class _ForwardPasses:
+    """No graph is made; what `keep` does not keep is gone with the pass."""
+
+    def __init__(
+        self,
+        runner: StageRunner,
+        batches: Sequence[TokenBatch],
+        infos: Sequence[ForwardInfo],
+        keep: Callable[[Stage, int, DecoderOutput], None],
+    ) -> None:
+        self.runner, self.batches, self.infos, self.keep = runner, batches, infos, keep
+        self.stages = {stage.index: stage for stage in runner.model.stages}
+
+    def forward(self, index: int, microbatch: int, x_TH: torch.Tensor | None) -> torch.Tensor | None:
+        stage = self.stages[index]
+        output = self.runner.model.run_stage(stage, x_TH, self.batches[microbatch], self.infos[microbatch])
+        self.keep(stage, microbatch, output)
+        return output.hidden_TH
+
+    def backward(self, index: int, microbatch: int, d_out_TH: torch.Tensor | None) -> torch.Tensor | None:
+        raise NotImplementedError("a forward plan has no backward passes")
+
+    input_gradient = backward
+
+    def weight_gradient(self, index: int, microbatch: int) -> None:
+        raise NotImplementedError("a forward plan has no backward passes")
