@@ -23,6 +23,7 @@ MAPPINGS = {
     "one rank": ALONE,
     "tp2": make_folding(world=2, tp=2),
     "ep2 x dp2": make_folding(world=2, ep=2),
+    "cp2": make_folding(world=2, cp=2),
     "pp2": make_folding(world=2, pp=2),
     "tp2 dp2, etp2 ep2": make_folding(world=4, tp=2, etp=2, ep=2),
 }

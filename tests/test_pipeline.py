@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from phalanx.core.config import PipelineConfig
-from phalanx.core.errors import PlanError
+from phalanx.core.errors import PlanError, RunError
 from phalanx.models.context import ForwardInfo, TokenBatch
 from phalanx.models.decoder import DecoderOutput
 from phalanx.plan.dispatch import DispatchSpec
@@ -213,6 +213,27 @@ def test_planted_faults_are_found(fault: str, culprit: int) -> None:
     want = reference(case)
     assert any(run_ranks(2, _faulty, case, want, fault, culprit))
     assert run_ranks(2, _faulty, case, want, fault, 9) == [[], []]
+
+
+def _poisoned(rank: int, cache: GroupCache, case: PipelineCase) -> tuple[str, bool]:
+    """A weight of the second rank is not a number."""
+    parts = build(case, rank, cache)
+    if rank == 1:
+        with torch.no_grad():
+            next(p for name, p in parts.model.named_parameters() if name.endswith("moe.router.weight"))[0, 0] = (
+                torch.nan
+            )
+    before = [box.tensor.clone() for box in parts.state.boxes()]
+    with pytest.raises(RunError) as caught:
+        train_step(parts, batches_of(case, rank), step=0, lr=0.1)
+    return str(caught.value), all(torch.equal(a, b.tensor) for a, b in zip(before, parts.state.boxes(), strict=True))
+
+
+@pytest.mark.parametrize("config", [PIPELINES[1], PIPELINES[3]], ids=lambda c: c.schedule)
+def test_a_number_that_is_not_finite_on_one_stage_ends_the_step_on_all(config: PipelineConfig) -> None:
+    told = run_ranks(2, _poisoned, chosen(config, num_microbatches=2))
+    assert told[0][0] == told[1][0] and all(unchanged for _, unchanged in told)
+    assert "the gradient is not finite" in told[0][0] and " on rank " in told[0][0]
 
 
 def _without_embedding_sum(rank: int, cache: GroupCache, case: PipelineCase, want: Reference) -> list[str]:

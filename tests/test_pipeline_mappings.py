@@ -1,7 +1,7 @@
 """Every schedule trains what one rank trains, on every kind of mapping: gradients, norm, clipped step, losses, counts and expert biases, in fp64.
 
 Experts, dense first layers (stages without experts), tied and untied embeddings, all router losses, recomputation, dropping, buckets and
-ZeRO-1 are in the cases; tp, ep and etp inside the stages.
+ZeRO-1 are in the cases; tp, cp, ep and etp inside the stages.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def test_tensor_and_expert_parallelism_inside_the_stages() -> None:
 
 
 def test_eight_ranks() -> None:
-    verify(8, cases(8, pp=2, axes=("tp", "ep", "etp"), count=len(PIPELINES), skip=5))
+    verify(8, cases(8, pp=2, axes=("tp", "cp", "ep", "etp"), count=len(PIPELINES), skip=5))
 
 
 def test_four_stages_beside_experts() -> None:

@@ -39,9 +39,9 @@ HOMES: tuple[tuple[dict[str, int], PipelineConfig], ...] = (
     ({"world": 2, "pp": 2}, PipelineConfig(schedule="zero_bubble", layers=(2, 4))),
     ({"world": 4, "pp": 2, "tp": 2, "etp": 2}, PipelineConfig(schedule="gpipe", virtual=3)),
     ({"world": 4, "tp": 2, "ep": 4}, PipelineConfig()),
-    ({"world": 4, "pp": 2}, PipelineConfig(schedule="dualpipev")),
+    ({"world": 4, "pp": 2, "cp": 2}, PipelineConfig(schedule="dualpipev")),
 )
-"""Mappings that differ in tp, ep, etp, dp, pp and virtual stages."""
+"""Mappings that differ in tp, cp, ep, etp, dp, pp and virtual stages."""
 
 
 def case_of(home: int) -> PipelineCase:
@@ -116,7 +116,7 @@ def _logits(rank: int, cache: GroupCache, home: int, tokens: Sequence[int]) -> t
 def test_the_next_token_is_the_same_on_any_mapping_and_rank(tokens: list[int]) -> None:
     want, text = _logits(0, GroupCache(), 1, tokens)
     assert want.shape == (SPEC.vocab,) and len(text) == 4
-    for home in (0, 2, 4, 5):
+    for home in (0, 2, 4, 5, 6):
         for logits_V, written in run_ranks(HOMES[home][0]["world"], _logits, home, tokens):
             torch.testing.assert_close(logits_V, want, rtol=1e-5, atol=1e-6)
             assert written == text

@@ -6,6 +6,7 @@ step 0, from which `phalanx train` and `phalanx generate` go on. Families: mixtr
   DIR                   folder of the checkpoint
   --run.name NAME       name of the run (default: that of DIR)
   --launch.ranks N      ranks that read; each reads 1/N of every tensor
+  --model.mtp_layers N  read N blocks of multi-token prediction too (deepseek_v3; default 0)
   --section.key VALUE   any other setting of the recipe, but for the model's shape, which config.json decides
   --help                this text
 
@@ -32,12 +33,19 @@ def main(args: Sequence[str]) -> int:
     from phalanx.train.hugging_face import open_checkpoint
     from phalanx.train.import_hf import import_rank, plan_import
 
-    job = plan_import(open_checkpoint(folder), overrides)
+    job = plan_import(open_checkpoint(folder, mtp_layers=asked_mtp_layers(overrides)), overrides)
     body, ranks = partial(import_rank, job), job.recipe.launch.ranks
     threads = threads_per_rank(ranks, job.recipe.launch.threads)
     if ranks == 1:
         return run_one(body, WorldInfo(), threads=threads)
     return run_local(body, ranks=ranks, threads=threads)
+
+
+def asked_mtp_layers(overrides: Sequence[str]) -> int:
+    """What the overrides say of `model.mtp_layers`, which decides what is read; 0 where they say nothing that is a number."""
+    words = [w for word in overrides for w in word.split("=", 1)]
+    said = [after for word, after in zip(words, words[1:], strict=False) if word == "--model.mtp_layers"]
+    return int(said[-1]) if said and said[-1].isdecimal() else 0
 
 
 def read_args(args: Sequence[str]) -> tuple[Path, list[str]]:

@@ -53,6 +53,10 @@ class ModelConfig:
     """Added to the mean square in every RMSNorm."""
     shared_gate: bool | None = None
     """The shared expert's output is multiplied by a sigmoid of one number per token (Qwen2-MoE)."""
+    mtp_layers: int | None = None
+    """Tokens after the next one that are predicted as well in training (arXiv 2412.19437 section 2.2), a block for each."""
+    mtp_weight: float | None = None
+    """Weight of their mean loss in the objective (default 0.3)."""
     q_rank: int | None = None
     """Latent attention: width of the compressed query, 0 for none."""
     kv_rank: int | None = None

@@ -63,6 +63,8 @@ class StepEnded(Event):
     dropped_tokens: int
     router_entropy: float
     peak_memory_bytes: int
+    mtp_loss: float = 0.0
+    """Of the tokens after the next one, where they are predicted; mean over the blocks, without its weight."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -59,6 +59,8 @@ LIMITS: Mapping[str, Limit] = {
     "model.dense_layers": NOT_NEGATIVE,
     **{f"model.{k}": COUNT for k in ("kv_rank", "nope_dim", "rope_dim", "value_dim", "yarn_original_length")},
     **{f"model.{k}": NOT_NEGATIVE for k in ("q_rank", "yarn_mscale", "yarn_mscale_all_dim")},
+    "model.mtp_layers": NOT_NEGATIVE,
+    "model.mtp_weight": POSITIVE,
     "model.yarn_factor": COUNT,
     "model.yarn_beta_fast": POSITIVE,
     "model.yarn_beta_slow": POSITIVE,

@@ -67,6 +67,10 @@ class TokenBatch:
     segments: tuple[tuple[int, ...], ...]
     token_index_T: torch.Tensor | None = None
     """int64 place in the whole micro-batch (b * S + s) of each row that this rank holds between the layers; None: they are all here."""
+    whole: TokenBatch | None = None
+    """The micro-batch that this is a part of; None: this is all of it."""
+    columns_S: torch.Tensor | None = None
+    """int64 places in its whole sequence of a part's positions; None: they are all here."""
     part_T: torch.Tensor | None = None
     """int64: which rank would hold each row. Only where one rank stands in for several: rows are then dropped part by part."""
 

@@ -22,6 +22,7 @@ from phalanx.models.context import ForwardInfo, ModelContext, RoutingStats, Toke
 from phalanx.models.layers import Linear, RMSNorm, initialise, new_parameter
 from phalanx.models.mlp import Mlp
 from phalanx.models.moe import Experts
+from phalanx.models.mtp import MtpBlock, tokens_ahead
 from phalanx.models.parallel import Embedding, SequenceParallel
 from phalanx.plan.stages import Stage
 
@@ -36,6 +37,8 @@ class DecoderOutput:
     hidden_TH: torch.Tensor
     routing: tuple[RoutingStats, ...]
     moe_layers: tuple[int, ...]
+    mtp_TH: tuple[torch.Tensor, ...] = ()
+    """What the blocks of multi-token prediction put out, on the stage that predicts and in training alone."""
 
 
 _BlockOutput = tuple[torch.Tensor, torch.Tensor, RoutingStats | None]
@@ -69,9 +72,11 @@ class Decoder(nn.Module):
         spec = ctx.spec
         self.spec, self.stages, self.dtype = spec, ctx.stages, ctx.dtype
         has_head = any(stage.has_head for stage in self.stages)
-        needs_table = any(stage.has_embedding for stage in self.stages) or (has_head and spec.tied_embeddings)
+        needs_table = any(stage.has_embedding for stage in self.stages) or (has_head and spec.table_at_both_ends)
         self.embedding = Embedding(ctx, "embedding") if needs_table else None
-        self.layers = nn.ModuleDict({str(i): Block(ctx, i) for stage in self.stages for i in stage.layers})
+        blocks = {str(i): Block(ctx, i) for stage in self.stages for i in stage.layers}
+        further = {str(i): MtpBlock(ctx, i) for i in spec.mtp_blocks if has_head}
+        self.layers = nn.ModuleDict(blocks | further)
         self.norm = RMSNorm(ctx, "norm") if has_head else None
         self.head = Weight(ctx, "head") if has_head and not spec.tied_embeddings else None
         self.sequence = SequenceParallel(ctx, "loss", None)
@@ -119,23 +124,57 @@ class Decoder(nn.Module):
         elif delta_TH is not None:
             x_TH = x_TH + delta_TH
         assert x_TH is not None
-        moe = tuple(spec.moe_layers.index(i) for i in stage.layers if i in spec.moe_layers)
-        return DecoderOutput(x_TH, tuple(routing), moe)
+        layers, further = list(stage.layers), list[torch.Tensor]()
+        if stage.has_head and info.phase != "eval":
+            further, more = self._predict_further(x_TH, table, batch, info)
+            layers, routing = [*layers, *spec.mtp_blocks], [*routing, *more]
+        moe = tuple(spec.moe_layers.index(i) for i in layers if i in spec.moe_layers)
+        return DecoderOutput(x_TH, tuple(routing), moe, tuple(further))
+
+    def _predict_further(
+        self, x_TH: torch.Tensor, table: RopeTable, batch: TokenBatch, info: ForwardInfo
+    ) -> tuple[list[torch.Tensor], list[RoutingStats]]:
+        """What each block of multi-token prediction puts out, and its routing."""
+        hidden, routing = [], []
+        for layer in self.spec.mtp_blocks:
+            block = self.layers[str(layer)]
+            assert isinstance(block, MtpBlock) and self.embedding is not None  # on every stage with a head
+            tokens_BS, _ = tokens_ahead(batch, block.further)
+            token_TH = self.embedding(tokens_BS, info, sequence=block.lookup)
+            x_TH, stats = self._run_block(block, block.enter(x_TH, token_TH), table, info, batch)
+            x_TH = block.norm(x_TH)
+            hidden.append(x_TH)
+            routing += [stats] if stats is not None else []
+        return hidden, routing
 
     def cross_entropy_sum(self, hidden_TH: torch.Tensor, batch: TokenBatch, info: ForwardInfo) -> torch.Tensor:
         """0-d sum of the token losses of this cp part, in nats: the same on all tp ranks, each with its share of the gradient."""
-        axis, weight_VH = self.sequence.axis, self.head_weight
-        hidden_NH = self.sequence.gather(hidden_TH, info, num_sequences=batch.num_sequences)
-        shard = None
-        if axis.size > 1:
-            shard = VocabShard(axis.index * weight_VH.shape[0], lambda x: self._all_shares(x, info))
-        return linear_cross_entropy(
-            hidden_NH, weight_VH, batch.labels_BS.flatten(), shard=shard, impl=self.impl, lanes=self.lanes
-        )
+        return self._cross_entropy(hidden_TH, batch.labels_BS, info, self.sequence)
 
-    def _all_shares(self, x: torch.Tensor, info: ForwardInfo) -> torch.Tensor:
-        gathered = self.sequence.comms.all_gather(x, self.sequence.axis, op_id=self.sequence.id("shares", info))
-        return gathered.view(self.sequence.axis.size, *x.shape)
+    def mtp_cross_entropy_sum(self, output: DecoderOutput, batch: TokenBatch, info: ForwardInfo) -> torch.Tensor:
+        """The same for the tokens after the next one, all blocks of multi-token prediction together."""
+        sums = []
+        for layer, hidden_TH in zip(self.spec.mtp_blocks, output.mtp_TH, strict=True):
+            block = self.layers[str(layer)]
+            assert isinstance(block, MtpBlock)
+            _, labels_BS = tokens_ahead(batch, block.further)
+            sums.append(self._cross_entropy(hidden_TH, labels_BS, info, block.loss))
+        return torch.stack(sums).sum()
+
+    def _cross_entropy(
+        self, hidden_TH: torch.Tensor, labels_BS: torch.Tensor, info: ForwardInfo, sequence: SequenceParallel
+    ) -> torch.Tensor:
+        axis, weight_VH = sequence.axis, self.head_weight
+        hidden_NH = sequence.gather(hidden_TH, info, num_sequences=labels_BS.shape[0])
+
+        def all_shares(x: torch.Tensor) -> torch.Tensor:
+            gathered = sequence.comms.all_gather(x, axis, op_id=sequence.id("shares", info))
+            return gathered.view(axis.size, *x.shape)
+
+        shard = VocabShard(axis.index * weight_VH.shape[0], all_shares) if axis.size > 1 else None
+        return linear_cross_entropy(
+            hidden_NH, weight_VH, labels_BS.flatten(), shard=shard, impl=self.impl, lanes=self.lanes
+        )
 
     def _run_block(
         self,

@@ -122,13 +122,16 @@ class Embedding(nn.Module):
         self.impl: Impl = ctx.kernels
         self.lanes = ctx.lanes
 
-    def forward(self, tokens_BS: torch.Tensor, info: ForwardInfo) -> torch.Tensor:
-        """(B, N / B) tokens -> (T, H)."""
-        tokens_N, axis = tokens_BS.flatten(), self.sequence.axis
+    def forward(
+        self, tokens_BS: torch.Tensor, info: ForwardInfo, *, sequence: SequenceParallel | None = None
+    ) -> torch.Tensor:
+        """(B, N / B) tokens -> (T, H). `sequence` names the operations of another look-up than the first."""
+        sequence = sequence if sequence is not None else self.sequence
+        tokens_N, axis = tokens_BS.flatten(), sequence.axis
         look_up = partial(embed, impl=self.impl, lanes=self.lanes)
         if axis.size == 1:
             return look_up(tokens_N, self.weight)
         local_N = tokens_N - axis.index * self.weight.shape[0]
         here_N1 = ((local_N >= 0) & (local_N < self.weight.shape[0])).unsqueeze(1)
         x_NH = look_up(local_N.clamp(0, self.weight.shape[0] - 1), self.weight) * here_N1
-        return self.sequence.scatter(x_NH, info, num_sequences=tokens_BS.shape[0])
+        return sequence.scatter(x_NH, info, num_sequences=tokens_BS.shape[0])

@@ -28,6 +28,8 @@ def part_of(batch: TokenBatch, folding: Folding, rank: int) -> TokenBatch:
         positions_BS=batch.positions_BS[:, positions],
         segments=batch.segments,
         token_index_T=(first_B1 + own_s).flatten(),
+        whole=batch,
+        columns_S=positions,
     )
 
 

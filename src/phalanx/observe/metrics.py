@@ -47,6 +47,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("train/loss", StepEnded, "nats", "mean cross-entropy per valid token of the step", lambda e: e.loss),
     Metric("train/aux_loss", StepEnded, "nats", "load-balancing term of the objective", lambda e: e.aux_loss),
     Metric("train/z_loss", StepEnded, "nats", "router z-loss term of the objective", lambda e: e.z_loss),
+    Metric("train/mtp_loss", StepEnded, "nats", "loss of the tokens after the next one, unweighted", lambda e: e.mtp_loss),
     Metric("train/grad_norm", StepEnded, "", "global gradient norm before clipping", lambda e: e.grad_norm),
     Metric("train/lr", StepEnded, "", "learning rate", lambda e: e.lr),
     Metric("validation/loss", Validated, "nats", "mean cross-entropy per valid validation token", lambda e: e.loss),

@@ -71,16 +71,17 @@ def _split(shape: list[int], offsets: list[int], dim: int | None, index: int, co
 def stage_params(spec: ModelSpec, stages: Sequence[Stage]) -> tuple[ParamSpec, ...]:
     """The parameters that `stages` (those of one rank, or one of them) need, in forward order.
 
-    The embedding is needed by the first stage of the model, norm and head by the last, a tied embedding by both.
+    The embedding is needed by the first stage of the model, norm, head and multi-token prediction by the last; a tied embedding, or one
+    that multi-token prediction uses, by both.
     """
     layers = {layer for stage in stages for layer in stage.layers}
     first, last = any(stage.has_embedding for stage in stages), any(stage.has_head for stage in stages)
 
     def needed(param: ParamSpec) -> bool:
-        if param.layer is not None:
+        if param.layer is not None and param.layer < spec.num_layers:
             return param.layer in layers
         if param.name == "embedding.weight":
-            return first or (last and spec.tied_embeddings)
+            return first or (last and spec.table_at_both_ends)
         return last
 
     return tuple(p for p in parameters(spec) if needed(p))

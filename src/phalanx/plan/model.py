@@ -80,6 +80,9 @@ class ModelSpec:
     attention_bias: bool = False
     """Biases on the query, key and value projections (Qwen2)."""
     tied_embeddings: bool = False
+    mtp_layers: int = 0
+    """Blocks after the last one, each of which predicts one token further ahead in training (arXiv 2412.19437 section 2.2)."""
+    mtp_weight: float = 0.3
     rope_theta: float = 10000.0
     yarn: YarnSpec | None = None
     norm_eps: float = 1e-5
@@ -88,7 +91,19 @@ class ModelSpec:
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
-        return tuple(range(self.dense_layers, self.num_layers))
+        """Numbers of the layers with experts, blocks of multi-token prediction included."""
+        main = range(self.dense_layers, self.num_layers)
+        return (*main, *self.mtp_blocks) if main else ()
+
+    @property
+    def mtp_blocks(self) -> range:
+        """Layer numbers of the blocks of multi-token prediction: they follow the last layer, as on disk. Like it, they have experts or not."""
+        return range(self.num_layers, self.num_layers + self.mtp_layers)
+
+    @property
+    def table_at_both_ends(self) -> bool:
+        """The last stage needs the embedding too: as its head, or for the tokens that multi-token prediction looks up."""
+        return self.tied_embeddings or self.mtp_layers > 0
 
     @property
     def rotary_dim(self) -> int:
@@ -112,6 +127,7 @@ class ModelSpec:
         experts = f"{len(self.moe_layers)} x {self.num_experts} experts, top-{self.top_k}, ffn {self.expert_ffn}"
         extra = f", shared {self.shared_ffn}" if self.shared_ffn else ""
         extra += f", {self.dense_layers} dense layers of {self.dense_ffn}" if self.dense_layers else ""
+        extra += f", {self.mtp_layers} more tokens predicted" if self.mtp_layers else ""
         return (
             f"{self.name}: {self.num_layers} layers, hidden {self.hidden}, {self.num_heads} heads, {kind}, vocab {self.vocab}\n"
             f"  {experts}{extra}, {self.router.score} router\n"
@@ -136,7 +152,7 @@ class ParamSpec:
     name: str
     shape: tuple[int, ...]
     family: Literal["dense_sharded", "dense_replicated", "dense_tied", "expert"]
-    """Row of the gradient rules (`plan/folding.py`). `dense_tied` is an embedding that is the head too, held by two stages."""
+    """Row of the gradient rules (`plan/folding.py`). `dense_tied` is an embedding that the stage of the head uses too."""
     tp_dim: int | None = None
     ep_dim: int | None = None
     etp_dim: int | None = None
@@ -154,14 +170,32 @@ class ParamSpec:
 def parameters(spec: ModelSpec) -> tuple[ParamSpec, ...]:
     """All trainable parameters in forward order."""
     table = _sharded("embedding.weight", (spec.vocab, spec.hidden), 0, None)
-    out = [dataclasses.replace(table, family="dense_tied") if spec.tied_embeddings else table]
+    out = [dataclasses.replace(table, family="dense_tied") if spec.table_at_both_ends else table]
     for layer in range(spec.num_layers):
-        out += _attention_params(spec, layer)
-        out += _moe_params(spec, layer) if layer >= spec.dense_layers else _dense_params(spec, layer)
+        out += _block_params(spec, layer)
     out.append(_norm("norm.weight", spec.hidden, None))
     if not spec.tied_embeddings:
         out.append(_sharded("head.weight", (spec.vocab, spec.hidden), 0, None))
+    for layer in spec.mtp_blocks:
+        out += _mtp_params(spec, layer)
     return tuple(out)
+
+
+def _block_params(spec: ModelSpec, layer: int) -> list[ParamSpec]:
+    rest = _moe_params(spec, layer) if layer in spec.moe_layers else _dense_params(spec, layer)
+    return [*_attention_params(spec, layer), *rest]
+
+
+def _mtp_params(spec: ModelSpec, layer: int) -> list[ParamSpec]:
+    """A block, and what joins the token (first H columns) with what is known before it, and the norm before the head."""
+    at, h = f"layers.{layer}.", spec.hidden
+    return [
+        _norm(at + "token_norm.weight", h, layer),
+        _norm(at + "hidden_norm.weight", h, layer),
+        ParamSpec(name=at + "join.weight", shape=(h, 2 * h), family="dense_replicated", layer=layer),
+        *_block_params(spec, layer),
+        _norm(at + "norm.weight", h, layer),
+    ]
 
 
 def _sharded(name: str, shape: tuple[int, ...], dim: int, layer: int | None, **more: Any) -> ParamSpec:
@@ -284,9 +318,9 @@ def flops_per_token(spec: ModelSpec, seq_len: int, *, attention: Literal["causal
         core = share * seq_len * spec.num_heads * (q_dim + m.value_dim)
     moe = 3 * h * (spec.expert_ffn * spec.top_k + spec.shared_ffn)
     dense = 3 * h * spec.dense_ffn
-    num_moe = len(spec.moe_layers)
-    layers = spec.num_layers * (proj + core) + num_moe * moe + (spec.num_layers - num_moe) * dense
-    return 6.0 * (layers + h * spec.vocab)
+    num_moe, num_blocks = len(spec.moe_layers), spec.num_layers + spec.mtp_layers
+    layers = num_blocks * (proj + core) + num_moe * moe + (num_blocks - num_moe) * dense
+    return 6.0 * (layers + spec.mtp_layers * 2 * h * h + (1 + spec.mtp_layers) * h * spec.vocab)
 
 
 def _spec(name: str, **kw: Any) -> ModelSpec:
@@ -401,6 +435,7 @@ def _idle_settings(model: ModelConfig, router: RouterConfig, spec: ModelSpec) ->
     }
     for name in ("original_length", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"):
         idle[f"model.yarn_{name}"] = (spec.yarn is None, "model.yarn_factor is not set")
+    idle["model.mtp_weight"] = (not spec.mtp_layers, "model.mtp_layers is 0")
     idle["model.shared_gate"] = (not spec.shared_ffn or dense, "there is no shared expert")
     for name in MLA_SETTINGS:
         idle[f"model.{name}"] = (not latent, f"{spec.name} has no multi-head latent attention")
@@ -458,6 +493,8 @@ def _shape_rules(spec: ModelSpec) -> Iterator[_Rule]:
     yield dense <= 0 or spec.dense_ffn > 0, "model.dense_ffn", spec.dense_ffn, rule, f"try {4 * h}"
     yield spec.shared_ffn >= 0, "model.shared_ffn", spec.shared_ffn, "must not be negative", "use 0 for none"
     yield spec.rope_theta > 0, "model.rope_theta", spec.rope_theta, "must be positive", "try 10000.0"
+    yield spec.mtp_layers >= 0, "model.mtp_layers", spec.mtp_layers, "must not be negative", "use 0 for none"
+    yield spec.mtp_weight > 0, "model.mtp_weight", spec.mtp_weight, "must be positive", "try 0.3"
     yield spec.norm_eps > 0, "model.norm_eps", spec.norm_eps, "must be positive", "try 1e-5"
 
 

@@ -186,22 +186,28 @@ class _Lowering:
     # ---- one micro-batch -------------------------------------------------------------------------------------------------
 
     def _forward(self, mb: int, phase: Phase) -> Iterator[Op]:
-        yield from self._embedding(mb, phase)
-        for layer in range(self.spec.num_layers):
+        yield from self._embedding(mb, None, phase)
+        for layer in self._blocks():
+            if layer in self.spec.mtp_blocks:
+                yield from self._embedding(mb, layer, phase)
             yield from self._layer(mb, layer, phase)
 
-    def _embedding(self, mb: int, phase: Phase) -> Iterator[Op]:
-        yield _compute("embedding", mb, None, phase)
-        yield from self._layer_collective("embedding.scatter", "reduce_scatter_rows", "tp", (mb, None, phase))
+    def _blocks(self) -> range:
+        return range(self.spec.num_layers + self.spec.mtp_layers)
+
+    def _embedding(self, mb: int, layer: int | None, phase: Phase) -> Iterator[Op]:
+        yield _compute("embedding", mb, layer, phase)
+        yield from self._layer_collective("embedding.scatter", "reduce_scatter_rows", "tp", (mb, layer, phase))
 
     def _loss(self, mb: int, phase: Phase) -> Iterator[Op]:
         """With a vocabulary that is split over tp, each group of chunks exchanges three numbers a token; here: one group."""
-        yield from self._layer_collective("loss.gather", "all_gather_rows", "tp", (mb, None, phase))
-        yield from self._layer_collective("loss.shares", "all_gather", "tp", (mb, None, phase))
-        yield _compute("loss", mb, None, phase)
+        for layer in (None, *self.spec.mtp_blocks):
+            yield from self._layer_collective("loss.gather", "all_gather_rows", "tp", (mb, layer, phase))
+            yield from self._layer_collective("loss.shares", "all_gather", "tp", (mb, layer, phase))
+            yield _compute("loss", mb, layer, phase)
 
     def _backward(self, mb: int) -> Iterator[Op]:
-        for layer in reversed(range(self.spec.num_layers)):
+        for layer in reversed(self._blocks()):
             forward = list(self._layer(mb, layer, "bwd"))
             if self.recompute == "full":
                 kept = self._not_run_again(forward)
@@ -209,7 +215,9 @@ class _Lowering:
                 forward = forward[: len(forward) - kept]
                 yield from list(self._layer(mb, layer, "re"))[: len(forward)]
             yield from _mirrored(forward)
-        yield from _mirrored(self._embedding(mb, "bwd"))
+            if layer in self.spec.mtp_blocks:
+                yield from _mirrored(self._embedding(mb, layer, "bwd"))
+        yield from _mirrored(self._embedding(mb, None, "bwd"))
 
     def _not_run_again(self, layer: Sequence[Op]) -> int:
         """Operations at the end of a recomputed layer whose gradient needs nothing that was kept: it is taken before the layer is run again,
@@ -220,7 +228,7 @@ class _Lowering:
     def _layer(self, mb: int, layer: int, phase: Phase) -> Iterator[Op]:
         """One layer in forward order, its ids of `phase`."""
         yield from self._attention(mb, layer, phase)
-        if layer < self.spec.dense_layers:
+        if layer not in self.spec.moe_layers:
             yield from self._split_by_tp("mlp", mb, layer, phase)
             return
         yield _compute("router", mb, layer, phase)

@@ -60,7 +60,7 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True)
 class StagePlan:
-    """The stages of a model in order. `tied`: the head uses the embedding's table."""
+    """The stages of a model in order. `tied`: the stage of the head uses the embedding's table too."""
 
     model: str
     num_layers: int
@@ -146,12 +146,13 @@ def layer_costs(spec: ModelSpec, *, seq_len: int) -> LayerCosts:
     """
 
     def prefix(layers: int) -> float:
-        short = dataclasses.replace(spec, num_layers=layers, dense_layers=min(spec.dense_layers, layers))
-        return flops_per_token(short, seq_len)
+        dense = min(spec.dense_layers, layers)
+        return flops_per_token(dataclasses.replace(spec, num_layers=layers, dense_layers=dense, mtp_layers=0), seq_len)
 
     sums = [prefix(layers) for layers in range(spec.num_layers + 1)]
     blocks = tuple(after - before for before, after in pairwise(sums))
-    return LayerCosts(embedding=0.0, blocks=blocks, head=sums[0])
+    further = flops_per_token(spec, seq_len) - sums[-1]  # multi-token prediction
+    return LayerCosts(embedding=0.0, blocks=blocks, head=sums[0] + further)
 
 
 # ---- division -------------------------------------------------------------------------------------------------------------------
@@ -192,7 +193,7 @@ def assign_stages(
             )
         )
         first += count
-    return StagePlan(model=spec.name, num_layers=spec.num_layers, tied=spec.tied_embeddings, stages=tuple(stages))
+    return StagePlan(model=spec.name, num_layers=spec.num_layers, tied=spec.table_at_both_ends, stages=tuple(stages))
 
 
 def division_problems(num_layers: int, num_stages: int, *, layers: Sequence[int] | None = None) -> list[Problem]:

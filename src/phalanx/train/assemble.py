@@ -105,7 +105,7 @@ def _pipeline_problems(ctx: ModelContext, pipeline: Pipeline) -> list[Problem]:
     if folding.pp != pipeline.pp:
         rule = f"is not the {pipeline.pp} ranks that the pipeline was planned for"
         problems.append(Problem(where="folding.pp", value=folding.pp, rule=rule))
-    elif ctx.spec.tied_embeddings:
+    elif ctx.spec.table_at_both_ends:
         wanted = folding.embedding_groups(pipeline.stages.table_ranks)
         found = ctx.groups.axis("embedding").ranks
         if found not in wanted:

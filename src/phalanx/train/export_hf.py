@@ -103,7 +103,7 @@ def plan_export(
     plan = Export(
         run=folder, target=target, recipe=recipe, spec=spec, family=chosen, step=found, dtype=DTYPES[word], shards=()
     )
-    links = sorted(chosen.links(spec), key=lambda link: _natural(link.tensor))
+    links = sorted([*chosen.links(spec), *chosen.copies_of(spec)], key=lambda link: _natural(link.tensor))
     return Export(**{**vars(plan), "shards": _shards(plan, links, shard_bytes)})
 
 
@@ -215,8 +215,8 @@ def _small_files(plan: Export) -> dict[str, bytes]:
     if "tokenizer.json" not in kept:
         kept |= tokenizer_files(plan.run, length=plan.recipe.train.seq_len)
         config["eos_token_id"] = plan.run.read_tokenizer().eos_id
-    if config.get("num_nextn_predict_layers"):
-        config["num_nextn_predict_layers"] = 0  # those layers were left behind when the model came in
+    if "num_nextn_predict_layers" in config:
+        config["num_nextn_predict_layers"] = plan.spec.mtp_layers  # others were left behind when the model came in
     config.pop("torch_dtype", None)
     config["dtype"] = str(plan.dtype).removeprefix("torch.")
     return {**kept, "config.json": _json(config)}

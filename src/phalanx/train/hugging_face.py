@@ -7,6 +7,7 @@ come out as they lie on disk, widened to the type of the box; everything wrong w
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -59,8 +60,11 @@ class HfCheckpoint:
         return sum(link.part.num_elements * WIDTH[self.tensors[link.tensor].dtype] for link in self.links)
 
 
-def open_checkpoint(path: Path) -> HfCheckpoint:
-    """What is in the folder. Raises `CheckpointError` with every problem: config, shards, names, shapes, types."""
+def open_checkpoint(path: Path, *, mtp_layers: int = 0) -> HfCheckpoint:
+    """What is in the folder. Raises `CheckpointError` with every problem: config, shards, names, shapes, types.
+
+    `mtp_layers`: blocks of multi-token prediction to read; others are left on the disk.
+    """
     subject = f"the Hugging Face checkpoint {path}"
     config, problems = read_config(path)
     family = find_family(config.get("model_type")) if config else None
@@ -72,6 +76,12 @@ def open_checkpoint(path: Path) -> HfCheckpoint:
         raise CheckpointError(problems, subject=subject)
     spec, refused = family.spec_of(config)
     problems += refused
+    if mtp_layers > (spec.mtp_layers if family.mtp_rules else 0):
+        there = f"{spec.mtp_layers}" if family.mtp_rules else "no"
+        rule = f"the checkpoint has {there} blocks of multi-token prediction"
+        problems.append(Problem(where="model.mtp_layers", value=mtp_layers, rule=rule, hint="leave it out"))
+        raise CheckpointError(problems, subject=subject)
+    spec = dataclasses.replace(spec, mtp_layers=mtp_layers)
     if refused:  # shapes would be compared with those of another model
         raise CheckpointError(problems, subject=subject)
     links = family.links(spec, fused=family.is_fused(tensors))

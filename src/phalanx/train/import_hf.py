@@ -44,8 +44,15 @@ KEPT_FOLDER = "hugging_face"
 """In the run folder: the small files of the checkpoint, for its tokenizer and for the way back."""
 SMALL_FILES = ("*.json", "*.txt", "*.model", "*.jinja")
 LEFT_OUT = ("*.index.json",)
-TRAINING_SETTINGS = ("router.z_loss", "router.aux_loss", "router.aux_scope", "router.bias_rate")
-"""Settings of [router] that no config.json decides."""
+TRAINING_SETTINGS = (
+    "router.z_loss",
+    "router.aux_loss",
+    "router.aux_scope",
+    "router.bias_rate",
+    "model.mtp_layers",
+    "model.mtp_weight",
+)
+"""Settings of model and router that no config.json decides."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -98,7 +105,7 @@ def _decided_problems(said: set[str]) -> list[Problem]:
 def _derived(checkpoint: HfCheckpoint) -> dict[str, object]:
     """Settings that follow from the checkpoint."""
     model, router = settings_for(checkpoint.spec)
-    training = {name.partition(".")[2] for name in TRAINING_SETTINGS}
+    training = {name.partition(".")[2] for name in TRAINING_SETTINGS if name.startswith("router.")}
     values: dict[str, object] = {f"model.{k}": v for k, v in vars(model).items()}
     values |= {f"router.{k}": v for k, v in vars(router).items() if k not in training and k != "force"}
     values["run.name"] = checkpoint.path.resolve().name

@@ -1,6 +1,7 @@
 """The objective, and what a step reports of it.
 
     objective of a rank = sum of its token losses / valid tokens of the whole step + its shares of the router losses
+                          + mtp_weight / D * sum of its losses of the D blocks of multi-token prediction / valid tokens
 
 Summed over ranks and micro-batches this is the mean cross-entropy per valid token plus the router losses, so every gradient reduction is a
 plain sum (`plan/folding.py`). Must never change: no rank divides by a number that it counted alone.
@@ -30,6 +31,8 @@ class Share:
     """
 
     cross_entropy: torch.Tensor
+    mtp_loss: torch.Tensor
+    """Of the tokens after the next one: mean over the blocks that predict them, without its weight."""
     aux_loss: torch.Tensor
     z_loss: torch.Tensor
     counts_LE: torch.Tensor
@@ -58,21 +61,26 @@ def objective(
     first one reports it.
     """
     cross_entropy = output.hidden_TH.new_zeros((), dtype=torch.promote_types(output.hidden_TH.dtype, torch.float32))
-    reported = cross_entropy
+    mtp_loss, first = cross_entropy, float(model.sequence.axis.index == 0)
     if stage.has_head:
         cross_entropy = model.cross_entropy_sum(output.hidden_TH, batch, info) / valid_tokens.clamp(min=1)
-        reported = cross_entropy.detach() * float(model.sequence.axis.index == 0)
+    if output.mtp_TH:
+        blocks = len(output.mtp_TH)
+        mtp_loss = model.mtp_cross_entropy_sum(output, batch, info) / (blocks * valid_tokens.clamp(min=1))
+    reported = cross_entropy.detach() * first
     aux_loss = _total(cross_entropy, [r.aux_loss for r in output.routing])
     z_loss = _total(cross_entropy, [r.z_loss for r in output.routing])
     share = Share(
         cross_entropy=reported,
+        mtp_loss=mtp_loss.detach() * first,
         aux_loss=aux_loss.detach(),
         z_loss=z_loss.detach(),
         counts_LE=counts_of(output, model.spec),
         dropped=_total(batch.labels_BS.new_zeros(()), [r.dropped for r in output.routing]),
         entropy_sum=_total(reported, [r.entropy_sum.detach() for r in output.routing]),
     )
-    return cross_entropy + aux_loss + z_loss, share
+    total = cross_entropy + aux_loss + z_loss
+    return (total + model.spec.mtp_weight * mtp_loss if output.mtp_TH else total), share
 
 
 def counts_of(output: DecoderOutput, spec: ModelSpec) -> torch.Tensor:

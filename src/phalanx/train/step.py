@@ -78,6 +78,8 @@ class StepResult:
     """Mean cross-entropy per valid token, nats."""
     aux_loss: float
     z_loss: float
+    mtp_loss: float
+    """Mean over the blocks of multi-token prediction, per valid token, nats, without its weight; 0 where there are none."""
     grad_norm: float
     """Before clipping."""
     lr: float
@@ -201,6 +203,7 @@ class _Tally:
     loss: float
     aux_loss: float
     z_loss: float
+    mtp_loss: float
     dropped: int
     entropy_sum: float
     stop: bool
@@ -212,6 +215,7 @@ class _Tally:
             loss=self.loss,
             aux_loss=self.aux_loss,
             z_loss=self.z_loss,
+            mtp_loss=self.mtp_loss,
             grad_norm=self.grad_norm,
             lr=lr,
             tokens=tokens,
@@ -229,21 +233,22 @@ def _vote(parts: StepParts, gradients: ReducedGradients, shares: Sequence[Share]
     """
     square_sum = gradients.square_sum(parts.groups, lanes=parts.lanes)
     numbers = [square_sum]
-    for name in ("cross_entropy", "aux_loss", "z_loss", "dropped", "entropy_sum"):
+    for name in ("cross_entropy", "aux_loss", "z_loss", "mtp_loss", "dropped", "entropy_sum"):
         numbers.append(torch.stack([getattr(share, name).to(torch.float64) for share in shares]).sum())
     numbers.append(square_sum.new_tensor(float(stop)))
     counts_LE = torch.stack([share.counts_LE for share in shares]).sum(0)
     ballot = torch.cat([torch.stack(numbers), counts_LE.flatten().to(torch.float64)])
     parts.comms.all_reduce(ballot, parts.groups.axis("world"), op_id="vote")
     ballot = ballot.cpu()  # SYNC: all ranks must know the outcome before anything is committed
-    squares, loss, aux_loss, z_loss, dropped, entropy_sum, stops = ballot[: len(numbers)].tolist()
-    finite = all(map(math.isfinite, (squares, loss, aux_loss, z_loss)))
+    squares, loss, aux_loss, z_loss, mtp_loss, dropped, entropy_sum, stops = ballot[: len(numbers)].tolist()
+    finite = all(map(math.isfinite, (squares, loss, aux_loss, z_loss, mtp_loss)))
     return _Tally(
         finite=finite,
         grad_norm=math.sqrt(squares) if finite else math.nan,
         loss=loss,
         aux_loss=aux_loss,
         z_loss=z_loss,
+        mtp_loss=mtp_loss,
         dropped=int(dropped),
         entropy_sum=entropy_sum,
         stop=stops > 0,

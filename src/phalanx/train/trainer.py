@@ -322,6 +322,7 @@ class Trainer:
         self.rank.sinks(
             StepEnded(
                 step=self.step, loss=result.loss, aux_loss=result.aux_loss, z_loss=result.z_loss,
+                mtp_loss=result.mtp_loss,
                 grad_norm=result.grad_norm, lr=result.lr, tokens=result.tokens, step_s=step_s, data_s=data_s,
                 tokens_per_s=tokens_per_s, mfu=self.flops_per_token * tokens_per_s / peak if peak else 0.0,
                 load_max_over_mean=result.load_max_over_mean, dead_experts=result.dead_experts,

@@ -31,7 +31,8 @@ def warm_kernels(ctx: ModelContext, *, micro_batch: int, seq_len: int) -> None:
         return
     if ctx.spec.moe_layers:
         _warm_experts(ctx, expert_sizes(ctx, num_tokens=micro_batch * seq_len))
-    _warm_attention(ctx.spec.head_dim, range(1, min(seq_len, LONGEST) + 1), ctx.lanes)
+    width = ctx.spec.head_dim if ctx.spec.mla is None else max(ctx.spec.head_dim, ctx.spec.mla.value_dim)
+    _warm_attention(width, range(1, min(seq_len, LONGEST) + 1), ctx.lanes)
 
 
 def expert_sizes(ctx: ModelContext, *, num_tokens: int) -> tuple[int, ...]:

@@ -34,7 +34,7 @@ class RankReport:
     step: dict[str, float] = field(default_factory=dict)
     """State box (`master/...`, `exp_avg/...`, `param/...`) -> error after the step."""
     scalars: dict[str, float] = field(default_factory=dict)
-    """grad_norm, loss, aux_loss, z_loss, entropy -> relative error."""
+    """grad_norm, loss, aux_loss, z_loss, mtp_loss, entropy -> relative error."""
     unequal: list[str] = field(default_factory=list)
     """What had to be equal and is not."""
     covered: list[tuple[str, list[int], list[int]]] = field(default_factory=list)
@@ -80,7 +80,7 @@ def errors(boxes: Iterable[BoxTensor], want: Mapping[str, torch.Tensor], *, floo
 
 def _scalars(got: StepResult, want: StepResult) -> dict[str, float]:
     out = {}
-    for name in ("grad_norm", "loss", "aux_loss", "z_loss", "entropy"):
+    for name in ("grad_norm", "loss", "aux_loss", "z_loss", "mtp_loss", "entropy"):
         a, b = getattr(got, name), getattr(want, name)
         out[name] = abs(a - b) / max(abs(b), 1e-30) if a != b else 0.0
     return out

@@ -1,7 +1,7 @@
 """DeepSeek-V3 (arXiv 2412.19437): as V2, but sigmoid scores, groups by their best two, and an expert bias in place of a loss.
 
-The expert bias is a buffer of the run (`router.bias_rate`), and on disk `e_score_correction_bias`. Layers past the last one (prediction of
-further tokens) are left on the disk.
+The expert bias is a buffer of the run (`router.bias_rate`), and on disk `e_score_correction_bias`. Blocks of multi-token prediction follow the last
+layer on disk, each with a copy of embedding and head; configs name them also where they are not there, so they are read where asked for.
 """
 
 from __future__ import annotations
@@ -16,6 +16,20 @@ from phalanx.plan.model import PRESETS, ModelSpec, RouterSpec
 
 _BIAS = Rule("model.layers.{layer}.mlp.gate.e_score_correction_bias", "layers.{layer}.moe.router.expert_bias")
 
+_MTP = tuple(
+    Rule(f"model.layers.{{layer}}.{theirs}.weight", f"layers.{{layer}}.{ours}.weight")
+    for theirs, ours in (
+        ("enorm", "token_norm"),
+        ("hnorm", "hidden_norm"),
+        ("eh_proj", "join"),
+        ("shared_head.norm", "norm"),
+    )
+)
+_COPIES = (
+    Rule("model.layers.{layer}.embed_tokens.weight", "embedding.weight"),
+    Rule("model.layers.{layer}.shared_head.head.weight", "head.weight"),
+)
+
 
 def _read(options: Options) -> ModelSpec:
     options.only("scoring_func", "sigmoid", why="DeepSeek-V3 scores with a sigmoid")
@@ -28,6 +42,7 @@ def _read(options: Options) -> ModelSpec:
     return ModelSpec(
         name="deepseek-v3",
         **latent_shape(options, interleaved=options.flag("rope_interleave", True)),
+        mtp_layers=options.whole("num_nextn_predict_layers", 0, least=0),
         router=RouterSpec(
             score="sigmoid",
             renormalize=renormalize,
@@ -48,7 +63,7 @@ def _write(spec: ModelSpec) -> dict[str, Any]:
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",
         "rope_interleave": spec.mla is None or spec.mla.rope_interleaved,
-        "num_nextn_predict_layers": 0,
+        "num_nextn_predict_layers": spec.mtp_layers,
     }
 
 
@@ -60,5 +75,7 @@ DEEPSEEK_V3 = Family(
     fused_rules=(*REST, *FUSED_EXPERTS, _BIAS),
     read=_read,
     write=_write,
+    mtp_rules=_MTP,
+    copies=_COPIES,
     absent=(_BIAS,),
 )

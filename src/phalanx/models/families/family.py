@@ -38,6 +38,10 @@ class Family:
     """The model that a config means; problems are left in the options."""
     write: Callable[[ModelSpec], dict[str, Any]]
     """The fields that say so."""
+    mtp_rules: tuple[Rule, ...] = ()
+    """What blocks of multi-token prediction have beside the tensors of a block. Families without leave those blocks out."""
+    copies: tuple[Rule, ...] = ()
+    """Tensors on disk that repeat a parameter: written, and not read."""
     absent: tuple[Rule, ...] = ()
     """Tensors (one number for each expert) that must be there on disk, as zeros, where the model does not have them."""
 
@@ -58,32 +62,54 @@ class Family:
         rule = f"cannot be said in a config.json of {self.model_type}"
         return [
             Problem(where=f"model.{name}", value=value, rule=rule, hint=f"{self.model_type} has {other!r}")
-            for name, value, other in differences(_canonical(spec, PRESETS[self.preset]), again)
+            for name, value, other in differences(_canonical(self.without_mtp(spec), PRESETS[self.preset]), again)
         ]
+
+    def without_mtp(self, spec: ModelSpec) -> ModelSpec:
+        """`spec` without the blocks that this family has no names for."""
+        return spec if self.mtp_rules else dataclasses.replace(spec, mtp_layers=0)
 
     def links(self, spec: ModelSpec, *, fused: bool = False) -> tuple[Link, ...]:
         """All tensors of `spec`; those of `absent` have no parameter behind them."""
-        found = links(self.fused_rules if fused else self.rules, spec)
+        spec = self.without_mtp(spec)
+        found = links(self.mtp_rules + (self.fused_rules if fused else self.rules), spec)
         known = {link.tensor for link in found}
         whole = Box((0,), (spec.num_experts,))
         names = (r.tensor.format(layer=i) for r in self.absent for i in spec.moe_layers)
         zeros = (Link(n, whole.sizes, whole, None, whole, (0,)) for n in names if n not in known)
         return (*found, *zeros)
 
+    def copies_of(self, spec: ModelSpec) -> tuple[Link, ...]:
+        """Tensors to be written beside those of `links`."""
+        if not self.mtp_rules:
+            return ()
+        whole = {link.param: link for link in links(tuple(Rule("", rule.param) for rule in self.copies), spec)}
+        return tuple(
+            dataclasses.replace(whole[rule.param], tensor=rule.tensor.format(layer=layer))
+            for layer in spec.mtp_blocks
+            for rule in self.copies
+            if rule.param in whole
+        )
+
     def is_fused(self, tensors: Iterable[str]) -> bool:
         return any(name.endswith(".experts.gate_up_proj") for name in tensors)
 
     def may_ignore(self, tensor: str, spec: ModelSpec) -> bool:
-        """A tensor that says nothing about the model: a head that is tied, a table of frequencies, layers for prediction further ahead."""
+        """A tensor that says nothing about the model: a head that is tied, a table of frequencies, blocks of multi-token prediction that
+        nobody asked for, and what they repeat."""
         layer = re.match(r"model\.layers\.(\d+)\.", tensor)
-        ahead = layer is not None and int(layer[1]) >= spec.num_layers and self.model_type == "deepseek_v3"
+        further = bool(self.mtp_rules) and layer is not None and int(layer[1]) >= spec.num_layers
+        known = further and int(layer[1]) < spec.num_layers + spec.mtp_layers  # type: ignore[index]
+        copied = known and any(tensor == r.tensor.format(layer=layer[1]) for r in self.copies)  # type: ignore[index]
         tied = spec.tied_embeddings and tensor == "lm_head.weight"
-        return ahead or tied or tensor.endswith("rotary_emb.inv_freq")
+        return (further and not known) or copied or tied or tensor.endswith("rotary_emb.inv_freq")
 
 
 def _canonical(spec: ModelSpec, base: ModelSpec) -> ModelSpec:
     """Fields that this model never reads as the preset has them, and so the recipe too."""
     changes: dict[str, Any] = {"name": base.name}
+    if not spec.mtp_layers:
+        changes["mtp_weight"] = base.mtp_weight
     if not spec.dense_layers:
         changes["dense_ffn"] = base.dense_ffn
     if not spec.shared_ffn:
@@ -101,4 +127,4 @@ def differences(spec: ModelSpec, other: ModelSpec) -> list[tuple[str, Any, Any]]
         for f in dataclasses.fields(spec.router)
         if f.name not in TRAINING_ONLY
     ]
-    return [p for p in pairs + routers if p[1] != p[2] and p[0] not in ("name", "router")]
+    return [p for p in pairs + routers if p[1] != p[2] and p[0] not in ("name", "router", "mtp_weight")]

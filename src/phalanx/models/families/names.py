@@ -67,7 +67,7 @@ def links(rules: Sequence[Rule], spec: ModelSpec) -> tuple[Link, ...]:
 
 
 def _of_rule(rule: Rule, spec: ModelSpec, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Link]:
-    for layer in range(spec.num_layers) if "{layer}" in rule.param else (None,):
+    for layer in range(spec.num_layers + spec.mtp_layers) if "{layer}" in rule.param else (None,):
         param = rule.param.format(layer=layer)
         if param in shapes:
             yield from _expand(rule, param, shapes[param], layer)

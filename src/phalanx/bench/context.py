@@ -1,0 +1,248 @@
+"""What sharing sequences does to memory: `phalanx bench context --json F`.
+
+Trains a step on one long sequence with 1, 2, 4 and 8 local ranks that share it (`folding.cp`), in fresh processes each time, and measures on
+every rank
+
+    saved_bytes   what the forward pass keeps for the backward pass, parameters not counted: every storage once
+    peak_bytes    the most memory of the process during the step, less what it held before: also what is needed for a moment
+
+Both of the rank that needs most. `--long 131072` then runs one step on a sequence of that length with the largest degree. Ranks share the cores
+of this machine, so the seconds say that it runs, not how fast.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import torch
+import tyro
+
+from phalanx.core.config import OptimConfig
+from phalanx.core.errors import ConfigError, raise_if
+from phalanx.core.files import check_writable, write_json
+from phalanx.core.units import format_bytes
+from phalanx.kernels.lanes import Lanes
+from phalanx.models.context import ForwardInfo, ModelContext, TokenBatch
+from phalanx.models.shard import part_of
+from phalanx.plan.dispatch import DispatchSpec
+from phalanx.plan.folding import fit_problems, make_folding
+from phalanx.plan.model import PRESETS
+from phalanx.plan.placement import plain_placement
+from phalanx.runtime.collectives import Collectives
+from phalanx.runtime.groups import GroupCache, WorldInfo, build_groups, close_world, init_world
+from phalanx.runtime.launch import StopRequest, run_local
+from phalanx.train.assemble import assemble
+from phalanx.train.loss import num_valid, objective
+from phalanx.train.machine import MemoryMeter
+from phalanx.train.step import StepParts, train_step
+
+Method = Literal["ring", "all_gather", "ulysses"]
+PATIENCE_S = 3600.0
+"""Ranks that share cores wait long for each other."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContextArgs:
+    """Memory of a step on one long sequence that several ranks share."""
+
+    preset: Literal["tiny", "laptop"] = "tiny"
+    """Model."""
+    seq_len: int = 32_768
+    """Tokens of the sequence."""
+    degrees: tuple[int, ...] = (1, 2, 4, 8)
+    """Ranks that share it."""
+    methods: tuple[Method, ...] = ("ring",)
+    """Ways to attend."""
+    documents: int = 1
+    """Packed in the sequence, of equal length."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activations computed again."""
+    long: int = 0
+    """Then one step on a sequence of so many tokens, with the largest degree; 0 for none."""
+    json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """File for the result."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """One measurement."""
+
+    cp: int
+    method: Method
+    seq_len: int
+    preset: str
+    documents: int
+    recompute: Literal["none", "selective", "full"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    cp: int
+    method: str
+    seq_len: int
+    saved_bytes: int
+    peak_bytes: int
+    step_s: float
+    loss: float
+    finite: bool
+
+
+@dataclass(kw_only=True)
+class ContextResult:
+    preset: str
+    runs: list[Measured] = field(default_factory=list)
+    long: Measured | None = None
+    falls: bool = True
+    """Each larger degree keeps less than the one before it, for every method."""
+
+
+def main(args: list[str]) -> int:
+    """Run `phalanx bench context ARGS...`; exit status 1 where memory does not fall."""
+    options = tyro.cli(ContextArgs, args=args, prog="phalanx bench context", description=__doc__)
+    check_writable(options.json)
+    result = measure(options)
+    if options.json is not None:
+        write_json(options.json, asdict(result))
+    print("what is kept falls with every degree" if result.falls else "FAILED: a larger degree does not keep less")
+    return 0 if result.falls else 1
+
+
+def measure(options: ContextArgs, *, tell: Any = print) -> ContextResult:
+    """The whole measurement. Raises `ConfigError` for sequences that the ranks cannot share."""
+    jobs = [_work(options, cp, method) for method in options.methods for cp in options.degrees]
+    jobs += [_work(options, max(options.degrees), options.methods[0], seq_len=options.long)] if options.long else []
+    problems = [p for job in jobs for p in _problems(job)]
+    raise_if(list(dict.fromkeys(problems)), ConfigError, subject="the sequences")
+    result = ContextResult(preset=options.preset)
+    for number, job in enumerate(jobs):
+        found = run(job)
+        tell(
+            f"cp {found.cp}, {found.method}, {found.seq_len:,} tokens: keeps {format_bytes(found.saved_bytes)} a rank, "
+            f"takes {format_bytes(found.peak_bytes)} at most; step {found.step_s:.1f} s, loss {found.loss:.4f}"
+        )
+        if options.long and number == len(jobs) - 1:
+            result.long = found
+        else:
+            result.runs.append(found)
+    result.falls = falls(result.runs)
+    return result
+
+
+def falls(runs: Sequence[Measured]) -> bool:
+    """Whether, method by method, every larger degree keeps less."""
+    for method in dict.fromkeys(r.method for r in runs):
+        kept = [r.saved_bytes for r in sorted(runs, key=lambda r: r.cp) if r.method == method]
+        if any(b >= a for a, b in itertools.pairwise(kept)):
+            return False
+    return all(r.finite for r in runs)
+
+
+def _work(options: ContextArgs, cp: int, method: Method, *, seq_len: int | None = None) -> Work:
+    return Work(
+        cp=cp,
+        method=method,
+        seq_len=options.seq_len if seq_len is None else seq_len,
+        preset=options.preset,
+        documents=options.documents,
+        recompute=options.recompute,
+    )
+
+
+def _problems(job: Work) -> list[Any]:
+    folding, spec = make_folding(world=job.cp, cp=job.cp), PRESETS[job.preset]
+    return fit_problems(folding, spec, seq_len=job.seq_len, cp_method=job.method)
+
+
+def run(job: Work) -> Measured:
+    """One measurement in fresh processes."""
+    with tempfile.TemporaryDirectory(prefix="phalanx-context-") as name:
+        run_local(partial(_rank, job, Path(name)), ranks=job.cp, threads=1)
+        told = [json.loads((Path(name) / str(rank)).read_text()) for rank in range(job.cp)]
+    most = {key: max(t[key] for t in told) for key in ("saved_bytes", "peak_bytes", "step_s")}
+    return Measured(
+        cp=job.cp,
+        method=job.method,
+        seq_len=job.seq_len,
+        saved_bytes=int(most["saved_bytes"]),
+        peak_bytes=int(most["peak_bytes"]),
+        step_s=most["step_s"],
+        loss=told[0]["loss"],
+        finite=bool(np.isfinite(told[0]["loss"]) and np.isfinite(told[0]["grad_norm"])),
+    )
+
+
+# ---- one rank ------------------------------------------------------------------------------------------------------------------
+
+
+def _rank(job: Work, folder: Path, info: WorldInfo, stop: StopRequest) -> int:
+    init_world(info, timeout_s=PATIENCE_S)
+    parts, batch = build(job, info.rank, GroupCache(timeout_s=PATIENCE_S))
+    kept = saved_bytes(parts, batch)
+    meter, begin_s = MemoryMeter(torch.device("cpu")), time.perf_counter()
+    result = train_step(parts, [batch], step=0, lr=1e-3)
+    told = {
+        "saved_bytes": kept,
+        "peak_bytes": meter.peak_bytes(),
+        "step_s": time.perf_counter() - begin_s,
+        "loss": result.loss,
+        "grad_norm": result.grad_norm,
+    }
+    (folder / str(info.rank)).write_text(json.dumps(told))
+    close_world()
+    return 0
+
+
+def build(
+    job: Work, rank: int, cache: GroupCache, *, dtype: torch.dtype = torch.bfloat16
+) -> tuple[StepParts, TokenBatch]:
+    """A run of `job.cp` ranks and this rank's part of its one sequence. Collective."""
+    folding, spec = make_folding(world=job.cp, cp=job.cp), PRESETS[job.preset]
+    ctx = ModelContext(
+        spec=spec,
+        dispatch=DispatchSpec(),
+        placement=plain_placement(max(1, spec.num_experts), folding),
+        groups=build_groups(folding, rank=rank, cache=cache),
+        comms=Collectives(timeout_s=PATIENCE_S),
+        dtype=dtype,
+        device=torch.device("cpu"),
+        recompute=job.recompute,
+        cp_method=job.method,
+        lanes=Lanes(1),
+    )
+    return assemble(ctx, optim=OptimConfig(), num_microbatches=1), part_of(_sequence(job, spec.vocab), folding, rank)
+
+
+def _sequence(job: Work, vocab: int) -> TokenBatch:
+    """One whole sequence of random tokens, documents of equal length (the last one takes what is left)."""
+    length = max(1, job.seq_len // job.documents)
+    lengths = [length] * (job.documents - 1) + [job.seq_len - length * (job.documents - 1)]
+    tokens = torch.from_numpy(np.random.default_rng(0).integers(0, vocab, size=(1, job.seq_len + 1)))
+    positions = torch.cat([torch.arange(n) for n in lengths]).unsqueeze(0)
+    return TokenBatch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), positions, (tuple(lengths),))
+
+
+def saved_bytes(parts: StepParts, batch: TokenBatch) -> int:
+    """Bytes that one forward pass keeps for the backward pass, parameters not counted. Collective; changes nothing."""
+    own = {p.untyped_storage().data_ptr() for p in parts.model.parameters()}
+    found: dict[int, tuple[int, torch.Tensor]] = {}  # the tensors are held, so that no address is used twice
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in own:
+            found[storage.data_ptr()] = (storage.nbytes(), x)
+        return x
+
+    info = ForwardInfo()
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        output = parts.model(batch, info)
+        objective(parts.model, output, batch, info, stage=parts.model.stages[0], valid_tokens=num_valid([batch]))
+    return sum(size for size, _ in found.values())
