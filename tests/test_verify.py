@@ -28,7 +28,17 @@ from phalanx.verify.faults import FAULTS, Fault, fault_named
 from phalanx.verify.numbers import microbatch
 from phalanx.verify.pairwise import pairwise
 from phalanx.verify.session import Job, Task, run_job
-from phalanx.verify.setups import FACTORS, SEQ_LEN, default_cases, recipe_cases, shrink, small_model
+from phalanx.verify.setups import (
+    AXES,
+    FACTORS,
+    PIPELINES,
+    SCHEDULES,
+    SEQ_LEN,
+    default_cases,
+    recipe_cases,
+    shrink,
+    small_model,
+)
 
 
 def phalanx(*args: str, timeout_s: float = 280) -> subprocess.CompletedProcess[str]:
@@ -51,11 +61,13 @@ def test_pairwise_covers_every_pair_and_repeats_itself(sizes: list[int], seed: i
     assert len(cases) <= max(4, 2.5 * first * second)
 
 
-@pytest.mark.parametrize(("world", "mappings"), [(1, 1), (2, 3), (4, 6), (8, 10)])
+@pytest.mark.parametrize(("world", "mappings"), [(1, 1), (2, 9), (4, 36), (8, 90)])
 def test_default_cases_take_every_mapping_and_meet_every_option(world: int, mappings: int) -> None:
     cases = default_cases(world)
-    legal = list(legal_foldings(world, small_model("verify"), seq_len=SEQ_LEN, axes=("ep", "etp")))
-    assert {c.folding for c in cases} == set(legal) and len(legal) == mappings
+    legal = list(legal_foldings(world, small_model("verify"), seq_len=SEQ_LEN, axes=AXES))
+    assert {c.folding for c in cases if c.folding.pp == 1} == set(legal) and len(legal) == mappings
+    piped = {(c.folding.pp, c.pipe) for c in cases if c.folding.pp > 1}
+    assert piped == {(pp, pipe) for pp in PIPELINES if world % pp == 0 for pipe in SCHEDULES}
     assert all(not fit_problems(c.folding, c.setup.spec, seq_len=SEQ_LEN) for c in cases)
     assert {c.setup.zero for c in cases} == set(FACTORS["zero"])
     assert {c.setup.dispatch.policy for c in cases} == {"dropless", "drop"}
@@ -158,7 +170,8 @@ def test_all_mappings_of_two_ranks_agree_with_one(dtype: str, limit: float, tmp_
     done = phalanx("verify", "--ranks", "2", "--dtype", dtype, "--json", str(tmp_path / "v.json"))
     result = json.loads((tmp_path / "v.json").read_text())
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert result.keys() >= KEYS and result["failures"] == [] and result["mappings"] == 3
+    mappings = 10 if dtype == "float64" else 3  # rounding would route tokens otherwise: the axes of the experts alone
+    assert result.keys() >= KEYS and result["failures"] == [] and result["mappings"] == mappings
     for name in ("worst_gradient_rel_error", "worst_norm_rel_error", "worst_step_rel_error"):
         assert result[name] <= limit
     assert result["worst_gradient_rel_error"] > 0  # a comparison with itself would say 0
@@ -183,6 +196,7 @@ FIRST_SIGN = {
     "aux-counts-not-reduced": "moe.router.weight",
     "router-losses-per-rank": "gradient/layers.1.",  # the router's weight, or the norm before it
     "norm-skips-experts": "grad_norm",
+    "norm-skips-experts-of-tp": "grad_norm",
     "norm-counts-replicas": "grad_norm",
     "stale-bias": "expert_bias",
     "bias-from-own-counts": "expert_bias",
