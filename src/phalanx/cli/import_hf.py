@@ -15,6 +15,7 @@ Everything wrong with DIR is told at once, and then nothing is written.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -44,7 +45,7 @@ def main(args: Sequence[str]) -> int:
 def asked_mtp_layers(overrides: Sequence[str]) -> int:
     """What the overrides say of `model.mtp_layers`, which decides what is read; 0 where they say nothing that is a number."""
     words = [w for word in overrides for w in word.split("=", 1)]
-    said = [after for word, after in zip(words, words[1:], strict=False) if word == "--model.mtp_layers"]
+    said = [after for word, after in itertools.pairwise(words) if word == "--model.mtp_layers"]
     return int(said[-1]) if said and said[-1].isdecimal() else 0
 
 

@@ -74,7 +74,7 @@ class Decoder(nn.Module):
         has_head = any(stage.has_head for stage in self.stages)
         needs_table = any(stage.has_embedding for stage in self.stages) or (has_head and spec.table_at_both_ends)
         self.embedding = Embedding(ctx, "embedding") if needs_table else None
-        blocks = {str(i): Block(ctx, i) for stage in self.stages for i in stage.layers}
+        blocks: dict[str, nn.Module] = {str(i): Block(ctx, i) for stage in self.stages for i in stage.layers}
         further = {str(i): MtpBlock(ctx, i) for i in spec.mtp_blocks if has_head}
         self.layers = nn.ModuleDict(blocks | further)
         self.norm = RMSNorm(ctx, "norm") if has_head else None
@@ -141,8 +141,9 @@ class Decoder(nn.Module):
             assert isinstance(block, MtpBlock) and self.embedding is not None  # on every stage with a head
             tokens_BS, _ = tokens_ahead(batch, block.further)
             token_TH = self.embedding(tokens_BS, info, sequence=block.lookup)
-            x_TH, stats = self._run_block(block, block.enter(x_TH, token_TH), table, info, batch)
-            x_TH = block.norm(x_TH)
+            into_TH = block.enter(x_TH, token_TH)
+            out_TH, delta_TH, stats = self._run_block(block, into_TH, None, table, info, batch)
+            x_TH = block.norm.after(out_TH, delta_TH)[1]
             hidden.append(x_TH)
             routing += [stats] if stats is not None else []
         return hidden, routing
