@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import pytest
 import torch
+
+from phalanx.kernels.lanes import Lanes
+from phalanx.kernels.native import compiled_rows
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 """Largest difference from the plain version in fp64, relative to its largest element."""
@@ -13,6 +17,18 @@ DTYPES = tuple(TOLERANCE)
 Kernel = Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]
 UPSTREAM = ("random", "expanded", "transposed")
 """Gradients that kernels meet: ordinary, that of `sum` (no memory of its own), and one that is not contiguous."""
+
+LANES = pytest.mark.parametrize("lanes", [1, 3, "compiled"])
+"""One lane, more of them, and with the compiled elementwise kernels."""
+
+
+def pool_of(lanes: int | str) -> Lanes:
+    if lanes != "compiled":
+        return Lanes(int(lanes))
+    rows = compiled_rows()
+    if rows is None:
+        pytest.skip("needs a C++ compiler")
+    return Lanes(3, rows=rows)
 
 
 def seeded(seed: int = 0) -> torch.Generator:

@@ -7,9 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernel_help import agree, normal
+from kernel_help import LANES, agree, normal, pool_of
 from phalanx.kernels.attention import KEY_BLOCK, _blocks, _by_segment, _causal_bias, causal_attention
-from phalanx.kernels.lanes import Lanes
 
 CASES = {
     "one document": (2, 4, 4, 16, ((40,), (40,))),
@@ -25,11 +24,11 @@ def _inputs(batch: int, length: int, heads: int, kv_heads: int, dim: int) -> lis
     return [normal(batch, length, n, dim, seed=i) for i, n in enumerate((heads, kv_heads, kv_heads))]
 
 
-@pytest.mark.parametrize("lanes", [1, 3])
+@LANES
 @pytest.mark.parametrize("name", CASES)
-def test_agrees(name: str, lanes: int) -> None:
+def test_agrees(name: str, lanes: int | str) -> None:
     batch, heads, kv_heads, dim, segments = CASES[name]
-    with Lanes(lanes) as pool:
+    with pool_of(lanes) as pool:
         agree(
             lambda q, k, v: causal_attention(q, k, v, segments, lanes=pool),
             lambda q, k, v: causal_attention(q, k, v, segments, impl="reference"),

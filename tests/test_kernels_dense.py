@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernel_help import agree, normal, seeded
+from kernel_help import LANES, agree, normal, pool_of, seeded
 from phalanx.kernels.embedding import embed
 from phalanx.kernels.lanes import Lanes
 from phalanx.kernels.linear import COLUMNS, ROWS, linear, projections
@@ -15,13 +15,11 @@ from phalanx.kernels.rope import apply_rope, rope_table
 from phalanx.kernels.shapes import BLOCK
 from phalanx.kernels.swiglu import swiglu
 
-LANES = pytest.mark.parametrize("lanes", [1, 3])
-
 
 @LANES
 @pytest.mark.parametrize("shape", [(7, 16), (0, 8), (1, 5), (2, 3, 4, 6), (BLOCK // 64 + 3, 64)])
-def test_rms_norm(shape: tuple[int, ...], lanes: int) -> None:
-    with Lanes(lanes) as pool:
+def test_rms_norm(shape: tuple[int, ...], lanes: int | str) -> None:
+    with pool_of(lanes) as pool:
         agree(
             lambda x, w: rms_norm(x, w, 1e-5, lanes=pool),
             lambda x, w: rms_norm(x, w, 1e-5, impl="reference"),
@@ -30,10 +28,10 @@ def test_rms_norm(shape: tuple[int, ...], lanes: int) -> None:
 
 
 @LANES
-def test_residual_norm(lanes: int) -> None:
+def test_residual_norm(lanes: int | str) -> None:
     """The stream that goes on, and its norm; gradients come back through both."""
     inputs = [normal(700, 48), normal(700, 48, seed=1), normal(48, seed=2)]
-    with Lanes(lanes) as pool:
+    with pool_of(lanes) as pool:
         agree(
             lambda x, d, w: residual_norm(x, d, w, 1e-5, lanes=pool),
             lambda x, d, w: residual_norm(x, d, w, 1e-5, impl="reference"),
@@ -61,7 +59,7 @@ def test_rms_norm_of_zero_and_of_huge_rows() -> None:
 
 @LANES
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 8), (3, 3, 2), (8, 8, 64)])
-def test_rope(heads: int, kv_heads: int, dim: int, lanes: int) -> None:
+def test_rope(heads: int, kv_heads: int, dim: int, lanes: int | str) -> None:
     positions = torch.tensor([[0, 1, 2, 0, 1], [0, 1, 2, 3, 100_000]])
 
     def rotate(impl: str, pool: Lanes):
@@ -71,7 +69,7 @@ def test_rope(heads: int, kv_heads: int, dim: int, lanes: int) -> None:
 
         return run
 
-    with Lanes(lanes) as pool:
+    with pool_of(lanes) as pool:
         inputs = [normal(2, 5, n, dim, seed=i) for i, n in enumerate((heads, kv_heads))]
         agree(rotate("fast", pool), rotate("reference", pool), inputs)
 
@@ -88,8 +86,8 @@ def test_rope_turns_pairs_of_halves_by_their_position() -> None:
 
 @LANES
 @pytest.mark.parametrize("rows", [0, 1, 13])
-def test_swiglu(rows: int, lanes: int) -> None:
-    with Lanes(lanes) as pool:
+def test_swiglu(rows: int, lanes: int | str) -> None:
+    with pool_of(lanes) as pool:
         agree(lambda x: swiglu(x, lanes=pool), lambda x: swiglu(x, impl="reference"), [normal(rows, 2, 10)])
     weights = torch.rand(rows, generator=seeded(1), dtype=torch.float64)
     agree(
@@ -101,8 +99,8 @@ def test_swiglu(rows: int, lanes: int) -> None:
 
 @LANES
 @pytest.mark.parametrize("rows", [0, 1, 37, ROWS + 90])
-def test_linear(rows: int, lanes: int) -> None:
-    with Lanes(lanes) as pool:
+def test_linear(rows: int, lanes: int | str) -> None:
+    with pool_of(lanes) as pool:
         agree(
             lambda x, w, b: linear(x, w, b, lanes=pool),
             lambda x, w, b: linear(x, w, b, impl="reference"),
@@ -111,7 +109,7 @@ def test_linear(rows: int, lanes: int) -> None:
 
 
 @LANES
-def test_several_projections_of_one_input(lanes: int) -> None:
+def test_several_projections_of_one_input(lanes: int | str) -> None:
     inputs = [normal(2, 9, 12), *(normal(n, 12, seed=n) for n in (5, 8, 3)), normal(8, seed=4)]
 
     def run(impl: str, pool: Lanes):
@@ -120,15 +118,15 @@ def test_several_projections_of_one_input(lanes: int) -> None:
 
         return kernel
 
-    with Lanes(lanes) as pool:
+    with pool_of(lanes) as pool:
         agree(run("fast", pool), run("reference", pool), inputs)
 
 
 @LANES
-def test_embedding(lanes: int) -> None:
+def test_embedding(lanes: int | str) -> None:
     tokens = torch.randint(0, 11, (300,), generator=seeded())
     tokens[:200] = 3  # bf16 sums of 200 equal gradients stop growing at 256 of them
-    with Lanes(lanes) as pool:
+    with pool_of(lanes) as pool:
         agree(lambda w: embed(tokens, w, lanes=pool), lambda w: embed(tokens, w, impl="reference"), [normal(13, 70)])
         agree(
             lambda w: embed(tokens[:0], w, lanes=pool),
@@ -162,11 +160,11 @@ def _maps(*, tokens: int, copies: int, fill: int, dropped: bool) -> tuple[torch.
         (4, 8, 0, False),
     ],
 )
-def test_permutation(tokens: int, copies: int, fill: int, dropped: bool, lanes: int) -> None:
+def test_permutation(tokens: int, copies: int, fill: int, dropped: bool, lanes: int | str) -> None:
     token_of_row, rows_of_token = _maps(tokens=tokens, copies=copies, fill=fill, dropped=dropped)
     there = {"rows_of_token_TK": rows_of_token}
     back = {"token_of_row_M": token_of_row}
-    with Lanes(lanes) as pool:
+    with pool_of(lanes) as pool:
         agree(
             lambda x: gather_rows(x, token_of_row, **there, lanes=pool),
             lambda x: gather_rows(x, token_of_row, **there, impl="reference"),

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernel_help import agree, normal, seeded
+from kernel_help import LANES, agree, normal, pool_of, seeded
 from phalanx.kernels.grouped import MAX_PIECE, _pieces, expert_ffn
-from phalanx.kernels.lanes import Lanes
 from phalanx.kernels.shapes import padded_rows
 
 COUNTS = {
@@ -32,11 +31,11 @@ def _inputs(counts: tuple[int, ...], *, hidden: int, width: int) -> list[torch.T
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("lanes", [1, 3])
+@LANES
 @pytest.mark.parametrize("name", COUNTS)
-def test_agrees(name: str, lanes: int, recompute: bool) -> None:
+def test_agrees(name: str, lanes: int | str, recompute: bool) -> None:
     counts = COUNTS[name]
-    with Lanes(lanes) as pool:
+    with pool_of(lanes) as pool:
         agree(
             lambda x, w13, w2, r: expert_ffn(x, w13, w2, counts, row_weights_M=r, recompute=recompute, lanes=pool),
             lambda x, w13, w2, r: expert_ffn(x, w13, w2, counts, row_weights_M=r, impl="reference"),
@@ -91,9 +90,9 @@ def test_bits_do_not_depend_on_lanes() -> None:
     counts = (700, 0, 90, 1500)
     inputs = _inputs(counts, hidden=32, width=16)
 
-    def run(lanes: int) -> list[torch.Tensor]:
+    def run(lanes: int | str) -> list[torch.Tensor]:
         leaves = [t.to(torch.bfloat16).requires_grad_() for t in inputs]
-        with Lanes(lanes) as pool:
+        with pool_of(lanes) as pool:
             y = expert_ffn(*leaves[:3], counts, row_weights_M=leaves[3], lanes=pool)
             y.backward(torch.ones_like(y))
         return [y.detach(), *(t.grad for t in leaves if t.grad is not None)]

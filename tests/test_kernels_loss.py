@@ -8,13 +8,11 @@ import threading
 import pytest
 import torch
 
-from kernel_help import agree, normal, seeded
+from kernel_help import LANES, agree, normal, pool_of, seeded
 from phalanx.kernels import cross_entropy
 from phalanx.kernels.adamw import CHUNK, adamw_
 from phalanx.kernels.cross_entropy import IGNORE, linear_cross_entropy
 from phalanx.kernels.lanes import Lanes
-
-LANES = pytest.mark.parametrize("lanes", [1, 3])
 
 
 def _labels(tokens: int, vocab: int) -> torch.Tensor:
@@ -25,9 +23,9 @@ def _labels(tokens: int, vocab: int) -> torch.Tensor:
 
 @LANES
 @pytest.mark.parametrize(("tokens", "hidden", "vocab"), [(0, 4, 6), (1, 4, 6), (29, 12, 70), (1100, 8, 600)])
-def test_cross_entropy(tokens: int, hidden: int, vocab: int, lanes: int) -> None:
+def test_cross_entropy(tokens: int, hidden: int, vocab: int, lanes: int | str) -> None:
     labels = _labels(tokens, vocab)
-    with Lanes(lanes) as pool:
+    with pool_of(lanes) as pool:
         agree(
             lambda h, w: linear_cross_entropy(h, w, labels, lanes=pool).to(h.dtype),
             lambda h, w: linear_cross_entropy(h, w, labels, impl="reference"),
@@ -81,12 +79,12 @@ def test_cross_entropy_without_gradients() -> None:
 @LANES
 @pytest.mark.parametrize("grad_dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [0, 1, 1000, CHUNK + 77])
-def test_adamw(size: int, grad_dtype: torch.dtype, lanes: int) -> None:
+def test_adamw(size: int, grad_dtype: torch.dtype, lanes: int | str) -> None:
     """Three steps, the fast kernel against plain operations; fp64 state for fp64 gradients, else fp32."""
     dtype = torch.float64 if grad_dtype == torch.float64 else torch.float32
     options = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
     states = {}
-    with Lanes(lanes) as pool:
+    with pool_of(lanes) as pool:
         for impl in ("fast", "reference"):
             state = [normal(size, seed=1).to(dtype), torch.zeros(size, dtype=dtype), torch.zeros(size, dtype=dtype)]
             out = torch.empty(size, dtype=torch.bfloat16)

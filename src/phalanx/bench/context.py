@@ -31,6 +31,7 @@ from phalanx.core.errors import ConfigError, raise_if
 from phalanx.core.files import check_writable, write_json
 from phalanx.core.units import format_bytes
 from phalanx.kernels.lanes import Lanes
+from phalanx.kernels.native import compiled_rows
 from phalanx.models.context import ForwardInfo, ModelContext, TokenBatch
 from phalanx.models.shard import part_of
 from phalanx.plan.dispatch import DispatchSpec
@@ -216,7 +217,7 @@ def build(
         device=torch.device("cpu"),
         recompute=job.recompute,
         cp_method=job.method,
-        lanes=Lanes(1),
+        lanes=Lanes(1, rows=compiled_rows()),
     )
     return assemble(ctx, optim=OptimConfig(), num_microbatches=1), part_of(_sequence(job, spec.vocab), folding, rank)
 

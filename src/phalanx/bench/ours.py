@@ -11,6 +11,7 @@ import torch
 from phalanx.bench.workload import BETAS, CLIP_NORM, LEARNING_RATE, WEIGHT_DECAY, Shape, batch_of
 from phalanx.core.config import OptimConfig
 from phalanx.kernels.lanes import Lanes
+from phalanx.kernels.native import compiled_rows
 from phalanx.models.context import ModelContext, TokenBatch
 from phalanx.models.shard import part_of
 from phalanx.plan.dispatch import DispatchSpec
@@ -39,6 +40,7 @@ class Ours:
         groups: Groups | None = None,
         comms: Collectives | None = None,
         optim: OptimConfig = OPTIM,
+        native: bool = True,
     ) -> None:
         keep_freed_memory(threads=threads)
         groups = groups or build_groups(make_folding(world=1), rank=0, cache=GroupCache())
@@ -52,7 +54,7 @@ class Ours:
             dtype=dtype,
             device=torch.device("cpu"),
             kernels=kernels,
-            lanes=Lanes(threads),
+            lanes=Lanes(threads, rows=compiled_rows() if native else None),
         )
         self.shape, self.rate, self.lanes, self.groups = shape, rate, ctx.lanes, groups
         self.parts = assemble(ctx, optim=optim, num_microbatches=1)

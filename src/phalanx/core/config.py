@@ -301,6 +301,8 @@ class KernelConfig:
 
     implementation: Literal["fast", "reference"] = "fast"
     """`reference` runs the plain version that each fast path is tested against."""
+    compiled: bool = True
+    """Compile elementwise kernels at the first start (seconds, once a machine), where there is a C++ compiler. CPU only."""
 
 
 @dataclass(frozen=True, kw_only=True)

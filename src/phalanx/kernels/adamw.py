@@ -16,6 +16,9 @@ from phalanx.kernels.lanes import SERIAL, Lanes
 CHUNK = 1 << 18
 """Elements that go through memory once: gradient, master and moments of a chunk stay in a core's cache between the three passes."""
 
+PIECE = 1 << 20
+"""Elements of a piece of work of the compiled kernel, which goes through memory once whatever the size."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Rule:
@@ -53,6 +56,18 @@ def adamw_(
         _reference(master, grad.to(master.dtype) * scale, exp_avg, exp_avg_sq, rule)
         if out is not None:
             out.copy_(master)
+        return
+    native = lanes.rows if master.device.type == "cpu" else None
+    if native is not None and native.has_adamw(master, grad, out):
+        corrections = (1 - beta1**step, 1 - beta2**step)
+        numbers = (float(scale), lr, beta1, beta2, eps, weight_decay, *corrections)
+
+        def run_native(start: int, lane: int) -> None:
+            part = slice(start, start + PIECE)
+            state = (master[part], exp_avg[part], exp_avg_sq[part])
+            native.adamw(state, grad[part], None if out is None else out[part], numbers=numbers)
+
+        lanes.run(run_native, range(0, master.numel(), PIECE))
         return
     size = min(CHUNK, master.numel()) if master.device.type == "cpu" else master.numel()
     factor = torch.as_tensor(scale, dtype=master.dtype, device=master.device)

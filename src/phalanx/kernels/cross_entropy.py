@@ -180,6 +180,12 @@ class _Work:
         return self._sum_VH.to(self.weight_VH.dtype)
 
     def _chunk(self, tokens: slice, logits_cV: torch.Tensor) -> None:
+        if self.lanes.rows is not None and logits_cV.device.type == "cpu":
+            torch.mm(self.hidden_TH[tokens], self.weight_VH.T, out=logits_cV)
+            self.lanes.rows.cross_entropy(logits_cV, self.labels_T[tokens], self.losses_T[tokens], gradient=self.needs)
+            if self.d_hidden_TH is not None:
+                torch.mm(logits_cV, self.weight_VH, out=self.d_hidden_TH[tokens])
+            return
         self.work(
             self.hidden_TH[tokens],
             self.weight_VH,

@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from phalanx.kernels.choice import Impl
 from phalanx.kernels.lanes import SERIAL, Lanes
 from phalanx.kernels.later import Later, Target, later_grouped_mm, later_linear, target_of
+from phalanx.kernels.native import Rows
 from phalanx.kernels.scripted import scripted
 from phalanx.kernels.shapes import padded_rows, spaced
 from phalanx.kernels.swiglu import reference_swiglu, swiglu
@@ -197,6 +198,7 @@ class _BackwardScratch(NamedTuple):
     d_gate_up_mF: torch.Tensor
     silu_bf: torch.Tensor
     t_bf: torch.Tensor
+    dots_m: torch.Tensor
 
 
 def _scratch(like: torch.Tensor, rows: int, width: int) -> _Scratch:
@@ -208,7 +210,8 @@ def _scratch(like: torch.Tensor, rows: int, width: int) -> _Scratch:
 def _backward_scratch(like: torch.Tensor, rows: int, width: int) -> _BackwardScratch:
     silu_bf, t_bf = like.new_empty(2, min(rows, BLOCK_ROWS), width)
     dy_mH, d_gate_up_mF = spaced(rows, like.shape[1], like), spaced(rows, 2 * width, like)
-    return _BackwardScratch(dy_mH, like.new_empty(rows, width), d_gate_up_mF, silu_bf, t_bf)
+    dots_m = like.new_empty(rows, dtype=torch.promote_types(like.dtype, torch.float32))
+    return _BackwardScratch(dy_mH, like.new_empty(rows, width), d_gate_up_mF, silu_bf, t_bf, dots_m)
 
 
 class _CpuExpertFfn(torch.autograd.Function):
@@ -231,7 +234,7 @@ class _CpuExpertFfn(torch.autograd.Function):
             work.keep()
         y_MH = torch.empty_like(x_MH, memory_format=torch.contiguous_format)
         scratch = [_scratch(*work.scratch_shape) for _ in range(lanes.count)]
-        lanes.run(lambda p, lane: work.forward(p, scratch[lane], y_MH), work.largest_first)
+        lanes.run(lambda p, lane: work.forward(p, scratch[lane], y_MH, lanes.rows), work.largest_first)
         ctx.save_for_backward(x_MH, w13_e2fH, w2_eHf, row_weights_M, work.gate_up_P2f)
         ctx.counts, ctx.lanes, ctx.target = counts, lanes, target
         return y_MH
@@ -244,7 +247,7 @@ class _CpuExpertFfn(torch.autograd.Function):
         grads = _Grads(work, weights=ctx.needs_input_grad[1], row_weights=ctx.needs_input_grad[3])
         scratch = [(_scratch(*work.scratch_shape), _backward_scratch(*work.scratch_shape)) for _ in range(lanes.count)]
         kept = None if ctx.target is None else _Kept(work, dy_MH)
-        lanes.run(lambda p, lane: work.backward(p, *scratch[lane], dy_MH, grads, kept), work.largest_first)
+        lanes.run(lambda p, lane: work.backward(p, *scratch[lane], dy_MH, grads, kept, lanes.rows), work.largest_first)
         grads.finish(lanes)
         if kept is not None:
             work.gate_up_P2f = None  # has served
@@ -285,12 +288,17 @@ class _Work:
         """Where the piece's first projection goes: into the kept buffer where there is one."""
         return s.gate_up_mF[: p.size] if self.gate_up_P2f is None else self.gate_up_P2f[p.padded]
 
-    def forward(self, p: _Piece, s: _Scratch, y_MH: torch.Tensor) -> None:
+    def forward(self, p: _Piece, s: _Scratch, y_MH: torch.Tensor, native: Rows | None) -> None:
         scale_r1 = None if self.scale_M1 is None else self.scale_M1[p.rows]
         weights = self.w13_eFH[p.slot], self.w2_eHf[p.slot]
-        scripted(_forward_piece)(
-            self.x_MH[p.rows], *weights, scale_r1, self._gate_up(p, s), y_MH[p.rows], s, BLOCK_ROWS
-        )
+        x_rH, y_rH, gate_up_mF = self.x_MH[p.rows], y_MH[p.rows], self._gate_up(p, s)
+        if native is None:
+            scripted(_forward_piece)(x_rH, *weights, scale_r1, gate_up_mF, y_rH, s, BLOCK_ROWS)
+            return
+        h_mf = s.h_mf[: p.size]
+        scripted(_first_projection)(x_rH, weights[0], gate_up_mF, s)
+        native.swiglu_forward(gate_up_mF, h_mf)
+        scripted(_second_projection)(h_mf, weights[1], scale_r1, y_rH, s)
 
     def backward(
         self,
@@ -300,21 +308,24 @@ class _Work:
         dy_MH: torch.Tensor,
         grads: _Grads,
         kept: _Kept | None = None,
+        native: Rows | None = None,
     ) -> None:
         if self.gate_up_P2f is None:
             s.x_mH[: p.num_rows].copy_(self.x_MH[p.rows])
             s.x_mH[p.num_rows : p.size].zero_()
             torch.mm(s.x_mH[: p.size], self.w13_eFH[p.slot].T, out=s.gate_up_mF[: p.size])
-        scripted(_backward_piece)(
-            [self.x_MH[p.rows], dy_MH[p.rows], self.w13_eFH[p.slot], self.w2_eHf[p.slot], self._gate_up(p, s)],
-            None if self.scale_M1 is None else self.scale_M1[p.rows],
-            grads.x_MH[p.rows],
-            None if grads.row_weights_M is None else grads.row_weights_M[p.rows],
-            [grads.w13_of(p), grads.w2_of(p)] if grads.weights else [],
-            s,
-            t,
-            BLOCK_ROWS,
-        )
+        operands = [self.x_MH[p.rows], dy_MH[p.rows], self.w13_eFH[p.slot], self.w2_eHf[p.slot], self._gate_up(p, s)]
+        scale_r1 = None if self.scale_M1 is None else self.scale_M1[p.rows]
+        dx_rH, d_weights = grads.x_MH[p.rows], [grads.w13_of(p), grads.w2_of(p)] if grads.weights else []
+        d_scale_r = None if grads.row_weights_M is None else grads.row_weights_M[p.rows]
+        if native is None:
+            scripted(_backward_piece)(operands, scale_r1, dx_rH, d_scale_r, d_weights, s, t, BLOCK_ROWS)
+        else:
+            h_mf, dh_mf, d_gate_up_mF = s.h_mf[: p.size], t.dh_mf[: p.size], t.d_gate_up_mF[: p.size]
+            dots_m = t.dots_m[: p.size]
+            scripted(_gradient_of_h)(operands, scale_r1, s, t)
+            native.swiglu_backward(operands[4], dh_mf, h_mf, d_gate_up_mF, dots_m)
+            scripted(_gradients_of_piece)(operands, scale_r1, dots_m, dx_rH, d_scale_r, d_weights, s, t)
         if kept is not None:
             kept.h_Pf[p.padded].copy_(s.h_mf[: p.size])
             kept.d_gate_up_P2f[p.padded].copy_(t.d_gate_up_mF[: p.size])
@@ -331,15 +342,29 @@ def _forward_piece(
     block: int,
 ) -> None:
     """Scripted. `r` rows of the slot, `m` with the padding: zeros, so that it adds nothing to any product."""
-    rows, size, width = x_rH.shape[0], gate_up_mF.shape[0], w2_Hf.shape[1]
-    x_mH, y_mH, h_mf = s.x_mH[:size], s.y_mH[:size], s.h_mf[:size]
-    x_mH[:rows].copy_(x_rH)
-    x_mH[rows:].zero_()
-    torch.mm(x_mH, w13_FH.t(), out=gate_up_mF)
+    size, width = gate_up_mF.shape[0], w2_Hf.shape[1]
+    h_mf = s.h_mf[:size]
+    _first_projection(x_rH, w13_FH, gate_up_mF, s)
     for start in range(0, size, block):
         gate_up_bF, h_bf = gate_up_mF[start : start + block], h_mf[start : start + block]
         torch.ops.aten.silu(gate_up_bF[:, :width], out=h_bf)
         h_bf.mul_(gate_up_bF[:, width:])
+    _second_projection(h_mf, w2_Hf, scale_r1, y_rH, s)
+
+
+def _first_projection(x_rH: torch.Tensor, w13_FH: torch.Tensor, gate_up_mF: torch.Tensor, s: _Scratch) -> None:
+    """Scripted."""
+    rows, size = x_rH.shape[0], gate_up_mF.shape[0]
+    s.x_mH[:rows].copy_(x_rH)
+    s.x_mH[rows:size].zero_()
+    torch.mm(s.x_mH[:size], w13_FH.t(), out=gate_up_mF)
+
+
+def _second_projection(
+    h_mf: torch.Tensor, w2_Hf: torch.Tensor, scale_r1: torch.Tensor | None, y_rH: torch.Tensor, s: _Scratch
+) -> None:
+    """Scripted."""
+    rows, y_mH = y_rH.shape[0], s.y_mH[: h_mf.shape[0]]
     torch.mm(h_mf, w2_Hf.t(), out=y_mH)
     if scale_r1 is None:
         y_rH.copy_(y_mH[:rows])
@@ -358,24 +383,11 @@ def _backward_piece(
     block: int,
 ) -> None:
     """Scripted. `operands`: x and dy (r, H), w13, w2, gate_up (m, F); `d_weights`: those of w13 and w2, if wanted."""
-    x_rH, dy_rH, w13_FH, w2_Hf, gate_up_mF = operands[0], operands[1], operands[2], operands[3], operands[4]
-    rows, size, width = x_rH.shape[0], gate_up_mF.shape[0], w2_Hf.shape[1]
-    x_mH, dy_mH, h_mf, dh_mf, d_gate_up_mF = (
-        s.x_mH[:size],
-        t.dy_mH[:size],
-        s.h_mf[:size],
-        t.dh_mf[:size],
-        t.d_gate_up_mF[:size],
-    )
-    x_mH[:rows].copy_(x_rH)
-    x_mH[rows:].zero_()
-    if scale_r1 is None:
-        dy_mH[:rows].copy_(dy_rH)
-    else:
-        torch.mul(dy_rH, scale_r1, out=dy_mH[:rows])
-    dy_mH[rows:].zero_()
-    torch.mm(dy_mH, w2_Hf, out=dh_mf)
-    dots_m = torch.empty([size if d_scale_r is not None else 0], dtype=dy_mH.dtype)
+    gate_up_mF = operands[4]
+    size, width = gate_up_mF.shape[0], operands[3].shape[1]
+    h_mf, dh_mf, d_gate_up_mF = s.h_mf[:size], t.dh_mf[:size], t.d_gate_up_mF[:size]
+    _gradient_of_h(operands, scale_r1, s, t)
+    dots_m = torch.empty([size if d_scale_r is not None else 0], dtype=dh_mf.dtype)
     for start in range(0, size, block):
         stop = min(start + block, size)
         gate_bf, up_bf = gate_up_mF[start:stop, :width], gate_up_mF[start:stop, width:]
@@ -392,11 +404,44 @@ def _backward_piece(
         torch.mul(dh_bf, silu_bf, out=d_gate_up_mF[start:stop, width:])
         torch.mul(dh_bf, up_bf, out=t_bf)
         torch.ops.aten.silu_backward(t_bf, gate_bf, grad_input=d_gate_up_mF[start:stop, :width])
+    _gradients_of_piece(operands, scale_r1, dots_m, dx_rH, d_scale_r, d_weights, s, t)
+
+
+def _gradient_of_h(
+    operands: list[torch.Tensor], scale_r1: torch.Tensor | None, s: _Scratch, t: _BackwardScratch
+) -> None:
+    """Scripted: into `t.dh_mf`."""
+    x_rH, dy_rH, w2_Hf = operands[0], operands[1], operands[3]
+    rows, size = x_rH.shape[0], operands[4].shape[0]
+    s.x_mH[:rows].copy_(x_rH)
+    s.x_mH[rows:size].zero_()
+    if scale_r1 is None:
+        t.dy_mH[:rows].copy_(dy_rH)
+    else:
+        torch.mul(dy_rH, scale_r1, out=t.dy_mH[:rows])
+    t.dy_mH[rows:size].zero_()
+    torch.mm(t.dy_mH[:size], w2_Hf, out=t.dh_mf[:size])
+
+
+def _gradients_of_piece(
+    operands: list[torch.Tensor],
+    scale_r1: torch.Tensor | None,
+    dots_m: torch.Tensor,
+    dx_rH: torch.Tensor,
+    d_scale_r: torch.Tensor | None,
+    d_weights: list[torch.Tensor],
+    s: _Scratch,
+    t: _BackwardScratch,
+) -> None:
+    """Scripted: of the rows, their weights and the experts' weights, once `h` and the gradient of gate and up are there."""
+    dy_rH, w13_FH, w2_Hf = operands[1], operands[2], operands[3]
+    rows, size = dy_rH.shape[0], operands[4].shape[0]
+    h_mf, d_gate_up_mF = s.h_mf[:size], t.d_gate_up_mF[:size]
     if d_scale_r is not None and scale_r1 is not None:
         _scale_gradient(dots_m[:rows], scale_r1.squeeze(1), dy_rH, w2_Hf, h_mf, d_scale_r)
     if len(d_weights) > 0:
-        torch.mm(dy_mH.t(), h_mf, out=d_weights[1])
-        torch.mm(d_gate_up_mF.t(), x_mH, out=d_weights[0])
+        torch.mm(t.dy_mH[:size].t(), h_mf, out=d_weights[1])
+        torch.mm(d_gate_up_mF.t(), s.x_mH[:size], out=d_weights[0])
     torch.mm(d_gate_up_mF, w13_FH, out=s.y_mH[:size])
     dx_rH.copy_(s.y_mH[:rows])
 

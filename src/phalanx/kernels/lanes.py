@@ -22,17 +22,21 @@ from typing import Generic, TypeVar
 
 import torch
 
+from phalanx.kernels.native import Rows
+
 Item = TypeVar("Item")
 
 
 class Lanes:
     """`count` lanes: the caller's thread and `count - 1` workers, started at first use, again in a forked child.
 
-    With one lane everything runs in the caller's thread with whatever threads torch has, and no state is kept.
+    With one lane everything runs in the caller's thread with whatever threads torch has, and no state is kept. `rows`: the compiled
+    kernels that work done here may use; without them it is done with torch operations.
     """
 
-    def __init__(self, count: int = 1) -> None:
+    def __init__(self, count: int = 1, *, rows: Rows | None = None) -> None:
         self.count = count
+        self.rows = rows
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._owner: int | None = None
         self._threads_before = 1

@@ -70,8 +70,13 @@ class _CpuRmsNorm(torch.autograd.Function):
         scale_T1 = x_TH.new_empty((x_TH.shape[0], 1), dtype=wide)
         weight_H, work = w_H.to(wide), scripted(_forward_rows)
 
+        native = lanes.rows if _is_dense(x_TH, delta_TH) else None
+
         def run(rows: slice, lane: int) -> None:
             delta_rH = None if delta_TH is None else delta_TH[rows]
+            if native is not None:
+                native.norm_forward(x_TH[rows], delta_rH, stream_TH[rows], weight_H, eps, scale_T1[rows], out_TH[rows])
+                return
             work(x_TH[rows], delta_rH, stream_TH[rows], weight_H, eps, scale_T1[rows], out_TH[rows], BLOCK_ROWS)
 
         lanes.run(run, cache_blocks(*x_TH.shape))
@@ -85,15 +90,24 @@ class _CpuRmsNorm(torch.autograd.Function):
         weight_H, work = w_H.to(scale_T1.dtype), scripted(_backward_rows)
         dx_TH = torch.empty_like(x_TH, memory_format=torch.contiguous_format)
         blocks = cache_blocks(*x_TH.shape)
-        dw_bH = scale_T1.new_empty((len(blocks), x_TH.shape[1]))
+        dw_bH = scale_T1.new_zeros((len(blocks), x_TH.shape[1]))
+        native = ctx.lanes.rows if _is_dense(x_TH, dy_TH, d_stream_TH) else None
 
         def run(block: tuple[int, slice], lane: int) -> None:
             index, rows = block
             d_stream_rH = None if d_stream_TH is None else d_stream_TH[rows]
+            if native is not None:
+                own = (d_stream_rH, dx_TH[rows], dw_bH[index])
+                native.norm_backward(x_TH[rows], scale_T1[rows], weight_H, dy_TH[rows], *own)
+                return
             work(x_TH[rows], scale_T1[rows], weight_H, dy_TH[rows], d_stream_rH, dx_TH[rows], dw_bH[index], BLOCK_ROWS)
 
         ctx.lanes.run(run, list(enumerate(blocks)))
         return dx_TH, dx_TH if ctx.has_delta else None, dw_bH.sum(0).to(w_H.dtype), None, None
+
+
+def _is_dense(*tensors: torch.Tensor | None) -> bool:
+    return all(t is None or t.is_contiguous() for t in tensors)
 
 
 def _forward_rows(
@@ -128,7 +142,6 @@ def _backward_rows(
     block: int,
 ) -> None:
     """With n = x * scale: dw = sum_rows dy n; dx = scale * (w dy - n * mean(w dy n)) + the stream's own gradient."""
-    dw_H.zero_()
     for start in range(0, x_RH.shape[0], block):
         stop = start + block
         x_rH, dy_rH = x_RH[start:stop].to(weight_H.dtype), dy_RH[start:stop].to(weight_H.dtype)

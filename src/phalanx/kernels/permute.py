@@ -124,6 +124,9 @@ def _sum(y_MH: torch.Tensor, rows_of_token_TK: torch.Tensor, lanes: Lanes) -> to
 
     def run(tokens: slice, lane: int) -> None:
         index_Kt, out_tH = index_KT[:, tokens], out_TH[tokens]
+        if lanes.rows is not None and y_MH.is_contiguous():
+            lanes.rows.sum_rows(y_MH, index_Kt, out_tH)
+            return
         part_tH = torch.empty_like(out_tH)
         _pick(y_MH, index_Kt[0], out_tH, complete=complete)
         if len(index_Kt) == 2:  # one addition rounds once, whatever it is computed in

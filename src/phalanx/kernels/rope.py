@@ -81,9 +81,13 @@ def _turn(
     targets = [y.view(-1, *y.shape[2:]) for y in out]
     cos_TN, sin_TN = (x.reshape(-1, x.shape[-1]) for x in (table.cos_BSN, table.sin_BSN))
     work, sign = scripted(_turn_rows), -1.0 if back else 1.0
+    dense = all(x.is_contiguous() for x in (*flat, cos_TN, sin_TN))
 
     def run(part: tuple[int, slice], lane: int) -> None:
         which, rows = part
+        if lanes.rows is not None and dense:
+            lanes.rows.rope(flat[which][rows], cos_TN[rows], sin_TN[rows], sign, targets[which][rows])
+            return
         work(flat[which][rows], cos_TN[rows], sin_TN[rows], sign, targets[which][rows], BLOCK_ROWS)
 
     lanes.run(run, [(i, rows) for i, x in enumerate(flat) for rows in cache_blocks(x.shape[0], x[0].numel())])

@@ -33,7 +33,14 @@ def square_sums(tensors: Sequence[torch.Tensor], *, impl: Impl = "fast", lanes: 
     pieces = [x[start : start + PIECE] for x in (t.reshape(-1) for t in tensors) for start in range(0, len(x), PIECE)]
     sums = torch.zeros(len(pieces), dtype=torch.float64)
     work = scripted(_in_chunks)
-    lanes.run(lambda i, _: work(pieces[i], sums[i], CHUNK), range(len(pieces)))
+
+    def run(i: int, lane: int) -> None:
+        if lanes.rows is not None:
+            sums[i] = lanes.rows.square_sum(pieces[i])
+        else:
+            work(pieces[i], sums[i], CHUNK)
+
+    lanes.run(run, range(len(pieces)))
     return sums.sum()
 
 

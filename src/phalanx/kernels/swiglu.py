@@ -49,7 +49,12 @@ class _CpuSwiglu(torch.autograd.Function):
     def forward(ctx: Any, gate_up_M2F: torch.Tensor, lanes: Lanes) -> torch.Tensor:
         out_MF = gate_up_M2F.new_empty(gate_up_M2F.shape[0], gate_up_M2F.shape[2])
 
+        native = lanes.rows if gate_up_M2F.is_contiguous() else None
+
         def run(rows: slice, lane: int) -> None:
+            if native is not None:
+                native.swiglu_forward(gate_up_M2F[rows].flatten(1), out_MF[rows])
+                return
             gate_rF, up_rF = gate_up_M2F[rows].unbind(1)
             torch.ops.aten.silu.out(gate_rF, out=out_MF[rows]).mul_(up_rF)
 
@@ -63,7 +68,13 @@ class _CpuSwiglu(torch.autograd.Function):
         (gate_up_M2F,) = ctx.saved_tensors
         d_gate_up_M2F = torch.empty_like(gate_up_M2F, memory_format=torch.contiguous_format)
 
+        native = ctx.lanes.rows if gate_up_M2F.is_contiguous() and dy_MF.stride(-1) == 1 else None
+
         def run(rows: slice, lane: int) -> None:
+            if native is not None:
+                both = (gate_up_M2F[rows].flatten(1), dy_MF[rows])
+                native.swiglu_backward(*both, torch.empty_like(dy_MF[rows]), d_gate_up_M2F[rows].flatten(1), None)
+                return
             gate_rF, up_rF = gate_up_M2F[rows].unbind(1)
             d_gate_rF, d_up_rF = d_gate_up_M2F[rows].unbind(1)
             torch.ops.aten.silu.out(gate_rF, out=d_up_rF).mul_(dy_MF[rows])

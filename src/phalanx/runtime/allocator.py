@@ -11,10 +11,15 @@ time, and waiting for each other's lock and taking over each other's cache lines
 from __future__ import annotations
 
 import ctypes
+import mmap
+
+import torch
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
 """Parameters of mallopt(3)."""
 LARGEST_HEAP_BLOCK = 32 << 20
+HUGE = 2 << 20
+"""Bytes of a huge page, and the least that is worth one."""
 NEVER = (1 << 31) - 1
 
 
@@ -29,3 +34,20 @@ def keep_freed_memory(*, threads: int = 1) -> bool:
         return False
     settings = ((M_MMAP_THRESHOLD, LARGEST_HEAP_BLOCK), (M_TRIM_THRESHOLD, NEVER), (M_ARENA_MAX, 2 * threads - 1))
     return all(bool(mallopt(name, value)) for name, value in settings)
+
+
+def in_huge_pages(fresh: torch.Tensor) -> torch.Tensor:
+    """Ask for pages of 2 MiB for the memory of `fresh`, which nobody has touched yet; returns it.
+
+    For large buffers that a step reads or writes from end to end: looking up small pages is a ninth of the optimizer's time. The buffer gets
+    no larger by it. Nothing happens for small ones, on other devices, and where the system does not know such pages.
+    """
+    size = fresh.untyped_storage().nbytes()
+    if fresh.device.type != "cpu" or size < HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return fresh
+    start = fresh.untyped_storage().data_ptr()
+    first, stop = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, (start + size) // mmap.PAGESIZE * mmap.PAGESIZE
+    ctypes.CDLL(None).madvise(
+        ctypes.c_void_p(first), ctypes.c_size_t(stop - first), mmap.MADV_HUGEPAGE
+    )  # advice: it may fail
+    return fresh

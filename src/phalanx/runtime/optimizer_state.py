@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from phalanx.plan.layout import Box, FlatLayout
+from phalanx.runtime.allocator import in_huge_pages
 from phalanx.runtime.boxes import BoxTensor
 from phalanx.runtime.collectives import Collectives
 from phalanx.runtime.groups import Groups
@@ -111,20 +112,21 @@ class ShardedState:
 
 def _take_over(params: Mapping[str, torch.Tensor], layout: FlatLayout, dtype: torch.dtype) -> FamilyState:
     some = params[layout.params[0].param.name]
-    flat = torch.zeros(layout.length, dtype=some.dtype, device=some.device)
+    flat = in_huge_pages(torch.zeros(layout.length, dtype=some.dtype, device=some.device))
     for local, start in zip(layout.params, layout.starts, strict=True):
         param = params[local.param.name]
         view = flat[start : start + local.num_elements].view(local.shape)
         view.copy_(param.detach())
         param.data = view
     first, stop = layout.shard_range()
-    master = flat[first:stop].to(dtype, copy=True)
+    empty = torch.empty(stop - first, dtype=dtype, device=some.device)
+    master = in_huge_pages(empty).copy_(flat[first:stop])
     return FamilyState(
         layout=layout,
         flat=flat,
         master=master,
-        exp_avg=torch.zeros_like(master),
-        exp_avg_sq=torch.zeros_like(master),
+        exp_avg=in_huge_pages(torch.zeros_like(master)),
+        exp_avg_sq=in_huge_pages(torch.zeros_like(master)),
         runs=_decay_runs(layout),
     )
 

@@ -12,6 +12,7 @@ from phalanx.core.config import Recipe
 from phalanx.core.errors import CheckpointError, Problem
 from phalanx.data.tokenizer import Tokenizer
 from phalanx.kernels.lanes import Lanes
+from phalanx.kernels.native import compiled_rows
 from phalanx.models.context import ModelContext
 from phalanx.models.decoder import Decoder
 from phalanx.plan.dispatch import DispatchSpec
@@ -65,7 +66,7 @@ def load_model(path: Path, *, step: int | None = None) -> LoadedModel:
         dtype=DTYPES[recipe.train.dtype],
         device=torch.device("cpu"),
         kernels=recipe.kernels.implementation,
-        lanes=Lanes(torch.get_num_threads()),
+        lanes=Lanes(torch.get_num_threads(), rows=compiled_rows() if recipe.kernels.compiled else None),
     )
     model = Decoder(ctx)
     _fill(model, manager, chosen, wanted={name for name, _ in buffers(spec)}, dtype=state_dtype(ctx.dtype))

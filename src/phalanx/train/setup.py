@@ -24,6 +24,7 @@ from phalanx.core.config import DispatchConfig, Recipe
 from phalanx.core.errors import ConfigError, Problem, RunError
 from phalanx.data.prepare import Prepared, prepare
 from phalanx.kernels.lanes import Lanes
+from phalanx.kernels.native import compiled_rows
 from phalanx.models.context import ModelContext
 from phalanx.observe.console import wants_live
 from phalanx.observe.preparation import PreparationProgress
@@ -164,7 +165,12 @@ def make_context(rank: Rank, spec: ModelSpec, folding: Folding, pipeline: Pipeli
     """Groups of the folding and all that modules need. Collective."""
     recipe = rank.recipe
     # on a CPU the kernels divide work among threads themselves; other devices need one thread to feed them
-    lanes = Lanes(torch.get_num_threads()) if rank.device.type == "cpu" else Lanes(1)
+    on_cpu = rank.device.type == "cpu"
+    lanes = (
+        Lanes(torch.get_num_threads(), rows=compiled_rows() if recipe.kernels.compiled else None)
+        if on_cpu
+        else Lanes(1)
+    )
     return ModelContext(
         spec=spec,
         dispatch=dispatch_spec(recipe.dispatch),

@@ -1,0 +1,89 @@
+"""Compiles `rows.cpp` on the machine that runs it, once, where there is a C++ compiler.
+
+Decides which compiler, which options and where the result is kept: `$XDG_CACHE_HOME/phalanx` (`~/.cache/phalanx`), or the system's folder for
+temporary files where that cannot be written. The name of a result holds a digest of everything that it depends on: source, options, compiler,
+processor. A machine without a compiler loses speed and nothing else.
+
+Must never change: a library is seen under its final name only when it is complete; ranks that start together compile once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+SOURCE = Path(__file__).with_name("rows.cpp")
+COMPILERS = ("c++", "g++", "clang++")
+OPTIONS = (
+    *("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared"),
+    # sums may be reordered and products fused, but NaN and infinities are respected: a step must see them
+    *("-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fassociative-math", "-fno-signed-zeros"),
+    "-freciprocal-math",
+)
+WIDEST = {"x86_64": ("-mprefer-vector-width=512",)}
+"""Without this, compilers use half of the vector registers of processors that have long ones."""
+PATIENCE_S = 300.0
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The compiled library, or None: no compiler, or it fails, or no folder to write to. Tried once in a process."""
+    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
+    if compiler is None:
+        return None
+    for folder in _folders():
+        try:
+            return ctypes.CDLL(str(_built(Path(compiler), folder)))
+        except (OSError, subprocess.SubprocessError):
+            continue
+    return None
+
+
+def _folders() -> Iterator[Path]:
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    yield Path(base) / "phalanx"
+    yield Path(tempfile.gettempdir()) / f"phalanx-{os.getuid()}"
+
+
+def _built(compiler: Path, folder: Path) -> Path:
+    """Path of the library in `folder`, compiled if it is not there. Raises `OSError` or `SubprocessError`."""
+    options = (*OPTIONS, *WIDEST.get(platform.machine(), ()))
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if folder.stat().st_uid != os.getuid():
+        raise PermissionError(f"{folder} belongs to somebody else")  # who could have put any code there
+    target = folder / f"rows-{_digest(compiler, options)}.so"
+    if target.exists():
+        return target
+    with open(folder / "rows.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.exists():
+            unfinished = target.with_suffix(f".{os.getpid()}")
+            command = [str(compiler), *options, str(SOURCE), "-o", str(unfinished)]
+            subprocess.run(command, check=True, capture_output=True, timeout=PATIENCE_S)
+            unfinished.replace(target)
+    return target
+
+
+def _digest(compiler: Path, options: tuple[str, ...]) -> str:
+    facts = hashlib.sha256(SOURCE.read_bytes())
+    for word in (str(compiler.resolve()), str(compiler.stat().st_mtime_ns), *options, _processor()):
+        facts.update(word.encode() + b"\0")
+    return facts.hexdigest()[:16]
+
+
+def _processor() -> str:
+    """What `-march=native` looks at: homes are shared between machines that differ."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))
