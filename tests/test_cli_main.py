@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from fake_events import a_run
+from fake_events import a_run, ended, started
 from phalanx.cli import metrics as metrics_command
 from phalanx.cli import settings as settings_command
 from phalanx.cli.main import COMMANDS, help_text, main
@@ -247,9 +247,19 @@ def test_metrics_shows_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert rows[0] == 1 and rows[-1] == 300 and {50, 100, 150, 200, 250} <= set(rows) and len(rows) <= 20
     assert "train loss\n8.8516 ┤█▃" in out
     assert "laptop: 300 of 300 steps (finished, 1 start)" in out and "(unigram model 6.214)" in out
+    assert found["mtp_loss"] is None and "after the next one" not in out
     (tmp_path / "file").write_text("")
     assert main(["metrics", str(tmp_path / "laptop"), "--json", str(tmp_path / "file" / "f.json")]) == 2
     assert capsys.readouterr().err.endswith("file/f.json: File exists; name another file\n")
+
+
+def test_metrics_shows_the_loss_of_further_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sink = JsonlSink(tmp_path / "further", rank=0)
+    for event in (started(), ended(1, mtp_loss=5.75)):
+        sink.write(event)
+    sink.close()
+    assert main(["metrics", str(tmp_path / "further")]) == 0
+    assert "loss of the tokens after the next one 5.7500 (train/mtp_loss)" in capsys.readouterr().out
 
 
 def test_metrics_of_a_run_that_has_not_stepped_or_does_not_exist(

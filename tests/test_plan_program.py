@@ -1,33 +1,26 @@
-"""The program of a step: ids, order, and that a real step does exactly this, id by id."""
+"""The program of a step by itself: ids, order, what it refuses. That a run does exactly this: `test_program_runs.py`."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import pytest
-import torch
 
-from phalanx.core.config import OptimConfig
+from phalanx.core.config import PipelineConfig
 from phalanx.core.errors import PlanError
-from phalanx.core.events import Collective, Event
-from phalanx.models.context import ModelContext, TokenBatch
-from phalanx.models.shard import part_of
 from phalanx.plan.dispatch import DispatchSpec
-from phalanx.plan.folding import Folding, legal_foldings
+from phalanx.plan.folding import Folding, legal_foldings, make_folding
 from phalanx.plan.model import PRESETS, ModelSpec
-from phalanx.plan.placement import plain_placement
-from phalanx.plan.program import Op, StepProgram, op_id, step_program
-from phalanx.runtime.collectives import Collectives
-from phalanx.runtime.groups import GroupCache, build_groups
-from phalanx.train.assemble import assemble
-from phalanx.train.step import train_step
-from ranks import run_ranks
+from phalanx.plan.pipeline import make_pipeline
+from phalanx.plan.program import Op, StepOptions, StepProgram, op_id, step_program
 
 TINY = dataclasses.replace(PRESETS["tiny"], shared_ffn=16)
 
 
-# ---- by itself ------------------------------------------------------------------------------------------------------------------
+def with_router(spec: ModelSpec, **changes: Any) -> ModelSpec:
+    return dataclasses.replace(spec, router=dataclasses.replace(spec.router, **changes))
 
 
 @pytest.mark.unit
@@ -51,8 +44,7 @@ def test_every_program_is_consistent(transport: Any, recompute: Any) -> None:
                         spec,
                         DispatchSpec(transport=transport),
                         rank=rank,
-                        num_microbatches=m,
-                        recompute=recompute,
+                        options=StepOptions(num_microbatches=m, recompute=recompute),
                     )
                     program.check()
                     forward = [op for op in program.ops if op.phase == "fwd" and op.kind == "collective"]
@@ -64,7 +56,7 @@ def test_every_program_is_consistent(transport: Any, recompute: Any) -> None:
 @pytest.mark.unit
 def test_collectives_of_a_moe_layer_are_those_of_the_reference() -> None:
     """Reference, section 6 bar 5: 1 count exchange, rows over ep twice and probs once, over etp only where etp > 1."""
-    program = step_program(Folding(world=8, ep=2, etp=2), TINY, DispatchSpec(), rank=0, num_microbatches=1)
+    program = step_program(Folding(world=8, ep=2, etp=2), TINY, DispatchSpec(), rank=0)
     layer = [op for op in program.collectives if op.layer == 0 and op.phase == "fwd"]
     assert [(op.id.split(".fwd.")[1], op.collective, op.axis) for op in layer] == [
         ("dispatch.counts", "all_gather", "ep_etp"),
@@ -76,127 +68,76 @@ def test_collectives_of_a_moe_layer_are_those_of_the_reference() -> None:
         ("combine.rows", "all_to_all_rows", "ep"),
     ]
     assert not [op for op in program.collectives if "attention" in op.id]
-    alone = step_program(Folding(world=1), TINY, DispatchSpec(), rank=0, num_microbatches=2)
+    alone = step_program(Folding(world=1), TINY, DispatchSpec(), rank=0, options=StepOptions(num_microbatches=2))
     assert alone.collectives == ()
 
 
 @pytest.mark.unit
-def test_program_refuses_what_it_cannot_lower_and_finds_its_own_faults() -> None:
-    with pytest.raises(PlanError, match=r"folding.cp = 2: is not lowered") as caught:
-        step_program(Folding(world=8, tp=2, cp=2, pp=2), TINY, DispatchSpec(), rank=0, num_microbatches=1)
-    assert len(caught.value.problems) == 2
-    op = Op(id="a", kind="compute", lane="compute", axis="ep")
+def test_program_refuses_what_there_is_not_and_finds_its_own_faults() -> None:
+    pipeline = make_pipeline(PipelineConfig(), TINY, pp=2, seq_len=32)
+    with pytest.raises(PlanError, match="rank = 8: is one of 8; nearest legal: 7") as caught:
+        step_program(Folding(world=8), TINY, DispatchSpec(), rank=8, options=StepOptions(pipeline=pipeline))
+    assert len(caught.value.problems) == 2 and "folding.pp = 1: is not the 2 ranks" in str(caught.value)
+    op = Op(id="a", kind="compute", lane="compute", axis="ep", sends_to=1)
     with pytest.raises(PlanError) as caught:
         StepProgram(rank=0, ops=(op, op)).check()
-    assert len(caught.value.problems) == 3
+    assert len(caught.value.problems) == 5
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("method", ["ring", "all_gather", "ulysses"])
+def test_programs_of_all_ranks_fit_together(method: Any) -> None:
+    """Whoever is sent something receives it under the same id; whoever is in a group lists the same collectives over it, in one order."""
+    spec = dataclasses.replace(TINY, num_layers=4, tied_embeddings=True, mtp_layers=1)
+    for folding, config in itertools.product(
+        (make_folding(world=8, cp=2, tp=2, pp=2, ep=4), make_folding(world=8, cp=2, pp=4, etp=2)),
+        (PipelineConfig(), PipelineConfig(schedule="zbv"), PipelineConfig(schedule="zero_bubble")),
+    ):
+        if config.schedule == "zbv" and folding.pp == 4:
+            continue  # more stages than layers
+        pipeline = make_pipeline(config, spec, pp=folding.pp, seq_len=32)
+        options = StepOptions(num_microbatches=3, cp_method=method, recompute="full", pipeline=pipeline)
+        programs = [step_program(folding, spec, DispatchSpec(), rank=r, options=options) for r in range(8)]
+        for rank, program in enumerate(programs):
+            program.check()
+            for op in program.collectives:
+                group = folding.group_of(rank, op.axis)
+                if op.axis == "embedding":
+                    group = next(g for g in folding.embedding_groups(pipeline.stages.table_ranks) if rank in g)
+                assert len(group) > 1
+                if op.sends_to is not None:
+                    other = programs[group[op.sends_to]].by_id[op.id]
+                    assert other.receives_from == group.index(rank)
+                elif op.collective != "exchange":
+                    for other_rank in group:
+                        assert programs[other_rank].by_id[op.id].collective == op.collective
+        for axis in ("tp", "dp_cp", "ep", "etp", "ep_etp", "world", "tp_cp"):
+            for ranks in folding.groups(axis):
+                orders = [[op.id for op in programs[r].collectives if op.axis == axis] for r in ranks]
+                assert all(order == orders[0] for order in orders)
+
+
+@pytest.mark.unit
+def test_hops_of_the_ring_and_boundaries() -> None:
+    folding = make_folding(world=6, cp=3, pp=2)
+    program = step_program(folding, TINY, DispatchSpec(), rank=1)
+    ring = [op.id.replace("mb0.L0.", "") for op in program.collectives if op.layer == 0 and op.axis == "cp"]
+    assert ring == [
+        *(f"fwd.attention.ring.{i}" for i in (1, 2)),
+        *(f"bwd.attention.ring.{i}" for i in (1, 2, 3, "home")),
+    ]
+    hop = program.by_id["mb0.L0.fwd.attention.ring.1"]
+    assert (hop.sends_to, hop.receives_from) == (2, 0)
+    out, back = program.by_id["mb0.fwd.boundary0"], program.by_id["mb0.bwd.boundary0"]
+    assert (out.sends_to, out.receives_from, back.sends_to, back.receives_from) == (1, None, None, 1)
+    assert "exchange over cp, to 2, from 0" in program.explain() and "exchange over pp, to 1" in program.explain()
 
 
 @pytest.mark.unit
 def test_explain_and_hash() -> None:
     folding = Folding(world=4, ep=4)
-    a, b = (step_program(folding, TINY, DispatchSpec(), rank=r, num_microbatches=1) for r in (0, 1))
+    a, b = (step_program(folding, TINY, DispatchSpec(), rank=r) for r in (0, 1))
     assert "mb0.L0.fwd.dispatch.rows" in a.explain() and "all_to_all_rows over ep" in a.explain()
     assert a.hash != b.hash
-    assert a.hash == step_program(folding, TINY, DispatchSpec(), rank=0, num_microbatches=1).hash
+    assert a.hash == step_program(folding, TINY, DispatchSpec(), rank=0).hash
     assert a.by_id["vote"].collective == "all_reduce"
-
-
-# ---- against a real step --------------------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Run:
-    """A step to take: mapping, model and policy."""
-
-    folding: Folding
-    spec: ModelSpec = TINY
-    dispatch: DispatchSpec = dataclasses.field(default_factory=DispatchSpec)
-    num_microbatches: int = 1
-    recompute: Any = "none"
-    zero: Any = 1
-
-
-def with_router(spec: ModelSpec, **changes: Any) -> ModelSpec:
-    return dataclasses.replace(spec, router=dataclasses.replace(spec.router, **changes))
-
-
-def random_batch(seed: int) -> TokenBatch:
-    generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(0, TINY.vocab, (2, 9), generator=generator)
-    positions = torch.arange(8).expand(2, 8)
-    return TokenBatch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), positions, ((8,), (3, 5)))
-
-
-def recorded(rank: int, cache: GroupCache, runs: list[Run]) -> list[list[tuple[str, str, str]]]:
-    """(id, collective, axis) of every collective of one step, for each run."""
-    out = []
-    for run in runs:
-        events: list[Event] = []
-        groups = build_groups(run.folding, rank=rank, cache=cache)
-        ctx = ModelContext(
-            spec=run.spec,
-            dispatch=run.dispatch,
-            placement=plain_placement(run.spec.num_experts, run.folding),
-            groups=groups,
-            comms=Collectives(emit=events.append, trace=True),
-            dtype=torch.float32,
-            device=torch.device("cpu"),
-            recompute=run.recompute,
-        )
-        parts = assemble(ctx, optim=OptimConfig(zero=run.zero), num_microbatches=run.num_microbatches)
-        batches = [
-            part_of(random_batch(groups.axis("dp").index * 10 + j), run.folding, rank)
-            for j in range(run.num_microbatches)
-        ]
-        train_step(parts, batches, step=0, lr=1e-3)
-        out.append([(e.op_id, e.op, e.axis) for e in events if isinstance(e, Collective)])
-    return out
-
-
-RUNS = [
-    Run(folding=Folding(world=4, ep=4), num_microbatches=2),
-    Run(folding=Folding(world=4, ep=2, etp=2)),
-    Run(folding=Folding(world=4, ep=2), recompute="full"),
-    Run(folding=Folding(world=4, etp=4), recompute="selective", zero=0),
-    Run(folding=Folding(world=4, ep=2, etp=2), dispatch=DispatchSpec(transport="all_gather"), recompute="full"),
-    Run(folding=Folding(world=4, ep=4), dispatch=DispatchSpec(policy="drop", pad_to_capacity=True)),
-    Run(folding=Folding(world=4, ep=2), dispatch=DispatchSpec(policy="drop", drop_scope="full_sequence")),
-    Run(folding=Folding(world=4, ep=2), spec=with_router(TINY, aux_loss=0.01, aux_scope="global_batch")),
-    Run(
-        folding=Folding(world=4, ep=2),
-        spec=with_router(TINY, aux_loss=0.01, aux_scope="global_batch"),
-        num_microbatches=2,
-        recompute="full",
-    ),
-    Run(folding=Folding(world=4, tp=2, ep=2), num_microbatches=2, recompute="selective"),
-    Run(
-        folding=Folding(world=4, tp=4, etp=2),
-        spec=dataclasses.replace(TINY, qk_norm="hidden", dense_layers=1, dense_ffn=32),
-    ),
-    Run(folding=Folding(world=4, tp=2, ep=4), spec=dataclasses.replace(TINY, shared_ffn=32), recompute="full"),
-    Run(
-        folding=Folding(world=4, tp=2, ep=4),
-        spec=dataclasses.replace(TINY, shared_ffn=32, shared_gate=True, dense_layers=1, dense_ffn=32),
-        recompute="full",
-    ),
-    Run(folding=Folding(world=4), spec=dataclasses.replace(TINY, dense_layers=1, dense_ffn=32)),
-]
-
-
-@pytest.mark.ranks
-def test_a_real_step_does_what_the_program_says_id_by_id() -> None:
-    results = run_ranks(4, recorded, RUNS)
-    for i, run in enumerate(RUNS):
-        for rank in range(4):
-            program = step_program(
-                run.folding,
-                run.spec,
-                run.dispatch,
-                rank=rank,
-                num_microbatches=run.num_microbatches,
-                recompute=run.recompute,
-                zero=run.zero,
-            )
-            program.check()
-            planned = [(op.id, op.collective, op.axis) for op in program.collectives]
-            assert results[rank][i] == planned, (run, rank)

@@ -70,6 +70,7 @@ def run_figures(history: History, *, folder: Path) -> dict[str, Any]:
         "starts": history.starts,
         "ended": history.ended["reason"] if history.ended is not None else None,
         "loss": steps[-1]["loss"],
+        "mtp_loss": steps[-1].get("mtp_loss") or None,  # 0 where nothing further is predicted
         "validation_loss": validated[-1]["loss"] if validated else None,
         "unigram_loss": history.started.get("unigram_loss"),
         "tokens": sum(s["tokens"] for s in steps),
@@ -126,6 +127,8 @@ def _words(f: dict[str, Any]) -> str:
         f"  {table.short(f['tokens_per_s'])} tokens/s, {format_seconds(f['step_s'])} a step, MFU {100 * f['mfu']:.1f} % (medians), "
         f"peak memory {format_bytes(f['peak_memory_bytes'])}",
     ]
+    if f["mtp_loss"] is not None:
+        lines.append(f"  loss of the tokens after the next one {f['mtp_loss']:.4f} (train/mtp_loss)")
     if f["validation_loss"] is not None:
         unigram = f" (unigram model {f['unigram_loss']:.3f})" if f["unigram_loss"] is not None else ""
         lines.append(f"  validation loss {f['validation_loss']:.4f}{unigram}")

@@ -4,7 +4,7 @@ A rank has the queries of its part of a sequence and gets the keys of the others
 (`plan/zigzag.py`) to what is known of a query: the softmax-weighted mean of the values seen so far, and the log of the sum of the weights'
 numerators. Two such results over different keys merge exactly (arXiv 2310.01889; the rescaling is that of arXiv 1805.02867):
 
-    lse = log(exp(lse_1) + exp(lse_2))        out = exp(lse_1 - lse) out_1 + exp(lse_2 - lse) out_2
+    lse = log(exp(lse_1) + exp(lse_2))        out = out_1 + sigmoid(lse_2 - lse_1) (out_2 - out_1)
 
 `attend_backward` needs the log-sum-exp over all keys, and then has the gradients of any block for itself: they are plain sums.
 
@@ -65,12 +65,17 @@ class Partial:
         return Partial(out_BLAD, q_BLAD.new_full((batch, heads, length), -math.inf, dtype=wide))
 
     def merge(self, at: _At, out_blaD: torch.Tensor, lse_bal: torch.Tensor) -> None:
-        """Add the keys of another result for the queries `at`."""
+        """Add the keys of another result for the queries `at`.
+
+        The shares of both are `sigmoid(lse_bal - old)` and one minus that, so that they sum to one whatever is rounded. Taken from the
+        log-sum-exp of both, they miss it by its rounding, and the gradients of keys, which are differences from that mean, show it.
+        """
         old_bal = self.lse_BAL[at.sequences, at.heads, at.queries]
-        total_bal = torch.logaddexp(old_bal, lse_bal.to(old_bal.dtype))
-        before, after = ((x - total_bal).exp().transpose(1, 2).unsqueeze(-1) for x in (old_bal, lse_bal))
-        self.out_BLAD[at.sequences, at.queries, at.heads].mul_(before).add_(out_blaD * after)
-        old_bal.copy_(total_bal)
+        new_bal = lse_bal.to(old_bal.dtype)
+        share_bla1 = torch.sigmoid(new_bal - old_bal).transpose(1, 2).unsqueeze(-1)
+        out_blaD = out_blaD.to(old_bal.dtype)
+        self.out_BLAD[at.sequences, at.queries, at.heads].lerp_(out_blaD, share_bla1)
+        old_bal.copy_(torch.logaddexp(old_bal, new_bal))
 
 
 @dataclass(frozen=True, eq=False)

@@ -120,9 +120,11 @@ def backward_by_tiles(
     k_gmX, v_gmX = with_columns(k_mgD, None), with_columns(v_mgD, None)
     shape = (k_mgD.shape[1], -1, q_laD.shape[0], k_gmX.shape[-1])
     q_gplX = with_columns(q_laD * scale, lse_al).view(shape)
+    # a scaled query is rounded to its narrow type: good enough for a score, but gradients of keys would be sums of rounded queries
+    plain_q_gplD = q_laD.transpose(0, 1).contiguous().view(*shape[:3], dim)
     do_gplX = with_columns(d_out_laD, delta_al).view(shape)
     dq_gplX = torch.zeros(q_gplX.shape, dtype=wide)
-    dk_gmX, dv_gmX = (torch.zeros(k_gmX.shape, dtype=wide) for _ in range(2))
+    dk_gmD, dv_gmX = (torch.zeros((*k_gmX.shape[:2], width), dtype=wide) for width in (dim, k_gmX.shape[2]))
     plan = strips(blocks, q_laD.shape[0], k_mgD.shape[0])
     for strip, bias_kq in _with_biases(plan, q_laD.dtype):
         queries, keys = slice(strip.q_start, strip.q_stop), slice(strip.k_start, strip.k_stop)
@@ -134,12 +136,12 @@ def backward_by_tiles(
         p_gkq.exp_()
         dv_gmX[:, keys].add_(torch.bmm(p_gkq, do_gqX))
         ds_gkq = torch.bmm(v_gmX[:, keys], do_gqX.transpose(1, 2)).mul_(p_gkq)
-        dk_gmX[:, keys].add_(torch.bmm(ds_gkq, q_gqX))
+        dk_gmD[:, keys].add_(torch.bmm(ds_gkq, plain_q_gplD[:, :, queries].flatten(1, 2)))
         part_gqX = torch.bmm(ds_gkq.transpose(1, 2), k_gkX)
         dq_gplX[:, :, queries].add_(part_gqX.view(*q_gplX.shape[:2], -1, q_gplX.shape[-1]))
     for grad, found, factor in (
         (grads[0], dq_gplX.flatten(0, 1), scale),
-        (grads[1], dk_gmX, 1.0),
+        (grads[1], dk_gmD, scale),
         (grads[2], dv_gmX, 1.0),
     ):
         grad.add_(found[..., :dim].transpose(0, 1), alpha=factor)

@@ -6,7 +6,8 @@ on the model, the sequence length and the number of stages alone (every rank mak
 
 A division by cost has the smallest possible cost of the dearest stage, and among those the smallest sum of squares; what is still
 equal is decided for fewer layers on earlier stages, which hold more microbatches at once. Costs are FLOPs per token of
-`model.flops_per_token`, or measured ones.
+`model.flops_per_token`, or measured ones. They are summed and compared exactly, as whole numbers of a unit that measures all of them, so
+that stages which are equally dear are equal on every machine.
 """
 
 from __future__ import annotations
@@ -14,17 +15,16 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from fractions import Fraction
 from itertools import accumulate, pairwise
 
 from phalanx.core.errors import PlanError, Problem, raise_if
 from phalanx.core.units import format_count
 from phalanx.plan.model import ModelSpec, flops_per_token
-
-RESOLUTION = 2**40
-"""Costs are compared in whole parts of the whole model's cost, so that sums are exact on every machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,14 +251,22 @@ def _cost_problems(costs: LayerCosts, num_layers: int) -> list[Problem]:
 
 def balanced_counts(costs: LayerCosts, num_stages: int) -> tuple[int, ...]:
     """Blocks of each stage: smallest maximum, then smallest sum of squares, then fewest on early stages. By dynamic programming."""
-    whole = costs.total or 1.0
-    parts = [round(cost / whole * RESOLUTION) for cost in (costs.embedding, *costs.blocks, costs.head)]
+    parts = _whole_numbers((costs.embedding, *costs.blocks, costs.head))
     ends = list(accumulate(parts[1:-1], initial=0))
     table = _Division(ends, num_stages, first=parts[0], last=parts[-1])
     limits = table.stage_costs()
     found = table.solve(limits[bisect_left(limits, True, key=lambda limit: table.solve(limit) is not None)])
     assert found is not None  # the dearest possible stage holds everything
     return found[1]
+
+
+def _whole_numbers(costs: Sequence[float]) -> list[int]:
+    """`costs` in the largest unit that measures all of them: every finite float is a fraction."""
+    fractions = [Fraction(cost) for cost in costs]
+    unit = math.lcm(*(f.denominator for f in fractions))
+    numbers = [int(f * unit) for f in fractions]
+    common = math.gcd(*numbers) or 1
+    return [n // common for n in numbers]
 
 
 _Best = dict[int, tuple[int, tuple[int, ...]]]

@@ -25,7 +25,7 @@ from phalanx.models.context import ForwardInfo, TokenBatch
 from phalanx.models.decoder import Decoder, DecoderOutput
 from phalanx.plan.layout import stage_params
 from phalanx.plan.pipeline import Pipeline
-from phalanx.plan.program import op_id
+from phalanx.plan.program import boundary_id
 from phalanx.plan.schedule import Action, Order
 from phalanx.plan.schedule_comm import Transfer
 from phalanx.plan.stages import Stage
@@ -103,10 +103,8 @@ def _num_rows(batch: TokenBatch, *, tp: int) -> int:
 
 
 def _id(transfer: Transfer, infos: Sequence[ForwardInfo]) -> str:
-    """`mb3.fwd.boundary1`: what crosses from stage 1 to stage 2 for micro-batch 3 (or back: `bwd`)."""
-    info, lower = infos[transfer.microbatch], min(transfer.stage, transfer.target_stage)
-    phase = info.phase if transfer.direction == "forward" else "bwd"
-    return op_id(f"boundary{lower}", microbatch=info.microbatch, phase=phase)
+    info = infos[transfer.microbatch]
+    return boundary_id(transfer, microbatch=info.microbatch, phase=info.phase)
 
 
 def last_gradients(

@@ -1,0 +1,117 @@
+"""Operations of a step and their ids: what a program lists, a run records and a prediction costs.
+
+Must never change: an operation that a run records carries the id that is made here; `runtime/`, `models/` and `train/` build theirs with these
+functions. What carries the gradient of an operation has its id with `bwd` in place of `fwd`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from phalanx.plan.schedule_comm import Transfer
+
+Phase = Literal["fwd", "bwd", "re", "count", "eval"]
+Kind = Literal["compute", "collective", "host"]
+
+
+def op_id(name: str, *, microbatch: int | None = None, layer: int | None = None, phase: Phase | None = None) -> str:
+    """Id of an operation: `mb{microbatch}.L{layer}.{phase}.{name}`, parts that are None left out."""
+    parts = (
+        None if microbatch is None else f"mb{microbatch}",
+        None if layer is None else f"L{layer}",
+        phase,
+        name,
+    )
+    return ".".join(part for part in parts if part is not None)
+
+
+def gradient_id(key: str, axis: str) -> str:
+    """Id of the reduction of a flat layout (a key of `plan.layout.flat_layouts`) over an axis."""
+    return f"gradient/{key}/{axis}"
+
+
+def boundary_id(transfer: Transfer, *, microbatch: int, phase: Phase) -> str:
+    """`mb3.fwd.boundary1`: what crosses from stage 1 to stage 2 for micro-batch 3 of the step (or back: `bwd`).
+
+    `phase` is that of the pass forward.
+    """
+    lower = min(transfer.stage, transfer.target_stage)
+    return op_id(f"boundary{lower}", microbatch=microbatch, phase=phase if transfer.direction == "forward" else "bwd")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Op:
+    """One operation of one rank. A collective names its axis (a key of `folding.GROUP_AXES`) and its kind in `collective`.
+
+    An `exchange` names positions on that axis: whom this rank sends to, whom it receives from; or one of both.
+    """
+
+    id: str
+    kind: Kind
+    lane: Literal["compute", "comm", "host"]
+    microbatch: int | None = None
+    layer: int | None = None
+    phase: Phase | None = None
+    axis: str = ""
+    collective: str = ""
+    sends_to: int | None = None
+    receives_from: int | None = None
+
+
+class At(NamedTuple):
+    """Where in a step an operation of the model stands. `layer` is None for embedding, loss and boundaries."""
+
+    microbatch: int
+    layer: int | None
+    phase: Phase
+
+    def id(self, name: str) -> str:
+        return op_id(name, microbatch=self.microbatch, layer=self.layer, phase=self.phase)
+
+
+def compute(name: str, at: At) -> Op:
+    return Op(id=at.id(name), kind="compute", lane="compute", **at._asdict())
+
+
+def host(name: str, at: At) -> Op:
+    """Something that the host waits for."""
+    return Op(id=at.id(name), kind="host", lane="host", **at._asdict())
+
+
+def exchange(id: str, axis: str, at: At, *, to: int | None = None, source: int | None = None) -> Op:
+    """Messages to and from single ranks of an axis."""
+    return Op(
+        id=id,
+        kind="collective",
+        lane="comm",
+        axis=axis,
+        collective="exchange",
+        sends_to=to,
+        receives_from=source,
+        **at._asdict(),
+    )
+
+
+_MIRROR = {"all_gather_rows": "reduce_scatter_rows", "reduce_scatter_rows": "all_gather_rows"}
+"""What carries the gradient of a collective, where it is another one."""
+
+_FORWARD_ONLY = (
+    "router.balance",
+    "dispatch.full_experts",
+    "dispatch.full_weights",
+    "dispatch.counts",
+    "dispatch.sizes",
+    "dispatch.pairs",
+    "loss.shares",
+)
+"""Integers and decisions: they have no gradient."""
+
+
+def mirrored(ops: Iterable[Op]) -> Iterator[Op]:
+    """The backward pass of operations that are listed in forward order."""
+    for op in reversed(list(ops)):
+        if not op.id.endswith(_FORWARD_ONLY):
+            yield dataclasses.replace(op, collective=_MIRROR.get(op.collective, op.collective))
