@@ -12,7 +12,7 @@ import math
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO
+from typing import BinaryIO
 
 import numpy as np
 import torch
@@ -39,7 +39,7 @@ def save_reference(path: Path, found: Reference | PhalanxError) -> None:
     unfinished.rename(path)
 
 
-def _write(found: Reference, out: IO[bytes]) -> None:
+def _write(found: Reference, out: BinaryIO) -> None:
     places: dict[str, dict[str, Place]] = {name: {} for name in TABLES}
     parts: list[torch.Tensor] = []
     position = 0
@@ -53,7 +53,8 @@ def _write(found: Reference, out: IO[bytes]) -> None:
     outline = dataclasses.replace(found, initial={}, gradients={}, after={})
     pickle.dump((outline, places), out, protocol=pickle.HIGHEST_PROTOCOL)
     out.write(bytes(-out.tell() % ALIGNMENT))
-    out.write(memoryview(torch.cat(parts).numpy()))
+    out.flush()  # NumPy writes behind the back of `out`
+    torch.cat(parts).numpy().tofile(out)
 
 
 def load_outline(path: Path) -> Reference | PhalanxError:
