@@ -19,7 +19,7 @@ from phalanx.runtime.gradients import GradientBuffers
 from phalanx.runtime.groups import GroupCache, build_groups
 from phalanx.train.assemble import assemble
 from phalanx.train.step import StepParts, StepResult, eval_loss, train_step
-from phalanx.verify.numbers import fill_state, microbatch
+from phalanx.verify.numbers import StartingValues, microbatch
 from phalanx.verify.reference import context
 from phalanx.verify.setups import Setup, small_model
 from ranks import run_ranks
@@ -36,7 +36,7 @@ def make(
 ) -> StepParts:
     groups = build_groups(make_folding(world=world, **mapping), rank=rank, cache=cache)
     parts = assemble(context(s, groups, Collectives(), dtype=dtype), optim=s.optim, num_microbatches=each)
-    fill_state(parts.state.boxes(), {p.name: p for p in parameters(s.spec)})
+    StartingValues().fill(parts.state.boxes(), {p.name: p for p in parameters(s.spec)})
     parts.state.restore(parts.comms)
     return parts
 

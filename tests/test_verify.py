@@ -9,24 +9,30 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.cli.main import main as program
-from phalanx.core.config import Recipe
+from phalanx.cli.verify import split_overrides
+from phalanx.core.config import FoldingConfig, PipelineConfig, Recipe
+from phalanx.core.errors import RunError
 from phalanx.kernels.cross_entropy import IGNORE
 from phalanx.plan.dispatch import DispatchSpec
-from phalanx.plan.folding import fit_problems, legal_foldings
+from phalanx.plan.folding import Folding, fit_problems, legal_foldings
 from phalanx.plan.layout import Box
 from phalanx.plan.model import PRESETS
 from phalanx.runtime.boxes import BoxTensor
+from phalanx.train.step import StepResult
 from phalanx.verify import session
 from phalanx.verify.compare import RankReport, errors, uncovered
 from phalanx.verify.faults import FAULTS, Fault, fault_named
+from phalanx.verify.follow import Curve, judge
 from phalanx.verify.numbers import microbatch
 from phalanx.verify.pairwise import pairwise
+from phalanx.verify.reference import Reference
 from phalanx.verify.session import Job, Task, run_job
 from phalanx.verify.setups import (
     AXES,
@@ -34,11 +40,13 @@ from phalanx.verify.setups import (
     PIPELINES,
     SCHEDULES,
     SEQ_LEN,
+    Case,
     default_cases,
     recipe_cases,
     shrink,
     small_model,
 )
+from phalanx.verify.store import load_outline, load_reference, save_reference
 
 
 def phalanx(*args: str, timeout_s: float = 280) -> subprocess.CompletedProcess[str]:
@@ -61,7 +69,16 @@ def test_pairwise_covers_every_pair_and_repeats_itself(sizes: list[int], seed: i
     assert len(cases) <= max(4, 2.5 * first * second)
 
 
-@pytest.mark.parametrize(("world", "mappings"), [(1, 1), (2, 9), (4, 36), (8, 90)])
+def test_dear_levels_are_taken_only_where_a_new_pair_needs_them() -> None:
+    factors = {"a": range(9), "b": range(8), "slow": range(3)}
+    plain, spared = pairwise(factors), pairwise(factors, dear=("slow",))
+    for a, b in itertools.combinations(factors, 2):
+        assert {(c[a], c[b]) for c in spared} == set(itertools.product(factors[a], factors[b]))
+    assert sum(c["slow"] > 0 for c in spared) < sum(c["slow"] > 0 for c in plain)
+    assert len(spared) <= 1.1 * len(plain)
+
+
+@pytest.mark.parametrize(("world", "mappings"), [(1, 1), (2, 9), (4, 36), (8, 90), (16, 168)])
 def test_default_cases_take_every_mapping_and_meet_every_option(world: int, mappings: int) -> None:
     cases = default_cases(world)
     legal = list(legal_foldings(world, small_model("verify"), seq_len=SEQ_LEN, axes=AXES))
@@ -72,6 +89,42 @@ def test_default_cases_take_every_mapping_and_meet_every_option(world: int, mapp
     assert {c.setup.zero for c in cases} == set(FACTORS["zero"])
     assert {c.setup.dispatch.policy for c in cases} == {"dropless", "drop"}
     assert {c.setup.spec.router.aux_scope for c in cases if c.setup.spec.router.aux_loss} == set(FACTORS["aux"][1:])
+
+
+@pytest.mark.parametrize("world", [4, 8, 16])
+def test_every_two_options_meet_in_some_case(world: int) -> None:
+    """Options that share nothing with each other, as seen in the cases (not in the table they come from)."""
+    cases = [c for c in default_cases(world) if c.folding.pp == 1]
+
+    def seen(case: Case) -> dict[str, object]:
+        s = case.setup
+        return {
+            "recompute": s.recompute,
+            "accumulation": s.accumulation,
+            "dispatch": (s.dispatch.policy, s.dispatch.drop_by, s.dispatch.drop_scope, s.dispatch.pad_to_capacity),
+            "router": (
+                s.spec.router.score,
+                s.spec.router.softmax_order,
+                s.spec.router.num_groups,
+                s.spec.router.renormalize,
+            ),
+            "zero": s.zero,
+            "attention side": (case.folding.tp, case.folding.cp),
+            "expert side": (case.folding.ep, case.folding.etp),
+        }
+
+    rows = [seen(case) for case in cases]
+    for a, b in itertools.combinations(rows[0], 2):
+        both = {(row[a], row[b]) for row in rows}
+        assert len(both) == len({row[a] for row in rows}) * len({row[b] for row in rows}), (a, b)
+
+
+def test_a_recipe_keeps_its_pipeline() -> None:
+    recipe = Recipe(pipeline=PipelineConfig(virtual=2, layers=(1, 1, 1, 1)), folding=FoldingConfig(cp_method="ulysses"))
+    folding = Folding(world=16, tp=2, cp=2, pp=2, ep=8)
+    case = recipe_cases(recipe, PRESETS["tiny"], folding, DispatchSpec())[0]
+    assert case.pipeline.schedule == "interleaved_1f1b" and case.pipeline.virtual == 2
+    assert case.setup.spec.num_layers == 4 and case.setup.cp_method == "ulysses"  # a layer a stage
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -101,6 +154,38 @@ def test_microbatches_differ_and_are_the_same_whoever_asks() -> None:
         assert len(set(starts)) == len(starts)
     patched = microbatch(setup, 5, patches=[(1, 3, 0)])
     assert int(patched.tokens_BS[1, 3]) == 0
+
+
+def test_references_are_read_as_they_were_saved(tmp_path: Path) -> None:
+    result = StepResult(
+        **dict.fromkeys(("step", "loss", "aux_loss", "z_loss", "mtp_loss", "lr", "tokens", "dropped", "entropy"), 1),
+        grad_norm=2.5,
+        counts_LE=np.arange(4).reshape(1, 4),
+        stop=False,
+    )
+    tensors = {
+        "a": torch.randn(3, 5).bfloat16(),
+        "b": torch.tensor(7.0),
+        "c": torch.empty(0, 2),
+        "d": torch.randn(4).double(),
+    }
+    saved = Reference(
+        patches=(((0, 1, 2),), ()), initial=tensors, gradients={"d": tensors["d"]}, after={}, result=result
+    )
+    path = tmp_path / "0.reference"
+    save_reference(path, saved)
+    read, outline = load_reference(path), load_outline(path)
+    assert isinstance(read, Reference) and isinstance(outline, Reference)
+    assert read.initial.keys() == tensors.keys() and outline.initial == {}
+    for name, tensor in tensors.items():
+        assert read.initial[name].dtype == tensor.dtype and torch.equal(read.initial[name], tensor)
+    assert torch.equal(read.gradients["d"], tensors["d"])
+    assert read.patches == outline.patches == saved.patches and outline.result.grad_norm == 2.5
+    read.gradients["d"].zero_()
+    again = load_reference(path)
+    assert isinstance(again, Reference) and torch.equal(again.gradients["d"], tensors["d"])
+    save_reference(path, RunError("no such data"))
+    assert str(load_reference(path)) == str(load_outline(path)) == "no such data"
 
 
 # ---- measures ------------------------------------------------------------------------------------------------------------------
@@ -198,6 +283,13 @@ FIRST_SIGN = {
     "norm-skips-experts": "grad_norm",
     "norm-skips-experts-of-tp": "grad_norm",
     "norm-counts-replicas": "grad_norm",
+    "router-not-summed-over-tp": "moe.router.weight",
+    "norms-not-summed-over-tp": "norm.weight",
+    "aux-not-scaled-by-cp": "gradient/layers.",
+    "aux-counts-of-own-part": "gradient/layers.",
+    "contiguous-positions": "gradient/layers.",
+    "old-weights-forward": "gradient/layers.",
+    "new-weights-backward": "gradient/layers.",
     "stale-bias": "expert_bias",
     "bias-from-own-counts": "expert_bias",
     "shards-not-published": "param/",
@@ -235,9 +327,50 @@ def test_a_recipe_is_verified_on_its_own_mapping(tmp_path: Path) -> None:
     assert result["mappings"] == 1 and result["cases"] == 2 and all("dp2|ep2" in label for label in result["labels"])
 
 
+def test_following_judges_losses_drops_and_progress() -> None:
+    case = recipe_cases(Recipe(), PRESETS["tiny"], Folding(world=2, ep=2), DispatchSpec(policy="drop"))[0]
+    falling = [5.0 - 0.1 * i for i in range(10)]
+    want = Curve(losses=falling, norms=[1.0] * 10, dropped=3)
+    assert judge(case, dataclasses.replace(want), want).failures == []
+    off = dataclasses.replace(want, losses=[*falling[:6], falling[6] * (1 + 1e-8), *falling[7:]])
+    assert "the loss of step 6" in judge(case, off, want).failures[0]
+    nan = dataclasses.replace(want, losses=[*falling[:9], float("nan")])
+    assert judge(case, nan, want).worst_loss_rel_error == float("inf") and judge(case, nan, want).failures
+    assert judge(case, dataclasses.replace(want, dropped=2), want).failures == ["2 rows were dropped, on one rank 3"]
+    flat = Curve(losses=[5.0] * 10, norms=[1.0] * 10, dropped=0)
+    told = judge(case, flat, flat).failures
+    assert len(told) == 2 and "no row was dropped" in told[0] and "did not fall" in told[1]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("scope", ["sub_sequence", "full_sequence"])
+def test_steps_follow_one_rank(scope: str, tmp_path: Path) -> None:
+    """A small one of what docs/verify.md shows on 16 ranks."""
+    folding = ("--folding.tp", "2", "--folding.pp=2", "--folding.ep", "2", "--pipeline.virtual", "2")
+    drop = ("--dispatch.policy", "drop", "--dispatch.drop_scope", scope)
+    path = tmp_path / "f.json"
+    done = phalanx("verify", "recipes/tiny.toml", "--ranks", "4", "--steps", "4", *folding, *drop, "--json", str(path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads(path.read_text())
+    assert result["steps"] == 4 and result["failures"] == [] and result["seconds"] > 0
+    assert 0 < result["worst_loss_rel_error"] <= 1e-9 and result["dropped"] > 0
+    assert len(set(result["losses"])) == 4 and "tp2.pp2|ep2.pp2  interleaved_1f1b x2" in result["label"]
+
+
+def test_settings_are_told_from_arguments() -> None:
+    own, overrides = split_overrides(["r.toml", "--folding.tp", "2", "--ranks", "4", "--folding.ep=2", "--train.flag"])
+    assert own == ["r.toml", "--ranks", "4"]
+    assert overrides == ["--folding.tp", "2", "--folding.ep=2", "--train.flag"]
+
+
 @pytest.mark.parametrize(
     ("args", "says"),
     [
+        (("--steps", "5"), "needs a recipe or settings of one"),
+        (("--steps", "0", "--folding.ep", "2"), "must be at least 1"),
+        (("--steps", "5", "--folding.ep", "2", "--dtype", "float32"), "compared in float64"),
+        (("--steps", "5", "--folding.eq", "2"), "folding.eq"),
+        (("--plant", "all", "--folding.ep", "2"), "has no effect beside a recipe"),
         (("--plant", "no-edp-reductoin"), "did you mean 'no-edp-reduction'"),
         (("--plant", "no-edp-reduction", "--ranks", "1"), "exists in no mapping of 1 rank;"),
         (("--ranks", "0"), "must be at least 1"),

@@ -2,13 +2,15 @@
 one clipped AdamW step, with different data on every rank.
 
 Without a recipe: every legal mapping of the axes that are implemented, over small models that together use every option (each pair of
-options in at least one case). With a recipe: its own options and mapping on a shrunken model. Exits 1 where something differs.
+options in at least one case). With a recipe, or settings of one (--folding.ep 4): its own options and mapping on a shrunken model.
+With --steps N: the loss of N steps of it beside one rank, in float64. Exits 1 where something differs.
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -40,25 +42,48 @@ class VerifyArgs:
     """Compute type. Errors may reach 1e-12, 1e-5, 2e-2."""
     plant: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
     """Plant this fault and show that it is found (then the command fails), or `all`: a table of all faults."""
+    steps: int | None = None
+    """Follow the recipe for so many steps, with other data in each: the loss may differ from that of one rank by 1e-9."""
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """File for the result: mappings, worst_gradient_rel_error, worst_norm_rel_error, worst_step_rel_error, seconds, failures, ..."""
 
 
 def main(args: list[str]) -> int:
     """Run `phalanx verify ARGS...`; returns the exit status."""
-    parsed = tyro.cli(VerifyArgs, prog="phalanx verify", description=__doc__, args=args)
-    raise_if(_problems(parsed), ConfigError, subject="arguments")
+    own, overrides = split_overrides(args)
+    parsed = tyro.cli(VerifyArgs, prog="phalanx verify", description=__doc__, args=own)
+    raise_if(_problems(parsed, overrides), ConfigError, subject="arguments")
     check_writable(parsed.json)
     if parsed.plant == "all":
         return plant_all(parsed, Console())
-    return verify(parsed, Console())
+    recipe = _recipe(parsed, overrides) if parsed.recipe is not None or overrides else None
+    if parsed.steps is not None:
+        assert recipe is not None  # see _problems
+        return follow_recipe(parsed, recipe, Console())
+    return verify(parsed, recipe, Console())
 
 
-def _problems(args: VerifyArgs) -> list[Problem]:
-    out = []
+def split_overrides(args: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The command's own arguments, and those that change a setting of the recipe: `--section.key VALUE` or `--section.key=VALUE`."""
+    own: list[str] = []
+    overrides: list[str] = []
+    rest = list(args)
+    while rest:
+        word = rest.pop(0)
+        if not (word.startswith("--") and "." in word.split("=")[0]):
+            own.append(word)
+            continue
+        overrides.append(word)
+        if "=" not in word and rest and not rest[0].startswith("--"):
+            overrides.append(rest.pop(0))
+    return own, overrides
+
+
+def _problems(args: VerifyArgs, overrides: Sequence[str]) -> list[Problem]:
+    out = _step_problems(args, has_recipe=args.recipe is not None or bool(overrides))
     if args.ranks is not None and args.ranks < 1:
         out.append(Problem(where="--ranks", value=args.ranks, rule="must be at least 1", hint="try 4"))
-    if args.plant is not None and args.recipe is not None:
+    if args.plant is not None and (args.recipe is not None or overrides):
         rule = "faults are planted in the built-in cases, so it has no effect beside a recipe"
         out.append(Problem(where="--plant", value=args.plant, rule=rule, hint="leave the recipe out"))
     if args.plant is not None and args.dtype != "float64":
@@ -67,10 +92,28 @@ def _problems(args: VerifyArgs) -> list[Problem]:
     return out
 
 
+def _step_problems(args: VerifyArgs, *, has_recipe: bool) -> list[Problem]:
+    if args.steps is None:
+        return []
+    out = []
+    if args.steps < 1:
+        out.append(Problem(where="--steps", value=args.steps, rule="must be at least 1", hint="try 50"))
+    if not has_recipe:
+        rule = "follows one mapping, so it needs a recipe or settings of one"
+        out.append(Problem(where="--steps", value=args.steps, rule=rule, hint="try --folding.ep 2 beside it"))
+    if args.plant is not None:
+        rule = "compares the losses of many steps, and faults are planted in one step"
+        out.append(Problem(where="--plant", value=args.plant, rule=rule, hint="leave --steps out"))
+    if args.dtype != "float64":
+        rule = "has no effect beside --steps: rounding would part the curves, so they are compared in float64"
+        out.append(Problem(where="--dtype", value=args.dtype, rule=rule, hint="leave it out"))
+    return out
+
+
 # ---- one verification ----------------------------------------------------------------------------------------------------------
 
 
-def verify(args: VerifyArgs, console: Console) -> int:
+def verify(args: VerifyArgs, recipe: Recipe | None, console: Console) -> int:
     """Run the cases, print the table, write the JSON file."""
     import torch  # seconds: not for --help, and not before the arguments are known to be good
 
@@ -79,8 +122,7 @@ def verify(args: VerifyArgs, console: Console) -> int:
     from phalanx.verify.setups import EXACT_AXES, ROUNDED_AXES, default_cases
 
     begin_s = time.perf_counter()
-    recipe = _recipe(args) if args.recipe is not None else None
-    ranks = args.ranks if args.ranks is not None else recipe.launch.ranks if recipe is not None else 4
+    ranks = _ranks(args, recipe)
     fault = HEALTHY if args.plant is None else fault_named(args.plant)
     axes = EXACT_AXES if args.dtype == "float64" else ROUNDED_AXES
     cases = default_cases(ranks, axes=axes) if recipe is None else _cases_of(recipe, ranks)
@@ -121,14 +163,17 @@ def _run(job: Any, console: Console) -> list[Any]:
         return run_job(job, progress=lambda done: bar.update(task, completed=done))
 
 
-def _recipe(args: VerifyArgs) -> Recipe:
+def _ranks(args: VerifyArgs, recipe: Recipe | None) -> int:
+    return args.ranks if args.ranks is not None else recipe.launch.ranks if recipe is not None else 4
+
+
+def _recipe(args: VerifyArgs, overrides: Sequence[str]) -> Recipe:
     """The recipe, checked like for training on the ranks asked for."""
 
     def check(recipe: Recipe) -> list[Problem]:
         return run_problems(recipe, world=args.ranks or recipe.launch.ranks)
 
-    assert args.recipe is not None
-    return load_recipe(str(args.recipe), (), check=check)
+    return load_recipe(None if args.recipe is None else str(args.recipe), overrides, check=check)
 
 
 def _cases_of(recipe: Recipe, ranks: int) -> list[Any]:
@@ -189,6 +234,32 @@ def _print_table(reports: list[Any], result: dict[str, Any], console: Console) -
             f"{result['tokens_replaced']} tokens of the data were replaced beforehand: rounding could have routed them either way",
             soft_wrap=True,
         )
+
+
+# ---- many steps ----------------------------------------------------------------------------------------------------------------
+
+
+def follow_recipe(args: VerifyArgs, recipe: Recipe, console: Console) -> int:
+    """The recipe's losses beside those of one rank, two micro-batches a rank."""
+    from phalanx.verify.follow import follow  # imports torch
+
+    begin_s = time.perf_counter()
+    assert args.steps is not None
+    case = _cases_of(recipe, _ranks(args, recipe))[-1]
+    result = follow(case, steps=args.steps)
+    result.seconds = time.perf_counter() - begin_s
+    if args.json is not None:
+        write_json(args.json, asdict(result))
+    console.print(escape(result.label), soft_wrap=True)
+    console.print(
+        f"{result.steps} steps on {case.folding.world} ranks and on one: loss {result.reference_losses[0]:.4f} -> "
+        f"{result.reference_losses[-1]:.4f}, largest relative difference {result.worst_loss_rel_error:.1e} "
+        f"(gradient norm {result.worst_norm_rel_error:.1e}), {result.dropped} rows dropped, {result.seconds:.1f} s",
+        soft_wrap=True,
+    )
+    for text in result.failures:
+        console.print(f"[red]differs[/] {escape(text)}", soft_wrap=True)
+    return 1 if result.failures else 0
 
 
 # ---- all faults ----------------------------------------------------------------------------------------------------------------

@@ -69,11 +69,13 @@ def compare(
 def errors(boxes: Iterable[BoxTensor], want: Mapping[str, torch.Tensor], *, floor: float) -> dict[str, float]:
     """Name -> error over all boxes of that name. NaN counts as infinite."""
     out: dict[str, float] = {}
+    sizes: dict[str, float] = {}
     for box in boxes:
-        logical = want[box.name].to(torch.float64)
-        size = max(logical.abs().max().item(), floor, torch.finfo(torch.float64).tiny)
-        difference = (box.tensor.to(torch.float64) - logical[box.box.slices()]).abs().max().item()
-        error = difference / size if difference == difference else float("inf")
+        logical = want[box.name]
+        if box.name not in sizes:  # a tensor comes in many boxes
+            sizes[box.name] = max(logical.abs().max().item(), floor, torch.finfo(torch.float64).tiny)
+        difference = (box.tensor.to(torch.float64) - logical[box.box.slices()].to(torch.float64)).abs().max().item()
+        error = difference / sizes[box.name] if difference == difference else float("inf")
         out[box.name] = max(out.get(box.name, 0.0), error)
     return out
 

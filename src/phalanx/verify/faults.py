@@ -32,7 +32,7 @@ from phalanx.runtime.gradients import GradientBuffers, ReducedGradients
 from phalanx.runtime.groups import Axis, GroupCache, Groups, build_groups
 from phalanx.runtime.optimizer_state import DecayRun
 from phalanx.train.step import StepParts
-from phalanx.verify.setups import Case
+from phalanx.verify.setups import OPTIM, Case
 
 Rules = Mapping[str, GradientRule]
 Alter = Callable[[StepParts], StepParts]
@@ -332,12 +332,12 @@ def _decay_everywhere(parts: StepParts) -> StepParts:
     return parts
 
 
-class _OtherNumberOfMicrobatches(nn.Module):
-    """Tells the routers another number of micro-batches than the step has: `times` as many."""
+class _Around(nn.Module):
+    """A model in front of the sound one; `run_stage` is where a fault gets in."""
 
-    def __init__(self, model: Decoder, times: Fraction) -> None:
+    def __init__(self, model: Decoder) -> None:
         super().__init__()
-        self.model, self.times = model, times
+        self.model = model
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -346,12 +346,23 @@ class _OtherNumberOfMicrobatches(nn.Module):
             return getattr(super().__getattr__("model"), name)
 
     def run_stage(self, stage: Stage, x_TH: torch.Tensor | None, batch: TokenBatch, info: ForwardInfo) -> DecoderOutput:
-        number: Any = info.num_microbatches * self.times
-        return self.model.run_stage(stage, x_TH, batch, dataclasses.replace(info, num_microbatches=number))
+        return self.model.run_stage(stage, x_TH, batch, info)
 
     def forward(self, batch: TokenBatch, info: ForwardInfo) -> DecoderOutput:
         (stage,) = self.model.stages
         return self.run_stage(stage, None, batch, info)
+
+
+class _OtherNumberOfMicrobatches(_Around):
+    """Tells the routers another number of micro-batches than the step has: `times` as many."""
+
+    def __init__(self, model: Decoder, times: Fraction) -> None:
+        super().__init__(model)
+        self.times = times
+
+    def run_stage(self, stage: Stage, x_TH: torch.Tensor | None, batch: TokenBatch, info: ForwardInfo) -> DecoderOutput:
+        number: Any = info.num_microbatches * self.times
+        return self.model.run_stage(stage, x_TH, batch, dataclasses.replace(info, num_microbatches=number))
 
 
 def _router_losses_per_rank(parts: StepParts) -> StepParts:
@@ -362,6 +373,64 @@ def _router_losses_per_rank(parts: StepParts) -> StepParts:
 def _router_losses_over_cp(parts: StepParts) -> StepParts:
     model: Any = _OtherNumberOfMicrobatches(parts.model, Fraction(parts.groups.axis("cp").size))
     return dataclasses.replace(parts, model=model)
+
+
+ONE_VERSION = OPTIM.lr * OPTIM.weight_decay
+"""By what part of itself weight decay alone moves a matrix from one step to the next."""
+
+
+class _OtherVersion(_Around):
+    """On the last rank of the pipeline, the last micro-batch meets the weights of another step."""
+
+    def __init__(self, parts: StepParts) -> None:
+        super().__init__(parts.model)
+        self.dp = parts.groups.axis("dp").size
+        pp = parts.groups.axis("pp")
+        self.here = pp.index == pp.size - 1
+
+    def strikes(self, info: ForwardInfo) -> bool:
+        each = info.num_microbatches // self.dp
+        return self.here and info.phase == "fwd" and info.microbatch % each == each - 1
+
+
+class _OldForward(_OtherVersion):
+    """Forward with the weights of the step before, backward with those of this one."""
+
+    def run_stage(self, stage: Stage, x_TH: torch.Tensor | None, batch: TokenBatch, info: ForwardInfo) -> DecoderOutput:
+        if not self.strikes(info):
+            return super().run_stage(stage, x_TH, batch, info)
+        current = [(param, param.data) for param in self.model.parameters()]
+        for param, weights in current:
+            param.data = weights * (1 + ONE_VERSION)
+        try:
+            return super().run_stage(stage, x_TH, batch, info)
+        finally:
+            for param, weights in current:
+                param.data = weights
+
+
+class _NewBackward(_OtherVersion):
+    """Forward with the weights of this step, backward with those of the next one: no version was kept for it."""
+
+    def run_stage(self, stage: Stage, x_TH: torch.Tensor | None, batch: TokenBatch, info: ForwardInfo) -> DecoderOutput:
+        if not self.strikes(info):
+            return super().run_stage(stage, x_TH, batch, info)
+        held = {param.data_ptr() for param in self.model.parameters()}
+
+        def unpack(saved: tuple[torch.Tensor, bool]) -> torch.Tensor:
+            tensor, is_weight = saved
+            return tensor * (1 - ONE_VERSION) if is_weight else tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: (x, x.data_ptr() in held), unpack):
+            return super().run_stage(stage, x_TH, batch, info)
+
+
+def _version(wrong: type[_OtherVersion]) -> Alter:
+    def alter(parts: StepParts) -> StepParts:
+        model: Any = wrong(parts)
+        return dataclasses.replace(parts, model=model)
+
+    return alter
 
 
 def _contiguous_positions(batch: TokenBatch, folding: Folding, rank: int) -> TokenBatch:
@@ -420,6 +489,10 @@ def _static_rows(case: Case) -> bool:
 
 def _uneven_rows(case: Case) -> bool:
     return not _static_rows(case)
+
+
+def _recomputes_nothing(case: Case) -> bool:
+    return case.setup.recompute == "none"
 
 
 def _zero(level: int) -> Callable[[Case], bool]:
@@ -532,6 +605,18 @@ FAULTS: tuple[Fault, ...] = (
         summary="the first micro-batch is added twice",
         needs=_accumulates,
         alter=_first_microbatch_twice,
+    ),
+    Fault(
+        name="old-weights-forward",
+        summary="a stage runs a micro-batch forward with the weights of the step before: pipeline weight version off by one",
+        needs=_over("pp"),
+        alter=_version(_OldForward),
+    ),
+    Fault(
+        name="new-weights-backward",
+        summary="a stage runs a micro-batch backward with the weights of the next step: pipeline weight version off by one",
+        needs=_and(_over("pp"), _recomputes_nothing),
+        alter=_version(_NewBackward),
     ),
     Fault(
         name="swapped-ep-etp",

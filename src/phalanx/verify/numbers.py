@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -100,9 +102,20 @@ def starting_value(kind: str, name: str, shape: tuple[int, ...], param: ParamSpe
     return scale * noise / math.sqrt(shape[-1])
 
 
-def fill_state(boxes: list[BoxTensor], params: dict[str, ParamSpec]) -> None:
-    """Put the starting values into the state boxes of a rank."""
-    for box in boxes:
-        kind, name = box.name.split("/", 1)
-        value = starting_value(kind, name, box.shape, params.get(name))
-        box.tensor.copy_(value[box.box.slices()])
+@dataclass(eq=False)
+class StartingValues:
+    """Starting values that were drawn once: most tensors of a case are those of the case before."""
+
+    found: dict[tuple[Any, ...], torch.Tensor] = field(default_factory=dict)
+
+    def fill(self, boxes: Iterable[BoxTensor], params: Mapping[str, ParamSpec]) -> None:
+        """Put them into the state boxes of a rank."""
+        for box in boxes:
+            kind, name = box.name.split("/", 1)
+            box.tensor.copy_(self._value(kind, name, box.shape, params.get(name))[box.box.slices()])
+
+    def _value(self, kind: str, name: str, shape: tuple[int, ...], param: ParamSpec | None) -> torch.Tensor:
+        key = (kind, name, shape, param.init if param is not None else "")
+        if key not in self.found:
+            self.found[key] = starting_value(kind, name, shape, param)
+        return self.found[key]

@@ -8,7 +8,7 @@ Must never change: same factors, same cases.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
@@ -19,15 +19,20 @@ CANDIDATES = 12
 """Cases tried for each one kept; more make the table shorter by a few per cent only."""
 
 
-def pairwise(factors: Mapping[str, Sequence[Any]], *, seed: int = 0) -> list[dict[str, Any]]:
-    """Cases (factor -> level) that cover every pair of levels of different factors."""
+def pairwise(
+    factors: Mapping[str, Sequence[Any]], *, seed: int = 0, dear: Collection[str] = ()
+) -> list[dict[str, Any]]:
+    """Cases (factor -> level) that cover every pair of levels of different factors.
+
+    Of the factors in `dear` the later levels take longer to run: they are chosen last, and where no level meets a new pair, the first one is.
+    """
     rng = random.Random(seed)
     levels = {name: [(name, i) for i in range(len(values))] for name, values in factors.items()}
     # a dict keeps the order of insertion, which a set of tuples of strings does not (hash randomisation)
     uncovered = {frozenset((a, b)): (a, b) for x, y in combinations(levels, 2) for a in levels[x] for b in levels[y]}
     cases = []
     while uncovered:
-        candidates = [_candidate(levels, uncovered, rng) for _ in range(CANDIDATES)]
+        candidates = [_candidate(levels, uncovered, rng, dear) for _ in range(CANDIDATES)]
         best = max(candidates, key=lambda case: len(_pairs(case) & uncovered.keys()))
         for pair in _pairs(best):
             uncovered.pop(pair, None)
@@ -36,17 +41,22 @@ def pairwise(factors: Mapping[str, Sequence[Any]], *, seed: int = 0) -> list[dic
 
 
 def _candidate(
-    levels: Mapping[str, Sequence[Level]], uncovered: Mapping[frozenset[Level], tuple[Level, Level]], rng: random.Random
+    levels: Mapping[str, Sequence[Level]],
+    uncovered: Mapping[frozenset[Level], tuple[Level, Level]],
+    rng: random.Random,
+    dear: Collection[str],
 ) -> dict[str, Level]:
     """Start from an uncovered pair; give each other factor, in random order, the level that covers most with those set so far."""
     first, second = rng.choice(list(uncovered.values()))
     case = {first[0]: first, second[0]: second}
     rest = [name for name in levels if name not in case]
     rng.shuffle(rest)
+    rest.sort(key=lambda name: name in dear)  # stable: the others keep their random order
     for name in rest:
         gains = [sum(frozenset((level, other)) in uncovered for other in case.values()) for level in levels[name]]
         best = max(gains)
-        case[name] = rng.choice([lv for lv, gain in zip(levels[name], gains, strict=True) if gain == best])
+        equal = [level for level, gain in zip(levels[name], gains, strict=True) if gain == best]
+        case[name] = equal[0] if name in dear else rng.choice(equal)
     return case
 
 

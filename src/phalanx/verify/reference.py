@@ -43,7 +43,7 @@ from phalanx.runtime.optimizer_state import ShardedState
 from phalanx.train.assemble import assemble
 from phalanx.train.optim import Optimizer
 from phalanx.train.step import StepParts, StepResult, train_step
-from phalanx.verify.numbers import Patch, another_token, fill_state, generator, microbatch
+from phalanx.verify.numbers import Patch, StartingValues, another_token, generator, microbatch
 from phalanx.verify.setups import SEQUENCES, Setup
 
 STEP = 3
@@ -105,16 +105,25 @@ def context(setup: Setup, groups: Groups, comms: Collectives, *, dtype: torch.dt
 
 
 def run_step(
-    parts: StepParts, batches: Sequence[TokenBatch], *, alter: Callable[[StepParts], StepParts] = lambda parts: parts
+    parts: StepParts,
+    batches: Sequence[TokenBatch],
+    *,
+    values: StartingValues | None = None,
+    alter: Callable[[StepParts], StepParts] = lambda parts: parts,
 ) -> tuple[StepResult, ReducedGradients]:
     """One clipped step from the starting state of `numbers.py`, and the gradients that it applied. `alter` plants a fault."""
-    fill_state(parts.state.boxes(), {p.name: p for p in parameters(parts.spec)})
-    parts.state.restore(parts.comms)
+    start(parts, values if values is not None else StartingValues())
     parts = alter(parts)
     recorder = Recorder(parts.optimizer)
     result = train_step(dataclasses.replace(parts, optimizer=recorder), batches, step=STEP, lr=0.02)
     assert recorder.gradients is not None  # the step was committed, or it has raised
     return result, recorder.gradients
+
+
+def start(parts: StepParts, values: StartingValues) -> None:
+    """Put the step into the starting state of `numbers.py`. Collective."""
+    values.fill(parts.state.boxes(), {p.name: p for p in parameters(parts.spec)})
+    parts.state.restore(parts.comms)
 
 
 def model_boxes(parts: StepParts) -> list[BoxTensor]:
@@ -136,26 +145,27 @@ def model_boxes(parts: StepParts) -> list[BoxTensor]:
     return out
 
 
-def reference_run(setup: Setup, *, num_microbatches: int, dtype: torch.dtype, folding: Folding = ALONE) -> Reference:
+def reference_run(
+    setup: Setup,
+    *,
+    num_microbatches: int,
+    dtype: torch.dtype,
+    folding: Folding = ALONE,
+    values: StartingValues | None = None,
+) -> Reference:
     """Run the setup on this process alone: all micro-batches of the step, one after the other, nothing sharded or recomputed.
 
     Only the tp and cp of `folding` matter, and only where rows are dropped by sub-sequence, which depends on them by design.
     """
-    plain = dataclasses.replace(setup, zero=0, recompute="none")
-    if dtype == torch.float64:
-        plain = dataclasses.replace(plain, kernels="reference")
-    groups = build_groups(make_folding(world=1), rank=0, cache=GroupCache())
-    parts = assemble(
-        context(plain, groups, Collectives(), dtype=dtype), optim=plain.optim, num_microbatches=num_microbatches
-    )
+    parts = alone(setup, num_microbatches=num_microbatches, dtype=dtype)
     initial = {b.name: b.tensor.clone() for b in model_boxes(parts)}
-    fill_state(parts.state.boxes(), {p.name: p for p in parameters(parts.spec)})
-    parts.state.restore(parts.comms)
+    values = values if values is not None else StartingValues()
+    start(parts, values)
     patches = tuple(
         _patches(parts.model, setup, j, num_microbatches=num_microbatches, dtype=dtype) for j in range(num_microbatches)
     )
-    batches = [_in_parts(microbatch(setup, j, patches=patches[j]), folding) for j in range(num_microbatches)]
-    result, gradients = run_step(parts, batches)
+    batches = [in_parts(microbatch(setup, j, patches=patches[j]), folding) for j in range(num_microbatches)]
+    result, gradients = run_step(parts, batches, values=values)
     _must_exercise(setup, result)
     after = [*parts.state.boxes(), *model_boxes(parts)]
     return Reference(
@@ -167,7 +177,24 @@ def reference_run(setup: Setup, *, num_microbatches: int, dtype: torch.dtype, fo
     )
 
 
-def _in_parts(batch: TokenBatch, folding: Folding) -> TokenBatch:
+def alone(setup: Setup, *, num_microbatches: int, dtype: torch.dtype) -> StepParts:
+    """The step of the setup on this process alone; nothing is sharded or recomputed, and in float64 the kernels are the plain ones."""
+    plain = dataclasses.replace(setup, zero=0, recompute="none")
+    if dtype == torch.float64:
+        plain = dataclasses.replace(plain, kernels="reference")
+    groups = build_groups(ALONE, rank=0, cache=GroupCache())
+    ctx = context(plain, groups, Collectives(), dtype=dtype)
+    return assemble(ctx, optim=plain.optim, num_microbatches=num_microbatches)
+
+
+def partition(setup: Setup, folding: Folding) -> Folding:
+    """The mapping whose parts of a micro-batch the one-rank run must know: the tp and cp alone, where rows are dropped by part of a sequence."""
+    by_part = setup.dispatch.policy == "drop" and setup.dispatch.drop_scope == "sub_sequence"
+    return Folding(world=folding.tp * folding.cp, tp=folding.tp, cp=folding.cp) if by_part else ALONE
+
+
+def in_parts(batch: TokenBatch, folding: Folding) -> TokenBatch:
+    """The micro-batch with the part that each token would lie in on `folding`."""
     if folding.tp * folding.cp == 1:
         return batch
     return dataclasses.replace(batch, part_T=parts_of_all(batch, folding))

@@ -9,9 +9,9 @@ each other until the collective's timeout, or crash), that case has failed and t
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import os
-import pickle
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -29,12 +29,15 @@ from phalanx.runtime.launch import STOPPED, StopRequest, run_local
 from phalanx.train.assemble import assemble
 from phalanx.verify.compare import TOLERANCE, RankReport, compare, uncovered
 from phalanx.verify.faults import HEALTHY, Fault
-from phalanx.verify.numbers import microbatch
-from phalanx.verify.reference import ALONE, Reference, context, model_boxes, reference_run, run_step
+from phalanx.verify.numbers import StartingValues, microbatch
+from phalanx.verify.reference import Reference, context, model_boxes, partition, reference_run, run_step
 from phalanx.verify.setups import Case, Setup
+from phalanx.verify.store import load_outline, load_reference, save_reference
 
 TIMEOUT_S = 60.0
 """Longest wait of one collective: the watchdog against hangs."""
+IMPORTED_LATE = ("torch._dynamo", "torch.fx.experimental.symbolic_shapes")
+"""What torch imports when a block is first recomputed: 2.5 s, here once in place of once on every rank."""
 MAX_CRASHES = 3
 """After so many the machine, not the mapping, is the likelier cause."""
 
@@ -77,6 +80,7 @@ class CaseReport:
 def run_job(job: Job, *, progress: Callable[[int], None] | None = None) -> list[CaseReport]:
     """Run all cases. Call it before any tensor operation of this process (it forks). `progress` hears how many cases are done."""
     reports: list[CaseReport] = []
+    import_early()
     with tempfile.TemporaryDirectory(prefix="phalanx-verify-") as name:
         while len(reports) < len(job.tasks):
             rest = dataclasses.replace(job, tasks=job.tasks[len(reports) :])
@@ -90,6 +94,12 @@ def run_job(job: Job, *, progress: Callable[[int], None] | None = None) -> list[
             if progress is not None:
                 progress(len(reports))
     return reports
+
+
+def import_early() -> None:
+    """Before ranks are forked."""
+    for name in IMPORTED_LATE:
+        importlib.import_module(name)
 
 
 def _run_until_crash(job: Job, folder: Path) -> list[CaseReport]:
@@ -126,17 +136,17 @@ def _read(path: Path) -> list[RankReport]:
 def _rank_main(job: Job, folder: Path, info: WorldInfo, stop: StopRequest) -> int:
     init_world(info, timeout_s=job.timeout_s)
     cache = GroupCache(timeout_s=job.timeout_s)
-    paths = _reference_paths(job, folder)
-    _make_references(dict.fromkeys(paths), job, stop)
+    paths, values = _reference_paths(job, folder), StartingValues()
+    _make_references(dict.fromkeys(paths), job, stop, values)
     with (folder / f"rank-{info.rank}.jsonl").open("w") as out:
         for i, task in enumerate(job.tasks):
-            _end_if(stop)
-            want = _load_reference(paths[i][1])
+            end_if(stop)
+            want = load_reference(paths[i][1])
             if isinstance(want, PhalanxError):
                 report = RankReport(case=i, rank=info.rank, unequal=[str(want)])
             else:
-                report = run_case(job, task, want, index=i, rank=info.rank, cache=cache)
-            out.write(json.dumps(dataclasses.asdict(report)) + "\n")
+                report = run_case(job, task, want, index=i, rank=info.rank, cache=cache, values=values)
+            out.write(json.dumps(vars(report)) + "\n")
             out.flush()
     _barrier(job, info, cache)
     close_world()
@@ -148,7 +158,9 @@ def _barrier(job: Job, info: WorldInfo, cache: GroupCache) -> None:
     Collectives(timeout_s=job.timeout_s).barrier(groups.axis("world"))
 
 
-def run_case(job: Job, task: Task, want: Reference, *, index: int, rank: int, cache: GroupCache) -> RankReport:
+def run_case(
+    job: Job, task: Task, want: Reference, *, index: int, rank: int, cache: GroupCache, values: StartingValues
+) -> RankReport:
     """This rank's part of one case. Collective."""
     fault, setup, pipeline = task.fault, task.case.setup, task.case.pipeline
     groups = fault.groups(task.case.folding, rank, cache, pipeline.stages.table_ranks)
@@ -165,7 +177,7 @@ def run_case(job: Job, task: Task, want: Reference, *, index: int, rank: int, ca
     initial = [dataclasses.replace(b, tensor=b.tensor.clone()) for b in model_boxes(parts)]
     mine = range(dp.index * each, (dp.index + 1) * each)
     batches = [fault.cut(microbatch(setup, j, patches=want.patches[j]), groups.folding, rank) for j in mine]
-    result, gradients = run_step(parts, batches, alter=fault.alter)
+    result, gradients = run_step(parts, batches, values=values, alter=fault.alter)
     return compare(parts, result, gradients, initial=initial, want=want, case=index)
 
 
@@ -189,9 +201,7 @@ def _reference_key(job: Job, case: Case) -> _Key:
     plain = dataclasses.replace(
         setup, label="", zero=0, recompute="none", buckets=False, cp_method="ring", kernels=kernels, accumulation=1
     )
-    by_part = setup.dispatch.policy == "drop" and setup.dispatch.drop_scope == "sub_sequence"
-    parts = Folding(world=f.tp * f.cp, tp=f.tp, cp=f.cp) if by_part else ALONE
-    return _Key(plain, f.dp * setup.accumulation, parts)
+    return _Key(plain, f.dp * setup.accumulation, partition(setup, f))
 
 
 def _reference_paths(job: Job, folder: Path) -> list[tuple[_Key, Path]]:
@@ -201,15 +211,15 @@ def _reference_paths(job: Job, folder: Path) -> list[tuple[_Key, Path]]:
     return [(key, folder / f"{number[key]}.reference") for key in keys]
 
 
-def _make_references(wanted: Iterable[tuple[_Key, Path]], job: Job, stop: StopRequest) -> None:
+def _make_references(wanted: Iterable[tuple[_Key, Path]], job: Job, stop: StopRequest, values: StartingValues) -> None:
     """Make those that no other rank has begun, until all are there. No collective: on a busy machine they take longer than its timeout."""
     wanted = list(wanted)
     for key, path in wanted:
-        _end_if(stop)
+        end_if(stop)
         if _claim(path):
-            _save_reference(path, key, job)
+            _save_reference(path, key, job, values)
     while not all(path.exists() for _, path in wanted):  # a rank that fails here ends all of them
-        _end_if(stop)
+        end_if(stop)
         time.sleep(0.01)
 
 
@@ -221,28 +231,22 @@ def _claim(path: Path) -> bool:
     return True
 
 
-def _end_if(stop: StopRequest) -> None:
+def end_if(stop: StopRequest) -> None:
+    """End this rank at once where a person asked for it: nothing here is worth saving."""
     if stop.requested:
         os._exit(STOPPED)
 
 
-def _save_reference(path: Path, key: _Key, job: Job) -> None:
+def _save_reference(path: Path, key: _Key, job: Job, values: StartingValues) -> None:
     """Leave the reference, or the reason why there is none, for all ranks to read."""
     found: Reference | PhalanxError
     try:
-        found = reference_run(key.setup, num_microbatches=key.num_microbatches, dtype=job.dtype, folding=key.folding)
+        found = reference_run(
+            key.setup, num_microbatches=key.num_microbatches, dtype=job.dtype, folding=key.folding, values=values
+        )
     except PhalanxError as error:
         found = error
-    unfinished = path.with_suffix(".writing")
-    with unfinished.open("wb") as out:
-        pickle.dump(found, out, protocol=pickle.HIGHEST_PROTOCOL)
-    unfinished.rename(path)
-
-
-def _load_reference(path: Path) -> Reference | PhalanxError:
-    with path.open("rb") as file:
-        found: Reference | PhalanxError = pickle.load(file)
-    return found
+    save_reference(path, found)
 
 
 # ---- in the parent -------------------------------------------------------------------------------------------------------------
@@ -251,7 +255,7 @@ def _load_reference(path: Path) -> Reference | PhalanxError:
 def _merge(job: Job, index: int, reports: list[RankReport], reference: Path) -> CaseReport:
     task, limit = job.tasks[index], TOLERANCE[job.dtype]
     out = CaseReport(task=task)
-    want = _load_reference(reference)
+    want = load_outline(reference)
     if isinstance(want, PhalanxError):
         out.failures.append(f"no reference to compare with: {want}")
         return out

@@ -33,8 +33,8 @@ OPTIM = OptimConfig(lr=0.02, weight_decay=0.3, beta1=0.9, beta2=0.95, eps=1e-4, 
 normalised away; a rate and a decay that move the weights by some per cent."""
 
 
-SMALL_BUCKET_MB = 0.01
-"""A dozen buckets in the small model."""
+SMALL_BUCKET_MB = 0.03
+"""Half a dozen buckets in the small model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +130,10 @@ FACTORS: Mapping[str, Sequence[Any]] = {
 }
 
 
+DEAR = ("recompute", "accumulation")
+"""Factors whose later levels double the time of a case; beside them the other options cost little."""
+
+
 def small_model(name: str, **changes: Any) -> ModelSpec:
     """Two layers; widths such that experts split over 8 ranks and bf16 rows stay multiples of 16 bytes (grouped matmul)."""
     shape: dict[str, Any] = {
@@ -216,7 +220,7 @@ def default_cases(world: int, *, axes: Sequence[str] = EXACT_AXES) -> list[Case]
     attention = list(dict.fromkeys((f.tp, f.cp) for f in foldings))
     experts = list(dict.fromkeys((f.ep, f.etp) for f in foldings))
     assert len(foldings) == len(attention) * len(experts)  # any attention side fits any expert side
-    rows = pairwise({**FACTORS, "attention_side": attention, "expert_side": experts})
+    rows = pairwise({**FACTORS, "attention_side": attention, "expert_side": experts}, dear=DEAR)
     cases = [_case(row, world) for row in rows]
     for pp in PIPELINES if "pp" in axes else ():
         cases += pipeline_cases(world, pp) if world % pp == 0 else []
@@ -251,15 +255,16 @@ PIPELINE_FACTORS: Mapping[str, Sequence[Any]] = {
     "zero": (0, 1),
     "buckets": (False, True),
     "cp_method": ("ring",),
-    "accumulation": (3, 5),
 }
 """Options that can have something to do with the pipeline; the others are the business of a stage."""
+MICROBATCHES: Mapping[int, Sequence[int]] = {2: (2, 3), 4: (3, 5)}
+"""Of a step, by pipeline ranks: too few for every stage to be busy at once (or just enough), and one more than there are stages."""
 
 
 def pipeline_cases(world: int, pp: int) -> list[Case]:
     """Every schedule with pp ranks, a layer a stage, beside each of the options above; the mappings inside a stage take turns."""
     inside = list(legal_foldings(world // pp, small_model("verify"), seq_len=SEQ_LEN, axes=AXES))
-    rows = pairwise({**PIPELINE_FACTORS, "pipe": SCHEDULES}, seed=pp)
+    rows = pairwise({**PIPELINE_FACTORS, "accumulation": MICROBATCHES[pp], "pipe": SCHEDULES}, seed=pp, dear=DEAR)
     order = [i * STRIDE % len(inside) for i in range(len(rows))]
     cases = []
     for row, i in zip(rows, order, strict=True):
@@ -288,8 +293,9 @@ def _ulysses_fits(spec: ModelSpec, *, tp: int, cp: int) -> bool:
 
 
 def recipe_cases(recipe: Recipe, spec: ModelSpec, folding: Folding, dispatch: DispatchSpec) -> list[Case]:
-    """The recipe's own options and mapping on a shrunken model, with one and with two micro-batches per rank."""
-    small = shrink(spec, folding)
+    """The recipe's own options, mapping and pipeline on a shrunken model, with one and with two micro-batches per rank."""
+    pipe = dataclasses.replace(recipe.pipeline, layers=None)  # its layers are divided anew: the small model has fewer
+    small = shrink(spec, folding, virtual=choose_schedule(pipe)[1] if folding.pp > 1 else 1)
     cases = []
     for accumulation in (1, 2):
         setup = Setup(
@@ -301,15 +307,17 @@ def recipe_cases(recipe: Recipe, spec: ModelSpec, folding: Folding, dispatch: Di
             zero=recipe.optim.zero,
             recompute=recipe.train.recompute,
             kernels=recipe.kernels.implementation,
+            cp_method=recipe.folding.cp_method,
         )
-        cases.append(Case(setup=setup, folding=folding))
+        cases.append(Case(setup=setup, folding=folding, pipe=pipe))
     return cases
 
 
-def shrink(spec: ModelSpec, folding: Folding) -> ModelSpec:
-    """Same options, small numbers: few layers, narrow, no more experts than the mapping and the routing need."""
+def shrink(spec: ModelSpec, folding: Folding, *, virtual: int = 1) -> ModelSpec:
+    """Same options, small numbers: few layers (one a stage), narrow, no more experts than the mapping and the routing need."""
     dense = min(spec.dense_layers, 1)
-    heads = folding.tp * 2
+    num_stages = folding.pp * virtual
+    heads = folding.tp * max(2, folding.cp)  # ulysses exchanges whole ones
     group = spec.num_heads // spec.num_kv_heads
     experts = _fewest_experts(spec, folding)
     mla = None
@@ -321,8 +329,8 @@ def shrink(spec: ModelSpec, folding: Folding) -> ModelSpec:
         spec,
         mla=mla,
         name=f"{spec.name} (shrunk)",
-        num_layers=dense + (2 if spec.moe_layers else 1) + folding.pp - 1,
-        dense_layers=dense if spec.moe_layers else dense + folding.pp,
+        num_layers=max(dense + 2, num_stages),
+        dense_layers=dense if spec.moe_layers else max(dense + 2, num_stages),
         hidden=32,
         num_heads=heads * min(group, 2),
         num_kv_heads=heads,
