@@ -275,3 +275,79 @@ def test_balance_is_bounded_by_what_routing_can_do() -> None:
     even = expected_balance(small_recipe(), changed(spec, force="balanced"), folding)
     uneven = expected_balance(small_recipe(), changed(spec, force="imbalanced", force_skew=2.0), folding)
     assert even.first == 1.0 < uneven.first <= 4.0
+
+
+def test_pages_of_text_come_with_the_windows_that_are_read() -> None:
+    """Few windows: a page or two each. Many: the whole file and not more."""
+
+    def mapped(text_bytes: int, **train: Any) -> int:
+        estimate = estimate_memory(small_recipe(**train), small_spec(), make_folding(world=1), text_bytes=text_bytes)
+        return estimate.peak.terms["mapped text"]
+
+    few = {"steps": 2, "eval_interval": 0}
+    windows = (2 + facts.PREFETCH_STEPS + 2) * 4
+    assert mapped(1 << 40, **few) == pytest.approx(windows * facts.FAULT_BYTES, rel=0.01)
+    assert mapped(1 << 40, steps=2, eval_interval=1, eval_batches=6) == pytest.approx(
+        2 * mapped(1 << 40, **few), rel=0.01
+    )
+    assert mapped(1 << 20, steps=10_000) == pytest.approx(1 << 20, rel=0.01)
+    assert mapped(0, **few) == 0
+
+
+def test_library_pages_follow_what_a_run_calls() -> None:
+    def libraries(recipe: Recipe) -> int:
+        return estimate_memory(recipe, small_spec(), make_folding(world=1)).peak.terms["libraries"]
+
+    narrow, wide = small_recipe(), small_recipe(dtype="float32")
+    assert libraries(narrow) - libraries(wide) == facts.GENERATOR_BYTES
+    plain = dataclasses.replace(wide, kernels=dataclasses.replace(wide.kernels, implementation="reference"))
+    assert libraries(wide) - libraries(plain) == facts.SCRIPT_BYTES
+
+
+def test_a_gpu_is_charged_with_tensors_alone() -> None:
+    host = small_recipe(steps=1000, global_batch=16)
+    device = dataclasses.replace(host, launch=dataclasses.replace(host.launch, device="cuda"))
+    left_out = {"communication", "heap holes", "checkpoint copy", "mapped text", "generated code", "libraries"}
+    spec, folding = small_spec(), Folding(world=4, ep=4)
+    there, here = (estimate_memory(recipe, spec, folding, text_bytes=1 << 20) for recipe in (device, host))
+    for moment, same in zip(there.moments, here.moments, strict=True):
+        assert not any(moment.terms[term] for term in left_out)
+        assert moment.terms["activations"] == same.terms["activations"]
+    assert all(any(m.terms[term] for m in here.moments) for term in left_out)
+
+
+def test_a_copy_of_gloo_stays_from_the_first_step_on() -> None:
+    """Of the largest parameters that ranks publish to each other, in the compute type."""
+    for item, dtype in ((2, "bfloat16"), (4, "float32")):
+        recipe = small_recipe(dtype=dtype, global_batch=16)
+        moments = estimate_memory(recipe, small_spec(), Folding(world=4, ep=4)).moments
+        largest = next(m.terms["communication"] for m in moments if m.name == "validation")
+        assert largest == item * (2 * 512 * 64 + 3 * (2 * 64 * 64 + 2 * 64 * 32))  # both ends, attention
+        assert not any(m.terms["communication"] for m in moments[:2])
+        assert all(m.terms["communication"] >= largest for m in moments[2:])
+    alone = estimate_memory(small_recipe(), small_spec(), make_folding(world=1)).moments
+    assert not any(m.terms["communication"] for m in alone)
+
+
+def test_a_layer_alone_is_less_even_than_all_together() -> None:
+    """With full recomputation one layer's rows are alive at a time."""
+    spec, folding = small_spec(num_layers=12, top_k=1), Folding(world=4, ep=4)
+    balance = expected_balance(small_recipe(), spec, folding)
+    assert balance.alone_first is not None and balance.first < balance.alone_first <= 4.0
+    even = dataclasses.replace(balance, alone_first=None, alone_later=None)
+    full, none = (small_recipe(recompute=kind, global_batch=16) for kind in ("full", "none"))
+
+    def peak(recipe: Recipe, balance: Balance) -> int:
+        moments = estimate_memory(recipe, spec, folding, balance=balance).moments
+        return max(m.total for m in moments if "backward" in m.name)
+
+    assert peak(full, balance) > peak(full, even) and peak(none, balance) == peak(none, even)
+
+
+def test_imbalance_falls_with_the_layers_and_rises_with_the_ranks() -> None:
+    def first(ep: int, **model: Any) -> float:
+        return expected_balance(small_recipe(), small_spec(**model), Folding(world=8, ep=ep)).first
+
+    assert 1.0 < first(2) < first(4) < first(8)
+    assert first(4, num_layers=12) - 1.0 == pytest.approx((first(4) - 1.0) / 2)  # a quarter of the variance
+    assert first(8, top_k=4) < first(8)

@@ -7,13 +7,15 @@ every rank
     peak_bytes    the most memory of the process during the step, less what it held before: also what is needed for a moment
 
 Both of the rank that needs most. `--long 131072` then runs one step on a sequence of that length with the largest degree. Ranks share the cores
-of this machine, so the seconds say that it runs, not how fast.
+of this machine, so the seconds say that it runs, not how fast. What is under way is told on standard error. Exit status 1 where a larger degree
+keeps as much as a smaller one, or a loss or gradient is not finite.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -27,7 +29,7 @@ import torch
 import tyro
 
 from phalanx.core.config import OptimConfig
-from phalanx.core.errors import ConfigError, raise_if
+from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.core.files import check_writable, write_json
 from phalanx.core.units import format_bytes
 from phalanx.kernels.lanes import Lanes
@@ -104,30 +106,34 @@ class ContextResult:
     long: Measured | None = None
     falls: bool = True
     """Each larger degree keeps less than the one before it, for every method."""
+    failures: list[str] = field(default_factory=list)
 
 
 def main(args: list[str]) -> int:
-    """Run `phalanx bench context ARGS...`; exit status 1 where memory does not fall."""
+    """Run `phalanx bench context ARGS...`; exit status 1 where memory does not fall or a number is not finite."""
     options = tyro.cli(ContextArgs, args=args, prog="phalanx bench context", description=__doc__)
     check_writable(options.json)
     result = measure(options)
     if options.json is not None:
         write_json(options.json, asdict(result))
-    print("what is kept falls with every degree" if result.falls else "FAILED: a larger degree does not keep less")
-    return 0 if result.falls else 1
+    for failure in result.failures:
+        print(f"FAILED: {failure}")
+    if not result.failures and len(options.degrees) > 1:
+        print("what is kept falls with every degree")
+    return 1 if result.failures else 0
 
 
 def measure(options: ContextArgs, *, tell: Any = print) -> ContextResult:
-    """The whole measurement. Raises `ConfigError` for sequences that the ranks cannot share."""
+    """The whole measurement. Raises `ConfigError` with all that is wrong, before any process starts."""
+    raise_if(_option_problems(options), ConfigError, subject="the options")
     jobs = [_work(options, cp, method) for method in options.methods for cp in options.degrees]
     jobs += [_work(options, max(options.degrees), options.methods[0], seq_len=options.long)] if options.long else []
-    problems = [p for job in jobs for p in _problems(job)]
-    raise_if(list(dict.fromkeys(problems)), ConfigError, subject="the sequences")
     result = ContextResult(preset=options.preset)
     for number, job in enumerate(jobs):
+        print(f"[{number + 1}/{len(jobs)}] {_title(job)} ...", file=sys.stderr, flush=True)
         found = run(job)
         tell(
-            f"cp {found.cp}, {found.method}, {found.seq_len:,} tokens: keeps {format_bytes(found.saved_bytes)} a rank, "
+            f"{_title(job)}: keeps {format_bytes(found.saved_bytes)} a rank, "
             f"takes {format_bytes(found.peak_bytes)} at most; step {found.step_s:.1f} s, loss {found.loss:.4f}"
         )
         if options.long and number == len(jobs) - 1:
@@ -135,6 +141,13 @@ def measure(options: ContextArgs, *, tell: Any = print) -> ContextResult:
         else:
             result.runs.append(found)
     result.falls = falls(result.runs)
+    result.failures = [] if result.falls else ["a larger degree does not keep less"]
+    every = [*result.runs, *([] if result.long is None else [result.long])]
+    result.failures += [
+        f"cp {m.cp}, {m.method}, {m.seq_len:,} tokens: loss {m.loss} or a gradient is not finite"
+        for m in every
+        if not m.finite
+    ]
     return result
 
 
@@ -144,7 +157,7 @@ def falls(runs: Sequence[Measured]) -> bool:
         kept = [r.saved_bytes for r in sorted(runs, key=lambda r: r.cp) if r.method == method]
         if any(b >= a for a, b in itertools.pairwise(kept)):
             return False
-    return all(r.finite for r in runs)
+    return True
 
 
 def _work(options: ContextArgs, cp: int, method: Method, *, seq_len: int | None = None) -> Work:
@@ -158,9 +171,28 @@ def _work(options: ContextArgs, cp: int, method: Method, *, seq_len: int | None 
     )
 
 
-def _problems(job: Work) -> list[Any]:
-    folding, spec = make_folding(world=job.cp, cp=job.cp), PRESETS[job.preset]
-    return fit_problems(folding, spec, seq_len=job.seq_len, cp_method=job.method)
+def _title(job: Work) -> str:
+    return f"cp {job.cp}, {job.method}, {job.seq_len:,} tokens"
+
+
+def _option_problems(options: ContextArgs) -> list[Problem]:
+    """All that is wrong with the options, every sequence under every degree and method included."""
+    lengths = {"seq_len": options.seq_len} | ({"long": options.long} if options.long else {})
+    shortest = min((n for n in lengths.values() if n >= 1), default=1)
+    rules: list[tuple[str, object, bool, str]] = [
+        (name, values, bool(values) and len(set(values)) == len(values), "must be one or more, each once")
+        for name, values in (("degrees", options.degrees), ("methods", options.methods))
+    ]
+    rules += [("degrees", cp, cp >= 1, "must be positive numbers of ranks") for cp in options.degrees]
+    rules += [(name, value, value >= 1, "must be a positive number of tokens") for name, value in lengths.items()]
+    fits = f"must be between 1 and the {shortest:,} tokens of the shortest sequence"
+    rules.append(("documents", options.documents, 1 <= options.documents <= shortest, fits))
+    found = [Problem(where=where, value=value, rule=rule) for where, value, good, rule in rules if not good]
+    for cp, method, length in itertools.product(options.degrees, options.methods, lengths.values()):
+        if cp >= 1 and length >= 1:
+            folding, spec = make_folding(world=cp, cp=cp), PRESETS[options.preset]
+            found += fit_problems(folding, spec, seq_len=length, cp_method=method)
+    return list(dict.fromkeys(found))
 
 
 def run(job: Work) -> Measured:
@@ -187,7 +219,11 @@ def run(job: Work) -> Measured:
 def _rank(job: Work, folder: Path, info: WorldInfo, stop: StopRequest) -> int:
     init_world(info, timeout_s=PATIENCE_S)
     parts, batch = build(job, info.rank, GroupCache(timeout_s=PATIENCE_S))
+    begin_s = time.perf_counter()
     kept = saved_bytes(parts, batch)
+    if info.rank == 0:
+        took_s = time.perf_counter() - begin_s
+        print(f"      one forward pass took {took_s:.1f} s; now the step", file=sys.stderr, flush=True)
     meter, begin_s = MemoryMeter(torch.device("cpu")), time.perf_counter()
     result = train_step(parts, [batch], step=0, lr=1e-3)
     told = {

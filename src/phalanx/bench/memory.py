@@ -27,7 +27,7 @@ from rich.table import Table
 
 from phalanx.core.config import Recipe
 from phalanx.core.errors import RunError
-from phalanx.core.files import write_json
+from phalanx.core.files import check_writable, write_json
 from phalanx.core.recipe import load_recipe
 from phalanx.core.units import format_bytes
 from phalanx.data.prepare import prepare
@@ -89,6 +89,7 @@ def main(args: list[str]) -> int:
     options, rest = tyro.cli(
         MemoryArgs, args=args, prog="phalanx bench memory [RECIPE]", description=__doc__, return_unknown_args=True
     )
+    check_writable(options.json)
     path = rest.pop(0) if rest and not rest[0].startswith("-") else None
     recipe = load_recipe(path, rest, check=lambda r: run_problems(r, world=r.launch.ranks))
     result = compare(recipe, tolerance=options.tolerance)

@@ -28,7 +28,7 @@ from phalanx.bench.baseline_transformers import Baseline, fastest, transformers_
 from phalanx.bench.ours import Ours
 from phalanx.bench.workload import Shape, cpu_name, has_amx
 from phalanx.core.errors import RunError
-from phalanx.core.files import write_json
+from phalanx.core.files import check_writable, write_json
 from phalanx.plan.model import flops_per_token
 from phalanx.train.machine import matmul_flops_per_s
 
@@ -78,6 +78,7 @@ class TrainResult:
 def main(args: list[str]) -> int:
     """Run `phalanx bench train ARGS...`."""
     options = tyro.cli(TrainArgs, args=args, prog="phalanx bench train", description=__doc__)
+    check_writable(options.json)
     result = measure(options, tell=print)
     print(report(result))
     if options.json is not None:

@@ -191,6 +191,8 @@ def memory_notes(recipe: Recipe, estimates: list[MemoryEstimate], machine: Machi
     if len(estimates) > 1:
         stages = ", ".join(f"{i}: {format_bytes(e.peak_bytes)}" for i, e in enumerate(estimates))
         lines.append(f"stages       {stages}")
+    if recipe.launch.device == "cuda":
+        return [*lines, "machine      tensors of a GPU alone, as its allocator counts them; not measured on one yet"]
     need = machine.local_ranks * fullest.peak_bytes
     if machine.available_bytes is None:
         return [

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from phalanx.cli.tables import markdown_table, replace_part
 from phalanx.core.errors import DataError, Problem
-from phalanx.core.files import write_json
+from phalanx.core.files import check_writable, write_json
 from phalanx.core.units import format_bytes, format_seconds
 from phalanx.observe import table
 from phalanx.observe.chart import chart
@@ -46,6 +46,7 @@ def main(argv: Sequence[str]) -> int:
     elif args.run is None:
         parser.error("give the folder of a run, or --names")
     else:
+        check_writable(args.json)
         history = read_history(args.run, rank=args.rank)
         figures = run_figures(history, folder=args.run)
         if args.json is not None:

@@ -17,7 +17,7 @@ import tyro
 
 from phalanx.cli.plan_schedule import schedule
 from phalanx.core.errors import ConfigError, Problem, nearest, raise_if
-from phalanx.core.files import write_json, write_text
+from phalanx.core.files import check_writable, write_json, write_text
 from phalanx.core.units import format_count, format_rate
 from phalanx.plan.draw import folding_svg
 from phalanx.plan.folding import (
@@ -82,6 +82,8 @@ def main(args: list[str]) -> int:
 
 def folding(args: FoldingArgs) -> int:
     """Check and explain one mapping of both rank grids over the same ranks."""
+    check_writable(args.json)
+    check_writable(args.svg)
     spec = None if args.preset is None else _preset(args.preset)
     if spec is None and args.seq is not None:
         problem = Problem(
@@ -143,6 +145,7 @@ def _print_problems(result: dict[str, Any]) -> None:
 
 def model(args: ModelArgs) -> int:
     """Print the parameters and FLOPs of a preset."""
+    check_writable(args.json)
     spec = _preset(args.preset)
     result = model_result(spec, seq_len=args.seq)
     if args.json is not None:

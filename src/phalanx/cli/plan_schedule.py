@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from phalanx.core.errors import PlanError, Problem
-from phalanx.core.files import write_json, write_text
+from phalanx.core.files import check_writable, write_json, write_text
 from phalanx.plan.schedule import SCHEDULES, Schedule, make_schedule, nearest_schedule, schedule_problems
 from phalanx.plan.schedule_comm import PipelinePlan, plan_pipeline
 from phalanx.plan.schedule_draw import COLOURS, MAX_SPANS, NAMES, text_rows, timeline_svg
@@ -46,6 +46,8 @@ class ScheduleArgs:
 
 def schedule(args: ScheduleArgs) -> int:
     """Draw the timeline of a pipeline schedule."""
+    check_writable(args.json)
+    check_writable(args.svg)
     begin = time.perf_counter()
     needed = SCHEDULES[args.name].virtual if args.name in SCHEDULES else None
     virtual = args.virtual if args.virtual is not None else needed or 1

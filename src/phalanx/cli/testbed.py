@@ -16,7 +16,7 @@ from typing import Annotated, Literal
 import tyro
 
 from phalanx.core.errors import Problem, TestbedError
-from phalanx.core.files import write_json
+from phalanx.core.files import check_writable, write_json
 from phalanx.plan.cluster import ClusterSpec, parse_rate
 from phalanx.testbed.bed import Testbed
 from phalanx.testbed.measure import measure as measure_links
@@ -113,6 +113,7 @@ def _build(spec: ClusterSpec, args: BedArgs, *, folder: Path | None = None) -> T
 
 def run_command(args: RunArgs, command: list[str]) -> int:
     """0 if every rank that was not ended on purpose ended with 0 and all of the scenario happened, else 1."""
+    check_writable(args.json)
     if not command:
         problem = Problem(
             where="command", value="", rule="there is none", hint="put it after --: phalanx testbed run -- hostname"
@@ -157,6 +158,7 @@ def _new_folder(parent: Path) -> Path:
 
 def measure(args: MeasureArgs) -> int:
     """Measure what the links carry: one stream one way, both directions loaded, inside a host, latency."""
+    check_writable(args.json)
     with _build(_spec(args), args) as bed:
         report = measure_links(bed, seconds=args.seconds)
     print(report.explain())
@@ -169,6 +171,7 @@ def measure(args: MeasureArgs) -> int:
 
 def clean(args: CleanArgs) -> int:
     """Kill the processes and remove the folders of testbeds whose owner is dead."""
+    check_writable(args.json)
     reaped = reap_stale()
     print("\n".join(reaped) or "nothing to clean")
     if args.json is not None:

@@ -21,7 +21,10 @@ def check_writable(path: Path | None) -> None:
         return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        was_there = path.exists()
         path.open("a").close()
+        if not was_there:
+            path.unlink()  # work that fails must not leave an empty result
     except OSError as error:
         raise _cannot_write(path, error) from error
 

@@ -14,10 +14,10 @@ from phalanx.plan.folding import Folding
 from phalanx.plan.model import ModelSpec
 from phalanx.plan.workload import forced_experts
 
-SPREAD_FIRST, SPREAD_LATER = 3.0, 1.2
-"""By how much the fullest rank's share of a layer exceeds the even one, typically: in the first steps, when all tokens look alike to a fresh
-router, and later. Layers vary each on its own, so that the share over all layers comes down with the root of their number. Measured
-(docs/memory.md)."""
+DEVIATIONS_FIRST, DEVIATIONS_LATER = 2.4, 1.0
+"""By how many standard deviations the fullest rank exceeds its even share: in the first steps, when all tokens look alike to a fresh router
+and choose much the same K experts, and later. Which ranks hold those is chance: a rank's share of a layer then has the variance (EP - 1) / K,
+and over all layers the root of their number brings it down. The two numbers are measured (docs/memory.md)."""
 FORCED_STEPS = 8
 """Steps of a forced workload that are looked at."""
 
@@ -32,6 +32,9 @@ class Balance:
     """From the first checkpoint on."""
     source: str
     """Why these numbers."""
+    alone_first: float | None = None
+    """As `first`, in the fullest layer alone: layers vary each on its own. None: as over all layers."""
+    alone_later: float | None = None
 
 
 def most_uneven(spec: ModelSpec, folding: Folding) -> float:
@@ -48,8 +51,19 @@ def expected_balance(recipe: Recipe, spec: ModelSpec, folding: Folding) -> Balan
         share = _forced_share(recipe, spec, folding)
         return Balance(first=share, later=share, source=f"routing is forced ({spec.router.force})")
     most = most_uneven(spec, folding)
-    first, later = (min(most, 1.0 + spread / math.sqrt(layers)) for spread in (SPREAD_FIRST, SPREAD_LATER))
-    return Balance(first=first, later=later, source="assumed of a learned router")
+    deviation = math.sqrt((folding.ep - 1) / spec.top_k / layers)
+    alone = deviation * math.sqrt(layers)
+
+    def exceeding(times: float, of: float) -> float:
+        return min(most, 1.0 + times * of)
+
+    return Balance(
+        first=exceeding(DEVIATIONS_FIRST, deviation),
+        later=exceeding(DEVIATIONS_LATER, deviation),
+        source="assumed of a learned router",
+        alone_first=exceeding(DEVIATIONS_FIRST, alone),
+        alone_later=exceeding(DEVIATIONS_LATER, alone),
+    )
 
 
 def worst_balance(spec: ModelSpec, folding: Folding) -> Balance:

@@ -60,10 +60,15 @@ def pieces(num_rows: int, item_bytes: int) -> tuple[int, int]:
 
 # ---- measured ----------------------------------------------------------------------------------------------------------------------
 
-LIBRARY_BYTES = 34 * MIB
-"""Pages of libtorch and oneDNN that the first steps touch, beyond those that importing them and joining the world did."""
+LIBRARY_BYTES = 29 * MIB
+"""Pages of libtorch that a run of fp32 touches, beyond those that importing it and joining the world did (smaps)."""
+GENERATOR_BYTES = 9 * MIB
+"""Pages of oneDNN that a run of bf16 touches besides: what generates code (smaps)."""
 INTERPRETER_BYTES = 10 * MIB
-"""Objects of Python and of the libraries behind the run: tokenizer, event sinks, checkpoint planner, modules."""
+"""Objects of Python and of the libraries behind the run: tokenizer, event sinks, checkpoint planner, modules (mallinfo2 and smaps of a run
+of `tiny`, whose tensors take 2 MiB, before its first step)."""
+SCRIPT_BYTES = 10 * MIB
+"""What TorchScript makes of `kernels.scripted` functions and of their first calls (the same run, over its first step)."""
 PRODUCT_BYTES = int(0.5 * MIB)
 """Heap of one generated bf16 product: oneDNN keeps a table of 544 KiB per shape, whatever the shape, the executable code beside it."""
 PRODUCT_CODE_BYTES = int(0.07 * MIB)
@@ -79,7 +84,8 @@ PREPARE_BYTES = 330 * MIB
 """What the first rank of a host needs to train a BPE on its sample and to tokenise, once."""
 FAULT_BYTES = 64 << 10
 """Pages that Linux maps around one that is read."""
-HOLES = 0.75
+HOLES = 0.3
 """Heap that lies idle between the tensors of a step, as a share of their bytes. glibc cannot reuse a freed block of exactly the right size
-(an aligned block needs 96 bytes more to be found), so that a step's tensors spread until holes have formed that are large enough. Without glibc's
-cache of small blocks (GLIBC_TUNABLES=glibc.malloc.tcache_count=0) it is 0.3."""
+(an aligned block needs 96 bytes more to be found), so that a step's tensors spread until holes have formed that are large enough. Measured
+with mallinfo2 at each of 60 steps of the default run, over what routing gave each rank: 0.24 to 0.35. That is with
+GLIBC_TUNABLES=glibc.malloc.tcache_count=0, as `phalanx train` and `phalanx bench` start themselves; with glibc's cache of small blocks it is 0.75."""

@@ -32,13 +32,14 @@ from phalanx.simulate.generated import Generated, generated_code
 from phalanx.simulate.kernel_facts import (
     ADAM_CHUNK,
     FAULT_BYTES,
+    GENERATOR_BYTES,
     HOLES,
     INTERPRETER_BYTES,
     LARGEST_HEAP_BLOCK,
     LIBRARY_BYTES,
     PREFETCH_STEPS,
-    PREPARE_BYTES,
     RATE_SIZES,
+    SCRIPT_BYTES,
 )
 
 ITEM = {"bfloat16": 2, "float32": 4, "float64": 8}
@@ -59,6 +60,8 @@ TERMS: Mapping[str, str] = {
     "heap holes": "between the tensors of a step",
 }
 """The terms, and what is in them."""
+OF_HOSTS = ("communication", "heap holes")
+"""Terms of gloo and of the C library, which a GPU does not have; what its kernels keep has not been measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,13 +102,12 @@ def estimate_memory(
     placement: Placement | None = None,
     threads: int = 1,
     text_bytes: int = 0,
-    prepares: bool = False,
     balance: Balance | None = None,
 ) -> MemoryEstimate:
     """Memory of `rank` under `recipe`.
 
-    `threads` compute threads a rank; `text_bytes` is the size of the prepared token files; `prepares`: this rank makes them first, and
-    trains a tokenizer for it. `balance` replaces the assumption about routing.
+    `threads` compute threads a rank; `text_bytes` is the size of the prepared token files (preparing them is not counted); `balance` replaces
+    the assumption about routing.
     """
     run = _Run(
         recipe=recipe,
@@ -115,7 +117,6 @@ def estimate_memory(
         placement=placement or plain_placement(max(1, spec.num_experts), folding),
         threads=threads,
         text_bytes=text_bytes,
-        prepares=prepares,
         balance=balance or expected_balance(recipe, spec, folding),
     )
     return MemoryEstimate(rank=rank, moments=tuple(run.moments()), balance=run.balance)
@@ -143,20 +144,21 @@ class _Run:
     placement: Placement
     threads: int
     text_bytes: int
-    prepares: bool
     balance: Balance
 
     def moments(self) -> Iterator[Moment]:
         """In the order in which they come."""
-        if self.prepares:
-            yield self._moment("preparing the text, the first time", {"working memory": PREPARE_BYTES}, held={})
         yield self._moment("drawing the initial weights", self._drawing(), held={})
         rate = RATE_SIZES[-1] if self.item == 2 else RATE_SIZES[-2]
-        yield self._moment("measuring the machine", {"working memory": 3 * rate**2 * self.item})
-        first, later = (self._local(share) for share in (self.balance.first, self.balance.later))
-        yield from self._step("first steps: ", first, copy=0)
-        yield from self._step("a step while a checkpoint is written: ", later, copy=self.copy_bytes)
-        yield self._moment("validation", self._validation(later), copy=self.copy_bytes)
+        yield self._moment("measuring the machine", {"working memory": 3 * rate**2 * self.item}, before=True)
+        b = self.balance
+        first, later = (self._local(share) for share in (b.first, b.later))
+        alone_first, alone_later = (
+            self._local(share) for share in (b.alone_first or b.first, b.alone_later or b.later)
+        )
+        yield from self._step("first steps: ", first, alone_first, copy=0)
+        yield from self._step("a step while a checkpoint is written: ", later, alone_later, copy=self.copy_bytes)
+        yield self._moment("validation", self._validation(alone_later), copy=self.copy_bytes)
         yield self._moment("the sample at the end", {}, copy=self.copy_bytes, sampled=True)
 
     # ---- what does not change
@@ -164,6 +166,11 @@ class _Run:
     @property
     def item(self) -> int:
         return ITEM[self.recipe.train.dtype]
+
+    @property
+    def on_device(self) -> bool:
+        """Tensors live on a GPU, whose allocator counts them alone."""
+        return self.recipe.launch.device == "cuda"
 
     @cached_property
     def pipeline(self) -> Pipeline:
@@ -261,21 +268,46 @@ class _Run:
         held: Mapping[str, int] | None = None,
         copy: int = 0,
         sampled: bool = False,
+        before: bool = False,
     ) -> Moment:
-        t = self.recipe.train
-        windows = t.steps * t.micro_batch * self.num_microbatches
-        always = {
-            "checkpoint copy": copy,
-            "batches": (PREFETCH_STEPS + 2) * self.num_microbatches * act.batch_bytes(self._local(1.0)),
-            "mapped text": min(self.text_bytes, windows * (FAULT_BYTES + 4 * t.seq_len)),
-            "generated code": self.generated.num_bytes(sampled=sampled, lanes=self.threads),
-            "libraries": LIBRARY_BYTES + INTERPRETER_BYTES,
-        }
+        """`before`: the first step."""
+        x = self._local(1.0)
+        always = (
+            {}
+            if self.on_device
+            else {
+                "checkpoint copy": copy,
+                "communication": 0 if before or held is not None else self._published_bytes,
+                "batches": (PREFETCH_STEPS + 2) * self.num_microbatches * act.batch_bytes(x),
+                "mapped text": self._mapped_text(),
+                "generated code": self.generated.num_bytes(sampled=sampled, lanes=self.threads),
+                "libraries": self._library_bytes,
+            }
+        )
         total = dict.fromkeys(TERMS, 0)
         for part in (self.held if held is None else held, always, terms):
             for key, value in part.items():
-                total[key] += value
+                total[key] += 0 if self.on_device and key in OF_HOSTS else value
         return Moment(name=name, terms=total)
+
+    @property
+    def _published_bytes(self) -> int:
+        """gloo's copy of the largest result of an all-gather. Its thread has a heap of its own, where it stays from the first step on."""
+        return max((y.length for y in self.layouts.values() if y.num_shards > 1), default=0) * self.item
+
+    @property
+    def _library_bytes(self) -> int:
+        fast = self.recipe.kernels.implementation == "fast"
+        generator = GENERATOR_BYTES if self.generated.products else 0
+        return LIBRARY_BYTES + INTERPRETER_BYTES + generator + (SCRIPT_BYTES if fast else 0)
+
+    def _mapped_text(self) -> int:
+        """Pages of the token files after all windows of a run were read: windows lie anywhere, so that some meet pages that were read before."""
+        t = self.recipe.train
+        evaluated = t.eval_batches if t.eval_interval else 0
+        batches = t.steps + PREFETCH_STEPS + 2 + evaluated
+        touched = batches * t.micro_batch * self.num_microbatches * (FAULT_BYTES + 4 * t.seq_len)
+        return int(self.text_bytes * -math.expm1(-touched / self.text_bytes)) if self.text_bytes else 0
 
     # ---- before the first step, and between steps
 
@@ -299,8 +331,9 @@ class _Run:
 
     # ---- inside a step
 
-    def _step(self, when: str, x: act.Local, *, copy: int) -> Iterator[Moment]:
-        for name, kept, working, more in self._passes(x):
+    def _step(self, when: str, x: act.Local, alone: act.Local, *, copy: int) -> Iterator[Moment]:
+        """`x` as all layers are together, `alone` as the fullest of them is."""
+        for name, kept, working, more in self._passes(x if x.recompute != "full" else alone):
             idle = HOLES * sum(n for n in (*kept, *working) if n < LARGEST_HEAP_BLOCK)
             terms = {
                 "activations": sum(kept),
@@ -318,8 +351,7 @@ class _Run:
             "working memory": min(ADAM_CHUNK, max(y.shard_length for y in self.layouts.values())) * x.wide * x.lanes
         }
         yield self._moment(when + "the optimizer", gradients | scratch, copy=copy)
-        staged = {"communication": max(sharded, default=0) * x.item}
-        yield self._moment(when + "publishing parameters", {"gradients": shards} | staged, copy=copy)
+        yield self._moment(when + "publishing parameters", {"gradients": shards}, copy=copy)
 
     def _passes(self, x: act.Local) -> Iterator[tuple[str, Sequence[int], Sequence[int], int]]:
         """(name, kept, working, borrowed gradients) of the forward pass's end and of every layer's backward pass."""

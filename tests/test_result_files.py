@@ -1,0 +1,78 @@
+"""Every command that takes `--json FILE` finds out before its work, not after, whether the file can be written."""
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+from phalanx.cli.main import main
+from phalanx.core.errors import RunError
+from phalanx.core.files import check_writable, write_json
+
+SOURCE = Path(__file__).resolve().parent.parent / "src" / "phalanx"
+COMMANDS = {
+    "bench train": ("phalanx.bench.train", "measure"),
+    "bench curve": ("phalanx.bench.curve", "compare"),
+    "bench context": ("phalanx.bench.context", "measure"),
+    "bench hiding --what ring": ("phalanx.bench.hiding", "measure"),
+    "bench memory": ("phalanx.bench.memory", "compare"),
+    "bench kill": ("phalanx.bench.kill", "kill_and_compare"),
+    "verify --ranks 2": ("phalanx.cli.verify", "verify"),
+    "metrics .": ("phalanx.cli.metrics", "read_history"),
+    "plan folding --world 8": ("phalanx.cli.plan", "folding_result"),
+    "plan model tiny": ("phalanx.cli.plan", "model_result"),
+    "plan schedule --name 1f1b --pp 2 --microbatches 4": ("phalanx.cli.plan_schedule", "schedule_problems"),
+    "testbed run": ("phalanx.cli.testbed", "_build"),
+    "testbed measure": ("phalanx.cli.testbed", "_build"),
+    "testbed clean": ("phalanx.cli.testbed", "reap_stale"),
+}
+"""Command -> what begins its work."""
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_file_that_cannot_be_written_is_told_before_the_work(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def began(*args: object, **options: object) -> None:
+        raise AssertionError(f"{command} began its work")
+
+    module, work = COMMANDS[command]
+    monkeypatch.setattr(importlib.import_module(module), work, began)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("kept")
+    after = ["--", "true"] if command == "testbed run" else []
+    assert main([*command.split(), "--json", "file/result.json", *after]) == 2
+    said = capsys.readouterr().err
+    assert "cannot write file/result.json" in said and "name another file" in said
+    assert (tmp_path / "file").read_text() == "kept"
+
+
+@pytest.mark.parametrize("command", ["plan folding --world 8", "plan schedule --name 1f1b --pp 2 --microbatches 4"])
+def test_pictures_too(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    json = tmp_path / "result.json"
+    assert main([*command.split(), "--json", str(json), "--svg", str(tmp_path / "file" / "a.svg")]) == 2
+    assert "cannot write" in capsys.readouterr().err and not json.exists()
+
+
+def test_no_command_is_missing_here() -> None:
+    writers = {
+        f"phalanx.{path.parent.name}.{path.stem}"
+        for folder in ("cli", "bench")
+        for path in (SOURCE / folder).glob("*.py")
+        if "write_json(" in path.read_text()
+    }
+    assert writers == {module for module, _ in COMMANDS.values()}
+
+
+def test_asking_changes_nothing(tmp_path: Path) -> None:
+    old, new = tmp_path / "old.json", tmp_path / "folder" / "new.json"
+    old.write_text("{}")
+    for path in (old, new):
+        check_writable(path)
+    assert old.read_text() == "{}" and not new.exists()
+    check_writable(None)
+    with pytest.raises(RunError, match="cannot write"):
+        check_writable(tmp_path)
+    write_json(new, {"a": 1})
+    assert '"a": 1' in new.read_text()
