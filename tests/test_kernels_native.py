@@ -36,11 +36,12 @@ def rows() -> Rows:
 @pytest.fixture
 def anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty cache; the library of this process is forgotten before and after."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "home").mkdir()
     monkeypatch.setattr(build.tempfile, "gettempdir", lambda: str(tmp_path / "temp"))
     (tmp_path / "temp").mkdir()
     build.library.cache_clear()
-    yield tmp_path / "cache" / "phalanx"
+    yield tmp_path / "home" / ".cache" / "phalanx"
     build.library.cache_clear()
 
 
@@ -101,7 +102,7 @@ def test_with_a_compiler_that_makes_nonsense(anew: Path, tmp_path: Path, monkeyp
 
 @needs_compiler
 def test_a_folder_that_cannot_be_made_is_passed_over(anew: Path, tmp_path: Path) -> None:
-    anew.parent.write_text("a file, not a folder")
+    anew.parent.write_text("a file, where a folder is wanted")
     assert isinstance(build.library(), ctypes.CDLL)
     (folder,) = (tmp_path / "temp").iterdir()
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700

@@ -87,5 +87,5 @@ FAULT_BYTES = 64 << 10
 HOLES = 0.3
 """Heap that lies idle between the tensors of a step, as a share of their bytes. glibc cannot reuse a freed block of exactly the right size
 (an aligned block needs 96 bytes more to be found), so that a step's tensors spread until holes have formed that are large enough. Measured
-with mallinfo2 at each of 60 steps of the default run, over what routing gave each rank: 0.24 to 0.35. That is with
-GLIBC_TUNABLES=glibc.malloc.tcache_count=0, as `phalanx train` and `phalanx bench` start themselves; with glibc's cache of small blocks it is 0.75."""
+with mallinfo2 at each of 60 steps of the default run, over what routing gave each rank: 0.24 to 0.35 until the first checkpoint is
+staged, up to 0.5 behind it. That is with GLIBC_TUNABLES=glibc.malloc.tcache_count=0, as `phalanx train` and `phalanx bench` start themselves; without, it is more."""

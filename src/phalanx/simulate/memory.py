@@ -292,7 +292,7 @@ class _Run:
 
     @property
     def _published_bytes(self) -> int:
-        """gloo's copy of the largest result of an all-gather. Its thread has a heap of its own, where it stays from the first step on."""
+        """gloo's copy of the largest result of an all-gather. Its thread has a heap of its own, where it stays from the first step on (smaps: 10 MiB in bf16, 19 in fp32, in the default model)."""
         return max((y.length for y in self.layouts.values() if y.num_shards > 1), default=0) * self.item
 
     @property

@@ -24,6 +24,8 @@ from numpy.typing import NDArray
 from torch import nn
 
 from phalanx.core.errors import RunError
+from phalanx.kernels.lanes import Lanes
+from phalanx.kernels.native import compiled_rows
 from phalanx.kernels.rope import rope_table
 from phalanx.models.block import Block
 from phalanx.models.context import ForwardInfo, ModelContext, TokenBatch
@@ -97,7 +99,8 @@ def context(setup: Setup, groups: Groups, comms: Collectives, *, dtype: torch.dt
         comms=comms,
         dtype=dtype,
         device=torch.device("cpu"),
-        kernels=setup.kernels,
+        kernels="reference" if setup.kernels == "reference" else "fast",
+        lanes=Lanes(1, rows=compiled_rows() if setup.kernels == "compiled" else None),
         recompute=setup.recompute,
         cp_method=setup.cp_method,
         seed=11,

@@ -50,7 +50,8 @@ class Setup:
     """Several documents per sequence."""
     zero: Literal[0, 1] = 1
     recompute: Literal["none", "selective", "full"] = "none"
-    kernels: Literal["fast", "reference"] = "fast"
+    kernels: Literal["fast", "compiled", "reference"] = "fast"
+    """`compiled` is `fast` with the compiled elementwise kernels, where the machine has a compiler."""
     buckets: bool = True
     """Gradients are reduced in small buckets, during the backward pass."""
     cp_method: Literal["ring", "all_gather", "ulysses"] = "ring"
@@ -116,7 +117,7 @@ FACTORS: Mapping[str, Sequence[Any]] = {
     "aux": ("none", "micro_batch", "sequence", "global_batch"),
     "z_loss": (0.0, 0.01),
     "recompute": ("none", "selective", "full"),
-    "kernels": ("fast", "reference"),
+    "kernels": ("fast", "compiled", "reference"),
     "dense_layers": (0, 1),
     "attention": tuple(ATTENTION),
     "qk_norm": ("none", "head", "hidden"),
@@ -306,11 +307,17 @@ def recipe_cases(recipe: Recipe, spec: ModelSpec, folding: Folding, dispatch: Di
             packed=True,
             zero=recipe.optim.zero,
             recompute=recipe.train.recompute,
-            kernels=recipe.kernels.implementation,
+            kernels=_kernels(recipe),
             cp_method=recipe.folding.cp_method,
         )
         cases.append(Case(setup=setup, folding=folding, pipe=pipe))
     return cases
+
+
+def _kernels(recipe: Recipe) -> Literal["fast", "compiled", "reference"]:
+    if recipe.kernels.implementation == "fast" and recipe.kernels.compiled:
+        return "compiled"
+    return recipe.kernels.implementation
 
 
 def shrink(spec: ModelSpec, folding: Folding, *, virtual: int = 1) -> ModelSpec:

@@ -1,6 +1,6 @@
 """Compiles `rows.cpp` on the machine that runs it, once, where there is a C++ compiler.
 
-Decides which compiler, which options and where the result is kept: `$XDG_CACHE_HOME/phalanx` (`~/.cache/phalanx`), or the system's folder for
+Decides which compiler, which options and where the result is kept: `~/.cache/phalanx`, or a folder of this user among the system's
 temporary files where that cannot be written. The name of a result holds a digest of everything that it depends on: source, options, compiler,
 processor. A machine without a compiler loses speed and nothing else.
 
@@ -49,8 +49,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def _folders() -> Iterator[Path]:
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    yield Path(base) / "phalanx"
+    yield Path("~/.cache/phalanx").expanduser()
     yield Path(tempfile.gettempdir()) / f"phalanx-{os.getuid()}"
 
 
