@@ -42,9 +42,10 @@ inline void store(bf16& out, float x) {
 inline void store(float& out, float x) { out = x; }
 inline void store(double& out, double x) { out = x; }
 
-// e^x without a branch, so that loops over it are vectorised; error below 1.5 units in the last place; 0 below the smallest normal number.
+// e^x without a branch, so that loops over it are vectorised; error below 1.5 units in the last place; 0 below the smallest normal number,
+// infinite from 88.02 on.
 inline float exponential(float x) {
-    const float top = 88.72f, bottom = -87.33f;
+    const float top = 88.02f, bottom = -87.33f;
     float y = x > top ? top : x;
     y = y < bottom ? bottom : y;
     const float n = __builtin_rintf(y * 1.44269504088896341f);
@@ -57,14 +58,10 @@ inline float exponential(float x) {
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
-    // n is at most 128: half of it in each of two factors
-    const std::int32_t whole = std::int32_t(n), half = whole >> 1;
-    const std::int32_t low = (half + 127) << 23, high = (whole - half + 127) << 23;
-    float a, b;
-    std::memcpy(&a, &low, 4);
-    std::memcpy(&b, &high, 4);
-    const float scaled = p * a * b;
-    const float big = x > top ? INFINITY : scaled;
+    const std::int32_t power = (std::int32_t(n) + 127) << 23;
+    float by;
+    std::memcpy(&by, &power, 4);
+    const float big = x > top ? INFINITY : p * by;
     return x < bottom ? 0.0f : big;
 }
 inline double exponential(double x) { return std::exp(x); }
@@ -217,20 +214,21 @@ template <class T> double square_sum(const T* x, extent size) {
     return total;
 }
 
-// Sixteen at a time: the compiler may not reorder comparisons by itself, because of NaN.
+// In sixteen parts: the compiler may not reorder comparisons by itself, because of NaN.
 template <class T> wide<T> largest(const T* x, extent size) {
     using A = wide<T>;
-    A tops[16];
-    for (extent j = 0; j < 16; ++j) tops[j] = load(x[0]);
-    extent i = 0;
-    for (; i + 16 <= size; i += 16)
-        for (extent j = 0; j < 16; ++j) {
-            const A value = load(x[i + j]);
-            tops[j] = value > tops[j] ? value : tops[j];
-        }
-    A top = tops[0];
-    for (extent j = 1; j < 16; ++j) top = tops[j] > top ? tops[j] : top;
-    for (; i < size; ++i) top = A(load(x[i])) > top ? A(load(x[i])) : top;
+    constexpr extent parts = 16;
+    const extent each = size / parts;
+    A top = load(x[0]);
+    A tops[parts];
+    for (extent j = 0; j < parts; ++j) tops[j] = top;
+    for (extent i = 0; i < each; ++i, x += parts) {
+        A values[parts];
+        for (extent j = 0; j < parts; ++j) values[j] = load(x[j]);
+        for (extent j = 0; j < parts; ++j) tops[j] = values[j] > tops[j] ? values[j] : tops[j];
+    }
+    for (extent j = 0; j < parts; ++j) top = tops[j] > top ? tops[j] : top;
+    for (extent j = 0; j < size - each * parts; ++j) top = A(load(x[j])) > top ? A(load(x[j])) : top;
     return top;
 }
 
