@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kernel_help import error, normal
-from phalanx.bench.context import Measured, Work, build, falls, saved_bytes
+from phalanx.bench.context import Work, build, saved_bytes
 from phalanx.core.errors import RunError
 from phalanx.core.events import Collective
 from phalanx.kernels.attention import causal_attention
@@ -371,14 +371,6 @@ def test_a_long_sequence_on_more_ranks_than_cores(tmp_path: Path) -> None:
     told = json.loads(file.read_text())
     assert [(r["cp"], r["seq_len"]) for r in told["runs"]] == [(2, 4096), (4, 4096)] and told["falls"]
     assert told["long"]["finite"] and told["long"]["cp"] == 4 and told["long"]["peak_bytes"] < 400e6
-
-
-def test_the_benchmark_can_fail() -> None:
-    one = Measured(cp=1, method="ring", seq_len=8, saved_bytes=100, peak_bytes=0, step_s=0.0, loss=1.0, finite=True)
-    two = dataclasses.replace(one, cp=2, saved_bytes=60)
-    assert falls([one, two]) and falls([two, one])
-    assert not falls([one, dataclasses.replace(two, saved_bytes=100)])
-    assert not falls([one, dataclasses.replace(two, finite=False)])
 
 
 def test_the_benchmark_refuses_what_cannot_be_shared() -> None:
