@@ -299,7 +299,7 @@ def test_summary_without_a_terminal() -> None:
     print_summary(summary(**known), console=console)
     assert drawn(console) == [
         "laptop: finished",
-        "300 steps done, 2.46M tokens in 3 min 31 s now",
+        "300 steps done; this time 2.46M tokens in 3 min 31 s",
         "train loss       3.9912",
         "validation loss  4.1000  2.114 below the 6.2140 of a unigram model",
         "run folder       runs/laptop",
