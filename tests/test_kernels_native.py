@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,6 +29,8 @@ from phalanx.kernels.permute import combine_rows
 from phalanx.kernels.rope import RopeTable, apply_rope
 from phalanx.kernels.square_sum import square_sum
 from phalanx.kernels.swiglu import swiglu
+from phalanx.runtime.peers import Peers
+from phalanx.train.setup import agreed_rows
 
 needs_compiler = pytest.mark.skipif(compiled_rows() is None, reason="needs a C++ compiler")
 
@@ -127,6 +130,28 @@ def test_a_user_without_a_home(anew: Path, tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(build.Path, "expanduser", nobody)
     assert isinstance(build.library(), ctypes.CDLL) and len(list((tmp_path / "temp").iterdir())) == 1
+
+
+class Told(Peers):
+    """Peers whose other ranks have these libraries."""
+
+    def __init__(self, *others: str) -> None:
+        super().__init__()
+        self.others = others
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value, *self.others]
+
+
+@needs_compiler
+def test_ranks_use_compiled_kernels_only_where_all_have_the_same(rows: Rows) -> None:
+    """Ranks that hold the same weights and round differently drift apart."""
+    said: list[Any] = []
+    assert agreed_rows(rows, Told(rows.name, rows.name), said.append) is rows and not said
+    assert agreed_rows(None, Told("", ""), said.append) is None and not said
+    assert agreed_rows(rows, Told(rows.name, "", ""), said.append) is None and "ranks 2, 3 have none" in said.pop().text
+    assert agreed_rows(rows, Told("rows-another.so"), said.append) is None and "differ" in said.pop().text
+    assert agreed_rows(None, Told(rows.name), said.append) is None and "ranks 0 have none" in said.pop().text
 
 
 # ---- what there is no compiled version for --------------------------------------------------------------------------------------

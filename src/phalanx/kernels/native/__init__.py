@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,6 +44,8 @@ class Rows:
     """The functions of one compiled library."""
 
     def __init__(self, compiled: ctypes.CDLL) -> None:
+        self.name = Path(compiled._name).name
+        """Says from what and for which processor it was compiled: the same name, the same results."""
         self._of: dict[tuple[str, torch.dtype], Any] = {}
         for dtype, name in NAMES.items():
             for function, kinds in SIGNATURES.items():
