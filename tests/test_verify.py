@@ -28,7 +28,7 @@ from phalanx.plan.model import PRESETS
 from phalanx.runtime.boxes import BoxTensor
 from phalanx.train.step import StepResult
 from phalanx.verify import session
-from phalanx.verify.compare import RankReport, errors, uncovered
+from phalanx.verify.compare import RankReport, errors, not_saved_once, uncovered
 from phalanx.verify.faults import FAULTS, Fault, fault_named
 from phalanx.verify.follow import Curve, judge
 from phalanx.verify.numbers import microbatch
@@ -266,6 +266,14 @@ def test_what_nobody_compared_is_a_failure() -> None:
     rest = RankReport(case=0, rank=1, covered=[("x", [2, 0], [2, 2])])
     assert uncovered({"x": (4, 2)}, [half, rest]) == []
     assert uncovered({"x": (4, 2)}, [half]) == ["x: 4 elements of its gradient were compared on no rank"]
+
+
+def test_what_nobody_would_save_or_two_would_is_reported() -> None:
+    half = RankReport(case=0, rank=0, saved=[("x", [0, 0], [2, 2])])
+    rest = RankReport(case=0, rank=1, saved=[("x", [2, 0], [2, 2])])
+    assert not_saved_once({"x": (4, 2)}, [half, rest]) == []
+    assert not_saved_once({"x": (4, 2)}, [half]) == ["x: elements of it would be saved by 0 to 1 ranks"]
+    assert not_saved_once({"x": (4, 2)}, [half, rest, rest]) == ["x: elements of it would be saved by 1 to 2 ranks"]
 
 
 def _leaves(parts):
