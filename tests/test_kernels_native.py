@@ -13,15 +13,24 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from kernel_help import normal
 from phalanx.kernels.adamw import adamw_
+from phalanx.kernels.cross_entropy import linear_cross_entropy
+from phalanx.kernels.grouped import expert_ffn
 from phalanx.kernels.lanes import Lanes
 from phalanx.kernels.native import Rows, build, compiled_rows
-from phalanx.kernels.norm import rms_norm
+from phalanx.kernels.norm import residual_norm, rms_norm
+from phalanx.kernels.permute import combine_rows
+from phalanx.kernels.rope import RopeTable, apply_rope
+from phalanx.kernels.square_sum import square_sum
+from phalanx.kernels.swiglu import swiglu
+from phalanx.runtime.peers import Peers
+from phalanx.train.setup import agreed_rows
 
 needs_compiler = pytest.mark.skipif(compiled_rows() is None, reason="needs a C++ compiler")
 
@@ -112,6 +121,99 @@ def test_a_folder_that_cannot_be_made_is_passed_over(anew: Path, tmp_path: Path)
 def test_somebody_elses_folder_is_not_used(anew: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build.os, "getuid", lambda: 54321)
     assert build.library() is None
+
+
+@needs_compiler
+def test_a_user_without_a_home(anew: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody(path: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(build.Path, "expanduser", nobody)
+    assert isinstance(build.library(), ctypes.CDLL) and len(list((tmp_path / "temp").iterdir())) == 1
+
+
+class Told(Peers):
+    """Peers whose other ranks have these libraries."""
+
+    def __init__(self, *others: str) -> None:
+        super().__init__()
+        self.others = others
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value, *self.others]
+
+
+@needs_compiler
+def test_ranks_use_compiled_kernels_only_where_all_have_the_same(rows: Rows) -> None:
+    """Ranks that hold the same weights and round differently drift apart."""
+    said: list[Any] = []
+    assert agreed_rows(rows, Told(rows.name, rows.name), said.append) is rows and not said
+    assert agreed_rows(None, Told("", ""), said.append) is None and not said
+    assert agreed_rows(rows, Told(rows.name, "", ""), said.append) is None and "ranks 2, 3 have none" in said.pop().text
+    assert agreed_rows(rows, Told("rows-another.so"), said.append) is None and "differ" in said.pop().text
+    assert agreed_rows(None, Told(rows.name), said.append) is None and "ranks 0 have none" in said.pop().text
+
+
+# ---- what there is no compiled version for --------------------------------------------------------------------------------------
+
+
+def kernels_on(x_MH: torch.Tensor, lanes: Lanes) -> list[torch.Tensor]:
+    """Every kernel that may be compiled, forward and backward, on 24 rows of 32 numbers."""
+    x = x_MH.detach().clone().requires_grad_()
+    weight, w13 = x.detach()[:8], x.detach()[:16].view(1, 2, 8, 32)
+    angles = torch.promote_types(x.dtype, torch.float32)
+    table = RopeTable(torch.ones(3, 8, 4, dtype=angles), torch.full((3, 8, 4), 0.5, dtype=angles))
+    both = torch.arange(24)
+    index_TK = torch.stack([both, both.flip(0), both], dim=1)
+    outputs = [
+        *residual_norm(x, x.flip(0), x.detach()[0], 1e-5, lanes=lanes),
+        *apply_rope(x.view(3, 8, 4, 8), x.view(3, 8, 4, 8), table=table, lanes=lanes),
+        swiglu(x.view(24, 2, 16), lanes=lanes),
+        expert_ffn(x, w13, weight.T.reshape(1, 32, 8), [24], lanes=lanes),
+        combine_rows(x, index_TK, token_of_row_M=both, lanes=lanes),
+        linear_cross_entropy(x, weight, both % 8, lanes=lanes),
+    ]
+    torch.autograd.backward(outputs, [torch.ones_like(y) for y in outputs])
+    assert x.grad is not None
+    return [*(y.detach() for y in outputs), x.grad, square_sum(x.detach(), lanes=lanes)]
+
+
+@needs_compiler
+def test_a_type_that_is_not_compiled_is_left_to_torch(rows: Rows) -> None:
+    x_MH = normal(24, 32, scale=0.3).to(torch.float16)
+    with Lanes(2, rows=rows) as lanes, Lanes(2) as plain:
+        for got, want in zip(kernels_on(x_MH, lanes), kernels_on(x_MH, plain), strict=True):
+            assert torch.equal(got, want) and torch.isfinite(got).all()
+
+
+@needs_compiler
+@pytest.mark.parametrize("label", [8, 1 << 40])
+def test_a_label_outside_the_vocabulary_writes_nowhere(rows: Rows, label: int) -> None:
+    hidden, weight, labels = torch.ones(4, 16), torch.ones(8, 16), torch.tensor([1, -100, label, 2])
+    with Lanes(1, rows=rows) as lanes, pytest.raises((IndexError, RuntimeError), match=r"out of bounds|out of range"):
+        linear_cross_entropy(hidden.requires_grad_(), weight, labels, lanes=lanes)
+
+
+@needs_compiler
+def test_labels_that_are_not_dense_or_not_int64(rows: Rows) -> None:
+    hidden, weight = normal(4, 16).to(torch.float32), normal(8, 16, seed=1).to(torch.float32)
+    labels = torch.tensor([1, 7, -100, 7, 5, 7, 0, 7])[::2]
+    want = linear_cross_entropy(hidden, weight, labels, impl="reference")
+    with Lanes(1, rows=rows) as lanes:
+        for given in (labels, labels.to(torch.int32)):
+            assert torch.allclose(linear_cross_entropy(hidden, weight, given, lanes=lanes), want)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "kinds", [(torch.bfloat16, torch.bfloat16), (torch.float64, torch.bfloat16), (torch.float32, torch.float16)]
+)
+def test_adamw_of_a_state_that_is_not_the_wide_type(rows: Rows, kinds: tuple[torch.dtype, torch.dtype]) -> None:
+    """Taken for fp32, it would be read and written beyond its end."""
+    master, other = kinds
+    state = tuple(torch.ones(64, dtype=master) for _ in range(3))
+    grad = torch.ones(64, dtype=other)
+    assert not rows.has_adamw(state, grad, None if master == other else grad)
 
 
 # ---- results -------------------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -28,20 +29,22 @@ from phalanx.plan.model import PRESETS
 from phalanx.runtime.boxes import BoxTensor
 from phalanx.train.step import StepResult
 from phalanx.verify import session
-from phalanx.verify.compare import RankReport, errors, uncovered
+from phalanx.verify.compare import RankReport, errors, not_saved_once, uncovered
 from phalanx.verify.faults import FAULTS, Fault, fault_named
 from phalanx.verify.follow import Curve, judge
 from phalanx.verify.numbers import microbatch
 from phalanx.verify.pairwise import pairwise
-from phalanx.verify.reference import Reference
+from phalanx.verify.reference import Reference, reference_run
 from phalanx.verify.session import Job, Task, run_job
 from phalanx.verify.setups import (
     AXES,
     FACTORS,
     PIPELINES,
+    ROUNDED_AXES,
     SCHEDULES,
     SEQ_LEN,
     Case,
+    Setup,
     default_cases,
     recipe_cases,
     shrink,
@@ -118,6 +121,59 @@ def test_every_two_options_meet_in_some_case(world: int) -> None:
     for a, b in itertools.combinations(rows[0], 2):
         both = {(row[a], row[b]) for row in rows}
         assert len(both) == len({row[a] for row in rows}) * len({row[b] for row in rows}), (a, b)
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_options_of_some_cases_only_meet_all_others_in_those(world: int) -> None:
+    """Norms of queries and biases belong to grouped attention, a way to exchange keys to cp > 1: elsewhere they are not exercised."""
+
+    def seen(case: Case) -> dict[str, object]:
+        s, grouped = case.setup, case.setup.spec.mla is None
+        return {
+            "qk_norm": s.spec.qk_norm if grouped else None,
+            "bias": s.spec.attention_bias if grouped else None,
+            "cp_method": s.cp_method if case.folding.cp > 1 else None,
+            "mtp": s.spec.mtp_layers,
+            "recompute": s.recompute,
+            "kernels": s.kernels,
+            "accumulation": s.accumulation,
+            "packed": s.packed,
+            "buckets": s.buckets,
+            "aux": s.spec.router.aux_scope if s.spec.router.aux_loss else "none",
+            "expert side": (case.folding.ep, case.folding.etp),
+        }
+
+    rows = [seen(c) for c in default_cases(world) if c.folding.pp == 1]
+    for a, b in itertools.combinations(rows[0], 2):
+        levels = [{row[name] for row in rows} - {None} for name in (a, b)]
+        assert set(itertools.product(*levels)) <= {(row[a], row[b]) for row in rows}, (a, b)
+    sides = [(c.folding.tp, c.setup.spec.qk_norm) for c in default_cases(world) if c.setup.spec.mla is None]
+    assert {(tp, norm) for tp, norm in sides} >= set(itertools.product((1, 2), FACTORS["qk_norm"][1:]))
+
+
+def test_excluded_pairs_do_not_meet_and_all_others_do() -> None:
+    factors = {"a": range(4), "b": range(3), "c": range(3), "d": range(2)}
+
+    def excluded(settings: Mapping[str, int]) -> bool:
+        return settings.get("a", 0) > 1 and settings.get("b", 0) > 0
+
+    cases = pairwise(factors, excluded=excluded)
+    for x, y in itertools.combinations(factors, 2):
+        want = {(i, j) for i, j in itertools.product(factors[x], factors[y]) if not excluded({x: i, y: j})}
+        assert {(c[x], c[y]) for c in cases} == want
+
+
+@pytest.mark.parametrize("pp", [2, 4])
+def test_pipelines_meet_the_prediction_of_further_tokens(pp: int) -> None:
+    cases = [c for c in default_cases(4) if c.folding.pp == pp and c.setup.spec.mtp_layers]
+    assert {c.pipe for c in cases} == set(SCHEDULES) and {c.setup.spec.tied_embeddings for c in cases} == {False, True}
+
+
+def test_rounding_is_kept_from_two_layers_with_experts_and_no_more() -> None:
+    deep = Setup(label="deep", spec=small_model("deep", num_layers=3), dispatch=DispatchSpec())
+    with pytest.raises(RunError, match="3 layers with experts: use float64"):
+        reference_run(deep, num_microbatches=1, dtype=torch.float32)
+    assert not any(c.setup.spec.mtp_layers for c in default_cases(4, axes=ROUNDED_AXES))
 
 
 def test_a_recipe_keeps_its_pipeline() -> None:
@@ -211,6 +267,14 @@ def test_what_nobody_compared_is_a_failure() -> None:
     rest = RankReport(case=0, rank=1, covered=[("x", [2, 0], [2, 2])])
     assert uncovered({"x": (4, 2)}, [half, rest]) == []
     assert uncovered({"x": (4, 2)}, [half]) == ["x: 4 elements of its gradient were compared on no rank"]
+
+
+def test_what_nobody_would_save_or_two_would_is_reported() -> None:
+    half = RankReport(case=0, rank=0, saved=[("x", [0, 0], [2, 2])])
+    rest = RankReport(case=0, rank=1, saved=[("x", [2, 0], [2, 2])])
+    assert not_saved_once({"x": (4, 2)}, [half, rest]) == []
+    assert not_saved_once({"x": (4, 2)}, [half]) == ["x: elements of it would be saved by 0 to 1 ranks"]
+    assert not_saved_once({"x": (4, 2)}, [half, rest, rest]) == ["x: elements of it would be saved by 1 to 2 ranks"]
 
 
 def _leaves(parts):

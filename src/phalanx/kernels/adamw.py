@@ -57,8 +57,8 @@ def adamw_(
         if out is not None:
             out.copy_(master)
         return
-    native = lanes.rows if master.device.type == "cpu" else None
-    if native is not None and native.has_adamw(master, grad, out):
+    native = lanes.rows
+    if native is not None and native.has_adamw((master, exp_avg, exp_avg_sq), grad, out):
         corrections = (1 - beta1**step, 1 - beta2**step)
         numbers = (float(scale), lr, beta1, beta2, eps, weight_decay, *corrections)
 

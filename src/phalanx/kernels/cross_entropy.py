@@ -139,6 +139,10 @@ class _Work:
         self.d_hidden_TH = torch.empty_like(hidden_TH) if needs[0] else None
         self.needs, self.needs_weight = any(needs), needs[1]
         self.work = scripted(_losses_of_chunk)
+        native = lanes.rows_for(hidden_TH, weight_VH) if shard is None else None
+        fits = native is not None and native.can_take_labels(labels_T, width=weight_VH.shape[0])
+        self.native = native if fits else None
+        """A label outside the vocabulary is left to torch, which says so."""
         self._sum_VH: torch.Tensor | None = None
 
     def group(self, tokens: slice, *, whole: bool) -> None:
@@ -180,9 +184,9 @@ class _Work:
         return self._sum_VH.to(self.weight_VH.dtype)
 
     def _chunk(self, tokens: slice, logits_cV: torch.Tensor) -> None:
-        if self.lanes.rows is not None and logits_cV.device.type == "cpu":
+        if self.native is not None:
             torch.mm(self.hidden_TH[tokens], self.weight_VH.T, out=logits_cV)
-            self.lanes.rows.cross_entropy(logits_cV, self.labels_T[tokens], self.losses_T[tokens], gradient=self.needs)
+            self.native.cross_entropy(logits_cV, self.labels_T[tokens], self.losses_T[tokens], gradient=self.needs)
             if self.d_hidden_TH is not None:
                 torch.mm(logits_cV, self.weight_VH, out=self.d_hidden_TH[tokens])
             return

@@ -233,8 +233,8 @@ class _CpuExpertFfn(torch.autograd.Function):
         if not recompute and any(ctx.needs_input_grad):
             work.keep()
         y_MH = torch.empty_like(x_MH, memory_format=torch.contiguous_format)
-        scratch = [_scratch(*work.scratch_shape) for _ in range(lanes.count)]
-        lanes.run(lambda p, lane: work.forward(p, scratch[lane], y_MH, lanes.rows), work.largest_first)
+        scratch, native = [_scratch(*work.scratch_shape) for _ in range(lanes.count)], lanes.rows_for(x_MH)
+        lanes.run(lambda p, lane: work.forward(p, scratch[lane], y_MH, native), work.largest_first)
         ctx.save_for_backward(x_MH, w13_e2fH, w2_eHf, row_weights_M, work.gate_up_P2f)
         ctx.counts, ctx.lanes, ctx.target = counts, lanes, target
         return y_MH
@@ -242,12 +242,12 @@ class _CpuExpertFfn(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy_MH: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x_MH, w13_e2fH, w2_eHf, row_weights_M, gate_up_P2f = ctx.saved_tensors
-        lanes = ctx.lanes
+        lanes, native = ctx.lanes, ctx.lanes.rows_for(x_MH, dy_MH)
         work = _Work(x_MH, w13_e2fH, w2_eHf, row_weights_M, ctx.counts, gate_up_P2f)
         grads = _Grads(work, weights=ctx.needs_input_grad[1], row_weights=ctx.needs_input_grad[3])
         scratch = [(_scratch(*work.scratch_shape), _backward_scratch(*work.scratch_shape)) for _ in range(lanes.count)]
         kept = None if ctx.target is None else _Kept(work, dy_MH)
-        lanes.run(lambda p, lane: work.backward(p, *scratch[lane], dy_MH, grads, kept, lanes.rows), work.largest_first)
+        lanes.run(lambda p, lane: work.backward(p, *scratch[lane], dy_MH, grads, kept, native), work.largest_first)
         grads.finish(lanes)
         if kept is not None:
             work.gate_up_P2f = None  # has served

@@ -57,6 +57,10 @@ class Lanes:
             job.work(0)
             job.finish()
 
+    def rows_for(self, *tensors: torch.Tensor | None) -> Rows | None:
+        """The compiled kernels, where they exist for these tensors (None stands for an operand that is not there)."""
+        return self.rows if self.rows is not None and self.rows.can_take(*tensors) else None
+
     def close(self) -> None:
         """Stop the workers and give torch its own threads back."""
         if self._owner == os.getpid():

@@ -69,8 +69,7 @@ class _CpuRmsNorm(torch.autograd.Function):
         stream_TH = x_TH.view_as(x_TH) if delta_TH is None else torch.empty_like(out_TH)
         scale_T1 = x_TH.new_empty((x_TH.shape[0], 1), dtype=wide)
         weight_H, work = w_H.to(wide), scripted(_forward_rows)
-
-        native = lanes.rows if _is_dense(x_TH, delta_TH) else None
+        native = lanes.rows_for(x_TH, delta_TH) if _is_dense(x_TH, delta_TH, weight_H) else None
 
         def run(rows: slice, lane: int) -> None:
             delta_rH = None if delta_TH is None else delta_TH[rows]
@@ -91,7 +90,7 @@ class _CpuRmsNorm(torch.autograd.Function):
         dx_TH = torch.empty_like(x_TH, memory_format=torch.contiguous_format)
         blocks = cache_blocks(*x_TH.shape)
         dw_bH = scale_T1.new_zeros((len(blocks), x_TH.shape[1]))
-        native = ctx.lanes.rows if _is_dense(x_TH, dy_TH, d_stream_TH) else None
+        native = ctx.lanes.rows_for(x_TH, dy_TH, d_stream_TH) if _is_dense(x_TH, dy_TH, d_stream_TH, weight_H) else None
 
         def run(block: tuple[int, slice], lane: int) -> None:
             index, rows = block

@@ -121,11 +121,12 @@ def _sum(y_MH: torch.Tensor, rows_of_token_TK: torch.Tensor, lanes: Lanes) -> to
     wide = torch.promote_types(y_MH.dtype, torch.float32)
     complete = _is_complete(rows_of_token_TK)
     index_KT = rows_of_token_TK.T.contiguous()
+    native = lanes.rows_for(y_MH) if y_MH.is_contiguous() and index_KT.dtype == torch.int64 else None
 
     def run(tokens: slice, lane: int) -> None:
         index_Kt, out_tH = index_KT[:, tokens], out_TH[tokens]
-        if lanes.rows is not None and y_MH.is_contiguous():
-            lanes.rows.sum_rows(y_MH, index_Kt, out_tH)
+        if native is not None:
+            native.sum_rows(y_MH, index_Kt, out_tH)
             return
         part_tH = torch.empty_like(out_tH)
         _pick(y_MH, index_Kt[0], out_tH, complete=complete)

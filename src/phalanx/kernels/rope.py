@@ -14,6 +14,7 @@ import torch
 
 from phalanx.kernels.choice import Impl
 from phalanx.kernels.lanes import SERIAL, Lanes
+from phalanx.kernels.native import Rows
 from phalanx.kernels.scripted import scripted
 from phalanx.kernels.shapes import cache_blocks
 from phalanx.plan.rope import YarnSpec, amplitude, frequencies
@@ -81,17 +82,26 @@ def _turn(
     targets = [y.view(-1, *y.shape[2:]) for y in out]
     cos_TN, sin_TN = (x.reshape(-1, x.shape[-1]) for x in (table.cos_BSN, table.sin_BSN))
     work, sign = scripted(_turn_rows), -1.0 if back else 1.0
-    dense = all(x.is_contiguous() for x in (*flat, cos_TN, sin_TN))
+    natives = [_native(x, cos_TN, sin_TN, lanes) for x in flat]
 
     def run(part: tuple[int, slice], lane: int) -> None:
         which, rows = part
-        if lanes.rows is not None and dense:
-            lanes.rows.rope(flat[which][rows], cos_TN[rows], sin_TN[rows], sign, targets[which][rows])
+        if (native := natives[which]) is not None:
+            native.rope(flat[which][rows], cos_TN[rows], sin_TN[rows], sign, targets[which][rows])
             return
         work(flat[which][rows], cos_TN[rows], sin_TN[rows], sign, targets[which][rows], BLOCK_ROWS)
 
     lanes.run(run, [(i, rows) for i, x in enumerate(flat) for rows in cache_blocks(x.shape[0], x[0].numel())])
     return out[0], out[1]
+
+
+def _native(x_TAD: torch.Tensor, cos_TN: torch.Tensor, sin_TN: torch.Tensor, lanes: Lanes) -> Rows | None:
+    """The compiled kernels, where these are what they read: angles of every row, in the wide type."""
+    wide = torch.promote_types(x_TAD.dtype, torch.float32)
+    each = (x_TAD.shape[0], x_TAD.shape[2] // 2)
+    fit = all(t.dtype == wide and tuple(t.shape) == each for t in (cos_TN, sin_TN)) and x_TAD.shape[2] % 2 == 0
+    dense = all(t.is_contiguous() for t in (x_TAD, cos_TN, sin_TN))
+    return lanes.rows_for(x_TAD) if fit and dense else None
 
 
 def _turn_rows(

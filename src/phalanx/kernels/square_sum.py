@@ -35,8 +35,9 @@ def square_sums(tensors: Sequence[torch.Tensor], *, impl: Impl = "fast", lanes: 
     work = scripted(_in_chunks)
 
     def run(i: int, lane: int) -> None:
-        if lanes.rows is not None:
-            sums[i] = lanes.rows.square_sum(pieces[i])
+        native = lanes.rows_for(pieces[i]) if pieces[i].is_contiguous() else None
+        if native is not None:
+            sums[i] = native.square_sum(pieces[i])
         else:
             work(pieces[i], sums[i], CHUNK)
 

@@ -48,8 +48,7 @@ class _CpuSwiglu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate_up_M2F: torch.Tensor, lanes: Lanes) -> torch.Tensor:
         out_MF = gate_up_M2F.new_empty(gate_up_M2F.shape[0], gate_up_M2F.shape[2])
-
-        native = lanes.rows if gate_up_M2F.is_contiguous() else None
+        native = lanes.rows_for(gate_up_M2F) if gate_up_M2F.is_contiguous() else None
 
         def run(rows: slice, lane: int) -> None:
             if native is not None:
@@ -67,8 +66,8 @@ class _CpuSwiglu(torch.autograd.Function):
     def backward(ctx: Any, dy_MF: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (gate_up_M2F,) = ctx.saved_tensors
         d_gate_up_M2F = torch.empty_like(gate_up_M2F, memory_format=torch.contiguous_format)
-
-        native = ctx.lanes.rows if gate_up_M2F.is_contiguous() and dy_MF.stride(-1) == 1 else None
+        dense = gate_up_M2F.is_contiguous() and dy_MF.stride(-1) == 1
+        native = ctx.lanes.rows_for(gate_up_M2F, dy_MF) if dense else None
 
         def run(rows: slice, lane: int) -> None:
             if native is not None:

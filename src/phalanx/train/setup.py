@@ -22,9 +22,10 @@ from rich.console import Console
 
 from phalanx.core.config import DispatchConfig, Recipe
 from phalanx.core.errors import ConfigError, Problem, RunError
+from phalanx.core.events import Emit, Note
 from phalanx.data.prepare import Prepared, prepare
 from phalanx.kernels.lanes import Lanes
-from phalanx.kernels.native import compiled_rows
+from phalanx.kernels.native import Rows, compiled_rows
 from phalanx.models.context import ModelContext
 from phalanx.observe.console import wants_live
 from phalanx.observe.preparation import PreparationProgress
@@ -161,16 +162,32 @@ def dispatch_spec(config: DispatchConfig) -> DispatchSpec:
     return DispatchSpec(**given)
 
 
+def agreed_rows(found: Rows | None, peers: Peers, emit: Emit) -> Rows | None:
+    """The compiled kernels, where all ranks have the very same ones. Collective.
+
+    Ranks that hold the same weights (zero = 0, tp) update them each for itself: another rounding on one of them, and they would drift apart.
+    """
+    names = peers.gather("" if found is None else found.name)
+    if len(set(names)) == 1:
+        return found
+    if peers.rank == 0:
+        without = [i for i, name in enumerate(names) if not name]
+        why = f"ranks {', '.join(map(str, without))} have none" if without else "processors or compilers differ"
+        emit(
+            Note(
+                level="warning", text=f"compiled kernels are left out on all ranks, for results must be the same: {why}"
+            )
+        )
+    return None
+
+
 def make_context(rank: Rank, spec: ModelSpec, folding: Folding, pipeline: Pipeline) -> ModelContext:
     """Groups of the folding and all that modules need. Collective."""
     recipe = rank.recipe
     # on a CPU the kernels divide work among threads themselves; other devices need one thread to feed them
     on_cpu = rank.device.type == "cpu"
-    lanes = (
-        Lanes(torch.get_num_threads(), rows=compiled_rows() if recipe.kernels.compiled else None)
-        if on_cpu
-        else Lanes(1)
-    )
+    rows = agreed_rows(compiled_rows(), rank.peers, rank.sinks) if on_cpu and recipe.kernels.compiled else None
+    lanes = Lanes(torch.get_num_threads() if on_cpu else 1, rows=rows)
     return ModelContext(
         spec=spec,
         dispatch=dispatch_spec(recipe.dispatch),

@@ -39,6 +39,8 @@ class RankReport:
     """What had to be equal and is not."""
     covered: list[tuple[str, list[int], list[int]]] = field(default_factory=list)
     """(parameter, offsets, sizes) of the gradient boxes that this rank compared."""
+    saved: list[tuple[str, list[int], list[int]]] = field(default_factory=list)
+    """The same of the master weights that this rank would write into a checkpoint."""
 
 
 def compare(
@@ -62,8 +64,13 @@ def compare(
         *_unequal([b for b in held if b.name.startswith("buffer/")], want.after, "after the step:"),
         *_unequal_counts(result, want.result),
     ]
-    report.covered = [(b.name, list(b.box.offsets), list(b.box.sizes)) for b in gradients.boxes()]
+    report.covered = _places(gradients.boxes())
+    report.saved = _places(b for b in held if b.primary and b.name.startswith("master/"))
     return report
+
+
+def _places(boxes: Iterable[BoxTensor]) -> list[tuple[str, list[int], list[int]]]:
+    return [(b.name, list(b.box.offsets), list(b.box.sizes)) for b in boxes]
 
 
 def errors(boxes: Iterable[BoxTensor], want: Mapping[str, torch.Tensor], *, floor: float) -> dict[str, float]:
@@ -122,4 +129,17 @@ def uncovered(shapes: Mapping[str, tuple[int, ...]], reports: Iterable[RankRepor
         f"{name}: {int((~mask).sum())} elements of its gradient were compared on no rank"
         for name, mask in seen.items()
         if not mask.all()
+    ]
+
+
+def not_saved_once(shapes: Mapping[str, tuple[int, ...]], reports: Iterable[RankReport]) -> list[str]:
+    """Tensors of which a checkpoint would hold some element never, or from several ranks."""
+    writers: dict[str, NDArray[np.int32]] = {name: np.zeros(shape, dtype=np.int32) for name, shape in shapes.items()}
+    for report in reports:
+        for name, offsets, sizes in report.saved:
+            writers[name][Box(tuple(offsets), tuple(sizes)).slices()] += 1
+    return [
+        f"{name}: elements of it would be saved by {int(count.min())} to {int(count.max())} ranks"
+        for name, count in writers.items()
+        if not (count == 1).all()
     ]

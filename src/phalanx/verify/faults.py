@@ -441,6 +441,11 @@ def _contiguous_positions(batch: TokenBatch, folding: Folding, rank: int) -> Tok
     return dataclasses.replace(part, positions_BS=batch.positions_BS[:, wrong])
 
 
+def _ahead_inside_part(batch: TokenBatch, folding: Folding, rank: int) -> TokenBatch:
+    """What is ahead of a token is looked for among the rank's own, as if they followed one another."""
+    return dataclasses.replace(part_of(batch, folding, rank), whole=None, columns_S=None)
+
+
 # ---- where a fault exists ------------------------------------------------------------------------------------------------------
 
 
@@ -473,6 +478,10 @@ def _local_aux(case: Case) -> bool:
 
 def _shared_microbatch(case: Case) -> bool:
     return case.folding.tp * case.folding.cp > 1
+
+
+def _predicts_further(case: Case) -> bool:
+    return case.setup.spec.mtp_layers > 0
 
 
 def _bias(case: Case) -> bool:
@@ -581,6 +590,12 @@ FAULTS: tuple[Fault, ...] = (
         summary="zigzag tokens turned by the positions of a contiguous part",
         needs=_over("cp"),
         cut=_contiguous_positions,
+    ),
+    Fault(
+        name="further-tokens-of-part",
+        summary="multi-token prediction takes the tokens ahead from the rank's part of the sequence",
+        needs=_and(_predicts_further, _over("cp")),
+        cut=_ahead_inside_part,
     ),
     Fault(
         name="norm-counts-replicas",

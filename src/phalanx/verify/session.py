@@ -27,7 +27,7 @@ from phalanx.runtime.collectives import Collectives
 from phalanx.runtime.groups import GroupCache, WorldInfo, build_groups, close_world, init_world
 from phalanx.runtime.launch import STOPPED, StopRequest, run_local
 from phalanx.train.assemble import assemble
-from phalanx.verify.compare import TOLERANCE, RankReport, compare, uncovered
+from phalanx.verify.compare import TOLERANCE, RankReport, compare, not_saved_once, uncovered
 from phalanx.verify.faults import HEALTHY, Fault
 from phalanx.verify.numbers import StartingValues, microbatch
 from phalanx.verify.reference import Reference, context, model_boxes, partition, reference_run, run_step
@@ -269,8 +269,9 @@ def _merge(job: Job, index: int, reports: list[RankReport], reference: Path) -> 
         out.failures += _beyond(kind, reports, limit)
     for report in reports:
         out.failures += [f"rank {report.rank}: {text}" for text in report.unequal]
-    shapes = {f"gradient/{p.name}": p.shape for p in parameters(task.case.setup.spec)}
-    out.failures += uncovered(shapes, reports)
+    shapes = {p.name: p.shape for p in parameters(task.case.setup.spec)}
+    out.failures += uncovered({f"gradient/{name}": shape for name, shape in shapes.items()}, reports)
+    out.failures += not_saved_once({f"master/{name}": shape for name, shape in shapes.items()}, reports)
     return out
 
 

@@ -109,6 +109,8 @@ ATTENTION: Mapping[str, MlaSpec | None] = {
     "latent": _LATENT,
     "latent-direct": dataclasses.replace(_LATENT, q_rank=0, value_dim=16, rope_interleaved=False),
 }
+LATENT = "latent"
+"""Level of what latent attention has not: without it, an option that is absent there would count as met."""
 FACTORS: Mapping[str, Sequence[Any]] = {
     "routing": tuple(ROUTING),
     "dispatch": tuple(DISPATCH),
@@ -120,18 +122,19 @@ FACTORS: Mapping[str, Sequence[Any]] = {
     "kernels": ("fast", "compiled", "reference"),
     "dense_layers": (0, 1),
     "attention": tuple(ATTENTION),
-    "qk_norm": ("none", "head", "hidden"),
-    "attention_bias": (False, True),
+    "qk_norm": (LATENT, "none", "head", "hidden"),
+    "attention_bias": (LATENT, False, True),
     "tied": (False, True),
     "packed": (False, True),
     "zero": (0, 1),
     "buckets": (False, True),
-    "cp_method": ("ring", "all_gather", "ulysses"),
+    "cp_method": ("none", "ring", "all_gather", "ulysses"),
+    "mtp": (0, 1),
     "accumulation": (1, 2),
 }
 
 
-DEAR = ("recompute", "accumulation")
+DEAR = ("recompute", "accumulation", "mtp")
 """Factors whose later levels double the time of a case; beside them the other options cost little."""
 
 
@@ -174,6 +177,7 @@ def setup_of(row: Mapping[str, Any], *, num_layers: int = 2) -> Setup:
         qk_norm="none" if mla else row["qk_norm"],
         attention_bias=row["attention_bias"] and mla is None,
         tied_embeddings=row["tied"],
+        mtp_layers=row["mtp"],
     )
     return Setup(
         label=_label(row),
@@ -185,7 +189,7 @@ def setup_of(row: Mapping[str, Any], *, num_layers: int = 2) -> Setup:
         recompute=row["recompute"],
         kernels=row["kernels"],
         buckets=row["buckets"],
-        cp_method=row["cp_method"],
+        cp_method="ring" if row["cp_method"] == "none" else row["cp_method"],
     )
 
 
@@ -203,6 +207,7 @@ def _label(row: Mapping[str, Any]) -> str:
         "bias": row["attention_bias"] and not latent,
         "tied": row["tied"],
         "packed": row["packed"],
+        "mtp": row["mtp"],
     }
     words += [word for word, on in flags.items() if on]
     words += ["buckets"] if row["buckets"] else []
@@ -221,8 +226,11 @@ def default_cases(world: int, *, axes: Sequence[str] = EXACT_AXES) -> list[Case]
     attention = list(dict.fromkeys((f.tp, f.cp) for f in foldings))
     experts = list(dict.fromkeys((f.ep, f.etp) for f in foldings))
     assert len(foldings) == len(attention) * len(experts)  # any attention side fits any expert side
-    rows = pairwise({**FACTORS, "attention_side": attention, "expert_side": experts}, dear=DEAR)
-    cases = [_case(row, world) for row in rows]
+    factors = {**FACTORS, "attention_side": attention, "expert_side": experts}
+    factors["cp_method"] = [m for m in FACTORS["cp_method"] if any(_serves(m, *side) for side in attention)]
+    if "pp" not in axes:
+        factors["mtp"] = (0,)  # rounding routes a third layer as it likes (`reference.py`)
+    cases = [_case(row, world) for row in pairwise(factors, dear=DEAR, excluded=_cannot_meet)]
     for pp in PIPELINES if "pp" in axes else ():
         cases += pipeline_cases(world, pp) if world % pp == 0 else []
     return cases
@@ -256,6 +264,7 @@ PIPELINE_FACTORS: Mapping[str, Sequence[Any]] = {
     "zero": (0, 1),
     "buckets": (False, True),
     "cp_method": ("ring",),
+    "mtp": (0, 1),
 }
 """Options that can have something to do with the pipeline; the others are the business of a stage."""
 MICROBATCHES: Mapping[int, Sequence[int]] = {2: (2, 3), 4: (3, 5)}
@@ -282,15 +291,26 @@ STRIDE = 7
 
 def _case(row: Mapping[str, Any], world: int) -> Case:
     (tp, cp), (ep, etp) = row["attention_side"], row["expert_side"]
-    setup = setup_of(row)
-    if cp == 1 or not _ulysses_fits(setup.spec, tp=tp, cp=cp):
-        setup = dataclasses.replace(setup, cp_method="ring" if setup.cp_method == "ulysses" else setup.cp_method)
-    return Case(setup=setup, folding=Folding(world=world, tp=tp, cp=cp, ep=ep, etp=etp))
+    return Case(setup=setup_of(row), folding=Folding(world=world, tp=tp, cp=cp, ep=ep, etp=etp))
 
 
-def _ulysses_fits(spec: ModelSpec, *, tp: int, cp: int) -> bool:
+def _cannot_meet(settings: Mapping[str, Any]) -> bool:
+    """Options that shut each other out: a case of both would be one of something else."""
+    latent = {settings[name] == LATENT for name in ("qk_norm", "attention_bias") if name in settings}
+    latent |= {settings["attention"] != "grouped"} if "attention" in settings else set()
+    if len(latent) == 2:
+        return True
+    both = "cp_method" in settings and "attention_side" in settings
+    return both and not _serves(settings["cp_method"], *settings["attention_side"])
+
+
+def _serves(method: str, tp: int, cp: int) -> bool:
+    """Whether the ranks of `cp` can exchange in this way; `none` is that of one rank."""
+    if method == "none" or cp == 1:
+        return method == "none" and cp == 1
+    spec = small_model("verify")
     heads, kv = spec.num_heads // tp, max(1, spec.num_kv_heads // tp)
-    return heads % cp == 0 and (kv % cp == 0 or cp % kv == 0)
+    return method != "ulysses" or (heads % cp == 0 and (kv % cp == 0 or cp % kv == 0))
 
 
 def recipe_cases(recipe: Recipe, spec: ModelSpec, folding: Folding, dispatch: DispatchSpec) -> list[Case]:

@@ -1,14 +1,16 @@
 """Compiled elementwise kernels (`rows.cpp`) as functions of tensors; each does in one pass what its caller would do in several.
 
 `compiled_rows()` is what lanes may carry (`Lanes(rows=...)`); a kernel whose lanes have none uses torch operations. Calls run without the
-interpreter lock. Nothing is checked here: tensors are of one type (bf16, fp32, fp64), in the host's memory, their last dim dense, and
-what is said to be contiguous is. `wide` is fp32, for fp64 fp64.
+interpreter lock. The functions check nothing: tensors are of one type (bf16, fp32, fp64), in the host's memory, their last dim dense, and
+what is said to be contiguous is; callers ask first (`can_take`, `has_adamw`, `can_take_labels`), for a wrong guess overwrites memory. `wide` is
+fp32, for fp64 fp64.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,6 +44,8 @@ class Rows:
     """The functions of one compiled library."""
 
     def __init__(self, compiled: ctypes.CDLL) -> None:
+        self.name = Path(compiled._name).name
+        """Says from what and for which processor it was compiled: the same name, the same results."""
         self._of: dict[tuple[str, torch.dtype], Any] = {}
         for dtype, name in NAMES.items():
             for function, kinds in SIGNATURES.items():
@@ -49,6 +53,19 @@ class Rows:
         self._adamw = {types: _declared(compiled, "adamw_{}_{}".format(*types), ADAMW) for types in ADAMW_TYPES}
         for dtype in NAMES:
             self._of["square_sum", dtype].restype = _D
+
+    @staticmethod
+    def can_take(*tensors: torch.Tensor | None) -> bool:
+        """Whether these are of one type that there are functions for (fp16 is none), in the host's memory."""
+        given = [t for t in tensors if t is not None]
+        kinds = {(t.dtype, t.device.type) for t in given}
+        return len(kinds) == 1 and given[0].dtype in NAMES and given[0].device.type == "cpu"
+
+    @staticmethod
+    def can_take_labels(labels: torch.Tensor, *, width: int) -> bool:
+        """Whether every label is an int64 below `width`, and they are dense: a row is written at the place that its label says."""
+        fits = labels.dtype == torch.int64 and labels.is_contiguous() and labels.device.type == "cpu"
+        return fits and (labels.numel() == 0 or int(labels.max()) < width)
 
     def swiglu_forward(self, gate_up_mF: torch.Tensor, h_mf: torch.Tensor) -> None:
         """`h = silu(gate) * up`; the first half of `gate_up` is the gate."""
@@ -140,9 +157,16 @@ class Rows:
         master, average, square = (t.data_ptr() for t in state)
         call(master, grad.data_ptr(), average, square, _pointer(out), grad.numel(), *numbers)
 
-    def has_adamw(self, master: torch.Tensor, grad: torch.Tensor, out: torch.Tensor | None) -> bool:
-        """Whether there is a function for these types."""
-        return all(t.dtype in NAMES for t in (master, grad)) and self.types_of(master, grad, out) in self._adamw
+    def has_adamw(
+        self, state: tuple[torch.Tensor, torch.Tensor, torch.Tensor], grad: torch.Tensor, out: torch.Tensor | None
+    ) -> bool:
+        """Whether there is a function for these types: the state is of the wide type of the result."""
+        master = state[0]
+        everything = [*state, grad, *([] if out is None else [out])]
+        if not all(t.dtype in NAMES and t.device.type == "cpu" and t.is_contiguous() for t in everything):
+            return False
+        wide = torch.promote_types((master if out is None else out).dtype, torch.float32)
+        return all(t.dtype == wide for t in state) and self.types_of(master, grad, out) in self._adamw
 
     @staticmethod
     def types_of(master: torch.Tensor, grad: torch.Tensor, out: torch.Tensor | None) -> tuple[str, str]:

@@ -9,6 +9,7 @@ Must never change: a library is seen under its final name only when it is comple
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import functools
@@ -49,7 +50,10 @@ def library() -> ctypes.CDLL | None:
 
 
 def _folders() -> Iterator[Path]:
-    yield Path("~/.cache/phalanx").expanduser()
+    with contextlib.suppress(
+        RuntimeError
+    ):  # a user without a home: containers start processes under numbers that nobody has
+        yield Path("~/.cache/phalanx").expanduser()
     yield Path(tempfile.gettempdir()) / f"phalanx-{os.getuid()}"
 
 

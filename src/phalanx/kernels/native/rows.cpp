@@ -1,4 +1,4 @@
-// Elementwise work of the CPU kernels in one pass over memory, compiled on the machine that runs it (kernels/native/library.py).
+// Elementwise work of the CPU kernels in one pass over memory, compiled on the machine that runs it (kernels/native/build.py).
 //
 // Every function is the fused form of a few torch operations that stand beside it in kernels/*.py, and is tested against them. Storage is
 // bf16, fp32 or fp64 (T); arithmetic and accumulation is fp32, in fp64 for fp64 (A). Rows are contiguous, `ld` elements apart.
@@ -58,7 +58,8 @@ inline float exponential(float x) {
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
-    const std::int32_t power = (std::int32_t(n) + 127) << 23;
+    const float whole = n > -127.0f ? n : -127.0f;  // a NaN has no integer; p still is one
+    const std::int32_t power = (std::int32_t(whole) + 127) << 23;
     float by;
     std::memcpy(&by, &power, 4);
     const float big = x > top ? INFINITY : p * by;
