@@ -50,7 +50,7 @@ def test_illegal_folding_exits_2_and_still_writes_the_file(tmp_path: Path, capsy
 def test_degrees_below_one(tmp_path: Path, degree: int) -> None:
     file = tmp_path / "f.json"
     assert main(["plan", "folding", "--world", "8", "--pp", str(degree), "--json", str(file)]) == 2
-    assert json.loads(file.read_text())["problems"] == [f"folding.pp = {degree}: a degree is at least 1; use 1"]
+    assert json.loads(file.read_text())["problems"] == [f"folding.pp = {degree}: must be at least 1; use 1"]
 
 
 def test_a_mapping_that_tiles_but_does_not_fit_the_model_shows_its_groups(tmp_path: Path) -> None:
