@@ -65,6 +65,8 @@ def test_a_mapping_that_tiles_but_does_not_fit_the_model_shows_its_groups(tmp_pa
     ("args", "message"),
     [
         ("folding --world 8 --seq 5", "--seq = 5: has no effect without --preset"),
+        ("folding --world 8 --cp 2 --cp-method ulysses", "--cp-method = 'ulysses': has no effect without --preset"),
+        ("folding --world 8 --cp 8 --cp-method ulysses --preset tiny", "must divide 4, the query heads of a tp rank"),
         ("folding --world 8 --preset tinny", "did you mean 'tiny'?"),
         ("model mixtral-8x7", "did you mean 'mixtral-8x7b'"),
         ("folding --world 8 --json /proc/none/f.json", "cannot write /proc/none/f.json"),
