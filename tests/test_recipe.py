@@ -104,6 +104,7 @@ def test_overrides_that_cannot_be_read(word: str, value: str, rule: str, hint: s
 def test_words_that_are_no_overrides() -> None:
     hint = "write --section.key VALUE, as in --train.steps 10"
     assert only("steps=3") == Problem(where="argument", value="steps=3", rule="is not an override", hint=hint)
+    assert only("--train.steps", "3", "a.toml").hint == "a recipe comes first, before all settings"
     assert only("--train.deterministic") == Problem(
         where="--train.deterministic",
         value="",

@@ -205,7 +205,9 @@ def _part(name: str) -> str:
 
 def _preset(name: str) -> ModelSpec:
     known = (
-        [] if name in PRESETS else [Problem(where="preset", value=name, rule="is not one", hint=nearest(name, PRESETS))]
+        []
+        if name in PRESETS
+        else [Problem(where="preset", value=name, rule="is not a preset", hint=nearest(name, PRESETS))]
     )
     raise_if(known, ConfigError, subject="arguments")
     return PRESETS[name]

@@ -184,7 +184,9 @@ def _read_overrides(reading: _Reading, overrides: Sequence[str]) -> None:
     while rest:
         word = rest.pop(0)
         if not word.startswith("--") or word == "--":
-            reading.add("argument", word, "is not an override", "write --section.key VALUE, as in --train.steps 10")
+            first = "a recipe comes first, before all settings"
+            hint = first if word.endswith(".toml") else "write --section.key VALUE, as in --train.steps 10"
+            reading.add("argument", word, "is not an override", hint)
             continue
         name, equals, text = word[2:].partition("=")
         where = f"--{name}"
