@@ -282,6 +282,12 @@ def test_degrees_that_do_not_tile_are_answered_with_those_that_fit_the_model_too
     )
 
 
+def test_a_batch_that_does_not_split_has_two_ways_out() -> None:
+    batch = {"global_batch": 16, "micro_batch": 6}
+    assert hints(Folding(world=4), **batch)["train.global_batch"] == "nearest legal: 24, or train.micro_batch = 2"
+    assert hints(Folding(world=3), **batch)["train.global_batch"] == "nearest legal: 18"
+
+
 def test_ulysses_points_to_the_ring_and_says_nothing_of_heads_that_tp_does_not_divide() -> None:
     assert hints(Folding(world=8, cp=8), cp_method="ulysses")["folding.cp"].endswith(', or folding.cp_method = "ring"')
     assert "folding.cp" not in hints(Folding(world=6, tp=3, cp=2), cp_method="ulysses")

@@ -152,7 +152,7 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
     ({"head_dim": 7}, {}, ["head_dim = 7: must be even"]),
     ({"dense_layers": 3}, {}, ["must lie between 0 and num_layers = 2; try 2", "dense_ffn = 0: must be at least 1"]),
     ({"top_k": 9}, {}, ["top_k = 9: must lie between 1 and num_experts = 8; try 8"]),
-    ({"num_experts": 0}, {}, ["num_experts = 0: must be at least 1", "top_k = 2"]),
+    ({"num_experts": 0}, {}, ["num_experts = 0: must be at least 1"]),
     ({"expert_ffn": 0}, {}, ["expert_ffn = 0"]),
     ({}, {"num_groups": 3}, ["num_groups = 3: must divide num_experts = 8; try 1"]),
     ({}, {"num_groups": 4, "group_topk": 5}, ["group_topk = 5: must lie between 1 and num_groups = 4; try 4"]),

@@ -407,7 +407,10 @@ def _batch_problems(folding: Folding, *, global_batch: int, micro_batch: int) ->
         return []
     legal = max(1, round(global_batch / unit)) * unit if unit > 0 else 1
     rule = f"must be a positive multiple of micro_batch {micro_batch} x dp {folding.dp}"
-    return [Problem(where="train.global_batch", value=global_batch, rule=rule, hint=f"nearest legal: {legal}")]
+    hint = f"nearest legal: {legal}"
+    if unit > 0 and global_batch > 0 and global_batch % folding.dp == 0:
+        hint += f", or train.micro_batch = {math.gcd(global_batch // folding.dp, micro_batch)}"
+    return [Problem(where="train.global_batch", value=global_batch, rule=rule, hint=hint)]
 
 
 def legal_foldings(

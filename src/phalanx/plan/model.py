@@ -520,9 +520,16 @@ def _latent_rules(spec: ModelSpec, mla: MlaSpec) -> Iterator[_Rule]:
 def _yarn_rules(yarn: YarnSpec) -> Iterator[_Rule]:
     yield yarn.factor > 1, "model.yarn_factor", yarn.factor, "must be above 1", "use 1 for no stretching"
     value, rule = yarn.original_length, "is needed with model.yarn_factor: the sequence length before stretching"
-    yield value >= 1, "model.yarn_original_length", value, rule, "use the length it was trained with, such as 4096"
+    yield (
+        value >= 1,
+        "model.yarn_original_length",
+        value or None,
+        rule,
+        "use the length it was trained with, such as 4096",
+    )
     ok = yarn.beta_fast > yarn.beta_slow > 0
-    yield ok, "model.yarn_beta_fast", yarn.beta_fast, f"must be above yarn_beta_slow = {yarn.beta_slow:g}", "try 32"
+    rule, near = f"must be above yarn_beta_slow = {yarn.beta_slow:g}", max(32, 2 * yarn.beta_slow)
+    yield ok, "model.yarn_beta_fast", yarn.beta_fast, rule, f"try {near:g}"
 
 
 def _expert_rules(spec: ModelSpec) -> Iterator[_Rule]:
