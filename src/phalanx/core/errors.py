@@ -30,7 +30,7 @@ class Problem:
 
 def _shown(value: object) -> str:
     """As a person writes it in a recipe, where that differs from Python."""
-    return str(value).lower() if isinstance(value, bool) else repr(list(value) if type(value) is tuple else value)
+    return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
 class PhalanxError(Exception):
