@@ -341,7 +341,7 @@ def _kv_rule(spec: ModelSpec) -> _Rule:
     Storage stays sharded either way (`layout.py` splits the rows of wk and wv evenly), so the gradient rules do not change.
     """
     kv, rows = spec.num_kv_heads, spec.num_kv_heads * spec.head_dim
-    text = f"must divide num_kv_heads = {kv} or be a multiple of it (then heads are replicated)"
+    text = f"must divide num_kv_heads = {kv}, or be a multiple of it that divides their {rows} rows (then heads are replicated)"
     return _Rule("tp", text, lambda tp: kv % tp == 0 or (tp % kv == 0 and rows % tp == 0))
 
 
