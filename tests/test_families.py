@@ -87,7 +87,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen2_moe", {"mlp_only_layers": [3]}, "config.json: mlp_only_layers = [3]: only the first layers"),
     ("qwen2_moe", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
     ("qwen2_moe", {"qkv_bias": "yes"}, "config.json: qkv_bias = 'yes': must be true or false"),
-    ("qwen3_moe", {"attention_bias": True}, "config.json: attention_bias = True"),
+    ("qwen3_moe", {"attention_bias": True}, "config.json: attention_bias = true"),
     ("qwen3_moe", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "rope_type 'llama3' is not there"),
     ("qwen3_moe", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "yarn needs the numbers"),
     (
@@ -105,7 +105,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3_moe", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "a part of each head"),
     ("olmoe", {"clip_qkv": 8.0}, "config.json: clip_qkv = 8.0"),
     ("olmoe", {"head_dim": 32}, "head_dim"),
-    ("deepseek_v2", {"norm_topk_prob": True}, "config.json: norm_topk_prob = True"),
+    ("deepseek_v2", {"norm_topk_prob": True}, "config.json: norm_topk_prob = true"),
     ("deepseek_v2", {"topk_method": "other"}, "topk_method"),
     ("deepseek_v2", {"moe_layer_freq": 2}, "moe_layer_freq"),
     ("deepseek_v2", {"n_group": 7}, "router.num_groups = 7: must divide num_experts"),
@@ -146,7 +146,7 @@ def test_what_a_family_cannot_say_is_told() -> None:
     odd = dataclasses.replace(PRESETS["tiny"], attention_bias=True, qk_norm="head")
     assert not families_for(odd)
     text = "\n".join(map(str, BY_NAME["mixtral"].express_problems(odd)))
-    assert "model.attention_bias = True: cannot be said in a config.json of mixtral; mixtral has False" in text
+    assert "model.attention_bias = true: cannot be said in a config.json of mixtral; mixtral has False" in text
     assert "model.qk_norm" in text
     group = dataclasses.replace(small(BY_NAME["deepseek_v2"]), router=RouterSpec(num_groups=4, group_topk=2))
     assert any("router.group_score" in str(p) for p in BY_NAME["deepseek_v2"].express_problems(group))

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from hf_help import CONFIGS, hf_model, parts_of
-from phalanx.core.errors import CheckpointError, ConfigError, DataError
+from phalanx.core.errors import CheckpointError, ConfigError, DataError, RunError
 from phalanx.data.tokenizer import ByteTokenizer
 from phalanx.plan.folding import Folding, make_folding
 from phalanx.runtime.boxes import BoxTensor
@@ -246,6 +246,15 @@ def test_a_run_trained_here_goes_out(tmp_path: Path) -> None:
         export_hf.plan_export(run, tmp_path / "new", dtype="float23")
     with pytest.raises(CheckpointError, match="there is no such checkpoint"):
         export_hf.plan_export(run, tmp_path / "new", step=7)
+    with pytest.raises(ConfigError, match="is where this command runs"):
+        export_hf.plan_export(run, Path("."))
+    plan = export_hf.plan_export(run, next((tmp_path / "text").iterdir()) / "out")
+    with pytest.raises(RunError, match=r"cannot write .*out: .*nothing is left"):
+        export_hf.begin(plan)
+    plan = export_hf.plan_export(run, tmp_path / "new")
+    with pytest.raises(RunError, match=r"cannot write .*new: .*nothing is left"):
+        export_hf.write_shards(plan)  # the folder to write into was taken away
+    assert not (tmp_path / "new").exists() and not plan.writing.exists()
 
 
 # ---- broken folders ----------------------------------------------------------------------------------------------------------------
@@ -322,6 +331,13 @@ def test_a_broken_folder_is_refused_by_name(kind: str, folders: dict[str, Path],
     with pytest.raises(CheckpointError) as error:
         open_checkpoint(folder)
     assert all(word in str(error.value) for word in [*words, str(folder)]), str(error.value)
+
+
+def test_a_folder_that_is_not_there_is_one_problem(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError) as error:
+        open_checkpoint(tmp_path / "nowhere")
+    (problem,) = error.value.problems
+    assert problem.rule == "is not a folder" and "config.json" in problem.hint
 
 
 def test_all_problems_of_a_folder_come_at_once(folders: dict[str, Path], tmp_path: Path) -> None:

@@ -53,6 +53,7 @@ def test_a_pipeline_shows_its_stages() -> None:
     changes = ["--folding.pp", "2", "--folding.ep", "2", "--data.sources", "nowhere.txt"]
     text = shown(load_recipe(ROOT / "recipes" / "laptop.toml", changes))
     assert "stages       0: " in text and ", 1: " in text
+    assert "WARNING: data.sources[0] = 'nowhere.txt': does not exist" in text
 
 
 def test_available_memory(tmp_path: Path) -> None:

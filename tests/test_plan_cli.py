@@ -50,7 +50,7 @@ def test_illegal_folding_exits_2_and_still_writes_the_file(tmp_path: Path, capsy
 def test_degrees_below_one(tmp_path: Path, degree: int) -> None:
     file = tmp_path / "f.json"
     assert main(["plan", "folding", "--world", "8", "--pp", str(degree), "--json", str(file)]) == 2
-    assert json.loads(file.read_text())["problems"] == [f"folding.pp = {degree}: a degree is at least 1; use 1"]
+    assert json.loads(file.read_text())["problems"] == [f"folding.pp = {degree}: must be at least 1; use 1"]
 
 
 def test_a_mapping_that_tiles_but_does_not_fit_the_model_shows_its_groups(tmp_path: Path) -> None:
@@ -65,6 +65,8 @@ def test_a_mapping_that_tiles_but_does_not_fit_the_model_shows_its_groups(tmp_pa
     ("args", "message"),
     [
         ("folding --world 8 --seq 5", "--seq = 5: has no effect without --preset"),
+        ("folding --world 8 --cp 2 --cp-method ulysses", "--cp-method = 'ulysses': has no effect without --preset"),
+        ("folding --world 8 --cp 8 --cp-method ulysses --preset tiny", "must divide 4, the query heads of a tp rank"),
         ("folding --world 8 --preset tinny", "did you mean 'tiny'?"),
         ("model mixtral-8x7", "did you mean 'mixtral-8x7b'"),
         ("folding --world 8 --json /proc/none/f.json", "cannot write /proc/none/f.json"),

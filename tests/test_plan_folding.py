@@ -265,6 +265,34 @@ def test_each_rule_names_its_numbers_and_the_nearest_legal_value(
     assert all(word in problems[0] for word in words), problems
 
 
+def hints(folding: Folding, **options: object) -> dict[str, str]:
+    return {p.where: p.hint for p in fit_problems(folding, TINY, seq_len=32, **options)}  # type: ignore[arg-type]
+
+
+def test_the_nearest_degree_tiles_the_world_beside_the_others() -> None:
+    """tp 2 would be nearer, but 2 x cp 2 does not divide 6 ranks."""
+    assert hints(Folding(world=6, tp=3, cp=2))["folding.tp"] == "nearest legal: tp 1"
+
+
+def test_degrees_that_do_not_tile_are_answered_with_those_that_fit_the_model_too() -> None:
+    """pp 4 divides 4 ranks, and is more than the model has layers."""
+    assert hints(Folding(world=4, pp=3))["folding.tp, folding.cp, folding.pp"].endswith("tp 1 x cp 1 x pp 2")
+    assert hints(Folding(world=16, cp=16, tp=2), cp_method="ulysses")["folding.tp, folding.cp, folding.pp"].endswith(
+        "tp 1 x cp 4 x pp 1"
+    )
+
+
+def test_a_batch_that_does_not_split_has_two_ways_out() -> None:
+    batch = {"global_batch": 16, "micro_batch": 6}
+    assert hints(Folding(world=4), **batch)["train.global_batch"] == "nearest legal: 24, or train.micro_batch = 2"
+    assert hints(Folding(world=3), **batch)["train.global_batch"] == "nearest legal: 18"
+
+
+def test_ulysses_points_to_the_ring_and_says_nothing_of_heads_that_tp_does_not_divide() -> None:
+    assert hints(Folding(world=8, cp=8), cp_method="ulysses")["folding.cp"].endswith(', or folding.cp_method = "ring"')
+    assert "folding.cp" not in hints(Folding(world=6, tp=3, cp=2), cp_method="ulysses")
+
+
 def test_key_value_heads_may_be_replicated() -> None:
     spec = dataclasses.replace(TINY, num_kv_heads=1)
     assert fit_problems(Folding(world=4, tp=4), spec, seq_len=32) == []
@@ -274,10 +302,10 @@ def test_key_value_heads_may_be_replicated() -> None:
     ("degrees", "kv_heads", "words"),
     [
         ({"cp": 4}, 2, []),
-        ({"cp": 4, "tp": 2}, 2, ["must divide the 2 query heads of a tp rank (ulysses)", "nearest legal: cp 2"]),
-        ({"cp": 8}, 2, ["must divide the 4 query heads", "nearest legal: cp 4"]),
+        ({"cp": 4, "tp": 2}, 2, ["must divide 2, the query heads of a tp rank (ulysses)", "nearest legal: cp 2"]),
+        ({"cp": 8}, 2, ["must divide 4, the query heads", "nearest legal: cp 4"]),
         ({"cp": 2}, 1, []),
-        ({"cp": 4}, 6, ["must divide the 6 key/value heads of a tp rank or be a multiple", "nearest legal: cp 2"]),
+        ({"cp": 4}, 6, ["must divide 6, the key/value heads of a tp rank, or be a multiple", "nearest legal: cp 2"]),
     ],
 )
 def test_ulysses_needs_whole_heads(degrees: dict[str, int], kv_heads: int, words: list[str]) -> None:

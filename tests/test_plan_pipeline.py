@@ -52,14 +52,15 @@ def test_a_forward_plan_has_all_forward_passes_and_comes_to_its_end(name: str, m
 @pytest.mark.parametrize(
     ("given", "pp", "says"),
     [
-        ({"schedule": "1f1b", "virtual": 3}, 2, "pipeline.virtual = 3: 1f1b has 1 virtual stage a rank; nearest legal: 1"),
-        ({"schedule": "zbv", "virtual": 1}, 2, "pipeline.virtual = 1: zbv has 2 virtual stages a rank; nearest legal: 2"),
-        ({"virtual": 5}, 2, "pipeline.virtual = 5: x folding.pp 2 makes 10 stages, and 6 layers"),
+        ({"schedule": "1f1b", "virtual": 3}, 2, "pipeline.virtual = 3: must be 1: 1f1b has 1 virtual stage a rank; nearest legal: 1"),
+        ({"schedule": "zbv", "virtual": 1}, 2, "pipeline.virtual = 1: must be 2: zbv has 2 virtual stages a rank; nearest legal: 2"),
+        ({"virtual": 5}, 2, "pipeline.virtual = 5: with 5 virtual and 2 pipeline ranks there are 10 stages, and 6 layers"),
         ({"virtual": 5}, 2, "at most 8; nearest legal: 4"),
+        ({"schedule": "zbv"}, 5, "folding.pp = 5: with 2 virtual and 5 pipeline ranks there are 10 stages"),
         ({"schedule": "zbv"}, 5, "at most 8; nearest legal: folding.pp 4"),
-        ({"layers": (3, 2, 1)}, 2, "pipeline.layers = [3, 2, 1]: gives the layers of each of the 2 stages; for example"),
-        ({"layers": (3, 2)}, 2, "pipeline.layers = 5: sums to the 6 layers"),
-        ({"layers": (2, 0, 4)}, 3, "pipeline.layers[1] = 0: is at least 1: a stage in the middle would hold nothing"),
+        ({"layers": (3, 2, 1)}, 2, "pipeline.layers = [3, 2, 1]: must give the layers of each of the 2 stages; for example"),
+        ({"layers": (3, 2)}, 2, "pipeline.layers = [3, 2]: must sum to num_layers = 6, not to 5"),
+        ({"layers": (2, 0, 4)}, 3, "pipeline.layers[1] = 0: must be at least 1: a stage in the middle would hold nothing"),
     ],
 )  # fmt: skip
 def test_what_is_illegal_is_said_in_the_words_of_the_recipe(given: dict, pp: int, says: str) -> None:

@@ -297,7 +297,7 @@ def test_all_problems_at_once_with_legal_values() -> None:
         make_schedule("1f1c", pp=0, virtual=-1, num_microbatches=0)
     text = str(caught.value)
     assert len(caught.value.problems) == 4 and "did you mean '1f1b'" in text
-    assert "schedule.pp = 0: is at least 1; nearest legal: 1" in text
+    assert "schedule.pp = 0: must be at least 1; nearest legal: 1" in text
     assert "or interleaved_1f1b" in str(schedule_problems("1f1b", pp=2, virtual=2, num_microbatches=2)[0])
     assert "nearest legal: 2" in str(schedule_problems("zbv", pp=2, virtual=3, num_microbatches=2)[0])
     for asked in (("1f1b", 0, 5, -1), ("zbv", 4, 1, 3), ("no", 2, 0, 8)):

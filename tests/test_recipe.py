@@ -104,6 +104,7 @@ def test_overrides_that_cannot_be_read(word: str, value: str, rule: str, hint: s
 def test_words_that_are_no_overrides() -> None:
     hint = "write --section.key VALUE, as in --train.steps 10"
     assert only("steps=3") == Problem(where="argument", value="steps=3", rule="is not an override", hint=hint)
+    assert only("--train.steps", "3", "a.toml").hint == "a recipe comes first, before all settings"
     assert only("--train.deterministic") == Problem(
         where="--train.deterministic",
         value="",
@@ -260,6 +261,9 @@ def test_every_limit_refuses_and_suggests_what_it_accepts(name: str) -> None:
         (["--observe.prometheus_address", "0.0.0.0"], "--observe.prometheus_address",
          "has no effect because observe.prometheus_port is not set",
          "leave it out, or set observe.prometheus_port = 9100"),
+        (["--launch.device", "cuda", "--kernels.compiled", "true"], "--kernels.compiled",
+         'has no effect because launch.device = "cuda", and these kernels are those of a CPU',
+         'leave it out, or set launch.device = "cpu"'),
     ],
 )  # fmt: skip
 def test_settings_without_effect(words: list[str], where: str, rule: str, hint: str) -> None:
@@ -348,6 +352,36 @@ def test_model_and_mapping_are_judged_together_with_the_rest() -> None:
     ]
     (preset,) = in_a_run("--model.preset", "lapto")
     assert (preset.rule, preset.hint) == ("is not a preset", "did you mean 'laptop'?")
+
+
+def test_what_cannot_be_read_hides_only_the_rules_that_look_at_it() -> None:
+    found = in_a_run("--optim.lr", "fast", "--train.stepz", "4", "--folding.tp", "3")
+    assert list(dict.fromkeys(p.where for p in found)) == ["--optim.lr", "--train.stepz", "--folding.tp"]
+    assert [p.where for p in in_a_run("--folding.cp", "two", "--folding.tp", "3")] == ["--folding.cp"]
+
+
+def test_one_fault_is_one_problem() -> None:
+    """Not again by a rule that follows from the first, with another way out."""
+    assert [p.where for p in in_a_run("--launch.ranks", "0", world=0)] == ["--launch.ranks"]
+    assert [p.where for p in in_a_run("--model.num_experts", "0")] == ["--model.num_experts"]
+    assert [p.where for p in in_a_run("--router.group_topk", "2")] == ["--router.group_topk"]
+    pipeline = ["--model.preset", "tiny", "--folding.pp", "4"]
+    assert [p.where for p in in_a_run(*pipeline)] == ["--folding.pp"]
+    latent = ["--model.preset", "deepseek-v3", "--model.rope_dim", "63"]
+    assert [p.where for p in in_a_run(*latent)] == ["--model.rope_dim"]
+    (layers,) = in_a_run("--folding.pp", "2", "--pipeline.layers", "5,-1")
+    assert (layers.where, layers.hint) == ("--pipeline.layers", "use 0")
+
+
+def test_a_schedule_is_judged_where_the_model_is_broken() -> None:
+    words = ["--model.top_k", "99", "--folding.pp", "2", "--pipeline.schedule", "zbv", "--pipeline.virtual", "3"]
+    assert [p.where for p in in_a_run(*words)] == ["--model.top_k", "--pipeline.virtual"]
+
+
+def test_values_are_shown_as_a_recipe_has_them() -> None:
+    found = [str(p) for p in in_a_run("--model.preset", "tiny", "--model.shared_gate", "true")]
+    assert found == ["--model.shared_gate = true: has no effect: there is no shared expert; leave it out"]
+    assert str(Problem(where="a", value=None, rule="is missing")) == "a: is missing"
 
 
 def test_a_dense_model_has_no_use_for_routing() -> None:

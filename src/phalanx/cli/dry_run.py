@@ -12,6 +12,7 @@ from phalanx.core.config import DataConfig, Recipe
 from phalanx.core.errors import DataError
 from phalanx.core.units import format_bytes, format_count, format_rate
 from phalanx.data.size import token_file_bytes
+from phalanx.data.sources import resolve
 from phalanx.data.tokenizer import parse_choice, read_tokenizer_file
 from phalanx.plan.folding import GROUP_NAMES, Folding, resolve_folding
 from phalanx.plan.layout import local_param, stage_params
@@ -54,6 +55,7 @@ def describe(recipe: Recipe, *, world: int) -> str:
         pipeline.explain().splitlines() if folding.pp > 1 else [],
         _parameters(spec, folding, pipeline),
         _steps(recipe, spec, folding),
+        _missing_data(recipe.data),
     ]
     return "\n".join(line for part in parts for line in part)
 
@@ -73,6 +75,15 @@ def tokenizer_vocab(config: DataConfig) -> int:
     if choice is None:
         return 257
     return choice if isinstance(choice, int) else read_tokenizer_file(choice, eos_token=config.eos_token).vocab_size
+
+
+def _missing_data(config: DataConfig) -> list[str]:
+    """A warning where training would end for want of its sources: they may be on the machine of the run and not on this one."""
+    try:
+        resolve(config)
+    except DataError as error:
+        return [f"data         WARNING: {p}" for p in error.problems]
+    return []
 
 
 def _groups(folding: Folding) -> list[str]:

@@ -33,7 +33,7 @@ COMMANDS = (
     Command("export-hf", "write the model of a run as a Hugging Face checkpoint"),
     Command("verify", "prove a mapping against one rank: loss, every gradient, norm and step"),
     Command("bench", "measure speed beside a baseline in the same run"),
-    Command("plan", "print what would happen (folding, memory), without torch and without a process"),
+    Command("plan", "check and draw a mapping or a pipeline schedule, count a model: no process, no torch"),
     Command("testbed", "emulate hosts and links on this machine, and kill, freeze or cut them"),
     Command("metrics", "show the course of a run from its event log"),
     Command("settings", "list every setting of a recipe with its default and meaning"),
@@ -94,7 +94,7 @@ def help_text() -> str:
     lines = [
         "usage: phalanx COMMAND [ARGUMENTS]",
         "",
-        "Trains mixture-of-experts language models on any expert mapping, and proves it against one rank.",
+        "Trains mixture-of-experts language models on any mapping of ranks, and proves it against one rank.",
         "",
         "commands",
         *(f"  {c.name:<{width}}  {c.summary}" for c in COMMANDS),

@@ -10,8 +10,9 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -55,6 +56,8 @@ class FoldingArgs:
     preset: Annotated[str | None, tyro.conf.arg(metavar="NAME", help=f"Model that must fit: {PRESET_NAMES}.")] = None
     seq: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
     """Sequence length that must fit it, with --preset only (default 4096)."""
+    cp_method: Literal["ring", "all_gather", "ulysses"] = "ring"
+    """How the ranks of cp attend, with --preset only: ulysses needs heads to share."""
     json: JsonFile = None
     """File for the result: legal, problems, pp_groups_equal, num_groups, seconds, ..."""
     svg: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
@@ -85,14 +88,10 @@ def folding(args: FoldingArgs) -> int:
     check_writable(args.json)
     check_writable(args.svg)
     spec = None if args.preset is None else _preset(args.preset)
-    if spec is None and args.seq is not None:
-        problem = Problem(
-            where="--seq", value=args.seq, rule="has no effect without --preset", hint="add --preset NAME"
-        )
-        raise ConfigError([problem], subject="arguments")
+    raise_if(_idle(args), ConfigError, subject="arguments")
     mapping = Folding(world=args.world, tp=args.tp, cp=args.cp, pp=args.pp, ep=args.ep, etp=args.etp)
     seq_len = args.seq if args.seq is not None else DEFAULT_SEQ
-    result = folding_result(mapping, spec, seq_len=seq_len)
+    result = folding_result(mapping, spec, seq_len=seq_len, cp_method=args.cp_method)
     if args.json is not None:
         write_json(args.json, result)
     if args.svg is not None and result["tiles"]:
@@ -104,15 +103,28 @@ def folding(args: FoldingArgs) -> int:
     return 0 if result["legal"] else 2
 
 
-def folding_result(mapping: Folding, spec: ModelSpec | None, *, seq_len: int) -> dict[str, Any]:
+def _idle(args: FoldingArgs) -> list[Problem]:
+    """Arguments that only a model gives a meaning."""
+    given = {"--seq": args.seq, "--cp-method": None if args.cp_method == "ring" else args.cp_method}
+    rule, hint = "has no effect without --preset", "add --preset NAME"
+    idle = {where: value for where, value in given.items() if value is not None and args.preset is None}
+    return [Problem(where=where, value=value, rule=rule, hint=hint) for where, value in idle.items()]
+
+
+def folding_result(
+    mapping: Folding, spec: ModelSpec | None, *, seq_len: int, cp_method: str = "ring"
+) -> dict[str, Any]:
     """What `plan folding --json` writes. Builds every group of every rank, as a run would."""
     begin = time.perf_counter()
     tiles = not folding_problems(mapping)
-    problems = folding_problems(mapping) if spec is None else fit_problems(mapping, spec, seq_len=seq_len)
+    fits = folding_problems if spec is None else partial(fit_problems, spec=spec, seq_len=seq_len, cp_method=cp_method)
+    problems = fits(mapping)
     groups = mapping.process_groups() if tiles else ()
     equal = tiles and mapping.pp_groups_equal
     seconds = time.perf_counter() - begin
-    near = nearest_folding(mapping, spec, seq_len=seq_len) if spec is not None and problems else None
+    near = None
+    if spec is not None and problems:
+        near = nearest_folding(mapping, spec, seq_len=seq_len, cp_method=cp_method)
     return {
         "legal": not problems,
         "problems": [str(p) for p in problems],
@@ -193,7 +205,9 @@ def _part(name: str) -> str:
 
 def _preset(name: str) -> ModelSpec:
     known = (
-        [] if name in PRESETS else [Problem(where="preset", value=name, rule="is not one", hint=nearest(name, PRESETS))]
+        []
+        if name in PRESETS
+        else [Problem(where="preset", value=name, rule="is not a preset", hint=nearest(name, PRESETS))]
     )
     raise_if(known, ConfigError, subject="arguments")
     return PRESETS[name]

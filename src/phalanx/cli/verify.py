@@ -1,8 +1,8 @@
 """Prove mappings against one rank: loss, every parameter's gradient, gradient norm, router losses, expert bias, and the parameters after
 one clipped AdamW step, with different data on every rank.
 
-Without a recipe: every legal mapping of the axes that are implemented, over small models that together use every option (each pair of
-options in at least one case). With a recipe, or settings of one (--folding.ep 4): its own options and mapping on a shrunken model.
+Without a recipe: every legal mapping of the ranks, then pipelines with every schedule, over small models that together use every option
+(each pair of options in at least one case); in float32 and bfloat16 the mappings of ep, etp and dp. With a recipe, or settings of one (--folding.ep 4): its own options and mapping on a shrunken model.
 With --steps N: the loss of N steps of it beside one rank, in float64. Exits 1 where something differs.
 """
 
@@ -36,13 +36,13 @@ class VerifyArgs:
 
     recipe: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="RECIPE")] = None
     """A recipe.toml: verify its options and mapping. Default: every mapping and every option."""
-    ranks: int | None = None
+    ranks: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
     """Local ranks. Default: the recipe's launch.ranks, or 4."""
     dtype: Literal["float64", "float32", "bfloat16"] = "float64"
     """Compute type. Errors may reach 1e-12, 1e-5, 2e-2."""
     plant: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
     """Plant this fault and show that it is found (then the command fails), or `all`: a table of all faults."""
-    steps: int | None = None
+    steps: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
     """Follow the recipe for so many steps, with other data in each: the loss may differ from that of one rank by 1e-9."""
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """File for the result: mappings, worst_gradient_rel_error, worst_norm_rel_error, worst_step_rel_error, seconds, failures, ..."""

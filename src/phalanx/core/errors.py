@@ -14,7 +14,7 @@ class Problem:
     """One thing that is wrong with what the user gave.
 
     ``where`` names the setting, file or field (``folding.ep``, ``data/a.jsonl:17``); ``value`` is what was found there,
-    ``rule`` what must hold, ``hint`` a legal value nearby or another way out (may be empty).
+    ``rule`` what must hold, ``hint`` a legal value nearby or another way out (may be empty). A value of None is not shown.
     """
 
     where: str
@@ -23,8 +23,14 @@ class Problem:
     hint: str = ""
 
     def __str__(self) -> str:
-        text = f"{self.where} = {self.value!r}: {self.rule}"
+        found = "" if self.value is None else f" = {_shown(self.value)}"
+        text = f"{self.where}{found}: {self.rule}"
         return f"{text}; {self.hint}" if self.hint else text
+
+
+def _shown(value: object) -> str:
+    """As a person writes it in a recipe, where that differs from Python."""
+    return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
 class PhalanxError(Exception):

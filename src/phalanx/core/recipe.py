@@ -32,6 +32,12 @@ __all__ = [
 
 Check = Callable[[Recipe], Sequence[Problem]]
 
+READ_BY_CHECKS = (
+    "model.", "router.", "dispatch.", "folding.", "pipeline.",
+    "train.seq_len", "train.global_batch", "train.micro_batch", "launch.ranks",
+)  # fmt: skip
+"""Beginnings of the settings that a `Check` looks at: it is silent where one of them could not be read."""
+
 
 def load_recipe(
     path: str | Path | None, overrides: Sequence[str] = (), *, world: int | None = None, check: Check | None = None
@@ -47,9 +53,9 @@ def load_recipe(
     _read_overrides(reading, overrides)
     recipe = _build(reading.values)
     problems = recipe_problems(recipe, world=world, given=reading.values, broken=reading.broken)
-    if check is not None and not reading.problems:
+    if check is not None and not any(name.startswith(READ_BY_CHECKS) for name in reading.broken):
         seen = {p.where for p in problems}
-        problems += [p for p in check(recipe) if p.where not in seen]
+        problems += [p for p in check(recipe) if p.where.partition("[")[0] not in seen]
     located = [replace(p, where=reading.located(p.where)) for p in problems]
     raise_if(reading.problems + located, ConfigError, subject="the recipe")
     return recipe
@@ -81,8 +87,9 @@ class _Reading:
 
     def located(self, where: str) -> str:
         """`where` (one setting, or several with commas) as the user wrote it: of several, those that were written down."""
+        where, bracket, index = where.partition("[")
         written = [self.origins[name] for name in where.split(", ") if name in self.origins]
-        return ", ".join(written) or where
+        return (", ".join(written) or where) + bracket + index
 
     def add(self, where: str, value: object, rule: str, hint: str = "") -> None:
         self.problems.append(Problem(where=where, value=value, rule=rule, hint=hint))
@@ -177,7 +184,9 @@ def _read_overrides(reading: _Reading, overrides: Sequence[str]) -> None:
     while rest:
         word = rest.pop(0)
         if not word.startswith("--") or word == "--":
-            reading.add("argument", word, "is not an override", "write --section.key VALUE, as in --train.steps 10")
+            first = "a recipe comes first, before all settings"
+            hint = first if word.endswith(".toml") else "write --section.key VALUE, as in --train.steps 10"
+            reading.add("argument", word, "is not an override", hint)
             continue
         name, equals, text = word[2:].partition("=")
         where = f"--{name}"

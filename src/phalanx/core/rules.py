@@ -43,7 +43,7 @@ class Limit:
             return f"use {self.least:g}"
         if self.most is not None and value > self.most:
             return f"use {self.most:g}"
-        return f"the default is {show(default)}" if default is not None else ""
+        return f"the default is {show(default)}" if default is not None else "leave it out"
 
 
 POSITIVE = Limit(above=0)
@@ -266,6 +266,13 @@ EFFECTS: tuple[Effect, ...] = (
         reason="observe.prometheus_port is not set",
         way_out="observe.prometheus_port = 9100",
         reads=("observe.prometheus_port",),
+    ),
+    Effect(
+        settings=("kernels.compiled",),
+        inert=lambda r: r.launch.device == "cuda",
+        reason='launch.device = "cuda", and these kernels are those of a CPU',
+        way_out='launch.device = "cpu"',
+        reads=("launch.device",),
     ),
 )  # fmt: skip
 

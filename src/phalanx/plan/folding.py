@@ -17,7 +17,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -238,10 +238,13 @@ def _distance(a: Sequence[int], b: Sequence[int]) -> float:
     return sum(abs(math.log2(x / y)) for x, y in zip(a, b, strict=True))
 
 
-def folding_problems(folding: Folding) -> list[Problem]:
-    """What is wrong with the degrees alone. Model and sequence are checked by `fit_problems`."""
+def folding_problems(folding: Folding, *, nearest: Folding | None = None) -> list[Problem]:
+    """What is wrong with the degrees alone. Model and sequence are checked by `fit_problems`.
+
+    `nearest` is a legal folding to hint at, where the caller knows more than the degrees.
+    """
     problems = [
-        Problem(where=f"folding.{axis}", value=folding.degree(axis), rule="a degree is at least 1", hint="use 1")
+        Problem(where=f"folding.{axis}", value=folding.degree(axis), rule="must be at least 1", hint="use 1")
         for axis in ("world", *DEGREES)
         if folding.degree(axis) < 1
     ]
@@ -250,12 +253,15 @@ def folding_problems(folding: Folding) -> list[Problem]:
     for names, given in ((("tp", "cp", "pp"), "dp"), (("etp", "ep", "pp"), "edp")):
         degrees = [folding.degree(n) for n in names]
         if folding.world % math.prod(degrees):
-            problems.append(_tile_problem(folding.world, names, degrees, given))
+            legal = None if nearest is None else [nearest.degree(n) for n in names]
+            problems.append(_tile_problem(folding.world, names, degrees, given, legal=legal))
     return problems or grid_problems(folding.attention, folding.experts)
 
 
-def _tile_problem(world: int, names: Sequence[str], degrees: Sequence[int], given: str) -> Problem:
-    legal = min(_triples(world), key=lambda t: (round(_distance(t, degrees), 6), t))
+def _tile_problem(
+    world: int, names: Sequence[str], degrees: Sequence[int], given: str, *, legal: Sequence[int] | None
+) -> Problem:
+    legal = legal or min(_triples(world), key=lambda t: (round(_distance(t, degrees), 6), t))
     return Problem(
         where="folding." + ", folding.".join(names),
         value=math.prod(degrees),
@@ -290,6 +296,8 @@ class _Rule:
     axis: str
     text: str
     holds: Callable[[int], bool]
+    way_out: str = ""
+    """Another setting that lifts the rule."""
 
 
 def _divides(axis: str, name: str, total: int) -> _Rule:
@@ -315,11 +323,15 @@ def _attention_rules(spec: ModelSpec, *, seq_len: int, cp: int) -> list[_Rule]:
 
 def _ulysses_rules(spec: ModelSpec, *, tp: int) -> list[_Rule]:
     """Each cp rank attends with whole heads of its tp rank: an even share of the query heads, and whole key/value heads that serve them."""
+    if spec.num_heads % tp:  # tp has its own problem
+        return []
     heads, kv = spec.num_heads // tp, max(1, spec.num_kv_heads // tp)
-    rules = [_Rule("cp", f"must divide the {heads} query heads of a tp rank (ulysses)", lambda cp: heads % cp == 0)]
+    way_out = 'folding.cp_method = "ring"'
+    text = f"must divide {heads}, the query heads of a tp rank (ulysses)"
+    rules = [_Rule("cp", text, lambda cp: heads % cp == 0, way_out)]
     if spec.mla is None:
-        text = f"must divide the {kv} key/value heads of a tp rank or be a multiple of them (ulysses)"
-        rules.append(_Rule("cp", text, lambda cp: kv % cp == 0 or cp % kv == 0))
+        text = f"must divide {kv}, the key/value heads of a tp rank, or be a multiple of it (ulysses)"
+        rules.append(_Rule("cp", text, lambda cp: kv % cp == 0 or cp % kv == 0, way_out))
     return rules
 
 
@@ -329,7 +341,7 @@ def _kv_rule(spec: ModelSpec) -> _Rule:
     Storage stays sharded either way (`layout.py` splits the rows of wk and wv evenly), so the gradient rules do not change.
     """
     kv, rows = spec.num_kv_heads, spec.num_kv_heads * spec.head_dim
-    text = f"must divide num_kv_heads = {kv} or be a multiple of it (then heads are replicated)"
+    text = f"must divide num_kv_heads = {kv}, or be a multiple of it that divides their {rows} rows (then heads are replicated)"
     return _Rule("tp", text, lambda tp: kv % tp == 0 or (tp % kv == 0 and rows % tp == 0))
 
 
@@ -346,11 +358,18 @@ def _broken(rules: Sequence[_Rule], folding: Folding) -> list[Problem]:
         degree = folding.degree(rule.axis)
         if rule.holds(degree):
             continue
-        mine = [r for r in rules if r.axis == rule.axis]
-        legal = [d for d in _divisors(folding.world) if all(r.holds(d) for r in mine)]
-        hint = f"nearest legal: {rule.axis} {min(legal, key=lambda d: (abs(d - degree), d))}" if legal else ""
-        out.append(Problem(where=f"folding.{rule.axis}", value=degree, rule=rule.text, hint=hint))
+        ways = [*_nearest_degree(rules, folding, rule.axis), *([rule.way_out] if rule.way_out else [])]
+        out.append(Problem(where=f"folding.{rule.axis}", value=degree, rule=rule.text, hint=", or ".join(ways)))
     return out
+
+
+def _nearest_degree(rules: Sequence[_Rule], folding: Folding, axis: str) -> list[str]:
+    """The legal degree of `axis` that is nearest, as a hint; beside the other degrees if one of them tiles the world so."""
+    mine = [r for r in rules if r.axis == axis]
+    legal = [d for d in _divisors(folding.world) if all(r.holds(d) for r in mine)]
+    legal = [d for d in legal if not folding_problems(replace(folding, **{axis: d}))] or legal
+    degree = folding.degree(axis)
+    return [f"nearest legal: {axis} {min(legal, key=lambda d: (abs(d - degree), d))}"] if legal else []
 
 
 def fit_problems(
@@ -370,9 +389,13 @@ def fit_problems(
     if any(folding.degree(axis) < 1 for axis in ("world", *DEGREES)):
         return folding_problems(folding)
     rules = _attention_rules(spec, seq_len=seq_len, cp=folding.cp) + _expert_rules(spec)
-    if cp_method == "ulysses" and folding.tp <= spec.num_heads:
+    if cp_method == "ulysses":
         rules += _ulysses_rules(spec, tp=folding.tp)
-    problems = folding_problems(folding) + _broken(rules, folding)
+    problems = folding_problems(folding)
+    if problems:
+        near = nearest_folding(folding, spec, seq_len=seq_len, cp_method=cp_method)
+        problems = folding_problems(folding, nearest=near)
+    problems += _broken(rules, folding)
     if global_batch is not None and micro_batch is not None and folding.dp:
         problems += _batch_problems(folding, global_batch=global_batch, micro_batch=micro_batch)
     return problems
@@ -384,7 +407,10 @@ def _batch_problems(folding: Folding, *, global_batch: int, micro_batch: int) ->
         return []
     legal = max(1, round(global_batch / unit)) * unit if unit > 0 else 1
     rule = f"must be a positive multiple of micro_batch {micro_batch} x dp {folding.dp}"
-    return [Problem(where="train.global_batch", value=global_batch, rule=rule, hint=f"nearest legal: {legal}")]
+    hint = f"nearest legal: {legal}"
+    if unit > 0 and global_batch > 0 and global_batch % folding.dp == 0:
+        hint += f", or train.micro_batch = {math.gcd(global_batch // folding.dp, micro_batch)}"
+    return [Problem(where="train.global_batch", value=global_batch, rule=rule, hint=hint)]
 
 
 def legal_foldings(
@@ -393,6 +419,7 @@ def legal_foldings(
     *,
     seq_len: int,
     axes: Sequence[str] = DEGREES,
+    cp_method: str = "ring",
 ) -> Iterator[Folding]:
     """Every legal folding of `spec` over `world` ranks, ascending in (pp, tp, cp, ep, etp); degrees outside `axes` stay 1."""
     free = {axis: axis in axes for axis in DEGREES}
@@ -411,12 +438,14 @@ def legal_foldings(
         if pp > spec.num_layers or (pp > 1 and not free["pp"]):
             continue
         attention = sides(("tp", "cp"), lambda cp: _attention_rules(spec, seq_len=seq_len, cp=cp), world // pp)
+        if cp_method == "ulysses":
+            attention = [(tp, cp) for tp, cp in attention if all(r.holds(cp) for r in _ulysses_rules(spec, tp=tp))]
         experts = sides(("ep", "etp"), lambda _: _expert_rules(spec), world // pp)
         for (tp, cp), (ep, etp) in itertools.product(attention, experts):
             yield Folding(world=world, tp=tp, cp=cp, pp=pp, ep=ep, etp=etp)
 
 
-def nearest_folding(folding: Folding, spec: ModelSpec, *, seq_len: int) -> Folding | None:
+def nearest_folding(folding: Folding, spec: ModelSpec, *, seq_len: int, cp_method: str = "ring") -> Folding | None:
     """The legal folding over the same ranks that is fewest doublings away from `folding`, if there is any."""
     wanted = [max(1, folding.degree(a)) for a in DEGREES]
 
@@ -424,8 +453,9 @@ def nearest_folding(folding: Folding, spec: ModelSpec, *, seq_len: int) -> Foldi
         degrees = [f.degree(a) for a in DEGREES]
         return round(_distance(degrees, wanted), 6), degrees
 
-    legal = legal_foldings(folding.world, spec, seq_len=seq_len) if folding.world >= 1 else iter(())
-    return min(legal, key=key, default=None)
+    if folding.world < 1:
+        return None
+    return min(legal_foldings(folding.world, spec, seq_len=seq_len, cp_method=cp_method), key=key, default=None)
 
 
 def make_folding(*, world: int, tp: int = 1, cp: int = 1, pp: int = 1, ep: int = 1, etp: int = 1) -> Folding:

@@ -409,7 +409,9 @@ def resolve_model(model: ModelConfig, router: RouterConfig, *, tokenizer_vocab: 
         routed.setdefault("group_topk", 1)  # without groups there is nothing to limit
     changes["router"] = dataclasses.replace(base.router, **routed)
     spec = dataclasses.replace(base, **changes)
-    problems = model_problems(spec) + _vocab_problems(spec, tokenizer_vocab) + _idle_settings(model, router, spec)
+    idle = _idle_settings(model, router, spec)
+    problems = model_problems(spec) + _vocab_problems(spec, tokenizer_vocab)
+    problems = [p for p in problems if p.where not in {i.where for i in idle}] + idle
     raise_if(problems, ConfigError, subject=f"model {spec.name}")
     return spec
 
@@ -485,9 +487,10 @@ def _broken(rules: Iterable[_Rule]) -> list[Problem]:
 def _shape_rules(spec: ModelSpec) -> Iterator[_Rule]:
     a, kv, d, dense, h = spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.dense_layers, spec.hidden
     yield a % kv == 0, "model.num_kv_heads", kv, f"must divide num_heads = {a}", f"try {math.gcd(kv, a)}"
-    yield d % 2 == 0, "model.head_dim", d, "must be even (rotary embedding)", f"try {d + 1}"
+    even = d % 2 == 0 or spec.mla is not None  # latent attention has rules of its own
+    yield even, "model.head_dim", d, "must be even (rotary embedding)", f"try {d + 1}"
     near = min(max(dense, 0), spec.num_layers)
-    rule = f"lies between 0 and num_layers = {spec.num_layers}"
+    rule = f"must lie between 0 and num_layers = {spec.num_layers}"
     yield dense == near, "model.dense_layers", dense, rule, f"try {near}"
     rule = f"must be at least 1, as there are {dense} dense layers"
     yield dense <= 0 or spec.dense_ffn > 0, "model.dense_ffn", spec.dense_ffn, rule, f"try {4 * h}"
@@ -503,6 +506,8 @@ def _latent_rules(spec: ModelSpec, mla: MlaSpec) -> Iterator[_Rule]:
         value = getattr(mla, name)
         yield value >= 1, f"model.{name}", value, "must be at least 1", "try 32"
     yield mla.q_rank >= 0, "model.q_rank", mla.q_rank, "must not be negative", "use 0 for direct queries"
+    rule = "must be even, as the whole head is"
+    yield mla.nope_dim % 2 == 0, "model.nope_dim", mla.nope_dim, rule, f"try {mla.nope_dim + 1}"
     ok = mla.rope_dim >= 2 and mla.rope_dim % 2 == 0
     yield ok, "model.rope_dim", mla.rope_dim, "must be even (rotary embedding)", f"try {max(2, mla.rope_dim + 1)}"
     ok = spec.head_dim == mla.nope_dim + mla.rope_dim
@@ -515,20 +520,33 @@ def _latent_rules(spec: ModelSpec, mla: MlaSpec) -> Iterator[_Rule]:
 def _yarn_rules(yarn: YarnSpec) -> Iterator[_Rule]:
     yield yarn.factor > 1, "model.yarn_factor", yarn.factor, "must be above 1", "use 1 for no stretching"
     value, rule = yarn.original_length, "is needed with model.yarn_factor: the sequence length before stretching"
-    yield value >= 1, "model.yarn_original_length", value, rule, "use the length it was trained with, such as 4096"
+    yield (
+        value >= 1,
+        "model.yarn_original_length",
+        value or None,
+        rule,
+        "use the length it was trained with, such as 4096",
+    )
     ok = yarn.beta_fast > yarn.beta_slow > 0
-    yield ok, "model.yarn_beta_fast", yarn.beta_fast, f"must be above yarn_beta_slow = {yarn.beta_slow:g}", "try 32"
+    rule, near = f"must be above yarn_beta_slow = {yarn.beta_slow:g}", max(32, 2 * yarn.beta_slow)
+    yield ok, "model.yarn_beta_fast", yarn.beta_fast, rule, f"try {near:g}"
 
 
 def _expert_rules(spec: ModelSpec) -> Iterator[_Rule]:
     e, k, r = spec.num_experts, spec.top_k, spec.router
     yield e >= 1, "model.num_experts", e, "must be at least 1", "try 8"
-    yield 1 <= k <= e, "model.top_k", k, f"lies between 1 and num_experts = {e}", f"try {max(1, min(k, e))}"
+    yield (
+        e < 1 or 1 <= k <= e,
+        "model.top_k",
+        k,
+        f"must lie between 1 and num_experts = {e}",
+        f"try {max(1, min(k, e))}",
+    )
     yield spec.expert_ffn >= 1, "model.expert_ffn", spec.expert_ffn, "must be at least 1", f"try {4 * spec.hidden}"
     groups = max(1, r.num_groups)
     ok = groups == r.num_groups and e % groups == 0
     yield ok, "router.num_groups", r.num_groups, f"must divide num_experts = {e}", f"try {math.gcd(groups, max(e, 1))}"
-    rule = f"lies between 1 and num_groups = {r.num_groups}"
+    rule = f"must lie between 1 and num_groups = {r.num_groups}"
     yield 1 <= r.group_topk <= groups, "router.group_topk", r.group_topk, rule, f"try {groups}"
 
 

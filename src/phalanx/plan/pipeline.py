@@ -79,25 +79,35 @@ def choose_schedule(config: PipelineConfig) -> tuple[str, int]:
     return name, virtual
 
 
+def schedule_setting_problems(config: PipelineConfig, *, pp: int) -> list[Problem]:
+    """What is wrong with schedule and virtual stages, whatever the model."""
+    name, virtual = choose_schedule(config)
+    return [_in_recipe(p) for p in schedule_problems(name, pp=pp, virtual=virtual, num_microbatches=1)]
+
+
 def pipeline_problems(config: PipelineConfig, spec: ModelSpec, *, pp: int) -> list[Problem]:
     """Why `spec` cannot run in such a pipeline, each with a legal value nearby."""
-    name, virtual = choose_schedule(config)
-    problems = schedule_problems(name, pp=pp, virtual=virtual, num_microbatches=1)
+    _, virtual = choose_schedule(config)
+    problems = schedule_setting_problems(config, pp=pp)
     if not problems:
-        problems = _too_many_stages(spec, pp=pp, virtual=virtual, fixed=SCHEDULES[name].virtual is not None)
+        problems = _too_many_stages(config, spec, pp=pp)
     if not problems:
         problems = division_problems(spec.num_layers, pp * virtual, layers=config.layers)
     return [_in_recipe(problem) for problem in problems]
 
 
-def _too_many_stages(spec: ModelSpec, *, pp: int, virtual: int, fixed: bool) -> list[Problem]:
-    most = spec.num_layers + 2
-    if pp * virtual <= most:
+def _too_many_stages(config: PipelineConfig, spec: ModelSpec, *, pp: int) -> list[Problem]:
+    """More stages than there is to hold; the fault of `virtual` where it was chosen, else of `pp`."""
+    name, virtual = choose_schedule(config)
+    most, count = spec.num_layers + 2, pp * virtual
+    if count <= most:
         return []
-    text = f"x folding.pp {pp} makes {pp * virtual} stages, and {spec.num_layers} layers, embedding and head fill at most {most}"
-    fewer = most // pp
-    hint = f"nearest legal: {fewer}" if fewer and not fixed else f"nearest legal: folding.pp {most // virtual}"
-    return [Problem(where="pipeline.virtual", value=virtual, rule=text, hint=hint)]
+    holds = f"{spec.num_layers} layers, embedding and head fill at most {most}"
+    text = f"with {virtual} virtual and {pp} pipeline ranks there are {count} stages, and {holds}"
+    if most // pp and SCHEDULES[name].virtual is None:
+        return [Problem(where="pipeline.virtual", value=virtual, rule=text, hint=f"nearest legal: {most // pp}")]
+    hint = f"nearest legal: folding.pp {min(most // virtual, spec.num_layers)}"
+    return [Problem(where="folding.pp", value=pp, rule=text, hint=hint)]
 
 
 def _in_recipe(problem: Problem) -> Problem:

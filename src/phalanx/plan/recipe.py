@@ -12,7 +12,7 @@ from phalanx.core.rules import value_of
 from phalanx.core.settings import describe_settings
 from phalanx.plan.folding import Folding, folding_problems, resolve_folding
 from phalanx.plan.model import PRESETS, ModelSpec, resolve_model
-from phalanx.plan.pipeline import pipeline_problems
+from phalanx.plan.pipeline import pipeline_problems, schedule_setting_problems
 
 
 def run_problems(recipe: Recipe, *, world: int, tokenizer_vocab: int | None = None) -> list[Problem]:
@@ -20,10 +20,12 @@ def run_problems(recipe: Recipe, *, world: int, tokenizer_vocab: int | None = No
 
     Meant as the `check` of `core.recipe.load_recipe`: ``load_recipe(path, overrides, check=lambda r: run_problems(r, world=4))``.
     """
+    if world < 1:
+        return []  # launch.ranks has its own problem
     try:
         spec = resolve_model(recipe.model, recipe.router, tokenizer_vocab=tokenizer_vocab)
     except ConfigError as error:
-        return [*error.problems, *_group_problems(recipe), *_tiling_problems(recipe, world)]
+        return [*error.problems, *_group_problems(recipe), *_modelless_problems(recipe, world)]
     problems = [*_group_problems(recipe), *_dense_problems(recipe, spec)]
     t = recipe.train
     batch = (
@@ -35,14 +37,17 @@ def run_problems(recipe: Recipe, *, world: int, tokenizer_vocab: int | None = No
         seen = {p.where for p in problems}
         problems += [p for p in error.problems if p.where not in seen]
     if recipe.folding.pp > 1:
-        problems += pipeline_problems(recipe.pipeline, spec, pp=recipe.folding.pp)
+        seen = {p.where for p in problems}
+        found = pipeline_problems(recipe.pipeline, spec, pp=recipe.folding.pp)
+        problems += [p for p in found if p.where not in seen]
     return problems
 
 
-def _tiling_problems(recipe: Recipe, world: int) -> list[Problem]:
-    """What is wrong with the degrees alone, where there is no model to hold them against."""
+def _modelless_problems(recipe: Recipe, world: int) -> list[Problem]:
+    """What is wrong with degrees and schedule alone, where there is no model to hold them against."""
     f = recipe.folding
-    return folding_problems(Folding(world=world, tp=f.tp, cp=f.cp, pp=f.pp, ep=f.ep or 1, etp=f.etp))
+    found = folding_problems(Folding(world=world, tp=f.tp, cp=f.cp, pp=f.pp, ep=f.ep or 1, etp=f.etp))
+    return found + (schedule_setting_problems(recipe.pipeline, pp=f.pp) if f.pp > 1 else [])
 
 
 def _group_problems(recipe: Recipe) -> list[Problem]:

@@ -200,7 +200,7 @@ SCHEDULES: Mapping[str, ScheduleRule] = {
 def schedule_problems(name: str, *, pp: int, virtual: int, num_microbatches: int) -> list[Problem]:
     """Why there is no such schedule; all reasons, each with the nearest legal value."""
     problems = [
-        Problem(where=f"schedule.{where}", value=value, rule="is at least 1", hint="nearest legal: 1")
+        Problem(where=f"schedule.{where}", value=value, rule="must be at least 1", hint="nearest legal: 1")
         for where, value in (("pp", pp), ("virtual", virtual), ("microbatches", num_microbatches))
         if value < 1
     ]
@@ -210,7 +210,7 @@ def schedule_problems(name: str, *, pp: int, virtual: int, num_microbatches: int
     needed = SCHEDULES[name].virtual
     if needed is not None and virtual != needed and virtual >= 1:
         hint = f"nearest legal: {needed}" + (", or interleaved_1f1b" if name == "1f1b" else "")
-        text = f"{name} has {needed} virtual stage{'s' if needed > 1 else ''} a rank"
+        text = f"must be {needed}: {name} has {needed} virtual stage{'s' if needed > 1 else ''} a rank"
         problems.append(Problem(where="schedule.virtual", value=virtual, rule=text, hint=hint))
     return problems
 

@@ -108,7 +108,9 @@ def cost_problems(costs: ScheduleCosts, num_stages: int) -> list[Problem]:
                 Problem(where=f"costs.{name}", value=bad[0], rule="a pass takes a positive time", hint="use 1")
             )
     if not 0 <= costs.p2p < float("inf"):
-        problems.append(Problem(where="costs.p2p", value=costs.p2p, rule="is not negative, and finite", hint="use 0"))
+        problems.append(
+            Problem(where="costs.p2p", value=costs.p2p, rule="must not be negative, and finite", hint="use 0")
+        )
     return problems
 
 

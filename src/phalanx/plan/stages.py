@@ -199,30 +199,31 @@ def assign_stages(
 def division_problems(num_layers: int, num_stages: int, *, layers: Sequence[int] | None = None) -> list[Problem]:
     """Why a model cannot be divided so: a stage in the middle needs a block; first and last have the embedding or the head."""
     if num_stages < 1:
-        return [Problem(where="stages", value=num_stages, rule="is at least 1", hint="nearest legal: 1")]
+        return [Problem(where="stages", value=num_stages, rule="must be at least 1", hint="nearest legal: 1")]
     most = num_layers + 2
     if layers is None:
         if num_stages <= most:
             return []
-        rule = f"is at most {most}: each of the {num_layers} layers, the embedding and the head on a stage of their own"
+        rule = f"must be at most {most}: each of the {num_layers} layers, the embedding and the head on a stage of their own"
         return [Problem(where="stages", value=num_stages, rule=rule, hint=f"nearest legal: {most}")]
     problems, given = [], list(layers)
     example = _even(num_layers, num_stages)
     hint = f"for example {' '.join(map(str, example))}" if example else ""
     if len(given) != num_stages:
-        rule = f"gives the layers of each of the {num_stages} stages"
+        rule = f"must give the layers of each of the {num_stages} stages"
         problems.append(Problem(where="stages.layers", value=given, rule=rule, hint=hint))
     for index, count in enumerate(given):
         least = 0 if index in (0, len(given) - 1) else 1
         if count < least:
-            rule = "is not negative" if least == 0 else "is at least 1: a stage in the middle would hold nothing"
+            rule = (
+                "must not be negative" if least == 0 else "must be at least 1: a stage in the middle would hold nothing"
+            )
             problems.append(
                 Problem(where=f"stages.layers[{index}]", value=count, rule=rule, hint=f"nearest legal: {least}")
             )
     if sum(given) != num_layers:
-        problems.append(
-            Problem(where="stages.layers", value=sum(given), rule=f"sums to the {num_layers} layers", hint=hint)
-        )
+        rule = f"must sum to num_layers = {num_layers}, not to {sum(given)}"
+        problems.append(Problem(where="stages.layers", value=given, rule=rule, hint=hint))
     return problems
 
 

@@ -139,9 +139,9 @@ def read_world(environ: Mapping[str, str] | None = None) -> WorldInfo | None:
     rank, world, port = number("RANK"), number("WORLD_SIZE"), number("MASTER_PORT", 29500)
     local_rank, local_world = number("LOCAL_RANK", rank), number("LOCAL_WORLD_SIZE", world)
     if not problems and not rank < world:
-        problems.append(Problem(where="RANK", value=rank, rule=f"lies between 0 and WORLD_SIZE - 1 = {world - 1}"))
+        problems.append(Problem(where="RANK", value=rank, rule=f"must lie between 0 and WORLD_SIZE - 1 = {world - 1}"))
     if not problems and not local_rank < local_world <= world:
-        rule = f"lies between 0 and LOCAL_WORLD_SIZE - 1, which is below WORLD_SIZE = {world}"
+        rule = f"must lie between 0 and LOCAL_WORLD_SIZE - 1, which is below WORLD_SIZE = {world}"
         problems.append(
             Problem(where="LOCAL_RANK", value=local_rank, rule=rule, hint=f"LOCAL_WORLD_SIZE is {local_world}")
         )

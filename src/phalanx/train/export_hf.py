@@ -13,17 +13,19 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from phalanx.core.config import Recipe
-from phalanx.core.errors import CheckpointError, ConfigError, Problem, nearest, raise_if
+from phalanx.core.errors import CheckpointError, ConfigError, Problem, RunError, nearest, raise_if
 from phalanx.models.families import FAMILIES, Family, families_for
 from phalanx.models.families.names import Link, shapes_of
 from phalanx.plan.model import ModelSpec, buffers, resolve_model
@@ -124,6 +126,9 @@ def _choose_family(folder: RunFolder, spec: ModelSpec, asked: str | None) -> tup
 
 
 def _target_problems(target: Path) -> list[Problem]:
+    here = target.resolve()
+    if here == Path.cwd() or here in Path.cwd().parents:  # it is replaced by a new one at the end
+        return [Problem(where="DIR", value=str(target), rule="is where this command runs", hint="give a new folder")]
     if target.is_dir() and any(target.iterdir()):
         rule, hint = "is a folder with files in it, and nothing is written over", "give a new one"
         return [Problem(where="DIR", value=str(target), rule=rule, hint=hint)]
@@ -156,8 +161,19 @@ def _shards(plan: Export, links: Sequence[Link], limit: int) -> tuple[tuple[Link
 
 def begin(plan: Export) -> None:
     """An empty folder to write into."""
-    shutil.rmtree(plan.writing, ignore_errors=True)
-    plan.writing.mkdir(parents=True)
+    with _written(plan):
+        shutil.rmtree(plan.writing, ignore_errors=True)
+        plan.writing.mkdir(parents=True)
+
+
+@contextmanager
+def _written(plan: Export) -> Iterator[None]:
+    """What keeps a file from being written (no place, no right) is an error for a person. What there is of the export goes."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(plan.writing, ignore_errors=True)
+        raise RunError(f"cannot write {plan.target}: {error}; nothing is left of it") from error
 
 
 def write_shards(plan: Export, *, index: int = 0, count: int = 1) -> None:
@@ -165,7 +181,8 @@ def write_shards(plan: Export, *, index: int = 0, count: int = 1) -> None:
     manager = CheckpointManager(plan.run.checkpoints.path)
     for number in range(index, len(plan.shards), count):
         tensors = _read_shard(plan, manager, plan.shards[number])
-        save_file(tensors, plan.writing / plan.file_of(number), metadata={"format": "pt"})
+        with _written(plan):
+            save_file(tensors, plan.writing / plan.file_of(number), metadata={"format": "pt"})
 
 
 def _read_shard(plan: Export, manager: CheckpointManager, links: Sequence[Link]) -> dict[str, torch.Tensor]:
@@ -187,6 +204,11 @@ def _read_shard(plan: Export, manager: CheckpointManager, links: Sequence[Link])
 
 def finish(plan: Export) -> None:
     """Config, tokenizer and index beside the shards; then the folder gets its name."""
+    with _written(plan):
+        _finish(plan)
+
+
+def _finish(plan: Export) -> None:
     for name, content in {**_small_files(plan), **_index(plan)}.items():
         (plan.writing / name).write_bytes(content)
     for number in range(len(plan.shards)):  # safetensors keeps its files from other readers

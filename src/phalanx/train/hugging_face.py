@@ -66,6 +66,11 @@ def open_checkpoint(path: Path, *, mtp_layers: int = 0) -> HfCheckpoint:
     `mtp_layers`: blocks of multi-token prediction to read; others are left on the disk.
     """
     subject = f"the Hugging Face checkpoint {path}"
+    if not path.is_dir():
+        hint = "give the folder that holds config.json and the .safetensors files; nothing is downloaded"
+        raise CheckpointError(
+            [Problem(where="DIR", value=str(path), rule="is not a folder", hint=hint)], subject=subject
+        )
     config, problems = read_config(path)
     family = find_family(config.get("model_type")) if config else None
     if isinstance(family, Problem):
@@ -104,7 +109,7 @@ def read_config(path: Path) -> tuple[dict[str, Any], list[Problem]]:
         hint = "give the folder that holds config.json and the .safetensors files"
         return {}, [Problem(where=str(where), value=error.strerror, rule="must be there", hint=hint)]
     except ValueError as error:
-        return {}, [Problem(where=str(where), value=str(error), rule="must be JSON")]
+        return {}, [Problem(where=str(where), value=None, rule=f"must be JSON: {error}", hint="fetch it again")]
     if not isinstance(config, dict):
         return {}, [Problem(where=str(where), value=type(config).__name__, rule="must be a JSON table")]
     return config, []
@@ -151,7 +156,8 @@ def _read_header(path: Path, name: str) -> tuple[dict[str, DiskTensor], Problem 
         hint = _other_formats(path)
         return {}, Problem(where=str(path / name), value=None, rule="the shard is missing", hint=hint)
     except (OSError, SafetensorError) as error:
-        return {}, Problem(where=str(path / name), value=str(error), rule="is no whole safetensors file")
+        rule = f"is no whole safetensors file: {error}"
+        return {}, Problem(where=str(path / name), value=None, rule=rule, hint="fetch it again")
 
 
 def _other_formats(path: Path) -> str:
