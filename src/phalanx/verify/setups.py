@@ -272,9 +272,14 @@ MICROBATCHES: Mapping[int, Sequence[int]] = {2: (2, 3), 4: (3, 5)}
 
 
 def pipeline_cases(world: int, pp: int) -> list[Case]:
-    """Every schedule with pp ranks, a layer a stage, beside each of the options above; the mappings inside a stage take turns."""
+    """Every schedule with pp ranks, a layer a stage, beside each of the options above; the mappings inside a stage take turns.
+
+    On more ranks than `PAIRED_WORLD` each schedule is there once: what its options do to it, fewer ranks have shown.
+    """
     inside = list(legal_foldings(world // pp, small_model("verify"), seq_len=SEQ_LEN, axes=AXES))
     rows = pairwise({**PIPELINE_FACTORS, "accumulation": MICROBATCHES[pp], "pipe": SCHEDULES}, seed=pp, dear=DEAR)
+    if world > PAIRED_WORLD:
+        rows = [next(row for row in rows if row["pipe"] == pipe) for pipe in SCHEDULES]
     order = [i * STRIDE % len(inside) for i in range(len(rows))]
     cases = []
     for row, i in zip(rows, order, strict=True):
@@ -285,6 +290,7 @@ def pipeline_cases(world: int, pp: int) -> list[Case]:
     return cases
 
 
+PAIRED_WORLD = 8
 STRIDE = 7
 """Neighbouring mappings are alike; this many apart, few cases see many kinds."""
 
