@@ -332,7 +332,7 @@ def test_read_world_names_every_problem():
     with pytest.raises(ConfigError) as info:
         read_world({"RANK": "x", "MASTER_PORT": "-1"})
     assert [p.where for p in info.value.problems] == ["RANK", "WORLD_SIZE", "MASTER_PORT"]
-    with pytest.raises(ConfigError, match="RANK = 4: lies between 0 and WORLD_SIZE - 1 = 3"):
+    with pytest.raises(ConfigError, match="RANK = 4: must lie between 0 and WORLD_SIZE - 1 = 3"):
         read_world({"RANK": "4", "WORLD_SIZE": "4"})
     with pytest.raises(ConfigError, match="LOCAL_RANK = 2"):
         read_world({"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2"})

@@ -193,7 +193,7 @@ def test_what_is_wrong_with_a_pipeline_is_said_before_anything_starts(base: Path
     args = train_args(base, folding__pp=2, pipeline__virtual=3, pipeline__schedule="1f1b", train__global_batch=15)
     done = phalanx("train", *args)
     assert done.returncode == 2
-    assert "pipeline.virtual = 3: 1f1b has 1 virtual stage a rank" in done.stderr
+    assert "pipeline.virtual = 3: must be 1: 1f1b has 1 virtual stage a rank" in done.stderr
     assert "train.global_batch = 15" in done.stderr
 
 

@@ -130,8 +130,8 @@ def test_illegal_layers_name_all_problems_and_a_legal_division() -> None:
     text = str(caught.value)
     assert len(caught.value.problems) == 4
     assert (
-        "gives the layers of each of the 4 stages; for example 1 1 1 1" in text
-        and "stages.layers = 6: sums to the 4 layers" in text
+        "must give the layers of each of the 4 stages; for example 1 1 1 1" in text
+        and "must sum to num_layers = 4, not to 6" in text
     )
     assert "stages.layers[1] = 0" in text and "stages.layers[2] = -1" in text
     hint = str(division_problems(5, 3, layers=[1, 1, 1])[0])
