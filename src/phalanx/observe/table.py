@@ -112,7 +112,7 @@ def short(value: float) -> str:
     for power, letter in ((12, "T"), (9, "G"), (6, "M"), (3, "k")):
         if 0.9995 * 10**power <= abs(value) < 0.9995 * 10 ** (power + 3):
             return f"{value / 10**power:.3g}{letter}"
-    if abs(value) >= 1e15:
+    if abs(value) >= 0.9995e15:
         return f"{value:.0e}"
     if float(value).is_integer() or abs(value) >= 100:
         return f"{value:.0f}"

@@ -23,9 +23,13 @@ from phalanx.plan.model import ParamSpec
 from phalanx.runtime.boxes import BoxTensor
 from phalanx.verify.setups import SEQ_LEN, SEQUENCES, Setup
 
+DRAW = "1"
+"""Which data. In the first draw (an empty word) one small gradient was so ill-conditioned in bf16 that runs with *any* two kernels could differ
+by more than 2e-2 (docs/verify.md); seven others, this one the first of them, have nothing of the kind."""
+
 
 def generator(key: str) -> torch.Generator:
-    return torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(key.encode()).digest()[:7], "big"))
+    return torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(f"{DRAW}/{key}".encode()).digest()[:7], "big"))
 
 
 Patch = tuple[int, int, int]
