@@ -7,6 +7,7 @@ mapping have in common; `Case` adds the mapping.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -16,6 +17,7 @@ from phalanx.plan.dispatch import DispatchSpec
 from phalanx.plan.folding import Folding, legal_foldings
 from phalanx.plan.model import MlaSpec, ModelSpec, RouterSpec
 from phalanx.plan.pipeline import Pipeline, choose_schedule, make_pipeline
+from phalanx.plan.stage_foldings import AnyFolding
 from phalanx.verify.pairwise import pairwise
 
 SEQ_LEN = 32
@@ -66,7 +68,7 @@ class Case:
     """A setup on a mapping."""
 
     setup: Setup
-    folding: Folding
+    folding: AnyFolding
     pipe: PipelineConfig = field(default_factory=PipelineConfig)
 
     @property
@@ -319,7 +321,7 @@ def _serves(method: str, tp: int, cp: int) -> bool:
     return method != "ulysses" or (heads % cp == 0 and (kv % cp == 0 or cp % kv == 0))
 
 
-def recipe_cases(recipe: Recipe, spec: ModelSpec, folding: Folding, dispatch: DispatchSpec) -> list[Case]:
+def recipe_cases(recipe: Recipe, spec: ModelSpec, folding: AnyFolding, dispatch: DispatchSpec) -> list[Case]:
     """The recipe's own options, mapping and pipeline on a shrunken model, with one and with two micro-batches per rank."""
     pipe = dataclasses.replace(recipe.pipeline, layers=None)  # its layers are divided anew: the small model has fewer
     small = shrink(spec, folding, virtual=choose_schedule(pipe)[1] if folding.pp > 1 else 1)
@@ -346,8 +348,17 @@ def _kernels(recipe: Recipe) -> Literal["fast", "compiled", "reference"]:
     return recipe.kernels.implementation
 
 
-def shrink(spec: ModelSpec, folding: Folding, *, virtual: int = 1) -> ModelSpec:
+def _largest(folding: AnyFolding) -> Folding:
+    """The degrees that a model must divide by: of each axis the least common multiple of all stages."""
+    if isinstance(folding, Folding):
+        return folding
+    most = {axis: math.lcm(*(s.degree(axis) for s in folding.stages)) for axis in ("tp", "cp", "ep", "etp")}
+    return Folding(world=folding.world, pp=folding.pp, **most)
+
+
+def shrink(spec: ModelSpec, mapping: AnyFolding, *, virtual: int = 1) -> ModelSpec:
     """Same options, small numbers: few layers (one a stage), narrow, no more experts than the mapping and the routing need."""
+    folding = _largest(mapping)
     dense = min(spec.dense_layers, 1)
     num_stages = folding.pp * virtual
     heads = folding.tp * max(2, folding.cp)  # ulysses exchanges whole ones
