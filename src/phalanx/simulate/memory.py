@@ -362,7 +362,7 @@ class _Run:
             return ends + [n for part in kept[:layer] for n in part] * self.in_flight
 
         every, last = upto(len(kept)), len(self.layers) - 1
-        if self.layers[last] in self.spec.moe_layers:
+        if self.layers and self.layers[last] in self.spec.moe_layers:
             yield f"forward, layer {self.layers[last]}", every, act.experts_forward(x), 0
         if any(stage.has_head for stage in self.stages):
             yield "forward, the head", every, act.head_forward(x), 0
