@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from phalanx.core.errors import PlanError
 from phalanx.plan.schedule import SCHEDULES, Action, Schedule, make_schedule, nearest_schedule, schedule_problems
 from phalanx.plan.schedule_check import order_problems
-from phalanx.plan.schedule_orders import looped_ranks, one_f_one_b_order, round_sizes
+from phalanx.plan.schedule_orders import round_sizes
 from phalanx.plan.schedule_time import ScheduleCosts, simulate, uniform_costs
 
 pytestmark = pytest.mark.unit
@@ -24,17 +24,6 @@ pytestmark = pytest.mark.unit
 def virtuals(name: str, *, most: int) -> list[int]:
     needed = SCHEDULES[name].virtual
     return [needed] if needed is not None else list(range(1, most + 1))
-
-
-def eager(pp: int, m: int, *, defer: int | None = None) -> Schedule:
-    """eager-1F1B from the same builder: the schedule of a later issue, here to hold the clock against published figures."""
-    orders = (
-        one_f_one_b_order(r, pp=pp, virtual=1, microbatches=m, warmup=min(m, 2 * (pp - 1 - r)), defer=defer)
-        for r in range(pp)
-    )
-    live = tuple(min(m, 2 * (pp - r) - 1) for r in range(pp))
-    ranks = looped_ranks(pp, 1)
-    return Schedule(name="eager", num_microbatches=m, rank_of_stage=ranks, actions=tuple(orders), max_live=live)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -152,8 +141,8 @@ def test_transfers_cost_what_an_independent_simulation_found(pp: int, rows: tupl
     """Table 5.4 of the resharding reference: blocking 1F1B, overlapped 1F1B, eager, eager with deferred W; m = 32."""
     plain, ahead, deferred = (
         make_schedule("1f1b", pp=pp, virtual=1, num_microbatches=32),
-        eager(pp, 32),
-        eager(pp, 32, defer=0),
+        make_schedule("eager_1f1b", pp=pp, virtual=1, num_microbatches=32),
+        make_schedule("eager_1f1b_split", pp=pp, virtual=1, num_microbatches=32),
     )
     for p2p, expected in zip((0.25, 0.5, 1.0), rows, strict=True):
         free, blocking = uniform_costs(pp, p2p=p2p), uniform_costs(pp, p2p=p2p, blocking=True)
@@ -165,6 +154,7 @@ def test_transfers_cost_what_an_independent_simulation_found(pp: int, rows: tupl
         )
         assert found == pytest.approx(expected)
         assert found[2] == pytest.approx((32 + pp - 1) * 3 + 2 * (pp - 1) * p2p)
+        assert found[3] == pytest.approx(found[2] - (pp - 1))
 
 
 def test_uneven_stages_cost_at_least_the_slowest_rank() -> None:
@@ -185,6 +175,90 @@ def test_uneven_stages_cost_at_least_the_slowest_rank() -> None:
             source = Action(kind, stage - 1 if kind == "F" else stage + 1, mb)
             if source in ends:
                 assert start >= ends[source] + 0.1 - 1e-12
+
+
+# ---- forwards ahead ---------------------------------------------------------------------------------------------------------------
+
+
+EAGER = ("eager_1f1b", "eager_1f1b_split")
+
+
+def legal_extras(pp: int) -> list[tuple[int, ...]]:
+    """All numbers of forwards ahead, by rank, with which every rank gets its forwards before it needs them."""
+    every = itertools.product(*(range(pp - rank) for rank in range(pp)))
+    return [extra for extra in every if all(b <= a + 1 for a, b in itertools.pairwise(extra))]
+
+
+@pytest.mark.parametrize("name", EAGER)
+def test_eager_holds_exactly_one_more_for_each_rank_behind(name: str) -> None:
+    for pp in range(1, 7):
+        for m in (1, 2, pp, 2 * pp - 1, 2 * pp, 5 * pp):
+            made = make_schedule(name, pp=pp, virtual=1, num_microbatches=m)
+            assert made.peak_live == tuple(min(m, 2 * (pp - rank) - 1) for rank in range(pp))
+
+
+@pytest.mark.parametrize("name", EAGER)
+def test_any_legal_number_of_forwards_ahead_passes_the_check_and_no_other_is_let_through(name: str) -> None:
+    for pp in (1, 2, 3, 4):
+        legal = legal_extras(pp)
+        for extra in itertools.product(range(pp + 1), repeat=pp):
+            found = schedule_problems(name, pp=pp, virtual=1, num_microbatches=9, extra_warmup=extra)
+            if pp > 1:
+                assert (extra in legal) == (not found), extra
+        for extra in legal:
+            for m in (1, 3, 9):
+                made = make_schedule(name, pp=pp, virtual=1, num_microbatches=m, extra_warmup=extra)
+                made.check()
+                assert made.peak_live == tuple(min(m, pp - r + e) for r, e in enumerate(extra))
+                assert made.extra_warmup == extra
+
+
+def test_none_ahead_is_1f1b_and_each_number_has_its_hash() -> None:
+    plain = make_schedule("1f1b", pp=3, virtual=1, num_microbatches=7)
+    made = [make_schedule("eager_1f1b", pp=3, virtual=1, num_microbatches=7, extra_warmup=e) for e in legal_extras(3)]
+    assert made[0].actions == plain.actions and made[0].max_live == plain.max_live
+    assert len({schedule.hash for schedule in [*made, plain]}) == len(made) + 1
+    assert "forwards ahead of 1F1B, by rank: 2 1 0" in made[-1].explain()
+    # orders of accumulation are those of 1F1B
+    for rank in range(3):
+        assert [a for a in made[-1].actions[rank] if a.kind == "B"] == [a for a in plain.actions[rank] if a.kind == "B"]
+
+
+def test_numbers_that_would_wait_for_ever_really_would() -> None:
+    """Rank 1 wants five forwards before its first backward, rank 0 gives four before it waits for that backward's gradient."""
+    made = make_schedule("eager_1f1b", pp=4, virtual=1, num_microbatches=9, extra_warmup=(0, 1, 1, 0))
+    wished = make_schedule("eager_1f1b", pp=4, virtual=1, num_microbatches=9, extra_warmup=(3, 2, 1, 0))
+    orders = [list(made.actions[0]), list(wished.actions[1]), *map(list, made.actions[2:])]
+    assert any("waits for ever" in problem for problem in problems_of(orders, made))
+    problem = schedule_problems("eager_1f1b", pp=4, virtual=1, num_microbatches=9, extra_warmup=(0, 2, 1, 0))[0]
+    assert "extra_warmup[1] = 2: must be at most 1" in str(problem) and "nearest legal: 0 1 1 0" in str(problem)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "says"),
+    [
+        ("1f1b", (1,), "has no effect: 1f1b does no forwards ahead"),
+        ("eager_1f1b", (1, 1), "gives one number for each of the 4 ranks, or one for all; nearest legal: 1 1 0 0"),
+        ("eager_1f1b", (4,), "must be 0 to 3"),
+        ("eager_1f1b", (3, 2, 2, 0), "extra_warmup[2] = 2: must be 0 to 1"),
+    ],
+)
+def test_wrong_numbers_ahead_are_named(name: str, given: tuple[int, ...], says: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        make_schedule(name, pp=4, virtual=1, num_microbatches=8, extra_warmup=given)
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize("fault", ["fewer", "other numbers"])
+def test_the_check_sees_another_number_of_forwards_ahead(fault: str) -> None:
+    made = make_schedule("eager_1f1b", pp=3, virtual=1, num_microbatches=8)
+    if fault == "fewer":
+        plain = make_schedule("1f1b", pp=3, virtual=1, num_microbatches=8)
+        broken = dataclasses.replace(made, actions=(plain.actions[0], *made.actions[1:]))
+    else:
+        broken = dataclasses.replace(made, extra_warmup=(1, 1, 0))
+    with pytest.raises(PlanError, match="forwards before its first backward"):
+        broken.check()
 
 
 # ---- the check sees faults --------------------------------------------------------------------------------------------------------

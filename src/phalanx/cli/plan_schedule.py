@@ -14,7 +14,14 @@ from rich.text import Text
 
 from phalanx.core.errors import PlanError, Problem
 from phalanx.core.files import check_writable, write_json, write_text
-from phalanx.plan.schedule import SCHEDULES, Schedule, make_schedule, nearest_schedule, schedule_problems
+from phalanx.plan.schedule import (
+    SCHEDULES,
+    Schedule,
+    make_schedule,
+    nearest_extra,
+    nearest_schedule,
+    schedule_problems,
+)
 from phalanx.plan.schedule_comm import PipelinePlan, plan_pipeline
 from phalanx.plan.schedule_draw import COLOURS, MAX_SPANS, NAMES, text_rows, timeline_svg
 from phalanx.plan.schedule_time import ScheduleCosts, Timeline, cost_problems, simulate, uniform_costs
@@ -38,6 +45,8 @@ class ScheduleArgs:
     """Time of a forward, a whole backward, an input gradient and a weight gradient of one virtual stage."""
     p2p: float = 0.0
     """Time of a transfer between two ranks, in the same unit."""
+    extra_warmup: Annotated[tuple[int, ...] | None, tyro.conf.arg(metavar="INT ...")] = None
+    """Forwards ahead of 1F1B in an eager schedule: one number for each rank, or one for all (default: the most)."""
     svg: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """File for the picture."""
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
@@ -51,7 +60,7 @@ def schedule(args: ScheduleArgs) -> int:
     begin = time.perf_counter()
     needed = SCHEDULES[args.name].virtual if args.name in SCHEDULES else None
     virtual = args.virtual if args.virtual is not None else needed or 1
-    problems = schedule_problems(args.name, pp=args.pp, virtual=virtual, num_microbatches=args.microbatches)
+    problems = schedule_problems(args.name, **_sizes(args, virtual))
     f, b, i, w = args.costs
     one = uniform_costs(1, forward=f, backward=b, input_grad=i, weight_grad=w, p2p=args.p2p)
     problems += cost_problems(one, 1)
@@ -61,7 +70,7 @@ def schedule(args: ScheduleArgs) -> int:
         problems.append(Problem(where="passes", value=size, rule=rule, hint="fewer microbatches or ranks"))
     if problems:
         return _refuse(args, problems, virtual=virtual)
-    made = make_schedule(args.name, pp=args.pp, virtual=virtual, num_microbatches=args.microbatches)
+    made = make_schedule(args.name, **_sizes(args, virtual))
     costs = uniform_costs(made.num_stages, forward=f, backward=b, input_grad=i, weight_grad=w, p2p=args.p2p)
     plan, timeline = plan_pipeline(made), simulate(made, costs)
     plan.check()
@@ -75,15 +84,27 @@ def schedule(args: ScheduleArgs) -> int:
     return 0
 
 
+def _sizes(args: ScheduleArgs, virtual: int) -> dict[str, Any]:
+    return {
+        "pp": args.pp,
+        "virtual": virtual,
+        "num_microbatches": args.microbatches,
+        "extra_warmup": args.extra_warmup,
+    }
+
+
 def _refuse(args: ScheduleArgs, problems: list[Problem], *, virtual: int) -> int:
     """All problems on stderr, and in the file."""
     name, pp, v, m = nearest_schedule(args.name, pp=args.pp, virtual=virtual, num_microbatches=args.microbatches)
-    near = {"name": name, "pp": pp, "virtual": v, "microbatches": m}
+    near: dict[str, Any] = {"name": name, "pp": pp, "virtual": v, "microbatches": m}
+    if args.extra_warmup is not None and SCHEDULES[name].eager:
+        near["extra_warmup"] = list(nearest_extra(args.extra_warmup, pp=pp))
     if args.json is not None:
         write_json(args.json, {"legal": False, "problems": [str(p) for p in problems], "nearest": near})
     print(str(PlanError(problems, subject="the schedule")), file=sys.stderr)
-    if schedule_problems(args.name, pp=args.pp, virtual=virtual, num_microbatches=args.microbatches):
-        words = " ".join(f"--{key} {value}" for key, value in near.items())
+    if schedule_problems(args.name, **_sizes(args, virtual)):
+        shown = {k: " ".join(map(str, v)) if isinstance(v, list) else v for k, v in near.items()}
+        words = " ".join(f"--{key.replace('_', '-')} {value}" for key, value in shown.items())
         print(f"nearest legal schedule: {words}", file=sys.stderr)
     return 2
 

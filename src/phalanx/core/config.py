@@ -162,12 +162,19 @@ class FoldingConfig:
 class PipelineConfig:
     """In which order the stages of a pipeline work, and which layers they hold (`folding.pp` above 1, or `folding.stages`)."""
 
-    schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv", "dualpipev"] | None = None
+    schedule: (
+        Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "eager_1f1b", "eager_1f1b_split", "zbv", "dualpipev"]
+        | None
+    ) = None
     """Order of the passes; `phalanx plan schedule` draws each. Default: 1f1b, or interleaved_1f1b with several virtual stages."""
     virtual: int | None = None
     """Stages of each rank. Default: 1, or the 2 that a V-shaped schedule (zbv, dualpipev) has."""
     layers: tuple[int, ...] | None = None
     """Layers of each stage, first to last (pp x virtual numbers). Default: divided by cost."""
+    extra_warmup: tuple[int, ...] | Literal["auto"] | None = None
+    """Forwards of each rank ahead of 1F1B in the eager schedules (or one number for all), or auto: as many as the first step's times ask for. Default: the most."""
+    memory_gb: float | None = None
+    """Activations that a rank may hold, in GB; bounds extra_warmup = "auto". Default: no bound."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,6 +45,8 @@ class Setting:
     """bool, int, float or str: of the value, or of each element where `many`."""
     choices: tuple[Scalar, ...] = ()
     many: bool = False
+    words: tuple[str, ...] = ()
+    """Words that may stand in place of a list."""
     optional: bool = False
     default: Value = None
     doc: str = ""
@@ -58,7 +60,7 @@ class Setting:
         """The type as a person reads it in a table."""
         if self.choices:
             return " | ".join(str(c) for c in self.choices)
-        return f"{self.base.__name__}, ..." if self.many else self.base.__name__
+        return " | ".join([f"{self.base.__name__}, ...", *self.words]) if self.many else self.base.__name__
 
     @property
     def default_text(self) -> str:
@@ -72,7 +74,8 @@ class Setting:
         if self.choices:
             return "must be one of " + ", ".join(show(c) for c in self.choices)
         word = _TYPE_WORDS[self.base]
-        return f"must be a list, each {word}" if self.many else f"must be {word}"
+        words = "".join(f", or {show(w)}" for w in self.words)
+        return f"must be a list, each {word}{words}" if self.many else f"must be {word}"
 
     def from_text(self, text: str) -> Value:
         """The value that `--section.key text` means. Raises `IllegalValueError`."""
@@ -80,6 +83,8 @@ class Setting:
             return None
         if not self.many:
             return self._scalar_from_text(text)
+        if text in self.words:
+            return text
         if text.startswith("["):
             try:
                 value = tomllib.loads(f"v = {text}")["v"]
@@ -119,6 +124,8 @@ class Setting:
         """The value that a TOML value means. Raises `IllegalValueError`."""
         if not self.many:
             return self._scalar_from_toml(value)
+        if isinstance(value, str) and value in self.words:
+            return value
         if not isinstance(value, list):
             raise IllegalValueError(self.rule, f"write [{_toml_like(value)}]")
         return tuple(self._scalar_from_toml(v) for v in value)
@@ -196,31 +203,34 @@ def describe_settings() -> tuple[Setting, ...]:
     for section, cls in sections().items():
         hints = typing.get_type_hints(cls)
         for field in dataclasses.fields(cls):
-            base, choices, many, optional = _type_parts(hints[field.name])
+            base, choices, many, words, optional = _type_parts(hints[field.name])
             doc = docs.get((cls.__name__, field.name), "")
             found.append(
                 Setting(
-                    section=section, key=field.name, base=base, choices=choices, many=many, optional=optional,
+                    section=section, key=field.name, base=base, choices=choices, many=many, words=words,
+                    optional=optional,
                     default=getattr(cls, field.name), doc=doc,
                 )
             )  # fmt: skip
     return tuple(found)
 
 
-def _type_parts(hint: object) -> tuple[type, tuple[Scalar, ...], bool, bool]:
-    """(base, choices, many, optional) of an annotation such as ``Literal["a", "b"] | None`` or ``tuple[str, ...]``."""
-    optional = False
+def _type_parts(hint: object) -> tuple[type, tuple[Scalar, ...], bool, tuple[str, ...], bool]:
+    """(base, choices, many, words, optional) of an annotation such as ``Literal["a", "b"] | None`` or ``tuple[int, ...] | Literal["auto"]``."""
+    optional, words = False, ()
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         parts = [a for a in typing.get_args(hint) if a is not type(None)]
         optional = len(parts) < len(typing.get_args(hint))
+        if len(parts) == 2:
+            words = typing.get_args(parts.pop(1))
         (hint,) = parts
     if typing.get_origin(hint) is Literal:
         choices = typing.get_args(hint)
-        return type(choices[0]), choices, False, optional
+        return type(choices[0]), choices, False, words, optional
     if typing.get_origin(hint) is tuple:
-        return typing.get_args(hint)[0], (), True, optional
+        return typing.get_args(hint)[0], (), True, words, optional
     assert isinstance(hint, type)
-    return hint, (), False, optional
+    return hint, (), False, words, optional
 
 
 def _field_docs() -> dict[tuple[str, str], str]:

@@ -15,7 +15,7 @@ from functools import lru_cache
 from phalanx.core.config import PipelineConfig
 from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.plan.model import ModelSpec
-from phalanx.plan.schedule import SCHEDULES, Schedule, make_schedule, schedule_problems
+from phalanx.plan.schedule import SCHEDULES, Schedule, make_schedule, nearest_extra, schedule_problems
 from phalanx.plan.schedule_comm import PipelinePlan, plan_pipeline
 from phalanx.plan.stages import StagePlan, assign_stages, division_problems
 
@@ -23,6 +23,7 @@ _PLACES = {
     "schedule.name": "pipeline.schedule",
     "schedule.virtual": "pipeline.virtual",
     "schedule.pp": "folding.pp",
+    "schedule.extra_warmup": "pipeline.extra_warmup",
     "stages.layers": "pipeline.layers",
 }
 """Where the recipe says what the planner calls so."""
@@ -36,6 +37,8 @@ class Pipeline:
     pp: int
     virtual: int
     stages: StagePlan
+    extra_warmup: tuple[int, ...] | None = None
+    """Of an eager schedule: forwards ahead of 1F1B, by rank (None: the most)."""
 
     @property
     def splits_backward(self) -> bool:
@@ -44,30 +47,40 @@ class Pipeline:
 
     def plan(self, num_microbatches: int) -> PipelinePlan:
         """Passes and transfers of a step of so many micro-batches on each data-parallel rank."""
-        return _plan(self.schedule, self.pp, self.virtual, num_microbatches)
+        return _plan(self.schedule, self.pp, self.virtual, num_microbatches, self.extra_warmup)
 
     def forward_plan(self, num_microbatches: int) -> PipelinePlan:
         """The forward passes of `plan` alone, in its order: for validation, counting and generation."""
-        return _forward_plan(self.schedule, self.pp, self.virtual, num_microbatches)
+        return _forward_plan(self.schedule, self.pp, self.virtual, num_microbatches, self.extra_warmup)
 
     def explain(self) -> str:
         """Schedule and stages in a few lines that a person reads."""
         about = SCHEDULES[self.schedule].about
-        return f"pipeline of {self.pp} ranks x {self.virtual} virtual stages, {self.schedule}: {about}\n{self.stages.explain()}"
+        head = f"pipeline of {self.pp} ranks x {self.virtual} virtual stages, {self.schedule}: {about}"
+        extra = self.plan(1).schedule.extra_warmup
+        ahead = f"\nforwards ahead of 1F1B, by rank: {' '.join(map(str, extra))}" if extra else ""
+        return f"{head}{ahead}\n{self.stages.explain()}"
 
 
 @lru_cache(maxsize=32)
-def _plan(name: str, pp: int, virtual: int, num_microbatches: int) -> PipelinePlan:
-    return plan_pipeline(make_schedule(name, pp=pp, virtual=virtual, num_microbatches=num_microbatches))
+def _plan(
+    name: str, pp: int, virtual: int, num_microbatches: int, extra_warmup: tuple[int, ...] | None
+) -> PipelinePlan:
+    schedule = make_schedule(
+        name, pp=pp, virtual=virtual, num_microbatches=num_microbatches, extra_warmup=extra_warmup
+    )
+    return plan_pipeline(schedule)
 
 
 @lru_cache(maxsize=32)
-def _forward_plan(name: str, pp: int, virtual: int, num_microbatches: int) -> PipelinePlan:
+def _forward_plan(
+    name: str, pp: int, virtual: int, num_microbatches: int, extra_warmup: tuple[int, ...] | None
+) -> PipelinePlan:
     """A part of an order that comes to its end comes to its end, if nothing in it waits for what was left out."""
-    whole = _plan(name, pp, virtual, num_microbatches).schedule
+    whole = _plan(name, pp, virtual, num_microbatches, extra_warmup).schedule
     actions = tuple(tuple(action for action in order if action.kind == "F") for order in whole.actions)
     held = tuple(len(order) for order in actions)
-    return plan_pipeline(dataclasses.replace(whole, name=f"{name}, forward", actions=actions, max_live=held))
+    return plan_pipeline(dataclasses.replace(whole, name=f"{name}, forward", actions=actions, max_live=held, extra_warmup=()))
 
 
 def choose_schedule(config: PipelineConfig) -> tuple[str, int]:
@@ -82,7 +95,15 @@ def choose_schedule(config: PipelineConfig) -> tuple[str, int]:
 def schedule_setting_problems(config: PipelineConfig, *, pp: int) -> list[Problem]:
     """What is wrong with schedule and virtual stages, whatever the model."""
     name, virtual = choose_schedule(config)
-    return [_in_recipe(p) for p in schedule_problems(name, pp=pp, virtual=virtual, num_microbatches=1)]
+    found = schedule_problems(
+        name, pp=pp, virtual=virtual, num_microbatches=1, extra_warmup=_given_extra(config)
+    )
+    return [_in_recipe(p) for p in found]
+
+
+def _given_extra(config: PipelineConfig) -> tuple[int, ...] | None:
+    """What the recipe says; None where it says nothing, or leaves it to a measurement."""
+    return None if isinstance(config.extra_warmup, str) else config.extra_warmup
 
 
 def pipeline_problems(config: PipelineConfig, spec: ModelSpec, *, pp: int) -> list[Problem]:
@@ -118,12 +139,17 @@ def _in_recipe(problem: Problem) -> Problem:
 def make_pipeline(
     config: PipelineConfig, spec: ModelSpec, *, pp: int, seq_len: int, num_microbatches: int = 1
 ) -> Pipeline:
-    """The pipeline of `spec` over `pp` ranks. Raises `ConfigError` naming every problem."""
+    """The pipeline of `spec` over `pp` ranks. Raises `ConfigError` naming every problem.
+
+    `extra_warmup = "auto"` stands for the most here: a run that measures chooses as many or fewer.
+    """
     raise_if(pipeline_problems(config, spec, pp=pp), ConfigError, subject=f"the pipeline of {spec.name}")
     name, virtual = choose_schedule(config)
-    schedule: Schedule = _plan(name, pp, virtual, max(1, num_microbatches)).schedule
+    given = _given_extra(config)
+    extra = nearest_extra(given, pp=pp) if given is not None else None
+    schedule: Schedule = _plan(name, pp, virtual, max(1, num_microbatches), extra).schedule
     stages = assign_stages(spec, schedule.rank_of_stage, seq_len=seq_len, layers=config.layers)
-    return Pipeline(schedule=name, pp=pp, virtual=virtual, stages=stages)
+    return Pipeline(schedule=name, pp=pp, virtual=virtual, stages=stages, extra_warmup=extra)
 
 
 def plain_pipeline(spec: ModelSpec, *, pp: int = 1) -> Pipeline:

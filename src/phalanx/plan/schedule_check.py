@@ -54,6 +54,21 @@ def peak_live(order: Sequence[Action]) -> int:
     return peak
 
 
+def warmup_problems(orders: Orders, *, num_microbatches: int, extra_warmup: Sequence[int]) -> list[Problem]:
+    """Ranks that do not do the forwards before their first backward that 1F1B with `extra_warmup` more of them would do."""
+    if len(extra_warmup) != len(orders):
+        rule = f"gives a number for each of the {len(orders)} ranks"
+        return [Problem(where="schedule.extra_warmup", value=list(extra_warmup), rule=rule)]
+    problems = []
+    for rank, (order, extra) in enumerate(zip(orders, extra_warmup, strict=True)):
+        found = next((i for i, action in enumerate(order) if action.kind != "F"), len(order))
+        wanted = min(num_microbatches, len(orders) - rank + extra)
+        if found != wanted:
+            rule = f"does {wanted} forwards before its first backward: 1F1B's and {extra} more"
+            problems.append(Problem(where=f"schedule.rank{rank}", value=found, rule=rule))
+    return problems
+
+
 def _placement(orders: Orders, rank_of_stage: Sequence[int], num_microbatches: int) -> Iterator[Problem]:
     num_stages = len(rank_of_stage)
     for rank, order in enumerate(orders):

@@ -245,6 +245,8 @@ SCHEDULES: Sequence[PipelineConfig] = (
     PipelineConfig(schedule="gpipe", virtual=2),
     PipelineConfig(schedule="interleaved_1f1b", virtual=2),
     PipelineConfig(schedule="zero_bubble", virtual=2),
+    PipelineConfig(schedule="eager_1f1b"),
+    PipelineConfig(schedule="eager_1f1b_split"),
     PipelineConfig(schedule="zbv"),
     PipelineConfig(schedule="dualpipev"),
 )
