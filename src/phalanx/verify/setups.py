@@ -17,7 +17,7 @@ from phalanx.plan.dispatch import DispatchSpec
 from phalanx.plan.folding import Folding, legal_foldings
 from phalanx.plan.model import MlaSpec, ModelSpec, RouterSpec
 from phalanx.plan.pipeline import Pipeline, choose_schedule, make_pipeline
-from phalanx.plan.stage_foldings import AnyFolding
+from phalanx.plan.stage_foldings import AnyFolding, parse_stages
 from phalanx.verify.pairwise import pairwise
 
 SEQ_LEN = 32
@@ -235,7 +235,7 @@ def default_cases(world: int, *, axes: Sequence[str] = EXACT_AXES) -> list[Case]
     cases = [_case(row, world) for row in pairwise(factors, dear=DEAR, excluded=_cannot_meet)]
     for pp in PIPELINES if "pp" in axes else ():
         cases += pipeline_cases(world, pp) if world % pp == 0 else []
-    return cases
+    return cases + (staged_cases(world) if "pp" in axes else [])
 
 
 SCHEDULES: Sequence[PipelineConfig] = (
@@ -294,6 +294,32 @@ def pipeline_cases(world: int, pp: int) -> list[Case]:
     return cases
 
 
+STAGED: Mapping[int, Sequence[str]] = {
+    4: ("tp1/tp2/tp1", "dp2.ep2/tp2.etp2"),
+    8: ("tp1/tp2/tp4.ep4/tp1", "cp2.ep2/tp2.etp2/tp2.cp2.ep4", "dp2.ep2/tp2.dp2.ep4/cp2", "dp2.tp2.ep2.etp2/dp4.ep4"),
+    9: ("tp1/tp2/tp4/tp2", "tp1/tp2.etp2/tp2.cp2.ep4/dp2.ep2"),
+    16: ("tp4.ep4/dp2.tp2.ep4/cp4.ep2.etp2/tp2.dp2.ep2", "dp2.tp2.ep2.etp2/tp4.dp2.ep8/dp4.ep4"),
+}
+"""By ranks: stages with foldings of their own. Degrees grow and shrink from stage to stage on every axis; dp that no other stage has shares sequences."""
+
+
+def staged_cases(world: int) -> list[Case]:
+    """Each of `STAGED` with some of the schedules, which take turns; what a schedule does beside an option, uniform stages have shown."""
+    factors = {**PIPELINE_FACTORS, "tied": (False,), "mtp": (0,), "dispatch": ("dropless", "drop-prob-full")}
+    cases = []
+    for i, text in enumerate(STAGED.get(world, ())):
+        folding = parse_stages(text.split("/"))
+        rows = pairwise({**factors, "accumulation": (3, 5), "pipe": SCHEDULES}, seed=i, dear=DEAR)
+        first = {row["pipe"]: row for row in reversed(rows)}
+        for pipe in SCHEDULES if world == WHOLE_WORLD else SCHEDULES[i :: len(STAGED[world])]:
+            virtual = choose_schedule(pipe)[1]
+            setup = setup_of(first[pipe], num_layers=folding.pp * virtual)
+            cases.append(Case(setup=setup, folding=folding, pipe=pipe))
+    return cases
+
+
+WHOLE_WORLD = 9
+"""Small and uneven: here every schedule meets stages of its own."""
 PAIRED_WORLD = 8
 STRIDE = 7
 """Neighbouring mappings are alike; this many apart, few cases see many kinds."""
