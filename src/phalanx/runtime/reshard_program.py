@@ -153,13 +153,13 @@ class _Holding:
         for own, local in self.held[move]:
             common = overlap(box, own)
             if common is not None:
-                found.append(
-                    Piece(store, move, inside(common, own.offsets, at=local), inside(common, box.offsets))
-                )
+                found.append(Piece(store, move, inside(common, own.offsets, at=local), inside(common, box.offsets)))
         return tuple(found)
 
 
-def _holding(layouts: Iterable[tuple[tuple[int, ...], tuple]], position: Mapping[tuple[int, ...], int | None]) -> _Holding:  # type: ignore[type-arg]
+def _holding(
+    layouts: Iterable[tuple[tuple[int, ...], tuple]], position: Mapping[tuple[int, ...], int | None]
+) -> _Holding:  # type: ignore[type-arg]
     out = []
     for ranks, held in layouts:
         at = position[ranks]
@@ -328,9 +328,14 @@ class _Placing:
         if _elements(pieces) == part.box.num_elements:
             return pieces
         name = self.plan.moves[part.move].name
-        rule = f"{what} it, but its tensors have a place for {_elements(pieces)} of its {part.box.num_elements} elements"
+        rule = (
+            f"{what} it, but its tensors have a place for {_elements(pieces)} of its {part.box.num_elements} elements"
+        )
         problem = Problem(
-            where=f"rank {self.rank}, {name}", value=part.box, rule=rule, hint="the plan does not belong to these layouts"
+            where=f"rank {self.rank}, {name}",
+            value=part.box,
+            rule=rule,
+            hint="the plan does not belong to these layouts",
         )
         raise PlanError([problem], subject="the reshard plan")
 
