@@ -73,7 +73,9 @@ class WarmupChoice:
         raise_if(problems, PlanError, subject="forwards ahead")
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self), sort_keys=True)
+        plain = asdict(self)
+        plain["costs"]["edge_p2p"] = sorted(self.costs.edge_p2p.items())
+        return json.dumps(plain, sort_keys=True)
 
     @property
     def hash(self) -> str:
