@@ -95,7 +95,7 @@ def run_posted(plan: PipelinePlan, rng: random.Random, *, tagged: bool) -> None:
         if position[rank] == len(plan.programs[rank]):
             return False
         op = plan.programs[rank][position[rank]]
-        return not isinstance(op, Run) or all([arrived(t) for t in op.takes])
+        return not isinstance(op, Run) or all(arrived(t) for t in op.takes)
 
     while free := [rank for rank in range(len(position)) if can_go_on(rank)]:
         rank = rng.choice(free)

@@ -156,7 +156,9 @@ class PipelineConfig:
     """In which order the stages of a pipeline work, and which layers they hold (`folding.pp` above 1)."""
 
     schedule: (
-        Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "eager_1f1b", "eager_1f1b_split", "zbv", "dualpipev"]
+        Literal[
+            "gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "eager_1f1b", "eager_1f1b_split", "zbv", "dualpipev"
+        ]
         | None
     ) = None
     """Order of the passes; `phalanx plan schedule` draws each. Default: 1f1b, or interleaved_1f1b with several virtual stages."""

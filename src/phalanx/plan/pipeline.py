@@ -66,9 +66,7 @@ class Pipeline:
 def _plan(
     name: str, pp: int, virtual: int, num_microbatches: int, extra_warmup: tuple[int, ...] | None
 ) -> PipelinePlan:
-    schedule = make_schedule(
-        name, pp=pp, virtual=virtual, num_microbatches=num_microbatches, extra_warmup=extra_warmup
-    )
+    schedule = make_schedule(name, pp=pp, virtual=virtual, num_microbatches=num_microbatches, extra_warmup=extra_warmup)
     return plan_pipeline(schedule)
 
 
@@ -80,7 +78,9 @@ def _forward_plan(
     whole = _plan(name, pp, virtual, num_microbatches, extra_warmup).schedule
     actions = tuple(tuple(action for action in order if action.kind == "F") for order in whole.actions)
     held = tuple(len(order) for order in actions)
-    return plan_pipeline(dataclasses.replace(whole, name=f"{name}, forward", actions=actions, max_live=held, extra_warmup=()))
+    return plan_pipeline(
+        dataclasses.replace(whole, name=f"{name}, forward", actions=actions, max_live=held, extra_warmup=())
+    )
 
 
 def choose_schedule(config: PipelineConfig) -> tuple[str, int]:
@@ -95,9 +95,7 @@ def choose_schedule(config: PipelineConfig) -> tuple[str, int]:
 def schedule_setting_problems(config: PipelineConfig, *, pp: int) -> list[Problem]:
     """What is wrong with schedule and virtual stages, whatever the model."""
     name, virtual = choose_schedule(config)
-    found = schedule_problems(
-        name, pp=pp, virtual=virtual, num_microbatches=1, extra_warmup=_given_extra(config)
-    )
+    found = schedule_problems(name, pp=pp, virtual=virtual, num_microbatches=1, extra_warmup=_given_extra(config))
     return [_in_recipe(p) for p in found]
 
 

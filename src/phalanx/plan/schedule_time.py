@@ -20,7 +20,6 @@ from typing import Literal, NamedTuple
 from phalanx.core.errors import PlanError, Problem, raise_if
 from phalanx.plan.schedule import Action, Kind, Schedule
 
-
 Edge = tuple[int, int]
 """Stage whose output it is, and the stage above that takes it."""
 
