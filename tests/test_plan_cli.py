@@ -68,6 +68,11 @@ def test_a_mapping_that_tiles_but_does_not_fit_the_model_shows_its_groups(tmp_pa
         ("folding --world 8 --cp 2 --cp-method ulysses", "--cp-method = 'ulysses': has no effect without --preset"),
         ("folding --world 8 --cp 8 --cp-method ulysses --preset tiny", "must divide 4, the query heads of a tp rank"),
         ("folding --world 8 --preset tinny", "did you mean 'tiny'?"),
+        ("folding", "--world: must say how many ranks"),
+        ("folding --stages tp1 tp3 --tp 2", "--tp = 2: has no effect beside --stages"),
+        ("folding --stages tp1 xp3", "--stages[1] = 'xp3': is made of degrees"),
+        ("folding --stages tp1 tp3 --preset tiny --seq 64", "must divide num_heads"),
+        ("folding --stages tp1 tp2 --world 4 --preset tiny --seq 64", "has 3 ranks in all (1 + 2), and the run has 4"),
         ("model mixtral-8x7", "did you mean 'mixtral-8x7b'"),
         ("folding --world 8 --json /proc/none/f.json", "cannot write /proc/none/f.json"),
     ],
@@ -75,6 +80,15 @@ def test_a_mapping_that_tiles_but_does_not_fit_the_model_shows_its_groups(tmp_pa
 def test_wrong_arguments(args: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *args.split()]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_stages_with_foldings_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "f.json"
+    args = ["--stages", "tp1", "tp2", "tp4", "tp2", "--preset", "tiny", "--seq", "64", "--json", str(file)]
+    assert main(["plan", "folding", *args]) == 0
+    result = json.loads(file.read_text())
+    assert result["legal"] and result["folding"]["world"] == 9 and result["groups"]["tp"] == 4
+    assert "stage 2 on ranks 3-6: attention tp 4" in capsys.readouterr().out
 
 
 def test_plan_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -136,7 +136,7 @@ def test_words_that_are_no_overrides() -> None:
         ("[optim]\nlr = nan", "optim.lr", None, "must be a finite number", ""),
         ('[optim]\nzero = true', "optim.zero", True, "must be one of 0, 1", "legal: 0, 1"),
         ("[folding]\nworld = 1", "folding.world", 1, "is not a setting",
-         "legal: folding.tp, folding.cp, folding.cp_method, folding.pp, folding.ep, folding.etp"),
+         "legal: folding.tp, folding.cp, folding.cp_method, folding.pp, folding.ep, folding.etp, folding.stages"),
     ],
 )  # fmt: skip
 def test_files_that_cannot_be_read(toml: str, where: str, value: object, rule: str, hint: str, tmp_path: Path) -> None:

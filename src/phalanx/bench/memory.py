@@ -32,9 +32,9 @@ from phalanx.core.recipe import load_recipe
 from phalanx.core.units import format_bytes
 from phalanx.data.prepare import prepare
 from phalanx.data.size import token_file_bytes
-from phalanx.plan.folding import Folding
 from phalanx.plan.model import ModelSpec
 from phalanx.plan.recipe import run_problems
+from phalanx.plan.stage_foldings import AnyFolding
 from phalanx.runtime.groups import WorldInfo, build_groups, close_world
 from phalanx.runtime.launch import StopRequest, run_local, threads_per_rank
 from phalanx.simulate.memory import MemoryEstimate, estimate_memory
@@ -140,7 +140,7 @@ def compare(recipe: Recipe, *, tolerance: float | None = None) -> MemoryResult:
     return result
 
 
-def estimates_of(recipe: Recipe, spec: ModelSpec, folding: Folding, *, vocab: int) -> list[MemoryEstimate]:
+def estimates_of(recipe: Recipe, spec: ModelSpec, folding: AnyFolding, *, vocab: int) -> list[MemoryEstimate]:
     """What the dry run says of each rank, the text being prepared."""
     threads = threads_per_rank(recipe.launch.ranks, recipe.launch.threads)
     text_bytes = token_file_bytes(recipe.data, vocab=vocab)
@@ -150,7 +150,7 @@ def estimates_of(recipe: Recipe, spec: ModelSpec, folding: Folding, *, vocab: in
     ]
 
 
-def measure(recipe: Recipe, spec: ModelSpec, folding: Folding, *, folder: Path) -> list[tuple[int, int]]:
+def measure(recipe: Recipe, spec: ModelSpec, folding: AnyFolding, *, folder: Path) -> list[tuple[int, int]]:
     """(baseline, peak above it) of each rank of a run of `recipe`. The ranks are processes of this machine."""
     ranks = recipe.launch.ranks
     body = partial(_measured_rank, recipe, folding, folder)
@@ -158,7 +158,7 @@ def measure(recipe: Recipe, spec: ModelSpec, folding: Folding, *, folder: Path) 
     return [tuple(json.loads(_report(folder, rank).read_text())) for rank in range(ranks)]
 
 
-def _measured_rank(recipe: Recipe, folding: Folding, folder: Path, info: WorldInfo, stop: StopRequest) -> int:
+def _measured_rank(recipe: Recipe, folding: AnyFolding, folder: Path, info: WorldInfo, stop: StopRequest) -> int:
     rank = open_rank(recipe, info)
     build_groups(folding, rank=info.rank, cache=rank.cache)
     baseline = resident_bytes()

@@ -48,7 +48,7 @@ class Ours:
         ctx = ModelContext(
             spec=spec,
             dispatch=DispatchSpec(),
-            placement=plain_placement(spec.num_experts, folding),
+            placement=plain_placement(spec.num_experts, folding.of_rank(groups.rank)),
             groups=groups,
             comms=comms or Collectives(),
             dtype=dtype,

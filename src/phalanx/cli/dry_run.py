@@ -14,11 +14,11 @@ from phalanx.core.units import format_bytes, format_count, format_rate
 from phalanx.data.size import token_file_bytes
 from phalanx.data.sources import resolve
 from phalanx.data.tokenizer import parse_choice, read_tokenizer_file
-from phalanx.plan.folding import GROUP_NAMES, Folding, resolve_folding
 from phalanx.plan.layout import local_param, stage_params
 from phalanx.plan.model import ModelSpec, flops_per_token, resolve_model
 from phalanx.plan.pipeline import Pipeline, make_pipeline
 from phalanx.plan.placement import plain_placement
+from phalanx.plan.stage_foldings import AnyFolding, group_names, resolve_mapping
 from phalanx.simulate.balance import worst_balance
 from phalanx.simulate.kernel_facts import PREPARE_BYTES
 from phalanx.simulate.memory import TERMS, MemoryEstimate, estimate_memory
@@ -60,10 +60,10 @@ def describe(recipe: Recipe, *, world: int) -> str:
     return "\n".join(line for part in parts for line in part)
 
 
-def _shape(recipe: Recipe, *, world: int) -> tuple[ModelSpec, Folding]:
+def _shape(recipe: Recipe, *, world: int) -> tuple[ModelSpec, AnyFolding]:
     t = recipe.train
     spec = resolve_model(recipe.model, recipe.router, tokenizer_vocab=tokenizer_vocab(recipe.data))
-    folding = resolve_folding(
+    folding = resolve_mapping(
         recipe.folding, spec, world=world, seq_len=t.seq_len, global_batch=t.global_batch, micro_batch=t.micro_batch
     )
     return spec, folding
@@ -86,15 +86,15 @@ def _missing_data(config: DataConfig) -> list[str]:
     return []
 
 
-def _groups(folding: Folding) -> list[str]:
+def _groups(folding: AnyFolding) -> list[str]:
     """How many process groups there are; many names share one."""
-    distinct = {group for name in GROUP_NAMES for group in folding.groups(name) if len(group) > 1}
+    distinct = {group for name in group_names(folding) for group in folding.groups(name) if len(group) > 1}
     return [f"groups       {len(distinct)} process groups of more than one rank"]
 
 
-def _parameters(spec: ModelSpec, folding: Folding, pipeline: Pipeline) -> list[str]:
+def _parameters(spec: ModelSpec, folding: AnyFolding, pipeline: Pipeline) -> list[str]:
     """What the rank with the most holds; without a pipeline all hold as much."""
-    held = [_held(spec, folding, pipeline, rank) for rank in folding.group_of(0, "pp")]
+    held = [_held(spec, folding, pipeline, rank) for rank in _of_each_stage(folding)]
     dense, experts = max(held, key=sum)
     most = "  per rank   " if len(set(held)) == 1 else "  at most    "
     return [
@@ -103,19 +103,25 @@ def _parameters(spec: ModelSpec, folding: Folding, pipeline: Pipeline) -> list[s
     ]
 
 
-def _held(spec: ModelSpec, folding: Folding, pipeline: Pipeline, rank: int) -> tuple[int, int]:
+def _of_each_stage(folding: AnyFolding) -> list[int]:
+    """The first rank of each pipeline stage."""
+    first = {folding.coord(rank, "pp"): rank for rank in reversed(range(folding.world))}
+    return [first[stage] for stage in sorted(first)]
+
+
+def _held(spec: ModelSpec, folding: AnyFolding, pipeline: Pipeline, rank: int) -> tuple[int, int]:
     """Dense and expert parameters of a rank."""
-    placement = plain_placement(max(1, spec.num_experts), folding)
+    placement = plain_placement(max(1, spec.num_experts), folding.of_rank(rank))
     params = stage_params(spec, pipeline.stages.of_rank(folding.coord(rank, "pp")))
     local = [local_param(p, folding, placement, rank) for p in params]
     experts = sum(p.num_elements for p in local if p.param.family == "expert")
     return sum(p.num_elements for p in local) - experts, experts
 
 
-def _steps(recipe: Recipe, spec: ModelSpec, folding: Folding) -> list[str]:
+def _steps(recipe: Recipe, spec: ModelSpec, folding: AnyFolding) -> list[str]:
     t = recipe.train
     tokens = t.global_batch * t.seq_len
-    per_rank = t.global_batch // (t.micro_batch * folding.dp)
+    per_rank = t.global_batch // (t.micro_batch * folding.replicas)
     flops = flops_per_token(spec, t.seq_len)
     return [
         f"steps        {t.steps} of {t.global_batch} sequences x {t.seq_len} tokens, {format_count(t.steps * tokens)} tokens in all",
@@ -140,13 +146,12 @@ def available_bytes(path: Path = MEMINFO) -> int | None:
 
 
 def rank_estimates(recipe: Recipe, machine: Machine, *, world: int) -> list[MemoryEstimate]:
-    """One estimate for each pipeline stage's first rank and for rank 0: the others hold the same."""
+    """One estimate for each pipeline stage's first rank: the others hold the same."""
     spec, folding = _shape(recipe, world=world)
     text_bytes = _text_bytes(recipe.data)
-    ranks = sorted({group[i] for group in folding.groups("pp")[:1] for i in range(len(group))} | {0})
     return [
         estimate_memory(recipe, spec, folding, rank=rank, threads=machine.threads, text_bytes=text_bytes)
-        for rank in ranks
+        for rank in _of_each_stage(folding)
     ]
 
 
@@ -183,8 +188,9 @@ def memory_notes(recipe: Recipe, estimates: list[MemoryEstimate], machine: Machi
         f"routing      the fullest rank computes {balance.first:.2f} times its even share of rows in the first steps, "
         f"{balance.later:.2f} later: {balance.source}"
     ]
-    if spec.router.force == "none" and folding.ep > 1 and spec.moe_layers:
-        worst = worst_balance(spec, folding)
+    stage = folding.of_rank(fullest.rank)
+    if spec.router.force == "none" and stage.ep > 1 and spec.moe_layers:
+        worst = worst_balance(spec, stage)
         most = estimate_memory(
             recipe,
             spec,

@@ -30,6 +30,7 @@ from phalanx.plan.folding import (
     to_dict,
 )
 from phalanx.plan.model import PRESETS, ModelSpec, flops_per_token, parameters
+from phalanx.plan.stage_foldings import parse_stages, staged_problems, to_json_dict
 
 DEFAULT_SEQ = 4096
 PRESET_NAMES = ", ".join(PRESETS)
@@ -41,8 +42,10 @@ JsonFile = Annotated[Path | None, tyro.conf.arg(metavar="FILE")]
 class FoldingArgs:
     """Check and explain one mapping: attention tp x cp x dp x pp, experts etp x ep x edp x pp, over the same ranks."""
 
-    world: int
-    """Number of ranks."""
+    world: int | None = None
+    """Number of ranks (with --stages: what the stages have)."""
+    stages: Annotated[tuple[str, ...], tyro.conf.arg(metavar="TP1 TP2.DP2 ...")] = ()
+    """In place of all degrees: those of each pipeline stage, for example tp1 tp2.dp2.ep4."""
     tp: int = 1
     """Tensor parallel degree of attention, embedding, dense and shared layers."""
     cp: int = 1
@@ -89,6 +92,9 @@ def folding(args: FoldingArgs) -> int:
     check_writable(args.svg)
     spec = None if args.preset is None else _preset(args.preset)
     raise_if(_idle(args), ConfigError, subject="arguments")
+    if args.stages:
+        return _staged(args, spec)
+    assert args.world is not None  # `_idle` asks for it
     mapping = Folding(world=args.world, tp=args.tp, cp=args.cp, pp=args.pp, ep=args.ep, etp=args.etp)
     seq_len = args.seq if args.seq is not None else DEFAULT_SEQ
     result = folding_result(mapping, spec, seq_len=seq_len, cp_method=args.cp_method)
@@ -108,7 +114,44 @@ def _idle(args: FoldingArgs) -> list[Problem]:
     given = {"--seq": args.seq, "--cp-method": None if args.cp_method == "ring" else args.cp_method}
     rule, hint = "has no effect without --preset", "add --preset NAME"
     idle = {where: value for where, value in given.items() if value is not None and args.preset is None}
-    return [Problem(where=where, value=value, rule=rule, hint=hint) for where, value in idle.items()]
+    problems = [Problem(where=where, value=value, rule=rule, hint=hint) for where, value in idle.items()]
+    if args.stages:
+        beside = {f"--{a}": getattr(args, a) for a in ("tp", "cp", "pp", "ep", "etp") if getattr(args, a) != 1}
+        beside |= {"--svg": args.svg} if args.svg else {}
+        rule, hint = "has no effect beside --stages", "leave it out"
+        problems += [Problem(where=where, value=value, rule=rule, hint=hint) for where, value in beside.items()]
+    elif args.world is None:
+        problems.append(Problem(where="--world", value=None, rule="must say how many ranks", hint="--world 8"))
+    return problems
+
+
+def _staged(args: FoldingArgs, spec: ModelSpec | None) -> int:
+    """The same for stages with foldings of their own."""
+    begin = time.perf_counter()
+    mapping = parse_stages(args.stages, where="--stages")
+    problems: list[Problem] = []
+    if spec is not None:
+        seq_len = args.seq if args.seq is not None else DEFAULT_SEQ
+        world = mapping.world if args.world is None else args.world
+        problems = staged_problems(mapping, spec, world=world, seq_len=seq_len, cp_method=args.cp_method)
+    groups = {group for name in mapping.group_names for group in mapping.groups(name) if len(group) > 1}
+    seconds = time.perf_counter() - begin
+    result = {
+        "legal": not problems,
+        "problems": [str(p) for p in problems],
+        "num_groups": len(groups),
+        "seconds": seconds,
+        "folding": to_json_dict(mapping),
+        "hash": mapping.hash,
+        "groups": {name: len(mapping.groups(name)) for name in mapping.group_names},
+        "nearest": None,
+    }
+    if args.json is not None:
+        write_json(args.json, result)
+    print(mapping.explain())
+    print(f"{len(groups)} process groups, planned in {seconds * 1e3:.1f} ms")
+    _print_problems(result)
+    return 0 if result["legal"] else 2
 
 
 def folding_result(

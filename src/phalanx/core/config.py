@@ -149,11 +149,18 @@ class FoldingConfig:
     """Expert parallel degree. Default: as many ranks as divide the experts."""
     etp: int = 1
     """Tensor parallel degree of the routed experts."""
+    stages: tuple[str, ...] | None = None
+    """Degrees of each pipeline stage in place of all others, e.g. ["tp1", "tp2.dp2.ep4"]; each stage has tp x cp x dp ranks. Default: all alike."""
+
+    @property
+    def num_stages(self) -> int:
+        """Ranks, or groups of ranks, of a pipeline."""
+        return self.pp if self.stages is None else len(self.stages)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineConfig:
-    """In which order the stages of a pipeline work, and which layers they hold (`folding.pp` above 1)."""
+    """In which order the stages of a pipeline work, and which layers they hold (`folding.pp` above 1, or `folding.stages`)."""
 
     schedule: (
         Literal[

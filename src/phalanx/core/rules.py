@@ -128,6 +128,11 @@ def _dropless(r: Recipe) -> bool:
     return r.dispatch.policy == "dropless"
 
 
+def _any_stage(r: Recipe, *axes: str) -> bool:
+    """Whether a stage with a folding of its own says one of these degrees."""
+    return any(part.startswith(axes) for text in r.folding.stages or () for part in text.split("."))
+
+
 def _has_field(source: str) -> bool:
     """Could this source hold records with a named text field? Folders and globs could."""
     return not source.startswith("builtin:") and not source.endswith((".txt", ".bin", ".idx"))
@@ -145,17 +150,17 @@ EFFECTS: tuple[Effect, ...] = (
     ),
     Effect(
         settings=("dispatch.transport",),
-        inert=lambda r: r.folding.ep == 1 and r.folding.etp == 1,
+        inert=lambda r: not _any_stage(r, "ep", "etp") if r.folding.stages else r.folding.ep == 1 and r.folding.etp == 1,
         reason="folding.ep = 1 and folding.etp = 1 keep every row where it is",
         way_out="folding.ep = 2",
-        reads=("folding.ep", "folding.etp"),
+        reads=("folding.ep", "folding.etp", "folding.stages"),
     ),
     Effect(
         settings=("folding.cp_method",),
-        inert=lambda r: r.folding.cp == 1,
+        inert=lambda r: r.folding.cp == 1 and not _any_stage(r, "cp"),
         reason="folding.cp = 1 leaves every sequence whole",
         way_out="folding.cp = 2",
-        reads=("folding.cp",),
+        reads=("folding.cp", "folding.stages"),
     ),
     Effect(
         settings=("pipeline.memory_gb",),
@@ -173,10 +178,17 @@ EFFECTS: tuple[Effect, ...] = (
     ),
     Effect(
         settings=tuple(f"pipeline.{k}" for k in ("schedule", "virtual", "layers", "extra_warmup", "memory_gb")),
-        inert=lambda r: r.folding.pp == 1,
+        inert=lambda r: r.folding.num_stages == 1,
         reason="folding.pp = 1 has one stage for everything",
         way_out="folding.pp = 2",
-        reads=("folding.pp",),
+        reads=("folding.pp", "folding.stages"),
+    ),
+    Effect(
+        settings=tuple(f"folding.{k}" for k in ("tp", "cp", "pp", "ep", "etp")),
+        inert=lambda r: r.folding.stages is not None,
+        reason="folding.stages says the degrees of each stage",
+        way_out="leave folding.stages out",
+        reads=("folding.stages",),
     ),
     Effect(
         settings=("router.softmax_order",),
@@ -398,7 +410,7 @@ def _run_clashes(recipe: Recipe) -> list[_Clash]:
 def _batch_clashes(recipe: Recipe, world: int) -> list[_Clash]:
     """Whether the batch splits over the data-parallel ranks (silent where the folding itself does not fit the world)."""
     f, t = recipe.folding, recipe.train
-    if min(f.tp, f.cp, f.pp, t.micro_batch, t.global_batch) < 1 or world % (f.tp * f.cp * f.pp):
+    if f.stages is not None or min(f.tp, f.cp, f.pp, t.micro_batch, t.global_batch) < 1 or world % (f.tp * f.cp * f.pp):
         return []
     dp = world // (f.tp * f.cp * f.pp)
     unit = t.micro_batch * dp

@@ -121,7 +121,7 @@ class Router(nn.Module):
 
     def _forced(self, logits_TE: torch.Tensor, info: ForwardInfo, index_T: torch.Tensor | None) -> torch.Tensor:
         """A workload in place of the choice; each rank takes its tokens' places in the micro-batch."""
-        axis, n = self.groups.axis("tp_cp"), logits_TE.shape[0]
+        axis, n = self.groups.axis("micro"), logits_TE.shape[0]
         assert self.spec.force != "none"
         experts = forced_experts(
             self.spec.force,
@@ -146,7 +146,7 @@ class Router(nn.Module):
         info: ForwardInfo,
         num_sequences: int,
     ) -> torch.Tensor:
-        spec, axis = self.spec, self.groups.axis("tp_cp")
+        spec, axis = self.spec, self.groups.axis("micro")
         if not spec.aux_loss:
             return probs_TE.new_zeros(())
         tokens = max(probs_TE.shape[0] * axis.size, 1)
@@ -158,19 +158,21 @@ class Router(nn.Module):
         if spec.aux_scope == "micro_batch":
             counts_E = self.comms.all_reduce(balance_E.clone(), axis, op_id=self._id(info, "balance"))
             return factor / (tokens**2 * info.num_microbatches) * _dot(counts_E, probs_TE.sum(0))
-        per_sequence = max(tokens // num_sequences, 1)
+        axis, shares = self.groups.axis("tp_cp"), axis.size // self.groups.axis("tp_cp").size
+        per_sequence = max(tokens // (num_sequences * shares), 1)
         rows = torch.arange(num_sequences, device=free_TK.device).repeat_interleave(free_TK.shape[0] // num_sequences)
         shifted_TK = free_TK + self.num_experts * rows.unsqueeze(1)
         counts_BE = count_experts(shifted_TK, num_sequences * self.num_experts).view(num_sequences, -1)
         counts_BE = self.comms.all_reduce(counts_BE, axis, op_id=self._id(info, "balance"))
         probs_BE = probs_TE.unflatten(0, (num_sequences, -1)).sum(1)
-        return factor / (per_sequence**2 * num_sequences * info.num_microbatches) * _dot(counts_BE, probs_BE)
+        every = num_sequences * shares * info.num_microbatches
+        return factor / (per_sequence**2 * every) * _dot(counts_BE, probs_BE)
 
     def _global_counts(self, balance_E: torch.Tensor, info: ForwardInfo) -> torch.Tensor:
         """Counts of the whole step: handed in, or (one micro-batch a rank) summed here, or unknown in the pass that finds them."""
         if info.balance_counts_LE is not None:
             return info.balance_counts_LE[self.moe_index]
-        if info.num_microbatches == self.groups.axis("dp").size:
+        if info.num_microbatches == self.groups.folding.replicas:
             return self.comms.all_reduce(
                 balance_E.clone(), self.groups.axis("tp_dp_cp"), op_id=self._id(info, "balance")
             )
@@ -184,7 +186,7 @@ class Router(nn.Module):
     def _z_loss(self, logits_TE: torch.Tensor, info: ForwardInfo) -> torch.Tensor:
         if not self.spec.z_loss:
             return logits_TE.new_zeros(())
-        tokens = max(logits_TE.shape[0] * self.groups.axis("tp_cp").size * info.num_microbatches, 1)
+        tokens = max(logits_TE.shape[0] * self.groups.axis("micro").size * info.num_microbatches, 1)
         return self.spec.z_loss / tokens * torch.logsumexp(logits_TE, -1).square().sum()
 
     def _id(self, info: ForwardInfo, what: str) -> str:

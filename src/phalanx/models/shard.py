@@ -1,5 +1,6 @@
 """Which part of a micro-batch a rank works on: the cp ranks share each sequence (zigzag, `plan/zigzag.py`), the tp ranks share the rows
-of a cp part between the layers (`models/parallel.py`). Pure indexing; every rank of a data-parallel index has the whole micro-batch.
+of a cp part between the layers (`models/parallel.py`), and where a pipeline stage has more dp than there are pipelines, its ranks share the
+sequences (`plan/stage_foldings.py`). Pure indexing; every rank of a pipeline has the whole micro-batch.
 
 Legend: B sequences, S positions of a whole sequence, s positions that this rank holds between the layers, T = B*s.
 """
@@ -10,18 +11,23 @@ import torch
 
 from phalanx.models.context import TokenBatch
 from phalanx.plan.folding import Folding
+from phalanx.plan.stage_foldings import AnyFolding
 from phalanx.plan.zigzag import make_layout
 
 
-def part_of(batch: TokenBatch, folding: Folding, rank: int) -> TokenBatch:
+def part_of(batch: TokenBatch, folding: AnyFolding, rank: int) -> TokenBatch:
     """The part of a whole micro-batch that `rank` works on."""
-    if folding.cp == 1 and folding.tp == 1:
+    stage, (share, shares) = folding.of_rank(rank), folding.share_of(rank)
+    if stage.cp == 1 and stage.tp == 1 and shares == 1:
         return batch
     length, device = batch.tokens_BS.shape[1], batch.tokens_BS.device
-    layout = make_layout("zigzag", seq_len=length, cp=folding.cp)
+    count = batch.num_sequences // shares
+    first_B1 = length * torch.arange(share * count, (share + 1) * count, device=device).unsqueeze(1)
+    if shares > 1:
+        batch = _sequences(batch, share * count, count)
+    layout = make_layout("zigzag", seq_len=length, cp=stage.cp)
     positions = torch.from_numpy(layout.positions(folding.coord(rank, "cp"))).to(device)
-    own_s = positions.chunk(folding.tp)[folding.coord(rank, "tp")]
-    first_B1 = length * torch.arange(batch.num_sequences, device=device).unsqueeze(1)
+    own_s = positions.chunk(stage.tp)[folding.coord(rank, "tp")]
     return TokenBatch(
         tokens_BS=batch.tokens_BS[:, positions],
         labels_BS=batch.labels_BS[:, positions],
@@ -30,6 +36,17 @@ def part_of(batch: TokenBatch, folding: Folding, rank: int) -> TokenBatch:
         token_index_T=(first_B1 + own_s).flatten(),
         whole=batch,
         columns_S=positions,
+    )
+
+
+def _sequences(batch: TokenBatch, first: int, count: int) -> TokenBatch:
+    """Some sequences of a whole micro-batch, as a micro-batch."""
+    own = slice(first, first + count)
+    return TokenBatch(
+        tokens_BS=batch.tokens_BS[own],
+        labels_BS=batch.labels_BS[own],
+        positions_BS=batch.positions_BS[own],
+        segments=batch.segments[own],
     )
 
 

@@ -122,6 +122,25 @@ class Folding:
         """Coordinate of `rank` on `axis` (tp cp dp pp etp ep edp)."""
         return (self.attention if axis in ATTENTION_AXES else self.experts).coord(rank, axis)
 
+    # ---- what a rank's stage is: the same for all, here (`plan/stage_foldings.py` has the other case)
+
+    def of_rank(self, rank: int) -> Folding:
+        """The degrees of the rank's pipeline stage."""
+        return self
+
+    @property
+    def replicas(self) -> int:
+        """Pipelines side by side, each with its own micro-batches."""
+        return self.dp
+
+    def replica_of(self, rank: int) -> int:
+        """The pipeline that a rank is part of."""
+        return self.coord(rank, "dp")
+
+    def share_of(self, rank: int) -> tuple[int, int]:
+        """(which, of how many) parts of the sequences of a micro-batch the rank works on: all of them."""
+        return 0, 1
+
     def groups(self, name: str) -> tuple[tuple[int, ...], ...]:
         """All groups called `name` (one of GROUP_NAMES): they partition the world, ranks ascending, ordered by first rank."""
         if name == "embedding":

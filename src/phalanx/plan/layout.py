@@ -10,9 +10,10 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from phalanx.plan.folding import GRADIENT_RULES, Folding, GradientRule
+from phalanx.plan.folding import GRADIENT_RULES, GradientRule
 from phalanx.plan.model import ModelSpec, ParamSpec, parameters
 from phalanx.plan.placement import Placement
+from phalanx.plan.stage_foldings import AnyFolding
 from phalanx.plan.stages import Stage
 
 
@@ -87,11 +88,12 @@ def stage_params(spec: ModelSpec, stages: Sequence[Stage]) -> tuple[ParamSpec, .
     return tuple(p for p in parameters(spec) if needed(p))
 
 
-def local_param(param: ParamSpec, folding: Folding, placement: Placement, rank: int) -> LocalParam:
-    """Boxes of `param` on `rank`. Raises `ValueError` where a dim does not divide (callers check legality first)."""
+def local_param(param: ParamSpec, folding: AnyFolding, placement: Placement, rank: int) -> LocalParam:
+    """Boxes of `param` on `rank`; `placement` is that of the rank's stage. Raises `ValueError` where a dim does not divide (callers check legality first)."""
     shape, offsets = list(param.shape), [0] * len(param.shape)
-    _split(shape, offsets, param.tp_dim, folding.coord(rank, "tp"), folding.tp, param.name)
-    _split(shape, offsets, param.etp_dim, folding.coord(rank, "etp"), folding.etp, param.name)
+    stage = folding.of_rank(rank)
+    _split(shape, offsets, param.tp_dim, folding.coord(rank, "tp"), stage.tp, param.name)
+    _split(shape, offsets, param.etp_dim, folding.coord(rank, "etp"), stage.etp, param.name)
     if param.ep_dim is None:
         box = Box(tuple(offsets), tuple(shape))
         return LocalParam(param, tuple(shape), (Piece(param, box, Box((0,) * len(shape), tuple(shape))),))
@@ -215,7 +217,7 @@ SHARD_MULTIPLE = 64
 
 def flat_layouts(
     params: Sequence[ParamSpec],
-    folding: Folding,
+    folding: AnyFolding,
     placement: Placement,
     rank: int,
     *,

@@ -29,7 +29,7 @@ from typing import Literal
 
 from phalanx.core.errors import PlanError, Problem, raise_if
 from phalanx.plan.dispatch import DispatchSpec
-from phalanx.plan.folding import Folding, GradientRule
+from phalanx.plan.folding import GradientRule
 from phalanx.plan.layout import flat_layouts, stage_params
 from phalanx.plan.model import ModelSpec
 from phalanx.plan.pipeline import Pipeline, plain_pipeline
@@ -39,6 +39,7 @@ from phalanx.plan.program_layers import Layers, Reach
 from phalanx.plan.program_ops import At, Kind, Op, Phase, boundary_id, compute, exchange, gradient_id, op_id
 from phalanx.plan.schedule import Action
 from phalanx.plan.schedule_comm import PipelinePlan, Run, Send, Transfer
+from phalanx.plan.stage_foldings import AnyFolding
 
 __all__ = ["Kind", "Op", "Phase", "StepOptions", "StepProgram", "boundary_id", "gradient_id", "op_id", "step_program"]
 
@@ -115,7 +116,7 @@ class StepOptions:
 
 
 def step_program(
-    folding: Folding, spec: ModelSpec, dispatch: DispatchSpec, *, rank: int, options: StepOptions | None = None
+    folding: AnyFolding, spec: ModelSpec, dispatch: DispatchSpec, *, rank: int, options: StepOptions | None = None
 ) -> StepProgram:
     """The program of `rank` for one step; micro-batches are numbered over all data-parallel ranks.
 
@@ -133,7 +134,9 @@ def step_program(
     return StepProgram(rank=rank, ops=tuple(_lowering(folding, spec, dispatch, rank, options).step()))
 
 
-def _lowering(folding: Folding, spec: ModelSpec, dispatch: DispatchSpec, rank: int, options: StepOptions) -> _Lowering:
+def _lowering(
+    folding: AnyFolding, spec: ModelSpec, dispatch: DispatchSpec, rank: int, options: StepOptions
+) -> _Lowering:
     pipeline = options.pipeline if options.pipeline is not None else plain_pipeline(spec, pp=folding.pp)
     table = next(g for g in folding.embedding_groups(pipeline.stages.table_ranks) if rank in g)
     reach = Reach(folding=folding, rank=rank, shares_table=table)
@@ -141,7 +144,7 @@ def _lowering(folding: Folding, spec: ModelSpec, dispatch: DispatchSpec, rank: i
         reach=reach,
         spec=spec,
         dispatch=dispatch,
-        context=Context(method=options.cp_method, size=folding.cp, index=folding.coord(rank, "cp")),
+        context=Context(method=options.cp_method, size=folding.of_rank(rank).cp, index=folding.coord(rank, "cp")),
         recompute=options.recompute,
         counts_first=_counts_first(spec, options.num_microbatches),
     )
@@ -206,7 +209,7 @@ class _Lowering:
 
     def _number(self, microbatch: int) -> int:
         """Of a micro-batch of this rank, in the step."""
-        return self.reach.folding.coord(self.reach.rank, "dp") * self.options.num_microbatches + microbatch
+        return self.reach.folding.replica_of(self.reach.rank) * self.options.num_microbatches + microbatch
 
     # ---- the end of the step ---------------------------------------------------------------------------------------------
 
@@ -217,7 +220,7 @@ class _Lowering:
         layouts = flat_layouts(
             stage_params(self.spec, self.pipeline.stages.of_rank(self._pipeline_rank)),
             folding,
-            plain_placement(max(1, self.spec.num_experts), folding),
+            plain_placement(max(1, self.spec.num_experts), folding.of_rank(rank)),
             rank,
             bucket_elements=self.options.bucket_elements,
         )

@@ -14,10 +14,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from phalanx.plan.dispatch import DispatchSpec
-from phalanx.plan.folding import Folding
 from phalanx.plan.model import ModelSpec
 from phalanx.plan.program_context import Context
 from phalanx.plan.program_ops import At, Op, Phase, compute, host, mirrored
+from phalanx.plan.stage_foldings import AnyFolding
 from phalanx.plan.stages import Stage
 
 
@@ -25,7 +25,7 @@ from phalanx.plan.stages import Stage
 class Reach:
     """The groups of one rank. `shares_table` are the ranks that have the same part of the embedding's table."""
 
-    folding: Folding
+    folding: AnyFolding
     rank: int
     shares_table: tuple[int, ...]
 

@@ -1,7 +1,7 @@
 """What a recipe may say once its model and its ranks are known: the second half of validation (the first is `core/rules.py`).
 
 Decides nothing new: it asks the model, the folding and the batch for their problems, and adds the settings that this very model never
-reads. Must never change: what `run_problems` accepts, `resolve_model` and `resolve_folding` accept.
+reads. Must never change: what `run_problems` accepts, `resolve_model` and `resolve_mapping` accept.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, Problem
 from phalanx.core.rules import value_of
 from phalanx.core.settings import describe_settings
-from phalanx.plan.folding import Folding, folding_problems, resolve_folding
+from phalanx.plan.folding import Folding, folding_problems
 from phalanx.plan.model import PRESETS, ModelSpec, resolve_model
 from phalanx.plan.pipeline import pipeline_problems, schedule_setting_problems
+from phalanx.plan.stage_foldings import parse_stages, resolve_mapping
 
 
 def run_problems(recipe: Recipe, *, world: int, tokenizer_vocab: int | None = None) -> list[Problem]:
@@ -32,13 +33,13 @@ def run_problems(recipe: Recipe, *, world: int, tokenizer_vocab: int | None = No
         {"global_batch": t.global_batch, "micro_batch": t.micro_batch} if min(t.global_batch, t.micro_batch) > 0 else {}
     )
     try:
-        resolve_folding(recipe.folding, spec, world=world, seq_len=t.seq_len, **batch)
+        resolve_mapping(recipe.folding, spec, world=world, seq_len=t.seq_len, **batch)
     except ConfigError as error:
         seen = {p.where for p in problems}
         problems += [p for p in error.problems if p.where not in seen]
-    if recipe.folding.pp > 1:
+    if recipe.folding.num_stages > 1:
         seen = {p.where for p in problems}
-        found = pipeline_problems(recipe.pipeline, spec, pp=recipe.folding.pp)
+        found = pipeline_problems(recipe.pipeline, spec, pp=recipe.folding.num_stages)
         problems += [p for p in found if p.where not in seen]
     return problems
 
@@ -46,6 +47,12 @@ def run_problems(recipe: Recipe, *, world: int, tokenizer_vocab: int | None = No
 def _modelless_problems(recipe: Recipe, world: int) -> list[Problem]:
     """What is wrong with degrees and schedule alone, where there is no model to hold them against."""
     f = recipe.folding
+    if f.stages is not None:
+        try:
+            parse_stages(f.stages)
+        except ConfigError as error:
+            return list(error.problems)
+        return schedule_setting_problems(recipe.pipeline, pp=len(f.stages))
     found = folding_problems(Folding(world=world, tp=f.tp, cp=f.cp, pp=f.pp, ep=f.ep or 1, etp=f.etp))
     return found + (schedule_setting_problems(recipe.pipeline, pp=f.pp) if f.pp > 1 else [])
 

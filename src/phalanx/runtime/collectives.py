@@ -7,7 +7,7 @@ and sends nothing.
 `sent_bytes` is what leaves this rank for others, own share excluded (folding reference, section 1.4):
 all-to-all: the rows addressed to others; all-gather: own rows x (size - 1); reduce-scatter: all rows but the own share;
 all-reduce: reduce-scatter and all-gather, `2 * bytes * (size - 1) / size`; broadcast: the root sends `bytes * (size - 1)`;
-exchange: all messages sent.
+exchange, send: all messages sent; receive: nothing.
 
 The row collectives are differentiable: all-to-all <-> all-to-all with swapped splits, all-gather <-> reduce-scatter. Gradients are sums over the
 ranks that received a copy, never means. Sums run in rank order, in fp32 for 16-bit types, so results are deterministic.
@@ -275,6 +275,20 @@ class Collectives:
             self._emit(event)
         other._kept.clear()
 
+    def start_send(self, message: Message, axis: Axis, *, op_id: str = "") -> Exchange:
+        """Post one message and return, also where the collectives are `synchronous`: its receiver may post later what we wait for."""
+        sent, peer = _bytes(message.tensor), axis.ranks[message.peer]
+        launch = partial(dist.isend, message.tensor, peer, axis.group, message.tag)
+        call = _Call(op_id, sent, not message.tensor.is_cuda, f"send to rank {peer}")
+        return self._pending("send", axis, call, launch)
+
+    def start_receive(self, message: Message, axis: Axis, *, op_id: str = "") -> Exchange:
+        """Be ready for one message and return, as `start_send` does."""
+        peer = axis.ranks[message.peer]
+        launch = partial(dist.irecv, message.tensor, peer, axis.group, message.tag)
+        call = _Call(op_id, 0, not message.tensor.is_cuda, f"receive from rank {peer}")
+        return self._pending("receive", axis, call, launch)
+
     # ---- rows, uneven and differentiable -------------------------------------------------------------------------------
 
     def all_to_all_rows(
@@ -387,19 +401,22 @@ class Collectives:
 
     def _start(self, op: str, axis: Axis, call: _Call, launch: Callable[[], Any]) -> Exchange:
         """Launch now, wait when the exchange is waited for (at once, if `synchronous`)."""
-        begin_s = time.time() if self.trace else 0.0
-        with _named_errors(op, axis, self.timeout_s, call.op_id):
-            work = launch()
-
-        def finish() -> None:
-            with _named_errors(op, axis, self.timeout_s, call.op_id):
-                self._wait(work, call)
-            self._note(op, axis, call, begin_s)
-
-        exchange = Exchange(finish)
+        exchange = self._pending(op, axis, call, launch)
         if self.synchronous:
             exchange.wait()
         return exchange
+
+    def _pending(self, op: str, axis: Axis, call: _Call, launch: Callable[[], Any]) -> Exchange:
+        begin_s = time.time() if self.trace else 0.0
+        with _named_errors(call.words or op, axis, self.timeout_s, call.op_id):
+            work = launch()
+
+        def finish() -> None:
+            with _named_errors(call.words or op, axis, self.timeout_s, call.op_id):
+                self._wait(work, call)
+            self._note(op, axis, call, begin_s)
+
+        return Exchange(finish)
 
     def _run(self, op: str, axis: Axis, call: _Call, launch: Callable[[], Any]) -> None:
         begin_s = time.time() if self.trace else 0.0
@@ -438,6 +455,8 @@ class _Call:
     op_id: str
     sent_bytes: int
     on_host: bool = True
+    words: str = ""
+    """What an error calls it; the operation's name where empty."""
 
 
 @contextmanager

@@ -97,7 +97,7 @@ class Dispatcher:
         self.spec, self.comms, self.kernels, self.top_k = spec, comms, kernels, top_k
         self.lanes = lanes
         self.ep, self.etp, self.ep_etp = (groups.axis(name) for name in ("ep", "etp", "ep_etp"))
-        self.tp_cp = groups.axis("tp_cp")
+        self.micro = groups.axis("micro")
         self.num_experts = placement.num_experts
         edp = groups.folding.coord(groups.rank, "edp")
         self.slots_G = tuple(int(e) for e in placement.group_slots(edp))
@@ -274,7 +274,7 @@ class Dispatcher:
 
     def _static_rows(self, num_tokens: int) -> int:
         """Rows to each expert in padded mode: the capacity, of which one rank can fill no more than it has tokens."""
-        whole = self.tp_cp.size if self.spec.drop_scope == "full_sequence" else 1
+        whole = self.micro.size if self.spec.drop_scope == "full_sequence" else 1
         return min(num_tokens, self._capacity(num_tokens * whole))
 
     def _capacity(self, num_tokens: int) -> int:
@@ -292,7 +292,7 @@ class Dispatcher:
         """(T, K) which pairs the experts keep; None where all are."""
         if self.spec.policy == "dropless":
             return None
-        axis = self.tp_cp
+        axis = self.micro
         if self.spec.drop_scope == "sub_sequence" or axis.size == 1:
             return kept_pairs(weights_TK, experts_TK, rows=self._capacity(len(experts_TK)), by=self.spec.drop_by)
         at, num_tokens = op_prefix + "dispatch.full_", len(experts_TK)

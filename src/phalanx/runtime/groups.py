@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.core.errors import ConfigError, Problem, RunError, raise_if
-from phalanx.plan.folding import GROUP_AXES, Folding
+from phalanx.plan.stage_foldings import AnyFolding, group_names
 
 DEFAULT_TIMEOUT_S = 600.0
 
@@ -75,9 +75,12 @@ class GroupCache:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Groups:
-    """All groups of one rank in one folding; `axes` has the names of `plan.folding.GROUP_NAMES`."""
+    """All groups of one rank in one folding; `axes` has the names of `plan.stage_foldings.group_names`, and `micro`.
 
-    folding: Folding
+    `micro` are the ranks that share a micro-batch: those of `tp_cp`, and where a stage divides the sequences of a micro-batch, more of its dp.
+    """
+
+    folding: AnyFolding
     rank: int
     axes: Mapping[str, Axis]
 
@@ -85,18 +88,21 @@ class Groups:
         return self.axes[name]
 
 
-def build_groups(folding: Folding, *, rank: int, cache: GroupCache, table_ranks: Sequence[int] | None = None) -> Groups:
+def build_groups(
+    folding: AnyFolding, *, rank: int, cache: GroupCache, table_ranks: Sequence[int] | None = None
+) -> Groups:
     """Create (or find) every group of `folding`. Collective: all ranks call it with the same folding in the same order.
 
     `table_ranks` are the pipeline ranks that hold a tied embedding (`StagePlan.table_ranks`; None: the first and the last one).
     """
     axes: dict[str, Axis] = {}
-    for name in (*GROUP_AXES, "embedding"):
+    for name in group_names(folding):
         given = name == "embedding" and table_ranks is not None
         for ranks in folding.embedding_groups(table_ranks or ()) if given else folding.groups(name):
             group = cache.get(ranks)
             if rank in ranks:
                 axes[name] = Axis(name, ranks, ranks.index(rank), group)
+    axes.setdefault("micro", axes["tp_cp"])
     return Groups(folding=folding, rank=rank, axes=MappingProxyType(axes))
 
 

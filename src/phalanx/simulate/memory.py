@@ -20,11 +20,11 @@ from functools import cached_property
 
 from phalanx.core.config import Recipe
 from phalanx.plan.dispatch import DispatchSpec
-from phalanx.plan.folding import Folding
 from phalanx.plan.layout import FlatLayout, flat_layouts, stage_params
 from phalanx.plan.model import ModelSpec
 from phalanx.plan.pipeline import Pipeline, make_pipeline
 from phalanx.plan.placement import Placement, plain_placement
+from phalanx.plan.stage_foldings import AnyFolding
 from phalanx.plan.stages import Stage
 from phalanx.simulate import activations as act
 from phalanx.simulate.balance import Balance, expected_balance
@@ -96,7 +96,7 @@ class MemoryEstimate:
 def estimate_memory(
     recipe: Recipe,
     spec: ModelSpec,
-    folding: Folding,
+    folding: AnyFolding,
     *,
     rank: int = 0,
     placement: Placement | None = None,
@@ -114,10 +114,10 @@ def estimate_memory(
         spec=spec,
         folding=folding,
         rank=rank,
-        placement=placement or plain_placement(max(1, spec.num_experts), folding),
+        placement=placement or plain_placement(max(1, spec.num_experts), folding.of_rank(rank)),
         threads=threads,
         text_bytes=text_bytes,
-        balance=balance or expected_balance(recipe, spec, folding),
+        balance=balance or expected_balance(recipe, spec, folding.of_rank(rank)),
     )
     return MemoryEstimate(rank=rank, moments=tuple(run.moments()), balance=run.balance)
 
@@ -139,7 +139,7 @@ def state_terms(layouts: Mapping[str, FlatLayout], *, item: int, borrowed: froze
 class _Run:
     recipe: Recipe
     spec: ModelSpec
-    folding: Folding
+    folding: AnyFolding
     rank: int
     placement: Placement
     threads: int
@@ -202,7 +202,7 @@ class _Run:
     @property
     def num_microbatches(self) -> int:
         t = self.recipe.train
-        return max(1, t.global_batch // (t.micro_batch * self.folding.dp))
+        return max(1, t.global_batch // (t.micro_batch * self.folding.replicas))
 
     @property
     def in_flight(self) -> int:
@@ -242,9 +242,9 @@ class _Run:
         given = {k: v for k, v in dataclasses.asdict(d).items() if v is not None}
         return act.Local(
             spec=self.spec,
-            folding=self.folding,
+            folding=self.folding.of_rank(self.rank),
             dispatch=DispatchSpec(**given),
-            sequences=t.micro_batch,
+            sequences=t.micro_batch // self.folding.share_of(self.rank)[1],
             seq_len=t.seq_len,
             item=self.item,
             recompute=t.recompute,
@@ -362,7 +362,7 @@ class _Run:
             return ends + [n for part in kept[:layer] for n in part] * self.in_flight
 
         every, last = upto(len(kept)), len(self.layers) - 1
-        if self.layers[last] in self.spec.moe_layers:
+        if self.layers and self.layers[last] in self.spec.moe_layers:
             yield f"forward, layer {self.layers[last]}", every, act.experts_forward(x), 0
         if any(stage.has_head for stage in self.stages):
             yield "forward, the head", every, act.head_forward(x), 0

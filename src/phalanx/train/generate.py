@@ -18,7 +18,7 @@ import torch
 from phalanx.models.context import ForwardInfo, TokenBatch
 from phalanx.models.decoder import DecoderOutput
 from phalanx.models.shard import part_of
-from phalanx.plan.folding import Folding
+from phalanx.plan.stage_foldings import AnyFolding
 from phalanx.plan.stages import Stage
 from phalanx.train.passes import StageRunner
 
@@ -54,7 +54,8 @@ def next_logits(runner: StageRunner, tokens: Sequence[int]) -> torch.Tensor:
     """
     model, groups = runner.model, runner.groups
     filling = (-len(tokens)) % _unit(groups.folding)
-    batch = part_of(_window(tokens, filling, model.device), groups.folding, groups.rank)
+    window = _window(tokens, filling, model.device, copies=_shares(groups.folding))
+    batch = part_of(window, groups.folding, groups.rank)
     last = len(tokens) - 1
     hidden_H = torch.zeros(
         model.spec.hidden, dtype=torch.promote_types(model.dtype, torch.float32), device=model.device
@@ -77,20 +78,26 @@ def next_logits(runner: StageRunner, tokens: Sequence[int]) -> torch.Tensor:
     return logits_V.cpu()  # SYNC: the next token is chosen on the host
 
 
-def _unit(folding: Folding) -> int:
-    """Windows of a multiple of so many tokens can be shared by the tp and cp ranks (zigzag halves)."""
-    return folding.tp if folding.cp == 1 else math.lcm(2 * folding.cp, folding.cp * folding.tp)
+def _unit(folding: AnyFolding) -> int:
+    """Windows of a multiple of so many tokens can be shared by the tp and cp ranks of every stage (zigzag halves)."""
+    stages = {folding.of_rank(rank) for rank in range(folding.world)}
+    return math.lcm(*(s.tp if s.cp == 1 else math.lcm(2 * s.cp, s.cp * s.tp) for s in stages))
 
 
-def _window(tokens: Sequence[int], filling: int, device: torch.device) -> TokenBatch:
+def _shares(folding: AnyFolding) -> int:
+    """Sequences that a window needs so that the ranks which share a micro-batch get some: the same one, again and again."""
+    return math.lcm(*{folding.share_of(rank)[1] for rank in range(folding.world)})
+
+
+def _window(tokens: Sequence[int], filling: int, device: torch.device, *, copies: int) -> TokenBatch:
     length = len(tokens)
     tokens_1S = torch.tensor([[*tokens, *[0] * filling]], dtype=torch.int64, device=device)
     positions = torch.cat((torch.arange(length), torch.arange(filling))).to(device)
     return TokenBatch(
-        tokens_BS=tokens_1S,
-        labels_BS=torch.full_like(tokens_1S, -100),
-        positions_BS=positions.unsqueeze(0),
-        segments=((length, filling) if filling else (length,),),
+        tokens_BS=tokens_1S.repeat(copies, 1),
+        labels_BS=torch.full_like(tokens_1S, -100).repeat(copies, 1),
+        positions_BS=positions.unsqueeze(0).repeat(copies, 1),
+        segments=((length, filling) if filling else (length,),) * copies,
     )
 
 

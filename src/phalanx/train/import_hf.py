@@ -23,11 +23,11 @@ from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.core.recipe import describe_settings, dump_recipe, load_recipe
 from phalanx.data.tokenizer import ByteTokenizer, Tokenizer, parse_choice, read_tokenizer_file
 from phalanx.models.families.names import shapes_of
-from phalanx.plan.folding import resolve_folding, to_dict
 from phalanx.plan.layout import boxes_of_range
 from phalanx.plan.model import ModelSpec, buffers, resolve_model
 from phalanx.plan.model_settings import settings_for
 from phalanx.plan.recipe import run_problems
+from phalanx.plan.stage_foldings import resolve_mapping, to_json_dict
 from phalanx.runtime.boxes import BoxTensor
 from phalanx.runtime.checkpoint import CheckpointManager
 from phalanx.runtime.checkpoint_folder import RunState
@@ -222,7 +222,7 @@ def small_files(folder: Path) -> list[Path]:
 
 def _run_state(job: Import, info: WorldInfo) -> RunState:
     t = job.recipe.train
-    folding = resolve_folding(
+    folding = resolve_mapping(
         job.recipe.folding,
         job.spec,
         world=info.world,
@@ -235,7 +235,7 @@ def _run_state(job: Import, info: WorldInfo) -> RunState:
         loader={},  # no sample was drawn: the first training run decides data and batch
         model=json.loads(job.spec.to_json()), model_hash=job.spec.hash,
         recipe_hash=hashlib.sha256(dump_recipe(job.recipe).encode()).hexdigest()[:16],
-        folding=to_dict(folding), world=info.world, versions=versions(),
+        folding=to_json_dict(folding), world=info.world, versions=versions(),
     )  # fmt: skip
 
 

@@ -85,7 +85,7 @@ class StageRunner:
         run_pipeline(plan, passes, self._boundary(plan, batches), name=lambda transfer: _id(transfer, infos))
 
     def _boundary(self, plan: PipelinePlan, batches: Sequence[TokenBatch]) -> Boundary:
-        rows = {_num_rows(batch, tp=self.groups.folding.tp) for batch in batches}
+        rows = {_num_rows(batch, tp=self.groups.axis("tp").size) for batch in batches}
         if len(rows) != 1:
             raise ValueError(
                 f"the micro-batches of a step have {sorted(rows)} rows: a pipeline needs one shape for all"
@@ -157,7 +157,9 @@ class _TrainingPasses:
 
     def _last_gradients(self) -> dict[Action, list[str]]:
         runner = self.runner
-        order = runner.pipeline.plan(len(self.batches)).schedule.actions[runner.groups.axis("pp").index]
+        order = runner.pipeline.plan(len(self.batches)).schedule.actions[
+            runner.groups.folding.coord(runner.groups.rank, "pp")
+        ]
         names = {i: [p.name for p in stage_params(runner.model.spec, [stage])] for i, stage in self.stages.items()}
         return last_gradients(order, names, runner.model.put_off)
 

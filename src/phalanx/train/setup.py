@@ -31,10 +31,10 @@ from phalanx.observe.console import wants_live
 from phalanx.observe.preparation import PreparationProgress
 from phalanx.observe.sinks import Sinks, open_sinks
 from phalanx.plan.dispatch import DispatchSpec
-from phalanx.plan.folding import Folding, resolve_folding
 from phalanx.plan.model import ModelSpec, resolve_model
 from phalanx.plan.pipeline import Pipeline, make_pipeline
 from phalanx.plan.placement import plain_placement
+from phalanx.plan.stage_foldings import AnyFolding, resolve_mapping
 from phalanx.runtime.allocator import keep_freed_memory
 from phalanx.runtime.collectives import Collectives
 from phalanx.runtime.groups import GroupCache, WorldInfo, build_groups, init_world
@@ -139,20 +139,20 @@ def prepare_text(rank: Rank, *, resume: str | None, stop: StopRequest) -> Prepar
     return found[0]
 
 
-def resolve_shape(recipe: Recipe, *, world: int, tokenizer_vocab: int) -> tuple[ModelSpec, Folding]:
+def resolve_shape(recipe: Recipe, *, world: int, tokenizer_vocab: int) -> tuple[ModelSpec, AnyFolding]:
     """Model and mapping of a run on `world` ranks. Raises `ConfigError` with everything that is wrong with them."""
     spec = resolve_model(recipe.model, recipe.router, tokenizer_vocab=tokenizer_vocab)
     t = recipe.train
-    folding = resolve_folding(
+    folding = resolve_mapping(
         recipe.folding, spec, world=world, seq_len=t.seq_len, global_batch=t.global_batch, micro_batch=t.micro_batch
     )
     return spec, folding
 
 
-def resolve_pipeline(recipe: Recipe, spec: ModelSpec, folding: Folding) -> Pipeline:
+def resolve_pipeline(recipe: Recipe, spec: ModelSpec, folding: AnyFolding) -> Pipeline:
     """Schedule and stages. Raises `ConfigError` with everything that is wrong with them."""
     t = recipe.train
-    each = t.global_batch // (t.micro_batch * folding.dp)
+    each = t.global_batch // (t.micro_batch * folding.replicas)
     return make_pipeline(recipe.pipeline, spec, pp=folding.pp, seq_len=t.seq_len, num_microbatches=each)
 
 
@@ -181,7 +181,7 @@ def agreed_rows(found: Rows | None, peers: Peers, emit: Emit) -> Rows | None:
     return None
 
 
-def make_context(rank: Rank, spec: ModelSpec, folding: Folding, pipeline: Pipeline) -> ModelContext:
+def make_context(rank: Rank, spec: ModelSpec, folding: AnyFolding, pipeline: Pipeline) -> ModelContext:
     """Groups of the folding and all that modules need. Collective."""
     recipe = rank.recipe
     # on a CPU the kernels divide work among threads themselves; other devices need one thread to feed them
@@ -191,7 +191,7 @@ def make_context(rank: Rank, spec: ModelSpec, folding: Folding, pipeline: Pipeli
     return ModelContext(
         spec=spec,
         dispatch=dispatch_spec(recipe.dispatch),
-        placement=plain_placement(max(1, spec.num_experts), folding),
+        placement=plain_placement(max(1, spec.num_experts), folding.of_rank(rank.info.rank)),
         groups=build_groups(folding, rank=rank.info.rank, cache=rank.cache, table_ranks=pipeline.stages.table_ranks),
         pipeline=pipeline.stages,
         comms=Collectives(emit=rank.sinks, timeout_s=recipe.launch.timeout_s),

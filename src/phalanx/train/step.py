@@ -160,13 +160,13 @@ def _infos(
     balance_counts_LE: torch.Tensor | None = None,
 ) -> list[ForwardInfo]:
     """One for each micro-batch of this rank."""
-    dp = parts.groups.axis("dp")
+    folding, rank = parts.groups.folding, parts.groups.rank
     return [
         ForwardInfo(
             step=step,
-            microbatch=dp.index * len(batches) + index,
+            microbatch=folding.replica_of(rank) * len(batches) + index,
             phase=phase,
-            num_microbatches=dp.size * len(batches),
+            num_microbatches=folding.replicas * len(batches),
             balance_counts_LE=balance_counts_LE,
         )
         for index in range(len(batches))

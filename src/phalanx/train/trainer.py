@@ -42,8 +42,8 @@ from phalanx.data.prepare import Prepared
 from phalanx.models.context import TokenBatch
 from phalanx.models.shard import part_of
 from phalanx.observe.summary import print_summary
-from phalanx.plan.folding import Folding, to_dict
 from phalanx.plan.model import ModelSpec, flops_per_token
+from phalanx.plan.stage_foldings import AnyFolding, to_json_dict
 from phalanx.runtime.checkpoint import CheckpointManager
 from phalanx.runtime.checkpoint_folder import RunState
 from phalanx.runtime.groups import WorldInfo, close_world
@@ -188,11 +188,11 @@ def _loader(recipe: Recipe, prepared: Prepared) -> Loader:
     )
 
 
-def _microbatches_per_rank(recipe: Recipe, folding: Folding) -> int:
-    return recipe.train.global_batch // (recipe.train.micro_batch * folding.dp)
+def _microbatches_per_rank(recipe: Recipe, folding: AnyFolding) -> int:
+    return recipe.train.global_batch // (recipe.train.micro_batch * folding.replicas)
 
 
-def token_batch(micro: MicroBatch, device: torch.device, *, folding: Folding, rank: int) -> TokenBatch:
+def token_batch(micro: MicroBatch, device: torch.device, *, folding: AnyFolding, rank: int) -> TokenBatch:
     """The part of a micro-batch of the loader that `rank` works on, as tensors on `device`."""
     tokens, labels, positions = (torch.from_numpy(a).to(device) for a in (micro.tokens, micro.labels, micro.positions))
     whole = TokenBatch(tokens_BS=tokens, labels_BS=labels, positions_BS=positions, segments=micro.segments)
@@ -210,7 +210,7 @@ class Trainer:
     stop: StopRequest
     prepared: Prepared
     spec: ModelSpec
-    folding: Folding
+    folding: AnyFolding
     parts: StepParts
     loader: Loader
     manager: CheckpointManager
@@ -279,7 +279,7 @@ class Trainer:
             self._save()
 
     def _load(self, step: int) -> list[MicroBatch]:
-        return self.loader.microbatches(step, dp_index=self._dp_index, dp_size=self.folding.dp)
+        return self.loader.microbatches(step, dp_index=self._replica, dp_size=self.folding.replicas)
 
     def _token_batch(self, micro: MicroBatch) -> TokenBatch:
         return token_batch(micro, self.rank.device, folding=self.folding, rank=self.rank.info.rank)
@@ -287,11 +287,13 @@ class Trainer:
     @property
     def _first_of_replica(self) -> bool:
         """Of the ranks that work on the same samples one keeps the ledger."""
-        return all(self.folding.coord(self.rank.info.rank, axis) == 0 for axis in ("tp", "cp", "pp"))
+        rank = self.rank.info.rank
+        first = all(self.folding.coord(rank, axis) == 0 for axis in ("tp", "cp", "pp"))
+        return first and self.folding.share_of(rank)[0] == 0
 
     @property
-    def _dp_index(self) -> int:
-        return self.folding.coord(self.rank.info.rank, "dp")
+    def _replica(self) -> int:
+        return self.folding.replica_of(self.rank.info.rank)
 
     # ---- what a person sees
 
@@ -339,7 +341,7 @@ class Trainer:
         batches = [
             self._token_batch(micro)
             for number in range(self.validation.num_batches)
-            for micro in self.validation.microbatches(number, dp_index=self._dp_index, dp_size=self.folding.dp)
+            for micro in self.validation.microbatches(number, dp_index=self._replica, dp_size=self.folding.replicas)
         ]
         loss, tokens = eval_loss(self.parts, batches, step=self.step)
         self.last_validation = (self.step, loss)
@@ -411,7 +413,7 @@ class Trainer:
         return RunState(
             step=self.step, samples=samples, tokens=samples * t.seq_len, seed=t.seed, loader=self.loader.state(self.step),
             model=json.loads(self.spec.to_json()), model_hash=self.spec.hash, recipe_hash=self.recipe_hash,
-            folding=to_dict(self.folding), world=self.rank.info.world, versions=versions(),
+            folding=to_json_dict(self.folding), world=self.rank.info.world, versions=versions(),
         )  # fmt: skip
 
     def _write_status(self, status: Literal["running", "finished", "interrupted"]) -> None:

@@ -25,6 +25,7 @@ from phalanx.models.decoder import Decoder, DecoderOutput
 from phalanx.models.shard import part_of
 from phalanx.plan.folding import GRADIENT_RULES, Folding, GradientRule, to_dict
 from phalanx.plan.grid import Grid
+from phalanx.plan.stage_foldings import AnyFolding
 from phalanx.plan.stages import Stage
 from phalanx.plan.zigzag import make_layout
 from phalanx.runtime.collectives import Collectives, Exchange, ReduceOp
@@ -38,7 +39,7 @@ Rules = Mapping[str, GradientRule]
 Alter = Callable[[StepParts], StepParts]
 
 
-def _groups(folding: Folding, rank: int, cache: GroupCache, table_ranks: Sequence[int]) -> Groups:
+def _groups(folding: AnyFolding, rank: int, cache: GroupCache, table_ranks: Sequence[int]) -> Groups:
     return build_groups(folding, rank=rank, cache=cache, table_ranks=table_ranks)
 
 
@@ -58,10 +59,10 @@ class Fault:
     summary: str
     needs: Callable[[Case], bool] = _anywhere
     rules: Rules = field(default_factory=lambda: GRADIENT_RULES)
-    groups: Callable[[Folding, int, GroupCache, Sequence[int]], Groups] = _groups
+    groups: Callable[[AnyFolding, int, GroupCache, Sequence[int]], Groups] = _groups
     comms: type[Collectives] = Collectives
     alter: Alter = _same
-    cut: Callable[[TokenBatch, Folding, int], TokenBatch] = part_of
+    cut: Callable[[TokenBatch, AnyFolding, int], TokenBatch] = part_of
 
 
 PER_FAULT = 2
@@ -245,8 +246,9 @@ class _EpFastest(Folding):
         return Grid(tuple((axis, self.degree(axis)) for axis in ("ep", "etp", "edp", "pp")))
 
 
-def _swapped_groups(folding: Folding, rank: int, cache: GroupCache, table_ranks: Sequence[int]) -> Groups:
+def _swapped_groups(folding: AnyFolding, rank: int, cache: GroupCache, table_ranks: Sequence[int]) -> Groups:
     """Groups in one order, weights laid out in the other."""
+    assert isinstance(folding, Folding)  # planted where all stages are alike
     degrees = {k: v for k, v in to_dict(folding).items() if k not in ("dp", "edp")}
     return dataclasses.replace(
         build_groups(_EpFastest(**degrees), rank=rank, cache=cache, table_ranks=table_ranks), folding=folding
@@ -433,15 +435,15 @@ def _version(wrong: type[_OtherVersion]) -> Alter:
     return alter
 
 
-def _contiguous_positions(batch: TokenBatch, folding: Folding, rank: int) -> TokenBatch:
+def _contiguous_positions(batch: TokenBatch, folding: AnyFolding, rank: int) -> TokenBatch:
     """The rank has its zigzag tokens and turns them by the positions of a contiguous part."""
     part = part_of(batch, folding, rank)
-    layout = make_layout("contiguous", seq_len=batch.tokens_BS.shape[1], cp=folding.cp)
+    layout = make_layout("contiguous", seq_len=batch.tokens_BS.shape[1], cp=folding.of_rank(rank).cp)
     wrong = torch.from_numpy(layout.positions(folding.coord(rank, "cp")))
     return dataclasses.replace(part, positions_BS=batch.positions_BS[:, wrong])
 
 
-def _ahead_inside_part(batch: TokenBatch, folding: Folding, rank: int) -> TokenBatch:
+def _ahead_inside_part(batch: TokenBatch, folding: AnyFolding, rank: int) -> TokenBatch:
     """What is ahead of a token is looked for among the rank's own, as if they followed one another."""
     return dataclasses.replace(part_of(batch, folding, rank), whole=None, columns_S=None)
 
@@ -451,7 +453,12 @@ def _ahead_inside_part(batch: TokenBatch, folding: Folding, rank: int) -> TokenB
 
 def _over(*axes: str) -> Callable[[Case], bool]:
     """All of these axes are larger than one."""
-    return lambda case: all(case.folding.degree(axis) > 1 for axis in axes)
+    return lambda case: all(_degrees(case).degree(axis) > 1 for axis in axes)
+
+
+def _degrees(case: Case) -> Folding:
+    """Faults are planted where all stages are alike."""
+    return case.folding if isinstance(case.folding, Folding) else Folding(world=1)
 
 
 def _and(*conditions: Callable[[Case], bool]) -> Callable[[Case], bool]:
@@ -459,7 +466,7 @@ def _and(*conditions: Callable[[Case], bool]) -> Callable[[Case], bool]:
 
 
 def _experts_replicated_less(case: Case) -> bool:
-    return case.folding.edp < case.folding.dp
+    return _degrees(case).edp < _degrees(case).dp
 
 
 def _global_aux(case: Case) -> bool:
@@ -477,7 +484,7 @@ def _local_aux(case: Case) -> bool:
 
 
 def _shared_microbatch(case: Case) -> bool:
-    return case.folding.tp * case.folding.cp > 1
+    return _degrees(case).tp * _degrees(case).cp > 1
 
 
 def _predicts_further(case: Case) -> bool:

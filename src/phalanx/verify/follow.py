@@ -130,7 +130,7 @@ def _on_mapping(case: Case, steps: int, info: WorldInfo, stop: StopRequest) -> C
     cache = GroupCache(timeout_s=TIMEOUT_S)
     groups = build_groups(folding, rank=info.rank, cache=cache, table_ranks=pipeline.stages.table_ranks)
     ctx = context(setup, groups, Collectives(timeout_s=TIMEOUT_S), dtype=torch.float64)
-    each, index = setup.accumulation, groups.axis("dp").index
+    each, index = setup.accumulation, folding.replica_of(info.rank)
     parts = assemble(ctx, optim=setup.optim, num_microbatches=each, pipeline=pipeline)
     mine = range(index * each, (index + 1) * each)
     curve = _run(case, parts, mine, steps=steps, stop=stop, cut=lambda batch: part_of(batch, folding, info.rank))
@@ -140,7 +140,7 @@ def _on_mapping(case: Case, steps: int, info: WorldInfo, stop: StopRequest) -> C
 
 
 def _on_one(case: Case, steps: int, info: WorldInfo, stop: StopRequest) -> Curve:
-    total = case.folding.dp * case.setup.accumulation
+    total = case.folding.replicas * case.setup.accumulation
     parts = alone(case.setup, num_microbatches=total, dtype=torch.float64)
     where = partition(case.setup, case.folding)
     return _run(case, parts, range(total), steps=steps, stop=stop, cut=lambda batch: in_parts(batch, where))
@@ -157,7 +157,7 @@ def _run(
 ) -> Curve:
     """All steps; of each the micro-batches `mine`, cut to what this rank has of them. Collective."""
     start(parts, StartingValues())
-    total, curve = case.folding.dp * case.setup.accumulation, Curve()
+    total, curve = case.folding.replicas * case.setup.accumulation, Curve()
     for step in range(steps):
         end_if(stop)
         batches = [cut(microbatch(case.setup, step * total + j)) for j in mine]

@@ -37,6 +37,7 @@ from phalanx.plan.folding import Folding, make_folding
 from phalanx.plan.layout import Box, local_param
 from phalanx.plan.model import buffers, parameters
 from phalanx.plan.placement import plain_placement
+from phalanx.plan.stage_foldings import AnyFolding
 from phalanx.runtime.boxes import BoxTensor
 from phalanx.runtime.collectives import Collectives
 from phalanx.runtime.gradients import ReducedGradients
@@ -94,7 +95,7 @@ def context(setup: Setup, groups: Groups, comms: Collectives, *, dtype: torch.dt
     return ModelContext(
         spec=setup.spec,
         dispatch=setup.dispatch,
-        placement=plain_placement(max(setup.spec.num_experts, 1), groups.folding),
+        placement=plain_placement(max(setup.spec.num_experts, 1), groups.folding.of_rank(groups.rank)),
         groups=groups,
         comms=comms,
         dtype=dtype,
@@ -131,13 +132,14 @@ def start(parts: StepParts, values: StartingValues) -> None:
 
 def model_boxes(parts: StepParts) -> list[BoxTensor]:
     """What the modules compute with, `param/<name>` and `buffer/<name>`: read from the modules, not from the state behind them."""
-    folding, placement = parts.groups.folding, plain_placement(max(parts.spec.num_experts, 1), parts.groups.folding)
+    folding, rank = parts.groups.folding, parts.groups.rank
+    placement = plain_placement(max(parts.spec.num_experts, 1), folding.of_rank(rank))
     held = dict(parts.model.named_parameters())
     out = []
     for param in parameters(parts.spec):
         if param.name not in held:  # of another pipeline stage
             continue
-        for piece in local_param(param, folding, placement, parts.groups.rank).pieces:
+        for piece in local_param(param, folding, placement, rank).pieces:
             tensor = held[param.name].detach()[piece.local.slices()]
             out.append(BoxTensor(f"param/{param.name}", param.shape, piece.box, tensor, primary=False))
     tensors = dict(parts.model.named_buffers())
@@ -190,10 +192,19 @@ def alone(setup: Setup, *, num_microbatches: int, dtype: torch.dtype) -> StepPar
     return assemble(ctx, optim=plain.optim, num_microbatches=num_microbatches)
 
 
-def partition(setup: Setup, folding: Folding) -> Folding:
-    """The mapping whose parts of a micro-batch the one-rank run must know: the tp and cp alone, where rows are dropped by part of a sequence."""
+def partition(setup: Setup, folding: AnyFolding) -> Folding:
+    """The mapping whose parts of a micro-batch the one-rank run must know: the tp and cp alone, where rows are dropped by part of a sequence.
+
+    Raises `RunError` where the stages have parts of their own: no one-rank run drops by all of them.
+    """
     by_part = setup.dispatch.policy == "drop" and setup.dispatch.drop_scope == "sub_sequence"
-    return Folding(world=folding.tp * folding.cp, tp=folding.tp, cp=folding.cp) if by_part else ALONE
+    if not by_part:
+        return ALONE
+    if not isinstance(folding, Folding):
+        raise RunError(
+            'stages with foldings of their own drop by different parts of a sequence; verify with dispatch.drop_scope = "full_sequence"'
+        )
+    return Folding(world=folding.tp * folding.cp, tp=folding.tp, cp=folding.cp)
 
 
 def in_parts(batch: TokenBatch, folding: Folding) -> TokenBatch:

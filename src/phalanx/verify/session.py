@@ -165,8 +165,8 @@ def run_case(
     fault, setup, pipeline = task.fault, task.case.setup, task.case.pipeline
     groups = fault.groups(task.case.folding, rank, cache, pipeline.stages.table_ranks)
     comms = fault.comms(timeout_s=job.timeout_s)
-    dp = groups.axis("dp")
-    each = len(want.patches) // dp.size
+    replica, replicas = groups.folding.replica_of(rank), groups.folding.replicas
+    each = len(want.patches) // replicas
     parts = assemble(
         context(setup, groups, comms, dtype=job.dtype),
         optim=setup.optim,
@@ -175,7 +175,7 @@ def run_case(
         rules=fault.rules,
     )
     initial = [dataclasses.replace(b, tensor=b.tensor.clone()) for b in model_boxes(parts)]
-    mine = range(dp.index * each, (dp.index + 1) * each)
+    mine = range(replica * each, (replica + 1) * each)
     batches = [fault.cut(microbatch(setup, j, patches=want.patches[j]), groups.folding, rank) for j in mine]
     result, gradients = run_step(parts, batches, values=values, alter=fault.alter)
     return compare(parts, result, gradients, initial=initial, want=want, case=index)
@@ -201,7 +201,7 @@ def _reference_key(job: Job, case: Case) -> _Key:
     plain = dataclasses.replace(
         setup, label="", zero=0, recompute="none", buckets=False, cp_method="ring", kernels=kernels, accumulation=1
     )
-    return _Key(plain, f.dp * setup.accumulation, partition(setup, f))
+    return _Key(plain, f.replicas * setup.accumulation, partition(setup, f))
 
 
 def _reference_paths(job: Job, folder: Path) -> list[tuple[_Key, Path]]:

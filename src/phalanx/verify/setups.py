@@ -7,6 +7,7 @@ mapping have in common; `Case` adds the mapping.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -16,6 +17,7 @@ from phalanx.plan.dispatch import DispatchSpec
 from phalanx.plan.folding import Folding, legal_foldings
 from phalanx.plan.model import MlaSpec, ModelSpec, RouterSpec
 from phalanx.plan.pipeline import Pipeline, choose_schedule, make_pipeline
+from phalanx.plan.stage_foldings import AnyFolding, parse_stages
 from phalanx.verify.pairwise import pairwise
 
 SEQ_LEN = 32
@@ -66,7 +68,7 @@ class Case:
     """A setup on a mapping."""
 
     setup: Setup
-    folding: Folding
+    folding: AnyFolding
     pipe: PipelineConfig = field(default_factory=PipelineConfig)
 
     @property
@@ -233,7 +235,7 @@ def default_cases(world: int, *, axes: Sequence[str] = EXACT_AXES) -> list[Case]
     cases = [_case(row, world) for row in pairwise(factors, dear=DEAR, excluded=_cannot_meet)]
     for pp in PIPELINES if "pp" in axes else ():
         cases += pipeline_cases(world, pp) if world % pp == 0 else []
-    return cases
+    return cases + (staged_cases(world) if "pp" in axes else [])
 
 
 SCHEDULES: Sequence[PipelineConfig] = (
@@ -292,6 +294,32 @@ def pipeline_cases(world: int, pp: int) -> list[Case]:
     return cases
 
 
+STAGED: Mapping[int, Sequence[str]] = {
+    4: ("tp1/tp2/tp1", "dp2.ep2/tp2.etp2"),
+    8: ("tp1/tp2/tp4.ep4/tp1", "cp2.ep2/tp2.etp2/tp2.cp2.ep4", "dp2.ep2/tp2.dp2.ep4/cp2", "dp2.tp2.ep2.etp2/dp4.ep4"),
+    9: ("tp1/tp2/tp4/tp2", "tp1/tp2.etp2/tp2.cp2.ep4/dp2.ep2"),
+    16: ("tp4.ep4/dp2.tp2.ep4/cp4.ep2.etp2/tp2.dp2.ep2", "dp2.tp2.ep2.etp2/tp4.dp2.ep8/dp4.ep4"),
+}
+"""By ranks: stages with foldings of their own. Degrees grow and shrink from stage to stage on every axis; dp that no other stage has shares sequences."""
+
+
+def staged_cases(world: int) -> list[Case]:
+    """Each of `STAGED` with some of the schedules, which take turns; what a schedule does beside an option, uniform stages have shown."""
+    factors = {**PIPELINE_FACTORS, "tied": (False,), "mtp": (0,), "dispatch": ("dropless", "drop-prob-full")}
+    cases = []
+    for i, text in enumerate(STAGED.get(world, ())):
+        folding = parse_stages(text.split("/"))
+        rows = pairwise({**factors, "accumulation": (3, 5), "pipe": SCHEDULES}, seed=i, dear=DEAR)
+        first = {row["pipe"]: row for row in reversed(rows)}
+        for pipe in SCHEDULES if world == WHOLE_WORLD else SCHEDULES[i :: len(STAGED[world])]:
+            virtual = choose_schedule(pipe)[1]
+            setup = setup_of(first[pipe], num_layers=folding.pp * virtual)
+            cases.append(Case(setup=setup, folding=folding, pipe=pipe))
+    return cases
+
+
+WHOLE_WORLD = 9
+"""Small and uneven: here every schedule meets stages of its own."""
 PAIRED_WORLD = 8
 STRIDE = 7
 """Neighbouring mappings are alike; this many apart, few cases see many kinds."""
@@ -321,7 +349,7 @@ def _serves(method: str, tp: int, cp: int) -> bool:
     return method != "ulysses" or (heads % cp == 0 and (kv % cp == 0 or cp % kv == 0))
 
 
-def recipe_cases(recipe: Recipe, spec: ModelSpec, folding: Folding, dispatch: DispatchSpec) -> list[Case]:
+def recipe_cases(recipe: Recipe, spec: ModelSpec, folding: AnyFolding, dispatch: DispatchSpec) -> list[Case]:
     """The recipe's own options, mapping and pipeline on a shrunken model, with one and with two micro-batches per rank."""
     pipe = dataclasses.replace(recipe.pipeline, layers=None)  # its layers are divided anew: the small model has fewer
     small = shrink(spec, folding, virtual=choose_schedule(pipe)[1] if folding.pp > 1 else 1)
@@ -348,8 +376,17 @@ def _kernels(recipe: Recipe) -> Literal["fast", "compiled", "reference"]:
     return recipe.kernels.implementation
 
 
-def shrink(spec: ModelSpec, folding: Folding, *, virtual: int = 1) -> ModelSpec:
+def _largest(folding: AnyFolding) -> Folding:
+    """The degrees that a model must divide by: of each axis the least common multiple of all stages."""
+    if isinstance(folding, Folding):
+        return folding
+    most = {axis: math.lcm(*(s.degree(axis) for s in folding.stages)) for axis in ("tp", "cp", "ep", "etp")}
+    return Folding(world=folding.world, pp=folding.pp, **most)
+
+
+def shrink(spec: ModelSpec, mapping: AnyFolding, *, virtual: int = 1) -> ModelSpec:
     """Same options, small numbers: few layers (one a stage), narrow, no more experts than the mapping and the routing need."""
+    folding = _largest(mapping)
     dense = min(spec.dense_layers, 1)
     num_stages = folding.pp * virtual
     heads = folding.tp * max(2, folding.cp)  # ulysses exchanges whole ones
