@@ -18,10 +18,11 @@ from phalanx.plan.folding import make_folding
 from phalanx.plan.model import PRESETS
 from phalanx.plan.pipeline import Pipeline, make_pipeline
 from phalanx.plan.schedule import Action
-from phalanx.plan.schedule_comm import Recv, Run, Send, Transfer, batches
+from phalanx.plan.schedule_comm import PipelinePlan, Recv, Run, Send, Transfer, batches
+from phalanx.runtime.boundary import Boundary, direct_edges
 from phalanx.runtime.collectives import Collectives, Exchange
 from phalanx.runtime.groups import Axis, GroupCache, build_groups
-from phalanx.runtime.pipeline import Boundary, _Executor, agree_on, run_pipeline
+from phalanx.runtime.pipeline import Tensors, agree_on, run_pipeline
 from phalanx.train.passes import _id
 from pipeline_help import PIPELINES
 from ranks import RankError, run_ranks
@@ -35,13 +36,15 @@ def pipeline_of(config: PipelineConfig, pp: int) -> Pipeline:
     return make_pipeline(config, SPEC, pp=pp, seq_len=32)
 
 
-def boundary_of(rank: int, cache: GroupCache, pp: int, **comms) -> Boundary:
-    groups = build_groups(make_folding(world=pp, pp=pp), rank=rank, cache=cache)
+def boundary_of(rank: int, cache: GroupCache, plan: PipelinePlan, **comms) -> Boundary:
+    pp = plan.schedule.pp
+    axis = build_groups(make_folding(world=pp, pp=pp), rank=rank, cache=cache).axis("pp")
     return Boundary(
-        shape=(ROWS, HIDDEN),
+        position=axis.index,
+        edges=direct_edges(plan, (ROWS, HIDDEN), axis.ranks),
         dtype=torch.float64,
         device=torch.device("cpu"),
-        axis=groups.axis("pp"),
+        axis=axis,
         comms=Collectives(**{"timeout_s": 20.0, **comms}),
     )
 
@@ -62,29 +65,29 @@ class Numbers:
         self.most_given = max(self.most_given, len(self.given))
         return out
 
-    def forward(self, stage: int, microbatch: int, x_TH: torch.Tensor | None) -> torch.Tensor | None:
+    def forward(self, stage: int, microbatch: int, inputs: Tensors) -> Tensors:
         self.done.append(Action("F", stage, microbatch))
-        assert (x_TH is None) == (stage == 0)
-        value = (microbatch if x_TH is None else x_TH[0, 0].item()) + 10.0**stage
+        assert len(inputs) == (stage > 0)
+        value = (inputs[0][0, 0].item() if inputs else microbatch) + 10.0**stage
         if stage == self.last:
             self.results["F", microbatch] = value
-            return None
-        return self._out(value)
+            return ()
+        return (self._out(value),)
 
-    def _back(self, kind: str, stage: int, microbatch: int, d_out_TH: torch.Tensor | None) -> torch.Tensor | None:
+    def _back(self, kind: str, stage: int, microbatch: int, d_outputs: Tensors) -> Tensors:
         self.done.append(Action(kind, stage, microbatch))  # type: ignore[arg-type]
-        assert (d_out_TH is None) == (stage == self.last)
-        value = (1.0 if d_out_TH is None else d_out_TH[-1, -1].item()) * (stage + 2)
+        assert len(d_outputs) == (stage < self.last)
+        value = (d_outputs[0][-1, -1].item() if d_outputs else 1.0) * (stage + 2)
         if stage == 0:
             self.results["B", microbatch] = value
-            return None
-        return self._out(value)
+            return ()
+        return (self._out(value),)
 
-    def backward(self, stage: int, microbatch: int, d_out_TH: torch.Tensor | None) -> torch.Tensor | None:
-        return self._back("B", stage, microbatch, d_out_TH)
+    def backward(self, stage: int, microbatch: int, d_outputs: Tensors) -> Tensors:
+        return self._back("B", stage, microbatch, d_outputs)
 
-    def input_gradient(self, stage: int, microbatch: int, d_out_TH: torch.Tensor | None) -> torch.Tensor | None:
-        return self._back("I", stage, microbatch, d_out_TH)
+    def input_gradient(self, stage: int, microbatch: int, d_outputs: Tensors) -> Tensors:
+        return self._back("I", stage, microbatch, d_outputs)
 
     def weight_gradient(self, stage: int, microbatch: int) -> None:
         self.done.append(Action("W", stage, microbatch))
@@ -96,8 +99,8 @@ Told = tuple[dict[tuple[str, int], float], int, int, int]
 def _numbers(
     rank: int, cache: GroupCache, pp: int, pipeline: Pipeline, microbatches: int, synchronous: bool
 ) -> Told:  # fmt: skip
-    boundary = boundary_of(rank, cache, pp, synchronous=synchronous)
     plan = pipeline.plan(microbatches)
+    boundary = boundary_of(rank, cache, plan, synchronous=synchronous)
     passes = Numbers(plan.schedule.num_stages)
     for _ in range(2):  # a second step, with the same tags
         passes.done.clear()
@@ -143,7 +146,7 @@ def _wrong_shape(rank: int, cache: GroupCache) -> None:
     pipeline = make_pipeline(PipelineConfig(), SPEC, pp=2, seq_len=32)
     if rank == 0:
         with pytest.raises(ValueError, match=r"pass F0.0 made \(1, 2\) of torch.float64; between stages are \(3, 2\)"):
-            run_pipeline(pipeline.plan(2), _WrongShape(2), boundary_of(rank, cache, 2))
+            run_pipeline(pipeline.plan(2), _WrongShape(2), boundary_of(rank, cache, pipeline.plan(2)))
 
 
 def test_a_pass_that_makes_another_shape_is_named() -> None:
@@ -151,8 +154,8 @@ def test_a_pass_that_makes_another_shape_is_named() -> None:
 
 
 def _disagree(rank: int, cache: GroupCache) -> str:
-    boundary = boundary_of(rank, cache, 2)
     pipeline = make_pipeline(PipelineConfig(schedule=("gpipe", "1f1b")[rank]), SPEC, pp=2, seq_len=32)  # type: ignore[arg-type]
+    boundary = boundary_of(rank, cache, pipeline.plan(4))
     with pytest.raises(RunError, match="the ranks of a pipeline have different plans") as caught:
         agree_on(pipeline.plan(4), axis=boundary.axis, comms=boundary.comms)
     agree_on(make_pipeline(PipelineConfig(), SPEC, pp=2, seq_len=32).plan(4), axis=boundary.axis, comms=boundary.comms)
@@ -172,18 +175,18 @@ class _Fails(Numbers):
         super().__init__(num_stages)
         self.how = how
 
-    def forward(self, stage: int, microbatch: int, x_TH: torch.Tensor | None) -> torch.Tensor | None:
+    def forward(self, stage: int, microbatch: int, inputs: Tensors) -> Tensors:
         if microbatch == 2 and self.how == "dies":
             os._exit(3)
         if microbatch == 2:
             time.sleep(5.0)
-        return super().forward(stage, microbatch, x_TH)
+        return super().forward(stage, microbatch, inputs)
 
 
 def _one_fails(rank: int, cache: GroupCache, config: PipelineConfig, how: str, culprit: int) -> None:
     pipeline = make_pipeline(config, SPEC, pp=3, seq_len=32)
-    boundary = boundary_of(rank, cache, 3, timeout_s=20.0 if how == "dies" else 1.0)
     plan = pipeline.plan(6)
+    boundary = boundary_of(rank, cache, plan, timeout_s=20.0 if how == "dies" else 1.0)
     passes = _Fails(plan.schedule.num_stages, how) if rank == culprit else Numbers(plan.schedule.num_stages)
     run_pipeline(plan, passes, boundary, name=lambda t: f"mb{t.microbatch}.{t.direction}.boundary{t.stage}")
 
@@ -241,13 +244,11 @@ def test_a_device_gets_neighbouring_transfers_in_one_batch(config: PipelineConfi
     orders: list[list[str]] = []
     for rank in range(2):
         comms = _Recorded()
-        boundary = Boundary(
-            shape=(ROWS, HIDDEN), dtype=torch.float64, device=torch.device("meta"),
-            axis=Axis("pp", (0, 1), rank, None), comms=comms,
+        boundary = _OnHost(
+            position=rank, edges=direct_edges(plan, (ROWS, HIDDEN), (0, 1)), dtype=torch.float64,
+            device=torch.device("cuda"), axis=Axis("pp", (0, 1), rank, None), comms=comms,
         )  # fmt: skip
-        executor = _Executor(plan, Numbers(plan.schedule.num_stages), boundary, str)
-        executor.boundary = _OnHost(boundary)
-        executor.run()
+        run_pipeline(plan, Numbers(plan.schedule.num_stages), boundary)
         wanted = [len(step) for step in batches(plan.programs[rank]) if not isinstance(step, Run)]
         assert [len(messages) for messages, _ in comms.posted] == wanted
         orders.append([name for _, names in comms.posted for name in _names(names)])
@@ -259,18 +260,19 @@ def _names(joined: str) -> list[str]:
     return [" ".join(words[i : i + 3]) for i in range(0, len(words), 3)]
 
 
-class _OnHost:
-    """A boundary of a device whose tensors are nevertheless on the host."""
+class _OnHost(Boundary):
+    """A boundary of a device whose tensors are nevertheless on the host, and which has no streams."""
 
-    def __init__(self, boundary: Boundary) -> None:
-        self.shape, self.dtype, self.device = boundary.shape, boundary.dtype, torch.device("cuda")
-        self.axis, self.comms = boundary.axis, boundary.comms
+    def stream(self) -> None:
+        return None
 
-    def empty(self) -> torch.Tensor:
-        return torch.empty(self.shape, dtype=self.dtype)
+    def empty(self, transfer: Transfer) -> torch.Tensor:
+        return torch.empty(self.route(transfer).shape, dtype=self.dtype)
 
 
 def test_transfers_are_named_for_the_boundary_they_cross() -> None:
     infos = [ForwardInfo(microbatch=8), ForwardInfo(microbatch=9)]
     assert _id(Transfer(0, 1, 4, 1, "forward"), infos) == "mb9.fwd.boundary4"
     assert _id(Transfer(1, 0, 5, 1, "backward"), infos) == "mb9.bwd.boundary4"
+    assert _id(Transfer(0, 3, 0, 1, "forward", 3), infos) == "mb9.fwd.skip0to3"
+    assert _id(Transfer(3, 0, 3, 0, "backward", 3), infos) == "mb8.bwd.skip0to3"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 import threading
 from collections import deque
@@ -14,38 +15,52 @@ from hypothesis import strategies as st
 from phalanx.core.errors import PlanError
 from phalanx.plan.schedule import SCHEDULES, Action, make_schedule
 from phalanx.plan.schedule_comm import PipelinePlan, Recv, Run, Send, Transfer, batches, plan_pipeline
-from phalanx.plan.schedule_time import uniform_costs
+from phalanx.plan.schedule_time import chain, simulate, uniform_costs
 
 pytestmark = pytest.mark.unit
 
 
-def planned(name: str, pp: int, virtual: int, m: int) -> PipelinePlan:
-    return plan_pipeline(make_schedule(name, pp=pp, virtual=SCHEDULES[name].virtual or virtual, num_microbatches=m))
+def planned(name: str, pp: int, virtual: int, m: int, skips: random.Random | None = None) -> PipelinePlan:
+    """`skips`: with about half of all skip connections that there could be."""
+    made = make_schedule(name, pp=pp, virtual=SCHEDULES[name].virtual or virtual, num_microbatches=m)
+    edges = list(chain(made.num_stages))
+    if skips is not None:
+        longer = itertools.combinations(range(made.num_stages), 2)
+        edges += [(a, b) for a, b in longer if b > a + 1 and skips.random() < 0.5]
+    return plan_pipeline(made, edges=edges)
 
 
-plans = st.builds(planned, st.sampled_from(sorted(SCHEDULES)), st.integers(1, 6), st.integers(1, 3), st.integers(1, 11))
+plans = st.builds(
+    planned,
+    st.sampled_from(sorted(SCHEDULES)),
+    st.integers(1, 6),
+    st.integers(1, 3),
+    st.integers(1, 9),
+    st.none() | st.integers(0, 2**32).map(random.Random),
+)
 
 
 class Machine:
-    """Runs passes on values that say where they have been: the forward of stage s makes (0, 1, .. s), a backward the way back down."""
+    """Runs passes on values that say which stage made them for which; nearest stage first."""
 
     def __init__(self, plan: PipelinePlan) -> None:
-        self.top = plan.schedule.num_stages - 1
+        stages = range(plan.schedule.num_stages)
+        self.above = {s: [t for t in stages if (s, t) in plan.edges] for s in stages}
+        self.below = {s: [t for t in reversed(stages) if (t, s) in plan.edges] for s in stages}
         self.done: list[list[Action]] = [[] for _ in plan.programs]
 
-    def run(self, rank: int, op: Run, value: object) -> tuple[object, ...] | None:
+    def run(self, rank: int, op: Run, values: list[object]) -> dict[Transfer, object]:
         kind, stage, mb = op.action
         self.done[rank].append(op.action)
         if kind == "W":
-            assert op.takes is None and op.gives is None
-            return None
-        if kind == "F":
-            assert value == (None if stage == 0 else ("F", mb, stage - 1))
-            assert (op.gives is None) == (stage == self.top)
-            return ("F", mb, stage)
-        assert value == (None if stage == self.top else ("B", mb, stage + 1))
-        assert (op.gives is None) == (stage == 0)
-        return ("B", mb, stage)
+            assert op.takes == () and op.gives == ()
+            return {}
+        up, down = self.above[stage], self.below[stage]
+        comes, goes = (down, up) if kind == "F" else (up, down)
+        way = "F" if kind == "F" else "B"
+        assert values == [(way, mb, other, stage) for other in comes]
+        assert [t.target_stage for t in op.gives] == goes
+        return {t: (way, mb, stage, t.target_stage) for t in op.gives}
 
     def finish(self, plan: PipelinePlan) -> None:
         assert tuple(map(tuple, self.done)) == plan.schedule.actions
@@ -56,7 +71,7 @@ def run_posted(plan: PipelinePlan, rng: random.Random, *, tagged: bool) -> None:
 
     Tagged: messages are found by tag, whatever their order. Else the n-th send of a pair of ranks meets its n-th posted receive.
     """
-    machine, m = Machine(plan), plan.schedule.num_microbatches
+    machine = Machine(plan)
     position = [0] * len(plan.programs)
     wires: dict[object, deque[object]] = {}
     posted: dict[tuple[int, int], deque[Transfer]] = {}
@@ -64,7 +79,7 @@ def run_posted(plan: PipelinePlan, rng: random.Random, *, tagged: bool) -> None:
     inputs: dict[Transfer, object] = {}
 
     def wire(t: Transfer) -> deque[object]:
-        key = (t.src_rank, t.dst_rank, t.tag(m)) if tagged else (t.src_rank, t.dst_rank)
+        key = (t.src_rank, t.dst_rank, plan.tag(t)) if tagged else (t.src_rank, t.dst_rank)
         return wires.setdefault(key, deque())
 
     def arrived(t: Transfer) -> bool:
@@ -80,16 +95,14 @@ def run_posted(plan: PipelinePlan, rng: random.Random, *, tagged: bool) -> None:
         if position[rank] == len(plan.programs[rank]):
             return False
         op = plan.programs[rank][position[rank]]
-        return not isinstance(op, Run) or op.takes is None or arrived(op.takes)
+        return not isinstance(op, Run) or all(arrived(t) for t in op.takes)
 
     while free := [rank for rank in range(len(position)) if can_go_on(rank)]:
         rank = rng.choice(free)
         op = plan.programs[rank][position[rank]]
         if isinstance(op, Run):
-            source = outputs if op.takes is not None and op.takes.is_local else inputs
-            made = machine.run(rank, op, source.pop(op.takes) if op.takes is not None else None)
-            if op.gives is not None:
-                outputs[op.gives] = made
+            taken = [(outputs if t.is_local else inputs).pop(t) for t in op.takes]
+            outputs.update(machine.run(rank, op, taken))
         elif isinstance(op, Send):
             wire(op.transfer).append(outputs.pop(op.transfer))
         else:
@@ -121,10 +134,7 @@ def run_rendezvous(plan: PipelinePlan, *, batched: bool) -> None:
             while position[rank] < len(own):
                 step = own[position[rank]]
                 if isinstance(step, Run):
-                    takes = step.takes
-                    made = machine.run(rank, step, values.pop(takes) if takes is not None else None)
-                    if step.gives is not None:
-                        values[step.gives] = made
+                    values.update(machine.run(rank, step, [values.pop(t) for t in step.takes]))
                 else:
                     for i, op in enumerate(step):
                         t = op.transfer
@@ -164,9 +174,9 @@ def test_blocking_sends_and_receives(plan: PipelinePlan, batched: bool) -> None:
 def test_the_check_passes_and_everything_crosses_once(plan: PipelinePlan) -> None:
     plan.check()
     made = plan.schedule
-    boundaries = made.num_stages - 1
+    boundaries = len(plan.edges)
     assert len(plan.transfers) == len(set(plan.transfers)) == 2 * boundaries * made.num_microbatches
-    tags = {t.tag(made.num_microbatches) for t in plan.transfers}
+    tags = {plan.tag(t) for t in plan.transfers}
     assert len(tags) == len(plan.transfers) and (
         not tags or 0 <= min(tags) <= max(tags) < 2 * boundaries * made.num_microbatches
     )
@@ -183,6 +193,53 @@ def test_hand_over_at_the_bottom_of_a_v_and_on_one_rank() -> None:
     assert len(local) == 10 and {(t.src_rank, min(t.stage, t.target_stage)) for t in local} == {(2, 2)}
     alone = planned("interleaved_1f1b", 1, 3, 4)
     assert not alone.sent and len(alone.transfers) == 16
+
+
+def test_skip_connections_travel_both_ways_and_have_their_own_names() -> None:
+    made = make_schedule("1f1b", pp=4, virtual=1, num_microbatches=2)
+    plan = plan_pipeline(made, edges=[(1, 2), (0, 3), (0, 1), (2, 3)])
+    assert plan.edges == ((0, 1), (1, 2), (2, 3), (0, 3))
+    runs = {str(op.action): op for program in plan.programs for op in program if isinstance(op, Run)}
+    assert [str(t) for t in runs["F0.1"].gives] == ["forward 0.1 0->1", "forward 0+3.1 0->3"]
+    assert [str(t) for t in runs["F3.1"].takes] == ["forward 2.1 2->3", "forward 0+3.1 0->3"]
+    assert [str(t) for t in runs["B3.1"].gives] == ["backward 3.1 3->2", "backward 3+3.1 3->0"]
+    assert [str(t) for t in runs["B0.1"].takes] == ["backward 1.1 1->0", "backward 3+3.1 3->0"]
+    assert "beside the chain, stages send: 0 to 3" in plan.explain()
+    assert plan.hash != plan_pipeline(made).hash
+    plan.check()
+
+
+@pytest.mark.parametrize(
+    ("edges", "says"),
+    [
+        ([(0, 1)], r"has no edge \(1, 2\)"),
+        ([(0, 1), (1, 2), (2, 0)], "leads from a stage to one above it"),
+        ([(0, 1), (1, 2), (1, 3)], "leads from a stage to one above it"),
+        ([(0, 1), (1, 2), (0, 1)], "given once each"),
+    ],
+)
+def test_edges_that_are_none(edges: list[tuple[int, int]], says: str) -> None:
+    with pytest.raises(PlanError, match=says):
+        plan_pipeline(make_schedule("1f1b", pp=3, virtual=1, num_microbatches=2), edges=edges)
+
+
+def test_time_with_skip_connections_and_scarce_links() -> None:
+    """By hand: 3 stages, 1 micro-batch, F = 1, B = 2, each transfer 1 but the skip 0 to 2, which takes 4."""
+    made = make_schedule("1f1b", pp=3, virtual=1, num_microbatches=1)
+    edges = [(0, 1), (1, 2), (0, 2)]
+    costs = uniform_costs(3, p2p=1)
+    slow = dataclasses.replace(costs, edge_p2p={(0, 2): 4.0})
+    assert simulate(made, costs).makespan == 3 + 6 + 4
+    # up: the skip arrives at 5, where the chain would at 4; down: 8 + 4 = 12, where the chain is at 11: 12 + 2
+    assert simulate(made, slow, edges=edges).makespan == 14
+    # one link a rank: up, the skip has those of ranks 0 and 2 from 2 to 6, then 1 to 2 comes, there at 7;
+    # down, from rank 2 at 10 the chain and from 11 to 15 the skip, and rank 1's only then: 16, and 2 for the last pass
+    scarce = simulate(made, dataclasses.replace(slow, channels="rank"), edges=edges)
+    assert scarce.spans[2][0].start == 7 and scarce.makespan == 18
+    # a sender that waits for its transfers begins its next pass after them
+    two = make_schedule("gpipe", pp=2, virtual=1, num_microbatches=2)
+    blocked = simulate(two, uniform_costs(2, p2p=3, blocking=True))
+    assert [span.start for span in blocked.spans[0][:2]] == [0, 4] and [s.start for s in blocked.spans[1][:2]] == [4, 8]
 
 
 def test_a_program_in_full() -> None:
@@ -212,6 +269,7 @@ def test_costs_change_the_order_of_transfers_but_never_what_is_right() -> None:
         ("early", "comes after"),
         ("crossed", "waits for ever for the other rank"),
         ("foreign", "belongs to other ranks"),
+        ("left out", "names one transfer for each edge"),
     ],
 )
 def test_the_check_sees(fault: str, said: str) -> None:
@@ -230,6 +288,12 @@ def test_the_check_sees(fault: str, said: str) -> None:
         first.insert(1, first.pop(next(i for i, op in enumerate(first) if isinstance(op, Recv))))
     elif fault == "foreign":
         programs[2].append(next(op for op in programs[0] if isinstance(op, Send)))
+    elif fault == "left out":
+        plan = plan_pipeline(plan.schedule, edges=[(0, 1), (1, 2), (0, 2)])
+        programs = [list(program) for program in plan.programs]
+        at = next(i for i, op in enumerate(programs[2]) if isinstance(op, Run))
+        run = programs[2][at]
+        programs[2][at] = dataclasses.replace(run, takes=run.takes[:1])
     broken = dataclasses.replace(plan, programs=tuple(map(tuple, programs)))
     with pytest.raises(PlanError, match=said):
         broken.check()
@@ -255,7 +319,7 @@ def test_the_emulators_see_a_deadlock() -> None:
 def test_threads_with_blocking_queues(name: str) -> None:
     """Real threads, one a rank; a message is found by its tag, a receive blocks where it is taken."""
     plan = planned(name, 4, 2, 6)
-    machine, m, failures = Machine(plan), plan.schedule.num_microbatches, list[BaseException]()
+    machine, failures = Machine(plan), list[BaseException]()
     mail: dict[tuple[int, int, int], object] = {}
     bell = threading.Condition()
 
@@ -264,22 +328,19 @@ def test_threads_with_blocking_queues(name: str) -> None:
         try:
             for op in plan.programs[rank]:
                 if isinstance(op, Run):
-                    takes = op.takes
-                    if takes is None or takes.is_local:
-                        value = kept.pop(takes) if takes is not None else None
-                    else:
-                        key = (takes.src_rank, rank, takes.tag(m))
+                    values = []
+                    for t in op.takes:
+                        if t.is_local:
+                            values.append(kept.pop(t))
+                            continue
+                        key = (t.src_rank, rank, plan.tag(t))
                         with bell:
-                            assert bell.wait_for(lambda key=key: key in mail, timeout=20), (
-                                f"rank {rank} waits for {takes}"
-                            )
-                            value = mail.pop(key)
-                    made = machine.run(rank, op, value)
-                    if op.gives is not None:
-                        kept[op.gives] = made
+                            assert bell.wait_for(lambda key=key: key in mail, timeout=20), f"rank {rank} waits for {t}"
+                            values.append(mail.pop(key))
+                    kept.update(machine.run(rank, op, values))
                 elif isinstance(op, Send):
                     with bell:
-                        mail[rank, op.transfer.dst_rank, op.transfer.tag(m)] = kept.pop(op.transfer)
+                        mail[rank, op.transfer.dst_rank, plan.tag(op.transfer)] = kept.pop(op.transfer)
                         bell.notify_all()
             assert not kept
         except BaseException as error:

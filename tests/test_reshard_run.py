@@ -16,7 +16,7 @@ from phalanx.runtime.groups import Axis
 from phalanx.runtime.reshard_counts import gather_counts
 from phalanx.runtime.resharder import KEPT_PLANS, PlanOptions, Resharder
 from ranks import RankError, run_ranks
-from reshard_help import equal_hosts, logical_terms, local_of, prefilled, random_case, same, sources, wanted, whole
+from reshard_help import equal_hosts, local_of, logical_terms, prefilled, random_case, same, sources, wanted, whole
 
 pytestmark = pytest.mark.ranks
 WORLD = 8

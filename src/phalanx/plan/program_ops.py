@@ -36,10 +36,11 @@ def gradient_id(key: str, axis: str) -> str:
 def boundary_id(transfer: Transfer, *, microbatch: int, phase: Phase) -> str:
     """`mb3.fwd.boundary1`: what crosses from stage 1 to stage 2 for micro-batch 3 of the step (or back: `bwd`).
 
-    `phase` is that of the pass forward.
+    A skip connection names both of its stages: `mb3.fwd.skip0to3`. `phase` is that of the pass forward.
     """
-    lower = min(transfer.stage, transfer.target_stage)
-    return op_id(f"boundary{lower}", microbatch=microbatch, phase=phase if transfer.direction == "forward" else "bwd")
+    lower, upper = transfer.edge
+    name = f"boundary{lower}" if transfer.span == 1 else f"skip{lower}to{upper}"
+    return op_id(name, microbatch=microbatch, phase=phase if transfer.direction == "forward" else "bwd")
 
 
 @dataclass(frozen=True, kw_only=True)

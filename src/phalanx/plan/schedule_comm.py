@@ -13,6 +13,11 @@ that one order. From this follows that no executor which keeps to the order can 
 Messages between two ranks come in the same order on both sides, so that a transport without tags matches them too (NCCL); `tag` is
 unique within a step for one that matches by tag (gloo). A transfer whose two stages share a rank (the bottom of a V, one rank) is
 handed over in memory: it has no `Send` or `Recv`, but the `Run`s on both sides name it.
+
+Stages send along *edges*: each to the next, and where a model has skip connections also to later ones. A forward pass takes the outputs of
+all stages below that have an edge to it and gives one for each edge upwards, both nearest stage first; the backward pass takes and
+gives the gradients of the same, in the same orders. *Rank* means a place in the pipeline here; with several processes to a place
+(`plan/boundary.py`) each follows the program of its place.
 """
 
 from __future__ import annotations
@@ -26,46 +31,49 @@ from typing import Literal, NamedTuple
 
 from phalanx.core.errors import PlanError, Problem, raise_if
 from phalanx.plan.schedule import Action, Schedule
-from phalanx.plan.schedule_time import ScheduleCosts, simulate
+from phalanx.plan.schedule_time import Edge, ScheduleCosts, chain, in_order, simulate
 
 Direction = Literal["forward", "backward"]
 
 
 class Transfer(NamedTuple):
-    """What `stage` made of `microbatch`: its output, for the stage above (forward), or the gradient of its input, for the one below."""
+    """What `stage` made of `microbatch`: an output, for a stage above (forward), or the gradient of an input, for one below."""
 
     src_rank: int
     dst_rank: int
     stage: int
     microbatch: int
     direction: Direction
+    span: int = 1
+    """Stages from the one that sends to the one that takes."""
 
     @property
     def target_stage(self) -> int:
         """The stage that takes it."""
-        return self.stage + (1 if self.direction == "forward" else -1)
+        return self.stage + (self.span if self.direction == "forward" else -self.span)
+
+    @property
+    def edge(self) -> Edge:
+        """Lower and upper stage."""
+        return min(self.stage, self.target_stage), max(self.stage, self.target_stage)
 
     @property
     def is_local(self) -> bool:
         """Whether it stays in memory."""
         return self.src_rank == self.dst_rank
 
-    def tag(self, num_microbatches: int) -> int:
-        """Its number, unique within a step."""
-        boundary = min(self.stage, self.target_stage)
-        return 2 * (boundary * num_microbatches + self.microbatch) + (self.direction == "backward")
-
     def __str__(self) -> str:
-        return f"{self.direction} {self.stage}.{self.microbatch} {self.src_rank}->{self.dst_rank}"
+        over = f"+{self.span}" if self.span > 1 else ""
+        return f"{self.direction} {self.stage}{over}.{self.microbatch} {self.src_rank}->{self.dst_rank}"
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Run a pass. `takes` is its input from another stage (None: data, the loss, or W), `gives` what its output becomes."""
+    """Run a pass. `takes` are its inputs from other stages (none: data, the loss, or W), `gives` what its outputs become."""
 
     action: Action
-    takes: Transfer | None
-    gives: Transfer | None
+    takes: tuple[Transfer, ...]
+    gives: tuple[Transfer, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +100,17 @@ class PipelinePlan:
     schedule: Schedule
     programs: tuple[tuple[RankOp, ...], ...]
     transfers: tuple[Transfer, ...]
+    edges: tuple[Edge, ...]
+    """Which stages send to which, the chain first."""
+
+    @cached_property
+    def _edge_numbers(self) -> dict[Edge, int]:
+        return {edge: number for number, edge in enumerate(self.edges)}
+
+    def tag(self, transfer: Transfer) -> int:
+        """Number of a transfer, unique within a step."""
+        number = self._edge_numbers[transfer.edge] * self.schedule.num_microbatches + transfer.microbatch
+        return 2 * number + (transfer.direction == "backward")
 
     @cached_property
     def sent(self) -> tuple[Transfer, ...]:
@@ -105,7 +124,8 @@ class PipelinePlan:
 
     def to_json(self) -> str:
         programs = [[_written(op) for op in program] for program in self.programs]
-        return json.dumps({"schedule": self.schedule.to_dict(), "programs": programs}, sort_keys=True)
+        plain = {"schedule": self.schedule.to_dict(), "programs": programs, "edges": self.edges}
+        return json.dumps(plain, sort_keys=True)
 
     @property
     def hash(self) -> str:
@@ -115,57 +135,64 @@ class PipelinePlan:
         """The schedule, how much it sends, and the largest number of receives open at once."""
         local = len(self.transfers) - len(self.sent)
         opened = " ".join(str(_most_open(program)) for program in self.programs)
+        skips = [f"{a} to {b}" for a, b in self.edges if b - a > 1]
+        beside = f"\n  beside the chain, stages send: {', '.join(skips)}" if skips else ""
         return (
-            f"{self.schedule.explain()}\n  {len(self.sent)} transfers between ranks, {local} within one\n"
+            f"{self.schedule.explain()}{beside}\n  {len(self.sent)} transfers between ranks, {local} within one\n"
             f"  messages received before they are used at most, by rank: {opened}"
         )
 
 
-def plan_pipeline(schedule: Schedule, costs: ScheduleCosts | None = None) -> PipelinePlan:
+def plan_pipeline(
+    schedule: Schedule, costs: ScheduleCosts | None = None, *, edges: Sequence[Edge] | None = None
+) -> PipelinePlan:
     """The transfers of a schedule in the order in which they become possible (`costs` as in `simulate`; every rank must give the same).
 
-    Raises `PlanError` where the schedule itself cannot come to its end.
+    `edges`: which stages send to which (None: each to the next). Raises `PlanError` where they are none, and where the schedule
+    itself cannot come to its end.
     """
+    joined = in_order(chain(schedule.num_stages) if edges is None else edges)
     placed: list[tuple[tuple[float, int, int, int], int, RankOp]] = []
     """(when, transfer before pass, rank that makes it, which of that rank), rank that does it, what"""
     transfers: list[tuple[tuple[float, int, int, int], Transfer]] = []
-    for rank, spans in enumerate(simulate(schedule, costs).spans):
+    for rank, spans in enumerate(simulate(schedule, costs, edges=joined).spans):
         for index, (action, start, end) in enumerate(spans):
-            takes, gives = taken_by(schedule, action), given_by(schedule, action)
-            placed.append(((start, 1, rank, index), rank, Run(action, takes, gives)))
-            if gives is None:
-                continue
+            gives = given_by(schedule, action, joined)
+            placed.append(((start, 1, rank, index), rank, Run(action, taken_by(schedule, action, joined), gives)))
             key = (end, 0, rank, index)
-            transfers.append((key, gives))
-            if not gives.is_local:
-                placed += [(key, rank, Send(gives)), (key, gives.dst_rank, Recv(gives))]
+            for transfer in gives:
+                transfers.append((key, transfer))
+                if not transfer.is_local:
+                    placed += [(key, rank, Send(transfer)), (key, transfer.dst_rank, Recv(transfer))]
     programs: list[list[RankOp]] = [[] for _ in range(schedule.pp)]
     for _, rank, op in sorted(placed, key=lambda item: item[0]):
         programs[rank].append(op)
     ordered = tuple(transfer for _, transfer in sorted(transfers, key=lambda item: item[0]))
-    return PipelinePlan(schedule=schedule, programs=tuple(map(tuple, programs)), transfers=ordered)
+    return PipelinePlan(schedule=schedule, programs=tuple(map(tuple, programs)), transfers=ordered, edges=joined)
 
 
-def given_by(schedule: Schedule, action: Action) -> Transfer | None:
-    """What a pass makes for another stage."""
+def given_by(schedule: Schedule, action: Action, edges: Sequence[Edge]) -> tuple[Transfer, ...]:
+    """What a pass makes for other stages; `edges` in their order."""
+    if action.kind == "W":
+        return ()
     forward = action.kind == "F"
-    target = action.stage + (1 if forward else -1)
-    if action.kind == "W" or not 0 <= target < schedule.num_stages:
-        return None
-    ranks = schedule.rank_of_stage
-    direction: Direction = "forward" if forward else "backward"
-    return Transfer(ranks[action.stage], ranks[target], action.stage, action.microbatch, direction)
+    mine = [edge for edge in edges if edge[0 if forward else 1] == action.stage]
+    return tuple(_transfer(schedule, edge, action.microbatch, "forward" if forward else "backward") for edge in mine)
 
 
-def taken_by(schedule: Schedule, action: Action) -> Transfer | None:
-    """What a pass needs from another stage."""
+def taken_by(schedule: Schedule, action: Action, edges: Sequence[Edge]) -> tuple[Transfer, ...]:
+    """What a pass needs from other stages; `edges` in their order."""
+    if action.kind == "W":
+        return ()
     forward = action.kind == "F"
-    source = action.stage - (1 if forward else -1)
-    if action.kind == "W" or not 0 <= source < schedule.num_stages:
-        return None
+    mine = [edge for edge in edges if edge[1 if forward else 0] == action.stage]
+    return tuple(_transfer(schedule, edge, action.microbatch, "forward" if forward else "backward") for edge in mine)
+
+
+def _transfer(schedule: Schedule, edge: Edge, microbatch: int, direction: Direction) -> Transfer:
+    source, target = edge if direction == "forward" else edge[::-1]
     ranks = schedule.rank_of_stage
-    direction: Direction = "forward" if forward else "backward"
-    return Transfer(ranks[source], ranks[action.stage], source, action.microbatch, direction)
+    return Transfer(ranks[source], ranks[target], source, microbatch, direction, edge[1] - edge[0])
 
 
 def batches(program: Sequence[RankOp]) -> tuple[Run | tuple[Send | Recv, ...], ...]:
@@ -194,8 +221,8 @@ def _most_open(program: Sequence[RankOp]) -> int:
         if isinstance(op, Recv):
             now += 1
             most = max(most, now)
-        elif isinstance(op, Run) and op.takes is not None and not op.takes.is_local:
-            now -= 1
+        elif isinstance(op, Run):
+            now -= sum(not transfer.is_local for transfer in op.takes)
     return most
 
 
@@ -209,16 +236,30 @@ def plan_problems(plan: PipelinePlan) -> list[Problem]:
         if tuple(op.action for op in program if isinstance(op, Run)) != order:
             rule = "runs the passes of the schedule, in its order"
             problems.append(Problem(where=f"plan.rank{rank}", value="another order", rule=rule))
-        problems += _rank_problems(rank, program)
+        problems += _rank_problems(rank, program) + _edge_problems(plan, rank)
     sends = [op.transfer for program in plan.programs for op in program if isinstance(op, Send)]
     recvs = [op.transfer for program in plan.programs for op in program if isinstance(op, Recv)]
     if sorted(sends) != sorted(plan.sent) or sorted(recvs) != sorted(plan.sent):
         rule = "every transfer between ranks is sent once and received once"
         problems.append(Problem(where="plan.transfers", value=(len(sends), len(recvs), len(plan.sent)), rule=rule))
-    tags = {transfer.tag(plan.schedule.num_microbatches) for transfer in plan.transfers}
+    tags = {plan.tag(transfer) for transfer in plan.transfers}
     if len(tags) < len(plan.transfers):
         problems.append(Problem(where="plan.tags", value=len(tags), rule=f"differ for all {len(plan.transfers)}"))
     return problems or _blocking_deadlock(plan)
+
+
+def _edge_problems(plan: PipelinePlan, rank: int) -> list[Problem]:
+    """A pass that leaves out an edge of its stage, or names them in another order."""
+    problems = []
+    for op in plan.programs[rank]:
+        if isinstance(op, Run):
+            for name, found, make in (("takes", op.takes, taken_by), ("gives", op.gives, given_by)):
+                if found != make(plan.schedule, op.action, plan.edges):
+                    rule = "names one transfer for each edge of its stage, nearest stage first"
+                    problems.append(
+                        Problem(where=f"plan.rank{rank}.{op.action}.{name}", value=[str(t) for t in found], rule=rule)
+                    )
+    return problems
 
 
 def _rank_problems(rank: int, program: Sequence[RankOp]) -> list[Problem]:
@@ -226,20 +267,19 @@ def _rank_problems(rank: int, program: Sequence[RankOp]) -> list[Problem]:
     here: set[Transfer] = set()
     problems = []
     for op in program:
-        needs: Transfer | None
+        needs: tuple[Transfer, ...]
         if isinstance(op, Run):
             needs, makes, mine = op.takes, op.gives, True
         elif isinstance(op, Send):
-            needs, makes, mine = op.transfer, None, op.transfer.src_rank == rank
+            needs, makes, mine = (op.transfer,), (), op.transfer.src_rank == rank
         else:
-            needs, makes, mine = None, op.transfer, op.transfer.dst_rank == rank
+            needs, makes, mine = (), (op.transfer,), op.transfer.dst_rank == rank
         if not mine:
             problems.append(Problem(where=f"plan.rank{rank}", value=_written(op), rule="belongs to other ranks"))
-        if needs is not None and needs not in here:
-            rule = f"comes after {needs} is there"
+        for missing in (transfer for transfer in needs if transfer not in here):
+            rule = f"comes after {missing} is there"
             problems.append(Problem(where=f"plan.rank{rank}", value=_written(op), rule=rule))
-        if makes is not None:
-            here.add(makes)
+        here.update(makes)
     return problems
 
 

@@ -1,19 +1,54 @@
 """When each action of a schedule runs, given what a pass and a transfer cost: timeline, bubble, busy time.
 
-Decides the clock of the pipeline: a rank runs its actions in order, each as soon as its input has arrived; a transfer between ranks takes
-`p2p` seconds on a channel that carries one at a time (one channel for each ordered pair of ranks). Must never change: for equal costs
-on all stages the result equals the closed forms of the literature (tests). What a pass costs is not decided here.
+Decides the clock of the pipeline: a rank runs its actions in order, each as soon as its inputs have arrived; a transfer between ranks takes
+`p2p` seconds on a channel that carries one at a time (one channel for each ordered pair of ranks; or, where the links of the ranks are what is
+scarce, one for what each rank sends and one for what it receives). Must never change: for equal costs on all stages the result equals
+the closed forms of the literature (tests). What a pass costs is not decided here.
+
+An *edge* (s, t) says that stage s has an output for stage t above it, and t a gradient for s. Every pipeline has the chain of its
+neighbours; a model with long skip connections has more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import heapq
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from phalanx.core.errors import PlanError, Problem, raise_if
 from phalanx.plan.schedule import Action, Kind, Schedule
+
+Edge = tuple[int, int]
+"""Stage whose output it is, and the stage above that takes it."""
+
+
+def chain(num_stages: int) -> tuple[Edge, ...]:
+    """Each stage to the next."""
+    return tuple((stage, stage + 1) for stage in range(num_stages - 1))
+
+
+def edge_problems(edges: Sequence[Edge], num_stages: int) -> list[Problem]:
+    """Edges that lead nowhere, back or twice the same way, and a chain that is not whole."""
+    problems = []
+    for edge in dict.fromkeys(edges):
+        if not 0 <= edge[0] < edge[1] < num_stages:
+            rule = f"leads from a stage to one above it, of 0 .. {num_stages - 1}"
+            problems.append(Problem(where="edges", value=edge, rule=rule))
+    if len(set(edges)) < len(edges):
+        twice = next(edge for edge in edges if edges.count(edge) > 1)
+        problems.append(Problem(where="edges", value=twice, rule="are given once each"))
+    missing = [edge for edge in chain(num_stages) if edge not in edges]
+    if missing:
+        rule = f"has no edge {missing[0]}: other edges come beside the chain of neighbouring stages"
+        problems.append(Problem(where="edges", value=list(edges), rule=rule))
+    return problems
+
+
+def in_order(edges: Sequence[Edge]) -> tuple[Edge, ...]:
+    """The chain first, then longer and longer ones: the order in which a pass names its inputs and outputs."""
+    return tuple(sorted(edges, key=lambda edge: (edge[1] - edge[0], edge[0])))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +64,14 @@ class ScheduleCosts:
     weight_grad: tuple[float, ...]
     p2p: float = 0.0
     blocking: bool = False
+    edge_p2p: Mapping[Edge, float] = field(default_factory=dict)
+    """Of edges that cost something else than `p2p`."""
+    channels: Literal["pair", "rank"] = "pair"
+    """What carries one transfer at a time: each ordered pair of ranks, or each rank's link (one way in, one way out)."""
+
+    def transfer_s(self, edge: Edge) -> float:
+        """Of one transfer along an edge, up or down."""
+        return self.edge_p2p.get(edge, self.p2p)
 
     @property
     def tables(self) -> dict[Kind, tuple[float, ...]]:
@@ -107,21 +150,26 @@ def cost_problems(costs: ScheduleCosts, num_stages: int) -> list[Problem]:
             problems.append(
                 Problem(where=f"costs.{name}", value=bad[0], rule="a pass takes a positive time", hint="use 1")
             )
-    if not 0 <= costs.p2p < float("inf"):
-        problems.append(
-            Problem(where="costs.p2p", value=costs.p2p, rule="must not be negative, and finite", hint="use 0")
-        )
+    for cost in (costs.p2p, *costs.edge_p2p.values()):
+        if not 0 <= cost < float("inf"):
+            problems.append(
+                Problem(where="costs.p2p", value=cost, rule="must not be negative, and finite", hint="use 0")
+            )
     return problems
 
 
-def simulate(schedule: Schedule, costs: ScheduleCosts | None = None) -> Timeline:
-    """Run the schedule on a clock; without costs F = I = W = 1, B = 2 and free transfers.
+def simulate(
+    schedule: Schedule, costs: ScheduleCosts | None = None, *, edges: Sequence[Edge] | None = None
+) -> Timeline:
+    """Run the schedule on a clock; without costs F = I = W = 1, B = 2 and free transfers. `edges`: None is the chain.
 
     Raises `PlanError` for impossible costs, and where ranks wait for one another for ever.
     """
     costs = costs if costs is not None else uniform_costs(schedule.num_stages)
-    raise_if(cost_problems(costs, schedule.num_stages), PlanError, subject="costs")
-    run = _Run(schedule, costs)
+    edges = chain(schedule.num_stages) if edges is None else edges
+    problems = cost_problems(costs, schedule.num_stages) + edge_problems(edges, schedule.num_stages)
+    raise_if(problems, PlanError, subject="costs")
+    run = _Run(schedule, costs, in_order(edges))
     run.to_the_end()
     stuck = [
         Problem(where=f"schedule.rank{rank}", value=str(order[len(spans)]), rule="waits for ever for its input")
@@ -133,60 +181,78 @@ def simulate(schedule: Schedule, costs: ScheduleCosts | None = None) -> Timeline
 
 
 class _Run:
-    """State of one simulation: when ranks and channels are free, and when each output reaches the stage that waits for it."""
+    """State of one simulation: when ranks and channels are free, and how many inputs of each pass have arrived."""
 
-    def __init__(self, schedule: Schedule, costs: ScheduleCosts) -> None:
+    def __init__(self, schedule: Schedule, costs: ScheduleCosts, edges: Sequence[Edge]) -> None:
         self.schedule, self.costs, self.seconds = schedule, costs, costs.tables
-        self.num_stages = schedule.num_stages
+        self.edges = edges
         self.free = [0.0] * schedule.pp
+        """When each rank has ended what it does; infinite while it runs a pass."""
         self.spans: list[list[Span]] = [[] for _ in range(schedule.pp)]
-        self.channel_free: dict[tuple[int, int], float] = {}
-        self.arrived: dict[tuple[bool, int, int], float] = {}
-        """(is gradient, stage, microbatch) -> when its input from the neighbouring stage is there."""
-        self.waiting: dict[tuple[bool, int, int], int] = {}
-        """The same key -> rank that cannot go on before."""
+        self.channel_free: dict[object, float] = {}
+        self.arrived: dict[tuple[bool, int, int], int] = {}
+        """(is gradient, stage, microbatch) -> how many of its inputs from other stages are there."""
+        self.above = {s: [e for e in edges if e[0] == s] for s in range(schedule.num_stages)}
+        self.below = {s: [e for e in edges if e[1] == s] for s in range(schedule.num_stages)}
+        self.events: list[tuple[float, int, int, Action | tuple[bool, int, int] | None]] = []
+        """(when, number, rank, a pass that ends there, an input that arrives, or nothing) in order of time."""
+        self.number = 0
 
     def to_the_end(self) -> None:
-        """Advance every rank until all are done or none can."""
-        ready = list(range(self.schedule.pp))
-        while ready:
-            rank = ready.pop()
-            order, spans = self.schedule.actions[rank], self.spans[rank]
-            while len(spans) < len(order):
-                action = order[len(spans)]
-                key = (action.kind != "F", action.stage, action.microbatch)
-                arrival = self.arrived.get(key, 0.0 if self._needs_nothing(action) else None)
-                if arrival is None:
-                    self.waiting[key] = rank
-                    break
-                woken = self._execute(rank, action, arrival)
-                if woken is not None:
-                    ready.append(woken)
+        """Take events in order of time until nothing is left that could happen."""
+        for rank in range(self.schedule.pp):
+            self._tell(0.0, rank, None)
+        while self.events:
+            now, _, rank, what = heapq.heappop(self.events)
+            if isinstance(what, Action):
+                self.free[rank] = now
+                self._send(rank, what, now)
+            elif what is not None:
+                self.arrived[what] = self.arrived.get(what, 0) + 1
+            self._start(rank, now)
 
-    def _needs_nothing(self, action: Action) -> bool:
-        """Whether the input does not come from another stage: data, the loss, or what an I of this stage kept for its W."""
-        last = self.num_stages - 1
-        return action.kind == "W" or action.stage == (0 if action.kind == "F" else last)
+    def _tell(self, when: float, rank: int, what: Action | tuple[bool, int, int] | None) -> None:
+        self.number += 1
+        heapq.heappush(self.events, (when, self.number, rank, what))
 
-    def _execute(self, rank: int, action: Action, arrival: float) -> int | None:
-        """Put one action on the clock and send its output; the rank that this wakes, if any."""
-        start = max(self.free[rank], arrival)
-        end = start + self.seconds[action.kind][action.stage]
-        self.free[rank] = end
-        self.spans[rank].append(Span(action, start, end))
-        target = action.stage + (1 if action.kind == "F" else -1)
-        if action.kind == "W" or not 0 <= target < self.num_stages:
-            return None
-        key = (action.kind != "F", target, action.microbatch)
-        self.arrived[key] = self._sent(rank, self.schedule.rank_of_stage[target], end)
-        return self.waiting.pop(key, None)
+    def _start(self, rank: int, now: float) -> None:
+        """Begin the rank's next pass, if it is free and everything is there."""
+        order, spans = self.schedule.actions[rank], self.spans[rank]
+        if self.free[rank] > now or len(spans) == len(order):
+            return
+        action = order[len(spans)]
+        if self.arrived.get((action.kind != "F", action.stage, action.microbatch), 0) < self._needs(action):
+            return
+        end = now + self.seconds[action.kind][action.stage]
+        spans.append(Span(action, now, end))
+        self.free[rank] = float("inf")
+        self._tell(end, rank, action)
 
-    def _sent(self, src: int, dst: int, at: float) -> float:
-        """When a transfer that starts at `at` or later has arrived."""
-        if src == dst or not self.costs.p2p:
-            return at
-        arrival = max(at, self.channel_free.get((src, dst), 0.0)) + self.costs.p2p
-        self.channel_free[src, dst] = arrival
+    def _needs(self, action: Action) -> int:
+        """Inputs that come from other stages."""
+        if action.kind == "W":
+            return 0
+        return len((self.below if action.kind == "F" else self.above)[action.stage])
+
+    def _send(self, rank: int, action: Action, now: float) -> None:
+        """Put what a pass has made for other stages on its way."""
+        if action.kind == "W":
+            return
+        forward = action.kind == "F"
+        for edge in (self.above if forward else self.below)[action.stage]:
+            target = edge[1] if forward else edge[0]
+            dst = self.schedule.rank_of_stage[target]
+            arrival = self._sent(rank, dst, now, self.costs.transfer_s(edge))
+            self._tell(arrival, dst, (not forward, target, action.microbatch))
+
+    def _sent(self, src: int, dst: int, now: float, seconds: float) -> float:
+        """When a transfer that starts now or later has arrived."""
+        if src == dst or not seconds:
+            return now
+        used: tuple[object, ...] = ((src, dst),) if self.costs.channels == "pair" else (("out", src), ("in", dst))
+        arrival = max(now, *(self.channel_free.get(channel, 0.0) for channel in used)) + seconds
+        self.channel_free.update(dict.fromkeys(used, arrival))
         if self.costs.blocking:
-            self.free[src] = arrival
+            self.free[src] = max(self.free[src], arrival)
+            self._tell(arrival, src, None)
         return arrival

@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -30,13 +30,15 @@ import torch
 import torch.distributed as dist
 
 from phalanx.core.errors import PeerError, RunError
-from phalanx.core.events import Collective, Emit, ignore
+from phalanx.core.events import Collective, Emit, Event, ignore
 from phalanx.runtime.groups import DEFAULT_TIMEOUT_S, Axis
 
 ReduceOp = Literal["sum", "max", "min"]
 # torch 2.13 renamed these two and deprecates the old names
 _all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_NOBODYS_TAG = 2**31 - 1
+"""Of no message that is ever sent."""
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
@@ -61,16 +63,22 @@ class Message:
 
 
 class Exchange:
-    """Messages under way (`Collectives.start_exchange`). Neither what is sent nor what is received may be touched before `wait`."""
+    """Messages under way (`Collectives.start_exchange`). Neither what is sent nor what is received may be touched before `wait`.
 
-    def __init__(self, finish: Callable[[], None]) -> None:
+    On a device `wait` orders the stream that it is called on, and `again` a further one.
+    """
+
+    def __init__(self, finish: Callable[[], None], *, again: Callable[[], None] | None = None) -> None:
         self._finish: Callable[[], None] | None = finish
+        self._again = again
 
     def wait(self) -> None:
-        """Return when all messages are there and gone; at once from the second call on. Raises `PeerError`."""
+        """Return when all messages are there and gone; on a host at once from the second call on. Raises `PeerError`."""
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()
+        elif self._again is not None:
+            self._again()
 
 
 class Collectives:
@@ -97,6 +105,7 @@ class Collectives:
         self.synchronous = synchronous
         self.counters: dict[tuple[str, str], Counter] = {}
         self._emit = emit
+        self._kept: list[Event] = []
 
     # ---- whole tensors -------------------------------------------------------------------------------------------------
 
@@ -224,10 +233,47 @@ class Collectives:
                     self._wait(work, call)
             self._note("exchange", axis, call, begin_s)
 
-        exchange = Exchange(finish)
+        exchange = Exchange(finish, again=None if call.on_host else lambda: self._order(works, call))
         if self.synchronous:
             exchange.wait()
         return exchange
+
+    def _order(self, works: Sequence[Any], call: _Call) -> None:
+        for work in works:
+            self._wait(work, call)
+
+    def break_off(self, axis: Axis) -> None:
+        """Let whatever is under way over the axis's own group fail, on this rank and on those that wait for it. gloo only; the group is lost.
+
+        A thread that waits for a message can be told no other way: gloo's waits end with their message, or with their group.
+        """
+        if axis.group is None:
+            return
+        peer = (axis.index + 1) % axis.size
+        with suppress(RuntimeError):  # the error that tells all waits
+            work = dist.irecv(torch.empty(1), axis.ranks[peer], axis.group, _NOBODYS_TAG)
+            assert work is not None  # this rank is in the group
+            work.wait(timedelta(milliseconds=1))
+
+    def apart(self) -> Collectives:
+        """The same for another thread, with counters and events of its own until they are taken back by `absorb`."""
+        kept: list[Event] = []
+        other = Collectives(
+            emit=kept.append, timeout_s=self.timeout_s, trace=self.trace, check_splits=self.check_splits
+        )
+        other._kept = kept
+        return other
+
+    def absorb(self, other: Collectives) -> None:
+        """Count and tell what `other` (of `apart`) has done, once its thread has ended."""
+        for key, found in other.counters.items():
+            counter = self.counters.setdefault(key, Counter())
+            counter.calls += found.calls
+            counter.sent_bytes += found.sent_bytes
+        other.counters.clear()
+        for event in other._kept:
+            self._emit(event)
+        other._kept.clear()
 
     def start_send(self, message: Message, axis: Axis, *, op_id: str = "") -> Exchange:
         """Post one message and return, also where the collectives are `synchronous`: its receiver may post later what we wait for."""

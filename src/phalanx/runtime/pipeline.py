@@ -1,68 +1,76 @@
 """Carries out one rank's part of a pipeline plan: passes in their order, transfers between ranks under way beside them.
 
-Decides nothing: what runs when, and who sends what to whom, is `plan.schedule_comm.PipelinePlan`'s; what a pass does is the caller's
-(`Passes`): this file knows no model. One executor for all schedules, and for plans that only go forward.
+Decides nothing: what runs when, and who sends what to whom, is `plan.schedule_comm.PipelinePlan`'s and the edges' (`plan/boundary.py`); what a
+pass does is the caller's (`Passes`): this file knows no model. One executor for all schedules, and for plans that only go forward.
 
     Run    wait for what the pass takes, run it, keep what it gives until it is sent or handed over
     Send   start the transfer. It is waited for later: at the end, or when more are open than the rank holds activations
-    Recv   start to receive; the pass that takes it waits
-    a transfer within the rank (the bottom of a V) is handed over in memory
+    Recv   start to receive; the pass that takes it waits. On a CPU it is posted `AHEAD` passes before its place: a message only travels
+           once its receiver wants it, and a receiver that computes wants nothing
+    a transfer within the place (the bottom of a V) is handed over in memory
 
 Waiting for a transfer after its place in the plan's one order cannot deadlock, since the other side posts its end at that same place and waits
-for earlier ones only. Transports that match messages by order alone (NCCL) get neighbouring transfers in one batch, as `batches` puts them.
+for earlier ones only; posting a receive before its place makes nobody wait. Transports that match messages by order alone (NCCL) get
+neighbouring transfers in one batch, as `batches` puts them, in the plan's order. What has to be passed on inside a stage goes on while the
+rank computes (`runtime/boundary.py`).
 
-Must never change: a transfer carries (T, H) rows of one shape, whatever the routing; every tensor is dropped as soon as the plan has no more use
-for it.
+Must never change: a transfer carries rows of the shape that its edge has, whatever the routing; every tensor is dropped as soon as the plan has no
+more use for it.
 
 Legend: T rows between stages on this rank, H hidden.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
 
 from phalanx.core.errors import RunError
-from phalanx.plan.schedule_comm import PipelinePlan, Recv, Run, Send, Transfer, batches
+from phalanx.plan.schedule_comm import Direction, PipelinePlan, Recv, Run, Send, Transfer, batches
+from phalanx.plan.schedule_time import Edge
+from phalanx.runtime.boundary import (
+    LEAST_OPEN,
+    Arrival,
+    Boundary,
+    Landing,
+    Lane,
+    check_sides,
+    landing,
+    packed,
+    start_sends,
+)
 from phalanx.runtime.collectives import Collectives, Exchange, Message
 from phalanx.runtime.groups import Axis
 
-LEAST_OPEN = 4
-"""Sends that may always be under way: a receiver that is a little late should not stop the sender."""
+__all__ = ["Boundary", "Passes", "agree_on", "run_pipeline"]
+
+AHEAD = 2
+"""Passes before its place at which a CPU posts a receive: places are those of a clock that no machine keeps to the pass."""
+Tensors = tuple[torch.Tensor, ...]
 
 
 class Passes(Protocol):
-    """The work of this rank's stages. Tensors that come in and go out carry no gradient graph."""
+    """The work of this rank's stages. Tensors that come in and go out carry no gradient graph.
 
-    def forward(self, stage: int, microbatch: int, x_TH: torch.Tensor | None) -> torch.Tensor | None:
-        """The stage's output. `x_TH` is None on the first stage; what the last one returns is thrown away."""
+    One tensor for each edge of the stage, nearest stage first: of the chain the first, of skip connections the others.
+    """
 
-    def backward(self, stage: int, microbatch: int, d_out_TH: torch.Tensor | None) -> torch.Tensor | None:
-        """Gradients of weights and input; returns that of the input. `d_out_TH` is None on the last stage."""
+    def forward(self, stage: int, microbatch: int, inputs: Tensors) -> Tensors:
+        """The stage's outputs. `inputs` is empty on the first stage, and so is what the last one returns."""
 
-    def input_gradient(self, stage: int, microbatch: int, d_out_TH: torch.Tensor | None) -> torch.Tensor | None:
+    def backward(self, stage: int, microbatch: int, d_outputs: Tensors) -> Tensors:
+        """Gradients of weights and inputs; returns those of the inputs. `d_outputs` is empty on the last stage."""
+
+    def input_gradient(self, stage: int, microbatch: int, d_outputs: Tensors) -> Tensors:
         """As `backward`, but the gradients of weights may be put off until `weight_gradient`."""
 
     def weight_gradient(self, stage: int, microbatch: int) -> None:
         """What `input_gradient` put off."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Boundary:
-    """What travels between two stages, and between whom."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    axis: Axis
-    comms: Collectives
-
-    def empty(self) -> torch.Tensor:
-        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
 
 def run_pipeline(
@@ -70,46 +78,89 @@ def run_pipeline(
 ) -> None:
     """Run this rank's program of `plan` to its end. Collective over the pipeline axis; `name` gives the id of a transfer.
 
-    Raises `PeerError`, naming the transfer, where another rank is gone or silent.
+    Raises `PeerError`, naming the transfer, where another rank is gone or silent. No thread outlives the call.
     """
-    _Executor(plan, passes, boundary, name).run()
+    check_sides(plan, boundary)
+    executor = _Executor(plan, passes, boundary, name)
+    try:
+        executor.run()
+    except BaseException:
+        executor.abandon()
+        raise
 
 
-def agree_on(plan: PipelinePlan, *, axis: Axis, comms: Collectives) -> None:
-    """Raise `RunError` on all ranks of a pipeline where their plans differ. Collective, once before the first step."""
-    told = comms.gather_objects(plan.hash, axis)
+def agree_on(plan: PipelinePlan, *, axis: Axis, comms: Collectives, edges: Sequence[str] = ()) -> None:
+    """Raise `RunError` on all ranks of a pipeline where their plans differ. Collective, once before the first step.
+
+    `edges`: hashes of the plans of edges that all ranks of the axis know.
+    """
+    told = comms.gather_objects((plan.hash, *edges), axis)
     if len(set(told)) > 1:
-        found = ", ".join(f"{value} on rank {rank}" for rank, value in zip(axis.ranks, told, strict=True))
+        found = ", ".join(f"{' '.join(value)} on rank {rank}" for rank, value in zip(axis.ranks, told, strict=True))
         raise RunError(f"the ranks of a pipeline have different plans of {plan.schedule.name}: {found}")
 
 
 class _Executor:
     def __init__(self, plan: PipelinePlan, passes: Passes, boundary: Boundary, name: Callable[[Transfer], str]) -> None:
         self.plan, self.passes, self.boundary, self.name = plan, passes, boundary, name
-        rank = boundary.axis.index
-        self.program = plan.programs[rank]
-        self.most_open = max(LEAST_OPEN, plan.schedule.max_live[rank])
+        self.program = plan.programs[boundary.position]
+        self.most_open = max(LEAST_OPEN, plan.schedule.max_live[boundary.position])
         self.ready: dict[Transfer, torch.Tensor] = {}
         """Made here and not yet sent or handed over."""
-        self.coming: dict[Transfer, tuple[torch.Tensor, Exchange]] = {}
+        self.coming: dict[Transfer, tuple[Arrival, threading.Event | None]] = {}
+        """With the event that a lane sets where it takes the transfer in."""
         self.going: deque[tuple[Exchange, list[Message]]] = deque()
         """With the messages, whose tensors must live until they are sent."""
+        self.lanes: dict[tuple[Edge, Direction], Lane] = {}
+        self.stream = boundary.stream()
 
     def run(self) -> None:
+        if self.boundary.device.type == "cpu":
+            self._run_posted()
+        else:
+            self._run_in_batches()
+        with self._aside(after_passes=False):
+            self._close(0)
+        for lane in self.lanes.values():
+            lane.finish()
+            self.boundary.comms.absorb(lane.comms)
+
+    def abandon(self) -> None:
+        """End what is under way on threads."""
+        for lane in self.lanes.values():
+            lane.abandon(self.boundary.comms)
+
+    def _run_posted(self) -> None:
+        """Receives are posted ahead of their place, unless all is to be waited for where it stands."""
+        ahead = 0 if self.boundary.comms.synchronous else AHEAD
+        receives = _receives_by_place(self.program)
+        place = 0
+        for op in self.program:
+            if isinstance(op, Run):
+                while receives and receives[0][0] <= place + ahead:
+                    self._receive([receives.popleft()[1].transfer])
+                self._pass(op)
+                place += 1
+            elif isinstance(op, Send):
+                self._send([op.transfer])
+            elif not ahead:
+                self._receive([receives.popleft()[1].transfer])
+
+    def _run_in_batches(self) -> None:
         for step in batches(self.program):
             if isinstance(step, Run):
                 self._pass(step)
-            elif self.boundary.device.type == "cpu":
-                for op in step:
-                    self._start([op])
             else:
                 self._start(step)
-        self._close(0)
+        if self.stream is not None:
+            torch.cuda.current_stream(self.boundary.device).wait_stream(self.stream)
+
+    # ---- passes
 
     def _pass(self, run: Run) -> None:
         kind, stage, microbatch = run.action
-        taken = None if run.takes is None else self._take(run.takes)
-        made: torch.Tensor | None = None
+        taken = tuple(self._take(transfer) for transfer in run.takes)
+        made: Tensors = ()
         if kind == "F":
             made = self.passes.forward(stage, microbatch, taken)
         elif kind == "B":
@@ -118,48 +169,153 @@ class _Executor:
             made = self.passes.input_gradient(stage, microbatch, taken)
         else:
             self.passes.weight_gradient(stage, microbatch)
-        if run.gives is not None:
-            self.ready[run.gives] = self._checked(run, made)
+        self._keep(run, made)
 
-    def _checked(self, run: Run, made: torch.Tensor | None) -> torch.Tensor:
-        want = self.boundary
-        if made is None or tuple(made.shape) != want.shape or made.dtype != want.dtype:
-            found = "nothing" if made is None else f"{tuple(made.shape)} of {made.dtype}"
-            raise ValueError(f"pass {run.action} made {found}; between stages are {want.shape} of {want.dtype}")
-        return made.contiguous()
+    def _keep(self, run: Run, made: Tensors) -> None:
+        if len(made) != len(run.gives):
+            raise ValueError(f"pass {run.action} made {len(made)} tensors for {len(run.gives)} edges")
+        for transfer, tensor in zip(run.gives, made, strict=True):
+            shape, dtype = self.boundary.route(transfer).shape, self.boundary.dtype
+            if tuple(tensor.shape) != shape or tensor.dtype != dtype:
+                found = f"{tuple(tensor.shape)} of {tensor.dtype}"
+                raise ValueError(f"pass {run.action} made {found}; between stages are {shape} of {dtype}")
+            self.ready[transfer] = tensor.contiguous()
 
     def _take(self, transfer: Transfer) -> torch.Tensor:
         if transfer.is_local:
             return self.ready.pop(transfer)
-        tensor, exchange = self.coming.pop(transfer)
-        exchange.wait()
-        return tensor
+        arrival, here = self.coming.pop(transfer)
+        if self.stream is not None:  # allocated there, used here
+            arrival.tensor.record_stream(torch.cuda.current_stream(self.boundary.device))
+        if here is None:
+            return arrival.take()
+        here.wait()
+        self.lanes[transfer.edge, transfer.direction].raise_error()
+        return arrival.tensor
 
-    def _start(self, ops: Sequence[Run | Send | Recv]) -> None:
-        """Post neighbouring sends and receives at once."""
-        sends: list[Message] = []
-        receives: list[Message] = []
-        names: list[str] = []
-        arriving: list[tuple[Transfer, torch.Tensor]] = []
-        for op in ops:
-            assert not isinstance(op, Run)  # batches keeps them apart
-            transfer = op.transfer
-            tag = transfer.tag(self.plan.schedule.num_microbatches)
-            names.append(self.name(transfer))
-            if isinstance(op, Send):
-                sends.append(Message(self.ready.pop(transfer), transfer.dst_rank, tag))
-            else:
-                arriving.append((transfer, self.boundary.empty()))
-                receives.append(Message(arriving[-1][1], transfer.src_rank, tag))
-        exchange = self.boundary.comms.start_exchange(sends, receives, self.boundary.axis, op_id=" ".join(names))
-        for transfer, tensor in arriving:
-            self.coming[transfer] = (tensor, exchange)
-        if sends:
-            self.going.append((exchange, sends))
-            self._close(self.most_open)
+    # ---- transfers
+
+    def _send(self, transfers: Sequence[Transfer]) -> None:
+        for transfer in transfers:
+            legs, tensor = self.boundary.route(transfer).sends, self.ready.pop(transfer)
+            if not legs:  # another replica sends it
+                continue
+            sent = start_sends(
+                legs,
+                tensor,
+                axis=self.boundary.axis_of(transfer),
+                comms=self.boundary.comms,
+                tag=self.plan.tag(transfer),
+                op_id=self.name(transfer),
+            )
+            self.going.append(sent)
+            self._close(0 if self.boundary.wait_for_sends else self.most_open)
+
+    def _receive(self, transfers: Sequence[Transfer]) -> None:
+        for transfer in transfers:
+            route, axis = self.boundary.route(transfer), self.boundary.axis_of(transfer)
+            tag, op_id = self.plan.tag(transfer), self.name(transfer)
+            arrival = Arrival(self.boundary.empty(transfer))
+            if not route.relays:
+                arrival.receive(route.receives, axis=axis, comms=self.boundary.comms, tag=tag, op_id=op_id)
+                self.coming[transfer] = arrival, None
+                continue
+            lane = self._lane(transfer, axis)
+            for leg in route.receives:
+                arrival.receive([leg], axis=axis, comms=lane.comms, tag=tag, op_id=op_id)
+            self.coming[transfer] = arrival, lane.add(arrival, route, tag=tag, op_id=op_id)
+
+    def _lane(self, transfer: Transfer, axis: Axis) -> Lane:
+        key = transfer.edge, transfer.direction
+        if key not in self.lanes:
+            self.lanes[key] = Lane(self.boundary, axis, f"lane {transfer.edge} {transfer.direction}")
+        return self.lanes[key]
 
     def _close(self, most_open: int) -> None:
         """Wait for the oldest sends until at most so many are open."""
         while len(self.going) > most_open:
             self.going[0][0].wait()
             self.going.popleft()
+
+    # ---- devices: a stream of their own for transfers, in the plan's order
+
+    def _start(self, ops: Sequence[Send | Recv]) -> None:
+        """Post neighbouring transfers at once; those that some rank passes on one by one, as all ranks then have them."""
+        edges = self.boundary.edges
+        if any(edges[op.transfer.edge].relays(op.transfer.direction) for op in ops):
+            for op in ops:
+                self._post([op])
+                if isinstance(op, Recv):
+                    self._relay(op.transfer)
+        else:
+            self._post(ops)
+
+    def _post(self, ops: Sequence[Send | Recv]) -> None:
+        """One exchange for all messages of `ops`."""
+        sends: list[Message] = []
+        receives: list[Message] = []
+        arriving: list[tuple[Arrival, Landing]] = []
+        axis = self.boundary.axis
+        with self._aside(after_passes=any(isinstance(op, Send) for op in ops)):
+            for op in ops:
+                transfer = op.transfer
+                route, tag = self.boundary.route(transfer), self.plan.tag(transfer)
+                if isinstance(op, Send):
+                    tensor = self.ready.pop(transfer)
+                    sends += [Message(packed(tensor, leg), axis.ranks.index(leg.peer), tag) for leg in route.sends]
+                    continue
+                arrival = Arrival(self.boundary.empty(transfer))
+                self.coming[transfer] = arrival, None
+                for leg in route.receives:
+                    place = landing(arrival.tensor, leg)
+                    receives.append(Message(place.buffer, axis.ranks.index(leg.peer), tag))
+                    arriving.append((arrival, place))
+            if not sends and not receives:
+                return
+            op_id = " ".join(self.name(op.transfer) for op in ops)
+            exchange = self.boundary.comms.start_exchange(sends, receives, axis, op_id=op_id)
+            for arrival, place in arriving:
+                arrival.parts.append((exchange, place))
+            if sends:
+                self.going.append((exchange, sends))
+                self._close(self.most_open)
+
+    def _relay(self, transfer: Transfer) -> None:
+        """Pass on, on the stream of the transfers, what has just been posted."""
+        route = self.boundary.route(transfer)
+        if not route.relays:
+            return
+        arrival, _ = self.coming[transfer]
+        with self._aside(after_passes=False):
+            arrival.take()
+            sent = start_sends(
+                [relay.leg for relay in route.relays],
+                arrival.tensor,
+                axis=self.boundary.axis,
+                comms=self.boundary.comms,
+                tag=self.plan.tag(transfer),
+                op_id=self.name(transfer),
+            )
+            self.going.append(sent)
+
+    @contextmanager
+    def _aside(self, *, after_passes: bool) -> Iterator[None]:
+        """The stream of the transfers; what has been computed so far comes before it where it is to be sent."""
+        if self.stream is None:
+            yield
+            return
+        if after_passes:
+            self.stream.wait_stream(torch.cuda.current_stream(self.boundary.device))
+        with torch.cuda.stream(self.stream):
+            yield
+
+
+def _receives_by_place(program: Sequence[Run | Send | Recv]) -> deque[tuple[int, Recv]]:
+    """The receives of a program with the number of passes before each."""
+    out: deque[tuple[int, Recv]] = deque()
+    place = 0
+    for op in program:
+        if isinstance(op, Recv):
+            out.append((place, op))
+        place += isinstance(op, Run)
+    return out

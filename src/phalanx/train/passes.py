@@ -27,12 +27,13 @@ from phalanx.plan.layout import stage_params
 from phalanx.plan.pipeline import Pipeline
 from phalanx.plan.program import boundary_id
 from phalanx.plan.schedule import Action, Order
-from phalanx.plan.schedule_comm import Transfer
+from phalanx.plan.schedule_comm import PipelinePlan, Transfer
 from phalanx.plan.stages import Stage
+from phalanx.runtime.boundary import Boundary, direct_edges
 from phalanx.runtime.collectives import Collectives
 from phalanx.runtime.gradients import GradientBuffers
 from phalanx.runtime.groups import Groups
-from phalanx.runtime.pipeline import Boundary, agree_on, run_pipeline
+from phalanx.runtime.pipeline import Tensors, agree_on, run_pipeline
 from phalanx.train.loss import Share, objective
 
 
@@ -68,7 +69,7 @@ class StageRunner:
         """
         plan = self.pipeline.plan(len(batches))
         passes = _TrainingPasses(self, batches, infos, valid_tokens, buffers)
-        run_pipeline(plan, passes, self._boundary(batches), name=lambda transfer: _id(transfer, infos))
+        run_pipeline(plan, passes, self._boundary(plan, batches), name=lambda transfer: _id(transfer, infos))
         return passes.shares
 
     @torch.no_grad()
@@ -81,19 +82,21 @@ class StageRunner:
         """Forward passes alone; `keep(stage, micro-batch, output)` hears of each pass of this rank. Collective over the pipeline."""
         plan = self.pipeline.forward_plan(len(batches))
         passes = _ForwardPasses(self, batches, infos, keep)
-        run_pipeline(plan, passes, self._boundary(batches), name=lambda transfer: _id(transfer, infos))
+        run_pipeline(plan, passes, self._boundary(plan, batches), name=lambda transfer: _id(transfer, infos))
 
-    def _boundary(self, batches: Sequence[TokenBatch]) -> Boundary:
+    def _boundary(self, plan: PipelinePlan, batches: Sequence[TokenBatch]) -> Boundary:
         rows = {_num_rows(batch, tp=self.groups.axis("tp").size) for batch in batches}
         if len(rows) != 1:
             raise ValueError(
                 f"the micro-batches of a step have {sorted(rows)} rows: a pipeline needs one shape for all"
             )
+        axis = self.groups.axis("pp")
         return Boundary(
-            shape=(*rows, self.model.spec.hidden),
+            position=axis.index,
+            edges=direct_edges(plan, (*rows, self.model.spec.hidden), axis.ranks),
             dtype=self.model.dtype,
             device=self.device,
-            axis=self.groups.axis("pp"),
+            axis=axis,
             comms=self.comms,
         )
 
@@ -160,8 +163,9 @@ class _TrainingPasses:
         names = {i: [p.name for p in stage_params(runner.model.spec, [stage])] for i, stage in self.stages.items()}
         return last_gradients(order, names, runner.model.put_off)
 
-    def forward(self, index: int, microbatch: int, x_TH: torch.Tensor | None) -> torch.Tensor | None:
+    def forward(self, index: int, microbatch: int, inputs: Tensors) -> Tensors:
         stage, batch, info = self.stages[index], self.batches[microbatch], self.infos[microbatch]
+        x_TH = inputs[0] if inputs else None
         if x_TH is not None:
             x_TH.requires_grad_()
         model = self.runner.model
@@ -171,38 +175,40 @@ class _TrainingPasses:
         ones = (get_gradient_edge(total), torch.ones_like(total)) if total.requires_grad else None
         hidden = None if stage.has_head else get_gradient_edge(output.hidden_TH)
         self._live[index, microbatch] = _Live(x_TH, hidden, ones)
-        return None if stage.has_head else output.hidden_TH.detach()
+        return () if stage.has_head else (output.hidden_TH.detach(),)
 
-    def backward(self, index: int, microbatch: int, d_out_TH: torch.Tensor | None) -> torch.Tensor | None:
-        d_in_TH = self._differentiate(Action("B", index, microbatch), d_out_TH)
+    def backward(self, index: int, microbatch: int, d_outputs: Tensors) -> Tensors:
+        d_inputs = self._differentiate(Action("B", index, microbatch), d_outputs)
         if self.runner.later is not None:
             run(self.runner.later.take())
-        return d_in_TH
+        return d_inputs
 
-    def input_gradient(self, index: int, microbatch: int, d_out_TH: torch.Tensor | None) -> torch.Tensor | None:
-        d_in_TH = self._differentiate(Action("I", index, microbatch), d_out_TH)
+    def input_gradient(self, index: int, microbatch: int, d_outputs: Tensors) -> Tensors:
+        d_inputs = self._differentiate(Action("I", index, microbatch), d_outputs)
         assert self.runner.later is not None  # made with the model, for schedules that divide the backward pass
         self._owed[index, microbatch] = self.runner.later.take()
-        return d_in_TH
+        return d_inputs
 
     def weight_gradient(self, index: int, microbatch: int) -> None:
         self._announce(Action("W", index, microbatch))
         run(self._owed.pop((index, microbatch)))
 
-    def _differentiate(self, action: Action, d_out_TH: torch.Tensor | None) -> torch.Tensor | None:
+    def _differentiate(self, action: Action, d_outputs: Tensors) -> Tensors:
         self._announce(action)
         live = self._live.pop((action.stage, action.microbatch))
         roots: list[GradientEdge] = []
         grads: list[torch.Tensor] = []
         if live.hidden is not None:
-            assert d_out_TH is not None  # the plan gives every stage but the last a gradient
             roots.append(live.hidden)
-            grads.append(d_out_TH)
+            grads.append(d_outputs[0])  # the plan gives every stage but the last a gradient
         if live.total is not None:
             roots.append(live.total[0])
             grads.append(live.total[1])
         torch.autograd.backward(roots, grads)
-        return None if live.x_TH is None else live.x_TH.grad
+        if live.x_TH is None:
+            return ()
+        assert live.x_TH.grad is not None  # every output depends on the input
+        return (live.x_TH.grad,)
 
     def _announce(self, action: Action) -> None:
         names = self._last.get(action)
@@ -223,13 +229,14 @@ class _ForwardPasses:
         self.runner, self.batches, self.infos, self.keep = runner, batches, infos, keep
         self.stages = {stage.index: stage for stage in runner.model.stages}
 
-    def forward(self, index: int, microbatch: int, x_TH: torch.Tensor | None) -> torch.Tensor | None:
+    def forward(self, index: int, microbatch: int, inputs: Tensors) -> Tensors:
         stage = self.stages[index]
+        x_TH = inputs[0] if inputs else None
         output = self.runner.model.run_stage(stage, x_TH, self.batches[microbatch], self.infos[microbatch])
         self.keep(stage, microbatch, output)
-        return output.hidden_TH
+        return () if stage.has_head else (output.hidden_TH,)
 
-    def backward(self, index: int, microbatch: int, d_out_TH: torch.Tensor | None) -> torch.Tensor | None:
+    def backward(self, index: int, microbatch: int, d_outputs: Tensors) -> Tensors:
         raise NotImplementedError("a forward plan has no backward passes")
 
     input_gradient = backward
