@@ -13,7 +13,16 @@ from phalanx.plan.mesh_layout import Partial, Ragged, Replicate, Shard, Strided,
 from phalanx.plan.reshard_types import Hop, Hosts, Move, Part, Reduction
 from phalanx.plan.tensor_layout import Held, TensorLayout
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.int32, torch.float16, torch.uint8, torch.bool)
+DTYPES = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float64,
+    torch.int64,
+    torch.int32,
+    torch.float16,
+    torch.uint8,
+    torch.bool,
+)
 SENTINEL = 113
 
 

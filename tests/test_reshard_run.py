@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from phalanx.runtime.groups import Axis
 from phalanx.runtime.reshard_counts import gather_counts
 from phalanx.runtime.resharder import KEPT_PLANS, PlanOptions, Resharder
 from ranks import RankError, run_ranks
-from reshard_help import equal_hosts, logical_terms, local_of, prefilled, random_case, same, sources, wanted, whole
+from reshard_help import equal_hosts, local_of, logical_terms, prefilled, random_case, same, sources, wanted, whole
 
 pytestmark = pytest.mark.ranks
 WORLD = 8
@@ -37,7 +38,9 @@ def random_moves(rank, cache, seeds, posting):
     for seed in seeds:
         case = random_case(seed, world=WORLD)
         options = PlanOptions(message_bytes=case.message_bytes, open_hops=case.open_hops)
-        resharder = Resharder(Collectives(timeout_s=20), axis_of(rank, cache), hosts=case.hosts, options=options, posting=posting)
+        resharder = Resharder(
+            Collectives(timeout_s=20), axis_of(rank, cache), hosts=case.hosts, options=options, posting=posting
+        )
         source, out = sources(case, rank), prefilled(case, rank)
         kept = [x if x is None else x.clone() for x in source]
         got = resharder.move(case.moves, source, dtypes=case.dtypes, out=out, op_id=f"case{seed}")
@@ -130,7 +133,9 @@ def plans_kept(rank, cache):
     first = resharder.prepare(alone(1))
     for rows in range(2, KEPT_PLANS + 2):
         resharder.prepare(alone(rows))
-    return resharder.prepare(alone(1)) is first, resharder.prepare(alone(KEPT_PLANS)) is resharder.prepare(alone(KEPT_PLANS))
+    return resharder.prepare(alone(1)) is first, resharder.prepare(alone(KEPT_PLANS)) is resharder.prepare(
+        alone(KEPT_PLANS)
+    )
 
 
 def alone(rows):
@@ -192,7 +197,9 @@ def test_sums_of_truth_values_are_refused():
 
 def test_ranks_outside_the_group_are_named():
     resharder = Resharder(Collectives(), Axis("reshard", (0,), 0, None), hosts=equal_hosts([0] * 4))
-    with pytest.raises(PlanError, match=r"layout.ranks = \[1, 2, 3\]: not in the process group, whose ranks are \(0,\)"):
+    with pytest.raises(
+        PlanError, match=r"layout.ranks = \[1, 2, 3\]: not in the process group, whose ranks are \(0,\)"
+    ):
         resharder.prepare(simple_moves())
 
 
@@ -210,9 +217,11 @@ def test_random_cases_see_planted_bugs(bug):
         steps = list(program.steps)
         receives = [i for i, s in enumerate(steps) if not s.sends and s.placed]
         if bug == "order":
-            for i, j in zip(receives, receives[1:], strict=False):
+            for i, j in itertools.pairwise(receives):
                 if steps[i].nbytes == steps[j].nbytes and steps[i].peer == steps[j].peer:
-                    steps[i], steps[j] = (steps[a]._replace(placed=steps[b].placed, tag=steps[a].tag) for a, b in ((i, j), (j, i)))
+                    steps[i], steps[j] = (
+                        steps[a]._replace(placed=steps[b].placed, tag=steps[a].tag) for a, b in ((i, j), (j, i))
+                    )
                     break
         elif bug == "chunk" and receives:
             last = steps[receives[-1]]

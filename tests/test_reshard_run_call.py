@@ -71,7 +71,9 @@ def test_dtensors_move_between_meshes():
 def partial_dtensor(rank, cache):
     mesh, target = mesh_of([[0, 1, 2], [3, 4, 5]]), mesh_of([6, 7, 0])
     local = full((6, 5)) * (rank + 1) if rank < 6 else torch.empty(0)
-    x = DTensor.from_local(local, mesh, [Shard(0), Partial()], run_check=False, shape=torch.Size((12, 5)), stride=(5, 1))
+    x = DTensor.from_local(
+        local, mesh, [Shard(0), Partial()], run_check=False, shape=torch.Size((12, 5)), stride=(5, 1)
+    )
     got = phalanx.reshard(x, None, (target, [Shard(1)]), resharder=phalanx.open_resharder(hosts=HOSTS, timeout_s=20))
     want = torch.cat([full((6, 5)) * 6, full((6, 5)) * 15])
     if rank in (6, 7, 0):
@@ -116,7 +118,12 @@ def plain_meshes(rank, cache):
     x = full((7, 4))
     local = x.chunk(3)[rank].clone().requires_grad_(True) if rank < 3 else None
     got = phalanx.reshard(
-        local, (a, [Shard(0)]), (b, [Shard(1), Replicate()]), shape=(7, 4), dtype=torch.float32, device=torch.device("cpu")
+        local,
+        (a, [Shard(0)]),
+        (b, [Shard(1), Replicate()]),
+        shape=(7, 4),
+        dtype=torch.float32,
+        device=torch.device("cpu"),
     )
     assert got is None or (torch.equal(got, x.chunk(2, 1)[(rank - 2) // 2]) and not got.requires_grad)
     assert (got is None) == (rank not in (2, 3, 4, 5))
@@ -149,7 +156,10 @@ def refused(rank, cache, what):
     ("what", "text"),
     [
         ("shape", "tensor.src_layout: a mesh and placements do not say how large the whole tensor is; give shape="),
-        ("no layout", "tensor.src_layout: only a DTensor brings a layout of its own; give a TensorLayout, or a DeviceMesh"),
+        (
+            "no layout",
+            "tensor.src_layout: only a DTensor brings a layout of its own; give a TensorLayout, or a DeviceMesh",
+        ),
         ("dtype", "tensor.dtype: rank 1 has no tensor that would tell the type of the elements; give dtype="),
         ("names", "src_layout['b']: is missing; give each name a layout on both sides"),
         ("lost", "must be"),
@@ -175,7 +185,9 @@ class FakeMesh:
 def test_other_placements_are_named(placement, text):
     with pytest.raises(PlanError) as info:
         layout_of((4, 4), FakeMesh([0, 1]), [placement], where="x")
-    assert text in str(info.value) and "x.placements[0]" in str(info.value) and "use Shard, Replicate" in str(info.value)
+    assert (
+        text in str(info.value) and "x.placements[0]" in str(info.value) and "use Shard, Replicate" in str(info.value)
+    )
 
 
 def test_alone_without_a_process_group():

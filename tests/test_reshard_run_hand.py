@@ -161,7 +161,10 @@ def own_and_moved(rank, cache):
     comms = Collectives(timeout_s=20, trace=True, emit=events.append)
     carry_out(cache, rank, 2, plan, [x[4 * rank : 4 * rank + 4].clone()], [dest], comms=comms, op_id="swap")
     assert torch.equal(dest, x[:, 3 * rank : 3 * rank + 3])
-    assert {op: (c.calls, c.sent_bytes) for (op, _), c in comms.counters.items()} == {"send": (1, 48), "receive": (1, 0)}
+    assert {op: (c.calls, c.sent_bytes) for (op, _), c in comms.counters.items()} == {
+        "send": (1, 48),
+        "receive": (1, 0),
+    }
     return [(e.op, e.op_id, e.sent_bytes) for e in events if isinstance(e, Collective)]
 
 
@@ -243,16 +246,23 @@ def test_planted_bugs_are_seen(bug):
 
 def test_a_plan_that_does_not_fit_its_layouts():
     plan = relay_plan(2)
-    stray = dataclasses.replace(plan, hops=(Hop(2, 1, (Part(0, rows(0, 8)),)),), moves=(
-        dataclasses.replace(plan.moves[0], dst=whole_layout(SHAPE, [1])),))
-    with pytest.raises(PlanError, match=r"rank 2, x = .*sends it, but its tensors have a place for 0 of its 48 elements"):
+    stray = dataclasses.replace(
+        plan,
+        hops=(Hop(2, 1, (Part(0, rows(0, 8)),)),),
+        moves=(dataclasses.replace(plan.moves[0], dst=whole_layout(SHAPE, [1])),),
+    )
+    with pytest.raises(
+        PlanError, match=r"rank 2, x = .*sends it, but its tensors have a place for 0 of its 48 elements"
+    ):
         rank_program(stray, 2)
 
 
 def test_a_message_of_a_term_comes_from_who_holds_it():
     src = mesh_layout(SHAPE, [2], [Partial()], ranks=[0, 1])
     move = Move(name="x", itemsize=4, src=src, dst=whole_layout(SHAPE, [2]))
-    plan = HandPlan((move,), equal_hosts([0, 0, 0]), (Hop(0, 2, (Part(0, rows(0, 8), 1),)),), (Reduction(2, 0, rows(0, 8)),))
+    plan = HandPlan(
+        (move,), equal_hosts([0, 0, 0]), (Hop(0, 2, (Part(0, rows(0, 8), 1),)),), (Reduction(2, 0, rows(0, 8)),)
+    )
     with pytest.raises(PlanError, match="rank 0, x"):
         rank_program(plan, 0)
 
@@ -283,5 +293,3 @@ def test_distinct_bytes_are_those_of_the_union():
     parts = [Part(0, b) for b in boxes] + [Part(0, boxes[0], 1)]  # a term is a value of its own
     assert distinct_bytes(parts, [move]) == 8 * (want + 16)
     assert union_elements([Box((), ())]) == 1
-
-

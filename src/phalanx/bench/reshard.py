@@ -27,7 +27,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from phalanx.bench.reshard_cases import CASES, DEST_HOSTS, RANKS_PER_HOST, SOURCE_HOSTS
+from phalanx.bench.reshard_cases import CASES, DEST_HOSTS, SOURCE_HOSTS
 from phalanx.bench.reshard_rank import Job, host_main
 from phalanx.core.errors import ConfigError, Problem, RunError, raise_if
 from phalanx.core.files import check_writable, write_json
@@ -40,7 +40,10 @@ METHODS = {"ours": "best", "naive": "naive", "gather": "local_all_gather", "send
 HOSTS = SOURCE_HOSTS + DEST_HOSTS
 LONGEST_S = 1800.0
 OVER_BOUND = 1.15
-FASTER = {"naive": {2: 1.4, 3: 1.4, 5: 1.4, 6: 1.4, 9: 1.4}, "send_recv": {1: 3.5, 2: 3.5, 3: 3.5, 5: 3.5, 6: 3.5, 9: 3.5, 7: 7.0}}
+FASTER = {
+    "naive": {2: 1.4, 3: 1.4, 5: 1.4, 6: 1.4, 9: 1.4},
+    "send_recv": {1: 3.5, 2: 3.5, 3: 3.5, 5: 3.5, 6: 3.5, 9: 3.5, 7: 7.0},
+}
 """Method -> case -> how many times faster ours must be."""
 
 
@@ -207,7 +210,9 @@ def _table(result: ReshardResult) -> Table:
     links = sorted(c.link_bit_per_s for c in result.cases)
     carried = f", which carry {format_rate(links[0], 'bit')} to {format_rate(links[-1], 'bit')}" if links else ""
     rate = format_rate(result.rate_bit_per_s, "bit")
-    table = Table(title=f"{result.mib} MiB over links of {rate}{carried}; median of {result.rounds}; others: times ours")
+    table = Table(
+        title=f"{result.mib} MiB over links of {rate}{carried}; median of {result.rounds}; others: times ours"
+    )
     others = [name for name in METHODS if any(name in c.faster_than for c in result.cases)]
     for title in ("case", "source", "destination"):
         table.add_column(title)

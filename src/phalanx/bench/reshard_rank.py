@@ -20,7 +20,7 @@ from phalanx.bench.reshard_cases import CASES, FIRST_DEST_RANK, RANKS_PER_HOST, 
 from phalanx.plan.layout import Box
 from phalanx.plan.reshard_types import Hosts, Move
 from phalanx.plan.tensor_layout import TensorLayout
-from phalanx.runtime.collectives import Collectives, Message
+from phalanx.runtime.collectives import Collectives, Exchange, Message
 from phalanx.runtime.groups import Axis, GroupCache, WorldInfo, close_world, init_world, read_world
 from phalanx.runtime.launch import StopRequest, run_local
 from phalanx.runtime.reshard_counts import gather_counts
@@ -46,7 +46,7 @@ class Job:
 def host_main(job_file: Path) -> int:
     """Fork the ranks of this host and wait for them."""
     found = json.loads(job_file.read_text())
-    job = Job(**{k: tuple(v) if isinstance(v, list) else v for k, v in found.items()})
+    job = Job(**{**found, "cases": tuple(found["cases"]), "methods": tuple(found["methods"])})
     host = read_world()
     assert host is not None  # the testbed sets it
     return run_local(partial(_rank, job, job_file, host), ranks=RANKS_PER_HOST, threads=1)
@@ -85,7 +85,9 @@ class _Bench:
 
     def case(self, case: Case) -> dict[str, Any]:
         """Measure one case; every rank returns the same row."""
-        rate = self.link_bytes_per_s(0, FIRST_DEST_RANK)
+        rate = max(
+            self.link_bytes_per_s(0, FIRST_DEST_RANK) for _ in range(2)
+        )  # what a busy machine took away is not the link's
         count = self.axis.size // RANKS_PER_HOST
         hosts = Hosts(
             host_of_rank=tuple(rank // RANKS_PER_HOST for rank in self.axis.ranks),
@@ -124,7 +126,8 @@ class _Bench:
             buffers = [torch.zeros(STREAM_BYTES, dtype=torch.uint8) for _ in range(STREAM_OPEN)]
             start = self.comms.start_send if self.rank == source else self.comms.start_receive
             peer = dest if self.rank == source else source
-            ends, under_way = [], []
+            ends: list[float] = []
+            under_way: list[Exchange] = []
             for i in range(STREAM_MESSAGES):
                 if len(under_way) == STREAM_OPEN:
                     under_way.pop(0).wait()

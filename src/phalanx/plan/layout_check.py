@@ -121,7 +121,9 @@ def _without(box: Box, have: Sequence[Box]) -> list[Box]:
     if not have:
         return [box]
     low, high = bounds(have)
-    mine, end = (np.array(v, dtype=np.int64) for v in (box.offsets, [sum(p) for p in zip(box.offsets, box.sizes, strict=True)]))
+    mine, end = (
+        np.array(v, dtype=np.int64) for v in (box.offsets, [sum(p) for p in zip(box.offsets, box.sizes, strict=True)])
+    )
     near = (np.minimum(high, end) > np.maximum(low, mine)).all(axis=1).nonzero()[0]
     left = [box]
     for i in near:
@@ -161,7 +163,9 @@ def coverage_problems(src: TensorLayout, dst: TensorLayout, *, name: str) -> lis
         more = f" and {len(lost) - SHOWN} more" if len(lost) > SHOWN else ""
         text = ", ".join(map(box_text, lost[:SHOWN])) + more
         rule = f"lost: no source rank holds {text}"
-        problems.append(Problem(where=name, value=None, rule=rule, hint="give a source that has it, such as a checkpoint"))
+        problems.append(
+            Problem(where=name, value=None, rule=rule, hint="give a source that has it, such as a checkpoint")
+        )
     return problems
 
 

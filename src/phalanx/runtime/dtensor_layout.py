@@ -22,7 +22,9 @@ from phalanx.plan.tensor_layout import TensorLayout
 MeshPlacements = tuple[DeviceMesh, Sequence[Placement]]
 
 
-def layout_of(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement], *, where: str = "layout") -> TensorLayout:
+def layout_of(
+    shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement], *, where: str = "layout"
+) -> TensorLayout:
     """The layout of a tensor of global `shape`. Raises `PlanError` naming every placement that cannot be expressed."""
     problems, plain = [], []
     for axis, placement in enumerate(placements):
@@ -62,12 +64,12 @@ def layout_of_dtensor(x: DTensor, *, where: str = "tensor") -> TensorLayout:
     return layout_of(tuple(x.shape), x.device_mesh, x.placements, where=where)
 
 
-def dtensor_of(local: torch.Tensor | None, shape: Sequence[int], target: MeshPlacements, *, dtype: torch.dtype) -> DTensor:
+def dtensor_of(
+    local: torch.Tensor | None, shape: Sequence[int], target: MeshPlacements, *, dtype: torch.dtype
+) -> DTensor:
     """The DTensor of which this rank holds `local` (None: it is not in the mesh)."""
     mesh, placements = target
     if local is None:
         local = torch.empty(0, dtype=dtype, device=mesh.device_type)
     stride = tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
-    return DTensor.from_local(
-        local, mesh, list(placements), run_check=False, shape=torch.Size(shape), stride=stride
-    )
+    return DTensor.from_local(local, mesh, list(placements), run_check=False, shape=torch.Size(shape), stride=stride)

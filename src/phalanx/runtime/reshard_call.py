@@ -119,7 +119,11 @@ class _Sides:
         x, out = self.state[name], self.out.get(name, self.out.get(""))
         shape = self._shape(name, x)
         given = _of(self.src, name)
-        src = layout_of_dtensor(x, where=name) if given is None and isinstance(x, DTensor) else _layout(given, shape, name, "src_layout")
+        src = (
+            layout_of_dtensor(x, where=name)
+            if given is None and isinstance(x, DTensor)
+            else _layout(given, shape, name, "src_layout")
+        )
         target = _of(self.dst, name)
         dst = _layout(target, shape, name, "dst_layout")
         dtype = self.dtype.get(name, self.dtype.get(""))
@@ -146,9 +150,7 @@ class _Sides:
         return None if found is None else tuple(found)
 
 
-def _as_state(
-    given: torch.Tensor | State | None, src: Layouts, dst: Layouts
-) -> tuple[State, bool]:
+def _as_state(given: torch.Tensor | State | None, src: Layouts, dst: Layouts) -> tuple[State, bool]:
     """The tensors by name, and whether it was one without a name. A rank that holds nothing takes the names from the layouts."""
     if isinstance(given, torch.Tensor):
         return {ONE: given}, True
@@ -194,7 +196,7 @@ def _layout(given: Layout | None, shape: tuple[int, ...] | None, name: str, whic
 def _local(x: torch.Tensor | None) -> torch.Tensor | None:
     if x is None:
         return None
-    return x.detach().to_local() if isinstance(x, DTensor) else x.detach()
+    return x.to_local().detach() if isinstance(x, DTensor) else x.detach()
 
 
 def _device(items: Sequence[_Item]) -> torch.device | None:

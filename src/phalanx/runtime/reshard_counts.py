@@ -31,7 +31,9 @@ class HostCount:
         return self.entered_bytes == self.distinct_bytes
 
 
-def gather_counts(comms: Collectives, axis: Axis, report: Report, *, moves: Sequence[Move], hosts: Hosts) -> list[HostCount]:
+def gather_counts(
+    comms: Collectives, axis: Axis, report: Report, *, moves: Sequence[Move], hosts: Hosts
+) -> list[HostCount]:
     """The counts of all hosts that something entered, on every rank. Collective; costs a gather of plain objects."""
     told = comms.gather_objects((report.entered_bytes, report.entered), axis)
     return host_counts(dict(zip(axis.ranks, told, strict=True)), moves=moves, hosts=hosts)

@@ -155,7 +155,9 @@ class Resharder:
             raise_if(
                 _tensor_problems(prepared.moves, self.rank, source, dtypes, out), PlanError, subject="what is moved"
             )
-            at = device if device is not None else next((x.device for x in source if x is not None), torch.device("cpu"))
+            at = (
+                device if device is not None else next((x.device for x in source if x is not None), torch.device("cpu"))
+            )
             return (prepared, list(out) if out is not None else _new(prepared.moves, self.rank, dtypes, at)), None
         except PhalanxError as err:
             return None, err
@@ -208,7 +210,9 @@ def hosts_by_name(names: Sequence[str], ranks: Sequence[int]) -> Hosts:
     )
 
 
-def _new(moves: Sequence[Move], rank: int, dtypes: Sequence[torch.dtype], device: torch.device) -> list[torch.Tensor | None]:
+def _new(
+    moves: Sequence[Move], rank: int, dtypes: Sequence[torch.dtype], device: torch.device
+) -> list[torch.Tensor | None]:
     return [
         torch.empty(move.dst.local_shapes[move.dst.ranks.index(rank)], dtype=dtype, device=device)
         if rank in move.dst.ranks
@@ -224,7 +228,9 @@ def _tensor_problems(
     problems = []
     for name, given in (("source", source), ("dtypes", dtypes), ("out", out)):
         if given is not None and len(given) != len(moves):
-            problems.append(Problem(where=name, value=len(given), rule=f"needs one entry for each of {len(moves)} moves"))
+            problems.append(
+                Problem(where=name, value=len(given), rule=f"needs one entry for each of {len(moves)} moves")
+            )
     if problems:
         return problems
     for i, (move, dtype) in enumerate(zip(moves, dtypes, strict=True)):
@@ -258,5 +264,3 @@ def _fit(
     if x.dtype != dtype:
         return [Problem(where=where, value=str(x.dtype), rule=f"must be {dtype}, as on other ranks")]
     return []
-
-
