@@ -41,11 +41,13 @@ def test_every_element_is_its_own_number() -> None:
     assert not _is_right(layout, 12, held)
 
 
-def row(number: int, *, ours: list[float], naive: list[float], send_recv: list[float], once: bool = True, right: bool = True) -> dict:  # type: ignore[type-arg]
+def row(
+    number: int, *, ours: list[float], naive: list[float], send_recv: list[float], once: bool = True, right: bool = True
+) -> dict:  # type: ignore[type-arg]
     def method(seconds: list[float], once: bool) -> dict:  # type: ignore[type-arg]
         return {"seconds": seconds, "once": once, "right": right, "entered_bytes": 10 << 20, "distinct_bytes": 8 << 20}
 
-    found = {"ours": method(ours, once), "naive": method(naive, True), "send_recv": method(send_recv, False)}
+    found = {"ours": method(ours, once), "naive": method(naive, True), "sendrecv": method(send_recv, False)}
     return {
         **{"case": number, "src": "2x4 RRR", "dst": "2x4 S0RR", "shape": [8], "bytes": 32, "link_bit_per_s": 1e8, "bound_s": 1.0},
         "methods": {METHODS[name]: value for name, value in found.items()},
@@ -55,18 +57,18 @@ def row(number: int, *, ours: list[float], naive: list[float], send_recv: list[f
 def test_conclusions() -> None:
     good = _case(row(2, ours=[1.1, 1.0, 1.3], naive=[1.6, 2.0, 1.9], send_recv=[4.0, 4.0, 5.2]))
     assert good.seconds["ours"] == 1.1 and good.over_bound == 1.1
-    assert good.faster_than == pytest.approx({"naive": 1.9 / 1.3, "send_recv": 4.0})  # of turns that stood side by side
+    assert good.faster_than == pytest.approx({"naive": 1.9 / 1.3, "sendrecv": 4.0})  # of turns that stood side by side
     assert missed(good) == [] and failures(good) == []
     slow = _case(row(2, ours=[1.2], naive=[1.2], send_recv=[3.6]))
     assert missed(slow) == [
         "case 2: 1.200 x the bound, more than 1.15",
         "case 2: 1.00 times faster than naive, less than 1.4",
-        "case 2: 3.00 times faster than send_recv, less than 3.5",
+        "case 2: 3.00 times faster than sendrecv, less than 3.5",
     ]
     assert missed(_case(row(4, ours=[1.1], naive=[1.1], send_recv=[1.1]))) == []  # no bar beside the bound
     bad = _case(row(1, ours=[1.0], naive=[2.0], send_recv=[4.0], once=False, right=False))
     assert failures(bad) == ["case 1: wrong elements arrived", "case 1: 2.00 MiB entered a host again"]
-    assert FASTER["send_recv"][7] == 7.0
+    assert FASTER["sendrecv"][7] == 7.0
 
 
 def test_options_that_make_no_sense_are_all_named() -> None:
@@ -88,12 +90,12 @@ def test_a_small_run_on_emulated_hosts(tmp_path: Path, capsys: pytest.CaptureFix
     except TestbedError as error:
         pytest.skip(f"no emulated hosts on this machine: {error}")
     file = tmp_path / "result.json"
-    words = "--cases 1 7 --mib 2 --rounds 1 --methods ours send_recv --rate 400mbit --json".split()
-    assert main([*words, str(file)]) == 0
+    words = ["--cases", "1", "7", "--mib", "2", "--rounds", "1", "--methods", "ours", "sendrecv", "--rate", "400mbit"]
+    assert main([*words, "--json", str(file)]) == 0
     result = json.loads(file.read_text())
     assert result["failures"] == [] and [c["case"] for c in result["cases"]] == [1, 7]
     for case, times in zip(result["cases"], (4, 4), strict=True):
-        ours, other = case["methods"]["ours"], case["methods"]["send_recv"]
+        ours, other = case["methods"]["ours"], case["methods"]["sendrecv"]
         assert case["right"] and case["entered_once"]
         assert ours["entered_bytes"] == ours["distinct_bytes"] == other["distinct_bytes"]
         assert other["entered_bytes"] == times * other["distinct_bytes"] and not other["once"]  # each rank for itself

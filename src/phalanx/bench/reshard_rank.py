@@ -113,8 +113,8 @@ class _Bench:
         }
 
     def _warm_up(self, case: Case, hosts: Hosts) -> None:
-        """Each method once on a small tensor: connections and code are then warm."""
-        move = case.move(max(1, self.job.mib // 16))
+        """Each method once on a smaller tensor: connections (their windows have grown) and code are then warm."""
+        move = case.move(max(1, self.job.mib // 4))
         for method in self.job.methods:
             _Method(self, method, hosts, move).turn()
 
