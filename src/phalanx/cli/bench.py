@@ -11,6 +11,7 @@ BENCHMARKS = {
     "train": "training speed on one rank, beside transformers in the same run",
     "curve": "the loss curve of the fast bf16 path beside that of the plain fp32 one",
     "context": "memory of a step on one long sequence that 1, 2, 4 and 8 ranks share",
+    "reshard": "moving sharded tensors over shaped links of emulated hosts, beside the paper's baselines",
     "hiding": "what hiding communication behind computing is worth, on emulated hosts",
     "memory": "memory of the ranks of a run beside what the dry run promises",
     "reshard-plan": "plans of moves between layouts, against the bound and the paper's greedy",
