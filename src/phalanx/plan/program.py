@@ -38,7 +38,7 @@ from phalanx.plan.program_context import Context, CpMethod
 from phalanx.plan.program_layers import Layers, Reach
 from phalanx.plan.program_ops import At, Kind, Op, Phase, boundary_id, compute, exchange, gradient_id, op_id
 from phalanx.plan.schedule import Action
-from phalanx.plan.schedule_comm import PipelinePlan, Run, Send, Transfer
+from phalanx.plan.schedule_comm import AHEAD, PipelinePlan, Run, Send, Transfer
 from phalanx.plan.stage_foldings import AnyFolding
 
 __all__ = ["Kind", "Op", "Phase", "StepOptions", "StepProgram", "boundary_id", "gradient_id", "op_id", "step_program"]
@@ -113,6 +113,8 @@ class StepOptions:
     """Of a gradient bucket; 0: a family is not divided."""
     pipeline: Pipeline | None = None
     """None: everything on one stage, or 1F1B over the pipeline ranks of the folding."""
+    ahead: int = AHEAD
+    """Passes before its place at which a receive is posted: 0 on devices."""
 
 
 def step_program(
@@ -187,7 +189,7 @@ class _Lowering:
 
     def _passes(self, plan: PipelinePlan, phase: Phase) -> Iterator[Op]:
         """This rank's passes and transfers, whose forward passes are called `phase`."""
-        for op in plan.programs[self._pipeline_rank]:
+        for op in plan.posted(self._pipeline_rank, ahead=self.options.ahead):
             if isinstance(op, Run):
                 yield from self._pass(op.action, phase)
             else:
