@@ -31,6 +31,7 @@ COMMANDS = (
     Command("generate", "continue a prompt with the model of a run"),
     Command("import-hf", "make a run of a Hugging Face checkpoint"),
     Command("export-hf", "write the model of a run as a Hugging Face checkpoint"),
+    Command("sync", "deliver the weights of a run to an inference mesh of another layout"),
     Command("verify", "prove a mapping against one rank: loss, every gradient, norm and step"),
     Command("bench", "measure speed beside a baseline in the same run"),
     Command("plan", "check and draw a mapping or a pipeline schedule, count a model: no process, no torch"),

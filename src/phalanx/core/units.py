@@ -1,4 +1,4 @@
-"""Numbers as people read them: bytes, counts, seconds, rates. Parsing is not needed anywhere, so there is none.
+"""Numbers as people read them: bytes, counts, seconds, rates; and bytes as people write them.
 
 Bytes use powers of 1024 (KiB, MiB, GiB), everything else powers of 1000. Three significant digits, never scientific notation.
 """
@@ -6,6 +6,7 @@ Bytes use powers of 1024 (KiB, MiB, GiB), everything else powers of 1000. Three 
 from __future__ import annotations
 
 import math
+import re
 
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _DECIMAL = ("", "k", "M", "G", "T", "P", "E")
@@ -67,3 +68,26 @@ def format_seconds(seconds: float) -> str:
         return f"{sign}{hours} h {minutes:02d} min"
     days, hours = divmod(hours, 24)
     return f"{sign}{days} d {hours:02d} h"
+
+
+_BYTES = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>([kmgt]i?)?b?)", re.IGNORECASE)
+_BYTE_UNITS = {
+    "": 1,
+    "k": 10**3,
+    "m": 10**6,
+    "g": 10**9,
+    "t": 10**12,
+    "ki": 2**10,
+    "mi": 2**20,
+    "gi": 2**30,
+    "ti": 2**40,
+}
+
+
+def read_bytes(text: str) -> int | None:
+    """A number of bytes from `256MB`, `1.5 GiB`, `1000`; None where it is none, or none above 0."""
+    match = _BYTES.fullmatch(text.strip())
+    if match is None:
+        return None
+    count = int(float(match["number"]) * _BYTE_UNITS[match["unit"].lower().removesuffix("b")])
+    return count if count > 0 else None

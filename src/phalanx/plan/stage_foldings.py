@@ -256,7 +256,7 @@ def stage_text(stage: Folding) -> str:
 def parse_stages(texts: Sequence[str], *, where: str = "folding.stages") -> StagedFolding:
     """The foldings that `["tp1", "tp2.dp2.ep4"]` says. Raises `ConfigError` naming every text that says none."""
     problems: list[Problem] = []
-    stages = [_parse_stage(text, problems, f"{where}[{i}]") for i, text in enumerate(texts)]
+    stages = [parse_stage(text, problems, f"{where}[{i}]") for i, text in enumerate(texts)]
     if len(texts) < 2:
         rule = "needs two stages or more, each with its degrees"
         problems.append(
@@ -266,7 +266,8 @@ def parse_stages(texts: Sequence[str], *, where: str = "folding.stages") -> Stag
     return StagedFolding(stages=tuple(stages))
 
 
-def _parse_stage(text: str, problems: list[Problem], where: str) -> Folding:
+def parse_stage(text: str, problems: list[Problem], where: str) -> Folding:
+    """The folding that a text says; what is wrong with it is added to `problems`."""
     degrees: dict[str, int] = {}
     for part in text.split("."):
         match = _PART.fullmatch(part.strip())

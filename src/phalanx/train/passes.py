@@ -23,11 +23,17 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from phalanx.kernels.later import Job, Later, run
 from phalanx.models.context import ForwardInfo, TokenBatch
 from phalanx.models.decoder import Decoder, DecoderOutput
+from phalanx.plan.boundary import EdgePlan
+from phalanx.plan.folding import Folding
 from phalanx.plan.layout import stage_params
 from phalanx.plan.pipeline import Pipeline
 from phalanx.plan.program import boundary_id
+from phalanx.plan.reshard_types import Hosts
 from phalanx.plan.schedule import Action, Order
 from phalanx.plan.schedule_comm import PipelinePlan, Transfer
+from phalanx.plan.schedule_time import Edge
+from phalanx.plan.stage_edges import Activation, on_one_host, staged_edges
+from phalanx.plan.stage_foldings import StagedFolding
 from phalanx.plan.stages import Stage
 from phalanx.runtime.boundary import Boundary, direct_edges
 from phalanx.runtime.collectives import Collectives
@@ -46,6 +52,8 @@ class StageRunner:
     groups: Groups
     comms: Collectives
     later: Later | None = None
+    hosts: Hosts | None = None
+    """Where stages have foldings of their own: which rank is on which host (None: all on one)."""
 
     @property
     def device(self) -> torch.device:
@@ -68,8 +76,9 @@ class StageRunner:
         One share for each stage of this rank and micro-batch. `valid_tokens`: 0-d, of the whole step.
         """
         plan = self.pipeline.plan(len(batches))
-        passes = _TrainingPasses(self, batches, infos, valid_tokens, buffers)
-        run_pipeline(plan, passes, self._boundary(plan, batches), name=lambda transfer: _id(transfer, infos))
+        boundary = self._boundary(plan, batches)
+        passes = _TrainingPasses(self, batches, infos, boundary, valid_tokens, buffers)
+        run_pipeline(plan, passes, boundary, name=lambda transfer: _id(transfer, infos))
         return passes.shares
 
     @torch.no_grad()
@@ -81,8 +90,9 @@ class StageRunner:
     ) -> None:
         """Forward passes alone; `keep(stage, micro-batch, output)` hears of each pass of this rank. Collective over the pipeline."""
         plan = self.pipeline.forward_plan(len(batches))
-        passes = _ForwardPasses(self, batches, infos, keep)
-        run_pipeline(plan, passes, self._boundary(plan, batches), name=lambda transfer: _id(transfer, infos))
+        boundary = self._boundary(plan, batches)
+        passes = _ForwardPasses(self, batches, infos, boundary, keep)
+        run_pipeline(plan, passes, boundary, name=lambda transfer: _id(transfer, infos))
 
     def _boundary(self, plan: PipelinePlan, batches: Sequence[TokenBatch]) -> Boundary:
         rows = {_num_rows(batch, tp=self.groups.axis("tp").size) for batch in batches}
@@ -91,14 +101,48 @@ class StageRunner:
                 f"the micro-batches of a step have {sorted(rows)} rows: a pipeline needs one shape for all"
             )
         axis = self.groups.axis("pp")
+        folding = self.groups.folding
+        if isinstance(folding, Folding):
+            edges = direct_edges(plan, (*rows, self.model.spec.hidden), axis.ranks)
+        else:
+            edges = self._staged_edges(plan, folding, batches[0])
         return Boundary(
-            position=axis.index,
-            edges=direct_edges(plan, (*rows, self.model.spec.hidden), axis.ranks),
+            position=folding.coord(self.groups.rank, "pp"),
+            edges=edges,
             dtype=self.model.dtype,
             device=self.device,
             axis=axis,
             comms=self.comms,
         )
+
+    def _staged_edges(self, plan: PipelinePlan, folding: StagedFolding, batch: TokenBatch) -> dict[Edge, EdgePlan]:
+        """Plans between stages with foldings of their own, for micro-batches like this rank's part of one."""
+        stage, (_, shares) = folding.of_rank(self.groups.rank), folding.share_of(self.groups.rank)
+        what = Activation(
+            sequences=batch.num_sequences * shares,
+            seq_len=batch.tokens_BS.shape[1] * stage.cp,
+            hidden=self.model.spec.hidden,
+            itemsize=self.model.dtype.itemsize,
+        )
+        return staged_edges(
+            plan.edges,
+            plan.schedule.rank_of_stage,
+            folding,
+            replica=folding.replica_of(self.groups.rank),
+            what=what,
+            hosts=self.hosts if self.hosts is not None else on_one_host(range(folding.world)),
+        )
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """(T, H) of what crossed, which may be (b, s, H)."""
+    return x.view(-1, x.shape[-1])
+
+
+def _own_shape(boundary: Boundary) -> tuple[int, ...]:
+    """Of what this rank gives to, and takes from, other stages: the same on every edge."""
+    shapes = {plan.forward[boundary.rank].shape for plan in boundary.edges.values() if boundary.rank in plan.forward}
+    return next(iter(shapes), ())
 
 
 def _num_rows(batch: TokenBatch, *, tp: int) -> int:
@@ -144,10 +188,12 @@ class _TrainingPasses:
         runner: StageRunner,
         batches: Sequence[TokenBatch],
         infos: Sequence[ForwardInfo],
+        boundary: Boundary,
         valid_tokens: torch.Tensor,
         buffers: GradientBuffers,
     ) -> None:
         self.runner, self.batches, self.infos = runner, batches, infos
+        self.shape = _own_shape(boundary)
         self.valid_tokens, self.buffers = valid_tokens, buffers
         self.stages = {stage.index: stage for stage in runner.model.stages}
         self.shares: list[Share] = []
@@ -165,7 +211,7 @@ class _TrainingPasses:
 
     def forward(self, index: int, microbatch: int, inputs: Tensors) -> Tensors:
         stage, batch, info = self.stages[index], self.batches[microbatch], self.infos[microbatch]
-        x_TH = inputs[0] if inputs else None
+        x_TH = _rows(inputs[0]) if inputs else None
         if x_TH is not None:
             x_TH.requires_grad_()
         model = self.runner.model
@@ -175,7 +221,7 @@ class _TrainingPasses:
         ones = (get_gradient_edge(total), torch.ones_like(total)) if total.requires_grad else None
         hidden = None if stage.has_head else get_gradient_edge(output.hidden_TH)
         self._live[index, microbatch] = _Live(x_TH, hidden, ones)
-        return () if stage.has_head else (output.hidden_TH.detach(),)
+        return () if stage.has_head else (output.hidden_TH.detach().view(self.shape),)
 
     def backward(self, index: int, microbatch: int, d_outputs: Tensors) -> Tensors:
         d_inputs = self._differentiate(Action("B", index, microbatch), d_outputs)
@@ -200,7 +246,7 @@ class _TrainingPasses:
         grads: list[torch.Tensor] = []
         if live.hidden is not None:
             roots.append(live.hidden)
-            grads.append(d_outputs[0])  # the plan gives every stage but the last a gradient
+            grads.append(_rows(d_outputs[0]))  # the plan gives every stage but the last a gradient
         if live.total is not None:
             roots.append(live.total[0])
             grads.append(live.total[1])
@@ -208,7 +254,7 @@ class _TrainingPasses:
         if live.x_TH is None:
             return ()
         assert live.x_TH.grad is not None  # every output depends on the input
-        return (live.x_TH.grad,)
+        return (live.x_TH.grad.view(self.shape),)
 
     def _announce(self, action: Action) -> None:
         names = self._last.get(action)
@@ -224,17 +270,19 @@ class _ForwardPasses:
         runner: StageRunner,
         batches: Sequence[TokenBatch],
         infos: Sequence[ForwardInfo],
+        boundary: Boundary,
         keep: Callable[[Stage, int, DecoderOutput], None],
     ) -> None:
         self.runner, self.batches, self.infos, self.keep = runner, batches, infos, keep
+        self.shape = _own_shape(boundary)
         self.stages = {stage.index: stage for stage in runner.model.stages}
 
     def forward(self, index: int, microbatch: int, inputs: Tensors) -> Tensors:
         stage = self.stages[index]
-        x_TH = inputs[0] if inputs else None
+        x_TH = _rows(inputs[0]) if inputs else None
         output = self.runner.model.run_stage(stage, x_TH, self.batches[microbatch], self.infos[microbatch])
         self.keep(stage, microbatch, output)
-        return () if stage.has_head else (output.hidden_TH,)
+        return () if stage.has_head else (output.hidden_TH.view(self.shape),)
 
     def backward(self, index: int, microbatch: int, d_outputs: Tensors) -> Tensors:
         raise NotImplementedError("a forward plan has no backward passes")

@@ -1,0 +1,102 @@
+"""Deliver the weights of a run to an inference mesh of another layout: one file for each of its ranks."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from phalanx.core.errors import ConfigError, Problem, raise_if
+from phalanx.core.files import check_writable, write_json
+from phalanx.core.units import format_bytes, read_bytes
+
+if TYPE_CHECKING:
+    from phalanx.runtime.groups import WorldInfo
+    from phalanx.runtime.launch import StopRequest
+    from phalanx.train.sync import SyncPlan
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncArgs:
+    """Deliver the weights of a run to an inference mesh of another layout."""
+
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """Folder of the run, such as runs/laptop."""
+    to: Annotated[str, tyro.conf.arg(metavar="LAYOUT")]
+    """Degrees of the inference mesh, such as tp4.dp2 or tp2.ep2; what is left out is 1. It has tp x cp x dp ranks."""
+    out: Annotated[Path, tyro.conf.arg(metavar="DIR")]
+    """New folder: a safetensors file for each rank of the mesh, and index.json, which says where each part of each tensor is."""
+    memory: Annotated[str, tyro.conf.arg(metavar="BYTES")] = "256MB"
+    """Most that one process holds of weights at a time; tensors larger than that travel in parts."""
+    readers: int = 2
+    """Processes that read the checkpoint, each a share of every wave."""
+    step: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
+    """Checkpoint to read. Default: the newest."""
+    dtype: Annotated[str | None, tyro.conf.arg(metavar="TYPE")] = None
+    """bfloat16, float32 or float64. Default: train.dtype."""
+    check: bool = False
+    """Read everything again and compare it with the checkpoint before the folder gets its name."""
+    json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """File for the figures: waves, bytes held and received by each rank."""
+
+
+def main(args: list[str]) -> int:
+    """Run `phalanx sync ARGS...`; returns the exit status."""
+    options = tyro.cli(SyncArgs, args=args, prog="phalanx sync", description=__doc__)
+    check_writable(options.json)
+    from phalanx.runtime.groups import read_world
+    from phalanx.runtime.launch import run_local, run_one
+    from phalanx.train import sync
+
+    memory = read_bytes(options.memory)
+    if memory is None:
+        problem = Problem(
+            where="--memory", value=options.memory, rule="is not a number of bytes", hint="write 256MB or 2GiB"
+        )
+        raise ConfigError([problem], subject="the sync")
+    plan = sync.plan_sync(
+        options.run,
+        options.out,
+        to=options.to,
+        memory_bytes=memory,
+        readers=options.readers,
+        step=options.step,
+        dtype=options.dtype,
+    )
+    launched = read_world()
+    raise_if(_launch_problems(plan, launched), ConfigError, subject="the launch")
+    body = partial(_rank, plan, options)
+    if launched is not None:
+        return run_one(body, launched, threads=1)
+    return run_local(body, ranks=plan.world, threads=1)
+
+
+def _launch_problems(plan: SyncPlan, launched: WorldInfo | None) -> list[Problem]:
+    if launched is None or launched.world == plan.world:
+        return []
+    rule = f"is not {plan.readers} readers and {plan.folding.world} receivers"
+    return [Problem(where="WORLD_SIZE", value=launched.world, rule=rule, hint=f"start {plan.world} ranks")]
+
+
+def _rank(plan: SyncPlan, options: SyncArgs, info: WorldInfo, stop: StopRequest) -> int:
+    """One rank; the first one speaks, checks and gives the folder its name."""
+    from phalanx.train import sync
+
+    if info.rank == 0:
+        print(plan.explain(), flush=True)
+    reports = sync.run_rank(plan, info)
+    if info.rank != 0:
+        return 0
+    compared = sync.check(plan) if options.check else 0
+    sync.finish(plan)
+    most = max(r.held_bytes + r.staging_bytes for r in reports)
+    print(f"{plan.target}: {len(plan.waves)} waves, at most {format_bytes(most)} held by a process")
+    if options.check:
+        print(f"{format_bytes(compared)} read again and compared with the checkpoint: equal")
+    if options.json is not None:
+        figures = {"waves": len(plan.waves), "memory_bytes": plan.memory_bytes, "peak_held_bytes": most}
+        write_json(options.json, {**figures, "compared_bytes": compared, "ranks": [asdict(r) for r in reports]})
+    return 0

@@ -1,0 +1,344 @@
+"""Weights of a run's checkpoint delivered to an inference mesh of another layout, wave by wave under a memory cap.
+
+    plan_sync      run folder, target layout, cap -> waves, layouts; nothing is started or written
+    run_rank       readers read the rows of a wave, evenly shared, and round them; receivers get their boxes of it by a reshard plan
+    finish         the index beside the ranks' files, and the folder's name
+
+Ranks 0 .. readers-1 read, those after them receive: rank r of the target is `readers + r`. Receivers write into files that they have mapped (one safetensors
+file a rank, of the rank's local tensors), so they hold no more than what is under way. Must never change: a folder with the name asked for is complete; no
+number is rounded but to the type asked for; the expert bias stays fp32.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import shutil
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from phalanx.core.config import Recipe
+from phalanx.core.errors import CheckpointError, ConfigError, Problem, RunError, nearest, raise_if
+from phalanx.core.units import format_bytes
+from phalanx.plan.folding import Folding, fit_problems
+from phalanx.plan.model import ModelSpec, buffers, parameters, resolve_model
+from phalanx.plan.pipeline import plain_pipeline
+from phalanx.plan.reshard_types import Move
+from phalanx.plan.stage_foldings import parse_stage, stage_text
+from phalanx.plan.state_layout import StateLayouts
+from phalanx.plan.tensor_layout import TensorLayout
+from phalanx.plan.weight_waves import Wave, divide, read_layout, rows_of
+from phalanx.runtime.boxes import BoxTensor
+from phalanx.runtime.checkpoint import CheckpointManager
+from phalanx.runtime.collectives import Collectives
+from phalanx.runtime.groups import Axis, WorldInfo, close_world, init_world
+from phalanx.runtime.resharder import PlanOptions, Resharder
+from phalanx.train.assemble import state_dtype
+from phalanx.train.run_folder import RunFolder
+from phalanx.train.setup import DTYPES
+
+INDEX = "index.json"
+_TYPE_NAMES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.float64: "F64"}
+_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SyncPlan:
+    """Who reads and who receives what, in which waves."""
+
+    run: RunFolder
+    target: Path
+    recipe: Recipe
+    spec: ModelSpec
+    step: int
+    dtype: torch.dtype
+    folding: Folding
+    """Of the receivers, over ranks of their own from 0 on."""
+    readers: int
+    memory_bytes: int
+    waves: tuple[Wave, ...]
+
+    @property
+    def world(self) -> int:
+        return self.readers + self.folding.world
+
+    @property
+    def writing(self) -> Path:
+        """Where the files gather until all are there."""
+        return self.target.with_name(f".writing-{self.target.name}")
+
+    @property
+    def staging_bytes(self) -> int:
+        """Of the cap, what messages under way may take."""
+        return self.memory_bytes // 4
+
+    @cached_property
+    def layouts(self) -> dict[str, TensorLayout]:
+        """Of the receivers, by name: parameters, then buffers."""
+        stages = plain_pipeline(self.spec).stages
+        state = StateLayouts(spec=self.spec, folding=self.folding, stages=stages, first_rank=self.readers)
+        return {**state.parameters(), **state.buffers()}
+
+    @cached_property
+    def kinds(self) -> dict[str, str]:
+        """Name -> what it is called in a checkpoint before the slash."""
+        return {p.name: "master" for p in parameters(self.spec)} | {n: "buffer" for n, _ in buffers(self.spec)}
+
+    def type_of(self, name: str) -> torch.dtype:
+        return self.dtype if self.kinds[name] == "master" else torch.float32
+
+    def read_type(self, name: str) -> torch.dtype:
+        """As the checkpoint has it."""
+        return state_dtype(DTYPES[self.recipe.train.dtype]) if self.kinds[name] == "master" else torch.float32
+
+    def moves(self, wave: Wave) -> list[Move]:
+        """One for each part of a tensor that travels in a wave."""
+        return [
+            Move(
+                name=rows.name,
+                itemsize=self.type_of(rows.name).itemsize,
+                src=read_layout(self.layouts[rows.name].shape, rows, readers=self.readers),
+                dst=rows_of(self.layouts[rows.name], rows),
+            )
+            for rows in wave
+        ]
+
+    def file_of(self, rank: int) -> Path:
+        """Of a receiver, numbered in the target layout."""
+        return self.writing / f"rank-{rank:05d}.safetensors"
+
+    def explain(self) -> str:
+        """The sync in a few lines that a person reads."""
+        total = sum(math.prod(x.shape) * self.type_of(name).itemsize for name, x in self.layouts.items())
+        return (
+            f"step {self.step} of {self.run.path} to {stage_text(self.folding)}, {self.folding.world} ranks: {format_bytes(total)} in "
+            f"{len(self.waves)} wave{'s' if len(self.waves) > 1 else ''}, {self.readers} readers\n"
+            f"  at most {format_bytes(self.memory_bytes)} a process, {format_bytes(self.staging_bytes)} of it for messages under way"
+        )
+
+
+def plan_sync(
+    run: Path,
+    target: Path,
+    *,
+    to: str,
+    memory_bytes: int,
+    readers: int = 2,
+    step: int | None = None,
+    dtype: str | None = None,
+) -> SyncPlan:
+    """Everything decided and checked. Raises `ConfigError` or `CheckpointError` with all that is wrong."""
+    folder = RunFolder(run)
+    recipe, tokenizer = folder.read_recipe(), folder.read_tokenizer()
+    spec = resolve_model(recipe.model, recipe.router, tokenizer_vocab=tokenizer.vocab_size)
+    problems: list[Problem] = []
+    folding = parse_stage(to, problems, "--to")
+    if not problems:
+        found = fit_problems(folding, spec, seq_len=recipe.train.seq_len)
+        problems += [dataclasses.replace(p, where=f"--to ({p.where.removeprefix('folding.')})") for p in found]
+    if dtype is not None and dtype not in DTYPES:
+        problems.append(Problem(where="--dtype", value=dtype, rule="is no type", hint=nearest(dtype, DTYPES)))
+    if readers < 1:
+        problems.append(Problem(where="--readers", value=readers, rule="must be at least 1", hint="use 2"))
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        rule, hint = "is there already, and nothing is written over", "give a new folder"
+        problems.append(Problem(where="--out", value=str(target), rule=rule, hint=hint))
+    raise_if(problems, ConfigError, subject="the sync")
+    manager = CheckpointManager(folder.checkpoints.path)
+    chosen = manager.choose(step)
+    if chosen is None:
+        problem = Problem(where=str(run), value=None, rule="has no checkpoint yet", hint="train it, or import one")
+        raise CheckpointError([problem], subject="the run")
+    manager.read_state(chosen, model=json.loads(spec.to_json()))
+    plan = SyncPlan(
+        run=folder, target=target, recipe=recipe, spec=spec, step=chosen, dtype=DTYPES[dtype or recipe.train.dtype],
+        folding=folding, readers=readers, memory_bytes=memory_bytes, waves=(),
+    )  # fmt: skip
+    return dataclasses.replace(plan, waves=_waves(plan))
+
+
+def _waves(plan: SyncPlan) -> tuple[Wave, ...]:
+    """A reader holds what it reads and what it sends of it."""
+    wide = max(plan.read_type(name).itemsize + plan.type_of(name).itemsize for name in plan.layouts)
+    shapes = {name: layout.shape for name, layout in plan.layouts.items()}
+    room = plan.memory_bytes - plan.staging_bytes
+    return divide(shapes, element_bytes=wide, readers=plan.readers, limit_bytes=room, where="--memory (three quarters)")
+
+
+# ---- on the ranks --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankReport:
+    """What one rank held at most, by count."""
+
+    rank: int
+    held_bytes: int
+    """Read and rounded rows of a wave."""
+    staging_bytes: int
+    received_bytes: int
+
+
+def begin(plan: SyncPlan) -> None:
+    """An empty folder to write into."""
+    try:
+        shutil.rmtree(plan.writing, ignore_errors=True)
+        plan.writing.mkdir(parents=True)
+    except OSError as error:
+        raise RunError(f"cannot write {plan.target}: {error}") from error
+
+
+def run_rank(plan: SyncPlan, info: WorldInfo) -> list[RankReport]:
+    """All waves on one rank, and the reports of all. Collective over `plan.world` ranks; the first one makes the folder."""
+    init_world(info, timeout_s=_TIMEOUT_S)
+    axis = Axis("sync", tuple(range(info.world)), info.rank, dist.group.WORLD)
+    comms = Collectives(timeout_s=_TIMEOUT_S)
+    if info.rank == 0:
+        begin(plan)
+    comms.barrier(axis)
+    resharder = Resharder(comms, axis, options=PlanOptions(staging_bytes=plan.staging_bytes))
+    receiver = info.rank - plan.readers
+    manager = CheckpointManager(plan.run.checkpoints.path)
+    out = _map_file(plan, receiver) if receiver >= 0 else {}
+    held = staged = received = 0
+    for wave in plan.waves:
+        moves = plan.moves(wave)
+        source, nbytes = _read(plan, manager, moves, info.rank) if receiver < 0 else ([None] * len(moves), 0)
+        dest = [out.get(rows.name) for rows in wave]
+        resharder.move(moves, source, dtypes=[plan.type_of(rows.name) for rows in wave], out=dest, op_id="sync")
+        assert resharder.report is not None  # of the move above
+        held, staged = max(held, nbytes), max(staged, resharder.report.staging_peak_bytes)
+        received += resharder.report.received_bytes
+    if receiver >= 0:
+        _settle(plan.file_of(receiver))
+    report = RankReport(rank=info.rank, held_bytes=held, staging_bytes=staged, received_bytes=received)
+    reports: list[RankReport] = comms.gather_objects(report, axis)
+    close_world()
+    return reports
+
+
+def _read(
+    plan: SyncPlan, manager: CheckpointManager, moves: list[Move], rank: int
+) -> tuple[list[torch.Tensor | None], int]:
+    """This reader's rows of a wave in the type that travels, and the bytes that it held for them."""
+    wide: list[torch.Tensor] = []
+    boxes: list[BoxTensor] = []
+    for move in moves:
+        wide.append(torch.empty(move.src.local_shapes[rank], dtype=plan.read_type(move.name)))
+        name = f"{plan.kinds[move.name]}/{move.name}"
+        boxes += [BoxTensor(name, move.src.shape, h.box, wide[-1], primary=True) for h in move.src.held[rank]]
+    manager.load(boxes, step=plan.step, partial=True)
+    out = [x.to(plan.type_of(move.name)) for x, move in zip(wide, moves, strict=True)]
+    held = sum(x.nbytes for x in wide) + sum(x.nbytes for x in out)
+    return list(out), held
+
+
+# ---- files ---------------------------------------------------------------------------------------------------------------------
+
+
+def _map_file(plan: SyncPlan, receiver: int) -> dict[str, torch.Tensor]:
+    """The receiver's safetensors file, its header written and its tensors mapped: what is received there is in the file.
+
+    The format is eight bytes of length, a header in JSON, then the tensors end to end; wider types first, so that each is aligned.
+    """
+    rank = plan.readers + receiver
+    shapes = {n: x.local_shapes[x.ranks.index(rank)] for n, x in plan.layouts.items() if rank in x.ranks}
+    names = sorted(shapes, key=lambda name: -plan.type_of(name).itemsize)
+    entries, at = {}, 0
+    for name in names:
+        stop = at + math.prod(shapes[name]) * plan.type_of(name).itemsize
+        entries[name] = {
+            "dtype": _TYPE_NAMES[plan.type_of(name)],
+            "shape": list(shapes[name]),
+            "data_offsets": [at, stop],
+        }
+        at = stop
+    header = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()
+    header += b" " * (-len(header) % 8)
+    path = plan.file_of(receiver)
+    try:
+        with path.open("wb") as file:
+            file.write(struct.pack("<Q", len(header)) + header)
+            file.truncate(8 + len(header) + at)
+    except OSError as error:
+        raise RunError(f"cannot write {path}: {error}") from error
+    mapped = torch.from_file(str(path), shared=True, size=8 + len(header) + at, dtype=torch.uint8)
+    data = mapped[8 + len(header) :]
+    return {
+        name: data[slice(*entry["data_offsets"])].view(plan.type_of(name)).view(shapes[name])
+        for name, entry in entries.items()
+    }
+
+
+def _settle(path: Path) -> None:
+    """What was written through the mapping is on the disk."""
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
+
+
+def check(plan: SyncPlan) -> int:
+    """Compare every box of every file, before they get their name, with the checkpoint; bytes compared. Raises `RunError` naming the first that differs."""
+    from safetensors import safe_open
+
+    manager, compared = CheckpointManager(plan.run.checkpoints.path), 0
+    for receiver in range(plan.folding.world):
+        with safe_open(plan.file_of(receiver), framework="pt") as file:
+            for name, layout in plan.layouts.items():
+                for rows, local in _boxes(plan, layout, receiver):
+                    found = file.get_slice(name)[local.slices()]
+                    want = torch.empty(rows.sizes, dtype=plan.read_type(name))
+                    box = BoxTensor(f"{plan.kinds[name]}/{name}", layout.shape, rows, want, primary=True)
+                    manager.load([box], step=plan.step, partial=True)
+                    if not torch.equal(found.view(torch.uint8), want.to(plan.type_of(name)).view(torch.uint8)):
+                        raise RunError(f"rank {receiver}: {name} {rows} is not what the checkpoint holds")
+                    compared += found.nbytes
+    return compared
+
+
+def _boxes(plan: SyncPlan, layout: TensorLayout, receiver: int) -> Iterator[tuple[Any, Any]]:
+    for held in layout.of_rank(plan.readers + receiver):
+        yield held.box, held.local_box()
+
+
+def finish(plan: SyncPlan) -> None:
+    """The index, which says where each box of each tensor is; then the folder gets its name."""
+    try:
+        (plan.writing / INDEX).write_text(json.dumps(index_of(plan), indent=1) + "\n")
+        if plan.target.exists():
+            plan.target.rmdir()  # it is empty
+        os.rename(plan.writing, plan.target)
+    except OSError as error:
+        raise RunError(f"cannot write {plan.target}: {error}") from error
+
+
+def index_of(plan: SyncPlan) -> Mapping[str, Any]:
+    """What `index.json` says."""
+    tensors = {
+        name: {
+            "shape": layout.shape,
+            "dtype": str(plan.type_of(name)).removeprefix("torch."),
+            "held": {
+                str(rank - plan.readers): [
+                    {"offsets": h.box.offsets, "sizes": h.box.sizes, "local": h.local} for h in layout.of_rank(rank)
+                ]
+                for rank in layout.ranks
+            },
+        }
+        for name, layout in plan.layouts.items()
+    }
+    return {
+        "step": plan.step,
+        "layout": stage_text(plan.folding),
+        "files": [plan.file_of(i).name for i in range(plan.folding.world)],
+        "model": json.loads(plan.spec.to_json()),
+        "tensors": tensors,
+    }
