@@ -43,6 +43,7 @@ from phalanx.runtime.boundary import (
     landing,
     packed,
     start_sends,
+    wait_for_receipt,
 )
 from phalanx.runtime.collectives import Collectives, Exchange, Message
 from phalanx.runtime.groups import Axis
@@ -192,29 +193,29 @@ class _Executor:
         legs, tensor = self.boundary.route(transfer).sends, self.ready.pop(transfer)
         if not legs:  # another replica sends it
             return
-        sent = start_sends(
-            legs,
-            tensor,
-            axis=self.boundary.axis_of(transfer),
-            comms=self.boundary.comms,
-            tag=self.plan.tag(transfer),
-            op_id=self.name(transfer),
-        )
+        axis, comms = self.boundary.axis_of(transfer), self.boundary.comms
+        tag, op_id = self.plan.tag(transfer), self.name(transfer)
+        sent = start_sends(legs, tensor, axis=axis, comms=comms, tag=tag, op_id=op_id)
+        if self.boundary.wait_for_sends:
+            wait_for_receipt(sent, axis=axis, comms=comms, tag=tag, op_id=op_id)
+            return
         self.going.append(sent)
-        self._close(0 if self.boundary.wait_for_sends else self.most_open)
+        self._close(self.most_open)
 
     def _receive(self, transfer: Transfer) -> None:
         route, axis = self.boundary.route(transfer), self.boundary.axis_of(transfer)
         tag, op_id = self.plan.tag(transfer), self.name(transfer)
         arrival = Arrival(self.boundary.empty(transfer))
-        if not route.relays:
+        if not route.relays and not self.boundary.wait_for_sends:
             arrival.receive(route.receives, axis=axis, comms=self.boundary.comms, tag=tag, op_id=op_id)
             self.coming[transfer] = arrival, None
             return
         lane = self._lane(transfer, axis)
         for leg in route.receives:
             arrival.receive([leg], axis=axis, comms=lane.comms, tag=tag, op_id=op_id)
-        self.coming[transfer] = arrival, lane.add(arrival, route, tag=tag, op_id=op_id)
+        self.coming[transfer] = arrival, lane.add(
+            arrival, route, tag=tag, op_id=op_id, answered=self.boundary.answered(transfer)
+        )
 
     def _lane(self, transfer: Transfer, axis: Axis) -> Lane:
         key = transfer.edge, transfer.direction
