@@ -146,7 +146,12 @@ COMMON: dict[str, Any] = {
 @pytest.mark.ranks
 def test_a_run_that_measures_has_the_bits_of_one_that_does_not_also_when_it_goes_on(base: Path) -> None:
     plain = {**COMMON, "pipeline__schedule": "1f1b"}
-    auto = {**COMMON, "pipeline__schedule": "eager_1f1b_split", "pipeline__extra_warmup": "auto", "pipeline__memory_gb": 4}
+    auto = {
+        **COMMON,
+        "pipeline__schedule": "eager_1f1b_split",
+        "pipeline__extra_warmup": "auto",
+        "pipeline__memory_gb": 4,
+    }
     for name, given, steps in (("plain", plain, 4), ("auto", auto, 2), ("auto", auto, 4)):
         done = phalanx("train", *train_args(base, **given, run__name=name, train__steps=steps))
         assert done.returncode == 0, done.stderr
@@ -166,7 +171,12 @@ def test_a_run_that_measures_has_the_bits_of_one_that_does_not_also_when_it_goes
 
 @pytest.mark.ranks
 def test_a_memory_that_is_too_small_ends_the_run_with_what_it_needs(base: Path) -> None:
-    given = {**COMMON, "pipeline__schedule": "eager_1f1b", "pipeline__extra_warmup": "auto", "pipeline__memory_gb": 1e-6}
+    given = {
+        **COMMON,
+        "pipeline__schedule": "eager_1f1b",
+        "pipeline__extra_warmup": "auto",
+        "pipeline__memory_gb": 1e-6,
+    }
     done = phalanx("train", *train_args(base, **given, run__name="small", train__steps=2))
     assert done.returncode != 0
     assert "pipeline.memory_gb = 1e-06: holds the 2 micro-batches of 1F1B on rank 0" in done.stderr

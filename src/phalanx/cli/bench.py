@@ -12,6 +12,7 @@ BENCHMARKS = {
     "curve": "the loss curve of the fast bf16 path beside that of the plain fp32 one",
     "context": "memory of a step on one long sequence that 1, 2, 4 and 8 ranks share",
     "hiding": "what hiding communication behind computing is worth, on emulated hosts",
+    "pipeline": "what pipelines gain from transfers beside passes, on emulated hosts",
     "memory": "memory of the ranks of a run beside what the dry run promises",
     "kill": "kill a run again and again; nothing may be lost",
 }

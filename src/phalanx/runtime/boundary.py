@@ -76,7 +76,9 @@ class Boundary:
         if self.device.type != "cpu" or not on:
             return self.axis
         if self.lane is None:
-            raise ValueError(f"{transfer} is passed on inside its stage, or acknowledged, which needs a lane (Boundary.lane)")
+            raise ValueError(
+                f"{transfer} is passed on inside its stage, or acknowledged, which needs a lane (Boundary.lane)"
+            )
         return self.lane
 
     def stream(self) -> torch.cuda.Stream | None:
@@ -203,9 +205,7 @@ class Lane:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def add(
-        self, arrival: Arrival, route: Route, *, tag: int, op_id: str, answered: frozenset[int]
-    ) -> threading.Event:
+    def add(self, arrival: Arrival, route: Route, *, tag: int, op_id: str, answered: frozenset[int]) -> threading.Event:
         """Take in and pass on what is posted in `arrival`; the event says that all of it is here, or that it never will be."""
         job = _Job(arrival, route, tag, op_id, threading.Event(), answered)
         with self._more:

@@ -213,8 +213,9 @@ class _Executor:
         lane = self._lane(transfer, axis)
         for leg in route.receives:
             arrival.receive([leg], axis=axis, comms=lane.comms, tag=tag, op_id=op_id)
-        self.coming[transfer] = arrival, lane.add(
-            arrival, route, tag=tag, op_id=op_id, answered=self.boundary.answered(transfer)
+        self.coming[transfer] = (
+            arrival,
+            lane.add(arrival, route, tag=tag, op_id=op_id, answered=self.boundary.answered(transfer)),
         )
 
     def _lane(self, transfer: Transfer, axis: Axis) -> Lane:
