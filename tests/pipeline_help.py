@@ -33,10 +33,10 @@ PIPELINES = (
     PipelineConfig(schedule="gpipe", virtual=2),
     PipelineConfig(schedule="interleaved_1f1b", virtual=2),
     PipelineConfig(schedule="zero_bubble", virtual=2),
-    PipelineConfig(schedule="eager_1f1b"),
-    PipelineConfig(schedule="eager_1f1b_split", extra_warmup=(1,)),
     PipelineConfig(schedule="zbv"),
     PipelineConfig(schedule="dualpipev"),
+    PipelineConfig(schedule="eager_1f1b"),
+    PipelineConfig(schedule="eager_1f1b_split", extra_warmup=(1,)),
 )
 """Every schedule with every number of virtual stages in {1, 2} that it has."""
 

@@ -187,6 +187,7 @@ def _one_fails(rank: int, cache: GroupCache, config: PipelineConfig, how: str, c
     pipeline = make_pipeline(config, SPEC, pp=3, seq_len=32)
     plan = pipeline.plan(6)
     boundary = boundary_of(rank, cache, plan, timeout_s=20.0 if how == "dies" else 1.0)
+    boundary.comms.barrier(boundary.axis)  # nobody dies before all have met
     passes = _Fails(plan.schedule.num_stages, how) if rank == culprit else Numbers(plan.schedule.num_stages)
     run_pipeline(plan, passes, boundary, name=lambda t: f"mb{t.microbatch}.{t.direction}.boundary{t.stage}")
 

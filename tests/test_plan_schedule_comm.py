@@ -158,6 +158,16 @@ def test_posted_with_tags_in_any_timing(plan: PipelinePlan, rng: random.Random) 
 
 
 @settings(max_examples=60, deadline=None)
+@given(plans, st.integers(0, 3), st.integers(0, 2**32).map(random.Random))
+def test_posted_ahead_with_tags_in_any_timing(plan: PipelinePlan, ahead: int, rng: random.Random) -> None:
+    programs = tuple(plan.posted(rank, ahead=ahead) for rank in range(plan.schedule.pp))
+    for before, after in zip(plan.programs, programs, strict=True):
+        assert [op for op in before if not isinstance(op, Recv)] == [op for op in after if not isinstance(op, Recv)]
+        assert [op for op in before if isinstance(op, Recv)] == [op for op in after if isinstance(op, Recv)]
+    run_posted(dataclasses.replace(plan, programs=programs), rng, tagged=True)
+
+
+@settings(max_examples=60, deadline=None)
 @given(plans, st.integers(0, 2**32).map(random.Random))
 def test_posted_without_tags_in_any_timing(plan: PipelinePlan, rng: random.Random) -> None:
     run_posted(plan, rng, tagged=False)
@@ -240,6 +250,12 @@ def test_time_with_skip_connections_and_scarce_links() -> None:
     two = make_schedule("gpipe", pp=2, virtual=1, num_microbatches=2)
     blocked = simulate(two, uniform_costs(2, p2p=3, blocking=True))
     assert [span.start for span in blocked.spans[0][:2]] == [0, 4] and [s.start for s in blocked.spans[1][:2]] == [4, 8]
+
+
+def test_a_receive_posted_ahead_stands_so_many_passes_earlier() -> None:
+    plan = planned("1f1b", 2, 1, 3)
+    words = [str(op.action) if isinstance(op, Run) else type(op).__name__ for op in plan.posted(0, ahead=1)]
+    assert words == ["F0.0", "Send", "Recv", "F0.1", "Send", "B0.0", "Recv", "F0.2", "Send", "Recv", "B0.1", "B0.2"]
 
 
 def test_a_program_in_full() -> None:

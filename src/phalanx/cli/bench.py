@@ -13,6 +13,7 @@ BENCHMARKS = {
     "context": "memory of a step on one long sequence that 1, 2, 4 and 8 ranks share",
     "reshard": "moving sharded tensors over shaped links of emulated hosts, beside the paper's baselines",
     "hiding": "what hiding communication behind computing is worth, on emulated hosts",
+    "pipeline": "what pipelines gain from transfers beside passes, on emulated hosts",
     "memory": "memory of the ranks of a run beside what the dry run promises",
     "reshard-plan": "plans of moves between layouts, against the bound and the paper's greedy",
     "kill": "kill a run again and again; nothing may be lost",

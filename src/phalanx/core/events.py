@@ -121,6 +121,24 @@ class Collective(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class WarmupChosen(Event):
+    """How many forwards ahead of 1F1B each pipeline rank does from here on, measured in the step before (``plan/eager.py``)."""
+
+    step: int
+    """Steps committed so far."""
+    extra_warmup: tuple[int, ...]
+    transfer_s: float
+    """Of one tensor between neighbouring stages."""
+    forward_s: tuple[float, ...]
+    """Of one pass, by rank of the pipeline."""
+    backward_s: tuple[float, ...]
+    live_bytes: tuple[int, ...]
+    """What one micro-batch holds, by rank of the pipeline."""
+    reason: str
+    """In words."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Sampled(Event):
     """Text that the model wrote after `step` steps."""
 

@@ -201,6 +201,7 @@ def edge_plan_problems(plan: EdgePlan) -> list[Problem]:
     """Ranks that do not get each element once, pass on what has not come, or have other shapes on the way back."""
     problems = []
     for direction in ("forward", "backward"):
+        problems += _sides(direction, plan.routes(direction))
         for rank, route in plan.routes(direction).items():
             where = f"{direction}.rank{rank}"
             if route.receives:
@@ -218,6 +219,23 @@ def edge_plan_problems(plan: EdgePlan) -> list[Problem]:
             problems.append(
                 Problem(where=f"backward.rank{rank}", value=None if back is None else back.shape, rule=rule)
             )
+    return problems
+
+
+def _sides(direction: str, routes: Mapping[int, Route]) -> list[Problem]:
+    """Pairs of ranks whose messages differ in number, order or size from side to side."""
+    sent: dict[tuple[int, int], list[list[tuple[int, ...]]]] = {}
+    taken: dict[tuple[int, int], list[list[tuple[int, ...]]]] = {}
+    for rank, route in routes.items():
+        for leg in (*route.sends, *(relay.leg for relay in route.relays)):
+            sent.setdefault((rank, leg.peer), []).append([box.sizes for box in leg.parts])
+        for leg in route.receives:
+            taken.setdefault((leg.peer, rank), []).append([box.sizes for box in leg.parts])
+    problems = []
+    for pair in sorted(sent.keys() | taken.keys()):
+        if sent.get(pair) != taken.get(pair):
+            rule = f"the messages of ranks {pair[0]} and {pair[1]} have the same sizes on both sides"
+            problems.append(Problem(where=direction, value=pair, rule=rule))
     return problems
 
 

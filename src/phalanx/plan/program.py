@@ -39,7 +39,7 @@ from phalanx.plan.program_context import Context, CpMethod
 from phalanx.plan.program_layers import Layers, Reach
 from phalanx.plan.program_ops import At, Kind, Op, Phase, boundary_id, compute, exchange, gradient_id, op_id
 from phalanx.plan.schedule import Action
-from phalanx.plan.schedule_comm import PipelinePlan, Run, Send, Transfer
+from phalanx.plan.schedule_comm import AHEAD, PipelinePlan, Run, Send, Transfer
 from phalanx.plan.schedule_time import Edge
 from phalanx.plan.stage_foldings import AnyFolding
 
@@ -117,6 +117,8 @@ class StepOptions:
     """None: everything on one stage, or 1F1B over the pipeline ranks of the folding."""
     edges: Mapping[Edge, EdgePlan] | None = None
     """How activations cross between stages with foldings of their own (`plan/stage_edges.py`); None: from rank to rank."""
+    ahead: int = AHEAD
+    """Passes before its place at which a receive is posted: 0 on devices."""
 
 
 def step_program(
@@ -191,7 +193,7 @@ class _Lowering:
 
     def _passes(self, plan: PipelinePlan, phase: Phase) -> Iterator[Op]:
         """This rank's passes and transfers, whose forward passes are called `phase`."""
-        for op in plan.programs[self._pipeline_rank]:
+        for op in plan.posted(self._pipeline_rank, ahead=self.options.ahead):
             if isinstance(op, Run):
                 yield from self._pass(op.action, phase)
             else:

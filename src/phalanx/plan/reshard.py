@@ -190,7 +190,9 @@ def _phase_dict(phase: Phase) -> dict[str, Any]:
         "num_chunks": schedule.num_chunks,
         "rounds_s": list(schedule.rounds_s),
         "flows": [[list(f.holders), list(f.needers), f.num_bytes] for f in phase.flows.flows],
-        "streams": [[s.flow, s.start, s.stop, s.begin_s, s.end_s, [list(e) for e in s.edges]] for s in schedule.streams],
+        "streams": [
+            [s.flow, s.start, s.stop, s.begin_s, s.end_s, [list(e) for e in s.edges]] for s in schedule.streams
+        ],
     }
 
 

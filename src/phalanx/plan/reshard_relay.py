@@ -122,6 +122,4 @@ def _rounds(flows: Sequence[Flow], streams: Sequence[Stream], hosts: Hosts, coun
     edges = np.concatenate([[0.0], np.cumsum((load / rates[:, None]).max(axis=0))])
     end = float(edges[-1])
     timed = tuple(stream._replace(begin_s=0.0, end_s=end) for stream in streams)
-    return Schedule(
-        name="relay", streams=timed, makespan_s=end, rounds_s=tuple(edges.tolist()), num_chunks=count
-    )
+    return Schedule(name="relay", streams=timed, makespan_s=end, rounds_s=tuple(edges.tolist()), num_chunks=count)

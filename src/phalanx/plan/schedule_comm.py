@@ -6,6 +6,8 @@ that one order. From this follows that no executor which keeps to the order can 
 
 - posting (isend/irecv): post where `Send` and `Recv` stand, wait for a receive just before the `Run` that takes it, wait for sends
   at the end of the step only;
+  (a transport with tags may post a receive before its place, `PipelinePlan.posted`: a message only travels once its receiver wants it,
+  and who computes wants nothing; this makes nobody wait longer);
 - blocking, even with sends that wait for their receiver (rendezvous): the first transfer of the order that is not complete has both
   of its ranks waiting at it;
 - in batches (`batches`: neighbouring sends and receives posted at once, then waited for): the same, some ranks being ahead.
@@ -24,6 +26,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -33,6 +36,8 @@ from phalanx.core.errors import PlanError, Problem, raise_if
 from phalanx.plan.schedule import Action, Schedule
 from phalanx.plan.schedule_time import Edge, ScheduleCosts, chain, in_order, simulate
 
+AHEAD = 2
+"""Passes before its place at which a host posts a receive: places are those of a clock that no machine keeps to the pass."""
 Direction = Literal["forward", "backward"]
 
 
@@ -111,6 +116,22 @@ class PipelinePlan:
         """Number of a transfer, unique within a step."""
         number = self._edge_numbers[transfer.edge] * self.schedule.num_microbatches + transfer.microbatch
         return 2 * number + (transfer.direction == "backward")
+
+    def posted(self, rank: int, *, ahead: int) -> tuple[RankOp, ...]:
+        """The program of `rank` with each receive `ahead` passes before its place, for transports that match by tag."""
+        program = self.programs[rank]
+        receives = _receives_by_place(program)
+        out: list[RankOp] = []
+        place = 0
+        for op in program:
+            if isinstance(op, Recv):
+                continue
+            if isinstance(op, Run):
+                while receives and receives[0][0] <= place + ahead:
+                    out.append(receives.popleft()[1])
+                place += 1
+            out.append(op)
+        return tuple(out)
 
     @cached_property
     def sent(self) -> tuple[Transfer, ...]:
@@ -193,6 +214,17 @@ def _transfer(schedule: Schedule, edge: Edge, microbatch: int, direction: Direct
     source, target = edge if direction == "forward" else edge[::-1]
     ranks = schedule.rank_of_stage
     return Transfer(ranks[source], ranks[target], source, microbatch, direction, edge[1] - edge[0])
+
+
+def _receives_by_place(program: Sequence[RankOp]) -> deque[tuple[int, Recv]]:
+    """The receives of a program with the number of passes before each."""
+    out: deque[tuple[int, Recv]] = deque()
+    place = 0
+    for op in program:
+        if isinstance(op, Recv):
+            out.append((place, op))
+        place += isinstance(op, Run)
+    return out
 
 
 def batches(program: Sequence[RankOp]) -> tuple[Run | tuple[Send | Recv, ...], ...]:

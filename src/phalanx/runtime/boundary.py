@@ -23,6 +23,8 @@ from phalanx.plan.schedule_time import Edge
 from phalanx.runtime.collectives import Collectives, Exchange, Message
 from phalanx.runtime.groups import Axis
 
+RECEIPT = 2**24
+"""Added to the tag of a message, the tag of what says that it is there."""
 LEAST_OPEN = 4
 """Sends that may always be under way: a receiver that is a little late should not stop the sender."""
 
@@ -41,7 +43,8 @@ class Boundary:
     from below (nearest stage first); the backward pass the same, turned round. All have `dtype`, and lie on `device`.
 
     `lane` is needed on a CPU where a plan lets ranks pass on what they receive: the ranks of `axis` in a group that nothing else uses.
-    `wait_for_sends` makes a rank wait for its transfers (to measure what not waiting is worth).
+    `wait_for_sends` makes a rank wait, behind each pass, until its receivers say that they have what it sent, as a blocking send between
+    devices does (to measure what not waiting is worth; a host's own sends end when the kernel has the bytes). It needs a lane.
     """
 
     position: int
@@ -62,12 +65,20 @@ class Boundary:
         """This rank's part of a transfer."""
         return self.edges[transfer.edge].routes(transfer.direction)[self.rank]
 
+    def answered(self, transfer: Transfer) -> frozenset[int]:
+        """Ranks that wait until their messages of a transfer are there: those that send it from their stage, if any do."""
+        routes = self.edges[transfer.edge].routes(transfer.direction)
+        return frozenset(rank for rank, route in routes.items() if route.sends and self.wait_for_sends)
+
     def axis_of(self, transfer: Transfer) -> Axis:
-        """Whose group carries it: the lane's, for a transfer that some rank passes on."""
-        if self.device.type != "cpu" or not self.edges[transfer.edge].relays(transfer.direction):
+        """Whose group carries it: the lane's, for a transfer that some rank passes on or acknowledges."""
+        on = self.wait_for_sends or self.edges[transfer.edge].relays(transfer.direction)
+        if self.device.type != "cpu" or not on:
             return self.axis
         if self.lane is None:
-            raise ValueError(f"{transfer} is passed on inside its stage, which needs a lane (Boundary.lane)")
+            raise ValueError(
+                f"{transfer} is passed on inside its stage, or acknowledged, which needs a lane (Boundary.lane)"
+            )
         return self.lane
 
     def stream(self) -> torch.cuda.Stream | None:
@@ -127,6 +138,17 @@ def start_sends(
     return comms.start_exchange(messages, (), axis, op_id=op_id), messages
 
 
+def wait_for_receipt(
+    sent: tuple[Exchange, list[Message]], *, axis: Axis, comms: Collectives, tag: int, op_id: str
+) -> None:
+    """Return when the receivers of all messages have said that they are there."""
+    exchange, messages = sent
+    receipts = [Message(torch.empty(1, dtype=torch.uint8), message.peer, tag + RECEIPT) for message in messages]
+    answer = comms.start_exchange((), receipts, axis, op_id=op_id)
+    exchange.wait()
+    answer.wait()
+
+
 class Arrival:
     """A transfer that is on its way to this rank."""
 
@@ -165,6 +187,8 @@ class _Job:
     tag: int
     op_id: str
     done: threading.Event
+    answered: frozenset[int]
+    """Ranks that wait to hear that their messages are here."""
 
 
 class Lane:
@@ -181,9 +205,9 @@ class Lane:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def add(self, arrival: Arrival, route: Route, *, tag: int, op_id: str) -> threading.Event:
+    def add(self, arrival: Arrival, route: Route, *, tag: int, op_id: str, answered: frozenset[int]) -> threading.Event:
         """Take in and pass on what is posted in `arrival`; the event says that all of it is here, or that it never will be."""
-        job = _Job(arrival, route, tag, op_id, threading.Event())
+        job = _Job(arrival, route, tag, op_id, threading.Event(), answered)
         with self._more:
             self._jobs.append(job)
             self._more.notify()
@@ -245,8 +269,16 @@ class Lane:
             else:
                 job.arrival.take_part(count)
                 count += 1
+                if item.peer in job.answered:
+                    self._answer(item.peer, job)
                 if count == len(job.route.receives):
                     job.done.set()
+
+    def _answer(self, peer: int, job: _Job) -> None:
+        receipt = Message(torch.zeros(1, dtype=torch.uint8), self.axis.ranks.index(peer), job.tag + RECEIPT)
+        exchange = self.comms.start_exchange([receipt], (), self.axis, op_id=job.op_id)
+        self._open.append((exchange, [receipt]))
+        self._close(LEAST_OPEN)
 
     def _close(self, most_open: int) -> None:
         while len(self._open) > most_open:

@@ -31,7 +31,7 @@ from typing import Protocol
 import torch
 
 from phalanx.core.errors import RunError
-from phalanx.plan.schedule_comm import Direction, PipelinePlan, Recv, Run, Send, Transfer, batches
+from phalanx.plan.schedule_comm import AHEAD, Direction, PipelinePlan, Recv, Run, Send, Transfer, batches
 from phalanx.plan.schedule_time import Edge
 from phalanx.runtime.boundary import (
     LEAST_OPEN,
@@ -43,14 +43,13 @@ from phalanx.runtime.boundary import (
     landing,
     packed,
     start_sends,
+    wait_for_receipt,
 )
 from phalanx.runtime.collectives import Collectives, Exchange, Message
 from phalanx.runtime.groups import Axis
 
 __all__ = ["Boundary", "Passes", "agree_on", "run_pipeline"]
 
-AHEAD = 2
-"""Passes before its place at which a CPU posts a receive: places are those of a clock that no machine keeps to the pass."""
 Tensors = tuple[torch.Tensor, ...]
 
 
@@ -103,7 +102,6 @@ def agree_on(plan: PipelinePlan, *, axis: Axis, comms: Collectives, edges: Seque
 class _Executor:
     def __init__(self, plan: PipelinePlan, passes: Passes, boundary: Boundary, name: Callable[[Transfer], str]) -> None:
         self.plan, self.passes, self.boundary, self.name = plan, passes, boundary, name
-        self.program = plan.programs[boundary.position]
         self.most_open = max(LEAST_OPEN, plan.schedule.max_live[boundary.position])
         self.ready: dict[Transfer, torch.Tensor] = {}
         """Made here and not yet sent or handed over."""
@@ -132,22 +130,18 @@ class _Executor:
 
     def _run_posted(self) -> None:
         """Receives are posted ahead of their place, unless all is to be waited for where it stands."""
-        ahead = 0 if self.boundary.comms.synchronous else AHEAD
-        receives = _receives_by_place(self.program)
-        place = 0
-        for op in self.program:
+        position = self.boundary.position
+        waits = self.boundary.comms.synchronous
+        for op in self.plan.programs[position] if waits else self.plan.posted(position, ahead=AHEAD):
             if isinstance(op, Run):
-                while receives and receives[0][0] <= place + ahead:
-                    self._receive([receives.popleft()[1].transfer])
                 self._pass(op)
-                place += 1
             elif isinstance(op, Send):
-                self._send([op.transfer])
-            elif not ahead:
-                self._receive([receives.popleft()[1].transfer])
+                self._send(op.transfer)
+            else:
+                self._receive(op.transfer)
 
     def _run_in_batches(self) -> None:
-        for step in batches(self.program):
+        for step in batches(self.plan.programs[self.boundary.position]):
             if isinstance(step, Run):
                 self._pass(step)
             else:
@@ -195,35 +189,34 @@ class _Executor:
 
     # ---- transfers
 
-    def _send(self, transfers: Sequence[Transfer]) -> None:
-        for transfer in transfers:
-            legs, tensor = self.boundary.route(transfer).sends, self.ready.pop(transfer)
-            if not legs:  # another replica sends it
-                continue
-            sent = start_sends(
-                legs,
-                tensor,
-                axis=self.boundary.axis_of(transfer),
-                comms=self.boundary.comms,
-                tag=self.plan.tag(transfer),
-                op_id=self.name(transfer),
-            )
-            self.going.append(sent)
-            self._close(0 if self.boundary.wait_for_sends else self.most_open)
+    def _send(self, transfer: Transfer) -> None:
+        legs, tensor = self.boundary.route(transfer).sends, self.ready.pop(transfer)
+        if not legs:  # another replica sends it
+            return
+        axis, comms = self.boundary.axis_of(transfer), self.boundary.comms
+        tag, op_id = self.plan.tag(transfer), self.name(transfer)
+        sent = start_sends(legs, tensor, axis=axis, comms=comms, tag=tag, op_id=op_id)
+        if self.boundary.wait_for_sends:
+            wait_for_receipt(sent, axis=axis, comms=comms, tag=tag, op_id=op_id)
+            return
+        self.going.append(sent)
+        self._close(self.most_open)
 
-    def _receive(self, transfers: Sequence[Transfer]) -> None:
-        for transfer in transfers:
-            route, axis = self.boundary.route(transfer), self.boundary.axis_of(transfer)
-            tag, op_id = self.plan.tag(transfer), self.name(transfer)
-            arrival = Arrival(self.boundary.empty(transfer))
-            if not route.relays:
-                arrival.receive(route.receives, axis=axis, comms=self.boundary.comms, tag=tag, op_id=op_id)
-                self.coming[transfer] = arrival, None
-                continue
-            lane = self._lane(transfer, axis)
-            for leg in route.receives:
-                arrival.receive([leg], axis=axis, comms=lane.comms, tag=tag, op_id=op_id)
-            self.coming[transfer] = arrival, lane.add(arrival, route, tag=tag, op_id=op_id)
+    def _receive(self, transfer: Transfer) -> None:
+        route, axis = self.boundary.route(transfer), self.boundary.axis_of(transfer)
+        tag, op_id = self.plan.tag(transfer), self.name(transfer)
+        arrival = Arrival(self.boundary.empty(transfer))
+        if not route.relays and not self.boundary.wait_for_sends:
+            arrival.receive(route.receives, axis=axis, comms=self.boundary.comms, tag=tag, op_id=op_id)
+            self.coming[transfer] = arrival, None
+            return
+        lane = self._lane(transfer, axis)
+        for leg in route.receives:
+            arrival.receive([leg], axis=axis, comms=lane.comms, tag=tag, op_id=op_id)
+        self.coming[transfer] = (
+            arrival,
+            lane.add(arrival, route, tag=tag, op_id=op_id, answered=self.boundary.answered(transfer)),
+        )
 
     def _lane(self, transfer: Transfer, axis: Axis) -> Lane:
         key = transfer.edge, transfer.direction
@@ -308,14 +301,3 @@ class _Executor:
             self.stream.wait_stream(torch.cuda.current_stream(self.boundary.device))
         with torch.cuda.stream(self.stream):
             yield
-
-
-def _receives_by_place(program: Sequence[Run | Send | Recv]) -> deque[tuple[int, Recv]]:
-    """The receives of a program with the number of passes before each."""
-    out: deque[tuple[int, Recv]] = deque()
-    place = 0
-    for op in program:
-        if isinstance(op, Recv):
-            out.append((place, op))
-        place += isinstance(op, Run)
-    return out

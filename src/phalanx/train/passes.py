@@ -24,6 +24,7 @@ from phalanx.kernels.later import Job, Later, run
 from phalanx.models.context import ForwardInfo, TokenBatch
 from phalanx.models.decoder import Decoder, DecoderOutput
 from phalanx.plan.boundary import EdgePlan
+from phalanx.plan.eager import WarmupChoice
 from phalanx.plan.folding import Folding
 from phalanx.plan.layout import stage_params
 from phalanx.plan.pipeline import Pipeline
@@ -41,6 +42,7 @@ from phalanx.runtime.gradients import GradientBuffers
 from phalanx.runtime.groups import Groups
 from phalanx.runtime.pipeline import Tensors, agree_on, run_pipeline
 from phalanx.train.loss import Share, objective
+from phalanx.train.warmup import PassTimes, TimedPasses, choose
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -54,6 +56,8 @@ class StageRunner:
     later: Later | None = None
     hosts: Hosts | None = None
     """Where stages have foldings of their own: which rank is on which host (None: all on one)."""
+    times: PassTimes | None = None
+    """Takes down what the passes of training take, where somebody wants to know."""
 
     @property
     def device(self) -> torch.device:
@@ -76,9 +80,14 @@ class StageRunner:
         One share for each stage of this rank and micro-batch. `valid_tokens`: 0-d, of the whole step.
         """
         plan = self.pipeline.plan(len(batches))
-        boundary = self._boundary(plan, batches)
+        boundary = self.boundary(plan, batches)
         passes = _TrainingPasses(self, batches, infos, boundary, valid_tokens, buffers)
-        run_pipeline(plan, passes, boundary, name=lambda transfer: _id(transfer, infos))
+        timed = (
+            passes
+            if self.times is None
+            else TimedPasses(passes, self.times, self.device, list(self.model.parameters()))
+        )
+        run_pipeline(plan, timed, boundary, name=lambda transfer: _id(transfer, infos))
         return passes.shares
 
     @torch.no_grad()
@@ -90,11 +99,12 @@ class StageRunner:
     ) -> None:
         """Forward passes alone; `keep(stage, micro-batch, output)` hears of each pass of this rank. Collective over the pipeline."""
         plan = self.pipeline.forward_plan(len(batches))
-        boundary = self._boundary(plan, batches)
+        boundary = self.boundary(plan, batches)
         passes = _ForwardPasses(self, batches, infos, boundary, keep)
         run_pipeline(plan, passes, boundary, name=lambda transfer: _id(transfer, infos))
 
-    def _boundary(self, plan: PipelinePlan, batches: Sequence[TokenBatch]) -> Boundary:
+    def boundary(self, plan: PipelinePlan, batches: Sequence[TokenBatch]) -> Boundary:
+        """How such micro-batches cross between this rank's stages and others."""
         rows = {_num_rows(batch, tp=self.groups.axis("tp").size) for batch in batches}
         if len(rows) != 1:
             raise ValueError(
@@ -143,6 +153,20 @@ def _own_shape(boundary: Boundary) -> tuple[int, ...]:
     """Of what this rank gives to, and takes from, other stages: the same on every edge."""
     shapes = {plan.forward[boundary.rank].shape for plan in boundary.edges.values() if boundary.rank in plan.forward}
     return next(iter(shapes), ())
+
+
+def choose_measured(runner: StageRunner, batches: Sequence[TokenBatch], *, memory_gb: float | None) -> WarmupChoice:
+    """The forwards ahead that fit what `runner.times` has taken down (`train/warmup.py`). Collective over the world."""
+    assert runner.times is not None  # of a step that was measured
+    plan = runner.pipeline.plan(len(batches))
+    return choose(
+        runner.pipeline,
+        runner.times,
+        runner.boundary(plan, batches),
+        num_microbatches=len(batches),
+        memory_gb=memory_gb,
+        world=runner.groups.axis("world"),
+    )
 
 
 def _num_rows(batch: TokenBatch, *, tp: int) -> int:

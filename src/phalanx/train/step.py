@@ -42,6 +42,7 @@ from phalanx.runtime.optimizer_state import ShardedState
 from phalanx.train.loss import Share, num_valid
 from phalanx.train.optim import Optimizer, clip_scale
 from phalanx.train.passes import StageRunner
+from phalanx.train.warmup import PassTimes
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -60,12 +61,19 @@ class StepParts:
     later: Later | None = None
     kernels: Impl = "fast"
     lanes: Lanes = SERIAL
+    times: PassTimes | None = None
+    """Takes down what passes take, in a step that is measured."""
 
     @property
     def runner(self) -> StageRunner:
         """What runs the stages of `model`."""
         return StageRunner(
-            model=self.model, pipeline=self.pipeline, groups=self.groups, comms=self.comms, later=self.later
+            model=self.model,
+            pipeline=self.pipeline,
+            groups=self.groups,
+            comms=self.comms,
+            later=self.later,
+            times=self.times,
         )
 
 

@@ -34,6 +34,7 @@ from phalanx.core.events import (
     SamplesTaken,
     StepEnded,
     Validated,
+    WarmupChosen,
 )
 from phalanx.core.recipe import dump_recipe
 from phalanx.data.loader import Loader, MicroBatch, ValidationLoader
@@ -54,6 +55,7 @@ from phalanx.train.closing import Outcome, summary_of
 from phalanx.train.generate import Sampling, generate
 from phalanx.train.machine import matmul_flops_per_s
 from phalanx.train.optim import learning_rate
+from phalanx.train.passes import choose_measured
 from phalanx.train.run_folder import RunStatus
 from phalanx.train.setup import (
     PATIENCE_S,
@@ -66,6 +68,7 @@ from phalanx.train.setup import (
 )
 from phalanx.train.step import StepParts, StepResult, eval_loss, train_step
 from phalanx.train.warm import warm_kernels
+from phalanx.train.warmup import PassTimes, with_none_ahead
 
 SAMPLE_TOKENS = 80
 PROMPT_TOKENS = 12
@@ -119,6 +122,8 @@ def build_trainer(rank: Rank, stop: StopRequest) -> Trainer:
     prepared = prepare_text(rank, resume=_train_fingerprint(rank, step), stop=stop)
     spec, folding = resolve_shape(recipe, world=rank.info.world, tokenizer_vocab=prepared.tokenizer.vocab_size)
     pipeline = resolve_pipeline(recipe, spec, folding)
+    if recipe.pipeline.extra_warmup == "auto":
+        pipeline = with_none_ahead(pipeline)
     loader = _loader(recipe, prepared)
     if step is not None:
         state = manager.read_state(step, model=json.loads(spec.to_json()))
@@ -266,7 +271,26 @@ class Trainer:
 
     def _step(self, step: int, batches: Sequence[TokenBatch]) -> StepResult:
         lr = learning_rate(step, self.rank.recipe.optim, total_steps=self.total_steps)
-        return train_step(self.parts, batches, step=step, lr=lr, stop=self.stop.requested)
+        if step != self.start or self.rank.recipe.pipeline.extra_warmup != "auto":
+            return train_step(self.parts, batches, step=step, lr=lr, stop=self.stop.requested)
+        measured = replace(self.parts, times=PassTimes())
+        result = train_step(measured, batches, step=step, lr=lr, stop=self.stop.requested)
+        self._choose_warmup(measured, batches)
+        return result
+
+    def _choose_warmup(self, measured: StepParts, batches: Sequence[TokenBatch]) -> None:
+        """From the second step on as many forwards ahead as the first one's times ask for. Collective."""
+        choice = choose_measured(measured.runner, batches, memory_gb=self.rank.recipe.pipeline.memory_gb)
+        pipeline = replace(self.parts.pipeline, extra_warmup=choice.extra_warmup)
+        self.parts = replace(self.parts, pipeline=pipeline)
+        self.parts.runner.agree(len(batches))
+        self.rank.sinks(
+            WarmupChosen(
+                step=self.start + 1, extra_warmup=choice.extra_warmup, transfer_s=choice.costs.p2p,
+                forward_s=choice.costs.forward, backward_s=choice.costs.backward, live_bytes=choice.live_bytes,
+                reason=choice.explain(),
+            )
+        )  # fmt: skip
 
     def _between_steps(self) -> None:
         """Validation and checkpoints that are due, but not those that the end of the run makes anyway."""
