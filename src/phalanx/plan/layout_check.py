@@ -65,8 +65,9 @@ def _rank_problems(layout: TensorLayout, position: int, where: str) -> list[Prob
         if pair is not None:
             first, second = (box_text(boxes[i]) for i in pair)
             problems.append(Problem(where=where, value=None, rule=f"{what} {first} and {second} overlap"))
-    if sum(one.box.num_elements for one in held) != math.prod(local_shape):
-        rule = f"its boxes have the {math.prod(local_shape)} elements of its local tensor"
+    # fewer is legal: of optimizer state a rank holds a run of what its parameter is
+    if sum(one.box.num_elements for one in held) > math.prod(local_shape):
+        rule = f"its boxes have no more elements than its local tensor, {math.prod(local_shape)}"
         problems.append(Problem(where=where, value=sum(one.box.num_elements for one in held), rule=rule))
     return problems
 
@@ -121,8 +122,10 @@ def _without(box: Box, have: Sequence[Box]) -> list[Box]:
     if not have:
         return [box]
     low, high = bounds(have)
-    mine, end = (np.array(v, dtype=np.int64) for v in (box.offsets, [sum(p) for p in zip(box.offsets, box.sizes, strict=True)]))
-    near = (np.minimum(high, end) > np.maximum(low, mine)).all(axis=1).nonzero()[0]
+    mine, end = (
+        np.array(v, dtype=np.int64) for v in (box.offsets, [sum(p) for p in zip(box.offsets, box.sizes, strict=True)])
+    )
+    near = np.nonzero((np.minimum(high, end) > np.maximum(low, mine)).all(axis=1))[0].tolist()
     left = [box]
     for i in near:
         left = [part for piece in left for part in _minus(piece, have[i])]
@@ -161,7 +164,9 @@ def coverage_problems(src: TensorLayout, dst: TensorLayout, *, name: str) -> lis
         more = f" and {len(lost) - SHOWN} more" if len(lost) > SHOWN else ""
         text = ", ".join(map(box_text, lost[:SHOWN])) + more
         rule = f"lost: no source rank holds {text}"
-        problems.append(Problem(where=name, value=None, rule=rule, hint="give a source that has it, such as a checkpoint"))
+        problems.append(
+            Problem(where=name, value=None, rule=rule, hint="give a source that has it, such as a checkpoint")
+        )
     return problems
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Iterator
 from typing import Protocol
 
 import numpy as np
@@ -72,8 +73,8 @@ class Boxes:
         self._boxes.append(box)
         self._known.add(box)
 
-    def __len__(self) -> int:
-        return len(self._boxes)
+    def __iter__(self) -> Iterator[Box]:
+        return iter(self._boxes)
 
     def corners(self) -> tuple[Corners, Corners]:
         """(n, dims) first index and end of each."""
@@ -196,9 +197,7 @@ class _Delivery:
         src = self.plan.moves[move].src
         own = self._term(move, rank) if self._of_layout(src, rank).covers(box) else -1
         none = Boxes(self.dims[move])
-        return all(
-            term == own or self.terms.get((rank, move, term), none).covers(box) for term in range(src.num_terms)
-        )
+        return all(term == own or self.terms.get((rank, move, term), none).covers(box) for term in range(src.num_terms))
 
     def _take(self, hop: Hop, part: Part, *, crosses: bool) -> None:
         dims = self.dims[part.move]
@@ -215,11 +214,11 @@ class _Delivery:
             added = Boxes(self.dims[move])
             for box in self.sums.get((rank, move), []):
                 added.add(box)
-            if boxes.overlap() is not None or any(not added.covers(box) for box in boxes._boxes):
+            if boxes.overlap() is not None or any(not added.covers(box) for box in boxes):
                 self._say(f"rank {rank}", f"gets term {term} of {self.plan.moves[move].name} twice, or adds it nowhere")
             if term == self._term(move, rank) and self._at(self.plan.moves[move].src, rank) is not None:
                 source = self._of_layout(self.plan.moves[move].src, rank)
-                if any(source.shared(box) for box in boxes._boxes):
+                if any(source.shared(box) for box in boxes):
                     self._say(f"rank {rank}", f"gets term {term} of {self.plan.moves[move].name}, which it holds")
         for (rank, move), added_boxes in self.sums.items():
             for box in added_boxes:
@@ -234,7 +233,7 @@ class _Delivery:
             for number, move in enumerate(self.plan.moves):
                 got = Boxes(self.dims[number])
                 arrived = self.received.get((rank, number))
-                for box in [*copies.get(number, []), *(arrived._boxes if arrived else [])]:
+                for box in [*copies.get(number, []), *(arrived or [])]:
                     got.add(box)
                 for box in copies.get(number, []):
                     if move.src.num_terms > 1 or not self._of_layout(move.src, rank).covers(box):
@@ -244,7 +243,7 @@ class _Delivery:
     def _needs(self, rank: int, number: int, got: Boxes) -> None:
         """The boxes that a rank got, and the sums that it made, are what it needs."""
         needed = self._of_layout(self.plan.moves[number].dst, rank)
-        for box in got._boxes:
+        for box in got:
             if not needed.covers(box):
                 self._say(f"rank {rank}", f"gets {self._name(number, box)}, of which it does not need all")
         total = got.volume()
@@ -268,7 +267,7 @@ class _Delivery:
             if term >= 0 or move.src.num_terms > 1:
                 continue
             for rank in move.src.ranks:
-                if hosts[rank] == host and any(self._of_layout(move.src, rank).shared(b) for b in boxes._boxes):
+                if hosts[rank] == host and any(self._of_layout(move.src, rank).shared(b) for b in boxes):
                     self._say(f"host {host}", f"takes in a part of {move.name} that its rank {rank} holds")
 
 
@@ -312,4 +311,3 @@ def order_problems(plan: CheckedPlan) -> list[Problem]:
         rule = f"the ranks' programs have {done} messages, the plan {len(plan.hops)}"
         problems.append(Problem(where="programs", value=None, rule=rule))
     return problems
-

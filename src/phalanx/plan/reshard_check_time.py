@@ -106,7 +106,8 @@ def _lane_problems(schedule: Schedule, plan: TimedPlan, where: str) -> list[Prob
     grain = max((move.itemsize for move in plan.moves), default=1)
     if schedule.rounds_s:
         return _round_problems(schedule, rates, count, grain, where)
-    problems, events = [], defaultdict(list)
+    problems: list[Problem] = []
+    events: dict[int, list[tuple[float, float]]] = defaultdict(list)
     for stream in schedule.streams:
         took = stream.end_s - stream.begin_s
         if took <= 0 or stream.end_s > schedule.makespan_s * (1 + NEAR) or stream.begin_s < 0:
@@ -139,9 +140,7 @@ def _peak(changes: Sequence[tuple[float, float]], end: float) -> float:
     return peak
 
 
-def _round_problems(
-    schedule: Schedule, rates: Sequence[float], count: int, grain: int, where: str
-) -> list[Problem]:
+def _round_problems(schedule: Schedule, rates: Sequence[float], count: int, grain: int, where: str) -> list[Problem]:
     """Chunk k of an edge of depth d moves in round k + d; chunks are equal but for an item."""
     depth = max((edge.depth for s in schedule.streams for edge in s.edges), default=0)
     lengths = np.diff(np.array(schedule.rounds_s))
@@ -279,7 +278,9 @@ class _Grid:
         boxes = [one.box for layout in (move.src, move.dst) for held in dict.fromkeys(layout.held) for one in held]
         dims = len(move.src.shape)
         self.edges = [
-            np.unique([0, move.src.shape[d], *(b.offsets[d] for b in boxes), *(b.offsets[d] + b.sizes[d] for b in boxes)])
+            np.unique(
+                [0, move.src.shape[d], *(b.offsets[d] for b in boxes), *(b.offsets[d] + b.sizes[d] for b in boxes)]
+            )
             for d in range(dims)
         ]
         self.shape = tuple(max(0, len(e) - 1) for e in self.edges)
