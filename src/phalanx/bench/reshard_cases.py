@@ -96,9 +96,7 @@ def _random_layout(
     if draw.random() < 0.5:
         first = draw.choice([d for d in range(1, world + 1) if world % d == 0])
         sizes = (first, world // first)
-    placements: list[Placement] = [
-        Shard(draw.randrange(dims)) if draw.random() < 0.8 else Replicate() for _ in sizes
-    ]
+    placements: list[Placement] = [Shard(draw.randrange(dims)) if draw.random() < 0.8 else Replicate() for _ in sizes]
     order = draw.sample(range(2), 2)
     return mesh_layout(shape, sizes, placements, ranks=range(first_rank, first_rank + world), order=order)
 

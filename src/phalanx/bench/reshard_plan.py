@@ -24,10 +24,10 @@ from phalanx.bench.reshard_cases import Case, large_state, nine_cases, random_ca
 from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.core.files import check_writable, write_json
 from phalanx.plan.reshard import ReshardPlan, plan_reshard
-from phalanx.plan.reshard_bound import Bound
-from phalanx.plan.reshard_history import HISTORY, gang_times, greedy, naive, perfect_order_seconds
 from phalanx.plan.reshard_best import find_bound
+from phalanx.plan.reshard_bound import Bound
 from phalanx.plan.reshard_flows import make_flows, unit_flows, whole_lots
+from phalanx.plan.reshard_history import HISTORY, gang_times, greedy, naive, perfect_order_seconds
 from phalanx.plan.reshard_units import templates_of
 
 TRIVIAL = 1.02
@@ -57,8 +57,8 @@ def main(args: list[str]) -> int:
     options = tyro.cli(ReshardPlanArgs, args=args, prog="phalanx bench reshard-plan", description=__doc__)
     raise_if(_problems(options), ConfigError, subject="arguments")
     check_writable(options.json)
-    import scipy.optimize  # noqa: F401, PLC0415: its import is no part of planning
-    import scipy.sparse  # noqa: F401, PLC0415
+    import scipy.optimize
+    import scipy.sparse  # noqa: F401
 
     if options.nine:
         result = measure_nine()
@@ -159,7 +159,9 @@ def _print_random(result: dict[str, Any]) -> None:
         figures = "".join(f"{result[f'{key}{one}_rho']:>9.4f}" for one in ("mean", "p95", "max"))
         print(f"  {name:<18}{figures}")
     print(f"  {'first replica':<18}{result['naive_mean_rho']:>9.4f}")
-    print(f"  faster than the greedy {result['geo_mean_win']:.3f} x (geometric mean), {result['max_win']:.2f} x at most")
+    print(
+        f"  faster than the greedy {result['geo_mean_win']:.3f} x (geometric mean), {result['max_win']:.2f} x at most"
+    )
     print(f"  planning {result['cpu_s'] * 1e3:.1f} ms of CPU a case, {result['max_cpu_s'] * 1e3:.0f} ms at most")
     print("  worst: " + "; ".join(result["worst"]))
 
@@ -184,9 +186,7 @@ def measure_nine() -> dict[str, Any]:
         row["greedy_tile_weights"] = worst_with_tile_weights(case) / bound
         rows.append(row)
         figures = "".join(f"{row[name]:>14.3f}" for name in HISTORY)
-        print(
-            f"  {case.label[5:]:<6}{plan.rho:>8.4f}{took * 1e3:>7.2f}{figures}{row['greedy_tile_weights']:>15.3f}"
-        )
+        print(f"  {case.label[5:]:<6}{plan.rho:>8.4f}{took * 1e3:>7.2f}{figures}{row['greedy_tile_weights']:>15.3f}")
     return {"rows": rows}
 
 
@@ -196,7 +196,9 @@ def worst_with_tile_weights(case: Case, *, runs: int = 20) -> float:
     tasks = unit_flows(templates, whole_lots(templates), case.hosts).flows
     template = templates[0]
     tile = np.bincount(template.src_of, weights=template.elements)[template.src_of] * template.itemsize
-    return max(gang_times(tasks, case.hosts, greedy(tasks, case.hosts, weights=tile.tolist(), seed=s))[1] for s in range(runs))
+    return max(
+        gang_times(tasks, case.hosts, greedy(tasks, case.hosts, weights=tile.tolist(), seed=s))[1] for s in range(runs)
+    )
 
 
 # ---- scale ----------------------------------------------------------------------------------------------------------------------
@@ -217,7 +219,9 @@ def measure_scale() -> dict[str, Any]:
         "gain_over_stage_by_stage": sum(alone) / plan.makespan_s,
     }
     print(f"  peak memory of the first {rss:.0f} MiB, imports included")
-    print(f"  stage by stage {sum(alone):.3f} s, together {plan.makespan_s:.3f} s: {sum(alone) / plan.makespan_s:.2f} x faster")
+    print(
+        f"  stage by stage {sum(alone):.3f} s, together {plan.makespan_s:.3f} s: {sum(alone) / plan.makespan_s:.2f} x faster"
+    )
     return result
 
 
@@ -236,4 +240,3 @@ def _figures(case: Case, plan: ReshardPlan, took: float) -> dict[str, Any]:
     }
     print(f"{case.label}: planned in {took:.3f} s of CPU\n" + plan.explain())
     return figures
-
