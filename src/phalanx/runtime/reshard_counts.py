@@ -73,6 +73,8 @@ def _first(box: Box) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 def union_elements(boxes: Sequence[Box]) -> int:
     """Elements in the union of boxes: each box without those before it."""
+    if not boxes:
+        return 0
     low = np.array([box.offsets for box in boxes], dtype=np.int64).reshape(len(boxes), -1)
     high = low + np.array([box.sizes for box in boxes], dtype=np.int64).reshape(len(boxes), -1)
     total = 0
