@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from phalanx.bench.reshard import FASTER, METHODS, _case, failures, main, missed
-from phalanx.bench.reshard_cases import CASES, FIRST_DEST_RANK
+from phalanx.bench.reshard_nine import CASES, FIRST_DEST_RANK
 from phalanx.bench.reshard_rank import _held, _is_right, _values
 from phalanx.core.errors import ConfigError, TestbedError
 from phalanx.plan.cluster import ClusterSpec

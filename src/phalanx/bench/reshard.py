@@ -1,7 +1,7 @@
 """Moving a sharded tensor over real, shaped links: `phalanx bench reshard --json F`, on the testbed.
 
 Five emulated hosts of four ranks, each with a link slow enough that it is the bottleneck and not this machine. For each of the paper's nine cases
-(`reshard_cases.py`), at 64 MiB: the rate of a link is measured by the transport itself, the least time that any schedule needs follows from
+(`reshard_nine.py`), at 64 MiB: the rate of a link is measured by the transport itself, the least time that any schedule needs follows from
 it, and these take turns after a warm-up:
 
     ours        the best schedule found, with relay by receivers
@@ -27,7 +27,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from phalanx.bench.reshard_cases import CASES, DEST_HOSTS, SOURCE_HOSTS
+from phalanx.bench.reshard_nine import CASES, DEST_HOSTS, SOURCE_HOSTS
 from phalanx.bench.reshard_rank import Job, host_main
 from phalanx.core.errors import ConfigError, Problem, RunError, raise_if
 from phalanx.core.files import check_writable, write_json

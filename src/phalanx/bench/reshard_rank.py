@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from phalanx.bench.reshard_cases import CASES, FIRST_DEST_RANK, RANKS_PER_HOST, Case
+from phalanx.bench.reshard_nine import CASES, FIRST_DEST_RANK, RANKS_PER_HOST, Case
 from phalanx.plan.layout import Box
 from phalanx.plan.reshard_types import Hosts, Move
 from phalanx.plan.tensor_layout import TensorLayout

@@ -104,7 +104,7 @@ class ReshardPlan:
 
     def check(self) -> None:
         """Raise `PlanError` with all that an independent check finds."""
-        from phalanx.plan.reshard_check import plan_problems  # noqa: PLC0415: it reads this module's words
+        from phalanx.plan.reshard_check import plan_problems  # it reads this module's words
 
         raise_if(plan_problems(self), PlanError, subject="the reshard plan")
 
@@ -190,7 +190,9 @@ def _phase_dict(phase: Phase) -> dict[str, Any]:
         "num_chunks": schedule.num_chunks,
         "rounds_s": list(schedule.rounds_s),
         "flows": [[list(f.holders), list(f.needers), f.num_bytes] for f in phase.flows.flows],
-        "streams": [[s.flow, s.start, s.stop, s.begin_s, s.end_s, [list(e) for e in s.edges]] for s in schedule.streams],
+        "streams": [
+            [s.flow, s.start, s.stop, s.begin_s, s.end_s, [list(e) for e in s.edges]] for s in schedule.streams
+        ],
     }
 
 

@@ -121,8 +121,8 @@ def solve_shares(flows: Sequence[Flow], hosts: Hosts) -> tuple[Shares, Bound]:
 
     Variables: bytes of each flow that each host sends, first copies and (where chains do not suffice) further ones; and the time.
     """
-    from scipy.optimize import linprog  # noqa: PLC0415: its import takes 0.3 s, which most plans do without
-    from scipy.sparse import coo_array  # noqa: PLC0415
+    from scipy.optimize import linprog  # its import takes 0.3 s, which most plans do without
+    from scipy.sparse import coo_array
 
     chains = chains_suffice(flows, hosts)
     unit = float(sum(f.num_bytes for f in flows) or 1)
@@ -149,7 +149,10 @@ def solve_shares(flows: Sequence[Flow], hosts: Hosts) -> tuple[Shares, Bound]:
     rate_unit = float(rate.max())
     equal = coo_array((ones, (rows, np.arange(count))), shape=(len(wanted), count + 1)).tocsr()
     limit_values = np.concatenate([ones, -rate / rate_unit])
-    limit_rows, limit_cols = np.concatenate([lane, np.arange(len(used))]), np.concatenate([np.arange(count), np.full(len(used), count)])
+    limit_rows, limit_cols = (
+        np.concatenate([lane, np.arange(len(used))]),
+        np.concatenate([np.arange(count), np.full(len(used), count)]),
+    )
     limit = coo_array((limit_values, (limit_rows, limit_cols)), shape=(len(used), count + 1)).tocsr()
     cost = np.zeros(count + 1)
     cost[count] = 1.0
@@ -159,8 +162,8 @@ def solve_shares(flows: Sequence[Flow], hosts: Hosts) -> tuple[Shares, Bound]:
     prices = -np.asarray(solved.ineqlin.marginals)
     bound = _dual_bound(flows, hosts, used, prices)
     amounts = np.asarray(solved.x[:count]) * unit
-    first, others = _whole_amounts(flows, owners, rows, at, amounts, chains=chains)
-    return Shares(float(solved.x[count]) * unit / rate_unit, first, others), bound
+    copies, others = _whole_amounts(flows, owners, rows, at, amounts, chains=chains)
+    return Shares(float(solved.x[count]) * unit / rate_unit, copies, others), bound
 
 
 def _dual_bound(flows: Sequence[Flow], hosts: Hosts, used: NDArray[np.int64], prices: Floats) -> Bound:

@@ -71,7 +71,7 @@ def _chained(start: int, stop: int, root: int, flow: Flow) -> list[tuple[int, in
     out = []
     for low, high, inside in ((start, middle, needers[: count // 2]), (middle, stop, needers[-(count // 2) :])):
         twice = inside[:half]
-        senders = [root, *twice, *twice] + inside[half : half + (count - 1) % 2]
+        senders = [root, *twice, *twice, *inside[half : half + (count - 1) % 2]]
         out.append((low, high, [root], senders))
     return out
 
@@ -122,6 +122,4 @@ def _rounds(flows: Sequence[Flow], streams: Sequence[Stream], hosts: Hosts, coun
     edges = np.concatenate([[0.0], np.cumsum((load / rates[:, None]).max(axis=0))])
     end = float(edges[-1])
     timed = tuple(stream._replace(begin_s=0.0, end_s=end) for stream in streams)
-    return Schedule(
-        name="relay", streams=timed, makespan_s=end, rounds_s=tuple(edges.tolist()), num_chunks=count
-    )
+    return Schedule(name="relay", streams=timed, makespan_s=end, rounds_s=tuple(edges.tolist()), num_chunks=count)

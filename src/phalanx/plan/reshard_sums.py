@@ -95,9 +95,7 @@ class _Chooser:
         term_hosts = [sorted({host_of[rank] for rank in ranks}) for ranks in terms]
         need_hosts = sorted({host_of[rank] for rank in needers})
         hold_hosts = sorted({host for one in term_hosts for host in one})
-        allowed = {"destination": need_hosts, "source": hold_hosts}.get(
-            self.where, sorted({*need_hosts, *hold_hosts})
-        )
+        allowed = {"destination": need_hosts, "source": hold_hosts}.get(self.where, sorted({*need_hosts, *hold_hosts}))
         size = int(template.elements[unit]) * template.itemsize * len(template.moves)
         best = min(allowed, key=lambda h: (*self._cost(h, size, term_hosts, need_hosts), h))
         self._take(best, size, term_hosts, need_hosts)

@@ -188,9 +188,7 @@ def _disjoint(low: Ints, high: Ints, owners: Sequence[Ranks]) -> Cut:
     lows = np.array([p for p, _ in parts], dtype=np.int64).reshape(len(parts), low.shape[1])
     highs = np.array([p for _, p in parts], dtype=np.int64).reshape(len(parts), low.shape[1])
     who = [owners[i] for i in free.tolist()] + [tuple(sorted(ranks)) for ranks in parts.values()]
-    return Cut(
-        np.concatenate([low[free], lows]), np.concatenate([high[free], highs]), tuple((ranks,) for ranks in who)
-    )
+    return Cut(np.concatenate([low[free], lows]), np.concatenate([high[free], highs]), tuple((ranks,) for ranks in who))
 
 
 def _refined(
