@@ -23,6 +23,7 @@ from phalanx.plan.tensor_layout import TensorLayout
 from phalanx.runtime.collectives import Collectives, Exchange, Message
 from phalanx.runtime.groups import Axis, GroupCache, WorldInfo, close_world, init_world, read_world
 from phalanx.runtime.launch import StopRequest, run_local
+from phalanx.runtime.reshard import Report
 from phalanx.runtime.reshard_counts import gather_counts
 from phalanx.runtime.resharder import PlanOptions, Resharder
 
@@ -84,7 +85,7 @@ class _Bench:
         self.rank = axis.index
 
     def case(self, case: Case) -> dict[str, Any]:
-        """Measure one case; every rank returns the same row."""
+        """Measure one case; the first rank's row has the counts."""
         rate = max(
             self.link_bytes_per_s(0, FIRST_DEST_RANK) for _ in range(2)
         )  # what a busy machine took away is not the link's
@@ -95,11 +96,12 @@ class _Bench:
             recv_bytes_per_s=(rate,) * count,
         )
         move = case.move(self.job.mib)
-        found = {method: _Method(self, method, hosts, move) for method in self.job.methods}
+        source = _held(move.src, self.rank)
+        found = {method: _Method(self, method, hosts, move, source) for method in self.job.methods}
         self._warm_up(case, hosts)
-        for _ in range(self.job.rounds):
+        for number in range(self.job.rounds):
             for method in found.values():
-                method.turn()
+                method.turn(last=number == self.job.rounds - 1)
         plans = {name: method.prepared.plan for name, method in found.items()}
         return {
             "case": case.number,
@@ -115,8 +117,9 @@ class _Bench:
     def _warm_up(self, case: Case, hosts: Hosts) -> None:
         """Each method once on a smaller tensor: connections (their windows have grown) and code are then warm."""
         move = case.move(max(1, self.job.mib // 4))
+        source = _held(move.src, self.rank)
         for method in self.job.methods:
-            _Method(self, method, hosts, move).turn()
+            _Method(self, method, hosts, move, source).turn(last=False)
 
     def link_bytes_per_s(self, source: int, dest: int) -> float:
         """What one stream of large messages from rank to rank carries, from the end of its first message to that of its last; told to all."""
@@ -150,40 +153,48 @@ class _Bench:
 class _Method:
     """A case moved in one way, by one rank."""
 
-    def __init__(self, bench: _Bench, method: str, hosts: Hosts, move: Move) -> None:
+    def __init__(self, bench: _Bench, method: str, hosts: Hosts, move: Move, source: torch.Tensor | None) -> None:
         self.bench, self.move = bench, move
         self.resharder = Resharder(bench.comms, bench.axis, hosts=hosts, options=bench.options(method))
         begin_s = time.perf_counter()
         self.prepared = self.resharder.prepare((move,))
         self.plan_s = time.perf_counter() - begin_s
-        self.source = _held(move.src, bench.rank)
+        self.source = source
         self.seconds: list[float] = []
         self.right = True
         self.once = True
         self.entered_bytes = 0
         self.distinct_bytes = 0
         self.staging_bytes = 0
+        self.cpu_s: list[float] = []
+        """Processor time of all ranks together, per turn."""
 
-    def turn(self) -> None:
-        """Move it once, by the clock, and look at what came."""
+    def turn(self, *, last: bool) -> None:
+        """Move it once, by the clock; after the last turn look at what came, and how often."""
         dest = self._blank()
         self.bench.comms.barrier(self.bench.axis)
-        begin_s = time.monotonic()
+        cpu_s, begin_s = time.process_time(), time.monotonic()
         self.resharder.move(self.prepared, [self.source], dtypes=[torch.int32], out=[dest])
-        end_s = time.monotonic()
+        end_s, cpu_s = time.monotonic(), time.process_time() - cpu_s
         report = self.resharder.report
         assert report is not None
+        mine = (begin_s, end_s, report.staging_peak_bytes, cpu_s)
+        told = list(zip(*self.bench.comms.gather_objects(mine, self.bench.axis), strict=True))
+        self.seconds.append(max(told[1]) - min(told[0]))
+        self.staging_bytes = max(told[2])
+        self.cpu_s.append(sum(told[3]))
+        if last:
+            self._look(dest, report)
+
+    def _look(self, dest: torch.Tensor | None, report: Report) -> None:
         right = _is_right(self.move.dst, self.bench.rank, dest)
-        told = self.bench.comms.gather_objects((begin_s, end_s, right, report.staging_peak_bytes), self.bench.axis)
+        self.right = all(self.bench.comms.gather_objects(right, self.bench.axis))
         counts = gather_counts(
             self.bench.comms, self.bench.axis, report, moves=(self.move,), hosts=self.resharder.hosts
         )
-        self.seconds.append(max(end for _, end, _, _ in told) - min(begin for begin, _, _, _ in told))
-        self.right = self.right and all(ok for _, _, ok, _ in told)
-        self.once = self.once and all(c.once for c in counts)
+        self.once = all(c.once for c in counts)
         self.entered_bytes = sum(c.entered_bytes for c in counts)
         self.distinct_bytes = sum(c.distinct_bytes for c in counts)
-        self.staging_bytes = max(staging for _, _, _, staging in told)
 
     def _blank(self) -> torch.Tensor | None:
         """A destination whose pages are there, with no right value in it."""
@@ -204,6 +215,7 @@ class _Method:
             "entered_bytes": self.entered_bytes,
             "distinct_bytes": self.distinct_bytes,
             "staging_bytes": self.staging_bytes,
+            "cpu_s": self.cpu_s,
         }
 
 
