@@ -129,3 +129,14 @@ def test_no_torch() -> None:
         "assert main('plan schedule --name zbv --pp 2 --microbatches 2'.split()) == 0; assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_forwards_ahead_are_asked_for_and_refused_with_the_nearest(tmp_path: Path, capfd) -> None:
+    target = tmp_path / "s.json"
+    args = ["--name", "eager_1f1b", "--pp", "4", "--microbatches", "9", "--json", str(target)]
+    assert main(["plan", "schedule", *args, "--extra-warmup", "2", "1", "1", "0"]) == 0
+    assert json.loads(target.read_text())["peak_live"] == [6, 4, 3, 1]
+    assert "forwards ahead of 1F1B, by rank: 2 1 1 0" in capfd.readouterr().out
+    assert main(["plan", "schedule", *args, "--extra-warmup", "0", "2", "1", "0"]) == 2
+    assert json.loads(target.read_text())["nearest"]["extra_warmup"] == [0, 1, 1, 0]
+    assert "--extra-warmup 0 1 1 0" in capfd.readouterr().err

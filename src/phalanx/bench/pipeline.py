@@ -11,22 +11,23 @@ with four configurations, the same in every round:
 
 Passes are paced: there are more ranks than processors, so a pass computes and then waits until its time is over. That time follows from the wire: before
 anything else the ranks measure c, what one tensor takes from stage to stage in a stream of them (broadcast, passes that do nothing); a forward
-pass is given 4 c in the decoder, 2 c in the U-shaped model (where each boundary carries two tensors), an input gradient and a weight
-gradient each as much. *Predicted* is `plan.schedule_time.simulate` with the measured c and the measured median pass times. The gradients
-of all configurations are the same bits, or the benchmark fails.
+pass is given 4 c in the decoder, 2 c in the U-shaped model (whose lower stages send two tensors each), an input gradient and a weight
+gradient each as much. *Predicted* is `plan.schedule_time.simulate` with the measured median pass times and c, that of send/recv
+measured in the same way. The gradients of all configurations are the same bits, or the benchmark fails.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 import tyro
@@ -69,8 +70,7 @@ TIMEOUT_S = 120.0
 class PipelineArgs:
     """Samples per second of pipelines that hide their transfers, over one that does not, on four emulated hosts."""
 
-    models: tuple[str, ...] = tuple(MODELS)
-    """decoder, u_shaped or both."""
+    models: tuple[Literal["decoder", "u_shaped"], ...] = ("decoder", "u_shaped")
     microbatches: int = 32
     rounds: int = 3
     """Turns of each configuration; medians count."""
@@ -86,7 +86,7 @@ def main(args: list[str]) -> int:
         return _rank(Path(args[1]))
     options = tyro.cli(PipelineArgs, args=args, prog="phalanx bench pipeline", description=__doc__)
     check_writable(options.json)
-    found = {name: measure(options, MODELS[name]) for name in options.models}
+    found: dict[str, Any] = {name: measure(options, MODELS[name]) for name in options.models}
     for name, result in found.items():
         _show(name, result)
     if options.json is not None:
@@ -102,9 +102,8 @@ def measure(options: PipelineArgs, shape: ModelShape) -> dict[str, Any]:
     """All configurations of one model in one job of the testbed. Raises `RunError` where it fails or gradients differ."""
     with tempfile.TemporaryDirectory(prefix="phalanx-pipeline-") as name:
         job_file = Path(name) / "job.json"
-        job_file.write_text(
-            json.dumps({k: v for k, v in asdict(options).items() if k != "json"} | {"model": shape.name})
-        )
+        job = {"model": shape.name, "microbatches": options.microbatches, "rounds": options.rounds}
+        job_file.write_text(json.dumps(job | {"link_mbit": options.link_mbit}))
         with Testbed(_cluster(options)) as bed:
             command = [sys.executable, "-m", "phalanx", "bench", "pipeline", "--rank-of", str(job_file)]
             result = bed.run(command, env={"OMP_NUM_THREADS": "1"}).wait(timeout_s=600)
@@ -142,9 +141,10 @@ def _result(options: PipelineArgs, shape: ModelShape, told: dict[str, Any]) -> d
         raise RunError(f"the configurations of {shape.name} have different gradients: {sorted(digests)}")
     return {
         "tensor_bytes": shape.tensor_bytes,
-        "transfer_s": told["transfer_s"],
+        "transfer_s": told["transfers_s"]["best"],
+        "send_recv_s": told["transfers_s"]["send_recv"],
         "passes_s": told["passes_s"],
-        "transfer_over_forward": told["transfer_s"] / told["passes_s"]["F"],
+        "transfer_over_forward": told["transfers_s"]["best"] / told["passes_s"]["F"],
         "late_passes": told["late"],
         "passes": told["passes"],
         "gradients_equal": True,
@@ -158,15 +158,15 @@ def _result(options: PipelineArgs, shape: ModelShape, told: dict[str, Any]) -> d
 
 def _predicted(options: PipelineArgs, shape: ModelShape, told: dict[str, Any], name: str, schedule: str) -> float:
     """Seconds of a step by the clock of `plan/schedule_time.py`: links carry one transfer at a time each way."""
-    c, spent, plain = told["transfer_s"], told["passes_s"], name == CONFIGURATIONS[0][0]
-    copies = REPLICAS if plain else 1
+    spent, plain = told["passes_s"], name == CONFIGURATIONS[0][0]
+    c = told["transfers_s"]["send_recv" if plain else "best"]
     f, i, w = ((spent[kind],) * STAGES for kind in "FIW")
     costs = ScheduleCosts(
         forward=f,
         backward=(spent["B"],) * STAGES,
         input_grad=i,
         weight_grad=w,
-        edge_p2p={edge: c * width * copies for edge, width in shape.widths.items()},
+        edge_p2p={edge: c * width for edge, width in shape.widths.items()},
         blocking=plain,
         channels="rank",
     )
@@ -178,7 +178,7 @@ def _show(name: str, result: dict[str, Any]) -> None:
     passes = result["passes_s"]
     print(
         f"{name} (paced: {STAGES * REPLICAS} ranks share this machine): one tensor of {result['tensor_bytes']} bytes takes "
-        f"{format_seconds(result['transfer_s'])}, a forward pass {format_seconds(passes['F'])}; "
+        f"{format_seconds(result['transfer_s'])} (send/recv {format_seconds(result['send_recv_s'])}), a forward pass {format_seconds(passes['F'])}; "
         f"{result['late_passes']} of {result['passes']} passes took longer than their time"
     )
     for row in result["configurations"]:
@@ -261,15 +261,15 @@ def _place(options: PipelineArgs, shape: ModelShape, rank: int) -> _Place:
 
 def _rank(job_file: Path) -> int:
     job = json.loads(job_file.read_text())
-    options = PipelineArgs(**{k: tuple(v) if isinstance(v, list) else v for k, v in job.items() if k != "model"})
+    options = PipelineArgs(microbatches=job["microbatches"], rounds=job["rounds"], link_mbit=job["link_mbit"])
     info = read_world()
     assert info is not None  # the testbed sets it
     torch.set_num_threads(1)
     init_world(info, timeout_s=TIMEOUT_S)
     place = _place(options, MODELS[job["model"]], info.rank)
     comms, axis = place.boundary.comms, place.boundary.axis
-    transfer_s = max(comms.gather_objects(_one_transfer(place), axis))
-    f = transfer_s * place.shape.transfers_per_forward
+    transfers_s = {m: max(comms.gather_objects(_one_transfer(place, options, m), axis)) for m in place.boundaries}
+    f = transfers_s["best"] * place.shape.transfers_per_forward
     pace = Pace(forward_s=f, input_s=f, weight_s=f)
     place.step("best", "1f1b", pace)  # first touch of memory, connections
     turns = [
@@ -277,18 +277,16 @@ def _rank(job_file: Path) -> int:
     ]
     told = comms.gather_objects(_told(turns), axis)
     if info.rank == 0:
-        job_file.with_suffix(".told").write_text(json.dumps(_together(told) | {"transfer_s": transfer_s}))
+        job_file.with_suffix(".told").write_text(json.dumps(_together(told) | {"transfers_s": transfers_s}))
     close_world()
     return 0
 
 
-def _one_transfer(place: _Place) -> float:
-    """Seconds of one tensor of one width along the chain, one after the other, with one copy to a host."""
-    boundary = place.boundary
-    widest = max(place.shape.widths[edge] for edge in chain(STAGES))
-    edges = {edge: boundary.edges[edge] for edge in chain(STAGES)}
-    probe = Boundary(**{**vars(boundary), "edges": edges})
-    return transfer_seconds(probe, pp=STAGES) / widest
+def _one_transfer(place: _Place, options: PipelineArgs, method: str) -> float:
+    """Seconds of one tensor from stage to stage, in a stream of them up and then down the chain."""
+    single = dataclasses.replace(place.shape, widths=dict.fromkeys(chain(STAGES), 1))
+    edges = _edges(single, _cluster(options), method)
+    return transfer_seconds(dataclasses.replace(place.boundaries[method], edges=edges), pp=STAGES)
 
 
 Turns = Sequence[Sequence[tuple[float, PacedPasses, str]]]

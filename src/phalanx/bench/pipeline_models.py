@@ -66,11 +66,11 @@ class ModelShape:
 
 MODELS = {
     "decoder": ModelShape(
-        name="decoder", sequences=18, seq_len=64, hidden=64,
+        name="decoder", sequences=72, seq_len=16, hidden=64,
         widths={(0, 1): 1, (1, 2): 1, (2, 3): 1}, transfers_per_forward=4, bar=1.10,
     ),
     "u_shaped": ModelShape(
-        name="u_shaped", sequences=72, seq_len=64, hidden=32,
+        name="u_shaped", sequences=288, seq_len=16, hidden=32,
         widths={(0, 1): 1, (1, 2): 2, (2, 3): 1, (0, 3): 1}, transfers_per_forward=2, bar=1.50, skips={2: 1, 3: 0},
     ),
 }  # fmt: skip
