@@ -11,8 +11,8 @@ from phalanx.core.config import OptimConfig, PipelineConfig
 from phalanx.core.events import Collective, Event
 from phalanx.models.context import ModelContext, TokenBatch
 from phalanx.models.shard import part_of
-from phalanx.plan.dispatch import DispatchSpec
 from phalanx.plan.boundary import EdgePlan
+from phalanx.plan.dispatch import DispatchSpec
 from phalanx.plan.folding import Folding
 from phalanx.plan.model import PRESETS, ModelSpec
 from phalanx.plan.pipeline import Pipeline, make_pipeline
