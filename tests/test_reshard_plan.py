@@ -308,6 +308,9 @@ def test_the_hash_tells_plans_apart() -> None:
     plan = plan_reshard(moves, hosts)
     again = plan_reshard(*simple("2x4 S0R", "2x4 RS0"))
     assert plan.hash == again.hash and plan.hops == again.hops
+    twins = [moves[0], dataclasses.replace(moves[0], name="v", src=dataclasses.replace(moves[0].src))]
+    shared = [moves[0], dataclasses.replace(moves[0], name="v")]
+    assert plan_reshard(twins, hosts).hash == plan_reshard(shared, hosts).hash, "objects do not count, values do"
     others = [
         plan_reshard(moves, hosts, message_bytes=100),
         plan_reshard(moves, hosts, open_hops=1),
