@@ -124,13 +124,15 @@ class ReshardPlan:
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain data. Layouts are numbered and given by their digests, messages follow from the rest."""
+        digests: dict[str, int] = {}
         numbers: dict[int, int] = {}
-        digests: list[str] = []
         for move in self.moves:
             for layout in (move.src, move.dst):
-                if id(layout) not in numbers:
-                    numbers[id(layout)] = len(digests)
-                    digests.append(hashlib.sha256(repr(layout).encode()).hexdigest()[:16])
+                if (
+                    id(layout) not in numbers
+                ):  # one object often stands for thousands of moves; equal ones get one number
+                    digest = hashlib.sha256(repr(layout).encode()).hexdigest()[:16]
+                    numbers[id(layout)] = digests.setdefault(digest, len(digests))
         return {
             "method": self.method,
             "makespan_s": self.makespan_s,
@@ -148,7 +150,7 @@ class ReshardPlan:
             "host_of_rank": list(self.hosts.host_of_rank),
             "send_bytes_per_s": list(self.hosts.send_bytes_per_s),
             "recv_bytes_per_s": list(self.hosts.recv_bytes_per_s),
-            "layouts": digests,
+            "layouts": list(digests),
             "moves": [[m.name, m.itemsize, numbers[id(m.src)], numbers[id(m.dst)]] for m in self.moves],
             "phases": [_phase_dict(phase) for phase in self.phases],
         }

@@ -157,7 +157,10 @@ def solve_shares(flows: Sequence[Flow], hosts: Hosts) -> tuple[Shares, Bound]:
 
 
 def _program(flows: Sequence[Flow], unit: float, *, chains: bool) -> _Program:
-    owners, wanted, row_of, host_of = [], [], [], []
+    owners: list[tuple[int, bool]] = []
+    wanted: list[float] = []
+    row_of: list[int] = []
+    host_of: list[int] = []
     for number, flow in enumerate(flows):
         for first in (True, False):
             copies = min(1, len(flow.needers)) if first else len(flow.needers) - 1

@@ -297,7 +297,12 @@ def order_problems(plan: CheckedPlan) -> list[Problem]:
             continue
         hop = programs[rank][at[rank]]
         peer = hop.dst if hop.src == rank else hop.src
-        if rank in (hop.src, hop.dst) and at[peer] < len(programs[peer]) and programs[peer][at[peer]] == hop:
+        if (
+            peer != rank
+            and rank in (hop.src, hop.dst)
+            and at[peer] < len(programs[peer])
+            and programs[peer][at[peer]] == hop
+        ):
             at[rank] += 1
             at[peer] += 1
             done += 1

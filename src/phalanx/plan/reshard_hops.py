@@ -4,7 +4,7 @@ Decides who sends for a host, who receives for it, and where messages are cut. M
 and goes on from there inside the host in a chain; a message has at most `message_bytes` and one sender and receiver for all its parts; messages stand
 in the order of their planned beginnings, so that a chunk is passed on while the next one arrives; what a message carries stands before it.
 
-Senders and receivers are those of the host with the fewest bytes so far, the lowest rank among equals.
+Senders and receivers are those of the host with the fewest bytes to and from other hosts so far, the lowest rank among equals.
 """
 
 from __future__ import annotations
@@ -54,8 +54,7 @@ class _Maker:
     def __init__(self, flows: FlowSet, schedule: Schedule, hosts: Hosts, message_bytes: int) -> None:
         self.flows, self.schedule, self.message_bytes = flows, schedule, message_bytes
         self.host_of = hosts.host_of_rank
-        self.sent = [0] * len(self.host_of)
-        self.received = [0] * len(self.host_of)
+        self.sent, self.received, self.handed = ([0] * len(self.host_of) for _ in range(3))
 
     def chunks(self) -> Iterator[Chunk]:
         """Chunks in the order of their streams: those that cross hosts, then those that stay."""
@@ -172,7 +171,7 @@ class _Maker:
         depth_of = {edge.dst: edge.depth for edge in chunk.edges}
         for host, ranks in needers.items():
             first = depth_of.get(host, -1) + 1
-            at = entry[host] if host in entry else self._least(self.sent, holders[host])
+            at = entry[host] if host in entry else self._least(self.handed, holders[host])
             rest = [rank for rank in ranks if rank != at]
             turn = next((i for i, rank in enumerate(rest) if rank > at), 0)
             for step, rank in enumerate(rest[turn:] + rest[:turn]):
@@ -213,8 +212,12 @@ class _Maker:
         return min(ranks, key=lambda rank: (load[rank], rank))
 
     def _hop(self, src: int, dst: int, chunk: Chunk) -> Hop:
-        self.sent[src] += chunk.stop - chunk.start
-        self.received[dst] += chunk.stop - chunk.start
+        size = chunk.stop - chunk.start
+        if self.host_of[src] == self.host_of[dst]:
+            self.handed[src] += size
+        else:
+            self.sent[src] += size
+            self.received[dst] += size
         return Hop(src, dst, chunk.parts)
 
 
