@@ -11,16 +11,16 @@ import torch
 from phalanx.core.config import PipelineConfig
 from phalanx.models.context import TokenBatch
 from phalanx.models.shard import part_of
-from phalanx.plan.folding import Folding
 from phalanx.plan.model import parameters
 from phalanx.plan.pipeline import Pipeline, make_pipeline
+from phalanx.plan.stage_foldings import AnyFolding
 from phalanx.runtime.collectives import Collectives
 from phalanx.runtime.groups import GroupCache, build_groups
 from phalanx.train.assemble import assemble
 from phalanx.train.step import StepParts
 from phalanx.verify.compare import RankReport, compare
 from phalanx.verify.numbers import microbatch
-from phalanx.verify.reference import Reference, context, model_boxes, reference_run, run_step
+from phalanx.verify.reference import Reference, context, model_boxes, partition, reference_run, run_step
 from phalanx.verify.setups import Setup, default_cases
 from ranks import run_ranks
 
@@ -44,7 +44,7 @@ PIPELINES = (
 @dataclass(frozen=True, kw_only=True)
 class PipelineCase:
     setup: Setup
-    folding: Folding
+    folding: AnyFolding
     config: PipelineConfig
     num_microbatches: int
     """Over all data-parallel ranks."""
@@ -89,19 +89,24 @@ def build(case: PipelineCase, rank: int, cache: GroupCache, *, timeout_s: float 
     return assemble(
         context(case.setup, groups, comms, dtype=torch.float64),
         optim=case.setup.optim,
-        num_microbatches=case.num_microbatches // groups.axis("dp").size,
+        num_microbatches=case.num_microbatches // case.folding.replicas,
         pipeline=pipeline,
     )
 
 
 def batches_of(case: PipelineCase, rank: int) -> list[TokenBatch]:
-    each = case.num_microbatches // case.folding.dp
-    first = case.folding.coord(rank, "dp") * each
+    each = case.num_microbatches // case.folding.replicas
+    first = case.folding.replica_of(rank) * each
     return [part_of(microbatch(case.setup, j), case.folding, rank) for j in range(first, first + each)]
 
 
 def reference(case: PipelineCase) -> Reference:
-    want = reference_run(case.setup, num_microbatches=case.num_microbatches, dtype=torch.float64, folding=case.folding)
+    want = reference_run(
+        case.setup,
+        num_microbatches=case.num_microbatches,
+        dtype=torch.float64,
+        folding=partition(case.setup, case.folding),
+    )
     assert not any(want.patches)
     return want
 

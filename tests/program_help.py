@@ -11,12 +11,16 @@ from phalanx.core.config import OptimConfig, PipelineConfig
 from phalanx.core.events import Collective, Event
 from phalanx.models.context import ModelContext, TokenBatch
 from phalanx.models.shard import part_of
+from phalanx.plan.boundary import EdgePlan
 from phalanx.plan.dispatch import DispatchSpec
 from phalanx.plan.folding import Folding
 from phalanx.plan.model import PRESETS, ModelSpec
 from phalanx.plan.pipeline import Pipeline, make_pipeline
 from phalanx.plan.placement import plain_placement
 from phalanx.plan.program import StepOptions, StepProgram, step_program
+from phalanx.plan.schedule_time import Edge
+from phalanx.plan.stage_edges import Activation, on_one_host, staged_edges
+from phalanx.plan.stage_foldings import AnyFolding
 from phalanx.runtime.collectives import Collectives, Counter, Exchange
 from phalanx.runtime.groups import GroupCache, build_groups
 from phalanx.train.assemble import assemble, bucket_elements
@@ -30,7 +34,7 @@ SEQUENCES, SEQ_LEN = 2, 32
 class Run:
     """A step to take: mapping, model and policy."""
 
-    folding: Folding
+    folding: AnyFolding
     spec: ModelSpec = TINY
     dispatch: DispatchSpec = dataclasses.field(default_factory=DispatchSpec)
     num_microbatches: int = 1
@@ -57,8 +61,23 @@ class Run:
             zero=self.zero,
             bucket_elements=bucket_elements(self.optim, torch.float32),
             pipeline=self.planned_pipeline,
+            edges=self._edges(rank),
         )
         return step_program(self.folding, self.spec, self.dispatch, rank=rank, options=options)
+
+    def _edges(self, rank: int) -> dict[Edge, EdgePlan] | None:
+        if isinstance(self.folding, Folding):
+            return None
+        plan = self.planned_pipeline.plan(self.num_microbatches)
+        what = Activation(SEQUENCES, SEQ_LEN, self.spec.hidden, self.dtype.itemsize)
+        return staged_edges(
+            plan.edges,
+            plan.schedule.rank_of_stage,
+            self.folding,
+            replica=self.folding.replica_of(rank),
+            what=what,
+            hosts=on_one_host(range(self.folding.world)),
+        )
 
 
 def with_router(spec: ModelSpec, **changes: Any) -> ModelSpec:
@@ -123,7 +142,7 @@ def _one(rank: int, cache: GroupCache, run: Run) -> Record:
     ctx = ModelContext(
         spec=run.spec,
         dispatch=run.dispatch,
-        placement=plain_placement(run.spec.num_experts, run.folding),
+        placement=plain_placement(run.spec.num_experts, run.folding.of_rank(rank)),
         groups=groups,
         comms=comms,
         dtype=run.dtype,
@@ -132,7 +151,7 @@ def _one(rank: int, cache: GroupCache, run: Run) -> Record:
         cp_method=run.cp_method,
     )
     parts = assemble(ctx, optim=run.optim, num_microbatches=run.num_microbatches, pipeline=pipeline)
-    first = groups.axis("dp").index * run.num_microbatches
+    first = run.folding.replica_of(rank) * run.num_microbatches
     batches = [part_of(random_batch(first + j), run.folding, rank) for j in range(run.num_microbatches)]
     train_step(parts, batches, step=0, lr=1e-3)
     return comms.record()

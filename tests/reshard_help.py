@@ -10,6 +10,7 @@ import torch
 
 from phalanx.plan.layout import Box
 from phalanx.plan.mesh_layout import Partial, Ragged, Replicate, Shard, Strided, mesh_layout
+from phalanx.plan.reshard import METHODS
 from phalanx.plan.reshard_types import Hop, Hosts, Move, Part, Reduction
 from phalanx.plan.tensor_layout import Held, TensorLayout
 
@@ -65,13 +66,15 @@ class Case:
     moves: tuple[Move, ...]
     dtypes: tuple[torch.dtype, ...]
     hosts: Hosts
+    method: str
     message_bytes: int | None
     open_hops: int
+    staging_bytes: int | None
 
 
 def random_case(seed, *, world=8):
     rng = np.random.default_rng(seed)
-    hosts = equal_hosts(np.sort(np.r_[np.arange(n := int(rng.integers(1, 5))), rng.integers(0, n, world - n)]).tolist())
+    hosts = random_hosts(rng, world)
     moves, dtypes = [], []
     for i in range(int(rng.integers(1, 3))):
         dtype = DTYPES[int(rng.integers(len(DTYPES)))]
@@ -82,8 +85,24 @@ def random_case(seed, *, world=8):
         dst = random_layout(rng, shape, dst_ranks, partial=False)
         moves.append(Move(name=f"t{i}", itemsize=dtype.itemsize, src=src, dst=dst))
         dtypes.append(dtype)
-    message_bytes = (None, 16, 64, 256, 1000)[int(rng.integers(5))]
-    return Case(seed, tuple(moves), tuple(dtypes), hosts, message_bytes, int(rng.integers(1, 5)))
+    return Case(
+        seed=seed,
+        moves=tuple(moves),
+        dtypes=tuple(dtypes),
+        hosts=hosts,
+        method="best" if rng.random() < 0.7 else METHODS[int(rng.integers(len(METHODS)))],
+        message_bytes=(None, 16, 64, 256, 1000)[int(rng.integers(5))],
+        open_hops=int(rng.integers(1, 5)),
+        staging_bytes=None if rng.random() < 0.8 else int(rng.integers(16, 500)),
+    )
+
+
+def random_hosts(rng, world):
+    """Up to four hosts, in any order of ranks; links equal or not."""
+    count = int(rng.integers(1, 5))
+    of = rng.permutation(np.r_[np.arange(count), rng.integers(0, count, world - count)]).tolist()
+    rates = (1.0,) * count if rng.random() < 0.5 else tuple(rng.uniform(0.25, 1.0, count).tolist())
+    return Hosts(host_of_rank=tuple(of), send_bytes_per_s=rates, recv_bytes_per_s=rates)
 
 
 def random_shape(rng):

@@ -29,7 +29,7 @@ def test_list_and_unknown_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench([]) == 0
     shown = capsys.readouterr().out
     for name in BENCHMARKS:
-        assert name in shown and util.find_spec(f"phalanx.bench.{name}") is not None
+        assert name in shown and util.find_spec(f"phalanx.bench.{name.replace('-', '_')}") is not None
     assert bench(["trian"]) == 2
     assert "did you mean 'train'" in capsys.readouterr().err
 

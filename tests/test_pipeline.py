@@ -128,6 +128,11 @@ class _Held:
         self.tensor = tensor
 
 
+def watch_activations(model: Any) -> _Watched:
+    """For tests of other pipelines."""
+    return _Watched(model)
+
+
 def _most_alive(rank: int, cache: GroupCache, case: PipelineCase) -> tuple[int, int, int]:
     parts = build(case, rank, cache)
     watched: Any = _Watched(parts.model)

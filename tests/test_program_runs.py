@@ -11,6 +11,7 @@ from phalanx.core.config import PipelineConfig
 from phalanx.plan.dispatch import DispatchSpec
 from phalanx.plan.folding import Folding, make_folding
 from phalanx.plan.model import MlaSpec
+from phalanx.plan.stage_foldings import parse_stages
 from pipeline_help import PIPELINES
 from program_help import TINY, Run, recorded, with_router
 from ranks import run_ranks
@@ -101,6 +102,26 @@ EIGHT += [
 ]
 
 
+def staged(*texts: str) -> list[Run]:
+    """Stages with foldings of their own; schedules, methods and recomputation in turn."""
+    recompute, specs = itertools.cycle(("none", "full")), itertools.cycle((GLOBAL, LATENT, GATED))
+    return [
+        Run(
+            folding=parse_stages(text.split("/")),
+            spec=dataclasses.replace(next(specs), num_layers=6),
+            recompute=next(recompute),
+            pipeline=config,
+            num_microbatches=3,
+            bucket_mb=0.01,
+        )
+        for text in texts
+        for config in PIPELINES[len(text) % 3 :: 3]
+    ]
+
+
+STAGED = staged("tp1/tp2/tp4.ep4/tp1", "dp2.ep2/tp2.dp2.ep4/cp2", "dp2.tp2.ep2.etp2/dp4.ep4")
+
+
 def check(world: int, runs: list[Run]) -> None:
     results = run_ranks(world, recorded, runs)
     for i, run in enumerate(runs):
@@ -127,3 +148,7 @@ def test_pipelines_of_four_ranks() -> None:
 @pytest.mark.parametrize("part", range(2))
 def test_eight_ranks(part: int) -> None:
     check(8, EIGHT[part::2])
+
+
+def test_stages_with_foldings_of_their_own() -> None:
+    check(8, STAGED)

@@ -52,7 +52,7 @@ def delivered(folder: Path) -> dict[str, torch.Tensor]:
     [
         ("tp2.dp2.ep4", ["--memory", "64KB", "--readers", "3", "--check"]),
         ("tp4.etp4", ["--dtype", "bfloat16"]),
-        ("tp1", ["--readers", "1", "--memory", "32KB", "--step", "4"]),
+        ("tp1", ["--readers", "1", "--memory", "48KB", "--step", "4"]),
     ],
 )
 def test_weights_arrive_bit_for_bit_under_the_cap(run: Path, tmp_path: Path, to: str, more: list[str]) -> None:

@@ -11,12 +11,14 @@ BENCHMARKS = {
     "train": "training speed on one rank, beside transformers in the same run",
     "curve": "the loss curve of the fast bf16 path beside that of the plain fp32 one",
     "context": "memory of a step on one long sequence that 1, 2, 4 and 8 ranks share",
+    "reshard": "moving sharded tensors over shaped links of emulated hosts, beside the paper's baselines",
     "hiding": "what hiding communication behind computing is worth, on emulated hosts",
     "pipeline": "what pipelines gain from transfers beside passes, on emulated hosts",
     "memory": "memory of the ranks of a run beside what the dry run promises",
+    "reshard-plan": "plans of moves between layouts, against the bound and the paper's greedy",
     "kill": "kill a run again and again; nothing may be lost",
 }
-"""Name -> what it measures; the module has the name."""
+"""Name -> what it measures; the module has the name (`_` for `-`)."""
 
 
 def main(args: list[str]) -> int:
@@ -28,7 +30,7 @@ def main(args: list[str]) -> int:
     if name not in BENCHMARKS:
         print(f"phalanx bench: {name!r} is not a benchmark; {nearest(name, BENCHMARKS)}", file=sys.stderr)
         return 2
-    return int(importlib.import_module(f"phalanx.bench.{name}").main(args[1:]))
+    return int(importlib.import_module(f"phalanx.bench.{name.replace('-', '_')}").main(args[1:]))
 
 
 def _list() -> str:

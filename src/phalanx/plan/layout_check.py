@@ -65,8 +65,9 @@ def _rank_problems(layout: TensorLayout, position: int, where: str) -> list[Prob
         if pair is not None:
             first, second = (box_text(boxes[i]) for i in pair)
             problems.append(Problem(where=where, value=None, rule=f"{what} {first} and {second} overlap"))
-    if sum(one.box.num_elements for one in held) != math.prod(local_shape):
-        rule = f"its boxes have the {math.prod(local_shape)} elements of its local tensor"
+    # fewer is legal: of optimizer state a rank holds a run of what its parameter is
+    if sum(one.box.num_elements for one in held) > math.prod(local_shape):
+        rule = f"its boxes have no more elements than its local tensor, {math.prod(local_shape)}"
         problems.append(Problem(where=where, value=sum(one.box.num_elements for one in held), rule=rule))
     return problems
 
@@ -124,7 +125,7 @@ def _without(box: Box, have: Sequence[Box]) -> list[Box]:
     mine, end = (
         np.array(v, dtype=np.int64) for v in (box.offsets, [sum(p) for p in zip(box.offsets, box.sizes, strict=True)])
     )
-    near = (np.minimum(high, end) > np.maximum(low, mine)).all(axis=1).nonzero()[0]
+    near = np.nonzero((np.minimum(high, end) > np.maximum(low, mine)).all(axis=1))[0].tolist()
     left = [box]
     for i in near:
         left = [part for piece in left for part in _minus(piece, have[i])]

@@ -22,12 +22,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Literal
 
 from phalanx.core.errors import PlanError, Problem, raise_if
+from phalanx.plan.boundary import EdgePlan
 from phalanx.plan.dispatch import DispatchSpec
 from phalanx.plan.folding import GradientRule
 from phalanx.plan.layout import flat_layouts, stage_params
@@ -39,6 +40,7 @@ from phalanx.plan.program_layers import Layers, Reach
 from phalanx.plan.program_ops import At, Kind, Op, Phase, boundary_id, compute, exchange, gradient_id, op_id
 from phalanx.plan.schedule import Action
 from phalanx.plan.schedule_comm import AHEAD, PipelinePlan, Run, Send, Transfer
+from phalanx.plan.schedule_time import Edge
 from phalanx.plan.stage_foldings import AnyFolding
 
 __all__ = ["Kind", "Op", "Phase", "StepOptions", "StepProgram", "boundary_id", "gradient_id", "op_id", "step_program"]
@@ -113,6 +115,8 @@ class StepOptions:
     """Of a gradient bucket; 0: a family is not divided."""
     pipeline: Pipeline | None = None
     """None: everything on one stage, or 1F1B over the pipeline ranks of the folding."""
+    edges: Mapping[Edge, EdgePlan] | None = None
+    """How activations cross between stages with foldings of their own (`plan/stage_edges.py`); None: from rank to rank."""
     ahead: int = AHEAD
     """Passes before its place at which a receive is posted: 0 on devices."""
 
@@ -193,7 +197,7 @@ class _Lowering:
             if isinstance(op, Run):
                 yield from self._pass(op.action, phase)
             else:
-                yield self._transfer(op.transfer, phase, sends=isinstance(op, Send))
+                yield from self._transfer(op.transfer, phase, sends=isinstance(op, Send))
 
     def _pass(self, action: Action, phase: Phase) -> Iterator[Op]:
         stage, mb = self.pipeline.stages.stages[action.stage], self._number(action.microbatch)
@@ -204,10 +208,21 @@ class _Lowering:
         else:
             yield from self.layers.backward(stage, mb)
 
-    def _transfer(self, transfer: Transfer, phase: Phase, *, sends: bool) -> Op:
+    def _transfer(self, transfer: Transfer, phase: Phase, *, sends: bool) -> Iterator[Op]:
+        """One exchange, with every rank of the other stage that this one sends to or hears from; none where others do it all."""
         at = At(self._number(transfer.microbatch), None, phase if transfer.direction == "forward" else "bwd")
         id = boundary_id(transfer, microbatch=at.microbatch, phase=phase)
-        return exchange(id, "pp", at, **{"to": transfer.dst_rank} if sends else {"source": transfer.src_rank})
+        peers = self._peers(transfer, sends=sends)
+        if peers:
+            yield replace(exchange(id, "pp", at, **{"to" if sends else "source": peers[0]}), peers=peers)
+
+    def _peers(self, transfer: Transfer, *, sends: bool) -> tuple[int, ...]:
+        """Positions on the axis `pp` of those at the other end."""
+        if self.options.edges is None:
+            return (transfer.dst_rank if sends else transfer.src_rank,)
+        route = self.options.edges[transfer.edge].routes(transfer.direction)[self.reach.rank]
+        ranks = self.reach.folding.group_of(self.reach.rank, "pp")
+        return tuple(ranks.index(leg.peer) for leg in (route.sends if sends else route.receives))
 
     def _number(self, microbatch: int) -> int:
         """Of a micro-batch of this rank, in the step."""

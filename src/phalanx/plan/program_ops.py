@@ -60,6 +60,8 @@ class Op:
     collective: str = ""
     sends_to: int | None = None
     receives_from: int | None = None
+    peers: tuple[int, ...] = ()
+    """Of an exchange with several ranks: all of them; the first is also in `sends_to` or `receives_from`."""
 
 
 class At(NamedTuple):

@@ -104,7 +104,7 @@ class ReshardPlan:
 
     def check(self) -> None:
         """Raise `PlanError` with all that an independent check finds."""
-        from phalanx.plan.reshard_check import plan_problems  # noqa: PLC0415: it reads this module's words
+        from phalanx.plan.reshard_check import plan_problems  # it reads this module's words
 
         raise_if(plan_problems(self), PlanError, subject="the reshard plan")
 

@@ -116,54 +116,59 @@ def chains_suffice(flows: Sequence[Flow], hosts: Hosts) -> bool:
     return all(h not in holders and hosts.send_bytes_per_s[h] >= hosts.recv_bytes_per_s[h] for h in relays)
 
 
-def solve_shares(flows: Sequence[Flow], hosts: Hosts) -> tuple[Shares, Bound]:
-    """The division of sending with the least time, and the bound of the set X that proves it.
+class _Program(NamedTuple):
+    """Rows: first copies, or further ones, of a flow. Variables: who sends how much of a row, and the time."""
 
-    Variables: bytes of each flow that each host sends, first copies and (where chains do not suffice) further ones; and the time.
-    """
-    from scipy.optimize import linprog  # noqa: PLC0415: its import takes 0.3 s, which most plans do without
+    owners: list[tuple[int, bool]]
+    """Of each row: flow, and whether it is of first copies."""
+    wanted: list[float]
+    """Of each row: bytes, as a part of all."""
+    row_of: NDArray[np.int64]
+    host_of: NDArray[np.int64]
+
+
+def solve_shares(flows: Sequence[Flow], hosts: Hosts) -> tuple[Shares, Bound]:
+    """The division of sending with the least time, and the bound of the set X that proves it."""
+    from scipy.optimize import linprog  # its import takes 0.3 s, which most plans do without
     from scipy.sparse import coo_array
 
     chains = chains_suffice(flows, hosts)
     unit = float(sum(f.num_bytes for f in flows) or 1)
-    columns: list[tuple[int, int]] = []  # (row of the equality, host)
-    wanted: list[float] = []
-    owners: list[tuple[int, bool]] = []
-    for number, flow in enumerate(flows):
-        if not flow.needers:
-            continue
-        for first in (True, False):
-            copies = 1 if first else len(flow.needers) - 1
-            if not first and (chains or not copies):
-                continue
-            row = len(wanted)
-            wanted.append(flow.num_bytes * copies / unit)
-            owners.append((number, first))
-            who = flow.holders if first else (*flow.holders, *flow.needers)
-            columns += [(row, host) for host in who]
-    count = len(columns)
-    ones = np.ones(count)
-    rows, at = np.array([r for r, _ in columns]), np.array([h for _, h in columns])
-    used, lane = np.unique(at, return_inverse=True)
+    program = _program(flows, unit, chains=chains)
+    count, ones = len(program.row_of), np.ones(len(program.row_of))
+    used, lane = np.unique(program.host_of, return_inverse=True)
     rate = np.array([hosts.send_bytes_per_s[h] for h in used.tolist()])
-    rate_unit = float(rate.max())
-    equal = coo_array((ones, (rows, np.arange(count))), shape=(len(wanted), count + 1)).tocsr()
-    limit_values = np.concatenate([ones, -rate / rate_unit])
-    limit_rows, limit_cols = (
-        np.concatenate([lane, np.arange(len(used))]),
-        np.concatenate([np.arange(count), np.full(len(used), count)]),
-    )
-    limit = coo_array((limit_values, (limit_rows, limit_cols)), shape=(len(used), count + 1)).tocsr()
+    shape = (len(program.wanted), count + 1)
+    equal = coo_array((ones, (program.row_of, np.arange(count))), shape=shape).tocsr()
+    values = np.concatenate([ones, -rate / rate.max()])
+    columns = np.concatenate([np.arange(count), np.full(len(used), count)])
+    at = np.concatenate([lane, np.arange(len(used))]), columns
+    limit = coo_array((values, at), shape=(len(used), count + 1)).tocsr()
     cost = np.zeros(count + 1)
     cost[count] = 1.0
-    solved = linprog(cost, A_ub=limit, b_ub=np.zeros(len(used)), A_eq=equal, b_eq=np.array(wanted), method="highs")
+    solved = linprog(
+        cost, A_ub=limit, b_ub=np.zeros(len(used)), A_eq=equal, b_eq=np.array(program.wanted), method="highs"
+    )
     if solved.x is None:  # the program always has a solution: each flow has a holder
         raise ArithmeticError(f"the division of sending was not solved: {solved.message}")
-    prices = -np.asarray(solved.ineqlin.marginals)
-    bound = _dual_bound(flows, hosts, used, prices)
-    amounts = np.asarray(solved.x[:count]) * unit
-    first, others = _whole_amounts(flows, owners, rows, at, amounts, chains=chains)
-    return Shares(float(solved.x[count]) * unit / rate_unit, first, others), bound
+    bound = _dual_bound(flows, hosts, used, -np.asarray(solved.ineqlin.marginals))
+    first, others = _whole_amounts(flows, program, np.asarray(solved.x[:count]) * unit, chains=chains)
+    return Shares(float(solved.x[count]) * unit / float(rate.max()), first, others), bound
+
+
+def _program(flows: Sequence[Flow], unit: float, *, chains: bool) -> _Program:
+    owners, wanted, row_of, host_of = [], [], [], []
+    for number, flow in enumerate(flows):
+        for first in (True, False):
+            copies = min(1, len(flow.needers)) if first else len(flow.needers) - 1
+            if copies < 1 or (chains and not first):
+                continue
+            who = flow.holders if first else (*flow.holders, *flow.needers)
+            row_of += [len(wanted)] * len(who)
+            host_of += who
+            wanted.append(flow.num_bytes * copies / unit)
+            owners.append((number, first))
+    return _Program(owners, wanted, np.array(row_of, dtype=np.int64), np.array(host_of, dtype=np.int64))
 
 
 def _dual_bound(flows: Sequence[Flow], hosts: Hosts, used: NDArray[np.int64], prices: Floats) -> Bound:
@@ -173,25 +178,22 @@ def _dual_bound(flows: Sequence[Flow], hosts: Hosts, used: NDArray[np.int64], pr
     return max((send_bound(flows, hosts, s) for s in sets), key=lambda b: b.seconds, default=receive_bound((), hosts))
 
 
+Amounts = tuple[tuple[tuple[int, int], ...], ...]
+
+
 def _whole_amounts(
-    flows: Sequence[Flow],
-    owners: Sequence[tuple[int, bool]],
-    rows: NDArray[np.int64],
-    at: NDArray[np.int64],
-    amounts: Floats,
-    *,
-    chains: bool,
-) -> tuple[tuple[tuple[tuple[int, int], ...], ...], tuple[tuple[tuple[int, int], ...], ...] | None]:
-    """Amounts rounded to items, each row with its exact sum."""
+    flows: Sequence[Flow], program: _Program, amounts: Floats, *, chains: bool
+) -> tuple[Amounts, Amounts | None]:
+    """Amounts rounded to items, each row with its exact sum: of first copies, and of further ones."""
     found: dict[bool, list[tuple[tuple[int, int], ...]]] = {True: [()] * len(flows), False: [()] * len(flows)}
-    starts = np.searchsorted(rows, np.arange(len(owners) + 1))
-    for row, (number, first) in enumerate(owners):
+    starts = np.searchsorted(program.row_of, np.arange(len(program.owners) + 1))
+    for row, (number, first) in enumerate(program.owners):
         part = slice(int(starts[row]), int(starts[row + 1]))
         flow = flows[number]
         total = flow.num_bytes * (1 if first else len(flow.needers) - 1)
-        ends = np.cumsum(amounts[part])
-        cuts = [min(total, round(e / flow.grain) * flow.grain) for e in ends.tolist()[:-1]]
-        edges = [0, *np.maximum.accumulate([0, *cuts])[1:].tolist(), total]
-        shares = zip(at[part].tolist(), edges[:-1], edges[1:], strict=True)
+        ends = np.cumsum(amounts[part]).tolist()[:-1]
+        cuts = [min(total, max(0, round(end / flow.grain) * flow.grain)) for end in ends]
+        edges = [0, *np.maximum.accumulate(np.array(cuts, dtype=np.int64)).tolist(), total]
+        shares = zip(program.host_of[part].tolist(), edges[:-1], edges[1:], strict=True)
         found[first][number] = tuple((host, high - low) for host, low, high in shares if high > low)
     return tuple(found[True]), None if chains else tuple(found[False])

@@ -10,6 +10,7 @@ least load, streams with one holder first, then the longest first. Restarts vary
 from __future__ import annotations
 
 import heapq
+import itertools
 import random
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -67,7 +68,7 @@ def cut_tasks(tasks: Sequence[Task], flows: Sequence[Flow], parts: int) -> list[
         grain = flows[task.flow].grain
         edges = [task.start + (task.stop - task.start) * i // parts // grain * grain for i in range(parts)]
         edges.append(task.stop)
-        out += [task._replace(start=a, stop=b) for a, b in zip(edges[:-1], edges[1:], strict=True) if a < b]
+        out += [task._replace(start=a, stop=b) for a, b in itertools.pairwise(edges) if a < b]
     return out
 
 
@@ -118,7 +119,7 @@ def _sent(task: Task, sender: int, hosts: Hosts) -> _Sent:
     send, recv = hosts.send_bytes_per_s, hosts.recv_bytes_per_s
     chain = (sender, *sorted(task.needers, key=lambda h: (-send[h], h)))
     lanes = (*chain[:-1], *(hosts.count + h for h in chain[1:]))
-    rate = min(min(send[h] for h in chain[:-1]), min(recv[h] for h in chain[1:]))
+    rate = min(*(send[h] for h in chain[:-1]), *(recv[h] for h in chain[1:]))
     return _Sent(chain, lanes, sum(1 << lane for lane in lanes), (task.stop - task.start) / rate)
 
 

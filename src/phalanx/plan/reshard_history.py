@@ -51,7 +51,7 @@ def crossing(tasks: Sequence[Flow]) -> list[int]:
 
 def seconds(task: Flow, sender: int, hosts: Hosts) -> float:
     """Time of a pipelined broadcast: at the rate of its slowest link."""
-    rate = min(hosts.send_bytes_per_s[sender], min(hosts.recv_bytes_per_s[h] for h in task.needers))
+    rate = min(hosts.send_bytes_per_s[sender], *(hosts.recv_bytes_per_s[h] for h in task.needers))
     return task.num_bytes / rate
 
 

@@ -72,15 +72,17 @@ class _Maker:
         for k in range(count):
             low, high = (chunk_edge(stream, i, count, self.flows.flows[stream.flow].grain) for i in (k, k + 1))
             for parts, item, start, stop in self._cut(stream.flow, low, high):
-                times = self._times(stream, k, start, stop)
+                times = self._times(stream, k, start, stop, (start - low) / (high - low))
                 yield Chunk(parts, item.sources, item.targets, stream.edges, times, stream.flow, start, stop)
 
-    def _times(self, stream: Stream, k: int, start: int, stop: int) -> tuple[float, ...]:
-        """When each depth begins to move bytes [start, stop) of a stream."""
+    def _times(self, stream: Stream, k: int, start: int, stop: int, part: float) -> tuple[float, ...]:
+        """When each depth begins to move bytes [start, stop) of a stream: `part` of its chunk k is before them."""
         depths = range(max((e.depth for e in stream.edges), default=-1) + 2)
         rounds = self.schedule.rounds_s
         if rounds and stream.edges:
-            return tuple(rounds[min(k + depth, len(rounds) - 1)] for depth in depths)
+            last = len(rounds) - 1
+            ends = [(rounds[min(k + depth, last)], rounds[min(k + depth + 1, last)]) for depth in depths]
+            return tuple(begin + part * (end - begin) for begin, end in ends)
         rate = (stream.end_s - stream.begin_s) / (stream.stop - stream.start)
         return tuple(stream.begin_s + rate * (start - stream.start + depth * (stop - start)) for depth in depths)
 

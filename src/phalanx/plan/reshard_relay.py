@@ -71,7 +71,7 @@ def _chained(start: int, stop: int, root: int, flow: Flow) -> list[tuple[int, in
     out = []
     for low, high, inside in ((start, middle, needers[: count // 2]), (middle, stop, needers[-(count // 2) :])):
         twice = inside[:half]
-        senders = [root, *twice, *twice] + inside[half : half + (count - 1) % 2]
+        senders = [root, *twice, *twice, *inside[half : half + (count - 1) % 2]]
         out.append((low, high, [root], senders))
     return out
 

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -245,17 +246,14 @@ class _Batched(_Run):
             pass
 
     def _batch(self, first: int, last: int) -> None:
-        sends, receives = [], []
+        sends: list[Message] = []
+        receives: list[Message] = []
         done: list[Callable[[], None]] = []
         for number in range(first, last):
             step = self.program.steps[number]
             tensor, buffer = self.outgoing(step) if step.sends else self.incoming(step)
             (sends if step.sends else receives).append(self.message(step, tensor))
-            done.append(
-                (lambda s=step, b=buffer: self.gone(s, b))  # type: ignore[misc]
-                if step.sends
-                else (lambda n=number, b=buffer: self.arrived(n, b))  # type: ignore[misc]
-            )
+            done.append(partial(self.gone, step, buffer) if step.sends else partial(self.arrived, number, buffer))
         exchange = self.lane.comms.start_exchange(sends, receives, self.lane.axis, op_id=f"{self.lane.op_id}.{first}")
         exchange.wait()
         for finish in done:

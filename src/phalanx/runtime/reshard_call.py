@@ -196,7 +196,7 @@ def _layout(given: Layout | None, shape: tuple[int, ...] | None, name: str, whic
 def _local(x: torch.Tensor | None) -> torch.Tensor | None:
     if x is None:
         return None
-    return x.detach().to_local() if isinstance(x, DTensor) else x.detach()
+    return x.to_local().detach() if isinstance(x, DTensor) else x.detach()
 
 
 def _device(items: Sequence[_Item]) -> torch.device | None:

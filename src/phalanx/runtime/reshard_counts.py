@@ -9,6 +9,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from phalanx.plan.layout import Box
 from phalanx.plan.reshard_types import Hosts, Move, Part
 from phalanx.runtime.collectives import Collectives
@@ -34,8 +36,10 @@ class HostCount:
 def gather_counts(
     comms: Collectives, axis: Axis, report: Report, *, moves: Sequence[Move], hosts: Hosts
 ) -> list[HostCount]:
-    """The counts of all hosts that something entered, on every rank. Collective; costs a gather of plain objects."""
+    """The counts of all hosts that something entered, on the first rank of the axis; none on others. Collective: a gather of plain objects."""
     told = comms.gather_objects((report.entered_bytes, report.entered), axis)
+    if axis.index:
+        return []
     return host_counts(dict(zip(axis.ranks, told, strict=True)), moves=moves, hosts=hosts)
 
 
@@ -69,11 +73,14 @@ def _first(box: Box) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 def union_elements(boxes: Sequence[Box]) -> int:
     """Elements in the union of boxes: each box without those before it."""
+    if not boxes:
+        return 0
+    low = np.array([box.offsets for box in boxes], dtype=np.int64).reshape(len(boxes), -1)
+    high = low + np.array([box.sizes for box in boxes], dtype=np.int64).reshape(len(boxes), -1)
     total = 0
-    seen: list[Box] = []
-    for box in boxes:
-        total += _new_elements(box, [o for o in seen if overlap(o, box) is not None])
-        seen.append(box)
+    for i, box in enumerate(boxes):
+        met = (np.minimum(high[:i], high[i]) > np.maximum(low[:i], low[i])).all(axis=1)
+        total += _new_elements(box, [boxes[j] for j in np.nonzero(met)[0].tolist()])
     return total
 
 

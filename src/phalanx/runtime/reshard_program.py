@@ -20,6 +20,7 @@ from typing import Literal, NamedTuple, Protocol
 from phalanx.core.errors import PlanError, Problem
 from phalanx.plan.layout import Box
 from phalanx.plan.reshard_types import WHOLE, Hop, Hosts, Move, Part, Reduction
+from phalanx.plan.tensor_layout import TensorLayout
 
 Store = Literal["source", "dest", "sum", "term"]
 
@@ -44,11 +45,11 @@ class Plan(Protocol):
 
 
 class Piece(NamedTuple):
-    """Elements of a part that lie together: box `local` of tensor number `index` of a store, and where they stand in the part."""
+    """Elements of a part that lie together: box `local` of tensor `number` of a store, and where they stand in the part."""
 
     store: Store
-    index: int
-    """Number of the move, or of the rank's sum."""
+    number: int
+    """Of the move, or of the rank's sum."""
     local: Box
     within: Box
 
@@ -157,14 +158,12 @@ class _Holding:
         return tuple(found)
 
 
-def _holding(
-    layouts: Iterable[tuple[tuple[int, ...], tuple]], position: Mapping[tuple[int, ...], int | None]
-) -> _Holding:  # type: ignore[type-arg]
-    out = []
-    for ranks, held in layouts:
-        at = position[ranks]
-        out.append(() if at is None else tuple((h.box, h.local) for h in held[at]))
-    return _Holding(out)
+def _holding(layouts: Iterable[TensorLayout], position: Mapping[tuple[int, ...], int | None]) -> _Holding:
+    held = []
+    for layout in layouts:
+        at = position[layout.ranks]
+        held.append(() if at is None else tuple((h.box, h.local) for h in layout.held[at]))
+    return _Holding(held)
 
 
 @dataclass
@@ -185,8 +184,8 @@ class _Placing:
         self.plan, self.rank = plan, rank
         sides = [m.src.ranks for m in plan.moves] + [m.dst.ranks for m in plan.moves]
         position = {ranks: ranks.index(rank) if rank in ranks else None for ranks in dict.fromkeys(sides)}
-        self.source = _holding([(m.src.ranks, m.src.held) for m in plan.moves], position)
-        self.dest = _holding([(m.dst.ranks, m.dst.held) for m in plan.moves], position)
+        self.source = _holding([m.src for m in plan.moves], position)
+        self.dest = _holding([m.dst for m in plan.moves], position)
         self.terms = [self._term(m, position[m.src.ranks]) for m in plan.moves]
         self.arrivals: dict[int, _Arrivals] = defaultdict(_Arrivals)
         self.reductions = [r for r in plan.reductions if r.rank == rank]
@@ -232,8 +231,8 @@ class _Placing:
             pieces = self._outgoing(part)
             for piece in pieces:
                 if piece.store == "sum":
-                    reads.add(piece.index)
-                    needs |= self.feeding[piece.index]
+                    reads.add(piece.number)
+                    needs |= self.feeding[piece.number]
                 elif piece.store == "dest":
                     needs |= self._bringing(part)
             stop = at + self._part_bytes(part)
@@ -282,7 +281,7 @@ class _Placing:
     def _into_sums(self, part: Part, step: int) -> tuple[Piece, ...]:
         pieces = self._of_sums("term", part)
         for piece in pieces:
-            self.feeding[piece.index].add(step)
+            self.feeding[piece.number].add(step)
         return pieces
 
     def _of_sums(self, store: Store, part: Part) -> tuple[Piece, ...]:

@@ -80,7 +80,7 @@ class RankTensors:
             for piece in placed.pieces:
                 found = values[piece.within.slices()]
                 if piece.store == "term":
-                    self.sums[piece.index].feed(placed.part.term, piece.local, found)
+                    self.sums[piece.number].feed(placed.part.term, piece.local, found)
                 else:
                     self._view(piece).copy_(found)
 
@@ -96,8 +96,8 @@ class RankTensors:
 
     def _view(self, piece: Piece) -> torch.Tensor:
         if piece.store == "sum":
-            return self.sums[piece.index].value(piece.local)
-        tensor = self.source[piece.index] if piece.store == "source" else self.dest[piece.index]
+            return self.sums[piece.number].value(piece.local)
+        tensor = self.source[piece.number] if piece.store == "source" else self.dest[piece.number]
         assert tensor is not None, "checked before anything was sent"
         return tensor[piece.local.slices()]
 
@@ -117,7 +117,7 @@ class RankTensors:
         """The rank's own term of a box: a view, or its pieces put together."""
         if len(own) == 1:
             return self._view(own[0])
-        out = torch.empty(sizes, dtype=self._like(own[0].index).dtype, device=self._like(own[0].index).device)
+        out = torch.empty(sizes, dtype=self._like(own[0].number).dtype, device=self._like(own[0].number).device)
         for piece in own:
             out[piece.within.slices()].copy_(self._view(piece))
         return out

@@ -164,7 +164,10 @@ class Resharder:
 
     def _rank_problems(self, moves: Sequence[Move]) -> list[Problem]:
         inside = set(self.axis.ranks)
-        strays = sorted({r for m in moves for r in (*m.src.ranks, *m.dst.ranks)} - inside)
+        sides = {
+            ranks for m in moves for ranks in (m.src.ranks, m.dst.ranks)
+        }  # a state has many moves and few sets of ranks
+        strays = sorted({r for ranks in sides for r in ranks} - inside)
         if not strays:
             return []
         rule = f"not in the process group, whose ranks are {self.axis.ranks}"

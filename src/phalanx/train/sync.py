@@ -171,7 +171,15 @@ def _waves(plan: SyncPlan) -> tuple[Wave, ...]:
     wide = max(plan.read_type(name).itemsize + plan.type_of(name).itemsize for name in plan.layouts)
     shapes = {name: layout.shape for name, layout in plan.layouts.items()}
     room = plan.memory_bytes - plan.staging_bytes
-    return divide(shapes, element_bytes=wide, readers=plan.readers, limit_bytes=room, where="--memory (three quarters)")
+    largest = max(shapes, key=lambda name: math.prod(shapes[name][1:]))
+    row = math.prod(shapes[largest][1:]) * wide
+    if row > room:
+        rule = f"is too little: three quarters of it must hold a row of {largest}, {format_bytes(row)} while it is read"
+        problem = Problem(
+            where="--memory", value=plan.memory_bytes, rule=rule, hint=f"the least is {-(-4 * row // 3)} bytes"
+        )
+        raise ConfigError([problem], subject="the sync")
+    return divide(shapes, element_bytes=wide, readers=plan.readers, limit_bytes=room)
 
 
 # ---- on the ranks --------------------------------------------------------------------------------------------------------------

@@ -311,7 +311,8 @@ def staged_cases(world: int) -> list[Case]:
         folding = parse_stages(text.split("/"))
         rows = pairwise({**factors, "accumulation": (3, 5), "pipe": SCHEDULES}, seed=i, dear=DEAR)
         first = {row["pipe"]: row for row in reversed(rows)}
-        for pipe in SCHEDULES if world == WHOLE_WORLD else SCHEDULES[i :: len(STAGED[world])]:
+        step = 1 if world == WHOLE_WORLD else len(STAGED[world]) if world <= PAIRED_WORLD else len(SCHEDULES) // 2
+        for pipe in SCHEDULES[i % step :: step]:
             virtual = choose_schedule(pipe)[1]
             setup = setup_of(first[pipe], num_layers=folding.pp * virtual)
             cases.append(Case(setup=setup, folding=folding, pipe=pipe))
