@@ -83,6 +83,7 @@ def told(digest: str = "a") -> dict:
         "transfers_s": {"best": 0.02, "send_recv": 0.04},
         "passes_s": {"F": 0.08, "B": 0.16, "I": 0.08, "W": 0.08},
         "late": 3,
+        "processors": 0.5,
         "passes": 100,
     }
 

@@ -147,6 +147,7 @@ def _result(options: PipelineArgs, shape: ModelShape, told: dict[str, Any]) -> d
         "transfer_over_forward": told["transfers_s"]["best"] / told["passes_s"]["F"],
         "late_passes": told["late"],
         "passes": told["passes"],
+        "processors_used": told["processors"],
         "gradients_equal": True,
         "configurations": rows,
         "ratio": rows[-1]["ratio"],
@@ -179,7 +180,8 @@ def _show(name: str, result: dict[str, Any]) -> None:
     print(
         f"{name} (paced: {STAGES * REPLICAS} ranks share this machine): one tensor of {result['tensor_bytes']} bytes takes "
         f"{format_seconds(result['transfer_s'])} (send/recv {format_seconds(result['send_recv_s'])}), a forward pass {format_seconds(passes['F'])}; "
-        f"{result['late_passes']} of {result['passes']} passes took longer than their time"
+        f"{result['late_passes']} of {result['passes']} passes took longer than their time; all ranks together used "
+        f"{result['processors_used']:.2f} processors"
     )
     for row in result["configurations"]:
         print(
@@ -272,10 +274,12 @@ def _rank(job_file: Path) -> int:
     f = transfers_s["best"] * place.shape.transfers_per_forward
     pace = Pace(forward_s=f, input_s=f, weight_s=f)
     place.step("best", "1f1b", pace)  # first touch of memory, connections
+    begin_s, cpu_s = time.perf_counter(), time.process_time()
     turns = [
         [place.step(method, schedule, pace) for _, method, schedule in CONFIGURATIONS] for _ in range(options.rounds)
     ]
-    told = comms.gather_objects(_told(turns), axis)
+    mine = _told(turns) | {"cpu_share": (time.process_time() - cpu_s) / (time.perf_counter() - begin_s)}
+    told = comms.gather_objects(mine, axis)
     if info.rank == 0:
         job_file.with_suffix(".told").write_text(json.dumps(_together(told) | {"transfers_s": transfers_s}))
     close_world()
@@ -316,5 +320,6 @@ def _together(told: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "digests": [[t["digests"][i][r] for t in told] for i in range(count) for r in range(rounds)],
         "passes_s": {kind: statistics.median(t["passes_s"][kind] for t in told) for kind in "FBIW"},
         "late": sum(t["late"] for t in told),
+        "processors": sum(t["cpu_share"] for t in told),
         "passes": sum(t["passes"] for t in told),
     }
