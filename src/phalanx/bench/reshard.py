@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -208,19 +209,22 @@ def failures(case: CaseResult) -> list[str]:
 
 def _table(result: ReshardResult) -> Table:
     links = sorted(c.link_bit_per_s for c in result.cases)
-    carried = f", which carry {format_rate(links[0], 'bit')} to {format_rate(links[-1], 'bit')}" if links else ""
+    carried = f" carrying {format_rate(links[0], 'bit')} to {format_rate(links[-1], 'bit')}" if links else ""
     rate = format_rate(result.rate_bit_per_s, "bit")
+    again = [str(c.case) for c in result.cases if not c.entered_once]
     table = Table(
-        title=f"{result.mib} MiB over links of {rate}{carried}; median of {result.rounds}; others: times ours"
+        title=f"{result.mib} MiB, links of {rate}{carried}, medians of {result.rounds}",
+        caption="bound and ours: seconds; others: times ours\nby ours each distinct byte entered each host once: "
+        + (f"NOT in case {', '.join(again)}" if again else "in all cases"),
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
     )
     others = [name for name in METHODS if any(name in c.faster_than for c in result.cases)]
     for title in ("case", "source", "destination"):
         table.add_column(title, no_wrap=True)
     for title in ("bound", "ours", "/bound", *others):
-        table.add_column(title, justify="right")
-    table.add_column("once")
+        table.add_column(title, justify="right", no_wrap=True)
     for c in result.cases:
         times = (f"{c.bound_s:.3f}", f"{c.seconds['ours']:.3f}", f"{c.over_bound:.3f}")
-        ratios = (f"{c.faster_than[name]:.2f}" for name in others)
-        table.add_row(str(c.case), c.src, c.dst, *times, *ratios, "yes" if c.entered_once else "NO")
+        table.add_row(str(c.case), c.src, c.dst, *times, *(f"{c.faster_than[name]:.2f}" for name in others))
     return table
