@@ -22,6 +22,7 @@ from phalanx.plan.schedule_comm import PipelinePlan, Recv, Run, Send, Transfer, 
 from phalanx.runtime.boundary import Boundary, direct_edges
 from phalanx.runtime.collectives import Collectives, Exchange
 from phalanx.runtime.groups import Axis, GroupCache, build_groups
+from phalanx.runtime.peers import own_group
 from phalanx.runtime.pipeline import Tensors, agree_on, run_pipeline
 from phalanx.train.passes import _id
 from pipeline_help import PIPELINES
@@ -144,9 +145,11 @@ class _WrongShape(Numbers):
 
 def _wrong_shape(rank: int, cache: GroupCache) -> None:
     pipeline = make_pipeline(PipelineConfig(), SPEC, pp=2, seq_len=32)
+    boundary = boundary_of(rank, cache, pipeline.plan(2))
+    axis = Axis("pp", (0, 1), rank, own_group(2, timeout_s=20.0))  # what is posted stays posted: nobody else's group
     if rank == 0:
         with pytest.raises(ValueError, match=r"pass F0.0 made \(1, 2\) of torch.float64; between stages are \(3, 2\)"):
-            run_pipeline(pipeline.plan(2), _WrongShape(2), boundary_of(rank, cache, pipeline.plan(2)))
+            run_pipeline(pipeline.plan(2), _WrongShape(2), dataclasses.replace(boundary, axis=axis))
 
 
 def test_a_pass_that_makes_another_shape_is_named() -> None:

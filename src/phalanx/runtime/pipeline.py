@@ -78,6 +78,7 @@ def run_pipeline(
     """Run this rank's program of `plan` to its end. Collective over the pipeline axis; `name` gives the id of a transfer.
 
     Raises `PeerError`, naming the transfer, where another rank is gone or silent. No thread outlives the call.
+    After an error the axis's group is of no more use: what was posted in it waits for its message still.
     """
     check_sides(plan, boundary)
     executor = _Executor(plan, passes, boundary, name)
