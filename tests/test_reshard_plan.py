@@ -39,7 +39,8 @@ def simple(src: str, dst: str, shape: tuple[int, ...] = (64, 64), *, overlap: bo
 def test_random_plans_pass_the_check(seed: int) -> None:
     draw = random.Random(seed)
     moves, hosts = random_moves(draw)
-    plan = plan_reshard(moves, hosts, message_bytes=draw.choice((None, 64, 256)), open_hops=draw.choice((1, 4)))
+    sizes = {"message_bytes": draw.choice((None, 64, 256)), "least_bytes": draw.choice((256, 16384))}
+    plan = plan_reshard(moves, hosts, open_hops=draw.choice((1, 4)), **sizes)
     plan.check()
     assert plan.rho >= 1 - 1e-9
 
@@ -54,7 +55,8 @@ def test_random_plans_bring_everything(seed: int, method: str) -> None:
         moves = moves[:1]
         if moves[0].src.num_terms > 1:
             return
-    plan = plan_reshard(moves, hosts, method=method, message_bytes=draw.choice((None, 128)))
+    sizes = {"message_bytes": draw.choice((None, 128)), "least_bytes": draw.choice((256, 16384))}
+    plan = plan_reshard(moves, hosts, method=method, **sizes)
     follow(plan)
     plan.check()
 
@@ -103,7 +105,7 @@ def test_a_host_that_holds_a_box_needs_none_of_it() -> None:
 def test_forwarding_through_a_destination_that_is_a_source_too_takes_its_sending_lane() -> None:
     """Each of three hosts has a third and needs all: 2/3 of the bytes leave and enter every host."""
     moves, hosts = simple("3x4 S0R", "3x4 RR", (960, 64), overlap=True)
-    plan = plan_reshard(moves, hosts)
+    plan = plan_reshard(moves, hosts, least_bytes=256)
     plan.check()
     assert plan.bound.num_bytes == 2 * 960 * 64 * 4 // 3
     assert plan.rho < 1.01

@@ -2,7 +2,7 @@
 
 Random cases that are not trivial (the first replica of each slice, in tile order, takes 1.02 x the bound or more; at most 150 unit tasks), each planned by us
 and by the randomised greedy of arXiv 2211.05322 in the same run. `rho` is the makespan over a bound that holds for any schedule; its certificate is checked again
-from the layouts. `--nine`: the paper's nine cases with every strategy. `--scale`: 262,144 unit tasks, and a state of 47,397 tensors, together and stage by stage.
+from the layouts. Chunks of relayed streams may be as small as `--least-bytes`, for the model knows no latency. `--nine`: the paper's nine cases with every strategy. `--scale`: 262,144 unit tasks, and a state of 47,397 tensors, together and stage by stage.
 All times are CPU times of this process, without imports. Makespans are of the model: links of hosts limit, nothing inside a host does.
 """
 
@@ -23,7 +23,7 @@ import tyro
 from phalanx.bench.reshard_cases import Case, large_state, nine_cases, random_cases, wide_case
 from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.core.files import check_writable, write_json
-from phalanx.plan.reshard import ReshardPlan, plan_reshard
+from phalanx.plan.reshard import LEAST_CHUNK, ReshardPlan, plan_reshard
 from phalanx.plan.reshard_best import find_bound
 from phalanx.plan.reshard_bound import Bound
 from phalanx.plan.reshard_flows import make_flows, unit_flows, whole_lots
@@ -44,6 +44,8 @@ class ReshardPlanArgs:
     """Random cases that are not trivial."""
     unequal_links: bool = False
     """Links of the sources at 0.25 to 1, of the destinations at 0.5 to 1 of the full rate."""
+    least_bytes: int = 256
+    """Smallest chunk of relayed streams (a run takes 16 KiB)."""
     nine: bool = False
     """The paper's nine cases with every strategy, in place of random ones."""
     scale: bool = False
@@ -65,7 +67,9 @@ def main(args: list[str]) -> int:
     elif options.scale:
         result = measure_scale()
     else:
-        result = measure_random(options.seed, options.cases, unequal_links=options.unequal_links)
+        result = measure_random(
+            options.seed, options.cases, unequal_links=options.unequal_links, least_bytes=options.least_bytes
+        )
     if options.json is not None:
         write_json(options.json, result)
     return 0
@@ -73,11 +77,13 @@ def main(args: list[str]) -> int:
 
 def _problems(options: ReshardPlanArgs) -> list[Problem]:
     problems = []
-    if options.cases < 1:
-        problems.append(Problem(where="--cases", value=options.cases, rule="must be at least 1", hint="use 200"))
+    for name, usual in (("cases", 200), ("least_bytes", 256)):
+        if getattr(options, name) < 1:
+            where, hint = f"--{name.replace('_', '-')}", f"use {usual}"
+            problems.append(Problem(where=where, value=getattr(options, name), rule="must be at least 1", hint=hint))
     if options.nine and options.scale:
         problems.append(Problem(where="--scale", value=True, rule="not together with --nine", hint="run it twice"))
-    for name in ("seed", "cases", "unequal_links"):
+    for name in ("seed", "cases", "unequal_links", "least_bytes"):
         value = getattr(options, name)
         if (options.nine or options.scale) and value != ReshardPlanArgs.__dataclass_fields__[name].default:
             where, rule = f"--{name.replace('_', '-')}", "has no effect with --nine or --scale"
@@ -88,7 +94,7 @@ def _problems(options: ReshardPlanArgs) -> list[Problem]:
 # ---- random cases ---------------------------------------------------------------------------------------------------------------
 
 
-def measure_random(seed: int, count: int, *, unequal_links: bool) -> dict[str, Any]:
+def measure_random(seed: int, count: int, *, unequal_links: bool, least_bytes: int = 256) -> dict[str, Any]:
     """Plan `count` cases that are not trivial, and print and return the figures."""
     ours, theirs, firsts, seconds, names = [], [], [], [], []
     drawn = 0
@@ -97,7 +103,7 @@ def measure_random(seed: int, count: int, *, unequal_links: bool) -> dict[str, A
         baseline = _baselines(case)
         if baseline is None:
             continue
-        plan, took = _timed(case)
+        plan, took = _timed(case, least_bytes=least_bytes)
         # one bound for both: the plan's own may be a weaker one that was enough to stop at
         ours.append(plan.makespan_s / baseline[2].seconds)
         firsts.append(baseline[0])
@@ -112,6 +118,7 @@ def measure_random(seed: int, count: int, *, unequal_links: bool) -> dict[str, A
         "cases": count,
         "drawn": drawn,
         "unequal_links": unequal_links,
+        "least_bytes": least_bytes,
         "mean_rho": statistics.fmean(ours),
         "p95_rho": float(np.quantile(ours, 0.95)),
         "max_rho": max(ours),
@@ -145,9 +152,9 @@ def _baselines(case: Case) -> tuple[float, float, Bound] | None:
     return first / bound.seconds, theirs / bound.seconds, bound
 
 
-def _timed(case: Case) -> tuple[ReshardPlan, float]:
+def _timed(case: Case, *, least_bytes: int = LEAST_CHUNK) -> tuple[ReshardPlan, float]:
     begin = time.process_time()
-    plan = plan_reshard(case.moves, case.hosts)
+    plan = plan_reshard(case.moves, case.hosts, least_bytes=least_bytes)
     return plan, time.process_time() - begin
 
 

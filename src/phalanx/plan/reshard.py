@@ -37,8 +37,8 @@ OPEN_HOPS = 4
 MESSAGES = 256
 """Messages into which the busiest link's bytes are cut, within these limits."""
 LEAST_MESSAGE, MOST_MESSAGE = 64 << 10, 4 << 20
-LEAST_CHUNK = 256
-"""Bytes of a chunk that is passed on."""
+LEAST_CHUNK = 16 << 10
+"""Bytes of the largest stream's chunks where all streams run side by side: the schedule knows no latency, and a smaller message is mostly that."""
 
 
 class Phase(NamedTuple):
@@ -61,6 +61,7 @@ class ReshardPlan:
     message_bytes: int
     open_hops: int
     staging_bytes: int | None
+    least_bytes: int
     phases: tuple[Phase, ...] = field(repr=False)
     reductions: tuple[Reduction, ...] = field(repr=False)
 
@@ -119,7 +120,12 @@ class ReshardPlan:
 
     def _again(self, moves: Sequence[Move]) -> ReshardPlan:
         return plan_reshard(
-            moves, self.hosts, method=self.method, open_hops=self.open_hops, staging_bytes=self.staging_bytes
+            moves,
+            self.hosts,
+            method=self.method,
+            open_hops=self.open_hops,
+            staging_bytes=self.staging_bytes,
+            least_bytes=self.least_bytes,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -206,19 +212,27 @@ def plan_reshard(
     message_bytes: int | None = None,
     open_hops: int = OPEN_HOPS,
     staging_bytes: int | None = None,
+    least_bytes: int = LEAST_CHUNK,
 ) -> ReshardPlan:
-    """Plan all `moves` together. Raises `PlanError` with all problems: lost boxes, ranks without a host, a cap that no message fits under."""
+    """Plan all `moves` together. Raises `PlanError` with all problems: lost boxes, ranks without a host, a cap that no message fits under.
+
+    `least_bytes` bounds the chunks of relayed streams from below: about the latency of a message times the rate of a link.
+    """
     hosts.check()
-    raise_if(_argument_problems(method, message_bytes, open_hops, staging_bytes), PlanError, subject="arguments")
+    raise_if(
+        _argument_problems(method, message_bytes, open_hops, staging_bytes, least_bytes), PlanError, subject="arguments"
+    )
     templates = templates_of(moves, hosts)
     lots = whole_lots(templates)
     if all(t.num_terms == 1 for t in templates):
         flows = make_flows(templates, lots, hosts) if method == "best" else unit_flows(templates, lots, hosts)
-        schedule, bound = _scheduled(flows, hosts, method)
+        schedule, bound = _scheduled(flows, hosts, method, least_bytes)
         phases: tuple[Phase, ...] = (Phase(flows, schedule, 0.0),)
         reductions: tuple[Reduction, ...] = ()
     else:
-        phases, reductions, bound = _plan_partial(templates, hosts, method, message_bytes or LEAST_MESSAGE)
+        phases, reductions, bound = _plan_partial(
+            templates, hosts, method, piece_bytes=message_bytes or LEAST_MESSAGE, least_bytes=least_bytes
+        )
     itemsize = max((move.itemsize for move in moves), default=1)
     busiest = bound.seconds * min((*hosts.send_bytes_per_s, *hosts.recv_bytes_per_s))
     size, open_hops = _message_size(busiest, itemsize, message_bytes, open_hops, staging_bytes)
@@ -231,14 +245,15 @@ def plan_reshard(
         message_bytes=size,
         open_hops=open_hops,
         staging_bytes=staging_bytes,
+        least_bytes=least_bytes,
         phases=phases,
         reductions=reductions,
     )
 
 
-def _scheduled(flows: FlowSet, hosts: Hosts, method: str) -> tuple[Schedule, Bound]:
+def _scheduled(flows: FlowSet, hosts: Hosts, method: str, least_bytes: int) -> tuple[Schedule, Bound]:
     if method == "best":
-        return best_schedule(flows.flows, hosts, least_bytes=LEAST_CHUNK)
+        return best_schedule(flows.flows, hosts, least_bytes=least_bytes)
     schedule = history_schedule(flows, hosts, method=method)
     bound = quick_bound(flows.flows, hosts)
     if schedule.makespan_s > bound.seconds * (1 + 1e-9):
@@ -248,7 +263,7 @@ def _scheduled(flows: FlowSet, hosts: Hosts, method: str) -> tuple[Schedule, Bou
 
 
 def _plan_partial(
-    templates: Sequence[Template], hosts: Hosts, method: str, piece_bytes: int
+    templates: Sequence[Template], hosts: Hosts, method: str, *, piece_bytes: int, least_bytes: int
 ) -> tuple[tuple[Phase, ...], tuple[Reduction, ...], Bound]:
     """The shortest of the ways to place sums: terms travel, then sums do."""
     cut = [cut_partial(t, piece_bytes) for t in templates]
@@ -258,13 +273,13 @@ def _plan_partial(
     bound = quick_bound(both, hosts, entering=[*whole, *entering])
     if any(flow.needers for flow in both):
         bound = max((bound, solve_shares(both, hosts)[1]), key=lambda b: b.seconds)
-    tried = [_with_sums(cut, place_sums(cut, hosts, where=where), hosts, method) for where in WHERES]
+    tried = [_with_sums(cut, place_sums(cut, hosts, where=where), hosts, method, least_bytes) for where in WHERES]
     phases, reductions = min(tried, key=lambda made: made[0][-1].start_s + made[0][-1].schedule.makespan_s)
     return phases, reductions, bound
 
 
 def _with_sums(
-    templates: Sequence[Template], sums: Sums, hosts: Hosts, method: str
+    templates: Sequence[Template], sums: Sums, hosts: Hosts, method: str, least_bytes: int
 ) -> tuple[tuple[Phase, ...], tuple[Reduction, ...]]:
     make = make_flows if method == "best" else unit_flows
     phases: list[Phase] = []
@@ -272,7 +287,7 @@ def _with_sums(
     for lots in ((*whole_lots(templates), *sums.before), sums.after):
         if lots or not phases:
             flows = make(templates, lots, hosts)
-            schedule, _ = _scheduled(flows, hosts, method)
+            schedule, _ = _scheduled(flows, hosts, method, least_bytes)
             phases.append(Phase(flows, schedule, start))
             start += schedule.makespan_s
     return tuple(phases), sums.reductions
@@ -297,13 +312,13 @@ def _message_size(
 
 
 def _argument_problems(
-    method: str, message_bytes: int | None, open_hops: int, staging_bytes: int | None
+    method: str, message_bytes: int | None, open_hops: int, staging_bytes: int | None, least_bytes: int
 ) -> list[Problem]:
     problems = []
     if method not in METHODS:
         problems.append(Problem(where="method", value=method, rule="is not known", hint=nearest(method, METHODS)))
-    given = (("message_bytes", message_bytes), ("open_hops", open_hops), ("staging_bytes", staging_bytes))
-    for where, value in given:
+    given = {"message_bytes": message_bytes, "open_hops": open_hops, "staging_bytes": staging_bytes}
+    for where, value in {**given, "least_bytes": least_bytes}.items():
         if value is not None and value < 1:
             problems.append(Problem(where=where, value=value, rule="must be at least 1", hint="leave it out"))
     return problems
