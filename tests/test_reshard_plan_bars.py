@@ -17,7 +17,8 @@ from phalanx.plan.reshard_best import find_bound
 from phalanx.plan.reshard_bound import send_bound
 from phalanx.plan.reshard_flows import Flow
 from phalanx.plan.reshard_history import gang_times, greedy
-from phalanx.plan.reshard_types import Hosts
+from phalanx.plan.reshard_types import Hosts, Move
+from phalanx.plan.tensor_layout import whole_layout
 
 pytestmark = pytest.mark.unit
 
@@ -35,6 +36,27 @@ def test_the_papers_nine_cases(capsys: pytest.CaptureFixture[str]) -> None:
     assert [row["greedy_tile_weights"] for row in rows] == pytest.approx([1, 1, 1, 1, 1, 4 / 3, 1, 1, 1])
     assert [row["send_recv_best_order"] for row in rows] == pytest.approx([4, 4, 4, 1, 4, 4, 8, 8, 4])
     assert "tile weights" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("hosts", "ranks", "send_recv", "local", "whole"),
+    [(1, 1, 1, 1, 1), (1, 3, 3, 1, 1), (1, 4, 4, 1, 1), (2, 2, 4, 2, 1.5), (3, 2, 6, 3, 5 / 3), (4, 2, 8, 4, 1.75)],
+)
+def test_one_device_to_many(hosts: int, ranks: int, send_recv: float, local: float, whole: float) -> None:
+    """The paper's single-task cases, in units of the time in which the slice leaves the sender once."""
+    world = 1 + hosts * ranks
+    where = Hosts(
+        host_of_rank=(0, *(1 + i // ranks for i in range(hosts * ranks))),
+        send_bytes_per_s=(1.0,) * (1 + hosts),
+        recv_bytes_per_s=(1.0,) * (1 + hosts),
+    )
+    shape = (24 * 1024,)
+    move = Move(name="x", itemsize=1, src=whole_layout(shape, [0]), dst=whole_layout(shape, range(1, world)))
+    times = {"send_recv": send_recv, "local_all_gather": local, "global_all_gather": whole, "naive": 1, "best": 1}
+    for method, expected in times.items():
+        plan = plan_reshard([move], where, method=method)
+        assert plan.rho == pytest.approx(expected), method
+        plan.check()
 
 
 def test_plans_of_the_nine_cases_pass_the_check() -> None:

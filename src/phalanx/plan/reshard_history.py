@@ -5,6 +5,7 @@ solution is a sender for each task and one order, and a task begins when its sen
 
     send_recv         each device gets its slice from some device that has it, by itself: a slice enters a host once for each of its devices
     local_all_gather  each device of a host gets an equal part of the slice, and they gather it inside the host
+    global_all_gather each receiving host gets an equal part of the slice, and they gather it in a ring of hosts
     naive             pipelined broadcast from the first host that has the slice, in tile order
     size_balanced     from the host with the fewest bytes so far, in tile order
     depth_first       search over (next task, sender), pruned by what is left, the best found within a number of nodes (the paper: one second)
@@ -15,11 +16,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from itertools import pairwise
 
 from phalanx.plan.reshard_flows import Edge, Entry, Flow, FlowSet, Schedule, Stream
 from phalanx.plan.reshard_types import Hosts
 
-HISTORY = ("send_recv", "local_all_gather", "naive", "size_balanced", "depth_first", "greedy")
+HISTORY = ("send_recv", "local_all_gather", "global_all_gather", "naive", "size_balanced", "depth_first", "greedy")
 TRIALS = 100
 NODES = 20_000
 """Nodes of the depth-first search, in place of the paper's second."""
@@ -33,6 +35,8 @@ def history_schedule(flows: FlowSet, hosts: Hosts, *, method: str) -> Schedule:
     tasks = flows.flows
     if method in ("send_recv", "local_all_gather"):
         return _direct(flows, hosts, method=method)
+    if method == "global_all_gather":
+        return _ring(tasks, hosts)
     if method == "naive":
         solution = naive(tasks)
     elif method == "size_balanced":
@@ -227,6 +231,39 @@ def _direct(flows: FlowSet, hosts: Hosts, *, method: str) -> Schedule:
             sends[sender] = receives[host] = end
             streams.append(Stream(number, 0, task.num_bytes, (Edge(sender, host, 0),), begin, end))
     return Schedule(name=method, streams=tuple(streams), makespan_s=max([*sends, *receives], default=0.0), entry=entry)
+
+
+def _ring(tasks: Sequence[Flow], hosts: Hosts) -> Schedule:
+    """Parts are scattered in the first round and go round the receiving hosts in the others, all tasks side by side."""
+    load = [0] * hosts.count
+    streams: list[Stream] = []
+    for i in crossing(tasks):
+        task = tasks[i]
+        sender = min(task.holders, key=lambda h: (load[h], h))
+        load[sender] += task.num_bytes
+        items, count = task.num_bytes // task.grain, len(task.needers)
+        cuts = [items * n // count * task.grain for n in range(count)] + [task.num_bytes]
+        for n, (start, stop) in enumerate(pairwise(cuts)):
+            turned = (*task.needers[n:], *task.needers[:n])
+            if start < stop:
+                streams.append(Stream(i, start, stop, _chain(task._replace(needers=turned), sender), 0.0, 0.0))
+    rounds = [0.0]
+    for depth in range(max((len(s.edges) for s in streams), default=0)):
+        rounds.append(rounds[-1] + _round_seconds(streams, hosts, depth))
+    timed = tuple(stream._replace(end_s=rounds[-1]) for stream in streams)
+    return Schedule(name="global_all_gather", streams=timed, makespan_s=rounds[-1], rounds_s=tuple(rounds))
+
+
+def _round_seconds(streams: Sequence[Stream], hosts: Hosts, depth: int) -> float:
+    """Time of the busiest lane when all streams move along their edges of this depth."""
+    sends, receives = [0] * hosts.count, [0] * hosts.count
+    for stream in streams:
+        for edge in stream.edges:
+            if edge.depth == depth:
+                sends[edge.src] += stream.stop - stream.start
+                receives[edge.dst] += stream.stop - stream.start
+    lanes = (*zip(sends, hosts.send_bytes_per_s, strict=True), *zip(receives, hosts.recv_bytes_per_s, strict=True))
+    return max(num_bytes / rate for num_bytes, rate in lanes)
 
 
 def needers_by_host(flows: FlowSet, hosts: Hosts) -> list[dict[int, int]]:
