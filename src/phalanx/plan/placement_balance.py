@@ -1,15 +1,18 @@
 """Levels the load of hosts at no cost in recovery.
 
-Decides two things that a table of copies leaves open: which of the experts with equally many replicas takes which of its rows (`name_rows`), and, where sets of
-hosts can be listed, swaps of copies that make no loss fatal which was not (`levelled`). Must never change: the fatal losses of all layers together.
+Decides what a table of copies leaves open: which of the experts with equally many replicas takes which of its rows (`name_rows`), and, where sets of
+hosts can be listed, swaps of copies that make no loss fatal which was not (`levelled`), or none that
+is not accepted (`relieved`). Must never change: `name_rows` and `levelled` leave the fatal losses of all layers together as they were, or fewer.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.plan.placement_climb import FatalTable, climb, holder_sets
+from phalanx.plan.placement_climb import Counts, FatalTable, climb, holder_sets
 from phalanx.plan.placement_rules import Copies
 
 Floats = NDArray[np.float64]
@@ -61,4 +64,16 @@ def levelled(copies_LEN: NDArray[np.int64], loads: Floats, *, swaps: int, seed: 
     for layer, copies in enumerate(copies_LEN):
         shares = loads[layer] / copies.sum(1)
         out[layer] = climb(copies, table, moves=swaps, shares=shares, seed=seed + layer)
+    return out
+
+
+def relieved(
+    copies_LEN: NDArray[np.int64], loads: Floats, accept: Callable[[Counts], bool], *, swaps: int, seed: int
+) -> NDArray[np.int64]:
+    """Random swaps in each layer that do not raise its busiest host, as long as `accept` takes the fatal losses of all layers."""
+    table = FatalTable(copies_LEN.shape[2], (mask for copies in copies_LEN for mask in holder_sets(copies)))
+    out = copies_LEN.copy()
+    for layer, copies in enumerate(copies_LEN):
+        shares = loads[layer] / copies.sum(1)
+        out[layer] = climb(copies, table, moves=swaps, shares=shares, accept=accept, seed=seed + layer)
     return out

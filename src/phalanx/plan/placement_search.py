@@ -50,7 +50,7 @@ class Effort:
     """How long to look. The result is the same on every rank, because moves are counted, not seconds."""
 
     swaps: int | None = None
-    """Swaps tried for each pattern; None: 600 for up to 10 hosts, fewer beyond, where each takes longer."""
+    """Swaps tried for each pattern; None: 1500 for up to 8 hosts, 600 for up to 10, 200 beyond, where each takes longer."""
     balance_swaps: int | None = None
     """Swaps tried for each layer to level its load at no cost in recovery."""
     seed: int = 0
@@ -58,7 +58,7 @@ class Effort:
     def of(self, num_hosts: int, asked: int | None, num_parts: int) -> int:
         if asked is not None:
             return asked
-        each = 600 if num_hosts <= 10 else 200
+        each = 1500 if num_hosts <= 8 else 600 if num_hosts <= 10 else 200
         return min(each, 6000 // max(1, num_parts))
 
 
@@ -139,9 +139,10 @@ def plan_placement(
     loads_LE = read_loads(loads)
     raise_if(_input_problems(counts, fleet, loads_LE), PlanError, subject="placement")
     layers = _layers(counts, fleet, loads_LE)
-    best = _best_of_rules(layers)
+    ranked = _ranked(layers)
+    best = [tables for score, tables in ranked if score == ranked[0][0]]
     if fleet.num_hosts <= MAX_HOSTS:
-        best = [_improved(layers, best[0], effort)]
+        best = [_improved(layers, _starts(ranked), effort)]
     copies = _named(layers, _least_busy(layers, best))
     if fleet.num_hosts <= MAX_HOSTS and loads_LE.any():
         swaps = effort.of(fleet.num_hosts, effort.balance_swaps, 4 * len(copies))
@@ -166,14 +167,20 @@ def _input_problems(counts: ReplicaCounts, fleet: Fleet, loads: Floats) -> list[
     return problems
 
 
-def _best_of_rules(layers: _Layers) -> list[Tables]:
-    """All that are equally good, the first by name first."""
+def _ranked(layers: _Layers) -> list[tuple[Score, Tables]]:
+    """All plans by rule, and their mix, from the best to the worst."""
     candidates = [_candidates(layers, i) for i in range(len(layers.patterns))]
     plans = [[tables[name] for tables in candidates] for name in candidates[0] if all(name in t for t in candidates)]
     if layers.fleet.num_hosts <= MAX_HOSTS and len(layers.patterns) > 1:
         plans.append(_mixed(layers, candidates))
-    scores = [_score(plan, layers.fleet.num_hosts) for plan in plans]
-    return [plan for plan, score in zip(plans, scores, strict=True) if score == min(scores)]
+    scored = [(_score(plan, layers.fleet.num_hosts), plan) for plan in plans]
+    return sorted(scored, key=lambda pair: pair[0])
+
+
+def _starts(ranked: Sequence[tuple[Score, Tables]]) -> list[Tables]:
+    """The best plan and the best of those that are not as good: swaps find more from two sides."""
+    second = [tables for score, tables in ranked if score != ranked[0][0]]
+    return [ranked[0][1], *second[:1]]
 
 
 def _score(tables: Tables, num_hosts: int) -> Score:
@@ -229,18 +236,21 @@ def _mixed(layers: _Layers, candidates: Sequence[Mapping[str, Copies]]) -> Table
     return [chosen[i] for i in range(len(candidates))]
 
 
-def _improved(layers: _Layers, tables: Tables, effort: Effort) -> Tables:
-    """Random swaps, pattern by pattern, unless no placement can be better."""
+def _improved(layers: _Layers, starts: Sequence[Tables], effort: Effort) -> Tables:
+    """Random swaps, pattern by pattern, unless no placement can be better; the best of what the starts become."""
     num_hosts = layers.fleet.num_hosts
-    table = FatalTable(num_hosts, (mask for copies in tables for mask in holder_sets(copies)))
     enough = tuple(max(column) for column in zip(*(_bound(p, layers.fleet) for p in layers.patterns), strict=True))
-    swaps = effort.of(num_hosts, effort.swaps, len(tables))
-    out = list(tables)
-    for i, copies in enumerate(tables):
-        if table.fatal() == enough:
-            break
-        out[i] = climb(copies, table, moves=swaps, enough=enough, seed=effort.seed + i)
-    return out
+    swaps = effort.of(num_hosts, effort.swaps, len(layers.patterns))
+    found: list[tuple[Counts, Tables]] = []
+    for tables in starts:
+        table = FatalTable(num_hosts, (mask for copies in tables for mask in holder_sets(copies)))
+        out = list(tables)
+        for i, copies in enumerate(tables):
+            if table.fatal() == enough:
+                return out
+            out[i] = climb(copies, table, moves=swaps, enough=enough, seed=effort.seed + i)
+        found.append((table.fatal(), out))
+    return min(found, key=lambda pair: pair[0])[1]
 
 
 def _bound(pattern: Sequence[int], fleet: Fleet) -> Counts:
