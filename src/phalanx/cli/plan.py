@@ -1,7 +1,7 @@
 """Print what would happen, with no process and no torch.
 
 `plan folding` checks a mapping of both rank grids (and a model and a sequence, if given); `plan model` prints a preset's parameters and
-FLOPs; `plan schedule` draws a pipeline (`plan_schedule.py`). What is illegal exits 2, prints every problem, and still writes the JSON file.
+FLOPs; `plan schedule` draws a pipeline (`plan_schedule.py`); `plan placement` puts replicas of experts on hosts (`plan_placement.py`). What is illegal exits 2, prints every problem, and still writes the JSON file.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from phalanx.cli.plan_placement import placement
 from phalanx.cli.plan_schedule import schedule
 from phalanx.core.errors import ConfigError, Problem, nearest, raise_if
 from phalanx.core.files import check_writable, write_json, write_text
@@ -77,7 +78,12 @@ class ModelArgs:
 
 def main(args: list[str]) -> int:
     """Run `phalanx plan ARGS...`; returns the exit status."""
-    commands: dict[str, Callable[..., int]] = {"folding": folding, "model": model, "schedule": schedule}
+    commands: dict[str, Callable[..., int]] = {
+        "folding": folding,
+        "model": model,
+        "schedule": schedule,
+        "placement": placement,
+    }
     return tyro.extras.subcommand_cli_from_dict(
         commands, prog="phalanx plan", description=__doc__, args=args, config=(tyro.conf.OmitArgPrefixes,)
     )

@@ -93,7 +93,9 @@ def _ends_by_expert(room: Ints, slots: Ints) -> Ints:
 def _problems(counts: Ints, slots: Ints, ep: int, etp: int, host_of_ep: Sequence[int]) -> list[Problem]:
     problems = []
     if counts.ndim != 2 or len(counts) != ep * etp:
-        return [Problem(where="counts.shape", value=counts.shape, rule=f"needs a row for each of the {ep} x {etp} sources")]
+        return [
+            Problem(where="counts.shape", value=counts.shape, rule=f"needs a row for each of the {ep} x {etp} sources")
+        ]
     if (counts < 0).any():
         problems.append(Problem(where="counts", value=int(counts.min()), rule="a number of rows is not negative"))
     if not len(slots) or len(slots) % ep:
@@ -105,5 +107,7 @@ def _problems(counts: Ints, slots: Ints, ep: int, etp: int, host_of_ep: Sequence
     if homeless:
         problems.append(Problem(where="slots", value=homeless, rule="an expert with rows needs a slot"))
     if len(host_of_ep) not in (0, ep):
-        problems.append(Problem(where="host_of_ep", value=len(host_of_ep), rule=f"needs a host for each of the {ep} ep ranks"))
+        problems.append(
+            Problem(where="host_of_ep", value=len(host_of_ep), rule=f"needs a host for each of the {ep} ep ranks")
+        )
     return problems

@@ -81,7 +81,9 @@ def fleet_problems(fleet: Fleet) -> list[Problem]:
     problems = []
     few = [s for s in fleet.slots if s < 1]
     if few:
-        problems.append(Problem(where="slots", value=few[0], rule="must be at least 1 on each host", hint="use 1 or more"))
+        problems.append(
+            Problem(where="slots", value=few[0], rule="must be at least 1 on each host", hint="use 1 or more")
+        )
     for name in ("racks", "failure", "names"):
         values = getattr(fleet, name)
         if values and len(values) != n:

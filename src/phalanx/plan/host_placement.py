@@ -8,6 +8,7 @@ ranks that make the same plan have the same bytes.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -86,16 +87,23 @@ class HostPlacement:
         """How much longer the busiest hosts work than the mean host, summed over the layers: they wait for one another in each."""
         return max_over_mean(self.loads(loads), self.fleet.slots)
 
-    def layer_placement(self, layer: int, *, ranks_per_host: int = 1) -> Placement:
-        """One layer over the ranks of all hosts, as one expert-parallel group; replicas beside replicas go to different ranks where they can."""
-        held = self.slots[layer]
-        wrong = sorted({len(h) for h in held})
-        if len(wrong) > 1 or wrong[0] % ranks_per_host:
-            rule = f"the same number on each host, a multiple of its {ranks_per_host} ranks"
-            raise PlanError([Problem(where="slots", value=wrong, rule=rule)], subject="placement")
-        per_rank = wrong[0] // ranks_per_host
-        ranks = [part for experts in held for part in _over_ranks(experts, ranks_per_host, per_rank)]
-        return Placement(num_experts=self.num_experts, slots=(tuple(ranks),))
+    def layer_placement(self, layer: int, *, host_of_ep: Sequence[int] = ()) -> Placement:
+        """One layer over the ep ranks of all hosts, as one expert-parallel group. `host_of_ep` = name of each one's host; empty: a rank a host.
+
+        Replicas beside replicas go to different ranks where they can. Raises `PlanError` where hosts and ranks do not match.
+        """
+        names = self.fleet.host_names
+        hosts = list(host_of_ep) or list(names)
+        if sorted(set(hosts)) != sorted(names):
+            rule = f"the ep ranks lie on the hosts {list(names)}, each of which has one"
+            raise PlanError([Problem(where="host_of_ep", value=hosts, rule=rule)], subject="placement")
+        parts = {
+            name: iter(_over_ranks(held, hosts.count(name)))
+            for name, held in zip(names, self.slots[layer], strict=True)
+        }
+        made = Placement(num_experts=self.num_experts, slots=(tuple(next(parts[host]) for host in hosts),))
+        made.check()
+        return made
 
     def check(self) -> None:
         """Raise `PlanError` with all problems."""
@@ -144,12 +152,13 @@ def max_over_mean(loads_LN: NDArray[np.float64], slots: Sequence[int]) -> float:
     return float(per_slot.max(1).sum()) / total if total else 1.0
 
 
-def _over_ranks(experts: Sequence[int], num_ranks: int, per_rank: int) -> list[tuple[int, ...]]:
-    """The slots of a host cut over its ranks: dealt in runs of one expert, so that its copies part."""
-    if len(set(experts)) == len(experts):
-        return [tuple(experts[r * per_rank : (r + 1) * per_rank]) for r in range(num_ranks)]
-    runs = sorted(experts)
-    return [tuple(runs[r::num_ranks]) for r in range(num_ranks)]
+def _over_ranks(experts: Sequence[int], num_ranks: int) -> list[tuple[int, ...]]:
+    """The slots of a host cut over its ranks; where an expert has several, they are dealt in runs, so that its copies part."""
+    if len(set(experts)) < len(experts):
+        runs = sorted(experts)
+        return [tuple(runs[r::num_ranks]) for r in range(num_ranks)]
+    bounds = [r * len(experts) // num_ranks for r in range(num_ranks + 1)]
+    return [tuple(experts[a:b]) for a, b in itertools.pairwise(bounds)]
 
 
 def _range(values: Sequence[int]) -> str:

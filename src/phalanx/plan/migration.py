@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -47,6 +47,8 @@ class Migration:
 
     old: HostPlacement
     new: HostPlacement
+    senders: tuple[int, ...]
+    """Hosts that live: those of `new`, and others that still hold something."""
     fetches: tuple[Fetch, ...]
     """Experts below the floor first, then by layer."""
     urgent: int
@@ -92,7 +94,9 @@ class Migration:
         size = f" = {format_bytes(expert_bytes * len(self.fetches))}" if expert_bytes else ""
         total = int((self.new.copies > 0).sum())
         sends = self.sends()
-        lines = [f"{len(self.fetches)} of {total} expert states travel{size}; {self.urgent} of them first, to be on {self.new.floor} hosts again"]
+        lines = [
+            f"{len(self.fetches)} of {total} expert states travel{size}; {self.urgent} of them first, to be on {self.new.floor} hosts again"
+        ]
         if sends:
             busiest = max(sorted(sends), key=lambda host: sends[host])
             lines.append(f"  from {len(sends)} hosts, at most {sends[busiest]} from one (host {busiest})")
@@ -103,10 +107,15 @@ class Migration:
         return "\n".join(lines)
 
 
-def plan_migration(old: HostPlacement, new: HostPlacement, *, rename: bool = False) -> Migration:
-    """The cheapest way to `new`, on the hosts that `new.fleet` names; hosts that `old` does not know hold nothing yet."""
+def plan_migration(
+    old: HostPlacement, new: HostPlacement, *, rename: bool = False, alive: Collection[int] = ()
+) -> Migration:
+    """The cheapest way to `new`, on the hosts that `new.fleet` names; hosts that `old` does not know hold nothing yet.
+
+    `alive` names further hosts of `old` that live and can send, though they have no part in `new`.
+    """
     raise_if(_mismatch(old, new), PlanError, subject="migration")
-    held = _held(old, new)
+    held = _held(old, new.fleet.host_names)
     copies = _named_hosts(new, new.copies, held)
     turn = 0
     while rename and turn < MAX_TURNS:
@@ -116,8 +125,9 @@ def plan_migration(old: HostPlacement, new: HostPlacement, *, rename: bool = Fal
         copies, turn = named, turn + 1
     placed = from_copies(copies, new.fleet, floor=new.floor)
     placed = replace(placed, slots=_kept_slots(old, placed))
-    fetches, urgent, lost = _fetches(placed, held)
-    made = Migration(old=old, new=placed, fetches=fetches, urgent=urgent, lost=lost)
+    senders = tuple(dict.fromkeys((*new.fleet.host_names, *(n for n in old.fleet.host_names if n in alive))))
+    fetches, urgent, lost = _fetches(placed, held, _held(old, senders), senders)
+    made = Migration(old=old, new=placed, senders=senders, fetches=fetches, urgent=urgent, lost=lost)
     made.check()
     return made
 
@@ -131,11 +141,11 @@ def _mismatch(old: HostPlacement, new: HostPlacement) -> list[Problem]:
     ]
 
 
-def _held(old: HostPlacement, new: HostPlacement) -> NDArray[np.bool_]:
-    """(L, E, N) whether host n of the new plan holds an expert now."""
-    out = np.zeros(new.copies.shape, dtype=bool)
+def _held(old: HostPlacement, names: Sequence[int]) -> NDArray[np.bool_]:
+    """(L, E, N) whether each of the hosts `names` holds an expert now."""
+    out = np.zeros((*old.copies.shape[:2], len(names)), dtype=bool)
     at = {name: i for i, name in enumerate(old.fleet.host_names)}
-    for n, name in enumerate(new.fleet.host_names):
+    for n, name in enumerate(names):
         if name in at:
             out[:, :, n] = old.copies[:, :, at[name]] > 0
     return out
@@ -154,7 +164,7 @@ def _named_hosts(plan: HostPlacement, copies: Ints, held: NDArray[np.bool_]) -> 
 
 def _named_rows(copies: Ints, held: NDArray[np.bool_]) -> Ints:
     """In each layer, experts with equally many replicas take the rows that they hold most of already."""
-    from scipy.optimize import linear_sum_assignment  # noqa: PLC0415 - half a second that only migration needs
+    from scipy.optimize import linear_sum_assignment
 
     out = copies.copy()
     for layer, table in enumerate(copies):
@@ -192,33 +202,33 @@ def _in_place(before: Sequence[int], now: Sequence[int]) -> tuple[int, ...]:
 
 
 def _fetches(
-    new: HostPlacement, held: NDArray[np.bool_]
+    new: HostPlacement, held: NDArray[np.bool_], sent_by: NDArray[np.bool_], senders: Sequence[int]
 ) -> tuple[tuple[Fetch, ...], int, tuple[tuple[int, int], ...]]:
     """Sources in turn, so that no holder sends much more than the others; states with few holders choose first."""
     names = new.fleet.host_names
-    holders = held.sum(2)
+    holders = sent_by.sum(2)
     needed = np.argwhere((new.copies > 0) & ~held)
     lost = sorted({(int(layer), int(expert)) for layer, expert, _ in needed if not holders[layer, expert]})
-    sent = np.zeros(len(names), dtype=np.int64)
+    sent = np.zeros(len(senders), dtype=np.int64)
     out: dict[bool, list[Fetch]] = {True: [], False: []}
     for layer, expert, dst in sorted(needed.tolist(), key=lambda n: (holders[n[0], n[1]], n)):
-        sources = np.flatnonzero(held[layer, expert])
+        sources = np.flatnonzero(sent_by[layer, expert])
         if not len(sources):
             continue
         src = int(sources[sent[sources].argmin()])
         sent[src] += 1
-        out[bool(holders[layer, expert] < new.floor)].append(Fetch(layer, expert, names[src], names[dst]))
+        out[bool(holders[layer, expert] < new.floor)].append(Fetch(layer, expert, senders[src], names[dst]))
     return (*sorted(out[True]), *sorted(out[False])), len(out[True]), tuple(lost)
 
 
 def _problems(made: Migration) -> list[Problem]:
     problems = []
-    names = made.new.fleet.host_names
-    held = _held(made.old, made.new)
-    arrived = held.copy()
+    names, senders = made.new.fleet.host_names, made.senders
+    can_send = _held(made.old, senders)
+    arrived = _held(made.old, names)
     for i, (layer, expert, src, dst) in enumerate(made.fetches):
         where = f"migration.fetches[{i}]"
-        if src not in names or not held[layer, expert, names.index(src)]:
+        if src not in senders or not can_send[layer, expert, senders.index(src)]:
             rule = f"host {src} lives and holds layer {layer} expert {expert}"
             problems.append(Problem(where=where, value=src, rule=rule))
         if dst not in names or arrived[layer, expert, names.index(dst)]:
@@ -237,10 +247,14 @@ def _problems(made: Migration) -> list[Problem]:
 # ---- as boxes -------------------------------------------------------------------------------------------------------------------
 
 
+RankHosts = Sequence[tuple[int, int]]
+"""(global rank, name of its host) of every ep rank of a stage, in the order of the expert-parallel group."""
+
+
 def expert_moves(
-    made: Migration, shapes: Mapping[str, tuple[int, ...]], *, itemsize: int, ranks_per_host: int = 1
+    made: Migration, shapes: Mapping[str, tuple[int, ...]], *, itemsize: int, before: RankHosts, after: RankHosts
 ) -> list[Move]:
-    """A move for every tensor of every layer, between layouts over the global ranks of the hosts (`host * ranks_per_host + local`).
+    """A move for every tensor of every layer, between layouts over the ranks `before` and `after`; dead ranks are left out of the source.
 
     `shapes`: tensors of a layer with the experts in dim 0, by name; a move is called `layers.{layer}.{name}`. A rank that has an expert in
     several slots counts it in the first; `local_copies` says what it then copies itself. Lost experts have no source and are refused.
@@ -249,32 +263,20 @@ def expert_moves(
         rule = "(layer, expert) has no living holder"
         problem = Problem(where="migration.lost", value=made.lost, rule=rule, hint="read the checkpoint first")
         raise PlanError([problem], subject="migration")
+    alive = {rank for rank, host in before if host in made.senders}
     moves = []
     for layer in range(made.new.num_layers):
-        before, after = (_rank_slots(plan, layer, ranks_per_host) for plan in (made.old, made.new))
+        old, new = _rank_slots(made.old, layer, before), _rank_slots(made.new, layer, after)
         for name, shape in shapes.items():
-            moves.append(
-                Move(
-                    name=f"layers.{layer}.{name}",
-                    itemsize=itemsize,
-                    src=_layout({rank: before[rank] for rank in before if _lives(made, rank // ranks_per_host)}, shape),
-                    dst=_layout(after, shape),
-                )
-            )
+            src = _layout({rank: held for rank, held in old.items() if rank in alive}, shape)
+            moves.append(Move(name=f"layers.{layer}.{name}", itemsize=itemsize, src=src, dst=_layout(new, shape)))
     return moves
 
 
-def _lives(made: Migration, host: int) -> bool:
-    return host in made.new.fleet.host_names
-
-
-def _rank_slots(plan: HostPlacement, layer: int, ranks_per_host: int) -> dict[int, tuple[int, ...]]:
+def _rank_slots(plan: HostPlacement, layer: int, ranks: RankHosts) -> dict[int, tuple[int, ...]]:
     """Global rank -> experts in its slots."""
-    ranks = plan.layer_placement(layer, ranks_per_host=ranks_per_host).slots[0]
-    names = plan.fleet.host_names
-    return {
-        names[i // ranks_per_host] * ranks_per_host + i % ranks_per_host: held for i, held in enumerate(ranks)
-    }
+    held = plan.layer_placement(layer, host_of_ep=[host for _, host in ranks]).slots[0]
+    return {rank: experts for (rank, _), experts in zip(ranks, held, strict=True)}
 
 
 def local_copies(slots: Sequence[int]) -> list[tuple[int, int]]:

@@ -1,18 +1,16 @@
 """Levels the load of hosts at no cost in recovery.
 
 Decides what a table of copies leaves open: which of the experts with equally many replicas takes which of its rows (`name_rows`), and, where sets of
-hosts can be listed, swaps of copies that make no loss fatal which was not (`levelled`), or none that
-is not accepted (`relieved`). Must never change: `name_rows` and `levelled` leave the fatal losses of all layers together as they were, or fewer.
+hosts can be listed, swaps of copies that make no loss fatal which was not (`levelled`), or that save
+losses within a bound on the load (`safest`). Must never change: the fatal losses of all layers together are what they were, or fewer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.plan.placement_climb import Counts, FatalTable, climb, holder_sets
+from phalanx.plan.placement_climb import FatalTable, climb, holder_sets
 from phalanx.plan.placement_rules import Copies
 
 Floats = NDArray[np.float64]
@@ -67,13 +65,16 @@ def levelled(copies_LEN: NDArray[np.int64], loads: Floats, *, swaps: int, seed: 
     return out
 
 
-def relieved(
-    copies_LEN: NDArray[np.int64], loads: Floats, accept: Callable[[Counts], bool], *, swaps: int, seed: int
-) -> NDArray[np.int64]:
-    """Random swaps in each layer that do not raise its busiest host, as long as `accept` takes the fatal losses of all layers."""
-    table = FatalTable(copies_LEN.shape[2], (mask for copies in copies_LEN for mask in holder_sets(copies)))
+def safest(copies_LEN: NDArray[np.int64], loads: Floats, *, most: float, swaps: int, seed: int) -> NDArray[np.int64]:
+    """Random swaps in each layer for fewer fatal losses of all layers, while its busiest host has at most `most` times the mean load.
+
+    Where a layer starts above that, it does not rise.
+    """
+    num_hosts = copies_LEN.shape[2]
+    table = FatalTable(num_hosts, (mask for copies in copies_LEN for mask in holder_sets(copies)))
     out = copies_LEN.copy()
     for layer, copies in enumerate(copies_LEN):
         shares = loads[layer] / copies.sum(1)
-        out[layer] = climb(copies, table, moves=swaps, shares=shares, accept=accept, seed=seed + layer)
+        limit = most * float(loads[layer].sum()) / num_hosts
+        out[layer] = climb(copies, table, moves=swaps, shares=shares, most=limit, seed=seed + layer)
     return out

@@ -8,7 +8,7 @@ busiest host), and the same seed gives the same result on every rank.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,14 +72,14 @@ def climb(
     *,
     moves: int,
     shares: NDArray[np.float64] | None = None,
+    most: float = 0.0,
     enough: Counts | None = None,
-    accept: Callable[[Counts], bool] | None = None,
     seed: int = 0,
 ) -> Copies:
     """`moves` random swaps, kept where the objective does not rise. `table` holds the sets of `copies` and may hold other layers.
 
-    The objective is (fatal sets, busiest host); it stops at `enough` where no load counts. With `accept` it is the load alone, among
-    tables whose fatal sets are accepted. `table` follows the changes.
+    The objective is (fatal sets, busiest host), with `shares` given; a load of up to `most` is as good as none, and one that is above
+    it may not rise for fewer fatal sets either. It stops at `enough` where no load counts. `table` follows the changes.
     """
     copies = copies.copy()
     rng = random.Random(seed)
@@ -97,8 +97,7 @@ def climb(
         new_load = load if shares is None else busiest(copies, shares)
         _exchange(table, before, after)
         new = table.fatal()
-        better = (new, new_load) <= (fatal, load) if accept is None else new_load <= load and accept(new)
-        if better:
+        if (new, max(new_load, most)) <= (fatal, max(load, most)) and (not most or new_load <= max(load, most)):
             fatal, load = new, new_load
         else:
             _exchange(table, after, before)
@@ -139,7 +138,7 @@ def _apply(copies: Copies, swap: tuple[int, int, int, int]) -> None:
 
 def least_fatal(counts: Sequence[int], num_hosts: int) -> Counts:
     """No placement has fewer fatal sets than those that kill its rarest expert: C(N - r, k - r)."""
-    rarest = min(min(counts), num_hosts)
+    rarest = min(*counts, num_hosts)
     out = [0] * (num_hosts + 1)
     value = 1
     for k in range(rarest, num_hosts + 1):  # C(N - r, k - r), each from the last

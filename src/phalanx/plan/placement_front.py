@@ -18,8 +18,8 @@ from phalanx.core.errors import PlanError, Problem
 from phalanx.plan.fleet import Fleet
 from phalanx.plan.host_placement import HostPlacement, from_copies
 from phalanx.plan.migration import Migration, plan_migration
-from phalanx.plan.placement_balance import relieved
-from phalanx.plan.placement_climb import MAX_HOSTS, Counts
+from phalanx.plan.placement_balance import safest
+from phalanx.plan.placement_climb import MAX_HOSTS
 from phalanx.plan.placement_rules import keep_apart
 from phalanx.plan.placement_search import Effort, plan_placement, rule_placement
 from phalanx.plan.recovery_probability import Certificate
@@ -94,11 +94,15 @@ def placement_front(
     loads_LE = read_loads(loads)
     counts = replica_counts(loads_LE, fleet, floor=floor)
     rate = (worth or Worth()).failure
-    plans = [("ours", plan_placement(counts, fleet, loads_LE, effort=effort))]
-    for name, level in (("ours, 1/4 level", 0.25), ("ours, 1/2 level", 0.5), ("ours, 3/4 level", 0.75)):
-        if fleet.num_hosts <= MAX_HOSTS and loads_LE.any():
-            plans.append((name, _traded(plans[0][1], loads_LE, level=level, effort=effort or Effort())))
-    plans += _others(loads_LE, fleet, counts, effort)
+    effort = effort or Effort()
+    best = plan_placement(counts, fleet, loads_LE, effort=effort)
+    others = _others(loads_LE, fleet, counts, effort)
+    level = dict(others).get("least loaded")
+    plans = [("ours", best)]
+    if fleet.num_hosts <= MAX_HOSTS and loads_LE.any() and level is not None:
+        for part in (0.1, 0.3, 0.6):
+            plans.append((f"ours, load bound {part:g}", _bounded(best, level, loads_LE, part=part, effort=effort)))
+    plans += others
     points = [_point(name, plan, loads_LE, current, rate) for name, plan in plans]
     if current is not None:
         moved = plan_migration(current, plans[0][1], rename=True)
@@ -108,9 +112,7 @@ def placement_front(
     return [replace(p, on_front=not any(p.is_beaten_by(q) for q in points)) for p in (first, *rest)]
 
 
-def _others(
-    loads: Floats, fleet: Fleet, counts: ReplicaCounts, effort: Effort | None
-) -> list[tuple[str, HostPlacement]]:
+def _others(loads: Floats, fleet: Fleet, counts: ReplicaCounts, effort: Effort) -> list[tuple[str, HostPlacement]]:
     """Replica counts of the paper, and rules that know nothing of recovery, repaired so far that they hold the floor."""
     uncapped = replica_counts(loads, fleet, floor=counts.floor, cap=False)
     plans = []
@@ -125,18 +127,12 @@ def _others(
     return plans
 
 
-def _traded(best: HostPlacement, loads: Floats, *, level: float, effort: Effort) -> HostPlacement:
-    """Load levelled as far as fatal losses stay below a part (`level`, of the logarithm) of the way to any loss being fatal."""
-    start = [float(1 - c.low) for c in best.certificate.chances]
-    first = max(best.floor, best.certificate.guaranteed)
-    total = [math.comb(best.fleet.num_hosts, k) for k in range(best.fleet.num_hosts + 1)]
-    allowed = start[first] ** (1 - level) if start[first] else 1.0
-
-    def accept(fatal: Counts) -> bool:
-        return not any(fatal[: best.floor]) and fatal[first] <= allowed * total[first]
-
-    swaps = effort.of(best.fleet.num_hosts, effort.balance_swaps, best.num_layers)
-    copies = relieved(best.copies, loads, accept, swaps=swaps, seed=effort.seed)
+def _bounded(best: HostPlacement, level: HostPlacement, loads: Floats, *, part: float, effort: Effort) -> HostPlacement:
+    """The safest found whose busiest hosts have at most the load that lies a `part` of the way from the most level plan to the best."""
+    low, high = level.max_over_mean(loads), best.max_over_mean(loads)
+    swaps = 4 * effort.of(best.fleet.num_hosts, effort.balance_swaps, best.num_layers)
+    most = low + part * max(high - low, 0.0)
+    copies = safest(level.copies, loads, most=most, swaps=swaps, seed=effort.seed)
     plan = from_copies(copies, best.fleet, floor=best.floor)
     plan.check()
     return plan
@@ -159,9 +155,7 @@ def _measured(name: str, plan: HostPlacement, loads: Floats, moved: Migration | 
     )
 
 
-def _patched_point(
-    current: HostPlacement, fleet: Fleet, loads: Floats, *, floor: int, rate: float
-) -> list[Point]:
+def _patched_point(current: HostPlacement, fleet: Fleet, loads: Floats, *, floor: int, rate: float) -> list[Point]:
     """What is held now, with no more than the floor mended: where the hosts are those that are there, or fewer of them."""
     patched = patched_placement(current, fleet, floor=floor)
     if patched is None:
@@ -226,11 +220,15 @@ def choose(
         if max_over_mean is not None:
             least = min(points, key=lambda p: p.max_over_mean)
             hint = f"the lowest found is {least.max_over_mean:.3f} ({least.name})"
-            problems.append(Problem(where="max_load", value=max_over_mean, rule="no placement found is as level", hint=hint))
+            problems.append(
+                Problem(where="max_load", value=max_over_mean, rule="no placement found is as level", hint=hint)
+            )
         if max_copies is not None:
             fewest = min(points, key=lambda p: p.num_copies)
             hint = f"the fewest found are {fewest.num_copies} ({fewest.name})"
-            problems.append(Problem(where="max_copies", value=max_copies, rule="no placement found moves as little", hint=hint))
+            problems.append(
+                Problem(where="max_copies", value=max_copies, rule="no placement found moves as little", hint=hint)
+            )
         raise PlanError(problems, subject="the choice of a placement")
     if by is not None:
         return min(kept, key=by)

@@ -95,7 +95,7 @@ def _dealt(fleet: Fleet) -> list[int]:
 
 def _cheapest(costs: Costs, fleet: Fleet) -> list[int]:
     """The assignment with the least cost (Hungarian), among hosts with equally many slots."""
-    from scipy.optimize import linear_sum_assignment  # noqa: PLC0415 - half a second that only migration needs
+    from scipy.optimize import linear_sum_assignment
 
     order = [0] * fleet.num_hosts
     for slots in set(fleet.slots):

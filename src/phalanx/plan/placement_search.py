@@ -74,7 +74,11 @@ def rule_placement(rule: str, loads: ArrayLike, counts: ReplicaCounts, fleet: Fl
     loads_LE = read_loads(loads)
     rows = []
     for layer, loads_E in enumerate(loads_LE):
-        asked = np.array(counts.counts[layer]) if rule == "least_loaded" else paper_counts(loads_E, fleet.num_slots, floor=counts.floor)
+        asked = (
+            np.array(counts.counts[layer])
+            if rule == "least_loaded"
+            else paper_counts(loads_E, fleet.num_slots, floor=counts.floor)
+        )
         order = sorted(range(len(asked)), key=lambda e, asked=asked, loads_E=loads_E: (asked[e], loads_E[e], e))  # type: ignore[misc]
         pattern = [int(asked[e]) for e in order]
         made = _BY_NAME[rule](pattern, fleet.slots, loads_E[order])
@@ -119,9 +123,7 @@ def _layers(counts: ReplicaCounts, fleet: Fleet, loads: Floats) -> _Layers:
         paper.append(tuple(paper_counts(loads_E, fleet.num_slots, floor=counts.floor)[by].tolist()))
     patterns = tuple(dict.fromkeys(rows))
     number = {pattern: i for i, pattern in enumerate(patterns)}
-    return _Layers(
-        fleet, counts.floor, loads, tuple(paper), tuple(order), patterns, tuple(number[row] for row in rows)
-    )
+    return _Layers(fleet, counts.floor, loads, tuple(paper), tuple(order), patterns, tuple(number[row] for row in rows))
 
 
 Tables = list[Copies]
@@ -202,7 +204,9 @@ def _candidates(layers: _Layers, index: int) -> dict[str, Copies]:
     if layers.fleet.num_hosts <= MAX_HOSTS or not segments_fit(pattern, slots):
         paper = layers.paper[layer]
         topped = {"printed_topped": max_overlap(paper, slots), "spread_topped": spread(paper, slots)}
-        out |= {name: made for name, copies in topped.items() if (made := topped_up(copies, pattern, slots)) is not None}
+        out |= {
+            name: made for name, copies in topped.items() if (made := topped_up(copies, pattern, slots)) is not None
+        }
         out |= {f"{name}_apart": keep_apart(copies) for name, copies in out.items()}
     complement = complement_overlap(pattern, slots)
     return out if complement is None else {**out, "complement": complement}

@@ -60,7 +60,9 @@ def read_loads(loads: ArrayLike) -> Floats:
         table = table[None]
     problems = []
     if table.ndim != 2 or 0 in table.shape:
-        problems.append(Problem(where="loads.shape", value=table.shape, rule="must be layers x experts, none of them 0"))
+        problems.append(
+            Problem(where="loads.shape", value=table.shape, rule="must be layers x experts, none of them 0")
+        )
     for word, wrong in (("finite", ~np.isfinite(table)), ("not negative", table < 0)):
         if wrong.any():
             at = tuple(int(i) for i in np.argwhere(wrong)[0])
@@ -72,7 +74,11 @@ def read_loads(loads: ArrayLike) -> Floats:
 def smoothed(before: ArrayLike | None, now: ArrayLike, *, weight: float = 0.3) -> Floats:
     """Exponential average of loads: `weight` of the newest window, the rest of what was smoothed before (None: nothing yet)."""
     if not 0 < weight <= 1:
-        raise_if([Problem(where="weight", value=weight, rule="is above 0 and at most 1", hint="use 0.3")], PlanError, subject="loads")
+        raise_if(
+            [Problem(where="weight", value=weight, rule="is above 0 and at most 1", hint="use 0.3")],
+            PlanError,
+            subject="loads",
+        )
     new = read_loads(now)
     if before is None:
         return new
@@ -80,14 +86,16 @@ def smoothed(before: ArrayLike | None, now: ArrayLike, *, weight: float = 0.3) -
     if old.shape != new.shape:
         rule = f"must have the shape of the loads before, {old.shape}"
         raise PlanError([Problem(where="loads.shape", value=new.shape, rule=rule)], subject="loads")
-    return (1 - weight) * old + weight * new
+    out: Floats = (1 - weight) * old + weight * new
+    return out
 
 
 def zipf_loads(num_layers: int, num_experts: int, *, skew: float, seed: int = 0) -> Floats:
     """Loads that fall as rank^-skew; which expert has which rank is drawn per layer."""
     falling = np.arange(1, num_experts + 1, dtype=np.float64) ** -skew
     rng = np.random.default_rng(seed)
-    return np.stack([rng.permutation(falling) for _ in range(num_layers)]) * (1e6 / falling.sum())
+    out: Floats = np.stack([rng.permutation(falling) for _ in range(num_layers)]) * (1e6 / falling.sum())
+    return out
 
 
 def paper_counts(loads_E: ArrayLike, num_slots: int, *, floor: int) -> NDArray[np.int64]:
@@ -163,12 +171,18 @@ def _notes(
     notes = []
     if used < asked:
         experts, hosts = loads_LE.shape[1], fleet.num_hosts
-        why = f"there are {hosts} hosts" if used == hosts else f"{fleet.num_slots} slots hold {experts} experts {used} times"
+        why = (
+            f"there are {hosts} hosts"
+            if used == hosts
+            else f"{fleet.num_slots} slots hold {experts} experts {used} times"
+        )
         notes.append(f"f lowered from {asked} to {used}: {why}")
     idle = [layer for layer, row in enumerate(loads_LE) if not row.any()]
     if idle:
         notes.append(f"{len(idle)} layer(s) without any load (first: {idle[0]}): all experts count alike")
     over = max(int(row.max()) for row in rows)
     if over > fleet.num_hosts:
-        notes.append(f"up to {over} replicas of an expert on {fleet.num_hosts} hosts: copies on one host share work, not risk")
+        notes.append(
+            f"up to {over} replicas of an expert on {fleet.num_hosts} hosts: copies on one host share work, not risk"
+        )
     return tuple(notes)
