@@ -2,7 +2,8 @@
 
 Decides what a table of copies leaves open: which of the experts with equally many replicas takes which of its rows (`name_rows`), and, where sets of
 hosts can be listed, swaps of copies that make no loss fatal which was not (`levelled`), or that save
-losses within a bound on the load (`safest`). Must never change: the fatal losses of all layers together are what they were, or fewer.
+losses within a bound on the load (`safest`), or load within a bound on losses (`relieved`). Must never change: but for `relieved`, the fatal losses of all
+layers together are what they were, or fewer.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.plan.placement_climb import FatalTable, climb, holder_sets
+from phalanx.plan.placement_climb import Counts, FatalTable, climb, holder_sets
 from phalanx.plan.placement_rules import Copies
 
 Floats = NDArray[np.float64]
@@ -62,6 +63,18 @@ def levelled(copies_LEN: NDArray[np.int64], loads: Floats, *, swaps: int, seed: 
     for layer, copies in enumerate(copies_LEN):
         shares = loads[layer] / copies.sum(1)
         out[layer] = climb(copies, table, moves=swaps, shares=shares, seed=seed + layer)
+    return out
+
+
+def relieved(
+    copies_LEN: NDArray[np.int64], loads: Floats, *, allowed: Counts, swaps: int, seed: int
+) -> NDArray[np.int64]:
+    """Random swaps in each layer that do not raise its busiest host, while no more losses of k hosts are fatal than `allowed[k]`."""
+    table = FatalTable(copies_LEN.shape[2], (mask for copies in copies_LEN for mask in holder_sets(copies)))
+    out = copies_LEN.copy()
+    for layer, copies in enumerate(copies_LEN):
+        shares = loads[layer] / copies.sum(1)
+        out[layer] = climb(copies, table, moves=swaps, shares=shares, allowed=allowed, seed=seed + layer)
     return out
 
 

@@ -73,13 +73,15 @@ def climb(
     moves: int,
     shares: NDArray[np.float64] | None = None,
     most: float = 0.0,
+    allowed: Counts | None = None,
     enough: Counts | None = None,
     seed: int = 0,
 ) -> Copies:
     """`moves` random swaps, kept where the objective does not rise. `table` holds the sets of `copies` and may hold other layers.
 
     The objective is (fatal sets, busiest host), with `shares` given; a load of up to `most` is as good as none, and one that is above
-    it may not rise for fewer fatal sets either. It stops at `enough` where no load counts. `table` follows the changes.
+    it may not rise for fewer fatal sets either. With `allowed` it is the load alone, among tables with at most so many fatal sets of
+    each size. It stops at `enough` where no load counts. `table` follows the changes.
     """
     copies = copies.copy()
     rng = random.Random(seed)
@@ -97,7 +99,13 @@ def climb(
         new_load = load if shares is None else busiest(copies, shares)
         _exchange(table, before, after)
         new = table.fatal()
-        if (new, max(new_load, most)) <= (fatal, max(load, most)) and (not most or new_load <= max(load, most)):
+        if allowed is not None:
+            better = new_load <= load and all(n <= a for n, a in zip(new, allowed, strict=True))
+        else:
+            better = (new, max(new_load, most)) <= (fatal, max(load, most)) and (
+                not most or new_load <= max(load, most)
+            )
+        if better:
             fatal, load = new, new_load
         else:
             _exchange(table, after, before)

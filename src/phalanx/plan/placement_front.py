@@ -18,12 +18,16 @@ from phalanx.core.errors import PlanError, Problem
 from phalanx.plan.fleet import Fleet
 from phalanx.plan.host_placement import HostPlacement, from_copies
 from phalanx.plan.migration import Migration, plan_migration
-from phalanx.plan.placement_balance import safest
+from phalanx.plan.placement_balance import relieved, safest
 from phalanx.plan.placement_climb import MAX_HOSTS
 from phalanx.plan.placement_rules import keep_apart
 from phalanx.plan.placement_search import Effort, plan_placement, rule_placement
-from phalanx.plan.recovery_probability import Certificate
+from phalanx.plan.recovery_probability import Certificate, fatal_counts
 from phalanx.plan.replicas import Floats, ReplicaCounts, read_loads, replica_counts
+
+UNCAPPED = "ours, the paper's counts"
+PARTS = (0.4, 0.7, 0.9)
+"""Where between recovery and balance further placements are looked for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,8 +104,9 @@ def placement_front(
     level = dict(others).get("least loaded")
     plans = [("ours", best)]
     if fleet.num_hosts <= MAX_HOSTS and loads_LE.any() and level is not None:
-        for part in (0.1, 0.3, 0.6):
-            plans.append((f"ours, load bound {part:g}", _bounded(best, level, loads_LE, part=part, effort=effort)))
+        for part in PARTS:
+            start = min((best, dict(others).get(UNCAPPED, best)), key=lambda plan: plan.max_over_mean(loads_LE))
+            plans.append((f"ours, {part:.0%} to level", _between(start, level, loads_LE, part=part, effort=effort)))
     plans += others
     points = [_point(name, plan, loads_LE, current, rate) for name, plan in plans]
     if current is not None:
@@ -117,7 +122,7 @@ def _others(loads: Floats, fleet: Fleet, counts: ReplicaCounts, effort: Effort) 
     uncapped = replica_counts(loads, fleet, floor=counts.floor, cap=False)
     plans = []
     if uncapped.counts != counts.counts:
-        plans.append(("ours, the paper's counts", plan_placement(uncapped, fleet, loads, effort=effort)))
+        plans.append((UNCAPPED, plan_placement(uncapped, fleet, loads, effort=effort)))
     for rule in ("spread", "least_loaded"):
         made = rule_placement(rule, loads, counts, fleet)
         apart = np.stack([keep_apart(copies) for copies in made.copies])
@@ -127,12 +132,22 @@ def _others(loads: Floats, fleet: Fleet, counts: ReplicaCounts, effort: Effort) 
     return plans
 
 
-def _bounded(best: HostPlacement, level: HostPlacement, loads: Floats, *, part: float, effort: Effort) -> HostPlacement:
-    """The safest found whose busiest hosts have at most the load that lies a `part` of the way from the most level plan to the best."""
-    low, high = level.max_over_mean(loads), best.max_over_mean(loads)
-    swaps = 4 * effort.of(best.fleet.num_hosts, effort.balance_swaps, best.num_layers)
-    most = low + part * max(high - low, 0.0)
-    copies = safest(level.copies, loads, most=most, swaps=swaps, seed=effort.seed)
+def _between(best: HostPlacement, level: HostPlacement, loads: Floats, *, part: float, effort: Effort) -> HostPlacement:
+    """A plan a `part` of the way from the best for recovery to the most level one.
+
+    One layer: the safest found within that bound on the load. Several layers survive together only because they are aligned, which swaps
+    in one of them cannot build: so the best is relieved of load within that bound on fatal losses.
+    """
+    num_hosts, seed = best.fleet.num_hosts, effort.seed
+    swaps = effort.of(num_hosts, effort.balance_swaps, best.num_layers)
+    if best.num_layers == 1:
+        low, high = level.max_over_mean(loads), best.max_over_mean(loads)
+        most = high - part * max(high - low, 0.0)
+        copies = safest(level.copies, loads, most=most, swaps=4 * swaps, seed=seed)
+    else:
+        ends = [fatal_counts(plan.holder_sets, num_hosts) for plan in (best, level)]
+        allowed = tuple(a + int(part * max(b - a, 0)) for a, b in zip(*ends, strict=True))
+        copies = relieved(best.copies, loads, allowed=allowed, swaps=swaps, seed=seed)
     plan = from_copies(copies, best.fleet, floor=best.floor)
     plan.check()
     return plan
