@@ -1,14 +1,27 @@
-"""Slow and plain twins of the placement planners: all losses one by one, all placements one by one."""
+"""Slow and plain twins of the placement planners: all losses one by one, all placements one by one.
+
+`python tests/placement_help.py random 10000` compares that many random cases with the printed rule and spread; `... brute 6` all allocations of up to 6 hosts
+with all placements.
+"""
 
 from __future__ import annotations
 
 import itertools
+import sys
+import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
 
+from phalanx.plan.fleet import equal_fleet
 from phalanx.plan.host_placement import HostPlacement
+from phalanx.plan.placement_climb import holder_sets
+from phalanx.plan.placement_rules import max_overlap
+from phalanx.plan.placement_search import plan_placement, rule_placement
+from phalanx.plan.recovery_probability import fatal_counts
+from phalanx.plan.replicas import ReplicaCounts, replica_counts
 
 
 def survives(slots: Sequence[Sequence[Sequence[int]]], num_experts: int, lost: Sequence[int]) -> bool:
@@ -131,3 +144,69 @@ def random_case(rng: np.random.Generator) -> tuple[int, int, int, np.ndarray, in
     loads = rng.permutation(np.arange(1, e + 1, dtype=np.float64) ** -skew) * (1 + 0.1 * rng.random(e))
     loads[rng.random(e) < rng.choice([0.0, 0.0, 0.2])] = 0
     return n, c, e, loads, int(rng.integers(1, 4))
+
+
+@dataclass
+class Tally:
+    """What random cases showed."""
+
+    cases: int = 0
+    broken_ours: int = 0
+    broken_printed: int = 0
+    worse: int = 0
+    better: int = 0
+    trade_offs: int = 0
+    """Cases in which another rule survives more losses of some number of hosts, though fewer of a smaller number."""
+
+
+def compare(rng: np.random.Generator, tally: Tally) -> list[str]:
+    """One random case against the printed rule and spread; returns what is wrong with ours."""
+    hosts, slots, _, loads, floor = random_case(rng)
+    fleet = equal_fleet(hosts, slots)
+    counts = replica_counts(loads, fleet, floor=floor)
+    ours = plan_placement(counts, fleet, loads)
+    mine, wrong = fatal_of(ours), []
+    tally.cases += 1
+    if ours.certificate.guaranteed < counts.floor:
+        tally.broken_ours += 1
+        wrong.append(f"f {counts.floor} broken: {hosts} {slots} {loads.tolist()}")
+    for rule in ("printed", "spread"):
+        plan = rule_placement(rule, loads, counts, fleet)
+        theirs = fatal_of(plan)
+        tally.better += theirs > mine
+        tally.trade_offs += any(t < m for t, m in zip(theirs, mine, strict=True))
+        tally.broken_printed += rule == "printed" and plan.certificate.guaranteed < counts.floor
+        if theirs < mine:
+            tally.worse += 1
+            wrong.append(f"worse than {rule}: {hosts} {slots} {loads.tolist()} f {floor}: {mine} {theirs}")
+    return wrong
+
+
+def optimal(num_hosts: int, width: int, counts: Sequence[int]) -> tuple[bool, bool]:
+    """Whether ours and the printed rule are optimal for these replica counts, against all placements."""
+    fleet = equal_fleet(num_hosts, width)
+    given = ReplicaCounts(counts=(tuple(counts),), floor=1, asked_floor=1)
+    mine = fatal_of(plan_placement(given, fleet, [[0.0] * len(counts)]))
+    best = better_placement(counts, num_hosts, width, mine) is None
+    return best, best and fatal_counts(holder_sets(max_overlap(counts, fleet.slots)), num_hosts) == mine
+
+
+def cut_short(most_hosts: int) -> Iterator[tuple[int, int, tuple[int, ...]]]:
+    """(N, c, counts) of all allocations with more experts than slots of a host: N 2 ... most_hosts, c up to 4, E up to 6."""
+    for n, c, e in itertools.product(range(2, most_hosts + 1), range(1, 5), range(2, 7)):
+        if e > c:
+            for counts in allocations(n * c, e):
+                yield n, c, counts
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "random":
+        total, rng = Tally(), np.random.default_rng(7)
+        for _ in range(int(sys.argv[2])):
+            for line in compare(rng, total):
+                print(line)
+        print(total, f"{time.process_time():.1f} s of CPU")
+    else:
+        found = [optimal(*case) for case in cut_short(int(sys.argv[2]))]
+        print(f"{len(found)} allocations: ours optimal {sum(o for o, _ in found)}, printed {sum(p for _, p in found)}")
+        print(f"{time.process_time():.1f} s of CPU")

@@ -46,8 +46,8 @@ class HostPlacement:
         """(L, E, N) replicas of each expert on each host."""
         out = np.zeros((self.num_layers, self.num_experts, self.fleet.num_hosts), dtype=np.int64)
         for layer, hosts in enumerate(self.slots):
-            for host, held in enumerate(hosts):
-                np.add.at(out[layer, :, host], list(held), 1)
+            columns = np.repeat(np.arange(len(hosts)), [len(held) for held in hosts])
+            np.add.at(out[layer], (np.array([e for held in hosts for e in held], dtype=np.int64), columns), 1)
         return out
 
     @cached_property
@@ -170,6 +170,8 @@ def _problems(plan: HostPlacement) -> list[Problem]:
     if problems:
         return problems
     experts = set(range(plan.num_experts))
+    if not all(0 <= e < plan.num_experts for hosts in plan.slots for held in hosts for e in held):
+        return [Problem(where="placement.slots", value=None, rule=f"experts are 0 ... {plan.num_experts - 1}")]
     for layer, hosts in enumerate(plan.slots):
         where = f"placement.slots[{layer}]"
         widths = tuple(len(held) for held in hosts)
@@ -181,7 +183,7 @@ def _problems(plan: HostPlacement) -> list[Problem]:
             rule = f"each of the experts 0 ... {plan.num_experts - 1} needs a slot, and nothing else has one"
             problems.append(Problem(where=where, value=wrong, rule=rule))
             continue
-        few = [e for e in sorted(experts) if len({n for n, held in enumerate(hosts) if e in held}) < plan.floor]
+        few = np.flatnonzero((plan.copies[layer] > 0).sum(1) < plan.floor).tolist()
         if few:
             rule = f"each expert is on at least {plan.floor} hosts, so that any {plan.floor - 1} may be lost"
             problems.append(Problem(where=where, value=few, rule=rule, hint="swap copies that lie beside each other"))

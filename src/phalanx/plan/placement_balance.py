@@ -8,6 +8,8 @@ layers together are what they were, or fewer.
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -39,6 +41,13 @@ class _Rows:
         return best
 
 
+def _rows(table: Copies) -> _Rows:
+    """Equal rows counted, in the order of their first."""
+    free = Counter(row.tobytes() for row in table)
+    rows = np.frombuffer(b"".join(free), dtype=table.dtype).reshape(len(free), -1)
+    return _Rows(rows, np.array(list(free.values()), dtype=np.int64))
+
+
 def name_rows(table: Copies, loads_E: Floats) -> Copies:
     """The same rows, each for an expert of its count; `loads_E` belong to experts, row i of `table` being one that expert i could have.
 
@@ -46,7 +55,7 @@ def name_rows(table: Copies, loads_E: Floats) -> Copies:
     only different ones are looked at.
     """
     counts = table.sum(1)
-    kinds = {c: _Rows(*np.unique(table[counts == c], axis=0, return_counts=True)) for c in np.unique(counts).tolist()}
+    kinds = {count: _rows(table[counts == count]) for count in set(counts.tolist())}
     out = np.empty_like(table)
     load = np.zeros(table.shape[1])
     share = loads_E / counts

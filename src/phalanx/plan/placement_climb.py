@@ -55,10 +55,8 @@ class FatalTable:
 
 def holder_sets(copies: Copies) -> list[int]:
     """Holders of each expert, as bits."""
-    if copies.shape[1] <= 62:
-        held: NDArray[np.int64] = (copies > 0) @ (1 << np.arange(copies.shape[1], dtype=np.int64))
-        return [int(mask) for mask in held]
-    return [mask_of(np.flatnonzero(row)) for row in copies]
+    held = np.packbits(copies > 0, axis=1, bitorder="little")
+    return [int.from_bytes(row.tobytes(), "little") for row in held]
 
 
 def busiest(copies: Copies, shares: NDArray[np.float64]) -> float:

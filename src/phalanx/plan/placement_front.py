@@ -69,6 +69,11 @@ class Point:
     migration: Migration | None = None
     on_front: bool = True
 
+    @property
+    def losses(self) -> tuple[float, ...]:
+        """Fatal part of the losses of k = 0, 1, 2, ... hosts: what recovery alone compares."""
+        return tuple(float(1 - chance.low) for chance in self.plan.certificate.chances)
+
     def is_beaten_by(self, other: Point) -> bool:
         """Whether `other` is nowhere worse and somewhere better."""
         mine = (self.risk, self.max_over_mean, self.num_copies)
@@ -220,7 +225,7 @@ def choose(
     max_copies: int | None = None,
     by: Callable[[Point], float] | None = None,
 ) -> Point:
-    """The point with the least risk within the limits (the first of equals), or with the least `by`.
+    """Within the limits, the point that survives most losses of 1, 2, 3, ... hosts (of equals the most level), or the one with the least `by`.
 
     Raises `PlanError` naming the nearest where no point keeps the limits.
     """
@@ -247,4 +252,4 @@ def choose(
         raise PlanError(problems, subject="the choice of a placement")
     if by is not None:
         return min(kept, key=by)
-    return kept[0] if kept[0] is points[0] else min(kept, key=lambda p: p.risk)
+    return min(kept, key=lambda p: (p.losses, p.risk, p.max_over_mean, p.num_copies))

@@ -127,19 +127,23 @@ def fill(
     copies = copies.copy()
     vacant = np.array(slots, dtype=np.int64) - copies.sum(0)
     load = np.zeros(len(slots)) if shares is None else np.asarray(shares) @ copies
+    missing = (np.asarray(counts) - copies.sum(1)).tolist()
     order = by_count(counts)
     if shares is not None:
         order.sort(key=lambda e: -shares[e])
     for expert in order:
         share = 0.0 if shares is None else shares[expert]
-        for _ in range(counts[expert] - int(copies[expert].sum())):
-            rank = vacant.astype(np.float64) if shares is None else -load
-            open_ = np.where(vacant > 0, rank, -np.inf)
-            apart = np.where(copies[expert] == 0, open_, -np.inf)
-            host = int(np.argmax(apart if apart.max() > -np.inf else open_))
-            copies[expert, host] += 1
-            vacant[host] -= 1
-            load[host] += share
+        while missing[expert]:
+            rank = -vacant if shares is None else load
+            open_ = np.flatnonzero((vacant > 0) & (copies[expert] == 0))
+            most = missing[expert]
+            if not len(open_):  # only beside itself: one at a time, because each changes the rank
+                open_, most = np.flatnonzero(vacant > 0), 1
+            hosts = open_[np.argsort(rank[open_], kind="stable")[:most]]
+            copies[expert, hosts] += 1
+            vacant[hosts] -= 1
+            load[hosts] += share
+            missing[expert] -= len(hosts)
     return copies
 
 

@@ -99,7 +99,7 @@ _BY_NAME: Mapping[str, Callable[[Sequence[int], Sequence[int], Floats], Copies]]
 # ---- all layers together ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Layers:
     """Layers by pattern. `order[l]` = experts of layer l in the order of its pattern."""
 
@@ -112,6 +112,8 @@ class _Layers:
     patterns: tuple[tuple[int, ...], ...]
     """Different sorted counts."""
     pattern_of: tuple[int, ...]
+    all_fit: bool
+    """No layer's segments are cut short: the printed rule needs no repair."""
 
 
 def _layers(counts: ReplicaCounts, fleet: Fleet, loads: Floats) -> _Layers:
@@ -123,7 +125,16 @@ def _layers(counts: ReplicaCounts, fleet: Fleet, loads: Floats) -> _Layers:
         paper.append(tuple(paper_counts(loads_E, fleet.num_slots, floor=counts.floor)[by].tolist()))
     patterns = tuple(dict.fromkeys(rows))
     number = {pattern: i for i, pattern in enumerate(patterns)}
-    return _Layers(fleet, counts.floor, loads, tuple(paper), tuple(order), patterns, tuple(number[row] for row in rows))
+    return _Layers(
+        fleet=fleet,
+        floor=counts.floor,
+        loads=loads,
+        paper=tuple(paper),
+        order=tuple(order),
+        patterns=patterns,
+        pattern_of=tuple(number[row] for row in rows),
+        all_fit=all(segments_fit(pattern, fleet.slots) for pattern in patterns),
+    )
 
 
 Tables = list[Copies]
@@ -199,9 +210,10 @@ def _candidates(layers: _Layers, index: int) -> dict[str, Copies]:
         "overlap": max_overlap(pattern, slots),
         "overlap_levelled": _levelled_overlap(layers, layer),
         "spread": spread(pattern, slots),
-        "safe": safe_spread(pattern, slots, floor=floor),
     }
-    if layers.fleet.num_hosts <= MAX_HOSTS or not segments_fit(pattern, slots):
+    if min(slots) < max(slots):  # with equal slots, copies that are kept apart hold the floor
+        out["safe"] = safe_spread(pattern, slots, floor=floor)
+    if layers.fleet.num_hosts <= MAX_HOSTS or not layers.all_fit:
         paper = layers.paper[layer]
         topped = {"printed_topped": max_overlap(paper, slots), "spread_topped": spread(paper, slots)}
         out |= {

@@ -16,7 +16,7 @@ import hashlib
 import itertools
 import json
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Literal, NamedTuple
 
@@ -27,7 +27,7 @@ from phalanx.plan.fleet import Fleet
 from phalanx.plan.folding import Folding, to_dict
 from phalanx.plan.migration import Migration, plan_migration
 from phalanx.plan.placement_search import Effort, plan_placement
-from phalanx.plan.recovery_devices import Limits, choose_folding, is_exact, place_devices
+from phalanx.plan.recovery_devices import Limits, choose_folding, is_exact, place_devices, usable_devices
 from phalanx.plan.recovery_state import (
     WHOLE,
     DenseCopy,
@@ -40,6 +40,7 @@ from phalanx.plan.recovery_state import (
     stage_fleet,
 )
 from phalanx.plan.replicas import read_loads, replica_counts
+from phalanx.plan.stages import assign_stages
 
 Action = Literal["go_on", "checkpoint", "wait"]
 
@@ -81,7 +82,10 @@ class RecoveryPlan:
     """tp, cp and etp are as before: results stay bitwise those of an undisturbed run."""
     reshard: bool
     """tp or the stages changed: pieces of dense state are cut differently now."""
-    notes: tuple[str, ...]
+    reason: str = ""
+    """Why devices are idle, or the mapping is another."""
+    notes: tuple[str, ...] = ()
+    """What else was decided that nobody asked for."""
 
     @property
     def num_expert_copies(self) -> int:
@@ -121,6 +125,7 @@ class RecoveryPlan:
                 "missing": self.missing,
                 "exact": self.exact,
                 "reshard": self.reshard,
+                "reason": self.reason,
                 "notes": self.notes,
             },
             sort_keys=True,
@@ -144,7 +149,7 @@ class RecoveryPlan:
             lines.append(f"  mapping {self.old.label()} -> {self.new.label()} on {self.new.world} devices; {kind}")
         if self.idle:
             lines.append(f"  idle: devices {', '.join(str(d.id) for d in self.idle)}")
-        lines += [f"  {note}" for note in self.notes]
+        lines += [f"  {note}" for note in (self.reason, *self.notes) if note]
         if self.action == "checkpoint":
             shown = ", ".join(self.missing[:8]) + (
                 f" and {len(self.missing) - 8} more" if len(self.missing) > 8 else ""
@@ -168,17 +173,19 @@ def plan_recovery(
     effort: Effort | None = None,
 ) -> RecoveryPlan:
     """The plan for the devices that live. `loads` (all expert layers x experts; None: alike) decide replicas; `layers` = expert layers of
-    each new stage where pp changes; `fleet` knows racks and failure rates of hosts by name."""
+    each new stage (None: as before, or by cost where pp changes); `fleet` knows racks and failure rates of hosts by name."""
     job.check()
     raise_if(_alive_problems(job, alive), PlanError, subject="recovery")
     lost = tuple(host for host in job.hosts if host not in {d.host for d in alive})
     hosts = sorted({d.host for d in alive})
-    choice = choose_folding(job.folding, len(alive), limits) if len(hosts) >= min_hosts else None
+    usable = usable_devices(alive, job.folding.etp)
+    roomy = replace(limits, slots_per_rank=job.slots_per_rank) if job.stages else limits
+    choice = choose_folding(job.folding, usable, roomy) if len(hosts) >= min_hosts else None
     if choice is None:
-        return _waiting(job, lost, hosts, min_hosts, len(alive))
+        return _waiting(job, lost, hosts, min_hosts, usable)
     new = choice.folding
     devices, idle = place_devices(job.folding, job.devices, alive, new)
-    stages, notes = _stages(job, new, devices, _stage_layers(job, new, layers), alive, loads, fleet, effort)
+    stages, notes = _stages(job, new, devices, _stage_layers(job, new, layers, limits), alive, loads, fleet, effort)
     here = {d.id for d in alive}
     reshard = (new.tp, new.pp) != (job.folding.tp, job.folding.pp)
     before = dense_copies(job.folding, job.devices, floor=job.floor, zero=job.zero)
@@ -196,10 +203,18 @@ def plan_recovery(
         missing=missing,
         exact=is_exact(new, job.folding),
         reshard=reshard,
-        notes=tuple(filter(None, (choice.reason, *notes))),
+        reason=_reason(choice.reason, len(alive) - usable, job.folding.etp),
+        notes=tuple(notes),
     )
     made.check()
     return made
+
+
+def _reason(reason: str, single: int, etp: int) -> str:
+    parts = [reason] if reason else []
+    if single:
+        parts.append(f"{single} devices have no {etp - 1} others on their host to share experts with (etp {etp})")
+    return "; ".join(parts)
 
 
 def _alive_problems(job: JobState, alive: Sequence[Device]) -> list[Problem]:
@@ -222,24 +237,39 @@ def _waiting(
         note = f"{len(hosts)} hosts live, the job runs on {min_hosts} or more; waiting for {min_hosts - len(hosts)} of {gone or 'others'}"
     else:
         note = f"no legal mapping of the axes in use fits {num_devices} devices; waiting for more"
+        experts = job.stages[0].placement.num_experts if job.stages else 0
+        slots = num_devices // (job.folding.etp * job.folding.pp) * job.slots_per_rank
+        if slots < experts:
+            note = (
+                f"{experts} experts need a slot each, {num_devices} devices have {slots} for a stage; waiting for more"
+            )
     return RecoveryPlan(
         action="wait", lost=lost, old=job.folding, new=None, devices=(), idle=(), stages=(), dense=(), missing=(),
-        exact=False, reshard=False, notes=(note,),
+        exact=False, reshard=False, reason=note,
     )  # fmt: skip
 
 
-def _stage_layers(job: JobState, new: Folding, layers: Sequence[Sequence[int]] | None) -> list[tuple[int, ...]]:
-    """Expert layers of each new stage."""
+def _stage_layers(
+    job: JobState, new: Folding, layers: Sequence[Sequence[int]] | None, limits: Limits
+) -> list[tuple[int, ...]]:
+    """Expert layers of each new stage: as given, as before, or as the model is divided by cost where pp changes."""
     if not job.stages:
         return []
     mine = [stage.layers for stage in job.stages]
-    wanted = [tuple(part) for part in layers] if layers is not None else mine
-    if len(wanted) != new.pp or sorted(x for w in wanted for x in w) != sorted(x for m in mine for x in m):
-        rule = f"the expert layers of each of pp {new.pp} stages, together those of the stages before"
-        raise PlanError(
-            [Problem(where="layers", value=wanted, rule=rule, hint="divide the layers for the new pp")],
-            subject="recovery",
-        )
+    if layers is not None:
+        wanted = [tuple(part) for part in layers]
+    elif new.pp == len(mine):
+        wanted = mine
+    else:
+        wanted = [s.moe_layers for s in assign_stages(limits.spec, range(new.pp), seq_len=limits.seq_len).stages]
+    if (
+        len(wanted) != new.pp
+        or not all(wanted)
+        or sorted(x for w in wanted for x in w) != sorted(x for m in mine for x in m)
+    ):
+        rule = f"some expert layers for each of pp {new.pp} stages, together those of the stages before"
+        problem = Problem(where="layers", value=wanted, rule=rule, hint="say which layers each stage has")
+        raise PlanError([problem], subject="recovery")
     return wanted
 
 
@@ -257,10 +287,6 @@ def _stages(
     every = sorted(x for part in layers for x in part)
     out, notes = [], []
     for pp, part in enumerate(layers):
-        if not part:
-            raise PlanError(
-                [Problem(where=f"layers[{pp}]", value=part, rule="each stage has an expert layer")], subject="recovery"
-            )
         held = merged_holdings(job.stages, part)
         table = read_loads([[0.0] * held.num_experts] * len(part) if loads is None else _rows(loads, every, part))
         here = stage_fleet(new, devices, pp, slots_per_rank=job.slots_per_rank, like=fleet)
@@ -351,7 +377,7 @@ def _problems(plan: RecoveryPlan) -> list[Problem]:
     both = sorted({d.id for d in plan.idle} & set(used))
     if both:
         problems.append(Problem(where="recovery.idle", value=both, rule="has no rank"))
-    if plan.idle and not plan.notes:
+    if plan.idle and not plan.reason:
         problems.append(Problem(where="recovery.idle", value=[d.id for d in plan.idle], rule="is idle for a reason"))
     if bool(plan.missing) != (plan.action == "checkpoint"):
         problems.append(Problem(where="recovery.action", value=plan.action, rule="goes back where state is lost"))

@@ -4,8 +4,8 @@ Decides both. The mapping keeps tp, cp and etp (then results stay bitwise what t
 (a memory estimate, say) lets it also change pp, where that uses more devices. Where nothing with these degrees fits the survivors, the nearest legal mapping of
 the same axes is taken. With replicas, ep is what is left: one expert-parallel group of all ranks of a stage.
 
-Devices keep their coordinates where they can: a *cell* (the tp x cp ranks of one data-parallel coordinate) that lost nobody stays whole in its stage; surplus
-cells fill other stages, loose devices of broken cells make new ones. Must never change: what is idle is named with its reason, and nobody is idle without.
+Devices keep their coordinates where they can: a *block* (the tp x cp ranks of one data-parallel coordinate, or as many as share an expert) that lost nobody
+stays whole in its stage; surplus blocks fill other stages, loose devices of broken ones make new ones. Must never change: what is idle is named with its reason, and nobody is idle without.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ class Limits:
     """Samples of a step: a data-parallel rank without one would have nothing to do."""
     replicated: bool = True
     """Experts have replicas over the whole stage; else ep divides the experts."""
+    slots_per_rank: int | None = None
+    """Replicas that an ep rank has room for; None: as many as it takes."""
     cp_method: str = "ring"
     fits: Callable[[Folding], bool] | None = None
 
@@ -63,6 +65,12 @@ def choose_folding(old: Folding, num_devices: int, limits: Limits) -> Choice | N
     return Choice(folding=near, idle=num_devices - near.world, reason=reason)
 
 
+def usable_devices(alive: Sequence[Device], etp: int) -> int:
+    """Devices that can be part of a mapping: the slices of an expert stay on one host, so a host counts whole groups of `etp`."""
+    hosts = [d.host for d in alive]
+    return sum(hosts.count(host) // etp * etp for host in set(hosts))
+
+
 def is_exact(new: Folding, old: Folding) -> bool:
     """Whether results stay bitwise those of the mapping before."""
     return all(new.degree(axis) == old.degree(axis) for axis in EXACT)
@@ -78,13 +86,13 @@ def _same_degrees(old: Folding, num_devices: int, limits: Limits) -> list[Foldin
         unit = pp * math.lcm(old.tp * old.cp, old.etp)
         for world in range(num_devices - num_devices % unit, 0, -unit):
             made = _with_experts(replace(old, world=world, pp=pp), old, limits)
-            if made is not None and is_legal(made, limits):
+            if is_legal(made, limits):
                 out.append(made)
                 break
     return out
 
 
-def _with_experts(folding: Folding, old: Folding, limits: Limits) -> Folding | None:
+def _with_experts(folding: Folding, old: Folding, limits: Limits) -> Folding:
     """`ep` for this world: all of a stage where experts have replicas, else the nearest that divides the experts."""
     blocks = folding.world // (folding.etp * folding.pp)
     if not limits.spec.moe_layers:
@@ -102,6 +110,9 @@ def is_legal(folding: Folding, limits: Limits) -> bool:
         return False
     if folding.dp > limits.num_samples:
         return False
+    slots = folding.ep * limits.slots_per_rank if limits.replicated and limits.slots_per_rank else None
+    if slots is not None and limits.spec.moe_layers and slots < limits.spec.num_experts:
+        return False
     return limits.fits is None or limits.fits(folding)
 
 
@@ -114,7 +125,7 @@ def _nearest(old: Folding, num_devices: int, limits: Limits) -> Folding | None:
             world, limits.spec, seq_len=limits.seq_len, axes=axes, cp_method=limits.cp_method
         ):
             made = _with_experts(folding, old, limits)
-            if made is not None and is_legal(made, limits):
+            if old.etp % made.etp == 0 and is_legal(made, limits):
                 found[made] = None
         if found:
             return min(found, key=lambda f: (_distance(f, old), [f.degree(a) for a in DEGREES]))
@@ -149,64 +160,87 @@ def _why_idle(folding: Folding, old: Folding, num_devices: int, limits: Limits) 
 
 @dataclass
 class _Pools:
-    """Devices not yet placed: whole cells by stage, and single ones with the stage they were in (-1: new here)."""
+    """Devices not yet placed: whole blocks by stage, and single ones with the stage they were in (-1: new here)."""
 
-    cells: dict[int, list[tuple[Device, ...]]]
+    blocks: dict[int, list[tuple[Device, ...]]]
     loose: list[tuple[int, Device]]
 
 
 def place_devices(
     old: Folding, before: Sequence[Device], alive: Sequence[Device], new: Folding
 ) -> tuple[tuple[Device, ...], tuple[Device, ...]]:
-    """(device of rank 0, 1, ..., idle devices). `alive` may contain devices that had no rank before."""
-    pools = _pools(old, before, alive, keep=(old.tp, old.cp) == (new.tp, new.cp), stages=new.pp)
-    width, per_stage = new.tp * new.cp, new.dp
+    """(device of rank 0, 1, ..., idle devices). `alive` may contain devices that had no rank before.
+
+    Works in blocks of lcm(tp x cp, etp) ranks: whole cells, and whole groups that share experts.
+    """
+    pools = _pools(old, before, alive, new)
+    width = _width(new)
+    per_stage = new.world // (new.pp * width)
     stages: list[list[tuple[Device, ...]]] = []
     for pp in range(new.pp):
-        own = pools.cells.get(pp, [])
+        own = pools.blocks.get(pp, [])
         stages.append(own[:per_stage])
-        pools.cells[pp] = own[per_stage:]
-    for cells in stages:
-        surplus = [(pp, cell) for pp in sorted(pools.cells) for cell in pools.cells[pp]]
-        for pp, cell in surplus[: per_stage - len(cells)]:
-            cells.append(cell)
-            pools.cells[pp].remove(cell)
-    for pp, cells in enumerate(stages):
-        while len(cells) < per_stage:
-            cells.append(_made_cell(pools, pp, width))
-    order = [d for cells in stages for cell in sorted(cells, key=lambda c: (c[0].host, c[0].id)) for d in cell]
+        pools.blocks[pp] = own[per_stage:]
+    for blocks in stages:
+        surplus = [(pp, block) for pp in sorted(pools.blocks) for block in pools.blocks[pp]]
+        for pp, block in surplus[: per_stage - len(blocks)]:
+            blocks.append(block)
+            pools.blocks[pp].remove(block)
+    for pp, blocks in enumerate(stages):
+        while len(blocks) < per_stage:
+            blocks.append(_made_block(pools, pp, width, new.etp))
+    order = [d for blocks in stages for block in sorted(blocks, key=lambda b: (b[0].host, b[0].id)) for d in block]
     placed = set(order)
     return tuple(order), tuple(d for d in alive if d not in placed)
 
 
-def _pools(old: Folding, before: Sequence[Device], alive: Sequence[Device], *, keep: bool, stages: int) -> _Pools:
+def _width(folding: Folding) -> int:
+    return math.lcm(folding.tp * folding.cp, folding.etp)
+
+
+def _pools(old: Folding, before: Sequence[Device], alive: Sequence[Device], new: Folding) -> _Pools:
+    keep = (old.tp, old.cp, old.etp) == (new.tp, new.cp, new.etp)
     living = set(alive)
-    width, per_stage = old.tp * old.cp, old.world // old.pp
-    pools = _Pools(cells={}, loose=[])
+    width, per_stage = _width(old), old.world // old.pp
+    pools = _Pools(blocks={}, loose=[])
     for first in range(0, old.world, width):
-        cell, stage = tuple(before[first : first + width]), first // per_stage
-        if keep and stage < stages and living.issuperset(cell):
-            pools.cells.setdefault(stage, []).append(cell)
+        block, stage = tuple(before[first : first + width]), first // per_stage
+        if keep and stage < new.pp and living.issuperset(block):
+            pools.blocks.setdefault(stage, []).append(block)
         else:
-            pools.loose += [(stage, d) for d in cell if d in living]
+            pools.loose += [(stage, d) for d in block if d in living]
     known = set(before)
     pools.loose += [(-1, d) for d in alive if d not in known]
     return pools
 
 
-def _made_cell(pools: _Pools, stage: int, width: int) -> tuple[Device, ...]:
-    """A cell of loose devices: of one host where one has enough of them, those of this stage first. Breaks up a surplus cell where none are left."""
-    while len(pools.loose) < width:
-        pp = max((p for p in pools.cells if pools.cells[p]), key=lambda p: len(pools.cells[p]))
-        pools.loose += [(pp, d) for d in pools.cells[pp].pop()]
-    hosts = [d.host for _, d in pools.loose]
+def _made_block(pools: _Pools, stage: int, width: int, etp: int) -> tuple[Device, ...]:
+    """A block of loose devices, `etp` of a host at a time: of one host where one has enough, those of this stage first.
 
-    def key(entry: tuple[int, Device]) -> tuple[bool, int, int, bool, int]:
-        before, device = entry
-        enough = hosts.count(device.host) >= width
-        strangers = sum(1 for s, d in pools.loose if d.host == device.host and s != stage)
-        return not enough, strangers, device.host, before != stage, device.id
+    Breaks up a surplus block where too few are left.
+    """
+    chunks = _chunks(pools.loose, stage, width, etp)
+    while len(chunks) * etp < width:
+        pp = max((p for p in pools.blocks if pools.blocks[p]), key=lambda p: len(pools.blocks[p]))
+        pools.loose += [(pp, d) for d in pools.blocks[pp].pop()]
+        chunks = _chunks(pools.loose, stage, width, etp)
+    taken = [d for chunk in chunks[: width // etp] for d in chunk]
+    pools.loose = [entry for entry in pools.loose if entry[1] not in taken]
+    return tuple(taken)
 
-    pools.loose.sort(key=key)
-    taken, pools.loose = pools.loose[:width], pools.loose[width:]
-    return tuple(d for _, d in sorted(taken, key=lambda entry: entry[1].id))
+
+def _chunks(loose: Sequence[tuple[int, Device]], stage: int, width: int, etp: int) -> list[list[Device]]:
+    """Groups of `etp` loose devices of one host, the best for `stage` first."""
+    hosts: dict[int, list[tuple[bool, int, Device]]] = {}
+    for before, device in loose:
+        hosts.setdefault(device.host, []).append((before != stage, device.id, device))
+
+    def rank(host: int) -> tuple[bool, int, int]:
+        here = sorted(hosts[host])[:width]
+        return len(here) < width, sum(stranger for stranger, _, _ in here), host
+
+    out = []
+    for host in sorted(hosts, key=rank):
+        mine = [device for _, _, device in sorted(hosts[host])]
+        out += [mine[i : i + etp] for i in range(0, len(mine) - etp + 1, etp)]
+    return out
