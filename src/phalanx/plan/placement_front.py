@@ -98,13 +98,17 @@ def placement_front(
     current: HostPlacement | None = None,
     worth: Worth | None = None,
     effort: Effort | None = None,
+    best: HostPlacement | None = None,
 ) -> list[Point]:
-    """All placements that were looked at, the best for recovery first, then by rising risk; `on_front` marks those that nothing beats."""
+    """All placements that were looked at, the best for recovery first, then by rising risk; `on_front` marks those that nothing beats.
+
+    `best`: the best for recovery, where it is known already.
+    """
     loads_LE = read_loads(loads)
     counts = replica_counts(loads_LE, fleet, floor=floor)
     rate = (worth or Worth()).failure
     effort = effort or Effort()
-    best = plan_placement(counts, fleet, loads_LE, effort=effort)
+    best = best or plan_placement(counts, fleet, loads_LE, effort=effort)
     others = _others(loads_LE, fleet, counts, effort)
     level = dict(others).get("least loaded")
     plans = [("ours", best)]

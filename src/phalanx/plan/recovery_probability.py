@@ -2,8 +2,9 @@
 
 Decides nothing about placements. A loss is survived if every expert of every layer keeps a live holder. Exact, as integers over C(N, k):
 
-- every k, where the hosts fall into parts that share no expert's holders and each part has at most 20 hosts, one set of holders, or at most 12 sets
-  (so always for N <= 20, and for segments of any size): the survived sets of the parts multiply as polynomials in k;
+- every k up to 20 hosts, because every loss is looked at;
+- every k for more hosts, where they fall into parts that share no expert's holders and each part has at most 20 hosts, or at most 12 sets of holders
+  (segments of any size): the survived sets of the parts multiply as polynomials in k;
 - k <= 3 for any number of hosts, by counting (`plan/host_sets.py`).
 
 Beyond, an interval that holds for certain: the union bound above, the loss of disjoint sets below. The entry says which it is. Must never change: an entry
@@ -13,7 +14,7 @@ marked exact equals enumeration. Racks: the same question about the racks that e
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -83,8 +84,7 @@ def certify(sets: Iterable[int], num_hosts: int) -> Certificate:
     """Of the holders (bits) of all experts of all layers."""
     wanted = [math.comb(num_hosts, k) for k in range(num_hosts + 1)]
     distinct = set(sets)
-    minimal = minimal_sets(distinct, limit=MAX_SETS)
-    survived = None if minimal is None else survived_sets(minimal, num_hosts)
+    survived = _survived(distinct, num_hosts)
     if survived is not None:
         shares = [Fraction(s, w) for s, w in zip(survived, wanted, strict=True)]
         return Certificate(num_hosts=num_hosts, chances=tuple(Chance(k, p, p) for k, p in enumerate(shares)))
@@ -98,12 +98,19 @@ def certify(sets: Iterable[int], num_hosts: int) -> Certificate:
 def fatal_counts(sets: Iterable[int], num_hosts: int) -> tuple[int, ...]:
     """How many sets of k lost hosts are fatal, k = 0 .. N; only up to k = 3 where more cannot be exact. What plans are compared by."""
     distinct = set(sets)
-    minimal = minimal_sets(distinct, limit=MAX_SETS)
-    survived = None if minimal is None else survived_sets(minimal, num_hosts)
+    survived = _survived(distinct, num_hosts)
     if survived is not None:
         return tuple(math.comb(num_hosts, k) - s for k, s in enumerate(survived))
     few = minimal_sets(s for s in distinct if s.bit_count() <= 3) or []
     return small_fatal_counts(few, num_hosts)
+
+
+def _survived(distinct: Collection[int], num_hosts: int) -> list[int] | None:
+    """How many sets of k lost hosts are survived, k = 0 .. N; None where it cannot be exact."""
+    if num_hosts <= TABLE_HOSTS:
+        return _by_table(list(distinct), num_hosts)
+    minimal = minimal_sets(distinct, limit=MAX_SETS)
+    return None if minimal is None else survived_sets(minimal, num_hosts)
 
 
 def survived_sets(minimal: Sequence[int], num_hosts: int) -> list[int] | None:
@@ -125,8 +132,13 @@ def _part_polynomial(part: Sequence[int], size: int) -> list[int] | None:
         return None
     if len(part) <= MAX_TERMS and (size > TABLE_HOSTS or len(part) <= 4):
         return _by_unions(part, size)
-    fatal = fatal_table(_renumbered(part), size)
-    return [int(c) for c in np.bincount(popcounts(size)[~fatal], minlength=size + 1)]
+    return _by_table(_renumbered(part), size)
+
+
+def _by_table(sets: Sequence[int], num_hosts: int) -> list[int]:
+    """Every set of lost hosts looked at."""
+    fatal = fatal_table(sets, num_hosts)
+    return [int(c) for c in np.bincount(popcounts(num_hosts)[~fatal], minlength=num_hosts + 1)]
 
 
 def _by_unions(part: Sequence[int], size: int) -> list[int]:
