@@ -8,11 +8,13 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from phalanx.cli.main import main
+from phalanx.cli.plan_placement import _trade_offs
 from phalanx.core.errors import PlanError
 from phalanx.plan.fleet import equal_fleet
 from phalanx.plan.host_placement import read_host_placement
 from phalanx.plan.placement_draw import placement_svg, placement_text
 from phalanx.plan.placement_search import plan_placement
+from phalanx.plan.recovery_probability import certify
 from phalanx.plan.replicas import replica_counts, zipf_loads
 
 pytestmark = pytest.mark.unit
@@ -148,3 +150,13 @@ def test_pictures_refuse_what_cannot_be_read():
         placement_text(plan, 3)
     with pytest.raises(PlanError, match="at most 20000 slots"):
         placement_svg(plan, [0] * 201)
+
+
+def test_trade_offs_are_named():
+    """One fatal pair and its two triples, against four fatal triples: fewer at k = 2 wins, and it is said that k = 3 is worse."""
+    ours, theirs = certify([0b0111, 0b1011, 0b1101, 0b1110], 4), certify([0b0011], 4)
+    assert _trade_offs({"ours": ours, "spread": theirs, "compact": certify([0b1], 4)}) == {
+        "spread": [3],
+        "compact": [3],
+    }
+    assert _trade_offs({"ours": ours, "printed": ours}) == {}

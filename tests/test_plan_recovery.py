@@ -253,6 +253,22 @@ def test_loads_and_racks_are_used():
         plan_recovery(state, alive(state, {7}), LIMITS, loads=loads[:2], effort=QUICK)
 
 
+def test_mending_is_the_least_that_can_move():
+    """Only experts below the floor travel, once each; what that leaves open, a later plan does."""
+    state = job(replicated(8), slots=4)
+    quick = plan_recovery(state, alive(state, {3}), LIMITS, place="mend", effort=QUICK)
+    best = plan_recovery(state, alive(state, {3}), LIMITS, effort=QUICK)
+    placement = state.stages[0].placement
+    below = sum(len(set(placement.holders(i, e)) - {3}) < 2 for i in range(4) for e in range(8))
+    assert quick.num_expert_copies == below < best.num_expert_copies
+    assert quick.stages[0].migration.new.certificate.guaranteed >= 2
+    check_by_hand(state, quick)
+    later = plan_recovery(quick.job(state), quick.devices, LIMITS, effort=QUICK)
+    assert later.action == "go_on" and later.dense == ()
+    wide = job(replicated(8, pp=2))  # a device changes its stage: nothing to mend there, so it is placed anew
+    check_by_hand(wide, plan_recovery(wide, alive(wide, {0, 1}), LIMITS, place="mend", effort=QUICK))
+
+
 def test_every_survivor_makes_the_same_plan():
     state = job(replicated(8, pp=2), ranks_per_host=2)
     plans = [plan_recovery(state, alive(state, {1}), LIMITS, effort=QUICK) for _ in range(2)]

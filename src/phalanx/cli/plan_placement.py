@@ -22,6 +22,7 @@ from phalanx.plan.host_placement import HostPlacement, read_host_placement
 from phalanx.plan.placement_draw import placement_svg, placement_text
 from phalanx.plan.placement_front import Point, Worth, choose, placement_front
 from phalanx.plan.placement_search import plan_placement, rule_placement
+from phalanx.plan.recovery_probability import Certificate
 from phalanx.plan.replicas import Floats, ReplicaCounts, read_loads, replica_counts, zipf_loads
 
 OTHERS = ("printed", "spread", "compact")
@@ -187,6 +188,7 @@ def placement_result(
         "independent_recovery_probability": {
             name: plan.independent for name, plan in plans.items() if plan.independent is not None
         },
+        "trade_offs": _trade_offs(certificates),
         "f_asked": counts.asked_floor,
         "f": counts.floor,
         "notes": list(counts.notes),
@@ -208,6 +210,16 @@ def placement_result(
         "hash": chosen.plan.hash,
         "seconds": seconds,
     }
+
+
+def _trade_offs(certificates: dict[str, Certificate]) -> dict[str, list[int]]:
+    """Numbers of lost hosts of which another rule survives more, though it survives fewer of a smaller number."""
+    ours = certificates["ours"].chances
+    found = {
+        name: [mine.lost for mine, theirs in zip(ours, certificate.chances, strict=True) if theirs.low > mine.high]
+        for name, certificate in certificates.items()
+    }
+    return {name: lost for name, lost in found.items() if lost}
 
 
 def _show(
@@ -243,6 +255,8 @@ def _show_rules(plans: dict[str, HostPlacement], loads: Floats, *, floor: int) -
         row = "".join(f"{certificate.chances[k]!s:>16}" for k in lost)
         broken = "" if certificate.guaranteed >= floor else f"  breaks f = {floor}"
         print(f"{name:<20}{row}{certificate.guaranteed - 1:>14}{plans[name].max_over_mean(loads):>15.3f}{broken}")
+    for name, more in _trade_offs(certificates).items():
+        print(f"no placement is best for every k: {name} survives more losses of k = {', '.join(map(str, more))}")
 
 
 def _show_front(points: list[Point], chosen: Point, worth: Worth, *, moving: bool) -> None:

@@ -14,7 +14,7 @@ Shapes: L layers, E experts, N hosts.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -300,10 +300,3 @@ def _least_busy(layers: _Layers, plans: Sequence[Tables]) -> Tables:
         return float(np.einsum("le,len->ln", shares, copies).max(1).sum())
 
     return min(plans, key=busiest) if len(plans) > 1 else plans[0]
-
-
-def with_hosts(plan: HostPlacement, fleet: Fleet) -> HostPlacement:
-    """The same slots on other hosts of the same number."""
-    moved = replace(plan, fleet=fleet)
-    moved.check()
-    return moved

@@ -26,6 +26,7 @@ from phalanx.core.errors import PlanError, Problem, raise_if
 from phalanx.plan.fleet import Fleet
 from phalanx.plan.folding import Folding, to_dict
 from phalanx.plan.migration import Migration, plan_migration
+from phalanx.plan.placement_front import patched_placement
 from phalanx.plan.placement_search import Effort, plan_placement
 from phalanx.plan.recovery_devices import Limits, choose_folding, is_exact, place_devices, usable_devices
 from phalanx.plan.recovery_state import (
@@ -170,10 +171,15 @@ def plan_recovery(
     layers: Sequence[Sequence[int]] | None = None,
     fleet: Fleet | None = None,
     min_hosts: int = 1,
+    place: Literal["best", "mend"] = "best",
     effort: Effort | None = None,
 ) -> RecoveryPlan:
     """The plan for the devices that live. `loads` (all expert layers x experts; None: alike) decide replicas; `layers` = expert layers of
-    each new stage (None: as before, or by cost where pp changes); `fleet` knows racks and failure rates of hosts by name."""
+    each new stage (None: as before, or by cost where pp changes); `fleet` knows racks and failure rates of hosts by name.
+
+    `place`: experts are placed anew as well as can be, or (`mend`, wherever it can be done) only those below the floor get new
+    holders, which is over sooner; the rest can follow in the background.
+    """
     job.check()
     raise_if(_alive_problems(job, alive), PlanError, subject="recovery")
     lost = tuple(host for host in job.hosts if host not in {d.host for d in alive})
@@ -185,7 +191,9 @@ def plan_recovery(
         return _waiting(job, lost, hosts, min_hosts, usable)
     new = choice.folding
     devices, idle = place_devices(job.folding, job.devices, alive, new)
-    stages, notes = _stages(job, new, devices, _stage_layers(job, new, layers, limits), alive, loads, fleet, effort)
+    stages, notes = _stages(
+        job, new, devices, _stage_layers(job, new, layers, limits), alive, loads, fleet, place, effort
+    )
     here = {d.id for d in alive}
     reshard = (new.tp, new.pp) != (job.folding.tp, job.folding.pp)
     before = dense_copies(job.folding, job.devices, floor=job.floor, zero=job.zero)
@@ -281,6 +289,7 @@ def _stages(
     alive: Sequence[Device],
     loads: ArrayLike | None,
     fleet: Fleet | None,
+    place: Literal["best", "mend"],
     effort: Effort | None,
 ) -> tuple[tuple[StageRecovery, ...], list[str]]:
     """Placement and migration of each stage, and what was decided that nobody asked for."""
@@ -296,7 +305,8 @@ def _stages(
             for note in counts.notes
             if "without any load" not in note
         ]
-        placed = plan_placement(counts, here, table, effort=effort)
+        mended = patched_placement(held, here, floor=counts.floor) if place == "mend" else None
+        placed = mended or plan_placement(counts, here, table, effort=effort)
         migration = plan_migration(held, placed, rename=True, alive={d.host for d in alive})
         out.append(StageRecovery(layers=part, migration=migration))
     return tuple(out), notes
