@@ -16,7 +16,7 @@ from phalanx.plan.fleet import equal_fleet
 from phalanx.plan.folding import Folding, fit_problems, make_folding
 from phalanx.plan.model import PRESETS
 from phalanx.plan.placement_search import Effort, plan_placement
-from phalanx.plan.recovery import RecoveryPlan, plan_recovery
+from phalanx.plan.recovery import RecoveryPlan, Terms
 from phalanx.plan.recovery_devices import Limits, choose_folding, place_devices
 from phalanx.plan.recovery_state import (
     Device,
@@ -34,6 +34,10 @@ pytestmark = pytest.mark.unit
 QUICK = Effort(swaps=20, balance_swaps=10)
 SPEC = dataclasses.replace(PRESETS["tiny"], num_layers=4, dense_layers=0, num_experts=8)
 LIMITS = Limits(spec=SPEC, seq_len=64, num_samples=64)
+
+
+def plan_recovery(state, living, limits, **terms) -> RecoveryPlan:
+    return recovery.plan_recovery(state, living, limits, Terms(**terms))
 
 
 def job(folding: Folding, *, ranks_per_host=1, slots=4, floor=2, zero=1) -> JobState:

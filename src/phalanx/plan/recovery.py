@@ -162,38 +162,40 @@ class RecoveryPlan:
         return "\n".join(lines)
 
 
-def plan_recovery(
-    job: JobState,
-    alive: Sequence[Device],
-    limits: Limits,
-    *,
-    loads: ArrayLike | None = None,
-    layers: Sequence[Sequence[int]] | None = None,
-    fleet: Fleet | None = None,
-    min_hosts: int = 1,
-    place: Literal["best", "mend"] = "best",
-    effort: Effort | None = None,
-) -> RecoveryPlan:
-    """The plan for the devices that live. `loads` (all expert layers x experts; None: alike) decide replicas; `layers` = expert layers of
-    each new stage (None: as before, or by cost where pp changes); `fleet` knows racks and failure rates of hosts by name.
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """What else decides how training goes on."""
 
-    `place`: experts are placed anew as well as can be, or (`mend`, wherever it can be done) only those below the floor get new
-    holders, which is over sooner; the rest can follow in the background.
-    """
+    loads: ArrayLike | None = None
+    """Tokens of each expert, a row for each expert layer of the model; None: all alike."""
+    layers: tuple[tuple[int, ...], ...] | None = None
+    """Expert layers of each new stage; None: as before, or by cost where pp changes."""
+    fleet: Fleet | None = None
+    """Racks and failure rates of hosts, by name."""
+    min_hosts: int = 1
+    """With fewer hosts the job waits."""
+    place: Literal["best", "mend"] = "best"
+    """Experts are placed anew as well as can be, or (`mend`, wherever it can be done) only those below the floor get new holders,
+    which is over sooner; the rest can follow in the background."""
+    effort: Effort | None = None
+
+
+def plan_recovery(job: JobState, alive: Sequence[Device], limits: Limits, terms: Terms | None = None) -> RecoveryPlan:
+    """How to go on with the devices that live. Raises `PlanError` where the facts contradict each other."""
+    terms = terms or Terms()
     job.check()
     raise_if(_alive_problems(job, alive), PlanError, subject="recovery")
     lost = tuple(host for host in job.hosts if host not in {d.host for d in alive})
     hosts = sorted({d.host for d in alive})
     usable = usable_devices(alive, job.folding.etp)
     roomy = replace(limits, slots_per_rank=job.slots_per_rank) if job.stages else limits
-    choice = choose_folding(job.folding, usable, roomy) if len(hosts) >= min_hosts else None
+    choice = choose_folding(job.folding, usable, roomy) if len(hosts) >= terms.min_hosts else None
     if choice is None:
-        return _waiting(job, lost, hosts, min_hosts, usable)
+        return _waiting(job, lost, hosts, terms.min_hosts, usable)
     new = choice.folding
     devices, idle = place_devices(job.folding, job.devices, alive, new)
-    stages, notes = _stages(
-        job, new, devices, _stage_layers(job, new, layers, limits), alive, loads, fleet, place, effort
-    )
+    layers = _stage_layers(job, new, terms.layers, limits)
+    stages, notes = _stages(job, new, devices, alive, layers, terms)
     here = {d.id for d in alive}
     reshard = (new.tp, new.pp) != (job.folding.tp, job.folding.pp)
     before = dense_copies(job.folding, job.devices, floor=job.floor, zero=job.zero)
@@ -285,28 +287,27 @@ def _stages(
     job: JobState,
     new: Folding,
     devices: Sequence[Device],
-    layers: Sequence[tuple[int, ...]],
     alive: Sequence[Device],
-    loads: ArrayLike | None,
-    fleet: Fleet | None,
-    place: Literal["best", "mend"],
-    effort: Effort | None,
+    layers: Sequence[tuple[int, ...]],
+    terms: Terms,
 ) -> tuple[tuple[StageRecovery, ...], list[str]]:
     """Placement and migration of each stage, and what was decided that nobody asked for."""
     every = sorted(x for part in layers for x in part)
     out, notes = [], []
     for pp, part in enumerate(layers):
         held = merged_holdings(job.stages, part)
-        table = read_loads([[0.0] * held.num_experts] * len(part) if loads is None else _rows(loads, every, part))
-        here = stage_fleet(new, devices, pp, slots_per_rank=job.slots_per_rank, like=fleet)
+        table = read_loads(
+            [[0.0] * held.num_experts] * len(part) if terms.loads is None else _rows(terms.loads, every, part)
+        )
+        here = stage_fleet(new, devices, pp, slots_per_rank=job.slots_per_rank, like=terms.fleet)
         counts = replica_counts(table, here, floor=job.floor)
         notes += [
             f"stage {pp}: {note}" if len(layers) > 1 else note
             for note in counts.notes
             if "without any load" not in note
         ]
-        mended = patched_placement(held, here, floor=counts.floor) if place == "mend" else None
-        placed = mended or plan_placement(counts, here, table, effort=effort)
+        mended = patched_placement(held, here, floor=counts.floor) if terms.place == "mend" else None
+        placed = mended or plan_placement(counts, here, table, effort=terms.effort)
         migration = plan_migration(held, placed, rename=True, alive={d.host for d in alive})
         out.append(StageRecovery(layers=part, migration=migration))
     return tuple(out), notes
