@@ -1,7 +1,8 @@
 """Print what would happen, with no process and no torch.
 
 `plan folding` checks a mapping of both rank grids (and a model and a sequence, if given); `plan model` prints a preset's parameters and
-FLOPs; `plan schedule` draws a pipeline (`plan_schedule.py`), `plan reshard` a move between layouts (`plan_reshard.py`). What is illegal exits 2, prints every problem, and still writes the JSON file.
+FLOPs; `plan schedule` draws a pipeline (`plan_schedule.py`), `plan reshard` a move between layouts (`plan_reshard.py`); `plan placement` puts replicas of
+experts on hosts (`plan_placement.py`). What is illegal exits 2, prints every problem, and still writes the JSON file.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from phalanx.cli.plan_placement import placement
 from phalanx.cli.plan_reshard import reshard
 from phalanx.cli.plan_schedule import schedule
 from phalanx.core.errors import ConfigError, Problem, nearest, raise_if
@@ -86,6 +88,7 @@ def main(args: list[str]) -> int:
         "model": model,
         "schedule": schedule,
         "reshard": reshard,
+        "placement": placement,
     }
     return tyro.extras.subcommand_cli_from_dict(
         commands, prog="phalanx plan", description=__doc__, args=args, config=(tyro.conf.OmitArgPrefixes,)
