@@ -150,7 +150,9 @@ class Blocks:
         """Scores and values, with the exchange of context parallelism."""
         s, f, o, seq = self.shape, self.mapping.folding, self.oracle, self.job.seq_len
         flops = 2 * full * core_flops(s, seq, convention="causal") / f.tp
-        forward, backward = o.attention(flops, seq / f.cp), o.attention(flops, seq / f.cp, backward=True)
+        # zigzag: kernels work on halves of a rank's part of the sequence
+        piece = seq / (2 * f.cp) if f.cp > 1 and self.mapping.cp_method == "ring" else seq
+        forward, backward = o.attention(flops, piece), o.attention(flops, piece, backward=True)
         if not self.mapping.fused_attention:
             scores = full * f.cp * (seq / f.cp) * s.heads / f.tp  # b S (S/C) a/T elements
             forward, backward = self._unfused(flops, scores)
@@ -163,6 +165,9 @@ class Blocks:
         width = s.head_dim * 2 * max(1.0, s.kv_heads / f.tp) if s.latent is None else 2 * s.heads / f.tp * s.head_dim
         part, span = full * width * BF16, self.span(f.cp, f.tp)
         if self.mapping.cp_method == "ring":
+            # outputs of each step are merged in fp32 (read and write, and the step's own), gradients of queries and keys likewise
+            merged = (f.cp - 1) * full * s.value_width / f.tp * 10
+            self.kernel(out, merged, kernels=3 * (f.cp - 1), backward=1.5)
             step = self.network.send(part, between=span.hosts > 1)
             comm = (f.cp - 1) * step
             out.add("cp", max(0.0, comm - forward), max(0.0, 2 * comm - backward))
@@ -312,9 +317,14 @@ class Blocks:
 
     def layer(self, index: int) -> Ledger:
         """Attention and feed-forward of one layer with its recomputation, closed by the host's pace."""
-        out = self.attention()
         part = self.experts() if self.shape.is_moe(index) else self.dense(self.shape.dense_ffn)
-        again = {**out.again, **part.again}
+        return self.joined(self.attention(), part)
+
+    def joined(self, attention: Ledger, part: Ledger) -> Ledger:
+        """A layer of two halves, with what recomputation repeats."""
+        out = Ledger()
+        self._merge(out, attention)
+        again = {**attention.again, **part.again}
         self._merge(out, part)
         if self.mapping.recompute == "full":
             again = dict(out.forward)

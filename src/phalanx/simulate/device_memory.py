@@ -11,6 +11,7 @@ fused attention; rows of experts as their fullest rank holds them.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from typing import Any
 
 from phalanx.plan.schedule import SCHEDULES
@@ -144,31 +145,58 @@ def shards(mapping: Mapping) -> tuple[int, int]:
     return f.dp * f.cp, f.edp
 
 
-def stage_memory(job: Job, mapping: Mapping, *, pipeline_rank: int) -> StageMemory:
-    """Memory of the ranks at one place of the pipeline."""
+@dataclass(frozen=True)
+class LayerBytes:
+    """What depends on one layer of one micro-batch alone, whatever the pipeline."""
+
+    moe: float
+    dense: float
+    working: float
+    logits: float
+
+
+def layer_bytes(job: Job, mapping: Mapping) -> LayerBytes:
+    """Activations of a layer of either kind, the largest layer at work, logits."""
     s, f = job.shape, mapping.folding
+    tokens = mapping.micro_batch * job.seq_len / f.cp
+    return LayerBytes(
+        moe=activation_bytes(job, mapping, moe=True) if s.moe_layers else 0.0,
+        dense=activation_bytes(job, mapping, moe=False),
+        working=_working_bytes(job, mapping),
+        logits=tokens * s.vocab / f.tp * (FP32 + 2 * BF16),
+    )
+
+
+def live_activations(mapping: Mapping, pipeline_rank: int, microbatches: int) -> int:
+    """Activations of a virtual stage that a rank holds at once, by its schedule's promise."""
+    pp = mapping.folding.pp
+    return SCHEDULES[mapping.schedule].live(pipeline_rank, pp, mapping.virtual, microbatches) if pp > 1 else 1
+
+
+def stage_memory(
+    job: Job, mapping: Mapping, *, pipeline_rank: int, layer: LayerBytes | None = None
+) -> StageMemory:
+    """Memory of the ranks at one place of the pipeline. `layer` is `layer_bytes`, where it was computed before."""
+    layer = layer if layer is not None else layer_bytes(job, mapping)
     content = contents(job, mapping)[pipeline_rank]
     dense, expert = parameters_of_rank(job, mapping, content)
     by_dense, by_expert = shards(mapping)
-    m = mapping.num_microbatches(job)
-    live = SCHEDULES[mapping.schedule].live(pipeline_rank, f.pp, mapping.virtual, m) if f.pp > 1 else 1
-    chunks = max(1, len(content.chunk_layers))
-    one = (
-        content.moe_layers * activation_bytes(job, mapping, moe=True) if content.moe_layers else 0.0
-    ) + content.dense_layers * activation_bytes(job, mapping, moe=False)
-    tokens = mapping.micro_batch * job.seq_len / f.cp
-    sharded = mapping.sharding == "parameters"
-    layer = (dense + expert) / max(1, content.layers)
-    gathered = 2 * layer if mapping.reshard_after_forward else dense + expert
     own = dense / by_dense + expert / by_expert
+    live = live_activations(mapping, pipeline_rank, mapping.num_microbatches(job))
+    held = content.moe_layers * layer.moe + content.dense_layers * layer.dense
+    kept = dense + expert
+    if mapping.sharding == "parameters":
+        if mapping.reshard_after_forward:
+            kept = 2 * kept / max(1, content.layers)
+        kept += own
     return StageMemory(
         pipeline_rank=pipeline_rank,
-        weights=BF16 * (gathered + own) if sharded else BF16 * (dense + expert),
-        gradients=mapping.gradient_bytes * ((own + gathered) if sharded else (dense + expert)),
+        weights=BF16 * kept,
+        gradients=mapping.gradient_bytes * kept,
         optimizer=STATE_BYTES * own,
-        activations=one * live / chunks,
-        logits=(tokens * s.vocab / f.tp * (FP32 + 2 * BF16) if content.heads else 0.0),
-        buffers=_working_bytes(job, mapping),
+        activations=held * live / max(1, len(content.chunk_layers)),
+        logits=layer.logits if content.heads else 0.0,
+        buffers=layer.working,
         communication=FIXED_BYTES,
         live=live,
     )
@@ -177,6 +205,18 @@ def stage_memory(job: Job, mapping: Mapping, *, pipeline_rank: int) -> StageMemo
 def memory_of(job: Job, mapping: Mapping) -> tuple[StageMemory, ...]:
     """Memory of every pipeline rank."""
     return tuple(stage_memory(job, mapping, pipeline_rank=rank) for rank in range(mapping.folding.pp))
+
+
+def fullest_bytes(job: Job, mapping: Mapping, *, layer: LayerBytes | None = None) -> float:
+    """Bytes on the fullest rank of the pipeline. Of ranks that hold the same, the first has most micro-batches in flight."""
+    ranks = first_of_a_kind(contents(job, mapping))
+    return max(stage_memory(job, mapping, pipeline_rank=rank, layer=layer).total for rank in ranks)
+
+
+@lru_cache(maxsize=4096)
+def first_of_a_kind(held: tuple[StageContent, ...]) -> tuple[int, ...]:
+    """Pipeline ranks that hold something that none before them does."""
+    return tuple(rank for rank, content in enumerate(held) if content not in held[:rank])
 
 
 def fits(job: Job, mapping: Mapping, hardware: Hardware) -> bool:

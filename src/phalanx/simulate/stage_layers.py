@@ -23,7 +23,12 @@ class StageContent:
     moe_layers: int
     dense_layers: int
     embeddings: int
+    """Tables that it holds for looking up tokens."""
     heads: int
+    embeds: int
+    """Passes of the embedding in a micro-batch ..."""
+    head_passes: int
+    """... and of the head, which multi-token prediction asks for again."""
 
     @property
     def layers(self) -> int:
@@ -84,6 +89,8 @@ def _contents(
             dense_layers=sum(part[0] - part[1] for part in parts),
             embeddings=sum(part[2] for part in parts) + (mtp and sum(part[3] for part in parts)),
             heads=sum(part[3] for part in parts),
+            embeds=sum(part[2] for part in parts),
+            head_passes=sum(part[3] for part in parts) * (1 + mtp),
         )
         for parts in held
     )

@@ -15,20 +15,17 @@ from typing import Any
 from phalanx.plan.schedule import Schedule, make_schedule
 from phalanx.plan.schedule_time import ScheduleCosts, Timeline, simulate, uniform_costs
 from phalanx.simulate.block_time import Blocks, Ledger
-from phalanx.simulate.collectives import Network, span_of
-from phalanx.simulate.cost import BF16, FP32, SIGMA, Oracle
-from phalanx.simulate.device_memory import StageMemory, memory_of, parameters_of_rank, shards, usable_bytes
+from phalanx.simulate.collectives import Network
+from phalanx.simulate.cost import BF16, SIGMA, Oracle
+from phalanx.simulate.device_memory import StageMemory, memory_of, parameters_of_rank, usable_bytes
 from phalanx.simulate.hardware import GpuCluster
 from phalanx.simulate.mapping import Job, Mapping
+from phalanx.simulate.replicas import Replicas
 from phalanx.simulate.shape import flops_per_token
 from phalanx.simulate.stage_layers import contents, layers_of_stages, ranks_of_stages
 
 Z90 = 1.2816
 """Normal deviate of the 90th percentile."""
-NCCL_SMS = 16
-"""Multiprocessors that a ring takes beside computation (8 to 24)."""
-OPTIMIZER_BYTES = 34
-"""Moved for a parameter that this rank updates: gradient twice (norm, update), three states in and out, the bf16 weight out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,8 +111,12 @@ class Prediction:
         }
 
 
-def predict(job: Job, mapping: Mapping, cluster: GpuCluster, *, exact: bool = True) -> Prediction:
+def predict(
+    job: Job, mapping: Mapping, cluster: GpuCluster, *, exact: bool = True, most_microbatches: int | None = None
+) -> Prediction:
     """Time and memory of one step. `exact` runs the schedule on a clock; else its bubble is the closed form's.
+
+    `most_microbatches` limits the clock to so many for each pipeline rank, the rest is the steady state's.
 
     Raises `PlanError` where the job cannot run so.
     """
@@ -124,15 +125,22 @@ def predict(job: Job, mapping: Mapping, cluster: GpuCluster, *, exact: bool = Tr
         job=job,
         mapping=mapping,
         cluster=cluster,
-        step=step_time(job, mapping, cluster, exact=exact),
+        step=step_time(job, mapping, cluster, exact=exact, most_microbatches=most_microbatches),
         memory=memory_of(job, mapping),
     )
 
 
-def step_time(job: Job, mapping: Mapping, cluster: GpuCluster, *, exact: bool = True) -> StepTime:
-    """The step of a mapping that was checked."""
-    run = _Step(job, mapping, cluster)
-    return run.result(exact=exact)
+def step_time(
+    job: Job,
+    mapping: Mapping,
+    cluster: GpuCluster,
+    *,
+    exact: bool = True,
+    most_microbatches: int | None = None,
+    ledgers: dict[str, Ledger] | None = None,
+) -> StepTime:
+    """The step of a mapping that was checked. `ledgers` are layers that were computed before."""
+    return _Step(job, mapping, cluster, ledgers).result(exact=exact, most_microbatches=most_microbatches)
 
 
 @lru_cache(maxsize=64)
@@ -157,13 +165,15 @@ class Pass:
 class _Step:
     """One evaluation: ledgers by kind of layer, stages, and what follows."""
 
-    def __init__(self, job: Job, mapping: Mapping, cluster: GpuCluster) -> None:
+    def __init__(
+        self, job: Job, mapping: Mapping, cluster: GpuCluster, ledgers: dict[str, Ledger] | None = None
+    ) -> None:
         self.job, self.mapping, self.hardware = job, mapping, cluster.hardware
         self.network = Network(cluster.hardware)
         self.oracle = Oracle(cluster.hardware, mapping.precision)
         self.blocks = Blocks(job, mapping, self.oracle, self.network)
         self.m = mapping.num_microbatches(job)
-        self.ledgers: dict[str, Ledger] = {}
+        self.ledgers: dict[str, Ledger] = {} if ledgers is None else ledgers
         self.stages = self._stages()
 
     def _ledger(self, kind: str) -> Ledger:
@@ -232,7 +242,14 @@ class _Step:
             held[rank].append(stage)
         return held
 
-    def result(self, *, exact: bool) -> StepTime:
+    def _clock(self, costs: ScheduleCosts, steady: float, most: int | None) -> tuple[Timeline | None, float]:
+        """The schedule's timeline and makespan; past `most` micro-batches a rank, one more costs what the busiest rank has to do."""
+        p = self.mapping.folding.pp
+        few = self.m if most is None or self.m <= (most + 1) * p else most * p + self.m % p
+        timeline = simulate(_schedule(self.mapping.schedule, p, self.mapping.virtual, few), costs)
+        return (timeline if few == self.m else None), timeline.makespan + (self.m - few) * steady
+
+    def result(self, *, exact: bool, most_microbatches: int | None = None) -> StepTime:
         f, held, costs = self.mapping.folding, self._by_rank(), self._costs()
         busy = [self.m * sum(sum(stage.seconds) for stage in stages) for stages in held]
         rank = max(range(f.pp), key=lambda r: busy[r])
@@ -240,9 +257,7 @@ class _Step:
         if f.pp == 1:
             makespan = busy[0]
         elif exact:
-            schedule = _schedule(self.mapping.schedule, f.pp, self.mapping.virtual, self.m)
-            timeline = simulate(schedule, costs)
-            makespan = timeline.makespan
+            timeline, makespan = self._clock(costs, busy[rank] / self.m, most_microbatches)
         else:
             makespan = busy[rank] + self._bubble(costs)
         parts: dict[str, float] = {}
@@ -251,8 +266,12 @@ class _Step:
                 for kind, seconds in table.items():
                     parts[kind] = parts.get(kind, 0.0) + self.m * seconds
         parts["bubble"] = makespan - busy[rank]
-        parts["dp"] = self._data_parallel(held)
-        parts["optimizer"] = self._optimizer()
+        content = contents(self.job, self.mapping)[0]
+        own = parameters_of_rank(self.job, self.mapping, content)
+        room = tuple(sum(stage.seconds[way] for stage in held[0]) for way in (0, 1))
+        replicas = Replicas(self.mapping, self.network)
+        parts["dp"] = replicas.exposed(own, forward=room[0], backward=room[1], layers=content.layers, passes=self.m)
+        parts["optimizer"] = replicas.optimizer(own, self.oracle)
         total = sum(parts.values())
         sigma = math.sqrt(sum((s / total * SIGMA.get(kind, 0.1)) ** 2 for kind, s in parts.items()))
         return StepTime(
@@ -274,72 +293,23 @@ class _Step:
         share = bubble_share(self.mapping.schedule, p, v, self.m, mean[2] / mean[1] if mean[1] else 0.5)
         return share * (mean[0] + mean[1]) * v + 2 * (p - 1) * costs.p2p
 
-    # ---- after the passes
-
-    def _data_parallel(self, held: list[list[Pass]]) -> float:
-        """Exposed seconds of gradients and parameters between replicas, of the first pipeline rank (the last to finish)."""
-        f, overlap = self.mapping.folding, self.mapping.overlap
-        forward = sum(stage.seconds[0] for stage in held[0])
-        backward = sum(stage.seconds[1] for stage in held[0])
-        per_host = self.hardware.ranks_per_host
-        dense, expert = parameters_of_rank(self.job, self.mapping, contents(self.job, self.mapping)[0])
-        by_dense, by_expert = shards(self.mapping)
-        stride = f.tp if by_dense == f.dp * f.cp else f.tp * f.cp
-        spans = (
-            span_of(by_dense, stride, ranks_per_host=per_host),
-            span_of(by_expert, f.etp * f.ep * (f.edp // by_expert), ranks_per_host=per_host),
-        )
-
-        def moved(width: int) -> float:
-            return sum(
-                self.network.all_gather(width * count, span) for count, span in zip((dense, expert), spans, strict=True)
-            )
-
-        gather, reduce = moved(BF16), moved(self.mapping.gradient_bytes)
-        if self.mapping.sharding == "parameters":
-            each = self.mapping.reshard_after_forward
-            times, b_comm = (self.m, reduce + gather) if each else (1, reduce)
-            if not overlap.fsdp:
-                return times * (gather + b_comm)
-            first = gather / max(1, self.job.shape.layers)
-            left = beside(gather, forward, self.hardware.sms) + beside(b_comm, backward, self.hardware.sms)
-            return times * (first + left)
-        if f.dp * f.cp == 1 and f.edp == 1:
-            return 0.0
-        if not overlap.dp:
-            return gather + reduce
-        last = 1 / max(1, contents(self.job, self.mapping)[0].layers)
-        return sum(
-            comm * last + beside(comm * (1 - last), room * (1 - last), self.hardware.sms)
-            for comm, room in ((gather, forward), (reduce, backward))
-        )
-
-    def _optimizer(self) -> float:
-        dense, expert = parameters_of_rank(self.job, self.mapping, contents(self.job, self.mapping)[0])
-        by_dense, by_expert = shards(self.mapping)
-        own = dense / by_dense + expert / by_expert
-        return self.oracle.memory(own * OPTIMIZER_BYTES + (dense + expert) * FP32, kernels=20)
-
-
-def beside(comm: float, room: float, sms: int) -> float:
-    """What communication adds to computation of `room` seconds that it runs beside: what has no room, and the share of the device it takes."""
-    return max(0.0, comm - room) + min(comm, room) * NCCL_SMS / sms
-
-
-@lru_cache(maxsize=65536)
 def bubble_share(schedule: str, p: int, v: int, m: int, weight: float) -> float:
     """Bubble in units of forward and backward of a rank's chunks of one micro-batch; `weight` is W's share of a backward (B = 2F).
 
-    Closed forms where the schedule has one, else the schedule itself on a clock of equal stages (few micro-batches: a bubble
-    does not grow with their number).
+    Closed forms where the schedule has one, else the schedule itself on a clock of equal stages, for few micro-batches: the bubble
+    does not grow with their number.
     """
     if p == 1:
         return 0.0
     if schedule in ("1f1b", "gpipe"):
-        return float(p - 1) if schedule == "1f1b" else (p - 1) / v
+        return (p - 1) / v
     if schedule == "interleaved_1f1b":
-        return (p - 1) / v if m >= p else float(p - 1) / v + (p - m) * (v - 1) / v
-    few = min(m, 3 * p)
-    w = round(2 * weight, 1)
-    run = simulate(_schedule(schedule, p, v, few), uniform_costs(p * v, input_grad=2 - w, weight_grad=max(w, 0.1)))
+        return (p - 1) / v if m >= p else (p - 1) / v + (p - m) * (v - 1) / v
+    return _clocked_share(schedule, p, v, min(m, 3 * p), round(2 * weight, 1))
+
+
+@lru_cache(maxsize=4096)
+def _clocked_share(schedule: str, p: int, v: int, m: int, w: float) -> float:
+    """On a clock: F = 1, I = 2 - w, W = w."""
+    run = simulate(_schedule(schedule, p, v, m), uniform_costs(p * v, input_grad=2 - w, weight_grad=max(w, 0.1)))
     return (run.makespan - max(run.busy)) / (3 * v)
