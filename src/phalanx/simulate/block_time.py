@@ -264,7 +264,9 @@ class Blocks:
         span = self.span(f.ep, f.etp)
         if m.dispatch == "dedup":
             limit = s.group_top_k if s.groups > 1 else None
-            seconds = self.network.all_to_all_dedup(t * row, span, top_k=s.top_k, num_experts=s.experts, host_limit=limit)
+            seconds = self.network.all_to_all_dedup(
+                t * row, span, top_k=s.top_k, num_experts=s.experts, host_limit=limit
+            )
         else:
             seconds = self.network.all_to_all(rows * row, span)
         return ("a2a_between" if span.hosts > 1 else "a2a_inside"), seconds * load

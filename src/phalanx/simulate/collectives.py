@@ -2,7 +2,7 @@
 
 Decides which algorithm a group uses and what each link carries. A *span* says how a group lies on hosts: `inside` members share a host, on
 `hosts` hosts; ranks of one host drive their own network cards (rails), so a ring of a group with `inside` members a host crosses
-hosts on `inside` cards at once. Must never change: more bytes, more hosts or slower links never make a collective faster (test).
+hosts on `inside` cards at once. Must never change: more bytes or slower links never make a collective faster (test).
 
 S is the size of the whole tensor in bytes (all-gather's output, reduce-scatter's input); V the rows that a rank sends in all-to-all.
 """

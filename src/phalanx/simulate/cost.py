@@ -16,7 +16,7 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from phalanx.simulate.hardware import Hardware, at
+from phalanx.simulate.hardware import Curve, Hardware, at
 
 SIGMA = {
     "gemm": 0.05,
@@ -106,8 +106,16 @@ class Oracle:
     def attention(self, flops: float, seq: float, *, backward: bool = False) -> float:
         """Fused attention of `flops` (causal half counted), its backward with 2.5 times the work. Always in bf16."""
         h = self.hardware
-        rate = h.bf16_flops_per_s * at(h.attention_forward, seq)
+        rate = h.bf16_flops_per_s * at(h.attention_forward, seq) * _short(h.attention_forward, seq)
         return (2.5 / h.attention_backward if backward else 1.0) * flops / rate + (3 if backward else 1) * h.kernel_s
+
+
+def _short(curve: Curve, seq: float) -> float:
+    """Below the first knot efficiency goes on falling as between the first two, as a power of the length."""
+    if len(curve) < 2 or seq >= curve[0][0]:
+        return 1.0
+    (x0, y0), (x1, y1) = curve[:2]
+    return float((seq / x0) ** (math.log(y1 / y0) / math.log(x1 / x0)))
 
 
 @lru_cache(maxsize=65536)

@@ -10,6 +10,7 @@ fused attention; rows of experts as their fullest rank holds them.
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any
@@ -60,7 +61,7 @@ def usable_bytes(hardware: Hardware) -> float:
 
 
 def activation_bytes(job: Job, mapping: Mapping, *, moe: bool) -> float:
-    """Bytes that a layer keeps of one micro-batch until its backward pass."""
+    """Bytes that a layer keeps of one micro-batch until its backward pass, with an even load."""
     s, f = job.shape, mapping.folding
     tokens = mapping.micro_batch * job.seq_len / (f.tp * f.cp)
     if mapping.recompute == "full":
@@ -92,21 +93,24 @@ def _dense_bytes(job: Job, mapping: Mapping) -> float:
 
 
 def _moe_bytes(mapping: Mapping, job: Job) -> float:
-    """Rows that experts keep; `selective` keeps the rows that arrived and runs the experts again."""
-    s, f = job.shape, mapping.folding
-    rows = s.top_k * _load(mapping, job)
-    inner = 0.0 if mapping.recompute == "selective" else 2 * s.ffn_matrices * s.expert_ffn
+    """With an even load; `_row_bytes` of it grow with the load."""
+    s = job.shape
     norms = 2 * s.hidden * (1 if mapping.recompute == "selective" else 2)
     shared = 2 * s.ffn_matrices * s.shared_ffn
-    return norms + 8 * s.experts + rows * (2 * s.hidden * f.etp + inner) + shared
+    return norms + 8 * s.experts + _row_bytes(mapping, job) + shared
+
+
+def _row_bytes(mapping: Mapping, job: Job) -> float:
+    """Rows that experts keep, per token; `selective` keeps the rows that arrived and runs the experts again."""
+    s, f = job.shape, mapping.folding
+    inner = 0.0 if mapping.recompute == "selective" else 2 * s.ffn_matrices * s.expert_ffn
+    return s.top_k * (2 * s.hidden * f.etp + inner)
 
 
 def _load(mapping: Mapping, job: Job) -> float:
     s, f = job.shape, mapping.folding
     rows = mapping.micro_batch * job.seq_len / (f.tp * f.cp) * s.top_k * f.ep
-    return mapping.routing.hottest(
-        ep=f.ep, experts=s.experts, rows=rows, top_k=s.top_k, quantile=BUFFER_QUANTILE
-    )
+    return mapping.routing.hottest(ep=f.ep, experts=s.experts, rows=rows, top_k=s.top_k, quantile=BUFFER_QUANTILE)
 
 
 def _working_bytes(job: Job, mapping: Mapping) -> float:
@@ -150,6 +154,10 @@ class LayerBytes:
     """What depends on one layer of one micro-batch alone, whatever the pipeline."""
 
     moe: float
+    rows: float
+    """Of `moe`: what grows with the load of the fullest rank."""
+    load: float
+    """Of one layer, at its worst."""
     dense: float
     working: float
     logits: float
@@ -161,6 +169,8 @@ def layer_bytes(job: Job, mapping: Mapping) -> LayerBytes:
     tokens = mapping.micro_batch * job.seq_len / f.cp
     return LayerBytes(
         moe=activation_bytes(job, mapping, moe=True) if s.moe_layers else 0.0,
+        rows=tokens / f.tp * _row_bytes(mapping, job) if mapping.recompute != "full" else 0.0,
+        load=_load(mapping, job) if s.experts else 1.0,
         dense=activation_bytes(job, mapping, moe=False),
         working=_working_bytes(job, mapping),
         logits=tokens * s.vocab / f.tp * (FP32 + 2 * BF16),
@@ -173,9 +183,7 @@ def live_activations(mapping: Mapping, pipeline_rank: int, microbatches: int) ->
     return SCHEDULES[mapping.schedule].live(pipeline_rank, pp, mapping.virtual, microbatches) if pp > 1 else 1
 
 
-def stage_memory(
-    job: Job, mapping: Mapping, *, pipeline_rank: int, layer: LayerBytes | None = None
-) -> StageMemory:
+def stage_memory(job: Job, mapping: Mapping, *, pipeline_rank: int, layer: LayerBytes | None = None) -> StageMemory:
     """Memory of the ranks at one place of the pipeline. `layer` is `layer_bytes`, where it was computed before."""
     layer = layer if layer is not None else layer_bytes(job, mapping)
     content = contents(job, mapping)[pipeline_rank]
@@ -183,7 +191,9 @@ def stage_memory(
     by_dense, by_expert = shards(mapping)
     own = dense / by_dense + expert / by_expert
     live = live_activations(mapping, pipeline_rank, mapping.num_microbatches(job))
-    held = content.moe_layers * layer.moe + content.dense_layers * layer.dense
+    # layers are uneven each on its own: over those of a rank, what exceeds the even share grows with their root
+    excess = (layer.load - 1) * math.sqrt(content.moe_layers) * layer.rows
+    held = content.moe_layers * layer.moe + excess + content.dense_layers * layer.dense
     kept = dense + expert
     if mapping.sharding == "parameters":
         if mapping.reshard_after_forward:

@@ -196,7 +196,7 @@ def parse_hardware(text: str, *, name: str, where: str) -> Hardware:
             problem = _read(part if isinstance(part, dict) else {}, key, full, values, sources)
             if problem is not None:
                 rule, value = problem
-                hint = f"write {key} = {{ value = ..., source = \"...\" }}" + (f" in [{section}]" if section else "")
+                hint = f'write {key} = {{ value = ..., source = "..." }}' + (f" in [{section}]" if section else "")
                 problems.append(Problem(where=f"{where}: {full}", value=value, rule=rule, hint=hint))
     problems += _range_problems(values, where)
     measured, found = _measured(table, where)

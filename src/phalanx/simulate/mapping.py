@@ -103,16 +103,24 @@ class Mapping:
         """The mapping in a few lines that a person reads."""
         o = self.overlap
         beside = [name for name, on in (("dp", o.dp), ("tp", o.tp), (f"ep ({o.ep})", o.ep != "none")) if on]
-        return f"{self.label()}\n  beside computation: {', '.join(beside) or 'nothing'}; {self.precision}, {self.dispatch}"
+        return (
+            f"{self.label()}\n  beside computation: {', '.join(beside) or 'nothing'}; {self.precision}, {self.dispatch}"
+        )
 
 
 def mapping_problems(mapping: Mapping, job: Job) -> list[Problem]:
     """Why a job cannot run so; all reasons."""
     f, s = mapping.folding, job.shape
     problems = folding_problems(f)
-    for where, value in (("seq_len", job.seq_len), ("global_batch", job.global_batch), ("micro_batch", mapping.micro_batch)):
+    for where, value in (
+        ("seq_len", job.seq_len),
+        ("global_batch", job.global_batch),
+        ("micro_batch", mapping.micro_batch),
+    ):
         if value < 1:
-            problems.append(Problem(where=f"train.{where}", value=value, rule="must be at least 1", hint="use 1 or more"))
+            problems.append(
+                Problem(where=f"train.{where}", value=value, rule="must be at least 1", hint="use 1 or more")
+            )
     if problems:
         return problems
     rules = [

@@ -83,7 +83,15 @@ class Row:
     @property
     def comparable(self) -> tuple[object, ...]:
         """Rows with equal keys are ways to do the same job on the same machines."""
-        return (self.source, self.shape.name, self.shape.layers, self.seq_len, self.global_batch, self.gpus, self.precision)
+        return (
+            self.source,
+            self.shape.name,
+            self.shape.layers,
+            self.seq_len,
+            self.global_batch,
+            self.gpus,
+            self.precision,
+        )
 
 
 @dataclass
@@ -108,10 +116,16 @@ def read_rows(path: Path) -> tuple[Row, ...]:
             table, columns = list(reader), reader.fieldnames or []
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise DataError([Problem(where=str(path), value=None, rule=f"cannot be read ({reason})")], subject="the rows") from error
+        raise DataError(
+            [Problem(where=str(path), value=None, rule=f"cannot be read ({reason})")], subject="the rows"
+        ) from error
     missing = [c for c in COLUMNS if c not in columns]
     rule, hint = "is missing from the header", "training_steps.csv has all columns"
-    raise_if([Problem(where=f"{path}: {c}", value=None, rule=rule, hint=hint) for c in missing], DataError, subject="the rows")
+    raise_if(
+        [Problem(where=f"{path}: {c}", value=None, rule=rule, hint=hint) for c in missing],
+        DataError,
+        subject="the rows",
+    )
     if not table:
         raise DataError([Problem(where=str(path), value=None, rule="has no rows")], subject="the rows")
     models, sources, reading = known_models(), _sources(), _Reading()
@@ -252,7 +266,9 @@ def _read(
         reading.add(f"{where}: gpu", entry["gpu"], "is not known hardware", "known: " + ", ".join(g for g, _ in GPUS))
     if len(reading.problems) > before or hardware is None:
         return
-    reading.rows.append(_row(line, entry, degrees, value, precision, hardware, models, _facts(entry["source"], sources)))
+    reading.rows.append(
+        _row(line, entry, degrees, value, precision, hardware, models, _facts(entry["source"], sources))
+    )
 
 
 def _row(

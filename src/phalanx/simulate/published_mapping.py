@@ -112,4 +112,3 @@ def _virtual(row: Row, folding: Folding) -> int:
     if row.facts.virtual != "layers":
         return 1
     return max(1, -(-row.shape.layers // folding.pp)) if row.shape.layers >= folding.pp else 1
-

@@ -39,9 +39,7 @@ class Replicas:
         )
         return gather, reduce
 
-    def exposed(
-        self, own: tuple[float, float], *, forward: float, backward: float, layers: int, passes: int
-    ) -> float:
+    def exposed(self, own: tuple[float, float], *, forward: float, backward: float, layers: int, passes: int) -> float:
         """Seconds that the step is longer for it. `forward`, `backward`: passes of one micro-batch over this rank's layers."""
         overlap, sms = self.mapping.overlap, self.network.hardware.sms
         gather, reduce = self.traffic(own)

@@ -18,6 +18,7 @@ from phalanx.simulate.device_memory import fullest_bytes, usable_bytes
 from phalanx.simulate.hardware import GpuCluster
 from phalanx.simulate.mapping import Job, Mapping, Precision
 from phalanx.simulate.quick import Quick
+from phalanx.simulate.routing import Routing
 from phalanx.simulate.search_space import Space, foldings, micro_batches, pipelines
 from phalanx.simulate.step_time import Prediction, predict
 
@@ -234,3 +235,7 @@ def reasons(result: SearchResult, prediction: Prediction) -> str:
     largest = sorted(changes.items(), key=lambda kv: -abs(kv[1]))[:3]
     return ", ".join(f"{kind} {change:+.1%}" for kind, change in largest if abs(change) >= 0.002) or "the same"
 
+
+def base_mapping(routing: Routing) -> Mapping:
+    """What all choices share, where only the routing is said."""
+    return Mapping(folding=Folding(world=1), routing=routing)

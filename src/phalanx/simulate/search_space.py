@@ -61,7 +61,7 @@ def spec_of(shape: Shape) -> ModelSpec:
 def foldings(job: Job, world: int) -> Iterator[Folding]:
     """Every legal folding that the batch can be divided among."""
     for folding in legal_foldings(world, spec_of(job.shape), seq_len=job.seq_len):
-        if job.global_batch % folding.dp == 0:
+        if job.global_batch >= folding.dp and job.global_batch % folding.dp == 0:
             yield folding
 
 

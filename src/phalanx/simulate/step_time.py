@@ -293,6 +293,7 @@ class _Step:
         share = bubble_share(self.mapping.schedule, p, v, self.m, mean[2] / mean[1] if mean[1] else 0.5)
         return share * (mean[0] + mean[1]) * v + 2 * (p - 1) * costs.p2p
 
+
 def bubble_share(schedule: str, p: int, v: int, m: int, weight: float) -> float:
     """Bubble in units of forward and backward of a rank's chunks of one micro-batch; `weight` is W's share of a backward (B = 2F).
 
