@@ -80,7 +80,7 @@ def test_a_bad_file_names_all_its_problems(tmp_path) -> None:
         "source",
     ):
         assert word in found
-    with pytest.raises(ConfigError, match="x.toml"):
+    with pytest.raises(ConfigError, match=r"x\.toml"):
         parse_hardware("a = [", name="x", where="x.toml")
 
 
@@ -145,6 +145,14 @@ def test_more_work_never_takes_less(m: float, n: float, k: float, factor: float)
     assert o.product(m * factor, n, k) >= o.product(m, n, k)
     assert o.product(m, n, k, groups=4) >= o.product(m, n, k)
     assert o.product(m, n, k, accumulate=True) >= o.product(m, n, k)
+
+
+def test_few_rows_are_bound_by_weights() -> None:
+    """64 experts with 16 rows each: reading bf16 weights forward, reading and writing fp32 gradients backward, four times the bytes."""
+    o = Oracle(H100)
+    forward, gradient = (o.product(1024, 4096, 4096, groups=64, accumulate=a) for a in (False, True))
+    assert forward == pytest.approx(64 * 4096 * 4096 * 2 / o.bytes_per_s, rel=0.02)
+    assert gradient == pytest.approx(4 * forward, rel=0.02)
 
 
 # ---- collectives ----------------------------------------------------------------------------------------------------------------

@@ -4,12 +4,14 @@ import json
 import random
 import time
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
 from phalanx.core.errors import PlanError
 from phalanx.plan.folding import Folding
-from phalanx.plan.model import PRESETS, flops_per_token as planned_flops
+from phalanx.plan.model import PRESETS
+from phalanx.plan.model import flops_per_token as planned_flops
 from phalanx.plan.schedule import make_schedule
 from phalanx.plan.schedule_time import simulate, uniform_costs
 from phalanx.simulate.device_memory import fullest_bytes, memory_of, usable_bytes
@@ -41,7 +43,7 @@ BEST = folded(tp=2, pp=8, ep=8, virtual=7)
 # ---- FLOPs ----------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [n for n in PRESETS])
+@pytest.mark.parametrize("name", list(PRESETS))
 @pytest.mark.parametrize("seq", [2048, 8192])
 def test_flops_are_those_of_the_planner(name: str, seq: int) -> None:
     shape = shape_of(PRESETS[name])
@@ -288,7 +290,7 @@ def test_the_best_of_a_search_is_the_optimum_on_the_clock() -> None:
     )
     assert predict(MIXTRAL, result.best[0].mapping, CLUSTER).step.seconds <= 1.05 * on_the_clock
     front = result.pareto
-    assert all(a.seconds <= b.seconds and a.peak_bytes >= b.peak_bytes for a, b in zip(front, front[1:], strict=False))
+    assert all(a.seconds <= b.seconds and a.peak_bytes >= b.peak_bytes for a, b in pairwise(front))
 
 
 @pytest.mark.parametrize(

@@ -29,8 +29,6 @@ class Span:
 
 def span_of(size: int, stride: int, *, ranks_per_host: int) -> Span:
     """How a group of `size` ranks, `stride` apart, lies on hosts of consecutive ranks."""
-    if stride >= ranks_per_host:
-        return Span(1, size)
     inside = max(1, min(size, ranks_per_host // stride))
     return Span(inside, math.ceil(size / inside))
 

@@ -63,7 +63,8 @@ class SearchResult:
 
 
 RATIO_SIGMA = 0.05
-"""Spread of the predicted ratio of two mappings: round the measured one, over pairs of one job in the validation rows."""
+"""Spread (root mean square, of the logarithm) of predicted over measured ratios of two mappings of one job: 0.052 over the 18 pairs of published
+rows without sharded parameters."""
 
 
 def search(
