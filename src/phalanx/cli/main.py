@@ -35,6 +35,8 @@ COMMANDS = (
     Command("verify", "prove a mapping against one rank: loss, every gradient, norm and step"),
     Command("bench", "measure speed beside a baseline in the same run"),
     Command("plan", "check and draw a mapping or a pipeline schedule, count a model: no process, no torch"),
+    Command("simulate", "predict a step, its memory and failures on a cluster that is not here"),
+    Command("search", "find the best mapping of a model on a cluster"),
     Command("testbed", "emulate hosts and links on this machine, and kill, freeze or cut them"),
     Command("metrics", "show the course of a run from its event log"),
     Command("settings", "list every setting of a recipe with its default and meaning"),

@@ -1,0 +1,230 @@
+"""`phalanx search`: the best mapping of a model on a cluster, with reasons, a picture, and the recipe of the winner. No process, no torch."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.progress import Progress
+
+from phalanx.core.errors import ConfigError, Problem, nearest, raise_if
+from phalanx.core.files import check_writable, write_json, write_text
+from phalanx.core.recipe import dump_recipe
+from phalanx.core.units import format_bytes, format_seconds
+from phalanx.plan.model import PRESETS
+from phalanx.plan.schedule import SCHEDULES
+from phalanx.simulate.device_memory import usable_bytes
+from phalanx.simulate.from_recipe import recipe_of_mapping
+from phalanx.simulate.hardware import parse_cluster
+from phalanx.simulate.mapping import Job, Mapping
+from phalanx.simulate.pictures import Series, plot
+from phalanx.simulate.published import known_models, shape_from
+from phalanx.simulate.routing import Routing
+from phalanx.simulate.search import RERANKED, SearchResult, base_mapping, reasons, search
+from phalanx.simulate.search_space import Space
+from phalanx.simulate.shape import Shape, shape_of
+from phalanx.simulate.step_time import Prediction, predict
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `phalanx search ARGV...`."""
+    args = _parser().parse_args(list(argv))
+    for path in (args.json, args.svg, args.recipe):
+        check_writable(path)
+    problems: list[Problem] = []
+    shape, cluster = None, None
+    try:
+        shape = shape_named(args.model)
+    except ConfigError as error:
+        problems += error.problems
+    try:
+        cluster = parse_cluster(args.cluster)
+    except ConfigError as error:
+        problems += error.problems
+    problems += [
+        Problem(where=f"--{name}", value=value, rule="must be at least 1", hint="use 1 or more")
+        for name, value in (("seq", args.seq), ("batch", args.batch), ("top", args.top), ("exact", args.exact))
+        if value < 1
+    ]
+    raise_if(problems, ConfigError, subject="the arguments")
+    assert shape is not None and cluster is not None
+    begin = time.perf_counter()
+    with Progress(transient=True) as bar:
+        task = bar.add_task("mappings")
+        result = search(
+            Job(shape=shape, seq_len=args.seq, global_batch=args.batch),
+            cluster,
+            space=_space(args),
+            precision=args.precision,
+            keep=max(args.exact, args.top),
+            base=base_mapping(Routing(kind=args.routing)),
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+    seconds = time.perf_counter() - begin
+    if args.json is not None:
+        write_json(args.json, to_dict(result, seconds=seconds))
+    if args.svg is not None:
+        write_text(args.svg, pareto_svg(result))
+    if args.recipe is not None:
+        write_recipe(args.recipe, result)
+    print(describe(result, top=args.top, seconds=seconds))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="phalanx search", description="Find the best mapping of a model on a cluster."
+    )
+    add = parser.add_argument
+    add("--model", required=True, metavar="NAME", help="a preset, or a model of the published measurements")
+    add("--cluster", required=True, metavar="NAMExRANKS", help="such as h100x128, or FILE.toml:128")
+    add("--seq", type=int, default=4096, help="sequence length (default 4096)")
+    add("--batch", type=int, default=256, help="sequences of a step (default 256)")
+    add("--precision", choices=("bf16", "fp8"), default="bf16")
+    add(
+        "--routing",
+        choices=("balanced", "learned"),
+        default="balanced",
+        help="how tokens meet experts (default balanced)",
+    )
+    add("--schedules", nargs="+", choices=tuple(SCHEDULES), metavar="NAME", help=f"of {', '.join(SCHEDULES)}")
+    add("--ep-overlap", nargs="+", choices=("none", "chunks", "pair"), default=["none"], metavar="HOW",
+        help="dispatch beside computation: none, chunks, pair (default none: what a recipe can say)")  # fmt: skip
+    add("--top", type=int, default=10, help="mappings to show (default 10)")
+    add("--exact", type=int, default=RERANKED, help=f"mappings to run on the exact schedule (default {RERANKED})")
+    add("--json", type=Path, metavar="FILE")
+    add("--svg", type=Path, metavar="FILE", help="draw time against memory")
+    add("--recipe", type=Path, metavar="FILE", help="write the winner's recipe")
+    return parser
+
+
+def _space(args: argparse.Namespace) -> Space:
+    space = Space(ep_overlaps=tuple(args.ep_overlap))
+    return space if args.schedules is None else Space(ep_overlaps=space.ep_overlaps, schedules=tuple(args.schedules))
+
+
+def shape_named(name: str) -> Shape:
+    """A preset's shape, or that of a published model. Raises `ConfigError`."""
+    if name in PRESETS:
+        return shape_of(PRESETS[name])
+    models = known_models()
+    found = next((key for key in models if key.lower() == name.lower()), None)
+    if found is None:
+        hint = nearest(name, [*PRESETS, *models])
+        raise ConfigError(
+            [Problem(where="--model", value=name, rule="is not a model", hint=hint)], subject="the arguments"
+        )
+    m = models[found]
+    ffn = m["expert_ffn"] if int(m["experts"]) else m["dense_ffn"]
+    entry = {
+        "model": found,
+        "hidden": m["hidden"],
+        "layers": m["layers"],
+        "experts": m["experts"],
+        "topk": m["topk"],
+        "ffn": ffn,
+        "TP": "1",
+    }
+    return shape_from(entry, models)[0]
+
+
+def write_recipe(path: Path, result: SearchResult) -> None:
+    """The winner's recipe, or of the best mapping that a recipe can say."""
+    sayable = [p for p in result.best if p.mapping.overlap.ep == "none"]
+    if not sayable or result.job.shape.ffn_matrices != 3:
+        print("no recipe: the best mappings overlap dispatch, or the model is not one that runs here", file=sys.stderr)
+        return
+    write_text(path, dump_recipe(recipe_of_mapping(result.job, sayable[0].mapping)))
+
+
+def to_dict(result: SearchResult, *, seconds: float) -> dict[str, Any]:
+    """What `--json` writes."""
+    return {
+        "model": result.job.shape.name,
+        "cluster": result.cluster.name,
+        "seconds": seconds,
+        "foldings": result.num_foldings,
+        "choices": result.tried,
+        "evaluated": result.evaluated,
+        "fitting": result.fitting,
+        "indistinguishable": result.indistinguishable,
+        "best": [_entry(result, p) for p in result.best],
+        "variants": [_entry(result, p) for p in result.variants],
+        "pareto": [{"seconds": c.seconds, "peak_bytes": c.peak_bytes, **_degrees(c.mapping)} for c in result.pareto],
+    }
+
+
+def _entry(result: SearchResult, p: Prediction) -> dict[str, Any]:
+    return {
+        **_degrees(p.mapping),
+        "seconds": p.step.seconds,
+        "p10": p.step.p10,
+        "p90": p.step.p90,
+        "mfu_causal": p.mfu("causal"),
+        "mfu_full": p.mfu("full"),
+        "tokens_per_s": p.tokens_per_s,
+        "peak_bytes": p.peak_bytes,
+        "reason": reasons(result, p),
+        "hash": p.mapping.hash,
+    }
+
+
+def _degrees(m: Mapping) -> dict[str, Any]:
+    f = m.folding
+    return {
+        "tp": f.tp, "cp": f.cp, "dp": f.dp, "pp": f.pp, "etp": f.etp, "ep": f.ep, "edp": f.edp, "micro_batch": m.micro_batch,
+        "schedule": m.schedule, "virtual": m.virtual, "recompute": m.recompute, "ep_overlap": m.overlap.ep,
+    }  # fmt: skip
+
+
+def describe(result: SearchResult, *, top: int, seconds: float) -> str:
+    """The table of the best, with reasons."""
+    usable = usable_bytes(result.cluster.hardware)
+    lines = [
+        result.cluster.explain(),
+        f"{result.job.shape.name}, {result.job.global_batch} sequences of {result.job.seq_len}: {result.num_foldings:,} foldings, "
+        f"{result.tried:,} choices in {format_seconds(seconds)} ({result.evaluated:,} evaluated, {result.fitting:,} of them fit, "
+        "the others cannot be among the best)",
+        f"{'':>3} {'step':>9} {'MFU':>6} {'memory':>9}  best choice of each folding",
+    ]
+    for number, p in enumerate(result.best[:top], start=1):
+        memory = format_bytes(p.peak_bytes)
+        lines.append(
+            f"{number:>3} {format_seconds(p.step.seconds):>9} {p.mfu('causal'):>6.1%} {memory:>9}  {p.mapping.label()}"
+        )
+        lines.append(f"{'':>31}{reasons(result, p)}")
+    first = result.best[0]
+    if first.mapping.routing.kind == "balanced" and result.job.shape.experts:
+        learned = predict(result.job, replace(first.mapping, routing=Routing(kind="learned")), result.cluster)
+        lines.append(
+            f"with even routing; the first under a learned router: {format_seconds(learned.step.seconds)}, "
+            f"{format_bytes(learned.peak_bytes)}{'' if learned.fits else ', which does not fit'} (--routing learned ranks by that)"
+        )
+    n = result.indistinguishable
+    if n > 1:
+        lines.append(f"the first {n} are indistinguishable within the model's error")
+    lines.append(f"memory that can be filled: {format_bytes(usable)} a rank")
+    return "\n".join(lines)
+
+
+def pareto_svg(result: SearchResult) -> str:
+    """Time against memory of what fits, its front, and the best."""
+    usable = usable_bytes(result.cluster.hardware)
+    best = result.best[0]
+    slowest = 3 * best.step.seconds
+    near = [c for c in result.sampled if c.seconds <= slowest]
+    front = [c for c in result.pareto if c.seconds <= slowest]
+    series = [
+        Series("what fits", tuple((c.seconds, c.peak_bytes / 1e9, c.mapping.label()) for c in near), "#bbbbbb", size=2),
+        Series("front", tuple((c.seconds, c.peak_bytes / 1e9, c.mapping.label()) for c in front), "#0b6e99"),
+        Series("best", ((best.step.seconds, best.peak_bytes / 1e9, best.mapping.label()),), "#c0392b", size=6),
+    ]
+    title = (
+        f"{result.job.shape.name} on {result.cluster.name}: time against memory ({usable / 1e9:.0f} GB can be filled)"
+    )
+    return plot(series, title=title, x_name="step, s", y_name="fullest rank, GB")

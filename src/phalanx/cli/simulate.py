@@ -1,0 +1,150 @@
+"""`phalanx simulate`: a recipe's step on a cluster that is not here; published measurements; failures.
+
+    phalanx simulate RECIPE --cluster h100x128      time, rates, memory by stage, where the time goes
+    phalanx simulate validate [--data CSV]          predictions beside published measurements
+    phalanx simulate goodput --ranks 16384          progress under failures
+    phalanx simulate clusters                       known hardware, each constant with its source
+
+No process, no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from phalanx.cli.simulate_goodput import goodput
+from phalanx.cli.simulate_validate import validation
+from phalanx.core.config import Recipe
+from phalanx.core.errors import ConfigError, Problem
+from phalanx.core.files import check_writable, write_json, write_text
+from phalanx.core.recipe import load_recipe
+from phalanx.core.units import format_bytes, format_count, format_rate, format_seconds
+from phalanx.plan.recipe import run_problems
+from phalanx.plan.schedule_draw import timeline_svg
+from phalanx.simulate.device_memory import StageMemory, usable_bytes
+from phalanx.simulate.from_recipe import job_of_recipe, mapping_of_recipe, resolve_recipe
+from phalanx.simulate.hardware import known_hardware, load_hardware, parse_cluster
+from phalanx.simulate.step_time import Prediction, predict
+from phalanx.simulate.trace import chrome_trace
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `phalanx simulate ARGV...`."""
+    parts = {"validate": validation, "goodput": goodput, "clusters": clusters}
+    if argv and argv[0] in parts:
+        return parts[argv[0]](argv[1:])
+    return step(argv)
+
+
+def step(argv: Sequence[str]) -> int:
+    """One step of a recipe on a cluster."""
+    parser = argparse.ArgumentParser(
+        prog="phalanx simulate",
+        description="Predict a step of a recipe on a cluster; also: validate, goodput, clusters (each with --help).",
+        epilog="Settings of the recipe may follow: --folding.ep 8 --train.micro_batch 2 ...",
+    )
+    parser.add_argument("recipe", type=Path, help="recipe file, such as recipes/laptop.toml")
+    parser.add_argument("--cluster", required=True, metavar="NAMExRANKS", help="such as h100x128, or FILE.toml:128")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the prediction")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="write the schedule as a trace for Perfetto")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the schedule's timeline")
+    args, overrides = parser.parse_known_args(list(argv))
+    for path in (args.json, args.trace, args.svg):
+        check_writable(path)
+    prediction = predict_recipe(args.recipe, args.cluster, overrides)
+    if args.json is not None:
+        write_json(args.json, prediction.to_dict())
+    timeline = prediction.step.timeline
+    if timeline is None and (args.trace or args.svg):
+        print("no pipeline, so there is no schedule to draw (folding.pp is 1)", file=sys.stderr)
+        return 2
+    if args.trace is not None and timeline is not None:
+        write_text(args.trace, json.dumps(chrome_trace(timeline, title=prediction.mapping.label())) + "\n")
+    if args.svg is not None and timeline is not None:
+        write_text(args.svg, timeline_svg(timeline))
+    print(describe(prediction))
+    return 0 if prediction.fits else 2
+
+
+def predict_recipe(path: Path, cluster_name: str, overrides: Sequence[str]) -> Prediction:
+    """The prediction of a recipe. Raises `ConfigError` or `PlanError` with all problems, of the cluster and of the recipe."""
+    problems: list[Problem] = []
+    cluster, recipe = None, None
+    try:
+        cluster = parse_cluster(cluster_name)
+    except ConfigError as error:
+        problems += error.problems
+    world = cluster.world if cluster is not None else None
+
+    def check(given: Recipe) -> Sequence[Problem]:
+        return run_problems(given, world=world, tokenizer_vocab=given.model.vocab) if world is not None else ()
+
+    try:
+        recipe = load_recipe(path, [*overrides, *(["--launch.ranks", str(world)] if world else [])], check=check)
+    except ConfigError as error:
+        problems += error.problems
+    if problems or cluster is None or recipe is None:
+        raise ConfigError(problems, subject="the simulation")
+    spec = resolve_recipe(recipe)
+    mapping = mapping_of_recipe(recipe, spec, world=cluster.world)
+    return predict(job_of_recipe(recipe, spec), mapping, cluster)
+
+
+def describe(p: Prediction) -> str:
+    """The prediction as a person reads it."""
+    s, total = p.step, p.step.seconds
+    parts = sorted(s.parts.items(), key=lambda kv: -kv[1])
+    fullest = max(p.memory, key=lambda stage: stage.total)
+    usable = usable_bytes(p.cluster.hardware)
+    lines = [
+        p.cluster.explain(),
+        p.mapping.explain(),
+        f"step {format_seconds(total)} (p10 {format_seconds(s.p10)}, p90 {format_seconds(s.p90)}), "
+        f"{s.microbatches} micro-batches, {format_count(p.tokens_per_s)} tokens/s",
+        f"  {format_rate(p.flops_per_s('causal'), 'FLOP')} a rank, MFU {p.mfu('causal'):.1%} (causal half of the scores counted), "
+        f"{p.mfu('full'):.1%} (all scores)",
+        "  " + ", ".join(f"{kind} {seconds / total:.1%}" for kind, seconds in parts if seconds / total >= 0.0005),
+        f"  beside computation: {format_seconds(s.hidden_s)} of communication",
+        f"{'stage':>7}{'weights':>12}{'gradients':>12}{'optimizer':>12}{'activations':>13}{'other':>12}{'total':>12}",
+    ]
+    for m in _shown(p):
+        other = m.logits + m.buffers + m.communication
+        cells = (m.weights, m.gradients, m.optimizer)
+        row = "".join(f"{format_bytes(c):>12}" for c in cells)
+        lines.append(
+            f"{m.pipeline_rank:>7}{row}{format_bytes(m.activations):>13}{format_bytes(other):>12}{format_bytes(m.total):>12}"
+        )
+    verdict = "fits" if p.fits else "DOES NOT FIT"
+    lines.append(
+        f"{verdict}: stage {fullest.pipeline_rank} needs {format_bytes(fullest.total)} of {format_bytes(usable)}"
+    )
+    return "\n".join(lines)
+
+
+def _shown(p: Prediction) -> list[StageMemory]:
+    """All stages of a short pipeline, else first, last and fullest."""
+    if len(p.memory) <= 8:
+        return list(p.memory)
+    fullest = max(p.memory, key=lambda stage: stage.total).pipeline_rank
+    return [p.memory[i] for i in sorted({0, 1, fullest, len(p.memory) - 1})]
+
+
+def clusters(argv: Sequence[str]) -> int:
+    """List known hardware, or the constants of one with their sources."""
+    parser = argparse.ArgumentParser(prog="phalanx simulate clusters", description="Known hardware and its constants.")
+    parser.add_argument("name", nargs="?", help="one of them, with every constant and its source")
+    args = parser.parse_args(list(argv))
+    if args.name is None:
+        for name in known_hardware():
+            h = load_hardware(name)
+            rate, memory = format_rate(h.bf16_flops_per_s, "FLOP"), format_bytes(h.memory_bytes)
+            print(f"{name:<12}{rate:>14} bf16  {memory:>9}  {h.title}")
+        return 0
+    hardware = load_hardware(args.name)
+    for name, source in hardware.sources.items():
+        print(f"{name:<24}{getattr(hardware, name)!s}\n    {source}")
+    return 0

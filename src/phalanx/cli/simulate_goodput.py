@@ -1,0 +1,161 @@
+"""`phalanx simulate goodput`: progress of a job under failures, checkpoints against replicas, and the best interval between saves."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from phalanx.core.errors import ConfigError, PlanError, Problem, raise_if
+from phalanx.core.files import check_writable, write_json, write_text
+from phalanx.core.units import format_seconds
+from phalanx.simulate.goodput import (
+    LLAMA3_FAILURES_PER_RANK_HOUR,
+    Goodput,
+    Practice,
+    expected_goodput,
+    poisson,
+    practice_problems,
+    read_removals,
+    simulate_goodput,
+    sweep,
+    young_daly,
+)
+from phalanx.simulate.pictures import Series, plot
+
+
+def goodput(argv: Sequence[str]) -> int:
+    """Monte Carlo over failures."""
+    args = _parser().parse_args(list(argv))
+    for path in (args.json, args.svg):
+        check_writable(path)
+    base = Practice(
+        interval_s=args.interval or 1.0,
+        save_s=args.save,
+        detect_s=args.detect,
+        restart_s=args.restart,
+        repair_s=args.repair,
+        survival=args.survival,
+        repair_host_s=args.replace,
+    )
+    problems = [
+        Problem(where=f"--{name}", value=value, rule="must be above 0", hint="leave it out")
+        for name, value in (("ranks", args.ranks), ("days", args.days), ("rate", args.rate))
+        if not 0 < value < math.inf
+    ]
+    raise_if(problems + practice_problems(base), ConfigError, subject="the arguments")
+    result = run(base, args)
+    if args.json is not None:
+        write_json(args.json, {k: v for k, v in result.items() if k != "curves"})
+    if args.svg is not None:
+        write_text(args.svg, picture(result))
+    print(describe(result))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="phalanx simulate goodput", description="Progress under failures.")
+    add = parser.add_argument
+    add("--ranks", type=int, default=16384, help="ranks of the job (default 16384)")
+    add("--hosts", type=int, default=None, help="hosts of the job (default a host for 8 ranks)")
+    add(
+        "--rate",
+        type=float,
+        default=LLAMA3_FAILURES_PER_RANK_HOUR,
+        help="failures of a rank in an hour (default Llama 3's)",
+    )
+    add(
+        "--failures",
+        type=Path,
+        metavar="CSV",
+        help="a trace of removals in place of --rate: MILLISECONDS,add|remove,NODE",
+    )
+    add("--days", type=float, default=54.0, help="length of the job (default 54)")
+    add("--interval", type=float, default=None, help="seconds between saves (default: Young and Daly's)")
+    add("--save", type=float, default=10.0, help="seconds that a save stops the job (default 10)")
+    add("--detect", type=float, default=60.0, help="seconds until a failure is known (default 60)")
+    add(
+        "--restart",
+        type=float,
+        default=600.0,
+        help="seconds from there to the first step from a checkpoint (default 600)",
+    )
+    add("--repair", type=float, default=20.0, help="the same from replicas (default 20)")
+    add(
+        "--survival",
+        type=float,
+        default=0.99,
+        help="share of failures that leave a replica of everything (default 0.99)",
+    )
+    add("--replace", type=float, default=1800.0, help="seconds until a lost host is replaced (default 1800)")
+    add("--seed", type=int, default=0)
+    add("--json", type=Path, metavar="FILE")
+    add("--svg", type=Path, metavar="FILE", help="draw progress against the interval between saves")
+    return parser
+
+
+def run(base: Practice, args: argparse.Namespace) -> dict[str, Any]:
+    """Both ways of recovery over the same failures, and the sweep over intervals."""
+    mean = 3600 / (args.rate * args.ranks)
+    duration = args.days * 86400
+    removals = None
+    if args.failures is not None:
+        removals = read_removals(args.failures)
+        if not removals:
+            problem = Problem(where=str(args.failures), value=None, rule="has no removals", hint="give another trace")
+            raise PlanError([problem], subject="the trace")
+        duration, mean = removals[-1], removals[-1] / len(removals)
+    best = young_daly(base.save_s, mean)
+    practice = replace(base, interval_s=args.interval if args.interval is not None else max(best, 1.0))
+    hosts = args.hosts or max(1, args.ranks // 8)
+
+    def play(recovery: str) -> Goodput:
+        failures = removals if removals is not None else poisson(mean, args.seed)
+        chosen = replace(practice, recovery=recovery)  # type: ignore[arg-type]
+        return simulate_goodput(chosen, failures, duration_s=duration, hosts=hosts, seed=args.seed)
+
+    intervals = [best * 2 ** (k / 2) for k in range(-6, 7)]
+    span = max(duration, 400 * mean)
+    curves = {
+        name: sweep(replace(practice, recovery=name), mean, intervals, duration_s=span, seed=args.seed)
+        for name in ("checkpoint", "replicas")
+    }
+    return {
+        "mean_between_failures_s": mean,
+        "young_daly_s": best,
+        "interval_s": practice.interval_s,
+        "checkpoint": vars(play("checkpoint")),
+        "replicas": vars(play("replicas")),
+        "expected_checkpoint": expected_goodput(practice, mean),
+        "curves": curves,
+        "sweep": {name: [list(point) for point in curve] for name, curve in curves.items()},
+    }
+
+
+def describe(result: dict[str, Any]) -> str:
+    lines = [
+        f"a failure every {format_seconds(result['mean_between_failures_s'])}; a save every {format_seconds(result['interval_s'])} "
+        f"(Young and Daly: {format_seconds(result['young_daly_s'])})",
+        f"{'recovery':<12}{'useful':>9}{'saving':>9}{'lost':>9}{'down':>9}{'failures':>10}",
+    ]
+    for name in ("checkpoint", "replicas"):
+        g = result[name]
+        shares = "".join(f"{g[part]:>9.2%}" for part in ("useful", "saving", "lost", "down"))
+        lines.append(f"{name:<12}{shares}{g['failures']:>10}")
+    lines.append(f"expected of checkpoints, in closed form: {result['expected_checkpoint']:.2%}")
+    return "\n".join(lines)
+
+
+def picture(result: dict[str, Any]) -> str:
+    """Useful time against the interval between saves, for both ways."""
+    colours = {"checkpoint": "#c0392b", "replicas": "#0b6e99"}
+    series = [
+        Series(name=name, colour=colours[name], line=True, points=tuple((x / 60, 100 * y, "") for x, y in curve))
+        for name, curve in result["curves"].items()
+    ]
+    mark = [(result["young_daly_s"] / 60, "Young and Daly")]
+    title, x_name, y_name = "Progress under failures", "minutes between saves", "useful time, %"
+    return plot(series, title=title, x_name=x_name, y_name=y_name, marks=mark, log=True)

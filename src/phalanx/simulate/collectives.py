@@ -1,0 +1,132 @@
+"""Seconds of collectives on hosts with fast links inside and a network card for each rank between them.
+
+Decides which algorithm a group uses and what each link carries. A *span* says how a group lies on hosts: `inside` members share a host, on
+`hosts` hosts; ranks of one host drive their own network cards (rails), so a ring of a group with `inside` members a host crosses
+hosts on `inside` cards at once. Must never change: more bytes or slower links never make a collective faster (test).
+
+S is the size of the whole tensor in bytes (all-gather's output, reduce-scatter's input); V the rows that a rank sends in all-to-all.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from phalanx.simulate.hardware import Hardware, at
+
+
+@dataclass(frozen=True)
+class Span:
+    """`inside` members of a group on each of `hosts` hosts."""
+
+    inside: int
+    hosts: int
+
+    @property
+    def size(self) -> int:
+        return self.inside * self.hosts
+
+
+def span_of(size: int, stride: int, *, ranks_per_host: int) -> Span:
+    """How a group of `size` ranks, `stride` apart, lies on hosts of consecutive ranks."""
+    inside = max(1, min(size, ranks_per_host // stride))
+    return Span(inside, math.ceil(size / inside))
+
+
+@dataclass(frozen=True)
+class Network:
+    """Collectives on one kind of hardware."""
+
+    hardware: Hardware
+
+    def _inside(self, moved: float, members: int, whole: float) -> float:
+        """`moved` bytes over a rank's fast link, of a tensor of `whole` bytes: half of the bandwidth at `half_bytes`."""
+        h = self.hardware
+        rate = at(h.inside_bytes_per_s, members) * whole / (whole + h.inside_half_bytes) if whole else math.inf
+        return moved / rate if moved else 0.0
+
+    @property
+    def _between(self) -> float:
+        return self.hardware.between_bytes_per_s * self.hardware.between_efficiency
+
+    def all_gather(self, whole: float, span: Span) -> float:
+        """Ring all-gather or reduce-scatter: inside a host every byte passes a fast link, between hosts 1/inside of them a card."""
+        n = span.size
+        if n <= 1 or whole <= 0:
+            return 0.0
+        if span.hosts == 1:
+            return self.hardware.inside_latency_s + self._inside(whole * (n - 1) / n, n, whole)
+        fast = self._inside(whole * (n - 1) / n, max(2, span.inside), whole) if span.inside > 1 else 0.0
+        slow = whole * (span.hosts - 1) / span.hosts / span.inside / self._between
+        return self.latency(span) + max(fast, slow)
+
+    reduce_scatter = all_gather
+
+    def latency(self, span: Span) -> float:
+        """Start of a collective: hops of a tree between hosts, one step inside."""
+        h = self.hardware
+        return h.inside_latency_s + (2 * math.log2(span.hosts) * h.between_latency_s if span.hosts > 1 else 0.0)
+
+    def all_reduce(self, whole: float, span: Span) -> float:
+        """Reduce-scatter and all-gather; a tree has the same bytes and fewer hops."""
+        return 2 * self.all_gather(whole, span)
+
+    def hierarchical_all_gather(self, whole: float, span: Span) -> float:
+        """Between hosts first (each rail a part), then inside: two steps one after the other."""
+        if span.hosts == 1 or span.inside == 1:
+            return self.all_gather(whole, span)
+        slow = whole / span.inside * (span.hosts - 1) / span.hosts / self._between
+        fast = self._inside(whole * (span.inside - 1) / span.inside, span.inside, whole)
+        return self.latency(span) + slow + fast
+
+    def all_to_all(self, rows_bytes: float, span: Span) -> float:
+        """Every rank sends `rows_bytes`, evenly, to all; parts for other hosts through its own card, at once with those inside."""
+        n = span.size
+        if n <= 1 or rows_bytes <= 0:
+            return 0.0
+        h = self.hardware
+        fast = self._inside(rows_bytes * (span.inside - 1) / n, max(2, span.inside), rows_bytes)
+        if span.hosts == 1:
+            return h.inside_latency_s + fast
+        slow = rows_bytes * (1 - span.inside / n) / self._between
+        return h.inside_latency_s + h.between_latency_s + max(fast, slow)
+
+    def all_to_all_dedup(
+        self, token_bytes: float, span: Span, *, top_k: int, num_experts: int, host_limit: int | None = None
+    ) -> float:
+        """Each token crosses to a host once, and from there fans out to the ranks that need it (DeepEP, HybridEP).
+
+        `token_bytes` is one row of every token of a rank; `host_limit` caps the hosts of a token (group-limited routing).
+        """
+        n, h = span.size, self.hardware
+        if n <= 1 or token_bytes <= 0:
+            return 0.0
+        hosts = distinct(span.hosts, top_k, num_experts)
+        hosts = min(hosts, host_limit) if host_limit else hosts
+        ranks = distinct(n, top_k, num_experts)
+        fast = self._inside(token_bytes * ranks * (1 - 1 / max(2, span.inside)), max(2, span.inside), token_bytes)
+        if span.hosts == 1:
+            return h.inside_latency_s + fast
+        slow = token_bytes * hosts * (span.hosts - 1) / span.hosts / self._between
+        return h.inside_latency_s + h.between_latency_s + max(fast, slow)
+
+    def send(self, num_bytes: float, *, between: bool) -> float:
+        """One message from rank to rank."""
+        h = self.hardware
+        if between:
+            return h.between_latency_s + num_bytes / self._between
+        return h.inside_latency_s + self._inside(num_bytes, 2, num_bytes)
+
+
+def distinct(places: int, top_k: int, num_experts: int) -> float:
+    """Expected number of distinct places (hosts or ranks, equal shares of the experts) that a token's `top_k` different experts lie on.
+
+    Uniform choice without replacement: P (1 - C(E - E/P, k) / C(E, k)).
+    """
+    share = num_experts // places if places else 0
+    if share < 1 or top_k >= num_experts:
+        return float(min(places, max(top_k, 1)))
+    missed = 1.0
+    for i in range(top_k):
+        missed *= max(0.0, (num_experts - share - i) / (num_experts - i))
+    return places * (1.0 - missed)

@@ -1,0 +1,131 @@
+"""The cost oracle: seconds of one operation on one device, and how far to trust them.
+
+Decides in this order: a measured table of the very machine (corrected to nearby shapes), else a formula of the hardware's constants, each
+with an error bar (standard deviation of the logarithm). Must never change: a cost depends on shapes and hardware, never on the
+name of a model.
+
+    product of matrices   t0 + max(2mnk / (efficiency * peak), bytes / (efficiency * bandwidth)); 7 % on 11,305 shapes (aiconfigurator)
+    grouped product       the same over all rows and all weights of the group: few rows a group are bound by reading weights
+    attention             causal FLOPs over a curve of efficiency by sequence length
+    memory-bound kernel   bytes over bandwidth, and the time of a kernel
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+from phalanx.simulate.hardware import Curve, Hardware, at
+
+SIGMA = {
+    "gemm": 0.05,
+    "experts": 0.08,
+    "attention": 0.08,
+    "memory": 0.15,
+    "launch": 0.40,
+    "tp": 0.12,
+    "etp": 0.12,
+    "cp": 0.15,
+    "a2a_inside": 0.15,
+    "a2a_between": 0.35,
+    "dp": 0.25,
+    "pp": 0.30,
+    "optimizer": 0.20,
+    "bubble": 0.08,
+    "imbalance": 0.30,
+    "recompute": 0.08,
+}
+"""Error bar by kind of operation: the spread of the published tables round their fits (section 1.3 and 1.4 of the reference), widest for
+all-to-all between hosts, which has no public table."""
+
+BF16, FP32 = 2, 4
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds, the spread of their logarithm, and where they come from."""
+
+    seconds: float
+    sigma: float
+    origin: str
+
+
+@dataclass(frozen=True)
+class Oracle:
+    """Costs on one kind of hardware. `precision` is that of products: bf16 or fp8."""
+
+    hardware: Hardware
+    precision: str = "bf16"
+
+    @property
+    def eight_bits(self) -> bool:
+        """Whether products run in fp8: then their inputs are cast (and transposed for the weight gradient) by kernels of their own."""
+        return self.precision == "fp8" and self.hardware.fp8_flops_per_s is not None
+
+    @property
+    def _rate(self) -> float:
+        h = self.hardware
+        return h.peak(self.precision) * (h.fp8_efficiency if self.eight_bits else h.gemm_efficiency)
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Memory bandwidth that a kernel reaches."""
+        return self.hardware.memory_bytes_per_s * self.hardware.memory_efficiency
+
+    def memory(self, num_bytes: float, *, kernels: int = 1) -> float:
+        """Seconds of memory-bound kernels."""
+        return num_bytes / self.bytes_per_s + kernels * self.hardware.kernel_s
+
+    def product(self, m: float, n: float, k: float, *, groups: int = 1, accumulate: bool = False) -> float:
+        """(m, k) x (k, n), or `groups` of them that share the m rows; `accumulate` adds into fp32 (a weight gradient).
+
+        In a weight gradient the rows are the inner dim: call it with m and k as they are in the forward pass.
+        """
+        if m <= 0:
+            return 0.0
+        weights = groups * n * k
+        moved = (m * k + m * n) * BF16 + weights * (2 * FP32 if accumulate else BF16)
+        bound = max(2.0 * m * n * k / self._rate, moved / self.bytes_per_s)
+        return self.hardware.kernel_s * 4 / 3 + bound * self._correction(m, n, k)
+
+    def _correction(self, m: float, n: float, k: float) -> float:
+        """Measured over computed time at the nearest measured shape within a factor of e in each dim; else 1."""
+        return _nearby(self.hardware.measured_gemm, m, n, k, self._rate, self.bytes_per_s)
+
+    def gemm(self, m: float, n: float, k: float) -> Cost:
+        """A product with its error bar, for people and tables."""
+        seconds = self.product(m, n, k)
+        hit = any((a, b, c) == (m, n, k) for a, b, c, _ in self.hardware.measured_gemm)
+        if hit:
+            return Cost(seconds, 0.03, "measured")
+        if self._correction(m, n, k) != 1.0:
+            return Cost(seconds, 0.05, "near a measurement")
+        return Cost(seconds, SIGMA["gemm"] if min(m, n, k) >= 512 else 0.15, "formula")
+
+    def attention(self, flops: float, seq: float, *, backward: bool = False) -> float:
+        """Fused attention of `flops` (causal half counted), its backward with 2.5 times the work. Always in bf16."""
+        h = self.hardware
+        rate = h.bf16_flops_per_s * at(h.attention_forward, seq) * _short(h.attention_forward, seq)
+        return (2.5 / h.attention_backward if backward else 1.0) * flops / rate + (3 if backward else 1) * h.kernel_s
+
+
+def _short(curve: Curve, seq: float) -> float:
+    """Below the first knot efficiency goes on falling as between the first two, as a power of the length."""
+    if len(curve) < 2 or seq >= curve[0][0]:
+        return 1.0
+    (x0, y0), (x1, y1) = curve[:2]
+    return float((seq / x0) ** (math.log(y1 / y0) / math.log(x1 / x0)))
+
+
+@lru_cache(maxsize=65536)
+def _nearby(
+    table: tuple[tuple[int, int, int, float], ...], m: float, n: float, k: float, rate: float, bandwidth: float
+) -> float:
+    best, found = 1.0, 1.0
+    for a, b, c, seconds in table:
+        distance = max(abs(math.log(x / y)) for x, y in ((m, a), (n, b), (k, c)))
+        if distance < best:
+            computed = max(2.0 * a * b * c / rate, BF16 * (a * c + a * b + b * c) / bandwidth)
+            best, found = distance, seconds / computed
+    return found

@@ -1,0 +1,234 @@
+"""Bytes on the devices of a cluster, for each pipeline rank: weights, gradients, optimizer, activations, buffers.
+
+`simulate/memory.py` predicts the host process that runs here, allocator and all; this is the model for accelerators, by formulas of the
+published frameworks. Decides per rank of the pipeline, never an average: the first holds most micro-batches, the last the logits. Must
+never change: more recomputation never keeps more.
+
+Widths: weights bf16, gradients fp32, master weights and two moments fp32. Activations per token and layer, with sequence parallelism and
+fused attention; rows of experts as their fullest rank holds them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from typing import Any
+
+from phalanx.plan.schedule import SCHEDULES
+from phalanx.simulate.cost import BF16, FP32
+from phalanx.simulate.hardware import Hardware
+from phalanx.simulate.mapping import Job, Mapping
+from phalanx.simulate.stage_layers import StageContent, contents
+
+STATE_BYTES = 3 * FP32
+"""Master weight and two moments of a parameter."""
+FIXED_BYTES = 2.4e9
+"""Context of the device (about 0.5 GB), NCCL's buffers (0.36 to 0.41 GB a communicator in use) and workspaces of products."""
+WASTE = 0.04
+"""Share of the device that the caching allocator cannot hand out: holes between blocks."""
+BUFFER_QUANTILE = 0.999
+"""Dispatch buffers hold all but one in a thousand passes of a layer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageMemory:
+    """Bytes on a rank of one pipeline rank."""
+
+    pipeline_rank: int
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    logits: float
+    buffers: float
+    communication: float
+    live: int
+    """Activations of a virtual stage held at once, at most."""
+
+    @property
+    def total(self) -> float:
+        parts = (self.weights, self.gradients, self.optimizer, self.activations, self.logits, self.buffers)
+        return sum(parts) + self.communication
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "total": self.total}
+
+
+def usable_bytes(hardware: Hardware) -> float:
+    """What a framework can fill before it is out of memory."""
+    return hardware.memory_bytes * (1 - WASTE)
+
+
+def activation_bytes(job: Job, mapping: Mapping, *, moe: bool) -> float:
+    """Bytes that a layer keeps of one micro-batch until its backward pass, with an even load."""
+    s, f = job.shape, mapping.folding
+    tokens = mapping.micro_batch * job.seq_len / (f.tp * f.cp)
+    if mapping.recompute == "full":
+        return tokens * BF16 * s.hidden
+    return tokens * (_attention_bytes(job, mapping) + (_moe_bytes(mapping, job) if moe else _dense_bytes(job, mapping)))
+
+
+def _attention_bytes(job: Job, mapping: Mapping) -> float:
+    """Per token of a rank (1/T of those it attends for, with 1/T of the heads: the two cancel). `selective` drops norm outputs."""
+    s, f = job.shape, mapping.folding
+    norms = 2 * s.hidden * (1 if mapping.recompute == "selective" else 2)
+    kv = max(1.0, s.kv_heads / f.tp) * f.tp
+    if s.latent is None:
+        core = 2 * (s.heads + 2 * kv) * s.head_dim + 2 * s.heads * s.head_dim + 4 * s.heads
+    else:
+        m = s.latent
+        q = s.heads * (m.nope_dim + m.rope_dim)
+        core = 2 * (2 * q + 2 * s.value_width) + 2 * (m.q_rank + m.kv_rank) + 4 * s.heads
+    if not mapping.fused_attention and mapping.recompute == "none":
+        core += 5 * s.heads * job.seq_len / f.cp
+    return norms + core
+
+
+def _dense_bytes(job: Job, mapping: Mapping) -> float:
+    s = job.shape
+    norms = 2 * s.hidden * (1 if mapping.recompute == "selective" else 2)
+    inner = (s.ffn_matrices - 1) if mapping.recompute == "selective" else s.ffn_matrices
+    return norms + 2 * inner * s.dense_ffn
+
+
+def _moe_bytes(mapping: Mapping, job: Job) -> float:
+    """With an even load; `_row_bytes` of it grow with the load."""
+    s = job.shape
+    norms = 2 * s.hidden * (1 if mapping.recompute == "selective" else 2)
+    shared = 2 * s.ffn_matrices * s.shared_ffn
+    return norms + 8 * s.experts + _row_bytes(mapping, job) + shared
+
+
+def _row_bytes(mapping: Mapping, job: Job) -> float:
+    """Rows that experts keep, per token; `selective` keeps the rows that arrived and runs the experts again."""
+    s, f = job.shape, mapping.folding
+    inner = 0.0 if mapping.recompute == "selective" else 2 * s.ffn_matrices * s.expert_ffn
+    return s.top_k * (2 * s.hidden * f.etp + inner)
+
+
+def _load(mapping: Mapping, job: Job) -> float:
+    s, f = job.shape, mapping.folding
+    rows = mapping.micro_batch * job.seq_len / (f.tp * f.cp) * s.top_k * f.ep
+    return mapping.routing.hottest(ep=f.ep, experts=s.experts, rows=rows, top_k=s.top_k, quantile=BUFFER_QUANTILE)
+
+
+def _working_bytes(job: Job, mapping: Mapping) -> float:
+    """The largest layer at work: rows on their way, experts' inputs and gradients; everything of it where it is recomputed."""
+    s, f = job.shape, mapping.folding
+    tokens = mapping.micro_batch * job.seq_len / (f.tp * f.cp)
+    bare = tokens * 8 * s.hidden * f.tp
+    if s.experts:
+        rows = tokens * s.top_k * _load(mapping, job)
+        bare += rows * f.etp * BF16 * (2 * s.hidden + 2 * s.expert_ffn / f.etp)
+    if mapping.recompute in ("selective", "full"):
+        whole = Mapping(**{**_fields(mapping), "recompute": "none"})
+        bare += activation_bytes(job, whole, moe=s.experts > 0)
+    return bare
+
+
+def _fields(mapping: Mapping) -> dict[str, Any]:
+    return {name: getattr(mapping, name) for name in mapping.__dataclass_fields__}
+
+
+def parameters_of_rank(job: Job, mapping: Mapping, content: StageContent) -> tuple[float, float]:
+    """(dense, expert) parameters of a rank that holds these layers."""
+    s, f = job.shape, mapping.folding
+    dense = content.layers * s.attention_params / f.tp + content.dense_layers * s.dense_params / f.tp
+    dense += content.moe_layers * (s.shared_params / f.tp + s.experts * s.hidden) + content.layers * 2 * s.hidden
+    dense += (content.embeddings + content.heads) * s.table_params / f.tp
+    expert = content.moe_layers * (s.experts / f.ep) * s.expert_params / f.etp if s.experts else 0.0
+    return dense, expert
+
+
+def shards(mapping: Mapping) -> tuple[int, int]:
+    """Ranks over which state of (dense, expert) parameters is spread."""
+    f = mapping.folding
+    if mapping.sharding == "parameters" and not mapping.shard_over_cp:
+        return f.dp, max(1, f.edp // f.cp)
+    return f.dp * f.cp, f.edp
+
+
+@dataclass(frozen=True)
+class LayerBytes:
+    """What depends on one layer of one micro-batch alone, whatever the pipeline."""
+
+    moe: float
+    rows: float
+    """Of `moe`: what grows with the load of the fullest rank."""
+    load: float
+    """Of one layer, at its worst."""
+    dense: float
+    working: float
+    logits: float
+
+
+def layer_bytes(job: Job, mapping: Mapping) -> LayerBytes:
+    """Activations of a layer of either kind, the largest layer at work, logits."""
+    s, f = job.shape, mapping.folding
+    tokens = mapping.micro_batch * job.seq_len / f.cp
+    return LayerBytes(
+        moe=activation_bytes(job, mapping, moe=True) if s.moe_layers else 0.0,
+        rows=tokens / f.tp * _row_bytes(mapping, job) if mapping.recompute != "full" else 0.0,
+        load=_load(mapping, job) if s.experts else 1.0,
+        dense=activation_bytes(job, mapping, moe=False),
+        working=_working_bytes(job, mapping),
+        logits=tokens * s.vocab / f.tp * (FP32 + 2 * BF16),
+    )
+
+
+def live_activations(mapping: Mapping, pipeline_rank: int, microbatches: int) -> int:
+    """Activations of a virtual stage that a rank holds at once, by its schedule's promise."""
+    pp = mapping.folding.pp
+    return SCHEDULES[mapping.schedule].live(pipeline_rank, pp, mapping.virtual, microbatches) if pp > 1 else 1
+
+
+def stage_memory(job: Job, mapping: Mapping, *, pipeline_rank: int, layer: LayerBytes | None = None) -> StageMemory:
+    """Memory of the ranks at one place of the pipeline. `layer` is `layer_bytes`, where it was computed before."""
+    layer = layer if layer is not None else layer_bytes(job, mapping)
+    content = contents(job, mapping)[pipeline_rank]
+    dense, expert = parameters_of_rank(job, mapping, content)
+    by_dense, by_expert = shards(mapping)
+    own = dense / by_dense + expert / by_expert
+    live = live_activations(mapping, pipeline_rank, mapping.num_microbatches(job))
+    # layers are uneven each on its own: over those of a rank, what exceeds the even share grows with their root
+    excess = (layer.load - 1) * math.sqrt(content.moe_layers) * layer.rows
+    held = content.moe_layers * layer.moe + excess + content.dense_layers * layer.dense
+    kept = dense + expert
+    if mapping.sharding == "parameters":
+        if mapping.reshard_after_forward:
+            kept = 2 * kept / max(1, content.layers)
+        kept += own
+    return StageMemory(
+        pipeline_rank=pipeline_rank,
+        weights=BF16 * kept,
+        gradients=mapping.gradient_bytes * kept,
+        optimizer=STATE_BYTES * own,
+        activations=held * live / max(1, len(content.chunk_layers)),
+        logits=layer.logits if content.heads else 0.0,
+        buffers=layer.working,
+        communication=FIXED_BYTES,
+        live=live,
+    )
+
+
+def memory_of(job: Job, mapping: Mapping) -> tuple[StageMemory, ...]:
+    """Memory of every pipeline rank."""
+    return tuple(stage_memory(job, mapping, pipeline_rank=rank) for rank in range(mapping.folding.pp))
+
+
+def fullest_bytes(job: Job, mapping: Mapping, *, layer: LayerBytes | None = None) -> float:
+    """Bytes on the fullest rank of the pipeline. Of ranks that hold the same, the first has most micro-batches in flight."""
+    ranks = first_of_a_kind(contents(job, mapping))
+    return max(stage_memory(job, mapping, pipeline_rank=rank, layer=layer).total for rank in ranks)
+
+
+@lru_cache(maxsize=4096)
+def first_of_a_kind(held: tuple[StageContent, ...]) -> tuple[int, ...]:
+    """Pipeline ranks that hold something that none before them does."""
+    return tuple(rank for rank, content in enumerate(held) if content not in held[:rank])
+
+
+def fits(job: Job, mapping: Mapping, hardware: Hardware) -> bool:
+    """Whether the fullest pipeline rank fits on a device."""
+    return max(stage.total for stage in memory_of(job, mapping)) <= usable_bytes(hardware)

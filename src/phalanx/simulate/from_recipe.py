@@ -1,0 +1,104 @@
+"""A recipe as a job and a mapping on a cluster, and the recipe of a mapping that a search found.
+
+Decides which settings of a recipe time and memory depend on. Must never change: the recipe of a mapping resolves to that mapping again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from phalanx.core.config import FoldingConfig, LaunchConfig, ModelConfig, PipelineConfig, Recipe, RunConfig, TrainConfig
+from phalanx.core.errors import ConfigError, Problem, raise_if
+from phalanx.plan.folding import resolve_folding
+from phalanx.plan.model import PRESETS, ModelSpec, resolve_model
+from phalanx.plan.pipeline import choose_schedule
+from phalanx.simulate.mapping import Job, Mapping, Overlap
+from phalanx.simulate.routing import Routing
+from phalanx.simulate.shape import Shape, shape_of
+
+
+def job_of_recipe(recipe: Recipe, spec: ModelSpec) -> Job:
+    """What the recipe trains."""
+    return Job(shape=shape_of(spec), seq_len=recipe.train.seq_len, global_batch=recipe.train.global_batch)
+
+
+def mapping_of_recipe(recipe: Recipe, spec: ModelSpec, *, world: int) -> Mapping:
+    """How the recipe spreads it. Raises `ConfigError` for what cannot run, or is not modelled on a cluster."""
+    t, p = recipe.train, recipe.pipeline
+    raise_if(_not_modelled(recipe), ConfigError, subject="the recipe on a cluster")
+    folding = resolve_folding(
+        recipe.folding, spec, world=world, seq_len=t.seq_len, global_batch=t.global_batch, micro_batch=t.micro_batch
+    )
+    schedule, virtual = choose_schedule(p) if folding.pp > 1 else ("1f1b", 1)
+    even = recipe.router.force == "balanced" or bool(recipe.dispatch.pad_to_capacity)
+    return Mapping(
+        folding=folding,
+        micro_batch=t.micro_batch,
+        schedule=schedule,
+        virtual=virtual,
+        recompute=t.recompute,
+        overlap=Overlap(dp=recipe.optim.bucket_mb > 0),
+        cp_method=recipe.folding.cp_method,
+        routing=Routing(kind="balanced" if even else "learned"),
+        stage_layers=p.layers if folding.pp > 1 else None,
+    )
+
+
+def _not_modelled(recipe: Recipe) -> list[Problem]:
+    rules = [
+        (
+            recipe.train.dtype == "bfloat16",
+            "train.dtype",
+            recipe.train.dtype,
+            "clusters are modelled in bf16",
+            "bfloat16",
+        ),
+        (recipe.optim.zero == 1, "optim.zero", recipe.optim.zero, "is modelled with a sharded optimizer", "1"),
+    ]
+    return [Problem(where=w, value=v, rule=rule, hint=f"use {hint}") for ok, w, v, rule, hint in rules if not ok]
+
+
+def resolve_recipe(recipe: Recipe, *, tokenizer_vocab: int | None = None) -> ModelSpec:
+    """The recipe's model."""
+    return resolve_model(recipe.model, recipe.router, tokenizer_vocab=tokenizer_vocab)
+
+
+def recipe_of_mapping(job: Job, mapping: Mapping) -> Recipe:
+    """A recipe that runs a mapping on its ranks. Overlap of dispatch has no setting: such a mapping runs without it."""
+    f = mapping.folding
+    return Recipe(
+        run=RunConfig(name=f"{job.shape.name.lower().replace(' ', '-')}-{f.world}"),
+        model=_model_config(job.shape),
+        folding=FoldingConfig(tp=f.tp, cp=f.cp, pp=f.pp, ep=f.ep if job.shape.experts else None, etp=f.etp),
+        pipeline=PipelineConfig(schedule=_schedule(mapping), virtual=mapping.virtual if f.pp > 1 else None),
+        train=TrainConfig(
+            seq_len=job.seq_len,
+            global_batch=job.global_batch,
+            micro_batch=mapping.micro_batch,
+            recompute=mapping.recompute if mapping.recompute in ("selective", "full") else "none",
+        ),
+        launch=LaunchConfig(ranks=f.world, device="cuda"),
+    )
+
+
+def _schedule(mapping: Mapping) -> Any:
+    return mapping.schedule if mapping.folding.pp > 1 else None
+
+
+def _model_config(shape: Shape) -> ModelConfig:
+    """The preset of that name, or the nearest family with every number given."""
+    if shape.name in PRESETS and shape_of(PRESETS[shape.name]) == shape:
+        return ModelConfig(preset=shape.name, vocab=shape.vocab)
+    return ModelConfig(
+        preset="mixtral-8x22b",
+        num_layers=shape.layers,
+        hidden=shape.hidden,
+        num_heads=shape.heads,
+        num_kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        vocab=shape.vocab,
+        num_experts=shape.experts,
+        top_k=shape.top_k,
+        expert_ffn=shape.expert_ffn,
+        shared_ffn=shape.shared_ffn or None,
+    )

@@ -1,0 +1,256 @@
+"""Clusters of accelerators as numbers: what a device computes, moves and holds, and what links carry.
+
+A cluster is a file of constants, each with its source (`simulate/data/clusters/*.toml`), and a number of ranks: `h100x128`, or
+`my.toml:128`. Must never change: no constant without a source, and none that depends on a model. `plan/cluster.py` has the emulated
+cluster of hosts and links that testbed and planners use; this is the same idea with rates of devices.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+import tomllib
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from phalanx.core.errors import ConfigError, Problem, nearest, raise_if
+from phalanx.core.units import format_bytes, format_rate
+
+Curve = tuple[tuple[float, float], ...]
+"""(x, y) with x ascending; between knots y is linear in log x, outside it is the nearest knot's."""
+
+_NAME = re.compile(r"(?P<name>[a-z0-9][a-z0-9-]*?)x(?P<ranks>[0-9]+)", re.IGNORECASE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """Constants of one kind of host. Rates are per rank and one way."""
+
+    name: str
+    title: str
+    ranks_per_host: int
+    bf16_flops_per_s: float
+    fp8_flops_per_s: float | None
+    memory_bytes: float
+    memory_bytes_per_s: float
+    sms: int
+    gemm_efficiency: float
+    fp8_efficiency: float
+    memory_efficiency: float
+    kernel_s: float
+    launch_s: float
+    attention_forward: Curve
+    attention_backward: float
+    inside_bytes_per_s: Curve
+    inside_latency_s: float
+    inside_half_bytes: float
+    between_bytes_per_s: float
+    between_efficiency: float
+    between_latency_s: float
+    measured_gemm: tuple[tuple[int, int, int, float], ...] = ()
+    """(m, n, k, seconds) timed on this very machine; they come before the formula."""
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+    def peak(self, precision: str) -> float:
+        """Dense FLOPs per second; a precision that the device lacks runs as bf16."""
+        if precision == "fp8" and self.fp8_flops_per_s is not None:
+            return self.fp8_flops_per_s
+        return self.bf16_flops_per_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuCluster:
+    """`world` ranks of one kind of hardware; consecutive ranks share a host, as torchrun numbers them."""
+
+    hardware: Hardware
+    world: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.hardware.name}x{self.world}"
+
+    @property
+    def hosts(self) -> int:
+        return math.ceil(self.world / self.hardware.ranks_per_host)
+
+    def check(self) -> None:
+        """Raise `ConfigError` with all problems."""
+        raise_if(cluster_problems(self), ConfigError, subject=f"cluster {self.name}")
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @property
+    def hash(self) -> str:
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+
+    def explain(self) -> str:
+        """The cluster in three lines that a person reads."""
+        h = self.hardware
+        return (
+            f"{self.name}: {self.hosts} hosts x {h.ranks_per_host} ranks, {h.title}\n"
+            f"  {format_rate(h.bf16_flops_per_s, 'FLOP')} bf16, {format_bytes(h.memory_bytes)} at "
+            f"{format_rate(h.memory_bytes_per_s, 'B')}\n"
+            f"  inside a host {format_rate(h.inside_bytes_per_s[-1][1], 'B')}, "
+            f"between hosts {format_rate(h.between_bytes_per_s, 'B')} a rank"
+        )
+
+
+def at(curve: Curve, x: float) -> float:
+    """Value of a curve: linear in log x between knots."""
+    xs = [knot[0] for knot in curve]
+    i = bisect_left(xs, x)
+    if i == 0 or i == len(xs):
+        return curve[min(i, len(xs) - 1)][1]
+    (x0, y0), (x1, y1) = curve[i - 1], curve[i]
+    return y0 + (y1 - y0) * (math.log(x) - math.log(x0)) / (math.log(x1) - math.log(x0))
+
+
+def cluster_problems(cluster: GpuCluster) -> list[Problem]:
+    """What is wrong with the numbers of a cluster."""
+    if cluster.world >= 1:
+        return []
+    return [Problem(where="cluster", value=cluster.name, rule="needs at least 1 rank", hint="try h100x8")]
+
+
+# ---- files ----------------------------------------------------------------------------------------------------------------------
+
+_SECTIONS: Mapping[str, tuple[str, ...]] = {
+    "": (
+        "ranks_per_host", "bf16_flops_per_s", "memory_bytes", "memory_bytes_per_s", "sms", "gemm_efficiency",
+        "memory_efficiency", "kernel_s", "launch_s",
+    ),
+    "attention": ("forward", "backward"),
+    "inside": ("bytes_per_s", "latency_s", "half_bytes"),
+    "between": ("bytes_per_s", "efficiency", "latency_s"),
+}  # fmt: skip
+_OPTIONAL = {"fp8_flops_per_s": None, "fp8_efficiency": 0.57}
+_CURVES = ("attention_forward", "inside_bytes_per_s")
+_SHARES = ("gemm_efficiency", "fp8_efficiency", "memory_efficiency", "between_efficiency")
+
+
+def known_hardware() -> tuple[str, ...]:
+    """Names of the cluster files that come with Phalanx."""
+    folder = resources.files("phalanx.simulate") / "data" / "clusters"
+    return tuple(sorted(f.name.removesuffix(".toml") for f in folder.iterdir() if f.name.endswith(".toml")))
+
+
+def load_hardware(name: str) -> Hardware:
+    """Constants by name. Raises `ConfigError` for unknown hardware."""
+    names = known_hardware()
+    if name not in names:
+        problem = Problem(where="--cluster", value=name, rule="is not known hardware", hint=nearest(name, names))
+        raise ConfigError([problem], subject="the cluster")
+    text = (resources.files("phalanx.simulate") / "data" / "clusters" / f"{name}.toml").read_text(encoding="utf-8")
+    return parse_hardware(text, name=name, where=f"{name}.toml")
+
+
+def parse_cluster(text: str) -> GpuCluster:
+    """`h100x128`, or `path/to/file.toml:128`. Raises `ConfigError` with all problems."""
+    path, colon, count = text.rpartition(":")
+    if colon and path.endswith(".toml"):
+        if not count.isdigit():
+            rule, hint = "needs a number of ranks after the colon", f"try {path}:128"
+            raise ConfigError([Problem(where="--cluster", value=text, rule=rule, hint=hint)], subject="the cluster")
+        try:
+            content = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            rule, hint = f"cannot be read ({getattr(error, 'strerror', 'not text')})", "name a cluster file"
+            problem = Problem(where="--cluster", value=path, rule=rule, hint=hint)
+            raise ConfigError([problem], subject="the cluster") from error
+        cluster = GpuCluster(hardware=parse_hardware(content, name=Path(path).stem, where=path), world=int(count))
+    else:
+        match = _NAME.fullmatch(text.strip())
+        if match is None:
+            rule = "is not HARDWARExRANKS"
+            hint = f"try h100x128; hardware: {', '.join(known_hardware())}, or FILE.toml:128"
+            raise ConfigError([Problem(where="--cluster", value=text, rule=rule, hint=hint)], subject="the cluster")
+        cluster = GpuCluster(hardware=load_hardware(match["name"].lower()), world=int(match["ranks"]))
+    cluster.check()
+    return cluster
+
+
+def parse_hardware(text: str, *, name: str, where: str) -> Hardware:
+    """Constants from the text of a cluster file. Raises `ConfigError` with all problems of it."""
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError([Problem(where=where, value=None, rule=str(error))], subject="the cluster file") from error
+    problems: list[Problem] = []
+    values: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    for section, keys in _SECTIONS.items():
+        part = table if not section else table.get(section, {})
+        optional = _OPTIONAL if not section else {}
+        for key in (*keys, *optional):
+            full = f"{section}_{key}" if section else key
+            if key in optional and key not in part:
+                values[full] = optional[key]
+                continue
+            problem = _read(part if isinstance(part, dict) else {}, key, full, values, sources)
+            if problem is not None:
+                rule, value = problem
+                hint = f'write {key} = {{ value = ..., source = "..." }}' + (f" in [{section}]" if section else "")
+                problems.append(Problem(where=f"{where}: {full}", value=value, rule=rule, hint=hint))
+    problems += _range_problems(values, where)
+    measured, found = _measured(table, where)
+    raise_if(problems + found, ConfigError, subject="the cluster file")
+    values["ranks_per_host"], values["sms"] = int(values["ranks_per_host"]), int(values["sms"])
+    title = str(table.get("title", name))
+    return Hardware(name=name, title=title, measured_gemm=measured, sources=sources, **values)
+
+
+def _read(
+    part: Mapping[str, Any], key: str, full: str, values: dict[str, Any], sources: dict[str, str]
+) -> tuple[str, object] | None:
+    """Take one constant; what is wrong with it, if anything."""
+    entry = part.get(key)
+    if entry is None:
+        return "is missing", None
+    if not isinstance(entry, dict) or "value" not in entry or not str(entry.get("source", "")).strip():
+        return "is a table of value and source", entry
+    value = entry["value"]
+    if full in _CURVES:
+        value = _curve(value)
+        if value is None:
+            return "is a list of [x, y] above 0 with x ascending", entry["value"]
+    elif isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        return "is a number above 0", value
+    values[full], sources[full] = value, str(entry["source"])
+    return None
+
+
+def _curve(value: object) -> Curve | None:
+    if not isinstance(value, list) or not value:
+        return None
+    knots = [tuple(k) if isinstance(k, list) and len(k) == 2 else None for k in value]
+    good = all(k and all(isinstance(n, int | float) and 0 < n < math.inf for n in k) for k in knots)
+    if not good:
+        return None
+    xs = [k[0] for k in knots if k]
+    return tuple((float(k[0]), float(k[1])) for k in knots if k) if xs == sorted(set(xs)) else None
+
+
+def _range_problems(values: Mapping[str, Any], where: str) -> list[Problem]:
+    return [
+        Problem(where=f"{where}: {key}", value=values[key], rule="is a share of a peak, at most 1", hint="try 0.8")
+        for key in _SHARES
+        if values.get(key) is not None and values[key] > 1
+    ]
+
+
+def _measured(table: Mapping[str, Any], where: str) -> tuple[tuple[tuple[int, int, int, float], ...], list[Problem]]:
+    rows = table.get("measured", {}).get("gemm", []) if isinstance(table.get("measured", {}), dict) else [None]
+    good = [
+        r for r in rows if isinstance(r, list) and len(r) == 4 and all(isinstance(x, int | float) and x > 0 for x in r)
+    ]
+    if len(good) != len(rows):
+        rule = "holds rows [m, n, k, seconds], all above 0"
+        return (), [Problem(where=f"{where}: measured.gemm", value=None, rule=rule)]
+    return tuple((int(m), int(n), int(k), float(s)) for m, n, k, s in good), []

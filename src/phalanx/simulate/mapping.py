@@ -1,0 +1,149 @@
+"""One way to train a model on a cluster: folding, schedule, recomputation, overlap. What simulator and search pass around.
+
+Decides nothing: names the choices and says which are impossible. A *job* is a shape, a sequence length, a global batch; a *mapping* is
+everything about how it is spread. Words are those of a recipe where a recipe has them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Literal
+
+from phalanx.core.errors import PlanError, Problem, raise_if
+from phalanx.plan.folding import Folding, folding_problems
+from phalanx.plan.schedule import SCHEDULES, schedule_problems
+from phalanx.simulate.routing import Routing
+from phalanx.simulate.shape import Shape
+
+Recompute = Literal["none", "core", "half", "selective", "full"]
+RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
+"""What a recipe can say. `core` (scores of unfused attention alone) and `half` (every other product) are of published runs only."""
+Precision = Literal["bf16", "fp8"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overlap:
+    """Which communication runs beside computation."""
+
+    dp: bool = True
+    """Gradients are reduced beside the backward pass of the last micro-batch, parameters gathered beside the next forward."""
+    tp: bool = False
+    """Gather and scatter of tensor parallelism in pieces beside the products that need them."""
+    ep: Literal["none", "chunks", "pair"] = "none"
+    """Dispatch and combine: bare, beside experts in chunks, or beside the opposite pass of another micro-batch."""
+    chunks: int = 4
+    fsdp: bool = True
+    """Gathers of sharded parameters run beside other layers' work."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is trained."""
+
+    shape: Shape
+    seq_len: int
+    global_batch: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mapping:
+    """How it is spread over ranks."""
+
+    folding: Folding
+    micro_batch: int = 1
+    schedule: str = "1f1b"
+    virtual: int = 1
+    recompute: Recompute = "none"
+    overlap: Overlap = field(default_factory=Overlap)
+    precision: Precision = "bf16"
+    sharding: Literal["optimizer", "parameters"] = "optimizer"
+    """ZeRO-1, or parameters, gradients and optimizer all sharded and gathered for each micro-batch."""
+    reshard_after_forward: bool = False
+    """With sharded parameters: gather them for each pass of each micro-batch and reduce its gradients at once; else once a step."""
+    shard_over_cp: bool = True
+    """Sharded parameters are spread over the ranks of cp as well as over those of dp."""
+    gradient_bytes: Literal[2, 4] = 4
+    """Width of gradients as they are kept and reduced."""
+    dispatch: Literal["all_to_all", "dedup"] = "all_to_all"
+    cp_method: Literal["ring", "all_gather", "ulysses"] = "ring"
+    routing: Routing = field(default_factory=Routing)
+    fused_attention: bool = True
+    grouped_experts: bool = True
+    """Experts of a rank in one product; else one after another."""
+    fused_permute: bool = True
+    """Rows go to and from their experts in one kernel each; else by index_select, products and scatter_add over whole rows."""
+    stage_layers: tuple[int, ...] | None = None
+    """Layers of each virtual stage; None: as even as can be, by cost."""
+
+    def num_microbatches(self, job: Job) -> int:
+        return max(1, job.global_batch // (self.folding.dp * self.micro_batch))
+
+    def check(self, job: Job) -> None:
+        """Raise `PlanError` with all problems."""
+        raise_if(mapping_problems(self, job), PlanError, subject="mapping")
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @property
+    def hash(self) -> str:
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+
+    def label(self) -> str:
+        """One line for tables."""
+        f = self.folding
+        left = f"tp{f.tp} cp{f.cp} dp{f.dp} pp{f.pp}"
+        right = f"etp{f.etp} ep{f.ep} edp{f.edp}"
+        name = f"{self.schedule} v{self.virtual}" if f.pp > 1 else "no pipeline"
+        return f"{left} | {right} | mb{self.micro_batch} {name} recompute {self.recompute} ep-overlap {self.overlap.ep}"
+
+    def explain(self) -> str:
+        """The mapping in a few lines that a person reads."""
+        o = self.overlap
+        beside = [name for name, on in (("dp", o.dp), ("tp", o.tp), (f"ep ({o.ep})", o.ep != "none")) if on]
+        return (
+            f"{self.label()}\n  beside computation: {', '.join(beside) or 'nothing'}; {self.precision}, {self.dispatch}"
+        )
+
+
+def mapping_problems(mapping: Mapping, job: Job) -> list[Problem]:
+    """Why a job cannot run so; all reasons."""
+    f, s = mapping.folding, job.shape
+    problems = folding_problems(f)
+    for where, value in (
+        ("seq_len", job.seq_len),
+        ("global_batch", job.global_batch),
+        ("micro_batch", mapping.micro_batch),
+    ):
+        if value < 1:
+            problems.append(
+                Problem(where=f"train.{where}", value=value, rule="must be at least 1", hint="use 1 or more")
+            )
+    if problems:
+        return problems
+    rules = [
+        (s.heads % f.tp == 0, "folding.tp", f.tp, f"must divide num_heads = {s.heads}"),
+        (not s.experts or s.experts % f.ep == 0, "folding.ep", f.ep, f"must divide num_experts = {s.experts}"),
+        (bool(s.experts) or f.ep == f.etp == 1, "folding.ep", f.ep, "has no effect in a model without experts"),
+        (not s.experts or s.expert_ffn % f.etp == 0, "folding.etp", f.etp, f"must divide expert_ffn = {s.expert_ffn}"),
+        (job.seq_len % (f.tp * f.cp) == 0, "folding.cp", f.cp, f"tp x cp must divide seq_len = {job.seq_len}"),
+        (
+            f.pp * mapping.virtual <= s.layers + 2,
+            "pipeline.virtual",
+            mapping.virtual,
+            f"pp x virtual must not exceed the {s.layers} layers, embedding and head",
+        ),
+    ]
+    problems += [Problem(where=where, value=value, rule=rule) for ok, where, value, rule in rules if not ok]
+    unit = f.dp * mapping.micro_batch
+    if job.global_batch % unit:
+        rule = f"must be a multiple of micro_batch {mapping.micro_batch} x dp {f.dp}"
+        near = max(1, round(job.global_batch / unit)) * unit
+        hint = f"nearest legal: {near}"
+        problems.append(Problem(where="train.global_batch", value=job.global_batch, rule=rule, hint=hint))
+    elif f.pp > 1 or mapping.schedule not in SCHEDULES:
+        m = mapping.num_microbatches(job)
+        problems += schedule_problems(mapping.schedule, pp=f.pp, virtual=mapping.virtual, num_microbatches=m)
+    return problems

@@ -1,0 +1,242 @@
+"""The best mapping of a job on a cluster: every legal choice, pruned by memory, ranked by time, the best run on a clock.
+
+Decides in two passes. The first evaluates every choice with the closed form of its bubble: `quick.py` computes layers once
+for all choices that share them. The second puts the best of the first on the exact order of their schedule, for as many
+micro-batches as show the steady state. Must never change: the first pass gives what `step_time(exact=False)` gives (test).
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from phalanx.core.errors import PlanError, Problem, raise_if
+from phalanx.plan.folding import Folding
+from phalanx.simulate.device_memory import fullest_bytes, usable_bytes
+from phalanx.simulate.hardware import GpuCluster
+from phalanx.simulate.mapping import Job, Mapping, Precision
+from phalanx.simulate.quick import Quick
+from phalanx.simulate.routing import Routing
+from phalanx.simulate.search_space import Space, foldings, micro_batches, pipelines
+from phalanx.simulate.step_time import Prediction, predict
+
+RERANKED = 60
+"""Choices that the second pass looks at."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A choice with its time and the bytes of its fullest rank."""
+
+    seconds: float
+    peak_bytes: float
+    mapping: Mapping
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchResult:
+    """What a search found, best first. `best` has the best choice of each folding; `variants` the best choices of any."""
+
+    job: Job
+    cluster: GpuCluster
+    best: tuple[Prediction, ...]
+    variants: tuple[Prediction, ...]
+    pareto: tuple[Candidate, ...]
+    sampled: tuple[Candidate, ...]
+    """Some of what fits, for pictures."""
+    tried: int
+    """Choices in the space, those included that a bound ruled out."""
+    evaluated: int
+    fitting: int
+    num_foldings: int
+
+    @property
+    def indistinguishable(self) -> int:
+        """How many of `best` lie within the model's error of the first: less than one standard deviation of a ratio apart.
+
+        Errors of two mappings of one job on one machine are mostly shared; `RATIO_SIGMA` is what was found between methods.
+        """
+        first = self.best[0].step.seconds
+        return sum(p.step.seconds <= first * (1 + RATIO_SIGMA) for p in self.best)
+
+
+RATIO_SIGMA = 0.05
+"""Spread (root mean square, of the logarithm) of predicted over measured ratios of two mappings of one job: 0.052 over the 18 pairs of published
+rows without sharded parameters."""
+
+
+def search(
+    job: Job,
+    cluster: GpuCluster,
+    *,
+    space: Space | None = None,
+    precision: Precision = "bf16",
+    keep: int = RERANKED,
+    base: Mapping | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> SearchResult:
+    """Rank every choice of `space`. `base` holds what all choices share. Raises `PlanError` where nothing is legal, or nothing fits."""
+    space = space if space is not None else Space()
+    every = list(foldings(job, cluster.world))
+    if not every:
+        rule = f"has no legal folding over {cluster.world} ranks for a batch of {job.global_batch} x {job.seq_len}"
+        hint = "try a batch that is a multiple of the ranks"
+        raise_if([Problem(where="search", value=job.shape.name, rule=rule, hint=hint)], PlanError, subject="the search")
+    common = base if base is not None else Mapping(folding=every[0])
+    run = _Search(job, cluster, space, replace(common, precision=precision), keep)
+    bounds = []
+    for number, folding in enumerate(every):
+        bounds.append((run.bound(folding), number))
+        if progress is not None and number % 64 == 0:
+            progress(number, 2 * len(every))
+    for number, (bound, index) in enumerate(sorted(bounds)):
+        run.folding(every[index], bound)
+        if progress is not None and number % 64 == 0:
+            progress(len(every) + number, 2 * len(every))
+    if progress is not None:
+        progress(2 * len(every), 2 * len(every))
+    return run.result(len(every))
+
+
+class _Search:
+    """State of the first pass."""
+
+    def __init__(self, job: Job, cluster: GpuCluster, space: Space, common: Mapping, keep: int) -> None:
+        self.job, self.cluster, self.space, self.common, self.keep = job, cluster, space, common, keep
+        self.quick = Quick(job, cluster, common.precision)
+        self.usable = usable_bytes(cluster.hardware)
+        self.tried = self.evaluated = self.fitting = 0
+        self.top: list[tuple[float, int, Candidate]] = []
+        self.of_folding: dict[Folding, Candidate] = {}
+        self.times: list[float] = []
+        """Best times of the `keep` best foldings so far, negative: a heap whose first is the slowest of them."""
+        self.sampled: list[Candidate] = []
+        self.pareto: list[Candidate] = []
+        self.least: Candidate | None = None
+
+    def _choices(self, folding: Folding) -> list[Mapping]:
+        """Micro-batch, recomputation and overlap of a folding, on a pipeline to be chosen."""
+        overlaps = self.space.ep_overlaps if folding.ep > 1 else ("none",)
+        return [
+            replace(
+                self.common,
+                folding=folding,
+                micro_batch=micro,
+                recompute=recompute,
+                overlap=replace(self.common.overlap, ep=overlap),
+            )
+            for micro in micro_batches(self.job, folding, self.space)
+            for recompute in self.space.recomputes
+            for overlap in overlaps
+        ]
+
+    def bound(self, folding: Folding) -> float:
+        """Time that no choice of a folding can beat. Recomputation only adds to it."""
+        least = self.space.recomputes[0]
+        return min(
+            (self.quick.bound(choice) for choice in self._choices(folding) if choice.recompute == least),
+            default=math.inf,
+        )
+
+    @property
+    def threshold(self) -> float:
+        """Slower than this is not among the best."""
+        return -self.times[0] if len(self.times) >= self.keep else math.inf
+
+    def folding(self, folding: Folding, bound: float) -> None:
+        """Try every choice of one folding that can be among the best."""
+        choices, ways = self._choices(folding), pipelines(self.job.shape.layers, folding.pp, self.space)
+        self.tried += len(choices) * len(ways)
+        if bound > self.threshold:
+            return
+        peaks: dict[tuple[int, str, str, int], float] = {}
+        for choice in choices:
+            if self.quick.bound(choice) > self.threshold:
+                continue
+            for schedule, virtual in ways:
+                mapping = replace(choice, schedule=schedule, virtual=virtual)
+                key = (choice.micro_batch, choice.recompute, schedule, virtual)
+                if key not in peaks:
+                    peaks[key] = fullest_bytes(self.job, mapping, layer=self.quick.layer_bytes(mapping))
+                    if self.least is None or peaks[key] < self.least.peak_bytes:
+                        self.least = Candidate(math.inf, peaks[key], mapping)
+                self.evaluated += 1
+                if peaks[key] <= self.usable:
+                    self._take(Candidate(self.quick.seconds(mapping), peaks[key], mapping))
+        best = self.of_folding.get(folding)
+        if best is not None:
+            heapq.heappush(self.times, -best.seconds)
+            if len(self.times) > self.keep:
+                heapq.heappop(self.times)
+
+    def _take(self, found: Candidate) -> None:
+        self.fitting += 1
+        item = (-found.seconds, self.fitting, found)
+        if len(self.top) < self.keep:
+            heapq.heappush(self.top, item)
+        elif item > self.top[0]:
+            heapq.heapreplace(self.top, item)
+        best = self.of_folding.get(found.mapping.folding)
+        if best is None or found.seconds < best.seconds:
+            self.of_folding[found.mapping.folding] = found
+        if self.fitting % 31 == 1 and len(self.sampled) < 4000:
+            self.sampled.append(found)
+        self._offer(found)
+
+    def _offer(self, found: Candidate) -> None:
+        """Keep what nothing is both faster and smaller than."""
+        if any(c.seconds <= found.seconds and c.peak_bytes <= found.peak_bytes for c in self.pareto):
+            return
+        self.pareto = [c for c in self.pareto if c.seconds < found.seconds or c.peak_bytes < found.peak_bytes]
+        self.pareto.append(found)
+
+    def result(self, num_foldings: int) -> SearchResult:
+        if not self.of_folding:
+            assert self.least is not None
+            rule = (
+                f"nothing fits on {self.cluster.name}: the smallest of {self.tried} choices needs "
+                f"{self.least.peak_bytes / 1e9:.0f} GB of {self.usable / 1e9:.0f} GB ({self.least.mapping.label()})"
+            )
+            problem = Problem(where="search", value=self.job.shape.name, rule=rule, hint="take more ranks")
+            raise PlanError([problem], subject="the search")
+        by_folding = sorted(self.of_folding.values(), key=lambda c: c.seconds)[: self.keep]
+        variants = sorted((item[2] for item in self.top), key=lambda c: c.seconds)[: self.keep]
+        chosen = {c.mapping: self._exact(c) for c in (*by_folding, *variants)}
+
+        def ranked(candidates: list[Candidate]) -> tuple[Prediction, ...]:
+            return tuple(sorted((chosen[c.mapping] for c in candidates), key=lambda p: p.step.seconds))
+
+        return SearchResult(
+            job=self.job,
+            cluster=self.cluster,
+            best=ranked(by_folding),
+            variants=ranked(variants),
+            pareto=tuple(sorted(self.pareto, key=lambda c: c.seconds)),
+            sampled=tuple(self.sampled),
+            tried=self.tried,
+            evaluated=self.evaluated,
+            fitting=self.fitting,
+            num_foldings=num_foldings,
+        )
+
+    def _exact(self, candidate: Candidate) -> Prediction:
+        return predict(self.job, candidate.mapping, self.cluster, most_microbatches=4)
+
+
+def reasons(result: SearchResult, prediction: Prediction) -> str:
+    """Why a mapping stands where it stands, in words: what it spends more or less on than the best."""
+    best, mine = result.best[0].step.parts, prediction.step.parts
+    if prediction is result.best[0]:
+        largest = sorted(mine.items(), key=lambda kv: -kv[1])[:3]
+        return "most time: " + ", ".join(f"{kind} {s / prediction.step.seconds:.0%}" for kind, s in largest)
+    total = result.best[0].step.seconds
+    changes = {kind: (mine.get(kind, 0.0) - best.get(kind, 0.0)) / total for kind in {*mine, *best}}
+    largest = sorted(changes.items(), key=lambda kv: -abs(kv[1]))[:3]
+    return ", ".join(f"{kind} {change:+.1%}" for kind, change in largest if abs(change) >= 0.002) or "the same"
+
+
+def base_mapping(routing: Routing) -> Mapping:
+    """What all choices share, where only the routing is said."""
+    return Mapping(folding=Folding(world=1), routing=routing)

@@ -1,0 +1,87 @@
+"""Every way to spread a job over a cluster: legal foldings x micro-batch x schedule x recomputation x overlap of dispatch.
+
+Decides what is tried: foldings are those of `plan.folding.legal_foldings`, virtual stages divide evenly among ranks as far as there are layers.
+Must never change: nothing legal is left out but what the arguments leave out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from phalanx.plan.folding import Folding, legal_foldings
+from phalanx.plan.model import MlaSpec, ModelSpec
+from phalanx.simulate.mapping import RECOMPUTES, Job, Recompute
+from phalanx.simulate.shape import Shape
+
+EpOverlap = Literal["none", "chunks", "pair"]
+MICRO_BATCHES = (1, 2, 4)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Space:
+    """What is tried."""
+
+    micro_batches: tuple[int, ...] = MICRO_BATCHES
+    schedules: tuple[str, ...] = ("1f1b", "interleaved_1f1b", "zero_bubble", "zbv", "dualpipev")
+    recomputes: tuple[Recompute, ...] = RECOMPUTES
+    ep_overlaps: tuple[EpOverlap, ...] = ("none", "chunks", "pair")
+    most_virtual: int = 16
+
+
+def spec_of(shape: Shape) -> ModelSpec:
+    """The shape as a model that `plan/folding.py` can judge; what legality does not read is left at its default."""
+    m = shape.latent
+    mla = None
+    if m is not None:
+        mla = MlaSpec(
+            q_rank=m.q_rank, kv_rank=m.kv_rank, nope_dim=m.nope_dim, rope_dim=m.rope_dim, value_dim=m.value_dim
+        )
+    dense = not shape.experts
+    return ModelSpec(
+        name=shape.name,
+        num_layers=shape.layers,
+        hidden=shape.hidden,
+        num_heads=shape.heads,
+        num_kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        vocab=shape.vocab,
+        num_experts=max(1, shape.experts),
+        top_k=max(1, shape.top_k),
+        expert_ffn=max(1, shape.expert_ffn),
+        shared_ffn=shape.shared_ffn,
+        dense_layers=shape.layers if dense else shape.dense_layers,
+        dense_ffn=shape.dense_ffn,
+        mtp_layers=shape.mtp,
+        mla=mla,
+    )
+
+
+def foldings(job: Job, world: int) -> Iterator[Folding]:
+    """Every legal folding that the batch can be divided among."""
+    for folding in legal_foldings(world, spec_of(job.shape), seq_len=job.seq_len):
+        if job.global_batch >= folding.dp and job.global_batch % folding.dp == 0:
+            yield folding
+
+
+def micro_batches(job: Job, folding: Folding, space: Space) -> list[int]:
+    """Micro-batches that divide a rank's samples."""
+    each = job.global_batch // folding.dp
+    return [b for b in space.micro_batches if each % b == 0]
+
+
+def pipelines(layers: int, pp: int, space: Space) -> Sequence[tuple[str, int]]:
+    """(schedule, virtual stages) for a pipeline of `pp` ranks."""
+    if pp == 1:
+        return [("1f1b", 1)]
+    most = min(space.most_virtual, (layers + 2) // pp)
+    out = []
+    for name in space.schedules:
+        if name == "interleaved_1f1b":
+            out += [(name, v) for v in range(2, most + 1) if layers % (pp * v) == 0 or v in (2, 3, 4)]
+        elif name in ("zbv", "dualpipev"):
+            out += [(name, 2)] if most >= 2 else []
+        else:
+            out.append((name, 1))
+    return out

@@ -1,0 +1,316 @@
+"""How long one optimizer step takes: layers on a pipeline schedule, then gradients and optimizer; with where the time goes and how sure that is.
+
+Decides the clock of a step. Passes of stages come from `block_time.py`, their exact order from `plan/schedule.py` on the clock of
+`plan/schedule_time.py` (or, for search, from the bubble's closed form); data-parallel traffic is hidden as far as the last backward and
+the first forward have room. Must never change: the parts of the breakdown sum to the step.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from phalanx.plan.schedule import Schedule, make_schedule
+from phalanx.plan.schedule_time import ScheduleCosts, Timeline, simulate, uniform_costs
+from phalanx.simulate.block_time import Blocks, Ledger
+from phalanx.simulate.collectives import Network
+from phalanx.simulate.cost import BF16, SIGMA, Oracle
+from phalanx.simulate.device_memory import StageMemory, memory_of, parameters_of_rank, usable_bytes
+from phalanx.simulate.hardware import GpuCluster
+from phalanx.simulate.mapping import Job, Mapping
+from phalanx.simulate.replicas import Replicas
+from phalanx.simulate.shape import flops_per_token
+from phalanx.simulate.stage_layers import contents, layers_of_stages, ranks_of_stages
+
+Z90 = 1.2816
+"""Normal deviate of the 90th percentile."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """Prediction of one step."""
+
+    seconds: float
+    parts: dict[str, float]
+    """Seconds by kind on the busiest pipeline rank; they sum to `seconds`."""
+    hidden_s: float
+    """Communication of that rank that runs beside computation."""
+    sigma: float
+    """Standard deviation of the logarithm of `seconds`."""
+    microbatches: int
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    """Of each virtual stage."""
+    timeline: Timeline | None = field(default=None, repr=False)
+
+    def quantile(self, z: float) -> float:
+        return self.seconds * math.exp(z * self.sigma)
+
+    @property
+    def p10(self) -> float:
+        return self.quantile(-Z90)
+
+    @property
+    def p90(self) -> float:
+        return self.quantile(Z90)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """Time, memory and rates of a job under a mapping on a cluster."""
+
+    job: Job
+    mapping: Mapping
+    cluster: GpuCluster
+    step: StepTime
+    memory: tuple[StageMemory, ...]
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.job.seq_len * self.job.global_batch / self.step.seconds
+
+    @property
+    def peak_bytes(self) -> float:
+        return max(stage.total for stage in self.memory)
+
+    @property
+    def fits(self) -> bool:
+        return self.peak_bytes <= usable_bytes(self.cluster.hardware)
+
+    def flops_per_s(self, convention: str) -> float:
+        """Model FLOPs per second of one rank, by a convention (`causal` or `full`)."""
+        kind = "full" if convention == "full" else "causal"
+        per_token = flops_per_token(self.job.shape, self.job.seq_len, convention=kind)  # type: ignore[arg-type]
+        return per_token * self.tokens_per_s / self.cluster.world
+
+    def mfu(self, convention: str) -> float:
+        """Of the bf16 peak, whatever the precision: as publications count."""
+        return self.flops_per_s(convention) / self.cluster.hardware.bf16_flops_per_s
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `phalanx simulate --json` writes."""
+        s = self.step
+        return {
+            "cluster": self.cluster.name,
+            "model": self.job.shape.name,
+            "mapping": self.mapping.label(),
+            "hash": self.mapping.hash,
+            "seconds": {"p10": s.p10, "p50": s.seconds, "p90": s.p90, "sigma": s.sigma},
+            "mfu": {"causal": self.mfu("causal"), "full": self.mfu("full")},
+            "tokens_per_s": self.tokens_per_s,
+            "tokens_per_s_per_rank": self.tokens_per_s / self.cluster.world,
+            "parts": s.parts,
+            "hidden_s": s.hidden_s,
+            "microbatches": s.microbatches,
+            "memory": [stage.to_dict() for stage in self.memory],
+            "peak_bytes": self.peak_bytes,
+            "usable_bytes": usable_bytes(self.cluster.hardware),
+            "fits": self.fits,
+        }
+
+
+def predict(
+    job: Job, mapping: Mapping, cluster: GpuCluster, *, exact: bool = True, most_microbatches: int | None = None
+) -> Prediction:
+    """Time and memory of one step. `exact` runs the schedule on a clock; else its bubble is the closed form's.
+
+    `most_microbatches` limits the clock to so many for each pipeline rank, the rest is the steady state's.
+
+    Raises `PlanError` where the job cannot run so.
+    """
+    mapping.check(job)
+    return Prediction(
+        job=job,
+        mapping=mapping,
+        cluster=cluster,
+        step=step_time(job, mapping, cluster, exact=exact, most_microbatches=most_microbatches),
+        memory=memory_of(job, mapping),
+    )
+
+
+def step_time(
+    job: Job,
+    mapping: Mapping,
+    cluster: GpuCluster,
+    *,
+    exact: bool = True,
+    most_microbatches: int | None = None,
+    ledgers: dict[str, Ledger] | None = None,
+) -> StepTime:
+    """The step of a mapping that was checked. `ledgers` are layers that were computed before."""
+    return _Step(job, mapping, cluster, ledgers).result(exact=exact, most_microbatches=most_microbatches)
+
+
+@lru_cache(maxsize=64)
+def _schedule(name: str, pp: int, virtual: int, microbatches: int) -> Schedule:
+    return make_schedule(name, pp=pp, virtual=virtual, num_microbatches=microbatches)
+
+
+@dataclass
+class Pass:
+    """Ledger of one virtual stage: sums over its layers."""
+
+    forward: dict[str, float]
+    backward: dict[str, float]
+    weight_grad: float
+    hidden: float
+
+    @property
+    def seconds(self) -> tuple[float, float]:
+        return sum(self.forward.values()), sum(self.backward.values())
+
+
+class _Step:
+    """One evaluation: ledgers by kind of layer, stages, and what follows."""
+
+    def __init__(
+        self, job: Job, mapping: Mapping, cluster: GpuCluster, ledgers: dict[str, Ledger] | None = None
+    ) -> None:
+        self.job, self.mapping, self.hardware = job, mapping, cluster.hardware
+        self.network = Network(cluster.hardware)
+        self.oracle = Oracle(cluster.hardware, mapping.precision)
+        self.blocks = Blocks(job, mapping, self.oracle, self.network)
+        self.m = mapping.num_microbatches(job)
+        self.ledgers: dict[str, Ledger] = {} if ledgers is None else ledgers
+        self.stages = self._stages()
+
+    def _ledger(self, kind: str) -> Ledger:
+        if kind not in self.ledgers:
+            if kind in ("head", "embedding"):
+                made = self.blocks.head() if kind == "head" else self.blocks.embedding()
+            else:
+                made = self.blocks.layer(self.job.shape.layers if kind == "moe" else 0)
+            self.ledgers[kind] = made
+        return self.ledgers[kind]
+
+    def _stages(self) -> list[Pass]:
+        """One pass of each virtual stage."""
+        shape, out, first = self.job.shape, [], 0
+        counts = layers_of_stages(self.job, self.mapping)
+        for index, count in enumerate(counts):
+            dense = max(0, min(first + count, shape.dense_layers if shape.experts else shape.layers) - first)
+            parts = {"dense": dense, "moe": count - dense, "embedding": int(index == 0)}
+            parts["head"] = int(index == len(counts) - 1)
+            if parts["head"] and shape.mtp:
+                parts["moe" if shape.experts else "dense"] += shape.mtp
+                parts["head"] += shape.mtp
+            out.append(self._sum(parts))
+            first += count
+        return out
+
+    def _sum(self, parts: dict[str, int]) -> Pass:
+        total = Pass({}, {}, 0.0, 0.0)
+        for kind, number in parts.items():
+            if not number:
+                continue
+            ledger = self._ledger(kind)
+            for table, source in ((total.forward, ledger.forward), (total.backward, ledger.backward)):
+                for name, seconds in source.items():
+                    table[name] = table.get(name, 0.0) + number * seconds
+            total.weight_grad += number * ledger.weight_grad
+            total.hidden += number * ledger.hidden
+        return total
+
+    # ---- the pipeline
+
+    def _p2p(self) -> float:
+        f = self.mapping.folding
+        if f.pp == 1:
+            return 0.0
+        between = f.world // f.pp >= self.hardware.ranks_per_host
+        return self.network.send(self.blocks.tokens * self.job.shape.hidden * BF16, between=between)
+
+    def _costs(self) -> ScheduleCosts:
+        seconds = [stage.seconds for stage in self.stages]
+        tiny = self.hardware.kernel_s  # a stage that holds nothing still has a pass
+        seconds = [(max(f, tiny), max(b, 2 * tiny)) for f, b in seconds]
+        weights = [max(tiny, min(s.weight_grad, 0.9 * b)) for s, (_, b) in zip(self.stages, seconds, strict=True)]
+        return ScheduleCosts(
+            forward=tuple(f for f, _ in seconds),
+            backward=tuple(b for _, b in seconds),
+            input_grad=tuple(b - w for (_, b), w in zip(seconds, weights, strict=True)),
+            weight_grad=tuple(weights),
+            p2p=self._p2p(),
+        )
+
+    def _by_rank(self) -> list[list[Pass]]:
+        ranks = ranks_of_stages(self.mapping)
+        held: list[list[Pass]] = [[] for _ in range(self.mapping.folding.pp)]
+        for stage, rank in zip(self.stages, ranks, strict=True):
+            held[rank].append(stage)
+        return held
+
+    def _clock(self, costs: ScheduleCosts, steady: float, most: int | None) -> tuple[Timeline | None, float]:
+        """The schedule's timeline and makespan; past `most` micro-batches a rank, one more costs what the busiest rank has to do."""
+        p = self.mapping.folding.pp
+        few = self.m if most is None or self.m <= (most + 1) * p else most * p + self.m % p
+        timeline = simulate(_schedule(self.mapping.schedule, p, self.mapping.virtual, few), costs)
+        return (timeline if few == self.m else None), timeline.makespan + (self.m - few) * steady
+
+    def result(self, *, exact: bool, most_microbatches: int | None = None) -> StepTime:
+        f, held, costs = self.mapping.folding, self._by_rank(), self._costs()
+        busy = [self.m * sum(sum(stage.seconds) for stage in stages) for stages in held]
+        rank = max(range(f.pp), key=lambda r: busy[r])
+        timeline = None
+        if f.pp == 1:
+            makespan = busy[0]
+        elif exact:
+            timeline, makespan = self._clock(costs, busy[rank] / self.m, most_microbatches)
+        else:
+            makespan = busy[rank] + self._bubble(costs)
+        parts: dict[str, float] = {}
+        for stage in held[rank]:
+            for table in (stage.forward, stage.backward):
+                for kind, seconds in table.items():
+                    parts[kind] = parts.get(kind, 0.0) + self.m * seconds
+        parts["bubble"] = makespan - busy[rank]
+        content = contents(self.job, self.mapping)[0]
+        own = parameters_of_rank(self.job, self.mapping, content)
+        room = tuple(sum(stage.seconds[way] for stage in held[0]) for way in (0, 1))
+        replicas = Replicas(self.mapping, self.network)
+        parts["dp"] = replicas.exposed(own, forward=room[0], backward=room[1], layers=content.layers, passes=self.m)
+        parts["optimizer"] = replicas.optimizer(own, self.oracle)
+        total = sum(parts.values())
+        sigma = math.sqrt(sum((s / total * SIGMA.get(kind, 0.1)) ** 2 for kind, s in parts.items()))
+        return StepTime(
+            seconds=total,
+            parts={k: v for k, v in parts.items() if v},
+            hidden_s=self.m * sum(stage.hidden for stage in held[rank]),
+            sigma=math.hypot(sigma, 0.03),
+            microbatches=self.m,
+            forward_s=costs.forward,
+            backward_s=costs.backward,
+            timeline=timeline,
+        )
+
+    def _bubble(self, costs: ScheduleCosts) -> float:
+        """Closed forms on the mean stage, and the way of the first micro-batch through the transfers."""
+        p, v = self.mapping.folding.pp, self.mapping.virtual
+        n = len(self.stages)
+        mean = [sum(t) / n for t in (costs.forward, costs.backward, costs.weight_grad)]
+        share = bubble_share(self.mapping.schedule, p, v, self.m, mean[2] / mean[1] if mean[1] else 0.5)
+        return share * (mean[0] + mean[1]) * v + 2 * (p - 1) * costs.p2p
+
+
+def bubble_share(schedule: str, p: int, v: int, m: int, weight: float) -> float:
+    """Bubble in units of forward and backward of a rank's chunks of one micro-batch; `weight` is W's share of a backward (B = 2F).
+
+    Closed forms where the schedule has one, else the schedule itself on a clock of equal stages, for few micro-batches: the bubble
+    does not grow with their number.
+    """
+    if p == 1:
+        return 0.0
+    if schedule in ("1f1b", "gpipe"):
+        return (p - 1) / v
+    if schedule == "interleaved_1f1b":
+        return (p - 1) / v if m >= p else (p - 1) / v + (p - m) * (v - 1) / v
+    return _clocked_share(schedule, p, v, min(m, 3 * p), round(2 * weight, 1))
+
+
+@lru_cache(maxsize=4096)
+def _clocked_share(schedule: str, p: int, v: int, m: int, w: float) -> float:
+    """On a clock: F = 1, I = 2 - w, W = w."""
+    run = simulate(_schedule(schedule, p, v, m), uniform_costs(p * v, input_grad=2 - w, weight_grad=max(w, 0.1)))
+    return (run.makespan - max(run.busy)) / (3 * v)

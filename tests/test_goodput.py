@@ -1,0 +1,138 @@
+"""Progress under failures: closed forms, conservation, Llama 3's practice, traces, and the command."""
+
+import itertools
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx.cli.main import main
+from phalanx.core.errors import DataError, PlanError
+from phalanx.simulate.goodput import (
+    LLAMA3_FAILURES_PER_RANK_HOUR,
+    Practice,
+    expected_goodput,
+    poisson,
+    read_removals,
+    simulate_goodput,
+    sweep,
+    young_daly,
+)
+
+pytestmark = pytest.mark.unit
+LLAMA3 = 3600 / (LLAMA3_FAILURES_PER_RANK_HOUR * 16384)
+
+
+def test_no_failure_costs_saves_only() -> None:
+    run = simulate_goodput(Practice(interval_s=90, save_s=10), [], duration_s=1000)
+    assert (run.useful, run.saving, run.lost, run.down) == pytest.approx((0.9, 0.1, 0, 0))
+
+
+def test_one_failure_by_hand() -> None:
+    """Work 0-90, save to 100, work 100-150, failure: 50 lost; down 150-180; work 180-270, save to 280, work 280-300.
+
+    From replicas nothing is lost: down 150-165, the other 40 of the interval to 205, save to 215, work to 300.
+    """
+    practice = Practice(interval_s=90, save_s=10, detect_s=10, restart_s=20)
+    run = simulate_goodput(practice, [150.0], duration_s=300)
+    assert [round(300 * x, 6) for x in (run.useful, run.saving, run.lost, run.down)] == [200, 20, 50, 30]
+    kept = simulate_goodput(replace(practice, recovery="replicas", repair_s=5), [150.0], duration_s=300)
+    assert [round(300 * x, 6) for x in (kept.useful, kept.saving, kept.lost, kept.down)] == [265, 20, 0, 15]
+
+
+def test_a_failure_while_down_begins_the_downtime_again() -> None:
+    run = simulate_goodput(Practice(interval_s=90, save_s=0, detect_s=10, restart_s=20), [10.0, 30.0], duration_s=100)
+    assert run.failures == 2
+    assert 100 * run.down == pytest.approx(50)
+
+
+@given(
+    st.floats(10, 1e4), st.floats(0, 500), st.floats(0, 500), st.floats(50, 1e5), st.sampled_from(["checkpoint", "replicas"]),
+    st.floats(0, 1), st.integers(0, 99),
+)  # fmt: skip
+def test_all_time_is_accounted_for(
+    interval: float, save: float, restart: float, mean: float, recovery: str, survival: float, seed: int
+) -> None:
+    practice = Practice(
+        recovery=recovery, interval_s=interval, save_s=save, restart_s=restart, survival=survival, repair_host_s=100
+    )  # type: ignore[arg-type]
+    run = simulate_goodput(practice, poisson(mean, seed), duration_s=50 * mean, hosts=8, seed=seed)
+    assert run.total == pytest.approx(1, abs=1e-9)
+    assert min(run.saving, run.lost, run.down) >= -1e-12
+
+
+def test_monte_carlo_agrees_with_the_closed_form() -> None:
+    for interval, save, mean in ((600, 30, 5000), (1800, 60, 11000), (300, 5, 900)):
+        practice = Practice(interval_s=interval, save_s=save, detect_s=0, restart_s=0)
+        run = simulate_goodput(practice, poisson(mean, 1), duration_s=20000 * mean)
+        assert run.useful == pytest.approx(expected_goodput(practice, mean), rel=0.01)
+
+
+@pytest.mark.parametrize("save", [5.0, 20.0])
+def test_the_sweep_finds_young_and_daly(save: float) -> None:
+    """The optimum over intervals, of the Monte Carlo (a parabola through its best points) and of the closed form, within 5 %."""
+    mean, best = LLAMA3, young_daly(save, LLAMA3)
+    practice = Practice(save_s=save, detect_s=60, restart_s=300)
+    fine = [best * 1.01**k for k in range(-60, 61)]
+    exact = max(fine, key=lambda i: expected_goodput(replace(practice, interval_s=i), mean))
+    assert exact == pytest.approx(best, rel=0.05)
+    coarse = [best * 2 ** (k / 2) for k in range(-5, 6)]
+    runs = sweep(practice, mean, coarse, duration_s=20000 * mean)
+    # lost share is a + b / interval + c * interval: least squares over the sweep, optimum at sqrt(b / c)
+    import numpy as np
+
+    table = np.array([[1, 1 / i, i] for i, _ in runs])
+    _, b, c = np.linalg.lstsq(table, np.array([1 - y for _, y in runs]), rcond=None)[0]
+    assert math.sqrt(b / c) == pytest.approx(best, rel=0.05)
+
+
+def test_llama_3_is_effective_more_than_nine_tenths_of_the_time() -> None:
+    """419 interruptions in 54 days on 16,384 devices, more than 90 % effective (arXiv 2407.21783)."""
+    assert pytest.approx(3.1 * 3600, rel=0.03) == LLAMA3
+    practice = Practice(interval_s=young_daly(10, LLAMA3), save_s=10, detect_s=60, restart_s=600)
+    shares = [simulate_goodput(practice, poisson(LLAMA3, seed), duration_s=54 * 86400).useful for seed in range(20)]
+    assert 0.90 < sum(shares) / len(shares) < 0.97
+    replicas = replace(practice, recovery="replicas", survival=0.99)
+    better = [simulate_goodput(replicas, poisson(LLAMA3, seed), duration_s=54 * 86400).useful for seed in range(20)]
+    assert all(b > a for a, b in zip(shares, better, strict=True))
+
+
+def test_poisson_has_its_mean() -> None:
+    times = list(itertools.islice(poisson(100, 3), 20000))
+    assert times == sorted(times)
+    assert times[-1] / len(times) == pytest.approx(100, rel=0.03)
+
+
+def test_traces_are_read_and_refused(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text("0,add,node1\n5000,remove,node1\n1000,remove,node2\n")
+    assert read_removals(path) == [1, 5]
+    path.write_text("0,add,node1\nsoon,remove,node1\n1,vanish,node2\n")
+    with pytest.raises(DataError, match="2 problems"):
+        read_removals(path)
+    with pytest.raises(DataError, match="cannot be read"):
+        read_removals(tmp_path / "none.csv")
+
+
+def test_impossible_practices_are_refused() -> None:
+    bad = Practice(interval_s=0, save_s=-1, survival=2)
+    with pytest.raises(PlanError, match="3 problems"):
+        simulate_goodput(bad, [], duration_s=10)
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, picture, trace = tmp_path / "g.json", tmp_path / "g.svg", tmp_path / "t.csv"
+    trace.write_text("".join(f"{k * 600000},remove,node{k}\n" for k in range(1, 20)))
+    assert main(["simulate", "goodput", "--json", str(out), "--svg", str(picture), "--days", "5"]) == 0
+    result = json.loads(out.read_text())
+    assert result["replicas"]["useful"] > result["checkpoint"]["useful"] > 0.8
+    assert "<svg" in picture.read_text()
+    assert "Young and Daly" in capsys.readouterr().out
+    assert main(["simulate", "goodput", "--failures", str(trace)]) == 0
+    assert main(["simulate", "goodput", "--ranks", "0", "--survival", "3"]) == 2
+    error = capsys.readouterr().err
+    assert "--ranks" in error and "survival" in error

@@ -1,0 +1,121 @@
+"""`phalanx simulate` and `phalanx search`: what they print and write, recipes in and out, errors all at once."""
+
+import json
+import xml.etree.ElementTree
+from pathlib import Path
+
+import pytest
+
+from phalanx.cli.main import main
+
+pytestmark = pytest.mark.unit
+RECIPE = """
+[model]
+preset = "mixtral-8x22b"
+vocab = 32000
+[router]
+force = "balanced"
+[folding]
+tp = 2
+pp = 8
+ep = 8
+[pipeline]
+schedule = "interleaved_1f1b"
+virtual = 7
+[train]
+seq_len = 4096
+global_batch = 256
+micro_batch = 1
+[launch]
+device = "cuda"
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "r.toml"
+    path.write_text(RECIPE)
+    return path
+
+
+def test_a_step_of_a_recipe(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = {name: tmp_path / "out" / f"x.{name}" for name in ("json", "trace", "svg")}
+    wanted = [word for name, path in files.items() for word in (f"--{name}", str(path))]
+    assert main(["simulate", str(recipe), "--cluster", "h100x128", *wanted]) == 0
+    text = capsys.readouterr().out
+    result = json.loads(files["json"].read_text())
+    assert result["fits"] and len(result["memory"]) == 8
+    assert result["seconds"]["p10"] < result["seconds"]["p50"] < result["seconds"]["p90"]
+    assert sum(result["parts"].values()) == pytest.approx(result["seconds"]["p50"])
+    assert f"{result['mfu']['causal']:.1%}" in text and "fits: stage 0" in text
+    assert json.loads(files["trace"].read_text())["traceEvents"]
+    xml.etree.ElementTree.fromstring(files["svg"].read_text())
+
+
+def test_overrides_and_what_does_not_fit(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plain = ["simulate", str(recipe), "--cluster", "h100x128"]
+    assert main([*plain, "--train.micro_batch", "4"]) == 2
+    assert "DOES NOT FIT: stage 0" in capsys.readouterr().out
+    assert main([*plain, "--train.micro_batch", "4", "--train.recompute", "full"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--cluster", "h10x128", "--folding.tp", "5"], ["h10", "did you mean 'h100'"]),
+        (
+            ["--cluster", "h100x128", "--folding.tp", "5", "--train.global_batch", "0"],
+            ["folding.tp", "train.global_batch"],
+        ),
+        (["--cluster", "h100x128", "--train.dtype", "float32"], ["clusters are modelled in bf16"]),
+        (["--cluster", "h100x12"], ["folding"]),
+    ],
+)
+def test_errors_come_all_at_once(
+    recipe: Path, arguments: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["simulate", str(recipe), *arguments]) == 2
+    error = capsys.readouterr().err
+    assert all(word in error for word in words), error
+    assert "Traceback" not in error
+
+
+def test_a_picture_needs_a_pipeline(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flat = ["--folding.pp", "1", "--cluster", "h200x128", "--train.recompute", "full"]
+    text = RECIPE.replace("[pipeline]", "").replace('schedule = "interleaved_1f1b"', "").replace("virtual = 7", "")
+    recipe.write_text(text)
+    assert main(["simulate", str(recipe), *flat, "--svg", str(tmp_path / "x.svg")]) == 2
+    assert "no pipeline" in capsys.readouterr().err
+
+
+def test_hardware_is_listed_with_sources(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "clusters"]) == 0
+    assert "b200" in capsys.readouterr().out
+    assert main(["simulate", "clusters", "h100"]) == 0
+    assert "data sheet" in capsys.readouterr().out
+    assert main(["simulate", "clusters", "h1000"]) == 2
+
+
+def test_a_search_and_the_recipe_of_its_winner(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, picture, found = tmp_path / "s.json", tmp_path / "p.svg", tmp_path / "w.toml"
+    command = ["search", "--model", "mixtral-8x7b", "--cluster", "h100x64", "--batch", "128", "--exact", "12"]
+    assert main([*command, "--json", str(out), "--svg", str(picture), "--recipe", str(found)]) == 0
+    text = capsys.readouterr().out
+    result = json.loads(out.read_text())
+    assert "best choice of each folding" in text and "even routing" in text
+    assert result["choices"] > result["evaluated"] >= result["fitting"]
+    times = [entry["seconds"] for entry in result["best"]]
+    assert times == sorted(times) and all(entry["reason"] for entry in result["best"])
+    xml.etree.ElementTree.fromstring(picture.read_text())
+    again = tmp_path / "again.json"
+    main(["simulate", str(found), "--cluster", "h100x64", "--json", str(again), "--router.force", "balanced"])
+    assert json.loads(again.read_text())["seconds"]["p50"] == pytest.approx(times[0], rel=0.01)
+    assert json.loads(again.read_text())["hash"] == result["best"][0]["hash"]
+
+
+def test_a_search_names_all_problems(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["search", "--model", "mixtrl-8x7b", "--cluster", "x100x8", "--batch", "0"]) == 2
+    error = capsys.readouterr().err
+    assert "3 problems" in error and "mixtral-8x7b" in error
+    assert main(["search", "--model", "mixtral-8x22b", "--cluster", "h100x8"]) == 2
+    assert "nothing fits" in capsys.readouterr().err
