@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any
 
-from phalanx.plan.schedule import SCHEDULES
+from phalanx.plan.schedule import SCHEDULES, most_extra
 from phalanx.simulate.cost import BF16, FP32
 from phalanx.simulate.hardware import Hardware
 from phalanx.simulate.mapping import Job, Mapping
@@ -180,7 +180,10 @@ def layer_bytes(job: Job, mapping: Mapping) -> LayerBytes:
 def live_activations(mapping: Mapping, pipeline_rank: int, microbatches: int) -> int:
     """Activations of a virtual stage that a rank holds at once, by its schedule's promise."""
     pp = mapping.folding.pp
-    return SCHEDULES[mapping.schedule].live(pipeline_rank, pp, mapping.virtual, microbatches) if pp > 1 else 1
+    if pp == 1:
+        return 1
+    extra = most_extra(pp)[pipeline_rank]  # what an eager schedule takes that is told nothing
+    return SCHEDULES[mapping.schedule].live(pipeline_rank, pp, mapping.virtual, microbatches, extra)
 
 
 def stage_memory(job: Job, mapping: Mapping, *, pipeline_rank: int, layer: LayerBytes | None = None) -> StageMemory:
