@@ -75,17 +75,15 @@ class GroupCache:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Groups:
-    """All groups of one rank in one folding; `axes` has the names of `plan.stage_foldings.group_names`, and `micro`.
-
-    `micro` are the ranks that share a micro-batch: those of `tp_cp`, and where a stage divides the sequences of a micro-batch, more of its dp.
-    """
+    """All groups of one rank in one folding; `axes` has the names of `plan.stage_foldings.group_names`."""
 
     folding: AnyFolding
     rank: int
     axes: Mapping[str, Axis]
 
     def axis(self, name: str) -> Axis:
-        return self.axes[name]
+        """`micro` are the ranks that share a micro-batch: those of `tp_cp`, and more where a stage divides its sequences among dp."""
+        return self.axes["tp_cp" if name == "micro" and name not in self.axes else name]
 
 
 def build_groups(
@@ -102,7 +100,6 @@ def build_groups(
             group = cache.get(ranks)
             if rank in ranks:
                 axes[name] = Axis(name, ranks, ranks.index(rank), group)
-    axes.setdefault("micro", axes["tp_cp"])
     return Groups(folding=folding, rank=rank, axes=MappingProxyType(axes))
 
 
