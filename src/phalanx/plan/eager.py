@@ -10,7 +10,9 @@ that has the same figures. Orders do not change sums, so no result of a run depe
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
@@ -23,6 +25,9 @@ TOLERANCE = 0.005
 """Of the step's time: what a measurement cannot tell apart is not worth a micro-batch's memory."""
 STEADY = 6
 """Micro-batches for each rank that are simulated at most: each one more repeats the same."""
+TRIED = 120
+"""So many numbers are tried one and all; where there are more (beyond five ranks), a climb of `CLIMBS` steps looks for the best."""
+CLIMBS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +119,7 @@ def choose_warmup(
         made = make_schedule(schedule, pp=pp, virtual=1, num_microbatches=few, extra_warmup=extra)
         return simulate(made, costs).makespan
 
-    options = {nearest_extra([min(most, n) for most in limit], pp=pp) for n in range(pp)}
+    options = _options(limit, takes)
     best_s = min(takes(extra) for extra in options)
     enough = best_s * (1 + tolerance)
     chosen = min(extra for extra in options if takes(extra) <= enough)
@@ -133,6 +138,30 @@ def choose_warmup(
         plain_s=takes((0,) * pp),
         simulated=few,
     )
+
+
+def _options(limit: tuple[int, ...], takes: Callable[[tuple[int, ...]], float]) -> set[tuple[int, ...]]:
+    """What is tried: all that is legal where that is little; else the same number everywhere, and from the best of those one rank at a time."""
+    pp = len(limit)
+    if math.prod(most + 1 for most in limit) <= TRIED:
+        every = itertools.product(*(range(most + 1) for most in limit))
+        return {extra for extra in every if nearest_extra(extra, pp=pp) == extra}
+    options = {nearest_extra([min(most, n) for most in limit], pp=pp) for n in range(pp)}
+    best = min(options, key=lambda extra: (takes(extra), extra))
+    for _ in range(CLIMBS):
+        around = {
+            nearest_extra([*best[:rank], count, *best[rank + 1 :]], pp=pp)
+            for rank, most in enumerate(limit)
+            for count in (best[rank] - 1, best[rank] + 1)
+            if 0 <= count <= most
+        }
+        around = {extra for extra in around if all(e <= most for e, most in zip(extra, limit, strict=True))}
+        better = min(around - options, key=lambda extra: (takes(extra), extra), default=best)
+        options |= around
+        if takes(better) >= takes(best):
+            break
+        best = better
+    return options
 
 
 def _fewest(extra: tuple[int, ...], rank: int, fast: Callable[[tuple[int, ...]], bool]) -> tuple[int, ...]:
