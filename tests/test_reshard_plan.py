@@ -322,3 +322,27 @@ def test_the_hash_tells_plans_apart() -> None:
         plan_reshard(moves, dataclasses.replace(hosts, send_bytes_per_s=(2e9, 1e9, 1e9, 1e9))),
     ]
     assert len({plan.hash, *(p.hash for p in others)}) == 7
+
+
+def test_layouts_that_are_no_layouts_are_refused() -> None:
+    """Boxes of a rank that overlap, places that overlap, a rank twice, a box outside, more elements than bytes can be counted."""
+    whole = whole_layout((4,), (0,))
+
+    def one(boxes: list[tuple[int, int, int]], size: int) -> TensorLayout:
+        held = tuple(Held(Box((offset,), (length,)), (local,)) for offset, length, local in boxes)
+        return TensorLayout(shape=(4,), ranks=(1,), held=(held,), local_shapes=((size,),))
+
+    cases = (
+        (one([(0, 3, 0), (2, 2, 3)], 5), "w.dst: layout of rank 1: boxes [0:3] and [2:4] overlap"),
+        (one([(0, 2, 0), (2, 2, 1)], 3), "local boxes [0:2] and [1:3] overlap"),
+        (one([(2, 4, 0)], 4), "box [2:6] is not inside (4,)"),
+        (whole_layout((4,), (1, 1)), "each rank once"),
+        (whole_layout((4,), (-1,)), "none negative"),
+    )
+    for dst, text in cases:
+        with pytest.raises(PlanError) as error:
+            plan_reshard([Move(name="w", itemsize=4, src=whole, dst=dst)], equal_hosts(1, 4))
+        assert text in str(error.value)
+    huge = [whole_layout((10**20, 4), (rank,)) for rank in (0, 1)]
+    with pytest.raises(PlanError, match="must have at most"):
+        plan_reshard([Move(name="w", itemsize=4, src=huge[0], dst=huge[1])], equal_hosts(1, 4))

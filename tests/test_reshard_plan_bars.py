@@ -181,6 +181,8 @@ def test_plan_reshard_names_every_problem(tmp_path: Path, capsys: pytest.Capture
     ("extra", "words"),
     [
         (["--slow", "9=1gbit"], "must be one of 3 hosts"),
+        (["--shape", "-1", "--itemsize", "0"], "2 problems with the move:\n  - --itemsize = 0"),
+        (["--shape", "9" * 20], "must have at most 72,057,594,037,927,936 elements"),
         (["--staging-kib", "0"], "--staging-kib = 0: must be at least 1"),
         (["--itemsize", "5000", "--staging-kib", "1"], "holds no message"),
     ],

@@ -10,6 +10,8 @@ from torch.distributed.tensor.placement_types import _MaskPartial, _StridedShard
 
 import phalanx
 from phalanx.core.errors import PeerError, PhalanxError, PlanError
+from phalanx.plan.mesh_layout import Partial as Sum
+from phalanx.plan.mesh_layout import mesh_layout
 from phalanx.plan.tensor_layout import whole_layout
 from phalanx.runtime.dtensor_layout import layout_of, layout_of_dtensor
 from phalanx.runtime.reshard_call import ONE
@@ -195,3 +197,34 @@ def test_alone_without_a_process_group():
     got = phalanx.reshard(x, whole_layout((4, 4), [0]), whole_layout((4, 4), [0]))
     assert torch.equal(got, x) and got.data_ptr() != x.data_ptr()
     assert ONE == "tensor"
+
+
+def odd_calls(rank, cache):
+    resharder = phalanx.open_resharder(hosts=HOSTS, timeout_s=20)
+    src, dst = whole_layout((3, 4), [0]), whole_layout((3, 4), [0, 3])
+    x = torch.arange(12.0).view(3, 4)
+    mine = x if rank == 0 else None
+
+    def said(**words):
+        given = words.pop("given", mine)
+        with pytest.raises(PhalanxError) as error:
+            phalanx.reshard(given, words.pop("src", src), dst, resharder=resharder, **words)
+        return str(error.value)
+
+    # bits of one type are no numbers of another of the same size
+    assert "types" in said(dtype=torch.float32 if rank == 0 else torch.int32)
+    out = torch.zeros(3, 1).expand(3, 4) if rank in (0, 3) else None
+    text = said(dtype=torch.float32, out=out)
+    assert ("one place in memory" in text) == (rank in (0, 3)) and ("[0, 3] refused" in text) == (rank not in (0, 3))
+    text = said(given=[1, 2] if rank == 5 else mine, dtype=torch.float32)  # one rank alone: nobody waits for it
+    assert ("neither a tensor nor a dict" in text) == (rank == 5) and ("[5] refused" in text) == (rank != 5)
+    assert "is no layout" in said(src="2 S0", dtype=torch.float32)
+    parts = mesh_layout((3, 4), (2,), [Sum()], ranks=[0, 1])
+    terms = torch.ones(3, 4, dtype=torch.uint16) if rank < 2 else None
+    assert "cannot be added up" in said(given=terms, src=parts, dtype=torch.uint16)
+    got = phalanx.reshard(mine, src, dst, dtype=torch.float32, resharder=resharder)
+    assert got is None or torch.equal(got, x)
+
+
+def test_odd_calls_are_refused_before_anything_travels():
+    run_ranks(WORLD, odd_calls)

@@ -164,3 +164,18 @@ def test_a_recipe_says_stages_and_nothing_beside_them() -> None:
     assert {p.where for p in caught.value.problems} == {"--folding.tp", "--folding.cp_method"}
     load_recipe(None, ["--folding.stages", ",".join(ISSUE), "--pipeline.schedule", "gpipe"])
     load_recipe(None, ["--folding.stages", "cp2,tp2", "--folding.cp_method", "ulysses"])
+
+
+def test_what_is_wrong_with_stages_is_said_of_the_settings_that_say_it() -> None:
+    def said(*args: str) -> str:
+        with pytest.raises(ConfigError) as caught:
+            load_recipe(None, [*args], check=lambda r: run_problems(r, world=9))
+        return str(caught.value)
+
+    text = said("--model.preset", "tiny", "--folding.stages", ",".join(["tp1"] * 9), "--launch.ranks", "9")
+    assert "--folding.stages = " in text and "nearest legal: 2 stages" in text and "folding.pp" not in text
+    text = said("--folding.stages", ",".join(ISSUE), "--launch.ranks", "9", "--folding.tp", "2")
+    assert "the degrees of each stage; leave it out" in text and "or set" not in text
+    for setting, way in (("tied_embeddings", "true"), ("mtp_layers", "1")):
+        text = said("--folding.stages", ",".join(ISSUE), "--launch.ranks", "9", f"--model.{setting}", way)
+        assert f"set model.{setting} = {'false' if way == 'true' else 0}" in text

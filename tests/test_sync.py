@@ -89,3 +89,12 @@ def test_what_cannot_be_done_is_refused_at_once(run: Path, tmp_path: Path, capsy
     assert "--to = 'xp2': is made of degrees" in capsys.readouterr().err
     assert main(["sync", str(tmp_path), "--to", "tp2", "--out", str(tmp_path / "new")]) == 2
     assert not (tmp_path / "new").exists()
+
+
+def test_all_words_that_are_wrong_are_named_together(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--to", "tp4.foo2", "--memory", "3x", "--readers", "0", "--dtype", "fp8", "--out", str(tmp_path / "new")]
+    assert main(["sync", str(run), *words]) == 2
+    said = capsys.readouterr().err
+    assert all(word in said for word in ("--to = 'tp4.foo2'", "--memory = '3x'", "--readers = 0", "--dtype = 'fp8'"))

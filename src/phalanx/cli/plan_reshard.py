@@ -63,7 +63,9 @@ def reshard(args: ReshardArgs) -> int:
     """Plan the move of a tensor from one sharded layout to another."""
     check_writable(args.json)
     check_writable(args.svg)
-    problems: list[Problem] = []
+    problems = _shape_problems(args)
+    if problems:
+        return _refuse(args, _number_problems(args) + problems)
     src = _layout(args.src, args.shape, 0, "SRC", problems)
     first = args.dst_first_rank
     if first is None:
@@ -105,6 +107,16 @@ def _layout(
     except PlanError as error:
         problems += error.problems
         return None
+
+
+def _shape_problems(args: ReshardArgs) -> list[Problem]:
+    """Of the shape alone: neither layout can be read without it, and each would say the same of it."""
+    problems = []
+    if min(args.shape, default=0) < 0:
+        problems.append(
+            Problem(where="--shape", value=args.shape, rule="must have no negative dim", hint="use 0 or more")
+        )
+    return problems
 
 
 def _number_problems(args: ReshardArgs) -> list[Problem]:

@@ -11,7 +11,7 @@ import tyro
 
 from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.core.files import check_writable, write_json
-from phalanx.core.units import format_bytes, read_bytes
+from phalanx.core.units import format_bytes
 
 if TYPE_CHECKING:
     from phalanx.runtime.groups import WorldInfo
@@ -51,17 +51,11 @@ def main(args: list[str]) -> int:
     from phalanx.runtime.launch import run_local, run_one
     from phalanx.train import sync
 
-    memory = read_bytes(options.memory)
-    if memory is None:
-        problem = Problem(
-            where="--memory", value=options.memory, rule="is not a number of bytes", hint="write 256MB or 2GiB"
-        )
-        raise ConfigError([problem], subject="the sync")
     plan = sync.plan_sync(
         options.run,
         options.out,
         to=options.to,
-        memory_bytes=memory,
+        memory=options.memory,
         readers=options.readers,
         step=options.step,
         dtype=options.dtype,

@@ -119,7 +119,7 @@ class Effect:
     reason: str
     """What makes them do nothing, as it is now."""
     way_out: str
-    """What to change so that they count (leaving them out is the other way)."""
+    """What to set so that they count (leaving them out is the other way); empty where no value does it."""
     reads: tuple[str, ...] = ()
     """Settings that `inert` looks at; the rule is silent where one of them is broken."""
 
@@ -187,7 +187,7 @@ EFFECTS: tuple[Effect, ...] = (
         settings=tuple(f"folding.{k}" for k in ("tp", "cp", "pp", "ep", "etp")),
         inert=lambda r: r.folding.stages is not None,
         reason="folding.stages says the degrees of each stage",
-        way_out="leave folding.stages out",
+        way_out="",
         reads=("folding.stages",),
     ),
     Effect(
@@ -338,7 +338,7 @@ def recipe_problems(
         if value_of(recipe, name) is None:  # written down as "not set": that is leaving it out
             continue
         if name in given and not broken & {name, *effect.reads}:
-            hint = f"leave it out, or set {effect.way_out}"
+            hint = f"leave it out, or set {effect.way_out}" if effect.way_out else "leave it out"
             rule = f"has no effect because {effect.reason}"
             problems.append(Problem(where=name, value=value_of(recipe, name), rule=rule, hint=hint))
     return problems

@@ -17,10 +17,21 @@ from phalanx.plan.tensor_layout import TensorLayout
 
 SHOWN = 4
 """Lost boxes that a message lists."""
+MOST_ELEMENTS = 1 << 56
+"""Of a tensor: its bytes are counted in 64 bits."""
 
 
 def layout_problems(layout: TensorLayout, *, where: str = "layout") -> list[Problem]:
     """What is wrong with a layout by itself: lengths, bounds, boxes of a rank that overlap, terms without a holder."""
+    problems = box_problems(layout, where=where)
+    if not problems and layout.terms and set(layout.terms) != set(range(max(layout.terms) + 1)):
+        rule = "each term from 0 on has a holder"
+        problems.append(Problem(where=f"{where}.terms", value=sorted(set(layout.terms)), rule=rule))
+    return problems
+
+
+def box_problems(layout: TensorLayout, *, where: str = "layout") -> list[Problem]:
+    """The same, but for terms: that one has no holder (left) is named by `coverage_problems`, with its boxes."""
     problems = _length_problems(layout, where)
     if problems:
         return problems
@@ -32,9 +43,6 @@ def layout_problems(layout: TensorLayout, *, where: str = "layout") -> list[Prob
             problems += found
             if not found:
                 sound.add(key)
-    if layout.terms and set(layout.terms) != set(range(max(layout.terms) + 1)):
-        rule = "each term from 0 on has a holder"
-        problems.append(Problem(where=f"{where}.terms", value=sorted(set(layout.terms)), rule=rule))
     return problems
 
 
@@ -48,6 +56,9 @@ def _length_problems(layout: TensorLayout, where: str) -> list[Problem]:
             problems.append(Problem(where=f"{where}.{name}", value=len(value), rule=rule))
     if min(layout.terms, default=0) < 0:
         problems.append(Problem(where=f"{where}.terms", value=min(layout.terms), rule="must not be negative"))
+    if math.prod(layout.shape) > MOST_ELEMENTS:
+        rule = f"must have at most {MOST_ELEMENTS:,} elements"
+        problems.append(Problem(where=f"{where}.shape", value=layout.shape, rule=rule))
     return problems
 
 
@@ -60,6 +71,8 @@ def _rank_problems(layout: TensorLayout, position: int, where: str) -> list[Prob
                 problems.append(Problem(where=where, value=None, rule=f"{what} {box_text(box)} is not inside {shape}"))
     if problems:
         return problems
+    if len(held) == 1:
+        return []  # inside its local tensor, so not larger; most layouts are of such ranks and there are many
     for what, boxes in (("boxes", [one.box for one in held]), ("local boxes", [one.local_box() for one in held])):
         pair = overlapping_pair(boxes)
         if pair is not None:

@@ -6,6 +6,8 @@ reads. Must never change: what `run_problems` accepts, `resolve_model` and `reso
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, Problem
 from phalanx.core.rules import value_of
@@ -40,8 +42,18 @@ def run_problems(recipe: Recipe, *, world: int, tokenizer_vocab: int | None = No
     if recipe.folding.num_stages > 1:
         seen = {p.where for p in problems}
         found = pipeline_problems(recipe.pipeline, spec, pp=recipe.folding.num_stages)
+        if recipe.folding.stages is not None:
+            found = [_of_stages(problem, recipe) for problem in found]
         problems += [p for p in found if p.where not in seen]
     return problems
+
+
+def _of_stages(problem: Problem, recipe: Recipe) -> Problem:
+    """A problem of the number of stages, named after the setting that says it."""
+    if problem.where != "folding.pp":
+        return problem
+    hint = problem.hint.replace("folding.pp ", "") + " stages"
+    return replace(problem, where="folding.stages", value=list(recipe.folding.stages or ()), hint=hint)
 
 
 def _modelless_problems(recipe: Recipe, world: int) -> list[Problem]:

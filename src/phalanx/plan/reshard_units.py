@@ -10,8 +10,8 @@ Moves with equal layouts and item size share one `Template`, which is cut once.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from phalanx.core.errors import PlanError, Problem, raise_if
 from phalanx.plan.layout import Box
-from phalanx.plan.layout_check import coverage_problems
+from phalanx.plan.layout_check import box_problems, coverage_problems
 from phalanx.plan.reshard_types import Hosts, Move
 from phalanx.plan.tensor_layout import TensorLayout
 
@@ -85,9 +85,15 @@ def templates_of(moves: Sequence[Move], hosts: Hosts) -> tuple[Template, ...]:
     made: list[Template] = []
     problems: list[Problem] = []
     cuts: dict[tuple[int, bool], Cut] = {}
+    unsound = {at: found for at, layout in _by_number(moves, seen).items() if (found := box_problems(layout))}
     for (src, dst, _), indices in groups.items():
         move = moves[indices[0]]
         found = _rank_problems(move, hosts)
+        for side, at in (("src", src), ("dst", dst)):
+            found += [replace(p, where=f"{move.name}.{side}: {p.where}") for p in unsound.get(at, [])]
+        if src in unsound or dst in unsound:
+            problems += found
+            continue
         template = None
         if not found and move.src.shape == move.dst.shape and move.dst.num_terms == 1:
             for key, layout in (((src, True), move.src), ((dst, False), move.dst)):
@@ -102,6 +108,11 @@ def templates_of(moves: Sequence[Move], hosts: Hosts) -> tuple[Template, ...]:
             made.append(template)
     raise_if(problems, PlanError, subject="the move between layouts")
     return tuple(made)
+
+
+def _by_number(moves: Sequence[Move], numbers: Mapping[int, int]) -> dict[int, TensorLayout]:
+    """Each layout that differs from the others once."""
+    return {numbers[id(layout)]: layout for move in moves for layout in (move.src, move.dst)}
 
 
 def _rank_problems(move: Move, hosts: Hosts) -> list[Problem]:

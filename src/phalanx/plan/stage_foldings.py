@@ -213,9 +213,13 @@ def staged_problems(
         hint = f"start {folding.world} ranks, or change a stage"
         problems.append(Problem(where="folding.stages", value=folding.label(), rule=rule, hint=hint))
     if spec.table_at_both_ends:
-        why = "a tied embedding" if spec.tied_embeddings else "multi-token prediction"
+        why, way = (
+            ("a tied embedding", "model.tied_embeddings = false")
+            if spec.tied_embeddings
+            else ("multi-token prediction", "model.mtp_layers = 0")
+        )
         rule = f"cannot share the embedding's table between first and last stage, which {why} needs"
-        hint = "one folding for all stages (folding.pp), or an untied embedding"
+        hint = f"set {way}, or one folding for all stages (folding.pp)"
         problems.append(Problem(where="folding.stages", value=folding.label(), rule=rule, hint=hint))
     for index, stage in enumerate(folding.stages):
         for problem in fit_problems(stage, spec, seq_len=seq_len, cp_method=cp_method):

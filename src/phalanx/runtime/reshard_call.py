@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from phalanx.core.errors import PhalanxError, PlanError, Problem, raise_if
+from phalanx.core.errors import PlanError, Problem, raise_if
 from phalanx.plan.reshard_types import Hosts, Move
 from phalanx.plan.tensor_layout import TensorLayout
 from phalanx.runtime.collectives import Collectives
@@ -74,7 +75,7 @@ def reshard(
         state, single = _as_state(tensor_or_state, src_layout, dst_layout)
         sides = _Sides(state, src_layout, dst_layout, _by_name(shape), _by_name(dtype), _by_name(out))
         items = [sides.item(name, used.rank) for name in state]
-    except PhalanxError:
+    except Exception:  # whatever it is: the others must hear of it
         used.refuse(op_id)
         raise
     dest = used.move(
@@ -154,6 +155,9 @@ def _as_state(given: torch.Tensor | State | None, src: Layouts, dst: Layouts) ->
     """The tensors by name, and whether it was one without a name. A rank that holds nothing takes the names from the layouts."""
     if isinstance(given, torch.Tensor):
         return {ONE: given}, True
+    if given is not None and not isinstance(given, Mapping):
+        rule, hint = "is neither a tensor nor a dict of tensors", "give a tensor, a dict or None"
+        raise PlanError([Problem(where=ONE, value=type(given).__name__, rule=rule, hint=hint)], subject="what is moved")
     named = [side for side in (src, dst) if isinstance(side, Mapping)]
     if given is None and not named:
         return {ONE: None}, True
@@ -186,6 +190,10 @@ def _layout(given: Layout | None, shape: tuple[int, ...] | None, name: str, whic
     if given is None:
         rule, hint = "only a DTensor brings a layout of its own", "give a TensorLayout, or a DeviceMesh and placements"
         raise PlanError([Problem(where=f"{name}.{which}", value=None, rule=rule, hint=hint)], subject="what is moved")
+    if not (isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], DeviceMesh)):
+        rule, hint = "is no layout", "give a TensorLayout, or a DeviceMesh and placements"
+        value = type(given).__name__
+        raise PlanError([Problem(where=f"{name}.{which}", value=value, rule=rule, hint=hint)], subject="what is moved")
     if shape is None:
         rule, hint = "a mesh and placements do not say how large the whole tensor is", "give shape="
         raise PlanError([Problem(where=f"{name}.{which}", value=None, rule=rule, hint=hint)], subject="what is moved")

@@ -110,5 +110,6 @@ class BoxSum:
 
 
 def not_summable(dtypes: Sequence[torch.dtype]) -> list[torch.dtype]:
-    """Types in which terms cannot be added."""
-    return [d for d in dtypes if d == torch.bool or (d.itemsize == 1 and d.is_floating_point)]
+    """Types in which terms cannot be added: of torch's wide unsigned ones only the bits can be moved."""
+    never = (torch.bool, torch.uint16, torch.uint32, torch.uint64)
+    return [d for d in dtypes if d in never or (d.itemsize == 1 and d.is_floating_point)]

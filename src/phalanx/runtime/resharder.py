@@ -7,6 +7,7 @@ with it, so ranks that were given different layouts all stop before the first me
 from __future__ import annotations
 
 import socket
+import zlib
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from phalanx.core.errors import PeerError, PhalanxError, PlanError, Problem, raise_if
+from phalanx.core.errors import PeerError, PlanError, Problem, raise_if
 from phalanx.plan.reshard import ReshardPlan, plan_reshard
 from phalanx.plan.reshard_types import Hosts, Move
 from phalanx.runtime.collectives import Collectives
@@ -125,7 +126,7 @@ class Resharder:
         """
         _ = self.hosts  # collective: before anything that may fail on one rank alone
         ready, error = self._ready(what, source, dtypes, device, out)
-        self._compare(REFUSED if ready is None else ready[0].number, op_id)
+        self._compare(REFUSED if ready is None else ready[0].number ^ _type_bits(dtypes), op_id)
         if ready is None:
             assert error is not None
             raise error
@@ -148,8 +149,8 @@ class Resharder:
         dtypes: Sequence[torch.dtype],
         device: torch.device | None,
         out: Tensors | None,
-    ) -> tuple[tuple[Prepared, list[torch.Tensor | None]] | None, PhalanxError | None]:
-        """Everything that can be wrong on this rank, before anything travels."""
+    ) -> tuple[tuple[Prepared, list[torch.Tensor | None]] | None, Exception | None]:
+        """Everything that can be wrong on this rank, before anything travels: memory that is not there, too."""
         try:
             prepared = what if isinstance(what, Prepared) else self.prepare(what)
             raise_if(
@@ -159,7 +160,7 @@ class Resharder:
                 device if device is not None else next((x.device for x in source if x is not None), torch.device("cpu"))
             )
             return (prepared, list(out) if out is not None else _new(prepared.moves, self.rank, dtypes, at)), None
-        except PhalanxError as err:
+        except Exception as err:  # whatever it is: the others must hear of it, then it is raised
             return None, err
 
     def _rank_problems(self, moves: Sequence[Move]) -> list[Problem]:
@@ -185,7 +186,7 @@ class Resharder:
         if refused:
             raise PeerError(f"{op_id}: nothing was moved, because ranks {refused} refused: they say why")
         groups = "; ".join(f"ranks {ranks}: plan {number:0{HASH_DIGITS}x}" for number, ranks in by_number.items())
-        rule = "differs between ranks, so nothing was moved: they were given different layouts, hosts or options"
+        rule = "differs between ranks, so nothing was moved: they were given different layouts, types, hosts or options"
         raise PlanError([Problem(where=f"{op_id}.plan", value=groups, rule=rule)], subject="what is moved")
 
     def _lane(self, device: torch.device, op_id: str) -> Lane:
@@ -193,6 +194,11 @@ class Resharder:
         posting = self.posting if self.posting is not None else "batches" if nccl else "tags"
         wire = device if nccl else torch.device("cpu")
         return Lane(comms=self.comms, axis=self.axis, wire=wire, posting=posting, op_id=op_id)
+
+
+def _type_bits(dtypes: Sequence[torch.dtype]) -> int:
+    """Element types as part of the integer that ranks compare: a plan knows their size alone, and bits of one type are no number of another."""
+    return zlib.crc32(",".join(map(str, dtypes)).encode())
 
 
 def _backend(group: dist.ProcessGroup, device: torch.device) -> str:
@@ -246,7 +252,16 @@ def _tensor_problems(
         problems += _fit(f"{move.name} of the source", move.src.ranks, move.src.local_shapes, rank, source[i], dtype)
         if out is not None:
             problems += _fit(f"{move.name} of out", move.dst.ranks, move.dst.local_shapes, rank, out[i], dtype)
+            problems += _writable(f"{move.name} of out", out[i])
     return problems
+
+
+def _writable(where: str, x: torch.Tensor | None) -> list[Problem]:
+    """Each element of what is received has a place of its own."""
+    if x is None or not any(size > 1 and step == 0 for size, step in zip(x.shape, x.stride(), strict=True)):
+        return []
+    rule, hint = "several of its elements are one place in memory", "clone() what was expanded"
+    return [Problem(where=where, value=tuple(x.stride()), rule=rule, hint=hint)]
 
 
 def _fit(

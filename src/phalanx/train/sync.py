@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from phalanx.core.config import Recipe
 from phalanx.core.errors import CheckpointError, ConfigError, Problem, RunError, nearest, raise_if
-from phalanx.core.units import format_bytes
+from phalanx.core.units import format_bytes, read_bytes
 from phalanx.plan.folding import Folding, fit_problems
 from phalanx.plan.model import ModelSpec, buffers, parameters, resolve_model
 from phalanx.plan.pipeline import plain_pipeline
@@ -131,7 +131,7 @@ def plan_sync(
     target: Path,
     *,
     to: str,
-    memory_bytes: int,
+    memory: str,
     readers: int = 2,
     step: int | None = None,
     dtype: str | None = None,
@@ -147,12 +147,17 @@ def plan_sync(
         problems += [dataclasses.replace(p, where=f"--to ({p.where.removeprefix('folding.')})") for p in found]
     if dtype is not None and dtype not in DTYPES:
         problems.append(Problem(where="--dtype", value=dtype, rule="is no type", hint=nearest(dtype, DTYPES)))
+    memory_bytes = read_bytes(memory)
+    if memory_bytes is None:
+        rule, hint = "is not a number of bytes", "write 256MB or 2GiB"
+        problems.append(Problem(where="--memory", value=memory, rule=rule, hint=hint))
     if readers < 1:
         problems.append(Problem(where="--readers", value=readers, rule="must be at least 1", hint="use 2"))
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         rule, hint = "is there already, and nothing is written over", "give a new folder"
         problems.append(Problem(where="--out", value=str(target), rule=rule, hint=hint))
     raise_if(problems, ConfigError, subject="the sync")
+    assert memory_bytes is not None  # else a problem was raised
     manager = CheckpointManager(folder.checkpoints.path)
     chosen = manager.choose(step)
     if chosen is None:
