@@ -160,7 +160,7 @@ def different_layouts(rank, cache):
     source = torch.zeros(4, 4) if rank < 2 else None
     with pytest.raises(PlanError, match=r"ranks \[0, 1, 2\]: plan \w+; ranks \[3\]: plan \w+") as info:
         resharder.move(moves, [source], dtypes=[torch.float32])
-    assert "so nothing was moved: they were given different layouts, hosts or options" in str(info.value)
+    assert "so nothing was moved: they were given different layouts, types, hosts or options" in str(info.value)
 
 
 def test_ranks_with_different_plans_all_stop():

@@ -27,6 +27,9 @@ class ShardView:
     def numel(self) -> int:
         return self.shape.numel()
 
+    def stride(self) -> tuple[int, ...]:
+        return self._strides
+
     def __getitem__(self, box: tuple[slice, ...]) -> torch.Tensor:
         """The box as a view of the shard. Raises `IndexError` for one that is not all there."""
         sizes = [part.stop - part.start for part in box]
