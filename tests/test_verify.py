@@ -26,6 +26,7 @@ from phalanx.plan.dispatch import DispatchSpec
 from phalanx.plan.folding import Folding, fit_problems, legal_foldings
 from phalanx.plan.layout import Box
 from phalanx.plan.model import PRESETS
+from phalanx.plan.stage_foldings import staged_problems
 from phalanx.runtime.boxes import BoxTensor
 from phalanx.train.step import StepResult
 from phalanx.verify import session
@@ -82,9 +83,19 @@ def test_dear_levels_are_taken_only_where_a_new_pair_needs_them() -> None:
     assert len(spared) <= 1.1 * len(plain)
 
 
+def uniform_cases(world: int) -> list[Case]:
+    """Those in which all stages have the same folding."""
+    return [c for c in default_cases(world) if isinstance(c.folding, Folding)]
+
+
 @pytest.mark.parametrize(("world", "mappings"), [(1, 1), (2, 9), (4, 36), (8, 90), (16, 168)])
 def test_default_cases_take_every_mapping_and_meet_every_option(world: int, mappings: int) -> None:
-    cases = default_cases(world)
+    cases = uniform_cases(world)
+    staged = [c for c in default_cases(world) if c not in cases]
+    assert staged and not any(
+        staged_problems(c.folding, c.setup.spec, world=world, seq_len=SEQ_LEN)
+        for c in staged  # type: ignore[arg-type]
+    )
     legal = list(legal_foldings(world, small_model("verify"), seq_len=SEQ_LEN, axes=AXES))
     assert {c.folding for c in cases if c.folding.pp == 1} == set(legal) and len(legal) == mappings
     piped = {(c.folding.pp, c.pipe) for c in cases if c.folding.pp > 1}
@@ -147,7 +158,7 @@ def test_options_of_some_cases_only_meet_all_others_in_those(world: int) -> None
     for a, b in itertools.combinations(rows[0], 2):
         levels = [{row[name] for row in rows} - {None} for name in (a, b)]
         assert set(itertools.product(*levels)) <= {(row[a], row[b]) for row in rows}, (a, b)
-    sides = [(c.folding.tp, c.setup.spec.qk_norm) for c in default_cases(world) if c.setup.spec.mla is None]
+    sides = [(c.folding.tp, c.setup.spec.qk_norm) for c in uniform_cases(world) if c.setup.spec.mla is None]
     assert {(tp, norm) for tp, norm in sides} >= set(itertools.product((1, 2), FACTORS["qk_norm"][1:]))
 
 
