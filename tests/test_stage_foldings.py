@@ -28,7 +28,6 @@ from phalanx.plan.stage_foldings import (
     parse_stages,
     resolve_mapping,
     staged_problems,
-    uniform,
 )
 
 pytestmark = pytest.mark.unit
@@ -74,6 +73,12 @@ def test_every_pipeline_has_ranks_of_every_stage_and_each_rank_one_pipeline(fold
             assert shares == {(i, count) for i in range(count)}
             seen += ranks
     assert sorted(seen) == list(range(folding.world))
+
+
+def uniform(folding: Folding) -> StagedFolding:
+    """The same stages, each said for itself: the ranks hold and share what they do in `folding`."""
+    stage = Folding(world=folding.world // folding.pp, tp=folding.tp, cp=folding.cp, ep=folding.ep, etp=folding.etp)
+    return StagedFolding(stages=(stage,) * folding.pp)
 
 
 def test_a_uniform_folding_is_the_case_of_equal_stages() -> None:

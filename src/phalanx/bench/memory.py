@@ -28,6 +28,7 @@ from rich.table import Table
 from phalanx.core.config import Recipe
 from phalanx.core.errors import RunError
 from phalanx.core.files import check_writable, write_json
+from phalanx.core.process import peak_resident_bytes, resident_bytes
 from phalanx.core.recipe import load_recipe
 from phalanx.core.units import format_bytes
 from phalanx.data.prepare import prepare
@@ -38,7 +39,6 @@ from phalanx.plan.stage_foldings import AnyFolding
 from phalanx.runtime.groups import WorldInfo, build_groups, close_world
 from phalanx.runtime.launch import StopRequest, run_local, threads_per_rank
 from phalanx.simulate.memory import MemoryEstimate, estimate_memory
-from phalanx.train.machine import peak_resident_bytes, resident_bytes
 from phalanx.train.setup import open_rank, resolve_shape
 from phalanx.train.trainer import build_trainer
 

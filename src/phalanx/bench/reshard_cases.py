@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from phalanx.plan.layout import Box
 from phalanx.plan.mesh_layout import Placement, Replicate, Shard, mesh_layout, read_layout
-from phalanx.plan.reshard_types import Hosts, Move
+from phalanx.plan.reshard_types import Hosts, Move, equal_hosts
 from phalanx.plan.tensor_layout import Held, TensorLayout
 
 PAPER = (1024, 1024, 512)
@@ -45,11 +45,7 @@ class Case:
 
 def even_hosts(num_hosts: int, ranks_per_host: int, *, rate: float = 1.0) -> Hosts:
     """Hosts with the same number of consecutive ranks and the same links."""
-    return Hosts(
-        host_of_rank=tuple(rank // ranks_per_host for rank in range(num_hosts * ranks_per_host)),
-        send_bytes_per_s=(rate,) * num_hosts,
-        recv_bytes_per_s=(rate,) * num_hosts,
-    )
+    return equal_hosts([rank // ranks_per_host for rank in range(num_hosts * ranks_per_host)], rate=rate)
 
 
 def nine_cases(*, rate: float = 1.0) -> list[Case]:

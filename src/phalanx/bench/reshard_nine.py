@@ -1,4 +1,4 @@
-"""The nine cases of the paper on moving a sharded tensor between meshes (arXiv 2211.05322), at any size.
+"""The nine cases of the paper on moving a sharded tensor between meshes (arXiv 2211.05322; `reshard_cases.py`), at any size.
 
 A mesh row is a host of four ranks. Sources are on hosts 0 and 1, destinations from host 2 on. The paper's tensors (int32, 1024 x 1024 x 512 and, for
 case 6, 3072 x 1024 x 170) are scaled down dim by dim, so that every split stays as even as it was. Cases 7 and 8 are the same in the paper's suite.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from phalanx.bench.reshard_cases import NINE, PAPER
 from phalanx.plan.mesh_layout import read_layout
 from phalanx.plan.reshard_types import Move
 
@@ -42,14 +43,6 @@ class Case:
         return Move(name=f"case{self.number}", itemsize=ITEM_BYTES, src=src, dst=dst)
 
 
-CASES = (
-    Case(number=1, src="2x4 S0RR", dst="2x4 S0RR"),
-    Case(number=2, src="2x4 RRR", dst="2x4 S0RR"),
-    Case(number=3, src="2x4 RS0R", dst="2x4 S0RR"),
-    Case(number=4, src="2x4 RS01R", dst="2x4 S01RR"),
-    Case(number=5, src="2x4 S1RR", dst="2x4 S0RR"),
-    Case(number=6, src="2x4 S0RR", dst="3x4 S0RR", wide=True),
-    Case(number=7, src="1x4 S01RR", dst="2x4 RRR"),
-    Case(number=8, src="1x4 S01RR", dst="2x4 RRR"),
-    Case(number=9, src="2x4 RS0R", dst="2x4 RRS0"),
+CASES = tuple(
+    Case(number=number, src=src, dst=dst, wide=shape != PAPER) for number, (src, dst, shape) in enumerate(NINE, 1)
 )

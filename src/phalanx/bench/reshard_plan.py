@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import gc
 import math
-import resource
 import statistics
 import time
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ import tyro
 from phalanx.bench.reshard_cases import Case, large_state, nine_cases, random_cases, wide_case
 from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.core.files import check_writable, write_json
+from phalanx.core.process import peak_resident_bytes
 from phalanx.plan.reshard import LEAST_CHUNK, ReshardPlan, plan_reshard
 from phalanx.plan.reshard_best import find_bound
 from phalanx.plan.reshard_bound import Bound
@@ -211,23 +211,12 @@ def worst_with_tile_weights(case: Case, *, runs: int = 20) -> float:
 # ---- scale ----------------------------------------------------------------------------------------------------------------------
 
 
-def _peak_mib() -> float:
-    """Most memory of this process so far. (`ru_maxrss` alone would count that of the process which started it.)"""
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        lines = []
-    found = [line.split() for line in lines if line.startswith("VmHWM:")]
-    kib = int(found[0][1]) if found else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return kib / 1024
-
-
 def measure_scale() -> dict[str, Any]:
     """Large cases: CPU seconds, memory, and what planning all stages together is worth."""
     wide = wide_case()
     gc.collect()
     plan, took = _timed(wide)
-    rss = _peak_mib()
+    rss = peak_resident_bytes() / 2**20
     result: dict[str, Any] = {"wide": _figures(wide, plan, took) | {"peak_rss_mib": rss}}
     state, by_stage = large_state()
     plan, took = _timed(state)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from phalanx.bench.reshard_cases import even_hosts
 from phalanx.bench.reshard_nine import CASES, FIRST_DEST_RANK, RANKS_PER_HOST, Case
 from phalanx.plan.layout import Box
 from phalanx.plan.reshard_types import Hosts, Move
@@ -90,11 +91,7 @@ class _Bench:
             self.link_bytes_per_s(0, FIRST_DEST_RANK) for _ in range(2)
         )  # what a busy machine took away is not the link's
         count = self.axis.size // RANKS_PER_HOST
-        hosts = Hosts(
-            host_of_rank=tuple(rank // RANKS_PER_HOST for rank in self.axis.ranks),
-            send_bytes_per_s=(rate,) * count,
-            recv_bytes_per_s=(rate,) * count,
-        )
+        hosts = even_hosts(count, RANKS_PER_HOST, rate=rate)
         move = case.move(self.job.mib)
         source = _held(move.src, self.rank)
         found = {method: _Method(self, method, hosts, move, source) for method in self.job.methods}

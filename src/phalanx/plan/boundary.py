@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -179,19 +178,12 @@ def _local(layout: TensorLayout, rank: int, boxes: Sequence[Box]) -> tuple[Box, 
     """Boxes of the logical tensor as parts of the rank's local tensor. Raises `PlanError` for one that it does not hold."""
     out = []
     for box in boxes:
-        held = next((h for h in layout.of_rank(rank) if _inside(box, h.box)), None)
+        held = next((h for h in layout.of_rank(rank) if h.box.contains(box)), None)
         if held is None:
             problem = Problem(where=f"rank{rank}", value=box, rule="sends and receives boxes that it holds")
             raise PlanError([problem], subject="a move between stages")
-        shift = (o - h + at for o, h, at in zip(box.offsets, held.box.offsets, held.local, strict=True))
-        out.append(Box(tuple(shift), box.sizes))
+        out.append(held.place(box))
     return tuple(out)
-
-
-def _inside(box: Box, outer: Box) -> bool:
-    return all(
-        o >= p and o + n <= p + m for o, n, p, m in zip(box.offsets, box.sizes, outer.offsets, outer.sizes, strict=True)
-    )
 
 
 # ---- check ----------------------------------------------------------------------------------------------------------------------
@@ -242,10 +234,10 @@ def _sides(direction: str, routes: Mapping[int, Route]) -> list[Problem]:
 def _coverage(where: str, route: Route) -> list[Problem]:
     """Boxes that overlap, or do not fill the local tensor."""
     boxes = [box for leg in route.receives for box in leg.parts]
-    if any(_shared(a, b) for i, a in enumerate(boxes) for b in boxes[:i]):
+    if any(a.intersection(b) for i, a in enumerate(boxes) for b in boxes[:i]):
         return [Problem(where=where, value=len(boxes), rule="receives no element twice")]
     filled, whole = sum(box.num_elements for box in boxes), Box((0,) * len(route.shape), route.shape)
-    if filled != whole.num_elements or not all(_inside(box, whole) for box in boxes):
+    if filled != whole.num_elements or not all(whole.contains(box) for box in boxes):
         rule = f"receives all {whole.num_elements} elements of its tensor"
         return [Problem(where=where, value=filled, rule=rule)]
     return []
@@ -253,8 +245,8 @@ def _coverage(where: str, route: Route) -> list[Problem]:
 
 def _shared(a: Box, b: Box) -> int:
     """Elements that two boxes have in common."""
-    each = (min(o + n, p + m) - max(o, p) for o, n, p, m in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True))
-    return math.prod(max(0, count) for count in each)
+    common = a.intersection(b)
+    return common.num_elements if common is not None else 0
 
 
 Step = tuple[str, int, int, int]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from phalanx.core.errors import PlanError, Problem
 from phalanx.plan.folding import Folding
+from phalanx.plan.svg import page, words
 
 CELL, ROW, LEFT, TOP = 46, 24, 112, 58
 MAX_RANKS = 64
@@ -28,16 +29,14 @@ def folding_svg(folding: Folding) -> str:
         raise PlanError([problem], subject="picture")
     height = TOP + sum(_grid_height(folding, axes) for _, axes, _ in GRIDS) + 18
     width = max(LEFT + CELL * folding.world + 16, 620)
-    body = [_text(12, 24, f"{folding.world} ranks, two grids over the same ranks", size=16, weight=600)]
-    body += [_text(_center(rank), TOP - 8, str(rank), anchor="middle", fill="#666") for rank in range(folding.world)]
-    body.append(_text(LEFT - 10, TOP - 8, "rank", anchor="end", fill="#666"))
+    body = [words(12, 24, f"{folding.world} ranks, two grids over the same ranks", size=16, weight=600)]
+    body += [words(_center(rank), TOP - 8, str(rank), anchor="middle", fill="#666") for rank in range(folding.world)]
+    body.append(words(LEFT - 10, TOP - 8, "rank", anchor="end", fill="#666"))
     top = TOP
     for name, axes, colour_axes in GRIDS:
         body += _grid(folding, name, axes, colour_axes, top)
         top += _grid_height(folding, axes)
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
-    style = ' font-family="system-ui, sans-serif" font-size="12">'
-    return head + style + f'<rect width="{width}" height="{height}" fill="#fff"/>' + "".join(body) + "</svg>\n"
+    return page(body, width=width, height=height)
 
 
 def _shown(folding: Folding, axes: tuple[str, ...]) -> tuple[str, ...]:
@@ -57,9 +56,9 @@ def _grid(folding: Folding, name: str, axes: tuple[str, ...], colour_axes: tuple
     shown = _shown(folding, axes)
     degrees = " x ".join(f"{a} {folding.degree(a)}" for a in axes)
     height = ROW * len(shown)
-    out = [_text(12, top + height + 17, f"{name}: {degrees}", fill="#333")]
+    out = [words(12, top + height + 17, f"{name}: {degrees}", fill="#333")]
     for row, axis in enumerate(shown):
-        out.append(_text(LEFT - 10, top + ROW * row + 16, axis, anchor="end", weight=600))
+        out.append(words(LEFT - 10, top + ROW * row + 16, axis, anchor="end", weight=600))
     for rank in range(folding.world):
         colour = 0
         for axis in colour_axes:
@@ -71,11 +70,5 @@ def _grid(folding: Folding, name: str, axes: tuple[str, ...], colour_axes: tuple
         )
         for row, axis in enumerate(shown):
             label = f"{axis}{folding.coord(rank, axis)}"
-            out.append(_text(_center(rank), top + ROW * row + 16, label, anchor="middle", fill="#fff"))
+            out.append(words(_center(rank), top + ROW * row + 16, label, anchor="middle", fill="#fff"))
     return out
-
-
-def _text(
-    x: float, y: float, text: str, *, size: int = 12, weight: int = 400, anchor: str = "start", fill: str = "#111"
-) -> str:
-    return f'<text x="{x:g}" y="{y:g}" font-size="{size}" font-weight="{weight}" text-anchor="{anchor}" fill="{fill}">{text}</text>'

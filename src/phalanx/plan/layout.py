@@ -31,6 +31,21 @@ class Box:
     def slices(self) -> tuple[slice, ...]:
         return tuple(slice(o, o + s) for o, s in zip(self.offsets, self.sizes, strict=True))
 
+    def intersection(self, other: Box) -> Box | None:
+        """What both have of their tensor, None for nothing."""
+        offsets = tuple(max(a, b) for a, b in zip(self.offsets, other.offsets, strict=True))
+        ends = (a + m for a, m in zip(self.offsets, self.sizes, strict=True))
+        other_ends = (b + n for b, n in zip(other.offsets, other.sizes, strict=True))
+        sizes = tuple(min(p, q) - o for p, q, o in zip(ends, other_ends, offsets, strict=True))
+        return Box(offsets, sizes) if min(sizes, default=1) > 0 else None
+
+    def contains(self, other: Box) -> bool:
+        """Whether `other` lies in it altogether."""
+        return all(
+            a <= b and b + n <= a + m
+            for a, m, b, n in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
+        )
+
     def shifted(self, by: Sequence[int]) -> Box:
         return Box(tuple(o + b for o, b in zip(self.offsets, by, strict=True)), self.sizes)
 

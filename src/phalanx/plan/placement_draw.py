@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from phalanx.core.errors import PlanError, Problem, raise_if
 from phalanx.plan.host_placement import HostPlacement
+from phalanx.plan.svg import page, words
 
 CELL, ROW, LEFT, TOP = 34, 22, 96, 64
 MAX_CELLS = 20_000
@@ -53,24 +54,22 @@ def placement_svg(plan: HostPlacement, layers: Sequence[int] | None = None) -> s
     height_of_layer = ROW * max(plan.fleet.slots) + 30
     width = max(LEFT + CELL * plan.fleet.num_hosts + 16, 640)
     height = TOP + height_of_layer * len(chosen) + 12
-    body = [_text(12, 24, f"{plan.num_experts} experts on {plan.fleet.num_hosts} hosts", size=16, weight=600)]
-    body.append(_text(12, 42, plan.certificate.explain(most=4), fill="#444"))
+    body = [words(12, 24, f"{plan.num_experts} experts on {plan.fleet.num_hosts} hosts", size=16, weight=600)]
+    body.append(words(12, 42, plan.certificate.explain(most=4), fill="#444"))
     for n, name in enumerate(plan.fleet.host_names):
         label = f"{name}" if not plan.fleet.racks else f"{name}/{plan.fleet.racks[n]}"
-        body.append(_text(_center(n), TOP - 6, label, anchor="middle", fill="#666"))
-    body.append(_text(LEFT - 10, TOP - 6, "host/rack" if plan.fleet.racks else "host", anchor="end", fill="#666"))
+        body.append(words(_center(n), TOP - 6, label, anchor="middle", fill="#666"))
+    body.append(words(LEFT - 10, TOP - 6, "host/rack" if plan.fleet.racks else "host", anchor="end", fill="#666"))
     for i, layer in enumerate(chosen):
         body += _layer_cells(plan, layer, TOP + i * height_of_layer)
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
-    style = ' font-family="system-ui, sans-serif" font-size="12">'
-    return head + style + f'<rect width="{width}" height="{height}" fill="#fff"/>' + "".join(body) + "</svg>\n"
+    return page(body, width=width, height=height)
 
 
 def _layer_cells(plan: HostPlacement, layer: int, top: int) -> list[str]:
     rarest, on = _rarity(plan, layer)
     order = sorted(set(on))
-    out = [_text(LEFT - 10, top + 16, f"layer {layer}", anchor="end", weight=600)]
-    out.append(_text(LEFT - 10, top + 32, f"rarest: {rarest}", anchor="end", fill="#666"))
+    out = [words(LEFT - 10, top + 16, f"layer {layer}", anchor="end", weight=600)]
+    out.append(words(LEFT - 10, top + 32, f"rarest: {rarest}", anchor="end", fill="#666"))
     for n, held in enumerate(plan.slots[layer]):
         for slot, expert in enumerate(held):
             fill = COLOURS[min(order.index(on[expert]), len(COLOURS) - 1)]
@@ -79,7 +78,7 @@ def _layer_cells(plan: HostPlacement, layer: int, top: int) -> list[str]:
                 f'<rect x="{x + 1}" y="{y + 1}" width="{CELL - 2}" height="{ROW - 2}" rx="3" fill="{fill}" opacity="0.85">'
                 f"<title>layer {layer} expert {expert}: on {on[expert]} hosts</title></rect>"
             )
-            out.append(_text(_center(n), y + 15, str(expert), anchor="middle", fill="#fff"))
+            out.append(words(_center(n), y + 15, str(expert), anchor="middle", fill="#fff"))
     return out
 
 
@@ -97,9 +96,3 @@ def _layer_problems(plan: HostPlacement, layer: int) -> list[Problem]:
 
 def _center(host: int) -> float:
     return LEFT + CELL * (host + 0.5)
-
-
-def _text(
-    x: float, y: float, text: str, *, size: int = 12, weight: int = 400, anchor: str = "start", fill: str = "#111"
-) -> str:
-    return f'<text x="{x:g}" y="{y:g}" font-size="{size}" font-weight="{weight}" text-anchor="{anchor}" fill="{fill}">{text}</text>'

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from phalanx.core.errors import PlanError, Problem
 from phalanx.core.units import format_bytes, format_seconds
 from phalanx.plan.reshard import ReshardPlan
+from phalanx.plan.svg import page
 
 PALETTE = ("#4c78a8", "#f58518", "#54a24b", "#e45756", "#72b7b2", "#b279a2", "#9d755d", "#eeca3b")
 ROW, LEFT, TOP, WIDTH = 24, 130, 76, 980
@@ -121,9 +122,7 @@ def svg_picture(plan: ReshardPlan) -> str:
         line = f'<line x1="{x:.2f}" x2="{x:.2f}" y1="{TOP - 8}" y2="{foot - 12}" stroke="#c00" stroke-dasharray="4 3"/>'
         body.append(line)
     full = LEFT + WIDTH + 30
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {full} {height}" width="{full}" height="{height}"'
-    style = ' font-family="system-ui, sans-serif" font-size="12">'
-    return f'{head}{style}<rect width="{full}" height="{height}" fill="#fff"/>{"".join(body)}</svg>\n'
+    return page(body, width=full, height=height)
 
 
 def _bar(bar: Bar, y: float, high: float, scale: float) -> str:

@@ -7,6 +7,7 @@ that waits for each message before the next, comes to its end: the first message
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -76,11 +77,13 @@ class Reduction(NamedTuple):
 def hosts_of(cluster: ClusterSpec) -> Hosts:
     """The hosts of a cluster, all with the same links (1 byte per second where they are not limited: only ratios count then)."""
     rate = 1.0 if cluster.link_bit_per_s is None else cluster.link_bit_per_s / 8
-    return Hosts(
-        host_of_rank=tuple(cluster.host_of(rank) for rank in range(cluster.world)),
-        send_bytes_per_s=(rate,) * cluster.hosts,
-        recv_bytes_per_s=(rate,) * cluster.hosts,
-    )
+    return equal_hosts([cluster.host_of(rank) for rank in range(cluster.world)], rate=rate)
+
+
+def equal_hosts(host_of_rank: Sequence[int], *, rate: float = 1.0) -> Hosts:
+    """Hosts 0 .. the largest of `host_of_rank` with links of `rate` bytes per second both ways."""
+    rates = (rate,) * (max(host_of_rank) + 1)
+    return Hosts(host_of_rank=tuple(host_of_rank), send_bytes_per_s=rates, recv_bytes_per_s=rates)
 
 
 def _host_problems(hosts: Hosts) -> list[Problem]:

@@ -14,6 +14,7 @@ from typing import Literal
 from phalanx.core.errors import PlanError, Problem
 from phalanx.plan.schedule import Kind
 from phalanx.plan.schedule_time import Span, Timeline
+from phalanx.plan.svg import page
 
 COLOURS: dict[Kind, tuple[str, str]] = {
     "F": ("#9ec9f0", "#3f7fc1"),
@@ -137,9 +138,7 @@ def timeline_svg(timeline: Timeline) -> str:
     body += _axis(timeline, TOP + ROW * schedule.pp + 12, scale)
     body += _legend(timeline, height - 14)
     full = LEFT + width + 120
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {full:g} {height}" width="{full:g}" height="{height}"'
-    style = ' font-family="system-ui, sans-serif" font-size="12">'
-    return f'{head}{style}<rect width="{full:g}" height="{height}" fill="#fff"/>{"".join(body)}</svg>\n'
+    return page(body, width=full, height=height)
 
 
 def _pass(timeline: Timeline, span: Span, top: float, scale: float) -> str:

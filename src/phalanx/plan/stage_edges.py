@@ -13,7 +13,7 @@ from functools import lru_cache
 from phalanx.plan.activation_layout import activation_layout
 from phalanx.plan.boundary import EdgePlan, Route, planned_edge
 from phalanx.plan.reshard import plan_reshard
-from phalanx.plan.reshard_types import Hosts, Move
+from phalanx.plan.reshard_types import Hosts, Move, equal_hosts
 from phalanx.plan.schedule_time import Edge
 from phalanx.plan.stage_foldings import StagedFolding
 from phalanx.plan.tensor_layout import TensorLayout
@@ -72,4 +72,4 @@ def _edge(edge: Edge, src: TensorLayout, dst: TensorLayout, *, what: Activation,
 
 def on_one_host(ranks: Sequence[int]) -> Hosts:
     """Where nobody said which rank is on which host."""
-    return Hosts(host_of_rank=(0,) * (max(ranks) + 1), send_bytes_per_s=(1.0,), recv_bytes_per_s=(1.0,))
+    return equal_hosts([0] * (max(ranks) + 1))

@@ -246,12 +246,6 @@ def _batch_problems(folding: StagedFolding, *, global_batch: int, micro_batch: i
     return problems
 
 
-def uniform(folding: Folding) -> StagedFolding:
-    """The same stages, each said for itself: the ranks hold and share what they do in `folding`."""
-    stage = Folding(world=folding.world // folding.pp, tp=folding.tp, cp=folding.cp, ep=folding.ep, etp=folding.etp)
-    return StagedFolding(stages=(stage,) * folding.pp)
-
-
 def stage_text(stage: Folding) -> str:
     """A stage as a person writes it."""
     return ".".join(f"{a}{stage.degree(a)}" for a in STAGE_DEGREES if stage.degree(a) > 1) or "tp1"

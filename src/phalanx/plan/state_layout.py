@@ -134,7 +134,6 @@ class StateLayouts:
 def _place(local: LocalParam, box: Box) -> tuple[int, ...]:
     """Where a box of the logical tensor begins in the rank's local tensor."""
     for piece in local.pieces:
-        inside = tuple(b - p for b, p in zip(box.offsets, piece.box.offsets, strict=True))
-        if all(i >= 0 and i + n <= m for i, n, m in zip(inside, box.sizes, piece.box.sizes, strict=True)):
-            return tuple(i + o for i, o in zip(inside, piece.local.offsets, strict=True))
+        if piece.box.contains(box):
+            return Held(piece.box, piece.local.offsets).place(box).offsets
     raise ValueError(f"{local.param.name}: {box} is not held here")

@@ -27,6 +27,11 @@ class Held:
         """The part of the local tensor that it is."""
         return Box(self.local, self.box.sizes)
 
+    def place(self, box: Box) -> Box:
+        """Where a box inside it lies in the local tensor."""
+        offsets = (o - h + at for o, h, at in zip(box.offsets, self.box.offsets, self.local, strict=True))
+        return Box(tuple(offsets), box.sizes)
+
 
 @dataclass(frozen=True, kw_only=True)
 class TensorLayout:

@@ -16,7 +16,6 @@ from phalanx.plan.reshard_types import Hosts, Move, Part
 from phalanx.runtime.collectives import Collectives
 from phalanx.runtime.groups import Axis
 from phalanx.runtime.reshard import Report
-from phalanx.runtime.reshard_program import overlap
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +87,7 @@ def _new_elements(box: Box, before: Sequence[Box]) -> int:
     """Elements of `box` in none of the boxes `before`: cut it along the first of them, and go on with the pieces."""
     if not before:
         return box.num_elements
-    common = overlap(box, before[0])
+    common = box.intersection(before[0])
     if common is None:
         return _new_elements(box, before[1:])
     total, left = 0, box

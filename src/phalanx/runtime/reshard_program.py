@@ -124,18 +124,6 @@ def rank_program(plan: Plan, rank: int) -> RankProgram:
     return _Placing(plan, rank).program()
 
 
-def overlap(a: Box, b: Box) -> Box | None:
-    """The elements of both, None where there are none."""
-    offsets, sizes = [], []
-    for ao, asize, bo, bsize in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True):
-        start, stop = max(ao, bo), min(ao + asize, bo + bsize)
-        if start >= stop:
-            return None
-        offsets.append(start)
-        sizes.append(stop - start)
-    return Box(tuple(offsets), tuple(sizes))
-
-
 def inside(box: Box, origin: Sequence[int], *, at: Sequence[int] | None = None) -> Box:
     """`box`, counted from `origin` (which stands at `at`)."""
     base = at if at is not None else (0,) * len(box.offsets)
@@ -152,7 +140,7 @@ class _Holding:
         """Where the elements of `box` lie, as far as they are there."""
         found = []
         for own, local in self.held[move]:
-            common = overlap(box, own)
+            common = box.intersection(own)
             if common is not None:
                 found.append(Piece(store, move, inside(common, own.offsets, at=local), inside(common, box.offsets)))
         return tuple(found)
@@ -176,7 +164,7 @@ class _Arrivals:
         """Steps that bring elements of `box`."""
         if box in self.exact:
             return {self.exact[box]}
-        return {step for other, step in self.exact.items() if overlap(box, other) is not None}
+        return {step for other, step in self.exact.items() if box.intersection(other) is not None}
 
 
 class _Placing:
@@ -274,7 +262,7 @@ class _Placing:
         """Steps that bring a part into the destination: messages with it, or the terms of its sums."""
         found = self.arrivals[part.move].bringing(part.box)
         for number in self.by_move[part.move]:
-            if overlap(part.box, self.reductions[number].box) is not None:
+            if part.box.intersection(self.reductions[number].box) is not None:
                 found = found | self.feeding[number]
         return found
 
@@ -288,7 +276,7 @@ class _Placing:
         found = []
         for number in self.by_move[part.move]:
             box = self.reductions[number].box
-            common = overlap(part.box, box)
+            common = part.box.intersection(box)
             if common is not None:
                 found.append(Piece(store, number, inside(common, box.offsets), inside(common, part.box.offsets)))
         return tuple(found)
@@ -301,7 +289,7 @@ class _Placing:
         had = self._covered(part, self.source.pieces("source", part.move, part.box), "keeps")
         for a in had:
             for b in wanted:
-                common = overlap(a.within, b.within)
+                common = a.within.intersection(b.within)
                 if common is not None:
                     source = inside(common, a.within.offsets, at=a.local.offsets)
                     found.append(LocalCopy(part.move, source, inside(common, b.within.offsets, at=b.local.offsets)))

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from phalanx.core.errors import PeerError, PlanError, Problem, raise_if
 from phalanx.plan.reshard import ReshardPlan, plan_reshard
-from phalanx.plan.reshard_types import Hosts, Move
+from phalanx.plan.reshard_types import Hosts, Move, equal_hosts
 from phalanx.runtime.collectives import Collectives
 from phalanx.runtime.groups import Axis
 from phalanx.runtime.reshard import Lane, Posting, Report, run_program
@@ -211,12 +211,7 @@ def hosts_by_name(names: Sequence[str], ranks: Sequence[int]) -> Hosts:
     """Ranks with one host name share a host; all links are equal. Ranks that are not listed are on the first host (they take no part)."""
     numbers = {name: i for i, name in enumerate(dict.fromkeys(names))}
     host_of = dict(zip(ranks, (numbers[name] for name in names), strict=True))
-    rates = (1.0,) * len(numbers)
-    return Hosts(
-        host_of_rank=tuple(host_of.get(rank, 0) for rank in range(max(ranks) + 1)),
-        send_bytes_per_s=rates,
-        recv_bytes_per_s=rates,
-    )
+    return equal_hosts([host_of.get(rank, 0) for rank in range(max(ranks) + 1)])
 
 
 def _new(

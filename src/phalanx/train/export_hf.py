@@ -25,7 +25,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from phalanx.core.config import Recipe
-from phalanx.core.errors import CheckpointError, ConfigError, Problem, RunError, nearest, raise_if
+from phalanx.core.errors import ConfigError, Problem, RunError, nearest, raise_if
 from phalanx.models.families import FAMILIES, Family, families_for
 from phalanx.models.families.names import Link, shapes_of
 from phalanx.plan.model import ModelSpec, buffers, resolve_model
@@ -35,7 +35,7 @@ from phalanx.train.assemble import state_dtype
 from phalanx.train.hf_tokenizer import tokenizer_files
 from phalanx.train.hugging_face import INDEX_FILE, SINGLE_FILE, read_config
 from phalanx.train.import_hf import KEPT_FOLDER, small_files
-from phalanx.train.run_folder import RunFolder
+from phalanx.train.run_folder import RunFolder, choose_checkpoint
 from phalanx.train.setup import DTYPES
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
@@ -93,12 +93,7 @@ def plan_export(
         problems.append(Problem(where="--dtype", value=dtype, rule="is no type", hint=nearest(dtype, DTYPES)))
     raise_if(problems, ConfigError, subject="the export")
     assert chosen is not None  # or there was a problem
-    manager = CheckpointManager(folder.checkpoints.path)
-    found = manager.choose(step)
-    if found is None:
-        problem = Problem(where=str(run), value=None, rule="has no checkpoint yet", hint="train it, or import one")
-        raise CheckpointError([problem], subject="the run")
-    manager.read_state(found, model=json.loads(spec.to_json()))
+    _, found = choose_checkpoint(folder, spec, step)
     kept = read_config(folder.path / KEPT_FOLDER)[0]
     words = (dtype, kept.get("dtype"), kept.get("torch_dtype"), recipe.train.dtype)
     word = next(w for w in words if w in DTYPES)

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from phalanx.core.errors import CheckpointError, Problem, nearest, raise_if
 from phalanx.models.families import Family, find_family
-from phalanx.models.families.names import Link, in_tensor, intersection
+from phalanx.models.families.names import Link, in_tensor
 from phalanx.plan.model import ModelSpec
 from phalanx.runtime.boxes import BoxTensor
 
@@ -243,7 +243,7 @@ class BoxReader:
     def _fill(self, box: BoxTensor, links: Sequence[Link]) -> None:
         done = 0
         for link in links:
-            shared = intersection(link.box, box.box)
+            shared = link.box.intersection(box.box)
             if shared is None:
                 continue
             target = box.tensor[shared.shifted([-o for o in box.box.offsets]).slices()]

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from phalanx.core.config import Recipe
-from phalanx.core.errors import CheckpointError, Problem
 from phalanx.data.tokenizer import Tokenizer
 from phalanx.kernels.lanes import Lanes
 from phalanx.kernels.native import compiled_rows
@@ -27,7 +25,7 @@ from phalanx.runtime.collectives import Collectives
 from phalanx.runtime.groups import GroupCache, build_groups
 from phalanx.train.assemble import state_dtype
 from phalanx.train.passes import StageRunner
-from phalanx.train.run_folder import RunFolder
+from phalanx.train.run_folder import RunFolder, choose_checkpoint
 from phalanx.train.setup import DTYPES
 
 
@@ -48,14 +46,7 @@ def load_model(path: Path, *, step: int | None = None) -> LoadedModel:
     folder = RunFolder(path)
     recipe, tokenizer = folder.read_recipe(), folder.read_tokenizer()
     spec = resolve_model(recipe.model, recipe.router, tokenizer_vocab=tokenizer.vocab_size)
-    manager = CheckpointManager(folder.checkpoints.path)
-    chosen = manager.choose(step)
-    if chosen is None:
-        hint = "let phalanx train come to its first checkpoint"
-        raise CheckpointError(
-            [Problem(where=str(path), value=None, rule="has no checkpoint yet", hint=hint)], subject="the run"
-        )
-    manager.read_state(chosen, model=json.loads(spec.to_json()))
+    manager, chosen = choose_checkpoint(folder, spec, step, hint="let phalanx train come to its first checkpoint")
     folding = make_folding(world=1)
     ctx = ModelContext(
         spec=spec,

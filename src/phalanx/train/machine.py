@@ -2,43 +2,17 @@
 
 from __future__ import annotations
 
-import resource
-import sys
 import time
-from pathlib import Path
 
 import torch
+
+from phalanx.core.process import peak_resident_bytes, resident_bytes
 
 RATE_SIZES = (1024, 2048, 4096)
 RATE_SECONDS = 0.2
 """Measuring time of each size."""
 RATE_PATIENCE_S = 0.04
 """A size is tried only where the one before took less than this: each one takes eight times as long."""
-
-
-def resident_bytes() -> int:
-    """Memory of this process that is in RAM now; 0 where the system does not say."""
-    return _status_kib("VmRSS") * 1024
-
-
-def peak_resident_bytes() -> int:
-    """The most memory of this process that was in RAM at one time."""
-    peak = _status_kib("VmHWM") * 1024
-    if peak:
-        return peak
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def _status_kib(name: str) -> int:
-    try:
-        text = Path("/proc/self/status").read_text()
-    except OSError:
-        return 0
-    for line in text.splitlines():
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1])
-    return 0
 
 
 class MemoryMeter:

@@ -20,9 +20,11 @@ from pathlib import Path
 from typing import IO, Literal
 
 from phalanx.core.config import Recipe
-from phalanx.core.errors import ConfigError, Problem, RunError
+from phalanx.core.errors import CheckpointError, ConfigError, Problem, RunError
 from phalanx.core.recipe import dump_recipe, load_recipe
 from phalanx.data.tokenizer import Tokenizer, load_tokenizer
+from phalanx.plan.model import ModelSpec
+from phalanx.runtime.checkpoint import CheckpointManager
 from phalanx.runtime.checkpoint_folder import CheckpointFolder, write_flushed
 
 STATUS_FILE = "run_state.json"
@@ -118,3 +120,19 @@ class RunFolder:
 
     def read_tokenizer(self) -> Tokenizer:
         return load_tokenizer(self.path / "tokenizer")
+
+
+def choose_checkpoint(
+    run: RunFolder, spec: ModelSpec, step: int | None, *, hint: str = "train it, or import one"
+) -> tuple[CheckpointManager, int]:
+    """What reads the run's checkpoints from this process alone, and the one of `step` (None: the newest), which is one of `spec`.
+
+    Raises `CheckpointError` where there is none that is sound.
+    """
+    manager = CheckpointManager(run.checkpoints.path)
+    chosen = manager.choose(step)
+    if chosen is None:
+        problem = Problem(where=str(run.path), value=None, rule="has no checkpoint yet", hint=hint)
+        raise CheckpointError([problem], subject="the run")
+    manager.read_state(chosen, model=json.loads(spec.to_json()))
+    return manager, chosen

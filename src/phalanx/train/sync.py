@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.core.config import Recipe
-from phalanx.core.errors import CheckpointError, ConfigError, Problem, RunError, nearest, raise_if
+from phalanx.core.errors import ConfigError, Problem, RunError, nearest, raise_if
 from phalanx.core.units import format_bytes, read_bytes
 from phalanx.plan.folding import Folding, fit_problems
 from phalanx.plan.model import ModelSpec, buffers, parameters, resolve_model
@@ -43,7 +43,7 @@ from phalanx.runtime.collectives import Collectives
 from phalanx.runtime.groups import Axis, WorldInfo, close_world, init_world
 from phalanx.runtime.resharder import PlanOptions, Resharder
 from phalanx.train.assemble import state_dtype
-from phalanx.train.run_folder import RunFolder
+from phalanx.train.run_folder import RunFolder, choose_checkpoint
 from phalanx.train.setup import DTYPES
 
 INDEX = "index.json"
@@ -158,12 +158,7 @@ def plan_sync(
         problems.append(Problem(where="--out", value=str(target), rule=rule, hint=hint))
     raise_if(problems, ConfigError, subject="the sync")
     assert memory_bytes is not None  # else a problem was raised
-    manager = CheckpointManager(folder.checkpoints.path)
-    chosen = manager.choose(step)
-    if chosen is None:
-        problem = Problem(where=str(run), value=None, rule="has no checkpoint yet", hint="train it, or import one")
-        raise CheckpointError([problem], subject="the run")
-    manager.read_state(chosen, model=json.loads(spec.to_json()))
+    _, chosen = choose_checkpoint(folder, spec, step)
     plan = SyncPlan(
         run=folder, target=target, recipe=recipe, spec=spec, step=chosen, dtype=DTYPES[dtype or recipe.train.dtype],
         folding=folding, readers=readers, memory_bytes=memory_bytes, waves=(),

@@ -103,14 +103,6 @@ def _places(index: Index, size: int) -> Iterable[int]:
     return (index,) if isinstance(index, int) else range(size)
 
 
-def intersection(a: Box, b: Box) -> Box | None:
-    """What two boxes of one tensor share, None for nothing."""
-    offsets = tuple(max(x, y) for x, y in zip(a.offsets, b.offsets, strict=True))
-    ends = [min(x + s, y + t) for x, s, y, t in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True)]
-    sizes = tuple(end - first for end, first in zip(ends, offsets, strict=True))
-    return Box(offsets, sizes) if min(sizes, default=1) > 0 else None
-
-
 def in_tensor(link: Link, box: Box) -> Box:
     """Where in the tensor the part `box` of `link.box` lies."""
     offsets = tuple(
