@@ -41,6 +41,9 @@ class Job:
     methods: tuple[str, ...]
     mib: int
     rounds: int
+    slow: tuple[str, ...]
+    slow_rounds: int
+    """Turns of the methods named by `slow`."""
     message_kib: int | None
     open_hops: int | None
 
@@ -48,7 +51,9 @@ class Job:
 def host_main(job_file: Path) -> int:
     """Fork the ranks of this host and wait for them."""
     found = json.loads(job_file.read_text())
-    job = Job(**{**found, "cases": tuple(found["cases"]), "methods": tuple(found["methods"])})
+    job = Job(
+        **{**found, "cases": tuple(found["cases"]), "methods": tuple(found["methods"]), "slow": tuple(found["slow"])}
+    )
     host = read_world()
     assert host is not None  # the testbed sets it
     return run_local(partial(_rank, job, job_file, host), ranks=RANKS_PER_HOST, threads=1)
@@ -97,8 +102,10 @@ class _Bench:
         found = {method: _Method(self, method, hosts, move, source) for method in self.job.methods}
         self._warm_up(case, hosts)
         for number in range(self.job.rounds):
-            for method in found.values():
-                method.turn(last=number == self.job.rounds - 1)
+            for name, method in found.items():
+                rounds = self.job.slow_rounds if name in self.job.slow else self.job.rounds
+                if number < rounds:
+                    method.turn(last=number == rounds - 1)
         plans = {name: method.prepared.plan for name, method in found.items()}
         return {
             "case": case.number,
@@ -113,10 +120,9 @@ class _Bench:
 
     def _warm_up(self, case: Case, hosts: Hosts) -> None:
         """Each method once on a smaller tensor: connections (their windows have grown) and code are then warm."""
-        move = case.move(max(1, self.job.mib // 4))
-        source = _held(move.src, self.rank)
         for method in self.job.methods:
-            _Method(self, method, hosts, move, source).turn(last=False)
+            move = case.move(max(1, self.job.mib // (16 if method in self.job.slow else 4)))
+            _Method(self, method, hosts, move, _held(move.src, self.rank)).turn(last=False)
 
     def link_bytes_per_s(self, source: int, dest: int) -> float:
         """What one stream of large messages from rank to rank carries, from the end of its first message to that of its last; told to all."""

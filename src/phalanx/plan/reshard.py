@@ -34,7 +34,7 @@ from phalanx.plan.reshard_units import Template, templates_of
 
 METHODS = ("best", *HISTORY)
 OPEN_HOPS = 4
-MESSAGES = 256
+MESSAGES = 128
 """Messages into which the busiest link's bytes are cut, within these limits."""
 LEAST_MESSAGE, MOST_MESSAGE = 64 << 10, 4 << 20
 LEAST_CHUNK = 16 << 10
