@@ -15,7 +15,7 @@ from phalanx.plan.model import parameters
 from phalanx.plan.pipeline import Pipeline, make_pipeline
 from phalanx.plan.stage_foldings import AnyFolding
 from phalanx.runtime.collectives import Collectives
-from phalanx.runtime.groups import GroupCache, build_groups
+from phalanx.runtime.groups import GroupCache, build_groups, with_second_groups
 from phalanx.train.assemble import assemble
 from phalanx.train.step import StepParts
 from phalanx.verify.compare import RankReport, compare
@@ -85,6 +85,8 @@ def build(case: PipelineCase, rank: int, cache: GroupCache, *, timeout_s: float 
     """A rank's part of a case. Collective."""
     pipeline = case.pipeline
     groups = build_groups(case.folding, rank=rank, cache=cache, table_ranks=pipeline.stages.table_ranks)
+    if pipeline.pair_passes:
+        groups = with_second_groups(groups, cache=cache)
     comms = Collectives(timeout_s=timeout_s)
     return assemble(
         context(case.setup, groups, comms, dtype=torch.float64),

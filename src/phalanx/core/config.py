@@ -160,7 +160,7 @@ class FoldingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineConfig:
-    """In which order the stages of a pipeline work, and which layers they hold (`folding.pp` above 1, or `folding.stages`)."""
+    """In which order the stages of a pipeline work, and which layers they hold (`folding.pp` above 1, or `folding.stages`; `pair_passes` always)."""
 
     schedule: (
         Literal[
@@ -177,6 +177,8 @@ class PipelineConfig:
     """Forwards of each rank ahead of 1F1B in the eager schedules (or one number for all), or auto: as many as the first step's times ask for. Default: the most."""
     memory_gb: float | None = None
     """Activations that a rank may hold, in GB; bounds extra_warmup = "auto". Default: no bound."""
+    pair_passes: bool = False
+    """Run the forward pass of one micro-batch beside the backward pass of another, so that each computes while the other's messages travel; also without a pipeline, from 2 micro-batches a rank on. CPU only."""
 
 
 @dataclass(frozen=True, kw_only=True)

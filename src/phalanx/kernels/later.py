@@ -44,8 +44,11 @@ class Later:
         return jobs
 
 
-def run(jobs: list[Job]) -> None:
-    """Run jobs, each freed as soon as it is done. A parameter gets one gradient, also where several jobs have parts of it."""
+def run(jobs: list[Job], *, between: Callable[[], None] = lambda: None) -> None:
+    """Run jobs, each freed as soon as it is done. A parameter gets one gradient, also where several jobs have parts of it.
+
+    `between` is called after each.
+    """
     groups: dict[tuple[int, ...], list[Job]] = {}
     for job in jobs:
         groups.setdefault(tuple(id(_parameter(w)) for w in job.weights), []).append(job)
@@ -55,6 +58,8 @@ def run(jobs: list[Job]) -> None:
         weights = [w for job in together for w in job.weights]
         grads = [grad for job in together for grad in job.compute()]
         torch.autograd.backward(weights, grads)
+        del together, weights, grads
+        between()
 
 
 def _parameter(weight: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,7 @@ from functools import lru_cache
 from phalanx.core.config import PipelineConfig
 from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.plan.model import ModelSpec
+from phalanx.plan.pairs import choose_pairs
 from phalanx.plan.schedule import SCHEDULES, Schedule, make_schedule, nearest_extra, schedule_problems
 from phalanx.plan.schedule_comm import PipelinePlan, plan_pipeline
 from phalanx.plan.stages import StagePlan, assign_stages, division_problems
@@ -39,6 +40,8 @@ class Pipeline:
     stages: StagePlan
     extra_warmup: tuple[int, ...] | None = None
     """Of an eager schedule: forwards ahead of 1F1B, by rank (None: the most)."""
+    pair_passes: bool = False
+    """Whether forward passes run beside backward passes, where that pays (`plan/pairs.py`)."""
 
     @property
     def splits_backward(self) -> bool:
@@ -47,7 +50,9 @@ class Pipeline:
 
     def plan(self, num_microbatches: int) -> PipelinePlan:
         """Passes and transfers of a step of so many micro-batches on each data-parallel rank."""
-        return _plan(self.schedule, self.pp, self.virtual, num_microbatches, self.extra_warmup)
+        return _plan(
+            self.schedule, self.pp, self.virtual, num_microbatches, self.extra_warmup, pair_passes=self.pair_passes
+        )
 
     def forward_plan(self, num_microbatches: int) -> PipelinePlan:
         """The forward passes of `plan` alone, in its order: for validation, counting and generation."""
@@ -64,10 +69,16 @@ class Pipeline:
 
 @lru_cache(maxsize=32)
 def _plan(
-    name: str, pp: int, virtual: int, num_microbatches: int, extra_warmup: tuple[int, ...] | None
+    name: str,
+    pp: int,
+    virtual: int,
+    num_microbatches: int,
+    extra_warmup: tuple[int, ...] | None,
+    *,
+    pair_passes: bool = False,
 ) -> PipelinePlan:
     schedule = make_schedule(name, pp=pp, virtual=virtual, num_microbatches=num_microbatches, extra_warmup=extra_warmup)
-    return plan_pipeline(schedule)
+    return plan_pipeline(schedule, pairs=choose_pairs(schedule) if pair_passes else ())
 
 
 @lru_cache(maxsize=32)
@@ -147,7 +158,9 @@ def make_pipeline(
     extra = nearest_extra(given, pp=pp) if given is not None else None
     schedule: Schedule = _plan(name, pp, virtual, max(1, num_microbatches), extra).schedule
     stages = assign_stages(spec, schedule.rank_of_stage, seq_len=seq_len, layers=config.layers)
-    return Pipeline(schedule=name, pp=pp, virtual=virtual, stages=stages, extra_warmup=extra)
+    return Pipeline(
+        schedule=name, pp=pp, virtual=virtual, stages=stages, extra_warmup=extra, pair_passes=config.pair_passes
+    )
 
 
 def plain_pipeline(spec: ModelSpec, *, pp: int = 1) -> Pipeline:

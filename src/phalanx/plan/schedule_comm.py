@@ -16,6 +16,8 @@ Messages between two ranks come in the same order on both sides, so that a trans
 unique within a step for one that matches by tag (gloo). A transfer whose two stages share a rank (the bottom of a V, one rank) is
 handed over in memory: it has no `Send` or `Recv`, but the `Run`s on both sides name it.
 
+Two neighbouring passes may be a *pair*, which runs as one (`plan/pairs.py`): what either takes stands before both, what either gives after both.
+
 Stages send along *edges*: each to the next, and where a model has skip connections also to later ones. A forward pass takes the outputs of
 all stages below that have an edge to it and gives one for each edge upwards, both nearest stage first; the backward pass takes and
 gives the gradients of the same, in the same orders. *Rank* means a place in the pipeline here; with several processes to a place
@@ -34,7 +36,7 @@ from typing import Literal, NamedTuple
 
 from phalanx.core.errors import PlanError, Problem, raise_if
 from phalanx.plan.schedule import Action, Schedule
-from phalanx.plan.schedule_time import Edge, ScheduleCosts, chain, in_order, simulate
+from phalanx.plan.schedule_time import Edge, Pair, ScheduleCosts, chain, in_order, simulate
 
 AHEAD = 2
 """Passes before its place at which a host posts a receive: places are those of a clock that no machine keeps to the pass."""
@@ -107,6 +109,13 @@ class PipelinePlan:
     transfers: tuple[Transfer, ...]
     edges: tuple[Edge, ...]
     """Which stages send to which, the chain first."""
+    pairs: tuple[Pair, ...] = ()
+    """Passes that may run beside one another, of all ranks."""
+
+    @cached_property
+    def second_of(self) -> dict[Action, Action]:
+        """First pass of each pair -> its second."""
+        return dict(self.pairs)
 
     @cached_property
     def _edge_numbers(self) -> dict[Edge, int]:
@@ -122,12 +131,12 @@ class PipelinePlan:
         program = self.programs[rank]
         receives = _receives_by_place(program)
         out: list[RankOp] = []
-        place = 0
+        place, seconds = 0, set(self.second_of.values())
         for op in program:
             if isinstance(op, Recv):
                 continue
             if isinstance(op, Run):
-                while receives and receives[0][0] <= place + ahead:
+                while op.action not in seconds and receives and receives[0][0] <= place + ahead:
                     out.append(receives.popleft()[1])
                 place += 1
             out.append(op)
@@ -145,7 +154,9 @@ class PipelinePlan:
 
     def to_json(self) -> str:
         programs = [[_written(op) for op in program] for program in self.programs]
-        plain = {"schedule": self.schedule.to_dict(), "programs": programs, "edges": self.edges}
+        plain: dict[str, object] = {"schedule": self.schedule.to_dict(), "programs": programs, "edges": self.edges}
+        if self.pairs:
+            plain["pairs"] = [f"{first} {second}" for first, second in self.pairs]
         return json.dumps(plain, sort_keys=True)
 
     @property
@@ -165,7 +176,11 @@ class PipelinePlan:
 
 
 def plan_pipeline(
-    schedule: Schedule, costs: ScheduleCosts | None = None, *, edges: Sequence[Edge] | None = None
+    schedule: Schedule,
+    costs: ScheduleCosts | None = None,
+    *,
+    edges: Sequence[Edge] | None = None,
+    pairs: Sequence[Pair] = (),
 ) -> PipelinePlan:
     """The transfers of a schedule in the order in which they become possible (`costs` as in `simulate`; every rank must give the same).
 
@@ -176,7 +191,7 @@ def plan_pipeline(
     placed: list[tuple[tuple[float, int, int, int], int, RankOp]] = []
     """(when, transfer before pass, rank that makes it, which of that rank), rank that does it, what"""
     transfers: list[tuple[tuple[float, int, int, int], Transfer]] = []
-    for rank, spans in enumerate(simulate(schedule, costs, edges=joined).spans):
+    for rank, spans in enumerate(simulate(schedule, costs, edges=joined, pairs=pairs).spans):
         for index, (action, start, end) in enumerate(spans):
             gives = given_by(schedule, action, joined)
             placed.append(((start, 1, rank, index), rank, Run(action, taken_by(schedule, action, joined), gives)))
@@ -189,7 +204,13 @@ def plan_pipeline(
     for _, rank, op in sorted(placed, key=lambda item: item[0]):
         programs[rank].append(op)
     ordered = tuple(transfer for _, transfer in sorted(transfers, key=lambda item: item[0]))
-    return PipelinePlan(schedule=schedule, programs=tuple(map(tuple, programs)), transfers=ordered, edges=joined)
+    return PipelinePlan(
+        schedule=schedule,
+        programs=tuple(map(tuple, programs)),
+        transfers=ordered,
+        edges=joined,
+        pairs=tuple(pairs),
+    )
 
 
 def given_by(schedule: Schedule, action: Action, edges: Sequence[Edge]) -> tuple[Transfer, ...]:
@@ -268,7 +289,7 @@ def plan_problems(plan: PipelinePlan) -> list[Problem]:
         if tuple(op.action for op in program if isinstance(op, Run)) != order:
             rule = "runs the passes of the schedule, in its order"
             problems.append(Problem(where=f"plan.rank{rank}", value="another order", rule=rule))
-        problems += _rank_problems(rank, program) + _edge_problems(plan, rank)
+        problems += _rank_problems(rank, program) + _edge_problems(plan, rank) + _pair_problems(plan, rank)
     sends = [op.transfer for program in plan.programs for op in program if isinstance(op, Send)]
     recvs = [op.transfer for program in plan.programs for op in program if isinstance(op, Recv)]
     if sorted(sends) != sorted(plan.sent) or sorted(recvs) != sorted(plan.sent):
@@ -291,6 +312,20 @@ def _edge_problems(plan: PipelinePlan, rank: int) -> list[Problem]:
                     problems.append(
                         Problem(where=f"plan.rank{rank}.{op.action}.{name}", value=[str(t) for t in found], rule=rule)
                     )
+    return problems
+
+
+def _pair_problems(plan: PipelinePlan, rank: int) -> list[Problem]:
+    """Something between the two passes of a pair: a transfer that one of them waits for, or that would wait for both."""
+    program, second_of = plan.programs[rank], plan.second_of
+    problems = []
+    for op, after in zip(program, (*program[1:], None), strict=True):
+        if isinstance(op, Run) and op.action in second_of:
+            wanted = second_of[op.action]
+            if not isinstance(after, Run) or after.action != wanted:
+                found = "nothing" if after is None else _written(after)
+                rule = f"is followed by the other pass of its pair, {wanted}, not by {found}"
+                problems.append(Problem(where=f"plan.rank{rank}", value=str(op.action), rule=rule))
     return problems
 
 

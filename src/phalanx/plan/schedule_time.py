@@ -5,6 +5,9 @@ Decides the clock of the pipeline: a rank runs its actions in order, each as soo
 scarce, one for what each rank sends and one for what it receives). Must never change: for equal costs on all stages the result equals
 the closed forms of the literature (tests). What a pass costs is not decided here.
 
+Two neighbouring passes of a rank may be a *pair* that runs as one (`plan/pairs.py`): it starts when the inputs of both are there, and both have
+ended when it has.
+
 An *edge* (s, t) says that stage s has an output for stage t above it, and t a gradient for s. Every pipeline has the chain of its
 neighbours; a model with long skip connections has more.
 """
@@ -22,6 +25,8 @@ from phalanx.plan.schedule import Action, Kind, Schedule
 
 Edge = tuple[int, int]
 """Stage whose output it is, and the stage above that takes it."""
+Pair = tuple[Action, Action]
+"""Two passes of one rank that run as one, in the order of the schedule."""
 
 
 def chain(num_stages: int) -> tuple[Edge, ...]:
@@ -118,8 +123,8 @@ class Timeline:
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """Seconds in which each rank computes."""
-        return tuple(sum(span.end - span.start for span in spans) for spans in self.spans)
+        """Seconds in which each rank computes; a pair counts once."""
+        return tuple(sum(end - start for start, end in {(s.start, s.end) for s in spans}) for spans in self.spans)
 
     @property
     def idle(self) -> tuple[float, ...]:
@@ -159,17 +164,24 @@ def cost_problems(costs: ScheduleCosts, num_stages: int) -> list[Problem]:
 
 
 def simulate(
-    schedule: Schedule, costs: ScheduleCosts | None = None, *, edges: Sequence[Edge] | None = None
+    schedule: Schedule,
+    costs: ScheduleCosts | None = None,
+    *,
+    edges: Sequence[Edge] | None = None,
+    pairs: Sequence[Pair] = (),
+    paired_share: float = 1.0,
 ) -> Timeline:
     """Run the schedule on a clock; without costs F = I = W = 1, B = 2 and free transfers. `edges`: None is the chain.
 
-    Raises `PlanError` for impossible costs, and where ranks wait for one another for ever.
+    A pair of `pairs` takes `paired_share` of what its two passes take one after the other. Raises `PlanError` for impossible costs, for pairs that
+    are no neighbours, and where ranks wait for one another for ever.
     """
     costs = costs if costs is not None else uniform_costs(schedule.num_stages)
     edges = chain(schedule.num_stages) if edges is None else edges
     problems = cost_problems(costs, schedule.num_stages) + edge_problems(edges, schedule.num_stages)
+    problems += pair_problems(schedule, pairs)
     raise_if(problems, PlanError, subject="costs")
-    run = _Run(schedule, costs, in_order(edges))
+    run = _Run(schedule, costs, in_order(edges), dict(pairs), paired_share)
     run.to_the_end()
     stuck = [
         Problem(where=f"schedule.rank{rank}", value=str(order[len(spans)]), rule="waits for ever for its input")
@@ -180,12 +192,41 @@ def simulate(
     return Timeline(schedule=schedule, spans=tuple(map(tuple, run.spans)))
 
 
+def pair_problems(schedule: Schedule, pairs: Sequence[Pair]) -> list[Problem]:
+    """Pairs that are not two neighbouring passes of one rank, the first of them first, and passes that are in two pairs."""
+    neighbours = {both for order in schedule.actions for both in zip(order, order[1:], strict=False)}
+    taken = [action for pair in pairs for action in pair]
+    problems = [
+        Problem(where="pairs", value=f"{first} {second}", rule="are not neighbours in the order of a rank")
+        for first, second in pairs
+        if (first, second) not in neighbours
+    ]
+    twice = next((action for action in taken if taken.count(action) > 1), None) if len(set(taken)) < len(taken) else None
+    if twice is not None:
+        problems.append(Problem(where="pairs", value=str(twice), rule="is in two pairs"))
+    return problems
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """The passes of one rank that end together."""
+
+    actions: tuple[Action, ...]
+
+
 class _Run:
     """State of one simulation: when ranks and channels are free, and how many inputs of each pass have arrived."""
 
-    def __init__(self, schedule: Schedule, costs: ScheduleCosts, edges: Sequence[Edge]) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        costs: ScheduleCosts,
+        edges: Sequence[Edge],
+        second: Mapping[Action, Action],
+        paired_share: float,
+    ) -> None:
         self.schedule, self.costs, self.seconds = schedule, costs, costs.tables
-        self.edges = edges
+        self.edges, self.second, self.paired_share = edges, second, paired_share
         self.free = [0.0] * schedule.pp
         """When each rank has ended what it does; infinite while it runs a pass."""
         self.spans: list[list[Span]] = [[] for _ in range(schedule.pp)]
@@ -194,8 +235,8 @@ class _Run:
         """(is gradient, stage, microbatch) -> how many of its inputs from other stages are there."""
         self.above = {s: [e for e in edges if e[0] == s] for s in range(schedule.num_stages)}
         self.below = {s: [e for e in edges if e[1] == s] for s in range(schedule.num_stages)}
-        self.events: list[tuple[float, int, int, Action | tuple[bool, int, int] | None]] = []
-        """(when, number, rank, a pass that ends there, an input that arrives, or nothing) in order of time."""
+        self.events: list[tuple[float, int, int, _Ended | tuple[bool, int, int] | None]] = []
+        """(when, number, rank, passes that end there, an input that arrives, or nothing) in order of time."""
         self.number = 0
 
     def to_the_end(self) -> None:
@@ -204,14 +245,15 @@ class _Run:
             self._tell(0.0, rank, None)
         while self.events:
             now, _, rank, what = heapq.heappop(self.events)
-            if isinstance(what, Action):
+            if isinstance(what, _Ended):
                 self.free[rank] = now
-                self._send(rank, what, now)
+                for action in what.actions:
+                    self._send(rank, action, now)
             elif what is not None:
                 self.arrived[what] = self.arrived.get(what, 0) + 1
             self._start(rank, now)
 
-    def _tell(self, when: float, rank: int, what: Action | tuple[bool, int, int] | None) -> None:
+    def _tell(self, when: float, rank: int, what: _Ended | tuple[bool, int, int] | None) -> None:
         self.number += 1
         heapq.heappush(self.events, (when, self.number, rank, what))
 
@@ -220,13 +262,15 @@ class _Run:
         order, spans = self.schedule.actions[rank], self.spans[rank]
         if self.free[rank] > now or len(spans) == len(order):
             return
-        action = order[len(spans)]
-        if self.arrived.get((action.kind != "F", action.stage, action.microbatch), 0) < self._needs(action):
+        first = order[len(spans)]
+        together = (first, self.second[first]) if first in self.second else (first,)
+        if any(self.arrived.get((a.kind != "F", a.stage, a.microbatch), 0) < self._needs(a) for a in together):
             return
-        end = now + self.seconds[action.kind][action.stage]
-        spans.append(Span(action, now, end))
+        share = self.paired_share if len(together) > 1 else 1.0
+        end = now + share * sum(self.seconds[action.kind][action.stage] for action in together)
+        spans += [Span(action, now, end) for action in together]
         self.free[rank] = float("inf")
-        self._tell(end, rank, action)
+        self._tell(end, rank, _Ended(together))
 
     def _needs(self, action: Action) -> int:
         """Inputs that come from other stages."""

@@ -20,11 +20,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -81,6 +81,19 @@ class Exchange:
             self._again()
 
 
+class TwoPasses(Protocol):
+    """Two passes of this rank that take turns (`runtime/pair.py`), as long as both run."""
+
+    def axis(self, axis: Axis) -> Axis:
+        """The axis with the groups of the pass that asks."""
+
+    def away(self, axis: Axis) -> AbstractContextManager[None]:
+        """Let the other pass go on while this one waits for a message over `axis` inside."""
+
+    def offer(self) -> None:
+        """Let the other pass have a turn, if it waits for one."""
+
+
 class Collectives:
     """All data collectives of one rank.
 
@@ -104,6 +117,8 @@ class Collectives:
         self.check_splits = check_splits
         self.synchronous = synchronous
         self.counters: dict[tuple[str, str], Counter] = {}
+        self.beside: TwoPasses | None = None
+        """While a pass of this rank runs beside another."""
         self._emit = emit
         self._kept: list[Event] = []
 
@@ -113,6 +128,7 @@ class Collectives:
         """Reduce `x` in place over the axis and return it."""
         if axis.group is None:
             return x
+        axis = self._own(axis)
         sent = 2 * _bytes(x) * (axis.size - 1) // axis.size
         self._run(
             "all_reduce",
@@ -126,6 +142,7 @@ class Collectives:
         """Sum the flat buffer over the axis; return shard number `axis.index` of `axis.size` equal ones (a view at size 1)."""
         if axis.group is None:
             return x_flat
+        axis = self._own(axis)
         out = self._new_shard(x_flat, axis)
         self._run(
             "reduce_scatter",
@@ -149,6 +166,7 @@ class Collectives:
         """`reduce_scatter` that travels while the rank goes on: the shard, not to be read before the exchange has been waited for."""
         if axis.group is None:
             return x_flat, Exchange(lambda: None)
+        axis = self._own(axis)
         out = self._new_shard(x_flat, axis)
         call = _Call(op_id, _bytes(x_flat) - _bytes(out), not x_flat.is_cuda)
         launch = partial(_reduce_scatter_into, out, x_flat, group=axis.group, async_op=True)
@@ -158,6 +176,7 @@ class Collectives:
         """The sum over the axis, in place, while the rank goes on: `x` is not to be touched before the exchange has been waited for."""
         if axis.group is None:
             return Exchange(lambda: None)
+        axis = self._own(axis)
         call = _Call(op_id, 2 * _bytes(x) * (axis.size - 1) // axis.size, not x.is_cuda)
         return self._start("all_reduce", axis, call, partial(dist.all_reduce, x, group=axis.group, async_op=True))
 
@@ -169,7 +188,7 @@ class Collectives:
             if out is None:
                 return shard
             return out.copy_(shard) if out.data_ptr() != shard.data_ptr() else out
-        shard = shard.contiguous()
+        axis, shard = self._own(axis), shard.contiguous()
         full = out if out is not None else shard.new_empty((shard.shape[0] * axis.size, *shard.shape[1:]))
         if full.numel() != shard.numel() * axis.size:
             raise ValueError(
@@ -187,6 +206,7 @@ class Collectives:
         """Overwrite `x` with that of the rank at position `root` of the axis; returns it."""
         if axis.group is None:
             return x
+        axis = self._own(axis)
         sent = _bytes(x) * (axis.size - 1) if axis.index == root else 0
         source = axis.ranks[root]
         call = _Call(op_id, sent, not x.is_cuda)
@@ -196,14 +216,15 @@ class Collectives:
     def barrier(self, axis: Axis, *, op_id: str = "") -> None:
         """Wait for all ranks of the axis."""
         if axis.group is not None:
+            axis = self._own(axis)
             self._run("barrier", axis, _Call(op_id, 0), lambda: dist.barrier(group=axis.group, async_op=True))
 
     def gather_objects(self, value: Any, axis: Axis) -> list[Any]:
         """Every rank's plain Python `value`, in axis order. For small control data only; not counted."""
         if axis.group is None:
             return [value]
-        values: list[Any] = [None] * axis.size
-        with _named_errors("gather_objects", axis, self.timeout_s):
+        axis, values = self._own(axis), list[Any]([None] * axis.size)
+        with _named_errors("gather_objects", axis, self.timeout_s), self._away(axis):
             dist.all_gather_object(values, value, group=axis.group)
         return values
 
@@ -221,6 +242,7 @@ class Collectives:
             if messages:
                 raise ValueError(f"exchange over {axis.name}: an axis of one rank has nobody to exchange with")
             return Exchange(lambda: None)
+        axis = self._own(axis)
         call = _Call(op_id, sum(_bytes(m.tensor) for m in sends), not messages[0][1].tensor.is_cuda)
         begin_s = time.time() if self.trace else 0.0
         with _named_errors("exchange", axis, self.timeout_s, op_id):
@@ -228,19 +250,20 @@ class Collectives:
             works = dist.batch_isend_irecv(ops)
 
         def finish() -> None:
+            there_s = begin_s
             with _named_errors("exchange", axis, self.timeout_s, op_id):
                 for work in works:
-                    self._wait(work, call)
-            self._note("exchange", axis, call, begin_s)
+                    there_s = self._wait(work, call, axis)
+            self._note("exchange", axis, call, begin_s, there_s)
 
-        exchange = Exchange(finish, again=None if call.on_host else lambda: self._order(works, call))
+        exchange = Exchange(finish, again=None if call.on_host else lambda: self._order(works, call, axis))
         if self.synchronous:
             exchange.wait()
         return exchange
 
-    def _order(self, works: Sequence[Any], call: _Call) -> None:
+    def _order(self, works: Sequence[Any], call: _Call, axis: Axis) -> None:
         for work in works:
-            self._wait(work, call)
+            self._wait(work, call, axis)
 
     def break_off(self, axis: Axis) -> None:
         """Let whatever is under way over the axis's own group fail, on this rank and on those that wait for it. gloo only; the group is lost.
@@ -277,6 +300,7 @@ class Collectives:
 
     def start_send(self, message: Message, axis: Axis, *, op_id: str = "") -> Exchange:
         """Post one message and return, also where the collectives are `synchronous`: its receiver may post later what we wait for."""
+        axis = self._own(axis)
         sent, peer = _bytes(message.tensor), axis.ranks[message.peer]
         launch = partial(dist.isend, message.tensor, peer, axis.group, message.tag)
         call = _Call(op_id, sent, not message.tensor.is_cuda, f"send to rank {peer}")
@@ -284,6 +308,7 @@ class Collectives:
 
     def start_receive(self, message: Message, axis: Axis, *, op_id: str = "") -> Exchange:
         """Be ready for one message and return, as `start_send` does."""
+        axis = self._own(axis)
         peer = axis.ranks[message.peer]
         launch = partial(dist.irecv, message.tensor, peer, axis.group, message.tag)
         call = _Call(op_id, 0, not message.tensor.is_cuda, f"receive from rank {peer}")
@@ -343,6 +368,7 @@ class Collectives:
         out_splits: Sequence[int],
         op_id: str,
     ) -> torch.Tensor:
+        axis = self._own(axis)
         if self.check_splits:
             self._compare_splits(op, axis, in_splits, out_splits)
         out = x.new_empty((sum(out_splits), *x.shape[1:]))
@@ -360,7 +386,7 @@ class Collectives:
 
         gloo has no uneven all-gather; padding to the largest size would send more bytes than repeating the input does.
         """
-        x = x.detach().contiguous()
+        x, axis = x.detach().contiguous(), self._own(axis)
         if len(set(sizes)) > 1:
             repeated = x.repeat(axis.size, *(1,) * (x.dim() - 1))
             return self._exchange("all_gather_rows", repeated, axis, [x.shape[0]] * axis.size, sizes, op_id)
@@ -413,24 +439,40 @@ class Collectives:
 
         def finish() -> None:
             with _named_errors(call.words or op, axis, self.timeout_s, call.op_id):
-                self._wait(work, call)
-            self._note(op, axis, call, begin_s)
+                there_s = self._wait(work, call, axis)
+            self._note(op, axis, call, begin_s, there_s)
 
         return Exchange(finish)
 
     def _run(self, op: str, axis: Axis, call: _Call, launch: Callable[[], Any]) -> None:
         begin_s = time.time() if self.trace else 0.0
         with _named_errors(op, axis, self.timeout_s, call.op_id):
-            self._wait(launch(), call)
-        self._note(op, axis, call, begin_s)
+            there_s = self._wait(launch(), call, axis)
+        self._note(op, axis, call, begin_s, there_s)
 
-    def _wait(self, work: Any, call: _Call) -> None:
-        if call.on_host:
-            work.wait(timedelta(seconds=self.timeout_s))
-        else:  # orders itself on the stream; a timeout here would make NCCL block the host, the group has its own
+    def _own(self, axis: Axis) -> Axis:
+        """The axis with the groups of the pass that asks, where two run."""
+        return axis if self.beside is None else self.beside.axis(axis)
+
+    def _away(self, axis: Axis) -> AbstractContextManager[None]:
+        """The other pass, where two run, goes on while this one is inside."""
+        return nullcontext() if self.beside is None else self.beside.away(axis)
+
+    def offer_turn(self) -> None:
+        """Let a pass that runs beside this one go on, if what it waited for is there."""
+        if self.beside is not None:
+            self.beside.offer()
+
+    def _wait(self, work: Any, call: _Call, axis: Axis) -> float:
+        """When it was there."""
+        if not call.on_host:  # orders itself on the stream; a timeout here would make NCCL block the host, the group has its own
             work.wait()
+            return time.time()
+        with self._away(axis):
+            work.wait(timedelta(seconds=self.timeout_s))
+            return time.time()
 
-    def _note(self, op: str, axis: Axis, call: _Call, begin_s: float) -> None:
+    def _note(self, op: str, axis: Axis, call: _Call, begin_s: float, there_s: float) -> None:
         """Count a collective that is done, and tell about it."""
         counter = self.counters.setdefault((op, axis.name), Counter())
         counter.calls += 1
@@ -443,7 +485,7 @@ class Collectives:
                 size=axis.size,
                 sent_bytes=call.sent_bytes,
                 begin_s=begin_s,
-                end_s=time.time(),
+                end_s=there_s,
             )
             self._emit(event)
 

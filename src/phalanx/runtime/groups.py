@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from types import MappingProxyType
 
@@ -48,29 +48,49 @@ class GroupCache:
 
     def __init__(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         self.timeout_s = timeout_s
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+        self._groups: dict[tuple[tuple[int, ...], bool], dist.ProcessGroup | None] = {}
 
-    def get(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
-        """The group of `ranks`: None if it has one member or this rank is not in it. Creation is collective over the world."""
-        key = tuple(ranks)
-        if len(key) == 1:
+    def get(self, ranks: Sequence[int], *, second: bool = False) -> dist.ProcessGroup | None:
+        """The group of `ranks`: None if it has one member or this rank is not in it. Creation is collective over the world.
+
+        `second`: another group of the same ranks, whose collectives come in an order of their own.
+        """
+        key = tuple(ranks), second
+        if len(key[0]) == 1:
             return None
         if key not in self._groups:
             if not dist.is_initialized():
                 raise RunError(
-                    f"group {_short(key)} needs {len(key)} ranks, but this process runs alone (no init_world)"
+                    f"group {_short(key[0])} needs {len(key[0])} ranks, but this process runs alone (no init_world)"
                 )
-            self._groups[key] = self._create(key)
+            self._groups[key] = self._create(*key)
         return self._groups[key]
 
-    def _create(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-        if ranks == tuple(range(dist.get_world_size())):
+    def _create(self, ranks: tuple[int, ...], second: bool) -> dist.ProcessGroup | None:
+        if ranks == tuple(range(dist.get_world_size())) and not second:
             return dist.group.WORLD
         group = dist.new_group(list(ranks), timeout=timedelta(seconds=self.timeout_s))
         return group if dist.get_rank() in ranks else None
 
     def __len__(self) -> int:
         return len(self._groups)
+
+
+OF_A_PASS = ("tp", "cp", "tp_cp", "micro", "ep", "etp", "ep_etp", "tp_dp_cp")
+"""Axes that a forward pass communicates over."""
+
+
+@dataclass(frozen=True, eq=False)
+class SecondGroups:
+    """Further groups of the same ranks, for a pass that runs beside another (`runtime/pair.py`)."""
+
+    by_ranks: Mapping[tuple[int, ...], dist.ProcessGroup]
+
+    def of(self, axis: Axis) -> dist.ProcessGroup:
+        """Raises `RunError` where there is none: a forward pass has communicated over an axis that `OF_A_PASS` does not name."""
+        if axis.ranks not in self.by_ranks:
+            raise RunError(f"axis {axis.name}, ranks {axis.ranks}, has no second group for a pass beside another")
+        return self.by_ranks[axis.ranks]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -80,6 +100,8 @@ class Groups:
     folding: AnyFolding
     rank: int
     axes: Mapping[str, Axis]
+    second: SecondGroups | None = None
+    """Where passes run beside one another."""
 
     def axis(self, name: str) -> Axis:
         """`micro` are the ranks that share a micro-batch: those of `tp_cp`, and more where a stage divides its sequences among dp."""
@@ -101,6 +123,18 @@ def build_groups(
             if rank in ranks:
                 axes[name] = Axis(name, ranks, ranks.index(rank), group)
     return Groups(folding=folding, rank=rank, axes=MappingProxyType(axes))
+
+
+def with_second_groups(groups: Groups, *, cache: GroupCache) -> Groups:
+    """The same with further groups of the axes of a pass, for passes that run beside others. Collective, as `build_groups` is."""
+    found: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    for name in group_names(groups.folding):
+        if name in OF_A_PASS:
+            for ranks in groups.folding.groups(name):
+                group = cache.get(ranks, second=True)
+                if group is not None and groups.rank in ranks:
+                    found[ranks] = group
+    return replace(groups, second=SecondGroups(MappingProxyType(found)))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ pass does is the caller's (`Passes`): this file knows no model. One executor for
     Recv   start to receive; the pass that takes it waits. On a CPU it is posted `AHEAD` passes before its place: a message only travels
            once its receiver wants it, and a receiver that computes wants nothing
     a transfer within the place (the bottom of a V) is handed over in memory
+    two passes that the plan pairs run beside one another, where the caller has a `Beside` for it, and else one after the other: the same bits
 
 Waiting for a transfer after its place in the plan's one order cannot deadlock, since the other side posts its end at that same place and waits
 for earlier ones only; posting a receive before its place makes nobody wait. Transports that match messages by order alone (NCCL) get
@@ -47,6 +48,7 @@ from phalanx.runtime.boundary import (
 )
 from phalanx.runtime.collectives import Collectives, Exchange, Message
 from phalanx.runtime.groups import Axis
+from phalanx.runtime.pair import Beside
 
 __all__ = ["Boundary", "Passes", "agree_on", "run_pipeline"]
 
@@ -73,15 +75,22 @@ class Passes(Protocol):
 
 
 def run_pipeline(
-    plan: PipelinePlan, passes: Passes, boundary: Boundary, *, name: Callable[[Transfer], str] = str
+    plan: PipelinePlan,
+    passes: Passes,
+    boundary: Boundary,
+    *,
+    name: Callable[[Transfer], str] = str,
+    beside: Beside | None = None,
 ) -> None:
     """Run this rank's program of `plan` to its end. Collective over the pipeline axis; `name` gives the id of a transfer.
+
+    `beside` runs the plan's pairs; all ranks have one, or none.
 
     Raises `PeerError`, naming the transfer, where another rank is gone or silent. No thread outlives the call.
     After an error the axis's group is of no more use: what was posted in it waits for its message still.
     """
     check_sides(plan, boundary)
-    executor = _Executor(plan, passes, boundary, name)
+    executor = _Executor(plan, passes, boundary, name, beside)
     try:
         executor.run()
     except BaseException:
@@ -101,8 +110,19 @@ def agree_on(plan: PipelinePlan, *, axis: Axis, comms: Collectives, edges: Seque
 
 
 class _Executor:
-    def __init__(self, plan: PipelinePlan, passes: Passes, boundary: Boundary, name: Callable[[Transfer], str]) -> None:
+    def __init__(
+        self,
+        plan: PipelinePlan,
+        passes: Passes,
+        boundary: Boundary,
+        name: Callable[[Transfer], str],
+        beside: Beside | None,
+    ) -> None:
         self.plan, self.passes, self.boundary, self.name = plan, passes, boundary, name
+        self.beside = beside
+        self.second_of = plan.second_of if beside is not None else {}
+        self.first: Run | None = None
+        """Waits for the other pass of its pair, which comes next."""
         self.most_open = max(LEAST_OPEN, plan.schedule.max_live[boundary.position])
         self.ready: dict[Transfer, torch.Tensor] = {}
         """Made here and not yet sent or handed over."""
@@ -153,18 +173,36 @@ class _Executor:
     # ---- passes
 
     def _pass(self, run: Run) -> None:
+        if run.action in self.second_of:
+            self.first = run
+        elif self.first is not None:
+            self._pair(self.first, run)
+            self.first = None
+        else:
+            self._keep(run, self._work(run)())
+
+    def _pair(self, first: Run, second: Run) -> None:
+        assert self.beside is not None and self.second_of[first.action] == second.action  # the plan has them next to each other
+        made, also_made = self.beside.run(self._work(first), self._work(second))
+        self._keep(first, made)
+        self._keep(second, also_made)
+
+    def _work(self, run: Run) -> Callable[[], Tensors]:
+        """The pass, its inputs taken."""
         kind, stage, microbatch = run.action
         taken = tuple(self._take(transfer) for transfer in run.takes)
-        made: Tensors = ()
         if kind == "F":
-            made = self.passes.forward(stage, microbatch, taken)
-        elif kind == "B":
-            made = self.passes.backward(stage, microbatch, taken)
-        elif kind == "I":
-            made = self.passes.input_gradient(stage, microbatch, taken)
-        else:
+            return lambda: self.passes.forward(stage, microbatch, taken)
+        if kind == "B":
+            return lambda: self.passes.backward(stage, microbatch, taken)
+        if kind == "I":
+            return lambda: self.passes.input_gradient(stage, microbatch, taken)
+
+        def put_off() -> Tensors:
             self.passes.weight_gradient(stage, microbatch)
-        self._keep(run, made)
+            return ()
+
+        return put_off
 
     def _keep(self, run: Run, made: Tensors) -> None:
         if len(made) != len(run.gives):

@@ -15,6 +15,7 @@ Legend: T rows of this rank between layers, H hidden, L MoE layers, E experts.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -40,6 +41,7 @@ from phalanx.runtime.boundary import Boundary, direct_edges
 from phalanx.runtime.collectives import Collectives
 from phalanx.runtime.gradients import GradientBuffers
 from phalanx.runtime.groups import Groups
+from phalanx.runtime.pair import Beside
 from phalanx.runtime.pipeline import Tensors, agree_on, run_pipeline
 from phalanx.train.loss import Share, objective
 from phalanx.train.warmup import PassTimes, TimedPasses, choose
@@ -87,8 +89,15 @@ class StageRunner:
             if self.times is None
             else TimedPasses(passes, self.times, self.device, list(self.model.parameters()))
         )
-        run_pipeline(plan, timed, boundary, name=lambda transfer: _id(transfer, infos))
+        with self._beside(plan) as beside:
+            run_pipeline(plan, timed, boundary, name=lambda transfer: _id(transfer, infos), beside=beside)
         return passes.shares
+
+    def _beside(self, plan: PipelinePlan) -> AbstractContextManager[Beside | None]:
+        """What runs the pairs of the plan; None where passes run one after the other."""
+        if not plan.pairs or self.groups.second is None:
+            return nullcontext()
+        return Beside(self.comms, self.groups.second)
 
     @torch.no_grad()
     def forward(
@@ -250,7 +259,7 @@ class _TrainingPasses:
     def backward(self, index: int, microbatch: int, d_outputs: Tensors) -> Tensors:
         d_inputs = self._differentiate(Action("B", index, microbatch), d_outputs)
         if self.runner.later is not None:
-            run(self.runner.later.take())
+            run(self.runner.later.take(), between=self.runner.comms.offer_turn)
         return d_inputs
 
     def input_gradient(self, index: int, microbatch: int, d_outputs: Tensors) -> Tensors:
@@ -261,7 +270,7 @@ class _TrainingPasses:
 
     def weight_gradient(self, index: int, microbatch: int) -> None:
         self._announce(Action("W", index, microbatch))
-        run(self._owed.pop((index, microbatch)))
+        run(self._owed.pop((index, microbatch)), between=self.runner.comms.offer_turn)
 
     def _differentiate(self, action: Action, d_outputs: Tensors) -> Tensors:
         self._announce(action)

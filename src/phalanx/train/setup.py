@@ -37,7 +37,7 @@ from phalanx.plan.placement import plain_placement
 from phalanx.plan.stage_foldings import AnyFolding, resolve_mapping
 from phalanx.runtime.allocator import keep_freed_memory
 from phalanx.runtime.collectives import Collectives
-from phalanx.runtime.groups import GroupCache, WorldInfo, build_groups, init_world
+from phalanx.runtime.groups import GroupCache, WorldInfo, build_groups, init_world, with_second_groups
 from phalanx.runtime.launch import StopRequest
 from phalanx.runtime.peers import Peers, own_group
 from phalanx.train.machine import MemoryMeter
@@ -188,11 +188,14 @@ def make_context(rank: Rank, spec: ModelSpec, folding: AnyFolding, pipeline: Pip
     on_cpu = rank.device.type == "cpu"
     rows = agreed_rows(compiled_rows(), rank.peers, rank.sinks) if on_cpu and recipe.kernels.compiled else None
     lanes = Lanes(torch.get_num_threads() if on_cpu else 1, rows=rows)
+    groups = build_groups(folding, rank=rank.info.rank, cache=rank.cache, table_ranks=pipeline.stages.table_ranks)
+    if pipeline.pair_passes:
+        groups = with_second_groups(groups, cache=rank.cache)
     return ModelContext(
         spec=spec,
         dispatch=dispatch_spec(recipe.dispatch),
         placement=plain_placement(max(1, spec.num_experts), folding.of_rank(rank.info.rank)),
-        groups=build_groups(folding, rank=rank.info.rank, cache=rank.cache, table_ranks=pipeline.stages.table_ranks),
+        groups=groups,
         pipeline=pipeline.stages,
         comms=Collectives(emit=rank.sinks, timeout_s=recipe.launch.timeout_s),
         dtype=DTYPES[recipe.train.dtype],
