@@ -81,13 +81,15 @@ def cases(world: int, *, pp: int, axes: Sequence[str] = ("ep",), count: int, ski
     return out
 
 
-def build(case: PipelineCase, rank: int, cache: GroupCache, *, timeout_s: float = 30.0) -> StepParts:
+def build(
+    case: PipelineCase, rank: int, cache: GroupCache, *, timeout_s: float = 30.0, comms: Collectives | None = None
+) -> StepParts:
     """A rank's part of a case. Collective."""
     pipeline = case.pipeline
     groups = build_groups(case.folding, rank=rank, cache=cache, table_ranks=pipeline.stages.table_ranks)
     if pipeline.pair_passes:
         groups = with_second_groups(groups, cache=cache)
-    comms = Collectives(timeout_s=timeout_s)
+    comms = comms if comms is not None else Collectives(timeout_s=timeout_s)
     return assemble(
         context(case.setup, groups, comms, dtype=torch.float64),
         optim=case.setup.optim,

@@ -1,4 +1,4 @@
-"""Is communication really hidden? `phalanx bench hiding --what gradients|ring --json F`, on the testbed.
+"""Is communication really hidden? `phalanx bench hiding --what gradients|ring|pair --json F`, on the testbed.
 
 Two emulated hosts with one rank each. First a run without a limit on the link measures the step and counts what it sends; then the link
 gets the rate at which all of that takes half as long as computing does, a third of a step in which nothing is hidden. On that link the
@@ -7,6 +7,8 @@ equal. `speedup` is the median over rounds of the quotient of the two turns' med
 
     gradients   dp 2: buckets are reduced while the backward pass goes on
     ring        cp 2: key/value blocks travel while the block before them is computed
+    pair        ep 2, 4 micro-batches: the forward pass of one runs beside the backward pass of the one before (`runtime/pair.py`); waiting, one pass
+                runs after the other, and nothing else is hidden
 """
 
 from __future__ import annotations
@@ -31,14 +33,17 @@ from phalanx.core.units import format_rate
 from phalanx.plan.cluster import ClusterSpec
 from phalanx.plan.folding import make_folding
 from phalanx.runtime.collectives import Collectives
-from phalanx.runtime.groups import GroupCache, build_groups, close_world, init_world, read_world
+from phalanx.runtime.groups import GroupCache, build_groups, close_world, init_world, read_world, with_second_groups
 from phalanx.testbed.bed import Testbed
 
-What = Literal["gradients", "ring"]
+What = Literal["gradients", "ring", "pair"]
 SHAPES = {
     "gradients": Shape(layers=6, hidden=256, heads=8, kv_heads=8, experts=8, top_k=2, ffn=256, vocab=2048, batch=4, seq_len=256),
     "ring": Shape(layers=2, hidden=128, heads=4, kv_heads=4, experts=4, top_k=1, ffn=128, vocab=512, batch=1, seq_len=4096),
+    "pair": Shape(layers=3, hidden=256, heads=8, kv_heads=8, experts=8, top_k=2, ffn=512, vocab=512, batch=2, seq_len=256),
 }  # fmt: skip
+DEGREES: dict[What, dict[str, int]] = {"gradients": {}, "ring": {"cp": 2}, "pair": {"ep": 2}}
+MICROBATCHES: dict[What, int] = {"gradients": 1, "ring": 1, "pair": 4}
 SHARE = 0.5
 """Communication over computing: a third of a step that hides nothing."""
 
@@ -143,11 +148,22 @@ def _rank(job_file: Path) -> int:
     assert info is not None  # the testbed sets it
     torch.set_num_threads(1)
     init_world(info, timeout_s=120)
-    degrees = {"cp": 2} if options.what == "ring" else {}
-    groups = build_groups(make_folding(world=info.world, **degrees), rank=info.rank, cache=GroupCache(timeout_s=120))
+    folding, cache = make_folding(world=info.world, **DEGREES[options.what]), GroupCache(timeout_s=120)
+    groups = build_groups(folding, rank=info.rank, cache=cache)
+    paired = options.what == "pair"
+    if paired:
+        groups = with_second_groups(groups, cache=cache)
     comms = Collectives(timeout_s=120)
     optim = dataclasses.replace(OPTIM, bucket_mb=options.bucket_mb)
-    ours = Ours(SHAPES[options.what], threads=1, groups=groups, comms=comms, optim=optim)
+    ours = Ours(
+        SHAPES[options.what],
+        threads=1,
+        groups=groups,
+        comms=comms,
+        optim=optim,
+        num_microbatches=MICROBATCHES[options.what],
+        pair_passes=paired,
+    )
     ours.run(3)
     hidden: list[list[float]] = []
     waiting: list[list[float]] = []
@@ -155,21 +171,25 @@ def _rank(job_file: Path) -> int:
     for _ in range(options.rounds):
         for synchronous, into in ((False, hidden), (True, waiting)):
             comms.synchronous = synchronous
+            ours.pair(paired and not synchronous)
             comms.counters.clear()
             times, _ = ours.run(options.steps)
             counted = sum(c.sent_bytes for c in comms.counters.values()) // options.steps
             into.append(times)
-    turns = Turns(hidden=hidden, waiting=waiting, sent_bytes=counted, losses_equal=_same_loss(ours, comms))
+    turns = Turns(
+        hidden=hidden, waiting=waiting, sent_bytes=counted, losses_equal=_same_loss(ours, comms, paired=paired)
+    )
     if info.rank == 0:
         job_file.with_suffix(".turns").write_text(json.dumps(asdict(turns)))
     close_world()
     return 0
 
 
-def _same_loss(ours: Ours, comms: Collectives) -> bool:
-    """Evaluate one batch both ways; a step would change the weights."""
+def _same_loss(ours: Ours, comms: Collectives, *, paired: bool) -> bool:
+    """Evaluate one batch both ways; a step would change the weights. Of pairs, which are steps, the losses of one more step, both ways."""
     losses = []
     for synchronous in (False, True):
         comms.synchronous = synchronous
-        losses.append(ours.loss_of(0))
+        ours.pair(paired and not synchronous)
+        losses.append(ours.step_loss(0) if paired else ours.loss_of(0))
     return losses[0] == losses[1]

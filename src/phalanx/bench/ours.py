@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
 from typing import Literal
@@ -9,13 +10,14 @@ from typing import Literal
 import torch
 
 from phalanx.bench.workload import BETAS, CLIP_NORM, LEARNING_RATE, WEIGHT_DECAY, Shape, batch_of
-from phalanx.core.config import OptimConfig
+from phalanx.core.config import OptimConfig, PipelineConfig
 from phalanx.kernels.lanes import Lanes
 from phalanx.kernels.native import compiled_rows
 from phalanx.models.context import ModelContext, TokenBatch
 from phalanx.models.shard import part_of
 from phalanx.plan.dispatch import DispatchSpec
 from phalanx.plan.folding import make_folding
+from phalanx.plan.pipeline import make_pipeline
 from phalanx.plan.placement import plain_placement
 from phalanx.runtime.allocator import keep_freed_memory
 from phalanx.runtime.collectives import Collectives
@@ -27,7 +29,10 @@ OPTIM = OptimConfig(beta1=BETAS[0], beta2=BETAS[1], weight_decay=WEIGHT_DECAY, c
 
 
 class Ours:
-    """A freshly initialised run, one micro-batch a step: of one rank, or of the ranks of `groups`."""
+    """A freshly initialised run: of one rank, or of the ranks of `groups`.
+
+    `pair_passes`: forward passes of a step of several micro-batches run beside backward passes (`groups` have second ones then).
+    """
 
     def __init__(
         self,
@@ -41,6 +46,8 @@ class Ours:
         comms: Collectives | None = None,
         optim: OptimConfig = OPTIM,
         native: bool = True,
+        num_microbatches: int = 1,
+        pair_passes: bool = False,
     ) -> None:
         keep_freed_memory(threads=threads)
         groups = groups or build_groups(make_folding(world=1), rank=0, cache=GroupCache())
@@ -57,7 +64,9 @@ class Ours:
             lanes=Lanes(threads, rows=compiled_rows() if native else None),
         )
         self.shape, self.rate, self.lanes, self.groups = shape, rate, ctx.lanes, groups
-        self.parts = assemble(ctx, optim=optim, num_microbatches=1)
+        pipeline = make_pipeline(PipelineConfig(pair_passes=pair_passes), spec, pp=1, seq_len=shape.seq_len)
+        self.num_microbatches = num_microbatches
+        self.parts = assemble(ctx, optim=optim, num_microbatches=num_microbatches, pipeline=pipeline)
         self.num_params = spec.num_params
         self.steps_done = 0
 
@@ -65,9 +74,9 @@ class Ours:
         """Seconds and losses of `steps` more steps."""
         times, losses = [], []
         for _ in range(steps):
-            batch = self._batch(self.steps_done)
+            batches = self._batches(self.steps_done)
             begin_s = time.perf_counter()
-            result = train_step(self.parts, [batch], step=self.steps_done, lr=self.rate(self.steps_done))
+            result = train_step(self.parts, batches, step=self.steps_done, lr=self.rate(self.steps_done))
             times.append(time.perf_counter() - begin_s)
             losses.append(result.loss)
             self.steps_done += 1
@@ -75,12 +84,26 @@ class Ours:
 
     def loss_of(self, step: int) -> float:
         """Mean loss of the batch of a step, without taking it."""
-        loss, _ = eval_loss(self.parts, [self._batch(step)])
+        loss, _ = eval_loss(self.parts, self._batches(step))
         return loss
 
-    def _batch(self, step: int) -> TokenBatch:
+    def pair(self, on: bool) -> None:
+        """Run passes beside one another from now on, or one after the other; counts for a run that was made with `pair_passes`."""
+        groups = self.groups if on else dataclasses.replace(self.groups, second=None)
+        self.parts = dataclasses.replace(self.parts, groups=groups)
+
+    def step_loss(self, step: int) -> tuple[float, float]:
+        """Loss and norm of the gradient of a step at a rate of zero without decay: it leaves the weights as they are, but for moments."""
+        result = train_step(self.parts, self._batches(step), step=self.steps_done, lr=0.0)
+        return result.loss, result.grad_norm
+
+    def _batches(self, step: int) -> list[TokenBatch]:
+        return [self._batch(step, j) for j in range(self.num_microbatches)]
+
+    def _batch(self, step: int, j: int) -> TokenBatch:
         dp = self.groups.axis("dp")
-        tokens = torch.from_numpy(batch_of(self.shape, step=step * dp.size + dp.index))
+        number = (step * dp.size + dp.index) * self.num_microbatches + j
+        tokens = torch.from_numpy(batch_of(self.shape, step=number))
         positions = torch.arange(self.shape.seq_len).expand(self.shape.batch, -1)
         segments = ((self.shape.seq_len,),) * self.shape.batch
         batch = TokenBatch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), positions, segments)

@@ -184,6 +184,13 @@ EFFECTS: tuple[Effect, ...] = (
         reads=("folding.pp", "folding.stages"),
     ),
     Effect(
+        settings=("pipeline.pair_passes",),
+        inert=lambda r: r.launch.device == "cuda",
+        reason='launch.device = "cuda", and passes take turns on a CPU only',
+        way_out='launch.device = "cpu"',
+        reads=("launch.device",),
+    ),
+    Effect(
         settings=tuple(f"folding.{k}" for k in ("tp", "cp", "pp", "ep", "etp")),
         inert=lambda r: r.folding.stages is not None,
         reason="folding.stages says the degrees of each stage",

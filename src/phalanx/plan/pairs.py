@@ -16,6 +16,7 @@ micro-batch more held than the schedule says (the forward pass begins before the
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import pairwise
 
 from phalanx.core.errors import PlanError, Problem
 from phalanx.plan.schedule import Order, Schedule
@@ -27,16 +28,12 @@ PAYS_AT = 2 / 3
 
 def neighbour_pairs(order: Order) -> tuple[Pair, ...]:
     """Each pass of a backward kind with the forward pass right after it, in the order of one rank."""
-    return tuple(
-        (first, second)
-        for first, second in zip(order, order[1:], strict=False)
-        if first.kind != "F" and second.kind == "F"
-    )
+    return tuple((first, second) for first, second in pairwise(order) if first.kind != "F" and second.kind == "F")
 
 
 @lru_cache(maxsize=32)
 def choose_pairs(schedule: Schedule) -> tuple[Pair, ...]:
-    """The pairs of all ranks; none where ranks would wait for one another for ever, or where they cannot pay (`pair_problems`)."""
+    """The pairs of all ranks; none where ranks would wait for one another for ever, or where they cannot pay (`why_no_pairs`)."""
     found = tuple(pair for order in schedule.actions for pair in neighbour_pairs(order))
     return found if found and _time_over_unpaired(schedule, found, PAYS_AT) < 1 else ()
 
@@ -58,20 +55,30 @@ def break_even(schedule: Schedule) -> float:
     return low
 
 
-def pair_problems(schedule: Schedule) -> list[Problem]:
-    """Why no pass of this schedule runs beside another."""
-    where = "schedule.pairs"
+def why_no_pairs(schedule: Schedule) -> list[Problem]:
+    """Why no pass of this schedule runs beside another; empty where some do."""
+    where, name = "schedule.pair_passes", schedule.name
     if not any(neighbour_pairs(order) for order in schedule.actions):
-        rule = f"finds no backward pass with a forward pass behind it in {schedule.name} with {schedule.num_microbatches} micro-batches a rank"
-        return [Problem(where=where, value=True, rule=rule, hint="more micro-batches, or leave it out")]
-    if not choose_pairs(schedule):
-        most = break_even(schedule)
-        rule = (
-            f"would only pay where a pair takes at most {most:.2f} of its two passes in {schedule.name} over {schedule.pp} ranks, "
-            f"whose neighbours leave each other no slack"
+        rule = f"finds no backward pass with a forward pass right after it in {name}"
+        return [Problem(where=where, value=True, rule=f"{rule} of {_batches(schedule)}", hint="leave it out")]
+    if choose_pairs(schedule):
+        return []
+    most = break_even(schedule)
+    if most > PAYS_AT:
+        rule, hint = (
+            f"gains nothing in {name} of {_batches(schedule)}: other ranks wait anyway",
+            "use more micro-batches",
         )
-        return [Problem(where=where, value=True, rule=rule, hint="eager_1f1b, interleaved_1f1b or dualpipev has it")]
-    return []
+    else:
+        rule = f"loses time in {name} of {_batches(schedule)}, whose ranks leave each other no slack"
+        rule += f", unless a pair takes less than {most:.2f} of its two passes" if most else ""
+        hint = "eager_1f1b, interleaved_1f1b or dualpipev has slack"
+    return [Problem(where=where, value=True, rule=rule, hint=hint)]
+
+
+def _batches(schedule: Schedule) -> str:
+    count = schedule.num_microbatches
+    return f"{count} micro-batch{'es' if count > 1 else ''} over {schedule.pp} rank{'s' if schedule.pp > 1 else ''}"
 
 
 def _time_over_unpaired(schedule: Schedule, pairs: tuple[Pair, ...], share: float) -> float:

@@ -15,7 +15,7 @@ from functools import lru_cache
 from phalanx.core.config import PipelineConfig
 from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.plan.model import ModelSpec
-from phalanx.plan.pairs import choose_pairs
+from phalanx.plan.pairs import choose_pairs, why_no_pairs
 from phalanx.plan.schedule import SCHEDULES, Schedule, make_schedule, nearest_extra, schedule_problems
 from phalanx.plan.schedule_comm import PipelinePlan, plan_pipeline
 from phalanx.plan.stages import StagePlan, assign_stages, division_problems
@@ -25,6 +25,7 @@ _PLACES = {
     "schedule.virtual": "pipeline.virtual",
     "schedule.pp": "folding.pp",
     "schedule.extra_warmup": "pipeline.extra_warmup",
+    "schedule.pair_passes": "pipeline.pair_passes",
     "stages.layers": "pipeline.layers",
 }
 """Where the recipe says what the planner calls so."""
@@ -64,7 +65,8 @@ class Pipeline:
         head = f"pipeline of {self.pp} ranks x {self.virtual} virtual stages, {self.schedule}: {about}"
         extra = self.plan(1).schedule.extra_warmup
         ahead = f"\nforwards ahead of 1F1B, by rank: {' '.join(map(str, extra))}" if extra else ""
-        return f"{head}{ahead}\n{self.stages.explain()}"
+        beside = "\nforward passes run beside backward passes" if self.pair_passes else ""
+        return f"{head}{ahead}{beside}\n{self.stages.explain()}"
 
 
 @lru_cache(maxsize=32)
@@ -115,6 +117,11 @@ def _given_extra(config: PipelineConfig) -> tuple[int, ...] | None:
     return None if isinstance(config.extra_warmup, str) else config.extra_warmup
 
 
+def _extra_of(config: PipelineConfig, pp: int) -> tuple[int, ...] | None:
+    given = _given_extra(config)
+    return nearest_extra(given, pp=pp) if given is not None else None
+
+
 def pipeline_problems(config: PipelineConfig, spec: ModelSpec, *, pp: int) -> list[Problem]:
     """Why `spec` cannot run in such a pipeline, each with a legal value nearby."""
     _, virtual = choose_schedule(config)
@@ -124,6 +131,24 @@ def pipeline_problems(config: PipelineConfig, spec: ModelSpec, *, pp: int) -> li
     if not problems:
         problems = division_problems(spec.num_layers, pp * virtual, layers=config.layers)
     return [_in_recipe(problem) for problem in problems]
+
+
+def pairing_problems(config: PipelineConfig, *, pp: int, num_microbatches: int) -> list[Problem]:
+    """Why passes cannot run beside one another, or why that cannot pay, with so many micro-batches on each data-parallel rank."""
+    if not config.pair_passes or schedule_setting_problems(config, pp=pp):
+        return []
+    where = "pipeline.pair_passes"
+    if config.extra_warmup == "auto":
+        rule = 'cannot go with pipeline.extra_warmup = "auto", which measures passes by themselves'
+        return [Problem(where=where, value=True, rule=rule, hint="leave pipeline.extra_warmup out")]
+    if pp == 1 and num_microbatches == 1:
+        rule = "has nothing to pair: each rank has one micro-batch a step, and no pipeline"
+        return [Problem(where=where, value=True, rule=rule, hint="halve train.micro_batch")]
+    name, virtual = choose_schedule(config)
+    made = make_schedule(
+        name, pp=pp, virtual=virtual, num_microbatches=num_microbatches, extra_warmup=_extra_of(config, pp)
+    )
+    return [_in_recipe(problem) for problem in why_no_pairs(made)]
 
 
 def _too_many_stages(config: PipelineConfig, spec: ModelSpec, *, pp: int) -> list[Problem]:
@@ -154,8 +179,7 @@ def make_pipeline(
     """
     raise_if(pipeline_problems(config, spec, pp=pp), ConfigError, subject=f"the pipeline of {spec.name}")
     name, virtual = choose_schedule(config)
-    given = _given_extra(config)
-    extra = nearest_extra(given, pp=pp) if given is not None else None
+    extra = _extra_of(config, pp)
     schedule: Schedule = _plan(name, pp, virtual, max(1, num_microbatches), extra).schedule
     stages = assign_stages(spec, schedule.rank_of_stage, seq_len=seq_len, layers=config.layers)
     return Pipeline(

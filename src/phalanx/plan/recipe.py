@@ -14,8 +14,8 @@ from phalanx.core.rules import value_of
 from phalanx.core.settings import describe_settings
 from phalanx.plan.folding import Folding, folding_problems
 from phalanx.plan.model import PRESETS, ModelSpec, resolve_model
-from phalanx.plan.pipeline import pipeline_problems, schedule_setting_problems
-from phalanx.plan.stage_foldings import parse_stages, resolve_mapping
+from phalanx.plan.pipeline import pairing_problems, pipeline_problems, schedule_setting_problems
+from phalanx.plan.stage_foldings import AnyFolding, parse_stages, resolve_mapping
 
 
 def run_problems(recipe: Recipe, *, world: int, tokenizer_vocab: int | None = None) -> list[Problem]:
@@ -35,7 +35,8 @@ def run_problems(recipe: Recipe, *, world: int, tokenizer_vocab: int | None = No
         {"global_batch": t.global_batch, "micro_batch": t.micro_batch} if min(t.global_batch, t.micro_batch) > 0 else {}
     )
     try:
-        resolve_mapping(recipe.folding, spec, world=world, seq_len=t.seq_len, **batch)
+        mapping = resolve_mapping(recipe.folding, spec, world=world, seq_len=t.seq_len, **batch)
+        problems += _pair_problems(recipe, mapping) if batch else []
     except ConfigError as error:
         seen = {p.where for p in problems}
         problems += [p for p in error.problems if p.where not in seen]
@@ -46,6 +47,20 @@ def run_problems(recipe: Recipe, *, world: int, tokenizer_vocab: int | None = No
             found = [_of_stages(problem, recipe) for problem in found]
         problems += [p for p in found if p.where not in seen]
     return problems
+
+
+def _pair_problems(recipe: Recipe, mapping: AnyFolding) -> list[Problem]:
+    """Passes that should run beside one another, and do not communicate, or are no pairs."""
+    if not recipe.pipeline.pair_passes:
+        return []
+    axes = ("tp", "cp", "ep", "etp")
+    stages = [mapping] if isinstance(mapping, Folding) else mapping.stages
+    if all(stage.degree(axis) == 1 for stage in stages for axis in axes):
+        rule = "has nothing to hide: with tp, cp, ep and etp of 1 no pass communicates"
+        return [Problem(where="pipeline.pair_passes", value=True, rule=rule, hint="folding.ep = 2, or leave it out")]
+    t = recipe.train
+    each = t.global_batch // (t.micro_batch * mapping.replicas)
+    return pairing_problems(recipe.pipeline, pp=mapping.pp, num_microbatches=each)
 
 
 def _of_stages(problem: Problem, recipe: Recipe) -> Problem:

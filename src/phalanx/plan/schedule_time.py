@@ -18,6 +18,7 @@ import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from typing import Literal, NamedTuple
 
 from phalanx.core.errors import PlanError, Problem, raise_if
@@ -194,14 +195,16 @@ def simulate(
 
 def pair_problems(schedule: Schedule, pairs: Sequence[Pair]) -> list[Problem]:
     """Pairs that are not two neighbouring passes of one rank, the first of them first, and passes that are in two pairs."""
-    neighbours = {both for order in schedule.actions for both in zip(order, order[1:], strict=False)}
+    neighbours = {both for order in schedule.actions for both in pairwise(order)}
     taken = [action for pair in pairs for action in pair]
     problems = [
         Problem(where="pairs", value=f"{first} {second}", rule="are not neighbours in the order of a rank")
         for first, second in pairs
         if (first, second) not in neighbours
     ]
-    twice = next((action for action in taken if taken.count(action) > 1), None) if len(set(taken)) < len(taken) else None
+    twice = (
+        next((action for action in taken if taken.count(action) > 1), None) if len(set(taken)) < len(taken) else None
+    )
     if twice is not None:
         problems.append(Problem(where="pairs", value=str(twice), rule="is in two pairs"))
     return problems

@@ -465,7 +465,9 @@ class Collectives:
 
     def _wait(self, work: Any, call: _Call, axis: Axis) -> float:
         """When it was there."""
-        if not call.on_host:  # orders itself on the stream; a timeout here would make NCCL block the host, the group has its own
+        if (
+            not call.on_host
+        ):  # orders itself on the stream; a timeout here would make NCCL block the host, the group has its own
             work.wait()
             return time.time()
         with self._away(axis):

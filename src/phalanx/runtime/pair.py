@@ -105,6 +105,7 @@ class Beside:
         The first runs on this thread, with this rank's groups; the second has the first turn (a pass that never waits would leave it none).
         Raises the error that came first; the groups that the other pass waited on may be lost with it.
         """
+        out: list[First] = []
         made: list[Second] = []
         mine, its = self._sides = (_Side(), _Side())
         self._failed = None
@@ -114,10 +115,9 @@ class Beside:
         def beside() -> None:
             self._baton.take()
             begun.set()
-            with self._ending(its, mine):
-                torch.set_num_threads(settings[1])
-                with torch.set_grad_enabled(settings[0]):
-                    made.append(second())
+            torch.set_num_threads(settings[1])
+            with torch.set_grad_enabled(settings[0]):
+                self._to_its_end(its, mine, lambda: made.append(second()))
 
         mine.thread, its.thread = threading.get_ident(), self._start()
         self.comms.beside = self
@@ -125,9 +125,7 @@ class Beside:
             self._work.put(beside)
             begun.wait()
             self._baton.take()
-            out: list[First] = []
-            with self._ending(mine, its):
-                out.append(first())
+            self._to_its_end(mine, its, lambda: out.append(first()))
             its.ended.wait()
         finally:
             self.comms.beside = None
@@ -136,12 +134,11 @@ class Beside:
             raise failed
         return out[0], made[0]
 
-    @contextmanager
-    def _ending(self, side: _Side, other: _Side) -> Iterator[None]:
-        """Keep the first error, give the baton away for good, and see to it that the other pass ends after an error."""
+    def _to_its_end(self, side: _Side, other: _Side, task: Callable[[], None]) -> None:
+        """Run a pass that has the baton; keep the first error, and see to it that the other pass ends after one."""
         try:
             self._raise_if_failed()
-            yield
+            task()
         except _OtherFailed:
             pass
         except BaseException as error:

@@ -182,7 +182,9 @@ class _Executor:
             self._keep(run, self._work(run)())
 
     def _pair(self, first: Run, second: Run) -> None:
-        assert self.beside is not None and self.second_of[first.action] == second.action  # the plan has them next to each other
+        assert (
+            self.beside is not None and self.second_of[first.action] == second.action
+        )  # the plan has them next to each other
         made, also_made = self.beside.run(self._work(first), self._work(second))
         self._keep(first, made)
         self._keep(second, also_made)

@@ -206,8 +206,12 @@ class _Run:
 
     @property
     def in_flight(self) -> int:
-        """Micro-batches whose activations this rank's stages hold at once, as the schedule promises (per stage, rounded up)."""
-        held = self.pipeline.plan(self.num_microbatches).schedule.max_live[self.folding.coord(self.rank, "pp")]
+        """Micro-batches whose activations this rank's stages hold at once, as the schedule promises (per stage, rounded up).
+
+        One more where the forward pass of a pair begins before the backward pass has let go of its own.
+        """
+        plan = self.pipeline.plan(self.num_microbatches)
+        held = plan.schedule.max_live[self.folding.coord(self.rank, "pp")] + bool(plan.pairs)
         return max(1, -(-held // len(self.stages)))
 
     @cached_property

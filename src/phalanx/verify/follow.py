@@ -23,7 +23,7 @@ from phalanx.core.errors import RunError
 from phalanx.models.context import TokenBatch
 from phalanx.models.shard import part_of
 from phalanx.runtime.collectives import Collectives
-from phalanx.runtime.groups import GroupCache, WorldInfo, build_groups, close_world, init_world
+from phalanx.runtime.groups import GroupCache, WorldInfo, build_groups, close_world, init_world, with_second_groups
 from phalanx.runtime.launch import STOPPED, StopRequest, run_local
 from phalanx.train.assemble import assemble
 from phalanx.train.step import StepParts, train_step
@@ -129,6 +129,8 @@ def _on_mapping(case: Case, steps: int, info: WorldInfo, stop: StopRequest) -> C
     setup, pipeline, folding = case.setup, case.pipeline, case.folding
     cache = GroupCache(timeout_s=TIMEOUT_S)
     groups = build_groups(folding, rank=info.rank, cache=cache, table_ranks=pipeline.stages.table_ranks)
+    if pipeline.pair_passes:
+        groups = with_second_groups(groups, cache=cache)
     ctx = context(setup, groups, Collectives(timeout_s=TIMEOUT_S), dtype=torch.float64)
     each, index = setup.accumulation, folding.replica_of(info.rank)
     parts = assemble(ctx, optim=setup.optim, num_microbatches=each, pipeline=pipeline)

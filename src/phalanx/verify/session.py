@@ -24,7 +24,7 @@ from phalanx.core.errors import PhalanxError, RunError
 from phalanx.plan.folding import Folding
 from phalanx.plan.model import parameters
 from phalanx.runtime.collectives import Collectives
-from phalanx.runtime.groups import GroupCache, WorldInfo, build_groups, close_world, init_world
+from phalanx.runtime.groups import GroupCache, WorldInfo, build_groups, close_world, init_world, with_second_groups
 from phalanx.runtime.launch import STOPPED, StopRequest, run_local
 from phalanx.train.assemble import assemble
 from phalanx.verify.compare import TOLERANCE, RankReport, compare, not_saved_once, uncovered
@@ -164,6 +164,8 @@ def run_case(
     """This rank's part of one case. Collective."""
     fault, setup, pipeline = task.fault, task.case.setup, task.case.pipeline
     groups = fault.groups(task.case.folding, rank, cache, pipeline.stages.table_ranks)
+    if pipeline.pair_passes:
+        groups = with_second_groups(groups, cache=cache)
     comms = fault.comms(timeout_s=job.timeout_s)
     replica, replicas = groups.folding.replica_of(rank), groups.folding.replicas
     each = len(want.patches) // replicas

@@ -74,6 +74,7 @@ class Case:
     @property
     def label(self) -> str:
         pipe = f"{self.pipeline.schedule} x{self.pipeline.virtual} " if self.folding.pp > 1 else ""
+        pipe += "pairs " if self.pipe.pair_passes else ""
         return f"{self.folding.label()}  {pipe}{self.setup.label}"
 
     @property
@@ -249,6 +250,8 @@ SCHEDULES: Sequence[PipelineConfig] = (
     PipelineConfig(schedule="eager_1f1b_split"),
     PipelineConfig(schedule="zbv"),
     PipelineConfig(schedule="dualpipev"),
+    PipelineConfig(schedule="eager_1f1b", pair_passes=True),
+    PipelineConfig(schedule="interleaved_1f1b", virtual=2, pair_passes=True),
 )
 PIPELINE_FACTORS: Mapping[str, Sequence[Any]] = {
     "routing": ("softmax-renorm", "groups-bias"),
@@ -328,7 +331,12 @@ STRIDE = 7
 
 def _case(row: Mapping[str, Any], world: int) -> Case:
     (tp, cp), (ep, etp) = row["attention_side"], row["expert_side"]
-    return Case(setup=setup_of(row), folding=Folding(world=world, tp=tp, cp=cp, ep=ep, etp=etp))
+    pair_passes = row["accumulation"] > 1 and row["packed"]  # half of those that have two micro-batches
+    return Case(
+        setup=setup_of(row),
+        folding=Folding(world=world, tp=tp, cp=cp, ep=ep, etp=etp),
+        pipe=PipelineConfig(pair_passes=pair_passes),
+    )
 
 
 def _cannot_meet(settings: Mapping[str, Any]) -> bool:
