@@ -8,7 +8,7 @@ equal. `speedup` is the median over rounds of the quotient of the two turns' med
     gradients   dp 2: buckets are reduced while the backward pass goes on
     ring        cp 2: key/value blocks travel while the block before them is computed
     pair        ep 2, 4 micro-batches: the forward pass of one runs beside the backward pass of the one before (`runtime/pair.py`); waiting, one pass
-                runs after the other, and nothing else is hidden
+                runs after the other (reductions of gradients are hidden both times)
 """
 
 from __future__ import annotations
@@ -170,8 +170,7 @@ def _rank(job_file: Path) -> int:
     counted = 0
     for _ in range(options.rounds):
         for synchronous, into in ((False, hidden), (True, waiting)):
-            comms.synchronous = synchronous
-            ours.pair(paired and not synchronous)
+            _hide(ours, comms, hide=not synchronous, paired=paired)
             comms.counters.clear()
             times, _ = ours.run(options.steps)
             counted = sum(c.sent_bytes for c in comms.counters.values()) // options.steps
@@ -185,11 +184,18 @@ def _rank(job_file: Path) -> int:
     return 0
 
 
+def _hide(ours: Ours, comms: Collectives, *, hide: bool, paired: bool) -> None:
+    """What follows hides the communication that this run is about, or does not."""
+    if paired:
+        ours.pair(hide)
+    else:
+        comms.synchronous = not hide
+
+
 def _same_loss(ours: Ours, comms: Collectives, *, paired: bool) -> bool:
     """Evaluate one batch both ways; a step would change the weights. Of pairs, which are steps, the losses of one more step, both ways."""
     losses = []
     for synchronous in (False, True):
-        comms.synchronous = synchronous
-        ours.pair(paired and not synchronous)
+        _hide(ours, comms, hide=not synchronous, paired=paired)
         losses.append(ours.step_loss(0) if paired else ours.loss_of(0))
     return losses[0] == losses[1]
