@@ -58,11 +58,11 @@ CASES = {
 }  # fmt: skip
 
 
-def two_steps(parts: StepParts, case: PipelineCase, rank: int) -> list[torch.Tensor]:
-    """Loss, gradients and weights of two steps from the starting state of `verify`."""
+def steps(parts: StepParts, case: PipelineCase, rank: int, *, count: int) -> list[torch.Tensor]:
+    """Loss, gradients and weights of `count` steps from the starting state of `verify`."""
     start(parts, StartingValues())
     batches, out = batches_of(case, rank), []
-    for step in range(2):
+    for step in range(count):
         recorder = Recorder(parts.optimizer)
         result = train_step(dataclasses.replace(parts, optimizer=recorder), batches, step=step, lr=0.02)
         assert recorder.gradients is not None
@@ -76,13 +76,14 @@ def _both_ways(rank: int, cache: GroupCache, case: PipelineCase) -> tuple[bool, 
     """Beside one another; the same plan one after the other; a plan without pairs."""
     paired = build(case, rank, cache)
     num_pairs = len(paired.pipeline.plan(case.num_microbatches // case.folding.replicas).pairs)
-    found = two_steps(paired, case, rank)
+    count = 2 if case.setup.recompute == "none" and case.folding.world == 2 else 1
+    found = steps(paired, case, rank, count=count)
     counted = {key: (c.calls, c.sent_bytes) for key, c in paired.comms.counters.items()}
     waiting = build(case, rank, cache)
     waiting = dataclasses.replace(waiting, groups=dataclasses.replace(waiting.groups, second=None))
-    plan_alone = two_steps(waiting, case, rank) if case.folding.pp > 1 else None
+    plan_alone = steps(waiting, case, rank, count=count) if case.folding.pp > 1 else None
     plain = build(dataclasses.replace(case, config=dataclasses.replace(case.config, pair_passes=False)), rank, cache)
-    want = two_steps(plain, case, rank)
+    want = steps(plain, case, rank, count=count)
     assert counted == {key: (c.calls, c.sent_bytes) for key, c in plain.comms.counters.items()}
     assert not [t.name for t in threading.enumerate() if t.name == "second pass"]
     return _equal(found, want), plan_alone is None or _equal(plan_alone, want), num_pairs, len(want)
@@ -95,7 +96,7 @@ def _equal(found: list[torch.Tensor], want: list[torch.Tensor]) -> bool:
 @pytest.mark.parametrize("name", CASES)
 def test_the_same_bits_as_one_after_the_other(name: str) -> None:
     case = CASES[name]
-    for beside, after, num_pairs, tensors in run_ranks(case.folding.world, _both_ways, case):
+    for beside, after, num_pairs, tensors in run_ranks(case.folding.world, _both_ways, case, timeout_s=150.0):
         assert num_pairs > 1 and tensors > 20
         assert beside and after
 
@@ -227,7 +228,7 @@ def _one_dies(rank: int, cache: GroupCache, folder: Path) -> None:
     parts = build(case, rank, cache, comms=_Dies(timeout_s=30.0) if rank else None)
     begin_s = time.monotonic()
     try:
-        two_steps(parts, case, rank)
+        steps(parts, case, rank, count=1)
     except PeerError as error:
         left = [t.name for t in threading.enumerate() if t.name == "second pass"]
         (folder / f"{rank}").write_text(f"{time.monotonic() - begin_s:.0f} {left} {error}")

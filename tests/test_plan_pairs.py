@@ -142,7 +142,7 @@ def test_pairs_that_are_no_neighbours_are_refused() -> None:
     with pytest.raises(PlanError, match=r"'F0\.1': is in two pairs"):
         simulate(schedule, pairs=[(b0, f1), (f1, b1)])
     plan = plan_pipeline(make_schedule("eager_1f1b", pp=2, virtual=1, num_microbatches=4))
-    first, second = next((a, b) for a, b in all_pairs(plan.schedule) if a.stage == 0)
+    first, second = next((a, b) for a, b in all_pairs(plan.schedule) if a.stage == 1)
     with pytest.raises(PlanError, match="is followed by the other pass of its pair"):
         dataclasses.replace(plan, pairs=((first, second),)).check()
 
