@@ -40,7 +40,7 @@ What = Literal["gradients", "ring", "pair"]
 SHAPES = {
     "gradients": Shape(layers=6, hidden=256, heads=8, kv_heads=8, experts=8, top_k=2, ffn=256, vocab=2048, batch=4, seq_len=256),
     "ring": Shape(layers=2, hidden=128, heads=4, kv_heads=4, experts=4, top_k=1, ffn=128, vocab=512, batch=1, seq_len=4096),
-    "pair": Shape(layers=3, hidden=256, heads=8, kv_heads=8, experts=8, top_k=2, ffn=512, vocab=512, batch=2, seq_len=256),
+    "pair": Shape(layers=3, hidden=256, heads=8, kv_heads=8, experts=8, top_k=2, ffn=256, vocab=512, batch=1, seq_len=256),
 }  # fmt: skip
 DEGREES: dict[What, dict[str, int]] = {"gradients": {}, "ring": {"cp": 2}, "pair": {"ep": 2}}
 MICROBATCHES: dict[What, int] = {"gradients": 1, "ring": 1, "pair": 4}
