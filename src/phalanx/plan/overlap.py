@@ -59,7 +59,8 @@ def ends_of_sizes(sizes: Sequence[int], parts: int) -> tuple[int, ...]:
     if parts == 1:
         return (len(sizes),)
     ends_of_tiles = list(accumulate(sizes))
-    total, found = ends_of_tiles[-1], []
+    total = ends_of_tiles[-1]
+    found: list[int] = []
     for part in range(1, parts):
         wanted = total * part / parts
         at = bisect_left(ends_of_tiles, wanted)

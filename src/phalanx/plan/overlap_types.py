@@ -128,7 +128,7 @@ class RankPlan:
         }
 
     def to_json(self) -> str:
-        """What `overlap_check.plan_from_json` reads back."""
+        """What `overlap_check.from_json` reads back."""
         return json.dumps(self.to_dict(), sort_keys=True)
 
     @property
