@@ -19,6 +19,7 @@ from typing import Literal
 
 from phalanx.core.errors import PlanError, Problem, raise_if
 from phalanx.plan.dispatch import DispatchPlan
+from phalanx.plan.overlap_axis import BACKWARD, FORWARD, Layer, cuts_of
 from phalanx.plan.overlap_order import Parts, forward_order, schedule_problems, with_weights
 from phalanx.plan.overlap_types import RankPlan, Schedule, Tile
 
@@ -80,14 +81,18 @@ def plan_overlap(
     direction: Literal["forward", "backward"] = "forward",
     host_of_rank: Sequence[int] | None = None,
     has_shared: bool = False,
+    layer: Layer | None = None,
 ) -> RankPlan:
     """The plan of one rank, `rank` being its position in `ep_etp` (`ep * ETP + etp`).
 
     Every source of the group sends to every rank the rows for its slots; the ETP ranks of an ep coordinate all get the same. `host_of_rank` orders
-    by distance (empty: all on one host). `has_shared`: the layer has a shared expert to compute in a gap. Raises `PlanError` with all problems.
+    by distance (None: all on one host). `has_shared`: the layer has a shared expert to compute in a gap. `layer`: what its operations read and write, where
+    they are not those of an ordinary expert; a schedule that cuts what must stay whole is refused. Raises `PlanError` with all problems.
     """
     size = dispatch.ep * dispatch.etp
-    raise_if(_problems(schedule, size, rank, tile_rows, host_of_rank), PlanError, subject="overlap")
+    cuts = cuts_of(layer or (FORWARD if direction == "forward" else BACKWARD))
+    problems = [*_problems(schedule, size, rank, tile_rows, host_of_rank), *cuts.problems(schedule)]
+    raise_if(problems, PlanError, subject="overlap")
     rows = dispatch.rows_PG.reshape(size, dispatch.ep, -1)
     come, go = rows[:, rank // dispatch.etp].tolist(), rows[rank].tolist()
     tiles = tuple(tiles_of(come[source], source=source, tile_rows=tile_rows) for source in range(size))
