@@ -131,6 +131,8 @@ class DispatchConfig:
     """Every expert computes exactly its capacity, so that no size depends on the routing (default false)."""
     transport: Literal["all_to_all", "all_gather"] = "all_to_all"
     """Rows sent to the ranks that need them, or gathered everywhere (for tiny ep)."""
+    overlap: str = "serial"
+    """Communication beside the experts' computing: serial (none), coarse:N (N chunks of tokens), fine (tile by tile), auto (by a measured model)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -149,7 +149,7 @@ EFFECTS: tuple[Effect, ...] = (
         reads=("dispatch.policy",),
     ),
     Effect(
-        settings=("dispatch.transport",),
+        settings=("dispatch.transport", "dispatch.overlap"),
         inert=lambda r: not _any_stage(r, "ep", "etp") if r.folding.stages else r.folding.ep == 1 and r.folding.etp == 1,
         reason="folding.ep = 1 and folding.etp = 1 keep every row where it is",
         way_out="folding.ep = 2",

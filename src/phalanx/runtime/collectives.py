@@ -307,6 +307,27 @@ class Collectives:
         out: torch.Tensor = _AllToAllRows.apply(x, self, axis, tuple(in_splits), tuple(out_splits), op_id)
         return out
 
+    def start_all_to_all_rows(
+        self,
+        x: torch.Tensor,
+        *,
+        in_splits: Sequence[int],
+        out_splits: Sequence[int],
+        axis: Axis,
+        op_id: str = "",
+    ) -> RowsUnderWay:
+        """`all_to_all_rows` that travels while the rank goes on; `RowsUnderWay.wait` has its rows. `x` is not to be written before that.
+
+        Differentiable: the backward pass posts the reverse exchange where it meets `wait`, and waits for it where it meets this call, so what
+        autograd does in between (what was computed between the two, and whatever has been recorded later than this call) hides it.
+        """
+        _check_splits(x, in_splits, axis, "start_all_to_all_rows")
+        if axis.group is None:
+            return RowsUnderWay(x)
+        trip = _Trip(self, axis, tuple(in_splits), tuple(out_splits), op_id)
+        token: torch.Tensor = _StartRows.apply(x, trip)
+        return RowsUnderWay(token, trip)
+
     def all_gather_rows(self, x: torch.Tensor, *, sizes: Sequence[int], axis: Axis, op_id: str = "") -> torch.Tensor:
         """Concatenate the rows of all ranks; rank i contributes `sizes[i]`."""
         _check_own(x, sizes, axis)
@@ -343,17 +364,27 @@ class Collectives:
         out_splits: Sequence[int],
         op_id: str,
     ) -> torch.Tensor:
+        out, exchange = self._start_exchange(op, x, axis, in_splits, out_splits, op_id)
+        exchange.wait()
+        return out
+
+    def _start_exchange(
+        self,
+        op: str,
+        x: torch.Tensor,
+        axis: Axis,
+        in_splits: Sequence[int],
+        out_splits: Sequence[int],
+        op_id: str,
+    ) -> tuple[torch.Tensor, Exchange]:
         if self.check_splits:
             self._compare_splits(op, axis, in_splits, out_splits)
         out = x.new_empty((sum(out_splits), *x.shape[1:]))
         sent = (x.shape[0] - in_splits[axis.index]) * _row_bytes(x)
-        self._run(
-            op,
-            axis,
-            _Call(op_id, sent, not x.is_cuda),
-            lambda: dist.all_to_all_single(out, x, list(out_splits), list(in_splits), group=axis.group, async_op=True),
+        launch = partial(
+            dist.all_to_all_single, out, x, list(out_splits), list(in_splits), group=axis.group, async_op=True
         )
-        return out
+        return out, self._start(op, axis, _Call(op_id, sent, not x.is_cuda), launch)
 
     def gather_rows_raw(self, x: torch.Tensor, axis: Axis, sizes: Sequence[int], op_id: str) -> torch.Tensor:
         """`all_gather_rows` without autograd: even sizes as an all-gather, uneven ones as an all-to-all of repeated input.
@@ -388,6 +419,14 @@ class Collectives:
     ) -> torch.Tensor:
         """`all_to_all_rows` without autograd."""
         return self._exchange("all_to_all_rows", x.detach().contiguous(), axis, in_splits, out_splits, op_id)
+
+    def start_all_to_all_raw(
+        self, x: torch.Tensor, axis: Axis, in_splits: Sequence[int], out_splits: Sequence[int], op_id: str
+    ) -> tuple[torch.Tensor, Exchange]:
+        """`start_all_to_all_rows` without autograd: the rows, not to be read before the exchange has been waited for."""
+        x = x.detach().contiguous()
+        _check_splits(x, in_splits, axis, "start_all_to_all_rows")
+        return self._start_exchange("all_to_all_rows", x, axis, in_splits, out_splits, op_id)
 
     def _compare_splits(self, op: str, axis: Axis, in_splits: Sequence[int], out_splits: Sequence[int]) -> None:
         told = self.gather_objects((tuple(in_splits), tuple(out_splits)), axis)
@@ -532,6 +571,75 @@ class _AllToAllRows(torch.autograd.Function):
         in_splits, out_splits = ctx.splits
         back = ctx.comms.all_to_all_raw(grad, ctx.axis, out_splits, in_splits, backward_id(ctx.op_id))
         return back, None, None, None, None, None
+
+
+class RowsUnderWay:
+    """Rows of other ranks on their way here (`Collectives.start_all_to_all_rows`)."""
+
+    def __init__(self, token: torch.Tensor, trip: _Trip | None = None) -> None:
+        self._token, self._trip = token, trip
+
+    def wait(self) -> torch.Tensor:
+        """(N, ...) the rows, once. Raises `PeerError`."""
+        if self._trip is None:  # an axis of one rank: they have been here all the time
+            return self._token
+        out: torch.Tensor = _WaitRows.apply(self._token, self._trip)
+        return out
+
+
+class _Trip:
+    """What start and wait of one exchange share, forward and backward."""
+
+    def __init__(
+        self, comms: Collectives, axis: Axis, in_splits: tuple[int, ...], out_splits: tuple[int, ...], op_id: str
+    ) -> None:
+        self.comms, self.axis, self.in_splits, self.out_splits, self.op_id = comms, axis, in_splits, out_splits, op_id
+        self._under_way: tuple[torch.Tensor, Exchange] | None = None
+
+    def go(self, x: torch.Tensor) -> None:
+        self._under_way = self.comms.start_all_to_all_raw(x, self.axis, self.in_splits, self.out_splits, self.op_id)
+
+    def come_back(self, grad: torch.Tensor) -> None:
+        self._under_way = self.comms.start_all_to_all_raw(
+            grad, self.axis, self.out_splits, self.in_splits, backward_id(self.op_id)
+        )
+
+    def arrive(self) -> torch.Tensor:
+        if self._under_way is None:
+            raise ValueError(
+                f"exchange [{self.op_id}] over {self.axis.name} is not under way, or was waited for already"
+            )
+        (out, exchange), self._under_way = self._under_way, None
+        exchange.wait()
+        return out
+
+
+class _StartRows(torch.autograd.Function):
+    """Rows leave; what autograd sees in their place until they are waited for is an empty tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, trip: _Trip) -> torch.Tensor:
+        ctx.trip = trip
+        trip.go(x)
+        return x.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        return ctx.trip.arrive(), None
+
+
+class _WaitRows(torch.autograd.Function):
+    """Rows arrive. Gradient: it leaves, and arrives where the rows had left."""
+
+    @staticmethod
+    def forward(ctx: Any, token: torch.Tensor, trip: _Trip) -> torch.Tensor:
+        ctx.trip = trip
+        return trip.arrive()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        ctx.trip.come_back(grad)
+        return grad.new_empty(0), None
 
 
 class _AllGatherRows(torch.autograd.Function):

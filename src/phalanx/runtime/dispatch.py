@@ -121,9 +121,7 @@ class Dispatcher:
         (it decides ties and `position` under full_sequence). `part_T`: this rank stands in for several, part by part (sub_sequence drops
         in each part by itself). `op_prefix` names the collectives (`mb0.L3.fwd.`).
         """
-        kept_TK = self.kept(
-            weights_TK.detach(), experts_TK, token_index_T=token_index_T, part_T=part_T, op_prefix=op_prefix
-        )
+        kept_TK = self.kept(weights_TK, experts_TK, token_index_T=token_index_T, part_T=part_T, op_prefix=op_prefix)
         if self.spec.is_static:
             plan, send = self._static_list(experts_TK, kept_TK)
         else:
@@ -140,7 +138,7 @@ class Dispatcher:
         rows = gather_rows(
             x_TH, token_of_row_R, rows_of_token_TK=send.rows_of_token_TK, impl=self.kernels, lanes=self.lanes
         )
-        weights = _pick_weights(weights_TK, send.pair_of_row_R, has_fill=self.spec.is_static)
+        weights = pick_weights(weights_TK, send.pair_of_row_R, has_fill=self.spec.is_static)
         here = {"ep": self.ep.index, "etp": self.etp.index}
         splits = {"in_splits": plan.sends(**here), "out_splits": plan.receives(**here)}
         sizes = plan.etp_sizes(ep=self.ep.index)
@@ -149,11 +147,11 @@ class Dispatcher:
         rows = self.comms.all_gather_rows(rows, sizes=sizes, axis=self.etp, op_id=at + "rows_etp")
         weights = self.comms.all_to_all_rows(weights, **splits, axis=self.ep, op_id=at + "weights")
         weights = self.comms.all_gather_rows(weights, sizes=sizes, axis=self.etp, op_id=at + "weights_etp")
-        order = self._slot_order(plan)
+        order = self.slot_order(plan)
         if order is not None:
             index, inverse = chunk_index(order, rows.device), chunk_index(order.inverse(), rows.device)
-            rows = _Reorder.apply(rows, index, inverse)
-            weights = _Reorder.apply(weights, index, inverse)
+            rows = Reorder.apply(rows, index, inverse)
+            weights = Reorder.apply(weights, index, inverse)
         state = DispatchState(plan, send, token_of_row_R, send.rows_of_token_TK, op_prefix)
         return Dispatched(rows, weights, plan.slot_counts(ep=self.ep.index), send.dropped, state)
 
@@ -169,7 +167,7 @@ class Dispatcher:
         """All tokens of the group come here, with every source's send list; the rows of the own slots are picked from them."""
         at, axis = op_prefix + "dispatch.", self.ep_etp
         row_sizes = tuple(int(n) for n in plan.rows_PG.sum(1))
-        weights_R = _pick_weights(weights_TK, send.pair_of_row_R, has_fill=self.spec.is_static)
+        weights_R = pick_weights(weights_TK, send.pair_of_row_R, has_fill=self.spec.is_static)
         all_NH = self.comms.all_gather_rows(x_TH, sizes=token_sizes, axis=axis, op_id=at + "rows")
         weights = self.comms.all_gather_rows(weights_R, sizes=row_sizes, axis=axis, op_id=at + "weights")
         pairs = self.comms.all_gather_rows(
@@ -181,7 +179,7 @@ class Dispatcher:
         offset_M = _repeat(first_token[sources] * self.top_k, chunks, x_TH.device)
         local_M = pairs.index_select(0, index_M)
         pair_M = torch.where(local_M < 0, FILL, local_M + offset_M)
-        rows_of_token_NK = _inverse(pair_M, all_NH.shape[0] * self.top_k).view(-1, self.top_k)
+        rows_of_token_NK = inverse_of(pair_M, all_NH.shape[0] * self.top_k).view(-1, self.top_k)
         token_of_row_M = torch.div(pair_M, self.top_k, rounding_mode="floor")
         rows_MH = gather_rows(
             all_NH, token_of_row_M, rows_of_token_TK=rows_of_token_NK, impl=self.kernels, lanes=self.lanes
@@ -200,10 +198,10 @@ class Dispatcher:
                 rows_MH, state.rows_of_token, token_of_row_M=state.token_of_row, impl=self.kernels, lanes=self.lanes
             )
             return self.comms.reduce_scatter_rows(all_NH, sizes=state.token_sizes, axis=self.ep_etp, op_id=at + "rows")
-        order = self._slot_order(plan)
+        order = self.slot_order(plan)
         if order is not None:
             device = rows_MH.device
-            rows_MH = _Reorder.apply(rows_MH, chunk_index(order.inverse(), device), chunk_index(order, device))
+            rows_MH = Reorder.apply(rows_MH, chunk_index(order.inverse(), device), chunk_index(order, device))
         here = {"ep": self.ep.index, "etp": self.etp.index}
         sizes = plan.etp_sizes(ep=self.ep.index)
         rows = self.comms.reduce_scatter_rows(rows_MH, sizes=sizes, axis=self.etp, op_id=at + "rows_etp")
@@ -214,7 +212,7 @@ class Dispatcher:
             rows, state.rows_of_token, token_of_row_M=state.token_of_row, impl=self.kernels, lanes=self.lanes
         )
 
-    def _slot_order(self, plan: DispatchPlan) -> Chunks | None:
+    def slot_order(self, plan: DispatchPlan) -> Chunks | None:
         """None where rows arrive in slot order already: from one source, or for one slot."""
         if self.ep_etp.size == 1 or plan.slots_per_rank == 1:
             return None
@@ -230,7 +228,7 @@ class Dispatcher:
         keys_N = experts_TK.reshape(-1)
         if kept_TK is not None:  # dropped pairs sort to the end, behind the last expert
             keys_N = torch.where(kept_TK.reshape(-1), keys_N, self.num_experts)
-        counts_E = _count(keys_N, self.num_experts + 1)[: self.num_experts].to(torch.int32)
+        counts_E = count_keys(keys_N, self.num_experts + 1)[: self.num_experts].to(torch.int32)
         counts_PE, token_sizes = self._gather_counts(counts_E, experts_TK.shape[0], op_prefix)
         plan = plan_dispatch(counts_PE, self.slots_G, ep=self.ep.size, etp=self.etp.size)
         num_rows = int(counts_PE[self.ep_etp.index].sum())
@@ -240,7 +238,7 @@ class Dispatcher:
             moves = plan.send_order(ep=self.ep.index, etp=self.etp.index)
             pair_of_row_R = pair_of_row_R.index_select(0, chunk_index(moves, device))
         dropped = torch.tensor(num_pairs - num_rows, device=device)
-        rows_of_token_TK = _inverse_exact(pair_of_row_R, num_pairs).view(experts_TK.shape)
+        rows_of_token_TK = inverse_exact(pair_of_row_R, num_pairs).view(experts_TK.shape)
         return plan, SendList(pair_of_row_R, rows_of_token_TK, dropped), token_sizes
 
     def _gather_counts(
@@ -258,20 +256,27 @@ class Dispatcher:
 
     def _static_list(self, experts_TK: torch.Tensor, kept_TK: torch.Tensor | None) -> tuple[DispatchPlan, SendList]:
         """Every expert gets the same number of rows from this rank, fill rows among them; nothing depends on the routing."""
+        return self.static_share(experts_TK, kept_TK, places=range(self.static_rows(experts_TK.shape[0])))
+
+    def static_share(
+        self, experts_TK: torch.Tensor, kept_TK: torch.Tensor | None, *, places: range
+    ) -> tuple[DispatchPlan, SendList]:
+        """Of the rows that every expert gets from this rank in padded mode, those numbered `places`."""
         assert kept_TK is not None  # the static policies drop
-        num_rows = self._static_rows(experts_TK.shape[0])
+        num_rows = len(places)
         plan = plan_static_dispatch(num_rows, self.slots_G, ep=self.ep.size, etp=self.etp.size)
         keys_N, kept_N = experts_TK.reshape(-1), kept_TK.reshape(-1)
-        place_N = _place_in_expert(torch.where(kept_N, keys_N, self.num_experts), self.num_experts)
-        row_N = torch.where(kept_N, keys_N * num_rows + place_N, FILL)
+        place_N = place_in_expert(torch.where(kept_N, keys_N, self.num_experts), self.num_experts) - places.start
+        here_N = kept_N & (place_N >= 0) & (place_N < num_rows)
+        row_N = torch.where(here_N, keys_N * num_rows + place_N, FILL)
         if not self.is_plain:
             back = chunk_index(plan.send_order(ep=self.ep.index, etp=self.etp.index).inverse(), keys_N.device)
-            row_N = torch.where(kept_N, back[row_N], FILL) if len(back) else row_N
-        pair_of_row_R = _inverse(row_N, self.num_experts * num_rows)
+            row_N = torch.where(here_N, back[row_N], FILL) if len(back) else row_N
+        pair_of_row_R = inverse_of(row_N, self.num_experts * num_rows)
         dropped = kept_N.numel() - kept_N.sum()
         return plan, SendList(pair_of_row_R, row_N.view(experts_TK.shape), dropped)
 
-    def _static_rows(self, num_tokens: int) -> int:
+    def static_rows(self, num_tokens: int) -> int:
         """Rows to each expert in padded mode: the capacity, of which one rank can fill no more than it has tokens."""
         whole = self.micro.size if self.spec.drop_scope == "full_sequence" else 1
         return min(num_tokens, self._capacity(num_tokens * whole))
@@ -290,10 +295,10 @@ class Dispatcher:
         part_T: torch.Tensor | None = None,
         op_prefix: str = "",
     ) -> torch.Tensor | None:
-        """(T, K) which pairs the experts keep; None where all are. Arguments as of `dispatch`."""
+        """(T, K) which pairs of this rank the experts keep; None where all are. Arguments as of `dispatch`."""
         if part_T is not None and self.spec.policy == "drop" and self.spec.drop_scope == "sub_sequence":
-            return self._kept_by_part(weights_TK, experts_TK, part_T)
-        return self._kept(weights_TK, experts_TK, token_index_T, op_prefix)
+            return self._kept_by_part(weights_TK.detach(), experts_TK, part_T)
+        return self._kept(weights_TK.detach(), experts_TK, token_index_T, op_prefix)
 
     def _kept(
         self,
@@ -333,10 +338,10 @@ def kept_pairs(weights_TK: torch.Tensor, experts_TK: torch.Tensor, *, rows: int,
     """(T, K) pairs that the experts keep (device form of `plan.dispatch.kept_pairs`): two stable sorts, no synchronisation."""
     experts_N = experts_TK.reshape(-1)
     if by == "position":
-        return (_place_in_expert(experts_N, None) < rows).view(experts_TK.shape)
+        return (place_in_expert(experts_N, None) < rows).view(experts_TK.shape)
     best_first_N = torch.sort(weights_TK.reshape(-1), descending=True, stable=True).indices
     place_N = torch.empty_like(experts_N)
-    place_N[best_first_N] = _place_in_expert(experts_N[best_first_N], None)
+    place_N[best_first_N] = place_in_expert(experts_N[best_first_N], None)
     return (place_N < rows).view(experts_TK.shape)
 
 
@@ -363,11 +368,11 @@ def _repeat(values: np.ndarray, chunks: Chunks, device: torch.device) -> torch.T
     return torch.repeat_interleave(both[0], both[1], output_size=chunks.num_rows)
 
 
-def _count(keys_N: torch.Tensor, size: int) -> torch.Tensor:
+def count_keys(keys_N: torch.Tensor, size: int) -> torch.Tensor:
     return torch.zeros(size, dtype=torch.int64, device=keys_N.device).scatter_add_(0, keys_N, torch.ones_like(keys_N))
 
 
-def _place_in_expert(keys_N: torch.Tensor, largest: int | None) -> torch.Tensor:
+def place_in_expert(keys_N: torch.Tensor, largest: int | None) -> torch.Tensor:
     """How many earlier entries have the same key."""
     order_N = stable_order(keys_N, 2**14 if largest is None else largest)
     sorted_N = keys_N[order_N]
@@ -377,7 +382,7 @@ def _place_in_expert(keys_N: torch.Tensor, largest: int | None) -> torch.Tensor:
     return place_N
 
 
-def _inverse_exact(index_R: torch.Tensor, size: int) -> torch.Tensor:
+def inverse_exact(index_R: torch.Tensor, size: int) -> torch.Tensor:
     """(size,) where each value occurs in `index_R` (all different, none FILL), FILL where it does not."""
     out = torch.empty(size, dtype=torch.int64, device=index_R.device)
     if len(index_R) < size:
@@ -386,7 +391,7 @@ def _inverse_exact(index_R: torch.Tensor, size: int) -> torch.Tensor:
     return out
 
 
-def _inverse(index_R: torch.Tensor, size: int) -> torch.Tensor:
+def inverse_of(index_R: torch.Tensor, size: int) -> torch.Tensor:
     """The same where `index_R` may hold FILL: those entries land in a spare last cell."""
     out = torch.full((size + 1,), FILL, dtype=torch.int64, device=index_R.device)
     cells_R = torch.where(index_R < 0, size, index_R)
@@ -394,7 +399,7 @@ def _inverse(index_R: torch.Tensor, size: int) -> torch.Tensor:
     return out[:size]
 
 
-def _pick_weights(weights_TK: torch.Tensor, pair_of_row_R: torch.Tensor, *, has_fill: bool) -> torch.Tensor:
+def pick_weights(weights_TK: torch.Tensor, pair_of_row_R: torch.Tensor, *, has_fill: bool) -> torch.Tensor:
     """(R,) weight of each row, zero for fill rows."""
     flat_N = weights_TK.reshape(-1)
     if not has_fill:
@@ -403,7 +408,7 @@ def _pick_weights(weights_TK: torch.Tensor, pair_of_row_R: torch.Tensor, *, has_
     return padded.index_select(0, torch.where(pair_of_row_R < 0, len(flat_N), pair_of_row_R))
 
 
-class _Reorder(torch.autograd.Function):
+class Reorder(torch.autograd.Function):
     """`x[index]`, whose gradient is `grad[inverse]`: a gather both ways."""
 
     @staticmethod

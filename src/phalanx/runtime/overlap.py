@@ -131,6 +131,10 @@ class _Flight:
     lanes: Lanes
     recompute: bool
     later: Target | None = None
+    columns: Sequence[int]
+    """Of each block of what comes back."""
+    way: _Way | None = None
+    """What is under way now."""
 
     def __init__(
         self, dispatcher: Dispatcher, plan: RankPlan, outs: list[Outgoing], op_prefix: str, *, num_tokens: int
@@ -192,9 +196,16 @@ class _Flight:
             num = int(going.max()) + 1 if len(going) else 0  # SYNC: sizes of messages
             self.ins.append(entries_of(going, rows_to, num=num))
             self.index.append(going)
-            self.row_weights.append(told[:, 1:].clone(memory_format=torch.contiguous_format).view(flat_N.dtype).squeeze(1).to(dtype))
+            self.row_weights.append(
+                told[:, 1:].clone(memory_format=torch.contiguous_format).view(flat_N.dtype).squeeze(1).to(dtype)
+            )
         for exchange in sends:
             exchange.wait()
+
+    @property
+    def under_way(self) -> _Way:
+        assert self.way is not None  # between departure and arrival
+        return self.way
 
     def depart(self, x_TH: torch.Tensor, plan: RankPlan, columns: Sequence[int]) -> _Way:
         """Post all receives of one direction, then send this rank's entries. `columns`: of each block of what comes back."""
@@ -294,7 +305,7 @@ class _Depart(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, ticket: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        flight, way = ctx.flight, ctx.flight.way
+        flight, way = ctx.flight, ctx.flight.under_way
         dx_TH = flight.arrive(way)
         d_weights = None
         if ctx.needs_input_grad[1]:
@@ -320,7 +331,7 @@ class _Work(torch.autograd.Function):
     def forward(
         ctx: Any, ticket: torch.Tensor, x_TH: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, flight: _Flight
     ) -> torch.Tensor:
-        way = flight.way
+        way = flight.under_way
         geometry = Geometry(flight.plan.tiles, flight.slots, x_TH.dtype)
         flight.place_rows(geometry)
         work = TileProducts(geometry, w13, w2, flight.lanes, recompute=flight.recompute)
@@ -343,13 +354,12 @@ class _Work(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, ticket: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         w13, w2, gate_up, *entries = ctx.saved_tensors
-        flight, way, geometry = ctx.flight, ctx.flight.way, ctx.geometry
+        flight, way, geometry = ctx.flight, ctx.flight.under_way, ctx.geometry
         work = TileProducts(geometry, w13, w2, flight.lanes, recompute=gate_up is None)
         work.open_backward(way.plan.blocks, gate_up)
         rows = [Rows(*three) for three in zip(entries, flight.index, flight.row_weights, strict=True)]
         grads = [Rows(g, r.index, r.weights) for g, r in zip(way.entries, rows, strict=True)]
-        wanted = ctx.needs_input_grad[2] or ctx.needs_input_grad[3]
-        d_w13, d_w2 = work.open_weights() if wanted else (None, None)
+        weights = work.open_weights() if ctx.needs_input_grad[2] or ctx.needs_input_grad[3] else None
         told = set()
         for op in way.plan.ops:
             if op.kind == "wait":
@@ -363,13 +373,13 @@ class _Work(torch.autograd.Function):
                 if op.part == len(way.plan.part_ends[op.peer]) - 1 and op.peer not in told:
                     told.add(op.peer)
                     _tell_dots(flight, way, op.peer, work.dots_P)
-            elif op.kind == "weights" and wanted:
-                work.weights(op.part, rows, grads, d_w13, d_w2)
+            elif op.kind == "weights" and weights is not None:
+                work.weights(op.part, rows, grads, *weights)
         if flight.own not in told:
             way.own_dots = work.dots_P.new_empty(0)
         if flight.later is not None:
             flight.later.put(lambda: _weights_later(work, rows, grads))
-        return ticket.clone(), None, d_w13, d_w2, None
+        return ticket.clone(), None, *(weights or (None, None)), None
 
 
 def _tell_dots(flight: _Flight, way: _Way, peer: int, dots_P: torch.Tensor) -> None:
@@ -391,8 +401,8 @@ def _weights_later(work: TileProducts, rows: list[Rows], grads: list[Rows]) -> t
 class _Arrive(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ticket: torch.Tensor, flight: _Flight) -> torch.Tensor:
-        y_TH = flight.arrive(flight.way)
-        flight.close(flight.way)
+        y_TH = flight.arrive(flight.under_way)
+        flight.close(flight.under_way)
         flight.way = None
         ctx.flight = flight
         # kept for no other reason than that a layer which is run again is run to its end: others wait for what it sends
