@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Literal
 
@@ -72,6 +72,27 @@ def ends_of_sizes(sizes: Sequence[int], parts: int) -> tuple[int, ...]:
     return (*found, len(sizes))
 
 
+@dataclass(frozen=True)
+class Rows:
+    """Rows by local slot that one rank has to do with."""
+
+    come: list[list[int]]
+    """From each source to this rank's slots."""
+    go: list[list[int]]
+    """From this rank to the slots of each ep coordinate."""
+
+
+def rows_of(dispatch: DispatchPlan, *, rank: int) -> Rows:
+    """What comes to a rank and what it sends; the ETP ranks of an ep coordinate all get the same rows."""
+    rows = dispatch.rows_PG.reshape(dispatch.ep * dispatch.etp, dispatch.ep, -1)
+    return Rows(rows[:, rank // dispatch.etp].tolist(), rows[rank].tolist())
+
+
+def cut_rows(rows_G: Sequence[int], tile_rows: int) -> list[int]:
+    """Rows of each tile of one source on one rank, slot by slot."""
+    return [size for rows in rows_G for size in tile_sizes(rows, tile_rows)]
+
+
 def plan_overlap(
     dispatch: DispatchPlan,
     schedule: Schedule,
@@ -90,17 +111,14 @@ def plan_overlap(
     they are not those of an ordinary expert; a schedule that cuts what must stay whole is refused. Raises `PlanError` with all problems.
     """
     size = dispatch.ep * dispatch.etp
-    cuts = cuts_of(layer or (FORWARD if direction == "forward" else BACKWARD))
-    problems = [*_problems(schedule, size, rank, tile_rows, host_of_rank), *cuts.problems(schedule)]
+    problems = [*_problems(schedule, size, rank, tile_rows, host_of_rank)]
+    problems += cuts_of(layer or (FORWARD if direction == "forward" else BACKWARD)).problems(schedule)
     raise_if(problems, PlanError, subject="overlap")
-    rows = dispatch.rows_PG.reshape(size, dispatch.ep, -1)
-    come, go = rows[:, rank // dispatch.etp].tolist(), rows[rank].tolist()
-    tiles = tuple(tiles_of(come[source], source=source, tile_rows=tile_rows) for source in range(size))
+    sizes = rows_of(dispatch, rank=rank)
+    tiles = tuple(tiles_of(rows, source=source, tile_rows=tile_rows) for source, rows in enumerate(sizes.come))
     ends = tuple(part_ends(of_source, schedule.parts) for of_source in tiles)
-    peer_ends = [
-        ends_of_sizes([n for slot in of_ep for n in tile_sizes(slot, tile_rows)], schedule.parts) for of_ep in go
-    ]
-    peer_part_ends = tuple(peer_ends[peer // dispatch.etp] for peer in range(size))
+    go_ends = [ends_of_sizes(cut_rows(rows, tile_rows), schedule.parts) for rows in sizes.go]
+    peer_part_ends = tuple(go_ends[peer // dispatch.etp] for peer in range(size))
     hosts = tuple(host_of_rank) if host_of_rank is not None else (0,) * size
     parts = Parts(
         rank=rank,

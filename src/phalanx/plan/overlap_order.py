@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import get_args
 
 import numpy as np
@@ -84,8 +85,12 @@ def schedule_problems(schedule: Schedule) -> list[Problem]:
     return problems
 
 
+@lru_cache(maxsize=1024)
 def forward_order(schedule: Schedule, parts: Parts, *, has_shared: bool) -> tuple[Op, ...]:
-    """All operations of the forward pass; `shared` among them if there is something to compute in a gap."""
+    """All operations of the forward pass; `shared` among them if there is something to compute in a gap.
+
+    Remembered: from batch to batch rows change, and how many parts there are hardly ever does.
+    """
     shared = [Op("shared")] if has_shared else []
     if schedule.seed is not None:
         return _drawn([*_serial(parts, shared)], parts, seed=(schedule.seed, parts.rank))
@@ -95,7 +100,8 @@ def forward_order(schedule: Schedule, parts: Parts, *, has_shared: bool) -> tupl
     return tuple(_overlapped(parts, shared, own_first=schedule.order == "own_first", before=before))
 
 
-def with_weights(ops: Sequence[Op], parts: Parts, *, schedule: Schedule) -> tuple[Op, ...]:
+@lru_cache(maxsize=1024)
+def with_weights(ops: tuple[Op, ...], parts: Parts, *, schedule: Schedule) -> tuple[Op, ...]:
     """The backward list: the forward one with the gradients of all local slots' weights.
 
     They need all rows of their slot. With overlap they run while the last results travel, in serial order before anything goes back.
@@ -110,7 +116,7 @@ def with_weights(ops: Sequence[Op], parts: Parts, *, schedule: Schedule) -> tupl
 
 def _serial(parts: Parts, shared: Iterable[Op]) -> list[Op]:
     """Each phase after the other, as a system without overlap does it; the shared expert hides nothing."""
-    here = [(p, part) for p in range(parts.size) for part in range(parts.come[p])]
+    here = [*parts.own(), *parts.arriving()]
     cells = [(p, part, block) for p, part in here for block in range(parts.blocks)]
     return [
         *parts.to_send(),
