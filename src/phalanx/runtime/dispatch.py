@@ -121,11 +121,13 @@ class Dispatcher:
         (it decides ties and `position` under full_sequence). `part_T`: this rank stands in for several, part by part (sub_sequence drops
         in each part by itself). `op_prefix` names the collectives (`mb0.L3.fwd.`).
         """
-        kept_TK = self.kept(weights_TK, experts_TK, token_index_T=token_index_T, part_T=part_T, op_prefix=op_prefix)
+        kept_TK = self.kept(
+            weights_TK.detach(), experts_TK, token_index_T=token_index_T, part_T=part_T, op_prefix=op_prefix
+        )
         if self.spec.is_static:
             plan, send = self._static_list(experts_TK, kept_TK)
         else:
-            plan, send, token_sizes = self._exact_list(experts_TK, kept_TK, op_prefix)
+            plan, send, token_sizes = self.exact_list(experts_TK, kept_TK, op_prefix)
         if self.spec.transport == "all_gather" and self.ep_etp.size > 1:
             sizes = (x_TH.shape[0],) * self.ep_etp.size if self.spec.is_static else token_sizes
             return self._gather(x_TH, weights_TK, plan, send, sizes, op_prefix)
@@ -220,7 +222,7 @@ class Dispatcher:
 
     # ---- what to send ----------------------------------------------------------------------------------------------------
 
-    def _exact_list(
+    def exact_list(
         self, experts_TK: torch.Tensor, kept_TK: torch.Tensor | None, op_prefix: str
     ) -> tuple[DispatchPlan, SendList, tuple[int, ...]]:
         """Exactly the kept pairs. The one host synchronisation of a layer is here: sizes of everything that follows."""
@@ -295,10 +297,10 @@ class Dispatcher:
         part_T: torch.Tensor | None = None,
         op_prefix: str = "",
     ) -> torch.Tensor | None:
-        """(T, K) which pairs of this rank the experts keep; None where all are. Arguments as of `dispatch`."""
+        """(T, K) which pairs the experts keep; None where all are. Arguments as of `dispatch`."""
         if part_T is not None and self.spec.policy == "drop" and self.spec.drop_scope == "sub_sequence":
-            return self._kept_by_part(weights_TK.detach(), experts_TK, part_T)
-        return self._kept(weights_TK.detach(), experts_TK, token_index_T, op_prefix)
+            return self._kept_by_part(weights_TK, experts_TK, part_T)
+        return self._kept(weights_TK, experts_TK, token_index_T, op_prefix)
 
     def _kept(
         self,
