@@ -15,6 +15,8 @@ COMMANDS = {
     "bench curve": ("phalanx.bench.curve", "compare"),
     "bench context": ("phalanx.bench.context", "measure"),
     "bench hiding --what ring": ("phalanx.bench.hiding", "measure"),
+    "bench layer": ("phalanx.bench.layer", "measure"),
+    "bench step": ("phalanx.bench.step", "measure"),
     "bench memory": ("phalanx.bench.memory", "compare"),
     "bench kill": ("phalanx.bench.kill", "kill_and_compare"),
     "bench pipeline": ("phalanx.bench.pipeline", "measure"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -41,10 +41,12 @@ class Ours:
         comms: Collectives | None = None,
         optim: OptimConfig = OPTIM,
         native: bool = True,
+        overlap: str = "serial",
     ) -> None:
         keep_freed_memory(threads=threads)
         groups = groups or build_groups(make_folding(world=1), rank=0, cache=GroupCache())
         folding, spec = groups.folding, shape.spec()
+        setting: dict[str, Any] = {} if overlap == "serial" else {"overlap": overlap}
         ctx = ModelContext(
             spec=spec,
             dispatch=DispatchSpec(),
@@ -55,6 +57,7 @@ class Ours:
             device=torch.device("cpu"),
             kernels=kernels,
             lanes=Lanes(threads, rows=compiled_rows() if native else None),
+            **setting,
         )
         self.shape, self.rate, self.lanes, self.groups = shape, rate, ctx.lanes, groups
         self.parts = assemble(ctx, optim=optim, num_microbatches=1)

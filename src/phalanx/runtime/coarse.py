@@ -67,7 +67,9 @@ def run_coarse(
     "all_gather"`), of which each rank needs all before it can begin.
     """
     raise_if(_problems(dispatcher, chunks), ConfigError, subject="overlap")
-    kept_TK = dispatcher.kept(weights_TK, experts_TK, token_index_T=token_index_T, part_T=part_T, op_prefix=op_prefix)
+    kept_TK = dispatcher.kept(
+        weights_TK.detach(), experts_TK, token_index_T=token_index_T, part_T=part_T, op_prefix=op_prefix
+    )
     if dispatcher.spec.is_static:
         parts = _cut_capacity(dispatcher, x_TH, weights_TK, experts_TK, kept_TK, chunks)
     else:
