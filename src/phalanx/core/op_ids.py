@@ -34,9 +34,7 @@ def read_op_id(op_id: str) -> OpPlace:
     if found is None:  # a line break
         return OpPlace(None, None, None, op_id)
     microbatch, layer, phase, name = found.groups()
-    return OpPlace(
-        None if microbatch is None else int(microbatch), None if layer is None else int(layer), phase, name
-    )
+    return OpPlace(None if microbatch is None else int(microbatch), None if layer is None else int(layer), phase, name)
 
 
 def expert_exchange(op_id: str) -> tuple[int, Direction] | None:

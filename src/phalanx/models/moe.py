@@ -8,6 +8,8 @@ Legend: T tokens of this rank, H hidden.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import nn
 
@@ -18,6 +20,7 @@ from phalanx.models.router import Router
 from phalanx.plan.program import op_id
 from phalanx.runtime.dispatch import Dispatcher
 from phalanx.runtime.experts import ExpertWeights, run_experts
+from phalanx.runtime.tracing import traced
 
 
 class Experts(nn.Module):
@@ -52,7 +55,9 @@ class MoE(nn.Module):
 
     def forward(self, x_TH: torch.Tensor, info: ForwardInfo, batch: TokenBatch) -> tuple[torch.Tensor, RoutingStats]:
         """(T, H) -> (T, H) and this micro-batch's router losses and counts. Collective over `ep_etp`."""
-        routing = self.router(x_TH, info, num_sequences=batch.num_sequences, token_index_T=batch.token_index_T)
+        prefix = op_id("", microbatch=info.microbatch, layer=self.layer, phase=info.phase)
+        route = partial(self.router, info=info, num_sequences=batch.num_sequences, token_index_T=batch.token_index_T)
+        routing = traced(self.dispatcher.comms, prefix + "router", route, x_TH)
         y_TH, dropped = run_experts(
             x_TH,
             routing.weights_TK,
@@ -65,7 +70,7 @@ class MoE(nn.Module):
             recompute=self.recompute,
             token_index_T=batch.token_index_T,
             part_T=batch.part_T,
-            op_prefix=op_id("", microbatch=info.microbatch, layer=self.layer, phase=info.phase),
+            op_prefix=prefix,
         )
         if self.shared is not None:
             y_TH = y_TH + self.shared(x_TH, info, batch)
