@@ -10,6 +10,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+Lane = Literal["host", "compute", "wait"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
@@ -145,8 +147,8 @@ class Operation(Event):
     """Something that a rank did in a step that is recorded (`observe.trace_steps`), as its host saw it."""
 
     op_id: str
-    lane: Literal["step", "host", "compute", "wait"]
-    """step: the whole step. host: a pass of the pipeline. compute: arithmetic. wait: blocked on something that is no collective."""
+    lane: Lane
+    """host: a pass of the pipeline, waiting for data. compute: arithmetic. wait: blocked on something that is no collective."""
     begin_s: float
     end_s: float
 

@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 from phalanx.core.clock import ANCHOR_S
 from phalanx.core.errors import PeerError, RunError
-from phalanx.core.events import Collective, Emit, Event, Operation, ignore
+from phalanx.core.events import Collective, Emit, Event, Lane, Operation, ignore
 from phalanx.runtime.groups import DEFAULT_TIMEOUT_S, Axis
 from phalanx.runtime.waiting import LayerTimes
 
@@ -304,7 +304,7 @@ class Collectives:
             self.trace, self._emit = before
 
     @contextmanager
-    def doing(self, op_id: str, lane: Literal["step", "host", "compute", "wait"] = "compute") -> Iterator[None]:
+    def doing(self, op_id: str, lane: Lane = "compute") -> Iterator[None]:
         """With `trace`, tell that the rank did this from here to the end."""
         if not self.trace:
             yield
@@ -313,7 +313,7 @@ class Collectives:
         yield
         self.did(op_id, lane, begin_s)
 
-    def did(self, op_id: str, lane: Literal["step", "host", "compute", "wait"], begin_s: float) -> None:
+    def did(self, op_id: str, lane: Lane, begin_s: float) -> None:
         """Tell of an operation that ends now and began at `begin_s` of `time.monotonic`."""
         end_s = ANCHOR_S + time.monotonic()
         self._emit(Operation(op_id=op_id, lane=lane, begin_s=ANCHOR_S + begin_s, end_s=end_s))
