@@ -31,6 +31,7 @@ COMMANDS = {
     "plan placement --hosts 4 --slots 2 --experts 4": ("phalanx.cli.plan_placement", "placement_result"),
     "verify --ranks 2": ("phalanx.cli.verify", "verify"),
     "metrics .": ("phalanx.cli.metrics", "read_history"),
+    "trace .": ("phalanx.cli.trace", "read_recording"),
     "plan folding --world 8": ("phalanx.cli.plan", "folding_result"),
     "plan model tiny": ("phalanx.cli.plan", "model_result"),
     "plan schedule --name 1f1b --pp 2 --microbatches 4": ("phalanx.cli.plan_schedule", "schedule_problems"),

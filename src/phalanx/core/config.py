@@ -297,6 +297,8 @@ class ObserveConfig:
     """Serve the newest metrics over HTTP on this port (extra `prometheus`)."""
     prometheus_address: str | None = None
     """Address the endpoint listens on. Default: 127.0.0.1, this machine only."""
+    trace_steps: tuple[int, ...] | None = None
+    """First and last step (or the only one) of which every operation of each rank is recorded, for `phalanx trace`, e.g. [10, 12]."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,8 @@ Legend: T tokens of this rank, H hidden.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import nn
 
@@ -19,6 +21,7 @@ from phalanx.plan.program import op_id
 from phalanx.runtime.dispatch import Dispatcher
 from phalanx.runtime.experts import ExpertWeights
 from phalanx.runtime.routed import RoutedExperts
+from phalanx.runtime.tracing import traced
 
 
 class Experts(nn.Module):
@@ -54,7 +57,9 @@ class MoE(nn.Module):
 
     def forward(self, x_TH: torch.Tensor, info: ForwardInfo, batch: TokenBatch) -> tuple[torch.Tensor, RoutingStats]:
         """(T, H) -> (T, H) and this micro-batch's router losses and counts. Collective over `ep_etp`."""
-        routing = self.router(x_TH, info, num_sequences=batch.num_sequences, token_index_T=batch.token_index_T)
+        prefix = op_id("", microbatch=info.microbatch, layer=self.layer, phase=info.phase)
+        route = partial(self.router, info=info, num_sequences=batch.num_sequences, token_index_T=batch.token_index_T)
+        routing = traced(self.routed.dispatcher.comms, prefix + "router", route, x_TH)
         shared = self.shared
         y_TH, dropped = self.routed(
             x_TH,
@@ -65,7 +70,7 @@ class MoE(nn.Module):
             recompute=self.recompute,
             token_index_T=batch.token_index_T,
             part_T=batch.part_T,
-            op_prefix=op_id("", microbatch=info.microbatch, layer=self.layer, phase=info.phase),
+            op_prefix=prefix,
             beside=None if shared is None else lambda: shared(x_TH, info, batch),
         )
         stats = RoutingStats(

@@ -29,9 +29,11 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from phalanx.core.clock import ANCHOR_S
 from phalanx.core.errors import PeerError, RunError
-from phalanx.core.events import Collective, Emit, Event, ignore
+from phalanx.core.events import Collective, Emit, Event, Lane, Operation, ignore
 from phalanx.runtime.groups import DEFAULT_TIMEOUT_S, Axis
+from phalanx.runtime.waiting import LayerTimes
 
 ReduceOp = Literal["sum", "max", "min"]
 # torch 2.13 renamed these two and deprecates the old names
@@ -48,6 +50,8 @@ class Counter:
 
     calls: int = 0
     sent_bytes: int = 0
+    waited_s: float = 0.0
+    """For which waits for them blocked this rank."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,8 +88,9 @@ class Exchange:
 class Collectives:
     """All data collectives of one rank.
 
-    `counters` maps (op, axis name) to calls and bytes. With `trace` every collective emits `core.events.Collective`; its times
-    bracket the wait on a CPU, and the launch only on an asynchronous device. With `check_splits` the ranks first exchange their row
+    `counters` maps (op, axis name) to calls, bytes and time waited, `layers` has the times of each MoE layer's dispatch and combine (host
+    only). With `trace` every collective emits `core.events.Collective`; its times bracket the wait on a CPU, and the launch only on an
+    asynchronous device. With `check_splits` the ranks first exchange their row
     splits and raise on a mismatch, which otherwise lets gloo abort the process. `synchronous` hides nothing behind computing: an
     exchange is waited for where it starts (to measure what hiding it is worth).
     """
@@ -104,6 +109,8 @@ class Collectives:
         self.check_splits = check_splits
         self.synchronous = synchronous
         self.counters: dict[tuple[str, str], Counter] = {}
+        self.layers = LayerTimes()
+        self._aside = False
         self._emit = emit
         self._kept: list[Event] = []
 
@@ -221,17 +228,24 @@ class Collectives:
             if messages:
                 raise ValueError(f"exchange over {axis.name}: an axis of one rank has nobody to exchange with")
             return Exchange(lambda: None)
-        call = _Call(op_id, sum(_bytes(m.tensor) for m in sends), not messages[0][1].tensor.is_cuda)
-        begin_s = time.time() if self.trace else 0.0
+        call = _Call(
+            op_id,
+            sum(_bytes(m.tensor) for m in sends),
+            not messages[0][1].tensor.is_cuda,
+            to=tuple(m.peer for m in sends),
+            source=tuple(m.peer for m in receives),
+        )
+        begin_s = self._posted(call)
         with _named_errors("exchange", axis, self.timeout_s, op_id):
             ops = [dist.P2POp(op, m.tensor, axis.ranks[m.peer], axis.group, m.tag) for op, m in messages]
             works = dist.batch_isend_irecv(ops)
 
         def finish() -> None:
+            wait_s = time.monotonic()
             with _named_errors("exchange", axis, self.timeout_s, op_id):
                 for work in works:
                     self._wait(work, call)
-            self._note("exchange", axis, call, begin_s)
+            self._note("exchange", axis, call, begin_s, wait_s)
 
         exchange = Exchange(finish, again=None if call.on_host else lambda: self._order(works, call))
         if self.synchronous:
@@ -261,7 +275,7 @@ class Collectives:
         other = Collectives(
             emit=kept.append, timeout_s=self.timeout_s, trace=self.trace, check_splits=self.check_splits
         )
-        other._kept = kept
+        other._kept, other._aside = kept, True
         return other
 
     def absorb(self, other: Collectives) -> None:
@@ -270,23 +284,63 @@ class Collectives:
             counter = self.counters.setdefault(key, Counter())
             counter.calls += found.calls
             counter.sent_bytes += found.sent_bytes
+            counter.waited_s += found.waited_s
         other.counters.clear()
+        self.layers.absorb(other.layers)
         for event in other._kept:
             self._emit(event)
         other._kept.clear()
+
+    # ---- what the rank does, for those who watch -------------------------------------------------------------------------
+
+    @contextmanager
+    def recording(self) -> Iterator[list[Event]]:
+        """Trace what happens inside into the list, in memory: writing each event as it happens would be part of what is measured."""
+        before, kept = (self.trace, self._emit), list[Event]()
+        self.trace, self._emit = True, kept.append
+        try:
+            yield kept
+        finally:
+            self.trace, self._emit = before
+
+    @contextmanager
+    def doing(self, op_id: str, lane: Lane = "compute") -> Iterator[None]:
+        """With `trace`, tell that the rank did this from here to the end."""
+        if not self.trace:
+            yield
+            return
+        begin_s = time.monotonic()
+        yield
+        self.did(op_id, lane, begin_s)
+
+    def did(self, op_id: str, lane: Lane, begin_s: float) -> None:
+        """Tell of an operation that ends now and began at `begin_s` of `time.monotonic`."""
+        end_s = ANCHOR_S + time.monotonic()
+        self._emit(Operation(op_id=op_id, lane=lane, begin_s=ANCHOR_S + begin_s, end_s=end_s))
+
+    @contextmanager
+    def blocked(self, op_id: str, axis: Axis) -> Iterator[None]:
+        """The rank waits inside for a thread that has the collectives of `apart`: time that nothing hides, as in a wait of its own."""
+        begin_s = time.monotonic()
+        yield
+        waited_s = time.monotonic() - begin_s
+        self.counters.setdefault(("blocked", axis.name), Counter()).waited_s += waited_s
+        self.layers.blocked(op_id, waited_s)
+        if self.trace:
+            self.did(op_id, "wait", begin_s)
 
     def start_send(self, message: Message, axis: Axis, *, op_id: str = "") -> Exchange:
         """Post one message and return, also where the collectives are `synchronous`: its receiver may post later what we wait for."""
         sent, peer = _bytes(message.tensor), axis.ranks[message.peer]
         launch = partial(dist.isend, message.tensor, peer, axis.group, message.tag)
-        call = _Call(op_id, sent, not message.tensor.is_cuda, f"send to rank {peer}")
+        call = _Call(op_id, sent, not message.tensor.is_cuda, f"send to rank {peer}", to=(message.peer,))
         return self._pending("send", axis, call, launch)
 
     def start_receive(self, message: Message, axis: Axis, *, op_id: str = "") -> Exchange:
         """Be ready for one message and return, as `start_send` does."""
         peer = axis.ranks[message.peer]
         launch = partial(dist.irecv, message.tensor, peer, axis.group, message.tag)
-        call = _Call(op_id, 0, not message.tensor.is_cuda, f"receive from rank {peer}")
+        call = _Call(op_id, 0, not message.tensor.is_cuda, f"receive from rank {peer}", source=(message.peer,))
         return self._pending("receive", axis, call, launch)
 
     # ---- rows, uneven and differentiable -------------------------------------------------------------------------------
@@ -446,22 +500,23 @@ class Collectives:
         return exchange
 
     def _pending(self, op: str, axis: Axis, call: _Call, launch: Callable[[], Any]) -> Exchange:
-        begin_s = time.time() if self.trace else 0.0
+        begin_s = self._posted(call)
         with _named_errors(call.words or op, axis, self.timeout_s, call.op_id):
             work = launch()
 
         def finish() -> None:
+            wait_s = time.monotonic()
             with _named_errors(call.words or op, axis, self.timeout_s, call.op_id):
                 self._wait(work, call)
-            self._note(op, axis, call, begin_s)
+            self._note(op, axis, call, begin_s, wait_s)
 
         return Exchange(finish)
 
     def _run(self, op: str, axis: Axis, call: _Call, launch: Callable[[], Any]) -> None:
-        begin_s = time.time() if self.trace else 0.0
+        begin_s = self._posted(call)
         with _named_errors(op, axis, self.timeout_s, call.op_id):
             self._wait(launch(), call)
-        self._note(op, axis, call, begin_s)
+        self._note(op, axis, call, begin_s, begin_s)
 
     def _wait(self, work: Any, call: _Call) -> None:
         if call.on_host:
@@ -469,11 +524,26 @@ class Collectives:
         else:  # orders itself on the stream; a timeout here would make NCCL block the host, the group has its own
             work.wait()
 
-    def _note(self, op: str, axis: Axis, call: _Call, begin_s: float) -> None:
-        """Count a collective that is done, and tell about it."""
-        counter = self.counters.setdefault((op, axis.name), Counter())
+    def _posted(self, call: _Call) -> float:
+        """Now, on `time.monotonic`: the beginning of a collective."""
+        begin_s = time.monotonic()
+        if call.on_host:
+            self.layers.posted(call.op_id, begin_s)
+        return begin_s
+
+    def _note(self, op: str, axis: Axis, call: _Call, begin_s: float, wait_s: float) -> None:
+        """Count a collective that is done, and tell about it. The wait for it, from `wait_s` to now, blocked the rank unless it is a thread's."""
+        end_s = time.monotonic()
+        waited_s = 0.0 if self._aside else end_s - wait_s
+        key = (op, axis.name)
+        counter = self.counters.get(key)
+        if counter is None:
+            counter = self.counters[key] = Counter()
         counter.calls += 1
         counter.sent_bytes += call.sent_bytes
+        counter.waited_s += waited_s
+        if call.on_host:
+            self.layers.ended(call.op_id, end_s, waited_s)
         if self.trace:
             event = Collective(
                 op_id=call.op_id,
@@ -481,8 +551,13 @@ class Collectives:
                 axis=axis.name,
                 size=axis.size,
                 sent_bytes=call.sent_bytes,
-                begin_s=begin_s,
-                end_s=time.time(),
+                begin_s=ANCHOR_S + begin_s,
+                end_s=ANCHOR_S + end_s,
+                waited_s=waited_s,
+                aside=self._aside,
+                ranks=tuple(axis.ranks),
+                sends_to=tuple(axis.ranks[i] for i in call.to),
+                receives_from=tuple(axis.ranks[i] for i in call.source),
             )
             self._emit(event)
 
@@ -496,6 +571,9 @@ class _Call:
     on_host: bool = True
     words: str = ""
     """What an error calls it; the operation's name where empty."""
+    to: tuple[int, ...] = ()
+    """Positions on the axis, of messages between single ranks."""
+    source: tuple[int, ...] = ()
 
 
 @contextmanager

@@ -22,6 +22,7 @@ P sources (ranks of ep_etp), G slots of the group.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -33,6 +34,7 @@ from phalanx.plan.dispatch import Chunks, DispatchPlan, DispatchSpec, capacity, 
 from phalanx.plan.placement import Placement
 from phalanx.runtime.collectives import Collectives
 from phalanx.runtime.groups import Groups
+from phalanx.runtime.tracing import traced
 
 FILL = -1
 """In an index: nothing is here (a fill row, a dropped pair)."""
@@ -135,9 +137,8 @@ class Dispatcher:
         self, x_TH: torch.Tensor, weights_TK: torch.Tensor, plan: DispatchPlan, send: SendList, op_prefix: str
     ) -> Dispatched:
         token_of_row_R = send.token_of_row_R
-        rows = gather_rows(
-            x_TH, token_of_row_R, rows_of_token_TK=send.rows_of_token_TK, impl=self.kernels, lanes=self.lanes
-        )
+        permute = partial(self._permute, token_of_row=token_of_row_R, rows_of_token=send.rows_of_token_TK)
+        rows = traced(self.comms, op_prefix + "dispatch.permute", permute, x_TH)
         weights = pick_weights(weights_TK, send.pair_of_row_R, has_fill=self.spec.is_static)
         here = {"ep": self.ep.index, "etp": self.etp.index}
         splits = {"in_splits": plan.sends(**here), "out_splits": plan.receives(**here)}
@@ -149,9 +150,7 @@ class Dispatcher:
         weights = self.comms.all_gather_rows(weights, sizes=sizes, axis=self.etp, op_id=at + "weights_etp")
         order = self.slot_order(plan)
         if order is not None:
-            index, inverse = chunk_index(order, rows.device), chunk_index(order.inverse(), rows.device)
-            rows = Reorder.apply(rows, index, inverse)
-            weights = Reorder.apply(weights, index, inverse)
+            rows, weights = traced(self.comms, at + "sort", partial(_reorder, order, order.inverse()), rows, weights)
         state = DispatchState(plan, send, token_of_row_R, send.rows_of_token_TK, op_prefix)
         return Dispatched(rows, weights, plan.slot_counts(ep=self.ep.index), send.dropped, state)
 
@@ -181,9 +180,8 @@ class Dispatcher:
         pair_M = torch.where(local_M < 0, FILL, local_M + offset_M)
         rows_of_token_NK = inverse_of(pair_M, all_NH.shape[0] * self.top_k).view(-1, self.top_k)
         token_of_row_M = torch.div(pair_M, self.top_k, rounding_mode="floor")
-        rows_MH = gather_rows(
-            all_NH, token_of_row_M, rows_of_token_TK=rows_of_token_NK, impl=self.kernels, lanes=self.lanes
-        )
+        permute = partial(self._permute, token_of_row=token_of_row_M, rows_of_token=rows_of_token_NK)
+        rows_MH = traced(self.comms, at + "permute", permute, all_NH)
         weights_M = weights.index_select(0, index_M)
         state = DispatchState(plan, send, token_of_row_M, rows_of_token_NK, op_prefix, token_sizes)
         return Dispatched(rows_MH, weights_M, plan.slot_counts(ep=self.ep.index), send.dropped, state)
@@ -194,22 +192,27 @@ class Dispatcher:
         """(T, H) sum of each token's rows, which the experts have already weighted. The inverse of `dispatch`."""
         plan, at = state.plan, state.op_prefix + "combine."
         if state.token_sizes:
-            all_NH = combine_rows(
-                rows_MH, state.rows_of_token, token_of_row_M=state.token_of_row, impl=self.kernels, lanes=self.lanes
-            )
+            all_NH = traced(self.comms, at + "sum", partial(self._sum, state), rows_MH)
             return self.comms.reduce_scatter_rows(all_NH, sizes=state.token_sizes, axis=self.ep_etp, op_id=at + "rows")
         order = self.slot_order(plan)
         if order is not None:
-            device = rows_MH.device
-            rows_MH = Reorder.apply(rows_MH, chunk_index(order.inverse(), device), chunk_index(order, device))
+            (rows_MH,) = traced(self.comms, at + "sort", partial(_reorder, order.inverse(), order), rows_MH)
         here = {"ep": self.ep.index, "etp": self.etp.index}
         sizes = plan.etp_sizes(ep=self.ep.index)
         rows = self.comms.reduce_scatter_rows(rows_MH, sizes=sizes, axis=self.etp, op_id=at + "rows_etp")
         rows = self.comms.all_to_all_rows(
             rows, in_splits=plan.receives(**here), out_splits=plan.sends(**here), axis=self.ep, op_id=at + "rows"
         )
+        return traced(self.comms, at + "sum", partial(self._sum, state), rows)
+
+    def _permute(self, x: torch.Tensor, *, token_of_row: torch.Tensor, rows_of_token: torch.Tensor) -> torch.Tensor:
+        """The rows of tokens that travel, in the order in which they do."""
+        return gather_rows(x, token_of_row, rows_of_token_TK=rows_of_token, impl=self.kernels, lanes=self.lanes)
+
+    def _sum(self, state: DispatchState, rows_MH: torch.Tensor) -> torch.Tensor:
+        """Each token's copies, added up."""
         return combine_rows(
-            rows, state.rows_of_token, token_of_row_M=state.token_of_row, impl=self.kernels, lanes=self.lanes
+            rows_MH, state.rows_of_token, token_of_row_M=state.token_of_row, impl=self.kernels, lanes=self.lanes
         )
 
     def slot_order(self, plan: DispatchPlan) -> Chunks | None:
@@ -406,6 +409,11 @@ def pick_weights(weights_TK: torch.Tensor, pair_of_row_R: torch.Tensor, *, has_f
         return flat_N.index_select(0, pair_of_row_R)
     padded = torch.cat([flat_N, flat_N.new_zeros(1)])
     return padded.index_select(0, torch.where(pair_of_row_R < 0, len(flat_N), pair_of_row_R))
+
+
+def _reorder(order: Chunks, back: Chunks, *xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    index, inverse = chunk_index(order, xs[0].device), chunk_index(back, xs[0].device)
+    return tuple(Reorder.apply(x, index, inverse) for x in xs)
 
 
 class Reorder(torch.autograd.Function):

@@ -156,14 +156,15 @@ class _Executor:
         kind, stage, microbatch = run.action
         taken = tuple(self._take(transfer) for transfer in run.takes)
         made: Tensors = ()
-        if kind == "F":
-            made = self.passes.forward(stage, microbatch, taken)
-        elif kind == "B":
-            made = self.passes.backward(stage, microbatch, taken)
-        elif kind == "I":
-            made = self.passes.input_gradient(stage, microbatch, taken)
-        else:
-            self.passes.weight_gradient(stage, microbatch)
+        with self.boundary.comms.doing(str(run.action), "host"):
+            if kind == "F":
+                made = self.passes.forward(stage, microbatch, taken)
+            elif kind == "B":
+                made = self.passes.backward(stage, microbatch, taken)
+            elif kind == "I":
+                made = self.passes.input_gradient(stage, microbatch, taken)
+            else:
+                self.passes.weight_gradient(stage, microbatch)
         self._keep(run, made)
 
     def _keep(self, run: Run, made: Tensors) -> None:
@@ -184,7 +185,8 @@ class _Executor:
             arrival.tensor.record_stream(torch.cuda.current_stream(self.boundary.device))
         if here is None:
             return arrival.take()
-        here.wait()
+        with self.boundary.comms.blocked(self.name(transfer), self.boundary.axis_of(transfer)):
+            here.wait()
         self.lanes[transfer.edge, transfer.direction].raise_error()
         return arrival.tensor
 
