@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from phalanx.core.config import OptimConfig, PipelineConfig
-from phalanx.core.events import Collective, Event
+from phalanx.core.events import Collective, Event, Operation
 from phalanx.models.context import ModelContext, TokenBatch
 from phalanx.models.shard import part_of
 from phalanx.plan.boundary import EdgePlan
@@ -24,7 +24,7 @@ from phalanx.plan.stage_foldings import AnyFolding
 from phalanx.runtime.collectives import Collectives, Counter, Exchange
 from phalanx.runtime.groups import GroupCache, build_groups
 from phalanx.train.assemble import assemble, bucket_elements
-from phalanx.train.step import train_step
+from phalanx.train.step import StepParts, StepResult, train_step
 
 TINY = dataclasses.replace(PRESETS["tiny"], shared_ffn=16)
 SEQUENCES, SEQ_LEN = 2, 32
@@ -90,6 +90,8 @@ class Record:
 
     events: tuple[Collective, ...]
     counters: dict[tuple[str, str], Counter]
+    computed: tuple[str, ...]
+    """Ids of what it computed."""
 
     @property
     def ops(self) -> list[tuple[str, str, str]]:
@@ -101,11 +103,14 @@ class _Recording(Collectives):
 
     def __init__(self) -> None:
         self.told: list[Collective | str] = []
+        self.computed: list[str] = []
         super().__init__(emit=self._hear, trace=True, timeout_s=30)
 
     def _hear(self, event: Event) -> None:
         if isinstance(event, Collective):
             self.told.append(event)
+        elif isinstance(event, Operation) and event.lane == "compute":
+            self.computed.append(event.op_id)
 
     def start_exchange(self, *args: Any, op_id: str = "") -> Exchange:
         self.told.append(op_id)
@@ -119,7 +124,7 @@ class _Recording(Collectives):
                 events += [boundaries[told]] if told in boundaries else []
             elif told.axis != "pp":
                 events.append(told)
-        return Record(tuple(events), self.counters)
+        return Record(tuple(events), self.counters, tuple(self.computed))
 
 
 def random_batch(seed: int) -> TokenBatch:
@@ -137,7 +142,14 @@ def recorded(rank: int, cache: GroupCache, runs: list[Run]) -> list[Record]:
 
 
 def _one(rank: int, cache: GroupCache, run: Run) -> Record:
-    pipeline, comms = run.planned_pipeline, _Recording()
+    comms = _Recording()
+    one_step(rank, cache, run, comms)
+    return comms.record()
+
+
+def one_step(rank: int, cache: GroupCache, run: Run, comms: Collectives) -> tuple[StepResult, StepParts]:
+    """The first step of `run`, and what this rank has after it."""
+    pipeline = run.planned_pipeline
     groups = build_groups(run.folding, rank=rank, cache=cache, table_ranks=pipeline.stages.table_ranks)
     ctx = ModelContext(
         spec=run.spec,
@@ -153,5 +165,4 @@ def _one(rank: int, cache: GroupCache, run: Run) -> Record:
     parts = assemble(ctx, optim=run.optim, num_microbatches=run.num_microbatches, pipeline=pipeline)
     first = run.folding.replica_of(rank) * run.num_microbatches
     batches = [part_of(random_batch(first + j), run.folding, rank) for j in range(run.num_microbatches)]
-    train_step(parts, batches, step=0, lr=1e-3)
-    return comms.record()
+    return train_step(parts, batches, step=0, lr=1e-3), parts

@@ -12,7 +12,6 @@ Legend: T tokens of a rank, K experts of a token, H hidden, E experts, e local s
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -257,10 +256,6 @@ def take_turns(layer: Layer, methods: Sequence[str], *, iterations: int, warm_up
     return {method: layer.place.slowest(times) for method, times in mine.items()}
 
 
-def median_of(times: Sequence[Times]) -> Times:
-    return Times(statistics.median(t.forward for t in times), statistics.median(t.both for t in times))
-
-
 def as_lists(clocked: Mapping[str, Sequence[Times]]) -> dict[str, dict[str, list[float]]]:
     """For a result file."""
     return {
@@ -275,15 +270,19 @@ def fit_link(layer: Layer, *, share: float, iterations: int = 3, rounds: int = 3
     The first guess is bytes over time, then what was measured corrects it: a stream of messages carries less than the link does.
     """
     clocked = take_turns(layer, ["compute serial"], iterations=iterations)
-    compute_s = median_of(clocked["compute serial"]).forward
-    rate = layer.sent_bytes("serial")["forward"] * 8 / (share * compute_s)
+    rate = layer.sent_bytes("serial")["forward"] * 8 / (share * _least(clocked["compute serial"]))
     for _ in range(rounds):
         layer.place.set_link(rate)
         clocked = take_turns(layer, ["compute serial", "communication"], iterations=iterations, warm_up=1)
-        found = median_of(clocked["communication"]).forward / median_of(clocked["compute serial"]).forward
+        found = _least(clocked["communication"]) / _least(clocked["compute serial"])
         if abs(found / share - 1) < 0.03:
             break
         rate *= min(max(found / share, 0.5), 2.0)
     else:
         layer.place.set_link(rate)
     return float(layer.place.comms.gather_objects(rate, layer.place.axis)[0])
+
+
+def _least(times: Sequence[Times]) -> float:
+    """Seconds of the forward pass that was disturbed least."""
+    return min(t.forward for t in times)

@@ -18,6 +18,7 @@ from phalanx.runtime.collectives import Collectives
 from phalanx.runtime.groups import Axis
 from phalanx.testbed.bed import Testbed
 from phalanx.testbed.job import JobResult
+from phalanx.testbed.links import MIN_RATE
 
 _TICK_S = 0.01
 _PATIENCE_S = 60.0
@@ -48,11 +49,12 @@ def serve(bed: Testbed, command: Sequence[str], job_file: Path, *, timeout_s: fl
 
 
 def request(job_file: Path, bit_per_s: float | None, *, comms: Collectives, axis: Axis) -> None:
-    """All links get this rate, None for no limit. Collective: nothing of the job is under way meanwhile. Raises `RunError` where nobody answers."""
+    """All links get this rate, None for no limit; the least that the testbed can shape where it is below. Collective: nothing of the job is under way meanwhile. Raises `RunError` where nobody answers."""
     comms.barrier(axis)
     if axis.index == 0:
         answer, draft = _answer_file(job_file), job_file.with_suffix(".draft")
-        draft.write_text(json.dumps({"bit_per_s": bit_per_s}))
+        rate = None if bit_per_s is None else max(bit_per_s, MIN_RATE)
+        draft.write_text(json.dumps({"bit_per_s": rate}))
         os.replace(draft, _ask_file(job_file))
         deadline = time.monotonic() + _PATIENCE_S
         while not answer.exists():

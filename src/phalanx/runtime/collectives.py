@@ -305,13 +305,15 @@ class Collectives:
 
     @contextmanager
     def doing(self, op_id: str, lane: Lane = "compute") -> Iterator[None]:
-        """With `trace`, tell that the rank did this from here to the end."""
+        """With `trace`, tell that the rank did this from here to the end, however it ends: a run again stops by an error when it has enough."""
         if not self.trace:
             yield
             return
         begin_s = time.monotonic()
-        yield
-        self.did(op_id, lane, begin_s)
+        try:
+            yield
+        finally:
+            self.did(op_id, lane, begin_s)
 
     def did(self, op_id: str, lane: Lane, begin_s: float) -> None:
         """Tell of an operation that ends now and began at `begin_s` of `time.monotonic`."""

@@ -245,7 +245,8 @@ def _vote(parts: StepParts, gradients: ReducedGradients, shares: Sequence[Share]
 
     Counts are exact: fp64 holds whole numbers up to 2^53.
     """
-    square_sum = gradients.square_sum(parts.groups, lanes=parts.lanes)
+    with parts.comms.doing("norm"):
+        square_sum = gradients.square_sum(parts.groups, lanes=parts.lanes)
     numbers = [square_sum]
     for name in ("cross_entropy", "aux_loss", "z_loss", "mtp_loss", "dropped", "entropy_sum"):
         numbers.append(torch.stack([getattr(share, name).to(torch.float64) for share in shares]).sum())
