@@ -127,7 +127,10 @@ class Dispatcher:
         if self.spec.is_static:
             plan, send = self._static_list(experts_TK, kept_TK)
         else:
-            plan, send, token_sizes = self.exact_list(experts_TK, kept_TK, op_prefix)
+            gathers = self.spec.transport == "all_gather" and self.ep_etp.size > 1
+            tokens = torch.tensor([x_TH.shape[0]], device=x_TH.device) if gathers else None
+            plan, send, told = self.exact_list(experts_TK, kept_TK, op_prefix, told=tokens)
+            token_sizes = tuple(int(n) for n in told.reshape(-1))
         if self.spec.transport == "all_gather" and self.ep_etp.size > 1:
             sizes = (x_TH.shape[0],) * self.ep_etp.size if self.spec.is_static else token_sizes
             return self._gather(x_TH, weights_TK, plan, send, sizes, op_prefix)
@@ -224,15 +227,23 @@ class Dispatcher:
     # ---- what to send ----------------------------------------------------------------------------------------------------
 
     def exact_list(
-        self, experts_TK: torch.Tensor, kept_TK: torch.Tensor | None, op_prefix: str
-    ) -> tuple[DispatchPlan, SendList, tuple[int, ...]]:
-        """Exactly the kept pairs. The one host synchronisation of a layer is here: sizes of everything that follows."""
+        self,
+        experts_TK: torch.Tensor,
+        kept_TK: torch.Tensor | None,
+        op_prefix: str,
+        *,
+        told: torch.Tensor | None = None,
+    ) -> tuple[DispatchPlan, SendList, np.ndarray]:
+        """Exactly the kept pairs. The one host synchronisation of a layer is here: sizes of everything that follows.
+
+        `told`: further integers of this rank that all are to know; what all have told is the last of the three, by source.
+        """
         num_pairs, device = experts_TK.numel(), experts_TK.device
         keys_N = experts_TK.reshape(-1)
         if kept_TK is not None:  # dropped pairs sort to the end, behind the last expert
             keys_N = torch.where(kept_TK.reshape(-1), keys_N, self.num_experts)
         counts_E = count_keys(keys_N, self.num_experts + 1)[: self.num_experts].to(torch.int32)
-        counts_PE, token_sizes = self._gather_counts(counts_E, experts_TK.shape[0], op_prefix)
+        counts_PE, all_told = self._gather_counts(counts_E, told, op_prefix)
         plan = plan_dispatch(counts_PE, self.slots_G, ep=self.ep.size, etp=self.etp.size)
         num_rows = int(counts_PE[self.ep_etp.index].sum())
         order_N = stable_order(keys_N, self.num_experts)
@@ -242,20 +253,17 @@ class Dispatcher:
             pair_of_row_R = pair_of_row_R.index_select(0, chunk_index(moves, device))
         dropped = torch.tensor(num_pairs - num_rows, device=device)
         rows_of_token_TK = inverse_exact(pair_of_row_R, num_pairs).view(experts_TK.shape)
-        return plan, SendList(pair_of_row_R, rows_of_token_TK, dropped), token_sizes
+        return plan, SendList(pair_of_row_R, rows_of_token_TK, dropped), all_told
 
     def _gather_counts(
-        self, counts_E: torch.Tensor, num_tokens: int, op_prefix: str
-    ) -> tuple[np.ndarray, tuple[int, ...]]:
-        """(P, E) counts of all sources on the host; for the all-gather transport each source's tokens too."""
-        with_tokens = self.spec.transport == "all_gather" and self.ep_etp.size > 1
-        if with_tokens:
-            counts_E = torch.cat([counts_E, counts_E.new_full((1,), num_tokens)])
+        self, counts_E: torch.Tensor, told: torch.Tensor | None, op_prefix: str
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """(P, E) counts of all sources on the host, and what else they tell."""
+        if told is not None:
+            counts_E = torch.cat([counts_E, told.to(counts_E)])
         gathered = self.comms.all_gather(counts_E, self.ep_etp, op_id=op_prefix + "dispatch.counts")
         table = gathered.cpu().numpy().reshape(self.ep_etp.size, -1).astype(np.int64)  # SYNC: sizes of the exchanges
-        if not with_tokens:
-            return table, ()
-        return table[:, :-1], tuple(int(n) for n in table[:, -1])
+        return table[:, : self.num_experts], table[:, self.num_experts :]
 
     def _static_list(self, experts_TK: torch.Tensor, kept_TK: torch.Tensor | None) -> tuple[DispatchPlan, SendList]:
         """Every expert gets the same number of rows from this rank, fill rows among them; nothing depends on the routing."""

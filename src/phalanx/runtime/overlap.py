@@ -19,19 +19,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from phalanx.kernels.lanes import Lanes
 from phalanx.kernels.later import Later, Target, target_of
 from phalanx.kernels.permute import sum_places
 from phalanx.kernels.tiles import Geometry, Rows, TileProducts, block_units, column_units
+from phalanx.plan.dispatch import DispatchPlan
 from phalanx.plan.overlap import backward_of, part_ends, plan_overlap, tiles_of
+from phalanx.plan.overlap_bytes import Route, WireBytes, choose_transport, traffic_of, wire_bytes
 from phalanx.plan.overlap_types import Op, RankPlan, Schedule
 from phalanx.runtime.collectives import Exchange, Message, backward_id
 from phalanx.runtime.dispatch import Dispatcher
 from phalanx.runtime.experts import ExpertWeights
-from phalanx.runtime.overlap_lists import Entries, Outgoing, entries_of, outgoing, part_rows, places_of
+from phalanx.runtime.overlap_lists import Entries, Outgoing, entries_of, outgoing, part_rows, places_of, row_by_row
 
+Choose = Callable[[DispatchPlan, WireBytes], Schedule]
 TILE_ROWS = 512
 """Most rows of a tile: a product of this many rows is as fast as larger ones."""
 _MOST_BLOCKS = 64
@@ -45,8 +49,8 @@ def run_overlapped(
     *,
     experts: ExpertWeights,
     dispatcher: Dispatcher,
-    schedule: Schedule,
-    per_token: bool = True,
+    schedule: Schedule | Choose,
+    per_token: bool | None = None,
     lanes: Lanes,
     later: Later | None = None,
     recompute: bool = False,
@@ -57,20 +61,26 @@ def run_overlapped(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What `run_experts` computes, by a schedule. Collective over `ep_etp`, which all must call with equal `schedule` and `per_token`.
 
-    `per_token`: a token goes to a rank once, whatever the number of its experts there; else once for each. `beside` is computed while entries
-    travel, and its result added to that of the experts (a shared expert).
+    `schedule` may be a function of the batch's counts. `per_token`: a token goes to a rank once, whatever the number of its experts there; else once for
+    each; None: whatever sends fewer bytes. `beside` is computed while entries travel, and its result added to that of the experts (a shared expert).
     """
-    kept_TK = dispatcher.kept(
-        weights_TK.detach(), experts_TK, token_index_T=token_index_T, part_T=part_T, op_prefix=op_prefix
-    )
-    plan, send, _ = dispatcher.exact_list(experts_TK, kept_TK, op_prefix)
+    kept_TK = dispatcher.kept(weights_TK, experts_TK, token_index_T=token_index_T, part_T=part_T, op_prefix=op_prefix)
+    copies = _copies(dispatcher, experts_TK, kept_TK) if dispatcher.is_plain else None
+    plan, send, told = dispatcher.exact_list(experts_TK, kept_TK, op_prefix, told=copies)
+    traffic = traffic_of(plan, np.repeat(told, dispatcher.etp.size, axis=1) if copies is not None else None)
+    row_bytes = x_TH.shape[1] * x_TH.element_size()
+    if per_token is None:
+        among: tuple[Route, ...] = ("all_to_all", "dedup") if copies is not None else ("dedup",)
+        per_token = choose_transport(traffic, row_bytes=row_bytes, among=among).route == "dedup"
+    if not isinstance(schedule, Schedule):
+        schedule = schedule(plan, wire_bytes(traffic, "dedup" if per_token else "all_to_all", row_bytes=row_bytes))
     schedule = replace(schedule, blocks=min(schedule.blocks, column_units(x_TH.shape[1])))
     own = dispatcher.ep_etp.index
     forward = plan_overlap(
         plan, schedule, rank=own, tile_rows=TILE_ROWS, direction="forward", has_shared=beside is not None
     )
     outs = _outgoing(dispatcher, plan.rows_PG[own], forward, schedule, send.pair_of_row_R, per_token)
-    flight = _Flight(dispatcher, forward, outs, op_prefix, num_tokens=x_TH.shape[0])
+    flight = _Flight(dispatcher, forward, outs, op_prefix, num_tokens=x_TH.shape[0], per_token=per_token)
     flight.exchange_meta(weights_TK.detach(), x_TH.dtype)
     flight.later = target_of([experts.w13_e2fH, experts.w2_eHf], x_TH, later)
     flight.lanes, flight.recompute = lanes, recompute
@@ -82,6 +92,19 @@ def run_overlapped(
     ticket = _Work.apply(ticket, x_TH.detach(), w13, w2, flight)
     y_TH: torch.Tensor = _Arrive.apply(ticket, flight)
     return y_TH if extra is None else y_TH + extra, send.dropped
+
+
+def _copies(dispatcher: Dispatcher, experts_TK: torch.Tensor, kept_TK: torch.Tensor | None) -> torch.Tensor:
+    """(ep,) tokens of this rank that have an expert on each ep coordinate."""
+    per_rank = len(dispatcher.slots_G) // dispatcher.ep.size
+    needs = torch.zeros(experts_TK.shape[0], dispatcher.ep.size, dtype=torch.bool, device=experts_TK.device)
+    coordinate_TK = torch.div(experts_TK, per_rank, rounding_mode="floor")
+    if kept_TK is None:
+        needs.scatter_(1, coordinate_TK, True)
+    else:
+        token_N, k_N = kept_TK.nonzero(as_tuple=True)
+        needs[token_N, coordinate_TK[token_N, k_N]] = True
+    return needs.sum(0)
 
 
 def _outgoing(
@@ -137,8 +160,16 @@ class _Flight:
     """What is under way now."""
 
     def __init__(
-        self, dispatcher: Dispatcher, plan: RankPlan, outs: list[Outgoing], op_prefix: str, *, num_tokens: int
+        self,
+        dispatcher: Dispatcher,
+        plan: RankPlan,
+        outs: list[Outgoing],
+        op_prefix: str,
+        *,
+        num_tokens: int,
+        per_token: bool,
     ) -> None:
+        self.per_token = per_token
         self.comms, self.axis, self.top_k = dispatcher.comms, dispatcher.ep_etp, dispatcher.top_k
         self.own, self.outs, self.num_tokens = self.axis.index, outs, num_tokens
         self.plan, self.prefix = plan, op_prefix
@@ -162,25 +193,24 @@ class _Flight:
         return self.comms.start_receive(Message(tensor, peer, tag), self.axis, op_id=op_id)
 
     def exchange_meta(self, weights_TK: torch.Tensor, dtype: torch.dtype) -> None:
-        """Tell every rank where its rows' entries are and what they weigh; learn the same of all others."""
+        """Tell every rank what its rows weigh and (`per_token`) where their entries are; learn the same of all others."""
         flat_N, name = weights_TK.reshape(-1), self.prefix + "dispatch.meta"
-        words = flat_N.element_size() // 4
-        sends, receives = [], {}
+        words = flat_N.element_size() // 4 + self.per_token
         rows_from = [sum(tile.rows for tile in tiles) for tiles in self.plan.tiles]
-        for peer in self.others:
-            out = self.outs[peer]
-            if rows_from[peer]:
-                buffer = torch.empty(rows_from[peer], 1 + words, dtype=torch.int32, device=flat_N.device)
-                receives[peer] = buffer, self._receive(buffer, peer, _tag("meta"), name)
-            if len(out.pairs):
-                told = flat_N[out.pairs].unsqueeze(1).view(torch.int32)
-                told = torch.cat([out.entries.going_of_row.to(torch.int32).unsqueeze(1), told], 1)
-                sends.append(self._send(told, peer, _tag("meta"), name))
+        tables = [torch.empty(rows, words, dtype=torch.int32, device=flat_N.device) for rows in rows_from]
+        coming = [self._receive(tables[peer], peer, _tag("meta"), name) for peer in self.others if rows_from[peer]]
+        going = [
+            self._send(self._meta(self.outs[peer], flat_N), peer, _tag("meta"), name)
+            for peer in self.others
+            if len(self.outs[peer].pairs)
+        ]
         self.ins: list[Entries] = []
         self.index: list[torch.Tensor] = []
         """By source: the entry of each row."""
         self.row_weights: list[torch.Tensor] = []
-        for source in range(self.axis.size):
+        for exchange in coming:
+            exchange.wait()
+        for source, table in enumerate(tables):
             rows_to = part_rows(self.plan.tiles[source], self.plan.part_ends[source])
             if source == self.own:
                 own = self.outs[source]
@@ -188,19 +218,21 @@ class _Flight:
                 self.index.append(torch.div(own.pairs, self.top_k, rounding_mode="floor"))
                 self.row_weights.append(flat_N[own.pairs].to(dtype))
                 continue
-            told = torch.empty(0, 1 + words, dtype=torch.int32, device=flat_N.device)
-            if source in receives:
-                told, exchange = receives[source]
-                exchange.wait()
-            going = told[:, 0].to(torch.int64)
-            num = int(going.max()) + 1 if len(going) else 0  # SYNC: sizes of messages
-            self.ins.append(entries_of(going, rows_to, num=num))
-            self.index.append(going)
-            self.row_weights.append(
-                told[:, 1:].clone(memory_format=torch.contiguous_format).view(flat_N.dtype).squeeze(1).to(dtype)
-            )
-        for exchange in sends:
+            if self.per_token:
+                self.ins.append(entries_of(table[:, 0].to(torch.int64), rows_to))
+            else:
+                self.ins.append(row_by_row(len(table), rows_to, table.device))
+            self.index.append(self.ins[-1].going_of_row)
+            told = table[:, int(self.per_token) :].clone(memory_format=torch.contiguous_format)
+            self.row_weights.append(told.view(flat_N.dtype).squeeze(1).to(dtype))
+        for exchange in going:
             exchange.wait()
+
+    def _meta(self, out: Outgoing, flat_N: torch.Tensor) -> torch.Tensor:
+        weights = flat_N[out.pairs].unsqueeze(1).view(torch.int32)
+        if not self.per_token:
+            return weights
+        return torch.cat([out.entries.going_of_row.to(torch.int32).unsqueeze(1), weights], 1)
 
     @property
     def under_way(self) -> _Way:

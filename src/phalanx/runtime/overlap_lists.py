@@ -69,8 +69,16 @@ def part_rows(tiles: Sequence[Tile], ends: Sequence[int]) -> tuple[int, ...]:
     return tuple(out)
 
 
-def entries_of(going_of_row: torch.Tensor, rows_to: Sequence[int], *, num: int) -> Entries:
-    """Entries of rows whose going places are known; `rows_to`: rows up to the end of each part."""
+def row_by_row(num_rows: int, rows_to: Sequence[int], device: torch.device) -> Entries:
+    """Entries where each row has its own."""
+    row_n = torch.arange(num_rows, device=device)
+    return Entries(row_n, row_n, num_rows, tuple(rows_to), tuple(rows_to))
+
+
+def entries_of(going_of_row: torch.Tensor, rows_to: Sequence[int], *, num: int | None = None) -> Entries:
+    """Entries of rows whose going places are known; `rows_to`: rows up to the end of each part; `num`: of entries, if known."""
+    if num is None:
+        num = int(going_of_row.max()) + 1 if len(going_of_row) else 0  # SYNC: sizes of messages
     n, device = len(going_of_row), going_of_row.device
     row_n = torch.arange(n, device=device)
     last_N = torch.zeros(num, dtype=torch.int64, device=device)
@@ -98,8 +106,7 @@ def outgoing(pairs: torch.Tensor, top_k: int, rows_to: Sequence[int], *, per_tok
     tokens = torch.div(pairs, top_k, rounding_mode="floor")
     row_n = torch.arange(n, device=device)
     if not per_token or n == 0:
-        ends = tuple(rows_to)
-        return Outgoing(pairs, tokens, tokens, Entries(row_n, row_n, n, ends, ends))
+        return Outgoing(pairs, tokens, tokens, row_by_row(n, rows_to, device))
     first_T = torch.full((int(tokens.max()) + 1,), n, dtype=torch.int64, device=device)
     first_T.scatter_reduce_(0, tokens, row_n, "amin")
     first_n = first_T[tokens]
