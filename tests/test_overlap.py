@@ -17,7 +17,7 @@ from phalanx.kernels.later import Later, run
 from phalanx.kernels.native import compiled_rows
 from phalanx.plan.overlap_setting import parse_overlap
 from phalanx.plan.overlap_types import Schedule
-from phalanx.runtime import overlap
+from phalanx.runtime import overlap, overlap_tuner
 from phalanx.runtime.collectives import Collectives
 from phalanx.runtime.dispatch import Dispatcher
 from phalanx.runtime.experts import ExpertWeights, run_experts
@@ -215,7 +215,7 @@ def sent_rows(rank, cache, folding):
                 x, weights_TK, experts_TK, experts=weights, dispatcher=dispatcher, schedule=SCHEDULES[1],
                 per_token=per_token, lanes=SERIAL,
             )  # fmt: skip
-        meta = int((experts_TK // 4 != rank).sum()) * 8
+        meta = int((experts_TK // 4 != rank).sum()) * (8 if per_token else 4)
         found.append((comms.counters["send", "ep_etp"].sent_bytes - meta) / (4 * H))
     away_TK = experts_TK // 4 != rank
     back = run_ranks_sum(ctx, away_TK)
@@ -243,3 +243,44 @@ def test_settings_are_read():
         "auto",
     ]
     assert dataclasses.astuple(parse_overlap("coarse:4")) == ("coarse", 4)
+
+
+# ---- the choice ------------------------------------------------------------------------------------------------------------
+
+
+def tuned_layer(rank, cache, folding, folder, disturb):
+    """Passes of one layer by `auto`: what was chosen, how often was calibrated, whether results are those of the fine layer."""
+    ctx = context(moe_spec(num_experts=E, top_k=K, hidden=H, expert_ffn=F), folding=folding, rank=rank, cache=cache)
+    dispatcher = Dispatcher(ctx.dispatch, placement=ctx.placement, groups=ctx.groups, comms=ctx.comms, top_k=K)
+    g = torch.Generator().manual_seed(rank)
+    x, (weights, experts_TK) = torch.randn(T, H, generator=g), torch.rand(T, E, generator=g).topk(K)
+    experts = ExpertWeights(torch.randn(4, 2, F, H, generator=g) / 20, torch.randn(4, H, F, generator=g) / 8)
+    tuner, found = overlap_tuner.Tuner(folder), []
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.setattr(overlap_tuner, "EVERY", 3)
+    with torch.no_grad():
+        for _ in range(2 * overlap_tuner.EVERY + 2):
+            known = tuner.of(dispatcher, x, experts, SERIAL)
+            tuned = overlap_tuner.Tuned(tuner, known)
+            call = {"experts": experts, "dispatcher": dispatcher, "lanes": SERIAL}
+            y, _ = overlap.run_overlapped(x, weights, experts_TK, schedule=tuned, **call)
+            tuned.done()
+            known.ratios[-1] *= disturb
+            found.append(known.chooser.cost)
+        plain, _ = overlap.run_overlapped(x, weights, experts_TK, schedule=SERIAL_TILES, **call)
+    monkeypatch.undo()
+    return tuner.calibrations, torch.equal(y, plain), found[-1]
+
+
+@pytest.mark.ranks
+def test_a_calibration_is_kept_and_renewed_where_it_no_longer_fits(tmp_path):
+    folding = dense.make_folding(world=2, ep=2)
+    first = run_ranks(2, tuned_layer, folding, tmp_path, 1e-3)
+    calibrations, _same, cost = first[0]
+    assert calibrations >= 2 and all(s for _, s, _ in first)  # a thousand times faster than predicted: again, and again
+    assert first[1][0] == calibrations and first[1][2] == cost  # all ranks have the same numbers
+    assert [path.suffix for path in tmp_path.iterdir()] == [".json"]
+    kept = run_ranks(2, tuned_layer, folding, tmp_path, 1e-3)
+    assert kept[0][0] == calibrations - 1  # the first was found
+    next(tmp_path.iterdir()).write_text("{}")
+    assert run_ranks(2, tuned_layer, folding, tmp_path, 1e-3)[0][0] == calibrations

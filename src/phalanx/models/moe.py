@@ -51,7 +51,7 @@ class MoE(nn.Module):
             kernels=ctx.kernels,
             lanes=ctx.lanes,
         )
-        self.routed = RoutedExperts(dispatcher, kernels=ctx.kernels, lanes=ctx.lanes)
+        self.routed = RoutedExperts(dispatcher, kernels=ctx.kernels, lanes=ctx.lanes, tuner=ctx.tuner)
         self.layer, self.later = layer, ctx.later
         self.recompute = ctx.recompute == "selective"
 

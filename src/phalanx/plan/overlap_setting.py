@@ -19,6 +19,16 @@ MOST_CHUNKS = 64
 WHERE = "dispatch.overlap"
 FINE = Schedule(parts=4, order="arrival", own_before=0.75)
 """Good where communication takes about as long as computing; `auto` finds the best one."""
+CANDIDATES = (
+    Schedule(order="own_first"),
+    *(
+        Schedule(parts=parts, order="arrival", own_before=share)
+        for parts in (1, 2, 4, 8)
+        for share in (0.25, 0.5, 0.75, 1.0)
+    ),
+    FINE,
+)
+"""What `auto` chooses from, beside serial order."""
 
 
 @dataclass(frozen=True)

@@ -18,13 +18,17 @@ from phalanx.runtime.coarse import run_coarse
 from phalanx.runtime.dispatch import Dispatcher
 from phalanx.runtime.experts import ExpertWeights, run_experts
 from phalanx.runtime.overlap import run_overlapped
+from phalanx.runtime.overlap_tuner import Tuned, Tuner
 
 
 class RoutedExperts:
     """The way of one layer on one rank; on a group of one rank there is nothing to overlap."""
 
-    def __init__(self, dispatcher: Dispatcher, *, kernels: Impl = "fast", lanes: Lanes = SERIAL) -> None:
+    def __init__(
+        self, dispatcher: Dispatcher, *, kernels: Impl = "fast", lanes: Lanes = SERIAL, tuner: Tuner | None = None
+    ) -> None:
         self.dispatcher, self.kernels, self.lanes = dispatcher, kernels, lanes
+        self.tuner = tuner or Tuner()
         alone = dispatcher.ep_etp.size == 1
         self.setting = OverlapSetting("serial") if alone else parse_overlap(dispatcher.spec.overlap)
 
@@ -54,8 +58,13 @@ class RoutedExperts:
             "op_prefix": op_prefix,
         }
         routed = (x_TH, weights_TK, experts_TK)
-        if self.setting.kind in ("fine", "auto"):
+        if self.setting.kind == "fine":
             return run_overlapped(*routed, schedule=FINE, beside=beside, **common)
+        if self.setting.kind == "auto":
+            tuned = Tuned(self.tuner, self.tuner.of(self.dispatcher, x_TH, experts, self.lanes))
+            out = run_overlapped(*routed, schedule=tuned, beside=beside, **common)
+            tuned.done()
+            return out
         if self.setting.kind == "coarse":
             y_TH, dropped = run_coarse(*routed, chunks=self.setting.chunks, kernels=self.kernels, **common)
         else:
