@@ -41,9 +41,9 @@ def random_dispatch(rng):
 
 
 def random_schedule(rng):
-    """Any order, a fifth of them drawn."""
+    """Any order, a tenth of them drawn."""
     order = ("serial", "own_first", "arrival")[int(rng.integers(3))]
-    seed = int(rng.integers(1 << 30)) if rng.random() < 0.2 else None
+    seed = int(rng.integers(1 << 30)) if rng.random() < 0.1 else None
     share = round(float(rng.random()), 2) if order == "arrival" and seed is None else 1.0
     return Schedule(
         parts=int(rng.integers(1, 4)), blocks=int(rng.integers(1, 3)), order=order, own_before=share, seed=seed

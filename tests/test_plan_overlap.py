@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from overlap_plan_help import plans_of_group, random_dispatch, random_schedule, routed, traffic_by_routing
 
+from overlap_plan_help import plans_of_group, random_dispatch, random_schedule, routed, traffic_by_routing
 from phalanx.core.errors import PlanError
 from phalanx.plan.dispatch import plan_dispatch
 from phalanx.plan.overlap import backward_of, part_ends, plan_overlap, tile_sizes, tiles_of
@@ -185,7 +185,9 @@ def test_seeds_draw_many_orders_and_each_seed_the_same():
 
 
 def test_one_rank_waits_for_nobody():
-    plan = plan_overlap(plan_dispatch([[40, 0]], range(2), ep=1, etp=1), Schedule(order="arrival"), rank=0, tile_rows=32)
+    plan = plan_overlap(
+        plan_dispatch([[40, 0]], range(2), ep=1, etp=1), Schedule(order="arrival"), rank=0, tile_rows=32
+    )
     assert plan.ops == (Op("first", 0, 0), Op("second", 0, 0, 0), Op("return", 0, 0, 0), Op("sum"))
 
 

@@ -5,8 +5,8 @@ import json
 
 import numpy as np
 import pytest
-from overlap_plan_help import plans_of_group, random_dispatch, random_schedule, routed
 
+from overlap_plan_help import plans_of_group, random_dispatch, random_schedule, routed
 from phalanx.core.errors import PlanError
 from phalanx.plan.overlap import plan_overlap
 from phalanx.plan.overlap_check import check, from_json, plan_problems
