@@ -29,7 +29,7 @@ def traffic_by_routing(dispatch, experts, **rest):
 
 def random_dispatch(rng):
     """Counts of any kind: 1 to 4 ranks, up to 64 experts, ranks without tokens, experts without rows, all rows to one."""
-    ep, etp = ((1, 1), (2, 1), (1, 2), (2, 1), (3, 1), (2, 2), (4, 1))[int(rng.integers(7))]
+    ep, etp = ((1, 1), (2, 1), (2, 1), (2, 1), (1, 2), (2, 1), (3, 1), (3, 1), (2, 2), (4, 1))[int(rng.integers(10))]
     per_rank = int(rng.integers(1, 17)) if rng.random() < 0.1 else int(rng.integers(1, 4))
     num_experts = ep * per_rank
     counts = rng.integers(0, 40, (ep * etp, num_experts))
