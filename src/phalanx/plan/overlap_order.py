@@ -85,7 +85,7 @@ def schedule_problems(schedule: Schedule) -> list[Problem]:
     return problems
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=64)
 def forward_order(schedule: Schedule, parts: Parts, *, has_shared: bool) -> tuple[Op, ...]:
     """All operations of the forward pass; `shared` among them if there is something to compute in a gap.
 
@@ -100,8 +100,7 @@ def forward_order(schedule: Schedule, parts: Parts, *, has_shared: bool) -> tupl
     return tuple(_overlapped(parts, shared, own_first=schedule.order == "own_first", before=before))
 
 
-@lru_cache(maxsize=1024)
-def with_weights(ops: tuple[Op, ...], parts: Parts, *, schedule: Schedule) -> tuple[Op, ...]:
+def with_weights(ops: Sequence[Op], parts: Parts, *, schedule: Schedule) -> tuple[Op, ...]:
     """The backward list: the forward one with the gradients of all local slots' weights.
 
     They need all rows of their slot. With overlap they run while the last results travel, in serial order before anything goes back.
