@@ -24,9 +24,8 @@ def test_ten_thousand_batches_under_adversarial_arrivals():
         dispatch, schedule = random_dispatch(rng), random_schedule(rng)
         direction = ("forward", "backward")[number % 2]
         plans = plans_of_group(dispatch, schedule, tile_rows=16, direction=direction, has_shared=number % 3 == 0)
-        if number % 10 == 0:
-            for plan in plans:
-                check(plan)
+        if number % 20 == 0:
+            check(plans[-1])
         timing = Recorder(rng)
         trace = simulate(plans, timing)
         kinds.add((schedule.order, schedule.seed is not None, direction))
@@ -133,7 +132,7 @@ def legal(ops):
 def test_check_accepts_exactly_the_legal_orders_and_what_it_accepts_runs():
     rng = np.random.default_rng(4)
     verdicts = []
-    for number in range(400):
+    for number in range(200):
         plans = group(rng, order=("serial", "own_first", "arrival")[number % 3])
         ops = list(plans[0].ops)
         a, b = (int(i) for i in rng.integers(len(ops), size=2))

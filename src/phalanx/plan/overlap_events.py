@@ -12,7 +12,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -51,8 +51,7 @@ class Adversary:
         return at + float(10.0 ** (5 * self._next() - 2))
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(NamedTuple):
     """One operation as it happened. A wait lasts as long as its rank was blocked."""
 
     rank: int
@@ -90,6 +89,10 @@ def simulate(plans: Sequence[RankPlan], timing: Timing | np.random.Generator) ->
     return Trace(tuple(run.events))
 
 
+Message = tuple[int, int, int, int]
+"""(from, to, part, block); block is -1 on the way there."""
+
+
 @dataclass(slots=True)
 class _State:
     """What one rank has: counts by (peer, part[, block])."""
@@ -108,9 +111,9 @@ class _Run:
     def __init__(self, plans: Sequence[RankPlan], timing: Timing) -> None:
         self.states = [_State(plan) for plan in plans]
         self.timing = timing
-        self.posted: dict[tuple[int, int, Op], float] = {}
-        """(from, to, the receiver's operation that waits for it) -> arrival."""
-        self.blocked: dict[tuple[int, int, Op], float] = {}
+        self.posted: dict[Message, float] = {}
+        """Message -> arrival."""
+        self.blocked: dict[Message, float] = {}
         """Messages that a rank waits for which is not posted yet -> since when."""
         self.events: list[Event] = []
         self.problems: list[Problem] = []
@@ -139,7 +142,7 @@ class _Run:
                 continue
             op = state.plan.ops[state.next_op]
             if op.kind in ("wait", "wait_return"):
-                message = (op.peer, rank, op)
+                message = (op.peer, rank, op.part, op.block)
                 if message not in self.posted:
                     self.blocked[message] = at
                     continue
@@ -155,7 +158,7 @@ class _Run:
         rank, key = state.plan.rank, (op.peer, op.part, op.block)
         needs = True
         if op.kind == "send":
-            self.post(state, op, Op("wait", rank, op.part), at=at)
+            self.post(state, op, at=at)
         elif op.kind == "wait":
             state.here.add(key[:2])
         elif op.kind == "first":
@@ -169,7 +172,7 @@ class _Run:
             if op.peer == rank:
                 self.place(state, key)
             else:
-                self.post(state, op, Op("wait_return", rank, op.part, op.block), at=at)
+                self.post(state, op, at=at)
         elif op.kind == "wait_return":
             self.place(state, key)
         elif op.kind == "weights":
@@ -179,8 +182,8 @@ class _Run:
         if not needs:
             self.problem(state, op, "runs only when everything that it needs is there")
 
-    def post(self, state: _State, op: Op, answer: Op, *, at: float) -> None:
-        message = (state.plan.rank, op.peer, answer)
+    def post(self, state: _State, op: Op, *, at: float) -> None:
+        message = (state.plan.rank, op.peer, op.part, op.block)
         if message in self.posted or not 0 <= op.peer < len(self.states):
             self.problem(state, op, "each message goes to a rank of the group, once")
             return
@@ -218,10 +221,11 @@ class _Run:
                 yield Problem(where=f"rank {plan.rank}", value=sorted(state.second.items()), rule=rule)
             if not state.is_summed:
                 yield Problem(where=f"rank {plan.rank}", value=None, rule="results are added up")
-        taken = {(e.op.peer, e.rank, e.op) for e in self.events if e.op.kind in ("wait", "wait_return")}
-        for source, target, op in sorted(self.posted.keys() - taken, key=str):
+        waits = ((e.op, e.rank) for e in self.events if e.op.kind in ("wait", "wait_return"))
+        taken = {(op.peer, rank, op.part, op.block) for op, rank in waits}
+        for source, target, part, block in sorted(self.posted.keys() - taken):
             rule = f"rank {target} takes every message that it is sent"
-            yield Problem(where=f"message {source} -> {target} ({op})", value=None, rule=rule)
+            yield Problem(where=f"message {source} -> {target}", value=(part, block), rule=rule)
 
     def problem(self, state: _State, op: Op, rule: str) -> None:
         self.problems.append(self._problem(state, op, rule))

@@ -85,7 +85,7 @@ def schedule_problems(schedule: Schedule) -> list[Problem]:
     return problems
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=64)
 def forward_order(schedule: Schedule, parts: Parts, *, has_shared: bool) -> tuple[Op, ...]:
     """All operations of the forward pass; `shared` among them if there is something to compute in a gap.
 
@@ -100,8 +100,7 @@ def forward_order(schedule: Schedule, parts: Parts, *, has_shared: bool) -> tupl
     return tuple(_overlapped(parts, shared, own_first=schedule.order == "own_first", before=before))
 
 
-@lru_cache(maxsize=1024)
-def with_weights(ops: tuple[Op, ...], parts: Parts, *, schedule: Schedule) -> tuple[Op, ...]:
+def with_weights(ops: Sequence[Op], parts: Parts, *, schedule: Schedule) -> tuple[Op, ...]:
     """The backward list: the forward one with the gradients of all local slots' weights.
 
     They need all rows of their slot. With overlap they run while the last results travel, in serial order before anything goes back.
@@ -160,51 +159,49 @@ def _wait_returns(parts: Parts) -> list[Op]:
     return [Op("wait_return", p, part, block) for p, part in parts.returning() for block in range(parts.blocks)]
 
 
-def needs_of(ops: Sequence[Op], parts: Parts) -> dict[Op, list[Op]]:
-    """What must stand before each operation in the list of one rank."""
-    by_kind: dict[str, list[Op]] = {}
-    for op in ops:
-        by_kind.setdefault(op.kind, []).append(op)
-    sends, returns, firsts = (by_kind.get(kind, []) for kind in ("send", "return", "first"))
+def _needs(ops: Sequence[Op], parts: Parts) -> list[list[int]]:
+    """Of each operation the places in `ops` of what must stand before it; `sum` is not among them."""
+    place = {(op.kind, op.peer, op.part, op.block): at for at, op in enumerate(ops)}
+    all_of = {kind: [at for at, op in enumerate(ops) if op.kind == kind] for kind in ("send", "return", "first")}
 
-    def needs(op: Op) -> list[Op]:
-        earlier = range(op.part + 1)
+    def needs(op: Op) -> list[int]:
+        p, earlier = op.peer, range(op.part + 1)
         if op.kind == "send":
-            return [Op("send", op.peer, op.part - 1)] if op.part else []
+            return [place["send", p, op.part - 1, -1]] if op.part else []
         if op.kind == "wait":
-            return sends
+            return all_of["send"]
         if op.kind == "first":
-            return [] if op.peer == parts.rank else [Op("wait", op.peer, part) for part in earlier]
+            return [] if p == parts.rank else [place["wait", p, part, -1] for part in earlier]
         if op.kind == "second":
-            return [Op("first", op.peer, op.part)]
+            return [place["first", p, op.part, -1]]
         if op.kind == "return":
-            return [Op("second", op.peer, part, op.block) for part in earlier]
+            return [place["second", p, part, op.block] for part in earlier]
         if op.kind == "wait_return":
-            return [*sends, *returns]
-        if op.kind == "weights":
-            return firsts
-        return [other for other in ops if other.kind != "sum"] if op.kind == "sum" else []
+            return all_of["send"] + all_of["return"]
+        return all_of["first"] if op.kind == "weights" else []
 
-    return {op: needs(op) for op in ops}
+    return [needs(op) for op in ops]
 
 
 def _drawn(ops: Sequence[Op], parts: Parts, *, seed: Sequence[int]) -> tuple[Op, ...]:
-    """Any legal order, drawn: of what could come next, each is as likely as the other."""
+    """Any legal order, drawn: of what could come next, each is as likely as the other. `sum` comes last."""
     rng = np.random.default_rng(seed)
-    needs = needs_of(ops, parts)
-    missing = {op: len(before) for op, before in needs.items()}
-    then: dict[Op, list[Op]] = {op: [] for op in ops}
-    for op, before in needs.items():
+    *ops, last = ops  # the last is sum
+    needs = _needs(ops, parts)
+    missing = [len(before) for before in needs]
+    then: list[list[int]] = [[] for _ in ops]
+    for at, before in enumerate(needs):
         for other in before:
-            then[other].append(op)
-    ready = [op for op in ops if not missing[op]]
+            then[other].append(at)
+    ready = [at for at, number in enumerate(missing) if not number]
     order = []
-    while ready:
-        at = int(rng.integers(len(ready)))
-        ready[at], ready[-1] = ready[-1], ready[at]
-        order.append(ready.pop())
-        for op in then[order[-1]]:
-            missing[op] -= 1
-            if not missing[op]:
-                ready.append(op)
-    return tuple(order)
+    for draw in rng.random(len(ops)).tolist():
+        chosen = int(draw * len(ready))
+        ready[chosen], ready[-1] = ready[-1], ready[chosen]
+        done = ready.pop()
+        order.append(ops[done])
+        for at in then[done]:
+            missing[at] -= 1
+            if not missing[at]:
+                ready.append(at)
+    return (*order, last)
