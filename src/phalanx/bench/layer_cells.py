@@ -119,13 +119,14 @@ def table(result: Mapping[str, Any]) -> Table:
     rows = result["cells"]
     out = Table(
         title="seconds of the schedule chosen over those of the best one, chosen on one half of the iterations and scored on the other",
-        caption=f"{len(rows)} cells: median {result['median_ratio']:.3f}, worst {result['worst_ratio']:.3f}; on the link without limit "
-        f"serial was chosen in {result['serial_where_unshaped']} of {result['unshaped']}",
+        caption=f"serial/: seconds of serial over those of the best; {len(rows)} cells: median {result['median_ratio']:.3f}, worst {result['worst_ratio']:.3f}; on the link without limit "
+        f"(none) serial was chosen in {result['serial_where_unshaped']} of {result['unshaped']}",
         box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
     )
-    for title in ("layer", "type", "load", "link", "chosen", "best of all"):
+    for title in ("layer", "type", "load", "link", "chosen", "best"):
         out.add_column(title, no_wrap=True)
-    for title in ("tokens", "ms", "serial / best", "ratio", "turns"):
+    for title in ("tokens", "ms", "serial/", "ratio", "turns"):
         out.add_column(title, justify="right", no_wrap=True)
     for row in rows:
         shape, link = LayerShape(**row["shape"]), row["link_bit_per_s"]
@@ -133,7 +134,7 @@ def table(result: Mapping[str, Any]) -> Table:
             row["model"],
             shape.dtype,
             shape.load,
-            "no limit" if link is None else format_rate(link, "bit"),
+            "none" if link is None else format_rate(link, "bit"),
             row["auto"],
             row["best"],
             str(shape.tokens),
