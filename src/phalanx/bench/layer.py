@@ -169,6 +169,7 @@ def _table(result: Mapping[str, Any], direction: str) -> Table:
         caption=f"medians of {result['iterations']}; compute {of['compute_s'] * 1e3:.1f} ms, communication {of['communication_s'] * 1e3:.1f} ms, "
         f"with a row for each token and host {of['least_communication_s'] * 1e3:.1f} ms; auto took {of['auto']}",
         box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
     )
     table.add_column("method", no_wrap=True)
     for title in ("ms", "sent", "hidden", "of comm", "/ serial", "/ coarse", "x bound"):

@@ -23,12 +23,11 @@ from rich.table import Table
 from phalanx.bench.layer_methods import SERIAL
 from phalanx.bench.layer_rank import Layer, LayerShape, Place, Times, as_lists
 from phalanx.bench.layer_scores import medians, regret
-from phalanx.core.units import format_rate
 
 MODELS = {
     "mixtral": {"hidden": 512, "ffn": 1792, "experts": 8, "top_k": 2},
-    "qwen2-moe": {"hidden": 256, "ffn": 176, "experts": 64, "top_k": 4},
-    "phi-3.5": {"hidden": 512, "ffn": 800, "experts": 16, "top_k": 2},
+    "qwen2": {"hidden": 256, "ffn": 176, "experts": 64, "top_k": 4},
+    "phi3.5": {"hidden": 512, "ffn": 800, "experts": 16, "top_k": 2},
 }
 TOKENS = (128, 512, 1024, 4096)
 LINKS: tuple[float | None, ...] = (2e8, 8e8, 3.2e9, None)
@@ -119,27 +118,27 @@ def table(result: Mapping[str, Any]) -> Table:
     rows = result["cells"]
     out = Table(
         title="seconds of the schedule chosen over those of the best one, chosen on one half of the iterations and scored on the other",
-        caption=f"{len(rows)} cells: median {result['median_ratio']:.3f}, worst {result['worst_ratio']:.3f}; on the link without limit "
-        f"serial was chosen in {result['serial_where_unshaped']} of {result['unshaped']}",
+        caption=f"serial/: seconds of serial over those of the best; {len(rows)} cells: median {result['median_ratio']:.3f}, worst {result['worst_ratio']:.3f}; on the link without limit "
+        f"(no MB/s) serial was chosen in {result['serial_where_unshaped']} of {result['unshaped']}",
         box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
     )
-    for title in ("layer", "type", "load", "link", "chosen", "best of all"):
+    for title in ("layer", "type", "load", "chosen", "best"):
         out.add_column(title, no_wrap=True)
-    for title in ("tokens", "ms", "serial / best", "ratio", "turns"):
+    for title in ("tokens", "MB/s", "ms", "serial/", "ratio"):
         out.add_column(title, justify="right", no_wrap=True)
     for row in rows:
         shape, link = LayerShape(**row["shape"]), row["link_bit_per_s"]
         out.add_row(
             row["model"],
-            shape.dtype,
+            {"float32": "fp32", "bfloat16": "bf16"}[shape.dtype],
             shape.load,
-            "no limit" if link is None else format_rate(link, "bit"),
             row["auto"],
             row["best"],
             str(shape.tokens),
+            "" if link is None else f"{link / 8e6:.0f}",
             f"{row['medians'][row['auto']] * 1e3:.1f}",
             f"{row['serial_ratio']:.2f}",
             f"{row['ratio']:.3f}",
-            str(row["iterations"]),
         )
     return out
