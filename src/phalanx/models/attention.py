@@ -64,7 +64,12 @@ class Attention(nn.Module):
         v_NO: torch.Tensor,
         info: ForwardInfo,
     ) -> torch.Tensor:
-        return self.sequence.told("core", info, partial(self._core, table, batch, info=info), q_NO, k_NO, v_NO)
+        core = partial(self._core, table, batch, info=info)
+        return (
+            core(q_NO, k_NO, v_NO)
+            if self.context.in_steps
+            else self.sequence.told("core", info, core, q_NO, k_NO, v_NO)
+        )
 
     def _project(self, x_NH: torch.Tensor, info: ForwardInfo) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(N, A*D) and twice (N, G*D), normalised where the norm is over all heads."""

@@ -82,7 +82,12 @@ class LatentAttention(nn.Module):
         key_NR: torch.Tensor,
         info: ForwardInfo,
     ) -> torch.Tensor:
-        return self.sequence.told("core", info, partial(self._core, table, batch, info=info), q_NO, kv_NO, key_NR)
+        core = partial(self._core, table, batch, info=info)
+        return (
+            core(q_NO, kv_NO, key_NR)
+            if self.context.in_steps
+            else self.sequence.told("core", info, core, q_NO, kv_NO, key_NR)
+        )
 
     def _project(
         self, x_TH: torch.Tensor, info: ForwardInfo, *, num_sequences: int
