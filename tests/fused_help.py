@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from phalanx.kernels.fused_layer import LayerShape, reference_layer, run_virtual
+from phalanx.kernels.fused_layer import LayerShape, VirtualLayer, reference_layer, run_virtual
 from phalanx.kernels.fused_second import Division
 from phalanx.kernels.fused_tiles import SendShape, TileShape
 from phalanx.kernels.symmetric import Arena, ArenaSpec, virtual_arenas
@@ -71,10 +71,9 @@ class Layer:
         spec = self.spec() if spec is None else spec
         if arenas is None:
             arenas = poisoned(virtual_arenas(spec))
-        return run_virtual(
-            self.x, self.slots, self.weights, list(self.w13.split(self.case.slots)), list(self.w2.split(self.case.slots)),
-            shape=replace(shape, slots_per_rank=self.case.slots), spec=spec, arenas=arenas,
-        )  # fmt: skip
+        w13, w2 = self.w13.split(self.case.slots), self.w2.split(self.case.slots)
+        virtual = VirtualLayer(self.x, self.slots, self.weights, w13, w2)
+        return run_virtual(virtual, arenas, shape=replace(shape, slots_per_rank=self.case.slots))
 
     def want(self) -> list[torch.Tensor]:
         return [

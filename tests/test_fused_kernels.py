@@ -16,10 +16,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fused_help import SHAPE, TILE, TOLERANCE, Case, Layer, error, layer, poisoned
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install 'phalanx[gpu]'")
 
+from fused_help import SHAPE, TILE, TOLERANCE, Case, Layer, error, layer, poisoned
 from phalanx.core.errors import PlanError, RunError
 from phalanx.kernels.fused_first import Arrivals, fused_first
 from phalanx.kernels.fused_layer import begin, compute, finish, route, send, tell_virtual

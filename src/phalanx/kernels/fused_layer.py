@@ -26,7 +26,7 @@ from phalanx.kernels.fused_index import Arranged, Going, arrange, going
 from phalanx.kernels.fused_second import Division, add_ranks, fused_second, send_entries
 from phalanx.kernels.fused_tiles import SendShape, TileShape, check_status
 from phalanx.kernels.swiglu import reference_swiglu
-from phalanx.kernels.symmetric import Arena, ArenaSpec, virtual_arenas
+from phalanx.kernels.symmetric import Arena, ArenaSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,34 +146,40 @@ def tell_virtual(goings: Sequence[Going], weights: Sequence[torch.Tensor]) -> li
     ]
 
 
-def run_virtual(
-    x: Sequence[torch.Tensor],
-    slots: Sequence[torch.Tensor],
-    weights: Sequence[torch.Tensor],
-    w13: Sequence[torch.Tensor],
-    w2: Sequence[torch.Tensor],
-    *,
-    shape: LayerShape,
-    spec: ArenaSpec,
-    arenas: Sequence[Arena] | None = None,
-) -> list[torch.Tensor]:
-    """The layer's output on each rank. Lists by rank; `arenas` to go on with those of an earlier call (their epochs grow).
+@dataclass(frozen=True, eq=False)
+class VirtualLayer:
+    """Operands of one layer on all ranks of one process. Lists by rank."""
 
-    Raises `RunError` if anything found no room or a flag never came.
-    """
-    arenas = virtual_arenas(spec, x[0].device) if arenas is None else arenas
-    goings = [route(s, shape=shape, spec=spec) for s in slots]
-    told = tell_virtual(goings, weights)
+    x: Sequence[torch.Tensor]
+    slots: Sequence[torch.Tensor]
+    weights: Sequence[torch.Tensor]
+    w13: Sequence[torch.Tensor]
+    w2: Sequence[torch.Tensor]
+
+
+def enqueue_virtual(
+    layer: VirtualLayer, arenas: Sequence[Arena], *, shape: LayerShape
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The layer's output on each rank, and what found no room. Reads nothing on the host, so all of it can be captured in a CUDA graph."""
+    spec = arenas[0].spec
+    goings = [route(s, shape=shape, spec=spec) for s in layer.slots]
+    told = tell_virtual(goings, layer.weights)
     orders = [begin(t, arena, shape=shape) for t, arena in zip(told, arenas, strict=True)]
     for arena in arenas:
         arena.next_call()
     for rank, arena in enumerate(arenas):
-        send(x[rank], goings[rank], arena, shape=shape)
+        send(layer.x[rank], goings[rank], arena, shape=shape)
     for rank, arena in enumerate(arenas):
-        compute(arena, told[rank], orders[rank], w13[rank], w2[rank], shape=shape)
+        compute(arena, told[rank], orders[rank], layer.w13[rank], layer.w2[rank], shape=shape)
     out = [finish(to, arena, shape=shape) for to, arena in zip(goings, arenas, strict=True)]
-    for to, order, arena in zip(goings, orders, arenas, strict=True):
-        check_status(arena.status_2, to.overflow, order.overflow)
+    return out, [x.overflow for x in (*goings, *orders)]
+
+
+def run_virtual(layer: VirtualLayer, arenas: Sequence[Arena], *, shape: LayerShape) -> list[torch.Tensor]:
+    """The layer's output on each rank. Raises `RunError` if anything found no room or a flag never came."""
+    out, overflows = enqueue_virtual(layer, arenas, shape=shape)
+    for arena in arenas:
+        check_status(arena.status_2, *overflows)
     return out
 
 

@@ -78,7 +78,9 @@ def compile_ahead(
     }  # fmt: skip
     constants = {k: v for k, v in constants.items() if k in kernel.arg_names}
     signature = {arg: "constexpr" if arg in constants else _type(arg, dtype) for arg in kernel.arg_names}
-    attrs = {(i,): [["tt.divisibility", 16]] for i, arg in enumerate(kernel.arg_names) if arg in ALIGNED - set(constants)}
+    attrs = {
+        (i,): [["tt.divisibility", 16]] for i, arg in enumerate(kernel.arg_names) if arg in ALIGNED - set(constants)
+    }
     uses_tile = "BLOCK_K" in constants
     options = {"num_warps": tile.warps if uses_tile else 4, "num_stages": tile.stages if uses_tile else 3}
     built = triton.compile(
@@ -108,7 +110,9 @@ def _resources(cubin: bytes) -> dict[str, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        said = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True).stdout
+        said = subprocess.run(
+            [tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
     found = re.search(r"REG:(\d+) STACK:(\d+)", said)
     if found is None:
         raise ValueError(f"cuobjdump did not say what the kernel uses: {said!r}")
