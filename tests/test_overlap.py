@@ -236,9 +236,10 @@ def test_a_setting_that_is_none_is_an_error(text):
 
 
 def test_settings_are_read():
-    assert [str(parse_overlap(t)) for t in ("serial", "coarse:4", "fine", "auto")] == [
+    assert [str(parse_overlap(t)) for t in ("serial", "coarse:4", "tiles", "fine", "auto")] == [
         "serial",
         "coarse:4",
+        "tiles",
         "fine",
         "auto",
     ]

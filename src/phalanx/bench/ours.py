@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -46,10 +46,9 @@ class Ours:
         keep_freed_memory(threads=threads)
         groups = groups or build_groups(make_folding(world=1), rank=0, cache=GroupCache())
         folding, spec = groups.folding, shape.spec()
-        setting: dict[str, Any] = {} if overlap == "serial" else {"overlap": overlap}
         ctx = ModelContext(
             spec=spec,
-            dispatch=DispatchSpec(),
+            dispatch=DispatchSpec(overlap=overlap),
             placement=plain_placement(spec.num_experts, folding.of_rank(groups.rank)),
             groups=groups,
             comms=comms or Collectives(),
@@ -57,7 +56,6 @@ class Ours:
             device=torch.device("cpu"),
             kernels=kernels,
             lanes=Lanes(threads, rows=compiled_rows() if native else None),
-            **setting,
         )
         self.shape, self.rate, self.lanes, self.groups = shape, rate, ctx.lanes, groups
         self.parts = assemble(ctx, optim=optim, num_microbatches=1)

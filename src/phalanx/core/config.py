@@ -132,7 +132,7 @@ class DispatchConfig:
     transport: Literal["all_to_all", "all_gather"] = "all_to_all"
     """Rows sent to the ranks that need them, or gathered everywhere (for tiny ep)."""
     overlap: str = "serial"
-    """Communication beside the experts' computing: serial (none), coarse:N (N chunks of tokens), fine (tile by tile), auto (by a measured model)."""
+    """Communication beside the experts' computing: serial (none), coarse:N (N chunks of tokens), fine (tile by tile), auto (by a measured model), tiles (serial, the bits of fine)."""
 
 
 @dataclass(frozen=True, kw_only=True)

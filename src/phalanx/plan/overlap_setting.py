@@ -14,7 +14,7 @@ from typing import Literal
 from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.plan.overlap_types import Schedule
 
-Kind = Literal["serial", "coarse", "fine", "auto"]
+Kind = Literal["serial", "coarse", "tiles", "fine", "auto"]
 MOST_CHUNKS = 64
 WHERE = "dispatch.overlap"
 FINE = Schedule(parts=4, order="arrival", own_before=0.75)
@@ -49,9 +49,9 @@ def setting_problems(text: str) -> list[Problem]:
             return []
         rule = f"coarse takes a number of chunks from 2 to {MOST_CHUNKS}"
         return [Problem(where=WHERE, value=text, rule=rule, hint="coarse:2")]
-    if kind in ("serial", "fine", "auto") and not colon:
+    if kind in ("serial", "tiles", "fine", "auto") and not colon:
         return []
-    rule = "must be serial, coarse:N, fine or auto"
+    rule = "must be serial, coarse:N, tiles, fine or auto"
     return [Problem(where=WHERE, value=text, rule=rule, hint="auto")]
 
 

@@ -14,11 +14,14 @@ from phalanx.kernels.choice import Impl
 from phalanx.kernels.lanes import SERIAL, Lanes
 from phalanx.kernels.later import Later
 from phalanx.plan.overlap_setting import FINE, OverlapSetting, parse_overlap
+from phalanx.plan.overlap_types import Schedule
 from phalanx.runtime.coarse import run_coarse
 from phalanx.runtime.dispatch import Dispatcher
 from phalanx.runtime.experts import ExpertWeights, run_experts
 from phalanx.runtime.overlap import run_overlapped
 from phalanx.runtime.overlap_tuner import Tuned, Tuner
+
+FIXED = {"tiles": Schedule(), "fine": FINE}
 
 
 class RoutedExperts:
@@ -58,8 +61,8 @@ class RoutedExperts:
             "op_prefix": op_prefix,
         }
         routed = (x_TH, weights_TK, experts_TK)
-        if self.setting.kind == "fine":
-            return run_overlapped(*routed, schedule=FINE, beside=beside, **common)
+        if self.setting.kind in FIXED:
+            return run_overlapped(*routed, schedule=FIXED[self.setting.kind], beside=beside, **common)
         if self.setting.kind == "auto":
             tuned = Tuned(self.tuner, self.tuner.of(self.dispatcher, x_TH, experts, self.lanes))
             out = run_overlapped(*routed, schedule=tuned, beside=beside, **common)
