@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from phalanx.core.config import OptimConfig, PipelineConfig
-from phalanx.core.events import Collective, Event, Operation
+from phalanx.core.events import Collective, Event
 from phalanx.models.context import ModelContext, TokenBatch
 from phalanx.models.shard import part_of
 from phalanx.plan.boundary import EdgePlan
@@ -90,8 +90,6 @@ class Record:
 
     events: tuple[Collective, ...]
     counters: dict[tuple[str, str], Counter]
-    computed: tuple[str, ...]
-    """Ids of what it computed."""
 
     @property
     def ops(self) -> list[tuple[str, str, str]]:
@@ -103,14 +101,11 @@ class _Recording(Collectives):
 
     def __init__(self) -> None:
         self.told: list[Collective | str] = []
-        self.computed: list[str] = []
         super().__init__(emit=self._hear, trace=True, timeout_s=30)
 
     def _hear(self, event: Event) -> None:
         if isinstance(event, Collective):
             self.told.append(event)
-        elif isinstance(event, Operation) and event.lane == "compute":
-            self.computed.append(event.op_id)
 
     def start_exchange(self, *args: Any, op_id: str = "") -> Exchange:
         self.told.append(op_id)
@@ -124,7 +119,7 @@ class _Recording(Collectives):
                 events += [boundaries[told]] if told in boundaries else []
             elif told.axis != "pp":
                 events.append(told)
-        return Record(tuple(events), self.counters, tuple(self.computed))
+        return Record(tuple(events), self.counters)
 
 
 def random_batch(seed: int) -> TokenBatch:

@@ -3,37 +3,42 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import itertools
 import json
 import random
 import re
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
-from fake_events import started
+from fake_events import ended, started
 from phalanx.cli.main import main
 from phalanx.core.clock import now_s
 from phalanx.core.events import ClockCompared, Collective, Event, Operation, StepRecorded
 from phalanx.core.op_ids import expert_exchange, read_op_id
 from phalanx.core.recipe import load_recipe
 from phalanx.core.trace_file import TraceFile
+from phalanx.observe.console import ConsoleSink
 from phalanx.observe.event_log import JsonlSink, log_path, read_events, read_history
 from phalanx.observe.exposure import by_axis, by_layer
 from phalanx.observe.intervals import in_rows, innermost, total_s, union, without
 from phalanx.observe.lanes import read_recording
+from phalanx.observe.metrics import samples
 from phalanx.observe.trace import perfetto_trace
 from phalanx.plan.folding import Folding, make_folding
 from phalanx.plan.program import op_id
 from phalanx.runtime import clocks
-from phalanx.runtime.collectives import Collectives
-from phalanx.runtime.groups import GroupCache
+from phalanx.runtime.collectives import Collectives, Message
+from phalanx.runtime.groups import Axis, GroupCache
 from phalanx.runtime.peers import Peers, own_group
 from phalanx.runtime.waiting import LayerTimes
-from program_help import TINY, Run, one_step, recorded
+from program_help import TINY, Run, one_step
 from ranks import run_ranks
 from train_help import phalanx, train_args, write_text
 
@@ -331,36 +336,82 @@ RUNS = [
     Run(folding=Folding(world=2, ep=2), recompute="full", spec=GATED),
     Run(folding=Folding(world=2, tp=2, etp=2), recompute="selective", spec=dataclasses.replace(TINY, mtp_layers=1)),
     Run(folding=make_folding(world=2, cp=2, ep=2), recompute="selective"),
-    Run(folding=make_folding(world=2, cp=2), cp_method="all_gather", recompute="full"),
     Run(folding=make_folding(world=2, pp=2), num_microbatches=2),
 ]
 
 
+def with_and_without(rank: int, cache: GroupCache) -> list[tuple[list[str], bool]]:
+    """Of each run: what it told of, and whether a step that tells nothing ends with the same bits."""
+    found = []
+    for run in RUNS:
+        told: list[Event] = []
+        quiet, loud = (
+            one_step(rank, cache, run, comms)
+            for comms in (Collectives(timeout_s=60), Collectives(trace=True, emit=told.append, timeout_s=60))
+        )
+        same = (quiet[0].loss, quiet[0].grad_norm) == (loud[0].loss, loud[0].grad_norm)
+        parameters = (step[1].model.parameters() for step in (quiet, loud))
+        same &= all(torch.equal(x, y) for x, y in zip(*parameters, strict=True))
+        found.append(([e.op_id for e in told if isinstance(e, Operation) and e.lane == "compute"], same))
+    return found
+
+
 @pytest.mark.ranks
-def test_a_step_tells_of_what_its_program_computes() -> None:
+def test_a_step_tells_of_what_its_program_computes_and_changes_no_bit() -> None:
     """Forward, backward and run again, each once and no others; one rank of experts has nothing to sort."""
-    for rank, records in enumerate(run_ranks(2, recorded, RUNS)):
-        for run, record in zip(RUNS, records, strict=True):
+    for rank, found in enumerate(run_ranks(2, with_and_without)):
+        for run, (computed, same) in zip(RUNS, found, strict=True):
             planned = [op.id for op in run.program(rank).ops if op.kind == "compute"]
             if run.folding.ep * run.folding.etp == 1:
                 planned = [id for id in planned if not id.endswith(".sort")]
-            assert sorted(record.computed) == sorted(planned), (run, rank)
+            assert same and sorted(computed) == sorted(planned), (run, rank)
 
 
-def with_and_without(rank: int, cache: GroupCache) -> list[list[tuple[float, float, list[torch.Tensor]]]]:
-    found = []
-    for run, trace in itertools.product(RUNS, (False, True)):
-        result, parts = one_step(rank, cache, run, Collectives(trace=trace, timeout_s=60))
-        found.append((result.loss, result.grad_norm, [p.detach().clone() for p in parts.model.parameters()]))
-    return [found[i : i + 2] for i in range(0, len(found), 2)]
+def under_way_while_busy(rank: int, cache: GroupCache) -> tuple[float, float, float, list[Event]]:
+    """A message that travels while the rank sleeps, and whose receiver then waits for a sender that is late."""
+    told: list[Event] = []
+    comms, axis = Collectives(trace=True, emit=told.append, timeout_s=20), Axis("ep", (0, 1), rank, cache.get((0, 1)))
+    for pause, late in ((0.05, 0.0), (0.0, 0.3)):
+        comms.barrier(axis)
+        time.sleep(late * rank)
+        there, here = torch.ones(8), torch.zeros(8)
+        exchange = comms.start_exchange(
+            [Message(there, 1 - rank)], [Message(here, 1 - rank)], axis, op_id=f"mb{rank}.L2.fwd.dispatch.rows"
+        )
+        time.sleep(pause)
+        exchange.wait()
+    found = comms.layers.take()[2, "forward"]
+    return found.exposed_s, found.hidden_s, comms.counters["exchange", "ep"].waited_s, told
 
 
 @pytest.mark.ranks
-def test_recording_changes_no_number() -> None:
-    for pairs in run_ranks(2, with_and_without):
-        for quiet, loud in pairs:
-            assert quiet[:2] == loud[:2]
-            assert all(torch.equal(x, y) for x, y in zip(quiet[2], loud[2], strict=True))
+def test_waits_of_real_messages() -> None:
+    (exposed_0, hidden_0, counted_0, told_0), (_, hidden_1, _, told_1) = run_ranks(2, under_way_while_busy)
+    assert hidden_0 >= 0.05 and hidden_1 >= 0.05 and exposed_0 >= 0.05
+    assert counted_0 == pytest.approx(exposed_0, abs=1e-9)
+    first, second = (e for e in told_0 if isinstance(e, Collective) and e.op == "exchange")
+    assert first.end_s - first.begin_s - first.waited_s >= 0.05 and second.waited_s >= 0.05
+    assert (first.sends_to, first.receives_from, first.ranks) == ((1,), (1,), (0, 1))
+    assert len(told_1) == len(told_0) == 4
+
+
+@pytest.mark.unit
+def test_metrics_and_screen() -> None:
+    parts = {f"{what}_{way}_s" for what in ("exposed", "hidden") for way in ("forward", "backward")}
+    event = ended(5, layers=2, **dict.fromkeys(sorted(parts), (0.01, 0.03)))
+    told = {s.tag: s.value for s in samples(event) if s.tag.startswith("exchange/")}
+    assert told["exchange/exposed_s"] == pytest.approx(0.08) and told["exchange/hidden_backward_of/layer-1"] == 0.03
+    assert len(told) == 2 + 4 * 2
+    assert not [
+        s for s in samples(ended(5)) if s.tag.startswith("exchange/")
+    ]  # a device: not known, which is not nothing
+    console = Console(file=io.StringIO(), force_terminal=True, width=100)
+    sink = ConsoleSink(console, live=True, clock=itertools.count().__next__)
+    for what in (started(), event):
+        sink.write(what)
+    sink.close()
+    assert isinstance(console.file, io.StringIO)
+    assert "exchange waits 80.0 ms a step, 50 % hidden; layer 0 20.0 ms" in console.file.getvalue()
 
 
 def shifted(rank: int, cache: GroupCache) -> tuple[ClockCompared, ClockCompared]:
