@@ -24,7 +24,7 @@ from phalanx.plan.stage_foldings import AnyFolding
 from phalanx.runtime.collectives import Collectives, Counter, Exchange
 from phalanx.runtime.groups import GroupCache, build_groups
 from phalanx.train.assemble import assemble, bucket_elements
-from phalanx.train.step import train_step
+from phalanx.train.step import StepParts, StepResult, train_step
 
 TINY = dataclasses.replace(PRESETS["tiny"], shared_ffn=16)
 SEQUENCES, SEQ_LEN = 2, 32
@@ -137,7 +137,14 @@ def recorded(rank: int, cache: GroupCache, runs: list[Run]) -> list[Record]:
 
 
 def _one(rank: int, cache: GroupCache, run: Run) -> Record:
-    pipeline, comms = run.planned_pipeline, _Recording()
+    comms = _Recording()
+    one_step(rank, cache, run, comms)
+    return comms.record()
+
+
+def one_step(rank: int, cache: GroupCache, run: Run, comms: Collectives) -> tuple[StepResult, StepParts]:
+    """The first step of `run`, and what this rank has after it."""
+    pipeline = run.planned_pipeline
     groups = build_groups(run.folding, rank=rank, cache=cache, table_ranks=pipeline.stages.table_ranks)
     ctx = ModelContext(
         spec=run.spec,
@@ -153,5 +160,4 @@ def _one(rank: int, cache: GroupCache, run: Run) -> Record:
     parts = assemble(ctx, optim=run.optim, num_microbatches=run.num_microbatches, pipeline=pipeline)
     first = run.folding.replica_of(rank) * run.num_microbatches
     batches = [part_of(random_batch(first + j), run.folding, rank) for j in range(run.num_microbatches)]
-    train_step(parts, batches, step=0, lr=1e-3)
-    return comms.record()
+    return train_step(parts, batches, step=0, lr=1e-3), parts

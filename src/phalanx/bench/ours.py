@@ -48,13 +48,14 @@ class Ours:
         native: bool = True,
         num_microbatches: int = 1,
         pair_passes: bool = False,
+        overlap: str = "serial",
     ) -> None:
         keep_freed_memory(threads=threads)
         groups = groups or build_groups(make_folding(world=1), rank=0, cache=GroupCache())
         folding, spec = groups.folding, shape.spec()
         ctx = ModelContext(
             spec=spec,
-            dispatch=DispatchSpec(),
+            dispatch=DispatchSpec(overlap=overlap),
             placement=plain_placement(spec.num_experts, folding.of_rank(groups.rank)),
             groups=groups,
             comms=comms or Collectives(),

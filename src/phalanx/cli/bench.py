@@ -12,6 +12,8 @@ BENCHMARKS = {
     "curve": "the loss curve of the fast bf16 path beside that of the plain fp32 one",
     "context": "memory of a step on one long sequence that 1, 2, 4 and 8 ranks share",
     "reshard": "moving sharded tensors over shaped links of emulated hosts, beside the paper's baselines",
+    "layer": "one mixture-of-experts layer, serial, in chunks and overlapped, on emulated hosts",
+    "step": "training steps with and without overlap inside their layers, on emulated hosts",
     "hiding": "what hiding communication behind computing is worth, on emulated hosts",
     "pipeline": "what pipelines gain from transfers beside passes, on emulated hosts",
     "memory": "memory of the ranks of a run beside what the dry run promises",

@@ -39,6 +39,7 @@ COMMANDS = (
     Command("search", "find the best mapping of a model on a cluster"),
     Command("testbed", "emulate hosts and links on this machine, and kill, freeze or cut them"),
     Command("metrics", "show the course of a run from its event log"),
+    Command("trace", "write what each rank did in recorded steps, for Perfetto"),
     Command("settings", "list every setting of a recipe with its default and meaning"),
 )
 

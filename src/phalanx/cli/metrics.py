@@ -24,6 +24,8 @@ from phalanx.observe.event_log import History, Record, read_history
 from phalanx.observe.metrics import METRICS
 
 MAX_ROWS = 20
+EXCHANGE = ("exposed_forward_s", "exposed_backward_s", "hidden_forward_s", "hidden_backward_s")
+"""Of `StepEnded`, per MoE layer; logs of older programs lack them."""
 SETTLED = 0.1
 """Speeds leave out this share of the steps, at the beginning, where caches are cold."""
 
@@ -78,10 +80,17 @@ def run_figures(history: History, *, folder: Path) -> dict[str, Any]:
         "tokens_per_s": statistics.median(s["tokens_per_s"] for s in settled),
         "mfu": statistics.median(s["mfu"] for s in settled),
         "step_s": statistics.median(s["step_s"] for s in settled),
+        **{name: _median_of_layers(settled, name) for name in EXCHANGE},
         "peak_memory_bytes": max(s["peak_memory_bytes"] for s in steps),
         "dropped_tokens": sum(s["dropped_tokens"] for s in steps),
         "warnings": [n["text"] for n in history.notes if n["level"] != "info"],
     }
+
+
+def _median_of_layers(steps: Sequence[Record], name: str) -> list[float]:
+    """Of each MoE layer over the steps; empty where some do not know it."""
+    told = [step.get(name) or () for step in steps]
+    return [statistics.median(values) for values in zip(*told, strict=False)]
 
 
 def show(history: History, figures: dict[str, Any], console: Console) -> None:
@@ -128,6 +137,12 @@ def _words(f: dict[str, Any]) -> str:
         f"  {table.short(f['tokens_per_s'])} tokens/s, {format_seconds(f['step_s'])} a step, MFU {100 * f['mfu']:.1f} % (medians), "
         f"peak memory {format_bytes(f['peak_memory_bytes'])}",
     ]
+    exposed_s, hidden_s = (sum(f[f"{what}_forward_s"]) + sum(f[f"{what}_backward_s"]) for what in ("exposed", "hidden"))
+    if exposed_s or hidden_s:
+        lines.append(f"  waits for dispatch and combine {table.exchange_words(exposed_s, hidden_s)} (medians)")
+        for layer, figures in enumerate(zip(*(f[name] for name in EXCHANGE), strict=True)):
+            there, back = (table.exchange_words(figures[i], figures[i + 2]) for i in (0, 1))
+            lines.append(f"    MoE layer {layer}: forward {there}; backward {back}")
     if f["mtp_loss"] is not None:
         lines.append(f"  loss of the tokens after the next one {f['mtp_loss']:.4f} (train/mtp_loss)")
     if f["validation_loss"] is not None:

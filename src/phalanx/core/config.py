@@ -131,6 +131,8 @@ class DispatchConfig:
     """Every expert computes exactly its capacity, so that no size depends on the routing (default false)."""
     transport: Literal["all_to_all", "all_gather"] = "all_to_all"
     """Rows sent to the ranks that need them, or gathered everywhere (for tiny ep)."""
+    overlap: str = "serial"
+    """Communication beside the experts' computing: serial (none), coarse:N (N chunks of tokens), fine (tile by tile), auto (by a measured model), tiles (serial, the bits of fine)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -297,6 +299,8 @@ class ObserveConfig:
     """Serve the newest metrics over HTTP on this port (extra `prometheus`)."""
     prometheus_address: str | None = None
     """Address the endpoint listens on. Default: 127.0.0.1, this machine only."""
+    trace_steps: tuple[int, ...] | None = None
+    """First and last step (or the only one) of which every operation of each rank is recorded, for `phalanx trace`, e.g. [10, 12]."""
 
 
 @dataclass(frozen=True, kw_only=True)

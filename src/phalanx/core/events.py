@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
+
+Lane = Literal["host", "compute", "wait"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +67,15 @@ class StepEnded(Event):
     peak_memory_bytes: int
     mtp_loss: float = 0.0
     """Of the tokens after the next one, where they are predicted; mean over the blocks, without its weight."""
+    exposed_forward_s: tuple[float, ...] = ()
+    """Per MoE layer: time that a rank stood waiting for dispatch or combine in the forward passes of the step; mean over the ranks that have
+    the layer. Empty, as the next three, where it is not known: on a device, whose host waits for nothing."""
+    exposed_backward_s: tuple[float, ...] = ()
+    """The same of the backward passes, a layer that is run again in them included."""
+    hidden_forward_s: tuple[float, ...] = ()
+    """Per MoE layer: time for which dispatch or combine was under way while the rank did something else. At most: a message counts from
+    its posting to the end of the wait for it, though it may have been there before anyone asked."""
+    hidden_backward_s: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +128,51 @@ class Collective(Event):
     sent_bytes: int
     """Bytes that left this rank for others, as the algorithm of the reference counts them (own share excluded)."""
     begin_s: float
+    """When it was posted."""
     end_s: float
+    """When the wait for it had ended: it was under way until then at the latest."""
+    waited_s: float = 0.0
+    """How long that wait blocked the rank, up to `end_s`: the time that nothing hid. On an asynchronous device the host waits for nothing."""
+    aside: bool = False
+    """A thread beside the rank's own waited: the rank was free."""
+    ranks: tuple[int, ...] = ()
+    """The group."""
+    sends_to: tuple[int, ...] = ()
+    """Of messages between single ranks: whom this rank sent to; both empty where all of the group take part alike."""
+    receives_from: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operation(Event):
+    """Something that a rank did in a step that is recorded (`observe.trace_steps`), as its host saw it."""
+
+    op_id: str
+    lane: Lane
+    """host: a pass of the pipeline, waiting for data. compute: arithmetic. wait: blocked on something that is no collective."""
+    begin_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecorded(Event):
+    """All `Collective` and `Operation` events since the last one are of this step of this rank."""
+
+    step: int
+    """As in `StepEnded`."""
+    begin_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClockCompared(Event):
+    """How this rank's clock differs from rank 0's: a moment here, less `offset_s`, is that moment there."""
+
+    rank: int
+    host: str
+    """Machine whose clock it is; ranks with the same one are compared exactly."""
+    offset_s: float
+    error_s: float
+    """At most so much is wrong with it; 0 on the machine of rank 0."""
 
 
 @dataclass(frozen=True, kw_only=True)

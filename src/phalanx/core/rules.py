@@ -103,6 +103,7 @@ LIMITS: Mapping[str, Limit] = {
     "checkpoint.keep_last": COUNT,
     "checkpoint.step": NOT_NEGATIVE,
     "observe.log_interval": COUNT,
+    "observe.trace_steps": COUNT,
     "observe.prometheus_port": Limit(least=1, most=65535),
     "launch.ranks": COUNT,
     "launch.threads": COUNT,
@@ -149,7 +150,7 @@ EFFECTS: tuple[Effect, ...] = (
         reads=("dispatch.policy",),
     ),
     Effect(
-        settings=("dispatch.transport",),
+        settings=("dispatch.transport", "dispatch.overlap"),
         inert=lambda r: not _any_stage(r, "ep", "etp") if r.folding.stages else r.folding.ep == 1 and r.folding.etp == 1,
         reason="folding.ep = 1 and folding.etp = 1 keep every row where it is",
         way_out="folding.ep = 2",
@@ -408,6 +409,14 @@ def _run_clashes(recipe: Recipe) -> list[_Clash]:
         found.append(_clash("run.name", name, "must be the name of one folder, without slashes", hint))
     if not recipe.run.folder or "\0" in recipe.run.folder:
         found.append(_clash("run.folder", recipe.run.folder, "must be a path", "use runs"))
+    traced = recipe.observe.trace_steps
+    if traced is not None and (len(traced) not in (1, 2) or traced[0] > traced[-1]):
+        rule, hint = "must be the first and the last step to record, in this order", "use [10, 12]"
+        found.append(_clash("observe.trace_steps", traced, rule, hint))
+    elif traced is not None and traced[-1] > recipe.train.steps:
+        rule = f"must not go past train.steps = {recipe.train.steps}, or these steps are never recorded"
+        hint = f"use [{max(1, recipe.train.steps - 2)}, {recipe.train.steps}]"
+        found.append(_clash("observe.trace_steps", traced, rule, hint, "train.steps"))
     for key in ("wandb_project", "prometheus_address"):
         if getattr(recipe.observe, key) == "":
             found.append(_clash(f"observe.{key}", "", "must not be empty", "leave it out"))

@@ -51,6 +51,13 @@ def combine_rows(
     return out
 
 
+def sum_places(
+    y_MH: torch.Tensor, places_TK: torch.Tensor, *, lanes: Lanes = SERIAL, out_TH: torch.Tensor | None = None
+) -> torch.Tensor:
+    """(T, H) sums over k of `y[places[:, k]]`, k ascending, in fp32 at least; nothing for a place of -1. No gradient. `out_TH`: contiguous."""
+    return _sum(y_MH, places_TK, lanes, out_TH)
+
+
 def _reference_take(x_TH: torch.Tensor, index_M: torch.Tensor) -> torch.Tensor:
     """Rows of `x_TH`, zero where the index is -1."""
     if x_TH.shape[0] == 0:
@@ -113,11 +120,15 @@ def _take(x_TH: torch.Tensor, index_M: torch.Tensor, lanes: Lanes) -> torch.Tens
     return out_MH
 
 
-def _sum(y_MH: torch.Tensor, rows_of_token_TK: torch.Tensor, lanes: Lanes) -> torch.Tensor:
+def _sum(
+    y_MH: torch.Tensor, rows_of_token_TK: torch.Tensor, lanes: Lanes, out_TH: torch.Tensor | None = None
+) -> torch.Tensor:
     """Sum over k of `y[rows_of_token[:, k]]`, in fp32 at least."""
     if y_MH.device.type != "cpu" or y_MH.shape[0] == 0:
-        return _reference_sum(y_MH, rows_of_token_TK)
-    out_TH = y_MH.new_empty(rows_of_token_TK.shape[0], y_MH.shape[1])
+        found_TH = _reference_sum(y_MH, rows_of_token_TK)
+        return found_TH if out_TH is None else out_TH.copy_(found_TH)
+    if out_TH is None:
+        out_TH = y_MH.new_empty(rows_of_token_TK.shape[0], y_MH.shape[1])
     wide = torch.promote_types(y_MH.dtype, torch.float32)
     complete = _is_complete(rows_of_token_TK)
     index_KT = rows_of_token_TK.T.contiguous()

@@ -5,7 +5,7 @@ Legend: B sequences, S sequence length, T = B*S tokens of this rank's micro-batc
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -19,6 +19,7 @@ from phalanx.plan.program import Phase
 from phalanx.plan.stages import Stage, StagePlan, assign_stages
 from phalanx.runtime.collectives import Collectives
 from phalanx.runtime.groups import Groups
+from phalanx.runtime.overlap_tuner import Tuner
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -41,6 +42,8 @@ class ModelContext:
     """Threads among which CPU kernels divide their work; results do not depend on it."""
     pipeline: StagePlan | None = None
     """Which rank of the pipeline holds which layers; None: all of them are here."""
+    tuner: Tuner = field(default_factory=Tuner)
+    """What overlap costs here, found out where `dispatch.overlap = "auto"`."""
     later: Later | None = None
     """Where backward passes leave the weight gradients of matrices, if the schedule puts them off."""
 

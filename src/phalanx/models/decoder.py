@@ -173,9 +173,13 @@ class Decoder(nn.Module):
             return gathered.view(axis.size, *x.shape)
 
         shard = VocabShard(axis.index * weight_VH.shape[0], all_shares) if axis.size > 1 else None
-        return linear_cross_entropy(
-            hidden_NH, weight_VH, labels_BS.flatten(), shard=shard, impl=self.impl, lanes=self.lanes
-        )
+
+        def loss(hidden_NH: torch.Tensor) -> torch.Tensor:
+            return linear_cross_entropy(
+                hidden_NH, weight_VH, labels_BS.flatten(), shard=shard, impl=self.impl, lanes=self.lanes
+            )
+
+        return sequence.told("", info, loss, hidden_NH)
 
     def _run_block(
         self,

@@ -63,13 +63,31 @@ class LatentAttention(nn.Module):
 
     def forward(self, x_TH: torch.Tensor, *, table: RopeTable, info: ForwardInfo, batch: TokenBatch) -> torch.Tensor:
         """(T, H) -> (T, H)."""
-        q_NO, kv_NO, key_NR = self._project(x_TH, info, num_sequences=batch.num_sequences)
-        core = partial(self._core, table, batch)
+        project = partial(self._project, info=info, num_sequences=batch.num_sequences)
+        q_NO, kv_NO, key_NR = self.sequence.told("projections", info, project, x_TH)
+        core = partial(self._told_core, table, batch)
         if self.recompute_core and torch.is_grad_enabled():
             out_NO = again(core, info, q_NO, kv_NO, key_NR)
         else:
             out_NO = core(q_NO, kv_NO, key_NR, info)
-        return self.sequence.scatter(self.wo(out_NO), info, num_sequences=batch.num_sequences)
+        y_NH = self.sequence.told("out", info, self.wo, out_NO)
+        return self.sequence.scatter(y_NH, info, num_sequences=batch.num_sequences)
+
+    def _told_core(
+        self,
+        table: RopeTable,
+        batch: TokenBatch,
+        q_NO: torch.Tensor,
+        kv_NO: torch.Tensor,
+        key_NR: torch.Tensor,
+        info: ForwardInfo,
+    ) -> torch.Tensor:
+        core = partial(self._core, table, batch, info=info)
+        return (
+            core(q_NO, kv_NO, key_NR)
+            if self.context.in_steps
+            else self.sequence.told("core", info, core, q_NO, kv_NO, key_NR)
+        )
 
     def _project(
         self, x_TH: torch.Tensor, info: ForwardInfo, *, num_sequences: int

@@ -31,10 +31,13 @@ class Mlp(nn.Module):
     def forward(self, x_TH: torch.Tensor, info: ForwardInfo, batch: TokenBatch) -> torch.Tensor:
         """(T, H) -> (T, H)."""
         x_NH = self.sequence.gather(x_TH, info, num_sequences=batch.num_sequences)
+        y_NH = self.sequence.told("", info, self._compute, x_NH)
+        return self.sequence.scatter(y_NH, info, num_sequences=batch.num_sequences)
+
+    def _compute(self, x_NH: torch.Tensor) -> torch.Tensor:
         gate_up_NF = linear(x_NH, self.w13.flatten(0, 1), impl=self.impl, lanes=self.lanes, later=self.later)
         h_NF = swiglu(gate_up_NF.view(-1, *self.w13.shape[:2]), impl=self.impl, lanes=self.lanes)
-        y_NH = linear(h_NF, self.w2, impl=self.impl, lanes=self.lanes, later=self.later)
-        return self.sequence.scatter(y_NH, info, num_sequences=batch.num_sequences)
+        return linear(h_NF, self.w2, impl=self.impl, lanes=self.lanes, later=self.later)
 
 
 class SharedExpert(Mlp):

@@ -8,6 +8,8 @@ Legend: T tokens of this rank, H hidden.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import nn
 
@@ -17,7 +19,9 @@ from phalanx.models.mlp import SharedExpert
 from phalanx.models.router import Router
 from phalanx.plan.program import op_id
 from phalanx.runtime.dispatch import Dispatcher
-from phalanx.runtime.experts import ExpertWeights, run_experts
+from phalanx.runtime.experts import ExpertWeights
+from phalanx.runtime.routed import RoutedExperts
+from phalanx.runtime.tracing import traced
 
 
 class Experts(nn.Module):
@@ -38,7 +42,7 @@ class MoE(nn.Module):
         self.router = Router(ctx, layer)
         self.experts = Experts(ctx, at + "experts")
         self.shared = SharedExpert(ctx, layer) if ctx.spec.shared_ffn else None
-        self.dispatcher = Dispatcher(
+        dispatcher = Dispatcher(
             ctx.dispatch,
             placement=ctx.placement,
             groups=ctx.groups,
@@ -47,28 +51,28 @@ class MoE(nn.Module):
             kernels=ctx.kernels,
             lanes=ctx.lanes,
         )
-        self.layer, self.lanes, self.later, self.kernels = layer, ctx.lanes, ctx.later, ctx.kernels
+        self.routed = RoutedExperts(dispatcher, kernels=ctx.kernels, lanes=ctx.lanes, tuner=ctx.tuner)
+        self.layer, self.later = layer, ctx.later
         self.recompute = ctx.recompute == "selective"
 
     def forward(self, x_TH: torch.Tensor, info: ForwardInfo, batch: TokenBatch) -> tuple[torch.Tensor, RoutingStats]:
         """(T, H) -> (T, H) and this micro-batch's router losses and counts. Collective over `ep_etp`."""
-        routing = self.router(x_TH, info, num_sequences=batch.num_sequences, token_index_T=batch.token_index_T)
-        y_TH, dropped = run_experts(
+        prefix = op_id("", microbatch=info.microbatch, layer=self.layer, phase=info.phase)
+        route = partial(self.router, info=info, num_sequences=batch.num_sequences, token_index_T=batch.token_index_T)
+        routing = traced(self.routed.dispatcher.comms, prefix + "router", route, x_TH)
+        shared = self.shared
+        y_TH, dropped = self.routed(
             x_TH,
             routing.weights_TK,
             routing.experts_TK,
             experts=ExpertWeights(self.experts.w13, self.experts.w2),
-            dispatcher=self.dispatcher,
-            kernels=self.kernels,
-            lanes=self.lanes,
             later=self.later,
             recompute=self.recompute,
             token_index_T=batch.token_index_T,
             part_T=batch.part_T,
-            op_prefix=op_id("", microbatch=info.microbatch, layer=self.layer, phase=info.phase),
+            op_prefix=prefix,
+            beside=None if shared is None else lambda: shared(x_TH, info, batch),
         )
-        if self.shared is not None:
-            y_TH = y_TH + self.shared(x_TH, info, batch)
         stats = RoutingStats(
             aux_loss=routing.aux_loss,
             z_loss=routing.z_loss,

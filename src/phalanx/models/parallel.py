@@ -13,7 +13,9 @@ Legend: B sequences, T rows of this rank, N = tp * T rows of its cp part, H hidd
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -27,6 +29,9 @@ from phalanx.plan.program import op_id
 from phalanx.runtime.collectives import Collectives
 from phalanx.runtime.context_parallel import ContextParallel
 from phalanx.runtime.groups import Axis
+from phalanx.runtime.tracing import traced
+
+T = TypeVar("T")
 
 
 class SequenceParallel:
@@ -55,7 +60,12 @@ class SequenceParallel:
         return self.comms.reduce_scatter_rows(rows, sizes=sizes, axis=self.axis, op_id=self.id("scatter", info))
 
     def id(self, what: str, info: ForwardInfo) -> str:
-        return op_id(f"{self.name}.{what}", microbatch=info.microbatch, layer=self.layer, phase=info.phase)
+        name = f"{self.name}.{what}" if what else self.name
+        return op_id(name, microbatch=info.microbatch, layer=self.layer, phase=info.phase)
+
+    def told(self, what: str, info: ForwardInfo, section: Callable[..., T], *inputs: Any) -> T:
+        """`section(*inputs)`, which a recorded step shows under this name (empty: that of the operations alone)."""
+        return traced(self.comms, self.id(what, info), section, *inputs) if self.comms.trace else section(*inputs)
 
 
 def _swap(x: torch.Tensor, outer: int, inner: int) -> torch.Tensor:
@@ -128,7 +138,7 @@ class Embedding(nn.Module):
         """(B, N / B) tokens -> (T, H). `sequence` names the operations of another look-up than the first."""
         sequence = sequence if sequence is not None else self.sequence
         tokens_N, axis = tokens_BS.flatten(), sequence.axis
-        look_up = partial(embed, impl=self.impl, lanes=self.lanes)
+        look_up = partial(sequence.told, "", info, partial(embed, impl=self.impl, lanes=self.lanes))
         if axis.size == 1:
             return look_up(tokens_N, self.weight)
         local_N = tokens_N - axis.index * self.weight.shape[0]

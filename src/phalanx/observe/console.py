@@ -28,6 +28,7 @@ from phalanx.core.config import ObserveConfig
 from phalanx.core.events import CheckpointSaved, Event, Note, RunEnded, RunStarted, StepEnded, Validated
 from phalanx.core.units import format_bytes, format_count, format_rate, format_seconds
 from phalanx.observe import table
+from phalanx.observe.metrics import exposed_of, hidden_of
 
 ROW_SECONDS = 5.0
 REFRESH_S = 0.1
@@ -192,6 +193,8 @@ class ConsoleSink:
             yield table.row_line(self._row(event, validation=self._validation), width, style="bold")
             if event.load_max_over_mean:
                 yield _loads(event.load_max_over_mean, width)
+            if any((*exposed_of(event), *hidden_of(event))):
+                yield _exchange(event, width)
             yield self._course(width)
         yield _progress(step, run.total_steps, left_s=self._left_s(step) if event is not None else None, width=width)
 
@@ -232,6 +235,21 @@ def _loads(loads: tuple[float, ...], width: int) -> Text:
         if len(line) + len(text) + 1 > width:
             break
         line.append(text + " ", style="yellow" if load >= table.BUSY_LOAD else "")
+    return line
+
+
+def _exchange(event: StepEnded, width: int) -> Text:
+    """What dispatch and combine cost the step, and what of them it did not feel; of too many layers, those that cost most."""
+    exposed, hidden = exposed_of(event), hidden_of(event)
+    line = Text("exchange waits ", no_wrap=True, overflow="crop")
+    line.append(table.exchange_words(sum(exposed), sum(hidden)) + "; layer")
+    layers = sorted(range(len(exposed)), key=lambda i: -exposed[i]) if len(exposed) > 8 else range(len(exposed))
+    for layer in layers:
+        text = f" {layer} {format_seconds(exposed[layer])} "
+        if len(line) + len(text) > width:
+            break
+        line.append(text)
+    line.truncate(width)
     return line
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from operator import add
 from typing import Any
 
 from phalanx.core.events import CheckpointSaved, Event, StepEnded, Validated
@@ -14,7 +15,7 @@ from phalanx.core.events import CheckpointSaved, Event, StepEnded, Validated
 
 @dataclass(frozen=True)
 class Metric:
-    """One number, or one for each MoE layer (`per_layer`), read from events of one kind."""
+    """One number (None: not known), or one for each MoE layer (`per_layer`), read from events of one kind."""
 
     name: str
     kind: type[Event]
@@ -43,6 +44,16 @@ class Sample:
         return self.metric.name if self.layer is None else f"{self.metric.name}/layer-{self.layer}"
 
 
+def exposed_of(event: StepEnded) -> tuple[float, ...]:
+    """Per MoE layer: seconds a rank stood waiting for dispatch and combine, forward and backward; empty where not known."""
+    return tuple(map(add, event.exposed_forward_s, event.exposed_backward_s))
+
+
+def hidden_of(event: StepEnded) -> tuple[float, ...]:
+    """Per MoE layer: seconds for which they were under way while it did something else."""
+    return tuple(map(add, event.hidden_forward_s, event.hidden_backward_s))
+
+
 METRICS: tuple[Metric, ...] = (
     Metric("train/loss", StepEnded, "nats", "mean cross-entropy per valid token of the step", lambda e: e.loss),
     Metric("train/aux_loss", StepEnded, "nats", "load-balancing term of the objective", lambda e: e.aux_loss),
@@ -63,6 +74,16 @@ METRICS: tuple[Metric, ...] = (
     Metric("experts/dropped", StepEnded, "", "(token, expert) pairs dropped by capacity, over all layers",
            lambda e: e.dropped_tokens),
     Metric("experts/entropy", StepEnded, "nats", "mean entropy of the router's distribution", lambda e: e.router_entropy),
+    Metric("exchange/exposed_s", StepEnded, "s", "time that a rank stood waiting for dispatch and combine, all layers",
+           lambda e: sum(exposed_of(e)) if exposed_of(e) else None),
+    Metric("exchange/hidden_s", StepEnded, "s", "time that they were under way while it did something else, at most",
+           lambda e: sum(hidden_of(e)) if hidden_of(e) else None),
+    Metric("exchange/exposed_forward_of", StepEnded, "s", "exposed time of each MoE layer, forward",
+           lambda e: e.exposed_forward_s, per_layer=True),
+    Metric("exchange/exposed_backward_of", StepEnded, "s", "the same backward", lambda e: e.exposed_backward_s, per_layer=True),
+    Metric("exchange/hidden_forward_of", StepEnded, "s", "hidden time of each MoE layer, forward, at most",
+           lambda e: e.hidden_forward_s, per_layer=True),
+    Metric("exchange/hidden_backward_of", StepEnded, "s", "the same backward", lambda e: e.hidden_backward_s, per_layer=True),
     Metric("memory/peak_bytes", StepEnded, "B", "highest memory of one rank so far", lambda e: e.peak_memory_bytes),
     Metric("checkpoint/blocked_s", CheckpointSaved, "s", "how long training stood still for the checkpoint",
            lambda e: e.blocked_s),
@@ -78,6 +99,8 @@ def samples(event: Event) -> Iterator[Sample]:
             continue
         step = int(event.step)  # type: ignore[attr-defined]
         value = metric.read(event)
+        if value is None:
+            continue
         if metric.per_layer:
             yield from (Sample(metric, step, float(v), layer) for layer, v in enumerate(value))
         else:

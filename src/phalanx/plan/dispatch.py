@@ -43,6 +43,8 @@ class DispatchSpec:
     drop_scope: Literal["sub_sequence", "full_sequence"] = "sub_sequence"
     pad_to_capacity: bool = False
     transport: Literal["all_to_all", "all_gather"] = "all_to_all"
+    overlap: str = "serial"
+    """See `plan/overlap_setting.py`."""
 
     @property
     def is_static(self) -> bool:

@@ -19,11 +19,14 @@ Sums never depend on the schedule either: copies of a token on one rank are adde
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 Transport = Literal["all_to_all", "dedup", "all_gather"]
 """What a source sends to a rank: an entry for each (token, slot) pair; for each of its tokens that the rank needs; for each of its tokens."""
+Order = Literal["serial", "own_first", "arrival"]
 Kind = Literal["send", "wait", "first", "second", "return", "wait_return", "sum", "weights", "shared"]
 """
 send         entries of one part to `peer` (a part of the tiles that `peer` has of this rank)
@@ -48,6 +51,10 @@ class Op:
     part: int = -1
     block: int = -1
 
+    def __str__(self) -> str:
+        """`first 2.0`, `return 2.0.1`: kind, peer, part, block, those that it has."""
+        return " ".join([self.kind, ".".join(str(n) for n in (self.peer, self.part, self.block) if n >= 0)]).strip()
+
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
@@ -57,7 +64,7 @@ class Schedule:
     """Into how many parts of about equal rows the tiles of a source are cut, at most."""
     blocks: int = 1
     """Of the columns."""
-    order: Literal["serial", "own_first", "arrival"] = "serial"
+    order: Order = "serial"
     """serial: everything has arrived before anything is computed, everything is computed before anything goes back. own_first: rows of this rank
     while others travel, then each part as it comes in ring order. arrival: own rows only until the first part is expected, the rest of them
     while the results go back."""
@@ -95,3 +102,46 @@ class RankPlan:
     """By peer: where the parts end of the tiles that *it* has of this rank's rows."""
     blocks: int
     ops: tuple[Op, ...]
+    num_slots: int = 0
+    """Local slots, with rows or without."""
+    schedule: Schedule = Schedule()
+    """What the operations were ordered by."""
+
+    def rows(self, source: int, part: int) -> int:
+        """Rows of one part of a source."""
+        ends = self.part_ends[source]
+        return sum(tile.rows for tile in self.tiles[source][ends[part - 1] if part else 0 : ends[part]])
+
+    def to_dict(self) -> dict[str, Any]:
+        """The whole plan as plain data."""
+        return {
+            "rank": self.rank,
+            "size": self.size,
+            "direction": self.direction,
+            "num_slots": self.num_slots,
+            "tiles": [[[t.slot, t.rows, t.first_row] for t in tiles] for tiles in self.tiles],
+            "part_ends": [list(ends) for ends in self.part_ends],
+            "peer_part_ends": [list(ends) for ends in self.peer_part_ends],
+            "blocks": self.blocks,
+            "schedule": asdict(self.schedule),
+            "ops": [[op.kind, op.peer, op.part, op.block] for op in self.ops],
+        }
+
+    def to_json(self) -> str:
+        """What `overlap_check.from_json` reads back."""
+        return json.dumps(self.to_dict(), sort_keys=True)
+
+    @property
+    def hash(self) -> str:
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+
+    def explain(self) -> str:
+        """The plan as a person reads it: who brings how many rows in how many tiles and parts, then the operations in order."""
+        lines = [
+            f"rank {self.rank} of {self.size}, {self.direction}: {len(self.ops)} operations, {self.num_slots} slots, {self.blocks} block{'s' if self.blocks > 1 else ''} of columns"
+        ]
+        for source, (tiles, ends) in enumerate(zip(self.tiles, self.part_ends, strict=True)):
+            parts = " + ".join(str(self.rows(source, part)) for part in range(len(ends)))
+            who = "own rows" if source == self.rank else f"from {source}"
+            lines.append(f"  {who}: {len(tiles)} tiles, rows by part {parts}" if ends else f"  {who}: none")
+        return "\n".join([*lines, *(f"  {number:4d} {op}" for number, op in enumerate(self.ops))])

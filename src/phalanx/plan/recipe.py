@@ -14,8 +14,9 @@ from phalanx.core.rules import value_of
 from phalanx.core.settings import describe_settings
 from phalanx.plan.folding import Folding, folding_problems
 from phalanx.plan.model import PRESETS, ModelSpec, resolve_model
+from phalanx.plan.overlap_setting import overlap_problems, setting_problems
 from phalanx.plan.pipeline import pairing_problems, pipeline_problems, schedule_setting_problems
-from phalanx.plan.stage_foldings import AnyFolding, parse_stages, resolve_mapping
+from phalanx.plan.stage_foldings import AnyFolding, StagedFolding, parse_stages, resolve_mapping
 
 
 def run_problems(recipe: Recipe, *, world: int, tokenizer_vocab: int | None = None) -> list[Problem]:
@@ -35,11 +36,13 @@ def run_problems(recipe: Recipe, *, world: int, tokenizer_vocab: int | None = No
         {"global_batch": t.global_batch, "micro_batch": t.micro_batch} if min(t.global_batch, t.micro_batch) > 0 else {}
     )
     try:
-        mapping = resolve_mapping(recipe.folding, spec, world=world, seq_len=t.seq_len, **batch)
-        problems += _pair_problems(recipe, mapping) if batch else []
+        folding = resolve_mapping(recipe.folding, spec, world=world, seq_len=t.seq_len, **batch)
+        problems += _pair_problems(recipe, folding) if batch else []
     except ConfigError as error:
         seen = {p.where for p in problems}
         problems += [p for p in error.problems if p.where not in seen]
+        folding = None
+    problems += _overlap_problems(recipe, spec, folding)
     if recipe.folding.num_stages > 1:
         seen = {p.where for p in problems}
         found = pipeline_problems(recipe.pipeline, spec, pp=recipe.folding.num_stages)
@@ -61,6 +64,25 @@ def _pair_problems(recipe: Recipe, mapping: AnyFolding) -> list[Problem]:
     t = recipe.train
     each = t.global_batch // (t.micro_batch * mapping.replicas)
     return pairing_problems(recipe.pipeline, pp=mapping.pp, num_microbatches=each)
+
+
+def _overlap_problems(recipe: Recipe, spec: ModelSpec, folding: AnyFolding | None) -> list[Problem]:
+    """Of `dispatch.overlap`: its words, and where it cannot apply (as far as the mapping stands)."""
+    d = recipe.dispatch
+    if not spec.moe_layers:
+        return []  # every setting of the section is without effect, and is told so
+    found = setting_problems(d.overlap)
+    if found or folding is None:
+        return found
+    stages = folding.stages if isinstance(folding, StagedFolding) else (folding,)
+    group = max(stage.ep * stage.etp for stage in stages)
+    return overlap_problems(
+        d.overlap,
+        num_experts=spec.num_experts,
+        group=group,
+        transport=d.transport,
+        pad_to_capacity=bool(d.pad_to_capacity),
+    )
 
 
 def _of_stages(problem: Problem, recipe: Recipe) -> Problem:

@@ -29,9 +29,11 @@ from typing import Any, Literal, Protocol
 import torch
 import torch.distributed as dist
 
+from phalanx.core.clock import ANCHOR_S
 from phalanx.core.errors import PeerError, RunError
-from phalanx.core.events import Collective, Emit, Event, ignore
+from phalanx.core.events import Collective, Emit, Event, Lane, Operation, ignore
 from phalanx.runtime.groups import DEFAULT_TIMEOUT_S, Axis
+from phalanx.runtime.waiting import LayerTimes
 
 ReduceOp = Literal["sum", "max", "min"]
 # torch 2.13 renamed these two and deprecates the old names
@@ -48,6 +50,8 @@ class Counter:
 
     calls: int = 0
     sent_bytes: int = 0
+    waited_s: float = 0.0
+    """For which waits for them blocked this rank."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,8 +101,9 @@ class TwoPasses(Protocol):
 class Collectives:
     """All data collectives of one rank.
 
-    `counters` maps (op, axis name) to calls and bytes. With `trace` every collective emits `core.events.Collective`; its times
-    bracket the wait on a CPU, and the launch only on an asynchronous device. With `check_splits` the ranks first exchange their row
+    `counters` maps (op, axis name) to calls, bytes and time waited, `layers` has the times of each MoE layer's dispatch and combine (host
+    only). With `trace` every collective emits `core.events.Collective`; its times bracket the wait on a CPU, and the launch only on an
+    asynchronous device. With `check_splits` the ranks first exchange their row
     splits and raise on a mismatch, which otherwise lets gloo abort the process. `synchronous` hides nothing behind computing: an
     exchange is waited for where it starts (to measure what hiding it is worth).
     """
@@ -117,6 +122,8 @@ class Collectives:
         self.check_splits = check_splits
         self.synchronous = synchronous
         self.counters: dict[tuple[str, str], Counter] = {}
+        self.layers = LayerTimes()
+        self._aside = False
         self.beside: TwoPasses | None = None
         """While a pass of this rank runs beside another."""
         self._emit = emit
@@ -243,18 +250,24 @@ class Collectives:
                 raise ValueError(f"exchange over {axis.name}: an axis of one rank has nobody to exchange with")
             return Exchange(lambda: None)
         axis = self._own(axis)
-        call = _Call(op_id, sum(_bytes(m.tensor) for m in sends), not messages[0][1].tensor.is_cuda)
-        begin_s = time.time() if self.trace else 0.0
+        call = _Call(
+            op_id,
+            sum(_bytes(m.tensor) for m in sends),
+            not messages[0][1].tensor.is_cuda,
+            to=tuple(m.peer for m in sends),
+            source=tuple(m.peer for m in receives),
+        )
+        begin_s = self._posted(call)
         with _named_errors("exchange", axis, self.timeout_s, op_id):
             ops = [dist.P2POp(op, m.tensor, axis.ranks[m.peer], axis.group, m.tag) for op, m in messages]
             works = dist.batch_isend_irecv(ops)
 
         def finish() -> None:
-            there_s = begin_s
+            there_s = wait_s = time.monotonic()
             with _named_errors("exchange", axis, self.timeout_s, op_id):
                 for work in works:
                     there_s = self._wait(work, call, axis)
-            self._note("exchange", axis, call, begin_s, there_s)
+            self._note("exchange", axis, call, begin_s, wait_s, there_s)
 
         exchange = Exchange(finish, again=None if call.on_host else lambda: self._order(works, call, axis))
         if self.synchronous:
@@ -284,7 +297,7 @@ class Collectives:
         other = Collectives(
             emit=kept.append, timeout_s=self.timeout_s, trace=self.trace, check_splits=self.check_splits
         )
-        other._kept = kept
+        other._kept, other._aside = kept, True
         return other
 
     def absorb(self, other: Collectives) -> None:
@@ -293,17 +306,59 @@ class Collectives:
             counter = self.counters.setdefault(key, Counter())
             counter.calls += found.calls
             counter.sent_bytes += found.sent_bytes
+            counter.waited_s += found.waited_s
         other.counters.clear()
+        self.layers.absorb(other.layers)
         for event in other._kept:
             self._emit(event)
         other._kept.clear()
+
+    # ---- what the rank does, for those who watch -------------------------------------------------------------------------
+
+    @contextmanager
+    def recording(self) -> Iterator[list[Event]]:
+        """Trace what happens inside into the list, in memory: writing each event as it happens would be part of what is measured."""
+        before, kept = (self.trace, self._emit), list[Event]()
+        self.trace, self._emit = True, kept.append
+        try:
+            yield kept
+        finally:
+            self.trace, self._emit = before
+
+    @contextmanager
+    def doing(self, op_id: str, lane: Lane = "compute") -> Iterator[None]:
+        """With `trace`, tell that the rank did this from here to the end, however it ends: a run again stops by an error when it has enough."""
+        if not self.trace:
+            yield
+            return
+        begin_s = time.monotonic()
+        try:
+            yield
+        finally:
+            self.did(op_id, lane, begin_s)
+
+    def did(self, op_id: str, lane: Lane, begin_s: float) -> None:
+        """Tell of an operation that ends now and began at `begin_s` of `time.monotonic`."""
+        end_s = ANCHOR_S + time.monotonic()
+        self._emit(Operation(op_id=op_id, lane=lane, begin_s=ANCHOR_S + begin_s, end_s=end_s))
+
+    @contextmanager
+    def blocked(self, op_id: str, axis: Axis) -> Iterator[None]:
+        """The rank waits inside for a thread that has the collectives of `apart`: time that nothing hides, as in a wait of its own."""
+        begin_s = time.monotonic()
+        yield
+        waited_s = time.monotonic() - begin_s
+        self.counters.setdefault(("blocked", axis.name), Counter()).waited_s += waited_s
+        self.layers.blocked(op_id, waited_s)
+        if self.trace:
+            self.did(op_id, "wait", begin_s)
 
     def start_send(self, message: Message, axis: Axis, *, op_id: str = "") -> Exchange:
         """Post one message and return, also where the collectives are `synchronous`: its receiver may post later what we wait for."""
         axis = self._own(axis)
         sent, peer = _bytes(message.tensor), axis.ranks[message.peer]
         launch = partial(dist.isend, message.tensor, peer, axis.group, message.tag)
-        call = _Call(op_id, sent, not message.tensor.is_cuda, f"send to rank {peer}")
+        call = _Call(op_id, sent, not message.tensor.is_cuda, f"send to rank {peer}", to=(message.peer,))
         return self._pending("send", axis, call, launch)
 
     def start_receive(self, message: Message, axis: Axis, *, op_id: str = "") -> Exchange:
@@ -311,7 +366,7 @@ class Collectives:
         axis = self._own(axis)
         peer = axis.ranks[message.peer]
         launch = partial(dist.irecv, message.tensor, peer, axis.group, message.tag)
-        call = _Call(op_id, 0, not message.tensor.is_cuda, f"receive from rank {peer}")
+        call = _Call(op_id, 0, not message.tensor.is_cuda, f"receive from rank {peer}", source=(message.peer,))
         return self._pending("receive", axis, call, launch)
 
     # ---- rows, uneven and differentiable -------------------------------------------------------------------------------
@@ -331,6 +386,27 @@ class Collectives:
             return x
         out: torch.Tensor = _AllToAllRows.apply(x, self, axis, tuple(in_splits), tuple(out_splits), op_id)
         return out
+
+    def start_all_to_all_rows(
+        self,
+        x: torch.Tensor,
+        *,
+        in_splits: Sequence[int],
+        out_splits: Sequence[int],
+        axis: Axis,
+        op_id: str = "",
+    ) -> RowsUnderWay:
+        """`all_to_all_rows` that travels while the rank goes on; `RowsUnderWay.wait` has its rows. `x` is not to be written before that.
+
+        Differentiable: the backward pass posts the reverse exchange where it meets `wait`, and waits for it where it meets this call, so what
+        autograd does in between (what was computed between the two, and whatever has been recorded later than this call) hides it.
+        """
+        _check_splits(x, in_splits, axis, "start_all_to_all_rows")
+        if axis.group is None:
+            return RowsUnderWay(x)
+        trip = _Trip(self, axis, tuple(in_splits), tuple(out_splits), op_id)
+        token: torch.Tensor = _StartRows.apply(x, trip)
+        return RowsUnderWay(token, trip)
 
     def all_gather_rows(self, x: torch.Tensor, *, sizes: Sequence[int], axis: Axis, op_id: str = "") -> torch.Tensor:
         """Concatenate the rows of all ranks; rank i contributes `sizes[i]`."""
@@ -368,18 +444,28 @@ class Collectives:
         out_splits: Sequence[int],
         op_id: str,
     ) -> torch.Tensor:
+        out, exchange = self._start_exchange(op, x, axis, in_splits, out_splits, op_id)
+        exchange.wait()
+        return out
+
+    def _start_exchange(
+        self,
+        op: str,
+        x: torch.Tensor,
+        axis: Axis,
+        in_splits: Sequence[int],
+        out_splits: Sequence[int],
+        op_id: str,
+    ) -> tuple[torch.Tensor, Exchange]:
         axis = self._own(axis)
         if self.check_splits:
             self._compare_splits(op, axis, in_splits, out_splits)
         out = x.new_empty((sum(out_splits), *x.shape[1:]))
         sent = (x.shape[0] - in_splits[axis.index]) * _row_bytes(x)
-        self._run(
-            op,
-            axis,
-            _Call(op_id, sent, not x.is_cuda),
-            lambda: dist.all_to_all_single(out, x, list(out_splits), list(in_splits), group=axis.group, async_op=True),
+        launch = partial(
+            dist.all_to_all_single, out, x, list(out_splits), list(in_splits), group=axis.group, async_op=True
         )
-        return out
+        return out, self._start(op, axis, _Call(op_id, sent, not x.is_cuda), launch)
 
     def gather_rows_raw(self, x: torch.Tensor, axis: Axis, sizes: Sequence[int], op_id: str) -> torch.Tensor:
         """`all_gather_rows` without autograd: even sizes as an all-gather, uneven ones as an all-to-all of repeated input.
@@ -415,6 +501,14 @@ class Collectives:
         """`all_to_all_rows` without autograd."""
         return self._exchange("all_to_all_rows", x.detach().contiguous(), axis, in_splits, out_splits, op_id)
 
+    def start_all_to_all_raw(
+        self, x: torch.Tensor, axis: Axis, in_splits: Sequence[int], out_splits: Sequence[int], op_id: str
+    ) -> tuple[torch.Tensor, Exchange]:
+        """`start_all_to_all_rows` without autograd: the rows, not to be read before the exchange has been waited for."""
+        x = x.detach().contiguous()
+        _check_splits(x, in_splits, axis, "start_all_to_all_rows")
+        return self._start_exchange("all_to_all_rows", x, axis, in_splits, out_splits, op_id)
+
     def _compare_splits(self, op: str, axis: Axis, in_splits: Sequence[int], out_splits: Sequence[int]) -> None:
         told = self.gather_objects((tuple(in_splits), tuple(out_splits)), axis)
         for i, (sends, _) in enumerate(told):
@@ -433,22 +527,23 @@ class Collectives:
         return exchange
 
     def _pending(self, op: str, axis: Axis, call: _Call, launch: Callable[[], Any]) -> Exchange:
-        begin_s = time.time() if self.trace else 0.0
+        begin_s = self._posted(call)
         with _named_errors(call.words or op, axis, self.timeout_s, call.op_id):
             work = launch()
 
         def finish() -> None:
+            wait_s = time.monotonic()
             with _named_errors(call.words or op, axis, self.timeout_s, call.op_id):
                 there_s = self._wait(work, call, axis)
-            self._note(op, axis, call, begin_s, there_s)
+            self._note(op, axis, call, begin_s, wait_s, there_s)
 
         return Exchange(finish)
 
     def _run(self, op: str, axis: Axis, call: _Call, launch: Callable[[], Any]) -> None:
-        begin_s = time.time() if self.trace else 0.0
+        begin_s = self._posted(call)
         with _named_errors(op, axis, self.timeout_s, call.op_id):
             there_s = self._wait(launch(), call, axis)
-        self._note(op, axis, call, begin_s, there_s)
+        self._note(op, axis, call, begin_s, begin_s, there_s)
 
     def _own(self, axis: Axis) -> Axis:
         """The axis with the groups of the pass that asks, where two run."""
@@ -469,16 +564,30 @@ class Collectives:
             not call.on_host
         ):  # orders itself on the stream; a timeout here would make NCCL block the host, the group has its own
             work.wait()
-            return time.time()
+            return time.monotonic()
         with self._away(axis):
             work.wait(timedelta(seconds=self.timeout_s))
-            return time.time()
+            return time.monotonic()
 
-    def _note(self, op: str, axis: Axis, call: _Call, begin_s: float, there_s: float) -> None:
-        """Count a collective that is done, and tell about it."""
-        counter = self.counters.setdefault((op, axis.name), Counter())
+    def _posted(self, call: _Call) -> float:
+        """Now, on `time.monotonic`: the beginning of a collective."""
+        begin_s = time.monotonic()
+        if call.on_host:
+            self.layers.posted(call.op_id, begin_s)
+        return begin_s
+
+    def _note(self, op: str, axis: Axis, call: _Call, begin_s: float, wait_s: float, end_s: float) -> None:
+        """Count a collective that is done, and tell about it. The wait for it, from `wait_s` to `end_s`, blocked the rank unless it is a thread's."""
+        waited_s = 0.0 if self._aside else end_s - wait_s
+        key = (op, axis.name)
+        counter = self.counters.get(key)
+        if counter is None:
+            counter = self.counters[key] = Counter()
         counter.calls += 1
         counter.sent_bytes += call.sent_bytes
+        counter.waited_s += waited_s
+        if call.on_host:
+            self.layers.ended(call.op_id, end_s, waited_s)
         if self.trace:
             event = Collective(
                 op_id=call.op_id,
@@ -486,8 +595,13 @@ class Collectives:
                 axis=axis.name,
                 size=axis.size,
                 sent_bytes=call.sent_bytes,
-                begin_s=begin_s,
-                end_s=there_s,
+                begin_s=ANCHOR_S + begin_s,
+                end_s=ANCHOR_S + end_s,
+                waited_s=waited_s,
+                aside=self._aside,
+                ranks=tuple(axis.ranks),
+                sends_to=tuple(axis.ranks[i] for i in call.to),
+                receives_from=tuple(axis.ranks[i] for i in call.source),
             )
             self._emit(event)
 
@@ -501,6 +615,9 @@ class _Call:
     on_host: bool = True
     words: str = ""
     """What an error calls it; the operation's name where empty."""
+    to: tuple[int, ...] = ()
+    """Positions on the axis, of messages between single ranks."""
+    source: tuple[int, ...] = ()
 
 
 @contextmanager
@@ -576,6 +693,75 @@ class _AllToAllRows(torch.autograd.Function):
         in_splits, out_splits = ctx.splits
         back = ctx.comms.all_to_all_raw(grad, ctx.axis, out_splits, in_splits, backward_id(ctx.op_id))
         return back, None, None, None, None, None
+
+
+class RowsUnderWay:
+    """Rows of other ranks on their way here (`Collectives.start_all_to_all_rows`)."""
+
+    def __init__(self, token: torch.Tensor, trip: _Trip | None = None) -> None:
+        self._token, self._trip = token, trip
+
+    def wait(self) -> torch.Tensor:
+        """(N, ...) the rows, once. Raises `PeerError`."""
+        if self._trip is None:  # an axis of one rank: they have been here all the time
+            return self._token
+        out: torch.Tensor = _WaitRows.apply(self._token, self._trip)
+        return out
+
+
+class _Trip:
+    """What start and wait of one exchange share, forward and backward."""
+
+    def __init__(
+        self, comms: Collectives, axis: Axis, in_splits: tuple[int, ...], out_splits: tuple[int, ...], op_id: str
+    ) -> None:
+        self.comms, self.axis, self.in_splits, self.out_splits, self.op_id = comms, axis, in_splits, out_splits, op_id
+        self._under_way: tuple[torch.Tensor, Exchange] | None = None
+
+    def go(self, x: torch.Tensor) -> None:
+        self._under_way = self.comms.start_all_to_all_raw(x, self.axis, self.in_splits, self.out_splits, self.op_id)
+
+    def come_back(self, grad: torch.Tensor) -> None:
+        self._under_way = self.comms.start_all_to_all_raw(
+            grad, self.axis, self.out_splits, self.in_splits, backward_id(self.op_id)
+        )
+
+    def arrive(self) -> torch.Tensor:
+        if self._under_way is None:
+            raise ValueError(
+                f"exchange [{self.op_id}] over {self.axis.name} is not under way, or was waited for already"
+            )
+        (out, exchange), self._under_way = self._under_way, None
+        exchange.wait()
+        return out
+
+
+class _StartRows(torch.autograd.Function):
+    """Rows leave; what autograd sees in their place until they are waited for is an empty tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, trip: _Trip) -> torch.Tensor:
+        ctx.trip = trip
+        trip.go(x)
+        return x.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        return ctx.trip.arrive(), None
+
+
+class _WaitRows(torch.autograd.Function):
+    """Rows arrive. Gradient: it leaves, and arrives where the rows had left."""
+
+    @staticmethod
+    def forward(ctx: Any, token: torch.Tensor, trip: _Trip) -> torch.Tensor:
+        ctx.trip = trip
+        return trip.arrive()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        ctx.trip.come_back(grad)
+        return grad.new_empty(0), None
 
 
 class _AllGatherRows(torch.autograd.Function):

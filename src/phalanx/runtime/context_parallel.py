@@ -20,6 +20,7 @@ Legend: B sequences, L positions of this rank, S = size * L, A/G query and key/v
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
@@ -58,6 +59,11 @@ class ContextParallel:
     impl: Impl = "fast"
     lanes: Lanes = SERIAL
 
+    @property
+    def in_steps(self) -> bool:
+        """Whether it tells of each step by itself in a step that is recorded."""
+        return self.method == "ring" and self.axis.size > 1
+
     def attention(
         self, q_BLAD: torch.Tensor, k_BLGD: torch.Tensor, v_BLGD: torch.Tensor, segments: Segments, *, name: Name
     ) -> torch.Tensor:
@@ -89,6 +95,11 @@ class _Work:
     def ring(self) -> tuple[Blocks, ...]:
         """Blocks of each step of the ring."""
         return _ring_blocks(self.layout, self.segments, self.how.axis.index)
+
+    def told(self, what: str, *, backward: bool = False) -> AbstractContextManager[None]:
+        """What is computed inside, as a recorded step tells it."""
+        id = self.name(what)
+        return self.how.comms.doing(backward_id(id) if backward else id)
 
     def add_keys(self, q_BLAD: torch.Tensor, kv: torch.Tensor, blocks: Blocks, partial: Partial) -> None:
         attend((q_BLAD, kv[0], kv[1]), blocks, partial, impl=self.how.impl, lanes=self.how.lanes)
@@ -134,7 +145,7 @@ class _Ring(torch.autograd.Function):
         for step, blocks in enumerate(work.ring):
             hop = _Hop(work, work.name(f"ring.{step + 1}"))
             coming = hop.take(kv, tag=KEYS) if step + 1 < steps else kv
-            with hop:
+            with hop, work.told(f"core.{step + 1}"):
                 work.add_keys(q_BLAD, kv, blocks, partial)
             kv = coming
         out_BLAD = partial.out_BLAD.to(q_BLAD.dtype)
@@ -156,7 +167,7 @@ class _Ring(torch.autograd.Function):
             coming = hop.take(kv, tag=KEYS) if step + 1 < steps else kv
             arrived = hop.take(d_before, tag=GRADIENTS) if d_before is not None else None
             d_here = d_own if step == 0 else _zeros(kv)
-            with hop:
+            with hop, work.told(f"core.{step + 1}", backward=True):
                 work.add_gradients(q_BLAD, kv, blocks, known, dq, d_here)
             if step:
                 d_before = d_here if arrived is None else d_here.add_(arrived)
@@ -164,7 +175,7 @@ class _Ring(torch.autograd.Function):
         hop = _Hop(work, backward_id(work.name("ring.home")))
         assert d_before is not None  # an axis of one rank does not come here
         home = hop.take(d_before, tag=GRADIENTS)
-        with hop:
+        with hop, work.told("core.home", backward=True):
             work.add_gradients(q_BLAD, own, last, known, dq, d_own)
         d_own.add_(home)
         return dq.to(q_BLAD.dtype), d_own[0].to(k_BLGD.dtype), d_own[1].to(v_BLGD.dtype), None

@@ -22,6 +22,7 @@ P sources (ranks of ep_etp), G slots of the group.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -33,6 +34,7 @@ from phalanx.plan.dispatch import Chunks, DispatchPlan, DispatchSpec, capacity, 
 from phalanx.plan.placement import Placement
 from phalanx.runtime.collectives import Collectives
 from phalanx.runtime.groups import Groups
+from phalanx.runtime.tracing import traced
 
 FILL = -1
 """In an index: nothing is here (a fill row, a dropped pair)."""
@@ -121,14 +123,14 @@ class Dispatcher:
         (it decides ties and `position` under full_sequence). `part_T`: this rank stands in for several, part by part (sub_sequence drops
         in each part by itself). `op_prefix` names the collectives (`mb0.L3.fwd.`).
         """
-        if part_T is not None and self.spec.policy == "drop" and self.spec.drop_scope == "sub_sequence":
-            kept_TK: torch.Tensor | None = self._kept_by_part(weights_TK.detach(), experts_TK, part_T)
-        else:
-            kept_TK = self._kept(weights_TK.detach(), experts_TK, token_index_T, op_prefix)
+        kept_TK = self.kept(weights_TK, experts_TK, token_index_T=token_index_T, part_T=part_T, op_prefix=op_prefix)
         if self.spec.is_static:
             plan, send = self._static_list(experts_TK, kept_TK)
         else:
-            plan, send, token_sizes = self._exact_list(experts_TK, kept_TK, op_prefix)
+            gathers = self.spec.transport == "all_gather" and self.ep_etp.size > 1
+            tokens = torch.tensor([x_TH.shape[0]], device=x_TH.device) if gathers else None
+            plan, send, told = self.exact_list(experts_TK, kept_TK, op_prefix, told=tokens)
+            token_sizes = tuple(int(n) for n in told.reshape(-1))
         if self.spec.transport == "all_gather" and self.ep_etp.size > 1:
             sizes = (x_TH.shape[0],) * self.ep_etp.size if self.spec.is_static else token_sizes
             return self._gather(x_TH, weights_TK, plan, send, sizes, op_prefix)
@@ -138,10 +140,9 @@ class Dispatcher:
         self, x_TH: torch.Tensor, weights_TK: torch.Tensor, plan: DispatchPlan, send: SendList, op_prefix: str
     ) -> Dispatched:
         token_of_row_R = send.token_of_row_R
-        rows = gather_rows(
-            x_TH, token_of_row_R, rows_of_token_TK=send.rows_of_token_TK, impl=self.kernels, lanes=self.lanes
-        )
-        weights = _pick_weights(weights_TK, send.pair_of_row_R, has_fill=self.spec.is_static)
+        permute = partial(self._permute, token_of_row=token_of_row_R, rows_of_token=send.rows_of_token_TK)
+        rows = traced(self.comms, op_prefix + "dispatch.permute", permute, x_TH)
+        weights = pick_weights(weights_TK, send.pair_of_row_R, has_fill=self.spec.is_static)
         here = {"ep": self.ep.index, "etp": self.etp.index}
         splits = {"in_splits": plan.sends(**here), "out_splits": plan.receives(**here)}
         sizes = plan.etp_sizes(ep=self.ep.index)
@@ -150,11 +151,9 @@ class Dispatcher:
         rows = self.comms.all_gather_rows(rows, sizes=sizes, axis=self.etp, op_id=at + "rows_etp")
         weights = self.comms.all_to_all_rows(weights, **splits, axis=self.ep, op_id=at + "weights")
         weights = self.comms.all_gather_rows(weights, sizes=sizes, axis=self.etp, op_id=at + "weights_etp")
-        order = self._slot_order(plan)
+        order = self.slot_order(plan)
         if order is not None:
-            index, inverse = chunk_index(order, rows.device), chunk_index(order.inverse(), rows.device)
-            rows = _Reorder.apply(rows, index, inverse)
-            weights = _Reorder.apply(weights, index, inverse)
+            rows, weights = traced(self.comms, at + "sort", partial(_reorder, order, order.inverse()), rows, weights)
         state = DispatchState(plan, send, token_of_row_R, send.rows_of_token_TK, op_prefix)
         return Dispatched(rows, weights, plan.slot_counts(ep=self.ep.index), send.dropped, state)
 
@@ -170,7 +169,7 @@ class Dispatcher:
         """All tokens of the group come here, with every source's send list; the rows of the own slots are picked from them."""
         at, axis = op_prefix + "dispatch.", self.ep_etp
         row_sizes = tuple(int(n) for n in plan.rows_PG.sum(1))
-        weights_R = _pick_weights(weights_TK, send.pair_of_row_R, has_fill=self.spec.is_static)
+        weights_R = pick_weights(weights_TK, send.pair_of_row_R, has_fill=self.spec.is_static)
         all_NH = self.comms.all_gather_rows(x_TH, sizes=token_sizes, axis=axis, op_id=at + "rows")
         weights = self.comms.all_gather_rows(weights_R, sizes=row_sizes, axis=axis, op_id=at + "weights")
         pairs = self.comms.all_gather_rows(
@@ -182,11 +181,10 @@ class Dispatcher:
         offset_M = _repeat(first_token[sources] * self.top_k, chunks, x_TH.device)
         local_M = pairs.index_select(0, index_M)
         pair_M = torch.where(local_M < 0, FILL, local_M + offset_M)
-        rows_of_token_NK = _inverse(pair_M, all_NH.shape[0] * self.top_k).view(-1, self.top_k)
+        rows_of_token_NK = inverse_of(pair_M, all_NH.shape[0] * self.top_k).view(-1, self.top_k)
         token_of_row_M = torch.div(pair_M, self.top_k, rounding_mode="floor")
-        rows_MH = gather_rows(
-            all_NH, token_of_row_M, rows_of_token_TK=rows_of_token_NK, impl=self.kernels, lanes=self.lanes
-        )
+        permute = partial(self._permute, token_of_row=token_of_row_M, rows_of_token=rows_of_token_NK)
+        rows_MH = traced(self.comms, at + "permute", permute, all_NH)
         weights_M = weights.index_select(0, index_M)
         state = DispatchState(plan, send, token_of_row_M, rows_of_token_NK, op_prefix, token_sizes)
         return Dispatched(rows_MH, weights_M, plan.slot_counts(ep=self.ep.index), send.dropped, state)
@@ -197,25 +195,30 @@ class Dispatcher:
         """(T, H) sum of each token's rows, which the experts have already weighted. The inverse of `dispatch`."""
         plan, at = state.plan, state.op_prefix + "combine."
         if state.token_sizes:
-            all_NH = combine_rows(
-                rows_MH, state.rows_of_token, token_of_row_M=state.token_of_row, impl=self.kernels, lanes=self.lanes
-            )
+            all_NH = traced(self.comms, at + "sum", partial(self._sum, state), rows_MH)
             return self.comms.reduce_scatter_rows(all_NH, sizes=state.token_sizes, axis=self.ep_etp, op_id=at + "rows")
-        order = self._slot_order(plan)
+        order = self.slot_order(plan)
         if order is not None:
-            device = rows_MH.device
-            rows_MH = _Reorder.apply(rows_MH, chunk_index(order.inverse(), device), chunk_index(order, device))
+            (rows_MH,) = traced(self.comms, at + "sort", partial(_reorder, order.inverse(), order), rows_MH)
         here = {"ep": self.ep.index, "etp": self.etp.index}
         sizes = plan.etp_sizes(ep=self.ep.index)
         rows = self.comms.reduce_scatter_rows(rows_MH, sizes=sizes, axis=self.etp, op_id=at + "rows_etp")
         rows = self.comms.all_to_all_rows(
             rows, in_splits=plan.receives(**here), out_splits=plan.sends(**here), axis=self.ep, op_id=at + "rows"
         )
+        return traced(self.comms, at + "sum", partial(self._sum, state), rows)
+
+    def _permute(self, x: torch.Tensor, *, token_of_row: torch.Tensor, rows_of_token: torch.Tensor) -> torch.Tensor:
+        """The rows of tokens that travel, in the order in which they do."""
+        return gather_rows(x, token_of_row, rows_of_token_TK=rows_of_token, impl=self.kernels, lanes=self.lanes)
+
+    def _sum(self, state: DispatchState, rows_MH: torch.Tensor) -> torch.Tensor:
+        """Each token's copies, added up."""
         return combine_rows(
-            rows, state.rows_of_token, token_of_row_M=state.token_of_row, impl=self.kernels, lanes=self.lanes
+            rows_MH, state.rows_of_token, token_of_row_M=state.token_of_row, impl=self.kernels, lanes=self.lanes
         )
 
-    def _slot_order(self, plan: DispatchPlan) -> Chunks | None:
+    def slot_order(self, plan: DispatchPlan) -> Chunks | None:
         """None where rows arrive in slot order already: from one source, or for one slot."""
         if self.ep_etp.size == 1 or plan.slots_per_rank == 1:
             return None
@@ -223,16 +226,24 @@ class Dispatcher:
 
     # ---- what to send ----------------------------------------------------------------------------------------------------
 
-    def _exact_list(
-        self, experts_TK: torch.Tensor, kept_TK: torch.Tensor | None, op_prefix: str
-    ) -> tuple[DispatchPlan, SendList, tuple[int, ...]]:
-        """Exactly the kept pairs. The one host synchronisation of a layer is here: sizes of everything that follows."""
+    def exact_list(
+        self,
+        experts_TK: torch.Tensor,
+        kept_TK: torch.Tensor | None,
+        op_prefix: str,
+        *,
+        told: torch.Tensor | None = None,
+    ) -> tuple[DispatchPlan, SendList, np.ndarray]:
+        """Exactly the kept pairs. The one host synchronisation of a layer is here: sizes of everything that follows.
+
+        `told`: further integers of this rank that all are to know; what all have told is the last of the three, by source.
+        """
         num_pairs, device = experts_TK.numel(), experts_TK.device
         keys_N = experts_TK.reshape(-1)
         if kept_TK is not None:  # dropped pairs sort to the end, behind the last expert
             keys_N = torch.where(kept_TK.reshape(-1), keys_N, self.num_experts)
-        counts_E = _count(keys_N, self.num_experts + 1)[: self.num_experts].to(torch.int32)
-        counts_PE, token_sizes = self._gather_counts(counts_E, experts_TK.shape[0], op_prefix)
+        counts_E = count_keys(keys_N, self.num_experts + 1)[: self.num_experts].to(torch.int32)
+        counts_PE, all_told = self._gather_counts(counts_E, told, op_prefix)
         plan = plan_dispatch(counts_PE, self.slots_G, ep=self.ep.size, etp=self.etp.size)
         num_rows = int(counts_PE[self.ep_etp.index].sum())
         order_N = stable_order(keys_N, self.num_experts)
@@ -241,38 +252,42 @@ class Dispatcher:
             moves = plan.send_order(ep=self.ep.index, etp=self.etp.index)
             pair_of_row_R = pair_of_row_R.index_select(0, chunk_index(moves, device))
         dropped = torch.tensor(num_pairs - num_rows, device=device)
-        rows_of_token_TK = _inverse_exact(pair_of_row_R, num_pairs).view(experts_TK.shape)
-        return plan, SendList(pair_of_row_R, rows_of_token_TK, dropped), token_sizes
+        rows_of_token_TK = inverse_exact(pair_of_row_R, num_pairs).view(experts_TK.shape)
+        return plan, SendList(pair_of_row_R, rows_of_token_TK, dropped), all_told
 
     def _gather_counts(
-        self, counts_E: torch.Tensor, num_tokens: int, op_prefix: str
-    ) -> tuple[np.ndarray, tuple[int, ...]]:
-        """(P, E) counts of all sources on the host; for the all-gather transport each source's tokens too."""
-        with_tokens = self.spec.transport == "all_gather" and self.ep_etp.size > 1
-        if with_tokens:
-            counts_E = torch.cat([counts_E, counts_E.new_full((1,), num_tokens)])
+        self, counts_E: torch.Tensor, told: torch.Tensor | None, op_prefix: str
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """(P, E) counts of all sources on the host, and what else they tell."""
+        if told is not None:
+            counts_E = torch.cat([counts_E, told.to(counts_E)])
         gathered = self.comms.all_gather(counts_E, self.ep_etp, op_id=op_prefix + "dispatch.counts")
         table = gathered.cpu().numpy().reshape(self.ep_etp.size, -1).astype(np.int64)  # SYNC: sizes of the exchanges
-        if not with_tokens:
-            return table, ()
-        return table[:, :-1], tuple(int(n) for n in table[:, -1])
+        return table[:, : self.num_experts], table[:, self.num_experts :]
 
     def _static_list(self, experts_TK: torch.Tensor, kept_TK: torch.Tensor | None) -> tuple[DispatchPlan, SendList]:
         """Every expert gets the same number of rows from this rank, fill rows among them; nothing depends on the routing."""
+        return self.static_share(experts_TK, kept_TK, places=range(self.static_rows(experts_TK.shape[0])))
+
+    def static_share(
+        self, experts_TK: torch.Tensor, kept_TK: torch.Tensor | None, *, places: range
+    ) -> tuple[DispatchPlan, SendList]:
+        """Of the rows that every expert gets from this rank in padded mode, those numbered `places`."""
         assert kept_TK is not None  # the static policies drop
-        num_rows = self._static_rows(experts_TK.shape[0])
+        num_rows = len(places)
         plan = plan_static_dispatch(num_rows, self.slots_G, ep=self.ep.size, etp=self.etp.size)
         keys_N, kept_N = experts_TK.reshape(-1), kept_TK.reshape(-1)
-        place_N = _place_in_expert(torch.where(kept_N, keys_N, self.num_experts), self.num_experts)
-        row_N = torch.where(kept_N, keys_N * num_rows + place_N, FILL)
+        place_N = place_in_expert(torch.where(kept_N, keys_N, self.num_experts), self.num_experts) - places.start
+        here_N = kept_N & (place_N >= 0) & (place_N < num_rows)
+        row_N = torch.where(here_N, keys_N * num_rows + place_N, FILL)
         if not self.is_plain:
             back = chunk_index(plan.send_order(ep=self.ep.index, etp=self.etp.index).inverse(), keys_N.device)
-            row_N = torch.where(kept_N, back[row_N], FILL) if len(back) else row_N
-        pair_of_row_R = _inverse(row_N, self.num_experts * num_rows)
+            row_N = torch.where(here_N, back[row_N], FILL) if len(back) else row_N
+        pair_of_row_R = inverse_of(row_N, self.num_experts * num_rows)
         dropped = kept_N.numel() - kept_N.sum()
         return plan, SendList(pair_of_row_R, row_N.view(experts_TK.shape), dropped)
 
-    def _static_rows(self, num_tokens: int) -> int:
+    def static_rows(self, num_tokens: int) -> int:
         """Rows to each expert in padded mode: the capacity, of which one rank can fill no more than it has tokens."""
         whole = self.micro.size if self.spec.drop_scope == "full_sequence" else 1
         return min(num_tokens, self._capacity(num_tokens * whole))
@@ -281,6 +296,20 @@ class Dispatcher:
         return capacity(self.spec, num_tokens=num_tokens, top_k=self.top_k, num_experts=self.num_experts)
 
     # ---- dropping --------------------------------------------------------------------------------------------------------
+
+    def kept(
+        self,
+        weights_TK: torch.Tensor,
+        experts_TK: torch.Tensor,
+        *,
+        token_index_T: torch.Tensor | None = None,
+        part_T: torch.Tensor | None = None,
+        op_prefix: str = "",
+    ) -> torch.Tensor | None:
+        """(T, K) which pairs of this rank the experts keep; None where all are. Arguments as of `dispatch`."""
+        if part_T is not None and self.spec.policy == "drop" and self.spec.drop_scope == "sub_sequence":
+            return self._kept_by_part(weights_TK.detach(), experts_TK, part_T)
+        return self._kept(weights_TK.detach(), experts_TK, token_index_T, op_prefix)
 
     def _kept(
         self,
@@ -320,10 +349,10 @@ def kept_pairs(weights_TK: torch.Tensor, experts_TK: torch.Tensor, *, rows: int,
     """(T, K) pairs that the experts keep (device form of `plan.dispatch.kept_pairs`): two stable sorts, no synchronisation."""
     experts_N = experts_TK.reshape(-1)
     if by == "position":
-        return (_place_in_expert(experts_N, None) < rows).view(experts_TK.shape)
+        return (place_in_expert(experts_N, None) < rows).view(experts_TK.shape)
     best_first_N = torch.sort(weights_TK.reshape(-1), descending=True, stable=True).indices
     place_N = torch.empty_like(experts_N)
-    place_N[best_first_N] = _place_in_expert(experts_N[best_first_N], None)
+    place_N[best_first_N] = place_in_expert(experts_N[best_first_N], None)
     return (place_N < rows).view(experts_TK.shape)
 
 
@@ -350,11 +379,11 @@ def _repeat(values: np.ndarray, chunks: Chunks, device: torch.device) -> torch.T
     return torch.repeat_interleave(both[0], both[1], output_size=chunks.num_rows)
 
 
-def _count(keys_N: torch.Tensor, size: int) -> torch.Tensor:
+def count_keys(keys_N: torch.Tensor, size: int) -> torch.Tensor:
     return torch.zeros(size, dtype=torch.int64, device=keys_N.device).scatter_add_(0, keys_N, torch.ones_like(keys_N))
 
 
-def _place_in_expert(keys_N: torch.Tensor, largest: int | None) -> torch.Tensor:
+def place_in_expert(keys_N: torch.Tensor, largest: int | None) -> torch.Tensor:
     """How many earlier entries have the same key."""
     order_N = stable_order(keys_N, 2**14 if largest is None else largest)
     sorted_N = keys_N[order_N]
@@ -364,7 +393,7 @@ def _place_in_expert(keys_N: torch.Tensor, largest: int | None) -> torch.Tensor:
     return place_N
 
 
-def _inverse_exact(index_R: torch.Tensor, size: int) -> torch.Tensor:
+def inverse_exact(index_R: torch.Tensor, size: int) -> torch.Tensor:
     """(size,) where each value occurs in `index_R` (all different, none FILL), FILL where it does not."""
     out = torch.empty(size, dtype=torch.int64, device=index_R.device)
     if len(index_R) < size:
@@ -373,7 +402,7 @@ def _inverse_exact(index_R: torch.Tensor, size: int) -> torch.Tensor:
     return out
 
 
-def _inverse(index_R: torch.Tensor, size: int) -> torch.Tensor:
+def inverse_of(index_R: torch.Tensor, size: int) -> torch.Tensor:
     """The same where `index_R` may hold FILL: those entries land in a spare last cell."""
     out = torch.full((size + 1,), FILL, dtype=torch.int64, device=index_R.device)
     cells_R = torch.where(index_R < 0, size, index_R)
@@ -381,7 +410,7 @@ def _inverse(index_R: torch.Tensor, size: int) -> torch.Tensor:
     return out[:size]
 
 
-def _pick_weights(weights_TK: torch.Tensor, pair_of_row_R: torch.Tensor, *, has_fill: bool) -> torch.Tensor:
+def pick_weights(weights_TK: torch.Tensor, pair_of_row_R: torch.Tensor, *, has_fill: bool) -> torch.Tensor:
     """(R,) weight of each row, zero for fill rows."""
     flat_N = weights_TK.reshape(-1)
     if not has_fill:
@@ -390,7 +419,12 @@ def _pick_weights(weights_TK: torch.Tensor, pair_of_row_R: torch.Tensor, *, has_
     return padded.index_select(0, torch.where(pair_of_row_R < 0, len(flat_N), pair_of_row_R))
 
 
-class _Reorder(torch.autograd.Function):
+def _reorder(order: Chunks, back: Chunks, *xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    index, inverse = chunk_index(order, xs[0].device), chunk_index(back, xs[0].device)
+    return tuple(Reorder.apply(x, index, inverse) for x in xs)
+
+
+class Reorder(torch.autograd.Function):
     """`x[index]`, whose gradient is `grad[inverse]`: a gather both ways."""
 
     @staticmethod

@@ -8,6 +8,7 @@ Legend: T tokens, K experts of a token, H hidden, e local slots, f width of an e
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -16,6 +17,7 @@ from phalanx.kernels.grouped import expert_ffn
 from phalanx.kernels.lanes import SERIAL, Lanes
 from phalanx.kernels.later import Later
 from phalanx.runtime.dispatch import Dispatcher
+from phalanx.runtime.tracing import traced
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,15 +54,10 @@ def run_experts(
     sent = dispatcher.dispatch(
         x_TH, weights_TK, experts_TK, token_index_T=token_index_T, part_T=part_T, op_prefix=op_prefix
     )
-    rows_MH = expert_ffn(
-        sent.rows_MH,
-        experts.w13_e2fH,
-        experts.w2_eHf,
-        sent.counts,
-        row_weights_M=sent.weights_M,
-        recompute=recompute,
-        impl=kernels,
-        lanes=lanes,
-        later=later,
-    )
+    ffn = partial(expert_ffn, recompute=recompute, impl=kernels, lanes=lanes, later=later)
+
+    def compute(rows_MH: torch.Tensor, weights_M: torch.Tensor) -> torch.Tensor:
+        return ffn(rows_MH, experts.w13_e2fH, experts.w2_eHf, sent.counts, row_weights_M=weights_M)
+
+    rows_MH = traced(dispatcher.comms, op_prefix + "experts", compute, sent.rows_MH, sent.weights_M)
     return dispatcher.combine(rows_MH, sent.state), sent.dropped

@@ -193,18 +193,19 @@ class _Executor:
         """The pass, its inputs taken."""
         kind, stage, microbatch = run.action
         taken = tuple(self._take(transfer) for transfer in run.takes)
-        if kind == "F":
-            return lambda: self.passes.forward(stage, microbatch, taken)
-        if kind == "B":
-            return lambda: self.passes.backward(stage, microbatch, taken)
-        if kind == "I":
-            return lambda: self.passes.input_gradient(stage, microbatch, taken)
 
-        def put_off() -> Tensors:
-            self.passes.weight_gradient(stage, microbatch)
-            return ()
+        def run_it() -> Tensors:
+            with self.boundary.comms.doing(str(run.action), "host"):
+                if kind == "F":
+                    return self.passes.forward(stage, microbatch, taken)
+                if kind == "B":
+                    return self.passes.backward(stage, microbatch, taken)
+                if kind == "I":
+                    return self.passes.input_gradient(stage, microbatch, taken)
+                self.passes.weight_gradient(stage, microbatch)
+                return ()
 
-        return put_off
+        return run_it
 
     def _keep(self, run: Run, made: Tensors) -> None:
         if len(made) != len(run.gives):
@@ -224,7 +225,8 @@ class _Executor:
             arrival.tensor.record_stream(torch.cuda.current_stream(self.boundary.device))
         if here is None:
             return arrival.take()
-        here.wait()
+        with self.boundary.comms.blocked(self.name(transfer), self.boundary.axis_of(transfer)):
+            here.wait()
         self.lanes[transfer.edge, transfer.direction].raise_error()
         return arrival.tensor
 

@@ -26,6 +26,7 @@ from phalanx.core.events import Emit, Note
 from phalanx.data.prepare import Prepared, prepare
 from phalanx.kernels.lanes import Lanes
 from phalanx.kernels.native import Rows, compiled_rows
+from phalanx.kernels.native.build import user_folder
 from phalanx.models.context import ModelContext
 from phalanx.observe.console import wants_live
 from phalanx.observe.preparation import PreparationProgress
@@ -39,6 +40,7 @@ from phalanx.runtime.allocator import keep_freed_memory
 from phalanx.runtime.collectives import Collectives
 from phalanx.runtime.groups import GroupCache, WorldInfo, build_groups, init_world, with_second_groups
 from phalanx.runtime.launch import StopRequest
+from phalanx.runtime.overlap_tuner import Tuner
 from phalanx.runtime.peers import Peers, own_group
 from phalanx.train.machine import MemoryMeter
 from phalanx.train.run_folder import RunFolder
@@ -205,4 +207,5 @@ def make_context(rank: Rank, spec: ModelSpec, folding: AnyFolding, pipeline: Pip
         cp_method=recipe.folding.cp_method,
         seed=recipe.train.seed,
         lanes=lanes,
+        tuner=Tuner(user_folder()),
     )

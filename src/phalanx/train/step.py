@@ -3,7 +3,7 @@
     1. count      valid tokens of the whole step, over all ranks                        1 all-reduce of one number
     2. collect    forward and backward of the micro-batches (`train/passes.py`)         those of the layers, transfers of the pipeline
     3. reduce     gradients, by the rule table                                          1 reduce-scatter or all-reduce per family
-    4. vote       norm, losses, counts, finite or not, stop or not, in one vector       1 all-reduce of 7 + L*E numbers, over the world
+    4. vote       norm, losses, counts, finite or not, stop or not, in one vector       1 all-reduce of 7 + 5*L + L*E numbers, over the world
     5. commit     clip, AdamW on this rank's shards, expert bias; alone
     6. publish    every rank gets the new parameters                                    1 all-gather per sharded family
 
@@ -39,6 +39,7 @@ from phalanx.runtime.collectives import Collectives
 from phalanx.runtime.gradients import GradientBuffers, ReducedGradients
 from phalanx.runtime.groups import Groups
 from phalanx.runtime.optimizer_state import ShardedState
+from phalanx.train.exchange_times import ExchangeTimes, mean_times, own_times
 from phalanx.train.loss import Share, num_valid
 from phalanx.train.optim import Optimizer, clip_scale
 from phalanx.train.passes import StageRunner
@@ -101,6 +102,8 @@ class StepResult:
     """Mean over tokens and layers of the router's entropy, nats."""
     stop: bool
     """Some rank asked to stop after this step."""
+    exchange: ExchangeTimes
+    """Of dispatch and combine."""
 
     @property
     def load_max_over_mean(self) -> tuple[float, ...]:
@@ -122,6 +125,7 @@ def train_step(
     ranks, with the state unchanged, where a gradient or a loss is not finite.
     """
     parts.buffers.begin()
+    parts.comms.layers.take()  # what came before is of no step
     valid_tokens = parts.comms.all_reduce(num_valid(batches), parts.groups.axis("dp_cp"), op_id="valid_tokens")
     balance_counts_LE = _balance_counts(parts, batches, step=step)
     infos = _infos(parts, batches, step=step, balance_counts_LE=balance_counts_LE)
@@ -132,7 +136,7 @@ def train_step(
         raise RunError(_why_not_finite(parts, step=step, tally=tally))
 
     scale = clip_scale(tally.grad_norm, parts.clip_norm)
-    with torch.no_grad():
+    with torch.no_grad(), parts.comms.doing("commit"):
         parts.optimizer.commit(parts.state, gradients, step=step, lr=lr, scale=scale)
         _update_expert_biases(parts, tally.counts_LE)
     parts.buffers.release()
@@ -215,6 +219,7 @@ class _Tally:
     dropped: int
     entropy_sum: float
     stop: bool
+    exchange: ExchangeTimes
     counts_LE: torch.Tensor
 
     def result(self, *, step: int, lr: float, tokens: int) -> StepResult:
@@ -231,6 +236,7 @@ class _Tally:
             dropped=self.dropped,
             entropy=self.entropy_sum / max(1, tokens * len(self.counts_LE)),
             stop=self.stop,
+            exchange=self.exchange,
         )
 
 
@@ -239,16 +245,25 @@ def _vote(parts: StepParts, gradients: ReducedGradients, shares: Sequence[Share]
 
     Counts are exact: fp64 holds whole numbers up to 2^53.
     """
-    square_sum = gradients.square_sum(parts.groups, lanes=parts.lanes)
+    with parts.comms.doing("norm"):
+        square_sum = gradients.square_sum(parts.groups, lanes=parts.lanes)
     numbers = [square_sum]
     for name in ("cross_entropy", "aux_loss", "z_loss", "mtp_loss", "dropped", "entropy_sum"):
         numbers.append(torch.stack([getattr(share, name).to(torch.float64) for share in shares]).sum())
     numbers.append(square_sum.new_tensor(float(stop)))
     counts_LE = torch.stack([share.counts_LE for share in shares]).sum(0)
-    ballot = torch.cat([torch.stack(numbers), counts_LE.flatten().to(torch.float64)])
+    times_L5 = own_times(
+        parts.comms.layers.take(),
+        moe_layers=parts.spec.moe_layers,
+        here=frozenset(map(int, parts.model.layers)),
+        device=counts_LE.device,
+    )
+    ballot = torch.cat([torch.stack(numbers), times_L5.flatten(), counts_LE.flatten().to(torch.float64)])
     parts.comms.all_reduce(ballot, parts.groups.axis("world"), op_id="vote")
     ballot = ballot.cpu()  # SYNC: all ranks must know the outcome before anything is committed
     squares, loss, aux_loss, z_loss, mtp_loss, dropped, entropy_sum, stops = ballot[: len(numbers)].tolist()
+    times_L5, counts = ballot[len(numbers) :].split([times_L5.numel(), counts_LE.numel()])
+    on_host = parts.runner.device.type == "cpu"
     finite = all(map(math.isfinite, (squares, loss, aux_loss, z_loss, mtp_loss)))
     return _Tally(
         finite=finite,
@@ -260,7 +275,8 @@ def _vote(parts: StepParts, gradients: ReducedGradients, shares: Sequence[Share]
         dropped=int(dropped),
         entropy_sum=entropy_sum,
         stop=stops > 0,
-        counts_LE=ballot[len(numbers) :].view(counts_LE.shape).to(torch.int64),
+        exchange=mean_times(times_L5.view(-1, 5)) if on_host else ExchangeTimes(),
+        counts_LE=counts.view(counts_LE.shape).to(torch.int64),
     )
 
 

@@ -56,6 +56,7 @@ from phalanx.train.generate import Sampling, generate
 from phalanx.train.machine import matmul_flops_per_s
 from phalanx.train.optim import learning_rate
 from phalanx.train.passes import choose_measured
+from phalanx.train.recording import Recorder
 from phalanx.train.run_folder import RunStatus
 from phalanx.train.setup import (
     PATIENCE_S,
@@ -233,6 +234,9 @@ class Trainer:
             self.prepared.validation, seq_len=t.seq_len, global_batch=t.global_batch, micro_batch=t.micro_batch,
             batches=t.eval_batches,
         )  # fmt: skip
+        self.recorder = Recorder(
+            recipe.observe.trace_steps, comms=self.parts.comms, peers=self.rank.peers, emit=self.rank.sinks
+        )
         self.flops_per_token = flops_per_token(self.spec, t.seq_len)
         self.peak_flops_per_s = 0.0
         self.recipe_hash = hashlib.sha256(dump_recipe(recipe).encode()).hexdigest()[:16]
@@ -257,12 +261,16 @@ class Trainer:
         steps = range(self.start, self.total_steps)
         with Prefetch(self._load, steps, depth=PREFETCH_STEPS) as batches:
             for step in steps:
+                self.recorder.prepare(step + 1)
                 begin_s = time.perf_counter()
-                micros = next(batches)
-                data_s = time.perf_counter() - begin_s
-                result = self._step(step, [self._token_batch(m) for m in micros])
+                with self.recorder.recording(step + 1):
+                    with self.parts.comms.doing("data", "host"):
+                        micros = next(batches)
+                    data_s = time.perf_counter() - begin_s
+                    result = self._step(step, [self._token_batch(m) for m in micros])
                 self.step, self.last_loss = step + 1, result.loss
                 self._report(result, micros, step_s=time.perf_counter() - begin_s, data_s=data_s)
+                self.recorder.tell()
                 self._hear_of_checkpoints()
                 if result.stop:
                     return self.step < self.total_steps
@@ -354,6 +362,8 @@ class Trainer:
                 load_max_over_mean=result.load_max_over_mean, dead_experts=result.dead_experts,
                 dropped_tokens=result.dropped, router_entropy=result.entropy,
                 peak_memory_bytes=self.rank.memory.peak_bytes(),
+                exposed_forward_s=result.exchange.exposed_forward_s, hidden_forward_s=result.exchange.hidden_forward_s,
+                exposed_backward_s=result.exchange.exposed_backward_s, hidden_backward_s=result.exchange.hidden_backward_s,
             )
         )  # fmt: skip
         if self._first_of_replica:

@@ -126,6 +126,7 @@ class _LocalBiasCounts(Collectives):
     """The expert bias follows the counts of the own rank: they are the tail of the vote."""
 
     NUM_FIGURES = 7
+    """Behind them come times, which are for people."""
 
     def all_reduce(self, x: torch.Tensor, axis: Axis, *, op: ReduceOp = "sum", op_id: str = "") -> torch.Tensor:
         own = x.clone()

@@ -106,6 +106,13 @@ DISPATCH: Mapping[str, DispatchSpec] = {
         _DROP, drop_by="position", drop_scope="full_sequence", pad_to_capacity=True
     ),
 }
+TRAVEL: Mapping[str, Mapping[str, Any]] = {
+    "all_to_all": {},
+    "all_gather": {"transport": "all_gather"},
+    "fine": {"overlap": "fine"},
+    "coarse:2": {"overlap": "coarse:2"},
+}
+"""How rows get to their experts, and what runs beside it."""
 _LATENT = MlaSpec(q_rank=12, kv_rank=10, nope_dim=8, rope_dim=4, value_dim=6)
 ATTENTION: Mapping[str, MlaSpec | None] = {
     "grouped": None,
@@ -117,7 +124,7 @@ LATENT = "latent"
 FACTORS: Mapping[str, Sequence[Any]] = {
     "routing": tuple(ROUTING),
     "dispatch": tuple(DISPATCH),
-    "transport": ("all_to_all", "all_gather"),
+    "travel": ("all_to_all", "all_gather", "fine", "coarse:2"),
     "shared": ("none", "shared", "gated"),
     "aux": ("none", "micro_batch", "sequence", "global_batch"),
     "z_loss": (0.0, 0.01),
@@ -185,7 +192,7 @@ def setup_of(row: Mapping[str, Any], *, num_layers: int = 2) -> Setup:
     return Setup(
         label=_label(row),
         spec=spec,
-        dispatch=dataclasses.replace(DISPATCH[row["dispatch"]], transport=row["transport"]),
+        dispatch=dataclasses.replace(DISPATCH[row["dispatch"]], **TRAVEL[row["travel"]]),
         accumulation=row["accumulation"],
         packed=row["packed"],
         zero=row["zero"],
@@ -197,7 +204,7 @@ def setup_of(row: Mapping[str, Any], *, num_layers: int = 2) -> Setup:
 
 
 def _label(row: Mapping[str, Any]) -> str:
-    words = [row["routing"], row["dispatch"], row["transport"], f"zero{row['zero']}"]
+    words = [row["routing"], row["dispatch"], row["travel"], f"zero{row['zero']}"]
     words += [f"{row['shared']}-expert"] if row["shared"] != "none" else []
     words += [f"aux-{row['aux']}"] if row["aux"] != "none" else []
     words += ["z-loss"] if row["z_loss"] else []
@@ -256,7 +263,7 @@ SCHEDULES: Sequence[PipelineConfig] = (
 PIPELINE_FACTORS: Mapping[str, Sequence[Any]] = {
     "routing": ("softmax-renorm", "groups-bias"),
     "dispatch": ("dropless", "drop-prob-sub"),
-    "transport": ("all_to_all",),
+    "travel": ("all_to_all", "fine"),
     "shared": ("none", "gated"),
     "aux": ("sequence", "global_batch"),
     "z_loss": (0.01,),
@@ -343,7 +350,7 @@ def _cannot_meet(settings: Mapping[str, Any]) -> bool:
     """Options that shut each other out: a case of both would be one of something else."""
     latent = {settings[name] == LATENT for name in ("qk_norm", "attention_bias") if name in settings}
     latent |= {settings["attention"] != "grouped"} if "attention" in settings else set()
-    if len(latent) == 2:
+    if len(latent) == 2 or (settings.get("travel") == "fine" and settings.get("dispatch", "").endswith("-pad")):
         return True
     both = "cp_method" in settings and "attention_side" in settings
     return both and not _serves(settings["cp_method"], *settings["attention_side"])

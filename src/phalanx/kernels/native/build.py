@@ -49,6 +49,11 @@ def library() -> ctypes.CDLL | None:
     return None
 
 
+def user_folder() -> Path:
+    """Where what was found out about this machine is kept for this user. May not be there, nor be writable."""
+    return next(_folders())
+
+
 def _folders() -> Iterator[Path]:
     with contextlib.suppress(
         RuntimeError

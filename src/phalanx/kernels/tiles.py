@@ -1,0 +1,257 @@
+"""The two products of routed experts, tile by tile, for executors that compute while rows travel.
+
+A tile is rows of one slot from one source (`plan/overlap_types.py`). Every tile is computed by the same operations on the same shapes whenever its
+turn comes, and the second product always in the same columns, so that results do not depend on the order of work. Gradients of weights
+are taken over all rows of a slot at once, slot after slot.
+
+The row weight multiplies the activation before the second product, as in `kernels/grouped.py`, whose `reference` is the plain twin. In the padded
+buffers a tile has `padded_rows` rows, zeros below its own, and so has a slot: they add nothing to any product.
+
+Legend: n entries of a source, r rows of a tile, m with padding, P rows of the padded buffers, H hidden, f expert width, F = 2f, e slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from phalanx.kernels.lanes import Lanes
+from phalanx.kernels.shapes import padded_rows, spaced
+from phalanx.plan.overlap_types import Tile
+
+COLUMNS = 256
+"""Least columns of a unit of the second product."""
+MOST_UNITS = 4
+
+
+def column_units(hidden: int) -> int:
+    """Into how many equal units of columns the second product is always cut."""
+    return max((n for n in range(1, MOST_UNITS + 1) if hidden % n == 0 and hidden // n >= COLUMNS), default=1)
+
+
+def block_units(hidden: int, count: int) -> list[list[slice]]:
+    """The units of columns of each of `count` blocks (at most `column_units(hidden)`), about equal numbers."""
+    units, out = column_units(hidden), []
+    size = hidden // units
+    for i in range(count):
+        out.append([slice(u * size, (u + 1) * size) for u in range(units * i // count, units * (i + 1) // count)])
+    return out
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tile lies: from `at` on in the padded buffers, `size` long; its rows from `start` on among those of its source."""
+
+    tile: Tile
+    at: int
+    size: int
+    start: int
+
+    @property
+    def padded(self) -> slice:
+        return slice(self.at, self.at + self.size)
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.start, self.start + self.tile.rows)
+
+
+class Geometry:
+    """The padded buffers of one layer and batch on one rank: slot by slot, in each source by source."""
+
+    def __init__(self, tiles: Sequence[Sequence[Tile]], num_slots: int, dtype: torch.dtype) -> None:
+        self.of_source: list[list[Place]] = [[] for _ in tiles]
+        starts = [0] * len(tiles)
+        by_slot: list[list[Tile]] = [[] for _ in range(num_slots)]
+        for of_source in tiles:
+            for tile in of_source:
+                by_slot[tile.slot].append(tile)
+        self.slots: list[slice] = []
+        """Padded rows of each slot."""
+        self.of_slot: list[list[Place]] = []
+        at = 0
+        for of_slot in by_slot:
+            first, places = at, []
+            for tile in of_slot:
+                size = padded_rows(tile.rows, dtype)
+                places.append(Place(tile, at, size, starts[tile.source]))
+                self.of_source[tile.source].append(places[-1])
+                starts[tile.source] += tile.rows
+                at += size
+            at = first + padded_rows(at - first, dtype)
+            self.slots.append(slice(first, at))
+            self.of_slot.append(places)
+        self.size = at
+
+    @property
+    def largest(self) -> int:
+        """Rows of the largest tile, padded."""
+        return max((p.size for places in self.of_source for p in places), default=0)
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Rows of one source: which entry each takes, and its weight."""
+
+    entries_nH: torch.Tensor
+    index: torch.Tensor
+    """int64, by row of the source."""
+    weights: torch.Tensor
+    """In the type of the products."""
+
+
+class TileProducts:
+    """Operands and buffers of one layer and batch, in one direction after the other."""
+
+    def __init__(
+        self, geometry: Geometry, w13_e2fH: torch.Tensor, w2_eHf: torch.Tensor, lanes: Lanes, *, recompute: bool
+    ) -> None:
+        self.geometry, self.lanes, self.recompute = geometry, lanes, recompute
+        self.w13_shape = w13_e2fH.shape
+        self.w13_eFH, self.w2_eHf = w13_e2fH.flatten(1, 2), w2_eHf
+        self.width, self.hidden = w2_eHf.shape[2], w2_eHf.shape[1]
+        self.unit = self.hidden // column_units(self.hidden)
+        self._x = [spaced(geometry.largest, self.hidden, w2_eHf) for _ in range(lanes.count)]
+
+    def _gather(self, place: Place, rows: Rows, lane: int) -> torch.Tensor:
+        """The tile's entries, zeros below."""
+        x_mH = self._x[lane][: place.size]
+        torch.index_select(rows.entries_nH, 0, rows.index[place.rows], out=x_mH[: place.tile.rows])
+        x_mH[place.tile.rows :].zero_()
+        return x_mH
+
+    # ---- forward --------------------------------------------------------------------------------------------------------------
+
+    def open_forward(self, blocks: int) -> None:
+        """Make room."""
+        size, like = self.geometry.size, self.w2_eHf
+        self.columns = block_units(self.hidden, blocks)
+        self.gate_up_PF = spaced(size, 2 * self.width, like)
+        self.h_Pf = like.new_empty(size, self.width)
+        self.out_b = [like.new_empty(size, len(units) * self.unit) for units in self.columns]
+
+    def first(self, places: Sequence[Place], rows: Rows) -> None:
+        """`h = weight * silu(gate) * up` of tiles of one source."""
+        self.lanes.run(lambda place, lane: self._first(place, rows, lane), places)
+
+    def _first(self, place: Place, rows: Rows, lane: int) -> None:
+        gate_up_mF, h_mf = self.gate_up_PF[place.padded], self.h_Pf[place.padded]
+        torch.mm(self._gather(place, rows, lane), self.w13_eFH[place.tile.slot].T, out=gate_up_mF)
+        self._activate(gate_up_mF, h_mf)
+        h_mf[: place.tile.rows].mul_(rows.weights[place.rows].unsqueeze(1))
+
+    def _activate(self, gate_up_mF: torch.Tensor, h_mf: torch.Tensor) -> None:
+        native = self.lanes.rows_for(gate_up_mF, h_mf)
+        if native is not None:
+            native.swiglu_forward(gate_up_mF, h_mf)
+        else:
+            torch.mul(F.silu(gate_up_mF[:, : self.width]), gate_up_mF[:, self.width :], out=h_mf)
+
+    def second(self, places: Sequence[Place], block: int) -> None:
+        """`h w2` of tiles, in the columns of a block."""
+        self.lanes.run(lambda place, _: self._products(place, self.h_Pf, self.w2_eHf[place.tile.slot].T, block), places)
+
+    def _products(self, place: Place, left_Pk: torch.Tensor, right_kH: torch.Tensor, block: int) -> None:
+        out_mB = self.out_b[block][place.padded]
+        for i, columns in enumerate(self.columns[block]):
+            torch.mm(left_Pk[place.padded], right_kH[:, columns], out=out_mB[:, i * self.unit : (i + 1) * self.unit])
+
+    # ---- backward -------------------------------------------------------------------------------------------------------------
+
+    def open_backward(self, blocks: int, gate_up_PF: torch.Tensor | None) -> None:
+        """Make room; `gate_up_PF` is what the forward pass kept, None: it is computed again."""
+        size, like = self.geometry.size, self.w2_eHf
+        self.columns = block_units(self.hidden, blocks)
+        self.gate_up_PF = spaced(size, 2 * self.width, like) if gate_up_PF is None else gate_up_PF
+        self._again = gate_up_PF is None
+        self.h_Pf = like.new_empty(size, self.width)
+        self.d_gate_up_PF = spaced(size, 2 * self.width, like)
+        wide = torch.promote_types(like.dtype, torch.float32)
+        self.dots_P = like.new_empty(size, dtype=wide)
+        self.out_b = [like.new_empty(size, len(units) * self.unit) for units in self.columns]
+        self._dh = [like.new_empty(self.geometry.largest, self.width) for _ in range(self.lanes.count)]
+
+    def first_backward(self, places: Sequence[Place], rows: Rows, grads: Rows) -> None:
+        """The gradient of gate and up, that of the row weights (`dots_P`), and `h` again, of tiles of one source. `grads.entries_nH`: of the output."""
+        self.lanes.run(lambda place, lane: self._first_backward(place, rows, grads, lane), places)
+
+    def _first_backward(self, place: Place, rows: Rows, grads: Rows, lane: int) -> None:
+        slot, weights_r1 = place.tile.slot, rows.weights[place.rows].unsqueeze(1)
+        gate_up_mF, h_mf, d_mF = (t[place.padded] for t in (self.gate_up_PF, self.h_Pf, self.d_gate_up_PF))
+        if self._again:
+            torch.mm(self._gather(place, rows, lane), self.w13_eFH[slot].T, out=gate_up_mF)
+        dh_mf = self._dh[lane][: place.size]
+        torch.mm(self._gather(place, grads, lane), self.w2_eHf[slot], out=dh_mf)
+        self._activate_backward(gate_up_mF, dh_mf, h_mf, d_mF, self.dots_P[place.padded])
+        h_mf[: place.tile.rows].mul_(weights_r1)
+        d_mF[: place.tile.rows].mul_(weights_r1)
+
+    def _activate_backward(
+        self,
+        gate_up_mF: torch.Tensor,
+        dh_mf: torch.Tensor,
+        h_mf: torch.Tensor,
+        d_mF: torch.Tensor,
+        dots_m: torch.Tensor,
+    ) -> None:
+        native = self.lanes.rows_for(gate_up_mF, dh_mf, h_mf, d_mF)
+        if native is not None:
+            native.swiglu_backward(gate_up_mF, dh_mf, h_mf, d_mF, dots_m)
+            return
+        gate_mf, up_mf = gate_up_mF[:, : self.width], gate_up_mF[:, self.width :]
+        silu_mf = F.silu(gate_mf)
+        torch.mul(silu_mf, up_mf, out=h_mf)
+        torch.sum(dh_mf.to(dots_m.dtype) * h_mf.to(dots_m.dtype), 1, out=dots_m)
+        torch.mul(dh_mf, silu_mf, out=d_mF[:, self.width :])
+        d_mF[:, : self.width].copy_(torch.ops.aten.silu_backward(dh_mf * up_mf, gate_mf))
+
+    def second_backward(self, places: Sequence[Place], block: int) -> None:
+        """The gradient of the rows of tiles, in the columns of a block."""
+        self.lanes.run(
+            lambda place, _: self._products(place, self.d_gate_up_PF, self.w13_eFH[place.tile.slot], block), places
+        )
+
+    def open_weights(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where gradients of weights go: of `w13` and of `w2`."""
+        d_w13_eFH = torch.empty(self.w13_eFH.shape, dtype=self.w2_eHf.dtype, device=self.w2_eHf.device)
+        return d_w13_eFH.view(self.w13_shape), torch.empty_like(self.w2_eHf, memory_format=torch.contiguous_format)
+
+    def weights(
+        self,
+        slot: int,
+        sources: Sequence[Rows],
+        grads: Sequence[Rows],
+        d_w13_e2fH: torch.Tensor,
+        d_w2_eHf: torch.Tensor,
+    ) -> None:
+        """Gradients of one slot's weights, over the rows of all sources."""
+        place = self.geometry.slots[slot]
+        d_w13_FH, d_w2_Hf = d_w13_e2fH[slot].flatten(0, 1), d_w2_eHf[slot]
+        if place.start == place.stop:
+            d_w13_FH.zero_()
+            d_w2_Hf.zero_()
+            return
+        self._zero_padding(slot)
+        x_mH = spaced(place.stop - place.start, self.hidden, self.w2_eHf)
+        torch.mm(self._gather_slot(slot, grads, x_mH).T, self.h_Pf[place], out=d_w2_Hf)
+        torch.mm(self.d_gate_up_PF[place].T, self._gather_slot(slot, sources, x_mH), out=d_w13_FH)
+
+    def _gather_slot(self, slot: int, of_source: Sequence[Rows], x_mH: torch.Tensor) -> torch.Tensor:
+        first, end = self.geometry.slots[slot].start, 0
+        for place in self.geometry.of_slot[slot]:
+            rows, at = of_source[place.tile.source], place.at - first
+            end = at + place.tile.rows
+            torch.index_select(rows.entries_nH, 0, rows.index[place.rows], out=x_mH[at:end])
+            x_mH[end : at + place.size].zero_()
+        x_mH[end:].zero_()
+        return x_mH
+
+    def _zero_padding(self, slot: int) -> None:
+        """Rows of a slot behind its last tile: nothing has written them."""
+        places = self.geometry.of_slot[slot]
+        rest = slice(places[-1].padded.stop, self.geometry.slots[slot].stop)
+        self.h_Pf[rest].zero_()
+        self.d_gate_up_PF[rest].zero_()

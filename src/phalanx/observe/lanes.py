@@ -1,0 +1,243 @@
+"""The recorded steps of a run, read back from the event logs of all its ranks: who did what when, on one clock.
+
+Decides which message belongs to which on the other side: the same id between the same ranks, in the order in which they happened. Ranks that
+exchange rows in a layer work on micro-batches of their own, so there the micro-batch does not count. Times are those of rank 0's clock. Must never change: what an earlier process recorded beyond the step that training resumed from is void.
+
+A collective is on its way only once the last of those that it needs has posted it:
+
+    own rank      posted ------------- wait ====== end
+    another              posted ------------------ end
+                         |  under way: from here   |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from phalanx.core.errors import DataError, Problem
+from phalanx.core.op_ids import read_op_id
+from phalanx.observe.event_log import Record, read_events
+
+SETTING = "observe.trace_steps"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """An operation of a rank's own."""
+
+    op_id: str
+    lane: str
+    begin_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Message:
+    """A collective, or messages between single ranks, as one rank saw it."""
+
+    op_id: str
+    op: str
+    axis: str
+    sent_bytes: int
+    begin_s: float
+    """Posted."""
+    end_s: float
+    waited_s: float
+    aside: bool
+    ranks: tuple[int, ...]
+    sends_to: tuple[int, ...]
+    receives_from: tuple[int, ...]
+    ready_s: float = 0.0
+    """When the last of those that it needs had posted it, this rank included; at most `end_s`."""
+    last_rank: int = -1
+    """Who that was."""
+
+    @property
+    def wait_s(self) -> float:
+        """When the rank began to wait: nothing of what follows, up to the end, was hidden."""
+        return max(self.begin_s, self.end_s - self.waited_s)
+
+    @property
+    def late_s(self) -> float:
+        """The part of the wait in which some rank had not even posted its part."""
+        return max(0.0, min(self.ready_s, self.end_s) - self.wait_s)
+
+    @property
+    def is_between_single_ranks(self) -> bool:
+        return bool(self.sends_to or self.receives_from)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankStep:
+    """One step of one rank."""
+
+    step: int
+    begin_s: float
+    end_s: float
+    work: tuple[Work, ...]
+    messages: tuple[Message, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recording:
+    """The recorded steps of a run, by rank and step. `hosts` and `clock_error_s` are by rank."""
+
+    run: str
+    ranks: dict[int, dict[int, RankStep]]
+    hosts: dict[int, str] = field(default_factory=dict)
+    clock_error_s: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        return tuple(sorted({step for steps in self.ranks.values() for step in steps}))
+
+
+def read_recording(folder: Path, *, first: int | None = None, last: int | None = None) -> Recording:
+    """The steps from `first` to `last` (None: all) of the run in `folder`.
+
+    Raises `DataError` where the run has no event log, or none of these steps was recorded.
+    """
+    logs = sorted((folder / "events").glob("rank-*.jsonl"), key=lambda path: int(path.stem.removeprefix("rank-")))
+    if not logs:
+        hint = "give the folder of a run, such as runs/laptop"
+        raise DataError([Problem(where=str(folder), value=None, rule="has no event log", hint=hint)], subject="the run")
+    read = {int(path.stem.removeprefix("rank-")): _Reader().read(path) for path in logs}
+    found = sorted({step for reader in read.values() for step in reader.steps})
+    wanted = [s for s in found if (first is None or s >= first) and (last is None or s <= last)]
+    if not wanted:
+        raise DataError([_nothing(folder, found, first, last)], subject="the run")
+    ranks = {rank: {s: reader.steps[s] for s in wanted if s in reader.steps} for rank, reader in read.items()}
+    return Recording(
+        run=next((r.run for r in read.values() if r.run), folder.name),
+        ranks=_matched({rank: steps for rank, steps in ranks.items() if steps}),
+        hosts={rank: reader.clock["host"] for rank, reader in read.items() if reader.clock},
+        clock_error_s={rank: reader.clock["error_s"] for rank, reader in read.items() if reader.clock},
+    )
+
+
+def _nothing(folder: Path, found: Sequence[int], first: int | None, last: int | None) -> Problem:
+    if not found:
+        hint = f"train it with --{SETTING} 10,12 (the first and the last step to record), from a checkpoint before them"
+        return Problem(where=str(folder), value=None, rule=f"has no recorded steps: {SETTING} was not set", hint=hint)
+    asked = f"{'' if first is None else first}:{'' if last is None else last}"
+    hint = f"recorded are steps {found[0]} to {found[-1]}"
+    return Problem(where="--steps", value=asked, rule=f"names no step that {folder} has recorded", hint=hint)
+
+
+class _Reader:
+    """One rank's log."""
+
+    def __init__(self) -> None:
+        self.run = ""
+        self.steps: dict[int, RankStep] = {}
+        self.clock: dict[str, Any] = {}
+        self._work: list[Work] = []
+        self._messages: list[Message] = []
+
+    def read(self, path: Path) -> _Reader:
+        for record in read_events(path):
+            match record["kind"]:
+                case "RunStarted":
+                    self.run = record["run"]
+                    self._work, self._messages, self.clock = [], [], {}
+                    self.steps = {s: kept for s, kept in self.steps.items() if s <= record["step"]}
+                case "ClockCompared":
+                    self.clock = record
+                case "Operation":
+                    self._work.append(self._operation(record))
+                case "Collective":
+                    self._messages.append(self._collective(record))
+                case "StepRecorded":
+                    self._close(record)
+        return self
+
+    def _here(self, time_s: float) -> float:
+        """A time of this rank's clock on that of rank 0."""
+        return time_s - float(self.clock.get("offset_s", 0.0))
+
+    def _operation(self, r: Record) -> Work:
+        return Work(
+            op_id=r["op_id"], lane=r["lane"], begin_s=self._here(r["begin_s"]), end_s=self._here(r["end_s"])
+        )  # fmt: skip
+
+    def _collective(self, r: Record) -> Message:
+        return Message(
+            op_id=r["op_id"], op=r["op"], axis=r["axis"], sent_bytes=r["sent_bytes"], begin_s=self._here(r["begin_s"]),
+            end_s=self._here(r["end_s"]), waited_s=r.get("waited_s", 0.0), aside=r.get("aside", False),
+            ranks=tuple(r.get("ranks", ())), sends_to=tuple(r.get("sends_to", ())),
+            receives_from=tuple(r.get("receives_from", ())),
+        )  # fmt: skip
+
+    def _close(self, r: Record) -> None:
+        self.steps[r["step"]] = RankStep(
+            step=r["step"],
+            begin_s=self._here(r["begin_s"]),
+            end_s=self._here(r["end_s"]),
+            work=tuple(self._work),
+            messages=tuple(sorted(self._messages, key=lambda m: m.begin_s)),
+        )
+        self._work, self._messages = [], []
+
+
+# ---- whose message is whose ------------------------------------------------------------------------------------------------
+
+Key = tuple[Any, ...]
+
+
+def posted(steps: dict[int, RankStep]) -> dict[Key, tuple[int, Message]]:
+    """What each rank (the keys) posted in one step, by what the others call it: one end of a message, or one rank's part of a collective."""
+    found: dict[Key, tuple[int, Message]] = {}
+    for rank, step in steps.items():
+        for message, keys in numbered(rank, step):
+            found.update((key, (rank, message)) for key in keys)
+    return found
+
+
+def numbered(rank: int, step: RankStep) -> list[tuple[Message, tuple[Key, ...]]]:
+    """The messages of a rank with the names of its ends of them; what happens again under the same name is counted."""
+    times: dict[Key, int] = {}
+    out = []
+    for message in step.messages:
+        keys = []
+        for name in _names(rank, message):
+            keys.append((*name, times.get(name, 0)))
+            times[name] = times.get(name, 0) + 1
+        out.append((message, tuple(keys)))
+    return out
+
+
+def _names(rank: int, m: Message) -> list[Key]:
+    place = read_op_id(m.op_id)
+    id = m.op_id if place.layer is None else f"L{place.layer}.{place.phase}.{place.name}"
+    if not m.is_between_single_ranks:
+        return [("all", id, m.op, m.ranks, rank)]
+    sends = [("send", id, rank, to) for to in m.sends_to]
+    return sends + [("receive", id, source, rank) for source in m.receives_from]
+
+
+def others(key: Key, message: Message) -> list[Key]:
+    """The ends that this end needs: of a receive the send, of a collective the parts of all other ranks; a send needs the receive."""
+    if key[0] == "all":
+        return [(*key[:4], rank, key[5]) for rank in message.ranks if rank != key[4]]
+    return [("receive" if key[0] == "send" else "send", *key[1:])]
+
+
+def _matched(ranks: dict[int, dict[int, RankStep]]) -> dict[int, dict[int, RankStep]]:
+    """With `ready_s` and `last_rank` of every message."""
+    out: dict[int, dict[int, RankStep]] = {rank: {} for rank in ranks}
+    for step in sorted({s for steps in ranks.values() for s in steps}):
+        at = {rank: steps[step] for rank, steps in ranks.items() if step in steps}
+        ends = posted(at)
+        for rank, own in at.items():
+            messages = tuple(_ready(rank, message, keys, ends) for message, keys in numbered(rank, own))
+            out[rank][step] = replace(own, messages=messages)
+    return out
+
+
+def _ready(rank: int, message: Message, keys: Sequence[Key], ends: dict[Key, tuple[int, Message]]) -> Message:
+    needed = [(ends[o][1].begin_s, ends[o][0]) for key in keys for o in others(key, message) if o in ends]
+    begin_s, last = max([(message.begin_s, rank), *needed])
+    return replace(message, ready_s=min(begin_s, message.end_s), last_rank=last)

@@ -1,0 +1,178 @@
+"""The plan of overlap inside one MoE layer: from the counts of a batch and a schedule to the operations of one rank.
+
+Decides the cut of rows into tiles and parts, and through `overlap_order.py` the order of all operations. Whether rows and columns may be cut at all is not
+decided here but derived from what the operations read (`overlap_axis.py`). Must never change, because both ends of a message rely on it without asking:
+
+- tiles depend on counts and `tile_rows` alone, never on the schedule: that is why no schedule changes a bit;
+- parts depend on the tiles and the number of parts alone.
+
+A pure function of gathered counts: every rank plans for itself. Words: see `overlap_types.py`. P sources (ranks of `ep_etp`), G slots of the group.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Literal
+
+from phalanx.core.errors import PlanError, Problem, raise_if
+from phalanx.plan.dispatch import DispatchPlan
+from phalanx.plan.overlap_axis import BACKWARD, FORWARD, Layer, cuts_of
+from phalanx.plan.overlap_order import Parts, forward_order, schedule_problems, with_weights
+from phalanx.plan.overlap_types import RankPlan, Schedule, Tile
+
+__all__ = ["backward_of", "part_ends", "plan_overlap", "tile_sizes", "tiles_of"]
+
+
+def tile_sizes(rows: int, tile_rows: int) -> tuple[int, ...]:
+    """Rows of each tile of `rows` rows: full tiles and a rest, or tiles that differ by one row where the rest would be below half a tile."""
+    full, rest = divmod(rows, tile_rows)
+    if not rest:
+        return (tile_rows,) * full
+    if rest >= tile_rows // 2 or not full:
+        return (*(tile_rows,) * full, rest)
+    share, larger = divmod(rows, full + 1)
+    return (*(share + 1,) * larger, *(share,) * (full + 1 - larger))
+
+
+def tiles_of(rows_G: Sequence[int], *, source: int, tile_rows: int) -> tuple[Tile, ...]:
+    """Tiles of one source on one rank, slot by slot; `rows_G` are its rows for each LOCAL slot. A slot without rows has no tile."""
+    tiles = []
+    for slot, rows in enumerate(rows_G):
+        first = 0
+        for size in tile_sizes(int(rows), tile_rows):
+            tiles.append(Tile(slot, source, size, first))
+            first += size
+    return tuple(tiles)
+
+
+def part_ends(tiles: Sequence[Tile], parts: int) -> tuple[int, ...]:
+    """Where at most `parts` parts of about equal rows end in `tiles`; none is empty, the last ends with the tiles. () for no tiles."""
+    return ends_of_sizes([tile.rows for tile in tiles], parts)
+
+
+def ends_of_sizes(sizes: Sequence[int], parts: int) -> tuple[int, ...]:
+    """`part_ends` for the rows of the tiles alone: each end is the tile boundary nearest to an even share, the earlier of two."""
+    if not sizes:
+        return ()
+    if parts == 1:
+        return (len(sizes),)
+    ends_of_tiles = list(accumulate(sizes))
+    total = ends_of_tiles[-1]
+    found: list[int] = []
+    for part in range(1, parts):
+        wanted = total * part / parts
+        at = bisect_left(ends_of_tiles, wanted)
+        if at and wanted - ends_of_tiles[at - 1] <= ends_of_tiles[at] - wanted:
+            at -= 1
+        if at + 1 < len(sizes) and (not found or at + 1 > found[-1]):
+            found.append(at + 1)
+    return (*found, len(sizes))
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows by local slot that one rank has to do with."""
+
+    come: list[list[int]]
+    """From each source to this rank's slots."""
+    go: list[list[int]]
+    """From this rank to the slots of each ep coordinate."""
+
+
+def rows_of(dispatch: DispatchPlan, *, rank: int) -> Rows:
+    """What comes to a rank and what it sends; the ETP ranks of an ep coordinate all get the same rows."""
+    rows = dispatch.rows_PG.reshape(dispatch.ep * dispatch.etp, dispatch.ep, -1)
+    return Rows(rows[:, rank // dispatch.etp].tolist(), rows[rank].tolist())
+
+
+def cut_rows(rows_G: Sequence[int], tile_rows: int) -> list[int]:
+    """Rows of each tile of one source on one rank, slot by slot."""
+    return [size for rows in rows_G for size in tile_sizes(rows, tile_rows)]
+
+
+def plan_overlap(
+    dispatch: DispatchPlan,
+    schedule: Schedule,
+    *,
+    rank: int,
+    tile_rows: int,
+    direction: Literal["forward", "backward"] = "forward",
+    host_of_rank: Sequence[int] | None = None,
+    has_shared: bool = False,
+    layer: Layer | None = None,
+) -> RankPlan:
+    """The plan of one rank, `rank` being its position in `ep_etp` (`ep * ETP + etp`).
+
+    Every source of the group sends to every rank the rows for its slots; the ETP ranks of an ep coordinate all get the same. `host_of_rank` orders
+    by distance (None: all on one host). `has_shared`: the layer has a shared expert to compute in a gap. `layer`: what its operations read and write, where
+    they are not those of an ordinary expert; a schedule that cuts what must stay whole is refused. Raises `PlanError` with all problems.
+    """
+    size = dispatch.ep * dispatch.etp
+    problems = [*_problems(schedule, size, rank, tile_rows, host_of_rank)]
+    problems += cuts_of(layer or (FORWARD if direction == "forward" else BACKWARD)).problems(schedule)
+    raise_if(problems, PlanError, subject="overlap")
+    sizes = rows_of(dispatch, rank=rank)
+    tiles = tuple(tiles_of(rows, source=source, tile_rows=tile_rows) for source, rows in enumerate(sizes.come))
+    ends = tuple(part_ends(of_source, schedule.parts) for of_source in tiles)
+    go_ends = [ends_of_sizes(cut_rows(rows, tile_rows), schedule.parts) for rows in sizes.go]
+    peer_part_ends = tuple(go_ends[peer // dispatch.etp] for peer in range(size))
+    hosts = tuple(host_of_rank) if host_of_rank is not None else (0,) * size
+    parts = Parts(
+        rank=rank,
+        come=tuple(map(len, ends)),
+        go=tuple(map(len, peer_part_ends)),
+        is_far=tuple(host != hosts[rank] for host in hosts),
+        blocks=schedule.blocks,
+        num_slots=dispatch.slots_per_rank,
+    )
+    plan = RankPlan(
+        rank=rank,
+        size=size,
+        direction="forward",
+        tiles=tiles,
+        part_ends=ends,
+        peer_part_ends=peer_part_ends,
+        blocks=schedule.blocks,
+        ops=forward_order(schedule, parts, has_shared=has_shared),
+        num_slots=dispatch.slots_per_rank,
+        schedule=schedule,
+    )
+    return plan if direction == "forward" else backward_of(plan)
+
+
+def backward_of(plan: RankPlan) -> RankPlan:
+    """The backward plan of a forward plan: the same tiles, parts, messages and order, and the gradients of the weights.
+
+    What went to a rank comes back as a gradient from there and goes the same way again, so the lists are the same; see `overlap_types.py`.
+    """
+    if plan.direction != "forward":
+        rule = "the backward plan is made of a forward one"
+        raise_if([Problem(where="plan.direction", value=plan.direction, rule=rule)], PlanError, subject="overlap")
+    parts = Parts(
+        rank=plan.rank,
+        come=tuple(map(len, plan.part_ends)),
+        go=tuple(map(len, plan.peer_part_ends)),
+        is_far=(False,) * plan.size,
+        blocks=plan.blocks,
+        num_slots=plan.num_slots,
+    )
+    return replace(plan, direction="backward", ops=with_weights(plan.ops, parts, schedule=plan.schedule))
+
+
+def _problems(
+    schedule: Schedule, size: int, rank: int, tile_rows: int, host_of_rank: Sequence[int] | None
+) -> list[Problem]:
+    problems = schedule_problems(schedule)
+    if not 0 <= rank < size:
+        problems.append(Problem(where="rank", value=rank, rule=f"a position in a group of {size} ranks"))
+    if tile_rows < 1:
+        problems.append(
+            Problem(where="tile_rows", value=tile_rows, rule="at least 1", hint="128 suits float32 on a CPU")
+        )
+    if host_of_rank is not None and len(host_of_rank) != size:
+        rule = f"one host for each of the {size} ranks"
+        problems.append(Problem(where="host_of_rank", value=tuple(host_of_rank), rule=rule))
+    return problems

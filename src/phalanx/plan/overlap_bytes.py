@@ -1,0 +1,260 @@
+"""How many bytes a layer's messages have, by transport, and which transport has the least.
+
+Decides the transport for the routing at hand, from exact counts. A pure function of gathered counts, so every rank of the group chooses the same.
+
+    all_to_all   one entry for each (token, slot) pair
+    dedup        one entry for each token that a rank needs, however many of its slots
+    all_gather   every token to every rank
+    dedup_host   one entry for each token that a *host* needs, to the rank there with the sender's place, which forwards inside; way back: sums inside, then
+                 one row (bytes only: no executor carries it out yet)
+
+An entry is a row of `row_bytes`. What else travels, in bytes per (token, slot) pair: there, forward, the pair's weight (4) and, unless the order of entries says it,
+the entry's position (4); back, backward, the gradient of the weight (4). Nothing that stays on its rank is counted.
+
+Shapes: P sources = ranks of `ep_etp`, from x to; H hosts; G slots of the group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import comb
+from typing import Literal, get_args
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from phalanx.core.errors import PlanError, Problem, raise_if
+from phalanx.plan.dispatch import DispatchPlan, Ints
+from phalanx.plan.overlap_types import Transport
+
+Route = Literal["all_to_all", "all_gather", "dedup", "dedup_host"]
+ROUTES: tuple[Route, ...] = get_args(Route)
+"""The simplest first: with equal bytes the earlier one is taken."""
+WEIGHT_BYTES = 4
+"""float32: a router's weight or its gradient."""
+POSITION_BYTES = 4
+"""int32: which entry of its message a row is made of."""
+
+
+@dataclass(frozen=True, eq=False)
+class Traffic:
+    """Counts of one batch, all that bytes depend on."""
+
+    pairs_PP: Ints
+    """(token, slot) pairs from each source to each rank."""
+    copies_PP: Ints
+    """Distinct tokens among them."""
+    tokens_P: Ints
+    host_of_rank: tuple[int, ...]
+    """0, 1, ..."""
+    copies_PH: Ints
+    """Distinct tokens from each source to each host."""
+
+    @property
+    def num_hosts(self) -> int:
+        return int(self.copies_PH.shape[1])
+
+
+def count_copies(slots_TK: ArrayLike, *, ep: int, etp: int, slots_per_rank: int) -> Ints:
+    """(P,) distinct tokens of one source for each rank; `slots_TK` is the slot of the group for each pair, -1 where it was dropped."""
+    slots = np.asarray(slots_TK, dtype=np.int64)
+    return np.repeat(_distinct(slots, np.repeat(np.arange(ep), slots_per_rank), ep), etp)
+
+
+def count_host_copies(slots_TK: ArrayLike, *, etp: int, slots_per_rank: int, host_of_rank: Sequence[int]) -> Ints:
+    """(H,) distinct tokens of one source for each host. A slot is on all ETP ranks of its ep coordinate, so on all their hosts."""
+    slots, hosts = np.asarray(slots_TK, dtype=np.int64), np.asarray(host_of_rank).reshape(-1, etp)
+    num_hosts = int(hosts.max()) + 1
+    needs = np.zeros((len(slots), num_hosts), dtype=bool)
+    for column in range(etp):
+        token, k = np.nonzero(slots >= 0)
+        needs[token, hosts[slots[token, k] // slots_per_rank, column]] = True
+    found: Ints = needs.sum(0).astype(np.int64)
+    return found
+
+
+def _distinct(slots_TK: Ints, place_of_slot_G: Ints, num_places: int) -> Ints:
+    """(places,) tokens that have a slot at each place."""
+    token, k = np.nonzero(slots_TK >= 0)
+    seen = np.zeros((len(slots_TK), num_places), dtype=bool)
+    seen[token, place_of_slot_G[slots_TK[token, k]]] = True
+    found: Ints = seen.sum(0).astype(np.int64)
+    return found
+
+
+def traffic_of(
+    dispatch: DispatchPlan,
+    copies_PP: ArrayLike | None = None,
+    *,
+    tokens_P: ArrayLike | None = None,
+    host_of_rank: Sequence[int] | None = None,
+    copies_PH: ArrayLike | None = None,
+) -> Traffic:
+    """Counts of a dispatch plan, the gathered copies and each source's tokens. Raises `PlanError` where they contradict each other.
+
+    Without `copies_PP` no token is taken to have two slots on one rank; without `tokens_P` all tokens to be routed somewhere, as few as the pairs allow;
+    without `host_of_rank` each rank to be a host.
+    """
+    size = dispatch.ep * dispatch.etp
+    pairs = np.repeat(dispatch.rows_PG.reshape(size, dispatch.ep, -1).sum(2), dispatch.etp, axis=1)
+    copies = pairs if copies_PP is None else np.asarray(copies_PP, dtype=np.int64)
+    tokens = copies.max(1) if tokens_P is None else np.asarray(tokens_P, dtype=np.int64)
+    hosts = tuple(range(size)) if host_of_rank is None else tuple(int(host) for host in host_of_rank)
+    by_host = _host_copies(copies, hosts) if copies_PH is None else np.asarray(copies_PH, dtype=np.int64)
+    traffic = Traffic(pairs, copies, tokens, hosts, by_host)
+    raise_if([*_problems(traffic, size, dispatch.slots_per_rank)], PlanError, subject="counts of a dispatch")
+    return traffic
+
+
+def _host_copies(copies_PP: Ints, hosts: Sequence[int]) -> Ints:
+    """Where hosts are single ranks; else the most there can be: no token goes to two ranks of a host."""
+    by_host = np.zeros((len(copies_PP), max(hosts) + 1), dtype=np.int64)
+    np.add.at(by_host.T, np.asarray(hosts), copies_PP.T)
+    return by_host
+
+
+def _problems(traffic: Traffic, size: int, slots_per_rank: int) -> Iterable[Problem]:
+    pairs, copies, tokens = traffic.pairs_PP, traffic.copies_PP, traffic.tokens_P
+    shapes = (copies.shape, tokens.shape, len(traffic.host_of_rank), len(traffic.copies_PH))
+    if shapes != ((size, size), (size,), size, size):
+        yield Problem(where="copies, tokens, hosts", value=shapes, rule=f"one entry for each of {size} ranks")
+        return
+    for where, wrong, rule in (
+        ("copies", copies > pairs, "no more tokens than pairs"),
+        ("copies", copies * slots_per_rank < pairs, f"each token at most once in each of {slots_per_rank} slots"),
+        ("tokens", copies > tokens[:, None], "no more tokens than the source has"),
+    ):
+        for source, rank in np.argwhere(wrong):
+            value = (int(copies[source, rank]), int(pairs[source, rank]), int(tokens[source]))
+            yield Problem(where=f"{where}[{source}, {rank}]", value=value, rule=f"copies, pairs, tokens: {rule}")
+
+
+# ---- bytes -----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class WireBytes:
+    """Bytes from each rank (first axis) to each other (second) in one pass of one layer. The diagonal is zero."""
+
+    route: Route
+    going_PP: Ints
+    """From sources to experts."""
+    coming_PP: Ints
+    """From experts to sources."""
+    host_of_rank: tuple[int, ...]
+
+    @property
+    def total_PP(self) -> Ints:
+        return self.going_PP + self.coming_PP
+
+    @property
+    def sent_P(self) -> Ints:
+        """By each rank, both ways."""
+        sent: Ints = self.total_PP.sum(1)
+        return sent
+
+    @property
+    def total(self) -> int:
+        return int(self.total_PP.sum())
+
+    @property
+    def between_hosts(self) -> int:
+        hosts = np.asarray(self.host_of_rank)
+        return int(self.total_PP[hosts[:, None] != hosts].sum())
+
+
+def wire_bytes(
+    traffic: Traffic, route: Route, *, row_bytes: int, direction: Literal["forward", "backward"] = "forward"
+) -> WireBytes:
+    """Exact bytes of one pass (see the module's table for what an entry brings along)."""
+    if route == "dedup_host":
+        entries, pairs = _through_gateways(traffic)
+    else:
+        entries, pairs = _entries(traffic, route), traffic.pairs_PP
+    there = (WEIGHT_BYTES + (POSITION_BYTES if route != "all_to_all" else 0)) if direction == "forward" else 0
+    back = WEIGHT_BYTES if direction == "backward" else 0
+    going, coming = entries * row_bytes + pairs * there, (entries * row_bytes + pairs * back).T.copy()
+    np.fill_diagonal(going, 0)
+    np.fill_diagonal(coming, 0)
+    return WireBytes(route, going, coming, traffic.host_of_rank)
+
+
+def _entries(traffic: Traffic, route: Route) -> Ints:
+    if route == "all_to_all":
+        return traffic.pairs_PP
+    if route == "dedup":
+        return traffic.copies_PP
+    return np.tile(traffic.tokens_P[:, None], (1, len(traffic.tokens_P)))
+
+
+def _through_gateways(traffic: Traffic) -> tuple[Ints, Ints]:
+    """(P, P) entries and pairs on each hop, where rows for another host go through one of its ranks."""
+    hosts, size = np.asarray(traffic.host_of_rank), len(traffic.host_of_rank)
+    members = [np.flatnonzero(hosts == host) for host in range(traffic.num_hosts)]
+    entries, pairs = np.zeros((2, size, size), dtype=np.int64)
+    for source in range(size):
+        place = int((hosts[:source] == hosts[source]).sum())
+        for host, ranks in enumerate(members):
+            if not len(ranks):
+                continue
+            gateway = source if host == hosts[source] else ranks[place % len(ranks)]
+            entries[gateway, ranks] += traffic.copies_PP[source, ranks]
+            pairs[gateway, ranks] += traffic.pairs_PP[source, ranks]
+            if gateway != source:
+                entries[source, gateway] += traffic.copies_PH[source, host]
+                pairs[source, gateway] += traffic.pairs_PP[source, ranks].sum()
+    return entries, pairs
+
+
+@dataclass(frozen=True)
+class TransportChoice:
+    """The transport with the least bytes, and what the others would have cost."""
+
+    route: Route
+    totals: tuple[tuple[Route, int, int], ...]
+    """(transport, bytes between hosts, bytes between ranks) of all that were compared, both ways."""
+
+    @property
+    def transport(self) -> Transport:
+        """The same, for an executor that knows three."""
+        if self.route == "dedup_host":
+            raise PlanError([Problem(where="transport", value=self.route, rule="has bytes, and no executor")])
+        return self.route
+
+    def explain(self) -> str:
+        rows = [
+            f"  {'*' if r == self.route else ' '} {r:10} {b:>15,} B {h:>15,} B between hosts" for r, h, b in self.totals
+        ]
+        return "\n".join([f"transport {self.route}:", *rows])
+
+
+def choose_transport(
+    traffic: Traffic,
+    *,
+    row_bytes: int,
+    direction: Literal["forward", "backward"] = "forward",
+    among: Sequence[Route] = ("all_to_all", "all_gather", "dedup"),
+) -> TransportChoice:
+    """The transport with the least bytes in all; with several ranks on a host, the least between hosts and then in all. Of equals the simplest."""
+    if not among or set(among) - set(ROUTES):
+        problem = Problem(where="among", value=tuple(among), rule=f"one or more of {', '.join(ROUTES)}")
+        raise_if([problem], PlanError, subject="transport")
+    totals = []
+    for route in sorted(among, key=ROUTES.index):
+        wire = wire_bytes(traffic, route, row_bytes=row_bytes, direction=direction)
+        totals.append((route, wire.between_hosts, wire.total))
+    return TransportChoice(min(totals, key=lambda row: row[1:])[0], tuple(totals))
+
+
+def expected_rows(route: Route, *, tokens: int, ranks: int, experts: int, top_k: int) -> float:
+    """Rows that a rank receives from others in one dispatch when tokens choose `top_k` different experts evenly.
+
+    `tokens` of the whole group, `experts` a multiple of `ranks`; closed form: a token needs a rank unless all its experts are elsewhere.
+    """
+    away = 1 - 1 / ranks
+    if route == "all_gather":
+        return tokens * away
+    if route == "all_to_all":
+        return tokens * top_k / ranks * away
+    return tokens * away * (1 - comb(experts - experts // ranks, top_k) / comb(experts, top_k))

@@ -1,0 +1,199 @@
+"""Is a plan of overlap right? A check of one rank's list; it shares no code with the planner.
+
+Decides nothing. `check` proves of one list, by itself:
+
+- tiles are whole: slot by slot, row after row, none empty; parts hold all of them, each once;
+- every operation stands there exactly once and none that does not belong there;
+- nothing stands before what it needs: `first` after the waits for its own and all earlier parts of its source (an entry travels with the first part that
+  needs it), `second` after its first, `return` after the seconds of its own and all earlier parts in its block (an entry goes back with the last part
+  that adds to it), `weights` after all firsts, `sum` last;
+- all sends stand before the first wait and all returns before the first wait_return.
+
+If that holds for every rank, none waits for ever: no send needs anything, so all are posted; then every first wait is answered and all returns are posted; then
+so is every wait_return. `simulate` (`overlap_events.py`) puts all lists together and tries.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any, get_args
+
+from phalanx.core.errors import PlanError, Problem, raise_if
+from phalanx.plan.overlap_types import Kind, Op, RankPlan, Schedule, Tile
+
+__all__ = ["check", "from_json", "plan_problems"]
+
+
+def check(plan: RankPlan) -> None:
+    """Raise `PlanError` with everything that is wrong with one rank's plan."""
+    raise_if(plan_problems(plan), PlanError, subject=f"overlap plan of rank {plan.rank}")
+
+
+def plan_problems(plan: RankPlan) -> list[Problem]:
+    """What is wrong with the cut of the rows, and if nothing is, with the operations."""
+    return list(_cut_problems(plan)) or [*_missing_or_twice(plan), *_too_early(plan)]
+
+
+def from_json(text: str) -> RankPlan:
+    """The plan that `RankPlan.to_json` wrote. Raises `PlanError` for text that is no plan, and for a plan that fails its check."""
+    try:
+        plan = _plan_of(json.loads(text))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        rule = f"a plan of overlap in JSON ({type(error).__name__}: {error})"
+        raise PlanError([Problem(where="plan", value=text[:60], rule=rule)], subject="overlap plan file") from error
+    check(plan)
+    return plan
+
+
+def _plan_of(data: dict[str, Any]) -> RankPlan:
+    fields = set(RankPlan.__dataclass_fields__)
+    if set(data) != fields:
+        raise ValueError(f"fields {sorted(set(data) ^ fields)} are missing or unknown")
+    if data["direction"] not in ("forward", "backward"):
+        raise ValueError(f"direction {data['direction']!r}")
+    return RankPlan(
+        rank=_whole(data["rank"]),
+        size=_whole(data["size"]),
+        direction=data["direction"],
+        tiles=tuple(
+            tuple(Tile(_whole(slot), source, _whole(rows), _whole(first)) for slot, rows, first in tiles)
+            for source, tiles in enumerate(data["tiles"])
+        ),
+        part_ends=tuple(tuple(_whole(end) for end in ends) for ends in data["part_ends"]),
+        peer_part_ends=tuple(tuple(_whole(end) for end in ends) for ends in data["peer_part_ends"]),
+        blocks=_whole(data["blocks"]),
+        ops=tuple(Op(_kind(kind), *(_whole(n) for n in numbers)) for kind, *numbers in data["ops"]),
+        num_slots=_whole(data["num_slots"]),
+        schedule=Schedule(**data["schedule"]),
+    )
+
+
+def _whole(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{value!r} is no whole number")
+    return value
+
+
+def _kind(value: object) -> Kind:
+    found: Kind | None = next((kind for kind in get_args(Kind) if kind == value), None)
+    if found is None:
+        raise ValueError(f"unknown kind of operation {value!r}")
+    return found
+
+
+# ---- tiles and parts -------------------------------------------------------------------------------------------------------
+
+
+def _cut_problems(plan: RankPlan) -> Iterator[Problem]:
+    if not 0 <= plan.rank < plan.size:
+        yield Problem(where="plan.rank", value=plan.rank, rule=f"a position in a group of {plan.size}")
+        return
+    if plan.blocks < 1:
+        yield Problem(where="plan.blocks", value=plan.blocks, rule="at least 1")
+    for name in ("tiles", "part_ends", "peer_part_ends"):
+        if len(getattr(plan, name)) != plan.size:
+            rule = f"one entry for each of the {plan.size} ranks"
+            yield Problem(where=f"plan.{name}", value=len(getattr(plan, name)), rule=rule)
+            return
+    for source in range(plan.size):
+        yield from _tile_problems(plan, source)
+        yield from _end_problems(f"plan.part_ends[{source}]", plan.part_ends[source], total=len(plan.tiles[source]))
+        yield from _end_problems(f"plan.peer_part_ends[{source}]", plan.peer_part_ends[source], total=None)
+    if plan.part_ends[plan.rank] != plan.peer_part_ends[plan.rank]:
+        rule = f"the own parts {plan.part_ends[plan.rank]}, seen from the other side"
+        yield Problem(where=f"plan.peer_part_ends[{plan.rank}]", value=plan.peer_part_ends[plan.rank], rule=rule)
+
+
+def _tile_problems(plan: RankPlan, source: int) -> Iterator[Problem]:
+    next_slot, next_row = 0, 0
+    for number, tile in enumerate(plan.tiles[source]):
+        where = f"plan.tiles[{source}][{number}]"
+        if tile.source != source or tile.rows < 1 or not 0 <= tile.slot < plan.num_slots:
+            rule = f"rows of source {source} in one of {plan.num_slots} slots, at least one"
+            yield Problem(where=where, value=tile, rule=rule)
+        if tile.slot > next_slot:
+            next_slot, next_row = tile.slot, 0
+        if (tile.slot, tile.first_row) != (next_slot, next_row):
+            rule = f"slots ascending, rows end to end: next is row {next_row} of slot {next_slot}"
+            yield Problem(where=where, value=tile, rule=rule)
+        next_slot, next_row = tile.slot, tile.first_row + tile.rows
+
+
+def _end_problems(where: str, ends: Sequence[int], *, total: int | None) -> Iterator[Problem]:
+    if any(b <= a for a, b in pairwise((0, *ends))):
+        yield Problem(where=where, value=tuple(ends), rule="ends ascend, and no part is empty")
+    if total is not None and (ends[-1] if ends else 0) != total:
+        yield Problem(where=where, value=tuple(ends), rule=f"the last part ends with the last of {total} tiles")
+
+
+# ---- operations ------------------------------------------------------------------------------------------------------------
+
+
+def _expected(plan: RankPlan) -> Iterator[Op]:
+    """Every operation that must stand in the list."""
+    for p in range(plan.size):
+        comes, goes = len(plan.part_ends[p]), len(plan.peer_part_ends[p])
+        for part in range(comes):
+            yield Op("first", p, part)
+            if p != plan.rank:
+                yield Op("wait", p, part)
+            for block in range(plan.blocks):
+                yield Op("second", p, part, block)
+                yield Op("return", p, part, block)
+        if p != plan.rank:
+            for part in range(goes):
+                yield Op("send", p, part)
+                yield from (Op("wait_return", p, part, block) for block in range(plan.blocks))
+    if plan.direction == "backward":
+        yield from (Op("weights", part=slot) for slot in range(plan.num_slots))
+    yield Op("sum")
+
+
+def _missing_or_twice(plan: RankPlan) -> Iterator[Problem]:
+    expected, found = set(_expected(plan)), Counter(plan.ops)
+    if len(expected) == len(found) == len(plan.ops) and expected == found.keys():
+        return
+    for op in sorted(expected - found.keys(), key=str):
+        yield Problem(where=f"plan.ops: {op}", value=None, rule="must be there, and is not")
+    for op, times in found.items():
+        if op not in expected and op != Op("shared"):
+            rule = f"no such peer, part, block or slot on rank {plan.rank} ({plan.direction})"
+            yield Problem(where=f"plan.ops: {op}", value=None, rule=rule)
+        elif times > 1:
+            yield Problem(where=f"plan.ops: {op}", value=f"{times} times", rule="exactly once")
+
+
+def _too_early(plan: RankPlan) -> Iterator[Problem]:
+    """Operations that stand before something they need."""
+    place: dict[Op, int] = {}
+    last_of: dict[str, int] = {}
+    for number, op in enumerate(plan.ops):
+        place.setdefault(op, number)
+        last_of[op.kind] = number
+    for number, op in enumerate(plan.ops):
+        late = [other for other in _direct_needs(plan, op) if place.get(other, -1) > number]
+        for other in late:
+            yield Problem(where=f"plan.ops[{number}]: {op}", value=None, rule=f"comes after {other}, which it needs")
+        rule = _RULE_OF_KIND.get(op.kind)
+        if rule is not None and last_of.get(rule, -1) > number:
+            yield Problem(where=f"plan.ops[{number}]: {op}", value=None, rule=f"comes after every {rule}")
+    if plan.ops and plan.ops[-1].kind != "sum":
+        yield Problem(where="plan.ops", value=str(plan.ops[-1]), rule="the last operation is sum")
+
+
+_RULE_OF_KIND = {"wait": "send", "wait_return": "return", "weights": "first"}
+"""All operations of the second kind stand before any of the first: they are what keeps ranks from waiting in a circle, and gradients of weights whole."""
+
+
+def _direct_needs(plan: RankPlan, op: Op) -> Iterable[Op]:
+    earlier = range(op.part + 1)
+    if op.kind == "first" and op.peer != plan.rank:
+        return [Op("wait", op.peer, part) for part in earlier]
+    if op.kind == "second":
+        return [Op("first", op.peer, op.part)]
+    if op.kind == "return":
+        return [Op("second", op.peer, part, op.block) for part in earlier]
+    return []

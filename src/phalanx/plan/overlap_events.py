@@ -1,0 +1,235 @@
+"""All ranks' plans of overlap carried out together by a clock: what happens when, whatever arrives when.
+
+Decides nothing and trusts nothing: it keeps for each rank which entries are there, which tiles are done and which results are back, and reports an operation that
+runs without its inputs, a tile that is done twice or never, a message that nobody expects, and ranks that wait for ever. How long operations and messages take is
+handed in: from a generator (adversarial: some messages are 100,000 times slower than others, so they arrive in any order) or from a cost model.
+
+Messages between the same two ranks may overtake each other. `at` and all times are seconds.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from phalanx.core.errors import PlanError, Problem, raise_if
+from phalanx.plan.overlap_types import Op, RankPlan
+
+__all__ = ["Adversary", "Event", "Timing", "Trace", "simulate"]
+
+
+class Timing(Protocol):
+    """How long things take. Called in the order of time."""
+
+    def ends(self, plan: RankPlan, op: Op, at: float) -> float:
+        """When an operation ends that its rank begins at `at` (waits: the time until the message is not counted)."""
+
+    def arrives(self, plan: RankPlan, op: Op, at: float) -> float:
+        """When the message of a send or return arrives that is posted at `at`."""
+
+
+class Adversary:
+    """Times drawn to do harm: operations take up to a second, messages from a hundredth of a second to a thousand."""
+
+    def __init__(self, rng: np.random.Generator) -> None:
+        self._rng = rng
+        self._drawn: list[float] = []
+
+    def _next(self) -> float:
+        if not self._drawn:
+            self._drawn = self._rng.random(512).tolist()
+        return self._drawn.pop()
+
+    def ends(self, plan: RankPlan, op: Op, at: float) -> float:
+        return at + self._next()
+
+    def arrives(self, plan: RankPlan, op: Op, at: float) -> float:
+        return at + float(10.0 ** (5 * self._next() - 2))
+
+
+class Event(NamedTuple):
+    """One operation as it happened. A wait lasts as long as its rank was blocked."""
+
+    rank: int
+    op: Op
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What happened, in the order of the beginnings."""
+
+    events: tuple[Event, ...]
+
+    @property
+    def seconds(self) -> float:
+        """Until the last rank is done."""
+        return max((event.end_s for event in self.events), default=0.0)
+
+    def blocked_s(self, rank: int) -> float:
+        """Seconds in which a rank did nothing but wait."""
+        waits = (e for e in self.events if e.rank == rank and e.op.kind in ("wait", "wait_return"))
+        return sum(event.end_s - event.start_s for event in waits)
+
+
+def simulate(plans: Sequence[RankPlan], timing: Timing | np.random.Generator) -> Trace:
+    """Carry out the plans of all ranks of a group (in the order of their ranks) and return what happened.
+
+    Raises `PlanError` with everything that went wrong: this is the proof that plans fit each other, not only themselves.
+    """
+    run = _Run(plans, Adversary(timing) if isinstance(timing, np.random.Generator) else timing)
+    raise_if([*run.problems_of_fit()], PlanError, subject="overlap plans of a group")
+    run.go()
+    raise_if([*run.problems, *run.problems_at_end()], PlanError, subject="overlap plans of a group")
+    return Trace(tuple(run.events))
+
+
+Message = tuple[int, int, int, int]
+"""(from, to, part, block); block is -1 on the way there."""
+
+
+@dataclass(slots=True)
+class _State:
+    """What one rank has: counts by (peer, part[, block])."""
+
+    plan: RankPlan
+    next_op: int = 0
+    here: set[tuple[int, int]] = field(default_factory=set)
+    first: dict[tuple[int, int], int] = field(default_factory=dict)
+    second: dict[tuple[int, int, int], int] = field(default_factory=dict)
+    placed: set[tuple[int, int, int]] = field(default_factory=set)
+    """Blocks of parts of own rows whose results are back: (rank that computed them, part, block)."""
+    is_summed: bool = False
+
+
+class _Run:
+    def __init__(self, plans: Sequence[RankPlan], timing: Timing) -> None:
+        self.states = [_State(plan) for plan in plans]
+        self.timing = timing
+        self.posted: dict[Message, float] = {}
+        """Message -> arrival."""
+        self.blocked: dict[Message, float] = {}
+        """Messages that a rank waits for which is not posted yet -> since when."""
+        self.events: list[Event] = []
+        self.problems: list[Problem] = []
+        self.ready = [(0.0, rank) for rank in range(len(plans))]
+
+    def problems_of_fit(self) -> Iterator[Problem]:
+        for rank, state in enumerate(self.states):
+            plan = state.plan
+            if (plan.rank, plan.size) != (rank, len(self.states)):
+                rule = f"rank {rank} of {len(self.states)}"
+                yield Problem(where=f"plans[{rank}]", value=(plan.rank, plan.size), rule=rule)
+                return
+        for rank, state in enumerate(self.states):
+            for peer, other in enumerate(self.states):
+                if state.plan.peer_part_ends[peer] != other.plan.part_ends[rank]:
+                    rule = f"what rank {peer} plans for the rows of rank {rank}: {other.plan.part_ends[rank]}"
+                    value = state.plan.peer_part_ends[peer]
+                    yield Problem(where=f"plans[{rank}].peer_part_ends[{peer}]", value=value, rule=rule)
+
+    def go(self) -> None:
+        """One operation at a time, always of the rank whose clock is least."""
+        while self.ready:
+            at, rank = heapq.heappop(self.ready)
+            state = self.states[rank]
+            if state.next_op == len(state.plan.ops):
+                continue
+            op = state.plan.ops[state.next_op]
+            if op.kind in ("wait", "wait_return"):
+                message = (op.peer, rank, op.part, op.block)
+                if message not in self.posted:
+                    self.blocked[message] = at
+                    continue
+                end = max(at, self.posted[message])
+            else:
+                end = self.timing.ends(state.plan, op, at)
+            self.carry_out(state, op, at=end)
+            state.next_op += 1
+            self.events.append(Event(rank, op, at, end))
+            heapq.heappush(self.ready, (end, rank))
+
+    def carry_out(self, state: _State, op: Op, *, at: float) -> None:
+        rank, key = state.plan.rank, (op.peer, op.part, op.block)
+        needs = True
+        if op.kind == "send":
+            self.post(state, op, at=at)
+        elif op.kind == "wait":
+            state.here.add(key[:2])
+        elif op.kind == "first":
+            needs = op.peer == rank or all((op.peer, part) in state.here for part in range(op.part + 1))
+            state.first[key[:2]] = state.first.get(key[:2], 0) + 1
+        elif op.kind == "second":
+            needs = key[:2] in state.first
+            state.second[key] = state.second.get(key, 0) + 1
+        elif op.kind == "return":
+            needs = all((op.peer, part, op.block) in state.second for part in range(op.part + 1))
+            if op.peer == rank:
+                self.place(state, key)
+            else:
+                self.post(state, op, at=at)
+        elif op.kind == "wait_return":
+            self.place(state, key)
+        elif op.kind == "weights":
+            needs = all((p, k) in state.first for p, ends in enumerate(state.plan.part_ends) for k in range(len(ends)))
+        elif op.kind == "sum":
+            needs, state.is_summed = not self.not_back(state), True
+        if not needs:
+            self.problem(state, op, "runs only when everything that it needs is there")
+
+    def post(self, state: _State, op: Op, *, at: float) -> None:
+        message = (state.plan.rank, op.peer, op.part, op.block)
+        if message in self.posted or not 0 <= op.peer < len(self.states):
+            self.problem(state, op, "each message goes to a rank of the group, once")
+            return
+        self.posted[message] = self.timing.arrives(state.plan, op, at)
+        since = self.blocked.pop(message, None)
+        if since is not None:
+            heapq.heappush(self.ready, (since, op.peer))
+
+    def place(self, state: _State, key: tuple[int, int, int]) -> None:
+        if key in state.placed:
+            self.problem(state, Op("wait_return", *key), "each result is added up once")
+        state.placed.add(key)
+
+    @staticmethod
+    def not_back(state: _State) -> set[tuple[int, int, int]]:
+        """Results that are still missing."""
+        plan = state.plan
+        blocks = range(plan.blocks)
+        wanted = {(p, k, b) for p, ends in enumerate(plan.peer_part_ends) for k in range(len(ends)) for b in blocks}
+        return wanted ^ state.placed
+
+    def problems_at_end(self) -> Iterator[Problem]:
+        for state in self.states:
+            plan, blocks = state.plan, range(state.plan.blocks)
+            if state.next_op < len(plan.ops):
+                rule = "the message never comes: these ranks wait for ever"
+                yield self._problem(state, plan.ops[state.next_op], rule)
+                continue
+            wanted = {(p, k) for p, ends in enumerate(plan.part_ends) for k in range(len(ends))}
+            if state.first != dict.fromkeys(wanted, 1):
+                rule = "the first product of every tile, exactly once"
+                yield Problem(where=f"rank {plan.rank}", value=sorted(state.first.items()), rule=rule)
+            if state.second != {(*key, block): 1 for key in wanted for block in blocks}:
+                rule = "the second product of every tile and block, exactly once"
+                yield Problem(where=f"rank {plan.rank}", value=sorted(state.second.items()), rule=rule)
+            if not state.is_summed:
+                yield Problem(where=f"rank {plan.rank}", value=None, rule="results are added up")
+        waits = ((e.op, e.rank) for e in self.events if e.op.kind in ("wait", "wait_return"))
+        taken = {(op.peer, rank, op.part, op.block) for op, rank in waits}
+        for source, target, part, block in sorted(self.posted.keys() - taken):
+            rule = f"rank {target} takes every message that it is sent"
+            yield Problem(where=f"message {source} -> {target}", value=(part, block), rule=rule)
+
+    def problem(self, state: _State, op: Op, rule: str) -> None:
+        self.problems.append(self._problem(state, op, rule))
+
+    @staticmethod
+    def _problem(state: _State, op: Op, rule: str) -> Problem:
+        return Problem(where=f"rank {state.plan.rank}, operation {state.next_op}: {op}", value=None, rule=rule)

@@ -1,0 +1,207 @@
+"""In which order one rank carries out the operations of one MoE layer.
+
+Decides the order from a `Schedule` and from how many parts each rank has for each other, nothing else. Every order here keeps three promises, which
+`overlap_check.py` tests without this file:
+
+- what an operation needs stands before it in the same list, or is sent by a rank that never waits for it first;
+- all sends stand before the first wait and all returns before the first wait_return. So every message is on its way before anyone waits for an answer
+  to it, and no set of ranks can wait in a circle, whatever the orders of the others;
+- `sum` is last.
+
+Distance: parts of ranks on the own host are expected before those of other hosts; within either, rank r sends to r+1, r+2, ... (no receiver is
+everybody's first), so rows from r-1 are expected first, then r-2. The way back mirrors that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import get_args
+
+import numpy as np
+
+from phalanx.core.errors import Problem
+from phalanx.plan.overlap_types import Op, Order, Schedule
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """How many parts there are on one rank and how far away their peers are. All by position in `ep_etp`."""
+
+    rank: int
+    come: tuple[int, ...]
+    """Parts of each source's tiles here."""
+    go: tuple[int, ...]
+    """Parts that each rank has of this rank's tiles."""
+    is_far: tuple[bool, ...]
+    """Not on this rank's host."""
+    blocks: int
+    num_slots: int
+
+    @property
+    def size(self) -> int:
+        return len(self.come)
+
+    def to_send(self) -> list[Op]:
+        """Part by part, in ring order from the next rank on."""
+        ring = [(self.rank + step) % self.size for step in range(1, self.size)]
+        return [Op("send", p, part) for part in range(max(self.go)) for p in ring if part < self.go[p]]
+
+    def arriving(self) -> list[tuple[int, int]]:
+        """(source, part) of the others, in the order in which they are expected."""
+        return self._by_distance(self.come, sign=-1)
+
+    def returning(self) -> list[tuple[int, int]]:
+        """(rank, part) of the results of the others, in the order in which they are expected."""
+        return self._by_distance(self.go, sign=1)
+
+    def own(self) -> list[tuple[int, int]]:
+        return [(self.rank, part) for part in range(self.come[self.rank])]
+
+    def _by_distance(self, parts: Sequence[int], *, sign: int) -> list[tuple[int, int]]:
+        found = [(p, part) for p in range(self.size) if p != self.rank for part in range(parts[p])]
+        return sorted(found, key=lambda pp: (self.is_far[pp[0]], pp[1], sign * (pp[0] - self.rank) % self.size))
+
+
+def schedule_problems(schedule: Schedule) -> list[Problem]:
+    """What is wrong with a schedule by itself."""
+    problems = []
+    for name in ("parts", "blocks"):
+        value = getattr(schedule, name)
+        if value < 1:
+            problems.append(Problem(where=f"schedule.{name}", value=value, rule="at least 1", hint="1 cuts nothing"))
+    if schedule.order not in get_args(Order):
+        rule = f"one of {', '.join(get_args(Order))}"
+        problems.append(Problem(where="schedule.order", value=schedule.order, rule=rule))
+    if not 0 <= schedule.own_before <= 1:
+        rule = "a share between 0 and 1"
+        problems.append(Problem(where="schedule.own_before", value=schedule.own_before, rule=rule))
+    elif schedule.own_before != 1 and (schedule.order != "arrival" or schedule.seed is not None):
+        rule = "has an effect with order = 'arrival' and no seed only"
+        problems.append(Problem(where="schedule.own_before", value=schedule.own_before, rule=rule, hint="1.0 is legal"))
+    if schedule.seed is not None and schedule.seed < 0:
+        problems.append(Problem(where="schedule.seed", value=schedule.seed, rule="not negative"))
+    return problems
+
+
+@lru_cache(maxsize=64)
+def forward_order(schedule: Schedule, parts: Parts, *, has_shared: bool) -> tuple[Op, ...]:
+    """All operations of the forward pass; `shared` among them if there is something to compute in a gap.
+
+    Remembered: from batch to batch rows change, and how many parts there are hardly ever does.
+    """
+    shared = [Op("shared")] if has_shared else []
+    if schedule.seed is not None:
+        return _drawn([*_serial(parts, shared)], parts, seed=(schedule.seed, parts.rank))
+    if schedule.order == "serial":
+        return tuple(_serial(parts, shared))
+    before = schedule.own_before if schedule.order == "arrival" else 1.0
+    return tuple(_overlapped(parts, shared, own_first=schedule.order == "own_first", before=before))
+
+
+def with_weights(ops: Sequence[Op], parts: Parts, *, schedule: Schedule) -> tuple[Op, ...]:
+    """The backward list: the forward one with the gradients of all local slots' weights.
+
+    They need all rows of their slot. With overlap they run while the last results travel, in serial order before anything goes back.
+    """
+    weights = [Op("weights", part=slot) for slot in range(parts.num_slots)]
+    if schedule.seed is not None:
+        return _drawn([*ops[:-1], *weights, ops[-1]], parts, seed=(schedule.seed, parts.rank, 1))
+    stop = ("return",) if schedule.order == "serial" else ("shared", "wait_return")
+    at = next((i for i, op in enumerate(ops) if op.kind in (*stop, "sum")), len(ops))
+    return (*ops[:at], *weights, *ops[at:])
+
+
+def _serial(parts: Parts, shared: Iterable[Op]) -> list[Op]:
+    """Each phase after the other, as a system without overlap does it; the shared expert hides nothing."""
+    here = [*parts.own(), *parts.arriving()]
+    cells = [(p, part, block) for p, part in here for block in range(parts.blocks)]
+    return [
+        *parts.to_send(),
+        *(Op("wait", p, part) for p, part in here if p != parts.rank),
+        *(Op("first", p, part) for p, part in here),
+        *(Op("second", *cell) for cell in cells),
+        *(Op("return", *cell) for cell in cells),
+        *_wait_returns(parts),
+        *shared,
+        Op("sum"),
+    ]
+
+
+def _overlapped(parts: Parts, shared: Iterable[Op], *, own_first: bool, before: float) -> list[Op]:
+    """Own rows while others travel; each part that came goes back at once; what is left of the own rows while results travel."""
+    own = parts.own()
+    early = int(before * len(own) + 0.5)
+    ops = [*parts.to_send(), *(Op("first", *part) for part in own[:early])]
+    if own_first:
+        ops += _back(own, parts.blocks)
+    for part in parts.arriving():
+        ops += [Op("wait", *part), Op("first", *part), *_back([part], parts.blocks)]
+    if not own_first:
+        ops += _back(own[:early], parts.blocks)
+        for part in own[early:]:
+            ops += [Op("first", *part), *_back([part], parts.blocks)]
+    return [*ops, *shared, *_wait_returns(parts), Op("sum")]
+
+
+def _back(parts: Iterable[tuple[int, int]], blocks: int) -> list[Op]:
+    """Second product and way back of some parts, block by block."""
+    return [
+        op
+        for part in parts
+        for block in range(blocks)
+        for op in (Op("second", *part, block), Op("return", *part, block))
+    ]
+
+
+def _wait_returns(parts: Parts) -> list[Op]:
+    return [Op("wait_return", p, part, block) for p, part in parts.returning() for block in range(parts.blocks)]
+
+
+def _needs(ops: Sequence[Op], parts: Parts) -> list[list[int]]:
+    """Of each operation the places in `ops` of what must stand before it; `sum` is not among them."""
+    place = {(op.kind, op.peer, op.part, op.block): at for at, op in enumerate(ops)}
+    all_of = {kind: [at for at, op in enumerate(ops) if op.kind == kind] for kind in ("send", "return", "first")}
+
+    def needs(op: Op) -> list[int]:
+        p, earlier = op.peer, range(op.part + 1)
+        if op.kind == "send":
+            return [place["send", p, op.part - 1, -1]] if op.part else []
+        if op.kind == "wait":
+            return all_of["send"]
+        if op.kind == "first":
+            return [] if p == parts.rank else [place["wait", p, part, -1] for part in earlier]
+        if op.kind == "second":
+            return [place["first", p, op.part, -1]]
+        if op.kind == "return":
+            return [place["second", p, part, op.block] for part in earlier]
+        if op.kind == "wait_return":
+            return all_of["send"] + all_of["return"]
+        return all_of["first"] if op.kind == "weights" else []
+
+    return [needs(op) for op in ops]
+
+
+def _drawn(ops: Sequence[Op], parts: Parts, *, seed: Sequence[int]) -> tuple[Op, ...]:
+    """Any legal order, drawn: of what could come next, each is as likely as the other. `sum` comes last."""
+    rng = np.random.default_rng(seed)
+    *ops, last = ops  # the last is sum
+    needs = _needs(ops, parts)
+    missing = [len(before) for before in needs]
+    then: list[list[int]] = [[] for _ in ops]
+    for at, before in enumerate(needs):
+        for other in before:
+            then[other].append(at)
+    ready = [at for at, number in enumerate(missing) if not number]
+    order = []
+    for draw in rng.random(len(ops)).tolist():
+        chosen = int(draw * len(ready))
+        ready[chosen], ready[-1] = ready[-1], ready[chosen]
+        done = ready.pop()
+        order.append(ops[done])
+        for at in then[done]:
+            missing[at] -= 1
+            if not missing[at]:
+                ready.append(at)
+    return (*order, last)

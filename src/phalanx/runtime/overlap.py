@@ -1,0 +1,459 @@
+"""One MoE layer in which rows travel while others are computed: carries out the operations of `plan/overlap_types.py`, forward and backward.
+
+Decides nothing: order, parts and blocks are the plan's. Three autograd functions, so that other work can stand in the gaps between them:
+
+    _Depart   entries leave for the ranks of their experts           backward: gradients of the tokens arrive and are added up
+    _Work     tiles are computed as entries arrive, sums go back     backward: the same with the gradients, then those of the weights
+    _Arrive   partial sums arrive and are added up                   backward: gradients of the output leave
+
+Messages go from rank to rank, to every rank of `ep_etp` that holds (a slice of) a slot: with etp the owner of a token adds the parts of all
+slices. Must never change: receives are posted before anything is computed, sizes follow from numbers that both sides have, and all sums have the
+order of slots, then of ranks. Results are the same bits for all schedules.
+
+Legend: T tokens of this rank, K experts of a token, H hidden, e local slots, n rows of one source, N entries, P ranks of ep_etp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from phalanx.kernels.lanes import Lanes
+from phalanx.kernels.later import Later, Target, target_of
+from phalanx.kernels.permute import sum_places
+from phalanx.kernels.tiles import Geometry, Rows, TileProducts, block_units, column_units
+from phalanx.plan.dispatch import DispatchPlan
+from phalanx.plan.overlap import backward_of, part_ends, plan_overlap, tiles_of
+from phalanx.plan.overlap_bytes import Route, WireBytes, choose_transport, traffic_of, wire_bytes
+from phalanx.plan.overlap_types import Op, RankPlan, Schedule
+from phalanx.runtime.collectives import Exchange, Message, backward_id
+from phalanx.runtime.dispatch import Dispatcher
+from phalanx.runtime.experts import ExpertWeights
+from phalanx.runtime.overlap_lists import Entries, Outgoing, entries_of, outgoing, part_rows, places_of, row_by_row
+
+Choose = Callable[[DispatchPlan, WireBytes], Schedule]
+TILE_ROWS = 512
+"""Most rows of a tile: a product of this many rows is as fast as larger ones."""
+_MOST_BLOCKS = 64
+_TAGS = {"meta": 0, "going": 1, "coming": 2, "dots": 3}
+
+
+def run_overlapped(
+    x_TH: torch.Tensor,
+    weights_TK: torch.Tensor,
+    experts_TK: torch.Tensor,
+    *,
+    experts: ExpertWeights,
+    dispatcher: Dispatcher,
+    schedule: Schedule | Choose,
+    per_token: bool | None = None,
+    lanes: Lanes,
+    later: Later | None = None,
+    recompute: bool = False,
+    token_index_T: torch.Tensor | None = None,
+    part_T: torch.Tensor | None = None,
+    op_prefix: str = "",
+    beside: Callable[[], torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `run_experts` computes, by a schedule. Collective over `ep_etp`, which all must call with equal `schedule` and `per_token`.
+
+    `schedule` may be a function of the batch's counts. `per_token`: a token goes to a rank once, whatever the number of its experts there; else once for
+    each; None: whatever sends fewer bytes. `beside` is computed while entries travel, and its result added to that of the experts (a shared expert).
+    """
+    kept_TK = dispatcher.kept(weights_TK, experts_TK, token_index_T=token_index_T, part_T=part_T, op_prefix=op_prefix)
+    copies = _copies(dispatcher, experts_TK, kept_TK) if dispatcher.is_plain else None
+    plan, send, told = dispatcher.exact_list(experts_TK, kept_TK, op_prefix, told=copies)
+    traffic = traffic_of(plan, np.repeat(told, dispatcher.etp.size, axis=1) if copies is not None else None)
+    row_bytes = x_TH.shape[1] * x_TH.element_size()
+    if per_token is None:
+        among: tuple[Route, ...] = ("all_to_all", "dedup") if copies is not None else ("dedup",)
+        per_token = choose_transport(traffic, row_bytes=row_bytes, among=among).route == "dedup"
+    if not isinstance(schedule, Schedule):
+        schedule = schedule(plan, wire_bytes(traffic, "dedup" if per_token else "all_to_all", row_bytes=row_bytes))
+    schedule = replace(schedule, blocks=min(schedule.blocks, column_units(x_TH.shape[1])))
+    own = dispatcher.ep_etp.index
+    forward = plan_overlap(
+        plan, schedule, rank=own, tile_rows=TILE_ROWS, direction="forward", has_shared=beside is not None
+    )
+    outs = _outgoing(dispatcher, plan.rows_PG[own], forward, schedule, send.pair_of_row_R, per_token)
+    flight = _Flight(dispatcher, forward, outs, op_prefix, num_tokens=x_TH.shape[0], per_token=per_token)
+    flight.exchange_meta(weights_TK.detach(), x_TH.dtype)
+    flight.later = target_of([experts.w13_e2fH, experts.w2_eHf], x_TH, later)
+    flight.lanes, flight.recompute = lanes, recompute
+    ticket = _Depart.apply(x_TH, weights_TK, flight)
+    extra = None if beside is None else beside()
+    w13, w2 = experts.w13_e2fH, experts.w2_eHf
+    if flight.later is not None:
+        w13, w2 = w13.detach(), w2.detach()
+    ticket = _Work.apply(ticket, x_TH.detach(), w13, w2, flight)
+    y_TH: torch.Tensor = _Arrive.apply(ticket, flight)
+    return y_TH if extra is None else y_TH + extra, send.dropped
+
+
+def _copies(dispatcher: Dispatcher, experts_TK: torch.Tensor, kept_TK: torch.Tensor | None) -> torch.Tensor:
+    """(ep,) tokens of this rank that have an expert on each ep coordinate."""
+    per_rank = len(dispatcher.slots_G) // dispatcher.ep.size
+    needs = torch.zeros(experts_TK.shape[0], dispatcher.ep.size, dtype=torch.bool, device=experts_TK.device)
+    coordinate_TK = torch.div(experts_TK, per_rank, rounding_mode="floor")
+    if kept_TK is None:
+        needs.scatter_(1, coordinate_TK, True)
+    else:
+        token_N, k_N = kept_TK.nonzero(as_tuple=True)
+        needs[token_N, coordinate_TK[token_N, k_N]] = True
+    return needs.sum(0)
+
+
+def _outgoing(
+    dispatcher: Dispatcher,
+    rows_G: Any,
+    plan: RankPlan,
+    schedule: Schedule,
+    pairs_R: torch.Tensor,
+    per_token: bool,
+) -> list[Outgoing]:
+    """By rank of the group; ranks with slices of the same slots get the same."""
+    per_rank = len(rows_G) // dispatcher.ep.size
+    out: list[Outgoing] = []
+    at = 0
+    for ep in range(dispatcher.ep.size):
+        rows_e = [int(n) for n in rows_G[ep * per_rank : (ep + 1) * per_rank]]
+        tiles = tiles_of(rows_e, source=plan.rank, tile_rows=TILE_ROWS)
+        rows_to = part_rows(tiles, part_ends(tiles, schedule.parts))
+        one = outgoing(pairs_R[at : at + sum(rows_e)], dispatcher.top_k, rows_to, per_token=per_token)
+        at += sum(rows_e)
+        out += [one] * dispatcher.etp.size
+    return out
+
+
+@dataclass(eq=False)
+class _Way:
+    """What is under way in one direction of one pass."""
+
+    plan: RankPlan
+    phase: Literal["forward", "backward"]
+    arriving: dict[tuple[int, int], Exchange] = field(default_factory=dict)
+    """Entries by (source, part)."""
+    returning: dict[tuple[int, int, int], Exchange] = field(default_factory=dict)
+    """Partial sums by (rank, part, block)."""
+    dots: dict[int, tuple[torch.Tensor, Exchange]] = field(default_factory=dict)
+    sent: list[Exchange] = field(default_factory=list)
+    entries: list[torch.Tensor] = field(default_factory=list)
+    """By source: the entries that come (for this rank itself: the tokens)."""
+    sums_b: list[torch.Tensor] = field(default_factory=list)
+    """By block: partial sums of this rank's tokens, rank by rank, in coming order."""
+    own_dots: torch.Tensor | None = None
+
+
+class _Flight:
+    """One layer and batch on one rank: lists, messages under way, and what the three functions share."""
+
+    lanes: Lanes
+    recompute: bool
+    later: Target | None = None
+    columns: Sequence[int]
+    """Of each block of what comes back."""
+    way: _Way | None = None
+    """What is under way now."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        plan: RankPlan,
+        outs: list[Outgoing],
+        op_prefix: str,
+        *,
+        num_tokens: int,
+        per_token: bool,
+    ) -> None:
+        self.per_token = per_token
+        self.comms, self.axis, self.top_k = dispatcher.comms, dispatcher.ep_etp, dispatcher.top_k
+        self.own, self.outs, self.num_tokens = self.axis.index, outs, num_tokens
+        self.plan, self.prefix = plan, op_prefix
+        self.slots = len(dispatcher.slots_G) // dispatcher.ep.size
+        self.others = [(self.own + i) % self.axis.size for i in range(1, self.axis.size)]
+        sizes = [out.entries.num for out in outs]
+        self.base = [sum(sizes[:d]) for d in range(len(sizes) + 1)]
+        copies = self.top_k * dispatcher.etp.size
+        self.places_TC = places_of(torch.cat([out.tokens_coming for out in outs]), num_tokens, copies)
+
+    # ---- messages ---------------------------------------------------------------------------------------------------------------
+
+    def _id(self, what: str, way: _Way | None) -> str:
+        name = self.prefix + what
+        return backward_id(name) if way is not None and way.phase == "backward" else name
+
+    def _send(self, tensor: torch.Tensor, peer: int, tag: int, op_id: str) -> Exchange:
+        return self.comms.start_send(Message(tensor, peer, tag), self.axis, op_id=op_id)
+
+    def _receive(self, tensor: torch.Tensor, peer: int, tag: int, op_id: str) -> Exchange:
+        return self.comms.start_receive(Message(tensor, peer, tag), self.axis, op_id=op_id)
+
+    def exchange_meta(self, weights_TK: torch.Tensor, dtype: torch.dtype) -> None:
+        """Tell every rank what its rows weigh and (`per_token`) where their entries are; learn the same of all others."""
+        flat_N, name = weights_TK.reshape(-1), self.prefix + "dispatch.meta"
+        words = flat_N.element_size() // 4 + self.per_token
+        rows_from = [sum(tile.rows for tile in tiles) for tiles in self.plan.tiles]
+        tables = [torch.empty(rows, words, dtype=torch.int32, device=flat_N.device) for rows in rows_from]
+        coming = [self._receive(tables[peer], peer, _tag("meta"), name) for peer in self.others if rows_from[peer]]
+        going = [
+            self._send(self._meta(self.outs[peer], flat_N), peer, _tag("meta"), name)
+            for peer in self.others
+            if len(self.outs[peer].pairs)
+        ]
+        self.ins: list[Entries] = []
+        self.index: list[torch.Tensor] = []
+        """By source: the entry of each row."""
+        self.row_weights: list[torch.Tensor] = []
+        for exchange in coming:
+            exchange.wait()
+        for source, table in enumerate(tables):
+            rows_to = part_rows(self.plan.tiles[source], self.plan.part_ends[source])
+            if source == self.own:
+                own = self.outs[source]
+                self.ins.append(own.entries)
+                self.index.append(torch.div(own.pairs, self.top_k, rounding_mode="floor"))
+                self.row_weights.append(flat_N[own.pairs].to(dtype))
+                continue
+            if self.per_token:
+                self.ins.append(entries_of(table[:, 0].to(torch.int64), rows_to))
+            else:
+                self.ins.append(row_by_row(len(table), rows_to, table.device))
+            self.index.append(self.ins[-1].going_of_row)
+            told = table[:, int(self.per_token) :].clone(memory_format=torch.contiguous_format)
+            self.row_weights.append(told.view(flat_N.dtype).squeeze(1).to(dtype))
+        for exchange in going:
+            exchange.wait()
+
+    def _meta(self, out: Outgoing, flat_N: torch.Tensor) -> torch.Tensor:
+        weights = flat_N[out.pairs].unsqueeze(1).view(torch.int32)
+        if not self.per_token:
+            return weights
+        return torch.cat([out.entries.going_of_row.to(torch.int32).unsqueeze(1), weights], 1)
+
+    @property
+    def under_way(self) -> _Way:
+        assert self.way is not None  # between departure and arrival
+        return self.way
+
+    def depart(self, x_TH: torch.Tensor, plan: RankPlan, columns: Sequence[int]) -> _Way:
+        """Post all receives of one direction, then send this rank's entries. `columns`: of each block of what comes back."""
+        way = _Way(plan, plan.direction)
+        at, size = self._id("dispatch.rows", way), x_TH.shape[1]
+        for source, entries in enumerate(self.ins):
+            if source == self.own:
+                way.entries.append(x_TH)
+                continue
+            buffer = x_TH.new_empty(entries.num, size)
+            way.entries.append(buffer)
+            for part in range(len(entries.ends_going)):
+                into = buffer[entries.going(part)]
+                if len(into):
+                    way.arriving[source, part] = self._receive(into, source, _tag("going", part), at)
+        way.sums_b = [x_TH.new_empty(self.base[-1], n) for n in columns]
+        self._expect(way)
+        for op in plan.ops:
+            if op.kind == "send" and op.peer != self.own:
+                out = self.outs[op.peer]
+                rows = x_TH.index_select(0, out.tokens_going[out.entries.going(op.part)])
+                if len(rows):
+                    way.sent.append(self._send(rows, op.peer, _tag("going", op.part), at))
+        return way
+
+    def _expect(self, way: _Way) -> None:
+        """Post the receives of what comes back."""
+        at = self._id("combine.rows", way)
+        for peer in self.others:
+            entries = self.outs[peer].entries
+            for part in range(len(entries.ends_coming)):
+                for block, sums in enumerate(way.sums_b):
+                    into = sums[self.base[peer] : self.base[peer] + entries.num][entries.coming(part)]
+                    if len(into):
+                        tag = _tag("coming", part, block)
+                        way.returning[peer, part, block] = self._receive(into, peer, tag, at)
+            if way.phase == "backward" and entries.num:
+                wide = torch.promote_types(way.sums_b[0].dtype, torch.float32)
+                dots = way.sums_b[0].new_empty(len(self.outs[peer].pairs), dtype=wide)
+                name = self._id("dispatch.weights", way)
+                way.dots[peer] = dots, self._receive(dots, peer, _tag("dots"), name)
+
+    def give_back(self, way: _Way, op: Op, rows_b: torch.Tensor) -> None:
+        """Sum the copies of the entries that are complete with a part, and send them to their source (own: put them in place)."""
+        entries = self.ins[op.peer]
+        which = entries.coming(op.part)
+        if which.start == which.stop:
+            return
+        places_NC = self.row_places[op.peer][which]
+        if op.peer == self.own:
+            into = way.sums_b[op.block][self.base[self.own] :][which]
+            sum_places(rows_b, places_NC, lanes=self.lanes, out_TH=into)
+            return
+        sums = sum_places(rows_b, places_NC, lanes=self.lanes)
+        way.sent.append(self._send(sums, op.peer, _tag("coming", op.part, op.block), self._id("combine.rows", way)))
+
+    def place_rows(self, geometry: Geometry) -> None:
+        """By source: the padded rows of each coming entry, slots ascending."""
+        self.row_places: list[torch.Tensor] = []
+        self.padded_row: list[torch.Tensor] = []
+        for source, entries in enumerate(self.ins):
+            device = entries.going_of_row.device
+            pieces = [torch.arange(p.at, p.at + p.tile.rows, device=device) for p in geometry.of_source[source]]
+            padded_n = torch.cat(pieces) if pieces else entries.going_of_row
+            nth = places_of(entries.coming_of_row, entries.num, min(self.top_k, self.slots))
+            found = padded_n[nth.clamp(min=0)] if len(padded_n) else nth
+            self.row_places.append(torch.where(nth < 0, nth, found))
+            self.padded_row.append(padded_n)
+
+    def arrive(self, way: _Way) -> torch.Tensor:
+        """(T, H) sums over the ranks, in their order."""
+        for exchange in way.returning.values():
+            exchange.wait()
+        y_b = [sum_places(sums, self.places_TC, lanes=self.lanes) for sums in way.sums_b]
+        return y_b[0] if len(y_b) == 1 else torch.cat(y_b, 1)
+
+    def close(self, way: _Way) -> None:
+        """Wait until everything sent has gone."""
+        for exchange in way.sent:
+            exchange.wait()
+        way.sent.clear()
+
+
+def _tag(kind: str, part: int = 0, block: int = 0) -> int:
+    return (part * _MOST_BLOCKS + block) * len(_TAGS) + _TAGS[kind]
+
+
+class _Depart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TH: torch.Tensor, weights_TK: torch.Tensor, flight: _Flight) -> torch.Tensor:
+        ctx.flight, ctx.weights_like = flight, (weights_TK.shape, weights_TK.dtype)
+        hidden = x_TH.shape[1]
+        units = block_units(hidden, flight.plan.blocks)
+        flight.columns = [len(of_block) * hidden // column_units(hidden) for of_block in units]
+        flight.way = flight.depart(x_TH.detach(), flight.plan, flight.columns)
+        return x_TH.new_zeros(1)
+
+    @staticmethod
+    def backward(ctx: Any, ticket: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        flight, way = ctx.flight, ctx.flight.under_way
+        dx_TH = flight.arrive(way)
+        d_weights = None
+        if ctx.needs_input_grad[1]:
+            d_weights_N = dx_TH.new_zeros(ctx.weights_like[0].numel(), dtype=ctx.weights_like[1])
+            for peer in range(flight.axis.size):
+                pairs = flight.outs[peer].pairs
+                if peer == flight.own:
+                    dots = way.own_dots
+                elif peer in way.dots:
+                    dots, exchange = way.dots[peer]
+                    exchange.wait()
+                else:
+                    continue
+                d_weights_N[pairs] += dots.to(d_weights_N.dtype)
+            d_weights = d_weights_N.view(ctx.weights_like[0])
+        flight.close(way)
+        flight.way = None
+        return dx_TH, d_weights, None
+
+
+class _Work(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, ticket: torch.Tensor, x_TH: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, flight: _Flight
+    ) -> torch.Tensor:
+        way = flight.under_way
+        geometry = Geometry(flight.plan.tiles, flight.slots, x_TH.dtype)
+        flight.place_rows(geometry)
+        work = TileProducts(geometry, w13, w2, flight.lanes, recompute=flight.recompute)
+        work.open_forward(flight.plan.blocks)
+        rows = [Rows(*three) for three in zip(way.entries, flight.index, flight.row_weights, strict=True)]
+        for op in way.plan.ops:
+            if op.kind == "wait":
+                _wait(way.arriving.pop((op.peer, op.part), None))
+            elif op.kind == "first":
+                work.first(_places(geometry, way.plan, op), rows[op.peer])
+            elif op.kind == "second":
+                work.second(_places(geometry, way.plan, op), op.block)
+            elif op.kind == "return":
+                flight.give_back(way, op, work.out_b[op.block])
+        kept = None if flight.recompute else work.gate_up_PF
+        ctx.flight, ctx.geometry = flight, geometry
+        ctx.save_for_backward(w13, w2, kept, *way.entries)
+        return ticket.clone()
+
+    @staticmethod
+    def backward(ctx: Any, ticket: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        w13, w2, gate_up, *entries = ctx.saved_tensors
+        flight, way, geometry = ctx.flight, ctx.flight.under_way, ctx.geometry
+        work = TileProducts(geometry, w13, w2, flight.lanes, recompute=gate_up is None)
+        work.open_backward(way.plan.blocks, gate_up)
+        rows = [Rows(*three) for three in zip(entries, flight.index, flight.row_weights, strict=True)]
+        grads = [Rows(g, r.index, r.weights) for g, r in zip(way.entries, rows, strict=True)]
+        weights = work.open_weights() if ctx.needs_input_grad[2] or ctx.needs_input_grad[3] else None
+        told = set()
+        for op in way.plan.ops:
+            if op.kind == "wait":
+                _wait(way.arriving.pop((op.peer, op.part), None))
+            elif op.kind == "first":
+                work.first_backward(_places(geometry, way.plan, op), rows[op.peer], grads[op.peer])
+            elif op.kind == "second":
+                work.second_backward(_places(geometry, way.plan, op), op.block)
+            elif op.kind == "return":
+                flight.give_back(way, op, work.out_b[op.block])
+                if op.part == len(way.plan.part_ends[op.peer]) - 1 and op.peer not in told:
+                    told.add(op.peer)
+                    _tell_dots(flight, way, op.peer, work.dots_P)
+            elif op.kind == "weights" and weights is not None:
+                work.weights(op.part, rows, grads, *weights)
+        if flight.own not in told:
+            way.own_dots = work.dots_P.new_empty(0)
+        if flight.later is not None:
+            flight.later.put(lambda: _weights_later(work, rows, grads))
+        return ticket.clone(), None, *(weights or (None, None)), None
+
+
+def _tell_dots(flight: _Flight, way: _Way, peer: int, dots_P: torch.Tensor) -> None:
+    """Gradients of the row weights, to those who sent the rows."""
+    dots_n = dots_P[flight.padded_row[peer]]
+    if peer == flight.own:
+        way.own_dots = dots_n
+    else:
+        way.sent.append(flight._send(dots_n, peer, _tag("dots"), flight._id("dispatch.weights", way)))
+
+
+def _weights_later(work: TileProducts, rows: list[Rows], grads: list[Rows]) -> tuple[torch.Tensor, torch.Tensor]:
+    d_w13, d_w2 = work.open_weights()
+    for slot in range(len(work.w2_eHf)):
+        work.weights(slot, rows, grads, d_w13, d_w2)
+    return d_w13, d_w2
+
+
+class _Arrive(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ticket: torch.Tensor, flight: _Flight) -> torch.Tensor:
+        y_TH = flight.arrive(flight.under_way)
+        flight.close(flight.under_way)
+        flight.way = None
+        ctx.flight = flight
+        # kept for no other reason than that a layer which is run again is run to its end: others wait for what it sends
+        ctx.save_for_backward(flight.places_TC)
+        return y_TH
+
+    @staticmethod
+    def backward(ctx: Any, dy_TH: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        ctx.saved_tensors  # noqa: B018  (runs the layer again, where it is to be)
+        flight = ctx.flight
+        flight.way = flight.depart(dy_TH.contiguous(), backward_of(flight.plan), flight.columns)
+        return dy_TH.new_zeros(1), None
+
+
+def _places(geometry: Geometry, plan: RankPlan, op: Op) -> list[Any]:
+    ends = plan.part_ends[op.peer]
+    return geometry.of_source[op.peer][ends[op.part - 1] if op.part else 0 : ends[op.part]]
+
+
+def _wait(exchange: Exchange | None) -> None:
+    if exchange is not None:
+        exchange.wait()

@@ -1,0 +1,75 @@
+"""Routed experts by the way that the recipe names: one after the other, in chunks of tokens, or tile by tile.
+
+Decides nothing: `dispatch.overlap` does (`plan/overlap_setting.py`). All ways compute the same, but for rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from phalanx.kernels.choice import Impl
+from phalanx.kernels.lanes import SERIAL, Lanes
+from phalanx.kernels.later import Later
+from phalanx.plan.overlap_setting import FINE, OverlapSetting, parse_overlap
+from phalanx.plan.overlap_types import Schedule
+from phalanx.runtime.coarse import run_coarse
+from phalanx.runtime.dispatch import Dispatcher
+from phalanx.runtime.experts import ExpertWeights, run_experts
+from phalanx.runtime.overlap import run_overlapped
+from phalanx.runtime.overlap_tuner import Tuned, Tuner
+
+FIXED = {"tiles": Schedule(), "fine": FINE}
+
+
+class RoutedExperts:
+    """The way of one layer on one rank; on a group of one rank there is nothing to overlap."""
+
+    def __init__(
+        self, dispatcher: Dispatcher, *, kernels: Impl = "fast", lanes: Lanes = SERIAL, tuner: Tuner | None = None
+    ) -> None:
+        self.dispatcher, self.kernels, self.lanes = dispatcher, kernels, lanes
+        self.tuner = tuner or Tuner()
+        alone = dispatcher.ep_etp.size == 1
+        self.setting = OverlapSetting("serial") if alone else parse_overlap(dispatcher.spec.overlap)
+
+    def __call__(
+        self,
+        x_TH: torch.Tensor,
+        weights_TK: torch.Tensor,
+        experts_TK: torch.Tensor,
+        *,
+        experts: ExpertWeights,
+        later: Later | None = None,
+        recompute: bool = False,
+        token_index_T: torch.Tensor | None = None,
+        part_T: torch.Tensor | None = None,
+        op_prefix: str = "",
+        beside: Callable[[], torch.Tensor] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(T, H) weighted sum over each token's experts plus what `beside` gives, and the number of dropped pairs. As `run_experts`."""
+        common: dict[str, Any] = {
+            "experts": experts,
+            "dispatcher": self.dispatcher,
+            "lanes": self.lanes,
+            "later": later,
+            "recompute": recompute,
+            "token_index_T": token_index_T,
+            "part_T": part_T,
+            "op_prefix": op_prefix,
+        }
+        routed = (x_TH, weights_TK, experts_TK)
+        if self.setting.kind in FIXED:
+            return run_overlapped(*routed, schedule=FIXED[self.setting.kind], beside=beside, **common)
+        if self.setting.kind == "auto":
+            tuned = Tuned(self.tuner, self.tuner.of(self.dispatcher, x_TH, experts, self.lanes))
+            out = run_overlapped(*routed, schedule=tuned, beside=beside, **common)
+            tuned.done()
+            return out
+        if self.setting.kind == "coarse":
+            y_TH, dropped = run_coarse(*routed, chunks=self.setting.chunks, kernels=self.kernels, **common)
+        else:
+            y_TH, dropped = run_experts(*routed, kernels=self.kernels, **common)
+        return y_TH if beside is None else y_TH + beside(), dropped
