@@ -20,7 +20,14 @@ def test_it_lists_what_it_would_measure() -> None:
     done = run("--dry-run")
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
-    assert said["ran"] == "nothing" and set(said["sections"]) >= {"check", "first", "hide", "divide", "graph", "launches"}
+    assert said["ran"] == "nothing" and set(said["sections"]) >= {
+        "check",
+        "first",
+        "hide",
+        "divide",
+        "graph",
+        "launches",
+    }
 
 
 def test_its_checks_run_under_the_interpreter(tmp_path: Path) -> None:
