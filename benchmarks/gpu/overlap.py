@@ -336,7 +336,7 @@ def hide(state: dict[str, Any]) -> dict[str, Any]:
         delay = int(max(0.0, compute_s * share / 100 - bare_s) / ((RANKS - 1) * PARTS) * cycles_per_s)
         comm_s, serial_s = median_s(partial(copies, delay)), median_s(partial(serial, delay))
         by_free = {free: median_s(partial(overlapped, delay, free)) for free in FREE}
-        best = min(by_free, key=lambda free: by_free[free])  # noqa: B023  used at once
+        best = min(by_free, key=lambda free: by_free[free])
         check_status(rank.arena.status_2)
         result[str(share)] = {
             "comm_s": comm_s, "comm_share_of_compute": comm_s / compute_s, "serial_s": serial_s, "overlapped_s": by_free,

@@ -172,7 +172,7 @@ def enqueue_virtual(
     for rank, arena in enumerate(arenas):
         compute(arena, told[rank], orders[rank], layer.w13[rank], layer.w2[rank], shape=shape)
     out = [finish(to, arena, shape=shape) for to, arena in zip(goings, arenas, strict=True)]
-    return out, [x.overflow for x in goings] + [x.overflow for x in orders]
+    return out, [to.overflow for to in goings] + [order.overflow for order in orders]
 
 
 def run_virtual(layer: VirtualLayer, arenas: Sequence[Arena], *, shape: LayerShape) -> list[torch.Tensor]:
