@@ -52,7 +52,7 @@ def assembled(
         spec=spec,
         dispatch=dispatch_spec(recipe.dispatch),
         placement=plain_placement(max(1, spec.num_experts), folding),
-        groups=build_groups(folding, rank=rank, cache=cache or GroupCache()),
+        groups=build_groups(folding, rank=rank, cache=GroupCache() if cache is None else cache),
         comms=Collectives(timeout_s=30),
         dtype=DTYPES[recipe.train.dtype],
         device=torch.device("cpu"),

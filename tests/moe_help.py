@@ -51,7 +51,7 @@ def context(
         "spec": spec,
         "dispatch": dispatch or DispatchSpec(),
         "placement": placement or plain_placement(spec.num_experts, folding),
-        "groups": build_groups(folding, rank=rank, cache=cache or GroupCache()),
+        "groups": build_groups(folding, rank=rank, cache=GroupCache() if cache is None else cache),
         "comms": comms or Collectives(timeout_s=30),
         "dtype": torch.float64,
         "device": torch.device("cpu"),

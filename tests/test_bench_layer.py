@@ -16,7 +16,7 @@ from phalanx.bench.layer_cells import LINKS, LOADS, MODELS, TOKENS, TYPES, cells
 from phalanx.bench.layer_cells import _result as cells_result
 from phalanx.bench.layer_cells import table as cells_table
 from phalanx.bench.layer_loads import exact_routing, load_vector, pair_counts
-from phalanx.bench.layer_methods import COARSE, OURS, Inside, all_methods
+from phalanx.bench.layer_methods import COARSE, METHODS, OURS, Inside
 from phalanx.bench.layer_rank import LayerShape
 from phalanx.bench.layer_scores import chosen, figures, regret
 from phalanx.core.errors import ConfigError, TestbedError
@@ -147,7 +147,7 @@ def test_the_result_of_a_layer() -> None:
 
 
 def test_methods_have_names() -> None:
-    assert all_methods()[: 1 + len(COARSE)] == ("serial", *COARSE) and set(all_methods()) <= {"serial", *COARSE, *OURS}
+    assert METHODS[: 1 + len(COARSE)] == ("serial", *COARSE) and set(METHODS) <= {"serial", *COARSE, *OURS}
     assert len({str(ours) for ours in OURS.values()}) == len(OURS)
 
 
@@ -201,7 +201,7 @@ def test_options_that_make_no_sense_are_all_named() -> None:
 def test_a_small_layer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     emulated_hosts()
     file = tmp_path / "result.json"
-    methods = [name for name in all_methods() if name in ("serial", "coarse:2", "coarse:8", "tiles", "all 2")]
+    methods = [name for name in METHODS if name in ("serial", "coarse:2", "coarse:8", "tiles", "all 2")]
     words = [
         "--shape.tokens",
         "64",

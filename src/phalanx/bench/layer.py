@@ -38,7 +38,7 @@ from rich.table import Table
 
 from phalanx.bench import layer_cells
 from phalanx.bench.layer_loads import load_vector
-from phalanx.bench.layer_methods import COARSE, SERIAL, all_methods
+from phalanx.bench.layer_methods import COARSE, METHODS, SERIAL
 from phalanx.bench.layer_rank import MESSAGES, Layer, LayerShape, Place, as_lists, fit_link, take_turns
 from phalanx.bench.layer_scores import chosen, figures, medians
 from phalanx.bench.rates import serve, tell, told
@@ -76,7 +76,7 @@ def main(args: list[str]) -> int:
     if args[:1] == ["--rank-of"]:
         return _rank(Path(args[1]))
     options = tyro.cli(LayerArgs, args=args, prog="phalanx bench layer", description=__doc__)
-    options = replace(options, methods=options.methods or all_methods())
+    options = replace(options, methods=options.methods or METHODS)
     raise_if(_problems(options), ConfigError, subject="the options")
     load_vector(options.shape.load, num_experts=options.shape.experts, top_k=options.shape.top_k)
     check_writable(options.json)
@@ -94,7 +94,7 @@ def main(args: list[str]) -> int:
 
 
 def _problems(options: LayerArgs) -> list[Problem]:
-    shape, known = options.shape, all_methods()
+    shape, known = options.shape, METHODS
     problems = [
         Problem(where=f"--{name}", value=value, rule=f"must be at least {least}", hint=f"use {least}")
         for name, value, least in (("iterations", options.iterations, 2), ("shape.tokens", shape.tokens, 1), ("shape.hidden", shape.hidden, 1),

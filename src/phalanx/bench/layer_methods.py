@@ -5,7 +5,6 @@ Each idea is switched on alone, on top of what it cannot do without: blocks and 
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +15,7 @@ from phalanx.runtime.collectives import Collectives, Exchange
 from phalanx.runtime.dispatch import Dispatcher
 from phalanx.runtime.experts import ExpertWeights
 from phalanx.runtime.groups import Axis
+from phalanx.runtime.overlap import run_overlapped
 
 SERIAL = "serial"
 COARSE = ("coarse:2", "coarse:4", "coarse:8")
@@ -39,12 +39,7 @@ OURS = {
     "all 4": Ours(Schedule(order="arrival", own_before=0.5, parts=4, blocks=2), per_token=True),
 }
 """Name -> schedule. `tiles` is serial order by canonical tiles; `all N` everything at once, in N parts."""
-
-
-def all_methods() -> tuple[str, ...]:
-    """Serial, coarse, and ours where this package has an executor for it."""
-    has_ours = importlib.util.find_spec("phalanx.runtime.overlap") is not None
-    return (SERIAL, *COARSE, *(OURS if has_ours else ()))
+METHODS = (SERIAL, *COARSE, *OURS)
 
 
 def run_ours(
@@ -58,9 +53,7 @@ def run_ours(
     **more: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`run_experts` by one of our schedules."""
-    from phalanx.runtime.overlap import run_overlapped
-
-    out: tuple[torch.Tensor, torch.Tensor] = run_overlapped(
+    return run_overlapped(
         x_TH,
         weights_TK,
         experts_TK,
@@ -70,7 +63,6 @@ def run_ours(
         per_token=method.per_token,
         **more,
     )
-    return out
 
 
 class Inside(Collectives):

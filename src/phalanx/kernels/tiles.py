@@ -106,10 +106,8 @@ class Rows:
 class TileProducts:
     """Operands and buffers of one layer and batch, in one direction after the other."""
 
-    def __init__(
-        self, geometry: Geometry, w13_e2fH: torch.Tensor, w2_eHf: torch.Tensor, lanes: Lanes, *, recompute: bool
-    ) -> None:
-        self.geometry, self.lanes, self.recompute = geometry, lanes, recompute
+    def __init__(self, geometry: Geometry, w13_e2fH: torch.Tensor, w2_eHf: torch.Tensor, lanes: Lanes) -> None:
+        self.geometry, self.lanes = geometry, lanes
         self.w13_shape = w13_e2fH.shape
         self.w13_eFH, self.w2_eHf = w13_e2fH.flatten(1, 2), w2_eHf
         self.width, self.hidden = w2_eHf.shape[2], w2_eHf.shape[1]

@@ -17,7 +17,7 @@ from phalanx.kernels.rope import RopeTable, apply_rope
 from phalanx.models.context import ForwardInfo, ModelContext, TokenBatch
 from phalanx.models.layers import Linear, RMSNorm
 from phalanx.models.parallel import KvHeads, SequenceParallel, ShardedRMSNorm, context_parallel
-from phalanx.models.recompute import again
+from phalanx.models.recompute import attend
 
 
 class Attention(nn.Module):
@@ -47,29 +47,16 @@ class Attention(nn.Module):
         """(T, H) -> (T, H)."""
         x_NH = self.sequence.gather(x_TH, info, num_sequences=batch.num_sequences)
         q, k, v = self.sequence.told("projections", info, partial(self._project, info=info), x_NH)
-        core = partial(self._told_core, table, batch)
-        if self.recompute_core and torch.is_grad_enabled():
-            out_NO = again(core, info, q, k, v)
-        else:
-            out_NO = core(q, k, v, info)
+        out_NO = attend(
+            partial(self._core, table, batch),
+            (q, k, v),
+            info,
+            sequence=self.sequence,
+            in_steps=self.context.in_steps,
+            recompute=self.recompute_core,
+        )
         y_NH = self.sequence.told("out", info, self.wo, out_NO)
         return self.sequence.scatter(y_NH, info, num_sequences=batch.num_sequences)
-
-    def _told_core(
-        self,
-        table: RopeTable,
-        batch: TokenBatch,
-        q_NO: torch.Tensor,
-        k_NO: torch.Tensor,
-        v_NO: torch.Tensor,
-        info: ForwardInfo,
-    ) -> torch.Tensor:
-        core = partial(self._core, table, batch, info=info)
-        return (
-            core(q_NO, k_NO, v_NO)
-            if self.context.in_steps
-            else self.sequence.told("core", info, core, q_NO, k_NO, v_NO)
-        )
 
     def _project(self, x_NH: torch.Tensor, info: ForwardInfo) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(N, A*D) and twice (N, G*D), normalised where the norm is over all heads."""

@@ -29,7 +29,7 @@ from phalanx.kernels.rope import RopeTable, apply_rope
 from phalanx.models.context import ForwardInfo, ModelContext, TokenBatch
 from phalanx.models.layers import Linear, RMSNorm
 from phalanx.models.parallel import SequenceParallel, context_parallel
-from phalanx.models.recompute import again
+from phalanx.models.recompute import attend
 from phalanx.plan.rope import softmax_factor
 
 LATENT_EPS = 1e-6
@@ -65,29 +65,16 @@ class LatentAttention(nn.Module):
         """(T, H) -> (T, H)."""
         project = partial(self._project, info=info, num_sequences=batch.num_sequences)
         q_NO, kv_NO, key_NR = self.sequence.told("projections", info, project, x_TH)
-        core = partial(self._told_core, table, batch)
-        if self.recompute_core and torch.is_grad_enabled():
-            out_NO = again(core, info, q_NO, kv_NO, key_NR)
-        else:
-            out_NO = core(q_NO, kv_NO, key_NR, info)
+        out_NO = attend(
+            partial(self._core, table, batch),
+            (q_NO, kv_NO, key_NR),
+            info,
+            sequence=self.sequence,
+            in_steps=self.context.in_steps,
+            recompute=self.recompute_core,
+        )
         y_NH = self.sequence.told("out", info, self.wo, out_NO)
         return self.sequence.scatter(y_NH, info, num_sequences=batch.num_sequences)
-
-    def _told_core(
-        self,
-        table: RopeTable,
-        batch: TokenBatch,
-        q_NO: torch.Tensor,
-        kv_NO: torch.Tensor,
-        key_NR: torch.Tensor,
-        info: ForwardInfo,
-    ) -> torch.Tensor:
-        core = partial(self._core, table, batch, info=info)
-        return (
-            core(q_NO, kv_NO, key_NR)
-            if self.context.in_steps
-            else self.sequence.told("core", info, core, q_NO, kv_NO, key_NR)
-        )
 
     def _project(
         self, x_TH: torch.Tensor, info: ForwardInfo, *, num_sequences: int

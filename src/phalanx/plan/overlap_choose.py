@@ -26,7 +26,7 @@ from phalanx.plan.overlap_cost import LayerShape, OverlapCost, TileTimes, second
 from phalanx.plan.overlap_order import Parts, forward_order, schedule_problems, with_weights
 from phalanx.plan.overlap_types import Schedule
 
-__all__ = ["Choice", "Chooser", "Fit", "LayerSample", "MatmulSample", "MessageSample", "choose", "compare", "fit"]
+__all__ = ["Choice", "Chooser", "Fit", "LayerSample", "MatmulSample", "MessageSample", "compare", "fit"]
 
 SERIAL = Schedule()
 Direction = Literal["forward", "backward"]
@@ -122,34 +122,8 @@ def compare(
     return Choice(best if least < (1 - margin) * seconds[0][1] else SERIAL, seconds)
 
 
-def choose(
-    dispatch: DispatchPlan,
-    shape: LayerShape,
-    cost: OverlapCost,
-    candidates: Sequence[Schedule],
-    *,
-    wire: WireBytes,
-    tile_rows: int,
-    direction: Direction = "forward",
-    host_of_rank: Sequence[int] | None = None,
-    margin: float = 0.03,
-) -> Schedule:
-    """The schedule of `compare`."""
-    return compare(
-        dispatch,
-        shape,
-        cost,
-        candidates,
-        wire=wire,
-        tile_rows=tile_rows,
-        direction=direction,
-        host_of_rank=host_of_rank,
-        margin=margin,
-    ).schedule
-
-
 class Chooser:
-    """`choose` for batch after batch of one layer: batches of about equal counts share one choice.
+    """`compare` for batch after batch of one layer: batches of about equal counts share one choice.
 
     Counts are about equal if the rows between all pairs of ranks, and the slots in use, are the same in steps of `step` tiles. Holds up to `most` choices and forgets
     the oldest. Where the cost has changed, make another chooser.
@@ -171,17 +145,21 @@ class Chooser:
         self.shape, self.cost, self.candidates = shape, cost, tuple(candidates)
         self.tile_rows, self.direction, self.hosts, self.margin = tile_rows, direction, host_of_rank, margin
         self.step, self.most = step, most
-        self._found: dict[bytes, Schedule] = {}
+        self._found: dict[bytes, Choice] = {}
         self.num_computed = 0
 
     def __call__(self, dispatch: DispatchPlan, wire: WireBytes) -> Schedule:
-        """The schedule for a batch: that of the first batch whose counts were about equal."""
+        """The schedule for a batch."""
+        return self.choice(dispatch, wire).schedule
+
+    def choice(self, dispatch: DispatchPlan, wire: WireBytes) -> Choice:
+        """For a batch: that of the first batch whose counts were about equal."""
         key = self._key(dispatch, wire)
         if key not in self._found:
             self.num_computed += 1
             if len(self._found) >= self.most:
                 del self._found[next(iter(self._found))]
-            self._found[key] = choose(
+            self._found[key] = compare(
                 dispatch,
                 self.shape,
                 self.cost,

@@ -163,10 +163,7 @@ def _cut_tokens(
     tokens = zip(x_TH.split(sizes), weights_TK.split(sizes), strict=True)
     for number, (x_tH, weights_tK) in enumerate(tokens):
         plan = plan_dispatch(counts_PCE[:, number], dispatcher.slots_G, ep=dispatcher.ep.size, etp=dispatcher.etp.size)
-        pair_of_row_R = order_N[first : first + int(rows_C[number])] - first
-        if not dispatcher.is_plain:
-            moves = plan.send_order(ep=dispatcher.ep.index, etp=dispatcher.etp.index)
-            pair_of_row_R = pair_of_row_R.index_select(0, chunk_index(moves, device))
+        pair_of_row_R = dispatcher.by_slot(order_N[first : first + int(rows_C[number])] - first, plan)
         rows_of_token_tK = inverse_exact(pair_of_row_R, weights_tK.numel()).view(weights_tK.shape)
         parts.append(_Part(number, x_tH, weights_tK, plan, SendList(pair_of_row_R, rows_of_token_tK, dropped)))
         first += weights_tK.numel()

@@ -247,13 +247,17 @@ class Dispatcher:
         plan = plan_dispatch(counts_PE, self.slots_G, ep=self.ep.size, etp=self.etp.size)
         num_rows = int(counts_PE[self.ep_etp.index].sum())
         order_N = stable_order(keys_N, self.num_experts)
-        pair_of_row_R = order_N[:num_rows]
-        if not self.is_plain:
-            moves = plan.send_order(ep=self.ep.index, etp=self.etp.index)
-            pair_of_row_R = pair_of_row_R.index_select(0, chunk_index(moves, device))
+        pair_of_row_R = self.by_slot(order_N[:num_rows], plan)
         dropped = torch.tensor(num_pairs - num_rows, device=device)
         rows_of_token_TK = inverse_exact(pair_of_row_R, num_pairs).view(experts_TK.shape)
         return plan, SendList(pair_of_row_R, rows_of_token_TK, dropped), all_told
+
+    def by_slot(self, pair_of_row_R: torch.Tensor, plan: DispatchPlan) -> torch.Tensor:
+        """Pairs sorted by expert, sorted by slot."""
+        if self.is_plain:
+            return pair_of_row_R
+        moves = plan.send_order(ep=self.ep.index, etp=self.etp.index)
+        return pair_of_row_R.index_select(0, chunk_index(moves, pair_of_row_R.device))
 
     def _gather_counts(
         self, counts_E: torch.Tensor, told: torch.Tensor | None, op_prefix: str

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from phalanx.kernels.later import Later, Target, target_of
 from phalanx.kernels.permute import sum_places
 from phalanx.kernels.tiles import Geometry, Rows, TileProducts, block_units, column_units
 from phalanx.plan.dispatch import DispatchPlan
-from phalanx.plan.overlap import backward_of, part_ends, plan_overlap, tiles_of
+from phalanx.plan.overlap import backward_of, plan_overlap, tiles_of
 from phalanx.plan.overlap_bytes import Route, WireBytes, choose_transport, traffic_of, wire_bytes
 from phalanx.plan.overlap_types import Op, RankPlan, Schedule
 from phalanx.runtime.collectives import Exchange, Message, backward_id
@@ -79,7 +79,7 @@ def run_overlapped(
     forward = plan_overlap(
         plan, schedule, rank=own, tile_rows=TILE_ROWS, direction="forward", has_shared=beside is not None
     )
-    outs = _outgoing(dispatcher, plan.rows_PG[own], forward, schedule, send.pair_of_row_R, per_token)
+    outs = _outgoing(dispatcher, plan.rows_PG[own], forward, send.pair_of_row_R, per_token)
     flight = _Flight(dispatcher, forward, outs, op_prefix, num_tokens=x_TH.shape[0], per_token=per_token)
     flight.exchange_meta(weights_TK.detach(), x_TH.dtype)
     flight.later = target_of([experts.w13_e2fH, experts.w2_eHf], x_TH, later)
@@ -111,7 +111,6 @@ def _outgoing(
     dispatcher: Dispatcher,
     rows_G: Any,
     plan: RankPlan,
-    schedule: Schedule,
     pairs_R: torch.Tensor,
     per_token: bool,
 ) -> list[Outgoing]:
@@ -122,7 +121,7 @@ def _outgoing(
     for ep in range(dispatcher.ep.size):
         rows_e = [int(n) for n in rows_G[ep * per_rank : (ep + 1) * per_rank]]
         tiles = tiles_of(rows_e, source=plan.rank, tile_rows=TILE_ROWS)
-        rows_to = part_rows(tiles, part_ends(tiles, schedule.parts))
+        rows_to = part_rows(tiles, plan.peer_part_ends[ep * dispatcher.etp.size])
         one = outgoing(pairs_R[at : at + sum(rows_e)], dispatcher.top_k, rows_to, per_token=per_token)
         at += sum(rows_e)
         out += [one] * dispatcher.etp.size
@@ -134,7 +133,6 @@ class _Way:
     """What is under way in one direction of one pass."""
 
     plan: RankPlan
-    phase: Literal["forward", "backward"]
     arriving: dict[tuple[int, int], Exchange] = field(default_factory=dict)
     """Entries by (source, part)."""
     returning: dict[tuple[int, int, int], Exchange] = field(default_factory=dict)
@@ -184,7 +182,7 @@ class _Flight:
 
     def _id(self, what: str, way: _Way | None) -> str:
         name = self.prefix + what
-        return backward_id(name) if way is not None and way.phase == "backward" else name
+        return backward_id(name) if way is not None and way.plan.direction == "backward" else name
 
     def _send(self, tensor: torch.Tensor, peer: int, tag: int, op_id: str) -> Exchange:
         return self.comms.start_send(Message(tensor, peer, tag), self.axis, op_id=op_id)
@@ -241,7 +239,7 @@ class _Flight:
 
     def depart(self, x_TH: torch.Tensor, plan: RankPlan, columns: Sequence[int]) -> _Way:
         """Post all receives of one direction, then send this rank's entries. `columns`: of each block of what comes back."""
-        way = _Way(plan, plan.direction)
+        way = _Way(plan)
         at, size = self._id("dispatch.rows", way), x_TH.shape[1]
         for source, entries in enumerate(self.ins):
             if source == self.own:
@@ -274,7 +272,7 @@ class _Flight:
                     if len(into):
                         tag = _tag("coming", part, block)
                         way.returning[peer, part, block] = self._receive(into, peer, tag, at)
-            if way.phase == "backward" and entries.num:
+            if way.plan.direction == "backward" and entries.num:
                 wide = torch.promote_types(way.sums_b[0].dtype, torch.float32)
                 dots = way.sums_b[0].new_empty(len(self.outs[peer].pairs), dtype=wide)
                 name = self._id("dispatch.weights", way)
@@ -366,7 +364,7 @@ class _Work(torch.autograd.Function):
         way = flight.under_way
         geometry = Geometry(flight.plan.tiles, flight.slots, x_TH.dtype)
         flight.place_rows(geometry)
-        work = TileProducts(geometry, w13, w2, flight.lanes, recompute=flight.recompute)
+        work = TileProducts(geometry, w13, w2, flight.lanes)
         work.open_forward(flight.plan.blocks)
         rows = [Rows(*three) for three in zip(way.entries, flight.index, flight.row_weights, strict=True)]
         for op in way.plan.ops:
@@ -387,7 +385,7 @@ class _Work(torch.autograd.Function):
     def backward(ctx: Any, ticket: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         w13, w2, gate_up, *entries = ctx.saved_tensors
         flight, way, geometry = ctx.flight, ctx.flight.under_way, ctx.geometry
-        work = TileProducts(geometry, w13, w2, flight.lanes, recompute=gate_up is None)
+        work = TileProducts(geometry, w13, w2, flight.lanes)
         work.open_backward(way.plan.blocks, gate_up)
         rows = [Rows(*three) for three in zip(entries, flight.index, flight.row_weights, strict=True)]
         grads = [Rows(g, r.index, r.weights) for g, r in zip(way.entries, rows, strict=True)]

@@ -29,7 +29,7 @@ from phalanx.core.files import write_json
 from phalanx.kernels.lanes import Lanes
 from phalanx.plan.dispatch import DispatchPlan
 from phalanx.plan.overlap_bytes import WireBytes
-from phalanx.plan.overlap_choose import Chooser, LayerSample, MatmulSample, MessageSample, Sample, compare, fit
+from phalanx.plan.overlap_choose import Chooser, LayerSample, MatmulSample, MessageSample, Sample, fit
 from phalanx.plan.overlap_cost import LayerShape, OverlapCost
 from phalanx.plan.overlap_setting import CANDIDATES, FINE
 from phalanx.plan.overlap_types import Schedule
@@ -142,11 +142,10 @@ class Tuned:
     def __call__(self, plan: DispatchPlan, wire: WireBytes) -> Schedule:
         """Choose, and start the clock."""
         chooser = self.known.chooser
-        schedule = chooser(plan, wire)
-        compared = compare(plan, chooser.shape, chooser.cost, [schedule], wire=wire, tile_rows=TILE_ROWS, margin=0.0)
-        self._predicted_s = dict(compared.seconds)[schedule] if chooser.cost is not _UNKNOWN else 0.0
+        choice = chooser.choice(plan, wire)
+        self._predicted_s = dict(choice.seconds)[choice.schedule] if chooser.cost is not _UNKNOWN else 0.0
         self._begin_s = time.perf_counter()
-        return schedule
+        return choice.schedule
 
     def done(self) -> None:
         """The pass is over."""

@@ -30,7 +30,7 @@ def traced(comms: Collectives, op_id: str, section: Callable[..., T], *inputs: A
         return section(*inputs)
     clock = _Clock(comms, backward_id(op_id)) if torch.is_grad_enabled() else None
     if clock is not None:
-        inputs = tuple(_marked(inputs, _End, clock))
+        inputs = tuple(_marked(inputs, clock.end))
     with comms.doing(op_id):
         out = section(*inputs)
     return out if clock is None else _mark_result(out, clock)
@@ -54,50 +54,35 @@ class _Clock:
 
 def _mark_result(out: Any, clock: _Clock) -> Any:
     if isinstance(out, torch.Tensor):
-        return _marked((out,), _Begin, clock)[0]
+        return _marked((out,), clock.begin)[0]
     if isinstance(out, tuple):
-        return tuple(_marked(out, _Begin, clock))
+        return tuple(_marked(out, clock.begin))
     names = [field.name for field in dataclasses.fields(out)]
-    values = _marked([getattr(out, name) for name in names], _Begin, clock)
+    values = _marked([getattr(out, name) for name in names], clock.begin)
     return dataclasses.replace(out, **dict(zip(names, values, strict=True)))
 
 
-def _marked(values: Any, mark: type[torch.autograd.Function], clock: _Clock) -> list[Any]:
+def _marked(values: Any, passed: Callable[[], None]) -> list[Any]:
     """`values`, those with a gradient passed through one mark together."""
     marked = list(values)
     places = [i for i, x in enumerate(marked) if isinstance(x, torch.Tensor) and x.requires_grad]
     if places:
-        through = mark.apply(clock, *(marked[i] for i in places))
+        through = _Mark.apply(passed, *(marked[i] for i in places))
         for i, x in zip(places, through, strict=True):
             marked[i] = x
     return marked
 
 
-class _Begin(torch.autograd.Function):
-    """Behind a section: its gradient runs first."""
+class _Mark(torch.autograd.Function):
+    """Calls `passed` when the gradients of `xs` pass by."""
 
     @staticmethod
-    def forward(ctx: Any, clock: _Clock, *xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.clock = clock
+    def forward(ctx: Any, passed: Callable[[], None], *xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.passed = passed
         ctx.set_materialize_grads(False)
         return tuple(x.view_as(x) for x in xs)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        ctx.clock.begin()
-        return None, *grads
-
-
-class _End(torch.autograd.Function):
-    """Before a section: its gradient runs last."""
-
-    @staticmethod
-    def forward(ctx: Any, clock: _Clock, *xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.clock = clock
-        ctx.set_materialize_grads(False)
-        return tuple(x.view_as(x) for x in xs)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        ctx.clock.end()
+        ctx.passed()
         return None, *grads
