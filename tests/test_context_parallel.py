@@ -87,7 +87,12 @@ def attention_on(rank: int, cache: GroupCache, shape: Shape, **options: Any) -> 
     out.backward(d_out)
     sent = {op: (c.calls, c.sent_bytes) for (op, _), c in comms.counters.items()}
     tensors = [out.detach(), *(x.grad for x in leaves)]
-    return {"places": places, "tensors": tensors, "sent": sent, "ids": [event.op_id for event in told]}
+    return {
+        "places": places,
+        "tensors": tensors,
+        "sent": sent,
+        "ids": [event.op_id for event in told if isinstance(event, Collective)],
+    }
 
 
 def put_together(found: list[dict[str, Any]], shape: Shape) -> list[torch.Tensor]:

@@ -10,7 +10,7 @@ import pytest
 
 from phalanx.core.errors import PlanError
 from phalanx.models.families import FAMILIES, Family, families_for, find_family
-from phalanx.models.families.names import Link, Rule, in_tensor, intersection, links, shapes_of
+from phalanx.models.families.names import Link, Rule, in_tensor, links, shapes_of
 from phalanx.plan.layout import Box
 from phalanx.plan.model import PRESETS, ModelSpec, RouterSpec, resolve_model
 from phalanx.plan.model_settings import settings_for
@@ -181,6 +181,6 @@ def test_a_box_finds_its_place_in_the_tensor() -> None:
     assert gate == Link("gate_up", (4, 16, 16), Box((0, 0, 0), (4, 8, 16)), "layers.0.moe.experts.w13",
                         Box((0, 0, 0, 0), (4, 1, 8, 16)), (0, 2, 3))  # fmt: skip
     box = Box((1, 0, 2, 0), (1, 2, 3, 16))
-    shared = intersection(up.box, box)
+    shared = up.box.intersection(box)
     assert shared == Box((1, 1, 2, 0), (1, 1, 3, 16)) and in_tensor(up, shared) == Box((1, 10, 0), (1, 3, 16))
-    assert intersection(gate.box, Box((0, 1, 0, 0), (4, 1, 8, 16))) is None
+    assert gate.box.intersection(Box((0, 1, 0, 0), (4, 1, 8, 16))) is None

@@ -67,7 +67,7 @@ def _context(recipe: Recipe, spec: ModelSpec) -> Any:
     assert moe is not None
 
     class Context:
-        dispatch = moe.dispatcher.spec
+        dispatch = moe.routed.dispatcher.spec
         dtype = parts.model.dtype
         groups = parts.groups
 

@@ -120,7 +120,10 @@ def test_prometheus_scrapes_the_newest_numbers(tmp_path: Path) -> None:
     port, folder = free_port(), tmp_path / "laptop"
     config = ObserveConfig(console="none", tensorboard=False, prometheus_port=port)
     with open_sinks(config, folder=folder, rank=0) as emit:
-        for event in a_run(100):
+        waits = dict.fromkeys(
+            (f"{a}_{b}_s" for a in ("exposed", "hidden") for b in ("forward", "backward")), (0.01,) * 4
+        )
+        for event in a_run(100, **waits):
             emit(event)
         found = scrape(port)
         last = ended(100)
