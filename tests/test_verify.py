@@ -28,6 +28,7 @@ from phalanx.plan.layout import Box
 from phalanx.plan.model import PRESETS
 from phalanx.plan.stage_foldings import staged_problems
 from phalanx.runtime.boxes import BoxTensor
+from phalanx.train.exchange_times import ExchangeTimes
 from phalanx.train.step import StepResult
 from phalanx.verify import session
 from phalanx.verify.compare import RankReport, errors, not_saved_once, uncovered
@@ -230,6 +231,7 @@ def test_references_are_read_as_they_were_saved(tmp_path: Path) -> None:
         grad_norm=2.5,
         counts_LE=np.arange(4).reshape(1, 4),
         stop=False,
+        exchange=ExchangeTimes(),
     )
     tensors = {
         "a": torch.randn(3, 5).bfloat16(),

@@ -497,7 +497,9 @@ def _bias(case: Case) -> bool:
 
 
 def _all_to_all(case: Case) -> bool:
-    return case.setup.dispatch.transport == "all_to_all"
+    """Rows travel by the collective that these faults change."""
+    dispatch = case.setup.dispatch
+    return dispatch.transport == "all_to_all" and dispatch.overlap == "serial"
 
 
 def _static_rows(case: Case) -> bool:
