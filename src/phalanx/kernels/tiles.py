@@ -121,14 +121,25 @@ class TileProducts:
         x_mH[place.tile.rows :].zero_()
         return x_mH
 
+    def _by_slot(self, columns: int, *, space: bool = False) -> list[torch.Tensor]:
+        """Room for the rows of each slot. One buffer for all would be mapped and cleared anew at every call: heaps keep nothing that large."""
+        like = self.w2_eHf
+        rows = [slot.stop - slot.start for slot in self.geometry.slots]
+        return [spaced(n, columns, like) if space else like.new_empty(n, columns) for n in rows]
+
+    def _of(self, buffers: Sequence[torch.Tensor], place: Place) -> torch.Tensor:
+        """The tile's rows."""
+        start = place.at - self.geometry.slots[place.tile.slot].start
+        return buffers[place.tile.slot][start : start + place.size]
+
     # ---- forward --------------------------------------------------------------------------------------------------------------
 
     def open_forward(self, blocks: int) -> None:
         """Make room."""
         size, like = self.geometry.size, self.w2_eHf
         self.columns = block_units(self.hidden, blocks)
-        self.gate_up_PF = spaced(size, 2 * self.width, like)
-        self.h_Pf = like.new_empty(size, self.width)
+        self.gate_up_e = self._by_slot(2 * self.width, space=True)
+        self.h_e = self._by_slot(self.width)
         self.out_b = [like.new_empty(size, len(units) * self.unit) for units in self.columns]
 
     def first(self, places: Sequence[Place], rows: Rows) -> None:
@@ -136,7 +147,7 @@ class TileProducts:
         self.lanes.run(lambda place, lane: self._first(place, rows, lane), places)
 
     def _first(self, place: Place, rows: Rows, lane: int) -> None:
-        gate_up_mF, h_mf = self.gate_up_PF[place.padded], self.h_Pf[place.padded]
+        gate_up_mF, h_mf = self._of(self.gate_up_e, place), self._of(self.h_e, place)
         torch.mm(self._gather(place, rows, lane), self.w13_eFH[place.tile.slot].T, out=gate_up_mF)
         self._activate(gate_up_mF, h_mf)
         h_mf[: place.tile.rows].mul_(rows.weights[place.rows].unsqueeze(1))
@@ -150,23 +161,23 @@ class TileProducts:
 
     def second(self, places: Sequence[Place], block: int) -> None:
         """`h w2` of tiles, in the columns of a block."""
-        self.lanes.run(lambda place, _: self._products(place, self.h_Pf, self.w2_eHf[place.tile.slot].T, block), places)
+        self.lanes.run(lambda place, _: self._products(place, self.h_e, self.w2_eHf[place.tile.slot].T, block), places)
 
-    def _products(self, place: Place, left_Pk: torch.Tensor, right_kH: torch.Tensor, block: int) -> None:
-        out_mB = self.out_b[block][place.padded]
+    def _products(self, place: Place, left_e: Sequence[torch.Tensor], right_kH: torch.Tensor, block: int) -> None:
+        out_mB, left_mk = self.out_b[block][place.padded], self._of(left_e, place)
         for i, columns in enumerate(self.columns[block]):
-            torch.mm(left_Pk[place.padded], right_kH[:, columns], out=out_mB[:, i * self.unit : (i + 1) * self.unit])
+            torch.mm(left_mk, right_kH[:, columns], out=out_mB[:, i * self.unit : (i + 1) * self.unit])
 
     # ---- backward -------------------------------------------------------------------------------------------------------------
 
-    def open_backward(self, blocks: int, gate_up_PF: torch.Tensor | None) -> None:
-        """Make room; `gate_up_PF` is what the forward pass kept, None: it is computed again."""
+    def open_backward(self, blocks: int, gate_up_e: Sequence[torch.Tensor]) -> None:
+        """Make room; `gate_up_e` is what the forward pass kept, empty: it is computed again."""
         size, like = self.geometry.size, self.w2_eHf
         self.columns = block_units(self.hidden, blocks)
-        self.gate_up_PF = spaced(size, 2 * self.width, like) if gate_up_PF is None else gate_up_PF
-        self._again = gate_up_PF is None
-        self.h_Pf = like.new_empty(size, self.width)
-        self.d_gate_up_PF = spaced(size, 2 * self.width, like)
+        self._again = not gate_up_e
+        self.gate_up_e = list(gate_up_e) or self._by_slot(2 * self.width, space=True)
+        self.h_e = self._by_slot(self.width)
+        self.d_gate_up_e = self._by_slot(2 * self.width, space=True)
         wide = torch.promote_types(like.dtype, torch.float32)
         self.dots_P = like.new_empty(size, dtype=wide)
         self.out_b = [like.new_empty(size, len(units) * self.unit) for units in self.columns]
@@ -178,7 +189,7 @@ class TileProducts:
 
     def _first_backward(self, place: Place, rows: Rows, grads: Rows, lane: int) -> None:
         slot, weights_r1 = place.tile.slot, rows.weights[place.rows].unsqueeze(1)
-        gate_up_mF, h_mf, d_mF = (t[place.padded] for t in (self.gate_up_PF, self.h_Pf, self.d_gate_up_PF))
+        gate_up_mF, h_mf, d_mF = (self._of(t, place) for t in (self.gate_up_e, self.h_e, self.d_gate_up_e))
         if self._again:
             torch.mm(self._gather(place, rows, lane), self.w13_eFH[slot].T, out=gate_up_mF)
         dh_mf = self._dh[lane][: place.size]
@@ -209,7 +220,7 @@ class TileProducts:
     def second_backward(self, places: Sequence[Place], block: int) -> None:
         """The gradient of the rows of tiles, in the columns of a block."""
         self.lanes.run(
-            lambda place, _: self._products(place, self.d_gate_up_PF, self.w13_eFH[place.tile.slot], block), places
+            lambda place, _: self._products(place, self.d_gate_up_e, self.w13_eFH[place.tile.slot], block), places
         )
 
     def open_weights(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -234,8 +245,8 @@ class TileProducts:
             return
         self._zero_padding(slot)
         x_mH = spaced(place.stop - place.start, self.hidden, self.w2_eHf)
-        torch.mm(self._gather_slot(slot, grads, x_mH).T, self.h_Pf[place], out=d_w2_Hf)
-        torch.mm(self.d_gate_up_PF[place].T, self._gather_slot(slot, sources, x_mH), out=d_w13_FH)
+        torch.mm(self._gather_slot(slot, grads, x_mH).T, self.h_e[slot], out=d_w2_Hf)
+        torch.mm(self.d_gate_up_e[slot].T, self._gather_slot(slot, sources, x_mH), out=d_w13_FH)
 
     def _gather_slot(self, slot: int, of_source: Sequence[Rows], x_mH: torch.Tensor) -> torch.Tensor:
         first, end = self.geometry.slots[slot].start, 0
@@ -250,6 +261,6 @@ class TileProducts:
     def _zero_padding(self, slot: int) -> None:
         """Rows of a slot behind its last tile: nothing has written them."""
         places = self.geometry.of_slot[slot]
-        rest = slice(places[-1].padded.stop, self.geometry.slots[slot].stop)
-        self.h_Pf[rest].zero_()
-        self.d_gate_up_PF[rest].zero_()
+        filled = places[-1].padded.stop - self.geometry.slots[slot].start
+        self.h_e[slot][filled:].zero_()
+        self.d_gate_up_e[slot][filled:].zero_()

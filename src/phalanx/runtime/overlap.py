@@ -376,17 +376,18 @@ class _Work(torch.autograd.Function):
                 work.second(_places(geometry, way.plan, op), op.block)
             elif op.kind == "return":
                 flight.give_back(way, op, work.out_b[op.block])
-        kept = None if flight.recompute else work.gate_up_PF
-        ctx.flight, ctx.geometry = flight, geometry
-        ctx.save_for_backward(w13, w2, kept, *way.entries)
+        kept = [] if flight.recompute else work.gate_up_e
+        ctx.flight, ctx.geometry, ctx.num_kept = flight, geometry, len(kept)
+        ctx.save_for_backward(w13, w2, *kept, *way.entries)
         return ticket.clone()
 
     @staticmethod
     def backward(ctx: Any, ticket: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        w13, w2, gate_up, *entries = ctx.saved_tensors
+        w13, w2, *rest = ctx.saved_tensors
+        gate_up_e, entries = rest[: ctx.num_kept], rest[ctx.num_kept :]
         flight, way, geometry = ctx.flight, ctx.flight.under_way, ctx.geometry
         work = TileProducts(geometry, w13, w2, flight.lanes)
-        work.open_backward(way.plan.blocks, gate_up)
+        work.open_backward(way.plan.blocks, gate_up_e)
         rows = [Rows(*three) for three in zip(entries, flight.index, flight.row_weights, strict=True)]
         grads = [Rows(g, r.index, r.weights) for g, r in zip(way.entries, rows, strict=True)]
         weights = work.open_weights() if ctx.needs_input_grad[2] or ctx.needs_input_grad[3] else None
