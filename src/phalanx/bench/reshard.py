@@ -57,7 +57,7 @@ class ReshardArgs:
     cases: tuple[int, ...] = tuple(c.number for c in CASES)
     mib: int = 64
     """Size of the whole tensor."""
-    rate: str = "100mbit"
+    rate: str = "150mbit"
     """Of each host's link, in each direction, headers included."""
     rounds: int = 3
     """Turns of each method."""
