@@ -3,7 +3,8 @@
 Trials: 2 to 4 ranks run layers forward and backward (tile by tile, in chunks, serial, in turn; `bench/robust_rank.py`) and at a random moment one of them is
 killed with SIGKILL. Every other rank must raise an error of ours that names axis and ranks, within 10 s. A rank that has not is *hung*; one that
 ends by a signal, or with another exit code than after an error, before or after it raised, is *aborted*. A rank that has raised ends a little
-later, as in a real run, and those that wait for it learn of it then.
+later, as in a real run, and those that wait for it learn of it then. A trial in which the watching process itself stood still for a second or more (a machine that
+was paused, or far too busy) says nothing about the ranks: it is told, and done again.
 
 Iterations: two ranks run layers with changing routing. Memory is sampled, and from time to time all methods must agree on a pass. What is resident also
 moves with how the C library's heaps are filled, so three numbers are told: growth of what is resident (medians of windows behind
@@ -53,6 +54,10 @@ LIMIT_S = 10.0
 """Within which every rank must have raised."""
 START_S = 120.0
 """For ranks to start, on a busy machine."""
+TICK_S = 0.1
+"""How often the watching process looks up."""
+MOST_STILL_S = 1.0
+MOST_DISTURBED = 20
 MOST_PASSES_S = 0.15
 """A rank is killed up to so long after all methods have had a turn: some passes."""
 FOLDINGS: tuple[Folding, ...] = (
@@ -109,6 +114,8 @@ class RobustResult:
     """Trials in which a survivor hung; so the others."""
     aborted: int = 0
     unclear: int = 0
+    disturbed: int = 0
+    """Trials that were done again."""
     slowest_s: float = 0.0
     """From a kill to the last survivor's error."""
     median_s: float = 0.0
@@ -148,7 +155,13 @@ def measure(options: RobustArgs, *, tell: Any = print) -> RobustResult:
     result = RobustResult(trials=options.trials, iterations=options.iterations)
     chance, everyone = random.Random(options.seed), list[Survivor]()
     for number in range(options.trials):
-        survivors = run_trial(FOLDINGS[number % len(FOLDINGS)], chance)
+        survivors, still_s = run_trial(FOLDINGS[number % len(FOLDINGS)], chance)
+        while still_s >= MOST_STILL_S:
+            if result.disturbed >= MOST_DISTURBED:
+                raise RunError(f"{result.disturbed} trials were disturbed: this machine stands still too often")
+            result.disturbed += 1
+            tell(f"trial {number} again: nothing ran for {still_s:.1f} s")
+            survivors, still_s = run_trial(FOLDINGS[number % len(FOLDINGS)], chance)
         everyone += survivors
         count_trial(result, survivors, number)
         if (number + 1) % 10 == 0:
@@ -200,8 +213,11 @@ def _signed(num_bytes: int) -> str:
 
 def run_trial(
     folding: Folding, chance: random.Random, *, limit_s: float = LIMIT_S, body: Body | None = None
-) -> list[Survivor]:
-    """Start ranks, kill one of them at a random moment, and see what becomes of the others. Raises `RunError` where they do not start."""
+) -> tuple[list[Survivor], float]:
+    """Start ranks, kill one of them at a random moment, and see what becomes of the others; and for how long this process stood still meanwhile.
+
+    Raises `RunError` where the ranks do not start.
+    """
     body = body or partial(run_until_lost, folding=folding, shape=IN_TRIALS)
     victim = chance.randrange(folding.world)
     with forked(folding.world, body) as ranks:
@@ -215,11 +231,17 @@ def run_trial(
         return _watch([(n, rank) for n, rank in enumerate(ranks) if n != victim], killed_s, limit_s)
 
 
-def _watch(survivors: Sequence[tuple[int, ForkedRank]], killed_s: float, limit_s: float) -> list[Survivor]:
+def _watch(
+    survivors: Sequence[tuple[int, ForkedRank]], killed_s: float, limit_s: float
+) -> tuple[list[Survivor], float]:
     told: dict[int, Raised] = {}
+    still_s, seen_s = 0.0, killed_s
     open_ends: dict[Any, int] = {rank.end: number for number, rank in survivors}
     while open_ends and (left_s := killed_s + limit_s - time.monotonic()) > 0:
-        for end in wait(list(open_ends), left_s):
+        ready = wait(list(open_ends), min(left_s, TICK_S))
+        now_s = time.monotonic()
+        still_s, seen_s = max(still_s, now_s - seen_s - TICK_S), now_s
+        for end in ready:
             number = open_ends.pop(end)
             with contextlib.suppress(EOFError):  # it has ended without a word
                 told[number] = _receive(end)
@@ -228,7 +250,7 @@ def _watch(survivors: Sequence[tuple[int, ForkedRank]], killed_s: float, limit_s
     for number, rank in survivors:
         rank.process.join(0 if number in hung else limit_s)
         out.append(_judge(number, told.get(number), rank.process.exitcode, killed_s, limit_s))
-    return out
+    return out, still_s
 
 
 def _receive(end: Any) -> Raised:
@@ -242,9 +264,9 @@ def _judge(rank: int, told: Raised | None, code: int | None, killed_s: float, li
         return Survivor(rank=rank, end="hung", seconds=limit_s, text="" if told is None else told.text)
     if told is None or code != RAISED:
         return Survivor(rank=rank, end="aborted", seconds=limit_s, text=f"exit code {code}")
-    end: End = "raised" if told.clear else "unclear"
-    text = f"{told.error}: {told.text}"
-    return Survivor(rank=rank, end=end, seconds=told.at_s - killed_s, method=told.method, text=text)
+    seconds, text = told.at_s - killed_s, f"{told.error}: {told.text}"
+    end: End = "hung" if seconds > limit_s else "raised" if told.clear else "unclear"
+    return Survivor(rank=rank, end=end, seconds=seconds, method=told.method, text=text)
 
 
 def count_trial(result: RobustResult, survivors: Sequence[Survivor], number: int) -> None:
@@ -282,7 +304,7 @@ def run_iterations(iterations: int) -> LongRun:
         folding=folding,
         shape=IN_ITERATIONS,
         iterations=iterations,
-        every=max(1, SETTLED // 20),
+        every=SETTLED // 10,
         compare_every=COMPARE_EVERY,
     )
     samples, wrong = [], []

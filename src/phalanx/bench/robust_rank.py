@@ -66,7 +66,7 @@ class Sample:
     in_use_bytes: int
     """Of the C library's heaps: what somebody holds, without what is free inside them. 0 where the library does not say."""
     objects: int
-    """Python's, as far as the collector knows them."""
+    """Python's that have come since the first pass, as far as the collector knows them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,6 +178,8 @@ def run_for_long(
     try:
         layer = Layer(info, folding, shape)
         samples, wrong = [], []
+        layer.run(0)
+        gc.freeze()  # what is there now is neither looked through nor counted
         for number in range(1, iterations + 1):
             layer.run(number)
             if number % compare_every == 0:
