@@ -12,6 +12,7 @@ import torch
 import test_dispatch as dense
 from moe_help import context, moe_spec
 from phalanx.core.errors import ConfigError
+from phalanx.kernels import tiles
 from phalanx.kernels.lanes import SERIAL, Lanes
 from phalanx.kernels.later import Later, run
 from phalanx.kernels.native import compiled_rows
@@ -32,25 +33,27 @@ SCHEDULES = (
 )
 
 
-def overlapped(schedule, per_token=True, tile_rows=None):
-    """`run_experts` in the other way."""
+def overlapped(schedule, per_token=True, dtype=torch.float64):
+    """`run_experts` in the other way, computed in `dtype`; routing weights are fp32 at least, as the router gives them."""
 
     def call(x, weights, experts_TK, *, experts, dispatcher):
-        return overlap.run_overlapped(
-            x, weights, experts_TK, experts=experts, dispatcher=dispatcher, schedule=schedule, per_token=per_token,
-            lanes=SERIAL,
+        y, dropped = overlap.run_overlapped(
+            x.to(dtype), weights.to(torch.promote_types(dtype, torch.float32)), experts_TK,
+            experts=ExpertWeights(experts.w13_e2fH.to(dtype), experts.w2_eHf.to(dtype)),
+            dispatcher=dispatcher, schedule=schedule, per_token=per_token, lanes=SERIAL,
         )  # fmt: skip
+        return y.to(x.dtype), dropped
 
     return call
 
 
-def run_case(rank, cache, case, schedule, per_token, tile_rows):
-    kept_call, kept_rows = dense.run_experts, overlap.TILE_ROWS
-    dense.run_experts, overlap.TILE_ROWS = overlapped(schedule, per_token), tile_rows
-    try:
+def run_case(rank, cache, case, schedule, per_token, tile_rows, columns=tiles.COLUMNS, dtype=torch.float64):
+    """`columns`: least columns of a unit of the second product."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dense, "run_experts", overlapped(schedule, per_token, dtype))
+        patch.setattr(overlap, "TILE_ROWS", tile_rows)
+        patch.setattr(tiles, "COLUMNS", columns)
         return dense.run_case(rank, cache, case, Collectives(timeout_s=30))
-    finally:
-        dense.run_experts, overlap.TILE_ROWS = kept_call, kept_rows
 
 
 def run_cases(rank, cache, cases):
@@ -76,7 +79,7 @@ def test_every_mapping_of_4_ranks(schedule):
 
 
 def drawn(seed):
-    """A random configuration: ranks, grid, experts, top-k, tokens of each rank (zero among them), skew, policy, schedule, tiles."""
+    """A random configuration: ranks, grid, experts, top-k, tokens of each rank (zero among them), skew, policy, schedule, tiles, columns."""
     draw = random.Random(seed)
     world = draw.choice((1, 1, 2, 2, 2, 2, 2, 2, 3, 4))
     grids = [(ep, etp) for ep, etp in itertools.product((1, 2, 3, 4), repeat=2) if world % (ep * etp) == 0 and etp != 3]
@@ -95,7 +98,7 @@ def drawn(seed):
         order = draw.choice(("serial", "own_first", "arrival"))
         before = draw.random() if order == "arrival" else 1.0
         schedule = Schedule(parts=schedule.parts, blocks=schedule.blocks, order=order, own_before=before)
-    return world, (case, schedule, draw.random() < 0.7, draw.choice((1, 2, 4, 512)))
+    return world, (case, schedule, draw.random() < 0.7, draw.choice((1, 2, 4, 512)), draw.choice((2, 3, tiles.COLUMNS)))
 
 
 @pytest.mark.ranks
@@ -187,8 +190,8 @@ def test_nor_do_they_on_what_else_should_not_matter(options):
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)], ids=str)
 def test_it_is_the_plain_layer_but_for_rounding(dtype, tolerance):
     folding = dense.make_folding(world=2, ep=2)
-    for plain, tiles in run_ranks(2, layer, folding, [None, SCHEDULES[2]], dtype, {"tile_rows": 512}):
-        for a, b in zip(plain, tiles, strict=True):
+    for plain, ours in run_ranks(2, layer, folding, [None, SCHEDULES[2]], dtype, {"tile_rows": 512}):
+        for a, b in zip(plain, ours, strict=True):
             assert (a.float() - b.float()).abs().max() <= tolerance * a.float().abs().max()
 
 

@@ -19,6 +19,7 @@ COMMANDS = {
     "bench step": ("phalanx.bench.step", "measure"),
     "bench memory": ("phalanx.bench.memory", "compare"),
     "bench kill": ("phalanx.bench.kill", "kill_and_compare"),
+    "bench robust": ("phalanx.bench.robust", "measure"),
     "bench pipeline": ("phalanx.bench.pipeline", "measure"),
     "bench reshard": ("phalanx.bench.reshard", "measure"),
     "bench reshard-plan --nine": ("phalanx.bench.reshard_plan", "measure_nine"),

@@ -34,6 +34,7 @@ from phalanx.verify import session
 from phalanx.verify.compare import RankReport, errors, not_saved_once, uncovered
 from phalanx.verify.faults import FAULTS, Fault, fault_named
 from phalanx.verify.follow import Curve, judge
+from phalanx.verify.forced import force_overlap
 from phalanx.verify.numbers import microbatch
 from phalanx.verify.pairwise import pairwise
 from phalanx.verify.reference import Reference, reference_run
@@ -341,6 +342,38 @@ def test_all_mappings_of_two_ranks_agree_with_one(dtype: str, limit: float, tmp_
     assert "cases agree" in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("value", "counts"),
+    [("serial", (122, 0, 0, 0)), ("fine", (49, 49, 17, 7)), ("coarse:3", (56, 49, 17, 0))],
+)
+def test_overlap_is_forced_where_it_can_apply_and_the_rest_is_counted(value: str, counts: tuple[int, ...]) -> None:
+    cases = default_cases(4)
+    forced = force_overlap(cases, value)
+    assert len(forced.cases) == len(cases) == sum(counts) and forced.num_forced == counts[0]
+    kept = [sum(n for why, n in forced.kept.items() if word in why) for word in ("etp = 1", "gathers", "capacity")]
+    assert tuple(kept) == counts[1:]
+    for before, after in zip(cases, forced.cases, strict=True):
+        dispatch = dataclasses.replace(after.setup.dispatch, overlap=before.setup.dispatch.overlap)
+        setup = dataclasses.replace(after.setup, dispatch=dispatch, label=before.setup.label)
+        assert dataclasses.replace(after, setup=setup) == before  # nothing else
+        assert after is before or f"overlap={value}" in after.label
+
+
+@pytest.mark.ranks
+def test_forced_cases_agree_and_the_command_says_how_many(tmp_path: Path) -> None:
+    path = tmp_path / "v.json"
+    done = phalanx("verify", "--ranks", "2", "--dtype", "float32", "--overlap", "coarse:3", "--json", str(path))
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    result = json.loads(path.read_text())
+    assert result["overlap"] == "coarse:3" and result["failures"] == []
+    assert result["overlap_forced"] + sum(result["overlap_kept"].values()) == result["cases"]
+    forced = [label for label in result["labels"] if label.endswith("overlap=coarse:3")]
+    assert len(forced) == result["overlap_forced"] > 10
+    said = " ".join(done.stdout.split())
+    assert f"dispatch.overlap = coarse:3 in {len(forced)} of {result['cases']} cases" in said
+    assert all(f"{n} as they are: coarse:3 {why}" in said for why, n in result["overlap_kept"].items())
+
+
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, object]]:
     path = tmp_path_factory.mktemp("faults") / "faults.json"
@@ -368,6 +401,9 @@ FIRST_SIGN = {  # regular expressions: which of several wrong numbers is the wor
     "contiguous-positions": "gradient/layers.",
     "old-weights-forward": "gradient/layers.",
     "new-weights-backward": "gradient/layers.",
+    "part-overwritten": r"gradient/layers\.\d\.moe\.experts\.w2",
+    "router-of-part-lost": "gradient/.*(router|norm)",
+    "chunk-router-detached": "gradient/.*(router|norm)",
     "stale-bias": "expert_bias",
     "bias-from-own-counts": "expert_bias|tokens per expert",
     "shards-not-published": "param/",
@@ -452,6 +488,10 @@ def test_settings_are_told_from_arguments() -> None:
         (("--plant", "no-edp-reductoin"), "did you mean 'no-edp-reduction'"),
         (("--plant", "no-edp-reduction", "--ranks", "1"), "exists in no mapping of 1 rank;"),
         (("--ranks", "0"), "must be at least 1"),
+        (("--overlap", "fien"), "--overlap = 'fien': must be serial, coarse:N, tiles, fine or auto"),
+        (("--overlap", "coarse:1"), "--overlap = 'coarse:1': coarse takes a number of chunks"),
+        (("--overlap", "fine", "--folding.ep", "2"), "set --dispatch.overlap instead"),
+        (("--overlap", "fine", "--plant", "all"), "each with its own overlap"),
         (("--plant", "all", "--dtype", "bfloat16"), "told from rounding in float64"),
         (("--ranks", "1", "--json", "/proc/none/v.json"), "cannot write /proc/none/v.json"),
     ],

@@ -3,11 +3,12 @@ one clipped AdamW step, with different data on every rank.
 
 Without a recipe: every legal mapping of the ranks, then pipelines with every schedule, over small models that together use every option
 (each pair of options in at least one case); in float32 and bfloat16 the mappings of ep, etp and dp. With a recipe, or settings of one (--folding.ep 4): its own options and mapping on a shrunken model.
-With --steps N: the loss of N steps of it beside one rank, in float64. Exits 1 where something differs.
+With --overlap VALUE: the built-in cases with `dispatch.overlap` forced to it. With --steps N: the loss of N steps of it beside one rank, in float64. Exits 1 where something differs.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -24,6 +25,7 @@ from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.core.files import check_writable, write_json
 from phalanx.core.recipe import load_recipe
+from phalanx.plan.overlap_setting import setting_problems
 from phalanx.plan.recipe import run_problems
 
 SHOWN_FAILURES = 12
@@ -44,6 +46,8 @@ class VerifyArgs:
     """Plant this fault and show that it is found (then the command fails), or `all`: a table of all faults."""
     steps: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
     """Follow the recipe for so many steps, with other data in each: the loss may differ from that of one rank by 1e-9."""
+    overlap: Annotated[str | None, tyro.conf.arg(metavar="VALUE")] = None
+    """Force this `dispatch.overlap` (serial, coarse:N, tiles, fine, auto) on every built-in case in which it can apply."""
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """File for the result: mappings, worst_gradient_rel_error, worst_norm_rel_error, worst_step_rel_error, seconds, failures, ..."""
 
@@ -89,6 +93,21 @@ def _problems(args: VerifyArgs, overrides: Sequence[str]) -> list[Problem]:
     if args.plant is not None and args.dtype != "float64":
         rule = "faults are told from rounding in float64"
         out.append(Problem(where="--dtype", value=args.dtype, rule=rule, hint="leave it out"))
+    return out + _overlap_problems(args, has_recipe=args.recipe is not None or bool(overrides))
+
+
+def _overlap_problems(args: VerifyArgs, *, has_recipe: bool) -> list[Problem]:
+    if args.overlap is None:
+        return []
+    out = [dataclasses.replace(problem, where="--overlap") for problem in setting_problems(args.overlap)]
+
+    def wrong(rule: str, hint: str) -> None:
+        out.append(Problem(where="--overlap", value=args.overlap, rule=rule, hint=hint))
+
+    if has_recipe:
+        wrong("is forced on the built-in cases, and a recipe has its own", "set --dispatch.overlap instead")
+    if args.plant is not None:
+        wrong("faults are planted in the cases in which they exist, each with its own overlap", "leave it out")
     return out
 
 
@@ -118,6 +137,7 @@ def verify(args: VerifyArgs, recipe: Recipe | None, console: Console) -> int:
     import torch  # seconds: not for --help, and not before the arguments are known to be good
 
     from phalanx.verify.faults import HEALTHY, PLANT_TIMEOUT_S, cases_with, fault_named
+    from phalanx.verify.forced import force_overlap
     from phalanx.verify.session import TIMEOUT_S, Job, Task
     from phalanx.verify.setups import EXACT_AXES, ROUNDED_AXES, default_cases
 
@@ -126,6 +146,9 @@ def verify(args: VerifyArgs, recipe: Recipe | None, console: Console) -> int:
     fault = HEALTHY if args.plant is None else fault_named(args.plant)
     axes = EXACT_AXES if args.dtype == "float64" else ROUNDED_AXES
     cases = default_cases(ranks, axes=axes) if recipe is None else _cases_of(recipe, ranks)
+    forced = None if args.overlap is None else force_overlap(cases, args.overlap)
+    if forced is not None:
+        cases = forced.cases
     if args.plant is not None:
         cases = cases_with(fault, cases, ranks=ranks)
     job = Job(
@@ -138,13 +161,23 @@ def verify(args: VerifyArgs, recipe: Recipe | None, console: Console) -> int:
     result = summary(reports, ranks=ranks, dtype=args.dtype, seconds=time.perf_counter() - begin_s)
     if args.plant is not None:
         result["planted"] = fault.name
+    if forced is not None:
+        result |= {"overlap": forced.value, "overlap_forced": forced.num_forced, "overlap_kept": forced.kept}
     if args.json is not None:
         write_json(args.json, result)
     _print_table(reports, result, console)
+    if forced is not None:
+        _print_forced(forced, console)
     if args.plant is not None:
         found = "found" if result["failures"] else "NOT FOUND"
         console.print(f"planted fault [b]{fault.name}[/] ({escape(fault.summary)}): {found}")
     return 1 if result["failures"] else 0
+
+
+def _print_forced(forced: Any, console: Console) -> None:
+    console.print(f"dispatch.overlap = {forced.value} in {forced.num_forced} of {len(forced.cases)} cases")
+    for why, number in forced.kept.items():
+        console.print(f"  {number} as they are: {escape(forced.value)} {escape(why)}", soft_wrap=True)
 
 
 def _run(job: Any, console: Console) -> list[Any]:

@@ -33,6 +33,16 @@ from phalanx.runtime.gradients import GradientBuffers, ReducedGradients
 from phalanx.runtime.groups import Axis, GroupCache, Groups, build_groups
 from phalanx.runtime.optimizer_state import DecayRun
 from phalanx.train.step import StepParts
+from phalanx.verify.faults_overlap import (
+    ChunkRouterDetached,
+    ColumnsExchanged,
+    PartOverwritten,
+    RouterOfPartLost,
+    RowsOfPassBefore,
+    SumsMisplaced,
+    TileBeforeRows,
+    own_rows_twice,
+)
 from phalanx.verify.setups import OPTIM, Case
 
 Rules = Mapping[str, GradientRule]
@@ -502,6 +512,24 @@ def _all_to_all(case: Case) -> bool:
     return dispatch.transport == "all_to_all" and dispatch.overlap == "serial"
 
 
+def _tiles(case: Case) -> bool:
+    """Rows travel tile by tile, to and from other ranks."""
+    return case.setup.dispatch.overlap in ("tiles", "fine", "auto") and _sends_rows(case)
+
+
+def _chunks(case: Case) -> bool:
+    return case.setup.dispatch.overlap.startswith("coarse") and _sends_rows(case)
+
+
+def _sends_rows(case: Case) -> bool:
+    return _degrees(case).ep * _degrees(case).etp > 1 and case.setup.dispatch.transport == "all_to_all"
+
+
+def _dropless(case: Case) -> bool:
+    """Where rows are dropped, wrong weights would drop others."""
+    return case.setup.dispatch.policy == "dropless"
+
+
 def _static_rows(case: Case) -> bool:
     return case.setup.dispatch.is_static
 
@@ -674,6 +702,54 @@ FAULTS: tuple[Fault, ...] = (
         summary="partial outputs of etp slices not added up",
         needs=_and(_over("etp"), _all_to_all),
         comms=_SlicesNotSummed,
+    ),
+    Fault(
+        name="tile-before-rows",
+        summary="overlap: tiles of a part are computed before its rows are there",
+        needs=_tiles,
+        comms=TileBeforeRows,
+    ),
+    Fault(
+        name="columns-exchanged",
+        summary="overlap: one block of columns goes back in the place of another",
+        needs=_tiles,
+        comms=ColumnsExchanged,
+    ),
+    Fault(
+        name="sums-misplaced",
+        summary="overlap: partial sums are added to the token behind the one that they belong to",
+        needs=_tiles,
+        comms=SumsMisplaced,
+    ),
+    Fault(
+        name="part-overwritten",
+        summary="overlap: the gradient of weights misses rows of a part, overwritten before it is taken",
+        needs=_tiles,
+        comms=PartOverwritten,
+    ),
+    Fault(
+        name="router-of-part-lost",
+        summary="overlap: gradients of routing weights of a part are lost",
+        needs=_tiles,
+        comms=RouterOfPartLost,
+    ),
+    Fault(
+        name="rows-of-pass-before",
+        summary="overlap: a receive buffer is read with the rows of the pass before",
+        needs=_tiles,
+        comms=RowsOfPassBefore,
+    ),
+    Fault(
+        name="own-rows-twice",
+        summary="overlap: a rank's own rows are counted twice",
+        needs=_and(_over("ep"), _tiles, _dropless),
+        alter=own_rows_twice,
+    ),
+    Fault(
+        name="chunk-router-detached",
+        summary="overlap: the gradient of routing weights of one chunk is cut",
+        needs=_and(_chunks, _uneven_rows),
+        comms=ChunkRouterDetached,
     ),
     Fault(
         name="stale-bias",
