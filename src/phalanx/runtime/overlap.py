@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import wraps
 from typing import Any
 
 import numpy as np
@@ -184,6 +185,10 @@ class _Flight:
         name = self.prefix + what
         return backward_id(name) if way is not None and way.plan.direction == "backward" else name
 
+    def _way_id(self, way: _Way, *, back: bool) -> str:
+        """Backward, gradients of the output go the way of the rows, and have the id of the exchange whose gradient they are."""
+        return self._id("combine.rows" if back == (way.plan.direction == "forward") else "dispatch.rows", way)
+
     def _send(self, tensor: torch.Tensor, peer: int, tag: int, op_id: str) -> Exchange:
         return self.comms.start_send(Message(tensor, peer, tag), self.axis, op_id=op_id)
 
@@ -192,7 +197,7 @@ class _Flight:
 
     def exchange_meta(self, weights_TK: torch.Tensor, dtype: torch.dtype) -> None:
         """Tell every rank what its rows weigh and (`per_token`) where their entries are; learn the same of all others."""
-        flat_N, name = weights_TK.reshape(-1), self.prefix + "dispatch.meta"
+        flat_N, name = weights_TK.reshape(-1), self.prefix + "dispatch.weights"
         words = flat_N.element_size() // 4 + self.per_token
         rows_from = [sum(tile.rows for tile in tiles) for tiles in self.plan.tiles]
         tables = [torch.empty(rows, words, dtype=torch.int32, device=flat_N.device) for rows in rows_from]
@@ -240,7 +245,7 @@ class _Flight:
     def depart(self, x_TH: torch.Tensor, plan: RankPlan, columns: Sequence[int]) -> _Way:
         """Post all receives of one direction, then send this rank's entries. `columns`: of each block of what comes back."""
         way = _Way(plan)
-        at, size = self._id("dispatch.rows", way), x_TH.shape[1]
+        at, size = self._way_id(way, back=False), x_TH.shape[1]
         for source, entries in enumerate(self.ins):
             if source == self.own:
                 way.entries.append(x_TH)
@@ -263,7 +268,7 @@ class _Flight:
 
     def _expect(self, way: _Way) -> None:
         """Post the receives of what comes back."""
-        at = self._id("combine.rows", way)
+        at = self._way_id(way, back=True)
         for peer in self.others:
             entries = self.outs[peer].entries
             for part in range(len(entries.ends_coming)):
@@ -290,7 +295,7 @@ class _Flight:
             sum_places(rows_b, places_NC, lanes=self.lanes, out_TH=into)
             return
         sums = sum_places(rows_b, places_NC, lanes=self.lanes)
-        way.sent.append(self._send(sums, op.peer, _tag("coming", op.part, op.block), self._id("combine.rows", way)))
+        way.sent.append(self._send(sums, op.peer, _tag("coming", op.part, op.block), self._way_id(way, back=True)))
 
     def place_rows(self, geometry: Geometry) -> None:
         """By source: the padded rows of each coming entry, slots ascending."""
@@ -323,8 +328,26 @@ def _tag(kind: str, part: int = 0, block: int = 0) -> int:
     return (part * _MOST_BLOCKS + block) * len(_TAGS) + _TAGS[kind]
 
 
+def _told(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Tell a trace what a function of autograd does: under `name` forward, under that of its gradient backward."""
+
+    def around(function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def call(ctx: Any, *args: Any) -> Any:
+            forward = isinstance(args[-1], _Flight)
+            flight: _Flight = args[-1] if forward else ctx.flight
+            id = flight.prefix + name
+            with flight.comms.doing(id if forward else backward_id(id)):
+                return function(ctx, *args)
+
+        return call
+
+    return around
+
+
 class _Depart(torch.autograd.Function):
     @staticmethod
+    @_told("dispatch.permute")
     def forward(ctx: Any, x_TH: torch.Tensor, weights_TK: torch.Tensor, flight: _Flight) -> torch.Tensor:
         ctx.flight, ctx.weights_like = flight, (weights_TK.shape, weights_TK.dtype)
         hidden = x_TH.shape[1]
@@ -334,6 +357,7 @@ class _Depart(torch.autograd.Function):
         return x_TH.new_zeros(1)
 
     @staticmethod
+    @_told("dispatch.permute")
     def backward(ctx: Any, ticket: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         flight, way = ctx.flight, ctx.flight.under_way
         dx_TH = flight.arrive(way)
@@ -358,6 +382,7 @@ class _Depart(torch.autograd.Function):
 
 class _Work(torch.autograd.Function):
     @staticmethod
+    @_told("experts")
     def forward(
         ctx: Any, ticket: torch.Tensor, x_TH: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, flight: _Flight
     ) -> torch.Tensor:
@@ -382,6 +407,7 @@ class _Work(torch.autograd.Function):
         return ticket.clone()
 
     @staticmethod
+    @_told("experts")
     def backward(ctx: Any, ticket: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         w13, w2, *rest = ctx.saved_tensors
         gate_up_e, entries = rest[: ctx.num_kept], rest[ctx.num_kept :]
@@ -431,6 +457,7 @@ def _weights_later(work: TileProducts, rows: list[Rows], grads: list[Rows]) -> t
 
 class _Arrive(torch.autograd.Function):
     @staticmethod
+    @_told("combine.sum")
     def forward(ctx: Any, ticket: torch.Tensor, flight: _Flight) -> torch.Tensor:
         y_TH = flight.arrive(flight.under_way)
         flight.close(flight.under_way)
@@ -444,7 +471,8 @@ class _Arrive(torch.autograd.Function):
     def backward(ctx: Any, dy_TH: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         ctx.saved_tensors  # noqa: B018  (runs the layer again, where it is to be)
         flight = ctx.flight
-        flight.way = flight.depart(dy_TH.contiguous(), backward_of(flight.plan), flight.columns)
+        with flight.comms.doing(backward_id(flight.prefix + "combine.sum")):
+            flight.way = flight.depart(dy_TH.contiguous(), backward_of(flight.plan), flight.columns)
         return dy_TH.new_zeros(1), None
 
 
