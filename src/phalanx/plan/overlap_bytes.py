@@ -8,7 +8,7 @@ Decides the transport for the routing at hand, from exact counts. A pure functio
     dedup_host   one entry for each token that a *host* needs, to its gateway there (`overlap_hosts.py`), which forwards inside; way back: sums inside, then one row
 
 An entry is a row of `row_bytes`. What else travels, in bytes per (token, slot) pair: there, forward, the pair's weight (4) and, unless the order of entries says it,
-the entry's position (4); back, backward, the gradient of the weight (4). Nothing that stays on its rank is counted.
+the entry's position (4), on both legs of `dedup_host`; back, backward, the gradient of the weight (4), always straight. Nothing that stays on its rank is counted.
 
 Shapes: P sources = ranks of `ep_etp`, from x to; H hosts; G slots of the group.
 """
@@ -225,15 +225,16 @@ def _through_gateways(traffic: Traffic, row_bytes: int, *, there: int, back: int
     """Rows for another host go through one of its ranks."""
     hosts, size = traffic.host_of_rank, len(traffic.host_of_rank)
     going = traffic.copies_PP * row_bytes + traffic.pairs_PP * there
-    coming = (traffic.copies_PP * row_bytes + traffic.pairs_PP * back).T.copy()
+    coming, straight = (traffic.copies_PP * row_bytes).T.copy(), (traffic.pairs_PP * back).T.copy()
+    np.fill_diagonal(straight, 0)
     first_going, first_coming = np.zeros((2, size, size), dtype=np.int64)
     for source in range(size):
         for through in gateways(hosts, source):
             pairs = traffic.pairs_PP[source, members(hosts, hosts[through])].sum()
             entries = traffic.copies_PH[source, hosts[through]] * row_bytes
             first_going[source, through] = entries + pairs * there
-            first_coming[through, source] = entries + pairs * back
-    total_going, total_coming = first_going.copy(), first_coming.copy()
+            first_coming[through, source] = entries
+    total_going, total_coming = first_going.copy(), first_coming + straight
     for source, rank in np.ndindex(size, size):
         near = hosts[source] == hosts[rank]
         through = source if near else gateway(hosts, source, hosts[rank])
@@ -241,7 +242,12 @@ def _through_gateways(traffic: Traffic, row_bytes: int, *, there: int, back: int
             going[source, rank] = coming[rank, source] = 0
         total_going[through, rank] += going[source, rank]
         total_coming[rank, through] += coming[rank, source]
-    legs = Legs(first_going, first_coming, going, coming)
+    near = np.asarray(hosts)[:, None] == np.asarray(hosts)
+    for source in range(size):  # a clock takes what goes straight between hosts to go with the sums
+        for through in gateways(hosts, source):
+            there_P = members(hosts, hosts[through])
+            first_coming[through, source] += straight[there_P, source].sum()
+    legs = Legs(first_going, first_coming, going, coming + np.where(near, straight, 0))
     return WireBytes("dedup_host", total_going, total_coming, hosts, legs)
 
 

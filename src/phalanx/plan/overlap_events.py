@@ -176,7 +176,7 @@ class _Run:
         """The messages that an operation waits for."""
         peer, rank = op.peer, plan.rank
         if op.kind == "relay":
-            return [Message(peer, rank, op.part, leg="to a gateway")]
+            return [Message(peer, rank, part, leg="to a gateway") for part in range(op.part + 1)]
         if op.kind == "merge":
             return [
                 Message(other, peer, part, op.block)

@@ -44,7 +44,7 @@ wait_return  partial sums of (`peer`, `part`, `block`) are there: `part` of the 
 sum          add up the partial sums of all ranks for each of this rank's tokens
 weights      gradients of the weights of local slot `part` (backward only)
 shared       whatever the caller wants to be computed in this gap (a shared expert)
-relay        gateway: entries of one part of source `peer`, a rank of another host, come; each rank of this host gets those that it needs
+relay        gateway: entries of parts up to `part` of source `peer`, a rank of another host, come; each rank of this host gets those of `part` that it needs
 merge        gateway: partial sums of this host's ranks for (`peer`, up to `part`, `block`) come; those that are complete with `part` are added up and sent to `peer`
 """
 

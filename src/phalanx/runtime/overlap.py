@@ -23,18 +23,30 @@ from typing import Any
 import numpy as np
 import torch
 
+from phalanx.core.errors import ConfigError, Problem
 from phalanx.kernels.lanes import Lanes
 from phalanx.kernels.later import Later, Target, target_of
 from phalanx.kernels.permute import sum_places
 from phalanx.kernels.tiles import Geometry, Rows, TileProducts, block_units, column_units
 from phalanx.plan.dispatch import DispatchPlan
-from phalanx.plan.overlap import backward_of, plan_overlap, tiles_of
-from phalanx.plan.overlap_bytes import Route, WireBytes, choose_transport, traffic_of, wire_bytes
+from phalanx.plan.overlap import backward_of, plan_overlap, slot_orders, tiles_of
+from phalanx.plan.overlap_bytes import Route, Traffic, WireBytes, choose_transport, traffic_of, wire_bytes
+from phalanx.plan.overlap_hosts import can_forward, members
 from phalanx.plan.overlap_types import Op, RankPlan, Schedule
 from phalanx.runtime.collectives import Exchange, Message, backward_id
 from phalanx.runtime.dispatch import Dispatcher
 from phalanx.runtime.experts import ExpertWeights
-from phalanx.runtime.overlap_lists import Entries, Outgoing, entries_of, outgoing, part_rows, places_of, row_by_row
+from phalanx.runtime.overlap_hosts import Gateways, HostWay
+from phalanx.runtime.overlap_lists import (
+    Entries,
+    Outgoing,
+    entries_of,
+    outgoing,
+    part_rows,
+    places_of,
+    row_by_row,
+    tile_order,
+)
 
 Choose = Callable[[DispatchPlan, WireBytes], Schedule]
 TILE_ROWS = 512
@@ -59,29 +71,41 @@ def run_overlapped(
     part_T: torch.Tensor | None = None,
     op_prefix: str = "",
     beside: Callable[[], torch.Tensor] | None = None,
+    host_of_rank: Sequence[int] | None = None,
+    through_hosts: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What `run_experts` computes, by a schedule. Collective over `ep_etp`, which all must call with equal `schedule` and `per_token`.
 
     `schedule` may be a function of the batch's counts. `per_token`: a token goes to a rank once, whatever the number of its experts there; else once for
-    each; None: whatever sends fewer bytes. `beside` is computed while entries travel, and its result added to that of the experts (a shared expert).
+    each; None: whatever sends fewer bytes. `host_of_rank`: by position in `ep_etp`, where it is known which ranks share a host. `through_hosts`: a token goes to each
+    other host once, and is passed on there; None: where that sends fewer bytes between hosts. `beside` is computed while entries travel, and its result added to that of the experts (a shared expert).
     """
     kept_TK = dispatcher.kept(weights_TK, experts_TK, token_index_T=token_index_T, part_T=part_T, op_prefix=op_prefix)
-    copies = _copies(dispatcher, experts_TK, kept_TK) if dispatcher.is_plain else None
+    hosts = _hosts(dispatcher, host_of_rank, forced=bool(through_hosts), per_token=per_token)
+    copies = _copies(dispatcher, experts_TK, kept_TK, hosts) if dispatcher.is_plain else None
     plan, send, told = dispatcher.exact_list(experts_TK, kept_TK, op_prefix, told=copies)
-    traffic = traffic_of(plan, np.repeat(told, dispatcher.etp.size, axis=1) if copies is not None else None)
+    traffic = _traffic(dispatcher, plan, told if copies is not None else None, hosts)
     row_bytes = x_TH.shape[1] * x_TH.element_size()
-    if per_token is None:
-        among: tuple[Route, ...] = ("all_to_all", "dedup") if copies is not None else ("dedup",)
-        per_token = choose_transport(traffic, row_bytes=row_bytes, among=among).route == "dedup"
+    among = _routes(per_token, through_hosts if hosts else False, counted=copies is not None)
+    route = choose_transport(traffic, row_bytes=row_bytes, among=among).route
+    per_token = route != "all_to_all"
     if not isinstance(schedule, Schedule):
-        schedule = schedule(plan, wire_bytes(traffic, "dedup" if per_token else "all_to_all", row_bytes=row_bytes))
+        schedule = schedule(plan, wire_bytes(traffic, route, row_bytes=row_bytes))
     schedule = replace(schedule, blocks=min(schedule.blocks, column_units(x_TH.shape[1])))
     own = dispatcher.ep_etp.index
     forward = plan_overlap(
-        plan, schedule, rank=own, tile_rows=TILE_ROWS, direction="forward", has_shared=beside is not None
+        plan,
+        schedule,
+        rank=own,
+        tile_rows=TILE_ROWS,
+        direction="forward",
+        host_of_rank=hosts or None,
+        through_hosts=route == "dedup_host",
+        has_shared=beside is not None,
     )
-    outs = _outgoing(dispatcher, plan.rows_PG[own], forward, send.pair_of_row_R, per_token)
-    flight = _Flight(dispatcher, forward, outs, op_prefix, num_tokens=x_TH.shape[0], per_token=per_token)
+    outs = _outgoing(dispatcher, plan, forward, send.pair_of_row_R, per_token)
+    ways = Gateways(forward, plan, outs, top_k=dispatcher.top_k, tile_rows=TILE_ROWS) if forward.hosts else None
+    flight = _Flight(dispatcher, forward, outs, op_prefix, num_tokens=x_TH.shape[0], per_token=per_token, ways=ways)
     flight.exchange_meta(weights_TK.detach(), x_TH.dtype)
     flight.later = target_of([experts.w13_e2fH, experts.w2_eHf], x_TH, later)
     flight.lanes, flight.recompute = lanes, recompute
@@ -95,8 +119,42 @@ def run_overlapped(
     return y_TH if extra is None else y_TH + extra, send.dropped
 
 
-def _copies(dispatcher: Dispatcher, experts_TK: torch.Tensor, kept_TK: torch.Tensor | None) -> torch.Tensor:
-    """(ep,) tokens of this rank that have an expert on each ep coordinate."""
+def _hosts(
+    dispatcher: Dispatcher, host_of_rank: Sequence[int] | None, *, forced: bool, per_token: bool | None
+) -> tuple[int, ...]:
+    """0, 1, ... for the host of each rank, where a token may go through one; () where each rank is a host, all share one, or nothing is known."""
+    names = list(dict.fromkeys(host_of_rank or ()))
+    hosts = tuple(names.index(host) for host in host_of_rank or ())
+    usable = dispatcher.is_plain and can_forward(hosts)
+    if forced and (not usable or per_token is False):
+        rule = "needs several hosts, one of them with several ranks, one replica of each expert, and a token sent once"
+        raise ConfigError([Problem(where="through_hosts", value=host_of_rank, rule=rule)], subject="overlap")
+    return hosts if usable else ()
+
+
+def _routes(per_token: bool | None, through_hosts: bool | None, *, counted: bool) -> tuple[Route, ...]:
+    """Transports to choose from; `counted`: it is known how many tokens go where."""
+    if through_hosts:
+        return ("dedup_host",)
+    routes: tuple[Route, ...] = ("all_to_all",) if per_token is False else ("dedup",)
+    if per_token is None and counted:
+        routes = ("all_to_all", "dedup")
+    return (*routes, "dedup_host") if through_hosts is None and per_token is not False else routes
+
+
+def _traffic(dispatcher: Dispatcher, plan: DispatchPlan, told: np.ndarray | None, hosts: tuple[int, ...]) -> Traffic:
+    if told is None:
+        return traffic_of(plan)
+    copies = np.repeat(told[:, : dispatcher.ep.size], dispatcher.etp.size, axis=1)
+    if not hosts:
+        return traffic_of(plan, copies)
+    return traffic_of(plan, copies, host_of_rank=hosts, copies_PH=told[:, dispatcher.ep.size :])
+
+
+def _copies(
+    dispatcher: Dispatcher, experts_TK: torch.Tensor, kept_TK: torch.Tensor | None, hosts: tuple[int, ...]
+) -> torch.Tensor:
+    """(ep + hosts,) tokens of this rank that have an expert on each ep coordinate, and on each host where these count."""
     per_rank = len(dispatcher.slots_G) // dispatcher.ep.size
     needs = torch.zeros(experts_TK.shape[0], dispatcher.ep.size, dtype=torch.bool, device=experts_TK.device)
     coordinate_TK = torch.div(experts_TK, per_rank, rounding_mode="floor")
@@ -105,25 +163,33 @@ def _copies(dispatcher: Dispatcher, experts_TK: torch.Tensor, kept_TK: torch.Ten
     else:
         token_N, k_N = kept_TK.nonzero(as_tuple=True)
         needs[token_N, coordinate_TK[token_N, k_N]] = True
-    return needs.sum(0)
+    if not hosts:
+        return needs.sum(0)
+    by_host = [
+        needs[:, sorted({peer // dispatcher.etp.size for peer in members(hosts, host)})].any(1)
+        for host in range(max(hosts) + 1)
+    ]
+    return torch.cat([needs.sum(0), torch.stack(by_host).sum(1)])
 
 
 def _outgoing(
     dispatcher: Dispatcher,
-    rows_G: Any,
+    dispatch: DispatchPlan,
     plan: RankPlan,
     pairs_R: torch.Tensor,
     per_token: bool,
 ) -> list[Outgoing]:
     """By rank of the group; ranks with slices of the same slots get the same."""
-    per_rank = len(rows_G) // dispatcher.ep.size
+    rows_G = dispatch.rows_PG[plan.rank]
+    per_rank, orders = len(rows_G) // dispatcher.ep.size, slot_orders(dispatch, plan.schedule)
     out: list[Outgoing] = []
     at = 0
     for ep in range(dispatcher.ep.size):
         rows_e = [int(n) for n in rows_G[ep * per_rank : (ep + 1) * per_rank]]
-        tiles = tiles_of(rows_e, source=plan.rank, tile_rows=TILE_ROWS)
+        tiles = tiles_of(rows_e, source=plan.rank, tile_rows=TILE_ROWS, slots=orders[ep])
         rows_to = part_rows(tiles, plan.peer_part_ends[ep * dispatcher.etp.size])
-        one = outgoing(pairs_R[at : at + sum(rows_e)], dispatcher.top_k, rows_to, per_token=per_token)
+        order = tile_order(tiles, pairs_R.device)
+        one = outgoing(pairs_R[at : at + sum(rows_e)], dispatcher.top_k, rows_to, per_token=per_token, order=order)
         at += sum(rows_e)
         out += [one] * dispatcher.etp.size
     return out
@@ -145,6 +211,8 @@ class _Way:
     sums_b: list[torch.Tensor] = field(default_factory=list)
     """By block: partial sums of this rank's tokens, rank by rank, in coming order."""
     own_dots: torch.Tensor | None = None
+    passing: HostWay | None = None
+    """What this rank passes on as a gateway."""
 
 
 class _Flight:
@@ -167,17 +235,20 @@ class _Flight:
         *,
         num_tokens: int,
         per_token: bool,
+        ways: Gateways | None = None,
     ) -> None:
-        self.per_token = per_token
+        self.per_token, self.ways = per_token, ways
+        self.lines = outs if ways is None else ways.lines
+        """By rank: what goes to it and comes back from it in messages of this rank's entries."""
         self.comms, self.axis, self.top_k = dispatcher.comms, dispatcher.ep_etp, dispatcher.top_k
         self.own, self.outs, self.num_tokens = self.axis.index, outs, num_tokens
         self.plan, self.prefix = plan, op_prefix
         self.slots = len(dispatcher.slots_G) // dispatcher.ep.size
         self.others = [(self.own + i) % self.axis.size for i in range(1, self.axis.size)]
-        sizes = [out.entries.num for out in outs]
+        sizes = [line.entries.num for line in self.lines]
         self.base = [sum(sizes[:d]) for d in range(len(sizes) + 1)]
         copies = self.top_k * dispatcher.etp.size
-        self.places_TC = places_of(torch.cat([out.tokens_coming for out in outs]), num_tokens, copies)
+        self.places_TC = places_of(torch.cat([line.tokens_coming for line in self.lines]), num_tokens, copies)
 
     # ---- messages ---------------------------------------------------------------------------------------------------------------
 
@@ -201,12 +272,18 @@ class _Flight:
         words = flat_N.element_size() // 4 + self.per_token
         rows_from = [sum(tile.rows for tile in tiles) for tiles in self.plan.tiles]
         tables = [torch.empty(rows, words, dtype=torch.int32, device=flat_N.device) for rows in rows_from]
-        coming = [self._receive(tables[peer], peer, _tag("meta"), name) for peer in self.others if rows_from[peer]]
+        near = self.others if self.ways is None else [peer for peer in self.others if self.ways.is_near(peer)]
+        coming = [self._receive(tables[peer], peer, _tag("meta"), name) for peer in near if rows_from[peer]]
         going = [
             self._send(self._meta(self.outs[peer], flat_N), peer, _tag("meta"), name)
-            for peer in self.others
+            for peer in near
             if len(self.outs[peer].pairs)
         ]
+        if self.ways is not None:
+            further = self.ways.exchange_tables(
+                tables, lambda out: self._words(out, flat_N), send=self._send, receive=self._receive, op_id=name
+            )
+            coming, going = coming + further[0], going + further[1]
         self.ins: list[Entries] = []
         self.index: list[torch.Tensor] = []
         """By source: the entry of each row."""
@@ -221,18 +298,23 @@ class _Flight:
                 self.index.append(torch.div(own.pairs, self.top_k, rounding_mode="floor"))
                 self.row_weights.append(flat_N[own.pairs].to(dtype))
                 continue
+            order = tile_order(self.plan.tiles[source], table.device)
             if self.per_token:
-                self.ins.append(entries_of(table[:, 0].to(torch.int64), rows_to))
+                self.ins.append(entries_of(table[:, 0].to(torch.int64), rows_to, order=order))
             else:
-                self.ins.append(row_by_row(len(table), rows_to, table.device))
+                self.ins.append(row_by_row(len(table), rows_to, table.device, order))
             self.index.append(self.ins[-1].going_of_row)
             told = table[:, int(self.per_token) :].clone(memory_format=torch.contiguous_format)
             self.row_weights.append(told.view(flat_N.dtype).squeeze(1).to(dtype))
         for exchange in going:
             exchange.wait()
 
+    @staticmethod
+    def _words(out: Outgoing, flat_N: torch.Tensor) -> torch.Tensor:
+        return flat_N[out.pairs].unsqueeze(1).view(torch.int32)
+
     def _meta(self, out: Outgoing, flat_N: torch.Tensor) -> torch.Tensor:
-        weights = flat_N[out.pairs].unsqueeze(1).view(torch.int32)
+        weights = self._words(out, flat_N)
         if not self.per_token:
             return weights
         return torch.cat([out.entries.going_of_row.to(torch.int32).unsqueeze(1), weights], 1)
@@ -254,13 +336,19 @@ class _Flight:
             way.entries.append(buffer)
             for part in range(len(entries.ends_going)):
                 into = buffer[entries.going(part)]
-                if len(into):
-                    way.arriving[source, part] = self._receive(into, source, _tag("going", part), at)
+                if len(into) and self._way_in(source) != self.own:
+                    tag = self._tag_in(source, "going", part)
+                    way.arriving[source, part] = self._receive(into, self._way_in(source), tag, at)
+        if self.ways is not None:
+            back = self._way_id(way, back=True)
+            way.passing = self.ways.open(
+                x_TH, columns, going_tag=lambda part: _tag("going", part), receive=self._receive, there=at, back=back
+            )
         way.sums_b = [x_TH.new_empty(self.base[-1], n) for n in columns]
         self._expect(way)
         for op in plan.ops:
             if op.kind == "send" and op.peer != self.own:
-                out = self.outs[op.peer]
+                out = self.lines[op.peer]
                 rows = x_TH.index_select(0, out.tokens_going[out.entries.going(op.part)])
                 if len(rows):
                     way.sent.append(self._send(rows, op.peer, _tag("going", op.part), at))
@@ -270,14 +358,14 @@ class _Flight:
         """Post the receives of what comes back."""
         at = self._way_id(way, back=True)
         for peer in self.others:
-            entries = self.outs[peer].entries
+            entries = self.lines[peer].entries
             for part in range(len(entries.ends_coming)):
                 for block, sums in enumerate(way.sums_b):
                     into = sums[self.base[peer] : self.base[peer] + entries.num][entries.coming(part)]
                     if len(into):
                         tag = _tag("coming", part, block)
                         way.returning[peer, part, block] = self._receive(into, peer, tag, at)
-            if way.plan.direction == "backward" and entries.num:
+            if way.plan.direction == "backward" and len(self.outs[peer].pairs):
                 wide = torch.promote_types(way.sums_b[0].dtype, torch.float32)
                 dots = way.sums_b[0].new_empty(len(self.outs[peer].pairs), dtype=wide)
                 name = self._id("dispatch.weights", way)
@@ -294,8 +382,35 @@ class _Flight:
             into = way.sums_b[op.block][self.base[self.own] :][which]
             sum_places(rows_b, places_NC, lanes=self.lanes, out_TH=into)
             return
+        to = self._way_in(op.peer)
+        if self.ways is not None and way.passing is not None and to == self.own:
+            into = self.ways.own_sums(way.passing, op.peer, op.block)[which]
+            sum_places(rows_b, places_NC, lanes=self.lanes, out_TH=into)
+            return
         sums = sum_places(rows_b, places_NC, lanes=self.lanes)
-        way.sent.append(self._send(sums, op.peer, _tag("coming", op.part, op.block), self._way_id(way, back=True)))
+        tag = self._tag_in(op.peer, "coming", op.part, op.block)
+        way.sent.append(self._send(sums, to, tag, self._way_id(way, back=True)))
+
+    def _way_in(self, source: int) -> int:
+        """From whom a source's entries come, and to whom their sums go."""
+        return source if self.ways is None else self.ways.way_in(source)
+
+    def _tag_in(self, source: int, kind: str, part: int, block: int = 0) -> int:
+        if self.ways is None or self.ways.is_near(source):
+            return _tag(kind, part, block)
+        return self.ways.tag(1 if kind == "going" else 2, source, part, block)
+
+    def pass_on(self, way: _Way, op: Op) -> None:
+        """What a gateway does for its host: `relay` and `merge`."""
+        assert self.ways is not None and way.passing is not None  # the plan has gateways
+        if op.kind == "relay":
+            at = self._way_id(way, back=False)
+            way.sent += self.ways.relay(way.passing, op, way.entries[op.peer], send=self._send, op_id=at)
+            return
+        sums = self.ways.merge(way.passing, op, self.lanes)
+        if sums is not None:
+            tag = _tag("coming", op.part, op.block)
+            way.sent.append(self._send(sums, op.peer, tag, self._way_id(way, back=True)))
 
     def place_rows(self, geometry: Geometry) -> None:
         """By source: the padded rows of each coming entry, slots ascending."""
@@ -387,7 +502,8 @@ class _Work(torch.autograd.Function):
         ctx: Any, ticket: torch.Tensor, x_TH: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, flight: _Flight
     ) -> torch.Tensor:
         way = flight.under_way
-        geometry = Geometry(flight.plan.tiles, flight.slots, x_TH.dtype)
+        by_slot = [sorted(tiles, key=lambda tile: tile.slot) for tiles in flight.plan.tiles]
+        geometry = Geometry(by_slot, flight.slots, x_TH.dtype)
         flight.place_rows(geometry)
         work = TileProducts(geometry, w13, w2, flight.lanes)
         work.open_forward(flight.plan.blocks)
@@ -401,6 +517,8 @@ class _Work(torch.autograd.Function):
                 work.second(_places(geometry, way.plan, op), op.block)
             elif op.kind == "return":
                 flight.give_back(way, op, work.out_b[op.block])
+            elif op.kind in ("relay", "merge"):
+                flight.pass_on(way, op)
         kept = [] if flight.recompute else work.gate_up_e
         ctx.flight, ctx.geometry, ctx.num_kept = flight, geometry, len(kept)
         ctx.save_for_backward(w13, w2, *kept, *way.entries)
@@ -430,6 +548,8 @@ class _Work(torch.autograd.Function):
                 if op.part == len(way.plan.part_ends[op.peer]) - 1 and op.peer not in told:
                     told.add(op.peer)
                     _tell_dots(flight, way, op.peer, work.dots_P)
+            elif op.kind in ("relay", "merge"):
+                flight.pass_on(way, op)
             elif op.kind == "weights" and weights is not None:
                 work.weights(op.part, rows, grads, *weights)
         if flight.own not in told:
@@ -477,8 +597,12 @@ class _Arrive(torch.autograd.Function):
 
 
 def _places(geometry: Geometry, plan: RankPlan, op: Op) -> list[Any]:
-    ends = plan.part_ends[op.peer]
-    return geometry.of_source[op.peer][ends[op.part - 1] if op.part else 0 : ends[op.part]]
+    ends, places = plan.part_ends[op.peer], geometry.of_source[op.peer]
+    which = slice(ends[op.part - 1] if op.part else 0, ends[op.part])
+    if not plan.schedule.hot_first:
+        return places[which]
+    place_of = {(place.tile.slot, place.tile.first_row): place for place in places}
+    return [place_of[tile.slot, tile.first_row] for tile in plan.tiles[op.peer][which]]
 
 
 def _wait(exchange: Exchange | None) -> None:
