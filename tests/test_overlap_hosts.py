@@ -17,10 +17,11 @@ from phalanx.kernels.lanes import SERIAL
 from phalanx.plan.dispatch import plan_dispatch
 from phalanx.plan.overlap_bytes import count_copies, count_host_copies, traffic_of, wire_bytes
 from phalanx.plan.overlap_types import Schedule
-from phalanx.runtime import overlap
+from phalanx.runtime import clocks, overlap
 from phalanx.runtime.collectives import Collectives
 from phalanx.runtime.dispatch import Dispatcher
 from phalanx.runtime.experts import ExpertWeights
+from phalanx.runtime.peers import Peers, own_group
 from ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -174,6 +175,19 @@ def test_bytes_between_ranks_are_those_of_the_plan():
             np.testing.assert_array_equal(found, wire.total_PP)
         between.append(sum(wire.between_hosts for wire in wires))
     assert between[0] < 0.75 * between[1]
+
+
+def found_hosts(rank, cache):
+    """As it is, and with ranks of two machines."""
+    peers = Peers(own_group(4, timeout_s=20))
+    here = clocks.hosts_of(peers)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(clocks, "machine", lambda: f"machine {rank % 2}")
+        return here, clocks.hosts_of(peers)
+
+
+def test_ranks_find_out_who_shares_a_host():
+    assert run_ranks(4, found_hosts) == [((0, 0, 0, 0), (0, 1, 0, 1))] * 4
 
 
 def refused(rank, cache):

@@ -7,6 +7,7 @@ import itertools
 from typing import Any
 
 import pytest
+import torch
 
 from phalanx.core.events import Collective, Event, Operation
 from phalanx.plan.dispatch import DispatchSpec
@@ -78,6 +79,30 @@ def test_two_ranks_record_the_ids_of_their_programs() -> None:
 @pytest.mark.ranks
 def test_four_ranks_record_the_ids_of_their_programs() -> None:
     check(4, runs(FOUR))
+
+
+def losses(rank: int, cache: GroupCache, several: list[Run]) -> list[tuple[float, float]]:
+    steps = [one_step(rank, cache, run, Collectives(timeout_s=30))[0] for run in several]
+    return [(step.loss, step.grad_norm) for step in steps]
+
+
+@pytest.mark.ranks
+def test_a_step_with_gateways_is_the_serial_step_and_has_the_same_ids() -> None:
+    """Four ranks as two hosts: fewer bytes between them, other sums, and the ids of a program that does not know of hosts."""
+    spec = dataclasses.replace(TINY, top_k=4)
+    common = Run(folding=Folding(world=4, ep=4), spec=spec, recompute="full", dtype=torch.float64)
+    serial, plain, hosts = (
+        dataclasses.replace(common, dispatch=DispatchSpec(overlap=way), hosts=hosts)
+        for way, hosts in (("serial", ()), ("fine", ()), ("fine", (0, 0, 1, 1)))
+    )
+    for found in run_ranks(4, losses, [serial, plain, hosts]):
+        for other in found[1:]:
+            assert other == pytest.approx(found[0], rel=1e-12)
+    total = [0, 0]
+    for found in check(4, [plain, hosts]):
+        for number, (sent, _) in enumerate(found):
+            total[number] += sum(n for id, (_, n) in sent.items() if id.endswith((".rows", ".weights")))
+    assert total[0] != total[1]  # with gateways second hops count too
 
 
 @pytest.mark.ranks
