@@ -36,6 +36,7 @@ from phalanx.core.files import check_writable, write_json
 from phalanx.core.units import format_bytes, format_rate
 from phalanx.plan.cluster import ClusterSpec, parse_rate
 from phalanx.testbed.bed import Testbed
+from phalanx.testbed.links import COARSE
 
 METHODS = {"ours": "best", "naive": "naive", "gather": "local_all_gather", "sendrecv": "send_recv"}
 """Name here -> method of `plan_reshard`."""
@@ -156,7 +157,7 @@ def measure(options: ReshardArgs) -> ReshardResult:
     with tempfile.TemporaryDirectory(prefix="phalanx-reshard-") as name:
         job_file = Path(name) / "job.json"
         job_file.write_text(json.dumps(asdict(job)))
-        with Testbed(ClusterSpec(hosts=HOSTS, ranks_per_host=1, link_bit_per_s=rate)) as bed:
+        with Testbed(ClusterSpec(hosts=HOSTS, ranks_per_host=1, link_bit_per_s=rate), grain=COARSE) as bed:
             command = [sys.executable, "-m", "phalanx", "bench", "reshard", "--host-of", str(job_file)]
             ended = bed.run(command, env={"OMP_NUM_THREADS": "1"}).wait(timeout_s=LONGEST_S)
             if not ended.ok:
