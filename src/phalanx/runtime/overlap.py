@@ -20,18 +20,15 @@ from dataclasses import dataclass, field, replace
 from functools import wraps
 from typing import Any
 
-import numpy as np
 import torch
 
-from phalanx.core.errors import ConfigError, Problem
 from phalanx.kernels.lanes import Lanes
 from phalanx.kernels.later import Later, Target, target_of
 from phalanx.kernels.permute import sum_places
 from phalanx.kernels.tiles import Geometry, Rows, TileProducts, block_units, column_units
 from phalanx.plan.dispatch import DispatchPlan
 from phalanx.plan.overlap import backward_of, plan_overlap, slot_orders, tiles_of
-from phalanx.plan.overlap_bytes import Route, Traffic, WireBytes, choose_transport, traffic_of, wire_bytes
-from phalanx.plan.overlap_hosts import can_forward, members
+from phalanx.plan.overlap_bytes import WireBytes, choose_transport, wire_bytes
 from phalanx.plan.overlap_types import Op, RankPlan, Schedule
 from phalanx.runtime.collectives import Exchange, Message, backward_id
 from phalanx.runtime.dispatch import Dispatcher
@@ -47,6 +44,7 @@ from phalanx.runtime.overlap_lists import (
     row_by_row,
     tile_order,
 )
+from phalanx.runtime.overlap_transport import count_copies, routes, traffic_told, usable_hosts
 
 Choose = Callable[[DispatchPlan, WireBytes], Schedule]
 TILE_ROWS = 512
@@ -81,12 +79,12 @@ def run_overlapped(
     other host once, and is passed on there; None: where that sends fewer bytes between hosts. `beside` is computed while entries travel, and its result added to that of the experts (a shared expert).
     """
     kept_TK = dispatcher.kept(weights_TK, experts_TK, token_index_T=token_index_T, part_T=part_T, op_prefix=op_prefix)
-    hosts = _hosts(dispatcher, host_of_rank, forced=bool(through_hosts), per_token=per_token)
-    copies = _copies(dispatcher, experts_TK, kept_TK, hosts) if dispatcher.is_plain else None
+    hosts = usable_hosts(dispatcher, host_of_rank, forced=bool(through_hosts), per_token=per_token)
+    copies = count_copies(dispatcher, experts_TK, kept_TK, hosts) if dispatcher.is_plain else None
     plan, send, told = dispatcher.exact_list(experts_TK, kept_TK, op_prefix, told=copies)
-    traffic = _traffic(dispatcher, plan, told if copies is not None else None, hosts)
+    traffic = traffic_told(dispatcher, plan, told if copies is not None else None, hosts)
     row_bytes = x_TH.shape[1] * x_TH.element_size()
-    among = _routes(per_token, through_hosts if hosts else False, counted=copies is not None)
+    among = routes(per_token, through_hosts if hosts else False, counted=copies is not None)
     route = choose_transport(traffic, row_bytes=row_bytes, among=among).route
     per_token = route != "all_to_all"
     if not isinstance(schedule, Schedule):
@@ -117,59 +115,6 @@ def run_overlapped(
     ticket = _Work.apply(ticket, x_TH.detach(), w13, w2, flight)
     y_TH: torch.Tensor = _Arrive.apply(ticket, flight)
     return y_TH if extra is None else y_TH + extra, send.dropped
-
-
-def _hosts(
-    dispatcher: Dispatcher, host_of_rank: Sequence[int] | None, *, forced: bool, per_token: bool | None
-) -> tuple[int, ...]:
-    """0, 1, ... for the host of each rank, where a token may go through one; () where each rank is a host, all share one, or nothing is known."""
-    names = list(dict.fromkeys(host_of_rank or ()))
-    hosts = tuple(names.index(host) for host in host_of_rank or ())
-    usable = dispatcher.is_plain and can_forward(hosts)
-    if forced and (not usable or per_token is False):
-        rule = "needs several hosts, one of them with several ranks, one replica of each expert, and a token sent once"
-        raise ConfigError([Problem(where="through_hosts", value=host_of_rank, rule=rule)], subject="overlap")
-    return hosts if usable else ()
-
-
-def _routes(per_token: bool | None, through_hosts: bool | None, *, counted: bool) -> tuple[Route, ...]:
-    """Transports to choose from; `counted`: it is known how many tokens go where."""
-    if through_hosts:
-        return ("dedup_host",)
-    routes: tuple[Route, ...] = ("all_to_all",) if per_token is False else ("dedup",)
-    if per_token is None and counted:
-        routes = ("all_to_all", "dedup")
-    return (*routes, "dedup_host") if through_hosts is None and per_token is not False else routes
-
-
-def _traffic(dispatcher: Dispatcher, plan: DispatchPlan, told: np.ndarray | None, hosts: tuple[int, ...]) -> Traffic:
-    if told is None:
-        return traffic_of(plan)
-    copies = np.repeat(told[:, : dispatcher.ep.size], dispatcher.etp.size, axis=1)
-    if not hosts:
-        return traffic_of(plan, copies)
-    return traffic_of(plan, copies, host_of_rank=hosts, copies_PH=told[:, dispatcher.ep.size :])
-
-
-def _copies(
-    dispatcher: Dispatcher, experts_TK: torch.Tensor, kept_TK: torch.Tensor | None, hosts: tuple[int, ...]
-) -> torch.Tensor:
-    """(ep + hosts,) tokens of this rank that have an expert on each ep coordinate, and on each host where these count."""
-    per_rank = len(dispatcher.slots_G) // dispatcher.ep.size
-    needs = torch.zeros(experts_TK.shape[0], dispatcher.ep.size, dtype=torch.bool, device=experts_TK.device)
-    coordinate_TK = torch.div(experts_TK, per_rank, rounding_mode="floor")
-    if kept_TK is None:
-        needs.scatter_(1, coordinate_TK, True)
-    else:
-        token_N, k_N = kept_TK.nonzero(as_tuple=True)
-        needs[token_N, coordinate_TK[token_N, k_N]] = True
-    if not hosts:
-        return needs.sum(0)
-    by_host = [
-        needs[:, sorted({peer // dispatcher.etp.size for peer in members(hosts, host)})].any(1)
-        for host in range(max(hosts) + 1)
-    ]
-    return torch.cat([needs.sum(0), torch.stack(by_host).sum(1)])
 
 
 def _outgoing(
@@ -248,7 +193,16 @@ class _Flight:
         sizes = [line.entries.num for line in self.lines]
         self.base = [sum(sizes[:d]) for d in range(len(sizes) + 1)]
         copies = self.top_k * dispatcher.etp.size
-        self.places_TC = places_of(torch.cat([line.tokens_coming for line in self.lines]), num_tokens, copies)
+        self.places_TC = self._token_places(num_tokens, copies)
+
+    def _token_places(self, num_tokens: int, copies: int) -> torch.Tensor:
+        """(T, C) what comes back of each token, rank by rank, and where each row comes back by itself, slot by slot."""
+        if self.per_token or not self.plan.schedule.hot_first:
+            return places_of(torch.cat([line.tokens_coming for line in self.lines]), num_tokens, copies)
+        tokens = [torch.div(line.pairs, self.top_k, rounding_mode="floor") for line in self.lines]
+        nth_TC = places_of(torch.cat(tokens), num_tokens, copies)
+        coming = torch.cat([at + line.entries.coming_of_row for at, line in zip(self.base, self.lines, strict=False)])
+        return torch.where(nth_TC < 0, nth_TC, coming[nth_TC.clamp(min=0)]) if len(coming) else nth_TC
 
     # ---- messages ---------------------------------------------------------------------------------------------------------------
 
