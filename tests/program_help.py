@@ -44,6 +44,7 @@ class Run:
     pipeline: PipelineConfig = dataclasses.field(default_factory=PipelineConfig)
     bucket_mb: float = 0.0
     dtype: torch.dtype = torch.float32
+    hosts: tuple[int, ...] = ()
 
     @property
     def optim(self) -> OptimConfig:
@@ -156,6 +157,7 @@ def one_step(rank: int, cache: GroupCache, run: Run, comms: Collectives) -> tupl
         device=torch.device("cpu"),
         recompute=run.recompute,
         cp_method=run.cp_method,
+        host_of_rank=run.hosts,
     )
     parts = assemble(ctx, optim=run.optim, num_microbatches=run.num_microbatches, pipeline=pipeline)
     first = run.folding.replica_of(rank) * run.num_microbatches

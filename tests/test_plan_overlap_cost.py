@@ -21,7 +21,8 @@ from phalanx.plan.overlap_choose import (
     errors_of,
     fit,
 )
-from phalanx.plan.overlap_cost import LayerShape, OverlapCost, predict
+from phalanx.plan.overlap_clock import predict
+from phalanx.plan.overlap_cost import LayerShape, OverlapCost
 from phalanx.plan.overlap_types import Schedule
 
 pytestmark = pytest.mark.unit

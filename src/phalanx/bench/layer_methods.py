@@ -65,7 +65,7 @@ def run_ours(
     )
 
 
-_KEPT = "dispatch.meta"
+_KEPT = "dispatch.weights"
 """Messages of our layer that do travel: which entry each row takes, a few kilobytes."""
 
 

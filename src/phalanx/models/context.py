@@ -44,6 +44,8 @@ class ModelContext:
     """Which rank of the pipeline holds which layers; None: all of them are here."""
     tuner: Tuner = field(default_factory=Tuner)
     """What overlap costs here, found out where `dispatch.overlap = "auto"`."""
+    host_of_rank: tuple[int, ...] = ()
+    """Host of each rank of the run; (): not known, each may be one."""
     later: Later | None = None
     """Where backward passes leave the weight gradients of matrices, if the schedule puts them off."""
 

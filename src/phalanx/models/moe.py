@@ -51,7 +51,9 @@ class MoE(nn.Module):
             kernels=ctx.kernels,
             lanes=ctx.lanes,
         )
-        self.routed = RoutedExperts(dispatcher, kernels=ctx.kernels, lanes=ctx.lanes, tuner=ctx.tuner)
+        self.routed = RoutedExperts(
+            dispatcher, kernels=ctx.kernels, lanes=ctx.lanes, tuner=ctx.tuner, host_of_rank=ctx.host_of_rank
+        )
         self.layer, self.later = layer, ctx.later
         self.recompute = ctx.recompute == "selective"
 

@@ -3,8 +3,9 @@
 Decides the cut of rows into tiles and parts, and through `overlap_order.py` the order of all operations. Whether rows and columns may be cut at all is not
 decided here but derived from what the operations read (`overlap_axis.py`). Must never change, because both ends of a message rely on it without asking:
 
-- tiles depend on counts and `tile_rows` alone, never on the schedule: that is why no schedule changes a bit;
-- parts depend on the tiles and the number of parts alone.
+- tiles depend on counts and `tile_rows` alone, never on the schedule: that is why no schedule changes a bit. The schedule may put those of the most loaded slots
+  first (`hot_first`), which changes their numbers, and no sum: sums go by slots;
+- parts depend on the tiles, their order and the number of parts alone.
 
 A pure function of gathered counts: every rank plans for itself. Words: see `overlap_types.py`. P sources (ranks of `ep_etp`), G slots of the group.
 """
@@ -12,7 +13,7 @@ A pure function of gathered counts: every rank plans for itself. Words: see `ove
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Literal
@@ -20,6 +21,7 @@ from typing import Literal
 from phalanx.core.errors import PlanError, Problem, raise_if
 from phalanx.plan.dispatch import DispatchPlan
 from phalanx.plan.overlap_axis import BACKWARD, FORWARD, Layer, cuts_of
+from phalanx.plan.overlap_hosts import message_parts, relay_parts
 from phalanx.plan.overlap_order import Parts, forward_order, schedule_problems, with_weights
 from phalanx.plan.overlap_types import RankPlan, Schedule, Tile
 
@@ -37,12 +39,14 @@ def tile_sizes(rows: int, tile_rows: int) -> tuple[int, ...]:
     return (*(share + 1,) * larger, *(share,) * (full + 1 - larger))
 
 
-def tiles_of(rows_G: Sequence[int], *, source: int, tile_rows: int) -> tuple[Tile, ...]:
-    """Tiles of one source on one rank, slot by slot; `rows_G` are its rows for each LOCAL slot. A slot without rows has no tile."""
+def tiles_of(
+    rows_G: Sequence[int], *, source: int, tile_rows: int, slots: Sequence[int] | None = None
+) -> tuple[Tile, ...]:
+    """Tiles of one source on one rank, slot by slot in the order of `slots`; `rows_G` are its rows for each LOCAL slot. A slot without rows has no tile."""
     tiles = []
-    for slot, rows in enumerate(rows_G):
+    for slot in range(len(rows_G)) if slots is None else slots:
         first = 0
-        for size in tile_sizes(int(rows), tile_rows):
+        for size in tile_sizes(int(rows_G[slot]), tile_rows):
             tiles.append(Tile(slot, source, size, first))
             first += size
     return tuple(tiles)
@@ -88,9 +92,32 @@ def rows_of(dispatch: DispatchPlan, *, rank: int) -> Rows:
     return Rows(rows[:, rank // dispatch.etp].tolist(), rows[rank].tolist())
 
 
-def cut_rows(rows_G: Sequence[int], tile_rows: int) -> list[int]:
-    """Rows of each tile of one source on one rank, slot by slot."""
-    return [size for rows in rows_G for size in tile_sizes(rows, tile_rows)]
+def cut_rows(rows_G: Sequence[int], tile_rows: int, slots: Sequence[int] | None = None) -> list[int]:
+    """Rows of each tile of one source on one rank, slot by slot in the order of `slots`."""
+    ordered = rows_G if slots is None else [rows_G[slot] for slot in slots]
+    return [size for rows in ordered for size in tile_sizes(rows, tile_rows)]
+
+
+def slot_orders(dispatch: DispatchPlan, schedule: Schedule) -> list[list[int] | None]:
+    """By ep coordinate: the local slots in the order in which their tiles are numbered. None: as they are."""
+    if not schedule.hot_first:
+        return [None] * dispatch.ep
+    loads = dispatch.rows_PG.sum(0).reshape(dispatch.ep, -1).tolist()
+    return [sorted(range(len(of_rank)), key=lambda slot: -of_rank[slot]) for of_rank in loads]
+
+
+def part_counts(
+    dispatch: DispatchPlan, schedule: Schedule, *, tile_rows: int, ranks: Iterable[int]
+) -> dict[tuple[int, int], int]:
+    """Parts that each of `ranks` has of each source's tiles, by (source, rank)."""
+    rows = dispatch.rows_PG.reshape(dispatch.ep * dispatch.etp, dispatch.ep, -1).tolist()
+    slots = slot_orders(dispatch, schedule)
+    of_ep = {
+        (source, ep): len(ends_of_sizes(cut_rows(of_source[ep], tile_rows, slots[ep]), schedule.parts))
+        for ep in {rank // dispatch.etp for rank in ranks}
+        for source, of_source in enumerate(rows)
+    }
+    return {(source, rank): of_ep[source, rank // dispatch.etp] for rank in ranks for source in range(len(rows))}
 
 
 def plan_overlap(
@@ -101,33 +128,40 @@ def plan_overlap(
     tile_rows: int,
     direction: Literal["forward", "backward"] = "forward",
     host_of_rank: Sequence[int] | None = None,
+    through_hosts: bool = False,
     has_shared: bool = False,
     layer: Layer | None = None,
 ) -> RankPlan:
     """The plan of one rank, `rank` being its position in `ep_etp` (`ep * ETP + etp`).
 
     Every source of the group sends to every rank the rows for its slots; the ETP ranks of an ep coordinate all get the same. `host_of_rank` orders
-    by distance (None: all on one host). `has_shared`: the layer has a shared expert to compute in a gap. `layer`: what its operations read and write, where
+    by distance (None: all on one host). `through_hosts`: one copy of a token goes to each other host, through a gateway (`overlap_hosts.py`). `has_shared`: the layer has a shared expert to compute in a gap. `layer`: what its operations read and write, where
     they are not those of an ordinary expert; a schedule that cuts what must stay whole is refused. Raises `PlanError` with all problems.
     """
     size = dispatch.ep * dispatch.etp
     problems = [*_problems(schedule, size, rank, tile_rows, host_of_rank)]
+    if through_hosts and host_of_rank is None:
+        rule = "forwarding inside hosts needs to know which ranks share one"
+        problems.append(Problem(where="host_of_rank", value=None, rule=rule))
     problems += cuts_of(layer or (FORWARD if direction == "forward" else BACKWARD)).problems(schedule)
     raise_if(problems, PlanError, subject="overlap")
-    sizes = rows_of(dispatch, rank=rank)
-    tiles = tuple(tiles_of(rows, source=source, tile_rows=tile_rows) for source, rows in enumerate(sizes.come))
+    sizes, slots = rows_of(dispatch, rank=rank), slot_orders(dispatch, schedule)
+    own_slots = slots[rank // dispatch.etp]
+    tiles = tuple(
+        tiles_of(rows, source=source, tile_rows=tile_rows, slots=own_slots) for source, rows in enumerate(sizes.come)
+    )
     ends = tuple(part_ends(of_source, schedule.parts) for of_source in tiles)
-    go_ends = [ends_of_sizes(cut_rows(rows, tile_rows), schedule.parts) for rows in sizes.go]
+    go_ends = [
+        ends_of_sizes(cut_rows(rows, tile_rows, order), schedule.parts)
+        for rows, order in zip(sizes.go, slots, strict=True)
+    ]
     peer_part_ends = tuple(go_ends[peer // dispatch.etp] for peer in range(size))
     hosts = tuple(host_of_rank) if host_of_rank is not None else (0,) * size
-    parts = Parts(
-        rank=rank,
-        come=tuple(map(len, ends)),
-        go=tuple(map(len, peer_part_ends)),
-        is_far=tuple(host != hosts[rank] for host in hosts),
-        blocks=schedule.blocks,
-        num_slots=dispatch.slots_per_rank,
-    )
+    relay: tuple[int, ...] = ()
+    if through_hosts:
+        here = [other for other in range(size) if hosts[other] == hosts[rank]]
+        counts = part_counts(dispatch, schedule, tile_rows=tile_rows, ranks=here)
+        relay = relay_parts(hosts, rank, lambda source, peer: counts[source, peer])
     plan = RankPlan(
         rank=rank,
         size=size,
@@ -136,11 +170,29 @@ def plan_overlap(
         part_ends=ends,
         peer_part_ends=peer_part_ends,
         blocks=schedule.blocks,
-        ops=forward_order(schedule, parts, has_shared=has_shared),
+        ops=(),
         num_slots=dispatch.slots_per_rank,
         schedule=schedule,
+        hosts=hosts if through_hosts else (),
+        relay_parts=relay,
     )
+    plan = replace(plan, ops=forward_order(schedule, parts_of(plan, hosts), has_shared=has_shared))
     return plan if direction == "forward" else backward_of(plan)
+
+
+def parts_of(plan: RankPlan, hosts: Sequence[int] = ()) -> Parts:
+    """How many parts a plan has for and from whom; `hosts` orders them by distance, where the plan does not."""
+    hosts = plan.hosts or hosts or (0,) * plan.size
+    go = tuple(map(len, plan.peer_part_ends))
+    return Parts(
+        rank=plan.rank,
+        come=tuple(map(len, plan.part_ends)),
+        go=message_parts(plan.hosts, plan.rank, go) if plan.hosts else go,
+        is_far=tuple(host != hosts[plan.rank] for host in hosts),
+        blocks=plan.blocks,
+        num_slots=plan.num_slots,
+        relay=plan.relay_parts,
+    )
 
 
 def backward_of(plan: RankPlan) -> RankPlan:
@@ -151,15 +203,7 @@ def backward_of(plan: RankPlan) -> RankPlan:
     if plan.direction != "forward":
         rule = "the backward plan is made of a forward one"
         raise_if([Problem(where="plan.direction", value=plan.direction, rule=rule)], PlanError, subject="overlap")
-    parts = Parts(
-        rank=plan.rank,
-        come=tuple(map(len, plan.part_ends)),
-        go=tuple(map(len, plan.peer_part_ends)),
-        is_far=(False,) * plan.size,
-        blocks=plan.blocks,
-        num_slots=plan.num_slots,
-    )
-    return replace(plan, direction="backward", ops=with_weights(plan.ops, parts, schedule=plan.schedule))
+    return replace(plan, direction="backward", ops=with_weights(plan.ops, parts_of(plan), schedule=plan.schedule))
 
 
 def _problems(

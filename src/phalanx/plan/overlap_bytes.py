@@ -5,11 +5,10 @@ Decides the transport for the routing at hand, from exact counts. A pure functio
     all_to_all   one entry for each (token, slot) pair
     dedup        one entry for each token that a rank needs, however many of its slots
     all_gather   every token to every rank
-    dedup_host   one entry for each token that a *host* needs, to the rank there with the sender's place, which forwards inside; way back: sums inside, then
-                 one row (bytes only: no executor carries it out yet)
+    dedup_host   one entry for each token that a *host* needs, to its gateway there (`overlap_hosts.py`), which forwards inside; way back: sums inside, then one row
 
 An entry is a row of `row_bytes`. What else travels, in bytes per (token, slot) pair: there, forward, the pair's weight (4) and, unless the order of entries says it,
-the entry's position (4); back, backward, the gradient of the weight (4). Nothing that stays on its rank is counted.
+the entry's position (4), on both legs of `dedup_host`; back, backward, the gradient of the weight (4), always straight. Nothing that stays on its rank is counted.
 
 Shapes: P sources = ranks of `ep_etp`, from x to; H hosts; G slots of the group.
 """
@@ -26,9 +25,10 @@ from numpy.typing import ArrayLike
 
 from phalanx.core.errors import PlanError, Problem, raise_if
 from phalanx.plan.dispatch import DispatchPlan, Ints
+from phalanx.plan.overlap_hosts import gateway, gateways, members
 from phalanx.plan.overlap_types import Transport
 
-Route = Literal["all_to_all", "all_gather", "dedup", "dedup_host"]
+Route = Transport
 ROUTES: tuple[Route, ...] = get_args(Route)
 """The simplest first: with equal bytes the earlier one is taken."""
 WEIGHT_BYTES = 4
@@ -134,6 +134,20 @@ def _problems(traffic: Traffic, size: int, slots_per_rank: int) -> Iterable[Prob
 
 
 @dataclass(frozen=True, eq=False)
+class Legs:
+    """Bytes of the two legs of a message between hosts. Those that stay in a host have the last leg only."""
+
+    first_going_PP: Ints
+    """From each source to each of its gateways."""
+    first_coming_PP: Ints
+    """From gateways back to sources."""
+    last_going_PP: Ints
+    """(source, rank): about the source's rows, from wherever they come to the rank. Of a gateway itself nothing."""
+    last_coming_PP: Ints
+    """(rank, source)."""
+
+
+@dataclass(frozen=True, eq=False)
 class WireBytes:
     """Bytes from each rank (first axis) to each other (second) in one pass of one layer. The diagonal is zero."""
 
@@ -143,6 +157,26 @@ class WireBytes:
     coming_PP: Ints
     """From experts to sources."""
     host_of_rank: tuple[int, ...]
+    legs: Legs | None = None
+    """With gateways: the same, message by message."""
+
+    @property
+    def leaving_PP(self) -> Ints:
+        """From each source to whom it sends by itself: to gateways what they pass on."""
+        if self.legs is None:
+            return self.going_PP
+        hosts = np.asarray(self.host_of_rank)
+        return self.legs.first_going_PP + np.where(hosts[:, None] == hosts, self.legs.last_going_PP, 0)
+
+    @property
+    def last_going_PP(self) -> Ints:
+        """(source, rank), on the last leg."""
+        return self.going_PP if self.legs is None else self.legs.last_going_PP
+
+    @property
+    def last_coming_PP(self) -> Ints:
+        """(rank, source), on the leg that begins at the rank."""
+        return self.coming_PP if self.legs is None else self.legs.last_coming_PP
 
     @property
     def total_PP(self) -> Ints:
@@ -168,12 +202,11 @@ def wire_bytes(
     traffic: Traffic, route: Route, *, row_bytes: int, direction: Literal["forward", "backward"] = "forward"
 ) -> WireBytes:
     """Exact bytes of one pass (see the module's table for what an entry brings along)."""
-    if route == "dedup_host":
-        entries, pairs = _through_gateways(traffic)
-    else:
-        entries, pairs = _entries(traffic, route), traffic.pairs_PP
     there = (WEIGHT_BYTES + (POSITION_BYTES if route != "all_to_all" else 0)) if direction == "forward" else 0
     back = WEIGHT_BYTES if direction == "backward" else 0
+    if route == "dedup_host":
+        return _through_gateways(traffic, row_bytes, there=there, back=back)
+    entries, pairs = _entries(traffic, route), traffic.pairs_PP
     going, coming = entries * row_bytes + pairs * there, (entries * row_bytes + pairs * back).T.copy()
     np.fill_diagonal(going, 0)
     np.fill_diagonal(coming, 0)
@@ -188,23 +221,34 @@ def _entries(traffic: Traffic, route: Route) -> Ints:
     return np.tile(traffic.tokens_P[:, None], (1, len(traffic.tokens_P)))
 
 
-def _through_gateways(traffic: Traffic) -> tuple[Ints, Ints]:
-    """(P, P) entries and pairs on each hop, where rows for another host go through one of its ranks."""
-    hosts, size = np.asarray(traffic.host_of_rank), len(traffic.host_of_rank)
-    members = [np.flatnonzero(hosts == host) for host in range(traffic.num_hosts)]
-    entries, pairs = np.zeros((2, size, size), dtype=np.int64)
+def _through_gateways(traffic: Traffic, row_bytes: int, *, there: int, back: int) -> WireBytes:
+    """Rows for another host go through one of its ranks."""
+    hosts, size = traffic.host_of_rank, len(traffic.host_of_rank)
+    going = traffic.copies_PP * row_bytes + traffic.pairs_PP * there
+    coming, straight = (traffic.copies_PP * row_bytes).T.copy(), (traffic.pairs_PP * back).T.copy()
+    np.fill_diagonal(straight, 0)
+    first_going, first_coming = np.zeros((2, size, size), dtype=np.int64)
     for source in range(size):
-        place = int((hosts[:source] == hosts[source]).sum())
-        for host, ranks in enumerate(members):
-            if not len(ranks):
-                continue
-            gateway = source if host == hosts[source] else ranks[place % len(ranks)]
-            entries[gateway, ranks] += traffic.copies_PP[source, ranks]
-            pairs[gateway, ranks] += traffic.pairs_PP[source, ranks]
-            if gateway != source:
-                entries[source, gateway] += traffic.copies_PH[source, host]
-                pairs[source, gateway] += traffic.pairs_PP[source, ranks].sum()
-    return entries, pairs
+        for through in gateways(hosts, source):
+            pairs = traffic.pairs_PP[source, members(hosts, hosts[through])].sum()
+            entries = traffic.copies_PH[source, hosts[through]] * row_bytes
+            first_going[source, through] = entries + pairs * there
+            first_coming[through, source] = entries
+    total_going, total_coming = first_going.copy(), first_coming + straight
+    for source, rank in np.ndindex(size, size):
+        near = hosts[source] == hosts[rank]
+        through = source if near else gateway(hosts, source, hosts[rank])
+        if through == rank:
+            going[source, rank] = coming[rank, source] = 0
+        total_going[through, rank] += going[source, rank]
+        total_coming[rank, through] += coming[rank, source]
+    near = np.asarray(hosts)[:, None] == np.asarray(hosts)
+    for source in range(size):  # a clock takes what goes straight between hosts to go with the sums
+        for through in gateways(hosts, source):
+            there_P = members(hosts, hosts[through])
+            first_coming[through, source] += straight[there_P, source].sum()
+    legs = Legs(first_going, first_coming, going, coming + np.where(near, straight, 0))
+    return WireBytes("dedup_host", total_going, total_coming, hosts, legs)
 
 
 @dataclass(frozen=True)
@@ -214,13 +258,6 @@ class TransportChoice:
     route: Route
     totals: tuple[tuple[Route, int, int], ...]
     """(transport, bytes between hosts, bytes between ranks) of all that were compared, both ways."""
-
-    @property
-    def transport(self) -> Transport:
-        """The same, for an executor that knows three."""
-        if self.route == "dedup_host":
-            raise PlanError([Problem(where="transport", value=self.route, rule="has bytes, and no executor")])
-        return self.route
 
     def explain(self) -> str:
         rows = [

@@ -2,15 +2,18 @@
 
 Decides nothing. `check` proves of one list, by itself:
 
-- tiles are whole: slot by slot, row after row, none empty; parts hold all of them, each once;
+- tiles are whole: slot by slot (in any order of slots with `hot_first`, else ascending), row after row, none empty; parts hold all of them, each once;
 - every operation stands there exactly once and none that does not belong there;
 - nothing stands before what it needs: `first` after the waits for its own and all earlier parts of its source (an entry travels with the first part that
   needs it), `second` after its first, `return` after the seconds of its own and all earlier parts in its block (an entry goes back with the last part
   that adds to it), `weights` after all firsts, `sum` last;
-- all sends stand before the first wait and all returns before the first wait_return.
+- all sends stand before the first wait and all returns before the first wait_return;
+- with gateways: all relays stand behind the sends and before the first merge, those of parts up to k before any wait for part k of another host; a merge of part k behind
+  all returns of parts up to k to other hosts; all merges before the first wait_return.
 
 If that holds for every rank, none waits for ever: no send needs anything, so all are posted; then every first wait is answered and all returns are posted; then
-so is every wait_return. `simulate` (`overlap_events.py`) puts all lists together and tries.
+so is every wait_return. With gateways by induction over k: relays of part k have waited for parts below k at most, so all waits are answered; a return of part k has
+waited for merges below k at most, so all merges are, and then every wait_return. `simulate` (`overlap_events.py`) puts all lists together and tries.
 """
 
 from __future__ import annotations
@@ -68,6 +71,8 @@ def _plan_of(data: dict[str, Any]) -> RankPlan:
         ops=tuple(Op(_kind(kind), *(_whole(n) for n in numbers)) for kind, *numbers in data["ops"]),
         num_slots=_whole(data["num_slots"]),
         schedule=Schedule(**data["schedule"]),
+        hosts=tuple(_whole(host) for host in data["hosts"]),
+        relay_parts=tuple(_whole(parts) for parts in data["relay_parts"]),
     )
 
 
@@ -98,6 +103,7 @@ def _cut_problems(plan: RankPlan) -> Iterator[Problem]:
             rule = f"one entry for each of the {plan.size} ranks"
             yield Problem(where=f"plan.{name}", value=len(getattr(plan, name)), rule=rule)
             return
+    yield from _host_problems(plan)
     for source in range(plan.size):
         yield from _tile_problems(plan, source)
         yield from _end_problems(f"plan.part_ends[{source}]", plan.part_ends[source], total=len(plan.tiles[source]))
@@ -109,13 +115,15 @@ def _cut_problems(plan: RankPlan) -> Iterator[Problem]:
 
 def _tile_problems(plan: RankPlan, source: int) -> Iterator[Problem]:
     next_slot, next_row = 0, 0
+    seen: set[int] = set()
     for number, tile in enumerate(plan.tiles[source]):
         where = f"plan.tiles[{source}][{number}]"
         if tile.source != source or tile.rows < 1 or not 0 <= tile.slot < plan.num_slots:
             rule = f"rows of source {source} in one of {plan.num_slots} slots, at least one"
             yield Problem(where=where, value=tile, rule=rule)
-        if tile.slot > next_slot:
+        if tile.slot not in seen and (plan.schedule.hot_first or tile.slot > next_slot):
             next_slot, next_row = tile.slot, 0
+        seen.add(tile.slot)
         if (tile.slot, tile.first_row) != (next_slot, next_row):
             rule = f"slots ascending, rows end to end: next is row {next_row} of slot {next_slot}"
             yield Problem(where=where, value=tile, rule=rule)
@@ -132,21 +140,60 @@ def _end_problems(where: str, ends: Sequence[int], *, total: int | None) -> Iter
 # ---- operations ------------------------------------------------------------------------------------------------------------
 
 
+def _host_problems(plan: RankPlan) -> Iterator[Problem]:
+    """Of gateways: who passes on what."""
+    lengths = (len(plan.hosts), len(plan.relay_parts))
+    if lengths not in ((0, 0), (plan.size, plan.size)):
+        rule = f"one entry for each of the {plan.size} ranks, or none"
+        yield Problem(where="plan.hosts, plan.relay_parts", value=lengths, rule=rule)
+        return
+    for source, parts in enumerate(plan.relay_parts):
+        mine = _is_far(plan, source) and _way_in(plan, source, plan.rank) == plan.rank
+        least = len(plan.part_ends[source]) if mine else 0
+        if parts < least or (parts and not mine):
+            rule = f"at least the {least} parts for itself" if mine else "0: it is not the gateway of this source"
+            yield Problem(where=f"plan.relay_parts[{source}]", value=parts, rule=rule)
+
+
+def _is_far(plan: RankPlan, peer: int) -> bool:
+    return bool(plan.hosts) and plan.hosts[peer] != plan.hosts[plan.rank]
+
+
+def _way_in(plan: RankPlan, source: int, rank: int) -> int:
+    """Through which rank the entries of `source` come to the host of `rank`: that with the same place among the ranks of its host."""
+    place = sum(host == plan.hosts[source] for host in plan.hosts[:source])
+    there = [peer for peer, host in enumerate(plan.hosts) if host == plan.hosts[rank]]
+    return there[place % len(there)]
+
+
+def _messages_to(plan: RankPlan) -> Iterator[tuple[int, int]]:
+    """(rank, parts) of what this rank sends, and of what comes back to it."""
+    parts = {p: len(ends) for p, ends in enumerate(plan.peer_part_ends) if p != plan.rank}
+    for p, n in parts.items():
+        if not _is_far(plan, p):
+            yield p, n
+        elif _way_in(plan, plan.rank, p) == p:
+            yield p, max(n for q, n in parts.items() if plan.hosts[q] == plan.hosts[p])
+
+
 def _expected(plan: RankPlan) -> Iterator[Op]:
     """Every operation that must stand in the list."""
     for p in range(plan.size):
-        comes, goes = len(plan.part_ends[p]), len(plan.peer_part_ends[p])
-        for part in range(comes):
+        for part in range(len(plan.part_ends[p])):
             yield Op("first", p, part)
             if p != plan.rank:
                 yield Op("wait", p, part)
             for block in range(plan.blocks):
                 yield Op("second", p, part, block)
                 yield Op("return", p, part, block)
-        if p != plan.rank:
-            for part in range(goes):
-                yield Op("send", p, part)
-                yield from (Op("wait_return", p, part, block) for block in range(plan.blocks))
+    for p, parts in _messages_to(plan):
+        for part in range(parts):
+            yield Op("send", p, part)
+            yield from (Op("wait_return", p, part, block) for block in range(plan.blocks))
+    for p, parts in enumerate(plan.relay_parts):
+        for part in range(parts):
+            yield Op("relay", p, part)
+            yield from (Op("merge", p, part, block) for block in range(plan.blocks))
     if plan.direction == "backward":
         yield from (Op("weights", part=slot) for slot in range(plan.num_slots))
     yield Op("sum")
@@ -177,15 +224,37 @@ def _too_early(plan: RankPlan) -> Iterator[Problem]:
         late = [other for other in _direct_needs(plan, op) if place.get(other, -1) > number]
         for other in late:
             yield Problem(where=f"plan.ops[{number}]: {op}", value=None, rule=f"comes after {other}, which it needs")
-        rule = _RULE_OF_KIND.get(op.kind)
-        if rule is not None and last_of.get(rule, -1) > number:
-            yield Problem(where=f"plan.ops[{number}]: {op}", value=None, rule=f"comes after every {rule}")
+        for rule in _RULES_OF_KIND.get(op.kind, ()):
+            if last_of.get(rule, -1) > number:
+                yield Problem(where=f"plan.ops[{number}]: {op}", value=None, rule=f"comes after every {rule}")
+        if plan.hosts:
+            yield from _before_gateways(plan, op, number)
     if plan.ops and plan.ops[-1].kind != "sum":
         yield Problem(where="plan.ops", value=str(plan.ops[-1]), rule="the last operation is sum")
 
 
-_RULE_OF_KIND = {"wait": "send", "wait_return": "return", "weights": "first"}
-"""All operations of the second kind stand before any of the first: they are what keeps ranks from waiting in a circle, and gradients of weights whole."""
+def _before_gateways(plan: RankPlan, op: Op, number: int) -> Iterator[Problem]:
+    """What lets nobody wait in a circle through a gateway: see the module."""
+    if op.kind == "wait" and _is_far(plan, op.peer):
+        kind, what = "relay", "relay of parts up to its own"
+    elif op.kind == "merge":
+        kind, what = "return", "return to another host of parts up to its own"
+    else:
+        return
+    for other in plan.ops[number + 1 :]:
+        if other.kind == kind and other.part <= op.part and (kind == "relay" or _is_far(plan, other.peer)):
+            rule = f"comes after every {what}, and {other} stands behind it"
+            yield Problem(where=f"plan.ops[{number}]: {op}", value=None, rule=rule)
+
+
+_RULES_OF_KIND = {
+    "wait": ("send",),
+    "relay": ("send",),
+    "merge": ("relay",),
+    "wait_return": ("return", "merge"),
+    "weights": ("first",),
+}
+"""All operations of the second kinds stand before any of the first: they are what keeps ranks from waiting in a circle, and gradients of weights whole."""
 
 
 def _direct_needs(plan: RankPlan, op: Op) -> Iterable[Op]:

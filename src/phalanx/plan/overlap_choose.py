@@ -20,15 +20,19 @@ import numpy as np
 
 from phalanx.core.errors import ConfigError, PlanError, Problem, raise_if
 from phalanx.plan.dispatch import DispatchPlan
-from phalanx.plan.overlap import cut_rows, ends_of_sizes, rows_of
+from phalanx.plan.overlap import cut_rows, ends_of_sizes, part_counts, rows_of, slot_orders
 from phalanx.plan.overlap_bytes import WireBytes
-from phalanx.plan.overlap_cost import LayerShape, OverlapCost, TileTimes, seconds_of
+from phalanx.plan.overlap_clock import seconds_of
+from phalanx.plan.overlap_cost import LayerShape, OverlapCost, TileTimes
+from phalanx.plan.overlap_hosts import members, message_parts, relay_parts
 from phalanx.plan.overlap_order import Parts, forward_order, schedule_problems, with_weights
 from phalanx.plan.overlap_types import Schedule
 
 __all__ = ["Choice", "Chooser", "Fit", "LayerSample", "MatmulSample", "MessageSample", "compare", "fit"]
 
 SERIAL = Schedule()
+HOT_MARGIN = 0.005
+"""What another order of the slots must save to be taken: less is within the error of any prediction."""
 Direction = Literal["forward", "backward"]
 
 
@@ -41,10 +45,20 @@ class Choice:
 
     def explain(self) -> str:
         lines = [
-            f"  {'*' if s == self.schedule else ' '} {s.order:9} parts {s.parts} blocks {s.blocks} own_before {s.own_before:g}: {t * 1e3:.3f} ms"
+            f"  {'*' if s == self.schedule else ' '} {s.order:9} parts {s.parts} blocks {s.blocks} own_before {s.own_before:g}"
+            f"{' hot first' if s.hot_first else ''}: {t * 1e3:.3f} ms"
             for s, t in self.seconds
         ]
         return "\n".join(["predicted:", *lines])
+
+
+@dataclass(frozen=True)
+class _Tiles:
+    """Rows of the tiles in one order of the slots."""
+
+    come: list[list[int]]
+    go: list[list[int]]
+    times: TileTimes
 
 
 class _Layer:
@@ -66,27 +80,46 @@ class _Layer:
         self.size, self.etp = dispatch.ep * dispatch.etp, dispatch.etp
         loads = dispatch.rows_PG.sum(0).reshape(dispatch.ep, -1)
         self.rank = int(loads.sum(1).argmax()) * dispatch.etp
-        rows = rows_of(dispatch, rank=self.rank)
-        self.come = [cut_rows(of_source, tile_rows) for of_source in rows.come]
-        self.go = [cut_rows(of_ep, tile_rows) for of_ep in rows.go]
+        self.dispatch, self.rows, self.tile_rows = dispatch, rows_of(dispatch, rank=self.rank), tile_rows
+        self.shape, self.loads = shape, loads[self.rank // self.etp].tolist()
         self.direction, self.num_slots, self.cost = direction, dispatch.slots_per_rank, cost
         self.has_shared = shape.shared_ffn > 0
         hosts = tuple(host_of_rank) if host_of_rank is not None else (0,) * self.size
         self.is_far = tuple(host != hosts[self.rank] for host in hosts)
-        self.times = TileTimes(self.come, loads[self.rank // self.etp].tolist(), shape, cost, direction)
+        self._tiles: dict[bool, _Tiles] = {}
+
+    def tiles(self, schedule: Schedule) -> _Tiles:
+        """In the order of the slots, or the most loaded first."""
+        if schedule.hot_first not in self._tiles:
+            orders = slot_orders(self.dispatch, schedule)
+            own = orders[self.rank // self.etp]
+            come = [cut_rows(of_source, self.tile_rows, own) for of_source in self.rows.come]
+            go = [cut_rows(rows, self.tile_rows, order) for rows, order in zip(self.rows.go, orders, strict=True)]
+            times = TileTimes(come, self.loads, self.shape, self.cost, self.direction)
+            self._tiles[schedule.hot_first] = _Tiles(come, go, times)
+        return self._tiles[schedule.hot_first]
 
     def seconds(self, schedule: Schedule, wire: WireBytes) -> float:
-        ends = [ends_of_sizes(sizes, schedule.parts) for sizes in self.come]
-        go_ends = [len(ends_of_sizes(sizes, schedule.parts)) for sizes in self.go]
+        tiles = self.tiles(schedule)
+        ends = [ends_of_sizes(sizes, schedule.parts) for sizes in tiles.come]
+        go_ends = [len(ends_of_sizes(sizes, schedule.parts)) for sizes in tiles.go]
         go = tuple(go_ends[peer // self.etp] for peer in range(self.size))
-        work = self.times.work(self.rank, ends, go, schedule.blocks)
+        is_far, relay = self.is_far, tuple[int, ...]()
+        if wire.legs is not None:
+            hosts = wire.host_of_rank
+            here = members(hosts, hosts[self.rank])
+            counts = part_counts(self.dispatch, schedule, tile_rows=self.tile_rows, ranks=here)
+            relay = relay_parts(hosts, self.rank, lambda source, peer: counts[source, peer])
+            go, is_far = message_parts(hosts, self.rank, go), tuple(host != hosts[self.rank] for host in hosts)
+        work = tiles.times.work(self.rank, ends, go, schedule.blocks, relay=relay)
         parts = Parts(
             rank=self.rank,
             come=work.come,
             go=go,
-            is_far=self.is_far,
+            is_far=is_far,
             blocks=schedule.blocks,
             num_slots=self.num_slots,
+            relay=relay,
         )
         ops = forward_order(schedule, parts, has_shared=self.has_shared)
         if self.direction == "backward":
@@ -108,7 +141,8 @@ def compare(
 ) -> Choice:
     """Predicted seconds of serial and of each candidate for one batch, and the choice.
 
-    The fastest candidate is taken if it saves more than the share `margin` of serial; of equals the first. Raises `PlanError` with all that is wrong with the
+    The fastest candidate is taken if it saves more than the share `margin` of serial; of equals the first. Where it cuts the rows of several slots into parts, the same
+    with the most loaded slots first is tried too, and taken where it saves more than the share `HOT_MARGIN`. Raises `PlanError` with all that is wrong with the
     candidates.
     """
     problems = [problem for candidate in candidates for problem in schedule_problems(candidate)]
@@ -119,6 +153,12 @@ def compare(
     tried = tuple(dict.fromkeys((SERIAL, *candidates)))
     seconds = tuple((schedule, layer.seconds(schedule, wire)) for schedule in tried)
     best, least = min(seconds, key=lambda pair: pair[1])
+    if best.order != "serial" and best.parts > 1 and not best.hot_first and layer.num_slots > 1:
+        hot = replace(best, hot_first=True)
+        with_hot = hot, layer.seconds(hot, wire)
+        seconds += (with_hot,)
+        if with_hot[1] < (1 - HOT_MARGIN) * least:
+            best, least = with_hot
     return Choice(best if least < (1 - margin) * seconds[0][1] else SERIAL, seconds)
 
 

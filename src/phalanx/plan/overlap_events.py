@@ -12,7 +12,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -29,7 +29,10 @@ class Timing(Protocol):
         """When an operation ends that its rank begins at `at` (waits: the time until the message is not counted)."""
 
     def arrives(self, plan: RankPlan, op: Op, at: float) -> float:
-        """When the message of a send or return arrives that is posted at `at`."""
+        """When the message of a send, return or merge arrives that is posted at `at`."""
+
+    def forwards(self, plan: RankPlan, op: Op, at: float, to: int) -> float:
+        """When what a relay passes on at `at` is at rank `to` of its host."""
 
 
 class Adversary:
@@ -49,6 +52,9 @@ class Adversary:
 
     def arrives(self, plan: RankPlan, op: Op, at: float) -> float:
         return at + float(10.0 ** (5 * self._next() - 2))
+
+    def forwards(self, plan: RankPlan, op: Op, at: float, to: int) -> float:
+        return self.arrives(plan, op, at)
 
 
 class Event(NamedTuple):
@@ -73,7 +79,7 @@ class Trace:
 
     def blocked_s(self, rank: int) -> float:
         """Seconds in which a rank did nothing but wait."""
-        waits = (e for e in self.events if e.rank == rank and e.op.kind in ("wait", "wait_return"))
+        waits = (e for e in self.events if e.rank == rank and e.op.kind in WAITS)
         return sum(event.end_s - event.start_s for event in waits)
 
 
@@ -89,8 +95,19 @@ def simulate(plans: Sequence[RankPlan], timing: Timing | np.random.Generator) ->
     return Trace(tuple(run.events))
 
 
-Message = tuple[int, int, int, int]
-"""(from, to, part, block); block is -1 on the way there."""
+WAITS = ("wait", "wait_return", "relay", "merge")
+"""Operations that last until messages are there."""
+
+
+class Message(NamedTuple):
+    """By whose rows it is about: from their source to a rank, or from the rank that computed with them back; whoever passes it on in between."""
+
+    source: int
+    target: int
+    part: int
+    block: int = -1
+    """-1 on the way there."""
+    leg: Literal["", "to a gateway", "from a gateway"] = ""
 
 
 @dataclass(slots=True)
@@ -107,14 +124,20 @@ class _State:
     is_summed: bool = False
 
 
+def is_far(plan: RankPlan, peer: int) -> bool:
+    """Whether messages to and from a rank go through a gateway."""
+    return bool(plan.hosts) and plan.hosts[peer] != plan.hosts[plan.rank]
+
+
 class _Run:
     def __init__(self, plans: Sequence[RankPlan], timing: Timing) -> None:
         self.states = [_State(plan) for plan in plans]
         self.timing = timing
         self.posted: dict[Message, float] = {}
         """Message -> arrival."""
-        self.blocked: dict[Message, float] = {}
-        """Messages that a rank waits for which is not posted yet -> since when."""
+        self.blocked: dict[Message, tuple[float, int]] = {}
+        """Messages that are not posted yet -> since when a rank waits for them, and which."""
+        self.taken: set[Message] = set()
         self.events: list[Event] = []
         self.problems: list[Problem] = []
         self.ready = [(0.0, rank) for rank in range(len(plans))]
@@ -132,6 +155,37 @@ class _Run:
                     rule = f"what rank {peer} plans for the rows of rank {rank}: {other.plan.part_ends[rank]}"
                     value = state.plan.peer_part_ends[peer]
                     yield Problem(where=f"plans[{rank}].peer_part_ends[{peer}]", value=value, rule=rule)
+            yield from self._hosts_that_do_not_fit(rank, state.plan)
+
+    def _hosts_that_do_not_fit(self, rank: int, plan: RankPlan) -> Iterator[Problem]:
+        if plan.hosts != self.states[0].plan.hosts:
+            rule = f"those of rank 0: {self.states[0].plan.hosts}"
+            yield Problem(where=f"plans[{rank}].hosts", value=plan.hosts, rule=rule)
+            return
+        for source, parts in enumerate(plan.relay_parts):
+            most = max(len(self.states[peer].plan.part_ends[source]) for peer in self.on_host_of(plan))
+            if parts not in (0, most):
+                rule = f"the most parts that a rank of its host has of rank {source}: {most}"
+                yield Problem(where=f"plans[{rank}].relay_parts[{source}]", value=parts, rule=rule)
+
+    @staticmethod
+    def on_host_of(plan: RankPlan) -> list[int]:
+        return [peer for peer, host in enumerate(plan.hosts) if host == plan.hosts[plan.rank]]
+
+    def awaited(self, plan: RankPlan, op: Op) -> list[Message]:
+        """The messages that an operation waits for."""
+        peer, rank = op.peer, plan.rank
+        if op.kind == "relay":
+            return [Message(peer, rank, part, leg="to a gateway") for part in range(op.part + 1)]
+        if op.kind == "merge":
+            return [
+                Message(other, peer, part, op.block)
+                for other in self.on_host_of(plan)
+                for part in range(min(op.part + 1, len(self.states[other].plan.part_ends[peer])))
+            ]
+        if op.kind == "wait_return" and is_far(plan, peer):
+            return [Message(peer, rank, op.part, op.block, "from a gateway")]
+        return [Message(peer, rank, op.part, op.block)]
 
     def go(self) -> None:
         """One operation at a time, always of the rank whose clock is least."""
@@ -141,14 +195,17 @@ class _Run:
             if state.next_op == len(state.plan.ops):
                 continue
             op = state.plan.ops[state.next_op]
-            if op.kind in ("wait", "wait_return"):
-                message = (op.peer, rank, op.part, op.block)
-                if message not in self.posted:
-                    self.blocked[message] = at
+            end = at
+            if op.kind in WAITS:
+                messages = self.awaited(state.plan, op)
+                missing = next((message for message in messages if message not in self.posted), None)
+                if missing is not None:
+                    self.blocked[missing] = (at, rank)
                     continue
-                end = max(at, self.posted[message])
-            else:
-                end = self.timing.ends(state.plan, op, at)
+                end = max([at, *(self.posted[message] for message in messages)])
+                self.taken.update(messages)
+            if op.kind not in ("wait", "wait_return"):
+                end = self.timing.ends(state.plan, op, end)
             self.carry_out(state, op, at=end)
             state.next_op += 1
             self.events.append(Event(rank, op, at, end))
@@ -157,8 +214,10 @@ class _Run:
     def carry_out(self, state: _State, op: Op, *, at: float) -> None:
         rank, key = state.plan.rank, (op.peer, op.part, op.block)
         needs = True
-        if op.kind == "send":
+        if op.kind in ("send", "merge"):
             self.post(state, op, at=at)
+        elif op.kind == "relay":
+            self.pass_on(state, op, at=at)
         elif op.kind == "wait":
             state.here.add(key[:2])
         elif op.kind == "first":
@@ -183,26 +242,47 @@ class _Run:
             self.problem(state, op, "runs only when everything that it needs is there")
 
     def post(self, state: _State, op: Op, *, at: float) -> None:
-        message = (state.plan.rank, op.peer, op.part, op.block)
-        if message in self.posted or not 0 <= op.peer < len(self.states):
+        legs: dict[str, Literal["", "to a gateway", "from a gateway"]] = {
+            "send": "to a gateway",
+            "merge": "from a gateway",
+        }
+        if not 0 <= op.peer < len(self.states):
             self.problem(state, op, "each message goes to a rank of the group, once")
             return
-        self.posted[message] = self.timing.arrives(state.plan, op, at)
-        since = self.blocked.pop(message, None)
-        if since is not None:
-            heapq.heappush(self.ready, (since, op.peer))
+        leg = legs.get(op.kind, "") if is_far(state.plan, op.peer) else ""
+        message = Message(state.plan.rank, op.peer, op.part, op.block, leg)
+        self.put(state, op, message, self.timing.arrives(state.plan, op, at))
+
+    def pass_on(self, state: _State, op: Op, *, at: float) -> None:
+        """To the ranks of this host; what is for this rank itself is there."""
+        rank = state.plan.rank
+        for to in self.on_host_of(state.plan):
+            if op.part < len(self.states[to].plan.part_ends[op.peer]):
+                arrival = at if to == rank else self.timing.forwards(state.plan, op, at, to)
+                self.put(state, op, Message(op.peer, to, op.part), arrival)
+
+    def put(self, state: _State, op: Op, message: Message, arrival: float) -> None:
+        if message in self.posted:
+            self.problem(state, op, "each message goes to a rank of the group, once")
+            return
+        self.posted[message] = arrival
+        waiting = self.blocked.pop(message, None)
+        if waiting is not None:
+            heapq.heappush(self.ready, waiting)
 
     def place(self, state: _State, key: tuple[int, int, int]) -> None:
         if key in state.placed:
             self.problem(state, Op("wait_return", *key), "each result is added up once")
         state.placed.add(key)
 
-    @staticmethod
-    def not_back(state: _State) -> set[tuple[int, int, int]]:
-        """Results that are still missing."""
+    def not_back(self, state: _State) -> set[tuple[int, int, int]]:
+        """Results that are still missing. Those of another host come together, from the rank there that passes this rank's entries on."""
         plan = state.plan
-        blocks = range(plan.blocks)
-        wanted = {(p, k, b) for p, ends in enumerate(plan.peer_part_ends) for k in range(len(ends)) for b in blocks}
+        parts = [len(ends) for ends in plan.peer_part_ends]
+        for peer, other in enumerate(self.states):
+            if is_far(plan, peer):
+                parts[peer] = other.plan.relay_parts[plan.rank]
+        wanted = {(p, k, b) for p, n in enumerate(parts) for k in range(n) for b in range(plan.blocks)}
         return wanted ^ state.placed
 
     def problems_at_end(self) -> Iterator[Problem]:
@@ -221,11 +301,10 @@ class _Run:
                 yield Problem(where=f"rank {plan.rank}", value=sorted(state.second.items()), rule=rule)
             if not state.is_summed:
                 yield Problem(where=f"rank {plan.rank}", value=None, rule="results are added up")
-        waits = ((e.op, e.rank) for e in self.events if e.op.kind in ("wait", "wait_return"))
-        taken = {(op.peer, rank, op.part, op.block) for op, rank in waits}
-        for source, target, part, block in sorted(self.posted.keys() - taken):
-            rule = f"rank {target} takes every message that it is sent"
-            yield Problem(where=f"message {source} -> {target}", value=(part, block), rule=rule)
+        for message in sorted(self.posted.keys() - self.taken):
+            rule = f"rank {message.target} takes every message that it is sent"
+            where = f"message {message.source} -> {message.target} {message.leg}".strip()
+            yield Problem(where=where, value=(message.part, message.block), rule=rule)
 
     def problem(self, state: _State, op: Op, rule: str) -> None:
         self.problems.append(self._problem(state, op, rule))

@@ -10,6 +10,14 @@ Decides the order from a `Schedule` and from how many parts each rank has for ea
 
 Distance: parts of ranks on the own host are expected before those of other hosts; within either, rank r sends to r+1, r+2, ... (no receiver is
 everybody's first), so rows from r-1 are expected first, then r-2. The way back mirrors that.
+
+With gateways (`overlap_hosts.py`) a rank also waits for what it passes on. No circle can close, because
+
+- `relay` needs nothing but a send, and parts from other hosts are waited for in the order of their numbers: a wait of part k stands behind all relays of parts up to
+  k. So whoever waits for part k from a gateway waits for a rank that waits, at most, for parts below k;
+- `merge` of part k stands behind all relays and all own returns of parts up to k to other hosts: a rank whose return of part k is missing waits, at most, for
+  merges of parts below k;
+- all merges stand before the first wait_return.
 """
 
 from __future__ import annotations
@@ -38,6 +46,8 @@ class Parts:
     """Not on this rank's host."""
     blocks: int
     num_slots: int
+    relay: tuple[int, ...] = ()
+    """Parts of each source that this rank passes on inside its host; empty where messages go straight."""
 
     @property
     def size(self) -> int:
@@ -55,6 +65,11 @@ class Parts:
     def returning(self) -> list[tuple[int, int]]:
         """(rank, part) of the results of the others, in the order in which they are expected."""
         return self._by_distance(self.go, sign=1)
+
+    def relaying(self) -> list[tuple[int, int]]:
+        """(source, part) to pass on, in the order in which they are expected."""
+        found = [(p, part) for p, parts in enumerate(self.relay) for part in range(parts)]
+        return sorted(found, key=lambda pp: (pp[1], (self.rank - pp[0]) % self.size))
 
     def own(self) -> list[tuple[int, int]]:
         return [(self.rank, part) for part in range(self.come[self.rank])]
@@ -119,10 +134,12 @@ def _serial(parts: Parts, shared: Iterable[Op]) -> list[Op]:
     cells = [(p, part, block) for p, part in here for block in range(parts.blocks)]
     return [
         *parts.to_send(),
+        *(Op("relay", *part) for part in parts.relaying()),
         *(Op("wait", p, part) for p, part in here if p != parts.rank),
         *(Op("first", p, part) for p, part in here),
         *(Op("second", *cell) for cell in cells),
         *(Op("return", *cell) for cell in cells),
+        *_merges(parts),
         *_wait_returns(parts),
         *shared,
         Op("sum"),
@@ -136,10 +153,20 @@ def _overlapped(parts: Parts, shared: Iterable[Op], *, own_first: bool, before: 
     ops = [*parts.to_send(), *(Op("first", *part) for part in own[:early])]
     if own_first:
         ops += _back(own, parts.blocks)
+    relays, merges = [Op("relay", *part) for part in parts.relaying()], _merges(parts)
     for part in parts.arriving():
+        if parts.is_far[part[0]]:  # what others wait for comes before own rows of the same number
+            now, relays = _up_to(part[1], relays)
+            ops += now
+            if not relays:
+                now, merges = _up_to(part[1] - 1, merges)
+                ops += now
         ops += [Op("wait", *part), Op("first", *part), *_back([part], parts.blocks)]
+    ops += relays
     if not own_first:
         ops += _back(own[:early], parts.blocks)
+    ops += merges
+    if not own_first:
         for part in own[early:]:
             ops += [Op("first", *part), *_back([part], parts.blocks)]
     return [*ops, *shared, *_wait_returns(parts), Op("sum")]
@@ -155,6 +182,15 @@ def _back(parts: Iterable[tuple[int, int]], blocks: int) -> list[Op]:
     ]
 
 
+def _up_to(part: int, ops: Sequence[Op]) -> tuple[list[Op], list[Op]]:
+    """Those of parts up to `part`, and the others."""
+    return [op for op in ops if op.part <= part], [op for op in ops if op.part > part]
+
+
+def _merges(parts: Parts) -> list[Op]:
+    return [Op("merge", p, part, block) for p, part in parts.relaying() for block in range(parts.blocks)]
+
+
 def _wait_returns(parts: Parts) -> list[Op]:
     return [Op("wait_return", p, part, block) for p, part in parts.returning() for block in range(parts.blocks)]
 
@@ -162,22 +198,29 @@ def _wait_returns(parts: Parts) -> list[Op]:
 def _needs(ops: Sequence[Op], parts: Parts) -> list[list[int]]:
     """Of each operation the places in `ops` of what must stand before it; `sum` is not among them."""
     place = {(op.kind, op.peer, op.part, op.block): at for at, op in enumerate(ops)}
-    all_of = {kind: [at for at, op in enumerate(ops) if op.kind == kind] for kind in ("send", "return", "first")}
+    kinds = ("send", "return", "first", "relay", "merge")
+    all_of = {kind: [at for at, op in enumerate(ops) if op.kind == kind] for kind in kinds}
 
     def needs(op: Op) -> list[int]:
         p, earlier = op.peer, range(op.part + 1)
         if op.kind == "send":
             return [place["send", p, op.part - 1, -1]] if op.part else []
-        if op.kind == "wait":
+        if op.kind == "relay":
             return all_of["send"]
+        if op.kind == "wait":
+            relays = [at for at in all_of["relay"] if ops[at].part <= op.part and parts.is_far[p]]
+            return all_of["send"] + relays
         if op.kind == "first":
             return [] if p == parts.rank else [place["wait", p, part, -1] for part in earlier]
         if op.kind == "second":
             return [place["first", p, op.part, -1]]
         if op.kind == "return":
             return [place["second", p, part, op.block] for part in earlier]
+        if op.kind == "merge":
+            far = [at for at in all_of["return"] if ops[at].part <= op.part and parts.is_far[ops[at].peer]]
+            return all_of["relay"] + far
         if op.kind == "wait_return":
-            return all_of["send"] + all_of["return"]
+            return all_of["send"] + all_of["return"] + all_of["merge"]
         return all_of["first"] if op.kind == "weights" else []
 
     return [needs(op) for op in ops]

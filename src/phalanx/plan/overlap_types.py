@@ -8,13 +8,18 @@ of the input the second, and one row for each token goes back; gradients of weig
 Words:
 
     tile      rows of one slot from one source, at most `tile_rows` of them in the order of their tokens. Tiles are numbered per source: slot by
-              slot, then row by row. What is computed for a tile never depends on the schedule: same rows, same shapes, same bits.
+              slot (the most loaded first where the schedule says so), then row by row. What is computed for a tile never depends on the schedule: same
+              rows, same shapes, same bits.
     part      consecutive tiles of one source
     going     entries (tokens) that a source sends to this rank, ordered by (first tile that needs it, token). A message carries those of one part.
     coming    the same entries on their way back, ordered by (last tile that adds to it, token). A message carries those of one part, one block of columns.
     block     columns of the second product's result, equal numbers, all tiles alike
 
-Sums never depend on the schedule either: copies of a token on one rank are added in the order of the slots, then partial sums in the order of the ranks.
+    gateway   the rank through which a source's entries enter another host, where a host gets one copy of a token (`overlap_hosts.py`)
+
+Sums never depend on the schedule either: copies of a token on one rank are added in the order of the slots, then partial sums in the order of the ranks. With gateways
+the sums of a host's ranks are added up there, in the order of the ranks, and take their gateway's place among the partial sums at the source: other
+sums than without, so bits depend on the transport, and on which ranks share a host.
 """
 
 from __future__ import annotations
@@ -24,13 +29,14 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-Transport = Literal["all_to_all", "dedup", "all_gather"]
-"""What a source sends to a rank: an entry for each (token, slot) pair; for each of its tokens that the rank needs; for each of its tokens."""
+Transport = Literal["all_to_all", "all_gather", "dedup", "dedup_host"]
+"""What a source sends: to each rank an entry for each (token, slot) pair; for each of its tokens; for each of its tokens that the rank needs; to each other
+host an entry for each of its tokens that the host needs."""
 Order = Literal["serial", "own_first", "arrival"]
-Kind = Literal["send", "wait", "first", "second", "return", "wait_return", "sum", "weights", "shared"]
+Kind = Literal["send", "wait", "first", "second", "return", "wait_return", "sum", "weights", "shared", "relay", "merge"]
 """
-send         entries of one part to `peer` (a part of the tiles that `peer` has of this rank)
-wait         entries of one part from `peer`: from here on they are there
+send         entries of one part to `peer` (a part of the tiles that `peer` has of this rank; to a gateway: what its host needs of that part first)
+wait         entries of one part of source `peer`: from here on they are there
 first        first product of all tiles of (`peer`, `part`); `peer` is the source, this rank itself included
 second       second product of all tiles of (`peer`, `part`), columns of `block`
 return       sum the copies of the entries that are complete with `part`, in `block`, and send them back to `peer` (own rank: put them in place)
@@ -38,6 +44,8 @@ wait_return  partial sums of (`peer`, `part`, `block`) are there: `part` of the 
 sum          add up the partial sums of all ranks for each of this rank's tokens
 weights      gradients of the weights of local slot `part` (backward only)
 shared       whatever the caller wants to be computed in this gap (a shared expert)
+relay        gateway: entries of parts up to `part` of source `peer`, a rank of another host, come; each rank of this host gets those of `part` that it needs
+merge        gateway: partial sums of this host's ranks for (`peer`, up to `part`, `block`) come; those that are complete with `part` are added up and sent to `peer`
 """
 
 
@@ -72,6 +80,8 @@ class Schedule:
     """arrival: the share of the own first product that comes before the first wait."""
     seed: int | None = None
     """Not None: any legal order, drawn from this seed (tests)."""
+    hot_first: bool = False
+    """Tiles of the slots with most rows come first, so that what fills whole tiles is computed, and on its way back, first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +116,10 @@ class RankPlan:
     """Local slots, with rows or without."""
     schedule: Schedule = Schedule()
     """What the operations were ordered by."""
+    hosts: tuple[int, ...] = ()
+    """Host of each rank, where messages between hosts go through gateways; empty: every message goes straight."""
+    relay_parts: tuple[int, ...] = ()
+    """By source: parts that this rank, being the gateway of a source on another host, passes on. Empty without gateways."""
 
     def rows(self, source: int, part: int) -> int:
         """Rows of one part of a source."""
@@ -124,6 +138,8 @@ class RankPlan:
             "peer_part_ends": [list(ends) for ends in self.peer_part_ends],
             "blocks": self.blocks,
             "schedule": asdict(self.schedule),
+            "hosts": list(self.hosts),
+            "relay_parts": list(self.relay_parts),
             "ops": [[op.kind, op.peer, op.part, op.block] for op in self.ops],
         }
 

@@ -14,7 +14,7 @@ of a rank, and an operation that a run records carries the id that stands here.
     gradient/expert/edp          of the step: reduction of a gradient family over an axis; also `vote`, `publish/expert`, ...
 
 Passes and transfers are in the order of the pipeline's plan (`schedule_comm.py`), transfers where they start. Reductions of gradients are listed
-where they have ended at the latest: behind the last pass. `program_layers.py` lowers a pass, `program_context.py` attention over cp,
+where they have ended at the latest: behind the last pass. `program_layers.py` lowers a pass, `program_experts.py` routed experts by each way of overlap, `program_context.py` attention over cp,
 `program_ops.py` holds the operations themselves.
 """
 
@@ -36,7 +36,8 @@ from phalanx.plan.model import ModelSpec
 from phalanx.plan.pipeline import Pipeline, plain_pipeline
 from phalanx.plan.placement import plain_placement
 from phalanx.plan.program_context import Context, CpMethod
-from phalanx.plan.program_layers import Layers, Reach
+from phalanx.plan.program_experts import Reach
+from phalanx.plan.program_layers import Layers
 from phalanx.plan.program_ops import At, Kind, Op, Phase, boundary_id, compute, exchange, gradient_id, op_id
 from phalanx.plan.schedule import Action
 from phalanx.plan.schedule_comm import AHEAD, PipelinePlan, Run, Send, Transfer

@@ -9,40 +9,15 @@ The operations of context parallelism do not mirror their forward pass, and are 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from phalanx.plan.dispatch import DispatchSpec
 from phalanx.plan.model import ModelSpec
 from phalanx.plan.program_context import Context
-from phalanx.plan.program_ops import At, Op, Phase, compute, host, mirrored
-from phalanx.plan.stage_foldings import AnyFolding
+from phalanx.plan.program_experts import Reach, moe_operations
+from phalanx.plan.program_ops import At, Op, Phase, compute, mirrored
 from phalanx.plan.stages import Stage
-
-
-@dataclass(frozen=True, kw_only=True)
-class Reach:
-    """The groups of one rank. `shares_table` are the ranks that have the same part of the embedding's table."""
-
-    folding: AnyFolding
-    rank: int
-    shares_table: tuple[int, ...]
-
-    def size(self, axis: str) -> int:
-        if axis == "embedding":
-            return len(self.shares_table)
-        return len(self.folding.group_of(self.rank, axis))
-
-    def collective(self, id: str, kind: str, axis: str) -> Iterator[Op]:
-        """Nothing, where the rank is alone on the axis."""
-        if self.size(axis) > 1:
-            yield Op(id=id, kind="collective", lane="comm", axis=axis, collective=kind)
-
-    def at(self, at: At, name: str, kind: str, axis: str) -> Iterator[Op]:
-        """The same of one layer and micro-batch."""
-        for op in self.collective(at.id(name), kind, axis):
-            yield dataclasses.replace(op, **at._asdict())
 
 
 @dataclass(frozen=True)
@@ -150,11 +125,8 @@ class Layers:
             return
         yield compute("router", at)
         yield from self._balance(at)
-        yield from self._dispatch(at)
-        yield compute("experts", at)
-        yield from self._combine(at)
-        if self.spec.shared_ffn:
-            yield from self._split_by_tp("shared", at)
+        shared = tuple(self._split_by_tp("shared", at)) if self.spec.shared_ffn else ()
+        yield from self.experts(at, beside=shared)
 
     def _split_by_tp(self, name: str, at: At) -> Iterator[Op]:
         """Rows are gathered, each rank computes its width, partial sums are scattered."""
@@ -172,37 +144,6 @@ class Layers:
         elif not self.counts_first:
             yield from self.reach.at(at, "router.balance", "all_reduce", "tp_dp_cp")
 
-    # ---- experts ---------------------------------------------------------------------------------------------------------
-
-    @property
-    def _gathers(self) -> bool:
-        return self.dispatch.transport == "all_gather" and self.reach.size("ep_etp") > 1
-
-    def _dispatch(self, at: At) -> Iterator[Op]:
-        spec = self.dispatch
-        if spec.policy == "drop" and spec.drop_scope == "full_sequence":
-            yield from self.reach.at(at, "dispatch.full_experts", "all_gather", "tp_cp")
-            yield from self.reach.at(at, "dispatch.full_weights", "all_gather", "tp_cp")
-        if not spec.is_static:
-            yield from self.reach.at(at, "dispatch.counts", "all_gather", "ep_etp")
-            yield host("dispatch.sizes", at)
-        if self._gathers:
-            for name in ("rows", "weights", "pairs"):
-                yield from self.reach.at(at, f"dispatch.{name}", "all_gather_rows", "ep_etp")
-            yield compute("dispatch.permute", at)
-            return
-        yield compute("dispatch.permute", at)
-        for name in ("rows", "weights"):
-            yield from self.reach.at(at, f"dispatch.{name}", "all_to_all_rows", "ep")
-            yield from self.reach.at(at, f"dispatch.{name}_etp", "all_gather_rows", "etp")
-        yield compute("dispatch.sort", at)
-
-    def _combine(self, at: At) -> Iterator[Op]:
-        if self._gathers:
-            yield compute("combine.sum", at)
-            yield from self.reach.at(at, "combine.rows", "reduce_scatter_rows", "ep_etp")
-            return
-        yield compute("combine.sort", at)
-        yield from self.reach.at(at, "combine.rows_etp", "reduce_scatter_rows", "etp")
-        yield from self.reach.at(at, "combine.rows", "all_to_all_rows", "ep")
-        yield compute("combine.sum", at)
+    def experts(self, at: At, *, beside: Sequence[Op] = ()) -> Iterator[Op]:
+        """Routed experts by the way that `dispatch.overlap` names, and the shared expert beside them."""
+        return moe_operations(self.reach, self.dispatch, at, beside)

@@ -20,6 +20,8 @@ Legend: T tokens of this rank, t tokens of a chunk, K experts of a token, H hidd
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,15 +36,15 @@ from phalanx.plan.dispatch import DispatchPlan, plan_dispatch
 from phalanx.runtime.collectives import RowsUnderWay
 from phalanx.runtime.dispatch import (
     Dispatcher,
-    Reorder,
     SendList,
-    chunk_index,
     count_keys,
     inverse_exact,
     pick_weights,
+    reordered,
     stable_order,
 )
 from phalanx.runtime.experts import ExpertWeights
+from phalanx.runtime.tracing import traced
 
 
 def run_coarse(
@@ -80,20 +82,21 @@ def run_coarse(
     for part in parts:
         coming.extend(travel.start(following) for following in parts[part.number + 1 : part.number + 2])
         rows_MH, weights_M = travel.arrive(part, coming.pop(0))
-        y_MH = expert_ffn(
-            rows_MH,
-            experts.w13_e2fH,
-            experts.w2_eHf,
-            part.plan.slot_counts(ep=dispatcher.ep.index),
-            row_weights_M=weights_M,
-            recompute=recompute,
-            impl=kernels,
-            lanes=lanes,
-            later=later,
+        counts = part.plan.slot_counts(ep=dispatcher.ep.index)
+        compute = partial(
+            _compute, experts=experts, counts=counts, recompute=recompute, impl=kernels, lanes=lanes, later=later
         )
+        y_MH = traced(dispatcher.comms, f"{op_prefix}experts.chunk{part.number}", compute, rows_MH, weights_M)
         returning.append(travel.start_back(part, y_MH))
     sums = [travel.arrive_back(part, rows) for part, rows in zip(parts, returning, strict=True)]
     return _join(sums, whole=dispatcher.spec.is_static), parts[0].send.dropped
+
+
+def _compute(
+    rows_MH: torch.Tensor, weights_M: torch.Tensor, *, experts: ExpertWeights, counts: tuple[int, ...], **how: Any
+) -> torch.Tensor:
+    """(M, H) results of a chunk's rows."""
+    return expert_ffn(rows_MH, experts.w13_e2fH, experts.w2_eHf, counts, row_weights_M=weights_M, **how)
 
 
 def _problems(dispatcher: Dispatcher, chunks: int) -> list[Problem]:
@@ -208,13 +211,14 @@ class _Travel:
     def start(self, part: _Part) -> _Coming:
         """Post the chunk's rows, and the rows' weights."""
         of = self.of
-        rows_RH = gather_rows(
-            part.x_tH,
-            part.send.token_of_row_R,
+        permute = partial(
+            gather_rows,
+            token_of_row_M=part.send.token_of_row_R,
             rows_of_token_TK=part.send.rows_of_token_TK,
             impl=of.kernels,
             lanes=of.lanes,
         )
+        rows_RH = traced(self.comms, self._id("dispatch", part) + "permute", permute, part.x_tH)
         weights_R = pick_weights(part.weights_tK, part.send.pair_of_row_R, has_fill=of.spec.is_static)
         splits = {"in_splits": part.plan.sends(**self.here), "out_splits": part.plan.receives(**self.here)}
         at = self._id("dispatch", part)
@@ -231,15 +235,16 @@ class _Travel:
         order = of.slot_order(part.plan)
         if order is None:
             return rows, weights
-        index, inverse = chunk_index(order, rows.device), chunk_index(order.inverse(), rows.device)
-        return Reorder.apply(rows, index, inverse), Reorder.apply(weights, index, inverse)
+        sort = partial(reordered, order, order.inverse())
+        rows, weights = traced(self.comms, at + "sort", sort, rows, weights)
+        return rows, weights
 
     def start_back(self, part: _Part, y_MH: torch.Tensor) -> RowsUnderWay:
         """Undo the order of slots, sum over etp, and post what belongs to others."""
         of, plan, at = self.of, part.plan, self._id("combine", part)
         order = of.slot_order(plan)
         if order is not None:
-            y_MH = Reorder.apply(y_MH, chunk_index(order.inverse(), y_MH.device), chunk_index(order, y_MH.device))
+            (y_MH,) = traced(self.comms, at + "sort", partial(reordered, order.inverse(), order), y_MH)
         sizes = plan.etp_sizes(ep=of.ep.index)
         rows = of.comms.reduce_scatter_rows(y_MH, sizes=sizes, axis=of.etp, op_id=at + "rows_etp")
         splits = {"in_splits": plan.receives(**self.here), "out_splits": plan.sends(**self.here)}
@@ -247,14 +252,14 @@ class _Travel:
 
     def arrive_back(self, part: _Part, returning: RowsUnderWay) -> torch.Tensor:
         """(t, H) sum of each token's rows."""
-        send = part.send
-        return combine_rows(
-            returning.wait(),
-            send.rows_of_token_TK,
-            token_of_row_M=send.token_of_row_R,
+        add = partial(
+            combine_rows,
+            rows_of_token_TK=part.send.rows_of_token_TK,
+            token_of_row_M=part.send.token_of_row_R,
             impl=self.of.kernels,
             lanes=self.of.lanes,
         )
+        return traced(self.comms, self._id("combine", part) + "sum", add, returning.wait())
 
     def _id(self, way: str, part: _Part) -> str:
         return f"{self.op_prefix}{way}.chunk{part.number}."

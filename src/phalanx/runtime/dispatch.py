@@ -153,7 +153,7 @@ class Dispatcher:
         weights = self.comms.all_gather_rows(weights, sizes=sizes, axis=self.etp, op_id=at + "weights_etp")
         order = self.slot_order(plan)
         if order is not None:
-            rows, weights = traced(self.comms, at + "sort", partial(_reorder, order, order.inverse()), rows, weights)
+            rows, weights = traced(self.comms, at + "sort", partial(reordered, order, order.inverse()), rows, weights)
         state = DispatchState(plan, send, token_of_row_R, send.rows_of_token_TK, op_prefix)
         return Dispatched(rows, weights, plan.slot_counts(ep=self.ep.index), send.dropped, state)
 
@@ -199,7 +199,7 @@ class Dispatcher:
             return self.comms.reduce_scatter_rows(all_NH, sizes=state.token_sizes, axis=self.ep_etp, op_id=at + "rows")
         order = self.slot_order(plan)
         if order is not None:
-            (rows_MH,) = traced(self.comms, at + "sort", partial(_reorder, order.inverse(), order), rows_MH)
+            (rows_MH,) = traced(self.comms, at + "sort", partial(reordered, order.inverse(), order), rows_MH)
         here = {"ep": self.ep.index, "etp": self.etp.index}
         sizes = plan.etp_sizes(ep=self.ep.index)
         rows = self.comms.reduce_scatter_rows(rows_MH, sizes=sizes, axis=self.etp, op_id=at + "rows_etp")
@@ -423,7 +423,8 @@ def pick_weights(weights_TK: torch.Tensor, pair_of_row_R: torch.Tensor, *, has_f
     return padded.index_select(0, torch.where(pair_of_row_R < 0, len(flat_N), pair_of_row_R))
 
 
-def _reorder(order: Chunks, back: Chunks, *xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def reordered(order: Chunks, back: Chunks, *xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Rows of each tensor in another order; `back` undoes it."""
     index, inverse = chunk_index(order, xs[0].device), chunk_index(back, xs[0].device)
     return tuple(Reorder.apply(x, index, inverse) for x in xs)
 

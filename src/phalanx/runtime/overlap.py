@@ -17,9 +17,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import wraps
 from typing import Any
 
-import numpy as np
 import torch
 
 from phalanx.kernels.lanes import Lanes
@@ -27,13 +27,24 @@ from phalanx.kernels.later import Later, Target, target_of
 from phalanx.kernels.permute import sum_places
 from phalanx.kernels.tiles import Geometry, Rows, TileProducts, block_units, column_units
 from phalanx.plan.dispatch import DispatchPlan
-from phalanx.plan.overlap import backward_of, plan_overlap, tiles_of
-from phalanx.plan.overlap_bytes import Route, WireBytes, choose_transport, traffic_of, wire_bytes
+from phalanx.plan.overlap import backward_of, plan_overlap, slot_orders, tiles_of
+from phalanx.plan.overlap_bytes import WireBytes, choose_transport, wire_bytes
 from phalanx.plan.overlap_types import Op, RankPlan, Schedule
 from phalanx.runtime.collectives import Exchange, Message, backward_id
 from phalanx.runtime.dispatch import Dispatcher
 from phalanx.runtime.experts import ExpertWeights
-from phalanx.runtime.overlap_lists import Entries, Outgoing, entries_of, outgoing, part_rows, places_of, row_by_row
+from phalanx.runtime.overlap_hosts import Gateways, HostWay
+from phalanx.runtime.overlap_lists import (
+    Entries,
+    Outgoing,
+    entries_of,
+    outgoing,
+    part_rows,
+    places_of,
+    row_by_row,
+    tile_order,
+)
+from phalanx.runtime.overlap_transport import count_copies, routes, traffic_told, usable_hosts
 
 Choose = Callable[[DispatchPlan, WireBytes], Schedule]
 TILE_ROWS = 512
@@ -58,29 +69,41 @@ def run_overlapped(
     part_T: torch.Tensor | None = None,
     op_prefix: str = "",
     beside: Callable[[], torch.Tensor] | None = None,
+    host_of_rank: Sequence[int] | None = None,
+    through_hosts: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What `run_experts` computes, by a schedule. Collective over `ep_etp`, which all must call with equal `schedule` and `per_token`.
 
     `schedule` may be a function of the batch's counts. `per_token`: a token goes to a rank once, whatever the number of its experts there; else once for
-    each; None: whatever sends fewer bytes. `beside` is computed while entries travel, and its result added to that of the experts (a shared expert).
+    each; None: whatever sends fewer bytes. `host_of_rank`: by position in `ep_etp`, where it is known which ranks share a host. `through_hosts`: a token goes to each
+    other host once, and is passed on there; None: where that sends fewer bytes between hosts. `beside` is computed while entries travel, and its result added to that of the experts (a shared expert).
     """
     kept_TK = dispatcher.kept(weights_TK, experts_TK, token_index_T=token_index_T, part_T=part_T, op_prefix=op_prefix)
-    copies = _copies(dispatcher, experts_TK, kept_TK) if dispatcher.is_plain else None
+    hosts = usable_hosts(dispatcher, host_of_rank, forced=bool(through_hosts), per_token=per_token)
+    copies = count_copies(dispatcher, experts_TK, kept_TK, hosts) if dispatcher.is_plain else None
     plan, send, told = dispatcher.exact_list(experts_TK, kept_TK, op_prefix, told=copies)
-    traffic = traffic_of(plan, np.repeat(told, dispatcher.etp.size, axis=1) if copies is not None else None)
+    traffic = traffic_told(dispatcher, plan, told if copies is not None else None, hosts)
     row_bytes = x_TH.shape[1] * x_TH.element_size()
-    if per_token is None:
-        among: tuple[Route, ...] = ("all_to_all", "dedup") if copies is not None else ("dedup",)
-        per_token = choose_transport(traffic, row_bytes=row_bytes, among=among).route == "dedup"
+    among = routes(per_token, through_hosts if hosts else False, counted=copies is not None)
+    route = choose_transport(traffic, row_bytes=row_bytes, among=among).route
+    per_token = route != "all_to_all"
     if not isinstance(schedule, Schedule):
-        schedule = schedule(plan, wire_bytes(traffic, "dedup" if per_token else "all_to_all", row_bytes=row_bytes))
+        schedule = schedule(plan, wire_bytes(traffic, route, row_bytes=row_bytes))
     schedule = replace(schedule, blocks=min(schedule.blocks, column_units(x_TH.shape[1])))
     own = dispatcher.ep_etp.index
     forward = plan_overlap(
-        plan, schedule, rank=own, tile_rows=TILE_ROWS, direction="forward", has_shared=beside is not None
+        plan,
+        schedule,
+        rank=own,
+        tile_rows=TILE_ROWS,
+        direction="forward",
+        host_of_rank=hosts or None,
+        through_hosts=route == "dedup_host",
+        has_shared=beside is not None,
     )
-    outs = _outgoing(dispatcher, plan.rows_PG[own], forward, send.pair_of_row_R, per_token)
-    flight = _Flight(dispatcher, forward, outs, op_prefix, num_tokens=x_TH.shape[0], per_token=per_token)
+    outs = _outgoing(dispatcher, plan, forward, send.pair_of_row_R, per_token)
+    ways = Gateways(forward, plan, outs, top_k=dispatcher.top_k, tile_rows=TILE_ROWS) if forward.hosts else None
+    flight = _Flight(dispatcher, forward, outs, op_prefix, num_tokens=x_TH.shape[0], per_token=per_token, ways=ways)
     flight.exchange_meta(weights_TK.detach(), x_TH.dtype)
     flight.later = target_of([experts.w13_e2fH, experts.w2_eHf], x_TH, later)
     flight.lanes, flight.recompute = lanes, recompute
@@ -94,35 +117,24 @@ def run_overlapped(
     return y_TH if extra is None else y_TH + extra, send.dropped
 
 
-def _copies(dispatcher: Dispatcher, experts_TK: torch.Tensor, kept_TK: torch.Tensor | None) -> torch.Tensor:
-    """(ep,) tokens of this rank that have an expert on each ep coordinate."""
-    per_rank = len(dispatcher.slots_G) // dispatcher.ep.size
-    needs = torch.zeros(experts_TK.shape[0], dispatcher.ep.size, dtype=torch.bool, device=experts_TK.device)
-    coordinate_TK = torch.div(experts_TK, per_rank, rounding_mode="floor")
-    if kept_TK is None:
-        needs.scatter_(1, coordinate_TK, True)
-    else:
-        token_N, k_N = kept_TK.nonzero(as_tuple=True)
-        needs[token_N, coordinate_TK[token_N, k_N]] = True
-    return needs.sum(0)
-
-
 def _outgoing(
     dispatcher: Dispatcher,
-    rows_G: Any,
+    dispatch: DispatchPlan,
     plan: RankPlan,
     pairs_R: torch.Tensor,
     per_token: bool,
 ) -> list[Outgoing]:
     """By rank of the group; ranks with slices of the same slots get the same."""
-    per_rank = len(rows_G) // dispatcher.ep.size
+    rows_G = dispatch.rows_PG[plan.rank]
+    per_rank, orders = len(rows_G) // dispatcher.ep.size, slot_orders(dispatch, plan.schedule)
     out: list[Outgoing] = []
     at = 0
     for ep in range(dispatcher.ep.size):
         rows_e = [int(n) for n in rows_G[ep * per_rank : (ep + 1) * per_rank]]
-        tiles = tiles_of(rows_e, source=plan.rank, tile_rows=TILE_ROWS)
+        tiles = tiles_of(rows_e, source=plan.rank, tile_rows=TILE_ROWS, slots=orders[ep])
         rows_to = part_rows(tiles, plan.peer_part_ends[ep * dispatcher.etp.size])
-        one = outgoing(pairs_R[at : at + sum(rows_e)], dispatcher.top_k, rows_to, per_token=per_token)
+        order = tile_order(tiles, pairs_R.device)
+        one = outgoing(pairs_R[at : at + sum(rows_e)], dispatcher.top_k, rows_to, per_token=per_token, order=order)
         at += sum(rows_e)
         out += [one] * dispatcher.etp.size
     return out
@@ -144,6 +156,8 @@ class _Way:
     sums_b: list[torch.Tensor] = field(default_factory=list)
     """By block: partial sums of this rank's tokens, rank by rank, in coming order."""
     own_dots: torch.Tensor | None = None
+    passing: HostWay | None = None
+    """What this rank passes on as a gateway."""
 
 
 class _Flight:
@@ -166,23 +180,39 @@ class _Flight:
         *,
         num_tokens: int,
         per_token: bool,
+        ways: Gateways | None = None,
     ) -> None:
-        self.per_token = per_token
+        self.per_token, self.ways = per_token, ways
+        self.lines = outs if ways is None else ways.lines
+        """By rank: what goes to it and comes back from it in messages of this rank's entries."""
         self.comms, self.axis, self.top_k = dispatcher.comms, dispatcher.ep_etp, dispatcher.top_k
         self.own, self.outs, self.num_tokens = self.axis.index, outs, num_tokens
         self.plan, self.prefix = plan, op_prefix
         self.slots = len(dispatcher.slots_G) // dispatcher.ep.size
         self.others = [(self.own + i) % self.axis.size for i in range(1, self.axis.size)]
-        sizes = [out.entries.num for out in outs]
+        sizes = [line.entries.num for line in self.lines]
         self.base = [sum(sizes[:d]) for d in range(len(sizes) + 1)]
         copies = self.top_k * dispatcher.etp.size
-        self.places_TC = places_of(torch.cat([out.tokens_coming for out in outs]), num_tokens, copies)
+        self.places_TC = self._token_places(num_tokens, copies)
+
+    def _token_places(self, num_tokens: int, copies: int) -> torch.Tensor:
+        """(T, C) what comes back of each token, rank by rank, and where each row comes back by itself, slot by slot."""
+        if self.per_token or not self.plan.schedule.hot_first:
+            return places_of(torch.cat([line.tokens_coming for line in self.lines]), num_tokens, copies)
+        tokens = [torch.div(line.pairs, self.top_k, rounding_mode="floor") for line in self.lines]
+        nth_TC = places_of(torch.cat(tokens), num_tokens, copies)
+        coming = torch.cat([at + line.entries.coming_of_row for at, line in zip(self.base, self.lines, strict=False)])
+        return torch.where(nth_TC < 0, nth_TC, coming[nth_TC.clamp(min=0)]) if len(coming) else nth_TC
 
     # ---- messages ---------------------------------------------------------------------------------------------------------------
 
     def _id(self, what: str, way: _Way | None) -> str:
         name = self.prefix + what
         return backward_id(name) if way is not None and way.plan.direction == "backward" else name
+
+    def _way_id(self, way: _Way, *, back: bool) -> str:
+        """Backward, gradients of the output go the way of the rows, and have the id of the exchange whose gradient they are."""
+        return self._id("combine.rows" if back == (way.plan.direction == "forward") else "dispatch.rows", way)
 
     def _send(self, tensor: torch.Tensor, peer: int, tag: int, op_id: str) -> Exchange:
         return self.comms.start_send(Message(tensor, peer, tag), self.axis, op_id=op_id)
@@ -192,16 +222,22 @@ class _Flight:
 
     def exchange_meta(self, weights_TK: torch.Tensor, dtype: torch.dtype) -> None:
         """Tell every rank what its rows weigh and (`per_token`) where their entries are; learn the same of all others."""
-        flat_N, name = weights_TK.reshape(-1), self.prefix + "dispatch.meta"
+        flat_N, name = weights_TK.reshape(-1), self.prefix + "dispatch.weights"
         words = flat_N.element_size() // 4 + self.per_token
         rows_from = [sum(tile.rows for tile in tiles) for tiles in self.plan.tiles]
         tables = [torch.empty(rows, words, dtype=torch.int32, device=flat_N.device) for rows in rows_from]
-        coming = [self._receive(tables[peer], peer, _tag("meta"), name) for peer in self.others if rows_from[peer]]
+        near = self.others if self.ways is None else [peer for peer in self.others if self.ways.is_near(peer)]
+        coming = [self._receive(tables[peer], peer, _tag("meta"), name) for peer in near if rows_from[peer]]
         going = [
             self._send(self._meta(self.outs[peer], flat_N), peer, _tag("meta"), name)
-            for peer in self.others
+            for peer in near
             if len(self.outs[peer].pairs)
         ]
+        if self.ways is not None:
+            further = self.ways.exchange_tables(
+                tables, lambda out: self._words(out, flat_N), send=self._send, receive=self._receive, op_id=name
+            )
+            coming, going = coming + further[0], going + further[1]
         self.ins: list[Entries] = []
         self.index: list[torch.Tensor] = []
         """By source: the entry of each row."""
@@ -216,18 +252,23 @@ class _Flight:
                 self.index.append(torch.div(own.pairs, self.top_k, rounding_mode="floor"))
                 self.row_weights.append(flat_N[own.pairs].to(dtype))
                 continue
+            order = tile_order(self.plan.tiles[source], table.device)
             if self.per_token:
-                self.ins.append(entries_of(table[:, 0].to(torch.int64), rows_to))
+                self.ins.append(entries_of(table[:, 0].to(torch.int64), rows_to, order=order))
             else:
-                self.ins.append(row_by_row(len(table), rows_to, table.device))
+                self.ins.append(row_by_row(len(table), rows_to, table.device, order))
             self.index.append(self.ins[-1].going_of_row)
             told = table[:, int(self.per_token) :].clone(memory_format=torch.contiguous_format)
             self.row_weights.append(told.view(flat_N.dtype).squeeze(1).to(dtype))
         for exchange in going:
             exchange.wait()
 
+    @staticmethod
+    def _words(out: Outgoing, flat_N: torch.Tensor) -> torch.Tensor:
+        return flat_N[out.pairs].unsqueeze(1).view(torch.int32)
+
     def _meta(self, out: Outgoing, flat_N: torch.Tensor) -> torch.Tensor:
-        weights = flat_N[out.pairs].unsqueeze(1).view(torch.int32)
+        weights = self._words(out, flat_N)
         if not self.per_token:
             return weights
         return torch.cat([out.entries.going_of_row.to(torch.int32).unsqueeze(1), weights], 1)
@@ -240,7 +281,7 @@ class _Flight:
     def depart(self, x_TH: torch.Tensor, plan: RankPlan, columns: Sequence[int]) -> _Way:
         """Post all receives of one direction, then send this rank's entries. `columns`: of each block of what comes back."""
         way = _Way(plan)
-        at, size = self._id("dispatch.rows", way), x_TH.shape[1]
+        at, size = self._way_id(way, back=False), x_TH.shape[1]
         for source, entries in enumerate(self.ins):
             if source == self.own:
                 way.entries.append(x_TH)
@@ -249,13 +290,19 @@ class _Flight:
             way.entries.append(buffer)
             for part in range(len(entries.ends_going)):
                 into = buffer[entries.going(part)]
-                if len(into):
-                    way.arriving[source, part] = self._receive(into, source, _tag("going", part), at)
+                if len(into) and self._way_in(source) != self.own:
+                    tag = self._tag_in(source, "going", part)
+                    way.arriving[source, part] = self._receive(into, self._way_in(source), tag, at)
+        if self.ways is not None:
+            back = self._way_id(way, back=True)
+            way.passing = self.ways.open(
+                x_TH, columns, going_tag=lambda part: _tag("going", part), receive=self._receive, there=at, back=back
+            )
         way.sums_b = [x_TH.new_empty(self.base[-1], n) for n in columns]
         self._expect(way)
         for op in plan.ops:
             if op.kind == "send" and op.peer != self.own:
-                out = self.outs[op.peer]
+                out = self.lines[op.peer]
                 rows = x_TH.index_select(0, out.tokens_going[out.entries.going(op.part)])
                 if len(rows):
                     way.sent.append(self._send(rows, op.peer, _tag("going", op.part), at))
@@ -263,16 +310,16 @@ class _Flight:
 
     def _expect(self, way: _Way) -> None:
         """Post the receives of what comes back."""
-        at = self._id("combine.rows", way)
+        at = self._way_id(way, back=True)
         for peer in self.others:
-            entries = self.outs[peer].entries
+            entries = self.lines[peer].entries
             for part in range(len(entries.ends_coming)):
                 for block, sums in enumerate(way.sums_b):
                     into = sums[self.base[peer] : self.base[peer] + entries.num][entries.coming(part)]
                     if len(into):
                         tag = _tag("coming", part, block)
                         way.returning[peer, part, block] = self._receive(into, peer, tag, at)
-            if way.plan.direction == "backward" and entries.num:
+            if way.plan.direction == "backward" and len(self.outs[peer].pairs):
                 wide = torch.promote_types(way.sums_b[0].dtype, torch.float32)
                 dots = way.sums_b[0].new_empty(len(self.outs[peer].pairs), dtype=wide)
                 name = self._id("dispatch.weights", way)
@@ -289,8 +336,35 @@ class _Flight:
             into = way.sums_b[op.block][self.base[self.own] :][which]
             sum_places(rows_b, places_NC, lanes=self.lanes, out_TH=into)
             return
+        to = self._way_in(op.peer)
+        if self.ways is not None and way.passing is not None and to == self.own:
+            into = self.ways.own_sums(way.passing, op.peer, op.block)[which]
+            sum_places(rows_b, places_NC, lanes=self.lanes, out_TH=into)
+            return
         sums = sum_places(rows_b, places_NC, lanes=self.lanes)
-        way.sent.append(self._send(sums, op.peer, _tag("coming", op.part, op.block), self._id("combine.rows", way)))
+        tag = self._tag_in(op.peer, "coming", op.part, op.block)
+        way.sent.append(self._send(sums, to, tag, self._way_id(way, back=True)))
+
+    def _way_in(self, source: int) -> int:
+        """From whom a source's entries come, and to whom their sums go."""
+        return source if self.ways is None else self.ways.way_in(source)
+
+    def _tag_in(self, source: int, kind: str, part: int, block: int = 0) -> int:
+        if self.ways is None or self.ways.is_near(source):
+            return _tag(kind, part, block)
+        return self.ways.tag(1 if kind == "going" else 2, source, part, block)
+
+    def pass_on(self, way: _Way, op: Op) -> None:
+        """What a gateway does for its host: `relay` and `merge`."""
+        assert self.ways is not None and way.passing is not None  # the plan has gateways
+        if op.kind == "relay":
+            at = self._way_id(way, back=False)
+            way.sent += self.ways.relay(way.passing, op, way.entries[op.peer], send=self._send, op_id=at)
+            return
+        sums = self.ways.merge(way.passing, op, self.lanes)
+        if sums is not None:
+            tag = _tag("coming", op.part, op.block)
+            way.sent.append(self._send(sums, op.peer, tag, self._way_id(way, back=True)))
 
     def place_rows(self, geometry: Geometry) -> None:
         """By source: the padded rows of each coming entry, slots ascending."""
@@ -323,8 +397,26 @@ def _tag(kind: str, part: int = 0, block: int = 0) -> int:
     return (part * _MOST_BLOCKS + block) * len(_TAGS) + _TAGS[kind]
 
 
+def _told(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Tell a trace what a function of autograd does: under `name` forward, under that of its gradient backward."""
+
+    def around(function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def call(ctx: Any, *args: Any) -> Any:
+            forward = isinstance(args[-1], _Flight)
+            flight: _Flight = args[-1] if forward else ctx.flight
+            id = flight.prefix + name
+            with flight.comms.doing(id if forward else backward_id(id)):
+                return function(ctx, *args)
+
+        return call
+
+    return around
+
+
 class _Depart(torch.autograd.Function):
     @staticmethod
+    @_told("dispatch.permute")
     def forward(ctx: Any, x_TH: torch.Tensor, weights_TK: torch.Tensor, flight: _Flight) -> torch.Tensor:
         ctx.flight, ctx.weights_like = flight, (weights_TK.shape, weights_TK.dtype)
         hidden = x_TH.shape[1]
@@ -334,6 +426,7 @@ class _Depart(torch.autograd.Function):
         return x_TH.new_zeros(1)
 
     @staticmethod
+    @_told("dispatch.permute")
     def backward(ctx: Any, ticket: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         flight, way = ctx.flight, ctx.flight.under_way
         dx_TH = flight.arrive(way)
@@ -358,11 +451,13 @@ class _Depart(torch.autograd.Function):
 
 class _Work(torch.autograd.Function):
     @staticmethod
+    @_told("experts")
     def forward(
         ctx: Any, ticket: torch.Tensor, x_TH: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, flight: _Flight
     ) -> torch.Tensor:
         way = flight.under_way
-        geometry = Geometry(flight.plan.tiles, flight.slots, x_TH.dtype)
+        by_slot = [sorted(tiles, key=lambda tile: tile.slot) for tiles in flight.plan.tiles]
+        geometry = Geometry(by_slot, flight.slots, x_TH.dtype)
         flight.place_rows(geometry)
         work = TileProducts(geometry, w13, w2, flight.lanes)
         work.open_forward(flight.plan.blocks)
@@ -376,12 +471,15 @@ class _Work(torch.autograd.Function):
                 work.second(_places(geometry, way.plan, op), op.block)
             elif op.kind == "return":
                 flight.give_back(way, op, work.out_b[op.block])
+            elif op.kind in ("relay", "merge"):
+                flight.pass_on(way, op)
         kept = [] if flight.recompute else work.gate_up_e
         ctx.flight, ctx.geometry, ctx.num_kept = flight, geometry, len(kept)
         ctx.save_for_backward(w13, w2, *kept, *way.entries)
         return ticket.clone()
 
     @staticmethod
+    @_told("experts")
     def backward(ctx: Any, ticket: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         w13, w2, *rest = ctx.saved_tensors
         gate_up_e, entries = rest[: ctx.num_kept], rest[ctx.num_kept :]
@@ -404,6 +502,8 @@ class _Work(torch.autograd.Function):
                 if op.part == len(way.plan.part_ends[op.peer]) - 1 and op.peer not in told:
                     told.add(op.peer)
                     _tell_dots(flight, way, op.peer, work.dots_P)
+            elif op.kind in ("relay", "merge"):
+                flight.pass_on(way, op)
             elif op.kind == "weights" and weights is not None:
                 work.weights(op.part, rows, grads, *weights)
         if flight.own not in told:
@@ -431,6 +531,7 @@ def _weights_later(work: TileProducts, rows: list[Rows], grads: list[Rows]) -> t
 
 class _Arrive(torch.autograd.Function):
     @staticmethod
+    @_told("combine.sum")
     def forward(ctx: Any, ticket: torch.Tensor, flight: _Flight) -> torch.Tensor:
         y_TH = flight.arrive(flight.under_way)
         flight.close(flight.under_way)
@@ -444,13 +545,18 @@ class _Arrive(torch.autograd.Function):
     def backward(ctx: Any, dy_TH: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         ctx.saved_tensors  # noqa: B018  (runs the layer again, where it is to be)
         flight = ctx.flight
-        flight.way = flight.depart(dy_TH.contiguous(), backward_of(flight.plan), flight.columns)
+        with flight.comms.doing(backward_id(flight.prefix + "combine.sum")):
+            flight.way = flight.depart(dy_TH.contiguous(), backward_of(flight.plan), flight.columns)
         return dy_TH.new_zeros(1), None
 
 
 def _places(geometry: Geometry, plan: RankPlan, op: Op) -> list[Any]:
-    ends = plan.part_ends[op.peer]
-    return geometry.of_source[op.peer][ends[op.part - 1] if op.part else 0 : ends[op.part]]
+    ends, places = plan.part_ends[op.peer], geometry.of_source[op.peer]
+    which = slice(ends[op.part - 1] if op.part else 0, ends[op.part])
+    if not plan.schedule.hot_first:
+        return places[which]
+    place_of = {(place.tile.slot, place.tile.first_row): place for place in places}
+    return [place_of[tile.slot, tile.first_row] for tile in plan.tiles[op.peer][which]]
 
 
 def _wait(exchange: Exchange | None) -> None:

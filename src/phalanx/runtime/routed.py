@@ -5,7 +5,7 @@ Decides nothing: `dispatch.overlap` does (`plan/overlap_setting.py`). All ways c
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,10 +28,18 @@ class RoutedExperts:
     """The way of one layer on one rank; on a group of one rank there is nothing to overlap."""
 
     def __init__(
-        self, dispatcher: Dispatcher, *, kernels: Impl = "fast", lanes: Lanes = SERIAL, tuner: Tuner | None = None
+        self,
+        dispatcher: Dispatcher,
+        *,
+        kernels: Impl = "fast",
+        lanes: Lanes = SERIAL,
+        tuner: Tuner | None = None,
+        host_of_rank: Sequence[int] = (),
     ) -> None:
+        """`host_of_rank` of all ranks of the run, () where it is not known."""
         self.dispatcher, self.kernels, self.lanes = dispatcher, kernels, lanes
         self.tuner = tuner or Tuner()
+        self.hosts = [host_of_rank[rank] for rank in dispatcher.ep_etp.ranks] if host_of_rank else None
         alone = dispatcher.ep_etp.size == 1
         self.setting = OverlapSetting("serial") if alone else parse_overlap(dispatcher.spec.overlap)
 
@@ -61,11 +69,12 @@ class RoutedExperts:
             "op_prefix": op_prefix,
         }
         routed = (x_TH, weights_TK, experts_TK)
+        by_tiles: dict[str, Any] = {"beside": beside, "host_of_rank": self.hosts, **common}
         if self.setting.kind in FIXED:
-            return run_overlapped(*routed, schedule=FIXED[self.setting.kind], beside=beside, **common)
+            return run_overlapped(*routed, schedule=FIXED[self.setting.kind], **by_tiles)
         if self.setting.kind == "auto":
             tuned = Tuned(self.tuner, self.tuner.of(self.dispatcher, x_TH, experts, self.lanes))
-            out = run_overlapped(*routed, schedule=tuned, beside=beside, **common)
+            out = run_overlapped(*routed, schedule=tuned, **by_tiles)
             tuned.done()
             return out
         if self.setting.kind == "coarse":

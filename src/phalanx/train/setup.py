@@ -37,6 +37,7 @@ from phalanx.plan.pipeline import Pipeline, make_pipeline
 from phalanx.plan.placement import plain_placement
 from phalanx.plan.stage_foldings import AnyFolding, resolve_mapping
 from phalanx.runtime.allocator import keep_freed_memory
+from phalanx.runtime.clocks import hosts_of
 from phalanx.runtime.collectives import Collectives
 from phalanx.runtime.groups import GroupCache, WorldInfo, build_groups, init_world, with_second_groups
 from phalanx.runtime.launch import StopRequest
@@ -208,4 +209,5 @@ def make_context(rank: Rank, spec: ModelSpec, folding: AnyFolding, pipeline: Pip
         seed=recipe.train.seed,
         lanes=lanes,
         tuner=Tuner(user_folder()),
+        host_of_rank=hosts_of(rank.peers),
     )

@@ -1,0 +1,154 @@
+"""Routed experts of one layer and micro-batch, as operations in the order of a run: one list for each value of `dispatch.overlap`.
+
+Decides nothing: it says what `runtime/experts.py`, `runtime/coarse.py` and `runtime/overlap.py` do. Must never change: the same thing has the same id in all of
+them, so that ways can be compared id by id:
+
+    dispatch.rows      rows to the experts (all messages of all parts, tile by tile); backward: gradients of the tokens come back
+    dispatch.weights   what the rows weigh (tile by tile also where their tokens are); backward: the gradients of the weights
+    experts            the products of the experts; tile by tile with all waits in between, which a trace cuts out
+    combine.rows       results back; backward: gradients of the output leave
+    *.chunk2.*         the same of one chunk of tokens (`coarse:N`)
+
+How many messages an exchange has tile by tile depends on the batch (and with `auto` on what the cost model finds), so all of them have the one id, and a comparison
+adds up their bytes. Groups of one rank communicate nothing: there every setting is serial.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from phalanx.plan.dispatch import DispatchSpec
+from phalanx.plan.overlap_setting import OverlapSetting, parse_overlap
+from phalanx.plan.program_ops import At, Op, compute, host
+from phalanx.plan.stage_foldings import AnyFolding
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reach:
+    """The groups of one rank. `shares_table` are the ranks that have the same part of the embedding's table."""
+
+    folding: AnyFolding
+    rank: int
+    shares_table: tuple[int, ...]
+
+    def size(self, axis: str) -> int:
+        if axis == "embedding":
+            return len(self.shares_table)
+        return len(self.folding.group_of(self.rank, axis))
+
+    def group(self, axis: str) -> tuple[int, ...]:
+        """Ranks on an axis, this one among them."""
+        return self.folding.group_of(self.rank, axis)
+
+    def collective(self, id: str, kind: str, axis: str) -> Iterator[Op]:
+        """Nothing, where the rank is alone on the axis."""
+        if self.size(axis) > 1:
+            yield Op(id=id, kind="collective", lane="comm", axis=axis, collective=kind)
+
+    def at(self, at: At, name: str, kind: str, axis: str) -> Iterator[Op]:
+        """The same of one layer and micro-batch."""
+        for op in self.collective(at.id(name), kind, axis):
+            yield dataclasses.replace(op, **at._asdict())
+
+
+def moe_operations(reach: Reach, spec: DispatchSpec, at: At, beside: Sequence[Op] = ()) -> Iterator[Op]:
+    """Dispatch, experts and combine; `beside` are the operations of the shared expert."""
+    alone = reach.size("ep_etp") == 1
+    way = OverlapSetting("serial") if alone else parse_overlap(spec.overlap)
+    experts = _Experts(reach, spec, at)
+    if way.kind == "serial":
+        return iter((*experts.serial(), *beside))
+    if way.kind == "coarse":
+        return iter((*experts.coarse(way.chunks), *beside))
+    return experts.by_tiles(beside)
+
+
+@dataclass(frozen=True)
+class _Experts:
+    reach: Reach
+    spec: DispatchSpec
+    at: At
+
+    def serial(self) -> Iterator[Op]:
+        yield from self._decided()
+        yield from self._dispatch("dispatch.")
+        yield compute("experts", self.at)
+        yield from self._combine("combine.")
+
+    def coarse(self, chunks: int) -> Iterator[Op]:
+        """Chunk by chunk in the order in which they are waited for: each starts while the one before is computed, and all come back at the end."""
+        yield from self._decided()
+        back = []
+        for number in range(chunks):
+            yield from self._dispatch(f"dispatch.chunk{number}.")
+            yield compute(f"experts.chunk{number}", self.at)
+            ways = [*self._combine(f"combine.chunk{number}.")]
+            at_once = [op for op in ways if op.id.endswith((".sort", "_etp"))]
+            yield from at_once
+            back += ways[len(at_once) :]
+        yield from back
+
+    def by_tiles(self, beside: Sequence[Op]) -> Iterator[Op]:
+        """The shared expert is computed while the first rows travel."""
+        yield from self._decided()
+        yield self._messages("dispatch.weights")
+        yield compute("dispatch.permute", self.at)
+        yield self._messages("dispatch.rows")
+        yield from beside
+        yield compute("experts", self.at)
+        yield self._messages("combine.rows")
+        yield compute("combine.sum", self.at)
+
+    def _messages(self, name: str) -> Op:
+        """From this rank to every other of the group and back, as many as the batch needs."""
+        others = tuple(i for i, rank in enumerate(self.reach.group("ep_etp")) if rank != self.reach.rank)
+        id = self.at.id(name)
+        return Op(
+            id=id,
+            kind="collective",
+            lane="comm",
+            axis="ep_etp",
+            collective="messages",
+            peers=others,
+            **self.at._asdict(),
+        )
+
+    def _decided(self) -> Iterator[Op]:
+        """Which pairs are kept, and how many there are of each."""
+        spec, at = self.spec, self.at
+        if spec.policy == "drop" and spec.drop_scope == "full_sequence":
+            yield from self.reach.at(at, "dispatch.full_experts", "all_gather", "tp_cp")
+            yield from self.reach.at(at, "dispatch.full_weights", "all_gather", "tp_cp")
+        if not spec.is_static:
+            yield from self.reach.at(at, "dispatch.counts", "all_gather", "ep_etp")
+            yield host("dispatch.sizes", at)
+
+    @property
+    def _gathers(self) -> bool:
+        return self.spec.transport == "all_gather" and self.reach.size("ep_etp") > 1
+
+    def _dispatch(self, name: str) -> Iterator[Op]:
+        at = self.at
+        if self._gathers:
+            for what in ("rows", "weights", "pairs"):
+                yield from self.reach.at(at, name + what, "all_gather_rows", "ep_etp")
+            yield compute(name + "permute", at)
+            return
+        yield compute(name + "permute", at)
+        for what in ("rows", "weights"):
+            yield from self.reach.at(at, name + what, "all_to_all_rows", "ep")
+            yield from self.reach.at(at, f"{name}{what}_etp", "all_gather_rows", "etp")
+        yield compute(name + "sort", at)
+
+    def _combine(self, name: str) -> Iterator[Op]:
+        at = self.at
+        if self._gathers:
+            yield compute(name + "sum", at)
+            yield from self.reach.at(at, name + "rows", "reduce_scatter_rows", "ep_etp")
+            return
+        yield compute(name + "sort", at)
+        yield from self.reach.at(at, name + "rows_etp", "reduce_scatter_rows", "etp")
+        yield from self.reach.at(at, name + "rows", "all_to_all_rows", "ep")
+        yield compute(name + "sum", at)
