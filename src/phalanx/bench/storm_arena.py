@@ -29,7 +29,7 @@ from phalanx.runtime.service import StoreProcess, start_store
 from phalanx.runtime.supervisor import Supervisor, SupervisorSettings
 
 KINDS = ("kill", "freeze", "notice", "service", "two", "host")
-"""kill -9 of a worker; SIGSTOP, later SIGCONT; SIGTERM to a worker; kill -9 of the service; two workers at once; a whole host."""
+"""kill -9 of a worker; SIGSTOP, later SIGCONT; SIGTERM to a host; kill -9 of the service, of two workers at once, of a whole host. Hosts come back."""
 AIM_S = 1.0
 """How long to wait for a worker to be in the phase that a fault is aimed at."""
 
@@ -151,6 +151,10 @@ class Arena:
                 self.codes[name] = os.waitstatus_to_exitcode(status)
         return bool(self.pids)
 
+    def calm(self) -> bool:
+        """Whether everything that was to come back is back."""
+        return not self._due
+
     def later(self, delay_s: float, act: Callable[[], None]) -> None:
         """Do something in `delay_s`, when `running` is asked."""
         self._due.append((time.monotonic() + delay_s, act))
@@ -186,7 +190,10 @@ class Arena:
             _send(pid, signal.SIGSTOP)
             self.later(back_s, lambda: _send(pid, signal.SIGCONT))
         elif kind == "notice":
-            _send(pid, signal.SIGTERM)
+            name = self.names[place // self.slots]
+            victims = [name]
+            _send(self.pids[name], signal.SIGTERM)
+            self.later(back_s, lambda: self._come_back(name))
         elif kind == "two":
             other = rng.choice([p for p in places if p != place] or [place])
             _send(pid, signal.SIGKILL)
@@ -199,7 +206,13 @@ class Arena:
             self.kill_service(back_s)
         else:
             return None
-        fault = Fault(kind=kind, at_s=at_s, phase=now_phase if found else f"{now_phase} (aimed at {phase})", victims=tuple(victims), step=step)
+        fault = Fault(
+            kind=kind,
+            at_s=at_s,
+            phase=now_phase if found else f"{now_phase} (aimed at {phase})",
+            victims=tuple(victims),
+            step=step,
+        )
         self.faults.append(fault)
         return fault
 
@@ -222,6 +235,13 @@ class Arena:
             self.board.write(self.names.index(name) * self.slots + slot, 0, "waits", 0)
         self.later(back_s, lambda: self.start_host(name))
         return [name]
+
+    def _come_back(self, name: str) -> None:
+        """Once it has left."""
+        if name in self.pids:
+            self.later(0.02, lambda: self._come_back(name))
+        else:
+            self.start_host(name)
 
     def kill_service(self, back_s: float) -> None:
         """It comes back after `back_s` at the same address, without its values."""
@@ -249,13 +269,13 @@ def _state(pid: int) -> str:
         return "X"
 
 
-def descendants_named(mark: str) -> list[int]:
-    """Processes whose environment or command line cannot tell them apart, but whose session began in a process that has `mark` open."""
+def users_of(folder: Path) -> list[int]:
+    """Processes that have a file in `folder` open: every process of an arena has its error output there."""
     found = []
     for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
+        if entry.name.isdecimal() and entry.name != str(os.getpid()):
             with contextlib.suppress(OSError):
-                if any(mark in os.readlink(f) for f in (entry / "fd").iterdir()):
+                if any(os.readlink(f).startswith(f"{folder}/") for f in (entry / "fd").iterdir()):
                     found.append(int(entry.name))
     return found
 

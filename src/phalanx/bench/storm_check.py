@@ -54,7 +54,9 @@ def _one_group(commits: Sequence[Record], entered: dict[int, set[str]]) -> list[
             for second in numbers[i + 1 :]:
                 both = groups[first] & entered[second]
                 if both:
-                    found.append(f"step {step} was committed in generations {first} and {second} although {sorted(both)} saw both")
+                    found.append(
+                        f"step {step} was committed in generations {first} and {second} although {sorted(both)} saw both"
+                    )
     return found
 
 

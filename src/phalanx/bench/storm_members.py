@@ -23,7 +23,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from phalanx.bench.storm_arena import KINDS, Arena, descendants_named, read_events
+from phalanx.bench.storm_arena import KINDS, Arena, read_events, users_of
 from phalanx.bench.storm_check import median, problems_of, recoveries
 from phalanx.bench.storm_toy import PHASES, Board, ToyBody, checksum, state_after
 from phalanx.core.events import Emit
@@ -170,7 +170,7 @@ def _rage(arena: Arena, options: StormArgs, result: StormResult, tell: Callable[
             result.failures.append(f"fault {number} ({kind}) found nobody")
         else:
             tell(f"fault {number}: {kind} {', '.join(fault.victims)} in {fault.phase}, step {fault.step}")
-        if not _until(arena, lambda b=before: arena.step() >= b + 3, 30.0):  # type: ignore[misc]
+        if not _until(arena, lambda b=before: arena.calm() and arena.step() >= b + 3, 30.0):  # type: ignore[misc]
             result.failures.append(f"fault {number} ({kind}): no step within 30 s after it")
             return
         rest_s = time.monotonic() + options.between_s * rng.uniform(0.5, 1.5)
@@ -213,7 +213,7 @@ def _judge(result: StormResult, arena: Arena, folder: Path, steps: int) -> None:
     if result.hung:
         result.failures.append(f"{result.hung} hosts did not end")
     time.sleep(0.05)
-    left = [pid for pid in descendants_named(str(folder)) if pid != os.getpid()]
+    left = users_of(folder)
     result.orphans = len(left)
     if left:
         result.failures.append(f"processes {left} are left")
@@ -233,7 +233,10 @@ def report(result: StormResult) -> str:
     ]
     for kind in sorted(result.by_kind):
         own = [r for r in result.recoveries if r["kind"] == kind]
-        cells = [f"{name[:-2]} {_ms(median([r[name] for r in own]))}" for name in ("detected_s", "broken_s", "reformed_s", "resumed_s")]
+        cells = [
+            f"{name[:-2]} {_ms(median([r[name] for r in own]))}"
+            for name in ("detected_s", "broken_s", "reformed_s", "resumed_s")
+        ]
         lines.append(f"  {kind:<8} median after the fault: {', '.join(cells)}")
     return "\n".join([*lines, *(f"FAILED: {f}" for f in result.failures)])
 

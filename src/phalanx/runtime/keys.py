@@ -136,7 +136,9 @@ class TcpKeys:
             return bool(self.store.check([_own(k) for k in keys]))
 
     def wait(self, key: str, timeout_s: float) -> bool:
-        return poll(lambda: self.all_there([key]), timeout_s)  # the store's own wait logs a warning whenever its time ends
+        return poll(
+            lambda: self.all_there([key]), timeout_s
+        )  # the store's own wait logs a warning whenever its time ends
 
     def listed(self, prefix: str) -> list[str]:
         with self._call():
@@ -160,15 +162,15 @@ def _own(key: str) -> str:
     return SPACE + key
 
 
-def poll(found: Callable[[], bool], timeout_s: float) -> bool:
-    """Ask again and again, after 0.2 ms at first and every 10 ms later; False when the time is over."""
+def poll(found: Callable[[], bool], timeout_s: float, *, last_look_s: float = LAST_LOOK_S) -> bool:
+    """Ask again and again, after 0.2 ms at first and every `last_look_s` later; False when the time is over."""
     end_s, pause_s = time.monotonic() + timeout_s, FIRST_LOOK_S
     while not found():
         left_s = end_s - time.monotonic()
         if left_s <= 0:
             return False
         time.sleep(min(pause_s, left_s))
-        pause_s = min(pause_s * 1.5, LAST_LOOK_S)
+        pause_s = min(pause_s * 1.5, last_look_s)
     return True
 
 

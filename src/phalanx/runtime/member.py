@@ -16,7 +16,7 @@ from phalanx.core.errors import PeerError, PhalanxError, RunError
 from phalanx.core.events import Emit, Event, ignore
 from phalanx.runtime.forming import Team
 from phalanx.runtime.membership import Generation
-from phalanx.runtime.seat import Left, RunOver, Seat
+from phalanx.runtime.seat import End, Left, RunOver, Seat
 from phalanx.runtime.votes import ABORT, Decision, InDoubt, Report, Resolution, resolve
 
 SAME_FAILURES = 3
@@ -95,7 +95,7 @@ class Committed(Event):
 
 
 def run_member(seat: Seat, body: Body, *, tell: Emit = ignore) -> str:
-    """Take part until the run ends; returns why it did: finished, stopped or left. The seat has been announced.
+    """Take part until the run ends; returns why it did: finished, stopped, left or missed the end. The seat has been announced.
 
     Raises `StaleMember`, and whatever the body raises that is no lost peer.
     """
@@ -105,7 +105,8 @@ def run_member(seat: Seat, body: Body, *, tell: Emit = ignore) -> str:
 class _Loop:
     def __init__(self, seat: Seat, body: Body, tell: Emit) -> None:
         self.seat, self.body, self.tell = seat, body, tell
-        self.doubt = False
+        self.doubt = 0
+        """Generation in which this member voted without learning the decision; 0: none."""
         self.broken_s = 0.0
         self.failures: list[tuple[int, str]] = []
         """(step, error) of failures since the membership last changed."""
@@ -118,8 +119,7 @@ class _Loop:
             except Left:
                 return "left"
             except RunOver as err:
-                self._end_of_doubt(err.step)
-                return "stopped" if err.step is None else "finished"
+                return self._at_the_end(err.end)
             why = self._in_team(team)
             self.body.leave_team()
             if why:
@@ -128,7 +128,7 @@ class _Loop:
     def _report(self) -> Report:
         checksum, data = self.body.describe()
         return Report(
-            uid=self.seat.uid, step=self.body.step, holds=self.body.holds, doubt=self.doubt, sum=checksum, data=data
+            uid=self.seat.uid, step=self.body.step, holds=self.body.holds, doubt=self.doubt > 0, sum=checksum, data=data
         )
 
     def _in_team(self, team: Team) -> str:
@@ -172,7 +172,7 @@ class _Loop:
             self._commit(team.generation.number, doubt=True)
         elif self.doubt:
             self.body.abort()
-        self.doubt = False
+        self.doubt = 0
 
     def _step(self) -> Decision:
         step, number = self.body.step, self.seat.team.generation.number if self.seat.team else 0
@@ -196,7 +196,7 @@ class _Loop:
         self._broken()
         decision = self.seat.settle(step)
         if decision is None:
-            self.doubt = True
+            self.doubt = number
             return ABORT
         if decision.commit:
             self._commit(number)
@@ -206,9 +206,7 @@ class _Loop:
 
     def _commit(self, generation: int, *, doubt: bool = False) -> None:
         self.body.commit()
-        self.tell(
-            Committed(uid=self.seat.uid, generation=generation, step=self.body.step, at_s=now_s(), doubt=doubt)
-        )
+        self.tell(Committed(uid=self.seat.uid, generation=generation, step=self.body.step, at_s=now_s(), doubt=doubt))
 
     def _part(self) -> None:
         new = self.seat.newest
@@ -237,9 +235,13 @@ class _Loop:
         if not self.broken_s:
             self.broken_s = now_s()
 
-    def _end_of_doubt(self, step: int | None) -> None:
-        if self.doubt and step == self.body.step + 1:
-            self._commit(0, doubt=True)
+    def _at_the_end(self, end: End | None) -> str:
+        """The run is over without this member. A doubt about the very last step of the very generation that ended it is settled by that."""
+        if end is None:
+            return "stopped"
+        if self.doubt == end.generation and self.body.step + 1 == end.step:
+            self._commit(end.generation, doubt=True)
+        return "finished" if self.body.step == end.step else "missed the end"
 
 
 def resolve_now(team: Team, own_step: int) -> Resolution:

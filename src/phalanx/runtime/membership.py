@@ -134,7 +134,9 @@ class Membership:
         mine = {"plan hash": who.plan_hash, "code version": who.version}
         run = json.loads(self.keys.create("run", json.dumps(mine)))
         problems = [
-            Problem(where=name, value=mine[name], rule=f"the run has {run[name]!r}", hint=f"{who.member.uid} was refused")
+            Problem(
+                where=name, value=mine[name], rule=f"the run has {run[name]!r}", hint=f"{who.member.uid} was refused"
+            )
             for name in mine
             if mine[name] != run[name]
         ]
@@ -175,9 +177,7 @@ class Membership:
 
     def start(self, members: Sequence[Member], *, above: int, minimum: int, why: str) -> Generation:
         """The first generation of this life of the service: ours, or that of whoever was faster."""
-        own = Generation(
-            number=above + 1, epoch=self.keys.epoch, members=tuple(members), minimum=minimum, why=why
-        )
+        own = Generation(number=above + 1, epoch=self.keys.epoch, members=tuple(members), minimum=minimum, why=why)
         first = Generation.from_json(self.keys.create("first", own.to_json()))
         self._publish(first)
         return first
@@ -213,9 +213,7 @@ class Membership:
 
     def renew(self, after: Generation, why: str) -> Generation | None:
         """The same members under a new number, unless there is a newer generation than `after` already."""
-        return self.propose(
-            lambda now: replace(now, why=why) if now.number == after.number else None, known=after
-        )
+        return self.propose(lambda now: replace(now, why=why) if now.number == after.number else None, known=after)
 
 
 def _key(number: int) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from phalanx.core.clock import now_s
 from phalanx.runtime.keys import Keys, Service, ServiceLost
@@ -38,7 +38,8 @@ class Roster:
         self.host, self.service, self.rule, self.limit_s = host, service, rule, limit_s
         self.newest: Generation | None = None
         self.begun = False
-        self.finished: int | None = None
+        self.finished: str | None = None
+        """How the run ended, as `seat.End` writes it."""
         self._keys: Keys | None = None
         self._epoch = ""
         self._epoch_s = 0.0
@@ -135,12 +136,12 @@ class Roster:
         """Tell again what this host knows."""
         if self.newest is not None:
             keys.put(f"history/{self.host}", self.newest.to_json())
-            for lost in self._dead.values():
+            for lost in list(self._dead.values()):
                 keys.put(f"dead/{lost.uid}", lost.why)
         if self.begun:
             keys.put(BEGUN, "1")
         if self.finished is not None:
-            keys.put("finished", str(self.finished))
+            keys.put("finished", self.finished)
         self._epoch, self._epoch_s = keys.epoch, time.monotonic()
         self._others.clear()
 
@@ -163,13 +164,13 @@ class Roster:
             self._tell_deaths(membership)
         strangers = [m.uid for m in newest.members if m.host == self.host and m.uid not in self._own]
         if strangers:  # this host came back before anyone missed it
-            self.newest = newest = membership.propose_death(strangers, "its host began anew", self.newest) or newest
+            newest = self._put_out(membership, strangers, "its host began anew") or newest
         if self._stop:
             membership.keys.put("stop", self._stop)
-        joining = [m for m in self._ready.values() if m.uid not in newest.uids and self._may_join(m, membership)]
+        joining = [m for m in list(self._ready.values()) if m.uid not in newest.uids and self._may_join(m, membership)]
         if joining and self.finished is None and not self._stop:
             self.newest = membership.propose_join(joining, self.newest)
-        leaving = [u for u in self._leaving if u in newest.uids]
+        leaving = [u for u in list(self._leaving) if u in newest.uids]
         if leaving:
             self._leave(membership, leaving, newest)
         self._watch_hosts(membership)
@@ -208,6 +209,15 @@ class Roster:
                 lost.generation = self.newest.number
                 lost.told_s = now_s() - lost.at_s
 
+    def _put_out(self, membership: Membership, uids: Sequence[str], why: str) -> Generation | None:
+        """Members that are not ours."""
+        at_s = now_s()
+        self.newest = membership.propose_death(uids, why, self.newest) or self.newest
+        if self.newest is not None:
+            told = Lost("", why, at_s, told_s=now_s() - at_s, generation=self.newest.number)
+            self._untold += [replace(told, uid=uid) for uid in uids]
+        return self.newest
+
     # -- other hosts
 
     def _beat(self, membership: Membership) -> None:
@@ -227,8 +237,7 @@ class Roster:
                 self._others[host] = (beat, now)
             elif now - known[1] > self.limit_s:
                 uids = [m.uid for m in self.newest.members if m.host == host]
-                why = f"host {host} said nothing for {now - known[1]:.1f} s"
-                self.newest = membership.propose_death(uids, why, self.newest) or self.newest
+                self._put_out(membership, uids, f"host {host} said nothing for {now - known[1]:.1f} s")
 
     def others_alive(self) -> bool:
         """Whether another host still speaks (asked at the end, when only this one keeps the service)."""

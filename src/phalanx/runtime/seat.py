@@ -31,13 +31,32 @@ RENEW_S = 0.4
 """A failed collective without a lost member: after so long the members ask for a new generation themselves."""
 
 
+@dataclass(frozen=True)
+class End:
+    """How a run ended."""
+
+    step: int
+    """Steps committed."""
+    generation: int
+    """In which the last one was."""
+
+    @property
+    def text(self) -> str:
+        return f"{self.step} {self.generation}"
+
+    @classmethod
+    def read(cls, text: str) -> End:
+        step, generation = text.split()
+        return cls(int(step), int(generation))
+
+
 class RunOver(PhalanxError):
     """The run has ended, or was asked to end, while this member waited."""
 
-    def __init__(self, step: int | None, text: str) -> None:
+    def __init__(self, end: End | None, text: str) -> None:
         super().__init__(text)
-        self.step = step
-        """Steps committed at the end; None: it was asked to stop."""
+        self.end = end
+        """None: it was asked to stop."""
 
 
 class Left(PhalanxError):
@@ -77,7 +96,7 @@ class Seat:
         self._said_in = ""
         self._refused: PhalanxError | None = None
         self._begun = False
-        self._over: tuple[int | None, str] | None = None
+        self._over: tuple[End | None, str] | None = None
         self._news = threading.Condition()
         self._closed = threading.Event()
         self._threads: list[threading.Thread] = []
@@ -165,13 +184,14 @@ class Seat:
 
     def finish(self, step: int) -> None:
         """All steps are done. Returns when everyone who asks later will know."""
+        end = End(step, 0 if self.team is None else self.team.generation.number)
         while True:
             try:
-                self.keys().put("finished", str(step))
+                self.keys().put("finished", end.text)
                 break
             except ServiceLost:
                 self._forget_keys()
-        self._say({"finished": step})
+        self._say({"finished": end.text})
 
     def drop(self) -> None:
         """Forget the team."""
@@ -316,14 +336,7 @@ class Seat:
         keys: Keys | None = None
         while not self._closed.is_set():
             try:
-                if keys is None:
-                    keys = self.service.connect()
-                    self._announce_again(keys)
-                found = Membership(keys).wait(self.newest, WATCH_S)
-                if found is not None:
-                    self._see(found)
-                else:
-                    self._look_for_the_end(keys)
+                keys = self._glance(keys, WATCH_S)
             except ServiceLost:
                 keys = None
                 self._closed.wait(AGAIN_S)
@@ -332,6 +345,18 @@ class Seat:
                     self._refused = err
                     self._news.notify_all()
                 return
+
+    def _glance(self, keys: Keys | None, wait_s: float) -> Keys:
+        """One look for a newer generation, of at most `wait_s`; returns the connection to look with again."""
+        if keys is None:
+            keys = self.service.connect()
+            self._announce_again(keys)
+        found = Membership(keys).wait(self.newest, wait_s)
+        if found is not None:
+            self._see(found)
+        else:
+            self._look_for_the_end(keys)
+        return keys
 
     def _announce_again(self, keys: Keys) -> None:
         if self._said is None or keys.epoch == self._said_in:
@@ -356,7 +381,8 @@ class Seat:
         enough = self.newest is not None and self.newest.enough
         with self._news:
             if finished is not None:
-                self._over = int(finished), f"the run is over: {finished} steps are done"
+                end = End.read(finished)
+                self._over = end, f"the run is over: {end.step} steps are done"
             elif stop is not None and not enough:
                 self._over = None, stop
             self._news.notify_all()
@@ -372,4 +398,3 @@ def too_few(generation: Generation, waited_s: float) -> TooFewMembers:
 
 def _later(new: Generation, before: Generation | None) -> bool:
     return before is None or new.number > before.number
-

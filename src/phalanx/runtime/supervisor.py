@@ -204,7 +204,7 @@ class Supervisor:
             if "step" in words:
                 self.deaths_in_a_row = 0
             if "finished" in words:
-                self.roster.finished = int(str(words["finished"]))
+                self.roster.finished = str(words["finished"])
 
     def _reap(self) -> None:
         for worker in list(self.workers):
@@ -230,7 +230,11 @@ class Supervisor:
             self.codes.append(worker.code)
 
     def _may_respawn(self, worker: Worker) -> bool:
-        if self.stops or self.roster.finished is not None or self.started >= self.settings.slots + self.settings.respawns:
+        if (
+            self.stops
+            or self.roster.finished is not None
+            or self.started >= self.settings.slots + self.settings.respawns
+        ):
             return False
         if isinstance(self.error, PhalanxError) and not isinstance(self.error, RunError):
             self._give_up(self.error)  # what the user must change: it would be the same again
@@ -314,9 +318,7 @@ class Supervisor:
         )
         self.workers.append(worker)
         self.started += 1
-        self.tell(
-            MemberStarted(uid=uid, host=self.settings.host, slot=slot, pid=worker.pid, at_s=now_s())
-        )
+        self.tell(MemberStarted(uid=uid, host=self.settings.host, slot=slot, pid=worker.pid, at_s=now_s()))
 
     def _work(self, member: Member, pipe: int) -> int:
         """In the forked process."""

@@ -66,7 +66,9 @@ class Votes:
         self.keys, self.generation, self.uid = keys, generation, uid
         self._begun = False
 
-    def vote(self, step: int, *, then: Callable[[], Then], broken: Callable[[], bool], limit_s: float = 60.0) -> Decision:
+    def vote(
+        self, step: int, *, then: Callable[[], Then], broken: Callable[[], bool], limit_s: float = 60.0
+    ) -> Decision:
         """Say that `step` (steps committed so far) is reduced here, and return the decision.
 
         `then` is asked by the member that decides, `broken` again and again: a true answer (somebody of the generation is lost) makes this member

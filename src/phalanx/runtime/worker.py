@@ -112,9 +112,7 @@ class Worker:
             self.pipe = -1
 
 
-def fork_worker(
-    work: Callable[[Member, int], int], member: Member, *, slot: int, close: Sequence[int] = ()
-) -> Worker:
+def fork_worker(work: Callable[[Member, int], int], member: Member, *, slot: int, close: Sequence[int] = ()) -> Worker:
     """Fork a process that runs `work(member, pipe)`. It ends with this process and shares no pipe (`close`) of its siblings."""
     read_end, write_end = os.pipe2(os.O_CLOEXEC)
     os.set_blocking(read_end, False)
@@ -161,6 +159,6 @@ def _error(err: BaseException) -> bytes:
             pickle.loads(data)
             if len(data) < ERROR_CHARACTERS:
                 return data
-        return pickle.dumps(RunError(str(err)[:ERROR_CHARACTERS // 4]))
+        return pickle.dumps(RunError(str(err)[: ERROR_CHARACTERS // 4]))
     text = "".join(traceback.format_exception(err))
     return pickle.dumps(RunError(f"a worker failed\n{text[-ERROR_CHARACTERS // 4 :]}"))
