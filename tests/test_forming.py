@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 from phalanx.core.errors import PeerError
 from phalanx.plan.folding import Folding
-from phalanx.runtime.forming import NewerGeneration, Team, form, open_sockets, ready_keys
+from phalanx.runtime.forming import NewerGeneration, Team, form, ready_keys
 from phalanx.runtime.groups import build_groups
-from phalanx.runtime.keys import Keys
+from phalanx.runtime.keys import Keys, open_sockets
 from phalanx.runtime.membership import Generation, Member
 from phalanx.runtime.service import start_store
 from phalanx.runtime.worker import fork_worker
@@ -48,7 +48,7 @@ def together(
     workers = [fork_worker(main(r), Member(f"h.{r}", "h"), slot=r) for r in range(ranks)]
     end_s = time.monotonic() + limit_s
     try:
-        while not all([w.reap() for w in workers]) and time.monotonic() < end_s:
+        while sum(w.reap() for w in workers) < ranks and time.monotonic() < end_s:
             time.sleep(0.01)
         for worker in workers:
             worker.hear()

@@ -14,8 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from membership_help import MemoryService
 
+from membership_help import MemoryService
 from phalanx.runtime.keys import Service, ServiceLost
 from phalanx.runtime.keys_etcd import EtcdService
 from phalanx.runtime.keys_store import KeysStore
@@ -260,7 +260,7 @@ def test_a_killed_service_is_noticed_and_found_again(host: StoreHost | EtcdHost)
     one = first(membership, "a.0", "a.1")
     host.kill()
     begin_s = time.monotonic()
-    for call in (lambda: keys.put("x", "1"), lambda: keys.get("x"), lambda: host.service.connect()):
+    for call in (lambda: keys.put("x", "1"), lambda: keys.get("x"), host.service.connect):
         with pytest.raises(ServiceLost):
             call()
     assert time.monotonic() - begin_s < 3.0, "nobody waits for a service that refuses"

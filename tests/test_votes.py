@@ -9,8 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from membership_help import MemoryService, World
 
+from membership_help import MemoryService, World
 from phalanx.bench.storm_check import problems_of
 from phalanx.core.errors import RunError
 from phalanx.runtime import roster

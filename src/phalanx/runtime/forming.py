@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from phalanx.core.errors import PeerError
 from phalanx.runtime.groups import DEFAULT_TIMEOUT_S, GroupCache, use_loopback
-from phalanx.runtime.keys import OPENING, Keys, TcpKeys
+from phalanx.runtime.keys import OPENING, Keys, TcpKeys, open_sockets
 from phalanx.runtime.keys_store import KeysStore
 from phalanx.runtime.membership import Generation
 from phalanx.runtime.votes import Report
@@ -77,18 +77,6 @@ class Sockets:
         now = open_sockets()
         with self._lock:
             return sum(now.get(fd) == inode for fd, inode in self._found.items())
-
-
-def open_sockets() -> dict[int, str]:
-    """File descriptor -> inode of every socket of this process (empty where the system does not list them)."""
-    found: dict[int, str] = {}
-    with contextlib.suppress(OSError):
-        for name in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(OSError):
-                target = os.readlink(f"/proc/self/fd/{name}")
-                if target.startswith("socket:"):
-                    found[int(name)] = target
-    return found
 
 
 def _shut(fd: int, inode: str) -> bool:
