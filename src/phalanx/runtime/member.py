@@ -15,6 +15,7 @@ from phalanx.core.clock import now_s
 from phalanx.core.errors import PeerError, PhalanxError, RunError
 from phalanx.core.events import Emit, Event, ignore
 from phalanx.runtime.forming import Team
+from phalanx.runtime.keys import ServiceLost
 from phalanx.runtime.membership import Generation
 from phalanx.runtime.seat import End, Left, RunOver, Seat
 from phalanx.runtime.votes import ABORT, Decision, InDoubt, Report, Resolution, resolve
@@ -184,6 +185,10 @@ class _Loop:
             decision = self.seat.vote(step)
         except InDoubt:
             return self._after_doubt(step, number)
+        except ServiceLost:  # before the vote was heard
+            self._broken()
+            self.body.abort()
+            return ABORT
         if decision.commit:
             self._commit(number)
         else:
