@@ -205,7 +205,7 @@ def init_world(info: WorldInfo, *, device: str = "cpu", timeout_s: float = DEFAU
     if info.world == 1:
         return target
     if info.local_world == info.world:
-        _use_loopback()
+        use_loopback()
     where = f"{info.master_addr}:{info.master_port}"
     timeout = timedelta(seconds=timeout_s)
     try:
@@ -240,7 +240,7 @@ def _gpu_problems(info: WorldInfo, *, num_gpus: int) -> list[Problem]:
     return []
 
 
-def _use_loopback() -> None:
+def use_loopback() -> None:
     """All ranks are on this machine: gloo need not resolve the host's name, which fails on many laptops."""
     names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     if names and "GLOO_SOCKET_IFNAME" not in os.environ:

@@ -1,0 +1,203 @@
+"""Named values that all members of a run see, kept by a process outside of them: what membership and votes are built on.
+
+Two kinds of keys exist: those that the first writer decides for ever (`create`), and those that one owner writes again and again (`put`). No value
+is ever added to or counted up, because a client that lost its connection cannot know whether an addition has happened; all calls here may be repeated.
+
+    TcpKeys    the TCPStore of torch, in a process that the supervisor keeps (`runtime/service.py`); nothing outlives that process
+    EtcdKeys   etcd (`runtime/keys_etcd.py`); values outlive its restart
+
+Must never change: one object is one connection. Once it has failed it fails for ever, and whoever connects again looks at `epoch`: another one
+means that all values are gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Protocol
+
+import torch.distributed as dist
+
+from phalanx.core.errors import PeerError
+
+CALL_S = 2.0
+"""A service that does not answer for so long is taken for lost."""
+PROBE_S = 0.5
+EPOCH = "epoch"
+
+FIRST_LOOK_S = 0.0002
+LAST_LOOK_S = 0.01
+OPENING = threading.Lock()
+"""Held while this process opens connections, so that nobody takes one for a socket of a process group (`runtime/forming.py`)."""
+
+
+class ServiceLost(PeerError):
+    """The membership service does not answer. What was asked of it last may or may not have happened."""
+
+
+class Keys(Protocol):
+    """One connection to the service. Every call raises `ServiceLost` where the service does not answer."""
+
+    epoch: str
+    """Names the life of the values: a service that lost them has another one."""
+
+    def get(self, key: str) -> str | None:
+        """The value, or None where there is none."""
+
+    def put(self, key: str, value: str) -> None:
+        """Write; returns when the service has it."""
+
+    def create(self, key: str, value: str) -> str:
+        """Write where nothing stands yet; returns what then stands there. The first writer decides."""
+
+    def all_there(self, keys: Sequence[str]) -> bool:
+        """Whether every one of `keys` exists."""
+
+    def wait(self, key: str, timeout_s: float) -> bool:
+        """Block until `key` exists; False after the time."""
+
+    def listed(self, prefix: str) -> list[str]:
+        """Names of all keys that begin so, sorted."""
+
+    def delete(self, key: str) -> None:
+        """Forget it, whether it exists or not."""
+
+    def close(self) -> None:
+        """Give the connection up."""
+
+
+class Service(Protocol):
+    """Where the service is."""
+
+    def connect(self) -> Keys:
+        """A new connection. Raises `ServiceLost`."""
+
+
+@dataclass(frozen=True)
+class TcpService:
+    """A TCPStore at an address."""
+
+    host: str
+    port: int
+
+    def connect(self) -> TcpKeys:
+        """Raises `ServiceLost` within about a second where nobody listens."""
+        return TcpKeys(self.host, self.port)
+
+
+class TcpKeys:
+    """Client of a TCPStore, in a name space of our own."""
+
+    def __init__(self, host: str, port: int, *, timeout_s: float = CALL_S) -> None:
+        self.timeout_s = timeout_s
+        self._lost = ""
+        where = f"{host}:{port}"
+        with OPENING:
+            before = open_sockets()
+            try:  # torch tries a port that refuses again and again, for twice its timeout (measured, 2.13)
+                socket.create_connection((host, port), timeout=PROBE_S).close()
+                self.store = dist.TCPStore(
+                    host, port, None, False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
+                )
+                for fd in open_sockets().keys() - before.keys():
+                    _limit_silence(fd, timeout_s)
+                self.store.wait([EPOCH], timedelta(seconds=timeout_s))
+                self.epoch = self.store.get(EPOCH).decode()
+            except (OSError, RuntimeError) as err:
+                raise ServiceLost(f"the membership service at {where} cannot be reached: {_line(err)}") from None
+
+    @contextlib.contextmanager
+    def _call(self) -> Iterator[None]:
+        if self._lost:
+            raise ServiceLost(self._lost)
+        try:
+            yield
+        except (RuntimeError, OSError) as err:
+            self._lost = f"the membership service does not answer: {_line(err)}"
+            raise ServiceLost(self._lost) from None
+
+    def get(self, key: str) -> str | None:
+        with self._call():
+            return self.store.get(_own(key)).decode() if self.store.check([_own(key)]) else None
+
+    def put(self, key: str, value: str) -> None:
+        with self._call():
+            self.store.set(_own(key), value)  # nobody answers: a dead service would go unnoticed
+            self.store.check([_own(key)])
+
+    def create(self, key: str, value: str) -> str:
+        with self._call():
+            return self.store.compare_set(_own(key), "", value).decode()
+
+    def all_there(self, keys: Sequence[str]) -> bool:
+        with self._call():
+            return bool(self.store.check([_own(k) for k in keys]))
+
+    def wait(self, key: str, timeout_s: float) -> bool:
+        return poll(
+            lambda: self.all_there([key]), timeout_s
+        )  # the store's own wait logs a warning whenever its time ends
+
+    def listed(self, prefix: str) -> list[str]:
+        with self._call():
+            found = (k.lstrip("/") for k in self.store.list_keys())
+            return sorted(k[len(SPACE) :] for k in found if k.startswith(SPACE + prefix))
+
+    def delete(self, key: str) -> None:
+        with self._call():
+            self.store.delete_key(_own(key))
+
+    def close(self) -> None:
+        self._lost = self._lost or "this connection was given up"
+        self.store = None
+
+
+def open_sockets() -> dict[int, str]:
+    """File descriptor -> inode of every socket of this process (empty where the system does not list them)."""
+    found: dict[int, str] = {}
+    with contextlib.suppress(OSError):
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                target = os.readlink(f"/proc/self/fd/{name}")
+                if target.startswith("socket:"):
+                    found[int(name)] = target
+    return found
+
+
+def _limit_silence(fd: int, timeout_s: float) -> None:
+    """The store's own timeout does not cover its short calls: a service that is stopped would hold them for ever (measured, 2.13)."""
+    limit = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
+    with socket.socket(fileno=os.dup(fd)) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+
+
+SPACE = "phalanx/"
+"""Keys of membership, apart from those that process groups leave in the same store."""
+
+
+def _own(key: str) -> str:
+    return SPACE + key
+
+
+def poll(found: Callable[[], bool], timeout_s: float, *, last_look_s: float = LAST_LOOK_S) -> bool:
+    """Ask again and again, after 0.2 ms at first and every `last_look_s` later; False when the time is over."""
+    end_s, pause_s = time.monotonic() + timeout_s, FIRST_LOOK_S
+    while not found():
+        left_s = end_s - time.monotonic()
+        if left_s <= 0:
+            return False
+        time.sleep(min(pause_s, left_s))
+        pause_s = min(pause_s * 1.5, last_look_s)
+    return True
+
+
+def _line(err: BaseException) -> str:
+    return (str(err).strip() or type(err).__name__).splitlines()[0]

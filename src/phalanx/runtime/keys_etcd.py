@@ -1,0 +1,140 @@
+"""Membership values in etcd, for those who run it: its third interface as JSON over HTTP, which every etcd since 3.4 serves, with the standard library.
+
+torch's own client (`torch.distributed.elastic.rendezvous.etcd_store`) speaks the second interface through python-etcd; etcd 3.6 has removed it. What is asked
+of etcd here is one transaction (create where nothing stands), reads, writes and deletions. Values outlive a restart of etcd: `epoch` stays the same,
+votes and decisions stand, and nobody announces again.
+
+Every run needs a name of its own; `forget_run` deletes what it left.
+"""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import json
+import secrets
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from phalanx.runtime.keys import CALL_S, EPOCH, OPENING, ServiceLost, poll
+
+LOOK_S = 0.02
+"""A call costs about a millisecond: look less often than at a TCPStore."""
+MAX_OPERATIONS = 100
+"""In one transaction (etcd allows 128 unless it is told otherwise)."""
+
+
+@dataclass(frozen=True)
+class EtcdService:
+    """An etcd at an address, and the run whose values are meant."""
+
+    host: str
+    port: int
+    run: str
+
+    def connect(self) -> EtcdKeys:
+        """Raises `ServiceLost`."""
+        return EtcdKeys(self.host, self.port, run=self.run)
+
+
+class EtcdKeys:
+    """One connection. Threads may share it; each should have its own."""
+
+    def __init__(self, host: str, port: int, *, run: str, timeout_s: float = CALL_S) -> None:
+        self.where = f"{host}:{port}"
+        self.prefix = f"phalanx/{run}/"
+        self._lost = ""
+        self._lock = threading.Lock()
+        self._http = http.client.HTTPConnection(host, port, timeout=timeout_s)
+        with OPENING:
+            try:
+                self._http.connect()
+            except OSError as err:
+                raise self._failed(err) from None
+        self.epoch = self.create(EPOCH, secrets.token_hex(6))
+
+    def get(self, key: str) -> str | None:
+        return _value(self._ask("kv/range", {"key": self._name(key)}))
+
+    def put(self, key: str, value: str) -> None:
+        self._ask("kv/put", {"key": self._name(key), "value": _coded(value)})
+
+    def create(self, key: str, value: str) -> str:
+        name = self._name(key)
+        answer = self._ask(
+            "kv/txn",
+            {
+                "compare": [{"key": name, "target": "CREATE", "result": "EQUAL", "createRevision": "0"}],
+                "success": [{"requestPut": {"key": name, "value": _coded(value)}}],
+                "failure": [{"requestRange": {"key": name}}],
+            },
+        )
+        if answer.get("succeeded"):
+            return value
+        return _value(answer["responses"][0]["response_range"]) or ""
+
+    def all_there(self, keys: Sequence[str]) -> bool:
+        for i in range(0, len(keys), MAX_OPERATIONS):
+            part = [{"requestRange": {"key": self._name(k), "countOnly": True}} for k in keys[i : i + MAX_OPERATIONS]]
+            answers = self._ask("kv/txn", {"success": part})["responses"]
+            if any("count" not in a["response_range"] for a in answers):
+                return False
+        return True
+
+    def wait(self, key: str, timeout_s: float) -> bool:
+        return poll(lambda: self.all_there([key]), timeout_s, last_look_s=LOOK_S)
+
+    def listed(self, prefix: str) -> list[str]:
+        answer = self._ask("kv/range", {**self._below(prefix), "keysOnly": True})
+        names = [base64.b64decode(kv["key"]).decode() for kv in answer.get("kvs", [])]
+        return sorted(n[len(self.prefix) :] for n in names)
+
+    def delete(self, key: str) -> None:
+        self._ask("kv/deleterange", {"key": self._name(key)})
+
+    def forget_run(self) -> None:
+        """Delete all values of the run. Only when all its processes have ended."""
+        self._ask("kv/deleterange", self._below(""))
+
+    def close(self) -> None:
+        self._lost = self._lost or "this connection was given up"
+        self._http.close()
+
+    def _name(self, key: str) -> str:
+        return _coded(self.prefix + key)
+
+    def _below(self, prefix: str) -> dict[str, str]:
+        """The range of all names that begin so: up to the same text with its last character one higher."""
+        first = self.prefix + prefix
+        return {"key": _coded(first), "range_end": _coded(first[:-1] + chr(ord(first[-1]) + 1))}
+
+    def _ask(self, call: str, body: dict[str, Any]) -> dict[str, Any]:
+        with self._lock:
+            if self._lost:
+                raise ServiceLost(self._lost)
+            try:
+                self._http.request("POST", f"/v3/{call}", json.dumps(body), {"Content-Type": "application/json"})
+                answer = self._http.getresponse()
+                text = answer.read()
+                if answer.status != 200:
+                    raise OSError(f"{answer.status} {text[:200].decode(errors='replace')}")
+                found: dict[str, Any] = json.loads(text)
+                return found
+            except (OSError, http.client.HTTPException, ValueError) as err:
+                raise self._failed(err) from None
+
+    def _failed(self, err: BaseException) -> ServiceLost:
+        self._lost = f"etcd at {self.where} does not answer: {str(err).strip() or type(err).__name__}"
+        self._http.close()
+        return ServiceLost(self._lost)
+
+
+def _coded(text: str) -> str:
+    return base64.b64encode(text.encode()).decode()
+
+
+def _value(answer: dict[str, Any]) -> str | None:
+    found = answer.get("kvs")
+    return base64.b64decode(found[0].get("value", "")).decode() if found else None

@@ -1,0 +1,290 @@
+"""Who takes part in a run: generations of members, kept by an existing service outside the workers.
+
+A *generation* is a list of members in order, with a number that only grows. Generation n+1 is the value of the key `gen/{n+1}`, which the first
+writer decides (`Keys.create`). So there is one history, whoever writes it: a supervisor that saw a process end, one that missed a heartbeat,
+one whose new worker is ready. Nobody is elected and workers agree on nothing among themselves.
+
+    announce          a member says who it is, what it runs and which generation it saw last; another plan or version is refused by name
+    propose_death     next generation without some members        propose_join    with more        propose_leave   without, after a hand-over
+    renew             the same members again: their connections broke and nobody died
+    current, wait     the newest generation; the next one after n
+
+A service that lost its values (`Keys.epoch`) starts a new history: all members announce again, and its first generation gets a number above all
+that any of them saw. Who is not in it has no part in the run any more; what it holds counts for nothing.
+
+Must never change: a number is used once; a member that misses a generation is never taken back (its process is replaced by one without
+state), or two groups could train the same step.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from phalanx.core.errors import Problem, ProblemsError, RunError
+from phalanx.runtime.keys import Keys
+
+
+class MembershipError(ProblemsError):
+    """A member cannot take part: it runs something else than the others do."""
+
+
+class StaleMember(RunError):
+    """This member was put out of the run while it did not answer: what it holds is out of date and must not be used."""
+
+
+class TooFewMembers(RunError):
+    """Fewer members than the run needs, for longer than it waits."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """One worker process. A process that replaces it is another member."""
+
+    uid: str
+    """`host.slot.mark`, never used again."""
+    host: str
+    """Failure domain."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation:
+    """One version of the membership."""
+
+    number: int
+    """Counts from 1 and only grows."""
+    epoch: str
+    """Life of the service in which it was decided."""
+    members: tuple[Member, ...]
+    """In the order of their ranks: those of the generation before keep theirs, new ones follow."""
+    minimum: int = 1
+    leaving: tuple[str, ...] = ()
+    """All that went out of the run in good health, now or before: they hand over what they hold and go."""
+    why: str = ""
+    """In words, for people."""
+
+    @property
+    def uids(self) -> tuple[str, ...]:
+        return tuple(m.uid for m in self.members)
+
+    @property
+    def enough(self) -> bool:
+        """Whether they may train."""
+        return len(self.members) >= self.minimum
+
+    @property
+    def meeting(self) -> str:
+        """Prefix under which the process groups of this generation meet, never used by another."""
+        return f"meet/{self.epoch}/{self.number}"
+
+    def lost_of(self, before: Generation) -> tuple[str, ...]:
+        """Members of `before` that are gone without a hand-over."""
+        return tuple(u for u in before.uids if u not in self.uids and u not in self.leaving)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> Generation:
+        data = json.loads(text)
+        data["members"] = tuple(Member(**m) for m in data["members"])
+        data["leaving"] = tuple(data["leaving"])
+        return cls(**data)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Announcement:
+    """What a member says of itself before it takes part."""
+
+    member: Member
+    plan_hash: str
+    """Of what it runs; all members must have the same."""
+    version: str
+    """Of the code, likewise."""
+    last: Generation | None = None
+    """The newest generation that it was a member of."""
+    data: dict[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        last = None if self.last is None else self.last.to_json()
+        return json.dumps({**asdict(replace(self, last=None)), "last": last})
+
+    @classmethod
+    def from_json(cls, text: str) -> Announcement:
+        data = json.loads(text)
+        data["member"] = Member(**data["member"])
+        data["last"] = None if data["last"] is None else Generation.from_json(data["last"])
+        return cls(**data)
+
+
+Change = Callable[[Generation], Generation | None]
+"""The next generation from the present one; None: nothing is to be done. The number is set for it."""
+
+
+class Membership:
+    """The protocol, over one connection. Every call may raise `ServiceLost`."""
+
+    def __init__(self, keys: Keys) -> None:
+        self.keys = keys
+
+    def announce(self, who: Announcement) -> None:
+        """Raises `MembershipError` where this member runs another plan or version than the run."""
+        mine = {"plan hash": who.plan_hash, "code version": who.version}
+        run = json.loads(self.keys.create("run", json.dumps(mine)))
+        problems = [
+            Problem(
+                where=name, value=mine[name], rule=f"the run has {run[name]!r}", hint=f"{who.member.uid} was refused"
+            )
+            for name in mine
+            if mine[name] != run[name]
+        ]
+        if problems:
+            raise MembershipError(problems, subject=f"member {who.member.uid}")
+        self.keys.put(f"member/{who.member.uid}", who.to_json())
+
+    def announced(self) -> list[Announcement]:
+        """All that were made in this life of the service."""
+        texts = [self.keys.get(k) for k in self.keys.listed("member/")]
+        return [Announcement.from_json(t) for t in texts if t is not None]
+
+    def heartbeat(self, name: str, count: int) -> None:
+        """`name` lives; `count` differs from the last one."""
+        self.keys.put(f"beat/{name}", str(count))
+
+    def heartbeats(self, names: Sequence[str]) -> dict[str, str | None]:
+        """What each said last."""
+        return {n: self.keys.get(f"beat/{n}") for n in names}
+
+    def current(self, known: Generation | None = None) -> Generation | None:
+        """The newest generation (None: there is none yet). `known` is where to begin to look."""
+        if known is None or known.epoch != self.keys.epoch:
+            hint = self.keys.get("newest")
+            text = self.keys.get("first") if hint is None else self.keys.get(_key(int(hint)))
+            if text is None:
+                return None
+            known = Generation.from_json(text)
+        while (text := self.keys.get(_key(known.number + 1))) is not None:
+            known = Generation.from_json(text)
+        return known
+
+    def wait(self, after: Generation | None, timeout_s: float) -> Generation | None:
+        """The newest generation if it is newer than `after`, else None when the time is over."""
+        same = after is not None and after.epoch == self.keys.epoch
+        key = _key(after.number + 1) if same and after is not None else "first"
+        return self.current(after) if self.keys.wait(key, timeout_s) else None
+
+    def start(self, members: Sequence[Member], *, above: int, minimum: int, why: str) -> Generation:
+        """The first generation of this life of the service: ours, or that of whoever was faster."""
+        own = Generation(number=above + 1, epoch=self.keys.epoch, members=tuple(members), minimum=minimum, why=why)
+        first = Generation.from_json(self.keys.create("first", own.to_json()))
+        self._publish(first)
+        return first
+
+    def propose(self, change: Change, known: Generation | None = None) -> Generation | None:
+        """Make `change` the next generation, whatever others propose meanwhile. Returns the newest; None before the first one."""
+        now = self.current(known)
+        while now is not None:
+            wanted = change(now)
+            if wanted is None:
+                return now
+            wanted = replace(wanted, number=now.number + 1, epoch=now.epoch)
+            now = Generation.from_json(self.keys.create(_key(wanted.number), wanted.to_json()))
+            self._publish(now)
+        return None
+
+    def _publish(self, generation: Generation) -> None:
+        """Where to begin to look. Others may have gone on since: readers look further themselves."""
+        self.keys.create(_key(generation.number), generation.to_json())
+        self.keys.put("newest", str(generation.number))
+
+    def propose_death(self, uids: Collection[str], why: str, known: Generation | None = None) -> Generation | None:
+        """A generation without those; members of it stop what they do together at once."""
+        return self.propose(without(uids, why), known)
+
+    def propose_join(self, members: Sequence[Member], known: Generation | None = None) -> Generation | None:
+        """A generation with those, entered when the step under way has ended."""
+        return self.propose(with_more(members), known)
+
+    def propose_leave(self, uids: Collection[str], why: str, known: Generation | None = None) -> Generation | None:
+        """A generation without those, entered when the step under way has ended and they have handed over."""
+        return self.propose(without(uids, why, leave=True), known)
+
+    def renew(self, after: Generation, why: str) -> Generation | None:
+        """The same members under a new number, unless there is a newer generation than `after` already."""
+        return self.propose(lambda now: replace(now, why=why) if now.number == after.number else None, known=after)
+
+
+def _key(number: int) -> str:
+    return f"gen/{number}"
+
+
+def without(uids: Collection[str], why: str, *, leave: bool = False) -> Change:
+    """The rule that takes members out."""
+
+    def change(now: Generation) -> Generation | None:
+        gone = [u for u in now.uids if u in uids]
+        died_leaving = [u for u in now.leaving if u in uids] if not leave else []
+        if not gone and not died_leaving:
+            return None
+        return replace(
+            now,
+            members=tuple(m for m in now.members if m.uid not in uids),
+            leaving=(*(u for u in now.leaving if u not in died_leaving), *(gone if leave else ())),
+            why=f"{', '.join(gone or died_leaving)}: {why}",
+        )
+
+    return change
+
+
+def with_more(members: Sequence[Member]) -> Change:
+    """The rule that takes members in."""
+
+    def change(now: Generation) -> Generation | None:
+        new = [m for m in members if m.uid not in now.uids]
+        if not new:
+            return None
+        names = ", ".join(m.uid for m in new)
+        return replace(now, members=(*now.members, *new), why=f"{names}: ready to join")
+
+    return change
+
+
+@dataclass(frozen=True, kw_only=True)
+class FirstRule:
+    """When the first generation of a life of the service is decided, and who is in it."""
+
+    wanted: int
+    """Members of a fresh run; it begins with fewer (`minimum`) after `gather_s`."""
+    minimum: int
+    gather_s: float
+    """How long to wait for members that are not heard of."""
+
+    def members(
+        self, heard: Sequence[Announcement], *, above: Generation | None, dead: Collection[str], waited_s: float
+    ) -> tuple[list[Member], int] | None:
+        """(members, number that theirs must be above), or None to wait on. `above` is the newest generation that the caller knows of.
+
+        A run that was under way begins again with those that took part in it last; without any of them it does not begin.
+        """
+        seen = [a.last for a in heard if a.last is not None] + ([above] if above is not None else [])
+        alive = [a for a in heard if a.member.uid not in dead]
+        if not seen:
+            fresh = [a.member for a in alive]
+            full = len(fresh) >= self.wanted or (waited_s > self.gather_s and len(fresh) >= self.minimum)
+            return (sorted(fresh, key=_order), 0) if full and fresh else None
+        last = max(seen, key=lambda g: g.number)
+        expected = [m for m in last.members if m.uid not in dead]
+        here = {a.member.uid for a in alive}
+        back = [m for m in expected if m.uid in here]
+        if not back or (len(back) < len(expected) and waited_s <= self.gather_s):
+            return None
+        new = [a.member for a in alive if a.last is None and a.member.uid not in last.uids]
+        return [*back, *sorted(new, key=_order)], last.number
+
+
+def _order(member: Member) -> tuple[str, list[tuple[int, str]]]:
+    """By host, then by slot, numbers as numbers."""
+    parts = member.uid.split(".")
+    return member.host, [(int(p), "") if p.isdecimal() else (0, p) for p in parts]

@@ -1,0 +1,268 @@
+"""What a supervisor tells the membership service, kept until it was heard: who announced, died, leaves; whether the run is over.
+
+Everything is proposed again until the newest generation shows it, so a lost service costs time and nothing else. When it comes back without its
+values, what this host knows is told again and the first generation of the new history is made by `FirstRule`.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from phalanx.core.clock import now_s
+from phalanx.runtime.keys import Keys, Service, ServiceLost
+from phalanx.runtime.membership import Announcement, FirstRule, Generation, Member, Membership
+from phalanx.runtime.votes import BEGUN
+
+BEAT_S = 0.2
+LOOK_S = 0.05
+
+
+@dataclass
+class Lost:
+    """A member of this host that is out."""
+
+    uid: str
+    why: str
+    at_s: float
+    told_s: float = 0.0
+    generation: int = 0
+
+
+class Roster:
+    """The members of one host. `tick` does whatever is due and never waits long."""
+
+    def __init__(self, host: str, service: Service, rule: FirstRule, *, limit_s: float) -> None:
+        self.host, self.service, self.rule, self.limit_s = host, service, rule, limit_s
+        self.newest: Generation | None = None
+        self.begun = False
+        self.finished: str | None = None
+        """How the run ended, as `seat.End` writes it."""
+        self._keys: Keys | None = None
+        self._epoch = ""
+        self._epoch_s = 0.0
+        self._ready: dict[str, Member] = {}
+        self._own: set[str] = set()
+        """Every worker of this host that this process started."""
+        self._dead: dict[str, Lost] = {}
+        self._untold: list[Lost] = []
+        self._leaving: dict[str, str] = {}
+        self._stop = ""
+        self._beats = 0
+        self._beat_s = 0.0
+        self._try_s = 0.0
+        self._looked_s = 0.0
+        self._others: dict[str, tuple[str | None, float]] = {}
+        """Other hosts: what each said last, and when we saw it first."""
+
+    # -- what happened
+
+    def announced(self, member: Member) -> None:
+        """A worker of this host is ready."""
+        self._ready[member.uid] = member
+        self._own.add(member.uid)
+        self._looked_s = 0.0
+
+    def died(self, uid: str, why: str) -> None:
+        """A worker of this host is out; told to the service at the next tick."""
+        self._ready.pop(uid, None)
+        if uid not in self._dead:
+            self._dead[uid] = Lost(uid, why, now_s())
+            self._untold.append(self._dead[uid])
+
+    def gone(self, uid: str) -> None:
+        """A worker of this host has ended well."""
+        self._ready.pop(uid, None)
+
+    def leave(self, uids: Sequence[str], why: str) -> None:
+        """These leave after a hand-over."""
+        self._leaving.update(dict.fromkeys(uids, why))
+        self._looked_s = 0.0
+
+    def leave_or_stop(self, uids: Sequence[str], why: str) -> None:
+        """These leave; where nobody else is in the run, it stops."""
+        others = [] if self.newest is None else [u for u in self.newest.uids if u not in uids]
+        if others:
+            self.leave(uids, why)
+        else:
+            self.stop(f"the run was stopped: {why}")
+
+    def stop(self, why: str) -> None:
+        """The run ends after the step under way."""
+        self._stop = why
+        self._looked_s = 0.0
+
+    def forgive(self) -> None:
+        """This process stood still: silence of others in that time means nothing."""
+        now = time.monotonic()
+        self._others = {h: (beat, now) for h, (beat, _) in self._others.items()}
+
+    def take_lost(self) -> list[Lost]:
+        """Those that the service knows of since the last call."""
+        told = [lost for lost in self._untold if lost.generation]
+        self._untold = [lost for lost in self._untold if not lost.generation]
+        return told
+
+    # -- telling
+
+    def tick(self) -> None:
+        """Tell what is not told yet, beat, look at other hosts."""
+        try:
+            keys = self._connected()
+            if keys is None:
+                return
+            membership = Membership(keys)
+            if self._untold and self.newest is not None and self.newest.epoch == keys.epoch:
+                self._tell_deaths(membership)
+            now = time.monotonic()
+            if now - self._looked_s >= LOOK_S:
+                self._looked_s = now
+                self._look(membership)
+        except ServiceLost:
+            self._keys = None
+
+    def _connected(self) -> Keys | None:
+        now = time.monotonic()
+        if self._keys is None and now >= self._try_s:
+            self._try_s = now + LOOK_S
+            self._keys = self.service.connect()
+            if self._keys.epoch != self._epoch:
+                self._new_epoch(self._keys)
+        return self._keys
+
+    def _new_epoch(self, keys: Keys) -> None:
+        """Tell again what this host knows."""
+        if self.newest is not None:
+            keys.put(f"history/{self.host}", self.newest.to_json())
+            for lost in list(self._dead.values()):
+                keys.put(f"dead/{lost.uid}", lost.why)
+        if self.begun:
+            keys.put(BEGUN, "1")
+        if self.finished is not None:
+            keys.put("finished", self.finished)
+        self._epoch, self._epoch_s = keys.epoch, time.monotonic()
+        self._others.clear()
+
+    def _tell_deaths(self, membership: Membership) -> None:
+        uids = {lost.uid: lost.why for lost in self._untold if not lost.generation}
+        self.newest = membership.propose_death(uids, "; ".join(dict.fromkeys(uids.values())), self.newest)
+        for lost in self._untold:
+            if not lost.generation and self.newest is not None:
+                lost.generation = self.newest.number
+                lost.told_s = now_s() - lost.at_s
+
+    def _look(self, membership: Membership) -> None:
+        self._beat(membership)
+        newest = membership.current(self.newest)
+        if newest is None:
+            self._first(membership)
+            return
+        self.newest = newest
+        if self._untold:
+            self._tell_deaths(membership)
+        strangers = [m.uid for m in newest.members if m.host == self.host and m.uid not in self._own]
+        if strangers:  # this host came back before anyone missed it
+            newest = self._put_out(membership, strangers, "its host began anew") or newest
+        if self._stop:
+            membership.keys.put("stop", self._stop)
+        joining = [m for m in list(self._ready.values()) if m.uid not in newest.uids and self._may_join(m, membership)]
+        if joining and self.finished is None and not self._stop:
+            self.newest = membership.propose_join(joining, self.newest)
+        leaving = [u for u in list(self._leaving) if u in newest.uids]
+        if leaving:
+            self._leave(membership, leaving, newest)
+        self._watch_hosts(membership)
+
+    def _may_join(self, member: Member, membership: Membership) -> bool:
+        """A member that was in the run before and is not any more is never taken back."""
+        if member.uid in self._dead or member.uid in self._leaving:
+            return False
+        text = membership.keys.get(f"member/{member.uid}")
+        return text is not None and Announcement.from_json(text).last is None
+
+    def _leave(self, membership: Membership, leaving: Sequence[str], newest: Generation) -> None:
+        if len(leaving) == len(newest.uids):
+            self.stop(f"the run was stopped: {self._leaving[leaving[0]]}")
+        else:
+            self.newest = membership.propose_leave(leaving, self._leaving[leaving[0]], self.newest)
+
+    def _first(self, membership: Membership) -> None:
+        """No generation in this life of the service yet."""
+        keys = membership.keys
+        dead = {*self._dead, *(k.removeprefix("dead/") for k in keys.listed("dead/"))}
+        above = self.newest
+        for key in keys.listed("history/"):
+            text = keys.get(key)
+            known = None if text is None else Generation.from_json(text)
+            if known is not None and (above is None or known.number > above.number):
+                above = known
+        found = self.rule.members(
+            membership.announced(), above=above, dead=dead, waited_s=time.monotonic() - self._epoch_s
+        )
+        if found is not None:
+            members, number = found
+            why = "the run begins" if above is None else "the membership service lost its values"
+            self.newest = membership.start(members, above=number, minimum=self.rule.minimum, why=why)
+            for lost in self._untold:
+                lost.generation = self.newest.number
+                lost.told_s = now_s() - lost.at_s
+
+    def _put_out(self, membership: Membership, uids: Sequence[str], why: str) -> Generation | None:
+        """Members that are not ours."""
+        at_s = now_s()
+        self.newest = membership.propose_death(uids, why, self.newest) or self.newest
+        if self.newest is not None:
+            told = Lost("", why, at_s, told_s=now_s() - at_s, generation=self.newest.number)
+            self._untold += [replace(told, uid=uid) for uid in uids]
+        return self.newest
+
+    # -- other hosts
+
+    def _beat(self, membership: Membership) -> None:
+        now = time.monotonic()
+        if now - self._beat_s >= BEAT_S:
+            self._beat_s, self._beats = now, self._beats + 1
+            membership.heartbeat(self.host, self._beats)
+
+    def _watch_hosts(self, membership: Membership) -> None:
+        if self.newest is None:
+            return
+        hosts = {m.host for m in self.newest.members} - {self.host}
+        now = time.monotonic()
+        for host, beat in membership.heartbeats(sorted(hosts)).items():
+            known = self._others.get(host)
+            if known is None or known[0] != beat:
+                self._others[host] = (beat, now)
+            elif now - known[1] > self.limit_s:
+                uids = [m.uid for m in self.newest.members if m.host == host]
+                self._put_out(membership, uids, f"host {host} said nothing for {now - known[1]:.1f} s")
+
+    def others_alive(self) -> bool:
+        """Whether another host still speaks (asked at the end, when only this one keeps the service)."""
+        try:
+            keys = self._connected()
+            if keys is None or self.newest is None:
+                return False
+            hosts = {m.host for m in self.newest.members} - {self.host}
+            return any(keys.get(f"ended/{h}") is None and self._spoke(keys, h) for h in hosts)
+        except ServiceLost:
+            return False
+
+    def _spoke(self, keys: Keys, host: str) -> bool:
+        beat, known = keys.get(f"beat/{host}"), self._others.get(host)
+        now = time.monotonic()
+        if known is None or known[0] != beat:
+            self._others[host] = (beat, now)
+            return True
+        return now - known[1] <= self.limit_s
+
+    def close(self) -> None:
+        """Say that this host has ended."""
+        try:
+            keys = self._connected()
+            if keys is not None:
+                keys.put(f"ended/{self.host}", json.dumps(self.finished))
+        except ServiceLost:
+            self._keys = None

@@ -1,0 +1,400 @@
+"""A worker's place in a run: it says that it lives, watches for generations, and connects to the members of each.
+
+Two threads work beside the worker's own: one writes heartbeats into a pipe to the supervisor (no service is needed for that), one waits for the next
+generation and kicks the groups the moment that a member of them is lost. The worker's own thread asks for the next team, computes, and votes.
+
+    waiting for a generation ── in it ──> barrier ──> groups ──> steps ── lost peer, abort, "next" ──> drop, wait again
+                             └─ not in it, but was before ──> StaleMember: the process ends, whatever it holds
+
+A service that is lost pauses the worker at its next vote. When it is back without its values, the watching thread announces the member again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+import time
+from dataclasses import asdict, dataclass, replace
+
+from phalanx.core.errors import PeerError, PhalanxError, RunError
+from phalanx.runtime.forming import NewerGeneration, Team, form, ready_keys
+from phalanx.runtime.keys import Keys, Service, ServiceLost
+from phalanx.runtime.membership import Announcement, Generation, Member, Membership, StaleMember, TooFewMembers
+from phalanx.runtime.votes import BEGUN, Decision, Report, Then, Votes
+
+WATCH_S = 0.25
+"""How long the watching thread waits at a time; a new generation wakes it at once."""
+AGAIN_S = 0.05
+RENEW_S = 0.4
+"""A failed collective without a lost member: after so long the members ask for a new generation themselves."""
+
+
+@dataclass(frozen=True)
+class End:
+    """How a run ended."""
+
+    step: int
+    """Steps committed."""
+    generation: int
+    """In which the last one was."""
+
+    @property
+    def text(self) -> str:
+        return f"{self.step} {self.generation}"
+
+    @classmethod
+    def read(cls, text: str) -> End:
+        step, generation = text.split()
+        return cls(int(step), int(generation))
+
+
+class RunOver(PhalanxError):
+    """The run has ended, or was asked to end, while this member waited."""
+
+    def __init__(self, end: End | None, text: str) -> None:
+        super().__init__(text)
+        self.end = end
+        """None: it was asked to stop."""
+
+
+class Left(PhalanxError):
+    """This member has left the run in good order."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeatSettings:
+    """How a worker takes part."""
+
+    heartbeat_s: float = 0.1
+    timeout_s: float = 600.0
+    """Of collectives. Nobody waits for it when a peer dies."""
+    meet_s: float = 60.0
+    """How long members of a generation may take to become ready for it."""
+    vote_s: float = 600.0
+    """How long a member waits for the votes of others that live."""
+    service_s: float = 600.0
+    """How long a member waits for a lost service."""
+    device: str = "cpu"
+    own_machine: bool = True
+
+
+class Seat:
+    """Use as a context manager; `announce` once the worker can begin to work."""
+
+    def __init__(self, member: Member, service: Service, *, pipe: int, settings: SeatSettings) -> None:
+        self.member, self.service, self.settings = member, service, settings
+        self.uid = member.uid
+        self.team: Team | None = None
+        self.newest: Generation | None = None
+        self.last: Generation | None = None
+        """The newest generation that this member is in."""
+        self._pipe = pipe
+        self._keys: Keys | None = None
+        self._said: Announcement | None = None
+        self._said_in = ""
+        self._refused: PhalanxError | None = None
+        self._begun = False
+        self._over: tuple[End | None, str] | None = None
+        self._news = threading.Condition()
+        self._closed = threading.Event()
+        self._threads: list[threading.Thread] = []
+
+    def __enter__(self) -> Seat:
+        for work in (self._beat, self._watch):
+            self._threads.append(threading.Thread(target=work, daemon=True))
+            self._threads[-1].start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closed.set()
+        self.drop()
+        for thread in self._threads:
+            thread.join(2 * WATCH_S)
+
+    # -- what the worker calls
+
+    def announce(self, *, plan_hash: str, version: str) -> None:
+        """This worker is ready. Raises `MembershipError` where the run is another one."""
+        said = Announcement(member=self.member, plan_hash=plan_hash, version=version)
+        while True:
+            try:
+                keys = self.keys()
+                Membership(keys).announce(said)
+                break
+            except ServiceLost:
+                self._forget_keys()
+        self._said, self._said_in = said, keys.epoch
+        self._say({"announced": True})
+
+    def next_team(self, report: Report) -> Team:
+        """Connect to the next generation that this member is in and that has enough members; all their reports are in `team.reports`.
+
+        Raises `StaleMember`, `Left`, `RunOver`, `TooFewMembers`, and `RunError` where the service stays away.
+        """
+        before = None if self.team is None else self.team.generation
+        self.drop()
+        while True:
+            generation = self._next_generation(before)
+            before = generation
+            try:
+                return self._form(generation, report)
+            except NewerGeneration:
+                continue
+            except ServiceLost:
+                self._forget_keys()
+            except PeerError:
+                self._renew(generation)
+
+    def vote(self, step: int) -> Decision:
+        """Vote for `step` and return the decision. Raises `InDoubt`."""
+        if self.team is None:
+            raise RunError("a member votes in a generation that it is connected to")
+        votes = Votes(self._keys_of(self.team.generation), self.team.generation, self.uid)
+        decision = votes.vote(step, then=self._then, broken=self.broken, limit_s=self.settings.vote_s)
+        if decision.commit and not self._begun:
+            self._begun = True
+            self._say({"begun": True})
+        if decision.commit:
+            self._say({"step": step + 1})
+        if decision.commit and step > 0 and self.team.rank == 0:
+            with contextlib.suppress(ServiceLost):
+                votes.forget(step - 1)
+        return decision
+
+    def settle(self, step: int) -> Decision | None:
+        """The decision of `step`, "abort" if there was none; None where the service cannot say."""
+        if self.team is None:
+            return None
+        try:
+            return Votes(self._keys_of(self.team.generation), self.team.generation, self.uid).settle(step)
+        except ServiceLost:
+            self._forget_keys()
+            return None
+
+    def broken(self) -> bool:
+        """Whether the team cannot go on: somebody of it is lost, or this member is."""
+        with self._news:
+            return self.team is not None and self._ends(self.team.generation)
+
+    def leave(self) -> None:
+        """Ask to leave the run after the step under way (the supervisor does so for its whole host)."""
+        self._say({"leave": True})
+
+    def finish(self, step: int) -> None:
+        """All steps are done. Returns when everyone who asks later will know."""
+        end = End(step, 0 if self.team is None else self.team.generation.number)
+        while True:
+            try:
+                self.keys().put("finished", end.text)
+                break
+            except ServiceLost:
+                self._forget_keys()
+        self._say({"finished": end.text})
+
+    def drop(self) -> None:
+        """Forget the team."""
+        with self._news:
+            team, self.team = self.team, None
+        if team is not None:
+            team.drop()
+
+    def keys(self) -> Keys:
+        """The connection of the worker's own thread, opened again as long as `service_s` allows."""
+        end_s = time.monotonic() + self.settings.service_s
+        while self._keys is None:
+            try:
+                self._keys = self.service.connect()
+            except ServiceLost as err:
+                if time.monotonic() > end_s:
+                    raise RunError(f"{err}; waited {self.settings.service_s:g} s for it") from None
+                time.sleep(AGAIN_S)
+        return self._keys
+
+    # -- waiting for a generation
+
+    def _next_generation(self, before: Generation | None) -> Generation:
+        """The newest one after `before`, with this member and enough others."""
+        asked_s = time.monotonic() + RENEW_S
+        while True:
+            with self._news:
+                found = self.newest
+                if self._refused is not None:
+                    raise self._refused
+                if self._over is not None:
+                    raise RunOver(*self._over)
+                usable = found is not None and _later(found, before)
+                if not usable or found is None or not self._is_for_me(found):
+                    self._news.wait(RENEW_S / 2)
+                    found = None
+            if found is not None:
+                return found
+            if before is not None and not usable and time.monotonic() > asked_s:
+                self._renew(before)
+                asked_s = time.monotonic() + RENEW_S
+
+    def _is_for_me(self, found: Generation) -> bool:
+        if self.uid in found.uids:
+            return found.enough
+        if self.uid in found.leaving:
+            raise Left(f"{self.uid} has left the run")
+        if self.last is not None:
+            raise StaleMember(
+                f"{self.uid} was put out of the run: generation {found.number} ({found.why}) is without it and its last one was "
+                f"{self.last.number}; what it holds is not used"
+            )
+        return False
+
+    def _renew(self, after: Generation) -> None:
+        with contextlib.suppress(ServiceLost):
+            keys = self.keys()
+            if keys.epoch == after.epoch:
+                Membership(keys).renew(after, f"{self.uid} could not reach all others")
+            return
+        self._forget_keys()
+
+    def _form(self, generation: Generation, report: Report) -> Team:
+        keys = self._keys_of(generation)
+        mine = ready_keys(generation)[generation.uids.index(self.uid)]
+        keys.put(mine, json.dumps(asdict(report)))
+        team = form(
+            generation,
+            self.uid,
+            keys,
+            newer=lambda: self._newer(generation),
+            device=self.settings.device,
+            timeout_s=self.settings.timeout_s,
+            limit_s=self.settings.meet_s,
+            own_machine=self.settings.own_machine,
+            watch=self._connect_watched,
+        )
+        try:
+            texts = [keys.get(k) for k in ready_keys(generation)]
+            team.begun = keys.get(BEGUN) is not None
+            team.reports = tuple(Report(**json.loads(t)) for t in texts if t is not None)
+            if len(team.reports) < team.size:
+                raise PeerError(f"reports of generation {generation.number} are missing")
+        except PeerError:
+            self.drop()
+            raise
+        return team
+
+    def _connect_watched(self, team: Team) -> None:
+        with self._news:
+            self.team = team
+            if self._ends(team.generation):
+                team.kick()
+
+    def _newer(self, generation: Generation) -> bool:
+        """Whether a generation that does not form yet should be given up. One with other members only is a better one to form."""
+        with self._news:
+            return self._over is not None or (self.newest is not None and _later(self.newest, generation))
+
+    def _ends(self, generation: Generation) -> bool:
+        new = self.newest
+        if new is None or not _later(new, generation):
+            return False
+        stays = self.uid in new.uids or self.uid in new.leaving
+        return new.epoch != generation.epoch or bool(new.lost_of(generation)) or not stays
+
+    def _then(self) -> Then:
+        if self._keys is not None and self._keys.get("stop") is not None:
+            return "stop"
+        with self._news:
+            newer = self.newest is not None and self.team is not None and _later(self.newest, self.team.generation)
+        return "next" if newer else "go on"
+
+    def _keys_of(self, generation: Generation) -> Keys:
+        """Keys of the life of the service that decided `generation`. Raises `ServiceLost` where that is over."""
+        keys = self._keys if self._keys is not None else self.service.connect()
+        self._keys = keys
+        if keys.epoch != generation.epoch:
+            raise ServiceLost("the membership service has lost its values")
+        return keys
+
+    def _forget_keys(self) -> None:
+        if self._keys is not None:
+            self._keys.close()
+        self._keys = None
+        time.sleep(AGAIN_S)
+
+    # -- the threads beside the worker's own
+
+    def _say(self, words: dict[str, object]) -> None:
+        with contextlib.suppress(OSError):
+            os.write(self._pipe, json.dumps(words).encode() + b"\n")
+
+    def _beat(self) -> None:
+        while not self._closed.wait(self.settings.heartbeat_s):
+            try:
+                os.write(self._pipe, b".\n")
+            except OSError:  # no supervisor: the kernel is about to end this process
+                return
+
+    def _watch(self) -> None:
+        keys: Keys | None = None
+        while not self._closed.is_set():
+            try:
+                keys = self._glance(keys, WATCH_S)
+            except ServiceLost:
+                keys = None
+                self._closed.wait(AGAIN_S)
+            except PhalanxError as err:
+                with self._news:
+                    self._refused = err
+                    self._news.notify_all()
+                return
+
+    def _glance(self, keys: Keys | None, wait_s: float) -> Keys:
+        """One look for a newer generation, of at most `wait_s`; returns the connection to look with again."""
+        if keys is None:
+            keys = self.service.connect()
+            self._announce_again(keys)
+        found = Membership(keys).wait(self.newest, wait_s)
+        if found is not None:
+            self._see(found)
+        else:
+            self._look_for_the_end(keys)
+        return keys
+
+    def _announce_again(self, keys: Keys) -> None:
+        if self._said is None or keys.epoch == self._said_in:
+            return
+        if self._begun:
+            keys.put(BEGUN, "1")
+        Membership(keys).announce(replace(self._said, last=self.last))
+        self._said_in = keys.epoch
+        self._say({"announced": True})
+
+    def _see(self, found: Generation) -> None:
+        with self._news:
+            self.newest = found
+            if self.uid in found.uids:
+                self.last = found
+            if self.team is not None and self._ends(self.team.generation):
+                self.team.kick()
+            self._news.notify_all()
+
+    def _look_for_the_end(self, keys: Keys) -> None:
+        finished, stop = keys.get("finished"), keys.get("stop")
+        enough = self.newest is not None and self.newest.enough
+        with self._news:
+            if finished is not None:
+                end = End.read(finished)
+                self._over = end, f"the run is over: {end.step} steps are done"
+            elif stop is not None and not enough:
+                self._over = None, stop
+            self._news.notify_all()
+
+
+def too_few(generation: Generation, waited_s: float) -> TooFewMembers:
+    """For whom a run waits."""
+    return TooFewMembers(
+        f"{len(generation.members)} members ({', '.join(generation.uids) or 'nobody'}) and the run needs {generation.minimum}; "
+        f"waited {waited_s:g} s for more. What was committed is safe"
+    )
+
+
+def _later(new: Generation, before: Generation | None) -> bool:
+    return before is None or new.number > before.number

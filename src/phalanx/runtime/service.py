@@ -1,0 +1,93 @@
+"""The membership service of one machine: a TCPStore in a process of its own, which a supervisor starts and starts again.
+
+It lives outside of the workers, so that no worker's death takes it along, and outside of the supervisor, which forks. Its values die with it:
+`epoch` tells its clients so. The kernel ends it when the supervisor ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import signal
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from phalanx.core.errors import RunError
+from phalanx.runtime.keys import EPOCH, TcpService
+from phalanx.runtime.launch import STOP_SIGNALS, die_with_parent, listening_socket
+
+START_S = 10.0
+
+
+@dataclass
+class StoreProcess:
+    """A running service."""
+
+    pid: int
+    address: TcpService
+    ended: bool = False
+
+    def reap(self) -> bool:
+        """Whether it has ended; its status is collected."""
+        if not self.ended:
+            with contextlib.suppress(ChildProcessError):
+                self.ended = os.waitpid(self.pid, os.WNOHANG)[0] != 0
+        return self.ended
+
+    def stop(self) -> None:
+        """End it at once."""
+        if not self.reap():
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+            self.ended = True
+
+
+def start_store(host: str = "127.0.0.1", port: int = 0) -> StoreProcess:
+    """Fork a process that keeps a TCPStore at `host:port` (0: the system chooses). Raises `RunError` where the port is taken.
+
+    Call it from the main thread: the kernel ends the service when the thread that forked it ends.
+    """
+    listener = listening_socket(host, port)
+    number = listener.getsockname()[1]
+    ready, tell = os.pipe()
+    parent = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.close(ready)
+            _keep(host, number, listener.fileno(), parent=parent, tell=tell)
+        finally:
+            os._exit(1)
+    os.close(tell)
+    listener.close()
+    try:
+        if os.read(ready, 1) != b"+":  # the pipe closes where it died before
+            raise RunError(f"the membership service at {host}:{number} ended while it started")
+    finally:
+        os.close(ready)
+    return StoreProcess(pid=pid, address=TcpService(host, number))
+
+
+def _keep(host: str, port: int, listen_fd: int, *, parent: int, tell: int) -> None:
+    os.setsid()
+    die_with_parent(parent)
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)  # the supervisor ends it, last of all
+    store = dist.TCPStore(
+        host,
+        port,
+        None,
+        True,
+        timeout=timedelta(seconds=START_S),
+        wait_for_workers=False,
+        master_listen_fd=listen_fd,
+    )
+    store.set(EPOCH, secrets.token_hex(6))
+    os.write(tell, b"+")
+    os.close(tell)
+    while True:
+        time.sleep(3600.0)

@@ -1,0 +1,368 @@
+"""The supervisor of one host: starts its workers, sees them die or freeze, and says so to the membership service at once.
+
+It runs no tensor operation and has no thread, so that it may fork at any time; it waits for processes, for the pipes of its workers, and for
+signals. One of all supervisors also keeps the service where that is a TCPStore (`runtime/service.py`), and starts it again when it ends.
+
+    a worker ends             known by its process handle; put out of the run, and a new one started in its place
+    a worker says nothing     put out after `limit_s`; where it wakes up again it finds itself refused; its process is ended after `zombie_s`
+    a whole host says nothing the other supervisors put its members out (heartbeats of supervisors pass through the service)
+    SIGTERM, SIGINT           all members of this host leave: the step under way ends, they hand over, they go; alone, the run stops in good order
+    a second one              ends everything at once
+
+Must never change: no process of this host outlives its supervisor; nothing here decides what a worker holds or computes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import secrets
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import FrameType
+
+from phalanx.core.clock import now_s
+from phalanx.core.errors import PhalanxError, RunError
+from phalanx.core.events import Emit, Event, ignore
+from phalanx.runtime.keys import Service
+from phalanx.runtime.launch import STOP_SIGNALS, STOPPED
+from phalanx.runtime.membership import FirstRule, Generation, Member
+from phalanx.runtime.roster import Roster
+from phalanx.runtime.seat import Seat, SeatSettings, too_few
+from phalanx.runtime.service import start_store
+from phalanx.runtime.worker import Worker, fork_worker
+
+TICK_S = 0.05
+"""Longest time between two looks at what no handle announces."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SupervisorSettings:
+    """How one host takes part in a run."""
+
+    host: str = "local"
+    slots: int
+    """Workers of this host."""
+    wanted: int
+    """Members of the whole run when it begins."""
+    minimum: int = 1
+    """With fewer members the run waits."""
+    heartbeat_s: float = 0.1
+    limit_s: float = 3.0
+    """A worker, or a host, that says nothing for so long is put out."""
+    gather_s: float = 5.0
+    """How long the first generation (of a run, or after the service lost its values) waits for members that are not heard of."""
+    wait_s: float = 600.0
+    """How long a run with fewer members than `minimum` waits before it ends."""
+    zombie_s: float = 30.0
+    """A process that was put out while it did not answer is ended after so long."""
+    respawns: int = 100
+    """New workers in the place of those that ended, at most."""
+    quick_deaths: int = 10
+    """So many deaths one after another, with no step committed in between, end this host's part."""
+    service_back_s: float = 0.0
+    """How long a service that ended stays away before it is started again."""
+    seat: SeatSettings = field(default_factory=SeatSettings)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemberLost(Event):
+    """A worker of this host is out of the run."""
+
+    uid: str
+    host: str
+    why: str
+    at_s: float
+    """When the supervisor knew."""
+    told_s: float
+    """How long it took until the service had the generation without it."""
+    generation: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemberStarted(Event):
+    """A worker process was started."""
+
+    uid: str
+    host: str
+    slot: int
+    pid: int
+    at_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServiceRestarted(Event):
+    """The membership service has ended and is there again, without its values."""
+
+    at_s: float
+    pid: int
+
+
+MemberMain = Callable[[Seat], int]
+"""Body of one worker, run in a forked process: announces itself on its seat and takes part; returns its exit code."""
+
+
+class Supervisor:
+    """One host. `service` None: keep a TCPStore for this run, at `port` of `address`."""
+
+    def __init__(
+        self,
+        main: MemberMain,
+        settings: SupervisorSettings,
+        *,
+        service: Service | None = None,
+        address: str = "127.0.0.1",
+        port: int = 0,
+        tell: Emit = ignore,
+    ) -> None:
+        self.main, self.settings, self.tell = main, settings, tell
+        self.store = start_store(address, port) if service is None else None
+        self.service: Service = self.store.address if self.store is not None else service  # type: ignore[assignment]
+        self.roster = Roster(
+            settings.host,
+            self.service,
+            FirstRule(wanted=settings.wanted, minimum=settings.minimum, gather_s=settings.gather_s),
+            limit_s=settings.limit_s,
+        )
+        self.workers: list[Worker] = []
+        self.started = 0
+        self.deaths_in_a_row = 0
+        self.stops = 0
+        self.codes: list[int] = []
+        self.error: PhalanxError | None = None
+        self._back_at_s = 0.0
+        self._short_since_s = 0.0
+        self._wake, self._waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def run(self) -> int:
+        """Until all workers have ended; the largest exit code. Raises `RunError` where the run cannot go on. Call it from the main thread."""
+        with self._listening():
+            gc.freeze()
+            for slot in range(self.settings.slots):
+                self._start(slot)
+            try:
+                while any(not w.ended for w in self.workers):
+                    self._turn()
+            finally:
+                self._end_all()
+        if self.stops > 1:
+            return STOPPED
+        if self.error is not None:
+            raise self.error
+        return max(self.codes, default=0)
+
+    # -- one turn
+
+    def _turn(self) -> None:
+        self._wait()
+        self._hear()
+        self._reap()
+        self._find_frozen()
+        self._keep_service()
+        self.roster.tick()
+        self._report_lost()
+        self._watch_minimum()
+
+    def _wait(self) -> None:
+        with contextlib.ExitStack() as stack:
+            poll = select.poll()
+            poll.register(self._wake, select.POLLIN)
+            for worker in self.workers:
+                if not worker.ended and hasattr(os, "pidfd_open"):
+                    handle = os.pidfd_open(worker.pid)
+                    stack.callback(os.close, handle)
+                    poll.register(handle, select.POLLIN)
+                if worker.pipe >= 0:
+                    poll.register(worker.pipe, select.POLLIN)
+            asked_s = time.monotonic()
+            poll.poll(TICK_S * 1000)
+            slept_s = time.monotonic() - asked_s
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._wake, 4096)
+        if slept_s > TICK_S + self.settings.limit_s / 4:  # this process itself stood still: nobody else is to blame
+            for worker in self.workers:
+                worker.heard_s = time.monotonic()
+            self.roster.forgive()
+
+    def _hear(self) -> None:
+        for worker in self.workers:
+            self._hear_one(worker)
+
+    def _hear_one(self, worker: Worker) -> None:
+        for words in worker.hear():
+            if "announced" in words:
+                self.roster.announced(worker.member)
+            if "leave" in words:
+                self.roster.leave([worker.uid], "was told to leave")
+            if "begun" in words:
+                self.roster.begun = True
+            if "step" in words:
+                self.deaths_in_a_row = 0
+            if "finished" in words:
+                self.roster.finished = str(words["finished"])
+
+    def _reap(self) -> None:
+        for worker in list(self.workers):
+            if not worker.ended and worker.reap():
+                self._hear_one(worker)
+                self._ended(worker)
+
+    def _ended(self, worker: Worker) -> None:
+        worker.close()
+        if worker.left_well:
+            self.codes.append(0)
+            self.roster.gone(worker.uid)
+            return
+        self.roster.died(worker.uid, worker.cause())
+        self.roster.tick()  # the others wait for this; a new process can come later
+        if worker.put_out:
+            return
+        self.deaths_in_a_row += 1
+        self.error = worker.error() or self.error
+        if self._may_respawn(worker):
+            self._start(worker.slot)
+        else:
+            self.codes.append(worker.code)
+
+    def _may_respawn(self, worker: Worker) -> bool:
+        if (
+            self.stops
+            or self.roster.finished is not None
+            or self.started >= self.settings.slots + self.settings.respawns
+        ):
+            return False
+        if isinstance(self.error, PhalanxError) and not isinstance(self.error, RunError):
+            self._give_up(self.error)  # what the user must change: it would be the same again
+            return False
+        if self.deaths_in_a_row >= self.settings.quick_deaths:
+            self._give_up(
+                self.error
+                or RunError(f"{self.deaths_in_a_row} workers ended one after another, the last one: {worker.cause()}")
+            )
+            return False
+        self.error = None
+        return True
+
+    def _give_up(self, error: PhalanxError) -> None:
+        self.error = error
+        self.stops = max(self.stops, 1)
+        mine = [w.uid for w in self.workers if not w.ended]
+        self.roster.leave_or_stop(mine, str(error).splitlines()[0])
+        taking_part = () if self.roster.newest is None else self.roster.newest.uids
+        for worker in self.workers:
+            if worker.uid not in taking_part:
+                worker.kill()
+
+    def _find_frozen(self) -> None:
+        now = time.monotonic()
+        for worker in list(self.workers):
+            if worker.ended:
+                continue
+            silent_s = now - worker.heard_s
+            if not worker.put_out and silent_s > self.settings.limit_s:
+                worker.put_out = now
+                self.roster.died(worker.uid, f"said nothing for {silent_s:.1f} s")
+                if not self.stops and self.started < self.settings.slots + self.settings.respawns:
+                    self._start(worker.slot)
+            if worker.put_out and now - worker.put_out > self.settings.zombie_s:
+                worker.kill()
+
+    def _keep_service(self) -> None:
+        if self.store is None or not self.store.reap():
+            return
+        if not self._back_at_s:
+            self._back_at_s = time.monotonic() + self.settings.service_back_s
+        if time.monotonic() >= self._back_at_s:
+            where = self.store.address
+            self.store = start_store(where.host, where.port)
+            self._back_at_s = 0.0
+            self.tell(ServiceRestarted(at_s=now_s(), pid=self.store.pid))
+
+    def _report_lost(self) -> None:
+        for lost in self.roster.take_lost():
+            self.tell(
+                MemberLost(
+                    uid=lost.uid,
+                    host=self.settings.host,
+                    why=lost.why,
+                    at_s=lost.at_s,
+                    told_s=lost.told_s,
+                    generation=lost.generation,
+                )
+            )
+
+    def _watch_minimum(self) -> None:
+        """A run that has waited too long for members ends; its workers save what they hold."""
+        newest: Generation | None = self.roster.newest
+        if newest is None or newest.enough or self.stops:
+            self._short_since_s = 0.0
+            return
+        if not self._short_since_s:
+            self._short_since_s = time.monotonic()
+        elif time.monotonic() - self._short_since_s > self.settings.wait_s:
+            self._give_up(too_few(newest, self.settings.wait_s))
+
+    # -- processes and signals
+
+    def _start(self, slot: int) -> None:
+        uid = f"{self.settings.host}.{slot}.{secrets.token_hex(3)}"
+        sys.stdout.flush()
+        sys.stderr.flush()
+        worker = fork_worker(
+            self._work, Member(uid=uid, host=self.settings.host), slot=slot, close=[w.pipe for w in self.workers]
+        )
+        self.workers.append(worker)
+        self.started += 1
+        self.tell(MemberStarted(uid=uid, host=self.settings.host, slot=slot, pid=worker.pid, at_s=now_s()))
+
+    def _work(self, member: Member, pipe: int) -> int:
+        """In the forked process."""
+        for fd in (self._wake, self._waker):
+            os.close(fd)
+        with Seat(member, self.service, pipe=pipe, settings=self.settings.seat) as seat:
+            signal.signal(signal.SIGTERM, lambda number, frame: seat.leave())
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+            return self.main(seat)
+
+    @contextlib.contextmanager
+    def _listening(self) -> Iterator[None]:
+        before = {n: signal.signal(n, self._on_signal) for n in STOP_SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            for fd in (self._wake, self._waker):
+                os.close(fd)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.stops += 1
+        if self.stops == 1:
+            mine = [w.uid for w in self.workers if not w.ended]
+            self.roster.leave_or_stop(mine, f"its host got {signal.Signals(number).name}")
+        else:
+            for worker in self.workers:
+                worker.kill()
+        with contextlib.suppress(OSError):
+            os.write(self._waker, b"!")
+
+    def _end_all(self) -> None:
+        for worker in self.workers:
+            worker.kill()
+            worker.close()
+        self.roster.close()
+        if self.store is not None:
+            self._wait_for_others()
+            self.store.stop()
+
+    def _wait_for_others(self) -> None:
+        """The service stays until the other hosts have ended, for a short while."""
+        end_s = time.monotonic() + self.settings.limit_s
+        while self.roster.others_alive() and time.monotonic() < end_s:
+            time.sleep(TICK_S)
