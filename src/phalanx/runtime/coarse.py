@@ -30,7 +30,7 @@ from phalanx.kernels.grouped import expert_ffn
 from phalanx.kernels.lanes import SERIAL, Lanes
 from phalanx.kernels.later import Later
 from phalanx.kernels.permute import combine_rows, gather_rows
-from phalanx.plan.dispatch import DispatchPlan, plan_dispatch
+from phalanx.plan.dispatch import DispatchPlan
 from phalanx.runtime.collectives import RowsUnderWay
 from phalanx.runtime.dispatch import (
     Dispatcher,
@@ -84,7 +84,7 @@ def run_coarse(
             rows_MH,
             experts.w13_e2fH,
             experts.w2_eHf,
-            part.plan.slot_counts(ep=dispatcher.ep.index),
+            dispatcher.expert_counts(part.plan),
             row_weights_M=weights_M,
             recompute=recompute,
             impl=kernels,
@@ -162,7 +162,7 @@ def _cut_tokens(
     first = 0
     tokens = zip(x_TH.split(sizes), weights_TK.split(sizes), strict=True)
     for number, (x_tH, weights_tK) in enumerate(tokens):
-        plan = plan_dispatch(counts_PCE[:, number], dispatcher.slots_G, ep=dispatcher.ep.size, etp=dispatcher.etp.size)
+        plan = dispatcher.plan(counts_PCE[:, number])
         pair_of_row_R = dispatcher.by_slot(order_N[first : first + int(rows_C[number])] - first, plan)
         rows_of_token_tK = inverse_exact(pair_of_row_R, weights_tK.numel()).view(weights_tK.shape)
         parts.append(_Part(number, x_tH, weights_tK, plan, SendList(pair_of_row_R, rows_of_token_tK, dropped)))

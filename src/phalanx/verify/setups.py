@@ -35,6 +35,19 @@ OPTIM = OptimConfig(lr=0.02, weight_decay=0.3, beta1=0.9, beta2=0.95, eps=1e-4, 
 normalised away; a rate and a decay that move the weights by some per cent."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Replicas:
+    """Where the replicas of experts are, and how long holders of an expert are watched."""
+
+    slots_per_rank: int
+    kind: Literal["random", "planned"] = "random"
+    """Drawn; or what the planner makes of the loads of the one-rank run, which are skewed then."""
+    seed: int = 0
+    state: Literal["whole", "sharded"] = "whole"
+    steps: int = 1
+    """After so many, all holders of an expert must have the same bits."""
+
+
 SMALL_BUCKET_MB = 0.03
 """Half a dozen buckets in the small model."""
 
@@ -57,6 +70,8 @@ class Setup:
     buckets: bool = True
     """Gradients are reduced in small buckets, during the backward pass."""
     cp_method: Literal["ring", "all_gather", "ulysses"] = "ring"
+    replicas: Replicas | None = None
+    """Experts have replicas, on a mapping whose ep is all that etp and pp leave."""
 
     @property
     def optim(self) -> OptimConfig:
@@ -243,7 +258,7 @@ def default_cases(world: int, *, axes: Sequence[str] = EXACT_AXES) -> list[Case]
     cases = [_case(row, world) for row in pairwise(factors, dear=DEAR, excluded=_cannot_meet)]
     for pp in PIPELINES if "pp" in axes else ():
         cases += pipeline_cases(world, pp) if world % pp == 0 else []
-    return cases + (staged_cases(world) if "pp" in axes else [])
+    return cases + (staged_cases(world) + replicated_cases(world) if "pp" in axes else [])
 
 
 SCHEDULES: Sequence[PipelineConfig] = (
@@ -327,6 +342,73 @@ def staged_cases(world: int) -> list[Case]:
             setup = setup_of(first[pipe], num_layers=folding.pp * virtual)
             cases.append(Case(setup=setup, folding=folding, pipe=pipe))
     return cases
+
+
+REPLICA_FACTORS: Mapping[str, Sequence[Any]] = {
+    "dispatch": ("dropless", "drop-prob-full", "drop-prob-pad"),
+    "travel": ("all_to_all", "all_gather", "coarse:2"),
+    "state": ("whole", "sharded"),
+    "zero": (0, 1),
+    "accumulation": (1, 2),
+}
+"""Options that have to do with who holds an expert."""
+PLAIN_ROW: Mapping[str, Any] = {
+    "routing": "softmax-renorm",
+    "shared": "none",
+    "aux": "micro_batch",
+    "z_loss": 0.0,
+    "recompute": "none",
+    "kernels": "fast",
+    "dense_layers": 0,
+    "attention": "grouped",
+    "qk_norm": "none",
+    "attention_bias": False,
+    "tied": False,
+    "packed": True,
+    "buckets": True,
+    "cp_method": "ring",
+    "mtp": 0,
+}
+REPLICA_STEPS = 20
+MOST_REPLICATED = 30
+"""Mappings on which experts have replicas; of more, as many are taken, evenly spread."""
+SKEW = RouterSpec(score="softmax", softmax_order="before_topk", force="imbalanced", force_skew=1.2)
+
+
+def replicated_cases(world: int) -> list[Case]:
+    """Experts with replicas at random places, on every folding of the ranks (of 16 on a sample); the options above take turns. Then two that run for longer."""
+    sides = list(legal_foldings(world, small_model("verify"), seq_len=SEQ_LEN, axes=("tp", "cp", "etp", "pp")))
+    sides = [f for f in sides if f.pp <= 2 and world // (f.etp * f.pp) > 1]
+    if not sides:
+        return []
+    step = -(-len(sides) // MOST_REPLICATED)
+    rows = pairwise(REPLICA_FACTORS, seed=world, dear=("accumulation",))
+    cases = [_replicated(f, rows[i % len(rows)], seed=i) for i, f in enumerate(sides[world % step :: step])]
+    flat = [f for f in sides if f.tp == f.cp == f.etp == f.pp == 1]
+    row = {"dispatch": "dropless", "travel": "all_to_all", "zero": 1, "accumulation": 1}
+    for i, state in enumerate(("whole", "sharded")):
+        cases.append(_replicated(flat[0], {**row, "state": state}, seed=100 + i, steps=REPLICA_STEPS))
+    planned = _replicated(flat[0], {**row, "state": "whole"}, seed=0, kind="planned")
+    skewed = dataclasses.replace(planned.setup, spec=dataclasses.replace(planned.setup.spec, router=SKEW))
+    return [*cases, dataclasses.replace(planned, setup=skewed)]
+
+
+def _replicated(
+    side: Folding, row: Mapping[str, Any], *, seed: int, steps: int = 1, kind: Literal["random", "planned"] = "random"
+) -> Case:
+    folding = dataclasses.replace(side, ep=side.world // (side.etp * side.pp))
+    each = -(-small_model("verify").num_experts // folding.ep) + 1 + seed % 2
+    replicas = Replicas(
+        slots_per_rank=max(4, each) if kind == "planned" else each,
+        kind=kind,
+        seed=seed,
+        state=row["state"],
+        steps=steps,
+    )
+    accumulation = max(row["accumulation"], folding.pp)
+    setup = setup_of({**PLAIN_ROW, **row, "accumulation": accumulation}, num_layers=2)
+    label = f"{setup.label} {kind} replicas x{replicas.slots_per_rank} {row['state']}"
+    return Case(setup=dataclasses.replace(setup, replicas=replicas, label=label), folding=folding)
 
 
 WHOLE_WORLD = 9
