@@ -370,20 +370,20 @@ PLAIN_ROW: Mapping[str, Any] = {
     "mtp": 0,
 }
 REPLICA_STEPS = 20
-MOST_REPLICATED = 30
-"""Mappings on which experts have replicas; of more, as many are taken, evenly spread."""
+MOST_REPLICATED = 16
+"""Mappings on which experts have replicas; of more, as many are taken, spread by the golden ratio (neighbours are alike, and so is every third)."""
 SKEW = RouterSpec(score="softmax", softmax_order="before_topk", force="imbalanced", force_skew=1.2)
 
 
 def replicated_cases(world: int) -> list[Case]:
-    """Experts with replicas at random places, on every folding of the ranks (of 16 on a sample); the options above take turns. Then two that run for longer."""
+    """Experts with replicas at random places, on every folding of 4 ranks and a sample of those of more; the options above take turns. Then two that run for longer."""
     sides = list(legal_foldings(world, small_model("verify"), seq_len=SEQ_LEN, axes=("tp", "cp", "etp", "pp")))
     sides = [f for f in sides if f.pp <= 2 and world // (f.etp * f.pp) > 1]
     if not sides:
         return []
-    step = -(-len(sides) // MOST_REPLICATED)
+    taken = sorted(sorted(range(len(sides)), key=lambda i: i * 0.618034 % 1)[:MOST_REPLICATED])
     rows = pairwise(REPLICA_FACTORS, seed=world, dear=("accumulation",))
-    cases = [_replicated(f, rows[i % len(rows)], seed=i) for i, f in enumerate(sides[world % step :: step])]
+    cases = [_replicated(f, rows[i % len(rows)], seed=i) for i, f in enumerate(sides[k] for k in taken)]
     flat = [f for f in sides if f.tp == f.cp == f.etp == f.pp == 1]
     row = {"dispatch": "dropless", "travel": "all_to_all", "zero": 1, "accumulation": 1}
     for i, state in enumerate(("whole", "sharded")):
