@@ -376,7 +376,8 @@ SKEW = RouterSpec(score="softmax", softmax_order="before_topk", force="imbalance
 
 
 def replicated_cases(world: int) -> list[Case]:
-    """Experts with replicas at random places, on every folding of 4 ranks and a sample of those of more; the options above take turns. Then two that run for longer."""
+    """Experts with replicas at random places, on every folding of 4 ranks and a sample of those of more; the options above take turns. Then one for
+    many steps, and one in which the planner places replicas for skewed loads."""
     sides = list(legal_foldings(world, small_model("verify"), seq_len=SEQ_LEN, axes=("tp", "cp", "etp", "pp")))
     sides = [f for f in sides if f.pp <= 2 and world // (f.etp * f.pp) > 1]
     if not sides:
@@ -385,10 +386,10 @@ def replicated_cases(world: int) -> list[Case]:
     rows = pairwise(REPLICA_FACTORS, seed=world, dear=("accumulation",))
     cases = [_replicated(f, rows[i % len(rows)], seed=i) for i, f in enumerate(sides[k] for k in taken)]
     flat = [f for f in sides if f.tp == f.cp == f.etp == f.pp == 1]
-    row = {"dispatch": "dropless", "travel": "all_to_all", "zero": 1, "accumulation": 1}
-    for i, state in enumerate(("whole", "sharded")):
-        cases.append(_replicated(flat[0], {**row, "state": state}, seed=100 + i, steps=REPLICA_STEPS))
-    planned = _replicated(flat[0], {**row, "state": "whole"}, seed=0, kind="planned")
+    row: dict[str, Any] = {"dispatch": "dropless", "travel": "all_to_all", "zero": 1, "accumulation": 1}
+    row["state"] = "whole"  # each holder makes its own update; sharded, holders get the same bits sent
+    cases.append(_replicated(flat[0], row, seed=100, steps=REPLICA_STEPS))
+    planned = _replicated(flat[0], row, seed=0, kind="planned")
     skewed = dataclasses.replace(planned.setup, spec=dataclasses.replace(planned.setup.spec, router=SKEW))
     return [*cases, dataclasses.replace(planned, setup=skewed)]
 
