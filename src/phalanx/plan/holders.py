@@ -1,6 +1,6 @@
 """Who adds up what of the gradients of experts with replicas: each element in one place, in one order.
 
-An expert of m holders (ranks of one expert-parallel group) is cut into m parts of equal size. Holder number j, counted by rank, *completes* part j: it
+An expert of m holders (ranks of one expert-parallel group) is cut into m parts of equal size, to `PART_MULTIPLE` elements. Holder number j, counted by rank, *completes* part j: it
 gets that part from all other holders, adds the m of them by rank, and (`whole`) sends the sum back to them. So a sum has the same bits on all holders, whatever
 they are; each rank sends and receives what a ring over the holders would; and all experts of a buffer travel in one exchange over the group
 that dispatches anyway: there is no process group for an expert or for a set of holders, however many sets there are.
@@ -27,6 +27,10 @@ ExpertState = Literal["whole", "sharded"]
 """What a holder keeps of the master weights and moments of its experts: all of it, or the parts that it completes."""
 
 Run = tuple[int, int]
+
+PART_MULTIPLE = 64
+"""Elements in whose multiples an expert is cut: vectors of an elementwise kernel that begins with the expert, or with a part of it, hold the same elements,
+so that its last few, which no vector holds, are rounded alike whoever computes them."""
 
 
 @dataclass(frozen=True)
@@ -133,8 +137,13 @@ def _holders(placement: Placement, edp: int) -> dict[int, tuple[int, ...]]:
 
 def _part(run: Run, holders: Sequence[int], rank: int) -> Run:
     """The part of an expert that lies at `run` which `rank` completes."""
-    start, length, j = run[0], run[1] - run[0], holders.index(rank)
-    return start + length * j // len(holders), start + length * (j + 1) // len(holders)
+    length, j = run[1] - run[0], holders.index(rank)
+    units = -(-length // PART_MULTIPLE)
+
+    def bound(part: int) -> int:
+        return run[0] + min(length, units * part // len(holders) * PART_MULTIPLE)
+
+    return bound(j), bound(j + 1)
 
 
 def _without_empty(runs: Sequence[Run]) -> tuple[Run, ...]:

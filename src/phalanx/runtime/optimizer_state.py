@@ -13,7 +13,7 @@ below fp32; each element of a logical tensor has exactly one `primary` holder.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -148,19 +148,30 @@ def _take_over(params: Mapping[str, torch.Tensor], layout: FlatLayout, dtype: to
 
 
 def _decay_runs(layout: FlatLayout) -> tuple[DecayRun, ...]:
-    """Neighbouring parameters with the same answer, merged; padding belongs to no run."""
+    """Neighbouring parameters with the same answer, merged; padding belongs to no run.
+
+    Experts with replicas are a run each, or each part of one: where an expert lies differs between its holders, and an update that began elsewhere
+    would round the last few elements of a vector otherwise.
+    """
     runs: list[DecayRun] = []
-    at = 0
-    for first, stop in layout.shard_runs:
+    at, alone = 0, layout.holders is not None
+    for first, stop in _ranges(layout):
         for local, start in zip(layout.params, layout.starts, strict=True):
             lo, hi = max(start, first) - first + at, min(start + local.num_elements, stop) - first + at
             if lo >= hi:
                 continue
-            if runs and runs[-1].decay == local.param.decay and runs[-1].stop == lo:
+            if runs and not alone and runs[-1].decay == local.param.decay and runs[-1].stop == lo:
                 lo = runs.pop().start
             runs.append(DecayRun(lo, hi, local.param.decay))
         at += stop - first
     return tuple(runs)
+
+
+def _ranges(layout: FlatLayout) -> Sequence[tuple[int, int]]:
+    """Ranges of the buffer that, one after the other, are the shard: expert by expert where they have replicas."""
+    if layout.holders is None or layout.scattered is not None:
+        return layout.shard_runs
+    return [held.run for held in layout.holders.experts]
 
 
 def _shard_boxes(layout: FlatLayout, shard: torch.Tensor, *, prefix: str, primary: bool) -> list[BoxTensor]:

@@ -464,9 +464,18 @@ def recipe_cases(recipe: Recipe, spec: ModelSpec, folding: AnyFolding, dispatch:
             recompute=recipe.train.recompute,
             kernels=_kernels(recipe),
             cp_method=recipe.folding.cp_method,
+            replicas=_recipe_replicas(recipe, small, folding),
         )
         cases.append(Case(setup=setup, folding=folding, pipe=pipe))
     return cases
+
+
+def _recipe_replicas(recipe: Recipe, small: ModelSpec, folding: AnyFolding) -> Replicas | None:
+    """Where the recipe's experts have replicas: those of the small model at random places, as many slots as leave room for some."""
+    if recipe.resilience.slots_per_rank is None or not isinstance(folding, Folding) or folding.ep == 1:
+        return None
+    slots = -(-small.num_experts // folding.ep) + 1
+    return Replicas(slots_per_rank=slots, state=recipe.resilience.expert_state)
 
 
 def _kernels(recipe: Recipe) -> Literal["fast", "compiled", "reference"]:
