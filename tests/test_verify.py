@@ -43,6 +43,7 @@ from phalanx.verify.setups import (
     AXES,
     FACTORS,
     PIPELINES,
+    REPLICA_STEPS,
     ROUNDED_AXES,
     SCHEDULES,
     SEQ_LEN,
@@ -85,15 +86,20 @@ def test_dear_levels_are_taken_only_where_a_new_pair_needs_them() -> None:
     assert len(spared) <= 1.1 * len(plain)
 
 
+def plain_cases(world: int) -> list[Case]:
+    """Those in which no expert has replicas."""
+    return [c for c in default_cases(world) if c.setup.replicas is None]
+
+
 def uniform_cases(world: int) -> list[Case]:
-    """Those in which all stages have the same folding."""
-    return [c for c in default_cases(world) if isinstance(c.folding, Folding)]
+    """Of these, those in which all stages have the same folding."""
+    return [c for c in plain_cases(world) if isinstance(c.folding, Folding)]
 
 
 @pytest.mark.parametrize(("world", "mappings"), [(1, 1), (2, 9), (4, 36), (8, 90), (16, 168)])
 def test_default_cases_take_every_mapping_and_meet_every_option(world: int, mappings: int) -> None:
     cases = uniform_cases(world)
-    staged = [c for c in default_cases(world) if c not in cases]
+    staged = [c for c in plain_cases(world) if c not in cases]
     assert bool(staged) == (world >= 4) and not any(
         staged_problems(c.folding, c.setup.spec, world=world, seq_len=SEQ_LEN)
         for c in staged  # type: ignore[arg-type]
@@ -108,10 +114,30 @@ def test_default_cases_take_every_mapping_and_meet_every_option(world: int, mapp
     assert {c.setup.spec.router.aux_scope for c in cases if c.setup.spec.router.aux_loss} == set(FACTORS["aux"][1:])
 
 
+@pytest.mark.parametrize(("world", "sides"), [(1, 0), (4, 15), (8, 16), (16, 16)])
+def test_experts_have_replicas_on_many_mappings(world: int, sides: int) -> None:
+    cases = [c for c in default_cases(world) if c.setup.replicas is not None]
+    found = {c.folding for c in cases}
+    assert len(found) == sides and all(isinstance(f, Folding) and f.edp == 1 and f.ep > 1 for f in found)
+    if not sides:
+        return
+    asked = [c.setup.replicas for c in cases if c.setup.replicas is not None]
+    assert max(r.steps for r in asked) == REPLICA_STEPS and {r.kind for r in asked} == {"random", "planned"}
+    assert {r.state for r in asked} == {"whole", "sharded"} and {f.pp for f in found if isinstance(f, Folding)} == {
+        1,
+        2,
+    }
+    assert {c.setup.dispatch.transport for c in cases} == {"all_to_all", "all_gather"}
+    for case in cases:
+        assert isinstance(case.folding, Folding) and case.setup.replicas is not None
+        slots = case.setup.replicas.slots_per_rank
+        assert not fit_problems(case.folding, case.setup.spec, seq_len=SEQ_LEN, slots_per_rank=slots)
+
+
 @pytest.mark.parametrize("world", [4, 8, 16])
 def test_every_two_options_meet_in_some_case(world: int) -> None:
     """Options that share nothing with each other, as seen in the cases (not in the table they come from)."""
-    cases = [c for c in default_cases(world) if c.folding.pp == 1]
+    cases = [c for c in plain_cases(world) if c.folding.pp == 1]
 
     def seen(case: Case) -> dict[str, object]:
         s = case.setup
@@ -156,7 +182,7 @@ def test_options_of_some_cases_only_meet_all_others_in_those(world: int) -> None
             "expert side": (case.folding.ep, case.folding.etp),
         }
 
-    rows = [seen(c) for c in default_cases(world) if c.folding.pp == 1]
+    rows = [seen(c) for c in plain_cases(world) if c.folding.pp == 1]
     for a, b in itertools.combinations(rows[0], 2):
         levels = [{row[name] for row in rows} - {None} for name in (a, b)]
         assert set(itertools.product(*levels)) <= {(row[a], row[b]) for row in rows}, (a, b)
@@ -178,7 +204,7 @@ def test_excluded_pairs_do_not_meet_and_all_others_do() -> None:
 
 @pytest.mark.parametrize("pp", [2, 4])
 def test_pipelines_meet_the_prediction_of_further_tokens(pp: int) -> None:
-    cases = [c for c in default_cases(4) if c.folding.pp == pp and c.setup.spec.mtp_layers]
+    cases = [c for c in plain_cases(4) if c.folding.pp == pp and c.setup.spec.mtp_layers]
     assert {c.pipe for c in cases} == set(SCHEDULES) and {c.setup.spec.tied_embeddings for c in cases} == {False, True}
 
 
@@ -391,6 +417,9 @@ FIRST_SIGN = {  # regular expressions: which of several wrong numbers is the wor
     "replicated-not-reduced": "norm|wkv_a|wq_a|router",  # what all ranks of tp hold alike
     "aux-counts-not-reduced": r"gradient/layers\.\d\.(moe.router|ffn_norm)",
     "router-losses-per-rank": r"gradient/layers\.\d\.(moe.router|ffn_norm)",
+    "replicas-averaged": "moe.experts",
+    "holder-left-out": "moe.experts",
+    "replicas-rounded-by-rank": "at its replicas",
     "norm-skips-experts": "grad_norm",
     "norm-skips-experts-of-tp": "grad_norm",
     "norm-counts-replicas": "grad_norm",

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
@@ -14,14 +17,18 @@ from phalanx.core.units import format_bytes, format_count, format_rate
 from phalanx.data.size import token_file_bytes
 from phalanx.data.sources import resolve
 from phalanx.data.tokenizer import parse_choice, read_tokenizer_file
-from phalanx.plan.layout import local_param, stage_params
+from phalanx.plan.holders import ExpertState
+from phalanx.plan.layout import flat_layouts, local_param, stage_params
 from phalanx.plan.model import ModelSpec, flops_per_token, resolve_model
 from phalanx.plan.pipeline import Pipeline, make_pipeline
-from phalanx.plan.placement import plain_placement
+from phalanx.plan.placement import AnyPlacement, plain_placement
+from phalanx.plan.run_placement import Asked, StageReplicas, stage_replicas
 from phalanx.plan.stage_foldings import AnyFolding, group_names, resolve_mapping
+from phalanx.plan.stages import Stage
 from phalanx.simulate.balance import worst_balance
 from phalanx.simulate.kernel_facts import PREPARE_BYTES
 from phalanx.simulate.memory import TERMS, MemoryEstimate, estimate_memory
+from phalanx.train.setup import replicas_of
 
 MEMINFO = Path("/proc/meminfo")
 
@@ -37,23 +44,30 @@ class Machine:
 
 def dry_run(recipe: Recipe, machine: Machine, *, world: int, console: Console) -> None:
     """Print everything. Raises `ConfigError` or `DataError` for what cannot run."""
-    console.print(describe(recipe, world=world), markup=False, highlight=False, soft_wrap=True)
+    console.print(
+        describe(recipe, world=world, local_ranks=machine.local_ranks), markup=False, highlight=False, soft_wrap=True
+    )
     estimates = rank_estimates(recipe, machine, world=world)
     console.print(memory_table(estimates))
     for line in memory_notes(recipe, estimates, machine, world=world):
         console.print(line, highlight=False, soft_wrap=True)
 
 
-def describe(recipe: Recipe, *, world: int) -> str:
-    """The run of `recipe` on `world` ranks in a few lines. Raises `ConfigError` or `DataError` for what cannot run."""
+def describe(recipe: Recipe, *, world: int, local_ranks: int | None = None) -> str:
+    """The run of `recipe` on `world` ranks, of which each machine has `local_ranks` (None: all), in a few lines.
+
+    Raises `ConfigError` or `DataError` for what cannot run.
+    """
     spec, folding = _shape(recipe, world=world)
-    pipeline = make_pipeline(recipe.pipeline, spec, pp=folding.pp, seq_len=recipe.train.seq_len)
+    pipeline = _pipeline(recipe, spec, folding)
+    asked = replicas_of(recipe, world=world, local_ranks=local_ranks or world)
     parts = [
         [f"{recipe.run.name}: a dry run, nothing is started"],
         folding.explain().splitlines(),
         _groups(folding),
         pipeline.explain().splitlines() if folding.pp > 1 else [],
-        _parameters(spec, folding, pipeline),
+        _parameters(spec, folding, pipeline, asked),
+        _replicas(recipe, spec, folding, pipeline, asked),
         _steps(recipe, spec, folding),
         _missing_data(recipe.data),
     ]
@@ -64,9 +78,19 @@ def _shape(recipe: Recipe, *, world: int) -> tuple[ModelSpec, AnyFolding]:
     t = recipe.train
     spec = resolve_model(recipe.model, recipe.router, tokenizer_vocab=tokenizer_vocab(recipe.data))
     folding = resolve_mapping(
-        recipe.folding, spec, world=world, seq_len=t.seq_len, global_batch=t.global_batch, micro_batch=t.micro_batch
+        recipe.folding,
+        spec,
+        world=world,
+        seq_len=t.seq_len,
+        global_batch=t.global_batch,
+        micro_batch=t.micro_batch,
+        slots_per_rank=recipe.resilience.slots_per_rank,
     )
     return spec, folding
+
+
+def _pipeline(recipe: Recipe, spec: ModelSpec, folding: AnyFolding) -> Pipeline:
+    return make_pipeline(recipe.pipeline, spec, pp=folding.pp, seq_len=recipe.train.seq_len)
 
 
 def tokenizer_vocab(config: DataConfig) -> int:
@@ -92,9 +116,9 @@ def _groups(folding: AnyFolding) -> list[str]:
     return [f"groups       {len(distinct)} process groups of more than one rank"]
 
 
-def _parameters(spec: ModelSpec, folding: AnyFolding, pipeline: Pipeline) -> list[str]:
-    """What the rank with the most holds; without a pipeline all hold as much."""
-    held = [_held(spec, folding, pipeline, rank) for rank in _of_each_stage(folding)]
+def _parameters(spec: ModelSpec, folding: AnyFolding, pipeline: Pipeline, asked: Asked) -> list[str]:
+    """What the rank with the most holds; without a pipeline and replicas all hold as much."""
+    held = [_held(spec, folding, pipeline, rank, asked) for rank in _that_differ(folding, asked)]
     dense, experts = max(held, key=sum)
     most = "  per rank   " if len(set(held)) == 1 else "  at most    "
     return [
@@ -109,9 +133,90 @@ def _of_each_stage(folding: AnyFolding) -> list[int]:
     return [first[stage] for stage in sorted(first)]
 
 
-def _held(spec: ModelSpec, folding: AnyFolding, pipeline: Pipeline, rank: int) -> tuple[int, int]:
+def _that_differ(folding: AnyFolding, asked: Asked) -> list[int]:
+    """Ranks that may hold different numbers of elements: with replicas, one rank has more different experts in its slots than another."""
+    if asked.slots_per_rank is None:
+        return _of_each_stage(folding)
+    return [rank for rank in range(folding.world) if folding.coord(rank, "etp") == 0]
+
+
+def _fullest_of_each_stage(
+    spec: ModelSpec, folding: AnyFolding, pipeline: Pipeline, asked: Asked
+) -> dict[int, AnyPlacement]:
+    """Of each pipeline stage the rank that holds most, and the placement of its experts."""
+    best: dict[int, tuple[int, int]] = {}
+    for rank in _that_differ(folding, asked):
+        stage, size = folding.coord(rank, "pp"), sum(_held(spec, folding, pipeline, rank, asked))
+        if stage not in best or size > best[stage][0]:
+            best[stage] = size, rank
+    return {rank: _placed(spec, folding, pipeline, rank, asked) for _, rank in (best[s] for s in sorted(best))}
+
+
+@lru_cache(maxsize=64)
+def _placed_by_stage(
+    spec: ModelSpec,
+    folding: AnyFolding,
+    stages: tuple[Stage, ...],
+    rank: int,
+    slots: int,
+    f: int,
+    rows: Any,
+    hosts: int,
+) -> StageReplicas:
+    loads = None if rows is None else np.array(rows, dtype=np.float64)
+    asked = Asked(slots_per_rank=slots, f=f, loads=loads, ranks_per_host=hosts)
+    return stage_replicas(spec, folding, stages, rank=rank, asked=asked)
+
+
+def _replicas_of_stage(
+    spec: ModelSpec, folding: AnyFolding, pipeline: Pipeline, rank: int, asked: Asked
+) -> StageReplicas:
+    """Planned once for all ranks of a stage: of their etp and pp position the first one stands for all."""
+    assert asked.slots_per_rank is not None
+    first = min(folding.group_of(rank, "ep_etp"))
+    rows = None if asked.loads is None else tuple(tuple(row) for row in asked.loads.tolist())
+    stages = tuple(pipeline.stages.of_rank(folding.coord(rank, "pp")))
+    return _placed_by_stage(spec, folding, stages, first, asked.slots_per_rank, asked.f, rows, asked.ranks_per_host)
+
+
+def _placed(spec: ModelSpec, folding: AnyFolding, pipeline: Pipeline, rank: int, asked: Asked) -> AnyPlacement:
+    if asked.slots_per_rank is None or not spec.moe_layers:
+        return plain_placement(max(1, spec.num_experts), folding.of_rank(rank))
+    return _replicas_of_stage(spec, folding, pipeline, rank, asked).placement
+
+
+def _replicas(recipe: Recipe, spec: ModelSpec, folding: AnyFolding, pipeline: Pipeline, asked: Asked) -> list[str]:
+    """Replicas of each stage's experts, and what their optimizer state takes either way."""
+    if asked.slots_per_rank is None or not spec.moe_layers:
+        return []
+    lines = []
+    for rank in _of_each_stage(folding):
+        text = _replicas_of_stage(spec, folding, pipeline, rank, asked).explain().splitlines()
+        lines += [f"replicas     {text[0]}", *(f"           {line}" for line in text[1:])]
+    item = 8 if recipe.train.dtype == "float64" else 4
+    most = {
+        state: max(_state_elements(recipe, spec, folding, pipeline, asked, state)) for state in ("whole", "sharded")
+    }
+    shown = ", ".join(f"{state} {format_bytes(3 * item * n)}" for state, n in most.items())
+    return [*lines, f"  state      of experts, at most a rank: {shown}; it is {recipe.resilience.expert_state}"]
+
+
+def _state_elements(
+    recipe: Recipe, spec: ModelSpec, folding: AnyFolding, pipeline: Pipeline, asked: Asked, state: ExpertState
+) -> list[int]:
+    """Expert parameters of whose optimizer state each rank keeps a part."""
+    out = []
+    for rank in _that_differ(folding, asked):
+        params = stage_params(spec, pipeline.stages.of_rank(folding.coord(rank, "pp")))
+        placement = _placed(spec, folding, pipeline, rank, asked)
+        layouts = flat_layouts(params, folding, placement, rank, zero=recipe.optim.zero, expert_state=state)
+        out.append(sum(x.shard_length for x in layouts.values() if x.rule.family == "expert"))
+    return out
+
+
+def _held(spec: ModelSpec, folding: AnyFolding, pipeline: Pipeline, rank: int, asked: Asked) -> tuple[int, int]:
     """Dense and expert parameters of a rank."""
-    placement = plain_placement(max(1, spec.num_experts), folding.of_rank(rank))
+    placement = _placed(spec, folding, pipeline, rank, asked)
     params = stage_params(spec, pipeline.stages.of_rank(folding.coord(rank, "pp")))
     local = [local_param(p, folding, placement, rank) for p in params]
     experts = sum(p.num_elements for p in local if p.param.family == "expert")
@@ -146,12 +251,16 @@ def available_bytes(path: Path = MEMINFO) -> int | None:
 
 
 def rank_estimates(recipe: Recipe, machine: Machine, *, world: int) -> list[MemoryEstimate]:
-    """One estimate for each pipeline stage's first rank: the others hold the same."""
+    """One estimate for each pipeline stage's first rank, for the others hold the same; with replicas for the one that holds most."""
     spec, folding = _shape(recipe, world=world)
+    asked = replicas_of(recipe, world=world, local_ranks=machine.local_ranks)
+    placements = _fullest_of_each_stage(spec, folding, _pipeline(recipe, spec, folding), asked)
     text_bytes = _text_bytes(recipe.data)
     return [
-        estimate_memory(recipe, spec, folding, rank=rank, threads=machine.threads, text_bytes=text_bytes)
-        for rank in _of_each_stage(folding)
+        estimate_memory(
+            recipe, spec, folding, rank=rank, placement=placement, threads=machine.threads, text_bytes=text_bytes
+        )
+        for rank, placement in placements.items()
     ]
 
 
@@ -189,7 +298,7 @@ def memory_notes(recipe: Recipe, estimates: list[MemoryEstimate], machine: Machi
         f"{balance.later:.2f} later: {balance.source}"
     ]
     stage = folding.of_rank(fullest.rank)
-    if spec.router.force == "none" and stage.ep > 1 and spec.moe_layers:
+    if spec.router.force == "none" and stage.ep > 1 and spec.moe_layers and recipe.resilience.slots_per_rank is None:
         worst = worst_balance(spec, stage)
         most = estimate_memory(
             recipe,

@@ -232,6 +232,7 @@ def summary(reports: list[Any], *, ranks: int, dtype: str, seconds: float) -> di
         "ranks": ranks,
         "dtype": dtype,
         "tokens_replaced": sum(r.replaced for r in reports),
+        "replica_max_over_mean": next((list(r.work) for r in reports if any(r.work)), None),
         "labels": [r.task.case.label for r in reports],
     }
 
@@ -262,6 +263,11 @@ def _print_table(reports: list[Any], result: dict[str, Any], console: Console) -
     bad = sum(bool(r.failures) for r in reports)
     verdict = f"[red]{bad} of {len(reports)} cases differ[/]" if bad else f"all {len(reports)} cases agree"
     console.print(f"{verdict}, {result['mappings']} mappings, {result['seconds']:.1f} s")
+    if result["replica_max_over_mean"]:
+        with_them, without = result["replica_max_over_mean"]
+        console.print(
+            f"skewed loads: the busiest rank has {with_them:.2f} times the mean work with replicas, {without:.2f} without"
+        )
     if result["tokens_replaced"]:
         console.print(
             f"{result['tokens_replaced']} tokens of the data were replaced beforehand: rounding could have routed them either way",

@@ -256,7 +256,7 @@ class OptimConfig:
     clip_norm: float = 1.0
     """Global gradient norm above which gradients are scaled down, 0 for none."""
     zero: Literal[0, 1] = 1
-    """1 shards master weights and moments over dp x cp (dense) and edp (experts)."""
+    """1 shards master weights and moments over dp x cp (dense) and edp (experts; of experts with replicas `resilience.expert_state` decides)."""
     bucket_mb: float = 64.0
     """Megabytes (10^6 bytes) of gradient that are reduced together, as soon as the backward pass has made them; 0: all at its end."""
 
@@ -338,6 +338,20 @@ class RunConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ResilienceConfig:
+    """What a run survives: replicas of the routed experts (docs/survive.md)."""
+
+    slots_per_rank: int | None = None
+    """Expert replicas that a rank has room for in each layer; they are spread over all ranks of a pipeline stage. Default: no replicas, every expert once in each expert-parallel group."""
+    f: int = 2
+    """Every expert is on so many hosts at least, so that any loss of fewer is survived; the ranks of a single machine count as hosts. Lowered, and said so, where slots or hosts are too few."""
+    loads: str = "uniform"
+    """Tokens of each expert, which decide how many replicas it gets: uniform, or a JSON file with a row of numbers for each layer (or one for all)."""
+    expert_state: Literal["whole", "sharded"] = "whole"
+    """Master weights and moments of an expert: whole at each of its holders, or shared out among them (less memory, but a part is lost with its holder)."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Recipe:
     """Everything that decides a run. Written to the run folder as `recipe.toml`; running that file again gives the same run."""
 
@@ -350,6 +364,7 @@ class Recipe:
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+    resilience: ResilienceConfig = field(default_factory=ResilienceConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)

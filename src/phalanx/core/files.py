@@ -7,12 +7,27 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from phalanx.core.errors import RunError
+from phalanx.core.errors import DataError, Problem, RunError
 
 
 def write_json(path: Path, result: Mapping[str, Any]) -> None:
     """Write a result file, its folder included. Raises `RunError` naming the file."""
     write_text(path, json.dumps(result, indent=2, sort_keys=True) + "\n")
+
+
+def read_json(path: Path, *, where: str) -> Any:
+    """What a JSON file says. Raises `DataError` naming `where` (a setting or an argument) and why it cannot be read."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        problem = Problem(
+            where=where, value=str(path), rule=f"cannot be read: {error.strerror}", hint="name another file"
+        )
+        raise DataError([problem], subject="a file") from error
+    except ValueError as error:
+        raise DataError(
+            [Problem(where=where, value=str(path), rule=f"is not JSON: {error}")], subject="a file"
+        ) from error
 
 
 def check_writable(path: Path | None) -> None:

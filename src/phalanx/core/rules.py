@@ -99,6 +99,8 @@ LIMITS: Mapping[str, Limit] = {
     "optim.weight_decay": NOT_NEGATIVE,
     "optim.clip_norm": NOT_NEGATIVE,
     "optim.bucket_mb": NOT_NEGATIVE,
+    "resilience.slots_per_rank": COUNT,
+    "resilience.f": COUNT,
     "checkpoint.interval": NOT_NEGATIVE,
     "checkpoint.keep_last": COUNT,
     "checkpoint.step": NOT_NEGATIVE,
@@ -225,6 +227,13 @@ EFFECTS: tuple[Effect, ...] = (
         reason="router.force replaces the choice of experts",
         way_out='router.force = "none"',
         reads=("router.force",),
+    ),
+    Effect(
+        settings=tuple(f"resilience.{k}" for k in ("f", "loads", "expert_state")),
+        inert=lambda r: r.resilience.slots_per_rank is None,
+        reason="resilience.slots_per_rank is not set, so no expert has replicas",
+        way_out="resilience.slots_per_rank = 4",
+        reads=("resilience.slots_per_rank",),
     ),
     Effect(
         settings=("optim.decay_steps",),

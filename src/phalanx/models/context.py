@@ -13,8 +13,9 @@ import torch
 from phalanx.kernels.lanes import SERIAL, Lanes
 from phalanx.kernels.later import Later
 from phalanx.plan.dispatch import DispatchSpec
+from phalanx.plan.holders import ExpertState
 from phalanx.plan.model import ModelSpec
-from phalanx.plan.placement import Placement
+from phalanx.plan.placement import AnyPlacement
 from phalanx.plan.program import Phase
 from phalanx.plan.stages import Stage, StagePlan, assign_stages
 from phalanx.runtime.collectives import Collectives
@@ -28,7 +29,7 @@ class ModelContext:
 
     spec: ModelSpec
     dispatch: DispatchSpec
-    placement: Placement
+    placement: AnyPlacement
     groups: Groups
     comms: Collectives
     dtype: torch.dtype
@@ -46,6 +47,8 @@ class ModelContext:
     """What overlap costs here, found out where `dispatch.overlap = "auto"`."""
     host_of_rank: tuple[int, ...] = ()
     """Host of each rank of the run; (): not known, each may be one."""
+    expert_state: ExpertState = "whole"
+    """What each holder of an expert with replicas keeps of its optimizer state."""
     later: Later | None = None
     """Where backward passes leave the weight gradients of matrices, if the schedule puts them off."""
 

@@ -25,7 +25,7 @@ from phalanx.runtime.tracing import traced
 
 
 class Experts(nn.Module):
-    """This rank's slots of the routed experts (`etp` slices)."""
+    """The routed experts that this rank holds (`etp` slices), each once, in however many slots it is."""
 
     def __init__(self, ctx: ModelContext, name: str) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class MoE(nn.Module):
         self.shared = SharedExpert(ctx, layer) if ctx.spec.shared_ffn else None
         dispatcher = Dispatcher(
             ctx.dispatch,
-            placement=ctx.placement,
+            placement=ctx.placement.of_layer(layer),
             groups=ctx.groups,
             comms=ctx.comms,
             top_k=ctx.spec.top_k,

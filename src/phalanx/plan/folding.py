@@ -81,7 +81,9 @@ GRADIENT_RULES: Mapping[str, GradientRule] = {
     ),
     "expert": GradientRule(family="expert", sum_over=("edp",), shard_over="edp", replicas=("edp",)),
 }
-"""The only place that decides which ranks sum which gradient (reference: Megatron-LM #5916 for what happens elsewhere)."""
+"""The only place that decides which ranks sum which gradient (reference: Megatron-LM #5916 for what happens elsewhere).
+
+Experts with replicas: edp is 1, and in its place the holders of each expert add up, wherever in ep they are (`plan/holders.py`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -364,11 +366,12 @@ def _kv_rule(spec: ModelSpec) -> _Rule:
     return _Rule("tp", text, lambda tp: kv % tp == 0 or (tp % kv == 0 and rows % tp == 0))
 
 
-def _expert_rules(spec: ModelSpec) -> list[_Rule]:
+def _expert_rules(spec: ModelSpec, *, replicated: bool = False) -> list[_Rule]:
     if not spec.moe_layers:
         text = "has no effect in a model without experts"
         return [_Rule(axis, text, lambda degree: degree == 1) for axis in ("ep", "etp")]
-    return [_divides("ep", "num_experts", spec.num_experts), _divides("etp", "expert_ffn", spec.expert_ffn)]
+    by_ep = [] if replicated else [_divides("ep", "num_experts", spec.num_experts)]
+    return [*by_ep, _divides("etp", "expert_ffn", spec.expert_ffn)]
 
 
 def _broken(rules: Sequence[_Rule], folding: Folding) -> list[Problem]:
@@ -399,15 +402,18 @@ def fit_problems(
     global_batch: int | None = None,
     micro_batch: int | None = None,
     cp_method: str = "ring",
+    slots_per_rank: int | None = None,
 ) -> list[Problem]:
     """Everything that keeps `spec` from running under `folding`, degrees included, each with the nearest legal value.
 
     `global_batch` and `micro_batch` (sequences) add the rule that every data-parallel rank runs as many micro-batches; `cp_method` is
-    that of the recipe.
+    that of the recipe. With `slots_per_rank` (experts have replicas) ep need not divide the experts: slots are not theirs by number.
     """
     if any(folding.degree(axis) < 1 for axis in ("world", *DEGREES)):
         return folding_problems(folding)
-    rules = _attention_rules(spec, seq_len=seq_len, cp=folding.cp) + _expert_rules(spec)
+    rules = _attention_rules(spec, seq_len=seq_len, cp=folding.cp) + _expert_rules(
+        spec, replicated=slots_per_rank is not None
+    )
     if cp_method == "ulysses":
         rules += _ulysses_rules(spec, tp=folding.tp)
     problems = folding_problems(folding)
@@ -415,8 +421,24 @@ def fit_problems(
         near = nearest_folding(folding, spec, seq_len=seq_len, cp_method=cp_method)
         problems = folding_problems(folding, nearest=near)
     problems += _broken(rules, folding)
+    if slots_per_rank is not None and not problems:
+        problems += _slot_problems(folding, spec, slots_per_rank)
     if global_batch is not None and micro_batch is not None and folding.dp:
         problems += _batch_problems(folding, global_batch=global_batch, micro_batch=micro_batch)
+    return problems
+
+
+def _slot_problems(folding: Folding, spec: ModelSpec, slots: int) -> list[Problem]:
+    """Too few slots, or several expert-parallel groups where replicas are spread over one."""
+    problems = []
+    if spec.moe_layers and folding.edp > 1:
+        pool = folding.ep * folding.edp
+        rule = f"experts with replicas (resilience.slots_per_rank) have one expert-parallel group of all {pool} ranks that etp and pp leave"
+        problems.append(Problem(where="folding.ep", value=folding.ep, rule=rule, hint=f"leave it out, or set {pool}"))
+    elif spec.moe_layers and folding.ep * slots < spec.num_experts:
+        rule = f"{spec.num_experts} experts need a slot each, and {folding.ep} ranks have {folding.ep * slots}"
+        hint = f"at least {-(-spec.num_experts // folding.ep)}"
+        problems.append(Problem(where="resilience.slots_per_rank", value=slots, rule=rule, hint=hint))
     return problems
 
 
@@ -492,10 +514,15 @@ def resolve_folding(
     seq_len: int,
     global_batch: int | None = None,
     micro_batch: int | None = None,
+    slots_per_rank: int | None = None,
 ) -> Folding:
-    """The recipe's folding over `world` ranks, `ep` filled in. Raises `ConfigError` naming every problem with model and batch."""
+    """The recipe's folding over `world` ranks, `ep` filled in: as many as divide the experts, or with `slots_per_rank` (experts have replicas) all.
+
+    Raises `ConfigError` naming every problem with model and batch.
+    """
     blocks = max(1, world // max(1, config.pp * config.etp))
-    ep = config.ep if config.ep is not None else math.gcd(blocks, spec.num_experts) if spec.moe_layers else 1
+    most = blocks if slots_per_rank is not None else math.gcd(blocks, spec.num_experts)
+    ep = config.ep if config.ep is not None else most if spec.moe_layers else 1
     folding = Folding(world=world, tp=config.tp, cp=config.cp, pp=config.pp, ep=ep, etp=config.etp)
     problems = fit_problems(
         folding,
@@ -504,6 +531,7 @@ def resolve_folding(
         global_batch=global_batch,
         micro_batch=micro_batch,
         cp_method=config.cp_method,
+        slots_per_rank=slots_per_rank,
     )
     raise_if(problems, ConfigError, subject=f"the mapping of {spec.name} over {world} ranks")
     return folding

@@ -101,7 +101,8 @@ class HostPlacement:
             name: iter(_over_ranks(held, hosts.count(name)))
             for name, held in zip(names, self.slots[layer], strict=True)
         }
-        made = Placement(num_experts=self.num_experts, slots=(tuple(next(parts[host]) for host in hosts),))
+        slots = (tuple(next(parts[host]) for host in hosts),)
+        made = Placement(num_experts=self.num_experts, slots=slots, hosts=tuple(host_of_ep))
         made.check()
         return made
 

@@ -7,12 +7,14 @@ resharding speak of logical tensors and boxes only, so that any mapping can be c
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
+from phalanx.core.errors import PlanError, Problem
 from phalanx.plan.folding import GRADIENT_RULES, GradientRule
+from phalanx.plan.holders import Block, ExpertState, HolderPlan, Run, plan_holders
 from phalanx.plan.model import ModelSpec, ParamSpec, parameters
-from phalanx.plan.placement import Placement
+from phalanx.plan.placement import AnyPlacement
 from phalanx.plan.stage_foldings import AnyFolding
 from phalanx.plan.stages import Stage
 
@@ -63,7 +65,7 @@ class Piece:
 class LocalParam:
     """What one rank holds of one parameter: the local shape and the boxes that fill it.
 
-    A dense parameter is one piece. An expert parameter is one piece per run of consecutive experts in its slots.
+    A dense parameter is one piece. An expert parameter is one piece per run of consecutive experts among those that are held.
     """
 
     param: ParamSpec
@@ -103,7 +105,7 @@ def stage_params(spec: ModelSpec, stages: Sequence[Stage]) -> tuple[ParamSpec, .
     return tuple(p for p in parameters(spec) if needed(p))
 
 
-def local_param(param: ParamSpec, folding: AnyFolding, placement: Placement, rank: int) -> LocalParam:
+def local_param(param: ParamSpec, folding: AnyFolding, placement: AnyPlacement, rank: int) -> LocalParam:
     """Boxes of `param` on `rank`; `placement` is that of the rank's stage. Raises `ValueError` where a dim does not divide (callers check legality first)."""
     shape, offsets = list(param.shape), [0] * len(param.shape)
     stage = folding.of_rank(rank)
@@ -113,7 +115,7 @@ def local_param(param: ParamSpec, folding: AnyFolding, placement: Placement, ran
         box = Box(tuple(offsets), tuple(shape))
         return LocalParam(param, tuple(shape), (Piece(param, box, Box((0,) * len(shape), tuple(shape))),))
     dim = param.ep_dim
-    held = placement.local_experts(edp=folding.coord(rank, "edp"), ep=folding.coord(rank, "ep"))
+    held = placement.of_layer(param.layer).local_experts(edp=folding.coord(rank, "edp"), ep=folding.coord(rank, "ep"))
     pieces = []
     for slot, expert, count in _runs(held):
         sizes = tuple(count if d == dim else s for d, s in enumerate(shape))
@@ -190,15 +192,49 @@ class FlatLayout:
     shard_index: int
     length: int
     """Elements of the buffer, padding included; a multiple of `num_shards`."""
+    holders: HolderPlan | None = None
+    """Experts with replicas: besides what the rule says, holders of an expert add up its gradients. Such a buffer is one shard for the rule."""
+
+    @property
+    def scattered(self) -> HolderPlan | None:
+        """The plan, where this rank's shard is not a range of the buffer but the parts of experts that it completes."""
+        return self.holders if self.holders is not None and self.holders.state == "sharded" else None
 
     @property
     def shard_length(self) -> int:
+        """Elements of which this rank keeps master weights and moments."""
+        if self.scattered is not None:
+            return self.scattered.owned_elements
         return self.length // self.num_shards
 
     def shard_range(self, index: int | None = None) -> tuple[int, int]:
-        """[start, stop) of a shard, this rank's by default."""
+        """[start, stop) of a shard, this rank's by default. Raises `ValueError` where a shard is no range of the buffer."""
+        if self.scattered is not None:
+            raise ValueError("the state of experts is sharded over their holders: the shard is no range of the buffer")
         i = self.shard_index if index is None else index
         return i * self.shard_length, (i + 1) * self.shard_length
+
+    @property
+    def shard_runs(self) -> tuple[Run, ...]:
+        """Ranges of the buffer that, one after the other, are this rank's shard."""
+        return (self.shard_range(),) if self.scattered is None else self.scattered.owned
+
+    @property
+    def written_elements(self) -> int:
+        """Of this rank's shard, what it writes into a checkpoint if it writes the family at all: of a whole expert only one holder does."""
+        if self.holders is None or self.scattered is not None:
+            return self.shard_length
+        return sum(held.run[1] - held.run[0] for held in self.holders.experts if held.is_writer)
+
+    def shard_pieces(self, start: int, stop: int) -> list[tuple[FlatPiece, int]]:
+        """Logical boxes of the elements `[start, stop)` of this rank's shard, each with its place in the shard."""
+        out, at = [], 0
+        for first, last in self.shard_runs:
+            lo, hi = max(start, at), min(stop, at + last - first)
+            if lo < hi:
+                out += [(p, p.start - first + at) for p in self.pieces(lo - at + first, hi - at + first)]
+            at += last - first
+        return out
 
     def pieces(self, start: int, stop: int) -> list[FlatPiece]:
         """Logical boxes that the buffer range `[start, stop)` consists of, padding left out."""
@@ -233,40 +269,75 @@ SHARD_MULTIPLE = 64
 def flat_layouts(
     params: Sequence[ParamSpec],
     folding: AnyFolding,
-    placement: Placement,
+    placement: AnyPlacement,
     rank: int,
     *,
     zero: int = 1,
     rules: Mapping[str, GradientRule] | None = None,
     bucket_elements: int = 0,
+    expert_state: ExpertState = "whole",
 ) -> dict[str, FlatLayout]:
     """Flat layouts of `params` (those of the rank's stages, in forward order) as `rank` holds them. With `zero = 0` each buffer is one shard.
 
     A family is one layout, called by its name, or (`bucket_elements` > 0) several of at least so many elements each, called `family.0`,
     `family.1`, ... from the last parameters to the first: the order in which a backward pass completes their gradients.
+
+    `expert_state` counts where experts have replicas, which needs one expert-parallel group of all ranks of a stage: raises `PlanError` else.
     """
     rules = GRADIENT_RULES if rules is None else rules
+    replicated = not placement.is_plain
+    if replicated and folding.of_rank(rank).edp > 1:
+        text = "experts with replicas have one expert-parallel group of all ranks of a stage"
+        problem = Problem(
+            where="folding.ep", value=folding.of_rank(rank).ep, rule=text, hint="ep is what etp and pp leave"
+        )
+        raise PlanError([problem], subject="placement")
     out = {}
     for family, rule in rules.items():
         locals_ = [local_param(p, folding, placement, rank) for p in params if p.family == family]
-        buckets = _buckets(locals_, bucket_elements)
-        group = folding.group_of(rank, rule.shard_over)
+        slotted = replicated and family == "expert"
+
+        def size(local: LocalParam, slotted: bool = slotted) -> int:
+            """The same on all ranks that reduce together: they hold different numbers of experts in as many slots."""
+            return _slot_elements(local, placement) if slotted else local.num_elements
+
+        buckets = _buckets(locals_, bucket_elements, size)
+        group = folding.group_of(rank, rule.shard_over) if zero and not slotted else (rank,)
         for i, bucket in enumerate(buckets):
             name = family if len(buckets) == 1 else f"{family}.{i}"
-            out[name] = _flat_layout(bucket, rule, group if zero else (rank,), rank)
+            made = _flat_layout(bucket, rule, group, rank)
+            out[name] = (
+                replace(made, holders=_holders(made, folding, placement, rank, expert_state)) if slotted else made
+            )
     return out
 
 
-def _buckets(locals_: Sequence[LocalParam], least: int) -> list[list[LocalParam]]:
+def _slot_elements(local: LocalParam, placement: AnyPlacement) -> int:
+    assert local.param.ep_dim is not None
+    row = local.num_elements // local.shape[local.param.ep_dim]
+    return row * placement.of_layer(local.param.layer).slots_per_rank
+
+
+def _holders(
+    layout: FlatLayout, folding: AnyFolding, placement: AnyPlacement, rank: int, state: ExpertState
+) -> HolderPlan:
+    blocks = [
+        Block(placement.of_layer(local.param.layer), start, math.prod(local.shape[1:]))
+        for local, start in zip(layout.params, layout.starts, strict=True)
+    ]
+    return plan_holders(blocks, ep=folding.coord(rank, "ep"), size=folding.of_rank(rank).ep, state=state)
+
+
+def _buckets(locals_: Sequence[LocalParam], least: int, size: Callable[[LocalParam], int]) -> list[list[LocalParam]]:
     """Runs of parameters, the last run first; within a run in forward order. Too small a rest joins the run before it."""
     if not locals_:
         return []
     buckets: list[list[LocalParam]] = [[]]
     for local in reversed(locals_):
-        if least and sum(p.num_elements for p in buckets[-1]) >= least:
+        if least and sum(map(size, buckets[-1])) >= least:
             buckets.append([])
         buckets[-1].insert(0, local)
-    if len(buckets) > 1 and sum(p.num_elements for p in buckets[-1]) < least // 2:
+    if len(buckets) > 1 and sum(map(size, buckets[-1])) < least // 2:
         rest = buckets.pop()
         buckets[-1] = rest + buckets[-1]
     return buckets

@@ -62,6 +62,14 @@ def parse_overlap(text: str) -> OverlapSetting:
     return OverlapSetting(kind, int(number) if number else 1)  # type: ignore[arg-type]
 
 
+def replica_problems(text: str) -> list[Problem]:
+    """Why a legal setting cannot apply where experts have replicas."""
+    if text == "serial" or text.startswith("coarse"):
+        return []
+    rule = "goes tile by tile through experts that each have one slot; experts with replicas (resilience.slots_per_rank) run serial or in chunks"
+    return [Problem(where=WHERE, value=text, rule=rule, hint='"coarse:2", or "serial"')]
+
+
 def overlap_problems(
     text: str, *, num_experts: int, group: int, transport: str, pad_to_capacity: bool
 ) -> list[Problem]:

@@ -30,11 +30,11 @@ from typing import Literal
 from phalanx.core.errors import PlanError, Problem, raise_if
 from phalanx.plan.boundary import EdgePlan
 from phalanx.plan.dispatch import DispatchSpec
-from phalanx.plan.folding import GradientRule
-from phalanx.plan.layout import flat_layouts, stage_params
+from phalanx.plan.holders import ExpertState
+from phalanx.plan.layout import FlatLayout, flat_layouts, stage_params
 from phalanx.plan.model import ModelSpec
 from phalanx.plan.pipeline import Pipeline, plain_pipeline
-from phalanx.plan.placement import plain_placement
+from phalanx.plan.placement import AnyPlacement, plain_placement
 from phalanx.plan.program_context import Context, CpMethod
 from phalanx.plan.program_experts import Reach
 from phalanx.plan.program_layers import Layers
@@ -116,6 +116,9 @@ class StepOptions:
     """Of a gradient bucket; 0: a family is not divided."""
     pipeline: Pipeline | None = None
     """None: everything on one stage, or 1F1B over the pipeline ranks of the folding."""
+    placement: AnyPlacement | None = None
+    """Where the experts of the rank's stage are; None: plain."""
+    expert_state: ExpertState = "whole"
     edges: Mapping[Edge, EdgePlan] | None = None
     """How activations cross between stages with foldings of their own (`plan/stage_edges.py`); None: from rank to rank."""
     ahead: int = AHEAD
@@ -232,25 +235,33 @@ class _Lowering:
     # ---- the end of the step ---------------------------------------------------------------------------------------------
 
     @cached_property
-    def _keys(self) -> list[tuple[str, GradientRule]]:
-        """Flat layouts of the rank, by name, with the rule of each."""
+    def _layouts(self) -> dict[str, FlatLayout]:
+        """Flat layouts of the rank, by name."""
         folding, rank = self.reach.folding, self.reach.rank
-        layouts = flat_layouts(
+        return flat_layouts(
             stage_params(self.spec, self.pipeline.stages.of_rank(self._pipeline_rank)),
             folding,
-            plain_placement(max(1, self.spec.num_experts), folding.of_rank(rank)),
+            self.options.placement or plain_placement(max(1, self.spec.num_experts), folding.of_rank(rank)),
             rank,
             bucket_elements=self.options.bucket_elements,
+            expert_state=self.options.expert_state,
         )
-        return [(key, layout.rule) for key, layout in layouts.items()]
 
     def _reduce(self) -> Iterator[Op]:
-        for key, rule in self._keys:
+        for key, layout in self._layouts.items():
+            rule = layout.rule
+            if layout.holders is not None and layout.holders.travels:
+                yield from self.reach.collective(gradient_id(key, "holders"), "all_to_all_rows", "ep")
+                if layout.scattered is None:
+                    yield from self.reach.collective(gradient_id(key, "back"), "all_to_all_rows", "ep")
             for axis in rule.sum_over:
                 shards = self.options.zero and axis == rule.shard_over and axis == rule.sum_over[-1]
                 collective = "reduce_scatter" if shards else "all_reduce"
                 yield from self.reach.collective(gradient_id(key, axis), collective, axis)
 
     def _publish(self) -> Iterator[Op]:
-        for key, rule in self._keys if self.options.zero else ():
-            yield from self.reach.collective(f"publish/{key}", "all_gather", rule.shard_over)
+        for key, layout in self._layouts.items():
+            if layout.scattered is not None and layout.scattered.travels:
+                yield from self.reach.collective(f"publish/{key}", "all_to_all_rows", "ep")
+            elif layout.holders is None and self.options.zero:
+                yield from self.reach.collective(f"publish/{key}", "all_gather", layout.rule.shard_over)

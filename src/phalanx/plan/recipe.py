@@ -14,9 +14,12 @@ from phalanx.core.rules import value_of
 from phalanx.core.settings import describe_settings
 from phalanx.plan.folding import Folding, folding_problems
 from phalanx.plan.model import PRESETS, ModelSpec, resolve_model
-from phalanx.plan.overlap_setting import overlap_problems, setting_problems
+from phalanx.plan.overlap_setting import overlap_problems, replica_problems, setting_problems
 from phalanx.plan.pipeline import pairing_problems, pipeline_problems, schedule_setting_problems
 from phalanx.plan.stage_foldings import AnyFolding, StagedFolding, parse_stages, resolve_mapping
+
+OF_EXPERTS = tuple(f"resilience.{key}" for key in ("slots_per_rank", "f", "loads", "expert_state"))
+"""Settings about replicas."""
 
 
 def run_problems(recipe: Recipe, *, world: int, tokenizer_vocab: int | None = None) -> list[Problem]:
@@ -36,7 +39,8 @@ def run_problems(recipe: Recipe, *, world: int, tokenizer_vocab: int | None = No
         {"global_batch": t.global_batch, "micro_batch": t.micro_batch} if min(t.global_batch, t.micro_batch) > 0 else {}
     )
     try:
-        folding = resolve_mapping(recipe.folding, spec, world=world, seq_len=t.seq_len, **batch)
+        slots = recipe.resilience.slots_per_rank if spec.moe_layers else None
+        folding = resolve_mapping(recipe.folding, spec, world=world, seq_len=t.seq_len, slots_per_rank=slots, **batch)
         problems += _pair_problems(recipe, folding) if batch else []
     except ConfigError as error:
         seen = {p.where for p in problems}
@@ -76,7 +80,8 @@ def _overlap_problems(recipe: Recipe, spec: ModelSpec, folding: AnyFolding | Non
         return found
     stages = folding.stages if isinstance(folding, StagedFolding) else (folding,)
     group = max(stage.ep * stage.etp for stage in stages)
-    return overlap_problems(
+    replicas = [] if recipe.resilience.slots_per_rank is None else replica_problems(d.overlap)
+    return replicas or overlap_problems(
         d.overlap,
         num_experts=spec.num_experts,
         group=group,
@@ -135,5 +140,5 @@ def _dense_problems(recipe: Recipe, spec: ModelSpec) -> list[Problem]:
             hint="leave it out",
         )
         for s in describe_settings()
-        if s.section in ("router", "dispatch") and value_of(recipe, s.name) != s.default
+        if (s.section in ("router", "dispatch") or s.name in OF_EXPERTS) and value_of(recipe, s.name) != s.default
     ]

@@ -189,18 +189,35 @@ def resolve_mapping(
     seq_len: int,
     global_batch: int | None = None,
     micro_batch: int | None = None,
+    slots_per_rank: int | None = None,
 ) -> AnyFolding:
-    """The recipe's mapping over `world` ranks. Raises `ConfigError` naming every problem with model and batch."""
+    """The recipe's mapping over `world` ranks. Raises `ConfigError` naming every problem with model and batch.
+
+    `slots_per_rank`: experts have replicas (`resilience.slots_per_rank`), which stages with foldings of their own do not know.
+    """
     if config.stages is None:
         return resolve_folding(
-            config, spec, world=world, seq_len=seq_len, global_batch=global_batch, micro_batch=micro_batch
+            config,
+            spec,
+            world=world,
+            seq_len=seq_len,
+            global_batch=global_batch,
+            micro_batch=micro_batch,
+            slots_per_rank=slots_per_rank,
         )
     folding = parse_stages(config.stages)
-    problems = staged_problems(folding, spec, world=world, seq_len=seq_len, cp_method=config.cp_method)
+    replicated = [] if slots_per_rank is None else [_no_replicas(slots_per_rank)]
+    problems = replicated + staged_problems(folding, spec, world=world, seq_len=seq_len, cp_method=config.cp_method)
     if not problems and global_batch is not None and micro_batch is not None:
         problems = _batch_problems(folding, global_batch=global_batch, micro_batch=micro_batch)
     raise_if(problems, ConfigError, subject=f"the mapping of {spec.name} over {world} ranks")
     return folding
+
+
+def _no_replicas(slots: int) -> Problem:
+    rule = "experts with replicas need one folding for all stages, and folding.stages gives each its own"
+    hint = "folding.pp, or leave it out"
+    return Problem(where="resilience.slots_per_rank", value=slots, rule=rule, hint=hint)
 
 
 def staged_problems(

@@ -14,9 +14,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from phalanx.plan.holders import ExpertState
 from phalanx.plan.layout import Box, LocalParam, flat_layouts, local_param, stage_params
 from phalanx.plan.model import ModelSpec, ParamSpec, buffers, parameters
-from phalanx.plan.placement import Placement, plain_placement
+from phalanx.plan.placement import AnyPlacement, plain_placement
 from phalanx.plan.stage_foldings import AnyFolding
 from phalanx.plan.stages import StagePlan
 from phalanx.plan.tensor_layout import Held, TensorLayout, whole_layout
@@ -35,7 +36,7 @@ class StateLayouts:
     spec: ModelSpec
     folding: AnyFolding
     stages: StagePlan
-    placement: Callable[[int], Placement] | None = None
+    placement: Callable[[int], AnyPlacement] | None = None
     """Of a rank's stage; None: each expert once in every expert-parallel group."""
     first_rank: int = 0
     _alike: dict[tuple[object, ...], TensorLayout] = field(default_factory=dict, init=False, compare=False, repr=False)
@@ -54,7 +55,7 @@ class StateLayouts:
                 out[name].append(rank)
         return {name: tuple(ranks) for name, ranks in out.items()}
 
-    def _placement(self, rank: int) -> Placement:
+    def _placement(self, rank: int) -> AnyPlacement:
         if self.placement is not None:
             return self.placement(rank)
         return plain_placement(max(1, self.spec.num_experts), self.folding.of_rank(rank))
@@ -67,7 +68,9 @@ class StateLayouts:
     def parameter(self, name: str) -> TensorLayout:
         """What the modules of each rank hold of a parameter. Raises `KeyError` for one that the model has not."""
         param, ranks = self.params[name], self._ranks_of[name]
-        key = (param.shape, param.tp_dim, param.etp_dim, param.ep_dim, ranks)
+        placed = None if self.placement is None or param.ep_dim is None else self._placement(ranks[0])
+        slots = None if placed is None else placed.of_layer(param.layer).slots
+        key = (param.shape, param.tp_dim, param.etp_dim, param.ep_dim, ranks, slots)
         if key not in self._alike:
             found = [self._of_modules(param, rank) for rank in ranks]
             self._alike[key] = self._layout(param.shape, ranks, found)
@@ -99,18 +102,21 @@ class StateLayouts:
 
     # ---- optimizer state -----------------------------------------------------------------------------------------------
 
-    def shards(self, *, zero: int = 1, bucket_elements: int = 0) -> dict[str, TensorLayout]:
+    def shards(
+        self, *, zero: int = 1, bucket_elements: int = 0, expert_state: ExpertState = "whole"
+    ) -> dict[str, TensorLayout]:
         """By parameter: the boxes of which each rank keeps masters and moments (the same for all of `STATE_KINDS`)."""
         found: dict[str, dict[int, _Held]] = {name: {} for name in self.params}
         for rank in range(self.folding.world):
-            for name, held in self._of_shards(rank, zero=zero, bucket_elements=bucket_elements).items():
+            of_rank = self._of_shards(rank, zero=zero, bucket_elements=bucket_elements, expert_state=expert_state)
+            for name, held in of_rank.items():
                 found[name][rank] = held
         return {
-            name: self._layout(self.params[name].shape, list(of_rank), list(of_rank.values()))
-            for name, of_rank in found.items()
+            name: self._layout(self.params[name].shape, list(by_rank), list(by_rank.values()))
+            for name, by_rank in found.items()
         }
 
-    def _of_shards(self, rank: int, *, zero: int, bucket_elements: int) -> dict[str, _Held]:
+    def _of_shards(self, rank: int, *, zero: int, bucket_elements: int, expert_state: ExpertState) -> dict[str, _Held]:
         stages = self.stages.of_rank(self.folding.coord(rank, "pp"))
         layouts = flat_layouts(
             stage_params(self.spec, stages),
@@ -119,12 +125,13 @@ class StateLayouts:
             rank,
             zero=zero,
             bucket_elements=bucket_elements,
+            expert_state=expert_state,
         )
         out: dict[str, _Held] = {}
         for layout in layouts.values():
             boxes: dict[str, list[Held]] = {local.param.name: [] for local in layout.params}
             by_name = {local.param.name: local for local in layout.params}
-            for piece in layout.pieces(*layout.shard_range()):
+            for piece, _ in layout.shard_pieces(0, layout.shard_length):
                 name = piece.param.name
                 boxes[name].append(Held(piece.box, _place(by_name[name], piece.box)))
             out |= {name: (tuple(held), by_name[name].shape) for name, held in boxes.items()}

@@ -32,7 +32,7 @@ from phalanx.kernels.grouped import expert_ffn
 from phalanx.kernels.lanes import SERIAL, Lanes
 from phalanx.kernels.later import Later
 from phalanx.kernels.permute import combine_rows, gather_rows
-from phalanx.plan.dispatch import DispatchPlan, plan_dispatch
+from phalanx.plan.dispatch import DispatchPlan
 from phalanx.runtime.collectives import RowsUnderWay
 from phalanx.runtime.dispatch import (
     Dispatcher,
@@ -82,7 +82,7 @@ def run_coarse(
     for part in parts:
         coming.extend(travel.start(following) for following in parts[part.number + 1 : part.number + 2])
         rows_MH, weights_M = travel.arrive(part, coming.pop(0))
-        counts = part.plan.slot_counts(ep=dispatcher.ep.index)
+        counts = dispatcher.expert_counts(part.plan)
         compute = partial(
             _compute, experts=experts, counts=counts, recompute=recompute, impl=kernels, lanes=lanes, later=later
         )
@@ -165,7 +165,7 @@ def _cut_tokens(
     first = 0
     tokens = zip(x_TH.split(sizes), weights_TK.split(sizes), strict=True)
     for number, (x_tH, weights_tK) in enumerate(tokens):
-        plan = plan_dispatch(counts_PCE[:, number], dispatcher.slots_G, ep=dispatcher.ep.size, etp=dispatcher.etp.size)
+        plan = dispatcher.plan(counts_PCE[:, number])
         pair_of_row_R = dispatcher.by_slot(order_N[first : first + int(rows_C[number])] - first, plan)
         rows_of_token_tK = inverse_exact(pair_of_row_R, weights_tK.numel()).view(weights_tK.shape)
         parts.append(_Part(number, x_tH, weights_tK, plan, SendList(pair_of_row_R, rows_of_token_tK, dropped)))

@@ -42,6 +42,7 @@ _reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.redu
 _NOBODYS_TAG = 2**31 - 1
 """Of no message that is ever sent."""
 _ALL_TO_ALL_TAG = 2**31 - 2
+_APART_TAG = 2**31 - 3
 """Of the messages of an all-to-all between ranks."""
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
@@ -514,6 +515,21 @@ class Collectives:
         _check_splits(x, in_splits, axis, "start_all_to_all_rows")
         return self._start_exchange("all_to_all_rows", x, axis, in_splits, out_splits, op_id)
 
+    def start_all_to_all_apart(
+        self, x: torch.Tensor, axis: Axis, in_splits: Sequence[int], out_splits: Sequence[int], *, op_id: str = ""
+    ) -> tuple[torch.Tensor, Exchange]:
+        """`start_all_to_all_raw` in an order of its own: on the host such exchanges meet one another only, whatever rows travel over the
+        axis in between (gradients leave when they are complete, which is not at the same place between the dispatches of all ranks)."""
+        _check_splits(x, in_splits, axis, "all_to_all_rows")
+        if x.is_cuda:
+            return self.start_all_to_all_raw(x, axis, in_splits, out_splits, op_id)
+        axis, out = self._own(axis), x.new_empty(sum(out_splits))
+        if self.check_splits:
+            self._compare_splits("all_to_all_rows", axis, in_splits, out_splits)
+        sent = (x.numel() - in_splits[axis.index]) * x.element_size()
+        launch = partial(_between_ranks, out, x, out_splits, in_splits, axis, tag=_APART_TAG)
+        return out, self._start("all_to_all_rows", axis, _Call(op_id, sent), launch)
+
     def _compare_splits(self, op: str, axis: Axis, in_splits: Sequence[int], out_splits: Sequence[int]) -> None:
         told = self.gather_objects((tuple(in_splits), tuple(out_splits)), axis)
         for i, (sends, _) in enumerate(told):
@@ -627,16 +643,20 @@ class _Call:
 
 
 def _between_ranks(
-    out: torch.Tensor, x: torch.Tensor, out_splits: Sequence[int], in_splits: Sequence[int], axis: Axis
+    out: torch.Tensor,
+    x: torch.Tensor,
+    out_splits: Sequence[int],
+    in_splits: Sequence[int],
+    axis: Axis,
+    *,
+    tag: int = _ALL_TO_ALL_TAG,
 ) -> _Several:
     """An all-to-all of rows by messages: gloo's own fills a link in one direction at a time, and takes twice as long (docs/log.md)."""
     comes, goes = out.split(list(out_splits)), x.split(list(in_splits))
     comes[axis.index].copy_(goes[axis.index])
     ring = [(axis.index + step) % axis.size for step in range(1, axis.size)]
-    works = [
-        dist.irecv(comes[i], axis.ranks[i], axis.group, _ALL_TO_ALL_TAG) for i in reversed(ring) if comes[i].numel()
-    ]
-    works += [dist.isend(goes[i], axis.ranks[i], axis.group, _ALL_TO_ALL_TAG) for i in ring if goes[i].numel()]
+    works = [dist.irecv(comes[i], axis.ranks[i], axis.group, tag) for i in reversed(ring) if comes[i].numel()]
+    works += [dist.isend(goes[i], axis.ranks[i], axis.group, tag) for i in ring if goes[i].numel()]
     return _Several(works)
 
 

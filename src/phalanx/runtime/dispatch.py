@@ -8,6 +8,9 @@ Decides nothing about who sends what. It drops what the policy drops, sorts, mov
     slot sort  from order of arrival to slot order                                           (experts run here)
     back       undo the sort, reduce-scatter over etp, all-to-all over ep, sum the copies of each token
 
+Experts with replicas are just another placement: the rows of an expert are split over its slots by the rule of `plan/dispatch_local.py` (padded: evenly
+by each source), and the slots of an expert on one rank are one run of rows for one copy of its weights.
+
 With `transport = "all_gather"` whole tokens are gathered over ep_etp instead, each rank takes the rows of its slots, and the partial sums of tokens
 are reduce-scattered: fewer, larger messages, for tiny ep or large K.
 
@@ -21,6 +24,8 @@ P sources (ranks of ep_etp), G slots of the group.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -31,6 +36,7 @@ from phalanx.kernels.choice import Impl
 from phalanx.kernels.lanes import SERIAL, Lanes
 from phalanx.kernels.permute import combine_rows, gather_rows
 from phalanx.plan.dispatch import Chunks, DispatchPlan, DispatchSpec, capacity, plan_dispatch, plan_static_dispatch
+from phalanx.plan.dispatch_local import plan_local_dispatch
 from phalanx.plan.placement import Placement
 from phalanx.runtime.collectives import Collectives
 from phalanx.runtime.groups import Groups
@@ -76,7 +82,7 @@ class Dispatched:
     rows_MH: torch.Tensor
     weights_M: torch.Tensor
     counts: tuple[int, ...]
-    """Rows of each local slot (host integers, sum M)."""
+    """Rows of each expert that this rank holds (host integers, sum M)."""
     dropped: torch.Tensor
     """int64 0-d: pairs of this rank that were dropped."""
     state: DispatchState
@@ -103,7 +109,28 @@ class Dispatcher:
         self.num_experts = placement.num_experts
         edp = groups.folding.coord(groups.rank, "edp")
         self.slots_G = tuple(int(e) for e in placement.group_slots(edp))
+        self.host_of_ep = placement.hosts
         self.is_plain = self.slots_G == tuple(range(self.num_experts))
+        self.shares = self._shares()
+        self.listen: Callable[[DispatchPlan, np.ndarray], None] | None = None
+        """Hears every plan that is made of gathered counts, and those: for metrics and verification."""
+
+    def _shares(self) -> tuple[int, ...]:
+        """Slots of each expert that this rank holds, in the order of its weights."""
+        width = len(self.slots_G) // self.ep.size
+        return tuple(Counter(self.slots_G[self.ep.index * width : (self.ep.index + 1) * width]).values())
+
+    def plan(self, counts_PE: np.ndarray) -> DispatchPlan:
+        """Who sends how many rows to which slot, for the gathered counts."""
+        here = {"ep": self.ep.size, "etp": self.etp.size}
+        if self.is_plain:
+            return plan_dispatch(counts_PE, self.slots_G, **here)
+        return plan_local_dispatch(counts_PE, self.slots_G, host_of_ep=self.host_of_ep, **here)
+
+    def expert_counts(self, plan: DispatchPlan) -> tuple[int, ...]:
+        """Rows of each expert that this rank holds: those of its slots here, which stand beside each other."""
+        counts = iter(plan.slot_counts(ep=self.ep.index))
+        return tuple(sum(next(counts) for _ in range(slots)) for slots in self.shares)
 
     # ---- there -----------------------------------------------------------------------------------------------------------
 
@@ -155,7 +182,7 @@ class Dispatcher:
         if order is not None:
             rows, weights = traced(self.comms, at + "sort", partial(reordered, order, order.inverse()), rows, weights)
         state = DispatchState(plan, send, token_of_row_R, send.rows_of_token_TK, op_prefix)
-        return Dispatched(rows, weights, plan.slot_counts(ep=self.ep.index), send.dropped, state)
+        return Dispatched(rows, weights, self.expert_counts(plan), send.dropped, state)
 
     def _gather(
         self,
@@ -187,7 +214,7 @@ class Dispatcher:
         rows_MH = traced(self.comms, at + "permute", permute, all_NH)
         weights_M = weights.index_select(0, index_M)
         state = DispatchState(plan, send, token_of_row_M, rows_of_token_NK, op_prefix, token_sizes)
-        return Dispatched(rows_MH, weights_M, plan.slot_counts(ep=self.ep.index), send.dropped, state)
+        return Dispatched(rows_MH, weights_M, self.expert_counts(plan), send.dropped, state)
 
     # ---- back ------------------------------------------------------------------------------------------------------------
 
@@ -244,7 +271,9 @@ class Dispatcher:
             keys_N = torch.where(kept_TK.reshape(-1), keys_N, self.num_experts)
         counts_E = count_keys(keys_N, self.num_experts + 1)[: self.num_experts].to(torch.int32)
         counts_PE, all_told = self._gather_counts(counts_E, told, op_prefix)
-        plan = plan_dispatch(counts_PE, self.slots_G, ep=self.ep.size, etp=self.etp.size)
+        plan = self.plan(counts_PE)
+        if self.listen is not None:
+            self.listen(plan, counts_PE)
         num_rows = int(counts_PE[self.ep_etp.index].sum())
         order_N = stable_order(keys_N, self.num_experts)
         pair_of_row_R = self.by_slot(order_N[:num_rows], plan)

@@ -2,7 +2,7 @@
 
 Decides nothing. What overlaps with what (a later plan) is carried out here; the order below is the plain one, each step after the other.
 
-Legend: T tokens, K experts of a token, H hidden, e local slots, f width of an expert on this rank.
+Legend: T tokens, K experts of a token, H hidden, e experts held here, f width of an expert on this rank.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from phalanx.runtime.tracing import traced
 
 @dataclass(frozen=True, eq=False)
 class ExpertWeights:
-    """This rank's slots: `etp` slices of `w13` (gate and up projection) and of `w2` (back)."""
+    """The different experts in this rank's slots: `etp` slices of `w13` (gate and up projection) and of `w2` (back)."""
 
     w13_e2fH: torch.Tensor
     w2_eHf: torch.Tensor
@@ -48,7 +48,7 @@ def run_experts(
     `token_index_T` and `part_T`: see `Dispatcher.dispatch`.
 
     Gradients: tokens and weights get the sum over their copies; slots the sum over all rows that they served, which is the
-    expert-parallel group's whole share, so that `edp` completes it (`expert` in `plan/folding.py`). With `later` those of the slots are
+    expert-parallel group's whole share, so that `edp` completes it (`expert` in `plan/folding.py`), or with replicas the sum over holders. With `later` those of the slots are
     put off.
     """
     sent = dispatcher.dispatch(

@@ -8,7 +8,8 @@ Carries out `plan.layout.flat_layouts` (which parameter lies where in a family's
     final(names)                  the next gradient of these parameters is their last: a buffer that is complete so starts its reduction at
                                   once, while the backward pass goes on
     reduce()                      parameters without a gradient read zero; sum over each group of the rule: the one that shards the
-                                  optimizer state reduce-scatters, the others all-reduce; what was started is waited for
+                                  optimizer state reduce-scatters, the others all-reduce; what was started is waited for. Experts with replicas
+                  are summed over their holders, each element by one of them (`runtime/holders.py`)
     square_sum()                  this rank's share of the squared global norm, every logical element counted once
 
 A family that has nothing to add up (one micro-batch, groups of one rank) is *borrowed*: its gradients stay the tensors that autograd
@@ -20,18 +21,20 @@ in one fixed order on all ranks (an expert without tokens makes one rank's buffe
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from phalanx.kernels.lanes import SERIAL, Lanes
 from phalanx.kernels.square_sum import square_sums
+from phalanx.plan.holders import HolderPlan
 from phalanx.plan.layout import FlatLayout
 from phalanx.plan.program import gradient_id
 from phalanx.runtime.boxes import BoxTensor
 from phalanx.runtime.collectives import Collectives, Exchange
 from phalanx.runtime.groups import Groups
+from phalanx.runtime.holders import HolderSums
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,11 +56,11 @@ class ReducedGradients:
         """0-d fp64: summed over the world, it is the squared norm of the whole gradient.
 
         The ranks along `rule.replicas` hold the same elements, so each counts `1/replicas` of them; a shard has no replica along the
-        group that shards it.
+        group that shards it. Of an expert with replicas each holder counts the part that it completes.
         """
         terms = []
         for family, layout in self.layouts.items():
-            total = square_sums([s.tensor for s in self.segments[family]], lanes=lanes)
+            total = square_sums(_counted(layout, self.segments[family]), lanes=lanes)
             terms.append(total / _num_replicas(layout, groups))
         return torch.stack(terms).sum()
 
@@ -65,14 +68,21 @@ class ReducedGradients:
         """The reduced gradients as boxes of logical tensors called `gradient/<param>` (`primary` is not decided here: False)."""
         out = []
         for family, layout in self.layouts.items():
-            first, _ = layout.shard_range()
             for segment in self.segments[family]:
-                at = first + segment.start
-                for piece in layout.pieces(at, at + segment.tensor.numel()):
-                    part = segment.tensor[piece.start - at : piece.stop - at].view(piece.box.sizes)
+                for piece, place in layout.shard_pieces(segment.start, segment.start + segment.tensor.numel()):
+                    at = place - segment.start
+                    part = segment.tensor[at : at + piece.box.num_elements].view(piece.box.sizes)
                     name = f"gradient/{piece.param.name}"
                     out.append(BoxTensor(name, piece.param.shape, piece.box, part, primary=False))
         return out
+
+
+def _counted(layout: FlatLayout, segments: Sequence[Segment]) -> list[torch.Tensor]:
+    """What of a family's segments this rank counts in the norm."""
+    if layout.holders is None or layout.scattered is not None:
+        return [s.tensor for s in segments]
+    (whole,) = segments
+    return [whole.tensor[start:stop] for start, stop in layout.holders.owned]
 
 
 def _num_replicas(layout: FlatLayout, groups: Groups) -> int:
@@ -90,7 +100,9 @@ def borrowable(layouts: Mapping[str, FlatLayout], groups: Groups, *, num_microba
     return frozenset(
         family
         for family, layout in layouts.items()
-        if layout.num_shards == 1 and all(groups.axis(name).size == 1 for name in layout.rule.sum_over)
+        if layout.num_shards == 1
+        and layout.holders is None
+        and all(groups.axis(name).size == 1 for name in layout.rule.sum_over)
     )
 
 
@@ -98,7 +110,7 @@ class GradientBuffers:
     """Collects the gradients of `params` (by logical name), laid out by `layouts`, in buffers of `dtype`.
 
     Communication: for each layout one reduce-scatter (or all-reduce) over each group of its rule, in `reduce` or, after `final`, during the
-    backward pass.
+    backward pass; of experts with replicas one exchange over ep in its place, and, where holders keep the whole state, one back.
     """
 
     def __init__(
@@ -122,6 +134,12 @@ class GradientBuffers:
             for part in self._parts.values()
             for i, local in enumerate(part.layout.params)
         ]
+
+    def replace_sums(self, made: Callable[[HolderPlan], HolderSums]) -> None:
+        """Let something else add up the gradients of experts with replicas. `phalanx verify` plants faults so."""
+        for part in self._parts.values():
+            if isinstance(part, _Flat) and part.layout.holders is not None:
+                part.sums_of_holders = made(part.layout.holders)
 
     @property
     def borrowed(self) -> frozenset[str]:
@@ -201,10 +219,13 @@ class _Flat:
             self.flat[start : start + local.num_elements].view(local.shape)
             for local, start in zip(layout.params, layout.starts, strict=True)
         ]
+        self.sums_of_holders = HolderSums(layout.holders) if layout.holders is not None else None
         self.begin()
 
     def begin(self) -> None:
         self.seen = [False] * len(self.views)
+        if self.sums_of_holders is not None:
+            self.sums_of_holders.begin()
         self.missing = len(self.views)
         """Parameters whose last gradient of the step is not there."""
         self.sums: list[torch.Tensor] | None = None
@@ -225,6 +246,10 @@ class _Flat:
         for seen, view in zip(self.seen, self.views, strict=True):
             if not seen:  # no expert here saw a token, or the parameter is unused: its gradient is zero
                 view.zero_()
+        if self.sums_of_holders is not None:
+            if self.layout.scattered is None:
+                self._keep_evidence()
+            self.sums_of_holders.start(self.flat, groups.axis("ep"), comms, op_id=gradient_id(self.key, "holders"))
         first = next(iter(self._groups(groups)), None)
         self.started = Exchange(lambda: None) if first is None else self._sum_over(first, groups, comms)
 
@@ -232,12 +257,22 @@ class _Flat:
         """Wait for what was started, and sum over the groups that are left."""
         assert self.started is not None  # `reduce` starts all
         self.started.wait()
+        if self.sums_of_holders is not None:
+            return (Segment(0, self._over_holders(self.sums_of_holders, groups, comms)),)
         for name in self._groups(groups)[1:]:
             self._sum_over(name, groups, comms).wait()
         if self.shard is self.flat:
             first, stop = self.layout.shard_range()
             return (Segment(0, self.flat[first:stop]),)
         return (Segment(0, self.shard),)
+
+    def _over_holders(self, sums: HolderSums, groups: Groups, comms: Collectives) -> torch.Tensor:
+        """This rank's shard: the parts that it completes, or all that it holds, with the same bits on all holders."""
+        shard = sums.finish(self.flat)
+        if self.layout.scattered is not None:
+            return shard
+        sums.send_back(shard, self.flat, groups.axis("ep"), comms, op_id=gradient_id(self.key, "back"))
+        return self.flat
 
     def _groups(self, groups: Groups) -> list[str]:
         return [name for name in self.layout.rule.sum_over if groups.axis(name).size > 1]

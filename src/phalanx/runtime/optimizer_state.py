@@ -4,7 +4,8 @@ Carries out `plan.layout.flat_layouts`: per gradient family one flat buffer in t
 views, and one shard (the whole buffer with `zero = 0`) of master weight, first and second moment in fp32 (fp64 for fp64).
 
     commit    the optimizer reads a reduced gradient segment, updates master and moments of the shard, rounds into `published`
-    publish   all-gather of the shards over the group that shards the family: every parameter is again the rounded master
+    publish   all-gather of the shards over the group that shards the family: every parameter is again the rounded master.
+              Experts with replicas whose state is sharded over their holders: each part goes to the other holders
 
 Must never change: `published` equals the rounded master weights of all shards after `publish`; moments and masters are never rounded
 below fp32; each element of a logical tensor has exactly one `primary` holder.
@@ -12,7 +13,7 @@ below fp32; each element of a logical tensor has exactly one `primary` holder.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +23,7 @@ from phalanx.runtime.allocator import in_huge_pages
 from phalanx.runtime.boxes import BoxTensor
 from phalanx.runtime.collectives import Collectives
 from phalanx.runtime.groups import Groups
+from phalanx.runtime.holders import HolderSums
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,10 +45,14 @@ class FamilyState:
     exp_avg: torch.Tensor
     exp_avg_sq: torch.Tensor
     runs: tuple[DecayRun, ...]
+    rounded: torch.Tensor | None = None
+    """Where the shard is no range of `flat`: its parameters, which `publish` takes to their places."""
 
     @property
     def published(self) -> torch.Tensor:
         """This rank's shard of the parameters, in the compute type."""
+        if self.rounded is not None:
+            return self.rounded
         first, stop = self.layout.shard_range()
         return self.flat[first:stop]
 
@@ -64,6 +70,9 @@ class ShardedState:
     `buffers` are untrained tensors that belong to the run's state (the expert bias), replicated on all ranks, by logical name.
     """
 
+    KINDS = ("master", "exp_avg", "exp_avg_sq")
+    """What the optimizer keeps of each parameter."""
+
     def __init__(
         self,
         params: Mapping[str, torch.Tensor],
@@ -80,7 +89,10 @@ class ShardedState:
     def publish(self, comms: Collectives) -> None:
         """Gather every shard of the parameters. Collective; each rank has rounded its own shard into `published` before."""
         for family, state in self.families.items():
-            if state.layout.num_shards > 1:
+            if state.rounded is not None and state.layout.scattered is not None:
+                sums, axis = HolderSums(state.layout.scattered), self.groups.axis("ep")
+                sums.send_back(state.rounded, state.flat, axis, comms, op_id=f"publish/{family}")
+            elif state.layout.num_shards > 1:
                 axis = self.groups.axis(state.layout.rule.shard_over)
                 comms.all_gather(state.published, axis, out=state.flat, op_id=f"publish/{family}")
 
@@ -95,7 +107,7 @@ class ShardedState:
         out = []
         for state in self.families.values():
             primary = self._is_primary(state.layout)
-            for kind in ("master", "exp_avg", "exp_avg_sq"):
+            for kind in self.KINDS:
                 out += _shard_boxes(state.layout, getattr(state, kind), prefix=kind, primary=primary)
         first = self.groups.axis("tp_dp_cp").index == 0
         for name, tensor in self.buffers.items():
@@ -118,9 +130,12 @@ def _take_over(params: Mapping[str, torch.Tensor], layout: FlatLayout, dtype: to
         view = flat[start : start + local.num_elements].view(local.shape)
         view.copy_(param.detach())
         param.data = view
-    first, stop = layout.shard_range()
-    empty = torch.empty(stop - first, dtype=dtype, device=some.device)
-    master = in_huge_pages(empty).copy_(flat[first:stop])
+    rounded = None
+    if layout.scattered is not None:
+        rounded = torch.cat([flat[start:stop] for start, stop in layout.shard_runs])
+    shard = rounded if rounded is not None else flat[slice(*layout.shard_range())]
+    empty = torch.empty(len(shard), dtype=dtype, device=some.device)
+    master = in_huge_pages(empty).copy_(shard)
     return FamilyState(
         layout=layout,
         flat=flat,
@@ -128,27 +143,49 @@ def _take_over(params: Mapping[str, torch.Tensor], layout: FlatLayout, dtype: to
         exp_avg=in_huge_pages(torch.zeros_like(master)),
         exp_avg_sq=in_huge_pages(torch.zeros_like(master)),
         runs=_decay_runs(layout),
+        rounded=rounded,
     )
 
 
 def _decay_runs(layout: FlatLayout) -> tuple[DecayRun, ...]:
-    """Neighbouring parameters with the same answer, merged; padding belongs to no run."""
-    first, stop = layout.shard_range()
+    """Neighbouring parameters with the same answer, merged; padding belongs to no run.
+
+    Experts with replicas are a run each, or each part of one: where an expert lies differs between its holders, and an update that began elsewhere
+    would round the last few elements of a vector otherwise.
+    """
     runs: list[DecayRun] = []
-    for local, start in zip(layout.params, layout.starts, strict=True):
-        lo, hi = max(start, first) - first, min(start + local.num_elements, stop) - first
-        if lo >= hi:
-            continue
-        if runs and runs[-1].decay == local.param.decay and runs[-1].stop == lo:
-            lo = runs.pop().start
-        runs.append(DecayRun(lo, hi, local.param.decay))
+    at, alone = 0, layout.holders is not None
+    for first, stop in _ranges(layout):
+        for local, start in zip(layout.params, layout.starts, strict=True):
+            lo, hi = max(start, first) - first + at, min(start + local.num_elements, stop) - first + at
+            if lo >= hi:
+                continue
+            if runs and not alone and runs[-1].decay == local.param.decay and runs[-1].stop == lo:
+                lo = runs.pop().start
+            runs.append(DecayRun(lo, hi, local.param.decay))
+        at += stop - first
     return tuple(runs)
 
 
+def _ranges(layout: FlatLayout) -> Sequence[tuple[int, int]]:
+    """Ranges of the buffer that, one after the other, are the shard: expert by expert where they have replicas."""
+    if layout.holders is None or layout.scattered is not None:
+        return layout.shard_runs
+    return [held.run for held in layout.holders.experts]
+
+
 def _shard_boxes(layout: FlatLayout, shard: torch.Tensor, *, prefix: str, primary: bool) -> list[BoxTensor]:
-    first, stop = layout.shard_range()
     out = []
-    for piece in layout.pieces(first, stop):
-        part = shard[piece.start - first : piece.stop - first].view(piece.box.sizes)
-        out.append(BoxTensor(f"{prefix}/{piece.param.name}", piece.param.shape, piece.box, part, primary=primary))
+    for start, stop, is_writer in _written(layout):
+        for piece, at in layout.shard_pieces(start, stop):
+            part = shard[at : at + piece.box.num_elements].view(piece.box.sizes)
+            name, writes = f"{prefix}/{piece.param.name}", primary and is_writer
+            out.append(BoxTensor(name, piece.param.shape, piece.box, part, primary=writes))
     return out
+
+
+def _written(layout: FlatLayout) -> list[tuple[int, int, bool]]:
+    """Ranges of the shard, and whether this rank is the one that writes them: of an expert that several hold whole, one of them is."""
+    if layout.holders is None or layout.scattered is not None:
+        return [(0, layout.shard_length, True)]
+    return [(*held.run, held.is_writer) for held in layout.holders.experts]

@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
+from phalanx.core.errors import ConfigError, raise_if
 from phalanx.kernels.choice import Impl
 from phalanx.kernels.lanes import SERIAL, Lanes
 from phalanx.kernels.later import Later
-from phalanx.plan.overlap_setting import FINE, OverlapSetting, parse_overlap
+from phalanx.plan.overlap_setting import FINE, OverlapSetting, parse_overlap, replica_problems
 from phalanx.plan.overlap_types import Schedule
 from phalanx.runtime.coarse import run_coarse
 from phalanx.runtime.dispatch import Dispatcher
@@ -25,7 +26,10 @@ FIXED = {"tiles": Schedule(), "fine": FINE}
 
 
 class RoutedExperts:
-    """The way of one layer on one rank; on a group of one rank there is nothing to overlap."""
+    """The way of one layer on one rank; on a group of one rank there is nothing to overlap.
+
+    Raises `ConfigError` where experts with replicas should go tile by tile: tiles are cut from the rows of slots in the order of experts.
+    """
 
     def __init__(
         self,
@@ -42,6 +46,8 @@ class RoutedExperts:
         self.hosts = [host_of_rank[rank] for rank in dispatcher.ep_etp.ranks] if host_of_rank else None
         alone = dispatcher.ep_etp.size == 1
         self.setting = OverlapSetting("serial") if alone else parse_overlap(dispatcher.spec.overlap)
+        if not dispatcher.is_plain:
+            raise_if(replica_problems(str(self.setting)), ConfigError, subject="the overlap of a MoE layer")
 
     def __call__(
         self,

@@ -50,6 +50,7 @@ def shard_views(state: ShardedState, kind: str) -> dict[str, ShardView]:
 
 
 def _views(layout: FlatLayout, shard: torch.Tensor) -> dict[str, ShardView]:
+    """Raises `ValueError` (`shard_range`) where the state of experts is sharded over their holders: its parts lie anywhere in a buffer."""
     first, _ = layout.shard_range()
     return {
         local.param.name: ShardView(shard, shape=local.shape, first=start - first)

@@ -20,10 +20,11 @@ from functools import cached_property
 
 from phalanx.core.config import Recipe
 from phalanx.plan.dispatch import DispatchSpec
+from phalanx.plan.holders import HolderPlan
 from phalanx.plan.layout import FlatLayout, flat_layouts, stage_params
 from phalanx.plan.model import ModelSpec
 from phalanx.plan.pipeline import Pipeline, make_pipeline
-from phalanx.plan.placement import Placement, plain_placement
+from phalanx.plan.placement import AnyPlacement, plain_placement
 from phalanx.plan.stage_foldings import AnyFolding
 from phalanx.plan.stages import Stage
 from phalanx.simulate import activations as act
@@ -99,7 +100,7 @@ def estimate_memory(
     folding: AnyFolding,
     *,
     rank: int = 0,
-    placement: Placement | None = None,
+    placement: AnyPlacement | None = None,
     threads: int = 1,
     text_bytes: int = 0,
     balance: Balance | None = None,
@@ -141,7 +142,7 @@ class _Run:
     spec: ModelSpec
     folding: AnyFolding
     rank: int
-    placement: Placement
+    placement: AnyPlacement
     threads: int
     text_bytes: int
     balance: Balance
@@ -191,6 +192,7 @@ class _Run:
             self.rank,
             zero=optim.zero,
             bucket_elements=math.ceil(optim.bucket_mb * 1e6 / max(4, self.item)),
+            expert_state=self.recipe.resilience.expert_state,
         )
 
     @cached_property
@@ -223,8 +225,14 @@ class _Run:
             family
             for family, layout in self.layouts.items()
             if layout.num_shards == 1
+            and layout.holders is None
             and all(len(self.folding.group_of(self.rank, name)) == 1 for name in layout.rule.sum_over)
         )
+
+    @property
+    def _sums_of_holders(self) -> list[HolderPlan]:
+        """`runtime.holders`: of every buffer what goes to others, what comes from them, and the sums are there at once."""
+        return [layout.holders for layout in self.layouts.values() if layout.holders is not None]
 
     @cached_property
     def copy_bytes(self) -> int:
@@ -232,7 +240,7 @@ class _Run:
         c, t = self.recipe.checkpoint, self.recipe.train
         if not (c.asynchronous and 0 < c.interval < t.steps):
             return 0
-        mine = [x.shard_length for x in self.layouts.values() if self._is_primary(x)]
+        mine = [x.written_elements for x in self.layouts.values() if self._is_primary(x)]
         return 3 * sum(mine) * max(4, self.item)
 
     def _is_primary(self, layout: FlatLayout) -> bool:
@@ -346,10 +354,11 @@ class _Run:
                 "gradients": more,
             }
             yield self._moment(when + name, terms, copy=copy)
-        shards = sum(y.shard_length for y in self.layouts.values() if y.num_shards > 1) * x.wide
+        shards = sum(y.shard_length for y in self.layouts.values() if y.num_shards > 1 or y.scattered) * x.wide
         gradients = {"gradients": shards + self._borrowed_bytes(self.layers)}
         sharded = [y.length for y in self.layouts.values() if y.num_shards > 1]
-        staged = {"communication": max(sharded, default=0) * x.wide}
+        of_holders = [h.sent_elements + h.received_elements + h.owned_elements for h in self._sums_of_holders]
+        staged = {"communication": (max(sharded, default=0) + sum(of_holders)) * x.wide}
         yield self._moment(when + "reducing gradients", gradients | staged, copy=copy)
         scratch = {
             "working memory": min(ADAM_CHUNK, max(y.shard_length for y in self.layouts.values())) * x.wide * x.lanes

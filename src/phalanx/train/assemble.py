@@ -61,6 +61,7 @@ def assemble(
         zero=optim.zero,
         rules=rules,
         bucket_elements=bucket_elements(optim, state_dtype(ctx.dtype)),
+        expert_state=ctx.expert_state,
     )
     state = ShardedState(
         params,
@@ -85,6 +86,7 @@ def assemble(
         optimizer=AdamW(optim, ctx.kernels, ctx.lanes),
         clip_norm=optim.clip_norm,
         pipeline=pipeline,
+        placement=None if ctx.placement.is_plain else ctx.placement,
         later=later,
         kernels=ctx.kernels,
         lanes=ctx.lanes,

@@ -23,6 +23,7 @@ from rich.console import Console
 from phalanx.core.config import DispatchConfig, Recipe
 from phalanx.core.errors import ConfigError, Problem, RunError
 from phalanx.core.events import Emit, Note
+from phalanx.core.files import read_json
 from phalanx.data.prepare import Prepared, prepare
 from phalanx.kernels.lanes import Lanes
 from phalanx.kernels.native import Rows, compiled_rows
@@ -34,7 +35,8 @@ from phalanx.observe.sinks import Sinks, open_sinks
 from phalanx.plan.dispatch import DispatchSpec
 from phalanx.plan.model import ModelSpec, resolve_model
 from phalanx.plan.pipeline import Pipeline, make_pipeline
-from phalanx.plan.placement import plain_placement
+from phalanx.plan.replicas import read_loads
+from phalanx.plan.run_placement import Asked, asked_of, run_placement
 from phalanx.plan.stage_foldings import AnyFolding, resolve_mapping
 from phalanx.runtime.allocator import keep_freed_memory
 from phalanx.runtime.clocks import hosts_of
@@ -147,9 +149,22 @@ def resolve_shape(recipe: Recipe, *, world: int, tokenizer_vocab: int) -> tuple[
     spec = resolve_model(recipe.model, recipe.router, tokenizer_vocab=tokenizer_vocab)
     t = recipe.train
     folding = resolve_mapping(
-        recipe.folding, spec, world=world, seq_len=t.seq_len, global_batch=t.global_batch, micro_batch=t.micro_batch
+        recipe.folding,
+        spec,
+        world=world,
+        seq_len=t.seq_len,
+        global_batch=t.global_batch,
+        micro_batch=t.micro_batch,
+        slots_per_rank=recipe.resilience.slots_per_rank,
     )
     return spec, folding
+
+
+def replicas_of(recipe: Recipe, *, world: int, local_ranks: int) -> Asked:
+    """What the recipe asks of replicas, the table of loads read. Raises `DataError` for a file that cannot be read."""
+    text = recipe.resilience.loads
+    loads = None if text == "uniform" else read_loads(read_json(Path(text), where="resilience.loads"))
+    return asked_of(recipe.resilience, loads=loads, world=world, local_ranks=local_ranks)
 
 
 def resolve_pipeline(recipe: Recipe, spec: ModelSpec, folding: AnyFolding) -> Pipeline:
@@ -194,10 +209,13 @@ def make_context(rank: Rank, spec: ModelSpec, folding: AnyFolding, pipeline: Pip
     groups = build_groups(folding, rank=rank.info.rank, cache=rank.cache, table_ranks=pipeline.stages.table_ranks)
     if pipeline.pair_passes:
         groups = with_second_groups(groups, cache=rank.cache)
+    asked = replicas_of(recipe, world=rank.info.world, local_ranks=rank.info.local_world)
+    stages = pipeline.stages.of_rank(folding.coord(rank.info.rank, "pp"))
     return ModelContext(
         spec=spec,
         dispatch=dispatch_spec(recipe.dispatch),
-        placement=plain_placement(max(1, spec.num_experts), folding.of_rank(rank.info.rank)),
+        placement=run_placement(spec, folding, stages, rank=rank.info.rank, asked=asked),
+        expert_state=recipe.resilience.expert_state,
         groups=groups,
         pipeline=pipeline.stages,
         comms=Collectives(emit=rank.sinks, timeout_s=recipe.launch.timeout_s),

@@ -33,6 +33,7 @@ from phalanx.models.decoder import Decoder, DecoderOutput
 from phalanx.models.router import update_expert_bias
 from phalanx.plan.model import ModelSpec
 from phalanx.plan.pipeline import Pipeline
+from phalanx.plan.placement import AnyPlacement
 from phalanx.plan.program import Phase
 from phalanx.plan.stages import Stage
 from phalanx.runtime.collectives import Collectives
@@ -59,6 +60,8 @@ class StepParts:
     optimizer: Optimizer
     clip_norm: float
     pipeline: Pipeline
+    placement: AnyPlacement | None = None
+    """Where experts have replicas: the experts that each rank of the stage holds."""
     later: Later | None = None
     kernels: Impl = "fast"
     lanes: Lanes = SERIAL

@@ -11,26 +11,32 @@ import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import nn
 
 from phalanx.core.errors import ConfigError, Problem, nearest
 from phalanx.kernels.lanes import SERIAL, Lanes
+from phalanx.models.block import Block
 from phalanx.models.context import ForwardInfo, TokenBatch
 from phalanx.models.decoder import Decoder, DecoderOutput
 from phalanx.models.shard import part_of
+from phalanx.plan.dispatch import DispatchPlan, split_over_replicas
 from phalanx.plan.folding import GRADIENT_RULES, Folding, GradientRule, to_dict
 from phalanx.plan.grid import Grid
 from phalanx.plan.stage_foldings import AnyFolding
 from phalanx.plan.stages import Stage
 from phalanx.plan.zigzag import make_layout
 from phalanx.runtime.collectives import Collectives, Exchange, ReduceOp
+from phalanx.runtime.dispatch import Dispatcher
 from phalanx.runtime.gradients import GradientBuffers, ReducedGradients
 from phalanx.runtime.groups import Axis, GroupCache, Groups, build_groups
+from phalanx.runtime.holders import HolderSums
 from phalanx.runtime.optimizer_state import DecayRun
 from phalanx.train.step import StepParts
 from phalanx.verify.faults_overlap import (
@@ -345,6 +351,47 @@ def _decay_everywhere(parts: StepParts) -> StepParts:
     return parts
 
 
+class _AveragedOverHolders(HolderSums):
+    """The sum over the holders of an expert becomes their mean."""
+
+    def finish(self, flat: torch.Tensor) -> torch.Tensor:
+        sums, at = super().finish(flat), 0
+        for held, (start, stop) in zip(self.plan.experts, self.plan.owned, strict=True):
+            sums[at : at + stop - start].div_(len(held.holders))
+            at += stop - start
+        return sums
+
+
+class _LastHolderLeftOut(HolderSums):
+    """Nobody adds what the last rank of the group has of the experts that others hold too."""
+
+    def start(self, flat: torch.Tensor, axis: Axis, comms: Collectives, *, op_id: str) -> None:
+        last = axis.index == axis.size - 1
+        super().start(torch.zeros_like(flat) if last else flat, axis, comms, op_id=op_id)
+
+
+def _sums_by(wrong: type[HolderSums]) -> Alter:
+    def alter(parts: StepParts) -> StepParts:
+        parts.buffers.replace_sums(wrong)
+        return parts
+
+    return alter
+
+
+def _rounded_by_source(parts: StepParts) -> StepParts:
+    """Each rank splits its own rows over the replicas and rounds by itself; rows are whole, replicas are not alike."""
+    for block in parts.model.layers.values():
+        if isinstance(block, Block) and block.moe is not None:
+            dispatcher: Any = block.moe.routed.dispatcher
+            dispatcher.plan = partial(_plan_by_source, dispatcher)
+    return parts
+
+
+def _plan_by_source(dispatcher: Dispatcher, counts_PE: NDArray[np.int64]) -> DispatchPlan:
+    rows_PG = np.concatenate([split_over_replicas(own_E[None], dispatcher.slots_G) for own_E in counts_PE])
+    return DispatchPlan(dispatcher.slots_G, dispatcher.ep.size, dispatcher.etp.size, rows_PG)
+
+
 class _Around(nn.Module):
     """A model in front of the sound one; `run_stage` is where a fault gets in."""
 
@@ -472,6 +519,10 @@ def _degrees(case: Case) -> Folding:
     return case.folding if isinstance(case.folding, Folding) else Folding(world=1)
 
 
+def _replicated(case: Case) -> bool:
+    return case.setup.replicas is not None
+
+
 def _and(*conditions: Callable[[Case], bool]) -> Callable[[Case], bool]:
     return lambda case: all(holds(case) for holds in conditions)
 
@@ -530,6 +581,11 @@ def _dropless(case: Case) -> bool:
     return case.setup.dispatch.policy == "dropless"
 
 
+def _dropless_serial(case: Case) -> bool:
+    dispatch = case.setup.dispatch
+    return dispatch.policy == "dropless" and dispatch.overlap == "serial"
+
+
 def _static_rows(case: Case) -> bool:
     return case.setup.dispatch.is_static
 
@@ -568,6 +624,24 @@ FAULTS: tuple[Fault, ...] = (
         summary="experts reduced over the dense parameters' group (Megatron-LM #5916)",
         needs=_experts_replicated_less,
         rules=_rules("expert", sum_over=("dp_cp",)),
+    ),
+    Fault(
+        name="replicas-averaged",
+        summary="gradients of an expert averaged over its holders instead of summed",
+        needs=_replicated,
+        alter=_sums_by(_AveragedOverHolders),
+    ),
+    Fault(
+        name="holder-left-out",
+        summary="one holder's share of the gradients of its experts is in no sum",
+        needs=_replicated,
+        alter=_sums_by(_LastHolderLeftOut),
+    ),
+    Fault(
+        name="replicas-rounded-by-rank",
+        summary="each rank splits its own tokens over the replicas of an expert and rounds by itself",
+        needs=_and(_replicated, _dropless_serial),
+        alter=_rounded_by_source,
     ),
     Fault(
         name="replicated-not-reduced",

@@ -29,6 +29,7 @@ from phalanx.train.assemble import assemble
 from phalanx.train.step import StepParts, train_step
 from phalanx.verify.numbers import StartingValues, microbatch
 from phalanx.verify.reference import alone, context, in_parts, partition, start
+from phalanx.verify.replicas import placement_of
 from phalanx.verify.session import TIMEOUT_S, end_if, import_early
 from phalanx.verify.setups import Case
 
@@ -131,7 +132,8 @@ def _on_mapping(case: Case, steps: int, info: WorldInfo, stop: StopRequest) -> C
     groups = build_groups(folding, rank=info.rank, cache=cache, table_ranks=pipeline.stages.table_ranks)
     if pipeline.pair_passes:
         groups = with_second_groups(groups, cache=cache)
-    ctx = context(setup, groups, Collectives(timeout_s=TIMEOUT_S), dtype=torch.float64)
+    placement = placement_of(setup, folding, pipeline.stages.of_rank(folding.coord(info.rank, "pp")), info.rank)
+    ctx = context(setup, groups, Collectives(timeout_s=TIMEOUT_S), dtype=torch.float64, placement=placement)
     each, index = setup.accumulation, folding.replica_of(info.rank)
     parts = assemble(ctx, optim=setup.optim, num_microbatches=each, pipeline=pipeline)
     mine = range(index * each, (index + 1) * each)

@@ -36,7 +36,7 @@ from phalanx.plan.dispatch import DispatchSpec, capacity, kept_pairs
 from phalanx.plan.folding import Folding, make_folding
 from phalanx.plan.layout import Box, local_param
 from phalanx.plan.model import buffers, parameters
-from phalanx.plan.placement import plain_placement
+from phalanx.plan.placement import AnyPlacement, plain_placement
 from phalanx.plan.stage_foldings import AnyFolding
 from phalanx.runtime.boxes import BoxTensor
 from phalanx.runtime.collectives import Collectives
@@ -91,11 +91,20 @@ class Recorder:
         self.inner.commit(state, gradients, step=step, lr=lr, scale=scale)
 
 
-def context(setup: Setup, groups: Groups, comms: Collectives, *, dtype: torch.dtype) -> ModelContext:
+def context(
+    setup: Setup,
+    groups: Groups,
+    comms: Collectives,
+    *,
+    dtype: torch.dtype,
+    placement: AnyPlacement | None = None,
+) -> ModelContext:
+    """`placement`: of experts with replicas; None: plain."""
     return ModelContext(
         spec=setup.spec,
         dispatch=setup.dispatch,
-        placement=plain_placement(max(setup.spec.num_experts, 1), groups.folding.of_rank(groups.rank)),
+        placement=placement or plain_placement(max(setup.spec.num_experts, 1), groups.folding.of_rank(groups.rank)),
+        expert_state=setup.replicas.state if setup.replicas is not None else "whole",
         groups=groups,
         comms=comms,
         dtype=dtype,
@@ -133,7 +142,7 @@ def start(parts: StepParts, values: StartingValues) -> None:
 def model_boxes(parts: StepParts) -> list[BoxTensor]:
     """What the modules compute with, `param/<name>` and `buffer/<name>`: read from the modules, not from the state behind them."""
     folding, rank = parts.groups.folding, parts.groups.rank
-    placement = plain_placement(max(parts.spec.num_experts, 1), folding.of_rank(rank))
+    placement = parts.placement or plain_placement(max(parts.spec.num_experts, 1), folding.of_rank(rank))
     held = dict(parts.model.named_parameters())
     out = []
     for param in parameters(parts.spec):

@@ -21,17 +21,20 @@ from pathlib import Path
 import torch
 
 from phalanx.core.errors import PhalanxError, RunError
+from phalanx.models.context import TokenBatch
 from phalanx.plan.folding import Folding
 from phalanx.plan.model import parameters
 from phalanx.runtime.collectives import Collectives
 from phalanx.runtime.groups import GroupCache, WorldInfo, build_groups, close_world, init_world, with_second_groups
 from phalanx.runtime.launch import STOPPED, StopRequest, run_local
 from phalanx.train.assemble import assemble
+from phalanx.train.step import StepParts
 from phalanx.verify.compare import TOLERANCE, RankReport, compare, not_saved_once, uncovered
 from phalanx.verify.faults import HEALTHY, Fault
 from phalanx.verify.numbers import StartingValues, microbatch
 from phalanx.verify.reference import Reference, context, model_boxes, partition, reference_run, run_step
-from phalanx.verify.setups import Case, Setup
+from phalanx.verify.replicas import NEARER, Listener, must_exercise, placement_of, train_on
+from phalanx.verify.setups import Case, Replicas, Setup
 from phalanx.verify.store import load_outline, load_reference, save_reference
 
 TIMEOUT_S = 60.0
@@ -75,6 +78,8 @@ class CaseReport:
     failures: list[str] = field(default_factory=list)
     crashed: bool = False
     """The ranks did not survive it."""
+    work: tuple[float, float] = (0.0, 0.0)
+    """Where the planner placed replicas for skewed loads: the busiest rank's rows over the mean, with them and without."""
 
 
 def run_job(job: Job, *, progress: Callable[[int], None] | None = None) -> list[CaseReport]:
@@ -169,8 +174,10 @@ def run_case(
     comms = fault.comms(timeout_s=job.timeout_s)
     replica, replicas = groups.folding.replica_of(rank), groups.folding.replicas
     each = len(want.patches) // replicas
+    stages = pipeline.stages.of_rank(groups.folding.coord(rank, "pp"))
+    placement = placement_of(setup, task.case.folding, stages, rank, loads_LE=want.result.counts_LE)
     parts = assemble(
-        context(setup, groups, comms, dtype=job.dtype),
+        context(setup, groups, comms, dtype=job.dtype, placement=placement),
         optim=setup.optim,
         num_microbatches=each,
         pipeline=pipeline,
@@ -179,8 +186,37 @@ def run_case(
     initial = [dataclasses.replace(b, tensor=b.tensor.clone()) for b in model_boxes(parts)]
     mine = range(replica * each, (replica + 1) * each)
     batches = [fault.cut(microbatch(setup, j, patches=want.patches[j]), groups.folding, rank) for j in mine]
+    listener = Listener()
+    if setup.replicas is not None:
+        must_exercise(parts)
+        listener.listen(parts)
     result, gradients = run_step(parts, batches, values=values, alter=fault.alter)
-    return compare(parts, result, gradients, initial=initial, want=want, case=index)
+    report = compare(parts, result, gradients, initial=initial, want=want, case=index)
+    if setup.replicas is not None:
+
+        def later(step: int) -> list[TokenBatch]:
+            first = (step + 1) * len(want.patches)
+            return [fault.cut(microbatch(setup, first + j), groups.folding, rank) for j in mine]
+
+        _watch_replicas(report, parts, listener, setup.replicas, later)
+    return report
+
+
+def _watch_replicas(
+    report: RankReport,
+    parts: StepParts,
+    listener: Listener,
+    replicas: Replicas,
+    batches: Callable[[int], Sequence[TokenBatch]],
+) -> None:
+    """What must hold of experts with replicas beyond the comparison. Collective."""
+    report.unequal += listener.failures[:1]
+    axis = parts.groups.axis("ep_etp")
+    if len(set(parts.comms.gather_objects(listener.digest, axis))) > 1:
+        report.unequal.append(f"ranks {axis.ranks} have made different plans of who serves which rows")
+    if replicas.kind == "planned":
+        report.work = list(listener.max_over_mean)
+    report.unequal += train_on(parts, batches, steps=replicas.steps - 1, rate=0.02)
 
 
 # ---- references ----------------------------------------------------------------------------------------------------------------
@@ -201,7 +237,15 @@ def _reference_key(job: Job, case: Case) -> _Key:
     setup, f = case.setup, case.folding
     kernels = setup.kernels if job.dtype != torch.float64 else "reference"
     plain = dataclasses.replace(
-        setup, label="", zero=0, recompute="none", buckets=False, cp_method="ring", kernels=kernels, accumulation=1
+        setup,
+        label="",
+        replicas=None,
+        zero=0,
+        recompute="none",
+        buckets=False,
+        cp_method="ring",
+        kernels=kernels,
+        accumulation=1,
     )
     return _Key(plain, f.replicas * setup.accumulation, partition(setup, f))
 
@@ -271,6 +315,14 @@ def _merge(job: Job, index: int, reports: list[RankReport], reference: Path) -> 
         out.failures += _beyond(kind, reports, limit)
     for report in reports:
         out.failures += [f"rank {report.rank}: {text}" for text in report.unequal]
+    worst = max((r.work for r in reports if r.work), default=None)
+    if worst is not None:
+        out.work = worst[0], worst[1]
+        if not out.work[1] - 1 >= NEARER * (out.work[0] - 1):
+            text = (
+                f"the busiest rank has {out.work[0]:.3f} times the mean work with replicas, {out.work[1]:.3f} without"
+            )
+            out.failures.append(f"{text}: not {NEARER:g} times nearer to 1")
     shapes = {p.name: p.shape for p in parameters(task.case.setup.spec)}
     out.failures += uncovered({f"gradient/{name}": shape for name, shape in shapes.items()}, reports)
     out.failures += not_saved_once({f"master/{name}": shape for name, shape in shapes.items()}, reports)

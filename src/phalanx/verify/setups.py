@@ -35,6 +35,19 @@ OPTIM = OptimConfig(lr=0.02, weight_decay=0.3, beta1=0.9, beta2=0.95, eps=1e-4, 
 normalised away; a rate and a decay that move the weights by some per cent."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Replicas:
+    """Where the replicas of experts are, and how long holders of an expert are watched."""
+
+    slots_per_rank: int
+    kind: Literal["random", "planned"] = "random"
+    """Drawn; or what the planner makes of the loads of the one-rank run, which are skewed then."""
+    seed: int = 0
+    state: Literal["whole", "sharded"] = "whole"
+    steps: int = 1
+    """After so many, all holders of an expert must have the same bits."""
+
+
 SMALL_BUCKET_MB = 0.03
 """Half a dozen buckets in the small model."""
 
@@ -57,6 +70,8 @@ class Setup:
     buckets: bool = True
     """Gradients are reduced in small buckets, during the backward pass."""
     cp_method: Literal["ring", "all_gather", "ulysses"] = "ring"
+    replicas: Replicas | None = None
+    """Experts have replicas, on a mapping whose ep is all that etp and pp leave."""
 
     @property
     def optim(self) -> OptimConfig:
@@ -243,7 +258,7 @@ def default_cases(world: int, *, axes: Sequence[str] = EXACT_AXES) -> list[Case]
     cases = [_case(row, world) for row in pairwise(factors, dear=DEAR, excluded=_cannot_meet)]
     for pp in PIPELINES if "pp" in axes else ():
         cases += pipeline_cases(world, pp) if world % pp == 0 else []
-    return cases + (staged_cases(world) if "pp" in axes else [])
+    return cases + (staged_cases(world) + replicated_cases(world) if "pp" in axes else [])
 
 
 SCHEDULES: Sequence[PipelineConfig] = (
@@ -329,6 +344,74 @@ def staged_cases(world: int) -> list[Case]:
     return cases
 
 
+REPLICA_FACTORS: Mapping[str, Sequence[Any]] = {
+    "dispatch": ("dropless", "drop-prob-full", "drop-prob-pad"),
+    "travel": ("all_to_all", "all_gather", "coarse:2"),
+    "state": ("whole", "sharded"),
+    "zero": (0, 1),
+    "accumulation": (1, 2),
+}
+"""Options that have to do with who holds an expert."""
+PLAIN_ROW: Mapping[str, Any] = {
+    "routing": "softmax-renorm",
+    "shared": "none",
+    "aux": "micro_batch",
+    "z_loss": 0.0,
+    "recompute": "none",
+    "kernels": "fast",
+    "dense_layers": 0,
+    "attention": "grouped",
+    "qk_norm": "none",
+    "attention_bias": False,
+    "tied": False,
+    "packed": True,
+    "buckets": True,
+    "cp_method": "ring",
+    "mtp": 0,
+}
+REPLICA_STEPS = 20
+MOST_REPLICATED = 16
+"""Mappings on which experts have replicas; of more, as many are taken, spread by the golden ratio (neighbours are alike, and so is every third)."""
+SKEW = RouterSpec(score="softmax", softmax_order="before_topk", force="imbalanced", force_skew=1.2)
+
+
+def replicated_cases(world: int) -> list[Case]:
+    """Experts with replicas at random places, on every folding of 4 ranks and a sample of those of more; the options above take turns. Then one for
+    many steps, and one in which the planner places replicas for skewed loads."""
+    sides = list(legal_foldings(world, small_model("verify"), seq_len=SEQ_LEN, axes=("tp", "cp", "etp", "pp")))
+    sides = [f for f in sides if f.pp <= 2 and world // (f.etp * f.pp) > 1]
+    if not sides:
+        return []
+    taken = sorted(sorted(range(len(sides)), key=lambda i: i * 0.618034 % 1)[:MOST_REPLICATED])
+    rows = pairwise(REPLICA_FACTORS, seed=world, dear=("accumulation",))
+    cases = [_replicated(f, rows[i % len(rows)], seed=i) for i, f in enumerate(sides[k] for k in taken)]
+    flat = [f for f in sides if f.tp == f.cp == f.etp == f.pp == 1]
+    row: dict[str, Any] = {"dispatch": "dropless", "travel": "all_to_all", "zero": 1, "accumulation": 1}
+    row["state"] = "whole"  # each holder makes its own update; sharded, holders get the same bits sent
+    cases.append(_replicated(flat[0], row, seed=100, steps=REPLICA_STEPS))
+    planned = _replicated(flat[0], row, seed=0, kind="planned")
+    skewed = dataclasses.replace(planned.setup, spec=dataclasses.replace(planned.setup.spec, router=SKEW))
+    return [*cases, dataclasses.replace(planned, setup=skewed)]
+
+
+def _replicated(
+    side: Folding, row: Mapping[str, Any], *, seed: int, steps: int = 1, kind: Literal["random", "planned"] = "random"
+) -> Case:
+    folding = dataclasses.replace(side, ep=side.world // (side.etp * side.pp))
+    each = -(-small_model("verify").num_experts // folding.ep) + 1 + seed % 2
+    replicas = Replicas(
+        slots_per_rank=max(4, each) if kind == "planned" else each,
+        kind=kind,
+        seed=seed,
+        state=row["state"],
+        steps=steps,
+    )
+    accumulation = max(row["accumulation"], folding.pp)
+    setup = setup_of({**PLAIN_ROW, **row, "accumulation": accumulation}, num_layers=2)
+    label = f"{setup.label} {kind} replicas x{replicas.slots_per_rank} {row['state']}"
+    return Case(setup=dataclasses.replace(setup, replicas=replicas, label=label), folding=folding)
+
+
 WHOLE_WORLD = 9
 """Small and uneven: here every schedule meets stages of its own."""
 PAIRED_WORLD = 8
@@ -381,9 +464,18 @@ def recipe_cases(recipe: Recipe, spec: ModelSpec, folding: AnyFolding, dispatch:
             recompute=recipe.train.recompute,
             kernels=_kernels(recipe),
             cp_method=recipe.folding.cp_method,
+            replicas=_recipe_replicas(recipe, small, folding),
         )
         cases.append(Case(setup=setup, folding=folding, pipe=pipe))
     return cases
+
+
+def _recipe_replicas(recipe: Recipe, small: ModelSpec, folding: AnyFolding) -> Replicas | None:
+    """Where the recipe's experts have replicas: those of the small model at random places, as many slots as leave room for some."""
+    if recipe.resilience.slots_per_rank is None or not isinstance(folding, Folding) or folding.ep == 1:
+        return None
+    slots = -(-small.num_experts // folding.ep) + 1
+    return Replicas(slots_per_rank=slots, state=recipe.resilience.expert_state)
 
 
 def _kernels(recipe: Recipe) -> Literal["fast", "compiled", "reference"]:
