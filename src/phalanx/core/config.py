@@ -282,6 +282,18 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ResilienceConfig:
+    """What a run keeps when its ranks change."""
+
+    mode: Literal["off", "fast", "exact"] = "off"
+    """fast: the step is a fixed set of micro-batches that any number of ranks shares, equal within rounding. exact: bitwise equal, for any number of ranks and any dp and ep, as long as tp, cp, etp and pp stay."""
+    chunk_rows: int | None = None
+    """exact: rows of an expert that are computed together, cut from the list of one micro-batch (default 2048)."""
+    fixed_bits: int | None = None
+    """exact: binary places of gradients in their fixed-point sums, fewer in a step whose gradients need the room (default 52)."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ObserveConfig:
     """Where the run can be watched. The event log in the run folder is always written."""
 
@@ -351,6 +363,7 @@ class Recipe:
     train: TrainConfig = field(default_factory=TrainConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    resilience: ResilienceConfig = field(default_factory=ResilienceConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     kernels: KernelConfig = field(default_factory=KernelConfig)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from phalanx.kernels.choice import Impl
+from phalanx.kernels.fixed_point import FixedSums
 from phalanx.kernels.lanes import SERIAL, Lanes
 from phalanx.kernels.later import Later
 from phalanx.plan.overlap_setting import FINE, OverlapSetting, parse_overlap
@@ -28,9 +29,15 @@ class RoutedExperts:
     """The way of one layer on one rank; on a group of one rank there is nothing to overlap."""
 
     def __init__(
-        self, dispatcher: Dispatcher, *, kernels: Impl = "fast", lanes: Lanes = SERIAL, tuner: Tuner | None = None
+        self,
+        dispatcher: Dispatcher,
+        *,
+        kernels: Impl = "fast",
+        lanes: Lanes = SERIAL,
+        tuner: Tuner | None = None,
+        sums: FixedSums | None = None,
     ) -> None:
-        self.dispatcher, self.kernels, self.lanes = dispatcher, kernels, lanes
+        self.dispatcher, self.kernels, self.lanes, self.sums = dispatcher, kernels, lanes, sums
         self.tuner = tuner or Tuner()
         alone = dispatcher.ep_etp.size == 1
         self.setting = OverlapSetting("serial") if alone else parse_overlap(dispatcher.spec.overlap)
@@ -61,6 +68,9 @@ class RoutedExperts:
             "op_prefix": op_prefix,
         }
         routed = (x_TH, weights_TK, experts_TK)
+        if self.sums is not None:
+            y_TH, dropped = run_experts(*routed, kernels=self.kernels, sums=self.sums, **common)
+            return y_TH if beside is None else y_TH + beside(), dropped
         if self.setting.kind in FIXED:
             return run_overlapped(*routed, schedule=FIXED[self.setting.kind], beside=beside, **common)
         if self.setting.kind == "auto":
