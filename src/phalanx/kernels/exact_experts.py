@@ -202,5 +202,3 @@ def _rows_of(sizes: Sequence[int], slots: Sequence[int]) -> list[tuple[slice, in
 
 def _chunk(x: torch.Tensor, w13_2fH: torch.Tensor, w2_Hf: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return reference_swiglu(torch.einsum("mh,gfh->mgf", x, w13_2fH), weight) @ w2_Hf.T
-
-

@@ -18,7 +18,7 @@ fixed bins that any order fills alike: Demmel and Nguyen, "Parallel reproducible
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable
 
 import torch
 
@@ -43,9 +43,7 @@ def bits_for(top: float, summands: int) -> int:
     return ROOM - 1 - math.frexp(top * summands)[1]
 
 
-def fixed_add_(
-    total: torch.Tensor, x: torch.Tensor, *, bits: int, impl: Impl = "fast", lanes: Lanes = SERIAL
-) -> float:
+def fixed_add_(total: torch.Tensor, x: torch.Tensor, *, bits: int, impl: Impl = "fast", lanes: Lanes = SERIAL) -> float:
     """Add contiguous `x` (any float type) to contiguous int64 `total` of as many elements; the largest magnitude, inf where one is not finite.
 
     An element of `limit(bits, 1)` or more adds garbage. Waits for a device.
@@ -135,12 +133,12 @@ class FixedSum:
     def __init__(self, total: torch.Tensor) -> None:
         self.total = total
         self.bits = 0
-        self.tops = [0.0] * max(1, total.shape[0] if total.dim() else 1)
+        self.tops: dict[int, float] = {}
 
     def begin(self, bits: int) -> None:
         """Start a sum of `bits` binary places; whoever owns `total` has set it to zero."""
         self.bits = bits
-        self.tops = [0.0] * len(self.tops)
+        self.tops = {}
 
     def add(self, x: torch.Tensor, *, lanes: Lanes = SERIAL, impl: Impl = "fast") -> None:
         """Add a gradient of the whole weight."""
@@ -151,12 +149,12 @@ class FixedSum:
         self._note(slot, fixed_add_(self.total[slot], x, bits=self.bits, lanes=lanes, impl=impl))
 
     def _note(self, index: int, top: float) -> None:
-        self.tops[index] = max(self.tops[index], top)
+        self.tops[index] = max(self.tops.get(index, 0.0), top)
 
     @property
     def top(self) -> float:
         """Largest magnitude since `begin`; inf where something was not finite."""
-        return max(self.tops)
+        return max(self.tops.values(), default=0.0)
 
 
 class FixedSums:
@@ -166,9 +164,9 @@ class FixedSums:
         self.chunk_rows = chunk_rows
         self._of: dict[int, FixedSum] = {}
 
-    def take(self, sums: Mapping[torch.Tensor, FixedSum]) -> None:
+    def take(self, sums: Iterable[tuple[torch.Tensor, FixedSum]]) -> None:
         """From now on `of` finds these. Weights are told apart by identity."""
-        self._of = {id(weight): each for weight, each in sums.items()}
+        self._of = {id(weight): each for weight, each in sums}
 
     def of(self, weight: torch.Tensor) -> FixedSum | None:
         """Where the gradient of `weight` goes; None in a model that is not trained."""

@@ -263,7 +263,9 @@ class _CpuExpertFfn(torch.autograd.Function):
         lanes, native = ctx.lanes, ctx.lanes.rows_for(x_MH, dy_MH)
         work = Work(x_MH, w13_e2fH, w2_eHf, row_weights_M, ctx.counts, gate_up_P2f=gate_up_P2f)
         grads = _Grads(work, weights=ctx.needs_input_grad[1], row_weights=ctx.needs_input_grad[3])
-        scratch = [(forward_scratch(*work.scratch_shape), backward_scratch(*work.scratch_shape)) for _ in range(lanes.count)]
+        scratch = [
+            (forward_scratch(*work.scratch_shape), backward_scratch(*work.scratch_shape)) for _ in range(lanes.count)
+        ]
         kept = None if ctx.target is None else _Kept(work, dy_MH)
         lanes.run(lambda p, lane: work.backward(p, *scratch[lane], dy_MH, grads, kept, native), work.largest_first)
         grads.finish(lanes)
@@ -426,9 +428,7 @@ def _backward_piece(
     _gradients_of_piece(operands, scale_r1, dots_m, dx_rH, d_scale_r, d_weights, s, t)
 
 
-def _gradient_of_h(
-    operands: list[torch.Tensor], scale_r1: torch.Tensor | None, s: Scratch, t: BackwardScratch
-) -> None:
+def _gradient_of_h(operands: list[torch.Tensor], scale_r1: torch.Tensor | None, s: Scratch, t: BackwardScratch) -> None:
     """Scripted: into `t.dh_mf`."""
     x_rH, dy_rH, w2_Hf = operands[0], operands[1], operands[3]
     rows, size = x_rH.shape[0], operands[4].shape[0]

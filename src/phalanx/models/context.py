@@ -107,8 +107,8 @@ class ForwardInfo:
     phase: Phase = "fwd"
     """Names this pass in the ids of its operations (`plan/program.py`); changes nothing else."""
     num_microbatches: int = 1
-    rounds: int = 1
-    """Micro-batches of each data-parallel rank, empty ones included."""
+    rounds: int | None = None
+    """Micro-batches of each data-parallel rank, empty ones included; None: `num_microbatches` over these ranks."""
     balance_counts_LE: torch.Tensor | None = None
 
 

@@ -147,8 +147,15 @@ class Decoder(nn.Module):
             x_TH.requires_grad_(torch.is_grad_enabled())
         x_0H, routing = x_TH[:0], []
         further = spec.mtp_blocks if stage.has_head and info.phase != "eval" else ()
-        layers, table = [*stage.layers, *further], rope_table(
-            batch.positions_BS[:1, :1], head_dim=spec.rotary_dim, theta=spec.rope_theta, dtype=self.dtype, yarn=spec.yarn
+        layers, table = (
+            [*stage.layers, *further],
+            rope_table(
+                batch.positions_BS[:1, :1],
+                head_dim=spec.rotary_dim,
+                theta=spec.rope_theta,
+                dtype=self.dtype,
+                yarn=spec.yarn,
+            ),
         )
         for layer in layers:
             x_0H, delta_0H, stats = self._run_block(self.layers[str(layer)], x_0H, None, table, info, batch)

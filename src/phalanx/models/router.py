@@ -184,7 +184,7 @@ class Router(nn.Module):
         """Counts of the whole step: handed in, or (one micro-batch a rank) summed here, or unknown in the pass that finds them."""
         if info.balance_counts_LE is not None:
             return info.balance_counts_LE[self.moe_index]
-        if info.rounds == 1:
+        if info.num_microbatches == self.groups.folding.replicas if info.rounds is None else info.rounds == 1:
             return self.comms.all_reduce(
                 balance_E.clone(), self.groups.axis("tp_dp_cp"), op_id=self._id(info, "balance")
             )

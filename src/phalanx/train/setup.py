@@ -23,6 +23,7 @@ from rich.console import Console
 from phalanx.core.config import DispatchConfig, Recipe
 from phalanx.core.errors import ConfigError, Problem, RunError
 from phalanx.core.events import Emit, Note
+from phalanx.core.samples import num_rounds
 from phalanx.data.prepare import Prepared, prepare
 from phalanx.kernels.lanes import Lanes
 from phalanx.kernels.native import Rows, compiled_rows
@@ -35,6 +36,7 @@ from phalanx.plan.dispatch import DispatchSpec
 from phalanx.plan.model import ModelSpec, resolve_model
 from phalanx.plan.pipeline import Pipeline, make_pipeline
 from phalanx.plan.placement import plain_placement
+from phalanx.plan.recipe import equal_shares
 from phalanx.plan.stage_foldings import AnyFolding, resolve_mapping
 from phalanx.runtime.allocator import keep_freed_memory
 from phalanx.runtime.collectives import Collectives
@@ -145,16 +147,14 @@ def resolve_shape(recipe: Recipe, *, world: int, tokenizer_vocab: int) -> tuple[
     """Model and mapping of a run on `world` ranks. Raises `ConfigError` with everything that is wrong with them."""
     spec = resolve_model(recipe.model, recipe.router, tokenizer_vocab=tokenizer_vocab)
     t = recipe.train
-    folding = resolve_mapping(
-        recipe.folding, spec, world=world, seq_len=t.seq_len, global_batch=t.global_batch, micro_batch=t.micro_batch
-    )
+    folding = resolve_mapping(recipe.folding, spec, world=world, seq_len=t.seq_len, **equal_shares(recipe))
     return spec, folding
 
 
 def resolve_pipeline(recipe: Recipe, spec: ModelSpec, folding: AnyFolding) -> Pipeline:
     """Schedule and stages. Raises `ConfigError` with everything that is wrong with them."""
     t = recipe.train
-    each = t.global_batch // (t.micro_batch * folding.replicas)
+    each = num_rounds(t.global_batch // t.micro_batch, owners=folding.replicas)
     return make_pipeline(recipe.pipeline, spec, pp=folding.pp, seq_len=t.seq_len, num_microbatches=each)
 
 
