@@ -18,6 +18,7 @@ BENCHMARKS = {
     "pipeline": "what pipelines gain from transfers beside passes, on emulated hosts",
     "memory": "memory of the ranks of a run beside what the dry run promises",
     "reshard-plan": "plans of moves between layouts, against the bound and the paper's greedy",
+    "exact": "what exact mode (resilience.mode) costs over fast mode, step by step in turn",
     "kill": "kill a run again and again; nothing may be lost",
 }
 """Name -> what it measures; the module has the name (`_` for `-`)."""
