@@ -13,6 +13,7 @@ Carries out `plan.layout.flat_layouts` (which parameter lies where in a family's
 
 A family that has nothing to add up (one micro-batch, groups of one rank) is *borrowed*: its gradients stay the tensors that autograd
 made, in their own type, and go to the optimizer without a copy. That is every family of a run on one rank, and the experts wherever edp = 1.
+In exact mode none is: all gradients are added up in fixed point (`_Fixed`), and the sums become numbers again after the last reduction.
 
 Must never change: parameters and optimizer state are not touched here, so a step can be abandoned after any line of this file. Reductions start
 in one fixed order on all ranks (an expert without tokens makes one rank's buffer complete late), which is why a buffer waits for those before it.
