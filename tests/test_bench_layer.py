@@ -130,7 +130,7 @@ def test_the_result_of_a_layer() -> None:
     passes = {"forward": [1.0] * 4, "forward_backward": [3.0] * 4}
     times = {
         name: {key: [s * value for s in each] for key, each in passes.items()}
-        for name, value in {"serial": 2.0, "coarse:2": 1.8, "coarse:4": 1.6, layer.COMPUTE: 1.0, "communication": 1.0, "distinct": 0.8}.items()
+        for name, value in {"serial": 2.0, "coarse:2": 1.8, "coarse:4": 1.6, layer.COMPUTE: 1.0, "communication": 1.0, "distinct": 0.8, **dict.fromkeys(layer.OURS_ALONE, 1.1)}.items()
     }  # fmt: skip
     found = {"link_bit_per_s": 1e9, "sent_bytes": {}, "wrong": [], "seconds": times}
     options = layer.LayerArgs(methods=("serial", "coarse:2", "coarse:4"), iterations=4)

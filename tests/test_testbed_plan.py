@@ -81,14 +81,16 @@ def test_addresses_are_distinct_and_in_one_subnet() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("grain", [links.FINE, links.COARSE])
 @given(rate=st.floats(links.MIN_RATE, links.MAX_RATE))
-def test_a_bucket_always_holds_a_segment(rate: float) -> None:
+def test_a_bucket_always_holds_a_segment(grain: links.Grain, rate: float) -> None:
     """A segment larger than the bucket would be cut to packets, which costs most of the rate."""
-    words = links.shape("eth0", rate=rate, latency_s=0.0).split()
+    words = links.shape("eth0", rate=rate, latency_s=0.0, grain=grain).split()
     burst = int(words[words.index("burst") + 1].removesuffix("b"))
     limit = int(words[words.index("limit") + 1].removesuffix("b"))
-    assert 1514 < links.segment_bytes(rate) < burst < limit
-    assert f"gso_max_size {links.segment_bytes(rate)}" in links.resize("eth0", rate=rate)
+    segment = links.segment_bytes(rate, grain)
+    assert 1514 < segment < burst < limit
+    assert f"gso_max_size {segment}" in links.resize("eth0", rate=rate, grain=grain)
 
 
 def test_latency_is_shared_by_two_ends_and_comes_before_the_bucket() -> None:

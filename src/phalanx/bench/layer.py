@@ -47,6 +47,7 @@ from phalanx.core.files import check_writable, write_json
 from phalanx.core.units import format_bytes, format_rate
 from phalanx.plan.cluster import ClusterSpec
 from phalanx.runtime.groups import close_world
+from phalanx.testbed import links
 from phalanx.testbed.bed import Testbed
 
 LONGEST_S = 1500.0
@@ -127,7 +128,7 @@ def measure(options: LayerArgs) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="phalanx-layer-") as name:
         job_file = Path(name) / "job.json"
         job_file.write_text(json.dumps({**asdict(options), "json": None}))
-        with Testbed(ClusterSpec(hosts=2, ranks_per_host=1)) as bed:
+        with Testbed(ClusterSpec(hosts=2, ranks_per_host=1), grain=links.COARSE, own_cores=True) as bed:
             command = [sys.executable, "-m", "phalanx", "bench", "layer", "--rank-of", str(job_file)]
             ended = serve(bed, command, job_file, timeout_s=LONGEST_S)
             found: dict[str, Any] = told(job_file, ended)

@@ -35,6 +35,7 @@ from phalanx.plan.folding import make_folding
 from phalanx.runtime.collectives import Collectives
 from phalanx.runtime.groups import Axis, GroupCache, build_groups, close_world, init_world, read_world
 from phalanx.testbed.bed import Testbed
+from phalanx.testbed.links import COARSE
 
 SHAPE = Shape(layers=4, hidden=256, heads=4, kv_heads=4, experts=8, top_k=2, ffn=512, vocab=1024, batch=8, seq_len=256)
 """Gradients of everything that is not an expert are an eighth of what the layers send."""
@@ -100,7 +101,7 @@ def measure(options: StepArgs) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="phalanx-step-") as name:
         job_file = Path(name) / "job.json"
         job_file.write_text(json.dumps({**asdict(options), "json": None}))
-        with Testbed(ClusterSpec(hosts=2, ranks_per_host=1)) as bed:
+        with Testbed(ClusterSpec(hosts=2, ranks_per_host=1), grain=COARSE, own_cores=True) as bed:
             command = [sys.executable, "-m", "phalanx", "bench", "step", "--rank-of", str(job_file)]
             found = told(job_file, serve(bed, command, job_file, timeout_s=LONGEST_S))
     return result_of(options, found)

@@ -24,7 +24,8 @@ from phalanx.plan.overlap_types import Tile
 
 COLUMNS = 256
 """Least columns of a unit of the second product."""
-MOST_UNITS = 4
+MOST_UNITS = 2
+"""Each product of 256 rows in four units is 8 % slower than in one, in two 4 %."""
 
 
 def column_units(hidden: int) -> int:

@@ -12,6 +12,7 @@ nothing is made outside namespaces of its own, so that no traffic, interface or 
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import subprocess
@@ -51,15 +52,25 @@ class Testbed:
 
     __test__ = False  # not a test class, whatever pytest thinks of its name
 
-    def __init__(self, spec: ClusterSpec, *, access: Access = "auto", folder: Path | None = None) -> None:
+    def __init__(
+        self,
+        spec: ClusterSpec,
+        *,
+        access: Access = "auto",
+        folder: Path | None = None,
+        grain: links.Grain = links.FINE,
+        own_cores: bool = False,
+    ) -> None:
         """Raises `TestbedError` with all problems: of the spec, of missing tools, or why namespaces are refused here.
 
         `access`: namespaces made as root, through a user namespace, or whichever works. `folder` keeps logs; by default they live in
-        a temporary folder that goes with the bed.
+        a temporary folder that goes with the bed. `grain`: how fine the time of shaped links is. `own_cores`: the cores are divided
+        among the hosts, where there is one for each, so that no program of one host runs on a core of another.
         """
         problems = cluster_problems(spec) or links.link_problems(spec)
         raise_if([*problems, *machine_problems()], TestbedError, subject="testbed")
         self.spec = spec
+        self._grain, self._own_cores = grain, own_cores
         made = _usable(folder) if folder else None
         self.reaped = reap_stale()
         """What a dead owner had left behind, in words."""
@@ -87,10 +98,17 @@ class Testbed:
         hosts_file = self._scratch / "hosts"
         hosts_file.write_text(links.hosts_file(self.spec))
         self.hosts = tuple(
-            Host(h, switch=self._switch, tools=tools, hosts_file=hosts_file) for h in range(self.spec.hosts)
+            Host(h, switch=self._switch, tools=tools, hosts_file=hosts_file, grain=self._grain, cores=self._cores(h))
+            for h in range(self.spec.hosts)
         )
         for h in range(self.spec.hosts):
             self.start_host(h)
+
+    def _cores(self, host: int) -> list[int]:
+        cores, hosts = sorted(os.sched_getaffinity(0)), self.spec.hosts
+        if not self._own_cores or len(cores) < hosts:
+            return []
+        return cores[host * len(cores) // hosts : (host + 1) * len(cores) // hosts]
 
     # -- life -------------------------------------------------------------------------------------------------------------
 

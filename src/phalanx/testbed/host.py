@@ -54,8 +54,19 @@ def run_tool(agent: Remote, argv: Sequence[str], batch: str) -> None:
 class Host:
     """See the module. Made dead; `start` brings it to life, any number of times."""
 
-    def __init__(self, index: int, *, switch: Remote, tools: Tools, hosts_file: Path) -> None:
+    def __init__(
+        self,
+        index: int,
+        *,
+        switch: Remote,
+        tools: Tools,
+        hosts_file: Path,
+        grain: links.Grain = links.FINE,
+        cores: Sequence[int] = (),
+    ) -> None:
         self.index = index
+        self.cores = tuple(cores)
+        """Those that its programs use; none: all."""
         self.generation = 0
         """Counts its lives: a program of an earlier one is dead."""
         self.frozen = False
@@ -64,6 +75,7 @@ class Host:
         self._switch = switch
         self._tools = tools
         self._hosts_file = hosts_file
+        self._grain = grain
         self._agent: Remote | None = None
         self._inner_pid = 0
 
@@ -94,7 +106,9 @@ class Host:
         ours, theirs = socket_pair()
         agent = Remote(name, ours)
         try:
-            made = self._switch.ask("host", fds=(theirs.fileno(),), name=name, hosts_file=str(self._hosts_file))
+            made = self._switch.ask(
+                "host", fds=(theirs.fileno(),), name=name, hosts_file=str(self._hosts_file), cores=self.cores
+            )
         finally:
             theirs.close()
         agent.expect_hello()
@@ -102,8 +116,8 @@ class Host:
         self.generation += 1
         self.frozen = self.cut = False
         self.rate = rate
-        self._tools.ip_batch(self._switch, links.plug_in(self.index, pid=made["pid"], rate=rate))
-        self._tools.ip_batch(agent, links.configure(self.index, rate=rate))
+        self._tools.ip_batch(self._switch, links.plug_in(self.index, pid=made["pid"], rate=rate, grain=self._grain))
+        self._tools.ip_batch(agent, links.configure(self.index, rate=rate, grain=self._grain))
         self._shape(latency_s)
 
     def _ends(self) -> tuple[tuple[Remote, str], tuple[Remote, str]]:
@@ -112,15 +126,16 @@ class Host:
 
     def _shape(self, latency_s: float) -> None:
         for agent, device in self._ends():
-            self._tools.tc_batch(agent, links.shape(device, rate=self.rate, latency_s=latency_s))
+            self._tools.tc_batch(agent, links.shape(device, rate=self.rate, latency_s=latency_s, grain=self._grain))
 
     def set_rate(self, rate: float | None, *, latency_s: float) -> None:
         """Change the rate of the link in both directions; what is queued stays queued."""
         shaped, self.rate = self.rate is not None, rate
         for agent, device in self._ends():
-            self._tools.ip_batch(agent, links.resize(device, rate=rate))
+            self._tools.ip_batch(agent, links.resize(device, rate=rate, grain=self._grain))
             if rate is None and shaped:
                 self._tools.tc_batch(agent, links.unshape(device))
+        self._tools.ip_batch(self.agent, links.forget_routes())
         self._shape(latency_s)
 
     def set_link(self, *, up: bool) -> None:

@@ -214,6 +214,8 @@ def _be_host(control: socket.socket, message: Message) -> None:
     try:
         kernel.make_mounts_private()
         kernel.set_hostname(message["name"])
+        if message["cores"]:
+            os.sched_setaffinity(0, message["cores"])
         if Path("/etc/hosts").exists():
             kernel.bind(Path(message["hosts_file"]), Path("/etc/hosts"))
         with contextlib.suppress(OSError):
