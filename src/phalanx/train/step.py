@@ -271,10 +271,10 @@ def _update_expert_biases(parts: StepParts, counts_LE: torch.Tensor) -> None:
 
 
 def _tokens_of_step(parts: StepParts, batches: Sequence[TokenBatch]) -> int:
-    """All micro-batches have the same shape; `dp_cp` counts each rank's part of one."""
-    if parts.samples is not None:
-        return parts.samples * batches[0].num_tokens * parts.groups.axis("cp").size
-    return sum(batch.num_tokens for batch in batches) * parts.groups.axis("dp_cp").size
+    """All micro-batches have the same shape, empty ones too, which do not count."""
+    with_empty = sum(batch.num_tokens for batch in batches) * parts.groups.axis("dp_cp").size
+    rounds = parts.groups.folding.replicas * len(batches)
+    return with_empty * (parts.samples or rounds) // rounds
 
 
 def _result(tally: Tally, *, step: int, lr: float, tokens: int) -> StepResult:
