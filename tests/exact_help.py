@@ -230,13 +230,6 @@ def _seeded_by_rank(rank: int) -> Any:
     )
 
 
-def _fused_update(rank: int) -> Any:
-    """Torch's fused AdamW on shards of any length."""
-    from phalanx.train import assemble as module
-
-    return mock.patch.object(module, "_update_kernels", lambda ctx: "fast")
-
-
 def _every_rank_squares(rank: int) -> Any:
     """Replicas of an element are all counted in the norm."""
     from phalanx.runtime import gradients
@@ -248,6 +241,5 @@ FAULTS = {
     "fp32 sums": _fp32_sums,
     "joined rows": _joined_rows,
     "seeded by rank": _seeded_by_rank,
-    "fused update": _fused_update,
     "every rank squares": _every_rank_squares,
 }

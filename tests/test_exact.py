@@ -113,7 +113,6 @@ def test_fast_mode_shares_unequally_and_stays_within_rounding() -> None:
         ("fp32 sums", Run(steps=3)),
         ("joined rows", Run(steps=3)),
         ("seeded by rank", Run(steps=1, router={"force": "imbalanced"})),
-        ("fused update", Run(steps=4, compiled=False, model={"hidden": 36})),
         ("every rank squares", Run(steps=1)),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
