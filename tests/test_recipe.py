@@ -309,6 +309,19 @@ def test_a_recipe_made_in_code_is_judged_by_what_differs_from_the_defaults() -> 
         (["--data.cache="], "--data.cache", "must not be empty", "leave it out"),
         (["--observe.wandb_project="], "--observe.wandb_project", "must not be empty", "leave it out"),
         (["--run.folder="], "--run.folder", "must be a path", "use runs"),
+        (["--resilience.mode", "exact"], "launch.threads",
+         'must be set with resilience.mode = "exact": its default follows from the number of ranks, and products may depend on it', "use 1"),
+        (["--resilience.mode", "fast", "--train.global_batch", "30"], "--train.global_batch",
+         "must be a multiple of train.micro_batch = 8: a step is a whole number of micro-batches", "use 32"),
+        (["--resilience.mode", "fast", "--folding.ep", "2", "--dispatch.overlap", "fine"], "--dispatch.overlap",
+         'with resilience.mode = "fast" ranks may have unequal numbers of micro-batches, and overlapped schedules are made for equal ones',
+         "leave it out"),
+        (["--resilience.mode", "exact", "--launch.threads", "1", "--folding.ep", "2", "--dispatch.transport", "all_gather"],
+         "--dispatch.transport",
+         'adds up each rank\'s experts first with resilience.mode = "exact", so that sums depend on who holds them', 'use "all_to_all"'),
+        (["--resilience.mode", "exact", "--launch.threads", "1", "--folding.pp", "2", "--pipeline.schedule", "zero_bubble"],
+         "--pipeline.schedule",
+         'puts weight gradients off, which with resilience.mode = "exact" are summed where they are made', 'use "1f1b"'),
     ],
 )  # fmt: skip
 def test_settings_that_clash(words: list[str], where: str, rule: str, hint: str) -> None:
@@ -333,6 +346,13 @@ def test_the_batch_must_split_over_the_ranks(world: int, words: list[str], hint:
     assert found.where == "--train.global_batch" and found.hint == hint
     assert found.rule.startswith("must be a multiple of train.micro_batch 8 x ")
     assert load_recipe(None, [*words, "--train.micro_batch", "1", "--folding.tp", str(world)], world=world)
+
+
+@pytest.mark.parametrize("mode", ["fast", "exact"])
+def test_any_number_of_ranks_shares_a_batch_of_whole_micro_batches(mode: str) -> None:
+    words = ["--resilience.mode", mode, "--launch.threads", "1", "--train.micro_batch", "2"]
+    for world in (1, 2, 3, 5, 7):
+        assert load_recipe(None, words, world=world, check=lambda r, n=world: run_problems(r, world=n))
 
 
 def test_the_batch_rule_is_silent_where_the_mapping_does_not_fit() -> None:

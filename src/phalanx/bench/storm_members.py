@@ -170,11 +170,11 @@ def _rage(arena: Arena, options: StormArgs, result: StormResult, tell: Callable[
             result.failures.append(f"fault {number} ({kind}) found nobody")
         else:
             tell(f"fault {number}: {kind} {', '.join(fault.victims)} in {fault.phase}, step {fault.step}")
-        if not _until(arena, lambda b=before: arena.calm() and arena.step() >= b + 3, 30.0):  # type: ignore[misc]
+        if not _until(arena, lambda b=before: arena.calm() and arena.step() >= b + 3, 30.0):
             result.failures.append(f"fault {number} ({kind}): no step within 30 s after it")
             return
         rest_s = time.monotonic() + options.between_s * rng.uniform(0.5, 1.5)
-        _until(arena, lambda e=rest_s: time.monotonic() > e, 5.0)  # type: ignore[misc]
+        _until(arena, lambda e=rest_s: time.monotonic() > e, 5.0)
 
 
 def _until(arena: Arena, done: Any, limit_s: float) -> bool:

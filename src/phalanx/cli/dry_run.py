@@ -13,6 +13,7 @@ from rich.table import Table
 
 from phalanx.core.config import DataConfig, Recipe
 from phalanx.core.errors import DataError
+from phalanx.core.samples import num_rounds
 from phalanx.core.units import format_bytes, format_count, format_rate
 from phalanx.data.size import token_file_bytes
 from phalanx.data.sources import resolve
@@ -22,6 +23,7 @@ from phalanx.plan.layout import flat_layouts, local_param, stage_params
 from phalanx.plan.model import ModelSpec, flops_per_token, resolve_model
 from phalanx.plan.pipeline import Pipeline, make_pipeline
 from phalanx.plan.placement import AnyPlacement, plain_placement
+from phalanx.plan.recipe import equal_shares
 from phalanx.plan.run_placement import Asked, StageReplicas, stage_replicas
 from phalanx.plan.stage_foldings import AnyFolding, group_names, resolve_mapping
 from phalanx.plan.stages import Stage
@@ -82,9 +84,8 @@ def _shape(recipe: Recipe, *, world: int) -> tuple[ModelSpec, AnyFolding]:
         spec,
         world=world,
         seq_len=t.seq_len,
-        global_batch=t.global_batch,
-        micro_batch=t.micro_batch,
         slots_per_rank=recipe.resilience.slots_per_rank,
+        **equal_shares(recipe),
     )
     return spec, folding
 
@@ -226,7 +227,7 @@ def _held(spec: ModelSpec, folding: AnyFolding, pipeline: Pipeline, rank: int, a
 def _steps(recipe: Recipe, spec: ModelSpec, folding: AnyFolding) -> list[str]:
     t = recipe.train
     tokens = t.global_batch * t.seq_len
-    per_rank = t.global_batch // (t.micro_batch * folding.replicas)
+    per_rank = num_rounds(t.global_batch // t.micro_batch, owners=folding.replicas)
     flops = flops_per_token(spec, t.seq_len)
     return [
         f"steps        {t.steps} of {t.global_batch} sequences x {t.seq_len} tokens, {format_count(t.steps * tokens)} tokens in all",

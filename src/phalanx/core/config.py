@@ -282,6 +282,26 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ResilienceConfig:
+    """What a run keeps when its ranks change, and replicas of the routed experts (docs/survive.md)."""
+
+    mode: Literal["off", "fast", "exact"] = "off"
+    """fast: the step is a fixed set of micro-batches that any number of ranks shares, equal within rounding. exact: bitwise equal, for any number of ranks and any dp and ep, as long as tp, cp, etp and pp stay."""
+    chunk_rows: int | None = None
+    """exact: rows of an expert that are computed together, cut from the list of one micro-batch (default 2048)."""
+    fixed_bits: int | None = None
+    """exact: binary places of gradients in their fixed-point sums, fewer in a step whose gradients need the room (default 52)."""
+    slots_per_rank: int | None = None
+    """Expert replicas that a rank has room for in each layer; they are spread over all ranks of a pipeline stage. Default: no replicas, every expert once in each expert-parallel group."""
+    f: int = 2
+    """Every expert is on so many hosts at least, so that any loss of fewer is survived; the ranks of a single machine count as hosts. Lowered, and said so, where slots or hosts are too few."""
+    loads: str = "uniform"
+    """Tokens of each expert, which decide how many replicas it gets: uniform, or a JSON file with a row of numbers for each layer (or one for all)."""
+    expert_state: Literal["whole", "sharded"] = "whole"
+    """Master weights and moments of an expert: whole at each of its holders, or shared out among them (less memory, but a part is lost with its holder)."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ObserveConfig:
     """Where the run can be watched. The event log in the run folder is always written."""
 
@@ -335,20 +355,6 @@ class RunConfig:
     """Name of the run's own folder."""
     folder: str = "runs"
     """The run lives in `folder/name`."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ResilienceConfig:
-    """What a run survives: replicas of the routed experts (docs/survive.md)."""
-
-    slots_per_rank: int | None = None
-    """Expert replicas that a rank has room for in each layer; they are spread over all ranks of a pipeline stage. Default: no replicas, every expert once in each expert-parallel group."""
-    f: int = 2
-    """Every expert is on so many hosts at least, so that any loss of fewer is survived; the ranks of a single machine count as hosts. Lowered, and said so, where slots or hosts are too few."""
-    loads: str = "uniform"
-    """Tokens of each expert, which decide how many replicas it gets: uniform, or a JSON file with a row of numbers for each layer (or one for all)."""
-    expert_state: Literal["whole", "sharded"] = "whole"
-    """Master weights and moments of an expert: whole at each of its holders, or shared out among them (less memory, but a part is lost with its holder)."""
 
 
 @dataclass(frozen=True, kw_only=True)

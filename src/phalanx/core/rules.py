@@ -7,7 +7,7 @@ a problem, and a rule that cannot be judged because another value is broken stay
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from phalanx.core.config import Recipe
@@ -104,6 +104,8 @@ LIMITS: Mapping[str, Limit] = {
     "checkpoint.interval": NOT_NEGATIVE,
     "checkpoint.keep_last": COUNT,
     "checkpoint.step": NOT_NEGATIVE,
+    "resilience.chunk_rows": Limit(least=16, most=2048),
+    "resilience.fixed_bits": Limit(least=24, most=60),
     "observe.log_interval": COUNT,
     "observe.trace_steps": COUNT,
     "observe.prometheus_port": Limit(least=1, most=65535),
@@ -264,6 +266,13 @@ EFFECTS: tuple[Effect, ...] = (
         reads=("checkpoint.resume",),
     ),
     Effect(
+        settings=("resilience.chunk_rows", "resilience.fixed_bits"),
+        inert=lambda r: r.resilience.mode != "exact",
+        reason='resilience.mode is not "exact"',
+        way_out='resilience.mode = "exact"',
+        reads=("resilience.mode",),
+    ),
+    Effect(
         settings=("data.weights",),
         inert=lambda r: len(r.data.sources) == 1,
         reason="data.sources has one entry",
@@ -347,7 +356,7 @@ def recipe_problems(
     limited = ((n, limit) for n, limit in LIMITS.items() if n not in broken)
     problems = [p for n, limit in limited for p in _limit_problems(recipe, n, limit, defaults[n])]
     broken = {*broken, *(p.where for p in problems)}
-    clashes = [*_data_clashes(recipe), *_schedule_clashes(recipe), *_run_clashes(recipe)]
+    clashes = [*_data_clashes(recipe), *_schedule_clashes(recipe), *_run_clashes(recipe), *_resilience_clashes(recipe)]
     if world is not None:
         clashes += _batch_clashes(recipe, world)
     problems += [c.problem for c in clashes if not broken & {c.problem.where, *c.reads}]
@@ -432,9 +441,65 @@ def _run_clashes(recipe: Recipe) -> list[_Clash]:
     return found
 
 
+DIVIDED_BACKWARD = ("zero_bubble", "zbv", "dualpipev", "eager_1f1b_split")
+"""Schedules that put weight gradients off."""
+
+
+def _resilience_clashes(recipe: Recipe) -> list[_Clash]:
+    """What cannot be had together with a step that any number of ranks shares, or with its bits."""
+    if recipe.resilience.mode == "off":
+        return []
+    t, mode = recipe.train, recipe.resilience.mode
+    found, reads = list[_Clash](), ("resilience.mode",)
+    if min(t.global_batch, t.micro_batch) > 0 and t.global_batch % t.micro_batch:
+        rule = f"must be a multiple of train.micro_batch = {t.micro_batch}: a step is a whole number of micro-batches"
+        nearby = max(1, round(t.global_batch / t.micro_batch)) * t.micro_batch
+        found.append(_clash("train.global_batch", t.global_batch, rule, f"use {nearby}", "train.micro_batch", *reads))
+    found += [_clash(*clash, *reads) for clash in _unshared(recipe, mode)]
+    return found + ([_clash(*clash, *reads) for clash in _inexact(recipe)] if mode == "exact" else [])
+
+
+def _unshared(recipe: Recipe, mode: str) -> Iterator[tuple[str, object, str, str]]:
+    """What needs all ranks to have as many tokens."""
+    beside, d = f'with resilience.mode = "{mode}"', recipe.dispatch
+    unequal = f"{beside} ranks may have unequal numbers of micro-batches, and"
+    if recipe.folding.stages is not None:
+        rule = f"{unequal} stages with foldings of their own need equal ones"
+        yield "folding.stages", recipe.folding.stages, rule, "use folding.pp"
+    if d.pad_to_capacity:
+        yield "dispatch.pad_to_capacity", True, f"{unequal} padding needs as many tokens on all", "leave it out"
+    if d.overlap != "serial":
+        rule = f"{unequal} overlapped schedules are made for equal ones"
+        yield "dispatch.overlap", d.overlap, rule, "leave it out"
+    if recipe.pipeline.pair_passes:
+        yield "pipeline.pair_passes", True, f"{unequal} passes are paired by equal ones", "leave it out"
+
+
+def _inexact(recipe: Recipe) -> Iterator[tuple[str, object, str, str]]:
+    """What makes bits depend on the number of ranks."""
+    beside = 'with resilience.mode = "exact"'
+    if recipe.launch.threads is None:
+        rule = f"must be set {beside}: its default follows from the number of ranks, and products may depend on it"
+        yield "launch.threads", None, rule, "use 1"
+    if recipe.launch.device != "cpu":
+        rule = f"has not been shown to keep the bits {beside}"
+        yield "launch.device", recipe.launch.device, rule, 'use "cpu"'
+    if recipe.resilience.slots_per_rank is not None:
+        rule = f"is not there {beside}: sums over holders of an expert are not in fixed point yet"
+        yield "resilience.slots_per_rank", recipe.resilience.slots_per_rank, rule, 'leave it out, or use mode = "fast"'
+    if recipe.dispatch.transport != "all_to_all":
+        rule = f"adds up each rank's experts first {beside}, so that sums depend on who holds them"
+        yield "dispatch.transport", recipe.dispatch.transport, rule, 'use "all_to_all"'
+    if recipe.pipeline.schedule in DIVIDED_BACKWARD:
+        rule = f"puts weight gradients off, which {beside} are summed where they are made"
+        yield "pipeline.schedule", recipe.pipeline.schedule, rule, 'use "1f1b"'
+
+
 def _batch_clashes(recipe: Recipe, world: int) -> list[_Clash]:
     """Whether the batch splits over the data-parallel ranks (silent where the folding itself does not fit the world)."""
     f, t = recipe.folding, recipe.train
+    if recipe.resilience.mode != "off":
+        return []  # any number of ranks shares the micro-batches
     if f.stages is not None or min(f.tp, f.cp, f.pp, t.micro_batch, t.global_batch) < 1 or world % (f.tp * f.cp * f.pp):
         return []
     dp = world // (f.tp * f.cp * f.pp)

@@ -1,7 +1,8 @@
 """Which samples form a step, and the micro-batches that a data-parallel rank takes of it.
 
 Step n (from 0) holds samples [n*G, (n+1)*G) of the mixture's endless order (`sampling.Mixture`), G the global batch. Micro-batch j of
-a step holds samples [j*b, (j+1)*b) of it, data-parallel rank r of d runs micro-batches [r*m, (r+1)*m) with m = G/(b*d). So the number of
+a step holds samples [j*b, (j+1)*b) of it, data-parallel rank r of d runs those that `core.samples.owned` gives it: G/(b*d) each, or (with
+`any_ranks`) up to one more than others, which then get an empty micro-batch in its place. So the number of
 ranks decides who computes a sample and never which samples there are, and the state of the loader is (seed, step): nothing is lost
 or seen twice when a run stops anywhere and goes on with other ranks. `check_state` refuses to go on with other data or another batch.
 
@@ -18,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.core.errors import CheckpointError, ConfigError, Problem, raise_if
+from phalanx.core.samples import num_rounds, owned
 from phalanx.data.dataset import Dataset, pack_ids
 from phalanx.data.sampling import Mixture, permute, shares
 
@@ -31,24 +33,39 @@ class MicroBatch:
     """`tokens`, `labels` (-100: not predicted) and `positions` are int64 (b, S); `segments[i]` the document lengths of sequence i (sum S)."""
 
     index: int
-    """Number of this micro-batch in its step, over all ranks."""
+    """Number of this micro-batch in its step, over all ranks; -1 for an empty one."""
     tokens: Ints
     labels: Ints
     positions: Ints
     segments: tuple[tuple[int, ...], ...]
     sample_ids: Ints
-    """(b,) window ids (`data/dataset.py`); -1 for a filler of a validation batch."""
+    """(b,) window ids (`data/dataset.py`); -1 for a filler of a validation batch and in an empty micro-batch."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether this stands for no micro-batch of the step: nothing in it is computed."""
+        return self.index < 0
 
 
 class Loader:
     """Batches of the train side. Safe to use from several threads; holds no position."""
 
-    def __init__(self, dataset: Dataset, *, seq_len: int, global_batch: int, micro_batch: int, seed: int) -> None:
+    def __init__(
+        self,
+        dataset: Dataset,
+        *,
+        seq_len: int,
+        global_batch: int,
+        micro_batch: int,
+        seed: int,
+        any_ranks: bool = False,
+    ) -> None:
         self.dataset = dataset
         self.seq_len = seq_len
         self.global_batch = global_batch
         self.micro_batch = micro_batch
         self.seed = seed
+        self.any_ranks = any_ranks
         _check_batch(global_batch, micro_batch, dp_size=1)
         sizes = dataset.pool_sizes(seq_len)
         self._mixture = Mixture(sizes=sizes, weights=dataset.weights, seed=seed)
@@ -64,11 +81,11 @@ class Loader:
         return self._ids(step * self.global_batch, self.global_batch)
 
     def microbatches(self, step: int, *, dp_index: int = 0, dp_size: int = 1) -> list[MicroBatch]:
-        """What data-parallel rank `dp_index` of `dp_size` runs in `step`, in order."""
-        _check_batch(self.global_batch, self.micro_batch, dp_size=dp_size)
-        per_rank = self.global_batch // self.micro_batch // dp_size
-        mine = range(dp_index * per_rank, (dp_index + 1) * per_rank)
-        return [self._microbatch(step * self.global_batch, j) for j in mine]
+        """What data-parallel rank `dp_index` of `dp_size` runs in `step`, in order; as many on all ranks, empty ones last."""
+        _check_batch(self.global_batch, self.micro_batch, dp_size=1 if self.any_ranks else dp_size)
+        samples = self.global_batch // self.micro_batch
+        found = [self._microbatch(step * self.global_batch, j) for j in owned(samples, owners=dp_size, owner=dp_index)]
+        return _filled(found, samples, dp_size, micro_batch=self.micro_batch, seq_len=self.seq_len)
 
     def epochs(self, steps: int) -> tuple[float, ...]:
         """How often the first `steps` steps go through each pool."""
@@ -126,7 +143,17 @@ class ValidationLoader:
     last batch is filled up with sequences that predict nothing, so that all ranks run equally many micro-batches and means stay exact.
     """
 
-    def __init__(self, dataset: Dataset, *, seq_len: int, global_batch: int, micro_batch: int, batches: int) -> None:
+    def __init__(
+        self,
+        dataset: Dataset,
+        *,
+        seq_len: int,
+        global_batch: int,
+        micro_batch: int,
+        batches: int,
+        any_ranks: bool = False,
+    ) -> None:
+        self.any_ranks = any_ranks
         self.dataset = dataset
         self.seq_len = seq_len
         self.global_batch = global_batch
@@ -142,12 +169,13 @@ class ValidationLoader:
         return self._ids[batch * self.global_batch : (batch + 1) * self.global_batch]
 
     def microbatches(self, batch: int, *, dp_index: int = 0, dp_size: int = 1) -> list[MicroBatch]:
-        """What data-parallel rank `dp_index` of `dp_size` runs of validation batch `batch`."""
-        _check_batch(self.global_batch, self.micro_batch, dp_size=dp_size)
+        """What data-parallel rank `dp_index` of `dp_size` runs of validation batch `batch`, as of a training step."""
+        _check_batch(self.global_batch, self.micro_batch, dp_size=1 if self.any_ranks else dp_size)
         ids, b = self.sample_ids(batch), self.micro_batch
-        per_rank = self.global_batch // b // dp_size
-        mine = range(dp_index * per_rank, (dp_index + 1) * per_rank)
-        return [_pack(self.dataset, ids[j * b : (j + 1) * b], index=j, seq_len=self.seq_len) for j in mine]
+        samples = self.global_batch // b
+        mine = owned(samples, owners=dp_size, owner=dp_index)
+        found = [_pack(self.dataset, ids[j * b : (j + 1) * b], index=j, seq_len=self.seq_len) for j in mine]
+        return _filled(found, samples, dp_size, micro_batch=b, seq_len=self.seq_len)
 
 
 def _validation_ids(dataset: Dataset, *, seq_len: int, wanted: int) -> Ints:
@@ -169,6 +197,25 @@ def _pack(dataset: Dataset, ids: Ints, *, index: int, seq_len: int) -> MicroBatc
         positions=packed.positions,
         segments=packed.segments,
         sample_ids=ids,
+    )
+
+
+def _filled(found: list[MicroBatch], samples: int, owners: int, *, micro_batch: int, seq_len: int) -> list[MicroBatch]:
+    """As many micro-batches as the largest share has."""
+    missing = num_rounds(samples, owners=owners) - len(found)
+    return found + [empty_microbatch(micro_batch, seq_len) for _ in range(missing)]
+
+
+def empty_microbatch(micro_batch: int, seq_len: int) -> MicroBatch:
+    """The shape of a micro-batch with nothing in it."""
+    shape = (micro_batch, seq_len)
+    return MicroBatch(
+        index=-1,
+        tokens=np.zeros(shape, np.int64),
+        labels=np.full(shape, -100, np.int64),
+        positions=np.broadcast_to(np.arange(seq_len), shape).copy(),
+        segments=((seq_len,),) * micro_batch,
+        sample_ids=np.full(micro_batch, -1, np.int64),
     )
 
 

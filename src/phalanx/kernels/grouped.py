@@ -20,7 +20,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -141,7 +141,7 @@ class _Contiguous(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class _Piece:
+class Piece:
     """Rows `[start, stop)` of one slot; in the padded buffers they begin at `at` and are `size` long."""
 
     slot: int
@@ -168,22 +168,25 @@ class _Piece:
         return [slice(i, min(i + BLOCK_ROWS, self.size)) for i in range(0, self.size, BLOCK_ROWS)]
 
 
-def _pieces(counts: Sequence[int], dtype: torch.dtype) -> list[_Piece]:
-    """Slots cut into pieces of at most MAX_PIECE rows, by the counts alone: no result depends on the number of lanes."""
-    out: list[_Piece] = []
+def _pieces(counts: Sequence[int], dtype: torch.dtype, slots: Sequence[int] | None = None) -> list[Piece]:
+    """Slots cut into pieces of at most MAX_PIECE rows, by the counts alone: no result depends on the number of lanes.
+
+    `slots`: whose rows each count counts (None: one count a slot, in order).
+    """
+    out: list[Piece] = []
     start = at = 0
-    for slot, count in enumerate(counts):
+    for slot, count in zip(range(len(counts)) if slots is None else slots, counts, strict=True):
         num = -(-count // MAX_PIECE)
         for i in range(num):
             first, last = start + count * i // num, start + count * (i + 1) // num
             size = padded_rows(last - first, dtype)
-            out.append(_Piece(slot, first, last, at, size))
+            out.append(Piece(slot, first, last, at, size))
             at += size
         start += count
     return out
 
 
-class _Scratch(NamedTuple):
+class Scratch(NamedTuple):
     """What one lane needs for one piece; allocated by the caller's thread, used again for every piece."""
 
     x_mH: torch.Tensor
@@ -192,7 +195,7 @@ class _Scratch(NamedTuple):
     gate_up_mF: torch.Tensor
 
 
-class _BackwardScratch(NamedTuple):
+class BackwardScratch(NamedTuple):
     dy_mH: torch.Tensor
     dh_mf: torch.Tensor
     d_gate_up_mF: torch.Tensor
@@ -201,17 +204,32 @@ class _BackwardScratch(NamedTuple):
     dots_m: torch.Tensor
 
 
-def _scratch(like: torch.Tensor, rows: int, width: int) -> _Scratch:
+Scratches = tuple[Scratch, BackwardScratch]
+
+
+class Grads(Protocol):
+    """Where the gradients of a piece go."""
+
+    x_MH: torch.Tensor
+    row_weights_M: torch.Tensor | None
+    weights: bool
+
+    def w13_of(self, p: Piece) -> torch.Tensor: ...
+
+    def w2_of(self, p: Piece) -> torch.Tensor: ...
+
+
+def forward_scratch(like: torch.Tensor, rows: int, width: int) -> Scratch:
     hidden = like.shape[1]
     x_mH, y_mH, gate_up_mF = (spaced(rows, columns, like) for columns in (hidden, hidden, 2 * width))
-    return _Scratch(x_mH, y_mH, like.new_empty(rows, width), gate_up_mF)
+    return Scratch(x_mH, y_mH, like.new_empty(rows, width), gate_up_mF)
 
 
-def _backward_scratch(like: torch.Tensor, rows: int, width: int) -> _BackwardScratch:
+def backward_scratch(like: torch.Tensor, rows: int, width: int) -> BackwardScratch:
     silu_bf, t_bf = like.new_empty(2, min(rows, BLOCK_ROWS), width)
     dy_mH, d_gate_up_mF = spaced(rows, like.shape[1], like), spaced(rows, 2 * width, like)
     dots_m = like.new_empty(rows, dtype=torch.promote_types(like.dtype, torch.float32))
-    return _BackwardScratch(dy_mH, like.new_empty(rows, width), d_gate_up_mF, silu_bf, t_bf, dots_m)
+    return BackwardScratch(dy_mH, like.new_empty(rows, width), d_gate_up_mF, silu_bf, t_bf, dots_m)
 
 
 class _CpuExpertFfn(torch.autograd.Function):
@@ -229,11 +247,11 @@ class _CpuExpertFfn(torch.autograd.Function):
         lanes: Lanes,
         target: Target | None,
     ) -> torch.Tensor:
-        work = _Work(x_MH, w13_e2fH, w2_eHf, row_weights_M, counts)
+        work = Work(x_MH, w13_e2fH, w2_eHf, row_weights_M, counts)
         if not recompute and any(ctx.needs_input_grad):
             work.keep()
         y_MH = torch.empty_like(x_MH, memory_format=torch.contiguous_format)
-        scratch, native = [_scratch(*work.scratch_shape) for _ in range(lanes.count)], lanes.rows_for(x_MH)
+        scratch, native = [forward_scratch(*work.scratch_shape) for _ in range(lanes.count)], lanes.rows_for(x_MH)
         lanes.run(lambda p, lane: work.forward(p, scratch[lane], y_MH, native), work.largest_first)
         ctx.save_for_backward(x_MH, w13_e2fH, w2_eHf, row_weights_M, work.gate_up_P2f)
         ctx.counts, ctx.lanes, ctx.target = counts, lanes, target
@@ -243,9 +261,11 @@ class _CpuExpertFfn(torch.autograd.Function):
     def backward(ctx: Any, dy_MH: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x_MH, w13_e2fH, w2_eHf, row_weights_M, gate_up_P2f = ctx.saved_tensors
         lanes, native = ctx.lanes, ctx.lanes.rows_for(x_MH, dy_MH)
-        work = _Work(x_MH, w13_e2fH, w2_eHf, row_weights_M, ctx.counts, gate_up_P2f)
+        work = Work(x_MH, w13_e2fH, w2_eHf, row_weights_M, ctx.counts, gate_up_P2f=gate_up_P2f)
         grads = _Grads(work, weights=ctx.needs_input_grad[1], row_weights=ctx.needs_input_grad[3])
-        scratch = [(_scratch(*work.scratch_shape), _backward_scratch(*work.scratch_shape)) for _ in range(lanes.count)]
+        scratch = [
+            (forward_scratch(*work.scratch_shape), backward_scratch(*work.scratch_shape)) for _ in range(lanes.count)
+        ]
         kept = None if ctx.target is None else _Kept(work, dy_MH)
         lanes.run(lambda p, lane: work.backward(p, *scratch[lane], dy_MH, grads, kept, native), work.largest_first)
         grads.finish(lanes)
@@ -255,7 +275,7 @@ class _CpuExpertFfn(torch.autograd.Function):
         return grads.x_MH, grads.w13, grads.w2_eHf, grads.row_weights_M, None, None, None, None
 
 
-class _Work:
+class Work:
     """One call: the operands, and what is done with a piece of them."""
 
     def __init__(
@@ -265,13 +285,14 @@ class _Work:
         w2_eHf: torch.Tensor,
         row_weights_M: torch.Tensor | None,
         counts: tuple[int, ...],
+        slots: tuple[int, ...] | None = None,
         gate_up_P2f: torch.Tensor | None = None,
     ) -> None:
         self.x_MH, self.w2_eHf, self.gate_up_P2f = x_MH, w2_eHf, gate_up_P2f
         self.w13_shape = w13_e2fH.shape
         self.w13_eFH = w13_e2fH.flatten(1, 2)
         self.width = w2_eHf.shape[-1]
-        self.pieces = _pieces(counts, x_MH.dtype)
+        self.pieces = _pieces(counts, x_MH.dtype, slots)
         self.largest_first = sorted(self.pieces, key=lambda p: -p.size)
         self.row_weights_M = row_weights_M
         self.scale_M1 = None if row_weights_M is None else row_weights_M.to(x_MH.dtype).unsqueeze(-1)
@@ -284,11 +305,11 @@ class _Work:
     def scratch_shape(self) -> tuple[torch.Tensor, int, int]:
         return self.x_MH, max((p.size for p in self.pieces), default=0), self.width
 
-    def _gate_up(self, p: _Piece, s: _Scratch) -> torch.Tensor:
+    def _gate_up(self, p: Piece, s: Scratch) -> torch.Tensor:
         """Where the piece's first projection goes: into the kept buffer where there is one."""
         return s.gate_up_mF[: p.size] if self.gate_up_P2f is None else self.gate_up_P2f[p.padded]
 
-    def forward(self, p: _Piece, s: _Scratch, y_MH: torch.Tensor, native: Rows | None) -> None:
+    def forward(self, p: Piece, s: Scratch, y_MH: torch.Tensor, native: Rows | None) -> None:
         scale_r1 = None if self.scale_M1 is None else self.scale_M1[p.rows]
         weights = self.w13_eFH[p.slot], self.w2_eHf[p.slot]
         x_rH, y_rH, gate_up_mF = self.x_MH[p.rows], y_MH[p.rows], self._gate_up(p, s)
@@ -302,11 +323,11 @@ class _Work:
 
     def backward(
         self,
-        p: _Piece,
-        s: _Scratch,
-        t: _BackwardScratch,
+        p: Piece,
+        s: Scratch,
+        t: BackwardScratch,
         dy_MH: torch.Tensor,
-        grads: _Grads,
+        grads: Grads,
         kept: _Kept | None = None,
         native: Rows | None = None,
     ) -> None:
@@ -338,7 +359,7 @@ def _forward_piece(
     scale_r1: torch.Tensor | None,
     gate_up_mF: torch.Tensor,
     y_rH: torch.Tensor,
-    s: _Scratch,
+    s: Scratch,
     block: int,
 ) -> None:
     """Scripted. `r` rows of the slot, `m` with the padding: zeros, so that it adds nothing to any product."""
@@ -352,7 +373,7 @@ def _forward_piece(
     _second_projection(h_mf, w2_Hf, scale_r1, y_rH, s)
 
 
-def _first_projection(x_rH: torch.Tensor, w13_FH: torch.Tensor, gate_up_mF: torch.Tensor, s: _Scratch) -> None:
+def _first_projection(x_rH: torch.Tensor, w13_FH: torch.Tensor, gate_up_mF: torch.Tensor, s: Scratch) -> None:
     """Scripted."""
     rows, size = x_rH.shape[0], gate_up_mF.shape[0]
     s.x_mH[:rows].copy_(x_rH)
@@ -361,7 +382,7 @@ def _first_projection(x_rH: torch.Tensor, w13_FH: torch.Tensor, gate_up_mF: torc
 
 
 def _second_projection(
-    h_mf: torch.Tensor, w2_Hf: torch.Tensor, scale_r1: torch.Tensor | None, y_rH: torch.Tensor, s: _Scratch
+    h_mf: torch.Tensor, w2_Hf: torch.Tensor, scale_r1: torch.Tensor | None, y_rH: torch.Tensor, s: Scratch
 ) -> None:
     """Scripted."""
     rows, y_mH = y_rH.shape[0], s.y_mH[: h_mf.shape[0]]
@@ -378,8 +399,8 @@ def _backward_piece(
     dx_rH: torch.Tensor,
     d_scale_r: torch.Tensor | None,
     d_weights: list[torch.Tensor],
-    s: _Scratch,
-    t: _BackwardScratch,
+    s: Scratch,
+    t: BackwardScratch,
     block: int,
 ) -> None:
     """Scripted. `operands`: x and dy (r, H), w13, w2, gate_up (m, F); `d_weights`: those of w13 and w2, if wanted."""
@@ -407,9 +428,7 @@ def _backward_piece(
     _gradients_of_piece(operands, scale_r1, dots_m, dx_rH, d_scale_r, d_weights, s, t)
 
 
-def _gradient_of_h(
-    operands: list[torch.Tensor], scale_r1: torch.Tensor | None, s: _Scratch, t: _BackwardScratch
-) -> None:
+def _gradient_of_h(operands: list[torch.Tensor], scale_r1: torch.Tensor | None, s: Scratch, t: BackwardScratch) -> None:
     """Scripted: into `t.dh_mf`."""
     x_rH, dy_rH, w2_Hf = operands[0], operands[1], operands[3]
     rows, size = x_rH.shape[0], operands[4].shape[0]
@@ -430,8 +449,8 @@ def _gradients_of_piece(
     dx_rH: torch.Tensor,
     d_scale_r: torch.Tensor | None,
     d_weights: list[torch.Tensor],
-    s: _Scratch,
-    t: _BackwardScratch,
+    s: Scratch,
+    t: BackwardScratch,
 ) -> None:
     """Scripted: of the rows, their weights and the experts' weights, once `h` and the gradient of gate and up are there."""
     dy_rH, w13_FH, w2_Hf = operands[1], operands[2], operands[3]
@@ -466,7 +485,7 @@ def _scale_gradient(
 class _Grads:
     """Where gradients go. A slot of several pieces gets one partial weight gradient each, added up in their order at the end."""
 
-    def __init__(self, work: _Work, *, weights: bool, row_weights: bool) -> None:
+    def __init__(self, work: Work, *, weights: bool, row_weights: bool) -> None:
         like = work.x_MH
         self.x_MH = torch.empty_like(like, memory_format=torch.contiguous_format)
         self.weights = weights
@@ -476,7 +495,7 @@ class _Grads:
         self.w2_eHf = torch.empty(work.w2_eHf.shape, dtype=like.dtype) if weights else None
         self.w13 = None if self._w13_eFH is None else self._w13_eFH.view(work.w13_shape)
         self._partial: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._of_slot: dict[int, list[_Piece]] = {}
+        self._of_slot: dict[int, list[Piece]] = {}
         for p in work.pieces:
             self._of_slot.setdefault(p.slot, []).append(p)
         self._slots = range(work.w2_eHf.shape[0])
@@ -488,11 +507,11 @@ class _Grads:
                         torch.empty_like(self.w2_eHf[p.slot]),
                     )
 
-    def w13_of(self, p: _Piece) -> torch.Tensor:
+    def w13_of(self, p: Piece) -> torch.Tensor:
         assert self._w13_eFH is not None
         return self._partial[p.start][0] if p.start in self._partial else self._w13_eFH[p.slot]
 
-    def w2_of(self, p: _Piece) -> torch.Tensor:
+    def w2_of(self, p: Piece) -> torch.Tensor:
         assert self.w2_eHf is not None
         return self._partial[p.start][1] if p.start in self._partial else self.w2_eHf[p.slot]
 
@@ -514,7 +533,7 @@ class _Grads:
 class _Kept:
     """What the products of the weight gradients need, from the backward pass that put them off."""
 
-    def __init__(self, work: _Work, dy_MH: torch.Tensor) -> None:
+    def __init__(self, work: Work, dy_MH: torch.Tensor) -> None:
         rows = sum(p.size for p in work.pieces)
         self.work, self.dy_MH = work, dy_MH
         self.h_Pf = spaced(rows, work.width, work.x_MH)
@@ -524,13 +543,13 @@ class _Kept:
         """Of `w13` and `w2`: the very products of a backward pass that does all at once."""
         work = self.work
         grads = _Grads(work, weights=True, row_weights=False)
-        scratch = [_scratch(*work.scratch_shape) for _ in range(lanes.count)]
+        scratch = [forward_scratch(*work.scratch_shape) for _ in range(lanes.count)]
         lanes.run(lambda p, lane: self._piece(p, scratch[lane], grads), work.largest_first)
         grads.finish(lanes)
         assert grads.w13 is not None and grads.w2_eHf is not None  # asked for
         return grads.w13, grads.w2_eHf
 
-    def _piece(self, p: _Piece, s: _Scratch, grads: _Grads) -> None:
+    def _piece(self, p: Piece, s: Scratch, grads: _Grads) -> None:
         dy_mH = _fill(s.y_mH, self.dy_MH, p)
         if self.work.scale_M1 is not None:
             dy_mH[: p.num_rows].mul_(self.work.scale_M1[p.rows])
@@ -538,7 +557,7 @@ class _Kept:
         torch.mm(self.d_gate_up_P2f[p.padded].T, _fill(s.x_mH, self.work.x_MH, p), out=grads.w13_of(p))
 
 
-def _fill(target: torch.Tensor, source_MH: torch.Tensor, p: _Piece) -> torch.Tensor:
+def _fill(target: torch.Tensor, source_MH: torch.Tensor, p: Piece) -> torch.Tensor:
     """The piece's rows at the top of `target`, zeros below, so that padding adds nothing to any product."""
     target[: p.num_rows].copy_(source_MH[p.rows])
     target[p.num_rows : p.size].zero_()

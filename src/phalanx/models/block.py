@@ -42,7 +42,13 @@ class Block(nn.Module):
         info: ForwardInfo,
         batch: TokenBatch,
     ) -> tuple[torch.Tensor, torch.Tensor, RoutingStats | None]:
-        """The residual stream as two summands, (T, H) each, in and out, and what the router says; None in a dense block."""
+        """The residual stream as two summands, (T, H) each, in and out, and what the router says; None in a dense block.
+
+        Of an empty micro-batch there are no rows, and only the experts, who serve others too, are asked.
+        """
+        if batch.is_empty:
+            y_TH, stats = (torch.zeros_like(x_TH), None) if self.moe is None else self.moe(x_TH, info, batch)
+            return x_TH, y_TH, stats
         x_TH, h_TH = self.attention_norm.after(x_TH, delta_TH)
         x_TH, h_TH = self.ffn_norm.after(x_TH, self.attention(h_TH, table=table, info=info, batch=batch))
         if self.moe is not None:

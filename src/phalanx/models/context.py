@@ -10,6 +10,7 @@ from typing import Literal
 
 import torch
 
+from phalanx.kernels.fixed_point import FixedSums
 from phalanx.kernels.lanes import SERIAL, Lanes
 from phalanx.kernels.later import Later
 from phalanx.plan.dispatch import DispatchSpec
@@ -51,6 +52,8 @@ class ModelContext:
     """What each holder of an expert with replicas keeps of its optimizer state."""
     later: Later | None = None
     """Where backward passes leave the weight gradients of matrices, if the schedule puts them off."""
+    sums: FixedSums | None = None
+    """Exact mode: experts compute unit by unit and add the gradients of their weights up here (`kernels/exact_experts.py`)."""
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -81,6 +84,8 @@ class TokenBatch:
     """int64 places in its whole sequence of a part's positions; None: they are all here."""
     part_T: torch.Tensor | None = None
     """int64: which rank would hold each row. Only where one rank stands in for several: rows are then dropped part by part."""
+    is_empty: bool = False
+    """There is no micro-batch, only the shape of one: this rank takes part in what others do together and computes nothing."""
 
     @property
     def num_tokens(self) -> int:
@@ -107,6 +112,8 @@ class ForwardInfo:
     phase: Phase = "fwd"
     """Names this pass in the ids of its operations (`plan/program.py`); changes nothing else."""
     num_microbatches: int = 1
+    rounds: int | None = None
+    """Micro-batches of each data-parallel rank, empty ones included; None: `num_microbatches` over these ranks."""
     balance_counts_LE: torch.Tensor | None = None
 
 

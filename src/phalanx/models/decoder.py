@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, repeat
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -105,6 +106,8 @@ class Decoder(nn.Module):
 
     def run_stage(self, stage: Stage, x_TH: torch.Tensor | None, batch: TokenBatch, info: ForwardInfo) -> DecoderOutput:
         """One stage; `x_TH` is what the one before it put out (None for the first)."""
+        if batch.is_empty:
+            return self._run_empty(stage, x_TH, batch, info)
         spec = self.spec
         table = rope_table(
             batch.positions_BS, head_dim=spec.rotary_dim, theta=spec.rope_theta, dtype=self.dtype, yarn=spec.yarn
@@ -131,6 +134,37 @@ class Decoder(nn.Module):
         moe = tuple(spec.moe_layers.index(i) for i in layers if i in spec.moe_layers)
         return DecoderOutput(x_TH, tuple(routing), moe, tuple(further))
 
+    def _run_empty(
+        self, stage: Stage, x_TH: torch.Tensor | None, batch: TokenBatch, info: ForwardInfo
+    ) -> DecoderOutput:
+        """A stage for a micro-batch that is not there: its experts serve others, and what crosses to other stages are zeros.
+
+        On the stage that predicts nothing comes out: (0, H).
+        """
+        spec, rows = self.spec, batch.num_tokens // self.sequence.axis.size
+        if x_TH is None:
+            x_TH = torch.zeros((0, spec.hidden), dtype=self.dtype, device=self.device)
+            x_TH.requires_grad_(torch.is_grad_enabled())
+        x_0H, routing = x_TH[:0], []
+        further = spec.mtp_blocks if stage.has_head and info.phase != "eval" else ()
+        layers, table = (
+            [*stage.layers, *further],
+            rope_table(
+                batch.positions_BS[:1, :1],
+                head_dim=spec.rotary_dim,
+                theta=spec.rope_theta,
+                dtype=self.dtype,
+                yarn=spec.yarn,
+            ),
+        )
+        for layer in layers:
+            x_0H, delta_0H, stats = self._run_block(self.layers[str(layer)], x_0H, None, table, info, batch)
+            x_0H = x_0H + delta_0H
+            routing += [stats] if stats is not None else []
+        moe = tuple(spec.moe_layers.index(i) for i in layers if i in spec.moe_layers)
+        out_TH = x_0H if stage.has_head else F.pad(x_0H, (0, 0, 0, rows))
+        return DecoderOutput(out_TH, tuple(routing), moe)
+
     def _predict_further(
         self, x_TH: torch.Tensor, table: RopeTable, batch: TokenBatch, info: ForwardInfo
     ) -> tuple[list[torch.Tensor], list[RoutingStats]]:
@@ -150,6 +184,8 @@ class Decoder(nn.Module):
 
     def cross_entropy_sum(self, hidden_TH: torch.Tensor, batch: TokenBatch, info: ForwardInfo) -> torch.Tensor:
         """0-d sum of the token losses of this cp part, in nats: the same on all tp ranks, each with its share of the gradient."""
+        if batch.is_empty:
+            return hidden_TH.sum(dtype=torch.promote_types(hidden_TH.dtype, torch.float32))
         return self._cross_entropy(hidden_TH, batch.labels_BS, info, self.sequence)
 
     def mtp_cross_entropy_sum(self, output: DecoderOutput, batch: TokenBatch, info: ForwardInfo) -> torch.Tensor:

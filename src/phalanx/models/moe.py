@@ -52,13 +52,20 @@ class MoE(nn.Module):
             lanes=ctx.lanes,
         )
         self.routed = RoutedExperts(
-            dispatcher, kernels=ctx.kernels, lanes=ctx.lanes, tuner=ctx.tuner, host_of_rank=ctx.host_of_rank
+            dispatcher,
+            kernels=ctx.kernels,
+            lanes=ctx.lanes,
+            tuner=ctx.tuner,
+            sums=ctx.sums,
+            host_of_rank=ctx.host_of_rank,
         )
         self.layer, self.later = layer, ctx.later
         self.recompute = ctx.recompute == "selective"
 
     def forward(self, x_TH: torch.Tensor, info: ForwardInfo, batch: TokenBatch) -> tuple[torch.Tensor, RoutingStats]:
         """(T, H) -> (T, H) and this micro-batch's router losses and counts. Collective over `ep_etp`."""
+        if batch.is_empty:
+            return self._for_others(x_TH, info)
         prefix = op_id("", microbatch=info.microbatch, layer=self.layer, phase=info.phase)
         route = partial(self.router, info=info, num_sequences=batch.num_sequences, token_index_T=batch.token_index_T)
         routing = traced(self.routed.dispatcher.comms, prefix + "router", route, x_TH)
@@ -84,3 +91,24 @@ class MoE(nn.Module):
             entropy_sum=routing.entropy_sum,
         )
         return y_TH, stats
+
+    def _for_others(self, x_TH: torch.Tensor, info: ForwardInfo) -> tuple[torch.Tensor, RoutingStats]:
+        """This rank's part in the others' pass, without a token of its own: `x_TH` has no rows, nor has what comes out.
+
+        The weights hang on `x`, so that every exchange of a backward pass finds this rank as well.
+        """
+        router = self.router
+        balance_E = router.no_counts(x_TH, info)
+        weights_TK = x_TH.sum(-1, keepdim=True, dtype=router.wide(x_TH)).expand(-1, router.top_k)
+        experts_TK = torch.zeros(weights_TK.shape, dtype=torch.int64, device=x_TH.device)
+        y_TH, dropped = self.routed(
+            x_TH,
+            weights_TK,
+            experts_TK,
+            experts=ExpertWeights(self.experts.w13, self.experts.w2),
+            later=self.later,
+            recompute=self.recompute,
+            op_prefix=op_id("", microbatch=info.microbatch, layer=self.layer, phase=info.phase),
+        )
+        nothing = weights_TK.new_zeros(())
+        return y_TH, RoutingStats(nothing, nothing, balance_E, balance_E, dropped, nothing)

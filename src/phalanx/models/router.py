@@ -102,6 +102,18 @@ class Router(nn.Module):
             entropy_sum=entropy_sum,
         )
 
+    @staticmethod
+    def wide(x_TH: torch.Tensor) -> torch.dtype:
+        """Of logits and weights."""
+        return torch.promote_types(x_TH.dtype, torch.float32)
+
+    def no_counts(self, x_TH: torch.Tensor, info: ForwardInfo) -> torch.Tensor:
+        """(E,) zeros: what a rank without a micro-batch adds to the counts that ranks add up."""
+        none_E = torch.zeros(self.num_experts, dtype=torch.int64, device=x_TH.device)
+        if self.spec.aux_loss and self.spec.aux_scope == "global_batch":
+            self._global_counts(none_E, info)
+        return none_E
+
     def _choose(
         self, logits_TE: torch.Tensor, scores_TE: torch.Tensor, info: ForwardInfo, index_T: torch.Tensor | None
     ) -> torch.Tensor:
@@ -172,7 +184,7 @@ class Router(nn.Module):
         """Counts of the whole step: handed in, or (one micro-batch a rank) summed here, or unknown in the pass that finds them."""
         if info.balance_counts_LE is not None:
             return info.balance_counts_LE[self.moe_index]
-        if info.num_microbatches == self.groups.folding.replicas:
+        if info.num_microbatches == self.groups.folding.replicas if info.rounds is None else info.rounds == 1:
             return self.comms.all_reduce(
                 balance_E.clone(), self.groups.axis("tp_dp_cp"), op_id=self._id(info, "balance")
             )

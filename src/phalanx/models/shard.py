@@ -36,6 +36,7 @@ def part_of(batch: TokenBatch, folding: AnyFolding, rank: int) -> TokenBatch:
         token_index_T=(first_B1 + own_s).flatten(),
         whole=batch,
         columns_S=positions,
+        is_empty=batch.is_empty,
     )
 
 
@@ -47,6 +48,7 @@ def _sequences(batch: TokenBatch, first: int, count: int) -> TokenBatch:
         labels_BS=batch.labels_BS[own],
         positions_BS=batch.positions_BS[own],
         segments=batch.segments[own],
+        is_empty=batch.is_empty,
     )
 
 

@@ -149,6 +149,11 @@ class DispatchPlan:
         """Rows of each slot of this ep coordinate, from all sources."""
         return tuple(int(n) for n in self._arrivals(ep).sum((0, 1)))
 
+    def source_counts(self, *, ep: int) -> tuple[tuple[int, ...], ...]:
+        """Rows of each slot of this ep coordinate by source, in the order in which the experts see them (etp, ep)."""
+        of_slots = self._arrivals(ep).transpose(2, 1, 0)
+        return tuple(tuple(int(n) for n in of_slot.reshape(-1)) for of_slot in of_slots)
+
     def slot_order(self, *, ep: int) -> Chunks:
         """From order of arrival (etp, ep, slot) to (slot, etp, ep)."""
         arrived = self._arrivals(ep).transpose(1, 0, 2)  # (ETP, EP, e)

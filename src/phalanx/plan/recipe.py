@@ -11,6 +11,7 @@ from dataclasses import replace
 from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, Problem
 from phalanx.core.rules import value_of
+from phalanx.core.samples import num_rounds
 from phalanx.core.settings import describe_settings
 from phalanx.plan.folding import Folding, folding_problems
 from phalanx.plan.model import PRESETS, ModelSpec, resolve_model
@@ -35,9 +36,7 @@ def run_problems(recipe: Recipe, *, world: int, tokenizer_vocab: int | None = No
         return [*error.problems, *_group_problems(recipe), *_modelless_problems(recipe, world)]
     problems = [*_group_problems(recipe), *_dense_problems(recipe, spec)]
     t = recipe.train
-    batch = (
-        {"global_batch": t.global_batch, "micro_batch": t.micro_batch} if min(t.global_batch, t.micro_batch) > 0 else {}
-    )
+    batch = equal_shares(recipe) if min(t.global_batch, t.micro_batch) > 0 else {}
     try:
         slots = recipe.resilience.slots_per_rank if spec.moe_layers else None
         folding = resolve_mapping(recipe.folding, spec, world=world, seq_len=t.seq_len, slots_per_rank=slots, **batch)
@@ -56,6 +55,14 @@ def run_problems(recipe: Recipe, *, world: int, tokenizer_vocab: int | None = No
     return problems
 
 
+def equal_shares(recipe: Recipe) -> dict[str, int]:
+    """The batch, for `resolve_mapping` to ask that all data-parallel ranks have equal shares of it; empty where any number of ranks may share it."""
+    t = recipe.train
+    if recipe.resilience.mode != "off":
+        return {}
+    return {"global_batch": t.global_batch, "micro_batch": t.micro_batch}
+
+
 def _pair_problems(recipe: Recipe, mapping: AnyFolding) -> list[Problem]:
     """Passes that should run beside one another, and do not communicate, or are no pairs."""
     if not recipe.pipeline.pair_passes:
@@ -66,7 +73,7 @@ def _pair_problems(recipe: Recipe, mapping: AnyFolding) -> list[Problem]:
         rule = "has nothing to hide: with tp, cp, ep and etp of 1 no pass communicates"
         return [Problem(where="pipeline.pair_passes", value=True, rule=rule, hint="folding.ep = 2, or leave it out")]
     t = recipe.train
-    each = t.global_batch // (t.micro_batch * mapping.replicas)
+    each = num_rounds(t.global_batch // t.micro_batch, owners=mapping.replicas)
     return pairing_problems(recipe.pipeline, pp=mapping.pp, num_microbatches=each)
 
 

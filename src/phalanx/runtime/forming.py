@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -159,7 +160,8 @@ class Team:
 def _abort_devices() -> None:
     """NCCL: end the kernels that wait for a peer, in place of sockets. (Not run: no machine with several GPUs was at hand.)"""
     if torch.cuda.is_available() and dist.is_initialized():
-        backend = dist.group.WORLD._get_backend(torch.device("cuda"))
+        world: Any = dist.group.WORLD
+        backend = world._get_backend(torch.device("cuda"))
         if hasattr(backend, "abort"):
             backend.abort()
 
@@ -239,7 +241,8 @@ def _init(team: Team, store: dist.Store, *, device: str, timeout_s: float) -> No
 def store_of(keys: Keys) -> dist.Store:
     """What process groups meet at: torch's own store where there is one, else one that asks `keys`."""
     if isinstance(keys, TcpKeys):
-        store = keys.store.clone()
+        ours: Any = keys.store
+        store = ours.clone()
         store.set_timeout(timedelta(seconds=CONSTRUCT_S))
         return store
     return KeysStore(keys)

@@ -14,6 +14,7 @@ Carries out `plan.layout.flat_layouts` (which parameter lies where in a family's
 
 A family that has nothing to add up (one micro-batch, groups of one rank) is *borrowed*: its gradients stay the tensors that autograd
 made, in their own type, and go to the optimizer without a copy. That is every family of a run on one rank, and the experts wherever edp = 1.
+In exact mode none is: all gradients are added up in fixed point (`_Fixed`), and the sums become numbers again after the last reduction.
 
 Must never change: parameters and optimizer state are not touched here, so a step can be abandoned after any line of this file. Reductions start
 in one fixed order on all ranks (an expert without tokens makes one rank's buffer complete late), which is why a buffer waits for those before it.
@@ -21,11 +22,13 @@ in one fixed order on all ranks (an expert without tokens makes one rank's buffe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from phalanx.kernels.fixed_point import FixedSum, FixedSums, fixed_read, fixed_squares, limit
 from phalanx.kernels.lanes import SERIAL, Lanes
 from phalanx.kernels.square_sum import square_sums
 from phalanx.plan.holders import HolderPlan
@@ -35,6 +38,9 @@ from phalanx.runtime.boxes import BoxTensor
 from phalanx.runtime.collectives import Collectives, Exchange
 from phalanx.runtime.groups import Groups
 from phalanx.runtime.holders import HolderSums
+
+NORM_BITS = 52
+"""Binary places with which fixed-point gradients stay below 2^10, as their squares want them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,6 +70,18 @@ class ReducedGradients:
             terms.append(total / _num_replicas(layout, groups))
         return torch.stack(terms).sum()
 
+    def squares(self, groups: Groups, *, scale: float, lanes: Lanes = SERIAL) -> tuple[int, int, int]:
+        """The squares of this rank's share of the gradient times `scale`, in three integers (`fixed_squares`).
+
+        Added up over the world they are those of the whole gradient: of the ranks that hold the same elements the first one counts them.
+        """
+        found = [(0, 0, 0)]
+        for family, layout in self.layouts.items():
+            if _is_first(layout, groups):
+                found += [fixed_squares(s.tensor, scale=scale, lanes=lanes) for s in self.segments[family]]
+        a, b, c = (sum(part[i] for part in found) for i in range(3))
+        return a, b, c
+
     def boxes(self) -> list[BoxTensor]:
         """The reduced gradients as boxes of logical tensors called `gradient/<param>` (`primary` is not decided here: False)."""
         out = []
@@ -83,6 +101,12 @@ def _counted(layout: FlatLayout, segments: Sequence[Segment]) -> list[torch.Tens
         return [s.tensor for s in segments]
     (whole,) = segments
     return [whole.tensor[start:stop] for start, stop in layout.holders.owned]
+
+
+def _is_first(layout: FlatLayout, groups: Groups) -> bool:
+    """Whether this rank is the first of those that hold the same elements."""
+    copies = (n for n in layout.rule.replicas if layout.num_shards == 1 or n != layout.rule.shard_over)
+    return all(groups.axis(name).index == 0 for name in copies)
 
 
 def _num_replicas(layout: FlatLayout, groups: Groups) -> int:
@@ -110,7 +134,9 @@ class GradientBuffers:
     """Collects the gradients of `params` (by logical name), laid out by `layouts`, in buffers of `dtype`.
 
     Communication: for each layout one reduce-scatter (or all-reduce) over each group of its rule, in `reduce` or, after `final`, during the
-    backward pass; of experts with replicas one exchange over ep in its place, and, where holders keep the whole state, one back.
+    backward pass; of experts with replicas one exchange over ep in its place, and, where holders keep the whole state, one back. With `fixed`
+    gradients are added in fixed point, here and between ranks, so that no sum depends on who adds what (`kernels/fixed_point.py`; up to
+    `summands` for an element); experts add theirs by `fixed`, and all reductions wait for `reduce`.
     """
 
     def __init__(
@@ -120,12 +146,21 @@ class GradientBuffers:
         *,
         dtype: torch.dtype,
         borrowed: Collection[str] = (),
+        fixed: FixedSums | None = None,
+        summands: int = 1,
+        lanes: Lanes = SERIAL,
     ) -> None:
         self.layouts = dict(layouts)
-        self._parts: dict[str, _Flat | _Borrowed] = {
+        self.bits, self._summands = NORM_BITS, summands
+        self._fixed = (
+            [] if fixed is None else [_Fixed(key, layout, params, dtype, lanes) for key, layout in layouts.items()]
+        )
+        self._parts: dict[str, _Flat | _Borrowed] = {part.key: part for part in self._fixed} or {
             key: _Borrowed(layout, params) if key in borrowed else _Flat(key, layout, params, dtype)
             for key, layout in layouts.items()
         }
+        if fixed is not None:
+            fixed.take((params[name], total) for part in self._fixed for name, total in part.by_name())
         self._in_order = _backward_order(self._parts, list(params))
         self._final: set[str] = set()
         self._reach: tuple[Groups, Collectives] | None = None
@@ -145,14 +180,29 @@ class GradientBuffers:
     def borrowed(self) -> frozenset[str]:
         return frozenset(name for name, part in self._parts.items() if isinstance(part, _Borrowed))
 
-    def begin(self) -> None:
-        """Forget whatever an earlier step (finished or not) left behind."""
+    @property
+    def top(self) -> float:
+        """Fixed point: the largest magnitude of any gradient of this rank; inf where one is not finite."""
+        return max((total.top for part in self._fixed for total in part.totals), default=0.0)
+
+    @property
+    def limit(self) -> float:
+        """Fixed point: below this `top` no sum can have overflowed."""
+        return limit(self.bits, self._summands)
+
+    def begin(self, bits: int | None = None) -> None:
+        """Forget whatever an earlier step (finished or not) left behind. `bits`: binary places of fixed-point sums from now on."""
         self._final, self._reach = set(), None
+        self.bits = self.bits if bits is None else bits
         for part in self._parts.values():
             part.begin()
+        for fixed in self._fixed:
+            fixed.set_places(self.bits)
 
     def final(self, names: Collection[str], groups: Groups, comms: Collectives) -> None:
         """Say that the next gradient of each of these parameters is its last of the step. All ranks of a stage say it at the same point."""
+        if self._fixed:
+            return  # whether a sum had room is known at the end
         self._final |= set(names)
         self._reach = groups, comms
 
@@ -296,6 +346,45 @@ class _Flat:
 
     def release(self) -> None:
         pass
+
+
+class _Fixed(_Flat):
+    """A layout in one flat buffer of fixed-point sums."""
+
+    def __init__(
+        self, key: str, layout: FlatLayout, params: Mapping[str, torch.Tensor], dtype: torch.dtype, lanes: Lanes
+    ) -> None:
+        super().__init__(key, layout, params, torch.int64)
+        self.dtype, self.lanes = dtype, lanes
+        self.totals = [FixedSum(view) for view in self.views]
+
+    def by_name(self) -> list[tuple[str, FixedSum]]:
+        return [(local.param.name, total) for local, total in zip(self.layout.params, self.totals, strict=True)]
+
+    def begin(self) -> None:
+        super().begin()
+        self.flat.zero_()
+        self.seen = [True] * len(self.views)
+
+    def set_places(self, bits: int) -> None:
+        self.bits = bits
+        for total in self.totals:
+            total.begin(bits)
+
+    def collect(self, index: int, grad: torch.Tensor) -> None:
+        self.totals[index].add(grad.contiguous(), lanes=self.lanes)
+
+    def finish(self, groups: Groups, comms: Collectives) -> tuple[Segment, ...]:
+        return tuple(
+            Segment(s.start, fixed_read(s.tensor, bits=self.bits, dtype=self.dtype, lanes=self.lanes))
+            for s in super().finish(groups, comms)
+        )
+
+    def _keep_evidence(self) -> None:
+        pass  # the largest magnitudes are evidence
+
+    def non_finite(self) -> list[str]:
+        return [name for name, total in self.by_name() if not math.isfinite(total.top)]
 
 
 class _Borrowed:

@@ -103,7 +103,7 @@ class TcpKeys:
             before = open_sockets()
             try:  # torch tries a port that refuses again and again, for twice its timeout (measured, 2.13)
                 socket.create_connection((host, port), timeout=PROBE_S).close()
-                self.store = dist.TCPStore(
+                self.store: Any = dist.TCPStore(
                     host, port, None, False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
                 )
                 for fd in open_sockets().keys() - before.keys():

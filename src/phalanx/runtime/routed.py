@@ -12,6 +12,7 @@ import torch
 
 from phalanx.core.errors import ConfigError, raise_if
 from phalanx.kernels.choice import Impl
+from phalanx.kernels.fixed_point import FixedSums
 from phalanx.kernels.lanes import SERIAL, Lanes
 from phalanx.kernels.later import Later
 from phalanx.plan.overlap_setting import FINE, OverlapSetting, parse_overlap, replica_problems
@@ -38,10 +39,11 @@ class RoutedExperts:
         kernels: Impl = "fast",
         lanes: Lanes = SERIAL,
         tuner: Tuner | None = None,
+        sums: FixedSums | None = None,
         host_of_rank: Sequence[int] = (),
     ) -> None:
         """`host_of_rank` of all ranks of the run, () where it is not known."""
-        self.dispatcher, self.kernels, self.lanes = dispatcher, kernels, lanes
+        self.dispatcher, self.kernels, self.lanes, self.sums = dispatcher, kernels, lanes, sums
         self.tuner = tuner or Tuner()
         self.hosts = [host_of_rank[rank] for rank in dispatcher.ep_etp.ranks] if host_of_rank else None
         alone = dispatcher.ep_etp.size == 1
@@ -75,6 +77,9 @@ class RoutedExperts:
             "op_prefix": op_prefix,
         }
         routed = (x_TH, weights_TK, experts_TK)
+        if self.sums is not None:
+            y_TH, dropped = run_experts(*routed, kernels=self.kernels, sums=self.sums, **common)
+            return y_TH if beside is None else y_TH + beside(), dropped
         by_tiles: dict[str, Any] = {"beside": beside, "host_of_rank": self.hosts, **common}
         if self.setting.kind in FIXED:
             return run_overlapped(*routed, schedule=FIXED[self.setting.kind], **by_tiles)

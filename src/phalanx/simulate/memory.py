@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from phalanx.core.config import Recipe
+from phalanx.core.samples import num_rounds
 from phalanx.plan.dispatch import DispatchSpec
 from phalanx.plan.holders import HolderPlan
 from phalanx.plan.layout import FlatLayout, flat_layouts, stage_params
@@ -204,7 +205,7 @@ class _Run:
     @property
     def num_microbatches(self) -> int:
         t = self.recipe.train
-        return max(1, t.global_batch // (t.micro_batch * self.folding.replicas))
+        return max(1, num_rounds(t.global_batch // t.micro_batch, owners=self.folding.replicas))
 
     @property
     def in_flight(self) -> int:

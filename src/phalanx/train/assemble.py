@@ -10,6 +10,8 @@ import torch
 
 from phalanx.core.config import OptimConfig
 from phalanx.core.errors import PlanError, Problem, raise_if
+from phalanx.kernels.choice import Impl
+from phalanx.kernels.fixed_point import FixedSums
 from phalanx.kernels.later import Later
 from phalanx.models.context import ModelContext
 from phalanx.models.decoder import Decoder
@@ -19,6 +21,7 @@ from phalanx.plan.model import buffers
 from phalanx.plan.pipeline import Pipeline, plain_pipeline
 from phalanx.runtime.gradients import GradientBuffers, borrowable
 from phalanx.runtime.optimizer_state import ShardedState
+from phalanx.train.exact import ExactSums
 from phalanx.train.optim import AdamW
 from phalanx.train.step import StepParts
 
@@ -40,15 +43,19 @@ def assemble(
     num_microbatches: int,
     pipeline: Pipeline | None = None,
     rules: Mapping[str, GradientRule] = GRADIENT_RULES,
+    samples: int | None = None,
+    exact: ExactSums | None = None,
 ) -> StepParts:
-    """This rank's part of a freshly initialised run. `num_microbatches` = micro-batches of one step on this rank.
+    """This rank's part of a freshly initialised run. `num_microbatches` = micro-batches of one step on this rank, empty ones included.
 
     `pipeline` (None: 1F1B over the pipeline ranks of the folding, if it has several) decides the stages, whatever `ctx` says of them.
-    `rules` is an argument so that `phalanx verify` can plant faults in it.
+    `rules` is an argument so that `phalanx verify` can plant faults in it. `samples` = micro-batches of one step over all ranks, where ranks
+    may have unequal numbers of them; `exact`: results do not depend on the number of ranks (docs/survive.md).
     """
     pipeline = pipeline if pipeline is not None else plain_pipeline(ctx.spec, pp=ctx.groups.folding.pp)
     later = Later() if pipeline.splits_backward else None
-    ctx = dataclasses.replace(ctx, pipeline=pipeline.stages, later=later)
+    sums = None if exact is None else FixedSums(chunk_rows=exact.chunk_rows)
+    ctx = dataclasses.replace(ctx, pipeline=pipeline.stages, later=later, sums=sums)
     raise_if(_pipeline_problems(ctx, pipeline), PlanError, subject="the pipeline")
     model = Decoder(ctx)
     params = dict(model.named_parameters())
@@ -75,6 +82,9 @@ def assemble(
         layouts,
         dtype=state_dtype(ctx.dtype),
         borrowed=_borrowed(layouts, ctx, num_microbatches=num_microbatches),
+        fixed=sums,
+        summands=1 if exact is None else exact.summands,
+        lanes=ctx.lanes,
     )
     return StepParts(
         model=model,
@@ -83,18 +93,27 @@ def assemble(
         comms=ctx.comms,
         buffers=gradients,
         state=state,
-        optimizer=AdamW(optim, ctx.kernels, ctx.lanes),
+        optimizer=AdamW(optim, _update_kernels(ctx), ctx.lanes),
         clip_norm=optim.clip_norm,
         pipeline=pipeline,
         placement=None if ctx.placement.is_plain else ctx.placement,
         later=later,
         kernels=ctx.kernels,
         lanes=ctx.lanes,
+        samples=samples,
+        exact=exact,
     )
+
+
+def _update_kernels(ctx: ModelContext) -> Impl:
+    """Of exact mode: torch's fused update gives the last elements of a shard other bits than the same elements inside a longer one."""
+    return "reference" if ctx.sums is not None and ctx.lanes.rows is None else ctx.kernels
 
 
 def _borrowed(layouts: Mapping[str, FlatLayout], ctx: ModelContext, *, num_microbatches: int) -> frozenset[str]:
     """A tied table that two stages of this rank use gets two gradients from one micro-batch."""
+    if ctx.sums is not None:
+        return frozenset()  # rounding to fixed point is part of every gradient
     found = borrowable(layouts, ctx.groups, num_microbatches=num_microbatches)
     if len(ctx.stages) == 1:
         return found

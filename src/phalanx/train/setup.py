@@ -24,6 +24,7 @@ from phalanx.core.config import DispatchConfig, Recipe
 from phalanx.core.errors import ConfigError, Problem, RunError
 from phalanx.core.events import Emit, Note
 from phalanx.core.files import read_json
+from phalanx.core.samples import num_rounds
 from phalanx.data.prepare import Prepared, prepare
 from phalanx.kernels.lanes import Lanes
 from phalanx.kernels.native import Rows, compiled_rows
@@ -35,6 +36,7 @@ from phalanx.observe.sinks import Sinks, open_sinks
 from phalanx.plan.dispatch import DispatchSpec
 from phalanx.plan.model import ModelSpec, resolve_model
 from phalanx.plan.pipeline import Pipeline, make_pipeline
+from phalanx.plan.recipe import equal_shares
 from phalanx.plan.replicas import read_loads
 from phalanx.plan.run_placement import Asked, asked_of, run_placement
 from phalanx.plan.stage_foldings import AnyFolding, resolve_mapping
@@ -153,9 +155,8 @@ def resolve_shape(recipe: Recipe, *, world: int, tokenizer_vocab: int) -> tuple[
         spec,
         world=world,
         seq_len=t.seq_len,
-        global_batch=t.global_batch,
-        micro_batch=t.micro_batch,
         slots_per_rank=recipe.resilience.slots_per_rank,
+        **equal_shares(recipe),
     )
     return spec, folding
 
@@ -170,7 +171,7 @@ def replicas_of(recipe: Recipe, *, world: int, local_ranks: int) -> Asked:
 def resolve_pipeline(recipe: Recipe, spec: ModelSpec, folding: AnyFolding) -> Pipeline:
     """Schedule and stages. Raises `ConfigError` with everything that is wrong with them."""
     t = recipe.train
-    each = t.global_batch // (t.micro_batch * folding.replicas)
+    each = num_rounds(t.global_batch // t.micro_batch, owners=folding.replicas)
     return make_pipeline(recipe.pipeline, spec, pp=folding.pp, seq_len=t.seq_len, num_microbatches=each)
 
 

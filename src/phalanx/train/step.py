@@ -3,7 +3,8 @@
     1. count      valid tokens of the whole step, over all ranks                        1 all-reduce of one number
     2. collect    forward and backward of the micro-batches (`train/passes.py`)         those of the layers, transfers of the pipeline
     3. reduce     gradients, by the rule table                                          1 reduce-scatter or all-reduce per family
-    4. vote       norm, losses, counts, finite or not, stop or not, in one vector       1 all-reduce of 7 + 5*L + L*E numbers, over the world
+    4. vote       norm, losses, counts, finite or not, stop or not, in one vector       1 all-reduce of 8 + 5*L + L*E numbers, over the world
+                  (`train/vote.py`)
     5. commit     clip, AdamW on this rank's shards, expert bias; alone
     6. publish    every rank gets the new parameters                                    1 all-gather per sharded family
 
@@ -16,7 +17,6 @@ Legend: L MoE layers, E experts.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,7 +25,9 @@ import torch
 from numpy.typing import NDArray
 
 from phalanx.core.errors import RunError
+from phalanx.core.samples import owned
 from phalanx.kernels.choice import Impl
+from phalanx.kernels.fixed_point import bits_for
 from phalanx.kernels.lanes import SERIAL, Lanes
 from phalanx.kernels.later import Later
 from phalanx.models.context import ForwardInfo, TokenBatch
@@ -40,10 +42,12 @@ from phalanx.runtime.collectives import Collectives
 from phalanx.runtime.gradients import GradientBuffers, ReducedGradients
 from phalanx.runtime.groups import Groups
 from phalanx.runtime.optimizer_state import ShardedState
-from phalanx.train.exchange_times import ExchangeTimes, mean_times, own_times
-from phalanx.train.loss import Share, num_valid
+from phalanx.train.exact import EVAL_BITS, ExactSums
+from phalanx.train.exchange_times import ExchangeTimes
+from phalanx.train.loss import num_valid
 from phalanx.train.optim import Optimizer, clip_scale
 from phalanx.train.passes import StageRunner
+from phalanx.train.vote import Tally, exact_vote, plain_vote
 from phalanx.train.warmup import PassTimes
 
 
@@ -67,6 +71,10 @@ class StepParts:
     lanes: Lanes = SERIAL
     times: PassTimes | None = None
     """Takes down what passes take, in a step that is measured."""
+    samples: int | None = None
+    """Micro-batches of a step over all data-parallel ranks; None: as many on each of them as are given."""
+    exact: ExactSums | None = None
+    """Exact mode: how gradients are summed."""
 
     @property
     def runner(self) -> StageRunner:
@@ -122,29 +130,49 @@ class StepResult:
 def train_step(
     parts: StepParts, batches: Sequence[TokenBatch], *, step: int, lr: float, stop: bool = False
 ) -> StepResult:
-    """Run step `step` (from 0) on this rank's micro-batches and commit it. Collective; all ranks have equally many micro-batches.
+    """Run step `step` (from 0) on this rank's micro-batches and commit it. Collective; all ranks have equally many micro-batches, empty ones included.
 
     `stop` is this rank's wish to end the run after this step; the result says whether any rank has it. Raises `RunError` on all
     ranks, with the state unchanged, where a gradient or a loss is not finite.
     """
-    parts.buffers.begin()
-    parts.comms.layers.take()  # what came before is of no step
-    valid_tokens = parts.comms.all_reduce(num_valid(batches), parts.groups.axis("dp_cp"), op_id="valid_tokens")
-    balance_counts_LE = _balance_counts(parts, batches, step=step)
-    infos = _infos(parts, batches, step=step, balance_counts_LE=balance_counts_LE)
-    shares = parts.runner.train(batches, infos, valid_tokens=valid_tokens, buffers=parts.buffers)
-    gradients = parts.buffers.reduce(parts.groups, parts.comms)
-    tally = _vote(parts, gradients, shares, stop=stop)
+    bits = None if parts.exact is None else parts.exact.bits
+    gradients, tally = _compute(parts, batches, step=step, stop=stop, bits=bits)
+    if tally.too_large:
+        bits = _fewer_bits(parts)
+        gradients, tally = _compute(parts, batches, step=step, stop=stop, bits=bits)
     if not tally.finite:
         raise RunError(_why_not_finite(parts, step=step, tally=tally))
 
     scale = clip_scale(tally.grad_norm, parts.clip_norm)
     with torch.no_grad(), parts.comms.doing("commit"):
         parts.optimizer.commit(parts.state, gradients, step=step, lr=lr, scale=scale)
-        _update_expert_biases(parts, tally.counts_LE)
+        _update_expert_biases(parts, torch.from_numpy(tally.counts_LE))
     parts.buffers.release()
     parts.state.publish(parts.comms)
-    return tally.result(step=step, lr=lr, tokens=_tokens_of_step(parts, batches))
+    return _result(tally, step=step, lr=lr, tokens=_tokens_of_step(parts, batches))
+
+
+def _compute(
+    parts: StepParts, batches: Sequence[TokenBatch], *, step: int, stop: bool, bits: int | None
+) -> tuple[ReducedGradients, Tally]:
+    """Everything of a step that changes nothing: from counting to the vote."""
+    parts.buffers.begin(bits)
+    parts.comms.layers.take()  # what came before is of no step
+    valid_tokens = parts.comms.all_reduce(num_valid(batches), parts.groups.axis("dp_cp"), op_id="valid_tokens")
+    balance_counts_LE = _balance_counts(parts, batches, step=step)
+    infos = _infos(parts, batches, step=step, balance_counts_LE=balance_counts_LE)
+    shares = parts.runner.train(batches, infos, valid_tokens=valid_tokens, buffers=parts.buffers)
+    gradients = parts.buffers.reduce(parts.groups, parts.comms)
+    vote = plain_vote if parts.exact is None else exact_vote
+    return gradients, vote(parts, gradients, shares, stop=stop)
+
+
+def _fewer_bits(parts: StepParts) -> int:
+    """As many binary places as leave room for the largest gradient of this step: a function of the samples, the same for any ranks."""
+    assert parts.exact is not None
+    top = torch.tensor([parts.buffers.top], dtype=torch.float64, device=parts.runner.device)
+    parts.comms.all_reduce(top, parts.groups.axis("world"), op="max", op_id="largest_gradient")
+    return bits_for(float(top), parts.exact.summands)  # SYNC: of the vote
 
 
 @torch.no_grad()
@@ -156,9 +184,11 @@ def eval_loss(parts: StepParts, batches: Sequence[TokenBatch], *, step: int = 0)
     def add(stage: Stage, j: int, output: DecoderOutput) -> None:
         if not stage.has_head:
             return
-        loss = parts.model.cross_entropy_sum(output.hidden_TH, batches[j], infos[j])
+        loss = parts.model.cross_entropy_sum(output.hidden_TH, batches[j], infos[j]).to(torch.float64)
+        if parts.exact is not None:  # whole units, which add up to the same in any order
+            loss = (loss * 2.0**EVAL_BITS).round() * 2.0**-EVAL_BITS
         if parts.groups.axis("tp").index == 0:  # all of a tp group have the same loss
-            sums.add_(torch.stack([loss.to(torch.float64), num_valid([batches[j]]).to(torch.float64)]))
+            sums.add_(torch.stack([loss, num_valid([batches[j]]).to(torch.float64)]))
 
     parts.runner.forward(batches, infos, add)
     parts.comms.all_reduce(sums, parts.groups.axis("world"), op_id="eval")
@@ -175,16 +205,21 @@ def _infos(
     balance_counts_LE: torch.Tensor | None = None,
 ) -> list[ForwardInfo]:
     """One for each micro-batch of this rank."""
-    folding, rank = parts.groups.folding, parts.groups.rank
+    folding, rounds = parts.groups.folding, len(batches)
+    replica = folding.replica_of(parts.groups.rank)
+    samples = parts.samples if parts.samples is not None and phase != "eval" else folding.replicas * rounds
+    numbers = list(owned(samples, owners=folding.replicas, owner=replica))
+    numbers += [samples + replica] * (rounds - len(numbers))  # empty ones are no micro-batch of the step
     return [
         ForwardInfo(
             step=step,
-            microbatch=folding.replica_of(rank) * len(batches) + index,
+            microbatch=number,
             phase=phase,
-            num_microbatches=folding.replicas * len(batches),
+            num_microbatches=samples,
+            rounds=rounds,
             balance_counts_LE=balance_counts_LE,
         )
-        for index in range(len(batches))
+        for number in numbers
     ]
 
 
@@ -209,81 +244,7 @@ def _balance_counts(parts: StepParts, batches: Sequence[TokenBatch], *, step: in
     return parts.comms.all_reduce(counts_LE, parts.groups.axis("tp_dp_cp"), op_id="balance_counts")
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Tally:
-    """Outcome of the vote, on the host and the same on all ranks."""
-
-    finite: bool
-    grad_norm: float
-    loss: float
-    aux_loss: float
-    z_loss: float
-    mtp_loss: float
-    dropped: int
-    entropy_sum: float
-    stop: bool
-    exchange: ExchangeTimes
-    counts_LE: torch.Tensor
-
-    def result(self, *, step: int, lr: float, tokens: int) -> StepResult:
-        return StepResult(
-            step=step,
-            loss=self.loss,
-            aux_loss=self.aux_loss,
-            z_loss=self.z_loss,
-            mtp_loss=self.mtp_loss,
-            grad_norm=self.grad_norm,
-            lr=lr,
-            tokens=tokens,
-            counts_LE=self.counts_LE.numpy(),
-            dropped=self.dropped,
-            entropy=self.entropy_sum / max(1, tokens * len(self.counts_LE)),
-            stop=self.stop,
-            exchange=self.exchange,
-        )
-
-
-def _vote(parts: StepParts, gradients: ReducedGradients, shares: Sequence[Share], *, stop: bool) -> _Tally:
-    """Add up every rank's ballot. A NaN or an infinity anywhere makes a sum that is not finite: that is the veto.
-
-    Counts are exact: fp64 holds whole numbers up to 2^53.
-    """
-    with parts.comms.doing("norm"):
-        square_sum = gradients.square_sum(parts.groups, lanes=parts.lanes)
-    numbers = [square_sum]
-    for name in ("cross_entropy", "aux_loss", "z_loss", "mtp_loss", "dropped", "entropy_sum"):
-        numbers.append(torch.stack([getattr(share, name).to(torch.float64) for share in shares]).sum())
-    numbers.append(square_sum.new_tensor(float(stop)))
-    counts_LE = torch.stack([share.counts_LE for share in shares]).sum(0)
-    times_L5 = own_times(
-        parts.comms.layers.take(),
-        moe_layers=parts.spec.moe_layers,
-        here=frozenset(map(int, parts.model.layers)),
-        device=counts_LE.device,
-    )
-    ballot = torch.cat([torch.stack(numbers), times_L5.flatten(), counts_LE.flatten().to(torch.float64)])
-    parts.comms.all_reduce(ballot, parts.groups.axis("world"), op_id="vote")
-    ballot = ballot.cpu()  # SYNC: all ranks must know the outcome before anything is committed
-    squares, loss, aux_loss, z_loss, mtp_loss, dropped, entropy_sum, stops = ballot[: len(numbers)].tolist()
-    times_L5, counts = ballot[len(numbers) :].split([times_L5.numel(), counts_LE.numel()])
-    on_host = parts.runner.device.type == "cpu"
-    finite = all(map(math.isfinite, (squares, loss, aux_loss, z_loss, mtp_loss)))
-    return _Tally(
-        finite=finite,
-        grad_norm=math.sqrt(squares) if finite else math.nan,
-        loss=loss,
-        aux_loss=aux_loss,
-        z_loss=z_loss,
-        mtp_loss=mtp_loss,
-        dropped=int(dropped),
-        entropy_sum=entropy_sum,
-        stop=stops > 0,
-        exchange=mean_times(times_L5.view(-1, 5)) if on_host else ExchangeTimes(),
-        counts_LE=counts.view(counts_LE.shape).to(torch.int64),
-    )
-
-
-def _why_not_finite(parts: StepParts, *, step: int, tally: _Tally) -> str:
+def _why_not_finite(parts: StepParts, *, step: int, tally: Tally) -> str:
     """The same text on all ranks. Collective, and slow: it reads every gradient again."""
     world = parts.groups.axis("world")
     told = parts.comms.gather_objects(parts.buffers.non_finite(), world)
@@ -313,5 +274,25 @@ def _update_expert_biases(parts: StepParts, counts_LE: torch.Tensor) -> None:
 
 
 def _tokens_of_step(parts: StepParts, batches: Sequence[TokenBatch]) -> int:
-    """All ranks have micro-batches of the same shape."""
-    return sum(batch.num_tokens for batch in batches) * parts.groups.axis("dp_cp").size
+    """All micro-batches have the same shape, empty ones too, which do not count."""
+    with_empty = sum(batch.num_tokens for batch in batches) * parts.groups.axis("dp_cp").size
+    rounds = parts.groups.folding.replicas * len(batches)
+    return with_empty * (parts.samples or rounds) // rounds
+
+
+def _result(tally: Tally, *, step: int, lr: float, tokens: int) -> StepResult:
+    return StepResult(
+        step=step,
+        loss=tally.loss,
+        aux_loss=tally.aux_loss,
+        z_loss=tally.z_loss,
+        mtp_loss=tally.mtp_loss,
+        grad_norm=tally.grad_norm,
+        lr=lr,
+        tokens=tokens,
+        counts_LE=tally.counts_LE,
+        dropped=tally.dropped,
+        entropy=tally.entropy_sum / max(1, tokens * len(tally.counts_LE)),
+        stop=tally.stop,
+        exchange=tally.exchange,
+    )

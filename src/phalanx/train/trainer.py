@@ -37,6 +37,7 @@ from phalanx.core.events import (
     WarmupChosen,
 )
 from phalanx.core.recipe import dump_recipe
+from phalanx.core.samples import num_rounds
 from phalanx.data.loader import Loader, MicroBatch, ValidationLoader
 from phalanx.data.prefetch import Prefetch
 from phalanx.data.prepare import Prepared
@@ -52,6 +53,7 @@ from phalanx.runtime.launch import StopRequest
 from phalanx.runtime.peers import own_group
 from phalanx.train.assemble import assemble
 from phalanx.train.closing import Outcome, summary_of
+from phalanx.train.exact import exact_sums
 from phalanx.train.generate import Sampling, generate
 from phalanx.train.machine import matmul_flops_per_s
 from phalanx.train.optim import learning_rate
@@ -133,7 +135,12 @@ def build_trainer(rank: Rank, stop: StopRequest) -> Trainer:
     ctx = make_context(rank, spec, folding, pipeline)
     warm_kernels(ctx, micro_batch=recipe.train.micro_batch, seq_len=recipe.train.seq_len)
     parts = assemble(
-        ctx, optim=recipe.optim, num_microbatches=_microbatches_per_rank(recipe, folding), pipeline=pipeline
+        ctx,
+        optim=recipe.optim,
+        num_microbatches=_microbatches_per_rank(recipe, folding),
+        pipeline=pipeline,
+        samples=recipe.train.global_batch // recipe.train.micro_batch,
+        exact=exact_sums(recipe.resilience, recipe.train, folding, rank=rank.info.rank),
     )
     parts.runner.agree(_microbatches_per_rank(recipe, folding))
     if step is not None:
@@ -190,18 +197,22 @@ def _check_length(recipe: Recipe, step: int) -> None:
 def _loader(recipe: Recipe, prepared: Prepared) -> Loader:
     t = recipe.train
     return Loader(
-        prepared.train, seq_len=t.seq_len, global_batch=t.global_batch, micro_batch=t.micro_batch, seed=t.seed
-    )
+        prepared.train, seq_len=t.seq_len, global_batch=t.global_batch, micro_batch=t.micro_batch, seed=t.seed,
+        any_ranks=recipe.resilience.mode != "off",
+    )  # fmt: skip
 
 
 def _microbatches_per_rank(recipe: Recipe, folding: AnyFolding) -> int:
-    return recipe.train.global_batch // (recipe.train.micro_batch * folding.replicas)
+    return num_rounds(recipe.train.global_batch // recipe.train.micro_batch, owners=folding.replicas)
 
 
 def token_batch(micro: MicroBatch, device: torch.device, *, folding: AnyFolding, rank: int) -> TokenBatch:
     """The part of a micro-batch of the loader that `rank` works on, as tensors on `device`."""
     tokens, labels, positions = (torch.from_numpy(a).to(device) for a in (micro.tokens, micro.labels, micro.positions))
-    whole = TokenBatch(tokens_BS=tokens, labels_BS=labels, positions_BS=positions, segments=micro.segments)
+    whole = TokenBatch(
+        tokens_BS=tokens, labels_BS=labels, positions_BS=positions, segments=micro.segments,
+        is_empty=micro.is_empty,
+    )  # fmt: skip
     return part_of(whole, folding, rank)
 
 
@@ -232,7 +243,7 @@ class Trainer:
         """Step of the newest checkpoint that was begun."""
         self.validation = ValidationLoader(
             self.prepared.validation, seq_len=t.seq_len, global_batch=t.global_batch, micro_batch=t.micro_batch,
-            batches=t.eval_batches,
+            batches=t.eval_batches, any_ranks=recipe.resilience.mode != "off",
         )  # fmt: skip
         self.recorder = Recorder(
             recipe.observe.trace_steps, comms=self.parts.comms, peers=self.rank.peers, emit=self.rank.sinks
@@ -367,8 +378,9 @@ class Trainer:
             )
         )  # fmt: skip
         if self._first_of_replica:
-            windows = tuple(int(w) for m in micros for w in m.sample_ids)
-            self.rank.sinks(SamplesTaken(step=self.step, microbatches=tuple(m.index for m in micros), windows=windows))
+            taken = [m for m in micros if not m.is_empty]
+            windows = tuple(int(w) for m in taken for w in m.sample_ids)
+            self.rank.sinks(SamplesTaken(step=self.step, microbatches=tuple(m.index for m in taken), windows=windows))
 
     def _validate(self) -> None:
         begin_s = time.perf_counter()

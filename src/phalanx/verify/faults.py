@@ -293,8 +293,8 @@ class _NormSkipsExperts(GradientBuffers):
     def __init__(self, sound: GradientBuffers, along: str) -> None:
         self._sound, self._along = sound, along
 
-    def begin(self) -> None:
-        self._sound.begin()
+    def begin(self, bits: int | None = None) -> None:
+        self._sound.begin(bits)
 
     def final(self, names: Collection[str], groups: Groups, comms: Collectives) -> None:
         self._sound.final(names, groups, comms)

@@ -28,6 +28,9 @@ SIGNATURES = {
     "square_sum": (_P, _N),
     "cross_entropy": (_P, _N, _P, _P, _P, _N, _N, _N),
     "sum_rows": (_P, _P, _N, _P, _P, _N, _N, _N),
+    "fixed_add": (_P, _P, _N, _D),
+    "fixed_read": (_P, _P, _N, _D),
+    "fixed_squares": (_P, _N, _D, _P),
 }
 ADAMW = (_P, _P, _P, _P, _P, _N, *(_D,) * 8)
 ADAMW_TYPES = (("bf16", "bf16"), ("float", "bf16"), ("float", "float"), ("double", "double"))
@@ -53,6 +56,7 @@ class Rows:
         self._adamw = {types: _declared(compiled, "adamw_{}_{}".format(*types), ADAMW) for types in ADAMW_TYPES}
         for dtype in NAMES:
             self._of["square_sum", dtype].restype = _D
+            self._of["fixed_add", dtype].restype = _D
 
     @staticmethod
     def can_take(*tensors: torch.Tensor | None) -> bool:
@@ -142,6 +146,20 @@ class Rows:
         where = places_Kt.data_ptr(), places_Kt.stride(0)
         call = self._of["sum_rows", y_MH.dtype]
         call(y_MH.data_ptr(), *where, out_tH.data_ptr(), scratch_H.data_ptr(), copies, tokens, out_tH.shape[1])
+
+    def fixed_add(self, x_N: torch.Tensor, total_N: torch.Tensor, scale: float) -> float:
+        """`total += round(scale * x)`, int64, both contiguous; the largest magnitude of `x`, inf where one is not finite."""
+        return float(self._of["fixed_add", x_N.dtype](x_N.data_ptr(), total_N.data_ptr(), x_N.numel(), scale))
+
+    def fixed_read(self, total_N: torch.Tensor, out_N: torch.Tensor, unit: float) -> None:
+        """`out = total * unit`, both contiguous."""
+        self._of["fixed_read", out_N.dtype](total_N.data_ptr(), out_N.data_ptr(), total_N.numel(), unit)
+
+    def fixed_squares(self, x_N: torch.Tensor, scale: float) -> tuple[int, int, int]:
+        """Squares of contiguous `scale * x` in units of 2^-20, 2^-52 and 2^-84 (`kernels/fixed_point.py`)."""
+        sums = (_N * 3)()
+        self._of["fixed_squares", x_N.dtype](x_N.data_ptr(), x_N.numel(), scale, ctypes.addressof(sums))
+        return sums[0], sums[1], sums[2]
 
     def adamw(
         self,

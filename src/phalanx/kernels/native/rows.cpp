@@ -276,6 +276,65 @@ void sum_rows(const T* y, const std::int64_t* places, extent places_ld, T* out, 
     }
 }
 
+// The magnitude of a number as an integer: in the same order, and not finite from that of infinity on.
+inline std::int32_t magnitude(float x) {
+    std::int32_t bits;
+    std::memcpy(&bits, &x, 4);
+    return bits & 0x7fffffff;
+}
+inline std::int64_t magnitude(double x) {
+    std::int64_t bits;
+    std::memcpy(&bits, &x, 8);
+    return bits & 0x7fffffffffffffff;
+}
+
+// total += round(scale * x), ties to even; the largest magnitude, infinite where an element is not finite. What does not fit is garbage: the
+// caller sees it by the magnitude.
+template <class T> double fixed_add(const T* x, std::int64_t* total, extent size, double scale) {
+    using A = wide<T>;
+    decltype(magnitude(A(0))) top = 0;
+    for (extent start = 0; start < size; start += BLOCK) {
+        const extent stop = start + BLOCK < size ? start + BLOCK : size;
+        for (extent i = start; i < stop; ++i) {
+            const auto here = magnitude(A(load(x[i])));
+            top = here > top ? here : top;
+        }
+        NO_ALIAS
+        for (extent i = start; i < stop; ++i) total[i] += std::int64_t(__builtin_rint(double(load(x[i])) * scale));
+    }
+    if (top >= magnitude(A(INFINITY))) return INFINITY;
+    A largest;
+    std::memcpy(&largest, &top, sizeof largest);
+    return double(largest);
+}
+
+// out = total * unit, a power of two
+template <class T> void fixed_read(const std::int64_t* total, T* out, extent size, double unit) {
+    NO_ALIAS
+    for (extent i = 0; i < size; ++i) store(out[i], wide<T>(double(total[i]) * unit));
+}
+
+// The square of each scale * x, cut into whole units of 2^-20, of what is left of 2^-52, and of 2^-84: sums of integers, in any order the same.
+// Within a block in doubles, which hold them exactly for squares below 2^22.
+template <class T> void fixed_squares(const T* x, extent size, double scale, std::int64_t* sums) {
+    sums[0] = sums[1] = sums[2] = 0;
+    for (extent start = 0; start < size; start += BLOCK) {
+        const extent stop = start + BLOCK < size ? start + BLOCK : size;
+        double a = 0, b = 0, c = 0;
+        for (extent i = start; i < stop; ++i) {
+            const double v = double(load(x[i])) * scale, square = v * v;
+            const double first = __builtin_rint(square * 0x1p20), left = square - first * 0x1p-20;
+            const double second = __builtin_rint(left * 0x1p52), last = left - second * 0x1p-52;
+            a += first;
+            b += second;
+            c += __builtin_rint(last * 0x1p84);
+        }
+        sums[0] += std::int64_t(a);
+        sums[1] += std::int64_t(b);
+        sums[2] += std::int64_t(c);
+    }
+}
+
 }  // namespace
 
 #define ROWS(T)                                                                                                                             \
@@ -305,7 +364,10 @@ void sum_rows(const T* y, const std::int64_t* places, extent places_ld, T* out, 
     void sum_rows_##T(const T* y, const std::int64_t* places, extent places_ld, T* out, wide<T>* scratch, extent copies, extent tokens,     \
                       extent width) {                                                                                                       \
         sum_rows<T>(y, places, places_ld, out, scratch, copies, tokens, width);                                                             \
-    }
+    }                                                                                                                                       \
+    double fixed_add_##T(const T* x, std::int64_t* total, extent size, double scale) { return fixed_add<T>(x, total, size, scale); }        \
+    void fixed_read_##T(const std::int64_t* total, T* out, extent size, double unit) { fixed_read<T>(total, out, size, unit); }             \
+    void fixed_squares_##T(const T* x, extent size, double scale, std::int64_t* sums) { fixed_squares<T>(x, size, scale, sums); }
 
 #define ADAMW(G, O)                                                                                                                         \
     void adamw_##G##_##O(wide<O>* master, const G* grad, wide<O>* average, wide<O>* square, O* out, extent size, double scale, double lr,   \

@@ -1,0 +1,166 @@
+"""The vote of a step: every rank's figures in one vector, one all-reduce over the world, the same outcome on all ranks.
+
+Two ballots. In the plain one numbers are fp64, and a NaN or an infinity anywhere makes a sum that is not finite: that is the veto. In exact
+mode all are integers (fixed point, `kernels/fixed_point.py`), so that the figures do not depend on the number of ranks either; vetoes are
+counted in cells of their own. Counts are exact in both: fp64 holds whole numbers up to 2^53.
+
+Legend: L MoE layers, E experts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from phalanx.kernels.fixed_point import root_of_squares
+from phalanx.kernels.lanes import Lanes
+from phalanx.models.decoder import Decoder
+from phalanx.plan.model import ModelSpec
+from phalanx.runtime.collectives import Collectives
+from phalanx.runtime.gradients import NORM_BITS, GradientBuffers, ReducedGradients
+from phalanx.runtime.groups import Groups
+from phalanx.train.exchange_times import ExchangeTimes, mean_times, own_times
+from phalanx.train.loss import Share
+
+LOSSES = ("cross_entropy", "aux_loss", "z_loss", "mtp_loss")
+LOSS_BITS = 40
+"""Binary places of a loss in an exact ballot: 1e-12 nats, up to 4 million of them."""
+ENTROPY_BITS = 24
+"""Of the sum of entropies, which is over all tokens and layers."""
+NANOSECOND = 1e9
+
+
+class Voter(Protocol):
+    """What a vote needs of the parts of a step."""
+
+    @property
+    def model(self) -> Decoder: ...
+    @property
+    def spec(self) -> ModelSpec: ...
+    @property
+    def groups(self) -> Groups: ...
+    @property
+    def comms(self) -> Collectives: ...
+    @property
+    def buffers(self) -> GradientBuffers: ...
+    @property
+    def lanes(self) -> Lanes: ...
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Tally:
+    """Outcome of the vote, on the host and the same on all ranks."""
+
+    finite: bool
+    grad_norm: float
+    loss: float
+    aux_loss: float
+    z_loss: float
+    mtp_loss: float
+    dropped: int
+    entropy_sum: float
+    stop: bool
+    exchange: ExchangeTimes
+    counts_LE: NDArray[np.int64]
+    too_large: bool = False
+    """Exact mode: some sum had no room for its gradients; the step must be computed again with fewer binary places."""
+
+
+def plain_vote(parts: Voter, gradients: ReducedGradients, shares: Sequence[Share], *, stop: bool) -> Tally:
+    """Add up every rank's ballot."""
+    with parts.comms.doing("norm"):
+        square_sum = gradients.square_sum(parts.groups, lanes=parts.lanes)
+    numbers = [square_sum]
+    for name in (*LOSSES, "dropped", "entropy_sum"):
+        numbers.append(torch.stack([getattr(share, name).to(torch.float64) for share in shares]).sum())
+    numbers.append(square_sum.new_tensor(float(stop)))
+    counts_LE, times_L5 = _counts(shares), _times(parts, shares)
+    ballot = torch.cat([torch.stack(numbers), times_L5.flatten(), counts_LE.flatten().to(torch.float64)])
+    parts.comms.all_reduce(ballot, parts.groups.axis("world"), op_id="vote")
+    ballot = ballot.cpu()  # SYNC: all ranks must know the outcome before anything is committed
+    squares, loss, aux_loss, z_loss, mtp_loss, dropped, entropy_sum, stops = ballot[: len(numbers)].tolist()
+    times_L5, counts = ballot[len(numbers) :].split([times_L5.numel(), counts_LE.numel()])
+    finite = all(map(math.isfinite, (squares, loss, aux_loss, z_loss, mtp_loss)))
+    return Tally(
+        finite=finite,
+        grad_norm=math.sqrt(squares) if finite else math.nan,
+        loss=loss,
+        aux_loss=aux_loss,
+        z_loss=z_loss,
+        mtp_loss=mtp_loss,
+        dropped=int(dropped),
+        entropy_sum=entropy_sum,
+        stop=stops > 0,
+        exchange=_exchange(parts, times_L5),
+        counts_LE=counts.view(counts_LE.shape).to(torch.int64).numpy(),
+    )
+
+
+def exact_vote(parts: Voter, gradients: ReducedGradients, shares: Sequence[Share], *, stop: bool) -> Tally:
+    """The same in integers."""
+    bits = parts.buffers.bits
+    scale = 2.0 ** (bits - NORM_BITS)
+    top, room = parts.buffers.top, parts.buffers.limit
+    sound = math.isfinite(top) and top < room
+    with parts.comms.doing("norm"):
+        squares = gradients.squares(parts.groups, scale=scale, lanes=parts.lanes) if sound else (0, 0, 0)
+    losses = {name: _fixed([getattr(share, name) for share in shares], LOSS_BITS) for name in LOSSES}
+    entropy = _fixed([share.entropy_sum for share in shares], ENTROPY_BITS)
+    bad = sum(n is None for n in losses.values()) + (not math.isfinite(top))
+    dropped = sum(int(share.dropped) for share in shares)
+    numbers = [*squares, *(n or 0 for n in losses.values()), entropy or 0, dropped, int(stop), bad]
+    numbers.append(int(math.isfinite(top) and top >= room))
+    counts_LE, times_L5 = _counts(shares), _times(parts, shares)
+    times = (times_L5 * NANOSECOND).round().to(torch.int64).flatten()
+    ballot = torch.cat([torch.tensor(numbers, device=counts_LE.device), times, counts_LE.flatten()])
+    parts.comms.all_reduce(ballot, parts.groups.axis("world"), op_id="vote")
+    ballot = ballot.cpu()  # SYNC: all ranks must know the outcome before anything is committed
+    a, b, c, loss, aux, z, mtp, entropy_sum, all_dropped, stops, all_bad, large = ballot[: len(numbers)].tolist()
+    times, counts = ballot[len(numbers) :].split([times.numel(), counts_LE.numel()])
+    finite = all_bad == 0
+    return Tally(
+        finite=finite,
+        grad_norm=root_of_squares((a, b, c), scale=scale) if finite else math.nan,
+        loss=loss / 2**LOSS_BITS if finite else math.nan,
+        aux_loss=aux / 2**LOSS_BITS,
+        z_loss=z / 2**LOSS_BITS,
+        mtp_loss=mtp / 2**LOSS_BITS,
+        dropped=all_dropped,
+        entropy_sum=entropy_sum / 2**ENTROPY_BITS,
+        stop=stops > 0,
+        exchange=_exchange(parts, times.to(torch.float64) / NANOSECOND),
+        counts_LE=counts.view(counts_LE.shape).numpy(),
+        too_large=finite and large > 0,
+    )
+
+
+def _fixed(values: Sequence[torch.Tensor], bits: int) -> int | None:
+    """The sum in units of 2^-bits, each value rounded by itself; None where one is not finite."""
+    numbers = [float(v) for v in values]  # SYNC: of the vote
+    if not all(map(math.isfinite, numbers)):
+        return None
+    return sum(round(n * 2.0**bits) for n in numbers)
+
+
+def _counts(shares: Sequence[Share]) -> torch.Tensor:
+    return torch.stack([share.counts_LE for share in shares]).sum(0)
+
+
+def _times(parts: Voter, shares: Sequence[Share]) -> torch.Tensor:
+    return own_times(
+        parts.comms.layers.take(),
+        moe_layers=parts.spec.moe_layers,
+        here=frozenset(map(int, parts.model.layers)),
+        device=shares[0].counts_LE.device,
+    )
+
+
+def _exchange(parts: Voter, times: torch.Tensor) -> ExchangeTimes:
+    """Known on a CPU, where the host waits for what travels."""
+    return mean_times(times.view(-1, 5)) if parts.model.device.type == "cpu" else ExchangeTimes()
