@@ -141,7 +141,7 @@ def _run(work: Callable[[Member, int], int], member: Member, pipe: int) -> None:
     try:
         code = work(member, pipe)
     except StaleMember as err:
-        print(err, file=sys.stderr)
+        os.write(2, f"{err}\n".encode())
         code = STALE_CODE
     except BaseException as err:
         with contextlib.suppress(OSError):
