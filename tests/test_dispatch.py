@@ -20,6 +20,7 @@ from phalanx.models.moe import MoE
 from phalanx.models.router import largest
 from phalanx.plan.dispatch import DispatchSpec, capacity, plan_dispatch, rows_by_hand
 from phalanx.plan.dispatch import kept_pairs as kept_by_hand
+from phalanx.plan.dispatch_local import plan_local_dispatch
 from phalanx.plan.folding import GROUP_AXES, make_folding
 from phalanx.plan.placement import Placement, plain_placement
 from phalanx.runtime.collectives import Collectives
@@ -379,13 +380,16 @@ def test_rows_arrive_in_the_order_of_the_plan(ep, etp, transport):
     results = run_ranks(4, arrival_case, folding, spec, placement, sizes)
     data = [tokens_of(r, n, num_experts=4, skew=0.5) for r, n in enumerate(sizes)]
     counts = np.array([np.bincount(d[2].flatten(), minlength=4) for d in data])
-    plan = plan_dispatch(counts, placement.group_slots(0), ep=ep, etp=etp)
+    plan = plan_local_dispatch(counts, placement.group_slots(0), ep=ep, etp=etp)
     wanted = rows_by_hand([d[2].numpy() for d in data], plan)
     e = plan.slots_per_rank
-    for rank, (rows, weights, slot_counts) in enumerate(results):
+    for rank, (rows, weights, expert_counts) in enumerate(results):
         p = folding.coord(rank, "ep")
         mine = wanted[p * e : (p + 1) * e]
-        assert list(slot_counts) == [len(rows) for rows in mine]
+        of_expert = dict.fromkeys(plan.slots_G[p * e : (p + 1) * e], 0)
+        for expert, here in zip(plan.slots_G[p * e : (p + 1) * e], mine, strict=True):
+            of_expert[expert] += len(here)
+        assert list(expert_counts) == list(of_expert.values())
         flat = [row for rows in mine for row in rows]
         assert rows.int().tolist() == [[source, token] for source, token, _ in flat]
         assert weights.tolist() == [data[s][1][t, k].item() for s, t, k in flat]
