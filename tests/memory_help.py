@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from phalanx.core.config import CheckpointConfig, DispatchConfig, OptimConfig, Recipe, TrainConfig
+from phalanx.core.config import CheckpointConfig, DispatchConfig, OptimConfig, Recipe, ResilienceConfig, TrainConfig
 from phalanx.kernels.lanes import Lanes
+from phalanx.kernels.native import compiled_rows
 from phalanx.models.context import ModelContext, TokenBatch
 from phalanx.plan.folding import Folding, make_folding
 from phalanx.plan.model import ModelSpec, RouterSpec
@@ -19,6 +20,7 @@ from phalanx.runtime.collectives import Collectives
 from phalanx.runtime.groups import GroupCache, build_groups
 from phalanx.simulate import activations as act
 from phalanx.train.assemble import assemble
+from phalanx.train.exact import exact_sums
 from phalanx.train.setup import DTYPES, dispatch_spec
 from phalanx.train.step import StepParts
 
@@ -34,8 +36,15 @@ def small_spec(**changes: Any) -> ModelSpec:
     return ModelSpec(**{**base, **changes})
 
 
-def small_recipe(*, dispatch: dict[str, Any] | None = None, zero: int = 1, **train: Any) -> Recipe:
+def small_recipe(
+    *,
+    dispatch: dict[str, Any] | None = None,
+    zero: int = 1,
+    mode: Literal["off", "fast", "exact"] = "off",
+    **train: Any,
+) -> Recipe:
     return Recipe(
+        resilience=ResilienceConfig(mode=mode),
         train=TrainConfig(**{"seq_len": 64, "micro_batch": 4, "global_batch": 4, "dtype": "bfloat16", **train}),
         dispatch=DispatchConfig(**(dispatch or {})),
         optim=OptimConfig(zero=zero),  # type: ignore[arg-type]
@@ -57,10 +66,12 @@ def assembled(
         dtype=DTYPES[recipe.train.dtype],
         device=torch.device("cpu"),
         recompute=recipe.train.recompute,
-        lanes=Lanes(1),
+        lanes=Lanes(1, rows=compiled_rows() if recipe.resilience.mode == "exact" else None),
     )
     t = recipe.train
-    return assemble(ctx, optim=recipe.optim, num_microbatches=t.global_batch // (t.micro_batch * folding.dp))
+    exact = exact_sums(recipe.resilience, t, folding, rank=rank)
+    micro = t.global_batch // t.micro_batch
+    return assemble(ctx, optim=recipe.optim, num_microbatches=micro // folding.dp, samples=micro, exact=exact)
 
 
 def batches(recipe: Recipe, spec: ModelSpec, *, count: int = 1) -> list[TokenBatch]:

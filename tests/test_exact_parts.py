@@ -191,7 +191,8 @@ def test_products_by_chunks_are_those_of_whole_slots(impl: str) -> None:
     truth.backward(rows[2])
     found = (y, dx, *(t.to(torch.float64) * 2.0**-40 for t in (sum13, sum2)), d_weight)
     for a, b in zip(found, (truth.detach(), *(leaf.grad for leaf in leaves)), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-9, check_dtype=False)
+        rtol = 1e-6 if b.dtype == torch.float32 else 1e-10  # row weights are fp32, whatever the products are
+        torch.testing.assert_close(a, b, rtol=rtol, atol=1e-9, check_dtype=False)
 
 
 # ---- the update ----------------------------------------------------------------------------------------------------------

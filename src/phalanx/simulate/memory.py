@@ -127,13 +127,20 @@ def estimate_memory(
 # ---- the moments -------------------------------------------------------------------------------------------------------------------
 
 
-def state_terms(layouts: Mapping[str, FlatLayout], *, item: int, borrowed: frozenset[str]) -> dict[str, int]:
-    """`ShardedState` and `GradientBuffers`: what a rank holds from the first step to the last."""
+FIXED_POINT_ITEM = 8
+"""Bytes of an element of `kernels/fixed_point.py`'s sums."""
+
+
+def state_terms(
+    layouts: Mapping[str, FlatLayout], *, item: int, borrowed: frozenset[str], exact: bool = False
+) -> dict[str, int]:
+    """`ShardedState` and `GradientBuffers`: what a rank holds from the first step to the last. `exact`: gradients are added up in fixed point."""
     wide = max(4, item)
     return {
         "parameters": sum(x.length for x in layouts.values()) * item,
         "optimizer state": 3 * sum(x.shard_length for x in layouts.values()) * wide,
-        "gradients": sum(x.length for family, x in layouts.items() if family not in borrowed) * wide,
+        "gradients": sum(x.length for family, x in layouts.items() if family not in borrowed)
+        * (FIXED_POINT_ITEM if exact else wide),
     }
 
 
@@ -217,10 +224,14 @@ class _Run:
         held = plan.schedule.max_live[self.folding.coord(self.rank, "pp")] + bool(plan.pairs)
         return max(1, -(-held // len(self.stages)))
 
+    @property
+    def is_exact(self) -> bool:
+        return self.recipe.resilience.mode == "exact"
+
     @cached_property
     def borrowed(self) -> frozenset[str]:
         """`runtime.gradients.borrowable`: families whose gradients stay where autograd made them."""
-        if self.num_microbatches > 1:
+        if self.num_microbatches > 1 or self.is_exact:
             return frozenset()
         return frozenset(
             family
@@ -271,7 +282,7 @@ class _Run:
 
     @cached_property
     def held(self) -> dict[str, int]:
-        return state_terms(self.layouts, item=self.item, borrowed=self.borrowed)
+        return state_terms(self.layouts, item=self.item, borrowed=self.borrowed, exact=self.is_exact)
 
     def _moment(
         self,
@@ -355,11 +366,15 @@ class _Run:
                 "gradients": more,
             }
             yield self._moment(when + name, terms, copy=copy)
-        shards = sum(y.shard_length for y in self.layouts.values() if y.num_shards > 1 or y.scattered) * x.wide
+        of_shards = sum(y.shard_length for y in self.layouts.values() if y.num_shards > 1 or y.scattered)
+        shards, item = of_shards * x.wide, x.wide
+        if self.is_exact:  # read from fixed point, whether a family is sharded or not
+            item = FIXED_POINT_ITEM
+            shards = of_shards * item + sum(y.shard_length for y in self.layouts.values()) * x.wide
         gradients = {"gradients": shards + self._borrowed_bytes(self.layers)}
         sharded = [y.length for y in self.layouts.values() if y.num_shards > 1]
         of_holders = [h.sent_elements + h.received_elements + h.owned_elements for h in self._sums_of_holders]
-        staged = {"communication": (max(sharded, default=0) + sum(of_holders)) * x.wide}
+        staged = {"communication": (max(sharded, default=0) + sum(of_holders)) * item}
         yield self._moment(when + "reducing gradients", gradients | staged, copy=copy)
         scratch = {
             "working memory": min(ADAM_CHUNK, max(y.shard_length for y in self.layouts.values())) * x.wide * x.lanes
