@@ -148,6 +148,9 @@ class ToyBody:
         if self._team is not None and self._team.size > 1:
             dist.all_reduce(torch.ones(1))
 
+    def close(self, *, stopped: bool) -> None:
+        """Nothing is written down."""
+
     def leave_team(self) -> None:
         self._team = self._pair = None
 

@@ -91,6 +91,11 @@ def read_recipe(request: Request, *, world: int | None) -> Recipe:
 
 def _launch_problems(request: Request, recipe: Recipe, world: int | None) -> list[Problem]:
     """A number of ranks on the command line has no effect under a launcher. (One in a recipe is that recipe's default.)"""
+    if world is not None and recipe.resilience.heal:
+        rule = "has no effect: the launcher starts and ends the ranks, not this program"
+        return [
+            Problem(where="resilience.heal", value=True, rule=rule, hint="leave it out, or start without a launcher")
+        ]
     asked = any(a.split("=")[0] == "--launch.ranks" for a in request.overrides)
     if world is None or not asked or recipe.launch.ranks == world:
         return []
@@ -113,6 +118,10 @@ def start(recipe: Recipe, environ: Mapping[str, str]) -> int:
         return run_one(body, info, threads=threads_per_rank(info.local_world, recipe.launch.threads))
     ranks = recipe.launch.ranks
     threads = threads_per_rank(ranks, recipe.launch.threads)
+    if recipe.resilience.heal:
+        from phalanx.train.heal_run import train_healing
+
+        return train_healing(recipe, threads=threads, port=_asked_port(environ))
     if ranks == 1:
         return run_one(body, WorldInfo(), threads=threads)
     return run_local(body, ranks=ranks, threads=threads, port=_asked_port(environ))

@@ -287,6 +287,8 @@ class ResilienceConfig:
 
     mode: Literal["off", "fast", "exact"] = "off"
     """fast: the step is a fixed set of micro-batches that any number of ranks shares, equal within rounding. exact: bitwise equal, for any number of ranks and any dp and ep, as long as tp, cp, etp and pp stay."""
+    heal: bool = False
+    """Local ranks that die are replaced and the others go on meanwhile, inside their processes; wants mode fast or exact and optim.zero = 0."""
     chunk_rows: int | None = None
     """exact: rows of an expert that are computed together, cut from the list of one micro-batch (default 2048)."""
     fixed_bits: int | None = None

@@ -211,6 +211,42 @@ class Note(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class TeamFormed(Event):
+    """The members of a run that heals itself are connected anew, as one of them saw it: somebody is lost, has left or has come."""
+
+    generation: int
+    members: int
+    step: int
+    """Steps committed: where they go on."""
+    folding: str
+    why: str
+    """What ended the last generation, in words."""
+    noticed_s: float
+    """From when this member saw the last generation broken until the new one was decided and connected; 0: it saw none broken."""
+    formed_s: float
+    """Of that, barrier and groups."""
+    built_s: float
+    """Modules and buffers for the new mapping."""
+    moved_s: float
+    """State from those who have it to those who lack it, checksums included."""
+    moved_bytes: int
+    """That came to this member."""
+    checked: int
+    """Pieces of state whose checksums all their holders agree on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingResumed(Event):
+    """The first step that a new generation has committed."""
+
+    generation: int
+    step: int
+    """Steps committed, this one included."""
+    seconds: float
+    """Since this member saw the last generation broken; of one that has just come, since it was connected."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunEnded(Event):
     """Training stopped. ``reason`` is finished, interrupted or the error in one line."""
 

@@ -231,7 +231,14 @@ EFFECTS: tuple[Effect, ...] = (
         reads=("router.force",),
     ),
     Effect(
-        settings=tuple(f"resilience.{k}" for k in ("f", "loads", "expert_state")),
+        settings=("resilience.f",),
+        inert=lambda r: r.resilience.slots_per_rank is None and not r.resilience.heal,
+        reason="resilience.slots_per_rank and resilience.heal are not set, so nothing has replicas",
+        way_out="resilience.heal = true",
+        reads=("resilience.slots_per_rank", "resilience.heal"),
+    ),
+    Effect(
+        settings=tuple(f"resilience.{k}" for k in ("loads", "expert_state")),
         inert=lambda r: r.resilience.slots_per_rank is None,
         reason="resilience.slots_per_rank is not set, so no expert has replicas",
         way_out="resilience.slots_per_rank = 4",
@@ -357,6 +364,7 @@ def recipe_problems(
     problems = [p for n, limit in limited for p in _limit_problems(recipe, n, limit, defaults[n])]
     broken = {*broken, *(p.where for p in problems)}
     clashes = [*_data_clashes(recipe), *_schedule_clashes(recipe), *_run_clashes(recipe), *_resilience_clashes(recipe)]
+    clashes += _healing_clashes(recipe)
     if world is not None:
         clashes += _batch_clashes(recipe, world)
     problems += [c.problem for c in clashes if not broken & {c.problem.where, *c.reads}]
@@ -493,6 +501,40 @@ def _inexact(recipe: Recipe) -> Iterator[tuple[str, object, str, str]]:
     if recipe.pipeline.schedule in DIVIDED_BACKWARD:
         rule = f"puts weight gradients off, which {beside} are summed where they are made"
         yield "pipeline.schedule", recipe.pipeline.schedule, rule, 'use "1f1b"'
+
+
+def _healing_clashes(recipe: Recipe) -> list[_Clash]:
+    """What a run that heals itself cannot have: every member must be able to finish a step alone, and be replaced by any other."""
+    if not recipe.resilience.heal:
+        return []
+    beside, f, found = "with resilience.heal = true", recipe.folding, list[_Clash]()
+    if recipe.resilience.mode == "off":
+        rule = f"{beside} a step must be a fixed set of micro-batches that any number of ranks shares"
+        found.append(_clash("resilience.mode", "off", rule, 'use "exact" or "fast"', "resilience.heal"))
+    if recipe.optim.zero:
+        rule = f"{beside} a shard of the optimizer state would be lost with the only rank that has it"
+        found.append(_clash("optim.zero", recipe.optim.zero, rule, "use 0", "resilience.heal"))
+    for axis in ("tp", "cp", "pp", "etp"):
+        if getattr(f, axis) != 1:
+            rule = f"is not there yet {beside}: only dp and ep follow the survivors"
+            found.append(_clash(f"folding.{axis}", getattr(f, axis), rule, "use 1", "resilience.heal"))
+    if recipe.resilience.slots_per_rank is not None:
+        rule = f"is not there yet {beside}: experts are then at every rank of a data-parallel copy"
+        found.append(
+            _clash(
+                "resilience.slots_per_rank", recipe.resilience.slots_per_rank, rule, "leave it out", "resilience.heal"
+            )
+        )
+    if recipe.launch.device != "cpu":
+        rule = f"has not been shown to work {beside}"
+        found.append(_clash("launch.device", recipe.launch.device, rule, 'use "cpu"', "resilience.heal"))
+    if recipe.launch.ranks == 1:
+        rule = f"leaves nobody to go on {beside}"
+        found.append(_clash("launch.ranks", 1, rule, "use 2 or more", "resilience.heal"))
+    if recipe.observe.trace_steps is not None:
+        rule = f"is not there yet {beside}: a step may be repeated by other members"
+        found.append(_clash("observe.trace_steps", recipe.observe.trace_steps, rule, "leave it out", "resilience.heal"))
+    return found
 
 
 def _batch_clashes(recipe: Recipe, world: int) -> list[_Clash]:

@@ -25,7 +25,17 @@ from rich.table import Table
 from rich.text import Text
 
 from phalanx.core.config import ObserveConfig
-from phalanx.core.events import CheckpointSaved, Event, Note, RunEnded, RunStarted, StepEnded, Validated
+from phalanx.core.events import (
+    CheckpointSaved,
+    Event,
+    Note,
+    RunEnded,
+    RunStarted,
+    StepEnded,
+    TeamFormed,
+    TrainingResumed,
+    Validated,
+)
 from phalanx.core.units import format_bytes, format_count, format_rate, format_seconds
 from phalanx.observe import table
 from phalanx.observe.metrics import exposed_of, hidden_of
@@ -82,6 +92,12 @@ class ConsoleSink:
                 self._saved(event)
             case Note():
                 self._say(event)
+            case TeamFormed():
+                self._formed(event)
+            case TrainingResumed():
+                self._print(
+                    Text(f"{event.step:>6} training goes on, after {format_seconds(event.seconds)}", style="yellow")
+                )
             case RunEnded():
                 self.close()
 
@@ -173,6 +189,14 @@ class ConsoleSink:
         style = {"warning": "yellow", "error": "bold red"}.get(note.level, "")
         text = note.text if note.level == "info" else f"{note.level}: {note.text}"
         self._print(Text(text, style=style))
+
+    def _formed(self, event: TeamFormed) -> None:
+        moved = f"{format_bytes(event.moved_bytes)} moved in {format_seconds(event.moved_s)}"
+        built = f"connected in {format_seconds(event.formed_s)}, built in {format_seconds(event.built_s)}"
+        text = (
+            f"generation {event.generation}: {event.why}; {event.members} members ({event.folding}), {built}, {moved}"
+        )
+        self._print(Text(f"{event.step:>6} {text}", style="yellow"))
 
     # --- the part that moves
 

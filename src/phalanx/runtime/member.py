@@ -56,6 +56,12 @@ class Body(Protocol):
     def hand_over(self, generation: Generation) -> None:
         """Some members leave: give what only they hold to those of `generation`, over the groups that all are still in. Collective."""
 
+    def close(self, *, stopped: bool) -> None:
+        """All steps are done, or (`stopped`) the run is to end here: write down what must stay. Collective; nobody has left yet.
+
+        Called again, in the next generation, where a peer is lost in it.
+        """
+
     def leave_team(self) -> None:
         """Forget every group, plan and message of the team."""
 
@@ -160,10 +166,12 @@ class _Loop:
             if not decision.commit:
                 return ""
             if decision.then == "stop":
-                return "stopped"
+                return "" if self._failed(lambda: self.body.close(stopped=True)) else "stopped"
             if decision.then == "next":
                 self._part()
                 return ""
+        if self._failed(lambda: self.body.close(stopped=False)):
+            return ""
         self.seat.finish(self.body.step)
         return "finished"
 

@@ -127,6 +127,17 @@ class StepResult:
         return int((self.counts_LE == 0).sum())
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ReducedStep:
+    """A step whose gradients are reduced and voted for on all ranks, and which has changed nothing yet."""
+
+    step: int
+    lr: float
+    tokens: int
+    gradients: ReducedGradients
+    tally: Tally
+
+
 def train_step(
     parts: StepParts, batches: Sequence[TokenBatch], *, step: int, lr: float, stop: bool = False
 ) -> StepResult:
@@ -135,6 +146,13 @@ def train_step(
     `stop` is this rank's wish to end the run after this step; the result says whether any rank has it. Raises `RunError` on all
     ranks, with the state unchanged, where a gradient or a loss is not finite.
     """
+    return commit_step(parts, reduce_step(parts, batches, step=step, lr=lr, stop=stop))
+
+
+def reduce_step(
+    parts: StepParts, batches: Sequence[TokenBatch], *, step: int, lr: float, stop: bool = False
+) -> ReducedStep:
+    """Everything of a step that changes nothing. Collective; arguments and errors are those of `train_step`."""
     bits = None if parts.exact is None else parts.exact.bits
     gradients, tally = _compute(parts, batches, step=step, stop=stop, bits=bits)
     if tally.too_large:
@@ -142,14 +160,19 @@ def train_step(
         gradients, tally = _compute(parts, batches, step=step, stop=stop, bits=bits)
     if not tally.finite:
         raise RunError(_why_not_finite(parts, step=step, tally=tally))
+    return ReducedStep(step=step, lr=lr, tokens=_tokens_of_step(parts, batches), gradients=gradients, tally=tally)
 
+
+def commit_step(parts: StepParts, reduced: ReducedStep) -> StepResult:
+    """Apply it. Needs no other rank where no family of the state is sharded (`optim.zero = 0`); else publishing the shards is collective."""
+    tally = reduced.tally
     scale = clip_scale(tally.grad_norm, parts.clip_norm)
     with torch.no_grad(), parts.comms.doing("commit"):
-        parts.optimizer.commit(parts.state, gradients, step=step, lr=lr, scale=scale)
+        parts.optimizer.commit(parts.state, reduced.gradients, step=reduced.step, lr=reduced.lr, scale=scale)
         _update_expert_biases(parts, torch.from_numpy(tally.counts_LE))
     parts.buffers.release()
     parts.state.publish(parts.comms)
-    return _result(tally, step=step, lr=lr, tokens=_tokens_of_step(parts, batches))
+    return _result(tally, step=reduced.step, lr=reduced.lr, tokens=reduced.tokens)
 
 
 def _compute(

@@ -45,6 +45,7 @@ from phalanx.models.context import TokenBatch
 from phalanx.models.shard import part_of
 from phalanx.observe.summary import print_summary
 from phalanx.plan.model import ModelSpec, flops_per_token
+from phalanx.plan.pipeline import Pipeline
 from phalanx.plan.stage_foldings import AnyFolding, to_json_dict
 from phalanx.runtime.checkpoint import CheckpointManager
 from phalanx.runtime.checkpoint_folder import RunState
@@ -127,22 +128,12 @@ def build_trainer(rank: Rank, stop: StopRequest) -> Trainer:
     pipeline = resolve_pipeline(recipe, spec, folding)
     if recipe.pipeline.extra_warmup == "auto":
         pipeline = with_none_ahead(pipeline)
-    loader = _loader(recipe, prepared)
+    loader = make_loader(recipe, prepared)
     if step is not None:
         state = manager.read_state(step, model=json.loads(spec.to_json()))
         step = loader.check_state(state.loader) if state.loader else step  # an import drew no sample yet
-        _check_length(recipe, step)
-    ctx = make_context(rank, spec, folding, pipeline)
-    warm_kernels(ctx, micro_batch=recipe.train.micro_batch, seq_len=recipe.train.seq_len)
-    parts = assemble(
-        ctx,
-        optim=recipe.optim,
-        num_microbatches=_microbatches_per_rank(recipe, folding),
-        pipeline=pipeline,
-        samples=recipe.train.global_batch // recipe.train.micro_batch,
-        exact=exact_sums(recipe.resilience, recipe.train, folding, rank=rank.info.rank),
-    )
-    parts.runner.agree(_microbatches_per_rank(recipe, folding))
+        check_length(recipe, step)
+    parts = make_parts(rank, spec, folding, pipeline)
     if step is not None:
         manager.load(parts.state.boxes(), step=step)
         parts.state.restore(parts.comms)
@@ -156,6 +147,24 @@ def build_trainer(rank: Rank, stop: StopRequest) -> Trainer:
         rank=rank, stop=stop, prepared=prepared, spec=spec, folding=folding, parts=parts, loader=loader, manager=manager,
         start=step or 0,
     )  # fmt: skip
+
+
+def make_parts(rank: Rank, spec: ModelSpec, folding: AnyFolding, pipeline: Pipeline, *, warm: bool = True) -> StepParts:
+    """Groups, and this rank's part of a freshly initialised run. Collective. `warm`: kernels first meet the shapes that vary (`train/warm.py`)."""
+    recipe, microbatches = rank.recipe, microbatches_per_rank(rank.recipe, folding)
+    ctx = make_context(rank, spec, folding, pipeline)
+    if warm:
+        warm_kernels(ctx, micro_batch=recipe.train.micro_batch, seq_len=recipe.train.seq_len)
+    parts = assemble(
+        ctx,
+        optim=recipe.optim,
+        num_microbatches=microbatches,
+        pipeline=pipeline,
+        samples=recipe.train.global_batch // recipe.train.micro_batch,
+        exact=exact_sums(recipe.resilience, recipe.train, folding, rank=rank.info.rank),
+    )
+    parts.runner.agree(microbatches)
+    return parts
 
 
 def resume_step(rank: Rank, manager: CheckpointManager) -> int | None:
@@ -183,7 +192,7 @@ def _train_fingerprint(rank: Rank, step: int | None) -> str | None:
     return str(found) if found is not None else None
 
 
-def _check_length(recipe: Recipe, step: int) -> None:
+def check_length(recipe: Recipe, step: int) -> None:
     if step > recipe.train.steps:
         rule, hint = (
             f"is less than the {step} steps that this run has done",
@@ -194,7 +203,7 @@ def _check_length(recipe: Recipe, step: int) -> None:
         )
 
 
-def _loader(recipe: Recipe, prepared: Prepared) -> Loader:
+def make_loader(recipe: Recipe, prepared: Prepared) -> Loader:
     t = recipe.train
     return Loader(
         prepared.train, seq_len=t.seq_len, global_batch=t.global_batch, micro_batch=t.micro_batch, seed=t.seed,
@@ -202,7 +211,7 @@ def _loader(recipe: Recipe, prepared: Prepared) -> Loader:
     )  # fmt: skip
 
 
-def _microbatches_per_rank(recipe: Recipe, folding: AnyFolding) -> int:
+def microbatches_per_rank(recipe: Recipe, folding: AnyFolding) -> int:
     return num_rounds(recipe.train.global_batch // recipe.train.micro_batch, owners=folding.replicas)
 
 
@@ -259,18 +268,18 @@ class Trainer:
     def run(self) -> Outcome:
         """Step until the end or until some rank wants to stop; then save, validate and write a sample. Collective."""
         self._measure_machine()
-        self._announce()
+        self.announce()
         interrupted = self._run_steps()
-        self._save_last()
+        self.save_last()
         if interrupted:
-            return self._outcome("interrupted", None)
-        self._validate()
+            return self.outcome("interrupted", None)
+        self.validate()
         shown = self.rank.recipe.observe.console != "none"
-        return self._outcome("finished", self._sample() if shown else None)
+        return self.outcome("finished", self.sample() if shown else None)
 
     def _run_steps(self) -> bool:
         steps = range(self.start, self.total_steps)
-        with Prefetch(self._load, steps, depth=PREFETCH_STEPS) as batches:
+        with Prefetch(self.load, steps, depth=PREFETCH_STEPS) as batches:
             for step in steps:
                 self.recorder.prepare(step + 1)
                 begin_s = time.perf_counter()
@@ -278,11 +287,11 @@ class Trainer:
                     with self.parts.comms.doing("data", "host"):
                         micros = next(batches)
                     data_s = time.perf_counter() - begin_s
-                    result = self._step(step, [self._token_batch(m) for m in micros])
+                    result = self._step(step, [self.token_batch(m) for m in micros])
                 self.step, self.last_loss = step + 1, result.loss
-                self._report(result, micros, step_s=time.perf_counter() - begin_s, data_s=data_s)
+                self.report(result, micros, step_s=time.perf_counter() - begin_s, data_s=data_s)
                 self.recorder.tell()
-                self._hear_of_checkpoints()
+                self.hear_of_checkpoints()
                 if result.stop:
                     return self.step < self.total_steps
                 self._between_steps()
@@ -317,14 +326,14 @@ class Trainer:
         if self.step == self.total_steps:
             return
         if recipe.train.eval_interval and self.step % recipe.train.eval_interval == 0:
-            self._validate()
+            self.validate()
         if recipe.checkpoint.interval and self.step % recipe.checkpoint.interval == 0:
-            self._save()
+            self.save()
 
-    def _load(self, step: int) -> list[MicroBatch]:
+    def load(self, step: int) -> list[MicroBatch]:
         return self.loader.microbatches(step, dp_index=self._replica, dp_size=self.folding.replicas)
 
-    def _token_batch(self, micro: MicroBatch) -> TokenBatch:
+    def token_batch(self, micro: MicroBatch) -> TokenBatch:
         return token_batch(micro, self.rank.device, folding=self.folding, rank=self.rank.info.rank)
 
     @property
@@ -346,7 +355,7 @@ class Trainer:
         rate = matmul_flops_per_s(self.parts.model.dtype, self.rank.device)
         self.peak_flops_per_s = sum(self.rank.peers.gather(rate))
 
-    def _announce(self) -> None:
+    def announce(self) -> None:
         info, run = self.rank.info, self.rank.recipe.run
         self.rank.sinks(
             RunStarted(
@@ -361,7 +370,7 @@ class Trainer:
             self.rank.sinks(Note(level="info", text=text))
         self._write_status("running")
 
-    def _report(self, result: StepResult, micros: Sequence[MicroBatch], *, step_s: float, data_s: float) -> None:
+    def report(self, result: StepResult, micros: Sequence[MicroBatch], *, step_s: float, data_s: float) -> None:
         tokens_per_s = result.tokens / step_s
         peak = self.peak_flops_per_s
         self.rank.sinks(
@@ -382,10 +391,10 @@ class Trainer:
             windows = tuple(int(w) for m in taken for w in m.sample_ids)
             self.rank.sinks(SamplesTaken(step=self.step, microbatches=tuple(m.index for m in taken), windows=windows))
 
-    def _validate(self) -> None:
+    def validate(self) -> None:
         begin_s = time.perf_counter()
         batches = [
-            self._token_batch(micro)
+            self.token_batch(micro)
             for number in range(self.validation.num_batches)
             for micro in self.validation.microbatches(number, dp_index=self._replica, dp_size=self.folding.replicas)
         ]
@@ -394,7 +403,7 @@ class Trainer:
         seconds = time.perf_counter() - begin_s
         self.rank.sinks(Validated(step=self.step, loss=loss, tokens=tokens, seconds=seconds))
 
-    def _sample(self) -> Sampled:
+    def sample(self) -> Sampled:
         """A continuation of the first validation text. All ranks compute it (the model is spread over them), all get the same."""
         first = self.validation.microbatches(0)[0]
         prompt = first.tokens[0][: min(PROMPT_TOKENS, first.segments[0][0])].tolist()
@@ -412,12 +421,12 @@ class Trainer:
 
     # ---- checkpoints
 
-    def _save(self) -> None:
-        self._hear_of_checkpoints(wait=True)
+    def save(self) -> None:
+        self.hear_of_checkpoints(wait=True)
         self.manager.save(self.parts.state.boxes(), self._run_state())
         self.saved_step = self.step
 
-    def _hear_of_checkpoints(self, *, wait: bool = False) -> None:
+    def hear_of_checkpoints(self, *, wait: bool = False) -> None:
         """Tell about saves that ended. One that failed costs a warning: training goes on, and what was saved before is there."""
         try:
             saved = self.manager.finish() if wait else self.manager.poll()
@@ -435,9 +444,9 @@ class Trainer:
             self.rank.sinks(event)
             self._write_status("running")
 
-    def _save_last(self) -> None:
+    def save_last(self) -> None:
         """The state at the end must be on the disk: here a failure is an error, whichever save it was."""
-        self._hear_of_checkpoints(wait=True)
+        self.hear_of_checkpoints(wait=True)
         newest = self.manager.choose()
         if self.step and (self.saved_step != self.step or newest != self.step):
             self.manager.save(self.parts.state.boxes(), self._run_state())
@@ -480,7 +489,7 @@ class Trainer:
             text = f"{self.rank.folder.path}: the status cannot be written ({err.strerror})"
             self.rank.sinks(Note(level="warning", text=text))
 
-    def _outcome(self, reason: Literal["finished", "interrupted"], sample: Sampled | None) -> Outcome:
+    def outcome(self, reason: Literal["finished", "interrupted"], sample: Sampled | None) -> Outcome:
         self._write_status(reason)
         (at, loss), t = self.last_validation or (None, None), self.rank.recipe.train
         return Outcome(

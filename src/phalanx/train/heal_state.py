@@ -1,0 +1,105 @@
+"""State of a run from the members that have it to those that lack it, and the proof that all have the same.
+
+Decides nothing: `plan/heal.py` says what moves. Must never change: what a member holds stays as it was until every element of the new state is there and
+all members have compared checksums, so a member that is lost meanwhile costs another attempt and nothing else.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from phalanx.core.errors import RunError
+from phalanx.plan.heal import HealPlan
+from phalanx.plan.model import ModelSpec, parameters
+from phalanx.plan.reshard_types import Move
+from phalanx.plan.state_layout import STATE_KINDS
+from phalanx.runtime.boxes import BoxTensor
+from phalanx.runtime.optimizer_state import ShardedState
+from phalanx.runtime.peers import Peers
+from phalanx.runtime.resharder import Resharder
+from phalanx.runtime.shard_views import shard_views
+from phalanx.train.step import StepParts
+
+Sums = Mapping[str, int]
+"""Name of a piece of state -> checksum."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moved:
+    """What the state of one generation took."""
+
+    received_bytes: int
+    checked: int
+    """Pieces that all holders have alike."""
+
+
+def take_state(plan: HealPlan, parts: StepParts, *, old: ShardedState | None, peers: Peers) -> Moved:
+    """Fill `parts.state` from the members that hold state (`old`: this one's, None where it has none), and publish it. Collective.
+
+    Raises `PeerError` where a member is lost, `RunError` on all members where holders of the same piece differ.
+    """
+    resharder, received = Resharder(parts.comms, parts.groups.axis("world")), 0
+    for kind in STATE_KINDS:
+        source: Mapping[str, Any] = shard_views(old, kind) if old is not None else {}
+        received += _move(resharder, plan.params, source, shard_views(parts.state, kind), op_id=f"heal/{kind}")
+    if plan.buffers:
+        source = old.buffers if old is not None else {}
+        received += _move(resharder, plan.buffers, source, parts.state.buffers, op_id="heal/buffers")
+    parts.state.restore(parts.comms)
+    experts = expert_names(parts.spec)
+    before = checksums(old.boxes(), split=experts) if old is not None else {}
+    told = peers.gather((before, checksums(parts.state.boxes(), split=experts)))
+    return Moved(received_bytes=received, checked=compare([sums for pair in told for sums in pair]))
+
+
+def _move(
+    resharder: Resharder, moves: Sequence[Move], source: Mapping[str, Any], dest: Mapping[str, Any], *, op_id: str
+) -> int:
+    """Bytes that came to this member. `source` and `dest`: tensors, or views of shards, by name."""
+    have = [source.get(move.name) for move in moves]
+    want = [dest.get(move.name) for move in moves]
+    types = [x.dtype for x in want]
+    resharder.move(moves, have, dtypes=types, out=want, op_id=op_id)
+    return 0 if resharder.report is None else resharder.report.received_bytes
+
+
+def expert_names(spec: ModelSpec) -> frozenset[str]:
+    """Parameters whose first dim is the experts."""
+    return frozenset(param.name for param in parameters(spec) if param.ep_dim == 0)
+
+
+def checksums(boxes: Sequence[BoxTensor], *, split: Collection[str]) -> dict[str, int]:
+    """CRC-32 of each piece of state: a whole tensor, or one expert of those in `split`, whatever else is held beside it."""
+    out: dict[str, int] = {}
+    for box in boxes:
+        if box.name.split("/", 1)[1] in split:
+            out |= {f"{box.name}[{box.box.offsets[0] + i}]": _sum(row) for i, row in enumerate(box.tensor)}
+        else:
+            out[box.name] = _sum(box.tensor)
+    return out
+
+
+def _sum(x: torch.Tensor) -> int:
+    return zlib.crc32(x.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes())
+
+
+def compare(told: Sequence[Sums]) -> int:
+    """How many pieces all agree on. `told`: of each member, what it held and what it holds now. Raises `RunError` naming pieces that differ."""
+    found: defaultdict[str, set[int]] = defaultdict(set)
+    for sums in told:
+        for name, value in sums.items():
+            found[name].add(value)
+    wrong = sorted(name for name, values in found.items() if len(values) > 1)
+    if wrong:
+        shown = ", ".join(wrong[:4]) + (f" and {len(wrong) - 4} more" if len(wrong) > 4 else "")
+        raise RunError(
+            f"members hold different values of {shown}, and nobody can say which are right; nothing was changed. The newest checkpoint is sound: "
+            "the same command goes on from it"
+        )
+    return len(found)

@@ -1,0 +1,296 @@
+"""The trainer as a `Body` of `runtime/member.py`: a member of a run that goes on when others die, inside its process.
+
+Each generation has a `Trainer` of its own (groups, modules, buffers for its mapping), filled from what its members hold. What a generation
+must not lose lives here: the step, and the last trainer's state until the next one has taken it over.
+
+    enter     plan ─ build ─ move and compare state, or read the newest checkpoint ─ adopt
+    compute   what is due between steps ─ forward, backward, reduction (`train/step.py: reduce_step`)
+    commit    the update, alone; the step is told
+
+Must never change: nothing that was held is dropped before `adopt`; nobody initialises anew once a step of the run was committed.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from phalanx.core.config import Recipe
+from phalanx.core.errors import CheckpointError, RunError
+from phalanx.core.events import Event, Note, TeamFormed, TrainingResumed
+from phalanx.data.loader import MicroBatch
+from phalanx.data.prepare import Prepared
+from phalanx.observe.sinks import Sinks
+from phalanx.plan.folding import Folding
+from phalanx.plan.heal import Healing, HealPlan, Place
+from phalanx.plan.model import ModelSpec
+from phalanx.runtime.checkpoint import CheckpointManager
+from phalanx.runtime.forming import Team
+from phalanx.runtime.groups import WorldInfo
+from phalanx.runtime.launch import StopRequest
+from phalanx.runtime.member import Committed, Reformed
+from phalanx.runtime.membership import Generation
+from phalanx.runtime.peers import Peers
+from phalanx.runtime.votes import Report, Resolution
+from phalanx.train.closing import Outcome
+from phalanx.train.heal_state import Moved, take_state
+from phalanx.train.machine import MemoryMeter, matmul_flops_per_s
+from phalanx.train.optim import learning_rate
+from phalanx.train.run_folder import RunFolder
+from phalanx.train.setup import DTYPES, Rank, resolve_pipeline
+from phalanx.train.step import ReducedStep, commit_step, reduce_step
+from phalanx.train.trainer import Trainer, check_length, make_loader, make_parts
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class HealingRun:
+    """What all members of a run have from the start: made once, before their processes are forked."""
+
+    recipe: Recipe
+    folder: RunFolder
+    prepared: Prepared
+    spec: ModelSpec
+    healing: Healing
+
+
+@dataclass(kw_only=True)
+class _Entry:
+    """What entering a generation took; told once the loop says how it was formed."""
+
+    folding: str
+    built_s: float
+    moved_s: float
+    moved: Moved
+
+
+class HealingBody:
+    """One member. All methods are called by the worker's own thread."""
+
+    def __init__(self, run: HealingRun, sinks: Sinks) -> None:
+        self.run, self.sinks, self.recipe = run, sinks, run.recipe
+        self.device = torch.device("cpu")
+        self.memory = MemoryMeter(self.device)
+        self.flops_per_s = matmul_flops_per_s(DTYPES[self.recipe.train.dtype], self.device)
+        self.trainer: Trainer | None = None
+        self.place: Place | None = None
+        self.place_of: dict[str, Place] = {}
+        """Of all members of the generation that this one has entered."""
+        self.outcome: Outcome | None = None
+        self._step = 0
+        self._due = False
+        """Whether what belongs between steps is still to do; the same on all members."""
+        self._reduced: tuple[ReducedStep, list[MicroBatch], float, float] | None = None
+        self._entry: _Entry | None = None
+        self._broken_s = 0.0
+        """When the last generation was seen broken, or this one was connected; 0 once a step was committed since."""
+
+    # -- what the loop asks
+
+    @property
+    def step(self) -> int:
+        return self._step
+
+    @property
+    def holds(self) -> bool:
+        return self.trainer is not None
+
+    def describe(self) -> tuple[str, dict[str, Any]]:
+        return "", {"place": self.place, "flops_per_s": self.flops_per_s}
+
+    def finished(self) -> bool:
+        return self._step >= self.recipe.train.steps
+
+    def leave_team(self) -> None:
+        """Groups go with the trainer, which stays until the next one has its state: sockets are shut by then, and make nobody wait."""
+        self._entry = None
+
+    # -- a generation begins
+
+    def enter(self, team: Team, resolution: Resolution) -> None:
+        plan = self.run.healing.plan([_place_of(report) for report in team.reports])
+        begin_s = time.perf_counter()
+        trainer = self._build(team, plan.folding)
+        built_s, begin_s = time.perf_counter() - begin_s, time.perf_counter()
+        first, moved = self.trainer is None, Moved(received_bytes=0, checked=0)
+        if resolution.step is None or plan.missing:
+            step = self._from_disk(trainer, team, plan, committed=resolution.step)
+            first = True
+        else:
+            old = None if self.trainer is None else self.trainer.parts.state
+            moved = take_state(plan, trainer.parts, old=old, peers=trainer.rank.peers)
+            step = resolution.step
+        self._adopt(trainer, step, team, announce=first)
+        moved_s = time.perf_counter() - begin_s
+        self._entry = _Entry(folding=plan.folding.label(), built_s=built_s, moved_s=moved_s, moved=moved)
+
+    def _build(self, team: Team, folding: Folding) -> Trainer:
+        """A trainer for the team, freshly initialised."""
+        world = tuple(range(team.size))
+        group = team.groups.get(world, second=True)  # control messages and checkpoints mix with no tensors
+        rank = Rank(
+            recipe=self.recipe,
+            info=WorldInfo(rank=team.rank, world=team.size, local_rank=team.rank, local_world=team.size),
+            device=self.device,
+            peers=Peers(group),
+            cache=team.groups,
+            folder=self.run.folder,
+            sinks=self.sinks,
+            memory=self.memory,
+            lock=None,
+        )
+        pipeline = resolve_pipeline(self.recipe, self.run.spec, folding)
+        parts = make_parts(rank, self.run.spec, folding, pipeline, warm=self.trainer is None)
+        manager = CheckpointManager(
+            self.run.folder.checkpoints.path,
+            group=group,
+            keep_last=self.recipe.checkpoint.keep_last,
+            asynchronous=False,
+        )
+        manager.open()
+        trainer = Trainer(
+            rank=rank, stop=StopRequest(), prepared=self.run.prepared, spec=self.run.spec, folding=folding, parts=parts,
+            loader=make_loader(self.recipe, self.run.prepared), manager=manager, start=self._step,
+        )  # fmt: skip
+        trainer.peak_flops_per_s = sum(float(r.data["flops_per_s"]) for r in team.reports)
+        return trainer
+
+    def _from_disk(self, trainer: Trainer, team: Team, plan: HealPlan, *, committed: int | None) -> int:
+        """No member has the state, or not all of it: the step of the newest checkpoint, loaded, or 0 in a run that has not begun."""
+        config, manager = self.recipe.checkpoint, trainer.manager
+        found = manager.choose(None if team.begun else config.step) if config.resume or team.begun else None
+        what = "no member holds the state of the run any more" if committed is None else plan.explain()
+        if found is None and team.begun:
+            raise RunError(
+                f"{what}, and there is no checkpoint of it; nothing is initialised anew. Start the run again under another --run.name, "
+                "with a smaller checkpoint.interval or a larger resilience.f"
+            )
+        if found is None:
+            return 0
+        state = manager.read_state(found, model=json.loads(self.run.spec.to_json()))
+        step = trainer.loader.check_state(state.loader) if state.loader else found  # an import drew no sample yet
+        check_length(self.recipe, step)
+        manager.load(trainer.parts.state.boxes(), step=found)
+        trainer.parts.state.restore(trainer.parts.comms)
+        if team.begun:
+            lost = "" if committed is None else f", {committed - step} steps before"
+            self.sinks(Note(level="warning", text=f"{what}: training goes back to the checkpoint of step {step}{lost}"))
+        return step
+
+    def _adopt(self, trainer: Trainer, step: int, team: Team, *, announce: bool) -> None:
+        """From here on the new trainer's state is what this member holds."""
+        if self.trainer is not None:
+            trainer.last_loss, trainer.last_validation = self.trainer.last_loss, self.trainer.last_validation
+            trainer.start = self.trainer.start
+            self.trainer.parts.buffers.close()
+        else:
+            trainer.start = step
+        trainer.step = step
+        self.place_of = {uid: Place(team.size, rank) for rank, uid in enumerate(team.generation.uids)}
+        self.trainer, self.place, self._step = trainer, self.place_of[team.uid], step
+        self._reduced, self._due = None, step > 0
+        if announce:
+            trainer.announce()
+
+    # -- a step
+
+    def compute(self) -> None:
+        trainer, step = self._mine, self._step
+        if self._due:
+            self._between_steps(trainer)
+            self._due = False
+        begin_s = time.perf_counter()
+        micros = trainer.load(step)
+        data_s = time.perf_counter() - begin_s
+        lr = learning_rate(step, self.recipe.optim, total_steps=self.recipe.train.steps)
+        reduced = reduce_step(trainer.parts, [trainer.token_batch(m) for m in micros], step=step, lr=lr)
+        self._reduced = reduced, micros, begin_s, data_s
+
+    def commit(self) -> None:
+        if self._reduced is None:
+            raise RunError("a commit without a reduced gradient")
+        trainer, (reduced, micros, begin_s, data_s) = self._mine, self._reduced
+        result = commit_step(trainer.parts, reduced)
+        self._step += 1
+        self._reduced, self._due = None, True
+        trainer.step, trainer.last_loss = self._step, result.loss
+        trainer.report(result, micros, step_s=time.perf_counter() - begin_s, data_s=data_s)
+
+    def abort(self) -> None:
+        self._reduced = None
+
+    def _between_steps(self, trainer: Trainer) -> None:
+        """Validation and a checkpoint, where they are due; again in the next generation where a member is lost in it. Collective."""
+        train, interval = self.recipe.train, self.recipe.checkpoint.interval
+        if train.eval_interval and self._step % train.eval_interval == 0:
+            trainer.validate()
+        if interval and self._step % interval == 0 and trainer.manager.choose() != self._step:
+            trainer.save()
+            trainer.hear_of_checkpoints()
+
+    # -- the end, or a part of it
+
+    def hand_over(self, generation: Generation) -> None:
+        """Those that stay hold everything, or a checkpoint does."""
+        trainer, uids = self._mine, generation.uids
+        stay = [self.place_of[uid] for uid in uids if uid in self.place_of]
+        if not stay or self.run.healing.plan(list(stay)).missing:
+            trainer.save()
+            trainer.hear_of_checkpoints()
+
+    def close(self, *, stopped: bool) -> None:
+        trainer = self._mine
+        try:
+            trainer.save_last()
+        except CheckpointError:
+            trainer.rank.peers.gather(None)  # raises `PeerError` where the cause is a member that was lost
+            raise
+        if not stopped:
+            trainer.validate()
+        shown = not stopped and self.recipe.observe.console != "none"
+        self.outcome = trainer.outcome("interrupted" if stopped else "finished", trainer.sample() if shown else None)
+        trainer.rank.peers.gather(None)  # nobody leaves before all are through
+
+    # -- what is told
+
+    def tell(self, event: Event, /) -> None:
+        """Events of the loop, as a person wants them."""
+        if isinstance(event, Reformed) and self._entry is not None:
+            self._tell_formed(event, self._entry)
+        if isinstance(event, Committed) and self._broken_s:
+            self.sinks(
+                TrainingResumed(generation=event.generation, step=event.step, seconds=event.at_s - self._broken_s)
+            )
+            self._broken_s = 0.0
+
+    def _tell_formed(self, event: Reformed, entry: _Entry) -> None:
+        entered_s = event.at_s - event.entered_s
+        self._broken_s = event.broken_s or entered_s
+        self.sinks(
+            TeamFormed(
+                generation=event.generation,
+                members=event.members,
+                step=event.step,
+                folding=entry.folding,
+                why=event.why or "the run begins",
+                noticed_s=entered_s - event.broken_s if event.broken_s else 0.0,
+                formed_s=event.formed_s,
+                built_s=entry.built_s,
+                moved_s=entry.moved_s,
+                moved_bytes=entry.moved.received_bytes,
+                checked=entry.moved.checked,
+            )
+        )
+
+    @property
+    def _mine(self) -> Trainer:
+        if self.trainer is None:
+            raise RunError("this member has entered no generation")
+        return self.trainer
+
+
+def _place_of(report: Report) -> Place | None:
+    return Place(*report.data["place"]) if report.holds else None
