@@ -64,7 +64,7 @@ def _move(
     """Bytes that came to this member. `source` and `dest`: tensors, or views of shards, by name."""
     have = [source.get(move.name) for move in moves]
     want = [dest.get(move.name) for move in moves]
-    types = [x.dtype for x in want]
+    types = [x.dtype for x in want if x is not None]
     resharder.move(moves, have, dtypes=types, out=want, op_id=op_id)
     return 0 if resharder.report is None else resharder.report.received_bytes
 

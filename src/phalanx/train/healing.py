@@ -268,7 +268,8 @@ class HealingBody:
 
     def _tell_formed(self, event: Reformed, entry: _Entry) -> None:
         entered_s = event.at_s - event.entered_s
-        self._broken_s = event.broken_s or entered_s
+        if event.why:
+            self._broken_s = event.broken_s or entered_s
         self.sinks(
             TeamFormed(
                 generation=event.generation,

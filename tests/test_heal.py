@@ -1,0 +1,302 @@
+"""A run that heals itself: what moves (plans), what is refused, and whole runs in which ranks are killed at chosen moments."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import random
+import signal
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from phalanx.core.config import ModelConfig, RouterConfig
+from phalanx.core.errors import RunError
+from phalanx.plan.folding import Folding
+from phalanx.plan.heal import Healing, Place, heal_problems
+from phalanx.plan.model import resolve_model
+from phalanx.plan.pipeline import plain_pipeline
+from phalanx.plan.reshard import plan_reshard
+from phalanx.plan.reshard_types import equal_hosts
+from phalanx.runtime.boxes import BoxTensor
+from phalanx.runtime.checkpoint import CheckpointManager
+from phalanx.train.heal_state import compare
+from train_help import _SERVER, phalanx, train_args, write_text
+
+
+def healing(*, ep: int = 2, floor: int = 2) -> Healing:
+    spec = resolve_model(ModelConfig(preset="tiny"), RouterConfig(bias_rate=1e-2))
+    return Healing(spec=spec, base=Folding(world=4, ep=ep), stages=plain_pipeline(spec).stages, seq_len=32, floor=floor)
+
+
+# ---- plans -----------------------------------------------------------------------------------------------------------
+
+
+def test_mapping_follows_the_members_and_keeps_every_expert_at_two() -> None:
+    run = healing()
+    assert [run.folding(n).ep for n in range(1, 9)] == [1, 1, 1, 2, 1, 2, 1, 2]
+    assert all(run.folding(n).edp >= min(2, n) for n in range(1, 33))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_any_one_may_be_missing_whatever_generations_the_others_come_from(seed: int) -> None:
+    """With f = 2 the loss of one member of a generation leaves everything; the moves pass the checker of all reshard plans."""
+    rng, run = random.Random(seed), healing()
+    size = rng.randint(3, 6)
+    places: list[Place | None] = [Place(size, rank) for rank in range(size)]
+    places.pop(rng.randrange(size))
+    places += [None] * rng.randint(0, 2)
+    rng.shuffle(places)
+    plan = run.plan(places)
+    assert plan.missing == ()
+    for moves in (plan.params, plan.buffers):
+        plan_reshard(moves, equal_hosts([0] * len(places))).check()
+
+
+def test_members_of_different_generations_are_sources_together() -> None:
+    """One has entered a generation of three, the others still have what they held in one of four."""
+    plan = healing().plan([Place(3, 1), Place(4, 1), None])
+    assert plan.missing == ()
+    assert {move.src.ranks for move in plan.params} == {(0, 1)}
+    plan_reshard(plan.params, equal_hosts([0] * 3)).check()
+
+
+def test_what_nobody_holds_is_named() -> None:
+    plan = healing().plan([Place(4, 0), Place(4, 2), None])
+    assert plan.missing and all(".experts." in name for name in plan.missing)
+    assert "nobody holds all of layers.0.moe.experts" in plan.explain()
+    assert set(healing().plan([None, None]).missing) == {m.name for m in plan.params}
+
+
+def test_experts_of_a_single_holder_are_refused() -> None:
+    (problem,) = heal_problems(Folding(world=4, ep=4), floor=2)
+    assert problem.where == "folding.ep" and "folding.ep = 2" in problem.hint
+    assert heal_problems(Folding(world=4, ep=2), floor=2) == []
+
+
+def test_holders_that_differ_are_found() -> None:
+    assert compare([{"a": 1, "b": 2}, {"a": 1}]) == 2
+    with pytest.raises(RunError, match="different values of a, and nobody"):
+        compare([{"a": 1, "b": 2}, {"a": 3}])
+
+
+def test_what_cannot_heal_is_refused_by_name(tmp_path: Path) -> None:
+    found = phalanx("train", *train_args(tmp_path, resilience__heal="true", folding__tp=2), "--dry-run")
+    assert found.returncode == 2
+    for words in ("resilience.mode = 'off'", "optim.zero = 1", "folding.tp = 2"):
+        assert words in found.stderr
+
+
+# ---- whole runs ------------------------------------------------------------------------------------------------------
+
+RANKS, STEPS = 4, 14
+SETTINGS = {
+    "resilience__heal": "true", "resilience__mode": "exact", "optim__zero": "0", "launch__threads": "1", "folding__ep": "2",
+    "launch__ranks": str(RANKS), "train__steps": str(STEPS), "train__global_batch": "14", "checkpoint__interval": "4",
+    "router__bias_rate": "0.01",
+}  # fmt: skip
+Faults = dict[str, tuple[tuple[int, ...], int]]
+"""Phase -> slots that are killed in it, at the first step from this one on at which all ranks take part."""
+
+
+def _command(args: list[str], folder: str, faults: Faults) -> None:
+    """Body of a process: `phalanx ARGS...`, whose workers kill themselves where `faults` says so."""
+    for number, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(os.path.join(folder, name), os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
+        os.environ.pop(name, None)
+    _plant(faults)
+    from phalanx.cli.main import main
+
+    sys.exit(main(args))
+
+
+def _plant(faults: Faults) -> None:
+    """Wrap what a worker does in each phase. A byte of shared memory for each victim says that it has died already."""
+    from phalanx.models.decoder import Decoder
+    from phalanx.runtime.gradients import GradientBuffers
+    from phalanx.train import heal_run, healing
+
+    victims = [(phase, slot) for phase, (slots, _) in faults.items() for slot in slots]
+    done, here = mmap.mmap(-1, len(victims) + 1), {"slot": -1, "step": -1, "size": 0}
+
+    def maybe_die(phase: str) -> None:
+        key = (phase, here["slot"])
+        if (
+            key in victims
+            and here["size"] == RANKS
+            and here["step"] >= faults[phase][1]
+            and not done[victims.index(key)]
+        ):
+            done[victims.index(key)] = 1
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def before(owner: Any, name: str, phase: str) -> None:
+        inner = getattr(owner, name)
+
+        def outer(*args: Any, **words: Any) -> Any:
+            maybe_die(phase)
+            return inner(*args, **words)
+
+        setattr(owner, name, outer)
+
+    before(Decoder, "forward", "forward")
+    before(GradientBuffers, "reduce", "reduction")
+    before(healing, "commit_step", "commit")
+    before(CheckpointManager, "_write_tensors", "checkpoint")
+    before(healing, "take_state", "migration")
+    reduce_step, enter, compute, work = (
+        healing.reduce_step,
+        healing.HealingBody.enter,
+        healing.HealingBody.compute,
+        heal_run.work,
+    )
+
+    def then_vote(*args: Any, **words: Any) -> Any:
+        found = reduce_step(*args, **words)
+        maybe_die("vote")
+        return found
+
+    def entering(self: Any, team: Any, resolution: Any) -> None:
+        here.update(size=team.size, step=self.step)
+        enter(self, team, resolution)
+
+    def computing(self: Any) -> None:
+        here["step"] = self.step
+        if here["size"] < RANKS and sum(done[: len(victims)]):
+            time.sleep(0.25)  # let the new process come before too many steps are done
+        compute(self)
+
+    def working(run: Any, seat: Any, *, threads: int) -> int:
+        here["slot"] = int(seat.uid.split(".")[1])
+        return work(run, seat, threads=threads)
+
+    healing.reduce_step = then_vote
+    healing.HealingBody.enter, healing.HealingBody.compute = entering, computing  # type: ignore[method-assign]
+    heal_run.work = working
+
+
+def train(base: Path, name: str, faults: Faults, **changes: str) -> tuple[str, str]:
+    """Run to the end; what was printed."""
+    args = ["train", *train_args(base, **{**SETTINGS, "run__name": name, **changes})]
+    folder = base / f"printed-{name}"
+    folder.mkdir()
+    process = _SERVER.Process(target=_command, args=(args, str(folder), faults))
+    process.start()
+    process.join(120)
+    out, err = ((folder / n).read_text() for n in ("out", "err"))
+    if process.exitcode is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid or 0, signal.SIGKILL)
+        raise TimeoutError(f"{name} still runs\n{out}\n{err}")
+    assert process.exitcode == 0, f"{out}\n{err}"
+    return out, err
+
+
+def events(base: Path, name: str, kind: str) -> list[dict[str, Any]]:
+    found = []
+    for slot in range(RANKS):
+        lines = (base / "runs" / name / "events" / f"rank-{slot}.jsonl").read_text().splitlines()
+        found += [{**json.loads(line), "slot": slot} for line in lines if f'"kind":"{kind}"' in line]
+    return found
+
+
+def losses(base: Path, name: str) -> dict[int, set[tuple[float, float]]]:
+    """(loss, norm) of each step, from all who told."""
+    found: dict[int, set[tuple[float, float]]] = {}
+    for event in events(base, name, "StepEnded"):
+        found.setdefault(event["step"], set()).add((event["loss"], event["grad_norm"]))
+    return found
+
+
+def state_at_the_end(base: Path, name: str) -> dict[str, torch.Tensor]:
+    """Every tensor of the last checkpoint."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    from phalanx.plan.layout import Box
+
+    manager = CheckpointManager(base / "runs" / name / "checkpoints")
+    step = manager.choose()
+    assert step == STEPS
+    found = dcp.FileSystemReader(manager.folder.of(step)).read_metadata().state_dict_metadata
+    boxes = []
+    for key, meta in found.items():
+        assert isinstance(meta, TensorStorageMetadata)
+        shape = tuple(meta.size)
+        boxes.append(
+            BoxTensor(key, shape, Box((0,) * len(shape), shape), torch.empty(shape, dtype=meta.properties.dtype), True)
+        )
+    manager.load(boxes, step=step)
+    return {box.name: box.tensor for box in boxes}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with text and the undisturbed run `calm`."""
+    folder = tmp_path_factory.mktemp("heal")
+    write_text(folder / "text")
+    train(folder, "calm", {})
+    return folder
+
+
+def check_equal(base: Path, name: str) -> None:
+    """The bits of the undisturbed run: every loss and norm, whoever told of it, and the state at the end."""
+    calm, hurt = losses(base, "calm"), losses(base, name)
+    assert set(calm) == set(range(1, STEPS + 1)) and all(len(told) == 1 for told in calm.values())
+    assert hurt == calm
+    wanted, found = state_at_the_end(base, "calm"), state_at_the_end(base, name)
+    assert wanted.keys() == found.keys()
+    assert [key for key in wanted if not torch.equal(wanted[key], found[key])] == []
+
+
+@pytest.mark.ranks
+def test_ranks_killed_in_every_phase_change_no_bit(base: Path) -> None:
+    faults: Faults = {
+        "forward": ((1,), 1),
+        "reduction": ((2,), 2),
+        "vote": ((0,), 3),
+        "checkpoint": ((3,), 4),
+        "commit": ((1,), 5),
+        "migration": ((2,), 6),
+    }
+    train(base, "hurt", faults)
+    check_equal(base, "hurt")
+    formed = events(base, "hurt", "TeamFormed")
+    whys = " ".join({e["why"] for e in formed})
+    assert whys.count("SIGKILL") == len(faults), whys
+    assert {e["members"] for e in formed} == {3, 4}
+    assert sum(e["moved_bytes"] for e in formed) > 0 and all(e["checked"] for e in formed if e["generation"] > 1)
+    assert events(base, "hurt", "TrainingResumed")
+    assert not any("goes back" in e["text"] for e in events(base, "hurt", "Note"))
+    check_samples(base, "hurt")
+
+
+def check_samples(base: Path, name: str) -> None:
+    """No window twice in a step; none missing but those whose rank died before it could tell. (That all were computed is what equal bits say.)"""
+    told: dict[int, Counter[int]] = {}
+    for event in events(base, name, "SamplesTaken"):
+        told.setdefault(event["step"], Counter()).update(event["windows"])
+    wanted: dict[int, Counter[int]] = {}
+    for event in events(base, "calm", "SamplesTaken"):
+        wanted.setdefault(event["step"], Counter()).update(event["windows"])
+    for step, windows in wanted.items():
+        assert not told[step] - windows, f"step {step}"
+    assert (
+        sum(told[step] != windows for step, windows in wanted.items()) <= 1
+    )  # the one killed between decision and telling
+
+
+@pytest.mark.ranks
+def test_last_copy_lost_goes_back_to_the_checkpoint_and_says_so(base: Path) -> None:
+    train(base, "back", {"reduction": ((1, 2, 3), 6)})
+    check_equal(base, "back")
+    notes = {e["text"] for e in events(base, "back", "Note")}
+    assert any("goes back to the checkpoint of step 4, 2 steps before" in text for text in notes), notes
