@@ -112,15 +112,15 @@ def _command(args: list[str], folder: str, faults: Faults) -> None:
         os.dup2(os.open(os.path.join(folder, name), os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
         os.environ.pop(name, None)
-    _plant(faults)
+    _plant(faults, folder)
     from phalanx.cli.main import main
 
     sys.exit(main(args))
 
 
-def _plant(faults: Faults) -> None:
+def _plant(faults: Faults, folder: str) -> None:
     """Wrap what a worker does in each phase. A byte of shared memory for each victim says that it has died already."""
-    from phalanx.models.decoder import Decoder
+    from phalanx.models.moe import MoE
     from phalanx.runtime.gradients import GradientBuffers
     from phalanx.train import heal_run, healing
 
@@ -136,6 +136,7 @@ def _plant(faults: Faults) -> None:
             and not done[victims.index(key)]
         ):
             done[victims.index(key)] = 1
+            Path(folder, f"killed-{phase}-{here['slot']}").touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
     def before(owner: Any, name: str, phase: str) -> None:
@@ -147,7 +148,7 @@ def _plant(faults: Faults) -> None:
 
         setattr(owner, name, outer)
 
-    before(Decoder, "forward", "forward")
+    before(MoE, "forward", "forward")
     before(GradientBuffers, "reduce", "reduction")
     before(healing, "commit_step", "commit")
     before(CheckpointManager, "_write_tensors", "checkpoint")
@@ -171,7 +172,7 @@ def _plant(faults: Faults) -> None:
     def computing(self: Any) -> None:
         here["step"] = self.step
         if here["size"] < RANKS and sum(done[: len(victims)]):
-            time.sleep(0.25)  # let the new process come before too many steps are done
+            time.sleep(0.4)  # let the new process come before too many steps are done
         compute(self)
 
     def working(run: Any, seat: Any, *, threads: int) -> int:
@@ -183,8 +184,8 @@ def _plant(faults: Faults) -> None:
     heal_run.work = working
 
 
-def train(base: Path, name: str, faults: Faults, **changes: str) -> tuple[str, str]:
-    """Run to the end; what was printed."""
+def train(base: Path, name: str, faults: Faults, **changes: str | None) -> set[str]:
+    """Run to the end; the phases in which all victims were killed."""
     args = ["train", *train_args(base, **{**SETTINGS, "run__name": name, **changes})]
     folder = base / f"printed-{name}"
     folder.mkdir()
@@ -197,13 +198,16 @@ def train(base: Path, name: str, faults: Faults, **changes: str) -> tuple[str, s
             os.kill(process.pid or 0, signal.SIGKILL)
         raise TimeoutError(f"{name} still runs\n{out}\n{err}")
     assert process.exitcode == 0, f"{out}\n{err}"
-    return out, err
+    return {
+        phase for phase, (slots, _) in faults.items() if all((folder / f"killed-{phase}-{s}").exists() for s in slots)
+    }
 
 
 def events(base: Path, name: str, kind: str) -> list[dict[str, Any]]:
     found = []
     for slot in range(RANKS):
-        lines = (base / "runs" / name / "events" / f"rank-{slot}.jsonl").read_text().splitlines()
+        path = base / "runs" / name / "events" / f"rank-{slot}.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
         found += [{**json.loads(line), "slot": slot} for line in lines if f'"kind":"{kind}"' in line]
     return found
 
@@ -267,11 +271,9 @@ def test_ranks_killed_in_every_phase_change_no_bit(base: Path) -> None:
         "commit": ((1,), 5),
         "migration": ((2,), 6),
     }
-    train(base, "hurt", faults)
+    assert train(base, "hurt", faults) == set(faults)
     check_equal(base, "hurt")
     formed = events(base, "hurt", "TeamFormed")
-    whys = " ".join({e["why"] for e in formed})
-    assert whys.count("SIGKILL") == len(faults), whys
     assert {e["members"] for e in formed} == {3, 4}
     assert sum(e["moved_bytes"] for e in formed) > 0 and all(e["checked"] for e in formed if e["generation"] > 1)
     assert events(base, "hurt", "TrainingResumed")
@@ -295,8 +297,15 @@ def check_samples(base: Path, name: str) -> None:
 
 
 @pytest.mark.ranks
+def test_a_run_that_cannot_heal_has_the_same_bits(base: Path) -> None:
+    """Exact mode on two ranks with sharded state: healing costs bits neither where nobody dies."""
+    train(base, "plain", {}, resilience__heal=None, optim__zero="1", launch__ranks="2", folding__ep=None)
+    check_equal(base, "plain")
+
+
+@pytest.mark.ranks
 def test_last_copy_lost_goes_back_to_the_checkpoint_and_says_so(base: Path) -> None:
-    train(base, "back", {"reduction": ((1, 2, 3), 6)})
+    assert train(base, "back", {"reduction": ((1, 2, 3), 6)}) == {"reduction"}
     check_equal(base, "back")
     notes = {e["text"] for e in events(base, "back", "Note")}
     assert any("goes back to the checkpoint of step 4, 2 steps before" in text for text in notes), notes
