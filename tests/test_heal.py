@@ -112,13 +112,13 @@ def _command(args: list[str], folder: str, faults: Faults) -> None:
         os.dup2(os.open(os.path.join(folder, name), os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
         os.environ.pop(name, None)
-    _plant(faults, folder)
+    _plant(faults, folder, ranks=int(args[args.index("--launch.ranks") + 1]))
     from phalanx.cli.main import main
 
     sys.exit(main(args))
 
 
-def _plant(faults: Faults, folder: str) -> None:
+def _plant(faults: Faults, folder: str, *, ranks: int) -> None:
     """Wrap what a worker does in each phase. A byte of shared memory for each victim says that it has died already."""
     from phalanx.models.moe import MoE
     from phalanx.runtime.gradients import GradientBuffers
@@ -171,7 +171,7 @@ def _plant(faults: Faults, folder: str) -> None:
 
     def computing(self: Any) -> None:
         here["step"] = self.step
-        if here["size"] < RANKS and sum(done[: len(victims)]):
+        if here["size"] < ranks and sum(done[: len(victims)]):
             time.sleep(0.4)  # let the new process come before too many steps are done
         compute(self)
 
@@ -184,7 +184,7 @@ def _plant(faults: Faults, folder: str) -> None:
     heal_run.work = working
 
 
-def train(base: Path, name: str, faults: Faults, **changes: str | None) -> set[str]:
+def train(base: Path, name: str, faults: Faults, *, code: int = 0, **changes: str | None) -> set[str]:
     """Run to the end; the phases in which all victims were killed."""
     args = ["train", *train_args(base, **{**SETTINGS, "run__name": name, **changes})]
     folder = base / f"printed-{name}"
@@ -197,7 +197,7 @@ def train(base: Path, name: str, faults: Faults, **changes: str | None) -> set[s
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid or 0, signal.SIGKILL)
         raise TimeoutError(f"{name} still runs\n{out}\n{err}")
-    assert process.exitcode == 0, f"{out}\n{err}"
+    assert process.exitcode == code, f"{out}\n{err}"
     return {
         phase for phase, (slots, _) in faults.items() if all((folder / f"killed-{phase}-{s}").exists() for s in slots)
     }
@@ -301,6 +301,26 @@ def test_a_run_that_cannot_heal_has_the_same_bits(base: Path) -> None:
     """Exact mode on two ranks with sharded state: healing costs bits neither where nobody dies."""
     train(base, "plain", {}, resilience__heal=None, optim__zero="1", launch__ranks="2", folding__ep=None)
     check_equal(base, "plain")
+
+
+@pytest.mark.ranks
+def test_a_step_that_is_not_finite_ends_the_run_once(base: Path) -> None:
+    """New processes would find the same, so none is started."""
+    train(base, "nan", {}, code=2, optim__lr="1e30", optim__warmup_steps="0", train__steps="6")
+    assert "the gradient is not finite" in (base / "printed-nan" / "err").read_text()
+    assert len(events(base, "nan", "RunStarted")) == RANKS
+
+
+@pytest.mark.ranks
+def test_fast_mode_heals_within_rounding(base: Path) -> None:
+    few = {"resilience__mode": "fast", "launch__ranks": "3", "folding__ep": None, "train__steps": "6"}
+    train(base, "fast-calm", {}, **few)
+    train(base, "fast", {"reduction": ((1,), 2)}, **few)
+    calm, hurt = losses(base, "fast-calm"), losses(base, "fast")
+    assert set(hurt) == set(calm) == set(range(1, 7))
+    for step, told in hurt.items():
+        (wanted,) = calm[step]
+        assert all(abs(loss - wanted[0]) <= 1e-5 * wanted[0] for loss, _ in told)
 
 
 @pytest.mark.ranks

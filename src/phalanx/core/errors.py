@@ -78,6 +78,10 @@ class RunError(PhalanxError):
     """Training cannot go on (a non-finite gradient, a lost rank, a port in use)."""
 
 
+class FinalError(PhalanxError):
+    """Training cannot go on, and a new process in the place of this one would find the same."""
+
+
 class PeerError(RunError):
     """A collective of this rank failed, most often because another rank did: that rank knows the cause."""
 

@@ -99,7 +99,6 @@ def compare(told: Sequence[Sums]) -> int:
     if wrong:
         shown = ", ".join(wrong[:4]) + (f" and {len(wrong) - 4} more" if len(wrong) > 4 else "")
         raise RunError(
-            f"members hold different values of {shown}, and nobody can say which are right; nothing was changed. The newest checkpoint is sound: "
-            "the same command goes on from it"
+            f"members hold different values of {shown}, and nobody can say which are right; nothing was changed, and only the newest checkpoint is left"
         )
     return len(found)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from phalanx.core.config import Recipe
-from phalanx.core.errors import CheckpointError, RunError
+from phalanx.core.errors import CheckpointError, FinalError, PeerError, RunError
 from phalanx.core.events import Event, Note, TeamFormed, TrainingResumed
 from phalanx.data.loader import MicroBatch
 from phalanx.data.prepare import Prepared
@@ -164,7 +164,7 @@ class HealingBody:
         found = manager.choose(None if team.begun else config.step) if config.resume or team.begun else None
         what = "no member holds the state of the run any more" if committed is None else plan.explain()
         if found is None and team.begun:
-            raise RunError(
+            raise FinalError(
                 f"{what}, and there is no checkpoint of it; nothing is initialised anew. Start the run again under another --run.name, "
                 "with a smaller checkpoint.interval or a larger resilience.f"
             )
@@ -206,7 +206,12 @@ class HealingBody:
         micros = trainer.load(step)
         data_s = time.perf_counter() - begin_s
         lr = learning_rate(step, self.recipe.optim, total_steps=self.recipe.train.steps)
-        reduced = reduce_step(trainer.parts, [trainer.token_batch(m) for m in micros], step=step, lr=lr)
+        try:
+            reduced = reduce_step(trainer.parts, [trainer.token_batch(m) for m in micros], step=step, lr=lr)
+        except PeerError:
+            raise
+        except RunError as err:  # not finite: a function of state and samples, so it would be again
+            raise FinalError(str(err)) from None
         self._reduced = reduced, micros, begin_s, data_s
 
     def commit(self) -> None:
@@ -268,7 +273,7 @@ class HealingBody:
 
     def _tell_formed(self, event: Reformed, entry: _Entry) -> None:
         entered_s = event.at_s - event.entered_s
-        if event.why:
+        if event.generation > 1:
             self._broken_s = event.broken_s or entered_s
         self.sinks(
             TeamFormed(
