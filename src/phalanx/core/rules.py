@@ -266,6 +266,13 @@ EFFECTS: tuple[Effect, ...] = (
         reads=("checkpoint.interval",),
     ),
     Effect(
+        settings=("checkpoint.asynchronous",),
+        inert=lambda r: r.resilience.heal,
+        reason="resilience.heal = true saves while training stands still",
+        way_out="resilience.heal = false",
+        reads=("resilience.heal",),
+    ),
+    Effect(
         settings=("checkpoint.step",),
         inert=lambda r: not r.checkpoint.resume,
         reason="checkpoint.resume = false",

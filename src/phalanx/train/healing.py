@@ -7,7 +7,7 @@ must not lose lives here: the step, and the last trainer's state until the next 
     compute   what is due between steps ─ forward, backward, reduction (`train/step.py: reduce_step`)
     commit    the update, alone; the step is told
 
-Must never change: nothing that was held is dropped before `adopt`; nobody initialises anew once a step of the run was committed.
+Must never change: nothing that was held is dropped before `adopt`, but where all go back to a checkpoint; nobody initialises anew once a step of the run was committed.
 """
 
 from __future__ import annotations
@@ -117,6 +117,7 @@ class HealingBody:
         built_s, begin_s = time.perf_counter() - begin_s, time.perf_counter()
         first, moved = self.trainer is None, Moved(received_bytes=0, checked=0)
         if resolution.step is None or plan.missing:
+            self._forget()
             step = self._from_disk(trainer, team, plan, committed=resolution.step)
             first = True
         else:
@@ -179,6 +180,10 @@ class HealingBody:
             lost = "" if committed is None else f", {committed - step} steps before"
             self.sinks(Note(level="warning", text=f"{what}: training goes back to the checkpoint of step {step}{lost}"))
         return step
+
+    def _forget(self) -> None:
+        """What this member holds is of no use: nobody goes on from it, and in the next generation it must not count as a holder."""
+        self.trainer, self.place, self._reduced, self._step = None, None, None, 0
 
     def _adopt(self, trainer: Trainer, step: int, team: Team, *, announce: bool) -> None:
         """From here on the new trainer's state is what this member holds."""
