@@ -8,6 +8,7 @@ import mmap
 import os
 import random
 import signal
+import struct
 import sys
 import time
 from collections import Counter
@@ -127,6 +128,8 @@ def _plant(faults: Faults, folder: str, *, ranks: int) -> None:
     victims = [(phase, slot) for phase, (slots, _) in faults.items() for slot in slots]
     done, here = mmap.mmap(-1, len(victims) + 1), {"slot": -1, "step": -1, "size": 0}
 
+    pids = mmap.mmap(-1, 4 * ranks)
+
     def maybe_die(phase: str) -> None:
         key = (phase, here["slot"])
         if (
@@ -135,9 +138,11 @@ def _plant(faults: Faults, folder: str, *, ranks: int) -> None:
             and here["step"] >= faults[phase][1]
             and not done[victims.index(key)]
         ):
-            done[victims.index(key)] = 1
-            Path(folder, f"killed-{phase}-{here['slot']}").touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+            slots = faults[phase][0]
+            for slot in sorted(slots, key=lambda slot: slot == here["slot"]):  # all at once, itself last
+                done[victims.index((phase, slot))] = 1
+                Path(folder, f"killed-{phase}-{slot}").touch()
+                os.kill(struct.unpack_from("i", pids, 4 * slot)[0], signal.SIGKILL)
 
     def before(owner: Any, name: str, phase: str) -> None:
         inner = getattr(owner, name)
@@ -177,6 +182,7 @@ def _plant(faults: Faults, folder: str, *, ranks: int) -> None:
 
     def working(run: Any, seat: Any, *, threads: int) -> int:
         here["slot"] = int(seat.uid.split(".")[1])
+        struct.pack_into("i", pids, 4 * here["slot"], os.getpid())
         return work(run, seat, threads=threads)
 
     healing.reduce_step = then_vote

@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,6 +33,7 @@ from phalanx.core.units import format_bytes
 from phalanx.runtime.boxes import BoxTensor
 from phalanx.runtime.checkpoint_folder import CheckpointFolder, FileEntry, RunState, differences, file_entry, with_files
 from phalanx.runtime.checkpoint_planner import BoxLoadPlanner, BoxSavePlanner, BoxWriter, WriteFailure, write_failure
+from phalanx.runtime.escape import Escape
 from phalanx.runtime.peers import Peers
 
 T = TypeVar("T")
@@ -70,9 +72,10 @@ class CheckpointManager:
         group: dist.ProcessGroup | None = None,
         keep_last: int = 3,
         asynchronous: bool = True,
+        escape: Escape | None = None,
     ) -> None:
         self.folder = CheckpointFolder(path)
-        self._peers = Peers(group)
+        self._peers = Peers(group, escape=escape)
         self._keep_last = keep_last
         self._asynchronous = asynchronous
         self._thread: threading.Thread | None = None
@@ -166,13 +169,15 @@ class CheckpointManager:
 
     def _write_tensors(self, job: _Job, writer: BoxWriter) -> None:
         _quiet()
-        dcp.save(
+        save = partial(
+            dcp.save,
             {},
             storage_writer=writer,
             planner=BoxSavePlanner(job.boxes),
             process_group=self._peers.group,
             no_dist=self._peers.group is None,
         )
+        save() if self._peers.escape is None else self._peers.escape.run(save)
 
     def _first(self, work: Callable[[], T]) -> T:
         return self._peers.first(lambda: _on_disk(work, self.folder.path))

@@ -32,6 +32,7 @@ import torch.distributed as dist
 from phalanx.core.clock import ANCHOR_S
 from phalanx.core.errors import PeerError, RunError
 from phalanx.core.events import Collective, Emit, Event, Lane, Operation, ignore
+from phalanx.runtime.escape import Escape
 from phalanx.runtime.groups import DEFAULT_TIMEOUT_S, Axis
 from phalanx.runtime.waiting import LayerTimes
 
@@ -119,11 +120,14 @@ class Collectives:
         trace: bool = False,
         check_splits: bool = False,
         synchronous: bool = False,
+        escape: Escape | None = None,
     ) -> None:
         self.timeout_s = timeout_s
         self.trace = trace
         self.check_splits = check_splits
         self.synchronous = synchronous
+        self.escape = escape
+        """Where ranks may die and others go on: what keeps this one from waiting for a message that will never end."""
         self.counters: dict[tuple[str, str], Counter] = {}
         self.layers = LayerTimes()
         self._aside = False
@@ -235,7 +239,8 @@ class Collectives:
             return [value]
         axis, values = self._own(axis), list[Any]([None] * axis.size)
         with _named_errors("gather_objects", axis, self.timeout_s), self._away(axis):
-            dist.all_gather_object(values, value, group=axis.group)
+            gather = partial(dist.all_gather_object, values, value, group=axis.group)
+            gather() if self.escape is None else self.escape.run(gather)
         return values
 
     # ---- messages between ranks, under way while this rank computes -----------------------------------------------------
@@ -298,7 +303,11 @@ class Collectives:
         """The same for another thread, with counters and events of its own until they are taken back by `absorb`."""
         kept: list[Event] = []
         other = Collectives(
-            emit=kept.append, timeout_s=self.timeout_s, trace=self.trace, check_splits=self.check_splits
+            emit=kept.append,
+            timeout_s=self.timeout_s,
+            trace=self.trace,
+            check_splits=self.check_splits,
+            escape=self.escape,
         )
         other._kept, other._aside = kept, True
         return other
@@ -588,7 +597,8 @@ class Collectives:
             work.wait()
             return time.monotonic()
         with self._away(axis):
-            work.wait(timedelta(seconds=self.timeout_s))
+            wait = partial(work.wait, timedelta(seconds=self.timeout_s))
+            wait() if self.escape is None else self.escape.run(wait)
             return time.monotonic()
 
     def _posted(self, call: _Call) -> float:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from phalanx.core.errors import PeerError, PhalanxError, ProblemsError, RunError
+from phalanx.runtime.escape import Escape
 
 T = TypeVar("T")
 
@@ -26,8 +28,10 @@ def own_group(world: int, *, timeout_s: float) -> dist.ProcessGroup | None:
 class Peers:
     """The ranks of a gloo group (None: one rank alone)."""
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None, *, escape: Escape | None = None) -> None:
         self.group = group
+        self.escape = escape
+        """As in `Collectives`."""
         self.rank = dist.get_rank(group) if group is not None else 0
         self.size = dist.get_world_size(group) if group is not None else 1
 
@@ -37,7 +41,8 @@ class Peers:
             return [value]
         values: list[Any] = [None] * self.size
         try:
-            dist.all_gather_object(values, value, group=self.group)
+            gather = partial(dist.all_gather_object, values, value, group=self.group)
+            gather() if self.escape is None else self.escape.run(gather)
         except RuntimeError as err:  # torch's DistError and its children derive from it
             text = (str(err).strip() or type(err).__name__).splitlines()[0]
             raise PeerError(f"rank {self.rank} did not hear from all other ranks: {text}") from err

@@ -29,6 +29,7 @@ from phalanx.plan.folding import Folding
 from phalanx.plan.heal import Healing, HealPlan, Place
 from phalanx.plan.model import ModelSpec
 from phalanx.runtime.checkpoint import CheckpointManager
+from phalanx.runtime.escape import Escape
 from phalanx.runtime.forming import Team
 from phalanx.runtime.groups import WorldInfo
 from phalanx.runtime.launch import StopRequest
@@ -81,6 +82,7 @@ class HealingBody:
         """Of all members of the generation that this one has entered."""
         self.outcome: Outcome | None = None
         self._step = 0
+        self._escape: Escape | None = None
         self._due = False
         """Whether what belongs between steps is still to do; the same on all members."""
         self._reduced: tuple[ReducedStep, list[MicroBatch], float, float] | None = None
@@ -107,6 +109,8 @@ class HealingBody:
     def leave_team(self) -> None:
         """Groups go with the trainer, which stays until the next one has its state: sockets are shut by then, and make nobody wait."""
         self._entry = None
+        if self._escape is not None:
+            self._escape.close()
 
     # -- a generation begins
 
@@ -131,12 +135,14 @@ class HealingBody:
     def _build(self, team: Team, folding: Folding) -> Trainer:
         """A trainer for the team, freshly initialised."""
         world = tuple(range(team.size))
+        self._escape = Escape(lambda: team.kicked)
         group = team.groups.get(world, second=True)  # control messages and checkpoints mix with no tensors
         rank = Rank(
             recipe=self.recipe,
             info=WorldInfo(rank=team.rank, world=team.size, local_rank=team.rank, local_world=team.size),
             device=self.device,
-            peers=Peers(group),
+            peers=Peers(group, escape=self._escape),
+            escape=self._escape,
             cache=team.groups,
             folder=self.run.folder,
             sinks=self.sinks,
@@ -150,6 +156,7 @@ class HealingBody:
             group=group,
             keep_last=self.recipe.checkpoint.keep_last,
             asynchronous=False,
+            escape=self._escape,
         )
         manager.open()
         trainer = Trainer(

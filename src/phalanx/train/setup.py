@@ -43,6 +43,7 @@ from phalanx.plan.stage_foldings import AnyFolding, resolve_mapping
 from phalanx.runtime.allocator import keep_freed_memory
 from phalanx.runtime.clocks import hosts_of
 from phalanx.runtime.collectives import Collectives
+from phalanx.runtime.escape import Escape
 from phalanx.runtime.groups import GroupCache, WorldInfo, build_groups, init_world, with_second_groups
 from phalanx.runtime.launch import StopRequest
 from phalanx.runtime.overlap_tuner import Tuner
@@ -70,6 +71,8 @@ class Rank:
     memory: MemoryMeter
     lock: IO[str] | None
     """Open as long as this run is ours (first rank only)."""
+    escape: Escape | None = None
+    """Of a run that heals itself."""
 
     @property
     def speaks(self) -> bool:
@@ -219,7 +222,7 @@ def make_context(rank: Rank, spec: ModelSpec, folding: AnyFolding, pipeline: Pip
         expert_state=recipe.resilience.expert_state,
         groups=groups,
         pipeline=pipeline.stages,
-        comms=Collectives(emit=rank.sinks, timeout_s=recipe.launch.timeout_s),
+        comms=Collectives(emit=rank.sinks, timeout_s=recipe.launch.timeout_s, escape=rank.escape),
         dtype=DTYPES[recipe.train.dtype],
         device=rank.device,
         kernels=recipe.kernels.implementation,

@@ -1,0 +1,79 @@
+"""A way out of calls that gloo never ends: the call is made by a thread beside, which is left behind once the team is kicked.
+
+gloo (torch 2.13) tells an error to those who wait for a message that has not begun, and to nobody who waits for one that is partly there: a peer that dies, or a socket that is
+shut, in the middle of a message makes its receiver wait for the whole timeout of the collective (`tests/test_escape.py` shows it). Nothing in the process can end that wait, so the
+rank's own thread must not be the one in it.
+
+Must never change: a thread that was left behind is never used again, and nothing it may still write is read.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from phalanx.core.errors import PeerError
+
+T = TypeVar("T")
+LOOK_S = 0.02
+"""How often the rank's own thread looks whether the team was kicked."""
+GRACE_S = 0.1
+"""What a call has after the kick to end by itself, with an error that says more."""
+
+_Call = Callable[[], Any]
+
+
+class Escape:
+    """Runs calls of any thread until `kicked` says that nobody must wait any more. One for each team; `close` when it is over."""
+
+    def __init__(self, kicked: Callable[[], bool]) -> None:
+        self.kicked = kicked
+        self._own = threading.local()
+        self._open: list[_Beside] = []
+
+    def run(self, work: Callable[[], T]) -> T:
+        """What `work` returns or raises. Raises `PeerError` where it does not end although the team was kicked."""
+        beside = getattr(self._own, "beside", None)
+        if beside is None:
+            beside = self._own.beside = _Beside()
+            self._open.append(beside)
+        beside.calls.put(work)
+        looks = round(GRACE_S / LOOK_S)
+        while True:
+            try:
+                value, error = beside.answers.get(timeout=LOOK_S)
+            except queue.Empty:
+                looks -= self.kicked()
+                if looks < 0:
+                    self._own.beside = None
+                    raise PeerError("a message did not end after its connection was closed") from None
+                continue
+            if error is not None:
+                raise error
+            return value  # type: ignore[no-any-return]
+
+    def close(self) -> None:
+        """End the threads that are not in a call; one that is ends with its call, or with the process."""
+        for beside in self._open:
+            beside.calls.put(None)
+        self._open.clear()
+
+
+class _Beside:
+    """A thread that makes one call at a time."""
+
+    def __init__(self) -> None:
+        self.calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self.answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+        threading.Thread(target=self._work, name="escape", daemon=True).start()
+
+    def _work(self) -> None:
+        while (call := self.calls.get()) is not None:
+            try:
+                answer = call(), None
+            except BaseException as err:
+                answer = None, err
+            self.answers.put(answer)
+            del call, answer  # they hold messages, which hold groups

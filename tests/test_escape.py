@@ -1,0 +1,87 @@
+"""Nobody waits for a message whose sender died in the middle of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from phalanx.core.errors import PeerError
+from phalanx.runtime.escape import GRACE_S, Escape
+
+
+def test_values_and_errors_come_back() -> None:
+    escape = Escape(lambda: False)
+    assert escape.run(lambda: 3) == 3
+    with pytest.raises(ZeroDivisionError):
+        escape.run(lambda: 1 // 0)
+    escape.close()
+
+
+def test_a_call_that_hangs_is_left_behind_and_the_next_has_a_thread_of_its_own() -> None:
+    kicked, held = threading.Event(), threading.Event()
+    escape = Escape(kicked.is_set)
+    threading.Timer(0.1, kicked.set).start()
+    begin_s = time.monotonic()
+    with pytest.raises(PeerError, match="did not end"):
+        escape.run(held.wait)
+    assert time.monotonic() - begin_s < 0.1 + GRACE_S + 1.0
+    assert escape.run(lambda: "next") == "next"
+    held.set()
+    escape.close()
+
+
+def _sender(port: int, num_bytes: int) -> None:
+    _join(1, port)
+    work = dist.isend(torch.zeros(num_bytes, dtype=torch.uint8), 0)
+    time.sleep(0.02)
+    os.kill(os.getpid(), signal.SIGKILL)
+    del work
+
+
+def _join(rank: int, port: int) -> None:
+    store = dist.TCPStore("127.0.0.1", port, 2, False, timeout=timedelta(seconds=20))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=20))
+
+
+def _receiver(port: int, num_bytes: int, answers: Any) -> None:
+    _join(0, port)
+    kicked = threading.Event()
+    threading.Timer(1.0, kicked.set).start()
+    work = dist.irecv(torch.zeros(num_bytes, dtype=torch.uint8), 1)
+    begin_s = time.monotonic()
+    try:
+        Escape(kicked.is_set).run(lambda: work.wait(timedelta(seconds=20)))
+        answers.put("it came")
+    except (PeerError, RuntimeError) as err:
+        answers.put((type(err).__name__, time.monotonic() - begin_s))
+    answers.close()
+    answers.join_thread()
+    os._exit(0)
+
+
+@pytest.mark.ranks
+def test_a_message_that_ends_in_the_middle() -> None:
+    """Without the escape gloo waits for the 20 s (measured: 6 s of 6)."""
+    import multiprocessing
+
+    spawn = multiprocessing.get_context("forkserver")
+    store = dist.TCPStore("127.0.0.1", 0, 2, True, wait_for_workers=False)
+    answers = spawn.Queue()
+    work = [
+        spawn.Process(target=_receiver, args=(store.port, 600_000_000, answers)),
+        spawn.Process(target=_sender, args=(store.port, 600_000_000)),
+    ]
+    for process in work:
+        process.start()
+    kind, seconds = answers.get(timeout=40)
+    for process in work:
+        process.join(10)
+    assert kind in ("PeerError", "RuntimeError", "DistBackendError") and seconds < 3.0
