@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from phalanx.core.errors import PeerError
 from phalanx.runtime.escape import GRACE_S, Escape
+from phalanx.runtime.groups import use_loopback
 
 
 def test_values_and_errors_come_back() -> None:
@@ -47,6 +48,7 @@ def _sender(port: int, num_bytes: int) -> None:
 
 
 def _join(rank: int, port: int) -> None:
+    use_loopback()
     store = dist.TCPStore("127.0.0.1", port, 2, False, timeout=timedelta(seconds=20))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=20))
 

@@ -26,10 +26,13 @@ _Call = Callable[[], Any]
 
 
 class Escape:
-    """Runs calls of any thread until `kicked` says that nobody must wait any more. One for each team; `close` when it is over."""
+    """Runs calls of any thread until `kicked` says that nobody must wait any more. One for each team; `close` when it is over.
 
-    def __init__(self, kicked: Callable[[], bool]) -> None:
-        self.kicked = kicked
+    A thread that is left behind holds what `keep` gives until its call ends: the destructor of a process group waits for the threads in it.
+    """
+
+    def __init__(self, kicked: Callable[[], bool], *, keep: Callable[[], object] = lambda: None) -> None:
+        self.kicked, self.keep = kicked, keep
         self._own = threading.local()
         self._open: list[_Beside] = []
 
@@ -47,12 +50,12 @@ class Escape:
             except queue.Empty:
                 looks -= self.kicked()
                 if looks < 0:
-                    self._own.beside = None
+                    self._own.beside, beside.kept = None, self.keep()
                     raise PeerError("a message did not end after its connection was closed") from None
                 continue
             if error is not None:
                 raise error
-            return value  # type: ignore[no-any-return]
+            return value
 
     def close(self) -> None:
         """End the threads that are not in a call; one that is ends with its call, or with the process."""
@@ -67,10 +70,12 @@ class _Beside:
     def __init__(self) -> None:
         self.calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self.answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+        self.kept: object = None
         threading.Thread(target=self._work, name="escape", daemon=True).start()
 
     def _work(self) -> None:
         while (call := self.calls.get()) is not None:
+            answer: tuple[Any, BaseException | None]
             try:
                 answer = call(), None
             except BaseException as err:

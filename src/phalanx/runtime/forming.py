@@ -115,6 +115,10 @@ class TeamGroups(GroupCache):
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=self.timeout_s), group)
         return group
 
+    def all(self) -> tuple[dist.ProcessGroup, ...]:
+        """Those that this rank is in."""
+        return tuple(group for group in self._groups.values() if group is not None)
+
     def forget(self) -> None:
         """Keep no group."""
         self._groups.clear()

@@ -135,7 +135,7 @@ class HealingBody:
     def _build(self, team: Team, folding: Folding) -> Trainer:
         """A trainer for the team, freshly initialised."""
         world = tuple(range(team.size))
-        self._escape = Escape(lambda: team.kicked)
+        self._escape = Escape(lambda: team.kicked, keep=team.groups.all)
         group = team.groups.get(world, second=True)  # control messages and checkpoints mix with no tensors
         rank = Rank(
             recipe=self.recipe,
