@@ -289,7 +289,11 @@ class SimulatedMember:
                 raise AssertionError("a run that has begun has no holder of its state")
             self.holds = True
         elif not self.holds:
-            self.state = list(self.world.states[resolution.holders[0]][: resolution.step])
+            first = resolution.holders[0]
+            while len(self.world.states[first]) < resolution.step:  # in doubt until now
+                if self.broken(generation):
+                    raise PeerError("the holder is lost")
+            self.state = list(self.world.states[first][: resolution.step])
             self.holds = True
         self.world.states[self.uid] = self.state
         self.world.events.append({"kind": "Reformed", "uid": self.uid, "generation": generation.number})

@@ -19,6 +19,8 @@ COMMANDS = {
     "bench step": ("phalanx.bench.step", "measure"),
     "bench memory": ("phalanx.bench.memory", "compare"),
     "bench kill": ("phalanx.bench.kill", "kill_and_compare"),
+    "bench exact": ("phalanx.bench.exact", "measure"),
+    "bench storm-members": ("phalanx.bench.storm_members", "storm"),
     "bench robust": ("phalanx.bench.robust", "measure"),
     "bench pipeline": ("phalanx.bench.pipeline", "measure"),
     "bench reshard": ("phalanx.bench.reshard", "measure"),

@@ -370,13 +370,16 @@ def test_all_mappings_of_two_ranks_agree_with_one(dtype: str, limit: float, tmp_
 
 @pytest.mark.parametrize(
     ("value", "counts"),
-    [("serial", (122, 0, 0, 0)), ("fine", (49, 49, 17, 7)), ("coarse:3", (56, 49, 17, 0))],
+    [("serial", (139, 0, 0, 0, 0)), ("fine", (49, 49, 22, 10, 9)), ("coarse:3", (68, 49, 22, 0, 0))],
 )
 def test_overlap_is_forced_where_it_can_apply_and_the_rest_is_counted(value: str, counts: tuple[int, ...]) -> None:
     cases = default_cases(4)
     forced = force_overlap(cases, value)
     assert len(forced.cases) == len(cases) == sum(counts) and forced.num_forced == counts[0]
-    kept = [sum(n for why, n in forced.kept.items() if word in why) for word in ("etp = 1", "gathers", "capacity")]
+    kept = [
+        sum(n for why, n in forced.kept.items() if word in why)
+        for word in ("etp = 1", "gathers", "capacity", "replicas")
+    ]
     assert tuple(kept) == counts[1:]
     for before, after in zip(cases, forced.cases, strict=True):
         dispatch = dataclasses.replace(after.setup.dispatch, overlap=before.setup.dispatch.overlap)

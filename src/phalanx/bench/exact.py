@@ -6,18 +6,20 @@ falls on both alike. A rank's CPU time is its own (`time.process_time`), so that
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
+import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import tyro
 
 from phalanx.core.config import ModelConfig, OptimConfig, ResilienceConfig, RouterConfig, TrainConfig
+from phalanx.core.errors import ConfigError, Problem, raise_if
+from phalanx.core.files import check_writable, write_json
 from phalanx.core.samples import num_rounds, owned
 from phalanx.kernels.lanes import Lanes
 from phalanx.kernels.native import compiled_rows
@@ -49,29 +51,47 @@ class Case:
     dtype: str = "bfloat16"
     rounds: int = 10
     bar: float = 1.6
+    """Exit status 1 where exact mode takes more processor time than this many times that of fast mode."""
 
 
-def main(args: Sequence[str]) -> int:
-    """`phalanx bench exact [--json FILE] [--preset P] [--ranks N] [--ep N] [--rounds N] ...`; 1 where the bar is missed."""
-    parser = argparse.ArgumentParser(prog="phalanx bench exact", description="Cost of exact mode over fast mode.")
-    default = Case()
-    for name, value in vars(default).items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
-    parser.add_argument("--json", type=Path)
-    given = vars(parser.parse_args(list(args)))
-    path = given.pop("json")
-    report = measure(Case(**given))
+@dataclass(frozen=True, kw_only=True)
+class ExactArgs:
+    """Cost of exact mode over fast mode."""
+
+    case: Annotated[Case, tyro.conf.arg(name="")] = field(default_factory=Case)
+    json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """File for the result."""
+
+
+def main(args: list[str]) -> int:
+    """Run `phalanx bench exact ARGS...`; 1 where the bar is missed."""
+    options = tyro.cli(ExactArgs, args=args, prog="phalanx bench exact", description=__doc__)
+    raise_if(_problems(options.case), ConfigError, subject="the options")
+    check_writable(options.json)
+    report = measure(options.case)
     print(describe(report))
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(report, indent=1) + "\n")
-    return 0 if report["ratio_cpu"] <= given["bar"] else 1
+    if options.json is not None:
+        write_json(options.json, report)
+    return 0 if report["ratio_cpu"] <= options.case.bar else 1
+
+
+def _problems(case: Case) -> list[Problem]:
+    problems = [
+        Problem(where=f"--{name.replace('_', '-')}", value=value, rule="must be at least 1", hint="use 1")
+        for name, value in vars(case).items()
+        if isinstance(value, int) and value < 1
+    ]
+    if not problems and case.ranks % case.ep:
+        rule = f"must divide --ranks = {case.ranks}"
+        problems.append(Problem(where="--ep", value=case.ep, rule=rule, hint="use 1"))
+    if case.dtype not in ("float32", "bfloat16"):
+        rule = "must be float32 or bfloat16"
+        problems.append(Problem(where="--dtype", value=case.dtype, rule=rule, hint="use bfloat16"))
+    return problems
 
 
 def measure(case: Case) -> dict[str, Any]:
     """Medians over the rounds; the first round of each mode is not counted."""
-    import tempfile
-
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "times.json"
         code = run_local(lambda info, stop: _rank(case, info, stop, path), ranks=case.ranks, threads=1)

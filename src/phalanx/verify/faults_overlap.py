@@ -1,7 +1,8 @@
 """What could go wrong inside an overlapped MoE layer, as collectives and parts that do it: for the planted faults of `faults.py`.
 
-Messages of the tile executor are told by the ends of their ids (`runtime/overlap.py`): `dispatch.rows` entries on their way to the experts (backward:
-gradients of the output), `combine.rows` partial sums on their way back, `dispatch.weights` (backward) gradients of routing weights.
+Messages of the tile executor are told by the ends of their ids (`runtime/overlap.py`): forward, `dispatch.rows` are entries on their way to the
+experts and `combine.rows` partial sums on their way back; backward it is the other way round, as each exchange has the id of the one whose gradient it carries.
+`dispatch.weights` are tables of what rows weigh, and backward the gradients of those weights.
 """
 
 from __future__ import annotations
@@ -18,6 +19,25 @@ from phalanx.runtime.collectives import Collectives, Exchange, Message, RowsUnde
 from phalanx.runtime.groups import Axis
 from phalanx.runtime.routed import RoutedExperts
 from phalanx.train.step import StepParts
+
+
+def _goes(op_id: str) -> bool:
+    """Entries, or gradients of the output, on their way to the experts."""
+    return ("combine.rows" if _is_backward(op_id) else "dispatch.rows") in op_id
+
+
+def _returns(op_id: str) -> bool:
+    """Partial sums on their way back."""
+    return ("dispatch.rows" if _is_backward(op_id) else "combine.rows") in op_id
+
+
+def _tells_dots(op_id: str) -> bool:
+    """Gradients of routing weights."""
+    return _is_backward(op_id) and "dispatch.weights" in op_id
+
+
+def _is_backward(op_id: str) -> bool:
+    return "bwd" in op_id
 
 
 class _Altered(Collectives):
@@ -39,7 +59,7 @@ class TileBeforeRows(_Altered):
     """Rows get into their place one message too late: tiles of the part are computed on zeros."""
 
     def start_receive(self, message: Message, axis: Axis, *, op_id: str = "") -> Exchange:
-        if "dispatch.rows" not in op_id:
+        if not _goes(op_id):
             return super().start_receive(message, axis, op_id=op_id)
         place, come = message.tensor.data.zero_(), torch.empty_like(message.tensor)
 
@@ -56,7 +76,7 @@ class ColumnsExchanged(Collectives):
     """The left half of the columns goes back where the right one belongs: one block in the place of another."""
 
     def start_send(self, message: Message, axis: Axis, *, op_id: str = "") -> Exchange:
-        if "combine.rows" in op_id:
+        if _returns(op_id):
             wrong = message.tensor.roll(message.tensor.shape[1] // 2, 1)
             message = dataclasses.replace(message, tensor=wrong)
         return super().start_send(message, axis, op_id=op_id)
@@ -67,7 +87,7 @@ class SumsMisplaced(_Altered):
 
     def start_receive(self, message: Message, axis: Axis, *, op_id: str = "") -> Exchange:
         exchange, sums = super().start_receive(message, axis, op_id=op_id), message.tensor.data
-        if "combine.rows" not in op_id:
+        if not _returns(op_id):
             return exchange
         return self._then(exchange, partial(_move_on, sums))
 
@@ -80,13 +100,13 @@ class PartOverwritten(_Altered):
     """Backward, the first rows that came from a rank are gone when gradients of weights are taken, but not before."""
 
     def start_receive(self, message: Message, axis: Axis, *, op_id: str = "") -> Exchange:
-        if "dispatch.rows" in op_id and "bwd" in op_id:
+        if _goes(op_id) and _is_backward(op_id):
             self._remembered.setdefault((op_id, message.peer), message.tensor.data)
         return super().start_receive(message, axis, op_id=op_id)
 
     def start_send(self, message: Message, axis: Axis, *, op_id: str = "") -> Exchange:
-        if "dispatch.weights" in op_id:  # this is told when all tiles of the rank's rows are done
-            rows = self._remembered.pop((op_id.replace("weights", "rows"), message.peer), None)
+        if _tells_dots(op_id):  # this is told when all tiles of the rank's rows are done
+            rows = self._remembered.pop((op_id.replace("dispatch.weights", "combine.rows"), message.peer), None)
             if rows is not None:
                 rows.zero_()
         return super().start_send(message, axis, op_id=op_id)
@@ -97,7 +117,7 @@ class RouterOfPartLost(_Altered):
 
     def start_receive(self, message: Message, axis: Axis, *, op_id: str = "") -> Exchange:
         exchange, dots = super().start_receive(message, axis, op_id=op_id), message.tensor.data
-        if "dispatch.weights" not in op_id:
+        if not _tells_dots(op_id):
             return exchange
         return self._then(exchange, partial(_lose_half, dots))
 
@@ -111,7 +131,7 @@ class RowsOfPassBefore(_Altered):
 
     def start_receive(self, message: Message, axis: Axis, *, op_id: str = "") -> Exchange:
         exchange, rows = super().start_receive(message, axis, op_id=op_id), message.tensor.data
-        if "dispatch.rows" not in op_id:
+        if not _goes(op_id):
             return exchange
 
         def stale() -> None:

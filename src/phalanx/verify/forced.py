@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from phalanx.plan.folding import Folding
-from phalanx.plan.overlap_setting import overlap_problems
+from phalanx.plan.overlap_setting import overlap_problems, replica_problems
 from phalanx.verify.setups import Case
 
 
@@ -53,6 +53,8 @@ def _why_not(case: Case, value: str) -> str:
         transport=dispatch.transport,
         pad_to_capacity=dispatch.pad_to_capacity,
     )
+    if case.setup.replicas:
+        problems += replica_problems(value)
     return problems[0].rule if problems else ""
 
 

@@ -370,7 +370,7 @@ PLAIN_ROW: Mapping[str, Any] = {
     "mtp": 0,
 }
 REPLICA_STEPS = 20
-MOST_REPLICATED = 16
+MOST_REPLICATED = 6
 """Mappings on which experts have replicas; of more, as many are taken, spread by the golden ratio (neighbours are alike, and so is every third)."""
 SKEW = RouterSpec(score="softmax", softmax_order="before_topk", force="imbalanced", force_skew=1.2)
 
