@@ -259,18 +259,18 @@ EFFECTS: tuple[Effect, ...] = (
         reads=("optim.schedule",),
     ),
     Effect(
-        settings=("checkpoint.keep_last", "checkpoint.asynchronous"),
+        settings=("checkpoint.asynchronous",),
+        inert=lambda r: r.checkpoint.interval == 0 or r.resilience.heal,
+        reason="checkpoint.interval = 0 saves once, at the end, or resilience.heal = true, which saves while training stands still",
+        way_out="checkpoint.interval = 50 and resilience.heal = false",
+        reads=("checkpoint.interval", "resilience.heal"),
+    ),
+    Effect(
+        settings=("checkpoint.keep_last",),
         inert=lambda r: r.checkpoint.interval == 0,
         reason="checkpoint.interval = 0 saves once, at the end",
         way_out="checkpoint.interval = 50",
         reads=("checkpoint.interval",),
-    ),
-    Effect(
-        settings=("checkpoint.asynchronous",),
-        inert=lambda r: r.resilience.heal,
-        reason="resilience.heal = true saves while training stands still",
-        way_out="resilience.heal = false",
-        reads=("resilience.heal",),
     ),
     Effect(
         settings=("checkpoint.step",),
