@@ -32,6 +32,7 @@ from phalanx.core.files import check_writable, write_json
 from phalanx.core.units import format_rate
 from phalanx.plan.cluster import ClusterSpec
 from phalanx.plan.folding import make_folding
+from phalanx.runtime.allocator import keep_freed_memory
 from phalanx.runtime.collectives import Collectives
 from phalanx.runtime.groups import Axis, GroupCache, build_groups, close_world, init_world, read_world
 from phalanx.testbed.bed import Testbed
@@ -138,6 +139,7 @@ def _rank(job_file: Path) -> int:
     info = read_world()
     assert info is not None  # the testbed sets it
     torch.set_num_threads(1)
+    keep_freed_memory(threads=1)  # as a run does
     init_world(info, timeout_s=PATIENCE_S)
     folding = make_folding(world=info.world, ep=info.world)
     groups = build_groups(folding, rank=info.rank, cache=GroupCache(timeout_s=PATIENCE_S))
