@@ -20,17 +20,16 @@ from phalanx.data.sources import resolve
 from phalanx.data.tokenizer import parse_choice, read_tokenizer_file
 from phalanx.plan.holders import ExpertState
 from phalanx.plan.layout import flat_layouts, local_param, stage_params
-from phalanx.plan.model import ModelSpec, flops_per_token, resolve_model
+from phalanx.plan.model import ModelSpec, flops_per_token
 from phalanx.plan.pipeline import Pipeline, make_pipeline
 from phalanx.plan.placement import AnyPlacement, plain_placement
-from phalanx.plan.recipe import equal_shares
 from phalanx.plan.run_placement import Asked, StageReplicas, stage_replicas
-from phalanx.plan.stage_foldings import AnyFolding, group_names, resolve_mapping
+from phalanx.plan.stage_foldings import AnyFolding, group_names
 from phalanx.plan.stages import Stage
 from phalanx.simulate.balance import worst_balance
 from phalanx.simulate.kernel_facts import PREPARE_BYTES
 from phalanx.simulate.memory import TERMS, MemoryEstimate, estimate_memory
-from phalanx.train.setup import replicas_of
+from phalanx.train.setup import replicas_of, resolve_shape
 
 MEMINFO = Path("/proc/meminfo")
 
@@ -77,17 +76,7 @@ def describe(recipe: Recipe, *, world: int, local_ranks: int | None = None) -> s
 
 
 def _shape(recipe: Recipe, *, world: int) -> tuple[ModelSpec, AnyFolding]:
-    t = recipe.train
-    spec = resolve_model(recipe.model, recipe.router, tokenizer_vocab=tokenizer_vocab(recipe.data))
-    folding = resolve_mapping(
-        recipe.folding,
-        spec,
-        world=world,
-        seq_len=t.seq_len,
-        slots_per_rank=recipe.resilience.slots_per_rank,
-        **equal_shares(recipe),
-    )
-    return spec, folding
+    return resolve_shape(recipe, world=world, tokenizer_vocab=tokenizer_vocab(recipe.data))
 
 
 def _pipeline(recipe: Recipe, spec: ModelSpec, folding: AnyFolding) -> Pipeline:

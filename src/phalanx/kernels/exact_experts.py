@@ -17,13 +17,14 @@ Legend: M rows, H hidden, e local slots, f local expert width, P sources.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
 
 from phalanx.kernels.choice import Impl
 from phalanx.kernels.fixed_point import FixedSum
-from phalanx.kernels.grouped import Piece, Scratches, Work, backward_scratch, forward_scratch
+from phalanx.kernels.grouped import Piece, Work
 from phalanx.kernels.lanes import SERIAL, Lanes
 from phalanx.kernels.swiglu import reference_swiglu
 
@@ -98,9 +99,7 @@ class _CpuChunks(torch.autograd.Function):
         work = Work(x_MH, w13_e2fH, w2_eHf, row_weights_M, *chunks)
         if not recompute and any(ctx.needs_input_grad):
             work.keep()
-        y_MH = torch.empty_like(x_MH, memory_format=torch.contiguous_format)
-        scratch, native = [forward_scratch(*work.scratch_shape) for _ in range(lanes.count)], lanes.rows_for(x_MH)
-        lanes.run(lambda p, lane: work.forward(p, scratch[lane], y_MH, native), work.largest_first)
+        y_MH = work.forward_all(lanes)
         ctx.save_for_backward(x_MH, w13_e2fH, w2_eHf, row_weights_M, work.gate_up_P2f)
         ctx.chunks, ctx.into, ctx.lanes = chunks, into, lanes
         return y_MH
@@ -114,9 +113,7 @@ class _CpuChunks(torch.autograd.Function):
         dx_MH = torch.empty_like(x_MH, memory_format=torch.contiguous_format)
         d_weights_M = torch.empty_like(row_weights_M)
         of_lane = [_LaneGrads(work, dx_MH, d_weights_M) for _ in range(lanes.count)]
-        scratch: list[Scratches] = [
-            (forward_scratch(*work.scratch_shape), backward_scratch(*work.scratch_shape)) for _ in range(lanes.count)
-        ]
+        scratch = work.scratches(lanes)
         sum13, sum2 = ctx.into
 
         def run(pieces: list[Piece], lane: int) -> None:
@@ -198,8 +195,7 @@ class _PlainChunks(torch.autograd.Function):
 
 
 def _rows_of(sizes: Sequence[int], slots: Sequence[int]) -> list[tuple[slice, int]]:
-    stops = [sum(sizes[: i + 1]) for i in range(len(sizes))]
-    return [(slice(stop - size, stop), slot) for stop, size, slot in zip(stops, sizes, slots, strict=True)]
+    return [(slice(stop - size, stop), slot) for stop, size, slot in zip(accumulate(sizes), sizes, slots, strict=True)]
 
 
 def _chunk(x: torch.Tensor, w13_2fH: torch.Tensor, w2_Hf: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -250,9 +250,7 @@ class _CpuExpertFfn(torch.autograd.Function):
         work = Work(x_MH, w13_e2fH, w2_eHf, row_weights_M, counts)
         if not recompute and any(ctx.needs_input_grad):
             work.keep()
-        y_MH = torch.empty_like(x_MH, memory_format=torch.contiguous_format)
-        scratch, native = [forward_scratch(*work.scratch_shape) for _ in range(lanes.count)], lanes.rows_for(x_MH)
-        lanes.run(lambda p, lane: work.forward(p, scratch[lane], y_MH, native), work.largest_first)
+        y_MH = work.forward_all(lanes)
         ctx.save_for_backward(x_MH, w13_e2fH, w2_eHf, row_weights_M, work.gate_up_P2f)
         ctx.counts, ctx.lanes, ctx.target = counts, lanes, target
         return y_MH
@@ -263,9 +261,7 @@ class _CpuExpertFfn(torch.autograd.Function):
         lanes, native = ctx.lanes, ctx.lanes.rows_for(x_MH, dy_MH)
         work = Work(x_MH, w13_e2fH, w2_eHf, row_weights_M, ctx.counts, gate_up_P2f=gate_up_P2f)
         grads = _Grads(work, weights=ctx.needs_input_grad[1], row_weights=ctx.needs_input_grad[3])
-        scratch = [
-            (forward_scratch(*work.scratch_shape), backward_scratch(*work.scratch_shape)) for _ in range(lanes.count)
-        ]
+        scratch = work.scratches(lanes)
         kept = None if ctx.target is None else _Kept(work, dy_MH)
         lanes.run(lambda p, lane: work.backward(p, *scratch[lane], dy_MH, grads, kept, native), work.largest_first)
         grads.finish(lanes)
@@ -296,6 +292,18 @@ class Work:
         self.largest_first = sorted(self.pieces, key=lambda p: -p.size)
         self.row_weights_M = row_weights_M
         self.scale_M1 = None if row_weights_M is None else row_weights_M.to(x_MH.dtype).unsqueeze(-1)
+
+    def forward_all(self, lanes: Lanes) -> torch.Tensor:
+        """(M, H) the results of all pieces."""
+        y_MH = torch.empty_like(self.x_MH, memory_format=torch.contiguous_format)
+        scratch, native = [forward_scratch(*self.scratch_shape) for _ in range(lanes.count)], lanes.rows_for(self.x_MH)
+        lanes.run(lambda p, lane: self.forward(p, scratch[lane], y_MH, native), self.largest_first)
+        return y_MH
+
+    def scratches(self, lanes: Lanes) -> list[Scratches]:
+        """Room for the backward pass of each lane."""
+        shape = self.scratch_shape
+        return [(forward_scratch(*shape), backward_scratch(*shape)) for _ in range(lanes.count)]
 
     def keep(self) -> None:
         """Make room for the first projection of all pieces."""

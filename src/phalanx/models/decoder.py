@@ -109,9 +109,7 @@ class Decoder(nn.Module):
         if batch.is_empty:
             return self._run_empty(stage, x_TH, batch, info)
         spec = self.spec
-        table = rope_table(
-            batch.positions_BS, head_dim=spec.rotary_dim, theta=spec.rope_theta, dtype=self.dtype, yarn=spec.yarn
-        )
+        table = self._rope_table(batch.positions_BS)
         if x_TH is None:
             assert stage.has_embedding and self.embedding is not None  # every other stage gets an input
             x_TH = self.embedding(batch.tokens_BS, info)
@@ -134,6 +132,12 @@ class Decoder(nn.Module):
         moe = tuple(spec.moe_layers.index(i) for i in layers if i in spec.moe_layers)
         return DecoderOutput(x_TH, tuple(routing), moe, tuple(further))
 
+    def _rope_table(self, positions_BS: torch.Tensor) -> RopeTable:
+        spec = self.spec
+        return rope_table(
+            positions_BS, head_dim=spec.rotary_dim, theta=spec.rope_theta, dtype=self.dtype, yarn=spec.yarn
+        )
+
     def _run_empty(
         self, stage: Stage, x_TH: torch.Tensor | None, batch: TokenBatch, info: ForwardInfo
     ) -> DecoderOutput:
@@ -147,16 +151,7 @@ class Decoder(nn.Module):
             x_TH.requires_grad_(torch.is_grad_enabled())
         x_0H, routing = x_TH[:0], []
         further = spec.mtp_blocks if stage.has_head and info.phase != "eval" else ()
-        layers, table = (
-            [*stage.layers, *further],
-            rope_table(
-                batch.positions_BS[:1, :1],
-                head_dim=spec.rotary_dim,
-                theta=spec.rope_theta,
-                dtype=self.dtype,
-                yarn=spec.yarn,
-            ),
-        )
+        layers, table = [*stage.layers, *further], self._rope_table(batch.positions_BS[:1, :1])
         for layer in layers:
             x_0H, delta_0H, stats = self._run_block(self.layers[str(layer)], x_0H, None, table, info, batch)
             x_0H = x_0H + delta_0H

@@ -89,17 +89,15 @@ class HolderPlan:
         return _length(self.takes)
 
 
-def plan_holders(
-    blocks: Sequence[Block], *, ep: int, size: int, edp: int = 0, state: ExpertState = "whole"
-) -> HolderPlan:
-    """The plan of rank `ep` of `size`, whose buffer has `blocks` one after the other."""
+def plan_holders(blocks: Sequence[Block], *, ep: int, size: int, state: ExpertState = "whole") -> HolderPlan:
+    """The plan of rank `ep` of `size`, whose buffer has `blocks` one after the other. With replicas there is one expert-parallel group."""
     experts: list[HeldExpert] = []
     gives: list[list[Run]] = [[] for _ in range(size)]
     takes: list[list[Run]] = [[] for _ in range(size)]
     travels = False
     for block in blocks:
-        of_block = dict(_held(block, edp, ep))
-        travels = travels or any(len(set(h)) > 1 for h in _holders(block.placement, edp).values())
+        of_block = dict(_held(block, ep))
+        travels = travels or any(len(set(h)) > 1 for h in _holders(block.placement).values())
         experts += of_block.values()
         for _, held in sorted(of_block.items()):
             for peer in held.holders:
@@ -117,19 +115,19 @@ def plan_holders(
     )
 
 
-def _held(block: Block, edp: int, ep: int) -> Iterator[tuple[int, HeldExpert]]:
+def _held(block: Block, ep: int) -> Iterator[tuple[int, HeldExpert]]:
     """(expert, where it lies) of what a rank holds of a block, in the order of the buffer."""
-    holders = _holders(block.placement, edp)
-    for i, expert in enumerate(block.placement.local_experts(edp=edp, ep=ep)):
+    holders = _holders(block.placement)
+    for i, expert in enumerate(block.placement.local_experts(edp=0, ep=ep)):
         start = block.start + i * block.row
         by = holders[expert]
         yield expert, HeldExpert((start, start + block.row), by, by[expert % len(by)] == ep)
 
 
-def _holders(placement: Placement, edp: int) -> dict[int, tuple[int, ...]]:
+def _holders(placement: Placement) -> dict[int, tuple[int, ...]]:
     """Expert -> ranks of the group that hold it, ascending."""
     found: dict[int, list[int]] = {}
-    for ep, slots in enumerate(placement.slots[edp]):
+    for ep, slots in enumerate(placement.slots[0]):
         for expert in dict.fromkeys(slots):
             found.setdefault(expert, []).append(ep)
     return {expert: tuple(ranks) for expert, ranks in found.items()}

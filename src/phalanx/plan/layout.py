@@ -201,6 +201,11 @@ class FlatLayout:
         return self.holders if self.holders is not None and self.holders.state == "sharded" else None
 
     @property
+    def held_whole(self) -> HolderPlan | None:
+        """The plan, where every holder of an expert keeps all of its state."""
+        return self.holders if self.holders is not None and self.holders.state == "whole" else None
+
+    @property
     def shard_length(self) -> int:
         """Elements of which this rank keeps master weights and moments."""
         if self.scattered is not None:
@@ -222,9 +227,9 @@ class FlatLayout:
     @property
     def written_elements(self) -> int:
         """Of this rank's shard, what it writes into a checkpoint if it writes the family at all: of a whole expert only one holder does."""
-        if self.holders is None or self.scattered is not None:
+        if self.held_whole is None:
             return self.shard_length
-        return sum(held.run[1] - held.run[0] for held in self.holders.experts if held.is_writer)
+        return sum(held.run[1] - held.run[0] for held in self.held_whole.experts if held.is_writer)
 
     def shard_pieces(self, start: int, stop: int) -> list[tuple[FlatPiece, int]]:
         """Logical boxes of the elements `[start, stop)` of this rank's shard, each with its place in the shard."""

@@ -97,24 +97,24 @@ class ReducedGradients:
 
 def _counted(layout: FlatLayout, segments: Sequence[Segment]) -> list[torch.Tensor]:
     """What of a family's segments this rank counts in the norm."""
-    if layout.holders is None or layout.scattered is not None:
+    if layout.held_whole is None:
         return [s.tensor for s in segments]
     (whole,) = segments
-    return [whole.tensor[start:stop] for start, stop in layout.holders.owned]
+    return [whole.tensor[start:stop] for start, stop in layout.held_whole.owned]
 
 
 def _is_first(layout: FlatLayout, groups: Groups) -> bool:
     """Whether this rank is the first of those that hold the same elements."""
-    copies = (n for n in layout.rule.replicas if layout.num_shards == 1 or n != layout.rule.shard_over)
-    return all(groups.axis(name).index == 0 for name in copies)
+    return all(groups.axis(name).index == 0 for name in _copied_along(layout))
 
 
 def _num_replicas(layout: FlatLayout, groups: Groups) -> int:
-    count = 1
-    for name in layout.rule.replicas:
-        if layout.num_shards == 1 or name != layout.rule.shard_over:
-            count *= groups.axis(name).size
-    return count
+    return math.prod(groups.axis(name).size for name in _copied_along(layout))
+
+
+def _copied_along(layout: FlatLayout) -> list[str]:
+    """Axes whose ranks hold the same elements: a shard has no copy along the group that shards it."""
+    return [n for n in layout.rule.replicas if layout.num_shards == 1 or n != layout.rule.shard_over]
 
 
 def borrowable(layouts: Mapping[str, FlatLayout], groups: Groups, *, num_microbatches: int) -> frozenset[str]:

@@ -169,9 +169,9 @@ def _decay_runs(layout: FlatLayout) -> tuple[DecayRun, ...]:
 
 def _ranges(layout: FlatLayout) -> Sequence[tuple[int, int]]:
     """Ranges of the buffer that, one after the other, are the shard: expert by expert where they have replicas."""
-    if layout.holders is None or layout.scattered is not None:
+    if layout.held_whole is None:
         return layout.shard_runs
-    return [held.run for held in layout.holders.experts]
+    return [held.run for held in layout.held_whole.experts]
 
 
 def _shard_boxes(layout: FlatLayout, shard: torch.Tensor, *, prefix: str, primary: bool) -> list[BoxTensor]:
@@ -186,6 +186,6 @@ def _shard_boxes(layout: FlatLayout, shard: torch.Tensor, *, prefix: str, primar
 
 def _written(layout: FlatLayout) -> list[tuple[int, int, bool]]:
     """Ranges of the shard, and whether this rank is the one that writes them: of an expert that several hold whole, one of them is."""
-    if layout.holders is None or layout.scattered is not None:
+    if layout.held_whole is None:
         return [(0, layout.shard_length, True)]
-    return [(*held.run, held.is_writer) for held in layout.holders.experts]
+    return [(*held.run, held.is_writer) for held in layout.held_whole.experts]

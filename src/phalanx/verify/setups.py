@@ -370,8 +370,8 @@ PLAIN_ROW: Mapping[str, Any] = {
     "mtp": 0,
 }
 REPLICA_STEPS = 20
-MOST_REPLICATED = 6
-"""Mappings on which experts have replicas; of more, as many are taken, spread by the golden ratio (neighbours are alike, and so is every third)."""
+MOST_REPLICATED = 16
+"""Mappings of more than 4 ranks on which experts have replicas; of more, as many are taken, spread by the golden ratio (neighbours are alike, and so is every third)."""
 SKEW = RouterSpec(score="softmax", softmax_order="before_topk", force="imbalanced", force_skew=1.2)
 
 
@@ -382,7 +382,8 @@ def replicated_cases(world: int) -> list[Case]:
     sides = [f for f in sides if f.pp <= 2 and world // (f.etp * f.pp) > 1]
     if not sides:
         return []
-    taken = sorted(sorted(range(len(sides)), key=lambda i: i * 0.618034 % 1)[:MOST_REPLICATED])
+    most = len(sides) if world <= 4 else MOST_REPLICATED
+    taken = sorted(sorted(range(len(sides)), key=lambda i: i * 0.618034 % 1)[:most])
     rows = pairwise(REPLICA_FACTORS, seed=world, dear=("accumulation",))
     cases = [_replicated(f, rows[i % len(rows)], seed=i) for i, f in enumerate(sides[k] for k in taken)]
     flat = [f for f in sides if f.tp == f.cp == f.etp == f.pp == 1]
