@@ -28,6 +28,7 @@ from phalanx.observe.summary import print_summary
 from phalanx.plan.folding import Folding
 from phalanx.plan.heal import Healing, heal_problems
 from phalanx.runtime.allocator import keep_freed_memory
+from phalanx.runtime.away import AWAY_FILE, AwayFile
 from phalanx.runtime.member import run_member
 from phalanx.runtime.seat import Seat, SeatSettings
 from phalanx.runtime.supervisor import Supervisor, SupervisorSettings
@@ -52,6 +53,7 @@ def train_healing(recipe: Recipe, *, threads: int, port: int = 0) -> int:
         settings = SupervisorSettings(
             slots=recipe.launch.ranks,
             wanted=recipe.launch.ranks,
+            away=AwayFile(folder.path / AWAY_FILE),
             seat=SeatSettings(timeout_s=recipe.launch.timeout_s),
         )
         return Supervisor(lambda seat: work(run, seat, threads=threads), settings, port=port).run()
