@@ -112,7 +112,7 @@ def score(
     saves = [
         r for r in records if r["kind"] == "CheckpointSaved" and r["slot"] == 0 and begin_s <= r["time_s"] <= end_s
     ]
-    ends = [at_s for at_s, _ in changes[1:]] + [end_s]
+    ends = [*(at_s for at_s, _ in changes), end_s][1:]
     return Score(
         system=system,
         committed_steps=last - first,

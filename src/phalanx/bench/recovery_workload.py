@@ -37,8 +37,8 @@ class Workload:
     paper_step_s: float
     """Of the order of (issue: 0.6 s and 0.9 s)."""
     paper_params: float
-    seq_len: int = 64
-    global_batch: int = 16
+    seq_len: int = 32
+    global_batch: int = 8
 
     def settings(self) -> dict[str, str]:
         """Of `phalanx train`, for both systems."""
@@ -71,10 +71,10 @@ def workloads(slots: int) -> dict[str, Workload]:
     """GPT-S and GPT-L of the paper in small. `ep` is the paper's where the slots allow two expert-parallel groups."""
     large_ep = 4 if slots >= 8 else 2
     small = Workload(
-        name="small", layers=3, hidden=96, expert_hidden=384, num_experts=8, ep=2, paper_step_s=0.6, paper_params=521e6
+        name="small", layers=2, hidden=96, expert_hidden=384, num_experts=8, ep=2, paper_step_s=0.6, paper_params=521e6
     )
     large = Workload(
-        name="large", layers=3, hidden=128, expert_hidden=512, num_experts=16, ep=large_ep, paper_step_s=0.9, paper_params=1.7e9
+        name="large", layers=2, hidden=128, expert_hidden=512, num_experts=16, ep=large_ep, paper_step_s=0.9, paper_params=1.7e9
     )  # fmt: skip
     return {"small": small, "large": large}
 
