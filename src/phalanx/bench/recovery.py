@@ -8,13 +8,15 @@ committed samples from the moment at which training runs (warm) to the end of th
 
 Scale. A restart is real processes here, so it costs what it costs on this machine; it is measured first, and one factor follows for all times: the paper's failure
 interval is to its restart as ours to ours (`--restart-share`). Checkpoints come at the paper's share of that interval, and once more at Young and Daly's with writes
-beside training. Nothing is slowed down or slept. Ranks share the cores, so slots that the baseline leaves idle cost it nothing here; the prediction for slots of their
-own (`own`) counts them.
+beside training. Nothing is slept. Ranks share the cores, so slots that the baseline leaves idle cost it nothing here; with `--own-cores` each slot has its own part of
+them, as hosts have, and the predictions `own` count that way.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import sys
 import tempfile
 import time
@@ -25,6 +27,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from phalanx.bench.recovery_cores import SlotCores
 from phalanx.bench.recovery_model import (
     PAPER_FAILURE_S,
     PAPER_INTERVAL_STEPS,
@@ -76,6 +79,8 @@ class RecoveryArgs:
     """Minutes of it, before scaling (the paper: 80)."""
     trace: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """MILLISECONDS,add|remove,NODE for `file`, in seconds of the replay."""
+    own_cores: bool = False
+    """Each slot has its share of the cores (control groups), whoever else is there: idle slots and lost ones count."""
     best: bool = True
     """Replay the baseline at the best interval too."""
     seed: int = 0
@@ -119,6 +124,8 @@ def main(args: list[str]) -> int:
     check_writable(options.json)
     raise_if(problems(options), ConfigError, subject="the arguments")
     with contextlib.ExitStack() as stack:
+        before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # runs end with this one
+        stack.callback(signal.signal, signal.SIGTERM, before)
         folder = options.folder
         if folder is None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="phalanx-recovery-")))
@@ -149,17 +156,30 @@ def problems(options: RecoveryArgs) -> list[Problem]:
 def measure(options: RecoveryArgs, folder: Path, *, tell: Callable[[str], None]) -> list[Case]:
     """All cases, in `folder`."""
     cases = []
-    for name in options.models:
-        workload = workloads(options.slots)[name]
-        figures = calibrate(workload, folder / name, options, tell)
-        for what in options.what:
-            case = make_case(what, workload, figures, options)
-            _replay_all(case, workload, folder / name, options, tell)
-            cases.append(case)
+    with contextlib.ExitStack() as stack:
+        cores = stack.enter_context(slot_cores(options.slots)) if options.own_cores else None
+        for name in options.models:
+            workload = workloads(options.slots)[name]
+            figures = calibrate(workload, folder / name, options, tell, cores)
+            for what in options.what:
+                case = make_case(what, workload, figures, options)
+                _replay_all(case, workload, folder / name, options, tell, cores)
+                cases.append(case)
     return cases
 
 
-def calibrate(workload: Workload, folder: Path, options: RecoveryArgs, tell: Callable[[str], None]) -> Figures:
+def slot_cores(slots: int) -> SlotCores:
+    """This machine's cores, in equal parts."""
+    return SlotCores(slots, cores=len(os.sched_getaffinity(0)) / slots)
+
+
+def calibrate(
+    workload: Workload,
+    folder: Path,
+    options: RecoveryArgs,
+    tell: Callable[[str], None],
+    cores: SlotCores | None = None,
+) -> Figures:
     """Step, save, restart and repair of this model on this machine: one kill each, with nothing else to wait for."""
     often = Torchrun(workload, folder / "calibrate", slots=options.slots, interval=25, asynchronous=False, name="calibration")  # fmt: skip
     ours = Ours(workload, folder / "calibrate-ours", slots=options.slots, mode=options.mode, interval=10**6)
@@ -167,7 +187,7 @@ def calibrate(workload: Workload, folder: Path, options: RecoveryArgs, tell: Cal
     for system in (often, ours):
         last = Change(at_s=6.0, lost=(options.slots - 1,))
         trace = Trace(name="one loss", slots=options.slots, duration_s=600.0, changes=(last,))
-        found.append(replay(system, trace, global_batch=workload.global_batch, stop_when_resumed=True))
+        found.append(replay(system, trace, global_batch=workload.global_batch, stop_when_resumed=True, cores=cores))
     base, healed = found
     figures = Figures(
         step_s=base.step_s,
@@ -253,7 +273,12 @@ def make_trace(what: str, options: RecoveryArgs, failure_s: float) -> Trace:
 
 
 def _replay_all(
-    case: Case, workload: Workload, folder: Path, options: RecoveryArgs, tell: Callable[[str], None]
+    case: Case,
+    workload: Workload,
+    folder: Path,
+    options: RecoveryArgs,
+    tell: Callable[[str], None],
+    cores: SlotCores | None,
 ) -> None:
     """Each round: ours, the baseline at the paper's interval, the baseline at the best one."""
     for number in range(options.rounds):
@@ -261,7 +286,7 @@ def _replay_all(
             place = folder / f"{case.what}-{name.replace(' ', '-').replace(',', '')}-{number}"
             system = _system(name, workload, place, case, options)
             begin_s = time.monotonic()
-            found = replay(system, case.trace, global_batch=workload.global_batch)
+            found = replay(system, case.trace, global_batch=workload.global_batch, cores=cores)
             case.scores.setdefault(name, []).append(found)
             tell(f"  {case.what} {name}: {found.committed_samples} samples ({time.monotonic() - begin_s:.0f} s)")
 

@@ -27,7 +27,8 @@ PAPER_STATE_BYTES = 14
 PAPER_NFS_BYTES_PER_S = 10e9 / 8
 PAPER_RESTART_S = 150.0
 """Nowhere printed. Reading the state back takes 33 s (GPT-S, 10 nodes) and 45 s (GPT-L, 8 nodes) at 10 Gbps, so 60 to 90 s with processes, libraries and groups is a lower
-bound; what the paper's ratios need, with savings and idle nodes as above, is 140 to 170 s for both models. "Minutes" it is, then."""
+bound; two and a half minutes are an assumption. With them, saves and idle nodes as above, this model gives 2.0x and 2.4x where the paper measured 2.8x and 5.7x. What it leaves
+out is the load: up to 87 % of the tokens on two experts, which a fixed placement waits for in every step and replicas do not."""
 PAPER_REPAIR_S = 30.0
 """Lazarus: 20 to 40 s a reconfiguration (printed)."""
 

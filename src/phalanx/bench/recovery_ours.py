@@ -48,21 +48,29 @@ class Ours:
 
     def change(self, there: frozenset[int], lost: frozenset[int], back: frozenset[int]) -> None:
         """The slots are away before their processes die, so that none is started again by chance."""
-        victims = [self.worker(slot) for slot in sorted(lost)]
+        victims = [self._worker(slot) for slot in sorted(lost)]
         write_away(self.folder, frozenset(range(self.slots)) - there)
         for pid in victims:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
-    def worker(self, slot: int) -> int:
-        """The process that has the event log of a slot open."""
+    def workers(self) -> dict[int, int]:
+        """The processes that have the event logs of slots open."""
+        logs = {str(log_path(self.folder, slot).resolve()): slot for slot in range(self.slots)}
+        found: dict[int, int] = {}
+        for pid in self.tree.children() if self.tree is not None else ():
+            with contextlib.suppress(OSError):
+                opened = {os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")}
+                found |= {logs[path]: pid for path in opened & logs.keys()}
+        return found
+
+    def _worker(self, slot: int) -> int:
         assert self.tree is not None
-        log, end_s = str(log_path(self.folder, slot).resolve()), time.monotonic() + KILL_S
+        end_s = time.monotonic() + KILL_S
         while time.monotonic() < end_s:
-            for pid in self.tree.children():
-                with contextlib.suppress(OSError):
-                    if any(os.readlink(f"/proc/{pid}/fd/{fd}") == log for fd in os.listdir(f"/proc/{pid}/fd")):
-                        return pid
+            pid = self.workers().get(slot)
+            if pid is not None:
+                return pid
             self.look()
             time.sleep(0.01)
         raise RunError(f"slot {slot} has no process\n{self.tree.last_words()}")

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from phalanx.bench.recovery_cores import SlotCores
 from phalanx.bench.recovery_table import Score, score
 from phalanx.bench.recovery_trace import Change, Trace
 from phalanx.bench.recovery_workload import WAIT_S, Logs, System, running
@@ -14,11 +15,17 @@ from phalanx.core.errors import RunError
 WARM_STEPS = 10
 """Steps before the clock starts: both systems have begun, and nothing is compiled or allocated any more."""
 LOOK_S = 0.02
+PLACE_S = 0.1
+"""Between two looks for new processes."""
 Record = dict[str, Any]
 
 
-def replay(system: System, trace: Trace, *, global_batch: int, stop_when_resumed: bool = False) -> Score:
+def replay(
+    system: System, trace: Trace, *, global_batch: int, stop_when_resumed: bool = False, cores: SlotCores | None = None
+) -> Score:
     """Its score from warm training to the end of the trace. `stop_when_resumed`: end a few steps after the last change. Raises `RunError`."""
+    if cores is not None:
+        system = Placed(system, cores)
     records: list[Record] = []
     logs = Logs(system.folder, slots=trace.slots)
     moments: list[tuple[float, str]] = []
@@ -42,6 +49,33 @@ def replay(system: System, trace: Trace, *, global_batch: int, stop_when_resumed
     return score(
         records, system=system.name, global_batch=global_batch, begin_s=begin_s, end_s=end_s, changes=tuple(moments)
     )
+
+
+class Placed:
+    """A system whose ranks have the cores of their slots."""
+
+    def __init__(self, system: System, cores: SlotCores) -> None:
+        self.system, self.cores = system, cores
+        self.name, self.folder = system.name, system.folder
+        self._looked_s = 0.0
+
+    def look(self) -> None:
+        self.system.look()
+        if time.monotonic() - self._looked_s > PLACE_S:
+            self._looked_s = time.monotonic()
+            self.cores.place(self.system.workers())
+
+    def start(self) -> None:
+        self.system.start()
+
+    def workers(self) -> dict[int, int]:
+        return self.system.workers()
+
+    def change(self, there: frozenset[int], lost: frozenset[int], back: frozenset[int]) -> None:
+        self.system.change(there, lost, back)
+
+    def stop(self) -> None:
+        self.system.stop()
 
 
 def describe(change: Change) -> str:

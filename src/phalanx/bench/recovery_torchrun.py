@@ -91,10 +91,18 @@ class Torchrun:
 
     def _kill_worker(self, rank: int) -> None:
         """Where a rank has no process yet, the restart under way serves as well."""
-        for pid in self.tree.children() if self.tree is not None else ():
-            if self._rank(pid) == rank:
+        pid = self.workers().get(self.active[rank])
+        if pid is not None:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-                return
+
+    def workers(self) -> dict[int, int]:
+        found: dict[int, int] = {}
+        for pid in self.tree.children() if self.tree is not None else ():
+            rank = self._rank(pid)
+            if rank is not None and rank < len(self.active):
+                found.setdefault(self.active[rank], pid)
+        return found
 
     def _rank(self, pid: int) -> int | None:
         """Of a worker, as torchrun told it."""

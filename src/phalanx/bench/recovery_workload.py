@@ -92,6 +92,9 @@ class System(Protocol):
     def change(self, there: frozenset[int], lost: frozenset[int], back: frozenset[int]) -> None:
         """`lost` slots are gone at this moment, `back` are to be had, and `there` is what there is now."""
 
+    def workers(self) -> dict[int, int]:
+        """Slot -> process of its rank, of those that there are."""
+
     def look(self) -> None:
         """Called again and again between changes. Raises `RunError` where the run has ended."""
 
