@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +185,24 @@ def test_arguments_are_checked_together() -> None:
     bad = RecoveryArgs(slots=3, restart_share=2.0, failure_s=-1.0, rounds=0, what=("file",))
     assert [p.where for p in problems(bad)] == ["--slots", "--restart-share", "--failure-s", "--rounds", "--trace"]
     assert problems(RecoveryArgs()) == []
+
+
+def test_a_folder_with_old_runs_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "away").write_text("3")
+    (problem,) = problems(RecoveryArgs(folder=tmp_path))
+    assert problem.where == "--folder" and problems(RecoveryArgs(folder=tmp_path / "new")) == []
+
+
+def test_both_systems_get_the_same_run(tmp_path: Path) -> None:
+    workload = replace(workloads(4)["small"], skew=2.2)
+    ours = Ours(workload, tmp_path / "a", slots=4, mode="fast", interval=50)
+    base = Torchrun(workload, tmp_path / "b", slots=4, interval=10, asynchronous=False, name="base")
+    differs = {k for k in ours.settings | base.settings if ours.settings.get(k) != base.settings.get(k)}
+    own = {"resilience.heal", "resilience.mode", "optim.zero", "launch.ranks"}
+    assert differs == own | {"run.folder", "checkpoint.interval", "checkpoint.asynchronous"}
+    assert base.settings["router.force_skew"] == "2.2"
+    spread = Ours(workload, tmp_path / "c", slots=4, mode="fast", interval=50, replica_slots=6)
+    assert spread.settings["resilience.slots_per_rank"] == "6" and "folding.ep" not in spread.settings
 
 
 # ---- slots that are away ---------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -79,6 +79,12 @@ class RecoveryArgs:
     """Minutes of it, before scaling (the paper: 80)."""
     trace: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """MILLISECONDS,add|remove,NODE for `file`, in seconds of the replay."""
+    skew: float | None = None
+    """Routing of both: Zipf exponent (2.2 puts 87 % of the tokens on two experts of 16, as in the paper; who is hot changes from step to step). Default: the router's."""
+    seq_len: int = 32
+    """Tokens of a sequence; more of them make experts weigh more in a step."""
+    replica_slots: int | None = None
+    """Of the run that heals itself: expert replicas that a rank has room for (the paper: 6). Default: none."""
     own_cores: bool = False
     """Each slot has its share of the cores (control groups), whoever else is there: idle slots and lost ones count."""
     best: bool = True
@@ -146,6 +152,9 @@ def problems(options: RecoveryArgs) -> list[Problem]:
         out.append(Problem(where="--restart-share", value=options.restart_share, rule="must lie between 0 and 1"))
     if options.failure_s is not None and options.failure_s <= 0:
         out.append(Problem(where="--failure-s", value=options.failure_s, rule="must be above 0", hint="leave it out"))
+    if options.folder is not None and options.folder.exists() and any(options.folder.iterdir()):
+        rule = "must be empty: runs begin at step 0"
+        out.append(Problem(where="--folder", value=options.folder, rule=rule, hint="name a new one"))
     if options.rounds < 1:
         out.append(Problem(where="--rounds", value=options.rounds, rule="must be 1 at least"))
     if ("file" in options.what) != (options.trace is not None):
@@ -159,7 +168,7 @@ def measure(options: RecoveryArgs, folder: Path, *, tell: Callable[[str], None])
     with contextlib.ExitStack() as stack:
         cores = stack.enter_context(slot_cores(options.slots)) if options.own_cores else None
         for name in options.models:
-            workload = workloads(options.slots)[name]
+            workload = replace(workloads(options.slots)[name], skew=options.skew, seq_len=options.seq_len)
             figures = calibrate(workload, folder / name, options, tell, cores)
             for what in options.what:
                 case = make_case(what, workload, figures, options)
@@ -182,7 +191,14 @@ def calibrate(
 ) -> Figures:
     """Step, save, restart and repair of this model on this machine: one kill each, with nothing else to wait for."""
     often = Torchrun(workload, folder / "calibrate", slots=options.slots, interval=25, asynchronous=False, name="calibration")  # fmt: skip
-    ours = Ours(workload, folder / "calibrate-ours", slots=options.slots, mode=options.mode, interval=10**6)
+    ours = Ours(
+        workload,
+        folder / "calibrate-ours",
+        slots=options.slots,
+        mode=options.mode,
+        interval=10**6,
+        replica_slots=options.replica_slots,
+    )
     found = []
     for system in (often, ours):
         last = Change(at_s=6.0, lost=(options.slots - 1,))
@@ -293,7 +309,14 @@ def _replay_all(
 
 def _system(name: str, workload: Workload, place: Path, case: Case, options: RecoveryArgs) -> System:
     if name == OURS:
-        return Ours(workload, place, slots=options.slots, mode=options.mode, interval=case.intervals[name])
+        return Ours(
+            workload,
+            place,
+            slots=options.slots,
+            mode=options.mode,
+            interval=case.intervals[name],
+            replica_slots=options.replica_slots,
+        )
     beside = name == BEST
     return Torchrun(workload, place, slots=options.slots, interval=case.intervals[name], asynchronous=beside, name=name)
 

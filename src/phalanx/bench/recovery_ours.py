@@ -24,7 +24,16 @@ class Ours:
 
     name = "heals"
 
-    def __init__(self, workload: Workload, folder: Path, *, slots: int, mode: str, interval: int) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        folder: Path,
+        *,
+        slots: int,
+        mode: str,
+        interval: int,
+        replica_slots: int | None = None,
+    ) -> None:
         self.folder = folder / "run"
         self.slots, self.out = slots, folder / "printed"
         self.settings = {
@@ -38,6 +47,9 @@ class Ours:
             "optim.zero": "0",
             "checkpoint.interval": str(interval),
         }
+        if replica_slots is not None:  # one group of all ranks: no `ep` of its own
+            del self.settings["folding.ep"]
+            self.settings["resilience.slots_per_rank"] = str(replica_slots)
         self.tree: ProcessTree | None = None
 
     def start(self) -> None:

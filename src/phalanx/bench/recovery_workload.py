@@ -39,10 +39,14 @@ class Workload:
     paper_params: float
     seq_len: int = 32
     global_batch: int = 8
+    skew: float | None = None
+    """Zipf exponent of a forced routing, the same for both systems; None: the router's own choice."""
 
     def settings(self) -> dict[str, str]:
         """Of `phalanx train`, for both systems."""
+        forced = {} if self.skew is None else {"router.force": "imbalanced", "router.force_skew": str(self.skew)}
         return {
+            **forced,
             "model.preset": "tiny",
             "model.num_layers": str(self.layers),
             "model.hidden": str(self.hidden),
