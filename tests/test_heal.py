@@ -12,6 +12,7 @@ import struct
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -190,12 +191,20 @@ def _plant(faults: Faults, folder: str, *, ranks: int) -> None:
     heal_run.work = working
 
 
-def train(base: Path, name: str, faults: Faults, *, code: int = 0, **changes: str | None) -> set[str]:
+def train(
+    base: Path,
+    name: str,
+    faults: Faults,
+    *,
+    code: int = 0,
+    body: Callable[[list[str], str, Faults], None] = _command,
+    **changes: str | None,
+) -> set[str]:
     """Run to the end; the phases in which all victims were killed."""
     args = ["train", *train_args(base, **{**SETTINGS, "run__name": name, **changes})]
     folder = base / f"printed-{name}"
-    folder.mkdir()
-    process = _SERVER.Process(target=_command, args=(args, str(folder), faults))
+    folder.mkdir(exist_ok=True)
+    process = _SERVER.Process(target=body, args=(args, str(folder), faults))
     process.start()
     process.join(120)
     out, err = ((folder / n).read_text() for n in ("out", "err"))

@@ -91,6 +91,8 @@ class SamplesTaken(Event):
     """Numbers of its micro-batches in the step, over all ranks."""
     windows: tuple[int, ...]
     """Ids of their sequences, in order."""
+    history: int = 0
+    """In which history of the run; a later one begins at the step of a `WentBack` and voids the steps after it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,6 +235,23 @@ class TeamFormed(Event):
     """That came to this member."""
     checked: int
     """Pieces of state whose checksums all their holders agree on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WentBack(Event):
+    """Nobody held all state any more, so the run goes on from a checkpoint: a new history. What was committed after `step` is void and is done again."""
+
+    history: int
+    """Number of the new one: the generation in which it begins."""
+    step: int
+    """Steps committed where it begins."""
+    from_step: int | None
+    """Steps committed in the old one; None: nobody is left who could say (the logs do)."""
+    why: str
+    damaged: tuple[int, ...]
+    """Steps of newer checkpoints that could not be used."""
+    abandoned: tuple[str, ...]
+    """Later checkpoints, which lie in `checkpoints/abandoned` now."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -106,6 +106,7 @@ def run_member(seat: Seat, body: Body, *, tell: Emit = ignore) -> str:
 
     Raises `StaleMember`, and whatever the body raises that is no lost peer.
     """
+    seat.tell = tell
     return _Loop(seat, body, tell).run()
 
 
@@ -161,6 +162,8 @@ class _Loop:
             )
         )
         self.broken_s = 0.0
+        if self.seat.closing:
+            return "" if self._failed(lambda: self.body.close(stopped=True)) else "stopped"
         while not self.body.finished():
             decision = self._step()
             if not decision.commit:
@@ -260,6 +263,6 @@ class _Loop:
 def resolve_now(team: Team, own_step: int) -> Resolution:
     """What the reports of the team say, once every doubt is settled."""
     found = resolve(team.reports)
-    if found.step is not None and own_step > found.step:
+    if found.step is not None and team.uid in found.holders and own_step > found.step:
         raise RunError(f"this member has committed {own_step} steps and the others {found.step}; nothing was changed")
     return found

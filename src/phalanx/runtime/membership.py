@@ -36,7 +36,9 @@ class StaleMember(RunError):
 
 
 class TooFewMembers(RunError):
-    """Fewer members than the run needs, for longer than it waits."""
+    """Fewer members than the run needs, for longer than it waits. What they held is saved; the same command goes on when there are more."""
+
+    exit_code = 75
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ import time
 from dataclasses import asdict, dataclass, replace
 
 from phalanx.core.errors import PeerError, PhalanxError, RunError
+from phalanx.core.events import Emit, Event, ignore
 from phalanx.runtime.forming import NewerGeneration, Team, form, ready_keys
 from phalanx.runtime.keys import Keys, Service, ServiceLost
 from phalanx.runtime.membership import Announcement, Generation, Member, Membership, StaleMember, TooFewMembers
@@ -64,6 +65,18 @@ class Left(PhalanxError):
 
 
 @dataclass(frozen=True, kw_only=True)
+class TooFew(Event):
+    """A generation has fewer members than the run needs: this one waits for more."""
+
+    uid: str
+    generation: int
+    members: tuple[str, ...]
+    minimum: int
+    why: str
+    """Who is gone, in words."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class SeatSettings:
     """How a worker takes part."""
 
@@ -97,6 +110,9 @@ class Seat:
         self._refused: PhalanxError | None = None
         self._begun = False
         self._over: tuple[End | None, str] | None = None
+        self.closing = False
+        """The run was stopped while it had too few members: those that are left meet once more, to save what they hold."""
+        self.tell: Emit = ignore
         self._news = threading.Condition()
         self._closed = threading.Event()
         self._threads: list[threading.Thread] = []
@@ -216,8 +232,12 @@ class Seat:
 
     def _next_generation(self, before: Generation | None) -> Generation:
         """The newest one after `before`, with this member and enough others."""
-        asked_s = time.monotonic() + RENEW_S
+        asked_s, told = time.monotonic() + RENEW_S, 0
         while True:
+            short = self._too_few(before)
+            if short is not None and short.generation > told:
+                told = short.generation
+                self.tell(short)
             with self._news:
                 found = self.newest
                 if self._refused is not None:
@@ -234,9 +254,17 @@ class Seat:
                 self._renew(before)
                 asked_s = time.monotonic() + RENEW_S
 
+    def _too_few(self, before: Generation | None) -> TooFew | None:
+        """What is to be told where this member can only wait."""
+        with self._news:
+            new = self.newest
+            if new is None or new.enough or self.closing or self.uid not in new.uids or not _later(new, before):
+                return None
+        return TooFew(uid=self.uid, generation=new.number, members=new.uids, minimum=new.minimum, why=new.why)
+
     def _is_for_me(self, found: Generation) -> bool:
         if self.uid in found.uids:
-            return found.enough
+            return found.enough or self.closing
         if self.uid in found.leaving:
             raise Left(f"{self.uid} has left the run")
         if self.last is not None:
@@ -379,10 +407,13 @@ class Seat:
     def _look_for_the_end(self, keys: Keys) -> None:
         finished, stop = keys.get("finished"), keys.get("stop")
         enough = self.newest is not None and self.newest.enough
+        taking_part = self.newest is not None and self.uid in self.newest.uids
         with self._news:
             if finished is not None:
                 end = End.read(finished)
                 self._over = end, f"the run is over: {end.step} steps are done"
+            elif stop is not None and not enough and taking_part:
+                self.closing = True
             elif stop is not None and not enough:
                 self._over = None, stop
             self._news.notify_all()

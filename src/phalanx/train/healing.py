@@ -12,7 +12,6 @@ Must never change: nothing that was held is dropped before `adopt`, but where al
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -36,15 +35,17 @@ from phalanx.runtime.launch import StopRequest
 from phalanx.runtime.member import Committed, Reformed
 from phalanx.runtime.membership import Generation
 from phalanx.runtime.peers import Peers
+from phalanx.runtime.seat import TooFew
 from phalanx.runtime.votes import Report, Resolution
 from phalanx.train.closing import Outcome
+from phalanx.train.fallback import load_checkpoint, newest_sound, set_later_aside, tell_went_back
 from phalanx.train.heal_state import Moved, take_state
 from phalanx.train.machine import MemoryMeter, matmul_flops_per_s
 from phalanx.train.optim import learning_rate
 from phalanx.train.run_folder import RunFolder
 from phalanx.train.setup import DTYPES, Rank, resolve_pipeline
 from phalanx.train.step import ReducedStep, commit_step, reduce_step
-from phalanx.train.trainer import Trainer, check_length, make_loader, make_parts
+from phalanx.train.trainer import Trainer, make_loader, make_parts
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -81,6 +82,8 @@ class HealingBody:
         self.place_of: dict[str, Place] = {}
         """Of all members of the generation that this one has entered."""
         self.outcome: Outcome | None = None
+        self.history = 0
+        """Generation in which the run last went back to a checkpoint, as far as what is held here belongs to that."""
         self._step = 0
         self._escape: Escape | None = None
         self._due = False
@@ -101,7 +104,7 @@ class HealingBody:
         return self.trainer is not None
 
     def describe(self) -> tuple[str, dict[str, Any]]:
-        return "", {"place": self.place, "flops_per_s": self.flops_per_s}
+        return "", {"place": self.place, "flops_per_s": self.flops_per_s, "history": self.history}
 
     def finished(self) -> bool:
         return self._step >= self.recipe.train.steps
@@ -115,7 +118,9 @@ class HealingBody:
     # -- a generation begins
 
     def enter(self, team: Team, resolution: Resolution) -> None:
-        plan = self.run.healing.plan([_place_of(report) for report in team.reports])
+        if team.uid not in resolution.holders:
+            self._forget()  # nothing yet, or what it holds is of a history that was given up
+        plan = self.run.healing.plan([_place_of(r) if r.uid in resolution.holders else None for r in team.reports])
         begin_s = time.perf_counter()
         trainer = self._build(team, plan.folding)
         built_s, begin_s = time.perf_counter() - begin_s, time.perf_counter()
@@ -124,7 +129,9 @@ class HealingBody:
             self._forget()
             step = self._from_disk(trainer, team, plan, committed=resolution.step)
             first = True
+            self.history = team.generation.number if team.begun else 0
         else:
+            self.history = max(r.history for r in team.reports if r.uid in resolution.holders)
             old = None if self.trainer is None else self.trainer.parts.state
             moved = take_state(plan, trainer.parts, old=old, peers=trainer.rank.peers)
             step = resolution.step
@@ -167,30 +174,36 @@ class HealingBody:
         return trainer
 
     def _from_disk(self, trainer: Trainer, team: Team, plan: HealPlan, *, committed: int | None) -> int:
-        """No member has the state, or not all of it: the step of the newest checkpoint, loaded, or 0 in a run that has not begun."""
-        config, manager = self.recipe.checkpoint, trainer.manager
-        found = manager.choose(None if team.begun else config.step) if config.resume or team.begun else None
+        """No member has the state, or not all of it: the step of the newest sound checkpoint, loaded, or 0 in a run that has not begun."""
+        if not team.begun:
+            return self._from_the_start(trainer)
         what = "no member holds the state of the run any more" if committed is None else plan.explain()
-        if found is None and team.begun:
+        found = newest_sound(trainer, self.run.spec)
+        if found is None:
             raise FinalError(
                 f"{what}, and there is no checkpoint of it; nothing is initialised anew. Start the run again under another --run.name, "
                 "with a smaller checkpoint.interval or a larger resilience.f"
             )
+        tell_went_back(trainer, found, why=what, committed=committed, history=team.generation.number)
+        return found.step
+
+    def _from_the_start(self, trainer: Trainer) -> int:
+        """The step that the recipe says to go on from, loaded, or 0."""
+        config, manager = self.recipe.checkpoint, trainer.manager
+        found = manager.choose(config.step) if config.resume else None
         if found is None:
             return 0
-        state = manager.read_state(found, model=json.loads(self.run.spec.to_json()))
-        step = trainer.loader.check_state(state.loader) if state.loader else found  # an import drew no sample yet
-        check_length(self.recipe, step)
-        manager.load(trainer.parts.state.boxes(), step=found)
-        trainer.parts.state.restore(trainer.parts.comms)
-        if team.begun:
-            lost = "" if committed is None else f", {committed - step} steps before"
-            self.sinks(Note(level="warning", text=f"{what}: training goes back to the checkpoint of step {step}{lost}"))
+        step = load_checkpoint(trainer, manager, self.run.spec, found)
+        if config.step is not None:
+            aside = set_later_aside(trainer, found)
+            if aside:
+                text = f"later checkpoints than step {found} are in checkpoints/abandoned: {', '.join(aside)}"
+                self.sinks(Note(level="info", text=text))
         return step
 
     def _forget(self) -> None:
         """What this member holds is of no use: nobody goes on from it, and in the next generation it must not count as a holder."""
-        self.trainer, self.place, self._reduced, self._step = None, None, None, 0
+        self.trainer, self.place, self._reduced, self._step, self.history = None, None, None, 0, 0
 
     def _adopt(self, trainer: Trainer, step: int, team: Team, *, announce: bool) -> None:
         """From here on the new trainer's state is what this member holds."""
@@ -200,7 +213,7 @@ class HealingBody:
             self.trainer.parts.buffers.close()
         else:
             trainer.start = step
-        trainer.step = step
+        trainer.step, trainer.history = step, self.history
         self.place_of = {uid: Place(team.size, rank) for rank, uid in enumerate(team.generation.uids)}
         self.trainer, self.place, self._step = trainer, self.place_of[team.uid], step
         self._reduced, self._due = None, step > 0
@@ -277,11 +290,22 @@ class HealingBody:
         """Events of the loop, as a person wants them."""
         if isinstance(event, Reformed) and self._entry is not None:
             self._tell_formed(event, self._entry)
+        if isinstance(event, TooFew):
+            self._tell_too_few(event)
         if isinstance(event, Committed) and self._broken_s:
             self.sinks(
                 TrainingResumed(generation=event.generation, step=event.step, seconds=event.at_s - self._broken_s)
             )
             self._broken_s = 0.0
+
+    def _tell_too_few(self, event: TooFew) -> None:
+        missing = event.minimum - len(event.members)
+        here = ", ".join(event.members)
+        text = (
+            f"generation {event.generation}: {event.why}; {len(event.members)} members are left ({here}) and the run needs {event.minimum}: "
+            f"it waits for {missing} more, then it saves and ends"
+        )
+        self.sinks(Note(level="warning", text=text))
 
     def _tell_formed(self, event: Reformed, entry: _Entry) -> None:
         entered_s = event.at_s - event.entered_s
