@@ -185,7 +185,7 @@ def went_back(folder: Path, name: str) -> dict[str, Any]:
 
 
 @pytest.mark.ranks
-def test_disk_full_and_then_the_last_copy_of_an_expert_lost(base: Path) -> None:  # noqa: F811
+def test_disk_full_and_then_the_last_copy_of_an_expert_lost(base: Path) -> None:
     """The checkpoint of step 8 cannot be written: training goes on, that of step 4 stays, and is what is left later."""
     assert train(base, "full", HOLDERS, body=partial(_hooked, "disk full")) == set(HOLDERS)
     said = notes(base, "full")
@@ -211,7 +211,7 @@ def check_ledger(folder: Path, name: str, found: dict[str, Any]) -> None:
 
 
 @pytest.mark.ranks
-def test_a_damaged_checkpoint_is_passed_over_and_named(base: Path) -> None:  # noqa: F811
+def test_a_damaged_checkpoint_is_passed_over_and_named(base: Path) -> None:
     assert train(base, "damaged", HOLDERS, body=partial(_hooked, "damage")) == set(HOLDERS)
     said = notes(base, "damaged")
     assert "the checkpoint of step 8 cannot be used, the next older one is tried" in said and "sha256" in said
@@ -222,7 +222,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(base: Path) -> None:  # n
 
 
 @pytest.mark.ranks
-def test_one_that_stayed_in_the_old_history_follows_the_new_one(base: Path) -> None:  # noqa: F811
+def test_one_that_stayed_in_the_old_history_follows_the_new_one(base: Path) -> None:
     assert train(base, "behind", HOLDERS, body=partial(_hooked, "stays behind")) == set(HOLDERS)
     assert (base / "printed-behind" / "stayed").exists()
     assert went_back(base, "behind")["step"] == 8
@@ -230,7 +230,7 @@ def test_one_that_stayed_in_the_old_history_follows_the_new_one(base: Path) -> N
 
 
 @pytest.mark.ranks
-def test_too_few_members_wait_say_for_whom_save_and_end(base: Path) -> None:  # noqa: F811
+def test_too_few_members_wait_say_for_whom_save_and_end(base: Path) -> None:
     """One of four is killed at step 6 and nobody comes in its place: what three hold is saved at step 6, and the same command goes on from there."""
     code = 75
     train(base, "few", {"vote": ((2,), 6)}, code=code, body=partial(_hooked, "nobody comes"))
