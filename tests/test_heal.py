@@ -181,10 +181,10 @@ def _plant(faults: Faults, folder: str, *, ranks: int) -> None:
             time.sleep(0.4)  # let the new process come before too many steps are done
         compute(self)
 
-    def working(run: Any, seat: Any, *, threads: int) -> int:
+    def working(run: Any, seat: Any, **words: Any) -> int:
         here["slot"] = int(seat.uid.split(".")[1])
         struct.pack_into("i", pids, 4 * here["slot"], os.getpid())
-        return work(run, seat, threads=threads)
+        return work(run, seat, **words)
 
     healing.reduce_step = then_vote
     healing.HealingBody.enter, healing.HealingBody.compute = entering, computing  # type: ignore[method-assign]

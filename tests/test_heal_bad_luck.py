@@ -148,18 +148,17 @@ def _stays_behind(folder: Path) -> None:
 
 
 def _nobody_comes(folder: Path) -> None:
-    """The run needs four members, and a new process in the place of a dead one never gets ready."""
+    """A new process in the place of a dead one never gets ready."""
     from phalanx.train import heal_run
 
-    settings, work = heal_run.SupervisorSettings, heal_run.work
+    work = heal_run.work
 
-    def working(run: Any, seat: Any, *, threads: int) -> int:
+    def working(run: Any, seat: Any, **words: Any) -> int:
         if not _once(folder, f"began-{seat.uid.split('.')[1]}"):
             time.sleep(60)
-        return work(run, seat, threads=threads)
+        return work(run, seat, **words)
 
     heal_run.work = working
-    heal_run.SupervisorSettings = lambda **words: settings(**{**words, "minimum": 4, "wait_s": 1.0})  # type: ignore[misc, assignment]
 
 
 HOOKS: dict[str, Callable[[Path], None]] = {
@@ -233,7 +232,8 @@ def test_one_that_stayed_in_the_old_history_follows_the_new_one(base: Path) -> N
 def test_too_few_members_wait_say_for_whom_save_and_end(base: Path) -> None:
     """One of four is killed at step 6 and nobody comes in its place: what three hold is saved at step 6, and the same command goes on from there."""
     code = 75
-    train(base, "few", {"vote": ((2,), 6)}, code=code, body=partial(_hooked, "nobody comes"))
+    few = {"resilience__minimum": "4", "resilience__wait_s": "1"}
+    train(base, "few", {"vote": ((2,), 6)}, code=code, body=partial(_hooked, "nobody comes"), **few)
     said, err = notes(base, "few"), (base / "printed-few" / "err").read_text()
     assert "local.2." in said and "killed by SIGKILL; 3 members are left" in said
     assert "the run needs 4: it waits for 1 more, then it saves and ends" in said

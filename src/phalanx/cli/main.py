@@ -38,6 +38,7 @@ COMMANDS = (
     Command("simulate", "predict a step, its memory and failures on a cluster that is not here"),
     Command("search", "find the best mapping of a model on a cluster"),
     Command("testbed", "emulate hosts and links on this machine, and kill, freeze or cut them"),
+    Command("service", "keep the membership service of a run that heals itself on several hosts"),
     Command("metrics", "show the course of a run from its event log"),
     Command("trace", "write what each rank did in recorded steps, for Perfetto"),
     Command("settings", "list every setting of a recipe with its default and meaning"),

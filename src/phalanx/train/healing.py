@@ -46,6 +46,7 @@ from phalanx.train.run_folder import RunFolder
 from phalanx.train.setup import DTYPES, Rank, resolve_pipeline
 from phalanx.train.step import ReducedStep, commit_step, reduce_step
 from phalanx.train.trainer import Trainer, make_loader, make_parts
+from phalanx.train.watch import MemberWatch, Phase, collective_watch
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -72,8 +73,8 @@ class _Entry:
 class HealingBody:
     """One member. All methods are called by the worker's own thread."""
 
-    def __init__(self, run: HealingRun, sinks: Sinks) -> None:
-        self.run, self.sinks, self.recipe = run, sinks, run.recipe
+    def __init__(self, run: HealingRun, sinks: Sinks, *, watch: MemberWatch | None = None) -> None:
+        self.run, self.sinks, self.recipe, self.watch = run, sinks, run.recipe, watch
         self.device = torch.device("cpu")
         self.memory = MemoryMeter(self.device)
         self.flops_per_s = matmul_flops_per_s(DTYPES[self.recipe.train.dtype], self.device)
@@ -95,6 +96,10 @@ class HealingBody:
 
     # -- what the loop asks
 
+    def _now(self, phase: Phase) -> None:
+        if self.watch is not None:
+            self.watch.phase(phase, self._step)
+
     @property
     def step(self) -> int:
         return self._step
@@ -104,6 +109,7 @@ class HealingBody:
         return self.trainer is not None
 
     def describe(self) -> tuple[str, dict[str, Any]]:
+        self._now("waits")
         return "", {"place": self.place, "flops_per_s": self.flops_per_s, "history": self.history}
 
     def finished(self) -> bool:
@@ -124,6 +130,7 @@ class HealingBody:
         begin_s = time.perf_counter()
         trainer = self._build(team, plan.folding)
         built_s, begin_s = time.perf_counter() - begin_s, time.perf_counter()
+        self._now("migration")
         first, moved = self.trainer is None, Moved(received_bytes=0, checked=0)
         if resolution.step is None or plan.missing:
             self._forget()
@@ -170,6 +177,8 @@ class HealingBody:
             rank=rank, stop=StopRequest(), prepared=self.run.prepared, spec=self.run.spec, folding=folding, parts=parts,
             loader=make_loader(self.recipe, self.run.prepared), manager=manager, start=self._step,
         )  # fmt: skip
+        if self.watch is not None:
+            trainer.parts.comms.watch = collective_watch(self._now)
         trainer.peak_flops_per_s = sum(float(r.data["flops_per_s"]) for r in team.reports)
         return trainer
 
@@ -231,6 +240,7 @@ class HealingBody:
         micros = trainer.load(step)
         data_s = time.perf_counter() - begin_s
         lr = learning_rate(step, self.recipe.optim, total_steps=self.recipe.train.steps)
+        self._now("forward")
         try:
             reduced = reduce_step(trainer.parts, [trainer.token_batch(m) for m in micros], step=step, lr=lr)
         except PeerError:
@@ -238,11 +248,13 @@ class HealingBody:
         except RunError as err:  # not finite: a function of state and samples, so it would be again
             raise FinalError(str(err)) from None
         self._reduced = reduced, micros, begin_s, data_s
+        self._now("vote")
 
     def commit(self) -> None:
         if self._reduced is None:
             raise RunError("a commit without a reduced gradient")
         trainer, (reduced, micros, begin_s, data_s) = self._mine, self._reduced
+        self._now("commit")
         result = commit_step(trainer.parts, reduced)
         self._step += 1
         self._reduced, self._due = None, True
@@ -258,6 +270,7 @@ class HealingBody:
         if train.eval_interval and self._step % train.eval_interval == 0:
             trainer.validate()
         if interval and self._step % interval == 0 and trainer.manager.choose() != self._step:
+            self._now("checkpoint")
             trainer.save()
             trainer.hear_of_checkpoints()
 
@@ -288,6 +301,8 @@ class HealingBody:
 
     def tell(self, event: Event, /) -> None:
         """Events of the loop, as a person wants them."""
+        if self.watch is not None:
+            self.watch.tell(event)
         if isinstance(event, Reformed) and self._entry is not None:
             self._tell_formed(event, self._entry)
         if isinstance(event, TooFew):
