@@ -235,6 +235,10 @@ class TeamFormed(Event):
     """That came to this member."""
     checked: int
     """Pieces of state whose checksums all their holders agree on."""
+    lost_s: float = 0.0
+    """When the supervisor knew that somebody is lost (seconds since the epoch); 0: nobody is, or whoever told it did not say."""
+    told_s: float = 0.0
+    """From then until this member was told."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -263,6 +267,8 @@ class TrainingResumed(Event):
     """Steps committed, this one included."""
     seconds: float
     """Since this member saw the last generation broken; of one that has just come, since it was connected."""
+    since_lost_s: float = 0.0
+    """Since the supervisor knew that somebody is lost; 0 where nobody is."""
 
 
 @dataclass(frozen=True, kw_only=True)

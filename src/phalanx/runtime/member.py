@@ -78,6 +78,10 @@ class Reformed(Event):
     members: int
     why: str
     at_s: float
+    lost_s: float
+    """When the supervisor knew of a loss; 0: nobody is lost."""
+    told_s: float
+    """How long it took until this member knew."""
     broken_s: float
     """When this member saw that the last team was broken; 0 where it was not."""
     formed_s: float
@@ -155,6 +159,8 @@ class _Loop:
                 members=team.size,
                 why=team.generation.why,
                 at_s=now_s(),
+                lost_s=team.generation.lost_s,
+                told_s=self.seat.told_s(team.generation),
                 broken_s=self.broken_s,
                 formed_s=team.formed_s,
                 entered_s=now_s() - begin_s,

@@ -18,6 +18,7 @@ import threading
 import time
 from dataclasses import asdict, dataclass, replace
 
+from phalanx.core.clock import now_s
 from phalanx.core.errors import PeerError, PhalanxError, RunError
 from phalanx.core.events import Emit, Event, ignore
 from phalanx.runtime.forming import NewerGeneration, Team, form, ready_keys
@@ -113,6 +114,7 @@ class Seat:
         self.closing = False
         """The run was stopped while it had too few members: those that are left meet once more, to save what they hold."""
         self.tell: Emit = ignore
+        self._seen_s: dict[int, float] = {}
         self._news = threading.Condition()
         self._closed = threading.Event()
         self._threads: list[threading.Thread] = []
@@ -188,6 +190,11 @@ class Seat:
         except ServiceLost:
             self._forget_keys()
             return None
+
+    def told_s(self, generation: Generation) -> float:
+        """From when the supervisor knew of a loss until this member did; 0 where nobody is lost."""
+        seen_s = self._seen_s.get(generation.number, 0.0)
+        return max(0.0, seen_s - generation.lost_s) if seen_s and generation.lost_s else 0.0
 
     def broken(self) -> bool:
         """Whether the team cannot go on: somebody of it is lost, or this member is."""
@@ -398,6 +405,7 @@ class Seat:
     def _see(self, found: Generation) -> None:
         with self._news:
             self.newest = found
+            self._seen_s[found.number] = now_s()
             if self.uid in found.uids:
                 self.last = found
             if self.team is not None and self._ends(self.team.generation):

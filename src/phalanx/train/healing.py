@@ -93,6 +93,8 @@ class HealingBody:
         self._entry: _Entry | None = None
         self._broken_s = 0.0
         """When the last generation was seen broken, or this one was connected; 0 once a step was committed since."""
+        self._lost_s = 0.0
+        """When the supervisor knew of the first loss since then."""
 
     # -- what the loop asks
 
@@ -308,10 +310,14 @@ class HealingBody:
         if isinstance(event, TooFew):
             self._tell_too_few(event)
         if isinstance(event, Committed) and self._broken_s:
+            since_lost_s = event.at_s - self._lost_s if self._lost_s else 0.0
+            seconds = event.at_s - self._broken_s
             self.sinks(
-                TrainingResumed(generation=event.generation, step=event.step, seconds=event.at_s - self._broken_s)
+                TrainingResumed(
+                    generation=event.generation, step=event.step, seconds=seconds, since_lost_s=since_lost_s
+                )
             )
-            self._broken_s = 0.0
+            self._broken_s = self._lost_s = 0.0
 
     def _tell_too_few(self, event: TooFew) -> None:
         missing = event.minimum - len(event.members)
@@ -326,6 +332,7 @@ class HealingBody:
         entered_s = event.at_s - event.entered_s
         if event.generation > 1:
             self._broken_s = event.broken_s or entered_s
+            self._lost_s = self._lost_s or event.lost_s
         self.sinks(
             TeamFormed(
                 generation=event.generation,
@@ -339,6 +346,8 @@ class HealingBody:
                 moved_s=entry.moved_s,
                 moved_bytes=entry.moved.received_bytes,
                 checked=entry.moved.checked,
+                lost_s=event.lost_s,
+                told_s=event.told_s,
             )
         )
 
