@@ -147,7 +147,7 @@ class Roster:
 
     def _tell_deaths(self, membership: Membership) -> None:
         uids = {lost.uid: lost.why for lost in self._untold if not lost.generation}
-        lost_s = min(lost.at_s for lost in self._untold if not lost.generation)
+        lost_s = min((lost.at_s for lost in self._untold if not lost.generation), default=0.0)
         self.newest = membership.propose_death(
             uids, "; ".join(dict.fromkeys(uids.values())), self.newest, lost_s=lost_s
         )
