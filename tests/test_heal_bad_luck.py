@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import socket
 import time
 from collections.abc import Callable
 from functools import partial
@@ -15,7 +16,8 @@ import pytest
 from phalanx.core.errors import PeerError, RunError
 from phalanx.runtime.checkpoint_folder import CheckpointFolder
 from phalanx.runtime.votes import Report, resolve
-from test_heal import STEPS, Faults, _command, base, check_equal, events, losses, train
+from test_heal import SETTINGS, STEPS, Faults, _command, base, check_equal, events, losses, train
+from train_help import _SERVER, train_args
 
 __all__ = ["base"]
 HOLDERS: Faults = {"reduction": ((1, 3), 9)}
@@ -161,7 +163,22 @@ def _nobody_comes(folder: Path) -> None:
     heal_run.work = working
 
 
+def _waits_for_the_other(folder: Path) -> None:
+    """After three steps, until the file `go` is there."""
+    from phalanx.train.healing import HealingBody
+
+    compute = HealingBody.compute
+
+    def computing(self: Any) -> None:
+        while self.step >= 3 and not (folder / "go").exists():
+            time.sleep(0.05)
+        compute(self)
+
+    HealingBody.compute = computing  # type: ignore[method-assign]
+
+
 HOOKS: dict[str, Callable[[Path], None]] = {
+    "waits": _waits_for_the_other,
     "disk full": _disk_full, "damage": _damage, "stays behind": _stays_behind, "nobody comes": _nobody_comes
 }  # fmt: skip
 
@@ -242,3 +259,44 @@ def test_too_few_members_wait_say_for_whom_save_and_end(base: Path) -> None:
     assert 6 <= saved < 14 and CheckpointFolder(base / "runs/few/checkpoints").newest() == saved
     train(base, "few", {})
     check_equal(base, "few")
+
+
+@pytest.mark.ranks
+def test_a_host_with_another_recipe_is_refused_by_name_and_the_run_goes_on(base: Path) -> None:  # noqa: F811
+    """Another seed of the data would be another run."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        service = f"127.0.0.1:{probe.getsockname()[1]}"
+    both = {
+        **SETTINGS,
+        "run__name": "hosts",
+        "resilience__service": service,
+        "resilience__wanted": "4",
+        "resilience__f": "1",
+    }
+    own = {"launch__host": "a", "launch__keep_service": "true"}
+    folders = [base / f"printed-{name}" for name in ("a", "b")]
+    for folder in folders:
+        folder.mkdir()
+    first = _SERVER.Process(
+        target=_hooked, args=("waits", ["train", *train_args(base, **both, **own)], str(folders[0]), {})
+    )
+    first.start()
+    wait_until(lambda: max(losses(base, "hosts"), default=0) >= 3)
+    other = train_args(base, **{**both, "launch__host": "b", "launch__ranks": "1", "train__seed": "7"})
+    second = _SERVER.Process(target=_command, args=(["train", *other], str(folders[1]), {}))
+    second.start()
+    second.join(60)
+    (folders[0] / "go").touch()
+    first.join(60)
+    assert (first.exitcode, second.exitcode) == (0, 2), [(f / "err").read_text() for f in folders]
+    said = (folders[1] / "err").read_text()
+    assert "problem with member b.0." in said and "plan hash = " in said and "the run has " in said
+    check_equal(base, "hosts")
+
+
+def wait_until(there: Callable[[], bool], limit_s: float = 60.0) -> None:
+    end_s = time.monotonic() + limit_s
+    while not there():
+        assert time.monotonic() < end_s
+        time.sleep(0.1)

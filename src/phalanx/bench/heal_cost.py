@@ -69,7 +69,7 @@ class Case:
 
     preset: str = "laptop"
     ranks: int = 2
-    ep: int = 1
+    ep: int = 2
     zero: Literal[0, 1] = 0
     micro_batch: int = 2
     samples: int = 4

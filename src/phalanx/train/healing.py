@@ -22,6 +22,7 @@ from phalanx.core.config import Recipe
 from phalanx.core.errors import CheckpointError, FinalError, PeerError, RunError
 from phalanx.core.events import Event, Note, TeamFormed, TrainingResumed
 from phalanx.data.loader import MicroBatch
+from phalanx.data.prefetch import Prefetch
 from phalanx.data.prepare import Prepared
 from phalanx.observe.sinks import Sinks
 from phalanx.plan.folding import Folding
@@ -45,7 +46,7 @@ from phalanx.train.optim import learning_rate
 from phalanx.train.run_folder import RunFolder
 from phalanx.train.setup import DTYPES, Rank, resolve_pipeline
 from phalanx.train.step import ReducedStep, commit_step, reduce_step
-from phalanx.train.trainer import Trainer, make_loader, make_parts
+from phalanx.train.trainer import PREFETCH_STEPS, Trainer, make_loader, make_parts
 from phalanx.train.watch import MemberWatch, Phase, collective_watch
 
 
@@ -91,6 +92,7 @@ class HealingBody:
         """Whether what belongs between steps is still to do; the same on all members."""
         self._reduced: tuple[ReducedStep, list[MicroBatch], float, float] | None = None
         self._entry: _Entry | None = None
+        self._batches: Prefetch[list[MicroBatch]] | None = None
         self._broken_s = 0.0
         """When the last generation was seen broken, or this one was connected; 0 once a step was committed since."""
         self._lost_s = 0.0
@@ -120,6 +122,9 @@ class HealingBody:
     def leave_team(self) -> None:
         """Groups go with the trainer, which stays until the next one has its state: sockets are shut by then, and make nobody wait."""
         self._entry = None
+        if self._batches is not None:
+            self._batches.close()
+        self._batches = None
         if self._escape is not None:
             self._escape.close()
 
@@ -239,7 +244,7 @@ class HealingBody:
             self._between_steps(trainer)
             self._due = False
         begin_s = time.perf_counter()
-        micros = trainer.load(step)
+        micros = self._next_batch(trainer, step)
         data_s = time.perf_counter() - begin_s
         lr = learning_rate(step, self.recipe.optim, total_steps=self.recipe.train.steps)
         self._now("forward")
@@ -251,6 +256,13 @@ class HealingBody:
             raise FinalError(str(err)) from None
         self._reduced = reduced, micros, begin_s, data_s
         self._now("vote")
+
+    def _next_batch(self, trainer: Trainer, step: int) -> list[MicroBatch]:
+        """Loaded ahead, as long as this generation lasts: another one has other shares."""
+        if self._batches is None:
+            steps = range(step, self.recipe.train.steps)
+            self._batches = Prefetch(trainer.load, steps, depth=PREFETCH_STEPS)
+        return next(self._batches)
 
     def commit(self) -> None:
         if self._reduced is None:
