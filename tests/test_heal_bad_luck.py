@@ -262,7 +262,7 @@ def test_too_few_members_wait_say_for_whom_save_and_end(base: Path) -> None:
 
 
 @pytest.mark.ranks
-def test_a_host_with_another_recipe_is_refused_by_name_and_the_run_goes_on(base: Path) -> None:  # noqa: F811
+def test_a_host_with_another_recipe_is_refused_by_name_and_the_run_goes_on(base: Path) -> None:
     """Another seed of the data would be another run."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

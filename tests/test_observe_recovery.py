@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -100,9 +101,7 @@ def test_recoveries_are_spans_of_a_trace(tmp_path: Path, capsys: pytest.CaptureF
         lanes.setdefault((span["pid"], span["tid"]), []).append((span["ts"], span["ts"] + span["dur"]))
     for times in lanes.values():
         times.sort()
-        assert all(a[1] <= b[0] + 1e-6 for a, b in zip(times, times[1:], strict=False)), (
-            "spans of one lane do not overlap"
-        )
+        assert all(a[1] <= b[0] + 1e-6 for a, b in itertools.pairwise(times)), "spans of one lane do not overlap"
     names = [s["name"] for s in spans if s["pid"] == 1]
     assert names[:6] == ["told", "wait for the generation", "connect", "build", "move state", "first step"]
     assert main(["trace", str(tmp_path)]) == 0
