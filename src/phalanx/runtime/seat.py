@@ -110,6 +110,7 @@ class Seat:
         self._said_in = ""
         self._refused: PhalanxError | None = None
         self._begun = False
+        self._votes: Votes | None = None
         self._over: tuple[End | None, str] | None = None
         self.closing = False
         """The run was stopped while it had too few members: those that are left meet once more, to save what they hold."""
@@ -169,7 +170,7 @@ class Seat:
         """Vote for `step` and return the decision. Raises `InDoubt`."""
         if self.team is None:
             raise RunError("a member votes in a generation that it is connected to")
-        votes = Votes(self._keys_of(self.team.generation), self.team.generation, self.uid)
+        votes = self._votes_of(self.team.generation)
         decision = votes.vote(step, then=self._then, broken=self.broken, limit_s=self.settings.vote_s)
         if decision.commit and not self._begun:
             self._begun = True
@@ -180,6 +181,13 @@ class Seat:
             with contextlib.suppress(ServiceLost):
                 votes.forget(step - 1)
         return decision
+
+    def _votes_of(self, generation: Generation) -> Votes:
+        """The same as long as generation and connection are."""
+        keys = self._keys_of(generation)
+        if self._votes is None or self._votes.keys is not keys or self._votes.generation != generation:
+            self._votes = Votes(keys, generation, self.uid)
+        return self._votes
 
     def settle(self, step: int) -> Decision | None:
         """The decision of `step`, "abort" if there was none; None where the service cannot say."""
