@@ -78,7 +78,7 @@ def test_metrics_shows_failures_and_what_was_done_twice(tmp_path: Path, capsys: 
     shown = capsys.readouterr().out
     assert "laptop: 5 of 300 steps (interrupted, 1 start)" in shown
     assert "3 other teams, 1 after a loss, 500 ms (median; at most 500 ms) from a loss to the next step" in shown
-    assert "after step 3: local.0.ab: killed by SIGKILL; 1 members (dp3|ep1): told in 10.0 ms" in shown
+    assert "after step 3: local.0.ab: killed by SIGKILL; 1 member (dp3|ep1): told in 10.0 ms" in shown
     assert "went back to the checkpoint of step 4" in shown
     found = json.loads((tmp_path / "f.json").read_text())
     assert [r["generation"] for r in found["recoveries"]] == [2, 3, 4] and found["rollbacks"][0]["last"] == 6
