@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -43,8 +43,8 @@ class StormArgs:
     """Ranks of a host; default 1, on the testbed 2."""
     kinds: tuple[str, ...] = ()
     """Kinds of faults, in turn; default all that can be done here."""
-    limit_s: float = 1.0
-    """Of heartbeats."""
+    limit_s: float | None = None
+    """Of heartbeats; default 1, on the testbed 2."""
     between_s: float = 0.5
     """Time between faults, about."""
     folder: Path | None = None
@@ -78,7 +78,8 @@ def run_storm(options: StormArgs, folder: Path) -> StormResult:
     raise_if([Problem(where="kinds", value=k, rule=rule) for k in wrong], ConfigError, subject="phalanx bench storm")
     hosts = options.hosts or (5 if options.testbed else 4)
     slots = options.slots or (2 if options.testbed else 1)
-    setup = Setup(mode=options.mode, hosts=hosts, slots=slots, limit_s=options.limit_s, service="127.0.0.1:1")
+    limit_s = options.limit_s or (2.0 if options.testbed else 1.0)
+    setup = Setup(mode=options.mode, hosts=hosts, slots=slots, limit_s=limit_s, service="127.0.0.1:1")
     recipe_of(setup, folder)  # what is wrong with it is said before anything is started
     write_text(folder / "text")
     arena = _arena(options, setup, folder)
@@ -90,8 +91,6 @@ def run_storm(options: StormArgs, folder: Path) -> StormResult:
 
 
 def _arena(options: StormArgs, setup: Setup, folder: Path) -> Arena:
-    from dataclasses import replace
-
     if options.testbed:
         from phalanx.bench.storm_bed import BedArena
 

@@ -171,9 +171,13 @@ class Arena:
         found = []
         for place in range(self.board.places):
             pid = self.board.read(place)[0]
-            if pid and self.names[place // self.slots] in self.pids and _state(pid) in "RSD":
+            if pid and self.host_of(place) in self.pids and self.state_of(place) in "RSD":
                 found.append(place)
         return found
+
+    def state_of(self, place: int) -> str:
+        """Of its worker's process, as the kernel says it: R, S, D, T, Z; X where it is gone."""
+        return _state(self.board.read(place)[0])
 
     def step(self) -> int:
         """The most steps that a worker has committed."""
