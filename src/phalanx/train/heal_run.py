@@ -104,7 +104,7 @@ def supervisor_settings(recipe: Recipe, host: str, *, own_machine: bool) -> Supe
         limit_s=r.limit_s,
         gather_s=max(r.limit_s, GATHER_S),
         wait_s=r.wait_s,
-        seat=SeatSettings(timeout_s=timeout_s, own_machine=own_machine),
+        seat=SeatSettings(timeout_s=timeout_s, own_machine=own_machine, doors=r.service is not None),
     )
 
 
