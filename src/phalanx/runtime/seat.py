@@ -17,6 +17,7 @@ import os
 import threading
 import time
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from phalanx.core.clock import now_s
 from phalanx.core.errors import PeerError, PhalanxError, RunError
@@ -24,11 +25,14 @@ from phalanx.core.events import Emit, Event, ignore
 from phalanx.runtime.forming import NewerGeneration, Team, form, ready_keys
 from phalanx.runtime.keys import Keys, Service, ServiceLost
 from phalanx.runtime.membership import Announcement, Generation, Member, Membership, StaleMember, TooFewMembers
+from phalanx.runtime.reach import Door, agree_who_goes, door_key, knock_at, put_out_gone
 from phalanx.runtime.votes import BEGUN, Decision, Report, Then, Votes
 
 WATCH_S = 0.25
 """How long the watching thread waits at a time; a new generation wakes it at once."""
 AGAIN_S = 0.05
+KNOCK_AFTER_S = 0.1
+"""A failed collective without a lost member: after so long a member asks at the doors of the others whether they are there."""
 RENEW_S = 0.4
 """A failed collective without a lost member: after so long the members ask for a new generation themselves."""
 
@@ -92,6 +96,8 @@ class SeatSettings:
     """How long a member waits for a lost service."""
     device: str = "cpu"
     own_machine: bool = True
+    doors: bool = False
+    """Members of several hosts find out themselves who is gone and whom they cannot reach (`runtime/reach.py`)."""
 
 
 class Seat:
@@ -119,6 +125,8 @@ class Seat:
         self._news = threading.Condition()
         self._closed = threading.Event()
         self._threads: list[threading.Thread] = []
+        self._door: Door | None = None
+        """Where members on other machines find out whether they reach this one."""
 
     def __enter__(self) -> Seat:
         for work in (self._beat, self._watch):
@@ -131,21 +139,39 @@ class Seat:
         self.drop()
         for thread in self._threads:
             thread.join(2 * WATCH_S)
+        if self._door is not None:
+            self._door.close()
 
     # -- what the worker calls
 
     def announce(self, *, plan_hash: str, version: str) -> None:
-        """This worker is ready. Raises `MembershipError` where the run is another one."""
+        """This worker is ready. Raises `MembershipError` where the run is another one. Waits while it cannot reach all members of the run."""
         said = Announcement(member=self.member, plan_hash=plan_hash, version=version)
         while True:
             try:
                 keys = self.keys()
+                self._open_door(keys)
                 Membership(keys).announce(said)
                 break
             except ServiceLost:
                 self._forget_keys()
         self._said, self._said_in = said, keys.epoch
         self._say({"announced": True})
+
+    def _open_door(self, keys: Keys) -> None:
+        """Where members are on several machines: one that does not reach the others would only stop them again and again."""
+        if not self.settings.doors:
+            return
+        if self._door is None:
+            where: Any = self.service
+            self._door = Door(where.host, where.port)
+        keys.put(door_key(self.uid), self._door.address)
+        told = False
+        while (now := Membership(keys).current()) and (silent := knock_at(keys, now.uids, own=self.uid).silent):
+            if not told:
+                os.write(2, f"{self.uid} waits: it cannot reach {', '.join(sorted(silent))}\n".encode())
+            told = True
+            time.sleep(RENEW_S)
 
     def next_team(self, report: Report) -> Team:
         """Connect to the next generation that this member is in and that has enough members; all their reports are in `team.reports`.
@@ -164,7 +190,7 @@ class Seat:
             except ServiceLost:
                 self._forget_keys()
             except PeerError:
-                self._renew(generation)
+                self._renew(generation, formed=False)
 
     def vote(self, step: int) -> Decision:
         """Vote for `step` and return the decision. Raises `InDoubt`."""
@@ -248,6 +274,7 @@ class Seat:
     def _next_generation(self, before: Generation | None) -> Generation:
         """The newest one after `before`, with this member and enough others."""
         asked_s, told = time.monotonic() + RENEW_S, 0
+        knock_s = time.monotonic() + KNOCK_AFTER_S
         while True:
             short = self._too_few(before)
             if short is not None and short.generation > told:
@@ -261,10 +288,13 @@ class Seat:
                     raise RunOver(*self._over)
                 usable = found is not None and _later(found, before)
                 if not usable or found is None or not self._is_for_me(found):
-                    self._news.wait(RENEW_S / 2)
+                    self._news.wait(KNOCK_AFTER_S)
                     found = None
             if found is not None:
                 return found
+            if before is not None and not usable and self._door is not None and time.monotonic() > knock_s:
+                self._look_for_gone(before)
+                knock_s = time.monotonic() + RENEW_S
             if before is not None and not usable and time.monotonic() > asked_s:
                 self._renew(before)
                 asked_s = time.monotonic() + RENEW_S
@@ -289,10 +319,18 @@ class Seat:
             )
         return False
 
-    def _renew(self, after: Generation) -> None:
+    def _look_for_gone(self, before: Generation) -> None:
+        with contextlib.suppress(ServiceLost):
+            keys = self.keys()
+            if keys.epoch == before.epoch:
+                put_out_gone(keys, before, own=self.uid)
+
+    def _renew(self, after: Generation, *, formed: bool = True) -> None:
         with contextlib.suppress(ServiceLost):
             keys = self.keys()
             if keys.epoch == after.epoch:
+                if not formed and self._door is not None and agree_who_goes(keys, after, own=self.uid):
+                    return
                 Membership(keys).renew(after, f"{self.uid} could not reach all others")
             return
         self._forget_keys()
@@ -394,6 +432,8 @@ class Seat:
         if keys is None:
             keys = self.service.connect()
             self._announce_again(keys)
+        if self._door is not None:
+            self._door.clear()
         found = Membership(keys).wait(self.newest, wait_s)
         if found is not None:
             self._see(found)
@@ -404,6 +444,8 @@ class Seat:
     def _announce_again(self, keys: Keys) -> None:
         if self._said is None or keys.epoch == self._said_in:
             return
+        if self._door is not None:
+            keys.put(door_key(self.uid), self._door.address)
         if self._begun:
             keys.put(BEGUN, "1")
         Membership(keys).announce(replace(self._said, last=self.last))

@@ -30,7 +30,7 @@ from phalanx.core.service_address import parse_service
 from phalanx.data.prepare import Prepared, prepare
 from phalanx.observe.console import wants_live
 from phalanx.observe.preparation import PreparationProgress
-from phalanx.observe.sinks import open_sinks
+from phalanx.observe.sinks import Sinks, open_sinks
 from phalanx.observe.summary import print_summary
 from phalanx.plan.folding import Folding
 from phalanx.plan.heal import Healing, heal_problems
@@ -48,7 +48,7 @@ from phalanx.train.run_folder import RunFolder
 from phalanx.train.run_hosts import RunHosts
 from phalanx.train.setup import DTYPES, resolve_pipeline, resolve_shape
 from phalanx.train.trainer import versions
-from phalanx.train.watch import Watch
+from phalanx.train.watch import Watch, WatchedSinks
 
 GATHER_S = 5.0
 """How long the first generation waits for ranks that are not heard of; a run on several hosts begins without those that take longer."""
@@ -104,7 +104,7 @@ def supervisor_settings(recipe: Recipe, host: str, *, own_machine: bool) -> Supe
         limit_s=r.limit_s,
         gather_s=max(r.limit_s, GATHER_S),
         wait_s=r.wait_s,
-        seat=SeatSettings(timeout_s=timeout_s, own_machine=own_machine),
+        seat=SeatSettings(timeout_s=timeout_s, own_machine=own_machine, doors=r.service is not None),
     )
 
 
@@ -159,7 +159,7 @@ def work(run: HealingRun, seat: Seat, *, threads: int, first: int = 0, watch: Wa
     number, body = first + slot, None
     with open_sinks(recipe.observe, folder=run.folder.path, rank=number) as sinks:
         try:
-            body = HealingBody(run, sinks, watch=None if watch is None else watch.member(slot))
+            body = _body(run, sinks, slot=slot, watch=watch)
             seat.announce(plan_hash=_plan_hash(run), version=versions()["phalanx"])
             why = run_member(seat, body, tell=body.tell)
         except BaseException as err:
@@ -171,6 +171,13 @@ def work(run: HealingRun, seat: Seat, *, threads: int, first: int = 0, watch: Wa
     if number == 0 and recipe.observe.console != "none" and body.outcome is not None:
         print_summary(summary_of(run.folder.path, body.outcome, seconds=time.monotonic() - begin_s))
     return 0
+
+
+def _body(run: HealingRun, sinks: Sinks, *, slot: int, watch: Watch | None) -> HealingBody:
+    if watch is None:
+        return HealingBody(run, sinks)
+    member = watch.member(slot)
+    return HealingBody(run, WatchedSinks(sinks, member), watch=member)
 
 
 def _plan_hash(run: HealingRun) -> str:

@@ -10,6 +10,7 @@ from typing import Literal, Protocol
 
 from phalanx.core.events import Event
 from phalanx.core.op_ids import read_op_id
+from phalanx.observe.sinks import Sinks
 
 Phase = Literal["waits", "forward", "all-to-all", "backward", "reduction", "vote", "commit", "migration", "checkpoint"]
 PHASES: tuple[Phase, ...] = (
@@ -32,7 +33,7 @@ class MemberWatch(Protocol):
         """The member is now in this phase; `step` steps are committed."""
 
     def tell(self, event: Event, /) -> None:
-        """What `runtime/member.py` tells."""
+        """What `runtime/member.py` tells, and what goes to the sinks."""
 
 
 class Watch(Protocol):
@@ -43,6 +44,18 @@ class Watch(Protocol):
 
     def member(self, slot: int) -> MemberWatch:
         """Called in each worker's own process, once."""
+
+
+class WatchedSinks(Sinks):
+    """Sinks whose events are told to a watch as well. Closing them is the business of who opened the sinks."""
+
+    def __init__(self, sinks: Sinks, watch: MemberWatch) -> None:
+        super().__init__([])
+        self._inner, self._watch = sinks, watch
+
+    def __call__(self, event: Event, /) -> None:
+        self._inner(event)
+        self._watch.tell(event)
 
 
 def collective_watch(to: Callable[[Phase], None]) -> Callable[[str, bool], None]:
