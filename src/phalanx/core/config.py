@@ -290,7 +290,7 @@ class ResilienceConfig:
     heal: bool = False
     """Local ranks that die are replaced and the others go on meanwhile, inside their processes; wants mode fast or exact and optim.zero = 0."""
     chunk_rows: int | None = None
-    """exact: rows of an expert that are computed together, cut from the list of one micro-batch (default 2048)."""
+    """exact: rows of an expert that are computed together, cut from the list of one micro-batch (default 2048; with slots_per_rank about a quarter of what an expert gets from a micro-batch, for its replicas share whole chunks)."""
     fixed_bits: int | None = None
     """exact: binary places of gradients in their fixed-point sums, fewer in a step whose gradients need the room (default 52)."""
     slots_per_rank: int | None = None

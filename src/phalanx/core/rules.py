@@ -499,9 +499,6 @@ def _inexact(recipe: Recipe) -> Iterator[tuple[str, object, str, str]]:
     if recipe.launch.device != "cpu":
         rule = f"has not been shown to keep the bits {beside}"
         yield "launch.device", recipe.launch.device, rule, 'use "cpu"'
-    if recipe.resilience.slots_per_rank is not None:
-        rule = f"is not there {beside}: sums over holders of an expert are not in fixed point yet"
-        yield "resilience.slots_per_rank", recipe.resilience.slots_per_rank, rule, 'leave it out, or use mode = "fast"'
     if recipe.dispatch.transport != "all_to_all":
         rule = f"adds up each rank's experts first {beside}, so that sums depend on who holds them"
         yield "dispatch.transport", recipe.dispatch.transport, rule, 'use "all_to_all"'

@@ -73,12 +73,14 @@ class ReducedGradients:
     def squares(self, groups: Groups, *, scale: float, lanes: Lanes = SERIAL) -> tuple[int, int, int]:
         """The squares of this rank's share of the gradient times `scale`, in three integers (`fixed_squares`).
 
-        Added up over the world they are those of the whole gradient: of the ranks that hold the same elements the first one counts them.
+        Added up over the world they are those of the whole gradient: of the ranks that hold the same elements the first one counts them, and of an
+        expert with replicas each holder the part that it completes.
         """
         found = [(0, 0, 0)]
         for family, layout in self.layouts.items():
             if _is_first(layout, groups):
-                found += [fixed_squares(s.tensor, scale=scale, lanes=lanes) for s in self.segments[family]]
+                counted = _counted(layout, self.segments[family])
+                found += [fixed_squares(part, scale=scale, lanes=lanes) for part in counted]
         a, b, c = (sum(part[i] for part in found) for i in range(3))
         return a, b, c
 

@@ -161,7 +161,7 @@ def make_parts(rank: Rank, spec: ModelSpec, folding: AnyFolding, pipeline: Pipel
         num_microbatches=microbatches,
         pipeline=pipeline,
         samples=recipe.train.global_batch // recipe.train.micro_batch,
-        exact=exact_sums(recipe.resilience, recipe.train, folding, rank=rank.info.rank),
+        exact=exact_sums(recipe.resilience, recipe.train, folding, spec=spec, rank=rank.info.rank),
     )
     parts.runner.agree(microbatches)
     return parts
