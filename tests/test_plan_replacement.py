@@ -28,7 +28,7 @@ from phalanx.plan.replicas import replica_counts, zipf_loads
 pytestmark = pytest.mark.unit
 QUICK = Effort(swaps=60, balance_swaps=40)
 CHEAP = Costs(row_s=1e-6, bytes_per_s=1e9, rebuild_s=0.1, expert_bytes=10**6)
-LAYERS, EXPERTS, HOSTS, SLOTS = 2, 8, 4, 6
+LAYERS, EXPERTS, HOSTS, SLOTS = 2, 8, 4, 5
 FLEET = equal_fleet(HOSTS, SLOTS)
 
 

@@ -31,18 +31,21 @@ from numpy.typing import ArrayLike
 from phalanx.core.errors import PlanError, Problem, raise_if
 from phalanx.core.units import format_bytes
 from phalanx.plan.fleet import Fleet
-from phalanx.plan.host_placement import HostPlacement, max_over_mean
+from phalanx.plan.host_placement import HostPlacement, from_copies, max_over_mean
 from phalanx.plan.migration import Migration, plan_migration
 from phalanx.plan.placement import LayerPlacements, Placement
 from phalanx.plan.placement_front import patched_placement
-from phalanx.plan.placement_search import Effort, plan_placement
-from phalanx.plan.replicas import Floats, read_loads, replica_counts, smoothed
+from phalanx.plan.placement_rules import keep_apart
+from phalanx.plan.placement_search import Effort, plan_placement, rule_placement
+from phalanx.plan.replicas import Floats, ReplicaCounts, read_loads, replica_counts, smoothed
 
 Action = Literal["keep", "balance", "mend"]
 MARGIN = 2.0
 """Saved seconds for each second of moving: loads may change again before the next decision."""
 LEAST_GAIN = 0.05
 """Of the busiest rank's time with experts."""
+NEARLY = 0.9
+"""Of the most that is saved until the next decision; among such placements the safest is taken."""
 WINDOWS = 4
 """Time constants of the average of loads between two decisions."""
 
@@ -147,7 +150,7 @@ def plan_replacement(
     ]
     if not stages:
         return _kept(stages, costs, interval)
-    best = max(found, key=lambda r: (r.gain_s * interval - r.cost_s, -r.num_copies))
+    best = _best(found)
     if not mends and not _pays(best, _time(stages, [s.placement for s in stages], costs)):
         return _kept(stages, costs, interval, best.gain_s, best.cost_s)
     best.check()
@@ -175,16 +178,38 @@ def _kept(
 
 
 def _choices(stage: StageNow, floor: int, effort: Effort | None) -> list[Migration]:
-    """Ways for one stage, as many for each, in one order: as new with the hosts renamed, with experts renamed too, and the fewest changes that hold the floor."""
+    """Ways for one stage, as many for each, in one order: the safest placement and the most level one, each with the hosts named so that little travels and with
+    experts renamed too; and the fewest changes that hold the floor."""
     fleet = stage.placement.fleet
     counts = replica_counts(stage.loads, fleet, floor=floor)
-    new = plan_placement(counts, fleet, stage.loads, effort=effort)
+    safest = plan_placement(counts, fleet, stage.loads, effort=effort)
     mended = patched_placement(stage.placement, fleet, floor=counts.floor)
-    return [
-        plan_migration(stage.placement, new),
-        plan_migration(stage.placement, new, rename=True),
-        plan_migration(stage.placement, new if mended is None else mended),
-    ]
+    plans = (safest, _most_level(stage.loads, counts, fleet) or safest)
+    ways = [plan_migration(stage.placement, plan, rename=rename) for plan in plans for rename in (False, True)]
+    return [*ways, plan_migration(stage.placement, safest if mended is None else mended)]
+
+
+def _most_level(loads: Floats, counts: ReplicaCounts, fleet: Fleet) -> HostPlacement | None:
+    """Each replica to the host with least load, copies then parted; None where an expert is on too few hosts so."""
+    made = rule_placement("least_loaded", loads, counts, fleet)
+    apart = from_copies(np.stack([keep_apart(copies) for copies in made.copies]), fleet, floor=counts.floor)
+    return apart if int((apart.copies > 0).sum(2).min()) >= counts.floor else None
+
+
+def _worth(made: Replacement) -> float:
+    return made.gain_s * made.interval - made.cost_s
+
+
+def _best(found: Sequence[Replacement]) -> Replacement:
+    """Of those that are worth most, or nearly, the one whose losses beyond the floor are fatal least often, then the one that moves least."""
+    most = max(map(_worth, found))
+    near = [made for made in found if _worth(made) >= most - (1 - NEARLY) * abs(most)]
+    return min(near, key=lambda made: (_losses(made), made.num_copies, -_worth(made)))
+
+
+def _losses(made: Replacement) -> tuple[float, ...]:
+    """Fatal part of the losses of k = 0, 1, 2, ... hosts, the worst stage."""
+    return max(tuple(float(1 - c.low) for c in m.new.certificate.chances) for m in made.migrations)
 
 
 def _joint(
