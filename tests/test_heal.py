@@ -21,11 +21,11 @@ import torch
 from phalanx.core.config import ModelConfig, RouterConfig
 from phalanx.core.errors import RunError
 from phalanx.plan.folding import Folding
-from phalanx.plan.heal import Healing, Place, heal_problems
+from phalanx.plan.heal import Healing, HealPlan, heal_problems
 from phalanx.plan.model import resolve_model
-from phalanx.plan.pipeline import plain_pipeline
 from phalanx.plan.reshard import plan_reshard
 from phalanx.plan.reshard_types import equal_hosts
+from phalanx.plan.standing import Fact, Standing
 from phalanx.runtime.boxes import BoxTensor
 from phalanx.runtime.checkpoint import CheckpointManager
 from phalanx.train.heal_state import compare
@@ -34,7 +34,17 @@ from train_help import _SERVER, phalanx, train_args, write_text
 
 def healing(*, ep: int = 2, floor: int = 2) -> Healing:
     spec = resolve_model(ModelConfig(preset="tiny"), RouterConfig(bias_rate=1e-2))
-    return Healing(spec=spec, base=Folding(world=4, ep=ep), stages=plain_pipeline(spec).stages, seq_len=32, floor=floor)
+    return Healing(spec=spec, base=Folding(world=4, ep=ep), seq_len=32, floor=floor)
+
+
+def member(run: Healing, uid: int, at: tuple[int, int] | None) -> Fact:
+    """A member whose state is that of rank `at[1]` of the mapping on `at[0]` ranks."""
+    standing = None if at is None else Standing(folding=run.folding(at[0]), rank=at[1])
+    return Fact(uid=f"local.{uid}.x", machine="local", standing=standing)
+
+
+def plan_for(run: Healing, *places: tuple[int, int] | None) -> HealPlan:
+    return run.plan([member(run, uid, at) for uid, at in enumerate(places)])
 
 
 # ---- plans -----------------------------------------------------------------------------------------------------------
@@ -51,29 +61,32 @@ def test_any_one_may_be_missing_whatever_generations_the_others_come_from(seed: 
     """With f = 2 the loss of one member of a generation leaves everything; the moves pass the checker of all reshard plans."""
     rng, run = random.Random(seed), healing()
     size = rng.randint(3, 6)
-    places: list[Place | None] = [Place(size, rank) for rank in range(size)]
+    places: list[tuple[int, int] | None] = [(size, rank) for rank in range(size)]
     places.pop(rng.randrange(size))
     places += [None] * rng.randint(0, 2)
     rng.shuffle(places)
-    plan = run.plan(places)
-    assert plan.missing == ()
+    plan = plan_for(run, *places)
+    assert plan.missing == () and plan.idle == ()
     for moves in (plan.params, plan.buffers):
         plan_reshard(moves, equal_hosts([0] * len(places))).check()
 
 
 def test_members_of_different_generations_are_sources_together() -> None:
     """One has entered a generation of three, the others still have what they held in one of four."""
-    plan = healing().plan([Place(3, 1), Place(4, 1), None])
+    plan = plan_for(healing(), (3, 1), (4, 1), None)
     assert plan.missing == ()
-    assert {move.src.ranks for move in plan.params} == {(0, 1)}
+    assert {move.src.ranks for move in plan.params} == {
+        tuple(sorted(i for i, f in enumerate(plan.members) if f.standing is not None))
+    }
     plan_reshard(plan.params, equal_hosts([0] * 3)).check()
 
 
 def test_what_nobody_holds_is_named() -> None:
-    plan = healing().plan([Place(4, 0), Place(4, 2), None])
+    plan = plan_for(healing(), (4, 0), (4, 2), None)
     assert plan.missing and all(".experts." in name for name in plan.missing)
     assert "nobody holds all of layers.0.moe.experts" in plan.explain()
-    assert set(healing().plan([None, None]).missing) == {m.name for m in plan.params}
+    nothing = plan_for(healing(), None, None)
+    assert set(nothing.missing) == {m.name for m in (*nothing.params, *nothing.buffers)}
 
 
 def test_experts_of_a_single_holder_are_refused() -> None:
@@ -89,9 +102,15 @@ def test_holders_that_differ_are_found() -> None:
 
 
 def test_what_cannot_heal_is_refused_by_name(tmp_path: Path) -> None:
-    found = phalanx("train", *train_args(tmp_path, resilience__heal="true", folding__tp=2), "--dry-run")
+    found = phalanx(
+        "train",
+        *train_args(
+            tmp_path, resilience__heal="true", resilience__expert_state="sharded", resilience__slots_per_rank=8
+        ),
+        "--dry-run",
+    )
     assert found.returncode == 2
-    for words in ("resilience.mode = 'off'", "optim.zero = 1", "folding.tp = 2"):
+    for words in ("resilience.mode = 'off'", "optim.zero = 1", "resilience.expert_state = 'sharded'"):
         assert words in found.stderr
 
 

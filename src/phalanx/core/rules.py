@@ -511,24 +511,16 @@ def _healing_clashes(recipe: Recipe) -> list[_Clash]:
     """What a run that heals itself cannot have: every member must be able to finish a step alone, and be replaced by any other."""
     if not recipe.resilience.heal:
         return []
-    beside, f, found = "with resilience.heal = true", recipe.folding, list[_Clash]()
+    beside, found = "with resilience.heal = true", list[_Clash]()
     if recipe.resilience.mode == "off":
         rule = f"{beside} a step must be a fixed set of micro-batches that any number of ranks shares"
         found.append(_clash("resilience.mode", "off", rule, 'use "exact" or "fast"', "resilience.heal"))
     if recipe.optim.zero:
         rule = f"{beside} a shard of the optimizer state would be lost with the only rank that has it"
         found.append(_clash("optim.zero", recipe.optim.zero, rule, "use 0", "resilience.heal"))
-    for axis in ("tp", "cp", "pp", "etp"):
-        if getattr(f, axis) != 1:
-            rule = f"is not there yet {beside}: only dp and ep follow the survivors"
-            found.append(_clash(f"folding.{axis}", getattr(f, axis), rule, "use 1", "resilience.heal"))
-    if recipe.resilience.slots_per_rank is not None:
-        rule = f"is not there yet {beside}: experts are then at every rank of a data-parallel copy"
-        found.append(
-            _clash(
-                "resilience.slots_per_rank", recipe.resilience.slots_per_rank, rule, "leave it out", "resilience.heal"
-            )
-        )
+    if recipe.resilience.expert_state == "sharded":
+        rule = f"is not there {beside}: a part of an expert's state would be lost with the only rank that has it"
+        found.append(_clash("resilience.expert_state", "sharded", rule, 'use "whole"', "resilience.heal"))
     if recipe.launch.device != "cpu":
         rule = f"has not been shown to work {beside}"
         found.append(_clash("launch.device", recipe.launch.device, rule, 'use "cpu"', "resilience.heal"))

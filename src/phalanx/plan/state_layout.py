@@ -116,6 +116,10 @@ class StateLayouts:
             for name, by_rank in found.items()
         }
 
+    def shards_of(self, rank: int, *, zero: int = 1) -> dict[str, tuple[tuple[Held, ...], tuple[int, ...]]]:
+        """By parameter: (boxes, shape of the local tensor) of one rank of the folding alone, as `shards` has them."""
+        return self._of_shards(rank, zero=zero, bucket_elements=0, expert_state="whole")
+
     def _of_shards(self, rank: int, *, zero: int, bucket_elements: int, expert_state: ExpertState) -> dict[str, _Held]:
         stages = self.stages.of_rank(self.folding.coord(rank, "pp"))
         layouts = flat_layouts(

@@ -35,7 +35,7 @@ from phalanx.train.assemble import state_dtype
 from phalanx.train.closing import summary_of
 from phalanx.train.healing import HealingBody, HealingRun
 from phalanx.train.run_folder import RunFolder
-from phalanx.train.setup import DTYPES, resolve_pipeline, resolve_shape
+from phalanx.train.setup import DTYPES, replicas_of, resolve_pipeline, resolve_shape
 from phalanx.train.trainer import versions
 
 
@@ -52,6 +52,7 @@ def train_healing(recipe: Recipe, *, threads: int, port: int = 0) -> int:
         settings = SupervisorSettings(
             slots=recipe.launch.ranks,
             wanted=recipe.launch.ranks,
+            minimum=run.healing.least(),
             seat=SeatSettings(timeout_s=recipe.launch.timeout_s),
         )
         return Supervisor(lambda seat: work(run, seat, threads=threads), settings, port=port).run()
@@ -70,14 +71,20 @@ def prepare_run(recipe: Recipe, folder: RunFolder) -> HealingRun:
     prepared = _prepare_text(recipe, folder)
     spec, folding = resolve_shape(recipe, world=recipe.launch.ranks, tokenizer_vocab=prepared.tokenizer.vocab_size)
     assert isinstance(folding, Folding)  # the rules refuse stages of their own with a mode, and healing without one
-    raise_if(heal_problems(folding, floor=recipe.resilience.f), ConfigError, subject="the recipe")
+    resolve_pipeline(recipe, spec, folding)  # or what is wrong with it
+    asked = replicas_of(recipe, world=folding.world, local_ranks=folding.world)
+    replicated = asked.slots_per_rank is not None
+    raise_if(heal_problems(folding, floor=asked.f, replicated=replicated), ConfigError, subject="the recipe")
     healing = Healing(
         spec=spec,
         base=folding,
-        stages=resolve_pipeline(recipe, spec, folding).stages,
         seq_len=recipe.train.seq_len,
-        floor=recipe.resilience.f,
+        floor=asked.f,
+        pipeline=recipe.pipeline,
+        cp_method=recipe.folding.cp_method,
         state_bytes=state_dtype(DTYPES[recipe.train.dtype]).itemsize,
+        slots_per_rank=asked.slots_per_rank,
+        loads=asked.loads,
     )
     again = replace(
         recipe, checkpoint=replace(recipe.checkpoint, step=None)
@@ -109,7 +116,7 @@ def work(run: HealingRun, seat: Seat, *, threads: int) -> int:
         try:
             body = HealingBody(run, sinks)
             seat.announce(plan_hash=_plan_hash(run), version=versions()["phalanx"])
-            why = run_member(seat, body, tell=body.tell)
+            why = run_member(seat, body, tell=body.tell, order=body.order)
         except BaseException as err:
             reason = " ".join([f"{type(err).__name__}:", *str(err).splitlines()[:2]])
             sinks(RunEnded(step=body.step if body else 0, reason=reason, seconds=time.monotonic() - begin_s))

@@ -46,6 +46,7 @@ from phalanx.models.shard import part_of
 from phalanx.observe.summary import print_summary
 from phalanx.plan.model import ModelSpec, flops_per_token
 from phalanx.plan.pipeline import Pipeline
+from phalanx.plan.placement import AnyPlacement
 from phalanx.plan.stage_foldings import AnyFolding, to_json_dict
 from phalanx.runtime.checkpoint import CheckpointManager
 from phalanx.runtime.checkpoint_folder import RunState
@@ -149,10 +150,21 @@ def build_trainer(rank: Rank, stop: StopRequest) -> Trainer:
     )  # fmt: skip
 
 
-def make_parts(rank: Rank, spec: ModelSpec, folding: AnyFolding, pipeline: Pipeline, *, warm: bool = True) -> StepParts:
-    """Groups, and this rank's part of a freshly initialised run. Collective. `warm`: kernels first meet the shapes that vary (`train/warm.py`)."""
+def make_parts(
+    rank: Rank,
+    spec: ModelSpec,
+    folding: AnyFolding,
+    pipeline: Pipeline,
+    *,
+    warm: bool = True,
+    placement: AnyPlacement | None = None,
+) -> StepParts:
+    """Groups, and this rank's part of a freshly initialised run. Collective.
+
+    `warm`: kernels first meet the shapes that vary (`train/warm.py`). `placement` of the experts of its stage; None: as the recipe says.
+    """
     recipe, microbatches = rank.recipe, microbatches_per_rank(rank.recipe, folding)
-    ctx = make_context(rank, spec, folding, pipeline)
+    ctx = make_context(rank, spec, folding, pipeline, placement)
     if warm:
         warm_kernels(ctx, micro_batch=recipe.train.micro_batch, seq_len=recipe.train.seq_len)
     parts = assemble(
