@@ -281,6 +281,10 @@ class CheckpointConfig:
     """Resume from this step's checkpoint instead of the newest."""
 
 
+REPLACE_INTERVAL = 200
+"""Steps, as often as arXiv 2407.04656 moves experts."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ResilienceConfig:
     """What a run keeps when its ranks change, and replicas of the routed experts (docs/survive.md)."""
@@ -299,8 +303,18 @@ class ResilienceConfig:
     """Every expert is on so many hosts at least, so that any loss of fewer is survived; the ranks of a single machine count as hosts. Lowered, and said so, where slots or hosts are too few."""
     loads: str = "uniform"
     """Tokens of each expert, which decide how many replicas it gets: uniform, or a JSON file with a row of numbers for each layer (or one for all)."""
+    replace_interval: int | None = None
+    """Steps between decisions whether replicas should lie elsewhere, by the loads of late; they move where that pays, or where an expert is on too few hosts. 0: never. Default: 200, but 0 in mode off and with expert_state = "sharded"."""
     expert_state: Literal["whole", "sharded"] = "whole"
     """Master weights and moments of an expert: whole at each of its holders, or shared out among them (less memory, but a part is lost with its holder)."""
+
+    def steps_between_placements(self) -> int:
+        """`replace_interval`, with its default resolved. In mode off equal runs have equal bits, and when it pays to move is measured."""
+        if self.slots_per_rank is None:
+            return 0
+        if self.replace_interval is not None:
+            return self.replace_interval
+        return 0 if self.mode == "off" or self.expert_state == "sharded" else REPLACE_INTERVAL
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -101,6 +101,7 @@ LIMITS: Mapping[str, Limit] = {
     "optim.bucket_mb": NOT_NEGATIVE,
     "resilience.slots_per_rank": COUNT,
     "resilience.f": COUNT,
+    "resilience.replace_interval": NOT_NEGATIVE,
     "checkpoint.interval": NOT_NEGATIVE,
     "checkpoint.keep_last": COUNT,
     "checkpoint.step": NOT_NEGATIVE,
@@ -238,7 +239,7 @@ EFFECTS: tuple[Effect, ...] = (
         reads=("resilience.slots_per_rank", "resilience.heal"),
     ),
     Effect(
-        settings=tuple(f"resilience.{k}" for k in ("loads", "expert_state")),
+        settings=tuple(f"resilience.{k}" for k in ("loads", "expert_state", "replace_interval")),
         inert=lambda r: r.resilience.slots_per_rank is None,
         reason="resilience.slots_per_rank is not set, so no expert has replicas",
         way_out="resilience.slots_per_rank = 4",
@@ -371,7 +372,7 @@ def recipe_problems(
     problems = [p for n, limit in limited for p in _limit_problems(recipe, n, limit, defaults[n])]
     broken = {*broken, *(p.where for p in problems)}
     clashes = [*_data_clashes(recipe), *_schedule_clashes(recipe), *_run_clashes(recipe), *_resilience_clashes(recipe)]
-    clashes += _healing_clashes(recipe)
+    clashes += [*_healing_clashes(recipe), *_replacement_clashes(recipe)]
     if world is not None:
         clashes += _batch_clashes(recipe, world)
     problems += [c.problem for c in clashes if not broken & {c.problem.where, *c.reads}]
@@ -530,6 +531,19 @@ def _healing_clashes(recipe: Recipe) -> list[_Clash]:
     if recipe.observe.trace_steps is not None:
         rule = f"is not there yet {beside}: a step may be repeated by other members"
         found.append(_clash("observe.trace_steps", recipe.observe.trace_steps, rule, "leave it out", "resilience.heal"))
+    return found
+
+
+def _replacement_clashes(recipe: Recipe) -> list[_Clash]:
+    """What experts cannot have that are to move while training runs."""
+    r, found = recipe.resilience, list[_Clash]()
+    if not r.replace_interval:
+        return found
+    if r.expert_state == "sharded":
+        rule = 'moves whole experts, and with resilience.expert_state = "sharded" their state lies in parts at their holders'
+        found.append(
+            _clash("resilience.replace_interval", r.replace_interval, rule, "use 0", "resilience.expert_state")
+        )
     return found
 
 

@@ -11,7 +11,7 @@ next decision. So:
 Must never change: a pure function, so ranks that are given the same numbers decide alike (what was measured must be agreed upon before); no expert gets on fewer hosts than it is on, but for
 what it has beyond the floor.
 
-How often, and that below-floor experts come first: arXiv 2407.04656, sections 3 and 5 (every 200 steps); whether it pays is left open there.
+That loads decide again every so many steps is of arXiv 2407.04656 (200 there); whether it pays is left open there.
 
 Shapes: L layers of a stage, E experts, N hosts.
 """

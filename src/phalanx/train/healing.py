@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -48,6 +48,7 @@ from phalanx.train.closing import Outcome
 from phalanx.train.heal_state import Everyone, Examined, Moved, examine, take_state
 from phalanx.train.machine import MemoryMeter, matmul_flops_per_s
 from phalanx.train.optim import learning_rate
+from phalanx.train.replacing import Prepared as NewPlacement
 from phalanx.train.run_folder import RunFolder
 from phalanx.train.setup import DTYPES, Rank, resolve_pipeline
 from phalanx.train.step import ReducedStep, commit_step, reduce_step
@@ -92,6 +93,8 @@ class HealingBody:
         self._step = 0
         self._plan: HealPlan | None = None
         """Of the generation that forms."""
+        self._entered: HealPlan | None = None
+        """Of the one that this member has entered; experts may lie elsewhere since."""
         self._everyone: Everyone | None = None
         self._idle = False
         self._others_idle = False
@@ -99,6 +102,8 @@ class HealingBody:
         self._due = False
         """Whether what belongs between steps is still to do; the same on all members."""
         self._reduced: tuple[ReducedStep, list[MicroBatch], float, float] | None = None
+        self._moving: NewPlacement | None = None
+        """Experts lie there from the commit of the step on that is computed with it."""
         self._entry: _Entry | None = None
         self._broken_s = 0.0
         """When the last generation was seen broken, or this one was connected; 0 once a step was committed since."""
@@ -115,7 +120,8 @@ class HealingBody:
 
     def describe(self) -> tuple[str, dict[str, Any]]:
         standing = None if self.place is None else self.place.to_dict()
-        return "", {"standing": standing, "idle": self._idle, "flops_per_s": self.flops_per_s}
+        then = None if self._moving is None else self._plan_moved.standing(self._mine.rank.info.rank).to_dict()
+        return "", {"standing": standing, "then": then, "idle": self._idle, "flops_per_s": self.flops_per_s}
 
     def order(self, generation: Generation, reports: Sequence[Report]) -> Sequence[str]:
         """Ranks of a new generation, as the plan says that all members make of the reports. For `run_member`."""
@@ -245,13 +251,13 @@ class HealingBody:
     def _adopt(self, trainer: Trainer | None, step: int, plan: HealPlan, *, announce: bool) -> None:
         """From here on the new trainer's state is what this member holds; an idle one keeps what it has, until the others have gone on."""
         self.place_of = {uid: plan.standing(rank) for rank, uid in enumerate(plan.uids[: plan.folding.world])}
-        self._idle, self._others_idle = trainer is None, bool(plan.idle)
+        self._idle, self._others_idle, self._entered = trainer is None, bool(plan.idle), plan
         self._step, self._reduced, self._due = step, None, step > 0
         if trainer is None:
             return
         if self.trainer is not None:
             trainer.last_loss, trainer.last_validation = self.trainer.last_loss, self.trainer.last_validation
-            trainer.start = self.trainer.start
+            trainer.start, trainer.replacing = self.trainer.start, self.trainer.replacing
             self.trainer.parts.buffers.close()
         else:
             trainer.start = step
@@ -279,8 +285,9 @@ class HealingBody:
         micros = trainer.load(step)
         data_s = time.perf_counter() - begin_s
         lr = learning_rate(step, self.recipe.optim, total_steps=self.recipe.train.steps)
+        parts = trainer.parts if self._moving is None else self._moving.parts
         try:
-            reduced = reduce_step(trainer.parts, [trainer.token_batch(m) for m in micros], step=step, lr=lr)
+            reduced = reduce_step(parts, [trainer.token_batch(m) for m in micros], step=step, lr=lr)
         except PeerError:
             raise
         except RunError as err:  # not finite: a function of state and samples, so it would be again
@@ -298,14 +305,20 @@ class HealingBody:
         if self._reduced is None:
             raise RunError("a commit without a reduced gradient")
         trainer, (reduced, micros, begin_s, data_s) = self._mine, self._reduced
+        if self._moving is not None:
+            self._move_in(trainer, self._moving)
         result = commit_step(trainer.parts, reduced)
         self._step += 1
         self._reduced, self._due = None, True
         trainer.step, trainer.last_loss = self._step, result.loss
+        trainer.replacing.committed(result.counts_LE)
         trainer.report(result, micros, step_s=time.perf_counter() - begin_s, data_s=data_s)
 
     def abort(self) -> None:
         self._reduced = None
+        if self._moving is not None:
+            self._moving.parts.buffers.close()
+            self._moving = None
 
     def _between_steps(self, trainer: Trainer) -> None:
         """Validation and a checkpoint, where they are due; again in the next generation where a member is lost in it. Collective."""
@@ -315,6 +328,26 @@ class HealingBody:
         if interval and self._step % interval == 0 and trainer.manager.choose() != self._step:
             trainer.save()
             trainer.hear_of_checkpoints()
+        if trainer.replacing.due(self._step):
+            self._moving = trainer.replacing.prepare(trainer.parts, trainer.rank, step=self._step)
+
+    @property
+    def _plan_moved(self) -> HealPlan:
+        """The plan of this generation, but for where experts will be."""
+        assert self._entered is not None and self._moving is not None
+        return replace(self._entered, placement=self._moving.placements)
+
+    def _move_in(self, trainer: Trainer, new: NewPlacement) -> None:
+        """With the commit of the step, so that all members do it or none: until then each has what it had."""
+        self._entered = self._plan_moved
+        self._moving = None
+        self._stand(trainer, self._entered)
+        trainer.move_in(new)
+
+    def _stand(self, trainer: Trainer, plan: HealPlan) -> None:
+        """Where this member and the others stand from now on."""
+        self.place_of = {uid: plan.standing(rank) for rank, uid in enumerate(plan.uids[: plan.folding.world])}
+        self.place = plan.standing(trainer.rank.info.rank)
 
     # -- the end, or a part of it
 
@@ -395,9 +428,15 @@ def facts_of(generation: Generation, reports: Sequence[Report]) -> list[Fact]:
         Fact(
             uid=report.uid,
             machine=machine[report.uid],
-            standing=read_standing(report.data["standing"])
-            if report.holds and not (report.data["idle"] and report.uid in finish)
-            else None,
+            standing=_standing_of(report, finish=report.uid in finish),
         )
         for report in reports
     ]
+
+
+def _standing_of(report: Report, *, finish: bool) -> Standing | None:
+    """`finish`: the member commits the step that it was in doubt about, before the plan is carried out."""
+    if not report.holds or (report.data["idle"] and finish):
+        return None
+    then = report.data["then"]
+    return read_standing(then if finish and then is not None else report.data["standing"])

@@ -61,6 +61,8 @@ from phalanx.train.machine import matmul_flops_per_s
 from phalanx.train.optim import learning_rate
 from phalanx.train.passes import choose_measured
 from phalanx.train.recording import Recorder
+from phalanx.train.replacing import Prepared as NewPlacement
+from phalanx.train.replacing import Replacing
 from phalanx.train.run_folder import RunStatus
 from phalanx.train.setup import (
     PATIENCE_S,
@@ -272,6 +274,7 @@ class Trainer:
         self.flops_per_token = flops_per_token(self.spec, t.seq_len)
         self.peak_flops_per_s = 0.0
         self.recipe_hash = hashlib.sha256(dump_recipe(recipe).encode()).hexdigest()[:16]
+        self.replacing = Replacing(recipe, self.spec)
         self.last_loss: float | None = None
         self.last_validation: tuple[int, float] | None = None
 
@@ -301,6 +304,7 @@ class Trainer:
                     data_s = time.perf_counter() - begin_s
                     result = self._step(step, [self.token_batch(m) for m in micros])
                 self.step, self.last_loss = step + 1, result.loss
+                self.replacing.committed(result.counts_LE)
                 self.report(result, micros, step_s=time.perf_counter() - begin_s, data_s=data_s)
                 self.recorder.tell()
                 self.hear_of_checkpoints()
@@ -333,7 +337,7 @@ class Trainer:
         )  # fmt: skip
 
     def _between_steps(self) -> None:
-        """Validation and checkpoints that are due, but not those that the end of the run makes anyway."""
+        """Validation, checkpoints and another placement that are due, but not those that the end of the run makes anyway."""
         recipe = self.rank.recipe
         if self.step == self.total_steps:
             return
@@ -341,6 +345,16 @@ class Trainer:
             self.validate()
         if recipe.checkpoint.interval and self.step % recipe.checkpoint.interval == 0:
             self.save()
+        if self.replacing.due(self.step):
+            found = self.replacing.prepare(self.parts, self.rank, step=self.step)
+            if found is not None:
+                self.move_in(found)
+
+    def move_in(self, new: NewPlacement) -> None:
+        """From here on experts are where `new` has them; what was held before is dropped."""
+        self.parts.buffers.close()
+        self.parts = new.parts
+        self.rank.sinks(new.event)
 
     def load(self, step: int) -> list[MicroBatch]:
         return self.loader.microbatches(step, dp_index=self._replica, dp_size=self.folding.replicas)
