@@ -32,7 +32,8 @@ from phalanx.plan.layout import Box, stage_params
 from phalanx.plan.model import ModelSpec
 from phalanx.plan.pipeline import make_pipeline, pipeline_problems
 from phalanx.plan.placement import AnyPlacement, LayerPlacements
-from phalanx.plan.recovery_devices import Choice, Limits, choose_folding, is_exact
+from phalanx.plan.recovery_devices import Choice, Limits, choose_folding, is_exact, usable_devices
+from phalanx.plan.recovery_state import Device
 from phalanx.plan.replicas import Floats
 from phalanx.plan.reshard_types import Move
 from phalanx.plan.stage_foldings import AnyFolding
@@ -175,6 +176,19 @@ class Healing:
             )
         return found
 
+    def _choice_of(self, facts: Sequence[Fact]) -> Choice:
+        """Slices of an expert stay on one machine, so each machine counts whole groups of them."""
+        machines = sorted({fact.machine for fact in facts})
+        devices = [Device(i, machines.index(fact.machine)) for i, fact in enumerate(facts)]
+        usable = usable_devices(devices, self.base.etp)
+        choice = self.choose(usable)
+        if usable == len(facts):
+            return choice
+        single = f"{len(facts) - usable} have no {self.base.etp - 1} others on their machine to share experts with (etp {self.base.etp})"
+        return replace(
+            choice, idle=len(facts) - choice.folding.world, reason="; ".join(filter(None, (choice.reason, single)))
+        )
+
     def folding(self, size: int) -> Folding:
         """The mapping of so many members."""
         return self.choose(size).folding
@@ -234,7 +248,7 @@ class Healing:
 
     def plan(self, facts: Sequence[Fact]) -> HealPlan:
         """For the members of a new generation, in any order. Raises `PlanError` where they are too few for any mapping."""
-        choice = self.choose(len(facts))
+        choice = self._choice_of(facts)
         new, host_of = choice.folding, domains_of(facts)
         ranked, idle = rank_members(facts, new, self._lacks(new))
         members = (*ranked, *idle)
@@ -323,12 +337,10 @@ class _Lacking:
 
     def _dense(self, standing: Standing) -> dict[str, tuple[Held, ...]]:
         """Standings without slots have the experts of plain parallelism, which count where there are no replicas."""
-        if self._left_out:
-            layouts = self._of._layout(standing.folding)
-            names = [name for name in layouts.params if name not in self._left_out]
-            found = ((name, layouts.parameter(name).of_rank(standing.rank)) for name in names)
-            return {name: held for name, held in found if held}
-        return {name: held for name, (held, _) in self._of.holds(standing).items()}
+        if self._left_out:  # ep, which then need not divide the experts, cuts nothing of the rest
+            standing = replace(standing, folding=replace(standing.folding, ep=1))
+        held = self._of.holds(standing).items()
+        return {name: boxes for name, (boxes, _) in held if name not in self._left_out}
 
 
 def _lacking(have: Sequence[Held], want: Sequence[Held]) -> int:
