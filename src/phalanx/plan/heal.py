@@ -2,7 +2,7 @@
 
 Decides, from how many members there are and where the state of each stands, the mapping (`Healing.folding`, a function of the number alone), the moves of
 parameters, optimizer state and buffers, and what nobody holds any more. Only `dp` and `ep` follow the members; tp, cp, pp and etp are 1 (the rules of a
-recipe ask for it), and optimizer state is whole at every holder (`optim.zero = 0`).
+recipe ask for it); optimizer state is whole at every holder (`optim.zero = 0`), or in shards of which each has as many holders as experts do.
 
 A member says where its state stands as (size, rank): it is that of rank `rank` of the mapping on `size` ranks. So members that come from different
 generations, because one was over before all had entered it, need no case of their own: a source layout is put together member by member.
@@ -17,9 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-import numpy as np
-
 from phalanx.core.errors import PlanError, Problem
+from phalanx.plan.box_cells import is_covered
 from phalanx.plan.folding import Folding
 from phalanx.plan.model import ModelSpec
 from phalanx.plan.recovery_devices import Limits, is_legal
@@ -74,6 +73,10 @@ class Healing:
     """Holders that every expert has, as far as there are members."""
     state_bytes: int = 4
     """Of an element of optimizer state."""
+    zero: int = 0
+    """1: optimizer state is cut over dp x cp and edp, and each shard has `floor` holders."""
+    bucket_elements: int = 0
+    """Of a gradient bucket, which decides where shards begin."""
     _layouts: dict[int, StateLayouts] = field(default_factory=dict, init=False, compare=False, repr=False)
     _held: dict[int, Mapping[str, TensorLayout]] = field(default_factory=dict, init=False, compare=False, repr=False)
 
@@ -93,7 +96,9 @@ class Healing:
         """What each rank of the mapping on `size` ranks keeps of each parameter's optimizer state, and so of the parameter."""
         if size not in self._held:
             self._layouts[size] = StateLayouts(spec=self.spec, folding=self.folding(size), stages=self.stages)
-            self._held[size] = self._layouts[size].shards(zero=0)
+            self._held[size] = self._layouts[size].shards(
+                zero=self.zero, bucket_elements=self.bucket_elements, holders=self.floor
+            )
         return self._held[size]
 
     def plan(self, places: Sequence[Place | None]) -> HealPlan:
@@ -108,7 +113,7 @@ class Healing:
             Move(name=name, itemsize=BUFFER_BYTES, src=whole_layout(layout.shape, holders), dst=layout)
             for name, layout in self._layouts[len(places)].buffers().items()
         ]
-        missing = tuple(move.name for move in moves if not _covered(move.src))
+        missing = tuple(m.name for m in moves if not is_covered(m.src.shape, (h.box for of in m.src.held for h in of)))
         return HealPlan(folding=self.folding(len(places)), params=tuple(moves), buffers=tuple(buffers), missing=missing)
 
     def _source(self, name: str, target: TensorLayout, places: Sequence[Place | None]) -> TensorLayout:
@@ -138,15 +143,3 @@ def heal_problems(folding: AnyFolding, *, floor: int) -> list[Problem]:
 
 def _divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
-
-
-def _covered(layout: TensorLayout) -> bool:
-    """Whether its ranks together hold all of it. Boxes are whole in every dim but the first: tp and etp are 1, and nothing is sharded."""
-    if not layout.shape:
-        return bool(layout.ranks)
-    there = np.zeros(layout.shape[0], dtype=bool)
-    for held in layout.held:
-        for box in (h.box for h in held):
-            if box.sizes[1:] == layout.shape[1:]:
-                there[box.offsets[0] : box.offsets[0] + box.sizes[0]] = True
-    return bool(there.all())

@@ -87,7 +87,7 @@ class ReducedGradients:
         out = []
         for family, layout in self.layouts.items():
             for segment in self.segments[family]:
-                for piece, place in layout.shard_pieces(segment.start, segment.start + segment.tensor.numel()):
+                for piece, place in layout.kept_pieces(segment.start, segment.start + segment.tensor.numel()):
                     at = place - segment.start
                     part = segment.tensor[at : at + piece.box.num_elements].view(piece.box.sizes)
                     name = f"gradient/{piece.param.name}"

@@ -132,7 +132,7 @@ def _take_over(params: Mapping[str, torch.Tensor], layout: FlatLayout, dtype: to
         param.data = view
     rounded = None
     if layout.scattered is not None:
-        rounded = torch.cat([flat[start:stop] for start, stop in layout.shard_runs])
+        rounded = torch.cat([flat[start:stop] for start, stop in layout.kept_runs])
     shard = rounded if rounded is not None else flat[slice(*layout.shard_range())]
     empty = torch.empty(len(shard), dtype=dtype, device=some.device)
     master = in_huge_pages(empty).copy_(shard)
@@ -170,14 +170,14 @@ def _decay_runs(layout: FlatLayout) -> tuple[DecayRun, ...]:
 def _ranges(layout: FlatLayout) -> Sequence[tuple[int, int]]:
     """Ranges of the buffer that, one after the other, are the shard: expert by expert where they have replicas."""
     if layout.held_whole is None:
-        return layout.shard_runs
+        return layout.kept_runs
     return [held.run for held in layout.held_whole.experts]
 
 
 def _shard_boxes(layout: FlatLayout, shard: torch.Tensor, *, prefix: str, primary: bool) -> list[BoxTensor]:
     out = []
     for start, stop, is_writer in _written(layout):
-        for piece, at in layout.shard_pieces(start, stop):
+        for piece, at in layout.kept_pieces(start, stop):
             part = shard[at : at + piece.box.num_elements].view(piece.box.sizes)
             name, writes = f"{prefix}/{piece.param.name}", primary and is_writer
             out.append(BoxTensor(name, piece.param.shape, piece.box, part, primary=writes))
