@@ -518,9 +518,6 @@ def _healing_clashes(recipe: Recipe) -> list[_Clash]:
     if recipe.resilience.mode == "off":
         rule = f"{beside} a step must be a fixed set of micro-batches that any number of ranks shares"
         found.append(_clash("resilience.mode", "off", rule, 'use "exact" or "fast"', "resilience.heal"))
-    if recipe.optim.zero:
-        rule = f"{beside} a shard of the optimizer state would be lost with the only rank that has it"
-        found.append(_clash("optim.zero", recipe.optim.zero, rule, "use 0", "resilience.heal"))
     for axis in ("tp", "cp", "pp", "etp"):
         if getattr(f, axis) != 1:
             rule = f"is not there yet {beside}: only dp and ep follow the survivors"

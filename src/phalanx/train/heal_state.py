@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import zlib
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from phalanx.core.errors import RunError
+from phalanx.plan.box_cells import cells
 from phalanx.plan.heal import HealPlan
-from phalanx.plan.model import ModelSpec, parameters
+from phalanx.plan.layout import Box
 from phalanx.plan.reshard_types import Move
 from phalanx.plan.state_layout import STATE_KINDS
 from phalanx.runtime.boxes import BoxTensor
@@ -52,9 +53,9 @@ def take_state(plan: HealPlan, parts: StepParts, *, old: ShardedState | None, pe
         source = old.buffers if old is not None else {}
         received += _move(resharder, plan.buffers, source, parts.state.buffers, op_id="heal/buffers")
     parts.state.restore(parts.comms)
-    experts = expert_names(parts.spec)
-    before = checksums(old.boxes(), split=experts) if old is not None else {}
-    told = peers.gather((before, checksums(parts.state.boxes(), split=experts)))
+    cut = {m.name: cells(h.box for side in (m.src, m.dst) for of in side.held for h in of) for m in plan.params}
+    before = checksums(old.boxes(), cut=cut) if old is not None else {}
+    told = peers.gather((before, checksums(parts.state.boxes(), cut=cut)))
     return Moved(received_bytes=received, checked=compare([sums for pair in told for sums in pair]))
 
 
@@ -69,20 +70,21 @@ def _move(
     return 0 if resharder.report is None else resharder.report.received_bytes
 
 
-def expert_names(spec: ModelSpec) -> frozenset[str]:
-    """Parameters whose first dim is the experts."""
-    return frozenset(param.name for param in parameters(spec) if param.ep_dim == 0)
-
-
-def checksums(boxes: Sequence[BoxTensor], *, split: Collection[str]) -> dict[str, int]:
-    """CRC-32 of each piece of state: a whole tensor, or one expert of those in `split`, whatever else is held beside it."""
+def checksums(boxes: Sequence[BoxTensor], *, cut: Mapping[str, Sequence[Box]]) -> dict[str, int]:
+    """CRC-32 of each piece of state: a whole tensor, or, of a parameter in `cut`, each of its cells, whatever else is held beside it."""
     out: dict[str, int] = {}
-    for box in boxes:
-        if box.name.split("/", 1)[1] in split:
-            out |= {f"{box.name}[{box.box.offsets[0] + i}]": _sum(row) for i, row in enumerate(box.tensor)}
-        else:
-            out[box.name] = _sum(box.tensor)
+    for held in boxes:
+        for cell in cut.get(held.name.split("/", 1)[1], (held.box,)):
+            if held.box.contains(cell):
+                inside = cell.shifted([-offset for offset in held.box.offsets])
+                out[f"{held.name}{_words(cell, held.shape)}"] = _sum(held.tensor[inside.slices()])
     return out
+
+
+def _words(box: Box, shape: Sequence[int]) -> str:
+    """Empty for a whole tensor."""
+    ranges = (f"{o}:{o + s}" for o, s in zip(box.offsets, box.sizes, strict=True))
+    return "" if box.sizes == tuple(shape) else f"[{', '.join(ranges)}]"
 
 
 def _sum(x: torch.Tensor) -> int:

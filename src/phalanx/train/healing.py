@@ -4,7 +4,7 @@ Each generation has a `Trainer` of its own (groups, modules, buffers for its map
 must not lose lives here: the step, and the last trainer's state until the next one has taken it over.
 
     enter     plan ─ build ─ move and compare state, or read the newest checkpoint ─ adopt
-    compute   what is due between steps ─ forward, backward, reduction (`train/step.py: reduce_step`)
+    compute   parameters of the last step, from who has rounded them ─ what is due between steps ─ forward, backward, reduction (`train/step.py: reduce_step`)
     commit    the update, alone; the step is told
 
 Must never change: nothing that was held is dropped before `adopt`, but where all go back to a checkpoint; nobody initialises anew once a step of the run was committed.
@@ -43,7 +43,7 @@ from phalanx.train.machine import MemoryMeter, matmul_flops_per_s
 from phalanx.train.optim import learning_rate
 from phalanx.train.run_folder import RunFolder
 from phalanx.train.setup import DTYPES, Rank, resolve_pipeline
-from phalanx.train.step import ReducedStep, commit_step, reduce_step
+from phalanx.train.step import ReducedStep, commit_step, publish, reduce_step
 from phalanx.train.trainer import Trainer, check_length, make_loader, make_parts
 
 
@@ -211,6 +211,7 @@ class HealingBody:
 
     def compute(self) -> None:
         trainer, step = self._mine, self._step
+        publish(trainer.parts)
         if self._due:
             self._between_steps(trainer)
             self._due = False
@@ -260,6 +261,7 @@ class HealingBody:
 
     def close(self, *, stopped: bool) -> None:
         trainer = self._mine
+        publish(trainer.parts)
         try:
             trainer.save_last()
         except CheckpointError:

@@ -162,6 +162,7 @@ def make_parts(rank: Rank, spec: ModelSpec, folding: AnyFolding, pipeline: Pipel
         pipeline=pipeline,
         samples=recipe.train.global_batch // recipe.train.micro_batch,
         exact=exact_sums(recipe.resilience, recipe.train, folding, rank=rank.info.rank),
+        holders=recipe.resilience.shard_holders,
     )
     parts.runner.agree(microbatches)
     return parts
