@@ -122,6 +122,7 @@ def _command(args: list[str], folder: str, faults: Faults) -> None:
 def _plant(faults: Faults, folder: str, *, ranks: int) -> None:
     """Wrap what a worker does in each phase. A byte of shared memory for each victim says that it has died already."""
     from phalanx.models.moe import MoE
+    from phalanx.runtime.collectives import Collectives
     from phalanx.runtime.gradients import GradientBuffers
     from phalanx.train import heal_run, healing
 
@@ -165,6 +166,18 @@ def _plant(faults: Faults, folder: str, *, ranks: int) -> None:
         heal_run.work,
     )
 
+    gather, publish = Collectives.all_gather, healing.publish
+
+    def publishing(*args: Any, **words: Any) -> None:
+        here["publishing"] = 1
+        publish(*args, **words)
+        here["publishing"] = 0
+
+    def gathering(self: Any, *args: Any, op_id: str = "", **words: Any) -> Any:
+        if op_id.startswith("publish/expert") and here.get("publishing"):  # dense parameters are there already
+            maybe_die("publish")
+        return gather(self, *args, op_id=op_id, **words)
+
     def then_vote(*args: Any, **words: Any) -> Any:
         found = reduce_step(*args, **words)
         maybe_die("vote")
@@ -185,7 +198,8 @@ def _plant(faults: Faults, folder: str, *, ranks: int) -> None:
         struct.pack_into("i", pids, 4 * here["slot"], os.getpid())
         return work(run, seat, threads=threads)
 
-    healing.reduce_step = then_vote
+    healing.reduce_step, healing.publish = then_vote, publishing
+    Collectives.all_gather = gathering  # type: ignore[method-assign]
     healing.HealingBody.enter, healing.HealingBody.compute = entering, computing  # type: ignore[method-assign]
     heal_run.work = working
 
