@@ -68,6 +68,7 @@ class Ranks:
     tp: int = 1
     pp: int = 1
     zero: int = 1
+    holders: int = 1
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,7 @@ def build(rank: int, cache: GroupCache, run: Run, ranks: Ranks) -> StepParts:
         pipeline=pipeline,
         samples=run.samples,
         exact=exact_sums(config, train, folding, rank=rank),
+        holders=ranks.holders,
     )
 
 

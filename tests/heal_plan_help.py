@@ -18,11 +18,19 @@ def tiny() -> ModelSpec:
     return resolve_model(ModelConfig(preset="tiny"), RouterConfig(bias_rate=1e-2))
 
 
-def healing(base: Folding, *, slots: int | None = None, floor: int = 2, spec: ModelSpec | None = None) -> Healing:
+def healing(
+    base: Folding, *, slots: int | None = None, floor: int = 2, zero: int = 0, spec: ModelSpec | None = None
+) -> Healing:
     if slots is not None:
         base = Folding(**{**vars_of(base), "ep": base.world // (base.etp * base.pp)})
     return Healing(
-        spec=spec or tiny(), base=base, seq_len=32, floor=floor, slots_per_rank=slots, pipeline=PipelineConfig()
+        spec=spec or tiny(),
+        base=base,
+        seq_len=32,
+        floor=floor,
+        zero=zero,
+        slots_per_rank=slots,
+        pipeline=PipelineConfig(),
     )
 
 

@@ -24,7 +24,8 @@ import numpy as np
 
 from phalanx.core.config import PipelineConfig
 from phalanx.core.errors import PlanError, Problem
-from phalanx.plan.box_parts import uncovered, without
+from phalanx.plan.box_cells import is_covered
+from phalanx.plan.box_parts import without
 from phalanx.plan.folding import Folding
 from phalanx.plan.heal_experts import Asked, held_by_host, place_experts
 from phalanx.plan.heal_ranks import rank_members
@@ -157,6 +158,9 @@ class Healing:
     state_bytes: int = 4
     """Of an element of optimizer state."""
     zero: int = 0
+    """1: optimizer state is cut over dp x cp and edp, and each shard has `floor` holders."""
+    bucket_elements: int = 0
+    """Of a gradient bucket, which decides where shards begin."""
     slots_per_rank: int | None = None
     """Replicas that an ep rank has room for in each layer; None: experts have no replicas."""
     loads: Floats | None = None
@@ -226,7 +230,10 @@ class Healing:
             placed = standing.placement(self.spec.num_experts)
             if placed is not None:
                 layouts = replace(layouts, placement=lambda _: placed)
-            self._held[kind] = layouts.shards_of(standing.rank, zero=self.zero)
+            self._held[kind] = layouts.shards_of(
+                standing.rank, zero=self.zero, bucket_elements=self.bucket_elements, holders=self.floor,
+                hosts=standing.hosts or None,
+            )  # fmt: skip
         return self._held[kind]
 
     def _layout(self, folding: Folding) -> StateLayouts:
@@ -241,7 +248,7 @@ class Healing:
         return tuple(
             name
             for name, param in shapes.items()
-            if uncovered(param.shape, (h.box for of in held for h in of.get(name, ((), ()))[0]))
+            if not is_covered(param.shape, (h.box for of in held for h in of.get(name, ((), ()))[0]))
         )
 
     # ---- the plan
@@ -363,7 +370,7 @@ def _layout_of(name: str, shape: tuple[int, ...], states: Sequence[tuple[int, _S
 
 
 def _missing(moves: Sequence[Move]) -> tuple[str, ...]:
-    return tuple(m.name for m in moves if uncovered(m.src.shape, (h.box for held in m.src.held for h in held)))
+    return tuple(m.name for m in moves if not is_covered(m.src.shape, (h.box for held in m.src.held for h in held)))
 
 
 def _with_holes(move: Move, holes: Sequence[tuple[int, Box]]) -> Move:
