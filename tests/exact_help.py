@@ -70,6 +70,7 @@ class Ranks:
     tp: int = 1
     pp: int = 1
     zero: int = 1
+    holders: int = 1
     slots: int | None = None
     """A rank's, for replicas at random places drawn by `seed`."""
     seed: int = 0
@@ -138,6 +139,7 @@ def build(rank: int, cache: GroupCache, run: Run, ranks: Ranks) -> StepParts:
         pipeline=pipeline,
         samples=run.samples,
         exact=exact_sums(config, train, folding, spec=spec, rank=rank),
+        holders=ranks.holders,
     )
 
 

@@ -110,7 +110,7 @@ def test_what_cannot_heal_is_refused_by_name(tmp_path: Path) -> None:
         "--dry-run",
     )
     assert found.returncode == 2
-    for words in ("resilience.mode = 'off'", "optim.zero = 1", "resilience.expert_state = 'sharded'"):
+    for words in ("resilience.mode = 'off'", "resilience.expert_state = 'sharded'"):
         assert words in found.stderr
 
 
@@ -141,19 +141,20 @@ def _command(args: list[str], folder: str, faults: Faults) -> None:
 def _plant(faults: Faults, folder: str, *, ranks: int) -> None:
     """Wrap what a worker does in each phase. A byte of shared memory for each victim says that it has died already."""
     from phalanx.models.moe import MoE
+    from phalanx.runtime.collectives import Collectives
     from phalanx.runtime.gradients import GradientBuffers
     from phalanx.train import heal_run, healing
 
-    victims = [(phase, slot) for phase, (slots, _) in faults.items() for slot in slots]
+    victims = [(phase, slot) for phase, (slots, _) in faults.items() if phase != "corruption" for slot in slots]
     done, here = mmap.mmap(-1, len(victims) + 1), {"slot": -1, "step": -1, "size": 0}
 
-    pids = mmap.mmap(-1, 4 * ranks)
+    pids, announced = mmap.mmap(-1, 4 * ranks), mmap.mmap(-1, ranks + len(victims))
 
     def maybe_die(phase: str) -> None:
         key = (phase, here["slot"])
         if (
             key in victims
-            and here["size"] == RANKS
+            and here["size"] == ranks
             and here["step"] >= faults[phase][1]
             and not done[victims.index(key)]
         ):
@@ -184,6 +185,18 @@ def _plant(faults: Faults, folder: str, *, ranks: int) -> None:
         heal_run.work,
     )
 
+    gather, publish = Collectives.all_gather, healing.publish
+
+    def publishing(*args: Any, **words: Any) -> None:
+        here["publishing"] = 1
+        publish(*args, **words)
+        here["publishing"] = 0
+
+    def gathering(self: Any, *args: Any, op_id: str = "", **words: Any) -> Any:
+        if op_id.startswith("publish/expert") and here.get("publishing"):  # dense parameters are there already
+            maybe_die("publish")
+        return gather(self, *args, op_id=op_id, **words)
+
     def then_vote(*args: Any, **words: Any) -> Any:
         found = reduce_step(*args, **words)
         maybe_die("vote")
@@ -195,18 +208,39 @@ def _plant(faults: Faults, folder: str, *, ranks: int) -> None:
 
     def computing(self: Any) -> None:
         here["step"] = self.step
-        if here["size"] < ranks and sum(done[: len(victims)]):
-            time.sleep(0.4)  # let the new process come before too many steps are done
+        deaths = sum(done[: len(victims)])
+        if here["size"] < ranks and deaths:  # let the new process come before too many steps are done
+            end_s = time.monotonic() + 15
+            while sum(announced[:]) < ranks + deaths and time.monotonic() < end_s:
+                time.sleep(0.02)
+            time.sleep(0.4)
+        if faults.get("corruption", ((), 0)) == ((here["slot"],), self.step) and not Path(folder, "corrupted").exists():
+            Path(folder, "corrupted").touch()
+            flip_a_bit(self.trainer.parts.state)
         compute(self)
 
     def working(run: Any, seat: Any, *, threads: int) -> int:
         here["slot"] = int(seat.uid.split(".")[1])
         struct.pack_into("i", pids, 4 * here["slot"], os.getpid())
+        announce = seat.announce
+
+        def announcing(**words: Any) -> None:
+            announce(**words)
+            announced[next(i for i, said in enumerate(announced[:]) if not said)] = 1
+
+        seat.announce = announcing
         return work(run, seat, threads=threads)
 
-    healing.reduce_step = then_vote
+    healing.reduce_step, healing.publish = then_vote, publishing
+    Collectives.all_gather = gathering  # type: ignore[method-assign]
     healing.HealingBody.enter, healing.HealingBody.compute = entering, computing  # type: ignore[method-assign]
     heal_run.work = working
+
+
+def flip_a_bit(state: Any) -> None:
+    """Of one master weight that every member holds."""
+    family = next(f for name, f in state.families.items() if name.startswith("dense"))
+    family.master.view(torch.int32)[7] ^= 1 << 20
 
 
 def train(base: Path, name: str, faults: Faults, *, code: int = 0, **changes: str | None) -> set[str]:
@@ -224,7 +258,9 @@ def train(base: Path, name: str, faults: Faults, *, code: int = 0, **changes: st
         raise TimeoutError(f"{name} still runs\n{out}\n{err}")
     assert process.exitcode == code, f"{out}\n{err}"
     return {
-        phase for phase, (slots, _) in faults.items() if all((folder / f"killed-{phase}-{s}").exists() for s in slots)
+        phase
+        for phase, (slots, _) in faults.items()
+        if all((folder / (f"killed-{phase}-{s}" if phase != "corruption" else "corrupted")).exists() for s in slots)
     }
 
 
@@ -245,7 +281,7 @@ def losses(base: Path, name: str) -> dict[int, set[tuple[float, float]]]:
     return found
 
 
-def state_at_the_end(base: Path, name: str) -> dict[str, torch.Tensor]:
+def state_at_the_end(base: Path, name: str, *, steps: int = STEPS) -> dict[str, torch.Tensor]:
     """Every tensor of the last checkpoint."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -254,7 +290,7 @@ def state_at_the_end(base: Path, name: str) -> dict[str, torch.Tensor]:
 
     manager = CheckpointManager(base / "runs" / name / "checkpoints")
     step = manager.choose()
-    assert step == STEPS
+    assert step == steps
     found = dcp.FileSystemReader(manager.folder.of(step)).read_metadata().state_dict_metadata
     boxes = []
     for key, meta in found.items():
@@ -276,12 +312,12 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def check_equal(base: Path, name: str) -> None:
+def check_equal(base: Path, name: str, *, to: str = "calm", steps: int = STEPS) -> None:
     """The bits of the undisturbed run: every loss and norm, whoever told of it, and the state at the end."""
-    calm, hurt = losses(base, "calm"), losses(base, name)
-    assert set(calm) == set(range(1, STEPS + 1)) and all(len(told) == 1 for told in calm.values())
+    calm, hurt = losses(base, to), losses(base, name)
+    assert set(calm) == set(range(1, steps + 1)) and all(len(told) == 1 for told in calm.values())
     assert hurt == calm
-    wanted, found = state_at_the_end(base, "calm"), state_at_the_end(base, name)
+    wanted, found = (state_at_the_end(base, run, steps=steps) for run in (to, name))
     assert wanted.keys() == found.keys()
     assert [key for key in wanted if not torch.equal(wanted[key], found[key])] == []
 
@@ -340,7 +376,7 @@ def test_a_step_that_is_not_finite_ends_the_run_once(base: Path) -> None:
 def test_fast_mode_heals_within_rounding(base: Path) -> None:
     few = {"resilience__mode": "fast", "launch__ranks": "3", "folding__ep": None, "train__steps": "6"}
     train(base, "fast-calm", {}, **few)
-    train(base, "fast", {"reduction": ((1,), 2)}, **few)
+    assert train(base, "fast", {"reduction": ((1,), 2)}, **few) == {"reduction"}
     calm, hurt = losses(base, "fast-calm"), losses(base, "fast")
     assert set(hurt) == set(calm) == set(range(1, 7))
     for step, told in hurt.items():

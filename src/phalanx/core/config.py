@@ -292,7 +292,7 @@ class ResilienceConfig:
     mode: Literal["off", "fast", "exact"] = "off"
     """fast: the step is a fixed set of micro-batches that any number of ranks shares, equal within rounding. exact: bitwise equal, for any number of ranks and any dp and ep, as long as tp, cp, etp and pp stay."""
     heal: bool = False
-    """Local ranks that die are replaced and the others go on meanwhile, inside their processes; wants mode fast or exact and optim.zero = 0."""
+    """Local ranks that die are replaced and the others go on meanwhile, inside their processes; wants mode fast or exact."""
     chunk_rows: int | None = None
     """exact: rows of an expert that are computed together, cut from the list of one micro-batch (default 2048; with slots_per_rank about a quarter of what an expert gets from a micro-batch, for its replicas share whole chunks)."""
     fixed_bits: int | None = None
@@ -300,7 +300,7 @@ class ResilienceConfig:
     slots_per_rank: int | None = None
     """Expert replicas that a rank has room for in each layer; they are spread over all ranks of a pipeline stage. Default: no replicas, every expert once in each expert-parallel group."""
     f: int = 2
-    """Every expert is on so many hosts at least, so that any loss of fewer is survived; the ranks of a single machine count as hosts. Lowered, and said so, where slots or hosts are too few."""
+    """Every expert, and with heal every shard of the optimizer state, is on so many hosts at least, so that any loss of fewer is survived; the ranks of a single machine count as hosts. Lowered, and said so, where slots or hosts are too few."""
     loads: str = "uniform"
     """Tokens of each expert, which decide how many replicas it gets: uniform, or a JSON file with a row of numbers for each layer (or one for all)."""
     replace_interval: int | None = None
@@ -315,6 +315,11 @@ class ResilienceConfig:
         if self.replace_interval is not None:
             return self.replace_interval
         return 0 if self.mode == "off" or self.expert_state == "sharded" else REPLACE_INTERVAL
+
+    @property
+    def shard_holders(self) -> int:
+        """Hosts that keep each shard of the optimizer state (`optim.zero = 1`), as far as there are as many."""
+        return self.f if self.heal else 1
 
 
 @dataclass(frozen=True, kw_only=True)

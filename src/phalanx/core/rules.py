@@ -516,9 +516,6 @@ def _healing_clashes(recipe: Recipe) -> list[_Clash]:
     if recipe.resilience.mode == "off":
         rule = f"{beside} a step must be a fixed set of micro-batches that any number of ranks shares"
         found.append(_clash("resilience.mode", "off", rule, 'use "exact" or "fast"', "resilience.heal"))
-    if recipe.optim.zero:
-        rule = f"{beside} a shard of the optimizer state would be lost with the only rank that has it"
-        found.append(_clash("optim.zero", recipe.optim.zero, rule, "use 0", "resilience.heal"))
     if recipe.resilience.expert_state == "sharded":
         rule = f"is not there {beside}: a part of an expert's state would be lost with the only rank that has it"
         found.append(_clash("resilience.expert_state", "sharded", rule, 'use "whole"', "resilience.heal"))

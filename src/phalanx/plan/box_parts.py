@@ -1,8 +1,6 @@
-"""Boxes without boxes: what is left of a box, and which parts of a tensor nobody holds. Pure geometry."""
+"""What is left of a box when another is taken out of it. Pure geometry."""
 
 from __future__ import annotations
-
-from collections.abc import Iterable, Sequence
 
 from phalanx.plan.layout import Box
 
@@ -23,13 +21,3 @@ def without(box: Box, hole: Box) -> list[Box]:
                 out.append(part)
         offsets[dim], sizes[dim] = first, last - first
     return out
-
-
-def uncovered(shape: Sequence[int], boxes: Iterable[Box]) -> list[Box]:
-    """The parts of a tensor that none of `boxes` covers."""
-    left = [Box((0,) * len(shape), tuple(shape))]
-    for box in dict.fromkeys(boxes):
-        left = [part for one in left for part in without(one, box)]
-        if not left:
-            break
-    return left

@@ -24,7 +24,8 @@ import numpy as np
 
 from phalanx.core.config import PipelineConfig
 from phalanx.core.errors import PlanError, Problem
-from phalanx.plan.box_parts import uncovered, without
+from phalanx.plan.box_cells import is_covered
+from phalanx.plan.box_parts import without
 from phalanx.plan.folding import Folding
 from phalanx.plan.heal_experts import Asked, held_by_host, place_experts
 from phalanx.plan.heal_ranks import rank_members
@@ -32,7 +33,8 @@ from phalanx.plan.layout import Box, stage_params
 from phalanx.plan.model import ModelSpec
 from phalanx.plan.pipeline import make_pipeline, pipeline_problems
 from phalanx.plan.placement import AnyPlacement, LayerPlacements
-from phalanx.plan.recovery_devices import Choice, Limits, choose_folding, is_exact
+from phalanx.plan.recovery_devices import Choice, Limits, choose_folding, is_exact, usable_devices
+from phalanx.plan.recovery_state import Device
 from phalanx.plan.replicas import Floats
 from phalanx.plan.reshard_types import Move
 from phalanx.plan.stage_foldings import AnyFolding
@@ -156,6 +158,9 @@ class Healing:
     state_bytes: int = 4
     """Of an element of optimizer state."""
     zero: int = 0
+    """1: optimizer state is cut over dp x cp and edp, and each shard has `floor` holders."""
+    bucket_elements: int = 0
+    """Of a gradient bucket, which decides where shards begin."""
     slots_per_rank: int | None = None
     """Replicas that an ep rank has room for in each layer; None: experts have no replicas."""
     loads: Floats | None = None
@@ -174,6 +179,19 @@ class Healing:
                 [Problem(where="members", value=size, rule=rule, hint=f"at least {self.least()}")], subject="the run"
             )
         return found
+
+    def _choice_of(self, facts: Sequence[Fact]) -> Choice:
+        """Slices of an expert stay on one machine, so each machine counts whole groups of them."""
+        machines = sorted({fact.machine for fact in facts})
+        devices = [Device(i, machines.index(fact.machine)) for i, fact in enumerate(facts)]
+        usable = usable_devices(devices, self.base.etp)
+        choice = self.choose(usable)
+        if usable == len(facts):
+            return choice
+        single = f"{len(facts) - usable} have no {self.base.etp - 1} others on their machine to share experts with (etp {self.base.etp})"
+        return replace(
+            choice, idle=len(facts) - choice.folding.world, reason="; ".join(filter(None, (choice.reason, single)))
+        )
 
     def folding(self, size: int) -> Folding:
         """The mapping of so many members."""
@@ -212,7 +230,10 @@ class Healing:
             placed = standing.placement(self.spec.num_experts)
             if placed is not None:
                 layouts = replace(layouts, placement=lambda _: placed)
-            self._held[kind] = layouts.shards_of(standing.rank, zero=self.zero)
+            self._held[kind] = layouts.shards_of(
+                standing.rank, zero=self.zero, bucket_elements=self.bucket_elements, holders=self.floor,
+                hosts=standing.hosts or None,
+            )  # fmt: skip
         return self._held[kind]
 
     def _layout(self, folding: Folding) -> StateLayouts:
@@ -227,14 +248,14 @@ class Healing:
         return tuple(
             name
             for name, param in shapes.items()
-            if uncovered(param.shape, (h.box for of in held for h in of.get(name, ((), ()))[0]))
+            if not is_covered(param.shape, (h.box for of in held for h in of.get(name, ((), ()))[0]))
         )
 
     # ---- the plan
 
     def plan(self, facts: Sequence[Fact]) -> HealPlan:
         """For the members of a new generation, in any order. Raises `PlanError` where they are too few for any mapping."""
-        choice = self.choose(len(facts))
+        choice = self._choice_of(facts)
         new, host_of = choice.folding, domains_of(facts)
         ranked, idle = rank_members(facts, new, self._lacks(new))
         members = (*ranked, *idle)
@@ -323,12 +344,10 @@ class _Lacking:
 
     def _dense(self, standing: Standing) -> dict[str, tuple[Held, ...]]:
         """Standings without slots have the experts of plain parallelism, which count where there are no replicas."""
-        if self._left_out:
-            layouts = self._of._layout(standing.folding)
-            names = [name for name in layouts.params if name not in self._left_out]
-            found = ((name, layouts.parameter(name).of_rank(standing.rank)) for name in names)
-            return {name: held for name, held in found if held}
-        return {name: held for name, (held, _) in self._of.holds(standing).items()}
+        if self._left_out:  # ep, which then need not divide the experts, cuts nothing of the rest
+            standing = replace(standing, folding=replace(standing.folding, ep=1))
+        held = self._of.holds(standing).items()
+        return {name: boxes for name, (boxes, _) in held if name not in self._left_out}
 
 
 def _lacking(have: Sequence[Held], want: Sequence[Held]) -> int:
@@ -351,7 +370,7 @@ def _layout_of(name: str, shape: tuple[int, ...], states: Sequence[tuple[int, _S
 
 
 def _missing(moves: Sequence[Move]) -> tuple[str, ...]:
-    return tuple(m.name for m in moves if uncovered(m.src.shape, (h.box for held in m.src.held for h in held)))
+    return tuple(m.name for m in moves if not is_covered(m.src.shape, (h.box for held in m.src.held for h in held)))
 
 
 def _with_holes(move: Move, holes: Sequence[tuple[int, Box]]) -> Move:

@@ -31,7 +31,7 @@ from phalanx.runtime.allocator import keep_freed_memory
 from phalanx.runtime.member import run_member
 from phalanx.runtime.seat import Seat, SeatSettings
 from phalanx.runtime.supervisor import Supervisor, SupervisorSettings
-from phalanx.train.assemble import state_dtype
+from phalanx.train.assemble import bucket_elements, state_dtype
 from phalanx.train.closing import summary_of
 from phalanx.train.healing import HealingBody, HealingRun
 from phalanx.train.run_folder import RunFolder
@@ -83,6 +83,8 @@ def prepare_run(recipe: Recipe, folder: RunFolder) -> HealingRun:
         pipeline=recipe.pipeline,
         cp_method=recipe.folding.cp_method,
         state_bytes=state_dtype(DTYPES[recipe.train.dtype]).itemsize,
+        zero=recipe.optim.zero,
+        bucket_elements=bucket_elements(recipe.optim, state_dtype(DTYPES[recipe.train.dtype])),
         slots_per_rank=asked.slots_per_rank,
         loads=asked.loads,
     )

@@ -11,16 +11,16 @@ from __future__ import annotations
 
 import zlib
 from collections import defaultdict
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from phalanx.core.errors import RunError
+from phalanx.plan.box_cells import cells
 from phalanx.plan.heal import HealPlan
 from phalanx.plan.layout import Box
-from phalanx.plan.model import ModelSpec, parameters
 from phalanx.plan.reshard_types import Move
 from phalanx.plan.state_layout import STATE_KINDS
 from phalanx.plan.suspects import Piece, Sums, Suspects, find_suspects
@@ -54,6 +54,8 @@ class Examined:
     suspects: Suspects
     told: tuple[Sums, ...]
     """Of each member, what is to be trusted."""
+    cut: Mapping[str, Sequence[Box]]
+    """Parameter -> the parts that are compared: who holds an element of one holds it whole."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,12 +67,13 @@ class Moved:
     """Pieces that all holders have alike."""
 
 
-def examine(plan: HealPlan, spec: ModelSpec, *, old: ShardedState | None, everyone: Everyone) -> Examined:
+def examine(plan: HealPlan, *, old: ShardedState | None, everyone: Everyone) -> Examined:
     """What holders of the same piece say of it. `old`: this member's state, None where it has none. Collective.
 
     Raises `RunError` on all members where they have made different plans.
     """
-    mine = checksums(old.boxes(), split=expert_names(spec)) if old is not None else {}
+    cut = cut_of(plan)
+    mine = checksums(old.boxes(), cut=cut) if old is not None else {}
     told = everyone.peers.gather((plan.hash, mine))
     if len({number for number, _ in told}) > 1:
         raise RunError(
@@ -81,7 +84,7 @@ def examine(plan: HealPlan, spec: ModelSpec, *, old: ShardedState | None, everyo
     trusted = tuple(
         {piece: value for piece, value in sums.items() if (i, piece) not in bad} for i, (_, sums) in enumerate(told)
     )
-    return Examined(plan=plan.without(suspects.all), suspects=suspects, told=trusted)
+    return Examined(plan=plan.without(suspects.all), suspects=suspects, told=trusted, cut=cut)
 
 
 def take_state(found: Examined, parts: StepParts | None, *, old: ShardedState | None, everyone: Everyone) -> Moved:
@@ -102,7 +105,7 @@ def take_state(found: Examined, parts: StepParts | None, *, old: ShardedState | 
     mine: Sums = {}
     if parts is not None:
         parts.state.restore(parts.comms)
-        mine = checksums(parts.state.boxes(), split=expert_names(parts.spec))
+        mine = checksums(parts.state.boxes(), cut=found.cut)
     return Moved(received_bytes=received, checked=compare([*found.told, *everyone.peers.gather(mine)]))
 
 
@@ -117,20 +120,19 @@ def _move(
     return 0 if resharder.report is None else resharder.report.received_bytes
 
 
-def expert_names(spec: ModelSpec) -> frozenset[str]:
-    """Parameters whose first dim is the experts."""
-    return frozenset(param.name for param in parameters(spec) if param.ep_dim == 0)
+def cut_of(plan: HealPlan) -> dict[str, list[Box]]:
+    """By parameter: the parts that all who hold them, before or afterwards, can compare."""
+    return {m.name: cells(h.box for side in (m.src, m.dst) for of in side.held for h in of) for m in plan.params}
 
 
-def checksums(boxes: Sequence[BoxTensor], *, split: Collection[str]) -> dict[Piece, int]:
-    """CRC-32 of each piece of state: a box of a tensor, or of one expert of those in `split`, whatever else is held beside it."""
+def checksums(boxes: Sequence[BoxTensor], *, cut: Mapping[str, Sequence[Box]]) -> dict[Piece, int]:
+    """CRC-32 of each piece of state: a box of a tensor, or, of a parameter in `cut`, each of its parts, whatever else is held beside it."""
     out: dict[Piece, int] = {}
-    for of in boxes:
-        if of.name.split("/", 1)[1] in split:
-            (first, *rest), sizes = of.box.offsets, (1, *of.box.sizes[1:])
-            out |= {Piece(of.name, Box((first + i, *rest), sizes)): _sum(row) for i, row in enumerate(of.tensor)}
-        else:
-            out[Piece(of.name, of.box)] = _sum(of.tensor)
+    for held in boxes:
+        for cell in cut.get(held.name.split("/", 1)[1], (held.box,)):
+            if held.box.contains(cell):
+                inside = cell.shifted([-offset for offset in held.box.offsets])
+                out[Piece(held.name, cell)] = _sum(held.tensor[inside.slices()])
     return out
 
 

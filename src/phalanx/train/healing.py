@@ -5,7 +5,7 @@ must not lose lives here: the step, and the last trainer's state until the next 
 
     order     plan (`plan/heal.py`): mapping, ranks, what moves
     enter     build ─ examine, move and compare state (`train/heal_state.py`), or read the newest checkpoint ─ adopt
-    compute   what is due between steps ─ forward, backward, reduction (`train/step.py: reduce_step`)
+    compute   parameters of the last step, from who has rounded them ─ what is due between steps ─ forward, backward, reduction (`train/step.py: reduce_step`)
     commit    the update, alone; the step is told
 
 A member that the mapping has no rank for is *idle*: it waits for the others in each step, votes with them, and gives away what it holds until the first commit
@@ -51,7 +51,7 @@ from phalanx.train.optim import learning_rate
 from phalanx.train.replacing import Prepared as NewPlacement
 from phalanx.train.run_folder import RunFolder
 from phalanx.train.setup import DTYPES, Rank, resolve_pipeline
-from phalanx.train.step import ReducedStep, commit_step, reduce_step
+from phalanx.train.step import ReducedStep, commit_step, publish, reduce_step
 from phalanx.train.trainer import Trainer, check_length, make_loader, make_parts
 
 
@@ -177,7 +177,7 @@ class HealingBody:
     def _examine(self, plan: HealPlan) -> Examined:
         """Whether holders of the same piece agree; what is left out is said."""
         assert self._everyone is not None
-        found = examine(plan, self.run.spec, old=self._state, everyone=self._everyone)
+        found = examine(plan, old=self._state, everyone=self._everyone)
         for text in found.suspects.explain(plan.uids):
             self.sinks(Note(level="warning", text=text))
         return found
@@ -205,8 +205,9 @@ class HealingBody:
             lock=None,
         )
         parts = make_parts(
-            rank, self.run.spec, folding, pipeline, warm=self.trainer is None, placement=plan.placement_of(team.rank)
-        )
+            rank, self.run.spec, folding, pipeline, warm=self.trainer is None, placement=plan.placement_of(team.rank),
+            hosts=plan.hosts,
+        )  # fmt: skip
         manager = CheckpointManager(
             self.run.folder.checkpoints.path,
             group=group,
@@ -278,6 +279,7 @@ class HealingBody:
             self._wait_with_all()
             return
         trainer, step = self._mine, self._step
+        publish(trainer.parts)
         if self._due:
             self._between_steps(trainer)
             self._due = False
@@ -329,7 +331,9 @@ class HealingBody:
             trainer.save()
             trainer.hear_of_checkpoints()
         if trainer.replacing.due(self._step):
-            self._moving = trainer.replacing.prepare(trainer.parts, trainer.rank, step=self._step)
+            assert self._entered is not None
+            hosts = self._entered.hosts
+            self._moving = trainer.replacing.prepare(trainer.parts, trainer.rank, step=self._step, hosts=hosts)
 
     @property
     def _plan_moved(self) -> HealPlan:
@@ -366,6 +370,7 @@ class HealingBody:
             self.outcome = self._wait_with_all()[0]
             return
         trainer = self._mine
+        publish(trainer.parts)
         try:
             trainer.save_last()
         except CheckpointError:

@@ -29,6 +29,7 @@ from phalanx.core.samples import num_rounds
 from phalanx.kernels.grouped import expert_ffn
 from phalanx.models.moe import MoE
 from phalanx.plan.folding import Folding
+from phalanx.plan.layout import Box
 from phalanx.plan.migration import Migration
 from phalanx.plan.model import ModelSpec, parameters
 from phalanx.plan.placement import AnyPlacement, LayerPlacements, Placement
@@ -48,7 +49,7 @@ from phalanx.runtime.optimizer_state import ShardedState
 from phalanx.runtime.resharder import Resharder
 from phalanx.runtime.shard_views import shard_views
 from phalanx.train.assemble import assemble
-from phalanx.train.heal_state import checksums, compare, expert_names
+from phalanx.train.heal_state import checksums, compare
 from phalanx.train.setup import Rank, make_context
 from phalanx.train.step import StepParts
 
@@ -108,8 +109,10 @@ class Replacing:
         """Whether a decision follows step `step`: the same on all ranks."""
         return bool(self.interval) and step > 0 and step % self.interval == 0
 
-    def prepare(self, parts: StepParts, rank: Rank, *, step: int) -> Prepared | None:
-        """A new placement with the state after `step` steps, or None: the present one stays. Collective.
+    def prepare(
+        self, parts: StepParts, rank: Rank, *, step: int, hosts: Sequence[int] | None = None
+    ) -> Prepared | None:
+        """A new placement with the state after `step` steps, or None: the present one stays. Collective. `hosts` as `parts` were made with.
 
         Raises `PeerError` where a rank is lost; `parts` are then as they were, as they are in any case.
         """
@@ -124,7 +127,7 @@ class Replacing:
         decision = plan_replacement(stages, self._costs(parts, told), floor=self.floor, interval=self.interval)
         if decision.action == "keep":
             return None
-        return self._carry_out(decision, dict(sorted(before.items())), parts, rank, step=step)
+        return self._carry_out(decision, dict(sorted(before.items())), parts, rank, step=step, hosts=hosts)
 
     def _told(self, parts: StepParts) -> _Told:
         return _Told(
@@ -154,12 +157,13 @@ class Replacing:
         rank: Rank,
         *,
         step: int,
+        hosts: Sequence[int] | None,
     ) -> Prepared:
         begin_s = time.perf_counter()
         migrations = iter(decision.migrations)
         after = {stage: _after(placed, migrations) for stage, placed in before.items()}
         own = parts.groups.folding.coord(parts.groups.rank, "pp")
-        new = _rebuilt(parts, rank, self.spec, after[own])
+        new = _rebuilt(parts, rank, self.spec, after[own], hosts=hosts)
         built_s = time.perf_counter() - begin_s
         begin_s = time.perf_counter()
         received, checked = _take_over(new, parts, rank, before, after)
@@ -193,7 +197,7 @@ def _most_of_mean(recipe: Recipe) -> float | None:
 
 def _expert_bytes(spec: ModelSpec, parts: StepParts) -> int:
     """Of the state of one expert of one layer on a rank."""
-    names = expert_names(spec)
+    names = _expert_names(spec)
     elements = sum(
         math.prod(p.shape[1:]) for p in parameters(spec) if p.name in names and p.layer == spec.moe_layers[0]
     )
@@ -253,7 +257,9 @@ def _after(placed: LayerPlacements, migrations: Iterator[Migration]) -> LayerPla
 # ---- what is done ----------------------------------------------------------------------------------------------------
 
 
-def _rebuilt(parts: StepParts, rank: Rank, spec: ModelSpec, placement: LayerPlacements) -> StepParts:
+def _rebuilt(
+    parts: StepParts, rank: Rank, spec: ModelSpec, placement: LayerPlacements, *, hosts: Sequence[int] | None
+) -> StepParts:
     """Modules, buffers and empty state for another placement, over the groups and counters that there are. Collective."""
     train = rank.recipe.train
     ctx = make_context(rank, spec, parts.groups.folding, parts.pipeline, placement)
@@ -264,6 +270,8 @@ def _rebuilt(parts: StepParts, rank: Rank, spec: ModelSpec, placement: LayerPlac
         pipeline=parts.pipeline,
         samples=parts.samples,
         exact=parts.exact,
+        holders=rank.recipe.resilience.shard_holders,
+        hosts=hosts,
     )
 
 
@@ -286,7 +294,7 @@ def _take_over(
                 getattr(family, kind).copy_(getattr(old.state.families[key], kind))
     for name, tensor in new.state.buffers.items():
         tensor.copy_(old.state.buffers[name])
-    names = sorted(expert_names(spec))
+    names = sorted(_expert_names(spec))
     sides = [
         StateLayouts(spec=spec, folding=folding, stages=new.pipeline.stages, placement=_of_rank(side, folding))
         for side in (before, after)
@@ -309,6 +317,18 @@ def _of_rank(placements: Mapping[int, LayerPlacements], folding: Folding) -> Cal
     return lambda rank: placements[folding.coord(rank, "pp")]
 
 
+def _expert_names(spec: ModelSpec) -> frozenset[str]:
+    """Parameters whose first dim is the experts."""
+    return frozenset(param.name for param in parameters(spec) if param.ep_dim == 0)
+
+
 def _sums_of_experts(parts: StepParts) -> Mapping[Any, int]:
-    names = expert_names(parts.spec)
-    return checksums([box for box in parts.state.boxes() if box.name.split("/", 1)[1] in names], split=names)
+    """Checksums of what the rank holds of the experts, each by itself."""
+    names = _expert_names(parts.spec)
+    boxes = [held for held in parts.state.boxes() if held.name.split("/", 1)[1] in names]
+    cut: dict[str, dict[Box, None]] = {name: {} for name in names}
+    for held in boxes:
+        (first, *rest), (many, *sizes) = held.box.offsets, held.box.sizes
+        for expert in range(first, first + many):
+            cut[held.name.split("/", 1)[1]][Box((expert, *rest), (1, *sizes))] = None
+    return checksums(boxes, cut={name: list(found) for name, found in cut.items()})

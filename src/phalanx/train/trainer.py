@@ -160,10 +160,12 @@ def make_parts(
     *,
     warm: bool = True,
     placement: AnyPlacement | None = None,
+    hosts: Sequence[int] | None = None,
 ) -> StepParts:
     """Groups, and this rank's part of a freshly initialised run. Collective.
 
-    `warm`: kernels first meet the shapes that vary (`train/warm.py`). `placement` of the experts of its stage; None: as the recipe says.
+    `warm`: kernels first meet the shapes that vary (`train/warm.py`). `placement` of the experts of its stage; None: as the recipe says. `hosts` of all
+    ranks, for copies of shards; None: each stands for one.
     """
     recipe, microbatches = rank.recipe, microbatches_per_rank(rank.recipe, folding)
     ctx = make_context(rank, spec, folding, pipeline, placement)
@@ -176,6 +178,8 @@ def make_parts(
         pipeline=pipeline,
         samples=recipe.train.global_batch // recipe.train.micro_batch,
         exact=exact_sums(recipe.resilience, recipe.train, folding, spec=spec, rank=rank.info.rank),
+        holders=recipe.resilience.shard_holders,
+        hosts=hosts,
     )
     parts.runner.agree(microbatches)
     return parts
