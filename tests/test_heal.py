@@ -143,7 +143,7 @@ def _plant(faults: Faults, folder: str, *, ranks: int) -> None:
     from phalanx.models.moe import MoE
     from phalanx.runtime.collectives import Collectives
     from phalanx.runtime.gradients import GradientBuffers
-    from phalanx.train import heal_run, healing
+    from phalanx.train import heal_run, healing, replacing
 
     victims = [(phase, slot) for phase, (slots, _) in faults.items() if phase != "corruption" for slot in slots]
     done, here = mmap.mmap(-1, len(victims) + 1), {"slot": -1, "step": -1, "size": 0}
@@ -178,6 +178,9 @@ def _plant(faults: Faults, folder: str, *, ranks: int) -> None:
     before(healing, "commit_step", "commit")
     before(CheckpointManager, "_write_tensors", "checkpoint")
     before(healing, "take_state", "migration")
+    before(replacing, "_take_over", "moving")
+    if "moving" in faults:  # then moving always pays where it helps at all
+        replacing.seconds_of_a_row = lambda parts: 1.0
     reduce_step, enter, compute, work = (
         healing.reduce_step,
         healing.HealingBody.enter,

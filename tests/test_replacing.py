@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -32,6 +33,8 @@ from phalanx.train.step import StepParts, train_step
 from phalanx.train.trainer import make_parts
 from phalanx.verify.replicas import not_alike
 from ranks import run_ranks
+from test_heal import check_equal, events, train
+from train_help import write_text
 
 WORLD, SHIFT, INTERVAL, STEPS = 4, 8, 4, 16
 ROUTER = {"force": "imbalanced", "force_skew": 1.5, "z_loss": 1e-3}
@@ -205,6 +208,30 @@ def test_moments_left_behind_show() -> None:
 def test_a_copy_that_is_not_what_was_sent_is_found() -> None:
     with pytest.raises(RunError, match="different values of"):
         run_ranks(WORLD, advance, Way(), ["one bit"], timeout_s=120.0)
+
+
+# ---- in a run that heals itself ----------------------------------------------------------------------------------------
+
+HEALING = {
+    "train__steps": "10", "train__global_batch": "10", "checkpoint__interval": "4", "resilience__slots_per_rank": "5", "folding__ep": None,
+    "resilience__chunk_rows": "16", "router__force": "imbalanced", "router__force_skew": "1.5", "router__bias_rate": None,
+}  # fmt: skip
+"""Drawn anew in every step, so that each decision finds other loads."""
+
+
+@pytest.mark.ranks
+def test_ranks_lost_while_experts_move_change_no_bit(tmp_path: Path) -> None:
+    """One dies while state moves: the others have what they had. One when the step is voted on that is the first in the new place: nobody has moved.
+    One when it is decided: all have."""
+    write_text(tmp_path / "text")
+    train(tmp_path, "calm", {}, **HEALING, resilience__replace_interval="0")
+    faults = {"moving": ((1,), 2), "vote": ((0,), 4), "commit": ((2,), 6)}
+    assert train(tmp_path, "moved", faults, **HEALING, resilience__replace_interval="2") == set(faults)
+    check_equal(tmp_path, "moved", to="calm", steps=10)
+    assert not events(tmp_path, "calm", "ExpertsMoved")
+    moves = {e["step"]: e for e in events(tmp_path, "moved", "ExpertsMoved")}
+    assert len(moves) >= 2 and all(e["after"] < e["before"] for e in moves.values())
+    assert not any("goes back" in e["text"] for e in events(tmp_path, "moved", "Note"))
 
 
 # ---- settings --------------------------------------------------------------------------------------------------------
