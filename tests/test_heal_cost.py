@@ -37,13 +37,28 @@ def test_shares_that_are_not_equal_are_refused() -> None:
     found = phalanx("bench", "heal-cost", "--samples", "3", "--rounds", "2")
     assert found.returncode == 2 and "--rounds = 2: must be at least 4" in found.stderr
     found = phalanx("bench", "heal-cost", "--samples", "3")
-    assert found.returncode == 2 and "must be a multiple of --ranks = 2" in found.stderr
+    assert found.returncode == 2 and "must be a multiple of --ranks = 4" in found.stderr
 
 
 @pytest.mark.ranks
 def test_a_tiny_run(tmp_path: Path) -> None:
     out = tmp_path / "cost.json"
-    done = phalanx("bench", "heal-cost", "--preset", "tiny", "--rounds", "4", "--seq-len", "16", "--json", str(out))
+    done = phalanx(
+        "bench",
+        "heal-cost",
+        "--preset",
+        "tiny",
+        "--ranks",
+        "2",
+        "--ep",
+        "1",
+        "--rounds",
+        "4",
+        "--seq-len",
+        "16",
+        "--json",
+        str(out),
+    )
     assert done.returncode in (0, 1), done.stderr
     report = json.loads(out.read_text())
     for mode in MODES:

@@ -63,7 +63,7 @@ def test_slurm_starts_a_recipe_that_passes() -> None:
     check(
         None,
         words,
-        {"resilience.mode": "fast", "optim.zero": "0", "folding.ep": "2"},
+        {"resilience.mode": "fast", "folding.ep": "2"},
     )
 
 

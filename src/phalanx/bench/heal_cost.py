@@ -68,9 +68,9 @@ class Case:
     """What is measured."""
 
     preset: str = "laptop"
-    ranks: int = 2
+    ranks: int = 4
     ep: int = 2
-    zero: Literal[0, 1] = 0
+    zero: Literal[0, 1] = 1
     micro_batch: int = 2
     samples: int = 4
     """Micro-batches of a step."""
@@ -221,8 +221,10 @@ def _work(case: Case, runs: dict[Mode, HealingRun], path: Path, seat: Seat) -> i
         bodies = {mode: HealingBody(runs[mode], sinks) for mode in MODES if mode != "plain"}
         seat.announce(plan_hash="heal-cost", version="1")
         _, about = bodies["fast"].describe()
-        team = seat.next_team(Report(uid=seat.uid, step=0, holds=False, data=about))
+        report = Report(uid=seat.uid, step=0, holds=False, data=about)
+        team = seat.next_team(report, order=bodies["fast"].order)
         for body in bodies.values():
+            body.order(team.generation, team.reports)
             body.enter(team, resolve_now(team, 0))
         with _Plain(runs["plain"], bodies["fast"], team) as plain:
             steps: dict[Mode, Callable[[], None]] = {
@@ -283,7 +285,8 @@ class _Plain:
             memory=beside.memory,
             lock=None,
         )
-        folding = run.healing.folding(team.size)
+        assert beside.trainer is not None
+        folding = beside.trainer.folding
         parts = make_parts(rank, run.spec, folding, resolve_pipeline(run.recipe, run.spec, folding))
         self.trainer = Trainer(
             rank=rank, stop=StopRequest(), prepared=run.prepared, spec=run.spec, folding=folding, parts=parts,

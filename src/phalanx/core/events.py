@@ -272,6 +272,34 @@ class TrainingResumed(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExpertsMoved(Event):
+    """Experts with replicas lie elsewhere from the next step on (`plan/replacement.py`)."""
+
+    step: int
+    """Steps committed when the state was moved."""
+    why: str
+    """balance: rows are more even so. mend: some expert was on too few hosts."""
+    experts: int
+    """States of experts that travelled, over all ranks and layers."""
+    moved_bytes: int
+    """That came to this rank."""
+    built_s: float
+    """Modules and buffers for the new placement."""
+    moved_s: float
+    """State, checksums included."""
+    checked: int
+    """Pieces of expert state whose checksums all holders agree on."""
+    before: float
+    """Rows of the busiest rank over the mean, summed over the layers, by the smoothed loads."""
+    after: float
+    """The same in the new placement: a prediction."""
+    gain_s: float
+    """Predicted, of a step."""
+    cost_s: float
+    """Predicted, of the move."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunEnded(Event):
     """Training stopped. ``reason`` is finished, interrupted or the error in one line."""
 

@@ -28,6 +28,7 @@ from phalanx.core.config import ObserveConfig
 from phalanx.core.events import (
     CheckpointSaved,
     Event,
+    ExpertsMoved,
     Note,
     RunEnded,
     RunStarted,
@@ -94,6 +95,8 @@ class ConsoleSink:
                 self._say(event)
             case TeamFormed():
                 self._formed(event)
+            case ExpertsMoved():
+                self._print(Text(f"{event.step:>6} {_moved_experts(event)}"))
             case TrainingResumed():
                 self._resumed(event)
             case RunEnded():
@@ -292,3 +295,9 @@ def _progress(step: int, total: int, *, left_s: float | None, width: int) -> Ren
     grid: Any = Table.grid(padding=(0, 1))
     grid.add_row(ProgressBar(total=total, completed=step, width=room), Text(words))
     return grid
+
+
+def _moved_experts(event: ExpertsMoved) -> str:
+    why = "for even loads" if event.why == "balance" else "some were on too few hosts"
+    took = f"built in {format_seconds(event.built_s)}, {format_bytes(event.moved_bytes)} moved here in {format_seconds(event.moved_s)}"
+    return f"{event.experts} experts move, {why}: {took}; busiest rank / mean {event.before:.2f} -> {event.after:.2f} predicted"

@@ -54,7 +54,7 @@ class Recovery:
             parts += [f"next step after {format_seconds(self.resumed_s)}"]
         else:
             parts += ["no step"]
-        return f"after step {self.step}: {self.why}; {self.members} member{"s" if self.members != 1 else ""} ({self.folding}): {', '.join(parts)}"
+        return f"after step {self.step}: {self.why}; {self.members} member{'s' if self.members != 1 else ''} ({self.folding}): {', '.join(parts)}"
 
 
 @dataclass(kw_only=True)

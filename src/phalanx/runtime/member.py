@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from phalanx.core.clock import now_s
 from phalanx.core.errors import PeerError, PhalanxError, RunError
 from phalanx.core.events import Emit, Event, ignore
-from phalanx.runtime.forming import Team
+from phalanx.runtime.forming import Order, Team, as_listed
 from phalanx.runtime.keys import ServiceLost
 from phalanx.runtime.membership import Generation
 from phalanx.runtime.seat import End, Left, RunOver, Seat
@@ -105,18 +105,20 @@ class Committed(Event):
     """It had voted and learned the decision from the members of a later generation only."""
 
 
-def run_member(seat: Seat, body: Body, *, tell: Emit = ignore) -> str:
+def run_member(seat: Seat, body: Body, *, tell: Emit = ignore, order: Order = as_listed) -> str:
     """Take part until the run ends; returns why it did: finished, stopped, left or missed the end. The seat has been announced.
+
+    `order` decides the ranks of each generation from its reports.
 
     Raises `StaleMember`, and whatever the body raises that is no lost peer.
     """
     seat.tell = tell
-    return _Loop(seat, body, tell).run()
+    return _Loop(seat, body, tell, order).run()
 
 
 class _Loop:
-    def __init__(self, seat: Seat, body: Body, tell: Emit) -> None:
-        self.seat, self.body, self.tell = seat, body, tell
+    def __init__(self, seat: Seat, body: Body, tell: Emit, order: Order) -> None:
+        self.seat, self.body, self.tell, self.order = seat, body, tell, order
         self.doubt = 0
         """Generation in which this member voted without learning the decision; 0: none."""
         self.broken_s = 0.0
@@ -127,7 +129,7 @@ class _Loop:
     def run(self) -> str:
         while True:
             try:
-                team = self.seat.next_team(self._report())
+                team = self.seat.next_team(self._report(), order=self.order)
             except Left:
                 return "left"
             except RunOver as err:

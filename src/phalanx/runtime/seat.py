@@ -22,7 +22,7 @@ from typing import Any
 from phalanx.core.clock import now_s
 from phalanx.core.errors import PeerError, PhalanxError, RunError
 from phalanx.core.events import Emit, Event, ignore
-from phalanx.runtime.forming import NewerGeneration, Team, form, ready_keys
+from phalanx.runtime.forming import NewerGeneration, Order, Team, as_listed, form, ready_keys
 from phalanx.runtime.keys import Keys, Service, ServiceLost
 from phalanx.runtime.membership import Announcement, Generation, Member, Membership, StaleMember, TooFewMembers
 from phalanx.runtime.reach import Door, agree_who_goes, door_key, knock_at, put_out_gone
@@ -173,8 +173,8 @@ class Seat:
             told = True
             time.sleep(RENEW_S)
 
-    def next_team(self, report: Report) -> Team:
-        """Connect to the next generation that this member is in and that has enough members; all their reports are in `team.reports`.
+    def next_team(self, report: Report, *, order: Order = as_listed) -> Team:
+        """Connect to the next generation that this member is in and that has enough members; all their reports are in `team.reports`, their ranks as `order` says.
 
         Raises `StaleMember`, `Left`, `RunOver`, `TooFewMembers`, and `RunError` where the service stays away.
         """
@@ -184,7 +184,7 @@ class Seat:
             generation = self._next_generation(before)
             before = generation
             try:
-                return self._form(generation, report)
+                return self._form(generation, report, order)
             except NewerGeneration:
                 continue
             except ServiceLost:
@@ -335,7 +335,7 @@ class Seat:
             return
         self._forget_keys()
 
-    def _form(self, generation: Generation, report: Report) -> Team:
+    def _form(self, generation: Generation, report: Report, order: Order) -> Team:
         keys = self._keys_of(generation)
         mine = ready_keys(generation)[generation.uids.index(self.uid)]
         keys.put(mine, json.dumps(asdict(report)))
@@ -349,13 +349,10 @@ class Seat:
             limit_s=self.settings.meet_s,
             own_machine=self.settings.own_machine,
             watch=self._connect_watched,
+            order=order,
         )
         try:
-            texts = [keys.get(k) for k in ready_keys(generation)]
             team.begun = keys.get(BEGUN) is not None
-            team.reports = tuple(Report(**json.loads(t)) for t in texts if t is not None)
-            if len(team.reports) < team.size:
-                raise PeerError(f"reports of generation {generation.number} are missing")
         except PeerError:
             self.drop()
             raise
