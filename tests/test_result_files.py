@@ -20,6 +20,7 @@ COMMANDS = {
     "bench memory": ("phalanx.bench.memory", "compare"),
     "bench kill": ("phalanx.bench.kill", "kill_and_compare"),
     "bench exact": ("phalanx.bench.exact", "measure"),
+    "bench storm": ("phalanx.bench.storm", "run_storm"),
     "bench storm-members": ("phalanx.bench.storm_members", "storm"),
     "bench robust": ("phalanx.bench.robust", "measure"),
     "bench pipeline": ("phalanx.bench.pipeline", "measure"),
