@@ -75,6 +75,11 @@ class Oracle:
         return h.peak(self.precision) * (h.fp8_efficiency if self.eight_bits else h.gemm_efficiency)
 
     @property
+    def peak_rate(self) -> float:
+        """FLOPs per second that products reach."""
+        return self._rate
+
+    @property
     def bytes_per_s(self) -> float:
         """Memory bandwidth that a kernel reaches."""
         return self.hardware.memory_bytes_per_s * self.hardware.memory_efficiency
