@@ -29,6 +29,7 @@ COMMANDS = {
     "sync . --to tp1 --out served": ("phalanx.train.sync", "plan_sync"),
     "search --model tiny --cluster h100x8": ("phalanx.cli.search", "search"),
     "simulate a.toml --cluster h100x8": ("phalanx.cli.simulate", "predict_recipe"),
+    "calibrate --out cluster.toml": ("phalanx.cli.calibrate", "measure"),
     "simulate goodput": ("phalanx.cli.simulate_goodput", "run"),
     "simulate validate": ("phalanx.cli.simulate_validate", "validate"),
     "plan reshard 1x2S0 1x2R --shape 8": ("phalanx.cli.plan_reshard", "plan_reshard"),
