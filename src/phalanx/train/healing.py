@@ -53,7 +53,6 @@ from phalanx.train.setup import DTYPES, Rank, resolve_pipeline
 from phalanx.train.step import ReducedStep, commit_step, publish, reduce_step
 from phalanx.train.trainer import Trainer, check_length, make_loader, make_parts
 
-
 WAIT_S = 0.5
 """Between two looks whether there are enough members for a mapping."""
 
