@@ -119,13 +119,24 @@ def test_experts_have_new_holders_after_a_loss(base: Folding, slots: int) -> Non
     for turn in range(4):
         facts = after(plan, lost=[rng.choice(plan.uids)]) + ([new_member(100 + turn)] if turn % 2 else [])
         found = run.plan(shuffled(facts, rng))
-        assert found.hash == run.plan(shuffled(facts, rng)).hash
+        assert {run.plan(shuffled(facts, rng)).hash for _ in range(4)} == {found.hash}
         check_plan(run, found)
         if check_floor(run, plan) >= 2:  # before the loss
             assert found.missing == ()
         if found.missing:
             break
         plan = found
+
+
+def test_a_join_costs_what_the_joiner_needs() -> None:
+    run = healing(Folding(world=4), slots=6)
+    three = run.plan(after(run.plan(fresh(4)), lost=["host0.1.x"]))
+    four = run.plan([*after(three), new_member(9)])
+    assert check_floor(run, three) == check_floor(run, four) == 2 and four.missing == ()
+    new = four.uids.index("host0.9.x")
+    needed = sum(h.box.num_elements for held, _ in run.holds(four.standing(new)).values() for h in held)
+    buffers = sum(math.prod(m.dst.shape) for m in four.buffers)
+    assert check_plan(run, four) == 4 * (needed + buffers)
 
 
 def check_floor(run: Healing, plan: HealPlan) -> int:
