@@ -260,7 +260,7 @@ class Arena:
                 others = [h for h in self.pids if h != name]
                 other_host = [rng.choice(others)] if others else []
                 return [h for n in (name, *other_host) for h in self._kill_host(n, back_s)]
-            case "service" if self.store is not None:
+            case "service" if self.can_kill_service():
                 self.kill_service(back_s)
                 return ["service"]
             case _:
@@ -313,6 +313,10 @@ class Arena:
             self.later(0.02, lambda: self._come_back(name))
         else:
             self.start_host(name)
+
+    def can_kill_service(self) -> bool:
+        """Whether this arena keeps it."""
+        return self.store is not None
 
     def kill_service(self, back_s: float) -> None:
         """It comes back after `back_s` at the same address, without its values."""

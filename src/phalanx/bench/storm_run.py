@@ -25,7 +25,7 @@ from phalanx.train.watch import PHASES
 HANG_S = 30.0
 """After a fault without a step: half of what a collective would wait."""
 LOCAL_KINDS = (*KINDS, *MORE_KINDS)
-LINK_KINDS = ("cut", "slow")
+LINK_KINDS = ("cut", "slow", "part")
 """Need links: the testbed's."""
 AIM_S = {"checkpoint": 6.0}
 """How long to wait for a phase that not every step has."""

@@ -1,7 +1,7 @@
 """Who can reach whom. Members that all reach the service and not each other would renew their generation for ever; so somebody of them is put out.
 
-A member has a *door*: a socket that listens and is never served, because the kernel answers for it, also for a process that is stopped. After a generation that could not
-be formed each member knocks at the doors of the others and writes down whom it could not reach (`unreached/GENERATION/MEMBER`). `put_out` decides from all that
+A member has a *door*: a socket that listens and is never served, because the kernel answers for it, also for a process that is stopped. Where a generation breaks, or could not
+be formed, and nobody is known to be lost, each member knocks at the doors of the others and writes down whom it could not reach (`unreached/GENERATION/MEMBER`). `put_out` decides from all that
 is written, the first writer of the next generation makes it so, and one who was put out comes back only once it reaches everybody.
 
 A door that refuses says that the process behind it is gone: whoever hears that first puts it out, long before anybody misses the heartbeats of its host.
@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from phalanx.runtime.keys import Keys
 from phalanx.runtime.membership import Generation, Membership
 
-KNOCK_S = 1.0
-"""A host that does not answer for so long is out of reach."""
+KNOCK_S = 1.5
+"""A host that does not answer for so long is out of reach. TCP asks a second time after 1 s, so one lost packet means nothing."""
 COLLECT_S = 1.0
 """How long reports of others are waited for."""
 KEEP_ALIVE_S = 3

@@ -171,7 +171,7 @@ class Seat:
             except ServiceLost:
                 self._forget_keys()
             except PeerError:
-                self._renew(generation, formed=False)
+                self._renew(generation)
 
     def vote(self, step: int) -> Decision:
         """Vote for `step` and return the decision. Raises `InDoubt`."""
@@ -282,11 +282,11 @@ class Seat:
             if keys.epoch == before.epoch:
                 put_out_gone(keys, before, own=self.uid)
 
-    def _renew(self, after: Generation, *, formed: bool = True) -> None:
+    def _renew(self, after: Generation) -> None:
         with contextlib.suppress(ServiceLost):
             keys = self.keys()
             if keys.epoch == after.epoch:
-                if not formed and self._door is not None and agree_who_goes(keys, after, own=self.uid):
+                if self._door is not None and agree_who_goes(keys, after, own=self.uid):
                     return
                 Membership(keys).renew(after, f"{self.uid} could not reach all others")
             return
