@@ -62,12 +62,13 @@ class EventFile:
 
 
 class Arena:
-    """Use as a context manager from the main thread. `settings(host)` are those of a host's supervisor."""
+    """Use as a context manager from the main thread. Each host runs `main` in its workers, and `settings(host)` are those of its supervisor; a subclass
+    whose hosts run something else leaves both out and has its own `_host`."""
 
     def __init__(
         self,
-        main: WorkerMain,
-        settings: Callable[[str], SupervisorSettings],
+        main: WorkerMain | None = None,
+        settings: Callable[[str], SupervisorSettings] | None = None,
         *,
         hosts: int,
         slots: int,
@@ -138,8 +139,12 @@ class Arena:
 
         def main(seat: Seat) -> int:
             slot = int(seat.uid.split(".")[1])
+            if self.main is None:
+                raise RunError("this arena does not say what its workers run")
             return self.main(seat, index * self.slots + slot, EventFile(self.folder / f"worker-{seat.uid}.jsonl"))
 
+        if self.settings is None:
+            raise RunError("this arena does not say how its hosts take part")
         tell = EventFile(self.folder / f"host-{name}-{start}.jsonl")
         return Supervisor(main, self.settings(name), service=self.service, tell=tell).run()
 

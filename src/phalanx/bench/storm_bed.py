@@ -47,18 +47,7 @@ class BedArena(Arena):
         board = Board(setup.ranks, PHASES, path=folder / "board")
         where = TcpService(links.address(setup.hosts), PORT)
 
-        def none(host: str) -> object:
-            raise AssertionError("the recipe says how a host takes part")
-
-        super().__init__(
-            none,  # type: ignore[arg-type]
-            none,  # type: ignore[arg-type]
-            hosts=setup.hosts,
-            slots=setup.slots,
-            folder=folder,
-            board=board,
-            service=where,
-        )
+        super().__init__(hosts=setup.hosts, slots=setup.slots, folder=folder, board=board, service=where)
         self.setup = replace(setup, service=f"{where.host}:{PORT}")
         self.jobs: dict[str, Job] = {}
         self._outer: dict[tuple[str, int, int], int] = {}
@@ -205,7 +194,12 @@ class BedArena(Arena):
             os.kill(pid, signal.SIGSTOP)
         for pid in stores:
             os.kill(pid, signal.SIGKILL)
-        self.later(back_s, lambda: [os.kill(pid, signal.SIGCONT) for pid in keepers] and None)
+
+        def go_on() -> None:
+            for pid in keepers:
+                os.kill(pid, signal.SIGCONT)
+
+        self.later(back_s, go_on)
 
     def stop_run(self, why: str) -> None:
         command = [sys.executable, "-m", "phalanx.bench.storm_host", json.dumps({"stop": why, "port": PORT})]

@@ -136,18 +136,7 @@ class TrainerArena(Arena):
     def __init__(self, setup: Setup, folder: Path, *, service: Service | None = None) -> None:
         board = Board(setup.ranks, PHASES)
 
-        def none(host: str) -> object:
-            raise AssertionError("the recipe says how a host takes part")
-
-        super().__init__(
-            none,
-            none,
-            hosts=setup.hosts,
-            slots=setup.slots,
-            folder=folder,
-            board=board,
-            service=service,  # type: ignore[arg-type]
-        )
+        super().__init__(hosts=setup.hosts, slots=setup.slots, folder=folder, board=board, service=service)
         where = self.service
         self.setup = setup if setup.service else replace(setup, service=f"{where.host}:{where.port}")  # type: ignore[attr-defined]
 
