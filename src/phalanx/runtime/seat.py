@@ -23,7 +23,7 @@ from phalanx.core.errors import PeerError, PhalanxError, RunError
 from phalanx.runtime.forming import NewerGeneration, Team, form, ready_keys
 from phalanx.runtime.keys import Keys, Service, ServiceLost
 from phalanx.runtime.membership import Announcement, Generation, Member, Membership, StaleMember, TooFewMembers
-from phalanx.runtime.reach import Door, agree_who_goes, door_key, knock_at, put_out_gone
+from phalanx.runtime.reach import Door, agree_who_goes, door_key, knock_at
 from phalanx.runtime.votes import BEGUN, Decision, Report, Then, Votes
 
 WATCH_S = 0.25
@@ -103,6 +103,8 @@ class Seat:
         self._refused: PhalanxError | None = None
         self._begun = False
         self._over: tuple[End | None, str] | None = None
+        self._forming = False
+        """The team is not connected yet."""
         self._news = threading.Condition()
         self._closed = threading.Event()
         self._threads: list[threading.Thread] = []
@@ -171,6 +173,8 @@ class Seat:
             except ServiceLost:
                 self._forget_keys()
             except PeerError:
+                if self._door is not None:
+                    self._look_who_goes(generation)
                 self._renew(generation)
 
     def vote(self, step: int) -> Decision:
@@ -202,7 +206,7 @@ class Seat:
     def broken(self) -> bool:
         """Whether the team cannot go on: somebody of it is lost, or this member is."""
         with self._news:
-            return self.team is not None and self._ends(self.team.generation)
+            return self.team is not None and (self._refused is not None or self._ends(self.team.generation))
 
     def leave(self) -> None:
         """Ask to leave the run after the step under way (the supervisor does so for its whole host)."""
@@ -258,7 +262,7 @@ class Seat:
             if found is not None:
                 return found
             if before is not None and not usable and self._door is not None and time.monotonic() > knock_s:
-                self._look_for_gone(before)
+                self._look_who_goes(before)
                 knock_s = time.monotonic() + RENEW_S
             if before is not None and not usable and time.monotonic() > asked_s:
                 self._renew(before)
@@ -276,18 +280,16 @@ class Seat:
             )
         return False
 
-    def _look_for_gone(self, before: Generation) -> None:
+    def _look_who_goes(self, before: Generation) -> None:
         with contextlib.suppress(ServiceLost):
             keys = self.keys()
             if keys.epoch == before.epoch:
-                put_out_gone(keys, before, own=self.uid)
+                agree_who_goes(keys, before, own=self.uid, over=lambda: self._newer(before))
 
     def _renew(self, after: Generation) -> None:
         with contextlib.suppress(ServiceLost):
             keys = self.keys()
             if keys.epoch == after.epoch:
-                if self._door is not None and agree_who_goes(keys, after, own=self.uid):
-                    return
                 Membership(keys).renew(after, f"{self.uid} could not reach all others")
             return
         self._forget_keys()
@@ -296,17 +298,21 @@ class Seat:
         keys = self._keys_of(generation)
         mine = ready_keys(generation)[generation.uids.index(self.uid)]
         keys.put(mine, json.dumps(asdict(report)))
-        team = form(
-            generation,
-            self.uid,
-            keys,
-            newer=lambda: self._newer(generation),
-            device=self.settings.device,
-            timeout_s=self.settings.timeout_s,
-            limit_s=self.settings.meet_s,
-            own_machine=self.settings.own_machine,
-            watch=self._connect_watched,
-        )
+        try:
+            team = form(
+                generation,
+                self.uid,
+                keys,
+                newer=lambda: self._newer(generation),
+                device=self.settings.device,
+                timeout_s=self.settings.timeout_s,
+                limit_s=self.settings.meet_s,
+                own_machine=self.settings.own_machine,
+                watch=self._connect_watched,
+            )
+        finally:
+            with self._news:
+                self._forming = False
         try:
             texts = [keys.get(k) for k in ready_keys(generation)]
             team.begun = keys.get(BEGUN) is not None
@@ -320,8 +326,8 @@ class Seat:
 
     def _connect_watched(self, team: Team) -> None:
         with self._news:
-            self.team = team
-            if self._ends(team.generation):
+            self.team, self._forming = team, True
+            if self.newest is not None and _later(self.newest, team.generation):
                 team.kick()
 
     def _newer(self, generation: Generation) -> bool:
@@ -381,6 +387,8 @@ class Seat:
             except PhalanxError as err:
                 with self._news:
                     self._refused = err
+                    if self.team is not None:
+                        self.team.kick()
                     self._news.notify_all()
                 return
 
@@ -391,12 +399,25 @@ class Seat:
             self._announce_again(keys)
         if self._door is not None:
             self._door.clear()
-        found = Membership(keys).wait(self.newest, wait_s)
+        membership = Membership(keys)
+        found = membership.wait(self.newest, wait_s)
         if found is not None:
+            self._check_missed(membership, found)
             self._see(found)
         else:
             self._look_for_the_end(keys)
         return keys
+
+    def _check_missed(self, membership: Membership, found: Generation) -> None:
+        """A member that was not in a generation is out, whatever the newest says: while it did not hear, the others went on."""
+        if self.last is None or self.uid not in found.uids:
+            return  # `_is_for_me` decides
+        for generation in membership.between(self.last, found):
+            if self.uid not in generation.uids:
+                raise StaleMember(
+                    f"{self.uid} was put out of the run: generation {generation.number} ({generation.why}) is without it; "
+                    "what it holds is not used"
+                )
 
     def _announce_again(self, keys: Keys) -> None:
         if self._said is None or keys.epoch == self._said_in:
@@ -414,8 +435,8 @@ class Seat:
             self.newest = found
             if self.uid in found.uids:
                 self.last = found
-            if self.team is not None and self._ends(self.team.generation):
-                self.team.kick()
+            if self.team is not None and (self._forming or self._ends(self.team.generation)):
+                self.team.kick()  # one that is not connected yet never will be: others may have gone on to the newer one
             self._news.notify_all()
 
     def _look_for_the_end(self, keys: Keys) -> None:
