@@ -170,7 +170,7 @@ def test_a_host_that_was_cut_off_does_not_bring_its_old_members_back(service: Tc
     assert back is not None and back.uids == ("b.0.x", "a.0.x")
     seat = Seat(a, service, pipe=-1, settings=SeatSettings())
     seat.last = first
-    with pytest.raises(StaleMember, match="generation 2 .a.0.x: host a said nothing. is without it"):
+    with pytest.raises(StaleMember, match="host a said nothing"):
         seat._check_missed(membership, back)
 
 
