@@ -310,7 +310,16 @@ class Supervisor:
         if not self._short_since_s:
             self._short_since_s = time.monotonic()
         elif time.monotonic() - self._short_since_s > self.settings.wait_s:
-            self._give_up(too_few(newest, self.settings.wait_s))
+            self._end_run(too_few(newest, self.settings.wait_s))
+
+    def _end_run(self, error: PhalanxError) -> None:
+        """On all hosts. Nobody leaves alone, so that those who are left save together what they hold."""
+        self.error, self.stops = error, max(self.stops, 1)
+        self.roster.stop(str(error).splitlines()[0])
+        taking_part = () if self.roster.newest is None else self.roster.newest.uids
+        for worker in self.workers:
+            if worker.uid not in taking_part:
+                worker.kill()
 
     # -- processes and signals
 
