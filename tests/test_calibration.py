@@ -71,7 +71,8 @@ def test_constants_come_back(made: Calibration) -> None:
     assert h.attention_backward == pytest.approx(2.5 / 3)
     kinds = ("products bf16", "products fp32", "memory", "link all_reduce", "link all_to_all")
     assert all(made.errors[kind].median < 0.05 for kind in kinds), made.errors
-    assert all("phalanx calibrate on 2026-01-01, 4 ranks of 1 threads" in source for source in h.sources.values())
+    measured = {key: source for key, source in h.sources.items() if key != "fp8_efficiency"}
+    assert all("phalanx calibrate on 2026-01-01, 4 ranks of 1 threads" in source for source in measured.values())
 
 
 def test_a_row_that_was_disturbed_moves_nothing(made: Calibration) -> None:
