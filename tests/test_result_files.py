@@ -21,6 +21,8 @@ COMMANDS = {
     "bench predict": ("phalanx.bench.predict", "measure"),
     "bench kill": ("phalanx.bench.kill", "kill_and_compare"),
     "bench exact": ("phalanx.bench.exact", "measure"),
+    "bench storm": ("phalanx.bench.storm", "run_storm"),
+    "bench recovery": ("phalanx.bench.recovery", "measure"),
     "bench storm-members": ("phalanx.bench.storm_members", "storm"),
     "bench robust": ("phalanx.bench.robust", "measure"),
     "bench pipeline": ("phalanx.bench.pipeline", "measure"),
