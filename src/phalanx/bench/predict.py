@@ -312,14 +312,16 @@ def _gap_s(world: Axis) -> float:
     comms = Collectives(timeout_s=TIMEOUT_S)
     comms.pace = lambda op_id: FLOOR_S
     x = torch.ones(1, requires_grad=True)
-    comms.barrier(world)
-    with comms.recording():
-        begin = time.monotonic()
-        y = x
-        for number in range(CHAIN):
-            y = traced(comms, f"mb{number}.fwd.nothing", torch.neg, y)
-        y.sum().backward()
-        passed_s = time.monotonic() - begin
+    passed_s = 0.0
+    for _ in range(2):  # the first chain starts autograd's own thread
+        comms.barrier(world)
+        with comms.recording():
+            begin = time.monotonic()
+            y = x
+            for number in range(CHAIN):
+                y = traced(comms, f"mb{number}.fwd.nothing", torch.neg, y)
+            y.sum().backward()
+            passed_s = time.monotonic() - begin
     return statistics.mean(comms.gather_objects(passed_s / (2 * CHAIN) - FLOOR_S, world))
 
 
