@@ -71,7 +71,8 @@ def test_constants_come_back(made: Calibration) -> None:
     assert h.attention_backward == pytest.approx(2.5 / 3)
     kinds = ("products bf16", "products fp32", "memory", "link all_reduce", "link all_to_all")
     assert all(made.errors[kind].median < 0.05 for kind in kinds), made.errors
-    assert all("phalanx calibrate on 2026-01-01, 4 ranks of 1 threads" in source for source in h.sources.values())
+    measured = {key: source for key, source in h.sources.items() if key != "fp8_efficiency"}
+    assert all("phalanx calibrate on 2026-01-01, 4 ranks of 1 threads" in source for source in measured.values())
 
 
 def test_a_row_that_was_disturbed_moves_nothing(made: Calibration) -> None:
@@ -162,4 +163,4 @@ def test_every_constant_of_the_files_that_come_along_has_a_source(name: str) -> 
     hardware = load_hardware(name)
     constants = set(vars(hardware)) - {"name", "title", "sources", "measured_gemm", "measured_links"}
     without = {key for key in constants if key not in hardware.sources and getattr(hardware, key) is not None}
-    assert without <= {"fp8_efficiency"}, without
+    assert not without

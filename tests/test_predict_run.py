@@ -34,6 +34,7 @@ from train_help import phalanx, train_args, write_text
         ("mb3.L12.bwd.dispatch.chunk2.rows", "bwd.dispatch.chunk.rows"),
         ("mb3.L2.fwd.attention.ring.1", "fwd.attention.ring"),
         ("mb3.bwd.boundary1", "bwd.boundary"),
+        ("mb3.fwd.skip0to3", "fwd.skip"),
         ("gradient/expert/edp", "gradient/expert/edp"),
         ("vote", "vote"),
     ],

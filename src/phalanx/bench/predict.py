@@ -5,8 +5,9 @@ Paced mode: there are more ranks than processors, so that computing would measur
 waits. All else is real: the trainer's step, its pipelines, autograd, and every message over gloo. Gradients of the embedding and weight gradients that are put off are not
 told of by a run, so they are not paced and cost nothing in the prediction; schedules that put them off are left out.
 
-*Predicted* is the program of the plan (`plan/program.py`) on the clock of `simulate/program_time.py`: work costs what it is paced to, links what
-`phalanx calibrate` has found on as many ranks of this machine (`--cluster`, or measured before anything else). Nothing is fitted to a step.
+*Predicted* is the program of the plan (`plan/program.py`) on the clock of `simulate/program_time.py`: work costs what it is paced to and a gap that a
+chain of empty operations has beyond its time (autograd, events, waking up), links what `phalanx calibrate` has found on as many ranks of this machine (`--cluster`, or measured
+before anything else). Nothing is fitted to a step.
 """
 
 from __future__ import annotations
@@ -43,8 +44,9 @@ from phalanx.plan.placement import plain_placement
 from phalanx.plan.program import Sizes, StepOptions, StepProgram, step_program
 from phalanx.plan.program_ops import Op
 from phalanx.runtime.collectives import Collectives
-from phalanx.runtime.groups import GroupCache, WorldInfo, build_groups, close_world, init_world
+from phalanx.runtime.groups import Axis, GroupCache, WorldInfo, build_groups, close_world, init_world
 from phalanx.runtime.launch import StopRequest, run_local
+from phalanx.runtime.tracing import traced
 from phalanx.simulate.calibration import calibrate
 from phalanx.simulate.cost import Cost
 from phalanx.simulate.hardware import Hardware, parse_cluster
@@ -61,11 +63,13 @@ SPEC: ModelSpec = dataclasses.replace(
     shared_ffn=16,
     router=dataclasses.replace(PRESETS["tiny"].router, force="balanced"),
 )
-PACED_FLOPS_PER_S = 2e8
-FLOOR_S = 2e-3
+PACED_FLOPS_PER_S = 1e8
+FLOOR_S = 4e-3
 """Longer than any of the small operations takes on a processor of its own."""
 NOT_TOLD = ("bwd.embedding", "bwd.weights")
 """Kinds of work that no recorded step tells of."""
+CHAIN = 25
+"""Empty operations, forward and backward, whose length says what telling and waiting cost beyond the time that is given."""
 TIMEOUT_S = 60.0
 MEDIAN_BAR, WORST_BAR = 0.05, 0.12
 
@@ -185,13 +189,14 @@ def measure(options: PredictArgs) -> dict[str, Any]:
     """All plans. Raises `RunError` where a rank fails, `ConfigError` for a cluster file that is none."""
     plans = PLANS[: options.plans]
     hardware = _hardware(options.cluster)
-    predicted = [predicted_s(plan, hardware) for plan in plans]
     with tempfile.TemporaryDirectory(prefix="phalanx-predict-") as folder:
         path = Path(folder) / "told.json"
         code = run_local(lambda info, stop: _rank(info, stop, plans, options.steps, path), ranks=WORLD, threads=1)
         if code:
             raise RunError(f"a rank of the benchmark ended with {code}")
         told = json.loads(path.read_text())
+    gap_s = told["gap_s"]
+    predicted = [predicted_s(plan, hardware, gap_s=gap_s) for plan in plans]
     rows = [
         {
             "plan": plan.name,
@@ -202,9 +207,9 @@ def measure(options: PredictArgs) -> dict[str, Any]:
             "late": found["late"],
             "told": found["told"],
         }
-        for plan, seconds, found in zip(plans, predicted, told, strict=True)
+        for plan, seconds, found in zip(plans, predicted, told["plans"], strict=True)
     ]
-    return _report(rows, hardware)
+    return _report(rows, hardware) | {"gap_s": gap_s}
 
 
 def _hardware(cluster: str | None) -> Hardware:
@@ -248,7 +253,9 @@ def kendall_tau(a: Sequence[float], b: Sequence[float]) -> float:
 
 def describe(report: Mapping[str, Any]) -> str:
     """A line for each plan."""
-    lines = [f"step times on {report['ranks']} local ranks, paced: work waits for a given time, messages are real"]
+    lines = [
+        f"step times on {report['ranks']} local ranks, paced: work waits for a given time (and {format_seconds(report['gap_s'])} more), messages are real"
+    ]
     for row in report["plans"]:
         same = "" if row["hash"]["predicted"] == row["hash"]["measured"] else "  PLANS DIFFER"
         lines.append(
@@ -273,12 +280,15 @@ def paced_s(op: Op) -> float:
     return max(FLOOR_S, op.flops / PACED_FLOPS_PER_S)
 
 
-def predicted_s(plan: Plan, hardware: Hardware) -> float:
-    """Seconds of a step of the plan's program."""
+def predicted_s(plan: Plan, hardware: Hardware, *, gap_s: float = 0.0) -> float:
+    """Seconds of a step of the plan's program; each paced operation takes `gap_s` beyond its time."""
     oracle = ProgramOracle(hardware=hardware, precision="fp32", seq_len=SEQ_LEN)
 
     def cost(op: Op, ranks: tuple[int, ...]) -> Cost:
-        return oracle.cost(op, ranks) if op.kind == "collective" else Cost(paced_s(op), 0.0, "paced")
+        if op.kind == "collective":
+            return oracle.cost(op, ranks)
+        seconds = paced_s(op)
+        return Cost(seconds + gap_s if seconds else 0.0, 0.0, "paced")
 
     return run_programs(plan.programs(), plan.folding, cost).seconds
 
@@ -289,11 +299,30 @@ def predicted_s(plan: Plan, hardware: Hardware) -> float:
 def _rank(info: WorldInfo, stop: StopRequest, plans: Sequence[Plan], steps: int, path: Path) -> int:
     init_world(info, device="cpu", timeout_s=TIMEOUT_S)
     cache = GroupCache(timeout_s=TIMEOUT_S)
+    gap_s = _gap_s(world_axis(info, cache))
     told = [_measured(plan, info, cache, steps) for plan in plans]
     if info.rank == 0:
-        path.write_text(json.dumps(told))
+        path.write_text(json.dumps({"gap_s": gap_s, "plans": told}))
     close_world()
     return 0
+
+
+def _gap_s(world: Axis) -> float:
+    """What an operation that computes nothing takes beyond the time that it is given, forward and backward; mean over all ranks, at once."""
+    comms = Collectives(timeout_s=TIMEOUT_S)
+    comms.pace = lambda op_id: FLOOR_S
+    x = torch.ones(1, requires_grad=True)
+    passed_s = 0.0
+    for _ in range(2):  # the first chain starts autograd's own thread
+        comms.barrier(world)
+        with comms.recording():
+            begin = time.monotonic()
+            y = x
+            for number in range(CHAIN):
+                y = traced(comms, f"mb{number}.fwd.nothing", torch.neg, y)
+            y.sum().backward()
+            passed_s = time.monotonic() - begin
+    return statistics.mean(comms.gather_objects(passed_s / (2 * CHAIN) - FLOOR_S, world))
 
 
 class _Pace:

@@ -132,7 +132,7 @@ def describe(c: Comparison) -> str:
     """The comparison as a person reads it."""
     lines = [
         f"plan {c.hash}, the same in both; {c.steps} recorded steps",
-        f"step: predicted {format_seconds(c.predicted_s)}, measured {format_seconds(c.measured_s)} ({c.error:+.1%})",
+        f"step: predicted {format_seconds(c.predicted_s)} (error bar {c.sigma:.0%}), measured {format_seconds(c.measured_s)} ({c.error:+.1%})",
         f"ids: median error {c.median:.1%}, worst {c.worst:.1%} ({c.worst_id}); begins correlate at {c.begin_correlation:.4f}",
         f"{'kind':<36}{'ids':>6}{'predicted':>12}{'measured':>12}{'median':>9}{'worst':>9}",
     ]

@@ -160,11 +160,24 @@ def step_program(
         problems.append(Problem(where="folding.pp", value=folding.pp, rule=rule))
     raise_if(problems, PlanError, subject="program")
     lowering = _lowering(folding, spec, dispatch, rank, options)
-    ops = _home(list(lowering.step()))
+    ops = _reduced_together(_home(list(lowering.step())))
     if options.sizes is not None:
         counting = lowering.counting(options.sizes)
         ops = (counting.counted(op) for op in ops)
     return StepProgram(rank=rank, ops=tuple(ops))
+
+
+def _reduced_together(ops: Iterator[Op]) -> Iterator[Op]:
+    """Behind the last pass the reductions of all families start at once, each over its first axis."""
+    last, started = "", set[str]()
+    for op in ops:
+        key = op.id.rsplit("/", 1)[0]
+        if not op.id.startswith("gradient/"):
+            last = last if op.beside else op.id
+        elif key not in started:
+            started.add(key)
+            op = replace(op, posted_after=last)
+        yield op
 
 
 def _home(ops: list[Op]) -> Iterator[Op]:

@@ -4,7 +4,7 @@ Decides the fit: each constant from rows of its own kind, by the least sum of ab
 that was disturbed moves nothing. Must never change: a constant is one of `hardware.Hardware` and carries as its source what it was fitted to; the error
 that is reported for a kind is that of the formula alone, without the tables of measured times that the file has beside the constants.
 
-    memory      share of the copy rate, and the time of a kernel, from elementwise operations
+    memory      share of the best rate measured, and the time of a kernel: elementwise operations and products
     products    share of the best rate measured, by type
     experts     nothing is fitted: the formula of products over all rows of a group, held against the run's own kernels
     attention   share of the best bf16 rate by length, at one number of heads; the error is that at another
@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -30,6 +30,8 @@ from phalanx.simulate.hardware import LINKS, Hardware, parse_hardware
 WIDTH = {"bf16": 2, "fp32": 4}
 """Bytes of an element."""
 KIND = Literal["bf16", "fp32"]
+_SHARES = np.linspace(0.05, 1, 96)
+"""Shares of a peak that are tried."""
 HALF_BYTES = 1.0
 """Of an alpha-beta link: its latency alone says how fast small messages are."""
 
@@ -174,22 +176,22 @@ class _Fit:
 
     def table(self) -> dict[str, Any]:
         m, c = self.m, self._constant
-        share, kernel_s = self._memory()
-        rates = {kind: self._products(kind, share, kernel_s) for kind in WIDTH}
-        peak, efficiency = rates["bf16"]
+        bandwidth, share, kernel_s, efficiencies = self._rates()
+        peaks = {kind: max(2.0 * p.m * p.n * p.k / p.seconds for p in self._of(kind)) for kind in WIDTH}
+        peak, efficiency = peaks["bf16"], efficiencies["bf16"]
         table: dict[str, Any] = {
             "title": m.title,
             "ranks_per_host": c(m.ranks, "ranks that were measured together"),
             "bf16_flops_per_s": c(peak, "best of all products in bf16"),
             "memory_bytes": c(m.memory_bytes, "the machine's memory divided by its ranks"),
-            "memory_bytes_per_s": c(m.copy_bytes_per_s, "best rate of a copy, read and written"),
+            "memory_bytes_per_s": c(bandwidth, "best rate of a copy or an elementwise operation, caches included"),
             "sms": c(m.threads, "threads of a rank"),
-            "gemm_efficiency": c(efficiency, "fitted to products in bf16"),
-            "memory_efficiency": c(share, "fitted to elementwise operations"),
-            "kernel_s": c(kernel_s, "fitted to elementwise operations"),
+            "gemm_efficiency": c(efficiency, "fitted to products, with all that is bound by memory"),
+            "memory_efficiency": c(share, "fitted to elementwise operations and products"),
+            "kernel_s": c(kernel_s, "fitted to elementwise operations and products"),
             "launch_s": c(m.launch_s, "one addition of one number"),
-            "fp32_flops_per_s": c(rates["fp32"][0], "best of all products in float32"),
-            "fp32_efficiency": c(rates["fp32"][1], "fitted to products in float32"),
+            "fp32_flops_per_s": c(peaks["fp32"], "best of all products in float32"),
+            "fp32_efficiency": c(efficiencies["fp32"], "fitted to products in float32"),
             "attention": self._attention(peak),
             **self._links(),
         }
@@ -198,25 +200,41 @@ class _Fit:
         table["measured"] = {"gemm": gemm, **({"links": links} if links else {})}
         return table
 
-    def _memory(self) -> tuple[float, float]:
-        """Share of the copy rate, and seconds of a kernel."""
-        rows = [(s.moved_bytes / self.m.copy_bytes_per_s, s.seconds) for s in self.m.streams]
-        least = min(s.seconds for s in self.m.streams)
-        shares, kernels = np.linspace(0.02, 1, 99), np.geomspace(least / 300, least, 80)
-        return _best(rows, shares, kernels, lambda x, share, kernel: x / share + kernel)
-
-    def _products(self, kind: str, share: float, kernel_s: float) -> tuple[float, float]:
-        """Best rate of one type, and the share of it that the formula is fitted with."""
+    def _of(self, kind: str) -> list[Product]:
         rows = [p for p in self.m.products if p.precision == kind]
         if not rows:
             raise ConfigError([Problem(where="products", value=kind, rule="has no measured row")], subject="the fit")
-        peak = max(2.0 * p.m * p.n * p.k / p.seconds for p in rows)
-        bandwidth = share * self.m.copy_bytes_per_s
-        costs = []
-        for efficiency in np.linspace(0.05, 1, 191):
-            found = [_product_s(p, peak * efficiency, bandwidth, kernel_s) / p.seconds for p in rows]
-            costs.append((sum(abs(math.log(x)) for x in found), float(efficiency)))
-        return peak, min(costs)[1]
+        return rows
+
+    def _rates(self) -> tuple[float, float, float, dict[str, float]]:
+        """Best rate of memory, share of it that is reached, seconds of a kernel, and by type the share of the best rate of products: all at once,
+        for small products are bound by memory and by starting."""
+        streams = self.m.streams
+        bandwidth = max(self.m.copy_bytes_per_s, *(s.moved_bytes / s.seconds for s in streams))
+        least = min([*(s.seconds for s in streams), *(p.seconds for p in self.m.products)])
+        shares, kernels = np.geomspace(0.02, 1, 70)[:, None, None], np.geomspace(least / 100, least, 50)[None, :, None]
+        moved, seconds = (
+            np.array(column) for column in zip(*((s.moved_bytes, s.seconds) for s in streams), strict=True)
+        )
+        error = np.abs(np.log((moved / (shares * bandwidth) + kernels) / seconds)).sum(axis=2)
+        chosen = {}
+        for kind in WIDTH:
+            found = [self._products(kind, shares * bandwidth, kernels, float(x)) for x in _SHARES]
+            chosen[kind] = np.stack(found)
+            error = error + chosen[kind].min(axis=0)
+        i, j = np.unravel_index(int(error.argmin()), error.shape)
+        efficiencies = {kind: float(_SHARES[costs[:, i, j].argmin()]) for kind, costs in chosen.items()}
+        return bandwidth, float(shares[i, 0, 0]), float(kernels[0, j, 0]), efficiencies
+
+    def _products(self, kind: str, bandwidth: Any, kernels: Any, efficiency: float) -> Any:
+        """Error of all products of one type with each bandwidth and each kernel time."""
+        rows = self._of(kind)
+        work, moved, seconds = (np.array(column) for column in zip(*(
+            (2.0 * p.m * p.n * p.k, WIDTH[kind] * (p.m * p.k + p.m * p.n + p.k * p.n), p.seconds) for p in rows
+        ), strict=True))  # fmt: skip
+        peak = float((work / seconds).max())
+        predicted = kernels * 4 / 3 + np.maximum(work / (peak * efficiency), moved / bandwidth)
+        return np.abs(np.log(predicted / seconds)).sum(axis=2)
 
     def _attention(self, peak: float) -> dict[str, Any]:
         knots = _knots(self.m.attention)
@@ -353,17 +371,6 @@ def _knots(rows: Iterable[Attention]) -> list[Attention]:
     for row in sorted(rows, key=lambda a: (a.seq, a.heads)):
         found.setdefault(row.seq, row)
     return list(found.values())
-
-
-def _best(
-    rows: Sequence[tuple[float, float]], first: Any, second: Any, formula: Callable[[Any, Any, Any], Any]
-) -> tuple[float, float]:
-    """The pair of two grids with the least sum of |log predicted / measured|."""
-    x, seconds = (np.array(column) for column in zip(*rows, strict=True))
-    predicted = formula(x, first[:, None, None], second[None, :, None])
-    error = np.abs(np.log(predicted / seconds)).sum(axis=2)
-    i, j = np.unravel_index(int(error.argmin()), error.shape)
-    return float(first[i]), float(second[j])
 
 
 def _toml(table: Mapping[str, Any]) -> list[str]:

@@ -68,6 +68,8 @@ class Comparison:
     hash: str
     steps: int
     predicted_s: float
+    sigma: float
+    """Spread of the logarithm of the prediction."""
     measured_s: float
     """Of a step, median over those that were recorded."""
     kinds: tuple[KindRow, ...]
@@ -87,7 +89,12 @@ class Comparison:
         return {
             "hash": {"predicted": self.hash, "measured": self.hash},
             "steps": self.steps,
-            "step": {"predicted_s": self.predicted_s, "measured_s": self.measured_s, "error": self.error},
+            "step": {
+                "predicted_s": self.predicted_s,
+                "sigma": self.sigma,
+                "measured_s": self.measured_s,
+                "error": self.error,
+            },
             "ids": {"median": self.median, "worst": self.worst, "worst_id": self.worst_id},
             "begin_correlation": self.begin_correlation,
             "kinds": [vars(kind) for kind in self.kinds],
@@ -116,6 +123,7 @@ def compare(timeline: ProgramTimeline, steps: Sequence[RecordedStep], *, step_s:
         hash=timeline.hash,
         steps=len(steps),
         predicted_s=timeline.seconds,
+        sigma=timeline.sigma,
         measured_s=total,
         kinds=_kinds(rows, total),
         median=statistics.median(wrong) if wrong else 0.0,

@@ -214,6 +214,8 @@ def parse_hardware(text: str, *, name: str, where: str) -> Hardware:
             full = f"{section}_{key}" if section else key
             if key in optional and key not in part:
                 values[full] = optional[key]
+                if optional[key] is not None:
+                    sources[full] = "not in the file: what was fitted to H100"
                 continue
             wrong = _read(part if isinstance(part, dict) else {}, key, full, values, sources)
             if wrong is not None:

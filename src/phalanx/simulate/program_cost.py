@@ -16,7 +16,8 @@ from phalanx.simulate.collectives import Network, span_of
 from phalanx.simulate.cost import SIGMA, Cost, Oracle
 from phalanx.simulate.hardware import Hardware
 
-_NUMBER = re.compile(r"(?<=[a-z.])\d+")
+_NUMBER = re.compile(r"(?<=[a-z])\d+(?:to\d+)?")
+"""Of a stage, chunk or skip connection."""
 MEASURED_SIGMA = 0.05
 """Spread of a time that was measured under the very same kind."""
 
@@ -27,7 +28,7 @@ def kind_of(id: str) -> str:
     name = ".".join(part for part in place.name.split(".") if not part.isdecimal())
     if place.phase is None:
         return name
-    return f"{place.phase}.{_NUMBER.sub('', name.replace('skip', 'boundary').partition('to')[0] if name.startswith('skip') else name)}"
+    return f"{place.phase}.{_NUMBER.sub('', name)}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,8 @@
 """The program of a step on a clock: when each operation of each rank begins and ends.
 
 Decides the clock of `plan/program.py`, the very operations that a run records. A rank does its operations in order; what is `beside` leaves it free, and
-what needs it waits. A collective is under way once the last of its ranks has posted it; a message once both of its ends are there, and each rank's
-link carries one message out and one in at a time. Must never change: events are taken in order of time, so that links are given to whoever
+what needs it waits. A collective is under way once the last of its ranks has posted it, a message once both of its ends are there; each rank's
+link carries one message out and one in at a time, and a collective takes both ways. Must never change: events are taken in order of time, so that links are given to whoever
 is ready first; a program that waits for ever is an error that names who waits for what.
 """
 
@@ -240,7 +240,10 @@ class _Clock:
         else:
             costs = [self.cost_of(self.programs[rank].ops[i], key[3]) for rank, i, _ in parts]
             cost = max(costs, key=lambda c: c.seconds)
-            end = max([ready + cost.seconds, *(self._after_streams(rank, i, cost.seconds) for rank, i, _ in parts)])
+            begin = max([ready, *(max(self.out_free[rank], self.in_free[rank]) for rank, _, _ in parts)])
+            for rank, _, _ in parts:
+                self.out_free[rank] = self.in_free[rank] = begin + cost.seconds
+            end = max([begin + cost.seconds, *(self._after_streams(rank, i, cost.seconds) for rank, i, _ in parts)])
         return [rank for rank, i, _ in parts if self._arrived(rank, i, ready, end, cost)]
 
     def _after_streams(self, rank: int, i: int, seconds: float) -> float:
