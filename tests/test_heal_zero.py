@@ -47,6 +47,17 @@ def test_three_holders_outlive_two_at_once(base: Path) -> None:
     assert not any("goes back" in e["text"] for e in events(base, "two", "Note"))
 
 
+def test_fast_mode_heals_within_rounding(base: Path) -> None:
+    few = {"resilience__mode": "fast", "launch__ranks": "4", "train__steps": "6", "optim__zero": "1"}
+    train(base, "fast-calm", {}, **few)
+    assert train(base, "fast", {"publish": ((1,), 2)}, **few) == {"publish"}
+    calm, hurt = losses(base, "fast-calm"), losses(base, "fast")
+    assert set(hurt) == set(calm) == set(range(1, 7))
+    for step, told in hurt.items():
+        (wanted,) = calm[step]
+        assert all(abs(loss - wanted[0]) <= 1e-5 * wanted[0] for loss, _ in told)
+
+
 def test_more_losses_than_holders_go_back_to_the_checkpoint(base: Path) -> None:
     assert train(base, "back", {"commit": ((1, 2), 6)}, optim__zero="1") == {"commit"}
     check_equal(base, "back")

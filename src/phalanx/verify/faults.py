@@ -32,7 +32,7 @@ from phalanx.plan.grid import Grid
 from phalanx.plan.stage_foldings import AnyFolding
 from phalanx.plan.stages import Stage
 from phalanx.plan.zigzag import make_layout
-from phalanx.runtime.collectives import Collectives, Exchange, ReduceOp
+from phalanx.runtime.collectives import Collectives, Exchange, Message, ReduceOp
 from phalanx.runtime.dispatch import Dispatcher
 from phalanx.runtime.gradients import GradientBuffers, ReducedGradients
 from phalanx.runtime.groups import Axis, GroupCache, Groups, build_groups
@@ -182,6 +182,24 @@ class _NothingPublished(Collectives):
         if op_id.startswith("publish/") and out is not None and voted:
             return out
         return super().all_gather(shard, axis, out=out, op_id=op_id)
+
+
+class _CopyWithoutGradient(Collectives):
+    """What comes for a copy of another's shard is taken for zero."""
+
+    def start_exchange(
+        self, sends: Sequence[Message], receives: Sequence[Message], axis: Axis, *, op_id: str = ""
+    ) -> Exchange:
+        exchange = super().start_exchange(sends, receives, axis, op_id=op_id)
+        if not op_id.endswith("/copies"):
+            return exchange
+
+        def finish() -> None:
+            exchange.wait()
+            for message in receives:
+                message.tensor.zero_()
+
+        return Exchange(finish)
 
 
 class _WrongCombineSplits(Collectives):
@@ -598,6 +616,10 @@ def _recomputes_nothing(case: Case) -> bool:
     return case.setup.recompute == "none"
 
 
+def _has_copies(case: Case) -> bool:
+    return case.setup.holders > 1
+
+
 def _zero(level: int) -> Callable[[Case], bool]:
     return lambda case: case.setup.zero == level
 
@@ -842,6 +864,12 @@ FAULTS: tuple[Fault, ...] = (
         summary="ranks compute on with old parameters of other ranks' shards",
         needs=_and(_zero(1), _over("dp")),
         comms=_NothingPublished,
+    ),
+    Fault(
+        name="copy-without-gradient",
+        summary="holders of another rank's shard update their copies without its gradient",
+        needs=_and(_has_copies, _over("dp")),
+        comms=_CopyWithoutGradient,
     ),
     Fault(
         name="decay-on-norms",

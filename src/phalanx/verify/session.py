@@ -182,6 +182,7 @@ def run_case(
         num_microbatches=each,
         pipeline=pipeline,
         rules=fault.rules,
+        holders=setup.holders,
     )
     initial = [dataclasses.replace(b, tensor=b.tensor.clone()) for b in model_boxes(parts)]
     mine = range(replica * each, (replica + 1) * each)
@@ -241,6 +242,7 @@ def _reference_key(job: Job, case: Case) -> _Key:
         label="",
         replicas=None,
         zero=0,
+        holders=1,
         recompute="none",
         buckets=False,
         cp_method="ring",

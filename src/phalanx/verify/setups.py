@@ -64,6 +64,8 @@ class Setup:
     packed: bool = False
     """Several documents per sequence."""
     zero: Literal[0, 1] = 1
+    holders: int = 1
+    """Ranks that keep each shard of the optimizer state."""
     recompute: Literal["none", "selective", "full"] = "none"
     kernels: Literal["fast", "compiled", "reference"] = "fast"
     """`compiled` is `fast` with the compiled elementwise kernels, where the machine has a compiler."""
@@ -258,7 +260,7 @@ def default_cases(world: int, *, axes: Sequence[str] = EXACT_AXES) -> list[Case]
     cases = [_case(row, world) for row in pairwise(factors, dear=DEAR, excluded=_cannot_meet)]
     for pp in PIPELINES if "pp" in axes else ():
         cases += pipeline_cases(world, pp) if world % pp == 0 else []
-    return cases + (staged_cases(world) + replicated_cases(world) if "pp" in axes else [])
+    return cases + (staged_cases(world) + replicated_cases(world) + copied_cases(world) if "pp" in axes else [])
 
 
 SCHEDULES: Sequence[PipelineConfig] = (
@@ -411,6 +413,24 @@ def _replicated(
     setup = setup_of({**PLAIN_ROW, **row, "accumulation": accumulation}, num_layers=2)
     label = f"{setup.label} {kind} replicas x{replicas.slots_per_rank} {row['state']}"
     return Case(setup=dataclasses.replace(setup, replicas=replicas, label=label), folding=folding)
+
+
+COPIED: Sequence[Mapping[str, int]] = ({}, {"ep": 2}, {"tp": 2}, {"cp": 2}, {"pp": 2})
+
+
+def copied_cases(world: int) -> list[Case]:
+    """Shards of optimizer state with several holders, with and without buckets: two holders and, where they are as many, three."""
+    cases = []
+    for i, axes in enumerate(COPIED):
+        if world == 1 or (axes and world % 4):
+            continue
+        row = {"dispatch": "dropless", "travel": "all_to_all", "zero": 1, "buckets": i % 2 == 0}
+        setup = setup_of({**PLAIN_ROW, **row, "accumulation": axes.get("pp", 1)})
+        holders = 2 + i % 2
+        setup = dataclasses.replace(setup, holders=holders, label=f"{setup.label} {holders} holders")
+        pipe = SCHEDULES[1] if "pp" in axes else PipelineConfig()
+        cases.append(Case(setup=setup, folding=Folding(world=world, **axes), pipe=pipe))
+    return cases
 
 
 WHOLE_WORLD = 9
