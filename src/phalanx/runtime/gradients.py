@@ -75,7 +75,8 @@ class ReducedGradients:
     def squares(self, groups: Groups, *, scale: float, lanes: Lanes = SERIAL) -> tuple[int, int, int]:
         """The squares of this rank's share of the gradient times `scale`, in three integers (`fixed_squares`).
 
-        Added up over the world they are those of the whole gradient: of the ranks that hold the same elements the first one counts them.
+        Added up over the world they are those of the whole gradient: of the ranks that hold the same elements the first one counts them, and of an
+        expert with replicas each holder the part that it completes.
         """
         found = [(0, 0, 0)]
         for family, layout in self.layouts.items():
