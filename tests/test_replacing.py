@@ -271,3 +271,5 @@ def test_loads_count_what_is_not_dropped() -> None:
     watcher.committed(counts)
     assert watcher.loads is not None and watcher.loads.tolist() == [[7.5, 0, 0, 0, 0, 0, 0, 7.5], [5] * 8]
     assert [watcher.due(step) for step in range(9)] == [step in (4, 8) for step in range(9)]
+    watcher.formed(5)
+    assert [step for step in range(13) if watcher.due(step)] == [4, 6, 8, 12]

@@ -277,6 +277,7 @@ class HealingBody:
         else:
             trainer.start = step
         trainer.step = step
+        trainer.replacing.formed(step)
         self.trainer, self.place = trainer, plan.standing(trainer.rank.info.rank)
         if announce:
             trainer.announce()
