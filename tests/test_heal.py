@@ -12,6 +12,7 @@ import struct
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -222,7 +223,7 @@ def _plant(faults: Faults, folder: str, *, ranks: int) -> None:
             flip_a_bit(self.trainer.parts.state)
         compute(self)
 
-    def working(run: Any, seat: Any, *, threads: int) -> int:
+    def working(run: Any, seat: Any, **words: Any) -> int:
         here["slot"] = int(seat.uid.split(".")[1])
         struct.pack_into("i", pids, 4 * here["slot"], os.getpid())
         announce = seat.announce
@@ -232,7 +233,7 @@ def _plant(faults: Faults, folder: str, *, ranks: int) -> None:
             announced[next(i for i, said in enumerate(announced[:]) if not said)] = 1
 
         seat.announce = announcing
-        return work(run, seat, threads=threads)
+        return work(run, seat, **words)
 
     healing.reduce_step, healing.publish = then_vote, publishing
     Collectives.all_gather = gathering  # type: ignore[method-assign]
@@ -246,12 +247,20 @@ def flip_a_bit(state: Any) -> None:
     family.master.view(torch.int32)[7] ^= 1 << 20
 
 
-def train(base: Path, name: str, faults: Faults, *, code: int = 0, **changes: str | None) -> set[str]:
+def train(
+    base: Path,
+    name: str,
+    faults: Faults,
+    *,
+    code: int = 0,
+    body: Callable[[list[str], str, Faults], None] = _command,
+    **changes: str | None,
+) -> set[str]:
     """Run to the end; the phases in which all victims were killed."""
     args = ["train", *train_args(base, **{**SETTINGS, "run__name": name, **changes})]
     folder = base / f"printed-{name}"
-    folder.mkdir()
-    process = _SERVER.Process(target=_command, args=(args, str(folder), faults))
+    folder.mkdir(exist_ok=True)
+    process = _SERVER.Process(target=body, args=(args, str(folder), faults))
     process.start()
     process.join(120)
     out, err = ((folder / n).read_text() for n in ("out", "err"))

@@ -292,7 +292,17 @@ class ResilienceConfig:
     mode: Literal["off", "fast", "exact"] = "off"
     """fast: the step is a fixed set of micro-batches that any number of ranks shares, equal within rounding. exact: bitwise equal, for any number of ranks and any dp and ep, as long as tp, cp, etp and pp stay."""
     heal: bool = False
-    """Local ranks that die are replaced and the others go on meanwhile, inside their processes; wants mode fast or exact."""
+    """Ranks that die are replaced and the others go on meanwhile, inside their processes; wants mode fast or exact."""
+    service: str | None = None
+    """Membership service of a run that heals itself on several hosts: host:port of `phalanx service`, or etcd://host:port/NAME with a name that no other start of a run has. Default: one for the ranks of this machine alone."""
+    wanted: int | None = None
+    """Ranks of all hosts together when the run begins; it may shrink and grow from there. Default: launch.ranks, which is all there are without a service."""
+    minimum: int = 1
+    """With fewer ranks the run waits."""
+    wait_s: float = 600.0
+    """How long it waits for them, then it ends."""
+    limit_s: float = 3.0
+    """A rank, or a host, that says nothing for so long is put out of the run and replaced."""
     chunk_rows: int | None = None
     """exact: rows of an expert that are computed together, cut from the list of one micro-batch (default 2048; with slots_per_rank about a quarter of what an expert gets from a micro-batch, for its replicas share whole chunks)."""
     fixed_bits: int | None = None
@@ -349,13 +359,17 @@ class LaunchConfig:
     """Ranks on this machine. Under torchrun the launcher's variables decide instead."""
 
     ranks: int = 1
-    """Processes to start."""
+    """Processes to start on this machine."""
     threads: int | None = None
     """Compute threads of each rank. Default: cores / ranks, at least 1."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Where tensors live: gloo between CPUs, NCCL between GPUs."""
     timeout_s: float = 600.0
     """Longest wait of one collective."""
+    host: str | None = None
+    """Name of this host in a run on several, the same whenever it comes back and no other's. Default: what the machine calls itself."""
+    keep_service: bool = False
+    """Keep the membership service at `resilience.service` in this program, and start it again when it ends. For one host of a run; it goes with that host."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 from phalanx.core.config import Recipe
 from phalanx.core.errors import Problem
+from phalanx.core.service_address import HOST_NAME, parse_service
+from phalanx.core.service_address import LEGAL as LEGAL_SERVICE
 from phalanx.core.settings import describe_settings, show
 
 
@@ -101,6 +103,10 @@ LIMITS: Mapping[str, Limit] = {
     "optim.bucket_mb": NOT_NEGATIVE,
     "resilience.slots_per_rank": COUNT,
     "resilience.f": COUNT,
+    "resilience.wanted": COUNT,
+    "resilience.minimum": COUNT,
+    "resilience.wait_s": POSITIVE,
+    "resilience.limit_s": POSITIVE,
     "resilience.replace_interval": NOT_NEGATIVE,
     "checkpoint.interval": NOT_NEGATIVE,
     "checkpoint.keep_last": COUNT,
@@ -237,6 +243,20 @@ EFFECTS: tuple[Effect, ...] = (
         reason="resilience.slots_per_rank and resilience.heal are not set, so nothing has replicas",
         way_out="resilience.heal = true",
         reads=("resilience.slots_per_rank", "resilience.heal"),
+    ),
+    Effect(
+        settings=tuple(f"resilience.{k}" for k in ("service", "minimum", "wait_s", "limit_s")),
+        inert=lambda r: not r.resilience.heal,
+        reason="resilience.heal = false, so a run without one of its ranks ends",
+        way_out="resilience.heal = true",
+        reads=("resilience.heal",),
+    ),
+    Effect(
+        settings=("resilience.wanted", "launch.host", "launch.keep_service"),
+        inert=lambda r: not r.resilience.heal or r.resilience.service is None,
+        reason="resilience.service is not set, so no other host takes part",
+        way_out='resilience.service = "node0:29400" and resilience.heal = true',
+        reads=("resilience.heal", "resilience.service"),
     ),
     Effect(
         settings=tuple(f"resilience.{k}" for k in ("loads", "expert_state", "replace_interval")),
@@ -522,12 +542,37 @@ def _healing_clashes(recipe: Recipe) -> list[_Clash]:
     if recipe.launch.device != "cpu":
         rule = f"has not been shown to work {beside}"
         found.append(_clash("launch.device", recipe.launch.device, rule, 'use "cpu"', "resilience.heal"))
-    if recipe.launch.ranks == 1:
+    if recipe.launch.ranks == 1 and recipe.resilience.service is None:
         rule = f"leaves nobody to go on {beside}"
         found.append(_clash("launch.ranks", 1, rule, "use 2 or more", "resilience.heal"))
+    found += _several_hosts_clashes(recipe)
     if recipe.observe.trace_steps is not None:
         rule = f"is not there yet {beside}: a step may be repeated by other members"
         found.append(_clash("observe.trace_steps", recipe.observe.trace_steps, rule, "leave it out", "resilience.heal"))
+    return found
+
+
+def _several_hosts_clashes(recipe: Recipe) -> list[_Clash]:
+    """Where the other hosts of a run that heals itself are found."""
+    r, launch, found = recipe.resilience, recipe.launch, list[_Clash]()
+    if r.service is not None:
+        address = parse_service(r.service)
+        if address is None:
+            found.append(_clash("resilience.service", r.service, f"must be {LEGAL_SERVICE}", "node0:29400"))
+        elif address.is_etcd and launch.keep_service:
+            rule = "has no effect: etcd is kept by others"
+            found.append(_clash("launch.keep_service", True, rule, "leave it out", "resilience.service"))
+        if r.wanted is None:
+            rule = "must say with how many ranks the run begins: launch.ranks are those of this host alone"
+            found.append(_clash("resilience.wanted", None, rule, "launch.ranks times the number of hosts"))
+    wanted = launch.ranks if r.wanted is None else r.wanted
+    if wanted < r.minimum:
+        rule = f"is more than the {wanted} ranks with which the run begins"
+        reads = ("resilience.wanted", "launch.ranks")
+        found.append(_clash("resilience.minimum", r.minimum, rule, f"use {wanted} or fewer", *reads))
+    if launch.host is not None and not HOST_NAME.fullmatch(launch.host):
+        rule = "must consist of letters, digits, - and _"
+        found.append(_clash("launch.host", launch.host, rule, "use the name of the machine without its domain"))
     return found
 
 

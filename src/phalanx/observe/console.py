@@ -98,9 +98,7 @@ class ConsoleSink:
             case ExpertsMoved():
                 self._print(Text(f"{event.step:>6} {_moved_experts(event)}"))
             case TrainingResumed():
-                self._print(
-                    Text(f"{event.step:>6} training goes on, after {format_seconds(event.seconds)}", style="yellow")
-                )
+                self._resumed(event)
             case RunEnded():
                 self.close()
 
@@ -195,11 +193,18 @@ class ConsoleSink:
 
     def _formed(self, event: TeamFormed) -> None:
         moved = f"{format_bytes(event.moved_bytes)} moved in {format_seconds(event.moved_s)}"
-        built = f"connected in {format_seconds(event.formed_s)}, built in {format_seconds(event.built_s)}"
+        told = f"told in {format_seconds(event.told_s)}, " if event.lost_s else ""
+        built = f"{told}connected in {format_seconds(event.formed_s)}, built in {format_seconds(event.built_s)}"
         text = (
             f"generation {event.generation}: {event.why}; {event.members} members ({event.folding}), {built}, {moved}"
         )
         self._print(Text(f"{event.step:>6} {text}", style="yellow"))
+
+    def _resumed(self, event: TrainingResumed) -> None:
+        after = f"after {format_seconds(event.seconds)}"
+        if event.since_lost_s:
+            after += f", {format_seconds(event.since_lost_s)} after the loss was seen"
+        self._print(Text(f"{event.step:>6} training goes on, {after}", style="yellow"))
 
     # --- the part that moves
 

@@ -32,6 +32,7 @@ from phalanx.runtime.groups import DEFAULT_TIMEOUT_S, GroupCache, use_loopback
 from phalanx.runtime.keys import OPENING, Keys, TcpKeys, open_sockets
 from phalanx.runtime.keys_store import KeysStore
 from phalanx.runtime.membership import Generation
+from phalanx.runtime.reach import keep_alive
 from phalanx.runtime.votes import Report
 
 CONSTRUCT_S = 3.0
@@ -44,9 +45,10 @@ class NewerGeneration(PeerError):
 
 
 class Sockets:
-    """Sockets that this process opened inside `noted` blocks."""
+    """Sockets that this process opened inside `noted` blocks. `far`: peers are on other machines, whose links may break without a word."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, far: bool = False) -> None:
+        self.far = far
         self._lock = threading.Lock()
         self._found: dict[int, str] = {}
         self._before: dict[int, str] | None = None
@@ -63,10 +65,19 @@ class Sockets:
                 with self._lock:
                     self._note()
                     self._before = None
+                    if self.far:
+                        self._keep_alive()
 
     def _note(self) -> None:
         if self._before is not None:
             self._found.update({f: i for f, i in open_sockets().items() if self._before.get(f) != i})
+
+    def _keep_alive(self) -> None:
+        now = open_sockets()
+        for fd, inode in self._found.items():
+            if now.get(fd) == inode:
+                with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as sock:
+                    keep_alive(sock)
 
     def shut(self) -> int:
         """Shut down those that are still open and connected; returns how many. Any thread may call it at any time, also inside a block."""
@@ -138,6 +149,7 @@ class Team:
         uid: str,
         *,
         timeout_s: float,
+        far: bool = False,
         uids: Sequence[str] = (),
         reports: Sequence[Report] = (),
     ) -> None:
@@ -149,7 +161,7 @@ class Team:
         """Of all members, in the order of their ranks."""
         self.begun = False
         """Whether a step of the run was ever committed: then nobody may begin anew."""
-        self.sockets = Sockets()
+        self.sockets = Sockets(far=far)
         self.groups = TeamGroups(self.sockets, timeout_s=timeout_s)
         self.kicked = False
         self.formed_s = 0.0
@@ -230,7 +242,8 @@ def form(
     begin_s = time.monotonic()
     meet(generation, keys, limit_s=limit_s, newer=newer)
     reports = _reports(generation, keys)
-    team = Team(generation, uid, timeout_s=timeout_s, uids=order(generation, reports), reports=reports)
+    ranks, far = order(generation, reports), not own_machine
+    team = Team(generation, uid, timeout_s=timeout_s, far=far, uids=ranks, reports=reports)
     watch(team)
     if team.size > 1:
         if own_machine:

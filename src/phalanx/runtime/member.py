@@ -78,6 +78,10 @@ class Reformed(Event):
     members: int
     why: str
     at_s: float
+    lost_s: float
+    """When the supervisor knew of a loss; 0: nobody is lost."""
+    told_s: float
+    """How long it took until this member knew."""
     broken_s: float
     """When this member saw that the last team was broken; 0 where it was not."""
     formed_s: float
@@ -108,6 +112,7 @@ def run_member(seat: Seat, body: Body, *, tell: Emit = ignore, order: Order = as
 
     Raises `StaleMember`, and whatever the body raises that is no lost peer.
     """
+    seat.tell = tell
     return _Loop(seat, body, tell, order).run()
 
 
@@ -156,6 +161,8 @@ class _Loop:
                 members=team.size,
                 why=team.generation.why,
                 at_s=now_s(),
+                lost_s=team.generation.lost_s,
+                told_s=self.seat.told_s(team.generation),
                 broken_s=self.broken_s,
                 formed_s=team.formed_s,
                 entered_s=now_s() - begin_s,
@@ -163,6 +170,8 @@ class _Loop:
             )
         )
         self.broken_s = 0.0
+        if self.seat.closing:
+            return "" if self._failed(lambda: self.body.close(stopped=True)) else "stopped"
         while not self.body.finished():
             decision = self._step()
             if not decision.commit:
@@ -262,6 +271,6 @@ class _Loop:
 def resolve_now(team: Team, own_step: int) -> Resolution:
     """What the reports of the team say, once every doubt is settled."""
     found = resolve(team.reports)
-    if found.step is not None and own_step > found.step:
+    if found.step is not None and team.uid in found.holders and own_step > found.step:
         raise RunError(f"this member has committed {own_step} steps and the others {found.step}; nothing was changed")
     return found

@@ -16,7 +16,6 @@ Must never change: nothing that was held is dropped before `adopt`, but where al
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -28,6 +27,7 @@ from phalanx.core.config import Recipe
 from phalanx.core.errors import CheckpointError, FinalError, PeerError, PlanError, RunError
 from phalanx.core.events import Event, Note, TeamFormed, TrainingResumed
 from phalanx.data.loader import MicroBatch
+from phalanx.data.prefetch import Prefetch
 from phalanx.data.prepare import Prepared
 from phalanx.observe.sinks import Sinks
 from phalanx.plan.heal import Healing, HealPlan
@@ -43,8 +43,10 @@ from phalanx.runtime.member import Committed, Reformed
 from phalanx.runtime.membership import Generation
 from phalanx.runtime.optimizer_state import ShardedState
 from phalanx.runtime.peers import Peers
+from phalanx.runtime.seat import TooFew
 from phalanx.runtime.votes import Report, Resolution, resolve
 from phalanx.train.closing import Outcome
+from phalanx.train.fallback import load_checkpoint, newest_sound, set_later_aside, tell_went_back
 from phalanx.train.heal_state import Everyone, Examined, Moved, examine, take_state
 from phalanx.train.machine import MemoryMeter, matmul_flops_per_s
 from phalanx.train.optim import learning_rate
@@ -52,7 +54,8 @@ from phalanx.train.replacing import Prepared as NewPlacement
 from phalanx.train.run_folder import RunFolder
 from phalanx.train.setup import DTYPES, Rank, resolve_pipeline
 from phalanx.train.step import ReducedStep, commit_step, publish, reduce_step
-from phalanx.train.trainer import Trainer, check_length, make_loader, make_parts
+from phalanx.train.trainer import PREFETCH_STEPS, Trainer, make_loader, make_parts
+from phalanx.train.watch import MemberWatch, Phase, collective_watch
 
 WAIT_S = 0.5
 """Between two looks whether there are enough members for a mapping."""
@@ -82,8 +85,8 @@ class _Entry:
 class HealingBody:
     """One member. All methods are called by the worker's own thread."""
 
-    def __init__(self, run: HealingRun, sinks: Sinks) -> None:
-        self.run, self.sinks, self.recipe = run, sinks, run.recipe
+    def __init__(self, run: HealingRun, sinks: Sinks, *, watch: MemberWatch | None = None) -> None:
+        self.run, self.sinks, self.recipe, self.watch = run, sinks, run.recipe, watch
         self.device = torch.device("cpu")
         self.memory = MemoryMeter(self.device)
         self.flops_per_s = matmul_flops_per_s(DTYPES[self.recipe.train.dtype], self.device)
@@ -93,6 +96,8 @@ class HealingBody:
         self.place_of: dict[str, Standing] = {}
         """Of the members of the generation that this one has entered, but for those that are idle."""
         self.outcome: Outcome | None = None
+        self.history = 0
+        """Generation in which the run last went back to a checkpoint, as far as what is held here belongs to that."""
         self._step = 0
         self._plan: HealPlan | None = None
         """Of the generation that forms."""
@@ -109,10 +114,17 @@ class HealingBody:
         self._moving: NewPlacement | None = None
         """Experts lie there from the commit of the step on that is computed with it."""
         self._entry: _Entry | None = None
+        self._batches: Prefetch[list[MicroBatch]] | None = None
         self._broken_s = 0.0
         """When the last generation was seen broken, or this one was connected; 0 once a step was committed since."""
+        self._lost_s = 0.0
+        """When the supervisor knew of the first loss since then."""
 
     # -- what the loop asks
+
+    def _now(self, phase: Phase) -> None:
+        if self.watch is not None:
+            self.watch.phase(phase, self._step)
 
     @property
     def step(self) -> int:
@@ -123,9 +135,11 @@ class HealingBody:
         return self.trainer is not None
 
     def describe(self) -> tuple[str, dict[str, Any]]:
+        self._now("waits")
         standing = None if self.place is None else self.place.to_dict()
         then = None if self._moving is None else self._plan_moved.standing(self._mine.rank.info.rank).to_dict()
-        return "", {"standing": standing, "then": then, "idle": self._idle, "flops_per_s": self.flops_per_s}
+        about = {"standing": standing, "then": then, "idle": self._idle, "history": self.history}
+        return "", {**about, "flops_per_s": self.flops_per_s}
 
     def order(self, generation: Generation, reports: Sequence[Report]) -> Sequence[str]:
         """Ranks of a new generation, as the plan says that all members make of the reports. For `run_member`.
@@ -148,6 +162,9 @@ class HealingBody:
     def leave_team(self) -> None:
         """Groups go with the trainer, which stays until the next one has its state: sockets are shut by then, and make nobody wait."""
         self._entry, self._everyone = None, None
+        if self._batches is not None:
+            self._batches.close()
+        self._batches = None
         if self._escape is not None:
             self._escape.close()
 
@@ -157,9 +174,12 @@ class HealingBody:
         plan, begin_s = self._plan, time.perf_counter()
         if plan is None or plan.uids != team.uids:
             raise RunError("a generation was formed without the plan of its ranks")
+        if self.trainer is not None and team.uid not in resolution.holders:
+            self._forget()  # what it holds is of a history that was given up
         self._everyone = self._connect(team)
         trainer = self._build(team, plan)
         built_s, begin_s = time.perf_counter() - begin_s, time.perf_counter()
+        self._now("migration")
         first, moved, step = self.trainer is None, Moved(received_bytes=0, checked=0), resolution.step
         found = self._examine(plan) if step is not None else None
         if found is None or found.plan.missing:
@@ -168,9 +188,11 @@ class HealingBody:
                 0 if trainer is None else self._from_disk(trainer, team, found.plan if found else plan, committed=step)
             )
             step, first = self._everyone.peers.gather(from_disk)[0], True
+            self.history = team.generation.number if team.begun else 0
         else:
             parts = None if trainer is None else trainer.parts
             moved = take_state(found, parts, old=self._state, everyone=self._everyone)
+            self.history = max(r.history for r in team.reports if r.uid in resolution.holders)
         assert step is not None
         self._adopt(trainer, step, plan, announce=first)
         for text in plan.remarks:
@@ -234,34 +256,42 @@ class HealingBody:
             rank=rank, stop=StopRequest(), prepared=self.run.prepared, spec=self.run.spec, folding=folding, parts=parts,
             loader=make_loader(self.recipe, self.run.prepared), manager=manager, start=self._step,
         )  # fmt: skip
+        if self.watch is not None:
+            trainer.parts.comms.watch = collective_watch(self._now)
         trainer.peak_flops_per_s = sum(float(r.data["flops_per_s"]) for r in team.reports[:size])
         return trainer
 
     def _from_disk(self, trainer: Trainer, team: Team, plan: HealPlan, *, committed: int | None) -> int:
-        """No member has the state, or not all of it: the step of the newest checkpoint, loaded, or 0 in a run that has not begun."""
-        config, manager = self.recipe.checkpoint, trainer.manager
-        found = manager.choose(None if team.begun else config.step) if config.resume or team.begun else None
+        """No member has the state, or not all of it: the step of the newest sound checkpoint, loaded, or 0 in a run that has not begun."""
+        if not team.begun:
+            return self._from_the_start(trainer)
         what = "no member holds the state of the run any more" if committed is None else plan.explain()
-        if found is None and team.begun:
+        found = newest_sound(trainer, self.run.spec)
+        if found is None:
             raise FinalError(
                 f"{what}, and there is no checkpoint of it; nothing is initialised anew. Start the run again under another --run.name, "
                 "with a smaller checkpoint.interval or a larger resilience.f"
             )
+        tell_went_back(trainer, found, why=what, committed=committed, history=team.generation.number)
+        return found.step
+
+    def _from_the_start(self, trainer: Trainer) -> int:
+        """The step that the recipe says to go on from, loaded, or 0."""
+        config, manager = self.recipe.checkpoint, trainer.manager
+        found = manager.choose(config.step) if config.resume else None
         if found is None:
             return 0
-        state = manager.read_state(found, model=json.loads(self.run.spec.to_json()))
-        step = trainer.loader.check_state(state.loader) if state.loader else found  # an import drew no sample yet
-        check_length(self.recipe, step)
-        manager.load(trainer.parts.state.boxes(), step=found)
-        trainer.parts.state.restore(trainer.parts.comms)
-        if team.begun:
-            lost = "" if committed is None else f", {committed - step} steps before"
-            self.sinks(Note(level="warning", text=f"{what}: training goes back to the checkpoint of step {step}{lost}"))
+        step = load_checkpoint(trainer, manager, self.run.spec, found)
+        if config.step is not None:
+            aside = set_later_aside(trainer, found)
+            if aside:
+                text = f"later checkpoints than step {found} are in checkpoints/abandoned: {', '.join(aside)}"
+                self.sinks(Note(level="info", text=text))
         return step
 
     def _forget(self) -> None:
         """What this member holds is of no use: nobody goes on from it, and in the next generation it must not count as a holder."""
-        self.trainer, self.place, self._reduced, self._step = None, None, None, 0
+        self.trainer, self.place, self._reduced, self._step, self.history = None, None, None, 0, 0
 
     def _adopt(self, trainer: Trainer | None, step: int, plan: HealPlan, *, announce: bool) -> None:
         """From here on the new trainer's state is what this member holds; an idle one keeps what it has, until the others have gone on."""
@@ -276,7 +306,7 @@ class HealingBody:
             self.trainer.parts.buffers.close()
         else:
             trainer.start = step
-        trainer.step = step
+        trainer.step, trainer.history = step, self.history
         trainer.replacing.formed(step)
         self.trainer, self.place = trainer, plan.standing(trainer.rank.info.rank)
         if announce:
@@ -299,9 +329,10 @@ class HealingBody:
             self._between_steps(trainer)
             self._due = False
         begin_s = time.perf_counter()
-        micros = trainer.load(step)
+        micros = self._next_batch(trainer, step)
         data_s = time.perf_counter() - begin_s
         lr = learning_rate(step, self.recipe.optim, total_steps=self.recipe.train.steps)
+        self._now("forward")
         parts = trainer.parts if self._moving is None else self._moving.parts
         try:
             reduced = reduce_step(parts, [trainer.token_batch(m) for m in micros], step=step, lr=lr)
@@ -312,6 +343,14 @@ class HealingBody:
         self._reduced = reduced, micros, begin_s, data_s
         if self._others_idle:
             self._wait_with_all()
+        self._now("vote")
+
+    def _next_batch(self, trainer: Trainer, step: int) -> list[MicroBatch]:
+        """Loaded ahead, as long as this generation lasts: another one has other shares."""
+        if self._batches is None:
+            steps = range(step, self.recipe.train.steps)
+            self._batches = Prefetch(trainer.load, steps, depth=PREFETCH_STEPS)
+        return next(self._batches)
 
     def commit(self) -> None:
         if self._idle:  # what it holds is of the step before
@@ -324,6 +363,7 @@ class HealingBody:
         if self._reduced is None:
             raise RunError("a commit without a reduced gradient")
         trainer, (reduced, micros, begin_s, data_s) = self._mine, self._reduced
+        self._now("commit")
         if self._moving is not None:
             self._move_in(trainer, self._moving)
         result = commit_step(trainer.parts, reduced)
@@ -345,6 +385,7 @@ class HealingBody:
         if train.eval_interval and self._step % train.eval_interval == 0:
             trainer.validate()
         if interval and self._step % interval == 0 and trainer.manager.choose() != self._step:
+            self._now("checkpoint")
             trainer.save()
             trainer.hear_of_checkpoints()
         if trainer.replacing.due(self._step):
@@ -403,18 +444,36 @@ class HealingBody:
 
     def tell(self, event: Event, /) -> None:
         """Events of the loop, as a person wants them."""
+        if self.watch is not None:
+            self.watch.tell(event)
         if isinstance(event, Reformed) and self._entry is not None:
             self._tell_formed(event, self._entry)
+        if isinstance(event, TooFew):
+            self._tell_too_few(event)
         if isinstance(event, Committed) and self._broken_s:
+            since_lost_s = event.at_s - self._lost_s if self._lost_s else 0.0
+            seconds = event.at_s - self._broken_s
             self.sinks(
-                TrainingResumed(generation=event.generation, step=event.step, seconds=event.at_s - self._broken_s)
+                TrainingResumed(
+                    generation=event.generation, step=event.step, seconds=seconds, since_lost_s=since_lost_s
+                )
             )
-            self._broken_s = 0.0
+            self._broken_s = self._lost_s = 0.0
+
+    def _tell_too_few(self, event: TooFew) -> None:
+        missing = event.minimum - len(event.members)
+        here = ", ".join(event.members)
+        text = (
+            f"generation {event.generation}: {event.why}; {len(event.members)} members are left ({here}) and the run needs {event.minimum}: "
+            f"it waits for {missing} more, then it saves and ends"
+        )
+        self.sinks(Note(level="warning", text=text))
 
     def _tell_formed(self, event: Reformed, entry: _Entry) -> None:
         entered_s = event.at_s - event.entered_s
         if event.generation > 1:
             self._broken_s = event.broken_s or entered_s
+            self._lost_s = self._lost_s or event.lost_s
         self.sinks(
             TeamFormed(
                 generation=event.generation,
@@ -428,6 +487,8 @@ class HealingBody:
                 moved_s=entry.moved_s,
                 moved_bytes=entry.moved.received_bytes,
                 checked=entry.moved.checked,
+                lost_s=event.lost_s,
+                told_s=event.told_s,
             )
         )
 
@@ -444,13 +505,13 @@ class HealingBody:
 
 
 def facts_of(generation: Generation, reports: Sequence[Report]) -> list[Fact]:
-    """What the reports say of the members. An idle one that learns only now that a step was committed holds the state before it."""
-    machine, finish = {member.uid: member.host for member in generation.members}, resolve(reports).finish
+    """What the reports say of the members; who holds a history that was given up has nothing. An idle one that learns only now that a step was committed holds the state before it."""
+    machine, found = {member.uid: member.host for member in generation.members}, resolve(reports)
     return [
         Fact(
             uid=report.uid,
             machine=machine[report.uid],
-            standing=_standing_of(report, finish=report.uid in finish),
+            standing=_standing_of(report, finish=report.uid in found.finish) if report.uid in found.holders else None,
         )
         for report in reports
     ]

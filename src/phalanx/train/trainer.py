@@ -146,6 +146,9 @@ def build_trainer(rank: Rank, stop: StopRequest) -> Trainer:
     rank.peers.first(lambda: rank.folder.write_recipe(kept, prepared.tokenizer))
     if left:
         rank.sinks(Note(level="info", text=f"removed what an interrupted save left: {', '.join(left)}"))
+    if recipe.checkpoint.step is not None and (aside := manager.go_back(recipe.checkpoint.step)):
+        text = f"later checkpoints are in checkpoints/abandoned: {', '.join(aside)}"
+        rank.sinks(Note(level="info", text=text))
     return Trainer(
         rank=rank, stop=stop, prepared=prepared, spec=spec, folding=folding, parts=parts, loader=loader, manager=manager,
         start=step or 0,
@@ -268,6 +271,8 @@ class Trainer:
         """Steps committed."""
         self.saved_step = self.start if self.start else None
         """Step of the newest checkpoint that was begun."""
+        self.history = 0
+        """Of a run that heals itself (`WentBack`)."""
         self.validation = ValidationLoader(
             self.prepared.validation, seq_len=t.seq_len, global_batch=t.global_batch, micro_batch=t.micro_batch,
             batches=t.eval_batches, any_ranks=recipe.resilience.mode != "off",
@@ -419,7 +424,8 @@ class Trainer:
         if self._first_of_replica:
             taken = [m for m in micros if not m.is_empty]
             windows = tuple(int(w) for m in taken for w in m.sample_ids)
-            self.rank.sinks(SamplesTaken(step=self.step, microbatches=tuple(m.index for m in taken), windows=windows))
+            numbers = tuple(m.index for m in taken)
+            self.rank.sinks(SamplesTaken(step=self.step, microbatches=numbers, windows=windows, history=self.history))
 
     def validate(self) -> None:
         begin_s = time.perf_counter()
