@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,7 +16,7 @@ import torch
 
 from exact_help import SEQ, SEQUENCES, Run, _box, shares
 from phalanx.core.config import FoldingConfig, OptimConfig, Recipe, ResilienceConfig, TrainConfig
-from phalanx.core.errors import ConfigError, RunError
+from phalanx.core.errors import ConfigError
 from phalanx.core.events import Event, ExpertsMoved
 from phalanx.core.recipe import load_recipe
 from phalanx.models import router
@@ -32,7 +33,7 @@ from phalanx.train.setup import Rank
 from phalanx.train.step import StepParts, train_step
 from phalanx.train.trainer import make_parts
 from phalanx.verify.replicas import not_alike
-from ranks import run_ranks
+from ranks import RankError, run_ranks
 from test_heal import check_equal, events, train
 from train_help import write_text
 
@@ -132,10 +133,13 @@ def state(results: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     return whole
 
 
+@cache
+def ran(way: Way, *faults: str) -> list[dict[str, Any]]:
+    return run_ranks(WORLD, advance, way, faults, timeout_s=120.0)
+
+
 def compared(way: Way) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    return run_ranks(WORLD, advance, way, timeout_s=120.0), run_ranks(
-        WORLD, advance, replace(way, interval=0), timeout_s=120.0
-    )
+    return ran(way), ran(replace(way, interval=0))
 
 
 @pytest.mark.ranks
@@ -172,8 +176,7 @@ def test_fast_mode_stays_within_rounding() -> None:
 
 @pytest.mark.ranks
 def test_what_does_not_pay_stays() -> None:
-    results = run_ranks(WORLD, advance, Way(row_s=1e-15), timeout_s=120.0)
-    assert not any(r["moves"] for r in results)
+    assert not any(r["moves"] for r in ran(Way(row_s=1e-15)))
 
 
 def _moments_stay(rank: int) -> Any:
@@ -200,14 +203,13 @@ FAULTS = {"moments stay": _moments_stay, "one bit": _one_bit}
 
 @pytest.mark.ranks
 def test_moments_left_behind_show() -> None:
-    calm = run_ranks(WORLD, advance, Way(interval=0), timeout_s=120.0)
-    assert run_ranks(WORLD, advance, Way(), ["moments stay"], timeout_s=120.0)[0]["steps"] != calm[0]["steps"]
+    assert ran(Way(), "moments stay")[0]["steps"] != ran(Way(interval=0))[0]["steps"]
 
 
 @pytest.mark.ranks
 def test_a_copy_that_is_not_what_was_sent_is_found() -> None:
-    with pytest.raises(RunError, match="different values of"):
-        run_ranks(WORLD, advance, Way(), ["one bit"], timeout_s=120.0)
+    with pytest.raises(RankError, match="members hold different values of"):
+        ran(Way(), "one bit")
 
 
 # ---- in a run that heals itself ----------------------------------------------------------------------------------------
@@ -269,3 +271,5 @@ def test_loads_count_what_is_not_dropped() -> None:
     watcher.committed(counts)
     assert watcher.loads is not None and watcher.loads.tolist() == [[7.5, 0, 0, 0, 0, 0, 0, 7.5], [5] * 8]
     assert [watcher.due(step) for step in range(9)] == [step in (4, 8) for step in range(9)]
+    watcher.formed(5)
+    assert [step for step in range(13) if watcher.due(step)] == [4, 6, 8, 12]

@@ -307,6 +307,7 @@ class HealingBody:
         else:
             trainer.start = step
         trainer.step, trainer.history = step, self.history
+        trainer.replacing.formed(step)
         self.trainer, self.place = trainer, plan.standing(trainer.rank.info.rank)
         if announce:
             trainer.announce()

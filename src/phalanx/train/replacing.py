@@ -56,6 +56,8 @@ from phalanx.train.step import StepParts
 
 BYTES_PER_S = 1e9
 """Of a move, until one was measured."""
+SOON = 10
+"""A decision follows a change of members after this part of the interval."""
 TIMED_ROWS = 128
 TRIES = 3
 
@@ -93,6 +95,8 @@ class Replacing:
         self.seen = 0
         """Steps in `loads`."""
         self.loads: Floats | None = None
+        self.again = 0
+        """A further step after which to decide."""
         self.bytes_per_s, self.rebuild_s = BYTES_PER_S, 0.0
         """What the last move took; whoever builds first says how long that was."""
 
@@ -106,9 +110,13 @@ class Replacing:
         self.loads = smoothed_loads(self.loads, counts, interval=self.interval)
         self.seen += 1
 
+    def formed(self, step: int) -> None:
+        """Members were lost or came after `step` steps, and experts lie as was quickest: balance follows soon, when training goes on again."""
+        self.again = step + max(1, self.interval // SOON) if step else 0
+
     def due(self, step: int) -> bool:
         """Whether a decision follows step `step`: the same on all ranks."""
-        return bool(self.interval) and step > 0 and step % self.interval == 0
+        return bool(self.interval) and step > 0 and (step % self.interval == 0 or step == self.again)
 
     def prepare(
         self, parts: StepParts, rank: Rank, *, step: int, hosts: Sequence[int] | None = None
