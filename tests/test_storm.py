@@ -44,8 +44,8 @@ def step_of(step: int, rank: int, size: int) -> Log:
     ]
 
 
-def entered(uid: str, generation: int, step: int) -> dict[str, Any]:
-    return {"kind": "Reformed", "uid": uid, "generation": generation, "step": step}
+def entered(uid: str, generation: int, step: int, *, members: int = 3) -> dict[str, Any]:
+    return {"kind": "Reformed", "uid": uid, "generation": generation, "step": step, "members": members}
 
 
 def logs() -> list[Log]:
@@ -145,6 +145,19 @@ def test_going_back_is_seen_and_must_be_said() -> None:
     before[1].insert(-6, said)
     found = verdict_of(before)
     assert found.problems == [] and (found.lost_samples, found.doubled_samples) == (0, 0)
+
+
+def test_who_was_lost_counts_from_the_last_generation_that_all_had_entered() -> None:
+    """c joined last and had committed nothing when it was lost with a: two hosts are out, not one. If a was lost in a generation that b alone has entered, it counts too."""
+    a = [entered("a", 1, 0, members=2), *(e for t in (1, 2, 3) for e in step_of(t, 0, 2)), entered("a", 2, 3)]
+    b = [entered("b", 1, 0, members=2), *(e for t in (1, 2, 3) for e in step_of(t, 1, 2)), entered("b", 2, 3)]
+    b += [entered("b", 4, 1, members=1), *(e for t in range(2, 7) for e in step_of(t, 0, 1))]
+    for between in ([], [entered("b", 3, 3, members=2)]):
+        log = [a, [*b[:8], *between, *b[8:]], [entered("c", 2, 3)]]
+        (back,) = verdict_of(log).rollbacks
+        assert back.lost_hosts == ("a", "c")
+    log = [a, [*b[:8], entered("b", 3, 3, members=1), *b[8:]], [entered("c", 2, 3)]]
+    assert verdict_of(log).rollbacks[0].lost_hosts == ()
 
 
 def test_a_step_that_only_a_dead_member_knew_is_no_way_back() -> None:
