@@ -43,7 +43,8 @@ def run_problems(recipe: Recipe, *, world: int, tokenizer_vocab: int | None = No
         slots = recipe.resilience.slots_per_rank if spec.moe_layers else None
         folding = resolve_mapping(recipe.folding, spec, world=world, seq_len=t.seq_len, slots_per_rank=slots, **batch)
         problems += _pair_problems(recipe, folding) if batch else []
-        problems += heal_problems(folding, floor=holders_needed(recipe)) if recipe.resilience.heal else []
+        if recipe.resilience.heal:
+            problems += heal_problems(folding, floor=holders_needed(recipe), replicated=slots is not None)
     except ConfigError as error:
         seen = {p.where for p in problems}
         problems += [p for p in error.problems if p.where not in seen]

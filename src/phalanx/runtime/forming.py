@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -142,10 +143,21 @@ class Team:
     so that no peer waits; but descriptors and threads stay until the last reference is gone.
     """
 
-    def __init__(self, generation: Generation, uid: str, *, timeout_s: float, far: bool = False) -> None:
+    def __init__(
+        self,
+        generation: Generation,
+        uid: str,
+        *,
+        timeout_s: float,
+        far: bool = False,
+        uids: Sequence[str] = (),
+        reports: Sequence[Report] = (),
+    ) -> None:
         self.generation, self.uid = generation, uid
-        self.rank, self.size = generation.uids.index(uid), len(generation.members)
-        self.reports: tuple[Report, ...] = ()
+        self.uids = tuple(uids) or generation.uids
+        """In the order of their ranks."""
+        self.rank, self.size = self.uids.index(uid), len(generation.members)
+        self.reports = tuple(sorted(reports, key=lambda report: self.uids.index(report.uid)))
         """Of all members, in the order of their ranks."""
         self.begun = False
         """Whether a step of the run was ever committed: then nobody may begin anew."""
@@ -181,6 +193,15 @@ def _abort_devices() -> None:
             backend.abort()
 
 
+Order = Callable[[Generation, Sequence[Report]], Sequence[str]]
+"""Ranks of the members: their names in that order. The same on all of them, for all have the same reports."""
+
+
+def as_listed(generation: Generation, reports: Sequence[Report]) -> Sequence[str]:
+    """Ranks in the order of the generation."""
+    return generation.uids
+
+
 def ready_keys(generation: Generation) -> list[str]:
     """One for each member: its report, written when it can form the groups."""
     return [f"ready/{generation.number}/{uid}" for uid in generation.uids]
@@ -211,15 +232,18 @@ def form(
     limit_s: float = 60.0,
     own_machine: bool = True,
     watch: Callable[[Team], None] = lambda team: None,
+    order: Order = as_listed,
 ) -> Team:
     """Connect the members of `generation`; this one has put its report under its key of `ready_keys`. Collective.
 
     `timeout_s` is for collectives, `limit_s` for members to become ready. `watch` is given the team before it connects, so that a watchdog can kick
-    it from then on. Raises `NewerGeneration`, `PeerError`, `ServiceLost`. Nothing is left of a group that could not be made.
+    it from then on. `order` decides the ranks. Raises `NewerGeneration`, `PeerError`, `ServiceLost`. Nothing is left of a group that could not be made.
     """
     begin_s = time.monotonic()
     meet(generation, keys, limit_s=limit_s, newer=newer)
-    team = Team(generation, uid, timeout_s=timeout_s, far=not own_machine)
+    reports = _reports(generation, keys)
+    ranks, far = order(generation, reports), not own_machine
+    team = Team(generation, uid, timeout_s=timeout_s, far=far, uids=ranks, reports=reports)
     watch(team)
     if team.size > 1:
         if own_machine:
@@ -237,6 +261,15 @@ def form(
         raise NewerGeneration(f"generation {generation.number} is over")
     team.formed_s = time.monotonic() - begin_s
     return team
+
+
+def _reports(generation: Generation, keys: Keys) -> list[Report]:
+    """Of all members, who have written them before the barrier let anybody through. Raises `PeerError` where some are gone."""
+    texts = [keys.get(key) for key in ready_keys(generation)]
+    reports = [Report(**json.loads(text)) for text in texts if text is not None]
+    if len(reports) < len(texts):
+        raise PeerError(f"reports of generation {generation.number} are missing")
+    return reports
 
 
 def _init(team: Team, store: dist.Store, *, device: str, timeout_s: float) -> None:

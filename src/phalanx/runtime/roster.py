@@ -153,7 +153,10 @@ class Roster:
 
     def _tell_deaths(self, membership: Membership) -> None:
         uids = {lost.uid: lost.why for lost in self._untold if not lost.generation}
-        self.newest = membership.propose_death(uids, "; ".join(dict.fromkeys(uids.values())), self.newest)
+        lost_s = min((lost.at_s for lost in self._untold if not lost.generation), default=0.0)
+        self.newest = membership.propose_death(
+            uids, "; ".join(dict.fromkeys(uids.values())), self.newest, lost_s=lost_s
+        )
         for lost in self._untold:
             if not lost.generation and self.newest is not None:
                 lost.generation = self.newest.number
@@ -234,7 +237,7 @@ class Roster:
     def _put_out(self, membership: Membership, uids: Sequence[str], why: str) -> Generation | None:
         """Members that are not ours."""
         at_s = now_s()
-        self.newest = membership.propose_death(uids, why, self.newest) or self.newest
+        self.newest = membership.propose_death(uids, why, self.newest, lost_s=at_s) or self.newest
         if self.newest is not None:
             told = Lost("", why, at_s, told_s=now_s() - at_s, generation=self.newest.number)
             self._untold += [replace(told, uid=uid) for uid in uids]

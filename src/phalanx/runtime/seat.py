@@ -19,8 +19,10 @@ import time
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from phalanx.core.clock import now_s
 from phalanx.core.errors import PeerError, PhalanxError, RunError
-from phalanx.runtime.forming import NewerGeneration, Team, form, ready_keys
+from phalanx.core.events import Emit, Event, ignore
+from phalanx.runtime.forming import NewerGeneration, Order, Team, as_listed, form, ready_keys
 from phalanx.runtime.keys import Keys, Service, ServiceLost
 from phalanx.runtime.membership import Announcement, Generation, Member, Membership, StaleMember, TooFewMembers
 from phalanx.runtime.reach import Door, agree_who_goes, door_key, knock_at
@@ -68,6 +70,18 @@ class Left(PhalanxError):
 
 
 @dataclass(frozen=True, kw_only=True)
+class TooFew(Event):
+    """A generation has fewer members than the run needs: this one waits for more."""
+
+    uid: str
+    generation: int
+    members: tuple[str, ...]
+    minimum: int
+    why: str
+    """Who is gone, in words."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class SeatSettings:
     """How a worker takes part."""
 
@@ -102,7 +116,12 @@ class Seat:
         self._said_in = ""
         self._refused: PhalanxError | None = None
         self._begun = False
+        self._votes: Votes | None = None
         self._over: tuple[End | None, str] | None = None
+        self.closing = False
+        """The run was stopped while it had too few members: those that are left meet once more, to save what they hold."""
+        self.tell: Emit = ignore
+        self._seen_s: dict[int, float] = {}
         self._forming = False
         """The team is not connected yet."""
         self._news = threading.Condition()
@@ -156,8 +175,8 @@ class Seat:
             told = True
             time.sleep(RENEW_S)
 
-    def next_team(self, report: Report) -> Team:
-        """Connect to the next generation that this member is in and that has enough members; all their reports are in `team.reports`.
+    def next_team(self, report: Report, *, order: Order = as_listed) -> Team:
+        """Connect to the next generation that this member is in and that has enough members; all their reports are in `team.reports`, their ranks as `order` says.
 
         Raises `StaleMember`, `Left`, `RunOver`, `TooFewMembers`, and `RunError` where the service stays away.
         """
@@ -167,7 +186,7 @@ class Seat:
             generation = self._next_generation(before)
             before = generation
             try:
-                return self._form(generation, report)
+                return self._form(generation, report, order)
             except NewerGeneration:
                 continue
             except ServiceLost:
@@ -181,7 +200,7 @@ class Seat:
         """Vote for `step` and return the decision. Raises `InDoubt`."""
         if self.team is None:
             raise RunError("a member votes in a generation that it is connected to")
-        votes = Votes(self._keys_of(self.team.generation), self.team.generation, self.uid)
+        votes = self._votes_of(self.team.generation)
         decision = votes.vote(step, then=self._then, broken=self.broken, limit_s=self.settings.vote_s)
         if decision.commit and not self._begun:
             self._begun = True
@@ -193,6 +212,13 @@ class Seat:
                 votes.forget(step - 1)
         return decision
 
+    def _votes_of(self, generation: Generation) -> Votes:
+        """The same as long as generation and connection are."""
+        keys = self._keys_of(generation)
+        if self._votes is None or self._votes.keys is not keys or self._votes.generation != generation:
+            self._votes = Votes(keys, generation, self.uid)
+        return self._votes
+
     def settle(self, step: int) -> Decision | None:
         """The decision of `step`, "abort" if there was none; None where the service cannot say."""
         if self.team is None:
@@ -202,6 +228,11 @@ class Seat:
         except ServiceLost:
             self._forget_keys()
             return None
+
+    def told_s(self, generation: Generation) -> float:
+        """From when the supervisor knew of a loss until this member did; 0 where nobody is lost."""
+        seen_s = self._seen_s.get(generation.number, 0.0)
+        return max(0.0, seen_s - generation.lost_s) if seen_s and generation.lost_s else 0.0
 
     def broken(self) -> bool:
         """Whether the team cannot go on: somebody of it is lost, or this member is."""
@@ -246,9 +277,13 @@ class Seat:
 
     def _next_generation(self, before: Generation | None) -> Generation:
         """The newest one after `before`, with this member and enough others."""
-        asked_s = time.monotonic() + RENEW_S
+        asked_s, told = time.monotonic() + RENEW_S, 0
         knock_s = time.monotonic() + KNOCK_AFTER_S
         while True:
+            short = self._too_few(before)
+            if short is not None and short.generation > told:
+                told = short.generation
+                self.tell(short)
             with self._news:
                 found = self.newest
                 if self._refused is not None:
@@ -268,9 +303,17 @@ class Seat:
                 self._renew(before)
                 asked_s = time.monotonic() + RENEW_S
 
+    def _too_few(self, before: Generation | None) -> TooFew | None:
+        """What is to be told where this member can only wait."""
+        with self._news:
+            new = self.newest
+            if new is None or new.enough or self.closing or self.uid not in new.uids or not _later(new, before):
+                return None
+        return TooFew(uid=self.uid, generation=new.number, members=new.uids, minimum=new.minimum, why=new.why)
+
     def _is_for_me(self, found: Generation) -> bool:
         if self.uid in found.uids:
-            return found.enough
+            return found.enough or self.closing
         if self.uid in found.leaving:
             raise Left(f"{self.uid} has left the run")
         if self.last is not None:
@@ -294,7 +337,7 @@ class Seat:
             return
         self._forget_keys()
 
-    def _form(self, generation: Generation, report: Report) -> Team:
+    def _form(self, generation: Generation, report: Report, order: Order) -> Team:
         keys = self._keys_of(generation)
         mine = ready_keys(generation)[generation.uids.index(self.uid)]
         keys.put(mine, json.dumps(asdict(report)))
@@ -309,16 +352,13 @@ class Seat:
                 limit_s=self.settings.meet_s,
                 own_machine=self.settings.own_machine,
                 watch=self._connect_watched,
+                order=order,
             )
         finally:
             with self._news:
                 self._forming = False
         try:
-            texts = [keys.get(k) for k in ready_keys(generation)]
             team.begun = keys.get(BEGUN) is not None
-            team.reports = tuple(Report(**json.loads(t)) for t in texts if t is not None)
-            if len(team.reports) < team.size:
-                raise PeerError(f"reports of generation {generation.number} are missing")
         except PeerError:
             self.drop()
             raise
@@ -433,6 +473,7 @@ class Seat:
     def _see(self, found: Generation) -> None:
         with self._news:
             self.newest = found
+            self._seen_s[found.number] = now_s()
             if self.uid in found.uids:
                 self.last = found
             if self.team is not None and (self._forming or self._ends(self.team.generation)):
@@ -442,10 +483,13 @@ class Seat:
     def _look_for_the_end(self, keys: Keys) -> None:
         finished, stop = keys.get("finished"), keys.get("stop")
         enough = self.newest is not None and self.newest.enough
+        taking_part = self.newest is not None and self.uid in self.newest.uids
         with self._news:
             if finished is not None:
                 end = End.read(finished)
                 self._over = end, f"the run is over: {end.step} steps are done"
+            elif stop is not None and not enough and taking_part:
+                self.closing = True
             elif stop is not None and not enough:
                 self._over = None, stop
             self._news.notify_all()

@@ -36,17 +36,18 @@ from phalanx.plan.folding import Folding
 from phalanx.plan.heal import Healing, heal_problems
 from phalanx.plan.heal_hosts import holders_needed, wanted_ranks
 from phalanx.runtime.allocator import keep_freed_memory
+from phalanx.runtime.away import AWAY_FILE, AwayFile
 from phalanx.runtime.groups import use_interface_to
 from phalanx.runtime.member import run_member
 from phalanx.runtime.seat import Seat, SeatSettings
 from phalanx.runtime.service_address import expect_service, service_at
 from phalanx.runtime.supervisor import MemberMain, Supervisor, SupervisorSettings
-from phalanx.train.assemble import state_dtype
+from phalanx.train.assemble import bucket_elements, state_dtype
 from phalanx.train.closing import summary_of
 from phalanx.train.healing import HealingBody, HealingRun
 from phalanx.train.run_folder import RunFolder
 from phalanx.train.run_hosts import RunHosts
-from phalanx.train.setup import DTYPES, resolve_pipeline, resolve_shape
+from phalanx.train.setup import DTYPES, replicas_of, resolve_pipeline, resolve_shape
 from phalanx.train.trainer import versions
 from phalanx.train.watch import Watch, WatchedSinks
 
@@ -73,15 +74,20 @@ def train_healing(recipe: Recipe, *, threads: int, port: int = 0, watch: Watch |
         else:
             run, first, host = prepare_run(recipe, folder), 0, "local"
         main = partial(work, run, threads=threads, first=first, watch=watch)
-        return _supervisor(recipe, host, main, port=port, tell=ignore if watch is None else watch.host).run()
+        return _supervisor(run, host, main, port=port, tell=ignore if watch is None else watch.host).run()
     finally:
         lock.close()
 
 
-def _supervisor(recipe: Recipe, host: str, main: MemberMain, *, port: int, tell: Emit) -> Supervisor:
+def _supervisor(run: HealingRun, host: str, main: MemberMain, *, port: int, tell: Emit) -> Supervisor:
     """This host's, and with it the service where this host keeps it. Waits for one that others keep."""
+    recipe = run.recipe
     address = None if recipe.resilience.service is None else parse_service(recipe.resilience.service)
     settings = supervisor_settings(recipe, host, own_machine=address is None or address.is_here)
+    away = AWAY_FILE if address is None else f"{AWAY_FILE}-{host}"
+    settings = replace(
+        settings, minimum=max(settings.minimum, run.healing.least()), away=AwayFile(run.folder.path / away)
+    )
     if address is None:
         return Supervisor(main, settings, port=port, tell=tell)
     if not address.is_here:
@@ -119,15 +125,24 @@ def prepare_run(recipe: Recipe, folder: RunFolder) -> HealingRun:
     prepared = _prepare_text(recipe, folder)
     spec, folding = resolve_shape(recipe, world=wanted_ranks(recipe), tokenizer_vocab=prepared.tokenizer.vocab_size)
     assert isinstance(folding, Folding)  # the rules refuse stages of their own with a mode, and healing without one
-    floor = holders_needed(recipe)
-    raise_if(heal_problems(folding, floor=floor), ConfigError, subject="the recipe")
+    resolve_pipeline(recipe, spec, folding)  # or what is wrong with it
+    alone = recipe.resilience.service is None
+    asked = replicas_of(recipe, world=folding.world, local_ranks=folding.world if alone else recipe.launch.ranks)
+    replicated = asked.slots_per_rank is not None
+    floor = asked.f if replicated else max(asked.f, holders_needed(recipe))
+    raise_if(heal_problems(folding, floor=floor, replicated=replicated), ConfigError, subject="the recipe")
     healing = Healing(
         spec=spec,
         base=folding,
-        stages=resolve_pipeline(recipe, spec, folding).stages,
         seq_len=recipe.train.seq_len,
         floor=floor,
+        pipeline=recipe.pipeline,
+        cp_method=recipe.folding.cp_method,
         state_bytes=state_dtype(DTYPES[recipe.train.dtype]).itemsize,
+        zero=recipe.optim.zero,
+        bucket_elements=bucket_elements(recipe.optim, state_dtype(DTYPES[recipe.train.dtype])),
+        slots_per_rank=asked.slots_per_rank,
+        loads=asked.loads,
     )
     again = replace(
         recipe,
@@ -161,7 +176,7 @@ def work(run: HealingRun, seat: Seat, *, threads: int, first: int = 0, watch: Wa
         try:
             body = _body(run, sinks, slot=slot, watch=watch)
             seat.announce(plan_hash=_plan_hash(run), version=versions()["phalanx"])
-            why = run_member(seat, body, tell=body.tell)
+            why = run_member(seat, body, tell=body.tell, order=body.order)
         except BaseException as err:
             reason = " ".join([f"{type(err).__name__}:", *str(err).splitlines()[:2]])
             sinks(RunEnded(step=body.step if body else 0, reason=reason, seconds=time.monotonic() - begin_s))
