@@ -14,16 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from heal_plan_help import after, fresh, healing, new_member, shuffled
 from phalanx.bench.storm import StormArgs, run_storm
 from phalanx.bench.storm_arena import users_of
 from phalanx.bench.storm_board import Board
 from phalanx.bench.storm_joins import joins
 from phalanx.bench.storm_ledger import CalmStep, Verdict, calm_steps, judge, read_ledger
-from phalanx.core.config import ModelConfig, RouterConfig
 from phalanx.plan.folding import Folding
-from phalanx.plan.heal import Healing, Place
-from phalanx.plan.model import resolve_model
-from phalanx.plan.pipeline import plain_pipeline
 from phalanx.plan.reshard import plan_reshard
 from phalanx.plan.reshard_types import equal_hosts
 from phalanx.plan.tensor_layout import TensorLayout
@@ -138,10 +135,7 @@ def test_going_back_is_seen_and_must_be_said() -> None:
     (back,) = found.rollbacks
     assert (back.step, back.steps, back.lost_hosts, back.told) == (3, 2, ("a", "c"), False)
     assert found.problems == ["generation 2 goes back from step 5 to 3, and nobody said so"]
-    said = {
-        "kind": "Note",
-        "text": "no member holds it: training goes back to the checkpoint of step 3, 2 steps before",
-    }
+    said = {"kind": "WentBack", "step": 3, "from_step": 5}
     before[1].insert(-6, said)
     found = verdict_of(before)
     assert found.problems == [] and (found.lost_samples, found.doubled_samples) == (0, 0)
@@ -184,14 +178,13 @@ def test_joins_count_from_the_start_of_the_program() -> None:
 def test_what_moves_is_the_least_that_can_move(seed: int) -> None:
     """Of what a member needs, exactly what it does not hold comes to it, whichever ranks share hosts."""
     rng = random.Random(seed)
-    spec = resolve_model(ModelConfig(preset="tiny"), RouterConfig())
-    run = Healing(spec=spec, base=Folding(world=4, ep=2), stages=plain_pipeline(spec).stages, seq_len=32, floor=2)
-    size = rng.randint(3, 6)
-    places: list[Place | None] = [Place(size, rank) for rank in range(size)]
-    places.pop(rng.randrange(size))
-    places += [None] * rng.randint(0, 2)
-    rng.shuffle(places)
-    moves, ranks = run.plan(places).params, range(len(places))
+    run = healing(Folding(world=4, ep=2))
+    before = run.plan(fresh(rng.randint(3, 6)))
+    lost = rng.choice(before.uids)
+    plan = run.plan(
+        shuffled([*after(before, lost=[lost]), *(new_member(50 + i) for i in range(rng.randint(0, 2)))], rng)
+    )
+    moves, ranks = plan.params, range(len(plan.uids))
 
     def there(layout: TensorLayout, rank: int) -> np.ndarray:
         mask = np.zeros(layout.shape, dtype=bool)
@@ -201,8 +194,8 @@ def test_what_moves_is_the_least_that_can_move(seed: int) -> None:
 
     least = sum(int((there(m.dst, r) & ~there(m.src, r)).sum()) * m.itemsize for m in moves for r in ranks)
     for hosts in (0, 1, 2):
-        plan = plan_reshard(moves, equal_hosts([r // hosts if hosts else 0 for r in ranks]))
-        parts = [part for r in ranks for hop in plan.program(r) if hop.dst == r for part in hop.parts]
+        made = plan_reshard(moves, equal_hosts([r // hosts if hosts else 0 for r in ranks]))
+        parts = [part for r in ranks for hop in made.program(r) if hop.dst == r for part in hop.parts]
         assert sum(math.prod(p.box.sizes) * moves[p.move].itemsize for p in parts) == least
 
 

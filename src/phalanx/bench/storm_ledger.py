@@ -98,8 +98,8 @@ def _read_log(ledger: Ledger, log: Sequence[Record]) -> None:
             uid, generation = event["uid"], event["generation"]
             ledger.entered.setdefault(generation, {})[uid] = event["step"]
             ledger.sizes[generation] = event["members"]
-        elif kind == "Note" and "goes back to the checkpoint of step" in event["text"]:
-            ledger.back.add(int(event["text"].split("goes back to the checkpoint of step")[1].split(",")[0]))
+        elif kind == "WentBack":
+            ledger.back.add(event["step"])
         elif kind == "StepEnded":
             ended[event["step"]] = event
         elif kind == "SamplesTaken" and event["step"] in ended:
