@@ -6,6 +6,7 @@ import copy
 import math
 import os
 import random
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -264,3 +265,21 @@ def test_a_short_storm_loses_nothing(tmp_path: Path) -> None:
     assert (result.rollbacks, result.hung, result.orphans) == (0, 0, 0)
     assert result.zombies_refused >= 1
     assert all(r["resumed_s"] is None or r["resumed_s"] < 30.0 for r in result.recoveries)
+
+
+def etcd_program() -> Path | None:
+    fetched = Path(__file__).resolve().parent.parent / ".etcd" / "root" / "usr" / "bin" / "etcd"
+    found = shutil.which("etcd")
+    return Path(found) if found else fetched if fetched.exists() else None
+
+
+@pytest.mark.ranks
+def test_a_storm_with_etcd_loses_nothing(tmp_path: Path) -> None:
+    program = etcd_program()
+    if program is None:
+        pytest.skip("no etcd here: `sh scripts/etcd.sh` fetches it from the distribution's packages")
+    kinds = ("kill", "service", "host")
+    result = run_storm(StormArgs(faults=3, seed=1, between_s=0.1, kinds=kinds, etcd=program), tmp_path)
+    assert result.failures == []
+    assert (result.lost_samples, result.doubled_samples, result.bitwise_equal) == (0, 0, True)
+    assert (result.rollbacks, result.hung, result.orphans) == (0, 0, 0)
