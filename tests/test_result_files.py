@@ -24,6 +24,7 @@ COMMANDS = {
     "bench storm": ("phalanx.bench.storm", "run_storm"),
     "bench recovery": ("phalanx.bench.recovery", "measure"),
     "bench storm-members": ("phalanx.bench.storm_members", "storm"),
+    "bench heal-cost": ("phalanx.bench.heal_cost", "measure"),
     "bench robust": ("phalanx.bench.robust", "measure"),
     "bench pipeline": ("phalanx.bench.pipeline", "measure"),
     "bench reshard": ("phalanx.bench.reshard", "measure"),

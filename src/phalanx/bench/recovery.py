@@ -136,11 +136,8 @@ def main(args: list[str]) -> int:
         if folder is None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="phalanx-recovery-")))
         cases = measure(options, folder, tell=lambda text: print(text, flush=True))
-    found = result(options, cases)
     print(report(cases))
-    if options.json is not None:
-        write_json(options.json, found)
-    return 1 if found["doubled_samples"] else 0
+    return 1 if result(options, cases)["doubled_samples"] else 0
 
 
 def problems(options: RecoveryArgs) -> list[Problem]:
@@ -174,6 +171,8 @@ def measure(options: RecoveryArgs, folder: Path, *, tell: Callable[[str], None])
                 case = make_case(what, workload, figures, options)
                 _replay_all(case, workload, folder / name, options, tell, cores)
                 cases.append(case)
+                if options.json is not None:  # what is measured is kept, whatever ends this program
+                    write_json(options.json, result(options, cases))
     return cases
 
 

@@ -3,7 +3,7 @@
     echo "1 3" > runs/NAME/away     workers of slots 1 and 3 are not started again once they end, however they end
     rm runs/NAME/away               both are started at once and join at the next step boundary
 
-A scheduler that takes a part of a machine back, or a test that loses a host for good, says so here. Whoever writes the file ends the worker.
+On several hosts each has a file of its own, `away-HOST`, with the numbers of its own slots. A scheduler that takes a part of a machine back, or a test that loses a host for good, says so here. Whoever writes the file ends the worker.
 """
 
 from __future__ import annotations
