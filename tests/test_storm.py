@@ -6,6 +6,7 @@ import copy
 import math
 import os
 import random
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -14,16 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from heal_plan_help import after, fresh, healing, new_member, shuffled
 from phalanx.bench.storm import StormArgs, run_storm
 from phalanx.bench.storm_arena import users_of
 from phalanx.bench.storm_board import Board
 from phalanx.bench.storm_joins import joins
 from phalanx.bench.storm_ledger import CalmStep, Verdict, calm_steps, judge, read_ledger
-from phalanx.core.config import ModelConfig, RouterConfig
 from phalanx.plan.folding import Folding
-from phalanx.plan.heal import Healing, Place
-from phalanx.plan.model import resolve_model
-from phalanx.plan.pipeline import plain_pipeline
 from phalanx.plan.reshard import plan_reshard
 from phalanx.plan.reshard_types import equal_hosts
 from phalanx.plan.tensor_layout import TensorLayout
@@ -44,8 +42,8 @@ def step_of(step: int, rank: int, size: int) -> Log:
     ]
 
 
-def entered(uid: str, generation: int, step: int) -> dict[str, Any]:
-    return {"kind": "Reformed", "uid": uid, "generation": generation, "step": step}
+def entered(uid: str, generation: int, step: int, *, members: int = 3) -> dict[str, Any]:
+    return {"kind": "Reformed", "uid": uid, "generation": generation, "step": step, "members": members}
 
 
 def logs() -> list[Log]:
@@ -138,13 +136,23 @@ def test_going_back_is_seen_and_must_be_said() -> None:
     (back,) = found.rollbacks
     assert (back.step, back.steps, back.lost_hosts, back.told) == (3, 2, ("a", "c"), False)
     assert found.problems == ["generation 2 goes back from step 5 to 3, and nobody said so"]
-    said = {
-        "kind": "Note",
-        "text": "no member holds it: training goes back to the checkpoint of step 3, 2 steps before",
-    }
+    said = {"kind": "WentBack", "step": 3, "from_step": 5}
     before[1].insert(-6, said)
     found = verdict_of(before)
     assert found.problems == [] and (found.lost_samples, found.doubled_samples) == (0, 0)
+
+
+def test_who_was_lost_counts_from_the_last_generation_that_all_had_entered() -> None:
+    """c joined last and had committed nothing when it was lost with a: two hosts are out, not one. If a was lost in a generation that b alone has entered, it counts too."""
+    a = [entered("a", 1, 0, members=2), *(e for t in (1, 2, 3) for e in step_of(t, 0, 2)), entered("a", 2, 3)]
+    b = [entered("b", 1, 0, members=2), *(e for t in (1, 2, 3) for e in step_of(t, 1, 2)), entered("b", 2, 3)]
+    b += [entered("b", 4, 1, members=1), *(e for t in range(2, 7) for e in step_of(t, 0, 1))]
+    for between in ([], [entered("b", 3, 3, members=2)]):
+        log = [a, [*b[:8], *between, *b[8:]], [entered("c", 2, 3)]]
+        (back,) = verdict_of(log).rollbacks
+        assert back.lost_hosts == ("a", "c")
+    log = [a, [*b[:8], entered("b", 3, 3, members=1), *b[8:]], [entered("c", 2, 3)]]
+    assert verdict_of(log).rollbacks[0].lost_hosts == ()
 
 
 def test_a_step_that_only_a_dead_member_knew_is_no_way_back() -> None:
@@ -171,14 +179,13 @@ def test_joins_count_from_the_start_of_the_program() -> None:
 def test_what_moves_is_the_least_that_can_move(seed: int) -> None:
     """Of what a member needs, exactly what it does not hold comes to it, whichever ranks share hosts."""
     rng = random.Random(seed)
-    spec = resolve_model(ModelConfig(preset="tiny"), RouterConfig())
-    run = Healing(spec=spec, base=Folding(world=4, ep=2), stages=plain_pipeline(spec).stages, seq_len=32, floor=2)
-    size = rng.randint(3, 6)
-    places: list[Place | None] = [Place(size, rank) for rank in range(size)]
-    places.pop(rng.randrange(size))
-    places += [None] * rng.randint(0, 2)
-    rng.shuffle(places)
-    moves, ranks = run.plan(places).params, range(len(places))
+    run = healing(Folding(world=4, ep=2))
+    before = run.plan(fresh(rng.randint(3, 6)))
+    lost = rng.choice(before.uids)
+    plan = run.plan(
+        shuffled([*after(before, lost=[lost]), *(new_member(50 + i) for i in range(rng.randint(0, 2)))], rng)
+    )
+    moves, ranks = plan.params, range(len(plan.uids))
 
     def there(layout: TensorLayout, rank: int) -> np.ndarray:
         mask = np.zeros(layout.shape, dtype=bool)
@@ -188,8 +195,8 @@ def test_what_moves_is_the_least_that_can_move(seed: int) -> None:
 
     least = sum(int((there(m.dst, r) & ~there(m.src, r)).sum()) * m.itemsize for m in moves for r in ranks)
     for hosts in (0, 1, 2):
-        plan = plan_reshard(moves, equal_hosts([r // hosts if hosts else 0 for r in ranks]))
-        parts = [part for r in ranks for hop in plan.program(r) if hop.dst == r for part in hop.parts]
+        made = plan_reshard(moves, equal_hosts([r // hosts if hosts else 0 for r in ranks]))
+        parts = [part for r in ranks for hop in made.program(r) if hop.dst == r for part in hop.parts]
         assert sum(math.prod(p.box.sizes) * moves[p.move].itemsize for p in parts) == least
 
 
@@ -258,3 +265,21 @@ def test_a_short_storm_loses_nothing(tmp_path: Path) -> None:
     assert (result.rollbacks, result.hung, result.orphans) == (0, 0, 0)
     assert result.zombies_refused >= 1
     assert all(r["resumed_s"] is None or r["resumed_s"] < 30.0 for r in result.recoveries)
+
+
+def etcd_program() -> Path | None:
+    fetched = Path(__file__).resolve().parent.parent / ".etcd" / "root" / "usr" / "bin" / "etcd"
+    found = shutil.which("etcd")
+    return Path(found) if found else fetched if fetched.exists() else None
+
+
+@pytest.mark.ranks
+def test_a_storm_with_etcd_loses_nothing(tmp_path: Path) -> None:
+    program = etcd_program()
+    if program is None:
+        pytest.skip("no etcd here: `sh scripts/etcd.sh` fetches it from the distribution's packages")
+    kinds = ("kill", "service", "host")
+    result = run_storm(StormArgs(faults=3, seed=1, between_s=0.1, kinds=kinds, etcd=program), tmp_path)
+    assert result.failures == []
+    assert (result.lost_samples, result.doubled_samples, result.bitwise_equal) == (0, 0, True)
+    assert (result.rollbacks, result.hung, result.orphans) == (0, 0, 0)

@@ -40,7 +40,7 @@ class Rollback:
     steps: int
     """How many were done again."""
     lost_hosts: tuple[str, ...]
-    """Hosts whose members had committed the last of them and are not there any more."""
+    """Hosts that are out since state was last where it should be: since the last generation that all its members had entered."""
     told: bool
     """Somebody said so."""
 
@@ -52,6 +52,8 @@ class Ledger:
     lines: list[Line] = field(default_factory=list)
     entered: dict[int, dict[str, int]] = field(default_factory=dict)
     """Generation -> member -> steps committed when it entered."""
+    sizes: dict[int, int] = field(default_factory=dict)
+    """Generation -> how many members it has."""
     back: set[int] = field(default_factory=set)
     """Steps to which somebody said that training goes back."""
 
@@ -95,8 +97,9 @@ def _read_log(ledger: Ledger, log: Sequence[Record]) -> None:
         if kind == "Reformed":
             uid, generation = event["uid"], event["generation"]
             ledger.entered.setdefault(generation, {})[uid] = event["step"]
-        elif kind == "Note" and "goes back to the checkpoint of step" in event["text"]:
-            ledger.back.add(int(event["text"].split("goes back to the checkpoint of step")[1].split(",")[0]))
+            ledger.sizes[generation] = event["members"]
+        elif kind == "WentBack":
+            ledger.back.add(event["step"])
         elif kind == "StepEnded":
             ended[event["step"]] = event
         elif kind == "SamplesTaken" and event["step"] in ended:
@@ -162,7 +165,7 @@ def _without_void(ledger: Ledger, verdict: Verdict) -> list[Line]:
         void = [line for line in live if line.generation < number and line.step > step]
         top = max((line.step for line in void), default=step)
         if top - step > 1 or any(line.uid in inside for line in void):
-            lost = {_host(line.uid) for line in void if line.step == top and line.uid not in inside}
+            lost = {_host(uid) for uid in _whole_before(ledger, number) if uid not in inside}
             told = step in ledger.back
             verdict.rollbacks.append(
                 Rollback(generation=number, step=step, steps=top - step, lost_hosts=tuple(sorted(lost)), told=told)
@@ -171,6 +174,12 @@ def _without_void(ledger: Ledger, verdict: Verdict) -> list[Line]:
                 verdict.problems.append(f"generation {number} goes back from step {top} to {step}, and nobody said so")
         live = [line for line in live if line.generation >= number or line.step <= step]
     return live
+
+
+def _whole_before(ledger: Ledger, number: int) -> set[str]:
+    """Members of the last generation before `number` that all of its members had entered."""
+    whole = [g for g, inside in ledger.entered.items() if g < number and len(inside) == ledger.sizes[g]]
+    return set(ledger.entered[max(whole)]) if whole else set()
 
 
 def _host(uid: str) -> str:

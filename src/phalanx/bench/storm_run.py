@@ -170,9 +170,8 @@ def _full(arena: Arena) -> bool:
     """Whether all places take part."""
     if len(arena.places()) < arena.board.places:
         return False
-    told = [arena.board.read(place) for place in range(arena.board.places)]
-    top = max(step for _, _, step in told)
-    return all(step >= top - 1 and phase != "waits" for _, phase, step in told)
+    steps = [arena.board.read(place)[2] for place in range(arena.board.places)]
+    return min(steps) >= max(steps) - 1  # one that has just come has committed nothing
 
 
 def _board(arena: Arena) -> str:

@@ -25,6 +25,9 @@ from phalanx.plan.recipe import run_problems
 from phalanx.runtime.boxes import BoxTensor
 from phalanx.runtime.checkpoint import CheckpointManager
 from phalanx.runtime.keys import Service
+from phalanx.runtime.launch import run_local
+from phalanx.train.heal_run import train_healing
+from phalanx.train.trainer import train
 from phalanx.train.watch import PHASES
 
 TIMEOUT_S = 60.0
@@ -122,9 +125,6 @@ def calm_recipe(setup: Setup, folder: Path, *, steps: int, ranks: int) -> Recipe
 
 def train_calmly(setup: Setup, folder: Path, *, steps: int) -> Path:
     """The undisturbed run; its folder."""
-    from phalanx.runtime.launch import run_local
-    from phalanx.train.trainer import train
-
     ranks = setup.ranks if setup.mode == "fast" else 2
     recipe = calm_recipe(setup, folder, steps=steps, ranks=ranks)
     run_local(lambda info, stop: train(recipe, info, stop), ranks=ranks, threads=1)
@@ -145,8 +145,6 @@ class TrainerArena(Arena):
         self.setup = setup if setup.service else replace(setup, service=f"{where.host}:{where.port}")  # type: ignore[attr-defined]
 
     def _host(self, name: str, start: int) -> int:
-        from phalanx.train.heal_run import train_healing
-
         first = self.names.index(name) * self.slots
         watch = StormWatch(self.board, self.folder, host=name, start=start, first=first)
         return train_healing(recipe_of(self.setup, self.folder, host=name), threads=1, watch=watch)

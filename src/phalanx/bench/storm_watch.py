@@ -10,7 +10,7 @@ from phalanx.bench.storm_board import Board
 from phalanx.core.events import Event
 from phalanx.train.watch import Phase
 
-TOLD = ("Reformed", "Committed", "StepEnded", "SamplesTaken", "TeamFormed", "Note")
+TOLD = ("Reformed", "Committed", "StepEnded", "SamplesTaken", "TeamFormed", "Note", "WentBack")
 """Events of a worker that the storm keeps."""
 
 

@@ -164,6 +164,8 @@ class Team:
         self.sockets = Sockets(far=far)
         self.groups = TeamGroups(self.sockets, timeout_s=timeout_s)
         self.kicked = False
+        self.store: dist.Store | None = None
+        """What its groups meet at. torch keeps the C++ half of a store only: one written in Python answers nothing once its object is gone."""
         self.formed_s = 0.0
         """How long the groups took, barrier included."""
 
@@ -181,6 +183,7 @@ class Team:
         if dist.is_initialized():
             with contextlib.suppress(Exception):  # what it complains about was shut on purpose
                 dist.destroy_process_group()
+        self.store = None
         gc.collect()
 
 
@@ -250,7 +253,8 @@ def form(
             use_loopback()
         try:
             with team.sockets.noted():
-                _init(team, store_of(keys), device=device, timeout_s=timeout_s)
+                team.store = store_of(keys)
+                _init(team, team.store, device=device, timeout_s=timeout_s)
         except RuntimeError as err:
             text = (str(err).strip() or type(err).__name__).splitlines()[0]
             err.__traceback__ = None

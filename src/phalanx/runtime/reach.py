@@ -28,8 +28,8 @@ KNOCK_S = 1.5
 COLLECT_S = 0.5
 """How long reports of others are waited for."""
 LOOK_S = 0.02
-KEEP_ALIVE_S = 3
-"""Of a connection on which nothing comes: after so long without a sign of the peer's kernel it is broken."""
+LINK_S = 4.0
+"""A connection between machines is broken after so long without a sign of the peer's kernel."""
 
 
 def put_out(uids: Sequence[str], told: Mapping[str, Collection[str]]) -> tuple[str, ...]:
@@ -155,12 +155,14 @@ def agree_who_goes(keys: Keys, generation: Generation, *, own: str, over: Callab
 
 
 def keep_alive(sock: socket.socket) -> None:
-    """Let the kernel ask the peer's whether it is there while nothing comes, and break the connection where nobody answers.
+    """Let the kernel break the connection where the peer's does not answer for `LINK_S`: neither to what was sent nor, while nothing comes, to the question whether it is there.
 
-    An answer needs no process: peers that compute, or are stopped, give it. (`TCP_USER_TIMEOUT` would also break connections to a peer that is there and reads nothing.)
+    An answer needs no process: peers that compute, or are stopped, give it. `TCP_USER_TIMEOUT` would also break a connection whose peer answers and reads nothing for so long
+    (tcp(7)); gloo sends data only to a receiver that has asked for it, and reads in a thread of its own.
     """
     with contextlib.suppress(OSError):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(LINK_S * 1000))
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEP_ALIVE_S - 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, int(LINK_S) - 1)
