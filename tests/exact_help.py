@@ -20,10 +20,11 @@ from phalanx.kernels.native import compiled_rows
 from phalanx.models.context import ModelContext, TokenBatch
 from phalanx.models.shard import part_of
 from phalanx.plan.dispatch import DispatchSpec
-from phalanx.plan.folding import make_folding
+from phalanx.plan.folding import Folding, make_folding
+from phalanx.plan.holders import ExpertState
 from phalanx.plan.model import ModelSpec, resolve_model
 from phalanx.plan.pipeline import plain_pipeline
-from phalanx.plan.placement import plain_placement
+from phalanx.plan.placement import AnyPlacement, Placement, plain_placement
 from phalanx.runtime.checkpoint import CheckpointManager
 from phalanx.runtime.collectives import Collectives
 from phalanx.runtime.groups import GroupCache, build_groups
@@ -31,6 +32,7 @@ from phalanx.runtime.peers import own_group
 from phalanx.train.assemble import assemble
 from phalanx.train.exact import exact_sums
 from phalanx.train.step import StepParts, eval_loss, train_step
+from phalanx.verify.replicas import random_placements
 from ranks import run_ranks
 
 VOCAB, SEQ, SEQUENCES = 256, 24, 2
@@ -68,6 +70,19 @@ class Ranks:
     tp: int = 1
     pp: int = 1
     zero: int = 1
+    holders: int = 1
+    slots: int | None = None
+    """A rank's, for replicas at random places drawn by `seed`."""
+    seed: int = 0
+    expert_state: ExpertState = "whole"
+
+    def placement(self, spec: ModelSpec, folding: Folding) -> AnyPlacement:
+        if self.slots is None:
+            return plain_placement(max(1, spec.num_experts), folding)
+        if self.world == 1:  # some experts twice
+            slots = (*range(spec.num_experts), *range(self.slots - spec.num_experts))
+            return Placement(num_experts=spec.num_experts, slots=((slots,),))
+        return random_placements(spec.moe_layers, spec.num_experts, folding.ep, self.slots, self.seed)
 
 
 @dataclass(frozen=True)
@@ -105,7 +120,8 @@ def build(rank: int, cache: GroupCache, run: Run, ranks: Ranks) -> StepParts:
     ctx = ModelContext(
         spec=spec,
         dispatch=run.dispatch,
-        placement=plain_placement(max(1, spec.num_experts), folding),
+        placement=ranks.placement(spec, folding),
+        expert_state=ranks.expert_state,
         groups=build_groups(folding, rank=rank, cache=cache, table_ranks=pipeline.stages.table_ranks),
         comms=Collectives(timeout_s=60),
         dtype=run.dtype,
@@ -122,7 +138,8 @@ def build(rank: int, cache: GroupCache, run: Run, ranks: Ranks) -> StepParts:
         num_microbatches=num_rounds(run.samples, owners=folding.replicas),
         pipeline=pipeline,
         samples=run.samples,
-        exact=exact_sums(config, train, folding, rank=rank),
+        exact=exact_sums(config, train, folding, spec=spec, rank=rank),
+        holders=ranks.holders,
     )
 
 
@@ -237,7 +254,39 @@ def _every_rank_squares(rank: int) -> Any:
     return mock.patch.object(gradients, "_is_first", lambda layout, groups: True)
 
 
+def _rows_split(rank: int) -> Any:
+    """Replicas of an expert share rows, whatever chunks they belong to."""
+    from phalanx.runtime import dispatch
+
+    sound = dispatch.plan_local_dispatch
+    return mock.patch.object(
+        dispatch, "plan_local_dispatch", lambda *args, unit_rows, **more: sound(*args, unit_rows=1, **more)
+    )
+
+
+def _holder_left_out(rank: int) -> Any:
+    """Nobody adds what the last rank has of the experts that others hold too."""
+    from phalanx.runtime.holders import HolderSums
+
+    sound = HolderSums.start
+
+    def start(self: HolderSums, flat: torch.Tensor, axis: Any, comms: Any, *, op_id: str) -> None:
+        sound(self, torch.zeros_like(flat) if axis.index == axis.size - 1 else flat, axis, comms, op_id=op_id)
+
+    return mock.patch.object(HolderSums, "start", start)
+
+
+def _every_holder_squares(rank: int) -> Any:
+    """Each holder counts all of its experts in the norm."""
+    from phalanx.runtime import gradients
+
+    return mock.patch.object(gradients, "_counted", lambda layout, segments: [s.tensor for s in segments])
+
+
 FAULTS = {
+    "rows split": _rows_split,
+    "holder left out": _holder_left_out,
+    "every holder squares": _every_holder_squares,
     "fp32 sums": _fp32_sums,
     "joined rows": _joined_rows,
     "seeded by rank": _seeded_by_rank,

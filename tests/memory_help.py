@@ -69,7 +69,7 @@ def assembled(
         lanes=Lanes(1, rows=compiled_rows() if recipe.resilience.mode == "exact" else None),
     )
     t = recipe.train
-    exact = exact_sums(recipe.resilience, t, folding, rank=rank)
+    exact = exact_sums(recipe.resilience, t, folding, spec=spec, rank=rank)
     micro = t.global_batch // t.micro_batch
     return assemble(ctx, optim=recipe.optim, num_microbatches=micro // folding.dp, samples=micro, exact=exact)
 

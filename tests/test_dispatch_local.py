@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 
 import phalanx.plan.dispatch_local as dispatch_local
 from phalanx.core.errors import PlanError
+from phalanx.kernels.exact_experts import chunks_of
 from phalanx.plan.dispatch import plan_dispatch, rows_by_hand
 from phalanx.plan.dispatch_local import plan_local_dispatch
 from phalanx.plan.fleet import equal_fleet
@@ -61,6 +64,32 @@ def test_nothing_is_lost_replicas_are_even_and_home_comes_first(case):
         assert rows.sum(0).max() - rows.sum(0).min() <= 1
         circles = 3 if hosts else 2
         assert (rows > 0).sum() <= circles * (rows.shape[0] + rows.shape[1] - 1)
+
+
+@given(cases(), st.integers(2, 5))
+@settings(max_examples=200, deadline=None)
+def test_chunks_of_rows_stay_together(case, unit_rows):
+    """Whoever cuts what arrives finds the chunks of each source's whole list; replicas share them evenly, and home comes first."""
+    counts, slots, ep, etp, hosts = case
+    plan = plan_local_dispatch(counts, slots, ep=ep, etp=etp, host_of_ep=hosts, unit_rows=unit_rows)
+    plan.check(counts)
+    whole = plan_local_dispatch(-(-counts // unit_rows), slots, ep=ep, etp=etp, host_of_ep=hosts)
+    assert (plan.units_PG == whole.rows_PG).all()
+    for source in range(len(counts)):
+        for expert in set(slots):
+            parts = [(n,) for n in plan.rows_PG[source, np.array(slots) == expert]]
+            cut = [size for part in parts for size in chunks_of([part], unit_rows)[0]]
+            assert cut == list(chunks_of([[counts[source, expert]]], unit_rows)[0])
+
+
+def test_a_chunk_cut_in_two_is_found():
+    plan = plan_local_dispatch([[10], [0]], [0, 0], ep=2, etp=1, unit_rows=4)
+    assert plan.rows_PG.tolist() == [[8, 2], [0, 0]]
+    cut = replace(plan, rows_PG=np.array([[7, 3], [0, 0]]))
+    with pytest.raises(PlanError, match="whole chunks of 4 rows of expert 0"):
+        cut.check([[10], [0]])
+    with pytest.raises(PlanError, match="unit_rows = 0"):
+        plan_local_dispatch([[1]], [0], ep=1, etp=1, unit_rows=0)
 
 
 @given(cases())

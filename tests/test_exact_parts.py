@@ -31,7 +31,8 @@ from phalanx.kernels.grouped import expert_ffn
 from phalanx.kernels.lanes import Lanes
 from phalanx.kernels.native import compiled_rows
 from phalanx.plan.folding import make_folding
-from phalanx.train.exact import exact_sums
+from phalanx.plan.model import PRESETS
+from phalanx.train.exact import CHUNK_ROWS, default_chunk_rows, exact_sums
 
 pytestmark = pytest.mark.unit
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)
@@ -223,9 +224,19 @@ def test_an_update_does_not_depend_on_how_the_state_is_sharded(kind: str, out: t
 
 
 def test_the_room_of_a_sum_does_not_depend_on_the_number_of_ranks() -> None:
-    config, train = ResilienceConfig(mode="exact", chunk_rows=64), TrainConfig()
-    found = {
-        exact_sums(config, train, make_folding(world=n, ep=ep), rank=0) for n, ep in ((1, 1), (2, 2), (3, 1), (8, 4))
-    }
-    assert len(found) == 1
-    assert exact_sums(ResilienceConfig(mode="fast"), train, make_folding(world=2), rank=0) is None
+    train, spec = TrainConfig(), PRESETS["tiny"]
+    for config in (ResilienceConfig(mode="exact", chunk_rows=64), ResilienceConfig(mode="exact", slots_per_rank=4)):
+        found = {
+            exact_sums(config, train, make_folding(world=n, ep=ep), spec=spec, rank=0)
+            for n, ep in ((1, 1), (2, 2), (3, 1), (8, 4))
+        }
+        assert len(found) == 1
+    assert exact_sums(ResilienceConfig(mode="fast"), train, make_folding(world=2), spec=spec, rank=0) is None
+
+
+@pytest.mark.parametrize(("micro_batch", "chunk_rows"), [(1, 64), (4, 64), (64, 512), (512, 2048)])
+def test_chunks_of_experts_with_replicas_are_a_quarter_of_what_a_micro_batch_brings(micro_batch, chunk_rows) -> None:
+    spec, config = PRESETS["tiny"], ResilienceConfig(mode="exact", slots_per_rank=4)
+    train = TrainConfig(micro_batch=micro_batch, seq_len=32 * spec.num_experts // spec.top_k)
+    assert default_chunk_rows(config, train, spec, parts=1) == chunk_rows
+    assert default_chunk_rows(ResilienceConfig(mode="exact"), train, spec, parts=1) == CHUNK_ROWS

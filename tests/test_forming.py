@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from phalanx.runtime.groups import build_groups
 from phalanx.runtime.keys import Keys, open_sockets
 from phalanx.runtime.membership import Generation, Member
 from phalanx.runtime.service import start_store
+from phalanx.runtime.votes import Report
 from phalanx.runtime.worker import fork_worker
 
 pytestmark = pytest.mark.ranks
@@ -67,8 +69,12 @@ def generation(keys: Keys, uids: list[int], number: int) -> Generation:
     return Generation(number=number, epoch=keys.epoch, members=tuple(Member(f"h.{u}", "h") for u in uids))
 
 
+def report(uid: str) -> str:
+    return json.dumps(asdict(Report(uid=uid, step=0, holds=False)))
+
+
 def connect(keys: Keys, who: Generation, rank: int, **rest: Any) -> Team:
-    keys.put(ready_keys(who)[who.uids.index(f"h.{rank}")], "{}")
+    keys.put(ready_keys(who)[who.uids.index(f"h.{rank}")], report(f"h.{rank}"))
     return form(who, f"h.{rank}", keys, timeout_s=TIMEOUT_S, **rest)
 
 
@@ -192,7 +198,7 @@ def test_a_member_that_dies_while_groups_are_made_costs_no_timeout(tmp_path: Pat
 
     def work(rank: int, keys: Keys, folder: Path) -> None:
         who = generation(keys, [0, 1], 1)
-        keys.put(ready_keys(who)[1], "{}")
+        keys.put(ready_keys(who)[1], report("h.1"))
         begin_s = time.monotonic()
         with pytest.raises(PeerError, match="generation 1 does not form"):
             connect(keys, who, 0, watch=lambda team: threading.Timer(0.3, team.kick).start())

@@ -12,6 +12,7 @@ import struct
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,11 @@ import torch
 from phalanx.core.config import ModelConfig, RouterConfig
 from phalanx.core.errors import RunError
 from phalanx.plan.folding import Folding
-from phalanx.plan.heal import Healing, Place, heal_problems
+from phalanx.plan.heal import Healing, HealPlan, heal_problems
 from phalanx.plan.model import resolve_model
-from phalanx.plan.pipeline import plain_pipeline
 from phalanx.plan.reshard import plan_reshard
 from phalanx.plan.reshard_types import equal_hosts
+from phalanx.plan.standing import Fact, Standing
 from phalanx.runtime.boxes import BoxTensor
 from phalanx.runtime.checkpoint import CheckpointManager
 from phalanx.train.heal_state import compare
@@ -34,7 +35,17 @@ from train_help import _SERVER, phalanx, train_args, write_text
 
 def healing(*, ep: int = 2, floor: int = 2) -> Healing:
     spec = resolve_model(ModelConfig(preset="tiny"), RouterConfig(bias_rate=1e-2))
-    return Healing(spec=spec, base=Folding(world=4, ep=ep), stages=plain_pipeline(spec).stages, seq_len=32, floor=floor)
+    return Healing(spec=spec, base=Folding(world=4, ep=ep), seq_len=32, floor=floor)
+
+
+def member(run: Healing, uid: int, at: tuple[int, int] | None) -> Fact:
+    """A member whose state is that of rank `at[1]` of the mapping on `at[0]` ranks."""
+    standing = None if at is None else Standing(folding=run.folding(at[0]), rank=at[1])
+    return Fact(uid=f"local.{uid}.x", machine="local", standing=standing)
+
+
+def plan_for(run: Healing, *places: tuple[int, int] | None) -> HealPlan:
+    return run.plan([member(run, uid, at) for uid, at in enumerate(places)])
 
 
 # ---- plans -----------------------------------------------------------------------------------------------------------
@@ -51,29 +62,32 @@ def test_any_one_may_be_missing_whatever_generations_the_others_come_from(seed: 
     """With f = 2 the loss of one member of a generation leaves everything; the moves pass the checker of all reshard plans."""
     rng, run = random.Random(seed), healing()
     size = rng.randint(3, 6)
-    places: list[Place | None] = [Place(size, rank) for rank in range(size)]
+    places: list[tuple[int, int] | None] = [(size, rank) for rank in range(size)]
     places.pop(rng.randrange(size))
     places += [None] * rng.randint(0, 2)
     rng.shuffle(places)
-    plan = run.plan(places)
-    assert plan.missing == ()
+    plan = plan_for(run, *places)
+    assert plan.missing == () and plan.idle == ()
     for moves in (plan.params, plan.buffers):
         plan_reshard(moves, equal_hosts([0] * len(places))).check()
 
 
 def test_members_of_different_generations_are_sources_together() -> None:
     """One has entered a generation of three, the others still have what they held in one of four."""
-    plan = healing().plan([Place(3, 1), Place(4, 1), None])
+    plan = plan_for(healing(), (3, 1), (4, 1), None)
     assert plan.missing == ()
-    assert {move.src.ranks for move in plan.params} == {(0, 1)}
+    assert {move.src.ranks for move in plan.params} == {
+        tuple(sorted(i for i, f in enumerate(plan.members) if f.standing is not None))
+    }
     plan_reshard(plan.params, equal_hosts([0] * 3)).check()
 
 
 def test_what_nobody_holds_is_named() -> None:
-    plan = healing().plan([Place(4, 0), Place(4, 2), None])
+    plan = plan_for(healing(), (4, 0), (4, 2), None)
     assert plan.missing and all(".experts." in name for name in plan.missing)
     assert "nobody holds all of layers.0.moe.experts" in plan.explain()
-    assert set(healing().plan([None, None]).missing) == {m.name for m in plan.params}
+    nothing = plan_for(healing(), None, None)
+    assert set(nothing.missing) == {m.name for m in (*nothing.params, *nothing.buffers)}
 
 
 def test_experts_of_a_single_holder_are_refused() -> None:
@@ -89,9 +103,15 @@ def test_holders_that_differ_are_found() -> None:
 
 
 def test_what_cannot_heal_is_refused_by_name(tmp_path: Path) -> None:
-    found = phalanx("train", *train_args(tmp_path, resilience__heal="true", folding__tp=2), "--dry-run")
+    found = phalanx(
+        "train",
+        *train_args(
+            tmp_path, resilience__heal="true", resilience__expert_state="sharded", resilience__slots_per_rank=8
+        ),
+        "--dry-run",
+    )
     assert found.returncode == 2
-    for words in ("resilience.mode = 'off'", "optim.zero = 1", "folding.tp = 2"):
+    for words in ("resilience.mode = 'off'", "resilience.expert_state = 'sharded'"):
         assert words in found.stderr
 
 
@@ -122,19 +142,20 @@ def _command(args: list[str], folder: str, faults: Faults) -> None:
 def _plant(faults: Faults, folder: str, *, ranks: int) -> None:
     """Wrap what a worker does in each phase. A byte of shared memory for each victim says that it has died already."""
     from phalanx.models.moe import MoE
+    from phalanx.runtime.collectives import Collectives
     from phalanx.runtime.gradients import GradientBuffers
-    from phalanx.train import heal_run, healing
+    from phalanx.train import heal_run, healing, replacing
 
-    victims = [(phase, slot) for phase, (slots, _) in faults.items() for slot in slots]
+    victims = [(phase, slot) for phase, (slots, _) in faults.items() if phase != "corruption" for slot in slots]
     done, here = mmap.mmap(-1, len(victims) + 1), {"slot": -1, "step": -1, "size": 0}
 
-    pids = mmap.mmap(-1, 4 * ranks)
+    pids, announced = mmap.mmap(-1, 4 * ranks), mmap.mmap(-1, ranks + len(victims))
 
     def maybe_die(phase: str) -> None:
         key = (phase, here["slot"])
         if (
             key in victims
-            and here["size"] == RANKS
+            and here["size"] == ranks
             and here["step"] >= faults[phase][1]
             and not done[victims.index(key)]
         ):
@@ -158,12 +179,27 @@ def _plant(faults: Faults, folder: str, *, ranks: int) -> None:
     before(healing, "commit_step", "commit")
     before(CheckpointManager, "_write_tensors", "checkpoint")
     before(healing, "take_state", "migration")
+    before(replacing, "_take_over", "moving")
+    if "moving" in faults:  # then moving always pays where it helps at all
+        replacing.seconds_of_a_row = lambda parts: 1.0
     reduce_step, enter, compute, work = (
         healing.reduce_step,
         healing.HealingBody.enter,
         healing.HealingBody.compute,
         heal_run.work,
     )
+
+    gather, publish = Collectives.all_gather, healing.publish
+
+    def publishing(*args: Any, **words: Any) -> None:
+        here["publishing"] = 1
+        publish(*args, **words)
+        here["publishing"] = 0
+
+    def gathering(self: Any, *args: Any, op_id: str = "", **words: Any) -> Any:
+        if op_id.startswith("publish/expert") and here.get("publishing"):  # dense parameters are there already
+            maybe_die("publish")
+        return gather(self, *args, op_id=op_id, **words)
 
     def then_vote(*args: Any, **words: Any) -> Any:
         found = reduce_step(*args, **words)
@@ -176,26 +212,55 @@ def _plant(faults: Faults, folder: str, *, ranks: int) -> None:
 
     def computing(self: Any) -> None:
         here["step"] = self.step
-        if here["size"] < ranks and sum(done[: len(victims)]):
-            time.sleep(0.4)  # let the new process come before too many steps are done
+        deaths = sum(done[: len(victims)])
+        if here["size"] < ranks and deaths:  # let the new process come before too many steps are done
+            end_s = time.monotonic() + 15
+            while sum(announced[:]) < ranks + deaths and time.monotonic() < end_s:
+                time.sleep(0.02)
+            time.sleep(0.4)
+        if faults.get("corruption", ((), 0)) == ((here["slot"],), self.step) and not Path(folder, "corrupted").exists():
+            Path(folder, "corrupted").touch()
+            flip_a_bit(self.trainer.parts.state)
         compute(self)
 
-    def working(run: Any, seat: Any, *, threads: int) -> int:
+    def working(run: Any, seat: Any, **words: Any) -> int:
         here["slot"] = int(seat.uid.split(".")[1])
         struct.pack_into("i", pids, 4 * here["slot"], os.getpid())
-        return work(run, seat, threads=threads)
+        announce = seat.announce
 
-    healing.reduce_step = then_vote
+        def announcing(**words: Any) -> None:
+            announce(**words)
+            announced[next(i for i, said in enumerate(announced[:]) if not said)] = 1
+
+        seat.announce = announcing
+        return work(run, seat, **words)
+
+    healing.reduce_step, healing.publish = then_vote, publishing
+    Collectives.all_gather = gathering  # type: ignore[method-assign]
     healing.HealingBody.enter, healing.HealingBody.compute = entering, computing  # type: ignore[method-assign]
     heal_run.work = working
 
 
-def train(base: Path, name: str, faults: Faults, *, code: int = 0, **changes: str | None) -> set[str]:
+def flip_a_bit(state: Any) -> None:
+    """Of one master weight that every member holds."""
+    family = next(f for name, f in state.families.items() if name.startswith("dense"))
+    family.master.view(torch.int32)[7] ^= 1 << 20
+
+
+def train(
+    base: Path,
+    name: str,
+    faults: Faults,
+    *,
+    code: int = 0,
+    body: Callable[[list[str], str, Faults], None] = _command,
+    **changes: str | None,
+) -> set[str]:
     """Run to the end; the phases in which all victims were killed."""
     args = ["train", *train_args(base, **{**SETTINGS, "run__name": name, **changes})]
     folder = base / f"printed-{name}"
-    folder.mkdir()
-    process = _SERVER.Process(target=_command, args=(args, str(folder), faults))
+    folder.mkdir(exist_ok=True)
+    process = _SERVER.Process(target=body, args=(args, str(folder), faults))
     process.start()
     process.join(120)
     out, err = ((folder / n).read_text() for n in ("out", "err"))
@@ -205,7 +270,9 @@ def train(base: Path, name: str, faults: Faults, *, code: int = 0, **changes: st
         raise TimeoutError(f"{name} still runs\n{out}\n{err}")
     assert process.exitcode == code, f"{out}\n{err}"
     return {
-        phase for phase, (slots, _) in faults.items() if all((folder / f"killed-{phase}-{s}").exists() for s in slots)
+        phase
+        for phase, (slots, _) in faults.items()
+        if all((folder / (f"killed-{phase}-{s}" if phase != "corruption" else "corrupted")).exists() for s in slots)
     }
 
 
@@ -226,7 +293,7 @@ def losses(base: Path, name: str) -> dict[int, set[tuple[float, float]]]:
     return found
 
 
-def state_at_the_end(base: Path, name: str) -> dict[str, torch.Tensor]:
+def state_at_the_end(base: Path, name: str, *, steps: int = STEPS) -> dict[str, torch.Tensor]:
     """Every tensor of the last checkpoint."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -235,7 +302,7 @@ def state_at_the_end(base: Path, name: str) -> dict[str, torch.Tensor]:
 
     manager = CheckpointManager(base / "runs" / name / "checkpoints")
     step = manager.choose()
-    assert step == STEPS
+    assert step == steps
     found = dcp.FileSystemReader(manager.folder.of(step)).read_metadata().state_dict_metadata
     boxes = []
     for key, meta in found.items():
@@ -257,12 +324,12 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def check_equal(base: Path, name: str) -> None:
+def check_equal(base: Path, name: str, *, to: str = "calm", steps: int = STEPS) -> None:
     """The bits of the undisturbed run: every loss and norm, whoever told of it, and the state at the end."""
-    calm, hurt = losses(base, "calm"), losses(base, name)
-    assert set(calm) == set(range(1, STEPS + 1)) and all(len(told) == 1 for told in calm.values())
+    calm, hurt = losses(base, to), losses(base, name)
+    assert set(calm) == set(range(1, steps + 1)) and all(len(told) == 1 for told in calm.values())
     assert hurt == calm
-    wanted, found = state_at_the_end(base, "calm"), state_at_the_end(base, name)
+    wanted, found = (state_at_the_end(base, run, steps=steps) for run in (to, name))
     assert wanted.keys() == found.keys()
     assert [key for key in wanted if not torch.equal(wanted[key], found[key])] == []
 
@@ -321,7 +388,7 @@ def test_a_step_that_is_not_finite_ends_the_run_once(base: Path) -> None:
 def test_fast_mode_heals_within_rounding(base: Path) -> None:
     few = {"resilience__mode": "fast", "launch__ranks": "3", "folding__ep": None, "train__steps": "6"}
     train(base, "fast-calm", {}, **few)
-    train(base, "fast", {"reduction": ((1,), 2)}, **few)
+    assert train(base, "fast", {"reduction": ((1,), 2)}, **few) == {"reduction"}
     calm, hurt = losses(base, "fast-calm"), losses(base, "fast")
     assert set(hurt) == set(calm) == set(range(1, 7))
     for step, told in hurt.items():

@@ -24,11 +24,11 @@ from phalanx.plan.recovery_state import (
     Span,
     StageExperts,
     dense_copies,
-    shard_holders,
     stage_fleet,
     thin_state,
 )
 from phalanx.plan.replicas import replica_counts, zipf_loads
+from phalanx.plan.shard_copies import shard_holders
 
 pytestmark = pytest.mark.unit
 QUICK = Effort(swaps=20, balance_swaps=10)
@@ -285,7 +285,7 @@ def test_every_survivor_makes_the_same_plan():
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=8), st.integers(1, 4))
 @settings(max_examples=200, deadline=None)
 def test_shards_have_holders_on_as_many_hosts_as_there_are(hosts, floor):
-    holders = shard_holders(hosts, floor=floor)
+    holders = shard_holders(tuple(hosts), floor=floor)
     for owner, members in enumerate(holders):
         assert members[0] == owner
         assert len({hosts[m] for m in members}) == len(members) == min(floor, len(set(hosts)))

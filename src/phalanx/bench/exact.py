@@ -166,7 +166,9 @@ def _parts(case: Case, mode: str, folding: Folding, rank: int, cache: GroupCache
         optim=OptimConfig(),
         num_microbatches=num_rounds(case.samples, owners=folding.replicas),
         samples=case.samples,
-        exact=exact_sums(ResilienceConfig(mode="exact" if mode == "exact" else "fast"), train, folding, rank=rank),
+        exact=exact_sums(
+            ResilienceConfig(mode="exact" if mode == "exact" else "fast"), train, folding, spec=spec, rank=rank
+        ),
     )
 
 

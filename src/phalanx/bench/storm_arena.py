@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from phalanx.bench.storm_toy import Board
+from phalanx.bench.storm_board import Board
 from phalanx.core.clock import now_s
 from phalanx.core.errors import RunError
 from phalanx.core.events import Emit, Event
@@ -30,6 +30,8 @@ from phalanx.runtime.supervisor import Supervisor, SupervisorSettings
 
 KINDS = ("kill", "freeze", "notice", "service", "two", "host")
 """kill -9 of a worker; SIGSTOP, later SIGCONT; SIGTERM to a host; kill -9 of the service, of two workers at once, of a whole host. Hosts come back."""
+MORE_KINDS = ("two hosts",)
+"""kill -9 of two whole hosts at once. A run that wants to survive it needs copies for it."""
 AIM_S = 1.0
 """How long to wait for a worker to be in the phase that a fault is aimed at."""
 
@@ -60,12 +62,13 @@ class EventFile:
 
 
 class Arena:
-    """Use as a context manager from the main thread. `settings(host)` are those of a host's supervisor."""
+    """Use as a context manager from the main thread. Each host runs `main` in its workers, and `settings(host)` are those of its supervisor; a subclass
+    whose hosts run something else leaves both out and has its own `_host`."""
 
     def __init__(
         self,
-        main: WorkerMain,
-        settings: Callable[[str], SupervisorSettings],
+        main: WorkerMain | None = None,
+        settings: Callable[[str], SupervisorSettings] | None = None,
         *,
         hosts: int,
         slots: int,
@@ -81,6 +84,10 @@ class Arena:
         self.store: StoreProcess | None = start_store() if service is None else None
         self.service: Service = service if self.store is None else self.store.address  # type: ignore[assignment]
         self.faults: list[Fault] = []
+        self.away_s: list[float] = []
+        """Of each fault: how long what it took away stays away."""
+        self.begun: list[tuple[str, float]] = []
+        """Every start of a host: which, and when."""
         self._starts = 0
         self._due: list[tuple[float, Callable[[], None]]] = []
 
@@ -104,6 +111,7 @@ class Arena:
         sys.stdout.flush()
         sys.stderr.flush()
         self._starts += 1
+        self.begun.append((name, now_s()))
         start, parent = self._starts, os.getpid()
         pid = os.fork()
         if pid == 0:
@@ -131,8 +139,12 @@ class Arena:
 
         def main(seat: Seat) -> int:
             slot = int(seat.uid.split(".")[1])
+            if self.main is None:
+                raise RunError("this arena does not say what its workers run")
             return self.main(seat, index * self.slots + slot, EventFile(self.folder / f"worker-{seat.uid}.jsonl"))
 
+        if self.settings is None:
+            raise RunError("this arena does not say how its hosts take part")
         tell = EventFile(self.folder / f"host-{name}-{start}.jsonl")
         return Supervisor(main, self.settings(name), service=self.service, tell=tell).run()
 
@@ -164,47 +176,58 @@ class Arena:
         found = []
         for place in range(self.board.places):
             pid = self.board.read(place)[0]
-            if pid and self.names[place // self.slots] in self.pids and _state(pid) in "RSD":
+            if pid and self.host_of(place) in self.pids and self.state_of(place) in "RSD":
                 found.append(place)
         return found
+
+    def state_of(self, place: int) -> str:
+        """Of its worker's process, as the kernel says it: R, S, D, T, Z; X where it is gone."""
+        return _state(self.board.read(place)[0])
 
     def step(self) -> int:
         """The most steps that a worker has committed."""
         return max((self.board.read(p)[2] for p in range(self.board.places)), default=0)
 
+    def stop_run(self, why: str) -> None:
+        """All members end after the same step. Raises `ServiceLost`."""
+        keys = self.service.connect()
+        keys.put("stop", why)
+        keys.close()
+
+    def collect(self) -> None:
+        """Everything has ended, and nothing is taken down yet."""
+
+    def left(self) -> list[str]:
+        """What is still there of it once it was taken down, but for processes of this machine."""
+        return []
+
+    def said(self) -> list[str]:
+        """What each process wrote to its error output."""
+        return [p.read_text(errors="replace") for p in sorted(self.folder.glob("stderr-*"))]
+
     # -- faults
 
-    def hurt(self, kind: str, rng: random.Random, *, phase: str, back_s: float = 0.3) -> Fault | None:
-        """Do one fault, aimed at `phase`; None where there is nobody to do it to."""
+    def hurt(
+        self,
+        kind: str,
+        rng: random.Random,
+        *,
+        phase: str,
+        back_s: float = 0.3,
+        place: int | None = None,
+        aim_s: float = AIM_S,
+    ) -> Fault | None:
+        """Do one fault to the worker at `place` (None: a random one), aimed at `phase`; None where there is nobody to do it to."""
         places = self.places()
         if not places:
             return None
-        place = rng.choice(places)
-        found = self._aim(place, phase)
-        pid, now_phase, step = self.board.read(place)
+        place = rng.choice(places) if place is None else place
+        found = self._aim(place, phase, aim_s)
+        _, now_phase, step = self.board.read(place)
         at_s = now_s()
-        victims = [self._name(place)]
-        if kind == "kill":
-            _send(pid, signal.SIGKILL)
-        elif kind == "freeze":
-            _send(pid, signal.SIGSTOP)
-            self.later(back_s, lambda: _send(pid, signal.SIGCONT))
-        elif kind == "notice":
-            name = self.names[place // self.slots]
-            victims = [name]
-            _send(self.pids[name], signal.SIGTERM)
-            self.later(back_s, lambda: self._come_back(name))
-        elif kind == "two":
-            other = rng.choice([p for p in places if p != place] or [place])
-            _send(pid, signal.SIGKILL)
-            _send(self.board.read(other)[0], signal.SIGKILL)
-            victims.append(self._name(other))
-        elif kind == "host":
-            victims = self._kill_host(self.names[place // self.slots], back_s)
-        elif kind == "service" and self.store is not None:
-            victims = ["service"]
-            self.kill_service(back_s)
-        else:
+        victims = self._strike(kind, place, rng, back_s)
+        self.board.release(place)
+        if victims is None:
             return None
         fault = Fault(
             kind=kind,
@@ -214,18 +237,71 @@ class Arena:
             step=step,
         )
         self.faults.append(fault)
+        self.away_s.append(back_s)
         return fault
 
-    def _name(self, place: int) -> str:
+    def _strike(self, kind: str, place: int, rng: random.Random, back_s: float) -> list[str] | None:
+        """Whom it hit; None where there is no such fault here."""
+        name = self.host_of(place)
+        match kind:
+            case "kill":
+                self.signal_worker(place, signal.SIGKILL)
+            case "freeze":
+                self.signal_worker(place, signal.SIGSTOP)
+                thaw = self._thaw_of(place)
+                self.later(back_s, thaw)
+            case "notice":
+                self.signal_host(name, signal.SIGTERM)
+                self.later(back_s, lambda: self._come_back(name))
+                return [name]
+            case "two":
+                other = rng.choice([p for p in self.places() if p != place] or [place])
+                self.signal_worker(place, signal.SIGKILL)
+                self.signal_worker(other, signal.SIGKILL)
+                return [self.name_of(place), self.name_of(other)]
+            case "host":
+                return self._kill_host(name, back_s)
+            case "two hosts":
+                others = [h for h in self.pids if h != name]
+                other_host = [rng.choice(others)] if others else []
+                return [h for n in (name, *other_host) for h in self._kill_host(n, back_s)]
+            case "service" if self.can_kill_service():
+                self.kill_service(back_s)
+                return ["service"]
+            case _:
+                return None
+        return [self.name_of(place)]
+
+    # -- what a fault does here; emulated hosts do it in another way
+
+    def host_of(self, place: int) -> str:
+        """Name of the host of a place."""
+        return self.names[place // self.slots]
+
+    def signal_worker(self, place: int, number: signal.Signals) -> None:
+        """To the worker's process, if it is still there."""
+        _send(self.board.read(place)[0], number)
+
+    def _thaw_of(self, place: int) -> Callable[[], None]:
+        """What lets the process that is there now go on, whoever has the place then."""
+        pid = self.board.read(place)[0]
+        return lambda: _send(pid, signal.SIGCONT)
+
+    def signal_host(self, name: str, number: signal.Signals) -> None:
+        """To the host's supervisor."""
+        _send(self.pids[name], number)
+
+    def name_of(self, place: int) -> str:
         return f"{self.names[place // self.slots]}.{place % self.slots}"
 
-    def _aim(self, place: int, phase: str) -> bool:
-        end_s = time.monotonic() + AIM_S
+    def _aim(self, place: int, phase: str, aim_s: float) -> bool:
+        self.board.set_trap(place, phase)
+        end_s = time.monotonic() + aim_s
         while time.monotonic() < end_s:
-            if self.board.read(place)[1] == phase:
+            if self.board.caught(place):
                 return True
             time.sleep(0.0005)
-        return False
+        return self.board.caught(place)
 
     def _kill_host(self, name: str, back_s: float) -> list[str]:
         pid = self.pids.pop(name)
@@ -242,6 +318,10 @@ class Arena:
             self.later(0.02, lambda: self._come_back(name))
         else:
             self.start_host(name)
+
+    def can_kill_service(self) -> bool:
+        """Whether this arena keeps it."""
+        return self.store is not None
 
     def kill_service(self, back_s: float) -> None:
         """It comes back after `back_s` at the same address, without its values."""

@@ -7,8 +7,6 @@ integers have no order, so the state after t steps is a function of t alone, and
 from __future__ import annotations
 
 import hashlib
-import mmap
-import struct
 import time
 from typing import Any
 
@@ -16,6 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from phalanx.bench.storm_board import Board as AnyBoard
 from phalanx.core.errors import RunError
 from phalanx.runtime.forming import Team
 from phalanx.runtime.membership import Generation
@@ -25,22 +24,13 @@ SAMPLES = 24
 PLACES = 4096
 PHASES = ("waits", "enter", "compute", "all-to-all", "reduce", "vote", "commit", "hand over")
 """What a worker may be doing when a fault comes."""
-_CELL = struct.Struct("<qqq")
 
 
-class Board:
-    """What each worker is doing, in memory that a storm and its workers share: (process, phase, step) by place."""
+class Board(AnyBoard):
+    """Where the workers of a toy say what they do."""
 
     def __init__(self, places: int) -> None:
-        self.places = places
-        self._memory = mmap.mmap(-1, _CELL.size * places)  # anonymous: nothing to clean up
-
-    def write(self, place: int, pid: int, phase: str, step: int) -> None:
-        _CELL.pack_into(self._memory, place * _CELL.size, pid, PHASES.index(phase), step)
-
-    def read(self, place: int) -> tuple[int, str, int]:
-        pid, phase, step = _CELL.unpack_from(self._memory, place * _CELL.size)
-        return pid, PHASES[phase], step
+        super().__init__(places, PHASES)
 
 
 def gradient(step: int, first: int, last: int) -> np.ndarray:

@@ -16,11 +16,15 @@ BENCHMARKS = {
     "step": "training steps with and without overlap inside their layers, on emulated hosts",
     "hiding": "what hiding communication behind computing is worth, on emulated hosts",
     "pipeline": "what pipelines gain from transfers beside passes, on emulated hosts",
+    "predict": "step times of many plans beside their predictions, paced, on four local ranks",
     "memory": "memory of the ranks of a run beside what the dry run promises",
     "reshard-plan": "plans of moves between layouts, against the bound and the paper's greedy",
     "robust": "kill ranks inside overlapped layers, and watch the memory of such layers for long",
+    "storm": "faults of all kinds over a run that heals itself: samples, bits, recovery, what is left",
+    "recovery": "training through a failure trace, healing itself beside restarts from checkpoints",
     "storm-members": "faults of all kinds over members that train a toy: membership, votes, process groups",
     "exact": "what exact mode (resilience.mode) costs over fast mode, step by step in turn",
+    "heal-cost": "what healing (resilience.heal) costs while nobody dies, step by step in turn",
     "kill": "kill a run again and again; nothing may be lost",
 }
 """Name -> what it measures; the module has the name (`_` for `-`)."""

@@ -69,6 +69,7 @@ def describe(recipe: Recipe, *, world: int, local_ranks: int | None = None) -> s
         pipeline.explain().splitlines() if folding.pp > 1 else [],
         _parameters(spec, folding, pipeline, asked),
         _replicas(recipe, spec, folding, pipeline, asked),
+        _holders(recipe, spec, folding, pipeline, asked),
         _steps(recipe, spec, folding),
         _missing_data(recipe.data),
     ]
@@ -202,6 +203,36 @@ def _state_elements(
         layouts = flat_layouts(params, folding, placement, rank, zero=recipe.optim.zero, expert_state=state)
         out.append(sum(x.shard_length for x in layouts.values() if x.rule.family == "expert"))
     return out
+
+
+def _holders(recipe: Recipe, spec: ModelSpec, folding: AnyFolding, pipeline: Pipeline, asked: Asked) -> list[str]:
+    """Hosts that keep each shard of the optimizer state, and what the copies take."""
+    wanted = recipe.resilience.shard_holders
+    if not recipe.optim.zero or wanted == 1:
+        return []
+    own, kept, fewest = 0, 0, dict[str, int]()
+    for rank in _of_each_stage(folding):
+        params = stage_params(spec, pipeline.stages.of_rank(folding.coord(rank, "pp")))
+        placement = _placed(spec, folding, pipeline, rank, asked)
+        layouts = [
+            layout
+            for layout in flat_layouts(params, folding, placement, rank, holders=wanted).values()
+            if layout.holders is None
+        ]
+        own, kept = max(own, sum(x.shard_length for x in layouts)), max(kept, sum(x.kept_length for x in layouts))
+        for layout in layouts:
+            name, hosts = (
+                "experts" if layout.rule.family == "expert" else "dense",
+                min(map(len, layout.keepers or [()])),
+            )
+            fewest[name] = min(fewest.get(name, wanted), max(1, hosts))
+    item = 3 * (8 if recipe.train.dtype == "float64" else 4)
+    words = f"{format_bytes(item * kept)} at most a rank in place of {format_bytes(item * own)}"
+    lowered = [f"{name}: {n}, for their groups have no more" for name, n in fewest.items() if n < wanted]
+    return [
+        f"holders      each shard of masters and moments on {wanted} hosts: {words}",
+        *(f"  {text}" for text in lowered),
+    ]
 
 
 def _held(spec: ModelSpec, folding: AnyFolding, pipeline: Pipeline, rank: int, asked: Asked) -> tuple[int, int]:

@@ -1,6 +1,6 @@
 """The program `phalanx`: finds the command, runs it, and turns errors into one clear message.
 
-Decides exit codes: 0 done, 1 a bug (with traceback), 2 an error that a person can act on, 130 interrupted. Must never change:
+Decides exit codes: 0 done, 1 a bug (with traceback), 2 an error that a person can act on, 75 not enough members (the same command goes on later), 130 interrupted. Must never change:
 `phalanx --help` imports no command, so that it answers at once, and a command imports only what it needs (`plan` never imports torch).
 """
 
@@ -37,7 +37,9 @@ COMMANDS = (
     Command("plan", "check and draw a mapping or a pipeline schedule, count a model: no process, no torch"),
     Command("simulate", "predict a step, its memory and failures on a cluster that is not here"),
     Command("search", "find the best mapping of a model on a cluster"),
+    Command("calibrate", "measure this machine, for predictions of it"),
     Command("testbed", "emulate hosts and links on this machine, and kill, freeze or cut them"),
+    Command("service", "keep the membership service of a run that heals itself on several hosts"),
     Command("metrics", "show the course of a run from its event log"),
     Command("trace", "write what each rank did in recorded steps, for Perfetto"),
     Command("settings", "list every setting of a recipe with its default and meaning"),
@@ -76,7 +78,7 @@ def run_command(name: str, args: Sequence[str], *, debug: bool) -> int:
         if debug:
             traceback.print_exc()
         print(f"phalanx {name}: {error}", file=sys.stderr)
-        return 2
+        return error.exit_code
     except KeyboardInterrupt:
         print(f"phalanx {name}: interrupted", file=sys.stderr)
         return 130

@@ -18,10 +18,11 @@ from phalanx.cli.tables import markdown_table, replace_part
 from phalanx.core.errors import DataError, Problem
 from phalanx.core.files import check_writable, write_json
 from phalanx.core.units import format_bytes, format_seconds
-from phalanx.observe import table
+from phalanx.observe import recovery, table
 from phalanx.observe.chart import chart
 from phalanx.observe.event_log import History, Record, read_history
 from phalanx.observe.metrics import METRICS
+from phalanx.observe.recovery import Course, read_run
 
 MAX_ROWS = 20
 EXCHANGE = ("exposed_forward_s", "exposed_backward_s", "hidden_forward_s", "hidden_backward_s")
@@ -34,7 +35,9 @@ def main(argv: Sequence[str]) -> int:
     """Show a run, or list the metrics."""
     parser = argparse.ArgumentParser(prog="phalanx metrics", description="Show the course of a run from its event log.")
     parser.add_argument("run", nargs="?", type=Path, help="folder of the run, such as runs/laptop")
-    parser.add_argument("--rank", type=int, default=0, help="whose log to read (default 0)")
+    parser.add_argument(
+        "--rank", type=int, help="whose log to read (default: 0, or all of a run that heals itself, joined by step)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures of the run to this file")
     parser.add_argument("--names", action="store_true", help="list the metrics by name instead")
     parser.add_argument(
@@ -49,11 +52,12 @@ def main(argv: Sequence[str]) -> int:
         parser.error("give the folder of a run, or --names")
     else:
         check_writable(args.json)
-        history = read_history(args.run, rank=args.rank)
-        figures = run_figures(history, folder=args.run)
+        one = args.rank is not None
+        course = Course(history=read_history(args.run, rank=args.rank)) if one else read_run(args.run)
+        figures = {**run_figures(course.history, folder=args.run), **recovery.figures(course)}
         if args.json is not None:
             write_json(args.json, figures)
-        show(history, figures, Console())
+        show(course, figures, Console())
     return 0
 
 
@@ -93,8 +97,9 @@ def _median_of_layers(steps: Sequence[Record], name: str) -> list[float]:
     return [statistics.median(values) for values in zip(*told, strict=False)]
 
 
-def show(history: History, figures: dict[str, Any], console: Console) -> None:
-    """Rows, a chart of the loss, and what the figures say."""
+def show(course: Course, figures: dict[str, Any], console: Console) -> None:
+    """Rows, a chart of the loss, recoveries, and what the figures say."""
+    history = course.history
     width = console.width if console.is_terminal else 100
     steps = sorted(history.steps)
     lines = [table.header(width, with_left=False)]
@@ -106,6 +111,9 @@ def show(history: History, figures: dict[str, Any], console: Console) -> None:
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True)
     console.print(Text("\n" + _words(figures)), highlight=False, soft_wrap=True)
+    told = [found.explain() for found in course.recoveries[-MAX_ROWS:]] + [back.explain() for back in course.rollbacks]
+    for words in told:
+        console.print(Text(f"  {words}"), highlight=False, soft_wrap=True)
     for warning in figures["warnings"]:
         console.print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
 
@@ -148,7 +156,22 @@ def _words(f: dict[str, Any]) -> str:
     if f["validation_loss"] is not None:
         unigram = f" (unigram model {f['unigram_loss']:.3f})" if f["unigram_loss"] is not None else ""
         lines.append(f"  validation loss {f['validation_loss']:.4f}{unigram}")
+    if f["recoveries"]:
+        lines.append(recovery_words(f["recoveries"]))
     return "\n".join(lines)
+
+
+def recovery_words(recoveries: Sequence[dict[str, Any]]) -> str:
+    """How often the team changed, and how long that took."""
+    lost = [r for r in recoveries if r["lost_s"]]
+    times = sorted(r["since_lost_s"] for r in lost if r["since_lost_s"] is not None)
+    shown = (
+        f", {format_seconds(statistics.median(times))} (median; at most {format_seconds(times[-1])}) from a loss to the next step"
+        if times
+        else ""
+    )
+    number = len(recoveries)
+    return f"  {number} other team{'s' if number != 1 else ''}, {len(lost)} after a loss{shown}"
 
 
 def names_markdown() -> str:

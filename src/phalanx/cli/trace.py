@@ -20,7 +20,10 @@ from phalanx.core.files import check_writable, write_json, write_text
 from phalanx.core.units import format_bytes, format_seconds
 from phalanx.observe.exposure import Exposure, by_axis, by_layer
 from phalanx.observe.lanes import Recording, read_recording
+from phalanx.observe.recovery import recovery_trace
 from phalanx.observe.trace import perfetto_trace
+
+HOW = "open it at https://ui.perfetto.dev (it stays in your browser) or in chrome://tracing"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -46,6 +49,13 @@ def main(argv: Sequence[str]) -> int:
     if args.run.is_dir():  # else the file would make the folder
         check_writable(out)
     check_writable(args.json)
+    recoveries = recovery_trace(args.run) if args.run.is_dir() and not args.summary else None
+    if recoveries is not None and out is not None:  # a run that heals itself records no steps
+        write_text(out, json.dumps(recoveries, separators=(",", ":")) + "\n")
+        spans = sum(e["ph"] == "X" for e in recoveries["traceEvents"])
+        console = Console()
+        console.print(Text(f"{out}: recoveries of the run, {spans} spans\n{HOW}"), highlight=False, soft_wrap=True)
+        return 0
     recording = read_recording(args.run, first=first, last=last)
     if args.json is not None:
         write_json(args.json, figures(recording))
@@ -133,7 +143,7 @@ def words(recording: Recording, trace: Mapping[str, Any], out: Path) -> str:
     lines = [
         f"{out}: steps {recording.steps[0]} to {recording.steps[-1]} of {len(recording.ranks)} ranks, "
         f"{sum(e['ph'] == 'X' for e in trace['traceEvents'])} spans, {about['arrows']} arrows",
-        "open it at https://ui.perfetto.dev (it stays in your browser) or in chrome://tracing",
+        HOW,
     ]
     if about["arrows_left_out"]:
         lines.insert(1, f"{about['arrows_left_out']} arrows are left out: the clocks of the machines are known to within "

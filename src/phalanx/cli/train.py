@@ -24,6 +24,7 @@ from phalanx.cli.settings import settings_text
 from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.core.recipe import describe_settings, load_recipe
+from phalanx.plan.heal_hosts import wanted_ranks
 from phalanx.plan.recipe import run_problems
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ def _show(recipe: Recipe, launched: WorldInfo | None) -> None:
         threads=threads_per_rank(local, recipe.launch.threads),
         available_bytes=available_bytes(),
     )
-    dry_run(recipe, machine, world=launched.world if launched else recipe.launch.ranks, console=Console())
+    dry_run(recipe, machine, world=launched.world if launched else wanted_ranks(recipe), console=Console())
 
 
 def read_args(args: Sequence[str]) -> Request:
@@ -82,7 +83,7 @@ def read_recipe(request: Request, *, world: int | None) -> Recipe:
     """The recipe, checked with its model on `world` ranks (None: launch.ranks). Raises `ConfigError` with every problem."""
 
     def check(recipe: Recipe) -> list[Problem]:
-        return run_problems(recipe, world=world or recipe.launch.ranks)
+        return run_problems(recipe, world=world or wanted_ranks(recipe))
 
     recipe = load_recipe(request.recipe_path, request.overrides, check=check)
     raise_if(_launch_problems(request, recipe, world), ConfigError, subject="the recipe")
@@ -94,7 +95,12 @@ def _launch_problems(request: Request, recipe: Recipe, world: int | None) -> lis
     if world is not None and recipe.resilience.heal:
         rule = "has no effect: the launcher starts and ends the ranks, not this program"
         return [
-            Problem(where="resilience.heal", value=True, rule=rule, hint="leave it out, or start without a launcher")
+            Problem(
+                where="resilience.heal",
+                value=True,
+                rule=rule,
+                hint="leave it out, or start one `phalanx train` on each host, without a launcher, with resilience.service",
+            )
         ]
     asked = any(a.split("=")[0] == "--launch.ranks" for a in request.overrides)
     if world is None or not asked or recipe.launch.ranks == world:

@@ -281,6 +281,10 @@ class CheckpointConfig:
     """Resume from this step's checkpoint instead of the newest."""
 
 
+REPLACE_INTERVAL = 200
+"""Steps, as often as arXiv 2407.04656 moves experts."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ResilienceConfig:
     """What a run keeps when its ranks change, and replicas of the routed experts (docs/survive.md)."""
@@ -288,19 +292,44 @@ class ResilienceConfig:
     mode: Literal["off", "fast", "exact"] = "off"
     """fast: the step is a fixed set of micro-batches that any number of ranks shares, equal within rounding. exact: bitwise equal, for any number of ranks and any dp and ep, as long as tp, cp, etp and pp stay."""
     heal: bool = False
-    """Local ranks that die are replaced and the others go on meanwhile, inside their processes; wants mode fast or exact and optim.zero = 0."""
+    """Ranks that die are replaced and the others go on meanwhile, inside their processes; wants mode fast or exact."""
+    service: str | None = None
+    """Membership service of a run that heals itself on several hosts: host:port of `phalanx service`, or etcd://host:port/NAME with a name that no other start of a run has. Default: one for the ranks of this machine alone."""
+    wanted: int | None = None
+    """Ranks of all hosts together when the run begins; it may shrink and grow from there. Default: launch.ranks, which is all there are without a service."""
+    minimum: int = 1
+    """With fewer ranks the run waits."""
+    wait_s: float = 600.0
+    """How long it waits for them, then it ends."""
+    limit_s: float = 3.0
+    """A rank, or a host, that says nothing for so long is put out of the run and replaced."""
     chunk_rows: int | None = None
-    """exact: rows of an expert that are computed together, cut from the list of one micro-batch (default 2048)."""
+    """exact: rows of an expert that are computed together, cut from the list of one micro-batch (default 2048; with slots_per_rank about a quarter of what an expert gets from a micro-batch, for its replicas share whole chunks)."""
     fixed_bits: int | None = None
     """exact: binary places of gradients in their fixed-point sums, fewer in a step whose gradients need the room (default 52)."""
     slots_per_rank: int | None = None
     """Expert replicas that a rank has room for in each layer; they are spread over all ranks of a pipeline stage. Default: no replicas, every expert once in each expert-parallel group."""
     f: int = 2
-    """Every expert is on so many hosts at least, so that any loss of fewer is survived; the ranks of a single machine count as hosts. Lowered, and said so, where slots or hosts are too few."""
+    """Every expert, and with heal every shard of the optimizer state, is on so many hosts at least, so that any loss of fewer is survived; the ranks of a single machine count as hosts. Lowered, and said so, where slots or hosts are too few."""
     loads: str = "uniform"
     """Tokens of each expert, which decide how many replicas it gets: uniform, or a JSON file with a row of numbers for each layer (or one for all)."""
+    replace_interval: int | None = None
+    """Steps between decisions whether replicas should lie elsewhere, by the loads of late; they move where that pays, or where an expert is on too few hosts. 0: never. Default: 200, but 0 in mode off and with expert_state = "sharded"."""
     expert_state: Literal["whole", "sharded"] = "whole"
     """Master weights and moments of an expert: whole at each of its holders, or shared out among them (less memory, but a part is lost with its holder)."""
+
+    def steps_between_placements(self) -> int:
+        """`replace_interval`, with its default resolved. In mode off equal runs have equal bits, and when it pays to move is measured."""
+        if self.slots_per_rank is None:
+            return 0
+        if self.replace_interval is not None:
+            return self.replace_interval
+        return 0 if self.mode == "off" or self.expert_state == "sharded" else REPLACE_INTERVAL
+
+    @property
+    def shard_holders(self) -> int:
+        """Hosts that keep each shard of the optimizer state (`optim.zero = 1`), as far as there are as many."""
+        return self.f if self.heal else 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -330,13 +359,17 @@ class LaunchConfig:
     """Ranks on this machine. Under torchrun the launcher's variables decide instead."""
 
     ranks: int = 1
-    """Processes to start."""
+    """Processes to start on this machine."""
     threads: int | None = None
     """Compute threads of each rank. Default: cores / ranks, at least 1."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Where tensors live: gloo between CPUs, NCCL between GPUs."""
     timeout_s: float = 600.0
     """Longest wait of one collective."""
+    host: str | None = None
+    """Name of this host in a run on several, the same whenever it comes back and no other's. Default: what the machine calls itself."""
+    keep_service: bool = False
+    """Keep the membership service at `resilience.service` in this program, and start it again when it ends. For one host of a run; it goes with that host."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,7 +34,9 @@ def _shown(value: object) -> str:
 
 
 class PhalanxError(Exception):
-    """Base of every error that Phalanx raises on purpose. The command line prints it without a traceback and exits 2."""
+    """Base of every error that Phalanx raises on purpose. The command line prints it without a traceback and exits with `exit_code`."""
+
+    exit_code = 2
 
 
 class ProblemsError(PhalanxError):

@@ -91,6 +91,8 @@ class SamplesTaken(Event):
     """Numbers of its micro-batches in the step, over all ranks."""
     windows: tuple[int, ...]
     """Ids of their sequences, in order."""
+    history: int = 0
+    """In which history of the run; a later one begins at the step of a `WentBack` and voids the steps after it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,6 +235,27 @@ class TeamFormed(Event):
     """That came to this member."""
     checked: int
     """Pieces of state whose checksums all their holders agree on."""
+    lost_s: float = 0.0
+    """When the supervisor knew that somebody is lost (seconds since the epoch); 0: nobody is, or whoever told it did not say."""
+    told_s: float = 0.0
+    """From then until this member was told."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WentBack(Event):
+    """Nobody held all state any more, so the run goes on from a checkpoint: a new history. What was committed after `step` is void and is done again."""
+
+    history: int
+    """Number of the new one: the generation in which it begins."""
+    step: int
+    """Steps committed where it begins."""
+    from_step: int | None
+    """Steps committed in the old one; None: nobody is left who could say (the logs do)."""
+    why: str
+    damaged: tuple[int, ...]
+    """Steps of newer checkpoints that could not be used."""
+    abandoned: tuple[str, ...]
+    """Later checkpoints, which lie in `checkpoints/abandoned` now."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,6 +267,36 @@ class TrainingResumed(Event):
     """Steps committed, this one included."""
     seconds: float
     """Since this member saw the last generation broken; of one that has just come, since it was connected."""
+    since_lost_s: float = 0.0
+    """Since the supervisor knew that somebody is lost; 0 where nobody is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsMoved(Event):
+    """Experts with replicas lie elsewhere from the next step on (`plan/replacement.py`)."""
+
+    step: int
+    """Steps committed when the state was moved."""
+    why: str
+    """balance: rows are more even so. mend: some expert was on too few hosts."""
+    experts: int
+    """States of experts that travelled, over all ranks and layers."""
+    moved_bytes: int
+    """That came to this rank."""
+    built_s: float
+    """Modules and buffers for the new placement."""
+    moved_s: float
+    """State, checksums included."""
+    checked: int
+    """Pieces of expert state whose checksums all holders agree on."""
+    before: float
+    """Rows of the busiest rank over the mean, summed over the layers, by the smoothed loads."""
+    after: float
+    """The same in the new placement: a prediction."""
+    gain_s: float
+    """Predicted, of a step."""
+    cost_s: float
+    """Predicted, of the move."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 from phalanx.core.config import Recipe
 from phalanx.core.errors import Problem
+from phalanx.core.service_address import HOST_NAME, parse_service
+from phalanx.core.service_address import LEGAL as LEGAL_SERVICE
 from phalanx.core.settings import describe_settings, show
 
 
@@ -101,6 +103,11 @@ LIMITS: Mapping[str, Limit] = {
     "optim.bucket_mb": NOT_NEGATIVE,
     "resilience.slots_per_rank": COUNT,
     "resilience.f": COUNT,
+    "resilience.wanted": COUNT,
+    "resilience.minimum": COUNT,
+    "resilience.wait_s": POSITIVE,
+    "resilience.limit_s": POSITIVE,
+    "resilience.replace_interval": NOT_NEGATIVE,
     "checkpoint.interval": NOT_NEGATIVE,
     "checkpoint.keep_last": COUNT,
     "checkpoint.step": NOT_NEGATIVE,
@@ -238,7 +245,21 @@ EFFECTS: tuple[Effect, ...] = (
         reads=("resilience.slots_per_rank", "resilience.heal"),
     ),
     Effect(
-        settings=tuple(f"resilience.{k}" for k in ("loads", "expert_state")),
+        settings=tuple(f"resilience.{k}" for k in ("service", "minimum", "wait_s", "limit_s")),
+        inert=lambda r: not r.resilience.heal,
+        reason="resilience.heal = false, so a run without one of its ranks ends",
+        way_out="resilience.heal = true",
+        reads=("resilience.heal",),
+    ),
+    Effect(
+        settings=("resilience.wanted", "launch.host", "launch.keep_service"),
+        inert=lambda r: not r.resilience.heal or r.resilience.service is None,
+        reason="resilience.service is not set, so no other host takes part",
+        way_out='resilience.service = "node0:29400" and resilience.heal = true',
+        reads=("resilience.heal", "resilience.service"),
+    ),
+    Effect(
+        settings=tuple(f"resilience.{k}" for k in ("loads", "expert_state", "replace_interval")),
         inert=lambda r: r.resilience.slots_per_rank is None,
         reason="resilience.slots_per_rank is not set, so no expert has replicas",
         way_out="resilience.slots_per_rank = 4",
@@ -371,7 +392,7 @@ def recipe_problems(
     problems = [p for n, limit in limited for p in _limit_problems(recipe, n, limit, defaults[n])]
     broken = {*broken, *(p.where for p in problems)}
     clashes = [*_data_clashes(recipe), *_schedule_clashes(recipe), *_run_clashes(recipe), *_resilience_clashes(recipe)]
-    clashes += _healing_clashes(recipe)
+    clashes += [*_healing_clashes(recipe), *_replacement_clashes(recipe)]
     if world is not None:
         clashes += _batch_clashes(recipe, world)
     problems += [c.problem for c in clashes if not broken & {c.problem.where, *c.reads}]
@@ -499,9 +520,6 @@ def _inexact(recipe: Recipe) -> Iterator[tuple[str, object, str, str]]:
     if recipe.launch.device != "cpu":
         rule = f"has not been shown to keep the bits {beside}"
         yield "launch.device", recipe.launch.device, rule, 'use "cpu"'
-    if recipe.resilience.slots_per_rank is not None:
-        rule = f"is not there {beside}: sums over holders of an expert are not in fixed point yet"
-        yield "resilience.slots_per_rank", recipe.resilience.slots_per_rank, rule, 'leave it out, or use mode = "fast"'
     if recipe.dispatch.transport != "all_to_all":
         rule = f"adds up each rank's experts first {beside}, so that sums depend on who holds them"
         yield "dispatch.transport", recipe.dispatch.transport, rule, 'use "all_to_all"'
@@ -514,33 +532,60 @@ def _healing_clashes(recipe: Recipe) -> list[_Clash]:
     """What a run that heals itself cannot have: every member must be able to finish a step alone, and be replaced by any other."""
     if not recipe.resilience.heal:
         return []
-    beside, f, found = "with resilience.heal = true", recipe.folding, list[_Clash]()
+    beside, found = "with resilience.heal = true", list[_Clash]()
     if recipe.resilience.mode == "off":
         rule = f"{beside} a step must be a fixed set of micro-batches that any number of ranks shares"
         found.append(_clash("resilience.mode", "off", rule, 'use "exact" or "fast"', "resilience.heal"))
-    if recipe.optim.zero:
-        rule = f"{beside} a shard of the optimizer state would be lost with the only rank that has it"
-        found.append(_clash("optim.zero", recipe.optim.zero, rule, "use 0", "resilience.heal"))
-    for axis in ("tp", "cp", "pp", "etp"):
-        if getattr(f, axis) != 1:
-            rule = f"is not there yet {beside}: only dp and ep follow the survivors"
-            found.append(_clash(f"folding.{axis}", getattr(f, axis), rule, "use 1", "resilience.heal"))
-    if recipe.resilience.slots_per_rank is not None:
-        rule = f"is not there yet {beside}: experts are then at every rank of a data-parallel copy"
-        found.append(
-            _clash(
-                "resilience.slots_per_rank", recipe.resilience.slots_per_rank, rule, "leave it out", "resilience.heal"
-            )
-        )
+    if recipe.resilience.expert_state == "sharded":
+        rule = f"is not there {beside}: a part of an expert's state would be lost with the only rank that has it"
+        found.append(_clash("resilience.expert_state", "sharded", rule, 'use "whole"', "resilience.heal"))
     if recipe.launch.device != "cpu":
         rule = f"has not been shown to work {beside}"
         found.append(_clash("launch.device", recipe.launch.device, rule, 'use "cpu"', "resilience.heal"))
-    if recipe.launch.ranks == 1:
+    if recipe.launch.ranks == 1 and recipe.resilience.service is None:
         rule = f"leaves nobody to go on {beside}"
         found.append(_clash("launch.ranks", 1, rule, "use 2 or more", "resilience.heal"))
+    found += _several_hosts_clashes(recipe)
     if recipe.observe.trace_steps is not None:
         rule = f"is not there yet {beside}: a step may be repeated by other members"
         found.append(_clash("observe.trace_steps", recipe.observe.trace_steps, rule, "leave it out", "resilience.heal"))
+    return found
+
+
+def _several_hosts_clashes(recipe: Recipe) -> list[_Clash]:
+    """Where the other hosts of a run that heals itself are found."""
+    r, launch, found = recipe.resilience, recipe.launch, list[_Clash]()
+    if r.service is not None:
+        address = parse_service(r.service)
+        if address is None:
+            found.append(_clash("resilience.service", r.service, f"must be {LEGAL_SERVICE}", "node0:29400"))
+        elif address.is_etcd and launch.keep_service:
+            rule = "has no effect: etcd is kept by others"
+            found.append(_clash("launch.keep_service", True, rule, "leave it out", "resilience.service"))
+        if r.wanted is None:
+            rule = "must say with how many ranks the run begins: launch.ranks are those of this host alone"
+            found.append(_clash("resilience.wanted", None, rule, "launch.ranks times the number of hosts"))
+    wanted = launch.ranks if r.wanted is None else r.wanted
+    if wanted < r.minimum:
+        rule = f"is more than the {wanted} ranks with which the run begins"
+        reads = ("resilience.wanted", "launch.ranks")
+        found.append(_clash("resilience.minimum", r.minimum, rule, f"use {wanted} or fewer", *reads))
+    if launch.host is not None and not HOST_NAME.fullmatch(launch.host):
+        rule = "must consist of letters, digits, - and _"
+        found.append(_clash("launch.host", launch.host, rule, "use the name of the machine without its domain"))
+    return found
+
+
+def _replacement_clashes(recipe: Recipe) -> list[_Clash]:
+    """What experts cannot have that are to move while training runs."""
+    r, found = recipe.resilience, list[_Clash]()
+    if not r.replace_interval:
+        return found
+    if r.expert_state == "sharded":
+        rule = 'moves whole experts, and with resilience.expert_state = "sharded" their state lies in parts at their holders'
+        found.append(
+            _clash("resilience.replace_interval", r.replace_interval, rule, "use 0", "resilience.expert_state")
+        )
     return found
 
 

@@ -6,6 +6,7 @@ the thread is raised where the batch is asked for; `close` ends the thread at on
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -53,9 +54,14 @@ class Prefetch(Generic[T]):
         """Ends the thread and drops what it holds. May be called twice."""
         self._closed.set()
         while self._thread.is_alive():
+            self._drain()  # a thread that waits for room goes on, and ends, at once
             self._thread.join(timeout=_WAIT_S)
-        while not self._queue.empty():
-            self._queue.get_nowait()
+        self._drain()
+
+    def _drain(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._queue.get_nowait()
 
     def _work(self, load: Callable[[int], T], steps: Iterable[int]) -> None:
         try:

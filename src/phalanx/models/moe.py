@@ -50,6 +50,7 @@ class MoE(nn.Module):
             top_k=ctx.spec.top_k,
             kernels=ctx.kernels,
             lanes=ctx.lanes,
+            unit_rows=1 if ctx.sums is None else ctx.sums.chunk_rows,
         )
         self.routed = RoutedExperts(
             dispatcher,

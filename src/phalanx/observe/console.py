@@ -28,6 +28,7 @@ from phalanx.core.config import ObserveConfig
 from phalanx.core.events import (
     CheckpointSaved,
     Event,
+    ExpertsMoved,
     Note,
     RunEnded,
     RunStarted,
@@ -94,10 +95,10 @@ class ConsoleSink:
                 self._say(event)
             case TeamFormed():
                 self._formed(event)
+            case ExpertsMoved():
+                self._print(Text(f"{event.step:>6} {_moved_experts(event)}"))
             case TrainingResumed():
-                self._print(
-                    Text(f"{event.step:>6} training goes on, after {format_seconds(event.seconds)}", style="yellow")
-                )
+                self._resumed(event)
             case RunEnded():
                 self.close()
 
@@ -192,11 +193,18 @@ class ConsoleSink:
 
     def _formed(self, event: TeamFormed) -> None:
         moved = f"{format_bytes(event.moved_bytes)} moved in {format_seconds(event.moved_s)}"
-        built = f"connected in {format_seconds(event.formed_s)}, built in {format_seconds(event.built_s)}"
+        told = f"told in {format_seconds(event.told_s)}, " if event.lost_s else ""
+        built = f"{told}connected in {format_seconds(event.formed_s)}, built in {format_seconds(event.built_s)}"
         text = (
             f"generation {event.generation}: {event.why}; {event.members} members ({event.folding}), {built}, {moved}"
         )
         self._print(Text(f"{event.step:>6} {text}", style="yellow"))
+
+    def _resumed(self, event: TrainingResumed) -> None:
+        after = f"after {format_seconds(event.seconds)}"
+        if event.since_lost_s:
+            after += f", {format_seconds(event.since_lost_s)} after the loss was seen"
+        self._print(Text(f"{event.step:>6} training goes on, {after}", style="yellow"))
 
     # --- the part that moves
 
@@ -287,3 +295,9 @@ def _progress(step: int, total: int, *, left_s: float | None, width: int) -> Ren
     grid: Any = Table.grid(padding=(0, 1))
     grid.add_row(ProgressBar(total=total, completed=step, width=room), Text(words))
     return grid
+
+
+def _moved_experts(event: ExpertsMoved) -> str:
+    why = "for even loads" if event.why == "balance" else "some were on too few hosts"
+    took = f"built in {format_seconds(event.built_s)}, {format_bytes(event.moved_bytes)} moved here in {format_seconds(event.moved_s)}"
+    return f"{event.experts} experts move, {why}: {took}; busiest rank / mean {event.before:.2f} -> {event.after:.2f} predicted"

@@ -140,23 +140,28 @@ def read_history(folder: Path, *, rank: int = 0) -> History:
     """The course of a run as one rank logged it. Raises `DataError` where there is none."""
     history = History()
     for record in read_events(log_path(folder, rank)):
-        match record["kind"]:
-            case "RunStarted":
-                history.started, history.ended = record, None
-                history.starts += 1
-                for kept in (history.steps, history.validations):
-                    for step in [s for s in kept if s > record["step"]]:
-                        del kept[step]
-            case "StepEnded":
-                history.steps[record["step"]] = record
-            case "Validated":
-                history.validations[record["step"]] = record
-            case "CheckpointSaved":
-                history.checkpoints.append(record)
-            case "Sampled":
-                history.samples.append(record)
-            case "Note":
-                history.notes.append(record)
-            case "RunEnded":
-                history.ended = record
+        apply(history, record)
     return history
+
+
+def apply(history: History, record: Record) -> None:
+    """What one record, the next in time, changes."""
+    match record["kind"]:
+        case "RunStarted":
+            history.started, history.ended = record, None
+            history.starts += 1
+            for kept in (history.steps, history.validations):
+                for step in [s for s in kept if s > record["step"]]:
+                    del kept[step]
+        case "StepEnded":
+            history.steps[record["step"]] = record
+        case "Validated":
+            history.validations[record["step"]] = record
+        case "CheckpointSaved":
+            history.checkpoints.append(record)
+        case "Sampled":
+            history.samples.append(record)
+        case "Note":
+            history.notes.append(record)
+        case "RunEnded":
+            history.ended = record

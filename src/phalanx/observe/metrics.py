@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from operator import add
 from typing import Any
 
-from phalanx.core.events import CheckpointSaved, Event, StepEnded, Validated
+from phalanx.core.events import CheckpointSaved, Event, StepEnded, TeamFormed, TrainingResumed, Validated, WentBack
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,11 @@ def hidden_of(event: StepEnded) -> tuple[float, ...]:
     return tuple(map(add, event.hidden_forward_s, event.hidden_backward_s))
 
 
+def _recovered(event: TeamFormed, value: float) -> float | None:
+    """Nothing of the team that the run begins with."""
+    return value if event.generation > 1 else None
+
+
 METRICS: tuple[Metric, ...] = (
     Metric("train/loss", StepEnded, "nats", "mean cross-entropy per valid token of the step", lambda e: e.loss),
     Metric("train/aux_loss", StepEnded, "nats", "load-balancing term of the objective", lambda e: e.aux_loss),
@@ -84,6 +89,20 @@ METRICS: tuple[Metric, ...] = (
     Metric("exchange/hidden_forward_of", StepEnded, "s", "hidden time of each MoE layer, forward, at most",
            lambda e: e.hidden_forward_s, per_layer=True),
     Metric("exchange/hidden_backward_of", StepEnded, "s", "the same backward", lambda e: e.hidden_backward_s, per_layer=True),
+    Metric("recovery/told_s", TeamFormed, "s", "from when the supervisor knew of a loss until this member was told",
+           lambda e: e.told_s if e.lost_s else None),
+    Metric("recovery/noticed_s", TeamFormed, "s", "from when this member saw its team broken until the new one was connected",
+           lambda e: _recovered(e, e.noticed_s)),
+    Metric("recovery/formed_s", TeamFormed, "s", "of that, barrier and groups", lambda e: _recovered(e, e.formed_s)),
+    Metric("recovery/built_s", TeamFormed, "s", "modules and buffers for the new mapping", lambda e: _recovered(e, e.built_s)),
+    Metric("recovery/moved_s", TeamFormed, "s", "state to those who lack it, checksums included",
+           lambda e: _recovered(e, e.moved_s)),
+    Metric("recovery/moved_bytes", TeamFormed, "B", "state that came to this member", lambda e: _recovered(e, e.moved_bytes)),
+    Metric("recovery/resumed_s", TrainingResumed, "s", "from when this member saw its team broken to the next committed step",
+           lambda e: e.seconds),
+    Metric("recovery/since_lost_s", TrainingResumed, "s", "from when the supervisor knew of a loss to the next committed step",
+           lambda e: e.since_lost_s or None),
+    Metric("recovery/rolled_back", WentBack, "", "step of the checkpoint that training went back to", lambda e: e.step),
     Metric("memory/peak_bytes", StepEnded, "B", "highest memory of one rank so far", lambda e: e.peak_memory_bytes),
     Metric("checkpoint/blocked_s", CheckpointSaved, "s", "how long training stood still for the checkpoint",
            lambda e: e.blocked_s),

@@ -124,6 +124,13 @@ class DispatchPlan:
     ep: int
     etp: int
     rows_PG: Ints
+    unit_rows: int = 1
+    """Rows of a source's list of an expert that go to one slot together (exact mode); 1: each by itself."""
+
+    @property
+    def units_PG(self) -> Ints:
+        """(P, G) such units from each source to each slot, the short one at the end of a list counted like any other."""
+        return -(-self.rows_PG // self.unit_rows)
 
     @property
     def slots_per_rank(self) -> int:
@@ -153,6 +160,17 @@ class DispatchPlan:
         """Rows of each slot of this ep coordinate by source, in the order in which the experts see them (etp, ep)."""
         of_slots = self._arrivals(ep).transpose(2, 1, 0)
         return tuple(tuple(int(n) for n in of_slot.reshape(-1)) for of_slot in of_slots)
+
+    def expert_source_counts(self, *, ep: int) -> tuple[tuple[int, ...], ...]:
+        """Rows of each *different* expert of this ep coordinate, slot by slot and in each slot by source, in the order in which the experts see them.
+
+        The slots of an expert on a rank stand beside each other and share one copy of its weights.
+        """
+        here = self.slots_G[ep * self.slots_per_rank : (ep + 1) * self.slots_per_rank]
+        found: dict[int, tuple[int, ...]] = {}
+        for expert, counts in zip(here, self.source_counts(ep=ep), strict=True):
+            found[expert] = (*found.get(expert, ()), *counts)
+        return tuple(found.values())
 
     def slot_order(self, *, ep: int) -> Chunks:
         """From order of arrival (etp, ep, slot) to (slot, etp, ep)."""
@@ -207,9 +225,8 @@ class DispatchPlan:
         )
 
     def to_json(self) -> str:
-        return json.dumps(
-            {"slots": self.slots_G, "ep": self.ep, "etp": self.etp, "rows": self.rows_PG.tolist()}, sort_keys=True
-        )
+        fields = {"slots": self.slots_G, "ep": self.ep, "etp": self.etp, "rows": self.rows_PG.tolist()}
+        return json.dumps({**fields, "unit_rows": self.unit_rows}, sort_keys=True)
 
     @property
     def hash(self) -> str:
@@ -224,12 +241,14 @@ def _problems(plan: DispatchPlan, counts_PE: ArrayLike | None) -> list[Problem]:
         return [Problem(where="dispatch.rows.shape", value=rows.shape, rule=rule)]
     if (rows < 0).any():
         problems.append(Problem(where="dispatch.rows", value=int(rows.min()), rule="a number of rows is not negative"))
+    unit = "row" if plan.unit_rows == 1 else f"chunk of {plan.unit_rows} rows"
     for expert in np.unique(slots):
-        loads = rows[:, slots == expert].sum(0)
+        loads = plan.units_PG[:, slots == expert].sum(0)
         slack = 1 if counts_PE is not None else len(rows)
         if loads.max() - loads.min() > slack:
-            rule = f"replicas of one expert differ by {slack} row at most"
+            rule = f"replicas of one expert differ by {slack} {unit} at most"
             problems.append(Problem(where=f"dispatch.expert[{expert}]", value=loads.tolist(), rule=rule))
+        problems += _cut_units(plan, int(expert))
     if counts_PE is not None:
         counts = np.asarray(counts_PE)
         sent = np.stack([rows[:, slots == e].sum(1) for e in range(counts.shape[1])], axis=1)
@@ -237,6 +256,19 @@ def _problems(plan: DispatchPlan, counts_PE: ArrayLike | None) -> list[Problem]:
             rule = f"source {p} routed {counts[p, e]} rows to expert {e}"
             problems.append(Problem(where=f"dispatch.rows[{p}]", value=int(sent[p, e]), rule=rule))
     return problems
+
+
+def _cut_units(plan: DispatchPlan, expert: int) -> list[Problem]:
+    """Units of an expert that a source sends to two slots: only the last of the slots that it sends to may get a short one."""
+    out = []
+    mine = np.flatnonzero(np.asarray(plan.slots_G) == expert)
+    for p, rows in enumerate(plan.rows_PG[:, mine]):
+        used = mine[rows > 0]
+        cut = used[:-1][plan.rows_PG[p, used[:-1]] % plan.unit_rows > 0]
+        if len(cut):
+            rule = f"source {p} sends whole chunks of {plan.unit_rows} rows of expert {expert}, but for the last one"
+            out.append(Problem(where=f"dispatch.rows[{p}][{cut[0]}]", value=int(plan.rows_PG[p, cut[0]]), rule=rule))
+    return out
 
 
 def plan_dispatch(counts_PE: ArrayLike, slots_G: Sequence[int], *, ep: int, etp: int) -> DispatchPlan:

@@ -3,6 +3,10 @@
 Decides the rows from every source to every slot of one expert-parallel group (arXiv 2407.04656, section 4.3), in whole numbers: the paper's shares are real
 numbers, and ranks that round them by themselves lose tokens. A pure function of the gathered counts, so every rank computes the same.
 
+In exact mode rows of an expert are computed in chunks of `unit_rows`, cut from each source's list of them, and a chunk must stay whole. So what is split and handed out
+are then chunks: the same rules, with the word "row" read as "chunk". Every part that a source sends is whole chunks, so whoever cuts it again finds the very same ones. The last chunk of a list
+may be shorter and counts like any other: rows of replicas may differ by more than `unit_rows`.
+
 Rules that must never change, because all ranks rely on them without asking:
 - the rows of an expert are split over its replicas as evenly as whole numbers can be; the replicas that take one more are those with most rows of their own
   rank to serve, then the lower slots;
@@ -27,25 +31,41 @@ from phalanx.plan.dispatch import DispatchPlan, Ints, replica_index
 
 
 def plan_local_dispatch(
-    counts_PE: ArrayLike, slots_G: Sequence[int], *, ep: int, etp: int, host_of_ep: Sequence[int] = ()
+    counts_PE: ArrayLike,
+    slots_G: Sequence[int],
+    *,
+    ep: int,
+    etp: int,
+    host_of_ep: Sequence[int] = (),
+    unit_rows: int = 1,
 ) -> DispatchPlan:
-    """The plan for gathered counts; `host_of_ep` = host of each ep coordinate (empty: each has its own).
+    """The plan for gathered counts; `host_of_ep` = host of each ep coordinate (empty: each has its own), `unit_rows` = rows that stay together.
 
     Raises `PlanError` where counts and slots do not belong together, or an expert with rows has no slot.
     """
     counts, slots = np.asarray(counts_PE, dtype=np.int64), np.asarray(slots_G, dtype=np.int64)
-    raise_if(_problems(counts, slots, ep, etp, host_of_ep), PlanError, subject="dispatch")
+    raise_if(_problems(counts, slots, ep, etp, host_of_ep, unit_rows), PlanError, subject="dispatch")
     rank_of_slot = np.repeat(np.arange(ep), len(slots) // ep)
     rank_of_source = np.repeat(np.arange(ep), etp)
     hosts = np.asarray(host_of_ep) if len(host_of_ep) else np.arange(ep)
-    left, room = counts.copy(), _rooms(counts, slots, rank_of_source, rank_of_slot)
-    rows = np.zeros((ep * etp, len(slots)), dtype=np.int64)
+    left = -(-counts // unit_rows)
+    room = _rooms(left, slots, rank_of_source, rank_of_slot)
+    units = np.zeros((ep * etp, len(slots)), dtype=np.int64)
     for circle in (np.arange(ep), hosts, np.zeros(ep, dtype=np.int64)):
         sent = _corner_fill(left, room, slots, circle[rank_of_source], circle[rank_of_slot])
-        rows += sent
+        units += sent
         room -= sent.sum(0)
         np.subtract.at(left.T, slots, sent.T)
-    return DispatchPlan(tuple(int(s) for s in slots), ep, etp, rows)
+    rows = units if unit_rows == 1 else _rows_of_units(units, counts, slots, unit_rows)
+    return DispatchPlan(tuple(int(s) for s in slots), ep, etp, rows, unit_rows)
+
+
+def _rows_of_units(units_PG: Ints, counts_PE: Ints, slots: Ints, unit_rows: int) -> Ints:
+    """(P, G) rows in the units that each source sends to each slot: its list of an expert is cut slot by slot, slots ascending."""
+    ends = np.stack([_ends_by_expert(units, slots) for units in units_PG])
+    counts = counts_PE[:, slots]
+    rows: Ints = np.minimum(ends * unit_rows, counts) - np.minimum((ends - units_PG) * unit_rows, counts)
+    return rows
 
 
 def _rooms(counts: Ints, slots: Ints, rank_of_source: Ints, rank_of_slot: Ints) -> Ints:
@@ -90,8 +110,11 @@ def _ends_by_expert(room: Ints, slots: Ints) -> Ints:
     return out
 
 
-def _problems(counts: Ints, slots: Ints, ep: int, etp: int, host_of_ep: Sequence[int]) -> list[Problem]:
+def _problems(counts: Ints, slots: Ints, ep: int, etp: int, host_of_ep: Sequence[int], unit_rows: int) -> list[Problem]:
     problems = []
+    if unit_rows < 1:
+        rule = "rows that stay together: at least 1"
+        problems.append(Problem(where="unit_rows", value=unit_rows, rule=rule, hint="use 1"))
     if counts.ndim != 2 or len(counts) != ep * etp:
         return [
             Problem(where="counts.shape", value=counts.shape, rule=f"needs a row for each of the {ep} x {etp} sources")

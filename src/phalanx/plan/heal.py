@@ -1,43 +1,53 @@
 """What members of a new generation run, and what moves between them so that each holds what its new rank needs.
 
-Decides, from how many members there are and where the state of each stands, the mapping (`Healing.folding`, a function of the number alone), the moves of
-parameters, optimizer state and buffers, and what nobody holds any more. Only `dp` and `ep` follow the members; tp, cp, pp and etp are 1 (the rules of a
-recipe ask for it), and optimizer state is whole at every holder (`optim.zero = 0`).
+Decides, from who is there and where the state of each stands (`plan/standing.py`):
 
-A member says where its state stands as (size, rank): it is that of rank `rank` of the mapping on `size` ranks. So members that come from different
-generations, because one was over before all had entered it, need no case of their own: a source layout is put together member by member.
+    mapping    `Healing.choose`: that of the recipe as far as it fits the number of members, else the nearest of the same axes (`plan/recovery_devices.py`)
+    ranks      `plan/heal_ranks.py`: as few bytes travel as can be; who makes no whole group is idle
+    experts    with replicas: `plan/heal_experts.py`
+    moves      of parameters, optimizer state and buffers, the source put together member by member, so that it does not matter whether all come from one
+               generation; idle members are sources like others
+    missing    what nobody holds any more
 
-Must never change: all members make the same plan from the same places; state without a holder is named and never made up.
+Must never change: all members make the same plan from the same facts, in whatever order they hear them; state without a holder is named and never made up.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 
+from phalanx.core.config import PipelineConfig
 from phalanx.core.errors import PlanError, Problem
+from phalanx.plan.box_cells import is_covered
+from phalanx.plan.box_parts import without
 from phalanx.plan.folding import Folding
+from phalanx.plan.heal_experts import Asked, held_by_host, place_experts
+from phalanx.plan.heal_ranks import rank_members
+from phalanx.plan.layout import Box, stage_params
 from phalanx.plan.model import ModelSpec
-from phalanx.plan.recovery_devices import Limits, is_legal
+from phalanx.plan.pipeline import make_pipeline, pipeline_problems
+from phalanx.plan.placement import AnyPlacement, LayerPlacements
+from phalanx.plan.recovery_devices import Choice, Limits, choose_folding, is_exact, usable_devices
+from phalanx.plan.recovery_state import Device
+from phalanx.plan.replicas import Floats
 from phalanx.plan.reshard_types import Move
 from phalanx.plan.stage_foldings import AnyFolding
 from phalanx.plan.stages import StagePlan
+from phalanx.plan.standing import Fact, Kind, Standing, domains_of, slots_of
 from phalanx.plan.state_layout import StateLayouts
-from phalanx.plan.tensor_layout import TensorLayout, whole_layout
+from phalanx.plan.tensor_layout import Held, TensorLayout
 
 BUFFER_BYTES = 4
 """Of an element of a buffer (the expert bias), which is fp32 in every run."""
 
-
-class Place(NamedTuple):
-    """Where a member's state stands: it is what rank `rank` of the run's mapping on `size` ranks holds."""
-
-    size: int
-    rank: int
+_State = Mapping[str, tuple[tuple[Held, ...], tuple[int, ...]]]
+"""Of one rank: name -> (boxes, shape of the local tensor)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,20 +55,92 @@ class HealPlan:
     """What one new generation does before it steps."""
 
     folding: Folding
+    members: tuple[Fact, ...]
+    """In the order of their ranks in the team: those of the mapping, then those that are idle."""
+    placement: tuple[LayerPlacements, ...]
+    """Of each pipeline stage, where experts have replicas; else empty."""
+    hosts: tuple[int, ...]
+    """Failure domain of each rank of the mapping."""
     params: tuple[Move, ...]
     """One for each parameter, the same for master weights and both moments."""
     buffers: tuple[Move, ...]
     missing: tuple[str, ...]
-    """Parameters of which some part has no holder. Empty: training can go on."""
+    """Parameters and buffers of which some part has no holder. Empty: training can go on."""
+    exact: bool
+    """tp, cp, etp and pp are those of the recipe: in exact mode not a bit changes."""
+    reason: str = ""
+    """Why members are idle, or degrees changed."""
+    notes: tuple[str, ...] = ()
+    """What else was decided that nobody asked for."""
+
+    @property
+    def uids(self) -> tuple[str, ...]:
+        """In the order of the ranks in the team."""
+        return tuple(fact.uid for fact in self.members)
+
+    @property
+    def idle(self) -> tuple[str, ...]:
+        return self.uids[self.folding.world :]
+
+    def placement_of(self, rank: int) -> AnyPlacement | None:
+        """That of the stage of a rank of the mapping; None: experts have no replicas."""
+        return self.placement[self.folding.coord(rank, "pp")] if self.placement else None
+
+    def standing(self, rank: int) -> Standing:
+        """Where a rank of the mapping stands once this plan is carried out."""
+        placed = self.placement_of(rank)
+        slots = () if placed is None else slots_of(placed, self.folding, rank)
+        return Standing(folding=self.folding, rank=rank, slots=slots, hosts=self.hosts)
+
+    @cached_property
+    def hash(self) -> str:
+        """Of all that was decided, and from what."""
+        return hashlib.sha256(
+            json.dumps(
+                {
+                    "folding": asdict(self.folding),
+                    "members": [
+                        [f.uid, f.machine, None if f.standing is None else f.standing.to_dict()] for f in self.members
+                    ],
+                    "stages": [
+                        [[layer, of.to_dict()] for layer, of in sorted(s.layers.items())] for s in self.placement
+                    ],
+                    "hosts": self.hosts,
+                    "sources": [
+                        [m.name, [[list(h.box.offsets), list(h.box.sizes)] for of in m.src.held for h in of]]
+                        for m in (*self.params, *self.buffers)
+                    ],
+                    "missing": self.missing,
+                },
+                sort_keys=True,
+            ).encode()
+        ).hexdigest()[:16]
 
     def explain(self) -> str:
         """In a line."""
         if self.missing:
-            shown = ", ".join(self.missing[:4]) + (
-                f" and {len(self.missing) - 4} more" if len(self.missing) > 4 else ""
-            )
-            return f"{self.folding.label()}: nobody holds all of {shown}"
+            more = f" and {len(self.missing) - 4} more" if len(self.missing) > 4 else ""
+            return f"{self.folding.label()}: nobody holds all of {', '.join(self.missing[:4])}{more}"
         return f"{self.folding.label()}: every part has a holder"
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What a person should know beside."""
+        head = f"{', '.join(self.idle)} {'is' if len(self.idle) == 1 else 'are'} idle: " if self.idle else ""
+        return tuple(text for text in (head + self.reason, *self.notes) if text)
+
+    def without(self, wrong: Iterable[tuple[int, str, Box]]) -> HealPlan:
+        """The same where boxes (member by its rank in the team, name, box) are no sources, because they are not what they should be."""
+        holes: dict[str, list[tuple[int, Box]]] = {}
+        for rank, name, box in wrong:
+            holes.setdefault(name, []).append((rank, box))
+        if not holes:
+            return self
+        params, buffers = (
+            tuple(_with_holes(move, holes.get(move.name, ())) for move in moves)
+            for moves in (self.params, self.buffers)
+        )
+        return replace(self, params=params, buffers=buffers, missing=_missing((*params, *buffers)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,85 +150,253 @@ class Healing:
     spec: ModelSpec
     base: Folding
     """Of the run on as many ranks as its recipe names."""
-    stages: StagePlan
     seq_len: int
     floor: int
     """Holders that every expert has, as far as there are members."""
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    cp_method: str = "ring"
     state_bytes: int = 4
     """Of an element of optimizer state."""
-    _layouts: dict[int, StateLayouts] = field(default_factory=dict, init=False, compare=False, repr=False)
-    _held: dict[int, Mapping[str, TensorLayout]] = field(default_factory=dict, init=False, compare=False, repr=False)
+    zero: int = 0
+    """1: optimizer state is cut over dp x cp and edp, and each shard has `floor` holders."""
+    bucket_elements: int = 0
+    """Of a gradient bucket, which decides where shards begin."""
+    slots_per_rank: int | None = None
+    """Replicas that an ep rank has room for in each layer; None: experts have no replicas."""
+    loads: Floats | None = None
+    """(L, E), or (1, E) for all layers; None: all experts alike."""
+    _layouts: dict[Folding, StateLayouts] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _held: dict[Kind, _State] = field(default_factory=dict, init=False, compare=False, repr=False)
+
+    # ---- the mapping
+
+    def choose(self, size: int) -> Choice:
+        """The mapping of so many members, and why some are idle. Raises `PlanError` where there is none."""
+        found = choose_folding(self.base, size, self._limits(size))
+        if found is None:
+            rule = f"make no legal mapping of the axes of {self.base.label()}"
+            raise PlanError(
+                [Problem(where="members", value=size, rule=rule, hint=f"at least {self.least()}")], subject="the run"
+            )
+        return found
+
+    def _choice_of(self, facts: Sequence[Fact]) -> Choice:
+        """Slices of an expert stay on one machine, so each machine counts whole groups of them."""
+        machines = sorted({fact.machine for fact in facts})
+        devices = [Device(i, machines.index(fact.machine)) for i, fact in enumerate(facts)]
+        usable = usable_devices(devices, self.base.etp)
+        choice = self.choose(usable)
+        if usable == len(facts):
+            return choice
+        single = f"{len(facts) - usable} have no {self.base.etp - 1} others on their machine to share experts with (etp {self.base.etp})"
+        return replace(
+            choice, idle=len(facts) - choice.folding.world, reason="; ".join(filter(None, (choice.reason, single)))
+        )
 
     def folding(self, size: int) -> Folding:
-        """The mapping on `size` ranks: `ep` next to that of the recipe (in doublings) of those that leave every expert `floor` holders."""
-        limits = Limits(spec=self.spec, seq_len=self.seq_len, num_samples=size, replicated=False)
-        made = [replace(self.base, world=size, ep=ep) for ep in _divisors(size)]
-        fit = [f for f in made if is_legal(f, limits) and f.edp >= min(self.floor, size)]
-        if not fit:
-            rule = "no mapping of dp and ep fits so many members"
-            raise PlanError(
-                [Problem(where="members", value=size, rule=rule, hint="use another number of ranks")], subject="the run"
-            )
-        return min(fit, key=lambda f: (abs(math.log2(f.ep / self.base.ep)), f.ep))
+        """The mapping of so many members."""
+        return self.choose(size).folding
 
-    def state(self, size: int) -> Mapping[str, TensorLayout]:
-        """What each rank of the mapping on `size` ranks keeps of each parameter's optimizer state, and so of the parameter."""
-        if size not in self._held:
-            self._layouts[size] = StateLayouts(spec=self.spec, folding=self.folding(size), stages=self.stages)
-            self._held[size] = self._layouts[size].shards(zero=0)
-        return self._held[size]
+    def least(self) -> int:
+        """The fewest members that can go on: with so many, and with any more, there is a mapping."""
+        sizes = range(self.base.world, 0, -1)
+        fit = [n for n in sizes if choose_folding(self.base, n, self._limits(n)) is not None]
+        return next((n for n in sizes if n - 1 not in fit), 1)
 
-    def plan(self, places: Sequence[Place | None]) -> HealPlan:
-        """For members whose state stands at `places` (None: it has none), in the order of their new ranks."""
-        target = self.state(len(places))
-        moves = [
-            Move(name=name, itemsize=self.state_bytes, src=self._source(name, layout, places), dst=layout)
-            for name, layout in target.items()
-        ]
-        holders = [rank for rank, place in enumerate(places) if place is not None]
-        buffers = [
-            Move(name=name, itemsize=BUFFER_BYTES, src=whole_layout(layout.shape, holders), dst=layout)
-            for name, layout in self._layouts[len(places)].buffers().items()
-        ]
-        missing = tuple(move.name for move in moves if not _covered(move.src))
-        return HealPlan(folding=self.folding(len(places)), params=tuple(moves), buffers=tuple(buffers), missing=missing)
+    def _limits(self, size: int) -> Limits:
+        replicated = self.slots_per_rank is not None and bool(self.spec.moe_layers)
+        return Limits(
+            spec=self.spec,
+            seq_len=self.seq_len,
+            num_samples=size,  # a member without a micro-batch serves others' tokens
+            replicated=replicated,
+            slots_per_rank=self.slots_per_rank if replicated else None,
+            cp_method=self.cp_method,
+            floor=self.floor,
+            runs=lambda folding: not pipeline_problems(self.pipeline, self.spec, pp=folding.pp),
+        )
 
-    def _source(self, name: str, target: TensorLayout, places: Sequence[Place | None]) -> TensorLayout:
-        """What the members hold of a parameter, by their new ranks."""
-        ranks, held, shapes = [], [], []
-        for rank, place in enumerate(places):
-            if place is None:
-                continue
-            before = self.state(place.size)[name]
-            if place.rank in before.ranks:
-                at = before.ranks.index(place.rank)
-                ranks.append(rank)
-                held.append(before.held[at])
-                shapes.append(before.local_shapes[at])
-        return TensorLayout(shape=target.shape, ranks=tuple(ranks), held=tuple(held), local_shapes=tuple(shapes))
+    def stages(self, folding: Folding) -> StagePlan:
+        """Which layers each pipeline rank has."""
+        return make_pipeline(self.pipeline, self.spec, pp=folding.pp, seq_len=self.seq_len).stages
+
+    # ---- what is held
+
+    def holds(self, standing: Standing) -> _State:
+        """What a member keeps of each parameter's optimizer state, and so of the parameter."""
+        kind = standing.kind(sharded=self.zero > 0)
+        if kind not in self._held:
+            layouts = self._layout(standing.folding)
+            placed = standing.placement(self.spec.num_experts)
+            if placed is not None:
+                layouts = replace(layouts, placement=lambda _: placed)
+            self._held[kind] = layouts.shards_of(
+                standing.rank, zero=self.zero, bucket_elements=self.bucket_elements, holders=self.floor,
+                hosts=standing.hosts or None,
+            )  # fmt: skip
+        return self._held[kind]
+
+    def _layout(self, folding: Folding) -> StateLayouts:
+        if folding not in self._layouts:
+            self._layouts[folding] = StateLayouts(spec=self.spec, folding=folding, stages=self.stages(folding))
+        return self._layouts[folding]
+
+    def missing(self, standings: Sequence[Standing]) -> tuple[str, ...]:
+        """Parameters of which members that stand so do not hold all together."""
+        shapes = self._layout(self.base).params
+        held = [self.holds(standing) for standing in standings]
+        return tuple(
+            name
+            for name, param in shapes.items()
+            if not is_covered(param.shape, (h.box for of in held for h in of.get(name, ((), ()))[0]))
+        )
+
+    # ---- the plan
+
+    def plan(self, facts: Sequence[Fact]) -> HealPlan:
+        """For the members of a new generation, in any order. Raises `PlanError` where they are too few for any mapping."""
+        facts = sorted(facts, key=lambda fact: fact.order)
+        choice = self._choice_of(facts)
+        new, host_of = choice.folding, domains_of(facts)
+        ranked, idle = rank_members(facts, new, self._lacks(new))
+        members = (*ranked, *idle)
+        hosts = tuple(host_of[fact.uid] for fact in ranked)
+        placement, notes = self._placement(new, hosts, facts, host_of)
+        made = HealPlan(
+            folding=new, members=members, placement=placement, hosts=hosts, params=(), buffers=(), missing=(),
+            exact=is_exact(new, self.base) and new.pp == self.base.pp, reason=choice.reason, notes=notes,
+        )  # fmt: skip
+        if new.dp * new.cp < self.floor and len(facts) > 1:
+            text = f"parts of the dense tensors have {new.dp * new.cp} of the {self.floor} holders that resilience.f asks for, until more members come"
+            made = replace(made, notes=(*notes, text))
+        params, buffers = self._params(made), self._buffers(made)
+        return replace(made, params=params, buffers=buffers, missing=_missing((*params, *buffers)))
+
+    def _lacks(self, new: Folding) -> _Lacking:
+        """Of dense tensors alone where experts have replicas: then those follow the members."""
+        experts = {name for name, param in self._layout(new).params.items() if param.ep_dim is not None}
+        return _Lacking(self, new, left_out=frozenset(experts if self.slots_per_rank is not None else ()))
+
+    def _placement(
+        self, new: Folding, hosts: Sequence[int], facts: Sequence[Fact], host_of: Mapping[str, int]
+    ) -> tuple[tuple[LayerPlacements, ...], tuple[str, ...]]:
+        if self.slots_per_rank is None or not self.spec.moe_layers:
+            return (), ()
+        shape = (len(self.spec.moe_layers), self.spec.num_experts)
+        asked = Asked(
+            num_experts=self.spec.num_experts, slots_per_rank=self.slots_per_rank, floor=self.floor,
+            loads=np.ones(shape) if self.loads is None else np.broadcast_to(self.loads, shape).copy(),
+            layers=tuple(self.spec.moe_layers),
+        )  # fmt: skip
+        stages, per_stage = self.stages(new), new.world // new.pp
+        held, made, notes = held_by_host(facts, host_of), [], list[str]()
+        for pp in range(new.pp):
+            owned = stage_params(self.spec, stages.of_rank(pp))
+            layers = sorted({p.layer for p in owned if p.family == "expert" and p.layer is not None})
+            first = pp * per_stage
+            placed, said = place_experts(asked, layers, hosts[first : first + per_stage : new.etp], held)
+            made.append(placed)
+            notes += said
+        return tuple(made), tuple(dict.fromkeys(notes))
+
+    def _params(self, plan: HealPlan) -> tuple[Move, ...]:
+        sources = [(i, self.holds(f.standing)) for i, f in enumerate(plan.members) if f.standing is not None]
+        targets = [(rank, self.holds(plan.standing(rank))) for rank in range(plan.folding.world)]
+        return tuple(
+            Move(name=name, itemsize=self.state_bytes, src=_layout_of(name, param.shape, sources), dst=_layout_of(name, param.shape, targets))
+            for name, param in self._layout(plan.folding).params.items()
+        )  # fmt: skip
+
+    def _buffers(self, plan: HealPlan) -> tuple[Move, ...]:
+        """Whole on every rank that has the layer."""
+        out = []
+        for name, target in self._layout(plan.folding).buffers().items():
+            ranks, held, shapes = [], [], []
+            for i, fact in enumerate(plan.members):
+                if fact.standing is None:
+                    continue
+                of = self._layout(fact.standing.folding).buffers()[name]
+                if fact.standing.rank in of.ranks:
+                    at = of.ranks.index(fact.standing.rank)
+                    ranks.append(i)
+                    held.append(of.held[at])
+                    shapes.append(of.local_shapes[at])
+            src = TensorLayout(shape=target.shape, ranks=tuple(ranks), held=tuple(held), local_shapes=tuple(shapes))
+            out.append(Move(name=name, itemsize=BUFFER_BYTES, src=src, dst=target))
+        return tuple(out)
 
 
-def heal_problems(folding: AnyFolding, *, floor: int) -> list[Problem]:
-    """Whether every expert of a run that is to heal itself has `floor` holders to begin with."""
-    if not isinstance(folding, Folding) or folding.ep == 1 or folding.edp >= floor:
+class _Lacking:
+    """Bytes that a member lacks of what a rank holds, each pair of kinds worked out once."""
+
+    def __init__(self, healing: Healing, new: Folding, *, left_out: frozenset[str]) -> None:
+        self._of, self._new, self._left_out = healing, new, left_out
+        self._known: dict[tuple[Kind | None, Kind], int] = {}
+
+    def __call__(self, fact: Fact, rank: int) -> int:
+        sharded, target = self._of.zero > 0, Standing(folding=self._new, rank=rank)
+        kind = None if fact.standing is None else replace(fact.standing, slots=()).kind(sharded=sharded)
+        key = kind, target.kind(sharded=sharded)
+        if key not in self._known:
+            want = self._dense(target)
+            have = {} if fact.standing is None else self._dense(replace(fact.standing, slots=()))
+            self._known[key] = sum(_lacking(have.get(name, ()), boxes) for name, boxes in want.items())
+        return self._known[key]
+
+    def _dense(self, standing: Standing) -> dict[str, tuple[Held, ...]]:
+        """Standings without slots have the experts of plain parallelism, which count where there are no replicas."""
+        if self._left_out:  # ep, which then need not divide the experts, cuts nothing of the rest
+            standing = replace(standing, folding=replace(standing.folding, ep=1))
+        held = self._of.holds(standing).items()
+        return {name: boxes for name, (boxes, _) in held if name not in self._left_out}
+
+
+def _lacking(have: Sequence[Held], want: Sequence[Held]) -> int:
+    """Elements. Boxes of one holder do not overlap."""
+    if have == want:
+        return 0
+    both = (a.box.intersection(b.box) for a in have for b in want)
+    return sum(b.box.num_elements for b in want) - sum(cut.num_elements for cut in both if cut is not None)
+
+
+def _layout_of(name: str, shape: tuple[int, ...], states: Sequence[tuple[int, _State]]) -> TensorLayout:
+    """What ranks hold of one parameter."""
+    found = [(rank, *state[name]) for rank, state in states if name in state]
+    return TensorLayout(
+        shape=shape,
+        ranks=tuple(rank for rank, _, _ in found),
+        held=tuple(held for _, held, _ in found),
+        local_shapes=tuple(local for _, _, local in found),
+    )
+
+
+def _missing(moves: Sequence[Move]) -> tuple[str, ...]:
+    return tuple(m.name for m in moves if not is_covered(m.src.shape, (h.box for held in m.src.held for h in held)))
+
+
+def _with_holes(move: Move, holes: Sequence[tuple[int, Box]]) -> Move:
+    """A move whose source lacks boxes of some ranks."""
+    held = list(move.src.held)
+    for rank, hole in holes:
+        if rank not in move.src.ranks:
+            continue
+        at = move.src.ranks.index(rank)
+        held[at] = tuple(Held(part, h.place(part).offsets) for h in held[at] for part in without(h.box, hole))
+    return replace(move, src=replace(move.src, held=tuple(held)))
+
+
+def heal_problems(folding: AnyFolding, *, floor: int, replicated: bool = False) -> list[Problem]:
+    """Whether all state of a run that is to heal itself has `floor` holders to begin with. `replicated`: experts have replicas, and a placement that sees to them."""
+    if not isinstance(folding, Folding):
         return []
-    ways = [ep for ep in _divisors(folding.ep) if folding.world // ep >= floor]
-    hint = f"use folding.ep = {max(ways)}" if ways else "use more ranks"
-    rule = f"leaves every expert on {folding.edp} of the ranks, and with resilience.heal = true it needs {floor} (resilience.f)"
-    return [Problem(where="folding.ep", value=folding.ep, rule=rule, hint=hint)]
-
-
-def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
-
-
-def _covered(layout: TensorLayout) -> bool:
-    """Whether its ranks together hold all of it. Boxes are whole in every dim but the first: tp and etp are 1, and nothing is sharded."""
-    if not layout.shape:
-        return bool(layout.ranks)
-    there = np.zeros(layout.shape[0], dtype=bool)
-    for held in layout.held:
-        for box in (h.box for h in held):
-            if box.sizes[1:] == layout.shape[1:]:
-                there[box.offsets[0] : box.offsets[0] + box.sizes[0]] = True
-    return bool(there.all())
+    problems, holders, beside = [], folding.dp * folding.cp, "and with resilience.heal = true it needs"
+    if holders < floor:
+        rule = f"leaves every part of the dense tensors on {holders} of them, {beside} {floor} (resilience.f)"
+        hint = f"use {floor * folding.world // holders} ranks, or smaller folding.tp and folding.pp"
+        problems.append(Problem(where="launch.ranks", value=folding.world, rule=rule, hint=hint))
+    if not replicated and folding.ep > 1 and folding.edp < floor:
+        rule = f"leaves every expert on {folding.edp} of the ranks, {beside} {floor} (resilience.f)"
+        ways = [ep for ep in range(1, folding.ep) if folding.ep % ep == 0 and folding.edp * folding.ep // ep >= floor]
+        hint = f"use folding.ep = {max(ways)}" if ways else "use more ranks"
+        problems.append(Problem(where="folding.ep", value=folding.ep, rule=rule, hint=hint))
+    return problems

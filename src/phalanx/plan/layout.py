@@ -9,12 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from phalanx.core.errors import PlanError, Problem
 from phalanx.plan.folding import GRADIENT_RULES, GradientRule
 from phalanx.plan.holders import Block, ExpertState, HolderPlan, Run, plan_holders
 from phalanx.plan.model import ModelSpec, ParamSpec, parameters
 from phalanx.plan.placement import AnyPlacement
+from phalanx.plan.shard_copies import Keepers, keepers_of
 from phalanx.plan.stage_foldings import AnyFolding
 from phalanx.plan.stages import Stage
 
@@ -194,6 +196,8 @@ class FlatLayout:
     """Elements of the buffer, padding included; a multiple of `num_shards`."""
     holders: HolderPlan | None = None
     """Experts with replicas: besides what the rule says, holders of an expert add up its gradients. Such a buffer is one shard for the rule."""
+    keepers: Keepers = ()
+    """Members of the group that shards the buffer, by shard: who keeps it, its owner first. Empty: its owner alone."""
 
     @property
     def scattered(self) -> HolderPlan | None:
@@ -207,7 +211,7 @@ class FlatLayout:
 
     @property
     def shard_length(self) -> int:
-        """Elements of which this rank keeps master weights and moments."""
+        """Elements of the shard that this rank owns: it counts and writes them. What it keeps besides are copies (`kept_length`)."""
         if self.scattered is not None:
             return self.scattered.owned_elements
         return self.length // self.num_shards
@@ -219,10 +223,23 @@ class FlatLayout:
         i = self.shard_index if index is None else index
         return i * self.shard_length, (i + 1) * self.shard_length
 
+    @cached_property
+    def copies(self) -> tuple[int, ...]:
+        """Shards of others that this rank keeps too."""
+        me = self.shard_index
+        return tuple(i for i, members in enumerate(self.keepers) if i != me and me in members)
+
     @property
-    def shard_runs(self) -> tuple[Run, ...]:
-        """Ranges of the buffer that, one after the other, are this rank's shard."""
-        return (self.shard_range(),) if self.scattered is None else self.scattered.owned
+    def kept_length(self) -> int:
+        """Elements of which this rank keeps master weights and moments: its own shard, then its copies of others."""
+        return self.shard_length * (1 + len(self.copies))
+
+    @property
+    def kept_runs(self) -> tuple[Run, ...]:
+        """Ranges of the buffer that, one after the other, are what this rank keeps."""
+        if self.scattered is not None:
+            return self.scattered.owned
+        return tuple(self.shard_range(i) for i in (self.shard_index, *self.copies))
 
     @property
     def written_elements(self) -> int:
@@ -231,10 +248,10 @@ class FlatLayout:
             return self.shard_length
         return sum(held.run[1] - held.run[0] for held in self.held_whole.experts if held.is_writer)
 
-    def shard_pieces(self, start: int, stop: int) -> list[tuple[FlatPiece, int]]:
-        """Logical boxes of the elements `[start, stop)` of this rank's shard, each with its place in the shard."""
+    def kept_pieces(self, start: int, stop: int) -> list[tuple[FlatPiece, int]]:
+        """Logical boxes of the elements `[start, stop)` of what this rank keeps, each with its place there."""
         out, at = [], 0
-        for first, last in self.shard_runs:
+        for first, last in self.kept_runs:
             lo, hi = max(start, at), min(stop, at + last - first)
             if lo < hi:
                 out += [(p, p.start - first + at) for p in self.pieces(lo - at + first, hi - at + first)]
@@ -281,13 +298,16 @@ def flat_layouts(
     rules: Mapping[str, GradientRule] | None = None,
     bucket_elements: int = 0,
     expert_state: ExpertState = "whole",
+    holders: int = 1,
+    hosts: Sequence[int] | None = None,
 ) -> dict[str, FlatLayout]:
     """Flat layouts of `params` (those of the rank's stages, in forward order) as `rank` holds them. With `zero = 0` each buffer is one shard.
 
     A family is one layout, called by its name, or (`bucket_elements` > 0) several of at least so many elements each, called `family.0`,
     `family.1`, ... from the last parameters to the first: the order in which a backward pass completes their gradients.
 
-    `expert_state` counts where experts have replicas, which needs one expert-parallel group of all ranks of a stage: raises `PlanError` else.
+    `holders`: hosts that keep each shard, as far as its group has as many (`plan/shard_copies.py`); `hosts` says where the ranks of the folding are,
+    None that each stands for a host. `expert_state` counts where experts have replicas, which needs one expert-parallel group of all ranks of a stage: raises `PlanError` else.
     """
     rules = GRADIENT_RULES if rules is None else rules
     replicated = not placement.is_plain
@@ -308,9 +328,10 @@ def flat_layouts(
 
         buckets = _buckets(locals_, bucket_elements, size)
         group = folding.group_of(rank, rule.shard_over) if zero and not slotted else (rank,)
+        keepers = keepers_of(group, holders=holders, hosts=hosts)
         for i, bucket in enumerate(buckets):
             name = family if len(buckets) == 1 else f"{family}.{i}"
-            made = _flat_layout(bucket, rule, group, rank)
+            made = _flat_layout(bucket, rule, group, rank, keepers)
             out[name] = (
                 replace(made, holders=_holders(made, folding, placement, rank, expert_state)) if slotted else made
             )
@@ -348,7 +369,9 @@ def _buckets(locals_: Sequence[LocalParam], least: int, size: Callable[[LocalPar
     return buckets
 
 
-def _flat_layout(locals_: Sequence[LocalParam], rule: GradientRule, group: Sequence[int], rank: int) -> FlatLayout:
+def _flat_layout(
+    locals_: Sequence[LocalParam], rule: GradientRule, group: Sequence[int], rank: int, keepers: Keepers
+) -> FlatLayout:
     starts, at = [], 0
     for local in locals_:
         starts.append(at)
@@ -361,4 +384,5 @@ def _flat_layout(locals_: Sequence[LocalParam], rule: GradientRule, group: Seque
         num_shards=len(group),
         shard_index=list(group).index(rank),
         length=-(-at // unit) * unit,
+        keepers=keepers,
     )

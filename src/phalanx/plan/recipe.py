@@ -15,6 +15,7 @@ from phalanx.core.samples import num_rounds
 from phalanx.core.settings import describe_settings
 from phalanx.plan.folding import Folding, folding_problems
 from phalanx.plan.heal import heal_problems
+from phalanx.plan.heal_hosts import holders_needed
 from phalanx.plan.model import PRESETS, ModelSpec, resolve_model
 from phalanx.plan.overlap_setting import overlap_problems, replica_problems, setting_problems
 from phalanx.plan.pipeline import pairing_problems, pipeline_problems, schedule_setting_problems
@@ -42,7 +43,8 @@ def run_problems(recipe: Recipe, *, world: int, tokenizer_vocab: int | None = No
         slots = recipe.resilience.slots_per_rank if spec.moe_layers else None
         folding = resolve_mapping(recipe.folding, spec, world=world, seq_len=t.seq_len, slots_per_rank=slots, **batch)
         problems += _pair_problems(recipe, folding) if batch else []
-        problems += heal_problems(folding, floor=recipe.resilience.f) if recipe.resilience.heal else []
+        if recipe.resilience.heal:
+            problems += heal_problems(folding, floor=holders_needed(recipe), replicated=slots is not None)
     except ConfigError as error:
         seen = {p.where for p in problems}
         problems += [p for p in error.problems if p.where not in seen]

@@ -46,6 +46,10 @@ class Limits:
     """Replicas that an ep rank has room for; None: as many as it takes."""
     cp_method: str = "ring"
     fits: Callable[[Folding], bool] | None = None
+    floor: int = 1
+    """Ranks that hold each expert where experts have no replicas, as far as there are as many."""
+    runs: Callable[[Folding], bool] | None = None
+    """Whether the rest of the run can do with a mapping (its pipeline, say). Unlike `fits` it sets no degree free."""
 
 
 def choose_folding(old: Folding, num_devices: int, limits: Limits) -> Choice | None:
@@ -99,7 +103,11 @@ def _with_experts(folding: Folding, old: Folding, limits: Limits) -> Folding:
         return replace(folding, ep=1)
     if limits.replicated:
         return replace(folding, ep=blocks)
-    legal = [d for d in range(1, blocks + 1) if blocks % d == 0 and limits.spec.num_experts % d == 0]
+    legal = [
+        d
+        for d in range(1, blocks + 1)
+        if blocks % d == 0 and limits.spec.num_experts % d == 0 and blocks // d >= min(limits.floor, blocks)
+    ]
     return replace(folding, ep=min(legal, key=lambda d: (abs(math.log2(d / old.ep)), d)))
 
 
@@ -112,6 +120,8 @@ def is_legal(folding: Folding, limits: Limits) -> bool:
         return False
     slots = folding.ep * limits.slots_per_rank if limits.replicated and limits.slots_per_rank else None
     if slots is not None and limits.spec.moe_layers and slots < limits.spec.num_experts:
+        return False
+    if limits.runs is not None and not limits.runs(folding):
         return False
     return limits.fits is None or limits.fits(folding)
 

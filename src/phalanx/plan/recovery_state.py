@@ -1,7 +1,7 @@
 """Who holds what of a running job: devices on hosts, experts by stage, dense state by coordinate.
 
-Decides which ranks keep a copy of each shard of the optimizer state (`shard_holders`): its owner, and the next ranks of the group that are on other hosts,
-until `floor` hosts have it. Must never change: the same job gives the same holders on every rank. `plan/recovery.py` asks these tables what a loss destroys.
+Which ranks keep a copy of each shard of the optimizer state is decided in `plan/shard_copies.py`. Must never change: the same job gives the same holders on
+every rank. `plan/recovery.py` asks these tables what a loss destroys.
 
 Names of dense state: `weights tp0 pp1` is what all ranks of that coordinate hold alike; `moments tp0 pp1` are cut over the dp x cp group (ZeRO-1) or whole.
 """
@@ -19,6 +19,7 @@ from phalanx.core.errors import PlanError, Problem, raise_if
 from phalanx.plan.fleet import Fleet
 from phalanx.plan.folding import Folding
 from phalanx.plan.host_placement import HostPlacement
+from phalanx.plan.shard_copies import shard_holders
 
 
 class Device(NamedTuple):
@@ -133,24 +134,6 @@ def stage_fleet(
     )
 
 
-def shard_holders(hosts: Sequence[int], *, floor: int) -> list[tuple[int, ...]]:
-    """Members of a group (0 .. D-1, on `hosts`) that hold each of its D shards: the owner, then those after it on hosts that have none yet.
-
-    Fewer than `floor` where the group lies on fewer hosts.
-    """
-    size = len(hosts)
-    out = []
-    for owner in range(size):
-        chosen, seen = [owner], {hosts[owner]}
-        for step in range(1, size):
-            member = (owner + step) % size
-            if len(chosen) < floor and hosts[member] not in seen:
-                chosen.append(member)
-                seen.add(hosts[member])
-        out.append(tuple(chosen))
-    return out
-
-
 class DenseCopy(NamedTuple):
     """A device that holds a part of a named piece of dense state."""
 
@@ -171,7 +154,7 @@ def dense_copies(folding: Folding, devices: Sequence[Device], *, floor: int, zer
         return sorted(out, key=lambda c: c.name.startswith("moments"))
     for group in folding.groups("dp_cp"):
         where = f"tp{folding.coord(group[0], 'tp')} pp{folding.coord(group[0], 'pp')}"
-        holders = shard_holders([devices[r].host for r in group], floor=floor)
+        holders = shard_holders(tuple(devices[r].host for r in group), floor=floor)
         for shard, members in enumerate(holders):
             part = Span(Fraction(shard, len(group)), Fraction(shard + 1, len(group)))
             out += [DenseCopy(f"moments {where}", part, devices[group[m]].id) for m in members]

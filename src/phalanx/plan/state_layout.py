@@ -103,12 +103,28 @@ class StateLayouts:
     # ---- optimizer state -----------------------------------------------------------------------------------------------
 
     def shards(
-        self, *, zero: int = 1, bucket_elements: int = 0, expert_state: ExpertState = "whole"
+        self,
+        *,
+        zero: int = 1,
+        bucket_elements: int = 0,
+        expert_state: ExpertState = "whole",
+        holders: int = 1,
+        hosts: Sequence[int] | None = None,
     ) -> dict[str, TensorLayout]:
-        """By parameter: the boxes of which each rank keeps masters and moments (the same for all of `STATE_KINDS`)."""
+        """By parameter: the boxes of which each rank keeps masters and moments (the same for all of `STATE_KINDS`).
+
+        With `holders` > 1 copies of others' shards are among them; `hosts` are those of the folding's ranks, from 0 on (None: a host each).
+        """
         found: dict[str, dict[int, _Held]] = {name: {} for name in self.params}
         for rank in range(self.folding.world):
-            of_rank = self._of_shards(rank, zero=zero, bucket_elements=bucket_elements, expert_state=expert_state)
+            of_rank = self.shards_of(
+                rank,
+                zero=zero,
+                bucket_elements=bucket_elements,
+                expert_state=expert_state,
+                holders=holders,
+                hosts=hosts,
+            )
             for name, held in of_rank.items():
                 found[name][rank] = held
         return {
@@ -116,7 +132,17 @@ class StateLayouts:
             for name, by_rank in found.items()
         }
 
-    def _of_shards(self, rank: int, *, zero: int, bucket_elements: int, expert_state: ExpertState) -> dict[str, _Held]:
+    def shards_of(
+        self,
+        rank: int,
+        *,
+        zero: int = 1,
+        bucket_elements: int = 0,
+        expert_state: ExpertState = "whole",
+        holders: int = 1,
+        hosts: Sequence[int] | None = None,
+    ) -> dict[str, tuple[tuple[Held, ...], tuple[int, ...]]]:
+        """By parameter: (boxes, shape of the local tensor) of one rank of the folding alone, as `shards` has them."""
         stages = self.stages.of_rank(self.folding.coord(rank, "pp"))
         layouts = flat_layouts(
             stage_params(self.spec, stages),
@@ -126,12 +152,14 @@ class StateLayouts:
             zero=zero,
             bucket_elements=bucket_elements,
             expert_state=expert_state,
+            holders=holders,
+            hosts=hosts,
         )
         out: dict[str, _Held] = {}
         for layout in layouts.values():
             boxes: dict[str, list[Held]] = {local.param.name: [] for local in layout.params}
             by_name = {local.param.name: local for local in layout.params}
-            for piece, _ in layout.shard_pieces(0, layout.shard_length):
+            for piece, _ in layout.kept_pieces(0, layout.kept_length):
                 name = piece.param.name
                 boxes[name].append(Held(piece.box, _place(by_name[name], piece.box)))
             out |= {name: (tuple(held), by_name[name].shape) for name, held in boxes.items()}

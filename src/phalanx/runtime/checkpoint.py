@@ -225,6 +225,14 @@ class CheckpointManager:
 
         return self._first(work)
 
+    def candidates(self) -> list[int]:
+        """The newest checkpoint and all before it, from the newest down. The same on all ranks."""
+        return self._first(self.folder.candidates)
+
+    def go_back(self, step: int) -> list[str]:
+        """As in `CheckpointFolder.go_back`. Collective."""
+        return self._first(lambda: self.folder.go_back(step))
+
     def read_state(self, step: int, *, model: Mapping[str, Any]) -> RunState:
         """The run state of `step`, checked: every file is as it was written and the model is this run's.
 

@@ -4,6 +4,7 @@
     checkpoints/latest                                                        the name of the newest, replaced last
     checkpoints/.writing-step-00000150/                                       being written; removed at the next start
     checkpoints/.deleting-step-00000050/                                      being deleted; removed at the next start
+    checkpoints/abandoned/step-00000200/                                      complete, of a history that the run went back behind
 
 Must never change: a folder called `step-N` is complete. It gets that name by one rename after all its files and the folder itself
 were flushed to the disk, and loses it by one rename before the first of its files goes. This file holds no tensor.
@@ -12,6 +13,7 @@ were flushed to the disk, and loses it by one rename before the first of its fil
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -25,6 +27,7 @@ from phalanx.core.errors import CheckpointError, Problem
 
 STATE_FILE = "run_state.json"
 LATEST_FILE = "latest"
+ABANDONED = "abandoned"
 FORMAT = 1
 _NAME = re.compile(r"step-(\d{8,})")
 _WRITING, _DELETING = ".writing-", ".deleting-"
@@ -165,10 +168,41 @@ class CheckpointFolder:
         return parse_state(text, where=str(path))
 
     def list_steps(self) -> str:
-        steps = self.steps()
+        steps, aside = self.steps(), self.set_aside()
+        also = f"; {', '.join(aside)} were set aside in {self.path / ABANDONED}" if aside else ""
         if not steps:
-            return f"there is no checkpoint in {self.path}"
-        return "there are checkpoints of steps " + ", ".join(map(str, steps))
+            return f"there is no checkpoint in {self.path}{also}"
+        return "there are checkpoints of steps " + ", ".join(map(str, steps)) + also
+
+    def candidates(self) -> list[int]:
+        """The newest checkpoint and all before it, from the newest down."""
+        newest = self.newest()
+        return [s for s in reversed(self.steps()) if newest is not None and s <= newest]
+
+    def set_aside(self) -> list[str]:
+        """Names of checkpoints of histories that the run went back behind."""
+        home = self.path / ABANDONED
+        return sorted(p.name for p in home.iterdir() if p.is_dir()) if home.is_dir() else []
+
+    def go_back(self, step: int) -> list[str]:
+        """Training goes on from `step`: later checkpoints are of a history that is given up, and must never be the newest again.
+
+        They keep their files under `abandoned/`; returns their names there. `latest` is changed first, so that a crash in the middle leaves none of them.
+        """
+        later = [s for s in reversed(self.steps()) if s > step]
+        if not later:
+            return []
+        write_flushed(self.path / LATEST_FILE, self.of(step).name + "\n")
+        home = self.path / ABANDONED
+        home.mkdir(exist_ok=True)
+        moved = []
+        for found in map(self.of, later):
+            name = _free_name(home, found.name)
+            os.rename(found, home / name)
+            moved.append(name)
+        flush_folder(home)
+        flush_folder(self.path)
+        return moved
 
     def damage(self, step: int, state: RunState, *, index: int = 0, count: int = 1) -> list[Problem]:
         """Files of a checkpoint that are not as they were written; share `index` of `count` of the checking."""
@@ -240,6 +274,12 @@ class CheckpointFolder:
             else:
                 path.unlink(missing_ok=True)
         return sorted(p.name for p in left)
+
+
+def _free_name(home: Path, name: str) -> str:
+    """`name`, or `name-2`, `name-3` ... where a history before has left one of that name."""
+    names = (name if n == 1 else f"{name}-{n}" for n in itertools.count(1))
+    return next(n for n in names if not (home / n).exists())
 
 
 def _file_problem(path: Path, expected: FileEntry) -> Problem | None:

@@ -130,7 +130,11 @@ class Collectives:
         """Where ranks may die and others go on: what keeps this one from waiting for a message that will never end."""
         self.counters: dict[tuple[str, str], Counter] = {}
         self.layers = LayerTimes()
+        self.watch: Callable[[str, bool], None] | None = None
+        """Told the id of each collective when it is posted (True) and when the wait for it has ended."""
         self._aside = False
+        self.pace: Callable[[str], float] | None = None
+        """Paced mode (`phalanx bench predict`): an operation of the rank's own that is told lasts at least so many seconds."""
         self.beside: TwoPasses | None = None
         """While a pass of this rank runs beside another."""
         self._emit = emit
@@ -351,6 +355,8 @@ class Collectives:
 
     def did(self, op_id: str, lane: Lane, begin_s: float) -> None:
         """Tell of an operation that ends now and began at `begin_s` of `time.monotonic`."""
+        if self.pace is not None and lane == "compute":
+            time.sleep(max(0.0, begin_s + self.pace(op_id) - time.monotonic()))
         end_s = ANCHOR_S + time.monotonic()
         self._emit(Operation(op_id=op_id, lane=lane, begin_s=ANCHOR_S + begin_s, end_s=end_s))
 
@@ -604,12 +610,16 @@ class Collectives:
     def _posted(self, call: _Call) -> float:
         """Now, on `time.monotonic`: the beginning of a collective."""
         begin_s = time.monotonic()
+        if self.watch is not None:
+            self.watch(call.op_id, True)
         if call.on_host:
             self.layers.posted(call.op_id, begin_s)
         return begin_s
 
     def _note(self, op: str, axis: Axis, call: _Call, begin_s: float, wait_s: float, end_s: float) -> None:
         """Count a collective that is done, and tell about it. The wait for it, from `wait_s` to `end_s`, blocked the rank unless it is a thread's."""
+        if self.watch is not None:
+            self.watch(call.op_id, False)
         waited_s = 0.0 if self._aside else end_s - wait_s
         key = (op, axis.name)
         counter = self.counters.get(key)

@@ -101,7 +101,10 @@ class Dispatcher:
         top_k: int,
         kernels: Impl = "fast",
         lanes: Lanes = SERIAL,
+        unit_rows: int = 1,
     ) -> None:
+        """`unit_rows`: so many rows of a source's list of an expert stay together, whichever replica serves them (exact mode)."""
+        self.unit_rows = unit_rows
         self.spec, self.comms, self.kernels, self.top_k = spec, comms, kernels, top_k
         self.lanes = lanes
         self.ep, self.etp, self.ep_etp = (groups.axis(name) for name in ("ep", "etp", "ep_etp"))
@@ -125,7 +128,9 @@ class Dispatcher:
         here = {"ep": self.ep.size, "etp": self.etp.size}
         if self.is_plain:
             return plan_dispatch(counts_PE, self.slots_G, **here)
-        return plan_local_dispatch(counts_PE, self.slots_G, host_of_ep=self.host_of_ep, **here)
+        return plan_local_dispatch(
+            counts_PE, self.slots_G, host_of_ep=self.host_of_ep, unit_rows=self.unit_rows, **here
+        )
 
     def expert_counts(self, plan: DispatchPlan) -> tuple[int, ...]:
         """Rows of each expert that this rank holds: those of its slots here, which stand beside each other."""

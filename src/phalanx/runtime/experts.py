@@ -63,7 +63,7 @@ def run_experts(
 
     def compute(rows_MH: torch.Tensor, weights_M: torch.Tensor) -> torch.Tensor:
         if sums is not None:
-            counts_eP = sent.state.plan.source_counts(ep=dispatcher.ep.index)
+            counts_eP = sent.state.plan.expert_source_counts(ep=dispatcher.ep.index)
             into = sums.of(experts.w13_e2fH), sums.of(experts.w2_eHf)
             weights = experts.w13_e2fH.detach(), experts.w2_eHf.detach()
             options: dict[str, Any] = {

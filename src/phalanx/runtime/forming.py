@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -31,6 +32,7 @@ from phalanx.runtime.groups import DEFAULT_TIMEOUT_S, GroupCache, use_loopback
 from phalanx.runtime.keys import OPENING, Keys, TcpKeys, open_sockets
 from phalanx.runtime.keys_store import KeysStore
 from phalanx.runtime.membership import Generation
+from phalanx.runtime.reach import keep_alive
 from phalanx.runtime.votes import Report
 
 CONSTRUCT_S = 3.0
@@ -43,9 +45,10 @@ class NewerGeneration(PeerError):
 
 
 class Sockets:
-    """Sockets that this process opened inside `noted` blocks."""
+    """Sockets that this process opened inside `noted` blocks. `far`: peers are on other machines, whose links may break without a word."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, far: bool = False) -> None:
+        self.far = far
         self._lock = threading.Lock()
         self._found: dict[int, str] = {}
         self._before: dict[int, str] | None = None
@@ -62,10 +65,19 @@ class Sockets:
                 with self._lock:
                     self._note()
                     self._before = None
+                    if self.far:
+                        self._keep_alive()
 
     def _note(self) -> None:
         if self._before is not None:
             self._found.update({f: i for f, i in open_sockets().items() if self._before.get(f) != i})
+
+    def _keep_alive(self) -> None:
+        now = open_sockets()
+        for fd, inode in self._found.items():
+            if now.get(fd) == inode:
+                with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as sock:
+                    keep_alive(sock)
 
     def shut(self) -> int:
         """Shut down those that are still open and connected; returns how many. Any thread may call it at any time, also inside a block."""
@@ -131,14 +143,25 @@ class Team:
     so that no peer waits; but descriptors and threads stay until the last reference is gone.
     """
 
-    def __init__(self, generation: Generation, uid: str, *, timeout_s: float) -> None:
+    def __init__(
+        self,
+        generation: Generation,
+        uid: str,
+        *,
+        timeout_s: float,
+        far: bool = False,
+        uids: Sequence[str] = (),
+        reports: Sequence[Report] = (),
+    ) -> None:
         self.generation, self.uid = generation, uid
-        self.rank, self.size = generation.uids.index(uid), len(generation.members)
-        self.reports: tuple[Report, ...] = ()
+        self.uids = tuple(uids) or generation.uids
+        """In the order of their ranks."""
+        self.rank, self.size = self.uids.index(uid), len(generation.members)
+        self.reports = tuple(sorted(reports, key=lambda report: self.uids.index(report.uid)))
         """Of all members, in the order of their ranks."""
         self.begun = False
         """Whether a step of the run was ever committed: then nobody may begin anew."""
-        self.sockets = Sockets()
+        self.sockets = Sockets(far=far)
         self.groups = TeamGroups(self.sockets, timeout_s=timeout_s)
         self.kicked = False
         self.formed_s = 0.0
@@ -168,6 +191,15 @@ def _abort_devices() -> None:
         backend = world._get_backend(torch.device("cuda"))
         if hasattr(backend, "abort"):
             backend.abort()
+
+
+Order = Callable[[Generation, Sequence[Report]], Sequence[str]]
+"""Ranks of the members: their names in that order. The same on all of them, for all have the same reports."""
+
+
+def as_listed(generation: Generation, reports: Sequence[Report]) -> Sequence[str]:
+    """Ranks in the order of the generation."""
+    return generation.uids
 
 
 def ready_keys(generation: Generation) -> list[str]:
@@ -200,15 +232,18 @@ def form(
     limit_s: float = 60.0,
     own_machine: bool = True,
     watch: Callable[[Team], None] = lambda team: None,
+    order: Order = as_listed,
 ) -> Team:
     """Connect the members of `generation`; this one has put its report under its key of `ready_keys`. Collective.
 
     `timeout_s` is for collectives, `limit_s` for members to become ready. `watch` is given the team before it connects, so that a watchdog can kick
-    it from then on. Raises `NewerGeneration`, `PeerError`, `ServiceLost`. Nothing is left of a group that could not be made.
+    it from then on. `order` decides the ranks. Raises `NewerGeneration`, `PeerError`, `ServiceLost`. Nothing is left of a group that could not be made.
     """
     begin_s = time.monotonic()
     meet(generation, keys, limit_s=limit_s, newer=newer)
-    team = Team(generation, uid, timeout_s=timeout_s)
+    reports = _reports(generation, keys)
+    ranks, far = order(generation, reports), not own_machine
+    team = Team(generation, uid, timeout_s=timeout_s, far=far, uids=ranks, reports=reports)
     watch(team)
     if team.size > 1:
         if own_machine:
@@ -226,6 +261,15 @@ def form(
         raise NewerGeneration(f"generation {generation.number} is over")
     team.formed_s = time.monotonic() - begin_s
     return team
+
+
+def _reports(generation: Generation, keys: Keys) -> list[Report]:
+    """Of all members, who have written them before the barrier let anybody through. Raises `PeerError` where some are gone."""
+    texts = [keys.get(key) for key in ready_keys(generation)]
+    reports = [Report(**json.loads(text)) for text in texts if text is not None]
+    if len(reports) < len(texts):
+        raise PeerError(f"reports of generation {generation.number} are missing")
+    return reports
 
 
 def _init(team: Team, store: dist.Store, *, device: str, timeout_s: float) -> None:

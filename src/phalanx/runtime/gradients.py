@@ -9,7 +9,8 @@ Carries out `plan.layout.flat_layouts` (which parameter lies where in a family's
                                   once, while the backward pass goes on
     reduce()                      parameters without a gradient read zero; sum over each group of the rule: the one that shards the
                                   optimizer state reduce-scatters, the others all-reduce; what was started is waited for. Experts with replicas
-                  are summed over their holders, each element by one of them (`runtime/holders.py`)
+                  are summed over their holders, each element by one of them (`runtime/holders.py`). Where others keep a copy of this rank's
+                  shard, the sum goes on to them (`runtime/shard_copies.py`)
     square_sum()                  this rank's share of the squared global norm, every logical element counted once
 
 A family that has nothing to add up (one micro-batch, groups of one rank) is *borrowed*: its gradients stay the tensors that autograd
@@ -38,6 +39,7 @@ from phalanx.runtime.boxes import BoxTensor
 from phalanx.runtime.collectives import Collectives, Exchange
 from phalanx.runtime.groups import Groups
 from phalanx.runtime.holders import HolderSums
+from phalanx.runtime.shard_copies import ShardCopies
 
 NORM_BITS = 52
 """Binary places with which fixed-point gradients stay below 2^10, as their squares want them."""
@@ -45,7 +47,7 @@ NORM_BITS = 52
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """Reduced gradient of the elements `[start, start + len)` of this rank's shard."""
+    """Reduced gradient of the elements `[start, start + len)` of what this rank keeps: its own shard, then copies."""
 
     start: int
     tensor: torch.Tensor
@@ -53,7 +55,7 @@ class Segment:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ReducedGradients:
-    """What the optimizer gets: for each family, segments that cover this rank's shard (its padding at the end may be left out)."""
+    """What the optimizer gets: for each family, segments that cover what this rank keeps (padding at the end of its shard may be left out)."""
 
     layouts: Mapping[str, FlatLayout]
     segments: Mapping[str, tuple[Segment, ...]]
@@ -73,12 +75,14 @@ class ReducedGradients:
     def squares(self, groups: Groups, *, scale: float, lanes: Lanes = SERIAL) -> tuple[int, int, int]:
         """The squares of this rank's share of the gradient times `scale`, in three integers (`fixed_squares`).
 
-        Added up over the world they are those of the whole gradient: of the ranks that hold the same elements the first one counts them.
+        Added up over the world they are those of the whole gradient: of the ranks that hold the same elements the first one counts them, and of an
+        expert with replicas each holder the part that it completes.
         """
         found = [(0, 0, 0)]
         for family, layout in self.layouts.items():
             if _is_first(layout, groups):
-                found += [fixed_squares(s.tensor, scale=scale, lanes=lanes) for s in self.segments[family]]
+                counted = _counted(layout, self.segments[family])
+                found += [fixed_squares(part, scale=scale, lanes=lanes) for part in counted]
         a, b, c = (sum(part[i] for part in found) for i in range(3))
         return a, b, c
 
@@ -87,7 +91,7 @@ class ReducedGradients:
         out = []
         for family, layout in self.layouts.items():
             for segment in self.segments[family]:
-                for piece, place in layout.shard_pieces(segment.start, segment.start + segment.tensor.numel()):
+                for piece, place in layout.kept_pieces(segment.start, segment.start + segment.tensor.numel()):
                     at = place - segment.start
                     part = segment.tensor[at : at + piece.box.num_elements].view(piece.box.sizes)
                     name = f"gradient/{piece.param.name}"
@@ -96,9 +100,9 @@ class ReducedGradients:
 
 
 def _counted(layout: FlatLayout, segments: Sequence[Segment]) -> list[torch.Tensor]:
-    """What of a family's segments this rank counts in the norm."""
+    """What of a family's segments this rank counts in the norm: a copy of another's shard is not."""
     if layout.held_whole is None:
-        return [s.tensor for s in segments]
+        return [s.tensor for s in segments if s.start < layout.shard_length]
     (whole,) = segments
     return [whole.tensor[start:stop] for start, stop in layout.held_whole.owned]
 
@@ -134,7 +138,8 @@ class GradientBuffers:
     """Collects the gradients of `params` (by logical name), laid out by `layouts`, in buffers of `dtype`.
 
     Communication: for each layout one reduce-scatter (or all-reduce) over each group of its rule, in `reduce` or, after `final`, during the
-    backward pass; of experts with replicas one exchange over ep in its place, and, where holders keep the whole state, one back. With `fixed`
+    backward pass; of experts with replicas one exchange over ep in its place, and, where holders keep the whole state, one back; where shards have
+    copies, messages of a shard to each of their keepers. With `fixed`
     gradients are added in fixed point, here and between ranks, so that no sum depends on who adds what (`kernels/fixed_point.py`; up to
     `summands` for an element); experts add theirs by `fixed`, and all reductions wait for `reduce`.
     """
@@ -210,7 +215,16 @@ class GradientBuffers:
         """Sum over the groups of each layout's rule. Collective; the collected gradients may be overwritten."""
         for part in self._in_order:
             part.start(groups, comms)
-        segments = {key: part.finish(groups, comms) for key, part in self._parts.items()}
+        segments: dict[str, tuple[Segment, ...]] = {}
+        coming: dict[str, ShardCopies] = {}
+        for key, layout in self.layouts.items():
+            segments[key] = self._parts[key].finish(groups, comms)
+            if layout.keepers:
+                (own,) = segments[key]
+                coming[key] = ShardCopies(layout, own.tensor, groups, comms, op_id=gradient_id(key, "copies"))
+        for key, copies in coming.items():
+            length = self.layouts[key].shard_length
+            segments[key] += tuple(Segment(i * length, x) for i, x in enumerate(copies.wait(), start=1))
         return ReducedGradients(layouts=self.layouts, segments=segments)
 
     def non_finite(self) -> tuple[str, ...]:

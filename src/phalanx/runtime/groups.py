@@ -10,8 +10,11 @@ This file and `cli/` are the only places that read environment variables.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import socket
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -245,6 +248,26 @@ def use_loopback() -> None:
     names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     if names and "GLOO_SOCKET_IFNAME" not in os.environ:
         os.environ["GLOO_SOCKET_IFNAME"] = names[0]
+
+
+def use_interface_to(host: str) -> None:
+    """Let gloo use the interface by which `host` is reached, so that it need not resolve this machine's own name. Does nothing where that is not known."""
+    if "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))  # sends nothing
+        own = socket.inet_aton(probe.getsockname()[0])
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):
+                if _address_of(probe, name) == own:
+                    os.environ["GLOO_SOCKET_IFNAME"] = name
+                    return
+
+
+def _address_of(sock: socket.socket, interface: str) -> bytes:
+    """IPv4 address of an interface (Linux: SIOCGIFADDR of netdevice(7))."""
+    answer = fcntl.ioctl(sock.fileno(), 0x8915, struct.pack("256s", interface.encode()[:15]))
+    return bytes(answer[20:24])
 
 
 def _meeting_failed(info: WorldInfo, where: str, text: str, timeout_s: float) -> str:

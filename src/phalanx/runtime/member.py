@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from phalanx.core.clock import now_s
 from phalanx.core.errors import PeerError, PhalanxError, RunError
 from phalanx.core.events import Emit, Event, ignore
-from phalanx.runtime.forming import Team
+from phalanx.runtime.forming import Order, Team, as_listed
 from phalanx.runtime.keys import ServiceLost
 from phalanx.runtime.membership import Generation
 from phalanx.runtime.seat import End, Left, RunOver, Seat
@@ -78,6 +78,10 @@ class Reformed(Event):
     members: int
     why: str
     at_s: float
+    lost_s: float
+    """When the supervisor knew of a loss; 0: nobody is lost."""
+    told_s: float
+    """How long it took until this member knew."""
     broken_s: float
     """When this member saw that the last team was broken; 0 where it was not."""
     formed_s: float
@@ -101,17 +105,20 @@ class Committed(Event):
     """It had voted and learned the decision from the members of a later generation only."""
 
 
-def run_member(seat: Seat, body: Body, *, tell: Emit = ignore) -> str:
+def run_member(seat: Seat, body: Body, *, tell: Emit = ignore, order: Order = as_listed) -> str:
     """Take part until the run ends; returns why it did: finished, stopped, left or missed the end. The seat has been announced.
+
+    `order` decides the ranks of each generation from its reports.
 
     Raises `StaleMember`, and whatever the body raises that is no lost peer.
     """
-    return _Loop(seat, body, tell).run()
+    seat.tell = tell
+    return _Loop(seat, body, tell, order).run()
 
 
 class _Loop:
-    def __init__(self, seat: Seat, body: Body, tell: Emit) -> None:
-        self.seat, self.body, self.tell = seat, body, tell
+    def __init__(self, seat: Seat, body: Body, tell: Emit, order: Order) -> None:
+        self.seat, self.body, self.tell, self.order = seat, body, tell, order
         self.doubt = 0
         """Generation in which this member voted without learning the decision; 0: none."""
         self.broken_s = 0.0
@@ -122,7 +129,7 @@ class _Loop:
     def run(self) -> str:
         while True:
             try:
-                team = self.seat.next_team(self._report())
+                team = self.seat.next_team(self._report(), order=self.order)
             except Left:
                 return "left"
             except RunOver as err:
@@ -154,6 +161,8 @@ class _Loop:
                 members=team.size,
                 why=team.generation.why,
                 at_s=now_s(),
+                lost_s=team.generation.lost_s,
+                told_s=self.seat.told_s(team.generation),
                 broken_s=self.broken_s,
                 formed_s=team.formed_s,
                 entered_s=now_s() - begin_s,
@@ -161,6 +170,8 @@ class _Loop:
             )
         )
         self.broken_s = 0.0
+        if self.seat.closing:
+            return "" if self._failed(lambda: self.body.close(stopped=True)) else "stopped"
         while not self.body.finished():
             decision = self._step()
             if not decision.commit:
@@ -260,6 +271,6 @@ class _Loop:
 def resolve_now(team: Team, own_step: int) -> Resolution:
     """What the reports of the team say, once every doubt is settled."""
     found = resolve(team.reports)
-    if found.step is not None and own_step > found.step:
+    if found.step is not None and team.uid in found.holders and own_step > found.step:
         raise RunError(f"this member has committed {own_step} steps and the others {found.step}; nothing was changed")
     return found

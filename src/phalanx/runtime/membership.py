@@ -36,7 +36,9 @@ class StaleMember(RunError):
 
 
 class TooFewMembers(RunError):
-    """Fewer members than the run needs, for longer than it waits."""
+    """Fewer members than the run needs, for longer than it waits. What they held is saved; the same command goes on when there are more."""
+
+    exit_code = 75
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,8 @@ class Generation:
     """All that went out of the run in good health, now or before: they hand over what they hold and go."""
     why: str = ""
     """In words, for people."""
+    lost_s: float = 0.0
+    """When whoever proposed it knew that somebody is lost (seconds since the epoch); 0: nobody is."""
 
     @property
     def uids(self) -> tuple[str, ...]:
@@ -175,6 +179,13 @@ class Membership:
         key = _key(after.number + 1) if same and after is not None else "first"
         return self.current(after) if self.keys.wait(key, timeout_s) else None
 
+    def between(self, before: Generation, after: Generation) -> list[Generation]:
+        """Those later than `before`, up to `after`, of the same life of the service; `after` alone where `before` is of another one."""
+        if before.epoch != after.epoch:
+            return [after]
+        texts = [self.keys.get(_key(number)) for number in range(before.number + 1, after.number)]
+        return [*(Generation.from_json(text) for text in texts if text is not None), after]
+
     def start(self, members: Sequence[Member], *, above: int, minimum: int, why: str) -> Generation:
         """The first generation of this life of the service: ours, or that of whoever was faster."""
         own = Generation(number=above + 1, epoch=self.keys.epoch, members=tuple(members), minimum=minimum, why=why)
@@ -199,9 +210,11 @@ class Membership:
         self.keys.create(_key(generation.number), generation.to_json())
         self.keys.put("newest", str(generation.number))
 
-    def propose_death(self, uids: Collection[str], why: str, known: Generation | None = None) -> Generation | None:
-        """A generation without those; members of it stop what they do together at once."""
-        return self.propose(without(uids, why), known)
+    def propose_death(
+        self, uids: Collection[str], why: str, known: Generation | None = None, *, lost_s: float = 0.0
+    ) -> Generation | None:
+        """A generation without those; members of it stop what they do together at once. `lost_s` as in `Generation`."""
+        return self.propose(without(uids, why, lost_s=lost_s), known)
 
     def propose_join(self, members: Sequence[Member], known: Generation | None = None) -> Generation | None:
         """A generation with those, entered when the step under way has ended."""
@@ -213,14 +226,18 @@ class Membership:
 
     def renew(self, after: Generation, why: str) -> Generation | None:
         """The same members under a new number, unless there is a newer generation than `after` already."""
-        return self.propose(lambda now: replace(now, why=why) if now.number == after.number else None, known=after)
+
+        def change(now: Generation) -> Generation | None:
+            return replace(now, why=why, lost_s=0.0) if now.number == after.number else None
+
+        return self.propose(change, known=after)
 
 
 def _key(number: int) -> str:
     return f"gen/{number}"
 
 
-def without(uids: Collection[str], why: str, *, leave: bool = False) -> Change:
+def without(uids: Collection[str], why: str, *, leave: bool = False, lost_s: float = 0.0) -> Change:
     """The rule that takes members out."""
 
     def change(now: Generation) -> Generation | None:
@@ -233,6 +250,7 @@ def without(uids: Collection[str], why: str, *, leave: bool = False) -> Change:
             members=tuple(m for m in now.members if m.uid not in uids),
             leaving=(*(u for u in now.leaving if u not in died_leaving), *(gone if leave else ())),
             why=f"{', '.join(gone or died_leaving)}: {why}",
+            lost_s=lost_s,
         )
 
     return change
@@ -246,7 +264,7 @@ def with_more(members: Sequence[Member]) -> Change:
         if not new:
             return None
         names = ", ".join(m.uid for m in new)
-        return replace(now, members=(*now.members, *new), why=f"{names}: ready to join")
+        return replace(now, members=(*now.members, *new), why=f"{names}: ready to join", lost_s=0.0)
 
     return change
 

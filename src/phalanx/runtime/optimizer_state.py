@@ -1,14 +1,15 @@
-"""Master weights and moments of this rank's shards, and the parameters that are rounded from them.
+"""Master weights and moments of what this rank keeps, and the parameters that are rounded from them.
 
 Carries out `plan.layout.flat_layouts`: per gradient family one flat buffer in the compute type, of which the modules' parameters become
-views, and one shard (the whole buffer with `zero = 0`) of master weight, first and second moment in fp32 (fp64 for fp64).
+views, and one shard (the whole buffer with `zero = 0`) of master weight, first and second moment in fp32 (fp64 for fp64). Where shards have several
+keepers, copies of others' shards come after it.
 
-    commit    the optimizer reads a reduced gradient segment, updates master and moments of the shard, rounds into `published`
+    commit    the optimizer reads reduced gradient segments, updates master and moments, rounds into the flat buffer; alone
     publish   all-gather of the shards over the group that shards the family: every parameter is again the rounded master.
               Experts with replicas whose state is sharded over their holders: each part goes to the other holders
 
-Must never change: `published` equals the rounded master weights of all shards after `publish`; moments and masters are never rounded
-below fp32; each element of a logical tensor has exactly one `primary` holder.
+Must never change: parameters equal the rounded master weights of all shards after `publish`; moments and masters are never rounded
+below fp32; each element of a logical tensor has exactly one `primary` holder; all keepers of a shard have the same bits of it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from phalanx.runtime.holders import HolderSums
 
 @dataclass(frozen=True, eq=False)
 class DecayRun:
-    """Elements `[start, stop)` of a shard that share one answer to "does weight decay apply?"."""
+    """Elements `[start, stop)` of what is kept, in one shard, that share one answer to "does weight decay apply?"."""
 
     start: int
     stop: int
@@ -37,7 +38,7 @@ class DecayRun:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FamilyState:
-    """One family. `master`, `exp_avg`, `exp_avg_sq` (shard_length,) are this rank's shard, `flat` (length,) all parameters of it."""
+    """One family. `master`, `exp_avg`, `exp_avg_sq` (kept_length,) are what this rank keeps, `flat` (length,) all parameters of it."""
 
     layout: FlatLayout
     flat: torch.Tensor
@@ -50,14 +51,31 @@ class FamilyState:
 
     @property
     def published(self) -> torch.Tensor:
-        """This rank's shard of the parameters, in the compute type."""
+        """This rank's own shard of the parameters, in the compute type."""
+        return self._kept_parts()[0] if self.rounded is None else self.rounded
+
+    def rounded_part(self, start: int, stop: int) -> torch.Tensor:
+        """Where the elements `[start, stop)` of what is kept go, all of one run, in the compute type."""
         if self.rounded is not None:
-            return self.rounded
-        first, stop = self.layout.shard_range()
-        return self.flat[first:stop]
+            return self.rounded[start:stop]
+        at = 0
+        for part in self._kept_parts():
+            if start < at + len(part):
+                return part[start - at : stop - at]
+            at += len(part)
+        raise IndexError(f"elements [{start}, {stop}) of {at}")
+
+    def round_masters(self) -> None:
+        """Parameters of all that is kept, from the masters."""
+        parts = self._kept_parts() if self.rounded is None else [self.rounded]
+        for part, master in zip(parts, self.master.split([len(part) for part in parts]), strict=True):
+            part.copy_(master)
+
+    def _kept_parts(self) -> list[torch.Tensor]:
+        return [self.flat[first:stop] for first, stop in self.layout.kept_runs]
 
     def runs_in(self, start: int, stop: int) -> Iterator[DecayRun]:
-        """The parts of the decay runs that lie in `[start, stop)` of the shard."""
+        """The parts of the decay runs that lie in `[start, stop)` of what is kept."""
         for run in self.runs:
             lo, hi = max(run.start, start), min(run.stop, stop)
             if lo < hi:
@@ -85,9 +103,12 @@ class ShardedState:
         self.groups = groups
         self.buffers = dict(buffers)
         self.families = {family: _take_over(params, layout, dtype) for family, layout in layouts.items()}
+        self.is_published = True
+        """Whether every parameter is the rounded master; not between an update and `publish`."""
 
     def publish(self, comms: Collectives) -> None:
         """Gather every shard of the parameters. Collective; each rank has rounded its own shard into `published` before."""
+        self.is_published = False
         for family, state in self.families.items():
             if state.rounded is not None and state.layout.scattered is not None:
                 sums, axis = HolderSums(state.layout.scattered), self.groups.axis("ep")
@@ -95,11 +116,12 @@ class ShardedState:
             elif state.layout.num_shards > 1:
                 axis = self.groups.axis(state.layout.rule.shard_over)
                 comms.all_gather(state.published, axis, out=state.flat, op_id=f"publish/{family}")
+        self.is_published = True
 
     def restore(self, comms: Collectives) -> None:
         """After `boxes()` were filled from a checkpoint: round the masters and publish them."""
         for state in self.families.values():
-            state.published.copy_(state.master)
+            state.round_masters()
         self.publish(comms)
 
     def boxes(self) -> list[BoxTensor]:
@@ -132,10 +154,12 @@ def _take_over(params: Mapping[str, torch.Tensor], layout: FlatLayout, dtype: to
         param.data = view
     rounded = None
     if layout.scattered is not None:
-        rounded = torch.cat([flat[start:stop] for start, stop in layout.shard_runs])
-    shard = rounded if rounded is not None else flat[slice(*layout.shard_range())]
-    empty = torch.empty(len(shard), dtype=dtype, device=some.device)
-    master = in_huge_pages(empty).copy_(shard)
+        rounded = torch.cat([flat[start:stop] for start, stop in layout.kept_runs])
+    master = in_huge_pages(torch.empty(layout.kept_length, dtype=dtype, device=some.device))
+    at = 0
+    for start, stop in layout.kept_runs:
+        master[at : at + stop - start].copy_(flat[start:stop])
+        at += stop - start
     return FamilyState(
         layout=layout,
         flat=flat,
@@ -148,7 +172,7 @@ def _take_over(params: Mapping[str, torch.Tensor], layout: FlatLayout, dtype: to
 
 
 def _decay_runs(layout: FlatLayout) -> tuple[DecayRun, ...]:
-    """Neighbouring parameters with the same answer, merged; padding belongs to no run.
+    """Neighbouring parameters of one shard with the same answer, merged; padding belongs to no run. So a copy has the runs of its owner, and the same bits.
 
     Experts with replicas are a run each, or each part of one: where an expert lies differs between its holders, and an update that began elsewhere
     would round the last few elements of a vector otherwise.
@@ -156,11 +180,12 @@ def _decay_runs(layout: FlatLayout) -> tuple[DecayRun, ...]:
     runs: list[DecayRun] = []
     at, alone = 0, layout.holders is not None
     for first, stop in _ranges(layout):
+        begin = len(runs)
         for local, start in zip(layout.params, layout.starts, strict=True):
             lo, hi = max(start, first) - first + at, min(start + local.num_elements, stop) - first + at
             if lo >= hi:
                 continue
-            if runs and not alone and runs[-1].decay == local.param.decay and runs[-1].stop == lo:
+            if len(runs) > begin and not alone and runs[-1].decay == local.param.decay and runs[-1].stop == lo:
                 lo = runs.pop().start
             runs.append(DecayRun(lo, hi, local.param.decay))
         at += stop - first
@@ -168,16 +193,16 @@ def _decay_runs(layout: FlatLayout) -> tuple[DecayRun, ...]:
 
 
 def _ranges(layout: FlatLayout) -> Sequence[tuple[int, int]]:
-    """Ranges of the buffer that, one after the other, are the shard: expert by expert where they have replicas."""
+    """Ranges of the buffer that, one after the other, are kept: expert by expert where they have replicas."""
     if layout.held_whole is None:
-        return layout.shard_runs
+        return layout.kept_runs
     return [held.run for held in layout.held_whole.experts]
 
 
 def _shard_boxes(layout: FlatLayout, shard: torch.Tensor, *, prefix: str, primary: bool) -> list[BoxTensor]:
     out = []
     for start, stop, is_writer in _written(layout):
-        for piece, at in layout.shard_pieces(start, stop):
+        for piece, at in layout.kept_pieces(start, stop):
             part = shard[at : at + piece.box.num_elements].view(piece.box.sizes)
             name, writes = f"{prefix}/{piece.param.name}", primary and is_writer
             out.append(BoxTensor(name, piece.param.shape, piece.box, part, primary=writes))
@@ -185,7 +210,7 @@ def _shard_boxes(layout: FlatLayout, shard: torch.Tensor, *, prefix: str, primar
 
 
 def _written(layout: FlatLayout) -> list[tuple[int, int, bool]]:
-    """Ranges of the shard, and whether this rank is the one that writes them: of an expert that several hold whole, one of them is."""
+    """Ranges of what is kept, and whether this rank is the one that writes them: of a shard its owner is, of an expert that several hold whole one of them."""
     if layout.held_whole is None:
-        return [(0, layout.shard_length, True)]
+        return [(0, layout.shard_length, True), (layout.shard_length, layout.kept_length, False)]
     return [(*held.run, held.is_writer) for held in layout.held_whole.experts]

@@ -17,16 +17,22 @@ import os
 import threading
 import time
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
+from phalanx.core.clock import now_s
 from phalanx.core.errors import PeerError, PhalanxError, RunError
-from phalanx.runtime.forming import NewerGeneration, Team, form, ready_keys
+from phalanx.core.events import Emit, Event, ignore
+from phalanx.runtime.forming import NewerGeneration, Order, Team, as_listed, form, ready_keys
 from phalanx.runtime.keys import Keys, Service, ServiceLost
 from phalanx.runtime.membership import Announcement, Generation, Member, Membership, StaleMember, TooFewMembers
+from phalanx.runtime.reach import Door, agree_who_goes, door_key, knock_at
 from phalanx.runtime.votes import BEGUN, Decision, Report, Then, Votes
 
 WATCH_S = 0.25
 """How long the watching thread waits at a time; a new generation wakes it at once."""
 AGAIN_S = 0.05
+KNOCK_AFTER_S = 0.1
+"""A failed collective without a lost member: after so long a member asks at the doors of the others whether they are there."""
 RENEW_S = 0.4
 """A failed collective without a lost member: after so long the members ask for a new generation themselves."""
 
@@ -64,6 +70,18 @@ class Left(PhalanxError):
 
 
 @dataclass(frozen=True, kw_only=True)
+class TooFew(Event):
+    """A generation has fewer members than the run needs: this one waits for more."""
+
+    uid: str
+    generation: int
+    members: tuple[str, ...]
+    minimum: int
+    why: str
+    """Who is gone, in words."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class SeatSettings:
     """How a worker takes part."""
 
@@ -78,6 +96,8 @@ class SeatSettings:
     """How long a member waits for a lost service."""
     device: str = "cpu"
     own_machine: bool = True
+    doors: bool = False
+    """Members of several hosts find out themselves who is gone and whom they cannot reach (`runtime/reach.py`)."""
 
 
 class Seat:
@@ -96,10 +116,19 @@ class Seat:
         self._said_in = ""
         self._refused: PhalanxError | None = None
         self._begun = False
+        self._votes: Votes | None = None
         self._over: tuple[End | None, str] | None = None
+        self.closing = False
+        """The run was stopped while it had too few members: those that are left meet once more, to save what they hold."""
+        self.tell: Emit = ignore
+        self._seen_s: dict[int, float] = {}
+        self._forming = False
+        """The team is not connected yet."""
         self._news = threading.Condition()
         self._closed = threading.Event()
         self._threads: list[threading.Thread] = []
+        self._door: Door | None = None
+        """Where members on other machines find out whether they reach this one."""
 
     def __enter__(self) -> Seat:
         for work in (self._beat, self._watch):
@@ -112,15 +141,18 @@ class Seat:
         self.drop()
         for thread in self._threads:
             thread.join(2 * WATCH_S)
+        if self._door is not None:
+            self._door.close()
 
     # -- what the worker calls
 
     def announce(self, *, plan_hash: str, version: str) -> None:
-        """This worker is ready. Raises `MembershipError` where the run is another one."""
+        """This worker is ready. Raises `MembershipError` where the run is another one. Waits while it cannot reach all members of the run."""
         said = Announcement(member=self.member, plan_hash=plan_hash, version=version)
         while True:
             try:
                 keys = self.keys()
+                self._open_door(keys)
                 Membership(keys).announce(said)
                 break
             except ServiceLost:
@@ -128,8 +160,23 @@ class Seat:
         self._said, self._said_in = said, keys.epoch
         self._say({"announced": True})
 
-    def next_team(self, report: Report) -> Team:
-        """Connect to the next generation that this member is in and that has enough members; all their reports are in `team.reports`.
+    def _open_door(self, keys: Keys) -> None:
+        """Where members are on several machines: one that does not reach the others would only stop them again and again."""
+        if not self.settings.doors:
+            return
+        if self._door is None:
+            where: Any = self.service
+            self._door = Door(where.host, where.port)
+        keys.put(door_key(self.uid), self._door.address)
+        told = False
+        while (now := Membership(keys).current()) and (silent := knock_at(keys, now.uids, own=self.uid).silent):
+            if not told:
+                os.write(2, f"{self.uid} waits: it cannot reach {', '.join(sorted(silent))}\n".encode())
+            told = True
+            time.sleep(RENEW_S)
+
+    def next_team(self, report: Report, *, order: Order = as_listed) -> Team:
+        """Connect to the next generation that this member is in and that has enough members; all their reports are in `team.reports`, their ranks as `order` says.
 
         Raises `StaleMember`, `Left`, `RunOver`, `TooFewMembers`, and `RunError` where the service stays away.
         """
@@ -139,19 +186,21 @@ class Seat:
             generation = self._next_generation(before)
             before = generation
             try:
-                return self._form(generation, report)
+                return self._form(generation, report, order)
             except NewerGeneration:
                 continue
             except ServiceLost:
                 self._forget_keys()
             except PeerError:
+                if self._door is not None:
+                    self._look_who_goes(generation)
                 self._renew(generation)
 
     def vote(self, step: int) -> Decision:
         """Vote for `step` and return the decision. Raises `InDoubt`."""
         if self.team is None:
             raise RunError("a member votes in a generation that it is connected to")
-        votes = Votes(self._keys_of(self.team.generation), self.team.generation, self.uid)
+        votes = self._votes_of(self.team.generation)
         decision = votes.vote(step, then=self._then, broken=self.broken, limit_s=self.settings.vote_s)
         if decision.commit and not self._begun:
             self._begun = True
@@ -163,6 +212,13 @@ class Seat:
                 votes.forget(step - 1)
         return decision
 
+    def _votes_of(self, generation: Generation) -> Votes:
+        """The same as long as generation and connection are."""
+        keys = self._keys_of(generation)
+        if self._votes is None or self._votes.keys is not keys or self._votes.generation != generation:
+            self._votes = Votes(keys, generation, self.uid)
+        return self._votes
+
     def settle(self, step: int) -> Decision | None:
         """The decision of `step`, "abort" if there was none; None where the service cannot say."""
         if self.team is None:
@@ -173,10 +229,15 @@ class Seat:
             self._forget_keys()
             return None
 
+    def told_s(self, generation: Generation) -> float:
+        """From when the supervisor knew of a loss until this member did; 0 where nobody is lost."""
+        seen_s = self._seen_s.get(generation.number, 0.0)
+        return max(0.0, seen_s - generation.lost_s) if seen_s and generation.lost_s else 0.0
+
     def broken(self) -> bool:
         """Whether the team cannot go on: somebody of it is lost, or this member is."""
         with self._news:
-            return self.team is not None and self._ends(self.team.generation)
+            return self.team is not None and (self._refused is not None or self._ends(self.team.generation))
 
     def leave(self) -> None:
         """Ask to leave the run after the step under way (the supervisor does so for its whole host)."""
@@ -216,8 +277,13 @@ class Seat:
 
     def _next_generation(self, before: Generation | None) -> Generation:
         """The newest one after `before`, with this member and enough others."""
-        asked_s = time.monotonic() + RENEW_S
+        asked_s, told = time.monotonic() + RENEW_S, 0
+        knock_s = time.monotonic() + KNOCK_AFTER_S
         while True:
+            short = self._too_few(before)
+            if short is not None and short.generation > told:
+                told = short.generation
+                self.tell(short)
             with self._news:
                 found = self.newest
                 if self._refused is not None:
@@ -226,17 +292,28 @@ class Seat:
                     raise RunOver(*self._over)
                 usable = found is not None and _later(found, before)
                 if not usable or found is None or not self._is_for_me(found):
-                    self._news.wait(RENEW_S / 2)
+                    self._news.wait(KNOCK_AFTER_S)
                     found = None
             if found is not None:
                 return found
+            if before is not None and not usable and self._door is not None and time.monotonic() > knock_s:
+                self._look_who_goes(before)
+                knock_s = time.monotonic() + RENEW_S
             if before is not None and not usable and time.monotonic() > asked_s:
                 self._renew(before)
                 asked_s = time.monotonic() + RENEW_S
 
+    def _too_few(self, before: Generation | None) -> TooFew | None:
+        """What is to be told where this member can only wait."""
+        with self._news:
+            new = self.newest
+            if new is None or new.enough or self.closing or self.uid not in new.uids or not _later(new, before):
+                return None
+        return TooFew(uid=self.uid, generation=new.number, members=new.uids, minimum=new.minimum, why=new.why)
+
     def _is_for_me(self, found: Generation) -> bool:
         if self.uid in found.uids:
-            return found.enough
+            return found.enough or self.closing
         if self.uid in found.leaving:
             raise Left(f"{self.uid} has left the run")
         if self.last is not None:
@@ -246,6 +323,12 @@ class Seat:
             )
         return False
 
+    def _look_who_goes(self, before: Generation) -> None:
+        with contextlib.suppress(ServiceLost):
+            keys = self.keys()
+            if keys.epoch == before.epoch:
+                agree_who_goes(keys, before, own=self.uid, over=lambda: self._newer(before))
+
     def _renew(self, after: Generation) -> None:
         with contextlib.suppress(ServiceLost):
             keys = self.keys()
@@ -254,27 +337,28 @@ class Seat:
             return
         self._forget_keys()
 
-    def _form(self, generation: Generation, report: Report) -> Team:
+    def _form(self, generation: Generation, report: Report, order: Order) -> Team:
         keys = self._keys_of(generation)
         mine = ready_keys(generation)[generation.uids.index(self.uid)]
         keys.put(mine, json.dumps(asdict(report)))
-        team = form(
-            generation,
-            self.uid,
-            keys,
-            newer=lambda: self._newer(generation),
-            device=self.settings.device,
-            timeout_s=self.settings.timeout_s,
-            limit_s=self.settings.meet_s,
-            own_machine=self.settings.own_machine,
-            watch=self._connect_watched,
-        )
         try:
-            texts = [keys.get(k) for k in ready_keys(generation)]
+            team = form(
+                generation,
+                self.uid,
+                keys,
+                newer=lambda: self._newer(generation),
+                device=self.settings.device,
+                timeout_s=self.settings.timeout_s,
+                limit_s=self.settings.meet_s,
+                own_machine=self.settings.own_machine,
+                watch=self._connect_watched,
+                order=order,
+            )
+        finally:
+            with self._news:
+                self._forming = False
+        try:
             team.begun = keys.get(BEGUN) is not None
-            team.reports = tuple(Report(**json.loads(t)) for t in texts if t is not None)
-            if len(team.reports) < team.size:
-                raise PeerError(f"reports of generation {generation.number} are missing")
         except PeerError:
             self.drop()
             raise
@@ -282,8 +366,8 @@ class Seat:
 
     def _connect_watched(self, team: Team) -> None:
         with self._news:
-            self.team = team
-            if self._ends(team.generation):
+            self.team, self._forming = team, True
+            if self.newest is not None and _later(self.newest, team.generation):
                 team.kick()
 
     def _newer(self, generation: Generation) -> bool:
@@ -343,6 +427,8 @@ class Seat:
             except PhalanxError as err:
                 with self._news:
                     self._refused = err
+                    if self.team is not None:
+                        self.team.kick()
                     self._news.notify_all()
                 return
 
@@ -351,16 +437,33 @@ class Seat:
         if keys is None:
             keys = self.service.connect()
             self._announce_again(keys)
-        found = Membership(keys).wait(self.newest, wait_s)
+        if self._door is not None:
+            self._door.clear()
+        membership = Membership(keys)
+        found = membership.wait(self.newest, wait_s)
         if found is not None:
+            self._check_missed(membership, found)
             self._see(found)
         else:
             self._look_for_the_end(keys)
         return keys
 
+    def _check_missed(self, membership: Membership, found: Generation) -> None:
+        """A member that was not in a generation is out, whatever the newest says: while it did not hear, the others went on."""
+        if self.last is None or self.uid not in found.uids:
+            return  # `_is_for_me` decides
+        for generation in membership.between(self.last, found):
+            if self.uid not in generation.uids:
+                raise StaleMember(
+                    f"{self.uid} was put out of the run: generation {generation.number} ({generation.why}) is without it; "
+                    "what it holds is not used"
+                )
+
     def _announce_again(self, keys: Keys) -> None:
         if self._said is None or keys.epoch == self._said_in:
             return
+        if self._door is not None:
+            keys.put(door_key(self.uid), self._door.address)
         if self._begun:
             keys.put(BEGUN, "1")
         Membership(keys).announce(replace(self._said, last=self.last))
@@ -370,19 +473,23 @@ class Seat:
     def _see(self, found: Generation) -> None:
         with self._news:
             self.newest = found
+            self._seen_s[found.number] = now_s()
             if self.uid in found.uids:
                 self.last = found
-            if self.team is not None and self._ends(self.team.generation):
-                self.team.kick()
+            if self.team is not None and (self._forming or self._ends(self.team.generation)):
+                self.team.kick()  # one that is not connected yet never will be: others may have gone on to the newer one
             self._news.notify_all()
 
     def _look_for_the_end(self, keys: Keys) -> None:
         finished, stop = keys.get("finished"), keys.get("stop")
         enough = self.newest is not None and self.newest.enough
+        taking_part = self.newest is not None and self.uid in self.newest.uids
         with self._news:
             if finished is not None:
                 end = End.read(finished)
                 self._over = end, f"the run is over: {end.step} steps are done"
+            elif stop is not None and not enough and taking_part:
+                self.closing = True
             elif stop is not None and not enough:
                 self._over = None, stop
             self._news.notify_all()

@@ -1,13 +1,14 @@
-"""A rank's shard of optimizer state as tensors of its parameters' local shapes, of which only the boxes that the shard covers are there.
+"""What a rank keeps of optimizer state as tensors of its parameters' local shapes, of which only the boxes that its shards cover are there.
 
 Decides nothing: `plan/state_layout.py: shards` says which boxes those are. So a reshard plan moves masters and moments between any two foldings, as it moves
-parameters, without ever making a whole buffer. Must never change: a view of a box reads and writes the shard itself.
+parameters, without ever making a whole buffer. Must never change: a view of a box reads and writes the state itself.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -15,13 +16,21 @@ from phalanx.plan.layout import FlatLayout
 from phalanx.runtime.optimizer_state import ShardedState
 
 
-class ShardView:
-    """Has of a tensor what moving boxes needs: shape, type, device, and `view[slices]` for boxes inside the shard."""
+class Part(NamedTuple):
+    """Elements `[start, stop)` of a local tensor, row-major, and where they begin in what is kept."""
 
-    def __init__(self, shard: torch.Tensor, *, shape: Sequence[int], first: int) -> None:
-        """`first`: place in `shard` (1-d) of the local tensor's first element; negative where the shard begins after it."""
-        self.shape, self.dtype, self.device = torch.Size(shape), shard.dtype, shard.device
-        self._shard, self._first = shard, first
+    start: int
+    stop: int
+    at: int
+
+
+class ShardView:
+    """Has of a tensor what moving boxes needs: shape, type, device, and `view[slices]` for boxes inside one of its parts."""
+
+    def __init__(self, kept: torch.Tensor, *, shape: Sequence[int], parts: Sequence[Part]) -> None:
+        """`kept` is 1-d."""
+        self.shape, self.dtype, self.device = torch.Size(shape), kept.dtype, kept.device
+        self._kept, self._parts = kept, tuple(parts)
         self._strides = tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
 
     def numel(self) -> int:
@@ -31,13 +40,16 @@ class ShardView:
         return self._strides
 
     def __getitem__(self, box: tuple[slice, ...]) -> torch.Tensor:
-        """The box as a view of the shard. Raises `IndexError` for one that is not all there."""
+        """The box as a view of what is kept. Raises `IndexError` for one that is not all in one part."""
         sizes = [part.stop - part.start for part in box]
-        at = self._first + sum(part.start * stride for part, stride in zip(box, self._strides, strict=True))
-        last = at + sum((n - 1) * stride for n, stride in zip(sizes, self._strides, strict=True))
-        if min(sizes, default=1) and not (at >= 0 and last < len(self._shard)):
-            raise IndexError(f"{box} of a local tensor {tuple(self.shape)} is not in this rank's shard")
-        return self._shard.as_strided(sizes, self._strides, self._shard.storage_offset() + max(at, 0))
+        if not min(sizes, default=1):
+            return self._kept.new_empty(sizes)
+        first = sum(part.start * stride for part, stride in zip(box, self._strides, strict=True))
+        last = first + sum((n - 1) * stride for n, stride in zip(sizes, self._strides, strict=True))
+        for start, stop, at in self._parts:
+            if start <= first and last < stop:
+                return self._kept.as_strided(sizes, self._strides, self._kept.storage_offset() + at + first - start)
+        raise IndexError(f"{box} of a local tensor {tuple(self.shape)} is not in what this rank keeps")
 
 
 def shard_views(state: ShardedState, kind: str) -> dict[str, ShardView]:
@@ -49,10 +61,22 @@ def shard_views(state: ShardedState, kind: str) -> dict[str, ShardView]:
     }
 
 
-def _views(layout: FlatLayout, shard: torch.Tensor) -> dict[str, ShardView]:
-    """Raises `ValueError` (`shard_range`) where the state of experts is sharded over their holders: its parts lie anywhere in a buffer."""
-    first, _ = layout.shard_range()
+def _views(layout: FlatLayout, kept: torch.Tensor) -> dict[str, ShardView]:
+    """Raises `ValueError` where the state of experts is sharded over their holders: their parts are no shards."""
+    if layout.scattered is not None:
+        raise ValueError("the state of experts is sharded over their holders: it has no views")
     return {
-        local.param.name: ShardView(shard, shape=local.shape, first=start - first)
+        local.param.name: ShardView(kept, shape=local.shape, parts=_parts(layout, start, start + local.num_elements))
         for local, start in zip(layout.params, layout.starts, strict=True)
     }
+
+
+def _parts(layout: FlatLayout, begin: int, end: int) -> list[Part]:
+    """Of the local tensor that is `[begin, end)` of the buffer."""
+    out, at = [], 0
+    for first, stop in layout.kept_runs:
+        lo, hi = max(first, begin), min(stop, end)
+        if lo < hi:
+            out.append(Part(lo - begin, hi - begin, at + lo - first))
+        at += stop - first
+    return out

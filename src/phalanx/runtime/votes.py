@@ -125,6 +125,11 @@ class Report:
     data: dict[str, Any] = field(default_factory=dict)
     """Anything small that the next plan needs: experts held, bytes."""
 
+    @property
+    def history(self) -> int:
+        """Which history its state belongs to: the generation in which the run last went back to a checkpoint, 0 where it never did."""
+        return int(self.data.get("history", 0))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Resolution:
@@ -137,7 +142,7 @@ class Resolution:
     repeat: tuple[str, ...]
     """Members in doubt that must drop it."""
     holders: tuple[str, ...]
-    """Members that have the state of `step` once `finish` is done, in order."""
+    """Members that have the state of `step` once `finish` is done, in order. What others hold is of a history that was given up."""
 
 
 def resolve(reports: Sequence[Report]) -> Resolution:
@@ -145,10 +150,15 @@ def resolve(reports: Sequence[Report]) -> Resolution:
 
     Sound because a commit needs the votes of all, so a member one step ahead proves that the decision was "commit"; and because a member that is
     not among `reports` has no part in the run any more, whatever it read. Raises `RunError` where members are further apart than that allows.
+
+    Only the newest history counts. A member that went back to a checkpoint did so in a generation in which not all state was left; one that was lost in
+    the middle of that generation may still hold more steps of the old history, and nobody can have committed anything in the new one without it.
     """
-    held = [r for r in reports if r.holds]
-    if not held:
+    holding = [r for r in reports if r.holds]
+    if not holding:
         return Resolution(step=None, finish=(), repeat=(), holders=())
+    newest = max(r.history for r in holding)
+    held = [r for r in holding if r.history == newest]
     top = max(r.step for r in held)
     doubtful = [r for r in held if r.doubt]
     finish = tuple(r.uid for r in doubtful if r.step == top - 1)

@@ -138,7 +138,7 @@ def state_terms(
     wide = max(4, item)
     return {
         "parameters": sum(x.length for x in layouts.values()) * item,
-        "optimizer state": 3 * sum(x.shard_length for x in layouts.values()) * wide,
+        "optimizer state": 3 * sum(x.kept_length for x in layouts.values()) * wide,
         "gradients": sum(x.length for family, x in layouts.items() if family not in borrowed)
         * (FIXED_POINT_ITEM if exact else wide),
     }
@@ -201,6 +201,7 @@ class _Run:
             zero=optim.zero,
             bucket_elements=math.ceil(optim.bucket_mb * 1e6 / max(4, self.item)),
             expert_state=self.recipe.resilience.expert_state,
+            holders=self.recipe.resilience.shard_holders,
         )
 
     @cached_property
@@ -366,11 +367,13 @@ class _Run:
                 "gradients": more,
             }
             yield self._moment(when + name, terms, copy=copy)
-        of_shards = sum(y.shard_length for y in self.layouts.values() if y.num_shards > 1 or y.scattered)
-        shards, item = of_shards * x.wide, x.wide
-        if self.is_exact:  # read from fixed point, whether a family is sharded or not
+        own = [y for y in self.layouts.values() if y.num_shards > 1 or y.scattered]
+        shards, item = sum(y.kept_length for y in own) * x.wide, x.wide
+        if self.is_exact:  # read from fixed point, whether a family is sharded or not; copies of shards come as numbers
             item = FIXED_POINT_ITEM
-            shards = of_shards * item + sum(y.shard_length for y in self.layouts.values()) * x.wide
+            shards = (
+                sum(y.shard_length for y in own) * item + sum(y.kept_length for y in self.layouts.values()) * x.wide
+            )
         gradients = {"gradients": shards + self._borrowed_bytes(self.layers)}
         sharded = [y.length for y in self.layouts.values() if y.num_shards > 1]
         of_holders = [h.sent_elements + h.received_elements + h.owned_elements for h in self._sums_of_holders]

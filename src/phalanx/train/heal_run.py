@@ -1,7 +1,10 @@
-"""A run of local ranks that heals itself: one supervisor, which prepares everything, and workers, which are forked with it.
+"""A run that heals itself, on one host: a supervisor, which prepares everything, and workers, which are forked with it.
 
     parent    run folder and its lock ─ text ─ model and mapping ─ `Supervisor.run`: forks workers, also in the place of those that died
     worker    sinks ─ seat ─ `run_member` with a `HealingBody` ─ the last words
+
+With `resilience.service` several hosts do so for one run, in one folder that all can write (`train/run_hosts.py`): each has a supervisor and meets the others
+at the service. The hosts prepare one after the other, so that one does the work and the others find it done.
 
 Must never change: the parent runs no tensor operation and has no thread when it forks; whatever is wrong with recipe, text or mapping is an error before it does.
 """
@@ -9,54 +12,106 @@ Must never change: the parent runs no tensor operation and has no thread when it
 from __future__ import annotations
 
 import hashlib
+import socket
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import IO
 
 import torch
 from rich.console import Console
 
 from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, Problem, raise_if
-from phalanx.core.events import RunEnded
+from phalanx.core.events import Emit, RunEnded, ignore
 from phalanx.core.recipe import dump_recipe
+from phalanx.core.service_address import parse_service
 from phalanx.data.prepare import Prepared, prepare
 from phalanx.observe.console import wants_live
 from phalanx.observe.preparation import PreparationProgress
-from phalanx.observe.sinks import open_sinks
+from phalanx.observe.sinks import Sinks, open_sinks
 from phalanx.observe.summary import print_summary
 from phalanx.plan.folding import Folding
 from phalanx.plan.heal import Healing, heal_problems
+from phalanx.plan.heal_hosts import holders_needed, wanted_ranks
 from phalanx.runtime.allocator import keep_freed_memory
+from phalanx.runtime.away import AWAY_FILE, AwayFile
+from phalanx.runtime.groups import use_interface_to
 from phalanx.runtime.member import run_member
 from phalanx.runtime.seat import Seat, SeatSettings
-from phalanx.runtime.supervisor import Supervisor, SupervisorSettings
-from phalanx.train.assemble import state_dtype
+from phalanx.runtime.service_address import expect_service, service_at
+from phalanx.runtime.supervisor import MemberMain, Supervisor, SupervisorSettings
+from phalanx.train.assemble import bucket_elements, state_dtype
 from phalanx.train.closing import summary_of
 from phalanx.train.healing import HealingBody, HealingRun
 from phalanx.train.run_folder import RunFolder
-from phalanx.train.setup import DTYPES, resolve_pipeline, resolve_shape
+from phalanx.train.run_hosts import RunHosts
+from phalanx.train.setup import DTYPES, replicas_of, resolve_pipeline, resolve_shape
 from phalanx.train.trainer import versions
+from phalanx.train.watch import Watch, WatchedSinks
+
+GATHER_S = 5.0
+"""How long the first generation waits for ranks that are not heard of; a run on several hosts begins without those that take longer."""
 
 
-def train_healing(recipe: Recipe, *, threads: int, port: int = 0) -> int:
-    """Train on `launch.ranks` local ranks until all steps are done, whoever of them dies; returns the exit code.
+def train_healing(recipe: Recipe, *, threads: int, port: int = 0, watch: Watch | None = None) -> int:
+    """Train on `launch.ranks` ranks of this host until all steps of the run are done, whoever dies; returns the exit code.
 
-    `port` of the membership service, 0: a free one. Raises `PhalanxError` for whatever a person can act on.
+    `port` of the membership service where this program keeps one of its own, 0: a free one. Raises `PhalanxError` for whatever a person can act on.
     """
     folder = RunFolder(Path(recipe.run.folder) / recipe.run.name)
     folder.create()
-    lock = folder.lock()  # inherited by the workers: it is free when the last of them has ended
+    host = recipe.launch.host or socket.gethostname().split(".")[0]
+    if recipe.resilience.service is None:
+        lock: IO[str] | RunHosts = folder.lock()  # inherited by the workers: it is free when the last of them has ended
+    else:
+        lock = RunHosts(folder, host=host, service=recipe.resilience.service)
     try:
-        run = prepare_run(recipe, folder)
-        settings = SupervisorSettings(
-            slots=recipe.launch.ranks,
-            wanted=recipe.launch.ranks,
-            seat=SeatSettings(timeout_s=recipe.launch.timeout_s),
-        )
-        return Supervisor(lambda seat: work(run, seat, threads=threads), settings, port=port).run()
+        if isinstance(lock, RunHosts):
+            with lock.preparing():
+                run, first = prepare_run(recipe, folder), lock.first_place(recipe.launch.ranks)
+        else:
+            run, first, host = prepare_run(recipe, folder), 0, "local"
+        main = partial(work, run, threads=threads, first=first, watch=watch)
+        return _supervisor(run, host, main, port=port, tell=ignore if watch is None else watch.host).run()
     finally:
         lock.close()
+
+
+def _supervisor(run: HealingRun, host: str, main: MemberMain, *, port: int, tell: Emit) -> Supervisor:
+    """This host's, and with it the service where this host keeps it. Waits for one that others keep."""
+    recipe = run.recipe
+    address = None if recipe.resilience.service is None else parse_service(recipe.resilience.service)
+    settings = supervisor_settings(recipe, host, own_machine=address is None or address.is_here)
+    away = AWAY_FILE if address is None else f"{AWAY_FILE}-{host}"
+    settings = replace(
+        settings, minimum=max(settings.minimum, run.healing.least()), away=AwayFile(run.folder.path / away)
+    )
+    if address is None:
+        return Supervisor(main, settings, port=port, tell=tell)
+    if not address.is_here:
+        use_interface_to(address.host)
+    if recipe.launch.keep_service:
+        return Supervisor(main, settings, address=address.host, port=address.port, tell=tell)
+    service = service_at(address)
+    expect_service(service, recipe.resilience.service or "", wait_s=recipe.resilience.wait_s, tell=print)
+    return Supervisor(main, settings, service=service, tell=tell)
+
+
+def supervisor_settings(recipe: Recipe, host: str, *, own_machine: bool) -> SupervisorSettings:
+    """How a host takes part, as the recipe says it."""
+    r, timeout_s = recipe.resilience, recipe.launch.timeout_s
+    return SupervisorSettings(
+        host=host,
+        slots=recipe.launch.ranks,
+        wanted=wanted_ranks(recipe),
+        minimum=r.minimum,
+        limit_s=r.limit_s,
+        gather_s=max(r.limit_s, GATHER_S),
+        wait_s=r.wait_s,
+        seat=SeatSettings(timeout_s=timeout_s, own_machine=own_machine, doors=r.service is not None),
+    )
 
 
 def prepare_run(recipe: Recipe, folder: RunFolder) -> HealingRun:
@@ -68,20 +123,32 @@ def prepare_run(recipe: Recipe, folder: RunFolder) -> HealingRun:
         problem = Problem(where="checkpoint.resume", value=False, rule=rule, hint=hint)
         raise ConfigError([problem], subject="the recipe")
     prepared = _prepare_text(recipe, folder)
-    spec, folding = resolve_shape(recipe, world=recipe.launch.ranks, tokenizer_vocab=prepared.tokenizer.vocab_size)
+    spec, folding = resolve_shape(recipe, world=wanted_ranks(recipe), tokenizer_vocab=prepared.tokenizer.vocab_size)
     assert isinstance(folding, Folding)  # the rules refuse stages of their own with a mode, and healing without one
-    raise_if(heal_problems(folding, floor=recipe.resilience.f), ConfigError, subject="the recipe")
+    resolve_pipeline(recipe, spec, folding)  # or what is wrong with it
+    alone = recipe.resilience.service is None
+    asked = replicas_of(recipe, world=folding.world, local_ranks=folding.world if alone else recipe.launch.ranks)
+    replicated = asked.slots_per_rank is not None
+    floor = asked.f if replicated else max(asked.f, holders_needed(recipe))
+    raise_if(heal_problems(folding, floor=floor, replicated=replicated), ConfigError, subject="the recipe")
     healing = Healing(
         spec=spec,
         base=folding,
-        stages=resolve_pipeline(recipe, spec, folding).stages,
         seq_len=recipe.train.seq_len,
-        floor=recipe.resilience.f,
+        floor=floor,
+        pipeline=recipe.pipeline,
+        cp_method=recipe.folding.cp_method,
         state_bytes=state_dtype(DTYPES[recipe.train.dtype]).itemsize,
+        zero=recipe.optim.zero,
+        bucket_elements=bucket_elements(recipe.optim, state_dtype(DTYPES[recipe.train.dtype])),
+        slots_per_rank=asked.slots_per_rank,
+        loads=asked.loads,
     )
     again = replace(
-        recipe, checkpoint=replace(recipe.checkpoint, step=None)
-    )  # running the file again must not go back again
+        recipe,
+        checkpoint=replace(recipe.checkpoint, step=None),  # running the file again must not go back again
+        launch=replace(recipe.launch, host=None, keep_service=False),  # those of one host
+    )
     folder.write_recipe(again, prepared.tokenizer)
     return HealingRun(recipe=recipe, folder=folder, prepared=prepared, spec=spec, healing=healing)
 
@@ -97,31 +164,39 @@ def _prepare_text(recipe: Recipe, folder: RunFolder) -> Prepared:
         return prepare(recipe.data, progress=bar, resume=None if known is None else str(known))
 
 
-def work(run: HealingRun, seat: Seat, *, threads: int) -> int:
-    """One worker, in its own process; returns its exit code. Slot 0 is the one that a person watches."""
+def work(run: HealingRun, seat: Seat, *, threads: int, first: int = 0, watch: Watch | None = None) -> int:
+    """One worker, in its own process; returns its exit code. Its log has the number `first` + slot, and number 0 is the one that a person watches."""
     recipe, begin_s = run.recipe, time.monotonic()
     torch.set_num_threads(threads)
     keep_freed_memory(threads=threads)
     torch.use_deterministic_algorithms(recipe.train.deterministic)
     slot = int(seat.uid.split(".")[1])
-    body = None
-    with open_sinks(recipe.observe, folder=run.folder.path, rank=slot) as sinks:
+    number, body = first + slot, None
+    with open_sinks(recipe.observe, folder=run.folder.path, rank=number) as sinks:
         try:
-            body = HealingBody(run, sinks)
+            body = _body(run, sinks, slot=slot, watch=watch)
             seat.announce(plan_hash=_plan_hash(run), version=versions()["phalanx"])
-            why = run_member(seat, body, tell=body.tell)
+            why = run_member(seat, body, tell=body.tell, order=body.order)
         except BaseException as err:
             reason = " ".join([f"{type(err).__name__}:", *str(err).splitlines()[:2]])
             sinks(RunEnded(step=body.step if body else 0, reason=reason, seconds=time.monotonic() - begin_s))
             raise
         reason = {"stopped": "interrupted"}.get(why, why)
         sinks(RunEnded(step=body.step, reason=reason, seconds=time.monotonic() - begin_s))
-    if slot == 0 and recipe.observe.console != "none" and body.outcome is not None:
+    if number == 0 and recipe.observe.console != "none" and body.outcome is not None:
         print_summary(summary_of(run.folder.path, body.outcome, seconds=time.monotonic() - begin_s))
     return 0
 
 
+def _body(run: HealingRun, sinks: Sinks, *, slot: int, watch: Watch | None) -> HealingBody:
+    if watch is None:
+        return HealingBody(run, sinks)
+    member = watch.member(slot)
+    return HealingBody(run, WatchedSinks(sinks, member), watch=member)
+
+
 def _plan_hash(run: HealingRun) -> str:
-    """What all members of one run have alike."""
-    text = f"{dump_recipe(run.recipe)}\n{run.spec.hash}\n{run.prepared.fingerprint}"
+    """What all members of one run have alike, whatever host they are on."""
+    recipe = replace(run.recipe, launch=replace(run.recipe.launch, host=None, keep_service=False))
+    text = f"{dump_recipe(recipe)}\n{run.spec.hash}\n{run.prepared.fingerprint}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,5 +1,8 @@
 """State of a run from the members that have it to those that lack it, and the proof that all have the same.
 
+    examine       every member tells checksums of what it holds; who is outvoted is no source (`plan/suspects.py`)
+    take_state    what moves, moves; then all compare checksums of what they held and what they hold now
+
 Decides nothing: `plan/heal.py` says what moves. Must never change: what a member holds stays as it was until every element of the new state is there and
 all members have compared checksums, so a member that is lost meanwhile costs another attempt and nothing else.
 """
@@ -8,26 +11,51 @@ from __future__ import annotations
 
 import zlib
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from phalanx.core.errors import RunError
+from phalanx.plan.box_cells import cells
 from phalanx.plan.heal import HealPlan
-from phalanx.plan.model import ModelSpec, parameters
+from phalanx.plan.layout import Box
 from phalanx.plan.reshard_types import Move
 from phalanx.plan.state_layout import STATE_KINDS
+from phalanx.plan.suspects import Piece, Sums, Suspects, find_suspects
 from phalanx.runtime.boxes import BoxTensor
+from phalanx.runtime.collectives import Collectives
+from phalanx.runtime.groups import Axis
 from phalanx.runtime.optimizer_state import ShardedState
 from phalanx.runtime.peers import Peers
 from phalanx.runtime.resharder import Resharder
 from phalanx.runtime.shard_views import shard_views
 from phalanx.train.step import StepParts
 
-Sums = Mapping[str, int]
-"""Name of a piece of state -> checksum."""
+
+@dataclass(frozen=True, kw_only=True)
+class Everyone:
+    """All members of a generation, those that are idle too."""
+
+    comms: Collectives
+    axis: Axis
+    """In the order of their ranks."""
+    peers: Peers
+    """A group of their own, for control."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Examined:
+    """What members said of the state that they hold."""
+
+    plan: HealPlan
+    """Without the sources that are not to be trusted."""
+    suspects: Suspects
+    told: tuple[Sums, ...]
+    """Of each member, what is to be trusted."""
+    cut: Mapping[str, Sequence[Box]]
+    """Parameter -> the parts that are compared: who holds an element of one holds it whole."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,49 +67,72 @@ class Moved:
     """Pieces that all holders have alike."""
 
 
-def take_state(plan: HealPlan, parts: StepParts, *, old: ShardedState | None, peers: Peers) -> Moved:
-    """Fill `parts.state` from the members that hold state (`old`: this one's, None where it has none), and publish it. Collective.
+def examine(plan: HealPlan, *, old: ShardedState | None, everyone: Everyone) -> Examined:
+    """What holders of the same piece say of it. `old`: this member's state, None where it has none. Collective.
 
-    Raises `PeerError` where a member is lost, `RunError` on all members where holders of the same piece differ.
+    Raises `RunError` on all members where they have made different plans.
     """
-    resharder, received = Resharder(parts.comms, parts.groups.axis("world")), 0
+    cut = cut_of(plan)
+    mine = checksums(old.boxes(), cut=cut) if old is not None else {}
+    told = everyone.peers.gather((plan.hash, mine))
+    if len({number for number, _ in told}) > 1:
+        raise RunError(
+            f"members have made different plans ({', '.join(number for number, _ in told)}); nothing was changed"
+        )
+    suspects = find_suspects([sums for _, sums in told])
+    bad = {*suspects.outvoted, *suspects.doubted}
+    trusted = tuple(
+        {piece: value for piece, value in sums.items() if (i, piece) not in bad} for i, (_, sums) in enumerate(told)
+    )
+    return Examined(plan=plan.without(suspects.all), suspects=suspects, told=trusted, cut=cut)
+
+
+def take_state(found: Examined, parts: StepParts | None, *, old: ShardedState | None, everyone: Everyone) -> Moved:
+    """Fill `parts.state` from the members that hold state, and publish it. `parts` None: this member is idle, and only gives. Collective.
+
+    Raises `PeerError` where a member is lost, `RunError` on all members where holders of the same piece differ afterwards.
+    """
+    plan, new = found.plan, None if parts is None else parts.state
+    resharder, received = Resharder(everyone.comms, everyone.axis), 0
     for kind in STATE_KINDS:
         source: Mapping[str, Any] = shard_views(old, kind) if old is not None else {}
-        received += _move(resharder, plan.params, source, shard_views(parts.state, kind), op_id=f"heal/{kind}")
+        target: Mapping[str, Any] = shard_views(new, kind) if new is not None else {}
+        received += _move(resharder, plan.params, source, target, op_id=f"heal/{kind}")
     if plan.buffers:
         source = old.buffers if old is not None else {}
-        received += _move(resharder, plan.buffers, source, parts.state.buffers, op_id="heal/buffers")
-    parts.state.restore(parts.comms)
-    experts = expert_names(parts.spec)
-    before = checksums(old.boxes(), split=experts) if old is not None else {}
-    told = peers.gather((before, checksums(parts.state.boxes(), split=experts)))
-    return Moved(received_bytes=received, checked=compare([sums for pair in told for sums in pair]))
+        target = new.buffers if new is not None else {}
+        received += _move(resharder, plan.buffers, source, target, op_id="heal/buffers")
+    mine: Sums = {}
+    if parts is not None:
+        parts.state.restore(parts.comms)
+        mine = checksums(parts.state.boxes(), cut=found.cut)
+    return Moved(received_bytes=received, checked=compare([*found.told, *everyone.peers.gather(mine)]))
 
 
 def _move(
     resharder: Resharder, moves: Sequence[Move], source: Mapping[str, Any], dest: Mapping[str, Any], *, op_id: str
 ) -> int:
     """Bytes that came to this member. `source` and `dest`: tensors, or views of shards, by name."""
-    have = [source.get(move.name) for move in moves]
+    have = [source.get(move.name) if resharder.rank in move.src.ranks else None for move in moves]
     want = [dest.get(move.name) for move in moves]
-    types = [x.dtype for x in want if x is not None]
+    types = [torch.float64 if move.itemsize == 8 else torch.float32 for move in moves]
     resharder.move(moves, have, dtypes=types, out=want, op_id=op_id)
     return 0 if resharder.report is None else resharder.report.received_bytes
 
 
-def expert_names(spec: ModelSpec) -> frozenset[str]:
-    """Parameters whose first dim is the experts."""
-    return frozenset(param.name for param in parameters(spec) if param.ep_dim == 0)
+def cut_of(plan: HealPlan) -> dict[str, list[Box]]:
+    """By parameter: the parts that all who hold them, before or afterwards, can compare."""
+    return {m.name: cells(h.box for side in (m.src, m.dst) for of in side.held for h in of) for m in plan.params}
 
 
-def checksums(boxes: Sequence[BoxTensor], *, split: Collection[str]) -> dict[str, int]:
-    """CRC-32 of each piece of state: a whole tensor, or one expert of those in `split`, whatever else is held beside it."""
-    out: dict[str, int] = {}
-    for box in boxes:
-        if box.name.split("/", 1)[1] in split:
-            out |= {f"{box.name}[{box.box.offsets[0] + i}]": _sum(row) for i, row in enumerate(box.tensor)}
-        else:
-            out[box.name] = _sum(box.tensor)
+def checksums(boxes: Sequence[BoxTensor], *, cut: Mapping[str, Sequence[Box]]) -> dict[Piece, int]:
+    """CRC-32 of each piece of state: a box of a tensor, or, of a parameter in `cut`, each of its parts, whatever else is held beside it."""
+    out: dict[Piece, int] = {}
+    for held in boxes:
+        for cell in cut.get(held.name.split("/", 1)[1], (held.box,)):
+            if held.box.contains(cell):
+                inside = cell.shifted([-offset for offset in held.box.offsets])
+                out[Piece(held.name, cell)] = _sum(held.tensor[inside.slices()])
     return out
 
 
@@ -89,13 +140,13 @@ def _sum(x: torch.Tensor) -> int:
     return zlib.crc32(x.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes())
 
 
-def compare(told: Sequence[Sums]) -> int:
+def compare(told: Sequence[Mapping[Any, int]]) -> int:
     """How many pieces all agree on. `told`: of each member, what it held and what it holds now. Raises `RunError` naming pieces that differ."""
-    found: defaultdict[str, set[int]] = defaultdict(set)
+    found: defaultdict[Hashable, set[int]] = defaultdict(set)
     for sums in told:
-        for name, value in sums.items():
-            found[name].add(value)
-    wrong = sorted(name for name, values in found.items() if len(values) > 1)
+        for piece, value in sums.items():
+            found[piece].add(value)
+    wrong = sorted(str(piece) for piece, values in found.items() if len(values) > 1)
     if wrong:
         shown = ", ".join(wrong[:4]) + (f" and {len(wrong) - 4} more" if len(wrong) > 4 else "")
         raise RunError(

@@ -3,48 +3,62 @@
 Each generation has a `Trainer` of its own (groups, modules, buffers for its mapping), filled from what its members hold. What a generation
 must not lose lives here: the step, and the last trainer's state until the next one has taken it over.
 
-    enter     plan ─ build ─ move and compare state, or read the newest checkpoint ─ adopt
-    compute   what is due between steps ─ forward, backward, reduction (`train/step.py: reduce_step`)
+    order     plan (`plan/heal.py`): mapping, ranks, what moves
+    enter     build ─ examine, move and compare state (`train/heal_state.py`), or read the newest checkpoint ─ adopt
+    compute   parameters of the last step, from who has rounded them ─ what is due between steps ─ forward, backward, reduction (`train/step.py: reduce_step`)
     commit    the update, alone; the step is told
+
+A member that the mapping has no rank for is *idle*: it waits for the others in each step, votes with them, and gives away what it holds until the first commit
+makes that stale.
 
 Must never change: nothing that was held is dropped before `adopt`, but where all go back to a checkpoint; nobody initialises anew once a step of the run was committed.
 """
 
 from __future__ import annotations
 
-import json
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from phalanx.core.config import Recipe
-from phalanx.core.errors import CheckpointError, FinalError, PeerError, RunError
+from phalanx.core.errors import CheckpointError, FinalError, PeerError, PlanError, RunError
 from phalanx.core.events import Event, Note, TeamFormed, TrainingResumed
 from phalanx.data.loader import MicroBatch
+from phalanx.data.prefetch import Prefetch
 from phalanx.data.prepare import Prepared
 from phalanx.observe.sinks import Sinks
-from phalanx.plan.folding import Folding
-from phalanx.plan.heal import Healing, HealPlan, Place
+from phalanx.plan.heal import Healing, HealPlan
 from phalanx.plan.model import ModelSpec
+from phalanx.plan.standing import Fact, Standing, read_standing
 from phalanx.runtime.checkpoint import CheckpointManager
+from phalanx.runtime.collectives import Collectives
 from phalanx.runtime.escape import Escape
 from phalanx.runtime.forming import Team
-from phalanx.runtime.groups import WorldInfo
+from phalanx.runtime.groups import Axis, WorldInfo, build_groups, with_second_groups
 from phalanx.runtime.launch import StopRequest
 from phalanx.runtime.member import Committed, Reformed
 from phalanx.runtime.membership import Generation
+from phalanx.runtime.optimizer_state import ShardedState
 from phalanx.runtime.peers import Peers
-from phalanx.runtime.votes import Report, Resolution
+from phalanx.runtime.seat import TooFew
+from phalanx.runtime.votes import Report, Resolution, resolve
 from phalanx.train.closing import Outcome
-from phalanx.train.heal_state import Moved, take_state
+from phalanx.train.fallback import load_checkpoint, newest_sound, set_later_aside, tell_went_back
+from phalanx.train.heal_state import Everyone, Examined, Moved, examine, take_state
 from phalanx.train.machine import MemoryMeter, matmul_flops_per_s
 from phalanx.train.optim import learning_rate
+from phalanx.train.replacing import Prepared as NewPlacement
 from phalanx.train.run_folder import RunFolder
 from phalanx.train.setup import DTYPES, Rank, resolve_pipeline
-from phalanx.train.step import ReducedStep, commit_step, reduce_step
-from phalanx.train.trainer import Trainer, check_length, make_loader, make_parts
+from phalanx.train.step import ReducedStep, commit_step, publish, reduce_step
+from phalanx.train.trainer import PREFETCH_STEPS, Trainer, make_loader, make_parts
+from phalanx.train.watch import MemberWatch, Phase, collective_watch
+
+WAIT_S = 0.5
+"""Between two looks whether there are enough members for a mapping."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -71,26 +85,46 @@ class _Entry:
 class HealingBody:
     """One member. All methods are called by the worker's own thread."""
 
-    def __init__(self, run: HealingRun, sinks: Sinks) -> None:
-        self.run, self.sinks, self.recipe = run, sinks, run.recipe
+    def __init__(self, run: HealingRun, sinks: Sinks, *, watch: MemberWatch | None = None) -> None:
+        self.run, self.sinks, self.recipe, self.watch = run, sinks, run.recipe, watch
         self.device = torch.device("cpu")
         self.memory = MemoryMeter(self.device)
         self.flops_per_s = matmul_flops_per_s(DTYPES[self.recipe.train.dtype], self.device)
         self.trainer: Trainer | None = None
-        self.place: Place | None = None
-        self.place_of: dict[str, Place] = {}
-        """Of all members of the generation that this one has entered."""
+        self.place: Standing | None = None
+        """Where the state that it holds stands."""
+        self.place_of: dict[str, Standing] = {}
+        """Of the members of the generation that this one has entered, but for those that are idle."""
         self.outcome: Outcome | None = None
+        self.history = 0
+        """Generation in which the run last went back to a checkpoint, as far as what is held here belongs to that."""
         self._step = 0
+        self._plan: HealPlan | None = None
+        """Of the generation that forms."""
+        self._entered: HealPlan | None = None
+        """Of the one that this member has entered; experts may lie elsewhere since."""
+        self._waits_for = ""
+        self._everyone: Everyone | None = None
+        self._idle = False
+        self._others_idle = False
         self._escape: Escape | None = None
         self._due = False
         """Whether what belongs between steps is still to do; the same on all members."""
         self._reduced: tuple[ReducedStep, list[MicroBatch], float, float] | None = None
+        self._moving: NewPlacement | None = None
+        """Experts lie there from the commit of the step on that is computed with it."""
         self._entry: _Entry | None = None
+        self._batches: Prefetch[list[MicroBatch]] | None = None
         self._broken_s = 0.0
         """When the last generation was seen broken, or this one was connected; 0 once a step was committed since."""
+        self._lost_s = 0.0
+        """When the supervisor knew of the first loss since then."""
 
     # -- what the loop asks
+
+    def _now(self, phase: Phase) -> None:
+        if self.watch is not None:
+            self.watch.phase(phase, self._step)
 
     @property
     def step(self) -> int:
@@ -101,45 +135,102 @@ class HealingBody:
         return self.trainer is not None
 
     def describe(self) -> tuple[str, dict[str, Any]]:
-        return "", {"place": self.place, "flops_per_s": self.flops_per_s}
+        self._now("waits")
+        standing = None if self.place is None else self.place.to_dict()
+        then = None if self._moving is None else self._plan_moved.standing(self._mine.rank.info.rank).to_dict()
+        about = {"standing": standing, "then": then, "idle": self._idle, "history": self.history}
+        return "", {**about, "flops_per_s": self.flops_per_s}
+
+    def order(self, generation: Generation, reports: Sequence[Report]) -> Sequence[str]:
+        """Ranks of a new generation, as the plan says that all members make of the reports. For `run_member`.
+
+        Raises `PeerError` where they make no mapping, so that the members ask for another generation, until others have come.
+        """
+        try:
+            self._plan = self.run.healing.plan(facts_of(generation, reports))
+        except PlanError as err:
+            if str(err) != self._waits_for:
+                self._waits_for = str(err)
+                self.sinks(Note(level="warning", text=f"waiting for more members: {err}"))
+            time.sleep(WAIT_S)
+            raise PeerError(str(err)) from None
+        return self._plan.uids
 
     def finished(self) -> bool:
         return self._step >= self.recipe.train.steps
 
     def leave_team(self) -> None:
         """Groups go with the trainer, which stays until the next one has its state: sockets are shut by then, and make nobody wait."""
-        self._entry = None
+        self._entry, self._everyone = None, None
+        if self._batches is not None:
+            self._batches.close()
+        self._batches = None
         if self._escape is not None:
             self._escape.close()
 
     # -- a generation begins
 
     def enter(self, team: Team, resolution: Resolution) -> None:
-        plan = self.run.healing.plan([_place_of(report) for report in team.reports])
-        begin_s = time.perf_counter()
-        trainer = self._build(team, plan.folding)
+        plan, begin_s = self._plan, time.perf_counter()
+        if plan is None or plan.uids != team.uids:
+            raise RunError("a generation was formed without the plan of its ranks")
+        if self.trainer is not None and team.uid not in resolution.holders:
+            self._forget()  # what it holds is of a history that was given up
+        self._everyone = self._connect(team)
+        trainer = self._build(team, plan)
         built_s, begin_s = time.perf_counter() - begin_s, time.perf_counter()
-        first, moved = self.trainer is None, Moved(received_bytes=0, checked=0)
-        if resolution.step is None or plan.missing:
+        self._now("migration")
+        first, moved, step = self.trainer is None, Moved(received_bytes=0, checked=0), resolution.step
+        found = self._examine(plan) if step is not None else None
+        if found is None or found.plan.missing:
             self._forget()
-            step = self._from_disk(trainer, team, plan, committed=resolution.step)
-            first = True
+            from_disk = (
+                0 if trainer is None else self._from_disk(trainer, team, found.plan if found else plan, committed=step)
+            )
+            step, first = self._everyone.peers.gather(from_disk)[0], True
+            self.history = team.generation.number if team.begun else 0
         else:
-            old = None if self.trainer is None else self.trainer.parts.state
-            moved = take_state(plan, trainer.parts, old=old, peers=trainer.rank.peers)
-            step = resolution.step
-        self._adopt(trainer, step, team, announce=first)
+            parts = None if trainer is None else trainer.parts
+            moved = take_state(found, parts, old=self._state, everyone=self._everyone)
+            self.history = max(r.history for r in team.reports if r.uid in resolution.holders)
+        assert step is not None
+        self._adopt(trainer, step, plan, announce=first)
+        for text in plan.remarks:
+            self.sinks(Note(level="info" if plan.exact else "warning", text=text))
         moved_s = time.perf_counter() - begin_s
         self._entry = _Entry(folding=plan.folding.label(), built_s=built_s, moved_s=moved_s, moved=moved)
 
-    def _build(self, team: Team, folding: Folding) -> Trainer:
-        """A trainer for the team, freshly initialised."""
-        world = tuple(range(team.size))
+    def _connect(self, team: Team) -> Everyone:
+        """What all members talk over, those that are idle too."""
         self._escape = Escape(lambda: team.kicked, keep=team.groups.all)
-        group = team.groups.get(world, second=True)  # control messages and checkpoints mix with no tensors
+        ranks = tuple(range(team.size))
+        return Everyone(
+            comms=Collectives(emit=self.sinks, timeout_s=self.recipe.launch.timeout_s, escape=self._escape),
+            axis=Axis("everyone", ranks, team.rank, team.groups.get(ranks)),
+            peers=Peers(team.groups.get(ranks, second=True), escape=self._escape),  # control mixes with no tensors
+        )
+
+    def _examine(self, plan: HealPlan) -> Examined:
+        """Whether holders of the same piece agree; what is left out is said."""
+        assert self._everyone is not None
+        found = examine(plan, old=self._state, everyone=self._everyone)
+        for text in found.suspects.explain(plan.uids):
+            self.sinks(Note(level="warning", text=text))
+        return found
+
+    def _build(self, team: Team, plan: HealPlan) -> Trainer | None:
+        """A trainer for the team, freshly initialised; None where this member is idle. Groups are made by all members, in one order."""
+        size, folding = plan.folding.world, plan.folding
+        group = team.groups.get(tuple(range(size)), second=True)
+        pipeline = resolve_pipeline(self.recipe, self.run.spec, folding)
+        if team.rank >= size:
+            groups = build_groups(folding, rank=team.rank, cache=team.groups, table_ranks=pipeline.stages.table_ranks)
+            if pipeline.pair_passes:
+                with_second_groups(groups, cache=team.groups)
+            return None
         rank = Rank(
             recipe=self.recipe,
-            info=WorldInfo(rank=team.rank, world=team.size, local_rank=team.rank, local_world=team.size),
+            info=WorldInfo(rank=team.rank, world=size, local_rank=team.rank, local_world=size),
             device=self.device,
             peers=Peers(group, escape=self._escape),
             escape=self._escape,
@@ -149,8 +240,10 @@ class HealingBody:
             memory=self.memory,
             lock=None,
         )
-        pipeline = resolve_pipeline(self.recipe, self.run.spec, folding)
-        parts = make_parts(rank, self.run.spec, folding, pipeline, warm=self.trainer is None)
+        parts = make_parts(
+            rank, self.run.spec, folding, pipeline, warm=self.trainer is None, placement=plan.placement_of(team.rank),
+            hosts=plan.hosts,
+        )  # fmt: skip
         manager = CheckpointManager(
             self.run.folder.checkpoints.path,
             group=group,
@@ -163,81 +256,127 @@ class HealingBody:
             rank=rank, stop=StopRequest(), prepared=self.run.prepared, spec=self.run.spec, folding=folding, parts=parts,
             loader=make_loader(self.recipe, self.run.prepared), manager=manager, start=self._step,
         )  # fmt: skip
-        trainer.peak_flops_per_s = sum(float(r.data["flops_per_s"]) for r in team.reports)
+        if self.watch is not None:
+            trainer.parts.comms.watch = collective_watch(self._now)
+        trainer.peak_flops_per_s = sum(float(r.data["flops_per_s"]) for r in team.reports[:size])
         return trainer
 
     def _from_disk(self, trainer: Trainer, team: Team, plan: HealPlan, *, committed: int | None) -> int:
-        """No member has the state, or not all of it: the step of the newest checkpoint, loaded, or 0 in a run that has not begun."""
-        config, manager = self.recipe.checkpoint, trainer.manager
-        found = manager.choose(None if team.begun else config.step) if config.resume or team.begun else None
+        """No member has the state, or not all of it: the step of the newest sound checkpoint, loaded, or 0 in a run that has not begun."""
+        if not team.begun:
+            return self._from_the_start(trainer)
         what = "no member holds the state of the run any more" if committed is None else plan.explain()
-        if found is None and team.begun:
+        found = newest_sound(trainer, self.run.spec)
+        if found is None:
             raise FinalError(
                 f"{what}, and there is no checkpoint of it; nothing is initialised anew. Start the run again under another --run.name, "
                 "with a smaller checkpoint.interval or a larger resilience.f"
             )
+        tell_went_back(trainer, found, why=what, committed=committed, history=team.generation.number)
+        return found.step
+
+    def _from_the_start(self, trainer: Trainer) -> int:
+        """The step that the recipe says to go on from, loaded, or 0."""
+        config, manager = self.recipe.checkpoint, trainer.manager
+        found = manager.choose(config.step) if config.resume else None
         if found is None:
             return 0
-        state = manager.read_state(found, model=json.loads(self.run.spec.to_json()))
-        step = trainer.loader.check_state(state.loader) if state.loader else found  # an import drew no sample yet
-        check_length(self.recipe, step)
-        manager.load(trainer.parts.state.boxes(), step=found)
-        trainer.parts.state.restore(trainer.parts.comms)
-        if team.begun:
-            lost = "" if committed is None else f", {committed - step} steps before"
-            self.sinks(Note(level="warning", text=f"{what}: training goes back to the checkpoint of step {step}{lost}"))
+        step = load_checkpoint(trainer, manager, self.run.spec, found)
+        if config.step is not None:
+            aside = set_later_aside(trainer, found)
+            if aside:
+                text = f"later checkpoints than step {found} are in checkpoints/abandoned: {', '.join(aside)}"
+                self.sinks(Note(level="info", text=text))
         return step
 
     def _forget(self) -> None:
         """What this member holds is of no use: nobody goes on from it, and in the next generation it must not count as a holder."""
-        self.trainer, self.place, self._reduced, self._step = None, None, None, 0
+        self.trainer, self.place, self._reduced, self._step, self.history = None, None, None, 0, 0
 
-    def _adopt(self, trainer: Trainer, step: int, team: Team, *, announce: bool) -> None:
-        """From here on the new trainer's state is what this member holds."""
+    def _adopt(self, trainer: Trainer | None, step: int, plan: HealPlan, *, announce: bool) -> None:
+        """From here on the new trainer's state is what this member holds; an idle one keeps what it has, until the others have gone on."""
+        self.place_of = {uid: plan.standing(rank) for rank, uid in enumerate(plan.uids[: plan.folding.world])}
+        self._idle, self._others_idle, self._entered = trainer is None, bool(plan.idle), plan
+        self._step, self._reduced, self._due = step, None, step > 0
+        if trainer is None:
+            return
         if self.trainer is not None:
             trainer.last_loss, trainer.last_validation = self.trainer.last_loss, self.trainer.last_validation
-            trainer.start = self.trainer.start
+            trainer.start, trainer.replacing = self.trainer.start, self.trainer.replacing
             self.trainer.parts.buffers.close()
         else:
             trainer.start = step
-        trainer.step = step
-        self.place_of = {uid: Place(team.size, rank) for rank, uid in enumerate(team.generation.uids)}
-        self.trainer, self.place, self._step = trainer, self.place_of[team.uid], step
-        self._reduced, self._due = None, step > 0
+        trainer.step, trainer.history = step, self.history
+        self.trainer, self.place = trainer, plan.standing(trainer.rank.info.rank)
         if announce:
             trainer.announce()
+
+    def _wait_with_all(self, value: Any = None) -> list[Any]:
+        """Until every member of the generation is here; what each says."""
+        assert self._everyone is not None
+        return self._everyone.peers.gather(value)
 
     # -- a step
 
     def compute(self) -> None:
+        if self._idle:
+            self._wait_with_all()
+            return
         trainer, step = self._mine, self._step
+        publish(trainer.parts)
         if self._due:
             self._between_steps(trainer)
             self._due = False
         begin_s = time.perf_counter()
-        micros = trainer.load(step)
+        micros = self._next_batch(trainer, step)
         data_s = time.perf_counter() - begin_s
         lr = learning_rate(step, self.recipe.optim, total_steps=self.recipe.train.steps)
+        self._now("forward")
+        parts = trainer.parts if self._moving is None else self._moving.parts
         try:
-            reduced = reduce_step(trainer.parts, [trainer.token_batch(m) for m in micros], step=step, lr=lr)
+            reduced = reduce_step(parts, [trainer.token_batch(m) for m in micros], step=step, lr=lr)
         except PeerError:
             raise
         except RunError as err:  # not finite: a function of state and samples, so it would be again
             raise FinalError(str(err)) from None
         self._reduced = reduced, micros, begin_s, data_s
+        if self._others_idle:
+            self._wait_with_all()
+        self._now("vote")
+
+    def _next_batch(self, trainer: Trainer, step: int) -> list[MicroBatch]:
+        """Loaded ahead, as long as this generation lasts: another one has other shares."""
+        if self._batches is None:
+            steps = range(step, self.recipe.train.steps)
+            self._batches = Prefetch(trainer.load, steps, depth=PREFETCH_STEPS)
+        return next(self._batches)
 
     def commit(self) -> None:
+        if self._idle:  # what it holds is of the step before
+            step = self._step + 1
+            if self.trainer is not None:
+                self.trainer.parts.buffers.close()
+            self._forget()
+            self._step = step
+            return
         if self._reduced is None:
             raise RunError("a commit without a reduced gradient")
         trainer, (reduced, micros, begin_s, data_s) = self._mine, self._reduced
+        self._now("commit")
+        if self._moving is not None:
+            self._move_in(trainer, self._moving)
         result = commit_step(trainer.parts, reduced)
         self._step += 1
         self._reduced, self._due = None, True
         trainer.step, trainer.last_loss = self._step, result.loss
+        trainer.replacing.committed(result.counts_LE)
         trainer.report(result, micros, step_s=time.perf_counter() - begin_s, data_s=data_s)
 
     def abort(self) -> None:
         self._reduced = None
+        if self._moving is not None:
+            self._moving.parts.buffers.close()
+            self._moving = None
 
     def _between_steps(self, trainer: Trainer) -> None:
         """Validation and a checkpoint, where they are due; again in the next generation where a member is lost in it. Collective."""
@@ -245,21 +384,50 @@ class HealingBody:
         if train.eval_interval and self._step % train.eval_interval == 0:
             trainer.validate()
         if interval and self._step % interval == 0 and trainer.manager.choose() != self._step:
+            self._now("checkpoint")
             trainer.save()
             trainer.hear_of_checkpoints()
+        if trainer.replacing.due(self._step):
+            assert self._entered is not None
+            hosts = self._entered.hosts
+            self._moving = trainer.replacing.prepare(trainer.parts, trainer.rank, step=self._step, hosts=hosts)
+
+    @property
+    def _plan_moved(self) -> HealPlan:
+        """The plan of this generation, but for where experts will be."""
+        assert self._entered is not None and self._moving is not None
+        return replace(self._entered, placement=self._moving.placements)
+
+    def _move_in(self, trainer: Trainer, new: NewPlacement) -> None:
+        """With the commit of the step, so that all members do it or none: until then each has what it had."""
+        self._entered = self._plan_moved
+        self._moving = None
+        self._stand(trainer, self._entered)
+        trainer.move_in(new)
+
+    def _stand(self, trainer: Trainer, plan: HealPlan) -> None:
+        """Where this member and the others stand from now on."""
+        self.place_of = {uid: plan.standing(rank) for rank, uid in enumerate(plan.uids[: plan.folding.world])}
+        self.place = plan.standing(trainer.rank.info.rank)
 
     # -- the end, or a part of it
 
     def hand_over(self, generation: Generation) -> None:
         """Those that stay hold everything, or a checkpoint does."""
+        if self._idle:
+            return
         trainer, uids = self._mine, generation.uids
         stay = [self.place_of[uid] for uid in uids if uid in self.place_of]
-        if not stay or self.run.healing.plan(list(stay)).missing:
+        if self.run.healing.missing(stay):
             trainer.save()
             trainer.hear_of_checkpoints()
 
     def close(self, *, stopped: bool) -> None:
+        if self._idle:
+            self.outcome = self._wait_with_all()[0]
+            return
         trainer = self._mine
+        publish(trainer.parts)
         try:
             trainer.save_last()
         except CheckpointError:
@@ -269,24 +437,42 @@ class HealingBody:
             trainer.validate()
         shown = not stopped and self.recipe.observe.console != "none"
         self.outcome = trainer.outcome("interrupted" if stopped else "finished", trainer.sample() if shown else None)
-        trainer.rank.peers.gather(None)  # nobody leaves before all are through
+        self._wait_with_all(self.outcome)  # nobody leaves before all are through
 
     # -- what is told
 
     def tell(self, event: Event, /) -> None:
         """Events of the loop, as a person wants them."""
+        if self.watch is not None:
+            self.watch.tell(event)
         if isinstance(event, Reformed) and self._entry is not None:
             self._tell_formed(event, self._entry)
+        if isinstance(event, TooFew):
+            self._tell_too_few(event)
         if isinstance(event, Committed) and self._broken_s:
+            since_lost_s = event.at_s - self._lost_s if self._lost_s else 0.0
+            seconds = event.at_s - self._broken_s
             self.sinks(
-                TrainingResumed(generation=event.generation, step=event.step, seconds=event.at_s - self._broken_s)
+                TrainingResumed(
+                    generation=event.generation, step=event.step, seconds=seconds, since_lost_s=since_lost_s
+                )
             )
-            self._broken_s = 0.0
+            self._broken_s = self._lost_s = 0.0
+
+    def _tell_too_few(self, event: TooFew) -> None:
+        missing = event.minimum - len(event.members)
+        here = ", ".join(event.members)
+        text = (
+            f"generation {event.generation}: {event.why}; {len(event.members)} members are left ({here}) and the run needs {event.minimum}: "
+            f"it waits for {missing} more, then it saves and ends"
+        )
+        self.sinks(Note(level="warning", text=text))
 
     def _tell_formed(self, event: Reformed, entry: _Entry) -> None:
         entered_s = event.at_s - event.entered_s
         if event.generation > 1:
             self._broken_s = event.broken_s or entered_s
+            self._lost_s = self._lost_s or event.lost_s
         self.sinks(
             TeamFormed(
                 generation=event.generation,
@@ -300,8 +486,15 @@ class HealingBody:
                 moved_s=entry.moved_s,
                 moved_bytes=entry.moved.received_bytes,
                 checked=entry.moved.checked,
+                lost_s=event.lost_s,
+                told_s=event.told_s,
             )
         )
+
+    @property
+    def _state(self) -> ShardedState | None:
+        """What this member holds."""
+        return None if self.trainer is None else self.trainer.parts.state
 
     @property
     def _mine(self) -> Trainer:
@@ -310,5 +503,22 @@ class HealingBody:
         return self.trainer
 
 
-def _place_of(report: Report) -> Place | None:
-    return Place(*report.data["place"]) if report.holds else None
+def facts_of(generation: Generation, reports: Sequence[Report]) -> list[Fact]:
+    """What the reports say of the members; who holds a history that was given up has nothing. An idle one that learns only now that a step was committed holds the state before it."""
+    machine, found = {member.uid: member.host for member in generation.members}, resolve(reports)
+    return [
+        Fact(
+            uid=report.uid,
+            machine=machine[report.uid],
+            standing=_standing_of(report, finish=report.uid in found.finish) if report.uid in found.holders else None,
+        )
+        for report in reports
+    ]
+
+
+def _standing_of(report: Report, *, finish: bool) -> Standing | None:
+    """`finish`: the member commits the step that it was in doubt about, before the plan is carried out."""
+    if not report.holds or (report.data["idle"] and finish):
+        return None
+    then = report.data["then"]
+    return read_standing(then if finish and then is not None else report.data["standing"])

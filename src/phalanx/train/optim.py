@@ -55,7 +55,7 @@ class AdamW:
     lanes: Lanes = SERIAL
 
     def commit(self, state: ShardedState, gradients: ReducedGradients, *, step: int, lr: float, scale: float) -> None:
-        """Update this rank's shards in place from `scale * gradient` and round them into `published`. `step` counts from 0."""
+        """Update all that this rank keeps in place from `scale * gradient`, and round it. `step` counts from 0."""
         c = self.config
         for family, segments in gradients.segments.items():
             target = state.families[family]
@@ -67,7 +67,7 @@ class AdamW:
                         segment.tensor[run.start - segment.start : run.stop - segment.start],
                         target.exp_avg[part],
                         target.exp_avg_sq[part],
-                        target.published[part],
+                        target.rounded_part(run.start, run.stop),
                         lr=lr,
                         beta1=c.beta1,
                         beta2=c.beta2,

@@ -36,6 +36,7 @@ from phalanx.observe.sinks import Sinks, open_sinks
 from phalanx.plan.dispatch import DispatchSpec
 from phalanx.plan.model import ModelSpec, resolve_model
 from phalanx.plan.pipeline import Pipeline, make_pipeline
+from phalanx.plan.placement import AnyPlacement
 from phalanx.plan.recipe import equal_shares
 from phalanx.plan.replicas import read_loads
 from phalanx.plan.run_placement import Asked, asked_of, run_placement
@@ -203,8 +204,10 @@ def agreed_rows(found: Rows | None, peers: Peers, emit: Emit) -> Rows | None:
     return None
 
 
-def make_context(rank: Rank, spec: ModelSpec, folding: AnyFolding, pipeline: Pipeline) -> ModelContext:
-    """Groups of the folding and all that modules need. Collective."""
+def make_context(
+    rank: Rank, spec: ModelSpec, folding: AnyFolding, pipeline: Pipeline, placement: AnyPlacement | None = None
+) -> ModelContext:
+    """Groups of the folding and all that modules need. Collective. `placement` of the rank's stage; None: as the recipe says."""
     recipe = rank.recipe
     # on a CPU the kernels divide work among threads themselves; other devices need one thread to feed them
     on_cpu = rank.device.type == "cpu"
@@ -213,12 +216,14 @@ def make_context(rank: Rank, spec: ModelSpec, folding: AnyFolding, pipeline: Pip
     groups = build_groups(folding, rank=rank.info.rank, cache=rank.cache, table_ranks=pipeline.stages.table_ranks)
     if pipeline.pair_passes:
         groups = with_second_groups(groups, cache=rank.cache)
-    asked = replicas_of(recipe, world=rank.info.world, local_ranks=rank.info.local_world)
-    stages = pipeline.stages.of_rank(folding.coord(rank.info.rank, "pp"))
+    if placement is None:
+        asked = replicas_of(recipe, world=rank.info.world, local_ranks=rank.info.local_world)
+        stages = pipeline.stages.of_rank(folding.coord(rank.info.rank, "pp"))
+        placement = run_placement(spec, folding, stages, rank=rank.info.rank, asked=asked)
     return ModelContext(
         spec=spec,
         dispatch=dispatch_spec(recipe.dispatch),
-        placement=run_placement(spec, folding, stages, rank=rank.info.rank, asked=asked),
+        placement=placement,
         expert_state=recipe.resilience.expert_state,
         groups=groups,
         pipeline=pipeline.stages,

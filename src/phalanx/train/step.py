@@ -5,8 +5,11 @@
     3. reduce     gradients, by the rule table                                          1 reduce-scatter or all-reduce per family
     4. vote       norm, losses, counts, finite or not, stop or not, in one vector       1 all-reduce of 8 + 5*L + L*E numbers, over the world
                   (`train/vote.py`)
-    5. commit     clip, AdamW on this rank's shards, expert bias; alone
+    5. commit     clip, AdamW on all that this rank keeps, expert bias; alone
     6. publish    every rank gets the new parameters                                    1 all-gather per sharded family
+
+A run that heals itself commits a step once it is decided, and publishes at the beginning of whatever reads parameters next: a rank that is lost
+in between takes nothing with it that its copies' keepers have not.
 
 Everything is an argument, nothing is decided here: which micro-batches a rank runs is the loader's, who sums what is `plan/folding.py`'s, how
 a gradient becomes an update is `train/optim.py`'s business. A non-finite number anywhere ends the step on all ranks with the same
@@ -146,7 +149,9 @@ def train_step(
     `stop` is this rank's wish to end the run after this step; the result says whether any rank has it. Raises `RunError` on all
     ranks, with the state unchanged, where a gradient or a loss is not finite.
     """
-    return commit_step(parts, reduce_step(parts, batches, step=step, lr=lr, stop=stop))
+    result = commit_step(parts, reduce_step(parts, batches, step=step, lr=lr, stop=stop))
+    publish(parts)
+    return result
 
 
 def reduce_step(
@@ -164,15 +169,21 @@ def reduce_step(
 
 
 def commit_step(parts: StepParts, reduced: ReducedStep) -> StepResult:
-    """Apply it. Needs no other rank where no family of the state is sharded (`optim.zero = 0`); else publishing the shards is collective."""
+    """Apply it. Needs no other rank; parameters are not to be read before `publish`."""
     tally = reduced.tally
     scale = clip_scale(tally.grad_norm, parts.clip_norm)
+    parts.state.is_published = False
     with torch.no_grad(), parts.comms.doing("commit"):
         parts.optimizer.commit(parts.state, reduced.gradients, step=reduced.step, lr=reduced.lr, scale=scale)
         _update_expert_biases(parts, torch.from_numpy(tally.counts_LE))
     parts.buffers.release()
-    parts.state.publish(parts.comms)
     return _result(tally, step=reduced.step, lr=reduced.lr, tokens=reduced.tokens)
+
+
+def publish(parts: StepParts) -> None:
+    """Give every rank the parameters of the last step committed; nothing where all have them. Collective."""
+    if not parts.state.is_published:
+        parts.state.publish(parts.comms)
 
 
 def _compute(

@@ -46,6 +46,7 @@ from phalanx.models.shard import part_of
 from phalanx.observe.summary import print_summary
 from phalanx.plan.model import ModelSpec, flops_per_token
 from phalanx.plan.pipeline import Pipeline
+from phalanx.plan.placement import AnyPlacement
 from phalanx.plan.stage_foldings import AnyFolding, to_json_dict
 from phalanx.runtime.checkpoint import CheckpointManager
 from phalanx.runtime.checkpoint_folder import RunState
@@ -60,6 +61,8 @@ from phalanx.train.machine import matmul_flops_per_s
 from phalanx.train.optim import learning_rate
 from phalanx.train.passes import choose_measured
 from phalanx.train.recording import Recorder
+from phalanx.train.replacing import Prepared as NewPlacement
+from phalanx.train.replacing import Replacing
 from phalanx.train.run_folder import RunStatus
 from phalanx.train.setup import (
     PATIENCE_S,
@@ -143,16 +146,32 @@ def build_trainer(rank: Rank, stop: StopRequest) -> Trainer:
     rank.peers.first(lambda: rank.folder.write_recipe(kept, prepared.tokenizer))
     if left:
         rank.sinks(Note(level="info", text=f"removed what an interrupted save left: {', '.join(left)}"))
+    if recipe.checkpoint.step is not None and (aside := manager.go_back(recipe.checkpoint.step)):
+        text = f"later checkpoints are in checkpoints/abandoned: {', '.join(aside)}"
+        rank.sinks(Note(level="info", text=text))
     return Trainer(
         rank=rank, stop=stop, prepared=prepared, spec=spec, folding=folding, parts=parts, loader=loader, manager=manager,
         start=step or 0,
     )  # fmt: skip
 
 
-def make_parts(rank: Rank, spec: ModelSpec, folding: AnyFolding, pipeline: Pipeline, *, warm: bool = True) -> StepParts:
-    """Groups, and this rank's part of a freshly initialised run. Collective. `warm`: kernels first meet the shapes that vary (`train/warm.py`)."""
+def make_parts(
+    rank: Rank,
+    spec: ModelSpec,
+    folding: AnyFolding,
+    pipeline: Pipeline,
+    *,
+    warm: bool = True,
+    placement: AnyPlacement | None = None,
+    hosts: Sequence[int] | None = None,
+) -> StepParts:
+    """Groups, and this rank's part of a freshly initialised run. Collective.
+
+    `warm`: kernels first meet the shapes that vary (`train/warm.py`). `placement` of the experts of its stage; None: as the recipe says. `hosts` of all
+    ranks, for copies of shards; None: each stands for one.
+    """
     recipe, microbatches = rank.recipe, microbatches_per_rank(rank.recipe, folding)
-    ctx = make_context(rank, spec, folding, pipeline)
+    ctx = make_context(rank, spec, folding, pipeline, placement)
     if warm:
         warm_kernels(ctx, micro_batch=recipe.train.micro_batch, seq_len=recipe.train.seq_len)
     parts = assemble(
@@ -161,7 +180,9 @@ def make_parts(rank: Rank, spec: ModelSpec, folding: AnyFolding, pipeline: Pipel
         num_microbatches=microbatches,
         pipeline=pipeline,
         samples=recipe.train.global_batch // recipe.train.micro_batch,
-        exact=exact_sums(recipe.resilience, recipe.train, folding, rank=rank.info.rank),
+        exact=exact_sums(recipe.resilience, recipe.train, folding, spec=spec, rank=rank.info.rank),
+        holders=recipe.resilience.shard_holders,
+        hosts=hosts,
     )
     parts.runner.agree(microbatches)
     return parts
@@ -250,6 +271,8 @@ class Trainer:
         """Steps committed."""
         self.saved_step = self.start if self.start else None
         """Step of the newest checkpoint that was begun."""
+        self.history = 0
+        """Of a run that heals itself (`WentBack`)."""
         self.validation = ValidationLoader(
             self.prepared.validation, seq_len=t.seq_len, global_batch=t.global_batch, micro_batch=t.micro_batch,
             batches=t.eval_batches, any_ranks=recipe.resilience.mode != "off",
@@ -260,6 +283,7 @@ class Trainer:
         self.flops_per_token = flops_per_token(self.spec, t.seq_len)
         self.peak_flops_per_s = 0.0
         self.recipe_hash = hashlib.sha256(dump_recipe(recipe).encode()).hexdigest()[:16]
+        self.replacing = Replacing(recipe, self.spec)
         self.last_loss: float | None = None
         self.last_validation: tuple[int, float] | None = None
 
@@ -289,6 +313,7 @@ class Trainer:
                     data_s = time.perf_counter() - begin_s
                     result = self._step(step, [self.token_batch(m) for m in micros])
                 self.step, self.last_loss = step + 1, result.loss
+                self.replacing.committed(result.counts_LE)
                 self.report(result, micros, step_s=time.perf_counter() - begin_s, data_s=data_s)
                 self.recorder.tell()
                 self.hear_of_checkpoints()
@@ -321,7 +346,7 @@ class Trainer:
         )  # fmt: skip
 
     def _between_steps(self) -> None:
-        """Validation and checkpoints that are due, but not those that the end of the run makes anyway."""
+        """Validation, checkpoints and another placement that are due, but not those that the end of the run makes anyway."""
         recipe = self.rank.recipe
         if self.step == self.total_steps:
             return
@@ -329,6 +354,16 @@ class Trainer:
             self.validate()
         if recipe.checkpoint.interval and self.step % recipe.checkpoint.interval == 0:
             self.save()
+        if self.replacing.due(self.step):
+            found = self.replacing.prepare(self.parts, self.rank, step=self.step)
+            if found is not None:
+                self.move_in(found)
+
+    def move_in(self, new: NewPlacement) -> None:
+        """From here on experts are where `new` has them; what was held before is dropped."""
+        self.parts.buffers.close()
+        self.parts = new.parts
+        self.rank.sinks(new.event)
 
     def load(self, step: int) -> list[MicroBatch]:
         return self.loader.microbatches(step, dp_index=self._replica, dp_size=self.folding.replicas)
@@ -389,7 +424,8 @@ class Trainer:
         if self._first_of_replica:
             taken = [m for m in micros if not m.is_empty]
             windows = tuple(int(w) for m in taken for w in m.sample_ids)
-            self.rank.sinks(SamplesTaken(step=self.step, microbatches=tuple(m.index for m in taken), windows=windows))
+            numbers = tuple(m.index for m in taken)
+            self.rank.sinks(SamplesTaken(step=self.step, microbatches=numbers, windows=windows, history=self.history))
 
     def validate(self) -> None:
         begin_s = time.perf_counter()

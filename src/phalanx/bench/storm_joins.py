@@ -1,0 +1,41 @@
+"""How long a host that was added to a running job takes until it works, and how long the others stand still for it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Join:
+    """One start of a host's program while a run was under way."""
+
+    host: str
+    used_s: float
+    """From the start of its program to the first step that it committed."""
+    stopped_s: float
+    """From the last step without it to the first one with it, the computing of that step included."""
+
+
+def joins(begun: Sequence[tuple[str, float]], events: Sequence[dict[str, Any]]) -> list[Join]:
+    """`begun`: every start of a host, and when; those before the first step of the run are none."""
+    commits = sorted((e for e in events if e["kind"] == "Committed"), key=lambda e: e["at_s"])
+    if not commits:
+        return []
+    by_host: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
+    for event in commits:
+        by_host[event["uid"].split(".")[0]].append(event)
+    found = []
+    for i, (host, at_s) in enumerate(begun):
+        until_s = min((t for h, t in begun[i + 1 :] if h == host), default=float("inf"))
+        own = [e for e in by_host[host] if at_s <= e["at_s"] < until_s]
+        if at_s < commits[0]["at_s"] or not own:
+            continue
+        first = own[0]
+        before = [e["at_s"] for e in commits if e["generation"] < first["generation"] and e["at_s"] < first["at_s"]]
+        with_it = min(e["at_s"] for e in commits if e["generation"] == first["generation"])
+        stopped_s = with_it - max(before) if before else 0.0
+        found.append(Join(host=host, used_s=first["at_s"] - at_s, stopped_s=stopped_s))
+    return found

@@ -1,0 +1,38 @@
+"""How a recipe writes down where the membership service of a run is: `host:port`, or `etcd://host:port/name`."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+HOST_NAME = re.compile(r"[A-Za-z0-9_-]+")
+"""Of a host of a run: it is a part of the names of its members, between dots."""
+_TCP = re.compile(r"(?P<host>[^\s:/]+):(?P<port>\d+)")
+_ETCD = re.compile(r"etcd://(?P<host>[^\s:/]+):(?P<port>\d+)/(?P<run>[A-Za-z0-9_.-]+)")
+LEGAL = "host:port of a `phalanx service`, or etcd://host:port/NAME"
+
+
+@dataclass(frozen=True)
+class ServiceAddress:
+    """`run` names the values of one start of a run in etcd; empty for a service that has one run."""
+
+    host: str
+    port: int
+    run: str = ""
+
+    @property
+    def is_etcd(self) -> bool:
+        return bool(self.run)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it can only be reached from the machine that it runs on."""
+        return self.host == "localhost" or self.host.startswith("127.")
+
+
+def parse_service(text: str) -> ServiceAddress | None:
+    """None where `text` is no address."""
+    found = _ETCD.fullmatch(text) or _TCP.fullmatch(text)
+    if found is None or not 0 < int(found["port"]) < 65536:
+        return None
+    return ServiceAddress(found["host"], int(found["port"]), found.groupdict().get("run") or "")

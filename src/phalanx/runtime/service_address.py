@@ -1,0 +1,46 @@
+"""From the address in a recipe to the service itself, and the first talk with it before any rank is started."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from phalanx.core.errors import RunError
+from phalanx.core.service_address import ServiceAddress
+from phalanx.runtime.keys import Service, ServiceLost, TcpService
+from phalanx.runtime.keys_etcd import EtcdService
+
+AGAIN_S = 0.1
+TOLD_S = 2.0
+
+
+def service_at(address: ServiceAddress) -> Service:
+    """Where members meet."""
+    if address.is_etcd:
+        return EtcdService(address.host, address.port, address.run)
+    return TcpService(address.host, address.port)
+
+
+def expect_service(service: Service, where: str, *, wait_s: float, tell: Callable[[str], None]) -> None:
+    """Return once it answers. Raises `RunError` where it does not within `wait_s`, or serves a run that is over."""
+    end_s, told_s = time.monotonic() + wait_s, time.monotonic() + TOLD_S
+    while True:
+        try:
+            keys = service.connect()
+            break
+        except ServiceLost as err:
+            if time.monotonic() > end_s:
+                raise RunError(f"{err}; waited {wait_s:g} s for it (resilience.wait_s)") from None
+            if time.monotonic() > told_s:
+                told_s = float("inf")
+                tell(f"waiting for the membership service at {where} (`phalanx service` keeps one)")
+            time.sleep(AGAIN_S)
+    try:
+        over = keys.get("finished")
+    finally:
+        keys.close()
+    if over is not None:
+        raise RunError(
+            f"the membership service at {where} has served a run that is over, after {over.split()[0]} steps; "
+            "start another one, or in etcd use another name"
+        )

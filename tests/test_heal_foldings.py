@@ -1,0 +1,82 @@
+"""Whole runs that heal themselves where the mapping has more than dp and ep, where experts have replicas, and where copies of state differ."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from test_heal import check_equal, events, losses, train
+from train_help import write_text
+
+STEPS = 8
+SHORT = {"train__steps": str(STEPS), "train__global_batch": "10", "checkpoint__interval": "3"}
+FOLDINGS = {
+    "tp": {"folding__tp": "2", "folding__ep": "2"},
+    "pp": {"folding__pp": "2", "folding__ep": "1"},
+}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with text."""
+    folder = tmp_path_factory.mktemp("heal")
+    write_text(folder / "text")
+    return folder
+
+
+def notes(base: Path, name: str) -> set[str]:
+    return {event["text"] for event in events(base, name, "Note")}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("axis", ["tp", "pp"])
+def test_lost_and_replaced_ranks_change_no_bit(base: Path, axis: str) -> None:
+    """Three of four make one group of two, and one waits; with the fourth they are four again. Then once more, of a member of the other group."""
+    train(base, f"{axis}-calm", {}, **SHORT, **FOLDINGS[axis])
+    faults = {"reduction": ((1,), 1), "commit": ((2,), 3)}
+    assert train(base, axis, faults, **SHORT, **FOLDINGS[axis]) == set(faults)
+    check_equal(base, axis, to=f"{axis}-calm", steps=STEPS)
+    formed = events(base, axis, "TeamFormed")
+    assert {(e["members"], e["folding"].split("|")[0]) for e in formed} >= {
+        (3, {"tp": "tp2", "pp": "pp2"}[axis]),
+        (4, {"tp": "tp2.dp2", "pp": "dp2.pp2"}[axis]),
+    }
+    said = notes(base, axis)
+    assert any("is idle: " in text and "needs a multiple of 2 devices, 3 are left" in text for text in said), said
+    assert not any("goes back" in text for text in said), said
+
+
+@pytest.mark.ranks
+def test_experts_with_replicas_are_on_two_ranks_again(base: Path) -> None:
+    """Fast mode: equal within rounding. Two ranks die one after the other; with one holder of each expert left the second would have taken some along."""
+    settings = {**SHORT, "resilience__mode": "fast", "resilience__slots_per_rank": "6", "folding__ep": None}
+    train(base, "replicas-calm", {}, **settings)
+    faults = {"forward": ((1,), 1), "commit": ((3,), 3)}
+    assert train(base, "replicas", faults, **settings) == set(faults)
+    calm, hurt = losses(base, "replicas-calm"), losses(base, "replicas")
+    assert set(calm) == set(hurt) == set(range(1, STEPS + 1))
+    for step, told in hurt.items():
+        wanted = min(calm[step])
+        assert all(abs(loss - wanted[0]) <= 1e-5 * wanted[0] for loss, _ in told)
+    formed = [e for e in events(base, "replicas", "TeamFormed") if e["members"] == 3]
+    assert formed and all(e["checked"] for e in formed) and sum(e["moved_bytes"] for e in formed) > 0
+    assert not any("goes back" in text for text in notes(base, "replicas"))
+
+
+@pytest.mark.ranks
+def test_a_copy_with_a_wrong_bit_is_never_a_source(base: Path) -> None:
+    """With two right copies beside it, it is replaced; beside a single one, all go back to the checkpoint. Either way the run ends as the undisturbed one."""
+    plain = {**SHORT, "folding__ep": "1"}
+    train(base, "calm", {}, **plain)
+    faults = {"corruption": ((2,), 4), "reduction": ((1,), 4)}
+    assert train(base, "outvoted", faults, **plain) == set(faults)
+    check_equal(base, "outvoted", to="calm", steps=STEPS)
+    said = notes(base, "outvoted")
+    assert any("local.2." in text and "had other bits than most holders of master/" in text for text in said), said
+    assert not any("goes back" in text for text in said), said
+    assert train(base, "doubted", faults, launch__ranks="3", **plain) == set(faults)
+    check_equal(base, "doubted", to="calm", steps=STEPS)
+    said = notes(base, "doubted")
+    assert any("differ in master/" in text and "nobody can say which are right" in text for text in said), said
+    assert any("goes back to the checkpoint of step 3, 1 steps before" in text for text in said), said

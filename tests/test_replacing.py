@@ -1,0 +1,271 @@
+"""Experts that move while training runs: skew that shifts is followed, no bit changes in exact mode, and whoever is lost in between changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+from exact_help import SEQ, SEQUENCES, Run, _box, shares
+from phalanx.core.config import FoldingConfig, OptimConfig, Recipe, ResilienceConfig, TrainConfig
+from phalanx.core.errors import ConfigError, RunError
+from phalanx.core.events import Event, ExpertsMoved
+from phalanx.core.recipe import load_recipe
+from phalanx.models import router
+from phalanx.models.moe import MoE
+from phalanx.plan.folding import make_folding
+from phalanx.plan.pipeline import plain_pipeline
+from phalanx.runtime.groups import GroupCache, WorldInfo
+from phalanx.runtime.peers import Peers, own_group
+from phalanx.train import replacing
+from phalanx.train.machine import MemoryMeter
+from phalanx.train.replacing import Replacing, placement_in_use
+from phalanx.train.run_folder import RunFolder
+from phalanx.train.setup import Rank
+from phalanx.train.step import StepParts, train_step
+from phalanx.train.trainer import make_parts
+from phalanx.verify.replicas import not_alike
+from ranks import run_ranks
+from test_heal import check_equal, events, train
+from train_help import write_text
+
+WORLD, SHIFT, INTERVAL, STEPS = 4, 8, 4, 16
+ROUTER = {"force": "imbalanced", "force_skew": 1.5, "z_loss": 1e-3}
+"""Drawn for steps 0 to 7, and again for steps 8 to 15."""
+
+
+@dataclass(frozen=True)
+class Way:
+    mode: str = "exact"
+    interval: int = INTERVAL
+    pp: int = 1
+    zero: int = 1
+    row_s: float = 1.0
+
+    @property
+    def run(self) -> Run:
+        return Run(mode=self.mode, router=ROUTER, steps=STEPS, chunk_rows=4 if self.mode == "exact" else None)
+
+    @property
+    def recipe(self) -> Recipe:
+        run = self.run
+        return replace(
+            Recipe(),
+            folding=FoldingConfig(pp=self.pp),
+            optim=OptimConfig(zero=self.zero),
+            train=TrainConfig(
+                micro_batch=SEQUENCES, global_batch=SEQUENCES * run.samples, seq_len=SEQ, dtype="float32"
+            ),
+            resilience=ResilienceConfig(
+                mode=self.mode, slots_per_rank=5, chunk_rows=run.chunk_rows, replace_interval=self.interval
+            ),
+        )
+
+
+def advance(rank: int, cache: GroupCache, way: Way, faults: Sequence[str] = ()) -> dict[str, Any]:
+    """Steps, with what the trainer does between them."""
+    recipe, spec, told = way.recipe, way.run.spec, list[Event]()
+    folding = make_folding(world=WORLD, ep=WORLD // way.pp, pp=way.pp)
+    me = Rank(
+        recipe=recipe, info=WorldInfo(rank=rank, world=WORLD, local_rank=rank, local_world=WORLD), device=torch.device("cpu"),
+        peers=Peers(own_group(WORLD, timeout_s=60)), cache=cache, folder=RunFolder("."), sinks=told.append,  # type: ignore[arg-type]
+        memory=MemoryMeter(torch.device("cpu")), lock=None,
+    )  # fmt: skip
+    with ExitStack() as stack:
+        drawn = router.forced_experts
+        stack.enter_context(
+            mock.patch.object(router, "forced_experts", lambda *a, step, **w: drawn(*a, step=step // SHIFT, **w))
+        )
+        stack.enter_context(mock.patch.object(replacing, "seconds_of_a_row", lambda parts: way.row_s))
+        for fault in faults:
+            stack.enter_context(FAULTS[fault](rank))
+        parts = make_parts(me, spec, folding, plain_pipeline(spec, pp=way.pp), warm=False)
+        watcher, steps, busiest = Replacing(recipe, spec), [], []
+        for step in range(STEPS):
+            if watcher.due(step) and (new := watcher.prepare(parts, me, step=step)) is not None:
+                parts.buffers.close()
+                parts = new.parts
+                told.append(new.event)
+            rows = heard(parts)
+            result = train_step(parts, shares(parts, way.run, step), step=step, lr=3e-3)
+            watcher.committed(result.counts_LE)
+            steps.append((result.loss, result.grad_norm))
+            busiest.append(sum(r.max() for r in rows) / max(1e-9, sum(r.mean() for r in rows)))
+        boxes = [_box(box) for box in parts.state.boxes() if box.primary]
+        fewest = min(
+            len(p.holders(e)) for p in placement_in_use(parts).layers.values() for e in range(spec.num_experts)
+        )
+    moves = [e for e in told if isinstance(e, ExpertsMoved)]
+    return {
+        "steps": steps,
+        "busiest": busiest,
+        "moves": moves,
+        "boxes": boxes,
+        "wrong": not_alike(parts),
+        "holders": fewest,
+    }
+
+
+def heard(parts: StepParts) -> list[np.ndarray]:
+    """Rows of each ep rank in every dispatch from now on."""
+    found: list[np.ndarray] = []
+    for module in parts.model.modules():
+        if isinstance(module, MoE):
+            module.routed.dispatcher.listen = lambda plan, counts: found.append(
+                plan.rows_PG.sum(0).reshape(plan.ep, -1).sum(1)
+            )
+    return found
+
+
+def state(results: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    whole: dict[str, torch.Tensor] = {}
+    for found in results:
+        for name, shape, at, tensor in found["boxes"]:
+            whole.setdefault(name, torch.zeros(shape, dtype=tensor.dtype))[at] = tensor
+    return whole
+
+
+def compared(way: Way) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    return run_ranks(WORLD, advance, way, timeout_s=120.0), run_ranks(
+        WORLD, advance, replace(way, interval=0), timeout_s=120.0
+    )
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("way", [Way(), Way(pp=2, zero=0)], ids=str)
+def test_experts_follow_the_load_and_no_bit_changes(way: Way) -> None:
+    moved, calm = compared(way)
+    assert all(found["steps"] == calm[0]["steps"] for found in (*moved, *calm))
+    wanted, found = state(calm), state(moved)
+    assert wanted.keys() == found.keys() and all(torch.equal(wanted[k], found[k]) for k in wanted)
+    assert all(not r["wrong"] and r["holders"] >= 2 // way.pp for r in moved)  # two ranks a stage have 10 slots
+    check_moves(moved, calm)
+
+
+def check_moves(moved: list[dict[str, Any]], calm: list[dict[str, Any]]) -> None:
+    """Moves after steps 4 and 12 (the first decision after each draw has seen it), none at 8; what was predicted came."""
+    (first, second) = moved[0]["moves"]
+    assert (first.step, second.step) == (INTERVAL, SHIFT + INTERVAL)
+    assert not any(r["moves"] for r in calm)
+    for event, steps in ((first, slice(INTERVAL, SHIFT)), (second, slice(SHIFT + INTERVAL, STEPS))):
+        assert event.why == "balance" and event.experts > 0 and event.checked > 0
+        assert event.after < event.before
+        before, after = (np.mean(r[0]["busiest"][steps]) for r in (calm, moved))
+        assert after < before
+    assert any(e.moved_bytes for r in moved for e in r["moves"])
+
+
+@pytest.mark.ranks
+def test_fast_mode_stays_within_rounding() -> None:
+    moved, calm = compared(Way(mode="fast"))
+    check_moves(moved, calm)
+    for (loss, norm), (loss_2, norm_2) in zip(moved[0]["steps"], calm[0]["steps"], strict=True):
+        assert abs(loss - loss_2) <= 1e-5 * loss_2 and abs(norm - norm_2) <= 1e-4 * norm_2
+
+
+@pytest.mark.ranks
+def test_what_does_not_pay_stays() -> None:
+    results = run_ranks(WORLD, advance, Way(row_s=1e-15), timeout_s=120.0)
+    assert not any(r["moves"] for r in results)
+
+
+def _moments_stay(rank: int) -> Any:
+    """Moments do not travel with the experts."""
+    return mock.patch.object(replacing.ShardedState, "KINDS", ("master",))
+
+
+def _one_bit(rank: int) -> Any:
+    """What one rank has got is not what was sent."""
+    sound = replacing.Resharder.move
+
+    def move(self: Any, what: Any, source: Any, *, out: Any, **more: Any) -> Any:
+        found = sound(self, what, source, out=out, **more)
+        if rank == 1:
+            view = next(x for x in out if x is not None)
+            view[tuple(slice(0, n) for n in view.shape)].view(-1)[0] += 1
+        return found
+
+    return mock.patch.object(replacing.Resharder, "move", move)
+
+
+FAULTS = {"moments stay": _moments_stay, "one bit": _one_bit}
+
+
+@pytest.mark.ranks
+def test_moments_left_behind_show() -> None:
+    calm = run_ranks(WORLD, advance, Way(interval=0), timeout_s=120.0)
+    assert run_ranks(WORLD, advance, Way(), ["moments stay"], timeout_s=120.0)[0]["steps"] != calm[0]["steps"]
+
+
+@pytest.mark.ranks
+def test_a_copy_that_is_not_what_was_sent_is_found() -> None:
+    with pytest.raises(RunError, match="different values of"):
+        run_ranks(WORLD, advance, Way(), ["one bit"], timeout_s=120.0)
+
+
+# ---- in a run that heals itself ----------------------------------------------------------------------------------------
+
+HEALING = {
+    "train__steps": "10", "train__global_batch": "10", "checkpoint__interval": "4", "resilience__slots_per_rank": "5", "folding__ep": None,
+    "resilience__chunk_rows": "16", "router__force": "imbalanced", "router__force_skew": "1.5", "router__bias_rate": None,
+}  # fmt: skip
+"""Drawn anew in every step, so that each decision finds other loads."""
+
+
+@pytest.mark.ranks
+def test_ranks_lost_while_experts_move_change_no_bit(tmp_path: Path) -> None:
+    """One dies while state moves: the others have what they had. One when the step is voted on that is the first in the new place: nobody has moved.
+    One when it is decided: all have."""
+    write_text(tmp_path / "text")
+    train(tmp_path, "calm", {}, **HEALING, resilience__replace_interval="0")
+    faults = {"moving": ((1,), 2), "vote": ((0,), 4), "commit": ((2,), 6)}
+    assert train(tmp_path, "moved", faults, **HEALING, resilience__replace_interval="2") == set(faults)
+    check_equal(tmp_path, "moved", to="calm", steps=10)
+    assert not events(tmp_path, "calm", "ExpertsMoved")
+    moves = {e["step"]: e for e in events(tmp_path, "moved", "ExpertsMoved")}
+    assert len(moves) >= 2 and all(e["after"] < e["before"] for e in moves.values())
+    assert not any("goes back" in e["text"] for e in events(tmp_path, "moved", "Note"))
+
+
+# ---- settings --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.unit
+def test_when_a_run_decides() -> None:
+    with_slots = ResilienceConfig(slots_per_rank=4, mode="fast")
+    assert ResilienceConfig().steps_between_placements() == 0
+    assert with_slots.steps_between_placements() == 200
+    assert replace(with_slots, mode="off").steps_between_placements() == 0
+    assert replace(with_slots, mode="off", replace_interval=7).steps_between_placements() == 7
+    assert replace(with_slots, expert_state="sharded").steps_between_placements() == 0
+
+
+@pytest.mark.unit
+def test_what_cannot_move_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"resilience.replace_interval = 5.*no effect"):
+        load_recipe(None, ["--resilience.replace_interval", "5"])
+    with pytest.raises(ConfigError, match=r"resilience.replace_interval = 5: moves whole experts"):
+        load_recipe(
+            None,
+            ["--resilience.replace_interval=5", "--resilience.slots_per_rank=4", "--resilience.expert_state=sharded"],
+        )
+
+
+@pytest.mark.unit
+def test_loads_count_what_is_not_dropped() -> None:
+    recipe = load_recipe(
+        None,
+        ["--resilience.slots_per_rank=4", "--resilience.replace_interval=4", "--model.preset=tiny", "--dispatch.policy=drop", "--dispatch.capacity_factor=1.5"],
+    )  # fmt: skip
+    watcher = Replacing(recipe, Way().run.spec)
+    counts = np.array([[10, 0, 0, 0, 0, 0, 0, 30], [5] * 8])
+    watcher.committed(counts)
+    assert watcher.loads is not None and watcher.loads.tolist() == [[7.5, 0, 0, 0, 0, 0, 0, 7.5], [5] * 8]
+    assert [watcher.due(step) for step in range(9)] == [step in (4, 8) for step in range(9)]

@@ -1,0 +1,260 @@
+"""The storm over the real trainer, short; and what its checker must find: a doubled sample, a step that is not there, another bit, a needless way back, an orphan."""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from phalanx.bench.storm import StormArgs, run_storm
+from phalanx.bench.storm_arena import users_of
+from phalanx.bench.storm_board import Board
+from phalanx.bench.storm_joins import joins
+from phalanx.bench.storm_ledger import CalmStep, Verdict, calm_steps, judge, read_ledger
+from phalanx.core.config import ModelConfig, RouterConfig
+from phalanx.plan.folding import Folding
+from phalanx.plan.heal import Healing, Place
+from phalanx.plan.model import resolve_model
+from phalanx.plan.pipeline import plain_pipeline
+from phalanx.plan.reshard import plan_reshard
+from phalanx.plan.reshard_types import equal_hosts
+from phalanx.plan.tensor_layout import TensorLayout
+from phalanx.train.watch import PHASES, collective_watch
+
+STEPS, MEMBERS, SAMPLES = 6, 3, 6
+Log = list[dict[str, Any]]
+
+
+# ---- the ledger, with logs by hand: three members, of which the last one dies after step 3, and a new one comes
+
+
+def step_of(step: int, rank: int, size: int) -> Log:
+    windows = [step * 100 + s for s in range(SAMPLES) if s * size // SAMPLES == rank]
+    return [
+        {"kind": "StepEnded", "step": step, "loss": 1.0 / step, "grad_norm": 0.1 * step},
+        {"kind": "SamplesTaken", "step": step, "windows": windows, "microbatches": []},
+    ]
+
+
+def entered(uid: str, generation: int, step: int) -> dict[str, Any]:
+    return {"kind": "Reformed", "uid": uid, "generation": generation, "step": step}
+
+
+def logs() -> list[Log]:
+    found = []
+    for rank, uid in enumerate(("a.0.x", "b.0.x", "c.0.x")):
+        log = [entered(uid, 1, 0)]
+        for step in (1, 2, 3):
+            log += step_of(step, rank, 3)
+        if rank < 2:
+            log.append(entered(uid, 2, 3))
+            log += [*step_of(4, rank, 2), entered(uid, 3, 4), *step_of(5, rank, 3), *step_of(6, rank, 3)]
+        found.append(log)
+    found.append([entered("c.0.y", 3, 4), *step_of(5, 2, 3), *step_of(6, 2, 3)])
+    return found
+
+
+def calm() -> dict[int, CalmStep]:
+    return calm_steps([[event for step in range(1, STEPS + 1) for event in step_of(step, 0, 1)]])
+
+
+def verdict_of(changed: list[Log], **options: Any) -> Verdict:
+    return judge(read_ledger(changed), calm(), steps=STEPS, **options)
+
+
+def without(log: Log, step: int) -> Log:
+    return [event for event in log if event["kind"] == "Reformed" or event["step"] != step]
+
+
+def test_a_run_as_it_should_be() -> None:
+    found = verdict_of(logs())
+    assert found.problems == [] and found.equal and found.rollbacks == []
+    assert (found.committed_steps, found.lost_samples, found.doubled_samples) == (STEPS, 0, 0)
+
+
+def test_a_rank_that_was_killed_may_lack_its_last_line_and_nobody_else() -> None:
+    changed = logs()
+    changed[2] = without(changed[2], 3)
+    assert verdict_of(changed).problems == []
+    changed = logs()
+    changed[1] = without(changed[1], 4)  # it goes on: so it was there, and did not take its samples
+    found = verdict_of(changed)
+    assert found.lost_samples == SAMPLES // 2 and "were taken by nobody" in found.problems[0]
+
+
+def test_a_doubled_sample_is_found() -> None:
+    changed = logs()
+    for event in changed[0]:
+        if event["kind"] == "SamplesTaken" and event["step"] == 2:
+            event["windows"] = [*event["windows"], event["windows"][0]]
+    found = verdict_of(changed)
+    assert found.doubled_samples == 1 and "1 samples twice" in found.problems[0]
+
+
+def test_a_sample_of_another_step_is_found() -> None:
+    changed = logs()
+    changed[0][2]["windows"] = [999, *changed[0][2]["windows"]]
+    assert "[999] of another step" in verdict_of(changed).problems[0]
+
+
+def test_two_groups_at_one_step_are_found() -> None:
+    """d goes on from step 4 while the others do, under a later number; then a commits a step that it has committed before."""
+    changed = [*logs(), [entered("d.0.x", 4, 4), *step_of(5, 0, 1), *step_of(6, 0, 1)]]
+    assert verdict_of(changed).problems == ["generation 4 goes back from step 6 to 4, and nobody said so"]
+    changed = logs()
+    changed[0] += [entered("a.0.x", 4, 6), *step_of(6, 0, 1)]
+    found = verdict_of(changed)
+    assert found.doubled_samples == SAMPLES and found.problems == ["step 6 was committed in generations [3, 4]"]
+
+
+def test_a_missing_step_is_found() -> None:
+    found = verdict_of([without(log, 4) for log in logs()])
+    assert found.lost_samples == SAMPLES and "step 4 was never committed" in found.problems
+
+
+def test_another_bit_is_found() -> None:
+    changed = logs()
+    changed[1][1]["loss"] = 1.0 + 2**-52
+    found = verdict_of(changed)
+    assert not found.equal and "1 steps differ, the first one is 1" in found.problems[-1]
+    assert verdict_of(changed, tolerance=1e-5).equal
+    changed[1][1]["loss"] = 1.0 + 2e-5
+    assert not verdict_of(changed, tolerance=1e-5).equal
+
+
+def test_going_back_is_seen_and_must_be_said() -> None:
+    """All of a and c, who held something, are gone after step 5; b goes back to step 3, and all is done again: nothing is counted twice."""
+    before = [[entered(u, 1, 0), *(e for t in range(1, 6) for e in step_of(t, r, 3))] for r, u in enumerate("abc")]
+    before[1] += [entered("b", 2, 3), *(e for t in range(4, 7) for e in step_of(t, 0, 1))]
+    found = verdict_of(copy.deepcopy(before))
+    (back,) = found.rollbacks
+    assert (back.step, back.steps, back.lost_hosts, back.told) == (3, 2, ("a", "c"), False)
+    assert found.problems == ["generation 2 goes back from step 5 to 3, and nobody said so"]
+    said = {
+        "kind": "Note",
+        "text": "no member holds it: training goes back to the checkpoint of step 3, 2 steps before",
+    }
+    before[1].insert(-6, said)
+    found = verdict_of(before)
+    assert found.problems == [] and (found.lost_samples, found.doubled_samples) == (0, 0)
+
+
+def test_a_step_that_only_a_dead_member_knew_is_no_way_back() -> None:
+    """The service died between the decision and the others: they do the step again, and nobody who goes on has seen it."""
+    changed = logs()
+    changed[2] = [*changed[2], *step_of(4, 2, 3)]
+    found = verdict_of(changed)
+    assert found.problems == [] and found.rollbacks == []
+
+
+def test_joins_count_from_the_start_of_the_program() -> None:
+    def committed(uid: str, generation: int, at_s: float) -> dict[str, Any]:
+        return {"kind": "Committed", "uid": uid, "generation": generation, "at_s": at_s}
+
+    events = [committed("a.0.x", 1, 10.0), committed("a.0.x", 2, 14.5), committed("b.0.y", 2, 14.6)]
+    (join,) = joins([("a", 1.0), ("b", 2.0), ("b", 11.0)], events)
+    assert (join.host, round(join.used_s, 6), round(join.stopped_s, 6)) == ("b", 3.6, 4.5)
+
+
+# ---- bytes
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_moves_is_the_least_that_can_move(seed: int) -> None:
+    """Of what a member needs, exactly what it does not hold comes to it, whichever ranks share hosts."""
+    rng = random.Random(seed)
+    spec = resolve_model(ModelConfig(preset="tiny"), RouterConfig())
+    run = Healing(spec=spec, base=Folding(world=4, ep=2), stages=plain_pipeline(spec).stages, seq_len=32, floor=2)
+    size = rng.randint(3, 6)
+    places: list[Place | None] = [Place(size, rank) for rank in range(size)]
+    places.pop(rng.randrange(size))
+    places += [None] * rng.randint(0, 2)
+    rng.shuffle(places)
+    moves, ranks = run.plan(places).params, range(len(places))
+
+    def there(layout: TensorLayout, rank: int) -> np.ndarray:
+        mask = np.zeros(layout.shape, dtype=bool)
+        for held in layout.of_rank(rank):
+            mask[tuple(slice(o, o + s) for o, s in zip(held.box.offsets, held.box.sizes, strict=True))] = True
+        return mask
+
+    least = sum(int((there(m.dst, r) & ~there(m.src, r)).sum()) * m.itemsize for m in moves for r in ranks)
+    for hosts in (0, 1, 2):
+        plan = plan_reshard(moves, equal_hosts([r // hosts if hosts else 0 for r in ranks]))
+        parts = [part for r in ranks for hop in plan.program(r) if hop.dst == r for part in hop.parts]
+        assert sum(math.prod(p.box.sizes) * moves[p.move].itemsize for p in parts) == least
+
+
+# ---- traps and phases
+
+
+def test_a_trap_holds_a_worker_in_the_phase_that_is_wanted(tmp_path: Path) -> None:
+    mine = Board(2, PHASES, path=tmp_path / "board")
+    mine.set_trap(1, "vote")
+    pid = os.fork()
+    if pid == 0:
+        other = Board(2, PHASES, path=tmp_path / "board")
+        for step in range(100):
+            for phase in ("forward", "vote", "commit"):
+                other.write(1, os.getpid(), phase, step)
+        os._exit(0)
+    end_s = time.monotonic() + 10.0
+    while not mine.caught(1) and time.monotonic() < end_s:
+        time.sleep(0.001)
+    assert mine.caught(1) and mine.read(1) == (pid, "vote", 0)
+    mine.release(1)
+    assert os.waitpid(pid, 0)[1] == 0 and mine.read(1) == (pid, "commit", 99)
+
+
+def test_collectives_tell_the_phase() -> None:
+    told: list[str] = []
+    watch = collective_watch(told.append)
+    for op_id, begins in (
+        ("mb0.L1.fwd.dispatch.rows", True),
+        ("mb0.L1.fwd.dispatch.rows", False),
+        ("mb0.L1.bwd.combine.rows", True),
+        ("mb0.L1.bwd.combine.rows", False),
+        ("gradient/dense/dp_cp", True),
+        ("vote", True),
+    ):
+        watch(op_id, begins)
+    assert told == ["all-to-all", "forward", "all-to-all", "backward", "reduction"]
+
+
+# ---- whole storms
+
+
+def test_an_orphan_is_found(tmp_path: Path) -> None:
+    """A process that has a file of the storm open."""
+    pid = os.fork()
+    if pid == 0:
+        os.open(tmp_path / "stderr-h0-1", os.O_WRONLY | os.O_CREAT)
+        signal.pause()
+        os._exit(0)
+    try:
+        end_s = time.monotonic() + 10.0
+        while users_of(tmp_path) != [pid] and time.monotonic() < end_s:
+            time.sleep(0.01)
+        assert users_of(tmp_path) == [pid]
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+@pytest.mark.ranks
+def test_a_short_storm_loses_nothing(tmp_path: Path) -> None:
+    result = run_storm(StormArgs(faults=6, seed=1, between_s=0.1), tmp_path)
+    assert result.failures == []
+    assert result.faults >= 6 and len(result.by_kind) >= 6
+    assert (result.lost_samples, result.doubled_samples, result.bitwise_equal) == (0, 0, True)
+    assert (result.rollbacks, result.hung, result.orphans) == (0, 0, 0)
+    assert result.zombies_refused >= 1
+    assert all(r["resumed_s"] is None or r["resumed_s"] < 30.0 for r in result.recoveries)
