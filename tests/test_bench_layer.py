@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from phalanx.bench import layer, step
-from phalanx.bench.layer_cells import LINKS, LOADS, MODELS, TOKENS, TYPES, cells
+from phalanx.bench.layer_cells import LINKS, LOADS, MODELS, TOKENS, TYPES, cells, joined, part_of
 from phalanx.bench.layer_cells import _result as cells_result
 from phalanx.bench.layer_cells import table as cells_table
 from phalanx.bench.layer_loads import exact_routing, load_vector, pair_counts
 from phalanx.bench.layer_methods import COARSE, METHODS, OURS, Inside
 from phalanx.bench.layer_rank import LayerShape
 from phalanx.bench.layer_scores import chosen, figures, regret
-from phalanx.core.errors import ConfigError, TestbedError
+from phalanx.core.errors import ConfigError, DataError, TestbedError
 from phalanx.plan.cluster import ClusterSpec
 from phalanx.runtime.collectives import Collectives
 from phalanx.runtime.groups import Axis
@@ -124,6 +126,36 @@ def test_cells_are_put_together() -> None:
         result["worst_ratio"] == pytest.approx(2 / 1.5) and result["serial_where_unshaped"] == result["unshaped"] == 1
     )
     assert cells_table(result).row_count == 2
+
+
+def test_the_grid_is_measured_in_parts(tmp_path: Path) -> None:
+    assert sorted(n for i in (1, 2, 3) for n in part_of(f"{i}/3")) == list(range(len(cells())))
+    for bad in ("0/3", "4/3", "x", "1", "1/0"):
+        with pytest.raises(ValueError):
+            part_of(bad)
+
+    def result(numbers: list[int], serial_s: float) -> dict[str, Any]:
+        rows = [
+            {"model": c.model, "shape": asdict(c.shape), "link_bit_per_s": c.link_bit_per_s, "seconds": {"serial": [serial_s] * 8, "all 2": [1.0] * 8}}
+            for c in (cells()[n] for n in numbers)
+        ]  # fmt: skip
+        return json.loads(json.dumps(cells_result(rows, [f"wrong {serial_s}"])))  # as it comes from a file
+
+    both = joined(result([5, 0], 2.0), result([0, 3], 0.5))
+    assert [row["shape"] for row in both["cells"]] == [asdict(cells()[n].shape) for n in (0, 3, 5)]
+    assert [row["auto"] for row in both["cells"]] == ["serial", "serial", "all 2"]  # measured twice: the later counts
+    assert both["wrong"] == ["wrong 2.0", "wrong 0.5"] and cells_table(both).row_count == 3
+
+    file = tmp_path / "cells.json"
+    for text, error in (('{"cells": [{"model": "x"}]}', DataError), ("[]", DataError), ("{", DataError)):
+        file.write_text(text)
+        with pytest.raises(error, match="--json"):
+            layer.main(["--cells", "--part", "2/3", "--json", str(file)])
+        assert file.read_text() == text
+    with pytest.raises(ConfigError, match="needs --cells"):
+        layer.main(["--part", "1/3"])
+    with pytest.raises(ConfigError, match="must be i/n"):
+        layer.main(["--cells", "--part", "4/3", "--json", str(file)])
 
 
 def test_the_result_of_a_layer() -> None:

@@ -8,11 +8,13 @@ import json
 import os
 import random
 import signal
+import threading
 import time
 from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 from phalanx.bench import robust, robust_rank
 from phalanx.bench.robust import LongRun, RobustArgs, RobustResult, Survivor, count_trial, growth, judge_iterations
@@ -179,6 +181,24 @@ def test_what_is_allocated_is_counted() -> None:
     before = heap_in_use()
     block = bytearray(50_000_000)
     assert before == 0 or heap_in_use() >= before + len(block)  # 0: another C library
+
+
+def test_products_ask_for_no_memory_after_the_buffers_were_filled() -> None:
+    """In a thread of its own, for buffers are a thread's: products as they come keep up to 22 MB otherwise, where torch has MKL."""
+    shape, grown = robust_rank.Shape(tokens=128, hidden=64, ffn=64), []
+
+    def products() -> None:
+        torch.set_num_threads(1)
+        robust_rank.fill_buffers(shape, most_rows=256)
+        weights, before = torch.zeros(128, 64), heap_in_use()
+        for rows in (3, 9, 17, 25, 33, 60, 97, 110, 118, 127, 128, 200, 256):
+            torch.mm(torch.zeros(rows, 64), weights.T)
+        grown.append(heap_in_use() - before)
+
+    thread = threading.Thread(target=products)
+    thread.start()
+    thread.join()
+    assert grown[0] < 1_000_000
 
 
 @pytest.mark.parametrize(

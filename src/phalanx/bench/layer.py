@@ -42,8 +42,8 @@ from phalanx.bench.layer_methods import COARSE, METHODS, SERIAL
 from phalanx.bench.layer_rank import MESSAGES, Layer, LayerShape, Place, as_lists, fit_link, take_turns
 from phalanx.bench.layer_scores import chosen, figures, medians
 from phalanx.bench.rates import serve, tell, told
-from phalanx.core.errors import ConfigError, Problem, raise_if
-from phalanx.core.files import check_writable, write_json
+from phalanx.core.errors import ConfigError, DataError, Problem, raise_if
+from phalanx.core.files import check_writable, read_json, write_json
 from phalanx.core.units import format_bytes, format_rate
 from phalanx.plan.cluster import ClusterSpec
 from phalanx.runtime.groups import close_world
@@ -70,6 +70,8 @@ class LayerArgs:
     """The grid instead of one shape."""
     cells_s: float = 520.0
     """Time for the grid."""
+    part: str = "1/1"
+    """Of the grid, `i/n`: those cells only, put beside the cells that the file of `--json` has."""
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """File for the result."""
 
@@ -83,8 +85,10 @@ def main(args: list[str]) -> int:
     raise_if(_problems(options), ConfigError, subject="the options")
     load_vector(options.shape.load, num_experts=options.shape.experts, top_k=options.shape.top_k)
     check_writable(options.json)
+    before = _cells_before(options)
     result = measure(options)
     if options.cells:
+        result = layer_cells.joined(before, result) if before else result
         Console().print(layer_cells.table(result))
     else:
         for direction in ("forward", "forward_backward"):
@@ -94,6 +98,19 @@ def main(args: list[str]) -> int:
     if options.json is not None:
         write_json(options.json, result)
     return 1 if result["wrong"] else 0
+
+
+def _cells_before(options: LayerArgs) -> dict[str, Any]:
+    """The result that this part is put beside; raises `DataError` where the file holds something else."""
+    if not options.cells or options.part == "1/1" or options.json is None or not options.json.exists():
+        return {}
+    try:
+        found: dict[str, Any] = read_json(options.json, where="--json")
+        return layer_cells.joined(found, {"cells": [], "wrong": []})
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        rule = f"must be a result of `phalanx bench layer --cells` where there is a file already: {error}"
+        problem = Problem(where="--json", value=str(options.json), rule=rule, hint="name another file")
+        raise DataError([problem], subject="a file") from error
 
 
 def _problems(options: LayerArgs) -> list[Problem]:
@@ -116,6 +133,14 @@ def _problems(options: LayerArgs) -> list[Problem]:
     if not options.share > 0:
         rule = "must be above 0"
         problems.append(Problem(where="--share", value=options.share, rule=rule, hint="use 1"))
+    try:
+        layer_cells.part_of(options.part)
+    except ValueError:
+        rule = f"must be i/n, i from 1 to n, and n at most {len(layer_cells.cells())}"
+        problems.append(Problem(where="--part", value=options.part, rule=rule, hint="use 1/3"))
+    if options.part != "1/1" and not (options.cells and options.json):
+        rule = "needs --cells, and --json with the file that gathers the parts"
+        problems.append(Problem(where="--part", value=options.part, rule=rule, hint="add --cells --json cells.json"))
     strays = [name for name in options.methods if name not in known]
     if strays or SERIAL not in options.methods:
         rule = f"must be some of {', '.join(known)}; {SERIAL} among them"
@@ -203,7 +228,7 @@ def _rank(job_file: Path) -> int:
     job = json.loads(job_file.read_text())
     place, methods = Place(job_file), tuple(job["methods"])
     if job["cells"]:
-        found: Any = layer_cells.run(place, methods, seconds=job["cells_s"])
+        found: Any = layer_cells.run(place, methods, seconds=job["cells_s"], part=job["part"])
     else:
         layer = Layer(place, LayerShape(**job["shape"]))
         wrong = layer.wrong(methods[1:])

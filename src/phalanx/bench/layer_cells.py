@@ -2,7 +2,8 @@
 
 The shapes are the layers of Mixtral 8x7B, Qwen2-MoE-2.7B and Phi-3.5-MoE (sizes as printed in arXiv 2502.19811, section 5.1), width and
 expert width an eighth of theirs. Every shape meets every number of tokens in both types; links and loads go round, so that every
-link meets every load. Forward passes only. A cell has as many iterations as its share of the time allows, at least 8.
+link meets every load. Forward passes only. A cell has as many iterations as its share of the time allows, at least 8. `--part 2/3` measures every third
+cell, from the second on, and puts them beside those that the result file has already: three quiet spells of two to three minutes in place of one of eight.
 
 In each cell the choice is made on every second iteration and scored on the others, as is the best of all methods. Links are set once each; processes
 live on. Unshaped, the link is this machine's own memory, where overlap can only lose and serial is to be chosen.
@@ -57,12 +58,14 @@ def cells() -> list[Cell]:
 # ---- one rank ----------------------------------------------------------------------------------------------------------------
 
 
-def run(place: Place, methods: Sequence[str], *, seconds: float) -> dict[str, Any]:
-    """All cells, on all ranks at once."""
+def run(place: Place, methods: Sequence[str], *, seconds: float, part: str = "1/1") -> dict[str, Any]:
+    """The cells of a part, on all ranks at once; `seconds` would be all of the grid's."""
     grid, rows, wrong = cells(), [], []
     link: float | None = None
-    for number, cell in enumerate(grid):
-        if cell.link_bit_per_s != link or not number:
+    mine = part_of(part)
+    for number in mine:
+        cell = grid[number]
+        if cell.link_bit_per_s != link or number == mine[0]:
             link = cell.link_bit_per_s
             place.set_link(link)
         layer = Layer(place, cell.shape, seed=number)
@@ -71,6 +74,33 @@ def run(place: Place, methods: Sequence[str], *, seconds: float) -> dict[str, An
         lists = {method: times["forward"] for method, times in as_lists(clocked).items()}
         rows.append({"model": cell.model, "shape": asdict(cell.shape), "link_bit_per_s": link, "seconds": lists})
     return _result(rows, wrong)
+
+
+def part_of(text: str) -> list[int]:
+    """Cells of part `i/n`: numbers in the grid. Raises `ValueError` where that is no part."""
+    which, count = map(int, text.split("/"))
+    found = list(range(len(cells())))[which - 1 :: count] if 1 <= which <= count else []
+    if not found:
+        raise ValueError(f"{text}: the grid has {len(cells())} cells")
+    return found
+
+
+def joined(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """Cells of two runs, scored together, in the order of the grid; where both have a cell, that of `now`. Raises `ValueError` where `before` has other cells."""
+    names = [_name({"model": c.model, "shape": asdict(c.shape), "link_bit_per_s": c.link_bit_per_s}) for c in cells()]
+    rows: dict[str, dict[str, Any]] = {}
+    wrong: dict[str, None] = {}
+    for result in (before, now):
+        if not isinstance(result.get("cells"), list) or any(_name(row) not in names for row in result["cells"]):
+            raise ValueError("holds no result of `phalanx bench layer --cells`, or of other cells")
+        rows |= {_name(row): dict(row) for row in result["cells"]}
+        wrong |= dict.fromkeys(result["wrong"])
+    return _result([rows[name] for name in names if name in rows], list(wrong))
+
+
+def _name(row: Mapping[str, Any]) -> str:
+    """What makes a cell that cell."""
+    return repr((row["model"], sorted(row["shape"].items()), row["link_bit_per_s"]))
 
 
 def _forward_turns(layer: Layer, methods: Sequence[str], *, seconds: float) -> dict[str, list[Times]]:
