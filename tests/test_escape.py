@@ -40,24 +40,28 @@ def test_a_call_that_hangs_is_left_behind_and_the_next_has_a_thread_of_its_own()
 
 
 def _sender(port: int, num_bytes: int) -> None:
-    _join(1, port)
-    work = dist.isend(torch.zeros(num_bytes, dtype=torch.uint8), 0)
+    store = _join(1, port)
+    message = torch.zeros(num_bytes, dtype=torch.uint8)
+    store.get("posted")  # waits for the receiver
+    work = dist.isend(message, 0)
     time.sleep(0.02)
     os.kill(os.getpid(), signal.SIGKILL)
     del work
 
 
-def _join(rank: int, port: int) -> None:
+def _join(rank: int, port: int) -> dist.TCPStore:
     use_loopback()
     store = dist.TCPStore("127.0.0.1", port, 2, False, timeout=timedelta(seconds=20))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=20))
+    return store
 
 
 def _receiver(port: int, num_bytes: int, answers: Any) -> None:
-    _join(0, port)
+    store = _join(0, port)
     kicked = threading.Event()
-    threading.Timer(1.0, kicked.set).start()
     work = dist.irecv(torch.zeros(num_bytes, dtype=torch.uint8), 1)
+    store.set("posted", "")
+    threading.Timer(1.0, kicked.set).start()
     begin_s = time.monotonic()
     try:
         Escape(kicked.is_set).run(lambda: work.wait(timedelta(seconds=20)))

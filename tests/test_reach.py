@@ -7,13 +7,16 @@ import itertools
 import random
 import socket
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
 
 from phalanx.runtime.keys import Keys, TcpService
-from phalanx.runtime.membership import Generation, Member, Membership
-from phalanx.runtime.reach import Answers, Door, agree_who_goes, door_key, knock, put_out, put_out_gone
+from phalanx.runtime.membership import Announcement, FirstRule, Generation, Member, Membership, StaleMember
+from phalanx.runtime.reach import Answers, Door, agree_who_goes, door_key, knock, put_out
+from phalanx.runtime.roster import TOGETHER_S, Roster
+from phalanx.runtime.seat import Seat, SeatSettings
 from phalanx.runtime.service import start_store
 
 UIDS = ("a.0", "a.1", "b.0", "b.1", "c.0")
@@ -75,9 +78,9 @@ def test_a_door_answers_for_a_process_that_does_nothing(nowhere: str) -> None:
         closed = socket.create_server(("127.0.0.1", 0))
         refused = f"127.0.0.1:{closed.getsockname()[1]}"
         closed.close()
-        assert knock({"there": door.address, "gone": refused, "far": nowhere}, limit_s=0.2) == Answers(
-            frozenset({"far"}), frozenset({"gone"})
-        )
+        assert knock({"there": door.address, "far": nowhere}, limit_s=0.2) == Answers(frozenset({"far"}), frozenset())
+        assert knock({"far": nowhere, "gone": refused}).refused == {"gone"}  # at once, before anybody is called silent
+        assert knock({"far": nowhere}, over=lambda: True) == Answers(frozenset(), frozenset())
     finally:
         door.close()
 
@@ -95,9 +98,9 @@ def test_who_is_gone_is_put_out_at_once(service: TcpService) -> None:
     for uid, door in doors.items():
         keys.put(door_key(uid), door.address)
     first = Membership(keys).start([Member(uid, uid[0]) for uid in doors], above=0, minimum=1, why="")
-    assert not put_out_gone(keys, first, own="a.0")
+    assert not agree_who_goes(keys, first, own="a.0")
     doors["b.0"].close()
-    assert put_out_gone(keys, first, own="a.0")
+    assert agree_who_goes(keys, first, own="a.0")
     now = Membership(keys).current()
     assert now is not None and (now.uids, now.why) == (("a.0",), "b.0: its process is gone")
     doors["a.0"].close()
@@ -142,3 +145,47 @@ class Blind:
 
     def get(self, key: str) -> str | None:
         return self._nowhere if key == door_key(self._uid) else self._keys.get(key)
+
+
+def test_a_host_that_was_cut_off_does_not_bring_its_old_members_back(service: TcpService) -> None:
+    """Its supervisor and its worker were away while generation 2 was without them; both read that when they are back."""
+    keys = service.connect()
+    membership = Membership(keys)
+    a, b = Member("a.0.x", "a"), Member("b.0.x", "b")
+    roster = Roster("a", service, FirstRule(wanted=2, minimum=1, gather_s=1.0), limit_s=60.0)
+    for member in (a, b):
+        membership.announce(Announcement(member=member, plan_hash="p", version="1"))
+    roster.announced(a)
+    first = membership.start([a, b], above=0, minimum=1, why="")
+    roster.tick()
+    membership.propose_death(["a.0.x"], "host a said nothing")
+    end_s = time.monotonic() + 4 * TOGETHER_S
+    while time.monotonic() < end_s:
+        roster.tick()
+        time.sleep(0.02)
+    now = membership.current()
+    assert now is not None and now.uids == ("b.0.x",)
+    membership.propose_join([a])  # somebody who does not know better
+    back = membership.current()
+    assert back is not None and back.uids == ("b.0.x", "a.0.x")
+    seat = Seat(a, service, pipe=-1, settings=SeatSettings())
+    seat.last = first
+    with pytest.raises(StaleMember, match="host a said nothing"):
+        seat._check_missed(membership, back)
+
+
+def test_workers_of_a_host_join_together(service: TcpService) -> None:
+    membership = Membership(service.connect())
+    members = [Member(f"{uid}.x", uid[0]) for uid in ("b.0", "a.0", "a.1")]
+    for member in members:
+        membership.announce(Announcement(member=member, plan_hash="p", version="1"))
+    membership.start(members[:1], above=0, minimum=1, why="")
+    roster = Roster("a", service, FirstRule(wanted=1, minimum=1, gather_s=1.0), limit_s=60.0)
+    roster.announced(members[1])
+    roster.tick()
+    roster.announced(members[2])
+    end_s = time.monotonic() + 4 * TOGETHER_S
+    while (now := membership.current()) and len(now.members) < 3 and time.monotonic() < end_s:
+        roster.tick()
+        time.sleep(0.02)
+    assert now is not None and (now.number, now.uids) == (2, ("b.0.x", "a.0.x", "a.1.x"))

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
+import random
 import signal
 import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from phalanx.bench.storm import StormArgs, run_storm
@@ -16,6 +19,14 @@ from phalanx.bench.storm_arena import users_of
 from phalanx.bench.storm_board import Board
 from phalanx.bench.storm_joins import joins
 from phalanx.bench.storm_ledger import CalmStep, Verdict, calm_steps, judge, read_ledger
+from phalanx.core.config import ModelConfig, RouterConfig
+from phalanx.plan.folding import Folding
+from phalanx.plan.heal import Healing, Place
+from phalanx.plan.model import resolve_model
+from phalanx.plan.pipeline import plain_pipeline
+from phalanx.plan.reshard import plan_reshard
+from phalanx.plan.reshard_types import equal_hosts
+from phalanx.plan.tensor_layout import TensorLayout
 from phalanx.train.watch import PHASES, collective_watch
 
 STEPS, MEMBERS, SAMPLES = 6, 3, 6
@@ -151,6 +162,35 @@ def test_joins_count_from_the_start_of_the_program() -> None:
     events = [committed("a.0.x", 1, 10.0), committed("a.0.x", 2, 14.5), committed("b.0.y", 2, 14.6)]
     (join,) = joins([("a", 1.0), ("b", 2.0), ("b", 11.0)], events)
     assert (join.host, round(join.used_s, 6), round(join.stopped_s, 6)) == ("b", 3.6, 4.5)
+
+
+# ---- bytes
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_moves_is_the_least_that_can_move(seed: int) -> None:
+    """Of what a member needs, exactly what it does not hold comes to it, whichever ranks share hosts."""
+    rng = random.Random(seed)
+    spec = resolve_model(ModelConfig(preset="tiny"), RouterConfig())
+    run = Healing(spec=spec, base=Folding(world=4, ep=2), stages=plain_pipeline(spec).stages, seq_len=32, floor=2)
+    size = rng.randint(3, 6)
+    places: list[Place | None] = [Place(size, rank) for rank in range(size)]
+    places.pop(rng.randrange(size))
+    places += [None] * rng.randint(0, 2)
+    rng.shuffle(places)
+    moves, ranks = run.plan(places).params, range(len(places))
+
+    def there(layout: TensorLayout, rank: int) -> np.ndarray:
+        mask = np.zeros(layout.shape, dtype=bool)
+        for held in layout.of_rank(rank):
+            mask[tuple(slice(o, o + s) for o, s in zip(held.box.offsets, held.box.sizes, strict=True))] = True
+        return mask
+
+    least = sum(int((there(m.dst, r) & ~there(m.src, r)).sum()) * m.itemsize for m in moves for r in ranks)
+    for hosts in (0, 1, 2):
+        plan = plan_reshard(moves, equal_hosts([r // hosts if hosts else 0 for r in ranks]))
+        parts = [part for r in ranks for hop in plan.program(r) if hop.dst == r for part in hop.parts]
+        assert sum(math.prod(p.box.sizes) * moves[p.move].itemsize for p in parts) == least
 
 
 # ---- traps and phases

@@ -1,7 +1,8 @@
 """A storm over the real trainer: `phalanx bench storm --faults 20 --seed 0 --json F`.
 
 Hosts train a tiny model together and heal themselves, while faults come one after another, each at a phase of a step: kill -9 of a rank, of a host, of two of them at
-once, of the membership service; a freeze and a thaw; a notice to leave; and on the testbed a link that is cut or slow. Everyone comes back. Then
+once, of the membership service; a freeze and a thaw; a notice to leave; and on the testbed a link that is cut or slow, and two hosts that do not reach each other. Everyone comes
+back. Then
 
     every run ends, no process is left, no fault is followed by a standstill
     every sample of every step was taken exactly once, by the logs of all members together
@@ -47,6 +48,8 @@ class StormArgs:
     """Of heartbeats; default 1, on the testbed 2."""
     between_s: float = 0.5
     """Time between faults, about."""
+    etcd: Annotated[Path | None, tyro.conf.arg(metavar="PROGRAM")] = None
+    """Local hosts meet at an etcd, which this program starts (`sh scripts/etcd.sh` prints a path). Default: a TCPStore."""
     folder: Path | None = None
     """Where to run (kept afterwards). Default: a temporary folder."""
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
@@ -76,6 +79,11 @@ def run_storm(options: StormArgs, folder: Path) -> StormResult:
     wrong = [k for k in kinds if k not in possible]
     rule = f"is no kind of fault {'of the testbed' if options.testbed else 'of local hosts'}; there are {', '.join(possible)}"
     raise_if([Problem(where="kinds", value=k, rule=rule) for k in wrong], ConfigError, subject="phalanx bench storm")
+    if options.etcd is not None:
+        program = options.etcd.is_file() and not options.testbed
+        rule = "must be a program, and goes with local hosts only"
+        found = [] if program else [Problem(where="etcd", value=str(options.etcd), rule=rule)]
+        raise_if(found, ConfigError, subject="phalanx bench storm")
     hosts = options.hosts or (5 if options.testbed else 4)
     slots = options.slots or (2 if options.testbed else 1)
     limit_s = options.limit_s or (2.0 if options.testbed else 1.0)
@@ -85,12 +93,16 @@ def run_storm(options: StormArgs, folder: Path) -> StormResult:
     arena = _arena(options, setup, folder)
     plan = Plan(faults=options.faults, seed=options.seed, kinds=kinds, between_s=options.between_s)
     result = storm(arena, arena.setup, plan, folder, tell=lambda text: print(text, flush=True))  # type: ignore[attr-defined]
-    result.where = "the testbed" if options.testbed else "local hosts"
+    result.where = "the testbed" if options.testbed else "local hosts" + (" with etcd" if options.etcd else "")
     result.not_here = () if options.testbed else LINK_KINDS
     return result
 
 
 def _arena(options: StormArgs, setup: Setup, folder: Path) -> Arena:
+    if options.etcd is not None:
+        from phalanx.bench.storm_etcd import EtcdArena
+
+        return EtcdArena(setup, folder, program=options.etcd)
     if options.testbed:
         from phalanx.bench.storm_bed import BedArena
 

@@ -62,12 +62,13 @@ class EventFile:
 
 
 class Arena:
-    """Use as a context manager from the main thread. `settings(host)` are those of a host's supervisor."""
+    """Use as a context manager from the main thread. Each host runs `main` in its workers, and `settings(host)` are those of its supervisor; a subclass
+    whose hosts run something else leaves both out and has its own `_host`."""
 
     def __init__(
         self,
-        main: WorkerMain,
-        settings: Callable[[str], SupervisorSettings],
+        main: WorkerMain | None = None,
+        settings: Callable[[str], SupervisorSettings] | None = None,
         *,
         hosts: int,
         slots: int,
@@ -138,8 +139,12 @@ class Arena:
 
         def main(seat: Seat) -> int:
             slot = int(seat.uid.split(".")[1])
+            if self.main is None:
+                raise RunError("this arena does not say what its workers run")
             return self.main(seat, index * self.slots + slot, EventFile(self.folder / f"worker-{seat.uid}.jsonl"))
 
+        if self.settings is None:
+            raise RunError("this arena does not say how its hosts take part")
         tell = EventFile(self.folder / f"host-{name}-{start}.jsonl")
         return Supervisor(main, self.settings(name), service=self.service, tell=tell).run()
 
@@ -260,7 +265,7 @@ class Arena:
                 others = [h for h in self.pids if h != name]
                 other_host = [rng.choice(others)] if others else []
                 return [h for n in (name, *other_host) for h in self._kill_host(n, back_s)]
-            case "service" if self.store is not None:
+            case "service" if self.can_kill_service():
                 self.kill_service(back_s)
                 return ["service"]
             case _:
@@ -313,6 +318,10 @@ class Arena:
             self.later(0.02, lambda: self._come_back(name))
         else:
             self.start_host(name)
+
+    def can_kill_service(self) -> bool:
+        """Whether this arena keeps it."""
+        return self.store is not None
 
     def kill_service(self, back_s: float) -> None:
         """It comes back after `back_s` at the same address, without its values."""

@@ -1,6 +1,6 @@
 """An arena on the testbed: hosts with process, network and mount namespaces of their own, joined by shaped links; the service on a host beside them.
 
-Faults of links (`cut`, `slow`) are only here. A host's processes have ids of its namespace on the board; signals are sent by the ids that this machine knows them by.
+Faults of links (`cut`; `part`, two hosts that reach all but each other; `slow`) are only here. A host's processes have ids of its namespace on the board; signals are sent by the ids that this machine knows them by.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ RATE = 1e9
 SLOW = 5e6
 """Bits a second of a slow link."""
 SLOW_S = 3.0
+PART_S = 10.0
+"""How long two hosts cannot reach each other."""
 LOOK_S = 0.05
 START_S = 60.0
 """How long the service may take to answer."""
@@ -45,18 +47,7 @@ class BedArena(Arena):
         board = Board(setup.ranks, PHASES, path=folder / "board")
         where = TcpService(links.address(setup.hosts), PORT)
 
-        def none(host: str) -> object:
-            raise AssertionError("the recipe says how a host takes part")
-
-        super().__init__(
-            none,  # type: ignore[arg-type]
-            none,  # type: ignore[arg-type]
-            hosts=setup.hosts,
-            slots=setup.slots,
-            folder=folder,
-            board=board,
-            service=where,
-        )
+        super().__init__(hosts=setup.hosts, slots=setup.slots, folder=folder, board=board, service=where)
         self.setup = replace(setup, service=f"{where.host}:{PORT}")
         self.jobs: dict[str, Job] = {}
         self._outer: dict[tuple[str, int, int], int] = {}
@@ -179,6 +170,15 @@ class BedArena(Arena):
             self.bed.set_rate(index, SLOW)
             self.later(SLOW_S, lambda: self.bed.set_rate(index, RATE))
             return [name]
+        if kind == "part":
+            others = [h for h in self.pids if h != name]
+            if not others:
+                return None
+            other = rng.choice(others)
+            pair = index, self.names.index(other)
+            self.bed.part_hosts(*pair)
+            self.later(PART_S, lambda: self.bed.rejoin_hosts(*pair))
+            return [name, other]
         if kind == "service":
             self._kill_store(back_s)
             return ["service"]
@@ -194,7 +194,12 @@ class BedArena(Arena):
             os.kill(pid, signal.SIGSTOP)
         for pid in stores:
             os.kill(pid, signal.SIGKILL)
-        self.later(back_s, lambda: [os.kill(pid, signal.SIGCONT) for pid in keepers] and None)
+
+        def go_on() -> None:
+            for pid in keepers:
+                os.kill(pid, signal.SIGCONT)
+
+        self.later(back_s, go_on)
 
     def stop_run(self, why: str) -> None:
         command = [sys.executable, "-m", "phalanx.bench.storm_host", json.dumps({"stop": why, "port": PORT})]

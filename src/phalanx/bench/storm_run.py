@@ -25,7 +25,7 @@ from phalanx.train.watch import PHASES
 HANG_S = 30.0
 """After a fault without a step: half of what a collective would wait."""
 LOCAL_KINDS = (*KINDS, *MORE_KINDS)
-LINK_KINDS = ("cut", "slow")
+LINK_KINDS = ("cut", "slow", "part")
 """Need links: the testbed's."""
 AIM_S = {"checkpoint": 6.0}
 """How long to wait for a phase that not every step has."""
@@ -122,8 +122,12 @@ def _rage(arena: Arena, setup: Setup, plan: Plan, result: StormResult, tell: Tel
         kind, phase = plan.kinds[number % len(plan.kinds)], rng.choice(plan.phases)
         if not _one_fault(arena, setup, plan, rng, kind, phase, result, tell):
             return
-        rest_s = time.monotonic() + plan.between_s * rng.uniform(0.5, 1.5)
-        _until(arena, lambda e=rest_s: time.monotonic() > e, 5.0)
+        _rest(arena, plan.between_s * rng.uniform(0.5, 1.5))
+
+
+def _rest(arena: Arena, seconds: float) -> None:
+    end_s = time.monotonic() + seconds
+    _until(arena, lambda: time.monotonic() > end_s, seconds + 1.0)
 
 
 def _one_fault(

@@ -18,6 +18,7 @@ from phalanx.bench.storm_arena import Arena
 from phalanx.bench.storm_board import Board
 from phalanx.bench.storm_watch import StormWatch
 from phalanx.core.config import Recipe
+from phalanx.core.errors import RunError
 from phalanx.core.recipe import load_recipe
 from phalanx.plan.layout import Box
 from phalanx.plan.recipe import run_problems
@@ -127,7 +128,10 @@ def train_calmly(setup: Setup, folder: Path, *, steps: int) -> Path:
     ranks = setup.ranks if setup.mode == "fast" else 2
     recipe = calm_recipe(setup, folder, steps=steps, ranks=ranks)
     run_local(lambda info, stop: train(recipe, info, stop), ranks=ranks, threads=1)
-    return Path(recipe.run.folder) / recipe.run.name
+    folder = Path(recipe.run.folder) / recipe.run.name
+    if final_step(folder) != steps:
+        raise RunError(f"the undisturbed run ended after {final_step(folder)} of {steps} steps")
+    return folder
 
 
 class TrainerArena(Arena):
@@ -136,18 +140,7 @@ class TrainerArena(Arena):
     def __init__(self, setup: Setup, folder: Path, *, service: Service | None = None) -> None:
         board = Board(setup.ranks, PHASES)
 
-        def none(host: str) -> object:
-            raise AssertionError("the recipe says how a host takes part")
-
-        super().__init__(
-            none,
-            none,
-            hosts=setup.hosts,
-            slots=setup.slots,
-            folder=folder,
-            board=board,
-            service=service,  # type: ignore[arg-type]
-        )
+        super().__init__(hosts=setup.hosts, slots=setup.slots, folder=folder, board=board, service=service)
         where = self.service
         self.setup = setup if setup.service else replace(setup, service=f"{where.host}:{where.port}")  # type: ignore[attr-defined]
 

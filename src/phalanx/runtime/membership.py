@@ -179,6 +179,13 @@ class Membership:
         key = _key(after.number + 1) if same and after is not None else "first"
         return self.current(after) if self.keys.wait(key, timeout_s) else None
 
+    def between(self, before: Generation, after: Generation) -> list[Generation]:
+        """Those later than `before`, up to `after`, of the same life of the service; `after` alone where `before` is of another one."""
+        if before.epoch != after.epoch:
+            return [after]
+        texts = [self.keys.get(_key(number)) for number in range(before.number + 1, after.number)]
+        return [*(Generation.from_json(text) for text in texts if text is not None), after]
+
     def start(self, members: Sequence[Member], *, above: int, minimum: int, why: str) -> Generation:
         """The first generation of this life of the service: ours, or that of whoever was faster."""
         own = Generation(number=above + 1, epoch=self.keys.epoch, members=tuple(members), minimum=minimum, why=why)

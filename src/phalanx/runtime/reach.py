@@ -1,7 +1,7 @@
 """Who can reach whom. Members that all reach the service and not each other would renew their generation for ever; so somebody of them is put out.
 
-A member has a *door*: a socket that listens and is never served, because the kernel answers for it, also for a process that is stopped. After a generation that could not
-be formed each member knocks at the doors of the others and writes down whom it could not reach (`unreached/GENERATION/MEMBER`). `put_out` decides from all that
+A member has a *door*: a socket that listens and is never served, because the kernel answers for it, also for a process that is stopped. Where a generation breaks, or could not
+be formed, and nobody is known to be lost, each member knocks at the doors of the others and writes down whom it could not reach (`unreached/GENERATION/MEMBER`). `put_out` decides from all that
 is written, the first writer of the next generation makes it so, and one who was put out comes back only once it reaches everybody.
 
 A door that refuses says that the process behind it is gone: whoever hears that first puts it out, long before anybody misses the heartbeats of its host.
@@ -17,16 +17,17 @@ import json
 import select
 import socket
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from phalanx.runtime.keys import Keys
 from phalanx.runtime.membership import Generation, Membership
 
-KNOCK_S = 1.0
-"""A host that does not answer for so long is out of reach."""
-COLLECT_S = 1.0
+KNOCK_S = 1.5
+"""A host that does not answer for so long is out of reach. TCP asks a second time after 1 s, so one lost packet means nothing."""
+COLLECT_S = 0.5
 """How long reports of others are waited for."""
+LOOK_S = 0.02
 KEEP_ALIVE_S = 3
 """Of a connection on which nothing comes: after so long without a sign of the peer's kernel it is broken."""
 
@@ -83,14 +84,14 @@ class Answers:
     """The machine answers, and nobody listens there any more: the process is gone."""
 
 
-def knock_at(keys: Keys, uids: Sequence[str], *, own: str) -> Answers:
+def knock_at(keys: Keys, uids: Sequence[str], *, own: str, over: Callable[[], bool] = lambda: False) -> Answers:
     """At the doors of members, as far as they have one."""
     doors = {uid: keys.get(door_key(uid)) for uid in uids if uid != own}
-    return knock({uid: door for uid, door in doors.items() if door is not None})
+    return knock({uid: door for uid, door in doors.items() if door is not None}, over=over)
 
 
-def knock(doors: Mapping[str, str], *, limit_s: float = KNOCK_S) -> Answers:
-    """At all at once; for `limit_s` at most."""
+def knock(doors: Mapping[str, str], *, limit_s: float = KNOCK_S, over: Callable[[], bool] = lambda: False) -> Answers:
+    """At all at once; for `limit_s` at most, and only until somebody refuses or `over` says that nobody asks any more (then nobody is called silent)."""
     waiting: dict[int, tuple[str, socket.socket]] = {}
     codes: dict[str, int] = {}
     poll = select.poll()
@@ -107,7 +108,10 @@ def knock(doors: Mapping[str, str], *, limit_s: float = KNOCK_S) -> Answers:
                 codes[name] = code
         end_s = time.monotonic() + limit_s
         while len(codes) < len(doors) and (left_s := end_s - time.monotonic()) > 0:
-            for fd, _ in poll.poll(left_s * 1000):
+            if errno.ECONNREFUSED in codes.values() or over():
+                limit_s = 0.0
+                break
+            for fd, _ in poll.poll(min(left_s, LOOK_S) * 1000):
                 name, sock = waiting[fd]
                 codes[name] = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
                 poll.unregister(fd)
@@ -115,12 +119,8 @@ def knock(doors: Mapping[str, str], *, limit_s: float = KNOCK_S) -> Answers:
         for _, sock in waiting.values():
             sock.close()
     refused = frozenset(name for name in doors if codes.get(name) == errno.ECONNREFUSED)
-    return Answers(frozenset(name for name in doors if codes.get(name, -1) != 0) - refused, refused)
-
-
-def put_out_gone(keys: Keys, generation: Generation, *, own: str) -> bool:
-    """Whether somebody of `generation` is gone, and a newer one is without him."""
-    return _propose_gone(keys, generation, knock_at(keys, generation.uids, own=own))
+    unanswered = -1 if limit_s else 0
+    return Answers(frozenset(name for name in doors if codes.get(name, unanswered) != 0) - refused, refused)
 
 
 def _propose_gone(keys: Keys, generation: Generation, answers: Answers) -> bool:
@@ -129,9 +129,12 @@ def _propose_gone(keys: Keys, generation: Generation, answers: Answers) -> bool:
     return bool(answers.refused)
 
 
-def agree_who_goes(keys: Keys, generation: Generation, *, own: str) -> bool:
-    """After a generation could not be formed: knock, tell, hear the others, propose. False where all doors answer, so that nobody has to go."""
-    answers = knock_at(keys, generation.uids, own=own)
+def agree_who_goes(keys: Keys, generation: Generation, *, own: str, over: Callable[[], bool] = lambda: False) -> bool:
+    """Of a generation that broke, or could not be formed: knock, tell, hear the others, propose. False where all doors answer, so that nobody has to go.
+
+    `over`: there is a newer generation already.
+    """
+    answers = knock_at(keys, generation.uids, own=own, over=over)
     if _propose_gone(keys, generation, answers):
         return True
     if not answers.silent:

@@ -18,6 +18,8 @@ from phalanx.runtime.votes import BEGUN
 
 BEAT_S = 0.2
 LOOK_S = 0.05
+TOGETHER_S = 0.5
+"""How long a worker that is ready waits for others of its host, so that they join in one generation: each one stops the run for a moment."""
 
 
 @dataclass
@@ -46,6 +48,10 @@ class Roster:
         self._ready: dict[str, Member] = {}
         self._own: set[str] = set()
         """Every worker of this host that this process started."""
+        self._taken: set[str] = set()
+        """Workers of this host that were in a generation: one that is in none any more is never proposed again."""
+        self._ready_s = 0.0
+        """When the first of those that wait to join was ready; 0: none waits."""
         self._dead: dict[str, Lost] = {}
         self._untold: list[Lost] = []
         self._leaving: dict[str, str] = {}
@@ -162,6 +168,7 @@ class Roster:
         if newest is None:
             self._first(membership)
             return
+        self._note_taken(membership, newest)
         self.newest = newest
         if self._untold:
             self._tell_deaths(membership)
@@ -170,17 +177,32 @@ class Roster:
             newest = self._put_out(membership, strangers, "its host began anew") or newest
         if self._stop:
             membership.keys.put("stop", self._stop)
-        joining = [m for m in list(self._ready.values()) if m.uid not in newest.uids and self._may_join(m, membership)]
-        if joining and self.finished is None and not self._stop:
-            self.newest = membership.propose_join(joining, self.newest)
+        if self.finished is None and not self._stop:
+            self._join(membership, newest)
         leaving = [u for u in list(self._leaving) if u in newest.uids]
         if leaving:
             self._leave(membership, leaving, newest)
         self._watch_hosts(membership)
 
+    def _note_taken(self, membership: Membership, newest: Generation) -> None:
+        """Also those between: a member may have come and been put out while this host was not reached."""
+        for generation in [newest] if self.newest is None else membership.between(self.newest, newest):
+            self._taken.update(uid for uid in generation.uids if uid in self._own)
+
+    def _join(self, membership: Membership, newest: Generation) -> None:
+        joining = [m for m in list(self._ready.values()) if m.uid not in newest.uids and self._may_join(m, membership)]
+        now = time.monotonic()
+        self._ready_s = (self._ready_s or now) if joining else 0.0
+        if joining and now - self._ready_s >= TOGETHER_S:
+            found = membership.propose_join(joining, self.newest)
+            if found is not None:
+                self._note_taken(membership, found)
+                self._taken.update(m.uid for m in joining)
+                self.newest = found
+
     def _may_join(self, member: Member, membership: Membership) -> bool:
         """A member that was in the run before and is not any more is never taken back."""
-        if member.uid in self._dead or member.uid in self._leaving:
+        if member.uid in self._dead or member.uid in self._leaving or member.uid in self._taken:
             return False
         text = membership.keys.get(f"member/{member.uid}")
         return text is not None and Announcement.from_json(text).last is None

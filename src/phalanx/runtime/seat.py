@@ -25,7 +25,7 @@ from phalanx.core.events import Emit, Event, ignore
 from phalanx.runtime.forming import NewerGeneration, Order, Team, as_listed, form, ready_keys
 from phalanx.runtime.keys import Keys, Service, ServiceLost
 from phalanx.runtime.membership import Announcement, Generation, Member, Membership, StaleMember, TooFewMembers
-from phalanx.runtime.reach import Door, agree_who_goes, door_key, knock_at, put_out_gone
+from phalanx.runtime.reach import Door, agree_who_goes, door_key, knock_at
 from phalanx.runtime.votes import BEGUN, Decision, Report, Then, Votes
 
 WATCH_S = 0.25
@@ -122,6 +122,8 @@ class Seat:
         """The run was stopped while it had too few members: those that are left meet once more, to save what they hold."""
         self.tell: Emit = ignore
         self._seen_s: dict[int, float] = {}
+        self._forming = False
+        """The team is not connected yet."""
         self._news = threading.Condition()
         self._closed = threading.Event()
         self._threads: list[threading.Thread] = []
@@ -190,7 +192,9 @@ class Seat:
             except ServiceLost:
                 self._forget_keys()
             except PeerError:
-                self._renew(generation, formed=False)
+                if self._door is not None:
+                    self._look_who_goes(generation)
+                self._renew(generation)
 
     def vote(self, step: int) -> Decision:
         """Vote for `step` and return the decision. Raises `InDoubt`."""
@@ -233,7 +237,7 @@ class Seat:
     def broken(self) -> bool:
         """Whether the team cannot go on: somebody of it is lost, or this member is."""
         with self._news:
-            return self.team is not None and self._ends(self.team.generation)
+            return self.team is not None and (self._refused is not None or self._ends(self.team.generation))
 
     def leave(self) -> None:
         """Ask to leave the run after the step under way (the supervisor does so for its whole host)."""
@@ -293,7 +297,7 @@ class Seat:
             if found is not None:
                 return found
             if before is not None and not usable and self._door is not None and time.monotonic() > knock_s:
-                self._look_for_gone(before)
+                self._look_who_goes(before)
                 knock_s = time.monotonic() + RENEW_S
             if before is not None and not usable and time.monotonic() > asked_s:
                 self._renew(before)
@@ -319,18 +323,16 @@ class Seat:
             )
         return False
 
-    def _look_for_gone(self, before: Generation) -> None:
+    def _look_who_goes(self, before: Generation) -> None:
         with contextlib.suppress(ServiceLost):
             keys = self.keys()
             if keys.epoch == before.epoch:
-                put_out_gone(keys, before, own=self.uid)
+                agree_who_goes(keys, before, own=self.uid, over=lambda: self._newer(before))
 
-    def _renew(self, after: Generation, *, formed: bool = True) -> None:
+    def _renew(self, after: Generation) -> None:
         with contextlib.suppress(ServiceLost):
             keys = self.keys()
             if keys.epoch == after.epoch:
-                if not formed and self._door is not None and agree_who_goes(keys, after, own=self.uid):
-                    return
                 Membership(keys).renew(after, f"{self.uid} could not reach all others")
             return
         self._forget_keys()
@@ -339,18 +341,22 @@ class Seat:
         keys = self._keys_of(generation)
         mine = ready_keys(generation)[generation.uids.index(self.uid)]
         keys.put(mine, json.dumps(asdict(report)))
-        team = form(
-            generation,
-            self.uid,
-            keys,
-            newer=lambda: self._newer(generation),
-            device=self.settings.device,
-            timeout_s=self.settings.timeout_s,
-            limit_s=self.settings.meet_s,
-            own_machine=self.settings.own_machine,
-            watch=self._connect_watched,
-            order=order,
-        )
+        try:
+            team = form(
+                generation,
+                self.uid,
+                keys,
+                newer=lambda: self._newer(generation),
+                device=self.settings.device,
+                timeout_s=self.settings.timeout_s,
+                limit_s=self.settings.meet_s,
+                own_machine=self.settings.own_machine,
+                watch=self._connect_watched,
+                order=order,
+            )
+        finally:
+            with self._news:
+                self._forming = False
         try:
             team.begun = keys.get(BEGUN) is not None
         except PeerError:
@@ -360,8 +366,8 @@ class Seat:
 
     def _connect_watched(self, team: Team) -> None:
         with self._news:
-            self.team = team
-            if self._ends(team.generation):
+            self.team, self._forming = team, True
+            if self.newest is not None and _later(self.newest, team.generation):
                 team.kick()
 
     def _newer(self, generation: Generation) -> bool:
@@ -421,6 +427,8 @@ class Seat:
             except PhalanxError as err:
                 with self._news:
                     self._refused = err
+                    if self.team is not None:
+                        self.team.kick()
                     self._news.notify_all()
                 return
 
@@ -431,12 +439,25 @@ class Seat:
             self._announce_again(keys)
         if self._door is not None:
             self._door.clear()
-        found = Membership(keys).wait(self.newest, wait_s)
+        membership = Membership(keys)
+        found = membership.wait(self.newest, wait_s)
         if found is not None:
+            self._check_missed(membership, found)
             self._see(found)
         else:
             self._look_for_the_end(keys)
         return keys
+
+    def _check_missed(self, membership: Membership, found: Generation) -> None:
+        """A member that was not in a generation is out, whatever the newest says: while it did not hear, the others went on."""
+        if self.last is None or self.uid not in found.uids:
+            return  # `_is_for_me` decides
+        for generation in membership.between(self.last, found):
+            if self.uid not in generation.uids:
+                raise StaleMember(
+                    f"{self.uid} was put out of the run: generation {generation.number} ({generation.why}) is without it; "
+                    "what it holds is not used"
+                )
 
     def _announce_again(self, keys: Keys) -> None:
         if self._said is None or keys.epoch == self._said_in:
@@ -455,8 +476,8 @@ class Seat:
             self._seen_s[found.number] = now_s()
             if self.uid in found.uids:
                 self.last = found
-            if self.team is not None and self._ends(self.team.generation):
-                self.team.kick()
+            if self.team is not None and (self._forming or self._ends(self.team.generation)):
+                self.team.kick()  # one that is not connected yet never will be: others may have gone on to the newer one
             self._news.notify_all()
 
     def _look_for_the_end(self, keys: Keys) -> None:

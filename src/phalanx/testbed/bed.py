@@ -255,6 +255,17 @@ class Testbed:
     def restore_link(self, index: int) -> None:
         self.host(index).set_link(up=True)
 
+    def part_hosts(self, first: int, second: int) -> None:
+        """Two hosts do not reach each other any more; all others reach both."""
+        for one, other in ((first, second), (second, first)):
+            self.host(one).block(other, blocked=True)
+
+    def rejoin_hosts(self, first: int, second: int) -> None:
+        """They do again. A host that was started anew meanwhile has forgotten it already."""
+        for one, other in ((first, second), (second, first)):
+            if self.host(one).alive:
+                self.host(one).block(other, blocked=False)
+
     def set_rate(self, index: int, bit_per_s: float | None) -> None:
         """Change the rate of a host's link, both directions. None: not limited."""
         spec = replace(self.spec, link_bit_per_s=bit_per_s)

@@ -143,6 +143,10 @@ class Host:
         self._tools.ip_batch(self._switch, links.set_link(self.index, up=up))
         self.cut = not up
 
+    def block(self, other: int, *, blocked: bool) -> None:
+        """Throw away what goes to host `other`, or do so no longer."""
+        self._tools.ip_batch(self.agent, links.block(other, blocked=blocked))
+
     def kill(self, *, silent: bool) -> None:
         """SIGKILL to everything on it, at once. Its kernel still closes connections, unless `silent` takes the link first."""
         if silent:

@@ -162,3 +162,8 @@ def shape(device: str, *, rate: float | None, latency_s: float, grain: Grain = F
 def unshape(device: str) -> str:
     """tc batch, at either end."""
     return f"qdisc del dev {device} root\n"
+
+
+def block(other: int, *, blocked: bool) -> str:
+    """Whether a host throws away what it sends to another one."""
+    return f"route {'replace' if blocked else 'del'} blackhole {address(other)}/32\n"

@@ -196,6 +196,6 @@ def _body(run: HealingRun, sinks: Sinks, *, slot: int, watch: Watch | None) -> H
 
 def _plan_hash(run: HealingRun) -> str:
     """What all members of one run have alike, whatever host they are on."""
-    recipe = replace(run.recipe, launch=replace(run.recipe.launch, host=None, keep_service=False, ranks=1))
+    recipe = replace(run.recipe, launch=replace(run.recipe.launch, host=None, keep_service=False))
     text = f"{dump_recipe(recipe)}\n{run.spec.hash}\n{run.prepared.fingerprint}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]

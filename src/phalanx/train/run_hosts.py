@@ -15,6 +15,7 @@ import contextlib
 import fcntl
 import json
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
@@ -22,6 +23,9 @@ from typing import IO
 from phalanx.core.errors import RunError
 from phalanx.core.files import write_json
 from phalanx.train.run_folder import RunFolder
+
+PATIENCE_S = 1.0
+"""For a host that takes its place at the same moment."""
 
 
 class RunHosts:
@@ -42,13 +46,18 @@ class RunHosts:
 
     def _share(self, words: str) -> None:
         file = self._open(self.folder.path / ".lock")
-        if _try(file, fcntl.LOCK_EX):  # nobody else is there
-            file.truncate(0)
-            file.write(f"{words}\n")
-            file.flush()
-            fcntl.flock(file, fcntl.LOCK_SH)
-            return
-        taken = _try(file, fcntl.LOCK_SH)
+        end_s = time.monotonic() + PATIENCE_S
+        while True:
+            if _try(file, fcntl.LOCK_EX):  # nobody else is there
+                file.truncate(0)
+                file.write(f"{words}\n")
+                file.flush()
+                taken = _try(file, fcntl.LOCK_SH)
+            else:
+                taken = _try(file, fcntl.LOCK_SH)
+            if taken or time.monotonic() > end_s:
+                break
+            time.sleep(0.01)  # another host is just writing its name
         file.seek(0)
         there = file.read().strip()
         if not taken or there != words:
