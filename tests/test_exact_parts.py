@@ -234,7 +234,7 @@ def test_the_room_of_a_sum_does_not_depend_on_the_number_of_ranks() -> None:
     assert exact_sums(ResilienceConfig(mode="fast"), train, make_folding(world=2), spec=spec, rank=0) is None
 
 
-@pytest.mark.parametrize(("micro_batch", "chunk_rows"), [(1, 64), (4, 64), (64, 512), (512, 2048)])
+@pytest.mark.parametrize(("micro_batch", "chunk_rows"), [(1, 256), (16, 256), (64, 512), (512, 2048)])
 def test_chunks_of_experts_with_replicas_are_a_quarter_of_what_a_micro_batch_brings(micro_batch, chunk_rows) -> None:
     spec, config = PRESETS["tiny"], ResilienceConfig(mode="exact", slots_per_rank=4)
     train = TrainConfig(micro_batch=micro_batch, seq_len=32 * spec.num_experts // spec.top_k)

@@ -128,6 +128,17 @@ def test_experts_have_new_holders_after_a_loss(base: Folding, slots: int) -> Non
         plan = found
 
 
+def test_a_join_costs_what_the_joiner_needs() -> None:
+    run = healing(Folding(world=4), slots=6)
+    three = run.plan(after(run.plan(fresh(4)), lost=["host0.1.x"]))
+    four = run.plan([*after(three), new_member(9)])
+    assert check_floor(run, three) == check_floor(run, four) == 2 and four.missing == ()
+    new = four.uids.index("host0.9.x")
+    needed = sum(h.box.num_elements for held, _ in run.holds(four.standing(new)).values() for h in held)
+    buffers = sum(math.prod(m.dst.shape) for m in four.buffers)
+    assert check_plan(run, four) == 4 * (needed + buffers)
+
+
 def check_floor(run: Healing, plan: HealPlan) -> int:
     """Every expert of every layer is on as many ranks as slots allow, up to the floor; how many that is."""
     assert run.slots_per_rank is not None

@@ -145,7 +145,7 @@ def test_experts_follow_the_load_and_no_bit_changes(way: Way) -> None:
     assert all(found["steps"] == calm[0]["steps"] for found in (*moved, *calm))
     wanted, found = state(calm), state(moved)
     assert wanted.keys() == found.keys() and all(torch.equal(wanted[k], found[k]) for k in wanted)
-    assert all(not r["wrong"] and r["holders"] >= 2 for r in moved)
+    assert all(not r["wrong"] and r["holders"] >= 2 // way.pp for r in moved)  # two ranks a stage have 10 slots
     check_moves(moved, calm)
 
 

@@ -1,9 +1,9 @@
 """Where experts with replicas live in a new generation, from what its members hold of them.
 
-Decides the placement of each pipeline stage: the present one with the fewest slots changed, so that experts below the floor get new holders as far as slots allow
-(`placement_front.py: patched_placement`); where a host is new, or the floor cannot be reached so, the best one (`placement_search.py`), its hosts named so
-that the fewest experts travel (`migration.py`). Must never change: every expert has a slot in every layer, whoever is gone; which host holds what already counts by
-the reports alone.
+Decides the placement of each pipeline stage. It is the present one: members that come fill their slots with the experts that have the fewest holders or the
+most work, nobody else gets any for their sake; then the fewest slots are changed so that experts below the floor have new holders as far as slots allow
+(`placement_front.py: patched_placement`). Where that does not do, it is the best one (`placement_search.py`), its hosts named so that the fewest experts travel
+(`migration.py`). Must never change: every expert has a slot in every layer, whoever is gone; what a host holds already is known from the reports alone.
 """
 
 from __future__ import annotations
@@ -66,10 +66,38 @@ def _placed(
 ) -> HostPlacement:
     if present is None:
         return plan_placement(counts, fleet, loads)
-    mended = patched_placement(present, fleet, floor=counts.floor)
+    mended = patched_placement(_filled(present, fleet, loads, floor=counts.floor), fleet, floor=counts.floor)
     if mended is not None:
         return mended
     return plan_migration(present, plan_placement(counts, fleet, loads), rename=True).new
+
+
+def _filled(present: HostPlacement, fleet: Fleet, loads: Floats, *, floor: int) -> HostPlacement:
+    """With the hosts of `fleet` that have nothing yet, each slot of theirs given to the expert that needs it most."""
+    names = present.fleet.host_names
+    new = {name: slots for name, slots in zip(fleet.host_names, fleet.slots, strict=True) if name not in names}
+    if not new:
+        return present
+    stay = [i for i, name in enumerate(names) if name in fleet.host_names]
+    rows = []
+    for layer, hosts in enumerate(present.slots):
+        copies = present.copies[layer][:, stay].sum(1)
+        holders = (present.copies[layer][:, stay] > 0).sum(1)
+        added = []
+        for slots in new.values():
+            held: list[int] = []
+            for _ in range(slots):
+                work = loads[layer] / np.maximum(copies, 1)
+                expert = min(
+                    range(present.num_experts), key=lambda e: (e in held, min(int(holders[e]), floor), -work[e], e)
+                )
+                holders[expert] += expert not in held
+                copies[expert] += 1
+                held.append(expert)
+            added.append(tuple(sorted(held)))
+        rows.append((*hosts, *added))
+    both = Fleet(slots=(*present.fleet.slots, *new.values()), names=(*names, *new))
+    return HostPlacement(num_experts=present.num_experts, fleet=both, slots=tuple(rows), floor=1)
 
 
 def _present(asked: Asked, layers: Sequence[int], held: Mapping[int, Held]) -> HostPlacement | None:

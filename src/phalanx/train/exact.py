@@ -13,8 +13,8 @@ CHUNK_ROWS = 2048
 """Without replicas: more rows than an expert gets from one micro-batch in practice, so that nothing is cut."""
 REPLICA_CHUNKS = 4
 """With replicas: chunks of an expert that gets the mean number of rows from a micro-batch, for its replicas share whole chunks."""
-FEWEST_ROWS = 64
-"""Below so many rows a conversion to fixed point (1.4 ns an element and thread) costs more than a sixth of the products of a chunk (6 operations an element and row)."""
+FEWEST_ROWS = 256
+"""Below so many rows chunks cost too much, each being converted to fixed point by itself (measured in docs/survive.md)."""
 FIXED_BITS = 52
 EVAL_BITS = 20
 """Binary places of the loss of a validation micro-batch (a sum over its tokens): fp64 adds 2^32 of them without rounding."""

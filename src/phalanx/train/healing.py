@@ -340,6 +340,8 @@ class HealingBody:
     def commit(self) -> None:
         if self._idle:  # what it holds is of the step before
             step = self._step + 1
+            if self.trainer is not None:
+                self.trainer.parts.buffers.close()
             self._forget()
             self._step = step
             return

@@ -24,6 +24,7 @@ import torch
 from numpy.typing import NDArray
 
 from phalanx.core.config import Recipe
+from phalanx.core.errors import RunError
 from phalanx.core.events import ExpertsMoved
 from phalanx.core.samples import num_rounds
 from phalanx.kernels.grouped import expert_ffn
@@ -114,7 +115,7 @@ class Replacing:
     ) -> Prepared | None:
         """A new placement with the state after `step` steps, or None: the present one stays. Collective. `hosts` as `parts` were made with.
 
-        Raises `PeerError` where a rank is lost; `parts` are then as they were, as they are in any case.
+        Raises `PeerError` where a rank is lost, `RunError` on all ranks where they decide or hold differently; `parts` are as they were in any case.
         """
         told, folding = rank.peers.gather(self._told(parts)), parts.groups.folding
         assert isinstance(folding, Folding)  # stages with foldings of their own have no replicas
@@ -125,6 +126,9 @@ class Replacing:
         before = {folding.coord(r, "pp"): told[r].placement for r in range(folding.world)}
         stages = [_stage(before[i], best.loads, self.spec) for i in sorted(before) if before[i].layers]
         decision = plan_replacement(stages, self._costs(parts, told), floor=self.floor, interval=self.interval)
+        made = rank.peers.gather(decision.hash)
+        if len(set(made)) > 1:
+            raise RunError(f"ranks have made different decisions on where experts should be ({', '.join(made)})")
         if decision.action == "keep":
             return None
         return self._carry_out(decision, dict(sorted(before.items())), parts, rank, step=step, hosts=hosts)
