@@ -17,7 +17,7 @@ from phalanx.plan.folding import Folding
 from phalanx.plan.model import PRESETS, ModelSpec
 from phalanx.plan.pipeline import Pipeline, make_pipeline
 from phalanx.plan.placement import plain_placement
-from phalanx.plan.program import StepOptions, StepProgram, step_program
+from phalanx.plan.program import Sizes, StepOptions, StepProgram, step_program
 from phalanx.plan.schedule_time import Edge
 from phalanx.plan.stage_edges import Activation, on_one_host, staged_edges
 from phalanx.plan.stage_foldings import AnyFolding
@@ -54,7 +54,7 @@ class Run:
     def planned_pipeline(self) -> Pipeline:
         return make_pipeline(self.pipeline, self.spec, pp=self.folding.pp, seq_len=SEQ_LEN)
 
-    def program(self, rank: int) -> StepProgram:
+    def program(self, rank: int, *, sizes: Sizes | None = None) -> StepProgram:
         options = StepOptions(
             num_microbatches=self.num_microbatches,
             recompute=self.recompute,
@@ -63,6 +63,7 @@ class Run:
             bucket_elements=bucket_elements(self.optim, torch.float32),
             pipeline=self.planned_pipeline,
             edges=self._edges(rank),
+            sizes=sizes,
         )
         return step_program(self.folding, self.spec, self.dispatch, rank=rank, options=options)
 

@@ -119,7 +119,7 @@ def test_experts_have_new_holders_after_a_loss(base: Folding, slots: int) -> Non
     for turn in range(4):
         facts = after(plan, lost=[rng.choice(plan.uids)]) + ([new_member(100 + turn)] if turn % 2 else [])
         found = run.plan(shuffled(facts, rng))
-        assert found.hash == run.plan(shuffled(facts, rng)).hash
+        assert {run.plan(shuffled(facts, rng)).hash for _ in range(4)} == {found.hash}
         check_plan(run, found)
         if check_floor(run, plan) >= 2:  # before the loss
             assert found.missing == ()

@@ -7,8 +7,18 @@ from pathlib import Path
 import pytest
 
 from test_heal import STEPS, check_equal, check_samples, events, losses, train, write_text
+from train_help import phalanx, train_args
 
 pytestmark = pytest.mark.ranks
+
+
+def test_a_dry_run_says_how_many_hosts_keep_a_shard(tmp_path: Path) -> None:
+    settings = {"resilience__heal": "true", "resilience__mode": "fast", "optim__zero": "1", "folding__ep": "1"}
+    found = phalanx("train", *train_args(tmp_path, **settings, resilience__f="3", launch__ranks="2"), "--dry-run")
+    assert found.returncode == 0, found.stderr
+    assert "each shard of masters and moments on 3 hosts" in found.stdout
+    assert "dense: 2, for their groups have no more" in found.stdout
+    assert "experts: 2, for their groups have no more" in found.stdout
 
 
 @pytest.fixture(scope="module")

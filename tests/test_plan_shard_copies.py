@@ -10,13 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from heal_plan_help import after, fresh, new_member
 from phalanx.core.config import ModelConfig, PipelineConfig, RouterConfig
 from phalanx.plan.box_cells import cells, is_covered
 from phalanx.plan.folding import GRADIENT_RULES, Folding, legal_foldings
-from phalanx.plan.heal import Healing, Place
+from phalanx.plan.heal import Healing
 from phalanx.plan.layout import Box, flat_layouts, stage_params
 from phalanx.plan.model import PRESETS, parameters, resolve_model
-from phalanx.plan.pipeline import make_pipeline, plain_pipeline
+from phalanx.plan.pipeline import make_pipeline
 from phalanx.plan.placement import plain_placement
 from phalanx.plan.reshard import plan_reshard
 from phalanx.plan.reshard_types import equal_hosts
@@ -111,8 +112,7 @@ def test_one_holder_is_what_was_there_before_and_copies_come_after_it(folding: F
 def healing(*, floor: int, bucket_elements: int = 0) -> Healing:
     spec = resolve_model(ModelConfig(preset="tiny"), RouterConfig(bias_rate=1e-2))
     return Healing(
-        spec=spec, base=Folding(world=4, ep=2), stages=plain_pipeline(spec).stages, seq_len=32, floor=floor, zero=1,
-        bucket_elements=bucket_elements,
+        spec=spec, base=Folding(world=4, ep=2), seq_len=32, floor=floor, zero=1, bucket_elements=bucket_elements,
     )  # fmt: skip
 
 
@@ -120,15 +120,14 @@ def healing(*, floor: int, bucket_elements: int = 0) -> Healing:
 def test_fewer_losses_than_holders_leave_every_shard_somewhere(floor: int) -> None:
     for size in (3, 4, 5, 6):
         run = healing(floor=floor, bucket_elements=3000)
-        places = [Place(size, rank) for rank in range(size)]
+        begun = run.plan(fresh(size))
         for first in range(size):
-            gone = {(first + i) % size for i in range(floor)}
-            left = [None if place.rank in gone else place for place in places]
-            some = [None if place.rank in sorted(gone)[1:] else place for place in places]
-            assert run.plan(some).missing == ()
+            gone = [begun.uids[(first + i) % size] for i in range(floor)]
+            joined = [new_member(size + i) for i in range(len(gone))]
+            plan = run.plan([*after(begun, lost=gone[1:]), *joined[1:]])
+            assert plan.missing == ()
             if floor == 1:
-                assert run.plan(left).missing, "the only holder is gone"
-        plan = run.plan(some)
+                assert run.plan([*after(begun, lost=gone), *joined]).missing, "the only holder is gone"
         plan_reshard(plan.params, equal_hosts([0] * size)).check()
 
 

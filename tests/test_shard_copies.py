@@ -13,6 +13,7 @@ import torch
 from exact_help import Ranks, Run, build, ended, shares
 from phalanx.runtime.groups import GroupCache
 from phalanx.runtime.shard_copies import ShardCopies
+from phalanx.simulate.memory import state_terms
 from phalanx.train.step import commit_step, publish, reduce_step, train_step
 from ranks import run_ranks
 
@@ -122,7 +123,8 @@ def test_a_checkpoint_fills_the_copies(tmp_path: Path) -> None:
 
 
 def _commit_alone(rank: int, cache: GroupCache, run: Run, ranks: Ranks) -> Any:
-    """Bits of the masters and the collectives of a commit; whether parameters changed before `publish` only where this rank keeps them."""
+    """Collectives of a commit and of a second `publish`; whether before it parameters changed only where this rank keeps them, whether
+    `restore` gives the same, and whether what is kept takes the bytes that are estimated."""
     parts = build(rank, cache, run, ranks)
     before = {key: state.flat.clone() for key, state in parts.state.families.items()}
     reduced = reduce_step(parts, shares(parts, run, 0), step=0, lr=3e-3)
@@ -141,10 +143,17 @@ def _commit_alone(rank: int, cache: GroupCache, run: Run, ranks: Ranks) -> Any:
     twice = sum(counter.calls for counter in parts.comms.counters.values()) - again
     rounded = {key: state.flat.clone() for key, state in parts.state.families.items()}
     parts.state.restore(parts.comms)
+    kept_bytes = sum(
+        tensor.numel() * tensor.element_size()
+        for state in parts.state.families.values()
+        for tensor in (state.master, state.exp_avg, state.exp_avg_sq)
+    )
+    terms = state_terms(parts.buffers.layouts, item=4, borrowed=parts.buffers.borrowed)
+    estimated = terms["optimizer state"] == kept_bytes
     restored = all(torch.equal(state.flat, rounded[key]) for key, state in parts.state.families.items())
-    return commits, twice, touched, restored
+    return commits, twice, touched, restored, estimated
 
 
 def test_a_commit_needs_nobody_and_publishing_comes_later() -> None:
     for found in run_ranks(4, _commit_alone, FAST, Ranks(4, ep=2, holders=2), timeout_s=60.0):
-        assert found == (0, 0, True, True)
+        assert found == (0, 0, True, True, True)

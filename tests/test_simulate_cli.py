@@ -119,3 +119,21 @@ def test_a_search_names_all_problems(capsys: pytest.CaptureFixture[str]) -> None
     assert "3 problems" in error and "mixtral-8x7b" in error
     assert main(["search", "--model", "mixtral-8x22b", "--cluster", "h100x8"]) == 2
     assert "nothing fits" in capsys.readouterr().err
+
+
+def test_unequal_shares_of_a_step_take_as_long_as_the_largest(recipe: Path, tmp_path: Path) -> None:
+    """dp is 8: 250 micro-batches are 32 rounds, in which six ranks have one micro-batch less."""
+    found = {}
+    for batch in ("256", "250"):
+        file = tmp_path / f"{batch}.json"
+        shares = ["--resilience.mode", "fast", "--train.global_batch", batch]
+        assert main(["simulate", str(recipe), "--cluster", "h100x128", *shares, "--json", str(file)]) == 0
+        found[batch] = json.loads(file.read_text())
+    assert found["250"]["microbatches"] == found["256"]["microbatches"] == 32
+    assert found["250"]["seconds"] == found["256"]["seconds"]
+    assert found["250"]["tokens_per_s"] == pytest.approx(found["256"]["tokens_per_s"] * 250 / 256)
+
+
+def test_without_such_a_mode_shares_are_equal(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", str(recipe), "--cluster", "h100x128", "--train.global_batch", "250"]) == 2
+    assert "train.global_batch" in capsys.readouterr().err

@@ -37,6 +37,7 @@ COMMANDS = (
     Command("plan", "check and draw a mapping or a pipeline schedule, count a model: no process, no torch"),
     Command("simulate", "predict a step, its memory and failures on a cluster that is not here"),
     Command("search", "find the best mapping of a model on a cluster"),
+    Command("calibrate", "measure this machine, for predictions of it"),
     Command("testbed", "emulate hosts and links on this machine, and kill, freeze or cut them"),
     Command("service", "keep the membership service of a run that heals itself on several hosts"),
     Command("metrics", "show the course of a run from its event log"),

@@ -1,6 +1,7 @@
 """`phalanx simulate`: a recipe's step on a cluster that is not here; published measurements; failures.
 
     phalanx simulate RECIPE --cluster h100x128      time, rates, memory by stage, where the time goes
+    phalanx simulate RECIPE --cluster FILE --against RUN      the same program, predicted and recorded, id by id
     phalanx simulate validate [--data CSV]          predictions beside published measurements
     phalanx simulate goodput --ranks 16384          progress under failures
     phalanx simulate clusters                       known hardware, each constant with its source
@@ -19,7 +20,7 @@ from pathlib import Path
 from phalanx.cli.simulate_goodput import goodput
 from phalanx.cli.simulate_validate import validation
 from phalanx.core.config import Recipe
-from phalanx.core.errors import ConfigError, Problem
+from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.core.files import check_writable, write_json, write_text
 from phalanx.core.recipe import load_recipe
 from phalanx.core.units import format_bytes, format_count, format_rate, format_seconds
@@ -52,9 +53,18 @@ def step(argv: Sequence[str]) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the prediction")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write the schedule as a trace for Perfetto")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the schedule's timeline")
+    parser.add_argument("--against", type=Path, metavar="RUN", help="compare with recorded steps of a run, id by id")
+    parser.add_argument("--steps", metavar="A:B", help="with --against: which of them (default: all)")
+    parser.add_argument("--learn", metavar="A:B", help="with --against: steps whose medians come before the formulas")
     args, overrides = parser.parse_known_args(list(argv))
     for path in (args.json, args.trace, args.svg):
         check_writable(path)
+    raise_if(_without_effect(args), ConfigError, subject="the arguments")
+    if args.against is not None:
+        from phalanx.cli.simulate_against import against  # reads runs, and so tokenizers: a prediction alone needs none
+
+        how = {"steps": args.steps, "learn": args.learn, "json_file": args.json}
+        return against(args.recipe, args.against, args.cluster, overrides, **how)
     prediction = predict_recipe(args.recipe, args.cluster, overrides)
     if args.json is not None:
         write_json(args.json, prediction.to_dict())
@@ -68,6 +78,17 @@ def step(argv: Sequence[str]) -> int:
         write_text(args.svg, timeline_svg(timeline))
     print(describe(prediction))
     return 0 if prediction.fits else 2
+
+
+def _without_effect(args: argparse.Namespace) -> list[Problem]:
+    """Arguments of the other way to use the command."""
+    alone = ("steps", "learn") if args.against is None else ("trace", "svg")
+    rule = "has no effect " + ("without --against" if args.against is None else "with --against")
+    return [
+        Problem(where=f"--{name}", value=str(getattr(args, name)), rule=rule, hint="leave it out")
+        for name in alone
+        if getattr(args, name) is not None
+    ]
 
 
 def predict_recipe(path: Path, cluster_name: str, overrides: Sequence[str]) -> Prediction:

@@ -255,6 +255,7 @@ class Healing:
 
     def plan(self, facts: Sequence[Fact]) -> HealPlan:
         """For the members of a new generation, in any order. Raises `PlanError` where they are too few for any mapping."""
+        facts = sorted(facts, key=lambda fact: fact.order)
         choice = self._choice_of(facts)
         new, host_of = choice.folding, domains_of(facts)
         ranked, idle = rank_members(facts, new, self._lacks(new))

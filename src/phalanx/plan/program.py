@@ -15,7 +15,7 @@ of a rank, and an operation that a run records carries the id that stands here.
 
 Passes and transfers are in the order of the pipeline's plan (`schedule_comm.py`), transfers where they start. Reductions of gradients are listed
 where they have ended at the latest: behind the last pass. `program_layers.py` lowers a pass, `program_experts.py` routed experts by each way of overlap, `program_context.py` attention over cp,
-`program_ops.py` holds the operations themselves.
+`program_ops.py` holds the operations themselves, `program_work.py` says how much they are.
 """
 
 from __future__ import annotations
@@ -39,12 +39,24 @@ from phalanx.plan.program_context import Context, CpMethod
 from phalanx.plan.program_experts import Reach
 from phalanx.plan.program_layers import Layers
 from phalanx.plan.program_ops import At, Kind, Op, Phase, boundary_id, compute, exchange, gradient_id, op_id
+from phalanx.plan.program_work import Counting, Sizes
 from phalanx.plan.schedule import Action
 from phalanx.plan.schedule_comm import AHEAD, PipelinePlan, Run, Send, Transfer
 from phalanx.plan.schedule_time import Edge
 from phalanx.plan.stage_foldings import AnyFolding
 
-__all__ = ["Kind", "Op", "Phase", "StepOptions", "StepProgram", "boundary_id", "gradient_id", "op_id", "step_program"]
+__all__ = [
+    "Kind",
+    "Op",
+    "Phase",
+    "Sizes",
+    "StepOptions",
+    "StepProgram",
+    "boundary_id",
+    "gradient_id",
+    "op_id",
+    "step_program",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +103,10 @@ def _problems(program: StepProgram) -> list[Problem]:
     problems = []
     seen: set[str] = set()
     for op in program.ops:
+        late = {*op.needs, *op.streams, *filter(None, [op.posted_after])} - seen
+        if late:
+            rule = f"waits for {min(late)}, which does not stand before it"
+            problems.append(Problem(where="program.ops", value=op.id, rule=rule))
         if op.id in seen:
             problems.append(Problem(where="program.ops", value=op.id, rule="an id occurs once in a step"))
         seen.add(op.id)
@@ -123,6 +139,8 @@ class StepOptions:
     """How activations cross between stages with foldings of their own (`plan/stage_edges.py`); None: from rank to rank."""
     ahead: int = AHEAD
     """Passes before its place at which a receive is posted: 0 on devices."""
+    sizes: Sizes | None = None
+    """Of a micro-batch: then every operation says how much it is (`program_work.py`). The ids need none."""
 
 
 def step_program(
@@ -141,7 +159,21 @@ def step_program(
         rule = f"is not the {options.pipeline.pp} ranks that the pipeline was planned for"
         problems.append(Problem(where="folding.pp", value=folding.pp, rule=rule))
     raise_if(problems, PlanError, subject="program")
-    return StepProgram(rank=rank, ops=tuple(_lowering(folding, spec, dispatch, rank, options).step()))
+    lowering = _lowering(folding, spec, dispatch, rank, options)
+    ops = _home(list(lowering.step()))
+    if options.sizes is not None:
+        counting = lowering.counting(options.sizes)
+        ops = (counting.counted(op) for op in ops)
+    return StepProgram(rank=rank, ops=tuple(ops))
+
+
+def _home(ops: list[Op]) -> Iterator[Op]:
+    """Gradients of keys come home while the last of attention is computed: what follows that waits for them."""
+    coming = ""
+    for before, op in zip([None, *ops], ops, strict=False):
+        ends = before is not None and before.id.endswith("attention.core.home")
+        yield replace(op, needs=(*op.needs, coming)) if ends else op
+        coming = op.id if op.id.endswith("attention.ring.home") else coming
 
 
 def _lowering(
@@ -199,9 +231,19 @@ class _Lowering:
         """This rank's passes and transfers, whose forward passes are called `phase`."""
         for op in plan.posted(self._pipeline_rank, ahead=self.options.ahead):
             if isinstance(op, Run):
-                yield from self._pass(op.action, phase)
+                yield from self._waiting(op, phase)
             else:
                 yield from self._transfer(op.transfer, phase, sends=isinstance(op, Send))
+
+    def _waiting(self, run: Run, phase: Phase) -> Iterator[Op]:
+        """A pass, whose first operation waits for what other ranks send it."""
+        needed = tuple(
+            boundary_id(transfer, microbatch=self._number(transfer.microbatch), phase=phase)
+            for transfer in run.takes
+            if not transfer.is_local and self._peers(transfer, sends=False)
+        )
+        for i, op in enumerate(self._pass(run.action, phase)):
+            yield op if i else replace(op, needs=op.needs + needed)
 
     def _pass(self, action: Action, phase: Phase) -> Iterator[Op]:
         stage, mb = self.pipeline.stages.stages[action.stage], self._number(action.microbatch)
@@ -218,7 +260,7 @@ class _Lowering:
         id = boundary_id(transfer, microbatch=at.microbatch, phase=phase)
         peers = self._peers(transfer, sends=sends)
         if peers:
-            yield replace(exchange(id, "pp", at, **{"to" if sends else "source": peers[0]}), peers=peers)
+            yield replace(exchange(id, "pp", at, **{"to" if sends else "source": peers[0]}), peers=peers, beside=True)
 
     def _peers(self, transfer: Transfer, *, sends: bool) -> tuple[int, ...]:
         """Positions on the axis `pp` of those at the other end."""
@@ -243,8 +285,26 @@ class _Lowering:
             folding,
             self.options.placement or plain_placement(max(1, self.spec.num_experts), folding.of_rank(rank)),
             rank,
+            zero=self.options.zero,
             bucket_elements=self.options.bucket_elements,
             expert_state=self.options.expert_state,
+        )
+
+    def counting(self, sizes: Sizes) -> Counting:
+        """What says how much the operations are."""
+        stages = self.pipeline.stages.stages
+        return Counting(
+            folding=self.reach.folding,
+            spec=self.spec,
+            dispatch=self.layers.dispatch,
+            rank=self.reach.rank,
+            sizes=sizes,
+            layouts=self._layouts,
+            splits_backward=self.pipeline.splits_backward,
+            layers_of_stage={
+                number: (*stage.layers, *((None, *self.spec.mtp_blocks) if stage.has_head else ()))
+                for number, stage in enumerate(stages)
+            },
         )
 
     def _reduce(self) -> Iterator[Op]:

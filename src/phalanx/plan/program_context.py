@@ -11,12 +11,17 @@ Must never change: a hop is listed before the computing beside which it travels.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from phalanx.plan.program_ops import At, Op, compute, exchange
 
 CpMethod = Literal["ring", "all_gather", "ulysses"]
+
+
+def _after(op: Op, at: At, hop: int) -> Op:
+    """What needs the keys (or gradients) that a hop brings; hop 0 is none."""
+    return replace(op, needs=(at.id(f"attention.ring.{hop}"),)) if hop else op
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +61,8 @@ class Context:
         if self.size > 1 and self.method == "ring":
             for step in range(1, self.size + 1):
                 if step < self.size:
-                    yield self._hop(f"ring.{step}", at)
-                yield compute(f"attention.core.{step}", at)
+                    yield self._hop(f"ring.{step}", at, after=step - 1)
+                yield _after(compute(f"attention.core.{step}", at), at, step - 1)
             return
         if self.size > 1 and self.method == "all_gather":
             yield self._collective("keys", "all_gather_rows", at)
@@ -68,15 +73,17 @@ class Context:
     def _ring_backward(self, at: At) -> Iterator[Op]:
         """Keys travel in all steps but the last; gradients of keys in all but the first two, and home."""
         for step in range(1, self.size + 1):
-            if step < self.size or step > 2:
-                yield self._hop(f"ring.{step}", at)
-            yield compute(f"attention.core.{step}", at)
-        yield self._hop("ring.home", at)
-        yield compute("attention.core.home", at)
+            travels = step < self.size or step > 2
+            if travels:
+                yield self._hop(f"ring.{step}", at, after=step - 1)
+            yield _after(compute(f"attention.core.{step}", at), at, step - 1)
+        last = self.size if self.size > 2 else 0
+        yield self._hop("ring.home", at, after=last)
+        yield _after(compute("attention.core.home", at), at, last)
 
-    def _hop(self, name: str, at: At) -> Op:
+    def _hop(self, name: str, at: At, *, after: int = 0) -> Op:
         ends = {"to": (self.index + 1) % self.size, "source": (self.index - 1) % self.size}
-        return exchange(at.id(f"attention.{name}"), "cp", at, **ends)
+        return _after(replace(exchange(at.id(f"attention.{name}"), "cp", at, **ends), beside=True), at, after)
 
     def _collective(self, name: str, kind: str, at: At) -> Op:
         id = at.id(f"attention.{name}")

@@ -65,6 +65,11 @@ def moe_operations(reach: Reach, spec: DispatchSpec, at: At, beside: Sequence[Op
     return experts.by_tiles(beside)
 
 
+def _posted(op: Op, after: str) -> Op:
+    """An exchange of a chunk, posted long before it is waited for; what is not sent stays."""
+    return dataclasses.replace(op, posted_after=after) if op.collective == "all_to_all_rows" else op
+
+
 @dataclass(frozen=True)
 class _Experts:
     reach: Reach
@@ -78,27 +83,32 @@ class _Experts:
         yield from self._combine("combine.")
 
     def coarse(self, chunks: int) -> Iterator[Op]:
-        """Chunk by chunk in the order in which they are waited for: each starts while the one before is computed, and all come back at the end."""
+        """Chunk by chunk in the order in which they are waited for: each leaves before the one before is waited for, and all come back at the end."""
         yield from self._decided()
-        back = []
-        for number in range(chunks):
-            yield from self._dispatch(f"dispatch.chunk{number}.")
+        back: list[Op] = []
+        leaving = [[*self._dispatch(f"dispatch.chunk{number}.")] for number in range(chunks)]
+        yield leaving[0][0]
+        for number, (permute, *arriving) in enumerate(leaving):
+            yield from (following[0] for following in leaving[number + 1 : number + 2])
+            yield from (_posted(op, permute.id) for op in arriving)
             yield compute(f"experts.chunk{number}", self.at)
             ways = [*self._combine(f"combine.chunk{number}.")]
             at_once = [op for op in ways if op.id.endswith((".sort", "_etp"))]
             yield from at_once
-            back += ways[len(at_once) :]
+            back += [_posted(op, at_once[-1].id) for op in ways[len(at_once) :]]
         yield from back
 
     def by_tiles(self, beside: Sequence[Op]) -> Iterator[Op]:
         """The shared expert is computed while the first rows travel."""
         yield from self._decided()
+        rows, experts = self._messages("dispatch.rows"), compute("experts", self.at)
+        results, pieces = self._messages("combine.rows"), len(rows.peers) + 1
         yield self._messages("dispatch.weights")
         yield compute("dispatch.permute", self.at)
-        yield self._messages("dispatch.rows")
+        yield dataclasses.replace(rows, beside=True, pieces=pieces)
         yield from beside
-        yield compute("experts", self.at)
-        yield self._messages("combine.rows")
+        yield dataclasses.replace(experts, streams=(rows.id,), pieces=pieces)
+        yield dataclasses.replace(results, streams=(experts.id,), pieces=pieces)
         yield compute("combine.sum", self.at)
 
     def _messages(self, name: str) -> Op:

@@ -62,6 +62,22 @@ class Op:
     receives_from: int | None = None
     peers: tuple[int, ...] = ()
     """Of an exchange with several ranks: all of them; the first is also in `sends_to` or `receives_from`."""
+    beside: bool = False
+    """The rank goes on while it is under way; whoever has to wait for it names it in `needs`. All else holds the rank until its end."""
+    needs: tuple[str, ...] = ()
+    """Operations of this rank that must have ended before this one begins, besides those that hold the rank before it."""
+    posted_after: str = ""
+    """Of a collective that stands where it is waited for: the operation at whose end it was posted."""
+    streams: tuple[str, ...] = ()
+    """Operations whose output it takes piece by piece: it begins with their first piece, and ends a piece after them at the earliest."""
+    pieces: int = 1
+    """In how many pieces."""
+    flops: float = 0.0
+    """Of products and attention (causal half counted); of one rank, as all else here. See `plan/program_work.py`."""
+    moved_bytes: float = 0.0
+    """Read and written by what is bound by memory."""
+    sent_bytes: float = 0.0
+    """What leaves this rank for others, as `core.events.Collective` counts it."""
 
 
 class At(NamedTuple):
@@ -114,7 +130,34 @@ _FORWARD_ONLY = (
 
 
 def mirrored(ops: Iterable[Op]) -> Iterator[Op]:
-    """The backward pass of operations that are listed in forward order."""
-    for op in reversed(list(ops)):
-        if not op.id.endswith(_FORWARD_ONLY):
-            yield dataclasses.replace(op, collective=_MIRROR.get(op.collective, op.collective))
+    """The backward pass of operations that are listed in forward order: what was waited for is what is posted, and the other way."""
+    forward = list(ops)
+    streams, needs, posted = _reversed_edges(forward)
+    kept = [op for op in reversed(forward) if not op.id.endswith(_FORWARD_ONLY)]
+    listed = {op.id for op in kept}
+    for op in kept:
+        waited = {id: None for id in needs.get(op.id, ()) if id in listed}
+        yield dataclasses.replace(
+            op,
+            collective=_MIRROR.get(op.collective, op.collective),
+            beside=op.beside or op.id in posted,
+            needs=tuple(waited),
+            posted_after="",
+            streams=tuple(id for id in streams.get(op.id, ()) if id in listed),
+        )
+
+
+def _reversed_edges(forward: list[Op]) -> tuple[dict[str, list[str]], dict[str, list[str]], set[str]]:
+    """By operation: what its gradient takes piece by piece, what it waits for; and which gradients are posted where they stand."""
+    streams: dict[str, list[str]] = {}
+    needs: dict[str, list[str]] = {}
+    posted = set()
+    for before, op in zip([None, *forward], forward, strict=False):
+        for id in op.streams:
+            streams.setdefault(id, []).append(op.id)
+        if op.posted_after:
+            posted.add(op.id)
+            needs.setdefault(op.posted_after, []).append(op.id)
+        elif op.beside and before is not None:
+            needs.setdefault(before.id, []).append(op.id)
+    return streams, needs, posted

@@ -117,7 +117,7 @@ class StateLayouts:
         """
         found: dict[str, dict[int, _Held]] = {name: {} for name in self.params}
         for rank in range(self.folding.world):
-            of_rank = self._of_shards(
+            of_rank = self.shards_of(
                 rank,
                 zero=zero,
                 bucket_elements=bucket_elements,
@@ -138,24 +138,11 @@ class StateLayouts:
         *,
         zero: int = 1,
         bucket_elements: int = 0,
+        expert_state: ExpertState = "whole",
         holders: int = 1,
         hosts: Sequence[int] | None = None,
     ) -> dict[str, tuple[tuple[Held, ...], tuple[int, ...]]]:
         """By parameter: (boxes, shape of the local tensor) of one rank of the folding alone, as `shards` has them."""
-        return self._of_shards(
-            rank, zero=zero, bucket_elements=bucket_elements, expert_state="whole", holders=holders, hosts=hosts
-        )
-
-    def _of_shards(
-        self,
-        rank: int,
-        *,
-        zero: int,
-        bucket_elements: int,
-        expert_state: ExpertState,
-        holders: int,
-        hosts: Sequence[int] | None,
-    ) -> dict[str, _Held]:
         stages = self.stages.of_rank(self.folding.coord(rank, "pp"))
         layouts = flat_layouts(
             stage_params(self.spec, stages),

@@ -133,6 +133,8 @@ class Collectives:
         self.watch: Callable[[str, bool], None] | None = None
         """Told the id of each collective when it is posted (True) and when the wait for it has ended."""
         self._aside = False
+        self.pace: Callable[[str], float] | None = None
+        """Paced mode (`phalanx bench predict`): an operation of the rank's own that is told lasts at least so many seconds."""
         self.beside: TwoPasses | None = None
         """While a pass of this rank runs beside another."""
         self._emit = emit
@@ -353,6 +355,8 @@ class Collectives:
 
     def did(self, op_id: str, lane: Lane, begin_s: float) -> None:
         """Tell of an operation that ends now and began at `begin_s` of `time.monotonic`."""
+        if self.pace is not None and lane == "compute":
+            time.sleep(max(0.0, begin_s + self.pace(op_id) - time.monotonic()))
         end_s = ANCHOR_S + time.monotonic()
         self._emit(Operation(op_id=op_id, lane=lane, begin_s=ANCHOR_S + begin_s, end_s=end_s))
 

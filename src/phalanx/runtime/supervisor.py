@@ -67,6 +67,8 @@ class SupervisorSettings:
     """So many deaths one after another, with no step committed in between, end this host's part."""
     service_back_s: float = 0.0
     """How long a service that ended stays away before it is started again."""
+    away: Callable[[], frozenset[int]] = frozenset
+    """Slots that are to have no worker for now, asked again and again (`runtime/away.py`)."""
     seat: SeatSettings = field(default_factory=SeatSettings)
 
 
@@ -130,6 +132,8 @@ class Supervisor:
             limit_s=settings.limit_s,
         )
         self.workers: list[Worker] = []
+        self.empty: set[int] = set()
+        """Slots that wait until they are not away any more."""
         self.started = 0
         self.deaths_in_a_row = 0
         self.stops = 0
@@ -144,9 +148,9 @@ class Supervisor:
         with self._listening():
             gc.freeze()
             for slot in range(self.settings.slots):
-                self._start(slot)
+                self._start_or_wait(slot)
             try:
-                while any(not w.ended for w in self.workers):
+                while any(not w.ended for w in self.workers) or (self.empty and self._goes_on):
                     self._turn()
             finally:
                 self._end_all()
@@ -163,6 +167,7 @@ class Supervisor:
         self._hear()
         self._reap()
         self._find_frozen()
+        self._fill()
         self._keep_service()
         self.roster.tick()
         self._report_lost()
@@ -225,7 +230,7 @@ class Supervisor:
         self.deaths_in_a_row += 1
         self.error = worker.error() or self.error
         if self._may_respawn(worker):
-            self._start(worker.slot)
+            self._start_or_wait(worker.slot)
         else:
             self.codes.append(worker.code)
 
@@ -268,7 +273,7 @@ class Supervisor:
                 worker.put_out = now
                 self.roster.died(worker.uid, f"said nothing for {silent_s:.1f} s")
                 if not self.stops and self.started < self.settings.slots + self.settings.respawns:
-                    self._start(worker.slot)
+                    self._start_or_wait(worker.slot)
             if worker.put_out and now - worker.put_out > self.settings.zombie_s:
                 worker.kill()
 
@@ -317,6 +322,23 @@ class Supervisor:
                 worker.kill()
 
     # -- processes and signals
+
+    @property
+    def _goes_on(self) -> bool:
+        return not self.stops and self.roster.finished is None
+
+    def _start_or_wait(self, slot: int) -> None:
+        if slot in self.settings.away():
+            self.empty.add(slot)
+        else:
+            self._start(slot)
+
+    def _fill(self) -> None:
+        """Workers for the slots that are back."""
+        back = self.empty - self.settings.away() if self.empty and self._goes_on else set()
+        self.empty -= back
+        for slot in sorted(back):
+            self._start(slot)
 
     def _start(self, slot: int) -> None:
         uid = f"{self.settings.host}.{slot}.{secrets.token_hex(3)}"

@@ -4,15 +4,20 @@ Decides which algorithm a group uses and what each link carries. A *span* says h
 `hosts` hosts; ranks of one host drive their own network cards (rails), so a ring of a group with `inside` members a host crosses
 hosts on `inside` cards at once. Must never change: more bytes or slower links never make a collective faster (test).
 
+Inside a host a table of times measured on that very machine comes before the formula (`Hardware.measured_links`): linear between its sizes
+in logarithms, beyond them the formula in proportion to the nearest.
+
 S is the size of the whole tensor in bytes (all-gather's output, reduce-scatter's input); V the rows that a rank sends in all-to-all.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
-from phalanx.simulate.hardware import Hardware, at
+from phalanx.simulate.hardware import Curve, Hardware, at
 
 
 @dataclass(frozen=True)
@@ -51,16 +56,33 @@ class Network:
 
     def all_gather(self, whole: float, span: Span) -> float:
         """Ring all-gather or reduce-scatter: inside a host every byte passes a fast link, between hosts 1/inside of them a card."""
+        return self._ring("all_gather", whole, span)
+
+    def reduce_scatter(self, whole: float, span: Span) -> float:
+        """As many bytes as an all-gather, the other way."""
+        return self._ring("reduce_scatter", whole, span)
+
+    def _ring(self, name: str, whole: float, span: Span) -> float:
         n = span.size
         if n <= 1 or whole <= 0:
             return 0.0
         if span.hosts == 1:
-            return self.hardware.inside_latency_s + self._inside(whole * (n - 1) / n, n, whole)
+
+            def formula(size: float) -> float:
+                return self.hardware.inside_latency_s + self._inside(size * (n - 1) / n, n, size)
+
+            return self._known(name, n, whole, formula)
         fast = self._inside(whole * (n - 1) / n, max(2, span.inside), whole) if span.inside > 1 else 0.0
         slow = whole * (span.hosts - 1) / span.hosts / span.inside / self._between
         return self.latency(span) + max(fast, slow)
 
-    reduce_scatter = all_gather
+    def _known(self, name: str, n: int, num_bytes: float, formula: Callable[[float], float]) -> float:
+        """From the table of this machine, if it has such a collective of so many ranks; else by the formula."""
+        knots = _knots(self.hardware.measured_links, name, n)
+        if not knots:
+            return formula(num_bytes)
+        nearest = min(max(num_bytes, knots[0][0]), knots[-1][0])
+        return math.exp(at(knots, nearest)) * formula(num_bytes) / formula(nearest)
 
     def latency(self, span: Span) -> float:
         """Start of a collective: hops of a tree between hosts, one step inside."""
@@ -69,7 +91,10 @@ class Network:
 
     def all_reduce(self, whole: float, span: Span) -> float:
         """Reduce-scatter and all-gather; a tree has the same bytes and fewer hops."""
-        return 2 * self.all_gather(whole, span)
+        if span.hosts > 1 or span.size <= 1 or whole <= 0:
+            return 2 * self.all_gather(whole, span)
+        n, ring = span.size, Network(replace(self.hardware, measured_links=()))
+        return self._known("all_reduce", n, whole, lambda size: 2 * ring.all_gather(size, span))
 
     def hierarchical_all_gather(self, whole: float, span: Span) -> float:
         """Between hosts first (each rail a part), then inside: two steps one after the other."""
@@ -85,9 +110,13 @@ class Network:
         if n <= 1 or rows_bytes <= 0:
             return 0.0
         h = self.hardware
-        fast = self._inside(rows_bytes * (span.inside - 1) / n, max(2, span.inside), rows_bytes)
+
+        def inside(size: float) -> float:
+            return self._inside(size * (span.inside - 1) / n, max(2, span.inside), size)
+
         if span.hosts == 1:
-            return h.inside_latency_s + fast
+            return self._known("all_to_all", n, rows_bytes, lambda size: h.inside_latency_s + inside(size))
+        fast = inside(rows_bytes)
         slow = rows_bytes * (1 - span.inside / n) / self._between
         return h.inside_latency_s + h.between_latency_s + max(fast, slow)
 
@@ -115,7 +144,17 @@ class Network:
         h = self.hardware
         if between:
             return h.between_latency_s + num_bytes / self._between
-        return h.inside_latency_s + self._inside(num_bytes, 2, num_bytes)
+        if num_bytes <= 0:
+            return h.inside_latency_s
+        return self._known("send", 2, num_bytes, lambda size: h.inside_latency_s + self._inside(size, 2, size))
+
+
+@lru_cache(maxsize=256)
+def _knots(table: tuple[tuple[str, int, float, float], ...], name: str, n: int) -> Curve:
+    """(bytes, logarithm of seconds) of one collective, ascending."""
+    return tuple(
+        sorted((size, math.log(seconds)) for what, ranks, size, seconds in table if (what, ranks) == (name, n))
+    )
 
 
 def distinct(places: int, top_k: int, num_experts: int) -> float:

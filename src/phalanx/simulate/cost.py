@@ -53,7 +53,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Oracle:
-    """Costs on one kind of hardware. `precision` is that of products: bf16 or fp8."""
+    """Costs on one kind of hardware. `precision` is that of products: bf16, fp8, or fp32 where that was measured."""
 
     hardware: Hardware
     precision: str = "bf16"
@@ -64,9 +64,20 @@ class Oracle:
         return self.precision == "fp8" and self.hardware.fp8_flops_per_s is not None
 
     @property
+    def _wide(self) -> bool:
+        return self.precision == "fp32" and self.hardware.fp32_flops_per_s is not None
+
+    @property
     def _rate(self) -> float:
         h = self.hardware
+        if self._wide:
+            return h.peak("fp32") * (h.fp32_efficiency or h.gemm_efficiency)
         return h.peak(self.precision) * (h.fp8_efficiency if self.eight_bits else h.gemm_efficiency)
+
+    @property
+    def peak_rate(self) -> float:
+        """FLOPs per second that products reach."""
+        return self._rate
 
     @property
     def bytes_per_s(self) -> float:
@@ -85,12 +96,15 @@ class Oracle:
         if m <= 0:
             return 0.0
         weights = groups * n * k
-        moved = (m * k + m * n) * BF16 + weights * (2 * FP32 if accumulate else BF16)
+        width = FP32 if self._wide else BF16
+        moved = (m * k + m * n) * width + weights * (2 * FP32 if accumulate else width)
         bound = max(2.0 * m * n * k / self._rate, moved / self.bytes_per_s)
         return self.hardware.kernel_s * 4 / 3 + bound * self._correction(m, n, k)
 
     def _correction(self, m: float, n: float, k: float) -> float:
-        """Measured over computed time at the nearest measured shape within a factor of e in each dim; else 1."""
+        """Measured over computed time at the nearest measured shape within a factor of e in each dim; else 1. The table is of bf16."""
+        if self._wide:
+            return 1.0
         return _nearby(self.hardware.measured_gemm, m, n, k, self._rate, self.bytes_per_s)
 
     def gemm(self, m: float, n: float, k: float) -> Cost:

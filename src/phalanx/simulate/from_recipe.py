@@ -12,6 +12,7 @@ from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.plan.folding import resolve_folding
 from phalanx.plan.model import PRESETS, ModelSpec, resolve_model
 from phalanx.plan.pipeline import choose_schedule
+from phalanx.plan.recipe import equal_shares
 from phalanx.simulate.mapping import Job, Mapping, Overlap
 from phalanx.simulate.routing import Routing
 from phalanx.simulate.shape import Shape, shape_of
@@ -26,9 +27,7 @@ def mapping_of_recipe(recipe: Recipe, spec: ModelSpec, *, world: int) -> Mapping
     """How the recipe spreads it. Raises `ConfigError` for what cannot run, or is not modelled on a cluster."""
     t, p = recipe.train, recipe.pipeline
     raise_if(_not_modelled(recipe), ConfigError, subject="the recipe on a cluster")
-    folding = resolve_folding(
-        recipe.folding, spec, world=world, seq_len=t.seq_len, global_batch=t.global_batch, micro_batch=t.micro_batch
-    )
+    folding = resolve_folding(recipe.folding, spec, world=world, seq_len=t.seq_len, **equal_shares(recipe))
     schedule, virtual = choose_schedule(p) if folding.pp > 1 else ("1f1b", 1)
     even = recipe.router.force == "balanced" or bool(recipe.dispatch.pad_to_capacity)
     return Mapping(
@@ -41,6 +40,7 @@ def mapping_of_recipe(recipe: Recipe, spec: ModelSpec, *, world: int) -> Mapping
         cp_method=recipe.folding.cp_method,
         routing=Routing(kind="balanced" if even else "learned"),
         stage_layers=p.layers if folding.pp > 1 else None,
+        shares="equal" if recipe.resilience.mode == "off" else "any",
     )
 
 

@@ -155,7 +155,12 @@ def _run(
 
 
 def read_removals(path: Path) -> list[float]:
-    """Times of removals, in seconds, of a trace of spot instances: lines of `milliseconds,add|remove,node`. Raises `DataError`."""
+    """Times of removals, in seconds, of a trace of spot instances. Raises `DataError`."""
+    return sorted(at_s for at_s, kind, _ in read_nodes(path) if kind == "remove")
+
+
+def read_nodes(path: Path) -> list[tuple[float, str, str]]:
+    """(seconds, add or remove, node) of a trace of spot instances: lines of `milliseconds,add|remove,node`. Raises `DataError`."""
     try:
         with path.open(encoding="utf-8", newline="") as file:
             rows = [row for row in csv.reader(file) if row]
@@ -169,10 +174,10 @@ def read_removals(path: Path) -> list[float]:
         if len(row) != 3 or row[1] not in ("add", "remove") or not row[0].isdigit():
             rule = "is not MILLISECONDS,add|remove,NODE"
             problems.append(Problem(where=f"{path}:{line}", value=",".join(row), rule=rule, hint="0,add,node1"))
-        elif row[1] == "remove":
-            out.append(int(row[0]) / 1000)
+        else:
+            out.append((int(row[0]) / 1000, row[1], row[2]))
     raise_if(problems, DataError, subject="the trace")
-    return sorted(out)
+    return sorted(out, key=lambda event: event[0])
 
 
 def sweep(

@@ -1,7 +1,7 @@
 """Clusters of accelerators as numbers: what a device computes, moves and holds, and what links carry.
 
 A cluster is a file of constants, each with its source (`simulate/data/clusters/*.toml`), and a number of ranks: `h100x128`, or
-`my.toml:128`. Must never change: no constant without a source, and none that depends on a model. `plan/cluster.py` has the emulated
+`my.toml:128`; `phalanx calibrate` writes such a file of the machine that it runs on. Must never change: no constant without a source, and none that depends on a model. `plan/cluster.py` has the emulated
 cluster of hosts and links that testbed and planners use; this is the same idea with rates of devices.
 """
 
@@ -25,6 +25,7 @@ from phalanx.core.units import format_bytes, format_rate
 Curve = tuple[tuple[float, float], ...]
 """(x, y) with x ascending; between knots y is linear in log x, outside it is the nearest knot's."""
 
+_FILES = (".toml", ".json")
 _NAME = re.compile(r"(?P<name>[a-z0-9][a-z0-9-]*?)x(?P<ranks>[0-9]+)", re.IGNORECASE)
 
 
@@ -55,10 +56,17 @@ class Hardware:
     between_latency_s: float
     measured_gemm: tuple[tuple[int, int, int, float], ...] = ()
     """(m, n, k, seconds) timed on this very machine; they come before the formula."""
+    measured_links: tuple[tuple[str, int, float, float], ...] = ()
+    """(collective, ranks, bytes, seconds) inside a host, timed there too. Bytes are those of the whole tensor, of all-to-all what a rank sends."""
+    fp32_flops_per_s: float | None = None
+    """Of products in float32; None where nobody has measured it."""
+    fp32_efficiency: float | None = None
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def peak(self, precision: str) -> float:
         """Dense FLOPs per second; a precision that the device lacks runs as bf16."""
+        if precision == "fp32" and self.fp32_flops_per_s is not None:
+            return self.fp32_flops_per_s
         if precision == "fp8" and self.fp8_flops_per_s is not None:
             return self.fp8_flops_per_s
         return self.bf16_flops_per_s
@@ -130,9 +138,12 @@ _SECTIONS: Mapping[str, tuple[str, ...]] = {
     "inside": ("bytes_per_s", "latency_s", "half_bytes"),
     "between": ("bytes_per_s", "efficiency", "latency_s"),
 }  # fmt: skip
-_OPTIONAL = {"fp8_flops_per_s": None, "fp8_efficiency": 0.57}
+_OPTIONAL = {"fp8_flops_per_s": None, "fp8_efficiency": 0.57, "fp32_flops_per_s": None, "fp32_efficiency": None}
+_MEASURED = {"gemm": (3, "[m, n, k, seconds]"), "links": (3, "[collective, ranks, bytes, seconds]")}
+LINKS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
+"""Collectives that a table of measured links may name."""
 _CURVES = ("attention_forward", "inside_bytes_per_s")
-_SHARES = ("gemm_efficiency", "fp8_efficiency", "memory_efficiency", "between_efficiency")
+_SHARES = ("gemm_efficiency", "fp8_efficiency", "fp32_efficiency", "memory_efficiency", "between_efficiency")
 
 
 def known_hardware() -> tuple[str, ...]:
@@ -152,19 +163,16 @@ def load_hardware(name: str) -> Hardware:
 
 
 def parse_cluster(text: str) -> GpuCluster:
-    """`h100x128`, or `path/to/file.toml:128`. Raises `ConfigError` with all problems."""
+    """`h100x128`, `path/to/file.toml:128` (or .json), or the file alone for one host of it. Raises `ConfigError` with all problems."""
     path, colon, count = text.rpartition(":")
-    if colon and path.endswith(".toml"):
-        if not count.isdigit():
+    if not (colon and path.endswith(_FILES)):
+        path, count = text, ""
+    if path.endswith(_FILES):
+        if colon and path != text and not count.isdigit():
             rule, hint = "needs a number of ranks after the colon", f"try {path}:128"
             raise ConfigError([Problem(where="--cluster", value=text, rule=rule, hint=hint)], subject="the cluster")
-        try:
-            content = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            rule, hint = f"cannot be read ({getattr(error, 'strerror', 'not text')})", "name a cluster file"
-            problem = Problem(where="--cluster", value=path, rule=rule, hint=hint)
-            raise ConfigError([problem], subject="the cluster") from error
-        cluster = GpuCluster(hardware=parse_hardware(content, name=Path(path).stem, where=path), world=int(count))
+        hardware = _read_hardware(path)
+        cluster = GpuCluster(hardware=hardware, world=int(count) if count else hardware.ranks_per_host)
     else:
         match = _NAME.fullmatch(text.strip())
         if match is None:
@@ -176,13 +184,27 @@ def parse_cluster(text: str) -> GpuCluster:
     return cluster
 
 
-def parse_hardware(text: str, *, name: str, where: str) -> Hardware:
-    """Constants from the text of a cluster file. Raises `ConfigError` with all problems of it."""
+def _read_hardware(path: str) -> Hardware:
+    """Constants of a file of the user's."""
     try:
-        table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+        content = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        rule, hint = f"cannot be read ({getattr(error, 'strerror', 'not text')})", "name a cluster file"
+        problem = Problem(where="--cluster", value=path, rule=rule, hint=hint)
+        raise ConfigError([problem], subject="the cluster") from error
+    return parse_hardware(content, name=Path(path).stem, where=path)
+
+
+def parse_hardware(text: str, *, name: str, where: str) -> Hardware:
+    """Constants from the text of a cluster file, TOML or (`where` ends in .json) JSON. Raises `ConfigError` with all problems of it."""
+    try:
+        table = json.loads(text) if where.endswith(".json") else tomllib.loads(text)
+    except ValueError as error:  # both parsers' errors are
         raise ConfigError([Problem(where=where, value=None, rule=str(error))], subject="the cluster file") from error
-    problems: list[Problem] = []
+    if not isinstance(table, dict):
+        problem = Problem(where=where, value=type(table).__name__, rule="is a table of constants")
+        raise ConfigError([problem], subject="the cluster file")
+    problems: list[Problem] = _unknown(table, where)
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
     for section, keys in _SECTIONS.items():
@@ -193,9 +215,9 @@ def parse_hardware(text: str, *, name: str, where: str) -> Hardware:
             if key in optional and key not in part:
                 values[full] = optional[key]
                 continue
-            problem = _read(part if isinstance(part, dict) else {}, key, full, values, sources)
-            if problem is not None:
-                rule, value = problem
+            wrong = _read(part if isinstance(part, dict) else {}, key, full, values, sources)
+            if wrong is not None:
+                rule, value = wrong
                 hint = f'write {key} = {{ value = ..., source = "..." }}' + (f" in [{section}]" if section else "")
                 problems.append(Problem(where=f"{where}: {full}", value=value, rule=rule, hint=hint))
     problems += _range_problems(values, where)
@@ -203,7 +225,8 @@ def parse_hardware(text: str, *, name: str, where: str) -> Hardware:
     raise_if(problems + found, ConfigError, subject="the cluster file")
     values["ranks_per_host"], values["sms"] = int(values["ranks_per_host"]), int(values["sms"])
     title = str(table.get("title", name))
-    return Hardware(name=name, title=title, measured_gemm=measured, sources=sources, **values)
+    tables: dict[str, Any] = {f"measured_{key}": rows for key, rows in measured.items()}
+    return Hardware(name=name, title=title, sources=sources, **tables, **values)
 
 
 def _read(
@@ -245,12 +268,52 @@ def _range_problems(values: Mapping[str, Any], where: str) -> list[Problem]:
     ]
 
 
-def _measured(table: Mapping[str, Any], where: str) -> tuple[tuple[tuple[int, int, int, float], ...], list[Problem]]:
-    rows = table.get("measured", {}).get("gemm", []) if isinstance(table.get("measured", {}), dict) else [None]
-    good = [
-        r for r in rows if isinstance(r, list) and len(r) == 4 and all(isinstance(x, int | float) and x > 0 for x in r)
-    ]
-    if len(good) != len(rows):
-        rule = "holds rows [m, n, k, seconds], all above 0"
-        return (), [Problem(where=f"{where}: measured.gemm", value=None, rule=rule)]
-    return tuple((int(m), int(n), int(k), float(s)) for m, n, k, s in good), []
+def _unknown(table: Mapping[str, Any], where: str) -> list[Problem]:
+    """Names that no constant has, of the file and of its sections."""
+    known = {
+        "": {"title", "measured", *_SECTIONS[""], *_OPTIONAL, *filter(None, _SECTIONS)},
+        "measured": set(_MEASURED),
+    }
+    known |= {section: set(keys) for section, keys in _SECTIONS.items() if section}
+    problems = []
+    for section, names in known.items():
+        part = table if not section else table.get(section, {})
+        for name in part if isinstance(part, dict) else ():
+            if name not in names:
+                full = f"{section}.{name}" if section else name
+                rule = "is not a constant of a cluster"
+                problems.append(Problem(where=f"{where}: {full}", value=None, rule=rule, hint=nearest(name, names)))
+    return problems
+
+
+_Rows = dict[str, tuple[tuple[Any, ...], ...]]
+
+
+def _measured(table: Mapping[str, Any], where: str) -> tuple[_Rows, list[Problem]]:
+    """Tables of measured times by name."""
+    part = table.get("measured", {})
+    if not isinstance(part, dict):
+        return {}, [Problem(where=f"{where}: measured", value=part, rule="is a table of lists of rows")]
+    found: _Rows = {}
+    problems = []
+    for name, (numbers, form) in _MEASURED.items():
+        rows = part.get(name, [])
+        good = [row for row in rows if _is_row(name, row)] if isinstance(rows, list) else []
+        if not isinstance(rows, list) or len(good) != len(rows):
+            bad = next((row for row in rows if not _is_row(name, row)), rows) if isinstance(rows, list) else rows
+            names = f", with a collective of {', '.join(LINKS)}" if name == "links" else ""
+            rule = f"holds rows {form}, all above 0{names}"
+            problems.append(Problem(where=f"{where}: measured.{name}", value=bad, rule=rule))
+        elif name == "gemm":
+            found[name] = tuple((*map(int, row[:numbers]), float(row[numbers])) for row in good)
+        else:
+            found[name] = tuple((row[0], int(row[1]), float(row[2]), float(row[3])) for row in good)
+    return found, problems
+
+
+def _is_row(name: str, row: object) -> bool:
+    if not isinstance(row, list) or len(row) != 4:
+        return False
+    numbers = row[1:] if name == "links" else row
+    fits = all(isinstance(x, int | float) and not isinstance(x, bool) and 0 < x < math.inf for x in numbers)
+    return fits and (name != "links" or row[0] in LINKS)

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Literal
 
 from phalanx.core.errors import PlanError, Problem, raise_if
+from phalanx.core.samples import num_rounds
 from phalanx.plan.folding import Folding, folding_problems
 from phalanx.plan.schedule import SCHEDULES, schedule_problems
 from phalanx.simulate.routing import Routing
@@ -76,8 +77,13 @@ class Mapping:
     """Rows go to and from their experts in one kernel each; else by index_select, products and scatter_add over whole rows."""
     stage_layers: tuple[int, ...] | None = None
     """Layers of each virtual stage; None: as even as can be, by cost."""
+    shares: Literal["equal", "any"] = "equal"
+    """Of data-parallel ranks: equal, or as a fixed set of micro-batches divides (`core/samples.py`): some then have one less, and idle for it."""
 
     def num_microbatches(self, job: Job) -> int:
+        """Rounds of a step: micro-batches of the rank that has most."""
+        if self.shares == "any":
+            return max(1, num_rounds(job.global_batch // self.micro_batch, owners=self.folding.dp))
         return max(1, job.global_batch // (self.folding.dp * self.micro_batch))
 
     def check(self, job: Job) -> None:
@@ -137,9 +143,11 @@ def mapping_problems(mapping: Mapping, job: Job) -> list[Problem]:
         ),
     ]
     problems += [Problem(where=where, value=value, rule=rule) for ok, where, value, rule in rules if not ok]
-    unit = f.dp * mapping.micro_batch
+    unit = mapping.micro_batch * (1 if mapping.shares == "any" else f.dp)
     if job.global_batch % unit:
-        rule = f"must be a multiple of micro_batch {mapping.micro_batch} x dp {f.dp}"
+        rule = f"must be a multiple of micro_batch {mapping.micro_batch}" + (
+            f" x dp {f.dp}" if unit > mapping.micro_batch else ""
+        )
         near = max(1, round(job.global_batch / unit)) * unit
         hint = f"nearest legal: {near}"
         problems.append(Problem(where="train.global_batch", value=job.global_batch, rule=rule, hint=hint))

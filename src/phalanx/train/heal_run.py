@@ -36,6 +36,7 @@ from phalanx.plan.folding import Folding
 from phalanx.plan.heal import Healing, heal_problems
 from phalanx.plan.heal_hosts import holders_needed, wanted_ranks
 from phalanx.runtime.allocator import keep_freed_memory
+from phalanx.runtime.away import AWAY_FILE, AwayFile
 from phalanx.runtime.groups import use_interface_to
 from phalanx.runtime.member import run_member
 from phalanx.runtime.seat import Seat, SeatSettings
@@ -86,7 +87,10 @@ def _supervisor(run: HealingRun, host: str, main: MemberMain, *, port: int, tell
     recipe = run.recipe
     address = None if recipe.resilience.service is None else parse_service(recipe.resilience.service)
     settings = supervisor_settings(recipe, host, own_machine=address is None or address.is_here)
-    settings = replace(settings, minimum=max(settings.minimum, run.healing.least()))
+    away = AWAY_FILE if address is None else f"{AWAY_FILE}-{host}"
+    settings = replace(
+        settings, minimum=max(settings.minimum, run.healing.least()), away=AwayFile(run.folder.path / away)
+    )
     if address is None:
         return Supervisor(main, settings, port=port, tell=tell)
     if not address.is_here:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from phalanx.core.config import Recipe
-from phalanx.core.errors import CheckpointError, FinalError, PeerError, RunError
+from phalanx.core.errors import CheckpointError, FinalError, PeerError, PlanError, RunError
 from phalanx.core.events import Event, Note, TeamFormed, TrainingResumed
 from phalanx.data.loader import MicroBatch
 from phalanx.data.prefetch import Prefetch
@@ -56,6 +56,9 @@ from phalanx.train.setup import DTYPES, Rank, resolve_pipeline
 from phalanx.train.step import ReducedStep, commit_step, publish, reduce_step
 from phalanx.train.trainer import PREFETCH_STEPS, Trainer, make_loader, make_parts
 from phalanx.train.watch import MemberWatch, Phase, collective_watch
+
+WAIT_S = 0.5
+"""Between two looks whether there are enough members for a mapping."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -100,6 +103,7 @@ class HealingBody:
         """Of the generation that forms."""
         self._entered: HealPlan | None = None
         """Of the one that this member has entered; experts may lie elsewhere since."""
+        self._waits_for = ""
         self._everyone: Everyone | None = None
         self._idle = False
         self._others_idle = False
@@ -138,8 +142,18 @@ class HealingBody:
         return "", {**about, "flops_per_s": self.flops_per_s}
 
     def order(self, generation: Generation, reports: Sequence[Report]) -> Sequence[str]:
-        """Ranks of a new generation, as the plan says that all members make of the reports. For `run_member`."""
-        self._plan = self.run.healing.plan(facts_of(generation, reports))
+        """Ranks of a new generation, as the plan says that all members make of the reports. For `run_member`.
+
+        Raises `PeerError` where they make no mapping, so that the members ask for another generation, until others have come.
+        """
+        try:
+            self._plan = self.run.healing.plan(facts_of(generation, reports))
+        except PlanError as err:
+            if str(err) != self._waits_for:
+                self._waits_for = str(err)
+                self.sinks(Note(level="warning", text=f"waiting for more members: {err}"))
+            time.sleep(WAIT_S)
+            raise PeerError(str(err)) from None
         return self._plan.uids
 
     def finished(self) -> bool:

@@ -1,0 +1,224 @@
+"""Times of this machine's operations, for `phalanx calibrate`: the kernels of a run on all ranks at once, then the links between them.
+
+Ranks compute at the same time, as in training, each with its share of the cores; a row is the median over repeats, and of the ranks the slowest's.
+Links are timed from a barrier to the end, with nothing else going on. Must never change: what is timed is what a run calls (`kernels/`,
+`runtime/collectives.py`), not a stand-in for it.
+
+Legend: m rows, n and k the sides of a weight, S tokens of a sequence, A heads, D dim of a head.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from phalanx.core.errors import RunError
+from phalanx.kernels.attention import causal_attention
+from phalanx.kernels.grouped import expert_ffn
+from phalanx.kernels.lanes import Lanes
+from phalanx.kernels.native import compiled_rows
+from phalanx.kernels.norm import rms_norm
+from phalanx.kernels.swiglu import swiglu
+from phalanx.runtime.collectives import Collectives, Message
+from phalanx.runtime.groups import Axis, GroupCache, WorldInfo, close_world, init_world
+from phalanx.runtime.launch import StopRequest, run_local, threads_per_rank
+from phalanx.simulate.calibration import Attention, Link, Measured, Product, Stream
+
+TIMEOUT_S = 60.0
+REPEAT_S = 0.08
+"""Time spent on one row; at least three repeats."""
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+PRODUCTS = tuple((m, n, k) for m in (64, 256, 1024) for n, k in ((256, 256), (1024, 256), (256, 1024), (1024, 1024)))
+LARGE = (1024, 2048, 2048)
+EXPERTS = tuple((groups, rows) for groups in (4, 8) for rows in (16, 64, 256))
+"""Experts of a rank and rows of each; hidden 256, width 512."""
+HIDDEN, FFN = 256, 512
+LENGTHS = (128, 256, 512, 1024)
+HEADS = (4, 8)
+HEAD_DIM = 64
+STREAM_ELEMENTS = (1 << 14, 1 << 17, 1 << 20, 1 << 22)
+LINK_BYTES = tuple(1 << i for i in range(8, 24, 3))
+
+
+def measure(*, ranks: int) -> Measured:
+    """Everything, on `ranks` local ranks. Raises `RunError` where a rank fails."""
+    threads = threads_per_rank(ranks)
+    with tempfile.TemporaryDirectory(prefix="phalanx-calibrate-") as folder:
+        path = Path(folder) / "rows"
+        code = run_local(lambda info, stop: _rank(info, stop, path), ranks=ranks, threads=threads)
+        if code:
+            raise RunError(f"a rank of the measurement ended with {code}")
+        rows: dict[str, Any] = pickle.loads(path.read_bytes())
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks
+    title = f"{platform.machine()}, {ranks} ranks of {threads} threads on {os.cpu_count()} processors"
+    return Measured(title=title, ranks=ranks, threads=threads, memory_bytes=memory, **rows)
+
+
+def _rank(info: WorldInfo, stop: StopRequest, path: Path) -> int:
+    init_world(info, device="cpu", timeout_s=TIMEOUT_S)
+    comms, cache = Collectives(timeout_s=TIMEOUT_S), GroupCache(timeout_s=TIMEOUT_S)
+    world = world_axis(info, cache)
+    with Lanes(torch.get_num_threads(), rows=compiled_rows()) as lanes:
+        rows = _compute_rows(partial(_together, comms, world), lanes)
+    rows["links"] = measure_links(comms, cache, info) if info.world > 1 else ()
+    if info.rank == 0:
+        path.write_bytes(pickle.dumps(rows))
+    close_world()
+    return 0
+
+
+def world_axis(info: WorldInfo, cache: GroupCache) -> Axis:
+    """All ranks."""
+    ranks = tuple(range(info.world))
+    return Axis("world", ranks, info.rank, cache.get(ranks))
+
+
+Timed = Callable[[Callable[[], object]], float]
+
+
+def _together(comms: Collectives, axis: Axis, work: Callable[[], object]) -> float:
+    """Seconds of `work` while all ranks do it: the slowest rank's median."""
+    work()
+    work()
+    comms.barrier(axis)
+    seconds, begin = list[float](), time.perf_counter()
+    while len(seconds) < 3 or time.perf_counter() - begin < REPEAT_S:
+        start = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - start)
+    return float(max(comms.gather_objects(statistics.median(seconds), axis)))
+
+
+@torch.no_grad()
+def _compute_rows(timed: Timed, lanes: Lanes) -> dict[str, Any]:
+    one = torch.ones(1)
+    big = torch.ones(1 << 24, dtype=torch.uint8), torch.empty(1 << 24, dtype=torch.uint8)
+    return {
+        "launch_s": timed(lambda: [torch.add(one, one, out=one) for _ in range(100)]) / 100,
+        "copy_bytes_per_s": 2.0 * big[0].numel() / timed(lambda: big[1].copy_(big[0])),
+        "products": tuple(
+            Product(m=m, n=n, k=k, precision=kind, seconds=_product(timed, m, n, k, dtype))
+            for kind, dtype in DTYPES.items()
+            for m, n, k in (*PRODUCTS, LARGE)
+        ),
+        "experts": tuple(
+            Product(m=g * r, n=FFN, k=HIDDEN, groups=g, precision=kind, seconds=_experts(timed, g, r, dtype, lanes))
+            for kind, dtype in DTYPES.items()
+            for g, r in EXPERTS
+        ),
+        "attention": tuple(_attention(timed, seq, heads, lanes) for heads in HEADS for seq in LENGTHS),
+        "streams": tuple(_streams(timed, lanes)),
+    }
+
+
+def _product(timed: Timed, m: int, n: int, k: int, dtype: torch.dtype) -> float:
+    x, w, out = (torch.ones(*shape, dtype=dtype) for shape in ((m, k), (n, k), (m, n)))
+    return timed(lambda: torch.mm(x, w.t(), out=out))
+
+
+def _experts(timed: Timed, groups: int, rows: int, dtype: torch.dtype, lanes: Lanes) -> float:
+    x_MH = torch.ones(groups * rows, HIDDEN, dtype=dtype)
+    w13, w2 = torch.ones(groups, 2, FFN, HIDDEN, dtype=dtype), torch.ones(groups, HIDDEN, FFN, dtype=dtype)
+    weights = torch.ones(groups * rows)
+    counts = [rows] * groups
+    return timed(lambda: expert_ffn(x_MH, w13, w2, counts, row_weights_M=weights, lanes=lanes))
+
+
+def _attention(timed: Timed, seq: int, heads: int, lanes: Lanes) -> Attention:
+    with torch.enable_grad():
+        q, k, v = (torch.ones(1, seq, heads, HEAD_DIM, dtype=torch.bfloat16).requires_grad_() for _ in range(3))
+
+        def forward() -> torch.Tensor:
+            return causal_attention(q, k, v, ((seq,),), lanes=lanes)
+
+        out = forward()
+        back = torch.ones_like(out)
+        return Attention(
+            seq=seq,
+            heads=heads,
+            dim=HEAD_DIM,
+            forward_s=timed(forward),
+            backward_s=timed(lambda: torch.autograd.grad(out, (q, k, v), back, retain_graph=True)),
+        )
+
+
+def _streams(timed: Timed, lanes: Lanes) -> list[Stream]:
+    rows = []
+    for count in STREAM_ELEMENTS:
+        x = torch.ones(count // HIDDEN, HIDDEN, dtype=torch.bfloat16)
+        w, pair = torch.ones(HIDDEN, dtype=torch.bfloat16), x.view(-1, 2, HIDDEN // 2)
+        seconds = timed(lambda x=x, w=w: rms_norm(x, w, 1e-5, lanes=lanes))  # type: ignore[misc]
+        rows.append(Stream(what="norm", moved_bytes=4.0 * count, seconds=seconds))
+        seconds = timed(lambda pair=pair: swiglu(pair, lanes=lanes))  # type: ignore[misc]
+        rows.append(Stream(what="swiglu", moved_bytes=3.0 * count, seconds=seconds))
+        seconds = timed(lambda x=x: x + x)  # type: ignore[misc]
+        rows.append(Stream(what="sum", moved_bytes=4.0 * count, seconds=seconds))
+    return rows
+
+
+# ---- links -----------------------------------------------------------------------------------------------------------------------
+
+
+def measure_links(
+    comms: Collectives, cache: GroupCache, info: WorldInfo, *, sizes: Sequence[int] = LINK_BYTES, repeats: int = 7
+) -> tuple[Link, ...]:
+    """Every collective over 2, 4, ... ranks, and a message between two. Collective; the ranks of one group work, the others wait."""
+    world, rows = world_axis(info, cache), []
+    counts = sorted({n for n in (2, 4, 8) if n < info.world} | {info.world})
+    for n in counts:
+        groups = [tuple(range(first, first + n)) for first in range(0, info.world - n + 1, n)]
+        made = [(ranks, cache.get(ranks)) for ranks in groups]
+        axis = next((Axis("link", r, r.index(info.rank), g) for r, g in made if info.rank in r), None)
+        for size in sizes:
+            for what, call in _calls(comms, axis, n, size).items():
+                seconds = _link_s(comms, world, call, repeats)
+                rows.append(Link(what=what, ranks=n, num_bytes=float(size), seconds=seconds))
+    return tuple(rows)
+
+
+def _link_s(comms: Collectives, world: Axis, call: Callable[[], object] | None, repeats: int) -> float:
+    """Median over repeats of the time until the last of all ranks has ended: all groups of the size work at once, as in a run."""
+    found = []
+    for _ in range(repeats + 1):
+        comms.barrier(world)
+        begin = time.perf_counter()
+        if call is not None:
+            call()
+        found.append(time.perf_counter() - begin if call is not None else 0.0)
+    told = comms.gather_objects(found[1:], world)
+    return statistics.median(max(each) for each in zip(*told, strict=True))
+
+
+def _calls(comms: Collectives, axis: Axis | None, n: int, size: int) -> dict[str, Callable[[], object] | None]:
+    """By collective: what this rank does (None: it is in no group). `size` are bytes of the whole tensor, or those that a rank sends."""
+    names = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", *(("send",) if n == 2 else ()))
+    if axis is None:
+        return dict.fromkeys(names)
+    count = max(n, size // 4 // n * n)
+    whole, part = torch.ones(count), torch.ones(count // n)
+    splits = (count // n,) * n
+    calls: dict[str, Callable[[], object] | None] = {
+        "all_reduce": lambda: comms.all_reduce(whole, axis),
+        "all_gather": lambda: comms.all_gather(part, axis, out=whole),
+        "reduce_scatter": lambda: comms.reduce_scatter(whole, axis),
+        "all_to_all": lambda: comms.all_to_all_raw(whole.view(-1, 1), axis, splits, splits, ""),
+        "send": lambda: _send(comms, axis, whole),
+    }
+    return {name: calls[name] for name in names}
+
+
+def _send(comms: Collectives, axis: Axis, tensor: torch.Tensor) -> None:
+    """From the first to the second of two."""
+    message = [Message(tensor, 1 - axis.index)]
+    sends, receives = (message, []) if axis.index == 0 else ([], message)
+    comms.start_exchange(sends, receives, axis).wait()

@@ -1,0 +1,78 @@
+"""`phalanx calibrate`: measure this machine and write it as a cluster file, for `phalanx simulate --cluster FILE` and `phalanx search`."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from phalanx.bench.calibration import measure
+from phalanx.core.errors import ConfigError, Problem, raise_if
+from phalanx.core.files import check_writable, write_json, write_text
+from phalanx.core.units import format_bytes, format_rate, format_seconds
+from phalanx.runtime.launch import usable_cores
+from phalanx.simulate.calibration import Calibration, calibrate
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `phalanx calibrate ARGV...`."""
+    parser = argparse.ArgumentParser(prog="phalanx calibrate", description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the cluster file: .json or .toml")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write constants, errors and all measured rows")
+    parser.add_argument("--ranks", type=int, help="local ranks that work at once (default: one for each core)")
+    args = parser.parse_args(list(argv))
+    raise_if(_problems(args.out, args.ranks), ConfigError, subject="the arguments")
+    for path in (args.out, args.json):
+        check_writable(path)
+    begin = time.perf_counter()
+    measured = measure(ranks=args.ranks if args.ranks is not None else usable_cores())
+    seconds = time.perf_counter() - begin
+    made = calibrate(measured, name=args.out.stem, when=date.today().isoformat())
+    write_text(args.out, made.to_toml() if args.out.suffix == ".toml" else made.to_json())
+    if args.json is not None:
+        rows = {name: [vars(row) for row in getattr(measured, name)] for name in _TABLES}
+        write_json(args.json, to_dict(made, seconds=seconds) | {"rows": rows})
+    print(describe(made, seconds=seconds))
+    print(f"written: {args.out}; use it as --cluster {args.out}")
+    return 0
+
+
+_TABLES = ("products", "experts", "attention", "streams", "links")
+
+
+def _problems(out: Path, ranks: int | None) -> list[Problem]:
+    problems = []
+    if out.suffix not in (".json", ".toml"):
+        rule, hint = "ends in .json or .toml", f"use {out.stem or 'cluster'}.json"
+        problems.append(Problem(where="--out", value=str(out), rule=rule, hint=hint))
+    if ranks is not None and ranks < 1:
+        problems.append(Problem(where="--ranks", value=ranks, rule="must be at least 1", hint="use 2"))
+    return problems
+
+
+def to_dict(made: Calibration, *, seconds: float) -> dict[str, Any]:
+    """What `--json` writes beside the rows."""
+    errors = {kind: error.to_dict() for kind, error in made.errors.items()}
+    return {"cluster": made.table, "errors": errors, "measuring_s": seconds}
+
+
+def describe(made: Calibration, *, seconds: float) -> str:
+    """The machine and the errors of the fit, as a person reads them."""
+    h = made.hardware
+    fp32 = h.fp32_flops_per_s or 0.0
+    lines = [
+        f"{h.title}, measured in {format_seconds(seconds)}",
+        f"  products {format_rate(h.bf16_flops_per_s * h.gemm_efficiency, 'FLOP')} in bf16, "
+        f"{format_rate(fp32 * (h.fp32_efficiency or 0.0), 'FLOP')} in float32; memory {format_rate(h.memory_bytes_per_s, 'B')}, "
+        f"{format_bytes(h.memory_bytes)} a rank",
+        f"  links: {format_seconds(h.inside_latency_s)} and "
+        + ", ".join(f"{format_rate(rate, 'B')} over {int(n)} ranks" for n, rate in h.inside_bytes_per_s),
+        f"{'what the formulas with these constants miss':<46}{'rows':>5}{'median':>9}{'worst':>9}",
+    ]
+    for kind, e in made.errors.items():
+        lines.append(f"  {kind:<44}{e.rows:>5}{e.median:>9.1%}{e.worst:>9.1%}  {e.worst_row}")
+    lines.append("products in bf16 and links are in the file as tables too, which come before the formulas")
+    return "\n".join(lines)

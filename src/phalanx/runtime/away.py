@@ -1,0 +1,43 @@
+"""Slots of a host that are to have no worker for now: a file that whoever owns the machine writes, and the supervisor reads again and again.
+
+    echo "1 3" > runs/NAME/away     workers of slots 1 and 3 are not started again once they end, however they end
+    rm runs/NAME/away               both are started at once and join at the next step boundary
+
+A scheduler that takes a part of a machine back, or a test that loses a host for good, says so here. Whoever writes the file ends the worker.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+AWAY_FILE = "away"
+
+
+class AwayFile:
+    """Slot numbers in a text file, parted by blanks. No file: none. What is no number is left out."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._stamp: tuple[int, int] | None = None
+        self._slots: frozenset[int] = frozenset()
+
+    def __call__(self) -> frozenset[int]:
+        """The slots that are away now. Reads the file only where it has changed."""
+        try:
+            found = os.stat(self.path)
+            stamp = found.st_mtime_ns, found.st_ino
+            if stamp != self._stamp:
+                words = self.path.read_text(encoding="utf-8", errors="replace").split()
+                self._slots = frozenset(int(w) for w in words if w.isdecimal())
+                self._stamp = stamp
+        except OSError:
+            self._stamp, self._slots = None, frozenset()
+        return self._slots
+
+
+def write_away(folder: Path, slots: frozenset[int]) -> None:
+    """Say which slots of the run in `folder` are away, all at once."""
+    new = folder / f".{AWAY_FILE}"
+    new.write_text(" ".join(map(str, sorted(slots))) + "\n")
+    new.replace(folder / AWAY_FILE)

@@ -1,0 +1,92 @@
+"""What one operation of a step's program takes: a measured table, else a formula of the hardware, each with its error bar.
+
+Decides in this order: the table's seconds for that id, else for its kind (`fwd.attention.core`), else the formulas of `cost.py` and `collectives.py`
+from the FLOPs and bytes that the operation carries (`plan/program_work.py`). Must never change: a formula reads amounts and hardware, never ids of a model.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from phalanx.core.op_ids import read_op_id
+from phalanx.plan.program_ops import Op
+from phalanx.simulate.collectives import Network, span_of
+from phalanx.simulate.cost import SIGMA, Cost, Oracle
+from phalanx.simulate.hardware import Hardware
+
+_NUMBER = re.compile(r"(?<=[a-z.])\d+")
+MEASURED_SIGMA = 0.05
+"""Spread of a time that was measured under the very same kind."""
+
+
+def kind_of(id: str) -> str:
+    """What an operation does, whatever its micro-batch, layer, stage, chunk or hop: `fwd.attention.core`, `gradient/expert/edp`."""
+    place = read_op_id(id)
+    name = ".".join(part for part in place.name.split(".") if not part.isdecimal())
+    if place.phase is None:
+        return name
+    return f"{place.phase}.{_NUMBER.sub('', name.replace('skip', 'boundary').partition('to')[0] if name.startswith('skip') else name)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgramOracle:
+    """Costs on one kind of hardware. `table` has measured seconds by id or by kind; of collectives from when all have posted to the end.
+
+    `ranks_per_host` says how ranks of a group lie on hosts: consecutive ones share one.
+    """
+
+    hardware: Hardware
+    precision: str = "bf16"
+    seq_len: int = 1
+    table: Mapping[str, float] = field(default_factory=dict)
+
+    def cost(self, op: Op, ranks: tuple[int, ...]) -> Cost:
+        """Seconds of an operation of one rank; `ranks` are those of its group (of a message the two)."""
+        for key in (op.id, kind_of(op.id)):
+            if key in self.table:
+                return Cost(self.table[key], MEASURED_SIGMA, "measured")
+        if op.kind == "collective":
+            return self._collective(op, ranks)
+        return self._compute(op)
+
+    def _compute(self, op: Op) -> Cost:
+        if op.kind == "host" or not (op.flops or op.moved_bytes):
+            return Cost(0.0, 0.0, "nothing")
+        oracle = Oracle(self.hardware, self.precision)
+        if "attention.core" in op.id:
+            h, backward = self.hardware, read_op_id(op.id).phase == "bwd"
+            slower = 1.0
+            if self.precision == "fp32" and h.fp32_flops_per_s:
+                slower = oracle.peak_rate / Oracle(h).peak_rate
+            flops = op.flops / (2.5 if backward else 1.0)
+            return Cost(
+                oracle.attention(flops, self.seq_len, backward=backward) / slower, SIGMA["attention"], "formula"
+            )
+        seconds = op.flops / oracle.peak_rate + (oracle.hardware.kernel_s * 4 / 3 if op.flops else 0.0)
+        kind = "experts" if "experts" in op.id else "gemm" if op.flops else "memory"
+        return Cost(seconds + oracle.memory(op.moved_bytes), SIGMA[kind], "formula")
+
+    def _collective(self, op: Op, ranks: tuple[int, ...]) -> Cost:
+        network, n = Network(self.hardware), len(ranks)
+        per_host = self.hardware.ranks_per_host
+        hosts = {rank // per_host for rank in ranks}
+        if op.collective == "exchange":
+            peers = max(1, len(op.peers))
+            seconds = network.send(op.sent_bytes / peers, between=len(hosts) > 1)
+            return Cost(seconds, SIGMA["cp" if op.axis == "cp" else "pp"], "formula")
+        stride = ranks[1] - ranks[0] if n > 1 else 1
+        span = span_of(n, stride, ranks_per_host=per_host) if len(hosts) > 1 else span_of(n, 1, ranks_per_host=n)
+        whole = op.sent_bytes * n / max(1, n - 1)
+        match op.collective:
+            case "all_reduce":
+                seconds = network.all_reduce(max(8.0, whole / 2), span)
+            case "all_to_all_rows" | "messages" | "reduce_scatter_rows":  # sums of rows are taken where they arrive
+                seconds = network.all_to_all(max(8.0, whole), span)
+            case "reduce_scatter":
+                seconds = network.reduce_scatter(max(8.0, whole), span)
+            case _:
+                seconds = network.all_gather(max(8.0, whole), span)
+        kind = {"tp": "tp", "etp": "etp", "cp": "cp"}.get(op.axis, "dp" if "gradient" in op.id else "a2a_inside")
+        return Cost(seconds, SIGMA["a2a_between" if len(hosts) > 1 and kind == "a2a_inside" else kind], "formula")

@@ -1,0 +1,76 @@
+"""The programs of a recipe: what every rank of a run of it does in one step, with amounts, ready for a clock.
+
+Decides what a run would decide (`train/setup.py`) from the same settings. Must never change: a recipe that has no program here is an error that says
+why, never a program of something else.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+
+from phalanx.core.config import Recipe
+from phalanx.core.errors import ConfigError, Problem, raise_if
+from phalanx.core.samples import num_rounds
+from phalanx.plan.dispatch import DispatchSpec
+from phalanx.plan.folding import Folding, resolve_folding
+from phalanx.plan.model import ModelSpec
+from phalanx.plan.pipeline import make_pipeline
+from phalanx.plan.program import Sizes, StepOptions, StepProgram, step_program
+from phalanx.plan.recipe import equal_shares
+from phalanx.simulate.hardware import GpuCluster
+from phalanx.simulate.program_cost import ProgramOracle
+
+PRECISIONS = {"bfloat16": ("bf16", 2, 4), "float32": ("fp32", 4, 4)}
+"""Type of a run -> its name among clusters, bytes of an element, bytes of an element of state."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipePrograms:
+    """The programs of all ranks, and what they run on."""
+
+    programs: tuple[StepProgram, ...]
+    folding: Folding
+
+
+def programs_of_recipe(recipe: Recipe, spec: ModelSpec, *, world: int) -> RecipePrograms:
+    """One program a rank. Raises `ConfigError` for mappings that cannot run, and for what has no program yet."""
+    raise_if(_no_program(recipe), ConfigError, subject="the programs of the recipe")
+    t = recipe.train
+    folding = resolve_folding(recipe.folding, spec, world=world, seq_len=t.seq_len, **equal_shares(recipe))
+    each = num_rounds(t.global_batch // t.micro_batch, owners=folding.dp)
+    _, itemsize, state = PRECISIONS[t.dtype]
+    options = StepOptions(
+        num_microbatches=each,
+        recompute=t.recompute,
+        cp_method=recipe.folding.cp_method,
+        zero=recipe.optim.zero,
+        bucket_elements=math.ceil(recipe.optim.bucket_mb * 1e6 / state),
+        pipeline=make_pipeline(recipe.pipeline, spec, pp=folding.pp, seq_len=t.seq_len, num_microbatches=each),
+        sizes=Sizes(sequences=t.micro_batch, seq_len=t.seq_len, itemsize=itemsize, state_itemsize=state),
+    )
+    dispatch = DispatchSpec(**{k: v for k, v in asdict(recipe.dispatch).items() if v is not None})
+    programs = (step_program(folding, spec, dispatch, rank=rank, options=options) for rank in range(world))
+    return RecipePrograms(programs=tuple(programs), folding=folding)
+
+
+def oracle_of(recipe: Recipe, cluster: GpuCluster) -> ProgramOracle:
+    """Costs of the recipe's operations on a cluster. Raises `ConfigError` where it has no rate for their type."""
+    precision = PRECISIONS[recipe.train.dtype][0]
+    if precision == "fp32" and cluster.hardware.fp32_flops_per_s is None:
+        rule, hint = "has no rate in the cluster file", "measure one with phalanx calibrate, or use bfloat16"
+        raise ConfigError([Problem(where="train.dtype", value="float32", rule=rule, hint=hint)], subject="the cluster")
+    return ProgramOracle(hardware=cluster.hardware, precision=precision, seq_len=recipe.train.seq_len)
+
+
+def _no_program(recipe: Recipe) -> list[Problem]:
+    r = recipe.resilience
+    rules = [
+        (recipe.folding.stages is None, "folding.stages", recipe.folding.stages, "use folding.pp"),
+        (r.slots_per_rank is None, "resilience.slots_per_rank", r.slots_per_rank, "leave it out"),
+        (not recipe.pipeline.pair_passes, "pipeline.pair_passes", True, "leave it out"),
+        (recipe.train.dtype in PRECISIONS, "train.dtype", recipe.train.dtype, "use bfloat16 or float32"),
+        (recipe.pipeline.extra_warmup != "auto", "pipeline.extra_warmup", "auto", "give the numbers that were chosen"),
+    ]
+    rule = "is not put on a clock operation by operation yet"
+    return [Problem(where=where, value=value, rule=rule, hint=hint) for ok, where, value, hint in rules if not ok]

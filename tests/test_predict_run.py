@@ -1,0 +1,188 @@
+"""The program of a run on a clock beside what the run recorded: matched by id, summed by kind; and `phalanx bench predict`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from phalanx.bench.predict import NOT_TOLD, PLANS, WORLD, kendall_tau, paced_s, predicted_s
+from phalanx.cli.main import main
+from phalanx.core.config import Recipe
+from phalanx.core.errors import ConfigError
+from phalanx.core.recipe import load_recipe
+from phalanx.plan.folding import Folding
+from phalanx.plan.program_ops import Op
+from phalanx.simulate.compare_run import Measured, compare, table_of
+from phalanx.simulate.cost import Cost
+from phalanx.simulate.from_recipe import resolve_recipe
+from phalanx.simulate.hardware import Hardware, load_hardware, parse_cluster
+from phalanx.simulate.program_cost import ProgramOracle, kind_of
+from phalanx.simulate.program_time import ProgramTimeline, run_programs
+from phalanx.simulate.recipe_program import oracle_of, programs_of_recipe
+from program_help import Run
+from test_program_work import programs
+from train_help import phalanx, train_args, write_text
+
+
+@pytest.mark.parametrize(
+    ("id", "kind"),
+    [
+        ("mb3.L2.fwd.dispatch.rows", "fwd.dispatch.rows"),
+        ("mb3.L12.bwd.dispatch.chunk2.rows", "bwd.dispatch.chunk.rows"),
+        ("mb3.L2.fwd.attention.ring.1", "fwd.attention.ring"),
+        ("mb3.bwd.boundary1", "bwd.boundary"),
+        ("gradient/expert/edp", "gradient/expert/edp"),
+        ("vote", "vote"),
+    ],
+)
+@pytest.mark.unit
+def test_kinds(id: str, kind: str) -> None:
+    assert kind_of(id) == kind
+
+
+def timeline(seconds: float = 1.0) -> ProgramTimeline:
+    run = Run(folding=Folding(world=2, ep=2))
+
+    def cost(op: Op, ranks: tuple[int, ...]) -> Cost:
+        return Cost(seconds if op.kind == "compute" else seconds / 2, 0.1, "given")
+
+    return run_programs(programs(run), run.folding, cost)
+
+
+@pytest.mark.unit
+def test_a_step_that_went_as_predicted_has_no_error() -> None:
+    predicted, twice = timeline(), timeline(2.0)
+    step = {key: Measured(s.begin_s, s.seconds) for key, s in predicted.by_id.items()}
+    same = compare(predicted, [step], step_s=[predicted.seconds])
+    assert same.error == same.median == same.worst == 0.0 and same.begin_correlation == pytest.approx(1.0)
+    assert same.only_measured == same.only_predicted == ()
+    wrong = compare(twice, [step, step, step], step_s=[predicted.seconds] * 3)
+    assert wrong.error == wrong.median == wrong.worst == pytest.approx(1.0)
+    assert all(kind.predicted_s == pytest.approx(2 * kind.measured_s) for kind in wrong.kinds)
+
+
+@pytest.mark.unit
+def test_what_only_one_side_has_is_told() -> None:
+    predicted = timeline()
+    step = {key: Measured(s.begin_s, s.seconds) for key, s in predicted.by_id.items() if key[1] != "vote"}
+    found = compare(predicted, [{**step, (0, "mb0.dance"): Measured(0.0, 1.0)}], step_s=[1.0])
+    assert found.only_predicted == ("vote",) and found.only_measured == ("mb0.dance",)
+
+
+@pytest.mark.unit
+def test_a_measured_table_comes_before_the_formulas() -> None:
+    steps = [{(rank, f"mb{mb}.L0.fwd.experts"): Measured(0.0, 1.0 + rank) for rank in (0, 1, 2) for mb in (0, 1)}]
+    table = table_of(steps)
+    assert table == {"fwd.experts": 2.0}
+    op = next(op for op in programs(Run(folding=Folding(world=2, ep=2)))[0].ops if op.id == "mb0.L0.fwd.experts")
+    hardware = load_hardware("h100")
+    assert ProgramOracle(hardware=hardware, table=table).cost(op, (0,)).origin == "measured"
+    formula = ProgramOracle(hardware=hardware).cost(op, (0,))
+    assert formula.origin == "formula" and 0 < formula.seconds < 1 and formula.sigma > 0
+
+
+@pytest.mark.unit
+def test_programs_of_a_recipe_on_a_cluster() -> None:
+    settings = ["--model.preset", "laptop", "--model.vocab", "512", "--launch.ranks", "4", "--train.global_batch", "16"]
+    recipe = load_recipe(None, [*settings, "--train.micro_batch", "2", "--folding.ep", "4"])
+    made = programs_of_recipe(recipe, resolve_recipe(recipe), world=4)
+    cluster = parse_cluster("h100x4")
+    found = run_programs(made.programs, made.folding, oracle_of(recipe, cluster).cost)
+    assert len(made.programs) == 4 and 0 < found.seconds < 1 and found.sigma > 0
+    wide = dataclasses.replace(recipe, train=dataclasses.replace(recipe.train, dtype="float32"))
+    with pytest.raises(ConfigError, match="phalanx calibrate"):
+        oracle_of(wide, cluster)
+
+
+@pytest.mark.unit
+def test_what_has_no_program_is_told_at_once() -> None:
+    base = Recipe()
+    recipe = dataclasses.replace(
+        base,
+        pipeline=dataclasses.replace(base.pipeline, pair_passes=True),
+        train=dataclasses.replace(base.train, dtype="float64"),
+        resilience=dataclasses.replace(base.resilience, slots_per_rank=2),
+    )
+    with pytest.raises(ConfigError) as caught:
+        programs_of_recipe(recipe, resolve_recipe(recipe, tokenizer_vocab=512), world=2)
+    assert all(word in str(caught.value) for word in ("pair_passes", "slots_per_rank", "train.dtype"))
+
+
+@pytest.mark.unit
+def test_arguments_of_the_other_way_are_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "r.toml").write_text("")
+    plain = ["simulate", str(tmp_path / "r.toml"), "--cluster", "h100x2"]
+    assert main([*plain, "--steps", "3", "--learn", "2"]) == 2
+    told = capsys.readouterr().err
+    assert "--steps" in told and "--learn" in told and "without --against" in told
+    assert main([*plain, "--against", str(tmp_path), "--svg", str(tmp_path / "x.svg")]) == 2
+    assert "has no effect with --against" in capsys.readouterr().err
+
+
+# ---- bench predict ---------------------------------------------------------------------------------------------------------------
+
+
+def machine(**changes: float) -> Hardware:
+    return dataclasses.replace(load_hardware("h100"), ranks_per_host=WORLD, **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.unit
+def test_plans_of_the_benchmark() -> None:
+    assert len(PLANS) >= 20 and len({plan.name for plan in PLANS}) == len(PLANS)
+    assert len({program.hash for plan in PLANS for program in plan.programs()[:1]}) == len(PLANS)
+    for plan in PLANS:
+        work = [op for op in plan.programs()[0].ops if op.kind == "compute"]
+        assert all((paced_s(op) > 0) == (kind_of(op.id) not in NOT_TOLD) for op in work)
+
+
+@pytest.mark.unit
+def test_slower_links_and_messages_that_nothing_hides_cost_more() -> None:
+    plans = {plan.name: plan for plan in PLANS}
+    fast, slow = machine(), machine(inside_latency_s=5e-3)
+    for name in ("ep4", "cp4 ep2 ring", "pp4 1f1b", "ep4 coarse:2"):
+        assert predicted_s(plans[name], slow) > predicted_s(plans[name], fast)
+    serial, hidden = (predicted_s(plans[n], slow) - predicted_s(plans[n], fast) for n in ("ep4", "ep4 coarse:2"))
+    assert serial > 0 and hidden > 0
+
+
+@pytest.mark.unit
+def test_order_of_plans() -> None:
+    assert kendall_tau([1, 2, 3], [2, 3, 5]) == 1.0 and kendall_tau([1, 2, 3], [3, 2, 1]) == -1.0
+    assert kendall_tau([1.0], [1.0]) == 1.0
+
+
+@pytest.mark.unit
+def test_options_of_the_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "predict", "--steps", "0", "--plans", "99"]) == 2
+    told = capsys.readouterr().err
+    assert "--steps" in told and "--plans" in told
+    assert main(["bench", "predict", "--cluster", "h100x8"]) == 2
+    assert "phalanx calibrate --ranks 4" in capsys.readouterr().err
+
+
+# ---- real ranks -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks
+def test_a_recorded_run_beside_its_prediction(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_text(tmp_path / "text", files=3)
+    done = phalanx("train", *train_args(
+        tmp_path, launch__ranks=2, launch__threads=1, folding__ep=2, train__steps=4, train__global_batch=8,
+        train__micro_batch=2, train__dtype="bfloat16", checkpoint__interval=0, observe__trace_steps="[2, 4]",
+    ))  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    run = tmp_path / "runs" / "run"
+    recipe, file = str(run / "recipe.toml"), tmp_path / "found.json"
+    how = ["simulate", recipe, "--cluster", "h100x2", "--against", str(run)]
+    assert main([*how, "--learn", "2:3", "--json", str(file)]) == 0
+    found = json.loads(file.read_text())
+    assert found["hash"]["predicted"] == found["hash"]["measured"] and found["steps"] == 1
+    assert found["only_predicted"] == found["only_measured"] == []
+    assert found["begin_correlation"] > 0.9 and {kind["kind"] for kind in found["kinds"]} >= {"fwd.experts", "vote"}
+    assert main([*how, "--train.recompute", "full"]) == 2
+    assert "other operations than the run" in capsys.readouterr().err
+    assert main([*how, "--learn", "2:4"]) == 2
+    assert "leaves no recorded step" in capsys.readouterr().err
