@@ -42,11 +42,13 @@ class Machine:
     local_ranks: int
     threads: int
     available_bytes: int | None
+    launched: bool = False
+    """Another program starts and ends the ranks."""
 
 
 def dry_run(recipe: Recipe, machine: Machine, *, world: int, console: Console) -> None:
     """Print everything. Raises `ConfigError` or `DataError` for what cannot run."""
-    choice = choose_healing(recipe)
+    choice = choose_healing(recipe, launched=machine.launched)
     recipe = choice.recipe  # copies of shards, too
     console.print(
         describe(recipe, world=world, local_ranks=machine.local_ranks), markup=False, highlight=False, soft_wrap=True

@@ -69,6 +69,7 @@ def _show(recipe: Recipe, launched: WorldInfo | None) -> None:
         local_ranks=local,
         threads=threads_per_rank(local, recipe.launch.threads),
         available_bytes=available_bytes(),
+        launched=launched is not None,
     )
     dry_run(recipe, machine, world=launched.world if launched else wanted_ranks(recipe), console=Console())
 
