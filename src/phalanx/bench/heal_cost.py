@@ -71,13 +71,13 @@ class Case:
     ranks: int = 4
     ep: int = 2
     zero: Literal[0, 1] = 1
-    micro_batch: int = 2
+    micro_batch: int = 8
     samples: int = 4
     """Micro-batches of a step."""
     seq_len: int = 256
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     tokenizer: str = "byte"
-    rounds: int = 30
+    rounds: int = 20
     fast_bar: float = 1.05
     exact_bar: float = 1.6
     """Exit status 1 where a step takes more than so many times that of the plain run."""

@@ -18,6 +18,7 @@ from phalanx.core.units import format_bytes, format_count, format_rate
 from phalanx.data.size import token_file_bytes
 from phalanx.data.sources import resolve
 from phalanx.data.tokenizer import parse_choice, read_tokenizer_file
+from phalanx.plan.heal_choice import choose_healing
 from phalanx.plan.holders import ExpertState
 from phalanx.plan.layout import flat_layouts, local_param, stage_params
 from phalanx.plan.model import ModelSpec, flops_per_token
@@ -41,13 +42,18 @@ class Machine:
     local_ranks: int
     threads: int
     available_bytes: int | None
+    launched: bool = False
+    """Another program starts and ends the ranks."""
 
 
 def dry_run(recipe: Recipe, machine: Machine, *, world: int, console: Console) -> None:
     """Print everything. Raises `ConfigError` or `DataError` for what cannot run."""
+    choice = choose_healing(recipe, launched=machine.launched)
+    recipe = choice.recipe  # copies of shards, too
     console.print(
         describe(recipe, world=world, local_ranks=machine.local_ranks), markup=False, highlight=False, soft_wrap=True
     )
+    console.print(f"healing      {choice.explain()}", markup=False, highlight=False, soft_wrap=True)
     estimates = rank_estimates(recipe, machine, world=world)
     console.print(memory_table(estimates))
     for line in memory_notes(recipe, estimates, machine, world=world):

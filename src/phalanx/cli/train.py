@@ -24,6 +24,7 @@ from phalanx.cli.settings import settings_text
 from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.core.recipe import describe_settings, load_recipe
+from phalanx.plan.heal_choice import choose_healing
 from phalanx.plan.heal_hosts import wanted_ranks
 from phalanx.plan.recipe import run_problems
 
@@ -68,6 +69,7 @@ def _show(recipe: Recipe, launched: WorldInfo | None) -> None:
         local_ranks=local,
         threads=threads_per_rank(local, recipe.launch.threads),
         available_bytes=available_bytes(),
+        launched=launched is not None,
     )
     dry_run(recipe, machine, world=launched.world if launched else wanted_ranks(recipe), console=Console())
 
@@ -124,10 +126,13 @@ def start(recipe: Recipe, environ: Mapping[str, str]) -> int:
         return run_one(body, info, threads=threads_per_rank(info.local_world, recipe.launch.threads))
     ranks = recipe.launch.ranks
     threads = threads_per_rank(ranks, recipe.launch.threads)
-    if recipe.resilience.heal:
+    choice = choose_healing(recipe)
+    if choice.heals:
         from phalanx.train.heal_run import train_healing
 
-        return train_healing(recipe, threads=threads, port=_asked_port(environ))
+        return train_healing(choice.recipe, threads=threads, port=_asked_port(environ), kept=recipe)
+    if ranks > 1 and recipe.observe.console != "none":
+        print(f"healing: {choice.explain()}", flush=True)
     if ranks == 1:
         return run_one(body, WorldInfo(), threads=threads)
     return run_local(body, ranks=ranks, threads=threads, port=_asked_port(environ))

@@ -291,8 +291,8 @@ class ResilienceConfig:
 
     mode: Literal["off", "fast", "exact"] = "off"
     """fast: the step is a fixed set of micro-batches that any number of ranks shares, equal within rounding. exact: bitwise equal, for any number of ranks and any dp and ep, as long as tp, cp, etp and pp stay."""
-    heal: bool = False
-    """Ranks that die are replaced and the others go on meanwhile, inside their processes; wants mode fast or exact."""
+    heal: bool | None = None
+    """Ranks that die are replaced and the others go on meanwhile, inside their processes; wants mode fast or exact. Default: a run on two or more ranks of this machine does, in mode fast where mode is off, unless something else in its recipe speaks against it; the dry run says what."""
     service: str | None = None
     """Membership service of a run that heals itself on several hosts: host:port of `phalanx service`, or etcd://host:port/NAME with a name that no other start of a run has. Default: one for the ranks of this machine alone."""
     wanted: int | None = None

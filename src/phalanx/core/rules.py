@@ -247,7 +247,7 @@ EFFECTS: tuple[Effect, ...] = (
     Effect(
         settings=tuple(f"resilience.{k}" for k in ("service", "minimum", "wait_s", "limit_s")),
         inert=lambda r: not r.resilience.heal,
-        reason="resilience.heal = false, so a run without one of its ranks ends",
+        reason="resilience.heal is not true, so a run without one of its ranks ends",
         way_out="resilience.heal = true",
         reads=("resilience.heal",),
     ),
@@ -281,7 +281,7 @@ EFFECTS: tuple[Effect, ...] = (
     ),
     Effect(
         settings=("checkpoint.asynchronous",),
-        inert=lambda r: r.checkpoint.interval == 0 or r.resilience.heal,
+        inert=lambda r: r.checkpoint.interval == 0 or bool(r.resilience.heal),
         reason="checkpoint.interval = 0 saves once, at the end, or resilience.heal = true, which saves while training stands still",
         way_out="checkpoint.interval = 50 and resilience.heal = false",
         reads=("checkpoint.interval", "resilience.heal"),

@@ -55,10 +55,13 @@ GATHER_S = 5.0
 """How long the first generation waits for ranks that are not heard of; a run on several hosts begins without those that take longer."""
 
 
-def train_healing(recipe: Recipe, *, threads: int, port: int = 0, watch: Watch | None = None) -> int:
+def train_healing(
+    recipe: Recipe, *, threads: int, port: int = 0, watch: Watch | None = None, kept: Recipe | None = None
+) -> int:
     """Train on `launch.ranks` ranks of this host until all steps of the run are done, whoever dies; returns the exit code.
 
-    `port` of the membership service where this program keeps one of its own, 0: a free one. Raises `PhalanxError` for whatever a person can act on.
+    `port` of the membership service where this program keeps one of its own, 0: a free one. `kept`: what the run folder keeps in the place of
+    `recipe`, where that was completed for this start. Raises `PhalanxError` for whatever a person can act on.
     """
     folder = RunFolder(Path(recipe.run.folder) / recipe.run.name)
     folder.create()
@@ -70,9 +73,9 @@ def train_healing(recipe: Recipe, *, threads: int, port: int = 0, watch: Watch |
     try:
         if isinstance(lock, RunHosts):
             with lock.preparing():
-                run, first = prepare_run(recipe, folder), lock.first_place(recipe.launch.ranks)
+                run, first = prepare_run(recipe, folder, kept=kept), lock.first_place(recipe.launch.ranks)
         else:
-            run, first, host = prepare_run(recipe, folder), 0, "local"
+            run, first, host = prepare_run(recipe, folder, kept=kept), 0, "local"
         main = partial(work, run, threads=threads, first=first, watch=watch)
         return _supervisor(run, host, main, port=port, tell=ignore if watch is None else watch.host).run()
     finally:
@@ -114,7 +117,7 @@ def supervisor_settings(recipe: Recipe, host: str, *, own_machine: bool) -> Supe
     )
 
 
-def prepare_run(recipe: Recipe, folder: RunFolder) -> HealingRun:
+def prepare_run(recipe: Recipe, folder: RunFolder, *, kept: Recipe | None = None) -> HealingRun:
     """Text, model and mapping; what is left of an interrupted save is removed. Raises `PhalanxError` with all that is wrong."""
     steps = folder.checkpoints.steps()
     if steps and not recipe.checkpoint.resume:
@@ -145,7 +148,7 @@ def prepare_run(recipe: Recipe, folder: RunFolder) -> HealingRun:
         loads=asked.loads,
     )
     again = replace(
-        recipe,
+        recipe if kept is None else kept,
         checkpoint=replace(recipe.checkpoint, step=None),  # running the file again must not go back again
         launch=replace(recipe.launch, host=None, keep_service=False),  # those of one host
     )
