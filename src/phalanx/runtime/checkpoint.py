@@ -146,8 +146,9 @@ class CheckpointManager:
             self._outcomes.append(err)
         except Exception as err:  # a peer went away in the middle
             rule = f"the ranks could not write it together: {type(err).__name__}: {err}".splitlines()[0]
-            path = self.folder.of(job.state.step)
-            self._outcomes.append(CheckpointError([self._failed(str(path), rule)], subject="saving a checkpoint"))
+            hint = f"nothing saved before was touched ({self.folder.list_steps()})"
+            problem = Problem(where=str(self.folder.of(job.state.step)), value="not saved", rule=rule, hint=hint)
+            self._outcomes.append(CheckpointError([problem], subject="saving a checkpoint"))
 
     def _write(self, job: _Job) -> Saved:
         step = job.state.step
