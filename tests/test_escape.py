@@ -39,6 +39,30 @@ def test_a_call_that_hangs_is_left_behind_and_the_next_has_a_thread_of_its_own()
     escape.close()
 
 
+def test_what_nobody_waited_for_keeps_its_groups_until_it_has_ended() -> None:
+    """The destructor of a group waits for what is under way in it, in the thread that lets it go last."""
+
+    class Group:
+        def __del__(self) -> None:
+            gone.append(threading.current_thread().name)
+
+    gone: list[str] = []
+    groups, stuck = [Group()], threading.Event()
+    escape = Escape(lambda: False, keep=lambda: tuple(groups))
+    escape.begun("waited for", lambda: None)
+    escape.ended("waited for")
+    escape.begun("stuck", lambda: stuck.wait(20))
+    escape.close()
+    groups.clear()
+    assert gone == []
+    stuck.set()
+    end_s = time.monotonic() + 10
+    while not gone and time.monotonic() < end_s:
+        time.sleep(0.01)
+    assert gone == ["escape"]
+    escape.close()
+
+
 def _sender(port: int, num_bytes: int) -> None:
     store = _join(1, port)
     message = torch.zeros(num_bytes, dtype=torch.uint8)

@@ -566,10 +566,14 @@ class Collectives:
         begin_s = self._posted(call)
         with _named_errors(call.words or op, axis, self.timeout_s, call.op_id):
             work = launch()
+        if self.escape is not None:
+            self.escape.begun(work, partial(work.wait, timedelta(seconds=self.timeout_s)))
         launch_s = time.monotonic() - begin_s  # the rank stands still for it, as in a wait
 
         def finish() -> None:
             wait_s = time.monotonic() - launch_s
+            if self.escape is not None:
+                self.escape.ended(work)
             with _named_errors(call.words or op, axis, self.timeout_s, call.op_id):
                 there_s = self._wait(work, call, axis)
             self._note(op, axis, call, begin_s, wait_s, there_s)

@@ -35,6 +35,7 @@ class Escape:
         self.kicked, self.keep = kicked, keep
         self._own = threading.local()
         self._open: list[_Beside] = []
+        self._begun: dict[int, _Call] = {}
 
     def run(self, work: Callable[[], T]) -> T:
         """What `work` returns or raises. Raises `PeerError` where it does not end although the team was kicked."""
@@ -57,10 +58,27 @@ class Escape:
                 raise error
             return value
 
+    def begun(self, work: object, wait: _Call) -> None:
+        """`work` is under way, and `wait` returns when it has ended. Whoever has waited says so (`ended`)."""
+        self._begun[id(work)] = wait
+
+    def ended(self, work: object) -> None:
+        """Somebody has waited for it."""
+        self._begun.pop(id(work), None)
+
     def close(self) -> None:
-        """End the threads that are not in a call; one that is ends with its call, or with the process."""
+        """End the threads that are not in a call; one that is ends with its call, or with the process.
+
+        What is under way and nobody has waited for gets a thread that waits, and keeps the groups as long: else the rank's own thread would, in their destructor.
+        """
+        for wait in self._begun.values():
+            beside = _Beside()
+            beside.kept = self.keep()
+            beside.calls.put(wait)
+            self._open.append(beside)
         for beside in self._open:
             beside.calls.put(None)
+        self._begun.clear()
         self._open.clear()
 
 
