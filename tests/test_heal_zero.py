@@ -14,11 +14,12 @@ pytestmark = pytest.mark.ranks
 
 def test_a_dry_run_says_how_many_hosts_keep_a_shard(tmp_path: Path) -> None:
     settings = {"resilience__heal": "true", "resilience__mode": "fast", "optim__zero": "1", "folding__ep": "1"}
-    found = phalanx("train", *train_args(tmp_path, **settings, resilience__f="3", launch__ranks="2"), "--dry-run")
+    found = phalanx("train", *train_args(tmp_path, **settings, resilience__f="2", launch__ranks="2"), "--dry-run")
     assert found.returncode == 0, found.stderr
-    assert "each shard of masters and moments on 3 hosts" in found.stdout
-    assert "dense: 2, for their groups have no more" in found.stdout
-    assert "experts: 2, for their groups have no more" in found.stdout
+    assert "each shard of masters and moments on 2 hosts" in found.stdout
+    found = phalanx("train", *train_args(tmp_path, **settings, resilience__f="3", launch__ranks="2"), "--dry-run")
+    assert found.returncode == 2
+    assert "it needs 3 (resilience.f); use 3 ranks" in found.stderr
 
 
 @pytest.fixture(scope="module")
