@@ -171,6 +171,8 @@ def test_settings_show_all_or_what_is_asked_for(capsys: pytest.CaptureFixture[st
         "launch.threads",
         "launch.device",
         "launch.timeout_s",
+        "launch.host",
+        "launch.keep_service",
     ]
     assert "--optim.lr  float = 0.003, above 0\n      Highest learning rate." in out
     assert main(["settings", "model.preset"]) == 0
