@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import Counter
 
@@ -129,6 +130,17 @@ def test_fewer_losses_than_holders_leave_every_shard_somewhere(floor: int) -> No
             if floor == 1:
                 assert run.plan([*after(begun, lost=gone), *joined]).missing, "the only holder is gone"
         plan_reshard(plan.params, equal_hosts([0] * size)).check()
+
+
+@pytest.mark.parametrize("machines", [2, 3])
+def test_plans_of_several_hosts_know_which_shards_a_rank_really_keeps(machines: int) -> None:
+    """`floor` counts ranks there, of which a host has several; shards have a holder on each of `f` hosts."""
+    run = dataclasses.replace(healing(floor=3), shard_holders=2)
+    plan = run.plan(fresh(2 * machines, machines=machines))
+    layouts = StateLayouts(spec=run.spec, folding=plan.folding, stages=run.stages(plan.folding))
+    for rank in range(plan.folding.world):
+        kept = layouts.shards_of(rank, zero=1, holders=2, hosts=plan.hosts)
+        assert run.holds(plan.standing(rank)) == kept
 
 
 # ---- cells -------------------------------------------------------------------------------------------------------------

@@ -111,3 +111,31 @@ def test_a_run_that_is_stopped_ends_after_a_step(tmp_path: Path) -> None:
     last = max(e["step"] for e in events if e["kind"] == "Committed")
     assert problems_of(events, steps=last) == []
     assert sum(e["kind"] == "Committed" and e["step"] == last for e in events) == 2, "both commit the last step"
+
+
+def test_a_stop_does_not_wait_for_a_worker_that_is_in_no_generation_yet(tmp_path: Path) -> None:
+    """One is killed, its successor never says that it is ready, and the run is stopped meanwhile."""
+    board, successor = Board(2), tmp_path / "successor"
+    toy = worker(board, pause_s=0.01, folder=tmp_path, stop=tmp_path / "stop")
+
+    def main(seat: Seat, place: int, tell: Emit) -> int:
+        if any(e["kind"] == "Committed" for e in read_events(tmp_path)):
+            successor.touch()
+            time.sleep(60.0)
+        return toy(seat, place, tell)
+
+    with arena_of(tmp_path, board, hosts=1, slots=2, main=main) as arena:
+        end_s = time.monotonic() + 20.0
+        while arena.step() < 3 and time.monotonic() < end_s:
+            arena.running()
+            time.sleep(0.01)
+        arena.hurt("kill", random.Random(0), phase="compute")
+        while not successor.exists() and time.monotonic() < end_s:
+            arena.running()
+            time.sleep(0.01)
+        assert successor.exists()
+        begin_s = time.monotonic()
+        os.kill(arena.pids["h0"], signal.SIGTERM)
+        wait_for_end(arena)
+        assert time.monotonic() - begin_s < 10.0
+        assert arena.codes == {"h0": 0}

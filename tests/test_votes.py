@@ -47,6 +47,24 @@ def test_a_death_after_the_vote_changes_nothing() -> None:
     assert first.vote(0, then=lambda: "go on", broken=lambda: True).commit
 
 
+def test_who_waits_decides_where_the_last_voter_could_not() -> None:
+    """It lost its connection after its vote was heard: nobody else would look at the votes again."""
+    service = MemoryService()
+    first, second, third = votes_of(service)
+    second.keys.put(second._vote(0, second.uid), "1")
+    asked = 0
+
+    def broken() -> bool:
+        nonlocal asked
+        asked += 1
+        if asked == 1:
+            third.keys.put(third._vote(0, third.uid), "1")  # and hears nothing any more
+        return asked > 20
+
+    assert first.vote(0, then=lambda: "go on", broken=broken).commit
+    assert asked == 1
+
+
 def test_a_late_vote_finds_the_abort() -> None:
     service = MemoryService()
     first, second, third = votes_of(service)

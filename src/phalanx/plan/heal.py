@@ -159,6 +159,8 @@ class Healing:
     """Of an element of optimizer state."""
     zero: int = 0
     """1: optimizer state is cut over dp x cp and edp, and each shard has `floor` holders."""
+    shard_holders: int = 0
+    """Hosts that keep each shard of sharded state; 0: `floor`, which counts ranks where several of them are on a host."""
     bucket_elements: int = 0
     """Of a gradient bucket, which decides where shards begin."""
     slots_per_rank: int | None = None
@@ -231,7 +233,8 @@ class Healing:
             if placed is not None:
                 layouts = replace(layouts, placement=lambda _: placed)
             self._held[kind] = layouts.shards_of(
-                standing.rank, zero=self.zero, bucket_elements=self.bucket_elements, holders=self.floor,
+                standing.rank, zero=self.zero, bucket_elements=self.bucket_elements,
+                holders=self.shard_holders or self.floor,
                 hosts=standing.hosts or None,
             )  # fmt: skip
         return self._held[kind]

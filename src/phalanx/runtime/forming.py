@@ -40,6 +40,10 @@ CONSTRUCT_S = 3.0
 LOOK_S = 0.002
 
 
+class NoMapping(PeerError):
+    """The members of this generation make no mapping that the run could go on with."""
+
+
 class NewerGeneration(PeerError):
     """This generation is over before it was formed."""
 

@@ -7,6 +7,7 @@ Must never change: `commit` is called once for each step, in order; nothing that
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -170,14 +171,14 @@ class _Loop:
             )
         )
         self.broken_s = 0.0
-        if self.seat.closing:
-            return "" if self._failed(lambda: self.body.close(stopped=True)) else "stopped"
+        if not team.generation.enough:  # it was formed only to save
+            return self._stop()
         while not self.body.finished():
             decision = self._step()
             if not decision.commit:
                 return ""
-            if decision.then == "stop":
-                return "" if self._failed(lambda: self.body.close(stopped=True)) else "stopped"
+            if decision.then == "stop" and not self.body.finished():
+                return self._stop()
             if decision.then == "next":
                 self._part()
                 return ""
@@ -185,6 +186,12 @@ class _Loop:
             return ""
         self.seat.finish(self.body.step)
         return "finished"
+
+    def _stop(self) -> str:
+        if self._failed(lambda: self.body.close(stopped=True)):
+            return ""
+        self.seat.stopped()
+        return "stopped"
 
     def _settle_doubt(self, team: Team) -> None:
         resolution = resolve(team.reports)
@@ -233,8 +240,7 @@ class _Loop:
         self.tell(Committed(uid=self.seat.uid, generation=generation, step=self.body.step, at_s=now_s(), doubt=doubt))
 
     def _part(self) -> None:
-        new = self.seat.newest
-        team = self.seat.team
+        new, team = self.seat.parting(), self.seat.team
         if new is not None and team is not None and any(u in new.leaving for u in team.generation.uids):
             self._failed(lambda: self.body.hand_over(new))
 
@@ -244,7 +250,7 @@ class _Loop:
             work()
             return False
         except (PeerError, RuntimeError) as err:
-            text = f"{type(err).__name__}: {err}"
+            text, where = f"{type(err).__name__}: {err}", "".join(traceback.format_tb(err.__traceback__)[-3:])
             err.__traceback__ = None
         except PhalanxError:
             raise
@@ -252,7 +258,9 @@ class _Loop:
         self.failures.append((self.body.step, text))
         same = [t for s, t in self.failures if s == self.body.step]
         if len(same) >= SAME_FAILURES and not self.seat.broken():
-            raise RunError(f"step {self.body.step + 1} failed {len(same)} times although nobody was lost: {same[-1]}")
+            raise RunError(
+                f"step {self.body.step + 1} failed {len(same)} times although nobody was lost: {same[-1]}\n{where}"
+            )
         return True
 
     def _broken(self) -> None:

@@ -166,7 +166,10 @@ class Roster:
         self._beat(membership)
         newest = membership.current(self.newest)
         if newest is None:
-            self._first(membership)
+            if self._stop and self.newest is None:
+                membership.keys.put("stop", self._stop)  # before anything began
+            else:
+                self._first(membership)
             return
         self._note_taken(membership, newest)
         self.newest = newest
@@ -231,8 +234,9 @@ class Roster:
             why = "the run begins" if above is None else "the membership service lost its values"
             self.newest = membership.start(members, above=number, minimum=self.rule.minimum, why=why)
             for lost in self._untold:
-                lost.generation = self.newest.number
-                lost.told_s = now_s() - lost.at_s
+                if lost.uid not in self.newest.uids:
+                    lost.generation = self.newest.number
+                    lost.told_s = now_s() - lost.at_s
 
     def _put_out(self, membership: Membership, uids: Sequence[str], why: str) -> Generation | None:
         """Members that are not ours."""

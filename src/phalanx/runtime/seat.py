@@ -22,7 +22,7 @@ from typing import Any
 from phalanx.core.clock import now_s
 from phalanx.core.errors import PeerError, PhalanxError, RunError
 from phalanx.core.events import Emit, Event, ignore
-from phalanx.runtime.forming import NewerGeneration, Order, Team, as_listed, form, ready_keys
+from phalanx.runtime.forming import NewerGeneration, NoMapping, Order, Team, as_listed, form, ready_keys
 from phalanx.runtime.keys import Keys, Service, ServiceLost
 from phalanx.runtime.membership import Announcement, Generation, Member, Membership, StaleMember, TooFewMembers
 from phalanx.runtime.reach import Door, agree_who_goes, door_key, knock_at
@@ -191,6 +191,10 @@ class Seat:
                 continue
             except ServiceLost:
                 self._forget_keys()
+            except NoMapping as err:
+                if self.closing:
+                    raise RunOver(None, str(err)) from None
+                self._renew(generation)
             except PeerError:
                 if self._door is not None:
                     self._look_who_goes(generation)
@@ -223,11 +227,15 @@ class Seat:
         """The decision of `step`, "abort" if there was none; None where the service cannot say."""
         if self.team is None:
             return None
-        try:
-            return Votes(self._keys_of(self.team.generation), self.team.generation, self.uid).settle(step)
-        except ServiceLost:
-            self._forget_keys()
-            return None
+        generation, end_s = self.team.generation, time.monotonic() + self.settings.service_s
+        while True:  # the others wait for it: a member that lost its connection for a moment must say it all the same
+            try:
+                return Votes(self._keys_of(generation), generation, self.uid).settle(step)
+            except ServiceLost:
+                values_lost = self._keys is not None and self._keys.epoch != generation.epoch
+                self._forget_keys()
+            if values_lost or self.broken() or time.monotonic() > end_s:
+                return None
 
     def told_s(self, generation: Generation) -> float:
         """From when the supervisor knew of a loss until this member did; 0 where nobody is lost."""
@@ -253,6 +261,21 @@ class Seat:
             except ServiceLost:
                 self._forget_keys()
         self._say({"finished": end.text})
+
+    def stopped(self) -> None:
+        """The run has ended before its last step, and what must stay was written down: nobody waits for it any more."""
+        with contextlib.suppress(ServiceLost):
+            self.keys().put("stopped", "1")
+
+    def parting(self) -> Generation | None:
+        """The generation that all members of the team go on to after "next"; None where the service cannot say."""
+        if self.team is None:
+            return None
+        with contextlib.suppress(ServiceLost):
+            keys = self._keys_of(self.team.generation)
+            text = keys.get(_next_key(self.team.generation))
+            return None if text is None else Generation.from_json(text)
+        return None
 
     def drop(self) -> None:
         """Forget the team."""
@@ -386,8 +409,12 @@ class Seat:
         if self._keys is not None and self._keys.get("stop") is not None:
             return "stop"
         with self._news:
-            newer = self.newest is not None and self.team is not None and _later(self.newest, self.team.generation)
-        return "next" if newer else "go on"
+            new, team = self.newest, self.team
+        if new is None or team is None or not _later(new, team.generation):
+            return "go on"
+        if self._keys is not None:
+            self._keys.create(_next_key(team.generation), new.to_json())
+        return "next"
 
     def _keys_of(self, generation: Generation) -> Keys:
         """Keys of the life of the service that decided `generation`. Raises `ServiceLost` where that is over."""
@@ -481,11 +508,13 @@ class Seat:
             self._news.notify_all()
 
     def _look_for_the_end(self, keys: Keys) -> None:
-        finished, stop = keys.get("finished"), keys.get("stop")
+        finished, stop, stopped = keys.get("finished"), keys.get("stop"), keys.get("stopped")
         enough = self.newest is not None and self.newest.enough
         taking_part = self.newest is not None and self.uid in self.newest.uids
         with self._news:
-            if finished is not None:
+            if finished is None and stopped is not None:
+                self._over = None, stop or "the run was stopped"
+            elif finished is not None:
                 end = End.read(finished)
                 self._over = end, f"the run is over: {end.step} steps are done"
             elif stop is not None and not enough and taking_part:
@@ -501,6 +530,11 @@ def too_few(generation: Generation, waited_s: float) -> TooFewMembers:
         f"{len(generation.members)} members ({', '.join(generation.uids) or 'nobody'}) and the run needs {generation.minimum}; "
         f"waited {waited_s:g} s for more. What was committed is safe"
     )
+
+
+def _next_key(generation: Generation) -> str:
+    """What the decider of its last step saw as the newest: all members part for the same one, whatever they have heard themselves."""
+    return f"next/{generation.number}"
 
 
 def _later(new: Generation, before: Generation | None) -> bool:

@@ -139,6 +139,9 @@ class Supervisor:
         self.stops = 0
         self.codes: list[int] = []
         self.error: PhalanxError | None = None
+        self._cause: PhalanxError | None = None
+        """Of the first worker that ended with an error since the last step: what its successors say follows from it."""
+        self._told_to_stop = False
         self._back_at_s = 0.0
         self._short_since_s = 0.0
         self._wake, self._waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -156,7 +159,7 @@ class Supervisor:
                 self._end_all()
         if self.stops > 1:
             return STOPPED
-        if self.error is not None:
+        if self.error is not None and self.roster.finished is None:
             raise self.error
         return max(self.codes, default=0)
 
@@ -164,6 +167,9 @@ class Supervisor:
 
     def _turn(self) -> None:
         self._wait()
+        if self.stops == 1 and self._told_to_stop:
+            self._told_to_stop = False
+            print("finishing the step and saving a checkpoint; once more stops at once", file=sys.stderr, flush=True)
         self._hear()
         self._reap()
         self._find_frozen()
@@ -207,7 +213,7 @@ class Supervisor:
             if "begun" in words:
                 self.roster.begun = True
             if "step" in words:
-                self.deaths_in_a_row = 0
+                self.deaths_in_a_row, self._cause = 0, None
             if "finished" in words:
                 self.roster.finished = str(words["finished"])
 
@@ -250,10 +256,12 @@ class Supervisor:
                 or RunError(f"{self.deaths_in_a_row} workers ended one after another, the last one: {worker.cause()}")
             )
             return False
-        self.error = None
+        self._cause, self.error = self._cause or self.error, None
         return True
 
     def _give_up(self, error: PhalanxError) -> None:
+        if self._cause is not None and isinstance(error, RunError) and str(self._cause) != str(error):
+            error = RunError(f"{error}\nbefore that: {self._cause}")
         self.error = error
         self.stops = max(self.stops, 1)
         mine = [w.uid for w in self.workers if not w.ended]
@@ -377,11 +385,21 @@ class Supervisor:
         if self.stops == 1:
             mine = [w.uid for w in self.workers if not w.ended]
             self.roster.leave_or_stop(mine, f"its host got {signal.Signals(number).name}")
+            self._end_joiners()
+            self._told_to_stop = True
         else:
             for worker in self.workers:
                 worker.kill()
         with contextlib.suppress(OSError):
             os.write(self._waker, b"!")
+
+    def _end_joiners(self) -> None:
+        """Workers that are in no generation yet hold nothing, and would wait for one for ever."""
+        newest = self.roster.newest
+        for worker in self.workers:
+            if newest is not None and not worker.ended and worker.uid not in newest.uids:
+                worker.put_out = worker.put_out or time.monotonic()
+                worker.kill()
 
     def _end_all(self) -> None:
         for worker in self.workers:

@@ -76,15 +76,14 @@ class Votes:
         """
         try:
             self.keys.put(self._vote(step, self.uid), "1")
-            if self.keys.all_there([self._vote(step, u) for u in self.generation.uids]):
-                if not self._begun:
-                    self.keys.put(BEGUN, "1")
-                    self._begun = True
-                return self._decide(step, Decision(True, then()))
+            if self._all_voted(step):
+                return self._commit(step, then())
             end_s = time.monotonic() + limit_s
             while not self.keys.wait(self._decision(step), SLICE_S):
                 if broken() or time.monotonic() > end_s:
                     return self._decide(step, ABORT)
+                if self._all_voted(step):  # the last one may have lost its connection before it could decide
+                    return self._commit(step, then())
             return Decision.read(self.keys.get(self._decision(step)) or ABORT.text)
         except ServiceLost as err:
             raise InDoubt(str(err)) from None
@@ -98,6 +97,15 @@ class Votes:
         for uid in self.generation.uids:
             self.keys.delete(self._vote(step, uid))
         self.keys.delete(self._decision(step))
+
+    def _all_voted(self, step: int) -> bool:
+        return self.keys.all_there([self._vote(step, u) for u in self.generation.uids])
+
+    def _commit(self, step: int, then: Then) -> Decision:
+        if not self._begun:
+            self.keys.put(BEGUN, "1")
+            self._begun = True
+        return self._decide(step, Decision(True, then))
 
     def _decide(self, step: int, decision: Decision) -> Decision:
         return Decision.read(self.keys.create(self._decision(step), decision.text))

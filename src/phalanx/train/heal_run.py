@@ -53,6 +53,8 @@ from phalanx.train.watch import Watch, WatchedSinks
 
 GATHER_S = 5.0
 """How long the first generation waits for ranks that are not heard of; a run on several hosts begins without those that take longer."""
+LOCAL_GATHER_S = 60.0
+"""On one host, whose supervisor knows who is dead: a rank that takes long to start is waited for, so that all runs of a recipe begin alike."""
 
 
 def train_healing(
@@ -92,6 +94,8 @@ def _supervisor(run: HealingRun, host: str, main: MemberMain, *, port: int, tell
         settings, minimum=max(settings.minimum, run.healing.least()), away=AwayFile(run.folder.path / away)
     )
     if address is None:
+        here = settings.wanted - len(settings.away() & set(range(settings.slots)))
+        settings = replace(settings, wanted=max(1, here))
         return Supervisor(main, settings, port=port, tell=tell)
     if not address.is_here:
         use_interface_to(address.host)
@@ -111,7 +115,7 @@ def supervisor_settings(recipe: Recipe, host: str, *, own_machine: bool) -> Supe
         wanted=wanted_ranks(recipe),
         minimum=r.minimum,
         limit_s=r.limit_s,
-        gather_s=max(r.limit_s, GATHER_S),
+        gather_s=max(r.limit_s, LOCAL_GATHER_S if r.service is None else GATHER_S),
         wait_s=r.wait_s,
         seat=SeatSettings(timeout_s=timeout_s, own_machine=own_machine, doors=r.service is not None),
     )
@@ -143,6 +147,7 @@ def prepare_run(recipe: Recipe, folder: RunFolder, *, kept: Recipe | None = None
         cp_method=recipe.folding.cp_method,
         state_bytes=state_dtype(DTYPES[recipe.train.dtype]).itemsize,
         zero=recipe.optim.zero,
+        shard_holders=recipe.resilience.shard_holders,
         bucket_elements=bucket_elements(recipe.optim, state_dtype(DTYPES[recipe.train.dtype])),
         slots_per_rank=asked.slots_per_rank,
         loads=asked.loads,

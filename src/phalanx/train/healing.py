@@ -36,7 +36,7 @@ from phalanx.plan.standing import Fact, Standing, read_standing
 from phalanx.runtime.checkpoint import CheckpointManager
 from phalanx.runtime.collectives import Collectives
 from phalanx.runtime.escape import Escape
-from phalanx.runtime.forming import Team
+from phalanx.runtime.forming import NoMapping, Team
 from phalanx.runtime.groups import Axis, WorldInfo, build_groups, with_second_groups
 from phalanx.runtime.launch import StopRequest
 from phalanx.runtime.member import Committed, Reformed
@@ -153,7 +153,7 @@ class HealingBody:
                 self._waits_for = str(err)
                 self.sinks(Note(level="warning", text=f"waiting for more members: {err}"))
             time.sleep(WAIT_S)
-            raise PeerError(str(err)) from None
+            raise NoMapping(str(err)) from None
         return self._plan.uids
 
     def finished(self) -> bool:
