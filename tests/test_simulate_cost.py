@@ -68,9 +68,10 @@ def test_a_bad_file_names_all_its_problems(tmp_path) -> None:
     with pytest.raises(ConfigError) as error:
         parse_cluster(f"{good}:16")
     found = str(error.value)
-    assert "4 problems" in found
+    assert "5 problems" in found
     for word in (
         "sms",
+        "cores",
         "memory_bytes",
         "gemm_efficiency",
         "between_latency_s",

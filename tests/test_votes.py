@@ -203,4 +203,4 @@ def test_counted_votes_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
         return real(found, step, **rest)
 
     monkeypatch.setattr(Votes, "vote", hasty)
-    assert any(problems(play(seed, monkeypatch)) for seed in range(40))
+    assert any(problems(play(seed, monkeypatch)) for seed in range(160))
