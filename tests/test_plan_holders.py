@@ -183,8 +183,7 @@ def test_a_recipe_with_replicas() -> None:
 def test_settings_of_replicas_need_replicas() -> None:
     with pytest.raises(ConfigError, match=r"resilience.f = 3.*no effect.*nothing has replicas"):
         load_recipe(None, ["--resilience.f", "3", "--resilience.heal", "false"])
-    with pytest.raises(ConfigError, match=r"resilience.f = 3.*no effect.*nothing has replicas"):
-        load_recipe(None, ["--resilience.f", "3"])  # one rank
-    load_recipe(None, ["--resilience.f", "3", "--launch.ranks", "4"])
+    for ranks in ("1", "4"):  # also on one: the recipe of a run on four goes on there
+        load_recipe(None, ["--resilience.f", "3", "--launch.ranks", ranks])
     with pytest.raises(ConfigError, match=r"resilience.slots_per_rank = 0"):
         load_recipe(None, ["--resilience.slots_per_rank", "0"])

@@ -115,13 +115,24 @@ def predict(figures: Figures, trace: Trace, *, ep: int, interval_steps: int, own
     """Both systems through `trace`. `own_speed`: samples/s follow the slots in use; else they do not depend on them."""
     duration, hits_and_grows = trace.duration_s, restarts(trace, ep)
     hits, grows = hits_and_grows
-    base = Practice(
-        interval_s=interval_steps * figures.step_s, save_s=figures.save_s, detect_s=0.0, restart_s=figures.restart_s
-    )
+    base, healing = _practices(figures, interval_steps)
     baseline = simulate_goodput(base, hits, duration_s=duration).useful
     baseline = max(
         0.0, baseline - len(grows) * (figures.restart_s + figures.save_s) / duration
     )  # saved before, so nothing is lost
+    ours = simulate_goodput(healing, [c.at_s for c in trace.changes], duration_s=duration).useful
+    rate_base, rate_ours = (mean_in_use(trace, ep), mean_in_use(trace, 1)) if own_speed else (1.0, 1.0)
+    return Prediction(
+        ours=ours * rate_ours * duration / figures.healed_step_s,
+        baseline=baseline * rate_base * duration / figures.step_s,
+    )
+
+
+def _practices(figures: Figures, interval_steps: int) -> tuple[Practice, Practice]:
+    """Restarts from checkpoints, and healing, which saves a fifth as often."""
+    base = Practice(
+        interval_s=interval_steps * figures.step_s, save_s=figures.save_s, detect_s=0.0, restart_s=figures.restart_s
+    )
     healing = Practice(
         recovery="replicas",
         interval_s=5 * interval_steps * figures.healed_step_s,
@@ -129,12 +140,7 @@ def predict(figures: Figures, trace: Trace, *, ep: int, interval_steps: int, own
         detect_s=0.0,
         repair_s=figures.repair_s,
     )
-    ours = simulate_goodput(healing, [c.at_s for c in trace.changes], duration_s=duration).useful
-    rate_base, rate_ours = (mean_in_use(trace, ep), mean_in_use(trace, 1)) if own_speed else (1.0, 1.0)
-    return Prediction(
-        ours=ours * rate_ours * duration / figures.healed_step_s,
-        baseline=baseline * rate_base * duration / figures.step_s,
-    )
+    return base, healing
 
 
 def best_interval(figures: Figures, mean_between_s: float) -> int:
@@ -152,14 +158,7 @@ def where_as_good(
             changed = replace(figures, restart_s=figures.restart_s * share)
             mean = failure_s * factor
             steps = best_interval(changed, mean)
-            base = Practice(interval_s=steps * changed.step_s, save_s=changed.save_s, detect_s=0.0, restart_s=changed.restart_s)  # fmt: skip
-            ours = Practice(
-                recovery="replicas",
-                interval_s=5 * steps * changed.healed_step_s,
-                save_s=changed.save_s,
-                detect_s=0.0,
-                repair_s=changed.repair_s,
-            )
+            base, ours = _practices(changed, steps)
             span = 2000 * mean
             found = [simulate_goodput(p, poisson(mean, seed), duration_s=span, seed=seed).useful for p in (ours, base)]
             ratio = found[0] / changed.healed_step_s / (found[1] / changed.step_s)

@@ -163,6 +163,17 @@ class Arena:
                 self.codes[name] = os.waitstatus_to_exitcode(status)
         return bool(self.pids)
 
+    def until(self, done: Callable[[], bool], limit_s: float) -> bool:
+        """Whether `done` came true within the time, while hosts run."""
+        end_s = time.monotonic() + limit_s
+        while time.monotonic() < end_s:
+            if not self.running():
+                return False
+            if done():
+                return True
+            time.sleep(0.005)
+        return False
+
     def calm(self) -> bool:
         """Whether everything that was to come back is back."""
         return not self._due

@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -158,7 +159,7 @@ def storm(
 
 def _rage(arena: Arena, options: StormArgs, result: StormResult, tell: Callable[[str], None]) -> None:
     rng = random.Random(options.seed)
-    if not _until(arena, lambda: arena.step() >= 3, 30.0):
+    if not arena.until(lambda: arena.step() >= 3, 30.0):
         result.failures.append("the run did not begin")
         return
     for number in range(options.faults):
@@ -170,22 +171,18 @@ def _rage(arena: Arena, options: StormArgs, result: StormResult, tell: Callable[
             result.failures.append(f"fault {number} ({kind}) found nobody")
         else:
             tell(f"fault {number}: {kind} {', '.join(fault.victims)} in {fault.phase}, step {fault.step}")
-        if not _until(arena, lambda b=before: arena.calm() and arena.step() >= b + 3, 30.0):
+        if not arena.until(partial(_settled, arena, before + 3), 30.0):
             result.failures.append(f"fault {number} ({kind}): no step within 30 s after it")
             return
-        rest_s = time.monotonic() + options.between_s * rng.uniform(0.5, 1.5)
-        _until(arena, lambda e=rest_s: time.monotonic() > e, 5.0)
+        arena.until(partial(_is_past, time.monotonic() + options.between_s * rng.uniform(0.5, 1.5)), 5.0)
 
 
-def _until(arena: Arena, done: Any, limit_s: float) -> bool:
-    end_s = time.monotonic() + limit_s
-    while time.monotonic() < end_s:
-        if not arena.running():
-            return False
-        if done():
-            return True
-        time.sleep(0.005)
-    return False
+def _settled(arena: Arena, step: int) -> bool:
+    return arena.calm() and arena.step() >= step
+
+
+def _is_past(at_s: float) -> bool:
+    return time.monotonic() > at_s
 
 
 def _wait_for_end(arena: Arena) -> int:

@@ -115,7 +115,7 @@ def storm(arena: Arena, setup: Setup, plan: Plan, folder: Path, *, tell: Tell = 
 
 def _rage(arena: Arena, setup: Setup, plan: Plan, result: StormResult, tell: Tell) -> None:
     rng = random.Random(plan.seed)
-    if not _until(arena, lambda: _full(arena) and arena.step() >= 3, plan.full_s):
+    if not arena.until(lambda: _full(arena) and arena.step() >= 3, plan.full_s):
         result.failures.append("the run did not begin")
         return
     for number in range(plan.faults):
@@ -127,7 +127,7 @@ def _rage(arena: Arena, setup: Setup, plan: Plan, result: StormResult, tell: Tel
 
 def _rest(arena: Arena, seconds: float) -> None:
     end_s = time.monotonic() + seconds
-    _until(arena, lambda: time.monotonic() > end_s, seconds + 1.0)
+    arena.until(lambda: time.monotonic() > end_s, seconds + 1.0)
 
 
 def _one_fault(
@@ -145,11 +145,11 @@ def _one_fault(
         result.failures.append(f"{kind} in {phase} found nobody")
     else:
         tell(f"{len(arena.faults)}: {kind} {', '.join(fault.victims)} in {fault.phase}, step {fault.step}")
-    if not _until(arena, lambda: arena.step() >= before + 2, HANG_S):
+    if not arena.until(lambda: arena.step() >= before + 2, HANG_S):
         result.hung += 1
         result.failures.append(f"{kind} in {phase}: no step within {HANG_S:g} s after it ({_board(arena)})")
         return False
-    if not _until(arena, lambda: arena.calm() and _full(arena) and arena.step() >= before + 3, plan.full_s):
+    if not arena.until(lambda: arena.calm() and _full(arena) and arena.step() >= before + 3, plan.full_s):
         result.failures.append(f"{kind} in {phase}: not all were back within {plan.full_s:g} s ({_board(arena)})")
         return False
     return True
@@ -162,7 +162,7 @@ def _make_joiner(arena: Arena, plan: Plan, rng: random.Random, tell: Tell) -> in
     pid, before = arena.board.read(gone)[0], arena.step()
     fault = arena.hurt("kill", rng, phase="forward", place=gone, aim_s=ONCE_S)
     tell(f"{len(arena.faults)}: kill {arena.name_of(gone)}, so that another one joins" if fault else "nobody to kill")
-    _until(arena, lambda: arena.board.read(gone)[0] != pid and arena.step() >= before + 1, plan.full_s)
+    arena.until(lambda: arena.board.read(gone)[0] != pid and arena.step() >= before + 1, plan.full_s)
     return rng.choice([p for p in places if arena.host_of(p) != arena.host_of(gone)] or places)
 
 
@@ -176,17 +176,6 @@ def _full(arena: Arena) -> bool:
 
 def _board(arena: Arena) -> str:
     return "; ".join(f"{arena.name_of(p)} {arena.board.read(p)}" for p in range(arena.board.places))
-
-
-def _until(arena: Arena, done: Callable[[], bool], limit_s: float) -> bool:
-    end_s = time.monotonic() + limit_s
-    while time.monotonic() < end_s:
-        if not arena.running():
-            return False
-        if done():
-            return True
-        time.sleep(0.005)
-    return False
 
 
 def _end_run(arena: Arena, result: StormResult) -> None:

@@ -6,6 +6,7 @@ Decides exit codes: 0 done, 1 a bug (with traceback), 2 an error that a person c
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import sys
@@ -13,6 +14,7 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
+from typing import NoReturn
 
 from phalanx.cli.allocator import start_again
 from phalanx.core.errors import PhalanxError, nearest
@@ -65,7 +67,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     if name in TRAINING and argv is None:
         start_again(os.environ)
-    return run_command(name, args[1:], debug=os.environ.get("PHALANX_DEBUG", "") not in ("", "0"))
+    status = run_command(name, args[1:], debug=os.environ.get("PHALANX_DEBUG", "") not in ("", "0"))
+    if argv is None and "RANK" in os.environ:
+        _end_rank(status)
+    return status
+
+
+def _end_rank(status: int) -> NoReturn:
+    """As forked ranks end. An interpreter that shuts down stops its threads where they are, and one inside gloo then aborts the process."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(status)
 
 
 def run_command(name: str, args: Sequence[str], *, debug: bool) -> int:

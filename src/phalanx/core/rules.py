@@ -239,13 +239,10 @@ EFFECTS: tuple[Effect, ...] = (
     ),
     Effect(
         settings=("resilience.f",),
-        inert=lambda r: (
-            r.resilience.slots_per_rank is None
-            and (r.resilience.heal is False or (r.resilience.heal is None and r.launch.ranks == 1))
-        ),
+        inert=lambda r: r.resilience.slots_per_rank is None and r.resilience.heal is False,
         reason="resilience.slots_per_rank is not set and the run does not heal itself, so nothing has replicas",
         way_out="resilience.heal = true",
-        reads=("resilience.slots_per_rank", "resilience.heal", "launch.ranks"),
+        reads=("resilience.slots_per_rank", "resilience.heal"),
     ),
     Effect(
         settings=tuple(f"resilience.{k}" for k in ("service", "minimum", "wait_s", "limit_s")),

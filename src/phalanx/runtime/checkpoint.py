@@ -33,7 +33,7 @@ from phalanx.core.units import format_bytes
 from phalanx.runtime.boxes import BoxTensor
 from phalanx.runtime.checkpoint_folder import CheckpointFolder, FileEntry, RunState, differences, file_entry, with_files
 from phalanx.runtime.checkpoint_planner import BoxLoadPlanner, BoxSavePlanner, BoxWriter, WriteFailure, write_failure
-from phalanx.runtime.escape import Escape
+from phalanx.runtime.escape import Escape, run_escapable
 from phalanx.runtime.peers import Peers
 
 T = TypeVar("T")
@@ -178,7 +178,7 @@ class CheckpointManager:
             process_group=self._peers.group,
             no_dist=self._peers.group is None,
         )
-        save() if self._peers.escape is None else self._peers.escape.run(save)
+        run_escapable(self._peers.escape, save)
 
     def _first(self, work: Callable[[], T]) -> T:
         return self._peers.first(lambda: _on_disk(work, self.folder.path))

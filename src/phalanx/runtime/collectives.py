@@ -32,7 +32,7 @@ import torch.distributed as dist
 from phalanx.core.clock import ANCHOR_S
 from phalanx.core.errors import PeerError, RunError
 from phalanx.core.events import Collective, Emit, Event, Lane, Operation, ignore
-from phalanx.runtime.escape import Escape
+from phalanx.runtime.escape import Escape, run_escapable
 from phalanx.runtime.groups import DEFAULT_TIMEOUT_S, Axis
 from phalanx.runtime.waiting import LayerTimes
 
@@ -244,7 +244,7 @@ class Collectives:
         axis, values = self._own(axis), list[Any]([None] * axis.size)
         with _named_errors("gather_objects", axis, self.timeout_s), self._away(axis):
             gather = partial(dist.all_gather_object, values, value, group=axis.group)
-            gather() if self.escape is None else self.escape.run(gather)
+            run_escapable(self.escape, gather)
         return values
 
     # ---- messages between ranks, under way while this rank computes -----------------------------------------------------
@@ -607,8 +607,7 @@ class Collectives:
             work.wait()
             return time.monotonic()
         with self._away(axis):
-            wait = partial(work.wait, timedelta(seconds=self.timeout_s))
-            wait() if self.escape is None else self.escape.run(wait)
+            run_escapable(self.escape, partial(work.wait, timedelta(seconds=self.timeout_s)))
             return time.monotonic()
 
     def _posted(self, call: _Call) -> float:

@@ -82,6 +82,11 @@ class Escape:
         self._open.clear()
 
 
+def run_escapable(escape: Escape | None, work: Callable[[], T]) -> T:
+    """By `escape` where there is one, else here."""
+    return work() if escape is None else escape.run(work)
+
+
 class _Beside:
     """A thread that makes one call at a time."""
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from phalanx.core.errors import PeerError, PhalanxError, ProblemsError, RunError
-from phalanx.runtime.escape import Escape
+from phalanx.runtime.escape import Escape, run_escapable
 
 T = TypeVar("T")
 
@@ -42,7 +42,7 @@ class Peers:
         values: list[Any] = [None] * self.size
         try:
             gather = partial(dist.all_gather_object, values, value, group=self.group)
-            gather() if self.escape is None else self.escape.run(gather)
+            run_escapable(self.escape, gather)
         except RuntimeError as err:  # torch's DistError and its children derive from it
             text = (str(err).strip() or type(err).__name__).splitlines()[0]
             raise PeerError(f"rank {self.rank} did not hear from all other ranks: {text}") from err

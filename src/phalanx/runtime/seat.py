@@ -230,7 +230,7 @@ class Seat:
         generation, end_s = self.team.generation, time.monotonic() + self.settings.service_s
         while True:  # the others wait for it: a member that lost its connection for a moment must say it all the same
             try:
-                return Votes(self._keys_of(generation), generation, self.uid).settle(step)
+                return self._votes_of(generation).settle(step)
             except ServiceLost:
                 values_lost = self._keys is not None and self._keys.epoch != generation.epoch
                 self._forget_keys()

@@ -266,10 +266,7 @@ class Supervisor:
         self.stops = max(self.stops, 1)
         mine = [w.uid for w in self.workers if not w.ended]
         self.roster.leave_or_stop(mine, str(error).splitlines()[0])
-        taking_part = () if self.roster.newest is None else self.roster.newest.uids
-        for worker in self.workers:
-            if worker.uid not in taking_part:
-                worker.kill()
+        self._end_joiners()
 
     def _find_frozen(self) -> None:
         now = time.monotonic()
@@ -324,10 +321,7 @@ class Supervisor:
         """On all hosts. Nobody leaves alone, so that those who are left save together what they hold."""
         self.error, self.stops = error, max(self.stops, 1)
         self.roster.stop(str(error).splitlines()[0])
-        taking_part = () if self.roster.newest is None else self.roster.newest.uids
-        for worker in self.workers:
-            if worker.uid not in taking_part:
-                worker.kill()
+        self._end_joiners()
 
     # -- processes and signals
 
@@ -385,7 +379,8 @@ class Supervisor:
         if self.stops == 1:
             mine = [w.uid for w in self.workers if not w.ended]
             self.roster.leave_or_stop(mine, f"its host got {signal.Signals(number).name}")
-            self._end_joiners()
+            if self.roster.newest is not None:
+                self._end_joiners()
             self._told_to_stop = True
         else:
             for worker in self.workers:
@@ -395,9 +390,9 @@ class Supervisor:
 
     def _end_joiners(self) -> None:
         """Workers that are in no generation yet hold nothing, and would wait for one for ever."""
-        newest = self.roster.newest
+        taking_part = () if self.roster.newest is None else self.roster.newest.uids
         for worker in self.workers:
-            if newest is not None and not worker.ended and worker.uid not in newest.uids:
+            if not worker.ended and worker.uid not in taking_part:
                 worker.put_out = worker.put_out or time.monotonic()
                 worker.kill()
 

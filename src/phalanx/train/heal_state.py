@@ -97,11 +97,11 @@ def take_state(found: Examined, parts: StepParts | None, *, old: ShardedState | 
     for kind in STATE_KINDS:
         source: Mapping[str, Any] = shard_views(old, kind) if old is not None else {}
         target: Mapping[str, Any] = shard_views(new, kind) if new is not None else {}
-        received += _move(resharder, plan.params, source, target, op_id=f"heal/{kind}")
+        received += move_state(resharder, plan.params, source, target, op_id=f"heal/{kind}")
     if plan.buffers:
         source = old.buffers if old is not None else {}
         target = new.buffers if new is not None else {}
-        received += _move(resharder, plan.buffers, source, target, op_id="heal/buffers")
+        received += move_state(resharder, plan.buffers, source, target, op_id="heal/buffers")
     mine: Sums = {}
     if parts is not None:
         parts.state.restore(parts.comms)
@@ -109,10 +109,10 @@ def take_state(found: Examined, parts: StepParts | None, *, old: ShardedState | 
     return Moved(received_bytes=received, checked=compare([*found.told, *everyone.peers.gather(mine)]))
 
 
-def _move(
+def move_state(
     resharder: Resharder, moves: Sequence[Move], source: Mapping[str, Any], dest: Mapping[str, Any], *, op_id: str
 ) -> int:
-    """Bytes that came to this member. `source` and `dest`: tensors, or views of shards, by name."""
+    """Carry out moves between tensors, or views of shards, by name; the bytes that came to this rank. Collective."""
     have = [source.get(move.name) if resharder.rank in move.src.ranks else None for move in moves]
     want = [dest.get(move.name) for move in moves]
     types = [torch.float64 if move.itemsize == 8 else torch.float32 for move in moves]

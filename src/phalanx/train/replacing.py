@@ -50,7 +50,7 @@ from phalanx.runtime.optimizer_state import ShardedState
 from phalanx.runtime.resharder import Resharder
 from phalanx.runtime.shard_views import shard_views
 from phalanx.train.assemble import assemble
-from phalanx.train.heal_state import checksums, compare
+from phalanx.train.heal_state import checksums, compare, move_state
 from phalanx.train.setup import Rank, make_context
 from phalanx.train.step import StepParts
 
@@ -311,15 +311,12 @@ def _take_over(
         StateLayouts(spec=spec, folding=folding, stages=new.pipeline.stages, placement=_of_rank(side, folding))
         for side in (before, after)
     ]
+    size = max(family.master.itemsize for family in families.values())
+    moves = [Move(name=n, itemsize=size, src=sides[0].parameter(n), dst=sides[1].parameter(n)) for n in names]
     resharder, received = Resharder(new.comms, new.groups.axis("world")), 0
     for kind in ShardedState.KINDS:
         have, want = (shard_views(state, kind) for state in (old.state, new.state))
-        size = max(family.master.itemsize for family in families.values())
-        moves = [Move(name=n, itemsize=size, src=sides[0].parameter(n), dst=sides[1].parameter(n)) for n in names]
-        source, out = ([views.get(n) for n in names] for views in (have, want))
-        types = [torch.float64 if size == 8 else torch.float32] * len(names)
-        resharder.move(moves, source, dtypes=types, out=out, op_id=f"replace/{kind}")  # type: ignore[arg-type]
-        received += 0 if resharder.report is None else resharder.report.received_bytes
+        received += move_state(resharder, moves, have, want, op_id=f"replace/{kind}")
     new.state.restore(new.comms)
     told = rank.peers.gather([_sums_of_experts(parts) for parts in (old, new)])
     return received, compare([sums for pair in told for sums in pair])
