@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,14 +26,34 @@ from phalanx.simulate.goodput import (
 )
 from phalanx.simulate.pictures import Series, plot
 
+DAYS = 54.0
+"""As long as Llama 3's."""
+
 
 def goodput(argv: Sequence[str]) -> int:
     """Monte Carlo over failures."""
     args = _parser().parse_args(list(argv))
     for path in (args.json, args.svg):
         check_writable(path)
+    problems = [
+        Problem(where=f"--{name}", value=value, rule="must be above 0", hint="leave it out")
+        for name, value in (
+            ("ranks", args.ranks), ("hosts", args.hosts), ("days", args.days), ("rate", args.rate), ("interval", args.interval),
+        )
+        if value is not None and not 0 < value < math.inf
+    ]  # fmt: skip
+    if args.failures is not None:
+        rule = "has no effect with --failures, which says when hosts fail and how long the job is"
+        problems += [
+            Problem(where=f"--{name}", value=value, rule=rule, hint="leave it out")
+            for name, value in (("rate", args.rate), ("days", args.days))
+            if value is not None
+        ]
+    if args.save == 0 and args.interval is None:
+        rule = "must be above 0, or --interval be given: the best interval between saves that cost nothing is none"
+        problems.append(Problem(where="--save", value=args.save, rule=rule, hint="--save 10"))
     base = Practice(
-        interval_s=args.interval or 1.0,
+        interval_s=args.interval if args.interval is not None and args.interval > 0 else 1.0,
         save_s=args.save,
         detect_s=args.detect,
         restart_s=args.restart,
@@ -41,11 +61,6 @@ def goodput(argv: Sequence[str]) -> int:
         survival=args.survival,
         repair_host_s=args.replace,
     )
-    problems = [
-        Problem(where=f"--{name}", value=value, rule="must be above 0", hint="leave it out")
-        for name, value in (("ranks", args.ranks), ("days", args.days), ("rate", args.rate))
-        if not 0 < value < math.inf
-    ]
     raise_if(problems + practice_problems(base), ConfigError, subject="the arguments")
     result = run(base, args)
     if args.json is not None:
@@ -64,16 +79,16 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--rate",
         type=float,
-        default=LLAMA3_FAILURES_PER_RANK_HOUR,
+        default=None,
         help="failures of a rank in an hour (default Llama 3's)",
     )
     add(
         "--failures",
         type=Path,
         metavar="CSV",
-        help="a trace of removals in place of --rate: MILLISECONDS,add|remove,NODE",
+        help="a trace of removals in place of --rate and --days: MILLISECONDS,add|remove,NODE",
     )
-    add("--days", type=float, default=54.0, help="length of the job (default 54)")
+    add("--days", type=float, default=None, help=f"length of the job (default {DAYS:g})")
     add("--interval", type=float, default=None, help="seconds between saves (default: Young and Daly's)")
     add("--save", type=float, default=10.0, help="seconds that a save stops the job (default 10)")
     add("--detect", type=float, default=60.0, help="seconds until a failure is known (default 60)")
@@ -99,28 +114,26 @@ def _parser() -> argparse.ArgumentParser:
 
 def run(base: Practice, args: argparse.Namespace) -> dict[str, Any]:
     """Both ways of recovery over the same failures, and the sweep over intervals."""
-    mean = 3600 / (args.rate * args.ranks)
-    duration = args.days * 86400
-    removals = None
-    if args.failures is not None:
-        removals = read_removals(args.failures)
-        if not removals:
-            problem = Problem(where=str(args.failures), value=None, rule="has no removals", hint="give another trace")
-            raise PlanError([problem], subject="the trace")
+    duration = (DAYS if args.days is None else args.days) * 86400
+    mean = 3600 / ((LLAMA3_FAILURES_PER_RANK_HOUR if args.rate is None else args.rate) * args.ranks)
+    removals = None if args.failures is None else _removals(args.failures)
+    if removals is not None:
         duration, mean = removals[-1], removals[-1] / len(removals)
     best = young_daly(base.save_s, mean)
     practice = replace(base, interval_s=args.interval if args.interval is not None else max(best, 1.0))
-    hosts = args.hosts or max(1, args.ranks // 8)
+    hosts = args.hosts if args.hosts is not None else max(1, args.ranks // 8)
+
+    def failures() -> Iterator[float]:
+        return iter(removals) if removals is not None else poisson(mean, args.seed)
 
     def play(recovery: str) -> Goodput:
-        failures = removals if removals is not None else poisson(mean, args.seed)
         chosen = replace(practice, recovery=recovery)  # type: ignore[arg-type]
-        return simulate_goodput(chosen, failures, duration_s=duration, hosts=hosts, seed=args.seed)
+        return simulate_goodput(chosen, failures(), duration_s=duration, hosts=hosts, seed=args.seed)
 
-    intervals = [best * 2 ** (k / 2) for k in range(-6, 7)]
-    span = max(duration, 400 * mean)
+    intervals = [(best or practice.interval_s) * 2 ** (k / 2) for k in range(-6, 7)]
+    span = duration if removals is not None else max(duration, 400 * mean)
     curves = {
-        name: sweep(replace(practice, recovery=name), mean, intervals, duration_s=span, seed=args.seed)
+        name: sweep(replace(practice, recovery=name), failures, intervals, duration_s=span, hosts=hosts, seed=args.seed)
         for name in ("checkpoint", "replicas")
     }
     return {
@@ -133,6 +146,17 @@ def run(base: Practice, args: argparse.Namespace) -> dict[str, Any]:
         "curves": curves,
         "sweep": {name: [list(point) for point in curve] for name, curve in curves.items()},
     }
+
+
+def _removals(path: Path) -> list[float]:
+    """Times of removals. Raises `DataError`, and `PlanError` for a trace without any that lasts."""
+    removals = read_removals(path)
+    if not removals or removals[-1] <= 0:
+        rule = "has no removals after its beginning"
+        raise PlanError(
+            [Problem(where=str(path), value=None, rule=rule, hint="give another trace")], subject="the trace"
+        )
+    return removals
 
 
 def describe(result: dict[str, Any]) -> str:

@@ -278,11 +278,11 @@ class Blocks:
         if overlap.ep == "none" or not one:
             out.both(kind, 2 * one)
             return
-        sms = 20 / self.oracle.hardware.sms  # a kernel that moves rows takes 20 multiprocessors (DeepEP)
+        taken = self.oracle.hardware.share_of(20)  # a kernel that moves rows takes 20 multiprocessors (DeepEP)
         f, b = (sum(out.forward.values()), sum(out.backward.values())) if overlap.ep == "pair" else experts
         first = 2 * one / overlap.chunks if overlap.ep == "chunks" else 0.0
         beside = 2 * one - first
-        left = [first + max(0.0, beside - room) + min(beside, room) * sms for room in (f, b)]
+        left = [first + max(0.0, beside - room) + min(beside, room) * taken for room in (f, b)]
         if overlap.ep == "pair":  # a forward runs beside a backward: each has the other's time to hide in
             left.reverse()
         out.add(kind, left[0], left[1])

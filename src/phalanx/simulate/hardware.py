@@ -40,7 +40,8 @@ class Hardware:
     fp8_flops_per_s: float | None
     memory_bytes: float
     memory_bytes_per_s: float
-    sms: int
+    sms: int | None
+    """Multiprocessors of a device; None where ranks compute on processors."""
     gemm_efficiency: float
     fp8_efficiency: float
     memory_efficiency: float
@@ -61,7 +62,13 @@ class Hardware:
     fp32_flops_per_s: float | None = None
     """Of products in float32; None where nobody has measured it."""
     fp32_efficiency: float | None = None
+    threads: int | None = None
+    """Of a rank that computes on processors; None for a device."""
     sources: Mapping[str, str] = field(default_factory=dict)
+
+    def share_of(self, multiprocessors: int) -> float:
+        """Share of a device, at most all of it, that a kernel takes beside computation; 0 on processors, where what it takes was not measured."""
+        return 0.0 if self.sms is None else min(1.0, multiprocessors / self.sms)
 
     def peak(self, precision: str) -> float:
         """Dense FLOPs per second; a precision that the device lacks runs as bf16."""
@@ -131,14 +138,21 @@ def cluster_problems(cluster: GpuCluster) -> list[Problem]:
 
 _SECTIONS: Mapping[str, tuple[str, ...]] = {
     "": (
-        "ranks_per_host", "bf16_flops_per_s", "memory_bytes", "memory_bytes_per_s", "sms", "gemm_efficiency",
+        "ranks_per_host", "bf16_flops_per_s", "memory_bytes", "memory_bytes_per_s", "gemm_efficiency",
         "memory_efficiency", "kernel_s", "launch_s",
     ),
     "attention": ("forward", "backward"),
     "inside": ("bytes_per_s", "latency_s", "half_bytes"),
     "between": ("bytes_per_s", "efficiency", "latency_s"),
 }  # fmt: skip
-_OPTIONAL = {"fp8_flops_per_s": None, "fp8_efficiency": 0.57, "fp32_flops_per_s": None, "fp32_efficiency": None}
+_OPTIONAL = {
+    "sms": None,
+    "threads": None,
+    "fp8_flops_per_s": None,
+    "fp8_efficiency": 0.57,
+    "fp32_flops_per_s": None,
+    "fp32_efficiency": None,
+}
 _MEASURED = {"gemm": (3, "[m, n, k, seconds]"), "links": (3, "[collective, ranks, bytes, seconds]")}
 LINKS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
 """Collectives that a table of measured links may name."""
@@ -222,10 +236,11 @@ def parse_hardware(text: str, *, name: str, where: str) -> Hardware:
                 rule, value = wrong
                 hint = f'write {key} = {{ value = ..., source = "..." }}' + (f" in [{section}]" if section else "")
                 problems.append(Problem(where=f"{where}: {full}", value=value, rule=rule, hint=hint))
-    problems += _range_problems(values, where)
+    problems += _range_problems(values, where) + _kind_problems(table, where)
     measured, found = _measured(table, where)
     raise_if(problems + found, ConfigError, subject="the cluster file")
-    values["ranks_per_host"], values["sms"] = int(values["ranks_per_host"]), int(values["sms"])
+    for key in ("ranks_per_host", "sms", "threads"):
+        values[key] = None if values[key] is None else int(values[key])
     title = str(table.get("title", name))
     tables: dict[str, Any] = {f"measured_{key}": rows for key, rows in measured.items()}
     return Hardware(name=name, title=title, sources=sources, **tables, **values)
@@ -268,6 +283,16 @@ def _range_problems(values: Mapping[str, Any], where: str) -> list[Problem]:
         for key in _SHARES
         if values.get(key) is not None and values[key] > 1
     ]
+
+
+def _kind_problems(table: Mapping[str, Any], where: str) -> list[Problem]:
+    """A file is of devices or of processors."""
+    given = [key for key in ("sms", "threads") if key in table]
+    if len(given) == 1:
+        return []
+    rule = "cannot go with threads: ranks compute on a device or on processors" if given else "is missing"
+    hint = "sms (multiprocessors) for devices, threads (of a rank) for processors"
+    return [Problem(where=f"{where}: sms", value=table.get("sms"), rule=rule, hint=hint)]
 
 
 def _unknown(table: Mapping[str, Any], where: str) -> list[Problem]:

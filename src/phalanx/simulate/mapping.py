@@ -76,7 +76,7 @@ class Mapping:
     fused_permute: bool = True
     """Rows go to and from their experts in one kernel each; else by index_select, products and scatter_add over whole rows."""
     stage_layers: tuple[int, ...] | None = None
-    """Layers of each virtual stage; None: as even as can be, by cost."""
+    """Layers of each virtual stage; None: as a run divides them, by cost."""
     shares: Literal["equal", "any"] = "equal"
     """Of data-parallel ranks: equal, or as a fixed set of micro-batches divides (`core/samples.py`): some then have one less, and idle for it."""
 

@@ -41,7 +41,7 @@ class Replicas:
 
     def exposed(self, own: tuple[float, float], *, forward: float, backward: float, layers: int, passes: int) -> float:
         """Seconds that the step is longer for it. `forward`, `backward`: passes of one micro-batch over this rank's layers."""
-        overlap, sms = self.mapping.overlap, self.network.hardware.sms
+        overlap, taken = self.mapping.overlap, self.network.hardware.share_of(NCCL_SMS)
         gather, reduce = self.traffic(own)
         last = 1 / max(1, layers)
         if self.mapping.sharding == "parameters":
@@ -49,11 +49,11 @@ class Replicas:
             times, back = (passes, reduce + gather) if each else (1, reduce)
             if not overlap.fsdp:
                 return times * (gather + back)
-            return times * (gather * last + beside(gather, forward, sms) + beside(back, backward, sms))
+            return times * (gather * last + beside(gather, forward, taken) + beside(back, backward, taken))
         if not overlap.dp:
             return gather + reduce
         return sum(
-            comm * last + beside(comm * (1 - last), room * (1 - last), sms)
+            comm * last + beside(comm * (1 - last), room * (1 - last), taken)
             for comm, room in ((gather, forward), (reduce, backward))
         )
 
@@ -64,6 +64,6 @@ class Replicas:
         return oracle.memory(mine * OPTIMIZER_BYTES + sum(own) * FP32, kernels=20)
 
 
-def beside(comm: float, room: float, sms: int) -> float:
-    """What communication adds to computation of `room` seconds that it runs beside: what has no room, and the share of the device it takes."""
-    return max(0.0, comm - room) + min(comm, room) * NCCL_SMS / sms
+def beside(comm: float, room: float, taken: float) -> float:
+    """What communication adds to computation of `room` seconds that it runs beside: what has no room, and the share `taken` of the device."""
+    return max(0.0, comm - room) + min(comm, room) * taken

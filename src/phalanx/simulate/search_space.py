@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from phalanx.plan.folding import Folding, legal_foldings
-from phalanx.plan.model import MlaSpec, ModelSpec
 from phalanx.simulate.mapping import RECOMPUTES, Job, Recompute
-from phalanx.simulate.shape import Shape
+from phalanx.simulate.shape import spec_of
 
 EpOverlap = Literal["none", "chunks", "pair"]
 MICRO_BATCHES = (1, 2, 4)
@@ -28,34 +27,6 @@ class Space:
     recomputes: tuple[Recompute, ...] = RECOMPUTES
     ep_overlaps: tuple[EpOverlap, ...] = ("none", "chunks", "pair")
     most_virtual: int = 16
-
-
-def spec_of(shape: Shape) -> ModelSpec:
-    """The shape as a model that `plan/folding.py` can judge; what legality does not read is left at its default."""
-    m = shape.latent
-    mla = None
-    if m is not None:
-        mla = MlaSpec(
-            q_rank=m.q_rank, kv_rank=m.kv_rank, nope_dim=m.nope_dim, rope_dim=m.rope_dim, value_dim=m.value_dim
-        )
-    dense = not shape.experts
-    return ModelSpec(
-        name=shape.name,
-        num_layers=shape.layers,
-        hidden=shape.hidden,
-        num_heads=shape.heads,
-        num_kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        vocab=shape.vocab,
-        num_experts=max(1, shape.experts),
-        top_k=max(1, shape.top_k),
-        expert_ffn=max(1, shape.expert_ffn),
-        shared_ffn=shape.shared_ffn,
-        dense_layers=shape.layers if dense else shape.dense_layers,
-        dense_ffn=shape.dense_ffn,
-        mtp_layers=shape.mtp,
-        mla=mla,
-    )
 
 
 def foldings(job: Job, world: int) -> Iterator[Folding]:
