@@ -9,10 +9,9 @@ import pytest
 from phalanx.cli.main import main
 from phalanx.core.errors import ConfigError
 from phalanx.simulate.calibration import Attention, Calibration, Link, Measured, Product, Stream, calibrate
-from phalanx.simulate.collectives import Network, Span
+from phalanx.simulate.collectives import Network, Span, beside
 from phalanx.simulate.cost import Oracle
 from phalanx.simulate.hardware import known_hardware, load_hardware, parse_cluster, parse_hardware
-from phalanx.simulate.replicas import beside
 
 pytestmark = pytest.mark.unit
 RATE = {"bf16": 4e11, "fp32": 1e11}

@@ -63,7 +63,7 @@ class Quick:
     def sums(self, mapping: Mapping) -> tuple[Sums, ...]:
         """Seconds of each of `KINDS`; zeros for a kind that the model lacks."""
         f = mapping.folding
-        dense = (f.tp, f.cp, mapping.micro_batch)
+        dense = (f.tp, f.cp, mapping.micro_batch, mapping.splits_backward)
         key = (*dense, f.ep, f.etp, mapping.overlap.ep, mapping.recompute)
         if key not in self.layers:
             blocks, shape = Blocks(self.job, mapping, self.oracle, self.network), self.job.shape
