@@ -221,11 +221,11 @@ class Blocks:
         """Router, dispatch, grouped experts, combine; and the shared expert where there is one."""
         out, s, f, m = Ledger(), self.shape, self.mapping.folding, self.mapping
         t, h = self.tokens, s.hidden
-        rows, local = t * s.top_k, max(1, s.experts // f.ep)
-        load = m.routing.hottest(ep=f.ep, experts=s.experts, rows=rows * f.ep, top_k=s.top_k)
+        rows, local, load = t * s.top_k * m.rows_share(self.job), max(1, s.experts // f.ep), m.load(self.job)
         self.kernel(out, t * 4 * h)
         self.linear(out, t, s.experts, h)
         self.kernel(out, t * s.experts * 16, kernels=6, backward=1.0)
+        self._decide_together(out, t)
         self._permute(out, t, rows, arrive=False)
         comm = self._dispatch(out, t, rows, load)
         here = rows * f.etp
@@ -246,6 +246,16 @@ class Blocks:
             out.again["recompute"] = even.seconds[0]
         return out
 
+    def _decide_together(self, out: Ledger, t: float) -> None:
+        """What is dropped, where capacity is of the whole micro-batch: its ranks gather experts (int32), weights (fp32) and places (int64), and sort."""
+        f, drop, k = self.mapping.folding, self.mapping.drop, self.shape.top_k
+        if drop is None or drop.drop_scope != "full_sequence" or f.tp * f.cp == 1:
+            return
+        whole = t * f.tp * f.cp
+        span = self.span(f.tp * f.cp, 1)
+        seconds = sum(self.network.all_gather(whole * each, span) for each in (4 * k, 4 * k, 8))
+        out.add("tp" if f.tp > 1 else "cp", seconds, 0.0)
+
     def _permute(self, out: Ledger, t: float, rows: float, *, arrive: bool) -> None:
         """Rows out to experts, or back and summed by weight. Unfused, rows are read and written by each operation: index_select (2) and
         its index_add (3) one way; a product with the weights (2, backward 5) and scatter_add (3, backward 2) the other.
@@ -258,12 +268,19 @@ class Blocks:
         else:
             self.kernel(out, 2 * rows * one, kernels=3, backward=3 / 2)
 
+    @property
+    def _chunks(self) -> int:
+        """Parts in which rows travel and are computed: each has a latency of its own and reads all weights."""
+        o = self.mapping.overlap
+        return o.chunks if o.ep == "chunks" and self.mapping.folding.ep > 1 else 1
+
     def _expert_products(self, rows: float, local: int) -> Ledger:
         out, s, f = Ledger(), self.shape, self.mapping.folding
         n = s.expert_ffn / f.etp
         groups = local if self.mapping.grouped_experts else 1
-        for _ in range(1 if self.mapping.grouped_experts else local):
-            part = rows if self.mapping.grouped_experts else rows / local
+        parts = self._chunks * (1 if self.mapping.grouped_experts else local)
+        for _ in range(parts):
+            part = rows / parts
             self.linear(out, part, (s.ffn_matrices - 1) * n, s.hidden, groups=groups)
             self.kernel(out, part * s.ffn_matrices * n * BF16, backward=5 / 3)
             self.linear(out, part, s.hidden, n, groups=groups)
@@ -285,7 +302,7 @@ class Blocks:
                 t * row, span, top_k=s.top_k, num_experts=s.experts, host_limit=limit
             )
         else:
-            seconds = self.network.all_to_all(rows * row, span)
+            seconds = self._chunks * self.network.all_to_all(rows * row / self._chunks, span)
         return ("a2a_between" if span.hosts > 1 else "a2a_inside"), seconds * load
 
     def _hide(self, out: Ledger, comm: tuple[str, float], experts: tuple[float, float]) -> None:

@@ -104,13 +104,11 @@ def _row_bytes(mapping: Mapping, job: Job) -> float:
     """Rows that experts keep, per token; `selective` keeps the rows that arrived and runs the experts again."""
     s, f = job.shape, mapping.folding
     inner = 0.0 if mapping.recompute == "selective" else 2 * s.ffn_matrices * s.expert_ffn
-    return s.top_k * (2 * s.hidden * f.etp + inner)
+    return s.top_k * mapping.rows_share(job) * (2 * s.hidden * f.etp + inner)
 
 
 def _load(mapping: Mapping, job: Job) -> float:
-    s, f = job.shape, mapping.folding
-    rows = mapping.micro_batch * job.seq_len / (f.tp * f.cp) * s.top_k * f.ep
-    return mapping.routing.hottest(ep=f.ep, experts=s.experts, rows=rows, top_k=s.top_k, quantile=BUFFER_QUANTILE)
+    return mapping.load(job, quantile=BUFFER_QUANTILE)
 
 
 def _working_bytes(job: Job, mapping: Mapping) -> float:
@@ -119,7 +117,7 @@ def _working_bytes(job: Job, mapping: Mapping) -> float:
     tokens = mapping.micro_batch * job.seq_len / (f.tp * f.cp)
     bare = tokens * 8 * s.hidden * f.tp
     if s.experts:
-        rows = tokens * s.top_k * _load(mapping, job)
+        rows = tokens * s.top_k * mapping.rows_share(job) * _load(mapping, job)
         bare += rows * f.etp * BF16 * (2 * s.hidden + 2 * s.expert_ffn / f.etp)
     if mapping.recompute in ("selective", "full"):
         whole = Mapping(**{**_fields(mapping), "recompute": "none"})
@@ -136,7 +134,7 @@ def parameters_of_rank(job: Job, mapping: Mapping, content: StageContent) -> tup
     s, f = job.shape, mapping.folding
     dense = content.layers * s.attention_params / f.tp + content.dense_layers * s.dense_params / f.tp
     dense += content.moe_layers * (s.shared_params / f.tp + s.experts * s.hidden) + content.layers * 2 * s.hidden
-    dense += (content.embeddings + content.heads) * s.table_params / f.tp
+    dense += content.tables(tied=s.tied) * s.table_params / f.tp
     expert = content.moe_layers * (s.experts / f.ep) * s.expert_params / f.etp if s.experts else 0.0
     return dense, expert
 
@@ -182,7 +180,9 @@ def live_activations(mapping: Mapping, pipeline_rank: int, microbatches: int) ->
     pp = mapping.folding.pp
     if pp == 1:
         return 1
-    extra = most_extra(pp)[pipeline_rank]  # what an eager schedule takes that is told nothing
+    extra = (mapping.extra_warmup or most_extra(pp))[
+        pipeline_rank
+    ]  # an eager schedule that is told nothing takes the most
     return SCHEDULES[mapping.schedule].live(pipeline_rank, pp, mapping.virtual, microbatches, extra)
 
 

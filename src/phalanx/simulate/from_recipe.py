@@ -1,21 +1,25 @@
-"""A recipe as a job and a mapping on a cluster, and the recipe of a mapping that a search found.
+"""A recipe as a job and a mapping on a cluster: what `phalanx simulate RECIPE` predicts.
 
-Decides which settings of a recipe time and memory depend on. Must never change: the recipe of a mapping resolves to that mapping again.
+Decides which settings of a recipe time and memory depend on, and which it cannot follow. Must never change: what is predicted is the recipe's
+own run; a setting that would make it another one is modelled, or refused by its name.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import asdict, replace
 
-from phalanx.core.config import FoldingConfig, LaunchConfig, ModelConfig, PipelineConfig, Recipe, RunConfig, TrainConfig
+from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, Problem, raise_if
-from phalanx.plan.folding import resolve_folding
-from phalanx.plan.model import PRESETS, ModelSpec, resolve_model
-from phalanx.plan.pipeline import choose_schedule
+from phalanx.plan.dispatch import DispatchSpec
+from phalanx.plan.folding import Folding, resolve_folding
+from phalanx.plan.model import ModelSpec, resolve_model
+from phalanx.plan.overlap_setting import parse_overlap
+from phalanx.plan.pipeline import Pipeline, make_pipeline
 from phalanx.plan.recipe import equal_shares
 from phalanx.simulate.mapping import Job, Mapping, Overlap
 from phalanx.simulate.routing import Routing
-from phalanx.simulate.shape import Shape, shape_of
+from phalanx.simulate.shape import shape_of
+from phalanx.simulate.stage_layers import run_layers
 
 
 def job_of_recipe(recipe: Recipe, spec: ModelSpec) -> Job:
@@ -25,37 +29,69 @@ def job_of_recipe(recipe: Recipe, spec: ModelSpec) -> Job:
 
 def mapping_of_recipe(recipe: Recipe, spec: ModelSpec, *, world: int) -> Mapping:
     """How the recipe spreads it. Raises `ConfigError` for what cannot run, or is not modelled on a cluster."""
-    t, p = recipe.train, recipe.pipeline
+    t = recipe.train
     raise_if(_not_modelled(recipe), ConfigError, subject="the recipe on a cluster")
     folding = resolve_folding(recipe.folding, spec, world=world, seq_len=t.seq_len, **equal_shares(recipe))
-    schedule, virtual = choose_schedule(p) if folding.pp > 1 else ("1f1b", 1)
-    even = recipe.router.force == "balanced" or bool(recipe.dispatch.pad_to_capacity)
+    pipeline = make_pipeline(recipe.pipeline, spec, pp=folding.pp, seq_len=t.seq_len)
+    has_stages = folding.pp > 1
     return Mapping(
         folding=folding,
         micro_batch=t.micro_batch,
-        schedule=schedule,
-        virtual=virtual,
+        schedule=pipeline.schedule if has_stages else "1f1b",
+        virtual=pipeline.virtual if has_stages else 1,
         recompute=t.recompute,
-        overlap=Overlap(dp=recipe.optim.bucket_mb > 0),
+        overlap=_overlap(recipe, folding),
         cp_method=recipe.folding.cp_method,
-        routing=Routing(kind="balanced" if even else "learned"),
-        stage_layers=p.layers if folding.pp > 1 else None,
+        routing=Routing(kind="balanced" if recipe.router.force == "balanced" else "learned"),
+        drop=_drop(recipe) if spec.moe_layers else None,
+        stage_layers=_given_layers(recipe, spec, pipeline) if has_stages else None,
+        extra_warmup=pipeline.extra_warmup if has_stages else None,
         shares="equal" if recipe.resilience.mode == "off" else "any",
     )
 
 
+def _overlap(recipe: Recipe, folding: Folding) -> Overlap:
+    plain = Overlap(dp=recipe.optim.bucket_mb > 0)
+    way = parse_overlap(recipe.dispatch.overlap)
+    if way.kind == "coarse":
+        return replace(plain, ep="chunks", chunks=way.chunks)
+    return replace(plain, ep="pair") if recipe.pipeline.pair_passes and folding.ep > 1 else plain
+
+
+def _drop(recipe: Recipe) -> DispatchSpec | None:
+    """Of [dispatch], what time depends on."""
+    d = recipe.dispatch
+    if d.policy == "dropless":
+        return None
+    given = {name: getattr(d, name) for name in ("capacity_factor", "drop_scope", "pad_to_capacity")}
+    return DispatchSpec(policy="drop", **{name: value for name, value in given.items() if value is not None})
+
+
+def _given_layers(recipe: Recipe, spec: ModelSpec, pipeline: Pipeline) -> tuple[int, ...] | None:
+    """Layers of the stages where they are others than those of a run that is told nothing."""
+    counts = pipeline.stages.counts
+    return None if counts == run_layers(shape_of(spec), recipe.train.seq_len, len(counts)) else counts
+
+
 def _not_modelled(recipe: Recipe) -> list[Problem]:
+    d, p, r, t = recipe.dispatch, recipe.pipeline, recipe.resilience, recipe.train
+    beside = d.overlap if not p.pair_passes else "serial"  # the two at once have a rule of their own
     rules = [
-        (
-            recipe.train.dtype == "bfloat16",
-            "train.dtype",
-            recipe.train.dtype,
-            "clusters are modelled in bf16",
-            "bfloat16",
-        ),
-        (recipe.optim.zero == 1, "optim.zero", recipe.optim.zero, "is modelled with a sharded optimizer", "1"),
-    ]
-    return [Problem(where=w, value=v, rule=rule, hint=f"use {hint}") for ok, w, v, rule, hint in rules if not ok]
+        (t.dtype == "bfloat16", "train.dtype", t.dtype, "clusters are modelled in bf16", "use bfloat16"),
+        (recipe.optim.zero == 1, "optim.zero", recipe.optim.zero, "is modelled with a sharded optimizer", "use 1"),
+        (recipe.folding.stages is None, "folding.stages", recipe.folding.stages, "stages are modelled alike", "use folding.pp"),
+        (d.transport == "all_to_all", "dispatch.transport", d.transport, "is not modelled on a cluster", "use all_to_all"),
+        (beside.startswith(("serial", "coarse")), "dispatch.overlap", d.overlap, "tile by tile is not modelled on a cluster",
+         "use serial or coarse:N"),
+        (not p.pair_passes or d.overlap == "serial", "pipeline.pair_passes", True, f'is not modelled beside dispatch.overlap = "{d.overlap}"',
+         "leave one of them out"),
+        (r.slots_per_rank is None, "resilience.slots_per_rank", r.slots_per_rank, "replicas of experts are not modelled on a cluster",
+         "leave it out"),
+        (not r.heal, "resilience.heal", r.heal, "copies of shards and calls of a run that heals are not modelled on a cluster", "leave it out"),
+        (p.extra_warmup != "auto", "pipeline.extra_warmup", p.extra_warmup, "is found out by a run", "give the numbers that were chosen"),
+        (recipe.router.force != "imbalanced", "router.force", recipe.router.force, "is not modelled on a cluster", "use balanced, or none"),
+    ]  # fmt: skip
+    return [Problem(where=w, value=v, rule=rule, hint=hint) for ok, w, v, rule, hint in rules if not ok]
 
 
 def resolve_recipe(recipe: Recipe, *, tokenizer_vocab: int | None = None) -> ModelSpec:
@@ -63,42 +99,12 @@ def resolve_recipe(recipe: Recipe, *, tokenizer_vocab: int | None = None) -> Mod
     return resolve_model(recipe.model, recipe.router, tokenizer_vocab=tokenizer_vocab)
 
 
-def recipe_of_mapping(job: Job, mapping: Mapping) -> Recipe:
-    """A recipe that runs a mapping on its ranks. Overlap of dispatch has no setting: such a mapping runs without it."""
-    f = mapping.folding
-    return Recipe(
-        run=RunConfig(name=f"{job.shape.name.lower().replace(' ', '-')}-{f.world}"),
-        model=_model_config(job.shape),
-        folding=FoldingConfig(tp=f.tp, cp=f.cp, pp=f.pp, ep=f.ep if job.shape.experts else None, etp=f.etp),
-        pipeline=PipelineConfig(schedule=_schedule(mapping), virtual=mapping.virtual if f.pp > 1 else None),
-        train=TrainConfig(
-            seq_len=job.seq_len,
-            global_batch=job.global_batch,
-            micro_batch=mapping.micro_batch,
-            recompute=mapping.recompute if mapping.recompute in ("selective", "full") else "none",
-        ),
-        launch=LaunchConfig(ranks=f.world, device="cuda"),
-    )
-
-
-def _schedule(mapping: Mapping) -> Any:
-    return mapping.schedule if mapping.folding.pp > 1 else None
-
-
-def _model_config(shape: Shape) -> ModelConfig:
-    """The preset of that name, or the nearest family with every number given."""
-    if shape.name in PRESETS and shape_of(PRESETS[shape.name]) == shape:
-        return ModelConfig(preset=shape.name, vocab=shape.vocab)
-    return ModelConfig(
-        preset="mixtral-8x22b",
-        num_layers=shape.layers,
-        hidden=shape.hidden,
-        num_heads=shape.heads,
-        num_kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        vocab=shape.vocab,
-        num_experts=shape.experts,
-        top_k=shape.top_k,
-        expert_ffn=shape.expert_ffn,
-        shared_ffn=shape.shared_ffn or None,
-    )
+def difference(one: Mapping, other: Mapping) -> list[str]:
+    """Names of the fields in which two mappings differ, those of their parts with a dot."""
+    a, b = asdict(one), asdict(other)
+    out = []
+    for name in a:
+        if a[name] != b[name]:
+            inner = isinstance(a[name], dict) and isinstance(b[name], dict)
+            out += [f"{name}.{key}" for key in a[name] if a[name][key] != b[name][key]] if inner else [name]
+    return out

@@ -7,11 +7,15 @@ Must never change: nothing legal is left out but what the arguments leave out.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal
 
 from phalanx.plan.folding import Folding, legal_foldings
-from phalanx.simulate.mapping import RECOMPUTES, Job, Recompute
+from phalanx.plan.pairs import why_no_pairs
+from phalanx.plan.schedule import make_schedule
+from phalanx.simulate.hardware import Hardware
+from phalanx.simulate.mapping import RECOMPUTES, Job, Mapping, Overlap, Recompute
 from phalanx.simulate.shape import spec_of
 
 EpOverlap = Literal["none", "chunks", "pair"]
@@ -25,8 +29,46 @@ class Space:
     micro_batches: tuple[int, ...] = MICRO_BATCHES
     schedules: tuple[str, ...] = ("1f1b", "interleaved_1f1b", "zero_bubble", "zbv", "dualpipev")
     recomputes: tuple[Recompute, ...] = RECOMPUTES
-    ep_overlaps: tuple[EpOverlap, ...] = ("none", "chunks", "pair")
+    ep_overlaps: tuple[EpOverlap, ...] | None = None
+    """None: those that a recipe can say there (`sayable_overlaps`)."""
+    chunks: tuple[int, ...] = (2, 4)
+    """Of overlap in chunks."""
     most_virtual: int = 16
+
+
+def sayable_overlaps(hardware: Hardware) -> tuple[EpOverlap, ...]:
+    """Chunks everywhere (dispatch.overlap); pairs where passes take turns (pipeline.pair_passes), on processors. Tiles are not modelled."""
+    return ("none", "chunks") if hardware.sms is not None else ("none", "chunks", "pair")
+
+
+def overlaps(common: Overlap, folding: Folding, space: Space, hardware: Hardware) -> list[Overlap]:
+    """Ways to hide dispatch and combine; only bare ones where nothing travels."""
+    kinds = space.ep_overlaps if space.ep_overlaps is not None else sayable_overlaps(hardware)
+    if folding.ep == 1:
+        kinds = ("none",)
+    return [
+        replace(common, ep=kind, chunks=chunks)
+        for kind in kinds
+        for chunks in (space.chunks if kind == "chunks" else (common.chunks,))
+    ]
+
+
+def pairs_pass(mapping: Mapping, job: Job, hardware: Hardware) -> bool:
+    """Whether the passes of a mapping can be paired as it says: a run refuses schedules in which pairs cannot pay.
+
+    On devices no run pairs passes, and the question is not asked: who wants them there asks what if.
+    """
+    if mapping.overlap.ep != "pair" or hardware.sms is not None:
+        return True
+    m = mapping.num_microbatches(job)
+    return _has_pairs(mapping.schedule, mapping.folding.pp, mapping.virtual, m)
+
+
+@lru_cache(maxsize=4096)
+def _has_pairs(schedule: str, pp: int, virtual: int, num_microbatches: int) -> bool:
+    if pp == 1 and num_microbatches == 1:
+        return False
+    return not why_no_pairs(make_schedule(schedule, pp=pp, virtual=virtual, num_microbatches=num_microbatches))
 
 
 def foldings(job: Job, world: int) -> Iterator[Folding]:

@@ -36,6 +36,11 @@ class StageContent:
     def layers(self) -> int:
         return self.moe_layers + self.dense_layers
 
+    def tables(self, *, tied: bool) -> int:
+        """Tables of the vocabulary that it holds: looked up however often, one, which is the head's too where they are tied."""
+        looked_up = min(1, self.embeddings)
+        return max(looked_up, self.heads) if tied else looked_up + self.heads
+
 
 def ranks_of_stages(mapping: Mapping) -> tuple[int, ...]:
     """Pipeline rank of every virtual stage."""
