@@ -231,6 +231,10 @@ class Blocks:
         here = rows * f.etp
         if f.ep > 1 and local > 1:
             self.kernel(out, 2 * 2 * here * h * BF16, kernels=2, backward=1.0)  # sort by expert, and back
+        if (
+            self.oracle.eight_bits
+        ):  # rows of each expert are copied to a multiple of 16, and back (Megatron-LM: `Fp8Padding`, `Fp8Unpadding`)
+            self.kernel(out, 2 * 2 * here * h * BF16, kernels=2, backward=1.0)
         even, hot = self._expert_products(here, local), self._expert_products(here * load, local)
         for kind, ledger, factor in (("experts", even, 1.0), ("imbalance", hot, 1.0), ("imbalance", even, -1.0)):
             f_s, b_s = ledger.seconds

@@ -107,7 +107,8 @@ class Quick:
         own = parameters_of_rank(self.job, mapping, held[0])
         replicas = Replicas(mapping, self.network)
         first = totals[0]
-        out += replicas.exposed(own, forward=first[0], backward=first[1], layers=held[0].layers, passes=m)
+        back = first[2] if mapping.splits_backward else first[1]
+        out += replicas.exposed(own, forward=first[0], backward=back, layers=held[0].layers, passes=m)
         return out + replicas.optimizer(own, self.oracle)
 
     def bound(self, mapping: Mapping) -> float:
