@@ -180,13 +180,18 @@ def layer_bytes(job: Job, mapping: Mapping) -> LayerBytes:
 
 def live_activations(mapping: Mapping, pipeline_rank: int, microbatches: int) -> int:
     """Activations of a virtual stage that a rank holds at once, by its schedule's promise."""
-    pp = mapping.folding.pp
+    pp, extra = mapping.folding.pp, mapping.extra_warmup
+    return _live_by_rank(mapping.schedule, pp, mapping.virtual, microbatches, extra)[pipeline_rank]
+
+
+@lru_cache(maxsize=8192)
+def _live_by_rank(
+    schedule: str, pp: int, virtual: int, microbatches: int, extra_warmup: tuple[int, ...] | None
+) -> tuple[int, ...]:
     if pp == 1:
-        return 1
-    extra = (mapping.extra_warmup or most_extra(pp))[
-        pipeline_rank
-    ]  # an eager schedule that is told nothing takes the most
-    return SCHEDULES[mapping.schedule].live(pipeline_rank, pp, mapping.virtual, microbatches, extra)
+        return (1,)
+    extra = extra_warmup or most_extra(pp)  # an eager schedule that is told nothing takes the most
+    return tuple(SCHEDULES[schedule].live(rank, pp, virtual, microbatches, extra[rank]) for rank in range(pp))
 
 
 def stage_memory(job: Job, mapping: Mapping, *, pipeline_rank: int, layer: LayerBytes | None = None) -> StageMemory:
@@ -227,15 +232,21 @@ def memory_of(job: Job, mapping: Mapping) -> tuple[StageMemory, ...]:
 
 
 def fullest_bytes(job: Job, mapping: Mapping, *, layer: LayerBytes | None = None) -> float:
-    """Bytes on the fullest rank of the pipeline. Of ranks that hold the same, the first has most micro-batches in flight."""
-    ranks = first_of_a_kind(contents(job, mapping))
+    """Bytes on the fullest rank of the pipeline: of ranks that hold the same, one that has most micro-batches in flight."""
+    m = mapping.num_microbatches(job)
+    key = (mapping.schedule, mapping.folding.pp, mapping.virtual, m, mapping.extra_warmup)
+    ranks = _fullest_of_a_kind(contents(job, mapping), _live_by_rank(*key))
     return max(stage_memory(job, mapping, pipeline_rank=rank, layer=layer).total for rank in ranks)
 
 
 @lru_cache(maxsize=4096)
-def first_of_a_kind(held: tuple[StageContent, ...]) -> tuple[int, ...]:
-    """Pipeline ranks that hold something that none before them does."""
-    return tuple(rank for rank, content in enumerate(held) if content not in held[:rank])
+def _fullest_of_a_kind(held: tuple[StageContent, ...], live: tuple[int, ...]) -> tuple[int, ...]:
+    """Pipeline ranks of which none other holds the same with more in flight."""
+    best: dict[StageContent, int] = {}
+    for rank, content in enumerate(held):
+        if content not in best or live[rank] > live[best[content]]:
+            best[content] = rank
+    return tuple(best.values())
 
 
 def fits(job: Job, mapping: Mapping, hardware: Hardware) -> bool:
