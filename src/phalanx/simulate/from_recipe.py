@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.plan.dispatch import DispatchSpec
-from phalanx.plan.folding import Folding, resolve_folding
+from phalanx.plan.folding import resolve_folding
 from phalanx.plan.model import ModelSpec, resolve_model
 from phalanx.plan.overlap_setting import parse_overlap
 from phalanx.plan.pipeline import Pipeline, make_pipeline
@@ -40,7 +40,7 @@ def mapping_of_recipe(recipe: Recipe, spec: ModelSpec, *, world: int) -> Mapping
         schedule=pipeline.schedule if has_stages else "1f1b",
         virtual=pipeline.virtual if has_stages else 1,
         recompute=t.recompute,
-        overlap=_overlap(recipe, folding),
+        overlap=_overlap(recipe),
         cp_method=recipe.folding.cp_method,
         routing=Routing(kind="balanced" if recipe.router.force == "balanced" else "learned"),
         drop=_drop(recipe) if spec.moe_layers else None,
@@ -50,12 +50,12 @@ def mapping_of_recipe(recipe: Recipe, spec: ModelSpec, *, world: int) -> Mapping
     )
 
 
-def _overlap(recipe: Recipe, folding: Folding) -> Overlap:
+def _overlap(recipe: Recipe) -> Overlap:
     plain = Overlap(dp=recipe.optim.bucket_mb > 0)
     way = parse_overlap(recipe.dispatch.overlap)
     if way.kind == "coarse":
         return replace(plain, ep="chunks", chunks=way.chunks)
-    return replace(plain, ep="pair") if recipe.pipeline.pair_passes and folding.ep > 1 else plain
+    return replace(plain, ep="pair") if recipe.pipeline.pair_passes else plain
 
 
 def _drop(recipe: Recipe) -> DispatchSpec | None:
