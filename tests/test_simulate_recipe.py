@@ -12,7 +12,7 @@ from phalanx.cli.main import main
 from phalanx.cli.search import shape_named
 from phalanx.core.config import PipelineConfig, Recipe
 from phalanx.core.errors import ConfigError
-from phalanx.core.recipe import load_recipe
+from phalanx.core.recipe import dump_recipe, load_recipe
 from phalanx.plan.dispatch import DispatchSpec, rows_of_source
 from phalanx.plan.folding import Folding, make_folding
 from phalanx.plan.model import PRESETS
@@ -242,6 +242,18 @@ def test_what_recipes_say_comes_back() -> None:
         recipe, reasons = recipe_of_mapping(job, mapping)
         assert recipe is not None, reasons
         assert mapping_of_recipe(recipe, resolve_recipe(recipe), world=16) == mapping
+
+
+def test_processors_pair_passes_and_do_not_heal_unasked(tmp_path: Path) -> None:
+    job = Job(shape=shape_of(PRESETS["laptop"]), seq_len=256, global_batch=32)
+    pair = Mapping(folding=Folding(world=4, ep=4), overlap=Overlap(ep="pair"), routing=Routing(kind="learned"))
+    recipe, reasons = recipe_of_mapping(job, pair, on_device=False)
+    assert recipe is not None, reasons
+    assert recipe.pipeline.pair_passes and recipe.launch.device == "cpu" and recipe.resilience.heal is False
+    assert mapping_of_recipe(recipe, resolve_recipe(recipe), world=4) == pair
+    path = tmp_path / "pair.toml"
+    path.write_text(dump_recipe(recipe))
+    assert load_recipe(path, [], check=lambda r: run_problems(r, world=4, tokenizer_vocab=r.model.vocab)) == recipe
 
 
 def test_fp8_winners_have_no_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
