@@ -237,7 +237,7 @@ def test_numbers_without_an_end_are_refused(tmp_path: Path, number: str) -> None
         read_rows(written(tmp_path / "x.csv", gpus=number))
 
 
-@pytest.mark.parametrize(("layers", "pp", "virtual"), [("56", "8", 7), ("61", "8", 7), ("61", "16", 3), ("4", "8", 1)])
+@pytest.mark.parametrize(("layers", "pp", "virtual"), [("56", "8", 7), ("61", "8", 7), ("61", "16", 3), ("9", "8", 1)])
 def test_blank_virtual_stages_are_never_more_than_there_are(tmp_path: Path, layers: str, pp: str, virtual: int) -> None:
     """61 layers on 8 ranks: 8 virtual stages would be 64, of 61 layers, embedding and head."""
     changes = {"layers": layers, "PP": pp, "gpus": "128", "global_batch": "1024", "TP": "1", "model": "x"}

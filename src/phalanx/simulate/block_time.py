@@ -55,6 +55,16 @@ class Ledger:
     def seconds(self) -> tuple[float, float]:
         return sum(self.forward.values()), sum(self.backward.values())
 
+    def times(self, number: int) -> Ledger:
+        """The same so many times."""
+        return Ledger(
+            forward={kind: number * s for kind, s in self.forward.items()},
+            backward={kind: number * s for kind, s in self.backward.items()},
+            hidden=number * self.hidden,
+            weight_grad=number * self.weight_grad,
+            kernels=number * self.kernels,
+        )
+
     def close(self, launch_s: float) -> None:
         """The host starts kernels no faster than `launch_s` each: what is missing is waiting."""
         f, b = self.seconds
@@ -263,6 +273,13 @@ class Blocks:
             self.kernel(out, 2 * rows * one, kernels=3, backward=3 / 2)
 
     def _expert_products(self, rows: float, local: int) -> Ledger:
+        """All rows of a rank's experts; in chunks each product is of the rows of a chunk, and every chunk reads the weights anew."""
+        overlap = self.mapping.overlap
+        if overlap.ep != "chunks" or self.mapping.folding.ep == 1:
+            return self._expert_rows(rows, local)
+        return self._expert_rows(rows / overlap.chunks, local).times(overlap.chunks)
+
+    def _expert_rows(self, rows: float, local: int) -> Ledger:
         out, s, f = Ledger(), self.shape, self.mapping.folding
         n = s.expert_ffn / f.etp
         groups = local if self.mapping.grouped_experts else 1

@@ -7,10 +7,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from phalanx.core.config import FoldingConfig, LaunchConfig, ModelConfig, PipelineConfig, Recipe, RunConfig, TrainConfig
+from phalanx.core.config import (
+    DispatchConfig,
+    FoldingConfig,
+    LaunchConfig,
+    ModelConfig,
+    PipelineConfig,
+    Recipe,
+    RunConfig,
+    TrainConfig,
+)
 from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.plan.folding import resolve_folding
 from phalanx.plan.model import PRESETS, ModelSpec, resolve_model
+from phalanx.plan.overlap_setting import FINE
 from phalanx.plan.pipeline import choose_schedule
 from phalanx.plan.recipe import equal_shares
 from phalanx.simulate.mapping import Job, Mapping, Overlap
@@ -36,12 +46,30 @@ def mapping_of_recipe(recipe: Recipe, spec: ModelSpec, *, world: int) -> Mapping
         schedule=schedule,
         virtual=virtual,
         recompute=t.recompute,
-        overlap=Overlap(dp=recipe.optim.bucket_mb > 0),
+        overlap=_overlap(recipe),
         cp_method=recipe.folding.cp_method,
-        routing=Routing(kind="balanced" if even else "learned"),
+        routing=Routing(kind="balanced" if even else "learned", most=_capacity(recipe)),
         stage_layers=p.layers if folding.pp > 1 else None,
         shares="equal" if recipe.resilience.mode == "off" else "any",
     )
+
+
+def _overlap(recipe: Recipe) -> Overlap:
+    """What runs beside computation. `fine` and `auto` are modelled as chunks, as many as the parts of `plan/overlap_setting.py: FINE`."""
+    how, dp = recipe.dispatch.overlap, recipe.optim.bucket_mb > 0
+    if recipe.pipeline.pair_passes:
+        return Overlap(dp=dp, ep="pair")
+    if how in ("serial", "tiles"):
+        return Overlap(dp=dp)
+    return Overlap(
+        dp=dp, ep="chunks", chunks=int(how.removeprefix("coarse:")) if how.startswith("coarse:") else FINE.parts
+    )
+
+
+def _capacity(recipe: Recipe) -> float | None:
+    """Rows of an expert at most, over its even share; None where nothing is dropped."""
+    d = recipe.dispatch
+    return max(1.0, d.capacity_factor or 1.0) if d.policy == "drop" else None
 
 
 def _not_modelled(recipe: Recipe) -> list[Problem]:
@@ -52,6 +80,20 @@ def _not_modelled(recipe: Recipe) -> list[Problem]:
             recipe.train.dtype,
             "clusters are modelled in bf16",
             "bfloat16",
+        ),
+        (
+            recipe.folding.stages is None,
+            "folding.stages",
+            recipe.folding.stages,
+            "stages with foldings of their own are not modelled",
+            "one folding for all",
+        ),
+        (
+            recipe.dispatch.transport == "all_to_all",
+            "dispatch.transport",
+            recipe.dispatch.transport,
+            "is modelled as all_to_all",
+            "all_to_all",
         ),
         (recipe.optim.zero == 1, "optim.zero", recipe.optim.zero, "is modelled with a sharded optimizer", "1"),
     ]
@@ -64,12 +106,14 @@ def resolve_recipe(recipe: Recipe, *, tokenizer_vocab: int | None = None) -> Mod
 
 
 def recipe_of_mapping(job: Job, mapping: Mapping) -> Recipe:
-    """A recipe that runs a mapping on its ranks. Overlap of dispatch has no setting: such a mapping runs without it."""
+    """A recipe that runs a mapping on its ranks. Paired passes have no setting on accelerators: such a mapping runs without them."""
     f = mapping.folding
+    chunks = f"coarse:{mapping.overlap.chunks}" if mapping.overlap.ep == "chunks" and f.ep > 1 else "serial"
     return Recipe(
         run=RunConfig(name=f"{job.shape.name.lower().replace(' ', '-')}-{f.world}"),
         model=_model_config(job.shape),
         folding=FoldingConfig(tp=f.tp, cp=f.cp, pp=f.pp, ep=f.ep if job.shape.experts else None, etp=f.etp),
+        dispatch=DispatchConfig(overlap=chunks),
         pipeline=PipelineConfig(schedule=_schedule(mapping), virtual=mapping.virtual if f.pp > 1 else None),
         train=TrainConfig(
             seq_len=job.seq_len,
