@@ -179,3 +179,41 @@ def test_a_rate_without_its_convention_is_refused(capsys: pytest.CaptureFixture[
         assert word in error
     assert main(["simulate", "flops", "--model", "mixtral-8x22b"]) == 0
     assert "causal half" in capsys.readouterr().out
+
+
+# ---- dispatch beside computation, and rows that are dropped ------------------------------------------------------------------------
+
+
+def seconds_of(recipe: Path, tmp_path: Path, *settings: str) -> float:
+    file = tmp_path / "s.json"
+    assert main(["simulate", str(recipe), "--cluster", "h100x128", *settings, "--json", str(file)]) in (0, 2)
+    return float(json.loads(file.read_text())["seconds"]["p50"])
+
+
+def test_overlap_of_a_recipe_has_its_effect(recipe: Path, tmp_path: Path) -> None:
+    """16 ranks of two hosts exchange rows: chunks hide them, until each has too few rows for its weights."""
+    wide = ("--folding.etp", "2")
+    found = {
+        how: seconds_of(recipe, tmp_path, *wide, "--dispatch.overlap", how)
+        for how in ("serial", "coarse:2", "coarse:32")
+    }
+    assert found["coarse:2"] < found["serial"] < found["coarse:32"]
+
+
+def test_dropped_rows_bound_the_imbalance(recipe: Path, tmp_path: Path) -> None:
+    learned = ("--router.force", "none")
+    dropless, even, some = (
+        seconds_of(recipe, tmp_path, *learned, *more)
+        for more in (
+            (),
+            ("--dispatch.policy", "drop"),
+            ("--dispatch.policy", "drop", "--dispatch.capacity_factor", "1.1"),
+        )
+    )
+    assert even < some < dropless
+    assert even == seconds_of(recipe, tmp_path)
+
+
+def test_what_is_not_modelled_is_refused(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", str(recipe), "--cluster", "h100x128", "--dispatch.transport", "all_gather"]) == 2
+    assert "dispatch.transport" in capsys.readouterr().err

@@ -61,7 +61,7 @@ def test_a_bad_file_names_all_its_problems(tmp_path) -> None:
     text = text.replace("sms = {", "cores = {").replace(
         'memory_bytes = { value = 8.49e10, source = "80 GB', 'memory_bytes = { value = -1, source = "80 GB'
     )
-    text = text.replace("gemm_efficiency = { value = 0.62", "gemm_efficiency = { value = 1.62").replace(
+    text = text.replace("gemm_efficiency = { value = 0.645", "gemm_efficiency = { value = 1.62").replace(
         "latency_s = { value = 2e-5, source", "latency_s = { value = 2e-5, sauce"
     )
     good.write_text(text)

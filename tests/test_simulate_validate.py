@@ -237,7 +237,7 @@ def test_numbers_without_an_end_are_refused(tmp_path: Path, number: str) -> None
         read_rows(written(tmp_path / "x.csv", gpus=number))
 
 
-@pytest.mark.parametrize(("layers", "pp", "virtual"), [("56", "8", 7), ("61", "8", 7), ("61", "16", 3), ("4", "8", 1)])
+@pytest.mark.parametrize(("layers", "pp", "virtual"), [("56", "8", 7), ("61", "8", 7), ("61", "16", 3), ("9", "8", 1)])
 def test_blank_virtual_stages_are_never_more_than_there_are(tmp_path: Path, layers: str, pp: str, virtual: int) -> None:
     """61 layers on 8 ranks: 8 virtual stages would be 64, of 61 layers, embedding and head."""
     changes = {"layers": layers, "PP": pp, "gpus": "128", "global_batch": "1024", "TP": "1", "model": "x"}
@@ -309,3 +309,23 @@ def test_the_bars_of_the_page_are_counted_from_the_rows(outcomes: tuple[Outcome,
     assert "8 rows of MCore" in text and "4 of 4" in text and "2 of 2, 0 false" in text
     printed = {model: round(a, 1) for model, (a, _) in gains(outcomes).items()}
     assert printed == {"Mixtral-8x22B": 3.0, "Qwen2-57B-A14B": 3.7, "Mixtral-8x22B-G8T8": 11.7, "Llama3-8x70B": 2.8}
+
+
+def test_a_table_with_nothing_to_compare_is_no_crash(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for changes, words in (
+        ({"metric": "OOM", "value": "1"}, ""),
+        ({"TP": "5"}, "line 2, Mixtral-8x22B on 128 ranks, cannot run so: folding.tp"),
+    ):
+        path = written(tmp_path / "x.csv", **changes)
+        assert (
+            main(["simulate", "validate", "--data", str(path), "--svg", str(tmp_path / "x.svg"), "--rows", "--search"])
+            == 0
+        )
+        assert words in capsys.readouterr().err
+        assert "nothing to compare" in (tmp_path / "x.svg").read_text()
+
+
+@pytest.mark.parametrize(("experts", "topk", "column"), [("8", "9", "topk"), ("8", "0", "topk"), ("0", "2", "experts")])
+def test_experts_that_cannot_be_chosen(tmp_path: Path, experts: str, topk: str, column: str) -> None:
+    with pytest.raises(DataError, match=rf"x\.csv:2: {column}"):
+        read_rows(written(tmp_path / "x.csv", experts=experts, topk=topk))

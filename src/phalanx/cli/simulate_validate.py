@@ -6,6 +6,7 @@ Reads any CSV of the shared columns (default: the one that comes with Phalanx).
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,8 @@ def validation(argv: Sequence[str]) -> int:
             replace_part(args.write, "bars", bars_markdown(outcomes, found))
         return 0
     print(families_text(result))
+    for line in impossible(outcomes):
+        print(line, file=sys.stderr)
     for place in found:
         print(place_text(place))
     if args.rows:
@@ -89,6 +92,18 @@ def families_text(result: Mapping[str, Any]) -> str:
         f"errors of step time in per cent; {flagged} rows leave something open that had to be assumed (--json lists it)"
     )
     return "\n".join(lines)
+
+
+def impossible(outcomes: Sequence[Outcome]) -> list[str]:
+    """Rows whose mapping cannot be, and why: they are counted, and nothing is predicted of them."""
+    out = []
+    for o in outcomes:
+        reasons = [flag.removeprefix("impossible: ") for flag in o.flags if flag.startswith("impossible: ")]
+        if o.prediction is None:
+            out.append(
+                f"line {o.row.line}, {o.row.shape.name} on {o.row.gpus} ranks, cannot run so: {'; '.join(reasons)}"
+            )
+    return out
 
 
 def place_text(p: Place) -> str:
@@ -179,5 +194,6 @@ def picture(outcomes: Sequence[Outcome]) -> str:
         for what, colour in colours.items()
     ]
     mape = statistics_of(outcomes)["mape"]
-    title = f"Step time, predicted against measured ({len(outcomes)} rows, MAPE {mape:.1f} %)"
+    error = "nothing to compare" if mape is None else f"MAPE {mape:.1f} %"
+    title = f"Step time, predicted against measured ({len(outcomes)} rows, {error})"
     return plot(series, title=title, x_name="measured, s", y_name="predicted, s", log=True, diagonal=True)

@@ -55,6 +55,16 @@ class Ledger:
     def seconds(self) -> tuple[float, float]:
         return sum(self.forward.values()), sum(self.backward.values())
 
+    def times(self, number: int) -> Ledger:
+        """The same so many times."""
+        return Ledger(
+            forward={kind: number * s for kind, s in self.forward.items()},
+            backward={kind: number * s for kind, s in self.backward.items()},
+            hidden=number * self.hidden,
+            weight_grad=number * self.weight_grad,
+            kernels=number * self.kernels,
+        )
+
     def close(self, launch_s: float) -> None:
         """The host starts kernels no faster than `launch_s` each: what is missing is waiting."""
         f, b = self.seconds
@@ -279,12 +289,15 @@ class Blocks:
         return o.chunks if o.ep == "chunks" and self.mapping.folding.ep > 1 else 1
 
     def _expert_products(self, rows: float, local: int) -> Ledger:
+        """All rows of a rank's experts; in chunks each product is of the rows of a chunk, and every chunk reads the weights anew."""
+        return self._expert_rows(rows / self._chunks, local).times(self._chunks)
+
+    def _expert_rows(self, rows: float, local: int) -> Ledger:
         out, s, f = Ledger(), self.shape, self.mapping.folding
         n = s.expert_ffn / f.etp
         groups = local if self.mapping.grouped_experts else 1
-        parts = self._chunks * (1 if self.mapping.grouped_experts else local)
-        for _ in range(parts):
-            part = rows / parts
+        for _ in range(1 if self.mapping.grouped_experts else local):
+            part = rows if self.mapping.grouped_experts else rows / local
             self.linear(out, part, (s.ffn_matrices - 1) * n, s.hidden, groups=groups)
             self.kernel(out, part * s.ffn_matrices * n * BF16, backward=5 / 3)
             self.linear(out, part, s.hidden, n, groups=groups)

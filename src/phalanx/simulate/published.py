@@ -242,6 +242,14 @@ def _number(reading: _Reading, where: str, entry: AnyMapping[str, str], key: str
     return int(value)
 
 
+def _experts(reading: _Reading, where: str, experts: int, top_k: int) -> None:
+    """A token chooses at least one expert and at most all, where there are any."""
+    if experts and not 1 <= top_k <= experts:
+        reading.add(f"{where}: topk", top_k, f"must be 1 to the {experts} experts")
+    if top_k and not experts:
+        reading.add(f"{where}: experts", experts, f"must be at least topk = {top_k}", "topk 0 in a dense model")
+
+
 def _read(
     reading: _Reading,
     where: str,
@@ -258,7 +266,10 @@ def _read(
         _number(reading, where, entry, key, 1)
     for key in _NOT_NEGATIVE:
         _number(reading, where, entry, key, 0)
+    if len(reading.problems) == before:
+        _experts(reading, where, int(float(entry["experts"] or 0)), int(float(entry["topk"] or 0)))
     degrees = {key: _number(reading, where, entry, key, 1) for key in _DEGREES}
+    entry["metric"] = next((m for m in METRICS if m.lower() == entry["metric"].lower()), entry["metric"])
     metric, precision = entry["metric"], re.split(r"[-_ ]", entry["precision"].lower())[0]
     if metric not in METRICS:
         reading.add(f"{where}: metric", metric, "is not a metric", nearest(metric, METRICS))
