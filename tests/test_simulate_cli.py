@@ -7,6 +7,11 @@ from pathlib import Path
 import pytest
 
 from phalanx.cli.main import main
+from phalanx.cli.search import shape_named
+from phalanx.plan.folding import Folding
+from phalanx.simulate.from_recipe import recipe_of_mapping, says_the_model
+from phalanx.simulate.mapping import Job, Mapping
+from phalanx.simulate.published import known_models
 
 pytestmark = pytest.mark.unit
 RECIPE = """
@@ -218,3 +223,24 @@ def test_dropped_rows_bound_the_imbalance(recipe: Path, tmp_path: Path) -> None:
 def test_what_is_not_modelled_is_refused(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", str(recipe), "--cluster", "h100x128", "--dispatch.transport", "all_gather"]) == 2
     assert "dispatch.transport" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, row in known_models().items() if row["gated"].rstrip("?") != "gelu(2)"]
+)
+def test_models_of_publications_can_be_said_by_a_recipe(name: str) -> None:
+    """Or the recipe is refused: a model of two matrices does not run here."""
+    shape = shape_named(name)
+    recipe = recipe_of_mapping(Job(shape=shape, seq_len=4096, global_batch=64), Mapping(folding=Folding(world=1)))
+    assert says_the_model(recipe, shape) == (shape.ffn_matrices == 3)
+
+
+def test_the_winner_of_a_dense_model_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "w.toml"
+    words = ["--model", "Llama3-8B", "--cluster", "h200x8", "--batch", "16", "--exact", "2", "--recipe", str(file)]
+    assert main(["search", *words]) == 0
+    first = capsys.readouterr().out
+    assert "8 ranks on 1 host," in first
+    assert main(["simulate", str(file), "--cluster", "h200x8"]) == 0
+    assert main(["search", "--model", "laptop", "--cluster", "a100x8", "--precision", "fp8"]) == 2
+    assert "has no products in fp8" in capsys.readouterr().err

@@ -5,6 +5,7 @@ Decides which settings of a recipe time and memory depend on. Must never change:
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from phalanx.core.config import (
@@ -25,7 +26,7 @@ from phalanx.plan.pipeline import choose_schedule
 from phalanx.plan.recipe import equal_shares
 from phalanx.simulate.mapping import Job, Mapping, Overlap
 from phalanx.simulate.routing import Routing
-from phalanx.simulate.shape import Shape, shape_of
+from phalanx.simulate.shape import Shape, flops_per_token, shape_of
 
 
 def job_of_recipe(recipe: Recipe, spec: ModelSpec) -> Job:
@@ -130,19 +131,31 @@ def _schedule(mapping: Mapping) -> Any:
 
 
 def _model_config(shape: Shape) -> ModelConfig:
-    """The preset of that name, or the nearest family with every number given."""
+    """The preset of that name, or the nearest family with every number given. A dense model has as many dense layers as layers."""
     if shape.name in PRESETS and shape_of(PRESETS[shape.name]) == shape:
         return ModelConfig(preset=shape.name, vocab=shape.vocab)
+    moe = shape.experts > 0
+    heads = {} if shape.latent else {"num_kv_heads": shape.kv_heads, "head_dim": shape.head_dim}
     return ModelConfig(
-        preset="mixtral-8x22b",
+        preset="deepseek-v3" if shape.latent else "mixtral-8x22b",
         num_layers=shape.layers,
         hidden=shape.hidden,
         num_heads=shape.heads,
-        num_kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
         vocab=shape.vocab,
-        num_experts=shape.experts,
-        top_k=shape.top_k,
-        expert_ffn=shape.expert_ffn,
-        shared_ffn=shape.shared_ffn or None,
+        num_experts=shape.experts if moe else None,
+        top_k=shape.top_k if moe else None,
+        expert_ffn=shape.expert_ffn if moe else None,
+        shared_ffn=shape.shared_ffn if moe and (shape.shared_ffn or shape.latent) else None,
+        dense_layers=shape.dense_layers or None,
+        dense_ffn=shape.dense_ffn or None,
+        **heads,
     )
+
+
+def says_the_model(recipe: Recipe, shape: Shape) -> bool:
+    """Whether the recipe's model costs what this shape costs: same parameters, same FLOPs, same experts."""
+    found = shape_of(resolve_recipe(recipe))
+    same = (found.layers, found.experts, found.top_k if found.experts else 0, found.heads, found.moe_layers)
+    wanted = (shape.layers, shape.experts, shape.top_k if shape.experts else 0, shape.heads, shape.moe_layers)
+    rates = [(flops_per_token(s, 4096), s.num_params) for s in (found, shape)]
+    return same == wanted and all(math.isclose(a, b, rel_tol=1e-3) for a, b in zip(*rates, strict=True))
