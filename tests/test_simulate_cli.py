@@ -217,3 +217,14 @@ def test_dropped_rows_bound_the_imbalance(recipe: Path, tmp_path: Path) -> None:
 def test_what_is_not_modelled_is_refused(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", str(recipe), "--cluster", "h100x128", "--dispatch.transport", "all_gather"]) == 2
     assert "dispatch.transport" in capsys.readouterr().err
+
+
+def test_the_winner_of_a_dense_model_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "w.toml"
+    words = ["--model", "Llama3-8B", "--cluster", "h200x8", "--batch", "16", "--exact", "2", "--recipe", str(file)]
+    assert main(["search", *words]) == 0
+    first = capsys.readouterr().out
+    assert "8 ranks on 1 host," in first
+    assert main(["simulate", str(file), "--cluster", "h200x8"]) == 0
+    assert main(["search", "--model", "laptop", "--cluster", "a100x8", "--precision", "fp8"]) == 2
+    assert "has no products in fp8" in capsys.readouterr().err

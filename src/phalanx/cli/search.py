@@ -52,6 +52,9 @@ def main(argv: Sequence[str]) -> int:
         for name, value in (("seq", args.seq), ("batch", args.batch), ("top", args.top), ("exact", args.exact))
         if value < 1
     ]
+    if args.precision == "fp8" and cluster is not None and cluster.hardware.fp8_flops_per_s is None:
+        rule = f"has no effect: {cluster.hardware.name} has no products in fp8"
+        problems.append(Problem(where="--precision", value="fp8", rule=rule, hint="leave it out"))
     raise_if(problems, ConfigError, subject="the arguments")
     assert shape is not None and cluster is not None
     begin = time.perf_counter()

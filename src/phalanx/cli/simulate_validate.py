@@ -89,7 +89,7 @@ def families_text(result: Mapping[str, Any]) -> str:
         )
     flagged = result["flagged"]
     lines.append(
-        f"errors of step time in per cent; {flagged} rows leave something open that had to be assumed (--json lists it)"
+        f"errors of step time in per cent; rows that leave something open, which had to be assumed (--json lists it): {flagged}"
     )
     return "\n".join(lines)
 
