@@ -149,19 +149,16 @@ _SECTIONS: Mapping[str, tuple[str, ...]] = {
     "inside": ("bytes_per_s", "latency_s", "half_bytes"),
     "between": ("bytes_per_s", "efficiency", "latency_s"),
 }  # fmt: skip
-_OPTIONAL = {
-    "sms": None,
-    "threads": None,
-    "fp8_flops_per_s": None,
-    "fp8_efficiency": 0.57,
-    "fp32_flops_per_s": None,
-    "fp32_efficiency": None,
-}
+_OPTIONAL = {"fp8_flops_per_s": None, "fp8_efficiency": 0.57, "fp32_flops_per_s": None, "fp32_efficiency": None}
 _MEASURED = {"gemm": (3, "[m, n, k, seconds]"), "links": (3, "[collective, ranks, bytes, seconds]")}
 LINKS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
 """Collectives that a table of measured links may name."""
 _CURVES = ("attention_forward", "inside_bytes_per_s")
 _SHARES = ("gemm_efficiency", "fp8_efficiency", "fp32_efficiency", "memory_efficiency", "between_efficiency")
+
+
+_KINDS = ("sms", "threads")
+"""What a file of devices, or of processors, has."""
 
 
 def known_hardware() -> tuple[str, ...]:
@@ -227,7 +224,7 @@ def parse_hardware(text: str, *, name: str, where: str) -> Hardware:
     sources: dict[str, str] = {}
     for section, keys in _SECTIONS.items():
         part = table if not section else table.get(section, {})
-        optional = _OPTIONAL if not section else {}
+        optional = {**dict.fromkeys(_KINDS), **_OPTIONAL} if not section else {}
         for key in (*keys, *optional):
             full = f"{section}_{key}" if section else key
             if key in optional and key not in part:
@@ -243,7 +240,7 @@ def parse_hardware(text: str, *, name: str, where: str) -> Hardware:
     problems += _range_problems(values, where) + _kind_problems(table, where)
     measured, found = _measured(table, where)
     raise_if(problems + found, ConfigError, subject="the cluster file")
-    for key in ("ranks_per_host", "sms", "threads"):
+    for key in ("ranks_per_host", *_KINDS):
         values[key] = None if values[key] is None else int(values[key])
     title = str(table.get("title", name))
     tables: dict[str, Any] = {f"measured_{key}": rows for key, rows in measured.items()}
@@ -291,7 +288,7 @@ def _range_problems(values: Mapping[str, Any], where: str) -> list[Problem]:
 
 def _kind_problems(table: Mapping[str, Any], where: str) -> list[Problem]:
     """A file is of devices or of processors."""
-    given = [key for key in ("sms", "threads") if key in table]
+    given = [key for key in _KINDS if key in table]
     if len(given) == 1:
         return []
     rule = "cannot go with threads: ranks compute on a device or on processors" if given else "is missing"
@@ -302,7 +299,7 @@ def _kind_problems(table: Mapping[str, Any], where: str) -> list[Problem]:
 def _unknown(table: Mapping[str, Any], where: str) -> list[Problem]:
     """Names that no constant has, of the file and of its sections."""
     known = {
-        "": {"title", "measured", *_SECTIONS[""], *_OPTIONAL, *filter(None, _SECTIONS)},
+        "": {"title", "measured", *_SECTIONS[""], *_KINDS, *_OPTIONAL, *filter(None, _SECTIONS)},
         "measured": set(_MEASURED),
     }
     known |= {section: set(keys) for section, keys in _SECTIONS.items() if section}
