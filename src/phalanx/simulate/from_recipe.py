@@ -7,6 +7,7 @@ own run; a setting that would make it another one is modelled, or refused by its
 from __future__ import annotations
 
 from dataclasses import asdict, replace
+from typing import Any
 
 from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, Problem, raise_if
@@ -64,7 +65,8 @@ def _drop(recipe: Recipe) -> DispatchSpec | None:
     if d.policy == "dropless":
         return None
     given = {name: getattr(d, name) for name in ("capacity_factor", "drop_scope", "pad_to_capacity")}
-    return DispatchSpec(policy="drop", **{name: value for name, value in given.items() if value is not None})
+    told: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    return DispatchSpec(policy="drop", **told)
 
 
 def _given_layers(recipe: Recipe, spec: ModelSpec, pipeline: Pipeline) -> tuple[int, ...] | None:
