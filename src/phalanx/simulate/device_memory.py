@@ -15,7 +15,8 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any
 
-from phalanx.plan.schedule import SCHEDULES, most_extra
+from phalanx.plan.schedule import SCHEDULES, make_schedule, most_extra
+from phalanx.plan.schedule_orders import Order
 from phalanx.simulate.cost import BF16, FP32
 from phalanx.simulate.hardware import Hardware
 from phalanx.simulate.mapping import Job, Mapping
@@ -110,6 +111,25 @@ def _row_bytes(mapping: Mapping, job: Job) -> float:
     return s.top_k * (2 * s.hidden * f.etp + inner)
 
 
+def later_bytes(job: Job, mapping: Mapping, *, moe: bool) -> float:
+    """Bytes that a layer keeps of one micro-batch between its input gradient and a weight gradient that was put off: inputs of its products, and
+    gradients of their outputs, recomputed or not.
+    """
+    s, f = job.shape, mapping.folding
+    tokens = mapping.micro_batch * job.seq_len / (f.tp * f.cp)
+    if s.latent is None:
+        inner = (s.heads + 2 * max(1.0, s.kv_heads / f.tp) * f.tp) * s.head_dim
+    else:
+        m = s.latent
+        inner = s.heads * (m.nope_dim + m.rope_dim + m.nope_dim + m.value_dim) + 2 * (m.q_rank + m.kv_rank)
+    elements = 2 * s.hidden + inner + s.value_width
+    width, rows = (s.expert_ffn * s.top_k, s.hidden * f.etp * s.top_k) if moe else (s.dense_ffn, s.hidden)
+    elements += 2 * rows + s.ffn_matrices * width
+    if moe and s.shared_ffn:
+        elements += 2 * s.hidden + s.ffn_matrices * s.shared_ffn
+    return BF16 * tokens * elements
+
+
 def _load(mapping: Mapping, job: Job) -> float:
     s, f = job.shape, mapping.folding
     rows = mapping.micro_batch * job.seq_len / (f.tp * f.cp) * s.top_k * f.ep
@@ -162,6 +182,9 @@ class LayerBytes:
     load: float
     """Of one layer, at its worst."""
     dense: float
+    moe_later: float
+    """Kept until a weight gradient that was put off."""
+    dense_later: float
     working: float
     logits: float
 
@@ -175,6 +198,8 @@ def layer_bytes(job: Job, mapping: Mapping) -> LayerBytes:
         rows=tokens / f.tp * _row_bytes(mapping, job) if mapping.recompute != "full" else 0.0,
         load=_load(mapping, job) if s.experts else 1.0,
         dense=activation_bytes(job, mapping, moe=False),
+        moe_later=later_bytes(job, mapping, moe=True) if s.moe_layers else 0.0,
+        dense_later=later_bytes(job, mapping, moe=False),
         working=_working_bytes(job, mapping),
         logits=tokens * s.vocab / f.tp * (FP32 + 2 * BF16),
     )
@@ -189,6 +214,36 @@ def live_activations(mapping: Mapping, pipeline_rank: int, microbatches: int) ->
     return SCHEDULES[mapping.schedule].live(pipeline_rank, pp, mapping.virtual, microbatches, extra)
 
 
+def held_states(mapping: Mapping, pipeline_rank: int, microbatches: int) -> tuple[tuple[int, int], ...]:
+    """(activations, put-off weight gradients) of a virtual stage that a rank holds at once: the states that no other exceeds in both."""
+    if not mapping.splits_backward:
+        return ((live_activations(mapping, pipeline_rank, microbatches), 0),)
+    pp = mapping.folding.pp
+    return _states(mapping.schedule, pp, mapping.virtual, min(microbatches, 3 * pp))[pipeline_rank]
+
+
+@lru_cache(maxsize=1024)
+def _states(schedule: str, pp: int, virtual: int, microbatches: int) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """Of every rank, by walking through its order; more micro-batches than three rounds repeat the steady state."""
+    made = make_schedule(schedule, pp=pp, virtual=virtual, num_microbatches=microbatches)
+    return tuple(_front(order) for order in made.actions)
+
+
+def _front(order: Order) -> tuple[tuple[int, int], ...]:
+    change = {"F": (1, 0), "B": (-1, 0), "I": (-1, 1), "W": (0, -1)}
+    most: dict[int, int] = {}
+    live = later = 0
+    for action in order:
+        a, b = change[action.kind]
+        live, later = live + a, later + b
+        most[live] = max(most.get(live, 0), later)
+    front: list[tuple[int, int]] = []
+    for number in sorted(most, reverse=True):
+        if not front or most[number] > front[-1][1]:
+            front.append((number, most[number]))
+    return tuple(front)
+
+
 def stage_memory(job: Job, mapping: Mapping, *, pipeline_rank: int, layer: LayerBytes | None = None) -> StageMemory:
     """Memory of the ranks at one place of the pipeline. `layer` is `layer_bytes`, where it was computed before."""
     layer = layer if layer is not None else layer_bytes(job, mapping)
@@ -196,7 +251,7 @@ def stage_memory(job: Job, mapping: Mapping, *, pipeline_rank: int, layer: Layer
     dense, expert = parameters_of_rank(job, mapping, content)
     by_dense, by_expert = shards(mapping)
     own = dense / by_dense + expert / by_expert
-    live = live_activations(mapping, pipeline_rank, mapping.num_microbatches(job))
+    states = held_states(mapping, pipeline_rank, mapping.num_microbatches(job))
     # layers are uneven each on its own: over those of a rank, what exceeds the even share grows with their root
     excess = (layer.load - 1) * math.sqrt(content.moe_layers) * layer.rows
     held = content.moe_layers * layer.moe + excess + content.dense_layers * layer.dense
@@ -206,7 +261,8 @@ def stage_memory(job: Job, mapping: Mapping, *, pipeline_rank: int, layer: Layer
             kept = 2 * kept / max(1, content.layers)
         kept += own
     state = (BF16 + mapping.gradient_bytes) * kept + STATE_BYTES * own
-    activations = held * live / max(1, len(content.chunk_layers))
+    later = content.moe_layers * layer.moe_later + content.dense_layers * layer.dense_later
+    activations = max(held * n + later * w for n, w in states) / max(1, len(content.chunk_layers))
     logits = layer.logits if content.heads else 0.0
     return StageMemory(
         pipeline_rank=pipeline_rank,
@@ -217,7 +273,7 @@ def stage_memory(job: Job, mapping: Mapping, *, pipeline_rank: int, layer: Layer
         logits=logits,
         buffers=layer.working + UNNAMED * (state + activations + logits + layer.working),
         communication=FIXED_BYTES,
-        live=live,
+        live=max(n + w for n, w in states),
     )
 
 
@@ -227,8 +283,12 @@ def memory_of(job: Job, mapping: Mapping) -> tuple[StageMemory, ...]:
 
 
 def fullest_bytes(job: Job, mapping: Mapping, *, layer: LayerBytes | None = None) -> float:
-    """Bytes on the fullest rank of the pipeline. Of ranks that hold the same, the first has most micro-batches in flight."""
-    ranks = first_of_a_kind(contents(job, mapping))
+    """Bytes on the fullest rank of the pipeline. Of ranks that hold the same, the first has most micro-batches in flight, the last most weight
+    gradients to do."""
+    held = contents(job, mapping)
+    ranks = first_of_a_kind(held)
+    if mapping.splits_backward:
+        ranks = (*ranks, *(len(held) - 1 - rank for rank in first_of_a_kind(held[::-1])))
     return max(stage_memory(job, mapping, pipeline_rank=rank, layer=layer).total for rank in ranks)
 
 
