@@ -231,10 +231,10 @@ def test_weight_gradients_that_are_put_off_keep_their_inputs(name: str) -> None:
     layer = layer_bytes(MIXTRAL, mapping)
     for rank, stage in enumerate(memory_of(MIXTRAL, mapping)):
         held = {("F", 0): 1, ("I", 0): -1, ("I", 1): 1, ("W", 1): -1, ("B", 0): -1}
-        live, most = [0, 0], 0.0
+        live, most, layers = [0, 0], 0.0, contents(MIXTRAL, mapping)[rank].layers
         for action in made.actions[rank]:
             live = [live[i] + held.get((action.kind, i), 0) for i in (0, 1)]
-            most = max(most, (live[0] * layer.moe + live[1] * layer.moe_later) * 7 / mapping.virtual)
+            most = max(most, (live[0] * layer.moe + live[1] * layer.moe_later) * layers / mapping.virtual)
         assert stage.activations == pytest.approx(most), rank
     last = {r: memory_of(MIXTRAL, replace(mapping, recompute=r))[7].activations for r in ("none", "full")}  # type: ignore[arg-type]
     plain = {r: memory_of(MIXTRAL, replace(BEST, recompute=r))[7].activations for r in ("none", "full")}  # type: ignore[arg-type]
