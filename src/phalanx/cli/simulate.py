@@ -165,7 +165,7 @@ def _shown(p: Prediction) -> list[StageMemory]:
 def clusters(argv: Sequence[str]) -> int:
     """List known hardware, or the constants of one with their sources."""
     parser = argparse.ArgumentParser(prog="phalanx simulate clusters", description="Known hardware and its constants.")
-    parser.add_argument("name", nargs="?", help="one of them, with every constant and its source")
+    parser.add_argument("name", nargs="?", help="one of them, or a file of yours: every constant with its source")
     args = parser.parse_args(list(argv))
     if args.name is None:
         for name in known_hardware():

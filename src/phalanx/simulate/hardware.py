@@ -168,7 +168,9 @@ def known_hardware() -> tuple[str, ...]:
 
 
 def load_hardware(name: str) -> Hardware:
-    """Constants by name. Raises `ConfigError` for unknown hardware."""
+    """Constants by name, or from a file of the user's. Raises `ConfigError` for unknown hardware."""
+    if name.endswith(_FILES):
+        return _read_hardware(name)
     names = known_hardware()
     if name not in names:
         problem = Problem(where="--cluster", value=name, rule="is not known hardware", hint=nearest(name, names))
@@ -279,10 +281,16 @@ def _curve(value: object) -> Curve | None:
 
 
 def _range_problems(values: Mapping[str, Any], where: str) -> list[Problem]:
-    return [
+    """Shares above 1, and counts that are not whole."""
+    shares = [
         Problem(where=f"{where}: {key}", value=values[key], rule="is a share of a peak, at most 1", hint="try 0.8")
         for key in _SHARES
         if values.get(key) is not None and values[key] > 1
+    ]
+    return shares + [
+        Problem(where=f"{where}: {key}", value=values[key], rule="is a whole number of at least 1", hint=f"try {near}")
+        for key in ("ranks_per_host", *_KINDS)
+        if values.get(key) is not None and values[key] != (near := max(1, round(values[key])))
     ]
 
 

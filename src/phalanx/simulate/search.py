@@ -16,7 +16,7 @@ from phalanx.core.errors import PlanError, Problem, raise_if
 from phalanx.plan.folding import Folding
 from phalanx.simulate.device_memory import fullest_bytes, usable_bytes
 from phalanx.simulate.hardware import GpuCluster
-from phalanx.simulate.mapping import Job, Mapping, Precision
+from phalanx.simulate.mapping import Job, Mapping, Overlap, Precision, Recompute
 from phalanx.simulate.quick import Quick
 from phalanx.simulate.routing import Routing
 from phalanx.simulate.search_space import Space, foldings, micro_batches, overlaps, pairs_pass, pipelines
@@ -119,9 +119,11 @@ class _Search:
         self.pareto: list[Candidate] = []
         self.least: Candidate | None = None
 
-    def _choices(self, folding: Folding) -> list[Mapping]:
+    def _overlaps(self, folding: Folding) -> list[Overlap]:
+        return overlaps(self.common.overlap, folding, self.space, self.cluster.hardware)
+
+    def _choices(self, folding: Folding, recomputes: tuple[Recompute, ...]) -> list[Mapping]:
         """Micro-batch, recomputation and overlap of a folding, on a pipeline to be chosen."""
-        ways = overlaps(self.common.overlap, folding, self.space, self.cluster.hardware)
         return [
             replace(
                 self.common,
@@ -131,17 +133,14 @@ class _Search:
                 overlap=overlap,
             )
             for micro in micro_batches(self.job, folding, self.space)
-            for recompute in self.space.recomputes
-            for overlap in ways
+            for recompute in recomputes
+            for overlap in self._overlaps(folding)
         ]
 
     def bound(self, folding: Folding) -> float:
         """Time that no choice of a folding can beat. Recomputation only adds to it."""
-        least = self.space.recomputes[0]
-        return min(
-            (self.quick.bound(choice) for choice in self._choices(folding) if choice.recompute == least),
-            default=math.inf,
-        )
+        least = self.space.recomputes[:1]
+        return min((self.quick.bound(choice) for choice in self._choices(folding, least)), default=math.inf)
 
     @property
     def threshold(self) -> float:
@@ -150,10 +149,12 @@ class _Search:
 
     def folding(self, folding: Folding, bound: float) -> None:
         """Try every choice of one folding that can be among the best."""
-        choices, ways = self._choices(folding), pipelines(self.job.shape.layers, folding.pp, self.space)
-        self.tried += len(choices) * len(ways)
+        ways = pipelines(self.job.shape.layers, folding.pp, self.space)
+        sizes = (micro_batches(self.job, folding, self.space), self.space.recomputes, self._overlaps(folding), ways)
+        self.tried += math.prod(map(len, sizes))
         if bound > self.threshold:
             return
+        choices = self._choices(folding, self.space.recomputes)
         peaks: dict[tuple[int, str, str, int], float] = {}
         for choice in choices:
             if self.quick.bound(choice) > self.threshold:
