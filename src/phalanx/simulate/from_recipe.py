@@ -135,7 +135,7 @@ def _model_config(shape: Shape) -> ModelConfig:
     if shape.name in PRESETS and shape_of(PRESETS[shape.name]) == shape:
         return ModelConfig(preset=shape.name, vocab=shape.vocab)
     moe = shape.experts > 0
-    heads = {} if shape.latent else {"num_kv_heads": shape.kv_heads, "head_dim": shape.head_dim}
+    heads: dict[str, Any] = {} if shape.latent else {"num_kv_heads": shape.kv_heads, "head_dim": shape.head_dim}
     return ModelConfig(
         preset="deepseek-v3" if shape.latent else "mixtral-8x22b",
         num_layers=shape.layers,
