@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx.core.errors import PlanError
+from phalanx.simulate.mapping import Precision
 from phalanx.simulate.published_mapping import cluster_of, job_of
 from phalanx.simulate.search import search
 from phalanx.simulate.search_space import Space
@@ -59,10 +60,10 @@ def places(
     for number, outcome in enumerate(asked, start=1):
         row = outcome.row
         try:
-            precision = "fp8" if row.precision == "fp8" else "bf16"
+            precision: Precision = "fp8" if row.precision == "fp8" else "bf16"
             found = search(
                 job_of(row), cluster_of(row), space=Space(ep_overlaps=("none",)), precision=precision, keep=kept
-            )  # type: ignore[arg-type]
+            )
         except PlanError:
             out.append(Place(outcome=outcome, place=None, kept=0, foldings=0, behind=None))
             continue
