@@ -127,10 +127,8 @@ def staged(*texts: str) -> list[Run]:
 
 STAGED = staged("tp1/tp2/tp4.ep4/tp1", "dp2.ep2/tp2.dp2.ep4/cp2", "dp2.tp2.ep2.etp2/dp4.ep4")
 STAGED += [
-    Run(
-        folding=parse_stages(("dp2.tp2.ep2.etp2", "dp4.ep4")), dispatch=FULL
-    ),  # here and there: two sequences, of 2 x 2 and 4 ranks
-    Run(folding=parse_stages(("tp2.cp2.ep2", "dp4.ep2")), dispatch=PADDED, recompute="full"),
+    Run(folding=parse_stages(("dp2.tp2.ep2.etp2", "dp4.ep4")), dispatch=FULL),
+    Run(folding=parse_stages(("dp2.tp2.ep4", "dp4.ep2")), dispatch=PADDED, recompute="full"),
 ]
 
 
