@@ -21,7 +21,7 @@ from phalanx.simulate.mapping import Job, Mapping, Overlap
 from phalanx.simulate.quick import Quick
 from phalanx.simulate.routing import Routing
 from phalanx.simulate.search import reasons, search
-from phalanx.simulate.search_space import Space, foldings, micro_batches, pipelines
+from phalanx.simulate.search_space import Space, foldings, micro_batches, overlaps, pipelines
 from phalanx.simulate.shape import flops_per_token, shape_of
 from phalanx.simulate.stage_layers import contents, even_layers
 from phalanx.simulate.step_time import bubble_share, predict, step_time
@@ -254,8 +254,8 @@ def test_recomputation_keeps_less() -> None:
 def test_uneven_stages_are_not_averaged() -> None:
     """57 layers on 8 ranks: the fullest has 8, not 57 / 8."""
     job = replace(MIXTRAL, shape=replace(MIXTRAL.shape, layers=57))
-    mapping = folded(tp=2, pp=8, ep=8)
     counts = even_layers(57, 8)
+    mapping = replace(folded(tp=2, pp=8, ep=8), stage_layers=counts)
     assert sorted(counts) == [7] * 7 + [8] and counts[0] == counts[-1] == 7
     full = [m.weights for m in memory_of(job, mapping)]
     assert max(full) / full[0] > 1.05
@@ -280,7 +280,7 @@ def test_sharding_parameters_saves_memory() -> None:
 @pytest.mark.parametrize("name", ["mixtral-8x22b", "deepseek-v3", "qwen2-57b-a14b"])
 @pytest.mark.parametrize("kind", ["balanced", "learned"])
 def test_the_quick_way_gives_what_the_slow_way_gives(name: str, kind: str) -> None:
-    draw, space = random.Random(name + kind), Space()
+    draw, space = random.Random(name + kind), Space(ep_overlaps=("none", "chunks", "pair"))
     job = Job(shape=shape_of(PRESETS[name]), seq_len=4096, global_batch=512)
     cluster, quick = parse_cluster("h100x256"), Quick(job, parse_cluster("h100x256"))
     every = list(foldings(job, 256))
@@ -293,7 +293,7 @@ def test_the_quick_way_gives_what_the_slow_way_gives(name: str, kind: str) -> No
             schedule=schedule,
             virtual=virtual,
             recompute=draw.choice(space.recomputes),
-            overlap=Overlap(ep=draw.choice(space.ep_overlaps)),
+            overlap=draw.choice(overlaps(Overlap(), folding, space, cluster.hardware)),
             routing=Routing(kind=kind),  # type: ignore[arg-type]
         )
         slow = step_time(job, mapping, cluster, exact=False).seconds
@@ -315,9 +315,9 @@ def test_a_search_finds_what_brute_force_finds() -> None:
         for micro in micro_batches(job, folding, space):
             for schedule, virtual in pipelines(8, folding.pp, space):
                 for recompute in space.recomputes:
-                    for ep in space.ep_overlaps if folding.ep > 1 else ("none",):
+                    for overlap in overlaps(Overlap(), folding, space, cluster.hardware):
                         m = Mapping(folding=folding, micro_batch=micro, schedule=schedule, virtual=virtual,
-                                    recompute=recompute, overlap=Overlap(ep=ep))  # fmt: skip
+                                    recompute=recompute, overlap=overlap)  # fmt: skip
                         if fullest_bytes(job, m) <= usable_bytes(cluster.hardware):
                             seconds = step_time(job, m, cluster, exact=False).seconds
                             best[folding] = min(seconds, best.get(folding, seconds))

@@ -108,7 +108,7 @@ def _row_bytes(mapping: Mapping, job: Job) -> float:
     """Rows that experts keep, per token; `selective` keeps the rows that arrived and runs the experts again."""
     s, f = job.shape, mapping.folding
     inner = 0.0 if mapping.recompute == "selective" else 2 * s.ffn_matrices * s.expert_ffn
-    return s.top_k * (2 * s.hidden * f.etp + inner)
+    return s.top_k * mapping.rows_share(job) * (2 * s.hidden * f.etp + inner)
 
 
 def later_bytes(job: Job, mapping: Mapping, *, moe: bool) -> float:
@@ -123,7 +123,8 @@ def later_bytes(job: Job, mapping: Mapping, *, moe: bool) -> float:
         m = s.latent
         inner = s.heads * (m.nope_dim + m.rope_dim + m.nope_dim + m.value_dim) + 2 * (m.q_rank + m.kv_rank)
     elements = 2 * s.hidden + inner + s.value_width
-    width, rows = (s.expert_ffn * s.top_k, s.hidden * f.etp * s.top_k) if moe else (s.dense_ffn, s.hidden)
+    sent = s.top_k * mapping.rows_share(job) if moe else 1.0
+    width, rows = (s.expert_ffn * sent, s.hidden * f.etp * sent) if moe else (s.dense_ffn, s.hidden)
     elements += 2 * rows + s.ffn_matrices * width
     if moe and s.shared_ffn:
         elements += 2 * s.hidden + s.ffn_matrices * s.shared_ffn
@@ -131,9 +132,7 @@ def later_bytes(job: Job, mapping: Mapping, *, moe: bool) -> float:
 
 
 def _load(mapping: Mapping, job: Job) -> float:
-    s, f = job.shape, mapping.folding
-    rows = mapping.micro_batch * job.seq_len / (f.tp * f.cp) * s.top_k * f.ep
-    return mapping.routing.hottest(ep=f.ep, experts=s.experts, rows=rows, top_k=s.top_k, quantile=BUFFER_QUANTILE)
+    return mapping.load(job, quantile=BUFFER_QUANTILE)
 
 
 def _working_bytes(job: Job, mapping: Mapping) -> float:
@@ -142,7 +141,7 @@ def _working_bytes(job: Job, mapping: Mapping) -> float:
     tokens = mapping.micro_batch * job.seq_len / (f.tp * f.cp)
     bare = tokens * 8 * s.hidden * f.tp
     if s.experts:
-        rows = tokens * s.top_k * _load(mapping, job)
+        rows = tokens * s.top_k * mapping.rows_share(job) * _load(mapping, job)
         bare += rows * f.etp * BF16 * (2 * s.hidden + 2 * s.expert_ffn / f.etp)
     if mapping.recompute in ("selective", "full"):
         whole = Mapping(**{**_fields(mapping), "recompute": "none"})
@@ -159,7 +158,7 @@ def parameters_of_rank(job: Job, mapping: Mapping, content: StageContent) -> tup
     s, f = job.shape, mapping.folding
     dense = content.layers * s.attention_params / f.tp + content.dense_layers * s.dense_params / f.tp
     dense += content.moe_layers * (s.shared_params / f.tp + s.experts * s.hidden) + content.layers * 2 * s.hidden
-    dense += (content.embeddings + content.heads) * s.table_params / f.tp
+    dense += content.tables(tied=s.tied) * s.table_params / f.tp
     expert = content.moe_layers * (s.experts / f.ep) * s.expert_params / f.etp if s.experts else 0.0
     return dense, expert
 
@@ -207,25 +206,47 @@ def layer_bytes(job: Job, mapping: Mapping) -> LayerBytes:
 
 def live_activations(mapping: Mapping, pipeline_rank: int, microbatches: int) -> int:
     """Activations of a virtual stage that a rank holds at once, by its schedule's promise."""
-    pp = mapping.folding.pp
+    pp, extra = mapping.folding.pp, mapping.extra_warmup
+    return _live_by_rank(mapping.schedule, pp, mapping.virtual, microbatches, extra)[pipeline_rank]
+
+
+@lru_cache(maxsize=8192)
+def _live_by_rank(
+    schedule: str, pp: int, virtual: int, microbatches: int, extra_warmup: tuple[int, ...] | None
+) -> tuple[int, ...]:
     if pp == 1:
-        return 1
-    extra = most_extra(pp)[pipeline_rank]  # what an eager schedule takes that is told nothing
-    return SCHEDULES[mapping.schedule].live(pipeline_rank, pp, mapping.virtual, microbatches, extra)
+        return (1,)
+    extra = extra_warmup or most_extra(pp)  # an eager schedule that is told nothing takes the most
+    return tuple(SCHEDULES[schedule].live(rank, pp, virtual, microbatches, extra[rank]) for rank in range(pp))
 
 
-def held_states(mapping: Mapping, pipeline_rank: int, microbatches: int) -> tuple[tuple[int, int], ...]:
-    """(activations, put-off weight gradients) of a virtual stage that a rank holds at once: the states that no other exceeds in both."""
-    if not mapping.splits_backward:
-        return ((live_activations(mapping, pipeline_rank, microbatches), 0),)
-    pp = mapping.folding.pp
-    return _states(mapping.schedule, pp, mapping.virtual, min(microbatches, 3 * pp))[pipeline_rank]
+States = tuple[tuple[int, int], ...]
+"""(activations, put-off weight gradients) of a virtual stage that a rank holds at once: the states that no other exceeds in both."""
+
+
+def held_states(mapping: Mapping, pipeline_rank: int, microbatches: int) -> States:
+    """What a rank holds at its fullest moments."""
+    return _states_of_ranks(mapping, microbatches)[pipeline_rank]
+
+
+def _states_of_ranks(mapping: Mapping, microbatches: int) -> tuple[States, ...]:
+    key = (mapping.schedule, mapping.folding.pp, mapping.virtual)
+    if mapping.splits_backward:
+        return _split_states(*key, min(microbatches, 3 * mapping.folding.pp), mapping.extra_warmup)
+    return _plain_states(*key, microbatches, mapping.extra_warmup)
+
+
+@lru_cache(maxsize=8192)
+def _plain_states(*key: Any) -> tuple[States, ...]:
+    return tuple(((live, 0),) for live in _live_by_rank(*key))
 
 
 @lru_cache(maxsize=1024)
-def _states(schedule: str, pp: int, virtual: int, microbatches: int) -> tuple[tuple[tuple[int, int], ...], ...]:
+def _split_states(
+    schedule: str, pp: int, virtual: int, microbatches: int, extra_warmup: tuple[int, ...] | None
+) -> tuple[States, ...]:
     """Of every rank, by walking through its order; more micro-batches than three rounds repeat the steady state."""
-    made = make_schedule(schedule, pp=pp, virtual=virtual, num_microbatches=microbatches)
+    made = make_schedule(schedule, pp=pp, virtual=virtual, num_microbatches=microbatches, extra_warmup=extra_warmup)
     return tuple(_front(order) for order in made.actions)
 
 
@@ -283,19 +304,24 @@ def memory_of(job: Job, mapping: Mapping) -> tuple[StageMemory, ...]:
 
 
 def fullest_bytes(job: Job, mapping: Mapping, *, layer: LayerBytes | None = None) -> float:
-    """Bytes on the fullest rank of the pipeline. Of ranks that hold the same, the first has most micro-batches in flight, the last most weight
-    gradients to do."""
-    held = contents(job, mapping)
-    ranks = first_of_a_kind(held)
-    if mapping.splits_backward:
-        ranks = (*ranks, *(len(held) - 1 - rank for rank in first_of_a_kind(held[::-1])))
+    """Bytes on the fullest rank of the pipeline: of ranks that hold the same, those that no other exceeds in what is in flight."""
+    ranks = _fullest_of_a_kind(contents(job, mapping), _states_of_ranks(mapping, mapping.num_microbatches(job)))
     return max(stage_memory(job, mapping, pipeline_rank=rank, layer=layer).total for rank in ranks)
 
 
 @lru_cache(maxsize=4096)
-def first_of_a_kind(held: tuple[StageContent, ...]) -> tuple[int, ...]:
-    """Pipeline ranks that hold something that none before them does."""
-    return tuple(rank for rank, content in enumerate(held) if content not in held[:rank])
+def _fullest_of_a_kind(held: tuple[StageContent, ...], states: tuple[States, ...]) -> tuple[int, ...]:
+    """Pipeline ranks of which none other holds the same with as much in flight or more."""
+    best: dict[StageContent, list[int]] = {}
+    for rank, content in enumerate(held):
+        rivals = best.setdefault(content, [])
+        if not any(_covers(states[other], states[rank]) for other in rivals):
+            rivals[:] = [other for other in rivals if not _covers(states[rank], states[other])] + [rank]
+    return tuple(rank for ranks in best.values() for rank in ranks)
+
+
+def _covers(more: States, less: States) -> bool:
+    return all(any(a >= c and b >= d for a, b in more) for c, d in less)
 
 
 def fits(job: Job, mapping: Mapping, hardware: Hardware) -> bool:
