@@ -49,7 +49,7 @@ from phalanx.runtime.overlap_lists import (
 )
 from phalanx.runtime.overlap_streams import RoundMessages
 from phalanx.runtime.overlap_transport import count_copies, routes, traffic_told, usable_hosts
-from phalanx.runtime.streams import Streams
+from phalanx.runtime.streams import Streams, leaving_free
 
 Choose = Callable[[DispatchPlan, WireBytes], Schedule]
 TILE_ROWS = 512
@@ -304,6 +304,11 @@ class _Flight:
         return torch.cat([out.entries.going_of_row.to(torch.int32).unsqueeze(1), weights], 1)
 
     @property
+    def left_free(self) -> int:
+        """Multiprocessors that products leave to messages."""
+        return 0 if self.streams is None else self.streams.left_free
+
+    @property
     def under_way(self) -> _Way:
         assert self.way is not None  # between departure and arrival
         return self.way
@@ -448,7 +453,7 @@ def _tag(kind: str, part: int = 0, block: int = 0) -> int:
 
 
 def _told(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Tell a trace what a function of autograd does: under `name` forward, under that of its gradient backward."""
+    """Tell a trace what a function of autograd does: under `name` forward, under that of its gradient backward. Products inside leave to messages what they are to."""
 
     def around(function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
@@ -456,7 +461,7 @@ def _told(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
             forward = isinstance(args[-1], _Flight)
             flight: _Flight = args[-1] if forward else ctx.flight
             id = flight.prefix + name
-            with flight.comms.doing(id if forward else backward_id(id)):
+            with flight.comms.doing(id if forward else backward_id(id)), leaving_free(flight.left_free):
                 return function(ctx, *args)
 
         return call

@@ -39,6 +39,9 @@ class Posted:
 class Streams(Protocol):
     """What the executor needs of a device. Both methods return at once."""
 
+    left_free: int
+    """Multiprocessors that products leave to messages (`leaving_free`); may change from pass to pass."""
+
     def post(
         self,
         comms: Collectives,
@@ -64,7 +67,6 @@ class CudaStreams:
     def __init__(self, device: torch.device) -> None:
         self._messages = torch.cuda.Stream(device)
         self.left_free = 0
-        """Multiprocessors that products leave to messages (`leaving_free`); may change from pass to pass."""
 
     def post(
         self,
