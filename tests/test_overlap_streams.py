@@ -6,23 +6,28 @@ No CUDA device is needed, and none was there: what these tests cannot show is in
 from __future__ import annotations
 
 import random
+from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
 
-import test_dispatch as dense
 from emulated_device import EmulatedDevice
-from moe_help import context, moe_spec
 from phalanx.kernels import permute, tiles
 from phalanx.kernels.lanes import SERIAL
 from phalanx.kernels.later import Later, run
+from phalanx.plan.dispatch import DispatchSpec
+from phalanx.plan.folding import make_folding
 from phalanx.plan.overlap_rounds import rounds_of
 from phalanx.plan.overlap_types import Schedule
+from phalanx.plan.placement import plain_placement
 from phalanx.runtime import overlap, overlap_lists
-from phalanx.runtime.collectives import Collectives
+from phalanx.runtime.collectives import Collectives, Counter
 from phalanx.runtime.dispatch import Dispatcher
 from phalanx.runtime.experts import ExpertWeights
+from phalanx.runtime.groups import build_groups
 from ranks import run_ranks
+from thread_ranks import Hub, ThreadCollectives, run_threads, thread_groups
 
 H, F = 16, 8
 
@@ -56,26 +61,25 @@ def drawn(seed, world):
     }
 
 
-def one_pass(rank, cache, case, device=None, width=None):
+def one_pass(rank, case, groups, comms, device=None):
     """Output and gradients of one layer; by `device` where there is one."""
-    folding = dense.make_folding(world=len(case["tokens"]), **case["grid"])
-    comms = Collectives(timeout_s=30)
-    spec = moe_spec(num_experts=case["experts"], top_k=case["top_k"], hidden=H, expert_ffn=F)
-    ctx = context(spec, folding=folding, rank=rank, cache=cache, comms=comms)
-    dispatcher = Dispatcher(ctx.dispatch, placement=ctx.placement, groups=ctx.groups, comms=comms, top_k=case["top_k"])
+    folding = groups.folding
+    dispatcher = Dispatcher(
+        DispatchSpec(), placement=plain_placement(case["experts"], folding), groups=groups, comms=comms,
+        top_k=case["top_k"],
+    )  # fmt: skip
     g = torch.Generator().manual_seed(100 * case["seed"] + rank)
     tokens, slots = case["tokens"][rank], case["experts"] // folding.ep
     x = torch.randn(tokens, H, generator=g)
     scores = torch.rand(tokens, case["experts"], generator=g) + torch.linspace(case["skew"], 0, case["experts"])
     weights, experts_TK = scores.topk(case["top_k"])
     weights.requires_grad_()
+    dy = torch.randn(tokens, H, generator=g).to(case["dtype"])
     g = torch.Generator().manual_seed(case["seed"] + folding.coord(rank, "ep"))
     w13, w2 = (
-        torch.randn(slots, 2, F // folding.etp, H, generator=g),
-        torch.randn(slots, H, F // folding.etp, generator=g),
+        torch.randn(*size, generator=g) for size in ((slots, 2, F // folding.etp, H), (slots, H, F // folding.etp))
     )
     leaves = [t.to(case["dtype"]).requires_grad_() for t in (x, w13, w2)]
-    dy = torch.randn(tokens, H, generator=g).to(case["dtype"])
     later = Later() if "later" in case["options"] else None
 
     def forward_and_backward():
@@ -90,46 +94,59 @@ def one_pass(rank, cache, case, device=None, width=None):
             run(later.take())
         return y, syncs, device.host_syncs if device else 0
 
+    if device is None:
+        y, *_ = forward_and_backward()
+    else:
+        with device:
+            y, *syncs = forward_and_backward()
+        device.synchronise()
+        if (
+            device.syncs_at_posts
+        ):  # from the first message posted to the end of the backward pass the host waits for nothing
+            assert {*device.syncs_at_posts, *syncs} == {device.syncs_at_posts[0]}
+    return [t.detach().clone() for t in (y, *(t.grad for t in leaves), weights.grad)]
+
+
+@contextmanager
+def small_layers(*, on_device=False, rounds=rounds_of):
+    """Small tiles and blocks. `on_device`: what a device does where a host looks at its own memory."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(overlap, "TILE_ROWS", 4)
         patch.setattr(tiles, "COLUMNS", H // 2)
-        if width is not None:
-            patch.setattr(overlap, "rounds_of", lambda plan: rounds_of(plan, width=width))
-        if device is None:
-            y, *_ = forward_and_backward()
-        else:  # what a device does where a host looks at its own memory
+        patch.setattr(overlap, "rounds_of", rounds)
+        if on_device:
             patch.setattr(permute, "_is_complete", lambda index: False)
             patch.setattr(overlap_lists, "stable_order", device_order)
-            comms.message_streams = device
-            with device:
-                y, *syncs = forward_and_backward()
-            device.synchronise()
-            assert not device.syncs_at_posts or {*device.syncs_at_posts, *syncs} == {device.syncs_at_posts[0]}
-    return [t.detach().clone() for t in (y, *(t.grad for t in leaves), weights.grad)], comms
+        yield
 
 
-def same(a, b):
-    return all(torch.equal(t, u) for t, u in zip(a, b, strict=True))
+def on_threads(case, seed=None, faults=(), rounds=rounds_of):
+    """Of all ranks: what `one_pass` gives. `seed` and `faults` of the emulated devices; None: as hosts do it."""
+    size = len(case["tokens"])
+    folding, hub = make_folding(world=size, **case["grid"]), Hub(size)
+
+    def rank_main(rank):
+        device = None if seed is None else EmulatedDevice(size * seed + rank, faults)
+        comms = ThreadCollectives(hub, rank, device)
+        return one_pass(rank, case, thread_groups(folding, rank), comms, device)
+
+    with small_layers(on_device=seed is not None, rounds=rounds):
+        return run_threads(size, rank_main)
 
 
-def different(rank, cache, cases, seeds, faults=(), width=None):
-    """(case, seed) where the device's bits are not the host's."""
-    found = []
-    for number, case in enumerate(cases):
-        plain, _ = one_pass(rank, cache, case)
-        for seed in seeds:
-            got, _ = one_pass(rank, cache, case, EmulatedDevice(1000 * number + seed, faults), width)
-            found += [] if same(plain, got) else [(number, seed)]
-    return found
+def same(all_a, all_b):
+    return all(torch.equal(t, u) for a, b in zip(all_a, all_b, strict=True) for t, u in zip(a, b, strict=True))
 
 
-@pytest.mark.ranks
-@pytest.mark.parametrize(("world", "count"), [(2, 30), (3, 12), (4, 12)])
+@pytest.mark.parametrize(("world", "count"), [(2, 40), (3, 15), (4, 15)])
 def test_the_bits_of_the_executor_for_hosts(world, count):
-    """Forward and backward, every transport, every order of the streams; `one_pass` also asserts that the host waits for nothing once messages are posted."""
-    cases = [drawn(seed, world) for seed in range(count)]
-    for width in (None, 1):
-        assert run_ranks(world, different, cases, range(2), (), width, timeout_s=120) == [[]] * world
+    """Forward and backward, both transports, any order of the streams; `one_pass` also asserts that the host waits for nothing once messages are posted."""
+    for number in range(count):
+        case = drawn(number, world)
+        plain = on_threads(case)
+        for seed, width in enumerate((None, 1)):
+            got = on_threads(case, 10 * number + seed, rounds=partial(rounds_of, width=width))
+            assert same(plain, got), (number, seed)
 
 
 PLAIN = {**drawn(0, 2), "experts": 4, "top_k": 2, "tokens": [14, 14], "per_token": True, "skew": 0.0, "options": {}}
@@ -137,42 +154,49 @@ PLAIN["schedule"] = Schedule(parts=2, blocks=2, order="arrival", own_before=0.5)
 PLAIN["dtype"] = torch.float32
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("fault", ["post without waiting", "use without waiting", "keep nothing"])
 def test_a_missing_event_and_memory_given_back_too_early_show(fault):
-    found = run_ranks(2, different, [PLAIN], range(12), (fault,), timeout_s=60)
-    assert any(found)
+    plain = on_threads(PLAIN)
+    assert not all(same(plain, on_threads(PLAIN, seed, (fault,))) for seed in range(12))
+    assert all(same(plain, on_threads(PLAIN, seed)) for seed in range(12))
 
 
-def swapped(rank, cache, kind):
-    """The bits with two neighbouring rounds of rank 1 in the wrong order."""
-    plain, _ = one_pass(rank, cache, PLAIN)
+def test_rounds_in_the_wrong_order_show():
+    """Two blocks of one part on one rank: messages of equal sizes, so that nothing but the numbers is wrong."""
 
     def wrong(plan):
         rounds = list(rounds_of(plan))
-        at = next(i for i, one in enumerate(rounds) if one.legs[0].kind == kind)
+        at = next(i for i, one in enumerate(rounds) if one.legs[0].kind == "coming")
         if plan.rank == 1:
             rounds[at : at + 2] = rounds[at + 1], rounds[at]
         return tuple(rounds)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(overlap, "rounds_of", wrong)
-        got, _ = one_pass(rank, cache, PLAIN, EmulatedDevice(3))
-    return same(plain, got)
+    assert not same(on_threads(PLAIN), on_threads(PLAIN, 3, rounds=wrong))
+
+
+# ---- messages by gloo ----------------------------------------------------------------------------------------------------------------
+
+
+def by_gloo(rank, cache, cases):
+    """Whether the device's bits are the host's, and the bytes that each has counted."""
+    found = []
+    for number, case in enumerate(cases):
+        groups = build_groups(make_folding(world=len(case["tokens"]), **case["grid"]), rank=rank, cache=cache)
+        host, beside, device = Collectives(timeout_s=30), Collectives(timeout_s=30), EmulatedDevice(number)
+        beside.message_streams = device
+        with small_layers():
+            plain = one_pass(rank, case, groups, host)
+        with small_layers(on_device=True):
+            got = one_pass(rank, case, groups, beside, device)
+        sent = [
+            comms.counters.get((op, "ep_etp"), Counter()).sent_bytes
+            for comms, op in ((host, "send"), (beside, "exchange"))
+        ]
+        found.append((same([plain], [got]), sent[0] == sent[1]))
+    return found
 
 
 @pytest.mark.ranks
-def test_rounds_in_the_wrong_order_show():
-    """Blocks of one part: messages of equal sizes, so that nothing but the numbers is wrong."""
-    assert not all(run_ranks(2, swapped, "coming", timeout_s=60))
-
-
-def counted(rank, cache):
-    case = {**PLAIN, "per_token": False}
-    (_, host), (_, device) = one_pass(rank, cache, case), one_pass(rank, cache, case, EmulatedDevice(1))
-    return host.counters["send", "ep_etp"].sent_bytes, device.counters["exchange", "ep_etp"].sent_bytes
-
-
-@pytest.mark.ranks
-def test_as_many_bytes_are_counted():
-    assert all(host == device > 0 for host, device in run_ranks(2, counted))
+def test_ranks_whose_messages_go_by_gloo():
+    cases = [PLAIN, *(drawn(seed, 2) for seed in range(4))]
+    assert run_ranks(2, by_gloo, cases, timeout_s=60) == [[(True, True)] * len(cases)] * 2

@@ -84,7 +84,8 @@ class RoutedExperts:
         if self.setting.kind in FIXED:
             return run_overlapped(*routed, schedule=FIXED[self.setting.kind], **by_tiles)
         if self.setting.kind == "auto":
-            tuned = Tuned(self.tuner, self.tuner.of(self.dispatcher, x_TH, experts, self.lanes))
+            known = self.tuner.of(self.dispatcher, x_TH, experts, self.lanes)
+            tuned = Tuned(self.tuner, known, on_device=x_TH.is_cuda)
             out = run_overlapped(*routed, schedule=tuned, **by_tiles)
             tuned.done()
             return out
