@@ -21,7 +21,6 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_map_only
 
 from phalanx.runtime.collectives import Message
 from phalanx.runtime.streams import Posted
@@ -147,7 +146,7 @@ class EmulatedDevice(TorchDispatchMode):
             return func(*args, **kwargs)
         if any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns):
             return func(*args, **kwargs)  # a view
-        aliased = tree_map_only(torch.Tensor, self._alias, (args, kwargs))
+        aliased = _each(self._alias, args), {key: _each(self._alias, value) for key, value in kwargs.items()}
         if func._schema.is_mutable:
             self.put("compute", lambda: func(*aliased[0], **aliased[1]))
             return kwargs.get("out", args[0] if args else None)
@@ -156,7 +155,7 @@ class EmulatedDevice(TorchDispatchMode):
         except (NotImplementedError, RuntimeError):  # sizes that depend on data
             self.sync_for_host()
             return func(*args, **kwargs)
-        out = tree_map_only(torch.Tensor, self._room, found)
+        out = _each(self._room, found)
         if name not in ROOM_ONLY:
             into = [self._alias(t) for t in _flat(out)]
             self.put("compute", lambda: _copy(into, _flat(func(*aliased[0], **aliased[1]))))
@@ -167,7 +166,7 @@ class EmulatedDevice(TorchDispatchMode):
         def meta(tensor):
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
-        args, kwargs = tree_map_only(torch.Tensor, meta, (args, kwargs))
+        args, kwargs = _each(meta, args), {key: _each(meta, value) for key, value in kwargs.items()}
         if any(a.name == "device" for a in func._schema.arguments) and not (
             "like" in func._schema.name or "new_" in func._schema.name or "_to_copy" in func._schema.name
         ):
@@ -193,6 +192,13 @@ class EmulatedDevice(TorchDispatchMode):
         if "use without waiting" not in self.faults:
             self.wait("compute", posted.done)
         posted.kept.clear()
+
+
+def _each(change, value):
+    """The same with every tensor changed, in lists and tuples too."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    return type(value)(_each(change, item) for item in value) if type(value) in (list, tuple) else value
 
 
 def _is_held(call):
