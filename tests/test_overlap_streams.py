@@ -21,7 +21,7 @@ from phalanx.plan.folding import make_folding
 from phalanx.plan.overlap_rounds import rounds_of
 from phalanx.plan.overlap_types import Schedule
 from phalanx.plan.placement import plain_placement
-from phalanx.runtime import overlap, overlap_lists
+from phalanx.runtime import dispatch, overlap, overlap_lists
 from phalanx.runtime.collectives import Collectives, Counter
 from phalanx.runtime.dispatch import Dispatcher
 from phalanx.runtime.experts import ExpertWeights
@@ -104,6 +104,7 @@ def one_pass(rank, case, groups, comms, device=None):
             device.syncs_at_posts
         ):  # from the first message posted to the end of the backward pass the host waits for nothing
             assert {*device.syncs_at_posts, *syncs} == {device.syncs_at_posts[0]}
+            assert device.syncs_at_posts[0] <= 2 + 3  # two collectives of the host; counts, what goes, what comes
     return [t.detach().clone() for t in (y, *(t.grad for t in leaves), weights.grad)]
 
 
@@ -116,7 +117,8 @@ def small_layers(*, on_device=False, rounds=rounds_of):
         patch.setattr(overlap, "rounds_of", rounds)
         if on_device:
             patch.setattr(permute, "_is_complete", lambda index: False)
-            patch.setattr(overlap_lists, "stable_order", device_order)
+            for module in (overlap_lists, dispatch):
+                patch.setattr(module, "stable_order", device_order)
         yield
 
 

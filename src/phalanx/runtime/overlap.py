@@ -38,9 +38,8 @@ from phalanx.runtime.dispatch import Dispatcher
 from phalanx.runtime.experts import ExpertWeights
 from phalanx.runtime.overlap_hosts import Gateways, HostWay
 from phalanx.runtime.overlap_lists import (
-    Entries,
     Outgoing,
-    entries_of,
+    entries_of_all,
     outgoing,
     part_rows,
     places_of,
@@ -108,7 +107,7 @@ def run_overlapped(
         through_hosts=route == "dedup_host",
         has_shared=beside is not None,
     )
-    outs = _outgoing(dispatcher, plan, forward, send.pair_of_row_R, per_token)
+    outs = _outgoing(dispatcher, plan, forward, send.pair_of_row_R, num_tokens=x_TH.shape[0], per_token=per_token)
     ways = Gateways(forward, plan, outs, top_k=dispatcher.top_k, tile_rows=TILE_ROWS) if forward.hosts else None
     flight = _Flight(dispatcher, forward, outs, op_prefix, num_tokens=x_TH.shape[0], per_token=per_token, ways=ways)
     flight.streams = streams
@@ -130,22 +129,24 @@ def _outgoing(
     dispatch: DispatchPlan,
     plan: RankPlan,
     pairs_R: torch.Tensor,
+    *,
+    num_tokens: int,
     per_token: bool,
 ) -> list[Outgoing]:
     """By rank of the group; ranks with slices of the same slots get the same."""
     rows_G = dispatch.rows_PG[plan.rank]
     per_rank, orders = len(rows_G) // dispatcher.ep.size, slot_orders(dispatch, plan.schedule)
-    out: list[Outgoing] = []
+    lists: list[tuple[torch.Tensor, Sequence[int], torch.Tensor | None]] = []
     at = 0
     for ep in range(dispatcher.ep.size):
         rows_e = [int(n) for n in rows_G[ep * per_rank : (ep + 1) * per_rank]]
         tiles = tiles_of(rows_e, source=plan.rank, tile_rows=TILE_ROWS, slots=orders[ep])
         rows_to = part_rows(tiles, plan.peer_part_ends[ep * dispatcher.etp.size])
         order = tile_order(tiles, pairs_R.device)
-        one = outgoing(pairs_R[at : at + sum(rows_e)], dispatcher.top_k, rows_to, per_token=per_token, order=order)
+        lists.append((pairs_R[at : at + sum(rows_e)], rows_to, order))
         at += sum(rows_e)
-        out += [one] * dispatcher.etp.size
-    return out
+    found = outgoing(lists, dispatcher.top_k, num_tokens=num_tokens, per_token=per_token)
+    return [one for one in found for _ in range(dispatcher.etp.size)]
 
 
 @dataclass(eq=False)
@@ -272,24 +273,30 @@ class _Flight:
         self.comms.start_exchange(going, coming, self.axis, op_id=op_id).wait()
 
     def _read_meta(self, tables: Sequence[torch.Tensor], flat_N: torch.Tensor, dtype: torch.dtype) -> None:
-        self.ins: list[Entries] = []
-        self.index: list[torch.Tensor] = []
+        """Entries, weights, and which entry each row takes, by source."""
+        cuts = [
+            (
+                part_rows(self.plan.tiles[peer], self.plan.part_ends[peer]),
+                tile_order(self.plan.tiles[peer], flat_N.device),
+            )
+            for peer in self.others
+        ]
+        of_others = [tables[peer] for peer in self.others]
+        if self.per_token:
+            come = entries_of_all([(t[:, 0].to(torch.int64), *cut) for t, cut in zip(of_others, cuts, strict=True)])
+        else:
+            come = [row_by_row(len(t), cut[0], t.device, cut[1]) for t, cut in zip(of_others, cuts, strict=True)]
+        own = self.outs[self.own]
+        found = {self.own: own.entries, **dict(zip(self.others, come, strict=True))}
+        self.ins = [found[source] for source in range(len(tables))]
+        self.index = [entries.going_of_row for entries in self.ins]
         """By source: the entry of each row."""
+        self.index[self.own] = torch.div(own.pairs, self.top_k, rounding_mode="floor")
         self.row_weights: list[torch.Tensor] = []
         for source, table in enumerate(tables):
-            rows_to = part_rows(self.plan.tiles[source], self.plan.part_ends[source])
             if source == self.own:
-                own = self.outs[source]
-                self.ins.append(own.entries)
-                self.index.append(torch.div(own.pairs, self.top_k, rounding_mode="floor"))
                 self.row_weights.append(flat_N[own.pairs].to(dtype))
                 continue
-            order = tile_order(self.plan.tiles[source], table.device)
-            if self.per_token:
-                self.ins.append(entries_of(table[:, 0].to(torch.int64), rows_to, order=order))
-            else:
-                self.ins.append(row_by_row(len(table), rows_to, table.device, order))
-            self.index.append(self.ins[-1].going_of_row)
             told = table[:, int(self.per_token) :].clone(memory_format=torch.contiguous_format)
             self.row_weights.append(told.view(flat_N.dtype).squeeze(1).to(dtype))
 
