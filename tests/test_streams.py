@@ -13,6 +13,7 @@ import torch.distributed as dist
 from overlap_plan_help import plans_of_group
 from phalanx.core.errors import PlanError, RunError
 from phalanx.plan.dispatch import plan_dispatch
+from phalanx.plan.folding import make_folding
 from phalanx.plan.overlap import backward_of
 from phalanx.plan.overlap_rounds import Leg, rounds_of
 from phalanx.plan.overlap_types import Schedule
@@ -190,6 +191,18 @@ def test_multiprocessors_are_left_free_inside():
             assert get() == 7
         raise ZeroDivisionError
     assert get() == before
+
+
+def test_few_thread_blocks_are_asked_for_where_messages_travel_beside_products():
+    asked = []
+
+    class Cache:
+        def get(self, ranks, *, message_ctas=0):
+            asked.append((tuple(ranks), message_ctas))
+
+    groups.build_groups(make_folding(world=4, ep=2), rank=0, cache=Cache(), message_ctas=8)
+    assert {ranks for ranks, ctas in asked if ctas == 8} == {(0, 1), (2, 3)}
+    assert {ctas for _, ctas in asked} == {0, 8}
 
 
 def test_a_group_of_few_thread_blocks_needs_nccl(monkeypatch):
