@@ -56,7 +56,7 @@ def drawn(seed, world):
         "per_token": draw.choice((True, False, None)),
         "skew": draw.choice((0.0, 3.0)),
         "dtype": draw.choice((torch.float32, torch.bfloat16)),
-        "options": draw.choice(({}, {}, {"recompute": True}, {"later": True})),
+        "options": draw.choice((set(), set(), {"recompute"}, {"later"}, {"beside"}, {"two layers"})),
         "seed": seed,
     }
 
@@ -82,12 +82,17 @@ def one_pass(rank, case, groups, comms, device=None):
     leaves = [t.to(case["dtype"]).requires_grad_() for t in (x, w13, w2)]
     later = Later() if "later" in case["options"] else None
 
+    def layer(x):
+        beside = {"beside": lambda: x * 2} if "beside" in case["options"] else {}
+        return overlap.run_overlapped(
+            x, weights, experts_TK, experts=ExpertWeights(*leaves[1:]), dispatcher=dispatcher, schedule=case["schedule"],
+            per_token=case["per_token"], lanes=SERIAL, later=later, recompute="recompute" in case["options"], **beside,
+        )[0]  # fmt: skip
+
     def forward_and_backward():
-        y, _ = overlap.run_overlapped(
-            leaves[0], weights, experts_TK, experts=ExpertWeights(*leaves[1:]), dispatcher=dispatcher,
-            schedule=case["schedule"], per_token=case["per_token"], lanes=SERIAL, later=later,
-            recompute="recompute" in case["options"], op_prefix="layer.",
-        )  # fmt: skip
+        y = layer(leaves[0])
+        if "two layers" in case["options"]:
+            y = layer(y)
         syncs = device.host_syncs if device else 0
         y.backward(dy)
         if later is not None:
@@ -100,9 +105,8 @@ def one_pass(rank, case, groups, comms, device=None):
         with device:
             y, *syncs = forward_and_backward()
         device.synchronise()
-        if (
-            device.syncs_at_posts
-        ):  # from the first message posted to the end of the backward pass the host waits for nothing
+        if device.syncs_at_posts and "two layers" not in case["options"]:
+            # from the first message posted to the end of the backward pass the host waits for nothing
             assert {*device.syncs_at_posts, *syncs} == {device.syncs_at_posts[0]}
             assert device.syncs_at_posts[0] <= 2 + 3  # two collectives of the host; counts, what goes, what comes
     return [t.detach().clone() for t in (y, *(t.grad for t in leaves), weights.grad)]
@@ -151,7 +155,7 @@ def test_the_bits_of_the_executor_for_hosts(world, count):
             assert same(plain, got), (number, seed)
 
 
-PLAIN = {**drawn(0, 2), "experts": 4, "top_k": 2, "tokens": [14, 14], "per_token": True, "skew": 0.0, "options": {}}
+PLAIN = {**drawn(0, 2), "experts": 4, "top_k": 2, "tokens": [14, 14], "per_token": True, "skew": 0.0, "options": set()}
 PLAIN["schedule"] = Schedule(parts=2, blocks=2, order="arrival", own_before=0.5)
 PLAIN["dtype"] = torch.float32
 
