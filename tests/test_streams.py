@@ -21,7 +21,7 @@ from phalanx.runtime import groups
 from phalanx.runtime.collectives import Collectives, Exchange, Message
 from phalanx.runtime.groups import Axis
 from phalanx.runtime.overlap_streams import RoundMessages
-from phalanx.runtime.streams import CudaStreams, Posted, leaving_free
+from phalanx.runtime.streams import CudaStreams, Posted, leaving_free, streams_of
 
 pytestmark = pytest.mark.unit
 AXIS = Axis("ep_etp", (0, 1, 2), 0, None)
@@ -177,9 +177,9 @@ def test_calls_on_a_cuda_device(monkeypatch):
 def test_a_cuda_device_gets_its_stream_and_a_host_none(monkeypatch):
     FakeCuda(monkeypatch)
     comms = Collectives()
-    assert comms.streams(torch.device("cpu")) is None
-    streams = comms.streams(torch.device("cuda", 0))
-    assert isinstance(streams, CudaStreams) and comms.streams(torch.device("cuda", 0)) is streams
+    assert streams_of(comms, torch.device("cpu")) is None
+    streams = streams_of(comms, torch.device("cuda", 0))
+    assert isinstance(streams, CudaStreams) and streams_of(comms, torch.device("cuda", 0)) is streams
 
 
 def test_multiprocessors_are_left_free_inside():

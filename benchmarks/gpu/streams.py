@@ -77,6 +77,7 @@ from phalanx.runtime.groups import (  # noqa: E402
 )
 from phalanx.runtime.overlap import TILE_ROWS, run_overlapped  # noqa: E402
 from phalanx.runtime.overlap_tuner import measure  # noqa: E402
+from phalanx.runtime.streams import streams_of  # noqa: E402
 
 TOP_K = 2
 LEFT_FREE = (4, 8, 16, 24, 32)
@@ -238,7 +239,7 @@ def left_free(layer: Layer, state: dict[str, Any]) -> dict[str, Any]:
         return {"left_out": "needs several devices"}
     seconds, rates = {0: layer.seconds(lambda: layer.step(FINE))}, {}
     for ctas, one in layers_by_ctas(*state["make"]):
-        streams = one.comms.streams(one.device)
+        streams = streams_of(one.comms, one.device)
         assert streams is not None
         streams.left_free = ctas
         seconds[ctas] = one.seconds(lambda one=one: one.step(FINE))  # type: ignore[misc]

@@ -34,7 +34,6 @@ from phalanx.core.errors import PeerError, RunError
 from phalanx.core.events import Collective, Emit, Event, Lane, Operation, ignore
 from phalanx.runtime.escape import Escape, run_escapable
 from phalanx.runtime.groups import DEFAULT_TIMEOUT_S, Axis
-from phalanx.runtime.streams import CudaStreams, Streams
 from phalanx.runtime.waiting import LayerTimes
 
 ReduceOp = Literal["sum", "max", "min"]
@@ -138,16 +137,10 @@ class Collectives:
         """Paced mode (`phalanx bench predict`): an operation of the rank's own that is told lasts at least so many seconds."""
         self.beside: TwoPasses | None = None
         """While a pass of this rank runs beside another."""
-        self.message_streams: Streams | None = None
-        """See `streams`."""
+        self.message_streams: Any = None
+        """Where messages travel beside what a device computes, once they have (`runtime/streams.py`)."""
         self._emit = emit
         self._kept: list[Event] = []
-
-    def streams(self, device: torch.device) -> Streams | None:
-        """Where messages travel beside what `device` computes: on a CUDA device a stream of their own, made at the first call. None on a host."""
-        if self.message_streams is None and device.type == "cuda":
-            self.message_streams = CudaStreams(device)
-        return self.message_streams
 
     # ---- whole tensors -------------------------------------------------------------------------------------------------
 

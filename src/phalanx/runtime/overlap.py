@@ -48,7 +48,7 @@ from phalanx.runtime.overlap_lists import (
 )
 from phalanx.runtime.overlap_streams import RoundMessages
 from phalanx.runtime.overlap_transport import count_copies, routes, traffic_told, usable_hosts
-from phalanx.runtime.streams import Streams, leaving_free
+from phalanx.runtime.streams import Streams, leaving_free, streams_of
 
 Choose = Callable[[DispatchPlan, WireBytes], Schedule]
 TILE_ROWS = 512
@@ -83,7 +83,7 @@ def run_overlapped(
     other host once, and is passed on there; None: where that sends fewer bytes between hosts. `beside` is computed while entries travel, and its result added to that of the experts (a shared expert).
     """
     kept_TK = dispatcher.kept(weights_TK, experts_TK, token_index_T=token_index_T, part_T=part_T, op_prefix=op_prefix)
-    streams = dispatcher.comms.streams(x_TH.device)
+    streams = streams_of(dispatcher.comms, x_TH.device)
     known = host_of_rank if streams is None else None  # rounds have no gateways
     hosts = usable_hosts(dispatcher, known, forced=bool(through_hosts), per_token=per_token)
     copies = count_copies(dispatcher, experts_TK, kept_TK, hosts) if dispatcher.is_plain else None

@@ -16,14 +16,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
+from phalanx.runtime.collectives import Collectives, Message
 from phalanx.runtime.groups import Axis
-
-if TYPE_CHECKING:  # they import this file
-    from phalanx.runtime.collectives import Collectives, Message
 
 
 @dataclass(eq=False)
@@ -86,6 +84,14 @@ class CudaStreams:
     def order(self, posted: Posted) -> None:
         torch.cuda.current_stream().wait_event(posted.done)
         posted.kept.clear()
+
+
+def streams_of(comms: Collectives, device: torch.device) -> Streams | None:
+    """Of the device whose messages go by `comms`, made at the first call; None on a host. What is set as `comms.message_streams` before is taken."""
+    if comms.message_streams is None and device.type == "cuda":
+        comms.message_streams = CudaStreams(device)
+    found: Streams | None = comms.message_streams
+    return found
 
 
 @contextmanager
