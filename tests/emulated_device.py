@@ -14,6 +14,7 @@ What needs a value on the host (`.item()`, sizes that depend on data, collective
 from __future__ import annotations
 
 import random
+import threading
 import weakref
 from collections import deque
 
@@ -26,6 +27,8 @@ from phalanx.runtime.collectives import Message
 from phalanx.runtime.streams import Posted
 
 ROOM_ONLY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+_SIZES = threading.Lock()
+"""torch registers what it knows of sizes at the first call, and not for several threads."""
 READ_BY_THE_HOST = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "item"}
 
 
@@ -43,7 +46,7 @@ class _HostReads(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func in (torch.Tensor.tolist, torch.Tensor.numpy):
-            self.device.sync_for_host()
+            self.device.sync_for_host(func.__name__)
         return func(*args, **(kwargs or {}))
 
 
@@ -58,7 +61,7 @@ class EmulatedDevice(TorchDispatchMode):
         self.messages_first = self.random.choice((0.02, 0.5, 0.98))
         self.eager = self.random.choice((0.0, 0.3))
         self.left_free = 0
-        self.host_syncs = 0
+        self.host_reads = []
         self.syncs_at_posts = []
         self._raw = {}
         self._reads = _HostReads(self)
@@ -107,8 +110,12 @@ class EmulatedDevice(TorchDispatchMode):
                 pass
         assert not any(self.queues.values()), "streams wait for each other"
 
-    def sync_for_host(self):
-        self.host_syncs += 1
+    @property
+    def host_syncs(self):
+        return len(self.host_reads)
+
+    def sync_for_host(self, why):
+        self.host_reads.append(why)
         self.synchronise()
 
     # ---- memory --------------------------------------------------------------------------------------------------------------
@@ -142,7 +149,7 @@ class EmulatedDevice(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, func._schema.name.split("::")[1]
         if func.namespace == "c10d" or name in READ_BY_THE_HOST:
-            self.sync_for_host()
+            self.sync_for_host(name)
             return func(*args, **kwargs)
         if any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns):
             return func(*args, **kwargs)  # a view
@@ -150,11 +157,11 @@ class EmulatedDevice(TorchDispatchMode):
         if func._schema.is_mutable:
             self.put("compute", lambda: func(*aliased[0], **aliased[1]))
             return kwargs.get("out", args[0] if args else None)
-        try:
-            found = self._sizes(func, args, kwargs)
-        except (NotImplementedError, RuntimeError):  # sizes that depend on data
-            self.sync_for_host()
+        if name == "index" and any(i is not None and i.dtype == torch.bool for i in args[1]):
+            self.sync_for_host(name)  # as many rows as are true
             return func(*args, **kwargs)
+        with _SIZES:
+            found = self._sizes(func, args, kwargs)
         out = _each(self._room, found)
         if name not in ROOM_ONLY:
             into = [self._alias(t) for t in _flat(out)]

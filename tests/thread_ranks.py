@@ -34,12 +34,12 @@ class ThreadCollectives(Collectives):
         super().__init__()
         self.hub, self.rank, self.message_streams = hub, rank, device
 
-    def _for_host(self):
+    def _for_host(self, what):
         if self.message_streams is not None and _get_current_dispatch_mode() is not None:
-            self.message_streams.sync_for_host()
+            self.message_streams.sync_for_host(what)
 
     def all_gather(self, shard, axis, *, out=None, op_id=""):
-        self._for_host()
+        self._for_host("all_gather")
         with _disable_current_modes():
             self.hub.told[self.rank] = shard.detach().clone()
             self.hub.barrier.wait()
@@ -55,7 +55,7 @@ class ThreadCollectives(Collectives):
         return Exchange(lambda: self._get(message, axis, message.tag))
 
     def start_exchange(self, sends, receives, axis, *, op_id=""):
-        self._for_host()
+        self._for_host("start_exchange")
         with _disable_current_modes():
             for message in sends:
                 self._put(message, axis, "in order")
