@@ -56,7 +56,7 @@ class Round:
 def rounds_of(plan: RankPlan, *, width: int | None = None) -> tuple[Round, ...]:
     """All messages of a rank's plan, in the order of posting. `width`: ring distances in one round, the same on all ranks; None: all of them.
 
-    Raises `PlanError` for a plan with gateways or a width below 1.
+    Raises `PlanError` for a plan with gateways or a width below 1. With more than some 128 ranks NCCL may need a width (pytorch #174288: hundreds of messages in a group).
     """
     problems = []
     if plan.hosts:
@@ -111,7 +111,9 @@ def round_problems(plans: Sequence[RankPlan], rounds_P: Sequence[Sequence[Round]
     begun: set[tuple[int, int]] = set()
     moved = True
     while moved:
-        moved = max([rank.compute() for rank in ranks])
+        moved = False
+        for rank in ranks:
+            moved |= rank.compute()
         heads = {(number, rank.head()) for number, rank in enumerate(ranks)}
         for number, rank in enumerate(ranks):
             at = rank.head()
