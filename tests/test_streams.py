@@ -193,6 +193,12 @@ def test_multiprocessors_are_left_free_inside():
     assert get() == before
 
 
+def test_a_torch_that_cannot_leave_any_free_says_so(monkeypatch):
+    monkeypatch.delattr(torch._C, "_set_sm_carveout_experimental")
+    with pytest.raises(RunError, match="left_free = 3"), leaving_free(3):
+        pass
+
+
 def test_few_thread_blocks_are_asked_for_where_messages_travel_beside_products():
     asked = []
 

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 import torch
 
+from phalanx.core.errors import RunError
 from phalanx.runtime.collectives import Collectives, Message
 from phalanx.runtime.groups import Axis
 
@@ -98,7 +99,7 @@ def streams_of(comms: Collectives, device: torch.device) -> Streams | None:
 def leaving_free(multiprocessors: int) -> Iterator[None]:
     """Products inside are asked to leave so many multiprocessors to others; 0 asks for nothing. For all threads of the process.
 
-    torch calls it experimental (pytorch #147966): products that go through cuBLASLt take it as a hint. Raises `RuntimeError` where this torch has no such call.
+    torch calls it experimental (pytorch #147966): products that go through cuBLASLt take it as a hint. Raises `RunError` where this torch has no such call.
     """
     if not multiprocessors:
         yield
@@ -106,7 +107,8 @@ def leaving_free(multiprocessors: int) -> Iterator[None]:
     get: Callable[[], int | None] | None = getattr(torch._C, "_get_sm_carveout_experimental", None)
     put: Callable[[int | None], None] | None = getattr(torch._C, "_set_sm_carveout_experimental", None)
     if get is None or put is None:
-        raise RuntimeError("this torch cannot leave multiprocessors free (torch._C._set_sm_carveout_experimental)")
+        text = f"left_free = {multiprocessors}: this torch has no _set_sm_carveout_experimental; 0 leaves nothing free"
+        raise RunError(text)
     before = get()
     put(multiprocessors)
     try:
