@@ -74,16 +74,21 @@ class GroupCache:
     def _create(self, ranks: tuple[int, ...], second: bool, message_ctas: int) -> dist.ProcessGroup | None:
         if ranks == tuple(range(dist.get_world_size())) and not second and not message_ctas:
             return dist.group.WORLD
-        options = _nccl_options(message_ctas) if message_ctas else None
-        group = dist.new_group(list(ranks), timeout=timedelta(seconds=self.timeout_s), pg_options=options)
+        timeout = timedelta(seconds=self.timeout_s)
+        group = dist.new_group(list(ranks), timeout=timeout, pg_options=nccl_options(message_ctas))
         return group if dist.get_rank() in ranks else None
 
     def __len__(self) -> int:
         return len(self._groups)
 
 
-def _nccl_options(message_ctas: int) -> Any:
-    """Options of a group of few thread blocks. Its kernels go before others that wait for a multiprocessor: they are few, and others wait for what they bring."""
+def nccl_options(message_ctas: int) -> Any:
+    """Options of a group of few thread blocks, None for 0. Its kernels go before others that wait for a multiprocessor: they are few, and others wait for what they bring.
+
+    Raises `RunError` where this torch has no NCCL.
+    """
+    if not message_ctas:
+        return None
     if not dist.is_nccl_available():
         raise RunError(f"message_ctas = {message_ctas}: this torch has no NCCL, whose thread blocks it would limit")
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)

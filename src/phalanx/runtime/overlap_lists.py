@@ -187,7 +187,9 @@ def outgoing(
             out.append(Outgoing(pairs, in_order, in_order, row_by_row(len(pairs), rows_to, pairs.device, order)))
         return out
     places = [_places_of_keys(t, num_tokens, order) for t, (_, _, order) in zip(tokens, lists, strict=True)]
-    entries = entries_of_all([(going, *rest) for (going, _), (_, *rest) in zip(places, lists, strict=True)])
+    entries = entries_of_all(
+        [(going, rows_to, order) for (going, _), (_, rows_to, order) in zip(places, lists, strict=True)]
+    )
     out = []
     for (pairs, _, _), tokens_n, (_, going_N), one in zip(lists, tokens, places, entries, strict=True):
         coming_N = torch.zeros_like(tokens_n).scatter_(0, one.coming_of_row, tokens_n)
