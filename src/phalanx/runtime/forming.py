@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.core.errors import PeerError
-from phalanx.runtime.groups import DEFAULT_TIMEOUT_S, GroupCache, use_loopback
+from phalanx.runtime.groups import DEFAULT_TIMEOUT_S, GroupCache, nccl_options, use_loopback
 from phalanx.runtime.keys import OPENING, Keys, TcpKeys, open_sockets
 from phalanx.runtime.keys_store import KeysStore
 from phalanx.runtime.membership import Generation
