@@ -137,6 +137,8 @@ class Collectives:
         """Paced mode (`phalanx bench predict`): an operation of the rank's own that is told lasts at least so many seconds."""
         self.beside: TwoPasses | None = None
         """While a pass of this rank runs beside another."""
+        self.message_streams: Any = None
+        """Where messages travel beside what a device computes, once they have (`runtime/streams.py`)."""
         self._emit = emit
         self._kept: list[Event] = []
 
