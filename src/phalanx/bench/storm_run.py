@@ -71,7 +71,9 @@ class StormResult:
     join_used_max_s: float | None = None
     """From the start of a host's program to its first committed step."""
     join_stopped_max_s: float | None = None
-    """How long the others stood still for it."""
+    """How long the others stood still for it, joins apart during which another fault struck."""
+    joins_struck: int = 0
+    """Joins during which another fault struck."""
     moved_bytes: int = 0
     limit_s: float = 0.0
     seconds: float = 0.0
@@ -263,12 +265,18 @@ def _measure(result: StormResult, arena: Arena, folder: Path, logs: Sequence[Seq
         for f, r in zip(arena.faults, found, strict=True)
         if r.kind == "service"
     )
-    came = joins(arena.begun, events)
+    came = joins(arena.begun, events, [fault.at_s for fault in arena.faults])
     result.joins = [asdict(j) for j in came]
     result.join_used_max_s = _most(j.used_s for j in came)
-    result.join_stopped_max_s = _most(j.stopped_s for j in came)
+    result.join_stopped_max_s = _most(j.stopped_s for j in came if not j.struck)
+    result.joins_struck = sum(j.struck for j in came)
     result.moved_bytes = sum(e["moved_bytes"] for e in events if e["kind"] == "TeamFormed")
     result.zombies_refused = sum("was put out of the run" in text for text in arena.said())
+
+
+def _calm(result: StormResult) -> list[float | None]:
+    """How long others stood still for each join that nothing else fell into."""
+    return [join["stopped_s"] for join in result.joins if not join["struck"]]
 
 
 def _most(values: Any) -> float | None:
@@ -285,7 +293,8 @@ def report(result: StormResult) -> str:
         f"rollbacks {result.rollbacks} (and {result.rollbacks_allowed} with f hosts out); hung {result.hung}, orphans {result.orphans}",
         f"kill -9 to the next step: median {_ms(result.median_recovery_s)}, max {_ms(result.max_recovery_s)}; frozen max "
         f"{_ms(result.frozen_max_s)} (limit {result.limit_s:g} s); service, from its restart, max {_ms(result.service_max_s)}; "
-        f"join used after {_ms(result.join_used_max_s)} at most, others stopped {_ms(result.join_stopped_max_s)} at most",
+        f"{len(result.joins)} joins: used after {_ms(result.join_used_max_s)} at most, others stopped {_ms(median(_calm(result)))} in the median, "
+        f"{_ms(result.join_stopped_max_s)} at most ({result.joins_struck} more joins were struck by another fault meanwhile)",
     ]
     for kind in sorted(result.by_kind):
         own = [r for r in result.recoveries if r["kind"] == kind]

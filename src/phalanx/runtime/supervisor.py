@@ -31,7 +31,7 @@ from phalanx.core.errors import PhalanxError, RunError
 from phalanx.core.events import Emit, Event, ignore
 from phalanx.runtime.keys import Service
 from phalanx.runtime.launch import STOP_SIGNALS, STOPPED
-from phalanx.runtime.membership import FirstRule, Generation, Member
+from phalanx.runtime.membership import FirstRule, Generation, Member, TooFewMembers
 from phalanx.runtime.roster import Roster
 from phalanx.runtime.seat import Seat, SeatSettings, too_few
 from phalanx.runtime.service import start_store
@@ -307,15 +307,27 @@ class Supervisor:
             )
 
     def _watch_minimum(self) -> None:
-        """A run that has waited too long for members ends; its workers save what they hold."""
+        """A run that has waited too long for members ends; its workers save what they hold. One that never began ends on each host by itself."""
         newest: Generation | None = self.roster.newest
-        if newest is None or newest.enough or self.stops:
+        waits = self.roster.waits if newest is None else not newest.enough
+        if not waits or self.stops:
             self._short_since_s = 0.0
             return
         if not self._short_since_s:
             self._short_since_s = time.monotonic()
         elif time.monotonic() - self._short_since_s > self.settings.wait_s:
-            self._end_run(too_few(newest, self.settings.wait_s))
+            if newest is not None:
+                self._end_run(too_few(newest, self.settings.wait_s))
+            else:
+                self.error, self.stops = self._never_began(), 1
+                self._end_joiners()
+
+    def _never_began(self) -> PhalanxError:
+        s = self.settings
+        return TooFewMembers(
+            f"the run has not begun: {self.roster.heard()} ranks of all hosts are ready, and it needs {s.minimum} (resilience.minimum); host {s.host} waited "
+            f"{s.wait_s:g} s (resilience.wait_s). Start this host again together with the others"
+        )
 
     def _end_run(self, error: PhalanxError) -> None:
         """On all hosts. Nobody leaves alone, so that those who are left save together what they hold."""

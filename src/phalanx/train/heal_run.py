@@ -180,9 +180,10 @@ def work(run: HealingRun, seat: Seat, *, threads: int, first: int = 0, watch: Wa
     torch.use_deterministic_algorithms(recipe.train.deterministic)
     slot = int(seat.uid.split(".")[1])
     number, body = first + slot, None
-    with open_sinks(recipe.observe, folder=run.folder.path, rank=number) as sinks:
+    with open_sinks(recipe.observe, folder=run.folder.path, rank=number, patient=seat.under_way()) as sinks:
         try:
             body = _body(run, sinks, slot=slot, watch=watch)
+            body.rehearse()
             seat.announce(plan_hash=_plan_hash(run), version=versions()["phalanx"])
             why = run_member(seat, body, tell=body.tell, order=body.order)
         except BaseException as err:

@@ -50,6 +50,7 @@ from phalanx.train.fallback import load_checkpoint, newest_sound, set_later_asid
 from phalanx.train.heal_state import Everyone, Examined, Moved, examine, take_state
 from phalanx.train.machine import MemoryMeter, matmul_flops_per_s
 from phalanx.train.optim import learning_rate
+from phalanx.train.rehearsal import rehearse
 from phalanx.train.replacing import Prepared as NewPlacement
 from phalanx.train.run_folder import RunFolder
 from phalanx.train.setup import DTYPES, Rank, resolve_pipeline
@@ -99,6 +100,7 @@ class HealingBody:
         self.history = 0
         """Generation in which the run last went back to a checkpoint, as far as what is held here belongs to that."""
         self._step = 0
+        self._is_warm = False
         self._plan: HealPlan | None = None
         """Of the generation that forms."""
         self._entered: HealPlan | None = None
@@ -119,6 +121,12 @@ class HealingBody:
         """When the last generation was seen broken, or this one was connected; 0 once a step was committed since."""
         self._lost_s = 0.0
         """When the supervisor knew of the first loss since then."""
+
+    def rehearse(self) -> None:
+        """Do alone whatever takes long the first time, so that nobody waits for it later. Before the member says that it is ready."""
+        run = self.run
+        rehearse(self.recipe, run.spec, run.healing.base, prepared=run.prepared, device=self.device, folder=run.folder)
+        self._is_warm = True
 
     # -- what the loop asks
 
@@ -219,7 +227,8 @@ class HealingBody:
         return found
 
     def _build(self, team: Team, plan: HealPlan) -> Trainer | None:
-        """A trainer for the team, freshly initialised; None where this member is idle. Groups are made by all members, in one order."""
+        """A trainer for the team, with initial weights as long as the run may begin with them; None where this member is idle. Groups are made by all members,
+        in one order."""
         size, folding = plan.folding.world, plan.folding
         group = team.groups.get(tuple(range(size)), second=True)
         pipeline = resolve_pipeline(self.recipe, self.run.spec, folding)
@@ -241,9 +250,10 @@ class HealingBody:
             lock=None,
         )
         parts = make_parts(
-            rank, self.run.spec, folding, pipeline, warm=self.trainer is None, placement=plan.placement_of(team.rank),
+            rank, self.run.spec, folding, pipeline, warm=not self._is_warm, drawn=not team.begun, placement=plan.placement_of(team.rank),
             hosts=plan.hosts,
         )  # fmt: skip
+        self._is_warm = True
         manager = CheckpointManager(
             self.run.folder.checkpoints.path,
             group=group,

@@ -162,16 +162,17 @@ def make_parts(
     pipeline: Pipeline,
     *,
     warm: bool = True,
+    drawn: bool = True,
     placement: AnyPlacement | None = None,
     hosts: Sequence[int] | None = None,
 ) -> StepParts:
     """Groups, and this rank's part of a freshly initialised run. Collective.
 
-    `warm`: kernels first meet the shapes that vary (`train/warm.py`). `placement` of the experts of its stage; None: as the recipe says. `hosts` of all
+    `warm`: kernels first meet the shapes that vary (`train/warm.py`). `drawn`: weights get their initial values; else their state must come from elsewhere. `placement` of the experts of its stage; None: as the recipe says. `hosts` of all
     ranks, for copies of shards; None: each stands for one.
     """
     recipe, microbatches = rank.recipe, microbatches_per_rank(rank.recipe, folding)
-    ctx = make_context(rank, spec, folding, pipeline, placement)
+    ctx = replace(make_context(rank, spec, folding, pipeline, placement), drawn=drawn)
     if warm:
         warm_kernels(ctx, micro_batch=recipe.train.micro_batch, seq_len=recipe.train.seq_len)
     parts = assemble(
