@@ -21,7 +21,7 @@ from phalanx.core.errors import RunError
 from phalanx.plan.box_cells import cells
 from phalanx.plan.heal import HealPlan
 from phalanx.plan.layout import Box
-from phalanx.plan.reshard_types import Move
+from phalanx.plan.reshard_types import Hosts, Move
 from phalanx.plan.state_layout import STATE_KINDS
 from phalanx.plan.suspects import Piece, Sums, Suspects, find_suspects
 from phalanx.runtime.boxes import BoxTensor
@@ -43,6 +43,8 @@ class Everyone:
     """In the order of their ranks."""
     peers: Peers
     """A group of their own, for control."""
+    hosts: Hosts | None = None
+    """Who shares one; None: they ask each other."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +95,7 @@ def take_state(found: Examined, parts: StepParts | None, *, old: ShardedState | 
     Raises `PeerError` where a member is lost, `RunError` on all members where holders of the same piece differ afterwards.
     """
     plan, new = found.plan, None if parts is None else parts.state
-    resharder, received = Resharder(everyone.comms, everyone.axis), 0
+    resharder, received = Resharder(everyone.comms, everyone.axis, hosts=everyone.hosts), 0
     for kind in STATE_KINDS:
         source: Mapping[str, Any] = shard_views(old, kind) if old is not None else {}
         target: Mapping[str, Any] = shard_views(new, kind) if new is not None else {}

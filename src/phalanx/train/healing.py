@@ -16,6 +16,7 @@ Must never change: nothing that was held is dropped before `adopt`, but where al
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -29,11 +30,13 @@ from phalanx.core.events import Event, Note, TeamFormed, TrainingResumed
 from phalanx.data.loader import MicroBatch
 from phalanx.data.prefetch import Prefetch
 from phalanx.data.prepare import Prepared
+from phalanx.kernels.native import compiled_rows
 from phalanx.observe.sinks import Sinks
 from phalanx.plan.heal import Healing, HealPlan
 from phalanx.plan.model import ModelSpec
 from phalanx.plan.standing import Fact, Standing, read_standing
 from phalanx.runtime.checkpoint import CheckpointManager
+from phalanx.runtime.clocks import own_host
 from phalanx.runtime.collectives import Collectives
 from phalanx.runtime.escape import Escape
 from phalanx.runtime.forming import NoMapping, Team
@@ -43,6 +46,7 @@ from phalanx.runtime.member import Committed, Reformed
 from phalanx.runtime.membership import Generation
 from phalanx.runtime.optimizer_state import ShardedState
 from phalanx.runtime.peers import Peers
+from phalanx.runtime.resharder import hosts_by_name
 from phalanx.runtime.seat import TooFew
 from phalanx.runtime.votes import Report, Resolution, resolve
 from phalanx.train.closing import Outcome
@@ -53,7 +57,7 @@ from phalanx.train.optim import learning_rate
 from phalanx.train.rehearsal import rehearse
 from phalanx.train.replacing import Prepared as NewPlacement
 from phalanx.train.run_folder import RunFolder
-from phalanx.train.setup import DTYPES, Rank, resolve_pipeline
+from phalanx.train.setup import DTYPES, Rank, Told, name_of_rows, resolve_pipeline
 from phalanx.train.step import ReducedStep, commit_step, publish, reduce_step
 from phalanx.train.trainer import PREFETCH_STEPS, Trainer, make_loader, make_parts
 from phalanx.train.watch import MemberWatch, Phase, collective_watch
@@ -100,6 +104,11 @@ class HealingBody:
         self.history = 0
         """Generation in which the run last went back to a checkpoint, as far as what is held here belongs to that."""
         self._step = 0
+        rows = compiled_rows() if self.recipe.kernels.compiled else None
+        self._told = {
+            "flops_per_s": self.flops_per_s, "host": own_host(), "node": socket.gethostname(), "kernels": name_of_rows(rows),
+        }  # fmt: skip
+        """Of this process, for all."""
         self._is_warm = False
         self._plan: HealPlan | None = None
         """Of the generation that forms."""
@@ -147,7 +156,7 @@ class HealingBody:
         standing = None if self.place is None else self.place.to_dict()
         then = None if self._moving is None else self._plan_moved.standing(self._mine.rank.info.rank).to_dict()
         about = {"standing": standing, "then": then, "idle": self._idle, "history": self.history}
-        return "", {**about, "flops_per_s": self.flops_per_s}
+        return "", {**about, **self._told}
 
     def order(self, generation: Generation, reports: Sequence[Report]) -> Sequence[str]:
         """Ranks of a new generation, as the plan says that all members make of the reports. For `run_member`.
@@ -216,6 +225,7 @@ class HealingBody:
             comms=Collectives(emit=self.sinks, timeout_s=self.recipe.launch.timeout_s, escape=self._escape),
             axis=Axis("everyone", ranks, team.rank, team.groups.get(ranks)),
             peers=Peers(team.groups.get(ranks, second=True), escape=self._escape),  # control mixes with no tensors
+            hosts=hosts_by_name([r.data["node"] for r in team.reports], ranks),
         )
 
     def _examine(self, plan: HealPlan) -> Examined:
@@ -248,6 +258,10 @@ class HealingBody:
             sinks=self.sinks,
             memory=self.memory,
             lock=None,
+            told=Told(
+                hosts=tuple(r.data["host"] for r in team.reports[:size]),
+                kernels=tuple(r.data["kernels"] for r in team.reports[:size]),
+            ),
         )
         parts = make_parts(
             rank, self.run.spec, folding, pipeline, warm=not self._is_warm, drawn=not team.begun, placement=plan.placement_of(team.rank),

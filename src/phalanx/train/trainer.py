@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from importlib import metadata
 from typing import Literal
 
@@ -283,10 +283,14 @@ class Trainer:
         )
         self.flops_per_token = flops_per_token(self.spec, t.seq_len)
         self.peak_flops_per_s = 0.0
-        self.recipe_hash = hashlib.sha256(dump_recipe(recipe).encode()).hexdigest()[:16]
         self.replacing = Replacing(recipe, self.spec)
         self.last_loss: float | None = None
         self.last_validation: tuple[int, float] | None = None
+
+    @cached_property
+    def recipe_hash(self) -> str:
+        """For checkpoints."""
+        return hashlib.sha256(dump_recipe(self.rank.recipe).encode()).hexdigest()[:16]
 
     # ---- the loop
 
