@@ -90,11 +90,13 @@ class _Entry:
 class HealingBody:
     """One member. All methods are called by the worker's own thread."""
 
-    def __init__(self, run: HealingRun, sinks: Sinks, *, watch: MemberWatch | None = None) -> None:
+    def __init__(self, run: HealingRun, sinks: Sinks, *, watch: MemberWatch | None = None, joins: bool = False) -> None:
+        """`joins`: the run is under way. Then the rate of this machine is taken for that of the others: measured beside their training it would be another one, and
+        the core is theirs."""
         self.run, self.sinks, self.recipe, self.watch = run, sinks, run.recipe, watch
         self.device = torch.device("cpu")
         self.memory = MemoryMeter(self.device)
-        self.flops_per_s = matmul_flops_per_s(DTYPES[self.recipe.train.dtype], self.device)
+        self.flops_per_s = 0.0 if joins else matmul_flops_per_s(DTYPES[self.recipe.train.dtype], self.device)
         self.trainer: Trainer | None = None
         self.place: Standing | None = None
         """Where the state that it holds stands."""
@@ -105,9 +107,7 @@ class HealingBody:
         """Generation in which the run last went back to a checkpoint, as far as what is held here belongs to that."""
         self._step = 0
         rows = compiled_rows() if self.recipe.kernels.compiled else None
-        self._told = {
-            "flops_per_s": self.flops_per_s, "host": own_host(), "node": socket.gethostname(), "kernels": name_of_rows(rows),
-        }  # fmt: skip
+        self._told = {"host": own_host(), "node": socket.gethostname(), "kernels": name_of_rows(rows)}
         """Of this process, for all."""
         self._is_warm = False
         self._plan: HealPlan | None = None
@@ -156,7 +156,7 @@ class HealingBody:
         standing = None if self.place is None else self.place.to_dict()
         then = None if self._moving is None else self._plan_moved.standing(self._mine.rank.info.rank).to_dict()
         about = {"standing": standing, "then": then, "idle": self._idle, "history": self.history}
-        return "", {**about, **self._told}
+        return "", {**about, **self._told, "flops_per_s": self.flops_per_s}
 
     def order(self, generation: Generation, reports: Sequence[Report]) -> Sequence[str]:
         """Ranks of a new generation, as the plan says that all members make of the reports. For `run_member`.
@@ -282,7 +282,10 @@ class HealingBody:
         )  # fmt: skip
         if self.watch is not None:
             trainer.parts.comms.watch = collective_watch(self._now)
-        trainer.peak_flops_per_s = sum(float(r.data["flops_per_s"]) for r in team.reports[:size])
+        rates = [float(r.data["flops_per_s"]) for r in team.reports[:size]]
+        known = [rate for rate in rates if rate]
+        self.flops_per_s = self.flops_per_s or (sum(known) / len(known) if known else 0.0)
+        trainer.peak_flops_per_s = len(rates) * sum(known) / max(1, len(known))
         return trainer
 
     def _from_disk(self, trainer: Trainer, team: Team, plan: HealPlan, *, committed: int | None) -> int:
