@@ -183,7 +183,8 @@ def work(run: HealingRun, seat: Seat, *, threads: int, first: int = 0, watch: Wa
     with open_sinks(recipe.observe, folder=run.folder.path, rank=number, patient=joins) as sinks:
         try:
             body = _body(run, sinks, slot=slot, watch=watch, joins=joins)
-            body.rehearse()
+            if joins:  # when a run begins, all are cold together
+                body.rehearse()
             seat.announce(plan_hash=_plan_hash(run), version=versions()["phalanx"])
             why = run_member(seat, body, tell=body.tell, order=body.order)
         except BaseException as err:
