@@ -26,7 +26,7 @@ import torch
 
 from phalanx.core.config import Recipe
 from phalanx.core.errors import CheckpointError, FinalError, PeerError, PlanError, RunError
-from phalanx.core.events import Event, Note, TeamFormed, TrainingResumed
+from phalanx.core.events import Event, Note
 from phalanx.data.loader import MicroBatch
 from phalanx.data.prefetch import Prefetch
 from phalanx.data.prepare import Prepared
@@ -42,16 +42,15 @@ from phalanx.runtime.escape import Escape
 from phalanx.runtime.forming import NoMapping, Team
 from phalanx.runtime.groups import Axis, WorldInfo, build_groups, with_second_groups
 from phalanx.runtime.launch import StopRequest
-from phalanx.runtime.member import Committed, Reformed
 from phalanx.runtime.membership import Generation
 from phalanx.runtime.optimizer_state import ShardedState
 from phalanx.runtime.peers import Peers
 from phalanx.runtime.resharder import hosts_by_name
-from phalanx.runtime.seat import TooFew
 from phalanx.runtime.votes import Report, Resolution, resolve
 from phalanx.train.closing import Outcome
 from phalanx.train.fallback import load_checkpoint, newest_sound, set_later_aside, tell_went_back
 from phalanx.train.heal_state import Everyone, Examined, Moved, examine, take_state
+from phalanx.train.heal_tell import Entry, Telling
 from phalanx.train.machine import MemoryMeter, matmul_flops_per_s
 from phalanx.train.optim import learning_rate
 from phalanx.train.rehearsal import rehearse
@@ -75,16 +74,6 @@ class HealingRun:
     prepared: Prepared
     spec: ModelSpec
     healing: Healing
-
-
-@dataclass(kw_only=True)
-class _Entry:
-    """What entering a generation took; told once the loop says how it was formed."""
-
-    folding: str
-    built_s: float
-    moved_s: float
-    moved: Moved
 
 
 class HealingBody:
@@ -124,12 +113,8 @@ class HealingBody:
         self._reduced: tuple[ReducedStep, list[MicroBatch], float, float] | None = None
         self._moving: NewPlacement | None = None
         """Experts lie there from the commit of the step on that is computed with it."""
-        self._entry: _Entry | None = None
+        self._telling = Telling(sinks)
         self._batches: Prefetch[list[MicroBatch]] | None = None
-        self._broken_s = 0.0
-        """When the last generation was seen broken, or this one was connected; 0 once a step was committed since."""
-        self._lost_s = 0.0
-        """When the supervisor knew of the first loss since then."""
 
     def rehearse(self) -> None:
         """Do alone whatever takes long the first time, so that nobody waits for it later. Before the member says that it is ready."""
@@ -178,7 +163,7 @@ class HealingBody:
 
     def leave_team(self) -> None:
         """Groups go with the trainer, which stays until the next one has its state: sockets are shut by then, and make nobody wait."""
-        self._entry, self._everyone = None, None
+        self._telling.entry, self._everyone = None, None
         if self._batches is not None:
             self._batches.close()
         self._batches = None
@@ -215,7 +200,7 @@ class HealingBody:
         for text in plan.remarks:
             self.sinks(Note(level="info" if plan.exact else "warning", text=text))
         moved_s = time.perf_counter() - begin_s
-        self._entry = _Entry(folding=plan.folding.label(), built_s=built_s, moved_s=moved_s, moved=moved)
+        self._telling.entry = Entry(folding=plan.folding.label(), built_s=built_s, moved_s=moved_s, moved=moved)
 
     def _connect(self, team: Team) -> Everyone:
         """What all members talk over, those that are idle too."""
@@ -473,51 +458,7 @@ class HealingBody:
         """Events of the loop, as a person wants them."""
         if self.watch is not None:
             self.watch.tell(event)
-        if isinstance(event, Reformed) and self._entry is not None:
-            self._tell_formed(event, self._entry)
-        if isinstance(event, TooFew):
-            self._tell_too_few(event)
-        if isinstance(event, Committed) and self._broken_s:
-            since_lost_s = event.at_s - self._lost_s if self._lost_s else 0.0
-            seconds = event.at_s - self._broken_s
-            self.sinks(
-                TrainingResumed(
-                    generation=event.generation, step=event.step, seconds=seconds, since_lost_s=since_lost_s
-                )
-            )
-            self._broken_s = self._lost_s = 0.0
-
-    def _tell_too_few(self, event: TooFew) -> None:
-        missing = event.minimum - len(event.members)
-        here = ", ".join(event.members)
-        text = (
-            f"generation {event.generation}: {event.why}; {len(event.members)} members are left ({here}) and the run needs {event.minimum}: "
-            f"it waits for {missing} more, then it saves and ends"
-        )
-        self.sinks(Note(level="warning", text=text))
-
-    def _tell_formed(self, event: Reformed, entry: _Entry) -> None:
-        entered_s = event.at_s - event.entered_s
-        if event.generation > 1:
-            self._broken_s = event.broken_s or entered_s
-            self._lost_s = self._lost_s or event.lost_s
-        self.sinks(
-            TeamFormed(
-                generation=event.generation,
-                members=event.members,
-                step=event.step,
-                folding=entry.folding,
-                why=event.why or "the run begins",
-                noticed_s=entered_s - event.broken_s if event.broken_s else 0.0,
-                formed_s=event.formed_s,
-                built_s=entry.built_s,
-                moved_s=entry.moved_s,
-                moved_bytes=entry.moved.received_bytes,
-                checked=entry.moved.checked,
-                lost_s=event.lost_s,
-                told_s=event.told_s,
-            )
-        )
+        self._telling(event)
 
     @property
     def _state(self) -> ShardedState | None:
