@@ -95,6 +95,9 @@ def _alone(recipe: Recipe) -> Recipe:
     return replace(
         recipe,
         folding=FoldingConfig(),
+        dispatch=replace(
+            recipe.dispatch, overlap="serial"
+        ),  # alone there is nothing to overlap, and nothing to calibrate
         train=replace(train, global_batch=train.micro_batch),
         resilience=ResilienceConfig(
             mode=recipe.resilience.mode,
