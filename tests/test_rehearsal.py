@@ -63,7 +63,7 @@ def test_a_rehearsal_is_one_step_of_a_small_model_that_leaves_nothing(
     write_text(tmp_path / "text")
     said = recipe_words(Setup(), tmp_path)
     given = dict(zip(said[::2], said[1::2], strict=True)) | {f"--{k}": v for k, v in words.items()}
-    given |= {"--train.steps": "5", "--launch.ranks": "4"}
+    given |= {"--train.steps": "50", "--launch.ranks": "4"}
     alone = ("--resilience.service", "--resilience.wanted", "--launch.host")
     recipe = load_recipe(None, [w for k, v in given.items() if v is not None and k not in alone for w in (k, v)])
     folder = RunFolder(tmp_path / "runs" / "x")

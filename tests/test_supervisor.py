@@ -62,7 +62,7 @@ def test_too_few_members_end_cleanly_and_say_for_whom_they_waited(tmp_path: Path
 
 def test_a_run_that_never_has_its_minimum_ends_and_says_what_it_has(tmp_path: Path) -> None:
     board = Board(2)
-    with arena_of(tmp_path, board, hosts=1, slots=2, minimum=3, gather_s=0.2, wait_s=0.5) as arena:
+    with arena_of(tmp_path, board, hosts=1, slots=2, wanted=3, minimum=3, gather_s=0.2, wait_s=0.5) as arena:
         wait_for_end(arena)
         assert arena.codes == {"h0": 1}
     said = next(tmp_path.glob("error-h0-*")).read_text()
