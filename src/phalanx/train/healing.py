@@ -267,11 +267,17 @@ class HealingBody:
         )  # fmt: skip
         if self.watch is not None:
             trainer.parts.comms.watch = collective_watch(self._now)
-        rates = [float(r.data["flops_per_s"]) for r in team.reports[:size]]
-        known = [rate for rate in rates if rate]
-        self.flops_per_s = self.flops_per_s or (sum(known) / len(known) if known else 0.0)
-        trainer.peak_flops_per_s = len(rates) * sum(known) / max(1, len(known))
+        trainer.peak_flops_per_s = self._peak(trainer, [float(r.data["flops_per_s"]) for r in team.reports[:size]])
         return trainer
+
+    def _peak(self, trainer: Trainer, told: Sequence[float]) -> float:
+        """Of all ranks together. Who came later has not measured; where nobody is left who has, all do. Collective."""
+        known = [rate for rate in told if rate]
+        if not known:
+            self.flops_per_s = matmul_flops_per_s(DTYPES[self.recipe.train.dtype], self.device)
+            return sum(trainer.rank.peers.gather(self.flops_per_s))
+        self.flops_per_s = self.flops_per_s or sum(known) / len(known)
+        return len(told) * sum(known) / len(known)
 
     def _from_disk(self, trainer: Trainer, team: Team, plan: HealPlan, *, committed: int | None) -> int:
         """No member has the state, or not all of it: the step of the newest sound checkpoint, loaded, or 0 in a run that has not begun."""
