@@ -17,8 +17,8 @@ from phalanx.runtime.membership import Announcement, FirstRule, Generation, Memb
 from phalanx.runtime.reach import Answers, Door, agree_who_goes, door_key, knock, put_out
 from phalanx.runtime.roster import FORMS_S, TOGETHER_S, Roster
 from phalanx.runtime.seat import Seat, SeatSettings
-from phalanx.runtime.votes import stepped_key
 from phalanx.runtime.service import start_store
+from phalanx.runtime.votes import stepped_key
 
 UIDS = ("a.0", "a.1", "b.0", "b.1", "c.0")
 
