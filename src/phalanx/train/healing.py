@@ -48,7 +48,7 @@ from phalanx.runtime.peers import Peers
 from phalanx.runtime.resharder import hosts_by_name
 from phalanx.runtime.votes import Report, Resolution, resolve
 from phalanx.train.closing import Outcome
-from phalanx.train.fallback import load_checkpoint, newest_sound, set_later_aside, tell_went_back
+from phalanx.train.fallback import despite_disk, load_checkpoint, newest_sound, set_later_aside, tell_went_back
 from phalanx.train.heal_state import Everyone, Examined, Moved, examine, take_state
 from phalanx.train.heal_tell import Entry, Telling
 from phalanx.train.machine import MemoryMeter, matmul_flops_per_s
@@ -260,7 +260,10 @@ class HealingBody:
             asynchronous=False,
             escape=self._escape,
         )
-        manager.open()
+        if team.begun:  # members hold everything: a disk that fails now costs a checkpoint, not the run
+            despite_disk(manager.open, list[str](), rank.sinks)
+        else:
+            manager.open()
         trainer = Trainer(
             rank=rank, stop=StopRequest(), prepared=self.run.prepared, spec=self.run.spec, folding=folding, parts=parts,
             loader=make_loader(self.recipe, self.run.prepared), manager=manager, start=self._step,
@@ -402,7 +405,11 @@ class HealingBody:
         train, interval = self.recipe.train, self.recipe.checkpoint.interval
         if train.eval_interval and self._step % train.eval_interval == 0:
             trainer.validate()
-        if interval and self._step % interval == 0 and trainer.manager.choose() != self._step:
+        if (
+            interval
+            and self._step % interval == 0
+            and despite_disk(trainer.manager.choose, None, self.sinks) != self._step
+        ):
             self._now("checkpoint")
             trainer.save()
             trainer.hear_of_checkpoints()
