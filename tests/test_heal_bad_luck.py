@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import socket
@@ -110,6 +111,32 @@ def _disk_full(folder: Path) -> None:
     CheckpointManager._write_tensors = outer  # type: ignore[method-assign]
 
 
+def _unreadable(folder: Path) -> None:
+    """From the second generation on the folder of checkpoints cannot be listed, four times."""
+    from phalanx.runtime.checkpoint_folder import CheckpointFolder
+
+    def failing(inner: Any) -> Any:
+        def outer(self: Any) -> Any:
+            if (folder / "unreadable").exists() and any(_once(folder, f"eio-{i}") for i in range(4)):
+                raise OSError(errno.EIO, "Input/output error", str(self.path))
+            return inner(self)
+
+        return outer
+
+    CheckpointFolder.newest = failing(CheckpointFolder.newest)  # type: ignore[method-assign]
+    CheckpointFolder.clean = failing(CheckpointFolder.clean)  # type: ignore[method-assign]
+    from phalanx.train.healing import HealingBody
+
+    enter = HealingBody.enter
+
+    def entering(self: Any, team: Any, resolution: Any) -> None:
+        if team.begun:
+            (folder / "unreadable").touch()
+        enter(self, team, resolution)
+
+    HealingBody.enter = entering  # type: ignore[method-assign]
+
+
 def _damage(folder: Path) -> None:
     """One byte of the newest checkpoint changes before anyone goes back to it."""
     from phalanx.train import healing
@@ -179,7 +206,7 @@ def _waits_for_the_other(folder: Path) -> None:
 
 HOOKS: dict[str, Callable[[Path], None]] = {
     "waits": _waits_for_the_other,
-    "disk full": _disk_full, "damage": _damage, "stays behind": _stays_behind, "nobody comes": _nobody_comes
+    "disk full": _disk_full, "unreadable": _unreadable, "damage": _damage, "stays behind": _stays_behind, "nobody comes": _nobody_comes
 }  # fmt: skip
 
 
@@ -212,6 +239,15 @@ def test_disk_full_and_then_the_last_copy_of_an_expert_lost(base: Path) -> None:
     assert (found["step"], found["from_step"], found["damaged"], found["abandoned"]) == (4, 9, [], [])
     check_equal(base, "full")
     check_ledger(base, "full", found)
+
+
+@pytest.mark.ranks
+def test_a_disk_that_cannot_be_read_costs_checkpoints_only(base: Path) -> None:
+    faults: Faults = {"reduction": ((1,), 2)}
+    assert train(base, "unreadable", faults, body=partial(_hooked, "unreadable")) == set(faults)
+    assert (base / "printed-unreadable" / "eio-3").exists()  # each of the four has happened
+    assert "Input/output error" in notes(base, "unreadable")
+    check_equal(base, "unreadable")
 
 
 def check_ledger(folder: Path, name: str, found: dict[str, Any]) -> None:

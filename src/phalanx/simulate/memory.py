@@ -367,7 +367,8 @@ class _Run:
                 "gradients": more,
             }
             yield self._moment(when + name, terms, copy=copy)
-        own = [y for y in self.layouts.values() if y.num_shards > 1 or y.scattered]
+        sharded = [y for y in self.layouts.values() if y.num_shards > 1 and self.on_device]  # gloo's shard is a view
+        own = [*sharded, *(y for y in self.layouts.values() if y.scattered)]
         shards, item = sum(y.kept_length for y in own) * x.wide, x.wide
         if self.is_exact:  # read from fixed point, whether a family is sharded or not; copies of shards come as numbers
             item = FIXED_POINT_ITEM
@@ -375,9 +376,8 @@ class _Run:
                 sum(y.shard_length for y in own) * item + sum(y.kept_length for y in self.layouts.values()) * x.wide
             )
         gradients = {"gradients": shards + self._borrowed_bytes(self.layers)}
-        sharded = [y.length for y in self.layouts.values() if y.num_shards > 1]
         of_holders = [h.sent_elements + h.received_elements + h.owned_elements for h in self._sums_of_holders]
-        staged = {"communication": (max(sharded, default=0) + sum(of_holders)) * item}
+        staged = {"communication": sum(of_holders) * item}
         yield self._moment(when + "reducing gradients", gradients | staged, copy=copy)
         scratch = {
             "working memory": min(ADAM_CHUNK, max(y.shard_length for y in self.layouts.values())) * x.wide * x.lanes

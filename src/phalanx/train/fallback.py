@@ -7,13 +7,26 @@ members take the same one.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from phalanx.core.errors import CheckpointError, FinalError
-from phalanx.core.events import Note, WentBack
+from phalanx.core.events import Emit, Note, WentBack
 from phalanx.plan.model import ModelSpec
 from phalanx.runtime.checkpoint import CheckpointManager
 from phalanx.train.trainer import Trainer, check_length
+
+T = TypeVar("T")
+
+
+def despite_disk(work: Callable[[], T], otherwise: T, tell: Emit) -> T:
+    """What `work` finds among the checkpoints. Where the disk fails a warning, and `otherwise`: a run whose members hold everything goes on."""
+    try:
+        return work()
+    except CheckpointError as err:
+        tell(Note(level="warning", text=f"{err}\ntraining goes on; the next checkpoint tries again"))
+        return otherwise
 
 
 @dataclass(frozen=True, kw_only=True)
