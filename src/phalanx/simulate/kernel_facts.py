@@ -28,6 +28,10 @@ BLOCK_ROWS = 256
 """`grouped.BLOCK_ROWS`: rows of an elementwise pass inside a piece."""
 KEY_BLOCK = 256
 """`attention.KEY_BLOCK`: keys of a block of the backward pass."""
+MAX_QUERIES = 2048
+"""`block_tiles.MAX_QUERIES`: queries of one strip."""
+LEAST_OPEN = 4
+"""`boundary.LEAST_OPEN`: sends of a pipeline that may always be under way."""
 CORRECTION = 16
 """`attention.CORRECTION`: columns added to queries and keys."""
 ADAM_CHUNK = 1 << 18

@@ -29,6 +29,7 @@ from phalanx.plan.placement import AnyPlacement, plain_placement
 from phalanx.plan.stage_foldings import AnyFolding
 from phalanx.plan.stages import Stage
 from phalanx.simulate import activations as act
+from phalanx.simulate.step_passes import PassMoment, RankPasses, pass_moments
 from phalanx.simulate.balance import Balance, expected_balance
 from phalanx.simulate.generated import Generated, generated_code
 from phalanx.simulate.kernel_facts import (
@@ -83,6 +84,8 @@ class MemoryEstimate:
     """Memory of one rank over a run. `moments` are in the order in which they come."""
 
     rank: int
+    stage: int
+    """Its place in the pipeline."""
     moments: tuple[Moment, ...]
     balance: Balance
 
@@ -121,7 +124,8 @@ def estimate_memory(
         text_bytes=text_bytes,
         balance=balance or expected_balance(recipe, spec, folding.of_rank(rank)),
     )
-    return MemoryEstimate(rank=rank, moments=tuple(run.moments()), balance=run.balance)
+    stage = folding.coord(rank, "pp")
+    return MemoryEstimate(rank=rank, stage=stage, moments=tuple(run.moments()), balance=run.balance)
 
 
 # ---- the moments -------------------------------------------------------------------------------------------------------------------
@@ -216,16 +220,6 @@ class _Run:
         return max(1, num_rounds(t.global_batch // t.micro_batch, owners=self.folding.replicas))
 
     @property
-    def in_flight(self) -> int:
-        """Micro-batches whose activations this rank's stages hold at once, as the schedule promises (per stage, rounded up).
-
-        One more where the forward pass of a pair begins before the backward pass has let go of its own.
-        """
-        plan = self.pipeline.plan(self.num_microbatches)
-        held = plan.schedule.max_live[self.folding.coord(self.rank, "pp")] + bool(plan.pairs)
-        return max(1, -(-held // len(self.stages)))
-
-    @property
     def is_exact(self) -> bool:
         return self.recipe.resilience.mode == "exact"
 
@@ -251,6 +245,8 @@ class _Run:
     def copy_bytes(self) -> int:
         """`CheckpointManager._stage`: the copy of what this rank writes, kept from the first save on."""
         c, t = self.recipe.checkpoint, self.recipe.train
+        if self.recipe.resilience.heal:  # its members write what they hold, between steps
+            return 0
         if not (c.asynchronous and 0 < c.interval < t.steps):
             return 0
         mine = [x.written_elements for x in self.layouts.values() if self._is_primary(x)]
@@ -261,6 +257,15 @@ class _Run:
         rule = layout.rule
         names = [name for name in rule.replicas if layout.num_shards == 1 or name != rule.shard_over]
         return all(self.folding.group_of(self.rank, name)[0] == self.rank for name in names)
+
+    @cached_property
+    def _experts_held(self) -> int | None:
+        """Different experts of the layer where this rank has most; None without replicas."""
+        if self.placement.is_plain:
+            return None
+        at = {"edp": self.folding.coord(self.rank, "edp"), "ep": self.folding.coord(self.rank, "ep")}
+        layers = [layer for layer in self.layers if layer in self.spec.moe_layers]
+        return max((len(self.placement.of_layer(layer).local_experts(**at)) for layer in layers), default=0)
 
     def _local(self, rows_share: float) -> act.Local:
         t, d = self.recipe.train, self.recipe.dispatch
@@ -275,6 +280,9 @@ class _Run:
             recompute=t.recompute,
             lanes=self.threads,
             rows_share=rows_share,
+            cp_method=self.recipe.folding.cp_method,
+            experts_held=self._experts_held,
+            exact=self.is_exact,
         )
 
     @cached_property
@@ -358,15 +366,15 @@ class _Run:
 
     def _step(self, when: str, x: act.Local, alone: act.Local, *, copy: int) -> Iterator[Moment]:
         """`x` as all layers are together, `alone` as the fullest of them is."""
-        for name, kept, working, more in self._passes(x if x.recompute != "full" else alone):
-            idle = HOLES * sum(n for n in (*kept, *working) if n < LARGEST_HEAP_BLOCK)
+        for moment in self._passes(x if x.recompute != "full" else alone):
+            idle = HOLES * sum(n for n in (*moment.kept, *moment.working) if n < LARGEST_HEAP_BLOCK)
             terms = {
-                "activations": sum(kept),
-                "working memory": sum(working),
+                "activations": sum(moment.kept),
+                "working memory": sum(moment.working),
                 "heap holes": int(idle),
-                "gradients": more,
+                "gradients": self._borrowed_bytes(moment.done),
             }
-            yield self._moment(when + name, terms, copy=copy)
+            yield self._moment(when + moment.name, terms, copy=copy)
         own = [y for y in self.layouts.values() if y.num_shards > 1 or y.scattered]
         shards, item = sum(y.kept_length for y in own) * x.wide, x.wide
         if self.is_exact:  # read from fixed point, whether a family is sharded or not; copies of shards come as numbers
@@ -385,31 +393,19 @@ class _Run:
         yield self._moment(when + "the optimizer", gradients | scratch, copy=copy)
         yield self._moment(when + "publishing parameters", {"gradients": shards}, copy=copy)
 
-    def _passes(self, x: act.Local) -> Iterator[tuple[str, Sequence[int], Sequence[int], int]]:
-        """(name, kept, working, borrowed gradients) of the forward pass's end and of every layer's backward pass."""
-        kept = [act.kept_layer(x, i) for i in self.layers]
-        ends = act.kept_ends(x) * self.in_flight + ([x.stream()] if self.num_microbatches > 1 else [])
-
-        def upto(layer: int) -> list[int]:
-            return ends + [n for part in kept[:layer] for n in part] * self.in_flight
-
-        every, last = upto(len(kept)), len(self.layers) - 1
-        if self.layers and self.layers[last] in self.spec.moe_layers:
-            yield f"forward, layer {self.layers[last]}", every, act.experts_forward(x), 0
-        if any(stage.has_head for stage in self.stages):
-            yield "forward, the head", every, act.head_forward(x), 0
-            yield "backward, the head", every, act.head_backward(x), 0
-        tied = [x.vocab * self.spec.hidden * x.item] if self.spec.tied_embeddings else []
-        again = dataclasses.replace(x, recompute="none")
-        for i in range(last, -1, -1):
-            layer, more = self.layers[i], self._borrowed_bytes(self.layers[i + 1 :])
-            redone = act.kept_layer(again, layer) if x.recompute == "full" else []
-            if layer in self.spec.moe_layers:
-                yield f"backward, layer {layer}, experts", upto(i + 1) + redone, act.experts_backward(x) + tied, more
-            attention = act.kept_attention(again if x.recompute == "full" else x)
-            yield f"backward, layer {layer}, attention", upto(i) + attention, act.attention_backward(x) + tied, more
-        if any(stage.has_embedding for stage in self.stages):
-            yield "backward, the embedding", ends, act.embedding_backward(x) + tied, self._borrowed_bytes(self.layers)
+    def _passes(self, x: act.Local) -> Iterator[PassMoment]:
+        """Of the rank's order of passes, with as many micro-batches as a step of this run has."""
+        place, plan = self.folding.coord(self.rank, "pp"), self.pipeline.plan(self.num_microbatches)
+        passes = RankPasses(
+            x=x,
+            stages=self.stages,
+            order=plan.schedule.actions[place],
+            max_live=plan.schedule.max_live[place],
+            puts_off=self.pipeline.splits_backward,
+            in_pairs=bool(plan.pairs),
+            rank_of_stage=plan.schedule.rank_of_stage,
+        )
+        return pass_moments(passes)
 
     def _borrowed_bytes(self, layers: Sequence[int]) -> int:
         """Gradients of these layers that stay where autograd made them."""
