@@ -29,7 +29,6 @@ from phalanx.plan.placement import AnyPlacement, plain_placement
 from phalanx.plan.stage_foldings import AnyFolding
 from phalanx.plan.stages import Stage
 from phalanx.simulate import activations as act
-from phalanx.simulate.step_passes import PassMoment, RankPasses, pass_moments
 from phalanx.simulate.balance import Balance, expected_balance
 from phalanx.simulate.generated import Generated, generated_code
 from phalanx.simulate.kernel_facts import (
@@ -44,6 +43,7 @@ from phalanx.simulate.kernel_facts import (
     RATE_SIZES,
     SCRIPT_BYTES,
 )
+from phalanx.simulate.step_passes import PassMoment, RankPasses, pass_moments
 
 ITEM = {"bfloat16": 2, "float32": 4, "float64": 8}
 

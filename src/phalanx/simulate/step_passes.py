@@ -23,7 +23,6 @@ from phalanx.plan.stages import Stage
 from phalanx.simulate import activations as act
 from phalanx.simulate.kernel_facts import LEAST_OPEN
 
-
 Left = Literal["live", "owed"]
 """What a forward pass leaves for the backward pass; what that leaves for the weight gradients."""
 
