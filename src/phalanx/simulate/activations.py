@@ -51,6 +51,8 @@ class Local:
     lanes: int
     rows_share: float
     """Rows of this rank's experts over the even share."""
+    crowded: bool = False
+    """All tokens choose much the same K experts, as those of a fresh router do; else the rows are spread evenly over the slots."""
     cp_method: Literal["ring", "all_gather", "ulysses"] = "ring"
     experts_held: int | None = None
     """Different experts that the rank holds in a layer; None: as many as without replicas."""
@@ -144,6 +146,20 @@ class Local:
         lists = self.sources if self.exact else 1
         num, size = pieces(-(-self.held // max(1, self.slots * lists)), self.item)
         return num * lists, size
+
+    @property
+    def fullest_slot(self) -> int:
+        """Rows of the fullest slot (of one source, in exact mode)."""
+        even = -(-self.held // max(1, self.slots))
+        rows = min(self.held, max(even, self.most_of_slot)) if self.crowded and not self.dispatch.is_static else even
+        return -(-rows // self.sources) if self.exact else rows
+
+    @property
+    def further_pieces(self) -> int:
+        """Pieces of all slots but the first of each."""
+        if not self.crowded or not self.fullest_slot:
+            return self.slots * (self.slot_pieces[0] - 1)
+        return max(1, self.held // self.fullest_slot) * (pieces(self.fullest_slot, self.item)[0] - 1)
 
     @property
     def padded(self) -> int:
@@ -318,7 +334,7 @@ def head_backward(x: Local) -> list[int]:
 
 def _expert_scratch(x: Local, *, backward: bool) -> list[int]:
     """`grouped._Scratch` or `_BackwardScratch` of each lane."""
-    m, hidden, f = x.slot_pieces[1], x.spec.hidden + SPACE, x.width
+    m, hidden, f = pieces(x.fullest_slot, x.item)[1], x.spec.hidden + SPACE, x.width
     one = [m * hidden, m * hidden, m * f, m * (2 * f + SPACE)]
     if backward:
         one += [m * hidden, m * f, m * (2 * f + SPACE), 2 * min(m, BLOCK_ROWS) * f]
@@ -346,7 +362,7 @@ def experts_backward(x: Local, *, weights: bool = True) -> list[int]:
         made = [per_slot // 3 * 2, per_slot // 3] * x.lanes
     else:
         made = [x.slots * per_slot // 3 * 2, x.slots * per_slot // 3]
-        made += [per_slot // 3 * 2, per_slot // 3] * (x.slots * (x.slot_pieces[0] - 1))
+        made += [per_slot // 3 * 2, per_slot // 3] * x.further_pieces
     shared = [x.stream()] if x.spec.shared_ffn else []
     return [x.stream(), *shared, rows, rows, *made, *_expert_scratch(x, backward=True)]
 

@@ -29,7 +29,7 @@ from phalanx.plan.placement import AnyPlacement, plain_placement
 from phalanx.plan.stage_foldings import AnyFolding
 from phalanx.plan.stages import Stage
 from phalanx.simulate import activations as act
-from phalanx.simulate.balance import Balance, expected_balance
+from phalanx.simulate.balance import SETTLED_STEPS, Balance, expected_balance
 from phalanx.simulate.generated import Generated, generated_code
 from phalanx.simulate.kernel_facts import (
     ADAM_CHUNK,
@@ -122,7 +122,7 @@ def estimate_memory(
         placement=placement or plain_placement(max(1, spec.num_experts), folding.of_rank(rank)),
         threads=threads,
         text_bytes=text_bytes,
-        balance=balance or expected_balance(recipe, spec, folding.of_rank(rank)),
+        given=balance,
     )
     stage = folding.coord(rank, "pp")
     return MemoryEstimate(rank=rank, stage=stage, moments=tuple(run.moments()), balance=run.balance)
@@ -157,7 +157,7 @@ class _Run:
     placement: AnyPlacement
     threads: int
     text_bytes: int
-    balance: Balance
+    given: Balance | None
 
     def moments(self) -> Iterator[Moment]:
         """In the order in which they come."""
@@ -165,11 +165,12 @@ class _Run:
         rate = RATE_SIZES[-1] if self.item == 2 else RATE_SIZES[-2]
         yield self._moment("measuring the machine", {"working memory": 3 * rate**2 * self.item}, before=True)
         b = self.balance
-        first, later = (self._local(share) for share in (b.first, b.later))
-        alone_first, alone_later = (
-            self._local(share) for share in (b.alone_first or b.first, b.alone_later or b.later)
-        )
+        uneven = b.first != b.later
+        first, alone_first = (self._local(share, crowded=uneven) for share in (b.first, b.alone_first or b.first))
+        later, alone_later = (self._local(share) for share in (b.later, b.alone_later or b.later))
         yield from self._step("first steps: ", first, alone_first, copy=0)
+        if self.copy_bytes and self.recipe.checkpoint.interval < SETTLED_STEPS:
+            later, alone_later = first, alone_first
         yield from self._step("a step while a checkpoint is written: ", later, alone_later, copy=self.copy_bytes)
         yield self._moment("validation", self._validation(alone_later), copy=self.copy_bytes)
         yield self._moment("the sample at the end", {}, copy=self.copy_bytes, sampled=True)
@@ -267,7 +268,28 @@ class _Run:
         layers = [layer for layer in self.layers if layer in self.spec.moe_layers]
         return max((len(self.placement.of_layer(layer).local_experts(**at)) for layer in layers), default=0)
 
-    def _local(self, rows_share: float) -> act.Local:
+    @cached_property
+    def balance(self) -> Balance:
+        """How uneven routing is assumed to be for what this rank holds."""
+        if self.given is not None:
+            return self.given
+        layers = [layer for layer in self.layers if layer in self.spec.moe_layers]
+        shares = None if self.placement.is_plain or not layers else self._shares(layers)
+        stage = self.folding.of_rank(self.rank)
+        return expected_balance(self.recipe, self.spec, stage, num_layers=len(layers), shares=shares)
+
+    def _shares(self, layers: Sequence[int]) -> list[float]:
+        """Of each expert, its slots here over all that it has in the group, in the layer where this rank's part can be largest."""
+        edp, ep = (self.folding.coord(self.rank, axis) for axis in ("edp", "ep"))
+        found = []
+        for layer in layers:
+            slots = [int(e) for e in self.placement.of_layer(layer).group_slots(edp)]
+            width = len(slots) // self.folding.of_rank(self.rank).ep
+            here = slots[ep * width : (ep + 1) * width]
+            found.append([here.count(e) / max(1, slots.count(e)) for e in range(self.spec.num_experts)])
+        return max(found, key=lambda shares: sum(sorted(shares)[-self.spec.top_k :]))
+
+    def _local(self, rows_share: float, *, crowded: bool = False) -> act.Local:
         t, d = self.recipe.train, self.recipe.dispatch
         given = {k: v for k, v in dataclasses.asdict(d).items() if v is not None}
         return act.Local(
@@ -280,6 +302,7 @@ class _Run:
             recompute=t.recompute,
             lanes=self.threads,
             rows_share=rows_share,
+            crowded=crowded,
             cp_method=self.recipe.folding.cp_method,
             experts_held=self._experts_held,
             exact=self.is_exact,
