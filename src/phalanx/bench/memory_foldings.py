@@ -45,10 +45,11 @@ BAR = 0.10
 FIXED_TERMS = ("libraries", "generated code", "mapped text")
 BASE: tuple[str, ...] = (
     "--model.preset=laptop", "--model.vocab=8192", "--data.builtin_bytes=2000000", "--data.tokenizer=byte", "--train.seq_len=256",
-    "--train.global_batch=32", "--train.micro_batch=8", "--train.steps=3", "--train.eval_interval=2", "--train.eval_batches=1",
+    "--router.force=balanced", "--train.global_batch=32", "--train.micro_batch=8", "--train.steps=3", "--train.eval_interval=2", "--train.eval_batches=1",
     "--optim.warmup_steps=1", "--checkpoint.interval=1", "--observe.console=none", "--observe.tensorboard=false", "--launch.ranks=4",
 )  # fmt: skip
-"""Of every case, before its own settings. Wide enough that tensors decide, and no fixed part."""
+"""Of every case, before its own settings. Wide enough that tensors decide, and no fixed part. Routing is forced to be even but where a case says
+otherwise, so that rows of experts are known and not a guess."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +72,7 @@ def _case(name: str, *settings: str) -> Case:
 
 
 FP32 = "train.dtype=float32"
+LEARNED = "router.force=none"
 HEAL = ("resilience.heal=true", "resilience.mode=fast")
 CASES: tuple[Case, ...] = (
     _case("ep4", "folding.ep=4"),
@@ -94,6 +96,9 @@ CASES: tuple[Case, ...] = (
     _case("pp2, healing, f 2, fp32", "folding.pp=2", "folding.ep=1", *HEAL, FP32, "train.micro_batch=4"),
     _case("replicas, 3 slots a rank", "folding.ep=4", "resilience.slots_per_rank=3"),
     _case("ep2, healing, exact, f 2", "folding.ep=2", "resilience.heal=true", "resilience.mode=exact", "launch.threads=1"),
+    _case("ep4, learned router", "folding.ep=4", LEARNED),
+    _case("ep2, healing, learned router", "folding.ep=2", *HEAL, LEARNED),
+    _case("pp2 ep2, 1f1b, learned router", "folding.pp=2", "folding.ep=2", "train.micro_batch=4", LEARNED),
     _case("2 ranks, ep2, fp32", "launch.ranks=2", "launch.threads=1", "folding.ep=2", FP32, "train.global_batch=16"),
     _case("2 ranks, pp2, zbv", "launch.ranks=2", "launch.threads=1", "folding.pp=2", "pipeline.schedule=zbv", "train.micro_batch=4"),
     _case("2 ranks, tp2, gathered rows", "launch.ranks=2", "launch.threads=1", "folding.tp=2", "folding.ep=2", "dispatch.transport=all_gather", "train.global_batch=16"),

@@ -56,6 +56,11 @@ def most_uneven(spec: ModelSpec, folding: Folding, shares: Shares | None = None)
     return max(1.0, folding.ep * sum(taken[: spec.top_k]) / spec.top_k)
 
 
+def _even(spec: ModelSpec, folding: Folding, shares: Shares) -> float:
+    """A rank's rows where all experts are chosen equally often, over the even share."""
+    return folding.ep * sum(shares) / spec.num_experts
+
+
 def _deviation(spec: ModelSpec, folding: Folding, shares: Shares) -> float:
     """Standard deviation of a rank's rows in one layer, over the even share, where all tokens choose the same K of the E experts and any K are as likely.
 
@@ -70,30 +75,44 @@ def _deviation(spec: ModelSpec, folding: Folding, shares: Shares) -> float:
 
 
 def expected_balance(
-    recipe: Recipe, spec: ModelSpec, folding: Folding, *, num_layers: int | None = None, shares: Shares | None = None
+    recipe: Recipe,
+    spec: ModelSpec,
+    folding: Folding,
+    *,
+    num_layers: int | None = None,
+    shares: Sequence[Shares] | None = None,
 ) -> Balance:
     """What the fullest rank of an expert-parallel group is assumed to compute, over its even share.
 
-    `num_layers` with experts that the rank has (None: all); `shares` of its slots in each expert's rows (None: no replicas).
+    `num_layers` with experts that the rank has (None: all); `shares` of its slots in each expert's rows, by layer (None: no replicas).
     """
     layers = len(spec.moe_layers) if num_layers is None else num_layers
     if not layers or folding.ep == 1:
         return Balance(first=1.0, later=1.0, source="every rank computes what it routes itself")
+    by_layer = [plain_shares(spec, folding)] * layers if shares is None else shares
+    even = sum(_even(spec, folding, of) for of in by_layer) / layers
     if spec.router.force != "none":
-        share = _forced_share(recipe, spec, folding)
+        share = _forced_share(recipe, spec, folding) if shares is None else even
         return Balance(first=share, later=share, source=f"routing is forced ({spec.router.force})")
-    most = most_uneven(spec, folding, shares)
-    alone = _deviation(spec, folding, plain_shares(spec, folding) if shares is None else shares)
+    most = [most_uneven(spec, folding, of) for of in by_layer]
+    alone = [_deviation(spec, folding, of) for of in by_layer]
+    together = math.sqrt(sum(of**2 for of in alone)) / layers
 
-    def exceeding(times: float, of: float) -> float:
-        return min(most, 1.0 + times * of)
+    def exceeding(times: float) -> tuple[float, float]:
+        """Over all layers, and in the layer where it is most."""
+        single = max(
+            min(top, _even(spec, folding, of) + times * deviation)
+            for top, of, deviation in zip(most, by_layer, alone, strict=True)
+        )
+        return min(sum(most) / layers, even + times * together), single
 
+    (first, alone_first), (later, alone_later) = exceeding(DEVIATIONS_FIRST), exceeding(DEVIATIONS_LATER)
     return Balance(
-        first=exceeding(DEVIATIONS_FIRST, alone / math.sqrt(layers)),
-        later=exceeding(DEVIATIONS_LATER, alone / math.sqrt(layers)),
+        first=first,
+        later=later,
         source="assumed of a learned router",
-        alone_first=exceeding(DEVIATIONS_FIRST, alone),
-        alone_later=exceeding(DEVIATIONS_LATER, alone),
+        alone_first=alone_first,
+        alone_later=alone_later,
     )
 
 

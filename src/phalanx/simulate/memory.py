@@ -278,8 +278,8 @@ class _Run:
         stage = self.folding.of_rank(self.rank)
         return expected_balance(self.recipe, self.spec, stage, num_layers=len(layers), shares=shares)
 
-    def _shares(self, layers: Sequence[int]) -> list[float]:
-        """Of each expert, its slots here over all that it has in the group, in the layer where this rank's part can be largest."""
+    def _shares(self, layers: Sequence[int]) -> list[list[float]]:
+        """By layer: of each expert, its slots here over all that it has in the group."""
         edp, ep = (self.folding.coord(self.rank, axis) for axis in ("edp", "ep"))
         found = []
         for layer in layers:
@@ -287,7 +287,7 @@ class _Run:
             width = len(slots) // self.folding.of_rank(self.rank).ep
             here = slots[ep * width : (ep + 1) * width]
             found.append([here.count(e) / max(1, slots.count(e)) for e in range(self.spec.num_experts)])
-        return max(found, key=lambda shares: sum(sorted(shares)[-self.spec.top_k :]))
+        return found
 
     def _local(self, rows_share: float, *, crowded: bool = False) -> act.Local:
         t, d = self.recipe.train, self.recipe.dispatch
