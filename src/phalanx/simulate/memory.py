@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -73,6 +73,8 @@ class Moment:
 
     name: str
     terms: Mapping[str, int]
+    mapped: int = 0
+    """Of it, blocks that are mapped by themselves and gone with the operation."""
 
     @property
     def total(self) -> int:
@@ -125,7 +127,20 @@ def estimate_memory(
         given=balance,
     )
     stage = folding.coord(rank, "pp")
-    return MemoryEstimate(rank=rank, stage=stage, moments=tuple(run.moments()), balance=run.balance)
+    moments = tuple(run.moments() if run.on_device else with_idle_heap(run.moments()))
+    return MemoryEstimate(rank=rank, stage=stage, moments=moments, balance=run.balance)
+
+
+def with_idle_heap(moments: Iterable[Moment]) -> Iterator[Moment]:
+    """The heap never shrinks (`runtime/allocator.py`), and a block that is mapped by itself can use none of it: at such a moment all of the heap that
+    earlier moments have needed is there as well, idle."""
+    high = 0
+    for moment in moments:
+        heap = moment.total - moment.mapped
+        idle = max(0, high - heap) if moment.mapped else 0
+        high = max(high, heap)
+        terms = {**moment.terms, "heap holes": moment.terms["heap holes"] + idle}
+        yield dataclasses.replace(moment, terms=terms)
 
 
 # ---- the moments -------------------------------------------------------------------------------------------------------------------
@@ -325,8 +340,9 @@ class _Run:
         copy: int = 0,
         sampled: bool = False,
         before: bool = False,
+        mapped: int = 0,
     ) -> Moment:
-        """`before`: the first step."""
+        """`before`: the first step. `mapped`: see `Moment`."""
         x = self._local(1.0)
         always = (
             {}
@@ -344,12 +360,14 @@ class _Run:
         for part in (self.held if held is None else held, always, terms):
             for key, value in part.items():
                 total[key] += 0 if self.on_device and key in OF_HOSTS else value
-        return Moment(name=name, terms=total)
+        return Moment(name=name, terms=total, mapped=0 if self.on_device else mapped)
 
     @property
     def _published_bytes(self) -> int:
-        """gloo's copy of the largest result of an all-gather. Its thread has a heap of its own, where it stays from the first step on (smaps: 10 MiB in bf16, 19 in fp32, in the default model)."""
-        return max((y.length for y in self.layouts.values() if y.num_shards > 1), default=0) * self.item
+        """gloo's copy of the largest result of an all-gather. Its thread has a heap of its own, where the copy stays from the first step on (smaps: 10 MiB in
+        bf16, 19 in fp32, in the default model) unless it is mapped by itself."""
+        blocks = [y.length * self.item for y in self.layouts.values() if y.num_shards > 1]
+        return max((n for n in blocks if n < LARGEST_HEAP_BLOCK), default=0)
 
     @property
     def _library_bytes(self) -> int:
@@ -406,15 +424,21 @@ class _Run:
                 sum(y.shard_length for y in own) * item + sum(y.kept_length for y in self.layouts.values()) * x.wide
             )
         gradients = {"gradients": shards + self._borrowed_bytes(self.layers)}
+        # gloo copies what it reduce-scatters; all families are under way together (`GradientBuffers.reduce`)
         sharded = [y.length for y in self.layouts.values() if y.num_shards > 1]
-        of_holders = [h.sent_elements + h.received_elements + h.owned_elements for h in self._sums_of_holders]
-        staged = {"communication": (max(sharded, default=0) + sum(of_holders)) * item}
-        yield self._moment(when + "reducing gradients", gradients | staged, copy=copy)
+        of_holders = [
+            n for h in self._sums_of_holders for n in (h.sent_elements, h.received_elements, h.owned_elements)
+        ]
+        blocks = [n * item for n in (*sharded, *of_holders)]
+        staged, mapped = {"communication": sum(blocks)}, sum(n for n in blocks if n >= LARGEST_HEAP_BLOCK)
+        yield self._moment(when + "reducing gradients", gradients | staged, copy=copy, mapped=mapped)
         scratch = {
             "working memory": min(ADAM_CHUNK, max(y.shard_length for y in self.layouts.values())) * x.wide * x.lanes
         }
         yield self._moment(when + "the optimizer", gradients | scratch, copy=copy)
-        yield self._moment(when + "publishing parameters", {"gradients": shards}, copy=copy)
+        mapped = max((n * self.item for n in sharded if n * self.item >= LARGEST_HEAP_BLOCK), default=0)
+        published = {"gradients": shards, "communication": mapped}
+        yield self._moment(when + "publishing parameters", published, copy=copy, mapped=mapped)
 
     def _passes(self, x: act.Local) -> Iterator[PassMoment]:
         """Of the rank's order of passes, with as many micro-batches as a step of this run has."""
