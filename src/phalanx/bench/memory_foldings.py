@@ -17,9 +17,12 @@ import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed
 from rich.console import Console
 from rich.table import Table
 
@@ -262,9 +265,14 @@ class _HostWatch:
 
 
 class _MemberWatch:
-    """Writes down, in a worker's own process, what it held at first and the most since."""
+    """Writes down, in a worker's own process, what it held at first and the most since.
+
+    Other runs are measured from when they have joined the others. Members join later than this is made, so that the pages of the transport
+    are touched before.
+    """
 
     def __init__(self, folder: Path, slot: int) -> None:
+        touch_transport()
         self.path, self.rank, self.baseline = folder / f"memory-{slot}.json", slot, resident_bytes()
 
     def phase(self, name: Phase, step: int) -> None:
@@ -273,6 +281,12 @@ class _MemberWatch:
     def tell(self, event: Event, /) -> None:
         peak = peak_resident_bytes() - self.baseline
         self.path.write_text(json.dumps({"rank": self.rank, "baseline": self.baseline, "peak": peak}))
+
+
+def touch_transport() -> None:
+    """Meet nobody, over gloo."""
+    group = torch.distributed.ProcessGroupGloo(torch.distributed.HashStore(), 0, 1, timedelta(seconds=60))
+    group.allreduce([torch.zeros(1)]).wait()
 
 
 # ---- what is shown -----------------------------------------------------------------------------------------------------------------

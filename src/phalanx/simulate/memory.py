@@ -39,6 +39,7 @@ from phalanx.simulate.kernel_facts import (
     INTERPRETER_BYTES,
     LARGEST_HEAP_BLOCK,
     LIBRARY_BYTES,
+    MOST_REARRANGED,
     PREFETCH_STEPS,
     RATE_SIZES,
     SCRIPT_BYTES,
@@ -373,7 +374,16 @@ class _Run:
     def _library_bytes(self) -> int:
         fast = self.recipe.kernels.implementation == "fast"
         generator = GENERATOR_BYTES if self.generated.products else 0
-        return LIBRARY_BYTES + INTERPRETER_BYTES + generator + (SCRIPT_BYTES if fast else 0)
+        return LIBRARY_BYTES + INTERPRETER_BYTES + generator + (SCRIPT_BYTES if fast else 0) + self._rearranged_bytes
+
+    @property
+    def _rearranged_bytes(self) -> int:
+        """Room that MKL keeps for the largest operand of its products, in each lane."""
+        if self.item == 2:
+            return 0
+        x, s = self._local(1.0), self.spec
+        widest = x.vocab if any(stage.has_head for stage in self.stages) else 2 * x.width
+        return min(MOST_REARRANGED, s.hidden * widest * self.item) * self.threads
 
     def _mapped_text(self) -> int:
         """Pages of the token files after all windows of a run were read: windows lie anywhere, so that some meet pages that were read before."""
