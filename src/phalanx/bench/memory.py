@@ -28,6 +28,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from phalanx.bench.memory_healing import measure_healing
 from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, Problem, RunError, raise_if
 from phalanx.core.files import check_writable, write_json
@@ -36,6 +37,7 @@ from phalanx.core.recipe import load_recipe
 from phalanx.core.units import format_bytes
 from phalanx.data.prepare import prepare
 from phalanx.data.size import token_file_bytes
+from phalanx.plan.heal_choice import choose_healing
 from phalanx.plan.model import ModelSpec
 from phalanx.plan.recipe import run_problems
 from phalanx.plan.run_placement import run_placement
@@ -118,7 +120,7 @@ def main(args: list[str]) -> int:
     if options.foldings:
         return _main_foldings(options, rest)
     path = rest.pop(0) if rest and not rest[0].startswith("-") else None
-    recipe = load_recipe(path, rest, check=lambda r: run_problems(r, world=r.launch.ranks))
+    recipe = choose_healing(load_recipe(path, rest, check=lambda r: run_problems(r, world=r.launch.ranks))).recipe
     result = compare(recipe, tolerance=options.tolerance)
     Console().print(_table(result))
     for failure in result.failures:
@@ -201,8 +203,13 @@ def estimates_of(recipe: Recipe, spec: ModelSpec, folding: AnyFolding, *, vocab:
 
 
 def measure(recipe: Recipe, spec: ModelSpec, folding: AnyFolding, *, folder: Path) -> list[tuple[int, int]]:
-    """(baseline, peak above it) of each rank of a run of `recipe`. The ranks are processes of this machine."""
+    """(baseline, peak above it) of each rank of a run of `recipe` in `folder`. The ranks are processes of this machine."""
     ranks = recipe.launch.ranks
+    if recipe.resilience.heal:
+        run = replace(
+            recipe, checkpoint=replace(recipe.checkpoint, resume=True)
+        )  # a folder of its own: nothing is there
+        return measure_healing(run, folder=folder)
     body = partial(_measured_rank, recipe, folding, folder)
     run_local(body, ranks=ranks, threads=threads_per_rank(ranks, recipe.launch.threads))
     return [tuple(json.loads(_report(folder, rank).read_text())) for rank in range(ranks)]

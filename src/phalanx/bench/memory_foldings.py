@@ -10,38 +10,27 @@ is never averaged with another. *Fixed* is the part of a promise that does not d
 
 from __future__ import annotations
 
-import json
-import multiprocessing
 import tempfile
 import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed
 from rich.console import Console
 from rich.table import Table
 
 from phalanx.bench.memory import RankMemory, estimates_of, measure, prepare_apart
 from phalanx.core.config import Recipe
-from phalanx.core.errors import ConfigError, Problem, RunError, raise_if
-from phalanx.core.events import Event
-from phalanx.core.process import peak_resident_bytes, resident_bytes
+from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.core.recipe import load_recipe
 from phalanx.core.units import format_bytes
 from phalanx.plan.heal_choice import choose_healing
-from phalanx.plan.model import ModelSpec
 from phalanx.plan.recipe import run_problems
 from phalanx.plan.stage_foldings import AnyFolding
-from phalanx.runtime.launch import threads_per_rank
 from phalanx.simulate.memory import MemoryEstimate
-from phalanx.train.heal_run import train_healing
 from phalanx.train.setup import resolve_shape
-from phalanx.train.watch import Phase
 
 BAR = 0.10
 """Largest error of a stage, as a share of what was measured."""
@@ -197,7 +186,7 @@ def run_case(case: Case, recipe: Recipe) -> CaseMemory:
             run=replace(recipe.run, folder=scratch),
             checkpoint=replace(recipe.checkpoint, resume=False),
         )
-        found = _measured(run, spec, folding, folder=Path(scratch))
+        found = measure(run, spec, folding, folder=Path(scratch))
     return compared(case, estimates_of(recipe, spec, folding, vocab=vocab), found, folding)
 
 
@@ -223,70 +212,6 @@ def compared(
         )
         out.terms.append(dict(peak.terms))
     return out
-
-
-# ---- measuring a run that heals itself ---------------------------------------------------------------------------------------------
-
-
-def _measured(recipe: Recipe, spec: ModelSpec, folding: AnyFolding, *, folder: Path) -> list[tuple[int, int]]:
-    """(baseline, peak above it) of each rank."""
-    if not recipe.resilience.heal:
-        return measure(recipe, spec, folding, folder=folder)
-    run = replace(recipe, checkpoint=replace(recipe.checkpoint, resume=True))  # a folder of its own: nothing is there
-    context = multiprocessing.get_context("fork")
-    child = context.Process(target=_train_healing, args=(run, folder))
-    child.start()
-    child.join()
-    if child.exitcode:
-        raise RunError(f"the run ended with {child.exitcode}")
-    told = [json.loads(path.read_text()) for path in sorted(folder.glob("memory-*.json"))]
-    if len(told) != folding.world:
-        raise RunError(f"{len(told)} of {folding.world} ranks told their memory")
-    by_rank = {entry["rank"]: (int(entry["baseline"]), int(entry["peak"])) for entry in told}
-    return [by_rank[rank] for rank in range(folding.world)]
-
-
-def _train_healing(recipe: Recipe, folder: Path) -> None:
-    threads = threads_per_rank(recipe.launch.ranks, recipe.launch.threads)
-    raise SystemExit(train_healing(recipe, threads=threads, watch=_HostWatch(folder)))
-
-
-class _HostWatch:
-    """Makes one watch a worker."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def host(self, event: Event, /) -> None:
-        pass
-
-    def member(self, slot: int) -> _MemberWatch:
-        return _MemberWatch(self.folder, slot)
-
-
-class _MemberWatch:
-    """Writes down, in a worker's own process, what it held at first and the most since.
-
-    Other runs are measured from when they have joined the others. Members join later than this is made, so that the pages of the transport
-    are touched before.
-    """
-
-    def __init__(self, folder: Path, slot: int) -> None:
-        touch_transport()
-        self.path, self.rank, self.baseline = folder / f"memory-{slot}.json", slot, resident_bytes()
-
-    def phase(self, name: Phase, step: int) -> None:
-        pass
-
-    def tell(self, event: Event, /) -> None:
-        peak = peak_resident_bytes() - self.baseline
-        self.path.write_text(json.dumps({"rank": self.rank, "baseline": self.baseline, "peak": peak}))
-
-
-def touch_transport() -> None:
-    """Meet nobody, over gloo."""
-    group = torch.distributed.ProcessGroupGloo(torch.distributed.HashStore(), 0, 1, timedelta(seconds=60))
-    group.allreduce([torch.zeros(1)]).wait()
 
 
 # ---- what is shown -----------------------------------------------------------------------------------------------------------------
