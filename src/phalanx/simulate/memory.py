@@ -260,11 +260,15 @@ class _Run:
 
     @cached_property
     def copy_bytes(self) -> int:
-        """`CheckpointManager._stage`: the copy of what this rank writes, kept from the first save on."""
+        """A copy of what this rank writes, kept from the first save on.
+
+        `CheckpointManager._stage` makes it where saving goes on beside training. Members of a run that heals itself write between steps, and there the writer of
+        `torch.distributed.checkpoint` makes it: it clones every part of a larger tensor and lets none go before the end of the file. That is on a thread
+        of its own (`run_escapable`), in whose heap it stays.
+        """
         c, t = self.recipe.checkpoint, self.recipe.train
-        if self.recipe.resilience.heal:  # its members write what they hold, between steps
-            return 0
-        if not (c.asynchronous and 0 < c.interval < t.steps):
+        copies = c.asynchronous or bool(self.recipe.resilience.heal)
+        if not (copies and 0 < c.interval < t.steps):
             return 0
         mine = [x.written_elements for x in self.layouts.values() if self._is_primary(x)]
         return 3 * sum(mine) * max(4, self.item)
