@@ -78,4 +78,4 @@ class _MemberWatch:
 def touch_transport() -> None:
     """Meet nobody, over gloo."""
     group = torch.distributed.ProcessGroupGloo(torch.distributed.HashStore(), 0, 1, timedelta(seconds=60))
-    group.allreduce([torch.zeros(1)]).wait()
+    group.allreduce([torch.zeros(1)]).wait()  # type: ignore[attr-defined]  # of its base class, which the stubs leave out
