@@ -9,7 +9,7 @@ import pytest
 from phalanx.cli.main import main
 from phalanx.core.errors import ConfigError
 from phalanx.simulate.calibration import Attention, Calibration, Link, Measured, Product, Stream, calibrate
-from phalanx.simulate.collectives import Network, Span
+from phalanx.simulate.collectives import Network, Span, beside
 from phalanx.simulate.cost import Oracle
 from phalanx.simulate.hardware import known_hardware, load_hardware, parse_cluster, parse_hardware
 
@@ -164,3 +164,24 @@ def test_every_constant_of_the_files_that_come_along_has_a_source(name: str) -> 
     constants = set(vars(hardware)) - {"name", "title", "sources", "measured_gemm", "measured_links"}
     without = {key for key in constants if key not in hardware.sources and getattr(hardware, key) is not None}
     assert not without
+
+
+def test_processors_have_no_multiprocessors(made: Calibration, tmp_path: Path) -> None:
+    """What a rank's one thread hides does not cost sixteen times itself, nor do old files that called threads multiprocessors make it so."""
+    path = tmp_path / "here.json"
+    path.write_text(json.dumps(made.table))
+    hardware = parse_cluster(str(path)).hardware
+    assert (hardware.sms, hardware.threads) == (None, 1)
+    assert hardware.share_of(16) == 0
+    old = replace(hardware, sms=1, threads=None)
+    assert old.share_of(16) == 1
+    assert load_hardware("h100").share_of(33) == pytest.approx(0.25)
+    assert beside(1.0, 10.0, old.share_of(16)) == 1.0
+    assert beside(3.0, 2.0, 0.25) == 1.5
+
+
+def test_a_file_is_of_devices_or_of_processors(made: Calibration) -> None:
+    table = json.loads(json.dumps(made.table))
+    table["sms"] = table["threads"]
+    with pytest.raises(ConfigError, match="cannot go with threads"):
+        parse_hardware(json.dumps(table), name="x", where="x.json")

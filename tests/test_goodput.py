@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -51,6 +52,41 @@ def test_a_failure_while_down_begins_the_downtime_again() -> None:
     assert 100 * run.down == pytest.approx(50)
 
 
+def test_lost_hosts_add_up() -> None:
+    """A host fails every 300 s and is away for 1,800: six of eight are out."""
+    practice = Practice(recovery="replicas", interval_s=1e9, save_s=0, detect_s=0, repair_s=0, repair_host_s=1800)
+    run = simulate_goodput(practice, [300.0 * k for k in range(1, 1000)], duration_s=290000, hosts=8)
+    assert run.useful == pytest.approx(2 / 8, abs=0.01)
+    assert run.lost == pytest.approx(6 / 8, abs=0.01)
+
+
+def test_too_few_hosts_wait() -> None:
+    practice = Practice(
+        recovery="replicas", interval_s=1e9, save_s=0, detect_s=0, repair_s=0, repair_host_s=100, minimum_hosts=2
+    )
+    run = simulate_goodput(practice, [100.0, 150.0], duration_s=400, hosts=3)
+    # full speed to 100, two thirds to 150, down to 200, two thirds to 250, full speed to 400
+    assert [400 * x for x in (run.useful, run.lost, run.down)] == pytest.approx([100 + 100 / 3 * 2 + 150, 100 / 3, 50])
+
+
+def test_work_at_half_speed_is_lost_as_half() -> None:
+    """Two hosts, one out for good from 100 s on; what a second failure loses is what was useful, so nothing is negative."""
+    practice = Practice(
+        recovery="replicas",
+        interval_s=1e6,
+        save_s=0,
+        detect_s=0,
+        repair_s=0,
+        restart_s=0,
+        survival=0.5,
+        repair_host_s=1e6,
+    )
+    seed = next(s for s in range(50) if (lambda d: d.random() < 0.5 <= d.random())(random.Random(s)))
+    run = simulate_goodput(practice, [100.0, 1990.0], duration_s=2000, hosts=2, seed=seed)
+    assert run.useful == 0 and run.down == pytest.approx(10 / 2000)
+    assert run.total == pytest.approx(1)
+
+
 @given(
     st.floats(10, 1e4), st.floats(0, 500), st.floats(0, 500), st.floats(50, 1e5), st.sampled_from(["checkpoint", "replicas"]),
     st.floats(0, 1), st.integers(0, 99),
@@ -63,14 +99,15 @@ def test_all_time_is_accounted_for(
     )  # type: ignore[arg-type]
     run = simulate_goodput(practice, poisson(mean, seed), duration_s=50 * mean, hosts=8, seed=seed)
     assert run.total == pytest.approx(1, abs=1e-9)
-    assert min(run.saving, run.lost, run.down) >= -1e-12
+    assert min(run.useful, run.saving, run.lost, run.down) >= -1e-12
 
 
 def test_monte_carlo_agrees_with_the_closed_form() -> None:
     for interval, save, mean in ((600, 30, 5000), (1800, 60, 11000), (300, 5, 900)):
-        practice = Practice(interval_s=interval, save_s=save, detect_s=0, restart_s=0)
-        run = simulate_goodput(practice, poisson(mean, 1), duration_s=20000 * mean)
-        assert run.useful == pytest.approx(expected_goodput(practice, mean), rel=0.01)
+        for down in (0, mean / 2, 2.2 * mean):
+            practice = Practice(interval_s=interval, save_s=save, detect_s=0, restart_s=down)
+            run = simulate_goodput(practice, poisson(mean, 1), duration_s=20000 * mean)
+            assert run.useful == pytest.approx(expected_goodput(practice, mean), rel=0.03)
 
 
 @pytest.mark.parametrize("save", [5.0, 20.0])
@@ -82,7 +119,7 @@ def test_the_sweep_finds_young_and_daly(save: float) -> None:
     exact = max(fine, key=lambda i: expected_goodput(replace(practice, interval_s=i), mean))
     assert exact == pytest.approx(best, rel=0.05)
     coarse = [best * 2 ** (k / 2) for k in range(-5, 6)]
-    runs = sweep(practice, mean, coarse, duration_s=20000 * mean)
+    runs = sweep(practice, lambda: poisson(mean, 0), coarse, duration_s=20000 * mean)
     # lost share is a + b / interval + c * interval: least squares over the sweep, optimum at sqrt(b / c)
     import numpy as np
 
@@ -179,3 +216,40 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["simulate", "goodput", "--ranks", "0", "--survival", "3"]) == 2
     error = capsys.readouterr().err
     assert "--ranks" in error and "survival" in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["--save", "0"], "--save"),
+        (["--hosts", "0"], "--hosts"),
+        (["--hosts", "-3"], "--hosts"),
+        (["--interval", "0"], "--interval"),
+        (["--failures", "t.csv", "--days", "3"], "--days"),
+        (["--failures", "t.csv", "--rate", "1"], "--rate"),
+    ],
+)
+def test_arguments_are_told_by_their_name(arguments: list[str], word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "goodput", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert word in error and "interval_s" not in error
+
+
+def test_curves_are_of_the_trace(tmp_path: Path) -> None:
+    """Failures that always strike after a minute of work leave nothing of intervals that are longer."""
+    trace, out = tmp_path / "t.csv", tmp_path / "g.json"
+    trace.write_text("".join(f"{k * 1000000},remove,node{k}\n" for k in range(1, 40)))
+    quick = ["--detect", "0", "--restart", "900", "--interval", "50", "--save", "0.1"]
+    assert main(["simulate", "goodput", "--failures", str(trace), *quick, "--json", str(out)]) == 0
+    curve = dict(json.loads(out.read_text())["sweep"]["checkpoint"])
+    assert all(
+        useful < 0.03 for interval, useful in curve.items() if interval > 100
+    )  # but for the first failure, at full length
+    assert max(curve.values()) > 0.08
+
+
+def test_saves_that_cost_nothing_want_an_interval(tmp_path: Path) -> None:
+    out = tmp_path / "g.json"
+    arguments = ["--save", "0", "--interval", "600", "--days", "3", "--json", str(out)]
+    assert main(["simulate", "goodput", *arguments]) == 0
+    assert json.loads(out.read_text())["interval_s"] == 600

@@ -1,4 +1,4 @@
-"""benchmarks/gpu/overlap.py where there is no GPU: its checks run, and nothing claims to be a time."""
+"""benchmarks/gpu where there is no GPU: checks run, and nothing claims to be a time."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).resolve().parent.parent / "benchmarks" / "gpu" / "overlap.py"
+STREAMS = SCRIPT.with_name("streams.py")
 
 
-def run(*args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, str(SCRIPT), *args], capture_output=True, text=True, timeout=280)
+def run(*args: str, script: Path = SCRIPT) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, str(script), *args], capture_output=True, text=True, timeout=280)
 
 
 def test_it_lists_what_it_would_measure() -> None:
@@ -49,3 +50,14 @@ def test_without_a_gpu_it_says_so() -> None:
     pytest.importorskip("triton", reason="Triton is not installed: pip install 'phalanx[gpu]'")
     done = run()
     assert done.returncode == 1 and "no CUDA device here; --interpret runs the checks without one" in done.stderr
+
+
+def test_the_script_of_streams_runs_on_a_host() -> None:
+    assert json.loads(run("--dry-run", script=STREAMS).stdout)["ran"] == "nothing"
+    done = run("--cpu", script=STREAMS)
+    assert done.returncode == 0, done.stderr[-2000:]
+    said = json.loads(done.stdout)
+    assert "no figure is a time" in said["ran_on"] and said["check"]["largest_error"] <= 1e-4
+    assert "left_out" in said["left_free"]
+    alone = run(script=STREAMS)
+    assert alone.returncode == 1 and "torchrun" in alone.stderr

@@ -189,17 +189,22 @@ def _plant(faults: Faults, folder: str, *, ranks: int) -> None:
         heal_run.work,
     )
 
-    gather, publish = Collectives.all_gather, healing.publish
+    exchange, publish = Collectives.start_exchange, healing.publish
 
-    def publishing(*args: Any, **words: Any) -> None:
-        here["publishing"] = 1
-        publish(*args, **words)
-        here["publishing"] = 0
+    def publishing(parts: Any) -> None:
+        sent = [  # families whose parameters not every rank has rounded itself
+            f"publish/{key}"
+            for key, family in parts.state.families.items()
+            if len(family.layout.copies) + 1 < family.layout.num_shards
+        ]
+        here["publishing"] = sent[-1:]
+        publish(parts)
+        here["publishing"] = []
 
-    def gathering(self: Any, *args: Any, op_id: str = "", **words: Any) -> Any:
-        if op_id.startswith("publish/expert") and here.get("publishing"):  # dense parameters are there already
+    def exchanging(self: Any, *args: Any, op_id: str = "", **words: Any) -> Any:
+        if op_id in here.get("publishing", ()):  # parameters of the other families are there already
             maybe_die("publish")
-        return gather(self, *args, op_id=op_id, **words)
+        return exchange(self, *args, op_id=op_id, **words)
 
     def then_vote(*args: Any, **words: Any) -> Any:
         found = reduce_step(*args, **words)
@@ -236,7 +241,7 @@ def _plant(faults: Faults, folder: str, *, ranks: int) -> None:
         return work(run, seat, **words)
 
     healing.reduce_step, healing.publish = then_vote, publishing
-    Collectives.all_gather = gathering  # type: ignore[method-assign]
+    Collectives.start_exchange = exchanging  # type: ignore[method-assign]
     healing.HealingBody.enter, healing.HealingBody.compute = entering, computing  # type: ignore[method-assign]
     heal_run.work = working
 

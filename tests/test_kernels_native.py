@@ -29,8 +29,7 @@ from phalanx.kernels.permute import combine_rows
 from phalanx.kernels.rope import RopeTable, apply_rope
 from phalanx.kernels.square_sum import square_sum
 from phalanx.kernels.swiglu import swiglu
-from phalanx.runtime.peers import Peers
-from phalanx.train.setup import agreed_rows
+from phalanx.train.setup import agreed_rows, name_of_rows
 
 needs_compiler = pytest.mark.skipif(compiled_rows() is None, reason="needs a C++ compiler")
 
@@ -132,26 +131,19 @@ def test_a_user_without_a_home(anew: Path, tmp_path: Path, monkeypatch: pytest.M
     assert isinstance(build.library(), ctypes.CDLL) and len(list((tmp_path / "temp").iterdir())) == 1
 
 
-class Told(Peers):
-    """Peers whose other ranks have these libraries."""
-
-    def __init__(self, *others: str) -> None:
-        super().__init__()
-        self.others = others
-
-    def gather(self, value: Any) -> list[Any]:
-        return [value, *self.others]
-
-
 @needs_compiler
 def test_ranks_use_compiled_kernels_only_where_all_have_the_same(rows: Rows) -> None:
     """Ranks that hold the same weights and round differently drift apart."""
     said: list[Any] = []
-    assert agreed_rows(rows, Told(rows.name, rows.name), said.append) is rows and not said
-    assert agreed_rows(None, Told("", ""), said.append) is None and not said
-    assert agreed_rows(rows, Told(rows.name, "", ""), said.append) is None and "ranks 2, 3 have none" in said.pop().text
-    assert agreed_rows(rows, Told("rows-another.so"), said.append) is None and "differ" in said.pop().text
-    assert agreed_rows(None, Told(rows.name), said.append) is None and "ranks 0 have none" in said.pop().text
+
+    def agreed(found: Rows | None, *others: str) -> Rows | None:
+        return agreed_rows(found, (name_of_rows(found), *others), emit=said.append)
+
+    assert agreed(rows, rows.name, rows.name) is rows and not said
+    assert agreed(None, "", "") is None and not said
+    assert agreed(rows, rows.name, "", "") is None and "ranks 2, 3 have none" in said.pop().text
+    assert agreed(rows, "rows-another.so") is None and "differ" in said.pop().text
+    assert agreed(None, rows.name) is None and "ranks 0 have none" in said.pop().text
 
 
 # ---- what there is no compiled version for --------------------------------------------------------------------------------------

@@ -153,6 +153,26 @@ def test_a_port_in_use_is_told_before_training(tmp_path: Path) -> None:
     assert problem.hint == "choose another port, or stop the program that has it"
 
 
+def test_a_successor_takes_the_port_when_it_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process before may be frozen with the port: training goes on, and says so."""
+    monkeypatch.setattr("phalanx.observe.prometheus.AGAIN_S", 0.0)
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        config = ObserveConfig(console="none", tensorboard=False, prometheus_port=port)
+        emit = open_sinks(config, folder=tmp_path, rank=0, patient=True)
+        emit(ended(3))
+    with emit:
+        emit(ended(4))
+        assert scrape(port)[f'phalanx_step{{run="{tmp_path.name}"}}'] == 4
+    (note,) = [e for e in read_events(log_path(tmp_path, 0)) if e["kind"] == "Note"]
+    assert (
+        note["level"] == "warning"
+        and f"metrics are not served at 127.0.0.1:{port} (Address already in use)" in note["text"]
+    )
+
+
 def test_missing_extras_are_told_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sinks_module, "find_spec", lambda name: None)
     config = ObserveConfig(console="none", tensorboard=False, prometheus_port=9100, wandb_project="p")

@@ -22,7 +22,7 @@ from phalanx.plan.pipeline import make_pipeline
 from phalanx.plan.placement import plain_placement
 from phalanx.plan.reshard import plan_reshard
 from phalanx.plan.reshard_types import equal_hosts
-from phalanx.plan.shard_copies import shard_holders
+from phalanx.plan.shard_copies import GATHER_SHARE, keepers_of, publication, shard_holders, sums_whole
 from phalanx.plan.state_layout import StateLayouts
 
 pytestmark = pytest.mark.unit
@@ -52,6 +52,42 @@ def test_hosts_of_one_size_share_the_copies_evenly(num_hosts: int, per_host: int
 
 def test_ranks_that_are_hosts_make_a_ring() -> None:
     assert shard_holders((0, 1, 2, 3), floor=3) == ((0, 1, 2), (1, 2, 3), (2, 3, 0), (3, 0, 1))
+
+
+# ---- how keepers come by gradients, and others by parameters ----------------------------------------------------------
+
+
+@given(st.integers(2, 9), st.integers(1, 9), st.booleans())
+@settings(max_examples=200, deadline=None)
+def test_sums_take_the_way_of_fewer_bytes(ranks: int, holders: int, scatters: bool) -> None:
+    keepers = keepers_of(range(ranks), holders=holders, hosts=None)
+    copies = min(holders, ranks) - 1
+    reduce_scatter = ranks - 1 if scatters else 2 * (ranks - 1)
+    whole = sums_whole(keepers, scatters=scatters)
+    assert whole == (bool(keepers) and 2 * (ranks - 1) <= reduce_scatter + copies)
+    if not scatters:
+        assert whole == (holders > 1)
+
+
+@given(st.lists(st.integers(0, 4), min_size=2, max_size=10), st.integers(2, 5))
+@settings(max_examples=200, deadline=None)
+def test_every_member_gets_each_shard_that_it_does_not_keep_once(hosts: list[int], floor: int) -> None:
+    members = range(len(hosts))
+    keepers = keepers_of(members, holders=floor, hosts=hosts)
+    parcels = [publication(keepers, member) for member in members]
+    assert len({p is None for p in parcels}) == 1
+    sent = {(i, to) for i, p in enumerate(parcels) if p is not None for to in p.sends}
+    come = {(i, me) for me, p in enumerate(parcels) if p is not None for i in p.receives}
+    lacking = {(i, m) for i, kept in enumerate(keepers) for m in members if m not in kept}
+    assert sent == come == (set() if parcels[0] is None else lacking)
+    most = max(sum(i == owner for i, _ in lacking) for owner in members)
+    assert (parcels[0] is None) == (most > GATHER_SHARE * (len(hosts) - 1))
+
+
+def test_where_all_keep_all_nothing_is_published() -> None:
+    keepers = keepers_of((0, 2), holders=2, hosts=None)
+    assert publication(keepers, 0) == publication(keepers, 1) is not None and not publication(keepers, 0).sends  # type: ignore[union-attr]
+    assert publication((), 0) is None
 
 
 # ---- which boxes ranks keep ------------------------------------------------------------------------------------------

@@ -25,6 +25,9 @@ GATED = dataclasses.replace(DENSE_FIRST, shared_ffn=32, shared_gate=True)
 FURTHER = dataclasses.replace(TINY, mtp_layers=2)
 GLOBAL = with_router(TINY, aux_loss=0.01, aux_scope="global_batch")
 GATHER = DispatchSpec(transport="all_gather")
+FULL = DispatchSpec(policy="drop", drop_scope="full_sequence")
+PADDED = dataclasses.replace(FULL, pad_to_capacity=True)
+"""Capacity of the whole micro-batch, to each rank that shares it."""
 
 FLAT = [
     Run(folding=Folding(world=4, ep=4), num_microbatches=2),
@@ -34,6 +37,9 @@ FLAT = [
     Run(folding=Folding(world=4, ep=2, etp=2), dispatch=GATHER, recompute="full"),
     Run(folding=Folding(world=4, ep=4), dispatch=DispatchSpec(policy="drop", pad_to_capacity=True)),
     Run(folding=Folding(world=4, ep=2), dispatch=DispatchSpec(policy="drop", drop_scope="full_sequence")),
+    Run(folding=Folding(world=4, tp=2, ep=2), dispatch=FULL),
+    Run(folding=make_folding(world=4, cp=2, ep=2), dispatch=FULL, recompute="full"),
+    Run(folding=make_folding(world=4, tp=2, cp=2, ep=2), dispatch=PADDED),
     Run(folding=Folding(world=4, ep=2), spec=GLOBAL),
     Run(folding=Folding(world=4, ep=2), spec=GLOBAL, num_microbatches=2, recompute="full"),
     Run(folding=Folding(world=4, tp=2, ep=2), num_microbatches=2, recompute="selective"),
@@ -120,6 +126,12 @@ def staged(*texts: str) -> list[Run]:
 
 
 STAGED = staged("tp1/tp2/tp4.ep4/tp1", "dp2.ep2/tp2.dp2.ep4/cp2", "dp2.tp2.ep2.etp2/dp4.ep4")
+STAGED += [
+    Run(
+        folding=parse_stages(("dp2.tp2.ep2.etp2", "dp4.ep4")), dispatch=FULL
+    ),  # here and there: two sequences, of 2 x 2 and 4 ranks
+    Run(folding=parse_stages(("tp2.cp2.ep2", "dp4.ep2")), dispatch=PADDED, recompute="full"),
+]
 
 
 def check(world: int, runs: list[Run]) -> None:

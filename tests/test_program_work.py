@@ -18,7 +18,7 @@ from phalanx.simulate.shape import flops_per_token, shape_of
 from pipeline_help import PIPELINES
 from program_help import SEQ_LEN, SEQUENCES, TINY, Run, recorded, with_router
 from ranks import run_ranks
-from test_program_runs import CONTEXT, GATED, LATENT
+from test_program_runs import CONTEXT, FULL, GATED, LATENT, PADDED
 
 SIZES = Sizes(sequences=SEQUENCES, seq_len=SEQ_LEN, itemsize=4)
 BALANCED = with_router(TINY, force="balanced")
@@ -35,6 +35,13 @@ RUNS = [
     Run(folding=Folding(world=4, tp=2, ep=4), spec=GATED, zero=0),
     Run(folding=Folding(world=4, tp=2, ep=2), spec=LATENT),
     Run(folding=Folding(world=4, ep=4), dispatch=DispatchSpec(overlap="coarse:2")),
+    Run(
+        folding=Folding(world=4, ep=2, etp=2),
+        dispatch=DispatchSpec(policy="drop", pad_to_capacity=True, capacity_factor=1.3),
+    ),
+    Run(folding=make_folding(world=4, tp=2, ep=2), dispatch=FULL),
+    Run(folding=make_folding(world=4, cp=2, ep=4), dispatch=PADDED),
+    Run(folding=make_folding(world=4, tp=2, cp=2, ep=2), dispatch=PADDED, recompute="full"),
     Run(folding=make_folding(world=4, pp=2, ep=2), num_microbatches=3, pipeline=PIPELINES[1]),
     Run(folding=make_folding(world=4, pp=2, tp=2), num_microbatches=3, pipeline=PIPELINES[3], bucket_mb=0.01),
     *CONTEXT[::7],

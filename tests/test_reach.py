@@ -15,9 +15,10 @@ import pytest
 from phalanx.runtime.keys import Keys, TcpService
 from phalanx.runtime.membership import Announcement, FirstRule, Generation, Member, Membership, StaleMember
 from phalanx.runtime.reach import Answers, Door, agree_who_goes, door_key, knock, put_out
-from phalanx.runtime.roster import TOGETHER_S, Roster
+from phalanx.runtime.roster import FORMS_S, TOGETHER_S, Roster
 from phalanx.runtime.seat import Seat, SeatSettings
 from phalanx.runtime.service import start_store
+from phalanx.runtime.votes import stepped_key
 
 UIDS = ("a.0", "a.1", "b.0", "b.1", "c.0")
 
@@ -158,7 +159,9 @@ def test_a_host_that_was_cut_off_does_not_bring_its_old_members_back(service: Tc
     roster.announced(a)
     first = membership.start([a, b], above=0, minimum=1, why="")
     roster.tick()
-    membership.propose_death(["a.0.x"], "host a said nothing")
+    without_a = membership.propose_death(["a.0.x"], "host a said nothing")
+    assert without_a is not None
+    keys.put(stepped_key(without_a), "1")  # nothing else keeps it from joining
     end_s = time.monotonic() + 4 * TOGETHER_S
     while time.monotonic() < end_s:
         roster.tick()
@@ -179,7 +182,8 @@ def test_workers_of_a_host_join_together(service: TcpService) -> None:
     members = [Member(f"{uid}.x", uid[0]) for uid in ("b.0", "a.0", "a.1")]
     for member in members:
         membership.announce(Announcement(member=member, plan_hash="p", version="1"))
-    membership.start(members[:1], above=0, minimum=1, why="")
+    first = membership.start(members[:1], above=0, minimum=1, why="")
+    membership.keys.put(stepped_key(first), "1")
     roster = Roster("a", service, FirstRule(wanted=1, minimum=1, gather_s=1.0), limit_s=60.0)
     roster.announced(members[1])
     roster.tick()
@@ -189,3 +193,25 @@ def test_workers_of_a_host_join_together(service: TcpService) -> None:
         roster.tick()
         time.sleep(0.02)
     assert now is not None and (now.number, now.uids) == (2, ("b.0.x", "a.0.x", "a.1.x"))
+
+
+@pytest.mark.parametrize("stepped", [True, False])
+def test_a_worker_leaves_a_generation_alone_that_has_not_made_a_step(service: TcpService, stepped: bool) -> None:
+    """Whoever interrupts one that forms makes the others form again: two stops in one. But not for ever: steps may take long."""
+    membership = Membership(service.connect())
+    members = [Member(f"{uid}.x", uid[0]) for uid in ("b.0", "a.0")]
+    for member in members:
+        membership.announce(Announcement(member=member, plan_hash="p", version="1"))
+    first = membership.start(members[:1], above=0, minimum=1, why="")
+    roster = Roster("a", service, FirstRule(wanted=1, minimum=1, gather_s=1.0), limit_s=60.0)
+    roster.announced(members[1])
+    begin_s = time.monotonic()
+    while (now := membership.current()) and now.number == 1 and time.monotonic() < begin_s + 2 * FORMS_S:
+        roster.tick()
+        if stepped and time.monotonic() > begin_s + 2 * TOGETHER_S:
+            membership.keys.put(stepped_key(first), "1")
+        time.sleep(0.02)
+    waited_s = time.monotonic() - begin_s
+    assert now is not None and now.uids == ("b.0.x", "a.0.x")
+    assert waited_s > 2 * TOGETHER_S if stepped else waited_s > FORMS_S
+    assert waited_s < FORMS_S or not stepped

@@ -34,6 +34,7 @@ COMMANDS = {
     "simulate a.toml --cluster h100x8": ("phalanx.cli.simulate", "predict_recipe"),
     "calibrate --out cluster.toml": ("phalanx.cli.calibrate", "measure"),
     "simulate a.toml --cluster h100x8 --against run": ("phalanx.cli.simulate_against", "compare_with_run"),
+    "simulate flops --model tiny": ("phalanx.cli.simulate_flops", "rates"),
     "simulate goodput": ("phalanx.cli.simulate_goodput", "run"),
     "simulate validate": ("phalanx.cli.simulate_validate", "validate"),
     "plan reshard 1x2S0 1x2R --shape 8": ("phalanx.cli.plan_reshard", "plan_reshard"),

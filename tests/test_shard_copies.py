@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from exact_help import Ranks, Run, build, ended, shares
+from phalanx.runtime.collectives import Collectives
 from phalanx.runtime.groups import GroupCache
 from phalanx.runtime.shard_copies import ShardCopies
 from phalanx.simulate.memory import state_terms
@@ -26,10 +27,17 @@ def left_out(rank: int) -> Any:
     return mock.patch.object(ShardCopies, "wait", lambda self: [x.zero_() if rank == 0 else x for x in sound(self)])
 
 
-def _kept(rank: int, cache: GroupCache, run: Run, ranks: Ranks, faulty: bool) -> Any:
-    """Figures of the steps, and everything that a rank keeps after them."""
+def apart() -> Any:
+    """As over a transport with a reduce-scatter of its own: sums go to owners, and from them to the other keepers."""
+    return mock.patch.object(Collectives, "scatters", lambda self, x: True)
+
+
+def _kept(rank: int, cache: GroupCache, run: Run, ranks: Ranks, way: str) -> Any:
+    """Figures of the steps, and everything that a rank keeps after them. `way`: whole, apart, or apart with the planted fault."""
     with ExitStack() as stack:
-        if faulty:
+        if way != "whole":
+            stack.enter_context(apart())
+        if way == "faulty":
             stack.enter_context(left_out(rank))
         parts, figures = build(rank, cache, run, ranks), []
         for step in range(run.steps):
@@ -40,8 +48,8 @@ def _kept(rank: int, cache: GroupCache, run: Run, ranks: Ranks, faulty: bool) ->
         return figures, boxes, weights
 
 
-def kept(run: Run, ranks: Ranks, *, faulty: bool = False) -> Any:
-    return run_ranks(ranks.world, _kept, run, ranks, faulty, timeout_s=120.0)
+def kept(run: Run, ranks: Ranks, *, way: str = "whole") -> Any:
+    return run_ranks(ranks.world, _kept, run, ranks, way, timeout_s=120.0)
 
 
 def owned_state(told: Any) -> dict[str, torch.Tensor]:
@@ -91,6 +99,8 @@ CASES = {
     "exact bf16": (Run(steps=3, dtype=torch.bfloat16), Ranks(3)),
 }
 
+APART = ("fp32 ep2", "fp32 edp4, three holders", "exact ep2")
+
 
 @pytest.mark.parametrize("name", CASES)
 def test_copies_have_the_bits_of_their_owners_and_change_none(name: str) -> None:
@@ -100,10 +110,12 @@ def test_copies_have_the_bits_of_their_owners_and_change_none(name: str) -> None
     count, wrong = copies_that_differ(found)
     assert count > 0 and wrong == []
     assert same(found, kept(run, Ranks(ranks.world, ep=ranks.ep, tp=ranks.tp)))
+    if name in APART:
+        assert same(found, kept(run, many, way="apart"))
 
 
 def test_a_copy_without_its_gradient_is_found() -> None:
-    count, wrong = copies_that_differ(kept(FAST, Ranks(4, ep=2, holders=2), faulty=True))
+    count, wrong = copies_that_differ(kept(FAST, Ranks(4, ep=2, holders=2), way="faulty"))
     assert wrong and len(wrong) < count and all(text.endswith("on rank 0") for text in wrong)
 
 

@@ -11,6 +11,7 @@ from phalanx.core.errors import ConfigError
 from phalanx.simulate.collectives import Network, Span, distinct, span_of
 from phalanx.simulate.cost import Oracle
 from phalanx.simulate.hardware import at, known_hardware, load_hardware, parse_cluster, parse_hardware
+from phalanx.simulate.published import data_file
 from phalanx.simulate.routing import Routing
 
 pytestmark = pytest.mark.unit
@@ -55,8 +56,6 @@ def test_bad_clusters_are_one_clear_error(text: str, words: str) -> None:
 
 def test_a_bad_file_names_all_its_problems(tmp_path) -> None:
     good = (tmp_path / "x.toml").resolve()
-    from phalanx.simulate.published import data_file
-
     text = data_file("clusters/h100.toml").read_text()
     text = text.replace("sms = {", "cores = {").replace(
         'memory_bytes = { value = 8.49e10, source = "80 GB', 'memory_bytes = { value = -1, source = "80 GB'
@@ -85,13 +84,22 @@ def test_a_bad_file_names_all_its_problems(tmp_path) -> None:
         parse_hardware("a = [", name="x", where="x.toml")
 
 
-def test_a_file_of_ones_own(tmp_path) -> None:
-    from phalanx.simulate.published import data_file
+@pytest.mark.parametrize(("name", "value"), [("ranks_per_host", "0.5"), ("sms", "132.7")])
+def test_counts_of_a_file_are_whole(tmp_path, name: str, value: str) -> None:
+    path = tmp_path / "mine.toml"
+    lines = data_file("clusters/h100.toml").read_text().splitlines()
+    path.write_text(
+        "\n".join(f'{name} = {{ value = {value}, source = "me" }}' if x.startswith(f"{name} =") else x for x in lines)
+    )
+    with pytest.raises(ConfigError, match=f"{name} = {value}: is a whole number"):
+        parse_cluster(f"{path}:16")
 
+
+def test_a_file_of_ones_own(tmp_path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text(data_file("clusters/h100.toml").read_text() + "\n[measured]\ngemm = [[4096, 4096, 4096, 1e-3]]\n")
     cluster = parse_cluster(f"{path}:16")
-    assert cluster.name == "minex16"
+    assert cluster.name == "minex16" and load_hardware(str(path)) == cluster.hardware
     cost = Oracle(cluster.hardware).gemm(4096, 4096, 4096)
     assert cost.origin == "measured"
     assert cost.seconds == pytest.approx(1e-3, rel=0.02)

@@ -12,15 +12,16 @@ from phalanx.core.errors import PlanError
 from phalanx.plan.folding import Folding
 from phalanx.plan.model import PRESETS
 from phalanx.plan.model import flops_per_token as planned_flops
-from phalanx.plan.schedule import make_schedule
-from phalanx.plan.schedule_time import simulate, uniform_costs
-from phalanx.simulate.device_memory import fullest_bytes, memory_of, usable_bytes
+from phalanx.plan.pairs import choose_pairs
+from phalanx.plan.schedule import SCHEDULES, Schedule, make_schedule
+from phalanx.plan.schedule_time import ScheduleCosts, simulate, uniform_costs
+from phalanx.simulate.device_memory import fullest_bytes, layer_bytes, memory_of, usable_bytes
 from phalanx.simulate.hardware import parse_cluster
 from phalanx.simulate.mapping import Job, Mapping, Overlap
 from phalanx.simulate.quick import Quick
 from phalanx.simulate.routing import Routing
 from phalanx.simulate.search import reasons, search
-from phalanx.simulate.search_space import Space, foldings, micro_batches, pipelines
+from phalanx.simulate.search_space import Space, foldings, micro_batches, overlaps, pipelines
 from phalanx.simulate.shape import flops_per_token, shape_of
 from phalanx.simulate.stage_layers import contents, even_layers
 from phalanx.simulate.step_time import bubble_share, predict, step_time
@@ -96,21 +97,37 @@ def test_the_closed_form_is_near_the_clock(name: str, virtual: int) -> None:
 
 @pytest.mark.parametrize("p", [2, 4, 8])
 @pytest.mark.parametrize("m", [8, 16, 33])
-def test_bubbles_equal_their_closed_forms(p: int, m: int) -> None:
-    """On equal stages with F = 1, I = W = 1: (P-1)(F+B) for 1F1B, /v interleaved, (P-1)(F+I-W) for zero-bubble H1."""
-    for name, v, bubble in (
-        ("gpipe", 1, 3 * (p - 1)),
-        ("1f1b", 1, 3 * (p - 1)),
-        ("interleaved_1f1b", 2, 3 * (p - 1)),
-        ("interleaved_1f1b", 4, 3 * (p - 1)),
-        ("zero_bubble", 1, p - 1),
-    ):
-        if name == "interleaved_1f1b" and m % p:
-            continue
-        run = simulate(make_schedule(name, pp=p, virtual=v, num_microbatches=m), uniform_costs(p * v))
-        assert run.makespan - max(run.busy) == pytest.approx(bubble, abs=1e-9), name
-        if name != "zero_bubble":
-            assert bubble_share(name, p, v, m, 0.5) * 3 * v == pytest.approx(bubble, abs=1e-9)
+@pytest.mark.parametrize("name", list(SCHEDULES))
+def test_bubbles_equal_their_closed_forms(name: str, p: int, m: int) -> None:
+    """On equal stages. A backward is I + W; with v chunks a rank all times are of a chunk, so the bubble is the same number of them.
+
+    (P-1)(F+B) without splitting; (P-1)(F+I-W) zero-bubble (arXiv 2401.10241: F+B-2W) and ZB-V where F = I = W; (P-1)(F+I) where W follows its I at
+    once; DualPipeV on D ranks (D-1)(F&B+B-3W), F&B one pass beside another (DeepSeek's DualPipe README, whose PP is 2D).
+    """
+    for unit in (1.0, 0.37):
+        f, i, w = (unit, unit, unit) if SCHEDULES[name].vee else (unit, 1.3 * unit, 0.6 * unit)
+        back = i + w
+        form = {"zero_bubble": f + i - w, "zbv": f + i - w, "eager_1f1b_split": f + i}.get(name, f + back)
+        for v in (1, 2, 4) if SCHEDULES[name].virtual is None else (SCHEDULES[name].virtual,):
+            if (SCHEDULES[name].vee and m < 2 * p) or (v > 1 and m % p and not SCHEDULES[name].vee):
+                continue
+            made = make_schedule(name, pp=p, virtual=v, num_microbatches=m)
+            costs = uniform_costs(p * v, forward=f, input_grad=i, weight_grad=w)
+            if name == "dualpipev":
+                _check_dual(made, costs, p=p, f=f, back=back, w=w)
+                continue
+            run = simulate(made, costs)
+            assert run.makespan - max(run.busy) == pytest.approx((p - 1) * form, abs=1e-9), v
+            if name in ("gpipe", "1f1b", "interleaved_1f1b"):
+                assert bubble_share(name, p, v, m, 0.5) * 3 * v == pytest.approx(3 * (p - 1), abs=1e-9)
+
+
+def _check_dual(made: Schedule, costs: ScheduleCosts, *, p: int, f: float, back: float, w: float) -> None:
+    for share in (1.0, 0.8, 2 / 3):
+        run = simulate(made, costs, pairs=choose_pairs(made), paired_share=share)
+        busy = [sum(end - start for start, end in {(s.start, s.end) for s in spans}) for spans in run.spans]
+        form = (p - 1) * (share * (f + back) + back - 3 * w)
+        assert max(run.makespan - b for b in busy) == pytest.approx(form, abs=1e-9)
 
 
 def test_fourteen_thousand_passes_in_a_tenth_of_a_second() -> None:
@@ -206,6 +223,26 @@ def test_memory_is_by_stage() -> None:
     assert per_rank > MIXTRAL.shape.num_params
 
 
+@pytest.mark.parametrize("name", ["zero_bubble", "zbv", "dualpipev"])
+def test_weight_gradients_that_are_put_off_keep_their_inputs(name: str) -> None:
+    """Counted by hand over the order of each rank: an activation until I, then inputs and output gradients of the products until W."""
+    mapping = replace(BEST, schedule=name, virtual=SCHEDULES[name].virtual or 1)
+    made = make_schedule(name, pp=8, virtual=mapping.virtual, num_microbatches=32)
+    layer = layer_bytes(MIXTRAL, mapping)
+    for rank, stage in enumerate(memory_of(MIXTRAL, mapping)):
+        held = {("F", 0): 1, ("I", 0): -1, ("I", 1): 1, ("W", 1): -1, ("B", 0): -1}
+        live, most, layers = [0, 0], 0.0, contents(MIXTRAL, mapping)[rank].layers
+        for action in made.actions[rank]:
+            live = [live[i] + held.get((action.kind, i), 0) for i in (0, 1)]
+            most = max(most, (live[0] * layer.moe + live[1] * layer.moe_later) * layers / mapping.virtual)
+        assert stage.activations == pytest.approx(most), rank
+    last = {r: memory_of(MIXTRAL, replace(mapping, recompute=r))[7].activations for r in ("none", "full")}  # type: ignore[arg-type]
+    plain = {r: memory_of(MIXTRAL, replace(BEST, recompute=r))[7].activations for r in ("none", "full")}  # type: ignore[arg-type]
+    assert (
+        last["full"] / last["none"] > 3 * plain["full"] / plain["none"]
+    )  # recomputing saves little of what W waits with
+
+
 def test_recomputation_keeps_less() -> None:
     none, selective, full = (
         fullest_bytes(MIXTRAL, replace(BEST, recompute=r))  # type: ignore[arg-type]
@@ -217,8 +254,8 @@ def test_recomputation_keeps_less() -> None:
 def test_uneven_stages_are_not_averaged() -> None:
     """57 layers on 8 ranks: the fullest has 8, not 57 / 8."""
     job = replace(MIXTRAL, shape=replace(MIXTRAL.shape, layers=57))
-    mapping = folded(tp=2, pp=8, ep=8)
     counts = even_layers(57, 8)
+    mapping = replace(folded(tp=2, pp=8, ep=8), stage_layers=counts)
     assert sorted(counts) == [7] * 7 + [8] and counts[0] == counts[-1] == 7
     full = [m.weights for m in memory_of(job, mapping)]
     assert max(full) / full[0] > 1.05
@@ -243,7 +280,7 @@ def test_sharding_parameters_saves_memory() -> None:
 @pytest.mark.parametrize("name", ["mixtral-8x22b", "deepseek-v3", "qwen2-57b-a14b"])
 @pytest.mark.parametrize("kind", ["balanced", "learned"])
 def test_the_quick_way_gives_what_the_slow_way_gives(name: str, kind: str) -> None:
-    draw, space = random.Random(name + kind), Space()
+    draw, space = random.Random(name + kind), Space(ep_overlaps=("none", "chunks", "pair"))
     job = Job(shape=shape_of(PRESETS[name]), seq_len=4096, global_batch=512)
     cluster, quick = parse_cluster("h100x256"), Quick(job, parse_cluster("h100x256"))
     every = list(foldings(job, 256))
@@ -256,7 +293,7 @@ def test_the_quick_way_gives_what_the_slow_way_gives(name: str, kind: str) -> No
             schedule=schedule,
             virtual=virtual,
             recompute=draw.choice(space.recomputes),
-            overlap=Overlap(ep=draw.choice(space.ep_overlaps)),
+            overlap=draw.choice(overlaps(Overlap(), folding, space, cluster.hardware)),
             routing=Routing(kind=kind),  # type: ignore[arg-type]
         )
         slow = step_time(job, mapping, cluster, exact=False).seconds
@@ -278,9 +315,9 @@ def test_a_search_finds_what_brute_force_finds() -> None:
         for micro in micro_batches(job, folding, space):
             for schedule, virtual in pipelines(8, folding.pp, space):
                 for recompute in space.recomputes:
-                    for ep in space.ep_overlaps if folding.ep > 1 else ("none",):
+                    for overlap in overlaps(Overlap(), folding, space, cluster.hardware):
                         m = Mapping(folding=folding, micro_batch=micro, schedule=schedule, virtual=virtual,
-                                    recompute=recompute, overlap=Overlap(ep=ep))  # fmt: skip
+                                    recompute=recompute, overlap=overlap)  # fmt: skip
                         if fullest_bytes(job, m) <= usable_bytes(cluster.hardware):
                             seconds = step_time(job, m, cluster, exact=False).seconds
                             best[folding] = min(seconds, best.get(folding, seconds))

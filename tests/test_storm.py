@@ -169,7 +169,10 @@ def test_joins_count_from_the_start_of_the_program() -> None:
 
     events = [committed("a.0.x", 1, 10.0), committed("a.0.x", 2, 14.5), committed("b.0.y", 2, 14.6)]
     (join,) = joins([("a", 1.0), ("b", 2.0), ("b", 11.0)], events)
-    assert (join.host, round(join.used_s, 6), round(join.stopped_s, 6)) == ("b", 3.6, 4.5)
+    assert (join.host, round(join.used_s, 6), round(join.stopped_s, 6), join.struck) == ("b", 3.6, 4.5, False)
+    (join,) = joins([("b", 11.0)], [committed("a.0.x", 1, 9.8), *events], [12.0])
+    assert join.struck and round(join.step_s, 6) == 0.2
+    assert not joins([("b", 11.0)], events, [9.0, 15.0])[0].struck
 
 
 # ---- bytes

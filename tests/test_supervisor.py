@@ -60,6 +60,16 @@ def test_too_few_members_end_cleanly_and_say_for_whom_they_waited(tmp_path: Path
     assert users_of(tmp_path) == []
 
 
+def test_a_run_that_never_has_its_minimum_ends_and_says_what_it_has(tmp_path: Path) -> None:
+    board = Board(2)
+    with arena_of(tmp_path, board, hosts=1, slots=2, wanted=3, minimum=3, gather_s=0.2, wait_s=0.5) as arena:
+        wait_for_end(arena)
+        assert arena.codes == {"h0": 1}
+    said = next(tmp_path.glob("error-h0-*")).read_text()
+    assert "TooFewMembers: the run has not begun: 2 ranks of all hosts are ready, and it needs 3" in said
+    assert users_of(tmp_path) == []
+
+
 def test_a_host_with_another_plan_is_refused_and_the_run_goes_on(tmp_path: Path) -> None:
     board = Board(2)
     good = worker(board, pause_s=0.01, folder=tmp_path, stop=tmp_path / "stop")

@@ -69,9 +69,11 @@ class StormResult:
     service_max_s: float | None = None
     """Of a service that was killed, from its restart."""
     join_used_max_s: float | None = None
-    """From the start of a host's program to its first committed step."""
+    """From the start of a host's program to its first committed step, joins apart during which another fault struck."""
     join_stopped_max_s: float | None = None
-    """How long the others stood still for it."""
+    """How long the others stood still for it, the same joins."""
+    joins_struck: int = 0
+    """Joins during which another fault struck."""
     moved_bytes: int = 0
     limit_s: float = 0.0
     seconds: float = 0.0
@@ -263,12 +265,24 @@ def _measure(result: StormResult, arena: Arena, folder: Path, logs: Sequence[Seq
         for f, r in zip(arena.faults, found, strict=True)
         if r.kind == "service"
     )
-    came = joins(arena.begun, events)
+    came = joins(arena.begun, events, [fault.at_s for fault in arena.faults])
     result.joins = [asdict(j) for j in came]
-    result.join_used_max_s = _most(j.used_s for j in came)
-    result.join_stopped_max_s = _most(j.stopped_s for j in came)
+    result.join_used_max_s = _most(j.used_s for j in came if not j.struck)
+    result.join_stopped_max_s = _most(j.stopped_s for j in came if not j.struck)
+    result.joins_struck = sum(j.struck for j in came)
     result.moved_bytes = sum(e["moved_bytes"] for e in events if e["kind"] == "TeamFormed")
     result.zombies_refused = sum("was put out of the run" in text for text in arena.said())
+
+
+def _of_joins(result: StormResult) -> str:
+    parts = []
+    for struck, what in ((False, "joins"), (True, "more, during which another fault struck")):
+        own = [j for j in result.joins if j["struck"] == struck]
+        used, stopped = ([j[name] for j in own] for name in ("used_s", "stopped_s"))
+        parts.append(
+            f"{len(own)} {what}: used after {_ms(median(used))}, {_ms(_most(used))} at most, others stopped {_ms(median(stopped))}, {_ms(_most(stopped))} at most"
+        )
+    return "; ".join(parts if result.joins_struck else parts[:1])
 
 
 def _most(values: Any) -> float | None:
@@ -284,8 +298,8 @@ def report(result: StormResult) -> str:
         f"{'yes' if result.bitwise_equal else 'NO' if result.mode == 'exact' else 'not asked'}, largest difference of a loss {result.worst_difference:.1e}; "
         f"rollbacks {result.rollbacks} (and {result.rollbacks_allowed} with f hosts out); hung {result.hung}, orphans {result.orphans}",
         f"kill -9 to the next step: median {_ms(result.median_recovery_s)}, max {_ms(result.max_recovery_s)}; frozen max "
-        f"{_ms(result.frozen_max_s)} (limit {result.limit_s:g} s); service, from its restart, max {_ms(result.service_max_s)}; "
-        f"join used after {_ms(result.join_used_max_s)} at most, others stopped {_ms(result.join_stopped_max_s)} at most",
+        f"{_ms(result.frozen_max_s)} (limit {result.limit_s:g} s); service, from its restart, max {_ms(result.service_max_s)}",
+        _of_joins(result),
     ]
     for kind in sorted(result.by_kind):
         own = [r for r in result.recoveries if r["kind"] == kind]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -19,7 +20,6 @@ from phalanx.core.units import format_bytes, format_seconds
 from phalanx.plan.model import PRESETS
 from phalanx.plan.schedule import SCHEDULES
 from phalanx.simulate.device_memory import usable_bytes
-from phalanx.simulate.from_recipe import recipe_of_mapping, says_the_model
 from phalanx.simulate.hardware import parse_cluster
 from phalanx.simulate.mapping import Job, Mapping
 from phalanx.simulate.pictures import Series, plot
@@ -29,6 +29,7 @@ from phalanx.simulate.search import RERANKED, SearchResult, base_mapping, reason
 from phalanx.simulate.search_space import Space
 from phalanx.simulate.shape import Shape, shape_of
 from phalanx.simulate.step_time import Prediction, predict
+from phalanx.simulate.to_recipe import recipe_of_mapping
 
 
 def main(argv: Sequence[str]) -> int:
@@ -73,9 +74,11 @@ def main(argv: Sequence[str]) -> int:
         write_json(args.json, to_dict(result, seconds=seconds))
     if args.svg is not None:
         write_text(args.svg, pareto_svg(result))
-    if args.recipe is not None:
-        write_recipe(args.recipe, result)
     print(describe(result, top=args.top, seconds=seconds))
+    if args.recipe is not None:
+        said = write_recipe(args.recipe, result)
+        print(said, file=sys.stderr)
+        return 2 if said.startswith("no recipe") else 0
     return 0
 
 
@@ -96,8 +99,8 @@ def _parser() -> argparse.ArgumentParser:
         help="how tokens meet experts (default balanced)",
     )
     add("--schedules", nargs="+", choices=tuple(SCHEDULES), metavar="NAME", help=f"of {', '.join(SCHEDULES)}")
-    add("--ep-overlap", nargs="+", choices=("none", "chunks", "pair"), default=["none"], metavar="HOW",
-        help="dispatch beside computation: none, chunks (dispatch.overlap = \"coarse:4\"), pair (no recipe on accelerators yet); default none")  # fmt: skip
+    add("--ep-overlap", nargs="+", choices=("none", "chunks", "pair"), metavar="HOW",
+        help="dispatch beside computation: none, chunks, pair (default: what a recipe can say there; pair needs ranks on processors)")  # fmt: skip
     add("--top", type=int, default=10, help="mappings to show (default 10)")
     add("--exact", type=int, default=RERANKED, help=f"mappings to run on the exact schedule (default {RERANKED})")
     add("--json", type=Path, metavar="FILE")
@@ -107,8 +110,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _space(args: argparse.Namespace) -> Space:
-    space = Space(ep_overlaps=tuple(args.ep_overlap))
-    return space if args.schedules is None else Space(ep_overlaps=space.ep_overlaps, schedules=tuple(args.schedules))
+    space = Space(ep_overlaps=None if args.ep_overlap is None else tuple(args.ep_overlap))
+    return space if args.schedules is None else replace(space, schedules=tuple(args.schedules))
 
 
 def shape_named(name: str) -> Shape:
@@ -136,18 +139,17 @@ def shape_named(name: str) -> Shape:
     return shape_from(entry, models)[0]
 
 
-def write_recipe(path: Path, result: SearchResult) -> None:
-    """The winner's recipe, or of the best mapping that a recipe can say."""
-    shape = result.job.shape
-    sayable = [p for p in result.best if p.mapping.overlap.ep != "pair"]
-    if not sayable:
-        print("no recipe: the best mappings pair passes, which no recipe for accelerators can say", file=sys.stderr)
-        return
-    recipe = recipe_of_mapping(result.job, sayable[0].mapping)
-    if shape.ffn_matrices != 3 or not says_the_model(recipe, shape):
-        print(f"no recipe: {shape.name} is no model that a recipe can say", file=sys.stderr)
-        return
-    write_text(path, dump_recipe(recipe))
+def write_recipe(path: Path, result: SearchResult) -> str:
+    """Write the recipe of the best mapping that a recipe can say; what was written, or why nothing."""
+    on_device = result.cluster.hardware.sms is not None
+    first: list[str] = []
+    for number, p in enumerate(result.best, start=1):
+        recipe, reasons = recipe_of_mapping(result.job, p.mapping, on_device=on_device)
+        if recipe is not None:
+            write_text(path, dump_recipe(recipe))
+            return f"{path}: the recipe of number {number}" + (f" ({'; '.join(first)})" if first else "")
+        first = first or reasons
+    return f"no recipe written: {'; '.join(first)}"
 
 
 def to_dict(result: SearchResult, *, seconds: float) -> dict[str, Any]:
@@ -163,6 +165,7 @@ def to_dict(result: SearchResult, *, seconds: float) -> dict[str, Any]:
         "indistinguishable": result.indistinguishable,
         "best": [_entry(result, p) for p in result.best],
         "variants": [_entry(result, p) for p in result.variants],
+        "pareto_until_s": result.pareto_until_s if math.isfinite(result.pareto_until_s) else None,
         "pareto": [{"seconds": c.seconds, "peak_bytes": c.peak_bytes, **_degrees(c.mapping)} for c in result.pareto],
     }
 
@@ -187,6 +190,7 @@ def _degrees(m: Mapping) -> dict[str, Any]:
     return {
         "tp": f.tp, "cp": f.cp, "dp": f.dp, "pp": f.pp, "etp": f.etp, "ep": f.ep, "edp": f.edp, "micro_batch": m.micro_batch,
         "schedule": m.schedule, "virtual": m.virtual, "recompute": m.recompute, "ep_overlap": m.overlap.ep,
+        "chunks": m.overlap.chunks if m.overlap.ep == "chunks" else None,
     }  # fmt: skip
 
 
@@ -216,6 +220,10 @@ def describe(result: SearchResult, *, top: int, seconds: float) -> str:
     n = result.indistinguishable
     if n > 1:
         lines.append(f"the first {n} are indistinguishable within the model's error")
+    if math.isfinite(result.pareto_until_s):
+        lines.append(
+            f"the front of time and memory is whole up to steps of {format_seconds(result.pareto_until_s)} (--exact more for more of it)"
+        )
     lines.append(f"memory that can be filled: {format_bytes(usable)} a rank")
     return "\n".join(lines)
 

@@ -26,6 +26,7 @@ from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.core.files import check_writable, write_json, write_text
 from phalanx.core.recipe import load_recipe
 from phalanx.core.units import format_bytes, format_count, format_rate, format_seconds
+from phalanx.plan.heal_choice import choose_healing
 from phalanx.plan.recipe import run_problems
 from phalanx.plan.schedule_draw import timeline_svg
 from phalanx.simulate.device_memory import StageMemory, usable_bytes
@@ -114,6 +115,11 @@ def predict_recipe(path: Path, cluster_name: str, overrides: Sequence[str]) -> P
         raise ConfigError(problems, subject="the simulation")
     spec = resolve_recipe(recipe)
     mapping = mapping_of_recipe(recipe, spec, world=cluster.world)
+    if cluster.hardware.sms is None and choose_healing(recipe).heals:
+        print(
+            "this run would heal itself (resilience.heal is not set): copies of shards and its votes are not in the prediction",
+            file=sys.stderr,
+        )
     return predict(job_of_recipe(recipe, spec), mapping, cluster)
 
 
@@ -159,7 +165,7 @@ def _shown(p: Prediction) -> list[StageMemory]:
 def clusters(argv: Sequence[str]) -> int:
     """List known hardware, or the constants of one with their sources."""
     parser = argparse.ArgumentParser(prog="phalanx simulate clusters", description="Known hardware and its constants.")
-    parser.add_argument("name", nargs="?", help="one of them, with every constant and its source")
+    parser.add_argument("name", nargs="?", help="one of them, or a file of yours: every constant with its source")
     args = parser.parse_args(list(argv))
     if args.name is None:
         for name in known_hardware():

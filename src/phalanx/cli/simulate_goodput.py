@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -69,7 +69,7 @@ def _problems(args: argparse.Namespace, base: Practice) -> list[Problem]:
         field = p.where.removeprefix("goodput.")
         problems.append(replace(p, where=f"--{names.get(field, field.removesuffix('_s'))}"))
     if args.failures is not None:
-        rule = "has no effect with --failures, which says when hosts fail"
+        rule = "has no effect with --failures, which says when hosts fail and how long the job is"
         problems += [
             Problem(where=f"--{name}", value=getattr(args, name), rule=rule, hint="leave it out")
             for name in ("days", "rate")
@@ -109,7 +109,7 @@ def _parser() -> argparse.ArgumentParser:
         "--failures",
         type=Path,
         metavar="CSV",
-        help="a trace of removals in place of --rate: MILLISECONDS,add|remove,NODE",
+        help="a trace of removals in place of --rate and --days: MILLISECONDS,add|remove,NODE",
     )
     add("--days", type=float, help="length of the job (default 54)")
     add("--interval", type=float, default=None, help="seconds between saves (default: Young and Daly's)")
@@ -149,22 +149,25 @@ def run(base: Practice, args: argparse.Namespace) -> dict[str, Any]:
         duration, mean = removals[-1], removals[-1] / len(removals)
     best = young_daly(base.save_s, mean)
     practice = replace(base, interval_s=args.interval if args.interval is not None else max(best, 1.0))
-    hosts = args.hosts or max(1, args.ranks // 8)
+    hosts = args.hosts if args.hosts is not None else max(1, args.ranks // 8)
+
+    def failures() -> Iterator[float]:
+        return iter(removals) if removals is not None else poisson(mean, args.seed)
 
     def play(recovery: str) -> Goodput:
-        failures = removals if removals is not None else poisson(mean, args.seed)
         chosen = replace(practice, recovery=recovery)  # type: ignore[arg-type]
-        return simulate_goodput(chosen, failures, duration_s=duration, hosts=hosts, seed=args.seed)
+        return simulate_goodput(chosen, failures(), duration_s=duration, hosts=hosts, seed=args.seed)
 
     intervals = [(best or practice.interval_s) * 2 ** (k / 2) for k in range(-6, 7)]
-    span = max(duration, SWEPT * mean)
+    span = duration if removals is not None else max(duration, SWEPT * mean)
     curves = {
-        name: sweep(replace(practice, recovery=name), mean, intervals, duration_s=span, seed=args.seed)
+        name: sweep(replace(practice, recovery=name), failures, intervals, duration_s=span, hosts=hosts, seed=args.seed)
         for name in ("checkpoint", "replicas")
     }
     return {
         "mean_between_failures_s": mean,
         "young_daly_s": best,
+        "swept_failures": len(removals) if removals is not None else round(span / mean),
         "swept_optimum_s": swept_optimum(curves["checkpoint"]),
         "interval_s": practice.interval_s,
         "checkpoint": vars(play("checkpoint")),
@@ -188,7 +191,7 @@ def describe(result: dict[str, Any]) -> str:
     lines.append(f"expected of checkpoints, in closed form: {result['expected_checkpoint']:.2%}")
     if result["swept_optimum_s"] is not None:
         lines.append(
-            f"best interval of the sweep over {SWEPT:,} failures or more: {format_seconds(result['swept_optimum_s'])}"
+            f"best interval of the sweep over {result['swept_failures']:,} failures: {format_seconds(result['swept_optimum_s'])}"
         )
     return "\n".join(lines)
 

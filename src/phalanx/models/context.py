@@ -40,6 +40,8 @@ class ModelContext:
     recompute: Literal["none", "selective", "full"] = "none"
     cp_method: Literal["ring", "all_gather", "ulysses"] = "ring"
     seed: int = 0
+    drawn: bool = True
+    """Weights get their initial values; False: whatever is in the memory, for a model whose state comes from elsewhere before it is read."""
     lanes: Lanes = SERIAL
     """Threads among which CPU kernels divide their work; results do not depend on it."""
     pipeline: StagePlan | None = None

@@ -86,7 +86,8 @@ class Decoder(nn.Module):
         self.recompute_blocks = ctx.recompute == "full"
         self.put_off = _matrices(self) if ctx.later is not None else frozenset()
         """Parameters whose gradients go to `ctx.later`."""
-        initialise(self.named_parameters(), ctx)
+        if ctx.drawn:
+            initialise(self.named_parameters(), ctx)
 
     @property
     def device(self) -> torch.device:

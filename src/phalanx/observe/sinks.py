@@ -108,8 +108,11 @@ def sink_problems(config: ObserveConfig) -> list[Problem]:
     ]
 
 
-def open_sinks(config: ObserveConfig, *, folder: Path, rank: int, console: Console | None = None) -> Sinks:
-    """The sinks of `rank` for the run in `folder`.
+def open_sinks(
+    config: ObserveConfig, *, folder: Path, rank: int, console: Console | None = None, patient: bool = False
+) -> Sinks:
+    """The sinks of `rank` for the run in `folder`. `patient`: this process takes the place of another one of a running job, which may still have the port of
+    Prometheus; that is told, and tried again.
 
     Raises `ConfigError` with all sinks that cannot be opened, `RunError` where the run folder cannot be written.
     """
@@ -122,7 +125,7 @@ def open_sinks(config: ObserveConfig, *, folder: Path, rank: int, console: Conso
         return Sinks(opened)
     problems = sink_problems(config)
     missing = {p.where for p in problems}
-    for setting, make in _rank_zero(config, folder, console).items():
+    for setting, make in _rank_zero(config, folder, console, patient=patient).items():
         try:
             if setting not in missing:
                 opened.append(make())
@@ -131,10 +134,16 @@ def open_sinks(config: ObserveConfig, *, folder: Path, rank: int, console: Conso
     if problems:
         Sinks(opened).close()
     raise_if(problems, ConfigError, subject="the recipe")
-    return Sinks(opened)
+    sinks = Sinks(opened)
+    for missing in filter(None, (getattr(sink, "missing", "") for sink in opened)):
+        text = f"metrics are not served at {missing}: the process that had the port before may still have it; tried again while training goes on"
+        sinks(Note(level="warning", text=text))
+    return sinks
 
 
-def _rank_zero(config: ObserveConfig, folder: Path, console: Console | None) -> dict[str, Callable[[], Sink]]:
+def _rank_zero(
+    config: ObserveConfig, folder: Path, console: Console | None, *, patient: bool
+) -> dict[str, Callable[[], Sink]]:
     """Setting -> how to open its sink, for those that the recipe wants. Their packages are imported when they are opened."""
 
     def tensorboard() -> Sink:
@@ -151,7 +160,7 @@ def _rank_zero(config: ObserveConfig, folder: Path, console: Console | None) -> 
         from phalanx.observe.prometheus import PrometheusSink
 
         address = config.prometheus_address or "127.0.0.1"
-        return PrometheusSink(run=folder.name, port=config.prometheus_port or 0, address=address)
+        return PrometheusSink(run=folder.name, port=config.prometheus_port or 0, address=address, patient=patient)
 
     def screen() -> Sink:
         terminal = console if console is not None else Console()

@@ -57,6 +57,15 @@ def capacity(spec: DispatchSpec, *, num_tokens: int, top_k: int, num_experts: in
     return min(num_tokens, math.ceil(spec.capacity_factor * num_tokens * top_k / num_experts))
 
 
+def rows_of_source(spec: DispatchSpec, *, num_tokens: int, sharing: int, top_k: int, num_experts: int) -> int:
+    """Rows that one expert takes from one rank of `num_tokens` tokens at most, and in padded mode exactly.
+
+    With drop_scope full_sequence capacity is counted over the tokens of all `sharing` ranks of a micro-batch, and may all be one rank's.
+    """
+    whole = sharing if spec.drop_scope == "full_sequence" else 1
+    return min(num_tokens, capacity(spec, num_tokens=num_tokens * whole, top_k=top_k, num_experts=num_experts))
+
+
 def replica_index(slots_G: ArrayLike) -> tuple[Ints, Ints]:
     """For each slot: which replica of its expert it is (from 0, slots ascending), and how many the expert has."""
     slots = np.asarray(slots_G, dtype=np.int64)

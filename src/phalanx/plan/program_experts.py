@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from phalanx.plan.dispatch import DispatchSpec
 from phalanx.plan.overlap_setting import OverlapSetting, parse_overlap
 from phalanx.plan.program_ops import At, Op, compute, host
-from phalanx.plan.stage_foldings import AnyFolding
+from phalanx.plan.stage_foldings import AnyFolding, micro_axis
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,8 +129,8 @@ class _Experts:
         """Which pairs are kept, and how many there are of each."""
         spec, at = self.spec, self.at
         if spec.policy == "drop" and spec.drop_scope == "full_sequence":
-            yield from self.reach.at(at, "dispatch.full_experts", "all_gather", "tp_cp")
-            yield from self.reach.at(at, "dispatch.full_weights", "all_gather", "tp_cp")
+            for what in ("experts", "weights", "index"):
+                yield from self.reach.at(at, f"dispatch.full_{what}", "all_gather", micro_axis(self.reach.folding))
         if not spec.is_static:
             yield from self.reach.at(at, "dispatch.counts", "all_gather", "ep_etp")
             yield host("dispatch.sizes", at)

@@ -121,6 +121,7 @@ _FORWARD_ONLY = (
     "router.balance",
     "dispatch.full_experts",
     "dispatch.full_weights",
+    "dispatch.full_index",
     "dispatch.counts",
     "dispatch.sizes",
     "dispatch.pairs",

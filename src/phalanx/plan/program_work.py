@@ -17,11 +17,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from phalanx.core.op_ids import read_op_id
-from phalanx.plan.dispatch import DispatchSpec
+from phalanx.plan.dispatch import DispatchSpec, rows_of_source
 from phalanx.plan.layout import FlatLayout, LocalParam
 from phalanx.plan.model import ModelSpec
 from phalanx.plan.program_ops import Op
-from phalanx.plan.stage_foldings import AnyFolding
+from phalanx.plan.stage_foldings import AnyFolding, micro_axis
 
 INT32, INT64, FP32 = 4, 8, 4
 VOTE_NUMBERS, VOTE_TIMES = 8, 5
@@ -85,11 +85,16 @@ class Counting:
     @property
     def _sent_rows(self) -> float:
         """Rows that a rank has for experts, its own among them."""
-        rows = self._rows_T * self.spec.top_k
-        if self.dispatch.policy == "drop" and self.dispatch.pad_to_capacity:
-            factor = self.dispatch.capacity_factor
-            return math.ceil(rows * factor / self.spec.num_experts) * self.spec.num_experts
+        rows, experts = self._rows_T * self.spec.top_k, self.spec.num_experts
+        if self.dispatch.is_static:
+            sizes = {"sharing": self._sharing, "top_k": self.spec.top_k, "num_experts": experts}
+            return experts * rows_of_source(self.dispatch, num_tokens=self._rows_T, **sizes)
         return rows
+
+    @property
+    def _sharing(self) -> int:
+        """Ranks that share a micro-batch."""
+        return self._size(micro_axis(self.folding))
 
     @property
     def _hidden_bytes(self) -> int:
@@ -208,8 +213,10 @@ class Counting:
         if name == "dispatch.counts":
             further = 2 if self._by_tiles else 1 if self.dispatch.transport == "all_gather" else 0
             return (self.spec.num_experts * self._num_chunks + further) * INT32 * (n - 1)
+        if name == "dispatch.full_index":
+            return self._rows_T * INT64 * (n - 1)
         if name in ("dispatch.full_experts", "dispatch.full_weights"):
-            width = INT64 if name.endswith("experts") else FP32
+            width = INT32 if name.endswith("experts") else max(FP32, self.sizes.itemsize)
             return self._rows_T * self.spec.top_k * width * (n - 1)
         etp = self._stage[3]
         per_row = max(FP32, self.sizes.itemsize) if "weights" in name else self._hidden_bytes

@@ -4,6 +4,9 @@ A shard of a family that is cut over a group of D ranks is kept by its owner and
 until `floor` hosts have it, or all hosts of the group. *Next* is along a ring in which the hosts take turns: hosts of one size so keep equally many copies on
 each rank (in the order of ranks the first rank of the next host would get those of a whole host), and ranks that are hosts of their own are a plain ring.
 
+How the keepers of a shard come by its reduced gradient, and the others by its parameters, is decided by bytes (`sums_whole`, `publication`): what a rank sends for
+an element of the buffer.
+
 Must never change: the same group gives the same holders on every rank; the owner is the first of them; no two are on one host.
 """
 
@@ -11,6 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 Keepers = tuple[tuple[int, ...], ...]
@@ -52,3 +56,46 @@ def keepers_of(group: Sequence[int], *, holders: int, hosts: Sequence[int] | Non
     if holders <= 1 or len(group) == 1:
         return ()
     return shard_holders(tuple(range(len(group))) if hosts is None else tuple(hosts[r] for r in group), floor=holders)
+
+
+def sums_whole(keepers: Keepers, *, scatters: bool) -> bool:
+    """Whether a buffer whose shards are kept so is summed by one all-reduce, from which each keeper takes what it keeps.
+
+    The other way is a reduce-scatter, and messages of each shard to its keepers. Of D shards with k copies each, a rank sends 2(D-1)/D of the buffer one way, and
+    (D-1)/D + k/D the other way. `scatters`: the transport has a reduce-scatter of its own; gloo's (torch 2.13) is an all-reduce of a copy of the
+    buffer, so that messages come on top of what all-reduce sends. Where both send the same, one collective is fewer than two.
+    """
+    shards = len(keepers)
+    if shards < 2:
+        return False
+    copies = max(len(members) for members in keepers) - 1
+    apart = (shards - 1 if scatters else 2 * (shards - 1)) + copies
+    return 2 * (shards - 1) <= apart
+
+
+@dataclass(frozen=True)
+class Parcels:
+    """What one member of a group sends and receives so that all have the parameters of all shards."""
+
+    sends: tuple[int, ...]
+    """Members that its own shard goes to."""
+    receives: tuple[int, ...]
+    """Shards that come, each from its owner (the member of the same number)."""
+
+
+GATHER_SHARE = 0.75
+"""An all-gather is one call, whatever the number of ranks. Messages between single ranks are taken where they carry at most this part of its bytes."""
+
+
+@lru_cache(maxsize=256)
+def publication(keepers: Keepers, member: int) -> Parcels | None:
+    """Messages of the updated parameters of each shard to those that do not keep it (who keeps it has rounded them itself); None: an all-gather.
+
+    An all-gather brings a member D-1 shards, though it has all but D-k-1 of them already. With as many keepers as shards nothing travels.
+    """
+    if not keepers:
+        return None
+    lacking = [tuple(m for m in range(len(keepers)) if m not in members) for members in keepers]
+    if max(map(len, lacking)) > GATHER_SHARE * (len(keepers) - 1):
+        return None
+    return Parcels(sends=lacking[member], receives=tuple(i for i, others in enumerate(lacking) if member in others))

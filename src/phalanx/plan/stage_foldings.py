@@ -169,6 +169,11 @@ AnyFolding = Folding | StagedFolding
 """The same for all stages, or one for each."""
 
 
+def micro_axis(folding: AnyFolding) -> str:
+    """The group of ranks that share a micro-batch: `tp_cp`, and more where a stage divides its sequences among dp."""
+    return "tp_cp" if isinstance(folding, Folding) else "micro"
+
+
 def to_json_dict(folding: AnyFolding) -> dict[str, Any]:
     """Degrees as plain data."""
     if isinstance(folding, Folding):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -51,15 +52,24 @@ def machine() -> str:
     return " ".join(parts)
 
 
-def hosts_of(peers: Peers) -> tuple[int, ...]:
-    """Which host each rank is on, numbered in the order of their first ranks: the same machine and the same network, so that messages need no link. Collective."""
+def own_host() -> str:
+    """The same for ranks of one machine and one network, whose messages need no link."""
     try:
         network = os.readlink("/proc/self/ns/net")  # hosts that a testbed emulates share a machine
     except OSError:
         network = ""
-    told = peers.gather((machine(), network))
-    names = list(dict.fromkeys(told))
-    return tuple(names.index(name) for name in told)
+    return f"{machine()} {network}"
+
+
+def numbered(hosts: Sequence[str]) -> tuple[int, ...]:
+    """Names of each rank's host as numbers, in the order of their first ranks."""
+    names = list(dict.fromkeys(hosts))
+    return tuple(names.index(name) for name in hosts)
+
+
+def hosts_of(peers: Peers) -> tuple[int, ...]:
+    """Which host each rank is on. Collective."""
+    return numbered(peers.gather(own_host()))
 
 
 def _ask(other: int, peers: Peers) -> tuple[float, float]:

@@ -137,6 +137,8 @@ class Collectives:
         """Paced mode (`phalanx bench predict`): an operation of the rank's own that is told lasts at least so many seconds."""
         self.beside: TwoPasses | None = None
         """While a pass of this rank runs beside another."""
+        self.message_streams: Any = None
+        """Where messages travel beside what a device computes, once they have (`runtime/streams.py`)."""
         self._emit = emit
         self._kept: list[Event] = []
 
@@ -157,38 +159,35 @@ class Collectives:
         return x
 
     def reduce_scatter(self, x_flat: torch.Tensor, axis: Axis, *, op_id: str = "") -> torch.Tensor:
-        """Sum the flat buffer over the axis; return shard number `axis.index` of `axis.size` equal ones (a view at size 1)."""
-        if axis.group is None:
-            return x_flat
-        axis = self._own(axis)
-        out = self._new_shard(x_flat, axis)
-        self._run(
-            "reduce_scatter",
-            axis,
-            _Call(op_id, _bytes(x_flat) - _bytes(out), not x_flat.is_cuda),
-            lambda: _reduce_scatter_into(out, x_flat, group=axis.group, async_op=True),
-        )
-        return out
-
-    @staticmethod
-    def _new_shard(x_flat: torch.Tensor, axis: Axis) -> torch.Tensor:
-        if x_flat.numel() % axis.size:
-            raise ValueError(
-                f"reduce_scatter over {axis.name}: {x_flat.numel()} elements do not split into {axis.size}"
-            )
-        return x_flat.new_empty(x_flat.numel() // axis.size)
+        """Sum the flat buffer, which is overwritten, over the axis; return shard number `axis.index` of `axis.size` equal ones (a view on a CPU and at size 1)."""
+        shard, exchange = self.start_reduce_scatter(x_flat, axis, op_id=op_id)
+        exchange.wait()
+        return shard
 
     def start_reduce_scatter(
         self, x_flat: torch.Tensor, axis: Axis, *, op_id: str = ""
     ) -> tuple[torch.Tensor, Exchange]:
-        """`reduce_scatter` that travels while the rank goes on: the shard, not to be read before the exchange has been waited for."""
+        """`reduce_scatter` that travels while the rank goes on: neither buffer nor shard are to be touched before the exchange has been waited for."""
         if axis.group is None:
             return x_flat, Exchange(lambda: None)
-        axis = self._own(axis)
-        out = self._new_shard(x_flat, axis)
-        call = _Call(op_id, _bytes(x_flat) - _bytes(out), not x_flat.is_cuda)
-        launch = partial(_reduce_scatter_into, out, x_flat, group=axis.group, async_op=True)
+        if x_flat.numel() % axis.size:
+            raise ValueError(
+                f"reduce_scatter over {axis.name}: {x_flat.numel()} elements do not split into {axis.size}"
+            )
+        axis, length = self._own(axis), x_flat.numel() // axis.size
+        call = _Call(op_id, _bytes(x_flat) - _bytes(x_flat) // axis.size, not x_flat.is_cuda)
+        if self.scatters(x_flat):
+            out = x_flat.new_empty(length)
+            launch = partial(_reduce_scatter_into, out, x_flat, group=axis.group, async_op=True)
+        else:
+            out = x_flat[axis.index * length : (axis.index + 1) * length]
+            launch = partial(dist.all_reduce, x_flat, group=axis.group, async_op=True)
         return out, self._start("reduce_scatter", axis, call, launch)
+
+    def scatters(self, x: torch.Tensor) -> bool:
+        """Whether the transport of such tensors has a reduce-scatter of its own. gloo's is an all-reduce of a copy of the buffer (torch 2.13,
+        `ProcessGroupGloo.cpp`), so that an all-reduce in place gives the same bits for half of the processor's time."""
+        return x.is_cuda
 
     def start_all_reduce(self, x: torch.Tensor, axis: Axis, *, op_id: str = "") -> Exchange:
         """The sum over the axis, in place, while the rank goes on: `x` is not to be touched before the exchange has been waited for."""

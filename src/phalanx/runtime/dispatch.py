@@ -35,7 +35,15 @@ import torch
 from phalanx.kernels.choice import Impl
 from phalanx.kernels.lanes import SERIAL, Lanes
 from phalanx.kernels.permute import combine_rows, gather_rows
-from phalanx.plan.dispatch import Chunks, DispatchPlan, DispatchSpec, capacity, plan_dispatch, plan_static_dispatch
+from phalanx.plan.dispatch import (
+    Chunks,
+    DispatchPlan,
+    DispatchSpec,
+    capacity,
+    plan_dispatch,
+    plan_static_dispatch,
+    rows_of_source,
+)
 from phalanx.plan.dispatch_local import plan_local_dispatch
 from phalanx.plan.placement import Placement
 from phalanx.runtime.collectives import Collectives
@@ -327,8 +335,8 @@ class Dispatcher:
 
     def static_rows(self, num_tokens: int) -> int:
         """Rows to each expert in padded mode: the capacity, of which one rank can fill no more than it has tokens."""
-        whole = self.micro.size if self.spec.drop_scope == "full_sequence" else 1
-        return min(num_tokens, self._capacity(num_tokens * whole))
+        sizes = {"sharing": self.micro.size, "top_k": self.top_k, "num_experts": self.num_experts}
+        return rows_of_source(self.spec, num_tokens=num_tokens, **sizes)
 
     def _capacity(self, num_tokens: int) -> int:
         return capacity(self.spec, num_tokens=num_tokens, top_k=self.top_k, num_experts=self.num_experts)

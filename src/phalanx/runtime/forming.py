@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.core.errors import PeerError
-from phalanx.runtime.groups import DEFAULT_TIMEOUT_S, GroupCache, use_loopback
+from phalanx.runtime.groups import DEFAULT_TIMEOUT_S, GroupCache, nccl_options, use_loopback
 from phalanx.runtime.keys import OPENING, Keys, TcpKeys, open_sockets
 from phalanx.runtime.keys_store import KeysStore
 from phalanx.runtime.membership import Generation
@@ -121,11 +121,12 @@ class TeamGroups(GroupCache):
         super().__init__(timeout_s=timeout_s)
         self._sockets = sockets
 
-    def _create(self, ranks: tuple[int, ...], second: bool) -> dist.ProcessGroup | None:
-        if ranks == tuple(range(dist.get_world_size())) and not second:
+    def _create(self, ranks: tuple[int, ...], second: bool, message_ctas: int) -> dist.ProcessGroup | None:
+        if ranks == tuple(range(dist.get_world_size())) and not second and not message_ctas:
             return dist.group.WORLD
+        timeout = timedelta(seconds=min(CONSTRUCT_S, self.timeout_s))
         with self._sockets.noted():
-            group = dist.new_group(list(ranks), timeout=timedelta(seconds=min(CONSTRUCT_S, self.timeout_s)))
+            group = dist.new_group(list(ranks), timeout=timeout, pg_options=nccl_options(message_ctas))
         if dist.get_rank() not in ranks:
             return None
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=self.timeout_s), group)

@@ -10,7 +10,7 @@ Carries out `plan.layout.flat_layouts` (which parameter lies where in a family's
     reduce()                      parameters without a gradient read zero; sum over each group of the rule: the one that shards the
                                   optimizer state reduce-scatters, the others all-reduce; what was started is waited for. Experts with replicas
                   are summed over their holders, each element by one of them (`runtime/holders.py`). Where others keep a copy of this rank's
-                  shard, the sum goes on to them (`runtime/shard_copies.py`)
+                  shard, an all-reduce gives each what it keeps, or the sum goes on to them (`plan/shard_copies.py: sums_whole`)
     square_sum()                  this rank's share of the squared global norm, every logical element counted once
 
 A family that has nothing to add up (one micro-batch, groups of one rank) is *borrowed*: its gradients stay the tensors that autograd
@@ -35,6 +35,7 @@ from phalanx.kernels.square_sum import square_sums
 from phalanx.plan.holders import HolderPlan
 from phalanx.plan.layout import FlatLayout
 from phalanx.plan.program import gradient_id
+from phalanx.plan.shard_copies import sums_whole
 from phalanx.runtime.boxes import BoxTensor
 from phalanx.runtime.collectives import Collectives, Exchange
 from phalanx.runtime.groups import Groups
@@ -139,7 +140,7 @@ class GradientBuffers:
 
     Communication: for each layout one reduce-scatter (or all-reduce) over each group of its rule, in `reduce` or, after `final`, during the
     backward pass; of experts with replicas one exchange over ep in its place, and, where holders keep the whole state, one back; where shards have
-    copies, messages of a shard to each of their keepers. With `fixed`
+    copies, an all-reduce in place of the reduce-scatter, or messages of a shard to each of their keepers. With `fixed`
     gradients are added in fixed point, here and between ranks, so that no sum depends on who adds what (`kernels/fixed_point.py`; up to
     `summands` for an element); experts add theirs by `fixed`, and all reductions wait for `reduce`.
     """
@@ -219,12 +220,14 @@ class GradientBuffers:
         coming: dict[str, ShardCopies] = {}
         for key, layout in self.layouts.items():
             segments[key] = self._parts[key].finish(groups, comms)
-            if layout.keepers:
-                (own,) = segments[key]
-                coming[key] = ShardCopies(layout, own.tensor, groups, comms, op_id=gradient_id(key, "copies"))
+            if layout.keepers and not sums_whole(layout.keepers, scatters=comms.scatters(segments[key][0].tensor)):
+                own = segments[key][0].tensor
+                coming[key] = ShardCopies(layout, own, groups, comms, op_id=gradient_id(key, "copies"))
         for key, copies in coming.items():
             length = self.layouts[key].shard_length
-            segments[key] += tuple(Segment(i * length, x) for i, x in enumerate(copies.wait(), start=1))
+            segments[key] = segments[key][:1] + tuple(
+                Segment(i * length, x) for i, x in enumerate(copies.wait(), start=1)
+            )
         return ReducedGradients(layouts=self.layouts, segments=segments)
 
     def non_finite(self) -> tuple[str, ...]:
@@ -325,10 +328,10 @@ class _Flat:
             return (Segment(0, self._over_holders(self.sums_of_holders, groups, comms)),)
         for name in self._groups(groups)[1:]:
             self._sum_over(name, groups, comms).wait()
-        if self.shard is self.flat:
-            first, stop = self.layout.shard_range()
-            return (Segment(0, self.flat[first:stop]),)
-        return (Segment(0, self.shard),)
+        if self.shard is not self.flat:
+            return (Segment(0, self.shard),)
+        length, runs = self.layout.shard_length, self.layout.kept_runs
+        return tuple(Segment(i * length, self.flat[first:stop]) for i, (first, stop) in enumerate(runs))
 
     def _over_holders(self, sums: HolderSums, groups: Groups, comms: Collectives) -> torch.Tensor:
         """This rank's shard: the parts that it completes, or all that it holds, with the same bits on all holders."""
@@ -343,10 +346,13 @@ class _Flat:
 
     def _sum_over(self, name: str, groups: Groups, comms: Collectives) -> Exchange:
         rule, axis, op_id = self.layout.rule, groups.axis(name), gradient_id(self.key, name)
-        if name == rule.shard_over and name == rule.sum_over[-1] and self.layout.num_shards > 1:
+        shards = name == rule.shard_over and name == rule.sum_over[-1] and self.layout.num_shards > 1
+        scatters = comms.scatters(self.flat)
+        if not (shards and scatters):
+            self._keep_evidence()
+        if shards and not sums_whole(self.layout.keepers, scatters=scatters):
             self.shard, exchange = comms.start_reduce_scatter(self.flat, axis, op_id=op_id)
             return exchange
-        self._keep_evidence()
         return comms.start_all_reduce(self.flat, axis, op_id=op_id)
 
     def _keep_evidence(self) -> None:

@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from types import MappingProxyType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -51,14 +52,15 @@ class GroupCache:
 
     def __init__(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         self.timeout_s = timeout_s
-        self._groups: dict[tuple[tuple[int, ...], bool], dist.ProcessGroup | None] = {}
+        self._groups: dict[tuple[tuple[int, ...], bool, int], dist.ProcessGroup | None] = {}
 
-    def get(self, ranks: Sequence[int], *, second: bool = False) -> dist.ProcessGroup | None:
+    def get(self, ranks: Sequence[int], *, second: bool = False, message_ctas: int = 0) -> dist.ProcessGroup | None:
         """The group of `ranks`: None if it has one member or this rank is not in it. Creation is collective over the world.
 
-        `second`: another group of the same ranks, whose collectives come in an order of their own.
+        `second`: another group of the same ranks, whose collectives come in an order of their own. `message_ctas`: a group whose NCCL kernels have at
+        most so many thread blocks, each on a multiprocessor of its own; 0: as many as NCCL likes.
         """
-        key = tuple(ranks), second
+        key = tuple(ranks), second, message_ctas
         if len(key[0]) == 1:
             return None
         if key not in self._groups:
@@ -69,14 +71,29 @@ class GroupCache:
             self._groups[key] = self._create(*key)
         return self._groups[key]
 
-    def _create(self, ranks: tuple[int, ...], second: bool) -> dist.ProcessGroup | None:
-        if ranks == tuple(range(dist.get_world_size())) and not second:
+    def _create(self, ranks: tuple[int, ...], second: bool, message_ctas: int) -> dist.ProcessGroup | None:
+        if ranks == tuple(range(dist.get_world_size())) and not second and not message_ctas:
             return dist.group.WORLD
-        group = dist.new_group(list(ranks), timeout=timedelta(seconds=self.timeout_s))
+        timeout = timedelta(seconds=self.timeout_s)
+        group = dist.new_group(list(ranks), timeout=timeout, pg_options=nccl_options(message_ctas))
         return group if dist.get_rank() in ranks else None
 
     def __len__(self) -> int:
         return len(self._groups)
+
+
+def nccl_options(message_ctas: int) -> Any:
+    """Options of a group of few thread blocks, None for 0. Its kernels go before others that wait for a multiprocessor: they are few, and others wait for what they bring.
+
+    Raises `RunError` where this torch has no NCCL.
+    """
+    if not message_ctas:
+        return None
+    if not dist.is_nccl_available():
+        raise RunError(f"message_ctas = {message_ctas}: this torch has no NCCL, whose thread blocks it would limit")
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options.config.max_ctas = message_ctas
+    return options
 
 
 OF_A_PASS = ("tp", "cp", "tp_cp", "micro", "ep", "etp", "ep_etp", "tp_dp_cp")
@@ -112,17 +129,23 @@ class Groups:
 
 
 def build_groups(
-    folding: AnyFolding, *, rank: int, cache: GroupCache, table_ranks: Sequence[int] | None = None
+    folding: AnyFolding,
+    *,
+    rank: int,
+    cache: GroupCache,
+    table_ranks: Sequence[int] | None = None,
+    message_ctas: int = 0,
 ) -> Groups:
     """Create (or find) every group of `folding`. Collective: all ranks call it with the same folding in the same order.
 
     `table_ranks` are the pipeline ranks that hold a tied embedding (`StagePlan.table_ranks`; None: the first and the last one).
+    `message_ctas`: most thread blocks of NCCL's kernels over `ep_etp`, whose messages travel beside products (`GroupCache.get`).
     """
     axes: dict[str, Axis] = {}
     for name in group_names(folding):
         given = name == "embedding" and table_ranks is not None
         for ranks in folding.embedding_groups(table_ranks or ()) if given else folding.groups(name):
-            group = cache.get(ranks)
+            group = cache.get(ranks, message_ctas=message_ctas if name == "ep_etp" else 0)
             if rank in ranks:
                 axes[name] = Axis(name, ranks, ranks.index(rank), group)
     return Groups(folding=folding, rank=rank, axes=MappingProxyType(axes))

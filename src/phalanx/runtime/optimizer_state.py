@@ -5,7 +5,8 @@ views, and one shard (the whole buffer with `zero = 0`) of master weight, first 
 keepers, copies of others' shards come after it.
 
     commit    the optimizer reads reduced gradient segments, updates master and moments, rounds into the flat buffer; alone
-    publish   all-gather of the shards over the group that shards the family: every parameter is again the rounded master.
+    publish   all-gather of the shards over the group that shards the family: every parameter is again the rounded master. Where shards have several
+              keepers, messages to those that have not rounded them themselves (`plan/shard_copies.py: publication`).
               Experts with replicas whose state is sharded over their holders: each part goes to the other holders
 
 Must never change: parameters equal the rounded master weights of all shards after `publish`; moments and masters are never rounded
@@ -20,11 +21,15 @@ from dataclasses import dataclass
 import torch
 
 from phalanx.plan.layout import Box, FlatLayout
+from phalanx.plan.shard_copies import publication
 from phalanx.runtime.allocator import in_huge_pages
 from phalanx.runtime.boxes import BoxTensor
-from phalanx.runtime.collectives import Collectives
-from phalanx.runtime.groups import Groups
+from phalanx.runtime.collectives import Collectives, Message
+from phalanx.runtime.groups import Axis, Groups
 from phalanx.runtime.holders import HolderSums
+
+_TAG = 8
+"""Of messages of published parameters, so that they meet one another only."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,8 +119,7 @@ class ShardedState:
                 sums, axis = HolderSums(state.layout.scattered), self.groups.axis("ep")
                 sums.send_back(state.rounded, state.flat, axis, comms, op_id=f"publish/{family}")
             elif state.layout.num_shards > 1:
-                axis = self.groups.axis(state.layout.rule.shard_over)
-                comms.all_gather(state.published, axis, out=state.flat, op_id=f"publish/{family}")
+                _publish_shards(state, self.groups.axis(state.layout.rule.shard_over), comms, op_id=f"publish/{family}")
         self.is_published = True
 
     def restore(self, comms: Collectives) -> None:
@@ -142,6 +146,21 @@ class ShardedState:
         rule = layout.rule
         groups = [name for name in rule.replicas if layout.num_shards == 1 or name != rule.shard_over]
         return all(self.groups.axis(name).index == 0 for name in groups)
+
+
+def _publish_shards(state: FamilyState, axis: Axis, comms: Collectives, *, op_id: str) -> None:
+    """Each shard of the parameters to the members of the axis that do not keep it. Collective."""
+    layout, flat = state.layout, state.flat
+    parcels = publication(layout.keepers, layout.shard_index)
+    if parcels is None:
+        comms.all_gather(state.published, axis, out=flat, op_id=op_id)
+        return
+    sends = [Message(state.published, member, _TAG) for member in parcels.sends]
+    receives = []
+    for shard in parcels.receives:
+        first, stop = layout.shard_range(shard)
+        receives.append(Message(flat[first:stop], shard, _TAG))
+    comms.start_exchange(sends, receives, axis, op_id=op_id).wait()
 
 
 def _take_over(params: Mapping[str, torch.Tensor], layout: FlatLayout, dtype: torch.dtype) -> FamilyState:

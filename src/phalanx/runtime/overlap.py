@@ -10,6 +10,8 @@ Messages go from rank to rank, to every rank of `ep_etp` that holds (a slice of)
 slices. Must never change: receives are posted before anything is computed, sizes follow from numbers that both sides have, and all sums have the
 order of slots, then of ranks. Results are the same bits for all schedules.
 
+On a device messages travel on a stream of their own, in rounds that all ranks post in one order (`overlap_streams.py`); on a host each is posted by itself.
+
 Legend: T tokens of this rank, K experts of a token, H hidden, e local slots, n rows of one source, N entries, P ranks of ep_etp.
 """
 
@@ -29,22 +31,24 @@ from phalanx.kernels.tiles import Geometry, Rows, TileProducts, block_units, col
 from phalanx.plan.dispatch import DispatchPlan
 from phalanx.plan.overlap import backward_of, plan_overlap, slot_orders, tiles_of
 from phalanx.plan.overlap_bytes import WireBytes, choose_transport, wire_bytes
+from phalanx.plan.overlap_rounds import Leg, LegKind, rounds_of
 from phalanx.plan.overlap_types import Op, RankPlan, Schedule
 from phalanx.runtime.collectives import Exchange, Message, backward_id
 from phalanx.runtime.dispatch import Dispatcher
 from phalanx.runtime.experts import ExpertWeights
 from phalanx.runtime.overlap_hosts import Gateways, HostWay
 from phalanx.runtime.overlap_lists import (
-    Entries,
     Outgoing,
-    entries_of,
+    entries_of_all,
     outgoing,
     part_rows,
     places_of,
     row_by_row,
     tile_order,
 )
+from phalanx.runtime.overlap_streams import RoundMessages
 from phalanx.runtime.overlap_transport import count_copies, routes, traffic_told, usable_hosts
+from phalanx.runtime.streams import Streams, leaving_free, streams_of
 
 Choose = Callable[[DispatchPlan, WireBytes], Schedule]
 TILE_ROWS = 512
@@ -79,7 +83,9 @@ def run_overlapped(
     other host once, and is passed on there; None: where that sends fewer bytes between hosts. `beside` is computed while entries travel, and its result added to that of the experts (a shared expert).
     """
     kept_TK = dispatcher.kept(weights_TK, experts_TK, token_index_T=token_index_T, part_T=part_T, op_prefix=op_prefix)
-    hosts = usable_hosts(dispatcher, host_of_rank, forced=bool(through_hosts), per_token=per_token)
+    streams = streams_of(dispatcher.comms, x_TH.device)
+    known = host_of_rank if streams is None else None  # rounds have no gateways
+    hosts = usable_hosts(dispatcher, known, forced=bool(through_hosts), per_token=per_token)
     copies = count_copies(dispatcher, experts_TK, kept_TK, hosts) if dispatcher.is_plain else None
     plan, send, told = dispatcher.exact_list(experts_TK, kept_TK, op_prefix, told=copies)
     traffic = traffic_told(dispatcher, plan, told if copies is not None else None, hosts)
@@ -101,9 +107,10 @@ def run_overlapped(
         through_hosts=route == "dedup_host",
         has_shared=beside is not None,
     )
-    outs = _outgoing(dispatcher, plan, forward, send.pair_of_row_R, per_token)
+    outs = _outgoing(dispatcher, plan, forward, send.pair_of_row_R, num_tokens=x_TH.shape[0], per_token=per_token)
     ways = Gateways(forward, plan, outs, top_k=dispatcher.top_k, tile_rows=TILE_ROWS) if forward.hosts else None
     flight = _Flight(dispatcher, forward, outs, op_prefix, num_tokens=x_TH.shape[0], per_token=per_token, ways=ways)
+    flight.streams = streams
     flight.exchange_meta(weights_TK.detach(), x_TH.dtype)
     flight.later = target_of([experts.w13_e2fH, experts.w2_eHf], x_TH, later)
     flight.lanes, flight.recompute = lanes, recompute
@@ -122,22 +129,24 @@ def _outgoing(
     dispatch: DispatchPlan,
     plan: RankPlan,
     pairs_R: torch.Tensor,
+    *,
+    num_tokens: int,
     per_token: bool,
 ) -> list[Outgoing]:
     """By rank of the group; ranks with slices of the same slots get the same."""
     rows_G = dispatch.rows_PG[plan.rank]
     per_rank, orders = len(rows_G) // dispatcher.ep.size, slot_orders(dispatch, plan.schedule)
-    out: list[Outgoing] = []
+    lists: list[tuple[torch.Tensor, Sequence[int], torch.Tensor | None]] = []
     at = 0
     for ep in range(dispatcher.ep.size):
         rows_e = [int(n) for n in rows_G[ep * per_rank : (ep + 1) * per_rank]]
         tiles = tiles_of(rows_e, source=plan.rank, tile_rows=TILE_ROWS, slots=orders[ep])
         rows_to = part_rows(tiles, plan.peer_part_ends[ep * dispatcher.etp.size])
         order = tile_order(tiles, pairs_R.device)
-        one = outgoing(pairs_R[at : at + sum(rows_e)], dispatcher.top_k, rows_to, per_token=per_token, order=order)
+        lists.append((pairs_R[at : at + sum(rows_e)], rows_to, order))
         at += sum(rows_e)
-        out += [one] * dispatcher.etp.size
-    return out
+    found = outgoing(lists, dispatcher.top_k, num_tokens=num_tokens, per_token=per_token)
+    return [one for one in found for _ in range(dispatcher.etp.size)]
 
 
 @dataclass(eq=False)
@@ -158,6 +167,8 @@ class _Way:
     own_dots: torch.Tensor | None = None
     passing: HostWay | None = None
     """What this rank passes on as a gateway."""
+    rounds: RoundMessages | None = None
+    """On a device: what posts the messages, round by round."""
 
 
 class _Flight:
@@ -166,6 +177,8 @@ class _Flight:
     lanes: Lanes
     recompute: bool
     later: Target | None = None
+    streams: Streams | None = None
+    """Of a device."""
     columns: Sequence[int]
     """Of each block of what comes back."""
     way: _Way | None = None
@@ -210,9 +223,12 @@ class _Flight:
         name = self.prefix + what
         return backward_id(name) if way is not None and way.plan.direction == "backward" else name
 
-    def _way_id(self, way: _Way, *, back: bool) -> str:
+    def _leg_id(self, way: _Way, kind: LegKind) -> str:
         """Backward, gradients of the output go the way of the rows, and have the id of the exchange whose gradient they are."""
-        return self._id("combine.rows" if back == (way.plan.direction == "forward") else "dispatch.rows", way)
+        if kind == "dots":
+            return self._id("dispatch.weights", way)
+        to_experts = (kind == "going") == (way.plan.direction == "forward")
+        return self._id("dispatch.rows" if to_experts else "combine.rows", way)
 
     def _send(self, tensor: torch.Tensor, peer: int, tag: int, op_id: str) -> Exchange:
         return self.comms.start_send(Message(tensor, peer, tag), self.axis, op_id=op_id)
@@ -226,6 +242,10 @@ class _Flight:
         words = flat_N.element_size() // 4 + self.per_token
         rows_from = [sum(tile.rows for tile in tiles) for tiles in self.plan.tiles]
         tables = [torch.empty(rows, words, dtype=torch.int32, device=flat_N.device) for rows in rows_from]
+        if self.streams is not None:
+            self._exchange_meta_at_once(tables, flat_N, name)
+            self._read_meta(tables, flat_N, dtype)
+            return
         near = self.others if self.ways is None else [peer for peer in self.others if self.ways.is_near(peer)]
         coming = [self._receive(tables[peer], peer, _tag("meta"), name) for peer in near if rows_from[peer]]
         going = [
@@ -238,30 +258,47 @@ class _Flight:
                 tables, lambda out: self._words(out, flat_N), send=self._send, receive=self._receive, op_id=name
             )
             coming, going = coming + further[0], going + further[1]
-        self.ins: list[Entries] = []
-        self.index: list[torch.Tensor] = []
-        """By source: the entry of each row."""
-        self.row_weights: list[torch.Tensor] = []
         for exchange in coming:
             exchange.wait()
-        for source, table in enumerate(tables):
-            rows_to = part_rows(self.plan.tiles[source], self.plan.part_ends[source])
-            if source == self.own:
-                own = self.outs[source]
-                self.ins.append(own.entries)
-                self.index.append(torch.div(own.pairs, self.top_k, rounding_mode="floor"))
-                self.row_weights.append(flat_N[own.pairs].to(dtype))
-                continue
-            order = tile_order(self.plan.tiles[source], table.device)
-            if self.per_token:
-                self.ins.append(entries_of(table[:, 0].to(torch.int64), rows_to, order=order))
-            else:
-                self.ins.append(row_by_row(len(table), rows_to, table.device, order))
-            self.index.append(self.ins[-1].going_of_row)
-            told = table[:, int(self.per_token) :].clone(memory_format=torch.contiguous_format)
-            self.row_weights.append(told.view(flat_N.dtype).squeeze(1).to(dtype))
+        self._read_meta(tables, flat_N, dtype)
         for exchange in going:
             exchange.wait()
+
+    def _exchange_meta_at_once(self, tables: Sequence[torch.Tensor], flat_N: torch.Tensor, op_id: str) -> None:
+        """One group on the current stream: nothing can be posted before it has come, for sizes follow from it."""
+        going = [
+            Message(self._meta(self.outs[peer], flat_N), peer) for peer in self.others if len(self.outs[peer].pairs)
+        ]
+        coming = [Message(tables[peer], peer) for peer in self.others if len(tables[peer])]
+        self.comms.start_exchange(going, coming, self.axis, op_id=op_id).wait()
+
+    def _read_meta(self, tables: Sequence[torch.Tensor], flat_N: torch.Tensor, dtype: torch.dtype) -> None:
+        """Entries, weights, and which entry each row takes, by source."""
+        cuts = [
+            (
+                part_rows(self.plan.tiles[peer], self.plan.part_ends[peer]),
+                tile_order(self.plan.tiles[peer], flat_N.device),
+            )
+            for peer in self.others
+        ]
+        of_others = [tables[peer] for peer in self.others]
+        if self.per_token:
+            come = entries_of_all([(t[:, 0].to(torch.int64), *cut) for t, cut in zip(of_others, cuts, strict=True)])
+        else:
+            come = [row_by_row(len(t), cut[0], t.device, cut[1]) for t, cut in zip(of_others, cuts, strict=True)]
+        own = self.outs[self.own]
+        found = {self.own: own.entries, **dict(zip(self.others, come, strict=True))}
+        self.ins = [found[source] for source in range(len(tables))]
+        self.index = [entries.going_of_row for entries in self.ins]
+        """By source: the entry of each row."""
+        self.index[self.own] = torch.div(own.pairs, self.top_k, rounding_mode="floor")
+        self.row_weights: list[torch.Tensor] = []
+        for source, table in enumerate(tables):
+            if source == self.own:
+                self.row_weights.append(flat_N[own.pairs].to(dtype))
+                continue
+            told = table[:, int(self.per_token) :].clone(memory_format=torch.contiguous_format)
+            self.row_weights.append(told.view(flat_N.dtype).squeeze(1).to(dtype))
 
     @staticmethod
     def _words(out: Outgoing, flat_N: torch.Tensor) -> torch.Tensor:
@@ -274,6 +311,11 @@ class _Flight:
         return torch.cat([out.entries.going_of_row.to(torch.int32).unsqueeze(1), weights], 1)
 
     @property
+    def left_free(self) -> int:
+        """Multiprocessors that products leave to messages."""
+        return 0 if self.streams is None else self.streams.left_free
+
+    @property
     def under_way(self) -> _Way:
         assert self.way is not None  # between departure and arrival
         return self.way
@@ -281,7 +323,10 @@ class _Flight:
     def depart(self, x_TH: torch.Tensor, plan: RankPlan, columns: Sequence[int]) -> _Way:
         """Post all receives of one direction, then send this rank's entries. `columns`: of each block of what comes back."""
         way = _Way(plan)
-        at, size = self._way_id(way, back=False), x_TH.shape[1]
+        if self.streams is not None:
+            op_id: dict[LegKind, str] = {kind: self._leg_id(way, kind) for kind in ("going", "coming", "dots")}
+            way.rounds = RoundMessages(rounds_of(plan), self.streams, self.comms, self.axis, op_id=op_id.__getitem__)
+        at, size = self._leg_id(way, "going"), x_TH.shape[1]
         for source, entries in enumerate(self.ins):
             if source == self.own:
                 way.entries.append(x_TH)
@@ -289,12 +334,13 @@ class _Flight:
             buffer = x_TH.new_empty(entries.num, size)
             way.entries.append(buffer)
             for part in range(len(entries.ends_going)):
-                into = buffer[entries.going(part)]
-                if len(into) and self._way_in(source) != self.own:
-                    tag = self._tag_in(source, "going", part)
-                    way.arriving[source, part] = self._receive(into, self._way_in(source), tag, at)
+                if self._way_in(source) != self.own:
+                    leg, tag = Leg("going", False, self._way_in(source), part), self._tag_in(source, "going", part)
+                    arriving = self._give(way, leg, buffer[entries.going(part)], tag)
+                    if arriving is not None:
+                        way.arriving[source, part] = arriving
         if self.ways is not None:
-            back = self._way_id(way, back=True)
+            back = self._leg_id(way, "coming")
             way.passing = self.ways.open(
                 x_TH, columns, going_tag=lambda part: _tag("going", part), receive=self._receive, there=at, back=back
             )
@@ -304,32 +350,47 @@ class _Flight:
             if op.kind == "send" and op.peer != self.own:
                 out = self.lines[op.peer]
                 rows = x_TH.index_select(0, out.tokens_going[out.entries.going(op.part)])
-                if len(rows):
-                    way.sent.append(self._send(rows, op.peer, _tag("going", op.part), at))
+                self._sent(way, Leg("going", True, op.peer, op.part), rows)
         return way
+
+    def _give(self, way: _Way, leg: Leg, tensor: torch.Tensor, tag: int | None = None) -> Exchange | None:
+        """This rank's end of a message. On a host it is posted at once, if it is not empty; on a device with its round."""
+        if way.rounds is not None:
+            return way.rounds.give(leg, tensor)
+        if not len(tensor):
+            return None
+        tag = _tag(leg.kind, leg.part, leg.block) if tag is None else tag
+        return (self._send if leg.is_send else self._receive)(tensor, leg.peer, tag, self._leg_id(way, leg.kind))
+
+    def _sent(self, way: _Way, leg: Leg, tensor: torch.Tensor, tag: int | None = None) -> None:
+        exchange = self._give(way, leg, tensor, tag)
+        if exchange is not None:
+            way.sent.append(exchange)
 
     def _expect(self, way: _Way) -> None:
         """Post the receives of what comes back."""
-        at = self._way_id(way, back=True)
         for peer in self.others:
             entries = self.lines[peer].entries
             for part in range(len(entries.ends_coming)):
                 for block, sums in enumerate(way.sums_b):
                     into = sums[self.base[peer] : self.base[peer] + entries.num][entries.coming(part)]
-                    if len(into):
-                        tag = _tag("coming", part, block)
-                        way.returning[peer, part, block] = self._receive(into, peer, tag, at)
+                    exchange = self._give(way, Leg("coming", False, peer, part, block), into)
+                    if exchange is not None:
+                        way.returning[peer, part, block] = exchange
             if way.plan.direction == "backward" and len(self.outs[peer].pairs):
                 wide = torch.promote_types(way.sums_b[0].dtype, torch.float32)
                 dots = way.sums_b[0].new_empty(len(self.outs[peer].pairs), dtype=wide)
-                name = self._id("dispatch.weights", way)
-                way.dots[peer] = dots, self._receive(dots, peer, _tag("dots"), name)
+                exchange = self._give(way, Leg("dots", False, peer), dots)
+                assert exchange is not None  # there are rows
+                way.dots[peer] = dots, exchange
 
     def give_back(self, way: _Way, op: Op, rows_b: torch.Tensor) -> None:
         """Sum the copies of the entries that are complete with a part, and send them to their source (own: put them in place)."""
         entries = self.ins[op.peer]
         which = entries.coming(op.part)
         if which.start == which.stop:
+            if way.rounds is not None and op.peer != self.own:
+                self._sent(way, Leg("coming", True, op.peer, op.part, op.block), rows_b[:0])
             return
         places_NC = self.row_places[op.peer][which]
         if op.peer == self.own:
@@ -342,8 +403,9 @@ class _Flight:
             sum_places(rows_b, places_NC, lanes=self.lanes, out_TH=into)
             return
         sums = sum_places(rows_b, places_NC, lanes=self.lanes)
-        tag = self._tag_in(op.peer, "coming", op.part, op.block)
-        way.sent.append(self._send(sums, to, tag, self._way_id(way, back=True)))
+        self._sent(
+            way, Leg("coming", True, to, op.part, op.block), sums, self._tag_in(op.peer, "coming", op.part, op.block)
+        )
 
     def _way_in(self, source: int) -> int:
         """From whom a source's entries come, and to whom their sums go."""
@@ -358,13 +420,13 @@ class _Flight:
         """What a gateway does for its host: `relay` and `merge`."""
         assert self.ways is not None and way.passing is not None  # the plan has gateways
         if op.kind == "relay":
-            at = self._way_id(way, back=False)
+            at = self._leg_id(way, "going")
             way.sent += self.ways.relay(way.passing, op, way.entries[op.peer], send=self._send, op_id=at)
             return
         sums = self.ways.merge(way.passing, op, self.lanes)
         if sums is not None:
             tag = _tag("coming", op.part, op.block)
-            way.sent.append(self._send(sums, op.peer, tag, self._way_id(way, back=True)))
+            way.sent.append(self._send(sums, op.peer, tag, self._leg_id(way, "coming")))
 
     def place_rows(self, geometry: Geometry) -> None:
         """By source: the padded rows of each coming entry, slots ascending."""
@@ -398,7 +460,7 @@ def _tag(kind: str, part: int = 0, block: int = 0) -> int:
 
 
 def _told(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Tell a trace what a function of autograd does: under `name` forward, under that of its gradient backward."""
+    """Tell a trace what a function of autograd does: under `name` forward, under that of its gradient backward. Products inside leave to messages what they are to."""
 
     def around(function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
@@ -406,7 +468,7 @@ def _told(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
             forward = isinstance(args[-1], _Flight)
             flight: _Flight = args[-1] if forward else ctx.flight
             id = flight.prefix + name
-            with flight.comms.doing(id if forward else backward_id(id)):
+            with flight.comms.doing(id if forward else backward_id(id)), leaving_free(flight.left_free):
                 return function(ctx, *args)
 
         return call
@@ -519,7 +581,7 @@ def _tell_dots(flight: _Flight, way: _Way, peer: int, dots_P: torch.Tensor) -> N
     if peer == flight.own:
         way.own_dots = dots_n
     else:
-        way.sent.append(flight._send(dots_n, peer, _tag("dots"), flight._id("dispatch.weights", way)))
+        flight._sent(way, Leg("dots", True, peer), dots_n)
 
 
 def _weights_later(work: TileProducts, rows: list[Rows], grads: list[Rows]) -> tuple[torch.Tensor, torch.Tensor]:

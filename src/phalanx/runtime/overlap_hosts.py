@@ -175,7 +175,7 @@ class Gateways:
             tiles, ends = self._tiles(source, rank)
             order = tile_order(tiles, device)
             going_n, picked[rank] = going_places(place_n, order)
-            entries[rank] = entries_of(going_n, part_rows(tiles, ends), num=len(picked[rank]), order=order)
+            entries[rank] = entries_of(going_n, part_rows(tiles, ends), order=order)
             key = torch.empty_like(picked[rank])
             key[entries[rank].coming_of_row] = back[i]
             keys.append(key)

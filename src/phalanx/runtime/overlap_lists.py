@@ -16,7 +16,7 @@ Legend: n rows of one source on one rank, N entries, T tokens, K experts of a to
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import torch
@@ -105,66 +105,96 @@ def row_by_row(
     return Entries(row_n, row_n, num_rows, tuple(rows_to), tuple(rows_to))
 
 
-def entries_of(
-    going_of_row: torch.Tensor, rows_to: Sequence[int], *, num: int | None = None, order: torch.Tensor | None = None
-) -> Entries:
-    """Entries of rows whose going places are known; `rows_to`: rows up to the end of each part; `num`: of entries, if known; `order`: of the tiles."""
+def entries_of(going_of_row: torch.Tensor, rows_to: Sequence[int], *, order: torch.Tensor | None = None) -> Entries:
+    """Entries of rows whose going places are known; `rows_to`: rows up to the end of each part; `order`: of the tiles."""
+    return entries_of_all([(going_of_row, rows_to, order)])[0]
+
+
+def entries_of_all(
+    lists: Sequence[tuple[torch.Tensor, Sequence[int], torch.Tensor | None]],
+) -> list[Entries]:
+    """`entries_of` of several ranks' rows, as (going places, rows to the end of each part, order). A device tells the sizes of all at once."""
+    if not lists:
+        return []
+    device = lists[0][0].device
+    all_ends = torch.tensor([end for _, rows_to, _ in lists for end in rows_to], dtype=torch.int64)
+    ends = all_ends.to(device, non_blocking=True).split([len(rows_to) for _, rows_to, _ in lists])
+    found = [_coming(going, part, order) for (going, _, order), part in zip(lists, ends, strict=True)]
+    sizes = torch.cat([counts.flatten() for _, counts in found]).tolist()  # SYNC: sizes of messages
+    out, at = [], 0
+    for (going, rows_to, _), (coming, _) in zip(lists, found, strict=True):
+        parts = len(rows_to)
+        there, back = tuple(sizes[at : at + parts]), tuple(sizes[at + parts : at + 2 * parts])
+        out.append(Entries(going, coming, there[-1] if parts else 0, there, back))
+        at += 2 * parts
+    return out
+
+
+def _coming(going_n: torch.Tensor, ends: torch.Tensor, order: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """(n,) coming place of each row, and (2, parts) how many entries have gone, and come back, up to the end of each part.
+
+    How many entries there are is not known yet: at most n, and those that are not have n as their first and last row."""
     if order is not None:
-        found = entries_of(going_of_row[order], rows_to, num=num)
-        return replace(found, going_of_row=going_of_row, coming_of_row=found.coming_of_row[_inverse(order)])
-    if num is None:
-        num = int(going_of_row.max()) + 1 if len(going_of_row) else 0  # SYNC: sizes of messages
-    n, device = len(going_of_row), going_of_row.device
+        coming_n, counts = _coming(going_n[order], ends, None)
+        return coming_n[_inverse(order)], counts
+    n, device = len(going_n), going_n.device
     row_n = torch.arange(n, device=device)
-    last_N = torch.zeros(num, dtype=torch.int64, device=device)
-    last_N.scatter_reduce_(0, going_of_row, row_n, "amax")
-    is_last_n = torch.zeros(n, dtype=torch.bool, device=device)
+    both = torch.full((2, n), n, dtype=torch.int64, device=device)
+    first_N, last_N = both[0], both[1]
+    first_N.scatter_reduce_(0, going_n, row_n, "amin")
+    last_N.scatter_reduce_(0, going_n, row_n, "amax", include_self=False)
+    is_last_n = torch.zeros(n + 1, dtype=torch.bool, device=device)
     is_last_n[last_N] = True
-    place_n = is_last_n.cumsum(0)
-    first_N = torch.full((num,), n, dtype=torch.int64, device=device)
-    first_N.scatter_reduce_(0, going_of_row, row_n, "amin")
-    ends = torch.tensor(list(rows_to), dtype=torch.int64, device=device)
-    counts = torch.stack([torch.searchsorted(first_N, ends), torch.searchsorted(last_N.sort().values, ends)])
-    going, coming = counts.tolist()  # SYNC: sizes of messages
-    return Entries(
-        going_of_row=going_of_row,
-        coming_of_row=(place_n - 1)[last_N[going_of_row]],
-        num=num,
-        ends_going=tuple(going),
-        ends_coming=tuple(coming),
-    )
+    coming_n = (is_last_n.cumsum(0) - 1)[last_N[going_n]]
+    return coming_n, torch.stack([torch.searchsorted(first_N, ends), torch.searchsorted(last_N.sort().values, ends)])
 
 
 def going_places(keys_n: torch.Tensor, order: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """(n,) going place of each row, rows with equal keys having one, and (N,) the key of each going entry: in the order of their first rows."""
+    if not len(keys_n):
+        return keys_n, keys_n
+    going_n, keys_N = _places_of_keys(keys_n, int(keys_n.max()) + 1, order)
+    return going_n, keys_N[: int(going_n.max()) + 1]
+
+
+def _places_of_keys(keys_n: torch.Tensor, most: int, order: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """`going_places` of keys below `most`, where it is not known yet how many entries there are: (n,) keys, zeros behind those of the entries."""
     if order is not None:
-        going_n, keys_N = going_places(keys_n[order])
+        going_n, keys_N = _places_of_keys(keys_n[order], most, None)
         return going_n[_inverse(order)], keys_N
     n, device = len(keys_n), keys_n.device
-    if not n:
-        return keys_n, keys_n
     row_n = torch.arange(n, device=device)
-    first_T = torch.full((int(keys_n.max()) + 1,), n, dtype=torch.int64, device=device)
-    first_T.scatter_reduce_(0, keys_n, row_n, "amin")
-    first_n = first_T[keys_n]
-    is_first_n = first_n == row_n
-    return (is_first_n.cumsum(0) - 1)[first_n], keys_n[is_first_n]
+    first_T = torch.full((most,), n, dtype=torch.int64, device=device)
+    first_n = first_T.scatter_reduce_(0, keys_n, row_n, "amin")[keys_n]
+    going_n = ((first_n == row_n).cumsum(0) - 1)[first_n]
+    return going_n, torch.zeros_like(keys_n).scatter_(0, going_n, keys_n)
 
 
 def outgoing(
-    pairs: torch.Tensor, top_k: int, rows_to: Sequence[int], *, per_token: bool, order: torch.Tensor | None = None
-) -> Outgoing:
-    """The entries of this rank's rows on another rank: one for each token (`per_token`), or one for each row."""
-    n, device = len(pairs), pairs.device
-    tokens = torch.div(pairs, top_k, rounding_mode="floor")
-    if not per_token or n == 0:
-        in_order = tokens if order is None else tokens[order]
-        return Outgoing(pairs, in_order, in_order, row_by_row(n, rows_to, device, order))
-    going_of_row, tokens_going = going_places(tokens, order)
-    entries = entries_of(going_of_row, rows_to, num=len(tokens_going), order=order)
-    tokens_coming = torch.empty_like(tokens_going)
-    tokens_coming[entries.coming_of_row] = tokens
-    return Outgoing(pairs, tokens_going, tokens_coming, entries)
+    lists: Sequence[tuple[torch.Tensor, Sequence[int], torch.Tensor | None]],
+    top_k: int,
+    *,
+    num_tokens: int,
+    per_token: bool,
+) -> list[Outgoing]:
+    """The entries of this rank's rows on other ranks, by rank: one for each token (`per_token`), or one for each row. `lists`: of each rank (pairs, rows to
+    the end of each part, order of the tiles)."""
+    tokens = [torch.div(pairs, top_k, rounding_mode="floor") for pairs, _, _ in lists]
+    if not per_token:
+        out = []
+        for (pairs, rows_to, order), tokens_n in zip(lists, tokens, strict=True):
+            in_order = tokens_n if order is None else tokens_n[order]
+            out.append(Outgoing(pairs, in_order, in_order, row_by_row(len(pairs), rows_to, pairs.device, order)))
+        return out
+    places = [_places_of_keys(t, num_tokens, order) for t, (_, _, order) in zip(tokens, lists, strict=True)]
+    entries = entries_of_all(
+        [(going, rows_to, order) for (going, _), (_, rows_to, order) in zip(places, lists, strict=True)]
+    )
+    out = []
+    for (pairs, _, _), tokens_n, (_, going_N), one in zip(lists, tokens, places, entries, strict=True):
+        coming_N = torch.zeros_like(tokens_n).scatter_(0, one.coming_of_row, tokens_n)
+        out.append(Outgoing(pairs, going_N[: one.num], coming_N[: one.num], one))
+    return out
 
 
 def host_outgoing(tokens_n: torch.Tensor, part_n: torch.Tensor, parts: int) -> Outgoing:

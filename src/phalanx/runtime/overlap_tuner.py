@@ -37,6 +37,7 @@ from phalanx.runtime.collectives import Message
 from phalanx.runtime.dispatch import Dispatcher
 from phalanx.runtime.experts import ExpertWeights
 from phalanx.runtime.overlap import TILE_ROWS, run_overlapped
+from phalanx.runtime.streams import CudaStreams
 
 EVERY = 64
 """Passes between two looks at the predictions."""
@@ -155,8 +156,8 @@ class Tuner:
 class Tuned:
     """The schedules of one layer, pass after pass."""
 
-    def __init__(self, tuner: Tuner, known: Known) -> None:
-        self.tuner, self.known = tuner, known
+    def __init__(self, tuner: Tuner, known: Known, *, on_device: bool = False) -> None:
+        self.tuner, self.known, self._on_device = tuner, known, on_device
         self._predicted_s = 0.0
         self._begin_s = 0.0
 
@@ -169,8 +170,8 @@ class Tuned:
         return choice.schedule
 
     def done(self) -> None:
-        """The pass is over."""
-        if self._predicted_s > 0 and self.tuner.looks:
+        """The pass is over. On a device it is not when the host comes here, so nothing is compared there."""
+        if self._predicted_s > 0 and self.tuner.looks and not self._on_device:
             self.known.ratios.append((time.perf_counter() - self._begin_s) / self._predicted_s)
 
 
@@ -262,22 +263,29 @@ def _ring(dispatcher: Dispatcher, size: int, device: torch.device) -> None:
     axis, comms = dispatcher.ep_etp, dispatcher.comms
     gone, come = torch.zeros(2, size, dtype=torch.uint8, device=device)
     following, previous = (axis.index + 1) % axis.size, (axis.index - 1) % axis.size
-    receive = comms.start_receive(Message(come, previous, _TAG), axis, op_id="calibration.receive")
-    comms.start_send(Message(gone, following, _TAG), axis, op_id="calibration.send").wait()
-    receive.wait()
+    sends, receives = [Message(gone, following, _TAG)], [Message(come, previous, _TAG)]
+    comms.start_exchange(sends, receives, axis, op_id="calibration.ring").wait()  # one group: NCCL would wait for ever
 
 
 _TAG = 1 << 20
 """Of no message of a layer."""
 
 
+def _finish(dispatcher: Dispatcher) -> None:
+    """Wait until a device has done what it was given; a host has."""
+    if isinstance(dispatcher.comms.message_streams, CudaStreams):
+        torch.cuda.current_stream().synchronize()
+
+
 def _slowest(dispatcher: Dispatcher, call: Callable[[], object]) -> float:
-    """Median seconds of the slowest rank, after one call that does not count."""
+    """Median seconds of the slowest rank, after one call that does not count. On a device until it is done."""
     call()
+    _finish(dispatcher)
     seconds = []
     for _ in range(REPEATS):
         dispatcher.comms.barrier(dispatcher.ep_etp, op_id="calibration.barrier")
         begin_s = time.perf_counter()
         call()
+        _finish(dispatcher)
         seconds.append(time.perf_counter() - begin_s)
     return max(statistics.median(told) for told in dispatcher.comms.gather_objects(seconds, dispatcher.ep_etp))

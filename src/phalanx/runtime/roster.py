@@ -14,12 +14,15 @@ from dataclasses import dataclass, replace
 from phalanx.core.clock import now_s
 from phalanx.runtime.keys import Keys, Service, ServiceLost
 from phalanx.runtime.membership import Announcement, FirstRule, Generation, Member, Membership
-from phalanx.runtime.votes import BEGUN
+from phalanx.runtime.votes import BEGUN, stepped_key
 
 BEAT_S = 0.2
 LOOK_S = 0.05
 TOGETHER_S = 0.5
 """How long a worker that is ready waits for others of its host, so that they join in one generation: each one stops the run for a moment."""
+
+FORMS_S = 2.0
+"""How long a worker that is ready leaves a new generation alone that has not made a step yet: one that forms would have to be formed again."""
 
 
 @dataclass
@@ -50,6 +53,8 @@ class Roster:
         """Every worker of this host that this process started."""
         self._taken: set[str] = set()
         """Workers of this host that were in a generation: one that is in none any more is never proposed again."""
+        self._seen: tuple[int, float] = 0, 0.0
+        """Number of the newest generation, and when this host saw it."""
         self._ready_s = 0.0
         """When the first of those that wait to join was ready; 0: none waits."""
         self._dead: dict[str, Lost] = {}
@@ -110,6 +115,20 @@ class Roster:
         told = [lost for lost in self._untold if lost.generation]
         self._untold = [lost for lost in self._untold if not lost.generation]
         return told
+
+    @property
+    def waits(self) -> bool:
+        """Whether workers of this host are ready and no generation has ever been."""
+        return self.newest is None and bool(self._ready)
+
+    def heard(self) -> int:
+        """How many members are ready, those of this host alone where the service does not say."""
+        try:
+            keys = self._connected()
+            return len(self._ready) if keys is None else len(Membership(keys).announced())
+        except ServiceLost:
+            self._keys = None
+            return len(self._ready)
 
     # -- telling
 
@@ -196,12 +215,21 @@ class Roster:
         joining = [m for m in list(self._ready.values()) if m.uid not in newest.uids and self._may_join(m, membership)]
         now = time.monotonic()
         self._ready_s = (self._ready_s or now) if joining else 0.0
-        if joining and now - self._ready_s >= TOGETHER_S:
+        if joining and now - self._ready_s >= TOGETHER_S and not self._forms(membership, newest):
             found = membership.propose_join(joining, self.newest)
             if found is not None:
                 self._note_taken(membership, found)
                 self._taken.update(m.uid for m in joining)
                 self.newest = found
+
+    def _forms(self, membership: Membership, newest: Generation) -> bool:
+        """Whether the newest generation is probably on its way to its first step: whoever joins then would stop the others twice as long."""
+        now = time.monotonic()
+        if self._seen[0] != newest.number:
+            self._seen = newest.number, now
+        if not newest.enough or now - self._seen[1] > FORMS_S:
+            return False  # it waits for more members, or takes long steps
+        return membership.keys.get(stepped_key(newest)) is None
 
     def _may_join(self, member: Member, membership: Membership) -> bool:
         """A member that was in the run before and is not any more is never taken back."""

@@ -160,6 +160,12 @@ class Seat:
         self._said, self._said_in = said, keys.epoch
         self._say({"announced": True})
 
+    def under_way(self) -> bool:
+        """Whether the run has begun before this worker: it takes the place of another. False where the service does not say."""
+        with contextlib.suppress(ServiceLost):
+            return self.keys().get("first") is not None
+        return False
+
     def _open_door(self, keys: Keys) -> None:
         """Where members are on several machines: one that does not reach the others would only stop them again and again."""
         if not self.settings.doors:

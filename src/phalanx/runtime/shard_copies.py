@@ -1,4 +1,4 @@
-"""A rank's reduced shard of a gradient, to the other ranks that keep it: the executor of `plan/shard_copies.py`.
+"""A rank's reduced shard of a gradient, to the other ranks that keep it: the executor of `plan/shard_copies.py`, where sums travel apart (`sums_whole`).
 
 Decides nothing. Before the vote every keeper of a shard has its gradient, bit for bit what the owner has, so that after it each of them can make the same update
 alone. In exact mode what travels are the sums read back as numbers, half the bytes of the integers and no less exact.

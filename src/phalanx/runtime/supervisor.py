@@ -31,7 +31,7 @@ from phalanx.core.errors import PhalanxError, RunError
 from phalanx.core.events import Emit, Event, ignore
 from phalanx.runtime.keys import Service
 from phalanx.runtime.launch import STOP_SIGNALS, STOPPED
-from phalanx.runtime.membership import FirstRule, Generation, Member
+from phalanx.runtime.membership import FirstRule, Generation, Member, TooFewMembers
 from phalanx.runtime.roster import Roster
 from phalanx.runtime.seat import Seat, SeatSettings, too_few
 from phalanx.runtime.service import start_store
@@ -58,7 +58,7 @@ class SupervisorSettings:
     gather_s: float = 5.0
     """How long the first generation (of a run, or after the service lost its values) waits for members that are not heard of."""
     wait_s: float = 600.0
-    """How long a run with fewer members than `minimum` waits before it ends."""
+    """How long a run with fewer members than `minimum` waits before it ends; before it begins, `gather_s` longer."""
     zombie_s: float = 30.0
     """A process that was put out while it did not answer is ended after so long."""
     respawns: int = 100
@@ -307,15 +307,28 @@ class Supervisor:
             )
 
     def _watch_minimum(self) -> None:
-        """A run that has waited too long for members ends; its workers save what they hold."""
+        """A run that has waited too long for members ends; its workers save what they hold. One that never began ends on each host by itself."""
         newest: Generation | None = self.roster.newest
-        if newest is None or newest.enough or self.stops:
+        waits = self.roster.waits if newest is None else not newest.enough
+        if not waits or self.stops:
             self._short_since_s = 0.0
             return
+        limit_s = self.settings.wait_s + (self.settings.gather_s if newest is None else 0.0)
         if not self._short_since_s:
             self._short_since_s = time.monotonic()
-        elif time.monotonic() - self._short_since_s > self.settings.wait_s:
-            self._end_run(too_few(newest, self.settings.wait_s))
+        elif time.monotonic() - self._short_since_s > limit_s:
+            if newest is not None:
+                self._end_run(too_few(newest, limit_s))
+            else:
+                self.error, self.stops = self._never_began(limit_s), 1
+                self._end_joiners()
+
+    def _never_began(self, waited_s: float) -> PhalanxError:
+        s = self.settings
+        return TooFewMembers(
+            f"the run has not begun: {self.roster.heard()} ranks of all hosts are ready, and it needs {s.minimum} (resilience.minimum); host {s.host} waited "
+            f"{waited_s:g} s (resilience.wait_s, and {s.gather_s:g} s for ranks that start). Start this host again together with the others"
+        )
 
     def _end_run(self, error: PhalanxError) -> None:
         """On all hosts. Nobody leaves alone, so that those who are left save together what they hold."""

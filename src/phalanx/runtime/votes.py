@@ -33,6 +33,11 @@ BEGUN = "begun"
 """Exists before the first commit of a run does: from then on nobody may begin anew."""
 
 
+def stepped_key(generation: Generation) -> str:
+    """Exists once a generation has committed a step: it is formed, and to change it again stops nobody half way."""
+    return f"stepped/{generation.number}"
+
+
 class InDoubt(ServiceLost):
     """This member has voted and cannot learn the decision. It keeps what it reduced until `resolve` settles it."""
 
@@ -104,6 +109,7 @@ class Votes:
     def _commit(self, step: int, then: Then) -> Decision:
         if not self._begun:
             self.keys.put(BEGUN, "1")
+            self.keys.put(stepped_key(self.generation), "1")
             self._begun = True
         return self._decide(step, Decision(True, then))
 

@@ -15,7 +15,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from phalanx.plan.dispatch import DispatchSpec, capacity
+from phalanx.plan.dispatch import DispatchSpec, rows_of_source
 from phalanx.plan.folding import Folding
 from phalanx.plan.model import ModelSpec
 from phalanx.simulate.kernel_facts import (
@@ -114,7 +114,8 @@ class Local:
     def sent(self) -> int:
         """Rows that this rank sends."""
         pairs = self.tokens * self.spec.top_k
-        return min(pairs, self.spec.num_experts * self._capacity) if self._drops else pairs
+        most = self.spec.num_experts * self._capacity
+        return most if self.dispatch.is_static else min(pairs, most) if self._drops else pairs
 
     @property
     def held(self) -> int:
@@ -132,8 +133,10 @@ class Local:
 
     @property
     def _capacity(self) -> int:
-        s = self.spec
-        return capacity(self.dispatch, num_tokens=self.tokens, top_k=s.top_k, num_experts=s.num_experts)
+        """Rows of one source for one expert, at most."""
+        s, sharing = self.spec, self.folding.tp * self.folding.cp
+        sizes = {"sharing": sharing, "top_k": s.top_k, "num_experts": s.num_experts}
+        return rows_of_source(self.dispatch, num_tokens=self.tokens, **sizes)
 
     @property
     def most_of_slot(self) -> int:

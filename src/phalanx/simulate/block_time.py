@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from phalanx.simulate.collectives import Network, Span, beside, span_of
+from phalanx.simulate.collectives import NCCL_SMS, Network, Span, beside, span_of
 from phalanx.simulate.cost import BF16, Oracle
 from phalanx.simulate.mapping import Job, Mapping
 from phalanx.simulate.shape import Shape, core_flops
@@ -134,7 +134,7 @@ class Blocks:
         backward = comm * (last is not None)
         if first is not None:
             rooms = [first.input_grad, 0.0 if self.mapping.splits_backward else first.weight_grad]
-            left = sum(beside(comm, room, self.oracle.hardware.sms) for room in rooms)
+            left = sum(beside(comm, room, self.oracle.hardware.share_of(NCCL_SMS)) for room in rooms)
             ledger.hidden += 2 * comm - left
             backward += left
         ledger.add("tp", ends * comm, backward)
@@ -231,11 +231,11 @@ class Blocks:
         """Router, dispatch, grouped experts, combine; and the shared expert where there is one."""
         out, s, f, m = Ledger(), self.shape, self.mapping.folding, self.mapping
         t, h = self.tokens, s.hidden
-        rows, local = t * s.top_k, max(1, s.experts // f.ep)
-        load = m.routing.hottest(ep=f.ep, experts=s.experts, rows=rows * f.ep, top_k=s.top_k)
+        rows, local, load = t * s.top_k * m.rows_share(self.job), max(1, s.experts // f.ep), m.load(self.job)
         self.kernel(out, t * 4 * h)
         self.linear(out, t, s.experts, h)
         self.kernel(out, t * s.experts * 16, kernels=6, backward=1.0)
+        self._decide_together(out, t)
         self._permute(out, t, rows, arrive=False)
         comm = self._dispatch(out, t, rows, load)
         here = rows * f.etp
@@ -260,6 +260,16 @@ class Blocks:
             out.again["recompute"] = even.seconds[0]
         return out
 
+    def _decide_together(self, out: Ledger, t: float) -> None:
+        """What is dropped, where capacity is of the whole micro-batch: its ranks gather experts (int32), weights (fp32) and places (int64), and sort."""
+        f, drop, k = self.mapping.folding, self.mapping.drop, self.shape.top_k
+        if drop is None or drop.drop_scope != "full_sequence" or f.tp * f.cp == 1:
+            return
+        whole = t * f.tp * f.cp
+        span = self.span(f.tp * f.cp, 1)
+        seconds = sum(self.network.all_gather(whole * each, span) for each in (4 * k, 4 * k, 8))
+        out.add("tp" if f.tp > 1 else "cp", seconds, 0.0)
+
     def _permute(self, out: Ledger, t: float, rows: float, *, arrive: bool) -> None:
         """Rows out to experts, or back and summed by weight. Unfused, rows are read and written by each operation: index_select (2) and
         its index_add (3) one way; a product with the weights (2, backward 5) and scatter_add (3, backward 2) the other.
@@ -272,12 +282,15 @@ class Blocks:
         else:
             self.kernel(out, 2 * rows * one, kernels=3, backward=3 / 2)
 
+    @property
+    def _chunks(self) -> int:
+        """Parts in which rows travel and are computed: each has a latency of its own and reads all weights."""
+        o = self.mapping.overlap
+        return o.chunks if o.ep == "chunks" and self.mapping.folding.ep > 1 else 1
+
     def _expert_products(self, rows: float, local: int) -> Ledger:
         """All rows of a rank's experts; in chunks each product is of the rows of a chunk, and every chunk reads the weights anew."""
-        overlap = self.mapping.overlap
-        if overlap.ep != "chunks" or self.mapping.folding.ep == 1:
-            return self._expert_rows(rows, local)
-        return self._expert_rows(rows / overlap.chunks, local).times(overlap.chunks)
+        return self._expert_rows(rows / self._chunks, local).times(self._chunks)
 
     def _expert_rows(self, rows: float, local: int) -> Ledger:
         out, s, f = Ledger(), self.shape, self.mapping.folding
@@ -306,7 +319,7 @@ class Blocks:
                 t * row, span, top_k=s.top_k, num_experts=s.experts, host_limit=limit
             )
         else:
-            seconds = self.network.all_to_all(rows * row, span)
+            seconds = self._chunks * self.network.all_to_all(rows * row / self._chunks, span)
         return ("a2a_between" if span.hosts > 1 else "a2a_inside"), seconds * load
 
     def _hide(self, out: Ledger, comm: tuple[str, float], experts: tuple[float, float]) -> None:
@@ -316,11 +329,11 @@ class Blocks:
         if overlap.ep == "none" or not one:
             out.both(kind, 2 * one)
             return
-        sms = 20 / self.oracle.hardware.sms  # a kernel that moves rows takes 20 multiprocessors (DeepEP)
+        taken = self.oracle.hardware.share_of(20)  # a kernel that moves rows takes 20 multiprocessors (DeepEP)
         f, b = (sum(out.forward.values()), sum(out.backward.values())) if overlap.ep == "pair" else experts
         first = 2 * one / overlap.chunks if overlap.ep == "chunks" else 0.0
         beside = 2 * one - first
-        left = [first + max(0.0, beside - room) + min(beside, room) * sms for room in (f, b)]
+        left = [first + max(0.0, beside - room) + min(beside, room) * taken for room in (f, b)]
         if overlap.ep == "pair":  # a forward runs beside a backward: each has the other's time to hide in
             left.reverse()
         out.add(kind, left[0], left[1])

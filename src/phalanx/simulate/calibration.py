@@ -185,7 +185,7 @@ class _Fit:
             "bf16_flops_per_s": c(peak, "best of all products in bf16"),
             "memory_bytes": c(m.memory_bytes, "the machine's memory divided by its ranks"),
             "memory_bytes_per_s": c(bandwidth, "best rate of a copy or an elementwise operation, caches included"),
-            "sms": c(m.threads, "threads of a rank"),
+            "threads": c(m.threads, "threads of a rank"),
             "gemm_efficiency": c(efficiency, "fitted to products, with all that is bound by memory"),
             "memory_efficiency": c(share, "fitted to elementwise operations and products"),
             "kernel_s": c(kernel_s, "fitted to elementwise operations and products"),

@@ -152,9 +152,9 @@ class Network:
         return self._known("send", 2, num_bytes, lambda size: h.inside_latency_s + self._inside(size, 2, size))
 
 
-def beside(comm: float, room: float, sms: int) -> float:
-    """What communication adds to computation of `room` seconds that it runs beside: what has no room, and the share of the device it takes."""
-    return max(0.0, comm - room) + min(comm, room) * NCCL_SMS / sms
+def beside(comm: float, room: float, taken: float) -> float:
+    """What communication adds to computation of `room` seconds that it runs beside: what has no room, and the share `taken` of the device."""
+    return max(0.0, comm - room) + min(comm, room) * taken
 
 
 @lru_cache(maxsize=256)

@@ -15,7 +15,8 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any
 
-from phalanx.plan.schedule import SCHEDULES, most_extra
+from phalanx.plan.schedule import SCHEDULES, make_schedule, most_extra
+from phalanx.plan.schedule_orders import Order
 from phalanx.simulate.cost import BF16, FP32
 from phalanx.simulate.hardware import Hardware
 from phalanx.simulate.mapping import Job, Mapping
@@ -107,13 +108,31 @@ def _row_bytes(mapping: Mapping, job: Job) -> float:
     """Rows that experts keep, per token; `selective` keeps the rows that arrived and runs the experts again."""
     s, f = job.shape, mapping.folding
     inner = 0.0 if mapping.recompute == "selective" else 2 * s.ffn_matrices * s.expert_ffn
-    return s.top_k * (2 * s.hidden * f.etp + inner)
+    return s.top_k * mapping.rows_share(job) * (2 * s.hidden * f.etp + inner)
+
+
+def later_bytes(job: Job, mapping: Mapping, *, moe: bool) -> float:
+    """Bytes that a layer keeps of one micro-batch between its input gradient and a weight gradient that was put off: inputs of its products, and
+    gradients of their outputs, recomputed or not.
+    """
+    s, f = job.shape, mapping.folding
+    tokens = mapping.micro_batch * job.seq_len / (f.tp * f.cp)
+    if s.latent is None:
+        inner = (s.heads + 2 * max(1.0, s.kv_heads / f.tp) * f.tp) * s.head_dim
+    else:
+        m = s.latent
+        inner = s.heads * (m.nope_dim + m.rope_dim + m.nope_dim + m.value_dim) + 2 * (m.q_rank + m.kv_rank)
+    elements = 2 * s.hidden + inner + s.value_width
+    sent = s.top_k * mapping.rows_share(job) if moe else 1.0
+    width, rows = (s.expert_ffn * sent, s.hidden * f.etp * sent) if moe else (s.dense_ffn, s.hidden)
+    elements += 2 * rows + s.ffn_matrices * width
+    if moe and s.shared_ffn:
+        elements += 2 * s.hidden + s.ffn_matrices * s.shared_ffn
+    return BF16 * tokens * elements
 
 
 def _load(mapping: Mapping, job: Job) -> float:
-    s, f = job.shape, mapping.folding
-    rows = mapping.micro_batch * job.seq_len / (f.tp * f.cp) * s.top_k * f.ep
-    return mapping.routing.hottest(ep=f.ep, experts=s.experts, rows=rows, top_k=s.top_k, quantile=BUFFER_QUANTILE)
+    return mapping.load(job, quantile=BUFFER_QUANTILE)
 
 
 def _working_bytes(job: Job, mapping: Mapping) -> float:
@@ -122,7 +141,7 @@ def _working_bytes(job: Job, mapping: Mapping) -> float:
     tokens = mapping.micro_batch * job.seq_len / (f.tp * f.cp)
     bare = tokens * 8 * s.hidden * f.tp
     if s.experts:
-        rows = tokens * s.top_k * _load(mapping, job)
+        rows = tokens * s.top_k * mapping.rows_share(job) * _load(mapping, job)
         bare += rows * f.etp * BF16 * (2 * s.hidden + 2 * s.expert_ffn / f.etp)
     if mapping.recompute in ("selective", "full"):
         whole = Mapping(**{**_fields(mapping), "recompute": "none"})
@@ -139,7 +158,7 @@ def parameters_of_rank(job: Job, mapping: Mapping, content: StageContent) -> tup
     s, f = job.shape, mapping.folding
     dense = content.layers * s.attention_params / f.tp + content.dense_layers * s.dense_params / f.tp
     dense += content.moe_layers * (s.shared_params / f.tp + s.experts * s.hidden) + content.layers * 2 * s.hidden
-    dense += (content.embeddings + content.heads) * s.table_params / f.tp
+    dense += content.tables(tied=s.tied) * s.table_params / f.tp
     expert = content.moe_layers * (s.experts / f.ep) * s.expert_params / f.etp if s.experts else 0.0
     return dense, expert
 
@@ -162,6 +181,9 @@ class LayerBytes:
     load: float
     """Of one layer, at its worst."""
     dense: float
+    moe_later: float
+    """Kept until a weight gradient that was put off."""
+    dense_later: float
     working: float
     logits: float
 
@@ -175,6 +197,8 @@ def layer_bytes(job: Job, mapping: Mapping) -> LayerBytes:
         rows=tokens / f.tp * _row_bytes(mapping, job) if mapping.recompute != "full" else 0.0,
         load=_load(mapping, job) if s.experts else 1.0,
         dense=activation_bytes(job, mapping, moe=False),
+        moe_later=later_bytes(job, mapping, moe=True) if s.moe_layers else 0.0,
+        dense_later=later_bytes(job, mapping, moe=False),
         working=_working_bytes(job, mapping),
         logits=tokens * s.vocab / f.tp * (FP32 + 2 * BF16),
     )
@@ -182,11 +206,63 @@ def layer_bytes(job: Job, mapping: Mapping) -> LayerBytes:
 
 def live_activations(mapping: Mapping, pipeline_rank: int, microbatches: int) -> int:
     """Activations of a virtual stage that a rank holds at once, by its schedule's promise."""
-    pp = mapping.folding.pp
+    pp, extra = mapping.folding.pp, mapping.extra_warmup
+    return _live_by_rank(mapping.schedule, pp, mapping.virtual, microbatches, extra)[pipeline_rank]
+
+
+@lru_cache(maxsize=8192)
+def _live_by_rank(
+    schedule: str, pp: int, virtual: int, microbatches: int, extra_warmup: tuple[int, ...] | None
+) -> tuple[int, ...]:
     if pp == 1:
-        return 1
-    extra = most_extra(pp)[pipeline_rank]  # what an eager schedule takes that is told nothing
-    return SCHEDULES[mapping.schedule].live(pipeline_rank, pp, mapping.virtual, microbatches, extra)
+        return (1,)
+    extra = extra_warmup or most_extra(pp)  # an eager schedule that is told nothing takes the most
+    return tuple(SCHEDULES[schedule].live(rank, pp, virtual, microbatches, extra[rank]) for rank in range(pp))
+
+
+States = tuple[tuple[int, int], ...]
+"""(activations, put-off weight gradients) of a virtual stage that a rank holds at once: the states that no other exceeds in both."""
+
+
+def held_states(mapping: Mapping, pipeline_rank: int, microbatches: int) -> States:
+    """What a rank holds at its fullest moments."""
+    return _states_of_ranks(mapping, microbatches)[pipeline_rank]
+
+
+def _states_of_ranks(mapping: Mapping, microbatches: int) -> tuple[States, ...]:
+    key = (mapping.schedule, mapping.folding.pp, mapping.virtual)
+    if mapping.splits_backward:
+        return _split_states(*key, min(microbatches, 3 * mapping.folding.pp), mapping.extra_warmup)
+    return _plain_states(*key, microbatches, mapping.extra_warmup)
+
+
+@lru_cache(maxsize=8192)
+def _plain_states(*key: Any) -> tuple[States, ...]:
+    return tuple(((live, 0),) for live in _live_by_rank(*key))
+
+
+@lru_cache(maxsize=1024)
+def _split_states(
+    schedule: str, pp: int, virtual: int, microbatches: int, extra_warmup: tuple[int, ...] | None
+) -> tuple[States, ...]:
+    """Of every rank, by walking through its order; more micro-batches than three rounds repeat the steady state."""
+    made = make_schedule(schedule, pp=pp, virtual=virtual, num_microbatches=microbatches, extra_warmup=extra_warmup)
+    return tuple(_front(order) for order in made.actions)
+
+
+def _front(order: Order) -> tuple[tuple[int, int], ...]:
+    change = {"F": (1, 0), "B": (-1, 0), "I": (-1, 1), "W": (0, -1)}
+    most: dict[int, int] = {}
+    live = later = 0
+    for action in order:
+        a, b = change[action.kind]
+        live, later = live + a, later + b
+        most[live] = max(most.get(live, 0), later)
+    front: list[tuple[int, int]] = []
+    for number in sorted(most, reverse=True):
+        if not front or most[number] > front[-1][1]:
+            front.append((number, most[number]))
+    return tuple(front)
 
 
 def stage_memory(job: Job, mapping: Mapping, *, pipeline_rank: int, layer: LayerBytes | None = None) -> StageMemory:
@@ -196,7 +272,7 @@ def stage_memory(job: Job, mapping: Mapping, *, pipeline_rank: int, layer: Layer
     dense, expert = parameters_of_rank(job, mapping, content)
     by_dense, by_expert = shards(mapping)
     own = dense / by_dense + expert / by_expert
-    live = live_activations(mapping, pipeline_rank, mapping.num_microbatches(job))
+    states = held_states(mapping, pipeline_rank, mapping.num_microbatches(job))
     # layers are uneven each on its own: over those of a rank, what exceeds the even share grows with their root
     excess = (layer.load - 1) * math.sqrt(content.moe_layers) * layer.rows
     held = content.moe_layers * layer.moe + excess + content.dense_layers * layer.dense
@@ -206,7 +282,8 @@ def stage_memory(job: Job, mapping: Mapping, *, pipeline_rank: int, layer: Layer
             kept = 2 * kept / max(1, content.layers)
         kept += own
     state = (BF16 + mapping.gradient_bytes) * kept + STATE_BYTES * own
-    activations = held * live / max(1, len(content.chunk_layers))
+    later = content.moe_layers * layer.moe_later + content.dense_layers * layer.dense_later
+    activations = max(held * n + later * w for n, w in states) / max(1, len(content.chunk_layers))
     logits = layer.logits if content.heads else 0.0
     return StageMemory(
         pipeline_rank=pipeline_rank,
@@ -217,7 +294,7 @@ def stage_memory(job: Job, mapping: Mapping, *, pipeline_rank: int, layer: Layer
         logits=logits,
         buffers=layer.working + UNNAMED * (state + activations + logits + layer.working),
         communication=FIXED_BYTES,
-        live=live,
+        live=max(n + w for n, w in states),
     )
 
 
@@ -227,15 +304,24 @@ def memory_of(job: Job, mapping: Mapping) -> tuple[StageMemory, ...]:
 
 
 def fullest_bytes(job: Job, mapping: Mapping, *, layer: LayerBytes | None = None) -> float:
-    """Bytes on the fullest rank of the pipeline. Of ranks that hold the same, the first has most micro-batches in flight."""
-    ranks = first_of_a_kind(contents(job, mapping))
+    """Bytes on the fullest rank of the pipeline: of ranks that hold the same, those that no other exceeds in what is in flight."""
+    ranks = _fullest_of_a_kind(contents(job, mapping), _states_of_ranks(mapping, mapping.num_microbatches(job)))
     return max(stage_memory(job, mapping, pipeline_rank=rank, layer=layer).total for rank in ranks)
 
 
 @lru_cache(maxsize=4096)
-def first_of_a_kind(held: tuple[StageContent, ...]) -> tuple[int, ...]:
-    """Pipeline ranks that hold something that none before them does."""
-    return tuple(rank for rank, content in enumerate(held) if content not in held[:rank])
+def _fullest_of_a_kind(held: tuple[StageContent, ...], states: tuple[States, ...]) -> tuple[int, ...]:
+    """Pipeline ranks of which none other holds the same with as much in flight or more."""
+    best: dict[StageContent, list[int]] = {}
+    for rank, content in enumerate(held):
+        rivals = best.setdefault(content, [])
+        if not any(_covers(states[other], states[rank]) for other in rivals):
+            rivals[:] = [other for other in rivals if not _covers(states[rank], states[other])] + [rank]
+    return tuple(rank for ranks in best.values() for rank in ranks)
+
+
+def _covers(more: States, less: States) -> bool:
+    return all(any(a >= c and b >= d for a, b in more) for c, d in less)
 
 
 def fits(job: Job, mapping: Mapping, hardware: Hardware) -> bool:

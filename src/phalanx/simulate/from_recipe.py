@@ -1,32 +1,26 @@
-"""A recipe as a job and a mapping on a cluster, and the recipe of a mapping that a search found.
+"""A recipe as a job and a mapping on a cluster: what `phalanx simulate RECIPE` predicts.
 
-Decides which settings of a recipe time and memory depend on. Must never change: the recipe of a mapping resolves to that mapping again.
+Decides which settings of a recipe time and memory depend on, and which it cannot follow. Must never change: what is predicted is the recipe's
+own run; a setting that would make it another one is modelled, or refused by its name.
 """
 
 from __future__ import annotations
 
-import math
+from dataclasses import asdict, replace
 from typing import Any
 
-from phalanx.core.config import (
-    DispatchConfig,
-    FoldingConfig,
-    LaunchConfig,
-    ModelConfig,
-    PipelineConfig,
-    Recipe,
-    RunConfig,
-    TrainConfig,
-)
+from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, Problem, raise_if
+from phalanx.plan.dispatch import DispatchSpec
 from phalanx.plan.folding import resolve_folding
-from phalanx.plan.model import PRESETS, ModelSpec, resolve_model
-from phalanx.plan.overlap_setting import FINE
-from phalanx.plan.pipeline import choose_schedule
+from phalanx.plan.model import ModelSpec, resolve_model
+from phalanx.plan.overlap_setting import parse_overlap
+from phalanx.plan.pipeline import Pipeline, make_pipeline
 from phalanx.plan.recipe import equal_shares
 from phalanx.simulate.mapping import Job, Mapping, Overlap
 from phalanx.simulate.routing import Routing
-from phalanx.simulate.shape import Shape, flops_per_token, shape_of
+from phalanx.simulate.shape import shape_of
+from phalanx.simulate.stage_layers import run_layers
 
 
 def job_of_recipe(recipe: Recipe, spec: ModelSpec) -> Job:
@@ -36,69 +30,70 @@ def job_of_recipe(recipe: Recipe, spec: ModelSpec) -> Job:
 
 def mapping_of_recipe(recipe: Recipe, spec: ModelSpec, *, world: int) -> Mapping:
     """How the recipe spreads it. Raises `ConfigError` for what cannot run, or is not modelled on a cluster."""
-    t, p = recipe.train, recipe.pipeline
+    t = recipe.train
     raise_if(_not_modelled(recipe), ConfigError, subject="the recipe on a cluster")
     folding = resolve_folding(recipe.folding, spec, world=world, seq_len=t.seq_len, **equal_shares(recipe))
-    schedule, virtual = choose_schedule(p) if folding.pp > 1 else ("1f1b", 1)
-    even = recipe.router.force == "balanced" or bool(recipe.dispatch.pad_to_capacity)
+    pipeline = make_pipeline(recipe.pipeline, spec, pp=folding.pp, seq_len=t.seq_len)
+    has_stages = folding.pp > 1
     return Mapping(
         folding=folding,
         micro_batch=t.micro_batch,
-        schedule=schedule,
-        virtual=virtual,
+        schedule=pipeline.schedule if has_stages else "1f1b",
+        virtual=pipeline.virtual if has_stages else 1,
         recompute=t.recompute,
         overlap=_overlap(recipe),
         cp_method=recipe.folding.cp_method,
-        routing=Routing(kind="balanced" if even else "learned", most=_capacity(recipe)),
-        stage_layers=p.layers if folding.pp > 1 else None,
+        routing=Routing(kind="balanced" if recipe.router.force == "balanced" else "learned"),
+        drop=_drop(recipe) if spec.moe_layers else None,
+        stage_layers=_given_layers(recipe, spec, pipeline) if has_stages else None,
+        extra_warmup=pipeline.extra_warmup if has_stages else None,
         shares="equal" if recipe.resilience.mode == "off" else "any",
     )
 
 
 def _overlap(recipe: Recipe) -> Overlap:
-    """What runs beside computation. `fine` and `auto` are modelled as chunks, as many as the parts of `plan/overlap_setting.py: FINE`."""
-    how, dp = recipe.dispatch.overlap, recipe.optim.bucket_mb > 0
-    if recipe.pipeline.pair_passes:
-        return Overlap(dp=dp, ep="pair")
-    if how in ("serial", "tiles"):
-        return Overlap(dp=dp)
-    return Overlap(
-        dp=dp, ep="chunks", chunks=int(how.removeprefix("coarse:")) if how.startswith("coarse:") else FINE.parts
-    )
+    plain = Overlap(dp=recipe.optim.bucket_mb > 0)
+    way = parse_overlap(recipe.dispatch.overlap)
+    if way.kind == "coarse":
+        return replace(plain, ep="chunks", chunks=way.chunks)
+    return replace(plain, ep="pair") if recipe.pipeline.pair_passes else plain
 
 
-def _capacity(recipe: Recipe) -> float | None:
-    """Rows of an expert at most, over its even share; None where nothing is dropped."""
+def _drop(recipe: Recipe) -> DispatchSpec | None:
+    """Of [dispatch], what time depends on."""
     d = recipe.dispatch
-    return max(1.0, d.capacity_factor or 1.0) if d.policy == "drop" else None
+    if d.policy == "dropless":
+        return None
+    given = {name: getattr(d, name) for name in ("capacity_factor", "drop_scope", "pad_to_capacity")}
+    told: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    return DispatchSpec(policy="drop", **told)
+
+
+def _given_layers(recipe: Recipe, spec: ModelSpec, pipeline: Pipeline) -> tuple[int, ...] | None:
+    """Layers of the stages where they are others than those of a run that is told nothing."""
+    counts = pipeline.stages.counts
+    return None if counts == run_layers(shape_of(spec), recipe.train.seq_len, len(counts)) else counts
 
 
 def _not_modelled(recipe: Recipe) -> list[Problem]:
+    d, p, r, t = recipe.dispatch, recipe.pipeline, recipe.resilience, recipe.train
+    beside = d.overlap if not p.pair_passes else "serial"  # the two at once have a rule of their own
     rules = [
-        (
-            recipe.train.dtype == "bfloat16",
-            "train.dtype",
-            recipe.train.dtype,
-            "clusters are modelled in bf16",
-            "bfloat16",
-        ),
-        (
-            recipe.folding.stages is None,
-            "folding.stages",
-            recipe.folding.stages,
-            "stages with foldings of their own are not modelled",
-            "one folding for all",
-        ),
-        (
-            recipe.dispatch.transport == "all_to_all",
-            "dispatch.transport",
-            recipe.dispatch.transport,
-            "is modelled as all_to_all",
-            "all_to_all",
-        ),
-        (recipe.optim.zero == 1, "optim.zero", recipe.optim.zero, "is modelled with a sharded optimizer", "1"),
-    ]
-    return [Problem(where=w, value=v, rule=rule, hint=f"use {hint}") for ok, w, v, rule, hint in rules if not ok]
+        (t.dtype == "bfloat16", "train.dtype", t.dtype, "clusters are modelled in bf16", "use bfloat16"),
+        (recipe.optim.zero == 1, "optim.zero", recipe.optim.zero, "is modelled with a sharded optimizer", "use 1"),
+        (recipe.folding.stages is None, "folding.stages", recipe.folding.stages, "stages are modelled alike", "use folding.pp"),
+        (d.transport == "all_to_all", "dispatch.transport", d.transport, "is not modelled on a cluster", "use all_to_all"),
+        (beside.startswith(("serial", "coarse")), "dispatch.overlap", d.overlap, "tile by tile is not modelled on a cluster",
+         "use serial or coarse:N"),
+        (not p.pair_passes or d.overlap == "serial", "pipeline.pair_passes", True, f'is not modelled beside dispatch.overlap = "{d.overlap}"',
+         "leave one of them out"),
+        (r.slots_per_rank is None, "resilience.slots_per_rank", r.slots_per_rank, "replicas of experts are not modelled on a cluster",
+         "leave it out"),
+        (not r.heal, "resilience.heal", r.heal, "copies of shards and calls of a run that heals are not modelled on a cluster", "leave it out"),
+        (p.extra_warmup != "auto", "pipeline.extra_warmup", p.extra_warmup, "is found out by a run", "give the numbers that were chosen"),
+        (recipe.router.force != "imbalanced", "router.force", recipe.router.force, "is not modelled on a cluster", "use balanced, or none"),
+    ]  # fmt: skip
+    return [Problem(where=w, value=v, rule=rule, hint=hint) for ok, w, v, rule, hint in rules if not ok]
 
 
 def resolve_recipe(recipe: Recipe, *, tokenizer_vocab: int | None = None) -> ModelSpec:
@@ -106,56 +101,12 @@ def resolve_recipe(recipe: Recipe, *, tokenizer_vocab: int | None = None) -> Mod
     return resolve_model(recipe.model, recipe.router, tokenizer_vocab=tokenizer_vocab)
 
 
-def recipe_of_mapping(job: Job, mapping: Mapping) -> Recipe:
-    """A recipe that runs a mapping on its ranks. Paired passes have no setting on accelerators: such a mapping runs without them."""
-    f = mapping.folding
-    chunks = f"coarse:{mapping.overlap.chunks}" if mapping.overlap.ep == "chunks" and f.ep > 1 else "serial"
-    return Recipe(
-        run=RunConfig(name=f"{job.shape.name.lower().replace(' ', '-')}-{f.world}"),
-        model=_model_config(job.shape),
-        folding=FoldingConfig(tp=f.tp, cp=f.cp, pp=f.pp, ep=f.ep if job.shape.experts else None, etp=f.etp),
-        dispatch=DispatchConfig(overlap=chunks),
-        pipeline=PipelineConfig(schedule=_schedule(mapping), virtual=mapping.virtual if f.pp > 1 else None),
-        train=TrainConfig(
-            seq_len=job.seq_len,
-            global_batch=job.global_batch,
-            micro_batch=mapping.micro_batch,
-            recompute=mapping.recompute if mapping.recompute in ("selective", "full") else "none",
-        ),
-        launch=LaunchConfig(ranks=f.world, device="cuda"),
-    )
-
-
-def _schedule(mapping: Mapping) -> Any:
-    return mapping.schedule if mapping.folding.pp > 1 else None
-
-
-def _model_config(shape: Shape) -> ModelConfig:
-    """The preset of that name, or the nearest family with every number given. A dense model has as many dense layers as layers."""
-    if shape.name in PRESETS and shape_of(PRESETS[shape.name]) == shape:
-        return ModelConfig(preset=shape.name, vocab=shape.vocab)
-    moe = shape.experts > 0
-    heads = {} if shape.latent else {"num_kv_heads": shape.kv_heads, "head_dim": shape.head_dim}
-    return ModelConfig(
-        preset="deepseek-v3" if shape.latent else "mixtral-8x22b",
-        num_layers=shape.layers,
-        hidden=shape.hidden,
-        num_heads=shape.heads,
-        vocab=shape.vocab,
-        num_experts=shape.experts if moe else None,
-        top_k=shape.top_k if moe else None,
-        expert_ffn=shape.expert_ffn if moe else None,
-        shared_ffn=shape.shared_ffn if moe and (shape.shared_ffn or shape.latent) else None,
-        dense_layers=shape.dense_layers or None,
-        dense_ffn=shape.dense_ffn or None,
-        **heads,
-    )
-
-
-def says_the_model(recipe: Recipe, shape: Shape) -> bool:
-    """Whether the recipe's model costs what this shape costs: same parameters, same FLOPs, same experts."""
-    found = shape_of(resolve_recipe(recipe))
-    same = (found.layers, found.experts, found.top_k if found.experts else 0, found.heads, found.moe_layers)
-    wanted = (shape.layers, shape.experts, shape.top_k if shape.experts else 0, shape.heads, shape.moe_layers)
-    rates = [(flops_per_token(s, 4096), s.num_params) for s in (found, shape)]
-    return same == wanted and all(math.isclose(a, b, rel_tol=1e-3) for a, b in zip(*rates, strict=True))
+def difference(one: Mapping, other: Mapping) -> list[str]:
+    """Names of the fields in which two mappings differ, those of their parts with a dot."""
+    a, b = asdict(one), asdict(other)
+    out = []
+    for name in a:
+        if a[name] != b[name]:
+            inner = isinstance(a[name], dict) and isinstance(b[name], dict)
+            out += [f"{name}.{key}" for key in a[name] if a[name][key] != b[name][key]] if inner else [name]
+    return out

@@ -2,8 +2,9 @@
 
 Decides the clock of failures. A job runs in cycles: `interval` seconds of steps, then a save that stops it for `save_s`. A failure of any rank
 loses what was done since the last save and costs detection and restart; with replicas of the experts and shards, a failure that leaves
-one holder of everything costs detection and repair, and nothing is lost. Failures are a Poisson process of the
-job's rate, or come from a trace. Must never change: useful + saving + lost + down = all of the time.
+one holder of everything costs detection and repair, nothing is lost, and the job goes on without the lost hosts, slower by their share. Failures are a
+Poisson process of the job's rate, whatever number of hosts is running, or come from a trace. Must never change: useful + saving + lost + down =
+all of the time, and none of them is negative.
 
 Young and Daly's interval: sqrt(2 * save_s * M), M the mean time between failures of the job.
 """
@@ -11,10 +12,11 @@ Young and Daly's interval: sqrt(2 * save_s * M), M the mean time between failure
 from __future__ import annotations
 
 import csv
+import heapq
 import math
 import random
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -44,6 +46,8 @@ class Practice:
     """Probability that a failure leaves a holder of every expert and shard."""
     repair_host_s: float = 0.0
     """Time until the lost host is replaced; until then a job with replicas runs without it."""
+    minimum_hosts: int = 1
+    """With fewer hosts a job with replicas waits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +79,12 @@ def practice_problems(practice: Practice) -> list[Problem]:
             out.append(
                 Problem(where=f"goodput.{name}", value=value, rule="must not be negative, and finite", hint="try 60")
             )
+    if practice.minimum_hosts < 1:
+        out.append(
+            Problem(
+                where="goodput.minimum_hosts", value=practice.minimum_hosts, rule="must be at least 1", hint="use 1"
+            )
+        )
     if not 0 <= practice.survival <= 1:
         out.append(Problem(where="goodput.survival", value=practice.survival, rule="is a probability", hint="use 1"))
     return out
@@ -86,11 +96,16 @@ def young_daly(save_s: float, mean_between_s: float) -> float:
 
 
 def expected_goodput(practice: Practice, mean_between_s: float) -> float:
-    """Useful share of the time, exactly for Poisson failures (J. T. Daly 2006): a cycle is repeated until it has no failure."""
+    """Useful share of the time, exactly for Poisson failures: a cycle is repeated until it has no failure, a restart until it has none.
+
+    Time of a cycle: M e^(D/M) (e^(cycle/M) - 1) with M between failures and D down after each (J. T. Daly 2006, doi 10.1016/j.future.2004.11.016).
+    """
     cycle, down = practice.interval_s + practice.save_s, practice.detect_s + practice.restart_s
     m = mean_between_s
-    expected = (m + down) * math.expm1(cycle / m)
-    return practice.interval_s / expected
+    try:
+        return practice.interval_s / (m * math.exp(down / m) * math.expm1(cycle / m))
+    except OverflowError:  # no cycle ever ends
+        return 0.0
 
 
 def poisson(mean_between_s: float, seed: int) -> Iterator[float]:
@@ -106,54 +121,89 @@ def simulate_goodput(
 ) -> Goodput:
     """Run a job of `duration_s` through `failures`. A failure while the job is down begins its downtime again.
 
-    `hosts`: a job that goes on without a lost host makes progress at (hosts - 1) / hosts until `repair_host_s` later. Raises `PlanError`.
+    With replicas every failure takes a host for the downtime and `repair_host_s` after it. Once repaired the job goes on at
+    (hosts - out) / hosts of its speed, and is down while fewer than `minimum_hosts` are left. Raises `PlanError`.
     """
     raise_if(practice_problems(practice), PlanError, subject="the practice")
-    draw, times = random.Random(seed), iter(failures)
-    useful = saving = lost = down = now = since = 0.0
-    slow_until, count = 0.0, 0
+    job, times = _Job(practice, hosts, random.Random(seed)), iter(failures)
     upcoming = next(times, math.inf)
-    while now < duration_s:
-        stop = min(upcoming, duration_s)
-        work, saved, since, rate_loss = _run(practice, now, stop, since, slow_until, hosts)
-        useful, saving, lost, now = useful + work, saving + saved, lost + rate_loss, stop
-        if now >= duration_s:
-            break
-        count, upcoming = count + 1, next(times, math.inf)
-        kept = practice.recovery == "replicas" and draw.random() < practice.survival
-        if not kept:
-            useful, lost, since = useful - since, lost + since, 0.0
-        pause = practice.detect_s + (practice.repair_s if kept else practice.restart_s)
-        if kept:
-            slow_until = now + pause + practice.repair_host_s
-        end = now + pause
-        while upcoming < end and upcoming < duration_s:  # fails again before it runs
-            count, end = count + 1, upcoming + pause
+    while job.now < duration_s:
+        job.advance(min(upcoming, duration_s, job.next_change))
+        if job.now < duration_s and job.now >= upcoming:
+            job.fail()
             upcoming = next(times, math.inf)
-        down, now = down + min(end, duration_s) - now, min(end, duration_s)
-    parts = [part / duration_s for part in (useful, saving, lost, down)]
-    return Goodput(
-        useful=parts[0], saving=parts[1], lost=parts[2], down=parts[3], failures=count, hours=duration_s / 3600
-    )
+    useful, saving, lost, down = (part / duration_s for part in (job.useful, job.saving, job.lost, job.down))
+    return Goodput(useful=useful, saving=saving, lost=lost, down=down, failures=job.failures, hours=duration_s / 3600)
 
 
-def _run(
-    practice: Practice, now: float, stop: float, since: float, slow_until: float, hosts: int
-) -> tuple[float, float, float, float]:
-    """Work and saves from `now` to `stop`: (useful, saving, work since the last save, lost to running with fewer hosts)."""
-    span, cycle = stop - now, practice.interval_s + practice.save_s
-    first = practice.interval_s - since + practice.save_s
-    if span < first:
-        work = min(span, practice.interval_s - since)
-        saving, after = span - work, since + work
-    else:
-        whole, rest = divmod(span - first, cycle)
-        partial = min(rest, practice.interval_s)
-        work = practice.interval_s - since + whole * practice.interval_s + partial
-        saving, after = span - work, partial
-    slow = max(0.0, min(stop, slow_until) - now) / hosts if hosts > 1 and span else 0.0
-    slow = min(slow, work)
-    return work - slow, saving, after, slow
+@dataclass
+class _Job:
+    """A job between two events. Work is counted in seconds of all hosts: at half the speed half of a second is useful, half lost."""
+
+    practice: Practice
+    hosts: int
+    draw: random.Random
+    now: float = 0.0
+    at: float = 0.0
+    """Seconds into the cycle of work and save."""
+    unsaved: float = 0.0
+    """Useful work since the last save."""
+    down_until: float = 0.0
+    out: list[float] = field(default_factory=list)
+    """A heap: when each lost host is replaced."""
+    useful: float = 0.0
+    saving: float = 0.0
+    lost: float = 0.0
+    down: float = 0.0
+    failures: int = 0
+
+    @property
+    def speed(self) -> float:
+        """Share of full speed; 0 while down."""
+        left = self.hosts - len(self.out)
+        return left / self.hosts if self.now >= self.down_until and left >= self.practice.minimum_hosts else 0.0
+
+    @property
+    def next_change(self) -> float:
+        """When the speed changes next, if nothing fails."""
+        returns = self.out[0] if self.out else math.inf
+        return min(returns, self.down_until) if self.now < self.down_until else returns
+
+    def advance(self, until: float) -> None:
+        """To an event, at one speed."""
+        span, speed = until - self.now, self.speed
+        if speed:
+            self._work(span, speed)
+        else:
+            self.down += span
+        self.now = until
+        while self.out and self.out[0] <= self.now:
+            heapq.heappop(self.out)
+
+    def _work(self, span: float, speed: float) -> None:
+        interval = self.practice.interval_s
+        whole, rest = divmod(self.at + span, interval + self.practice.save_s)
+        work = whole * interval + min(rest, interval) - min(self.at, interval)
+        self.useful, self.lost = self.useful + work * speed, self.lost + work * (1 - speed)
+        self.saving += span - work
+        self.unsaved = speed * min(rest, interval) if whole else self.unsaved + speed * work
+        self.at = rest
+
+    def fail(self) -> None:
+        """A host fails now. What is kept goes on from where it was; a save under way begins again."""
+        p = self.practice
+        self.failures += 1
+        kept = p.recovery == "replicas" and self.draw.random() < p.survival
+        if kept:
+            self.at = min(self.at, p.interval_s)
+        else:
+            self.useful, self.lost = self.useful - self.unsaved, self.lost + self.unsaved
+            self.at = self.unsaved = 0.0
+        self.down_until = max(self.down_until, self.now + p.detect_s + (p.repair_s if kept else p.restart_s))
+        if p.recovery == "replicas":
+            if len(self.out) == self.hosts:  # there is no other host to fail
+                heapq.heappop(self.out)
+            heapq.heappush(self.out, self.down_until + p.repair_host_s)
 
 
 def read_removals(path: Path) -> list[float]:
@@ -183,15 +233,19 @@ def read_nodes(path: Path) -> list[tuple[float, str, str]]:
 
 
 def sweep(
-    practice: Practice, mean_between_s: float, intervals: Sequence[float], *, duration_s: float, seed: int = 0
+    practice: Practice,
+    failures: Callable[[], Iterator[float] | Sequence[float]],
+    intervals: Sequence[float],
+    *,
+    duration_s: float,
+    hosts: int = 1,
+    seed: int = 0,
 ) -> list[tuple[float, float]]:
-    """(interval, useful share) of Monte Carlo runs over the same failures."""
+    """(interval, useful share) of runs over the same failures, which `failures` gives anew for each."""
     out = []
     for interval in intervals:
-        changed = Practice(
-            **{**{n: getattr(practice, n) for n in practice.__dataclass_fields__}, "interval_s": interval}
-        )
-        run = simulate_goodput(changed, poisson(mean_between_s, seed), duration_s=duration_s, seed=seed)
+        changed = replace(practice, interval_s=interval)
+        run = simulate_goodput(changed, failures(), duration_s=duration_s, hosts=hosts, seed=seed)
         out.append((interval, run.useful))
     return out
 

@@ -40,7 +40,8 @@ class Hardware:
     fp8_flops_per_s: float | None
     memory_bytes: float
     memory_bytes_per_s: float
-    sms: int
+    sms: int | None
+    """Multiprocessors of a device; None where ranks compute on processors."""
     gemm_efficiency: float
     fp8_efficiency: float
     memory_efficiency: float
@@ -61,7 +62,13 @@ class Hardware:
     fp32_flops_per_s: float | None = None
     """Of products in float32; None where nobody has measured it."""
     fp32_efficiency: float | None = None
+    threads: int | None = None
+    """Of a rank that computes on processors; None for a device."""
     sources: Mapping[str, str] = field(default_factory=dict)
+
+    def share_of(self, multiprocessors: int) -> float:
+        """Share of a device, at most all of it, that a kernel takes beside computation; 0 on processors, where what it takes was not measured."""
+        return 0.0 if self.sms is None else min(1.0, multiprocessors / self.sms)
 
     def peak(self, precision: str) -> float:
         """Dense FLOPs per second; a precision that the device lacks runs as bf16."""
@@ -135,7 +142,7 @@ def cluster_problems(cluster: GpuCluster) -> list[Problem]:
 
 _SECTIONS: Mapping[str, tuple[str, ...]] = {
     "": (
-        "ranks_per_host", "bf16_flops_per_s", "memory_bytes", "memory_bytes_per_s", "sms", "gemm_efficiency",
+        "ranks_per_host", "bf16_flops_per_s", "memory_bytes", "memory_bytes_per_s", "gemm_efficiency",
         "memory_efficiency", "kernel_s", "launch_s",
     ),
     "attention": ("forward", "backward"),
@@ -150,6 +157,10 @@ _CURVES = ("attention_forward", "inside_bytes_per_s")
 _SHARES = ("gemm_efficiency", "fp8_efficiency", "fp32_efficiency", "memory_efficiency", "between_efficiency")
 
 
+_KINDS = ("sms", "threads")
+"""What a file of devices, or of processors, has."""
+
+
 def known_hardware() -> tuple[str, ...]:
     """Names of the cluster files that come with Phalanx."""
     folder = resources.files("phalanx.simulate") / "data" / "clusters"
@@ -157,7 +168,9 @@ def known_hardware() -> tuple[str, ...]:
 
 
 def load_hardware(name: str) -> Hardware:
-    """Constants by name. Raises `ConfigError` for unknown hardware."""
+    """Constants by name, or from a file of the user's. Raises `ConfigError` for unknown hardware."""
+    if name.endswith(_FILES):
+        return _read_hardware(name)
     names = known_hardware()
     if name not in names:
         problem = Problem(where="--cluster", value=name, rule="is not known hardware", hint=nearest(name, names))
@@ -213,7 +226,7 @@ def parse_hardware(text: str, *, name: str, where: str) -> Hardware:
     sources: dict[str, str] = {}
     for section, keys in _SECTIONS.items():
         part = table if not section else table.get(section, {})
-        optional = _OPTIONAL if not section else {}
+        optional = {**dict.fromkeys(_KINDS), **_OPTIONAL} if not section else {}
         for key in (*keys, *optional):
             full = f"{section}_{key}" if section else key
             if key in optional and key not in part:
@@ -226,10 +239,11 @@ def parse_hardware(text: str, *, name: str, where: str) -> Hardware:
                 rule, value = wrong
                 hint = f'write {key} = {{ value = ..., source = "..." }}' + (f" in [{section}]" if section else "")
                 problems.append(Problem(where=f"{where}: {full}", value=value, rule=rule, hint=hint))
-    problems += _range_problems(values, where)
+    problems += _range_problems(values, where) + _kind_problems(table, where)
     measured, found = _measured(table, where)
     raise_if(problems + found, ConfigError, subject="the cluster file")
-    values["ranks_per_host"], values["sms"] = int(values["ranks_per_host"]), int(values["sms"])
+    for key in ("ranks_per_host", *_KINDS):
+        values[key] = None if values[key] is None else int(values[key])
     title = str(table.get("title", name))
     tables: dict[str, Any] = {f"measured_{key}": rows for key, rows in measured.items()}
     return Hardware(name=name, title=title, sources=sources, **tables, **values)
@@ -267,17 +281,33 @@ def _curve(value: object) -> Curve | None:
 
 
 def _range_problems(values: Mapping[str, Any], where: str) -> list[Problem]:
-    return [
+    """Shares above 1, and counts that are not whole."""
+    shares = [
         Problem(where=f"{where}: {key}", value=values[key], rule="is a share of a peak, at most 1", hint="try 0.8")
         for key in _SHARES
         if values.get(key) is not None and values[key] > 1
     ]
+    return shares + [
+        Problem(where=f"{where}: {key}", value=values[key], rule="is a whole number of at least 1", hint=f"try {near}")
+        for key in ("ranks_per_host", *_KINDS)
+        if values.get(key) is not None and values[key] != (near := max(1, round(values[key])))
+    ]
+
+
+def _kind_problems(table: Mapping[str, Any], where: str) -> list[Problem]:
+    """A file is of devices or of processors."""
+    given = [key for key in _KINDS if key in table]
+    if len(given) == 1:
+        return []
+    rule = "cannot go with threads: ranks compute on a device or on processors" if given else "is missing"
+    hint = "sms (multiprocessors) for devices, threads (of a rank) for processors"
+    return [Problem(where=f"{where}: sms", value=table.get("sms"), rule=rule, hint=hint)]
 
 
 def _unknown(table: Mapping[str, Any], where: str) -> list[Problem]:
     """Names that no constant has, of the file and of its sections."""
     known = {
-        "": {"title", "measured", *_SECTIONS[""], *_OPTIONAL, *filter(None, _SECTIONS)},
+        "": {"title", "measured", *_SECTIONS[""], *_KINDS, *_OPTIONAL, *filter(None, _SECTIONS)},
         "measured": set(_MEASURED),
     }
     known |= {section: set(keys) for section, keys in _SECTIONS.items() if section}

@@ -14,6 +14,7 @@ from typing import Literal
 
 from phalanx.core.errors import PlanError, Problem, raise_if
 from phalanx.core.samples import num_rounds
+from phalanx.plan.dispatch import DispatchSpec, capacity, rows_of_source
 from phalanx.plan.folding import Folding, folding_problems
 from phalanx.plan.schedule import SCHEDULES, make_schedule, schedule_problems
 from phalanx.simulate.routing import Routing
@@ -36,6 +37,7 @@ class Overlap:
     ep: Literal["none", "chunks", "pair"] = "none"
     """Dispatch and combine: bare, beside experts in chunks, or beside the opposite pass of another micro-batch."""
     chunks: int = 4
+    """Of tokens, in which `chunks` divides dispatch, experts and combine."""
     fsdp: bool = True
     """Gathers of sharded parameters run beside other layers' work."""
 
@@ -71,13 +73,17 @@ class Mapping:
     dispatch: Literal["all_to_all", "dedup"] = "all_to_all"
     cp_method: Literal["ring", "all_gather", "ulysses"] = "ring"
     routing: Routing = field(default_factory=Routing)
+    drop: DispatchSpec | None = None
+    """Capacity of experts: factor, scope and padding are read; None drops nothing."""
     fused_attention: bool = True
     grouped_experts: bool = True
     """Experts of a rank in one product; else one after another."""
     fused_permute: bool = True
     """Rows go to and from their experts in one kernel each; else by index_select, products and scatter_add over whole rows."""
     stage_layers: tuple[int, ...] | None = None
-    """Layers of each virtual stage; None: as even as can be, by cost."""
+    """Layers of each virtual stage; None: as a run divides them, by cost."""
+    extra_warmup: tuple[int, ...] | None = None
+    """Of an eager schedule: forwards ahead of 1F1B, by rank (None: the most)."""
     shares: Literal["equal", "any"] = "equal"
     """Of data-parallel ranks: equal, or as a fixed set of micro-batches divides (`core/samples.py`): some then have one less, and idle for it."""
 
@@ -91,6 +97,39 @@ class Mapping:
     def splits_backward(self) -> bool:
         """Whether weight gradients are passes of their own, later than what they could hide."""
         return self.folding.pp > 1 and _splits_backward(self.schedule)
+
+    # ---- rows of experts
+
+    def tokens(self, job: Job) -> float:
+        """Of a rank and micro-batch."""
+        return self.micro_batch * job.seq_len / (self.folding.tp * self.folding.cp)
+
+    def _capacity(self, job: Job) -> float:
+        """Rows that an expert takes from a rank, over the even share of those that its tokens choose."""
+        assert self.drop is not None
+        s, n, f = job.shape, int(self.tokens(job)), self.folding
+        even = n * s.top_k / s.experts
+        sizes = {"top_k": s.top_k, "num_experts": s.experts}
+        if self.drop.is_static:
+            return rows_of_source(self.drop, num_tokens=n, sharing=f.tp * f.cp, **sizes) / even
+        whole = f.tp * f.cp if self.drop.drop_scope == "full_sequence" else 1
+        return capacity(self.drop, num_tokens=n * whole, **sizes) / (whole * even)
+
+    def rows_share(self, job: Job) -> float:
+        """Rows that a rank sends over those that its tokens choose: less where experts drop some, more where rows are padded."""
+        if self.drop is None:
+            return 1.0
+        most = self._capacity(job)
+        return most if self.drop.is_static else min(1.0, most)
+
+    def load(self, job: Job, *, quantile: float = 0.5) -> float:
+        """Rows of the fullest expert-parallel rank over the mean of what is sent."""
+        s, f = job.shape, self.folding
+        if self.drop is not None and self.drop.is_static:
+            return 1.0
+        rows = self.tokens(job) * s.top_k * f.ep
+        hottest = self.routing.hottest(ep=f.ep, experts=s.experts, rows=rows, top_k=s.top_k, quantile=quantile)
+        return hottest if self.drop is None else max(1.0, min(hottest, self._capacity(job)) / self.rows_share(job))
 
     def check(self, job: Job) -> None:
         """Raise `PlanError` with all problems."""
@@ -109,7 +148,9 @@ class Mapping:
         left = f"tp{f.tp} cp{f.cp} dp{f.dp} pp{f.pp}"
         right = f"etp{f.etp} ep{f.ep} edp{f.edp}"
         name = f"{self.schedule} v{self.virtual}" if f.pp > 1 else "no pipeline"
-        return f"{left} | {right} | mb{self.micro_batch} {name} recompute {self.recompute} ep-overlap {self.overlap.ep}"
+        way = f"{self.overlap.chunks} chunks" if self.overlap.ep == "chunks" else self.overlap.ep
+        drop = "" if self.drop is None else f" capacity {self.drop.capacity_factor:g}{' padded' * self.drop.is_static}"
+        return f"{left} | {right} | mb{self.micro_batch} {name} recompute {self.recompute} ep-overlap {way}{drop}"
 
     def explain(self) -> str:
         """The mapping in a few lines that a person reads."""
@@ -139,6 +180,9 @@ def mapping_problems(mapping: Mapping, job: Job) -> list[Problem]:
             problems.append(
                 Problem(where=f"train.{where}", value=value, rule="must be at least 1", hint="use 1 or more")
             )
+    if mapping.overlap.chunks < 1:
+        value = mapping.overlap.chunks
+        problems.append(Problem(where="dispatch.overlap", value=value, rule="needs at least 1 chunk", hint="coarse:2"))
     if problems:
         return problems
     rules = [
@@ -165,5 +209,11 @@ def mapping_problems(mapping: Mapping, job: Job) -> list[Problem]:
         problems.append(Problem(where="train.global_batch", value=job.global_batch, rule=rule, hint=hint))
     elif f.pp > 1 or mapping.schedule not in SCHEDULES:
         m = mapping.num_microbatches(job)
-        problems += schedule_problems(mapping.schedule, pp=f.pp, virtual=mapping.virtual, num_microbatches=m)
+        problems += schedule_problems(
+            mapping.schedule,
+            pp=f.pp,
+            virtual=mapping.virtual,
+            num_microbatches=m,
+            extra_warmup=mapping.extra_warmup,
+        )
     return problems

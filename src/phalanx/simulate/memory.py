@@ -26,6 +26,7 @@ from phalanx.plan.layout import FlatLayout, flat_layouts, stage_params
 from phalanx.plan.model import ModelSpec
 from phalanx.plan.pipeline import Pipeline, make_pipeline
 from phalanx.plan.placement import AnyPlacement, plain_placement
+from phalanx.plan.shard_copies import publication
 from phalanx.plan.stage_foldings import AnyFolding
 from phalanx.plan.stages import Stage
 from phalanx.simulate import activations as act
@@ -371,8 +372,16 @@ class _Run:
     def _published_bytes(self) -> int:
         """gloo's copy of the largest result of an all-gather. Its thread has a heap of its own, where the copy stays from the first step on (smaps: 10 MiB in
         bf16, 19 in fp32, in the default model) unless it is mapped by itself."""
-        blocks = [y.length * self.item for y in self.layouts.values() if y.num_shards > 1]
-        return max((n for n in blocks if n < LARGEST_HEAP_BLOCK), default=0)
+        return max((n for n in self._gathered_blocks if n < LARGEST_HEAP_BLOCK), default=0)
+
+    @property
+    def _gathered_blocks(self) -> list[int]:
+        """Bytes of the families that an all-gather publishes; others go by messages into their places (`plan/shard_copies.py: publication`)."""
+        return [
+            y.length * self.item
+            for y in self.layouts.values()
+            if y.num_shards > 1 and publication(y.keepers, y.shard_index) is None
+        ]
 
     @property
     def _library_bytes(self) -> int:
@@ -430,7 +439,8 @@ class _Run:
                 "gradients": self._borrowed_bytes(moment.done),
             }
             yield self._moment(when + moment.name, terms, copy=copy)
-        own = [y for y in self.layouts.values() if y.num_shards > 1 or y.scattered]
+        sharded = [y for y in self.layouts.values() if y.num_shards > 1 and self.on_device]  # gloo's shard is a view
+        own = [*sharded, *(y for y in self.layouts.values() if y.scattered)]
         shards, item = sum(y.kept_length for y in own) * x.wide, x.wide
         if self.is_exact:  # read from fixed point, whether a family is sharded or not; copies of shards come as numbers
             item = FIXED_POINT_ITEM
@@ -438,19 +448,16 @@ class _Run:
                 sum(y.shard_length for y in own) * item + sum(y.kept_length for y in self.layouts.values()) * x.wide
             )
         gradients = {"gradients": shards + self._borrowed_bytes(self.layers)}
-        # gloo copies what it reduce-scatters; all families are under way together (`GradientBuffers.reduce`)
-        sharded = [y.length for y in self.layouts.values() if y.num_shards > 1]
         of_holders = [
-            n for h in self._sums_of_holders for n in (h.sent_elements, h.received_elements, h.owned_elements)
+            n * item for h in self._sums_of_holders for n in (h.sent_elements, h.received_elements, h.owned_elements)
         ]
-        blocks = [n * item for n in (*sharded, *of_holders)]
-        staged, mapped = {"communication": sum(blocks)}, sum(n for n in blocks if n >= LARGEST_HEAP_BLOCK)
+        staged, mapped = {"communication": sum(of_holders)}, sum(n for n in of_holders if n >= LARGEST_HEAP_BLOCK)
         yield self._moment(when + "reducing gradients", gradients | staged, copy=copy, mapped=mapped)
         scratch = {
             "working memory": min(ADAM_CHUNK, max(y.shard_length for y in self.layouts.values())) * x.wide * x.lanes
         }
         yield self._moment(when + "the optimizer", gradients | scratch, copy=copy)
-        mapped = max((n * self.item for n in sharded if n * self.item >= LARGEST_HEAP_BLOCK), default=0)
+        mapped = max((n for n in self._gathered_blocks if n >= LARGEST_HEAP_BLOCK), default=0)
         published = {"gradients": shards, "communication": mapped}
         yield self._moment(when + "publishing parameters", published, copy=copy, mapped=mapped)
 

@@ -1,7 +1,7 @@
 """The mapping and the job of a published row, and its measured step time.
 
-Decides what a silent source is taken to have done: no recomputation, virtual stages as many as layers on a stage, micro-batch 1. A
-method named FSDP gathers parameters for each pass, reduces gradients of each micro-batch, and shards over dp alone (cp ranks hold the same).
+Decides what a silent source is taken to have done: no recomputation, virtual stages as many as layers on a stage, micro-batch 1,
+layers divided by count as evenly as they can be (Megatron-LM's and torchtitan's default). A method named FSDP gathers parameters for each pass, reduces gradients of each micro-batch, and shards over dp alone (cp ranks hold the same).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from phalanx.simulate.mapping import Job, Mapping, Overlap, Recompute
 from phalanx.simulate.published import Row
 from phalanx.simulate.routing import Routing
 from phalanx.simulate.shape import flops_per_token
+from phalanx.simulate.stage_layers import even_layers
 
 
 def job_of(row: Row) -> Job:
@@ -84,8 +85,10 @@ def _base(row: Row) -> Mapping:
     if folding.pp > 1 and facts.pipeline_micro_batch:
         micro = facts.pipeline_micro_batch
     learned = facts.routing == "learned" or "no token drop, real routing" in low
+    stages = folding.pp * virtual if folding.pp > 1 else 1
     return Mapping(
         folding=folding,
+        stage_layers=even_layers(row.shape.layers, stages),
         micro_batch=micro,
         schedule="interleaved_1f1b" if virtual > 1 else "1f1b",
         virtual=virtual,

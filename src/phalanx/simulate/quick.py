@@ -64,7 +64,7 @@ class Quick:
         """Seconds of each of `KINDS`; zeros for a kind that the model lacks."""
         f = mapping.folding
         dense = (f.tp, f.cp, mapping.micro_batch, mapping.splits_backward)
-        key = (*dense, f.ep, f.etp, mapping.overlap.ep, mapping.recompute)
+        key = (*dense, f.ep, f.etp, mapping.overlap.ep, mapping.overlap.chunks, mapping.recompute)
         if key not in self.layers:
             blocks, shape = Blocks(self.job, mapping, self.oracle, self.network), self.job.shape
             attention = self._half(("attention", *dense), blocks, "attention")
@@ -101,7 +101,8 @@ class Quick:
         if f.pp > 1:
             n = f.pp * mapping.virtual
             forward, backward, weight = (sum(t[i] for t in totals) / n for i in range(3))
-            share = bubble_share(mapping.schedule, f.pp, mapping.virtual, m, weight / backward if backward else 0.5)
+            later = weight / backward if backward else 0.5
+            share = bubble_share(mapping.schedule, f.pp, mapping.virtual, m, later, mapping.extra_warmup)
             out += share * (forward + backward) * mapping.virtual + 2 * (f.pp - 1) * self._p2p(mapping)
         own = parameters_of_rank(self.job, mapping, held[0])
         replicas = Replicas(mapping, self.network)

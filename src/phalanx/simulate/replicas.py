@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from phalanx.simulate.collectives import Network, beside, span_of
+from phalanx.simulate.collectives import NCCL_SMS, Network, beside, span_of
 from phalanx.simulate.cost import BF16, FP32, Oracle
 from phalanx.simulate.device_memory import shards
 from phalanx.simulate.mapping import Mapping
@@ -39,7 +39,7 @@ class Replicas:
 
     def exposed(self, own: tuple[float, float], *, forward: float, backward: float, layers: int, passes: int) -> float:
         """Seconds that the step is longer for it. `forward`, `backward`: passes of one micro-batch over this rank's layers."""
-        overlap, sms = self.mapping.overlap, self.network.hardware.sms
+        overlap, taken = self.mapping.overlap, self.network.hardware.share_of(NCCL_SMS)
         gather, reduce = self.traffic(own)
         last = 1 / max(1, layers)
         if self.mapping.sharding == "parameters":
@@ -47,11 +47,11 @@ class Replicas:
             times, back = (passes, reduce + gather) if each else (1, reduce)
             if not overlap.fsdp:
                 return times * (gather + back)
-            return times * (gather * last + beside(gather, forward, sms) + beside(back, backward, sms))
+            return times * (gather * last + beside(gather, forward, taken) + beside(back, backward, taken))
         if not overlap.dp:
             return gather + reduce
         return sum(
-            comm * last + beside(comm * (1 - last), room * (1 - last), sms)
+            comm * last + beside(comm * (1 - last), room * (1 - last), taken)
             for comm, room in ((gather, forward), (reduce, backward))
         )
 

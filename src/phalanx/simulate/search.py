@@ -16,10 +16,10 @@ from phalanx.core.errors import PlanError, Problem, raise_if
 from phalanx.plan.folding import Folding
 from phalanx.simulate.device_memory import fullest_bytes, usable_bytes
 from phalanx.simulate.hardware import GpuCluster
-from phalanx.simulate.mapping import Job, Mapping, Precision
+from phalanx.simulate.mapping import Job, Mapping, Overlap, Precision, Recompute
 from phalanx.simulate.quick import Quick
 from phalanx.simulate.routing import Routing
-from phalanx.simulate.search_space import Space, foldings, micro_batches, pipelines
+from phalanx.simulate.search_space import Space, foldings, micro_batches, overlaps, pairs_pass, pipelines
 from phalanx.simulate.step_time import Prediction, predict
 
 RERANKED = 60
@@ -44,6 +44,9 @@ class SearchResult:
     best: tuple[Prediction, ...]
     variants: tuple[Prediction, ...]
     pareto: tuple[Candidate, ...]
+    """What nothing is both faster and smaller than."""
+    pareto_until_s: float
+    """Up to here the front is that of the whole space; slower choices were skipped unless their folding could have been among the best."""
     sampled: tuple[Candidate, ...]
     """Some of what fits, for pictures."""
     tried: int
@@ -116,29 +119,28 @@ class _Search:
         self.pareto: list[Candidate] = []
         self.least: Candidate | None = None
 
-    def _choices(self, folding: Folding) -> list[Mapping]:
+    def _overlaps(self, folding: Folding) -> list[Overlap]:
+        return overlaps(self.common.overlap, folding, self.space, self.cluster.hardware)
+
+    def _choices(self, folding: Folding, recomputes: tuple[Recompute, ...]) -> list[Mapping]:
         """Micro-batch, recomputation and overlap of a folding, on a pipeline to be chosen."""
-        overlaps = self.space.ep_overlaps if folding.ep > 1 else ("none",)
         return [
             replace(
                 self.common,
                 folding=folding,
                 micro_batch=micro,
                 recompute=recompute,
-                overlap=replace(self.common.overlap, ep=overlap),
+                overlap=overlap,
             )
             for micro in micro_batches(self.job, folding, self.space)
-            for recompute in self.space.recomputes
-            for overlap in overlaps
+            for recompute in recomputes
+            for overlap in self._overlaps(folding)
         ]
 
     def bound(self, folding: Folding) -> float:
         """Time that no choice of a folding can beat. Recomputation only adds to it."""
-        least = self.space.recomputes[0]
-        return min(
-            (self.quick.bound(choice) for choice in self._choices(folding) if choice.recompute == least),
-            default=math.inf,
-        )
+        least = self.space.recomputes[:1]
+        return min((self.quick.bound(choice) for choice in self._choices(folding, least)), default=math.inf)
 
     @property
     def threshold(self) -> float:
@@ -147,16 +149,20 @@ class _Search:
 
     def folding(self, folding: Folding, bound: float) -> None:
         """Try every choice of one folding that can be among the best."""
-        choices, ways = self._choices(folding), pipelines(self.job.shape.layers, folding.pp, self.space)
-        self.tried += len(choices) * len(ways)
+        ways = pipelines(self.job.shape.layers, folding.pp, self.space)
+        sizes = (micro_batches(self.job, folding, self.space), self.space.recomputes, self._overlaps(folding), ways)
+        self.tried += math.prod(map(len, sizes))
         if bound > self.threshold:
             return
+        choices = self._choices(folding, self.space.recomputes)
         peaks: dict[tuple[int, str, str, int], float] = {}
         for choice in choices:
             if self.quick.bound(choice) > self.threshold:
                 continue
             for schedule, virtual in ways:
                 mapping = replace(choice, schedule=schedule, virtual=virtual)
+                if not pairs_pass(mapping, self.job, self.cluster.hardware):
+                    continue
                 key = (choice.micro_batch, choice.recompute, schedule, virtual)
                 if key not in peaks:
                     peaks[key] = fullest_bytes(self.job, mapping, layer=self.quick.layer_bytes(mapping))
@@ -214,6 +220,7 @@ class _Search:
             best=ranked(by_folding),
             variants=ranked(variants),
             pareto=tuple(sorted(self.pareto, key=lambda c: c.seconds)),
+            pareto_until_s=self.threshold,
             sampled=tuple(self.sampled),
             tried=self.tried,
             evaluated=self.evaluated,

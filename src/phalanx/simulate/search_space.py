@@ -7,13 +7,16 @@ Must never change: nothing legal is left out but what the arguments leave out.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal
 
 from phalanx.plan.folding import Folding, legal_foldings
-from phalanx.plan.model import MlaSpec, ModelSpec
-from phalanx.simulate.mapping import RECOMPUTES, Job, Recompute
-from phalanx.simulate.shape import Shape
+from phalanx.plan.pairs import why_no_pairs
+from phalanx.plan.schedule import make_schedule
+from phalanx.simulate.hardware import Hardware
+from phalanx.simulate.mapping import RECOMPUTES, Job, Mapping, Overlap, Recompute
+from phalanx.simulate.shape import spec_of
 
 EpOverlap = Literal["none", "chunks", "pair"]
 MICRO_BATCHES = (1, 2, 4)
@@ -26,36 +29,46 @@ class Space:
     micro_batches: tuple[int, ...] = MICRO_BATCHES
     schedules: tuple[str, ...] = ("1f1b", "interleaved_1f1b", "zero_bubble", "zbv", "dualpipev")
     recomputes: tuple[Recompute, ...] = RECOMPUTES
-    ep_overlaps: tuple[EpOverlap, ...] = ("none", "chunks", "pair")
+    ep_overlaps: tuple[EpOverlap, ...] | None = None
+    """None: those that a recipe can say there (`sayable_overlaps`)."""
+    chunks: tuple[int, ...] = (2, 4)
+    """Of overlap in chunks."""
     most_virtual: int = 16
 
 
-def spec_of(shape: Shape) -> ModelSpec:
-    """The shape as a model that `plan/folding.py` can judge; what legality does not read is left at its default."""
-    m = shape.latent
-    mla = None
-    if m is not None:
-        mla = MlaSpec(
-            q_rank=m.q_rank, kv_rank=m.kv_rank, nope_dim=m.nope_dim, rope_dim=m.rope_dim, value_dim=m.value_dim
-        )
-    dense = not shape.experts
-    return ModelSpec(
-        name=shape.name,
-        num_layers=shape.layers,
-        hidden=shape.hidden,
-        num_heads=shape.heads,
-        num_kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        vocab=shape.vocab,
-        num_experts=max(1, shape.experts),
-        top_k=max(1, shape.top_k),
-        expert_ffn=max(1, shape.expert_ffn),
-        shared_ffn=shape.shared_ffn,
-        dense_layers=shape.layers if dense else shape.dense_layers,
-        dense_ffn=shape.dense_ffn,
-        mtp_layers=shape.mtp,
-        mla=mla,
-    )
+def sayable_overlaps(hardware: Hardware) -> tuple[EpOverlap, ...]:
+    """Chunks everywhere (dispatch.overlap); pairs where passes take turns (pipeline.pair_passes), on processors. Tiles are not modelled."""
+    return ("none", "chunks") if hardware.sms is not None else ("none", "chunks", "pair")
+
+
+def overlaps(common: Overlap, folding: Folding, space: Space, hardware: Hardware) -> list[Overlap]:
+    """Ways to hide dispatch and combine; only bare ones where nothing travels."""
+    kinds = space.ep_overlaps if space.ep_overlaps is not None else sayable_overlaps(hardware)
+    if folding.ep == 1:
+        kinds = ("none",)
+    return [
+        replace(common, ep=kind, chunks=chunks)
+        for kind in kinds
+        for chunks in (space.chunks if kind == "chunks" else (common.chunks,))
+    ]
+
+
+def pairs_pass(mapping: Mapping, job: Job, hardware: Hardware) -> bool:
+    """Whether the passes of a mapping can be paired as it says: a run refuses schedules in which pairs cannot pay.
+
+    On devices no run pairs passes, and the question is not asked: who wants them there asks what if.
+    """
+    if mapping.overlap.ep != "pair" or hardware.sms is not None:
+        return True
+    m = mapping.num_microbatches(job)
+    return _has_pairs(mapping.schedule, mapping.folding.pp, mapping.virtual, m)
+
+
+@lru_cache(maxsize=4096)
+def _has_pairs(schedule: str, pp: int, virtual: int, num_microbatches: int) -> bool:
+    if pp == 1 and num_microbatches == 1:
+        return False
+    return not why_no_pairs(make_schedule(schedule, pp=pp, virtual=virtual, num_microbatches=num_microbatches))
 
 
 def foldings(job: Job, world: int) -> Iterator[Folding]:

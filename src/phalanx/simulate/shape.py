@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from phalanx.plan.model import ModelSpec
+from phalanx.plan.model import MlaSpec, ModelSpec
 
 Convention = Literal["causal", "full"]
 
@@ -160,4 +160,33 @@ def shape_of(spec: ModelSpec) -> Shape:
         tied=spec.tied_embeddings,
         groups=spec.router.num_groups,
         group_top_k=spec.router.group_topk,
+    )
+
+
+def spec_of(shape: Shape) -> ModelSpec:
+    """The shape as a model of `plan/model.py`, for rules and costs that are asked there; what they do not read is left at its default."""
+    m = shape.latent
+    mla = None
+    if m is not None:
+        mla = MlaSpec(
+            q_rank=m.q_rank, kv_rank=m.kv_rank, nope_dim=m.nope_dim, rope_dim=m.rope_dim, value_dim=m.value_dim
+        )
+    dense = not shape.experts
+    return ModelSpec(
+        name=shape.name,
+        num_layers=shape.layers,
+        hidden=shape.hidden,
+        num_heads=shape.heads,
+        num_kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        vocab=shape.vocab,
+        num_experts=max(1, shape.experts),
+        top_k=max(1, shape.top_k),
+        expert_ffn=max(1, shape.expert_ffn),
+        shared_ffn=shape.shared_ffn,
+        dense_layers=shape.layers if dense else shape.dense_layers,
+        dense_ffn=shape.dense_ffn,
+        mtp_layers=shape.mtp,
+        tied_embeddings=shape.tied,
+        mla=mla,
     )

@@ -1,7 +1,7 @@
 """Which layers each virtual stage and each pipeline rank of a mapping holds.
 
-Decides the default: as even as can be by count, what is left over on middle stages (Megatron-LM's default where the number divides; its users
-take layers from the ends where it does not). A mapping may give its own. Places of stages come from the schedule's rule in
+Decides nothing: a mapping that does not say its layers divides them as a run does (`plan/stages.py`, by cost, the head included). Published
+runs of Megatron-LM say theirs: `even_layers`, as even as can be by count. Places of stages come from the schedule's rule in
 `plan/schedule.py`. Must never change: every layer is on exactly one stage.
 """
 
@@ -12,7 +12,9 @@ from functools import lru_cache
 
 from phalanx.plan.schedule import SCHEDULES
 from phalanx.plan.schedule_orders import looped_ranks, vee_ranks
+from phalanx.plan.stages import balanced_counts, layer_costs
 from phalanx.simulate.mapping import Job, Mapping
+from phalanx.simulate.shape import Shape, spec_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +36,11 @@ class StageContent:
     def layers(self) -> int:
         return self.moe_layers + self.dense_layers
 
+    def tables(self, *, tied: bool) -> int:
+        """Tables of the vocabulary that it holds: looked up however often, one, which is the head's too where they are tied."""
+        looked_up = min(1, self.embeddings)
+        return max(looked_up, self.heads) if tied else looked_up + self.heads
+
 
 def ranks_of_stages(mapping: Mapping) -> tuple[int, ...]:
     """Pipeline rank of every virtual stage."""
@@ -47,12 +54,21 @@ def layers_of_stages(job: Job, mapping: Mapping) -> tuple[int, ...]:
     """Layers of every virtual stage."""
     if mapping.stage_layers is not None:
         return mapping.stage_layers
-    return even_layers(job.shape.layers, mapping.folding.pp * mapping.virtual if mapping.folding.pp > 1 else 1)
+    stages = mapping.folding.pp * mapping.virtual if mapping.folding.pp > 1 else 1
+    return run_layers(job.shape, job.seq_len, stages)
+
+
+@lru_cache(maxsize=4096)
+def run_layers(shape: Shape, seq_len: int, stages: int) -> tuple[int, ...]:
+    """Layers of each stage of a run that is not told them (`plan.pipeline.make_pipeline`)."""
+    if stages == 1:
+        return (shape.layers,)
+    return balanced_counts(layer_costs(spec_of(shape), seq_len=seq_len), stages)
 
 
 @lru_cache(maxsize=4096)
 def even_layers(layers: int, stages: int) -> tuple[int, ...]:
-    """As even as can be; fewer at the ends, which have embedding and head."""
+    """As even as can be by count; where that does not divide, fewer at the ends, which have embedding and head."""
     size, more = divmod(layers, stages)
     counts = [size] * stages
     middle = [*range(1, stages - 1), 0, stages - 1] if stages > 2 else list(range(stages))

@@ -144,8 +144,10 @@ def step_time(
 
 
 @lru_cache(maxsize=64)
-def _schedule(name: str, pp: int, virtual: int, microbatches: int) -> Schedule:
-    return make_schedule(name, pp=pp, virtual=virtual, num_microbatches=microbatches)
+def _schedule(
+    name: str, pp: int, virtual: int, microbatches: int, extra_warmup: tuple[int, ...] | None = None
+) -> Schedule:
+    return make_schedule(name, pp=pp, virtual=virtual, num_microbatches=microbatches, extra_warmup=extra_warmup)
 
 
 @dataclass
@@ -246,7 +248,8 @@ class _Step:
         """The schedule's timeline and makespan; past `most` micro-batches a rank, one more costs what the busiest rank has to do."""
         p = self.mapping.folding.pp
         few = self.m if most is None or self.m <= (most + 1) * p else most * p + self.m % p
-        timeline = simulate(_schedule(self.mapping.schedule, p, self.mapping.virtual, few), costs)
+        made = _schedule(self.mapping.schedule, p, self.mapping.virtual, few, self.mapping.extra_warmup)
+        timeline = simulate(made, costs)
         return (timeline if few == self.m else None), timeline.makespan + (self.m - few) * steady
 
     def result(self, *, exact: bool, most_microbatches: int | None = None) -> StepTime:
@@ -292,11 +295,14 @@ class _Step:
         p, v = self.mapping.folding.pp, self.mapping.virtual
         n = len(self.stages)
         mean = [sum(t) / n for t in (costs.forward, costs.backward, costs.weight_grad)]
-        share = bubble_share(self.mapping.schedule, p, v, self.m, mean[2] / mean[1] if mean[1] else 0.5)
+        weight = mean[2] / mean[1] if mean[1] else 0.5
+        share = bubble_share(self.mapping.schedule, p, v, self.m, weight, self.mapping.extra_warmup)
         return share * (mean[0] + mean[1]) * v + 2 * (p - 1) * costs.p2p
 
 
-def bubble_share(schedule: str, p: int, v: int, m: int, weight: float) -> float:
+def bubble_share(
+    schedule: str, p: int, v: int, m: int, weight: float, extra_warmup: tuple[int, ...] | None = None
+) -> float:
     """Bubble in units of forward and backward of a rank's chunks of one micro-batch; `weight` is W's share of a backward (B = 2F).
 
     Closed forms where the schedule has one, else the schedule itself on a clock of equal stages, for few micro-batches: the bubble
@@ -308,11 +314,15 @@ def bubble_share(schedule: str, p: int, v: int, m: int, weight: float) -> float:
         return (p - 1) / v
     if schedule == "interleaved_1f1b":
         return (p - 1) / v if m >= p else (p - 1) / v + (p - m) * (v - 1) / v
-    return _clocked_share(schedule, p, v, min(m, 3 * p), round(2 * weight, 1))
+    return _clocked_share(schedule, p, v, min(m, 3 * p), round(2 * weight, 1), extra_warmup)
 
 
 @lru_cache(maxsize=4096)
-def _clocked_share(schedule: str, p: int, v: int, m: int, w: float) -> float:
+def _clocked_share(
+    schedule: str, p: int, v: int, m: int, w: float, extra_warmup: tuple[int, ...] | None = None
+) -> float:
     """On a clock: F = 1, I = 2 - w, W = w."""
-    run = simulate(_schedule(schedule, p, v, m), uniform_costs(p * v, input_grad=2 - w, weight_grad=max(w, 0.1)))
+    run = simulate(
+        _schedule(schedule, p, v, m, extra_warmup), uniform_costs(p * v, input_grad=2 - w, weight_grad=max(w, 0.1))
+    )
     return (run.makespan - max(run.busy)) / (3 * v)

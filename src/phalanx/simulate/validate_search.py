@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx.core.errors import PlanError
+from phalanx.simulate.mapping import Precision
 from phalanx.simulate.published_mapping import cluster_of, job_of
 from phalanx.simulate.search import search
 from phalanx.simulate.search_space import Space
@@ -54,15 +55,15 @@ def _folding(outcome: Outcome) -> object:
 def places(
     outcomes: Sequence[Outcome], *, kept: int = 60, progress: Callable[[int, int], None] | None = None
 ) -> list[Place]:
-    """Search each job of `fastest`, with what `phalanx search` tries by default."""
+    """Search each job of `fastest`, with what `phalanx search` tries by default but for overlap of dispatch, which no published run here had."""
     asked, out = fastest(outcomes), []
     for number, outcome in enumerate(asked, start=1):
         row = outcome.row
         try:
-            precision = "fp8" if row.precision == "fp8" else "bf16"
+            precision: Precision = "fp8" if row.precision == "fp8" else "bf16"
             found = search(
                 job_of(row), cluster_of(row), space=Space(ep_overlaps=("none",)), precision=precision, keep=kept
-            )  # type: ignore[arg-type]
+            )
         except PlanError:
             out.append(Place(outcome=outcome, place=None, kept=0, foldings=0, behind=None))
             continue

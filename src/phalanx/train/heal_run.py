@@ -179,10 +179,12 @@ def work(run: HealingRun, seat: Seat, *, threads: int, first: int = 0, watch: Wa
     keep_freed_memory(threads=threads)
     torch.use_deterministic_algorithms(recipe.train.deterministic)
     slot = int(seat.uid.split(".")[1])
-    number, body = first + slot, None
-    with open_sinks(recipe.observe, folder=run.folder.path, rank=number) as sinks:
+    number, body, joins = first + slot, None, seat.under_way()
+    with open_sinks(recipe.observe, folder=run.folder.path, rank=number, patient=joins) as sinks:
         try:
-            body = _body(run, sinks, slot=slot, watch=watch)
+            body = _body(run, sinks, slot=slot, watch=watch, joins=joins)
+            if joins:  # when a run begins, all are cold together
+                body.rehearse()
             seat.announce(plan_hash=_plan_hash(run), version=versions()["phalanx"])
             why = run_member(seat, body, tell=body.tell, order=body.order)
         except BaseException as err:
@@ -196,11 +198,11 @@ def work(run: HealingRun, seat: Seat, *, threads: int, first: int = 0, watch: Wa
     return 0
 
 
-def _body(run: HealingRun, sinks: Sinks, *, slot: int, watch: Watch | None) -> HealingBody:
+def _body(run: HealingRun, sinks: Sinks, *, slot: int, watch: Watch | None, joins: bool) -> HealingBody:
     if watch is None:
-        return HealingBody(run, sinks)
+        return HealingBody(run, sinks, joins=joins)
     member = watch.member(slot)
-    return HealingBody(run, WatchedSinks(sinks, member), watch=member)
+    return HealingBody(run, WatchedSinks(sinks, member), watch=member, joins=joins)
 
 
 def _plan_hash(run: HealingRun) -> str:

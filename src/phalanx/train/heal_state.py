@@ -12,7 +12,7 @@ from __future__ import annotations
 import zlib
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from phalanx.core.errors import RunError
 from phalanx.plan.box_cells import cells
 from phalanx.plan.heal import HealPlan
 from phalanx.plan.layout import Box
-from phalanx.plan.reshard_types import Move
+from phalanx.plan.reshard_types import Hosts, Move
 from phalanx.plan.state_layout import STATE_KINDS
 from phalanx.plan.suspects import Piece, Sums, Suspects, find_suspects
 from phalanx.runtime.boxes import BoxTensor
@@ -43,6 +43,8 @@ class Everyone:
     """In the order of their ranks."""
     peers: Peers
     """A group of their own, for control."""
+    hosts: Hosts | None = None
+    """Who shares one; None: they ask each other."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,20 +95,23 @@ def take_state(found: Examined, parts: StepParts | None, *, old: ShardedState | 
     Raises `PeerError` where a member is lost, `RunError` on all members where holders of the same piece differ afterwards.
     """
     plan, new = found.plan, None if parts is None else parts.state
-    resharder, received = Resharder(everyone.comms, everyone.axis), 0
-    for kind in STATE_KINDS:
-        source: Mapping[str, Any] = shard_views(old, kind) if old is not None else {}
-        target: Mapping[str, Any] = shard_views(new, kind) if new is not None else {}
-        received += move_state(resharder, plan.params, source, target, op_id=f"heal/{kind}")
-    if plan.buffers:
-        source = old.buffers if old is not None else {}
-        target = new.buffers if new is not None else {}
-        received += move_state(resharder, plan.buffers, source, target, op_id="heal/buffers")
+    resharder = Resharder(everyone.comms, everyone.axis, hosts=everyone.hosts)
+    moves = [*(replace(m, name=f"{kind}/{m.name}") for kind in STATE_KINDS for m in plan.params), *plan.buffers]
+    # all at once: to compare plans and to wait for the last message costs more than small states themselves
+    received = move_state(resharder, moves, _tensors(old), _tensors(new), op_id="heal/state")
     mine: Sums = {}
     if parts is not None:
         parts.state.restore(parts.comms)
         mine = checksums(parts.state.boxes(), cut=found.cut)
     return Moved(received_bytes=received, checked=compare([*found.told, *everyone.peers.gather(mine)]))
+
+
+def _tensors(state: ShardedState | None) -> dict[str, Any]:
+    """By kind and parameter, and buffers by name."""
+    if state is None:
+        return {}
+    views = {f"{kind}/{name}": view for kind in STATE_KINDS for name, view in shard_views(state, kind).items()}
+    return {**views, **state.buffers}
 
 
 def move_state(

@@ -16,6 +16,7 @@ Must never change: nothing that was held is dropped before `adopt`, but where al
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -25,34 +26,37 @@ import torch
 
 from phalanx.core.config import Recipe
 from phalanx.core.errors import CheckpointError, FinalError, PeerError, PlanError, RunError
-from phalanx.core.events import Event, Note, TeamFormed, TrainingResumed
+from phalanx.core.events import Event, Note
 from phalanx.data.loader import MicroBatch
 from phalanx.data.prefetch import Prefetch
 from phalanx.data.prepare import Prepared
+from phalanx.kernels.native import compiled_rows
 from phalanx.observe.sinks import Sinks
 from phalanx.plan.heal import Healing, HealPlan
 from phalanx.plan.model import ModelSpec
 from phalanx.plan.standing import Fact, Standing, read_standing
 from phalanx.runtime.checkpoint import CheckpointManager
+from phalanx.runtime.clocks import own_host
 from phalanx.runtime.collectives import Collectives
 from phalanx.runtime.escape import Escape
 from phalanx.runtime.forming import NoMapping, Team
 from phalanx.runtime.groups import Axis, WorldInfo, build_groups, with_second_groups
 from phalanx.runtime.launch import StopRequest
-from phalanx.runtime.member import Committed, Reformed
 from phalanx.runtime.membership import Generation
 from phalanx.runtime.optimizer_state import ShardedState
 from phalanx.runtime.peers import Peers
-from phalanx.runtime.seat import TooFew
+from phalanx.runtime.resharder import hosts_by_name
 from phalanx.runtime.votes import Report, Resolution, resolve
 from phalanx.train.closing import Outcome
 from phalanx.train.fallback import load_checkpoint, newest_sound, set_later_aside, tell_went_back
 from phalanx.train.heal_state import Everyone, Examined, Moved, examine, take_state
+from phalanx.train.heal_tell import Entry, Telling
 from phalanx.train.machine import MemoryMeter, matmul_flops_per_s
 from phalanx.train.optim import learning_rate
+from phalanx.train.rehearsal import rehearse
 from phalanx.train.replacing import Prepared as NewPlacement
 from phalanx.train.run_folder import RunFolder
-from phalanx.train.setup import DTYPES, Rank, resolve_pipeline
+from phalanx.train.setup import DTYPES, Rank, Told, name_of_rows, resolve_pipeline
 from phalanx.train.step import ReducedStep, commit_step, publish, reduce_step
 from phalanx.train.trainer import PREFETCH_STEPS, Trainer, make_loader, make_parts
 from phalanx.train.watch import MemberWatch, Phase, collective_watch
@@ -72,24 +76,16 @@ class HealingRun:
     healing: Healing
 
 
-@dataclass(kw_only=True)
-class _Entry:
-    """What entering a generation took; told once the loop says how it was formed."""
-
-    folding: str
-    built_s: float
-    moved_s: float
-    moved: Moved
-
-
 class HealingBody:
     """One member. All methods are called by the worker's own thread."""
 
-    def __init__(self, run: HealingRun, sinks: Sinks, *, watch: MemberWatch | None = None) -> None:
+    def __init__(self, run: HealingRun, sinks: Sinks, *, watch: MemberWatch | None = None, joins: bool = False) -> None:
+        """`joins`: the run is under way. Then the rate of this machine is taken for that of the others: measured beside their training it would be another one, and
+        the core is theirs."""
         self.run, self.sinks, self.recipe, self.watch = run, sinks, run.recipe, watch
         self.device = torch.device("cpu")
         self.memory = MemoryMeter(self.device)
-        self.flops_per_s = matmul_flops_per_s(DTYPES[self.recipe.train.dtype], self.device)
+        self.flops_per_s = 0.0 if joins else matmul_flops_per_s(DTYPES[self.recipe.train.dtype], self.device)
         self.trainer: Trainer | None = None
         self.place: Standing | None = None
         """Where the state that it holds stands."""
@@ -99,6 +95,10 @@ class HealingBody:
         self.history = 0
         """Generation in which the run last went back to a checkpoint, as far as what is held here belongs to that."""
         self._step = 0
+        rows = compiled_rows() if self.recipe.kernels.compiled else None
+        self._told = {"host": own_host(), "node": socket.gethostname(), "kernels": name_of_rows(rows)}
+        """Of this process, for all."""
+        self._is_warm = False
         self._plan: HealPlan | None = None
         """Of the generation that forms."""
         self._entered: HealPlan | None = None
@@ -113,12 +113,14 @@ class HealingBody:
         self._reduced: tuple[ReducedStep, list[MicroBatch], float, float] | None = None
         self._moving: NewPlacement | None = None
         """Experts lie there from the commit of the step on that is computed with it."""
-        self._entry: _Entry | None = None
+        self._telling = Telling(sinks)
         self._batches: Prefetch[list[MicroBatch]] | None = None
-        self._broken_s = 0.0
-        """When the last generation was seen broken, or this one was connected; 0 once a step was committed since."""
-        self._lost_s = 0.0
-        """When the supervisor knew of the first loss since then."""
+
+    def rehearse(self) -> None:
+        """Do alone whatever takes long the first time, so that nobody waits for it later. Before the member says that it is ready."""
+        run = self.run
+        rehearse(self.recipe, run.spec, run.healing.base, prepared=run.prepared, device=self.device, folder=run.folder)
+        self._is_warm = True
 
     # -- what the loop asks
 
@@ -139,7 +141,7 @@ class HealingBody:
         standing = None if self.place is None else self.place.to_dict()
         then = None if self._moving is None else self._plan_moved.standing(self._mine.rank.info.rank).to_dict()
         about = {"standing": standing, "then": then, "idle": self._idle, "history": self.history}
-        return "", {**about, "flops_per_s": self.flops_per_s}
+        return "", {**about, **self._told, "flops_per_s": self.flops_per_s}
 
     def order(self, generation: Generation, reports: Sequence[Report]) -> Sequence[str]:
         """Ranks of a new generation, as the plan says that all members make of the reports. For `run_member`.
@@ -161,7 +163,7 @@ class HealingBody:
 
     def leave_team(self) -> None:
         """Groups go with the trainer, which stays until the next one has its state: sockets are shut by then, and make nobody wait."""
-        self._entry, self._everyone = None, None
+        self._telling.entry, self._everyone = None, None
         if self._batches is not None:
             self._batches.close()
         self._batches = None
@@ -198,7 +200,7 @@ class HealingBody:
         for text in plan.remarks:
             self.sinks(Note(level="info" if plan.exact else "warning", text=text))
         moved_s = time.perf_counter() - begin_s
-        self._entry = _Entry(folding=plan.folding.label(), built_s=built_s, moved_s=moved_s, moved=moved)
+        self._telling.entry = Entry(folding=plan.folding.label(), built_s=built_s, moved_s=moved_s, moved=moved)
 
     def _connect(self, team: Team) -> Everyone:
         """What all members talk over, those that are idle too."""
@@ -208,6 +210,7 @@ class HealingBody:
             comms=Collectives(emit=self.sinks, timeout_s=self.recipe.launch.timeout_s, escape=self._escape),
             axis=Axis("everyone", ranks, team.rank, team.groups.get(ranks)),
             peers=Peers(team.groups.get(ranks, second=True), escape=self._escape),  # control mixes with no tensors
+            hosts=hosts_by_name([r.data["node"] for r in team.reports], ranks),
         )
 
     def _examine(self, plan: HealPlan) -> Examined:
@@ -219,7 +222,8 @@ class HealingBody:
         return found
 
     def _build(self, team: Team, plan: HealPlan) -> Trainer | None:
-        """A trainer for the team, freshly initialised; None where this member is idle. Groups are made by all members, in one order."""
+        """A trainer for the team, with initial weights as long as the run may begin with them; None where this member is idle. Groups are made by all members,
+        in one order."""
         size, folding = plan.folding.world, plan.folding
         group = team.groups.get(tuple(range(size)), second=True)
         pipeline = resolve_pipeline(self.recipe, self.run.spec, folding)
@@ -239,11 +243,16 @@ class HealingBody:
             sinks=self.sinks,
             memory=self.memory,
             lock=None,
+            told=Told(
+                hosts=tuple(r.data["host"] for r in team.reports[:size]),
+                kernels=tuple(r.data["kernels"] for r in team.reports[:size]),
+            ),
         )
         parts = make_parts(
-            rank, self.run.spec, folding, pipeline, warm=self.trainer is None, placement=plan.placement_of(team.rank),
+            rank, self.run.spec, folding, pipeline, warm=not self._is_warm, drawn=not team.begun, placement=plan.placement_of(team.rank),
             hosts=plan.hosts,
         )  # fmt: skip
+        self._is_warm = True
         manager = CheckpointManager(
             self.run.folder.checkpoints.path,
             group=group,
@@ -258,8 +267,17 @@ class HealingBody:
         )  # fmt: skip
         if self.watch is not None:
             trainer.parts.comms.watch = collective_watch(self._now)
-        trainer.peak_flops_per_s = sum(float(r.data["flops_per_s"]) for r in team.reports[:size])
+        trainer.peak_flops_per_s = self._peak(trainer, [float(r.data["flops_per_s"]) for r in team.reports[:size]])
         return trainer
+
+    def _peak(self, trainer: Trainer, told: Sequence[float]) -> float:
+        """Of all ranks together. Who came later has not measured; where nobody is left who has, all do. Collective."""
+        known = [rate for rate in told if rate]
+        if not known:
+            self.flops_per_s = matmul_flops_per_s(DTYPES[self.recipe.train.dtype], self.device)
+            return sum(trainer.rank.peers.gather(self.flops_per_s))
+        self.flops_per_s = self.flops_per_s or sum(known) / len(known)
+        return len(told) * sum(known) / len(known)
 
     def _from_disk(self, trainer: Trainer, team: Team, plan: HealPlan, *, committed: int | None) -> int:
         """No member has the state, or not all of it: the step of the newest sound checkpoint, loaded, or 0 in a run that has not begun."""
@@ -446,51 +464,7 @@ class HealingBody:
         """Events of the loop, as a person wants them."""
         if self.watch is not None:
             self.watch.tell(event)
-        if isinstance(event, Reformed) and self._entry is not None:
-            self._tell_formed(event, self._entry)
-        if isinstance(event, TooFew):
-            self._tell_too_few(event)
-        if isinstance(event, Committed) and self._broken_s:
-            since_lost_s = event.at_s - self._lost_s if self._lost_s else 0.0
-            seconds = event.at_s - self._broken_s
-            self.sinks(
-                TrainingResumed(
-                    generation=event.generation, step=event.step, seconds=seconds, since_lost_s=since_lost_s
-                )
-            )
-            self._broken_s = self._lost_s = 0.0
-
-    def _tell_too_few(self, event: TooFew) -> None:
-        missing = event.minimum - len(event.members)
-        here = ", ".join(event.members)
-        text = (
-            f"generation {event.generation}: {event.why}; {len(event.members)} members are left ({here}) and the run needs {event.minimum}: "
-            f"it waits for {missing} more, then it saves and ends"
-        )
-        self.sinks(Note(level="warning", text=text))
-
-    def _tell_formed(self, event: Reformed, entry: _Entry) -> None:
-        entered_s = event.at_s - event.entered_s
-        if event.generation > 1:
-            self._broken_s = event.broken_s or entered_s
-            self._lost_s = self._lost_s or event.lost_s
-        self.sinks(
-            TeamFormed(
-                generation=event.generation,
-                members=event.members,
-                step=event.step,
-                folding=entry.folding,
-                why=event.why or "the run begins",
-                noticed_s=entered_s - event.broken_s if event.broken_s else 0.0,
-                formed_s=event.formed_s,
-                built_s=entry.built_s,
-                moved_s=entry.moved_s,
-                moved_bytes=entry.moved.received_bytes,
-                checked=entry.moved.checked,
-                lost_s=event.lost_s,
-                told_s=event.told_s,
-            )
-        )
+        self._telling(event)
 
     @property
     def _state(self) -> ShardedState | None:

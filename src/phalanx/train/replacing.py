@@ -276,7 +276,7 @@ def _rebuilt(
     train = rank.recipe.train
     ctx = make_context(rank, spec, parts.groups.folding, parts.pipeline, placement)
     return assemble(
-        dataclasses.replace(ctx, groups=parts.groups, comms=parts.comms),
+        dataclasses.replace(ctx, groups=parts.groups, comms=parts.comms, drawn=False),
         optim=rank.recipe.optim,
         num_microbatches=num_rounds(train.global_batch // train.micro_batch, owners=parts.groups.folding.replicas),
         pipeline=parts.pipeline,

@@ -13,6 +13,7 @@ before the first parameter exists.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -22,7 +23,7 @@ from rich.console import Console
 
 from phalanx.core.config import DispatchConfig, Recipe
 from phalanx.core.errors import ConfigError, Problem, RunError
-from phalanx.core.events import Emit, Note
+from phalanx.core.events import Emit, Note, ignore
 from phalanx.core.files import read_json
 from phalanx.core.samples import num_rounds
 from phalanx.data.prepare import Prepared, prepare
@@ -42,7 +43,7 @@ from phalanx.plan.replicas import read_loads
 from phalanx.plan.run_placement import Asked, asked_of, run_placement
 from phalanx.plan.stage_foldings import AnyFolding, resolve_mapping
 from phalanx.runtime.allocator import keep_freed_memory
-from phalanx.runtime.clocks import hosts_of
+from phalanx.runtime.clocks import hosts_of, numbered
 from phalanx.runtime.collectives import Collectives
 from phalanx.runtime.escape import Escape
 from phalanx.runtime.groups import GroupCache, Groups, WorldInfo, build_groups, init_world, with_second_groups
@@ -56,6 +57,16 @@ PATIENCE_S = 24 * 3600.0
 """How long ranks wait for each other outside training steps: tokenising a large text takes hours, writing to a slow disk minutes."""
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Told:
+    """What all ranks have said of themselves before they met, so that it need not be asked again."""
+
+    hosts: tuple[str, ...]
+    """`clocks.own_host` of each rank."""
+    kernels: tuple[str, ...]
+    """Name of each rank's compiled kernels; empty: it has none."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -74,6 +85,8 @@ class Rank:
     """Open as long as this run is ours (first rank only)."""
     escape: Escape | None = None
     """Of a run that heals itself."""
+    told: Told | None = None
+    """Of a run that heals itself: from the members' reports."""
 
     @property
     def speaks(self) -> bool:
@@ -185,23 +198,30 @@ def dispatch_spec(config: DispatchConfig) -> DispatchSpec:
     return DispatchSpec(**given)
 
 
-def agreed_rows(found: Rows | None, peers: Peers, emit: Emit) -> Rows | None:
-    """The compiled kernels, where all ranks have the very same ones. Collective.
+def name_of_rows(found: Rows | None) -> str:
+    """What ranks compare."""
+    return "" if found is None else found.name
+
+
+def agreed_rows(found: Rows | None, names: Sequence[str], *, emit: Emit) -> Rows | None:
+    """The compiled kernels, where all ranks have the very same ones. `names` of all ranks; `emit` tells where they differ.
 
     Ranks that hold the same weights (zero = 0, tp) update them each for itself: another rounding on one of them, and they would drift apart.
     """
-    names = peers.gather("" if found is None else found.name)
     if len(set(names)) == 1:
         return found
-    if peers.rank == 0:
-        without = [i for i, name in enumerate(names) if not name]
-        why = f"ranks {', '.join(map(str, without))} have none" if without else "processors or compilers differ"
-        emit(
-            Note(
-                level="warning", text=f"compiled kernels are left out on all ranks, for results must be the same: {why}"
-            )
-        )
+    without = [i for i, name in enumerate(names) if not name]
+    why = f"ranks {', '.join(map(str, without))} have none" if without else "processors or compilers differ"
+    text = f"compiled kernels are left out on all ranks, for results must be the same: {why}"
+    emit(Note(level="warning", text=text))
     return None
+
+
+def _rows(rank: Rank) -> Rows | None:
+    """Collective, where ranks have not said what they have."""
+    found = compiled_rows()
+    names = rank.peers.gather(name_of_rows(found)) if rank.told is None else rank.told.kernels
+    return agreed_rows(found, names, emit=rank.sinks if rank.info.rank == 0 else ignore)
 
 
 def make_context(
@@ -211,7 +231,7 @@ def make_context(
     recipe = rank.recipe
     # on a CPU the kernels divide work among threads themselves; other devices need one thread to feed them
     on_cpu = rank.device.type == "cpu"
-    rows = agreed_rows(compiled_rows(), rank.peers, rank.sinks) if on_cpu and recipe.kernels.compiled else None
+    rows = _rows(rank) if on_cpu and recipe.kernels.compiled else None
     lanes = Lanes(torch.get_num_threads() if on_cpu else 1, rows=rows)
     groups = build_groups(folding, rank=rank.info.rank, cache=rank.cache, table_ranks=pipeline.stages.table_ranks)
     if pipeline.pair_passes:
@@ -239,7 +259,7 @@ def make_context(
             user_folder(), looks=not pipeline.pair_passes, tell=lambda text: rank.sinks(Note(level="info", text=text))
         ),
         micro_tokens=_micro_tokens(recipe, groups) if recipe.resilience.mode != "off" else 0,
-        host_of_rank=hosts_of(rank.peers),
+        host_of_rank=hosts_of(rank.peers) if rank.told is None else numbered(rank.told.hosts),
     )
 
 

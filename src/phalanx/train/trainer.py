@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from importlib import metadata
 from typing import Literal
 
@@ -162,16 +162,17 @@ def make_parts(
     pipeline: Pipeline,
     *,
     warm: bool = True,
+    drawn: bool = True,
     placement: AnyPlacement | None = None,
     hosts: Sequence[int] | None = None,
 ) -> StepParts:
     """Groups, and this rank's part of a freshly initialised run. Collective.
 
-    `warm`: kernels first meet the shapes that vary (`train/warm.py`). `placement` of the experts of its stage; None: as the recipe says. `hosts` of all
+    `warm`: kernels first meet the shapes that vary (`train/warm.py`). `drawn`: weights get their initial values; else their state must come from elsewhere. `placement` of the experts of its stage; None: as the recipe says. `hosts` of all
     ranks, for copies of shards; None: each stands for one.
     """
     recipe, microbatches = rank.recipe, microbatches_per_rank(rank.recipe, folding)
-    ctx = make_context(rank, spec, folding, pipeline, placement)
+    ctx = replace(make_context(rank, spec, folding, pipeline, placement), drawn=drawn)
     if warm:
         warm_kernels(ctx, micro_batch=recipe.train.micro_batch, seq_len=recipe.train.seq_len)
     parts = assemble(
@@ -282,10 +283,14 @@ class Trainer:
         )
         self.flops_per_token = flops_per_token(self.spec, t.seq_len)
         self.peak_flops_per_s = 0.0
-        self.recipe_hash = hashlib.sha256(dump_recipe(recipe).encode()).hexdigest()[:16]
         self.replacing = Replacing(recipe, self.spec)
         self.last_loss: float | None = None
         self.last_validation: tuple[int, float] | None = None
+
+    @cached_property
+    def recipe_hash(self) -> str:
+        """For checkpoints."""
+        return hashlib.sha256(dump_recipe(self.rank.recipe).encode()).hexdigest()[:16]
 
     # ---- the loop
 

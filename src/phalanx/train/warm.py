@@ -20,35 +20,40 @@ from phalanx.kernels.lanes import Lanes
 from phalanx.kernels.shapes import padded_rows
 from phalanx.models.context import ModelContext
 from phalanx.plan.dispatch import capacity
+from phalanx.plan.stage_foldings import AnyFolding
 
 LONGEST = 512
 """Documents up to this length are met in advance. Longer ones are rare, and torch's kernels repeat from 1,200 on."""
 
 
-def warm_kernels(ctx: ModelContext, *, micro_batch: int, seq_len: int) -> None:
-    """Run the kernels whose shapes vary once at each shape. No communication; about a second."""
+def warm_kernels(ctx: ModelContext, *, micro_batch: int, seq_len: int, folding: AnyFolding | None = None) -> None:
+    """Run the kernels whose shapes vary once at each shape. No communication; about a second. `folding`: that of the run, where `ctx` has not got it."""
     if ctx.dtype != torch.bfloat16 or ctx.device.type != "cpu" or ctx.kernels != "fast":
         return
     if ctx.spec.moe_layers:
-        _warm_experts(ctx, expert_sizes(ctx, num_tokens=micro_batch * seq_len))
+        own = None if folding is None else folding.of_rank(0)
+        sources = None if own is None else own.ep * own.etp
+        etp = ctx.groups.axis("etp").size if own is None else own.etp
+        _warm_experts(ctx, expert_sizes(ctx, num_tokens=micro_batch * seq_len, sources=sources), etp=etp)
     width = ctx.spec.head_dim if ctx.spec.mla is None else max(ctx.spec.head_dim, ctx.spec.mla.value_dim)
     _warm_attention(width, range(1, min(seq_len, LONGEST) + 1), ctx.lanes)
 
 
-def expert_sizes(ctx: ModelContext, *, num_tokens: int) -> tuple[int, ...]:
-    """Row counts that a piece of one expert can have, largest first; none where routing does not change it."""
+def expert_sizes(ctx: ModelContext, *, num_tokens: int, sources: int | None = None) -> tuple[int, ...]:
+    """Row counts that a piece of one expert can have, largest first; none where routing does not change it. `sources`: ranks that rows
+    come from; None: those of `ctx`."""
     if ctx.dispatch.is_static:
         return ()
     rows = num_tokens
     if ctx.dispatch.policy == "drop":
         rows = capacity(ctx.dispatch, num_tokens=num_tokens, top_k=ctx.spec.top_k, num_experts=ctx.spec.num_experts)
-    most = min(rows * ctx.groups.axis("ep_etp").size, MAX_PIECE)
+    most = min(rows * (sources or ctx.groups.axis("ep_etp").size), MAX_PIECE)
     return tuple(sorted({padded_rows(n, ctx.dtype) for n in range(1, most + 1)}, reverse=True))
 
 
-def _warm_experts(ctx: ModelContext, sizes: tuple[int, ...]) -> None:
+def _warm_experts(ctx: ModelContext, sizes: tuple[int, ...], *, etp: int) -> None:
     """One expert of this rank's width, forward and backward."""
-    hidden, width = ctx.spec.hidden, ctx.spec.expert_ffn // ctx.groups.axis("etp").size
+    hidden, width = ctx.spec.hidden, ctx.spec.expert_ffn // etp
     x_MH = torch.zeros(max(sizes, default=0), hidden, dtype=ctx.dtype)
     w13_e2fH = torch.zeros(1, 2, width, hidden, dtype=ctx.dtype, requires_grad=True)
     w2_eHf = torch.zeros(1, hidden, width, dtype=ctx.dtype, requires_grad=True)

@@ -185,7 +185,10 @@ class _NothingPublished(Collectives):
 
 
 class _CopyWithoutGradient(Collectives):
-    """What comes for a copy of another's shard is taken for zero."""
+    """What comes for a copy of another's shard is taken for zero. Sums travel apart, as over a transport with a reduce-scatter of its own."""
+
+    def scatters(self, x: torch.Tensor) -> bool:
+        return True
 
     def start_exchange(
         self, sends: Sequence[Message], receives: Sequence[Message], axis: Axis, *, op_id: str = ""

@@ -1,0 +1,85 @@
+"""What a worker does before it says that it is ready: a step with a small model of the run's widths, alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from phalanx.bench.storm_trainer import Setup, recipe_words, write_text
+from phalanx.core.recipe import load_recipe
+from phalanx.plan.model import PRESETS, ModelSpec, model_problems
+from phalanx.train import rehearsal
+from phalanx.train.heal_run import prepare_run
+from phalanx.train.rehearsal import rehearse, small_model
+from phalanx.train.run_folder import RunFolder
+
+pytestmark = pytest.mark.ranks
+WIDTHS = (
+    "hidden",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "vocab",
+    "expert_ffn",
+    "shared_ffn",
+    "top_k",
+    "mla",
+    "router",
+)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("ep", [1, 2, 8])
+def test_a_small_model_has_the_widths_and_a_layer_of_each_kind(name: str, ep: int) -> None:
+    spec = PRESETS[name]
+    small = small_model(spec, experts_of_rank=spec.num_experts // ep)
+    assert small is not None and not model_problems(small)
+    assert all(getattr(small, width) == getattr(spec, width) for width in WIDTHS)
+    assert bool(small.moe_layers) == bool(spec.moe_layers) and small.dense_layers == min(1, spec.dense_layers)
+    assert len(small.moe_layers) <= 1 + spec.mtp_layers and small.num_experts >= max(spec.top_k, spec.num_experts // ep)
+
+
+def test_a_model_that_cannot_be_made_small_is_left_alone() -> None:
+    spec = replace(PRESETS["tiny"], top_k=PRESETS["tiny"].num_experts + 1)
+    assert small_model(spec, experts_of_rank=4) is None
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        {"resilience.mode": "exact"},
+        {"resilience.mode": "fast", "optim.zero": "1", "train.dtype": "bfloat16"},
+        {"resilience.mode": "fast", "resilience.slots_per_rank": "6", "folding.ep": None},
+    ],
+)
+def test_a_rehearsal_is_one_step_of_a_small_model_that_leaves_nothing(
+    words: dict[str, str | None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_text(tmp_path / "text")
+    said = recipe_words(Setup(), tmp_path)
+    given = dict(zip(said[::2], said[1::2], strict=True)) | {f"--{k}": v for k, v in words.items()}
+    given |= {"--train.steps": "50", "--launch.ranks": "4"}
+    alone = ("--resilience.service", "--resilience.wanted", "--launch.host")
+    recipe = load_recipe(None, [w for k, v in given.items() if v is not None and k not in alone for w in (k, v)])
+    folder = RunFolder(tmp_path / "runs" / "x")
+    folder.create()
+    run = prepare_run(recipe, folder)
+    before = sorted(p.name for p in folder.path.rglob("*"))
+    steps: list[ModelSpec] = []
+    commit = rehearsal.commit_step
+
+    def counted(parts: Any, reduced: Any) -> Any:
+        steps.append(parts.spec)
+        assert reduced.tally.finite
+        return commit(parts, reduced)
+
+    monkeypatch.setattr(rehearsal, "commit_step", counted)
+    rehearse(recipe, run.spec, run.healing.base, prepared=run.prepared, device=torch.device("cpu"), folder=folder)
+    (spec,) = steps
+    assert spec.num_layers <= 2 and spec.hidden == run.spec.hidden
+    assert sorted(p.name for p in folder.path.rglob("*")) == before and not dist.is_initialized()
