@@ -21,7 +21,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from phalanx.bench.memory import RankMemory, estimates_of, measure, prepare_apart
+from phalanx.bench.memory_ranks import RankMemory, estimates_of, measure, prepare_apart
 from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.core.recipe import load_recipe
