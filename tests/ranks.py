@@ -4,7 +4,8 @@ One pool per world size is forked on first use (after the imports, so that start
 later cases; its `GroupCache` lives as long as the pool. Each rank computes with one thread. A case that raises or hangs is reported with rank,
 traceback and, for a hang, the stacks of all ranks; the pool is then killed and the next case gets a fresh one.
 
-`fn` is called as `fn(rank, cache, *args)`. A module-level function goes to the standing pool; a closure gets a pool of its own, forked for it.
+`fn` is called as `fn(rank, cache, *args)`. A module-level function goes to the standing pool; a closure gets a pool of its own, forked for it. Large
+arguments travel in a file that all ranks map: through pipes every rank would get, and unpack, a copy of its own.
 """
 
 from __future__ import annotations
@@ -33,6 +34,10 @@ import torch.distributed as dist
 from phalanx.runtime.groups import GroupCache
 
 MAX_POOLS = 3
+LARGE_JOB = 1 << 20
+"""Bytes from which on arguments go through a file."""
+IN_A_FILE = b"file:"
+"""Begins a job of which the rest is the name of that file (pickles begin otherwise)."""
 GRACE_S = 2.0
 """How long the other ranks may go on after one has failed."""
 
@@ -56,11 +61,13 @@ def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout_s: float =
     except (pickle.PicklingError, AttributeError, TypeError):
         pool = _Pool(world, (fn, args))
         try:
-            return pool.run(None, timeout_s)
+            return pool.run(b"", timeout_s)
         finally:
             pool.kill()
     pool = _standing_pool(world)
     try:
+        if len(job) >= LARGE_JOB:
+            job = pool.in_a_file((fn, args))
         return pool.run(job, timeout_s)
     except BaseException:
         _POOLS.pop(world, None)
@@ -107,9 +114,16 @@ class _Pool:
     def alive(self) -> bool:
         return all(p.is_alive() for p in self.processes)
 
-    def run(self, job: bytes | None, timeout_s: float) -> list[Any]:
+    def in_a_file(self, job: Any) -> bytes:
+        """What the ranks are sent instead. Tensors that share memory are written once."""
+        path = self.folder / "job"
+        path.unlink(missing_ok=True)  # ranks may have the one before mapped
+        torch.save(job, path, pickle_protocol=pickle.HIGHEST_PROTOCOL)
+        return IN_A_FILE + str(path).encode()
+
+    def run(self, job: bytes, timeout_s: float) -> list[Any]:
         for end in self.ends:
-            end.send_bytes(job if job is not None else b"")
+            end.send_bytes(job)
         answers: dict[int, tuple[bool, Any, str]] = {}
         deadline = time.monotonic() + timeout_s
         failed = False
@@ -204,7 +218,7 @@ def _rank_main(rank: int, world: int, pipes: list[Any], folder: Path, inherited:
                         "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60)
                     )
                     joined = True
-                fn, args = inherited if inherited is not None else pickle.loads(job)
+                fn, args = inherited if inherited is not None else _unpacked(job)
                 answer = (True, fn(rank, cache, *args), "")
                 message = pickle.dumps(answer)
             except BaseException as err:  # whatever it is belongs to the caller, also a result that cannot travel
@@ -215,6 +229,12 @@ def _rank_main(rank: int, world: int, pipes: list[Any], folder: Path, inherited:
     finally:
         sys.stdout.flush()
         os._exit(0)
+
+
+def _unpacked(job: bytes) -> Any:
+    if job.startswith(IN_A_FILE):
+        return torch.load(job.removeprefix(IN_A_FILE).decode(), mmap=True, weights_only=False)
+    return pickle.loads(job)
 
 
 def _picklable(err: BaseException) -> BaseException | None:

@@ -1,6 +1,7 @@
 """The prose is true: links lead somewhere, shell blocks run, and no page names a machine.
 
-A fenced block ```` ```sh ```` of docs/*.md and README.md is run in a scratch folder with the repository's programs on the path.
+A fenced block ```` ```sh ```` of docs/*.md and README.md is run in a scratch folder with the repository's programs on the path. `phalanx` is one that starts faster
+(`program_help.py`), but for the blocks of `INSTALLED`.
 A block that cannot run here carries its reason in the info string: ```` ```sh not-in-ci: needs a cluster ````.
 """
 
@@ -12,10 +13,16 @@ from pathlib import Path
 
 import pytest
 
+from program_help import Programs
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)|!\[[^\]]*\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+INSTALLED = ("docs/recipes.md", "docs/testbed.md")
+"""Pages whose blocks run the program as it is installed."""
 
 
 def blocks(language: str) -> list[tuple[str, str, str]]:
@@ -62,10 +69,15 @@ def test_shell_blocks_run(where: str, info: str, code: str, tmp_path: Path) -> N
     if info.startswith("not-in-ci:"):
         pytest.skip(f"{where} {info}")
     assert not info, f"{where}: unknown info string {info!r}"
-    programs = Path(sys.executable).parent
-    env = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "COLUMNS": "120"}
-    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
-    done = subprocess.run(["sh", "-euc", code], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240)
+    installed = Path(sys.executable).parent
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    (scratch / "recipes").symlink_to(ROOT / "recipes")
+    with Programs(tmp_path / "bin") as programs:
+        env = {**os.environ, **programs.env, "COLUMNS": "120"}
+        first = "" if where.startswith(INSTALLED) else f"{programs.folder}:"
+        env["PATH"] = f"{first}{installed}:{os.environ['PATH']}"
+        done = subprocess.run(["sh", "-euc", code], cwd=scratch, env=env, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, f"{where}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
 
 

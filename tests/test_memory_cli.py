@@ -132,19 +132,19 @@ SMALL = [
 
 @pytest.mark.ranks
 def test_the_promise_is_kept(tmp_path: Path) -> None:
-    """The default model, mapping and batch, for fewer steps of bytes, measured in every rank: within 10 %."""
+    """The default model, mapping and batch, for a few steps of bytes with a checkpoint behind each, measured in every rank: within 10 %."""
     recipe = str(ROOT / "recipes" / "laptop.toml")
     changes = [
         "--model.vocab",
         "8192",
         "--train.steps",
-        "12",
-        "--train.eval_interval",
-        "6",
-        "--checkpoint.interval",
         "4",
+        "--train.eval_interval",
+        "2",
+        "--checkpoint.interval",
+        "1",
     ]
-    result = bench(tmp_path, recipe, *SMALL, *changes, "--optim.warmup_steps", "7", "--tolerance", "0.1")
+    result = bench(tmp_path, recipe, *SMALL, *changes, "--optim.warmup_steps", "2", "--tolerance", "0.1")
     assert len(result["ranks"]) == 4 and not result["failures"]  # type: ignore[arg-type]
     assert abs(result["error"]) <= 0.1  # type: ignore[arg-type]
 

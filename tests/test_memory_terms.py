@@ -184,12 +184,10 @@ def test_layers_keep_what_autograd_saves(name: str) -> None:
     x = local_of(recipe, spec)
     if x.dispatch.policy == "drop" and not x.dispatch.is_static:  # rows are what routing leaves: at most the capacity
         x = dataclasses.replace(x, rows_share=1.0)
-    table, _, stream, scale, _ = act.kept_ends(x)
-    expected = sum(sum(act.kept_layer(x, i)) for i in range(spec.num_layers)) + stream + scale
+    expected = sum(sum(act.kept_layer(x, i)) for i in range(spec.num_layers)) + sum(act.kept_norm(x))
     saved = _saved_bytes(recipe, spec)
     slack = 0.08 if "drop" in name or x.item == 2 else 0.02  # padding of pieces depends on the routing
     assert saved == pytest.approx(expected, rel=slack)
-    assert table > 0
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
@@ -201,7 +199,8 @@ def test_recompute_keeps_less(recompute: str) -> None:
     with Watch() as watch:
         output = parts.model(batch, ForwardInfo())
     x = local_of(recipe, spec)
-    expected = sum(act.kept_ends(x)) + sum(sum(act.kept_layer(x, i)) for i in range(spec.num_layers))
+    ends = act.kept_table(x) + act.kept_norm(x) + [x.stream()]  # and what it puts out
+    expected = sum(ends) + sum(sum(act.kept_layer(x, i)) for i in range(spec.num_layers))
     assert output.hidden_TH.requires_grad
     assert watch.left == pytest.approx(expected, rel=0.1)
 
@@ -305,7 +304,8 @@ def test_library_pages_follow_what_a_run_calls() -> None:
         return estimate_memory(recipe, small_spec(), make_folding(world=1)).peak.terms["libraries"]
 
     narrow, wide = small_recipe(), small_recipe(dtype="float32")
-    assert libraries(narrow) - libraries(wide) == facts.GENERATOR_BYTES
+    room = small_spec().hidden * small_spec().vocab * 4  # for the head's operand, rearranged
+    assert libraries(narrow) - libraries(wide) == facts.GENERATOR_BYTES - room
     plain = dataclasses.replace(wide, kernels=dataclasses.replace(wide.kernels, implementation="reference"))
     assert libraries(wide) - libraries(plain) == facts.SCRIPT_BYTES
 

@@ -18,8 +18,8 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
-from typing import Any
+from functools import cached_property, lru_cache
+from typing import Any, TypeVar
 
 from phalanx.core.config import FoldingConfig
 from phalanx.core.errors import ConfigError, PlanError, Problem, raise_if
@@ -241,22 +241,34 @@ def _rule_text(rule: GradientRule) -> str:
 # ---- legality -------------------------------------------------------------------------------------------------------------------
 
 
-def _divisors(total: int) -> list[int]:
+@lru_cache(maxsize=1024)
+def _divisors(total: int) -> tuple[int, ...]:
     small = [d for d in range(1, math.isqrt(total) + 1) if total % d == 0]
-    return sorted({*small, *(total // d for d in small)})
+    return tuple(sorted({*small, *(total // d for d in small)}))
 
 
-def _triples(world: int) -> Iterator[tuple[int, int, int]]:
+@lru_cache(maxsize=64)
+def _triples(world: int) -> tuple[tuple[int, int, int], ...]:
     """All (a, b, c) whose product divides `world`, ascending."""
-    for a in _divisors(world):
-        for b in _divisors(world // a):
-            for c in _divisors(world // (a * b)):
-                yield a, b, c
+    return tuple(
+        (a, b, c) for a in _divisors(world) for b in _divisors(world // a) for c in _divisors(world // (a * b))
+    )
 
 
-def _distance(a: Sequence[int], b: Sequence[int]) -> float:
-    """How far apart two tuples of degrees are, in doublings."""
-    return sum(abs(math.log2(x / y)) for x, y in zip(a, b, strict=True))
+_Degrees = TypeVar("_Degrees", bound=tuple[int, ...])
+
+
+def _nearest(found: Sequence[_Degrees], wanted: Sequence[int]) -> _Degrees | None:
+    """Of `found`, in ascending order, those fewest doublings away from `wanted`; of several the first."""
+    logs = [math.log2(d) for d in wanted]
+
+    def distance(degrees: _Degrees) -> float:
+        return round(sum([abs(_log2(d) - log) for d, log in zip(degrees, logs, strict=True)]), 6)
+
+    return min(found, key=lambda degrees: (distance(degrees), degrees), default=None)
+
+
+_log2 = lru_cache(maxsize=4096)(math.log2)
 
 
 def folding_problems(folding: Folding, *, nearest: Folding | None = None) -> list[Problem]:
@@ -282,7 +294,7 @@ def folding_problems(folding: Folding, *, nearest: Folding | None = None) -> lis
 def _tile_problem(
     world: int, names: Sequence[str], degrees: Sequence[int], given: str, *, legal: Sequence[int] | None
 ) -> Problem:
-    legal = legal or min(_triples(world), key=lambda t: (round(_distance(t, degrees), 6), t))
+    legal = legal or _nearest(_triples(world), degrees) or degrees
     return Problem(
         where="folding." + ", folding.".join(names),
         value=math.prod(degrees),
@@ -488,15 +500,18 @@ def legal_foldings(
 
 def nearest_folding(folding: Folding, spec: ModelSpec, *, seq_len: int, cp_method: str = "ring") -> Folding | None:
     """The legal folding over the same ranks that is fewest doublings away from `folding`, if there is any."""
-    wanted = [max(1, folding.degree(a)) for a in DEGREES]
-
-    def key(f: Folding) -> tuple[float, list[int]]:
-        degrees = [f.degree(a) for a in DEGREES]
-        return round(_distance(degrees, wanted), 6), degrees
-
     if folding.world < 1:
         return None
-    return min(legal_foldings(folding.world, spec, seq_len=seq_len, cp_method=cp_method), key=key, default=None)
+    found = _nearest(
+        _legal_degrees(folding.world, spec, seq_len, cp_method), [max(1, folding.degree(a)) for a in DEGREES]
+    )
+    return None if found is None else Folding(world=folding.world, **dict(zip(DEGREES, found, strict=True)))
+
+
+@lru_cache(maxsize=32)
+def _legal_degrees(world: int, spec: ModelSpec, seq_len: int, cp_method: str) -> tuple[tuple[int, ...], ...]:
+    legal = legal_foldings(world, spec, seq_len=seq_len, cp_method=cp_method)
+    return tuple(tuple(f.degree(a) for a in DEGREES) for f in legal)
 
 
 def make_folding(*, world: int, tp: int = 1, cp: int = 1, pp: int = 1, ep: int = 1, etp: int = 1) -> Folding:

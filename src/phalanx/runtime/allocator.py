@@ -36,6 +36,15 @@ def keep_freed_memory(*, threads: int = 1) -> bool:
     return all(bool(mallopt(name, value)) for name, value in settings)
 
 
+def give_back_freed_memory() -> bool:
+    """Return what was freed so far to the system, wherever in the heap it lies: for what is done once, at the start, with tensors that are larger than
+    those of a step. False where the C library is not glibc."""
+    try:
+        return bool(ctypes.CDLL(None).malloc_trim(0))
+    except (OSError, AttributeError):
+        return False
+
+
 def in_huge_pages(fresh: torch.Tensor) -> torch.Tensor:
     """Ask for pages of 2 MiB for the memory of `fresh`, which nobody has touched yet; returns it.
 

@@ -10,6 +10,7 @@ E experts, K experts of a token, M rows of this rank's slots, P the same padded,
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Literal
@@ -25,6 +26,7 @@ from phalanx.simulate.kernel_facts import (
     LOGIT_CHUNK,
     LOGIT_COLUMNS,
     LOGIT_GROUP_BYTES,
+    MAX_QUERIES,
     SPACE,
     pieces,
 )
@@ -49,6 +51,13 @@ class Local:
     lanes: int
     rows_share: float
     """Rows of this rank's experts over the even share."""
+    crowded: bool = False
+    """All tokens choose much the same K experts, as those of a fresh router do; else the rows are spread evenly over the slots."""
+    cp_method: Literal["ring", "all_gather", "ulysses"] = "ring"
+    experts_held: int | None = None
+    """Different experts that the rank holds in a layer; None: as many as without replicas."""
+    exact: bool = False
+    """Products are over rows of one source alone, and weight gradients go to fixed point slot by slot (`kernels/exact_experts.py`)."""
 
     @property
     def wide(self) -> int:
@@ -81,7 +90,7 @@ class Local:
 
     @property
     def slots(self) -> int:
-        return self.spec.num_experts // self.folding.ep
+        return self.experts_held if self.experts_held is not None else self.spec.num_experts // self.folding.ep
 
     @property
     def vocab(self) -> int:
@@ -90,6 +99,10 @@ class Local:
     def stream(self) -> int:
         """(T, H)"""
         return self.tokens * self.spec.hidden * self.item
+
+    def gathered(self) -> int:
+        """(N, H): what a layer whose weights are split over tp computes with."""
+        return self.attended * self.spec.hidden * self.item
 
     # ---- rows of the experts
 
@@ -132,13 +145,34 @@ class Local:
 
     @property
     def slot_pieces(self) -> tuple[int, int]:
-        """(pieces of one slot, padded rows of each), the rows spread evenly over the slots."""
-        return pieces(-(-self.held // max(1, self.slots)), self.item)
+        """(pieces of one slot, padded rows of each), the rows spread evenly over the slots, and in exact mode over the sources."""
+        lists = self.sources if self.exact else 1
+        num, size = pieces(-(-self.held // max(1, self.slots * lists)), self.item)
+        return num * lists, size
+
+    @property
+    def fullest_slot(self) -> int:
+        """Rows of the fullest slot (of one source, in exact mode)."""
+        even = -(-self.held // max(1, self.slots))
+        rows = min(self.held, max(even, self.most_of_slot)) if self.crowded and not self.dispatch.is_static else even
+        return -(-rows // self.sources) if self.exact else rows
+
+    @property
+    def further_pieces(self) -> int:
+        """Pieces of all slots but the first of each."""
+        if not self.crowded or not self.fullest_slot:
+            return self.slots * (self.slot_pieces[0] - 1)
+        return max(1, self.held // self.fullest_slot) * (pieces(self.fullest_slot, self.item)[0] - 1)
 
     @property
     def padded(self) -> int:
         num, size = self.slot_pieces
         return self.slots * num * size
+
+    @property
+    def swaps_heads(self) -> bool:
+        """Heads are exchanged for positions."""
+        return self.folding.cp > 1 and self.cp_method == "ulysses"
 
     @property
     def sorts_rows(self) -> bool:
@@ -154,9 +188,11 @@ def kept_attention(x: Local) -> list[int]:
     s = x.spec
     q, kv = (x.attended * heads * s.head_dim * x.item for heads in (x.heads, x.kv_heads))
     scale = x.tokens * x.wide
-    kept = [x.stream(), scale, x.stream()]
+    kept = [x.stream(), scale, x.gathered()]
     if x.recompute == "selective":
         return [*kept, q, kv, kv, q]
+    if x.swaps_heads:  # what the heads made, and what came back of it
+        kept.append(q)
     if s.qk_norm == "head":
         kept += [q, kv, x.attended * x.heads * x.wide, x.attended * x.kv_heads * x.wide]
     elif s.qk_norm == "hidden":
@@ -172,7 +208,7 @@ def _kept_mlp(x: Local, width: int) -> list[int]:
 
 def kept_dense(x: Local) -> list[int]:
     """The second half of a dense block."""
-    return [x.stream(), x.tokens * x.wide, x.stream(), *_kept_mlp(x, x.spec.dense_ffn)]
+    return [x.stream(), x.tokens * x.wide, x.gathered(), *_kept_mlp(x, x.spec.dense_ffn)]
 
 
 def kept_router(x: Local) -> list[int]:
@@ -215,6 +251,8 @@ def kept_moe(x: Local) -> list[int]:
     kept = [x.stream(), x.tokens * x.wide, x.stream(), *kept_router(x), *kept_rows(x)]
     if s.shared_ffn:
         kept += _kept_mlp(x, s.shared_ffn)
+        if x.folding.tp > 1:
+            kept.append(x.gathered())
         if s.shared_gate:
             kept += [x.stream(), x.tokens * x.wide, x.tokens * x.item]
     return kept
@@ -227,10 +265,49 @@ def kept_layer(x: Local, layer: int) -> list[int]:
     return kept_attention(x) + (kept_moe(x) if layer in x.spec.moe_layers else kept_dense(x))
 
 
-def kept_ends(x: Local) -> list[int]:
-    """`Decoder.forward`: rope's table and the final norm, and the hidden state that the step holds until its next micro-batch."""
+def kept_table(x: Local) -> list[int]:
+    """`Decoder.run_stage`: rope's cosines and sines of a stage's pass."""
     table = x.attended * x.spec.head_dim // 2 * x.wide
-    return [table, table, x.stream(), x.tokens * x.wide, x.stream()]
+    return [table, table]
+
+
+def kept_norm(x: Local) -> list[int]:
+    """The final norm."""
+    return [x.stream(), x.tokens * x.wide]
+
+
+def kept_loss(x: Local) -> list[int]:
+    """`_LinearCrossEntropy`: the gradients of the hidden states and of the head's weight, made with the loss."""
+    return [x.gathered(), x.vocab * x.spec.hidden * x.item]
+
+
+def owed_layer(x: Local, layer: int) -> list[int]:
+    """`kernels/later.py`: what the products of a block's weight gradients need, where they are put off: inputs and gradients of outputs."""
+    s = x.spec
+    q, kv = (x.attended * heads * s.head_dim * x.item for heads in (x.heads, x.kv_heads))
+    owed = [x.gathered(), q, kv, kv, q, x.gathered()]
+
+    def mlp(width: int) -> list[int]:
+        inner = x.attended * (width // x.folding.tp) * x.item
+        return [x.gathered(), 2 * inner, inner, x.gathered()]
+
+    if layer not in s.moe_layers:
+        return owed + mlp(s.dense_ffn)
+    return owed + owed_experts(x) + (mlp(s.shared_ffn) if s.shared_ffn else [])
+
+
+def owed_experts(x: Local) -> list[int]:
+    """`grouped._Kept`: rows, their gradients, `h` and the gradient of the first projection."""
+    rows = x.held * x.spec.hidden * x.item
+    return [rows, rows, x.padded * (x.width + SPACE) * x.item, x.padded * (2 * x.width + SPACE) * x.item]
+
+
+def largest_owed_gradient(x: Local, layer: int) -> list[int]:
+    """The weight gradients of a block that are made at once: those of its experts, or of its MLP."""
+    s = x.spec
+    if layer in s.moe_layers:
+        return [x.slots * 2 * x.width * s.hidden * x.item, x.slots * x.width * s.hidden * x.item]
+    return [2 * s.dense_ffn // x.folding.tp * s.hidden * x.item]
 
 
 # ---- while something runs --------------------------------------------------------------------------------------------------------
@@ -249,18 +326,18 @@ def head_forward(x: Local) -> list[int]:
     collect = [total, *turned] if whole else [total, *turned, *[LOGIT_COLUMNS * x.spec.hidden * x.wide] * x.lanes]
     work = max(collect, blocks if whole else [total, *blocks], key=sum)
     narrow = [total, weight * x.item] if not whole and x.item < x.wide else []
-    return [x.stream(), *max([*chunks, *work], narrow, key=sum)]
+    rows_in = [x.stream()] if x.folding.tp == 1 else [x.stream(), x.gathered()]
+    return [*rows_in, x.gathered(), *max([*chunks, *work], narrow, key=sum)]
 
 
 def head_backward(x: Local) -> list[int]:
-    """`_LinearCrossEntropy.backward`: both gradients, and their scaled copies."""
-    weight = x.vocab * x.spec.hidden * x.item
-    return [x.stream(), weight, x.stream(), weight]
+    """`_LinearCrossEntropy.backward`: scaled copies of both gradients that the loss has left."""
+    return kept_loss(x)
 
 
 def _expert_scratch(x: Local, *, backward: bool) -> list[int]:
     """`grouped._Scratch` or `_BackwardScratch` of each lane."""
-    m, hidden, f = x.slot_pieces[1], x.spec.hidden + SPACE, x.width
+    m, hidden, f = pieces(x.fullest_slot, x.item)[1], x.spec.hidden + SPACE, x.width
     one = [m * hidden, m * hidden, m * f, m * (2 * f + SPACE)]
     if backward:
         one += [m * hidden, m * f, m * (2 * f + SPACE), 2 * min(m, BLOCK_ROWS) * f]
@@ -268,43 +345,108 @@ def _expert_scratch(x: Local, *, backward: bool) -> list[int]:
 
 
 def experts_forward(x: Local) -> list[int]:
-    """`run_experts` without what it keeps: rows on their way, or the experts' output and scratch."""
+    """`run_experts` without what it keeps: rows on their way, or the experts' output and scratch; whole tokens where they are gathered."""
     rows, sent = (n * x.spec.hidden * x.item for n in (x.held, x.sent))
-    way = [rows, sent] if x.sources > 1 else [rows]
-    return max(way, [rows, *_expert_scratch(x, backward=False)], [rows, rows], key=sum)
+    if x.dispatch.transport == "all_gather" and x.sources > 1:
+        everyone = x.stream() * x.sources
+        ways = [[rows, everyone], [everyone, everyone]]
+    else:
+        ways = [[rows, sent] if x.sources > 1 else [rows]]
+    return max(*ways, [rows, *_expert_scratch(x, backward=False)], [rows, rows], key=sum)
 
 
-def experts_backward(x: Local) -> list[int]:
-    """`_CpuExpertFfn.backward`: rows' gradients in and out, the weights' gradients, scratch; and the residual stream's gradient."""
+def experts_backward(x: Local, *, weights: bool = True) -> list[int]:
+    """`_CpuExpertFfn.backward`: rows' gradients in and out, the weights' gradients (or what they need, if they are put off), scratch; and the residual stream's gradient."""
     rows = x.held * x.spec.hidden * x.item
     per_slot = 3 * x.width * x.spec.hidden * x.item
-    extra = [per_slot // 3 * 2, per_slot // 3] * (x.slots * (x.slot_pieces[0] - 1))
-    weights = [x.slots * per_slot // 3 * 2, x.slots * per_slot // 3]
+    if not weights:
+        made = owed_experts(x)[2:]
+    elif x.exact:
+        made = [per_slot // 3 * 2, per_slot // 3] * x.lanes
+    else:
+        made = [x.slots * per_slot // 3 * 2, x.slots * per_slot // 3]
+        made += [per_slot // 3 * 2, per_slot // 3] * x.further_pieces
     shared = [x.stream()] if x.spec.shared_ffn else []
-    return [x.stream(), *shared, rows, rows, *weights, *extra, *_expert_scratch(x, backward=True)]
+    return [x.stream(), *shared, rows, rows, *made, *_expert_scratch(x, backward=True)]
 
 
 def attention_backward(x: Local) -> list[int]:
-    """`_CpuAttention.backward`: gradients of output, queries, keys and values, and each lane's scratch."""
-    s, q = x.spec, x.attended * x.heads * x.spec.head_dim * x.item
-    kv = q // x.heads * x.kv_heads
-    parts = max(1, min(x.kv_heads, -(-8 // x.sequences)))
+    """The way back through attention, by how the ranks share sequences."""
+    if x.folding.cp == 1:
+        return _own_backward(x)
+    if x.swaps_heads:
+        return _swapped_backward(x)
+    return _ring_backward(x) if x.cp_method == "ring" else _gathered_backward(x)
+
+
+def _swapped_backward(x: Local) -> list[int]:
+    """`_ulysses`: whole sequences of fewer heads, then their gradients on their way back, each step a copy."""
+    cp = x.folding.cp
+    whole = dataclasses.replace(x, folding=dataclasses.replace(x.folding, cp=1, world=x.folding.world // cp))
+    q = x.attended * x.heads * x.spec.head_dim * x.item
+    rows = q + 2 * q // x.heads * max(x.kv_heads, cp)
+    return max(_own_backward(whole, share=cp), [x.stream(), x.stream(), rows, rows, rows], key=sum)
+
+
+def _known(x: Local) -> tuple[int, int, list[int]]:
+    """(q, both k and v) in the wide type, and what every step of the way back holds: the streams' gradient, d_out, delta, dq."""
+    q = x.attended * x.heads * x.spec.head_dim
+    kv = 2 * q // x.heads * x.kv_heads
+    return q * x.wide, kv * x.wide, [x.stream(), q * x.item, x.attended * x.heads * x.wide, q * x.wide]
+
+
+def _ring_backward(x: Local) -> list[int]:
+    """`_Ring.backward`: own keys, those that are here and those that come; gradients of own ones, of these, those that leave and those that arrive."""
+    _, kv, held = _known(x)
+    narrow = kv // x.wide * x.item
+    return [*held, narrow, narrow, narrow, kv, kv, kv, kv, *_tile_scratch(x, keys=x.length)]
+
+
+def _gathered_backward(x: Local) -> list[int]:
+    """`_Gathered.backward`: all keys and all gradients of keys, at the end sorted by rank, in one piece, and what the others send."""
+    _, kv, held = _known(x)
+    every, cp = kv * x.folding.cp, x.folding.cp
+    here = [*held, kv // x.wide * x.item * cp, every]
+    return [*here, *max([every] * 3, _tile_scratch(x, keys=x.length * cp), key=sum)]
+
+
+def _tile_scratch(x: Local, *, keys: int) -> list[int]:
+    """`block_tiles.backward_by_tiles` of each lane: operands with their corrections, gradients, and a strip's scores and slopes."""
+    s, parts = x.spec, max(1, min(x.kv_heads, -(-8 // x.sequences)))
     groups = -(-x.kv_heads // parts)
-    queries = groups * (x.heads // x.kv_heads)
+    queries, width = groups * (x.heads // x.kv_heads), s.head_dim + CORRECTION
+    rows_q, rows_k = queries * x.length, groups * keys
+    strip = min(MAX_QUERIES, x.length) * queries
+    lane = [rows_k * width * x.item] * 2 + [rows_q * width * x.item] * 2 + [rows_q * s.head_dim * x.item]
+    lane += [rows_q * width * x.wide, rows_k * s.head_dim * x.wide, rows_k * width * x.wide]
+    lane += [strip * min(KEY_BLOCK, keys) * x.item] * 2 + [strip * width * x.item] * 3
+    return lane * x.lanes
+
+
+def _own_backward(x: Local, *, share: int = 1) -> list[int]:
+    """`_CpuAttention.backward`: gradients of output, queries, keys and values, and each lane's scratch. `share`: of the heads, other ranks have the rest."""
+    s, q = x.spec, x.attended * x.heads // share * x.spec.head_dim * x.item
+    num_heads, num_kv = x.heads // share, max(1, x.kv_heads // share)
+    kv = q // num_heads * num_kv
+    parts = max(1, min(num_kv, -(-8 // x.sequences)))
+    groups = -(-num_kv // parts)
+    queries = groups * (num_heads // num_kv)
     wide_dim, keys = s.head_dim + CORRECTION, min(KEY_BLOCK, x.length)
     rows = x.length * wide_dim
     inner = queries * x.length * s.head_dim
     lane = [groups * rows * x.item] * 2 + [queries * rows * x.item] * 4 + [inner * x.wide, inner * x.item]
     lane += [keys * queries * x.length * x.item] * 2
-    again = [q, kv, q, x.attended * x.heads * x.wide] if x.recompute == "selective" else []
+    again = [q, kv, q, x.attended * num_heads * x.wide] if x.recompute == "selective" else []
     mask = [x.sequences * keys * x.length * x.item]
-    return [x.stream(), x.stream(), q, q, kv, kv, *mask, *again, *lane * x.lanes]
+    streams = [x.stream() // share, x.stream() // share]
+    return [*streams, q, q, kv, kv, *mask, *again, *lane * x.lanes]
 
 
 def embedding_backward(x: Local) -> list[int]:
     """`_CpuEmbedding.backward`: sums of the tokens that occur, and the whole gradient."""
     seen = min(x.attended, x.vocab)
-    return [x.stream(), seen * x.spec.hidden * x.wide, x.vocab * x.spec.hidden * x.item]
+    rows = [x.stream()] if x.folding.tp == 1 else [x.gathered(), x.gathered()]  # gathered, and what of it is here
+    return [*rows, seen * x.spec.hidden * x.wide, x.vocab * x.spec.hidden * x.item]
 
 
 def batch_bytes(x: Local) -> int:

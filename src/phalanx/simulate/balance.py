@@ -7,6 +7,7 @@ for a learned router it is an assumption, with constants that were measured.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from phalanx.core.config import Recipe
@@ -16,8 +17,10 @@ from phalanx.plan.workload import forced_experts
 
 DEVIATIONS_FIRST, DEVIATIONS_LATER = 2.4, 1.0
 """By how many standard deviations the fullest rank exceeds its even share: in the first steps, when all tokens look alike to a fresh router
-and choose much the same K experts, and later. Which ranks hold those is chance: a rank's share of a layer then has the variance (EP - 1) / K,
-and over all layers the root of their number brings it down. The two numbers are measured (docs/memory.md)."""
+and choose much the same K experts, and later. Which ranks hold those is chance (`_deviation`), and over all layers that a rank has the root of their
+number brings it down. The two numbers are measured (docs/memory.md)."""
+SETTLED_STEPS = 25
+"""Steps after which the balance loss has acted (the run that the two numbers were measured in)."""
 FORCED_STEPS = 8
 """Steps of a forced workload that are looked at."""
 
@@ -29,7 +32,7 @@ class Balance:
     first: float
     """In the first steps, before the balance loss has acted."""
     later: float
-    """From the first checkpoint on."""
+    """When the balance loss has acted."""
     source: str
     """Why these numbers."""
     alone_first: float | None = None
@@ -37,32 +40,79 @@ class Balance:
     alone_later: float | None = None
 
 
-def most_uneven(spec: ModelSpec, folding: Folding) -> float:
+Shares = Sequence[float]
+"""Of each expert, the share of its rows that a rank's slots take: 1 or 0 without replicas."""
+
+
+def plain_shares(spec: ModelSpec, folding: Folding) -> Shares:
+    """Every expert once in each expert-parallel group."""
+    held = spec.num_experts // folding.ep
+    return [1.0] * held + [0.0] * (spec.num_experts - held)
+
+
+def most_uneven(spec: ModelSpec, folding: Folding, shares: Shares | None = None) -> float:
     """Share of a rank whose experts every token chooses."""
-    return max(1.0, folding.ep * min(spec.top_k, spec.num_experts // folding.ep) / spec.top_k)
+    taken = sorted(plain_shares(spec, folding) if shares is None else shares, reverse=True)
+    return max(1.0, folding.ep * sum(taken[: spec.top_k]) / spec.top_k)
 
 
-def expected_balance(recipe: Recipe, spec: ModelSpec, folding: Folding) -> Balance:
-    """What the fullest rank of an expert-parallel group is assumed to compute, over its even share."""
-    layers = len(spec.moe_layers)
+def _even(spec: ModelSpec, folding: Folding, shares: Shares) -> float:
+    """A rank's rows where all experts are chosen equally often, over the even share."""
+    return folding.ep * sum(shares) / spec.num_experts
+
+
+def _deviation(spec: ModelSpec, folding: Folding, shares: Shares) -> float:
+    """Standard deviation of a rank's rows in one layer, over the even share, where all tokens choose the same K of the E experts and any K are as likely.
+
+    A sum over K draws without replacement: K (E - K) / (E - 1) times the variance of one; without replicas (EP - 1) / K * (E - K) / (E - 1).
+    """
+    experts, k = spec.num_experts, spec.top_k
+    if experts <= 1:
+        return 0.0
+    mean = sum(shares) / experts
+    one = sum((share - mean) ** 2 for share in shares) / experts
+    return folding.ep / k * math.sqrt(k * (experts - k) / (experts - 1) * one)
+
+
+def expected_balance(
+    recipe: Recipe,
+    spec: ModelSpec,
+    folding: Folding,
+    *,
+    num_layers: int | None = None,
+    shares: Sequence[Shares] | None = None,
+) -> Balance:
+    """What the fullest rank of an expert-parallel group is assumed to compute, over its even share.
+
+    `num_layers` with experts that the rank has (None: all); `shares` of its slots in each expert's rows, by layer (None: no replicas).
+    """
+    layers = len(spec.moe_layers) if num_layers is None else num_layers
     if not layers or folding.ep == 1:
         return Balance(first=1.0, later=1.0, source="every rank computes what it routes itself")
+    by_layer = [plain_shares(spec, folding)] * layers if shares is None else shares
+    even = sum(_even(spec, folding, of) for of in by_layer) / layers
     if spec.router.force != "none":
-        share = _forced_share(recipe, spec, folding)
+        share = _forced_share(recipe, spec, folding) if shares is None else even
         return Balance(first=share, later=share, source=f"routing is forced ({spec.router.force})")
-    most = most_uneven(spec, folding)
-    deviation = math.sqrt((folding.ep - 1) / spec.top_k / layers)
-    alone = deviation * math.sqrt(layers)
+    most = [most_uneven(spec, folding, of) for of in by_layer]
+    alone = [_deviation(spec, folding, of) for of in by_layer]
+    together = math.sqrt(sum(of**2 for of in alone)) / layers
 
-    def exceeding(times: float, of: float) -> float:
-        return min(most, 1.0 + times * of)
+    def exceeding(times: float) -> tuple[float, float]:
+        """Over all layers, and in the layer where it is most."""
+        single = max(
+            min(top, _even(spec, folding, of) + times * deviation)
+            for top, of, deviation in zip(most, by_layer, alone, strict=True)
+        )
+        return min(sum(most) / layers, even + times * together), single
 
+    (first, alone_first), (later, alone_later) = exceeding(DEVIATIONS_FIRST), exceeding(DEVIATIONS_LATER)
     return Balance(
-        first=exceeding(DEVIATIONS_FIRST, deviation),
-        later=exceeding(DEVIATIONS_LATER, deviation),
+        first=first,
+        later=later,
         source="assumed of a learned router",
-        alone_first=exceeding(DEVIATIONS_FIRST, alone),
-        alone_later=exceeding(DEVIATIONS_LATER, alone),
+        alone_first=alone_first,
+        alone_later=alone_later,
     )
 
 

@@ -15,6 +15,7 @@ from phalanx.simulate.kernel_facts import (
     ATTENTION_CODE_BYTES,
     ATTENTION_LENGTHS,
     KEY_BLOCK,
+    LONGEST_WARM,
     MAX_PIECE,
     MAX_PRODUCTS,
     PRODUCT_BYTES,
@@ -56,7 +57,16 @@ def generated_code(recipe: Recipe, x: Local) -> Generated:
     products = fixed + PER_EXPERT_SIZE * num_expert_sizes(x)
     shown = recipe.observe.console != "none"
     sample = len(matrices) * min(SAMPLE_TOKENS, x.length - 1) if shown and x.length > PROMPT_TOKENS else 0
-    return Generated(products=products, lengths=min(x.length, ATTENTION_LENGTHS), after_sample=products + sample)
+    return Generated(products=products, lengths=_lengths(recipe, x), after_sample=products + sample)
+
+
+def _lengths(recipe: Recipe, x: Local) -> int:
+    """Document lengths that attention meets: the short ones at the start (`warm._warm_attention`), longer ones as documents bring them."""
+    t = recipe.train
+    longest = t.seq_len if x.folding.cp == 1 or x.swaps_heads else x.length  # of what is computed in one piece
+    warmed = min(t.seq_len, LONGEST_WARM)
+    met = t.steps * (t.global_batch // x.folding.dp) * (t.seq_len // (LONGEST_WARM + 1))
+    return warmed + min(max(0, min(longest, ATTENTION_LENGTHS) - warmed), met)
 
 
 def num_expert_sizes(x: Local) -> int:

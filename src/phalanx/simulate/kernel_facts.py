@@ -28,6 +28,10 @@ BLOCK_ROWS = 256
 """`grouped.BLOCK_ROWS`: rows of an elementwise pass inside a piece."""
 KEY_BLOCK = 256
 """`attention.KEY_BLOCK`: keys of a block of the backward pass."""
+MAX_QUERIES = 2048
+"""`block_tiles.MAX_QUERIES`: queries of one strip."""
+LEAST_OPEN = 4
+"""`boundary.LEAST_OPEN`: sends of a pipeline that may always be under way."""
 CORRECTION = 16
 """`attention.CORRECTION`: columns added to queries and keys."""
 ADAM_CHUNK = 1 << 18
@@ -69,6 +73,9 @@ INTERPRETER_BYTES = 10 * MIB
 of `tiny`, whose tensors take 2 MiB, before its first step)."""
 SCRIPT_BYTES = 10 * MIB
 """What TorchScript makes of `kernels.scripted` functions and of their first calls (the same run, over its first step)."""
+MOST_REARRANGED = 12 * MIB
+"""Products of fp32 and fp64 are MKL's, which rearranges an operand first and keeps the room for it: as large as the operand, up to this (products of
+512 rows with 128 to 1024 inputs and 2048 to 16384 outputs, one by one in fresh processes: 2.4 MiB for 2, 8.4 for 8, 12.6 for 12, 8.4 to 12.6 beyond)."""
 PRODUCT_BYTES = int(0.5 * MIB)
 """Heap of one generated bf16 product: oneDNN keeps a table of 544 KiB per shape, whatever the shape, the executable code beside it."""
 PRODUCT_CODE_BYTES = int(0.07 * MIB)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -26,10 +26,11 @@ from phalanx.plan.layout import FlatLayout, flat_layouts, stage_params
 from phalanx.plan.model import ModelSpec
 from phalanx.plan.pipeline import Pipeline, make_pipeline
 from phalanx.plan.placement import AnyPlacement, plain_placement
+from phalanx.plan.shard_copies import publication
 from phalanx.plan.stage_foldings import AnyFolding
 from phalanx.plan.stages import Stage
 from phalanx.simulate import activations as act
-from phalanx.simulate.balance import Balance, expected_balance
+from phalanx.simulate.balance import SETTLED_STEPS, Balance, expected_balance
 from phalanx.simulate.generated import Generated, generated_code
 from phalanx.simulate.kernel_facts import (
     ADAM_CHUNK,
@@ -39,10 +40,12 @@ from phalanx.simulate.kernel_facts import (
     INTERPRETER_BYTES,
     LARGEST_HEAP_BLOCK,
     LIBRARY_BYTES,
+    MOST_REARRANGED,
     PREFETCH_STEPS,
     RATE_SIZES,
     SCRIPT_BYTES,
 )
+from phalanx.simulate.step_passes import PassMoment, RankPasses, pass_moments
 
 ITEM = {"bfloat16": 2, "float32": 4, "float64": 8}
 
@@ -72,6 +75,8 @@ class Moment:
 
     name: str
     terms: Mapping[str, int]
+    mapped: int = 0
+    """Of it, blocks that are mapped by themselves and gone with the operation."""
 
     @property
     def total(self) -> int:
@@ -83,6 +88,8 @@ class MemoryEstimate:
     """Memory of one rank over a run. `moments` are in the order in which they come."""
 
     rank: int
+    stage: int
+    """Its place in the pipeline."""
     moments: tuple[Moment, ...]
     balance: Balance
 
@@ -119,9 +126,23 @@ def estimate_memory(
         placement=placement or plain_placement(max(1, spec.num_experts), folding.of_rank(rank)),
         threads=threads,
         text_bytes=text_bytes,
-        balance=balance or expected_balance(recipe, spec, folding.of_rank(rank)),
+        given=balance,
     )
-    return MemoryEstimate(rank=rank, moments=tuple(run.moments()), balance=run.balance)
+    stage = folding.coord(rank, "pp")
+    moments = tuple(run.moments() if run.on_device else with_idle_heap(run.moments()))
+    return MemoryEstimate(rank=rank, stage=stage, moments=moments, balance=run.balance)
+
+
+def with_idle_heap(moments: Iterable[Moment]) -> Iterator[Moment]:
+    """The heap never shrinks (`runtime/allocator.py`), and a block that is mapped by itself can use none of it: at such a moment all of the heap that
+    earlier moments have needed is there as well, idle."""
+    high = 0
+    for moment in moments:
+        heap = moment.total - moment.mapped
+        idle = max(0, high - heap) if moment.mapped else 0
+        high = max(high, heap)
+        terms = {**moment.terms, "heap holes": moment.terms["heap holes"] + idle}
+        yield dataclasses.replace(moment, terms=terms)
 
 
 # ---- the moments -------------------------------------------------------------------------------------------------------------------
@@ -153,7 +174,7 @@ class _Run:
     placement: AnyPlacement
     threads: int
     text_bytes: int
-    balance: Balance
+    given: Balance | None
 
     def moments(self) -> Iterator[Moment]:
         """In the order in which they come."""
@@ -161,11 +182,12 @@ class _Run:
         rate = RATE_SIZES[-1] if self.item == 2 else RATE_SIZES[-2]
         yield self._moment("measuring the machine", {"working memory": 3 * rate**2 * self.item}, before=True)
         b = self.balance
-        first, later = (self._local(share) for share in (b.first, b.later))
-        alone_first, alone_later = (
-            self._local(share) for share in (b.alone_first or b.first, b.alone_later or b.later)
-        )
+        uneven = b.first != b.later
+        first, alone_first = (self._local(share, crowded=uneven) for share in (b.first, b.alone_first or b.first))
+        later, alone_later = (self._local(share) for share in (b.later, b.alone_later or b.later))
         yield from self._step("first steps: ", first, alone_first, copy=0)
+        if self.copy_bytes and self.recipe.checkpoint.interval < SETTLED_STEPS:
+            later, alone_later = first, alone_first
         yield from self._step("a step while a checkpoint is written: ", later, alone_later, copy=self.copy_bytes)
         yield self._moment("validation", self._validation(alone_later), copy=self.copy_bytes)
         yield self._moment("the sample at the end", {}, copy=self.copy_bytes, sampled=True)
@@ -216,16 +238,6 @@ class _Run:
         return max(1, num_rounds(t.global_batch // t.micro_batch, owners=self.folding.replicas))
 
     @property
-    def in_flight(self) -> int:
-        """Micro-batches whose activations this rank's stages hold at once, as the schedule promises (per stage, rounded up).
-
-        One more where the forward pass of a pair begins before the backward pass has let go of its own.
-        """
-        plan = self.pipeline.plan(self.num_microbatches)
-        held = plan.schedule.max_live[self.folding.coord(self.rank, "pp")] + bool(plan.pairs)
-        return max(1, -(-held // len(self.stages)))
-
-    @property
     def is_exact(self) -> bool:
         return self.recipe.resilience.mode == "exact"
 
@@ -249,9 +261,15 @@ class _Run:
 
     @cached_property
     def copy_bytes(self) -> int:
-        """`CheckpointManager._stage`: the copy of what this rank writes, kept from the first save on."""
+        """A copy of what this rank writes, kept from the first save on.
+
+        `CheckpointManager._stage` makes it where saving goes on beside training. Members of a run that heals itself write between steps, and there the writer of
+        `torch.distributed.checkpoint` makes it: it clones every part of a larger tensor and lets none go before the end of the file. That is on a thread
+        of its own (`run_escapable`), in whose heap it stays.
+        """
         c, t = self.recipe.checkpoint, self.recipe.train
-        if not (c.asynchronous and 0 < c.interval < t.steps):
+        copies = c.asynchronous or bool(self.recipe.resilience.heal)
+        if not (copies and 0 < c.interval < t.steps):
             return 0
         mine = [x.written_elements for x in self.layouts.values() if self._is_primary(x)]
         return 3 * sum(mine) * max(4, self.item)
@@ -262,7 +280,37 @@ class _Run:
         names = [name for name in rule.replicas if layout.num_shards == 1 or name != rule.shard_over]
         return all(self.folding.group_of(self.rank, name)[0] == self.rank for name in names)
 
-    def _local(self, rows_share: float) -> act.Local:
+    @cached_property
+    def _experts_held(self) -> int | None:
+        """Different experts of the layer where this rank has most; None without replicas."""
+        if self.placement.is_plain:
+            return None
+        at = {"edp": self.folding.coord(self.rank, "edp"), "ep": self.folding.coord(self.rank, "ep")}
+        layers = [layer for layer in self.layers if layer in self.spec.moe_layers]
+        return max((len(self.placement.of_layer(layer).local_experts(**at)) for layer in layers), default=0)
+
+    @cached_property
+    def balance(self) -> Balance:
+        """How uneven routing is assumed to be for what this rank holds."""
+        if self.given is not None:
+            return self.given
+        layers = [layer for layer in self.layers if layer in self.spec.moe_layers]
+        shares = None if self.placement.is_plain or not layers else self._shares(layers)
+        stage = self.folding.of_rank(self.rank)
+        return expected_balance(self.recipe, self.spec, stage, num_layers=len(layers), shares=shares)
+
+    def _shares(self, layers: Sequence[int]) -> list[list[float]]:
+        """By layer: of each expert, its slots here over all that it has in the group."""
+        edp, ep = (self.folding.coord(self.rank, axis) for axis in ("edp", "ep"))
+        found = []
+        for layer in layers:
+            slots = [int(e) for e in self.placement.of_layer(layer).group_slots(edp)]
+            width = len(slots) // self.folding.of_rank(self.rank).ep
+            here = slots[ep * width : (ep + 1) * width]
+            found.append([here.count(e) / max(1, slots.count(e)) for e in range(self.spec.num_experts)])
+        return found
+
+    def _local(self, rows_share: float, *, crowded: bool = False) -> act.Local:
         t, d = self.recipe.train, self.recipe.dispatch
         given = {k: v for k, v in dataclasses.asdict(d).items() if v is not None}
         return act.Local(
@@ -275,6 +323,10 @@ class _Run:
             recompute=t.recompute,
             lanes=self.threads,
             rows_share=rows_share,
+            crowded=crowded,
+            cp_method=self.recipe.folding.cp_method,
+            experts_held=self._experts_held,
+            exact=self.is_exact,
         )
 
     @cached_property
@@ -294,8 +346,9 @@ class _Run:
         copy: int = 0,
         sampled: bool = False,
         before: bool = False,
+        mapped: int = 0,
     ) -> Moment:
-        """`before`: the first step."""
+        """`before`: the first step. `mapped`: see `Moment`."""
         x = self._local(1.0)
         always = (
             {}
@@ -313,18 +366,37 @@ class _Run:
         for part in (self.held if held is None else held, always, terms):
             for key, value in part.items():
                 total[key] += 0 if self.on_device and key in OF_HOSTS else value
-        return Moment(name=name, terms=total)
+        return Moment(name=name, terms=total, mapped=0 if self.on_device else mapped)
 
     @property
     def _published_bytes(self) -> int:
-        """gloo's copy of the largest result of an all-gather. Its thread has a heap of its own, where it stays from the first step on (smaps: 10 MiB in bf16, 19 in fp32, in the default model)."""
-        return max((y.length for y in self.layouts.values() if y.num_shards > 1), default=0) * self.item
+        """gloo's copy of the largest result of an all-gather. Its thread has a heap of its own, where the copy stays from the first step on (smaps: 10 MiB in
+        bf16, 19 in fp32, in the default model) unless it is mapped by itself."""
+        return max((n for n in self._gathered_blocks if n < LARGEST_HEAP_BLOCK), default=0)
+
+    @property
+    def _gathered_blocks(self) -> list[int]:
+        """Bytes of the families that an all-gather publishes; others go by messages into their places (`plan/shard_copies.py: publication`)."""
+        return [
+            y.length * self.item
+            for y in self.layouts.values()
+            if y.num_shards > 1 and publication(y.keepers, y.shard_index) is None
+        ]
 
     @property
     def _library_bytes(self) -> int:
         fast = self.recipe.kernels.implementation == "fast"
         generator = GENERATOR_BYTES if self.generated.products else 0
-        return LIBRARY_BYTES + INTERPRETER_BYTES + generator + (SCRIPT_BYTES if fast else 0)
+        return LIBRARY_BYTES + INTERPRETER_BYTES + generator + (SCRIPT_BYTES if fast else 0) + self._rearranged_bytes
+
+    @property
+    def _rearranged_bytes(self) -> int:
+        """Room that MKL keeps for the largest operand of its products, in each lane."""
+        if self.item == 2:
+            return 0
+        x, s = self._local(1.0), self.spec
+        widest = x.vocab if any(stage.has_head for stage in self.stages) else 2 * x.width
+        return min(MOST_REARRANGED, s.hidden * widest * self.item) * self.threads
 
     def _mapped_text(self) -> int:
         """Pages of the token files after all windows of a run were read: windows lie anywhere, so that some meet pages that were read before."""
@@ -358,15 +430,15 @@ class _Run:
 
     def _step(self, when: str, x: act.Local, alone: act.Local, *, copy: int) -> Iterator[Moment]:
         """`x` as all layers are together, `alone` as the fullest of them is."""
-        for name, kept, working, more in self._passes(x if x.recompute != "full" else alone):
-            idle = HOLES * sum(n for n in (*kept, *working) if n < LARGEST_HEAP_BLOCK)
+        for moment in self._passes(x if x.recompute != "full" else alone):
+            idle = HOLES * sum(n for n in (*moment.kept, *moment.working) if n < LARGEST_HEAP_BLOCK)
             terms = {
-                "activations": sum(kept),
-                "working memory": sum(working),
+                "activations": sum(moment.kept),
+                "working memory": sum(moment.working),
                 "heap holes": int(idle),
-                "gradients": more,
+                "gradients": self._borrowed_bytes(moment.done),
             }
-            yield self._moment(when + name, terms, copy=copy)
+            yield self._moment(when + moment.name, terms, copy=copy)
         sharded = [y for y in self.layouts.values() if y.num_shards > 1 and self.on_device]  # gloo's shard is a view
         own = [*sharded, *(y for y in self.layouts.values() if y.scattered)]
         shards, item = sum(y.kept_length for y in own) * x.wide, x.wide
@@ -376,40 +448,32 @@ class _Run:
                 sum(y.shard_length for y in own) * item + sum(y.kept_length for y in self.layouts.values()) * x.wide
             )
         gradients = {"gradients": shards + self._borrowed_bytes(self.layers)}
-        of_holders = [h.sent_elements + h.received_elements + h.owned_elements for h in self._sums_of_holders]
-        staged = {"communication": sum(of_holders) * item}
-        yield self._moment(when + "reducing gradients", gradients | staged, copy=copy)
+        of_holders = [
+            n * item for h in self._sums_of_holders for n in (h.sent_elements, h.received_elements, h.owned_elements)
+        ]
+        staged, mapped = {"communication": sum(of_holders)}, sum(n for n in of_holders if n >= LARGEST_HEAP_BLOCK)
+        yield self._moment(when + "reducing gradients", gradients | staged, copy=copy, mapped=mapped)
         scratch = {
             "working memory": min(ADAM_CHUNK, max(y.shard_length for y in self.layouts.values())) * x.wide * x.lanes
         }
         yield self._moment(when + "the optimizer", gradients | scratch, copy=copy)
-        yield self._moment(when + "publishing parameters", {"gradients": shards}, copy=copy)
+        mapped = max((n for n in self._gathered_blocks if n >= LARGEST_HEAP_BLOCK), default=0)
+        published = {"gradients": shards, "communication": mapped}
+        yield self._moment(when + "publishing parameters", published, copy=copy, mapped=mapped)
 
-    def _passes(self, x: act.Local) -> Iterator[tuple[str, Sequence[int], Sequence[int], int]]:
-        """(name, kept, working, borrowed gradients) of the forward pass's end and of every layer's backward pass."""
-        kept = [act.kept_layer(x, i) for i in self.layers]
-        ends = act.kept_ends(x) * self.in_flight + ([x.stream()] if self.num_microbatches > 1 else [])
-
-        def upto(layer: int) -> list[int]:
-            return ends + [n for part in kept[:layer] for n in part] * self.in_flight
-
-        every, last = upto(len(kept)), len(self.layers) - 1
-        if self.layers and self.layers[last] in self.spec.moe_layers:
-            yield f"forward, layer {self.layers[last]}", every, act.experts_forward(x), 0
-        if any(stage.has_head for stage in self.stages):
-            yield "forward, the head", every, act.head_forward(x), 0
-            yield "backward, the head", every, act.head_backward(x), 0
-        tied = [x.vocab * self.spec.hidden * x.item] if self.spec.tied_embeddings else []
-        again = dataclasses.replace(x, recompute="none")
-        for i in range(last, -1, -1):
-            layer, more = self.layers[i], self._borrowed_bytes(self.layers[i + 1 :])
-            redone = act.kept_layer(again, layer) if x.recompute == "full" else []
-            if layer in self.spec.moe_layers:
-                yield f"backward, layer {layer}, experts", upto(i + 1) + redone, act.experts_backward(x) + tied, more
-            attention = act.kept_attention(again if x.recompute == "full" else x)
-            yield f"backward, layer {layer}, attention", upto(i) + attention, act.attention_backward(x) + tied, more
-        if any(stage.has_embedding for stage in self.stages):
-            yield "backward, the embedding", ends, act.embedding_backward(x) + tied, self._borrowed_bytes(self.layers)
+    def _passes(self, x: act.Local) -> Iterator[PassMoment]:
+        """Of the rank's order of passes, with as many micro-batches as a step of this run has."""
+        place, plan = self.folding.coord(self.rank, "pp"), self.pipeline.plan(self.num_microbatches)
+        passes = RankPasses(
+            x=x,
+            stages=self.stages,
+            order=plan.schedule.actions[place],
+            max_live=plan.schedule.max_live[place],
+            puts_off=self.pipeline.splits_backward,
+            in_pairs=bool(plan.pairs),
+            rank_of_stage=plan.schedule.rank_of_stage,
+        )
+        return pass_moments(passes)
 
     def _borrowed_bytes(self, layers: Sequence[int]) -> int:
         """Gradients of these layers that stay where autograd made them."""

@@ -185,7 +185,7 @@ def reference_run(
     return Reference(
         patches=patches,
         initial=initial,
-        gradients={b.name: b.tensor for b in gradients.boxes()},
+        gradients={b.name: b.tensor.clone() for b in gradients.boxes()},  # not the whole buffer behind each
         after={b.name: b.tensor.clone() for b in after},
         result=result,
     )
