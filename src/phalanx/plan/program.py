@@ -273,7 +273,16 @@ class _Lowering:
         id = boundary_id(transfer, microbatch=at.microbatch, phase=phase)
         peers = self._peers(transfer, sends=sends)
         if peers:
-            yield replace(exchange(id, "pp", at, **{"to" if sends else "source": peers[0]}), peers=peers, beside=True)
+            op = exchange(id, "pp", at, **{"to" if sends else "source": peers[0]})
+            yield replace(op, peers=peers, beside=True, sent_bytes=self._crossing(transfer) if sends else 0.0)
+
+    def _crossing(self, transfer: Transfer) -> float:
+        """Bytes that the rank sends by the plan of an edge between stages with foldings of their own."""
+        if self.options.edges is None or self.options.sizes is None:
+            return 0.0
+        route = self.options.edges[transfer.edge].routes(transfer.direction)[self.reach.rank]
+        elements = sum(box.num_elements for leg in route.sends for box in leg.parts)
+        return float(elements * self.options.sizes.itemsize)
 
     def _peers(self, transfer: Transfer, *, sends: bool) -> tuple[int, ...]:
         """Positions on the axis `pp` of those at the other end."""
