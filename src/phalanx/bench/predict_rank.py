@@ -125,11 +125,12 @@ def _measured(plan: Plan, info: WorldInfo, cache: GroupCache, steps: int) -> dic
 
 
 def _strange(program: StepProgram, events: Sequence[Event]) -> set[str]:
-    """Ids that a step told and its program does not have, and collectives of the program that it did not tell."""
+    """Ids that a step told and its program does not have, and those of the program that it did not tell."""
     told = {event.op_id for event in events if isinstance(event, Collective)}
     work = {event.op_id for event in events if isinstance(event, Operation) and event.lane == "compute"}
     planned = {op.id for op in program.collectives}
-    return (told ^ planned) | {id for id in work if id not in program.by_id}
+    paced = {op.id for op in program.ops if paced_s(op)}
+    return (told ^ planned) | (work ^ paced)
 
 
 def _parts(plan: Plan, rank: int, cache: GroupCache, comms: Collectives) -> StepParts:
