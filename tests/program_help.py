@@ -13,13 +13,12 @@ from phalanx.models.context import ModelContext, TokenBatch
 from phalanx.models.shard import part_of
 from phalanx.plan.boundary import EdgePlan
 from phalanx.plan.dispatch import DispatchSpec
-from phalanx.plan.folding import Folding
 from phalanx.plan.model import PRESETS, ModelSpec
 from phalanx.plan.pipeline import Pipeline, make_pipeline
 from phalanx.plan.placement import plain_placement
 from phalanx.plan.program import Sizes, StepOptions, StepProgram, step_program
 from phalanx.plan.schedule_time import Edge
-from phalanx.plan.stage_edges import Activation, on_one_host, staged_edges
+from phalanx.plan.stage_edges import Activation, edges_for
 from phalanx.plan.stage_foldings import AnyFolding
 from phalanx.runtime.collectives import Collectives, Counter, Exchange
 from phalanx.runtime.groups import GroupCache, build_groups
@@ -68,18 +67,9 @@ class Run:
         return step_program(self.folding, self.spec, self.dispatch, rank=rank, options=options)
 
     def _edges(self, rank: int) -> dict[Edge, EdgePlan] | None:
-        if isinstance(self.folding, Folding):
-            return None
-        plan = self.planned_pipeline.plan(self.num_microbatches)
         what = Activation(SEQUENCES, SEQ_LEN, self.spec.hidden, self.dtype.itemsize)
-        return staged_edges(
-            plan.edges,
-            plan.schedule.rank_of_stage,
-            self.folding,
-            replica=self.folding.replica_of(rank),
-            what=what,
-            hosts=on_one_host(range(self.folding.world)),
-        )
+        plan = self.planned_pipeline.plan(self.num_microbatches)
+        return edges_for(self.folding, plan, rank=rank, what=what)
 
 
 def with_router(spec: ModelSpec, **changes: Any) -> ModelSpec:

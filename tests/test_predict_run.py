@@ -98,6 +98,19 @@ def test_programs_of_a_recipe_on_a_cluster() -> None:
 
 
 @pytest.mark.unit
+def test_stages_with_foldings_of_their_own_on_a_cluster() -> None:
+    settings = ["--model.preset", "laptop", "--model.vocab", "512", "--launch.ranks", "4", "--train.global_batch", "16"]
+    recipe = load_recipe(None, [*settings, "--train.micro_batch", "2", "--folding.stages", '["tp2", "dp2.ep2"]'])
+    made = programs_of_recipe(recipe, resolve_recipe(recipe), world=4)
+    found = run_programs(made.programs, made.folding, oracle_of(recipe, parse_cluster("h100x4")).cost)
+    sends = [op for op in made.programs[0].ops if "fwd.boundary" in op.id and op.sends_to is not None]
+    # rank 0 has half of each sequence (tp 2); the stage above has whole sequences: one message to each of its ranks
+    assert sends and all(len(op.peers) == 2 for op in sends) and 0 < found.seconds < 1
+    spec, t = resolve_recipe(recipe), recipe.train
+    assert sum(op.sent_bytes for op in sends) == t.global_batch * t.seq_len // 2 * spec.hidden * 2
+
+
+@pytest.mark.unit
 def test_what_has_no_program_is_told_at_once() -> None:
     base = Recipe()
     recipe = dataclasses.replace(

@@ -12,22 +12,20 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
 
 from phalanx.core.config import OptimConfig, PipelineConfig
-from phalanx.plan.boundary import EdgePlan
 from phalanx.plan.dispatch import DispatchSpec
 from phalanx.plan.folding import Folding, make_folding
 from phalanx.plan.model import PRESETS, ModelSpec
 from phalanx.plan.pipeline import Pipeline, make_pipeline
 from phalanx.plan.program import Sizes, StepOptions, StepProgram, step_program
 from phalanx.plan.program_ops import Op
-from phalanx.plan.schedule_time import Edge
-from phalanx.plan.stage_edges import Activation, on_one_host, staged_edges
-from phalanx.plan.stage_foldings import AnyFolding, StagedFolding, parse_stages
+from phalanx.plan.stage_edges import Activation, edges_for
+from phalanx.plan.stage_foldings import AnyFolding, parse_stages
 from phalanx.simulate.cost import Cost
 from phalanx.simulate.hardware import Hardware
 from phalanx.simulate.program_cost import ProgramOracle, kind_of
@@ -81,23 +79,12 @@ class Plan:
             pipeline=self.planned,
             sizes=Sizes(sequences=SEQUENCES, seq_len=SEQ_LEN, itemsize=4),
         )
-        made = partial(step_program, self.folding, SPEC, self.dispatch)
-        each = (dataclasses.replace(options, edges=self._edges(rank)) for rank in range(WORLD))
-        return tuple(made(rank=rank, options=own) for rank, own in enumerate(each))
-
-    def _edges(self, rank: int) -> dict[Edge, EdgePlan] | None:
-        """How activations cross, where stages have foldings of their own."""
-        if not isinstance(self.folding, StagedFolding):
-            return None
-        plan = self.planned.plan(self.microbatches)
-        return staged_edges(
-            plan.edges,
-            plan.schedule.rank_of_stage,
-            self.folding,
-            replica=self.folding.replica_of(rank),
-            what=Activation(SEQUENCES, SEQ_LEN, SPEC.hidden, 4),
-            hosts=on_one_host(range(WORLD)),
-        )
+        plan, what = self.planned.plan(self.microbatches), Activation(SEQUENCES, SEQ_LEN, SPEC.hidden, 4)
+        programs = []
+        for rank in range(WORLD):
+            own = dataclasses.replace(options, edges=edges_for(self.folding, plan, rank=rank, what=what))
+            programs.append(step_program(self.folding, SPEC, self.dispatch, rank=rank, options=own))
+        return tuple(programs)
 
 
 def _fold(**degrees: int) -> Folding:
