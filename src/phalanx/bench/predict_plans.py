@@ -1,6 +1,6 @@
 """The plans of `phalanx bench predict`, how long their work is made to last, and their predictions.
 
-Decides what is paced: every operation of a rank's own that a recorded step tells, FLOPs over a rate, or a floor. Gradients of the embedding and weight gradients that are put off
+Decides what is paced: every operation of a rank's own that a recorded step tells, FLOPs over a rate, or a floor. Weight gradients that are put off
 are not told of by a run, so they are not paced and cost nothing in the prediction; schedules that put them off are left out.
 
 *Predicted* is the program of the plan (`plan/program.py`) on the clock of `simulate/program_time.py`: work costs what it is paced to, links what `measure_links` found on those
@@ -43,7 +43,7 @@ SPEC: ModelSpec = dataclasses.replace(
 PACED_FLOPS_PER_S = 1e8
 FLOOR_S = 4e-3
 """Longer than any of the small operations takes on a processor of its own."""
-NOT_TOLD = ("bwd.embedding", "bwd.weights")
+NOT_TOLD = ("bwd.weights",)
 """Kinds of work that no recorded step tells of."""
 
 
