@@ -18,6 +18,7 @@ train: env      ## train a small MoE model on the Python sources of this machine
 
 test: env       ## run the tests
 	sh scripts/system-packages.sh
+	-sh scripts/etcd.sh
 	$(PY) -m pytest -q
 
 lint: env       ## ruff and mypy

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Puts the etcd server of the distribution's packages into .etcd/ (Debian, Ubuntu), for the tests of the etcd engine. Installs nothing, starts nothing,
+# Puts the etcd server of the distribution's packages into .etcd/ (Debian, Ubuntu), for the tests of the etcd engine, which are skipped without it. Installs nothing, starts nothing,
 # needs no root. Does nothing where `etcd` is on the PATH or was fetched before. Prints where the program is.
 set -eu
 cd "$(dirname "$0")/.."

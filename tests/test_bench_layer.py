@@ -102,6 +102,8 @@ def test_auto_decides_on_one_half_and_is_scored_on_the_other() -> None:
     assert regret(seconds) == ("all 2", pytest.approx(2.0))
     assert chosen({"serial": [1.0] * 8, "blocks": [0.99] * 8}) == ("serial", 1.0)  # not worth the noise
     assert chosen({"serial": [1.0] * 8, "blocks": [0.9] * 8}) == ("blocks", 0.9)
+    often_slower = [0.8, 1.0, 0.8, 1.0, 1.3, 1.0, 1.3, 1.0, 0.8, 1.0]
+    assert chosen({"serial": [1.0] * 10, "blocks": often_slower}) == ("serial", 1.0)  # faster in three rounds of five
 
 
 def test_the_grid_has_every_model_size_link_load_and_type() -> None:

@@ -20,6 +20,7 @@ from phalanx.simulate.goodput import (
     read_removals,
     simulate_goodput,
     sweep,
+    swept_optimum,
     young_daly,
 )
 
@@ -88,6 +89,48 @@ def test_the_sweep_finds_young_and_daly(save: float) -> None:
     table = np.array([[1, 1 / i, i] for i, _ in runs])
     _, b, c = np.linalg.lstsq(table, np.array([1 - y for _, y in runs]), rcond=None)[0]
     assert math.sqrt(b / c) == pytest.approx(best, rel=0.05)
+
+
+def test_the_command_finds_young_and_daly(tmp_path: Path) -> None:
+    file = tmp_path / "g.json"
+    for save in ("5", "20"):
+        assert main(["simulate", "goodput", "--save", save, "--json", str(file)]) == 0
+        result = json.loads(file.read_text())
+        assert result["swept_optimum_s"] == pytest.approx(result["young_daly_s"], rel=0.05)
+    assert result["checkpoint"]["useful"] > 0.88
+
+
+def test_the_optimum_of_a_sweep() -> None:
+    points = [(x, 1 - 0.02 - 3 / x - x / 1200) for x in (10, 20, 40, 80, 160, 320)]
+    assert swept_optimum(points) == pytest.approx(60)
+    assert swept_optimum(points[:2]) is None
+    assert swept_optimum([(x, 1 - x / 1000) for x in (1, 2, 4, 8)]) is None
+    assert swept_optimum([]) is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--hosts 0 --interval 0 --repair -1 --survival 2", ("4 problems", "--hosts", "--interval", "--repair", "--survival")),
+        ("--save 0", ("--save", "give --interval")),
+        ("--ranks 100000000 --days 1000", ("are played", "--days")),
+        ("--rate 1", ("are played", "--days")),
+        ("--failures TRACE --days 3 --rate 1e-5", ("2 problems", "--days", "--rate", "has no effect")),
+        ("--failures TRACE", ("all removals are at 0",)),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_said_at_once(
+    arguments: str, words: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "t.csv"
+    trace.write_text("0,add,a\n0,remove,a\n")
+    assert main(["simulate", "goodput", *arguments.replace("TRACE", str(trace)).split()]) == 2
+    error = capsys.readouterr().err
+    assert all(word in error for word in words), error
+
+
+def test_saves_that_cost_nothing() -> None:
+    assert main(["simulate", "goodput", "--save", "0", "--interval", "100"]) == 0
 
 
 def test_llama_3_is_effective_more_than_nine_tenths_of_the_time() -> None:

@@ -397,6 +397,22 @@ def test_fast_mode_heals_within_rounding(base: Path) -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.parametrize("overlap", ["fine", "auto"])
+def test_overlapped_layers_heal(base: Path, overlap: str) -> None:
+    """7 micro-batches on 4 ranks: in the last round one takes part in the others' messages without a token."""
+    few = {"resilience__mode": "fast", "train__steps": "6", "train__micro_batch": "2"}
+    if not (base / "runs" / "serial-calm").exists():
+        train(base, "serial-calm", {}, **few)
+    faults: Faults = {"forward": ((1,), 2), "reduction": ((2,), 4)}
+    assert train(base, overlap, faults, **few, dispatch__overlap=overlap) == set(faults)
+    calm, hurt = losses(base, "serial-calm"), losses(base, overlap)
+    assert set(hurt) == set(calm) == set(range(1, 7))
+    for step, told in hurt.items():
+        (wanted,) = calm[step]
+        assert all(abs(loss - wanted[0]) <= 1e-5 * wanted[0] for loss, _ in told)
+
+
+@pytest.mark.ranks
 def test_last_copy_lost_goes_back_to_the_checkpoint_and_says_so(base: Path) -> None:
     assert train(base, "back", {"reduction": ((1, 2, 3), 6)}) == {"reduction"}
     check_equal(base, "back")

@@ -11,11 +11,14 @@ import torch
 
 import test_dispatch as dense
 from moe_help import context, moe_spec
-from phalanx.core.errors import ConfigError
+from phalanx.core.errors import ConfigError, RunError
 from phalanx.kernels import tiles
 from phalanx.kernels.lanes import SERIAL, Lanes
 from phalanx.kernels.later import Later, run
 from phalanx.kernels.native import compiled_rows
+from phalanx.models.context import ForwardInfo
+from phalanx.models.moe import MoE
+from phalanx.plan.dispatch import DispatchSpec
 from phalanx.plan.overlap_setting import parse_overlap
 from phalanx.plan.overlap_types import Schedule
 from phalanx.runtime import overlap, overlap_tuner
@@ -252,14 +255,14 @@ def test_settings_are_read():
 # ---- the choice ------------------------------------------------------------------------------------------------------------
 
 
-def tuned_layer(rank, cache, folding, folder, disturb):
+def tuned_layer(rank, cache, folding, folder, disturb, looks=True):
     """Passes of one layer by `auto`: what was chosen, how often was calibrated, whether results are those of the fine layer."""
     ctx = context(moe_spec(num_experts=E, top_k=K, hidden=H, expert_ffn=F), folding=folding, rank=rank, cache=cache)
     dispatcher = Dispatcher(ctx.dispatch, placement=ctx.placement, groups=ctx.groups, comms=ctx.comms, top_k=K)
     g = torch.Generator().manual_seed(rank)
     x, (weights, experts_TK) = torch.randn(T, H, generator=g), torch.rand(T, E, generator=g).topk(K)
     experts = ExpertWeights(torch.randn(4, 2, F, H, generator=g) / 20, torch.randn(4, H, F, generator=g) / 8)
-    tuner, found = overlap_tuner.Tuner(folder), []
+    tuner, found = overlap_tuner.Tuner(folder, looks=looks), []
     monkeypatch = pytest.MonkeyPatch()
     monkeypatch.setattr(overlap_tuner, "EVERY", 3)
     with torch.no_grad():
@@ -269,7 +272,8 @@ def tuned_layer(rank, cache, folding, folder, disturb):
             call = {"experts": experts, "dispatcher": dispatcher, "lanes": SERIAL}
             y, _ = overlap.run_overlapped(x, weights, experts_TK, schedule=tuned, **call)
             tuned.done()
-            known.ratios[-1] *= disturb
+            if looks:
+                known.ratios[-1] *= disturb
             found.append(known.chooser.cost)
         plain, _ = overlap.run_overlapped(x, weights, experts_TK, schedule=SERIAL_TILES, **call)
     monkeypatch.undo()
@@ -281,10 +285,57 @@ def test_a_calibration_is_kept_and_renewed_where_it_no_longer_fits(tmp_path):
     folding = dense.make_folding(world=2, ep=2)
     first = run_ranks(2, tuned_layer, folding, tmp_path, 1e-3)
     calibrations, _same, cost = first[0]
-    assert calibrations >= 2 and all(s for _, s, _ in first)  # a thousand times faster than predicted: again, and again
+    assert calibrations >= 2 and all(s for _, s, _ in first)  # a thousand times faster than predicted: once again
     assert first[1][0] == calibrations and first[1][2] == cost  # all ranks have the same numbers
     assert [path.suffix for path in tmp_path.iterdir()] == [".json"]
     kept = run_ranks(2, tuned_layer, folding, tmp_path, 1e-3)
     assert kept[0][0] == calibrations - 1  # the first was found
     next(tmp_path.iterdir()).write_text("{}")
     assert run_ranks(2, tuned_layer, folding, tmp_path, 1e-3)[0][0] == calibrations
+
+
+@pytest.mark.ranks
+def test_a_folder_that_cannot_be_written_ends_no_run(tmp_path):
+    (tmp_path / "file").write_text("")
+    folding = dense.make_folding(world=2, ep=2)
+    for folder in (tmp_path / "file", tmp_path / "file" / "below"):
+        assert all(same for _, same, _ in run_ranks(2, tuned_layer, folding, folder, 1.0))
+
+
+@pytest.mark.ranks
+def test_who_does_not_look_calibrates_once():
+    found = run_ranks(2, tuned_layer, dense.make_folding(world=2, ep=2), None, 1e-3, False)
+    assert [calibrations for calibrations, *_ in found] == [1, 1]
+
+
+def full_disk(rank, cache, folding, folder):
+    """A folder that is there and takes no file, whoever writes."""
+    monkeypatch = pytest.MonkeyPatch()
+
+    def refuse(path, value):
+        raise RunError(f"{path}: no space left on device")
+
+    monkeypatch.setattr(overlap_tuner, "write_json", refuse)
+    found = tuned_layer(rank, cache, folding, folder, 1.0)
+    monkeypatch.undo()
+    return found
+
+
+@pytest.mark.ranks
+def test_a_full_disk_ends_no_run(tmp_path):
+    assert all(same for _, same, _ in run_ranks(2, full_disk, dense.make_folding(world=2, ep=2), tmp_path))
+
+
+def asked_for(rank, cache, folding):
+    """What a MoE layer with a shared expert asks its tuner for."""
+    ctx = context(dense.LAYER, folding=folding, rank=rank, cache=cache, dispatch=DispatchSpec(overlap="auto"))
+    layer = MoE(ctx, 0)
+    dense.fill(layer, ctx)
+    with torch.no_grad():
+        layer(torch.randn(8, 16, dtype=torch.float64), ForwardInfo(), dense.batch_of(8))
+    return [known.chooser.shape.shared_ffn for known in ctx.tuner.known.values()]
+
+
+@pytest.mark.ranks
+def test_a_shared_expert_is_part_of_what_is_predicted():
+    assert run_ranks(2, asked_for, dense.make_folding(world=2, ep=2)) == [[16], [16]]

@@ -7,6 +7,11 @@ from pathlib import Path
 import pytest
 
 from phalanx.cli.main import main
+from phalanx.cli.search import shape_named
+from phalanx.plan.folding import Folding
+from phalanx.simulate.from_recipe import recipe_of_mapping, says_the_model
+from phalanx.simulate.mapping import Job, Mapping
+from phalanx.simulate.published import known_models
 
 pytestmark = pytest.mark.unit
 RECIPE = """
@@ -137,3 +142,105 @@ def test_unequal_shares_of_a_step_take_as_long_as_the_largest(recipe: Path, tmp_
 def test_without_such_a_mode_shares_are_equal(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", str(recipe), "--cluster", "h100x128", "--train.global_batch", "250"]) == 2
     assert "train.global_batch" in capsys.readouterr().err
+
+
+# ---- rates ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "given", "convention", "asked", "wanted"),
+    [
+        # (arXiv 2504.14960, tables 2 and 3): 487.7 TFLOPS are 49.3 % of 989.5
+        ("--model mixtral-8x22b", "--tflops 487.7", "causal", ("mfu_pct", "causal"), 49.3),
+        # MegaScale (NSDI 24, table 2): 32.0 s and 6.34 s of 768 and 6144 sequences are 65.3 % and 55.2 % of an A100
+        ("--model GPT3-175B --seq 2048 --cluster a100x256 --batch 768", "--step 32.0", "", ("mfu_pct", "causal"), 65.3),
+        ("--model GPT3-175B --seq 2048 --cluster a100x12288 --batch 6144", "--step 6.34", "", ("mfu_pct", "causal"), 55.2),
+        # Llama 3 (arXiv 2407.21783, table 4): 430 TFLOPS are 43 %
+        ("--model Llama3.1-405B --seq 8192", "--tflops 430", "causal", ("mfu_pct", "causal"), 43.5),
+        # reference of the subject (folding.md 2.4): 1,946 tokens/s of Mixtral-8x22B are 487.7 TFLOPS, all scores counted
+        ("--model Mixtral-8x22B", "--tokens 1946", "", ("tflops_per_rank", "full"), 487.7),
+        ("--model Mixtral-8x22B-G8T8", "--tokens 1909", "", ("mfu_pct", "full"), 28.8),
+        ("--model Qwen2-57B-A14B", "--tokens 4428", "", ("mfu_pct", "full"), 39.0),
+        ("--model Llama3-8x70B", "--tokens 523", "", ("mfu_pct", "full"), 41.6),
+    ],
+)  # fmt: skip
+def test_published_rates_in_other_units(
+    words: str, given: str, convention: str, asked: tuple[str, str], wanted: float, tmp_path: Path
+) -> None:
+    """To 1 %."""
+    file = tmp_path / "r.json"
+    extra = ["--convention", convention] if convention else []
+    assert main(["simulate", "flops", *words.split(), *given.split(), *extra, "--json", str(file)]) == 0
+    assert json.loads(file.read_text())[asked[0]][asked[1]] == pytest.approx(wanted, rel=0.01)
+
+
+def test_a_rate_without_its_convention_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "flops", "--model", "mixtral-8x22b", "--tflops", "470"]) == 2
+    assert "--convention" in capsys.readouterr().err
+    wrong = ["--model", "mixtrel", "--cluster", "h10x8", "--seq", "-1", "--tokens", "0", "--step", "1"]
+    assert main(["simulate", "flops", *wrong]) == 2
+    error = capsys.readouterr().err
+    for word in ("6 problems", "mixtrel", "h10", "--seq", "--tokens", "say the same thing", "--batch"):
+        assert word in error
+    assert main(["simulate", "flops", "--model", "mixtral-8x22b"]) == 0
+    assert "causal half" in capsys.readouterr().out
+
+
+# ---- dispatch beside computation, and rows that are dropped ------------------------------------------------------------------------
+
+
+def seconds_of(recipe: Path, tmp_path: Path, *settings: str) -> float:
+    file = tmp_path / "s.json"
+    assert main(["simulate", str(recipe), "--cluster", "h100x128", *settings, "--json", str(file)]) in (0, 2)
+    return float(json.loads(file.read_text())["seconds"]["p50"])
+
+
+def test_overlap_of_a_recipe_has_its_effect(recipe: Path, tmp_path: Path) -> None:
+    """16 ranks of two hosts exchange rows: chunks hide them, until each has too few rows for its weights."""
+    wide = ("--folding.etp", "2")
+    found = {
+        how: seconds_of(recipe, tmp_path, *wide, "--dispatch.overlap", how)
+        for how in ("serial", "coarse:2", "coarse:32", "fine")
+    }
+    assert found["coarse:2"] < found["serial"] < found["coarse:32"]
+    assert found["fine"] < found["serial"]
+
+
+def test_dropped_rows_bound_the_imbalance(recipe: Path, tmp_path: Path) -> None:
+    learned = ("--router.force", "none")
+    dropless, even, some = (
+        seconds_of(recipe, tmp_path, *learned, *more)
+        for more in (
+            (),
+            ("--dispatch.policy", "drop"),
+            ("--dispatch.policy", "drop", "--dispatch.capacity_factor", "1.1"),
+        )
+    )
+    assert even < some < dropless
+    assert even == seconds_of(recipe, tmp_path)
+
+
+def test_what_is_not_modelled_is_refused(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", str(recipe), "--cluster", "h100x128", "--dispatch.transport", "all_gather"]) == 2
+    assert "dispatch.transport" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, row in known_models().items() if row["gated"].rstrip("?") != "gelu(2)"]
+)
+def test_models_of_publications_can_be_said_by_a_recipe(name: str) -> None:
+    """Or the recipe is refused: a model of two matrices does not run here."""
+    shape = shape_named(name)
+    recipe = recipe_of_mapping(Job(shape=shape, seq_len=4096, global_batch=64), Mapping(folding=Folding(world=1)))
+    assert says_the_model(recipe, shape) == (shape.ffn_matrices == 3)
+
+
+def test_the_winner_of_a_dense_model_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "w.toml"
+    words = ["--model", "Llama3-8B", "--cluster", "h200x8", "--batch", "16", "--exact", "2", "--recipe", str(file)]
+    assert main(["search", *words]) == 0
+    first = capsys.readouterr().out
+    assert "8 ranks on 1 host," in first
+    assert main(["simulate", str(file), "--cluster", "h200x8"]) == 0
+    assert main(["search", "--model", "laptop", "--cluster", "a100x8", "--precision", "fp8"]) == 2
+    assert "has no products in fp8" in capsys.readouterr().err

@@ -139,6 +139,16 @@ def test_overlap_and_recomputation_go_the_right_way() -> None:
     assert seconds(sharding="parameters", reshard_after_forward=True) > plain
 
 
+def test_split_backwards_hide_less_of_tensor_parallel_traffic() -> None:
+    """Megatron-LM scatters an input's gradient beside the weight's; a schedule that puts the weight's off has nothing there."""
+    job, plain = MIXTRAL, replace(BEST, schedule="1f1b", virtual=1)
+    whole, split = (step_time(job, replace(plain, schedule=s), CLUSTER, exact=False) for s in ("1f1b", "zero_bubble"))
+    assert plain.splits_backward is False and replace(plain, schedule="zero_bubble").splits_backward
+    assert not replace(folded(tp=2), schedule="zero_bubble").splits_backward  # no pipeline, nothing to put off
+    assert split.parts["tp"] > 1.2 * whole.parts["tp"]
+    assert split.hidden_s < whole.hidden_s
+
+
 def test_full_recomputation_repeats_dispatch() -> None:
     plain, full = (step_time(MIXTRAL, replace(BEST, recompute=r), CLUSTER, exact=False).parts for r in ("none", "full"))  # type: ignore[arg-type]
     assert full["a2a_inside"] == pytest.approx(1.5 * plain["a2a_inside"])

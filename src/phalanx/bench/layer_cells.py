@@ -35,7 +35,7 @@ LINKS: tuple[float | None, ...] = (2e8, 8e8, 3.2e9, None)
 """25, 100 and 400 MB/s, and no limit."""
 LOADS = ("0", "0.032", "dead")
 TYPES = ("float32", "bfloat16")
-LEAST_ITERATIONS, MOST_ITERATIONS = 8, 30
+LEAST_ITERATIONS, MOST_ITERATIONS = 8, 60
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -218,16 +218,20 @@ class Layer:
         return [y_TH.detach(), *(tensor.grad for tensor in self.inputs if tensor.grad is not None)]
 
     def wrong(self, methods: Sequence[str]) -> list[str]:
-        """Methods whose output or gradients differ from the serial layer's beyond rounding, on any rank; and ours that differ by a bit."""
+        """Methods whose output or gradients differ from the serial layer's beyond rounding, on any rank; and ours that differ by a bit.
+
+        Schedules by which a token travels alike: where it goes to a rank once, that rank adds up its experts, which is another sum.
+        """
         wanted, limit = self.values("serial"), TOLERANCE[self.shape.dtype]
-        found, tiles = [], None
+        found: list[str] = []
+        alike: dict[bool, list[torch.Tensor]] = {}
         for method in methods:
             got = self.values(method)
             if len(got) != len(wanted) or any(_difference(a, b) > limit for a, b in zip(got, wanted, strict=True)):
                 found.append(f"{method} differs from serial")
             if method in OURS:
-                tiles = got if tiles is None else tiles
-                if not all(torch.equal(a, b) for a, b in zip(got, tiles, strict=True)):
+                first = alike.setdefault(OURS[method].per_token, got)
+                if not all(torch.equal(a, b) for a, b in zip(got, first, strict=True)):
                     found.append(f"{method} has other bits than another schedule of ours")
         told = self.place.comms.gather_objects(found, self.place.axis)
         return sorted({line for lines in told for line in lines})

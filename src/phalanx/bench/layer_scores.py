@@ -9,6 +9,8 @@ from phalanx.bench.layer_methods import SERIAL
 
 MARGIN = 1.02
 """How many times faster than serial a schedule must be on the iterations that decide: less is noise, and serial cannot lose."""
+MOST = 0.7
+"""And the share of those iterations in which it must have been the faster one: medians of a short layer swing by a tenth."""
 
 
 def medians(seconds: Mapping[str, Sequence[float]]) -> dict[str, float]:
@@ -24,7 +26,9 @@ def chosen(seconds: Mapping[str, Sequence[float]]) -> tuple[str, float]:
     """The method that is best on the even iterations, and its median on the odd ones."""
     decide, score = halves(seconds)
     best = min(decide, key=lambda m: decide[m])
-    name = best if decide[best] * MARGIN < decide[SERIAL] else SERIAL
+    rounds = list(zip(seconds[best][::2], seconds[SERIAL][::2], strict=True))
+    won = sum(own < serial for own, serial in rounds) >= MOST * len(rounds)
+    name = best if won and decide[best] * MARGIN < decide[SERIAL] else SERIAL
     return name, score[name]
 
 

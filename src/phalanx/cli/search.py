@@ -19,7 +19,7 @@ from phalanx.core.units import format_bytes, format_seconds
 from phalanx.plan.model import PRESETS
 from phalanx.plan.schedule import SCHEDULES
 from phalanx.simulate.device_memory import usable_bytes
-from phalanx.simulate.from_recipe import recipe_of_mapping
+from phalanx.simulate.from_recipe import recipe_of_mapping, says_the_model
 from phalanx.simulate.hardware import parse_cluster
 from phalanx.simulate.mapping import Job, Mapping
 from phalanx.simulate.pictures import Series, plot
@@ -51,6 +51,9 @@ def main(argv: Sequence[str]) -> int:
         for name, value in (("seq", args.seq), ("batch", args.batch), ("top", args.top), ("exact", args.exact))
         if value < 1
     ]
+    if args.precision == "fp8" and cluster is not None and cluster.hardware.fp8_flops_per_s is None:
+        rule = f"has no effect: {cluster.hardware.name} has no products in fp8"
+        problems.append(Problem(where="--precision", value="fp8", rule=rule, hint="leave it out"))
     raise_if(problems, ConfigError, subject="the arguments")
     assert shape is not None and cluster is not None
     begin = time.perf_counter()
@@ -94,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--schedules", nargs="+", choices=tuple(SCHEDULES), metavar="NAME", help=f"of {', '.join(SCHEDULES)}")
     add("--ep-overlap", nargs="+", choices=("none", "chunks", "pair"), default=["none"], metavar="HOW",
-        help="dispatch beside computation: none, chunks, pair (default none: what a recipe can say)")  # fmt: skip
+        help="dispatch beside computation: none, chunks (dispatch.overlap = \"coarse:4\"), pair (no recipe on accelerators yet); default none")  # fmt: skip
     add("--top", type=int, default=10, help="mappings to show (default 10)")
     add("--exact", type=int, default=RERANKED, help=f"mappings to run on the exact schedule (default {RERANKED})")
     add("--json", type=Path, metavar="FILE")
@@ -135,11 +138,16 @@ def shape_named(name: str) -> Shape:
 
 def write_recipe(path: Path, result: SearchResult) -> None:
     """The winner's recipe, or of the best mapping that a recipe can say."""
-    sayable = [p for p in result.best if p.mapping.overlap.ep == "none"]
-    if not sayable or result.job.shape.ffn_matrices != 3:
-        print("no recipe: the best mappings overlap dispatch, or the model is not one that runs here", file=sys.stderr)
+    shape = result.job.shape
+    sayable = [p for p in result.best if p.mapping.overlap.ep != "pair"]
+    if not sayable:
+        print("no recipe: the best mappings pair passes, which no recipe for accelerators can say", file=sys.stderr)
         return
-    write_text(path, dump_recipe(recipe_of_mapping(result.job, sayable[0].mapping)))
+    recipe = recipe_of_mapping(result.job, sayable[0].mapping)
+    if shape.ffn_matrices != 3 or not says_the_model(recipe, shape):
+        print(f"no recipe: {shape.name} is no model that a recipe can say", file=sys.stderr)
+        return
+    write_text(path, dump_recipe(recipe))
 
 
 def to_dict(result: SearchResult, *, seconds: float) -> dict[str, Any]:

@@ -4,6 +4,7 @@
     phalanx simulate RECIPE --cluster FILE --against RUN      the same program, predicted and recorded, id by id
     phalanx simulate validate [--data CSV]          predictions beside published measurements
     phalanx simulate goodput --ranks 16384          progress under failures
+    phalanx simulate flops --model mixtral-8x22b    FLOPs by convention, one published rate in the other units
     phalanx simulate clusters                       known hardware, each constant with its source
 
 No process, no torch.
@@ -17,6 +18,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from phalanx.cli.simulate_flops import flops
 from phalanx.cli.simulate_goodput import goodput
 from phalanx.cli.simulate_validate import validation
 from phalanx.core.config import Recipe
@@ -35,7 +37,7 @@ from phalanx.simulate.trace import chrome_trace
 
 def main(argv: Sequence[str]) -> int:
     """Run `phalanx simulate ARGV...`."""
-    parts = {"validate": validation, "goodput": goodput, "clusters": clusters}
+    parts = {"validate": validation, "goodput": goodput, "flops": flops, "clusters": clusters}
     if argv and argv[0] in parts:
         return parts[argv[0]](argv[1:])
     return step(argv)
@@ -45,7 +47,7 @@ def step(argv: Sequence[str]) -> int:
     """One step of a recipe on a cluster."""
     parser = argparse.ArgumentParser(
         prog="phalanx simulate",
-        description="Predict a step of a recipe on a cluster; also: validate, goodput, clusters (each with --help).",
+        description="Predict a step of a recipe on a cluster; also: validate, goodput, flops, clusters (each with --help).",
         epilog="Settings of the recipe may follow: --folding.ep 8 --train.micro_batch 2 ...",
     )
     parser.add_argument("recipe", type=Path, help="recipe file, such as recipes/laptop.toml")

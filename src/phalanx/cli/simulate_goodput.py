@@ -22,9 +22,15 @@ from phalanx.simulate.goodput import (
     read_removals,
     simulate_goodput,
     sweep,
+    swept_optimum,
     young_daly,
 )
 from phalanx.simulate.pictures import Series, plot
+
+MOST_FAILURES = 100_000
+"""More than that many failures are not played one by one: they take minutes, and change nothing in a share."""
+SWEPT = 4000
+"""Failures, at least, over which the interval between saves is swept."""
 
 
 def goodput(argv: Sequence[str]) -> int:
@@ -33,7 +39,7 @@ def goodput(argv: Sequence[str]) -> int:
     for path in (args.json, args.svg):
         check_writable(path)
     base = Practice(
-        interval_s=args.interval or 1.0,
+        interval_s=1.0 if args.interval is None else args.interval,
         save_s=args.save,
         detect_s=args.detect,
         restart_s=args.restart,
@@ -41,12 +47,7 @@ def goodput(argv: Sequence[str]) -> int:
         survival=args.survival,
         repair_host_s=args.replace,
     )
-    problems = [
-        Problem(where=f"--{name}", value=value, rule="must be above 0", hint="leave it out")
-        for name, value in (("ranks", args.ranks), ("days", args.days), ("rate", args.rate))
-        if not 0 < value < math.inf
-    ]
-    raise_if(problems + practice_problems(base), ConfigError, subject="the arguments")
+    raise_if(_problems(args, base), ConfigError, subject="the arguments")
     result = run(base, args)
     if args.json is not None:
         write_json(args.json, {k: v for k, v in result.items() if k != "curves"})
@@ -54,6 +55,44 @@ def goodput(argv: Sequence[str]) -> int:
         write_text(args.svg, picture(result))
     print(describe(result))
     return 0
+
+
+def _problems(args: argparse.Namespace, base: Practice) -> list[Problem]:
+    """What is wrong with the arguments, all of it, each by the name that it was given by."""
+    problems = [
+        Problem(where=f"--{name}", value=value, rule="must be above 0 and finite", hint="leave it out")
+        for name in ("ranks", "hosts", "days", "rate")
+        if (value := getattr(args, name)) is not None and not 0 < value < math.inf
+    ]
+    names = {"repair_host_s": "replace", "survival": "survival"}
+    for p in practice_problems(base):
+        field = p.where.removeprefix("goodput.")
+        problems.append(replace(p, where=f"--{names.get(field, field.removesuffix('_s'))}"))
+    if args.failures is not None:
+        rule = "has no effect with --failures, which says when hosts fail"
+        problems += [
+            Problem(where=f"--{name}", value=getattr(args, name), rule=rule, hint="leave it out")
+            for name in ("days", "rate")
+            if getattr(args, name) is not None
+        ]
+    if args.save == 0 and args.interval is None:
+        rule = "is 0: a save that costs nothing has no best interval"
+        problems.append(Problem(where="--save", value=args.save, rule=rule, hint="give --interval too"))
+    if not problems and args.failures is None:
+        expected = _days(args) * 24 * _rate(args) * args.ranks
+        if expected > MOST_FAILURES:
+            rule = f"would be {expected:,.0f} failures, of which at most {MOST_FAILURES:,} are played"
+            hint = f"--days {_days(args) * MOST_FAILURES / expected:.3g}"
+            problems.append(Problem(where="--days", value=_days(args), rule=rule, hint=hint))
+    return problems
+
+
+def _days(args: argparse.Namespace) -> float:
+    return 54.0 if args.days is None else float(args.days)
+
+
+def _rate(args: argparse.Namespace) -> float:
+    return LLAMA3_FAILURES_PER_RANK_HOUR if args.rate is None else float(args.rate)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -64,7 +103,6 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--rate",
         type=float,
-        default=LLAMA3_FAILURES_PER_RANK_HOUR,
         help="failures of a rank in an hour (default Llama 3's)",
     )
     add(
@@ -73,7 +111,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="CSV",
         help="a trace of removals in place of --rate: MILLISECONDS,add|remove,NODE",
     )
-    add("--days", type=float, default=54.0, help="length of the job (default 54)")
+    add("--days", type=float, help="length of the job (default 54)")
     add("--interval", type=float, default=None, help="seconds between saves (default: Young and Daly's)")
     add("--save", type=float, default=10.0, help="seconds that a save stops the job (default 10)")
     add("--detect", type=float, default=60.0, help="seconds until a failure is known (default 60)")
@@ -99,13 +137,14 @@ def _parser() -> argparse.ArgumentParser:
 
 def run(base: Practice, args: argparse.Namespace) -> dict[str, Any]:
     """Both ways of recovery over the same failures, and the sweep over intervals."""
-    mean = 3600 / (args.rate * args.ranks)
-    duration = args.days * 86400
+    mean = 3600 / (_rate(args) * args.ranks)
+    duration = _days(args) * 86400
     removals = None
     if args.failures is not None:
         removals = read_removals(args.failures)
-        if not removals:
-            problem = Problem(where=str(args.failures), value=None, rule="has no removals", hint="give another trace")
+        if not removals or removals[-1] <= 0:
+            rule = "has no removals" if not removals else "ends at its beginning: all removals are at 0"
+            problem = Problem(where=str(args.failures), value=None, rule=rule, hint="give another trace")
             raise PlanError([problem], subject="the trace")
         duration, mean = removals[-1], removals[-1] / len(removals)
     best = young_daly(base.save_s, mean)
@@ -117,8 +156,8 @@ def run(base: Practice, args: argparse.Namespace) -> dict[str, Any]:
         chosen = replace(practice, recovery=recovery)  # type: ignore[arg-type]
         return simulate_goodput(chosen, failures, duration_s=duration, hosts=hosts, seed=args.seed)
 
-    intervals = [best * 2 ** (k / 2) for k in range(-6, 7)]
-    span = max(duration, 400 * mean)
+    intervals = [(best or practice.interval_s) * 2 ** (k / 2) for k in range(-6, 7)]
+    span = max(duration, SWEPT * mean)
     curves = {
         name: sweep(replace(practice, recovery=name), mean, intervals, duration_s=span, seed=args.seed)
         for name in ("checkpoint", "replicas")
@@ -126,6 +165,7 @@ def run(base: Practice, args: argparse.Namespace) -> dict[str, Any]:
     return {
         "mean_between_failures_s": mean,
         "young_daly_s": best,
+        "swept_optimum_s": swept_optimum(curves["checkpoint"]),
         "interval_s": practice.interval_s,
         "checkpoint": vars(play("checkpoint")),
         "replicas": vars(play("replicas")),
@@ -146,6 +186,10 @@ def describe(result: dict[str, Any]) -> str:
         shares = "".join(f"{g[part]:>9.2%}" for part in ("useful", "saving", "lost", "down"))
         lines.append(f"{name:<12}{shares}{g['failures']:>10}")
     lines.append(f"expected of checkpoints, in closed form: {result['expected_checkpoint']:.2%}")
+    if result["swept_optimum_s"] is not None:
+        lines.append(
+            f"best interval of the sweep over {SWEPT:,} failures or more: {format_seconds(result['swept_optimum_s'])}"
+        )
     return "\n".join(lines)
 
 

@@ -6,6 +6,7 @@ Reads any CSV of the shared columns (default: the one that comes with Phalanx).
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,12 @@ from typing import Any
 from rich.progress import Progress
 
 from phalanx.cli.tables import markdown_table, replace_part
+from phalanx.cli.validation_bars import bars_markdown, table3
 from phalanx.core.files import check_writable, write_json, write_text
 from phalanx.simulate.pictures import Series, plot
 from phalanx.simulate.published import data_file
 from phalanx.simulate.validate import Outcome, report, role, statistics_of, validate
+from phalanx.simulate.validate_search import Place, places
 
 COLUMNS = ("mape", "median", "worst", "kendall_tau", "oom_right", "false_oom", "rows")
 
@@ -31,6 +34,11 @@ def validation(argv: Sequence[str]) -> int:
         "--write", type=Path, metavar="FILE", help="replace the tables between the marks of a Markdown file"
     )
     parser.add_argument("--rows", action="store_true", help="print every row")
+    parser.add_argument(
+        "--search",
+        action="store_true",
+        help="also search each job of the validation rows, and say where the fastest published mapping stands (--write always does)",
+    )
     args = parser.parse_args(list(argv))
     for path in (args.json, args.svg):
         check_writable(path)
@@ -40,7 +48,13 @@ def validation(argv: Sequence[str]) -> int:
             args.data or data_file("training_steps.csv"),
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
-    result = report(outcomes)
+        searched = bar.add_task("searches", visible=args.search or args.write is not None)
+        found = (
+            places(outcomes, progress=lambda done, total: bar.update(searched, completed=done, total=total))
+            if args.search or args.write is not None
+            else []
+        )
+    result = {**report(outcomes), **({"search": [place.to_dict() for place in found]} if found else {})}
     if args.json is not None:
         write_json(args.json, result)
     if args.svg is not None:
@@ -49,8 +63,14 @@ def validation(argv: Sequence[str]) -> int:
         replace_part(args.write, "families", families_markdown(result))
         replace_part(args.write, "rows", rows_markdown([o for o in outcomes if role(o.row) == "validation"]))
         replace_part(args.write, "worst", rows_markdown(worst(outcomes)))
+        if table3(outcomes):
+            replace_part(args.write, "bars", bars_markdown(outcomes, found))
         return 0
     print(families_text(result))
+    for line in impossible(outcomes):
+        print(line, file=sys.stderr)
+    for place in found:
+        print(place_text(place))
     if args.rows:
         print(rows_markdown(outcomes), end="")
     return 0
@@ -69,9 +89,28 @@ def families_text(result: Mapping[str, Any]) -> str:
         )
     flagged = result["flagged"]
     lines.append(
-        f"errors of step time in per cent; {flagged} rows leave something open that had to be assumed (--json lists it)"
+        f"errors of step time in per cent; rows that leave something open, which had to be assumed (--json lists it): {flagged}"
     )
     return "\n".join(lines)
+
+
+def impossible(outcomes: Sequence[Outcome]) -> list[str]:
+    """Rows whose mapping cannot be, and why: they are counted, and nothing is predicted of them."""
+    out = []
+    for o in outcomes:
+        reasons = [flag.removeprefix("impossible: ") for flag in o.flags if flag.startswith("impossible: ")]
+        if o.prediction is None:
+            out.append(
+                f"line {o.row.line}, {o.row.shape.name} on {o.row.gpus} ranks, cannot run so: {'; '.join(reasons)}"
+            )
+    return out
+
+
+def place_text(p: Place) -> str:
+    """One search in words."""
+    row, where = p.outcome.row, f"place {p.place}" if p.place else f"not among the first {p.kept}"
+    behind = f", {p.behind:.1%} behind the first" if p.behind else ""
+    return f"line {row.line}, {row.shape.name} on {row.gpus} ranks in {row.precision}: the fastest published mapping is {where} of {p.foldings:,} foldings{behind}"
 
 
 def families_markdown(result: Mapping[str, Any]) -> str:
@@ -155,5 +194,6 @@ def picture(outcomes: Sequence[Outcome]) -> str:
         for what, colour in colours.items()
     ]
     mape = statistics_of(outcomes)["mape"]
-    title = f"Step time, predicted against measured ({len(outcomes)} rows, MAPE {mape:.1f} %)"
+    error = "nothing to compare" if mape is None else f"MAPE {mape:.1f} %"
+    title = f"Step time, predicted against measured ({len(outcomes)} rows, {error})"
     return plot(series, title=title, x_name="measured, s", y_name="predicted, s", log=True, diagonal=True)

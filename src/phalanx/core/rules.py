@@ -504,9 +504,6 @@ def _unshared(recipe: Recipe, mode: str) -> Iterator[tuple[str, object, str, str
         yield "folding.stages", recipe.folding.stages, rule, "use folding.pp"
     if d.pad_to_capacity:
         yield "dispatch.pad_to_capacity", True, f"{unequal} padding needs as many tokens on all", "leave it out"
-    if d.overlap != "serial":
-        rule = f"{unequal} overlapped schedules are made for equal ones"
-        yield "dispatch.overlap", d.overlap, rule, "leave it out"
     if recipe.pipeline.pair_passes:
         yield "pipeline.pair_passes", True, f"{unequal} passes are paired by equal ones", "leave it out"
 
@@ -520,6 +517,9 @@ def _inexact(recipe: Recipe) -> Iterator[tuple[str, object, str, str]]:
     if recipe.launch.device != "cpu":
         rule = f"has not been shown to keep the bits {beside}"
         yield "launch.device", recipe.launch.device, rule, 'use "cpu"'
+    if recipe.dispatch.overlap != "serial":
+        rule = f"has no effect {beside}: experts compute units of equal size one after the other there"
+        yield "dispatch.overlap", recipe.dispatch.overlap, rule, "leave it out"
     if recipe.dispatch.transport != "all_to_all":
         rule = f"adds up each rank's experts first {beside}, so that sums depend on who holds them"
         yield "dispatch.transport", recipe.dispatch.transport, rule, 'use "all_to_all"'

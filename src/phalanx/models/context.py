@@ -46,6 +46,8 @@ class ModelContext:
     """Which rank of the pipeline holds which layers; None: all of them are here."""
     tuner: Tuner = field(default_factory=Tuner)
     """What overlap costs here, found out where `dispatch.overlap = "auto"`."""
+    micro_tokens: int = 0
+    """Of this rank in a micro-batch, where ranks may have fewer micro-batches than others and take part in theirs without a token; 0: they have not."""
     host_of_rank: tuple[int, ...] = ()
     """Host of each rank of the run; (): not known, each may be one."""
     expert_state: ExpertState = "whole"

@@ -59,6 +59,8 @@ class MoE(nn.Module):
             tuner=ctx.tuner,
             sums=ctx.sums,
             host_of_rank=ctx.host_of_rank,
+            shared_ffn=ctx.spec.shared_ffn,
+            micro_tokens=ctx.micro_tokens,
         )
         self.layer, self.later = layer, ctx.later
         self.recompute = ctx.recompute == "selective"

@@ -37,7 +37,7 @@ class LayerShape:
     gated: bool = True
     """Two first projections, as in SwiGLU."""
     shared_ffn: int = 0
-    """Width of the shared expert on this rank, 0 for none."""
+    """Width of the shared expert, 0 for none; with tp a rank computes a part of it, for the tokens of all."""
 
     @property
     def row_bytes(self) -> int:

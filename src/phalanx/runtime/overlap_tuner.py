@@ -5,7 +5,7 @@ asking layer: all of its ranks take the numbers of its first rank, so that all c
 
 A calibration is some messages around the group, some products, and some passes of the layer itself on random tokens (a second or two where a layer takes
 a fifth of one). It is kept in `folder` by machines, group, shape and type. Every `EVERY` passes the group compares what it measured with what was predicted;
-where they are apart by more than `APART` on any rank, it calibrates again.
+where they are apart by more than `APART` on any rank, it calibrates again, and looks half as often from then on: what measuring again does not mend is not asked for ever.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from phalanx.core.errors import ConfigError
+from phalanx.core.errors import ConfigError, RunError
 from phalanx.core.files import write_json
 from phalanx.kernels.lanes import Lanes
 from phalanx.plan.dispatch import DispatchPlan
@@ -59,33 +59,46 @@ class Known:
     median_error: float
     """Of the layers that it was fitted to."""
     chooser: Chooser
+    every: int
+    """Passes between two looks."""
     ratios: list[float] = field(default_factory=list)
     """Measured over predicted seconds, newest last."""
 
 
 class Tuner:
-    """Calibrations of one process, shared by its layers. `folder`: where they are kept; None: nowhere."""
+    """Calibrations of one process, shared by its layers. `folder`: where they are kept; None: nowhere.
 
-    def __init__(self, folder: Path | None = None) -> None:
-        self.folder = folder
+    `looks`: compare with what was predicted, and calibrate again. Not where two passes of a rank run beside one another (`runtime/pair.py`): a pass lasts as long as
+    the turns of the other, and which of the two is the one that looks differs from rank to rank. `tell` hears of each calibration.
+    """
+
+    def __init__(
+        self, folder: Path | None = None, *, looks: bool = True, tell: Callable[[str], None] = lambda text: None
+    ) -> None:
+        self.folder, self.looks, self.tell = folder, looks, tell
         self.known: dict[str, Known] = {}
         self.calibrations = 0
 
-    def of(self, dispatcher: Dispatcher, x_TH: torch.Tensor, experts: ExpertWeights, lanes: Lanes) -> Known:
-        """The calibration for layers like this one. Collective over `ep_etp` where it is not known, or does not fit any more."""
-        shape = _shape(dispatcher, x_TH, experts)
+    def of(
+        self, dispatcher: Dispatcher, x_TH: torch.Tensor, experts: ExpertWeights, lanes: Lanes, *, shared_ffn: int = 0
+    ) -> Known:
+        """The calibration for layers like this one. Collective over `ep_etp` where it is not known, or does not fit any more.
+
+        `shared_ffn`: width of the shared expert, on all ranks of tp together, which computes in the gaps of the layer; 0: none.
+        """
+        shape = _shape(x_TH, experts, shared_ffn)
         key = _key(dispatcher, shape, x_TH.dtype)
         found = self.known.get(key)
         if found is None:
             cost, error = self._kept(dispatcher, key) or self._measured(dispatcher, x_TH, experts, lanes, shape, key)
-            found = self.known[key] = Known(cost, error, _chooser(shape, cost))
-        elif len(found.ratios) >= EVERY:
+            found = self.known[key] = Known(cost, error, _chooser(shape, cost), EVERY)
+        elif self.looks and len(found.ratios) >= found.every:
             mine = statistics.median(found.ratios)
             found.ratios.clear()
             told = dispatcher.comms.gather_objects(mine, dispatcher.ep_etp)
             if max(abs(math.log(ratio)) for ratio in told) > math.log(APART):
                 cost, error = self._measured(dispatcher, x_TH, experts, lanes, shape, key)
-                found = self.known[key] = Known(cost, error, _chooser(shape, cost))
+                found = self.known[key] = Known(cost, error, _chooser(shape, cost), 2 * found.every)
         return found
 
     def _kept(self, dispatcher: Dispatcher, key: str) -> tuple[OverlapCost, float] | None:
@@ -110,6 +123,7 @@ class Tuner:
         shape: LayerShape,
         key: str,
     ) -> tuple[OverlapCost, float]:
+        begin_s = time.perf_counter()
         for _ in range(TRIES):
             self.calibrations += 1
             with torch.no_grad():
@@ -125,9 +139,16 @@ class Tuner:
                 break
         cost, error = first or (_UNKNOWN, math.inf)
         if self.folder is not None and first is not None:
-            with suppress(OSError):  # a folder that cannot be written to costs the next run a calibration
+            with suppress(OSError, RunError):  # a folder that cannot be written to costs the next run a calibration
                 self.folder.mkdir(parents=True, exist_ok=True)
                 write_json(self.folder / f"{key}.json", {"cost": asdict(cost), "median_error": error})
+        took_s = time.perf_counter() - begin_s
+        fitted = (
+            "no times that make sense: serial order" if first is None else f"median error of its layers {error:.0%}"
+        )
+        self.tell(
+            f"overlap of {shape.tokens} tokens on {dispatcher.ep_etp.size} ranks calibrated in {took_s:.1f} s: {fitted}"
+        )
         return cost, error
 
 
@@ -149,7 +170,7 @@ class Tuned:
 
     def done(self) -> None:
         """The pass is over."""
-        if self._predicted_s > 0:
+        if self._predicted_s > 0 and self.tuner.looks:
             self.known.ratios.append((time.perf_counter() - self._begin_s) / self._predicted_s)
 
 
@@ -157,13 +178,14 @@ def _chooser(shape: LayerShape, cost: OverlapCost) -> Chooser:
     return Chooser(shape, cost, CANDIDATES, tile_rows=TILE_ROWS)
 
 
-def _shape(dispatcher: Dispatcher, x_TH: torch.Tensor, experts: ExpertWeights) -> LayerShape:
+def _shape(x_TH: torch.Tensor, experts: ExpertWeights, shared_ffn: int) -> LayerShape:
     return LayerShape(
         tokens=x_TH.shape[0],
         hidden=x_TH.shape[1],
         ffn=experts.w2_eHf.shape[2],
         element_bytes=x_TH.element_size(),
         slots=experts.w2_eHf.shape[0],
+        shared_ffn=shared_ffn,
     )
 
 
@@ -201,7 +223,8 @@ def measure(
 def _layers(
     dispatcher: Dispatcher, x_TH: torch.Tensor, experts: ExpertWeights, lanes: Lanes, shape: LayerShape
 ) -> list[Sample]:
-    """Passes of the layer on tokens that are routed evenly."""
+    """Passes of the layer on tokens that are routed evenly, without its shared expert."""
+    shape = replace(shape, shared_ffn=0)
     k, num = dispatcher.top_k, dispatcher.num_experts
     tokens = torch.arange(len(x_TH), device=x_TH.device).unsqueeze(1)
     step = torch.arange(k, device=x_TH.device) * max(1, num // k)

@@ -41,10 +41,13 @@ class RoutedExperts:
         tuner: Tuner | None = None,
         sums: FixedSums | None = None,
         host_of_rank: Sequence[int] = (),
+        shared_ffn: int = 0,
+        micro_tokens: int = 0,
     ) -> None:
-        """`host_of_rank` of all ranks of the run, () where it is not known."""
+        """`host_of_rank` of all ranks of the run, () where it is not known. `shared_ffn`: width of the expert that is given as `beside`, 0 for none.
+        `micro_tokens`: as in the model's context."""
         self.dispatcher, self.kernels, self.lanes, self.sums = dispatcher, kernels, lanes, sums
-        self.tuner = tuner or Tuner()
+        self.tuner, self.shared_ffn, self.micro_tokens = tuner or Tuner(), shared_ffn, micro_tokens
         self.hosts = [host_of_rank[rank] for rank in dispatcher.ep_etp.ranks] if host_of_rank else None
         alone = dispatcher.ep_etp.size == 1
         self.setting = OverlapSetting("serial") if alone else parse_overlap(dispatcher.spec.overlap)
@@ -84,7 +87,8 @@ class RoutedExperts:
         if self.setting.kind in FIXED:
             return run_overlapped(*routed, schedule=FIXED[self.setting.kind], **by_tiles)
         if self.setting.kind == "auto":
-            tuned = Tuned(self.tuner, self.tuner.of(self.dispatcher, x_TH, experts, self.lanes))
+            known = self.tuner.of(self.dispatcher, self._of_all(x_TH), experts, self.lanes, shared_ffn=self.shared_ffn)
+            tuned = Tuned(self.tuner, known)
             out = run_overlapped(*routed, schedule=tuned, **by_tiles)
             tuned.done()
             return out
@@ -93,3 +97,7 @@ class RoutedExperts:
         else:
             y_TH, dropped = run_experts(*routed, kernels=self.kernels, **common)
         return y_TH if beside is None else y_TH + beside(), dropped
+
+    def _of_all(self, x_TH: torch.Tensor) -> torch.Tensor:
+        """Tokens like those of the ranks that have some: what is known of the layer must have one name on all."""
+        return x_TH if len(x_TH) else x_TH.new_zeros(self.micro_tokens, x_TH.shape[1])

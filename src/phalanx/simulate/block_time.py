@@ -12,13 +12,22 @@ parallel region t T; rows of its experts t k times ETP.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from phalanx.simulate.collectives import Network, Span, span_of
+from phalanx.simulate.collectives import Network, Span, beside, span_of
 from phalanx.simulate.cost import BF16, Oracle
 from phalanx.simulate.mapping import Job, Mapping
 from phalanx.simulate.shape import Shape, core_flops
 
 COMMUNICATION = ("tp", "cp", "etp", "a2a_inside", "a2a_between")
+
+
+class Product(NamedTuple):
+    """Seconds of a product forward, of its input's gradient, of its weight's gradient: what communication can run beside."""
+
+    forward: float
+    input_grad: float
+    weight_grad: float
 
 
 @dataclass
@@ -45,6 +54,16 @@ class Ledger:
     @property
     def seconds(self) -> tuple[float, float]:
         return sum(self.forward.values()), sum(self.backward.values())
+
+    def times(self, number: int) -> Ledger:
+        """The same so many times."""
+        return Ledger(
+            forward={kind: number * s for kind, s in self.forward.items()},
+            backward={kind: number * s for kind, s in self.backward.items()},
+            hidden=number * self.hidden,
+            weight_grad=number * self.weight_grad,
+            kernels=number * self.kernels,
+        )
 
     def close(self, launch_s: float) -> None:
         """The host starts kernels no faster than `launch_s` each: what is missing is waiting."""
@@ -75,18 +94,18 @@ class Blocks:
 
     # ---- pieces
 
-    def linear(self, ledger: Ledger, m: float, n: float, k: float, *, kind: str = "gemm", groups: int = 1) -> float:
-        """A product with its two gradients; its forward seconds."""
+    def linear(self, ledger: Ledger, m: float, n: float, k: float, *, kind: str = "gemm", groups: int = 1) -> Product:
+        """A product with its two gradients."""
         o = self.oracle
-        forward = o.product(m, n, k, groups=groups)
+        forward, back = o.product(m, n, k, groups=groups), o.product(m, k, n, groups=groups)
         weight = o.product(m, n, k, groups=groups, accumulate=True)
-        ledger.add(kind, forward, o.product(m, k, n, groups=groups) + weight)
+        ledger.add(kind, forward, back + weight)
         ledger.weight_grad += weight
         ledger.kernels += 1
         if o.eight_bits:  # read bf16, write two orders of bytes: the input forward, the output's gradient backward
             ledger.add("memory", o.memory(4 * m * k), o.memory(4 * m * n))
             ledger.kernels += 1
-        return forward
+        return Product(forward, back, weight)
 
     def kernel(self, ledger: Ledger, num_bytes: float, *, kernels: int = 1, backward: float = 2.0) -> None:
         """A memory-bound kernel; its backward pass moves `backward` times the bytes."""
@@ -94,23 +113,31 @@ class Blocks:
         ledger.add("memory", o.memory(num_bytes, kernels=kernels), o.memory(backward * num_bytes, kernels=kernels))
         ledger.kernels += kernels
 
-    def tensor_parallel(self, ledger: Ledger, before: float, after: float) -> None:
-        """Gather before, scatter after a region (sequence parallel); `before`, `after`: forward seconds of the products beside them.
+    def tensor_parallel(self, ledger: Ledger, first: Product | None, last: Product | None) -> None:
+        """Gather before the `first` product of a region, scatter behind the `last` (sequence parallel).
 
-        In the backward pass the gather of the input for the weight gradient runs beside the input gradient's product.
+        Backward the outer gradient is gathered bare; the first product's input is gathered once more beside its input gradient, and that is
+        scattered beside the weight gradient (Megatron-LM, `LinearWithGradAccumulationAndAsyncCommunication`), unless that is put off.
         """
         f = self.mapping.folding
         if f.tp == 1:
             return
         whole = self.tokens * f.tp * self.shape.hidden * BF16
         comm = self.network.all_gather(whole, self.span(f.tp, 1))
-        if not self.mapping.overlap.tp:
-            ledger.add("tp", 2 * comm, 2 * comm + max(0.0, comm - before))
-            ledger.hidden += min(comm, before)
+        ends = (first is not None) + (last is not None)
+        if self.mapping.overlap.tp:
+            rooms = [p.forward for p in (first, last) if p is not None]
+            left = sum(comm / f.tp + max(0.0, comm * (1 - 1 / f.tp) - room) for room in rooms)
+            ledger.both("tp", left)
+            ledger.hidden += 2 * (ends * comm - left)
             return
-        left = sum(comm / f.tp + max(0.0, comm * (1 - 1 / f.tp) - beside) for beside in (before, after))
-        ledger.both("tp", left)
-        ledger.hidden += 4 * comm - 2 * left
+        backward = comm * (last is not None)
+        if first is not None:
+            rooms = [first.input_grad, 0.0 if self.mapping.splits_backward else first.weight_grad]
+            left = sum(beside(comm, room, self.oracle.hardware.sms) for room in rooms)
+            ledger.hidden += 2 * comm - left
+            backward += left
+        ledger.add("tp", ends * comm, backward)
 
     # ---- attention
 
@@ -133,7 +160,7 @@ class Blocks:
         self.kernel(out, self.tokens * 6 * h, backward=0.7)
         return out
 
-    def _latent(self, out: Ledger, full: float) -> float:
+    def _latent(self, out: Ledger, full: float) -> Product:
         """Projections of multi-head latent attention: the way down is the same on all tensor parallel ranks."""
         s, m, t = self.shape, self.shape.latent, self.mapping.folding.tp
         assert m is not None
@@ -214,6 +241,10 @@ class Blocks:
         here = rows * f.etp
         if f.ep > 1 and local > 1:
             self.kernel(out, 2 * 2 * here * h * BF16, kernels=2, backward=1.0)  # sort by expert, and back
+        if (
+            self.oracle.eight_bits
+        ):  # rows of each expert are copied to a multiple of 16, and back (Megatron-LM: `Fp8Padding`, `Fp8Unpadding`)
+            self.kernel(out, 2 * 2 * here * h * BF16, kernels=2, backward=1.0)
         even, hot = self._expert_products(here, local), self._expert_products(here * load, local)
         for kind, ledger, factor in (("experts", even, 1.0), ("imbalance", hot, 1.0), ("imbalance", even, -1.0)):
             f_s, b_s = ledger.seconds
@@ -242,6 +273,13 @@ class Blocks:
             self.kernel(out, 2 * rows * one, kernels=3, backward=3 / 2)
 
     def _expert_products(self, rows: float, local: int) -> Ledger:
+        """All rows of a rank's experts; in chunks each product is of the rows of a chunk, and every chunk reads the weights anew."""
+        overlap = self.mapping.overlap
+        if overlap.ep != "chunks" or self.mapping.folding.ep == 1:
+            return self._expert_rows(rows, local)
+        return self._expert_rows(rows / overlap.chunks, local).times(overlap.chunks)
+
+    def _expert_rows(self, rows: float, local: int) -> Ledger:
         out, s, f = Ledger(), self.shape, self.mapping.folding
         n = s.expert_ffn / f.etp
         groups = local if self.mapping.grouped_experts else 1
@@ -307,14 +345,14 @@ class Blocks:
         before = bf16.linear(out, full, s.vocab / f.tp, s.hidden)
         # vocabulary-parallel loss in fp32, operation by operation: 38 bytes a logit forward, 18 backward (Megatron-LM, not fused)
         self.kernel(out, full * s.vocab / f.tp * 38, kernels=8, backward=18 / 38)
-        self.tensor_parallel(out, before, before)
+        self.tensor_parallel(out, before, None)
         return out
 
     def embedding(self) -> Ledger:
         """Rows of the table, summed over tensor parallel ranks."""
         out, s = Ledger(), self.shape
         self.kernel(out, self.tokens * self.mapping.folding.tp * s.hidden * 2 * BF16)
-        self.tensor_parallel(out, 0.0, 0.0)
+        self.tensor_parallel(out, None, Product(0.0, 0.0, 0.0))
         return out
 
     def layer(self, index: int) -> Ledger:

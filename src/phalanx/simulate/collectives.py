@@ -19,6 +19,9 @@ from functools import lru_cache
 
 from phalanx.simulate.hardware import Curve, Hardware, at
 
+NCCL_SMS = 16
+"""Multiprocessors that a ring takes beside computation (8 to 24)."""
+
 
 @dataclass(frozen=True)
 class Span:
@@ -158,6 +161,11 @@ class Network:
         if between:
             return self._known("send", Span(1, 2), num_bytes, lambda size: h.between_latency_s + size / self._between)
         return self._known("send", Span(2, 1), num_bytes, lambda size: h.inside_latency_s + self._inside(size, 2, size))
+
+
+def beside(comm: float, room: float, sms: int) -> float:
+    """What communication adds to computation of `room` seconds that it runs beside: what has no room, and the share of the device it takes."""
+    return max(0.0, comm - room) + min(comm, room) * NCCL_SMS / sms
 
 
 @lru_cache(maxsize=256)

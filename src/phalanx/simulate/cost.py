@@ -5,6 +5,7 @@ with an error bar (standard deviation of the logarithm). Must never change: a co
 name of a model.
 
     product of matrices   t0 + max(2mnk / (efficiency * peak), bytes / (efficiency * bandwidth)); 7 % on 11,305 shapes (aiconfigurator)
+    weight gradient       the same, and `EPILOGUE` of the lesser of the two: fp32 sums are read and written when a tile's products are done
     grouped product       the same over all rows and all weights of the group: few rows a group are bound by reading weights
     attention             causal FLOPs over a curve of efficiency by sequence length
     memory-bound kernel   bytes over bandwidth, and the time of a kernel
@@ -38,6 +39,12 @@ SIGMA = {
 }
 """Error bar by kind of operation: the spread of the published tables round their fits (section 1.3 and 1.4 of the reference), widest for
 all-to-all between hosts, which has no public table."""
+
+EPILOGUE = 0.3
+"""Share of the lesser bound (memory or products) that a weight gradient takes besides the greater: its traffic is at the end of each tile. Fitted to
+the weight gradients with fp32 accumulation of SimuMax's table of an A100 (configs/system/a100_pcie.json, Apache-2.0): 65 products from
+8.3 to 4.4 % of mean error, 4 groups of 616 and 1,232 rows an expert from 20 to 2.6 %. Forward products of that table, and the grouped ones of
+aiconfigurator on H100, are best at 0: their loads run ahead of the products."""
 
 BF16, FP32 = 2, 4
 
@@ -98,7 +105,8 @@ class Oracle:
         weights = groups * n * k
         width = FP32 if self._wide else BF16
         moved = (m * k + m * n) * width + weights * (2 * FP32 if accumulate else width)
-        bound = max(2.0 * m * n * k / self._rate, moved / self.bytes_per_s)
+        products, memory = 2.0 * m * n * k / self._rate, moved / self.bytes_per_s
+        bound = max(products, memory) + (EPILOGUE * min(products, memory) if accumulate else 0.0)
         return self.hardware.kernel_s * 4 / 3 + bound * self._correction(m, n, k)
 
     def _correction(self, m: float, n: float, k: float) -> float:

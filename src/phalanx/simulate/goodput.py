@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
+
 from phalanx.core.errors import DataError, PlanError, Problem, raise_if
 
 LLAMA3_FAILURES_PER_RANK_HOUR = 1.97e-5
@@ -192,3 +194,20 @@ def sweep(
         run = simulate_goodput(changed, poisson(mean_between_s, seed), duration_s=duration_s, seed=seed)
         out.append((interval, run.useful))
     return out
+
+
+def swept_optimum(points: Sequence[tuple[float, float]]) -> float | None:
+    """The best interval of a sweep of (interval, useful share): least squares of `lost = a + b / interval + c interval`, so sqrt(b / c).
+
+    Over the points within a factor of 4 of the best, for the form is that of the first order. None where the sweep has no optimum inside (saves that cost nothing, failures that cost nothing, or less than three useful points).
+    """
+    best = max(points, key=lambda point: point[1], default=(1.0, 0.0))[0]
+    used = [(x, y) for x, y in points if y > 0 and best / 4.1 < x < 4.1 * best]
+    if len(used) < 3:
+        return None
+    table = np.array([[1.0, 1 / x, x] for x, _ in used])
+    scale = np.abs(table).max(axis=0)
+    (_, b, c), *_ = np.linalg.lstsq(table / scale, np.array([1 - y for _, y in used]), rcond=None)
+    b, c = b / scale[1], c / scale[2]
+    found = math.sqrt(b / c) if b > 0 and c > 0 else 0.0
+    return found if used[0][0] <= found <= used[-1][0] else None

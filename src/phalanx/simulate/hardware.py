@@ -104,12 +104,16 @@ class GpuCluster:
         """The cluster in three lines that a person reads."""
         h = self.hardware
         return (
-            f"{self.name}: {self.hosts} hosts x {h.ranks_per_host} ranks, {h.title}\n"
+            f"{self.name}: {_many(self.world, 'rank')} on {_many(self.hosts, 'host')}, {h.title}\n"
             f"  {format_rate(h.bf16_flops_per_s, 'FLOP')} bf16, {format_bytes(h.memory_bytes)} at "
             f"{format_rate(h.memory_bytes_per_s, 'B')}\n"
             f"  inside a host {format_rate(h.inside_bytes_per_s[-1][1], 'B')}, "
             f"between hosts {format_rate(h.between_bytes_per_s, 'B')} a rank"
         )
+
+
+def _many(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def at(curve: Curve, x: float) -> float:

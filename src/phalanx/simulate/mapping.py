@@ -9,12 +9,13 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from typing import Literal
 
 from phalanx.core.errors import PlanError, Problem, raise_if
 from phalanx.core.samples import num_rounds
 from phalanx.plan.folding import Folding, folding_problems
-from phalanx.plan.schedule import SCHEDULES, schedule_problems
+from phalanx.plan.schedule import SCHEDULES, make_schedule, schedule_problems
 from phalanx.simulate.routing import Routing
 from phalanx.simulate.shape import Shape
 
@@ -86,6 +87,11 @@ class Mapping:
             return max(1, num_rounds(job.global_batch // self.micro_batch, owners=self.folding.dp))
         return max(1, job.global_batch // (self.folding.dp * self.micro_batch))
 
+    @property
+    def splits_backward(self) -> bool:
+        """Whether weight gradients are passes of their own, later than what they could hide."""
+        return self.folding.pp > 1 and _splits_backward(self.schedule)
+
     def check(self, job: Job) -> None:
         """Raise `PlanError` with all problems."""
         raise_if(mapping_problems(self, job), PlanError, subject="mapping")
@@ -112,6 +118,12 @@ class Mapping:
         return (
             f"{self.label()}\n  beside computation: {', '.join(beside) or 'nothing'}; {self.precision}, {self.dispatch}"
         )
+
+
+@lru_cache(maxsize=64)
+def _splits_backward(schedule: str) -> bool:
+    virtual = SCHEDULES[schedule].virtual or 1
+    return make_schedule(schedule, pp=2, virtual=virtual, num_microbatches=4).splits_backward
 
 
 def mapping_problems(mapping: Mapping, job: Job) -> list[Problem]:

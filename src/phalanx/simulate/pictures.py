@@ -35,7 +35,8 @@ def plot(
     diagonal: bool = False,
     marks: Sequence[tuple[float, str]] = (),
 ) -> str:
-    """A plot of points and lines. `marks` are vertical lines with a word; `diagonal` draws x = y."""
+    """A plot of points and lines. `marks` are vertical lines with a word; `diagonal` draws x = y. Without points the axes are 1 to 10."""
+    marks = [mark for mark in marks if mark[0] > 0 or not log]
     xs = [p[0] for s in series for p in s.points] + [x for x, _ in marks]
     ys = [p[1] for s in series for p in s.points]
     if diagonal:
@@ -51,7 +52,7 @@ def plot(
         f'<text x="{(LEFT + WIDTH) / 2:.0f}" y="{HEIGHT - 14}" text-anchor="middle">{escape(x_name)}</text>',
         f'<text transform="translate(16 {HEIGHT / 2:.0f}) rotate(-90)" text-anchor="middle">{escape(y_name)}</text>',
     ]
-    if diagonal:
+    if diagonal and xs:
         low, high = max(min(xs), min(ys)), min(max(xs), max(ys))
         out.append(_segment(x_of(low), y_of(low), x_of(high), y_of(high), "#bbbbbb"))
     for x, word in marks:
@@ -92,7 +93,7 @@ def _tick(at: float, value: float, *, down: bool) -> str:
 def _scale(
     values: Sequence[float], start: float, stop: float, *, log: bool
 ) -> tuple[Callable[[float], float], list[float]]:
-    low, high = (min(values), max(values)) if values else (0.0, 1.0)
+    low, high = (min(values), max(values)) if values else (1.0, 10.0)
     if log:
         a, b = math.log10(low * 0.9), math.log10(high * 1.1)
         ticks = [m * 10.0**e for e in range(math.floor(a), math.ceil(b) + 1) for m in (1, 2, 5)]

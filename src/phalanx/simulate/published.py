@@ -27,7 +27,8 @@ COLUMNS = (
 METRICS = ("step_time_s", "tokens_per_s_per_GPU", "MFU_pct", "model_TFLOPS_per_GPU", "OOM")
 PRECISIONS = ("bf16", "fp16", "fp8", "mxfp8")
 GPUS = (
-    ("gb200", "gb200"), ("b200", "b200"), ("h200", "h200"), ("h800", "h800"), ("h100-96gb", "h100-hbm2e"), ("h100", "h100"), ("a100", "a100"),
+    ("gb300", "gb300"), ("gb200", "gb200"), ("b300", "b300"), ("b200", "b200"), ("h200", "h200"), ("h800", "h800"),
+    ("h100-96gb", "h100-hbm2e"), ("h100", "h100"), ("a800", "a800"), ("a100", "a100"),
 )  # fmt: skip
 """(how the column begins, hardware), first match decides."""
 
@@ -111,9 +112,11 @@ def data_file(name: str) -> Path:
 def read_rows(path: Path) -> tuple[Row, ...]:
     """All measurements of a CSV. Raises `DataError` with every problem of it: missing columns, words and numbers that cannot be."""
     try:
-        with path.open(encoding="utf-8", newline="") as file:
+        with path.open(encoding="utf-8-sig", newline="") as file:  # spreadsheets begin their files with a mark
             reader = csv.DictReader(file)
-            table, columns = list(reader), reader.fieldnames or []
+            columns = [name.strip() for name in reader.fieldnames or []]
+            reader.fieldnames = columns
+            table = list(reader)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise DataError(
@@ -156,16 +159,22 @@ def known_models() -> dict[str, dict[str, str]]:
 
 
 def _known(name: str, models: AnyMapping[str, dict[str, str]]) -> dict[str, str] | None:
-    """The row of a model, its variants (proxies with fewer layers, names with a remark) included."""
-    short = re.sub(r"^(llama)3\.1", r"\g<1>3", name.lower())
-    best = None
-    for key, row in models.items():
-        low = key.lower().split(" (")[0]
-        if low in (name.lower(), short):
-            return row
-        if low == re.sub(r"[\s(].*", "", name.lower()):
-            best = row
-    return best
+    """The row of a model; its variants too (proxies with fewer layers, names with a remark or a date, other ways to write them)."""
+    plain = _plain(name)
+    rows = {_plain(key): row for key, row in models.items()}
+    if plain in rows:
+        return rows[plain]
+    longest = max((key for key in rows if plain.startswith(key)), key=len, default=None)
+    if longest is not None:
+        return rows[longest]
+    longer = [key for key in rows if len(plain) >= 6 and key.startswith(plain)]
+    return rows[longer[0]] if len(longer) == 1 else None
+
+
+def _plain(name: str) -> str:
+    """Letters and digits in front of a bracket; a point release of Llama 3 has the shape of its first."""
+    short = re.sub(r"[^a-z0-9.]", "", name.lower().split(" (")[0])
+    return re.sub(r"^(llama3)\.[0-9]", r"\1", short).replace(".", "")
 
 
 def shape_from(entry: AnyMapping[str, str], models: AnyMapping[str, dict[str, str]]) -> tuple[Shape, list[str]]:
@@ -227,10 +236,18 @@ def _number(reading: _Reading, where: str, entry: AnyMapping[str, str], key: str
         value = float(text)
     except ValueError:
         value = math.nan
-    if not value >= least or value != int(value):
+    if not least <= value < math.inf or value != int(value):
         reading.add(f"{where}: {key}", text, f"must be a whole number of at least {least}")
         return None
     return int(value)
+
+
+def _experts(reading: _Reading, where: str, experts: int, top_k: int) -> None:
+    """A token chooses at least one expert and at most all, where there are any."""
+    if experts and not 1 <= top_k <= experts:
+        reading.add(f"{where}: topk", top_k, f"must be 1 to the {experts} experts")
+    if top_k and not experts:
+        reading.add(f"{where}: experts", experts, f"must be at least topk = {top_k}", "topk 0 in a dense model")
 
 
 def _read(
@@ -249,7 +266,10 @@ def _read(
         _number(reading, where, entry, key, 1)
     for key in _NOT_NEGATIVE:
         _number(reading, where, entry, key, 0)
+    if len(reading.problems) == before:
+        _experts(reading, where, int(float(entry["experts"] or 0)), int(float(entry["topk"] or 0)))
     degrees = {key: _number(reading, where, entry, key, 1) for key in _DEGREES}
+    entry["metric"] = next((m for m in METRICS if m.lower() == entry["metric"].lower()), entry["metric"])
     metric, precision = entry["metric"], re.split(r"[-_ ]", entry["precision"].lower())[0]
     if metric not in METRICS:
         reading.add(f"{where}: metric", metric, "is not a metric", nearest(metric, METRICS))

@@ -111,4 +111,5 @@ def _virtual(row: Row, folding: Folding) -> int:
         return row.virtual
     if row.facts.virtual != "layers":
         return 1
-    return max(1, -(-row.shape.layers // folding.pp)) if row.shape.layers >= folding.pp else 1
+    most = (row.shape.layers + 2) // folding.pp  # embedding and head may have stages of their own
+    return max(1, min(most, -(-row.shape.layers // folding.pp)))

@@ -63,7 +63,7 @@ class Quick:
     def sums(self, mapping: Mapping) -> tuple[Sums, ...]:
         """Seconds of each of `KINDS`; zeros for a kind that the model lacks."""
         f = mapping.folding
-        dense = (f.tp, f.cp, mapping.micro_batch)
+        dense = (f.tp, f.cp, mapping.micro_batch, mapping.splits_backward)
         key = (*dense, f.ep, f.etp, mapping.overlap.ep, mapping.recompute)
         if key not in self.layers:
             blocks, shape = Blocks(self.job, mapping, self.oracle, self.network), self.job.shape
@@ -106,7 +106,8 @@ class Quick:
         own = parameters_of_rank(self.job, mapping, held[0])
         replicas = Replicas(mapping, self.network)
         first = totals[0]
-        out += replicas.exposed(own, forward=first[0], backward=first[1], layers=held[0].layers, passes=m)
+        back = first[2] if mapping.splits_backward else first[1]
+        out += replicas.exposed(own, forward=first[0], backward=back, layers=held[0].layers, passes=m)
         return out + replicas.optimizer(own, self.oracle)
 
     def bound(self, mapping: Mapping) -> float:

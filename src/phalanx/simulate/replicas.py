@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from phalanx.simulate.collectives import Network, span_of
+from phalanx.simulate.collectives import Network, beside, span_of
 from phalanx.simulate.cost import BF16, FP32, Oracle
 from phalanx.simulate.device_memory import shards
 from phalanx.simulate.mapping import Mapping
 
-NCCL_SMS = 16
-"""Multiprocessors that a ring takes beside computation (8 to 24)."""
 OPTIMIZER_BYTES = 34
 """Moved for a parameter that this rank updates: gradient twice (norm, update), three states in and out, the bf16 weight out."""
 
@@ -62,8 +60,3 @@ class Replicas:
         by_dense, by_expert = shards(self.mapping)
         mine = own[0] / by_dense + own[1] / by_expert
         return oracle.memory(mine * OPTIMIZER_BYTES + sum(own) * FP32, kernels=20)
-
-
-def beside(comm: float, room: float, sms: int) -> float:
-    """What communication adds to computation of `room` seconds that it runs beside: what has no room, and the share of the device it takes."""
-    return max(0.0, comm - room) + min(comm, room) * NCCL_SMS / sms

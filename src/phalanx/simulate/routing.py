@@ -26,6 +26,8 @@ class Routing:
     """balanced: forced, or capacity factor 1 with padding; learned: as the distribution says."""
     concentration: float = 8.0
     """Of the experts' popularity in a layer: its coefficient of variation is about 1 / sqrt(concentration)."""
+    most: float | None = None
+    """Rows of an expert at most, over its even share, where the others are dropped (a capacity factor)."""
 
     def hottest(self, *, ep: int, experts: int, rows: float, top_k: int, quantile: float = 0.5) -> float:
         """Load of the fullest of `ep` ranks over the even share; `rows` are all rows of the group in a micro-batch.
@@ -37,6 +39,7 @@ class Routing:
         popularity = (ep - 1) / (experts * self.concentration + 1)
         deviation = math.sqrt(popularity + (ep - 1) / max(rows, 1.0))
         most = min(float(ep), ep * min(top_k, experts // ep) / top_k if top_k else float(ep))
+        most = most if self.most is None else min(most, self.most)
         return max(1.0, min(most, 1.0 + deviation * _maximum(ep, quantile)))
 
 

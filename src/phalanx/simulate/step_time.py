@@ -268,7 +268,9 @@ class _Step:
         parts["bubble"] = makespan - busy[rank]
         content = contents(self.job, self.mapping)[0]
         own = parameters_of_rank(self.job, self.mapping, content)
-        room = tuple(sum(stage.seconds[way] for stage in held[0]) for way in (0, 1))
+        room = [sum(stage.seconds[way] for stage in held[0]) for way in (0, 1)]
+        if self.mapping.splits_backward:  # gradients are whole when the weights' own passes end
+            room[1] = sum(stage.weight_grad for stage in held[0])
         replicas = Replicas(self.mapping, self.network)
         parts["dp"] = replicas.exposed(own, forward=room[0], backward=room[1], layers=content.layers, passes=self.m)
         parts["optimizer"] = replicas.optimizer(own, self.oracle)

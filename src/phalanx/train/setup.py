@@ -45,7 +45,7 @@ from phalanx.runtime.allocator import keep_freed_memory
 from phalanx.runtime.clocks import hosts_of
 from phalanx.runtime.collectives import Collectives
 from phalanx.runtime.escape import Escape
-from phalanx.runtime.groups import GroupCache, WorldInfo, build_groups, init_world, with_second_groups
+from phalanx.runtime.groups import GroupCache, Groups, WorldInfo, build_groups, init_world, with_second_groups
 from phalanx.runtime.launch import StopRequest
 from phalanx.runtime.overlap_tuner import Tuner
 from phalanx.runtime.peers import Peers, own_group
@@ -235,6 +235,14 @@ def make_context(
         cp_method=recipe.folding.cp_method,
         seed=recipe.train.seed,
         lanes=lanes,
-        tuner=Tuner(user_folder()),
+        tuner=Tuner(
+            user_folder(), looks=not pipeline.pair_passes, tell=lambda text: rank.sinks(Note(level="info", text=text))
+        ),
+        micro_tokens=_micro_tokens(recipe, groups) if recipe.resilience.mode != "off" else 0,
         host_of_rank=hosts_of(rank.peers),
     )
+
+
+def _micro_tokens(recipe: Recipe, groups: Groups) -> int:
+    parts = groups.axis("tp").size * groups.axis("cp").size
+    return recipe.train.micro_batch * recipe.train.seq_len // parts
