@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.bench import predict_real
 from phalanx.bench.calibration import _groups, _spans
 from phalanx.bench.predict import PredictArgs, kendall_tau, plans_of, report_of
 from phalanx.bench.predict_plans import FLOOR_S, NOT_TOLD, PLANS, WORLD, Glue, glued, paced_s, predicted_s
@@ -175,6 +176,48 @@ def test_options_of_the_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "predict", "--steps", "0", "--part", "3/2", "--only", "ep5", "--rate", "9"]) == 2
     told = capsys.readouterr().err
     assert all(word in told for word in ("--steps", "--part", "--only", "--rate", "add --testbed"))
+
+
+# ---- real computing ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.unit
+def test_a_line_goes_through_the_medians_of_two_sizes() -> None:
+    line = predict_real.line_through([(1.0, 3.0), (1.0, 3.0), (1.0, 99.0), (2.0, 5.0)])
+    assert line.seconds(1.0) == 3.0 and line.seconds(3.0) == 7.0
+    assert predict_real.line_through([(1.0, 3.0), (2.0, 1.0)]).seconds(5.0) == 1.0  # more work never takes less
+    assert predict_real.line_through([(2.0, 4.0)]).seconds(1.0) == 2.0
+    assert predict_real.line_through([(1.0, 1.0), (2.0, 5.0)]).seconds(1.0) == 2.5  # no latency below 0
+
+
+@pytest.mark.unit
+def test_time_that_no_operation_tells_of_belongs_to_what_follows() -> None:
+    message = {"op_id": "vote", "begin_s": 6.0, "end_s": 8.0, "waited_s": 2.0}
+    told = {"begin_s": 0.0, "work": [("a", 1.0, 3.0), ("b", 3.5, 5.0), ("c", 8.5, 9.0)], "messages": [message]}
+    assert predict_real.spent(told) == {"a": 3.0, "b": 2.0, "vote": 1.0, "c": 1.0}
+
+
+@pytest.mark.unit
+def test_what_was_learned_from_two_ways_predicts_the_others() -> None:
+    """Steps that took exactly so long for each unit of work are learned as that, and predicted so."""
+    per_unit = {plan: [] for plan in predict_real.LEARNED}
+    for plan, steps in per_unit.items():
+        for program in plan.programs():
+            at, work = 0.0, []
+            for op in program.ops:
+                if paced_s(op):
+                    work.append((op.id, at, at := at + 1e-3 + predict_real.amount_of(op) * 1e-9))
+            steps.append({"begin_s": 0.0, "work": work, "messages": []})
+    learned = predict_real.learn(list(per_unit), [{"steps": [steps]} for steps in per_unit.values()])
+    line = learned["bwd.experts"]
+    assert line.latency_s == pytest.approx(1e-3) and line.per_unit_s == pytest.approx(1e-9)
+    hardware = dataclasses.replace(load_hardware("h100"), ranks_per_host=2)
+    table = {**learned, "posting": predict_real.Line(0.0, 0.0)}
+    for plan in predict_real.PLANS:
+        timeline = predict_real.RealPrediction(plan=plan, hardware=hardware, table=table).timeline()
+        ids = {s.op.id for s in timeline.spans[0] if s.cost.origin == "formula" and s.op.kind == "compute"}
+        assert not ids, plan.name
+    assert not {p.name for p in predict_real.PLANS} & {p.name for p in predict_real.LEARNED}
 
 
 # ---- real ranks -------------------------------------------------------------------------------------------------------------------

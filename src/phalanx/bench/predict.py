@@ -21,8 +21,9 @@ from typing import Annotated, Any
 
 import tyro
 
+from phalanx.bench import predict_real
 from phalanx.bench.predict_plans import PLANS, WORLD, Glue, Plan, Prediction
-from phalanx.bench.predict_rank import rank_report
+from phalanx.bench.predict_rank import SIZES, rank_report
 from phalanx.bench.predict_spans import recorded_step
 from phalanx.core.errors import ConfigError, Problem, RunError, nearest, raise_if
 from phalanx.core.files import check_writable, write_json
@@ -36,7 +37,8 @@ from phalanx.simulate.hardware import Hardware, load_hardware
 from phalanx.simulate.program_time import ProgramTimeline, programs_hash
 from phalanx.testbed.bed import Testbed
 
-MEDIAN_BAR, WORST_BAR, TAU_BAR = 0.05, 0.12, 0.9
+PACED_BARS = {"median": 0.05, "worst": 0.12, "kendall_tau": 0.9}
+REAL_BARS = {"median": 0.12, "worst": 0.12, "kendall_tau": 0.9}
 JOB_S = 580.0
 
 
@@ -46,6 +48,8 @@ class PredictArgs:
 
     testbed: bool = False
     """On emulated hosts."""
+    real: bool = False
+    """Two ranks that really compute, in place of four that are paced."""
     hosts: int = 4
     """Of the testbed; ranks are shared among them evenly."""
     rate: str = "50mbit"
@@ -89,7 +93,9 @@ def _problems(options: PredictArgs) -> list[Problem]:
         problems.append(Problem(where="--hosts", value=options.hosts, rule=f"is 2 or {WORLD}", hint=f"use {WORLD}"))
     _, problem = read_rate(options.rate, where="--rate")
     problems += [problem] if problem is not None else []
-    names = [plan.name for plan in PLANS]
+    names = [plan.name for plan in (predict_real.PLANS if options.real else PLANS)]
+    if options.real and options.testbed:
+        problems.append(Problem(where="--real", value=True, rule="is of local ranks", hint="leave out --testbed"))
     for name in options.only:
         if name not in names:
             problems.append(Problem(where="--only", value=name, rule="is no plan", hint=nearest(name, names)))
@@ -112,32 +118,50 @@ def _read_part(text: str) -> tuple[int, int] | None:
 def plans_of(options: PredictArgs) -> tuple[Plan, ...]:
     """Those that are asked for. A part has every n-th plan, so that all parts have plans of all kinds."""
     part, parts = _read_part(options.part) or (1, 1)
-    return tuple(plan for plan in PLANS[part - 1 :: parts] if not options.only or plan.name in options.only)
+    plans = predict_real.PLANS if options.real else PLANS
+    return tuple(plan for plan in plans[part - 1 :: parts] if not options.only or plan.name in options.only)
 
 
 def measure(options: PredictArgs) -> dict[str, Any]:
     """All plans. Raises `RunError` where a rank fails."""
     plans = plans_of(options)
-    per_host = WORLD // options.hosts if options.testbed else WORLD
+    world = predict_real.WORLD if options.real else WORLD
+    per_host = world // options.hosts if options.testbed else world
     with tempfile.TemporaryDirectory(prefix="phalanx-predict-") as folder:
         job = Path(folder) / "job.json"
         names = [plan.name for plan in plans]
-        job.write_text(json.dumps({"plans": names, "steps": options.steps, "ranks_per_host": per_host}))
+        job.write_text(
+            json.dumps({"plans": names, "steps": options.steps, "ranks_per_host": per_host, "real": options.real})
+        )
         _run(options, job)
         told = json.loads(job.with_suffix(".told").read_text())
     if options.told is not None:
         write_json(options.told, told)
     links = [Link(**link) for link in told["links"]]
     hardware = with_links(load_hardware("h100"), links, ranks_per_host=per_host)  # of computing nothing is asked of it
-    glue = Glue(**told["glue"])
-    rows = [_row(plan, found, hardware, glue) for plan, found in zip(plans, told["plans"], strict=True)]
+    predicted = _predicted(options, plans, told, hardware)
+    compared = told["plans"][-len(plans) :]
+    rows = [_row(plan, found, time) for plan, found, time in zip(plans, compared, predicted, strict=True)]
     place = f"{options.hosts} emulated hosts, links of {options.rate}" if options.testbed else "one machine"
-    return report_of(rows) | {"place": place, "glue": told["glue"], "links": told["links"]}
+    report = report_of(rows, REAL_BARS if options.real else PACED_BARS)
+    mode = {"mode": "real" if options.real else "paced", "ranks": world, "place": place}
+    return mode | report | {"glue": told["glue"], "links": told["links"]}
+
+
+def _predicted(
+    options: PredictArgs, plans: Sequence[Plan], told: Mapping[str, Any], hardware: Hardware
+) -> list[ProgramTimeline]:
+    if options.real:
+        learned = predict_real.learn(predict_real.LEARNED, told["plans"][: len(predict_real.LEARNED)])
+        return [predict_real.RealPrediction(plan=p, hardware=hardware, table=learned).timeline() for p in plans]
+    glue = Glue(**told["glue"])
+    return [Prediction(plan=plan, hardware=hardware, glue=glue).timeline() for plan in plans]
 
 
 def _run(options: PredictArgs, job: Path) -> None:
     if not options.testbed:
-        code = run_local(lambda info, stop: _rank(info, job), ranks=WORLD, threads=1)
+        world = predict_real.WORLD if options.real else WORLD
+        code = run_local(lambda info, stop: _rank(info, job), ranks=world, threads=1)
         if code:
             raise RunError(f"a rank of the benchmark ended with {code}")
         return
@@ -158,18 +182,21 @@ def _rank_of(job: Path) -> int:
 
 def _rank(info: Any, job: Path) -> int:
     asked = json.loads(job.read_text())
-    plans = [plan for plan in PLANS if plan.name in asked["plans"]]
-    told = rank_report(info, plans, steps=asked["steps"], ranks_per_host=asked["ranks_per_host"])
+    known, learned, sizes = PLANS, (), SIZES
+    if asked["real"]:
+        known, learned, sizes = predict_real.PLANS, predict_real.LEARNED, predict_real.SIZES
+    plans = [*learned, *(plan for plan in known if plan.name in asked["plans"])]
+    how = {"steps": asked["steps"], "ranks_per_host": asked["ranks_per_host"], "sizes": sizes}
+    told = rank_report(info, plans, paced=not asked["real"], **how)
     if info.rank == 0:
         job.with_suffix(".told").write_text(json.dumps(told))
     return 0
 
 
-def _row(plan: Plan, found: Mapping[str, Any], hardware: Hardware, glue: Glue) -> dict[str, Any]:
+def _row(plan: Plan, found: Mapping[str, Any], timeline: ProgramTimeline) -> dict[str, Any]:
     """One plan, predicted and measured."""
-    timeline = Prediction(plan=plan, hardware=hardware, glue=glue).timeline()
     measured_s = statistics.median(found["seconds"])
-    ids = compare(timeline, [recorded_step(found["last"])], step_s=[measured_s])
+    ids = compare(timeline, [recorded_step(found["steps"][-1])], step_s=[measured_s])
     return {
         "plan": plan.name,
         "plan_hash": {"predicted": programs_hash(plan.programs()), "measured": found["hash"]},
@@ -191,22 +218,20 @@ def waiting(timeline: ProgramTimeline) -> float:
     return 1 - statistics.mean(busy) / timeline.seconds
 
 
-def report_of(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def report_of(rows: Sequence[dict[str, Any]], bars: Mapping[str, float] = PACED_BARS) -> dict[str, Any]:
     """Rows and what the bars ask of them."""
     wrong = [abs(row["error"]) for row in rows]
     median, worst = statistics.median(wrong), max(wrong)
     tau = kendall_tau([r["predicted_s"] for r in rows], [r["measured_s"] for r in rows])
     same = all(row["plan_hash"]["predicted"] == row["plan_hash"]["measured"] for row in rows)
     return {
-        "mode": "paced",
-        "ranks": WORLD,
         "rows": rows,
         "median": median,
         "worst": worst,
         "worst_plan": rows[wrong.index(worst)]["plan"],
         "kendall_tau": tau,
-        "bars": {"median": MEDIAN_BAR, "worst": WORST_BAR, "kendall_tau": TAU_BAR},
-        "met": median <= MEDIAN_BAR and worst <= WORST_BAR and tau >= TAU_BAR and same,
+        "bars": dict(bars),
+        "met": median <= bars["median"] and worst <= bars["worst"] and tau >= bars["kendall_tau"] and same,
     }
 
 
@@ -220,9 +245,14 @@ def kendall_tau(a: Sequence[float], b: Sequence[float]) -> float:
 def describe(report: Mapping[str, Any]) -> str:
     """A line for each plan."""
     glue = report["glue"]
+    how = (
+        f"paced: work waits for a given time, messages are real; a collective is posted {format_seconds(glue['post_s'])} after an operation, "
+        f"{format_seconds(glue['between_s'])} after another collective"
+        if report["mode"] == "paced"
+        else "which really compute; learned from other plans' recorded steps at two sizes"
+    )
     lines = [
-        f"step times of {report['ranks']} ranks on {report['place']}, paced: work waits for a given time, messages are real; a collective is posted "
-        f"{format_seconds(glue['post_s'])} after an operation, {format_seconds(glue['between_s'])} after another collective",
+        f"step times of {report['ranks']} ranks on {report['place']}, {how}",
         f"{'plan':<28}{'predicted':>10}{'measured':>10}{'error':>8}{'waiting':>9}  late operations, plan",
     ]
     for row in report["rows"]:

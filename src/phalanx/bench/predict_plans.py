@@ -48,6 +48,19 @@ NOT_TOLD = ("bwd.weights",)
 
 
 @dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What a plan runs: a micro-batch is `sequences` of `seq_len` tokens, in float32."""
+
+    world: int
+    spec: ModelSpec
+    sequences: int
+    seq_len: int
+
+
+PACED = Setup(world=WORLD, spec=SPEC, sequences=SEQUENCES, seq_len=SEQ_LEN)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """One way to take a step."""
 
@@ -59,10 +72,11 @@ class Plan:
     recompute: Literal["none", "selective", "full"] = "none"
     cp_method: Literal["ring", "all_gather", "ulysses"] = "ring"
     zero: Literal[0, 1] = 1
+    setup: Setup = PACED
 
     @property
     def planned(self) -> Pipeline:
-        return make_pipeline(self.pipeline, SPEC, pp=self.folding.pp, seq_len=SEQ_LEN)
+        return make_pipeline(self.pipeline, self.setup.spec, pp=self.folding.pp, seq_len=self.setup.seq_len)
 
     @property
     def optim(self) -> OptimConfig:
@@ -70,6 +84,7 @@ class Plan:
 
     def programs(self) -> tuple[StepProgram, ...]:
         """Of all ranks."""
+        of = self.setup
         options = StepOptions(
             num_microbatches=self.microbatches,
             recompute=self.recompute,
@@ -77,13 +92,13 @@ class Plan:
             zero=self.zero,
             bucket_elements=bucket_elements(self.optim, torch.float32),
             pipeline=self.planned,
-            sizes=Sizes(sequences=SEQUENCES, seq_len=SEQ_LEN, itemsize=4),
+            sizes=Sizes(sequences=of.sequences, seq_len=of.seq_len, itemsize=4),
         )
-        plan, what = self.planned.plan(self.microbatches), Activation(SEQUENCES, SEQ_LEN, SPEC.hidden, 4)
+        plan, what = self.planned.plan(self.microbatches), Activation(of.sequences, of.seq_len, of.spec.hidden, 4)
         programs = []
-        for rank in range(WORLD):
+        for rank in range(of.world):
             own = dataclasses.replace(options, edges=edges_for(self.folding, plan, rank=rank, what=what))
-            programs.append(step_program(self.folding, SPEC, self.dispatch, rank=rank, options=own))
+            programs.append(step_program(self.folding, of.spec, self.dispatch, rank=rank, options=own))
         return tuple(programs)
 
 
@@ -91,7 +106,8 @@ def _fold(**degrees: int) -> Folding:
     return make_folding(world=WORLD, **degrees)
 
 
-def _pipe(schedule: Any, virtual: int | None = None) -> PipelineConfig:
+def pipe(schedule: Any, virtual: int | None = None) -> PipelineConfig:
+    """Settings of a pipeline."""
     return PipelineConfig(schedule=schedule, virtual=virtual)
 
 
@@ -116,32 +132,32 @@ PLANS: tuple[Plan, ...] = (
     Plan(name="cp2 ep4 ulysses", folding=_fold(cp=2, ep=4), cp_method="ulysses"),
     Plan(name="cp4 ep2 ring", folding=_fold(cp=4, ep=2)),
     Plan(name="tp2 cp2 ep4 ring", folding=_fold(tp=2, cp=2, ep=4)),
-    Plan(name="pp2 ep2 1f1b", folding=_fold(pp=2, ep=2), microbatches=4, pipeline=_pipe("1f1b")),
-    Plan(name="pp2 ep2 gpipe", folding=_fold(pp=2, ep=2), microbatches=4, pipeline=_pipe("gpipe")),
-    Plan(name="pp2 ep2 v2", folding=_fold(pp=2, ep=2), microbatches=4, pipeline=_pipe("interleaved_1f1b", 2)),
-    Plan(name="pp2 tp2 1f1b", folding=_fold(pp=2, tp=2), microbatches=4, pipeline=_pipe("1f1b")),
-    Plan(name="pp2 cp2 ep2 eager", folding=_fold(pp=2, cp=2, ep=2), microbatches=4, pipeline=_pipe("eager_1f1b")),
-    Plan(name="pp4 1f1b", folding=_fold(pp=4), microbatches=8, pipeline=_pipe("1f1b")),
-    Plan(name="pp4 eager", folding=_fold(pp=4), microbatches=8, pipeline=_pipe("eager_1f1b")),
+    Plan(name="pp2 ep2 1f1b", folding=_fold(pp=2, ep=2), microbatches=4, pipeline=pipe("1f1b")),
+    Plan(name="pp2 ep2 gpipe", folding=_fold(pp=2, ep=2), microbatches=4, pipeline=pipe("gpipe")),
+    Plan(name="pp2 ep2 v2", folding=_fold(pp=2, ep=2), microbatches=4, pipeline=pipe("interleaved_1f1b", 2)),
+    Plan(name="pp2 tp2 1f1b", folding=_fold(pp=2, tp=2), microbatches=4, pipeline=pipe("1f1b")),
+    Plan(name="pp2 cp2 ep2 eager", folding=_fold(pp=2, cp=2, ep=2), microbatches=4, pipeline=pipe("eager_1f1b")),
+    Plan(name="pp4 1f1b", folding=_fold(pp=4), microbatches=8, pipeline=pipe("1f1b")),
+    Plan(name="pp4 eager", folding=_fold(pp=4), microbatches=8, pipeline=pipe("eager_1f1b")),
     Plan(name="ep4 tiles", folding=_fold(ep=4), dispatch=DispatchSpec(overlap="tiles")),
     Plan(name="ep2 etp2 tiles", folding=_fold(ep=2, etp=2), dispatch=DispatchSpec(overlap="tiles")),
     Plan(name="ep4 fine", folding=_fold(ep=4), dispatch=DispatchSpec(overlap="fine")),
     Plan(name="tp2 ep4 fine", folding=_fold(tp=2, ep=4), dispatch=DispatchSpec(overlap="fine")),
-    Plan(name="stages tp2/dp2.ep2", folding=parse_stages(("tp2", "dp2.ep2")), microbatches=4, pipeline=_pipe("1f1b")),
+    Plan(name="stages tp2/dp2.ep2", folding=parse_stages(("tp2", "dp2.ep2")), microbatches=4, pipeline=pipe("1f1b")),
     Plan(
         name="stages dp2.ep2/tp2.ep2",
         folding=parse_stages(("dp2.ep2", "tp2.ep2")),
         microbatches=4,
-        pipeline=_pipe("1f1b"),
+        pipeline=pipe("1f1b"),
     ),
     Plan(
         name="stages tp1/tp2.ep2/tp1",
         folding=parse_stages(("tp1", "tp2.ep2", "tp1")),
         microbatches=4,
-        pipeline=_pipe("1f1b"),
+        pipeline=pipe("1f1b"),
     ),
     Plan(
-        name="stages cp2/dp2 eager", folding=parse_stages(("cp2", "dp2")), microbatches=4, pipeline=_pipe("eager_1f1b")
+        name="stages cp2/dp2 eager", folding=parse_stages(("cp2", "dp2")), microbatches=4, pipeline=pipe("eager_1f1b")
     ),
 )
 
@@ -181,7 +197,7 @@ class Prediction:
 
     @cached_property
     def _oracle(self) -> ProgramOracle:
-        return ProgramOracle(hardware=self.hardware, precision="fp32", seq_len=SEQ_LEN)
+        return ProgramOracle(hardware=self.hardware, precision="fp32", seq_len=self.plan.setup.seq_len)
 
     @cached_property
     def _glued(self) -> dict[str, float]:

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from phalanx.bench.calibration import measure_links, world_axis
-from phalanx.bench.predict_plans import FLOOR_S, SEQ_LEN, SEQUENCES, SPEC, Glue, Plan, paced_s
-from phalanx.bench.predict_spans import told_step
+from phalanx.bench.predict_plans import FLOOR_S, Glue, Plan, Setup, paced_s
+from phalanx.bench.predict_spans import Told, told_step
 from phalanx.core.errors import RunError
 from phalanx.core.events import Collective, Event, Operation
 from phalanx.models.context import ModelContext, TokenBatch
@@ -37,15 +37,24 @@ SIZES = tuple(1 << i for i in range(6, 21, 2))
 """Bytes at which links are timed."""
 
 
-def rank_report(info: WorldInfo, plans: Sequence[Plan], *, steps: int, ranks_per_host: int) -> dict[str, Any]:
-    """Links, glue and measured plans, the same on all ranks. Collective: the only thing that the ranks of a benchmark do."""
+def rank_report(
+    info: WorldInfo,
+    plans: Sequence[Plan],
+    *,
+    steps: int,
+    ranks_per_host: int,
+    sizes: Sequence[int] = SIZES,
+    paced: bool = True,
+) -> dict[str, Any]:
+    """Links, glue and measured plans, the same on all ranks. Collective: the only thing that the ranks of a benchmark do. Without `paced` operations
+    take what they take, and all steps are told."""
     torch.set_num_threads(1)
     init_world(info, device="cpu", timeout_s=TIMEOUT_S)
     cache = GroupCache(timeout_s=TIMEOUT_S)
     comms = Collectives(timeout_s=TIMEOUT_S)
-    links = measure_links(comms, cache, info, sizes=SIZES, ranks_per_host=ranks_per_host)
+    links = measure_links(comms, cache, info, sizes=sizes, ranks_per_host=ranks_per_host)
     glue = measure_glue(world_axis(info, cache))
-    told = [_measured(plan, info, cache, steps) for plan in plans]
+    told = [_measured(plan, info, cache, steps, paced=paced) for plan in plans]
     close_world()
     return {"links": [asdict(link) for link in links], "glue": asdict(glue), "plans": told}
 
@@ -89,28 +98,28 @@ def _last_of(lags: Sequence[Any], kind: int) -> float:
     return max(0.0, statistics.median(max(p for _, p in one) - max(d for d, _ in one) for one in each))
 
 
-def _measured(plan: Plan, info: WorldInfo, cache: GroupCache, steps: int) -> dict[str, Any]:
+def _measured(plan: Plan, info: WorldInfo, cache: GroupCache, steps: int, *, paced: bool) -> dict[str, Any]:
     """Seconds of each step of a plan, from when the last rank begins to when the last has ended."""
     comms = Collectives(timeout_s=TIMEOUT_S)
     parts, programs = _parts(plan, info.rank, cache, comms), plan.programs()
     seconds = {op.id: paced_s(op) for op in programs[info.rank].ops}
-    comms.pace = pace = Pace(lambda op_id: seconds.get(op_id, 0.0))
+    pace = Pace(lambda op_id: seconds.get(op_id, 0.0))
+    comms.pace = pace if paced else None
     first = plan.folding.replica_of(info.rank) * plan.microbatches
-    batches = [part_of(_batch(first + j), plan.folding, info.rank) for j in range(plan.microbatches)]
+    batches = [part_of(_batch(first + j, plan.setup), plan.folding, info.rank) for j in range(plan.microbatches)]
     world, spans = world_axis(info, cache), list[tuple[float, float]]()
-    strange, events = set[str](), list[Event]()
+    strange, steps_told = set[str](), list[Told]()
     for step in range(steps + 1):
         comms.barrier(world)
         begin = time.monotonic()
-        with comms.recording() as heard:
+        with comms.recording() as events:
             train_step(parts, batches, step=step, lr=1e-3)
         spans.append((begin, time.monotonic()))
-        strange |= _strange(programs[info.rank], heard)
-        events = heard
+        strange |= _strange(programs[info.rank], events)
+        steps_told = [*(steps_told if step > 1 and not paced else ()), told_step(events, *spans[-1])]
     if strange:
         raise RunError(f"{plan.name}: rank {info.rank} did not do what its program says, such as {min(strange)}")
-    last = told_step(events, *spans[-1])
-    told = comms.gather_objects((spans[1:], pace.late, pace.told, last), world)
+    told = comms.gather_objects((spans[1:], pace.late, pace.told, steps_told), world)
     ranks = [each[0] for each in told]
     taken = [
         max(rank[i][1] for rank in ranks) - max(rank[i][0] for rank in ranks) for i in range(steps)
@@ -120,7 +129,7 @@ def _measured(plan: Plan, info: WorldInfo, cache: GroupCache, steps: int) -> dic
         "hash": programs_hash(programs),
         "late": sum(each[1] for each in told),
         "told": sum(each[2] for each in told),
-        "last": [each[3] for each in told],
+        "steps": [list(step) for step in zip(*(each[3] for each in told), strict=True)],
     }
 
 
@@ -137,9 +146,9 @@ def _parts(plan: Plan, rank: int, cache: GroupCache, comms: Collectives) -> Step
     pipeline = plan.planned
     groups = build_groups(plan.folding, rank=rank, cache=cache, table_ranks=pipeline.stages.table_ranks)
     ctx = ModelContext(
-        spec=SPEC,
+        spec=plan.setup.spec,
         dispatch=plan.dispatch,
-        placement=plain_placement(SPEC.num_experts, plan.folding.of_rank(rank)),
+        placement=plain_placement(plan.setup.spec.num_experts, plan.folding.of_rank(rank)),
         groups=groups,
         comms=comms,
         dtype=torch.float32,
@@ -150,8 +159,9 @@ def _parts(plan: Plan, rank: int, cache: GroupCache, comms: Collectives) -> Step
     return assemble(ctx, optim=plan.optim, num_microbatches=plan.microbatches, pipeline=pipeline)
 
 
-def _batch(seed: int) -> TokenBatch:
+def _batch(seed: int, of: Setup) -> TokenBatch:
     generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(0, SPEC.vocab, (SEQUENCES, SEQ_LEN + 1), generator=generator)
-    positions = torch.arange(SEQ_LEN).expand(SEQUENCES, SEQ_LEN)
-    return TokenBatch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), positions, ((SEQ_LEN,),) * SEQUENCES)
+    tokens = torch.randint(0, of.spec.vocab, (of.sequences, of.seq_len + 1), generator=generator)
+    positions = torch.arange(of.seq_len).expand(of.sequences, of.seq_len)
+    segments = ((of.seq_len,),) * of.sequences
+    return TokenBatch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), positions, segments)
