@@ -207,24 +207,22 @@ class Prediction:
         return found
 
     def _cost(self, op: Op, ranks: tuple[int, ...]) -> Cost:
-        glue_s = self._glued.get(op.id, 0.0)
         if op.kind == "collective":
             found = self._oracle.cost(op, ranks)
-            return dataclasses.replace(found, seconds=found.seconds + glue_s)
-        return Cost(paced_s(op) + glue_s, 0.0, "paced")
+            return dataclasses.replace(found, seconds=found.seconds + self._glued.get(op.id, 0.0))
+        return Cost(paced_s(op), 0.0, "paced")
 
 
 def glued(program: StepProgram, glue: Glue) -> dict[str, float]:
-    """By operation that something of other ranks follows: what passes until then."""
-    ops = [op for op in program.ops if op.kind == "collective" or paced_s(op)]
+    """By collective: how much later it is posted than what stands before it has ended."""
     found: dict[str, float] = {}
-    posts = {op.posted_after for op in ops}
-    for op, following in zip(ops, [*ops[1:], None], strict=True):
-        meets = following is not None and (following.kind == "collective" or bool(following.needs))
-        if op.kind == "compute" and (meets or op.id in posts):
-            found[op.id] = glue.post_s
-        elif op.kind == "collective" and not op.beside and following is not None and following.kind == "collective":
-            found[op.id] = glue.between_s
+    before: Op | None = None
+    for op in program.ops:
+        if op.kind == "collective":
+            follows = op.posted_after or before is None or before.kind != "collective" or before.beside
+            found[op.id] = glue.post_s if follows else glue.between_s
+        if op.kind == "collective" or paced_s(op):
+            before = op
     return found
 
 

@@ -359,7 +359,7 @@ class Collectives:
         if self.pace is not None and lane == "compute":
             self.pace.hold(op_id, begin_s)
         elif self.pace is not None and lane == "wait":
-            self.pace.waited(time.monotonic())
+            self.pace.waited(time.monotonic(), since_s=begin_s)
         end_s = ANCHOR_S + time.monotonic()
         self._emit(Operation(op_id=op_id, lane=lane, begin_s=ANCHOR_S + begin_s, end_s=end_s))
 
@@ -628,7 +628,7 @@ class Collectives:
             self.watch(call.op_id, False)
         waited_s = 0.0 if self._aside else end_s - wait_s
         if self.pace is not None and not self._aside:
-            self.pace.waited(end_s)
+            self.pace.waited(end_s, since_s=wait_s, held=wait_s == begin_s)
         key = (op, axis.name)
         counter = self.counters.get(key)
         if counter is None:
