@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import time
 from pathlib import Path
 
 import pytest
@@ -72,32 +71,47 @@ def test_glue_counts_where_ranks_meet() -> None:
 # ---- pacing -----------------------------------------------------------------------------------------------------------------------
 
 
+class Clock:
+    """Time that passes when it is told to; sleeping takes a bit longer than it should."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds + 1e-4
+
+    def pace(self) -> Pace:
+        return Pace(lambda op_id: 0.01, now=lambda: self.now_s, sleep=self.sleep)
+
+
 @pytest.mark.unit
-def test_being_late_once_does_not_add_up() -> None:
-    pace = Pace(lambda op_id: 0.01)
-    first = time.monotonic()
-    pace.hold("a", first)
+def test_being_woken_late_does_not_add_up() -> None:
+    clock = Clock()
+    pace = clock.pace()
+    pace.hold("a", clock.now_s)
     for _ in range(9):
-        time.sleep(0.002)  # work that nobody tells of is part of the operation behind it
-        pace.hold("a", time.monotonic())
-    assert pace.free_s == pytest.approx(first + 0.1, abs=1e-9) and pace.told == 10 and pace.late == 0
-    time.sleep(0.02)
-    pace.hold("a", time.monotonic())
-    assert pace.late == 1 and pace.free_s >= first + 0.12
+        clock.now_s += 0.002  # work that nobody tells of is part of the operation behind it
+        pace.hold("a", clock.now_s)
+    assert pace.free_s == pytest.approx(100.1) and (pace.told, pace.late) == (10, 0)
+    clock.now_s = 100.15
+    pace.hold("a", clock.now_s)
+    assert pace.late == 1 and pace.late_s == pytest.approx(0.04) and pace.free_s == pytest.approx(100.15)
 
 
 @pytest.mark.unit
 def test_an_operation_begins_behind_the_last_wait_and_its_parts_add_up() -> None:
-    pace = Pace(lambda op_id: 0.01)
-    now = time.monotonic()
-    pace.waited(now, since_s=now - 1.0)
+    clock = Clock()
+    pace = clock.pace()
+    pace.waited(100.0, since_s=99.0)
     pace.hold_part("a", 0.5)
-    assert pace.free_s == pytest.approx(now + 0.005)
-    pace.waited(now + 0.012, since_s=now + 0.01199)  # it was there already
-    assert pace.free_s == pytest.approx(now + 0.005)
-    pace.waited(now + 0.012, since_s=now + 0.006)  # the rest of it waited for a message
-    pace.hold("a", now)
-    assert pace.free_s == pytest.approx(now + 0.017, abs=2e-3) and pace.free_s >= now + 0.017
+    assert pace.free_s == pytest.approx(100.005)
+    pace.waited(100.0055, since_s=100.0054)  # it was there already
+    assert pace.free_s == pytest.approx(100.005)
+    pace.waited(100.012, since_s=100.006)  # the rest of it waited for a message
+    pace.hold("a", 100.0)
+    assert pace.free_s == pytest.approx(100.017) and (pace.told, pace.late) == (1, 0)
+    pace.waited(100.0171, since_s=100.01705, held=True)
+    assert pace.free_s == pytest.approx(100.0171)
 
 
 # ---- links ------------------------------------------------------------------------------------------------------------------------

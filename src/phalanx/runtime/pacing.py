@@ -17,8 +17,14 @@ THERE_S = 2e-4
 class Pace:
     """Of one rank. `seconds` says how long an operation lasts, by id."""
 
-    def __init__(self, seconds: Callable[[str], float]) -> None:
-        self.seconds = seconds
+    def __init__(
+        self,
+        seconds: Callable[[str], float],
+        *,
+        now: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], object] = time.sleep,
+    ) -> None:
+        self.seconds, self._now, self._sleep = seconds, now, sleep
         self.free_s = 0.0
         """When the rank is through with what it has done so far, on `time.monotonic`."""
         self._done: dict[str, float] = {}
@@ -38,13 +44,13 @@ class Pace:
     def hold_part(self, op_id: str, share: float) -> None:
         """A share of an operation that is told later is done: return when it would be."""
         self._done[op_id] = self._done.get(op_id, 0.0) + share
-        self._until((self.free_s or time.monotonic()) + share * self.seconds(op_id))
+        self._until((self.free_s or self._now()) + share * self.seconds(op_id))
 
     def _until(self, end_s: float) -> float:
         """Wait; by how much it was over already."""
-        left = end_s - time.monotonic()
+        left = end_s - self._now()
         if left > 0:
-            time.sleep(left)
+            self._sleep(left)
         self.free_s = max(end_s, end_s - left)
         return max(0.0, -left)
 
