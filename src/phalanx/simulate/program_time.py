@@ -314,7 +314,8 @@ class _Clock:
         if any(other.begin_s is not None for other in before):
             return
         flow.begin_s, flow.used = now, {rank: self.busy[rank] for rank in flow.ranks}
-        self._due(now + flow.cost.seconds, flow.place, key)
+        under_way = max(max(self.out_free[rank], self.in_free[rank]) for rank in flow.ranks) - now
+        self._due(now + flow.cost.seconds + max(0.0, under_way), flow.place, key)
 
     def _after_streams(self, rank: int, i: int, seconds: float) -> float:
         op = self.programs[rank].ops[i]
