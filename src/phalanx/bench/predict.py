@@ -140,7 +140,8 @@ def measure(options: PredictArgs) -> dict[str, Any]:
     links = [Link(**link) for link in told["links"]]
     hardware = with_links(load_hardware("h100"), links, ranks_per_host=per_host)  # of computing nothing is asked of it
     predicted = _predicted(options, plans, told, hardware)
-    compared = told["plans"][-len(plans) :]
+    learned = len(predict_real.LEARNED) if options.real else 0
+    compared = told["plans"][learned : learned + len(plans)]
     rows = [_row(plan, found, time) for plan, found, time in zip(plans, compared, predicted, strict=True)]
     place = f"{options.hosts} emulated hosts, links of {options.rate}" if options.testbed else "one machine"
     report = report_of(rows, REAL_BARS if options.real else PACED_BARS)
@@ -152,7 +153,9 @@ def _predicted(
     options: PredictArgs, plans: Sequence[Plan], told: Mapping[str, Any], hardware: Hardware
 ) -> list[ProgramTimeline]:
     if options.real:
-        learned = predict_real.learn(predict_real.LEARNED, told["plans"][: len(predict_real.LEARNED)])
+        count = len(predict_real.LEARNED)
+        twice = [*told["plans"][:count], *told["plans"][-count:]]
+        learned = predict_real.learn(predict_real.LEARNED * 2, twice)
         return [predict_real.RealPrediction(plan=p, hardware=hardware, table=learned).timeline() for p in plans]
     glue = Glue(**told["glue"])
     return [Prediction(plan=plan, hardware=hardware, glue=glue).timeline() for plan in plans]
@@ -185,7 +188,11 @@ def _rank(info: Any, job: Path) -> int:
     known, learned, sizes = PLANS, (), SIZES
     if asked["real"]:
         known, learned, sizes = predict_real.PLANS, predict_real.LEARNED, predict_real.SIZES
-    plans = [*learned, *(plan for plan in known if plan.name in asked["plans"])]
+    plans = [
+        *learned,
+        *(plan for plan in known if plan.name in asked["plans"]),
+        *learned,
+    ]  # so that no slow minute is all that is learned
     how = {"steps": asked["steps"], "ranks_per_host": asked["ranks_per_host"], "sizes": sizes}
     told = rank_report(info, plans, paced=not asked["real"], **how)
     if info.rank == 0:
