@@ -61,7 +61,8 @@ def recorded_step(told: Sequence[Told]) -> RecordedStep:
 def _rank_step(told: Mapping[str, Any]) -> RankStep:
     work = tuple(Work(op_id=id, lane="compute", begin_s=begin_s, end_s=end_s) for id, begin_s, end_s in told["work"])
     lists = ("ranks", "sends_to", "receives_from")
-    messages = [Message(**{k: tuple(v) if k in lists else v for k, v in m.items()}) for m in told["messages"]]
+    given: list[dict[str, Any]] = [{**m, **{k: tuple(m[k]) for k in lists}} for m in told["messages"]]
+    messages = [Message(**m) for m in given]
     return RankStep(
         step=0,
         begin_s=told["begin_s"],

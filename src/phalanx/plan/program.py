@@ -34,7 +34,7 @@ from phalanx.plan.holders import ExpertState
 from phalanx.plan.layout import FlatLayout, flat_layouts, stage_params
 from phalanx.plan.model import ModelSpec
 from phalanx.plan.pipeline import Pipeline, plain_pipeline
-from phalanx.plan.placement import AnyPlacement, plain_placement
+from phalanx.plan.placement import AnyPlacement, LayerPlacements, plain_placement
 from phalanx.plan.program_context import Context, CpMethod
 from phalanx.plan.program_experts import Reach
 from phalanx.plan.program_layers import Layers
@@ -203,7 +203,7 @@ def _lowering(
         context=Context(method=options.cp_method, size=folding.of_rank(rank).cp, index=folding.coord(rank, "cp")),
         recompute=options.recompute,
         counts_first=_counts_first(spec, options.num_microbatches),
-        slots=_placed(folding, spec, rank, options.placement).slots_per_rank,
+        slots=_slots(_placed(folding, spec, rank, options.placement)),
     )
     return _Lowering(reach, layers, spec, options, pipeline)
 
@@ -211,6 +211,12 @@ def _lowering(
 def _placed(folding: AnyFolding, spec: ModelSpec, rank: int, placement: AnyPlacement | None) -> AnyPlacement:
     """Where the experts of the rank's stage are."""
     return placement or plain_placement(max(1, spec.num_experts), folding.of_rank(rank))
+
+
+def _slots(placement: AnyPlacement) -> int:
+    """Of a rank: in all layers as many."""
+    one = next(iter(placement.layers.values())) if isinstance(placement, LayerPlacements) else placement
+    return one.slots_per_rank
 
 
 def _counts_first(spec: ModelSpec, num_microbatches: int) -> bool:
