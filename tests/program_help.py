@@ -1,90 +1,156 @@
-"""A `phalanx` for shell scripts in tests that starts in 0.1 s: the command runs in a process that is forked from one that has imported torch already.
-
-    shim      a file called `phalanx`, to be first on the path: tells what it was called with over a socket and ends with the status that comes back
-    Programs  answers, with a thread for each call: forks the process (the server of `train_help.py`) with the shim's directory, variables and streams
-
-What it leaves out is the interpreter's start, the imports and the C library's settings (`cli/allocator.py`); scripts that are to show those run the installed program.
-"""
+"""Steps of small models on ranks, everything that they send recorded."""
 
 from __future__ import annotations
 
-import json
-import os
-import socket
-import stat
-import sys
-import tempfile
-import threading
-from pathlib import Path
+import dataclasses
 from typing import Any
 
-from train_help import _SERVER
+import torch
 
-SOCKET = "PHALANX_TEST_PROGRAMS"
-SHIM = f"""#!{sys.executable} -IS
-import json, os, socket, sys
-call = {{"pid": os.getpid(), "args": sys.argv[1:], "folder": os.getcwd(), "env": dict(os.environ)}}
-with socket.socket(socket.AF_UNIX) as s:
-    s.connect(os.environ["{SOCKET}"])
-    s.sendall(json.dumps(call).encode() + b"\\n")
-    status = s.recv(16)
-sys.exit(int(status or b"1"))
-"""
+from phalanx.core.config import OptimConfig, PipelineConfig
+from phalanx.core.events import Collective, Event
+from phalanx.models.context import ModelContext, TokenBatch
+from phalanx.models.shard import part_of
+from phalanx.plan.boundary import EdgePlan
+from phalanx.plan.dispatch import DispatchSpec
+from phalanx.plan.model import PRESETS, ModelSpec
+from phalanx.plan.pipeline import Pipeline, make_pipeline
+from phalanx.plan.placement import plain_placement
+from phalanx.plan.program import Sizes, StepOptions, StepProgram, step_program
+from phalanx.plan.schedule_time import Edge
+from phalanx.plan.stage_edges import Activation, edges_for
+from phalanx.plan.stage_foldings import AnyFolding
+from phalanx.runtime.collectives import Collectives, Counter, Exchange
+from phalanx.runtime.groups import GroupCache, build_groups
+from phalanx.train.assemble import assemble, bucket_elements
+from phalanx.train.step import StepParts, StepResult, train_step
+
+TINY = dataclasses.replace(PRESETS["tiny"], shared_ffn=16)
+SEQUENCES, SEQ_LEN = 2, 32
 
 
-class Programs:
-    """Use as a context; `folder` becomes what is put on the path."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """A step to take: mapping, model and policy."""
 
-    def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self.folder = folder
-        program = folder / "phalanx"
-        program.write_text(SHIM)
-        program.chmod(program.stat().st_mode | stat.S_IXUSR)
-        self._listener = socket.socket(socket.AF_UNIX)
-        self._place = tempfile.TemporaryDirectory(prefix="phalanx-")  # a socket's path has about a hundred letters
+    folding: AnyFolding
+    spec: ModelSpec = TINY
+    dispatch: DispatchSpec = dataclasses.field(default_factory=DispatchSpec)
+    num_microbatches: int = 1
+    recompute: Any = "none"
+    zero: Any = 1
+    cp_method: Any = "ring"
+    pipeline: PipelineConfig = dataclasses.field(default_factory=PipelineConfig)
+    bucket_mb: float = 0.0
+    dtype: torch.dtype = torch.float32
+    hosts: tuple[int, ...] = ()
 
     @property
-    def env(self) -> dict[str, str]:
-        """What a script needs to use it, beside the path."""
-        return {SOCKET: f"{self._place.name}/socket"}
+    def optim(self) -> OptimConfig:
+        return OptimConfig(zero=self.zero, bucket_mb=self.bucket_mb)
 
-    def __enter__(self) -> Programs:
-        self._listener.bind(self.env[SOCKET])
-        self._listener.listen()
-        threading.Thread(target=self._serve, daemon=True).start()
-        return self
+    @property
+    def planned_pipeline(self) -> Pipeline:
+        return make_pipeline(self.pipeline, self.spec, pp=self.folding.pp, seq_len=SEQ_LEN)
 
-    def __exit__(self, *args: object) -> None:
-        self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        self._place.cleanup()
+    def program(self, rank: int, *, sizes: Sizes | None = None) -> StepProgram:
+        options = StepOptions(
+            num_microbatches=self.num_microbatches,
+            recompute=self.recompute,
+            cp_method=self.cp_method,
+            zero=self.zero,
+            bucket_elements=bucket_elements(self.optim, torch.float32),
+            pipeline=self.planned_pipeline,
+            edges=self._edges(rank),
+            sizes=sizes,
+        )
+        return step_program(self.folding, self.spec, self.dispatch, rank=rank, options=options)
 
-    def _serve(self) -> None:
-        while True:
-            try:
-                call, _ = self._listener.accept()
-            except OSError:  # closed
-                return
-            threading.Thread(target=self._answer, args=(call,), daemon=True).start()
-
-    def _answer(self, call: socket.socket) -> None:
-        with call, call.makefile("rb") as lines:
-            asked: dict[str, Any] = json.loads(lines.readline())
-            process = _SERVER.Process(target=_become, args=(asked,))
-            process.start()
-            process.join()
-            status = process.exitcode or 0
-            call.sendall(str(status if status >= 0 else 128 - status).encode())
+    def _edges(self, rank: int) -> dict[Edge, EdgePlan] | None:
+        what = Activation(SEQUENCES, SEQ_LEN, self.spec.hidden, self.dtype.itemsize)
+        plan = self.planned_pipeline.plan(self.num_microbatches)
+        return edges_for(self.folding, plan, rank=rank, what=what)
 
 
-def _become(asked: dict[str, Any]) -> None:
-    """Body of the forked process."""
-    for number, flags in ((0, os.O_RDONLY), (1, os.O_WRONLY | os.O_APPEND), (2, os.O_WRONLY | os.O_APPEND)):
-        os.dup2(os.open(f"/proc/{asked['pid']}/fd/{number}", flags), number)
-    os.chdir(asked["folder"])
-    os.environ.clear()
-    os.environ.update(asked["env"])
-    from phalanx.cli.main import main
+def with_router(spec: ModelSpec, **changes: Any) -> ModelSpec:
+    return dataclasses.replace(spec, router=dataclasses.replace(spec.router, **changes))
 
-    sys.exit(main(asked["args"]))
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """What one rank did: its collectives, where they ended; transfers over pp, where they started."""
+
+    events: tuple[Collective, ...]
+    counters: dict[tuple[str, str], Counter]
+
+    @property
+    def ops(self) -> list[tuple[str, str, str]]:
+        return [(e.op_id, e.op, e.axis) for e in self.events]
+
+
+class _Recording(Collectives):
+    """Remembers also where an exchange over pp starts: it is waited for much later."""
+
+    def __init__(self) -> None:
+        self.told: list[Collective | str] = []
+        super().__init__(emit=self._hear, trace=True, timeout_s=30)
+
+    def _hear(self, event: Event) -> None:
+        if isinstance(event, Collective):
+            self.told.append(event)
+
+    def start_exchange(self, *args: Any, op_id: str = "") -> Exchange:
+        self.told.append(op_id)
+        return super().start_exchange(*args, op_id=op_id)
+
+    def record(self) -> Record:
+        boundaries = {e.op_id: e for e in self.told if isinstance(e, Collective) and e.axis == "pp"}
+        events = []
+        for told in self.told:
+            if isinstance(told, str):
+                events += [boundaries[told]] if told in boundaries else []
+            elif told.axis != "pp":
+                events.append(told)
+        return Record(tuple(events), self.counters)
+
+
+def random_batch(seed: int) -> TokenBatch:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, TINY.vocab, (SEQUENCES, SEQ_LEN + 1), generator=generator)
+    positions = torch.arange(SEQ_LEN).expand(SEQUENCES, SEQ_LEN)
+    return TokenBatch(
+        tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), positions, ((SEQ_LEN,), (11, SEQ_LEN - 11))
+    )
+
+
+def recorded(rank: int, cache: GroupCache, runs: list[Run]) -> list[Record]:
+    """What this rank sent in one step of each run."""
+    return [_one(rank, cache, run) for run in runs]
+
+
+def _one(rank: int, cache: GroupCache, run: Run) -> Record:
+    comms = _Recording()
+    one_step(rank, cache, run, comms)
+    return comms.record()
+
+
+def one_step(rank: int, cache: GroupCache, run: Run, comms: Collectives) -> tuple[StepResult, StepParts]:
+    """The first step of `run`, and what this rank has after it."""
+    pipeline = run.planned_pipeline
+    groups = build_groups(run.folding, rank=rank, cache=cache, table_ranks=pipeline.stages.table_ranks)
+    ctx = ModelContext(
+        spec=run.spec,
+        dispatch=run.dispatch,
+        placement=plain_placement(run.spec.num_experts, run.folding.of_rank(rank)),
+        groups=groups,
+        comms=comms,
+        dtype=run.dtype,
+        device=torch.device("cpu"),
+        recompute=run.recompute,
+        cp_method=run.cp_method,
+        host_of_rank=run.hosts,
+    )
+    parts = assemble(ctx, optim=run.optim, num_microbatches=run.num_microbatches, pipeline=pipeline)
+    first = run.folding.replica_of(rank) * run.num_microbatches
+    batches = [part_of(random_batch(first + j), run.folding, rank) for j in range(run.num_microbatches)]
+    return train_step(parts, batches, step=0, lr=1e-3), parts

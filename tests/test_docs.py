@@ -1,7 +1,7 @@
 """The prose is true: links lead somewhere, shell blocks run, and no page names a machine.
 
 A fenced block ```` ```sh ```` of docs/*.md and README.md is run in a scratch folder with the repository's programs on the path. `phalanx` is one that starts faster
-(`program_help.py`), but for the blocks of `INSTALLED`.
+(`docs_programs.py`), but for the blocks of `INSTALLED`.
 A block that cannot run here carries its reason in the info string: ```` ```sh not-in-ci: needs a cluster ````.
 """
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from program_help import Programs
+from docs_programs import Programs
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

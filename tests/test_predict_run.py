@@ -1,4 +1,4 @@
-"""The program of a run on a clock beside what the run recorded: matched by id, summed by kind; and `phalanx bench predict`."""
+"""The program of a run on a clock beside what the run recorded: matched by id, summed by kind."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.bench.predict import NOT_TOLD, PLANS, WORLD, kendall_tau, paced_s, predicted_s
 from phalanx.cli.main import main
 from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError
@@ -18,7 +17,7 @@ from phalanx.plan.program_ops import Op
 from phalanx.simulate.compare_run import Measured, compare, table_of
 from phalanx.simulate.cost import Cost
 from phalanx.simulate.from_recipe import resolve_recipe
-from phalanx.simulate.hardware import Hardware, load_hardware, parse_cluster
+from phalanx.simulate.hardware import load_hardware, parse_cluster
 from phalanx.simulate.program_cost import ProgramOracle, kind_of
 from phalanx.simulate.program_time import ProgramTimeline, run_programs
 from phalanx.simulate.recipe_program import oracle_of, programs_of_recipe
@@ -99,6 +98,19 @@ def test_programs_of_a_recipe_on_a_cluster() -> None:
 
 
 @pytest.mark.unit
+def test_stages_with_foldings_of_their_own_on_a_cluster() -> None:
+    settings = ["--model.preset", "laptop", "--model.vocab", "512", "--launch.ranks", "4", "--train.global_batch", "16"]
+    recipe = load_recipe(None, [*settings, "--train.micro_batch", "2", "--folding.stages", '["tp2", "dp2.ep2"]'])
+    made = programs_of_recipe(recipe, resolve_recipe(recipe), world=4)
+    found = run_programs(made.programs, made.folding, oracle_of(recipe, parse_cluster("h100x4")).cost)
+    sends = [op for op in made.programs[0].ops if "fwd.boundary" in op.id and op.sends_to is not None]
+    # rank 0 has half of each sequence (tp 2); the stage above has whole sequences: one message to each of its ranks
+    assert sends and all(len(op.peers) == 2 for op in sends) and 0 < found.seconds < 1
+    spec, t = resolve_recipe(recipe), recipe.train
+    assert sum(op.sent_bytes for op in sends) == t.global_batch * t.seq_len // 2 * spec.hidden * 2
+
+
+@pytest.mark.unit
 def test_what_has_no_program_is_told_at_once() -> None:
     base = Recipe()
     recipe = dataclasses.replace(
@@ -121,47 +133,6 @@ def test_arguments_of_the_other_way_are_errors(tmp_path: Path, capsys: pytest.Ca
     assert "--steps" in told and "--learn" in told and "without --against" in told
     assert main([*plain, "--against", str(tmp_path), "--svg", str(tmp_path / "x.svg")]) == 2
     assert "has no effect with --against" in capsys.readouterr().err
-
-
-# ---- bench predict ---------------------------------------------------------------------------------------------------------------
-
-
-def machine(**changes: float) -> Hardware:
-    return dataclasses.replace(load_hardware("h100"), ranks_per_host=WORLD, **changes)  # type: ignore[arg-type]
-
-
-@pytest.mark.unit
-def test_plans_of_the_benchmark() -> None:
-    assert len(PLANS) >= 20 and len({plan.name for plan in PLANS}) == len(PLANS)
-    assert len({program.hash for plan in PLANS for program in plan.programs()[:1]}) == len(PLANS)
-    for plan in PLANS:
-        work = [op for op in plan.programs()[0].ops if op.kind == "compute"]
-        assert all((paced_s(op) > 0) == (kind_of(op.id) not in NOT_TOLD) for op in work)
-
-
-@pytest.mark.unit
-def test_slower_links_and_messages_that_nothing_hides_cost_more() -> None:
-    plans = {plan.name: plan for plan in PLANS}
-    fast, slow = machine(), machine(inside_latency_s=5e-3)
-    for name in ("ep4", "cp4 ep2 ring", "pp4 1f1b", "ep4 coarse:2"):
-        assert predicted_s(plans[name], slow) > predicted_s(plans[name], fast)
-    serial, hidden = (predicted_s(plans[n], slow) - predicted_s(plans[n], fast) for n in ("ep4", "ep4 coarse:2"))
-    assert serial > 0 and hidden > 0
-
-
-@pytest.mark.unit
-def test_order_of_plans() -> None:
-    assert kendall_tau([1, 2, 3], [2, 3, 5]) == 1.0 and kendall_tau([1, 2, 3], [3, 2, 1]) == -1.0
-    assert kendall_tau([1.0], [1.0]) == 1.0
-
-
-@pytest.mark.unit
-def test_options_of_the_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "predict", "--steps", "0", "--plans", "99"]) == 2
-    told = capsys.readouterr().err
-    assert "--steps" in told and "--plans" in told
-    assert main(["bench", "predict", "--cluster", "h100x8"]) == 2
-    assert "phalanx calibrate --ranks 4" in capsys.readouterr().err
 
 
 # ---- real ranks -------------------------------------------------------------------------------------------------------------------

@@ -47,6 +47,8 @@ LENGTHS = (128, 256, 512, 1024)
 HEADS = (4, 8)
 HEAD_DIM = 64
 STREAM_ELEMENTS = (1 << 14, 1 << 17, 1 << 20, 1 << 22)
+IDLE_S = 4e-3
+"""Between two repeats of a collective: what a rank computes between two of a step."""
 LINK_BYTES = tuple(1 << i for i in range(8, 24, 3))
 
 
@@ -170,33 +172,74 @@ def _streams(timed: Timed, lanes: Lanes) -> list[Stream]:
 
 
 def measure_links(
-    comms: Collectives, cache: GroupCache, info: WorldInfo, *, sizes: Sequence[int] = LINK_BYTES, repeats: int = 7
+    comms: Collectives,
+    cache: GroupCache,
+    info: WorldInfo,
+    *,
+    sizes: Sequence[int] = LINK_BYTES,
+    repeats: int = 9,
+    ranks_per_host: int | None = None,
 ) -> tuple[Link, ...]:
-    """Every collective over 2, 4, ... ranks, and a message between two. Collective; the ranks of one group work, the others wait."""
-    world, rows = world_axis(info, cache), []
-    counts = sorted({n for n in (2, 4, 8) if n < info.world} | {info.world})
-    for n in counts:
-        groups = [tuple(range(first, first + n)) for first in range(0, info.world - n + 1, n)]
+    """Every collective over 2, 4, ... ranks, and a message between two. Collective; all groups of one kind work at once, as in a run.
+
+    `ranks_per_host` (None: all ranks share one): groups inside a host, and groups with as many ranks on each of several hosts. All ranks read one clock: hosts are
+    emulated ones of this machine.
+    """
+    per_host, rows = ranks_per_host or info.world, []
+    for inside, hosts in _spans(info.world, per_host):
+        groups = _groups(info.world, per_host, inside, hosts)
         made = [(ranks, cache.get(ranks)) for ranks in groups]
         axis = next((Axis("link", r, r.index(info.rank), g) for r, g in made if info.rank in r), None)
+        n = inside * hosts
         for size in sizes:
             for what, call in _calls(comms, axis, n, size).items():
-                seconds = _link_s(comms, world, call, repeats)
-                rows.append(Link(what=what, ranks=n, num_bytes=float(size), seconds=seconds))
+                seconds = _link_s(comms, world_axis(info, cache), axis, call, repeats)
+                rows.append(Link(what=what, ranks=n, num_bytes=float(size), seconds=seconds, hosts=hosts))
     return tuple(rows)
 
 
-def _link_s(comms: Collectives, world: Axis, call: Callable[[], object] | None, repeats: int) -> float:
-    """Median over repeats of the time until the last of all ranks has ended: all groups of the size work at once, as in a run."""
+def _spans(world: int, per_host: int) -> list[tuple[int, int]]:
+    """(ranks of a host, hosts) of the groups that are timed."""
+    hosts = world // per_host
+    inside = sorted({n for n in (1, 2, 4, 8) if n < per_host} | {per_host})
+    across = sorted({n for n in (1, 2, 4, 8) if n < hosts} | {hosts})
+    return [(i, h) for h in across for i in inside if i * h > 1]
+
+
+def _groups(world: int, per_host: int, inside: int, hosts: int) -> list[tuple[int, ...]]:
+    """As many groups of the kind as there are side by side: `inside` consecutive ranks of each of `hosts` consecutive hosts."""
+    found = []
+    for host in range(0, world // per_host - hosts + 1, hosts):
+        for place in range(0, per_host - inside + 1, inside):
+            firsts = [(host + h) * per_host + place for h in range(hosts)]
+            found.append(tuple(first + i for first in firsts for i in range(inside)))
+    return found
+
+
+def _link_s(
+    comms: Collectives, world: Axis, axis: Axis | None, call: Callable[[], object] | None, repeats: int
+) -> float:
+    """Median over repeats and groups of the time from when the last rank of a group has posted it to its last end. Ranks were idle before, as those that
+    wait for a peer: a call right behind another finds threads awake, and is faster than any in a step."""
     found = []
     for _ in range(repeats + 1):
         comms.barrier(world)
-        begin = time.perf_counter()
+        time.sleep(IDLE_S)
+        begin_s = time.monotonic()
         if call is not None:
             call()
-        found.append(time.perf_counter() - begin if call is not None else 0.0)
-    told = comms.gather_objects(found[1:], world)
-    return statistics.median(max(each) for each in zip(*told, strict=True))
+        found.append((begin_s, time.monotonic()))
+    told = comms.gather_objects((axis.ranks if axis is not None else (), found[1:]), world)
+    groups: dict[tuple[int, ...], list[list[tuple[float, float]]]] = {}
+    for ranks, spans in told:
+        if ranks:
+            groups.setdefault(tuple(ranks), []).append(spans)
+    seconds = [
+        max(end for _, end in each) - max(begin for begin, _ in each)
+        for spans in groups.values()
+        for each in zip(*spans, strict=True)
+    ]
+    return statistics.median(seconds)
 
 
 def _calls(comms: Collectives, axis: Axis | None, n: int, size: int) -> dict[str, Callable[[], object] | None]:

@@ -16,7 +16,7 @@ BENCHMARKS = {
     "step": "training steps with and without overlap inside their layers, on emulated hosts",
     "hiding": "what hiding communication behind computing is worth, on emulated hosts",
     "pipeline": "what pipelines gain from transfers beside passes, on emulated hosts",
-    "predict": "step times of many plans beside their predictions, paced, on four local ranks",
+    "predict": "step times of many plans beside their predictions: paced ranks, here or on emulated hosts, or ranks that compute",
     "memory": "memory of the ranks of a run beside what the dry run promises",
     "reshard-plan": "plans of moves between layouts, against the bound and the paper's greedy",
     "robust": "kill ranks inside overlapped layers, and watch the memory of such layers for long",

@@ -112,7 +112,7 @@ def read_recording(folder: Path, *, first: int | None = None, last: int | None =
     ranks = {rank: {s: reader.steps[s] for s in wanted if s in reader.steps} for rank, reader in read.items()}
     return Recording(
         run=next((r.run for r in read.values() if r.run), folder.name),
-        ranks=_matched({rank: steps for rank, steps in ranks.items() if steps}),
+        ranks=matched({rank: steps for rank, steps in ranks.items() if steps}),
         hosts={rank: reader.clock["host"] for rank, reader in read.items() if reader.clock},
         clock_error_s={rank: reader.clock["error_s"] for rank, reader in read.items() if reader.clock},
     )
@@ -225,7 +225,7 @@ def others(key: Key, message: Message) -> list[Key]:
     return [("receive" if key[0] == "send" else "send", *key[1:])]
 
 
-def _matched(ranks: dict[int, dict[int, RankStep]]) -> dict[int, dict[int, RankStep]]:
+def matched(ranks: dict[int, dict[int, RankStep]]) -> dict[int, dict[int, RankStep]]:
     """With `ready_s` and `last_rank` of every message."""
     out: dict[int, dict[int, RankStep]] = {rank: {} for rank in ranks}
     for step in sorted({s for steps in ranks.values() for s in steps}):

@@ -14,7 +14,7 @@ of a rank, and an operation that a run records carries the id that stands here.
     gradient/expert/edp          of the step: reduction of a gradient family over an axis; also `vote`, `publish/expert`, ...
 
 Passes and transfers are in the order of the pipeline's plan (`schedule_comm.py`), transfers where they start. Reductions of gradients are listed
-where they have ended at the latest: behind the last pass. `program_layers.py` lowers a pass, `program_experts.py` routed experts by each way of overlap, `program_context.py` attention over cp,
+where they have ended at the latest, behind the last pass, and say with what they start. `program_layers.py` lowers a pass, `program_experts.py` routed experts by each way of overlap, `program_context.py` attention over cp,
 `program_ops.py` holds the operations themselves, `program_work.py` says how much they are.
 """
 
@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Literal
@@ -34,7 +34,7 @@ from phalanx.plan.holders import ExpertState
 from phalanx.plan.layout import FlatLayout, flat_layouts, stage_params
 from phalanx.plan.model import ModelSpec
 from phalanx.plan.pipeline import Pipeline, plain_pipeline
-from phalanx.plan.placement import AnyPlacement, plain_placement
+from phalanx.plan.placement import AnyPlacement, LayerPlacements, plain_placement
 from phalanx.plan.program_context import Context, CpMethod
 from phalanx.plan.program_experts import Reach
 from phalanx.plan.program_layers import Layers
@@ -160,23 +160,24 @@ def step_program(
         problems.append(Problem(where="folding.pp", value=folding.pp, rule=rule))
     raise_if(problems, PlanError, subject="program")
     lowering = _lowering(folding, spec, dispatch, rank, options)
-    ops = _reduced_together(_home(list(lowering.step())))
+    ops = _reduced_early(_home(list(lowering.step())), lowering.completed_by)
     if options.sizes is not None:
         counting = lowering.counting(options.sizes)
         ops = (counting.counted(op) for op in ops)
     return StepProgram(rank=rank, ops=tuple(ops))
 
 
-def _reduced_together(ops: Iterator[Op]) -> Iterator[Op]:
-    """Behind the last pass the reductions of all families start at once, each over its first axis."""
-    last, started = "", set[str]()
+def _reduced_early(ops: Iterator[Op], completed_by: Callable[[str, Sequence[Op]], str]) -> Iterator[Op]:
+    """A buffer's reduction starts over its first axis when the last of its gradients is there, beside what is left of the backward pass."""
+    before: list[Op] = []
+    started = set[str]()
     for op in ops:
         key = op.id.rsplit("/", 1)[0]
         if not op.id.startswith("gradient/"):
-            last = last if op.beside else op.id
+            before.append(op)
         elif key not in started:
             started.add(key)
-            op = replace(op, posted_after=last)
+            op = replace(op, posted_after=completed_by(key.removeprefix("gradient/"), before))
         yield op
 
 
@@ -202,8 +203,20 @@ def _lowering(
         context=Context(method=options.cp_method, size=folding.of_rank(rank).cp, index=folding.coord(rank, "cp")),
         recompute=options.recompute,
         counts_first=_counts_first(spec, options.num_microbatches),
+        slots=_slots(_placed(folding, spec, rank, options.placement)),
     )
     return _Lowering(reach, layers, spec, options, pipeline)
+
+
+def _placed(folding: AnyFolding, spec: ModelSpec, rank: int, placement: AnyPlacement | None) -> AnyPlacement:
+    """Where the experts of the rank's stage are."""
+    return placement or plain_placement(max(1, spec.num_experts), folding.of_rank(rank))
+
+
+def _slots(placement: AnyPlacement) -> int:
+    """Of a rank: in all layers as many."""
+    one = next(iter(placement.layers.values())) if isinstance(placement, LayerPlacements) else placement
+    return one.slots_per_rank
 
 
 def _counts_first(spec: ModelSpec, num_microbatches: int) -> bool:
@@ -273,7 +286,16 @@ class _Lowering:
         id = boundary_id(transfer, microbatch=at.microbatch, phase=phase)
         peers = self._peers(transfer, sends=sends)
         if peers:
-            yield replace(exchange(id, "pp", at, **{"to" if sends else "source": peers[0]}), peers=peers, beside=True)
+            op = exchange(id, "pp", at, **{"to" if sends else "source": peers[0]})
+            yield replace(op, peers=peers, beside=True, sent_bytes=self._crossing(transfer) if sends else 0.0)
+
+    def _crossing(self, transfer: Transfer) -> float:
+        """Bytes that the rank sends by the plan of an edge between stages with foldings of their own."""
+        if self.options.edges is None or self.options.sizes is None:
+            return 0.0
+        route = self.options.edges[transfer.edge].routes(transfer.direction)[self.reach.rank]
+        elements = sum(box.num_elements for leg in route.sends for box in leg.parts)
+        return float(elements * self.options.sizes.itemsize)
 
     def _peers(self, transfer: Transfer, *, sends: bool) -> tuple[int, ...]:
         """Positions on the axis `pp` of those at the other end."""
@@ -296,12 +318,24 @@ class _Lowering:
         return flat_layouts(
             stage_params(self.spec, self.pipeline.stages.of_rank(self._pipeline_rank)),
             folding,
-            self.options.placement or plain_placement(max(1, self.spec.num_experts), folding.of_rank(rank)),
+            _placed(folding, self.spec, rank, self.options.placement),
             rank,
             zero=self.options.zero,
             bucket_elements=self.options.bucket_elements,
             expert_state=self.options.expert_state,
         )
+
+    def completed_by(self, key: str, ops: Sequence[Op]) -> str:
+        """The operation of the passes with which the gradients of a buffer are complete: of experts their products in the layer that comes last; of what
+        only layers have, the end of the last layer; of all else the end of the passes, where weight gradients may be put off till then."""
+        params = [held.param for held in self._layouts[key].params]
+        layers = {param.layer for param in params}
+        held = [op for op in reversed(ops) if not op.beside]
+        if self.pipeline.splits_backward or None in layers:
+            return held[0].id
+        name = "experts" if all(param.family == "expert" for param in params) else ""
+        of_them = (op for op in held if op.phase == "bwd" and op.layer in layers and op.kind == "compute")
+        return next((op.id for op in of_them if name in op.id), held[0].id)
 
     def counting(self, sizes: Sizes) -> Counting:
         """What says how much the operations are."""

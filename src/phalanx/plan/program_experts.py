@@ -10,7 +10,7 @@ them, so that ways can be compared id by id:
     *.chunk2.*         the same of one chunk of tokens (`coarse:N`)
 
 How many messages an exchange has tile by tile depends on the batch (and with `auto` on what the cost model finds), so all of them have the one id, and a comparison
-adds up their bytes. Groups of one rank communicate nothing: there every setting is serial.
+adds up their bytes. Groups of one rank communicate nothing: there every setting is serial. Rows of one source, or for one slot, arrive in the order of slots: there nothing is sorted.
 """
 
 from __future__ import annotations
@@ -53,11 +53,13 @@ class Reach:
             yield dataclasses.replace(op, **at._asdict())
 
 
-def moe_operations(reach: Reach, spec: DispatchSpec, at: At, beside: Sequence[Op] = ()) -> Iterator[Op]:
-    """Dispatch, experts and combine; `beside` are the operations of the shared expert."""
+def moe_operations(
+    reach: Reach, spec: DispatchSpec, at: At, beside: Sequence[Op] = (), *, slots: int = 2
+) -> Iterator[Op]:
+    """Dispatch, experts and combine; `beside` are the operations of the shared expert, `slots` the experts that a rank holds."""
     alone = reach.size("ep_etp") == 1
     way = OverlapSetting("serial") if alone else parse_overlap(spec.overlap)
-    experts = _Experts(reach, spec, at)
+    experts = _Experts(reach, spec, at, sorts=not alone and slots > 1)
     if way.kind == "serial":
         return iter((*experts.serial(), *beside))
     if way.kind == "coarse":
@@ -75,6 +77,8 @@ class _Experts:
     reach: Reach
     spec: DispatchSpec
     at: At
+    sorts: bool
+    """Whether rows must be brought into the order of slots, and back."""
 
     def serial(self) -> Iterator[Op]:
         yield from self._decided()
@@ -91,11 +95,12 @@ class _Experts:
         for number, (permute, *arriving) in enumerate(leaving):
             yield from (following[0] for following in leaving[number + 1 : number + 2])
             yield from (_posted(op, permute.id) for op in arriving)
-            yield compute(f"experts.chunk{number}", self.at)
+            experts = compute(f"experts.chunk{number}", self.at)
+            yield experts
             ways = [*self._combine(f"combine.chunk{number}.")]
             at_once = [op for op in ways if op.id.endswith((".sort", "_etp"))]
             yield from at_once
-            back += [_posted(op, at_once[-1].id) for op in ways[len(at_once) :]]
+            back += [_posted(op, [experts, *at_once][-1].id) for op in ways[len(at_once) :]]
         yield from back
 
     def by_tiles(self, beside: Sequence[Op]) -> Iterator[Op]:
@@ -150,7 +155,11 @@ class _Experts:
         for what in ("rows", "weights"):
             yield from self.reach.at(at, name + what, "all_to_all_rows", "ep")
             yield from self.reach.at(at, f"{name}{what}_etp", "all_gather_rows", "etp")
-        yield compute(name + "sort", at)
+        yield from self._sort(name)
+
+    def _sort(self, name: str) -> Iterator[Op]:
+        if self.sorts:
+            yield compute(name + "sort", self.at)
 
     def _combine(self, name: str) -> Iterator[Op]:
         at = self.at
@@ -158,7 +167,7 @@ class _Experts:
             yield compute(name + "sum", at)
             yield from self.reach.at(at, name + "rows", "reduce_scatter_rows", "ep_etp")
             return
-        yield compute(name + "sort", at)
+        yield from self._sort(name)
         yield from self.reach.at(at, name + "rows_etp", "reduce_scatter_rows", "etp")
         yield from self.reach.at(at, name + "rows", "all_to_all_rows", "ep")
         yield compute(name + "sum", at)

@@ -40,6 +40,8 @@ class Layers:
     recompute: str
     counts_first: bool
     """Whether the balancing loss has the counts of the whole step before the first forward pass."""
+    slots: int
+    """Experts, or replicas of them, that a rank holds of a layer."""
 
     def forward(self, stage: Stage, mb: int, phase: Phase) -> Iterator[Op]:
         """A stage's forward pass, in training (`fwd`) with its loss."""
@@ -146,4 +148,4 @@ class Layers:
 
     def experts(self, at: At, *, beside: Sequence[Op] = ()) -> Iterator[Op]:
         """Routed experts by the way that `dispatch.overlap` names, and the shared expert beside them."""
-        return moe_operations(self.reach, self.dispatch, at, beside)
+        return moe_operations(self.reach, self.dispatch, at, beside, slots=self.slots)

@@ -76,7 +76,8 @@ class Counting:
 
     @property
     def _rows_N(self) -> int:
-        return self.sizes.sequences * self.sizes.seq_len // self._stage[1]
+        _, shares = self.folding.share_of(self.rank)
+        return self.sizes.sequences // shares * self.sizes.seq_len // self._stage[1]
 
     @property
     def _rows_T(self) -> int:
@@ -142,6 +143,8 @@ class Counting:
     def _sent(self, op: Op, name: str, backward: bool) -> float:
         n = self._size(op.axis)
         if op.axis == "pp":
+            if op.sent_bytes:  # counted by the plan of the edge
+                return op.sent_bytes
             sends = op.sends_to is not None
             return self._rows_T * self._hidden_bytes * (1 if sends else 0) * max(1, len(op.peers))
         if name.startswith("attention.ring"):

@@ -14,8 +14,9 @@ from phalanx.plan.activation_layout import activation_layout
 from phalanx.plan.boundary import EdgePlan, Route, planned_edge
 from phalanx.plan.reshard import plan_reshard
 from phalanx.plan.reshard_types import Hosts, Move, equal_hosts
+from phalanx.plan.schedule_comm import PipelinePlan
 from phalanx.plan.schedule_time import Edge
-from phalanx.plan.stage_foldings import StagedFolding
+from phalanx.plan.stage_foldings import AnyFolding, StagedFolding
 from phalanx.plan.tensor_layout import TensorLayout
 
 
@@ -67,6 +68,22 @@ def _edge(edge: Edge, src: TensorLayout, dst: TensorLayout, *, what: Activation,
         edge,
         plan_reshard([there], hosts, message_bytes=whole),
         plan_reshard([back], hosts, message_bytes=whole),
+    )
+
+
+def edges_for(
+    folding: AnyFolding, plan: PipelinePlan, *, rank: int, what: Activation, hosts: Hosts | None = None
+) -> dict[Edge, EdgePlan] | None:
+    """The edges of the pipeline that a rank is part of; None where all stages have one folding, and one rank sends to one. `hosts` None: all ranks share one."""
+    if not isinstance(folding, StagedFolding):
+        return None
+    return staged_edges(
+        plan.edges,
+        plan.schedule.rank_of_stage,
+        folding,
+        replica=folding.replica_of(rank),
+        what=what,
+        hosts=hosts if hosts is not None else on_one_host(range(folding.world)),
     )
 
 

@@ -34,6 +34,7 @@ from phalanx.core.errors import PeerError, RunError
 from phalanx.core.events import Collective, Emit, Event, Lane, Operation, ignore
 from phalanx.runtime.escape import Escape, run_escapable
 from phalanx.runtime.groups import DEFAULT_TIMEOUT_S, Axis
+from phalanx.runtime.pacing import Pace
 from phalanx.runtime.waiting import LayerTimes
 
 ReduceOp = Literal["sum", "max", "min"]
@@ -133,8 +134,8 @@ class Collectives:
         self.watch: Callable[[str, bool], None] | None = None
         """Told the id of each collective when it is posted (True) and when the wait for it has ended."""
         self._aside = False
-        self.pace: Callable[[str], float] | None = None
-        """Paced mode (`phalanx bench predict`): an operation of the rank's own that is told lasts at least so many seconds."""
+        self.pace: Pace | None = None
+        """Paced mode (`phalanx bench predict`): how long operations of the rank's own that are told last."""
         self.beside: TwoPasses | None = None
         """While a pass of this rank runs beside another."""
         self.message_streams: Any = None
@@ -355,7 +356,9 @@ class Collectives:
     def did(self, op_id: str, lane: Lane, begin_s: float) -> None:
         """Tell of an operation that ends now and began at `begin_s` of `time.monotonic`."""
         if self.pace is not None and lane == "compute":
-            time.sleep(max(0.0, begin_s + self.pace(op_id) - time.monotonic()))
+            self.pace.hold(op_id, begin_s)
+        elif self.pace is not None and lane == "wait":
+            self.pace.waited(time.monotonic(), since_s=begin_s)
         end_s = ANCHOR_S + time.monotonic()
         self._emit(Operation(op_id=op_id, lane=lane, begin_s=ANCHOR_S + begin_s, end_s=end_s))
 
@@ -623,6 +626,8 @@ class Collectives:
         if self.watch is not None:
             self.watch(call.op_id, False)
         waited_s = 0.0 if self._aside else end_s - wait_s
+        if self.pace is not None and not self._aside:
+            self.pace.waited(end_s, since_s=wait_s, held=wait_s == begin_s)
         key = (op, axis.name)
         counter = self.counters.get(key)
         if counter is None:

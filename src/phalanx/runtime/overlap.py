@@ -46,6 +46,7 @@ from phalanx.runtime.overlap_lists import (
     row_by_row,
     tile_order,
 )
+from phalanx.runtime.overlap_pacing import TilePace
 from phalanx.runtime.overlap_streams import RoundMessages
 from phalanx.runtime.overlap_transport import count_copies, routes, traffic_told, usable_hosts
 from phalanx.runtime.streams import Streams, leaving_free, streams_of
@@ -524,6 +525,7 @@ class _Work(torch.autograd.Function):
         work = TileProducts(geometry, w13, w2, flight.lanes)
         work.open_forward(flight.plan.blocks)
         rows = [Rows(*three) for three in zip(way.entries, flight.index, flight.row_weights, strict=True)]
+        pace = TilePace(flight.comms, flight.prefix + "experts", way.plan)
         for op in way.plan.ops:
             if op.kind == "wait":
                 _wait(way.arriving.pop((op.peer, op.part), None))
@@ -535,6 +537,7 @@ class _Work(torch.autograd.Function):
                 flight.give_back(way, op, work.out_b[op.block])
             elif op.kind in ("relay", "merge"):
                 flight.pass_on(way, op)
+            pace.done(op)
         kept = [] if flight.recompute else work.gate_up_e
         ctx.flight, ctx.geometry, ctx.num_kept = flight, geometry, len(kept)
         ctx.save_for_backward(w13, w2, *kept, *way.entries)
@@ -552,6 +555,7 @@ class _Work(torch.autograd.Function):
         grads = [Rows(g, r.index, r.weights) for g, r in zip(way.entries, rows, strict=True)]
         weights = work.open_weights() if ctx.needs_input_grad[2] or ctx.needs_input_grad[3] else None
         told = set()
+        pace = TilePace(flight.comms, backward_id(flight.prefix + "experts"), way.plan)
         for op in way.plan.ops:
             if op.kind == "wait":
                 _wait(way.arriving.pop((op.peer, op.part), None))
@@ -568,6 +572,7 @@ class _Work(torch.autograd.Function):
                 flight.pass_on(way, op)
             elif op.kind == "weights" and weights is not None:
                 work.weights(op.part, rows, grads, *weights)
+            pace.done(op)
         if flight.own not in told:
             way.own_dots = work.dots_P.new_empty(0)
         if flight.later is not None:

@@ -75,12 +75,13 @@ class Stream:
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """A collective of `ranks` ranks of this host; bytes as in `Hardware.measured_links`."""
+    """A collective of `ranks` ranks on `hosts` hosts, from when the last of them has posted it to the last end; bytes as in `Hardware.measured_links`."""
 
     what: str
     ranks: int
     num_bytes: float
     seconds: float
+    hosts: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -324,6 +325,35 @@ class _Fit:
             what = f"{x.num_bytes:.0f} bytes over {x.ranks} ranks"
             found.setdefault(f"link {x.what}", []).append((_link_s(network, x), x.seconds, what))
         return {kind: error_of(rows) for kind, rows in found.items()}
+
+
+def with_links(hardware: Hardware, links: Sequence[Link], *, ranks_per_host: int) -> Hardware:
+    """The hardware with links as they were measured, and nothing of its own links: tables, and a latency and a rate that go on where tables end.
+
+    Raises `ConfigError` where nothing was measured between two ranks.
+    """
+    pairs = [x for x in links if x.ranks > 1]
+    raise_if([] if pairs else [Problem(where="links", value=0, rule="needs rows of two ranks")], ConfigError,
+             subject="the measurements")  # fmt: skip
+    inside, between = ([x for x in pairs if (x.hosts > 1) == far] for far in (False, True))
+    near, far = (_alpha_beta(rows or pairs) for rows in (inside, between))
+    return replace(
+        hardware,
+        ranks_per_host=ranks_per_host,
+        inside_bytes_per_s=((2.0, near[1]),),
+        inside_latency_s=near[0],
+        inside_half_bytes=HALF_BYTES,
+        between_bytes_per_s=far[1],
+        between_efficiency=1.0,
+        between_latency_s=far[0],
+        measured_links=tuple((x.what, x.ranks, x.num_bytes, x.seconds) for x in inside),
+        measured_between=tuple((x.what, x.ranks, x.hosts, x.num_bytes, x.seconds) for x in between),
+    )
+
+
+def _alpha_beta(rows: Sequence[Link]) -> tuple[float, float]:
+    """Shortest time, and best rate of any row."""
+    return min(x.seconds for x in rows), max(x.num_bytes * (x.ranks - 1) / x.ranks / x.seconds for x in rows)
 
 
 def error_of(rows: Sequence[tuple[float, float, str]]) -> Error:

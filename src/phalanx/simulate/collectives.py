@@ -4,8 +4,8 @@ Decides which algorithm a group uses and what each link carries. A *span* says h
 `hosts` hosts; ranks of one host drive their own network cards (rails), so a ring of a group with `inside` members a host crosses
 hosts on `inside` cards at once. Must never change: more bytes or slower links never make a collective faster (test).
 
-Inside a host a table of times measured on that very machine comes before the formula (`Hardware.measured_links`): linear between its sizes
-in logarithms, beyond them the formula in proportion to the nearest.
+A table of times measured on those very links comes before the formula (inside a host `Hardware.measured_links`, between hosts `measured_between`): linear
+between its sizes in logarithms, beyond them the formula in proportion to the nearest.
 
 S is the size of the whole tensor in bytes (all-gather's output, reduce-scatter's input); V the rows that a rank sends in all-to-all.
 """
@@ -74,14 +74,22 @@ class Network:
             def formula(size: float) -> float:
                 return self.hardware.inside_latency_s + self._inside(size * (n - 1) / n, n, size)
 
-            return self._known(name, n, whole, formula)
-        fast = self._inside(whole * (n - 1) / n, max(2, span.inside), whole) if span.inside > 1 else 0.0
-        slow = whole * (span.hosts - 1) / span.hosts / span.inside / self._between
-        return self.latency(span) + max(fast, slow)
+            return self._known(name, span, whole, formula)
 
-    def _known(self, name: str, n: int, num_bytes: float, formula: Callable[[float], float]) -> float:
-        """From the table of this machine, if it has such a collective of so many ranks; else by the formula."""
-        knots = _knots(self.hardware.measured_links, name, n)
+        def between(size: float) -> float:
+            fast = self._inside(size * (n - 1) / n, max(2, span.inside), size) if span.inside > 1 else 0.0
+            slow = size * (span.hosts - 1) / span.hosts / span.inside / self._between
+            return self.latency(span) + max(fast, slow)
+
+        return self._known(name, span, whole, between)
+
+    def _known(self, name: str, span: Span, num_bytes: float, formula: Callable[[float], float]) -> float:
+        """From the table of these links, if it has such a collective of so many ranks on so many hosts; else by the formula."""
+        h = self.hardware
+        if span.hosts == 1:
+            knots = _knots(h.measured_links, name, span.size)
+        else:
+            knots = _knots_between(h.measured_between, name, span)
         if not knots:
             return formula(num_bytes)
         nearest = min(max(num_bytes, knots[0][0]), knots[-1][0])
@@ -94,10 +102,10 @@ class Network:
 
     def all_reduce(self, whole: float, span: Span) -> float:
         """Reduce-scatter and all-gather; a tree has the same bytes and fewer hops."""
-        if span.hosts > 1 or span.size <= 1 or whole <= 0:
-            return 2 * self.all_gather(whole, span)
-        n, ring = span.size, Network(replace(self.hardware, measured_links=()))
-        return self._known("all_reduce", n, whole, lambda size: 2 * ring.all_gather(size, span))
+        if span.size <= 1 or whole <= 0:
+            return 0.0
+        ring = Network(replace(self.hardware, measured_links=(), measured_between=()))
+        return self._known("all_reduce", span, whole, lambda size: 2 * ring.all_gather(size, span))
 
     def hierarchical_all_gather(self, whole: float, span: Span) -> float:
         """Between hosts first (each rail a part), then inside: two steps one after the other."""
@@ -118,10 +126,13 @@ class Network:
             return self._inside(size * (span.inside - 1) / n, max(2, span.inside), size)
 
         if span.hosts == 1:
-            return self._known("all_to_all", n, rows_bytes, lambda size: h.inside_latency_s + inside(size))
-        fast = inside(rows_bytes)
-        slow = rows_bytes * (1 - span.inside / n) / self._between
-        return h.inside_latency_s + h.between_latency_s + max(fast, slow)
+            return self._known("all_to_all", span, rows_bytes, lambda size: h.inside_latency_s + inside(size))
+
+        def between(size: float) -> float:
+            slow = size * (1 - span.inside / n) / self._between
+            return h.inside_latency_s + h.between_latency_s + max(inside(size), slow)
+
+        return self._known("all_to_all", span, rows_bytes, between)
 
     def all_to_all_dedup(
         self, token_bytes: float, span: Span, *, top_k: int, num_experts: int, host_limit: int | None = None
@@ -145,11 +156,11 @@ class Network:
     def send(self, num_bytes: float, *, between: bool) -> float:
         """One message from rank to rank."""
         h = self.hardware
-        if between:
-            return h.between_latency_s + num_bytes / self._between
         if num_bytes <= 0:
-            return h.inside_latency_s
-        return self._known("send", 2, num_bytes, lambda size: h.inside_latency_s + self._inside(size, 2, size))
+            return h.between_latency_s if between else h.inside_latency_s
+        if between:
+            return self._known("send", Span(1, 2), num_bytes, lambda size: h.between_latency_s + size / self._between)
+        return self._known("send", Span(2, 1), num_bytes, lambda size: h.inside_latency_s + self._inside(size, 2, size))
 
 
 def beside(comm: float, room: float, taken: float) -> float:
@@ -163,6 +174,13 @@ def _knots(table: tuple[tuple[str, int, float, float], ...], name: str, n: int) 
     return tuple(
         sorted((size, math.log(seconds)) for what, ranks, size, seconds in table if (what, ranks) == (name, n))
     )
+
+
+@lru_cache(maxsize=256)
+def _knots_between(table: tuple[tuple[str, int, int, float, float], ...], name: str, span: Span) -> Curve:
+    """The same of ranks on several hosts."""
+    wanted = name, span.size, span.hosts
+    return tuple(sorted((size, math.log(s)) for what, ranks, hosts, size, s in table if (what, ranks, hosts) == wanted))
 
 
 def distinct(places: int, top_k: int, num_experts: int) -> float:

@@ -59,6 +59,8 @@ class Hardware:
     """(m, n, k, seconds) timed on this very machine; they come before the formula."""
     measured_links: tuple[tuple[str, int, float, float], ...] = ()
     """(collective, ranks, bytes, seconds) inside a host, timed there too. Bytes are those of the whole tensor, of all-to-all what a rank sends."""
+    measured_between: tuple[tuple[str, int, int, float, float], ...] = ()
+    """(collective, ranks, hosts that they are on, bytes, seconds) between hosts; `hosts` divides `ranks`."""
     fp32_flops_per_s: float | None = None
     """Of products in float32; None where nobody has measured it."""
     fp32_efficiency: float | None = None
@@ -150,7 +152,11 @@ _SECTIONS: Mapping[str, tuple[str, ...]] = {
     "between": ("bytes_per_s", "efficiency", "latency_s"),
 }  # fmt: skip
 _OPTIONAL = {"fp8_flops_per_s": None, "fp8_efficiency": 0.57, "fp32_flops_per_s": None, "fp32_efficiency": None}
-_MEASURED = {"gemm": (3, "[m, n, k, seconds]"), "links": (3, "[collective, ranks, bytes, seconds]")}
+_MEASURED = {
+    "gemm": (3, "[m, n, k, seconds]"),
+    "links": (3, "[collective, ranks, bytes, seconds]"),
+    "between": (4, "[collective, ranks, hosts, bytes, seconds]"),
+}
 LINKS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
 """Collectives that a table of measured links may name."""
 _CURVES = ("attention_forward", "inside_bytes_per_s")
@@ -337,19 +343,21 @@ def _measured(table: Mapping[str, Any], where: str) -> tuple[_Rows, list[Problem
         good = [row for row in rows if _is_row(name, row)] if isinstance(rows, list) else []
         if not isinstance(rows, list) or len(good) != len(rows):
             bad = next((row for row in rows if not _is_row(name, row)), rows) if isinstance(rows, list) else rows
-            names = f", with a collective of {', '.join(LINKS)}" if name == "links" else ""
+            names = "" if name == "gemm" else f", with a collective of {', '.join(LINKS)}"
             rule = f"holds rows {form}, all above 0{names}"
             problems.append(Problem(where=f"{where}: measured.{name}", value=bad, rule=rule))
         elif name == "gemm":
             found[name] = tuple((*map(int, row[:numbers]), float(row[numbers])) for row in good)
-        else:
+        elif name == "links":
             found[name] = tuple((row[0], int(row[1]), float(row[2]), float(row[3])) for row in good)
+        else:
+            found[name] = tuple((row[0], int(row[1]), int(row[2]), float(row[3]), float(row[4])) for row in good)
     return found, problems
 
 
 def _is_row(name: str, row: object) -> bool:
-    if not isinstance(row, list) or len(row) != 4:
+    if not isinstance(row, list) or len(row) != _MEASURED[name][0] + 1:
         return False
-    numbers = row[1:] if name == "links" else row
+    numbers = row if name == "gemm" else row[1:]
     fits = all(isinstance(x, int | float) and not isinstance(x, bool) and 0 < x < math.inf for x in numbers)
-    return fits and (name != "links" or row[0] in LINKS)
+    return fits and (name == "gemm" or row[0] in LINKS)

@@ -6,13 +6,14 @@ from the FLOPs and bytes that the operation carries (`plan/program_work.py`). Mu
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from phalanx.core.op_ids import read_op_id
 from phalanx.plan.program_ops import Op
-from phalanx.simulate.collectives import Network, span_of
+from phalanx.simulate.collectives import Network, Span
 from phalanx.simulate.cost import SIGMA, Cost, Oracle
 from phalanx.simulate.hardware import Hardware
 
@@ -77,8 +78,7 @@ class ProgramOracle:
             peers = max(1, len(op.peers))
             seconds = network.send(op.sent_bytes / peers, between=len(hosts) > 1)
             return Cost(seconds, SIGMA["cp" if op.axis == "cp" else "pp"], "formula")
-        stride = ranks[1] - ranks[0] if n > 1 else 1
-        span = span_of(n, stride, ranks_per_host=per_host) if len(hosts) > 1 else span_of(n, 1, ranks_per_host=n)
+        span = Span(math.ceil(n / len(hosts)), len(hosts))
         whole = op.sent_bytes * n / max(1, n - 1)
         match op.collective:
             case "all_reduce":

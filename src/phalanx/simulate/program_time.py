@@ -2,7 +2,8 @@
 
 Decides the clock of `plan/program.py`, the very operations that a run records. A rank does its operations in order; what is `beside` leaves it free, and
 what needs it waits. A collective is under way once the last of its ranks has posted it, a message once both of its ends are there; each rank's
-link carries one message out and one in at a time, and a collective takes both ways. Must never change: events are taken in order of time, so that links are given to whoever
+link carries one message out and one in at a time, and a collective takes both ways. Reductions of gradients that travel beside passes share their links with whatever
+else is sent: bytes are kept, so what passes meanwhile takes twice its time (two flows, half of the rate each), and the reduction ends by as much later as it would have taken alone. Must never change: events are taken in order of time, so that links are given to whoever
 is ready first; a program that waits for ever is an error that names who waits for what.
 """
 
@@ -12,7 +13,7 @@ import hashlib
 import heapq
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -97,6 +98,19 @@ class _Meeting:
     wanted: int
 
 
+@dataclass
+class _Bulk:
+    """A reduction of gradients that all of its ranks have posted."""
+
+    ranks: frozenset[int]
+    cost: Cost
+    ready_s: float
+    place: int
+    begin_s: float | None = None
+    used: dict[int, float] = field(default_factory=dict)
+    """How much its ranks' links had been used when it was looked at."""
+
+
 class _Clock:
     """State of one run of the programs."""
 
@@ -113,8 +127,12 @@ class _Clock:
         """Operation -> its messages that are not there yet."""
         self.ready: list[dict[int, tuple[float, float]]] = [{} for _ in programs]
         self.meetings: dict[Key, _Meeting] = {}
-        self.queue: list[tuple[float, int, Key]] = []
+        self.queue: list[tuple[float, int, int, Key]] = []
         self.out_free, self.in_free = [0.0] * self.n, [0.0] * self.n
+        self.busy = [0.0] * self.n
+        """Seconds that a rank's link has been used so far, apart from reductions of gradients."""
+        self.bulk: dict[Key, _Bulk] = {}
+        """Reductions of gradients under way, and those that wait for their ranks' links, by the order in which they are due."""
         self.number = 0
         self.counts: list[dict[Key, int]] = [{} for _ in programs]
         self.early = [self._posted_early(program) for program in programs]
@@ -133,8 +151,8 @@ class _Clock:
         for rank in range(self.n):
             self._advance(rank)
         while self.queue:
-            _, _, key = heapq.heappop(self.queue)
-            for rank in self._end(key):
+            at, _, _, key = heapq.heappop(self.queue)
+            for rank in self._flow(at, key) if self._is_bulk(key) else self._end(key):
                 self._advance(rank)
         stuck = [
             Problem(where=f"rank {rank}", value=program.ops[self.place[rank]].id, rule="waits for ever")
@@ -199,9 +217,13 @@ class _Clock:
             meeting = self.meetings.setdefault(key, _Meeting({}, wanted))
             meeting.parts[end] = (rank, i, when)
             if len(meeting.parts) == meeting.wanted:
-                self.number += 1
                 ready = max(posted for _, _, posted in meeting.parts.values())
-                heapq.heappush(self.queue, (ready, self.number, key))
+                self._due(ready, max(place for _, place, _ in meeting.parts.values()), key)
+
+    def _due(self, when: float, place: int, key: Key) -> None:
+        """What is due at one time comes in the order of the programs."""
+        self.number += 1
+        heapq.heappush(self.queue, (when, place, self.number, key))
 
     def _names(self, rank: int, op: Op) -> list[tuple[Key, Key, int]]:
         """(what the others call it too, this rank's end of it, how many ends it has); what comes again under one name is counted."""
@@ -236,15 +258,64 @@ class _Clock:
             rank, i, _ = meeting.parts[("from",)]
             cost = self.cost_of(self.programs[rank].ops[i], (src, dst))
             end = begin + cost.seconds
+            end += self._shared((src, dst), cost.seconds)
             self.out_free[src] = self.in_free[dst] = end
         else:
             costs = [self.cost_of(self.programs[rank].ops[i], key[3]) for rank, i, _ in parts]
             cost = max(costs, key=lambda c: c.seconds)
             begin = max([ready, *(max(self.out_free[rank], self.in_free[rank]) for rank, _, _ in parts)])
+            over = begin + cost.seconds + self._shared([rank for rank, _, _ in parts], cost.seconds)
             for rank, _, _ in parts:
-                self.out_free[rank] = self.in_free[rank] = begin + cost.seconds
-            end = max([begin + cost.seconds, *(self._after_streams(rank, i, cost.seconds) for rank, i, _ in parts)])
+                self.out_free[rank] = self.in_free[rank] = over
+            end = max([over, *(self._after_streams(rank, i, cost.seconds) for rank, i, _ in parts)])
         return [rank for rank, i, _ in parts if self._arrived(rank, i, ready, end, cost)]
+
+    # ---- reductions beside passes ------------------------------------------------------------------------------------------
+
+    def _is_bulk(self, key: Key) -> bool:
+        return key[0] == "all" and str(key[1]).startswith("gradient/")
+
+    def _shared(self, ranks: Sequence[int], seconds: float) -> float:
+        """What a message takes longer beside a reduction; and it is counted."""
+        beside = any(flow.begin_s is not None and not flow.ranks.isdisjoint(ranks) for flow in self.bulk.values())
+        for rank in ranks:
+            self.busy[rank] += seconds
+        return seconds if beside else 0.0
+
+    def _flow(self, now: float, key: Key) -> list[int]:
+        """A reduction is due to begin or to end: it begins when its ranks have no other under way, and ends when nothing has used their links meanwhile."""
+        flow = self.bulk.get(key)
+        if flow is None:
+            meeting = self.meetings[key]
+            parts = meeting.parts.values()
+            costs = [self.cost_of(self.programs[rank].ops[i], key[3]) for rank, i, _ in parts]
+            cost = max(costs, key=lambda c: c.seconds)
+            ready = max(posted for _, _, posted in parts)
+            flow = self.bulk[key] = _Bulk(
+                frozenset(rank for rank, _, _ in parts), cost, ready, max(i for _, i, _ in parts)
+            )
+        if flow.begin_s is None:
+            self._begin_flow(now, key, flow)
+            return []
+        used = max(self.busy[rank] - flow.used[rank] for rank in flow.ranks)
+        if used > 0:
+            flow.used = {rank: self.busy[rank] for rank in flow.ranks}
+            self._due(now + used, flow.place, key)
+            return []
+        del self.bulk[key]
+        for other, waiting in self.bulk.items():
+            if waiting.begin_s is None:
+                self._begin_flow(now, other, waiting)
+        parts = self.meetings.pop(key).parts.values()
+        return [rank for rank, i, _ in parts if self._arrived(rank, i, flow.ready_s, now, flow.cost)]
+
+    def _begin_flow(self, now: float, key: Key, flow: _Bulk) -> None:
+        before = [other for other in self.bulk.values() if other is not flow and other.ranks & flow.ranks]
+        if any(other.begin_s is not None for other in before):
+            return
+        flow.begin_s, flow.used = now, {rank: self.busy[rank] for rank in flow.ranks}
+        under_way = max(max(self.out_free[rank], self.in_free[rank]) for rank in flow.ranks) - now
+        self._due(now + flow.cost.seconds + max(0.0, under_way), flow.place, key)
 
     def _after_streams(self, rank: int, i: int, seconds: float) -> float:
         op = self.programs[rank].ops[i]

@@ -7,17 +7,18 @@ why, never a program of something else.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.core.samples import num_rounds
 from phalanx.plan.dispatch import DispatchSpec
-from phalanx.plan.folding import Folding, resolve_folding
 from phalanx.plan.model import ModelSpec
 from phalanx.plan.pipeline import make_pipeline
 from phalanx.plan.program import Sizes, StepOptions, StepProgram, step_program
 from phalanx.plan.recipe import equal_shares
+from phalanx.plan.stage_edges import Activation, edges_for
+from phalanx.plan.stage_foldings import AnyFolding, resolve_mapping
 from phalanx.simulate.hardware import GpuCluster
 from phalanx.simulate.program_cost import ProgramOracle
 
@@ -30,27 +31,31 @@ class RecipePrograms:
     """The programs of all ranks, and what they run on."""
 
     programs: tuple[StepProgram, ...]
-    folding: Folding
+    folding: AnyFolding
 
 
 def programs_of_recipe(recipe: Recipe, spec: ModelSpec, *, world: int) -> RecipePrograms:
     """One program a rank. Raises `ConfigError` for mappings that cannot run, and for what has no program yet."""
     raise_if(_no_program(recipe), ConfigError, subject="the programs of the recipe")
     t = recipe.train
-    folding = resolve_folding(recipe.folding, spec, world=world, seq_len=t.seq_len, **equal_shares(recipe))
-    each = num_rounds(t.global_batch // t.micro_batch, owners=folding.dp)
+    folding = resolve_mapping(recipe.folding, spec, world=world, seq_len=t.seq_len, **equal_shares(recipe))
+    each = num_rounds(t.global_batch // t.micro_batch, owners=folding.replicas)
     _, itemsize, state = PRECISIONS[t.dtype]
+    pipeline = make_pipeline(recipe.pipeline, spec, pp=folding.pp, seq_len=t.seq_len, num_microbatches=each)
     options = StepOptions(
         num_microbatches=each,
         recompute=t.recompute,
         cp_method=recipe.folding.cp_method,
         zero=recipe.optim.zero,
         bucket_elements=math.ceil(recipe.optim.bucket_mb * 1e6 / state),
-        pipeline=make_pipeline(recipe.pipeline, spec, pp=folding.pp, seq_len=t.seq_len, num_microbatches=each),
+        pipeline=pipeline,
         sizes=Sizes(sequences=t.micro_batch, seq_len=t.seq_len, itemsize=itemsize, state_itemsize=state),
     )
     dispatch = DispatchSpec(**{k: v for k, v in asdict(recipe.dispatch).items() if v is not None})
-    programs = (step_program(folding, spec, dispatch, rank=rank, options=options) for rank in range(world))
+    what, programs = Activation(t.micro_batch, t.seq_len, spec.hidden, itemsize), []
+    for rank in range(world):
+        own = replace(options, edges=edges_for(folding, pipeline.plan(each), rank=rank, what=what))
+        programs.append(step_program(folding, spec, dispatch, rank=rank, options=own))
     return RecipePrograms(programs=tuple(programs), folding=folding)
 
 
@@ -66,7 +71,6 @@ def oracle_of(recipe: Recipe, cluster: GpuCluster) -> ProgramOracle:
 def _no_program(recipe: Recipe) -> list[Problem]:
     r = recipe.resilience
     rules = [
-        (recipe.folding.stages is None, "folding.stages", recipe.folding.stages, "use folding.pp"),
         (r.slots_per_rank is None, "resilience.slots_per_rank", r.slots_per_rank, "leave it out"),
         (not recipe.pipeline.pair_passes, "pipeline.pair_passes", True, "leave it out"),
         (recipe.train.dtype in PRECISIONS, "train.dtype", recipe.train.dtype, "use bfloat16 or float32"),
