@@ -192,6 +192,9 @@ def test_options_of_the_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "predict", "--steps", "0", "--part", "3/2", "--only", "ep5", "--rate", "9"]) == 2
     told = capsys.readouterr().err
     assert all(word in told for word in ("--steps", "--part", "--only", "--rate", "add --testbed"))
+    assert main(["bench", "predict", "--only", "ep4", "--part", "1/2"]) == 2
+    assert main(["bench", "predict", "--real", "--part", "16/35"]) == 2
+    assert capsys.readouterr().err.count("has none of the plans") == 2
 
 
 # ---- real computing ---------------------------------------------------------------------------------------------------------------

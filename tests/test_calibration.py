@@ -192,3 +192,6 @@ def test_a_file_is_of_devices_or_of_processors(made: Calibration) -> None:
     table["sms"] = table["threads"]
     with pytest.raises(ConfigError, match="cannot go with threads"):
         parse_hardware(json.dumps(table), name="x", where="x.json")
+    del table["threads"]
+    with pytest.raises(ConfigError, match=r"counts threads.*calibrate again"):
+        parse_hardware(json.dumps(table), name="x", where="x.json")

@@ -16,7 +16,7 @@ from phalanx.kernels import tiles
 from phalanx.kernels.lanes import SERIAL, Lanes
 from phalanx.kernels.later import Later, run
 from phalanx.kernels.native import compiled_rows
-from phalanx.models.context import ForwardInfo
+from phalanx.models.context import ForwardInfo, TokenBatch
 from phalanx.models.moe import MoE
 from phalanx.plan.dispatch import DispatchSpec
 from phalanx.plan.overlap_setting import parse_overlap
@@ -334,6 +334,27 @@ def asked_for(rank, cache, folding):
     with torch.no_grad():
         layer(torch.randn(8, 16, dtype=torch.float64), ForwardInfo(), dense.batch_of(8))
     return [known.chooser.shape.shared_ffn for known in ctx.tuner.known.values()]
+
+
+def passes_without_tokens(rank, cache, folding):
+    """Ratios that a tuner keeps of passes in which rank 1 has no tokens."""
+    ctx = context(
+        dense.LAYER, folding=folding, rank=rank, cache=cache, dispatch=DispatchSpec(overlap="auto"), micro_tokens=8
+    )
+    layer = MoE(ctx, 0)
+    dense.fill(layer, ctx)
+    empty = torch.zeros(1, 0, dtype=torch.int64)
+    nothing = TokenBatch(empty, empty, empty, ((),), is_empty=True)
+    with torch.no_grad():
+        for tokens in (8, 8 if rank == 0 else 0, 8):
+            batch = dense.batch_of(8) if tokens else nothing
+            layer(torch.randn(tokens, 16, dtype=torch.float64), ForwardInfo(), batch)
+    return [len(known.ratios) for known in ctx.tuner.known.values()]
+
+
+@pytest.mark.ranks
+def test_passes_of_ranks_without_tokens_say_nothing_of_the_calibration():
+    assert run_ranks(2, passes_without_tokens, dense.make_folding(world=2, ep=2)) == [[2], [2]]
 
 
 @pytest.mark.ranks

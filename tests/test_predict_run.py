@@ -117,11 +117,13 @@ def test_what_has_no_program_is_told_at_once() -> None:
         base,
         pipeline=dataclasses.replace(base.pipeline, pair_passes=True),
         train=dataclasses.replace(base.train, dtype="float64"),
-        resilience=dataclasses.replace(base.resilience, slots_per_rank=2),
+        resilience=dataclasses.replace(base.resilience, slots_per_rank=2, mode="exact"),
     )
     with pytest.raises(ConfigError) as caught:
         programs_of_recipe(recipe, resolve_recipe(recipe, tokenizer_vocab=512), world=2)
-    assert all(word in str(caught.value) for word in ("pair_passes", "slots_per_rank", "train.dtype"))
+    assert all(
+        word in str(caught.value) for word in ("pair_passes", "slots_per_rank", "train.dtype", "resilience.mode")
+    )
 
 
 @pytest.mark.unit

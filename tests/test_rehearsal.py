@@ -13,7 +13,7 @@ import torch.distributed as dist
 from phalanx.bench.storm_trainer import Setup, recipe_words, write_text
 from phalanx.core.recipe import load_recipe
 from phalanx.plan.model import PRESETS, ModelSpec, model_problems
-from phalanx.train import rehearsal
+from phalanx.train import heal_run, rehearsal
 from phalanx.train.heal_run import prepare_run
 from phalanx.train.rehearsal import rehearse, small_model
 from phalanx.train.run_folder import RunFolder
@@ -24,7 +24,6 @@ WIDTHS = (
     "num_heads",
     "num_kv_heads",
     "head_dim",
-    "vocab",
     "expert_ffn",
     "shared_ffn",
     "top_k",
@@ -40,8 +39,19 @@ def test_a_small_model_has_the_widths_and_a_layer_of_each_kind(name: str, ep: in
     small = small_model(spec, experts_of_rank=spec.num_experts // ep)
     assert small is not None and not model_problems(small)
     assert all(getattr(small, width) == getattr(spec, width) for width in WIDTHS)
+    assert small.vocab == min(spec.vocab, 4096)
     assert bool(small.moe_layers) == bool(spec.moe_layers) and small.dense_layers == min(1, spec.dense_layers)
     assert len(small.moe_layers) <= 1 + spec.mtp_layers and small.num_experts >= max(spec.top_k, spec.num_experts // ep)
+
+
+def test_a_worker_that_cannot_rehearse_joins_cold_and_says_so() -> None:
+    class Cold:
+        def rehearse(self) -> None:
+            raise MemoryError("no room")
+
+    told = list[Any]()
+    heal_run._rehearse(Cold(), told.append)  # type: ignore[arg-type]
+    assert [(note.level, "MemoryError: no room" in note.text) for note in told] == [("warning", True)]
 
 
 def test_a_model_that_cannot_be_made_small_is_left_alone() -> None:

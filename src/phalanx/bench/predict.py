@@ -99,6 +99,9 @@ def _problems(options: PredictArgs) -> list[Problem]:
     for name in options.only:
         if name not in names:
             problems.append(Problem(where="--only", value=name, rule="is no plan", hint=nearest(name, names)))
+    if not problems and not plans_of(options):
+        rule = f"has none of the plans {', '.join(options.only) or 'there are'}"
+        problems.append(Problem(where="--part", value=options.part, rule=rule, hint="use 1/1"))
     if not options.testbed:
         defaults = PredictArgs()
         for setting in ("hosts", "rate"):

@@ -76,9 +76,9 @@ def main(argv: Sequence[str]) -> int:
         write_text(args.svg, pareto_svg(result))
     print(describe(result, top=args.top, seconds=seconds))
     if args.recipe is not None:
-        said = write_recipe(args.recipe, result)
+        written, said = write_recipe(args.recipe, result)
         print(said, file=sys.stderr)
-        return 2 if said.startswith("no recipe") else 0
+        return 0 if written else 2
     return 0
 
 
@@ -139,17 +139,17 @@ def shape_named(name: str) -> Shape:
     return shape_from(entry, models)[0]
 
 
-def write_recipe(path: Path, result: SearchResult) -> str:
-    """Write the recipe of the best mapping that a recipe can say; what was written, or why nothing."""
+def write_recipe(path: Path, result: SearchResult) -> tuple[bool, str]:
+    """Write the recipe of the best mapping that a recipe can say: whether one was, and which, or why none."""
     on_device = result.cluster.hardware.sms is not None
     first: list[str] = []
     for number, p in enumerate(result.best, start=1):
         recipe, reasons = recipe_of_mapping(result.job, p.mapping, on_device=on_device)
         if recipe is not None:
             write_text(path, dump_recipe(recipe))
-            return f"{path}: the recipe of number {number}" + (f" ({'; '.join(first)})" if first else "")
+            return True, f"{path}: the recipe of number {number}" + (f" ({'; '.join(first)})" if first else "")
         first = first or reasons
-    return f"no recipe written: {'; '.join(first)}"
+    return False, f"no recipe written: {'; '.join(first)}"
 
 
 def to_dict(result: SearchResult, *, seconds: float) -> dict[str, Any]:

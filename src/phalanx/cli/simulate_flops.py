@@ -76,6 +76,9 @@ def _problems(args: argparse.Namespace) -> list[Problem]:
     if given and given[0] in ("tflops", "mfu") and args.convention is None:
         rule = "is needed with a rate in FLOPs: sources count half of the scores or all of them"
         problems.append(Problem(where="--convention", value=None, rule=rule, hint="--convention causal, or full"))
+    if args.batch is not None and not given:
+        rule = f"has no effect without one of {', '.join(f'--{n}' for n in GIVEN)}"
+        problems.append(Problem(where="--batch", value=args.batch, rule=rule, hint="leave it out"))
     if args.convention is not None and not {"tflops", "mfu"} & set(given):
         rule = "has no effect without --tflops or --mfu: both conventions are printed"
         problems.append(Problem(where="--convention", value=args.convention, rule=rule, hint="leave it out"))

@@ -215,8 +215,8 @@ def _placed(folding: AnyFolding, spec: ModelSpec, rank: int, placement: AnyPlace
 
 def _slots(placement: AnyPlacement) -> int:
     """Of a rank: in all layers as many."""
-    one = next(iter(placement.layers.values())) if isinstance(placement, LayerPlacements) else placement
-    return one.slots_per_rank
+    one = next(iter(placement.layers.values()), None) if isinstance(placement, LayerPlacements) else placement
+    return 0 if one is None else one.slots_per_rank
 
 
 def _counts_first(spec: ModelSpec, num_microbatches: int) -> bool:

@@ -303,6 +303,14 @@ def _range_problems(values: Mapping[str, Any], where: str) -> list[Problem]:
 def _kind_problems(table: Mapping[str, Any], where: str) -> list[Problem]:
     """A file is of devices or of processors."""
     given = [key for key in _KINDS if key in table]
+    sms = table.get("sms")
+    if given == ["sms"] and isinstance(sms, dict) and str(sms.get("source", "")).startswith("threads of a rank"):
+        rule = "counts threads, as `phalanx calibrate` of 2026-11-21 wrote it: this file would be taken for one of a device"
+        return [
+            Problem(
+                where=f"{where}: sms", value=sms.get("value"), rule=rule, hint="calibrate again, or call it threads"
+            )
+        ]
     if len(given) == 1:
         return []
     rule = "cannot go with threads: ranks compute on a device or on processors" if given else "is missing"

@@ -73,6 +73,7 @@ def _no_program(recipe: Recipe) -> list[Problem]:
     rules = [
         (r.slots_per_rank is None, "resilience.slots_per_rank", r.slots_per_rank, "leave it out"),
         (not recipe.pipeline.pair_passes, "pipeline.pair_passes", True, "leave it out"),
+        (r.mode != "exact", "resilience.mode", r.mode, 'use "fast"'),
         (recipe.train.dtype in PRECISIONS, "train.dtype", recipe.train.dtype, "use bfloat16 or float32"),
         (recipe.pipeline.extra_warmup != "auto", "pipeline.extra_warmup", "auto", "give the numbers that were chosen"),
     ]

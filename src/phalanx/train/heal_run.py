@@ -24,7 +24,7 @@ from rich.console import Console
 
 from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, Problem, raise_if
-from phalanx.core.events import Emit, RunEnded, ignore
+from phalanx.core.events import Emit, Note, RunEnded, ignore
 from phalanx.core.recipe import dump_recipe
 from phalanx.core.service_address import parse_service
 from phalanx.data.prepare import Prepared, prepare
@@ -184,7 +184,7 @@ def work(run: HealingRun, seat: Seat, *, threads: int, first: int = 0, watch: Wa
         try:
             body = _body(run, sinks, slot=slot, watch=watch, joins=joins)
             if joins:  # when a run begins, all are cold together
-                body.rehearse()
+                _rehearse(body, sinks)
             seat.announce(plan_hash=_plan_hash(run), version=versions()["phalanx"])
             why = run_member(seat, body, tell=body.tell, order=body.order)
         except BaseException as err:
@@ -196,6 +196,15 @@ def work(run: HealingRun, seat: Seat, *, threads: int, first: int = 0, watch: Wa
     if number == 0 and recipe.observe.console != "none" and body.outcome is not None:
         print_summary(summary_of(run.folder.path, body.outcome, seconds=time.monotonic() - begin_s))
     return 0
+
+
+def _rehearse(body: HealingBody, sinks: Sinks) -> None:
+    """Warm code is worth no member: one that cannot rehearse joins cold."""
+    try:
+        body.rehearse()
+    except Exception as err:
+        text = f"this worker joins without having made a step alone, which makes its first one slow: {type(err).__name__}: {err}"
+        sinks(Note(level="warning", text=text))
 
 
 def _body(run: HealingRun, sinks: Sinks, *, slot: int, watch: Watch | None, joins: bool) -> HealingBody:

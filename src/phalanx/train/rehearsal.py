@@ -1,8 +1,8 @@
 """One step that counts for nothing, before a worker says that it is ready: what a process does for the first time takes long, and others would wait for it.
 
 Threads of autograd, compiled kernels, scripted functions, generated code (`train/warm.py`): a member that joins a running job otherwise meets all of that in its first step,
-with all others in the same collectives. The step is that of a model of the same widths with one layer of each kind, on this rank alone, so it takes
-the memory of a layer and no message.
+with all others in the same collectives. The step is that of a model of the same widths with one layer of each kind and a small vocabulary, on this rank alone, so it takes
+no message, and the memory of a whole layer with as few experts as a rank holds.
 
 Must never change: nothing of it is left but warm code; a model that cannot be made small is not rehearsed, and the run goes on all the same.
 """
@@ -13,9 +13,11 @@ import gc
 from collections.abc import Iterator
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from phalanx.core.config import CheckpointConfig, FoldingConfig, Recipe, ResilienceConfig
+from phalanx.data.loader import MicroBatch
 from phalanx.data.prepare import Prepared
 from phalanx.observe.sinks import Sinks
 from phalanx.plan.folding import Folding
@@ -33,6 +35,8 @@ from phalanx.train.trainer import make_loader, make_parts, token_batch
 from phalanx.train.warm import warm_kernels
 
 ALONE = Folding(world=1)
+VOCABULARY = 4096
+"""At most: tables of a whole one may be larger than all that a rank of the run holds, and more rows meet no other code."""
 
 
 def rehearse(
@@ -65,7 +69,7 @@ def rehearse(
 def _step(rank: Rank, spec: ModelSpec, prepared: Prepared) -> None:
     placement = plain_placement(spec.num_experts, ALONE)
     parts = make_parts(rank, spec, ALONE, plain_pipeline(spec, pp=1), warm=False, placement=placement)
-    micros = make_loader(rank.recipe, prepared).microbatches(0)
+    micros = [_within(m, spec.vocab) for m in make_loader(rank.recipe, prepared).microbatches(0)]
     batches = [token_batch(m, rank.device, folding=ALONE, rank=0) for m in micros]
     lr = learning_rate(0, rank.recipe.optim, total_steps=rank.recipe.train.steps)
     commit_step(parts, reduce_step(parts, batches, step=0, lr=lr))
@@ -73,12 +77,20 @@ def _step(rank: Rank, spec: ModelSpec, prepared: Prepared) -> None:
     parts.buffers.close()
 
 
+def _within(micro: MicroBatch, vocab: int) -> MicroBatch:
+    """Other words: what they are does not matter here, but that there are such."""
+    labels = np.where(micro.labels < 0, micro.labels, micro.labels % vocab)
+    return replace(micro, tokens=micro.tokens % vocab, labels=labels)
+
+
 def small_model(spec: ModelSpec, *, experts_of_rank: int) -> ModelSpec | None:
     """One dense layer where there are any, one with experts, and as few of these as a rank of the run holds, as far as the router can choose among them."""
     dense = min(1, spec.dense_layers)
     layers = dense + min(1, spec.num_layers - spec.dense_layers)
     for experts in _fewer(spec, experts_of_rank):
-        small = replace(spec, num_layers=layers, dense_layers=dense, num_experts=experts)
+        small = replace(
+            spec, num_layers=layers, dense_layers=dense, num_experts=experts, vocab=min(spec.vocab, VOCABULARY)
+        )
         if not model_problems(small):
             return small
     return None
