@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -126,3 +130,24 @@ class Watch:
 
 def changed(spec: ModelSpec, **router: Any) -> ModelSpec:
     return dataclasses.replace(spec, router=dataclasses.replace(spec.router, **router))
+
+
+def bench(tmp_path: Path, *args: str, timeout_s: float = 180.0) -> dict[str, Any]:
+    """`phalanx bench memory`, as a program: its ranks start from a process that holds nothing else."""
+    path = tmp_path / "memory.json"
+    words = [
+        sys.executable,
+        "-m",
+        "phalanx",
+        "bench",
+        "memory",
+        *args,
+        "--data.cache",
+        str(tmp_path / "cache"),
+        "--json",
+        str(path),
+    ]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=timeout_s)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result: dict[str, Any] = json.loads(path.read_text())
+    return result

@@ -1,7 +1,6 @@
 """What a person sees of the memory estimate: the table of the dry run, its warning, the benchmark; and the program's start."""
 
 import dataclasses
-import json
 import os
 import subprocess
 import sys
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from memory_help import bench
 from phalanx.cli.allocator import TUNABLE, start_again, with_tunable
 from phalanx.cli.dry_run import Machine, available_bytes, dry_run
 from phalanx.core.config import Recipe
@@ -97,27 +97,6 @@ def test_training_starts_with_the_setting_and_in_the_same_process() -> None:
     assert text.strip() == f"{child.pid} {TUNABLE} ['a b']"
 
 
-def bench(tmp_path: Path, *args: str, timeout_s: float = 180.0) -> dict[str, object]:
-    """`phalanx bench memory`, as a program: its ranks start from a process that holds nothing else."""
-    path = tmp_path / "memory.json"
-    words = [
-        sys.executable,
-        "-m",
-        "phalanx",
-        "bench",
-        "memory",
-        *args,
-        "--data.cache",
-        str(tmp_path / "cache"),
-        "--json",
-        str(path),
-    ]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=timeout_s)
-    assert done.returncode == 0, done.stdout + done.stderr
-    result: dict[str, object] = json.loads(path.read_text())
-    return result
-
-
 SMALL = [
     "--data.builtin_bytes",
     "2000000",
@@ -145,8 +124,8 @@ def test_the_promise_is_kept(tmp_path: Path) -> None:
         "1",
     ]
     result = bench(tmp_path, recipe, *SMALL, *changes, "--optim.warmup_steps", "2", "--tolerance", "0.1")
-    assert len(result["ranks"]) == 4 and not result["failures"]  # type: ignore[arg-type]
-    assert abs(result["error"]) <= 0.1  # type: ignore[arg-type]
+    assert len(result["ranks"]) == 4 and not result["failures"]
+    assert abs(result["error"]) <= 0.1
 
 
 @pytest.mark.ranks

@@ -1,16 +1,12 @@
 """Memory of a step's passes by the order of its schedule, what a router is assumed to do to ranks with replicas, and `phalanx bench memory --foldings`."""
 
 import dataclasses
-import json
 import math
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from memory_help import local_of, small_recipe, small_spec
+from memory_help import bench, local_of, small_recipe, small_spec
 from phalanx.bench.memory_foldings import (
     CASES,
     Case,
@@ -207,30 +203,14 @@ def test_a_case_that_cannot_run_says_so_before_anything_is_trained() -> None:
 @pytest.mark.ranks
 def test_two_foldings_in_small(tmp_path: Path) -> None:
     """Experts on two ranks, and a pipeline with a V of stages: each stage within 10 % of what it took."""
-    path = tmp_path / "memory.json"
-    words = [
-        sys.executable,
-        "-m",
-        "phalanx",
-        "bench",
-        "memory",
-        "--foldings",
-        "--only",
-        "2 ranks, ",
-        "--json",
-        str(path),
-    ]
     more = [
         "--train.global_batch=8",
         "--train.micro_batch=4",
         "--train.dtype=float32",
         "--train.steps=2",
-        "--data.cache",
-        str(tmp_path / "cache"),
     ]
-    done = subprocess.run([*words, *more], cwd=tmp_path, capture_output=True, text=True, timeout=180)
-    result: dict[str, Any] = json.loads(path.read_text())
-    assert done.returncode == 0 and result["met"], done.stdout + done.stderr
+    result = bench(tmp_path, "--foldings", "--only", "2 ranks, ", *more)
+    assert result["met"]
     assert result["foldings"] == 3 and result["stages"] == 4 and result["worst"] <= 0.1
 
 

@@ -14,9 +14,8 @@ status 1 where one is more than 10 % off.
 
 from __future__ import annotations
 
-import tempfile
 import time
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -25,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from phalanx.bench import memory_foldings as foldings
-from phalanx.bench.memory_ranks import RankMemory, estimates_of, measure, prepare_apart
+from phalanx.bench.memory_ranks import RankMemory, promised_and_measured
 from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.core.files import check_writable, write_json
@@ -33,7 +32,6 @@ from phalanx.core.recipe import load_recipe
 from phalanx.core.units import format_bytes
 from phalanx.plan.heal_choice import choose_healing
 from phalanx.plan.recipe import run_problems
-from phalanx.train.setup import resolve_shape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,16 +111,7 @@ def _main_foldings(options: MemoryArgs, rest: list[str]) -> int:
 def compare(recipe: Recipe, *, tolerance: float | None = None) -> MemoryResult:
     """Train `recipe` in a scratch folder; measured and estimated memory of every rank."""
     begin = time.monotonic()
-    vocab = prepare_apart(recipe)
-    spec, folding = resolve_shape(recipe, world=recipe.launch.ranks, tokenizer_vocab=vocab)
-    with tempfile.TemporaryDirectory(prefix="phalanx-memory-") as scratch:
-        run = replace(
-            recipe,
-            run=replace(recipe.run, folder=scratch),
-            checkpoint=replace(recipe.checkpoint, resume=False),
-        )
-        found = measure(run, spec, folding, folder=Path(scratch))
-    estimates = estimates_of(recipe, spec, folding, vocab=vocab)
+    _, estimates, found = promised_and_measured(recipe)
     ranks = [RankMemory.of(estimate, *pair) for estimate, pair in zip(estimates, found, strict=True)]
     worst = max(estimates, key=lambda e: e.peak_bytes)
     measured = max(r.measured_bytes for r in ranks)

@@ -10,18 +10,16 @@ is never averaged with another. *Fixed* is the part of a promise that does not d
 
 from __future__ import annotations
 
-import tempfile
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from phalanx.bench.memory_ranks import RankMemory, estimates_of, measure, prepare_apart
+from phalanx.bench.memory_ranks import RankMemory, promised_and_measured
 from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.core.recipe import load_recipe
@@ -30,7 +28,6 @@ from phalanx.plan.heal_choice import choose_healing
 from phalanx.plan.recipe import run_problems
 from phalanx.plan.stage_foldings import AnyFolding
 from phalanx.simulate.memory import MemoryEstimate
-from phalanx.train.setup import resolve_shape
 
 BAR = 0.10
 """Largest error of a stage, as a share of what was measured."""
@@ -178,16 +175,8 @@ def _why(err: Exception) -> str:
 
 def run_case(case: Case, recipe: Recipe) -> CaseMemory:
     """Train it, and put what was measured beside what was promised."""
-    vocab = prepare_apart(recipe)
-    spec, folding = resolve_shape(recipe, world=recipe.launch.ranks, tokenizer_vocab=vocab)
-    with tempfile.TemporaryDirectory(prefix="phalanx-memory-") as scratch:
-        run = replace(
-            recipe,
-            run=replace(recipe.run, folder=scratch),
-            checkpoint=replace(recipe.checkpoint, resume=False),
-        )
-        found = measure(run, spec, folding, folder=Path(scratch))
-    return compared(case, estimates_of(recipe, spec, folding, vocab=vocab), found, folding)
+    folding, estimates, found = promised_and_measured(recipe)
+    return compared(case, estimates, found, folding)
 
 
 def compared(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import multiprocessing.connection
+import tempfile
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,7 @@ from phalanx.plan.stage_foldings import AnyFolding
 from phalanx.runtime.groups import WorldInfo, build_groups, close_world
 from phalanx.runtime.launch import StopRequest, run_local, threads_per_rank
 from phalanx.simulate.memory import MemoryEstimate, estimate_memory
-from phalanx.train.setup import open_rank, replicas_of, resolve_pipeline
+from phalanx.train.setup import open_rank, replicas_of, resolve_pipeline, resolve_shape
 from phalanx.train.trainer import build_trainer
 
 
@@ -71,6 +72,20 @@ def estimates_of(recipe: Recipe, spec: ModelSpec, folding: AnyFolding, *, vocab:
             )
         )
     return out
+
+
+def promised_and_measured(recipe: Recipe) -> tuple[AnyFolding, list[MemoryEstimate], list[tuple[int, int]]]:
+    """The mapping, what the dry run says of each rank, and (baseline, peak above it) of each rank of a run in a scratch folder."""
+    vocab = prepare_apart(recipe)
+    spec, folding = resolve_shape(recipe, world=recipe.launch.ranks, tokenizer_vocab=vocab)
+    with tempfile.TemporaryDirectory(prefix="phalanx-memory-") as scratch:
+        run = replace(
+            recipe,
+            run=replace(recipe.run, folder=scratch),
+            checkpoint=replace(recipe.checkpoint, resume=False),
+        )
+        found = measure(run, spec, folding, folder=Path(scratch))
+    return folding, estimates_of(recipe, spec, folding, vocab=vocab), found
 
 
 def measure(recipe: Recipe, spec: ModelSpec, folding: AnyFolding, *, folder: Path) -> list[tuple[int, int]]:

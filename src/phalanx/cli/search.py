@@ -20,7 +20,7 @@ from phalanx.core.units import format_bytes, format_seconds
 from phalanx.plan.model import PRESETS
 from phalanx.plan.schedule import SCHEDULES
 from phalanx.simulate.device_memory import usable_bytes
-from phalanx.simulate.hardware import parse_cluster
+from phalanx.simulate.hardware import GpuCluster, parse_cluster
 from phalanx.simulate.mapping import Job, Mapping
 from phalanx.simulate.pictures import Series, plot
 from phalanx.simulate.published import known_models, shape_from
@@ -37,16 +37,7 @@ def main(argv: Sequence[str]) -> int:
     args = _parser().parse_args(list(argv))
     for path in (args.json, args.svg, args.recipe):
         check_writable(path)
-    problems: list[Problem] = []
-    shape, cluster = None, None
-    try:
-        shape = shape_named(args.model)
-    except ConfigError as error:
-        problems += error.problems
-    try:
-        cluster = parse_cluster(args.cluster)
-    except ConfigError as error:
-        problems += error.problems
+    shape, cluster, problems = shape_and_cluster(args)
     problems += [
         Problem(where=f"--{name}", value=value, rule="must be at least 1", hint="use 1 or more")
         for name, value in (("seq", args.seq), ("batch", args.batch), ("top", args.top), ("exact", args.exact))
@@ -112,6 +103,20 @@ def _parser() -> argparse.ArgumentParser:
 def _space(args: argparse.Namespace) -> Space:
     space = Space(ep_overlaps=None if args.ep_overlap is None else tuple(args.ep_overlap))
     return space if args.schedules is None else replace(space, schedules=tuple(args.schedules))
+
+
+def shape_and_cluster(args: argparse.Namespace) -> tuple[Shape | None, GpuCluster | None, list[Problem]]:
+    """What `--model` and `--cluster` name, None where they name nothing, and why."""
+    shape, cluster, problems = None, None, list[Problem]()
+    try:
+        shape = shape_named(args.model)
+    except ConfigError as error:
+        problems += error.problems
+    try:
+        cluster = parse_cluster(args.cluster)
+    except ConfigError as error:
+        problems += error.problems
+    return shape, cluster, problems
 
 
 def shape_named(name: str) -> Shape:

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from phalanx.cli.search import shape_named
+from phalanx.cli.search import shape_and_cluster
 from phalanx.core.errors import ConfigError, Problem
 from phalanx.core.files import check_writable, write_json
 from phalanx.core.units import format_count, format_rate, format_seconds
-from phalanx.simulate.hardware import GpuCluster, parse_cluster
+from phalanx.simulate.hardware import GpuCluster
 from phalanx.simulate.shape import Convention, Shape, flops_per_token
 
 CONVENTIONS: tuple[Convention, ...] = ("causal", "full")
@@ -23,16 +23,8 @@ def flops(argv: Sequence[str]) -> int:
     """Print FLOPs a token, and every rate that follows from the one that is given."""
     args = _parser().parse_args(list(argv))
     check_writable(args.json)
-    problems = _problems(args)
-    shape, cluster = None, None
-    try:
-        shape = shape_named(args.model)
-    except ConfigError as error:
-        problems += error.problems
-    try:
-        cluster = parse_cluster(args.cluster)
-    except ConfigError as error:
-        problems += error.problems
+    shape, cluster, unknown = shape_and_cluster(args)
+    problems = [*_problems(args), *unknown]
     if problems or shape is None or cluster is None:
         raise ConfigError(problems, subject="the arguments")
     result = rates(shape, cluster, args)

@@ -165,9 +165,8 @@ class Tuned:
         """Choose, and start the clock."""
         chooser = self.known.chooser
         choice = chooser.choice(plan, wire)
-        whole = bool(
-            (plan.rows_PG.sum(1) > 0).all()
-        )  # where a rank has no tokens, its passes are not those that were predicted
+        # where a rank has no tokens, its passes are not those that were predicted
+        whole = bool((plan.rows_PG.sum(1) > 0).all())
         self._predicted_s = dict(choice.seconds)[choice.schedule] if whole and chooser.cost is not _UNKNOWN else 0.0
         self._begin_s = time.perf_counter()
         return choice.schedule
