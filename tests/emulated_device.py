@@ -23,7 +23,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from phalanx.runtime.collectives import Message
+from phalanx.runtime.exchange import Message
 from phalanx.runtime.streams import Posted
 
 ROOM_ONLY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}

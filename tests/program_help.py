@@ -20,7 +20,8 @@ from phalanx.plan.program import Sizes, StepOptions, StepProgram, step_program
 from phalanx.plan.schedule_time import Edge
 from phalanx.plan.stage_edges import Activation, edges_for
 from phalanx.plan.stage_foldings import AnyFolding
-from phalanx.runtime.collectives import Collectives, Counter, Exchange
+from phalanx.runtime.collectives import Collectives
+from phalanx.runtime.exchange import Counter, Exchange
 from phalanx.runtime.groups import GroupCache, build_groups
 from phalanx.train.assemble import assemble, bucket_elements
 from phalanx.train.step import StepParts, StepResult, train_step

@@ -12,8 +12,10 @@ import torch
 from phalanx.core.errors import ConfigError, RunError
 from phalanx.core.events import Collective
 from phalanx.plan.folding import GROUP_AXES, make_folding
-from phalanx.runtime.collectives import Collectives, Counter, backward_id
+from phalanx.runtime.collectives import Collectives
+from phalanx.runtime.exchange import Counter
 from phalanx.runtime.groups import Axis, GroupCache, WorldInfo, build_groups, init_world, read_world
+from phalanx.runtime.row_collectives import backward_id
 from ranks import RankError, RankTimeout, run_ranks
 
 pytestmark = pytest.mark.ranks

@@ -23,8 +23,9 @@ from phalanx.plan.folding import make_folding
 from phalanx.plan.model import RouterSpec
 from phalanx.plan.zigzag import make_layout
 from phalanx.runtime import context_parallel
-from phalanx.runtime.collectives import Collectives, Message
+from phalanx.runtime.collectives import Collectives
 from phalanx.runtime.context_parallel import ContextParallel
+from phalanx.runtime.exchange import Message
 from phalanx.runtime.groups import Axis, GroupCache, build_groups
 from phalanx.train.assemble import assemble
 from phalanx.train.step import StepParts

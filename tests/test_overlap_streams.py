@@ -22,8 +22,9 @@ from phalanx.plan.overlap_rounds import rounds_of
 from phalanx.plan.overlap_types import Schedule
 from phalanx.plan.placement import plain_placement
 from phalanx.runtime import dispatch, overlap, overlap_lists
-from phalanx.runtime.collectives import Collectives, Counter
+from phalanx.runtime.collectives import Collectives
 from phalanx.runtime.dispatch import Dispatcher
+from phalanx.runtime.exchange import Counter
 from phalanx.runtime.experts import ExpertWeights
 from phalanx.runtime.groups import build_groups
 from ranks import run_ranks

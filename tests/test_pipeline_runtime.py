@@ -20,7 +20,8 @@ from phalanx.plan.pipeline import Pipeline, make_pipeline
 from phalanx.plan.schedule import Action
 from phalanx.plan.schedule_comm import PipelinePlan, Recv, Run, Send, Transfer, batches
 from phalanx.runtime.boundary import Boundary, direct_edges
-from phalanx.runtime.collectives import Collectives, Exchange
+from phalanx.runtime.collectives import Collectives
+from phalanx.runtime.exchange import Exchange
 from phalanx.runtime.groups import Axis, GroupCache, build_groups
 from phalanx.runtime.peers import own_group
 from phalanx.runtime.pipeline import Tensors, agree_on, run_pipeline

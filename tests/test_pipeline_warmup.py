@@ -17,7 +17,8 @@ from phalanx.plan.pipeline import make_pipeline
 from phalanx.plan.schedule import make_schedule
 from phalanx.plan.schedule_comm import plan_pipeline
 from phalanx.runtime.boundary import Boundary, direct_edges
-from phalanx.runtime.collectives import Collectives, Exchange
+from phalanx.runtime.collectives import Collectives
+from phalanx.runtime.exchange import Exchange
 from phalanx.runtime.groups import Axis, GroupCache
 from phalanx.runtime.pipeline import Tensors
 from phalanx.train.warmup import PassTimes, TimedPasses, choose, transfer_seconds

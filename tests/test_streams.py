@@ -18,7 +18,8 @@ from phalanx.plan.overlap import backward_of
 from phalanx.plan.overlap_rounds import Leg, rounds_of
 from phalanx.plan.overlap_types import Schedule
 from phalanx.runtime import groups
-from phalanx.runtime.collectives import Collectives, Exchange, Message
+from phalanx.runtime.collectives import Collectives
+from phalanx.runtime.exchange import Exchange, Message
 from phalanx.runtime.groups import Axis
 from phalanx.runtime.overlap_streams import RoundMessages
 from phalanx.runtime.streams import CudaStreams, Posted, leaving_free, streams_of

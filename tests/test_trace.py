@@ -34,7 +34,8 @@ from phalanx.observe.trace import perfetto_trace
 from phalanx.plan.folding import Folding, make_folding
 from phalanx.plan.program import op_id
 from phalanx.runtime import clocks
-from phalanx.runtime.collectives import Collectives, Message
+from phalanx.runtime.collectives import Collectives
+from phalanx.runtime.exchange import Message
 from phalanx.runtime.groups import Axis, GroupCache
 from phalanx.runtime.peers import Peers, own_group
 from phalanx.runtime.waiting import LayerTimes

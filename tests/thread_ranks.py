@@ -12,7 +12,8 @@ from collections import defaultdict
 import torch
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 
-from phalanx.runtime.collectives import Collectives, Exchange
+from phalanx.runtime.collectives import Collectives
+from phalanx.runtime.exchange import Exchange
 from phalanx.runtime.groups import build_groups
 
 PATIENCE_S = 20.0

@@ -29,7 +29,8 @@ from phalanx.kernels.lanes import Lanes
 from phalanx.kernels.native import compiled_rows
 from phalanx.kernels.norm import rms_norm
 from phalanx.kernels.swiglu import swiglu
-from phalanx.runtime.collectives import Collectives, Message
+from phalanx.runtime.collectives import Collectives
+from phalanx.runtime.exchange import Message
 from phalanx.runtime.groups import Axis, GroupCache, WorldInfo, close_world, init_world
 from phalanx.runtime.launch import StopRequest, run_local, threads_per_rank
 from phalanx.simulate.calibration import Attention, Link, Measured, Product, Stream

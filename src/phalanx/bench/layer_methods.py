@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from phalanx.plan.overlap_types import Schedule
-from phalanx.runtime.collectives import Collectives, Exchange, Message
+from phalanx.runtime.collectives import Collectives
 from phalanx.runtime.dispatch import Dispatcher
+from phalanx.runtime.exchange import Exchange, Message
 from phalanx.runtime.experts import ExpertWeights
 from phalanx.runtime.groups import Axis
 from phalanx.runtime.overlap import run_overlapped

@@ -21,7 +21,8 @@ from phalanx.bench.reshard_nine import CASES, FIRST_DEST_RANK, RANKS_PER_HOST, C
 from phalanx.plan.layout import Box
 from phalanx.plan.reshard_types import Hosts, Move
 from phalanx.plan.tensor_layout import TensorLayout
-from phalanx.runtime.collectives import Collectives, Exchange, Message
+from phalanx.runtime.collectives import Collectives
+from phalanx.runtime.exchange import Exchange, Message
 from phalanx.runtime.groups import Axis, GroupCache, WorldInfo, close_world, init_world, read_world
 from phalanx.runtime.launch import StopRequest, run_local
 from phalanx.runtime.reshard import Report

@@ -20,7 +20,8 @@ from phalanx.core.errors import RunError
 from phalanx.plan.boundary import EdgePlan, Leg, Relay, Route, direct_edge
 from phalanx.plan.schedule_comm import PipelinePlan, Transfer
 from phalanx.plan.schedule_time import Edge
-from phalanx.runtime.collectives import Collectives, Exchange, Message
+from phalanx.runtime.collectives import Collectives
+from phalanx.runtime.exchange import Exchange, Message
 from phalanx.runtime.groups import Axis
 
 RECEIPT = 2**24

@@ -33,7 +33,6 @@ from phalanx.kernels.lanes import SERIAL, Lanes
 from phalanx.kernels.later import Later
 from phalanx.kernels.permute import combine_rows, gather_rows
 from phalanx.plan.dispatch import DispatchPlan
-from phalanx.runtime.collectives import RowsUnderWay
 from phalanx.runtime.dispatch import (
     Dispatcher,
     SendList,
@@ -44,6 +43,7 @@ from phalanx.runtime.dispatch import (
     stable_order,
 )
 from phalanx.runtime.experts import ExpertWeights
+from phalanx.runtime.row_collectives import RowsUnderWay
 from phalanx.runtime.tracing import traced
 
 

@@ -17,11 +17,9 @@ Shapes: M, N rows; `...` any trailing dims.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal, Protocol
@@ -30,11 +28,32 @@ import torch
 import torch.distributed as dist
 
 from phalanx.core.clock import ANCHOR_S
-from phalanx.core.errors import PeerError, RunError
+from phalanx.core.errors import RunError
 from phalanx.core.events import Collective, Emit, Event, Lane, Operation, ignore
 from phalanx.runtime.escape import Escape, run_escapable
+from phalanx.runtime.exchange import (
+    Call,
+    Counter,
+    Exchange,
+    Message,
+    between_ranks,
+    check_own,
+    check_splits_of,
+    named_errors,
+    num_bytes,
+    row_bytes,
+)
 from phalanx.runtime.groups import DEFAULT_TIMEOUT_S, Axis
 from phalanx.runtime.pacing import Pace
+from phalanx.runtime.row_collectives import (
+    AllGatherRows,
+    AllReduceSum,
+    AllToAllRows,
+    ReduceScatterRows,
+    RowsUnderWay,
+    StartRows,
+    Trip,
+)
 from phalanx.runtime.waiting import LayerTimes
 
 ReduceOp = Literal["sum", "max", "min"]
@@ -43,51 +62,9 @@ _all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 _reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _NOBODYS_TAG = 2**31 - 1
 """Of no message that is ever sent."""
-_ALL_TO_ALL_TAG = 2**31 - 2
 _APART_TAG = 2**31 - 3
-"""Of the messages of an all-to-all between ranks."""
+"""Of the messages of an all-to-all that may be under way beside another."""
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-
-
-@dataclass
-class Counter:
-    """Collectives of one kind on one axis since the counters were last cleared."""
-
-    calls: int = 0
-    sent_bytes: int = 0
-    waited_s: float = 0.0
-    """For which waits for them blocked this rank."""
-
-
-@dataclass(frozen=True, eq=False)
-class Message:
-    """A contiguous tensor that goes to, or comes from, the rank at position `peer` of an axis.
-
-    Messages between two ranks of an axis that have the same `tag` arrive in the order in which they were sent.
-    """
-
-    tensor: torch.Tensor
-    peer: int
-    tag: int = 0
-
-
-class Exchange:
-    """Messages under way (`Collectives.start_exchange`). Neither what is sent nor what is received may be touched before `wait`.
-
-    On a device `wait` orders the stream that it is called on, and `again` a further one.
-    """
-
-    def __init__(self, finish: Callable[[], None], *, again: Callable[[], None] | None = None) -> None:
-        self._finish: Callable[[], None] | None = finish
-        self._again = again
-
-    def wait(self) -> None:
-        """Return when all messages are there and gone; on a host at once from the second call on. Raises `PeerError`."""
-        finish, self._finish = self._finish, None
-        if finish is not None:
-            finish()
-        elif self._again is not None:
-            self._again()
 
 
 class TwoPasses(Protocol):
@@ -150,11 +127,11 @@ class Collectives:
         if axis.group is None:
             return x
         axis = self._own(axis)
-        sent = 2 * _bytes(x) * (axis.size - 1) // axis.size
+        sent = 2 * num_bytes(x) * (axis.size - 1) // axis.size
         self._run(
             "all_reduce",
             axis,
-            _Call(op_id, sent, not x.is_cuda),
+            Call(op_id, sent, not x.is_cuda),
             lambda: dist.all_reduce(x, _REDUCE_OPS[op], group=axis.group, async_op=True),
         )
         return x
@@ -176,7 +153,7 @@ class Collectives:
                 f"reduce_scatter over {axis.name}: {x_flat.numel()} elements do not split into {axis.size}"
             )
         axis, length = self._own(axis), x_flat.numel() // axis.size
-        call = _Call(op_id, _bytes(x_flat) - _bytes(x_flat) // axis.size, not x_flat.is_cuda)
+        call = Call(op_id, num_bytes(x_flat) - num_bytes(x_flat) // axis.size, not x_flat.is_cuda)
         if self.scatters(x_flat):
             out = x_flat.new_empty(length)
             launch = partial(_reduce_scatter_into, out, x_flat, group=axis.group, async_op=True)
@@ -195,7 +172,7 @@ class Collectives:
         if axis.group is None:
             return Exchange(lambda: None)
         axis = self._own(axis)
-        call = _Call(op_id, 2 * _bytes(x) * (axis.size - 1) // axis.size, not x.is_cuda)
+        call = Call(op_id, 2 * num_bytes(x) * (axis.size - 1) // axis.size, not x.is_cuda)
         return self._start("all_reduce", axis, call, partial(dist.all_reduce, x, group=axis.group, async_op=True))
 
     def all_gather(
@@ -215,7 +192,7 @@ class Collectives:
         self._run(
             "all_gather",
             axis,
-            _Call(op_id, _bytes(shard) * (axis.size - 1), not shard.is_cuda),
+            Call(op_id, num_bytes(shard) * (axis.size - 1), not shard.is_cuda),
             lambda: _all_gather_into(full, shard, group=axis.group, async_op=True),
         )
         return full
@@ -225,9 +202,9 @@ class Collectives:
         if axis.group is None:
             return x
         axis = self._own(axis)
-        sent = _bytes(x) * (axis.size - 1) if axis.index == root else 0
+        sent = num_bytes(x) * (axis.size - 1) if axis.index == root else 0
         source = axis.ranks[root]
-        call = _Call(op_id, sent, not x.is_cuda)
+        call = Call(op_id, sent, not x.is_cuda)
         self._run("broadcast", axis, call, lambda: dist.broadcast(x, source, group=axis.group, async_op=True))
         return x
 
@@ -235,14 +212,14 @@ class Collectives:
         """Wait for all ranks of the axis."""
         if axis.group is not None:
             axis = self._own(axis)
-            self._run("barrier", axis, _Call(op_id, 0), lambda: dist.barrier(group=axis.group, async_op=True))
+            self._run("barrier", axis, Call(op_id, 0), lambda: dist.barrier(group=axis.group, async_op=True))
 
     def gather_objects(self, value: Any, axis: Axis) -> list[Any]:
         """Every rank's plain Python `value`, in axis order. For small control data only; not counted."""
         if axis.group is None:
             return [value]
         axis, values = self._own(axis), list[Any]([None] * axis.size)
-        with _named_errors("gather_objects", axis, self.timeout_s), self._away(axis):
+        with named_errors("gather_objects", axis, self.timeout_s), self._away(axis):
             gather = partial(dist.all_gather_object, values, value, group=axis.group)
             run_escapable(self.escape, gather)
         return values
@@ -262,21 +239,21 @@ class Collectives:
                 raise ValueError(f"exchange over {axis.name}: an axis of one rank has nobody to exchange with")
             return Exchange(lambda: None)
         axis = self._own(axis)
-        call = _Call(
+        call = Call(
             op_id,
-            sum(_bytes(m.tensor) for m in sends),
+            sum(num_bytes(m.tensor) for m in sends),
             not messages[0][1].tensor.is_cuda,
             to=tuple(m.peer for m in sends),
             source=tuple(m.peer for m in receives),
         )
         begin_s = self._posted(call)
-        with _named_errors("exchange", axis, self.timeout_s, op_id):
+        with named_errors("exchange", axis, self.timeout_s, op_id):
             ops = [dist.P2POp(op, m.tensor, axis.ranks[m.peer], axis.group, m.tag) for op, m in messages]
             works = dist.batch_isend_irecv(ops)
 
         def finish() -> None:
             there_s = wait_s = time.monotonic()
-            with _named_errors("exchange", axis, self.timeout_s, op_id):
+            with named_errors("exchange", axis, self.timeout_s, op_id):
                 for work in works:
                     there_s = self._wait(work, call, axis)
             self._note("exchange", axis, call, begin_s, wait_s, there_s)
@@ -286,7 +263,7 @@ class Collectives:
             exchange.wait()
         return exchange
 
-    def _order(self, works: Sequence[Any], call: _Call, axis: Axis) -> None:
+    def _order(self, works: Sequence[Any], call: Call, axis: Axis) -> None:
         for work in works:
             self._wait(work, call, axis)
 
@@ -376,9 +353,9 @@ class Collectives:
     def start_send(self, message: Message, axis: Axis, *, op_id: str = "") -> Exchange:
         """Post one message and return, also where the collectives are `synchronous`: its receiver may post later what we wait for."""
         axis = self._own(axis)
-        sent, peer = _bytes(message.tensor), axis.ranks[message.peer]
+        sent, peer = num_bytes(message.tensor), axis.ranks[message.peer]
         launch = partial(dist.isend, message.tensor, peer, axis.group, message.tag)
-        call = _Call(op_id, sent, not message.tensor.is_cuda, f"send to rank {peer}", to=(message.peer,))
+        call = Call(op_id, sent, not message.tensor.is_cuda, f"send to rank {peer}", to=(message.peer,))
         return self._pending("send", axis, call, launch)
 
     def start_receive(self, message: Message, axis: Axis, *, op_id: str = "") -> Exchange:
@@ -386,7 +363,7 @@ class Collectives:
         axis = self._own(axis)
         peer = axis.ranks[message.peer]
         launch = partial(dist.irecv, message.tensor, peer, axis.group, message.tag)
-        call = _Call(op_id, 0, not message.tensor.is_cuda, f"receive from rank {peer}", source=(message.peer,))
+        call = Call(op_id, 0, not message.tensor.is_cuda, f"receive from rank {peer}", source=(message.peer,))
         return self._pending("receive", axis, call, launch)
 
     # ---- rows, uneven and differentiable -------------------------------------------------------------------------------
@@ -401,10 +378,10 @@ class Collectives:
         op_id: str = "",
     ) -> torch.Tensor:
         """Send `in_splits[j]` consecutive rows of `x` (M, ...) to rank j; receive `out_splits[i]` rows from rank i, in axis order."""
-        _check_splits(x, in_splits, axis, "all_to_all_rows")
+        check_splits_of(x, in_splits, axis, "all_to_all_rows")
         if axis.group is None:
             return x
-        out: torch.Tensor = _AllToAllRows.apply(x, self, axis, tuple(in_splits), tuple(out_splits), op_id)
+        out: torch.Tensor = AllToAllRows.apply(x, self, axis, tuple(in_splits), tuple(out_splits), op_id)
         return out
 
     def start_all_to_all_rows(
@@ -421,36 +398,36 @@ class Collectives:
         Differentiable: the backward pass posts the reverse exchange where it meets `wait`, and waits for it where it meets this call, so what
         autograd does in between (what was computed between the two, and whatever has been recorded later than this call) hides it.
         """
-        _check_splits(x, in_splits, axis, "start_all_to_all_rows")
+        check_splits_of(x, in_splits, axis, "start_all_to_all_rows")
         if axis.group is None:
             return RowsUnderWay(x)
-        trip = _Trip(self, axis, tuple(in_splits), tuple(out_splits), op_id)
-        token: torch.Tensor = _StartRows.apply(x, trip)
+        trip = Trip(self, axis, tuple(in_splits), tuple(out_splits), op_id)
+        token: torch.Tensor = StartRows.apply(x, trip)
         return RowsUnderWay(token, trip)
 
     def all_gather_rows(self, x: torch.Tensor, *, sizes: Sequence[int], axis: Axis, op_id: str = "") -> torch.Tensor:
         """Concatenate the rows of all ranks; rank i contributes `sizes[i]`."""
-        _check_own(x, sizes, axis)
+        check_own(x, sizes, axis)
         if axis.group is None:
             return x
-        out: torch.Tensor = _AllGatherRows.apply(x, self, axis, tuple(sizes), op_id)
+        out: torch.Tensor = AllGatherRows.apply(x, self, axis, tuple(sizes), op_id)
         return out
 
     def reduce_scatter_rows(
         self, x: torch.Tensor, *, sizes: Sequence[int], axis: Axis, op_id: str = ""
     ) -> torch.Tensor:
         """Sum `x` (sum of sizes, ...) over the ranks and return this rank's `sizes[index]` rows of the sum."""
-        _check_splits(x, sizes, axis, "reduce_scatter_rows")
+        check_splits_of(x, sizes, axis, "reduce_scatter_rows")
         if axis.group is None:
             return x
-        out: torch.Tensor = _ReduceScatterRows.apply(x, self, axis, tuple(sizes), op_id)
+        out: torch.Tensor = ReduceScatterRows.apply(x, self, axis, tuple(sizes), op_id)
         return out
 
     def all_reduce_sum(self, x: torch.Tensor, axis: Axis, *, op_id: str = "") -> torch.Tensor:
         """Sum of `x` over the axis, on all ranks, as a new tensor. Gradient: the sum of all ranks' gradients."""
         if axis.group is None:
             return x
-        out: torch.Tensor = _AllReduceSum.apply(x, self, axis, op_id)
+        out: torch.Tensor = AllReduceSum.apply(x, self, axis, op_id)
         return out
 
     # ---- the transport under the differentiable ones -------------------------------------------------------------------
@@ -481,14 +458,14 @@ class Collectives:
         if self.check_splits:
             self._compare_splits(op, axis, in_splits, out_splits)
         out = x.new_empty((sum(out_splits), *x.shape[1:]))
-        sent = (x.shape[0] - in_splits[axis.index]) * _row_bytes(x)
+        sent = (x.shape[0] - in_splits[axis.index]) * row_bytes(x)
         if x.is_cuda:
             launch: Callable[[], Any] = partial(
                 dist.all_to_all_single, out, x, list(out_splits), list(in_splits), group=axis.group, async_op=True
             )
         else:
-            launch = partial(_between_ranks, out, x, out_splits, in_splits, axis)
-        return out, self._start(op, axis, _Call(op_id, sent, not x.is_cuda), launch)
+            launch = partial(between_ranks, out, x, out_splits, in_splits, axis)
+        return out, self._start(op, axis, Call(op_id, sent, not x.is_cuda), launch)
 
     def gather_rows_raw(self, x: torch.Tensor, axis: Axis, sizes: Sequence[int], op_id: str) -> torch.Tensor:
         """`all_gather_rows` without autograd: even sizes as an all-gather, uneven ones as an all-to-all of repeated input.
@@ -505,7 +482,7 @@ class Collectives:
         self._run(
             "all_gather_rows",
             axis,
-            _Call(op_id, _bytes(x) * (axis.size - 1), not x.is_cuda),
+            Call(op_id, num_bytes(x) * (axis.size - 1), not x.is_cuda),
             lambda: _all_gather_into(out, x, group=axis.group, async_op=True),
         )
         return out
@@ -529,7 +506,7 @@ class Collectives:
     ) -> tuple[torch.Tensor, Exchange]:
         """`start_all_to_all_rows` without autograd: the rows, not to be read before the exchange has been waited for."""
         x = x.detach().contiguous()
-        _check_splits(x, in_splits, axis, "start_all_to_all_rows")
+        check_splits_of(x, in_splits, axis, "start_all_to_all_rows")
         return self._start_exchange("all_to_all_rows", x, axis, in_splits, out_splits, op_id)
 
     def start_all_to_all_apart(
@@ -537,15 +514,15 @@ class Collectives:
     ) -> tuple[torch.Tensor, Exchange]:
         """`start_all_to_all_raw` in an order of its own: on the host such exchanges meet one another only, whatever rows travel over the
         axis in between (gradients leave when they are complete, which is not at the same place between the dispatches of all ranks)."""
-        _check_splits(x, in_splits, axis, "all_to_all_rows")
+        check_splits_of(x, in_splits, axis, "all_to_all_rows")
         if x.is_cuda:
             return self.start_all_to_all_raw(x, axis, in_splits, out_splits, op_id)
         axis, out = self._own(axis), x.new_empty(sum(out_splits))
         if self.check_splits:
             self._compare_splits("all_to_all_rows", axis, in_splits, out_splits)
         sent = (x.numel() - in_splits[axis.index]) * x.element_size()
-        launch = partial(_between_ranks, out, x, out_splits, in_splits, axis, tag=_APART_TAG)
-        return out, self._start("all_to_all_rows", axis, _Call(op_id, sent), launch)
+        launch = partial(between_ranks, out, x, out_splits, in_splits, axis, tag=_APART_TAG)
+        return out, self._start("all_to_all_rows", axis, Call(op_id, sent), launch)
 
     def _compare_splits(self, op: str, axis: Axis, in_splits: Sequence[int], out_splits: Sequence[int]) -> None:
         told = self.gather_objects((tuple(in_splits), tuple(out_splits)), axis)
@@ -557,16 +534,16 @@ class Collectives:
                         f"{axis.ranks[j]}, which expects {receives[i]}"
                     )
 
-    def _start(self, op: str, axis: Axis, call: _Call, launch: Callable[[], Any]) -> Exchange:
+    def _start(self, op: str, axis: Axis, call: Call, launch: Callable[[], Any]) -> Exchange:
         """Launch now, wait when the exchange is waited for (at once, if `synchronous`)."""
         exchange = self._pending(op, axis, call, launch)
         if self.synchronous:
             exchange.wait()
         return exchange
 
-    def _pending(self, op: str, axis: Axis, call: _Call, launch: Callable[[], Any]) -> Exchange:
+    def _pending(self, op: str, axis: Axis, call: Call, launch: Callable[[], Any]) -> Exchange:
         begin_s = self._posted(call)
-        with _named_errors(call.words or op, axis, self.timeout_s, call.op_id):
+        with named_errors(call.words or op, axis, self.timeout_s, call.op_id):
             work = launch()
         if self.escape is not None:
             self.escape.begun(work, partial(work.wait, timedelta(seconds=self.timeout_s)))
@@ -576,15 +553,15 @@ class Collectives:
             wait_s = time.monotonic() - launch_s
             if self.escape is not None:
                 self.escape.ended(work)
-            with _named_errors(call.words or op, axis, self.timeout_s, call.op_id):
+            with named_errors(call.words or op, axis, self.timeout_s, call.op_id):
                 there_s = self._wait(work, call, axis)
             self._note(op, axis, call, begin_s, wait_s, there_s)
 
         return Exchange(finish)
 
-    def _run(self, op: str, axis: Axis, call: _Call, launch: Callable[[], Any]) -> None:
+    def _run(self, op: str, axis: Axis, call: Call, launch: Callable[[], Any]) -> None:
         begin_s = self._posted(call)
-        with _named_errors(op, axis, self.timeout_s, call.op_id):
+        with named_errors(op, axis, self.timeout_s, call.op_id):
             there_s = self._wait(launch(), call, axis)
         self._note(op, axis, call, begin_s, begin_s, there_s)
 
@@ -601,7 +578,7 @@ class Collectives:
         if self.beside is not None:
             self.beside.offer()
 
-    def _wait(self, work: Any, call: _Call, axis: Axis) -> float:
+    def _wait(self, work: Any, call: Call, axis: Axis) -> float:
         """When it was there."""
         if (
             not call.on_host
@@ -612,7 +589,7 @@ class Collectives:
             run_escapable(self.escape, partial(work.wait, timedelta(seconds=self.timeout_s)))
             return time.monotonic()
 
-    def _posted(self, call: _Call) -> float:
+    def _posted(self, call: Call) -> float:
         """Now, on `time.monotonic`: the beginning of a collective."""
         begin_s = time.monotonic()
         if self.watch is not None:
@@ -621,7 +598,7 @@ class Collectives:
             self.layers.posted(call.op_id, begin_s)
         return begin_s
 
-    def _note(self, op: str, axis: Axis, call: _Call, begin_s: float, wait_s: float, end_s: float) -> None:
+    def _note(self, op: str, axis: Axis, call: Call, begin_s: float, wait_s: float, end_s: float) -> None:
         """Count a collective that is done, and tell about it. The wait for it, from `wait_s` to `end_s`, blocked the rank unless it is a thread's."""
         if self.watch is not None:
             self.watch(call.op_id, False)
@@ -653,236 +630,3 @@ class Collectives:
                 receives_from=tuple(axis.ranks[i] for i in call.source),
             )
             self._emit(event)
-
-
-@dataclass(frozen=True)
-class _Call:
-    """What `_run` needs to know of one collective."""
-
-    op_id: str
-    sent_bytes: int
-    on_host: bool = True
-    words: str = ""
-    """What an error calls it; the operation's name where empty."""
-    to: tuple[int, ...] = ()
-    """Positions on the axis, of messages between single ranks."""
-    source: tuple[int, ...] = ()
-
-
-def _between_ranks(
-    out: torch.Tensor,
-    x: torch.Tensor,
-    out_splits: Sequence[int],
-    in_splits: Sequence[int],
-    axis: Axis,
-    *,
-    tag: int = _ALL_TO_ALL_TAG,
-) -> _Several:
-    """An all-to-all of rows by messages: gloo's own fills a link in one direction at a time, and takes twice as long (docs/log.md)."""
-    comes, goes = out.split(list(out_splits)), x.split(list(in_splits))
-    comes[axis.index].copy_(goes[axis.index])
-    ring = [(axis.index + step) % axis.size for step in range(1, axis.size)]
-    works = [dist.irecv(comes[i], axis.ranks[i], axis.group, tag) for i in reversed(ring) if comes[i].numel()]
-    works += [dist.isend(goes[i], axis.ranks[i], axis.group, tag) for i in ring if goes[i].numel()]
-    return _Several(works)
-
-
-class _Several:
-    """Messages that are waited for together."""
-
-    def __init__(self, works: Sequence[Any]) -> None:
-        self._works = works
-
-    def wait(self, timeout: timedelta) -> None:
-        for work in self._works:
-            work.wait(timeout)
-
-
-@contextmanager
-def _named_errors(op: str, axis: Axis, timeout_s: float, op_id: str = "") -> Iterator[None]:
-    """Turn whatever the transport raises into a `PeerError` that says which collective it was."""
-    try:
-        yield
-    except RuntimeError as err:  # torch's DistError and its children derive from it
-        text = str(err).strip()
-        first = text.splitlines()[0] if text else type(err).__name__
-        why = _reason(text.lower(), timeout_s)
-        name = f"{op} [{op_id}]" if op_id else op
-        raise PeerError(
-            f"{name} over axis {axis.name}, ranks {axis.ranks}, failed on rank {axis.ranks[axis.index]}: {why} ({first})"
-        ) from err
-
-
-def _reason(text: str, timeout_s: float) -> str:
-    if "timed out" in text or "timeout" in text:
-        return f"no answer within {timeout_s:g} s"
-    if any(word in text for word in ("connection", "closed", "reset by", "broken pipe", "socket", "remote")):
-        return "a rank left or failed"
-    return "the transport refused it"
-
-
-def _bytes(x: torch.Tensor) -> int:
-    return x.numel() * x.element_size()
-
-
-def _row_bytes(x: torch.Tensor) -> int:
-    return math.prod(x.shape[1:]) * x.element_size()
-
-
-def _check_splits(x: torch.Tensor, splits: Sequence[int], axis: Axis, op: str) -> None:
-    """Sizes must be right before anything is posted: gloo aborts the process on a short receive buffer."""
-    if len(splits) != axis.size or sum(splits) != x.shape[0] or min(splits, default=0) < 0:
-        raise ValueError(
-            f"{op} over {axis.name}: splits {tuple(splits)} do not divide {x.shape[0]} rows among {axis.size} ranks"
-        )
-
-
-def _check_own(x: torch.Tensor, sizes: Sequence[int], axis: Axis) -> None:
-    if len(sizes) != axis.size or sizes[axis.index] != x.shape[0]:
-        raise ValueError(
-            f"all_gather_rows over {axis.name}: sizes {tuple(sizes)} give rank {axis.index} of {axis.size} "
-            f"another number of rows than its {x.shape[0]}"
-        )
-
-
-def backward_id(op_id: str) -> str:
-    """Id of the collective that carries the gradient of `op_id`."""
-    return op_id.replace(".fwd.", ".bwd.") if ".fwd." in op_id else (op_id and op_id + ".bwd")
-
-
-class _AllToAllRows(torch.autograd.Function):
-    """Gradient: the same exchange with the splits swapped."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        comms: Collectives,
-        axis: Axis,
-        in_splits: tuple[int, ...],
-        out_splits: tuple[int, ...],
-        op_id: str,
-    ) -> torch.Tensor:
-        ctx.comms, ctx.axis, ctx.splits, ctx.op_id = comms, axis, (in_splits, out_splits), op_id
-        return comms.all_to_all_raw(x, axis, in_splits, out_splits, op_id)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        in_splits, out_splits = ctx.splits
-        back = ctx.comms.all_to_all_raw(grad, ctx.axis, out_splits, in_splits, backward_id(ctx.op_id))
-        return back, None, None, None, None, None
-
-
-class RowsUnderWay:
-    """Rows of other ranks on their way here (`Collectives.start_all_to_all_rows`)."""
-
-    def __init__(self, token: torch.Tensor, trip: _Trip | None = None) -> None:
-        self._token, self._trip = token, trip
-
-    def wait(self) -> torch.Tensor:
-        """(N, ...) the rows, once. Raises `PeerError`."""
-        if self._trip is None:  # an axis of one rank: they have been here all the time
-            return self._token
-        out: torch.Tensor = _WaitRows.apply(self._token, self._trip)
-        return out
-
-
-class _Trip:
-    """What start and wait of one exchange share, forward and backward."""
-
-    def __init__(
-        self, comms: Collectives, axis: Axis, in_splits: tuple[int, ...], out_splits: tuple[int, ...], op_id: str
-    ) -> None:
-        self.comms, self.axis, self.in_splits, self.out_splits, self.op_id = comms, axis, in_splits, out_splits, op_id
-        self._under_way: tuple[torch.Tensor, Exchange] | None = None
-
-    def go(self, x: torch.Tensor) -> None:
-        self._under_way = self.comms.start_all_to_all_raw(x, self.axis, self.in_splits, self.out_splits, self.op_id)
-
-    def come_back(self, grad: torch.Tensor) -> None:
-        self._under_way = self.comms.start_all_to_all_raw(
-            grad, self.axis, self.out_splits, self.in_splits, backward_id(self.op_id)
-        )
-
-    def arrive(self) -> torch.Tensor:
-        if self._under_way is None:
-            raise ValueError(
-                f"exchange [{self.op_id}] over {self.axis.name} is not under way, or was waited for already"
-            )
-        (out, exchange), self._under_way = self._under_way, None
-        exchange.wait()
-        return out
-
-
-class _StartRows(torch.autograd.Function):
-    """Rows leave; what autograd sees in their place until they are waited for is an empty tensor."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, trip: _Trip) -> torch.Tensor:
-        ctx.trip = trip
-        trip.go(x)
-        return x.new_empty(0)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        return ctx.trip.arrive(), None
-
-
-class _WaitRows(torch.autograd.Function):
-    """Rows arrive. Gradient: it leaves, and arrives where the rows had left."""
-
-    @staticmethod
-    def forward(ctx: Any, token: torch.Tensor, trip: _Trip) -> torch.Tensor:
-        ctx.trip = trip
-        return trip.arrive()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        ctx.trip.come_back(grad)
-        return grad.new_empty(0), None
-
-
-class _AllGatherRows(torch.autograd.Function):
-    """Gradient: the copies' gradients, summed and scattered back."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, comms: Collectives, axis: Axis, sizes: tuple[int, ...], op_id: str
-    ) -> torch.Tensor:
-        ctx.comms, ctx.axis, ctx.sizes, ctx.op_id = comms, axis, sizes, op_id
-        return comms.gather_rows_raw(x, axis, sizes, op_id)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        back = ctx.comms.scatter_rows_raw(grad, ctx.axis, ctx.sizes, backward_id(ctx.op_id))
-        return back, None, None, None, None
-
-
-class _ReduceScatterRows(torch.autograd.Function):
-    """Gradient: the gradients of the shares, gathered by all."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, comms: Collectives, axis: Axis, sizes: tuple[int, ...], op_id: str
-    ) -> torch.Tensor:
-        ctx.comms, ctx.axis, ctx.sizes, ctx.op_id = comms, axis, sizes, op_id
-        return comms.scatter_rows_raw(x, axis, sizes, op_id)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        back = ctx.comms.gather_rows_raw(grad, ctx.axis, ctx.sizes, backward_id(ctx.op_id))
-        return back, None, None, None, None
-
-
-class _AllReduceSum(torch.autograd.Function):
-    """Every rank uses the whole sum, so a rank's part gets the sum of what all of them say of it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, comms: Collectives, axis: Axis, op_id: str) -> torch.Tensor:
-        ctx.comms, ctx.axis, ctx.op_id = comms, axis, op_id
-        return comms.all_reduce(x.detach().clone(), axis, op_id=op_id)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        back = ctx.comms.all_reduce(grad.contiguous().clone(), ctx.axis, op_id=backward_id(ctx.op_id))
-        return back, None, None, None

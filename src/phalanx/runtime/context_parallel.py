@@ -39,8 +39,10 @@ from phalanx.plan.zigzag import (
     make_layout,
     ring_source,
 )
-from phalanx.runtime.collectives import Collectives, Exchange, Message, backward_id
+from phalanx.runtime.collectives import Collectives
+from phalanx.runtime.exchange import Exchange, Message
 from phalanx.runtime.groups import Axis
+from phalanx.runtime.row_collectives import backward_id
 
 Method = Literal["ring", "all_gather", "ulysses"]
 Name = Callable[[str], str]

@@ -37,7 +37,8 @@ from phalanx.plan.layout import FlatLayout
 from phalanx.plan.program import gradient_id
 from phalanx.plan.shard_copies import sums_whole
 from phalanx.runtime.boxes import BoxTensor
-from phalanx.runtime.collectives import Collectives, Exchange
+from phalanx.runtime.collectives import Collectives
+from phalanx.runtime.exchange import Exchange
 from phalanx.runtime.groups import Groups
 from phalanx.runtime.holders import HolderSums
 from phalanx.runtime.shard_copies import ShardCopies

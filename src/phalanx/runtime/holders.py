@@ -15,7 +15,8 @@ from collections.abc import Sequence
 import torch
 
 from phalanx.plan.holders import HolderPlan, Run
-from phalanx.runtime.collectives import Collectives, Exchange
+from phalanx.runtime.collectives import Collectives
+from phalanx.runtime.exchange import Exchange
 from phalanx.runtime.groups import Axis
 
 

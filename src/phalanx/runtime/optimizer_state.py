@@ -24,7 +24,8 @@ from phalanx.plan.layout import Box, FlatLayout
 from phalanx.plan.shard_copies import publication
 from phalanx.runtime.allocator import in_huge_pages
 from phalanx.runtime.boxes import BoxTensor
-from phalanx.runtime.collectives import Collectives, Message
+from phalanx.runtime.collectives import Collectives
+from phalanx.runtime.exchange import Message
 from phalanx.runtime.groups import Axis, Groups
 from phalanx.runtime.holders import HolderSums
 

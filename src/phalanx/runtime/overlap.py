@@ -33,8 +33,8 @@ from phalanx.plan.overlap import backward_of, plan_overlap, slot_orders, tiles_o
 from phalanx.plan.overlap_bytes import WireBytes, choose_transport, wire_bytes
 from phalanx.plan.overlap_rounds import Leg, LegKind, rounds_of
 from phalanx.plan.overlap_types import Op, RankPlan, Schedule
-from phalanx.runtime.collectives import Exchange, Message, backward_id
 from phalanx.runtime.dispatch import Dispatcher
+from phalanx.runtime.exchange import Exchange, Message
 from phalanx.runtime.experts import ExpertWeights
 from phalanx.runtime.overlap_hosts import Gateways, HostWay
 from phalanx.runtime.overlap_lists import (
@@ -49,6 +49,7 @@ from phalanx.runtime.overlap_lists import (
 from phalanx.runtime.overlap_pacing import TilePace
 from phalanx.runtime.overlap_streams import RoundMessages
 from phalanx.runtime.overlap_transport import count_copies, routes, traffic_told, usable_hosts
+from phalanx.runtime.row_collectives import backward_id
 from phalanx.runtime.streams import Streams, leaving_free, streams_of
 
 Choose = Callable[[DispatchPlan, WireBytes], Schedule]

@@ -26,7 +26,7 @@ from phalanx.plan.dispatch import DispatchPlan
 from phalanx.plan.overlap import part_ends, slot_orders, tiles_of
 from phalanx.plan.overlap_hosts import gateway, gateways, members
 from phalanx.plan.overlap_types import Op, RankPlan, Tile
-from phalanx.runtime.collectives import Exchange
+from phalanx.runtime.exchange import Exchange
 from phalanx.runtime.overlap_lists import (
     Entries,
     Outgoing,

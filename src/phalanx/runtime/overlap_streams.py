@@ -15,7 +15,8 @@ import torch
 
 from phalanx.core.errors import PlanError, Problem, raise_if
 from phalanx.plan.overlap_rounds import Leg, LegKind, Round
-from phalanx.runtime.collectives import Collectives, Exchange, Message
+from phalanx.runtime.collectives import Collectives
+from phalanx.runtime.exchange import Exchange, Message
 from phalanx.runtime.groups import Axis
 from phalanx.runtime.streams import Posted, Streams
 

@@ -33,8 +33,8 @@ from phalanx.plan.overlap_choose import Chooser, LayerSample, MatmulSample, Mess
 from phalanx.plan.overlap_cost import LayerShape, OverlapCost
 from phalanx.plan.overlap_setting import CANDIDATES, FINE
 from phalanx.plan.overlap_types import Schedule
-from phalanx.runtime.collectives import Message
 from phalanx.runtime.dispatch import Dispatcher
+from phalanx.runtime.exchange import Message
 from phalanx.runtime.experts import ExpertWeights
 from phalanx.runtime.overlap import TILE_ROWS, run_overlapped
 from phalanx.runtime.streams import CudaStreams

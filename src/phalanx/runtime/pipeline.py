@@ -46,7 +46,8 @@ from phalanx.runtime.boundary import (
     start_sends,
     wait_for_receipt,
 )
-from phalanx.runtime.collectives import Collectives, Exchange, Message
+from phalanx.runtime.collectives import Collectives
+from phalanx.runtime.exchange import Exchange, Message
 from phalanx.runtime.groups import Axis
 from phalanx.runtime.pair import Beside
 

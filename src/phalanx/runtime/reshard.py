@@ -25,7 +25,8 @@ import torch
 
 from phalanx.core.errors import PeerError
 from phalanx.plan.reshard_types import Part
-from phalanx.runtime.collectives import Collectives, Exchange, Message
+from phalanx.runtime.collectives import Collectives
+from phalanx.runtime.exchange import Exchange, Message
 from phalanx.runtime.groups import Axis
 from phalanx.runtime.reshard_program import Plan, RankProgram, Step
 from phalanx.runtime.reshard_staging import Staging

@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 
 from phalanx.plan.layout import FlatLayout
-from phalanx.runtime.collectives import Collectives, Exchange, Message
+from phalanx.runtime.collectives import Collectives
+from phalanx.runtime.exchange import Exchange, Message
 from phalanx.runtime.groups import Groups
 
 _TAG = 7

@@ -21,7 +21,8 @@ from typing import Any, Protocol
 import torch
 
 from phalanx.core.errors import RunError
-from phalanx.runtime.collectives import Collectives, Message
+from phalanx.runtime.collectives import Collectives
+from phalanx.runtime.exchange import Message
 from phalanx.runtime.groups import Axis
 
 

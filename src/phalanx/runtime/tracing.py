@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from phalanx.runtime.collectives import Collectives, backward_id
+from phalanx.runtime.collectives import Collectives
+from phalanx.runtime.row_collectives import backward_id
 
 T = TypeVar("T")
 

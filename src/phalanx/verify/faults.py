@@ -32,8 +32,9 @@ from phalanx.plan.grid import Grid
 from phalanx.plan.stage_foldings import AnyFolding
 from phalanx.plan.stages import Stage
 from phalanx.plan.zigzag import make_layout
-from phalanx.runtime.collectives import Collectives, Exchange, Message, ReduceOp
+from phalanx.runtime.collectives import Collectives, ReduceOp
 from phalanx.runtime.dispatch import Dispatcher
+from phalanx.runtime.exchange import Exchange, Message
 from phalanx.runtime.gradients import GradientBuffers, ReducedGradients
 from phalanx.runtime.groups import Axis, GroupCache, Groups, build_groups
 from phalanx.runtime.holders import HolderSums

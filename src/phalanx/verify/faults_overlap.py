@@ -15,9 +15,11 @@ from typing import Any
 import torch
 
 from phalanx.models.moe import MoE
-from phalanx.runtime.collectives import Collectives, Exchange, Message, RowsUnderWay
+from phalanx.runtime.collectives import Collectives
+from phalanx.runtime.exchange import Exchange, Message
 from phalanx.runtime.groups import Axis
 from phalanx.runtime.routed import RoutedExperts
+from phalanx.runtime.row_collectives import RowsUnderWay
 from phalanx.train.step import StepParts
 
 
