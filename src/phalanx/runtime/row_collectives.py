@@ -5,15 +5,31 @@ Gradients are sums over the ranks that received a copy, never means. `runtime/co
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 
 from phalanx.runtime.exchange import Exchange
 from phalanx.runtime.groups import Axis
 
-if TYPE_CHECKING:
-    from phalanx.runtime.collectives import Collectives
+
+class RawRows(Protocol):
+    """What these ask for: the collectives of `runtime/collectives.py` as they are without autograd."""
+
+    def all_reduce(self, x: torch.Tensor, axis: Axis, *, op_id: str = "") -> torch.Tensor: ...
+
+    def gather_rows_raw(self, x: torch.Tensor, axis: Axis, sizes: Sequence[int], op_id: str) -> torch.Tensor: ...
+
+    def scatter_rows_raw(self, x: torch.Tensor, axis: Axis, sizes: Sequence[int], op_id: str) -> torch.Tensor: ...
+
+    def all_to_all_raw(
+        self, x: torch.Tensor, axis: Axis, in_splits: Sequence[int], out_splits: Sequence[int], op_id: str
+    ) -> torch.Tensor: ...
+
+    def start_all_to_all_raw(
+        self, x: torch.Tensor, axis: Axis, in_splits: Sequence[int], out_splits: Sequence[int], op_id: str
+    ) -> tuple[torch.Tensor, Exchange]: ...
 
 
 def backward_id(op_id: str) -> str:
@@ -28,7 +44,7 @@ class AllToAllRows(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: torch.Tensor,
-        comms: Collectives,
+        comms: RawRows,
         axis: Axis,
         in_splits: tuple[int, ...],
         out_splits: tuple[int, ...],
@@ -62,7 +78,7 @@ class Trip:
     """What start and wait of one exchange share, forward and backward."""
 
     def __init__(
-        self, comms: Collectives, axis: Axis, in_splits: tuple[int, ...], out_splits: tuple[int, ...], op_id: str
+        self, comms: RawRows, axis: Axis, in_splits: tuple[int, ...], out_splits: tuple[int, ...], op_id: str
     ) -> None:
         self.comms, self.axis, self.in_splits, self.out_splits, self.op_id = comms, axis, in_splits, out_splits, op_id
         self._under_way: tuple[torch.Tensor, Exchange] | None = None
@@ -118,7 +134,7 @@ class AllGatherRows(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, comms: Collectives, axis: Axis, sizes: tuple[int, ...], op_id: str
+        ctx: Any, x: torch.Tensor, comms: RawRows, axis: Axis, sizes: tuple[int, ...], op_id: str
     ) -> torch.Tensor:
         ctx.comms, ctx.axis, ctx.sizes, ctx.op_id = comms, axis, sizes, op_id
         return comms.gather_rows_raw(x, axis, sizes, op_id)
@@ -134,7 +150,7 @@ class ReduceScatterRows(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, comms: Collectives, axis: Axis, sizes: tuple[int, ...], op_id: str
+        ctx: Any, x: torch.Tensor, comms: RawRows, axis: Axis, sizes: tuple[int, ...], op_id: str
     ) -> torch.Tensor:
         ctx.comms, ctx.axis, ctx.sizes, ctx.op_id = comms, axis, sizes, op_id
         return comms.scatter_rows_raw(x, axis, sizes, op_id)
@@ -149,7 +165,7 @@ class AllReduceSum(torch.autograd.Function):
     """Every rank uses the whole sum, so a rank's part gets the sum of what all of them say of it."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, comms: Collectives, axis: Axis, op_id: str) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, comms: RawRows, axis: Axis, op_id: str) -> torch.Tensor:
         ctx.comms, ctx.axis, ctx.op_id = comms, axis, op_id
         return comms.all_reduce(x.detach().clone(), axis, op_id=op_id)
 
