@@ -5,6 +5,11 @@ from __future__ import annotations
 import os
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# A machine that is busy beside the tests draws examples slowly; that says nothing about them.
+settings.register_profile("phalanx", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("phalanx")
 
 # Before anything imports Triton: its kernels run in its interpreter here. TRITON_INTERPRET=0 with a GPU.
 os.environ.setdefault("TRITON_INTERPRET", "1")

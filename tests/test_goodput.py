@@ -153,7 +153,7 @@ def test_the_optimum_of_a_sweep() -> None:
         ("--ranks 100000000 --days 1000", ("are played", "--days")),
         ("--rate 1", ("are played", "--days")),
         ("--failures TRACE --days 3 --rate 1e-5", ("2 problems", "--days", "--rate", "has no effect")),
-        ("--failures TRACE", ("all removals are at 0",)),
+        ("--failures TRACE", ("all its lines are at 0",)),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_said_at_once(
@@ -187,10 +187,20 @@ def test_poisson_has_its_mean() -> None:
     assert times[-1] / len(times) == pytest.approx(100, rel=0.03)
 
 
+def test_a_trace_is_as_long_as_its_last_line_and_its_last_failure_counts(tmp_path: Path) -> None:
+    path, out = tmp_path / "t.csv", tmp_path / "g.json"
+    for last, failures in (("360000000,add,node2", 1), ("360000000,remove,node2", 2)):
+        path.write_text(f"0,add,node1\n3600000,remove,node1\n{last}\n")
+        assert main(["simulate", "goodput", "--failures", str(path), "--json", str(out)]) == 0
+        found = json.loads(out.read_text())
+        assert found["mean_between_failures_s"] == 360000 / failures
+        assert found["checkpoint"]["failures"] == failures and found["checkpoint"]["hours"] == 100
+
+
 def test_traces_are_read_and_refused(tmp_path: Path) -> None:
     path = tmp_path / "t.csv"
     path.write_text("0,add,node1\n5000,remove,node1\n1000,remove,node2\n")
-    assert read_removals(path) == [1, 5]
+    assert read_removals(path) == ([1, 5], 5)
     path.write_text("0,add,node1\nsoon,remove,node1\n1,vanish,node2\n")
     with pytest.raises(DataError, match="2 problems"):
         read_removals(path)

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from phalanx.core.config import FoldingConfig, LaunchConfig, Recipe, ResilienceConfig
+from phalanx.core.errors import ConfigError
 from phalanx.core.recipe import load_recipe
+from phalanx.core.rules import recipe_problems
 from phalanx.plan.heal_choice import choose_healing
 from test_heal import base, events, losses, state_at_the_end, train
 from train_help import phalanx, train_args
@@ -45,6 +47,18 @@ def test_where_it_cannot_the_recipe_stays_and_the_reason_is_a_line(recipe: Recip
 @pytest.mark.unit
 def test_not_under_a_launcher() -> None:
     assert choose_healing(FOUR, launched=True).explain() == "no: a launcher starts and ends the ranks"
+
+
+@pytest.mark.unit
+def test_settings_of_a_run_that_heals_hold_where_it_heals_by_default_and_are_refused_where_it_does_not() -> None:
+    given = replace(FOUR, resilience=ResilienceConfig(limit_s=10, wait_s=60, minimum=3))
+    assert not recipe_problems(given)
+    assert choose_healing(given).recipe.resilience == replace(given.resilience, heal=True, mode="fast")
+    with pytest.raises(ConfigError, match="3 problems") as err:
+        choose_healing(replace(given, launch=LaunchConfig(ranks=1)))
+    assert "limit_s" in str(err.value) and "leaves nobody to go on" in str(err.value)
+    told = replace(given, resilience=replace(given.resilience, heal=False))
+    assert [p.where for p in recipe_problems(told)] == ["resilience.minimum", "resilience.wait_s", "resilience.limit_s"]
 
 
 def test_the_dry_run_says_it(tmp_path: Path) -> None:

@@ -141,12 +141,12 @@ def run(base: Practice, args: argparse.Namespace) -> dict[str, Any]:
     duration = _days(args) * 86400
     removals = None
     if args.failures is not None:
-        removals = read_removals(args.failures)
-        if not removals or removals[-1] <= 0:
-            rule = "has no removals" if not removals else "ends at its beginning: all removals are at 0"
+        removals, duration = read_removals(args.failures)
+        if not removals or duration <= 0:
+            rule = "has no removals" if not removals else "ends at its beginning: all its lines are at 0"
             problem = Problem(where=str(args.failures), value=None, rule=rule, hint="give another trace")
             raise PlanError([problem], subject="the trace")
-        duration, mean = removals[-1], removals[-1] / len(removals)
+        mean = duration / len(removals)
     best = young_daly(base.save_s, mean)
     practice = replace(base, interval_s=args.interval if args.interval is not None else max(best, 1.0))
     hosts = args.hosts if args.hosts is not None else max(1, args.ranks // 8)

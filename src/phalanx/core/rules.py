@@ -118,7 +118,7 @@ LIMITS: Mapping[str, Limit] = {
     "observe.prometheus_port": Limit(least=1, most=65535),
     "launch.ranks": COUNT,
     "launch.threads": COUNT,
-    "launch.timeout_s": POSITIVE,
+    "launch.timeout_s": Limit(above=0, most=1e6),
 }
 
 
@@ -245,9 +245,16 @@ EFFECTS: tuple[Effect, ...] = (
         reads=("resilience.slots_per_rank", "resilience.heal"),
     ),
     Effect(
-        settings=tuple(f"resilience.{k}" for k in ("service", "minimum", "wait_s", "limit_s")),
+        settings=tuple(f"resilience.{k}" for k in ("minimum", "wait_s", "limit_s")),
+        inert=lambda r: r.resilience.heal is False,
+        reason="resilience.heal = false, so a run without one of its ranks ends",
+        way_out="resilience.heal = true",
+        reads=("resilience.heal",),
+    ),
+    Effect(
+        settings=("resilience.service",),
         inert=lambda r: not r.resilience.heal,
-        reason="resilience.heal is not true, so a run without one of its ranks ends",
+        reason="resilience.heal is not set to true, and other hosts take part only in a run that heals itself",
         way_out="resilience.heal = true",
         reads=("resilience.heal",),
     ),

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from phalanx.core.config import Recipe
-from phalanx.core.errors import Problem
+from phalanx.core.config import Recipe, ResilienceConfig
+from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.core.rules import recipe_problems
 from phalanx.plan.heal_hosts import wanted_ranks
 from phalanx.plan.recipe import run_problems
@@ -34,21 +34,36 @@ class HealingChoice:
 
 
 def choose_healing(recipe: Recipe, *, launched: bool = False) -> HealingChoice:
-    """What becomes of a recipe that has passed its checks. `launched`: another program starts and ends the ranks."""
+    """What becomes of a recipe that has passed its checks. `launched`: another program starts and ends the ranks.
+
+    Raises `ConfigError` where settings of a run that heals itself are given and it does not.
+    """
     r = recipe.resilience
     if r.heal is not None:
         return HealingChoice(recipe=recipe, why_not="" if r.heal else "resilience.heal = false")
     without = replace(recipe, resilience=replace(r, heal=False))
     if launched:
-        return HealingChoice(recipe=without, why_not="a launcher starts and ends the ranks")
+        return _without(recipe, why_not="a launcher starts and ends the ranks")
     if recipe.launch.ranks == 1:
-        return HealingChoice(recipe=without, why_not="launch.ranks = 1 leaves nobody to go on")
+        return _without(recipe, why_not="launch.ranks = 1 leaves nobody to go on")
     wanted = replace(recipe, resilience=replace(r, heal=True, mode="fast" if r.mode == "off" else r.mode))
     known = {str(p) for p in _problems(without)}
     against = [p for p in _problems(wanted) if str(p) not in known]
     if against:
-        return HealingChoice(recipe=without, why_not=" ".join(str(against[0]).split()))
+        return _without(recipe, why_not=" ".join(str(against[0]).split()))
     return HealingChoice(recipe=wanted)
+
+
+def _without(recipe: Recipe, *, why_not: str) -> HealingChoice:
+    r, default = recipe.resilience, ResilienceConfig()
+    given = [k for k in ("minimum", "wait_s", "limit_s") if getattr(r, k) != getattr(default, k)]
+    rule = f"has no effect, because this run does not heal itself: {why_not}"
+    raise_if(
+        [Problem(where=f"resilience.{k}", value=getattr(r, k), rule=rule, hint="leave it out") for k in given],
+        ConfigError,
+        subject="the recipe",
+    )
+    return HealingChoice(recipe=replace(recipe, resilience=replace(r, heal=False)), why_not=why_not)
 
 
 def _problems(recipe: Recipe) -> list[Problem]:

@@ -129,7 +129,7 @@ def simulate_goodput(
     upcoming = next(times, math.inf)
     while job.now < duration_s:
         job.advance(min(upcoming, duration_s, job.next_change))
-        if job.now < duration_s and job.now >= upcoming:
+        while upcoming <= job.now:
             job.fail()
             upcoming = next(times, math.inf)
     useful, saving, lost, down = (part / duration_s for part in (job.useful, job.saving, job.lost, job.down))
@@ -206,9 +206,10 @@ class _Job:
             heapq.heappush(self.out, self.down_until + p.repair_host_s)
 
 
-def read_removals(path: Path) -> list[float]:
-    """Times of removals, in seconds, of a trace of spot instances. Raises `DataError`."""
-    return sorted(at_s for at_s, kind, _ in read_nodes(path) if kind == "remove")
+def read_removals(path: Path) -> tuple[list[float], float]:
+    """(times of removals, time of the last line, in seconds) of a trace of spot instances. Raises `DataError`."""
+    nodes = read_nodes(path)
+    return [at_s for at_s, kind, _ in nodes if kind == "remove"], max((at_s for at_s, _, _ in nodes), default=0.0)
 
 
 def read_nodes(path: Path) -> list[tuple[float, str, str]]:
