@@ -22,6 +22,7 @@ shift
 RANKS=${RANKS:-4}                                   # of each node
 WANTED=${WANTED:-$((RANKS * SLURM_JOB_NUM_NODES))}  # of the whole run when it begins: the same number for all jobs of one run
 RANKS_MINIMUM=${RANKS_MINIMUM:-$RANKS}              # with fewer the run waits
+MODE=${MODE:-fast}                                  # or exact: the bits of an undisturbed run
 PORT=${PORT:-29400}
 
 service_pid=
@@ -49,6 +50,7 @@ supervise='
 
 srun --kill-on-bad-exit=0 --wait=0 bash -c "$supervise" supervise "$RECIPE" \
     --resilience.heal true \
+    --resilience.mode "$MODE" \
     --resilience.service "$PHALANX_SERVICE" \
     --resilience.wanted "$WANTED" \
     --resilience.minimum "$RANKS_MINIMUM" \
