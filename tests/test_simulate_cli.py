@@ -80,12 +80,13 @@ def test_errors_come_all_at_once(
     assert "Traceback" not in error
 
 
-def test_a_picture_needs_a_pipeline(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mapping_without_a_pipeline_is_drawn_too(recipe: Path, tmp_path: Path) -> None:
     flat = ["--folding.pp", "1", "--cluster", "h200x128", "--train.recompute", "full"]
     text = RECIPE.replace("[pipeline]", "").replace('schedule = "interleaved_1f1b"', "").replace("virtual = 7", "")
     recipe.write_text(text)
-    assert main(["simulate", str(recipe), *flat, "--svg", str(tmp_path / "x.svg")]) == 2
-    assert "no pipeline" in capsys.readouterr().err
+    picture, trace = tmp_path / "x.svg", tmp_path / "x.json"
+    main(["simulate", str(recipe), *flat, "--svg", str(picture), "--trace", str(trace)])
+    assert "<svg" in picture.read_text() and json.loads(trace.read_text())["traceEvents"]
 
 
 def test_hardware_is_listed_with_sources(capsys: pytest.CaptureFixture[str]) -> None:

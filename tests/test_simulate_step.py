@@ -1,5 +1,6 @@
 """Steps: FLOPs, time, memory by stage, quick and slow paths, and searches against brute force."""
 
+import itertools
 import json
 import random
 import time
@@ -182,10 +183,26 @@ def test_dispatch_between_hosts_is_dearer_and_dedup_helps() -> None:
 
 
 def test_a_trace_has_every_pass_once() -> None:
-    timeline = predict(MIXTRAL, BEST, CLUSTER).step.timeline
-    assert timeline is not None
-    events = [e for e in chrome_trace(timeline, title="x")["traceEvents"] if e["ph"] == "X"]
-    assert len({(e["pid"], e["name"]) for e in events}) == len(events) == 2 * 56 * 32
+    step = predict(MIXTRAL, BEST, CLUSTER).step
+    events = [e for e in chrome_trace(step, title="x")["traceEvents"] if e["ph"] == "X"]
+    passes = [e for e in events if e["cat"] == "kernel"]
+    assert len({(e["pid"], e["name"]) for e in passes}) == len(passes) == 2 * 56 * 32
+    assert max(e["ts"] + e["dur"] for e in events) == pytest.approx(step.seconds * 1e6)
+    for lane in (0, 1):  # of a lane nothing overlaps, and on the second passes are divided without rest
+        own = sorted((e["ts"], e["dur"]) for e in events if (e["pid"], e["tid"]) == (3, lane))
+        assert all(a + da <= b + 1e-2 for (a, da), (b, _) in itertools.pairwise(own))
+    parts = [e for e in events if e["tid"] == 1 and e["pid"] == 3]
+    assert {"gemm", "experts", "a2a_inside"} <= {e["name"] for e in parts}
+    busy = sum(e["dur"] for e in passes if e["pid"] == 3)
+    assert sum(e["dur"] for e in parts) == pytest.approx(busy, rel=1e-3)
+
+
+def test_a_step_without_a_pipeline_has_a_trace_too() -> None:
+    step = predict(
+        MIXTRAL, replace(BEST, folding=Folding(world=128, tp=2, ep=8), schedule="1f1b", virtual=1), CLUSTER
+    ).step
+    names = [e["name"] for e in chrome_trace(step, title="x")["traceEvents"] if e["ph"] == "X" and e["cat"] == "kernel"]
+    assert names[:2] == ["F0.0", "B0.0"] and len(names) == 2 * step.microbatches
 
 
 @pytest.mark.parametrize(

@@ -71,14 +71,11 @@ def step(argv: Sequence[str]) -> int:
     prediction = predict_recipe(args.recipe, args.cluster, overrides)
     if args.json is not None:
         write_json(args.json, prediction.to_dict())
-    timeline = prediction.step.timeline
-    if timeline is None and (args.trace or args.svg):
-        print("no pipeline, so there is no schedule to draw (folding.pp is 1)", file=sys.stderr)
-        return 2
-    if args.trace is not None and timeline is not None:
-        write_text(args.trace, json.dumps(chrome_trace(timeline, title=prediction.mapping.label())) + "\n")
-    if args.svg is not None and timeline is not None:
-        write_text(args.svg, timeline_svg(timeline))
+    step = prediction.step
+    if args.trace is not None:
+        write_text(args.trace, json.dumps(chrome_trace(step, title=prediction.mapping.label())) + "\n")
+    if args.svg is not None and step.timeline is not None:
+        write_text(args.svg, timeline_svg(step.timeline))
     print(describe(prediction))
     return 0 if prediction.fits else 2
 

@@ -28,6 +28,20 @@ Z90 = 1.2816
 """Normal deviate of the 90th percentile."""
 
 
+@dataclass
+class Pass:
+    """Ledger of one virtual stage: sums over its layers."""
+
+    forward: dict[str, float]
+    backward: dict[str, float]
+    weight_grad: float
+    hidden: float
+
+    @property
+    def seconds(self) -> tuple[float, float]:
+        return sum(self.forward.values()), sum(self.backward.values())
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
     """Prediction of one step."""
@@ -43,7 +57,10 @@ class StepTime:
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
     """Of each virtual stage."""
+    passes: tuple[Pass, ...] = field(default=(), repr=False)
+    """What the passes of each virtual stage consist of."""
     timeline: Timeline | None = field(default=None, repr=False)
+    """Only where all of its micro-batches were put on the schedule's clock."""
 
     def quantile(self, z: float) -> float:
         return self.seconds * math.exp(z * self.sigma)
@@ -150,20 +167,6 @@ def _schedule(
     return make_schedule(name, pp=pp, virtual=virtual, num_microbatches=microbatches, extra_warmup=extra_warmup)
 
 
-@dataclass
-class Pass:
-    """Ledger of one virtual stage: sums over its layers."""
-
-    forward: dict[str, float]
-    backward: dict[str, float]
-    weight_grad: float
-    hidden: float
-
-    @property
-    def seconds(self) -> tuple[float, float]:
-        return sum(self.forward.values()), sum(self.backward.values())
-
-
 class _Step:
     """One evaluation: ledgers by kind of layer, stages, and what follows."""
 
@@ -259,6 +262,8 @@ class _Step:
         timeline = None
         if f.pp == 1:
             makespan = busy[0]
+            if exact and most_microbatches is None:
+                timeline, _ = self._clock(costs, busy[0] / self.m, None)
         elif exact:
             timeline, makespan = self._clock(costs, busy[rank] / self.m, most_microbatches)
         else:
@@ -287,6 +292,7 @@ class _Step:
             microbatches=self.m,
             forward_s=costs.forward,
             backward_s=costs.backward,
+            passes=tuple(self.stages),
             timeline=timeline,
         )
 
