@@ -132,8 +132,9 @@ def _check_dual(made: Schedule, costs: ScheduleCosts, *, p: int, f: float, back:
 
 
 def test_fourteen_thousand_passes_in_a_tenth_of_a_second() -> None:
+    """On a core of its own; the least of ten, since others may share the core."""
     best = 1.0
-    for _ in range(3):
+    for _ in range(10):
         begin = time.process_time()
         run = simulate(make_schedule("interleaved_1f1b", pp=8, virtual=7, num_microbatches=128))
         best = min(best, time.process_time() - begin)

@@ -195,6 +195,8 @@ def simulate(
 
 def pair_problems(schedule: Schedule, pairs: Sequence[Pair]) -> list[Problem]:
     """Pairs that are not two neighbouring passes of one rank, the first of them first, and passes that are in two pairs."""
+    if not pairs:
+        return []
     neighbours = {both for order in schedule.actions for both in pairwise(order)}
     taken = [action for pair in pairs for action in pair]
     problems = [
@@ -210,11 +212,8 @@ def pair_problems(schedule: Schedule, pairs: Sequence[Pair]) -> list[Problem]:
     return problems
 
 
-@dataclass(frozen=True, slots=True)
-class _Ended:
-    """The passes of one rank that end together."""
-
-    actions: tuple[Action, ...]
+_Input = tuple[bool, int, int]
+"""(is gradient, stage, microbatch) of what a pass waits for."""
 
 
 class _Run:
@@ -229,77 +228,92 @@ class _Run:
         paired_share: float,
     ) -> None:
         self.schedule, self.costs, self.seconds = schedule, costs, costs.tables
-        self.edges, self.second, self.paired_share = edges, second, paired_share
+        self.orders, self.second, self.paired_share = schedule.actions, second, paired_share
         self.free = [0.0] * schedule.pp
         """When each rank has ended what it does; infinite while it runs a pass."""
         self.spans: list[list[Span]] = [[] for _ in range(schedule.pp)]
         self.channel_free: dict[object, float] = {}
-        self.arrived: dict[tuple[bool, int, int], int] = {}
-        """(is gradient, stage, microbatch) -> how many of its inputs from other stages are there."""
-        self.above = {s: [e for e in edges if e[0] == s] for s in range(schedule.num_stages)}
-        self.below = {s: [e for e in edges if e[1] == s] for s in range(schedule.num_stages)}
-        self.events: list[tuple[float, int, int, _Ended | tuple[bool, int, int] | None]] = []
-        """(when, number, rank, passes that end there, an input that arrives, or nothing) in order of time."""
+        self.arrived: dict[_Input, int] = {}
+        """How many of the inputs of a pass from other stages are there."""
+        above = [[e for e in edges if e[0] == s] for s in range(schedule.num_stages)]
+        below = [[e for e in edges if e[1] == s] for s in range(schedule.num_stages)]
+        self.num_inputs = {
+            "F": [len(found) for found in below],
+            "B": [len(found) for found in above],
+            "I": [len(found) for found in above],
+            "W": [0] * schedule.num_stages,
+        }
+        """Of a pass of each stage, from other stages."""
+        activations = [[self._to(e, e[1]) for e in found] for found in above]
+        gradients = [[self._to(e, e[0]) for e in found] for found in below]
+        self.outputs = {"F": activations, "B": gradients, "I": gradients, "W": [[] for _ in above]}
+        """(stage, its rank, seconds) of what a pass of each stage sends to others."""
+        self.events: list[tuple[float, int, int, tuple[Action, ...] | None, _Input | None]] = []
+        """(when, number, rank, passes that end there together, an input that arrives) in order of time."""
         self.number = 0
+
+    def _to(self, edge: Edge, stage: int) -> tuple[int, int, float]:
+        return stage, self.schedule.rank_of_stage[stage], self.costs.transfer_s(edge)
 
     def to_the_end(self) -> None:
         """Take events in order of time until nothing is left that could happen."""
+        free, arrived = self.free, self.arrived
         for rank in range(self.schedule.pp):
-            self._tell(0.0, rank, None)
+            self._start(rank, 0.0)
         while self.events:
-            now, _, rank, what = heapq.heappop(self.events)
-            if isinstance(what, _Ended):
-                self.free[rank] = now
-                for action in what.actions:
+            now, _, rank, ended, there = heapq.heappop(self.events)
+            if ended is not None:
+                free[rank] = now
+                for action in ended:
                     self._send(rank, action, now)
-            elif what is not None:
-                self.arrived[what] = self.arrived.get(what, 0) + 1
-            self._start(rank, now)
+            elif there is not None:
+                arrived[there] = arrived.get(there, 0) + 1
+            if free[rank] <= now:
+                self._start(rank, now)
 
-    def _tell(self, when: float, rank: int, what: _Ended | tuple[bool, int, int] | None) -> None:
+    def _tell(self, when: float, rank: int, ended: tuple[Action, ...] | None, there: _Input | None) -> None:
         self.number += 1
-        heapq.heappush(self.events, (when, self.number, rank, what))
+        heapq.heappush(self.events, (when, self.number, rank, ended, there))
 
     def _start(self, rank: int, now: float) -> None:
-        """Begin the rank's next pass, if it is free and everything is there."""
-        order, spans = self.schedule.actions[rank], self.spans[rank]
-        if self.free[rank] > now or len(spans) == len(order):
+        """Begin the next pass of a rank that is free, if everything is there."""
+        order, spans = self.orders[rank], self.spans[rank]
+        if len(spans) == len(order):
             return
         first = order[len(spans)]
-        together = (first, self.second[first]) if first in self.second else (first,)
-        if any(self.arrived.get((a.kind != "F", a.stage, a.microbatch), 0) < self._needs(a) for a in together):
+        if not self._ready(first):
             return
-        share = self.paired_share if len(together) > 1 else 1.0
-        end = now + share * sum(self.seconds[action.kind][action.stage] for action in together)
+        second = self.second.get(first) if self.second else None
+        if second is None:
+            together: tuple[Action, ...] = (first,)
+            end = now + self.seconds[first.kind][first.stage]
+        elif self._ready(second):
+            together = (first, second)
+            end = now + self.paired_share * sum(self.seconds[action.kind][action.stage] for action in together)
+        else:
+            return
         spans += [Span(action, now, end) for action in together]
         self.free[rank] = float("inf")
-        self._tell(end, rank, _Ended(together))
+        self._tell(end, rank, together, None)
 
-    def _needs(self, action: Action) -> int:
-        """Inputs that come from other stages."""
-        if action.kind == "W":
-            return 0
-        return len((self.below if action.kind == "F" else self.above)[action.stage])
+    def _ready(self, action: Action) -> bool:
+        kind, stage, microbatch = action
+        needed = self.num_inputs[kind][stage]
+        return not needed or self.arrived.get((kind != "F", stage, microbatch), 0) >= needed
 
     def _send(self, rank: int, action: Action, now: float) -> None:
         """Put what a pass has made for other stages on its way."""
-        if action.kind == "W":
-            return
-        forward = action.kind == "F"
-        for edge in (self.above if forward else self.below)[action.stage]:
-            target = edge[1] if forward else edge[0]
-            dst = self.schedule.rank_of_stage[target]
-            arrival = self._sent(rank, dst, now, self.costs.transfer_s(edge))
-            self._tell(arrival, dst, (not forward, target, action.microbatch))
+        kind, stage, microbatch = action
+        for target, dst, seconds in self.outputs[kind][stage]:
+            arrival = self._sent(rank, dst, now, seconds) if seconds and dst != rank else now
+            self._tell(arrival, dst, None, (kind != "F", target, microbatch))
 
     def _sent(self, src: int, dst: int, now: float, seconds: float) -> float:
         """When a transfer that starts now or later has arrived."""
-        if src == dst or not seconds:
-            return now
         used: tuple[object, ...] = ((src, dst),) if self.costs.channels == "pair" else (("out", src), ("in", dst))
         arrival = max(now, *(self.channel_free.get(channel, 0.0) for channel in used)) + seconds
         self.channel_free.update(dict.fromkeys(used, arrival))
         if self.costs.blocking:
             self.free[src] = max(self.free[src], arrival)
-            self._tell(arrival, src, None)
+            self._tell(arrival, src, None, None)
         return arrival
