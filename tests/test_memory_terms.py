@@ -8,6 +8,7 @@ import torch
 
 from memory_help import Watch, assembled, batches, changed, local_of, small_recipe, small_spec
 from phalanx.core.config import Recipe
+from phalanx.core.processor import Processor, this_processor
 from phalanx.kernels import adamw, attention, cross_entropy, grouped, shapes
 from phalanx.kernels.native import compiled_rows
 from phalanx.models.context import ForwardInfo
@@ -83,6 +84,9 @@ def test_only_bf16_generates_code() -> None:
     narrow = small_recipe()
     code = generated_code(narrow, local_of(narrow, spec))
     assert code.num_bytes(sampled=True) > code.num_bytes() > 0
+    noted = generated_code(narrow, dataclasses.replace(local_of(narrow, spec), widens=True))
+    assert noted.products == code.products and noted.lengths == 0 < code.lengths
+    assert 0 < noted.num_bytes() < code.num_bytes() / 10
     huge = dataclasses.replace(code, products=10**6)
     assert huge.num_bytes() < 2 * facts.MAX_PRODUCTS * (facts.PRODUCT_BYTES + facts.PRODUCT_CODE_BYTES)
 
@@ -236,11 +240,26 @@ def test_the_peak_of_a_step(name: str) -> None:
     train_step(parts, data, step=0, lr=1e-3)
     with Watch() as watch:
         train_step(parts, data, step=1, lr=1e-3)
-    estimate = estimate_memory(recipe, spec, make_folding(world=1), balance=EVEN)
+    estimate = estimate_memory(recipe, spec, make_folding(world=1), balance=EVEN, processor=this_processor())
     steps = [m.terms for m in estimate.moments if m.name.startswith("first steps")]
     state = next(m.terms["gradients"] for m in estimate.moments if m.name == "validation")
     peak = max(t["activations"] + t["working memory"] + t["gradients"] - state for t in steps)
     assert watch.peak == pytest.approx(peak, rel=0.1)
+
+
+def test_a_processor_without_bf16_sums_up_in_a_room_of_fp32() -> None:
+    """Of the size of the largest result: a chunk of logits. It generates nothing; other types are not touched."""
+    spec, plain = PEAKS["head"][0], Processor(flags=frozenset({"avx512f"}))
+
+    def heads(recipe: Recipe, **given: Any) -> int:
+        moments = estimate_memory(recipe, spec, make_folding(world=1), balance=EVEN, **given).moments
+        return max(m.terms["working memory"] for m in moments if m.name.endswith("the head"))
+
+    recipe = small_recipe(seq_len=128)
+    logits, total = 512 * spec.vocab, spec.vocab * spec.hidden * 2
+    assert heads(recipe, processor=plain) >= heads(recipe) + 4 * logits - total - (1 << 20) * 2
+    wide = small_recipe(seq_len=128, dtype="float32")
+    assert heads(wide, processor=plain) == heads(wide)
 
 
 # ---- the whole

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from phalanx.core.processor import MULTIPLIES_BF16, Processor, this_processor
 from phalanx.kernels.attention import causal_attention
 from phalanx.kernels.grouped import _pieces, expert_ffn
 from phalanx.kernels.lanes import Lanes
@@ -17,6 +18,7 @@ from phalanx.plan.model import ModelSpec
 from phalanx.plan.placement import plain_placement
 from phalanx.runtime.collectives import Collectives
 from phalanx.runtime.groups import GroupCache, build_groups
+from phalanx.simulate import kernel_facts as facts
 from phalanx.train.warm import LONGEST, expert_sizes, warm_kernels
 from ranks import run_ranks
 
@@ -83,7 +85,7 @@ def _growth(rank: int, cache: GroupCache, warm: bool) -> int:
     """Heap that stays after experts and attention met sizes in no order."""
     tokens, ctx = 384, context()
     if warm:
-        warm_kernels(ctx, micro_batch=1, seq_len=tokens)
+        warm_kernels(ctx, micro_batch=1, processor=MULTIPLIES_BF16, seq_len=tokens)
     w13 = torch.zeros(1, 2, SPEC.expert_ffn, SPEC.hidden, dtype=torch.bfloat16, requires_grad=True)
     w2 = torch.zeros(1, SPEC.hidden, SPEC.expert_ffn, dtype=torch.bfloat16, requires_grad=True)
     before = _used_bytes()
@@ -101,12 +103,36 @@ def _growth(rank: int, cache: GroupCache, warm: bool) -> int:
 def test_new_sizes_take_no_memory_after_warming_up() -> None:
     if not hasattr(ctypes.CDLL(None), "mallinfo2"):
         pytest.skip("the C library does not say how much of the heap is in use")
-    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        pytest.skip("torch generates no code for bf16 products on this CPU")
+    if not this_processor().multiplies_bf16:
+        pytest.skip("on this processor nothing is generated for a shape")
     (cold,) = run_ranks(1, _closure(warm=False))
     (warm,) = run_ranks(1, _closure(warm=True))
     assert cold > 8 << 20, "nothing was generated, so the test shows nothing"
     assert warm < cold / 10
+
+
+def _growth_of_a_product(rank: int, cache: GroupCache) -> float:
+    x, w, out = (
+        torch.zeros(1024, 128, dtype=torch.bfloat16),
+        torch.zeros(128, 64, dtype=torch.bfloat16),
+        torch.zeros(1024, 64, dtype=torch.bfloat16),
+    )
+    torch.mm(x, w, out=out)
+    sizes = range(16, 1024, 16)
+    before = _used_bytes()
+    for rows in sizes:
+        torch.mm(x[:rows], w, out=out[:rows])
+    return (_used_bytes() - before) / len(sizes)
+
+
+@pytest.mark.ranks
+def test_a_new_shape_of_a_product_takes_what_the_estimate_says() -> None:
+    """Generated code where the processor multiplies bf16, else a note."""
+    if not hasattr(ctypes.CDLL(None), "mallinfo2"):
+        pytest.skip("the C library does not say how much of the heap is in use")
+    (each,) = run_ranks(1, _growth_of_a_product)
+    known = facts.PRODUCT_BYTES if this_processor().multiplies_bf16 else facts.NOTED_PRODUCT_BYTES
+    assert each == pytest.approx(known, rel=0.3)
 
 
 def _closure(*, warm: bool):  # type: ignore[no-untyped-def]
@@ -115,5 +141,7 @@ def _closure(*, warm: bool):  # type: ignore[no-untyped-def]
 
 
 def test_other_types_and_long_documents_are_left_alone() -> None:
-    warm_kernels(context(dtype=torch.float32), micro_batch=1, seq_len=1 << 30)  # would not end if it did anything
+    endless = {"micro_batch": 1, "seq_len": 1 << 30}  # would not end if it did anything
+    warm_kernels(context(dtype=torch.float32), processor=MULTIPLIES_BF16, **endless)
+    warm_kernels(context(), processor=Processor(flags=frozenset({"avx512f"})), **endless)
     assert LONGEST < 1200

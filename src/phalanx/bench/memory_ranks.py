@@ -14,6 +14,7 @@ from phalanx.bench.memory_healing import measure_healing
 from phalanx.core.config import Recipe
 from phalanx.core.errors import RunError
 from phalanx.core.process import peak_resident_bytes, resident_bytes
+from phalanx.core.processor import this_processor
 from phalanx.data.prepare import prepare
 from phalanx.data.size import token_file_bytes
 from phalanx.plan.model import ModelSpec
@@ -68,7 +69,14 @@ def estimates_of(recipe: Recipe, spec: ModelSpec, folding: AnyFolding, *, vocab:
         placement = run_placement(spec, folding, stages, rank=rank, asked=asked)
         out.append(
             estimate_memory(
-                recipe, spec, folding, rank=rank, placement=placement, threads=threads, text_bytes=text_bytes
+                recipe,
+                spec,
+                folding,
+                rank=rank,
+                placement=placement,
+                threads=threads,
+                text_bytes=text_bytes,
+                processor=this_processor(),
             )
         )
     return out

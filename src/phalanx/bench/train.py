@@ -26,9 +26,10 @@ import tyro
 
 from phalanx.bench.baseline_transformers import Baseline, fastest, transformers_version
 from phalanx.bench.ours import Ours
-from phalanx.bench.workload import Shape, cpu_name, has_amx
+from phalanx.bench.workload import Shape
 from phalanx.core.errors import RunError
 from phalanx.core.files import check_writable, write_json
+from phalanx.core.processor import this_processor
 from phalanx.plan.model import flops_per_token
 from phalanx.train.machine import matmul_flops_per_s
 
@@ -93,8 +94,8 @@ def measure(options: TrainArgs, *, tell: Callable[[str], None]) -> TrainResult:
         versions["transformers"] = transformers_version()
     flops = flops_per_token(options.shape.spec(), options.shape.seq_len)
     result = TrainResult(
-        amx=has_amx(),
-        cpu=cpu_name(),
+        amx=this_processor().has_amx,
+        cpu=this_processor().name,
         threads=options.threads,
         versions=versions,
         shape=asdict(options.shape),

@@ -8,7 +8,6 @@ Legend: B sequences, S sequence length.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -70,20 +69,3 @@ def batch_of(shape: Shape, *, step: int, seed: int = 0) -> NDArray[np.int64]:
     for at in range(1, drawn.shape[1]):
         drawn[:, at] = np.where(follows[:, at], follower[drawn[:, at - 1]], drawn[:, at])
     return drawn.astype(np.int64)
-
-
-def cpu_name() -> str:
-    return _cpuinfo("model name")
-
-
-def has_amx() -> bool:
-    """This CPU multiplies bf16 matrices in hardware tiles."""
-    return "amx_bf16" in _cpuinfo("flags").split()
-
-
-def _cpuinfo(field: str) -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return ""
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith(field)), "")

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from phalanx.core.config import DataConfig, Recipe
 from phalanx.core.errors import DataError
+from phalanx.core.processor import MULTIPLIES_BF16, Processor
 from phalanx.core.samples import num_rounds
 from phalanx.core.units import format_bytes, format_count, format_rate
 from phalanx.data.size import token_file_bytes
@@ -42,6 +43,7 @@ class Machine:
     local_ranks: int
     threads: int
     available_bytes: int | None
+    processor: Processor = MULTIPLIES_BF16
     launched: bool = False
     """Another program starts and ends the ranks."""
 
@@ -285,7 +287,14 @@ def rank_estimates(recipe: Recipe, machine: Machine, *, world: int) -> list[Memo
     text_bytes = _text_bytes(recipe.data)
     return [
         estimate_memory(
-            recipe, spec, folding, rank=rank, placement=placement, threads=machine.threads, text_bytes=text_bytes
+            recipe,
+            spec,
+            folding,
+            rank=rank,
+            placement=placement,
+            threads=machine.threads,
+            text_bytes=text_bytes,
+            processor=machine.processor,
         )
         for rank, placement in placements.items()
     ]
@@ -335,6 +344,7 @@ def memory_notes(recipe: Recipe, estimates: list[MemoryEstimate], machine: Machi
             threads=machine.threads,
             balance=worst,
             text_bytes=_text_bytes(recipe.data),
+            processor=machine.processor,
         )
         lines.append(f"             {format_bytes(most.peak_bytes)} if every token chose experts of the same rank")
     if _trains_tokenizer(recipe.data):

@@ -62,6 +62,7 @@ def _show(recipe: Recipe, launched: WorldInfo | None) -> None:
     from rich.console import Console
 
     from phalanx.cli.dry_run import Machine, available_bytes, dry_run
+    from phalanx.core.processor import this_processor
     from phalanx.runtime.launch import threads_per_rank
 
     local = launched.local_world if launched else recipe.launch.ranks
@@ -69,6 +70,7 @@ def _show(recipe: Recipe, launched: WorldInfo | None) -> None:
         local_ranks=local,
         threads=threads_per_rank(local, recipe.launch.threads),
         available_bytes=available_bytes(),
+        processor=this_processor(),
         launched=launched is not None,
     )
     dry_run(recipe, machine, world=launched.world if launched else wanted_ranks(recipe), console=Console())

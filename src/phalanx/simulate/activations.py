@@ -56,12 +56,18 @@ class Local:
     cp_method: Literal["ring", "all_gather", "ulysses"] = "ring"
     experts_held: int | None = None
     """Different experts that the rank holds in a layer; None: as many as without replicas."""
+    widens: bool = False
+    """A product of bf16 is summed up in a room of fp32 first (`Processor.multiplies_bf16` does not hold)."""
     exact: bool = False
     """Products are over rows of one source alone, and weight gradients go to fixed point slot by slot (`kernels/exact_experts.py`)."""
 
     @property
     def wide(self) -> int:
         return max(4, self.item)
+
+    def room(self, *results: int) -> list[int]:
+        """What the largest of some products needs in each lane besides its operands and its result; `results`: elements of one matrix of each result."""
+        return [max(results) * self.wide] * self.lanes if self.widens else []
 
     @property
     def length(self) -> int:
@@ -306,7 +312,8 @@ def largest_owed_gradient(x: Local, layer: int) -> list[int]:
     """The weight gradients of a block that are made at once: those of its experts, or of its MLP."""
     s = x.spec
     if layer in s.moe_layers:
-        return [x.slots * 2 * x.width * s.hidden * x.item, x.slots * x.width * s.hidden * x.item]
+        made = [x.slots * 2 * x.width * s.hidden * x.item, x.slots * x.width * s.hidden * x.item]
+        return made + x.room(2 * x.width * s.hidden)
     return [2 * s.dense_ffn // x.folding.tp * s.hidden * x.item]
 
 
@@ -323,8 +330,11 @@ def head_forward(x: Local) -> list[int]:
     total = weight * (x.item if whole else x.wide)
     blocks = [max(1, BLOCK // x.vocab) * x.vocab * x.wide] * x.lanes
     turned = [LOGIT_COLUMNS * (rows + SPACE) * x.item] * x.lanes
-    collect = [total, *turned] if whole else [total, *turned, *[LOGIT_COLUMNS * x.spec.hidden * x.wide] * x.lanes]
-    work = max(collect, blocks if whole else [total, *blocks], key=sum)
+    sums = [LOGIT_COLUMNS * x.spec.hidden * x.wide] * x.lanes
+    collect = [total, *turned, *([] if whole else sums), *x.room(LOGIT_COLUMNS * x.spec.hidden)]
+    product = x.room(min(LOGIT_CHUNK, rows) * x.vocab)[: len(chunks)]
+    held = [] if whole else [total]
+    work = max(collect, [*held, *blocks], [*held, *product], key=sum)
     narrow = [total, weight * x.item] if not whole and x.item < x.wide else []
     rows_in = [x.stream()] if x.folding.tp == 1 else [x.stream(), x.gathered()]
     return [*rows_in, x.gathered(), *max([*chunks, *work], narrow, key=sum)]
@@ -339,9 +349,11 @@ def _expert_scratch(x: Local, *, backward: bool) -> list[int]:
     """`grouped._Scratch` or `_BackwardScratch` of each lane."""
     m, hidden, f = pieces(x.fullest_slot, x.item)[1], x.spec.hidden + SPACE, x.width
     one = [m * hidden, m * hidden, m * f, m * (2 * f + SPACE)]
+    results = [m * 2 * f, m * x.spec.hidden]
     if backward:
         one += [m * hidden, m * f, m * (2 * f + SPACE), 2 * min(m, BLOCK_ROWS) * f]
-    return [n * x.item for n in one] * x.lanes
+        results.append(2 * f * x.spec.hidden)
+    return [n * x.item for n in one] * x.lanes + x.room(*results)
 
 
 def experts_forward(x: Local) -> list[int]:
@@ -419,8 +431,9 @@ def _tile_scratch(x: Local, *, keys: int) -> list[int]:
     strip = min(MAX_QUERIES, x.length) * queries
     lane = [rows_k * width * x.item] * 2 + [rows_q * width * x.item] * 2 + [rows_q * s.head_dim * x.item]
     lane += [rows_q * width * x.wide, rows_k * s.head_dim * x.wide, rows_k * width * x.wide]
-    lane += [strip * min(KEY_BLOCK, keys) * x.item] * 2 + [strip * width * x.item] * 3
-    return lane * x.lanes
+    block = min(KEY_BLOCK, keys)
+    lane += [strip * block * x.item] * 2 + [strip * width * x.item] * 3
+    return lane * x.lanes + x.room(strip // groups * max(block, width))
 
 
 def _own_backward(x: Local, *, share: int = 1) -> list[int]:
@@ -439,7 +452,8 @@ def _own_backward(x: Local, *, share: int = 1) -> list[int]:
     again = [q, kv, q, x.attended * num_heads * x.wide] if x.recompute == "selective" else []
     mask = [x.sequences * keys * x.length * x.item]
     streams = [x.stream() // share, x.stream() // share]
-    return [*streams, q, q, kv, kv, *mask, *again, *lane * x.lanes]
+    room = x.room(max(keys, s.head_dim) * (queries // groups) * x.length)
+    return [*streams, q, q, kv, kv, *mask, *again, *lane * x.lanes, *room]
 
 
 def embedding_backward(x: Local) -> list[int]:

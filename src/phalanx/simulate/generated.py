@@ -1,4 +1,5 @@
-"""How much code a run on a CPU makes: bf16 products and attention are generated anew for every shape, and what was generated stays.
+"""How much code a run on a CPU makes: where the processor multiplies bf16, products and attention are generated anew for every shape, and what was
+generated stays. Other processors keep a few notes for every shape of a product, and nothing for attention.
 
 Decides which shapes there are: those that follow from the model and the batch alone, those that routing and packing bring (all of them, since
 `train/warm.py` asks for them at the start), and the prompts of the sample at the end. Other types use code that is there already.
@@ -18,6 +19,7 @@ from phalanx.simulate.kernel_facts import (
     LONGEST_WARM,
     MAX_PIECE,
     MAX_PRODUCTS,
+    NOTED_PRODUCT_BYTES,
     PRODUCT_BYTES,
     PRODUCT_CODE_BYTES,
     PROMPT_TOKENS,
@@ -40,11 +42,12 @@ class Generated:
     products: int
     lengths: int
     after_sample: int
+    each: int = PRODUCT_BYTES + PRODUCT_CODE_BYTES
+    """Bytes of a product."""
 
     def num_bytes(self, *, sampled: bool = False, lanes: int = 1) -> int:
         products = min(MAX_PRODUCTS, self.after_sample if sampled else self.products)
-        each = ATTENTION_BYTES + ATTENTION_CODE_BYTES
-        return products * (PRODUCT_BYTES + PRODUCT_CODE_BYTES) + self.lengths * each * lanes
+        return products * self.each + self.lengths * (ATTENTION_BYTES + ATTENTION_CODE_BYTES) * lanes
 
 
 def generated_code(recipe: Recipe, x: Local) -> Generated:
@@ -57,6 +60,8 @@ def generated_code(recipe: Recipe, x: Local) -> Generated:
     products = fixed + PER_EXPERT_SIZE * num_expert_sizes(x)
     shown = recipe.observe.console != "none"
     sample = len(matrices) * min(SAMPLE_TOKENS, x.length - 1) if shown and x.length > PROMPT_TOKENS else 0
+    if x.widens:
+        return Generated(products=products, lengths=0, after_sample=products + sample, each=NOTED_PRODUCT_BYTES)
     return Generated(products=products, lengths=_lengths(recipe, x), after_sample=products + sample)
 
 

@@ -3,7 +3,8 @@
 Mirrored: block sizes and paddings of `kernels/`, which `simulate` may not import. tests/test_memory_terms.py compares each with its original.
 
 Measured: memory that no tensor of ours holds. Each constant is per rank (or per piece of generated code) and says where it comes from;
-none depends on a model's shape. Measured with torch 2.13 (oneDNN, gloo) and glibc 2.36 on x86-64 with AMX; `phalanx bench memory` measures anew.
+none depends on a model's shape. Measured with torch 2.13 (oneDNN, gloo) and glibc 2.36 on x86-64 with AMX, and where it says so on a Cascade Lake,
+which has AVX-512 without bf16; `phalanx bench memory` measures anew.
 """
 
 from __future__ import annotations
@@ -80,6 +81,9 @@ PRODUCT_BYTES = int(0.5 * MIB)
 """Heap of one generated bf16 product: oneDNN keeps a table of 544 KiB per shape, whatever the shape, the executable code beside it."""
 PRODUCT_CODE_BYTES = int(0.07 * MIB)
 """Executable pages of one generated product."""
+NOTED_PRODUCT_BYTES = int(0.038 * MIB)
+"""Heap of a bf16 product whose code is there already (`gemm:jit:bf16` in oneDNN's words, on processors that do not multiply bf16): what oneDNN notes
+about its shape (mallinfo2 around products of 200 and of 600 row counts and of 100 widths, on a Cascade Lake: 38.5, 38.7 and 38.1 KiB each)."""
 ATTENTION_BYTES = int(0.09 * MIB)
 """Heap of torch's attention kernel for one document length."""
 ATTENTION_CODE_BYTES = int(0.02 * MIB)

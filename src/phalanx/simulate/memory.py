@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from phalanx.core.config import Recipe
+from phalanx.core.processor import MULTIPLIES_BF16, Processor
 from phalanx.core.samples import num_rounds
 from phalanx.plan.dispatch import DispatchSpec
 from phalanx.plan.holders import HolderPlan
@@ -112,11 +113,12 @@ def estimate_memory(
     threads: int = 1,
     text_bytes: int = 0,
     balance: Balance | None = None,
+    processor: Processor = MULTIPLIES_BF16,
 ) -> MemoryEstimate:
     """Memory of `rank` under `recipe`.
 
     `threads` compute threads a rank; `text_bytes` is the size of the prepared token files (preparing them is not counted); `balance` replaces
-    the assumption about routing.
+    the assumption about routing; `processor` is that of the machine of the run.
     """
     run = _Run(
         recipe=recipe,
@@ -127,6 +129,7 @@ def estimate_memory(
         threads=threads,
         text_bytes=text_bytes,
         given=balance,
+        processor=processor,
     )
     stage = folding.coord(rank, "pp")
     moments = tuple(run.moments() if run.on_device else with_idle_heap(run.moments()))
@@ -175,12 +178,15 @@ class _Run:
     threads: int
     text_bytes: int
     given: Balance | None
+    processor: Processor
 
     def moments(self) -> Iterator[Moment]:
         """In the order in which they come."""
         yield self._moment("drawing the initial weights", self._drawing(), held={})
-        rate = RATE_SIZES[-1] if self.item == 2 else RATE_SIZES[-2]
-        yield self._moment("measuring the machine", {"working memory": 3 * rate**2 * self.item}, before=True)
+        x = self._local(1.0)
+        rate = RATE_SIZES[-2] if x.item > 2 or x.widens else RATE_SIZES[-1]
+        rated = {"working memory": 3 * rate**2 * self.item + sum(x.room(rate**2)[:1])}
+        yield self._moment("measuring the machine", rated, before=True)
         b = self.balance
         uneven = b.first != b.later
         first, alone_first = (self._local(share, crowded=uneven) for share in (b.first, b.alone_first or b.first))
@@ -326,6 +332,7 @@ class _Run:
             crowded=crowded,
             cp_method=self.recipe.folding.cp_method,
             experts_held=self._experts_held,
+            widens=self.item == 2 and not (self.on_device or self.processor.multiplies_bf16),
             exact=self.is_exact,
         )
 

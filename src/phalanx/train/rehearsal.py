@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from phalanx.core.config import CheckpointConfig, FoldingConfig, Recipe, ResilienceConfig
+from phalanx.core.processor import this_processor
 from phalanx.data.loader import MicroBatch
 from phalanx.data.prepare import Prepared
 from phalanx.observe.sinks import Sinks
@@ -59,7 +60,13 @@ def rehearse(
         lock=None,
     )
     ctx = make_context(rank, spec, ALONE, plain_pipeline(spec, pp=1), plain_placement(spec.num_experts, ALONE))
-    warm_kernels(ctx, micro_batch=recipe.train.micro_batch, seq_len=recipe.train.seq_len, folding=folding)
+    warm_kernels(
+        ctx,
+        micro_batch=recipe.train.micro_batch,
+        seq_len=recipe.train.seq_len,
+        processor=this_processor(),
+        folding=folding,
+    )
     small = small_model(spec, experts_of_rank=spec.num_experts // folding.ep)
     if small is not None:
         _step(rank, small, prepared)

@@ -36,6 +36,7 @@ from phalanx.core.events import (
     Validated,
     WarmupChosen,
 )
+from phalanx.core.processor import this_processor
 from phalanx.core.recipe import dump_recipe
 from phalanx.core.samples import num_rounds
 from phalanx.data.loader import Loader, MicroBatch, ValidationLoader
@@ -174,7 +175,8 @@ def make_parts(
     recipe, microbatches = rank.recipe, microbatches_per_rank(rank.recipe, folding)
     ctx = replace(make_context(rank, spec, folding, pipeline, placement), drawn=drawn)
     if warm:
-        warm_kernels(ctx, micro_batch=recipe.train.micro_batch, seq_len=recipe.train.seq_len)
+        t = recipe.train
+        warm_kernels(ctx, micro_batch=t.micro_batch, seq_len=t.seq_len, processor=this_processor())
     parts = assemble(
         ctx,
         optim=recipe.optim,

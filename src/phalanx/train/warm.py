@@ -5,7 +5,8 @@ document length in torch's attention. Routing and packing bring new ones for hun
 a step, so that the heap falls to pieces and grows: the default run took 850 MiB a rank, a third of it holes. Asked for at the
 start, the same code lies together at the bottom of the heap, and a step's memory is the same from the second step to the last.
 
-Must never change: no result depends on it. Does nothing where nothing is generated (other types, devices, the reference kernels).
+Must never change: no result depends on it. Does nothing where nothing is generated (other types, devices, processors that do not multiply bf16, the
+reference kernels).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import threading
 
 import torch
 
+from phalanx.core.processor import Processor
 from phalanx.kernels.attention import causal_attention
 from phalanx.kernels.grouped import MAX_PIECE, expert_ffn
 from phalanx.kernels.lanes import Lanes
@@ -26,9 +28,16 @@ LONGEST = 512
 """Documents up to this length are met in advance. Longer ones are rare, and torch's kernels repeat from 1,200 on."""
 
 
-def warm_kernels(ctx: ModelContext, *, micro_batch: int, seq_len: int, folding: AnyFolding | None = None) -> None:
+def warm_kernels(
+    ctx: ModelContext, *, micro_batch: int, seq_len: int, processor: Processor, folding: AnyFolding | None = None
+) -> None:
     """Run the kernels whose shapes vary once at each shape. No communication; about a second. `folding`: that of the run, where `ctx` has not got it."""
-    if ctx.dtype != torch.bfloat16 or ctx.device.type != "cpu" or ctx.kernels != "fast":
+    if (
+        not processor.multiplies_bf16
+        or ctx.dtype != torch.bfloat16
+        or ctx.device.type != "cpu"
+        or ctx.kernels != "fast"
+    ):
         return
     if ctx.spec.moe_layers:
         own = None if folding is None else folding.of_rank(0)

@@ -1,0 +1,44 @@
+"""What this machine's processor can do, as the system says it. Whoever must know gets a `Processor` as an argument: the same decision can then be made
+for another machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+CPUINFO = Path("/proc/cpuinfo")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Processor:
+    """`name` as its maker calls it, and the extensions of its instruction set; both empty where the system does not say."""
+
+    name: str = ""
+    flags: frozenset[str] = frozenset()
+
+    @property
+    def has_amx(self) -> bool:
+        """It multiplies bf16 matrices in hardware tiles."""
+        return "amx_bf16" in self.flags
+
+    @property
+    def multiplies_bf16(self) -> bool:
+        """It has instructions for products of bf16. oneDNN generates code around them, anew for every shape; elsewhere one product of widened numbers serves all."""
+        return self.has_amx or "avx512_bf16" in self.flags
+
+
+MULTIPLIES_BF16 = Processor(flags=frozenset({"avx512_bf16", "amx_bf16"}))
+"""A processor of today's servers."""
+
+
+def this_processor(path: Path = CPUINFO) -> Processor:
+    """The one that this program runs on."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return Processor()
+
+    def value(field: str) -> str:
+        return next((line.partition(":")[2].strip() for line in lines if line.startswith(field)), "")
+
+    return Processor(name=value("model name"), flags=frozenset(value("flags").split()))
