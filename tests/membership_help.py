@@ -11,6 +11,7 @@ import random
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 from phalanx.core.errors import PeerError
@@ -18,8 +19,8 @@ from phalanx.runtime.forming import ready_keys
 from phalanx.runtime.keys import ServiceLost
 from phalanx.runtime.membership import Announcement, FirstRule, Generation, Member, Membership, StaleMember
 from phalanx.runtime.roster import Roster
-from phalanx.runtime.seat import End, Left, Seat, SeatSettings, _later
-from phalanx.runtime.votes import BEGUN, InDoubt, Report, Resolution, Votes, resolve
+from phalanx.runtime.seat import End, Left, Seat, SeatSettings, _later, _leavers_key
+from phalanx.runtime.votes import BEGUN, InDoubt, Report, Resolution, Then, Votes, resolve
 
 
 class Killed(BaseException):
@@ -152,6 +153,10 @@ class World:
     ends: dict[str, tuple[int, ...]] = field(default_factory=dict)
     states: dict[str, list[int]] = field(default_factory=dict)
     refused: list[str] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+    handed: list[tuple[tuple[str, ...], tuple[str, ...]]] = field(default_factory=list)
+    """(who left, to whom what they held was given) of every hand-over that succeeded."""
+    stopped: bool = False
 
     def __post_init__(self) -> None:
         self.scheduler = Scheduler(self.seed)
@@ -212,6 +217,8 @@ class SimulatedMember:
             world.refused.append(self.uid)
             return
         except Left:
+            world.left.append(self.uid)
+            world.roster.gone(self.uid)
             return
         world.roster.finished = End(len(self.state), before.number if before else 0).text
         world.roster.gone(self.uid)
@@ -266,7 +273,7 @@ class SimulatedMember:
             try:
                 decision = votes.vote(
                     step,
-                    then=lambda: "next" if self.seat._newer(generation) else "go on",
+                    then=lambda: self.then(keys, generation),
                     broken=lambda: self.broken(generation),
                 )
             except InDoubt:
@@ -276,8 +283,35 @@ class SimulatedMember:
                 self.reduced = None
                 raise PeerError("abort")
             self.commit(generation.number)
-            if decision.then == "next":
+            if decision.then == "stop":
+                world.stopped = True
+            if decision.then == "leave":
+                self.hand_over(keys, generation)
+            if decision.then != "go on":
                 return
+
+    def then(self, keys: Any, generation: Generation) -> Then:
+        """As `Seat._then`, which wants a team."""
+        self.seat._keys, self.seat._voting = keys, len(self.state)
+        self.seat.team = SimpleNamespace(generation=generation, size=len(generation.members), kick=lambda: 0)  # type: ignore[assignment]
+        try:
+            return self.seat._then()
+        finally:
+            self.seat.team = None
+
+    def hand_over(self, keys: Any, generation: Generation) -> None:
+        """All members of the team come here, or somebody is lost."""
+        world, step = self.world, len(self.state)
+        leavers = json.loads(keys.get(_leavers_key(generation, step - 1)) or "{}")
+        assert leavers, "nobody leaves"
+        place = world.arrived.setdefault((generation.number, -step), set())
+        place.add(self.uid)
+        while not place >= set(generation.uids):
+            if self.broken(generation):
+                raise PeerError("a peer is lost while state is handed over")
+        stay = [u for u in generation.uids if u not in leavers]
+        world.handed.append((tuple(leavers), tuple(stay)))
+        Membership(keys).propose_leave(list(leavers), "notice", generation, given_to=stay)
 
     def enter(self, generation: Generation, reports: Sequence[Report], *, begun: bool) -> None:
         resolution = self.world.resolve(reports)

@@ -141,9 +141,11 @@ def play(seed: int, monkeypatch: pytest.MonkeyPatch, **rest: Any) -> World:
 def hurt(world: World, rng: random.Random) -> None:
     scheduler = world.scheduler
     holders = [
-        u for u in world.members() if u not in scheduler.frozen | scheduler.killed and world.states.get(u) is not None
+        u
+        for u in world.members()
+        if u not in scheduler.frozen | scheduler.killed | set(world.roster._leaving) and world.states.get(u) is not None
     ]
-    kind = rng.choice(["kill", "freeze", "service", "join"])
+    kind = rng.choice(["kill", "freeze", "service", "join", "notice"])
     if kind == "service":
         world.service.lose()
     elif kind == "join" and world.roster.finished is None and len(world.members()) < 6:
@@ -152,6 +154,9 @@ def hurt(world: World, rng: random.Random) -> None:
         uid = rng.choice(holders)
         scheduler.killed.add(uid)
         world.roster.died(uid, "killed")
+    elif kind == "notice" and len(holders) > 3:
+        for uid in rng.sample(holders, k=rng.choice([1, 2])):
+            world.roster.leave([uid], "notice")
     elif kind == "freeze" and len(holders) > 2:
         uid = rng.choice(holders)
         scheduler.frozen.add(uid)
@@ -168,7 +173,15 @@ def problems(world: World) -> list[str]:
         found.append("somebody ended early")
     if world.scheduler.ticks >= 30_000:
         found.append("the run did not end")
+    for uid in world.left:
+        if not any(uid in gone for gone, _ in world.handed):
+            found.append(f"{uid} went with what it held")
     return found + problems_of(world.events, steps=world.steps)
+
+
+def test_members_leave_in_some_of_the_histories(monkeypatch: pytest.MonkeyPatch) -> None:
+    worlds = [play(seed, monkeypatch) for seed in range(24)]
+    assert sum(len(w.left) for w in worlds) > 3
 
 
 @pytest.mark.parametrize("block", range(10))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,6 @@ import torch.distributed as dist
 from phalanx.bench.storm_board import Board as AnyBoard
 from phalanx.core.errors import RunError
 from phalanx.runtime.forming import Team
-from phalanx.runtime.membership import Generation
 from phalanx.runtime.votes import Resolution
 
 SAMPLES = 24
@@ -132,11 +132,12 @@ class ToyBody:
     def abort(self) -> None:
         self._reduced = None
 
-    def hand_over(self, generation: Generation) -> None:
+    def hand_over(self, stay: Sequence[str]) -> bool:
         """Everyone holds everything here, so a sum that all take part in is enough to see that the old groups still work."""
         self._now("hand over", 0.1)
         if self._team is not None and self._team.size > 1:
             dist.all_reduce(torch.ones(1))
+        return True
 
     def close(self, *, stopped: bool) -> None:
         """Nothing is written down."""

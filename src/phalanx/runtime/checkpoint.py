@@ -31,7 +31,15 @@ from torch.distributed.checkpoint.api import CheckpointException
 from phalanx.core.errors import CheckpointError, Problem, raise_if
 from phalanx.core.units import format_bytes
 from phalanx.runtime.boxes import BoxTensor
-from phalanx.runtime.checkpoint_folder import CheckpointFolder, FileEntry, RunState, differences, file_entry, with_files
+from phalanx.runtime.checkpoint_folder import (
+    CheckpointFolder,
+    FileEntry,
+    RunState,
+    Writer,
+    differences,
+    file_entry,
+    with_files,
+)
 from phalanx.runtime.checkpoint_planner import BoxLoadPlanner, BoxSavePlanner, BoxWriter, WriteFailure, write_failure
 from phalanx.runtime.escape import Escape, run_escapable
 from phalanx.runtime.peers import Peers
@@ -62,7 +70,7 @@ class _Job:
 class CheckpointManager:
     """Checkpoints of one run. Collective: all ranks call `save`, `finish` and `load` in the same order.
 
-    `group` spans all ranks and is used by nothing else (the background threads talk over it).
+    `group` spans all ranks and is used by nothing else (the background threads talk over it). `writer`: the generation that saves, where others may follow it.
     """
 
     def __init__(
@@ -73,8 +81,9 @@ class CheckpointManager:
         keep_last: int = 3,
         asynchronous: bool = True,
         escape: Escape | None = None,
+        writer: Writer | None = None,
     ) -> None:
-        self.folder = CheckpointFolder(path)
+        self.folder = CheckpointFolder(path, writer)
         self._peers = Peers(group, escape=escape)
         self._keep_last = keep_last
         self._asynchronous = asynchronous

@@ -3,11 +3,13 @@
     checkpoints/step-00000100/{.metadata, __0_0.distcp, ..., run_state.json}   complete, always
     checkpoints/latest                                                        the name of the newest, replaced last
     checkpoints/.writing-step-00000150/                                       being written; removed at the next start
+    checkpoints/.writing-step-00000150-g7-1f3a.../                            the same by a generation of a run that heals itself
     checkpoints/.deleting-step-00000050/                                      being deleted; removed at the next start
     checkpoints/abandoned/step-00000200/                                      complete, of a history that the run went back behind
 
 Must never change: a folder called `step-N` is complete. It gets that name by one rename after all its files and the folder itself
-were flushed to the disk, and loses it by one rename before the first of its files goes. This file holds no tensor.
+were flushed to the disk, and loses it by one rename before the first of its files goes. A generation writes into folders of its own, and asks whether
+it is still the one that trains before it changes what others see. This file holds no tensor.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,7 @@ ABANDONED = "abandoned"
 FORMAT = 1
 _NAME = re.compile(r"step-(\d{8,})")
 _WRITING, _DELETING = ".writing-", ".deleting-"
+_WRITTEN_BY = re.compile(r"-g(\d+)-([0-9a-f]+)$")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,17 +123,43 @@ def write_flushed(path: Path, text: str) -> None:
     flush_folder(path.parent)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Writer:
+    """A generation that writes checkpoints. One of its ranks may stand still in any line, and go on when other members write."""
+
+    generation: int
+    life: str
+    """Of the membership service, whose generations are numbered together."""
+    check: Callable[[], None]
+    """Raises `PeerError` where the service says that the generation is over."""
+
+    @property
+    def mark(self) -> str:
+        return f"-g{self.generation}-{hashlib.sha256(self.life.encode()).hexdigest()[:8]}"
+
+    def may_remove(self, name: str) -> bool:
+        """Whether what was being written under `name` is of no later generation."""
+        match = _WRITTEN_BY.search(name)
+        return match is None or match[2] != self.mark.rpartition("-")[2] or int(match[1]) <= self.generation
+
+
 @dataclass(frozen=True)
 class CheckpointFolder:
-    """`checkpoints/` of one run. Writing methods are for one rank only."""
+    """`checkpoints/` of one run. Writing methods are for one rank only; they raise `PeerError` where `writer` has no say any more."""
 
     path: Path
+    writer: Writer | None = None
+    """None: nobody else ever writes."""
 
     def of(self, step: int) -> Path:
         return self.path / f"step-{step:08d}"
 
     def writing(self, step: int) -> Path:
-        return self.path / f"{_WRITING}step-{step:08d}"
+        return self.path / f"{_WRITING}step-{step:08d}{self.writer.mark if self.writer else ''}"
+
+    def _check(self) -> None:
+        if self.writer is not None:
+            self.writer.check()
 
     def steps(self) -> list[int]:
         """Steps with a complete checkpoint, ascending."""
@@ -189,6 +218,7 @@ class CheckpointFolder:
 
         They keep their files under `abandoned/`; returns their names there. `latest` is changed first, so that a crash in the middle leaves none of them.
         """
+        self._check()
         later = [s for s in reversed(self.steps()) if s > step]
         if not later:
             return []
@@ -227,6 +257,7 @@ class CheckpointFolder:
 
     def begin(self, step: int) -> Path:
         """An empty folder to write the checkpoint of `step` into."""
+        self._check()
         path = self.writing(step)
         shutil.rmtree(path, ignore_errors=True)
         path.mkdir(parents=True)
@@ -237,10 +268,12 @@ class CheckpointFolder:
         written, final = self.writing(state.step), self.of(state.step)
         write_flushed(written / STATE_FILE, state.to_json())
         flush_folder(written)
+        self._check()  # as late as can be: what is written is in a folder that nobody else knows
         if final.exists():  # the run went back to an earlier step and came by again
             self._delete([state.step])
         os.rename(written, final)
         flush_folder(self.path)
+        self._check()  # a newer generation may have saved a later step
         write_flushed(self.path / LATEST_FILE, final.name + "\n")
         return final
 
@@ -252,6 +285,8 @@ class CheckpointFolder:
         """Delete all but the newest `keep` up to step `current`; later ones belong to a run that went back, and stay."""
         past = [s for s in self.steps() if s <= current]
         gone = past[: max(0, len(past) - keep)]
+        if gone:
+            self._check()
         self._delete(gone)
         return gone
 
@@ -264,10 +299,12 @@ class CheckpointFolder:
             shutil.rmtree(doomed, ignore_errors=True)
 
     def clean(self) -> list[str]:
-        """Remove what an interrupted write or deletion left; returns the names."""
+        """Remove what an interrupted write or deletion left, but nothing of a later generation; returns the names."""
         if not self.path.is_dir():
             return []
+        self._check()
         left = [p for p in self.path.iterdir() if p.name.startswith((_WRITING, _DELETING)) or p.suffix == ".tmp"]
+        left = [p for p in left if self.writer is None or self.writer.may_remove(p.name)]
         for path in left:
             if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)

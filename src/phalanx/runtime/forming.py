@@ -169,6 +169,8 @@ class Team:
         self.sockets = Sockets(far=far)
         self.groups = TeamGroups(self.sockets, timeout_s=timeout_s)
         self.kicked = False
+        self.check: Callable[[], None] = lambda: None
+        """Asks the membership service. Raises `PeerError` where this generation is over: for whoever changes what outlives it."""
         self.store: dist.Store | None = None
         """What its groups meet at. torch keeps the C++ half of a store only: one written in Python answers nothing once its object is gone."""
         self.formed_s = 0.0

@@ -8,7 +8,7 @@ Must never change: `commit` is called once for each step, in order; nothing that
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,7 +17,6 @@ from phalanx.core.errors import PeerError, PhalanxError, RunError
 from phalanx.core.events import Emit, Event, ignore
 from phalanx.runtime.forming import Order, Team, as_listed
 from phalanx.runtime.keys import ServiceLost
-from phalanx.runtime.membership import Generation
 from phalanx.runtime.seat import End, Left, RunOver, Seat
 from phalanx.runtime.votes import ABORT, Decision, InDoubt, Report, Resolution, resolve
 
@@ -54,8 +53,11 @@ class Body(Protocol):
     def abort(self) -> None:
         """Drop what was reduced, whole or in part."""
 
-    def hand_over(self, generation: Generation) -> None:
-        """Some members leave: give what only they hold to those of `generation`, over the groups that all are still in. Collective."""
+    def hand_over(self, stay: Sequence[str]) -> bool:
+        """Some members leave: give what only they hold to those that `stay`, over the groups that all are still in. Collective.
+
+        False on all where it could not be done although nobody was lost: then nobody leaves.
+        """
 
     def close(self, *, stopped: bool) -> None:
         """All steps are done, or (`stopped`) the run is to end here: write down what must stay. Collective; nobody has left yet.
@@ -171,21 +173,30 @@ class _Loop:
             )
         )
         self.broken_s = 0.0
-        if not team.generation.enough:  # it was formed only to save
-            return self._stop()
+        if not team.generation.enough:
+            return self._too_few()
         while not self.body.finished():
             decision = self._step()
             if not decision.commit:
                 return ""
             if decision.then == "stop" and not self.body.finished():
                 return self._stop()
-            if decision.then == "next":
-                self._part()
+            if decision.then == "next" or (decision.then == "leave" and self._part(self.seat.leavers)):
                 return ""
         if self._failed(lambda: self.body.close(stopped=False)):
             return ""
         self.seat.finish(self.body.step)
         return "finished"
+
+    def _too_few(self) -> str:
+        """The team was formed only to save what its members hold, all of them or some that leave."""
+        leavers: dict[str, str] = {}
+        if self._failed(lambda: leavers.update(self.seat.waits_or_ends())):
+            return ""
+        if not leavers:
+            return self._stop()
+        self._part(lambda: leavers)
+        return ""
 
     def _stop(self) -> str:
         if self._failed(lambda: self.body.close(stopped=True)):
@@ -239,10 +250,26 @@ class _Loop:
         self.body.commit()
         self.tell(Committed(uid=self.seat.uid, generation=generation, step=self.body.step, at_s=now_s(), doubt=doubt))
 
-    def _part(self) -> None:
-        new, team = self.seat.parting(), self.seat.team
-        if new is not None and team is not None and any(u in new.leaving for u in team.generation.uids):
-            self._failed(lambda: self.body.hand_over(new))
+    def _part(self, leavers: Callable[[], Mapping[str, str]]) -> bool:
+        """Some leave; whether the team is over. Nobody is out before all that they hold is with the others: where one of these is lost
+        meanwhile, those who wanted to leave are members of the next generation too, and a source of it."""
+        done: list[Mapping[str, str]] = []
+
+        def give() -> None:
+            found = leavers()
+            if found and self.body.hand_over(self._stay(found)):
+                done.append(found)
+
+        if self._failed(give):
+            return True
+        if done:
+            self.seat.gave_up(done[0], given_to=self._stay(done[0]))
+        else:
+            self.seat.kept()
+        return bool(done)
+
+    def _stay(self, leavers: Mapping[str, str]) -> list[str]:
+        return [] if self.seat.team is None else [uid for uid in self.seat.team.uids if uid not in leavers]
 
     def _failed(self, work: Callable[[], None]) -> bool:
         """Run `work`; True where a peer was lost in it. The error keeps no frame alive, and with it no message."""

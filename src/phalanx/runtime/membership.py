@@ -5,6 +5,7 @@ writer decides (`Keys.create`). So there is one history, whoever writes it: a su
 one whose new worker is ready. Nobody is elected and workers agree on nothing among themselves.
 
     announce          a member says who it is, what it runs and which generation it saw last; another plan or version is refused by name
+    wish_to_leave     a member is to go; it stays a member until what it holds was handed over
     propose_death     next generation without some members        propose_join    with more        propose_leave   without, after a hand-over
     renew             the same members again: their connections broke and nobody died
     current, wait     the newest generation; the next one after n
@@ -19,7 +20,7 @@ state), or two groups could train the same step.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -220,9 +221,26 @@ class Membership:
         """A generation with those, entered when the step under way has ended."""
         return self.propose(with_more(members), known)
 
-    def propose_leave(self, uids: Collection[str], why: str, known: Generation | None = None) -> Generation | None:
-        """A generation without those, entered when the step under way has ended and they have handed over."""
-        return self.propose(without(uids, why, leave=True), known)
+    def wish_to_leave(self, wishes: Mapping[str, str]) -> None:
+        """Members (name -> why) that are to leave. Say it again as often as you like; they do so when a step has ended and what they hold was handed over."""
+        new = [uid for uid in wishes if self.keys.get(_wish(uid)) is None]
+        for uid in new:
+            self.keys.put(_wish(uid), wishes[uid])
+        if new:
+            self.keys.put(WISHES, " ".join(new))  # after those that it tells of
+
+    def wishes(self) -> dict[str, str]:
+        """Who is to leave, and why: all that were ever said."""
+        names = [key.removeprefix(_wish("")) for key in self.keys.listed(_wish(""))]
+        said = {uid: self.keys.get(_wish(uid)) for uid in names}
+        return {uid: why for uid, why in said.items() if why is not None}
+
+    def propose_leave(
+        self, uids: Collection[str], why: str, known: Generation | None = None, *, given_to: Collection[str] = ()
+    ) -> Generation | None:
+        """A generation without those, who have handed over to `given_to`. Where one of these is gone the hand-over counts for nothing: they stay."""
+        leave = without(uids, why, leave=True)
+        return self.propose(lambda now: leave(now) if set(given_to) <= set(now.uids) else None, known)
 
     def renew(self, after: Generation, why: str) -> Generation | None:
         """The same members under a new number, unless there is a newer generation than `after` already."""
@@ -231,6 +249,14 @@ class Membership:
             return replace(now, why=why, lost_s=0.0) if now.number == after.number else None
 
         return self.propose(change, known=after)
+
+
+WISHES = "wishes"
+"""Changes whenever somebody else is to leave."""
+
+
+def _wish(uid: str) -> str:
+    return f"wish/{uid}"
 
 
 def _key(number: int) -> str:

@@ -268,7 +268,7 @@ class Roster:
         if len(leaving) == len(newest.uids):
             self.stop(f"the run was stopped: {self._leaving[leaving[0]]}")
         else:
-            self.newest = membership.propose_leave(leaving, self._leaving[leaving[0]], self.newest)
+            membership.wish_to_leave({uid: self._leaving[uid] for uid in leaving})  # the members see to it
 
     def _first(self, membership: Membership) -> None:
         """No generation in this life of the service yet."""

@@ -16,6 +16,7 @@ import json
 import os
 import threading
 import time
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -24,13 +25,15 @@ from phalanx.core.errors import PeerError, PhalanxError, RunError
 from phalanx.core.events import Emit, Event, ignore
 from phalanx.runtime.forming import NewerGeneration, NoMapping, Order, Team, as_listed, form, ready_keys
 from phalanx.runtime.keys import Keys, Service, ServiceLost
-from phalanx.runtime.membership import Announcement, Generation, Member, Membership, StaleMember, TooFewMembers
+from phalanx.runtime.membership import WISHES, Announcement, Generation, Member, Membership, StaleMember, TooFewMembers
 from phalanx.runtime.reach import Door, agree_who_goes, door_key, knock_at
 from phalanx.runtime.votes import BEGUN, Decision, Report, Then, Votes
 
 WATCH_S = 0.25
 """How long the watching thread waits at a time; a new generation wakes it at once."""
 AGAIN_S = 0.05
+WISH_AGAIN_S = 10.0
+"""A hand-over that the disk refused: after so long it is tried again."""
 KNOCK_AFTER_S = 0.1
 """A failed collective without a lost member: after so long a member asks at the doors of the others whether they are there."""
 RENEW_S = 0.4
@@ -121,6 +124,12 @@ class Seat:
         self.closing = False
         """The run was stopped while it had too few members: those that are left meet once more, to save what they hold."""
         self.tell: Emit = ignore
+        self._wishes: dict[str, str] = {}
+        """Members that are to leave, and why. They are members until what they hold was handed over."""
+        self._wishes_mark: str | None = None
+        self._wishes_s = 0.0
+        """Not before: a hand-over that the disk refused is tried again then."""
+        self._voting = 0
         self._seen_s: dict[int, float] = {}
         self._forming = False
         """The team is not connected yet."""
@@ -200,6 +209,8 @@ class Seat:
             except NoMapping as err:
                 if self.closing:
                     raise RunOver(None, str(err)) from None
+                if self.uid in self._wishes:  # those that are left can neither train nor save
+                    self.gave_up({self.uid: self._wishes[self.uid]}, given_to=())
                 self._renew(generation)
             except PeerError:
                 if self._door is not None:
@@ -210,6 +221,7 @@ class Seat:
         """Vote for `step` and return the decision. Raises `InDoubt`."""
         if self.team is None:
             raise RunError("a member votes in a generation that it is connected to")
+        self._voting = step
         votes = self._votes_of(self.team.generation)
         decision = votes.vote(step, then=self._then, broken=self.broken, limit_s=self.settings.vote_s)
         if decision.commit and not self._begun:
@@ -253,6 +265,20 @@ class Seat:
         with self._news:
             return self.team is not None and (self._refused is not None or self._ends(self.team.generation))
 
+    def _check_stands(self, generation: Generation) -> None:
+        """Ask the service, and not what was heard: this process may have stood still for long. For the worker's own thread."""
+        newest: Generation | None = None
+        while newest is None:
+            try:
+                keys = self.keys()
+                if keys.epoch != generation.epoch:
+                    raise PeerError(f"generation {generation.number} is over: the membership service lost its values")
+                newest = Membership(keys).current(generation)
+            except ServiceLost:
+                self._forget_keys()
+        if newest.lost_of(generation) or self.uid not in newest.uids:
+            raise PeerError(f"generation {generation.number} is over: the newest is {newest.number} ({newest.why})")
+
     def leave(self) -> None:
         """Ask to leave the run after the step under way (the supervisor does so for its whole host)."""
         self._say({"leave": True})
@@ -273,15 +299,39 @@ class Seat:
         with contextlib.suppress(ServiceLost):
             self.keys().put("stopped", "1")
 
-    def parting(self) -> Generation | None:
-        """The generation that all members of the team go on to after "next"; None where the service cannot say."""
-        if self.team is None:
-            return None
+    def leavers(self) -> dict[str, str]:
+        """Who leaves after "leave", and why: the same for all members of the team. Raises `ServiceLost`."""
+        assert self.team is not None
+        text = self._keys_of(self.team.generation).get(_leavers_key(self.team.generation, self._voting))
+        found: dict[str, str] = json.loads(text or "{}")
+        return found
+
+    def waits_or_ends(self) -> dict[str, str]:
+        """A team with too few members has met: who leaves it after a hand-over; nobody: all save, and the run ends. The same for all. Raises `ServiceLost`."""
+        assert self.team is not None
+        generation = self.team.generation
+        wanted = {} if self.closing else self._leaving_of(generation)
+        mine = {} if len(wanted) == len(generation.uids) else wanted
+        found: dict[str, str] = json.loads(
+            self._keys_of(generation).create(_leavers_key(generation, -1), json.dumps(mine))
+        )
+        return found
+
+    def gave_up(self, leavers: Mapping[str, str], *, given_to: Collection[str]) -> None:
+        """What `leavers` hold was handed over to `given_to`: from now on they are no members. Whoever knows it says so."""
+        known = self.newest if self.team is None else self.team.generation
         with contextlib.suppress(ServiceLost):
-            keys = self._keys_of(self.team.generation)
-            text = keys.get(_next_key(self.team.generation))
-            return None if text is None else Generation.from_json(text)
-        return None
+            keys = self.keys()
+            if known is not None and keys.epoch == known.epoch:
+                Membership(keys).propose_leave(list(leavers), next(iter(leavers.values())), known, given_to=given_to)
+
+    def kept(self) -> None:
+        """A hand-over failed although nobody was lost: those that are to leave stay for now."""
+        self._wishes_s = time.monotonic() + WISH_AGAIN_S
+
+    def _leaving_of(self, generation: Generation) -> dict[str, str]:
+        with self._news:
+            return {uid: self._wishes[uid] for uid in generation.uids if uid in self._wishes}
 
     def drop(self) -> None:
         """Forget the team."""
@@ -342,7 +392,7 @@ class Seat:
 
     def _is_for_me(self, found: Generation) -> bool:
         if self.uid in found.uids:
-            return found.enough or self.closing
+            return found.enough or self.closing or any(uid in self._wishes for uid in found.uids)
         if self.uid in found.leaving:
             raise Left(f"{self.uid} has left the run")
         if self.last is not None:
@@ -394,6 +444,7 @@ class Seat:
         return team
 
     def _connect_watched(self, team: Team) -> None:
+        team.check = lambda: self._check_stands(team.generation)
         with self._news:
             self.team, self._forming = team, True
             if self.newest is not None and _later(self.newest, team.generation):
@@ -416,11 +467,17 @@ class Seat:
             return "stop"
         with self._news:
             new, team = self.newest, self.team
-        if new is None or team is None or not _later(new, team.generation):
+        if new is None or team is None:
             return "go on"
-        if self._keys is not None:
-            self._keys.create(_next_key(team.generation), new.to_json())
-        return "next"
+        if _later(new, team.generation):
+            return "next"
+        leaving = self._leaving_of(team.generation)
+        if not leaving or time.monotonic() < self._wishes_s or self._keys is None:
+            return "go on"
+        if len(leaving) == team.size:  # nobody would be left to hand over to
+            return "stop"
+        self._keys.create(_leavers_key(team.generation, self._voting), json.dumps(leaving))
+        return "leave"
 
     def _keys_of(self, generation: Generation) -> Keys:
         """Keys of the life of the service that decided `generation`. Raises `ServiceLost` where that is over."""
@@ -470,6 +527,7 @@ class Seat:
         if keys is None:
             keys = self.service.connect()
             self._announce_again(keys)
+            self._wishes_mark = None
         if self._door is not None:
             self._door.clear()
         membership = Membership(keys)
@@ -513,8 +571,17 @@ class Seat:
                 self.team.kick()  # one that is not connected yet never will be: others may have gone on to the newer one
             self._news.notify_all()
 
+    def _hear_wishes(self, keys: Keys) -> None:
+        mark = keys.get(WISHES)
+        if mark is not None and mark != self._wishes_mark:
+            found = Membership(keys).wishes()
+            with self._news:
+                self._wishes, self._wishes_mark = found, mark
+                self._news.notify_all()
+
     def _look_for_the_end(self, keys: Keys) -> None:
         finished, stop, stopped = keys.get("finished"), keys.get("stop"), keys.get("stopped")
+        self._hear_wishes(keys)
         enough = self.newest is not None and self.newest.enough
         taking_part = self.newest is not None and self.uid in self.newest.uids
         with self._news:
@@ -530,17 +597,17 @@ class Seat:
             self._news.notify_all()
 
 
+def _leavers_key(generation: Generation, step: int) -> str:
+    """Who leaves after that step: all members hand over to the same others, whatever they have heard themselves."""
+    return f"leavers/{generation.number}/{step}"
+
+
 def too_few(generation: Generation, waited_s: float) -> TooFewMembers:
     """For whom a run waits."""
     return TooFewMembers(
         f"{len(generation.members)} members ({', '.join(generation.uids) or 'nobody'}) and the run needs {generation.minimum}; "
         f"waited {waited_s:g} s for more. What was committed is safe"
     )
-
-
-def _next_key(generation: Generation) -> str:
-    """What the decider of its last step saw as the newest: all members part for the same one, whatever they have heard themselves."""
-    return f"next/{generation.number}"
 
 
 def _later(new: Generation, before: Generation | None) -> bool:

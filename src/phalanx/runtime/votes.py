@@ -23,8 +23,8 @@ from phalanx.core.errors import RunError
 from phalanx.runtime.keys import Keys, ServiceLost
 from phalanx.runtime.membership import Generation
 
-Then = Literal["go on", "next", "stop"]
-"""What all members do after a commit: another step, the next generation (somebody joins or leaves), or end the run."""
+Then = Literal["go on", "next", "leave", "stop"]
+"""What all members do after a commit: another step, the next generation (somebody joins), hand over what those hold that leave, or end the run."""
 SLICE_S = 0.02
 """How often a member that waits for a decision looks whether it must still wait."""
 

@@ -36,6 +36,7 @@ from phalanx.plan.heal import Healing, HealPlan
 from phalanx.plan.model import ModelSpec
 from phalanx.plan.standing import Fact, Standing, read_standing
 from phalanx.runtime.checkpoint import CheckpointManager
+from phalanx.runtime.checkpoint_folder import Writer
 from phalanx.runtime.clocks import own_host
 from phalanx.runtime.collectives import Collectives
 from phalanx.runtime.escape import Escape
@@ -259,6 +260,7 @@ class HealingBody:
             keep_last=self.recipe.checkpoint.keep_last,
             asynchronous=False,
             escape=self._escape,
+            writer=Writer(generation=team.generation.number, life=team.generation.epoch, check=team.check),
         )
         if team.begun:  # members hold everything: a disk that fails now costs a checkpoint, not the run
             despite_disk(manager.open, list[str](), rank.sinks)
@@ -438,15 +440,21 @@ class HealingBody:
 
     # -- the end, or a part of it
 
-    def hand_over(self, generation: Generation) -> None:
+    def hand_over(self, stay: Sequence[str]) -> bool:
         """Those that stay hold everything, or a checkpoint does."""
-        if self._idle:
-            return
-        trainer, uids = self._mine, generation.uids
-        stay = [self.place_of[uid] for uid in uids if uid in self.place_of]
-        if self.run.healing.missing(stay):
+        done: bool | None = None  # idle members have nothing to give, and wait for the others
+        if not self._idle:
+            places = [self.place_of[uid] for uid in stay if uid in self.place_of]
+            done = not self.run.healing.missing(places) or self._saved_now(self._mine)
+        said = self._wait_with_all(done) if self._idle or self._others_idle else [done]
+        return all(said_done is not False for said_done in said)
+
+    def _saved_now(self, trainer: Trainer) -> bool:
+        """Whether a checkpoint holds the state after the last step. Collective."""
+        if despite_disk(trainer.manager.choose, None, self.sinks) != self._step:
             trainer.save()
             trainer.hear_of_checkpoints()
+        return despite_disk(trainer.manager.choose, None, self.sinks) == self._step
 
     def close(self, *, stopped: bool) -> None:
         if self._idle:
