@@ -34,6 +34,8 @@ EPOCH = "epoch"
 
 FIRST_LOOK_S = 0.0002
 LAST_LOOK_S = 0.01
+ASKED_PER_S = 10_000
+"""How often all that wait for a key ask a service together, at most (a TCPStore on one core answers 5 times as many, docs/survive.md)."""
 OPENING = threading.Lock()
 """Held while this process opens connections, so that nobody takes one for a socket of a process group (`runtime/forming.py`)."""
 
@@ -51,6 +53,9 @@ class Keys(Protocol):
     def get(self, key: str) -> str | None:
         """The value, or None where there is none."""
 
+    def values(self, keys: Sequence[str]) -> list[str | None]:
+        """Of each key what `get` says, in a number of calls that hardly depends on how many they are. For keys that nobody deletes meanwhile."""
+
     def put(self, key: str, value: str) -> None:
         """Write; returns when the service has it."""
 
@@ -60,14 +65,20 @@ class Keys(Protocol):
     def all_there(self, keys: Sequence[str]) -> bool:
         """Whether every one of `keys` exists."""
 
-    def wait(self, key: str, timeout_s: float) -> bool:
-        """Block until `key` exists; False after the time."""
+    def wait(self, key: str, timeout_s: float, *, sharing: int = 1) -> bool:
+        """Block until `key` exists; False after the time. `sharing`: how many clients wait at the service at once, so that all together do not ask too often."""
 
     def listed(self, prefix: str) -> list[str]:
         """Names of all keys that begin so, sorted."""
 
     def delete(self, key: str) -> None:
         """Forget it, whether it exists or not."""
+
+    def delete_below(self, prefix: str, *, most: int) -> int:
+        """Forget keys that begin so; returns how many, `most` where there may be more."""
+
+    def tidy(self) -> None:
+        """Let the service give up old versions of values, where it keeps them. To be called again and again, by few."""
 
     def close(self) -> None:
         """Give the connection up."""
@@ -127,6 +138,20 @@ class TcpKeys:
         with self._call():
             return self.store.get(_own(key)).decode() if self.store.check([_own(key)]) else None
 
+    def values(self, keys: Sequence[str]) -> list[str | None]:
+        names = [_own(k) for k in keys]
+        with self._call():
+            return self._values(names)
+
+    def _values(self, names: list[str]) -> list[str | None]:
+        """The store's own call for many waits until all are there; so where some are missing, halves are asked."""
+        if not names:
+            return []
+        if self.store.check(names):
+            return [value.decode() for value in self.store.multi_get(names)]
+        half = len(names) // 2
+        return [None] if half == 0 else [*self._values(names[:half]), *self._values(names[half:])]
+
     def put(self, key: str, value: str) -> None:
         with self._call():
             self.store.set(_own(key), value)  # nobody answers: a dead service would go unnoticed
@@ -140,10 +165,9 @@ class TcpKeys:
         with self._call():
             return bool(self.store.check([_own(k) for k in keys]))
 
-    def wait(self, key: str, timeout_s: float) -> bool:
-        return poll(
-            lambda: self.all_there([key]), timeout_s
-        )  # the store's own wait logs a warning whenever its time ends
+    def wait(self, key: str, timeout_s: float, *, sharing: int = 1) -> bool:
+        # the store's own wait logs a warning whenever its time ends
+        return poll(lambda: self.all_there([key]), timeout_s, sharing=sharing)
 
     def listed(self, prefix: str) -> list[str]:
         with self._call():
@@ -153,6 +177,18 @@ class TcpKeys:
     def delete(self, key: str) -> None:
         with self._call():
             self.store.delete_key(_own(key))
+
+    def delete_below(self, prefix: str, *, most: int) -> int:
+        below = (SPACE + prefix, prefix.removeprefix(MEETINGS)) if prefix.startswith(MEETINGS) else (SPACE + prefix,)
+        with self._call():
+            names = [k.lstrip("/") for k in self.store.list_keys()]
+            gone = [k for k in names if k.startswith(below)][:most]
+            for name in gone:
+                self.store.delete_key(name)
+        return len(gone)
+
+    def tidy(self) -> None:
+        """Values have no versions here."""
 
     def close(self) -> None:
         self._lost = self._lost or "this connection was given up"
@@ -181,15 +217,20 @@ def _limit_silence(fd: int, timeout_s: float) -> None:
 
 SPACE = "phalanx/"
 """Keys of membership, apart from those that process groups leave in the same store."""
+MEETINGS = "store/"
+"""Where keys of process groups are, as seen from outside of them; in a TCPStore they lie beside `SPACE`."""
 
 
 def _own(key: str) -> str:
     return SPACE + key
 
 
-def poll(found: Callable[[], bool], timeout_s: float, *, last_look_s: float = LAST_LOOK_S) -> bool:
-    """Ask again and again, after 0.2 ms at first and every `last_look_s` later; False when the time is over."""
-    end_s, pause_s = time.monotonic() + timeout_s, FIRST_LOOK_S
+def poll(
+    found: Callable[[], bool], timeout_s: float, *, last_look_s: float = LAST_LOOK_S, sharing: int = 1
+) -> bool:
+    """Ask again and again, after 0.2 ms at first and every `last_look_s` later; False when the time is over. Slower where many share the service."""
+    last_look_s = max(last_look_s, sharing / ASKED_PER_S)
+    end_s, pause_s = time.monotonic() + timeout_s, max(FIRST_LOOK_S, last_look_s * FIRST_LOOK_S / LAST_LOOK_S)
     while not found():
         left_s = end_s - time.monotonic()
         if left_s <= 0:

@@ -14,6 +14,7 @@ import http.client
 import json
 import secrets
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,10 @@ from phalanx.runtime.keys import CALL_S, EPOCH, OPENING, ServiceLost, poll
 
 LOOK_S = 0.02
 """A call costs about a millisecond: look less often than at a TCPStore."""
+SLOWER = 5
+"""A call costs so many times what it costs at a TCPStore, in round numbers."""
+HISTORY_S = 300.0
+"""Old versions are kept for so long, for whoever else watches this etcd (Kubernetes keeps its own for as long)."""
 MAX_OPERATIONS = 100
 """In one transaction (etcd allows 128 unless it is told otherwise)."""
 
@@ -46,6 +51,10 @@ class EtcdKeys:
         self.where = f"{host}:{port}"
         self.prefix = f"phalanx/{run}/"
         self._lost = ""
+        self._revision = 0
+        """Of etcd as a whole, when it answered last."""
+        self._revisions: list[tuple[float, int]] = []
+        """What it was when `tidy` was called."""
         self._lock = threading.Lock()
         self._http = http.client.HTTPConnection(host, port, timeout=timeout_s)
         with OPENING:
@@ -57,6 +66,13 @@ class EtcdKeys:
 
     def get(self, key: str) -> str | None:
         return _value(self._ask("kv/range", {"key": self._name(key)}))
+
+    def values(self, keys: Sequence[str]) -> list[str | None]:
+        found: list[str | None] = []
+        for i in range(0, len(keys), MAX_OPERATIONS):
+            part = [{"requestRange": {"key": self._name(k)}} for k in keys[i : i + MAX_OPERATIONS]]
+            found += [_value(a["response_range"]) for a in self._ask("kv/txn", {"success": part})["responses"]]
+        return found
 
     def put(self, key: str, value: str) -> None:
         self._ask("kv/put", {"key": self._name(key), "value": _coded(value)})
@@ -83,8 +99,8 @@ class EtcdKeys:
                 return False
         return True
 
-    def wait(self, key: str, timeout_s: float) -> bool:
-        return poll(lambda: self.all_there([key]), timeout_s, last_look_s=LOOK_S)
+    def wait(self, key: str, timeout_s: float, *, sharing: int = 1) -> bool:
+        return poll(lambda: self.all_there([key]), timeout_s, last_look_s=LOOK_S, sharing=sharing * SLOWER)
 
     def listed(self, prefix: str) -> list[str]:
         answer = self._ask("kv/range", {**self._below(prefix), "keysOnly": True})
@@ -93,6 +109,22 @@ class EtcdKeys:
 
     def delete(self, key: str) -> None:
         self._ask("kv/deleterange", {"key": self._name(key)})
+
+    def delete_below(self, prefix: str, *, most: int) -> int:
+        """All in one call, whatever `most` is."""
+        return min(most, int(self._ask("kv/deleterange", self._below(prefix)).get("deleted", 0)))
+
+    def tidy(self) -> None:
+        """Compact etcd up to what stood `HISTORY_S` ago: it keeps every version of every value otherwise, until its quota is full and it refuses to write.
+
+        For all that etcd serves, as its own `--auto-compaction-retention` does. Another one who was faster, or who forbids it, is no error.
+        """
+        now = time.monotonic()
+        self._revisions.append((now, self._revision))
+        old = [revision for at_s, revision in self._revisions if now - at_s >= HISTORY_S]
+        if old and old[-1]:
+            self._revisions = [(at_s, r) for at_s, r in self._revisions if r > old[-1]]
+            self._ask("kv/compaction", {"revision": str(old[-1])}, refused=True)
 
     def forget_run(self) -> None:
         """Delete all values of the run. Only when all its processes have ended."""
@@ -110,7 +142,8 @@ class EtcdKeys:
         first = self.prefix + prefix
         return {"key": _coded(first), "range_end": _coded(first[:-1] + chr(ord(first[-1]) + 1))}
 
-    def _ask(self, call: str, body: dict[str, Any]) -> dict[str, Any]:
+    def _ask(self, call: str, body: dict[str, Any], *, refused: bool = False) -> dict[str, Any]:
+        """The answer. `refused`: etcd may also say no."""
         with self._lock:
             if self._lost:
                 raise ServiceLost(self._lost)
@@ -118,9 +151,12 @@ class EtcdKeys:
                 self._http.request("POST", f"/v3/{call}", json.dumps(body), {"Content-Type": "application/json"})
                 answer = self._http.getresponse()
                 text = answer.read()
+                if answer.status != 200 and refused:
+                    return {}
                 if answer.status != 200:
                     raise OSError(f"{answer.status} {text[:200].decode(errors='replace')}")
                 found: dict[str, Any] = json.loads(text)
+                self._revision = max(self._revision, int(found.get("header", {}).get("revision", 0)))
                 return found
             except (OSError, http.client.HTTPException, ValueError) as err:
                 raise self._failed(err) from None

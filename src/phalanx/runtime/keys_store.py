@@ -14,9 +14,10 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from phalanx.runtime.keys import Keys
+from phalanx.runtime.keys import MEETINGS, Keys
 
 WAIT_S = 3.0
+SUMS = "store-sum/"
 
 
 class KeysStore(dist.Store):
@@ -29,11 +30,11 @@ class KeysStore(dist.Store):
 
     def set(self, key: str, value: str | bytes) -> None:
         data = value.encode() if isinstance(value, str) else bytes(value)
-        self.keys.put(f"store/{key}", base64.b64encode(data).decode())
+        self.keys.put(f"{MEETINGS}{key}", base64.b64encode(data).decode())
 
     def get(self, key: str) -> bytes:
         self.wait([key])
-        return base64.b64decode(self.keys.get(f"store/{key}") or "")
+        return base64.b64decode(self.keys.get(f"{MEETINGS}{key}") or "")
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         return [self.get(key) for key in keys]
@@ -49,7 +50,7 @@ class KeysStore(dist.Store):
         """The sum after the addition. The N-th addition to a key is a key of its own that holds the sum so far."""
         total, number, mark = 0, 0, secrets.token_hex(8)
         while True:
-            place = f"store-sum/{key}/{number}"
+            place = f"{SUMS}{key}/{number}"
             found = self.keys.create(place, f"{total + amount} {mark}") if amount else self.keys.get(place)
             if found is None:
                 return total
@@ -58,23 +59,23 @@ class KeysStore(dist.Store):
                 return total
 
     def check(self, keys: Sequence[str]) -> bool:
-        return self.keys.all_there([f"store/{k}" for k in keys])
+        return self.keys.all_there([f"{MEETINGS}{k}" for k in keys])
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         """Only from nothing: what process groups use."""
         if expected not in ("", b""):
             raise NotImplementedError("this store sets a value only where none stands")
         data = desired.encode() if isinstance(desired, str) else bytes(desired)
-        return base64.b64decode(self.keys.create(f"store/{key}", base64.b64encode(data).decode()))
+        return base64.b64decode(self.keys.create(f"{MEETINGS}{key}", base64.b64encode(data).decode()))
 
     def delete_key(self, key: str) -> bool:
-        self.keys.delete(f"store/{key}")
+        self.keys.delete(f"{MEETINGS}{key}")
         return True
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         end_s = time.monotonic() + (self.timeout_s if timeout is None else timeout.total_seconds())
         for key in keys:
-            if not self.keys.wait(f"store/{key}", max(0.0, end_s - time.monotonic())):
+            if not self.keys.wait(f"{MEETINGS}{key}", max(0.0, end_s - time.monotonic())):
                 raise LookupError(f"{key} was not set within {self.timeout_s:g} s")
 
     def set_timeout(self, timeout: timedelta) -> None:

@@ -18,6 +18,8 @@ from phalanx.runtime.votes import BEGUN, stepped_key
 
 BEAT_S = 0.2
 LOOK_S = 0.05
+HOSTS_S = 0.5
+"""How often the beats of other hosts are read, all in one call; more often where `limit_s` is short."""
 TOGETHER_S = 0.5
 """How long a worker that is ready waits for others of its host, so that they join in one generation: each one stops the run for a moment."""
 
@@ -39,8 +41,11 @@ class Lost:
 class Roster:
     """The members of one host. `tick` does whatever is due and never waits long."""
 
-    def __init__(self, host: str, service: Service, rule: FirstRule, *, limit_s: float) -> None:
-        self.host, self.service, self.rule, self.limit_s = host, service, rule, limit_s
+    def __init__(
+        self, host: str, service: Service, rule: FirstRule, *, limit_s: float, alone: bool = True
+    ) -> None:
+        """`alone`: no other host can take part in the run."""
+        self.host, self.service, self.rule, self.limit_s, self.alone = host, service, rule, limit_s, alone
         self.newest: Generation | None = None
         self.begun = False
         self.finished: str | None = None
@@ -58,6 +63,8 @@ class Roster:
         self._ready_s = 0.0
         """When the first of those that wait to join was ready; 0: none waits."""
         self._dead: dict[str, Lost] = {}
+        self._told_dead: set[str] = set()
+        """Of those, whom this life of the service knows of although it has no generation."""
         self._untold: list[Lost] = []
         self._leaving: dict[str, str] = {}
         self._stop = ""
@@ -65,6 +72,8 @@ class Roster:
         self._beat_s = 0.0
         self._try_s = 0.0
         self._looked_s = 0.0
+        self._watched_s = 0.0
+        """When other hosts were looked at last."""
         self._others: dict[str, tuple[str | None, float]] = {}
         """Other hosts: what each said last, and when we saw it first."""
 
@@ -93,9 +102,12 @@ class Roster:
         self._looked_s = 0.0
 
     def leave_or_stop(self, uids: Sequence[str], why: str) -> None:
-        """These leave; where nobody else is in the run, it stops."""
+        """These leave; where nobody else is in the run, it stops. Before it has begun they hold nothing, and other hosts may begin without them."""
         others = [] if self.newest is None else [u for u in self.newest.uids if u not in uids]
-        if others:
+        if self.newest is None and not self.alone:
+            for uid in uids:
+                self.died(uid, why)
+        elif others:
             self.leave(uids, why)
         else:
             self.stop(f"the run was stopped: {why}")
@@ -106,7 +118,7 @@ class Roster:
         self._looked_s = 0.0
 
     def forgive(self) -> None:
-        """This process stood still: silence of others in that time means nothing."""
+        """This process stood still, or the service was away: silence of others in that time means nothing."""
         now = time.monotonic()
         self._others = {h: (beat, now) for h, (beat, _) in self._others.items()}
 
@@ -153,6 +165,7 @@ class Roster:
         if self._keys is None and now >= self._try_s:
             self._try_s = now + LOOK_S
             self._keys = self.service.connect()
+            self.forgive()  # nobody could say anything while the service was away
             if self._keys.epoch != self._epoch:
                 self._new_epoch(self._keys)
         return self._keys
@@ -161,14 +174,26 @@ class Roster:
         """Tell again what this host knows."""
         if self.newest is not None:
             keys.put(f"history/{self.host}", self.newest.to_json())
-            for lost in list(self._dead.values()):
-                keys.put(f"dead/{lost.uid}", lost.why)
+        self._told_dead.clear()
+        self._tell_dead(keys)
         if self.begun:
             keys.put(BEGUN, "1")
         if self.finished is not None:
             keys.put("finished", self.finished)
         self._epoch, self._epoch_s = keys.epoch, time.monotonic()
         self._others.clear()
+
+    def _tell_dead(self, keys: Keys) -> None:
+        """Who must not be in a first generation although he announced himself."""
+        for lost in [lost for uid, lost in list(self._dead.items()) if uid not in self._told_dead]:
+            keys.put(f"dead/{lost.uid}", lost.why)
+            self._told_dead.add(lost.uid)
+
+    def _tell_if_begun(self, membership: Membership) -> None:
+        """Another host may have begun with those that are dead now."""
+        self.newest = membership.current()
+        if self.newest is not None and self._untold:
+            self._tell_deaths(membership)
 
     def _tell_deaths(self, membership: Membership) -> None:
         uids = {lost.uid: lost.why for lost in self._untold if not lost.generation}
@@ -185,6 +210,7 @@ class Roster:
         self._beat(membership)
         newest = membership.current(self.newest)
         if newest is None:
+            self._tell_dead(membership.keys)
             if self._stop and self.newest is None:
                 membership.keys.put("stop", self._stop)  # before anything began
             else:
@@ -284,10 +310,13 @@ class Roster:
             membership.heartbeat(self.host, self._beats)
 
     def _watch_hosts(self, membership: Membership) -> None:
-        if self.newest is None:
+        now, every_s = time.monotonic(), min(HOSTS_S, self.limit_s / 4)
+        if self.newest is None or now - self._watched_s < every_s:
             return
+        if now - self._watched_s > every_s + self.limit_s / 4:
+            self.forgive()  # the last look was answered late, and so were the beats of others
+        self._watched_s = now
         hosts = {m.host for m in self.newest.members} - {self.host}
-        now = time.monotonic()
         for host, beat in membership.heartbeats(sorted(hosts)).items():
             known = self._others.get(host)
             if known is None or known[0] != beat:
@@ -316,10 +345,15 @@ class Roster:
         return now - known[1] <= self.limit_s
 
     def close(self) -> None:
-        """Say that this host has ended."""
+        """Say that this host has ended. Its workers have: where no generation has ever been, the first one must not wait for them."""
         try:
             keys = self._connected()
             if keys is not None:
+                if self.newest is None:
+                    for uid in list(self._ready):
+                        self.died(uid, "its host ended before the run began")
+                    self._tell_dead(keys)
+                    self._tell_if_begun(Membership(keys))
                 keys.put(f"ended/{self.host}", json.dumps(self.finished))
         except ServiceLost:
             self._keys = None

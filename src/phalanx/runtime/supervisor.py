@@ -22,6 +22,7 @@ import select
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import FrameType
@@ -35,10 +36,12 @@ from phalanx.runtime.membership import FirstRule, Generation, Member, TooFewMemb
 from phalanx.runtime.roster import Roster
 from phalanx.runtime.seat import Seat, SeatSettings, too_few
 from phalanx.runtime.service import start_store
-from phalanx.runtime.worker import Worker, fork_worker
+from phalanx.runtime.worker import STALE_CODE, Worker, fork_worker
 
 TICK_S = 0.05
 """Longest time between two looks at what no handle announces."""
+ROUNDS = 3
+"""A cause that ends all workers of a host, however many slots it has, may do so this often before the host gives up."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,9 +67,11 @@ class SupervisorSettings:
     respawns: int = 100
     """New workers in the place of those that ended, at most."""
     quick_deaths: int = 10
-    """So many deaths one after another, with no step committed in between, end this host's part."""
+    """So many deaths in one slot, or by faults of their own in all slots (`ROUNDS` in each at least), with no step committed in between, end this host's part."""
     service_back_s: float = 0.0
     """How long a service that ended stays away before it is started again."""
+    alone: bool = True
+    """No other host can take part: a stop of this one, before the run begins, is a stop of the run."""
     away: Callable[[], frozenset[int]] = frozenset
     """Slots that are to have no worker for now, asked again and again (`runtime/away.py`)."""
     seat: SeatSettings = field(default_factory=SeatSettings)
@@ -130,12 +135,16 @@ class Supervisor:
             self.service,
             FirstRule(wanted=settings.wanted, minimum=settings.minimum, gather_s=settings.gather_s),
             limit_s=settings.limit_s,
+            alone=settings.alone,
         )
         self.workers: list[Worker] = []
         self.empty: set[int] = set()
         """Slots that wait until they are not away any more."""
         self.started = 0
-        self.deaths_in_a_row = 0
+        self.deaths: Counter[int] = Counter()
+        """Of each slot since the last step, but for workers that were refused: what they missed says nothing of the next one."""
+        self.faults = 0
+        """Those among them that nobody outside has caused."""
         self.stops = 0
         self.codes: list[int] = []
         self.error: PhalanxError | None = None
@@ -213,7 +222,8 @@ class Supervisor:
             if "begun" in words:
                 self.roster.begun = True
             if "step" in words:
-                self.deaths_in_a_row, self._cause = 0, None
+                self.deaths.clear()
+                self.faults, self._cause = 0, None
             if "finished" in words:
                 self.roster.finished = str(words["finished"])
 
@@ -233,7 +243,8 @@ class Supervisor:
         self.roster.tick()  # the others wait for this; a new process can come later
         if worker.put_out:
             return
-        self.deaths_in_a_row += 1
+        self.deaths[worker.slot] += worker.code != STALE_CODE
+        self.faults += worker.failed
         self.error = worker.error() or self.error
         if self._may_respawn(worker):
             self._start_or_wait(worker.slot)
@@ -250,10 +261,11 @@ class Supervisor:
         if isinstance(self.error, PhalanxError) and not isinstance(self.error, RunError):
             self._give_up(self.error)  # what the user must change: it would be the same again
             return False
-        if self.deaths_in_a_row >= self.settings.quick_deaths:
+        most = self.settings.quick_deaths
+        if self.deaths[worker.slot] >= most or self.faults >= max(most, ROUNDS * self.settings.slots):
+            count = sum(self.deaths.values())
             self._give_up(
-                self.error
-                or RunError(f"{self.deaths_in_a_row} workers ended one after another, the last one: {worker.cause()}")
+                self.error or RunError(f"{count} workers ended one after another, the last one: {worker.cause()}")
             )
             return False
         self._cause, self.error = self._cause or self.error, None
@@ -392,7 +404,7 @@ class Supervisor:
         if self.stops == 1:
             mine = [w.uid for w in self.workers if not w.ended]
             self.roster.leave_or_stop(mine, f"its host got {signal.Signals(number).name}")
-            if self.roster.newest is not None:
+            if self.roster.newest is not None or not self.settings.alone:
                 self._end_joiners()
             self._told_to_stop = True
         else:

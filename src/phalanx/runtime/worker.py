@@ -23,6 +23,8 @@ from phalanx.runtime.membership import Member, StaleMember
 
 ERROR_CHARACTERS = 30_000
 """An error report must fit the pipe (64 KiB) that the supervisor may not be reading."""
+SENT_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+"""Those that come from outside of a process; a fault of its own ends it with others."""
 STALE_CODE = 75
 """Exit code of a worker that was refused: another one has its place already."""
 
@@ -31,6 +33,8 @@ class Worker:
     """A running or ended worker."""
 
     def __init__(self, member: Member, *, slot: int, pid: int, pipe: int) -> None:
+        if pid <= 0:  # kill(-1) would end every process of the user
+            raise ValueError(f"{pid} is no process")
         self.member, self.slot, self.pid, self.pipe = member, slot, pid, pipe
         self.uid = member.uid
         self.heard_s = time.monotonic()
@@ -51,6 +55,11 @@ class Worker:
     @property
     def left_well(self) -> bool:
         return self.code == 0
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended by itself and not well: it was neither refused nor ended by a signal that somebody sends."""
+        return self.ended and self.code not in (0, STALE_CODE, *(-number for number in SENT_SIGNALS))
 
     def hear(self) -> list[dict[str, Any]]:
         """What it said since the last time; heartbeats only move `heard_s`."""
