@@ -58,6 +58,8 @@ class Roster:
         self._ready_s = 0.0
         """When the first of those that wait to join was ready; 0: none waits."""
         self._dead: dict[str, Lost] = {}
+        self._told_dead: set[str] = set()
+        """Of those, whom this life of the service knows of although it has no generation."""
         self._untold: list[Lost] = []
         self._leaving: dict[str, str] = {}
         self._stop = ""
@@ -161,14 +163,20 @@ class Roster:
         """Tell again what this host knows."""
         if self.newest is not None:
             keys.put(f"history/{self.host}", self.newest.to_json())
-            for lost in list(self._dead.values()):
-                keys.put(f"dead/{lost.uid}", lost.why)
+        self._told_dead.clear()
+        self._tell_dead(keys)
         if self.begun:
             keys.put(BEGUN, "1")
         if self.finished is not None:
             keys.put("finished", self.finished)
         self._epoch, self._epoch_s = keys.epoch, time.monotonic()
         self._others.clear()
+
+    def _tell_dead(self, keys: Keys) -> None:
+        """Who must not be in a first generation although he announced himself."""
+        for lost in [lost for uid, lost in list(self._dead.items()) if uid not in self._told_dead]:
+            keys.put(f"dead/{lost.uid}", lost.why)
+            self._told_dead.add(lost.uid)
 
     def _tell_deaths(self, membership: Membership) -> None:
         uids = {lost.uid: lost.why for lost in self._untold if not lost.generation}
@@ -185,6 +193,7 @@ class Roster:
         self._beat(membership)
         newest = membership.current(self.newest)
         if newest is None:
+            self._tell_dead(membership.keys)
             if self._stop and self.newest is None:
                 membership.keys.put("stop", self._stop)  # before anything began
             else:
@@ -316,10 +325,14 @@ class Roster:
         return now - known[1] <= self.limit_s
 
     def close(self) -> None:
-        """Say that this host has ended."""
+        """Say that this host has ended. Its workers have: where no generation has ever been, the first one must not wait for them."""
         try:
             keys = self._connected()
             if keys is not None:
+                if self.newest is None:
+                    for uid in list(self._ready):
+                        self.died(uid, "its host ended before the run began")
+                    self._tell_dead(keys)
                 keys.put(f"ended/{self.host}", json.dumps(self.finished))
         except ServiceLost:
             self._keys = None

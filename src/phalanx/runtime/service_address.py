@@ -21,8 +21,8 @@ def service_at(address: ServiceAddress) -> Service:
     return TcpService(address.host, address.port)
 
 
-def expect_service(service: Service, where: str, *, wait_s: float, tell: Callable[[str], None]) -> None:
-    """Return once it answers. Raises `RunError` where it does not within `wait_s`, or serves a run that is over."""
+def expect_service(service: Service, where: str, *, wait_s: float, tell: Callable[[str], None]) -> bool:
+    """Return once it answers: whether a run is under way there. Raises `RunError` where it does not within `wait_s`, or serves a run that is over."""
     end_s, told_s = time.monotonic() + wait_s, time.monotonic() + TOLD_S
     while True:
         try:
@@ -36,7 +36,7 @@ def expect_service(service: Service, where: str, *, wait_s: float, tell: Callabl
                 tell(f"waiting for the membership service at {where} (`phalanx service` keeps one)")
             time.sleep(AGAIN_S)
     try:
-        over = keys.get("finished")
+        over, first = keys.get("finished"), keys.get("first")
     finally:
         keys.close()
     if over is not None:
@@ -44,3 +44,4 @@ def expect_service(service: Service, where: str, *, wait_s: float, tell: Callabl
             f"the membership service at {where} has served a run that is over, after {over.split()[0]} steps; "
             "start another one, or in etcd use another name"
         )
+    return first is not None
