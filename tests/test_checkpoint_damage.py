@@ -146,8 +146,10 @@ import os, signal, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from checkpoint_help import Mapping, fill, make_state, run_state
-from phalanx.runtime.checkpoint import CheckpointManager
+from phalanx.runtime.checkpoint import CheckpointManager, import_now
 from phalanx.runtime.groups import GroupCache
+
+import_now()  # once, for all that are forked
 
 def attempt(folder, fatal):
     "Save step 3 and die just before the fatal-th time the disk is asked for anything durable."

@@ -177,6 +177,34 @@ def test_a_host_that_was_cut_off_does_not_bring_its_old_members_back(service: Tc
         seat._check_missed(membership, back)
 
 
+def test_a_first_generation_does_not_wait_for_a_host_that_gave_up(service: TcpService) -> None:
+    """Neither for its workers, which had announced themselves, nor for a worker that died before there was a generation."""
+    rule = FirstRule(wanted=2, minimum=2, gather_s=60.0)
+    gone, stays = Roster("a", service, rule, limit_s=60.0), Roster("b", service, rule, limit_s=60.0)
+    membership = Membership(service.connect())
+
+    def comes(roster: Roster, uid: str) -> None:
+        member = Member(uid, uid[0])
+        membership.announce(Announcement(member=member, plan_hash="p", version="1"))
+        roster.announced(member)
+        roster.tick()
+
+    comes(gone, "a.0.x")
+    gone.close()
+    comes(stays, "b.0.x")
+    stays.died("b.0.x", "killed by SIGKILL")
+    stays.tick()
+    comes(stays, "b.0.y")
+    assert membership.current() is None  # one of two that are wanted lives
+    again = Roster("a", service, rule, limit_s=60.0)  # the host is started again and knows nothing of before
+    comes(again, "a.0.y")
+    end_s = time.monotonic() + 5.0
+    while (now := membership.current()) is None and time.monotonic() < end_s:
+        again.tick()
+        time.sleep(0.02)
+    assert now is not None and set(now.uids) == {"a.0.y", "b.0.y"}
+
+
 def test_workers_of_a_host_join_together(service: TcpService) -> None:
     membership = Membership(service.connect())
     members = [Member(f"{uid}.x", uid[0]) for uid in ("b.0", "a.0", "a.1")]

@@ -56,7 +56,13 @@ def train_args(base: Path, **changes: Any) -> list[str]:
 
 _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(
-    ["phalanx.train.trainer", "phalanx.train.loaded", "phalanx.cli.train", "phalanx.cli.dry_run"]
+    [
+        "phalanx.train.trainer",
+        "phalanx.train.loaded",
+        "phalanx.runtime.checkpoint_planner",
+        "phalanx.cli.train",
+        "phalanx.cli.dry_run",
+    ]
 )
 
 

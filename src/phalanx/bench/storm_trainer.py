@@ -23,7 +23,7 @@ from phalanx.core.recipe import load_recipe
 from phalanx.plan.layout import Box
 from phalanx.plan.recipe import run_problems
 from phalanx.runtime.boxes import BoxTensor
-from phalanx.runtime.checkpoint import CheckpointManager
+from phalanx.runtime.checkpoint import CheckpointManager, import_now
 from phalanx.runtime.keys import Service
 from phalanx.runtime.launch import run_local
 from phalanx.train.heal_run import train_healing
@@ -139,7 +139,7 @@ class TrainerArena(Arena):
 
     def __init__(self, setup: Setup, folder: Path, *, service: Service | None = None) -> None:
         board = Board(setup.ranks, PHASES)
-
+        import_now()
         super().__init__(hosts=setup.hosts, slots=setup.slots, folder=folder, board=board, service=service)
         where = self.service
         self.setup = setup if setup.service else replace(setup, service=f"{where.host}:{where.port}")  # type: ignore[attr-defined]

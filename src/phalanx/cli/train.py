@@ -115,6 +115,7 @@ def _launch_problems(request: Request, recipe: Recipe, world: int | None) -> lis
 
 def start(recipe: Recipe, environ: Mapping[str, str]) -> int:
     """Become one rank, or the parent of all local ranks."""
+    from phalanx.runtime.checkpoint import import_now
     from phalanx.runtime.groups import WorldInfo, read_world
     from phalanx.runtime.launch import run_local, run_one, threads_per_rank
     from phalanx.train.trainer import train
@@ -137,6 +138,7 @@ def start(recipe: Recipe, environ: Mapping[str, str]) -> int:
         print(f"healing: {choice.explain()}", flush=True)
     if ranks == 1:
         return run_one(body, WorldInfo(), threads=threads)
+    import_now()  # once, and not by each rank with its first save
     return run_local(body, ranks=ranks, threads=threads, port=_asked_port(environ))
 
 

@@ -6,6 +6,9 @@ A save stages (copies) this rank's primary boxes and returns; a thread of each r
 need a second thread anyway. The threads talk over a gloo group of their own, so that their messages never mix with those of
 training. Every outcome is agreed by all ranks: either the checkpoint is complete for all, or an error reached all.
 
+`torch.distributed.checkpoint` is imported with the first save or load (`checkpoint_planner.py`): it brings DTensor and sympy, which a process that joins a run under way
+would wait for. `import_beside` does it in a thread.
+
 Must never change: nothing that is complete is touched before its successor is complete (see `checkpoint_folder.py`).
 """
 
@@ -15,7 +18,6 @@ import contextlib
 import shutil
 import threading
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -25,12 +27,11 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
 
 from phalanx.core.errors import CheckpointError, Problem, raise_if
 from phalanx.core.units import format_bytes
 from phalanx.runtime.boxes import BoxTensor
+from phalanx.runtime.checkpoint_failures import TensorsFailed, WriteFailure, write_failure
 from phalanx.runtime.checkpoint_folder import (
     CheckpointFolder,
     FileEntry,
@@ -40,7 +41,6 @@ from phalanx.runtime.checkpoint_folder import (
     file_entry,
     with_files,
 )
-from phalanx.runtime.checkpoint_planner import BoxLoadPlanner, BoxSavePlanner, BoxWriter, WriteFailure, write_failure
 from phalanx.runtime.escape import Escape, run_escapable
 from phalanx.runtime.peers import Peers
 
@@ -163,12 +163,11 @@ class CheckpointManager:
         step = job.state.step
         try:
             path = Path(self._first(lambda: str(self.folder.begin(step))))
-            writer = BoxWriter(path)
-            self._write_tensors(job, writer)
-            shares = self._agree(lambda: _entries(path, self._my_files(writer)))
+            written = self._write_tensors(job, path)
+            shares = self._agree(lambda: _entries(path, self._my_files(written)))
             state = with_files(job.state, shares, created=datetime.now(UTC).isoformat(timespec="seconds"))
             self._first(lambda: str(self.folder.commit(state)))
-        except (CheckpointError, CheckpointException) as err:
+        except (CheckpointError, TensorsFailed) as err:
             self._first(lambda: self.folder.abandon(step))
             raise self._describe(err, job) from None
         self._first(lambda: self.folder.prune(current=step, keep=self._keep_last))
@@ -177,17 +176,11 @@ class CheckpointManager:
         blocked_s = job.blocked_s if self._asynchronous else now_s - job.begin_s
         return Saved(step=step, path=self.folder.of(step), bytes=size, blocked_s=blocked_s, total_s=now_s - job.begin_s)
 
-    def _write_tensors(self, job: _Job, writer: BoxWriter) -> None:
-        _quiet()
-        save = partial(
-            dcp.save,
-            {},
-            storage_writer=writer,
-            planner=BoxSavePlanner(job.boxes),
-            process_group=self._peers.group,
-            no_dist=self._peers.group is None,
-        )
-        run_escapable(self._peers.escape, save)
+    def _write_tensors(self, job: _Job, path: Path) -> tuple[str, ...]:
+        """Names of the files that this rank wrote."""
+        from phalanx.runtime.checkpoint_planner import write_boxes
+
+        return run_escapable(self._peers.escape, partial(write_boxes, job.boxes, path, group=self._peers.group))
 
     def _first(self, work: Callable[[], T]) -> T:
         return self._peers.first(lambda: _on_disk(work, self.folder.path))
@@ -195,16 +188,16 @@ class CheckpointManager:
     def _agree(self, work: Callable[[], T]) -> list[T]:
         return self._peers.agree(lambda: _on_disk(work, self.folder.path))
 
-    def _my_files(self, writer: BoxWriter) -> tuple[str, ...]:
-        return (*writer.written, ".metadata") if self._peers.rank == 0 else writer.written
+    def _my_files(self, written: tuple[str, ...]) -> tuple[str, ...]:
+        return (*written, ".metadata") if self._peers.rank == 0 else written
 
-    def _describe(self, err: CheckpointError | CheckpointException, job: _Job) -> CheckpointError:
+    def _describe(self, err: CheckpointError | TensorsFailed, job: _Job) -> CheckpointError:
         """The ranks' failures as problems that a person can act on."""
         if isinstance(err, CheckpointError):
             problems = [self._failed(p.where, p.rule, value=p.value) for p in err.problems]
             return CheckpointError(problems, subject="saving a checkpoint")
         path, problems = self.folder.of(job.state.step), []
-        for rank, (cause, _) in sorted(err.failures.items()):
+        for rank, cause in sorted(err.failures.items()):
             if isinstance(cause, CheckpointError):
                 problems += cause.problems
                 continue
@@ -277,12 +270,12 @@ class CheckpointManager:
         names = None if partial else set[str]().union(*self._peers.gather({b.name for b in boxes}))
 
         def work() -> None:
+            from phalanx.runtime.checkpoint_planner import read_boxes
+
             try:
-                _quiet()
-                reader = dcp.FileSystemReader(self.folder.of(step))
-                dcp.load({}, storage_reader=reader, planner=BoxLoadPlanner(boxes, names=names), no_dist=True)
-            except CheckpointException as err:
-                cause = next(iter(err.failures.values()))[0]
+                read_boxes(boxes, self.folder.of(step), names=names)
+            except TensorsFailed as err:
+                cause = next(iter(err.failures.values()))
                 if isinstance(cause, CheckpointError):
                     raise cause from None
                 rule = f"cannot be read: {type(cause).__name__}: {cause}".splitlines()[0]
@@ -307,6 +300,11 @@ def _entries(path: Path, names: Sequence[str]) -> dict[str, FileEntry]:
     return {name: file_entry(path / name) for name in names}
 
 
-def _quiet() -> None:
-    """No warning from torch that one process saves or loads alone, which is what we mean. (Scoped filters are not thread-safe.)"""
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+def import_beside() -> None:
+    """Import in a thread what the first save needs, so that it need not wait for that."""
+    threading.Thread(target=import_now, name="import of checkpoints", daemon=True).start()
+
+
+def import_now() -> None:
+    """Import what the first save or load needs: 1.4 s of processor time."""
+    import phalanx.runtime.checkpoint_planner  # noqa: F401

@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import io
 import math
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemWriter, LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -29,6 +33,34 @@ from torch.futures import Future
 
 from phalanx.core.errors import CheckpointError, Problem, raise_if
 from phalanx.runtime.boxes import BoxTensor
+from phalanx.runtime.checkpoint_failures import TensorsFailed, write_failure
+
+
+def write_boxes(boxes: Sequence[BoxTensor], path: Path, *, group: dist.ProcessGroup | None) -> tuple[str, ...]:
+    """Write the primary boxes of this rank to the folder `path`; names of the files that it wrote. Collective over `group`, None: alone. Raises `TensorsFailed`."""
+    _quiet()
+    writer = BoxWriter(path)
+    try:
+        dcp.save({}, storage_writer=writer, planner=BoxSavePlanner(boxes), process_group=group, no_dist=group is None)
+    except CheckpointException as err:
+        raise TensorsFailed({rank: cause for rank, (cause, _) in err.failures.items()}) from err
+    return writer.written
+
+
+def read_boxes(boxes: Sequence[BoxTensor], path: Path, *, names: Collection[str] | None) -> None:
+    """Fill `boxes` in place from the folder `path`; `names` as in `BoxLoadPlanner`. Raises `TensorsFailed`."""
+    _quiet()
+    try:
+        dcp.load(
+            {}, storage_reader=dcp.FileSystemReader(path), planner=BoxLoadPlanner(boxes, names=names), no_dist=True
+        )
+    except CheckpointException as err:
+        raise TensorsFailed({rank: cause for rank, (cause, _) in err.failures.items()}) from err
+
+
+def _quiet() -> None:
+    """No warning from torch that one process saves or loads alone, which is what we mean. (Scoped filters are not thread-safe.)"""
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 
 def _chunk(box: BoxTensor) -> ChunkStorageMetadata:
@@ -171,25 +203,6 @@ def _fit(box: BoxTensor, entry: Any) -> Problem | None:
             where=box.name, value=str(box.tensor.dtype), rule=rule, hint="use the train.dtype it was saved with"
         )
     return None
-
-
-class WriteFailure(Exception):
-    """Why a rank could not write; crosses the process group, so it holds plain values only."""
-
-    def __init__(self, path: str, text: str) -> None:
-        super().__init__(path, text)
-        self.path = path
-        self.text = text
-
-
-def write_failure(err: BaseException, path: Path) -> WriteFailure:
-    """The operating system's reason behind `err`, which the tensor writer hides under its own error."""
-    at: BaseException | None = err
-    while at is not None:
-        if isinstance(at, OSError) and at.errno is not None:
-            return WriteFailure(str(at.filename or path), at.strerror or str(at))
-        at = at.__cause__ or at.__context__
-    return WriteFailure(str(path), f"{type(err).__name__}: {err}".splitlines()[0])
 
 
 class BoxWriter(FileSystemWriter):

@@ -37,6 +37,7 @@ from phalanx.plan.heal import Healing, heal_problems
 from phalanx.plan.heal_hosts import holders_needed, wanted_ranks
 from phalanx.runtime.allocator import keep_freed_memory
 from phalanx.runtime.away import AWAY_FILE, AwayFile
+from phalanx.runtime.checkpoint import import_now
 from phalanx.runtime.groups import use_interface_to
 from phalanx.runtime.member import run_member
 from phalanx.runtime.seat import Seat, SeatSettings
@@ -47,7 +48,7 @@ from phalanx.train.closing import summary_of
 from phalanx.train.healing import HealingBody, HealingRun
 from phalanx.train.run_folder import RunFolder
 from phalanx.train.run_hosts import RunHosts
-from phalanx.train.setup import DTYPES, replicas_of, resolve_pipeline, resolve_shape
+from phalanx.train.setup import DTYPES, be_deterministic, replicas_of, resolve_pipeline, resolve_shape
 from phalanx.train.trainer import versions
 from phalanx.train.watch import Watch, WatchedSinks
 
@@ -94,15 +95,19 @@ def _supervisor(run: HealingRun, host: str, main: MemberMain, *, port: int, tell
         settings, minimum=max(settings.minimum, run.healing.least()), away=AwayFile(run.folder.path / away)
     )
     if address is None:
+        import_now()
         here = settings.wanted - len(settings.away() & set(range(settings.slots)))
         settings = replace(settings, wanted=max(1, here))
         return Supervisor(main, settings, port=port, tell=tell)
     if not address.is_here:
         use_interface_to(address.host)
     if recipe.launch.keep_service:
+        import_now()
         return Supervisor(main, settings, address=address.host, port=address.port, tell=tell)
     service = service_at(address)
-    expect_service(service, recipe.resilience.service or "", wait_s=recipe.resilience.wait_s, tell=print)
+    where, wait_s = recipe.resilience.service or "", recipe.resilience.wait_s
+    if not expect_service(service, where, wait_s=wait_s, tell=print):
+        import_now()  # once for all ranks of this host; where a run is under way they take part first (`HealingBody`)
     return Supervisor(main, settings, service=service, tell=tell)
 
 
@@ -177,7 +182,7 @@ def work(run: HealingRun, seat: Seat, *, threads: int, first: int = 0, watch: Wa
     recipe, begin_s = run.recipe, time.monotonic()
     torch.set_num_threads(threads)
     keep_freed_memory(threads=threads)
-    torch.use_deterministic_algorithms(recipe.train.deterministic)
+    be_deterministic(recipe.train.deterministic)
     slot = int(seat.uid.split(".")[1])
     number, body, joins = first + slot, None, seat.under_way()
     with open_sinks(recipe.observe, folder=run.folder.path, rank=number, patient=joins) as sinks:

@@ -35,7 +35,7 @@ from phalanx.observe.sinks import Sinks
 from phalanx.plan.heal import Healing, HealPlan
 from phalanx.plan.model import ModelSpec
 from phalanx.plan.standing import Fact, Standing, read_standing
-from phalanx.runtime.checkpoint import CheckpointManager
+from phalanx.runtime.checkpoint import CheckpointManager, import_beside
 from phalanx.runtime.checkpoint_folder import Writer
 from phalanx.runtime.clocks import own_host
 from phalanx.runtime.collectives import Collectives
@@ -100,6 +100,8 @@ class HealingBody:
         self._told = {"host": own_host(), "node": socket.gethostname(), "kernels": name_of_rows(rows)}
         """Of this process, for all."""
         self._is_warm = False
+        self._may_lack = joins
+        """Whether this process has perhaps not imported what saves need (`heal_run.py`: it would have kept it from taking part)."""
         self._plan: HealPlan | None = None
         """Of the generation that forms."""
         self._entered: HealPlan | None = None
@@ -395,6 +397,9 @@ class HealingBody:
         trainer.step, trainer.last_loss = self._step, result.loss
         trainer.replacing.committed(result.counts_LE)
         trainer.report(result, micros, step_s=time.perf_counter() - begin_s, data_s=data_s)
+        if self._may_lack:
+            self._may_lack = False
+            import_beside()
 
     def abort(self) -> None:
         self._reduced = None

@@ -43,6 +43,7 @@ from phalanx.plan.replicas import read_loads
 from phalanx.plan.run_placement import Asked, asked_of, run_placement
 from phalanx.plan.stage_foldings import AnyFolding, resolve_mapping
 from phalanx.runtime.allocator import keep_freed_memory
+from phalanx.runtime.checkpoint import import_now
 from phalanx.runtime.clocks import hosts_of, numbered
 from phalanx.runtime.collectives import Collectives
 from phalanx.runtime.escape import Escape
@@ -97,9 +98,10 @@ class Rank:
 def open_rank(recipe: Recipe, info: WorldInfo) -> Rank:
     """Join the world and open the run folder. Collective."""
     timeout_s = recipe.launch.timeout_s
+    import_now()  # nothing to do where the program that forked this rank has
     keep_freed_memory(threads=torch.get_num_threads() if recipe.launch.device == "cpu" else 1)
     device = init_world(info, device=recipe.launch.device, timeout_s=timeout_s)
-    torch.use_deterministic_algorithms(recipe.train.deterministic)
+    be_deterministic(recipe.train.deterministic)
     peers = Peers(own_group(info.world, timeout_s=PATIENCE_S))
     folder = RunFolder(Path(recipe.run.folder) / recipe.run.name)
     peers.agree(folder.create)
@@ -116,6 +118,11 @@ def open_rank(recipe: Recipe, info: WorldInfo) -> Rank:
         memory=MemoryMeter(device),
         lock=lock,
     )
+
+
+def be_deterministic(asked: bool) -> None:
+    """As `torch.use_deterministic_algorithms`, which imports the compiler (`torch._inductor`) in order to tell it too: 0.9 s of processor time for every rank, and nothing here is compiled by it."""
+    torch.set_deterministic_debug_mode("error" if asked else "default")
 
 
 def _lock(folder: RunFolder, peers: Peers) -> IO[str] | None:
