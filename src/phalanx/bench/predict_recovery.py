@@ -31,13 +31,17 @@ from phalanx.observe.event_log import log_path
 from phalanx.plan.folding import Folding
 from phalanx.plan.heal import Healing, HealPlan
 from phalanx.plan.heal_hosts import holders_needed
+from phalanx.plan.program import StepProgram
 from phalanx.plan.recipe import run_problems
 from phalanx.plan.standing import Fact
 from phalanx.runtime.away import write_away
+from phalanx.runtime.launch import die_with_parent
+from phalanx.simulate.recipe_program import programs_of_recipe
 from phalanx.simulate.recovery_time import (
     PHASES,
     Constants,
     RecoveryTime,
+    notice_share,
     recovery_time,
     recovery_work,
     step_after,
@@ -99,8 +103,8 @@ def recipe_of(victims: Victims, folder: Path, name: str) -> Recipe:
         "folding.ep": 1,
         "train.steps": 1_000_000,
         "train.seq_len": 64,
-        "train.global_batch": 16,
-        "train.micro_batch": 2,
+        "train.global_batch": 8,
+        "train.micro_batch": 1,
         "train.dtype": "float32",
         "train.eval_interval": 0,
         "train.eval_batches": 1,
@@ -140,18 +144,29 @@ class Course:
             if fact.uid not in dead
         ]
         width = DTYPES[self.recipe.train.dtype].itemsize
-        work = recovery_work(self.healing, facts, lost=len(slots), itemsize=width)
+        plan = self.healing.plan(facts)
+        work = recovery_work(self.healing, plan, lost=len(slots), itemsize=width)
         t = self.recipe.train
-        step_s = step_after(
-            step_s,
-            samples=t.global_batch // t.micro_batch,
-            before=self.first.world,
-            after=work.plan.folding.world,
-            cores=self.constants.cores,
+        before_s, after_s = (
+            step_after(
+                step_s, samples=t.global_batch // t.micro_batch, before=self.first, after=then, cores=self.constants.cores
+            )
+            for then in (self.plan.folding, work.folding)
         )
-        found = recovery_time(work, self.constants, step_s=step_s, fresh=self.losses == 0)
-        self.plan, self.losses = work.plan, self.losses + 1
+        notice_s = before_s * notice_share(self._program(self.plan.folding))
+        found = recovery_time(work, self.constants, step_s=after_s, notice_s=notice_s, fresh=self.losses == 0)
+        self.plan, self.losses = plan, self.losses + 1
         return found
+
+    def _program(self, folding: Folding) -> StepProgram:
+        """Of the first rank. Exact mode has the collectives of fast mode."""
+        degrees = {axis: getattr(folding, axis) for axis in ("tp", "cp", "pp", "ep", "etp")}
+        recipe = replace(
+            self.recipe,
+            folding=replace(self.recipe.folding, **degrees),
+            resilience=replace(self.recipe.resilience, mode="fast"),
+        )
+        return programs_of_recipe(recipe, self.healing.spec, world=folding.world).programs[0]
 
     @staticmethod
     def _standing(plan: HealPlan, rank: int) -> Any:
@@ -183,7 +198,7 @@ class _Running:
         self.logs = Logs(self.folder, slots=self.slots)
         self.told: list[dict[str, Any]] = []
         self.there = set(range(self.slots))
-        self.process = multiprocessing.get_context("fork").Process(target=_train, args=(recipe, self.folder))
+        self.process = multiprocessing.get_context("fork").Process(target=_train, args=(recipe, os.getpid()))
         self.process.start()
 
     def wait(self, enough: Callable[[Sequence[dict[str, Any]]], bool], what: str) -> None:
@@ -230,8 +245,9 @@ class _Running:
         self.process.join()
 
 
-def _train(recipe: Recipe, folder: Path) -> None:
+def _train(recipe: Recipe, parent: int) -> None:
     os.setsid()
+    die_with_parent(parent)
     raise SystemExit(train_healing(recipe, threads=1))
 
 

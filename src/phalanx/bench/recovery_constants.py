@@ -356,4 +356,4 @@ def _plan_s(spec: ModelSpec) -> float:
     reshard = plan_reshard(moves, equal_hosts([0, 0, 0]))
     rank_program(reshard, 0)
     _ = plan.hash, plan.decision, reshard.hash
-    return (time.monotonic() - begin_s) / (len(moves) * len(facts))
+    return (time.monotonic() - begin_s) / sum(max(len(m.src.ranks), len(m.dst.ranks)) for m in moves)

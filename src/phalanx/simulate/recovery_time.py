@@ -26,9 +26,9 @@ from phalanx.plan.box_cells import cells
 from phalanx.plan.folding import Folding
 from phalanx.plan.stage_foldings import group_names
 from phalanx.plan.heal import Healing, HealPlan
+from phalanx.plan.program import StepProgram
 from phalanx.plan.reshard import plan_reshard
 from phalanx.plan.reshard_types import Hosts, Move, equal_hosts
-from phalanx.plan.standing import Fact
 from phalanx.plan.state_layout import STATE_KINDS
 
 PHASES = ("detected", "formed", "built", "moved", "step")
@@ -64,7 +64,7 @@ class Constants:
     gather_s: float
     """A small object of each member to all."""
     plan_s: float
-    """Planning, for each moved tensor and member."""
+    """Planning, for each tensor of state and rank that holds some of it."""
     tensor_s: float
     """A parameter tensor with its module, gradient and state."""
     build_s_per_byte: float
@@ -125,19 +125,18 @@ class RankWork:
 class RecoveryWork:
     """All that a new generation has to do, counted in its plan."""
 
-    plan: HealPlan
+    hash: str
+    """Of the decision; a running member tells the same one."""
+    folding: Folding
     lost: int
     members: int
+    """Of one machine: those that share its processors, if all are on it."""
     groups: int
-    """Process groups beside the world's."""
-    moves: int
-    """Tensors of state that the plan knows, each kind by itself."""
+    """Process groups beside the world's, that a rank waits for."""
+    planned: int
+    """Pairs of a tensor of state, each kind by itself, and a rank that holds some of it."""
     ranks: tuple[RankWork, ...]
-
-    @property
-    def hash(self) -> str:
-        """Of the decision; a running member tells the same one."""
-        return self.plan.decision
+    """Those that differ."""
 
     @property
     def moved_bytes(self) -> int:
@@ -145,9 +144,8 @@ class RecoveryWork:
         return sum(rank.received_bytes for rank in self.ranks)
 
 
-def recovery_work(healing: Healing, facts: Sequence[Fact], *, lost: int, itemsize: int) -> RecoveryWork:
-    """Of the generation that `facts` form, `lost` members fewer than before. `itemsize`: bytes of a parameter in the compute type. Raises `PlanError` where they make no mapping."""
-    plan = healing.plan(facts)
+def recovery_work(healing: Healing, plan: HealPlan, *, lost: int, itemsize: int) -> RecoveryWork:
+    """Of the generation of `plan`, which `healing` made, `lost` members fewer than before. `itemsize`: bytes of a parameter in the compute type."""
     moves = [*(replace(m, name=f"{kind}/{m.name}") for kind in STATE_KINDS for m in plan.params), *plan.buffers]
     reshard = plan_reshard(moves, _hosts_of(plan))
     cut = {m.name: cells(h.box for side in (m.src, m.dst) for of in side.held for h in of) for m in plan.params}
@@ -174,11 +172,12 @@ def recovery_work(healing: Healing, facts: Sequence[Fact], *, lost: int, itemsiz
             )
         )
     return RecoveryWork(
-        plan=plan,
+        hash=plan.decision,
+        folding=plan.folding,
         lost=lost,
         members=len(plan.members),
         groups=num_groups(plan.folding, members=len(plan.members)),
-        moves=len(moves),
+        planned=sum(max(len(m.src.ranks), len(m.dst.ranks)) for m in moves),
         ranks=tuple(ranks),
     )
 
@@ -247,13 +246,20 @@ class RecoveryTime:
         return f"{format_seconds(self.seconds)} to the next step of {self.members} members ({self.folding}), {format_bytes(self.moved_bytes)} moved: {parts}"
 
 
-def recovery_time(work: RecoveryWork, constants: Constants, *, step_s: float, fresh: bool = True) -> RecoveryTime:
-    """A recovery on the clock. `step_s`: a step of the new mapping. `fresh`: the processes have never given back the memory of an earlier generation, so all is new."""
+def recovery_time(
+    work: RecoveryWork, constants: Constants, *, step_s: float, notice_s: float = 0.0, fresh: bool = True
+) -> RecoveryTime:
+    """A recovery on the clock. `step_s`: a step of the new mapping. `notice_s`: until those who compute come to a collective, `notice_share` of a step of the old one.
+
+    `fresh`: the processes have never given back the memory of an earlier generation, so all is new.
+    """
     c, share = constants, constants.shares(work.members)
     fresh_s = c.fresh_s_per_byte if fresh else 0.0
     busiest = max(work.ranks, key=lambda rank: rank.parameter_bytes + rank.state_bytes)
     held_bytes = max(rank.held_bytes + rank.parameter_bytes for rank in work.ranks)
     formed = DECIDE_TRIPS * c.trip_s + c.look_s + share * c.drop_s + MEET_TRIPS * c.trip_s + c.look_s
+    detected = constants.shares(work.members + work.lost) * (c.exit_s + c.exit_s_per_byte * held_bytes)
+    formed += max(0.0, notice_s - detected)  # they compute while it is found out
     if work.members > 1:
         formed += share * (c.meet_s + (work.members - 2) * c.member_s)
     built = share * (
@@ -264,14 +270,14 @@ def recovery_time(work: RecoveryWork, constants: Constants, *, step_s: float, fr
     return RecoveryTime(
         hash=work.hash,
         phases={
-            "detected": c.exit_s + c.exit_s_per_byte * held_bytes,
+            "detected": detected,
             "formed": formed,
             "built": built,
             "moved": _moved_s(work, c, share),
             "step": step_s + share * fresh_s * busiest.parameter_bytes,
         },
         members=work.members,
-        folding=work.plan.folding.label(),
+        folding=work.folding.label(),
         moved_bytes=work.moved_bytes,
     )
 
@@ -283,7 +289,7 @@ def _laid_out(rank: RankWork) -> int:
 def _moved_s(work: RecoveryWork, c: Constants, share: float) -> float:
     """The slowest rank of each part, for all wait for all between them."""
     gathers = GATHERS * c.gather_s if work.members > 1 else 0.0
-    planned = work.moves * work.members * c.plan_s
+    planned = work.planned * c.plan_s
     before = max(r.held_pieces * c.sum_s + r.held_bytes * c.sum_s_per_byte for r in work.ranks)
     after = max(r.pieces * c.sum_s + r.state_bytes * c.sum_s_per_byte for r in work.ranks)
     carried = max(
@@ -296,10 +302,28 @@ def _moved_s(work: RecoveryWork, c: Constants, share: float) -> float:
     return gathers + share * (planned + before + carried + after)
 
 
-def step_after(step_s: float, *, samples: int, before: int, after: int, cores: float) -> float:
-    """A step of the same micro-batches on `after` replicas, from that on `before`: rounds of them where each rank has a processor, else all work over the processors."""
+def step_after(step_s: float, *, samples: int, before: Folding, after: Folding, cores: float) -> float:
+    """A step of the same micro-batches in another mapping: the most that a rank does of them where each has a processor, else all of it over the processors."""
 
-    def rounds(n: int) -> float:
-        return max(math.ceil(samples / n), samples / min(n, cores))
+    def work(folding: Folding) -> float:
+        mine = math.ceil(samples / folding.replicas) * folding.replicas / folding.world
+        return max(mine, samples / min(folding.world, cores))
 
-    return step_s * rounds(after) / rounds(before)
+    return step_s * work(after) / work(before)
+
+
+def notice_share(program: StepProgram) -> float:
+    """Expected time until a rank comes to its next collective, as a share of a step, at a random moment: whoever computes learns of a death there.
+
+    Work counts by its FLOPs: sum of g^2 / 2 over the gaps g between collectives, which are 1 together.
+    """
+    gaps, gap = [], 0.0
+    early = {op.posted_after for op in program.ops if op.posted_after}
+    for op in program.ops:
+        gap += op.flops
+        if op.id in early or (op.kind == "collective" and not op.posted_after):
+            gaps.append(gap)
+            gap = 0.0
+    gaps.append(gap)
+    total = sum(gaps)
+    return sum((g / total) ** 2 for g in gaps) / 2 if total else 0.0
