@@ -232,6 +232,7 @@ class RecoveryTime:
     hash: str
     phases: dict[str, float]
     members: int
+    lost: int
     folding: str
     moved_bytes: int
 
@@ -277,6 +278,7 @@ def recovery_time(
             "step": step_s + share * fresh_s * busiest.parameter_bytes,
         },
         members=work.members,
+        lost=work.lost,
         folding=work.folding.label(),
         moved_bytes=work.moved_bytes,
     )
