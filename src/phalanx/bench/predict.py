@@ -195,7 +195,16 @@ def _predicted(
         count = len(predict_real.LEARNED)
         twice = [*told["plans"][:count], *told["plans"][-count:]]
         learned = predict_real.learn(predict_real.LEARNED * 2, twice)
-        return [predict_real.RealPrediction(plan=p, hardware=hardware, table=learned).timeline() for p in plans]
+        usual_s = predict_real.usual_pace(twice)
+        return [
+            predict_real.RealPrediction(
+                plan=plan,
+                hardware=hardware,
+                table=learned,
+                slower=statistics.median(predict_real.paces(found)) / usual_s,
+            ).timeline()
+            for plan, found in zip(plans, told["plans"][count:-count], strict=True)
+        ]
     glue = Glue(**told["glue"])
     return [Prediction(plan=plan, hardware=hardware, glue=glue).timeline() for plan in plans]
 

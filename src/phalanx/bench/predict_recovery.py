@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +150,11 @@ class Course:
         t = self.recipe.train
         before_s, after_s = (
             step_after(
-                step_s, samples=t.global_batch // t.micro_batch, before=self.first, after=then, cores=self.constants.cores
+                step_s,
+                samples=t.global_batch // t.micro_batch,
+                before=self.first,
+                after=then,
+                cores=self.constants.cores,
             )
             for then in (self.plan.folding, work.folding)
         )
@@ -289,7 +294,7 @@ def _steps(told: Sequence[dict[str, Any]], *, slot: int) -> int:
 def _step_s(told: Sequence[dict[str, Any]]) -> list[float]:
     """From one commit to the next, on the first slot."""
     times = [r["time_s"] for r in told if r["kind"] == "StepEnded" and r["slot"] == 0]
-    return [b - a for a, b in zip(times, times[1:], strict=False)]
+    return [b - a for a, b in pairwise(times)]
 
 
 def measured(told: Sequence[dict[str, Any]], at_s: float) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from phalanx.models.context import ModelContext
 from phalanx.plan.dispatch import DispatchSpec
 from phalanx.plan.folding import make_folding
 from phalanx.plan.heal import Healing
+from phalanx.plan.layout import Box
 from phalanx.plan.model import PRESETS, ModelSpec
 from phalanx.plan.placement import plain_placement
 from phalanx.plan.reshard import plan_reshard
@@ -40,7 +41,6 @@ from phalanx.plan.reshard_types import Move, equal_hosts
 from phalanx.plan.standing import Fact
 from phalanx.plan.state_layout import STATE_KINDS
 from phalanx.plan.tensor_layout import Held, TensorLayout
-from phalanx.plan.layout import Box
 from phalanx.runtime.allocator import keep_freed_memory
 from phalanx.runtime.collectives import Collectives
 from phalanx.runtime.forming import Team, form, ready_keys

@@ -43,7 +43,10 @@ def goodput(argv: Sequence[str]) -> int:
         check_writable(path)
     raise_if(_recipe_problems(args, overrides), ConfigError, subject="the arguments")
     repair = None if args.recipe is None else _repair(args, overrides)
-    defaults = {"detect": 60.0 if repair is None else _limit_s(args.recipe, overrides), "repair": 20.0 if repair is None else repair.seconds}
+    defaults = {
+        "detect": 60.0 if repair is None else _limit_s(args.recipe, overrides),
+        "repair": 20.0 if repair is None else repair.seconds,
+    }
     for name, value in defaults.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
@@ -128,7 +131,12 @@ def _limit_s(path: Path, overrides: Sequence[str]) -> float:
 
 def repair_dict(repair: RecoveryTime) -> dict[str, Any]:
     """Where the seconds of `--repair` are from."""
-    return {"seconds": repair.seconds, "phases": repair.phases, "moved_bytes": repair.moved_bytes, "explain": repair.explain()}
+    return {
+        "seconds": repair.seconds,
+        "phases": repair.phases,
+        "moved_bytes": repair.moved_bytes,
+        "explain": repair.explain(),
+    }
 
 
 def _days(args: argparse.Namespace) -> float:
@@ -142,7 +150,12 @@ def _rate(args: argparse.Namespace) -> float:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="phalanx simulate goodput", description="Progress under failures.")
     add = parser.add_argument
-    add("--recipe", type=Path, metavar="RECIPE", help="derive --detect and --repair from this recipe on --cluster; its settings may follow")
+    add(
+        "--recipe",
+        type=Path,
+        metavar="RECIPE",
+        help="derive --detect and --repair from this recipe on --cluster; its settings may follow",
+    )
     add("--cluster", metavar="NAMExRANKS", help="with --recipe: such as h100x128")
     add("--ranks", type=int, default=None, help="ranks of the job (default 16384, or those of --cluster)")
     add("--hosts", type=int, default=None, help="hosts of the job (default a host for 8 ranks)")
@@ -160,7 +173,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--days", type=float, help="length of the job (default 54)")
     add("--interval", type=float, default=None, help="seconds between saves (default: Young and Daly's)")
     add("--save", type=float, default=10.0, help="seconds that a save stops the job (default 10)")
-    add("--detect", type=float, default=None, help="seconds until a failure is known (default 60; of a recipe its resilience.limit_s)")
+    add(
+        "--detect",
+        type=float,
+        default=None,
+        help="seconds until a failure is known (default 60; of a recipe its resilience.limit_s)",
+    )
     add(
         "--restart",
         type=float,

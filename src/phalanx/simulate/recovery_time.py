@@ -24,11 +24,11 @@ from phalanx.core.errors import Problem
 from phalanx.core.units import format_bytes, format_seconds
 from phalanx.plan.box_cells import cells
 from phalanx.plan.folding import Folding
-from phalanx.plan.stage_foldings import group_names
 from phalanx.plan.heal import Healing, HealPlan
 from phalanx.plan.program import StepProgram
 from phalanx.plan.reshard import plan_reshard
 from phalanx.plan.reshard_types import Hosts, Move, equal_hosts
+from phalanx.plan.stage_foldings import group_names
 from phalanx.plan.state_layout import STATE_KINDS
 
 PHASES = ("detected", "formed", "built", "moved", "step")

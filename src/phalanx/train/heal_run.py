@@ -35,6 +35,8 @@ from phalanx.observe.summary import print_summary
 from phalanx.plan.folding import Folding
 from phalanx.plan.heal import Healing, heal_problems
 from phalanx.plan.heal_hosts import holders_needed, wanted_ranks
+from phalanx.plan.model import ModelSpec
+from phalanx.plan.run_placement import Asked
 from phalanx.runtime.allocator import keep_freed_memory
 from phalanx.runtime.away import AWAY_FILE, AwayFile
 from phalanx.runtime.groups import use_interface_to
