@@ -81,7 +81,7 @@ def main(args: list[str]) -> int:
     check_writable(options.json)
     check_writable(options.told)
     if options.recovery:
-        report = predict_recovery.measure(runs_of(options), kills=options.kills)
+        report = measure_recovery(options)
         print(predict_recovery.describe(report))
     else:
         report = measure(options)
@@ -118,6 +118,11 @@ def _problems(options: PredictArgs) -> list[Problem]:
                 value, rule = getattr(options, setting), "has no effect on local ranks"
                 problems.append(Problem(where=f"--{setting}", value=value, rule=rule, hint="add --testbed"))
     return problems
+
+
+def measure_recovery(options: PredictArgs) -> dict[str, Any]:
+    """Recoveries of all runs that are asked for. Raises `RunError` where one does not go on."""
+    return predict_recovery.measure(runs_of(options), kills=options.kills)
 
 
 def _names(options: PredictArgs) -> list[str]:
