@@ -217,7 +217,7 @@ def test_time_that_no_operation_tells_of_belongs_to_what_follows() -> None:
 
 
 @pytest.mark.unit
-def test_what_was_learned_from_two_ways_predicts_the_others() -> None:
+def test_what_was_learned_from_three_ways_predicts_the_others() -> None:
     """Steps that took exactly so long for each unit of work are learned as that, and predicted so."""
     per_unit = {plan: [] for plan in predict_real.LEARNED}
     for plan, steps in per_unit.items():
@@ -227,7 +227,8 @@ def test_what_was_learned_from_two_ways_predicts_the_others() -> None:
                 if paced_s(op):
                     work.append((op.id, at, at := at + 1e-3 + predict_real.amount_of(op) * 1e-9))
             steps.append({"begin_s": 0.0, "work": work, "messages": []})
-    learned = predict_real.learn(list(per_unit), [{"steps": [steps]} for steps in per_unit.values()])
+    told = [{"steps": [steps], "probes": [0.02, 0.02]} for steps in per_unit.values()]
+    learned = predict_real.learn(list(per_unit), told)
     line = learned["bwd.experts"]
     assert line.latency_s == pytest.approx(1e-3) and line.per_unit_s == pytest.approx(1e-9)
     hardware = dataclasses.replace(load_hardware("h100"), ranks_per_host=2)
@@ -237,6 +238,31 @@ def test_what_was_learned_from_two_ways_predicts_the_others() -> None:
         ids = {s.op.id for s in timeline.spans[0] if s.cost.origin == "formula" and s.op.kind == "compute"}
         assert not ids, plan.name
     assert not {p.name for p in predict_real.PLANS} & {p.name for p in predict_real.LEARNED}
+
+
+@pytest.mark.unit
+def test_a_slow_minute_of_the_machine_is_no_part_of_what_is_learned() -> None:
+    """The same steps, half of them while the processors are half as fast: the costs are the same, and a slow plan is predicted slow."""
+    plan = predict_real.LEARNED[0]
+    programs, told = plan.programs(), []
+    for slower in (1.0, 1.0, 2.0):
+        step = []
+        for program in programs:
+            at, work = 0.0, []
+            for op in program.ops:
+                if paced_s(op):
+                    work.append((op.id, at, at := at + 1e-3 * slower))
+            step.append({"begin_s": 0.0, "work": work, "messages": []})
+        told.append({"steps": [step], "probes": [0.02 * slower] * 2})
+    assert predict_real.usual_pace(told) == pytest.approx(0.02)
+    table = {**predict_real.learn([plan] * 3, told), "posting": predict_real.Line(0.0, 0.0)}
+    assert table["fwd.experts"].seconds(0.0) + table["fwd.experts"].per_unit_s * 0 <= 1e-3 + 1e-9
+    hardware = dataclasses.replace(load_hardware("h100"), ranks_per_host=2)
+    usual, slow = (
+        predict_real.RealPrediction(plan=plan, hardware=hardware, table=table, slower=s).timeline().seconds
+        for s in (1.0, 2.0)
+    )
+    assert slow == pytest.approx(2 * usual)
 
 
 # ---- real ranks -------------------------------------------------------------------------------------------------------------------

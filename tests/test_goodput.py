@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.cli.main import main
-from phalanx.core.errors import DataError, PlanError
+from phalanx.cli.simulate_goodput import goodput
+from phalanx.core.errors import ConfigError, DataError, PlanError
 from phalanx.simulate.goodput import (
     LLAMA3_FAILURES_PER_RANK_HOUR,
     Practice,
@@ -263,3 +264,37 @@ def test_saves_that_cost_nothing_want_an_interval(tmp_path: Path) -> None:
     arguments = ["--save", "0", "--interval", "600", "--days", "3", "--json", str(out)]
     assert main(["simulate", "goodput", *arguments]) == 0
     assert json.loads(out.read_text())["interval_s"] == 600
+
+
+def test_repair_of_a_recipe_on_a_cluster_follows_from_its_state(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """More state on a rank takes longer to go to others; the parts are told and add up; the job has the cluster's ranks."""
+    recipe, file = tmp_path / "r.toml", tmp_path / "out.json"
+    recipe.write_text(
+        '[model]\npreset = "mixtral-8x7b"\nvocab = 32000\n[train]\nseq_len = 4096\nglobal_batch = 256\nmicro_batch = 1\n'
+        '[folding]\ntp = 2\nep = 8\n[launch]\ndevice = "cuda"\n'
+    )
+    found = {}
+    for pp in (1, 4):
+        words = ["--recipe", str(recipe), "--cluster", "h100x128", "--json", str(file), f"--folding.pp={pp}"]
+        assert goodput(words) == 0
+        found[pp] = json.loads(file.read_text())["repair"]
+        assert sum(found[pp]["phases"].values()) == pytest.approx(found[pp]["seconds"])
+        assert f"{120} members" in found[pp]["explain"]
+    assert found[1]["phases"]["moved"] > found[4]["phases"]["moved"]
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--cluster", "h100x128"], "--recipe"),
+        (["--recipe", "r.toml"], "--cluster"),
+        (["--recipe", "r.toml", "--cluster", "h100x128", "--repair", "3"], "--repair"),
+        (["--folding.tp", "2"], "--folding.tp"),
+    ],
+)
+def test_arguments_that_do_not_go_together_are_refused(words: list[str], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        goodput(words)

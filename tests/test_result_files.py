@@ -19,6 +19,7 @@ COMMANDS = {
     "bench step": ("phalanx.bench.step", "measure"),
     "bench memory": ("phalanx.bench.memory", "compare"),
     "bench predict": ("phalanx.bench.predict", "measure"),
+    "bench predict --recovery": ("phalanx.bench.predict", "measure_recovery"),
     "bench kill": ("phalanx.bench.kill", "kill_and_compare"),
     "bench exact": ("phalanx.bench.exact", "measure"),
     "bench storm": ("phalanx.bench.storm", "run_storm"),

@@ -21,7 +21,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from phalanx.bench import predict_real
+from phalanx.bench import predict_real, predict_recovery
 from phalanx.bench.predict_plans import PLANS, WORLD, Glue, Plan, Prediction
 from phalanx.bench.predict_rank import SIZES, rank_report
 from phalanx.bench.predict_spans import recorded_step
@@ -50,6 +50,10 @@ class PredictArgs:
     """On emulated hosts."""
     real: bool = False
     """Two ranks that really compute, in place of four that are paced."""
+    recovery: bool = False
+    """Not steps: from kill -9 of a rank to the next committed step, on local ranks."""
+    kills: int = 3
+    """Of each case of --recovery; the median counts."""
     hosts: int = 4
     """Of the testbed; ranks are shared among them evenly."""
     rate: str = "50mbit"
@@ -76,8 +80,12 @@ def main(args: list[str]) -> int:
     raise_if(_problems(options), ConfigError, subject="the options")
     check_writable(options.json)
     check_writable(options.told)
-    report = measure(options)
-    print(describe(report))
+    if options.recovery:
+        report = measure_recovery(options)
+        print(predict_recovery.describe(report))
+    else:
+        report = measure(options)
+        print(describe(report))
     if options.json is not None:
         write_json(options.json, report)
     return 0 if report["met"] else 1
@@ -93,13 +101,14 @@ def _problems(options: PredictArgs) -> list[Problem]:
         problems.append(Problem(where="--hosts", value=options.hosts, rule=f"is 2 or {WORLD}", hint=f"use {WORLD}"))
     _, problem = read_rate(options.rate, where="--rate")
     problems += [problem] if problem is not None else []
-    names = [plan.name for plan in (predict_real.PLANS if options.real else PLANS)]
+    names = _names(options)
     if options.real and options.testbed:
         problems.append(Problem(where="--real", value=True, rule="is of local ranks", hint="leave out --testbed"))
     for name in options.only:
         if name not in names:
             problems.append(Problem(where="--only", value=name, rule="is no plan", hint=nearest(name, names)))
-    if not problems and not plans_of(options):
+    problems += _recovery_problems(options)
+    if not problems and not (runs_of(options) if options.recovery else plans_of(options)):
         rule = f"has none of the plans {', '.join(options.only) or 'there are'}"
         problems.append(Problem(where="--part", value=options.part, rule=rule, hint="use 1/1"))
     if not options.testbed:
@@ -109,6 +118,38 @@ def _problems(options: PredictArgs) -> list[Problem]:
                 value, rule = getattr(options, setting), "has no effect on local ranks"
                 problems.append(Problem(where=f"--{setting}", value=value, rule=rule, hint="add --testbed"))
     return problems
+
+
+def measure_recovery(options: PredictArgs) -> dict[str, Any]:
+    """Recoveries of all runs that are asked for. Raises `RunError` where one does not go on."""
+    return predict_recovery.measure(runs_of(options), kills=options.kills)
+
+
+def _names(options: PredictArgs) -> list[str]:
+    if options.recovery:
+        return [run.name for run in predict_recovery.RUNS]
+    return [plan.name for plan in (predict_real.PLANS if options.real else PLANS)]
+
+
+def _recovery_problems(options: PredictArgs) -> list[Problem]:
+    defaults, problems = PredictArgs(), []
+    if options.kills < 1:
+        problems.append(Problem(where="--kills", value=options.kills, rule="must be at least 1", hint="use 3"))
+    idle = ("testbed", "real", "steps", "told") if options.recovery else ("kills",)
+    rule = "has no effect with --recovery" if options.recovery else "has no effect without --recovery"
+    problems += [
+        Problem(where=f"--{name}", value=getattr(options, name), rule=rule, hint="leave it out")
+        for name in idle
+        if getattr(options, name) != getattr(defaults, name)
+    ]
+    return problems
+
+
+def runs_of(options: PredictArgs) -> tuple[predict_recovery.Victims, ...]:
+    """Those that are asked for of --recovery."""
+    part, parts = _read_part(options.part) or (1, 1)
+    runs = predict_recovery.RUNS[part - 1 :: parts]
+    return tuple(run for run in runs if not options.only or run.name in options.only)
 
 
 def _read_part(text: str) -> tuple[int, int] | None:
@@ -159,7 +200,16 @@ def _predicted(
         count = len(predict_real.LEARNED)
         twice = [*told["plans"][:count], *told["plans"][-count:]]
         learned = predict_real.learn(predict_real.LEARNED * 2, twice)
-        return [predict_real.RealPrediction(plan=p, hardware=hardware, table=learned).timeline() for p in plans]
+        usual_s = predict_real.usual_pace(twice)
+        return [
+            predict_real.RealPrediction(
+                plan=plan,
+                hardware=hardware,
+                table=learned,
+                slower=statistics.median(predict_real.paces(found)) / usual_s,
+            ).timeline()
+            for plan, found in zip(plans, told["plans"][count:-count], strict=True)
+        ]
     glue = Glue(**told["glue"])
     return [Prediction(plan=plan, hardware=hardware, glue=glue).timeline() for plan in plans]
 

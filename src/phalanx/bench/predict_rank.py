@@ -33,6 +33,8 @@ from phalanx.train.step import StepParts, train_step
 CHAIN = 15
 """Operations and collectives, forward and backward, whose gaps say what passes between them."""
 TIMEOUT_S = 60.0
+PROBE_SIDE, PROBE_ELEMENTS, PROBE_REPEATS = 384, 1 << 21, 12
+"""Of the work that tells how fast processors are: tens of milliseconds, about half of it products."""
 SIZES = tuple(1 << i for i in range(6, 21, 2))
 """Bytes at which links are timed."""
 
@@ -47,7 +49,7 @@ def rank_report(
     paced: bool = True,
 ) -> dict[str, Any]:
     """Links, glue and measured plans, the same on all ranks. Collective: the only thing that the ranks of a benchmark do. Without `paced` operations
-    take what they take, and all steps are told."""
+    take what they take, all steps are told, and how fast the processors are is looked at before and behind each of them."""
     torch.set_num_threads(1)
     init_world(info, device="cpu", timeout_s=TIMEOUT_S)
     cache = GroupCache(timeout_s=TIMEOUT_S)
@@ -108,18 +110,25 @@ def _measured(plan: Plan, info: WorldInfo, cache: GroupCache, steps: int, *, pac
     first = plan.folding.replica_of(info.rank) * plan.microbatches
     batches = [part_of(_batch(first + j, plan.setup), plan.folding, info.rank) for j in range(plan.microbatches)]
     world, spans = world_axis(info, cache), list[tuple[float, float]]()
-    strange, steps_told = set[str](), list[Told]()
+    strange, steps_told, probes = set[str](), list[Told](), list[float]()
+    probe = None if paced else Probe()
     for step in range(steps + 1):
         comms.barrier(world)
+        if probe is not None:
+            probes.append(probe.seconds())
+            comms.barrier(world)
         begin = time.monotonic()
         with comms.recording() as events:
             train_step(parts, batches, step=step, lr=1e-3)
         spans.append((begin, time.monotonic()))
         strange |= _strange(programs[info.rank], events)
         steps_told = [*(steps_told if step > 1 and not paced else ()), told_step(events, *spans[-1])]
+    if probe is not None:
+        comms.barrier(world)
+        probes.append(probe.seconds())
     if strange:
         raise RunError(f"{plan.name}: rank {info.rank} did not do what its program says, such as {min(strange)}")
-    told = comms.gather_objects((spans[1:], pace.late, pace.told, steps_told), world)
+    told = comms.gather_objects((spans[1:], pace.late, pace.told, steps_told, probes), world)
     ranks = [each[0] for each in told]
     taken = [
         max(rank[i][1] for rank in ranks) - max(rank[i][0] for rank in ranks) for i in range(steps)
@@ -129,8 +138,24 @@ def _measured(plan: Plan, info: WorldInfo, cache: GroupCache, steps: int, *, pac
         "hash": programs_hash(programs),
         "late": sum(each[1] for each in told),
         "told": sum(each[2] for each in told),
+        "probes": [max(each) for each in zip(*(each[4] for each in told), strict=True)][1:],
         "steps": [list(step) for step in zip(*(each[3] for each in told), strict=True)],
     }
+
+
+class Probe:
+    """How fast the processors are just now: a fixed piece of work, products and a copy, that all ranks do at once. Neighbours of a virtual machine change it within seconds."""
+
+    def __init__(self) -> None:
+        self.a, self.b = torch.ones(PROBE_SIDE, PROBE_SIDE), torch.ones(PROBE_SIDE, PROBE_SIDE)
+        self.x, self.y = torch.ones(PROBE_ELEMENTS), torch.zeros(PROBE_ELEMENTS)
+
+    def seconds(self) -> float:
+        begin = time.monotonic()
+        for _ in range(PROBE_REPEATS):
+            torch.mm(self.a, self.b)
+            self.y.copy_(self.x)
+        return time.monotonic() - begin
 
 
 def _strange(program: StepProgram, events: Sequence[Event]) -> set[str]:

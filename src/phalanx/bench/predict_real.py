@@ -1,6 +1,6 @@
 """`phalanx bench predict --real`: two ranks of one thread that really compute, no more than there are cores.
 
-Decides what operations cost: two ways of taking a step (everything on each rank; experts shared) are recorded at two sizes of a micro-batch, and each kind of operation gets
+Decides what operations cost: three ways of taking a step (everything on each rank; experts shared; sequences shared in a ring, whose products are another kernel's) are recorded at two sizes of a micro-batch, and each kind of operation gets
 a latency and a rate from its medians at both. What no operation tells of (norms, sums, autograd) is part of the operation behind it, or of the collective before which it is done. All other plans
 are predicted from these, from links that were measured, and from their programs; the recorded ones are not among those that are compared. Must never change: nothing is learned from a step that is compared.
 """
@@ -45,7 +45,7 @@ def _plan(name: str, folding: Folding, **how: Any) -> Plan:
 
 LEARNED: tuple[Plan, ...] = tuple(
     _plan(f"{name} x {setup.sequences}", folding, setup=setup)
-    for name, folding in (("dp2", _fold()), ("ep2", _fold(ep=2)))
+    for name, folding in (("dp2", _fold()), ("ep2", _fold(ep=2)), ("cp2 ring", _fold(cp=2)))
     for setup in (SMALL, LARGE)
 )
 PLANS: tuple[Plan, ...] = (
@@ -123,18 +123,37 @@ def spent(told: Told) -> dict[str, float]:
 Table = Mapping[str, Line]
 
 
+def paces(found: Mapping[str, Any]) -> list[float]:
+    """Seconds of the probe around each recorded step: how slow the processors were."""
+    return [(before + after) / 2 for before, after in pairwise(found["probes"])]
+
+
+def usual_pace(told: Sequence[Mapping[str, Any]]) -> float:
+    """Median over the steps that are learned from: costs are those at this one."""
+    return statistics.median(pace for found in told for pace in paces(found))
+
+
 def learn(plans: Sequence[Plan], told: Sequence[Mapping[str, Any]]) -> dict[str, Line]:
-    """A line for each kind, from all recorded steps of all ranks; `posting` is that of all collectives together."""
+    """A line for each kind, from all recorded steps of all ranks, at the usual pace; `posting` is that of all collectives together."""
+    usual_s = usual_pace(told)
     points: dict[str, list[tuple[float, float]]] = {}
     for plan, found in zip(plans, told, strict=True):
         programs = plan.programs()
-        for step in found["steps"]:
+        for step, pace_s in zip(found["steps"], paces(found), strict=True):
             for rank, one in enumerate(step):
-                for op, seconds in _joined(programs[rank], spent(one)):
-                    points.setdefault(kind_learned(op.id), []).append((amount_of(op), seconds))
+                for op, taken_s in _joined(programs[rank], spent(one)):
+                    seconds = taken_s * usual_s / pace_s
+                    points.setdefault(_kind(op, plan), []).append((amount_of(op), seconds))
                     if op.kind == "collective":
                         points.setdefault("posting", []).append((0.0, seconds))
     return {kind: line_through(found) for kind, found in points.items()}
+
+
+def _kind(op: Op, plan: Plan) -> str:
+    """A ring's products, and those of gathered keys, are another kernel's than those of whole sequences."""
+    kind = kind_learned(op.id)
+    blocks = plan.folding.cp > 1 and plan.cp_method != "ulysses"
+    return f"{kind} of blocks" if blocks and kind.endswith("attention.core") else kind
 
 
 def _joined(program: StepProgram, seconds: Mapping[str, float]) -> Iterable[tuple[Op, float]]:
@@ -148,6 +167,8 @@ class RealPrediction:
     plan: Plan
     hardware: Hardware
     table: Table
+    slower: float = 1.0
+    """The pace of the processors around the steps that are predicted, over the usual one."""
 
     def timeline(self) -> ProgramTimeline:
         """Every operation of every rank."""
@@ -157,16 +178,17 @@ class RealPrediction:
 
         def cost(op: Op, ranks: tuple[int, ...]) -> Cost:
             posting_s = before.get(op.id, 0.0)
-            if op.kind == "collective":
-                return dataclasses.replace(oracle.cost(op, ranks), seconds=oracle.cost(op, ranks).seconds + posting_s)
-            return Cost(self._work_s(op, oracle) + posting_s, 0.0, "learned")
+            if op.kind == "collective":  # gloo is work of the processors as well
+                found = oracle.cost(op, ranks)
+                return dataclasses.replace(found, seconds=self.slower * (found.seconds + posting_s))
+            return Cost(self.slower * (self._work_s(op, oracle) + posting_s), 0.0, "learned")
 
         return run_programs(programs, self.plan.folding, cost)
 
     def _work_s(self, op: Op, oracle: ProgramOracle) -> float:
         if not paced_s(op):
             return 0.0
-        line = self.table.get(kind_learned(op.id))
+        line = self.table.get(_kind(op, self.plan))
         return line.seconds(amount_of(op)) if line is not None else oracle.cost(op, (0,)).seconds
 
     def _before(self, program: StepProgram) -> Iterable[tuple[str, float]]:

@@ -140,14 +140,7 @@ class ProcessTree:
 
     def children(self) -> list[int]:
         """All processes under it."""
-        found, todo = [], [self.pid]
-        while todo:
-            with contextlib.suppress(OSError):
-                for task in os.listdir(f"/proc/{(pid := todo.pop())}/task"):
-                    own = [int(p) for p in Path(f"/proc/{pid}/task/{task}/children").read_text().split()]
-                    found += own
-                    todo += own
-        return found
+        return children_of(self.pid)
 
     def kill(self) -> None:
         """End it and everything under it, and wait until they are gone."""
@@ -165,6 +158,18 @@ class ProcessTree:
     def last_words(self) -> str:
         """The end of what it printed."""
         return self.out.read_text(errors="replace")[-3000:]
+
+
+def children_of(pid: int) -> list[int]:
+    """All processes under one."""
+    found, todo = [], [pid]
+    while todo:
+        with contextlib.suppress(OSError):
+            for task in os.listdir(f"/proc/{(at := todo.pop())}/task"):
+                own = [int(p) for p in Path(f"/proc/{at}/task/{task}/children").read_text().split()]
+                found += own
+                todo += own
+    return found
 
 
 def is_running(pid: int) -> bool:

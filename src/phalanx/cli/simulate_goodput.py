@@ -11,6 +11,7 @@ from typing import Any
 
 from phalanx.core.errors import ConfigError, PlanError, Problem, raise_if
 from phalanx.core.files import check_writable, write_json, write_text
+from phalanx.core.recipe import load_recipe
 from phalanx.core.units import format_seconds
 from phalanx.simulate.goodput import (
     LLAMA3_FAILURES_PER_RANK_HOUR,
@@ -26,6 +27,8 @@ from phalanx.simulate.goodput import (
     young_daly,
 )
 from phalanx.simulate.pictures import Series, plot
+from phalanx.simulate.recovery_cluster import host_lost
+from phalanx.simulate.recovery_time import RecoveryTime
 
 MOST_FAILURES = 100_000
 """More than that many failures are not played one by one: they take minutes, and change nothing in a share."""
@@ -35,9 +38,20 @@ SWEPT = 4000
 
 def goodput(argv: Sequence[str]) -> int:
     """Monte Carlo over failures."""
-    args = _parser().parse_args(list(argv))
+    args, overrides = _parser().parse_known_args(list(argv))
     for path in (args.json, args.svg):
         check_writable(path)
+    raise_if(_recipe_problems(args, overrides), ConfigError, subject="the arguments")
+    repair = None if args.recipe is None else _repair(args, overrides)
+    defaults = {
+        "detect": 60.0 if repair is None else _limit_s(args.recipe, overrides),
+        "repair": 20.0 if repair is None else repair.seconds,
+    }
+    for name, value in defaults.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    if args.ranks is None:
+        args.ranks = 16384 if repair is None else repair.members + repair.lost
     base = Practice(
         interval_s=1.0 if args.interval is None else args.interval,
         save_s=args.save,
@@ -48,7 +62,7 @@ def goodput(argv: Sequence[str]) -> int:
         repair_host_s=args.replace,
     )
     raise_if(_problems(args, base), ConfigError, subject="the arguments")
-    result = run(base, args)
+    result = run(base, args) | ({} if repair is None else {"repair": repair_dict(repair)})
     if args.json is not None:
         write_json(args.json, {k: v for k, v in result.items() if k != "curves"})
     if args.svg is not None:
@@ -87,6 +101,44 @@ def _problems(args: argparse.Namespace, base: Practice) -> list[Problem]:
     return problems
 
 
+def _recipe_problems(args: argparse.Namespace, overrides: Sequence[str]) -> list[Problem]:
+    """Arguments that go together."""
+    problems = []
+    if (args.recipe is None) != (args.cluster is None):
+        lacks, has = ("--recipe", "--cluster") if args.recipe is None else ("--cluster", "--recipe")
+        problems.append(Problem(where=lacks, value=None, rule=f"belongs to {has}", hint="give both, or neither"))
+    if args.recipe is None and overrides:
+        rule, hint = "is not known (settings of a recipe need --recipe)", "see phalanx simulate goodput --help"
+        problems.append(Problem(where=overrides[0], value=None, rule=rule, hint=hint))
+    if args.recipe is not None:
+        rule = "has no effect with --recipe"
+        idle = [("--ranks", args.ranks, "the cluster says how many"), ("--repair", args.repair, "it is derived")]
+        problems += [Problem(where=w, value=v, rule=rule, hint=hint) for w, v, hint in idle if v is not None]
+    return problems
+
+
+def _repair(args: argparse.Namespace, overrides: Sequence[str]) -> RecoveryTime:
+    """From the loss of a host to the next step, of the recipe on the cluster (`simulate/recovery_cluster.py`)."""
+    from phalanx.cli.simulate import predict_recipe  # it has this command among its own
+
+    return host_lost(predict_recipe(args.recipe, args.cluster, overrides))
+
+
+def _limit_s(path: Path, overrides: Sequence[str]) -> float:
+    """Silence after which a host is put out."""
+    return load_recipe(path, list(overrides)).resilience.limit_s
+
+
+def repair_dict(repair: RecoveryTime) -> dict[str, Any]:
+    """Where the seconds of `--repair` are from."""
+    return {
+        "seconds": repair.seconds,
+        "phases": repair.phases,
+        "moved_bytes": repair.moved_bytes,
+        "explain": repair.explain(),
+    }
+
+
 def _days(args: argparse.Namespace) -> float:
     return 54.0 if args.days is None else float(args.days)
 
@@ -98,7 +150,14 @@ def _rate(args: argparse.Namespace) -> float:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="phalanx simulate goodput", description="Progress under failures.")
     add = parser.add_argument
-    add("--ranks", type=int, default=16384, help="ranks of the job (default 16384)")
+    add(
+        "--recipe",
+        type=Path,
+        metavar="RECIPE",
+        help="derive --detect and --repair from this recipe on --cluster; its settings may follow",
+    )
+    add("--cluster", metavar="NAMExRANKS", help="with --recipe: such as h100x128")
+    add("--ranks", type=int, default=None, help="ranks of the job (default 16384, or those of --cluster)")
     add("--hosts", type=int, default=None, help="hosts of the job (default a host for 8 ranks)")
     add(
         "--rate",
@@ -114,14 +173,19 @@ def _parser() -> argparse.ArgumentParser:
     add("--days", type=float, help="length of the job (default 54)")
     add("--interval", type=float, default=None, help="seconds between saves (default: Young and Daly's)")
     add("--save", type=float, default=10.0, help="seconds that a save stops the job (default 10)")
-    add("--detect", type=float, default=60.0, help="seconds until a failure is known (default 60)")
+    add(
+        "--detect",
+        type=float,
+        default=None,
+        help="seconds until a failure is known (default 60; of a recipe its resilience.limit_s)",
+    )
     add(
         "--restart",
         type=float,
         default=600.0,
         help="seconds from there to the first step from a checkpoint (default 600)",
     )
-    add("--repair", type=float, default=20.0, help="the same from replicas (default 20)")
+    add("--repair", type=float, default=None, help="the same from replicas (default 20; derived from --recipe)")
     add(
         "--survival",
         type=float,
@@ -188,6 +252,8 @@ def describe(result: dict[str, Any]) -> str:
         g = result[name]
         shares = "".join(f"{g[part]:>9.2%}" for part in ("useful", "saving", "lost", "down"))
         lines.append(f"{name:<12}{shares}{g['failures']:>10}")
+    if "repair" in result:
+        lines.append(f"recovery from replicas: {result['repair']['explain']}")
     lines.append(f"expected of checkpoints, in closed form: {result['expected_checkpoint']:.2%}")
     if result["swept_optimum_s"] is not None:
         lines.append(

@@ -239,6 +239,8 @@ class TeamFormed(Event):
     """When the supervisor knew that somebody is lost (seconds since the epoch); 0: nobody is, or whoever told it did not say."""
     told_s: float = 0.0
     """From then until this member was told."""
+    plan: str = ""
+    """Hash of what was decided for the team (`plan/heal.py: HealPlan.decision`)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -116,6 +116,26 @@ class HealPlan:
             ).encode()
         ).hexdigest()[:16]
 
+    @cached_property
+    def decision(self) -> str:
+        """Of what was decided, whatever the members are called: a prediction and a run that make the same plan have the same."""
+        machines = sorted({f.machine for f in self.members})
+        decided = {
+            "folding": asdict(self.folding),
+            "members": [
+                [machines.index(f.machine), None if f.standing is None else f.standing.to_dict()] for f in self.members
+            ],
+            "stages": [[[layer, of.to_dict()] for layer, of in sorted(s.layers.items())] for s in self.placement],
+            "hosts": self.hosts,
+            "moves": [
+                [m.name, [[list(h.box.offsets), list(h.box.sizes)] for of in side.held for h in of]]
+                for m in (*self.params, *self.buffers)
+                for side in (m.src, m.dst)
+            ],
+            "missing": self.missing,
+        }
+        return hashlib.sha256(json.dumps(decided, sort_keys=True).encode()).hexdigest()[:16]
+
     def explain(self) -> str:
         """In a line."""
         if self.missing:

@@ -35,7 +35,7 @@ from phalanx.plan.reshard_units import Template, templates_of
 METHODS = ("best", *HISTORY)
 OPEN_HOPS = 4
 MESSAGES = 128
-"""Messages into which the busiest link's bytes are cut, within these limits."""
+"""Messages into which the busiest link's bytes are cut, within these limits; where no link is used, a message is as large as they allow: there is no chain to keep busy."""
 LEAST_MESSAGE, MOST_MESSAGE = 64 << 10, 4 << 20
 LEAST_CHUNK = 16 << 10
 """Bytes of the largest stream's chunks where all streams run side by side: the schedule knows no latency, and a smaller message is mostly that."""
@@ -297,7 +297,8 @@ def _message_size(
     busiest: float, itemsize: int, message_bytes: int | None, open_hops: int, staging_bytes: int | None
 ) -> tuple[int, int]:
     """Bytes of the largest message, and how many are open: fewer where the cap asks for it. Raises `PlanError` where no item fits."""
-    size = message_bytes or min(MOST_MESSAGE, max(LEAST_MESSAGE, int(busiest) // MESSAGES))
+    cut = min(MOST_MESSAGE, max(LEAST_MESSAGE, int(busiest) // MESSAGES)) if busiest else MOST_MESSAGE
+    size = message_bytes or cut
     size = max(size, itemsize)
     if staging_bytes is None:
         return size, open_hops

@@ -35,6 +35,8 @@ from phalanx.observe.summary import print_summary
 from phalanx.plan.folding import Folding
 from phalanx.plan.heal import Healing, heal_problems
 from phalanx.plan.heal_hosts import holders_needed, wanted_ranks
+from phalanx.plan.model import ModelSpec
+from phalanx.plan.run_placement import Asked
 from phalanx.runtime.allocator import keep_freed_memory
 from phalanx.runtime.away import AWAY_FILE, AwayFile
 from phalanx.runtime.checkpoint import import_now
@@ -143,20 +145,7 @@ def prepare_run(recipe: Recipe, folder: RunFolder, *, kept: Recipe | None = None
     replicated = asked.slots_per_rank is not None
     floor = asked.f if replicated else max(asked.f, holders_needed(recipe))
     raise_if(heal_problems(folding, floor=floor, replicated=replicated), ConfigError, subject="the recipe")
-    healing = Healing(
-        spec=spec,
-        base=folding,
-        seq_len=recipe.train.seq_len,
-        floor=floor,
-        pipeline=recipe.pipeline,
-        cp_method=recipe.folding.cp_method,
-        state_bytes=state_dtype(DTYPES[recipe.train.dtype]).itemsize,
-        zero=recipe.optim.zero,
-        shard_holders=recipe.resilience.shard_holders,
-        bucket_elements=bucket_elements(recipe.optim, state_dtype(DTYPES[recipe.train.dtype])),
-        slots_per_rank=asked.slots_per_rank,
-        loads=asked.loads,
-    )
+    healing = healing_of(recipe, spec, folding, asked=asked, floor=floor)
     again = replace(
         recipe if kept is None else kept,
         checkpoint=replace(recipe.checkpoint, step=None),  # running the file again must not go back again
@@ -164,6 +153,25 @@ def prepare_run(recipe: Recipe, folder: RunFolder, *, kept: Recipe | None = None
     )
     folder.write_recipe(again, prepared.tokenizer)
     return HealingRun(recipe=recipe, folder=folder, prepared=prepared, spec=spec, healing=healing)
+
+
+def healing_of(recipe: Recipe, spec: ModelSpec, folding: Folding, *, asked: Asked, floor: int) -> Healing:
+    """What stays the same over all generations of a run of `recipe`. `floor`: holders that everything has."""
+    wide = state_dtype(DTYPES[recipe.train.dtype])
+    return Healing(
+        spec=spec,
+        base=folding,
+        seq_len=recipe.train.seq_len,
+        floor=floor,
+        pipeline=recipe.pipeline,
+        cp_method=recipe.folding.cp_method,
+        state_bytes=wide.itemsize,
+        zero=recipe.optim.zero,
+        shard_holders=recipe.resilience.shard_holders,
+        bucket_elements=bucket_elements(recipe.optim, wide),
+        slots_per_rank=asked.slots_per_rank,
+        loads=asked.loads,
+    )
 
 
 def _prepare_text(recipe: Recipe, folder: RunFolder) -> Prepared:

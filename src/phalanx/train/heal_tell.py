@@ -15,6 +15,8 @@ class Entry:
     """What entering a generation took; told once the loop says how it was formed."""
 
     folding: str
+    plan: str
+    """Hash of what was decided."""
     built_s: float
     moved_s: float
     moved: Moved
@@ -76,5 +78,6 @@ class Telling:
                 checked=entry.moved.checked,
                 lost_s=event.lost_s,
                 told_s=event.told_s,
+                plan=entry.plan,
             )
         )

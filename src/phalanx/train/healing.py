@@ -203,7 +203,9 @@ class HealingBody:
         for text in plan.remarks:
             self.sinks(Note(level="info" if plan.exact else "warning", text=text))
         moved_s = time.perf_counter() - begin_s
-        self._telling.entry = Entry(folding=plan.folding.label(), built_s=built_s, moved_s=moved_s, moved=moved)
+        self._telling.entry = Entry(
+            folding=plan.folding.label(), plan=plan.decision, built_s=built_s, moved_s=moved_s, moved=moved
+        )
 
     def _connect(self, team: Team) -> Everyone:
         """What all members talk over, those that are idle too."""
