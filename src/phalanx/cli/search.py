@@ -90,8 +90,8 @@ def _parser() -> argparse.ArgumentParser:
         help="how tokens meet experts (default balanced)",
     )
     add("--schedules", nargs="+", choices=tuple(SCHEDULES), metavar="NAME", help=f"of {', '.join(SCHEDULES)}")
-    add("--ep-overlap", nargs="+", choices=("none", "chunks", "pair"), metavar="HOW",
-        help="dispatch beside computation: none, chunks, pair (default: what a recipe can say there; pair needs ranks on processors)")  # fmt: skip
+    add("--ep-overlap", nargs="+", choices=("none", "chunks", "pair", "tiles"), metavar="HOW",
+        help="dispatch beside computation: none, chunks, pair, tiles (default: what a recipe can say there; pair needs ranks on processors)")  # fmt: skip
     add("--top", type=int, default=10, help="mappings to show (default 10)")
     add("--exact", type=int, default=RERANKED, help=f"mappings to run on the exact schedule (default {RERANKED})")
     add("--json", type=Path, metavar="FILE")

@@ -28,9 +28,11 @@ from phalanx.plan.overlap_hosts import members, message_parts, relay_parts
 from phalanx.plan.overlap_order import Parts, forward_order, schedule_problems, with_weights
 from phalanx.plan.overlap_types import Schedule
 
-__all__ = ["Choice", "Chooser", "Fit", "LayerSample", "MatmulSample", "MessageSample", "compare", "fit"]
+__all__ = ["MARGIN", "SERIAL", "Choice", "Chooser", "Fit", "LayerSample", "MatmulSample", "MessageSample", "compare", "fit"]
 
 SERIAL = Schedule()
+MARGIN = 0.03
+"""The share of the serial time that a schedule must save to be taken."""
 HOT_MARGIN = 0.005
 """What another order of the slots must save to be taken: less is within the error of any prediction."""
 Direction = Literal["forward", "backward"]
@@ -137,7 +139,7 @@ def compare(
     tile_rows: int,
     direction: Direction = "forward",
     host_of_rank: Sequence[int] | None = None,
-    margin: float = 0.03,
+    margin: float = MARGIN,
 ) -> Choice:
     """Predicted seconds of serial and of each candidate for one batch, and the choice.
 
@@ -178,7 +180,7 @@ class Chooser:
         tile_rows: int,
         direction: Direction = "forward",
         host_of_rank: Sequence[int] | None = None,
-        margin: float = 0.03,
+        margin: float = MARGIN,
         step: int = 2,
         most: int = 256,
     ) -> None:

@@ -18,6 +18,8 @@ from phalanx.simulate.collectives import NCCL_SMS, Network, Span, beside, span_o
 from phalanx.simulate.cost import BF16, Oracle
 from phalanx.simulate.mapping import Job, Mapping
 from phalanx.simulate.shape import Shape, core_flops
+from phalanx.simulate.tile_layer import TiledExperts
+from phalanx.simulate.tile_time import TILE_WAYS
 
 COMMUNICATION = ("tp", "cp", "etp", "a2a_inside", "a2a_between")
 
@@ -79,6 +81,8 @@ class Blocks:
     mapping: Mapping
     oracle: Oracle
     network: Network
+    bound: bool = False
+    """Of layers tile by tile, what no plan can beat, in place of the plan on a clock."""
 
     @property
     def shape(self) -> Shape:
@@ -230,6 +234,8 @@ class Blocks:
     def experts(self) -> Ledger:
         """Router, dispatch, grouped experts, combine; and the shared expert where there is one."""
         out, s, f, m = Ledger(), self.shape, self.mapping.folding, self.mapping
+        if m.overlap.ep in TILE_WAYS and f.ep * f.etp > 1:
+            return self._tile_by_tile()
         t, h = self.tokens, s.hidden
         rows, local, load = t * s.top_k * m.rows_share(self.job), max(1, s.experts // f.ep), m.load(self.job)
         self.kernel(out, t * 4 * h)
@@ -258,6 +264,27 @@ class Blocks:
         self.kernel(out, t * 6 * h, backward=0.7)
         if m.recompute == "selective":
             out.again["recompute"] = even.seconds[0]
+        return out
+
+    def _tile_by_tile(self) -> Ledger:
+        """The same by the plan of tiles (`tile_layer.py`)."""
+        out, s, t, h = Ledger(), self.shape, self.tokens, self.shape.hidden
+        self.kernel(out, t * 4 * h)
+        self.linear(out, t, s.experts, h)
+        self.kernel(out, t * s.experts * 16, kernels=6, backward=1.0)
+        self._decide_together(out, t)
+        shared = self.dense(s.shared_ffn, shared=True) if s.shared_ffn else Ledger()
+        tiled = TiledExperts(self.job, self.mapping, self.oracle, self.network, bound=self.bound)
+        told = tiled.told(tuple(sum(ledger.get(k, 0.0) for k in ("gemm", "memory")) for ledger in (shared.forward, shared.backward)))
+        for kind, (forward, backward) in told.seconds.items():
+            out.add(kind, forward, backward)
+        out.kernels += told.kernels
+        out.hidden += told.hidden
+        out.weight_grad += told.weight_grad
+        self._merge(out, shared)
+        self.kernel(out, t * 6 * h, backward=0.7)
+        if self.mapping.recompute == "selective":
+            out.again["recompute"] = told.seconds["experts"][0]
         return out
 
     def _decide_together(self, out: Ledger, t: float) -> None:

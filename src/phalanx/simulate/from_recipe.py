@@ -21,6 +21,7 @@ from phalanx.simulate.mapping import Job, Mapping, Overlap
 from phalanx.simulate.routing import Routing
 from phalanx.simulate.shape import shape_of
 from phalanx.simulate.stage_layers import run_layers
+from phalanx.simulate.tile_time import TILE_WAYS
 
 
 def job_of_recipe(recipe: Recipe, spec: ModelSpec) -> Job:
@@ -56,6 +57,8 @@ def _overlap(recipe: Recipe) -> Overlap:
     way = parse_overlap(recipe.dispatch.overlap)
     if way.kind == "coarse":
         return replace(plain, ep="chunks", chunks=way.chunks)
+    if way.kind in TILE_WAYS:
+        return replace(plain, ep=way.kind)
     return replace(plain, ep="pair") if recipe.pipeline.pair_passes else plain
 
 
@@ -77,14 +80,11 @@ def _given_layers(recipe: Recipe, spec: ModelSpec, pipeline: Pipeline) -> tuple[
 
 def _not_modelled(recipe: Recipe) -> list[Problem]:
     d, p, r, t = recipe.dispatch, recipe.pipeline, recipe.resilience, recipe.train
-    beside = d.overlap if not p.pair_passes else "serial"  # the two at once have a rule of their own
     rules = [
         (t.dtype == "bfloat16", "train.dtype", t.dtype, "clusters are modelled in bf16", "use bfloat16"),
         (recipe.optim.zero == 1, "optim.zero", recipe.optim.zero, "is modelled with a sharded optimizer", "use 1"),
         (recipe.folding.stages is None, "folding.stages", recipe.folding.stages, "stages are modelled alike", "use folding.pp"),
         (d.transport == "all_to_all", "dispatch.transport", d.transport, "is not modelled on a cluster", "use all_to_all"),
-        (beside.startswith(("serial", "coarse")), "dispatch.overlap", d.overlap, "tile by tile is not modelled on a cluster",
-         "use serial or coarse:N"),
         (not p.pair_passes or d.overlap == "serial", "pipeline.pair_passes", True, f'is not modelled beside dispatch.overlap = "{d.overlap}"',
          "leave one of them out"),
         (r.slots_per_rank is None, "resilience.slots_per_rank", r.slots_per_rank, "replicas of experts are not modelled on a cluster",

@@ -34,8 +34,8 @@ class Overlap:
     """Gradients are reduced beside the backward pass of the last micro-batch, parameters gathered beside the next forward."""
     tp: bool = False
     """Gather and scatter of tensor parallelism in pieces beside the products that need them."""
-    ep: Literal["none", "chunks", "pair"] = "none"
-    """Dispatch and combine: bare, beside experts in chunks, or beside the opposite pass of another micro-batch."""
+    ep: Literal["none", "chunks", "pair", "tiles", "fine", "auto"] = "none"
+    """Dispatch and combine: bare, beside experts in chunks, beside the opposite pass of another micro-batch, or tile by tile (as `dispatch.overlap` names it)."""
     chunks: int = 4
     """Of tokens, in which `chunks` divides dispatch, experts and combine."""
     fsdp: bool = True

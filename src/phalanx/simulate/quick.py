@@ -18,6 +18,7 @@ from phalanx.simulate.mapping import Job, Mapping
 from phalanx.simulate.replicas import Replicas
 from phalanx.simulate.stage_layers import StageContent, contents
 from phalanx.simulate.step_time import bubble_share
+from phalanx.simulate.tile_time import TILE_WAYS
 
 KINDS = ("moe", "dense", "head", "embedding")
 
@@ -60,13 +61,14 @@ class Quick:
             self.halves[key] = made
         return self.halves[key]
 
-    def sums(self, mapping: Mapping) -> tuple[Sums, ...]:
-        """Seconds of each of `KINDS`; zeros for a kind that the model lacks."""
+    def sums(self, mapping: Mapping, *, bound: bool = False) -> tuple[Sums, ...]:
+        """Seconds of each of `KINDS`; zeros for a kind that the model lacks. `bound`: layers tile by tile by what no plan can beat."""
         f = mapping.folding
         dense = (f.tp, f.cp, mapping.micro_batch, mapping.splits_backward)
-        key = (*dense, f.ep, f.etp, mapping.overlap.ep, mapping.overlap.chunks, mapping.recompute)
+        bound = bound and mapping.overlap.ep in TILE_WAYS
+        key = (*dense, f.ep, f.etp, mapping.overlap.ep, mapping.overlap.chunks, bound, mapping.recompute)
         if key not in self.layers:
-            blocks, shape = Blocks(self.job, mapping, self.oracle, self.network), self.job.shape
+            blocks, shape = Blocks(self.job, mapping, self.oracle, self.network, bound=bound), self.job.shape
             attention = self._half(("attention", *dense), blocks, "attention")
             out = []
             for kind in KINDS:
@@ -113,7 +115,7 @@ class Quick:
 
     def bound(self, mapping: Mapping) -> float:
         """Time that no pipeline of this mapping's folding can beat: all its work, evenly on all ranks, and no bubble."""
-        s, sums = self.job.shape, self.sums(mapping)
+        s, sums = self.job.shape, self.sums(mapping, bound=True)
         dense = s.layers - s.moe_layers
         counts = (s.moe_layers + s.mtp * (s.moe_layers > 0), dense + s.mtp * (s.moe_layers == 0), 1 + s.mtp, 1)
         work = sum(count * (one.forward + one.backward) for count, one in zip(counts, sums, strict=True))

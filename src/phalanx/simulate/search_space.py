@@ -18,8 +18,11 @@ from phalanx.simulate.hardware import Hardware
 from phalanx.simulate.mapping import RECOMPUTES, Job, Mapping, Overlap, Recompute
 from phalanx.simulate.shape import spec_of
 
-EpOverlap = Literal["none", "chunks", "pair"]
+EpOverlap = Literal["none", "chunks", "pair", "tiles"]
+"""`tiles`: by the schedule that the chooser takes (`dispatch.overlap = "auto"`)."""
 MICRO_BATCHES = (1, 2, 4)
+MOST_TILE_RANKS = 128
+"""Of a group on devices whose layers go tile by tile: two messages for each peer in a round of more hang (`docs/overlap-gpu.md`, pytorch #174288)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +40,8 @@ class Space:
 
 
 def sayable_overlaps(hardware: Hardware) -> tuple[EpOverlap, ...]:
-    """Chunks everywhere (dispatch.overlap); pairs where passes take turns (pipeline.pair_passes), on processors. Tiles are not modelled."""
-    return ("none", "chunks") if hardware.sms is not None else ("none", "chunks", "pair")
+    """Chunks and tiles everywhere (dispatch.overlap); pairs where passes take turns (pipeline.pair_passes), on processors."""
+    return ("none", "chunks", "tiles") if hardware.sms is not None else ("none", "chunks", "pair", "tiles")
 
 
 def overlaps(common: Overlap, folding: Folding, space: Space, hardware: Hardware) -> list[Overlap]:
@@ -46,8 +49,10 @@ def overlaps(common: Overlap, folding: Folding, space: Space, hardware: Hardware
     kinds = space.ep_overlaps if space.ep_overlaps is not None else sayable_overlaps(hardware)
     if folding.ep == 1:
         kinds = ("none",)
+    elif hardware.sms is not None and folding.ep * folding.etp > MOST_TILE_RANKS:
+        kinds = tuple(kind for kind in kinds if kind != "tiles")
     return [
-        replace(common, ep=kind, chunks=chunks)
+        replace(common, ep="auto" if kind == "tiles" else kind, chunks=chunks)
         for kind in kinds
         for chunks in (space.chunks if kind == "chunks" else (common.chunks,))
     ]

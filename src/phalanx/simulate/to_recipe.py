@@ -95,7 +95,7 @@ def _value(mapping: Mapping, name: str) -> Any:
 
 def _dispatch(mapping: Mapping) -> DispatchConfig:
     o, drop = mapping.overlap, mapping.drop
-    overlap = f"coarse:{o.chunks}" if o.ep == "chunks" else "serial"
+    overlap = {"none": "serial", "pair": "serial", "chunks": f"coarse:{o.chunks}"}.get(o.ep, o.ep)
     if drop is None:
         return DispatchConfig(overlap=overlap)
     padded = drop.pad_to_capacity or None
