@@ -56,7 +56,15 @@ def worker_of(base: Path, slot: int, pid: int) -> int:
 
 def play(base: Path, **changes: str) -> Path:
     """The folder of a run whose slot `SLOT` is slowed down from its second step on."""
-    settings = {**SETTINGS, "run__name": "slow", "train__steps": str(STEPS), "resilience__mode": "exact", "resilience__limit_s": "10", **changes}
+    settings = {
+        **SETTINGS,
+        "run__name": "slow",
+        "train__steps": str(STEPS),
+        "resilience__mode": "exact",
+        "resilience__limit_s": "10",
+        "observe__console": "plain",
+        **changes,
+    }
     printed = base / "printed"
     printed.mkdir()
     process = _SERVER.Process(target=_command, args=(["train", *train_args(base, **settings)], str(printed), {}))
