@@ -152,6 +152,8 @@ class World:
     events: list[dict[str, Any]] = field(default_factory=list)
     ends: dict[str, tuple[int, ...]] = field(default_factory=dict)
     states: dict[str, list[int]] = field(default_factory=dict)
+    kinds: tuple[str, ...] = ("kill", "freeze", "service", "join")
+    """Faults that may happen."""
     refused: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
     handed: list[tuple[tuple[str, ...], tuple[str, ...]]] = field(default_factory=list)

@@ -148,7 +148,7 @@ def test_the_service_is_asked_and_not_what_was_heard(what: str) -> None:
         membership.propose_death(["a.0.x"], "said nothing for 3 s")
     else:
         service.lose()
-    with pytest.raises(PeerError, match="generation 1 is over: .*(said nothing for 3 s|lost its values)"):
+    with pytest.raises(PeerError, match=r"generation 1 is over: .*(said nothing for 3 s|lost its values)"):
         team.check()
 
 

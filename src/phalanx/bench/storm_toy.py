@@ -132,6 +132,10 @@ class ToyBody:
     def abort(self) -> None:
         self._reduced = None
 
+    def too_slow(self) -> dict[str, str]:
+        """Nobody is."""
+        return {}
+
     def hand_over(self, stay: Sequence[str]) -> bool:
         """Everyone holds everything here, so a sum that all take part in is enough to see that the old groups still work."""
         self._now("hand over", 0.1)

@@ -303,6 +303,12 @@ class ResilienceConfig:
     """How long it waits for them, then it ends."""
     limit_s: float = 3.0
     """A rank, or a host, that says nothing for so long is put out of the run and replaced."""
+    straggler: float = 0.0
+    """A host (on one machine: a rank) that takes so many times as long for its work as the others do is put out, for good order after a hand-over. 0: it is told of only, from 2 on."""
+    straggler_steps: int = 20
+    """So many steps in a row it must be slow."""
+    straggler_rest_s: float = 600.0
+    """How long a host that was put out for being slow stays away before it may come back."""
     chunk_rows: int | None = None
     """exact: rows of an expert that are computed together, cut from the list of one micro-batch (default 2048; with slots_per_rank about a quarter of what an expert gets from a micro-batch, for its replicas share whole chunks)."""
     fixed_bits: int | None = None

@@ -76,6 +76,8 @@ class StepEnded(Event):
     """Per MoE layer: time for which dispatch or combine was under way while the rank did something else. At most: a message counts from
     its posting to the end of the wait for it, though it may have been there before anyone asked."""
     hidden_backward_s: tuple[float, ...] = ()
+    slowness: float | None = None
+    """Of a run that heals itself: how many times as long for its work the slowest host (on one machine: rank) took as the others (`plan/stragglers.py`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,6 +243,23 @@ class TeamFormed(Event):
     """From then until this member was told."""
     plan: str = ""
     """Hash of what was decided for the team (`plan/heal.py: HealPlan.decision`)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Straggling(Event):
+    """A host (on one machine: a rank) has been slow for long enough that a person should know, or that it is put out."""
+
+    step: int
+    """Steps committed."""
+    host: str
+    members: tuple[str, ...]
+    """Its ranks."""
+    slowness: float
+    """As in `StepEnded`."""
+    steps: int
+    """For so many in a row."""
+    put_out: bool
+    why: str
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -107,6 +107,9 @@ LIMITS: Mapping[str, Limit] = {
     "resilience.minimum": COUNT,
     "resilience.wait_s": POSITIVE,
     "resilience.limit_s": POSITIVE,
+    "resilience.straggler": NOT_NEGATIVE,
+    "resilience.straggler_steps": COUNT,
+    "resilience.straggler_rest_s": POSITIVE,
     "resilience.replace_interval": NOT_NEGATIVE,
     "checkpoint.interval": NOT_NEGATIVE,
     "checkpoint.keep_last": COUNT,
@@ -257,6 +260,20 @@ EFFECTS: tuple[Effect, ...] = (
         reason="resilience.heal is not set to true, and other hosts take part only in a run that heals itself",
         way_out="resilience.heal = true",
         reads=("resilience.heal",),
+    ),
+    Effect(
+        settings=("resilience.straggler", "resilience.straggler_steps"),
+        inert=lambda r: r.resilience.heal is False,
+        reason="resilience.heal is false, so a run ends without one of its ranks",
+        way_out="resilience.heal = true",
+        reads=("resilience.heal",),
+    ),
+    Effect(
+        settings=("resilience.straggler_rest_s",),
+        inert=lambda r: r.resilience.straggler == 0,
+        reason="resilience.straggler = 0 puts nobody out",
+        way_out="resilience.straggler = 2.5",
+        reads=("resilience.straggler",),
     ),
     Effect(
         settings=("resilience.wanted", "launch.host", "launch.keep_service"),
@@ -572,6 +589,9 @@ def _several_hosts_clashes(recipe: Recipe) -> list[_Clash]:
         if r.wanted is None:
             rule = "must say with how many ranks the run begins: launch.ranks are those of this host alone"
             found.append(_clash("resilience.wanted", None, rule, "launch.ranks times the number of hosts"))
+    if 0 < r.straggler <= 1:
+        rule = "must be above 1, for the others are that fast themselves, or 0"
+        found.append(_clash("resilience.straggler", r.straggler, rule, "2.5"))
     wanted = launch.ranks if r.wanted is None else r.wanted
     if wanted < r.minimum:
         rule = f"is more than the {wanted} ranks with which the run begins"

@@ -33,6 +33,7 @@ from phalanx.core.events import (
     RunEnded,
     RunStarted,
     StepEnded,
+    Straggling,
     TeamFormed,
     TrainingResumed,
     Validated,
@@ -95,6 +96,8 @@ class ConsoleSink:
                 self._say(event)
             case TeamFormed():
                 self._formed(event)
+            case Straggling():
+                self._straggling(event)
             case ExpertsMoved():
                 self._print(Text(f"{event.step:>6} {_moved_experts(event)}"))
             case TrainingResumed():
@@ -190,6 +193,10 @@ class ConsoleSink:
         style = {"warning": "yellow", "error": "bold red"}.get(note.level, "")
         text = note.text if note.level == "info" else f"{note.level}: {note.text}"
         self._print(Text(text, style=style))
+
+    def _straggling(self, event: Straggling) -> None:
+        done = "it hands over and leaves" if event.put_out else "training waits for it in every step"
+        self._print(Text(f"{event.step:>6} {event.host} is slow: {event.why}; {done}", style="yellow"))
 
     def _formed(self, event: TeamFormed) -> None:
         moved = f"{format_bytes(event.moved_bytes)} moved in {format_seconds(event.moved_s)}"

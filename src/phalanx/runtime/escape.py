@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -33,6 +34,9 @@ class Escape:
 
     def __init__(self, kicked: Callable[[], bool], *, keep: Callable[[], object] = lambda: None) -> None:
         self.kicked, self.keep = kicked, keep
+        self.waited_s = 0.0
+        """How long the thread that made this stood waiting for calls, in all."""
+        self._thread = threading.get_ident()
         self._own = threading.local()
         self._open: list[_Beside] = []
         self._begun: dict[int, _Call] = {}
@@ -43,6 +47,7 @@ class Escape:
         if beside is None:
             beside = self._own.beside = _Beside()
             self._open.append(beside)
+        begin_s = time.monotonic()
         beside.calls.put(work)
         looks = round(GRACE_S / LOOK_S)
         while True:
@@ -54,6 +59,8 @@ class Escape:
                     self._own.beside, beside.kept = None, self.keep()
                     raise PeerError("a message did not end after its connection was closed") from None
                 continue
+            if threading.get_ident() == self._thread:
+                self.waited_s += time.monotonic() - begin_s
             if error is not None:
                 raise error
             return value

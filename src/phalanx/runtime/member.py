@@ -50,6 +50,9 @@ class Body(Protocol):
     def commit(self) -> None:
         """Apply what was reduced. Needs nobody else."""
 
+    def too_slow(self) -> Mapping[str, str]:
+        """After a commit: members that the run is to go on without, and why, as all that were in the step know."""
+
     def abort(self) -> None:
         """Drop what was reduced, whole or in part."""
 
@@ -181,6 +184,7 @@ class _Loop:
                 return ""
             if decision.then == "stop" and not self.body.finished():
                 return self._stop()
+            self.seat.wish_away(self.body.too_slow())
             if decision.then == "next" or (decision.then == "leave" and self._part(self.seat.leavers)):
                 return ""
         if self._failed(lambda: self.body.close(stopped=False)):

@@ -133,6 +133,15 @@ class Roster:
         """Whether workers of this host are ready and no generation has ever been."""
         return self.newest is None and bool(self._ready)
 
+    def is_over(self) -> bool:
+        """Whether the run has ended, as the service says; False where it does not say."""
+        try:
+            keys = self._connected()
+            return keys is not None and any(keys.get(key) is not None for key in ("finished", "stopped"))
+        except ServiceLost:
+            self._keys = None
+            return False
+
     def heard(self) -> int:
         """How many members are ready, those of this host alone where the service does not say."""
         try:

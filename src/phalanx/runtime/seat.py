@@ -32,6 +32,8 @@ from phalanx.runtime.votes import BEGUN, Decision, Report, Then, Votes
 WATCH_S = 0.25
 """How long the watching thread waits at a time; a new generation wakes it at once."""
 AGAIN_S = 0.05
+SLOW = "put out, "
+"""How the reason begins of a member that the others go on without because it is slow: its place stays empty for a while."""
 WISH_AGAIN_S = 10.0
 """A hand-over that the disk refused: after so long it is tried again."""
 KNOCK_AFTER_S = 0.1
@@ -299,6 +301,12 @@ class Seat:
         with contextlib.suppress(ServiceLost):
             self.keys().put("stopped", "1")
 
+    def wish_away(self, slow: Mapping[str, str]) -> None:
+        """These are to leave after a hand-over because they are slow. All that know it say so; a service that is away hears it after another step."""
+        if slow:
+            with contextlib.suppress(ServiceLost):
+                Membership(self.keys()).wish_to_leave({uid: f"{SLOW}{why}" for uid, why in slow.items()})
+
     def leavers(self) -> dict[str, str]:
         """Who leaves after "leave", and why: the same for all members of the team. Raises `ServiceLost`."""
         assert self.team is not None
@@ -394,6 +402,8 @@ class Seat:
         if self.uid in found.uids:
             return found.enough or self.closing or any(uid in self._wishes for uid in found.uids)
         if self.uid in found.leaving:
+            if self._wishes.get(self.uid, "").startswith(SLOW):
+                self._say({"rest": True})
             raise Left(f"{self.uid} has left the run")
         if self.last is not None:
             raise StaleMember(

@@ -72,6 +72,8 @@ class SupervisorSettings:
     """How long a service that ended stays away before it is started again."""
     alone: bool = True
     """No other host can take part: a stop of this one, before the run begins, is a stop of the run."""
+    rest_s: float = 600.0
+    """How long the place of a worker stays empty that the others put out for being slow."""
     away: Callable[[], frozenset[int]] = frozenset
     """Slots that are to have no worker for now, asked again and again (`runtime/away.py`)."""
     seat: SeatSettings = field(default_factory=SeatSettings)
@@ -140,6 +142,8 @@ class Supervisor:
         self.workers: list[Worker] = []
         self.empty: set[int] = set()
         """Slots that wait until they are not away any more."""
+        self.rests: dict[int, float] = {}
+        """Slots whose worker was too slow, and until when they stay empty."""
         self.started = 0
         self.deaths: Counter[int] = Counter()
         """Of each slot since the last step, but for workers that were refused: what they missed says nothing of the next one."""
@@ -162,7 +166,7 @@ class Supervisor:
             for slot in range(self.settings.slots):
                 self._start_or_wait(slot)
             try:
-                while any(not w.ended for w in self.workers) or (self.empty and self._goes_on):
+                while any(not w.ended for w in self.workers) or (self.empty and self._goes_on and not self._all_rest):
                     self._turn()
             finally:
                 self._end_all()
@@ -219,6 +223,8 @@ class Supervisor:
                 self.roster.announced(worker.member)
             if "leave" in words:
                 self.roster.leave([worker.uid], "was told to leave")
+            if "rest" in words:
+                self.rests[worker.slot] = time.monotonic() + self.settings.rest_s
             if "begun" in words:
                 self.roster.begun = True
             if "step" in words:
@@ -238,6 +244,8 @@ class Supervisor:
         if worker.left_well:
             self.codes.append(0)
             self.roster.gone(worker.uid)
+            if worker.slot in self.rests and self._goes_on:
+                self.empty.add(worker.slot)
             return
         self.roster.died(worker.uid, worker.cause())
         self.roster.tick()  # the others wait for this; a new process can come later
@@ -354,6 +362,11 @@ class Supervisor:
     def _goes_on(self) -> bool:
         return not self.stops and self.roster.finished is None
 
+    @property
+    def _all_rest(self) -> bool:
+        """No worker is left that could hear of the end of the run, and it is over."""
+        return bool(self.rests) and self.roster.is_over()
+
     def _start_or_wait(self, slot: int) -> None:
         if slot in self.settings.away():
             self.empty.add(slot)
@@ -362,7 +375,11 @@ class Supervisor:
 
     def _fill(self) -> None:
         """Workers for the slots that are back."""
-        back = self.empty - self.settings.away() if self.empty and self._goes_on else set()
+        if not self.empty or not self._goes_on:
+            return
+        now = time.monotonic()
+        self.rests = {slot: until_s for slot, until_s in self.rests.items() if until_s > now}
+        back = self.empty - self.settings.away() - set(self.rests)
         self.empty -= back
         for slot in sorted(back):
             self._start(slot)

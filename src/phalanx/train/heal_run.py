@@ -124,6 +124,7 @@ def supervisor_settings(recipe: Recipe, host: str, *, own_machine: bool) -> Supe
         limit_s=r.limit_s,
         gather_s=max(r.limit_s, LOCAL_GATHER_S if r.service is None else GATHER_S),
         wait_s=r.wait_s,
+        rest_s=r.straggler_rest_s,
         seat=SeatSettings(timeout_s=timeout_s, own_machine=own_machine, doors=r.service is not None),
     )
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -54,11 +54,12 @@ from phalanx.train.heal_state import Everyone, Examined, Moved, examine, take_st
 from phalanx.train.heal_tell import Entry, Telling
 from phalanx.train.machine import MemoryMeter, matmul_flops_per_s
 from phalanx.train.optim import learning_rate
+from phalanx.train.pace import PaceWatch
 from phalanx.train.rehearsal import rehearse
 from phalanx.train.replacing import Prepared as NewPlacement
 from phalanx.train.run_folder import RunFolder
 from phalanx.train.setup import DTYPES, Rank, Told, name_of_rows, resolve_pipeline
-from phalanx.train.step import ReducedStep, commit_step, publish, reduce_step
+from phalanx.train.step import ReducedStep, StepResult, commit_step, publish, reduce_step
 from phalanx.train.trainer import PREFETCH_STEPS, Trainer, make_loader, make_parts
 from phalanx.train.watch import MemberWatch, Phase, collective_watch
 
@@ -117,6 +118,8 @@ class HealingBody:
         self._moving: NewPlacement | None = None
         """Experts lie there from the commit of the step on that is computed with it."""
         self._telling = Telling(sinks)
+        self._pace = PaceWatch(run.recipe, run.healing)
+        self._too_slow: dict[str, str] = {}
         self._batches: Prefetch[list[MicroBatch]] | None = None
 
     def rehearse(self) -> None:
@@ -325,6 +328,7 @@ class HealingBody:
         self.place_of = {uid: plan.standing(rank) for rank, uid in enumerate(plan.uids[: plan.folding.world])}
         self._idle, self._others_idle, self._entered = trainer is None, bool(plan.idle), plan
         self._step, self._reduced, self._due = step, None, step > 0
+        self._pace.formed()
         if trainer is None:
             return
         if self.trainer is not None:
@@ -398,10 +402,28 @@ class HealingBody:
         self._reduced, self._due = None, True
         trainer.step, trainer.last_loss = self._step, result.loss
         trainer.replacing.committed(result.counts_LE)
-        trainer.report(result, micros, step_s=time.perf_counter() - begin_s, data_s=data_s)
+        slowness = self._watch_pace(result)
+        trainer.report(result, micros, step_s=time.perf_counter() - begin_s, data_s=data_s, slowness=slowness)
         if self._may_lack:
             self._may_lack = False
             import_beside()
+
+    def _watch_pace(self, result: StepResult) -> float | None:
+        """How slow the slowest member is; who is to go for it is kept until the loop asks."""
+        assert self._entered is not None
+        slowness, verdict = self._pace.committed(result, self._entered)
+        if verdict is not None:
+            told = self._pace.to_tell(verdict, self._step)
+            if told is not None:
+                self.sinks(told)
+            if verdict.put_out:
+                self._too_slow = dict.fromkeys(verdict.uids, verdict.why)
+        return slowness
+
+    def too_slow(self) -> Mapping[str, str]:
+        """Members that the others go on without, and why: the same on all but those that are idle, which hear of it from them."""
+        found, self._too_slow = self._too_slow, {}
+        return found
 
     def abort(self) -> None:
         self._reduced = None

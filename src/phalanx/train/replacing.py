@@ -56,6 +56,10 @@ from phalanx.train.step import StepParts
 
 BYTES_PER_S = 1e9
 """Of a move, until one was measured."""
+LAST = 5
+"""Moves whose figures are kept."""
+MEMORY = 10
+"""Decisions for which they are."""
 SOON = 10
 """A decision follows a change of members after this part of the interval."""
 TIMED_ROWS = 128
@@ -85,6 +89,42 @@ class _Told:
     """Of its stage."""
 
 
+class PastMoves:
+    """What moves have taken on this rank. A busy moment is no property of the machine: the quickest of the last few counts, and each of them for some decisions only,
+    so that one slow move cannot keep experts where they are for good. A machine whose moves are all slow pays for one that is not worth it in `MEMORY` decisions."""
+
+    def __init__(self) -> None:
+        self._moves: list[_Past] = []
+        """The oldest first."""
+        self._decisions = 0
+
+    def decided(self) -> None:
+        """A decision is being made."""
+        self._decisions += 1
+        self._moves = [m for m in self._moves[-LAST:] if self._decisions - m.at < MEMORY]
+
+    def took(self, *, rebuild_s: float, bytes_per_s: float | None) -> None:
+        """A move is done; None: nothing came to any rank in it."""
+        self._moves = [*self._moves, _Past(at=self._decisions, rebuild_s=rebuild_s, bytes_per_s=bytes_per_s)][-LAST:]
+
+    @property
+    def rebuild_s(self) -> float:
+        """To build modules and buffers; 0 where nothing is known."""
+        return min((m.rebuild_s for m in self._moves), default=0.0)
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Of state."""
+        return max((m.bytes_per_s for m in self._moves if m.bytes_per_s is not None), default=BYTES_PER_S)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Past:
+    at: int
+    rebuild_s: float
+    bytes_per_s: float | None
+
+
 class Replacing:
     """One rank's side of it, for a whole run: it outlives the parts of a step."""
 
@@ -97,8 +137,7 @@ class Replacing:
         self.loads: Floats | None = None
         self.again = 0
         """A further step after which to decide."""
-        self.bytes_per_s, self.rebuild_s = BYTES_PER_S, 0.0
-        """What the last move took; whoever builds first says how long that was."""
+        self.moves = PastMoves()
 
     def committed(self, counts_LE: NDArray[np.int64]) -> None:
         """Tokens that chose each expert in a committed step, before dropping."""
@@ -130,6 +169,7 @@ class Replacing:
         best = max(told, key=lambda t: t.seen)  # a rank that came later has seen less
         if best.loads is None:
             return None
+        self.moves.decided()
         self.seen, self.loads = best.seen, best.loads
         before = {folding.coord(r, "pp"): told[r].placement for r in range(folding.world)}
         stages = [_stage(before[i], best.loads, self.spec) for i in sorted(before) if before[i].layers]
@@ -146,8 +186,8 @@ class Replacing:
             seen=self.seen,
             loads=self.loads,
             row_s=seconds_of_a_row(parts),
-            bytes_per_s=self.bytes_per_s,
-            rebuild_s=self.rebuild_s,
+            bytes_per_s=self.moves.bytes_per_s,
+            rebuild_s=self.moves.rebuild_s,
             placement=placement_in_use(parts),
         )
 
@@ -180,8 +220,8 @@ class Replacing:
         begin_s = time.perf_counter()
         received, checked = _take_over(new, parts, rank, before, after)
         moved_s = time.perf_counter() - begin_s
-        self.rebuild_s, most = built_s, max(rank.peers.gather(received))
-        self.bytes_per_s = most / moved_s if most else self.bytes_per_s
+        most = max(rank.peers.gather(received))
+        self.moves.took(rebuild_s=built_s, bytes_per_s=most / moved_s if most else None)
         event = ExpertsMoved(
             step=step,
             why=decision.action,

@@ -20,7 +20,8 @@ Legend: L MoE layers, E experts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -118,6 +119,8 @@ class StepResult:
     """Some rank asked to stop after this step."""
     exchange: ExchangeTimes
     """Of dispatch and combine."""
+    seconds: tuple[float, ...] = ()
+    """What each rank took for its own share, waits left out; empty where it is not known."""
 
     @property
     def load_max_over_mean(self) -> tuple[float, ...]:
@@ -190,6 +193,7 @@ def _compute(
     parts: StepParts, batches: Sequence[TokenBatch], *, step: int, stop: bool, bits: int | None
 ) -> tuple[ReducedGradients, Tally]:
     """Everything of a step that changes nothing: from counting to the vote."""
+    own_s = _own_clock(parts)
     parts.buffers.begin(bits)
     parts.comms.layers.take()  # what came before is of no step
     valid_tokens = parts.comms.all_reduce(num_valid(batches), parts.groups.axis("dp_cp"), op_id="valid_tokens")
@@ -198,7 +202,16 @@ def _compute(
     shares = parts.runner.train(batches, infos, valid_tokens=valid_tokens, buffers=parts.buffers)
     gradients = parts.buffers.reduce(parts.groups, parts.comms)
     vote = plain_vote if parts.exact is None else exact_vote
-    return gradients, vote(parts, gradients, shares, stop=stop)
+    return gradients, vote(parts, gradients, shares, stop=stop, own_s=own_s())
+
+
+def _own_clock(parts: StepParts) -> Callable[[], float | None]:
+    """Seconds from now on, without those in which the rank waited for messages; None where nobody takes those down (only a run that heals itself does)."""
+    escape, begin_s = parts.comms.escape, time.monotonic()
+    if escape is None:
+        return lambda: None
+    waited_s = escape.waited_s
+    return lambda: max(0.0, time.monotonic() - begin_s - (escape.waited_s - waited_s))
 
 
 def _fewer_bits(parts: StepParts) -> int:
@@ -329,4 +342,5 @@ def _result(tally: Tally, *, step: int, lr: float, tokens: int) -> StepResult:
         entropy=tally.entropy_sum / max(1, tokens * len(tally.counts_LE)),
         stop=tally.stop,
         exchange=tally.exchange,
+        seconds=tally.seconds,
     )

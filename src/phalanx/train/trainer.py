@@ -412,7 +412,15 @@ class Trainer:
             self.rank.sinks(Note(level="info", text=text))
         self._write_status("running")
 
-    def report(self, result: StepResult, micros: Sequence[MicroBatch], *, step_s: float, data_s: float) -> None:
+    def report(
+        self,
+        result: StepResult,
+        micros: Sequence[MicroBatch],
+        *,
+        step_s: float,
+        data_s: float,
+        slowness: float | None = None,
+    ) -> None:
         tokens_per_s = result.tokens / step_s
         peak = self.peak_flops_per_s
         self.rank.sinks(
@@ -426,6 +434,7 @@ class Trainer:
                 peak_memory_bytes=self.rank.memory.peak_bytes(),
                 exposed_forward_s=result.exchange.exposed_forward_s, hidden_forward_s=result.exchange.hidden_forward_s,
                 exposed_backward_s=result.exchange.exposed_backward_s, hidden_backward_s=result.exchange.hidden_backward_s,
+                slowness=slowness,
             )
         )  # fmt: skip
         if self._first_of_replica:

@@ -68,12 +68,16 @@ class Tally:
     stop: bool
     exchange: ExchangeTimes
     counts_LE: NDArray[np.int64]
+    seconds: tuple[float, ...] = ()
+    """What each rank took for its own share of the step, waits left out; empty where it is not known (`own_seconds`)."""
     too_large: bool = False
     """Exact mode: some sum had no room for its gradients; the step must be computed again with fewer binary places."""
 
 
-def plain_vote(parts: Voter, gradients: ReducedGradients, shares: Sequence[Share], *, stop: bool) -> Tally:
-    """Add up every rank's ballot."""
+def plain_vote(
+    parts: Voter, gradients: ReducedGradients, shares: Sequence[Share], *, stop: bool, own_s: float | None = None
+) -> Tally:
+    """Add up every rank's ballot. `own_s`: as in `Tally.seconds`; None on all ranks where it is not known."""
     with parts.comms.doing("norm"):
         square_sum = gradients.square_sum(parts.groups, lanes=parts.lanes)
     numbers = [square_sum]
@@ -81,11 +85,12 @@ def plain_vote(parts: Voter, gradients: ReducedGradients, shares: Sequence[Share
         numbers.append(torch.stack([getattr(share, name).to(torch.float64) for share in shares]).sum())
     numbers.append(square_sum.new_tensor(float(stop)))
     counts_LE, times_L5 = _counts(shares), _times(parts, shares)
-    ballot = torch.cat([torch.stack(numbers), times_L5.flatten(), counts_LE.flatten().to(torch.float64)])
+    seconds = _seconds(parts, own_s).to(square_sum.device)
+    ballot = torch.cat([torch.stack(numbers), times_L5.flatten(), counts_LE.flatten().to(torch.float64), seconds])
     parts.comms.all_reduce(ballot, parts.groups.axis("world"), op_id="vote")
     ballot = ballot.cpu()  # SYNC: all ranks must know the outcome before anything is committed
     squares, loss, aux_loss, z_loss, mtp_loss, dropped, entropy_sum, stops = ballot[: len(numbers)].tolist()
-    times_L5, counts = ballot[len(numbers) :].split([times_L5.numel(), counts_LE.numel()])
+    times_L5, counts, seconds = ballot[len(numbers) :].split([times_L5.numel(), counts_LE.numel(), seconds.numel()])
     finite = all(map(math.isfinite, (squares, loss, aux_loss, z_loss, mtp_loss)))
     return Tally(
         finite=finite,
@@ -99,10 +104,13 @@ def plain_vote(parts: Voter, gradients: ReducedGradients, shares: Sequence[Share
         stop=stops > 0,
         exchange=_exchange(parts, times_L5),
         counts_LE=counts.view(counts_LE.shape).to(torch.int64).numpy(),
+        seconds=tuple(seconds.tolist()),
     )
 
 
-def exact_vote(parts: Voter, gradients: ReducedGradients, shares: Sequence[Share], *, stop: bool) -> Tally:
+def exact_vote(
+    parts: Voter, gradients: ReducedGradients, shares: Sequence[Share], *, stop: bool, own_s: float | None = None
+) -> Tally:
     """The same in integers."""
     bits = parts.buffers.bits
     scale = 2.0 ** (bits - NORM_BITS)
@@ -118,11 +126,12 @@ def exact_vote(parts: Voter, gradients: ReducedGradients, shares: Sequence[Share
     numbers.append(int(math.isfinite(top) and top >= room))
     counts_LE, times_L5 = _counts(shares), _times(parts, shares)
     times = (times_L5 * NANOSECOND).round().to(torch.int64).flatten()
-    ballot = torch.cat([torch.tensor(numbers, device=counts_LE.device), times, counts_LE.flatten()])
+    seconds = (_seconds(parts, own_s) * NANOSECOND).round().to(torch.int64).to(counts_LE.device)
+    ballot = torch.cat([torch.tensor(numbers, device=counts_LE.device), times, counts_LE.flatten(), seconds])
     parts.comms.all_reduce(ballot, parts.groups.axis("world"), op_id="vote")
     ballot = ballot.cpu()  # SYNC: all ranks must know the outcome before anything is committed
     a, b, c, loss, aux, z, mtp, entropy_sum, all_dropped, stops, all_bad, large = ballot[: len(numbers)].tolist()
-    times, counts = ballot[len(numbers) :].split([times.numel(), counts_LE.numel()])
+    times, counts, seconds = ballot[len(numbers) :].split([times.numel(), counts_LE.numel(), seconds.numel()])
     finite = all_bad == 0
     return Tally(
         finite=finite,
@@ -136,6 +145,7 @@ def exact_vote(parts: Voter, gradients: ReducedGradients, shares: Sequence[Share
         stop=stops > 0,
         exchange=_exchange(parts, times.to(torch.float64) / NANOSECOND),
         counts_LE=counts.view(counts_LE.shape).numpy(),
+        seconds=tuple((seconds.to(torch.float64) / NANOSECOND).tolist()),
         too_large=finite and large > 0,
     )
 
@@ -159,6 +169,14 @@ def _times(parts: Voter, shares: Sequence[Share]) -> torch.Tensor:
         here=frozenset(map(int, parts.model.layers)),
         device=shares[0].counts_LE.device,
     )
+
+
+def _seconds(parts: Voter, own_s: float | None) -> torch.Tensor:
+    """(world,) fp64, to be summed: each rank writes its own; (0,) where nobody knows."""
+    out = torch.zeros(0 if own_s is None else parts.groups.axis("world").size, dtype=torch.float64)
+    if own_s is not None:
+        out[parts.groups.rank] = own_s
+    return out
 
 
 def _exchange(parts: Voter, times: torch.Tensor) -> ExchangeTimes:

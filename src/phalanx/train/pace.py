@@ -1,0 +1,79 @@
+"""How fast each member of a run that heals itself is, step by step: what `plan/stragglers.py` decides from is put together here, the same on all members."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from phalanx.core.config import Recipe
+from phalanx.core.errors import PlanError
+from phalanx.core.events import Straggling
+from phalanx.core.samples import owned
+from phalanx.plan.heal import Healing, HealPlan
+from phalanx.plan.recovery import is_exact
+from phalanx.plan.stragglers import Pace, Rule, Streaks, Verdict, judge, slowness, work_of_ranks
+from phalanx.train.step import StepResult
+
+
+class PaceWatch:
+    """One member's side of it."""
+
+    def __init__(self, recipe: Recipe, healing: Healing) -> None:
+        r = recipe.resilience
+        self.recipe, self.healing = recipe, healing
+        self.rule = Rule(
+            factor=r.straggler,
+            steps=r.straggler_steps,
+            least_ranks=max(r.minimum, healing.least(), healing.floor),
+            least_hosts=r.f,
+            fits=lru_cache(maxsize=None)(self._fits),
+        )
+        self.streaks = Streaks()
+
+    def formed(self) -> None:
+        """A generation begins: others work on other shares, and whoever comes has seen nothing."""
+        self.streaks = Streaks()
+
+    def committed(self, result: StepResult, plan: HealPlan) -> tuple[float | None, Verdict | None]:
+        """(how slow the slowest is, what is to be done about somebody)."""
+        if not result.seconds:
+            return None, None
+        paces = self._paces(result, plan)
+        self.streaks, verdict = judge(paces, self.streaks, self.rule)
+        return max(slowness(paces).values()), verdict
+
+    def to_tell(self, verdict: Verdict, step: int) -> Straggling | None:
+        """Once for each streak."""
+        if verdict.steps != self.rule.steps:
+            return None
+        return Straggling(
+            step=step,
+            host=verdict.host,
+            members=verdict.uids,
+            slowness=verdict.slowness,
+            steps=verdict.steps,
+            put_out=verdict.put_out,
+            why=verdict.why,
+        )
+
+    def _paces(self, result: StepResult, plan: HealPlan) -> list[Pace]:
+        t, folding = self.recipe.train, plan.folding
+        samples = t.global_batch // t.micro_batch
+        shares = [len(owned(samples, owners=folding.replicas, owner=i)) for i in range(folding.replicas)]
+        work = work_of_ranks(
+            self.healing.spec, folding, self.healing.stages(folding), result.counts_LE,
+            microbatches=shares, tokens_of_one=t.micro_batch * t.seq_len, seq_len=t.seq_len, placement=plan.placement,
+        )  # fmt: skip
+        members = plan.members[: folding.world]
+        several = len({fact.machine for fact in plan.members}) > 1
+        return [
+            Pace(uid=fact.uid, host=fact.machine if several else fact.uid, seconds=seconds, work=flops)
+            for fact, seconds, flops in zip(members, result.seconds, work, strict=True)
+        ]
+
+    def _fits(self, ranks: int) -> bool:
+        try:
+            choice = self.healing.choose(ranks)
+        except PlanError:
+            return False
+        base = self.healing.base
+        return not choice.idle and is_exact(choice.folding, base) and choice.folding.pp == base.pp
