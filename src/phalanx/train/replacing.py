@@ -56,6 +56,10 @@ from phalanx.train.step import StepParts
 
 BYTES_PER_S = 1e9
 """Of a move, until one was measured."""
+KEPT_MOVES = 5
+"""The quickest of so many counts."""
+REMEMBER = 10
+"""Decisions after which a move is forgotten: then one is tried again as if none had been measured."""
 SOON = 10
 """A decision follows a change of members after this part of the interval."""
 TIMED_ROWS = 128
@@ -70,6 +74,17 @@ class Prepared:
     placements: tuple[LayerPlacements, ...]
     """Of each pipeline stage."""
     event: ExpertsMoved
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Moved:
+    """What one move took."""
+
+    decision: int
+    """How many decisions there were when it was made."""
+    bytes_per_s: float
+    """0: nothing travelled."""
+    rebuild_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,8 +112,9 @@ class Replacing:
         self.loads: Floats | None = None
         self.again = 0
         """A further step after which to decide."""
-        self.bytes_per_s, self.rebuild_s = BYTES_PER_S, 0.0
-        """What the last move took; whoever builds first says how long that was."""
+        self.moves: list[_Moved] = []
+        """What the last moves took, as far as they are remembered."""
+        self.decisions = 0
 
     def committed(self, counts_LE: NDArray[np.int64]) -> None:
         """Tokens that chose each expert in a committed step, before dropping."""
@@ -133,6 +149,7 @@ class Replacing:
         self.seen, self.loads = best.seen, best.loads
         before = {folding.coord(r, "pp"): told[r].placement for r in range(folding.world)}
         stages = [_stage(before[i], best.loads, self.spec) for i in sorted(before) if before[i].layers]
+        self.decisions += 1
         decision = plan_replacement(stages, self._costs(parts, told), floor=self.floor, interval=self.interval)
         made = rank.peers.gather(decision.hash)
         if len(set(made)) > 1:
@@ -150,6 +167,20 @@ class Replacing:
             rebuild_s=self.rebuild_s,
             placement=placement_in_use(parts),
         )
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Of a move."""
+        return max((m.bytes_per_s for m in self._remembered() if m.bytes_per_s), default=BYTES_PER_S)
+
+    @property
+    def rebuild_s(self) -> float:
+        """Of the parts of a step; whoever builds first says how long that was."""
+        return min((m.rebuild_s for m in self._remembered()), default=0.0)
+
+    def _remembered(self) -> list[_Moved]:
+        """A move that something else made slow must not be the last one: another of late may have been quicker, and none counts for ever."""
+        return [m for m in self.moves if self.decisions - m.decision < REMEMBER][-KEPT_MOVES:]
 
     def _costs(self, parts: StepParts, told: Sequence[_Told]) -> Costs:
         """One figure for all: the middle rank's row, the slowest way, the longest rebuilding."""
@@ -180,8 +211,9 @@ class Replacing:
         begin_s = time.perf_counter()
         received, checked = _take_over(new, parts, rank, before, after)
         moved_s = time.perf_counter() - begin_s
-        self.rebuild_s, most = built_s, max(rank.peers.gather(received))
-        self.bytes_per_s = most / moved_s if most else self.bytes_per_s
+        most = max(rank.peers.gather(received))
+        moved = _Moved(decision=self.decisions, bytes_per_s=most / moved_s if most else 0.0, rebuild_s=built_s)
+        self.moves = [*self._remembered(), moved]
         event = ExpertsMoved(
             step=step,
             why=decision.action,
