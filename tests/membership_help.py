@@ -235,6 +235,7 @@ class SimulatedMember:
             world.roster.gone(self.uid)
             return
         world.roster.finished = End(len(self.state), before.number if before else 0).text
+        world.service.values["finished"] = world.roster.finished  # as `Seat.finish`
         world.roster.gone(self.uid)
         world.ends[self.uid] = tuple(self.state)
 

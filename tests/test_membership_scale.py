@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from membership_help import MemoryKeys, MemoryService
+from phalanx.runtime import keys
 from phalanx.runtime import roster as roster_module
 from phalanx.runtime.forming import meet, ready_keys
 from phalanx.runtime.keys import ASKED_PER_S, Over
@@ -150,32 +151,31 @@ def test_a_block_that_is_not_complete_stops_the_commit() -> None:
 def test_members_that_meet_look_at_a_part_at_a_time() -> None:
     service = CountingService()
     generation = Generation(number=1, epoch=service.epoch, members=tuple(Member(f"h.{i}", "h") for i in range(512)))
-    keys = service.connect("one")
+    one = service.connect("one")
     for key in ready_keys(generation):
-        keys.put(key, "{}")
+        one.put(key, "{}")
     service.calls.clear()
     service.names.clear()
-    meet(generation, keys, limit_s=1.0, newer=lambda: False)
+    meet(generation, one, limit_s=1.0, newer=lambda: False)
     assert service.calls["one"] == 8 and service.names["one"] == 512
 
 
-def test_all_that_wait_ask_no_more_often_together_than_one_service_answers() -> None:
+def test_all_that_wait_ask_no_more_often_together_than_one_service_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     """`poll` itself, with a clock that it moves."""
-    from phalanx.runtime import keys
-
     for sharing in (1, 100, 1000):
-        clock = SimpleNamespace(s=0.0, looks=0)
+        assert looks_in_ten_seconds(sharing, monkeypatch) * sharing / 10.0 <= max(150.0, 1.2 * ASKED_PER_S), sharing
 
-        def look() -> bool:
-            clock.looks += 1
-            return False
 
-        def sleep(seconds: float) -> None:
-            clock.s += seconds
+def looks_in_ten_seconds(sharing: int, monkeypatch: pytest.MonkeyPatch) -> int:
+    clock, looks = SimpleNamespace(s=0.0), list[float]()
 
-        real, keys.time = keys.time, SimpleNamespace(monotonic=lambda: clock.s, sleep=sleep)  # type: ignore[assignment]
-        try:
-            assert not keys.poll(look, 10.0, sharing=sharing)
-        finally:
-            keys.time = real
-        assert clock.looks * sharing / 10.0 <= max(150.0, 1.2 * ASKED_PER_S), sharing
+    def look() -> bool:
+        looks.append(clock.s)
+        return False
+
+    def sleep(seconds: float) -> None:
+        clock.s += seconds
+
+    monkeypatch.setattr(keys, "time", SimpleNamespace(monotonic=lambda: clock.s, sleep=sleep))
+    assert not keys.poll(look, 10.0, sharing=sharing)
+    return len(looks)

@@ -35,7 +35,7 @@ EPOCH = "epoch"
 FIRST_LOOK_S = 0.0002
 LAST_LOOK_S = 0.01
 ASKED_PER_S = 10_000
-"""How often all that wait for a key ask a service together, at most (a TCPStore on one core answers 5 times as many, docs/survive.md)."""
+"""How often all that wait for a key ask a service together, at most. Not a measured limit of any of them: so that the load of a job stays the same however many ranks it has."""
 OPENING = threading.Lock()
 """Held while this process opens connections, so that nobody takes one for a socket of a process group (`runtime/forming.py`)."""
 

@@ -321,7 +321,7 @@ class Roster:
     def _tidy(self, keys: Keys, newest: Generation) -> None:
         """The host of the first member deletes what nobody reads any more: little at a time, and nothing while a generation forms."""
         now = time.monotonic()
-        if now < self._tidy_s or newest.members[:1] and newest.members[0].host != self.host:
+        if now < self._tidy_s or (newest.members[:1] and newest.members[0].host != self.host):
             return
         self._tidy_s = now + TIDY_S
         keys.tidy()
