@@ -58,6 +58,10 @@ class MemoryKeys:
     def get(self, key: str) -> str | None:
         return self._values().get(key)
 
+    def values(self, keys: Sequence[str]) -> list[str | None]:
+        values = self._values()
+        return [values.get(k) for k in keys]
+
     def put(self, key: str, value: str) -> None:
         self._values()[key] = value
 
@@ -68,7 +72,7 @@ class MemoryKeys:
         values = self._values()
         return all(k in values for k in keys)
 
-    def wait(self, key: str, timeout_s: float) -> bool:
+    def wait(self, key: str, timeout_s: float, *, sharing: int = 1, over: Callable[[], bool] | None = None) -> bool:
         return key in self._values()
 
     def listed(self, prefix: str) -> list[str]:
@@ -76,6 +80,16 @@ class MemoryKeys:
 
     def delete(self, key: str) -> None:
         self._values().pop(key, None)
+
+    def delete_below(self, prefix: str, *, most: int) -> int:
+        values = self._values()
+        gone = [k for k in values if k.startswith(prefix)][:most]
+        for key in gone:
+            del values[key]
+        return len(gone)
+
+    def tidy(self) -> None:
+        pass
 
     def close(self) -> None:
         pass
@@ -223,6 +237,7 @@ class SimulatedMember:
             world.roster.gone(self.uid)
             return
         world.roster.finished = End(len(self.state), before.number if before else 0).text
+        world.service.values["finished"] = world.roster.finished  # as `Seat.finish`
         world.roster.gone(self.uid)
         world.ends[self.uid] = tuple(self.state)
 
@@ -251,8 +266,9 @@ class SimulatedMember:
                 self.seat._renew(before)
 
     def broken(self, generation: Generation) -> bool:
+        """Also where the run has ended without it: nobody sends it anything any more."""
         self.look()
-        return self.seat._ends(generation)
+        return self.seat._ends(generation) or self.seat._over is not None
 
     def in_generation(self, generation: Generation) -> None:
         world = self.world

@@ -281,6 +281,8 @@ class CheckpointConfig:
     """Resume from this step's checkpoint instead of the newest."""
 
 
+HOST_BEAT_S = 0.2
+"""How often a host says that it lives."""
 REPLACE_INTERVAL = 200
 """Steps, as often as arXiv 2407.04656 moves experts."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 
-from phalanx.core.config import Recipe
+from phalanx.core.config import HOST_BEAT_S, Recipe
 from phalanx.core.errors import Problem
 from phalanx.core.service_address import HOST_NAME, parse_service
 from phalanx.core.service_address import LEGAL as LEGAL_SERVICE
@@ -53,6 +53,9 @@ COUNT = Limit(least=1)
 NOT_NEGATIVE = Limit(least=0)
 SHARE = Limit(least=0, most=1)
 DECAY = Limit(least=0, below=1)
+
+LEAST_SILENCE_BEATS = 5
+"""A host is not taken for dead before it has missed so many heartbeats."""
 
 LIMITS: Mapping[str, Limit] = {
     **{f"model.{k}": COUNT for k in ("num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim", "vocab")},
@@ -106,7 +109,7 @@ LIMITS: Mapping[str, Limit] = {
     "resilience.wanted": COUNT,
     "resilience.minimum": COUNT,
     "resilience.wait_s": POSITIVE,
-    "resilience.limit_s": POSITIVE,
+    "resilience.limit_s": Limit(least=LEAST_SILENCE_BEATS * HOST_BEAT_S),
     "resilience.straggler": NOT_NEGATIVE,
     "resilience.straggler_steps": COUNT,
     "resilience.straggler_rest_s": POSITIVE,

@@ -29,12 +29,14 @@ import torch.distributed as dist
 
 from phalanx.core.errors import PeerError
 from phalanx.runtime.groups import DEFAULT_TIMEOUT_S, GroupCache, nccl_options, use_loopback
-from phalanx.runtime.keys import OPENING, Keys, TcpKeys, open_sockets
+from phalanx.runtime.keys import ASKED_PER_S, LAST_LOOK_S, OPENING, Keys, TcpKeys, open_sockets
 from phalanx.runtime.keys_store import KeysStore
 from phalanx.runtime.membership import Generation
 from phalanx.runtime.reach import keep_alive
 from phalanx.runtime.votes import Report
 
+READY_BLOCK = 64
+"""Members whose reports one look asks for: the first that are not complete."""
 CONSTRUCT_S = 3.0
 """All members have said that they are ready, so a group is made in milliseconds or never."""
 LOOK_S = 0.002
@@ -222,13 +224,19 @@ def meet(
 ) -> None:
     """The barrier: return when every member has reported. Raises `NewerGeneration`, or `PeerError` naming who is missing after `limit_s`."""
     wanted, end_s = ready_keys(generation), time.monotonic() + limit_s
-    while not keys.all_there(wanted):
+    last_look_s = max(LAST_LOOK_S, len(wanted) / ASKED_PER_S)
+    while wanted:
+        if keys.all_there(wanted[:READY_BLOCK]):
+            wanted = wanted[READY_BLOCK:]
+            continue
         if newer():
             raise NewerGeneration(f"generation {generation.number} is over before it was formed")
         if time.monotonic() > end_s:
-            missing = [u for u, k in zip(generation.uids, wanted, strict=True) if keys.get(k) is None]
+            said = zip(generation.uids, keys.values(ready_keys(generation)), strict=True)
+            missing = [uid for uid, report in said if report is None]
             raise PeerError(f"generation {generation.number} does not form: {', '.join(missing)} did not come")
         time.sleep(look_s)
+        look_s = min(look_s * 1.5, last_look_s)
 
 
 def form(
@@ -276,7 +284,7 @@ def form(
 
 def _reports(generation: Generation, keys: Keys) -> list[Report]:
     """Of all members, who have written them before the barrier let anybody through. Raises `PeerError` where some are gone."""
-    texts = [keys.get(key) for key in ready_keys(generation)]
+    texts = keys.values(ready_keys(generation))
     reports = [Report(**json.loads(text)) for text in texts if text is not None]
     if len(reports) < len(texts):
         raise PeerError(f"reports of generation {generation.number} are missing")

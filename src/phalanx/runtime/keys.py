@@ -35,13 +35,16 @@ EPOCH = "epoch"
 FIRST_LOOK_S = 0.0002
 LAST_LOOK_S = 0.01
 ASKED_PER_S = 10_000
-"""How often all that wait for a key ask a service together, at most (a TCPStore on one core answers 5 times as many, docs/survive.md)."""
+"""How often all that wait for a key ask a service together, at most. Not a measured limit of any of them: so that the load of a job stays the same however many ranks it has."""
 OPENING = threading.Lock()
 """Held while this process opens connections, so that nobody takes one for a socket of a process group (`runtime/forming.py`)."""
 
 
 class ServiceLost(PeerError):
     """The membership service does not answer. What was asked of it last may or may not have happened."""
+
+
+Over = Callable[[], bool]
 
 
 class Keys(Protocol):
@@ -65,8 +68,11 @@ class Keys(Protocol):
     def all_there(self, keys: Sequence[str]) -> bool:
         """Whether every one of `keys` exists."""
 
-    def wait(self, key: str, timeout_s: float, *, sharing: int = 1) -> bool:
-        """Block until `key` exists; False after the time. `sharing`: how many clients wait at the service at once, so that all together do not ask too often."""
+    def wait(self, key: str, timeout_s: float, *, sharing: int = 1, over: Over | None = None) -> bool:
+        """Block until `key` exists; False after the time, or once `over` says that nobody waits any more.
+
+        `sharing`: how many clients wait at the service at once, so that all together do not ask too often.
+        """
 
     def listed(self, prefix: str) -> list[str]:
         """Names of all keys that begin so, sorted."""
@@ -165,9 +171,9 @@ class TcpKeys:
         with self._call():
             return bool(self.store.check([_own(k) for k in keys]))
 
-    def wait(self, key: str, timeout_s: float, *, sharing: int = 1) -> bool:
+    def wait(self, key: str, timeout_s: float, *, sharing: int = 1, over: Over | None = None) -> bool:
         # the store's own wait logs a warning whenever its time ends
-        return poll(lambda: self.all_there([key]), timeout_s, sharing=sharing)
+        return poll(lambda: self.all_there([key]), timeout_s, sharing=sharing, over=over)
 
     def listed(self, prefix: str) -> list[str]:
         with self._call():
@@ -226,14 +232,19 @@ def _own(key: str) -> str:
 
 
 def poll(
-    found: Callable[[], bool], timeout_s: float, *, last_look_s: float = LAST_LOOK_S, sharing: int = 1
+    found: Callable[[], bool],
+    timeout_s: float,
+    *,
+    last_look_s: float = LAST_LOOK_S,
+    sharing: int = 1,
+    over: Over | None = None,
 ) -> bool:
-    """Ask again and again, after 0.2 ms at first and every `last_look_s` later; False when the time is over. Slower where many share the service."""
+    """Ask again and again, after 0.2 ms at first and every `last_look_s` later; False when the time is, or `over` says so. Slower where many share the service."""
     last_look_s = max(last_look_s, sharing / ASKED_PER_S)
     end_s, pause_s = time.monotonic() + timeout_s, max(FIRST_LOOK_S, last_look_s * FIRST_LOOK_S / LAST_LOOK_S)
     while not found():
         left_s = end_s - time.monotonic()
-        if left_s <= 0:
+        if left_s <= 0 or (over is not None and over()):
             return False
         time.sleep(min(pause_s, left_s))
         pause_s = min(pause_s * 1.5, last_look_s)

@@ -17,9 +17,10 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from phalanx.runtime.keys import CALL_S, EPOCH, OPENING, ServiceLost, poll
+from phalanx.runtime.keys import CALL_S, EPOCH, OPENING, Over, ServiceLost, poll
 
 LOOK_S = 0.02
 """A call costs about a millisecond: look less often than at a TCPStore."""
@@ -99,8 +100,9 @@ class EtcdKeys:
                 return False
         return True
 
-    def wait(self, key: str, timeout_s: float, *, sharing: int = 1) -> bool:
-        return poll(lambda: self.all_there([key]), timeout_s, last_look_s=LOOK_S, sharing=sharing * SLOWER)
+    def wait(self, key: str, timeout_s: float, *, sharing: int = 1, over: Over | None = None) -> bool:
+        there = partial(self.all_there, [key])
+        return poll(there, timeout_s, last_look_s=LOOK_S, sharing=sharing * SLOWER, over=over)
 
     def listed(self, prefix: str) -> list[str]:
         answer = self._ask("kv/range", {**self._below(prefix), "keysOnly": True})

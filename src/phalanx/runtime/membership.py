@@ -151,7 +151,7 @@ class Membership:
 
     def announced(self) -> list[Announcement]:
         """All that were made in this life of the service."""
-        texts = [self.keys.get(k) for k in self.keys.listed("member/")]
+        texts = self.keys.values(self.keys.listed("member/"))
         return [Announcement.from_json(t) for t in texts if t is not None]
 
     def heartbeat(self, name: str, count: int) -> None:
@@ -160,7 +160,7 @@ class Membership:
 
     def heartbeats(self, names: Sequence[str]) -> dict[str, str | None]:
         """What each said last."""
-        return {n: self.keys.get(f"beat/{n}") for n in names}
+        return dict(zip(names, self.keys.values([f"beat/{n}" for n in names]), strict=True))
 
     def current(self, known: Generation | None = None) -> Generation | None:
         """The newest generation (None: there is none yet). `known` is where to begin to look."""
@@ -178,13 +178,14 @@ class Membership:
         """The newest generation if it is newer than `after`, else None when the time is over."""
         same = after is not None and after.epoch == self.keys.epoch
         key = _key(after.number + 1) if same and after is not None else "first"
-        return self.current(after) if self.keys.wait(key, timeout_s) else None
+        sharing = 1 if after is None else len(after.members)
+        return self.current(after) if self.keys.wait(key, timeout_s, sharing=sharing) else None
 
     def between(self, before: Generation, after: Generation) -> list[Generation]:
         """Those later than `before`, up to `after`, of the same life of the service; `after` alone where `before` is of another one."""
         if before.epoch != after.epoch:
             return [after]
-        texts = [self.keys.get(_key(number)) for number in range(before.number + 1, after.number)]
+        texts = self.keys.values([_key(number) for number in range(before.number + 1, after.number)])
         return [*(Generation.from_json(text) for text in texts if text is not None), after]
 
     def start(self, members: Sequence[Member], *, above: int, minimum: int, why: str) -> Generation:
@@ -304,25 +305,36 @@ class FirstRule:
     minimum: int
     gather_s: float
     """How long to wait for members that are not heard of."""
+    lone_s: float = 600.0
+    """How long at least where those that are heard of are not the greater part: the others may have gone on without them."""
+
+    @staticmethod
+    def last(heard: Sequence[Announcement], above: Generation | None) -> Generation | None:
+        """The newest generation that anybody knows of."""
+        seen = [a.last for a in heard if a.last is not None] + ([above] if above is not None else [])
+        return max(seen, key=lambda g: g.number, default=None)
 
     def members(
         self, heard: Sequence[Announcement], *, above: Generation | None, dead: Collection[str], waited_s: float
     ) -> tuple[list[Member], int] | None:
         """(members, number that theirs must be above), or None to wait on. `above` is the newest generation that the caller knows of.
 
-        A run that was under way begins again with those that took part in it last; without any of them it does not begin.
+        A run that was under way begins again with those that took part in it last, with more than half of those that may live: a few of them
+        may have been put out and not know it. Without any of them it does not begin.
         """
-        seen = [a.last for a in heard if a.last is not None] + ([above] if above is not None else [])
+        last = self.last(heard, above)
         alive = [a for a in heard if a.member.uid not in dead]
-        if not seen:
+        if last is None:
             fresh = [a.member for a in alive]
             full = len(fresh) >= self.wanted or (waited_s > self.gather_s and len(fresh) >= self.minimum)
             return (sorted(fresh, key=_order), 0) if full and fresh else None
-        last = max(seen, key=lambda g: g.number)
         expected = [m for m in last.members if m.uid not in dead]
         here = {a.member.uid for a in alive}
         back = [m for m in expected if m.uid in here]
-        if not back or (len(back) < len(expected) and waited_s <= self.gather_s):
+        enough = len(back) == len(expected) or waited_s > (
+            self.gather_s if 2 * len(back) > len(expected) else self.lone_s
+        )
+        if not back or not enough:
             return None
         new = [a.member for a in alive if a.last is None and a.member.uid not in last.uids]
         return [*back, *sorted(new, key=_order)], last.number

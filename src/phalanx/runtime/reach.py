@@ -86,8 +86,9 @@ class Answers:
 
 def knock_at(keys: Keys, uids: Sequence[str], *, own: str, over: Callable[[], bool] = lambda: False) -> Answers:
     """At the doors of members, as far as they have one."""
-    doors = {uid: keys.get(door_key(uid)) for uid in uids if uid != own}
-    return knock({uid: door for uid, door in doors.items() if door is not None}, over=over)
+    others = [uid for uid in uids if uid != own]
+    doors = zip(others, keys.values([door_key(uid) for uid in others]), strict=True)
+    return knock({uid: door for uid, door in doors if door is not None}, over=over)
 
 
 def knock(doors: Mapping[str, str], *, limit_s: float = KNOCK_S, over: Callable[[], bool] = lambda: False) -> Answers:

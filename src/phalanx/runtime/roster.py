@@ -8,16 +8,23 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from phalanx.core.clock import now_s
-from phalanx.runtime.keys import Keys, Service, ServiceLost
+from phalanx.core.config import HOST_BEAT_S
+from phalanx.runtime.keys import MEETINGS, Keys, Service, ServiceLost
+from phalanx.runtime.keys_store import SUMS
 from phalanx.runtime.membership import Announcement, FirstRule, Generation, Member, Membership
-from phalanx.runtime.votes import BEGUN, stepped_key
+from phalanx.runtime.votes import BEGUN, stepped_key, written_for
 
-BEAT_S = 0.2
 LOOK_S = 0.05
+HEARD_AT_ONCE = 32
+"""Members that may be heard of in every look before the first generation; of more, looks are as much rarer."""
+TIDY_S = 60.0
+TIDY_SOON_S = 1.0
+"""Until the next generation is tidied up, where there are more."""
+TIDY_MOST = 256
 HOSTS_S = 0.5
 """How often the beats of other hosts are read, all in one call; more often where `limit_s` is short."""
 TOGETHER_S = 0.5
@@ -41,9 +48,7 @@ class Lost:
 class Roster:
     """The members of one host. `tick` does whatever is due and never waits long."""
 
-    def __init__(
-        self, host: str, service: Service, rule: FirstRule, *, limit_s: float, alone: bool = True
-    ) -> None:
+    def __init__(self, host: str, service: Service, rule: FirstRule, *, limit_s: float, alone: bool = True) -> None:
         """`alone`: no other host can take part in the run."""
         self.host, self.service, self.rule, self.limit_s, self.alone = host, service, rule, limit_s, alone
         self.newest: Generation | None = None
@@ -72,6 +77,11 @@ class Roster:
         self._beat_s = 0.0
         self._try_s = 0.0
         self._looked_s = 0.0
+        self._first_s = 0.0
+        """When to look again for those who begin."""
+        self._tidied: tuple[str, int] = "", 0
+        """Life of the service, and the generation in it that is to be tidied up next."""
+        self._tidy_s = 0.0
         self._watched_s = 0.0
         """When other hosts were looked at last."""
         self._others: dict[str, tuple[str | None, float]] = {}
@@ -185,6 +195,8 @@ class Roster:
             keys.put(f"history/{self.host}", self.newest.to_json())
         self._told_dead.clear()
         self._tell_dead(keys)
+        keys.put(_own_key(self.host), json.dumps(sorted(self._own)))
+        keys.create("wanted", str(self.rule.wanted))
         if self.begun:
             keys.put(BEGUN, "1")
         if self.finished is not None:
@@ -205,13 +217,14 @@ class Roster:
             self._tell_deaths(membership)
 
     def _tell_deaths(self, membership: Membership) -> None:
-        uids = {lost.uid: lost.why for lost in self._untold if not lost.generation}
-        lost_s = min((lost.at_s for lost in self._untold if not lost.generation), default=0.0)
+        untold = [lost for lost in self._untold if not lost.generation]  # a signal may add others meanwhile
+        uids = {lost.uid: lost.why for lost in untold}
+        lost_s = min((lost.at_s for lost in untold), default=0.0)
         self.newest = membership.propose_death(
             uids, "; ".join(dict.fromkeys(uids.values())), self.newest, lost_s=lost_s
         )
-        for lost in self._untold:
-            if not lost.generation and self.newest is not None:
+        for lost in untold:
+            if self.newest is not None:
                 lost.generation = self.newest.number
                 lost.told_s = now_s() - lost.at_s
 
@@ -223,7 +236,7 @@ class Roster:
             if self._stop and self.newest is None:
                 membership.keys.put("stop", self._stop)  # before anything began
             else:
-                self._first(membership)
+                self._first_in_time(membership)
             return
         self._note_taken(membership, newest)
         self.newest = newest
@@ -240,6 +253,7 @@ class Roster:
         if leaving:
             self._leave(membership, leaving, newest)
         self._watch_hosts(membership)
+        self._tidy(membership.keys, newest)
 
     def _note_taken(self, membership: Membership, newest: Generation) -> None:
         """Also those between: a member may have come and been put out while this host was not reached."""
@@ -279,27 +293,62 @@ class Roster:
         else:
             membership.wish_to_leave({uid: self._leaving[uid] for uid in leaving})  # the members see to it
 
-    def _first(self, membership: Membership) -> None:
-        """No generation in this life of the service yet."""
+    def _first_in_time(self, membership: Membership) -> None:
+        """The more members there are to hear of the longer until the next look, for every host does so."""
+        now = time.monotonic()
+        if now >= self._first_s:
+            heard = self._first(membership)
+            self._first_s = now + LOOK_S * heard / HEARD_AT_ONCE if heard > HEARD_AT_ONCE else 0.0
+
+    def _first(self, membership: Membership) -> int:
+        """No generation in this life of the service yet. Returns how many members were heard of."""
         keys = membership.keys
         dead = {*self._dead, *(k.removeprefix("dead/") for k in keys.listed("dead/"))}
-        above = self.newest
-        for key in keys.listed("history/"):
-            text = keys.get(key)
-            known = None if text is None else Generation.from_json(text)
-            if known is not None and (above is None or known.number > above.number):
-                above = known
-        found = self.rule.members(
-            membership.announced(), above=above, dead=dead, waited_s=time.monotonic() - self._epoch_s
-        )
+        known = [Generation.from_json(text) for text in keys.values(keys.listed("history/")) if text is not None]
+        above = max([*known, *([] if self.newest is None else [self.newest])], key=lambda g: g.number, default=None)
+        heard = membership.announced()
+        last = self.rule.last(heard, above)
+        if last is not None:
+            dead |= self._replaced(keys, last)
+        found = self.rule.members(heard, above=above, dead=dead, waited_s=time.monotonic() - self._epoch_s)
         if found is not None:
             members, number = found
-            why = "the run begins" if above is None else "the membership service lost its values"
+            why = "the run begins" if last is None else _lost_values(last, heard, members, dead)
             self.newest = membership.start(members, above=number, minimum=self.rule.minimum, why=why)
             for lost in self._untold:
                 if lost.uid not in self.newest.uids:
                     lost.generation = self.newest.number
                     lost.told_s = now_s() - lost.at_s
+        return len(heard)
+
+    def _replaced(self, keys: Keys, last: Generation) -> set[str]:
+        """Members of hosts whose supervisor is a new one: none of theirs has outlived the old one."""
+        hosts = sorted({m.host for m in last.members})
+        own = dict(zip(hosts, keys.values([_own_key(h) for h in hosts]), strict=True))
+        return {m.uid for m in last.members if (text := own[m.host]) is not None and m.uid not in json.loads(text)}
+
+    def _tidy(self, keys: Keys, newest: Generation) -> None:
+        """The host of the first member deletes what nobody reads any more: little at a time, and nothing while a generation forms."""
+        now = time.monotonic()
+        if now < self._tidy_s or (newest.members[:1] and newest.members[0].host != self.host):
+            return
+        self._tidy_s = now + TIDY_S
+        keys.tidy()
+        if self._tidied[0] != keys.epoch:
+            first = keys.get("first")
+            self._tidied = keys.epoch, newest.number if first is None else Generation.from_json(first).number
+        number = self._tidied[1]
+        if number > newest.number - 2 or keys.get(stepped_key(newest)) is None:
+            return
+        old = replace(newest, number=number)
+        prefixes = [
+            *written_for(number), f"ready/{number}/", f"unreached/{number}/",
+            f"{MEETINGS}{old.meeting}/", f"{SUMS}{old.meeting}/",
+        ]  # fmt: skip
+        keys.delete(stepped_key(old))
+        full = [keys.delete_below(prefix, most=TIDY_MOST) >= TIDY_MOST for prefix in prefixes]
+        self._tidied = keys.epoch, number + (not any(full))
+        self._tidy_s = now + TIDY_SOON_S
 
     def _put_out(self, membership: Membership, uids: Sequence[str], why: str) -> Generation | None:
         """Members that are not ours."""
@@ -314,7 +363,7 @@ class Roster:
 
     def _beat(self, membership: Membership) -> None:
         now = time.monotonic()
-        if now - self._beat_s >= BEAT_S:
+        if now - self._beat_s >= HOST_BEAT_S:
             self._beat_s, self._beats = now, self._beats + 1
             membership.heartbeat(self.host, self._beats)
 
@@ -366,3 +415,24 @@ class Roster:
                 keys.put(f"ended/{self.host}", json.dumps(self.finished))
         except ServiceLost:
             self._keys = None
+
+
+def _own_key(host: str) -> str:
+    """Where the supervisor of a host writes which workers it has started so far, when a service is new to it."""
+    return f"own/{host}"
+
+
+def _lost_values(
+    last: Generation, heard: Sequence[Announcement], members: Sequence[Member], dead: Collection[str]
+) -> str:
+    """Why a run begins again, and with how much of what it was."""
+    here = {m.uid for m in members} & {*last.uids}
+    alive = [uid for uid in last.uids if uid not in dead]
+    steps = max((int(a.data.get("steps", 0)) for a in heard if a.member.uid in here), default=0)
+    text = f"the membership service lost its values; {len(here)} of {len(last.uids)} members of generation {last.number} go on from {steps} steps"
+    few = (
+        "; THE OTHERS MAY HAVE GONE FURTHER: they were waited for and did not come"
+        if 2 * len(here) <= len(alive)
+        else ""
+    )
+    return text + few

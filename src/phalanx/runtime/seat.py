@@ -121,6 +121,10 @@ class Seat:
         self._said_in = ""
         self._refused: PhalanxError | None = None
         self._begun = False
+        self._committed = 0
+        """Steps, as far as it was in the votes for them."""
+        self._written: list[str] = []
+        """Keys that nobody reads any more."""
         self._votes: Votes | None = None
         self._over: tuple[End | None, str] | None = None
         self.closing = False
@@ -230,10 +234,10 @@ class Seat:
             self._begun = True
             self._say({"begun": True})
         if decision.commit:
+            self._committed = step + 1
             self._say({"step": step + 1})
-        if decision.commit and step > 0 and self.team.rank == 0:
-            with contextlib.suppress(ServiceLost):
-                votes.forget(step - 1)
+            with self._news:
+                self._written += votes.written(step - 1)  # the watching thread deletes it: nobody waits for that
         return decision
 
     def _votes_of(self, generation: Generation) -> Votes:
@@ -540,6 +544,7 @@ class Seat:
             self._wishes_mark = None
         if self._door is not None:
             self._door.clear()
+        self._delete_written(keys)
         membership = Membership(keys)
         found = membership.wait(self.newest, wait_s)
         if found is not None:
@@ -549,8 +554,19 @@ class Seat:
             self._look_for_the_end(keys)
         return keys
 
+    def _delete_written(self, keys: Keys) -> None:
+        with self._news:
+            written, self._written = self._written, []
+        for key in written:
+            keys.delete(key)
+
     def _check_missed(self, membership: Membership, found: Generation) -> None:
         """A member that was not in a generation is out, whatever the newest says: while it did not hear, the others went on."""
+        if self.last is not None and found.epoch != self.last.epoch and found.number <= self.last.number:
+            raise StaleMember(
+                f"{self.uid} has {self._committed} steps and was in generation {self.last.number}; while the membership service was away the others began again without it, "
+                f"as generation {found.number} ({found.why}), FROM AN OLDER STATE where that has fewer steps; what it holds is not used"
+            )
         if self.last is None or self.uid not in found.uids:
             return  # `_is_for_me` decides
         for generation in membership.between(self.last, found):
@@ -567,7 +583,7 @@ class Seat:
             keys.put(door_key(self.uid), self._door.address)
         if self._begun:
             keys.put(BEGUN, "1")
-        Membership(keys).announce(replace(self._said, last=self.last))
+        Membership(keys).announce(replace(self._said, last=self.last, data={"steps": self._committed}))
         self._said_in = keys.epoch
         self._say({"announced": True})
 

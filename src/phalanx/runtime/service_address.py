@@ -12,6 +12,8 @@ from phalanx.runtime.keys_etcd import EtcdService
 
 AGAIN_S = 0.1
 TOLD_S = 2.0
+WANTED = "wanted"
+"""How many ranks a run began with, on which its mapping rests: a host that comes later with another number takes this one."""
 
 
 def service_at(address: ServiceAddress) -> Service:
@@ -52,3 +54,15 @@ def expect_service(service: Service, where: str, *, wait_s: float, tell: Callabl
             "Start another service, or in etcd use another name; the same command then goes on from the newest checkpoint"
         )
     return first is not None
+
+
+def run_at(service: Service, *, wanted: int) -> tuple[int, bool]:
+    """(ranks that the run there begins with: what the first host that asked has said, else `wanted`; whether it is under way)."""
+    try:
+        keys = service.connect()
+        try:
+            return int(keys.create(WANTED, str(wanted))), keys.get("first") is not None
+        finally:
+            keys.close()
+    except ServiceLost:
+        return wanted, False

@@ -135,7 +135,12 @@ class Supervisor:
         self.roster = Roster(
             settings.host,
             self.service,
-            FirstRule(wanted=settings.wanted, minimum=settings.minimum, gather_s=settings.gather_s),
+            FirstRule(
+                wanted=settings.wanted,
+                minimum=settings.minimum,
+                gather_s=settings.gather_s,
+                lone_s=max(settings.wait_s, settings.gather_s),
+            ),
             limit_s=settings.limit_s,
             alone=settings.alone,
         )

@@ -8,7 +8,7 @@ the service was lost, is *in doubt*: it keeps what it reduced, and in the next g
 two-phase commit with a register that is written once in the place of a coordinator (Gray and Lamport, ACM TODS 31(1), 2006, section 3, for
 the protocol that it avoids).
 
-Must never change: a member applies an update only after "commit" stands, or after `resolve` says so; votes are never counted (a repeated vote
+Must never change: a member applies an update only after "commit" stands, or after `resolve` says so; votes are never added up (a repeated vote
 would count twice), each member has a key of its own.
 """
 
@@ -26,11 +26,19 @@ from phalanx.runtime.membership import Generation
 Then = Literal["go on", "next", "leave", "stop"]
 """What all members do after a commit: another step, the next generation (somebody joins), hand over what those hold that leave, or end the run."""
 SLICE_S = 0.02
-"""How often a member that waits for a decision looks whether it must still wait."""
+"""After so long a member that waits for a decision counts the votes again, and then after twice as long each time, up to `LAST_SLICE_S`."""
+LAST_SLICE_S = 1.0
+BLOCK = 16
+"""Members that count each other's votes; of more members, the last one of each block to vote says so for it, so that what all ask grows as their number does."""
 
 
 BEGUN = "begun"
 """Exists before the first commit of a run does: from then on nobody may begin anew."""
+
+
+def written_for(generation: int) -> list[str]:
+    """Prefixes of what members wrote for votes and hand-overs of a generation. Nobody reads it once the one after the next has committed a step: who was in it is in that one too, or out."""
+    return [f"{what}/{generation}/" for what in ("vote", "voted", "decision", "leavers")]
 
 
 def stepped_key(generation: Generation) -> str:
@@ -83,8 +91,9 @@ class Votes:
             self.keys.put(self._vote(step, self.uid), "1")
             if self._all_voted(step):
                 return self._commit(step, then())
-            end_s = time.monotonic() + limit_s
-            while not self.keys.wait(self._decision(step), SLICE_S):
+            end_s, slice_s, sharing = time.monotonic() + limit_s, SLICE_S, len(self.generation.members)
+            while not self.keys.wait(self._decision(step), slice_s, sharing=sharing, over=broken):
+                slice_s = min(2 * slice_s, LAST_SLICE_S)
                 if broken() or time.monotonic() > end_s:
                     return self._decide(step, ABORT)
                 if self._all_voted(step):  # the last one may have lost its connection before it could decide
@@ -97,14 +106,25 @@ class Votes:
         """The decision that stands, made "abort" where there is none. For a member that failed, or comes back to a service that lost nothing."""
         return self._decide(step, ABORT)
 
-    def forget(self, step: int) -> None:
-        """Delete what was written for `step`. Only once a later step of the generation is decided: then all have read it."""
-        for uid in self.generation.uids:
-            self.keys.delete(self._vote(step, uid))
-        self.keys.delete(self._decision(step))
+    def written(self, step: int) -> list[str]:
+        """What of `step` this member is to delete. Only once a later step of the generation is decided: then all have read it."""
+        place = self.generation.uids.index(self.uid)
+        block = [self._block(step, place // BLOCK)] if place % BLOCK == 0 and len(self._blocks(step)) > 1 else []
+        return [self._vote(step, self.uid), *block, *([self._decision(step)] if place == 0 else [])]
 
     def _all_voted(self, step: int) -> bool:
-        return self.keys.all_there([self._vote(step, u) for u in self.generation.uids])
+        """Looks at the votes of the own block, and where all of these are there at what was said of the others."""
+        uids, blocks = self.generation.uids, self._blocks(step)
+        own = uids.index(self.uid) // BLOCK
+        if not self.keys.all_there([self._vote(step, u) for u in uids[own * BLOCK : (own + 1) * BLOCK]]):
+            return False
+        if len(blocks) == 1:
+            return True
+        self.keys.put(blocks[own], "1")
+        return self.keys.all_there(blocks)
+
+    def _blocks(self, step: int) -> list[str]:
+        return [self._block(step, i) for i in range(-(-len(self.generation.uids) // BLOCK))]
 
     def _commit(self, step: int, then: Then) -> Decision:
         if not self._begun:
@@ -118,6 +138,10 @@ class Votes:
 
     def _vote(self, step: int, uid: str) -> str:
         return f"vote/{self.generation.number}/{step}/{uid}"
+
+    def _block(self, step: int, number: int) -> str:
+        """Exists once all members of a block have voted."""
+        return f"voted/{self.generation.number}/{step}/{number}"
 
     def _decision(self, step: int) -> str:
         return f"decision/{self.generation.number}/{step}"

@@ -43,7 +43,7 @@ from phalanx.runtime.checkpoint import import_now
 from phalanx.runtime.groups import use_interface_to
 from phalanx.runtime.member import run_member
 from phalanx.runtime.seat import Seat, SeatSettings
-from phalanx.runtime.service_address import expect_service, service_at
+from phalanx.runtime.service_address import expect_service, run_at, service_at
 from phalanx.runtime.supervisor import MemberMain, Supervisor, SupervisorSettings
 from phalanx.train.assemble import bucket_elements, state_dtype
 from phalanx.train.closing import summary_of
@@ -77,8 +77,9 @@ def train_healing(
         lock = RunHosts(folder, host=host, service=recipe.resilience.service)
     try:
         if isinstance(lock, RunHosts):
+            recipe, joins = as_begun(recipe)
             with lock.preparing():
-                run, first = prepare_run(recipe, folder, kept=kept), lock.first_place(recipe.launch.ranks)
+                run, first = prepare_run(recipe, folder, kept=kept, joins=joins), lock.first_place(recipe.launch.ranks)
         else:
             run, first, host = prepare_run(recipe, folder, kept=kept), 0, "local"
         main = partial(work, run, threads=threads, first=first, watch=watch)
@@ -120,6 +121,7 @@ def supervisor_settings(recipe: Recipe, host: str, *, own_machine: bool) -> Supe
         host=host,
         slots=recipe.launch.ranks,
         wanted=wanted_ranks(recipe),
+        alone=r.service is None,
         minimum=r.minimum,
         limit_s=r.limit_s,
         gather_s=max(r.limit_s, LOCAL_GATHER_S if r.service is None else GATHER_S),
@@ -129,10 +131,13 @@ def supervisor_settings(recipe: Recipe, host: str, *, own_machine: bool) -> Supe
     )
 
 
-def prepare_run(recipe: Recipe, folder: RunFolder, *, kept: Recipe | None = None) -> HealingRun:
-    """Text, model and mapping; what is left of an interrupted save is removed. Raises `PhalanxError` with all that is wrong."""
+def prepare_run(recipe: Recipe, folder: RunFolder, *, kept: Recipe | None = None, joins: bool = False) -> HealingRun:
+    """Text, model and mapping; what is left of an interrupted save is removed. `joins`: the run is under way on other hosts, so checkpoints are its own.
+
+    Raises `PhalanxError` with all that is wrong.
+    """
     steps = folder.checkpoints.steps()
-    if steps and not recipe.checkpoint.resume:
+    if steps and not recipe.checkpoint.resume and not joins:
         rule = f"would start over in {folder.path}, which holds checkpoints of steps {', '.join(map(str, steps))}"
         hint = "give the run another --run.name, or remove that folder"
         problem = Problem(where="checkpoint.resume", value=False, rule=rule, hint=hint)
@@ -228,8 +233,25 @@ def _body(run: HealingRun, sinks: Sinks, *, slot: int, watch: Watch | None, join
     return HealingBody(run, WatchedSinks(sinks, member), watch=member, joins=joins)
 
 
+def as_begun(recipe: Recipe) -> tuple[Recipe, bool]:
+    """The recipe of a host of several, with the number of ranks that its run began with (the first host decides), and whether that run is under way.
+
+    A service that does not answer yet, as one that this host is to keep, has served none.
+    """
+    address = None if recipe.resilience.service is None else parse_service(recipe.resilience.service)
+    if address is None or recipe.launch.keep_service:
+        return recipe, False
+    wanted, under_way = run_at(service_at(address), wanted=wanted_ranks(recipe))
+    return replace(recipe, resilience=replace(recipe.resilience, wanted=wanted)), under_way
+
+
 def _plan_hash(run: HealingRun) -> str:
-    """What all members of one run have alike, whatever host they are on."""
-    recipe = replace(run.recipe, launch=replace(run.recipe.launch, host=None, keep_service=False))
+    """What all members of one run have alike, whatever host they are on and when it came: where to begin is asked once."""
+    recipe = replace(
+        run.recipe,
+        launch=replace(run.recipe.launch, host=None, keep_service=False),
+        checkpoint=replace(run.recipe.checkpoint, resume=True, step=None),
+        resilience=replace(run.recipe.resilience, wanted=wanted_ranks(run.recipe)),
+    )
     text = f"{dump_recipe(recipe)}\n{run.spec.hash}\n{run.prepared.fingerprint}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]
