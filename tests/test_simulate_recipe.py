@@ -97,6 +97,14 @@ def test_different_recipes_have_different_hashes(tmp_path: Path) -> None:
         {},
         {"dispatch.overlap": "coarse:2"},
         {"dispatch.overlap": "coarse:4"},
+        {"dispatch.overlap": "tiles"},
+        {"dispatch.overlap": "fine"},
+        {"dispatch.overlap": "auto"},
+        {"dispatch.transport": "all_gather"},
+        {"optim.zero": 0},
+        {"router.force": "balanced"},
+        {"router.force": "imbalanced"},
+        {"router.force": "imbalanced", "router.force_skew": 0.5},
         drop,
         {**drop, "dispatch.capacity_factor": 0.5},
         {**drop, "dispatch.pad_to_capacity": True},
@@ -118,12 +126,9 @@ def test_different_recipes_have_different_hashes(tmp_path: Path) -> None:
     ("changes", "name"),
     [
         ({"folding.stages": ["dp32.ep8", "dp32.ep8"]}, "folding.stages"),
-        ({**PP, "dispatch.overlap": "fine"}, "dispatch.overlap"),
-        ({**PP, "dispatch.overlap": "auto"}, "dispatch.overlap"),
-        ({**PP, "dispatch.transport": "all_gather"}, "dispatch.transport"),
+        ({**PP, "train.dtype": "float32"}, "train.dtype"),
         ({**PP, "resilience.slots_per_rank": 32}, "resilience.slots_per_rank"),
         ({**PP, "pipeline.schedule": "eager_1f1b", "pipeline.extra_warmup": "auto"}, "pipeline.extra_warmup"),
-        ({**PP, "router.force": "imbalanced"}, "router.force"),
     ],
 )
 def test_what_cannot_be_followed_is_refused_by_name(tmp_path: Path, changes: dict[str, object], name: str) -> None:

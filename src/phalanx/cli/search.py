@@ -46,6 +46,8 @@ def main(argv: Sequence[str]) -> int:
     if args.precision == "fp8" and cluster is not None and cluster.hardware.fp8_flops_per_s is None:
         rule = f"has no effect: {cluster.hardware.name} has no products in fp8"
         problems.append(Problem(where="--precision", value="fp8", rule=rule, hint="leave it out"))
+    if args.precision == "fp8" and "tiles" in (args.ep_overlap or ()):
+        problems.append(Problem(where="--ep-overlap", value="tiles", rule="computes in bf16", hint="leave one out"))
     raise_if(problems, ConfigError, subject="the arguments")
     assert shape is not None and cluster is not None
     begin = time.perf_counter()

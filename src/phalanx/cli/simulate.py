@@ -111,7 +111,7 @@ def predict_recipe(path: Path, cluster_name: str, overrides: Sequence[str]) -> P
     if problems or cluster is None or recipe is None:
         raise ConfigError(problems, subject="the simulation")
     spec = resolve_recipe(recipe)
-    mapping = mapping_of_recipe(recipe, spec, world=cluster.world)
+    mapping = mapping_of_recipe(recipe, spec, world=cluster.world, cluster=cluster)
     if cluster.hardware.sms is None and choose_healing(recipe).heals:
         print(
             "this run would heal itself (resilience.heal is not set): copies of shards and its votes are not in the prediction",

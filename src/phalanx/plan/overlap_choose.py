@@ -28,7 +28,18 @@ from phalanx.plan.overlap_hosts import members, message_parts, relay_parts
 from phalanx.plan.overlap_order import Parts, forward_order, schedule_problems, with_weights
 from phalanx.plan.overlap_types import Schedule
 
-__all__ = ["MARGIN", "SERIAL", "Choice", "Chooser", "Fit", "LayerSample", "MatmulSample", "MessageSample", "compare", "fit"]
+__all__ = [
+    "MARGIN",
+    "SERIAL",
+    "Choice",
+    "Chooser",
+    "Fit",
+    "LayerSample",
+    "MatmulSample",
+    "MessageSample",
+    "compare",
+    "fit",
+]
 
 SERIAL = Schedule()
 MARGIN = 0.03

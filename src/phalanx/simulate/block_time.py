@@ -245,7 +245,7 @@ class Blocks:
         self._permute(out, t, rows, arrive=False)
         comm = self._dispatch(out, t, rows, load)
         here = rows * f.etp
-        if f.ep > 1 and local > 1:
+        if f.ep > 1 and local > 1 and m.dispatch != "all_gather":
             self.kernel(out, 2 * 2 * here * h * BF16, kernels=2, backward=1.0)  # sort by expert, and back
         if (
             self.oracle.eight_bits
@@ -275,7 +275,9 @@ class Blocks:
         self._decide_together(out, t)
         shared = self.dense(s.shared_ffn, shared=True) if s.shared_ffn else Ledger()
         tiled = TiledExperts(self.job, self.mapping, self.oracle, self.network, bound=self.bound)
-        told = tiled.told(tuple(sum(ledger.get(k, 0.0) for k in ("gemm", "memory")) for ledger in (shared.forward, shared.backward)))
+        told = tiled.told(
+            tuple(sum(ledger.get(k, 0.0) for k in ("gemm", "memory")) for ledger in (shared.forward, shared.backward))
+        )
         for kind, (forward, backward) in told.seconds.items():
             out.add(kind, forward, backward)
         out.kernels += told.kernels
@@ -334,6 +336,10 @@ class Blocks:
         """Kind and seconds of one exchange (dispatch or combine); gathers of expert tensor parallelism are added here."""
         s, f, m = self.shape, self.mapping.folding, self.mapping
         row = s.hidden * BF16
+        if m.dispatch == "all_gather":
+            span = self.span(f.ep * f.etp, 1)
+            seconds = self.network.all_gather(t * span.size * row, span)  # whatever experts they choose
+            return ("a2a_between" if span.hosts > 1 else "a2a_inside"), seconds
         if f.etp > 1:
             span = self.span(f.etp, 1)
             out.both("etp", 2 * self.network.all_gather(rows * f.etp * row * load, span))

@@ -143,6 +143,8 @@ def _working_bytes(job: Job, mapping: Mapping) -> float:
     if s.experts:
         rows = tokens * s.top_k * mapping.rows_share(job) * _load(mapping, job)
         bare += rows * f.etp * BF16 * (2 * s.hidden + 2 * s.expert_ffn / f.etp)
+        if mapping.dispatch == "all_gather":  # every rank's tokens, there and back
+            bare += 2 * tokens * f.ep * f.etp * s.hidden * BF16
     if mapping.recompute in ("selective", "full"):
         whole = Mapping(**{**_fields(mapping), "recompute": "none"})
         bare += activation_bytes(job, whole, moe=s.experts > 0)
@@ -166,6 +168,8 @@ def parameters_of_rank(job: Job, mapping: Mapping, content: StageContent) -> tup
 def shards(mapping: Mapping) -> tuple[int, int]:
     """Ranks over which state of (dense, expert) parameters is spread."""
     f = mapping.folding
+    if mapping.sharding == "none":
+        return 1, 1
     if mapping.sharding == "parameters" and not mapping.shard_over_cp:
         return f.dp, max(1, f.edp // f.cp)
     return f.dp * f.cp, f.edp
@@ -271,7 +275,7 @@ def stage_memory(job: Job, mapping: Mapping, *, pipeline_rank: int, layer: Layer
     content = contents(job, mapping)[pipeline_rank]
     dense, expert = parameters_of_rank(job, mapping, content)
     by_dense, by_expert = shards(mapping)
-    own = dense / by_dense + expert / by_expert
+    own = dense / by_dense * min(mapping.holders, by_dense) + expert / by_expert * min(mapping.holders, by_expert)
     states = held_states(mapping, pipeline_rank, mapping.num_microbatches(job))
     # layers are uneven each on its own: over those of a rank, what exceeds the even share grows with their root
     excess = (layer.load - 1) * math.sqrt(content.moe_layers) * layer.rows

@@ -17,11 +17,13 @@ from phalanx.plan.model import ModelSpec, resolve_model
 from phalanx.plan.overlap_setting import parse_overlap
 from phalanx.plan.pipeline import Pipeline, make_pipeline
 from phalanx.plan.recipe import equal_shares
+from phalanx.simulate.hardware import GpuCluster
 from phalanx.simulate.mapping import Job, Mapping, Overlap
-from phalanx.simulate.routing import Routing
+from phalanx.simulate.routing import Routing, forced_loads
 from phalanx.simulate.shape import shape_of
 from phalanx.simulate.stage_layers import run_layers
 from phalanx.simulate.tile_time import TILE_WAYS
+from phalanx.simulate.warmup_choice import with_warmup
 
 
 def job_of_recipe(recipe: Recipe, spec: ModelSpec) -> Job:
@@ -29,10 +31,20 @@ def job_of_recipe(recipe: Recipe, spec: ModelSpec) -> Job:
     return Job(shape=shape_of(spec), seq_len=recipe.train.seq_len, global_batch=recipe.train.global_batch)
 
 
-def mapping_of_recipe(recipe: Recipe, spec: ModelSpec, *, world: int) -> Mapping:
-    """How the recipe spreads it. Raises `ConfigError` for what cannot run, or is not modelled on a cluster."""
+def mapping_of_recipe(recipe: Recipe, spec: ModelSpec, *, world: int, cluster: GpuCluster | None = None) -> Mapping:
+    """How the recipe spreads it. Raises `ConfigError` for what cannot run, or is not modelled on a cluster.
+
+    `cluster`: where it runs; without it nothing that a run finds out by measuring can be followed (`extra_warmup = "auto"`).
+    """
+    mapping = _mapping(recipe, spec, world=world, has_cluster=cluster is not None)
+    if cluster is None or recipe.pipeline.extra_warmup != "auto" or mapping.folding.pp == 1:
+        return mapping
+    return with_warmup(job_of_recipe(recipe, spec), mapping, cluster, memory_gb=recipe.pipeline.memory_gb)
+
+
+def _mapping(recipe: Recipe, spec: ModelSpec, *, world: int, has_cluster: bool) -> Mapping:
     t = recipe.train
-    raise_if(_not_modelled(recipe), ConfigError, subject="the recipe on a cluster")
+    raise_if(_not_modelled(recipe, has_cluster=has_cluster), ConfigError, subject="the recipe on a cluster")
     folding = resolve_folding(recipe.folding, spec, world=world, seq_len=t.seq_len, **equal_shares(recipe))
     pipeline = make_pipeline(recipe.pipeline, spec, pp=folding.pp, seq_len=t.seq_len)
     has_stages = folding.pp > 1
@@ -44,12 +56,31 @@ def mapping_of_recipe(recipe: Recipe, spec: ModelSpec, *, world: int) -> Mapping
         recompute=t.recompute,
         overlap=_overlap(recipe),
         cp_method=recipe.folding.cp_method,
-        routing=Routing(kind="balanced" if recipe.router.force == "balanced" else "learned"),
+        sharding="optimizer" if recipe.optim.zero else "none",
+        dispatch="all_gather" if recipe.dispatch.transport == "all_gather" else "all_to_all",
+        routing=_routing(recipe, spec, folding.ep),
         drop=_drop(recipe) if spec.moe_layers else None,
         stage_layers=_given_layers(recipe, spec, pipeline) if has_stages else None,
         extra_warmup=pipeline.extra_warmup if has_stages else None,
         shares="equal" if recipe.resilience.mode == "off" else "any",
+        holders=recipe.resilience.shard_holders if recipe.optim.zero else 1,
+        votes=bool(recipe.resilience.heal),
     )
+
+
+def _routing(recipe: Recipe, spec: ModelSpec, ep: int) -> Routing:
+    if recipe.router.force != "imbalanced" or not spec.moe_layers:
+        return Routing(kind="balanced" if recipe.router.force == "balanced" else "learned")
+    t = recipe.train
+    loads = forced_loads(
+        ep=ep,
+        experts=spec.num_experts,
+        top_k=spec.top_k,
+        tokens=t.micro_batch * t.seq_len,
+        seed=t.seed,
+        skew=spec.router.force_skew,
+    )
+    return Routing(kind="learned", forced=loads)
 
 
 def _overlap(recipe: Recipe) -> Overlap:
@@ -78,20 +109,16 @@ def _given_layers(recipe: Recipe, spec: ModelSpec, pipeline: Pipeline) -> tuple[
     return None if counts == run_layers(shape_of(spec), recipe.train.seq_len, len(counts)) else counts
 
 
-def _not_modelled(recipe: Recipe) -> list[Problem]:
+def _not_modelled(recipe: Recipe, *, has_cluster: bool) -> list[Problem]:
     d, p, r, t = recipe.dispatch, recipe.pipeline, recipe.resilience, recipe.train
     rules = [
         (t.dtype == "bfloat16", "train.dtype", t.dtype, "clusters are modelled in bf16", "use bfloat16"),
-        (recipe.optim.zero == 1, "optim.zero", recipe.optim.zero, "is modelled with a sharded optimizer", "use 1"),
         (recipe.folding.stages is None, "folding.stages", recipe.folding.stages, "stages are modelled alike", "use folding.pp"),
-        (d.transport == "all_to_all", "dispatch.transport", d.transport, "is not modelled on a cluster", "use all_to_all"),
         (not p.pair_passes or d.overlap == "serial", "pipeline.pair_passes", True, f'is not modelled beside dispatch.overlap = "{d.overlap}"',
          "leave one of them out"),
         (r.slots_per_rank is None, "resilience.slots_per_rank", r.slots_per_rank, "replicas of experts are not modelled on a cluster",
          "leave it out"),
-        (not r.heal, "resilience.heal", r.heal, "copies of shards and calls of a run that heals are not modelled on a cluster", "leave it out"),
-        (p.extra_warmup != "auto", "pipeline.extra_warmup", p.extra_warmup, "is found out by a run", "give the numbers that were chosen"),
-        (recipe.router.force != "imbalanced", "router.force", recipe.router.force, "is not modelled on a cluster", "use balanced, or none"),
+        (has_cluster or p.extra_warmup != "auto", "pipeline.extra_warmup", p.extra_warmup, "is found out by a run", "give the numbers that were chosen"),
     ]  # fmt: skip
     return [Problem(where=w, value=v, rule=rule, hint=hint) for ok, w, v, rule, hint in rules if not ok]
 

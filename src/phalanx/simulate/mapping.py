@@ -62,15 +62,16 @@ class Mapping:
     recompute: Recompute = "none"
     overlap: Overlap = field(default_factory=Overlap)
     precision: Precision = "bf16"
-    sharding: Literal["optimizer", "parameters"] = "optimizer"
-    """ZeRO-1, or parameters, gradients and optimizer all sharded and gathered for each micro-batch."""
+    sharding: Literal["none", "optimizer", "parameters"] = "optimizer"
+    """Nothing, ZeRO-1, or parameters, gradients and optimizer all sharded and gathered for each micro-batch."""
     reshard_after_forward: bool = False
     """With sharded parameters: gather them for each pass of each micro-batch and reduce its gradients at once; else once a step."""
     shard_over_cp: bool = True
     """Sharded parameters are spread over the ranks of cp as well as over those of dp."""
     gradient_bytes: Literal[2, 4] = 4
     """Width of gradients as they are kept and reduced."""
-    dispatch: Literal["all_to_all", "dedup"] = "all_to_all"
+    dispatch: Literal["all_to_all", "dedup", "all_gather"] = "all_to_all"
+    """Rows to the ranks of their experts, one row of a token for each host, or every token to every rank."""
     cp_method: Literal["ring", "all_gather", "ulysses"] = "ring"
     routing: Routing = field(default_factory=Routing)
     drop: DispatchSpec | None = None
@@ -86,6 +87,10 @@ class Mapping:
     """Of an eager schedule: forwards ahead of 1F1B, by rank (None: the most)."""
     shares: Literal["equal", "any"] = "equal"
     """Of data-parallel ranks: equal, or as a fixed set of micro-batches divides (`core/samples.py`): some then have one less, and idle for it."""
+    holders: int = 1
+    """Hosts that keep each shard of the optimizer state, in a run that heals itself."""
+    votes: bool = False
+    """Ranks vote on every step."""
 
     def num_microbatches(self, job: Job) -> int:
         """Rounds of a step: micro-batches of the rank that has most."""
@@ -136,7 +141,12 @@ class Mapping:
         raise_if(mapping_problems(self, job), PlanError, subject="mapping")
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self), sort_keys=True)
+        """All choices; those that hashes are older than only where they are made."""
+        table = asdict(self)
+        for part, name, default in ((table, "holders", 1), (table, "votes", False), (table["routing"], "forced", None)):
+            if part[name] == default:
+                del part[name]
+        return json.dumps(table, sort_keys=True)
 
     @property
     def hash(self) -> str:

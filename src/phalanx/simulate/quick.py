@@ -6,7 +6,7 @@ what they depend on, the rest is arithmetic on a handful of sums. Must never cha
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from phalanx.simulate.block_time import Blocks, Ledger
@@ -84,6 +84,13 @@ class Quick:
             self.layers[key] = tuple(out)
         return self.layers[key]
 
+    def can_pay(self, mapping: Mapping) -> bool:
+        """Whether layers tile by tile can be faster than bare ones: not where tiles alone take longer, for then no plan of them is needed."""
+        if mapping.overlap.ep not in TILE_WAYS:
+            return True
+        least, bare = self.sums(mapping, bound=True)[0], self.sums(_bare(mapping))[0]
+        return least.forward + least.backward < bare.forward + bare.backward
+
     def layer_bytes(self, mapping: Mapping) -> LayerBytes:
         """`layer_bytes`, once for what it depends on."""
         f = mapping.folding
@@ -135,6 +142,10 @@ class Quick:
         between = f.world // f.pp >= self.cluster.hardware.ranks_per_host
         tokens = mapping.micro_batch * self.job.seq_len / (f.tp * f.cp)
         return self.network.send(tokens * self.job.shape.hidden * BF16, between=between)
+
+
+def _bare(mapping: Mapping) -> Mapping:
+    return replace(mapping, overlap=replace(mapping.overlap, ep="none"))
 
 
 def _has_dense(job: Job) -> bool:

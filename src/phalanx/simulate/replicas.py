@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from phalanx.plan.shard_copies import GATHER_SHARE
 from phalanx.simulate.collectives import NCCL_SMS, Network, beside, span_of
 from phalanx.simulate.cost import BF16, FP32, Oracle
 from phalanx.simulate.device_memory import shards
@@ -15,6 +16,9 @@ from phalanx.simulate.mapping import Mapping
 
 OPTIMIZER_BYTES = 34
 """Moved for a parameter that this rank updates: gradient twice (norm, update), three states in and out, the bf16 weight out."""
+
+VOTE_TRIPS = 6
+"""Round trips of a vote to the service, at most (docs/survive.md)."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,11 @@ class Replicas:
     def traffic(self, own: tuple[float, float]) -> tuple[float, float]:
         """Seconds of gathering parameters and of reducing gradients."""
         f, per_host = self.mapping.folding, self.network.hardware.ranks_per_host
+        if self.mapping.sharding == "none":  # every rank makes every update, from whole sums
+            ends = ((f.dp * f.cp, f.tp), (f.edp, f.etp * f.ep))
+            spans = [span_of(size, stride, ranks_per_host=per_host) for size, stride in ends]
+            sizes = [self.mapping.gradient_bytes * n for n in own]
+            return 0.0, sum(self.network.all_reduce(size, span) for size, span in zip(sizes, spans, strict=True))
         by_dense, by_expert = shards(self.mapping)
         stride = f.tp if by_dense == f.dp * f.cp else f.tp * f.cp
         dense = span_of(by_dense, stride, ranks_per_host=per_host)
@@ -35,12 +44,37 @@ class Replicas:
             self.network.all_gather(width * own[0], dense) + self.network.all_gather(width * own[1], expert)
             for width in (BF16, self.mapping.gradient_bytes)
         )
+        if self.mapping.holders > 1:
+            gather = sum(
+                self.network.all_gather(BF16 * n, span) * self._published(span.size)
+                for n, span in zip(own, (dense, expert), strict=True)
+            )
         return gather, reduce
+
+    def _published(self, shards: int) -> float:
+        """Share of an all-gather that is left where holders round their own copies (`plan/shard_copies.py: publication`)."""
+        lacking = max(0, shards - self.mapping.holders) / max(1, shards - 1)
+        return lacking if lacking <= GATHER_SHARE else 1.0
+
+    @property
+    def vote_s(self) -> float:
+        """Round trips to the service that decides whether a step is committed."""
+        h = self.network.hardware
+        way = h.inside_latency_s if self.mapping.folding.world <= h.ranks_per_host else h.between_latency_s
+        return 2 * VOTE_TRIPS * way if self.mapping.votes else 0.0
 
     def exposed(self, own: tuple[float, float], *, forward: float, backward: float, layers: int, passes: int) -> float:
         """Seconds that the step is longer for it. `forward`, `backward`: passes of one micro-batch over this rank's layers."""
-        overlap, taken = self.mapping.overlap, self.network.hardware.share_of(NCCL_SMS)
         gather, reduce = self.traffic(own)
+        return self.vote_s + self._beside(
+            gather, reduce, forward=forward, backward=backward, layers=layers, passes=passes
+        )
+
+    def _beside(
+        self, gather: float, reduce: float, *, forward: float, backward: float, layers: int, passes: int
+    ) -> float:
+        """What is left of both beside passes."""
+        overlap, taken = self.mapping.overlap, self.network.hardware.share_of(NCCL_SMS)
         last = 1 / max(1, layers)
         if self.mapping.sharding == "parameters":
             each = self.mapping.reshard_after_forward
@@ -58,5 +92,6 @@ class Replicas:
     def optimizer(self, own: tuple[float, float], oracle: Oracle) -> float:
         """Update of this rank's share, and gradients set to zero."""
         by_dense, by_expert = shards(self.mapping)
-        mine = own[0] / by_dense + own[1] / by_expert
+        holders = self.mapping.holders
+        mine = own[0] / by_dense * min(holders, by_dense) + own[1] / by_expert * min(holders, by_expert)
         return oracle.memory(mine * OPTIMIZER_BYTES + sum(own) * FP32, kernels=20)

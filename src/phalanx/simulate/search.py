@@ -157,7 +157,7 @@ class _Search:
         choices = self._choices(folding, self.space.recomputes)
         peaks: dict[tuple[int, str, str, int], float] = {}
         for choice in choices:
-            if self.quick.bound(choice) > self.threshold:
+            if self.quick.bound(choice) > self.threshold or not self.quick.can_pay(choice):
                 continue
             for schedule, virtual in ways:
                 mapping = replace(choice, schedule=schedule, virtual=virtual)

@@ -33,15 +33,15 @@ class Space:
     schedules: tuple[str, ...] = ("1f1b", "interleaved_1f1b", "zero_bubble", "zbv", "dualpipev")
     recomputes: tuple[Recompute, ...] = RECOMPUTES
     ep_overlaps: tuple[EpOverlap, ...] | None = None
-    """None: those that a recipe can say there (`sayable_overlaps`)."""
+    """None: `sayable_overlaps`."""
     chunks: tuple[int, ...] = (2, 4)
     """Of overlap in chunks."""
     most_virtual: int = 16
 
 
 def sayable_overlaps(hardware: Hardware) -> tuple[EpOverlap, ...]:
-    """Chunks and tiles everywhere (dispatch.overlap); pairs where passes take turns (pipeline.pair_passes), on processors."""
-    return ("none", "chunks", "tiles") if hardware.sms is not None else ("none", "chunks", "pair", "tiles")
+    """Chunks everywhere (dispatch.overlap); pairs where passes take turns (pipeline.pair_passes), on processors. Tiles are searched where they are asked for: each needs plans."""
+    return ("none", "chunks") if hardware.sms is not None else ("none", "chunks", "pair")
 
 
 def overlaps(common: Overlap, folding: Folding, space: Space, hardware: Hardware) -> list[Overlap]:

@@ -160,6 +160,11 @@ def step_time(
     return _Step(job, mapping, cluster, ledgers).result(exact=exact, most_microbatches=most_microbatches)
 
 
+def pass_costs(job: Job, mapping: Mapping, cluster: GpuCluster) -> ScheduleCosts:
+    """Passes and transfers of a mapping's stages, as its schedule's clock takes them."""
+    return _Step(job, mapping, cluster).costs()
+
+
 @lru_cache(maxsize=64)
 def _schedule(
     name: str, pp: int, virtual: int, microbatches: int, extra_warmup: tuple[int, ...] | None = None
@@ -227,7 +232,7 @@ class _Step:
         between = f.world // f.pp >= self.hardware.ranks_per_host
         return self.network.send(self.blocks.tokens * self.job.shape.hidden * BF16, between=between)
 
-    def _costs(self) -> ScheduleCosts:
+    def costs(self) -> ScheduleCosts:
         seconds = [stage.seconds for stage in self.stages]
         tiny = self.hardware.kernel_s  # a stage that holds nothing still has a pass
         seconds = [(max(f, tiny), max(b, 2 * tiny)) for f, b in seconds]
@@ -256,7 +261,7 @@ class _Step:
         return (timeline if few == self.m else None), timeline.makespan + (self.m - few) * steady
 
     def result(self, *, exact: bool, most_microbatches: int | None = None) -> StepTime:
-        f, held, costs = self.mapping.folding, self._by_rank(), self._costs()
+        f, held, costs = self.mapping.folding, self._by_rank(), self.costs()
         busy = [self.m * sum(sum(stage.seconds) for stage in stages) for stages in held]
         rank = max(range(f.pp), key=lambda r: busy[r])
         timeline = None

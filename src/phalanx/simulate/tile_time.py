@@ -390,4 +390,3 @@ def _bound(layer: TileLayer, pieces: Pieces, direction: Direction) -> LayerPass:
     weights = sum(number * of_slot[rows] for rows, number in slots.items())
     compute += weights + pieces.shared_s
     return LayerPass(compute, compute, 0.0, SERIAL, weights)
-
