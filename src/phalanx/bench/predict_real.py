@@ -152,7 +152,8 @@ def learn(plans: Sequence[Plan], told: Sequence[Mapping[str, Any]]) -> dict[str,
 def _kind(op: Op, plan: Plan) -> str:
     """A ring's products, and those of gathered keys, are another kernel's than those of whole sequences."""
     kind = kind_learned(op.id)
-    blocks = plan.folding.cp > 1 and plan.cp_method != "ulysses"
+    folding = plan.folding
+    blocks = isinstance(folding, Folding) and folding.cp > 1 and plan.cp_method != "ulysses"
     return f"{kind} of blocks" if blocks and kind.endswith("attention.core") else kind
 
 
