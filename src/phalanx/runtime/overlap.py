@@ -27,9 +27,9 @@ import torch
 from phalanx.kernels.lanes import Lanes
 from phalanx.kernels.later import Later, Target, target_of
 from phalanx.kernels.permute import sum_places
-from phalanx.kernels.tiles import Geometry, Rows, TileProducts, block_units, column_units
+from phalanx.kernels.tiles import Geometry, Place, Rows, TileProducts, block_units, column_units
 from phalanx.plan.dispatch import DispatchPlan
-from phalanx.plan.overlap import backward_of, plan_overlap, slot_orders, tiles_of
+from phalanx.plan.overlap import backward_of, joint_slots, plan_overlap, slot_orders, tiles_of
 from phalanx.plan.overlap_bytes import WireBytes, choose_transport, wire_bytes
 from phalanx.plan.overlap_rounds import Leg, LegKind, rounds_of
 from phalanx.plan.overlap_types import Op, RankPlan, Schedule
@@ -108,9 +108,22 @@ def run_overlapped(
         through_hosts=route == "dedup_host",
         has_shared=beside is not None,
     )
-    outs = _outgoing(dispatcher, plan, forward, send.pair_of_row_R, num_tokens=x_TH.shape[0], per_token=per_token)
+    joint = [] if forward.hosts else joint_slots(plan, tile_rows=TILE_ROWS)
+    orders = slot_orders(plan, schedule, joint=joint)
+    outs = _outgoing(
+        dispatcher, plan, forward, send.pair_of_row_R, orders=orders, num_tokens=x_TH.shape[0], per_token=per_token
+    )
     ways = Gateways(forward, plan, outs, top_k=dispatcher.top_k, tile_rows=TILE_ROWS) if forward.hosts else None
-    flight = _Flight(dispatcher, forward, outs, op_prefix, num_tokens=x_TH.shape[0], per_token=per_token, ways=ways)
+    flight = _Flight(
+        dispatcher,
+        forward,
+        outs,
+        op_prefix,
+        num_tokens=x_TH.shape[0],
+        per_token=per_token,
+        has_order=any(order is not None for order in orders),
+        ways=ways,
+    )
     flight.streams = streams
     flight.exchange_meta(weights_TK.detach(), x_TH.dtype)
     flight.later = target_of([experts.w13_e2fH, experts.w2_eHf], x_TH, later)
@@ -131,12 +144,13 @@ def _outgoing(
     plan: RankPlan,
     pairs_R: torch.Tensor,
     *,
+    orders: Sequence[Sequence[int] | None],
     num_tokens: int,
     per_token: bool,
 ) -> list[Outgoing]:
     """By rank of the group; ranks with slices of the same slots get the same."""
     rows_G = dispatch.rows_PG[plan.rank]
-    per_rank, orders = len(rows_G) // dispatcher.ep.size, slot_orders(dispatch, plan.schedule)
+    per_rank = len(rows_G) // dispatcher.ep.size
     lists: list[tuple[torch.Tensor, Sequence[int], torch.Tensor | None]] = []
     at = 0
     for ep in range(dispatcher.ep.size):
@@ -194,6 +208,7 @@ class _Flight:
         *,
         num_tokens: int,
         per_token: bool,
+        has_order: bool,
         ways: Gateways | None = None,
     ) -> None:
         self.per_token, self.ways = per_token, ways
@@ -202,6 +217,8 @@ class _Flight:
         self.comms, self.axis, self.top_k = dispatcher.comms, dispatcher.ep_etp, dispatcher.top_k
         self.own, self.outs, self.num_tokens = self.axis.index, outs, num_tokens
         self.plan, self.prefix = plan, op_prefix
+        self.has_order = has_order
+        """Rows of a source do not lie in the order of their tiles, on some rank."""
         self.slots = len(dispatcher.slots_G) // dispatcher.ep.size
         self.others = [(self.own + i) % self.axis.size for i in range(1, self.axis.size)]
         sizes = [line.entries.num for line in self.lines]
@@ -211,7 +228,7 @@ class _Flight:
 
     def _token_places(self, num_tokens: int, copies: int) -> torch.Tensor:
         """(T, C) what comes back of each token, rank by rank, and where each row comes back by itself, slot by slot."""
-        if self.per_token or not self.plan.schedule.hot_first:
+        if self.per_token or not self.has_order:
             return places_of(torch.cat([line.tokens_coming for line in self.lines]), num_tokens, copies)
         tokens = [torch.div(line.pairs, self.top_k, rounding_mode="floor") for line in self.lines]
         nth_TC = places_of(torch.cat(tokens), num_tokens, copies)
@@ -435,7 +452,7 @@ class _Flight:
         self.padded_row: list[torch.Tensor] = []
         for source, entries in enumerate(self.ins):
             device = entries.going_of_row.device
-            pieces = [torch.arange(p.at, p.at + p.tile.rows, device=device) for p in geometry.of_source[source]]
+            pieces = [torch.arange(at, at + num, device=device) for at, num in geometry.of_source[source]]
             padded_n = torch.cat(pieces) if pieces else entries.going_of_row
             nth = places_of(entries.coming_of_row, entries.num, min(self.top_k, self.slots))
             found = padded_n[nth.clamp(min=0)] if len(padded_n) else nth
@@ -519,8 +536,7 @@ class _Work(torch.autograd.Function):
         ctx: Any, ticket: torch.Tensor, x_TH: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, flight: _Flight
     ) -> torch.Tensor:
         way = flight.under_way
-        by_slot = [sorted(tiles, key=lambda tile: tile.slot) for tiles in flight.plan.tiles]
-        geometry = Geometry(by_slot, flight.slots, x_TH.dtype)
+        geometry = Geometry(flight.plan.tiles, flight.slots, x_TH.dtype, joint_tiles=flight.plan.joint_tiles)
         flight.place_rows(geometry)
         work = TileProducts(geometry, w13, w2, flight.lanes)
         work.open_forward(flight.plan.blocks)
@@ -529,9 +545,9 @@ class _Work(torch.autograd.Function):
         for op in way.plan.ops:
             if op.kind == "wait":
                 _wait(way.arriving.pop((op.peer, op.part), None))
-            elif op.kind == "first":
-                work.first(_places(geometry, way.plan, op), rows[op.peer])
-            elif op.kind == "second":
+            elif op.kind in ("first", "first_all"):
+                work.first(_places(geometry, way.plan, op), rows)
+            elif op.kind in ("second", "second_all"):
                 work.second(_places(geometry, way.plan, op), op.block)
             elif op.kind == "return":
                 flight.give_back(way, op, work.out_b[op.block])
@@ -559,9 +575,9 @@ class _Work(torch.autograd.Function):
         for op in way.plan.ops:
             if op.kind == "wait":
                 _wait(way.arriving.pop((op.peer, op.part), None))
-            elif op.kind == "first":
-                work.first_backward(_places(geometry, way.plan, op), rows[op.peer], grads[op.peer])
-            elif op.kind == "second":
+            elif op.kind in ("first", "first_all"):
+                work.first_backward(_places(geometry, way.plan, op), rows, grads)
+            elif op.kind in ("second", "second_all"):
                 work.second_backward(_places(geometry, way.plan, op), op.block)
             elif op.kind == "return":
                 flight.give_back(way, op, work.out_b[op.block])
@@ -617,13 +633,12 @@ class _Arrive(torch.autograd.Function):
         return dy_TH.new_zeros(1), None
 
 
-def _places(geometry: Geometry, plan: RankPlan, op: Op) -> list[Any]:
-    ends, places = plan.part_ends[op.peer], geometry.of_source[op.peer]
-    which = slice(ends[op.part - 1] if op.part else 0, ends[op.part])
-    if not plan.schedule.hot_first:
-        return places[which]
-    place_of = {(place.tile.slot, place.tile.first_row): place for place in places}
-    return [place_of[tile.slot, tile.first_row] for tile in plan.tiles[op.peer][which]]
+def _places(geometry: Geometry, plan: RankPlan, op: Op) -> list[Place]:
+    """Of the tiles that an operation multiplies."""
+    if op.kind in ("first_all", "second_all"):
+        return geometry.of_slot[op.part]
+    tiles = plan.tiles_of_part(op.peer, op.part)
+    return [geometry.place_of[tile] for tile in tiles if tile.slot not in plan.joint]
 
 
 def _wait(exchange: Exchange | None) -> None:
