@@ -16,7 +16,6 @@ from phalanx.runtime.roster import Roster
 from phalanx.runtime.seat import Seat, SeatSettings
 from phalanx.runtime.service_address import run_at
 from phalanx.train.heal_run import _plan_hash
-from phalanx.train.replacing import BYTES_PER_S, REMEMBER, Replacing, _Moved
 
 pytestmark = pytest.mark.unit
 
@@ -133,15 +132,3 @@ def test_who_knew_a_newer_generation_than_the_run_begins_again_with_says_so() ->
 
 
 # -- what moves of experts took
-
-
-def test_one_slow_move_does_not_end_moves_for_good() -> None:
-    found = Replacing(Recipe(), SimpleNamespace(moe_layers=(0,)))  # type: ignore[arg-type]
-    slow, quick = (_Moved(decision=0, bytes_per_s=rate, rebuild_s=1e6 / rate) for rate in (1e3, 1e8))
-
-    found.moves = [quick, slow]
-    assert (found.bytes_per_s, found.rebuild_s) == (1e8, 0.01)
-    found.moves = [slow]
-    assert found.bytes_per_s == 1e3
-    found.decisions = REMEMBER
-    assert (found.bytes_per_s, found.rebuild_s) == (BYTES_PER_S, 0.0)

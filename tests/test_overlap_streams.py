@@ -21,7 +21,7 @@ from phalanx.plan.folding import make_folding
 from phalanx.plan.overlap_rounds import rounds_of
 from phalanx.plan.overlap_types import Schedule
 from phalanx.plan.placement import plain_placement
-from phalanx.runtime import dispatch, overlap, overlap_lists
+from phalanx.runtime import dispatch, overlap, overlap_flight, overlap_lists
 from phalanx.runtime.collectives import Collectives
 from phalanx.runtime.dispatch import Dispatcher
 from phalanx.runtime.exchange import Counter
@@ -124,7 +124,7 @@ def small_layers(*, on_device=False, rounds=rounds_of):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(overlap, "TILE_ROWS", 4)
         patch.setattr(tiles, "COLUMNS", H // 2)
-        patch.setattr(overlap, "rounds_of", rounds)
+        patch.setattr(overlap_flight, "rounds_of", rounds)
         if on_device:
             patch.setattr(permute, "_is_complete", lambda index: False)
             for module in (overlap_lists, dispatch):

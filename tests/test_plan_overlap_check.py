@@ -19,7 +19,7 @@ pytestmark = pytest.mark.unit
 def test_ten_thousand_batches_under_adversarial_arrivals():
     """Each tile once, never before its inputs, no deadlock: whatever the routing, the schedule and the order of arrival."""
     rng = np.random.default_rng(0)
-    kinds, overtaken, late = set(), 0, 0
+    kinds, overtaken, late, joint = set(), 0, 0, 0
     for number in range(10_000):
         dispatch, schedule = random_dispatch(rng), random_schedule(rng)
         direction = ("forward", "backward")[number % 2]
@@ -29,9 +29,10 @@ def test_ten_thousand_batches_under_adversarial_arrivals():
         timing = Recorder(rng)
         trace = simulate(plans, timing)
         kinds.add((schedule.order, schedule.seed is not None, direction))
+        joint += any(plan.joint for plan in plans)
         overtaken += timing.arrivals != sorted(timing.arrivals)
         late += trace.blocked_s(0) > 100
-    assert len(kinds) == 12
+    assert len(kinds) == 12 and joint > 1000
     assert overtaken > 4000 and late > 1000, "the adversary does no harm"
 
 
@@ -109,9 +110,20 @@ def test_an_operation_on_another_peer_part_or_block_is_found():
             assert rejected([with_ops(plans[0], [*plans[0].ops[:at], wrong, *plans[0].ops[at + 1 :]]), plans[1]])[0]
 
 
-def legal(ops):
+def parts_with_rows(plan):
+    """Slot -> (source, part) in which rows of it come, tile by tile."""
+    found = {}
+    for source, tiles in enumerate(plan.tiles):
+        for number, tile in enumerate(tiles):
+            part = sum(end <= number for end in plan.part_ends[source])
+            found.setdefault(tile.slot, set()).add((source, part))
+    return found
+
+
+def legal(plan, ops):
     """The rules of order once more, by hand: for each pair of operations whether the first may stand behind the second."""
     place = {op: at for at, op in enumerate(ops)}
+    come = parts_with_rows(plan)
     for op, at in place.items():
         for other, there in place.items():
             same, block = op.peer == other.peer and other.part <= op.part, op.block == other.block
@@ -120,7 +132,19 @@ def legal(ops):
                 or (op.kind == "first" and other.kind == "wait" and same)
                 or (op.kind == "second" and other.kind == "first" and same and other.part == op.part)
                 or (op.kind == "return" and other.kind == "second" and same and block)
-                or (op.kind == "weights" and other.kind == "first")
+                or (op.kind == "weights" and other.kind in ("first", "first_all"))
+                or (
+                    op.kind == "first_all"
+                    and other.kind == "wait"
+                    and any(p == other.peer and other.part <= k for p, k in come[op.part])
+                )
+                or (op.kind == "second_all" and other.kind == "first_all" and op.part == other.part)
+                or (
+                    op.kind == "return"
+                    and other.kind == "second_all"
+                    and block
+                    and any(p == op.peer and k <= op.part for p, k in come[other.part])
+                )
                 or (op.kind == "wait" and other.kind == "send")
                 or (op.kind == "wait_return" and other.kind == "return")
             )
@@ -139,7 +163,7 @@ def test_check_accepts_exactly_the_legal_orders_and_what_it_accepts_runs():
         ops.insert(b, ops.pop(a))
         broken = [with_ops(plans[0], ops), plans[1]]
         alone, together = rejected(broken)
-        assert alone == (not legal(ops)), (str(plans[0].ops[a]), a, b)
+        assert alone == (not legal(plans[0], ops)), (str(plans[0].ops[a]), a, b)
         assert alone or not together
         verdicts.append((alone, together))
     assert len(set(verdicts)) == 3, "moves that are legal, illegal, and illegal but harmless by chance"

@@ -1,6 +1,6 @@
 """The two products of routed experts, tile by tile, for executors that compute while rows travel.
 
-A tile is rows of one slot from one source (`plan/overlap_types.py`). Every tile is computed by the same operations on the same shapes whenever its
+A tile is rows of one slot from one source, or of a joint slot from all of them, source by source (`plan/overlap_types.py`). Every tile is computed by the same operations on the same shapes whenever its
 turn comes, and the second product always in the same columns, so that results do not depend on the order of work. Gradients of weights
 are taken over all rows of a slot at once, slot after slot.
 
@@ -14,13 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
 
 from phalanx.kernels.lanes import Lanes
 from phalanx.kernels.shapes import padded_rows, spaced
-from phalanx.plan.overlap_types import Tile
+from phalanx.plan.overlap_types import ALL, Tile
 
 COLUMNS = 256
 """Least columns of a unit of the second product."""
@@ -43,54 +44,109 @@ def block_units(hidden: int, count: int) -> list[list[slice]]:
 
 
 @dataclass(frozen=True)
+class Piece:
+    """Rows of one source in a tile."""
+
+    source: int
+    start: int
+    """Among the rows of the source."""
+    num: int
+    into: int
+    """Where they begin in the tile."""
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.start, self.start + self.num)
+
+    @property
+    def inside(self) -> slice:
+        return slice(self.into, self.into + self.num)
+
+
+@dataclass(frozen=True)
 class Place:
-    """Where a tile lies: from `at` on in the padded buffers, `size` long; its rows from `start` on among those of its source."""
+    """Where a tile lies: from `at` on in the padded buffers, `size` long; what it is made of."""
 
     tile: Tile
     at: int
     size: int
-    start: int
+    pieces: tuple[Piece, ...]
 
     @property
     def padded(self) -> slice:
         return slice(self.at, self.at + self.size)
 
-    @property
-    def rows(self) -> slice:
-        return slice(self.start, self.start + self.tile.rows)
-
 
 class Geometry:
     """The padded buffers of one layer and batch on one rank: slot by slot, in each source by source."""
 
-    def __init__(self, tiles: Sequence[Sequence[Tile]], num_slots: int, dtype: torch.dtype) -> None:
-        self.of_source: list[list[Place]] = [[] for _ in tiles]
-        starts = [0] * len(tiles)
+    def __init__(
+        self,
+        tiles: Sequence[Sequence[Tile]],
+        num_slots: int,
+        dtype: torch.dtype,
+        *,
+        joint_tiles: Sequence[Tile] = (),
+    ) -> None:
+        """`tiles` of each source; those of the slots of `joint_tiles` say how many rows come, not what is multiplied."""
+        together = {tile.slot for tile in joint_tiles}
+        rows_PG = _rows_by_slot(tiles, num_slots)
+        starts_PG = [[0, *accumulate(rows)] for rows in rows_PG]
         by_slot: list[list[Tile]] = [[] for _ in range(num_slots)]
-        for of_source in tiles:
+        for of_source in (*tiles, joint_tiles):
             for tile in of_source:
-                by_slot[tile.slot].append(tile)
+                if tile.source == ALL or tile.slot not in together:
+                    by_slot[tile.slot].append(tile)
         self.slots: list[slice] = []
         """Padded rows of each slot."""
         self.of_slot: list[list[Place]] = []
         at = 0
-        for of_slot in by_slot:
+        for slot, of_slot in enumerate(by_slot):
             first, places = at, []
-            for tile in of_slot:
+            for tile in sorted(of_slot, key=lambda tile: (tile.source, tile.first_row)):
                 size = padded_rows(tile.rows, dtype)
-                places.append(Place(tile, at, size, starts[tile.source]))
-                self.of_source[tile.source].append(places[-1])
-                starts[tile.source] += tile.rows
+                if tile.source == ALL:
+                    pieces = _pieces(tile, [rows[slot] for rows in rows_PG], [starts[slot] for starts in starts_PG])
+                else:
+                    pieces = (Piece(tile.source, starts_PG[tile.source][slot] + tile.first_row, tile.rows, 0),)
+                places.append(Place(tile, at, size, pieces))
                 at += size
             at = first + padded_rows(at - first, dtype)
             self.slots.append(slice(first, at))
             self.of_slot.append(places)
         self.size = at
+        self.of_source: list[list[tuple[int, int]]] = [[] for _ in tiles]
+        """By source: where its rows lie in the padded buffers, as (first, number) one after the other."""
+        for places in self.of_slot:
+            for place in places:
+                for piece in place.pieces:
+                    self.of_source[piece.source].append((place.at + piece.into, piece.num))
+        self.place_of = {place.tile: place for places in self.of_slot for place in places}
 
     @property
     def largest(self) -> int:
         """Rows of the largest tile, padded."""
-        return max((p.size for places in self.of_source for p in places), default=0)
+        return max((p.size for places in self.of_slot for p in places), default=0)
+
+
+def _rows_by_slot(tiles: Sequence[Sequence[Tile]], num_slots: int) -> list[list[int]]:
+    """Of each source."""
+    found = [[0] * num_slots for _ in tiles]
+    for rows, of_source in zip(found, tiles, strict=True):
+        for tile in of_source:
+            rows[tile.slot] += tile.rows
+    return found
+
+
+def _pieces(tile: Tile, rows_P: Sequence[int], starts_P: Sequence[int]) -> tuple[Piece, ...]:
+    """Of a joint slot's tile: the slot's rows lie source by source; `starts_P`: where each source's begin among its rows."""
+    found, before, end = [], 0, tile.first_row + tile.rows
+    for source, (rows, start) in enumerate(zip(rows_P, starts_P, strict=True)):
+        low, high = max(before, tile.first_row), min(before + rows, end)
+        if low < high:
+            found.append(Piece(source, start + low - before, high - low, low - tile.first_row))
+        before += rows
+    return tuple(found)
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,6 +160,20 @@ class Rows:
     """In the type of the products."""
 
 
+def _gather_pieces(place: Place, sources: Sequence[Rows], x_mH: torch.Tensor) -> None:
+    """The entries of a tile, zeros below."""
+    for piece in place.pieces:
+        rows = sources[piece.source]
+        torch.index_select(rows.entries_nH, 0, rows.index[piece.rows], out=x_mH[piece.inside])
+    x_mH[place.tile.rows :].zero_()
+
+
+def _weigh(place: Place, sources: Sequence[Rows], t_mF: torch.Tensor) -> None:
+    """Each row times its weight."""
+    for piece in place.pieces:
+        t_mF[piece.inside].mul_(sources[piece.source].weights[piece.rows].unsqueeze(1))
+
+
 class TileProducts:
     """Operands and buffers of one layer and batch, in one direction after the other."""
 
@@ -115,11 +185,10 @@ class TileProducts:
         self.unit = self.hidden // column_units(self.hidden)
         self._x = [spaced(geometry.largest, self.hidden, w2_eHf) for _ in range(lanes.count)]
 
-    def _gather(self, place: Place, rows: Rows, lane: int) -> torch.Tensor:
+    def _gather(self, place: Place, sources: Sequence[Rows], lane: int) -> torch.Tensor:
         """The tile's entries, zeros below."""
         x_mH = self._x[lane][: place.size]
-        torch.index_select(rows.entries_nH, 0, rows.index[place.rows], out=x_mH[: place.tile.rows])
-        x_mH[place.tile.rows :].zero_()
+        _gather_pieces(place, sources, x_mH)
         return x_mH
 
     def _by_slot(self, columns: int, *, space: bool = False) -> list[torch.Tensor]:
@@ -143,15 +212,15 @@ class TileProducts:
         self.h_e = self._by_slot(self.width)
         self.out_b = [like.new_empty(size, len(units) * self.unit) for units in self.columns]
 
-    def first(self, places: Sequence[Place], rows: Rows) -> None:
-        """`h = weight * silu(gate) * up` of tiles of one source."""
-        self.lanes.run(lambda place, lane: self._first(place, rows, lane), places)
+    def first(self, places: Sequence[Place], sources: Sequence[Rows]) -> None:
+        """`h = weight * silu(gate) * up` of tiles; the rows of each source."""
+        self.lanes.run(lambda place, lane: self._first(place, sources, lane), places)
 
-    def _first(self, place: Place, rows: Rows, lane: int) -> None:
+    def _first(self, place: Place, sources: Sequence[Rows], lane: int) -> None:
         gate_up_mF, h_mf = self._of(self.gate_up_e, place), self._of(self.h_e, place)
-        torch.mm(self._gather(place, rows, lane), self.w13_eFH[place.tile.slot].T, out=gate_up_mF)
+        torch.mm(self._gather(place, sources, lane), self.w13_eFH[place.tile.slot].T, out=gate_up_mF)
         self._activate(gate_up_mF, h_mf)
-        h_mf[: place.tile.rows].mul_(rows.weights[place.rows].unsqueeze(1))
+        _weigh(place, sources, h_mf)
 
     def _activate(self, gate_up_mF: torch.Tensor, h_mf: torch.Tensor) -> None:
         native = self.lanes.rows_for(gate_up_mF, h_mf)
@@ -184,20 +253,20 @@ class TileProducts:
         self.out_b = [like.new_empty(size, len(units) * self.unit) for units in self.columns]
         self._dh = [like.new_empty(self.geometry.largest, self.width) for _ in range(self.lanes.count)]
 
-    def first_backward(self, places: Sequence[Place], rows: Rows, grads: Rows) -> None:
-        """The gradient of gate and up, that of the row weights (`dots_P`), and `h` again, of tiles of one source. `grads.entries_nH`: of the output."""
-        self.lanes.run(lambda place, lane: self._first_backward(place, rows, grads, lane), places)
+    def first_backward(self, places: Sequence[Place], sources: Sequence[Rows], grads: Sequence[Rows]) -> None:
+        """The gradient of gate and up, that of the row weights (`dots_P`), and `h` again, of tiles; by source. `entries_nH` of `grads`: of the output."""
+        self.lanes.run(lambda place, lane: self._first_backward(place, sources, grads, lane), places)
 
-    def _first_backward(self, place: Place, rows: Rows, grads: Rows, lane: int) -> None:
-        slot, weights_r1 = place.tile.slot, rows.weights[place.rows].unsqueeze(1)
+    def _first_backward(self, place: Place, sources: Sequence[Rows], grads: Sequence[Rows], lane: int) -> None:
+        slot = place.tile.slot
         gate_up_mF, h_mf, d_mF = (self._of(t, place) for t in (self.gate_up_e, self.h_e, self.d_gate_up_e))
         if self._again:
-            torch.mm(self._gather(place, rows, lane), self.w13_eFH[slot].T, out=gate_up_mF)
+            torch.mm(self._gather(place, sources, lane), self.w13_eFH[slot].T, out=gate_up_mF)
         dh_mf = self._dh[lane][: place.size]
         torch.mm(self._gather(place, grads, lane), self.w2_eHf[slot], out=dh_mf)
         self._activate_backward(gate_up_mF, dh_mf, h_mf, d_mF, self.dots_P[place.padded])
-        h_mf[: place.tile.rows].mul_(weights_r1)
-        d_mF[: place.tile.rows].mul_(weights_r1)
+        _weigh(place, sources, h_mf)
+        _weigh(place, sources, d_mF)
 
     def _activate_backward(
         self,
@@ -252,10 +321,8 @@ class TileProducts:
     def _gather_slot(self, slot: int, of_source: Sequence[Rows], x_mH: torch.Tensor) -> torch.Tensor:
         first, end = self.geometry.slots[slot].start, 0
         for place in self.geometry.of_slot[slot]:
-            rows, at = of_source[place.tile.source], place.at - first
-            end = at + place.tile.rows
-            torch.index_select(rows.entries_nH, 0, rows.index[place.rows], out=x_mH[at:end])
-            x_mH[end : at + place.size].zero_()
+            end = place.at - first + place.size
+            _gather_pieces(place, of_source, x_mH[place.at - first : end])
         x_mH[end:].zero_()
         return x_mH
 

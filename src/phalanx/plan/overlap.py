@@ -5,6 +5,8 @@ decided here but derived from what the operations read (`overlap_axis.py`). Must
 
 - tiles depend on counts and `tile_rows` alone, never on the schedule: that is why no schedule changes a bit. The schedule may put those of the most loaded slots
   first (`hot_first`), which changes their numbers, and no sum: sums go by slots;
+- so do the joint slots, whose rows of all sources are multiplied together; where tokens go through gateways there are none: a part that waits for rows of another
+  number than its own could close a circle there (`overlap_order.py`);
 - parts depend on the tiles, their order and the number of parts alone.
 
 A pure function of gathered counts: every rank plans for itself. Words: see `overlap_types.py`. P sources (ranks of `ep_etp`), G slots of the group.
@@ -22,8 +24,8 @@ from phalanx.core.errors import PlanError, Problem, raise_if
 from phalanx.plan.dispatch import DispatchPlan
 from phalanx.plan.overlap_axis import BACKWARD, FORWARD, Layer, cuts_of
 from phalanx.plan.overlap_hosts import message_parts, relay_parts
-from phalanx.plan.overlap_order import Parts, forward_order, schedule_problems, with_weights
-from phalanx.plan.overlap_types import RankPlan, Schedule, Tile
+from phalanx.plan.overlap_order import NONE, JointSlot, Parts, forward_order, schedule_problems, with_weights
+from phalanx.plan.overlap_types import ALL, RankPlan, Schedule, Tile
 
 __all__ = ["backward_of", "part_ends", "plan_overlap", "tile_sizes", "tiles_of"]
 
@@ -98,20 +100,43 @@ def cut_rows(rows_G: Sequence[int], tile_rows: int, slots: Sequence[int] | None 
     return [size for rows in ordered for size in tile_sizes(rows, tile_rows)]
 
 
-def slot_orders(dispatch: DispatchPlan, schedule: Schedule) -> list[list[int] | None]:
-    """By ep coordinate: the local slots in the order in which their tiles are numbered. None: as they are."""
+def joint_slots(dispatch: DispatchPlan, *, tile_rows: int) -> list[tuple[int, ...]]:
+    """By ep coordinate: the local slots whose rows of all sources are multiplied together, ascending.
+
+    Rows of the first slots, half of all, stay apart: they are what can be computed before everything has come, and after the last has left. Of the others those are joint
+    that have fewer tiles so. Depends on nothing but counts and `tile_rows`.
+    """
+    loads_G = dispatch.rows_PG.sum(0)
+    saves_G = -(-loads_G // tile_rows) < (-(-dispatch.rows_PG // tile_rows)).sum(0)  # `tile_sizes` makes as many tiles
+    loads_EG = loads_G.reshape(dispatch.ep, -1)
+    before_EG = loads_EG.cumsum(1) - loads_EG
+    is_joint = saves_G.reshape(dispatch.ep, -1) & (2 * before_EG >= loads_EG.sum(1, keepdims=True))
+    return [tuple(of_ep.nonzero()[0].tolist()) for of_ep in is_joint]
+
+
+def slot_orders(
+    dispatch: DispatchPlan, schedule: Schedule, *, joint: Sequence[tuple[int, ...]]
+) -> list[list[int] | None]:
+    """By ep coordinate: the local slots in the order in which their tiles are numbered, `joint` ones (of each coordinate; () for none) last. None: as they are."""
+    num, none = dispatch.slots_per_rank, [()] * dispatch.ep
     if not schedule.hot_first:
-        return [None] * dispatch.ep
+        return [
+            None if last == tuple(range(num - len(last), num)) else sorted(range(num), key=last.__contains__)
+            for last in joint or none
+        ]
     loads = dispatch.rows_PG.sum(0).reshape(dispatch.ep, -1).tolist()
-    return [sorted(range(len(of_rank)), key=lambda slot: -of_rank[slot]) for of_rank in loads]
+    return [
+        sorted(range(num), key=lambda slot: (slot in last, -load[slot]))
+        for load, last in zip(loads, joint or none, strict=True)
+    ]
 
 
 def part_counts(
     dispatch: DispatchPlan, schedule: Schedule, *, tile_rows: int, ranks: Iterable[int]
 ) -> dict[tuple[int, int], int]:
-    """Parts that each of `ranks` has of each source's tiles, by (source, rank)."""
+    """Parts that each of `ranks` has of each source's tiles, by (source, rank), where tokens go through gateways."""
     rows = dispatch.rows_PG.reshape(dispatch.ep * dispatch.etp, dispatch.ep, -1).tolist()
-    slots = slot_orders(dispatch, schedule)
+    slots = slot_orders(dispatch, schedule, joint=())
     of_ep = {
         (source, ep): len(ends_of_sizes(cut_rows(of_source[ep], tile_rows, slots[ep]), schedule.parts))
         for ep in {rank // dispatch.etp for rank in ranks}
@@ -145,7 +170,8 @@ def plan_overlap(
         problems.append(Problem(where="host_of_rank", value=None, rule=rule))
     problems += cuts_of(layer or (FORWARD if direction == "forward" else BACKWARD)).problems(schedule)
     raise_if(problems, PlanError, subject="overlap")
-    sizes, slots = rows_of(dispatch, rank=rank), slot_orders(dispatch, schedule)
+    joint = [] if through_hosts else joint_slots(dispatch, tile_rows=tile_rows)
+    sizes, slots = rows_of(dispatch, rank=rank), slot_orders(dispatch, schedule, joint=joint)
     own_slots = slots[rank // dispatch.etp]
     tiles = tuple(
         tiles_of(rows, source=source, tile_rows=tile_rows, slots=own_slots) for source, rows in enumerate(sizes.come)
@@ -175,6 +201,9 @@ def plan_overlap(
         schedule=schedule,
         hosts=hosts if through_hosts else (),
         relay_parts=relay,
+        joint_tiles=joint_tiles(sizes.come, joint[rank // dispatch.etp], tile_rows=tile_rows, slots=own_slots)
+        if joint
+        else (),
     )
     plan = replace(plan, ops=forward_order(schedule, parts_of(plan, hosts), has_shared=has_shared))
     return plan if direction == "forward" else backward_of(plan)
@@ -192,7 +221,39 @@ def parts_of(plan: RankPlan, hosts: Sequence[int] = ()) -> Parts:
         blocks=plan.blocks,
         num_slots=plan.num_slots,
         relay=plan.relay_parts,
+        joint=tuple(joint_parts(plan.joint, [[tile.slot for tile in tiles] for tiles in plan.tiles], plan.part_ends)),
     )
+
+
+def joint_tiles(
+    come: Sequence[Sequence[int]], joint: Sequence[int], *, tile_rows: int, slots: Sequence[int] | None
+) -> tuple[Tile, ...]:
+    """Tiles of the rows of all sources for the joint slots of a rank; `come`: rows of each source by slot, `slots` as `slot_orders` gives them."""
+    rows_G = [sum(rows) for rows in zip(*come, strict=True)]
+    return tiles_of(
+        rows_G, source=ALL, tile_rows=tile_rows, slots=joint if slots is None else slots[len(slots) - len(joint) :]
+    )
+
+
+def joint_parts(joint: Sequence[int], slots: Sequence[Sequence[int]], ends: Sequence[Sequence[int]]) -> list[JointSlot]:
+    """In which parts rows of joint slots come; `slots` of the tiles of each source, `ends` of its parts."""
+    where = [_slot_parts(frozenset(joint), *of_source) for of_source in zip(slots, ends, strict=True)] if joint else []
+    nowhere = (NONE, NONE)
+    return [JointSlot(slot, *zip(*(at.get(slot, nowhere) for at in where), strict=True)) for slot in joint]
+
+
+def _slot_parts(joint: frozenset[int], slots: Sequence[int], ends: Sequence[int]) -> dict[int, tuple[int, int]]:
+    """By joint slot: first and last part with tiles of it, of one source. Joint slots come last."""
+    found: dict[int, tuple[int, int]] = {}
+    part = len(ends) - 1
+    for number in range(len(slots) - 1, -1, -1):
+        slot = slots[number]
+        if slot not in joint:
+            break
+        while part and number < ends[part - 1]:
+            part -= 1
+        found[slot] = part, found[slot][1] if slot in found else part
+    return found
 
 
 def backward_of(plan: RankPlan) -> RankPlan:

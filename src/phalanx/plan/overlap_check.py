@@ -2,11 +2,13 @@
 
 Decides nothing. `check` proves of one list, by itself:
 
-- tiles are whole: slot by slot (in any order of slots with `hot_first`, else ascending), row after row, none empty; parts hold all of them, each once;
+- tiles are whole: slot by slot (in any order of slots with `hot_first`, else ascending, joint ones last), row after row, none empty; parts hold all of them, each once;
 - every operation stands there exactly once and none that does not belong there;
 - nothing stands before what it needs: `first` after the waits for its own and all earlier parts of its source (an entry travels with the first part that
   needs it), `second` after its first, `return` after the seconds of its own and all earlier parts in its block (an entry goes back with the last part
   that adds to it), `weights` after all firsts, `sum` last;
+- the products of a joint slot: `first_all` after the waits for all parts with rows of the slot, `second_all` after its first, `return` after the seconds of all joint slots with
+  rows in its own or an earlier part;
 - all sends stand before the first wait and all returns before the first wait_return;
 - with gateways: all relays stand behind the sends and before the first merge, those of parts up to k before any wait for part k of another host; a merge of part k behind
   all returns of parts up to k to other hosts; all merges before the first wait_return.
@@ -25,7 +27,7 @@ from itertools import pairwise
 from typing import Any, get_args
 
 from phalanx.core.errors import PlanError, Problem, raise_if
-from phalanx.plan.overlap_types import Kind, Op, RankPlan, Schedule, Tile
+from phalanx.plan.overlap_types import ALL, Kind, Op, RankPlan, Schedule, Tile
 
 __all__ = ["check", "from_json", "plan_problems"]
 
@@ -73,6 +75,9 @@ def _plan_of(data: dict[str, Any]) -> RankPlan:
         schedule=Schedule(**data["schedule"]),
         hosts=tuple(_whole(host) for host in data["hosts"]),
         relay_parts=tuple(_whole(parts) for parts in data["relay_parts"]),
+        joint_tiles=tuple(
+            Tile(_whole(slot), ALL, _whole(rows), _whole(first)) for slot, rows, first in data["joint_tiles"]
+        ),
     )
 
 
@@ -104,6 +109,7 @@ def _cut_problems(plan: RankPlan) -> Iterator[Problem]:
             yield Problem(where=f"plan.{name}", value=len(getattr(plan, name)), rule=rule)
             return
     yield from _host_problems(plan)
+    yield from _joint_problems(plan)
     for source in range(plan.size):
         yield from _tile_problems(plan, source)
         yield from _end_problems(f"plan.part_ends[{source}]", plan.part_ends[source], total=len(plan.tiles[source]))
@@ -121,13 +127,33 @@ def _tile_problems(plan: RankPlan, source: int) -> Iterator[Problem]:
         if tile.source != source or tile.rows < 1 or not 0 <= tile.slot < plan.num_slots:
             rule = f"rows of source {source} in one of {plan.num_slots} slots, at least one"
             yield Problem(where=where, value=tile, rule=rule)
-        if tile.slot not in seen and (plan.schedule.hot_first or tile.slot > next_slot):
+        first_joint = tile.slot in plan.joint and next_slot not in plan.joint
+        if tile.slot not in seen and (plan.schedule.hot_first or first_joint or tile.slot > next_slot):
             next_slot, next_row = tile.slot, 0
         seen.add(tile.slot)
         if (tile.slot, tile.first_row) != (next_slot, next_row):
             rule = f"slots ascending, rows end to end: next is row {next_row} of slot {next_slot}"
             yield Problem(where=where, value=tile, rule=rule)
+        if number and tile.slot not in plan.joint and plan.tiles[source][number - 1].slot in plan.joint:
+            yield Problem(where=where, value=tile, rule=f"joint slots {plan.joint} come last")
         next_slot, next_row = tile.slot, tile.first_row + tile.rows
+
+
+def _joint_problems(plan: RankPlan) -> Iterator[Problem]:
+    """The tiles of each joint slot hold all of its rows, one after the other."""
+    if plan.joint_tiles and plan.hosts:
+        yield Problem(where="plan.joint_tiles", value=len(plan.joint_tiles), rule="none where there are gateways")
+    rows = Counter[int]()
+    for number, tile in enumerate(plan.joint_tiles):
+        begins = number == 0 or plan.joint_tiles[number - 1].slot != tile.slot
+        if tile.source != ALL or tile.rows < 1 or tile.first_row != rows[tile.slot] or (begins and rows[tile.slot]):
+            rule = f"rows of all sources end to end: next is row {rows[tile.slot]} of slot {tile.slot}, each slot's tiles beside each other"
+            yield Problem(where=f"plan.joint_tiles[{number}]", value=tile, rule=rule)
+        rows[tile.slot] += tile.rows
+    for slot, found in rows.items():
+        come = sum(tile.rows for tiles in plan.tiles for tile in tiles if tile.slot == slot)
+        if found != come:
+            yield Problem(where=f"plan.joint_tiles of slot {slot}", value=found, rule=f"all {come} rows that come")
 
 
 def _end_problems(where: str, ends: Sequence[int], *, total: int | None) -> Iterator[Problem]:
@@ -186,6 +212,9 @@ def _expected(plan: RankPlan) -> Iterator[Op]:
             for block in range(plan.blocks):
                 yield Op("second", p, part, block)
                 yield Op("return", p, part, block)
+    for slot in plan.joint:
+        yield Op("first_all", part=slot)
+        yield from (Op("second_all", part=slot, block=block) for block in range(plan.blocks))
     for p, parts in _messages_to(plan):
         for part in range(parts):
             yield Op("send", p, part)
@@ -220,8 +249,9 @@ def _too_early(plan: RankPlan) -> Iterator[Problem]:
     for number, op in enumerate(plan.ops):
         place.setdefault(op, number)
         last_of[op.kind] = number
+    joint = _joint_parts(plan)
     for number, op in enumerate(plan.ops):
-        late = [other for other in _direct_needs(plan, op) if place.get(other, -1) > number]
+        late = [other for other in _direct_needs(plan, op, joint) if place.get(other, -1) > number]
         for other in late:
             yield Problem(where=f"plan.ops[{number}]: {op}", value=None, rule=f"comes after {other}, which it needs")
         for rule in _RULES_OF_KIND.get(op.kind, ()):
@@ -252,17 +282,34 @@ _RULES_OF_KIND = {
     "relay": ("send",),
     "merge": ("relay",),
     "wait_return": ("return", "merge"),
-    "weights": ("first",),
+    "weights": ("first", "first_all"),
 }
 """All operations of the second kinds stand before any of the first: they are what keeps ranks from waiting in a circle, and gradients of weights whole."""
 
 
-def _direct_needs(plan: RankPlan, op: Op) -> Iterable[Op]:
+def _joint_parts(plan: RankPlan) -> dict[int, set[tuple[int, int]]]:
+    """By joint slot: the parts, as (source, part), in which its rows come."""
+    found: dict[int, set[tuple[int, int]]] = {slot: set() for slot in plan.joint}
+    for source, ends in enumerate(plan.part_ends):
+        for part, (start, end) in enumerate(pairwise((0, *ends))):
+            for tile in plan.tiles[source][start:end]:
+                if tile.slot in found:
+                    found[tile.slot].add((source, part))
+    return found
+
+
+def _direct_needs(plan: RankPlan, op: Op, joint: dict[int, set[tuple[int, int]]]) -> Iterable[Op]:
     earlier = range(op.part + 1)
     if op.kind == "first" and op.peer != plan.rank:
         return [Op("wait", op.peer, part) for part in earlier]
     if op.kind == "second":
         return [Op("first", op.peer, op.part)]
     if op.kind == "return":
-        return [Op("second", op.peer, part, op.block) for part in earlier]
+        slots = [slot for slot, parts in joint.items() if any(p == op.peer and k <= op.part for p, k in parts)]
+        alone = [Op("second", op.peer, part, op.block) for part in earlier]
+        return [*alone, *(Op("second_all", part=slot, block=op.block) for slot in slots)]
+    if op.kind == "first_all":
+        return [Op("wait", p, part) for p, k in joint.get(op.part, ()) if p != plan.rank for part in range(k + 1)]
+    if op.kind == "second_all":
+        return [Op("first_all", part=op.part)]
     return []

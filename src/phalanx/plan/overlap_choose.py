@@ -20,10 +20,20 @@ import numpy as np
 
 from phalanx.core.errors import ConfigError, PlanError, Problem, raise_if
 from phalanx.plan.dispatch import DispatchPlan
-from phalanx.plan.overlap import cut_rows, ends_of_sizes, part_counts, rows_of, slot_orders
+from phalanx.plan.overlap import (
+    cut_rows,
+    ends_of_sizes,
+    joint_parts,
+    joint_slots,
+    joint_tiles,
+    part_counts,
+    rows_of,
+    slot_orders,
+    tiles_of,
+)
 from phalanx.plan.overlap_bytes import WireBytes
 from phalanx.plan.overlap_clock import seconds_of
-from phalanx.plan.overlap_cost import LayerShape, OverlapCost, TileTimes
+from phalanx.plan.overlap_cost import Joint, LayerShape, OverlapCost, TileTimes
 from phalanx.plan.overlap_hosts import members, message_parts, relay_parts
 from phalanx.plan.overlap_order import Parts, forward_order, schedule_problems, with_weights
 from phalanx.plan.overlap_types import Schedule
@@ -71,6 +81,9 @@ class _Tiles:
 
     come: list[list[int]]
     go: list[list[int]]
+    slots: list[list[int]]
+    """Of the tiles that come."""
+    joint: tuple[int, ...]
     times: TileTimes
 
 
@@ -99,21 +112,31 @@ class _Layer:
         self.has_shared = shape.shared_ffn > 0
         hosts = tuple(host_of_rank) if host_of_rank is not None else (0,) * self.size
         self.is_far = tuple(host != hosts[self.rank] for host in hosts)
-        self._tiles: dict[bool, _Tiles] = {}
+        self._tiles: dict[tuple[bool, bool], _Tiles] = {}
 
-    def tiles(self, schedule: Schedule) -> _Tiles:
+    def tiles(self, schedule: Schedule, *, through_hosts: bool) -> _Tiles:
         """In the order of the slots, or the most loaded first."""
-        if schedule.hot_first not in self._tiles:
-            orders = slot_orders(self.dispatch, schedule)
-            own = orders[self.rank // self.etp]
-            come = [cut_rows(of_source, self.tile_rows, own) for of_source in self.rows.come]
+        key = schedule.hot_first, through_hosts
+        if key not in self._tiles:
+            joint = [] if through_hosts else joint_slots(self.dispatch, tile_rows=self.tile_rows)
+            orders = slot_orders(self.dispatch, schedule, joint=joint)
+            own, here = orders[self.rank // self.etp], joint[self.rank // self.etp] if joint else ()
+            of_sources = [
+                tiles_of(rows, source=source, tile_rows=self.tile_rows, slots=own)
+                for source, rows in enumerate(self.rows.come)
+            ]
+            come, slots = (
+                [[getattr(tile, name) for tile in tiles] for tiles in of_sources] for name in ("rows", "slot")
+            )
             go = [cut_rows(rows, self.tile_rows, order) for rows, order in zip(self.rows.go, orders, strict=True)]
-            times = TileTimes(come, self.loads, self.shape, self.cost, self.direction)
-            self._tiles[schedule.hot_first] = _Tiles(come, go, times)
-        return self._tiles[schedule.hot_first]
+            together = joint_tiles(self.rows.come, here, tile_rows=self.tile_rows, slots=own)
+            times = TileTimes(come, self.loads, self.shape, self.cost, self.direction, joint=Joint(slots, together))
+            order = tuple(dict.fromkeys(tile.slot for tile in together))
+            self._tiles[key] = _Tiles(come, go, slots, order, times)
+        return self._tiles[key]
 
     def seconds(self, schedule: Schedule, wire: WireBytes) -> float:
-        tiles = self.tiles(schedule)
+        tiles = self.tiles(schedule, through_hosts=wire.legs is not None)
         ends = [ends_of_sizes(sizes, schedule.parts) for sizes in tiles.come]
         go_ends = [len(ends_of_sizes(sizes, schedule.parts)) for sizes in tiles.go]
         go = tuple(go_ends[peer // self.etp] for peer in range(self.size))
@@ -133,6 +156,7 @@ class _Layer:
             blocks=schedule.blocks,
             num_slots=self.num_slots,
             relay=relay,
+            joint=tuple(joint_parts(tiles.joint, tiles.slots, ends)),
         )
         ops = forward_order(schedule, parts, has_shared=self.has_shared)
         if self.direction == "backward":

@@ -6,8 +6,8 @@ seconds, rates bytes or floating-point operations per second.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
 from math import inf
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.plan.overlap import parts_of
-from phalanx.plan.overlap_types import Op, RankPlan
+from phalanx.plan.overlap_types import Op, RankPlan, Tile
 
 __all__ = ["LayerShape", "OverlapCost", "RankWork", "TileTimes", "work_of"]
 
@@ -129,11 +129,16 @@ class RankWork:
     second_s: list[list[float]]
     """Of all blocks."""
     copy_s: list[list[float]]
+    """Rows gathered for the first product."""
+    sum_s: list[list[float]]
+    """Rows added up for the way back."""
     weights_s: list[float]
     shared_s: float
     blocks: int
     relay: tuple[int, ...] = ()
     """Parts of each source that this rank passes on, where messages go through gateways."""
+    joint_s: Mapping[int, tuple[float, float, float]] = field(default_factory=dict)
+    """By joint slot: first product, second product of all blocks, copies."""
 
     def seconds(self, op: Op, cost: OverlapCost) -> float:
         """Of one operation by itself."""
@@ -142,8 +147,13 @@ class RankWork:
             return cost.op_s + self.first_s[p][part] + self.copy_s[p][part]
         if kind == "second":
             return cost.op_s + self.second_s[p][part] / self.blocks + (cost.block_s if op.block else 0.0)
+        if kind == "first_all":
+            first_s, _, copy_s = self.joint_s[part]
+            return cost.op_s + first_s + copy_s
+        if kind == "second_all":
+            return cost.op_s + self.joint_s[part][1] / self.blocks + (cost.block_s if op.block else 0.0)
         if kind == "return":
-            return cost.op_s + self.copy_s[p][part] / self.blocks
+            return cost.op_s + self.sum_s[p][part] / self.blocks
         if kind == "weights":
             return cost.op_s + self.weights_s[part]
         return cost.op_s + (self.shared_s if kind == "shared" else 0.0)
@@ -152,13 +162,25 @@ class RankWork:
 def work_of(plan: RankPlan, shape: LayerShape, cost: OverlapCost) -> RankWork:
     """The work of a plan's parts on a machine."""
     sizes = [[tile.rows for tile in tiles] for tiles in plan.tiles]
+    slots = [[tile.slot for tile in tiles] for tiles in plan.tiles]
     slot_rows = [0] * plan.num_slots
     for tiles in plan.tiles:
         for tile in tiles:
             slot_rows[tile.slot] += tile.rows
-    timer = TileTimes(sizes, slot_rows, shape, cost, plan.direction)
+    joint = Joint(slots, plan.joint_tiles)
+    timer = TileTimes(sizes, slot_rows, shape, cost, plan.direction, joint=joint)
     parts = parts_of(plan)
     return timer.work(plan.rank, plan.part_ends, parts.go, plan.blocks, relay=parts.relay)
+
+
+@dataclass(frozen=True)
+class Joint:
+    """What is multiplied together on a rank."""
+
+    slots: Sequence[Sequence[int]] = ()
+    """Of the tiles of each source."""
+    tiles: Sequence[Tile] = ()
+    """Of the joint slots."""
 
 
 class TileTimes:
@@ -171,9 +193,15 @@ class TileTimes:
         shape: LayerShape,
         cost: OverlapCost,
         direction: Literal["forward", "backward"],
+        *,
+        joint: Joint = Joint(),
     ) -> None:
         first, second, weights = shape.row_flop(direction)
         flat = cost.row_seconds([rows for of_source in sizes for rows in of_source]).tolist()
+        together = {tile.slot for tile in joint.tiles}
+        if together:
+            slots = [slot for of_source in joint.slots for slot in of_source]
+            flat = [0.0 if slot in together else seconds for slot, seconds in zip(slots, flat, strict=True)]
         self.ends_of_tiles, self.flop_s, at = [], [], 0
         for of_source in sizes:
             self.ends_of_tiles.append([0, *accumulate(of_source)])
@@ -184,6 +212,21 @@ class TileTimes:
         shared_rate = cost.flops_by_rows[-1][1]
         self.shared_s = shape.shared_flop(direction) / shared_rate
         self.copy_s = shape.row_bytes / cost.copy_bytes_per_s
+        self.joint_s: dict[int, tuple[float, float, float]] = {}
+        for tile, seconds in zip(
+            joint.tiles, cost.row_seconds([tile.rows for tile in joint.tiles]).tolist(), strict=True
+        ):
+            before = self.joint_s.get(tile.slot, (0.0, 0.0, 0.0))
+            more = seconds * first, seconds * second, tile.rows * self.copy_s
+            self.joint_s[tile.slot] = before[0] + more[0], before[1] + more[1], before[2] + more[2]
+        self.alone = (
+            [
+                [0, *accumulate(0 if slot in together else rows for rows, slot in zip(of_source, slots, strict=True))]
+                for of_source, slots in zip(sizes, joint.slots, strict=True)
+            ]
+            if together
+            else self.ends_of_tiles
+        )
 
     def work(
         self,
@@ -194,14 +237,28 @@ class TileTimes:
         *,
         relay: tuple[int, ...] = (),
     ) -> RankWork:
-        share, first_s, second_s, copy_s = [], [], [], []
-        for rows, flop_s, of_source in zip(self.ends_of_tiles, self.flop_s, ends, strict=True):
+        share, first_s, second_s, copy_s, sum_s = [], [], [], [], []
+        for rows, alone, flop_s, of_source in zip(self.ends_of_tiles, self.alone, self.flop_s, ends, strict=True):
             cuts = [*pairwise((0, *of_source))]
             share.append([(rows[b] - rows[a]) / rows[-1] for a, b in cuts])
             first_s.append([(flop_s[b] - flop_s[a]) * self.first for a, b in cuts])
             second_s.append([(flop_s[b] - flop_s[a]) * self.second for a, b in cuts])
-            copy_s.append([(rows[b] - rows[a]) * self.copy_s for a, b in cuts])
+            copy_s.append([(alone[b] - alone[a]) * self.copy_s for a, b in cuts])
+            sum_s.append([(rows[b] - rows[a]) * self.copy_s for a, b in cuts])
         come = tuple(map(len, ends))
         return RankWork(
-            rank, len(come), come, go, share, first_s, second_s, copy_s, self.weights_s, self.shared_s, blocks, relay
+            rank=rank,
+            size=len(come),
+            come=come,
+            go=go,
+            share=share,
+            first_s=first_s,
+            second_s=second_s,
+            copy_s=copy_s,
+            sum_s=sum_s,
+            weights_s=self.weights_s,
+            shared_s=self.shared_s,
+            blocks=blocks,
+            relay=relay,
+            joint_s=self.joint_s,
         )

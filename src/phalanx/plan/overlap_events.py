@@ -119,9 +119,29 @@ class _State:
     here: set[tuple[int, int]] = field(default_factory=set)
     first: dict[tuple[int, int], int] = field(default_factory=dict)
     second: dict[tuple[int, int, int], int] = field(default_factory=dict)
+    first_all: dict[int, int] = field(default_factory=dict)
+    """By joint slot."""
+    second_all: dict[tuple[int, int], int] = field(default_factory=dict)
+    """By (joint slot, block)."""
     placed: set[tuple[int, int, int]] = field(default_factory=set)
     """Blocks of parts of own rows whose results are back: (rank that computed them, part, block)."""
     is_summed: bool = False
+
+    def joint_of(self, source: int, part: int) -> set[int]:
+        """Joint slots with rows of a source in a part."""
+        plan = self.plan
+        return {tile.slot for tile in plan.tiles_of_part(source, part)} & set(plan.joint) if plan.joint else set()
+
+    def has_all_of(self, slot: int) -> bool:
+        """Whether the rows of a joint slot are here, those before them among what their source sends too."""
+        return all(
+            (p, earlier) in self.here
+            for p, ends in enumerate(self.plan.part_ends)
+            if p != self.plan.rank
+            for part in range(len(ends))
+            if slot in self.joint_of(p, part)
+            for earlier in range(part + 1)
+        )
 
 
 def is_far(plan: RankPlan, peer: int) -> bool:
@@ -226,8 +246,17 @@ class _Run:
         elif op.kind == "second":
             needs = key[:2] in state.first
             state.second[key] = state.second.get(key, 0) + 1
+        elif op.kind == "first_all":
+            needs = state.has_all_of(op.part)
+            state.first_all[op.part] = state.first_all.get(op.part, 0) + 1
+        elif op.kind == "second_all":
+            needs = op.part in state.first_all
+            state.second_all[op.part, op.block] = state.second_all.get((op.part, op.block), 0) + 1
         elif op.kind == "return":
-            needs = all((op.peer, part, op.block) in state.second for part in range(op.part + 1))
+            earlier = range(op.part + 1)
+            needs = all((op.peer, part, op.block) in state.second for part in earlier) and all(
+                (slot, op.block) in state.second_all for part in earlier for slot in state.joint_of(op.peer, part)
+            )
             if op.peer == rank:
                 self.place(state, key)
             else:
@@ -236,6 +265,7 @@ class _Run:
             self.place(state, key)
         elif op.kind == "weights":
             needs = all((p, k) in state.first for p, ends in enumerate(state.plan.part_ends) for k in range(len(ends)))
+            needs = needs and state.first_all.keys() >= set(state.plan.joint)
         elif op.kind == "sum":
             needs, state.is_summed = not self.not_back(state), True
         if not needs:
@@ -299,6 +329,10 @@ class _Run:
             if state.second != {(*key, block): 1 for key in wanted for block in blocks}:
                 rule = "the second product of every tile and block, exactly once"
                 yield Problem(where=f"rank {plan.rank}", value=sorted(state.second.items()), rule=rule)
+            together = {(slot, block): 1 for slot in plan.joint for block in blocks}
+            if state.first_all != dict.fromkeys(plan.joint, 1) or state.second_all != together:
+                rule = "both products of every joint slot, exactly once"
+                yield Problem(where=f"rank {plan.rank}", value=sorted(state.second_all.items()), rule=rule)
             if not state.is_summed:
                 yield Problem(where=f"rank {plan.rank}", value=None, rule="results are added up")
         for message in sorted(self.posted.keys() - self.taken):

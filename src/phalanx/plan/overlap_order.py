@@ -32,6 +32,27 @@ import numpy as np
 from phalanx.core.errors import Problem
 from phalanx.plan.overlap_types import Op, Order, Schedule
 
+NONE = -1
+"""In place of a part: no rows."""
+
+
+@dataclass(frozen=True)
+class JointSlot:
+    """In which parts the rows of a joint slot come, by source."""
+
+    slot: int
+    first: tuple[int, ...]
+    """The first part that has any, NONE where a source has none."""
+    last: tuple[int, ...]
+
+    def needs(self) -> list[tuple[int, int]]:
+        """(source, part): what must be there before its first product."""
+        return [(p, part) for p, part in enumerate(self.last) if part != NONE]
+
+    def has_rows_of(self, source: int, part: int) -> bool:
+        """Whether rows of a source up to a part are among its own."""
+        return self.first[source] != NONE and self.first[source] <= part
+
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
@@ -48,6 +69,8 @@ class Parts:
     num_slots: int
     relay: tuple[int, ...] = ()
     """Parts of each source that this rank passes on inside its host; empty where messages go straight."""
+    joint: tuple[JointSlot, ...] = ()
+    """Slots whose rows of all sources are multiplied together; none where messages go through gateways."""
 
     @property
     def size(self) -> int:
@@ -137,7 +160,9 @@ def _serial(parts: Parts, shared: Iterable[Op]) -> list[Op]:
         *(Op("relay", *part) for part in parts.relaying()),
         *(Op("wait", p, part) for p, part in here if p != parts.rank),
         *(Op("first", p, part) for p, part in here),
+        *(Op("first_all", part=joint.slot) for joint in parts.joint),
         *(Op("second", *cell) for cell in cells),
+        *(Op("second_all", part=joint.slot, block=block) for joint in parts.joint for block in range(parts.blocks)),
         *(Op("return", *cell) for cell in cells),
         *_merges(parts),
         *_wait_returns(parts),
@@ -148,11 +173,13 @@ def _serial(parts: Parts, shared: Iterable[Op]) -> list[Op]:
 
 def _overlapped(parts: Parts, shared: Iterable[Op], *, own_first: bool, before: float) -> list[Op]:
     """Own rows while others travel; each part that came goes back at once; what is left of the own rows while results travel."""
-    own = parts.own()
+    own, way = parts.own(), _Way(parts)
     early = int(before * len(own) + 0.5)
-    ops = [*parts.to_send(), *(Op("first", *part) for part in own[:early])]
+    ops = way.ops
+    ops += [*parts.to_send(), *(Op("first", *part) for part in own[:early])]
+    way.come()
     if own_first:
-        ops += _back(own, parts.blocks)
+        way.back(own)
     relays, merges = [Op("relay", *part) for part in parts.relaying()], _merges(parts)
     for part in parts.arriving():
         if parts.is_far[part[0]]:  # what others wait for comes before own rows of the same number
@@ -161,25 +188,61 @@ def _overlapped(parts: Parts, shared: Iterable[Op], *, own_first: bool, before: 
             if not relays:
                 now, merges = _up_to(part[1] - 1, merges)
                 ops += now
-        ops += [Op("wait", *part), Op("first", *part), *_back([part], parts.blocks)]
+        ops += [Op("wait", *part), Op("first", *part)]
+        way.back([part])
+        way.come(part)
     ops += relays
     if not own_first:
-        ops += _back(own[:early], parts.blocks)
+        way.back(own[:early])
     ops += merges
     if not own_first:
         for part in own[early:]:
-            ops += [Op("first", *part), *_back([part], parts.blocks)]
+            ops.append(Op("first", *part))
+            way.back([part])
     return [*ops, *shared, *_wait_returns(parts), Op("sum")]
 
 
-def _back(parts: Iterable[tuple[int, int]], blocks: int) -> list[Op]:
-    """Second product and way back of some parts, block by block."""
-    return [
-        op
-        for part in parts
-        for block in range(blocks)
-        for op in (Op("second", *part, block), Op("return", *part, block))
-    ]
+class _Way:
+    """A list that grows: products of joint slots as soon as their rows are there, and results that go back as soon as they are complete."""
+
+    def __init__(self, parts: Parts) -> None:
+        self.parts, self.ops = parts, list[Op]()
+        self.missing = [(joint, set(joint.needs()) - {*parts.own()}) for joint in parts.joint]
+        """Joint slots that have not been multiplied, and the (source, part) that have not come of them."""
+        self.late: dict[tuple[int, int], int] = {}
+        """By (source, part): joint slots that its way back waits for."""
+
+    def back(self, parts: Iterable[tuple[int, int]]) -> None:
+        """Second product and way back of some parts, block by block."""
+        for part in parts:
+            waits = sum(joint.has_rows_of(*part) for joint, _ in self.missing)
+            if waits:
+                self.late[part] = waits
+            for block in range(self.parts.blocks):
+                self.ops.append(Op("second", *part, block))
+                if not waits:
+                    self.ops.append(Op("return", *part, block))
+
+    def come(self, part: tuple[int, int] | None = None) -> None:
+        """A part has come: both products of joint slots of which all rows are there, and what goes back with them."""
+        for _, missing in self.missing:
+            missing.discard(part or (NONE, NONE))
+        for joint in [joint for joint, missing in self.missing if not missing]:
+            complete = self._without(joint)
+            self.ops.append(Op("first_all", part=joint.slot))
+            for block in range(self.parts.blocks):
+                self.ops.append(Op("second_all", part=joint.slot, block=block))
+                self.ops += [Op("return", *back, block) for back in complete]
+        self.missing = [(joint, missing) for joint, missing in self.missing if missing]
+
+    def _without(self, joint: JointSlot) -> list[tuple[int, int]]:
+        """Parts whose way back waits for nothing else."""
+        for part in self.late:
+            self.late[part] -= joint.has_rows_of(*part)
+        complete = [part for part, waits in self.late.items() if not waits]
+        for part in complete:
+            del self.late[part]
+        return complete
 
 
 def _up_to(part: int, ops: Sequence[Op]) -> tuple[list[Op], list[Op]]:
@@ -198,7 +261,7 @@ def _wait_returns(parts: Parts) -> list[Op]:
 def _needs(ops: Sequence[Op], parts: Parts) -> list[list[int]]:
     """Of each operation the places in `ops` of what must stand before it; `sum` is not among them."""
     place = {(op.kind, op.peer, op.part, op.block): at for at, op in enumerate(ops)}
-    kinds = ("send", "return", "first", "relay", "merge")
+    kinds = ("send", "return", "first", "first_all", "relay", "merge")
     all_of = {kind: [at for at, op in enumerate(ops) if op.kind == kind] for kind in kinds}
 
     def needs(op: Op) -> list[int]:
@@ -214,14 +277,26 @@ def _needs(ops: Sequence[Op], parts: Parts) -> list[list[int]]:
             return [] if p == parts.rank else [place["wait", p, part, -1] for part in earlier]
         if op.kind == "second":
             return [place["first", p, op.part, -1]]
+        if op.kind == "first_all":
+            joint = next(joint for joint in parts.joint if joint.slot == op.part)
+            return [
+                place["wait", *there, -1]
+                for p, k in joint.needs()
+                if p != parts.rank
+                for there in ((p, part) for part in range(k + 1))
+            ]
+        if op.kind == "second_all":
+            return [place["first_all", -1, op.part, -1]]
         if op.kind == "return":
-            return [place["second", p, part, op.block] for part in earlier]
+            joints = [joint.slot for joint in parts.joint if joint.has_rows_of(p, op.part)]
+            together = [place["second_all", -1, slot, op.block] for slot in joints]
+            return [place["second", p, part, op.block] for part in earlier] + together
         if op.kind == "merge":
             far = [at for at in all_of["return"] if ops[at].part <= op.part and parts.is_far[ops[at].peer]]
             return all_of["relay"] + far
         if op.kind == "wait_return":
             return all_of["send"] + all_of["return"] + all_of["merge"]
-        return all_of["first"] if op.kind == "weights" else []
+        return all_of["first"] + all_of["first_all"] if op.kind == "weights" else []
 
     return [needs(op) for op in ops]
 

@@ -191,7 +191,11 @@ class _Rank:
                 if leg.is_send and leg.kind == "coming":
                     needs.append(place["return", leg.peer, leg.part, leg.block] + 1)
                 elif leg.is_send and leg.kind == "dots":
-                    firsts = [at for (kind, peer, _, _), at in place.items() if kind == "first" and peer == leg.peer]
+                    firsts = [
+                        at
+                        for (kind, peer, _, _), at in place.items()
+                        if (kind == "first" and peer == leg.peer) or kind == "first_all"
+                    ]
                     needs.append(max(firsts) + 1)
             found.append(max(needs))
         return found

@@ -10,6 +10,8 @@ Words:
     tile      rows of one slot from one source, at most `tile_rows` of them in the order of their tokens. Tiles are numbered per source: slot by
               slot (the most loaded first where the schedule says so), then row by row. What is computed for a tile never depends on the schedule: same
               rows, same shapes, same bits.
+    joint     a slot whose rows of all sources are multiplied together, as one run of rows cut into tiles: weights are read once, and products are larger. Which slots are
+              depends on the counts alone. Joint slots are numbered last. Their tiles by source, as above, only say which rows travel together.
     part      consecutive tiles of one source
     going     entries (tokens) that a source sends to this rank, ordered by (first tile that needs it, token). A message carries those of one part.
     coming    the same entries on their way back, ordered by (last tile that adds to it, token). A message carries those of one part, one block of columns.
@@ -27,18 +29,35 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 Transport = Literal["all_to_all", "all_gather", "dedup", "dedup_host"]
 """What a source sends: to each rank an entry for each (token, slot) pair; for each of its tokens; for each of its tokens that the rank needs; to each other
 host an entry for each of its tokens that the host needs."""
 Order = Literal["serial", "own_first", "arrival"]
-Kind = Literal["send", "wait", "first", "second", "return", "wait_return", "sum", "weights", "shared", "relay", "merge"]
+Kind = Literal[
+    "send",
+    "wait",
+    "first",
+    "second",
+    "first_all",
+    "second_all",
+    "return",
+    "wait_return",
+    "sum",
+    "weights",
+    "shared",
+    "relay",
+    "merge",
+]
 """
 send         entries of one part to `peer` (a part of the tiles that `peer` has of this rank; to a gateway: what its host needs of that part first)
 wait         entries of one part of source `peer`: from here on they are there
-first        first product of all tiles of (`peer`, `part`); `peer` is the source, this rank itself included
-second       second product of all tiles of (`peer`, `part`), columns of `block`
+first        first product of all tiles of (`peer`, `part`) that are not of joint slots; `peer` is the source, this rank itself included
+second       second product of the same tiles, columns of `block`
+first_all    first product of all rows of joint slot `part`
+second_all   second product of the same, columns of `block`
 return       sum the copies of the entries that are complete with `part`, in `block`, and send them back to `peer` (own rank: put them in place)
 wait_return  partial sums of (`peer`, `part`, `block`) are there: `part` of the tiles that `peer` has of this rank
 sum          add up the partial sums of all ranks for each of this rank's tokens
@@ -91,9 +110,14 @@ class Tile:
     slot: int
     """Local slot."""
     source: int
+    """ALL in the tiles of joint slots."""
     rows: int
     first_row: int
     """Within the rows of (slot, source)."""
+
+
+ALL = -1
+"""In place of a source."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,10 +145,30 @@ class RankPlan:
     relay_parts: tuple[int, ...] = ()
     """By source: parts that this rank, being the gateway of a source on another host, passes on. Empty without gateways."""
 
+    joint_tiles: tuple[Tile, ...] = ()
+    """Tiles of all sources' rows of the joint slots: `source` is ALL, `first_row` counts the slot's rows source by source."""
+
+    @cached_property
+    def joint(self) -> tuple[int, ...]:
+        """Local slots whose rows of all sources are multiplied together, in the order of their tiles."""
+        return tuple(dict.fromkeys(tile.slot for tile in self.joint_tiles))
+
+    def tiles_of_part(self, source: int, part: int) -> tuple[Tile, ...]:
+        """Of one part of a source."""
+        ends = self.part_ends[source]
+        return self.tiles[source][ends[part - 1] if part else 0 : ends[part]]
+
     def rows(self, source: int, part: int) -> int:
         """Rows of one part of a source."""
-        ends = self.part_ends[source]
-        return sum(tile.rows for tile in self.tiles[source][ends[part - 1] if part else 0 : ends[part]])
+        return sum(tile.rows for tile in self.tiles_of_part(source, part))
+
+    def rows_alone(self, source: int, part: int) -> int:
+        """Rows of one part of a source that are not of joint slots."""
+        return sum(tile.rows for tile in self.tiles_of_part(source, part) if tile.slot not in self.joint)
+
+    def slot_rows(self, slot: int) -> int:
+        """Rows of all sources."""
+        return sum(tile.rows for tiles in self.tiles for tile in tiles if tile.slot == slot)
 
     def to_dict(self) -> dict[str, Any]:
         """The whole plan as plain data."""
@@ -140,6 +184,7 @@ class RankPlan:
             "schedule": asdict(self.schedule),
             "hosts": list(self.hosts),
             "relay_parts": list(self.relay_parts),
+            "joint_tiles": [[t.slot, t.rows, t.first_row] for t in self.joint_tiles],
             "ops": [[op.kind, op.peer, op.part, op.block] for op in self.ops],
         }
 
@@ -160,4 +205,7 @@ class RankPlan:
             parts = " + ".join(str(self.rows(source, part)) for part in range(len(ends)))
             who = "own rows" if source == self.rank else f"from {source}"
             lines.append(f"  {who}: {len(tiles)} tiles, rows by part {parts}" if ends else f"  {who}: none")
+        if self.joint:
+            slots = ", ".join(f"{slot} ({self.slot_rows(slot)} rows)" for slot in self.joint)
+            lines.append(f"  multiplied together, of all sources, in {len(self.joint_tiles)} tiles: slots {slots}")
         return "\n".join([*lines, *(f"  {number:4d} {op}" for number, op in enumerate(self.ops))])

@@ -246,7 +246,8 @@ class _Run:
         """Of a pass of each stage, from other stages."""
         activations = [[self._to(e, e[1]) for e in found] for found in above]
         gradients = [[self._to(e, e[0]) for e in found] for found in below]
-        self.outputs = {"F": activations, "B": gradients, "I": gradients, "W": [[] for _ in above]}
+        nothing: list[list[tuple[int, int, float]]] = [[] for _ in above]
+        self.outputs = {"F": activations, "B": gradients, "I": gradients, "W": nothing}
         """(stage, its rank, seconds) of what a pass of each stage sends to others."""
         self.events: list[tuple[float, int, int, tuple[Action, ...] | None, _Input | None]] = []
         """(when, number, rank, passes that end there together, an input that arrives) in order of time."""

@@ -85,7 +85,7 @@ class Gateways:
         self.plan, self.own, self.hosts = plan, plan.rank, plan.hosts
         self.here = members(self.hosts, self.hosts[self.own])
         self.rows = dispatch.rows_PG.reshape(plan.size, dispatch.ep, -1).tolist()
-        self.orders, self.etp, self.tile_rows = slot_orders(dispatch, plan.schedule), dispatch.etp, tile_rows
+        self.orders, self.etp, self.tile_rows = slot_orders(dispatch, plan.schedule, joint=()), dispatch.etp, tile_rows
         self.sources = [source for source, parts in enumerate(plan.relay_parts) if parts]
         """Whose entries this rank passes on."""
         self.passed: dict[int, _Passed] = {}

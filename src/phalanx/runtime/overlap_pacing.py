@@ -22,11 +22,15 @@ class TilePace:
         forward = self._plan.direction == "forward"
         match op.kind:
             case "first":
-                return self._plan.rows(op.peer, op.part) * (2.0 if forward else 1.0)
+                return self._plan.rows_alone(op.peer, op.part) * (2.0 if forward else 1.0)
             case "second":
-                return self._plan.rows(op.peer, op.part) * (1.0 if forward else 2.0) / self._plan.blocks
+                return self._plan.rows_alone(op.peer, op.part) * (1.0 if forward else 2.0) / self._plan.blocks
+            case "first_all":
+                return self._plan.slot_rows(op.part) * (2.0 if forward else 1.0)
+            case "second_all":
+                return self._plan.slot_rows(op.part) * (1.0 if forward else 2.0) / self._plan.blocks
             case "weights":
-                return 3.0 * sum(tile.rows for tiles in self._plan.tiles for tile in tiles if tile.slot == op.part)
+                return 3.0 * self._plan.slot_rows(op.part)
             case _:
                 return 0.0
 

@@ -275,9 +275,8 @@ class Blocks:
         self._decide_together(out, t)
         shared = self.dense(s.shared_ffn, shared=True) if s.shared_ffn else Ledger()
         tiled = TiledExperts(self.job, self.mapping, self.oracle, self.network, bound=self.bound)
-        told = tiled.told(
-            tuple(sum(ledger.get(k, 0.0) for k in ("gemm", "memory")) for ledger in (shared.forward, shared.backward))
-        )
+        beside = [sum(ledger.get(k, 0.0) for k in ("gemm", "memory")) for ledger in (shared.forward, shared.backward)]
+        told = tiled.told((beside[0], beside[1]))
         for kind, (forward, backward) in told.seconds.items():
             out.add(kind, forward, backward)
         out.kernels += told.kernels

@@ -24,7 +24,7 @@ from typing import Literal
 import numpy as np
 
 from phalanx.plan.dispatch import DispatchPlan, Ints
-from phalanx.plan.overlap import parts_of, plan_overlap, tile_sizes
+from phalanx.plan.overlap import joint_slots, parts_of, plan_overlap, tile_sizes
 from phalanx.plan.overlap_bytes import Route, Traffic, WireBytes, choose_transport, traffic_of, wire_bytes
 from phalanx.plan.overlap_choose import MARGIN, SERIAL
 from phalanx.plan.overlap_clock import seconds_of
@@ -200,8 +200,10 @@ def plan_of(layer: TileLayer, schedule: Schedule, direction: Direction, *, has_s
 def _cut(layer: TileLayer) -> tuple[Counter[int], Counter[int]]:
     """Of the first rank: how many tiles of how many rows it computes, and slots of how many."""
     mine = layer.rows_PG(layer.slots)
+    joint = [] if _route(layer) == "dedup_host" else list(joint_slots(_dispatch(layer), tile_rows=TILE_ROWS)[0])
+    apart = np.delete(mine, joint, axis=1)
     tiles: Counter[int] = Counter()
-    for rows, number in Counter(mine.ravel().tolist()).items():
+    for rows, number in Counter([*apart.ravel().tolist(), *mine[:, joint].sum(0).tolist()]).items():
         for size in tile_sizes(rows, TILE_ROWS):
             tiles[size] += number
     return tiles, Counter(mine.sum(0).tolist())
@@ -289,19 +291,27 @@ def work_on(plan: RankPlan, pieces: Pieces) -> RankWork:
     """What the clock must know of a plan's parts."""
     of_rows = {rows: (first, second) for rows, first, second in pieces.tiles}
     of_slot = dict(pieces.slots)
-    share, first_s, second_s, copy_s = [], [], [], []
-    slot_rows = [0] * plan.num_slots
+    share, first_s, second_s, copy_s, sum_s = [], [], [], [], []
+    slot_rows, joint = [0] * plan.num_slots, frozenset(plan.joint)
     for tiles, ends in zip(plan.tiles, plan.part_ends, strict=True):
         for tile in tiles:
             slot_rows[tile.slot] += tile.rows
         rows = [0, *accumulate(tile.rows for tile in tiles)]
-        firsts = [0.0, *accumulate(of_rows[tile.rows][0] for tile in tiles)]
-        seconds = [0.0, *accumulate(of_rows[tile.rows][1] for tile in tiles)]
+        own = [tile.rows if tile.slot not in joint else 0 for tile in tiles]
+        alone = [0, *accumulate(own)]
+        firsts = [0.0, *accumulate(of_rows[n][0] if n else 0.0 for n in own)]
+        seconds = [0.0, *accumulate(of_rows[n][1] if n else 0.0 for n in own)]
         cuts = [*pairwise((0, *ends))]
         share.append([(rows[b] - rows[a]) / rows[-1] for a, b in cuts])
         first_s.append([firsts[b] - firsts[a] for a, b in cuts])
         second_s.append([seconds[b] - seconds[a] for a, b in cuts])
-        copy_s.append([(rows[b] - rows[a]) * pieces.row_s + pieces.kernel_s for a, b in cuts])
+        copy_s.append([(alone[b] - alone[a]) * pieces.row_s + pieces.kernel_s for a, b in cuts])
+        sum_s.append([(rows[b] - rows[a]) * pieces.row_s + pieces.kernel_s for a, b in cuts])
+    joint_s = {slot: (0.0, 0.0, slot_rows[slot] * pieces.row_s + pieces.kernel_s) for slot in plan.joint}
+    for tile in plan.joint_tiles:
+        first, second, copies = joint_s[tile.slot]
+        more = of_rows[tile.rows]
+        joint_s[tile.slot] = first + more[0], second + more[1], copies
     parts = parts_of(plan)
     weights = [of_slot[rows] for rows in slot_rows] if plan.direction == "backward" else []
     return RankWork(
@@ -313,10 +323,12 @@ def work_on(plan: RankPlan, pieces: Pieces) -> RankWork:
         first_s=first_s,
         second_s=second_s,
         copy_s=copy_s,
+        sum_s=sum_s,
         weights_s=weights,
         shared_s=pieces.shared_s,
         blocks=plan.blocks,
         relay=parts.relay,
+        joint_s=joint_s,
     )
 
 

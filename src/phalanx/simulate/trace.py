@@ -39,10 +39,10 @@ def chrome_trace(step: StepTime, *, title: str) -> dict[str, Any]:
                 _parts(trace, rank, {k: v for k, v in parts.items() if v}, span.start, span.end)
             free_s = max(free_s, span.end)
         at_s = timeline.makespan
-        for kind in AFTER:
-            seconds = step.parts.get(kind, 0.0)
+        for part in AFTER:
+            seconds = step.parts.get(part, 0.0)
             if seconds:
-                trace.span(rank, PASSES, kind, begin_s=at_s, end_s=at_s + seconds, category="part", args={})
+                trace.span(rank, PASSES, part, begin_s=at_s, end_s=at_s + seconds, category="part", args={})
             at_s += seconds
     return trace.to_json_dict()
 

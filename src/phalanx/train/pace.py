@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+import numpy as np
+
 from phalanx.core.config import Recipe
 from phalanx.core.errors import PlanError
 from phalanx.core.events import Straggling
 from phalanx.core.samples import owned
 from phalanx.plan.heal import Healing, HealPlan
-from phalanx.plan.recovery import is_exact
+from phalanx.plan.recovery_devices import is_exact
 from phalanx.plan.stragglers import Pace, Rule, Streaks, Verdict, judge, slowness, work_of_ranks
 from phalanx.train.step import StepResult
 
@@ -60,7 +62,7 @@ class PaceWatch:
         samples = t.global_batch // t.micro_batch
         shares = [len(owned(samples, owners=folding.replicas, owner=i)) for i in range(folding.replicas)]
         work = work_of_ranks(
-            self.healing.spec, folding, self.healing.stages(folding), result.counts_LE,
+            self.healing.spec, folding, self.healing.stages(folding), result.counts_LE.astype(np.float64),
             microbatches=shares, tokens_of_one=t.micro_batch * t.seq_len, seq_len=t.seq_len, placement=plan.placement,
         )  # fmt: skip
         members = plan.members[: folding.world]
