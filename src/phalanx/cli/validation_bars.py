@@ -57,13 +57,7 @@ def bars_markdown(outcomes: Sequence[Outcome], found: Sequence[Place]) -> str:
     if asked:
         top = sum(p.place is not None and p.place <= 5 for p in asked)
         text = f"{top} of {len(asked)}: " + ", ".join(_place(p) for p in asked)
-        lines.append(
-            (
-                "the printed best mapping in the top 5 of `phalanx search --schedules 1f1b interleaved_1f1b --ep-overlap none`",
-                "all models",
-                text,
-            )
-        )
+        lines.append(("the printed best mapping in the top 5 of `phalanx search`", "all models", text))
     return markdown_table(("bar", "asked", "found"), lines)
 
 

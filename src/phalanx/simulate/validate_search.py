@@ -1,9 +1,8 @@
 """Where a search puts the mapping that a publication found best.
 
 Decides which rows are asked about: of all rows that do one job on the same machines, with experts, the fastest. A place counts foldings (the best choice of
-each): what a publication does not say (micro-batch, virtual stages, recomputation) is left to the search. Of schedules and overlap it has what the
-frameworks of the publications had: who found a mapping best compared it with no other. Must never change: the search is told the job, the machines and
-that, and nothing of the row.
+each): what a publication does not say (schedule, recomputation) is left to the search. Must never change: the search is told the job and the
+machines, and nothing of the row.
 """
 
 from __future__ import annotations
@@ -18,9 +17,6 @@ from phalanx.simulate.published_mapping import cluster_of, job_of
 from phalanx.simulate.search import search
 from phalanx.simulate.search_space import Space
 from phalanx.simulate.validate import Outcome, role
-
-PUBLISHED_SPACE = Space(schedules=("1f1b", "interleaved_1f1b"), ep_overlaps=("none",))
-"""What Megatron-Core could run when the validation rows were measured: no zero-bubble or V-shaped schedules, no overlap of dispatch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,13 +55,15 @@ def _folding(outcome: Outcome) -> object:
 def places(
     outcomes: Sequence[Outcome], *, kept: int = 60, progress: Callable[[int, int], None] | None = None
 ) -> list[Place]:
-    """Search each job of `fastest` over `PUBLISHED_SPACE`."""
+    """Search each job of `fastest`, with what `phalanx search` tries by default but for overlap of dispatch, which no published run here had."""
     asked, out = fastest(outcomes), []
     for number, outcome in enumerate(asked, start=1):
         row = outcome.row
         try:
             precision: Precision = "fp8" if row.precision == "fp8" else "bf16"
-            found = search(job_of(row), cluster_of(row), space=PUBLISHED_SPACE, precision=precision, keep=kept)
+            found = search(
+                job_of(row), cluster_of(row), space=Space(ep_overlaps=("none",)), precision=precision, keep=kept
+            )
         except PlanError:
             out.append(Place(outcome=outcome, place=None, kept=0, foldings=0, behind=None))
             continue
