@@ -69,6 +69,7 @@ def test_overrides_and_what_does_not_fit(recipe: Path, capsys: pytest.CaptureFix
         ),
         (["--cluster", "h100x128", "--train.dtype", "float32"], ["clusters are modelled in bf16"]),
         (["--cluster", "h100x12"], ["folding"]),
+        (["--cluster", "h100x128", "--kernels.implementation", "reference"], ["plain kernels are not modelled"]),
     ],
 )
 def test_errors_come_all_at_once(
@@ -78,6 +79,12 @@ def test_errors_come_all_at_once(
     error = capsys.readouterr().err
     assert all(word in error for word in words), error
     assert "Traceback" not in error
+
+
+def test_another_device_than_the_recipe_names_is_told(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for device, told in (("cuda", False), ("cpu", True)):
+        main(["simulate", str(recipe), "--cluster", "h100x128", "--launch.device", device])
+        assert ("predicted as if it said so" in capsys.readouterr().err) is told
 
 
 def test_a_mapping_without_a_pipeline_is_drawn_too(recipe: Path, tmp_path: Path) -> None:

@@ -112,6 +112,12 @@ def predict_recipe(path: Path, cluster_name: str, overrides: Sequence[str]) -> P
         raise ConfigError(problems, subject="the simulation")
     spec = resolve_recipe(recipe)
     mapping = mapping_of_recipe(recipe, spec, world=cluster.world, cluster=cluster)
+    device = "cpu" if cluster.hardware.sms is None else "cuda"
+    if recipe.launch.device != device:
+        print(
+            f'launch.device = "{recipe.launch.device}", but {cluster.name} computes with {device}: predicted as if it said so',
+            file=sys.stderr,
+        )
     if cluster.hardware.sms is None and choose_healing(recipe).heals:
         print(
             "this run would heal itself (resilience.heal is not set): copies of shards and its votes are not in the prediction",

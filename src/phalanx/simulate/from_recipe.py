@@ -113,6 +113,7 @@ def _not_modelled(recipe: Recipe, *, has_cluster: bool) -> list[Problem]:
     d, p, r, t = recipe.dispatch, recipe.pipeline, recipe.resilience, recipe.train
     rules = [
         (t.dtype == "bfloat16", "train.dtype", t.dtype, "clusters are modelled in bf16", "use bfloat16"),
+        (recipe.kernels.implementation == "fast", "kernels.implementation", recipe.kernels.implementation, "plain kernels are not modelled", "use fast"),
         (recipe.folding.stages is None, "folding.stages", recipe.folding.stages, "stages are modelled alike", "use folding.pp"),
         (not p.pair_passes or d.overlap == "serial", "pipeline.pair_passes", True, f'is not modelled beside dispatch.overlap = "{d.overlap}"',
          "leave one of them out"),
