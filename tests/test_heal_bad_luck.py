@@ -96,13 +96,13 @@ def _disk_full(folder: Path) -> None:
 
     inner = CheckpointManager._write_tensors
 
-    def outer(self: Any, job: Any, writer: Any) -> None:
+    def outer(self: Any, job: Any, path: Path) -> tuple[str, ...]:
         full = job.state.step == 8 and not (folder / "was-full").exists()
         before = resource.getrlimit(resource.RLIMIT_FSIZE)
         if full:
             resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
         try:
-            inner(self, job, writer)
+            return inner(self, job, path)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
             if full:
