@@ -123,7 +123,7 @@ def test_prometheus_scrapes_the_newest_numbers(tmp_path: Path) -> None:
         waits = dict.fromkeys(
             (f"{a}_{b}_s" for a in ("exposed", "hidden") for b in ("forward", "backward")), (0.01,) * 4
         )
-        for event in a_run(100, **waits):
+        for event in a_run(100, slowness=1.2, **waits):
             emit(event)
         found = scrape(port)
         last = ended(100)

@@ -8,7 +8,7 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -146,6 +146,9 @@ class Blind:
 
     def get(self, key: str) -> str | None:
         return self._nowhere if key == door_key(self._uid) else self._keys.get(key)
+
+    def values(self, keys: Sequence[str]) -> list[str | None]:
+        return [self.get(key) for key in keys]
 
 
 def test_a_host_that_was_cut_off_does_not_bring_its_old_members_back(service: TcpService) -> None:

@@ -98,7 +98,9 @@ def test_settings_of_several_hosts_are_checked_together() -> None:
     assert "resilience.service" in problems({**heal, "service": "n", "wanted": 4}, {})
     assert "launch.keep_service" in problems({**heal, "service": "etcd://n:1/x", "wanted": 4}, {"keep_service": True})
     assert {"resilience.wanted", "launch.host"} <= problems({**heal, "wanted": 4}, {"ranks": 2, "host": "a"})
-    assert {"resilience.service", "resilience.limit_s"} <= problems({"service": "n:1", "limit_s": 2.0}, {})
+    told = {"service": "n:1", "limit_s": 2.0}
+    assert {"resilience.service", "resilience.limit_s"} <= problems({"heal": False, **told}, {})
+    assert problems(told, {}) & {"resilience.service", "resilience.limit_s"} == {"resilience.service"}
     assert "resilience.minimum" in problems({**heal, "minimum": 3}, {"ranks": 2})
 
 

@@ -119,7 +119,7 @@ def _recipe_problems(args: argparse.Namespace, overrides: Sequence[str]) -> list
 
 def _repair(args: argparse.Namespace, overrides: Sequence[str]) -> RecoveryTime:
     """From the loss of a host to the next step, of the recipe on the cluster (`simulate/recovery_cluster.py`)."""
-    from phalanx.cli.simulate import predict_recipe  # it has this command among its own
+    from phalanx.cli.simulate_recipe import predict_recipe
 
     return host_lost(predict_recipe(args.recipe, args.cluster, overrides))
 

@@ -1,0 +1,51 @@
+"""The prediction of a recipe file on a cluster, for the commands that show it or go on from it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from phalanx.core.config import Recipe
+from phalanx.core.errors import ConfigError, Problem
+from phalanx.core.recipe import load_recipe
+from phalanx.plan.heal_choice import choose_healing
+from phalanx.plan.recipe import run_problems
+from phalanx.simulate.from_recipe import job_of_recipe, mapping_of_recipe, resolve_recipe
+from phalanx.simulate.hardware import parse_cluster
+from phalanx.simulate.step_time import Prediction, predict
+
+
+def predict_recipe(path: Path, cluster_name: str, overrides: Sequence[str]) -> Prediction:
+    """The prediction of a recipe. Raises `ConfigError` or `PlanError` with all problems, of the cluster and of the recipe."""
+    problems: list[Problem] = []
+    cluster, recipe = None, None
+    try:
+        cluster = parse_cluster(cluster_name)
+    except ConfigError as error:
+        problems += error.problems
+    world = cluster.world if cluster is not None else None
+
+    def check(given: Recipe) -> Sequence[Problem]:
+        return run_problems(given, world=world, tokenizer_vocab=given.model.vocab) if world is not None else ()
+
+    try:
+        recipe = load_recipe(path, [*overrides, *(["--launch.ranks", str(world)] if world else [])], check=check)
+    except ConfigError as error:
+        problems += error.problems
+    if problems or cluster is None or recipe is None:
+        raise ConfigError(problems, subject="the simulation")
+    spec = resolve_recipe(recipe)
+    mapping = mapping_of_recipe(recipe, spec, world=cluster.world, cluster=cluster)
+    device = "cpu" if cluster.hardware.sms is None else "cuda"
+    if recipe.launch.device != device:
+        print(
+            f'launch.device = "{recipe.launch.device}", but {cluster.name} computes with {device}: predicted as if it said so',
+            file=sys.stderr,
+        )
+    if cluster.hardware.sms is None and choose_healing(recipe).heals:
+        print(
+            "this run would heal itself (resilience.heal is not set): copies of shards and its votes are not in the prediction",
+            file=sys.stderr,
+        )
+    return predict(job_of_recipe(recipe, spec), mapping, cluster)
