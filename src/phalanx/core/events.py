@@ -6,7 +6,6 @@ JSON object that lands in ``events/rank-N.jsonl``. Times are seconds since the e
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -18,7 +17,8 @@ class Event:
     """Base of all events. ``kind`` is the class name in the record."""
 
     def to_record(self) -> dict[str, Any]:
-        return {"kind": type(self).__name__, **dataclasses.asdict(self)}
+        """Its fields, as they are: numbers, words, tuples of them. What writes it down changes none."""
+        return {"kind": type(self).__name__, **vars(self)}
 
 
 @dataclass(frozen=True, kw_only=True)
