@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 
 import numpy as np
 import pytest
@@ -32,6 +31,7 @@ from phalanx.plan.placement_search import RULES, Effort, plan_placement, rule_pl
 from phalanx.plan.recovery_probability import fatal_counts
 from phalanx.plan.replicas import ReplicaCounts, replica_counts, zipf_loads
 from placement_help import Tally, compare, cut_short, fatal_by_hand, fatal_of, optimal, random_case, survives
+from speed_help import full_speed_s
 
 pytestmark = pytest.mark.unit
 TEN = (6,) * 10
@@ -234,13 +234,15 @@ def test_naming_and_levelling_keep_the_losses(seed):
 
 
 def test_a_large_model_is_planned_in_a_second():
-    """61 layers x 256 experts x 64 hosts. Measured 0.3 to 0.7 s of CPU; twice the bar here, because CI machines differ."""
+    """61 layers x 256 experts x 64 hosts."""
     rng = np.random.default_rng(0)
     fleet, loads = equal_fleet(64, 9), rng.gamma(0.7, 1.0, (61, 256))
-    begin = time.process_time()
-    counts = replica_counts(loads, fleet, floor=2)
-    plan = plan_placement(counts, fleet, loads)
-    assert time.process_time() - begin < 2.0
+
+    def planning():
+        return plan_placement(replica_counts(loads, fleet, floor=2), fleet, loads)
+
+    counts, plan = replica_counts(loads, fleet, floor=2), planning()
+    assert full_speed_s(planning, rounds=2) <= 1.0
     assert plan.certificate.guaranteed >= 2
     printed = rule_placement("printed", loads, counts, fleet)
     assert plan.certificate.probabilities[2:4] >= printed.certificate.probabilities[2:4]

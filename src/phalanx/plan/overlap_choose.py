@@ -29,7 +29,7 @@ from phalanx.plan.overlap import (
     part_counts,
     rows_of,
     slot_orders,
-    tiles_of,
+    slots_of,
 )
 from phalanx.plan.overlap_bytes import WireBytes
 from phalanx.plan.overlap_clock import seconds_of
@@ -121,13 +121,8 @@ class _Layer:
             joint = [] if through_hosts else joint_slots(self.dispatch, tile_rows=self.tile_rows)
             orders = slot_orders(self.dispatch, schedule, joint=joint)
             own, here = orders[self.rank // self.etp], joint[self.rank // self.etp] if joint else ()
-            of_sources = [
-                tiles_of(rows, source=source, tile_rows=self.tile_rows, slots=own)
-                for source, rows in enumerate(self.rows.come)
-            ]
-            come, slots = (
-                [[getattr(tile, name) for tile in tiles] for tiles in of_sources] for name in ("rows", "slot")
-            )
+            come = [cut_rows(rows, self.tile_rows, own) for rows in self.rows.come]
+            slots = [slots_of(rows, self.tile_rows, own) for rows in self.rows.come]
             go = [cut_rows(rows, self.tile_rows, order) for rows, order in zip(self.rows.go, orders, strict=True)]
             together = joint_tiles(self.rows.come, here, tile_rows=self.tile_rows, slots=own)
             times = TileTimes(come, self.loads, self.shape, self.cost, self.direction, joint=Joint(slots, together))
