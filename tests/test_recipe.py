@@ -7,6 +7,7 @@ import pytest
 
 from phalanx.core.config import Recipe, RouterConfig, TrainConfig
 from phalanx.core.errors import ConfigError, Problem
+from phalanx.core.processor import MULTIPLIES_BF16, Processor
 from phalanx.core.recipe import EFFECTS, LIMITS, describe_settings, load_recipe, recipe_problems
 from phalanx.plan.recipe import run_problems
 
@@ -32,6 +33,14 @@ def only(*overrides: str, **more: object) -> Problem:
     found = problems_of(*overrides, **more)  # type: ignore[arg-type]
     assert len(found) == 1, [str(p) for p in found]
     return found[0]
+
+
+def test_the_fastest_type_is_decided_when_the_recipe_is_read() -> None:
+    auto = ["--train.dtype", "auto"]
+    assert load_recipe(None, auto, processor=MULTIPLIES_BF16).train.dtype == "bfloat16"
+    assert load_recipe(None, auto, processor=Processor()).train.dtype == "float32"
+    assert load_recipe(None, [*auto, "--launch.device", "cuda"], processor=Processor()).train.dtype == "bfloat16"
+    assert load_recipe(None, ["--train.dtype", "bfloat16"], processor=Processor()).train.dtype == "bfloat16"
 
 
 def test_defaults_are_a_legal_recipe() -> None:
@@ -87,7 +96,7 @@ def test_overrides(words: list[str], section: str, key: str, value: object) -> N
         ("--optim.lr", "fast", "must be a number", "write it like 3e-4"),
         ("--optim.lr", "inf", "must be a finite number", ""),
         ("--train.deterministic", "yes", "must be true or false", "write true or false"),
-        ("--train.dtype", "bf16", 'must be one of "bfloat16", "float32", "float64"', "did you mean 'bfloat16'?"),
+        ("--train.dtype", "bf16", 'must be one of "bfloat16", "float32", "float64", "auto"', "did you mean 'bfloat16'?"),
         ("--optim.zero", "2", "must be one of 0, 1", "legal: 0, 1"),
         ("--router.score", "tanh", 'must be one of "softmax", "sigmoid"', "legal: sigmoid, softmax"),
         ("--train.steps", "none", "must be a whole number", ""),

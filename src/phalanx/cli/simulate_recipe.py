@@ -8,6 +8,7 @@ from pathlib import Path
 
 from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, Problem
+from phalanx.core.processor import MULTIPLIES_BF16
 from phalanx.core.recipe import load_recipe
 from phalanx.plan.heal_choice import choose_healing
 from phalanx.plan.recipe import run_problems
@@ -30,7 +31,9 @@ def predict_recipe(path: Path, cluster_name: str, overrides: Sequence[str]) -> P
         return run_problems(given, world=world, tokenizer_vocab=given.model.vocab) if world is not None else ()
 
     try:
-        recipe = load_recipe(path, [*overrides, *(["--launch.ranks", str(world)] if world else [])], check=check)
+        words = [*overrides, *(["--launch.ranks", str(world)] if world else [])]
+        on_device = cluster is not None and cluster.hardware.sms is not None
+        recipe = load_recipe(path, words, check=check, processor=MULTIPLIES_BF16 if on_device else None)
     except ConfigError as error:
         problems += error.problems
     if problems or cluster is None or recipe is None:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, Problem, nearest, raise_if
+from phalanx.core.processor import Processor, this_processor
 from phalanx.core.rules import EFFECTS, LIMITS, Effect, Limit, inert_settings, recipe_problems, value_of
 from phalanx.core.settings import (
     IllegalValueError,
@@ -40,17 +41,26 @@ READ_BY_CHECKS = (
 
 
 def load_recipe(
-    path: str | Path | None, overrides: Sequence[str] = (), *, world: int | None = None, check: Check | None = None
+    path: str | Path | None,
+    overrides: Sequence[str] = (),
+    *,
+    world: int | None = None,
+    check: Check | None = None,
+    processor: Processor | None = None,
 ) -> Recipe:
     """The recipe in `path` (None: all defaults) with `overrides` such as ``["--train.steps", "10", "--optim.lr=3e-4"]``.
 
     `world` adds the rules that need the number of ranks, `check` those of the caller (the model's: `plan/recipe.py`), so that their
-    problems come together with the others. Raises `ConfigError` with all of them.
+    problems come together with the others. Where `train.dtype` is "auto" it is that of `processor` (None: this machine's) from here on, or bfloat16 on
+    devices. Raises `ConfigError` with all problems.
     """
     reading = _Reading(settings={s.name: s for s in describe_settings()})
     if path is not None:
         _read_file(reading, Path(path))
     _read_overrides(reading, overrides)
+    if reading.values.get("train.dtype") == "auto":
+        on_device = reading.values.get("launch.device") == "cuda"
+        reading.values["train.dtype"] = "bfloat16" if on_device else (processor or this_processor()).dtype
     recipe = _build(reading.values)
     problems = recipe_problems(recipe, world=world, given=reading.values, broken=reading.broken)
     if check is not None and not any(name.startswith(READ_BY_CHECKS) for name in reading.broken):
