@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import random
@@ -255,28 +256,40 @@ def test_settings_are_read():
 # ---- the choice ------------------------------------------------------------------------------------------------------------
 
 
-def tuned_layer(rank, cache, folding, folder, disturb, looks=True):
-    """Passes of one layer by `auto`: what was chosen, how often was calibrated, whether results are those of the fine layer."""
+class Other:
+    """A pass that runs beside, and does nothing."""
+
+    def axis(self, axis):
+        return axis
+
+    def away(self, axis):
+        return contextlib.nullcontext()
+
+
+def tuned_layer(rank, cache, folding, folder, disturb, beside=False):
+    """Passes of one layer by `auto`: what was chosen, how often was calibrated, whether results are those of the fine layer. `beside`: each has another beside it."""
     ctx = context(moe_spec(num_experts=E, top_k=K, hidden=H, expert_ffn=F), folding=folding, rank=rank, cache=cache)
     dispatcher = Dispatcher(ctx.dispatch, placement=ctx.placement, groups=ctx.groups, comms=ctx.comms, top_k=K)
     g = torch.Generator().manual_seed(rank)
     x, (weights, experts_TK) = torch.randn(T, H, generator=g), torch.rand(T, E, generator=g).topk(K)
     experts = ExpertWeights(torch.randn(4, 2, F, H, generator=g) / 20, torch.randn(4, H, F, generator=g) / 8)
-    tuner, found = overlap_tuner.Tuner(folder, looks=looks), []
+    tuner, found = overlap_tuner.Tuner(folder, paired=float(beside)), []
+    ctx.comms.beside = Other() if beside else None
     monkeypatch = pytest.MonkeyPatch()
     monkeypatch.setattr(overlap_tuner, "EVERY", 3)
     with torch.no_grad():
         for _ in range(2 * overlap_tuner.EVERY + 2):
             known = tuner.of(dispatcher, x, experts, SERIAL)
-            tuned = overlap_tuner.Tuned(tuner, known)
+            tuned = overlap_tuner.Tuned(known, compares=not beside)
             call = {"experts": experts, "dispatcher": dispatcher, "lanes": SERIAL}
             y, _ = overlap.run_overlapped(x, weights, experts_TK, schedule=tuned, **call)
             tuned.done()
-            if looks:
+            if known.ratios:
                 known.ratios[-1] *= disturb
             found.append(known.chooser.cost)
         plain, _ = overlap.run_overlapped(x, weights, experts_TK, schedule=SERIAL_TILES, **call)
     monkeypatch.undo()
+    ctx.comms.beside = None
     return tuner.calibrations, torch.equal(y, plain), found[-1]
 
 
@@ -303,8 +316,8 @@ def test_a_folder_that_cannot_be_written_ends_no_run(tmp_path):
 
 
 @pytest.mark.ranks
-def test_who_does_not_look_calibrates_once():
-    found = run_ranks(2, tuned_layer, dense.make_folding(world=2, ep=2), None, 1e-3, False)
+def test_passes_beside_others_are_not_compared():
+    found = run_ranks(2, tuned_layer, dense.make_folding(world=2, ep=2), None, 1e-3, True)
     assert [calibrations for calibrations, *_ in found] == [1, 1]
 
 

@@ -33,11 +33,20 @@ SPEC = small_model("pairs", num_layers=3, dense_layers=1, dense_ffn=48, router=R
 
 
 def case_of(
-    degrees: dict[str, int], config: PipelineConfig, *, recompute: str = "none", each: int = 3, **changes: object
+    degrees: dict[str, int],
+    config: PipelineConfig,
+    *,
+    recompute: str = "none",
+    each: int = 3,
+    overlap: str = "serial",
+    **changes: object,
 ) -> PipelineCase:
     folding = make_folding(**degrees)
     setup = Setup(
-        label="pairs", spec=dataclasses.replace(SPEC, **changes), dispatch=DispatchSpec(), recompute=recompute
+        label="pairs",
+        spec=dataclasses.replace(SPEC, **changes),
+        dispatch=DispatchSpec(overlap=overlap),
+        recompute=recompute,
     )  # type: ignore[arg-type]
     config = dataclasses.replace(config, pair_passes=True)
     return PipelineCase(setup=setup, folding=folding, config=config, num_microbatches=each * folding.replicas)
@@ -48,6 +57,7 @@ INTERLEAVED = PipelineConfig(schedule="interleaved_1f1b", virtual=2)
 CASES = {
     "ep2": case_of({"world": 2, "ep": 2}, PLAIN),
     "ep2-full": case_of({"world": 2, "ep": 2}, PLAIN, recompute="full"),
+    "ep2-fine": case_of({"world": 2, "ep": 2}, PLAIN, recompute="selective", overlap="fine"),
     "cp2": case_of({"world": 2, "cp": 2, "ep": 2}, PLAIN),
     "ep2-pp2-eager": case_of({"world": 4, "ep": 2, "pp": 2}, PipelineConfig(schedule="eager_1f1b")),
     "ep2-pp2-interleaved-full": case_of({"world": 4, "ep": 2, "pp": 2}, INTERLEAVED, recompute="full", each=4),

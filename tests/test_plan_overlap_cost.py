@@ -23,7 +23,10 @@ from phalanx.plan.overlap_choose import (
 )
 from phalanx.plan.overlap_clock import predict
 from phalanx.plan.overlap_cost import LayerShape, OverlapCost
+from phalanx.plan.overlap_pair import PassTime, link_s, pair_s, paired_share
 from phalanx.plan.overlap_types import Schedule
+from phalanx.plan.pairs import choose_pairs
+from phalanx.plan.schedule import make_schedule
 from speed_help import full_speed_s
 
 pytestmark = pytest.mark.unit
@@ -277,3 +280,63 @@ def test_samples_that_say_too_little_are_refused():
     assert [p.where for p in caught.value.problems] == ["samples[0].seconds", "samples", "samples"]
     with pytest.raises(ConfigError, match="larger messages take longer"):
         fit([MessageSample(8, 1.0), MessageSample(1 << 20, 0.1), MatmulSample(8, 1.0, 1.0)])
+
+
+# ---- beside the pass of another micro-batch ----------------------------------------------------------------------------------
+
+
+def test_a_pair_takes_the_longest_of_what_its_passes_share_and_what_each_takes_alone():
+    cost = dataclasses.replace(FLAT, interference=0.5)
+    forward, backward = PassTime(alone_s=3.0, computing_s=1.0, link_s=2.0), PassTime(4.0, 2.0, 2.0)
+    assert pair_s(forward, backward, FLAT) == 4.0  # the bytes, and the backward pass by itself
+    assert pair_s(forward, dataclasses.replace(backward, computing_s=5.0, alone_s=7.0), FLAT) == 7.0
+    assert pair_s(forward, dataclasses.replace(backward, computing_s=6.5), FLAT) == 7.5  # all computing
+    slow = pair_s(forward, dataclasses.replace(backward, computing_s=6.5), cost)
+    assert slow == pytest.approx(4.0 + 7.5 - 4.0 / 1.5)  # bytes move for four seconds of it
+
+
+@pytest.mark.parametrize(
+    ("share", "alone", "beside"),
+    [(0.8, True, False), (1.5, True, True), (3.0, True, False)],
+    ids=["the partner hides all", "some is left", "the link is busy all the time"],
+)
+def test_tiles_are_chosen_beside_another_pass_only_for_what_it_leaves(share, alone, beside):
+    """c computing and m messages of a forward pass, 2 c and m of a backward pass: serial order takes max(3 c, 2 c + m, 2 m) beside another, any at least max(3 c, 2 m)."""
+    dispatch, wire = even(rows=512)
+    product = 2 * 512 * 2 * 1024 * 2048 * 2 / 1e11
+    per_s = (int(wire.going_PP[0, 1]) + int(wire.coming_PP[0, 1])) / (share * product)
+    cost = dataclasses.replace(FLAT, latency_s=0.0, bytes_per_s=per_s, op_s=2e-4)
+    assert link_s(0, cost, wire) == pytest.approx(share * product)
+    candidates = [Schedule(parts=parts, order="arrival", own_before=0.5) for parts in (1, 2, 4)]
+    choose = {"wire": wire, "tile_rows": 64}
+    found = compare(dispatch, SHAPE, cost, candidates, **choose)
+    assert (found.schedule != SERIAL) is alone
+    paired = compare(dispatch, SHAPE, cost, candidates, paired=1.0, **choose)
+    assert (paired.schedule != SERIAL) is beside
+    seconds = dict(paired.seconds)
+    least = max(3, 2 * share) * product
+    assert seconds[SERIAL] == pytest.approx(max(least, (2 + share) * product), rel=0.02)
+    assert all(least <= s <= 1.15 * least for schedule, s in paired.seconds if schedule != SERIAL)
+    assert paired.alone_s == pytest.approx(dict(found.seconds)[paired.schedule])
+
+
+def test_passes_that_run_alone_count_by_their_share():
+    dispatch, wire = even()
+    call = {"wire": wire, "tile_rows": 64}
+    both, some = (dict(compare(dispatch, SHAPE, FLAT, CANDIDATES, paired=p, **call).seconds) for p in (1.0, 0.25))
+    apart = [
+        dict(compare(dispatch, SHAPE, FLAT, CANDIDATES, direction=d, **call).seconds) for d in ("forward", "backward")
+    ]
+    for schedule in (SERIAL, *CANDIDATES):
+        alone = apart[0][schedule] + apart[1][schedule]
+        assert some[schedule] == pytest.approx(0.25 * both[schedule] + 0.75 * alone)
+    with pytest.raises(PlanError, match=r"paired = 1\.5"):
+        compare(dispatch, SHAPE, FLAT, CANDIDATES, wire=wire, tile_rows=64, paired=1.5)
+
+
+def test_the_share_of_passes_in_pairs_is_that_of_the_schedule():
+    alone = make_schedule("1f1b", pp=1, virtual=1, num_microbatches=4)
+    assert paired_share(alone, choose_pairs(alone), rank=0) == 3 / 4
+    eager = make_schedule("eager_1f1b", pp=2, virtual=1, num_microbatches=6)
+    shares = [paired_share(eager, choose_pairs(eager), rank=rank) for rank in range(2)]
+    assert all(0 < share < 1 for share in shares) and paired_share(eager, (), rank=0) == 0

@@ -1,7 +1,7 @@
 """Which schedule for the batch at hand, and the cost model's numbers from measurements.
 
 Decides the schedule of a layer: the candidate that the clock of `overlap_cost.py` finds fastest for the busiest rank, or none if that is not faster than "serial"
-by more than a margin. It depends on gathered counts and the cost alone. Seconds are floating-point numbers: on machines of different processors two ranks could
+by more than a margin. It depends on gathered counts, the cost and the share of passes that run beside others alone. Seconds are floating-point numbers: on machines of different processors two ranks could
 part over a tie, so a group takes the choice of one of its ranks.
 
 Fitting: latency and rate of the link by least squares of the relative error, rates of products by the median for each number of rows, and what only shows in whole
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import log
 from statistics import fmean, median
 from typing import Literal
@@ -33,10 +34,11 @@ from phalanx.plan.overlap import (
 )
 from phalanx.plan.overlap_bytes import WireBytes
 from phalanx.plan.overlap_clock import seconds_of
-from phalanx.plan.overlap_cost import Joint, LayerShape, OverlapCost, TileTimes
+from phalanx.plan.overlap_cost import Joint, LayerShape, OverlapCost, RankWork, TileTimes
 from phalanx.plan.overlap_hosts import members, message_parts, relay_parts
 from phalanx.plan.overlap_order import Parts, forward_order, schedule_problems, with_weights
-from phalanx.plan.overlap_types import Schedule
+from phalanx.plan.overlap_pair import PassTime, pair_s, pass_time
+from phalanx.plan.overlap_types import Op, Schedule
 
 __all__ = [
     "MARGIN",
@@ -65,6 +67,9 @@ class Choice:
 
     schedule: Schedule
     seconds: tuple[tuple[Schedule, float], ...]
+    """Of one pass; where passes run beside one another, of a forward and a backward pass together."""
+    alone_s: float
+    """Of one pass by the chosen schedule, with no other beside it."""
 
     def explain(self) -> str:
         lines = [
@@ -131,6 +136,14 @@ class _Layer:
         return self._tiles[key]
 
     def seconds(self, schedule: Schedule, wire: WireBytes) -> float:
+        ops, work = self._operations(schedule, wire)
+        return seconds_of(ops, work, self.cost, wire)
+
+    def time(self, schedule: Schedule, wire: WireBytes) -> PassTime:
+        """What a pass beside it must know of this one."""
+        return pass_time(*self._operations(schedule, wire), self.cost, wire)
+
+    def _operations(self, schedule: Schedule, wire: WireBytes) -> tuple[Sequence[Op], RankWork]:
         tiles = self.tiles(schedule, through_hosts=wire.legs is not None)
         ends = [ends_of_sizes(sizes, schedule.parts) for sizes in tiles.come]
         go_ends = [len(ends_of_sizes(sizes, schedule.parts)) for sizes in tiles.go]
@@ -156,7 +169,20 @@ class _Layer:
         ops = forward_order(schedule, parts, has_shared=self.has_shared)
         if self.direction == "backward":
             ops = with_weights(ops, parts, schedule=schedule)
-        return seconds_of(ops, work, self.cost, wire)
+        return ops, work
+
+
+class _Passes:
+    """One batch's layer forward and backward, a share of its forward passes beside backward passes."""
+
+    def __init__(self, forward: _Layer, backward: _Layer, *, paired: float) -> None:
+        self.forward, self.backward, self.paired = forward, backward, paired
+
+    def seconds(self, schedule: Schedule, wire: WireBytes) -> float:
+        """Of a forward and a backward pass, in the mean."""
+        times = self.forward.time(schedule, wire), self.backward.time(schedule, wire)
+        apart_s = times[0].alone_s + times[1].alone_s
+        return self.paired * pair_s(*times, self.forward.cost) + (1 - self.paired) * apart_s
 
 
 def compare(
@@ -170,8 +196,11 @@ def compare(
     direction: Direction = "forward",
     host_of_rank: Sequence[int] | None = None,
     margin: float = MARGIN,
+    paired: float = 0.0,
 ) -> Choice:
     """Predicted seconds of serial and of each candidate for one batch, and the choice.
+
+    `paired`: the share of forward passes that run beside a backward pass (`overlap_pair.py`); above 0 schedules are compared by the mean of a forward and a backward pass together.
 
     The fastest candidate is taken if it saves more than the share `margin` of serial; of equals the first. Where it cuts the rows of several slots into parts, the same
     with the most loaded slots first is tried too, and taken where it saves more than the share `HOT_MARGIN`. Raises `PlanError` with all that is wrong with the
@@ -180,18 +209,24 @@ def compare(
     problems = [problem for candidate in candidates for problem in schedule_problems(candidate)]
     if not 0 <= margin < 1:
         problems.append(Problem(where="margin", value=margin, rule="a share of the serial time, below 1"))
+    if not 0 <= paired <= 1 or (paired and direction != "forward"):
+        rule = "a share of the forward passes, from 0 to 1; 0 for backward passes by themselves"
+        problems.append(Problem(where="paired", value=paired, rule=rule))
     raise_if(problems, PlanError, subject="choice of a schedule")
-    layer = _Layer(dispatch, shape, cost, tile_rows=tile_rows, direction=direction, host_of_rank=host_of_rank)
+    make = partial(_Layer, dispatch, shape, cost, tile_rows=tile_rows, host_of_rank=host_of_rank)
+    layer = make(direction=direction)
+    clock = _Passes(layer, make(direction="backward"), paired=paired) if paired else layer
     tried = tuple(dict.fromkeys((SERIAL, *candidates)))
-    seconds = tuple((schedule, layer.seconds(schedule, wire)) for schedule in tried)
+    seconds = tuple((schedule, clock.seconds(schedule, wire)) for schedule in tried)
     best, least = min(seconds, key=lambda pair: pair[1])
     if best.order != "serial" and best.parts > 1 and not best.hot_first and layer.num_slots > 1:
         hot = replace(best, hot_first=True)
-        with_hot = hot, layer.seconds(hot, wire)
+        with_hot = hot, clock.seconds(hot, wire)
         seconds += (with_hot,)
         if with_hot[1] < (1 - HOT_MARGIN) * least:
             best, least = with_hot
-    return Choice(best if least < (1 - margin) * seconds[0][1] else SERIAL, seconds)
+    chosen = best if least < (1 - margin) * seconds[0][1] else SERIAL
+    return Choice(chosen, seconds, layer.seconds(chosen, wire) if paired else dict(seconds)[chosen])
 
 
 class Chooser:
@@ -211,12 +246,13 @@ class Chooser:
         direction: Direction = "forward",
         host_of_rank: Sequence[int] | None = None,
         margin: float = MARGIN,
+        paired: float = 0.0,
         step: int = 2,
         most: int = 256,
     ) -> None:
         self.shape, self.cost, self.candidates = shape, cost, tuple(candidates)
         self.tile_rows, self.direction, self.hosts, self.margin = tile_rows, direction, host_of_rank, margin
-        self.step, self.most = step, most
+        self.paired, self.step, self.most = paired, step, most
         self._found: dict[bytes, Choice] = {}
         self.num_computed = 0
 
@@ -241,6 +277,7 @@ class Chooser:
                 direction=self.direction,
                 host_of_rank=self.hosts,
                 margin=self.margin,
+                paired=self.paired,
             )
         return self._found[key]
 

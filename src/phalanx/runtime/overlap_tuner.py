@@ -69,14 +69,15 @@ class Known:
 class Tuner:
     """Calibrations of one process, shared by its layers. `folder`: where they are kept; None: nowhere.
 
-    `looks`: compare with what was predicted, and calibrate again. Not where two passes of a rank run beside one another (`runtime/pair.py`): a pass lasts as long as
-    the turns of the other, and which of the two is the one that looks differs from rank to rank. `tell` hears of each calibration.
+    `paired`: the share of forward passes that run beside a backward pass (`runtime/pair.py`), which the choice knows of. Only passes with none beside them are compared with what was
+    predicted, and only they look: a pass beside another lasts as long as the turns of that one, and which of the two comes first differs from rank to rank. All ranks of a group have the
+    same pairs, so they look in the same passes. `tell` hears of each calibration.
     """
 
     def __init__(
-        self, folder: Path | None = None, *, looks: bool = True, tell: Callable[[str], None] = lambda text: None
+        self, folder: Path | None = None, *, paired: float = 0.0, tell: Callable[[str], None] = lambda text: None
     ) -> None:
-        self.folder, self.looks, self.tell = folder, looks, tell
+        self.folder, self.paired, self.tell = folder, paired, tell
         self.known: dict[str, Known] = {}
         self.calibrations = 0
 
@@ -92,15 +93,18 @@ class Tuner:
         found = self.known.get(key)
         if found is None:
             cost, error = self._kept(dispatcher, key) or self._measured(dispatcher, x_TH, experts, lanes, shape, key)
-            found = self.known[key] = Known(cost, error, _chooser(shape, cost), EVERY)
-        elif self.looks and len(found.ratios) >= found.every:
+            found = self.known[key] = Known(cost, error, self._chooser(shape, cost), EVERY)
+        elif dispatcher.comms.beside is None and len(found.ratios) >= found.every:
             mine = statistics.median(found.ratios)
             found.ratios.clear()
             told = dispatcher.comms.gather_objects(mine, dispatcher.ep_etp)
             if max(abs(math.log(ratio)) for ratio in told) > math.log(APART):
                 cost, error = self._measured(dispatcher, x_TH, experts, lanes, shape, key)
-                found = self.known[key] = Known(cost, error, _chooser(shape, cost), 2 * found.every)
+                found = self.known[key] = Known(cost, error, self._chooser(shape, cost), 2 * found.every)
         return found
+
+    def _chooser(self, shape: LayerShape, cost: OverlapCost) -> Chooser:
+        return Chooser(shape, cost, CANDIDATES, tile_rows=TILE_ROWS, paired=self.paired)
 
     def _kept(self, dispatcher: Dispatcher, key: str) -> tuple[OverlapCost, float] | None:
         """What an earlier run has left, if all ranks find the same."""
@@ -154,10 +158,13 @@ class Tuner:
 
 
 class Tuned:
-    """The schedules of one layer, pass after pass."""
+    """The schedules of one layer, pass after pass.
 
-    def __init__(self, tuner: Tuner, known: Known, *, on_device: bool = False) -> None:
-        self.tuner, self.known, self._on_device = tuner, known, on_device
+    `compares`: whether how long the pass takes says something of the prediction: nothing where another runs beside it, or on a device, where it is not over when the host comes to its end.
+    """
+
+    def __init__(self, known: Known, *, compares: bool) -> None:
+        self.known, self._compares = known, compares
         self._predicted_s = 0.0
         self._begin_s = 0.0
 
@@ -167,18 +174,14 @@ class Tuned:
         choice = chooser.choice(plan, wire)
         # where a rank has no tokens, its passes are not those that were predicted
         whole = bool((plan.rows_PG.sum(1) > 0).all())
-        self._predicted_s = dict(choice.seconds)[choice.schedule] if whole and chooser.cost is not _UNKNOWN else 0.0
+        self._predicted_s = choice.alone_s if whole and chooser.cost is not _UNKNOWN else 0.0
         self._begin_s = time.perf_counter()
         return choice.schedule
 
     def done(self) -> None:
-        """The pass is over. On a device it is not when the host comes here, so nothing is compared there."""
-        if self._predicted_s > 0 and self.tuner.looks and not self._on_device:
+        """The pass is over."""
+        if self._predicted_s > 0 and self._compares:
             self.known.ratios.append((time.perf_counter() - self._begin_s) / self._predicted_s)
-
-
-def _chooser(shape: LayerShape, cost: OverlapCost) -> Chooser:
-    return Chooser(shape, cost, CANDIDATES, tile_rows=TILE_ROWS)
 
 
 def _shape(x_TH: torch.Tensor, experts: ExpertWeights, shared_ffn: int) -> LayerShape:

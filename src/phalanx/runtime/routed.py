@@ -88,7 +88,7 @@ class RoutedExperts:
             return run_overlapped(*routed, schedule=FIXED[self.setting.kind], **by_tiles)
         if self.setting.kind == "auto":
             known = self.tuner.of(self.dispatcher, self._of_all(x_TH), experts, self.lanes, shared_ffn=self.shared_ffn)
-            tuned = Tuned(self.tuner, known, on_device=x_TH.is_cuda)
+            tuned = Tuned(known, compares=self.dispatcher.comms.beside is None and not x_TH.is_cuda)
             out = run_overlapped(*routed, schedule=tuned, **by_tiles)
             tuned.done()
             return out

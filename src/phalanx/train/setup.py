@@ -36,6 +36,7 @@ from phalanx.observe.preparation import PreparationProgress
 from phalanx.observe.sinks import Sinks, open_sinks
 from phalanx.plan.dispatch import DispatchSpec
 from phalanx.plan.model import ModelSpec, resolve_model
+from phalanx.plan.overlap_pair import paired_share
 from phalanx.plan.pipeline import Pipeline, make_pipeline
 from phalanx.plan.placement import AnyPlacement
 from phalanx.plan.recipe import equal_shares
@@ -263,11 +264,22 @@ def make_context(
         seed=recipe.train.seed,
         lanes=lanes,
         tuner=Tuner(
-            user_folder(), looks=not pipeline.pair_passes, tell=lambda text: rank.sinks(Note(level="info", text=text))
+            user_folder(),
+            paired=_paired(recipe, folding, pipeline, stage=folding.coord(rank.info.rank, "pp")),
+            tell=lambda text: rank.sinks(Note(level="info", text=text)),
         ),
         micro_tokens=_micro_tokens(recipe, groups) if recipe.resilience.mode != "off" else 0,
         host_of_rank=hosts_of(rank.peers) if rank.told is None else numbered(rank.told.hosts),
     )
+
+
+def _paired(recipe: Recipe, folding: AnyFolding, pipeline: Pipeline, *, stage: int) -> float:
+    """The share of a rank's forward passes beside which a backward pass runs, in a step of the ranks that there are."""
+    if not pipeline.pair_passes:
+        return 0.0
+    t = recipe.train
+    plan = pipeline.plan(num_rounds(t.global_batch // t.micro_batch, owners=folding.replicas))
+    return paired_share(plan.schedule, plan.pairs, rank=stage)
 
 
 def _micro_tokens(recipe: Recipe, groups: Groups) -> int:
