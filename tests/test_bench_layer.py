@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from dataclasses import asdict
@@ -203,6 +204,12 @@ def test_the_result_of_steps() -> None:
     result = step.result_of(options, found)
     assert result["speedup_vs_serial"] == pytest.approx(1.4) and result["communication_share"] == pytest.approx(0.5)
     assert result["losses_equal"] and result["losses_close"]
+    paired = dataclasses.replace(options, pairs=True, micro_batches=2)
+    seconds[step.PAIRED], losses[step.PAIRED] = [1.0, 1.1, 0.9], list(losses["tiles"])
+    with_pairs = step.result_of(paired, found)
+    assert with_pairs["paired_speedup"] == pytest.approx(2.1) and with_pairs["losses_equal"]
+    losses[step.PAIRED][0] = math.nextafter(3.0, 4)
+    assert not step.result_of(paired, found)["losses_equal"] and step.result_of(options, found)["losses_equal"]
     losses["coarse:2"][1] = math.nextafter(2.0, 3)
     assert not step.result_of(options, found)["losses_equal"]
     losses["coarse:2"][2] = 1.1
@@ -226,6 +233,12 @@ def test_options_that_make_no_sense_are_all_named() -> None:
         step.main(["--steps", "1", "--share", "1.5", "--batch", "0", "--layers", "0"])
     for part in ("--steps = 1", "--share = 1.5", "--batch = 0", "--layers = 0"):
         assert part in str(info.value)
+    with pytest.raises(ConfigError) as info:
+        step.main(["--pairs"])
+    assert "--micro-batches = 1" in str(info.value)
+    with pytest.raises(ConfigError) as info:
+        step.main(["--micro-batches", "3"])
+    assert "--batch = 8: must be a multiple of the 3 micro-batches; use 6" in str(info.value)
 
 
 # ---- small runs on emulated hosts; their figures mean nothing ------------------------------------------------------------------------

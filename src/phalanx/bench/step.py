@@ -7,6 +7,8 @@ with models that began with the same weights and see the same batches:
     serial      the layer as it is without overlap (recipe: `dispatch.overlap = "serial"`)
     --overlap   the setting in question
     --same      a setting whose losses must be those of `--overlap` to the bit: the same tiles in serial order
+    --pairs     also `--overlap` with the forward pass of one micro-batch beside the backward pass of another (recipe: `pipeline.pair_passes`);
+                the same bits again. Needs `--micro-batches` of 2 or more, into which the sequences of a rank are divided
 
 `speedup_vs_serial` is the quotient of the medians. The slowest rank's seconds count. Exit status 1 where losses differ that must not.
 """
@@ -18,6 +20,7 @@ import statistics
 import sys
 import tempfile
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -34,13 +37,21 @@ from phalanx.plan.cluster import ClusterSpec
 from phalanx.plan.folding import make_folding
 from phalanx.runtime.allocator import keep_freed_memory
 from phalanx.runtime.collectives import Collectives
-from phalanx.runtime.groups import Axis, GroupCache, build_groups, close_world, init_world, read_world
+from phalanx.runtime.groups import (
+    Axis,
+    GroupCache,
+    build_groups,
+    close_world,
+    init_world,
+    read_world,
+    with_second_groups,
+)
 from phalanx.testbed.bed import Testbed
 from phalanx.testbed.links import COARSE
 
 SHAPE = Shape(layers=4, hidden=256, heads=4, kv_heads=4, experts=8, top_k=2, ffn=512, vocab=1024, batch=8, seq_len=256)
 """Gradients of everything that is not an expert are an eighth of what the layers send."""
-SERIAL = "serial"
+SERIAL, PAIRED = "serial", "pairs"
 LONGEST_S = 900.0
 PATIENCE_S = 300.0
 LOSS_TOLERANCE = 1e-3
@@ -62,6 +73,10 @@ class StepArgs:
     layers: int = SHAPE.layers
     batch: int = SHAPE.batch
     """Sequences of 256 tokens of each rank."""
+    micro_batches: int = 1
+    """Of a step, each of `batch / micro_batches` sequences."""
+    pairs: bool = False
+    """Also with passes beside one another."""
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """File for the result."""
 
@@ -80,6 +95,10 @@ def main(args: list[str]) -> int:
         f"{result['communication_share']:.0%} of a serial step; losses of {options.overlap} and {options.same} "
         f"{'are the same bits' if result['losses_equal'] else 'DIFFER'}"
     )
+    if options.pairs:
+        print(
+            f"with pairs of passes {result['paired_step_s'] * 1e3:.0f} ms: {result['paired_speedup']:.2f} times faster than serial"
+        )
     if options.json is not None:
         write_json(options.json, result)
     return 0 if result["losses_equal"] and result["losses_close"] else 1
@@ -88,9 +107,18 @@ def main(args: list[str]) -> int:
 def _problems(options: StepArgs) -> list[Problem]:
     problems = [
         Problem(where=f"--{name}", value=value, rule=f"must be at least {least}", hint=f"use {least}")
-        for name, value, least in (("steps", options.steps, 2), ("layers", options.layers, 1), ("batch", options.batch, 1))
+        for name, value, least in (
+            ("steps", options.steps, 2),
+            ("layers", options.layers, 1),
+            ("batch", options.batch, 1),
+            ("micro-batches", options.micro_batches, 2 if options.pairs else 1),
+        )
         if value < least
-    ]  # fmt: skip
+    ]
+    if options.micro_batches > 0 and options.batch % options.micro_batches:
+        rule = f"must be a multiple of the {options.micro_batches} micro-batches"
+        hint = f"use {options.batch - options.batch % options.micro_batches or options.micro_batches}"
+        problems.append(Problem(where="--batch", value=options.batch, rule=rule, hint=hint))
     if not 0 < options.share < 1:
         rule = "must lie between 0 and 1"
         problems.append(Problem(where="--share", value=options.share, rule=rule, hint="use 0.47"))
@@ -113,6 +141,10 @@ def result_of(options: StepArgs, found: dict[str, Any]) -> dict[str, Any]:
     seconds, losses = found["seconds"], found["losses"]
     step_s = {name: statistics.median(each) for name, each in seconds.items()}
     last, serial = losses[options.overlap][-1], losses[SERIAL][-1]
+    alike = [options.same, *([PAIRED] if options.pairs else [])]
+    paired = (
+        {"paired_step_s": step_s[PAIRED], "paired_speedup": step_s[SERIAL] / step_s[PAIRED]} if options.pairs else {}
+    )
     return {
         "overlap": options.overlap,
         "same": options.same,
@@ -122,7 +154,8 @@ def result_of(options: StepArgs, found: dict[str, Any]) -> dict[str, Any]:
         "serial_step_s": step_s[SERIAL],
         "step_s": step_s[options.overlap],
         "speedup_vs_serial": step_s[SERIAL] / step_s[options.overlap],
-        "losses_equal": losses[options.overlap] == losses[options.same],
+        **paired,
+        "losses_equal": all(losses[options.overlap] == losses[name] for name in alike),
         "losses_close": abs(last - serial) <= LOSS_TOLERANCE * abs(serial),
         "sent_bytes": found["sent_bytes"],
         "seconds": seconds,
@@ -142,24 +175,28 @@ def _rank(job_file: Path) -> int:
     keep_freed_memory(threads=1)  # as a run does
     init_world(info, timeout_s=PATIENCE_S)
     folding = make_folding(world=info.world, ep=info.world)
-    groups = build_groups(folding, rank=info.rank, cache=GroupCache(timeout_s=PATIENCE_S))
+    cache = GroupCache(timeout_s=PATIENCE_S)
+    groups = build_groups(folding, rank=info.rank, cache=cache)
     comms, axis = Collectives(timeout_s=PATIENCE_S), groups.axis("ep_etp")
     settings = tuple(dict.fromkeys((SERIAL, options.overlap, options.same)))
-    shape = Shape(**{**asdict(SHAPE), "layers": options.layers, "batch": options.batch})
-    models = {
-        name: Ours(shape, threads=1, dtype=torch.float32, groups=groups, comms=comms, overlap=name) for name in settings
-    }
+    shape = Shape(**{**asdict(SHAPE), "layers": options.layers, "batch": options.batch // options.micro_batches})
+    make = partial(Ours, shape, threads=1, dtype=torch.float32, comms=comms, num_microbatches=options.micro_batches)
+    models = {name: make(groups=groups, overlap=name) for name in settings}
+    if options.pairs:
+        second = with_second_groups(groups, cache=cache)
+        models[PAIRED] = make(groups=second, overlap=options.overlap, pair_passes=True)
+    names = tuple(models)
     alone_s = statistics.median(_turn(models[SERIAL], comms, axis)[0] for _ in range(5))
     comms.counters.clear()
     _turn(models[SERIAL], comms, axis)
     sent = comms.counters["all_to_all_rows", "ep"].sent_bytes
     rate = _fit_link(job_file, models[SERIAL], comms, axis, alone_s=alone_s, sent_bytes=sent, share=options.share)
     _begin_alike(models, comms, axis)
-    seconds: dict[str, list[float]] = {name: [] for name in settings}
-    losses: dict[str, list[float]] = {name: [] for name in settings}
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    losses: dict[str, list[float]] = {name: [] for name in names}
     for number in range(options.steps):
-        first = number % len(settings)
-        for name in (*settings[first:], *settings[:first]):
+        first = number % len(names)
+        for name in (*names[first:], *names[:first]):
             took, loss = _turn(models[name], comms, axis)
             seconds[name].append(took)
             losses[name].append(loss)
