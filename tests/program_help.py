@@ -135,8 +135,8 @@ def _one(rank: int, cache: GroupCache, run: Run) -> Record:
     return comms.record()
 
 
-def one_step(rank: int, cache: GroupCache, run: Run, comms: Collectives) -> tuple[StepResult, StepParts]:
-    """The first step of `run`, and what this rank has after it."""
+def one_step(rank: int, cache: GroupCache, run: Run, comms: Collectives, **more: Any) -> tuple[StepResult, StepParts]:
+    """The first step of `run`, and what this rank has after it. `more`: of the model's context."""
     pipeline = run.planned_pipeline
     groups = build_groups(run.folding, rank=rank, cache=cache, table_ranks=pipeline.stages.table_ranks)
     ctx = ModelContext(
@@ -150,6 +150,7 @@ def one_step(rank: int, cache: GroupCache, run: Run, comms: Collectives) -> tupl
         recompute=run.recompute,
         cp_method=run.cp_method,
         host_of_rank=run.hosts,
+        **more,
     )
     parts = assemble(ctx, optim=run.optim, num_microbatches=run.num_microbatches, pipeline=pipeline)
     first = run.folding.replica_of(rank) * run.num_microbatches

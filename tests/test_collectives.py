@@ -13,7 +13,7 @@ from phalanx.core.errors import ConfigError, RunError
 from phalanx.core.events import Collective
 from phalanx.plan.folding import GROUP_AXES, make_folding
 from phalanx.runtime.collectives import Collectives
-from phalanx.runtime.exchange import Counter
+from phalanx.runtime.exchange import Counter, Message
 from phalanx.runtime.groups import Axis, GroupCache, WorldInfo, build_groups, init_world, read_world
 from phalanx.runtime.row_collectives import backward_id
 from ranks import RankError, RankTimeout, run_ranks
@@ -42,6 +42,70 @@ def whole_tensors(rank, cache, world):
     names = comms.gather_objects(f"r{rank}", axis)
     counts = {op: (c.calls, c.sent_bytes) for (op, _), c in comms.counters.items()}
     return x, most, shard, full, out, told, names, counts
+
+
+def any_type(rank, cache, dtype):
+    """Rows of a type that gloo's collectives refuse, by every way that moves them: what has come, as bytes in fp64 of the values."""
+    axis, comms = world_axis(rank, cache, 2), Collectives(timeout_s=20, check_splits=True)
+
+    def rows(of, num):
+        return (torch.arange(num * 3).view(num, 3) + 20 * of).to(dtype)
+
+    x, splits = rows(rank, 3), (1, 2)
+    with pytest.raises(ValueError, match=r"all_reduce over world: transports add up no torch\."):
+        comms.all_reduce(x.clone(), axis)
+    back = (splits[rank],) * 2
+    come = torch.empty(2, 3).to(dtype)
+    comms.start_exchange([Message(x[:2].contiguous(), 1 - rank, 5)], [Message(come, 1 - rank, 5)], axis).wait()
+    single = torch.empty(2, 3).to(dtype)
+    ends = [
+        comms.start_send(Message(x[1:].contiguous(), 1 - rank, 6), axis),
+        comms.start_receive(Message(single, 1 - rank, 6), axis),
+    ]
+    for end in ends:
+        end.wait()
+    found = {
+        "all to all": comms.all_to_all_rows(x, in_splits=splits, out_splits=back, axis=axis),
+        "under way": comms.start_all_to_all_rows(x, in_splits=splits, out_splits=back, axis=axis).wait(),
+        "apart": comms.start_all_to_all_apart(x.view(-1), axis, (3, 6), tuple(3 * n for n in back)),
+        "even": comms.all_gather_rows(x, sizes=(3, 3), axis=axis),
+        "uneven": comms.all_gather_rows(rows(rank, 1 + rank), sizes=(1, 2), axis=axis),
+        "gathered": comms.all_gather(x, axis),
+        "told": comms.broadcast(x.clone(), axis, root=1),
+        "exchanged": come,
+        "sent": single,
+        "summed": comms.reduce_scatter_rows(x, sizes=splits, axis=axis),
+    }
+    out, exchange = found["apart"]
+    exchange.wait()
+    found["apart"] = out.view(-1, 3)
+    assert all(value.dtype == dtype for value in found.values())
+    return {name: value.double() for name, value in found.items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int16], ids=str)
+def test_rows_of_any_type_travel(dtype):
+    def rows(of, num):
+        return (torch.arange(num * 3).view(num, 3) + 20 * of).to(dtype).double()
+
+    for rank, found in enumerate(run_ranks(2, any_type, dtype)):
+        mine = slice(0, 1) if rank == 0 else slice(1, 3)
+        here = torch.cat([rows(of, 3)[mine] for of in (0, 1)])
+        both = torch.cat([rows(0, 3), rows(1, 3)])
+        total = (rows(0, 3) + rows(1, 3))[mine].to(dtype).double()
+        want = {
+            "all to all": here,
+            "under way": here,
+            "apart": here,
+            "even": both,
+            "gathered": both,
+            "told": rows(1, 3),
+        }
+        want |= {"uneven": torch.cat([rows(0, 1), rows(1, 2)]), "summed": total}
+        want |= {"exchanged": rows(1 - rank, 3)[:2], "sent": rows(1 - rank, 3)[1:]}
+        assert found.keys() == want.keys()
+        for name, value in want.items():
+            assert torch.equal(found[name], value), name
 
 
 @pytest.mark.parametrize("world", [2, 3])

@@ -11,7 +11,7 @@ from overlap_plan_help import plans_of_group, random_schedule
 from phalanx.core.errors import PlanError
 from phalanx.plan.dispatch import plan_dispatch
 from phalanx.plan.overlap import backward_of, plan_overlap
-from phalanx.plan.overlap_rounds import Leg, Round, round_problems, rounds_of
+from phalanx.plan.overlap_rounds import MOST_MESSAGES, Leg, Round, round_problems, rounds_of
 from phalanx.plan.overlap_types import Schedule
 
 
@@ -41,6 +41,20 @@ def test_no_ranks_wait_for_ever():
         assert round_problems(plans, rounds) == []
         messages += sum(len(one.legs) for of_rank in rounds for one in of_rank)
     assert messages > 50_000
+
+
+def test_a_group_has_no_more_messages_than_nccl_takes():
+    size = 160
+    dispatch = plan_dispatch(np.ones((size, size), dtype=np.int64), range(size), ep=size, etp=1)
+    rounds = [rounds_of(plan_overlap(dispatch, Schedule(), rank=rank, tile_rows=4)) for rank in (0, 140)]
+    assert max(len(one.legs) for one in rounds[0]) == MOST_MESSAGES
+    assert sum(len(one.legs) for one in rounds[0]) == 4 * (size - 1)
+    ends = [
+        {(leg.kind, leg.is_send): one.key for one in of for leg in one.legs if leg.peer == peer}
+        for of, peer in zip(rounds, (140, 0), strict=True)
+    ]
+    assert all(ends[1][kind, not is_send] == key for (kind, is_send), key in ends[0].items()) and len(ends[0]) == 4
+    assert all(len(rounds_of(plan)) == 2 for plan in even_plans(4, Schedule()))
 
 
 def test_both_ends_of_a_message_have_the_same_place():

@@ -228,6 +228,11 @@ def test_every_limit_refuses_and_suggests_what_it_accepts(name: str) -> None:
          'has no effect because dispatch.policy = "dropless"', 'leave it out, or set dispatch.policy = "drop"'),
         (["--dispatch.pad_to_capacity", "false"], "--dispatch.pad_to_capacity",
          'has no effect because dispatch.policy = "dropless"', 'leave it out, or set dispatch.policy = "drop"'),
+        (["--dispatch.left_free", "8", "--dispatch.overlap", "fine"], "--dispatch.left_free",
+         'has no effect because launch.device = "cpu" has no multiprocessors', 'leave it out, or set launch.device = "cuda"'),
+        (["--dispatch.left_free", "8", "--launch.device", "cuda"], "--dispatch.left_free",
+         "has no effect because dispatch.overlap does not divide the device: serial and coarse:N do not",
+         'leave it out, or set dispatch.overlap = "auto"'),
         (["--folding.ep", "1", "--dispatch.transport", "all_gather"], "--dispatch.transport",
          "has no effect because folding.ep = 1 and folding.etp = 1 keep every row where it is",
          "leave it out, or set folding.ep = 2"),
@@ -419,6 +424,22 @@ def test_a_dense_model_has_no_use_for_routing() -> None:
     found = in_a_run(*dense, "--dispatch.policy", "drop", "--router.scale", "2", "--folding.etp", "2")
     assert {p.where for p in found} == {"--dispatch.policy", "--router.scale", "--folding.etp"}
     assert all("has no effect" in p.rule for p in found)
+
+
+def test_fused_kernels_are_for_devices_that_are_theirs_alone() -> None:
+    words = ["--dispatch.overlap", "fused", "--folding.ep", "4"]
+    legal = [*words, "--launch.device", "cuda", "--optim.bucket_mb", "0", "--dispatch.left_free", "24"]
+    assert load_recipe(None, legal, check=lambda r: run_problems(r, world=4))
+    found = in_a_run(*words[:2], "--train.dtype", "float64", "--folding.ep", "2", "--folding.etp", "2")
+    assert {p.where for p in found} == {"--dispatch.overlap"}
+    told = " ".join(p.rule for p in found)
+    assert all(
+        w in told
+        for w in ('launch.device = "cpu"', 'train.dtype = "float64"', "folding.etp = 2", "optim.bucket_mb = 64")
+    )
+    assert found[0].hint == 'launch.device = "cuda", or "auto"'
+    (padded,) = in_a_run(*legal, "--dispatch.policy", "drop", "--dispatch.pad_to_capacity", "true")
+    assert padded.hint == "pad_to_capacity = false"
 
 
 def test_groups_are_set_together_and_limit_something() -> None:

@@ -129,6 +129,7 @@ def test_different_recipes_have_different_hashes(tmp_path: Path) -> None:
         ({**PP, "train.dtype": "float32"}, "train.dtype"),
         ({**PP, "resilience.slots_per_rank": 32}, "resilience.slots_per_rank"),
         ({**PP, "pipeline.schedule": "eager_1f1b", "pipeline.extra_warmup": "auto"}, "pipeline.extra_warmup"),
+        ({"dispatch.overlap": "fused", "optim.bucket_mb": 0}, "dispatch.overlap"),
     ],
 )
 def test_what_cannot_be_followed_is_refused_by_name(tmp_path: Path, changes: dict[str, object], name: str) -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from overlap_plan_help import plans_of_group
-from phalanx.core.errors import PlanError, RunError
+from phalanx.core.errors import ConfigError, PlanError, RunError
 from phalanx.plan.dispatch import plan_dispatch
 from phalanx.plan.folding import make_folding
 from phalanx.plan.overlap import backward_of
@@ -22,7 +22,7 @@ from phalanx.runtime.collectives import Collectives
 from phalanx.runtime.exchange import Exchange, Message
 from phalanx.runtime.groups import Axis
 from phalanx.runtime.overlap_streams import RoundMessages
-from phalanx.runtime.streams import CudaStreams, Posted, leaving_free, streams_of
+from phalanx.runtime.streams import CudaStreams, Posted, leave_free, leaving_free, streams_of
 
 pytestmark = pytest.mark.unit
 AXIS = Axis("ep_etp", (0, 1, 2), 0, None)
@@ -198,6 +198,19 @@ def test_a_torch_that_cannot_leave_any_free_says_so(monkeypatch):
     monkeypatch.delattr(torch._C, "_set_sm_carveout_experimental")
     with pytest.raises(RunError, match="left_free = 3"), leaving_free(3):
         pass
+
+
+def test_a_recipe_says_how_many_are_left_free(monkeypatch):
+    FakeCuda(monkeypatch)
+    device = type("Properties", (), {"multi_processor_count": 132})()
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda which: device)
+    comms = Collectives()
+    leave_free(comms, torch.device("cuda", 0), multiprocessors=16)
+    assert comms.message_streams.left_free == 16
+    with pytest.raises(ConfigError, match=r"dispatch\.left_free = 132: .*; at most 131"):
+        leave_free(comms, torch.device("cuda", 0), multiprocessors=132)
+    with pytest.raises(ConfigError, match=r"dispatch\.left_free = 4: a GPU, and this is cpu"):
+        leave_free(Collectives(), torch.device("cpu"), multiprocessors=4)
 
 
 def test_few_thread_blocks_are_asked_for_where_messages_travel_beside_products():

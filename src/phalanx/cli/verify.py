@@ -104,6 +104,8 @@ def _overlap_problems(args: VerifyArgs, *, has_recipe: bool) -> list[Problem]:
     def wrong(rule: str, hint: str) -> None:
         out.append(Problem(where="--overlap", value=args.overlap, rule=rule, hint=hint))
 
+    if args.overlap == "fused":
+        wrong("runs on GPUs only, and verify on processors, in float64", "fine")
     if has_recipe:
         wrong("is forced on the built-in cases, and a recipe has its own", "set --dispatch.overlap instead")
     if args.plant is not None:

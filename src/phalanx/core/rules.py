@@ -79,6 +79,7 @@ LIMITS: Mapping[str, Limit] = {
     "router.bias_rate": NOT_NEGATIVE,
     "router.force_skew": NOT_NEGATIVE,
     "dispatch.capacity_factor": POSITIVE,
+    "dispatch.left_free": COUNT,
     **{f"folding.{k}": COUNT for k in ("tp", "cp", "pp", "ep", "etp")},
     "pipeline.virtual": COUNT,
     "pipeline.layers": NOT_NEGATIVE,
@@ -172,6 +173,20 @@ EFFECTS: tuple[Effect, ...] = (
         reason="folding.ep = 1 and folding.etp = 1 keep every row where it is",
         way_out="folding.ep = 2",
         reads=("folding.ep", "folding.etp", "folding.stages"),
+    ),
+    Effect(
+        settings=("dispatch.left_free",),
+        inert=lambda r: r.launch.device == "cpu",
+        reason='launch.device = "cpu" has no multiprocessors',
+        way_out='launch.device = "cuda"',
+        reads=("launch.device",),
+    ),
+    Effect(
+        settings=("dispatch.left_free",),
+        inert=lambda r: r.dispatch.overlap == "serial" or r.dispatch.overlap.startswith("coarse"),
+        reason="dispatch.overlap does not divide the device: serial and coarse:N do not",
+        way_out='dispatch.overlap = "auto"',
+        reads=("dispatch.overlap",),
     ),
     Effect(
         settings=("folding.cp_method",),

@@ -75,8 +75,8 @@ def pack_entries(x_TH: torch.Tensor, to: Going) -> torch.Tensor:
     return x_TH[to.token_of_entry_PC.clamp(min=0).long()]
 
 
-def begin(told: Told, arena: Arena, *, shape: LayerShape) -> Arranged:
-    """Order of the rows that come to this rank. Both products use it, so their problems must have the same rows."""
+def begin(told: Told, arena: Arena, *, shape: LayerShape, max_rows: int | None = None) -> Arranged:
+    """Order of the rows that come to this rank. Both products use it, so their problems must have the same rows. `max_rows`: how many there are, where the host knows."""
     if shape.first.problem_rows != shape.second.problem_rows:
         raise ValueError(
             f"problems of {shape.first.problem_rows} rows in the first product, {shape.second.problem_rows} in the second"
@@ -87,6 +87,7 @@ def begin(told: Told, arena: Arena, *, shape: LayerShape) -> Arranged:
         slots=shape.slots_per_rank,
         parts=arena.spec.parts,
         problem_rows=shape.first.problem_rows,
+        max_rows=max_rows,
     )
 
 

@@ -20,6 +20,7 @@ from phalanx.plan.placement import AnyPlacement
 from phalanx.plan.program import Phase
 from phalanx.plan.stages import Stage, StagePlan, assign_stages
 from phalanx.runtime.collectives import Collectives
+from phalanx.runtime.fused import FusedMemory
 from phalanx.runtime.groups import Groups
 from phalanx.runtime.overlap_tuner import Tuner
 
@@ -48,6 +49,8 @@ class ModelContext:
     """Which rank of the pipeline holds which layers; None: all of them are here."""
     tuner: Tuner = field(default_factory=Tuner)
     """What overlap costs here, found out where `dispatch.overlap = "auto"`."""
+    fused: FusedMemory = field(default_factory=FusedMemory)
+    """Memory that the ranks write into for each other where `dispatch.overlap = "fused"`."""
     micro_tokens: int = 0
     """Of this rank in a micro-batch, where ranks may have fewer micro-batches than others and take part in theirs without a token; 0: they have not."""
     host_of_rank: tuple[int, ...] = ()

@@ -57,6 +57,7 @@ class MoE(nn.Module):
             kernels=ctx.kernels,
             lanes=ctx.lanes,
             tuner=ctx.tuner,
+            fused=ctx.fused,
             sums=ctx.sums,
             host_of_rank=ctx.host_of_rank,
             shared_ffn=ctx.spec.shared_ffn,

@@ -4,7 +4,7 @@ NCCL executes the point-to-point calls of a communicator one after the other, ex
 and end together (NCCL user guide, "Point-to-point communication"). So a message can hold up every later one, and ranks that post in different orders wait for each
 other for ever. Decides the order that all ranks share, from a rank's plan alone:
 
-    round   messages of one rank that are posted as one group: those of one kind, part and block with the next ranks of the ring (all of them, or `width`)
+    round   messages of one rank that are posted as one group: those of one kind, part and block with the next ranks of the ring (all of them, or as many as a group may have)
 
 Rounds are ordered by (going before coming before dots, part, ring, block). Both ends of a message see the same four numbers, so their rounds have the same place among
 all rounds. No circle of waiting can close: going entries wait for nothing; a rank computes when going entries have come, none of which is behind a coming message; so every rank
@@ -26,6 +26,8 @@ __all__ = ["Leg", "Round", "round_problems", "rounds_of"]
 
 LegKind = Literal["going", "coming", "dots"]
 _KINDS: tuple[LegKind, ...] = ("going", "coming", "dots")
+MOST_MESSAGES = 250
+"""Of one group: with hundreds NCCL is said to hang (pytorch #174288). So up to 126 ranks there is one round for all peers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +56,9 @@ class Round:
 
 
 def rounds_of(plan: RankPlan, *, width: int | None = None) -> tuple[Round, ...]:
-    """All messages of a rank's plan, in the order of posting. `width`: ring distances in one round, the same on all ranks; None: all of them.
+    """All messages of a rank's plan, in the order of posting. `width`: ring distances in one round, the same on all ranks; None: as many as `MOST_MESSAGES` allows.
 
-    Raises `PlanError` for a plan with gateways or a width below 1. With more than some 128 ranks NCCL may need a width (pytorch #174288: hundreds of messages in a group).
+    Raises `PlanError` for a plan with gateways or a width below 1.
     """
     problems = []
     if plan.hosts:
@@ -65,13 +67,14 @@ def rounds_of(plan: RankPlan, *, width: int | None = None) -> tuple[Round, ...]:
             Problem(where="plan.hosts", value=plan.hosts, rule=rule, hint="a transport other than dedup_host")
         )
     if width is not None and width < 1:
-        problems.append(Problem(where="width", value=width, rule="at least 1", hint="None: all ranks at once"))
+        problems.append(Problem(where="width", value=width, rule="at least 1", hint="None: as many as NCCL takes"))
     raise_if(problems, PlanError, subject="rounds of messages")
+    apart = MOST_MESSAGES // 2 if width is None else width  # one message each way
     found: dict[tuple[int, int, int, int], list[Leg]] = {}
     for leg in _legs(plan):
         rows_are_here = leg.is_send != (leg.kind == "going")  # the peer is the source of the rows
         distance = (plan.rank - leg.peer if rows_are_here else leg.peer - plan.rank) % plan.size
-        key = _KINDS.index(leg.kind), leg.part, (distance - 1) // (width or plan.size), leg.block
+        key = _KINDS.index(leg.kind), leg.part, (distance - 1) // apart, leg.block
         found.setdefault(key, []).append(leg)
     return tuple(Round(key, tuple(found[key])) for key in sorted(found))
 

@@ -1,6 +1,6 @@
 """Routed experts of one layer and micro-batch, as operations in the order of a run: one list for each value of `dispatch.overlap`.
 
-Decides nothing: it says what `runtime/experts.py`, `runtime/coarse.py` and `runtime/overlap.py` do. Must never change: the same thing has the same id in all of
+Decides nothing: it says what `runtime/experts.py`, `runtime/coarse.py`, `runtime/overlap.py` and `runtime/fused.py` do. Must never change: the same thing has the same id in all of
 them, so that ways can be compared id by id:
 
     dispatch.rows      rows to the experts (all messages of all parts, tile by tile); backward: gradients of the tokens come back
@@ -64,6 +64,8 @@ def moe_operations(
         return iter((*experts.serial(), *beside))
     if way.kind == "coarse":
         return iter((*experts.coarse(way.chunks), *beside))
+    if way.kind == "fused":
+        return iter((*experts.fused(), *beside))
     return experts.by_tiles(beside)
 
 
@@ -102,6 +104,12 @@ class _Experts:
             yield from at_once
             back += [_posted(op, [experts, *at_once][-1].id) for op in ways[len(at_once) :]]
         yield from back
+
+    def fused(self) -> Iterator[Op]:
+        """Rows travel inside the kernels of the experts."""
+        yield from self._decided()
+        yield from self.reach.at(self.at, "dispatch.weights", "all_to_all_rows", "ep")
+        yield compute("experts", self.at)
 
     def by_tiles(self, beside: Sequence[Op]) -> Iterator[Op]:
         """The shared expert is computed while the first rows travel."""

@@ -236,7 +236,7 @@ class Counting:
 
     @property
     def _by_tiles(self) -> bool:
-        return str(self.dispatch.overlap).partition(":")[0] not in ("serial", "coarse")
+        return str(self.dispatch.overlap).partition(":")[0] not in ("serial", "coarse", "fused")
 
     def _distinct(self) -> float:
         """Ranks of ep that a token goes to, if its experts are drawn without replacement: P (1 - C(E - E/P, K) / C(E, K))."""

@@ -17,7 +17,12 @@ from phalanx.plan.folding import Folding, folding_problems
 from phalanx.plan.heal import heal_problems
 from phalanx.plan.heal_hosts import holders_needed
 from phalanx.plan.model import PRESETS, ModelSpec, resolve_model
-from phalanx.plan.overlap_setting import overlap_problems, replica_problems, setting_problems
+from phalanx.plan.overlap_setting import (
+    fused_setting_problems,
+    overlap_problems,
+    replica_problems,
+    setting_problems,
+)
 from phalanx.plan.pipeline import pairing_problems, pipeline_problems, schedule_setting_problems
 from phalanx.plan.stage_foldings import AnyFolding, StagedFolding, parse_stages, resolve_mapping
 
@@ -92,7 +97,15 @@ def _overlap_problems(recipe: Recipe, spec: ModelSpec, folding: AnyFolding | Non
     stages = folding.stages if isinstance(folding, StagedFolding) else (folding,)
     group = max(stage.ep * stage.etp for stage in stages)
     replicas = [] if recipe.resilience.slots_per_rank is None else replica_problems(d.overlap)
-    return replicas or overlap_problems(
+    fused = fused_setting_problems(
+        d.overlap,
+        device=recipe.launch.device,
+        dtype=recipe.train.dtype,
+        etp=max(stage.etp for stage in stages),
+        kernels=recipe.kernels.implementation,
+        bucket_mb=recipe.optim.bucket_mb,
+    )
+    return replicas or fused + overlap_problems(
         d.overlap,
         num_experts=spec.num_experts,
         group=group,

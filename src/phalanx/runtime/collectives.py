@@ -9,6 +9,9 @@ all-to-all: the rows addressed to others; all-gather: own rows x (size - 1); red
 all-reduce: reduce-scatter and all-gather, `2 * bytes * (size - 1) / size`; broadcast: the root sends `bytes * (size - 1)`;
 exchange, send: all messages sent; receive: nothing.
 
+Whatever is only moved may be of any type: what a transport does not know (fp8 on gloo, which would lose the group over it) goes as bytes of the same memory.
+Sums of such a type are refused; row sums, which are added up here, are taken in fp32 (`reduce_scatter_rows`).
+
 The row collectives are differentiable: all-to-all <-> all-to-all with swapped splits, all-gather <-> reduce-scatter. Gradients are sums over the
 ranks that received a copy, never means. Sums run in rank order, in fp32 for 16-bit types, so results are deterministic.
 
@@ -37,8 +40,10 @@ from phalanx.runtime.exchange import (
     Exchange,
     Message,
     between_ranks,
+    carried,
     check_own,
     check_splits_of,
+    check_summed,
     named_errors,
     num_bytes,
     row_bytes,
@@ -126,6 +131,7 @@ class Collectives:
         """Reduce `x` in place over the axis and return it."""
         if axis.group is None:
             return x
+        check_summed(x, axis, "all_reduce")
         axis = self._own(axis)
         sent = 2 * num_bytes(x) * (axis.size - 1) // axis.size
         self._run(
@@ -148,6 +154,7 @@ class Collectives:
         """`reduce_scatter` that travels while the rank goes on: neither buffer nor shard are to be touched before the exchange has been waited for."""
         if axis.group is None:
             return x_flat, Exchange(lambda: None)
+        check_summed(x_flat, axis, "reduce_scatter")
         if x_flat.numel() % axis.size:
             raise ValueError(
                 f"reduce_scatter over {axis.name}: {x_flat.numel()} elements do not split into {axis.size}"
@@ -171,6 +178,7 @@ class Collectives:
         """The sum over the axis, in place, while the rank goes on: `x` is not to be touched before the exchange has been waited for."""
         if axis.group is None:
             return Exchange(lambda: None)
+        check_summed(x, axis, "all_reduce")
         axis = self._own(axis)
         call = Call(op_id, 2 * num_bytes(x) * (axis.size - 1) // axis.size, not x.is_cuda)
         return self._start("all_reduce", axis, call, partial(dist.all_reduce, x, group=axis.group, async_op=True))
@@ -193,7 +201,7 @@ class Collectives:
             "all_gather",
             axis,
             Call(op_id, num_bytes(shard) * (axis.size - 1), not shard.is_cuda),
-            lambda: _all_gather_into(full, shard, group=axis.group, async_op=True),
+            lambda: _all_gather_into(carried(full), carried(shard), group=axis.group, async_op=True),
         )
         return full
 
@@ -205,7 +213,7 @@ class Collectives:
         sent = num_bytes(x) * (axis.size - 1) if axis.index == root else 0
         source = axis.ranks[root]
         call = Call(op_id, sent, not x.is_cuda)
-        self._run("broadcast", axis, call, lambda: dist.broadcast(x, source, group=axis.group, async_op=True))
+        self._run("broadcast", axis, call, lambda: dist.broadcast(carried(x), source, group=axis.group, async_op=True))
         return x
 
     def barrier(self, axis: Axis, *, op_id: str = "") -> None:
@@ -248,7 +256,7 @@ class Collectives:
         )
         begin_s = self._posted(call)
         with named_errors("exchange", axis, self.timeout_s, op_id):
-            ops = [dist.P2POp(op, m.tensor, axis.ranks[m.peer], axis.group, m.tag) for op, m in messages]
+            ops = [dist.P2POp(op, carried(m.tensor), axis.ranks[m.peer], axis.group, m.tag) for op, m in messages]
             works = dist.batch_isend_irecv(ops)
 
         def finish() -> None:
@@ -354,7 +362,7 @@ class Collectives:
         """Post one message and return, also where the collectives are `synchronous`: its receiver may post later what we wait for."""
         axis = self._own(axis)
         sent, peer = num_bytes(message.tensor), axis.ranks[message.peer]
-        launch = partial(dist.isend, message.tensor, peer, axis.group, message.tag)
+        launch = partial(dist.isend, carried(message.tensor), peer, axis.group, message.tag)
         call = Call(op_id, sent, not message.tensor.is_cuda, f"send to rank {peer}", to=(message.peer,))
         return self._pending("send", axis, call, launch)
 
@@ -362,7 +370,7 @@ class Collectives:
         """Be ready for one message and return, as `start_send` does."""
         axis = self._own(axis)
         peer = axis.ranks[message.peer]
-        launch = partial(dist.irecv, message.tensor, peer, axis.group, message.tag)
+        launch = partial(dist.irecv, carried(message.tensor), peer, axis.group, message.tag)
         call = Call(op_id, 0, not message.tensor.is_cuda, f"receive from rank {peer}", source=(message.peer,))
         return self._pending("receive", axis, call, launch)
 
@@ -461,7 +469,13 @@ class Collectives:
         sent = (x.shape[0] - in_splits[axis.index]) * row_bytes(x)
         if x.is_cuda:
             launch: Callable[[], Any] = partial(
-                dist.all_to_all_single, out, x, list(out_splits), list(in_splits), group=axis.group, async_op=True
+                dist.all_to_all_single,
+                carried(out),
+                carried(x),
+                list(out_splits),
+                list(in_splits),
+                group=axis.group,
+                async_op=True,
             )
         else:
             launch = partial(between_ranks, out, x, out_splits, in_splits, axis)
@@ -483,7 +497,7 @@ class Collectives:
             "all_gather_rows",
             axis,
             Call(op_id, num_bytes(x) * (axis.size - 1), not x.is_cuda),
-            lambda: _all_gather_into(out, x, group=axis.group, async_op=True),
+            lambda: _all_gather_into(carried(out), carried(x), group=axis.group, async_op=True),
         )
         return out
 
@@ -492,7 +506,7 @@ class Collectives:
         own = sizes[axis.index]
         parts = self._exchange("reduce_scatter_rows", x.detach().contiguous(), axis, sizes, [own] * axis.size, op_id)
         parts = parts.view(axis.size, own, *x.shape[1:])
-        wide = torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype
+        wide = torch.float32 if x.is_floating_point() and x.element_size() < 4 else x.dtype
         return parts.sum(0, dtype=wide).to(x.dtype)
 
     def all_to_all_raw(

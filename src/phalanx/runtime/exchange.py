@@ -74,6 +74,26 @@ class Call:
     source: tuple[int, ...] = ()
 
 
+CARRIED = frozenset(
+    (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool)
+)  # fmt: skip
+"""Types that collectives of gloo and NCCL take as they are. Others, fp8 among them, end in "Invalid scalar type" on gloo, and the group is lost."""
+_SUMMED = CARRIED - {torch.bool}
+
+
+def carried(x: torch.Tensor) -> torch.Tensor:
+    """What a transport that only moves it is given for a contiguous tensor: the same memory, as bytes where the transport does not know the type. Rows stay rows."""
+    if x.dtype in CARRIED:
+        return x
+    return x.unsqueeze(-1).view(torch.uint8)
+
+
+def check_summed(x: torch.Tensor, axis: Axis, op: str) -> None:
+    """Raise `ValueError` for a type that no transport adds up, before a group is lost over it."""
+    if x.dtype not in _SUMMED:
+        raise ValueError(f"{op} over {axis.name}: transports add up no {x.dtype}; reduce a wider type")
+
+
 def between_ranks(
     out: torch.Tensor,
     x: torch.Tensor,
@@ -84,7 +104,7 @@ def between_ranks(
     tag: int = ALL_TO_ALL_TAG,
 ) -> _Several:
     """An all-to-all of rows by messages: gloo's own fills a link in one direction at a time, and takes twice as long (docs/log.md)."""
-    comes, goes = out.split(list(out_splits)), x.split(list(in_splits))
+    comes, goes = carried(out).split(list(out_splits)), carried(x).split(list(in_splits))
     comes[axis.index].copy_(goes[axis.index])
     ring = [(axis.index + step) % axis.size for step in range(1, axis.size)]
     works = [dist.irecv(comes[i], axis.ranks[i], axis.group, tag) for i in reversed(ring) if comes[i].numel()]

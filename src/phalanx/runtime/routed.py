@@ -1,4 +1,4 @@
-"""Routed experts by the way that the recipe names: one after the other, in chunks of tokens, or tile by tile.
+"""Routed experts by the way that the recipe names: one after the other, in chunks of tokens, tile by tile, or by fused kernels.
 
 Decides nothing: `dispatch.overlap` does (`plan/overlap_setting.py`). All ways compute the same, but for rounding.
 """
@@ -20,6 +20,7 @@ from phalanx.plan.overlap_types import Schedule
 from phalanx.runtime.coarse import run_coarse
 from phalanx.runtime.dispatch import Dispatcher
 from phalanx.runtime.experts import ExpertWeights, run_experts
+from phalanx.runtime.fused import FusedMemory, fused_problems, run_fused
 from phalanx.runtime.overlap import run_overlapped
 from phalanx.runtime.overlap_tuner import Tuned, Tuner
 
@@ -29,7 +30,7 @@ FIXED = {"tiles": Schedule(), "fine": FINE}
 class RoutedExperts:
     """The way of one layer on one rank; on a group of one rank there is nothing to overlap.
 
-    Raises `ConfigError` where experts with replicas should go tile by tile: tiles are cut from the rows of slots in the order of experts.
+    Raises `ConfigError` where experts with replicas should go tile by tile (tiles are cut from the rows of slots in the order of experts), and where fused kernels cannot reach all ranks.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class RoutedExperts:
         kernels: Impl = "fast",
         lanes: Lanes = SERIAL,
         tuner: Tuner | None = None,
+        fused: FusedMemory | None = None,
         sums: FixedSums | None = None,
         host_of_rank: Sequence[int] = (),
         shared_ffn: int = 0,
@@ -51,6 +53,9 @@ class RoutedExperts:
         self.hosts = [host_of_rank[rank] for rank in dispatcher.ep_etp.ranks] if host_of_rank else None
         alone = dispatcher.ep_etp.size == 1
         self.setting = OverlapSetting("serial") if alone else parse_overlap(dispatcher.spec.overlap)
+        self.fused = fused or FusedMemory()
+        if self.setting.kind == "fused":
+            raise_if(fused_problems(dispatcher, self.hosts), ConfigError, subject="the overlap of a MoE layer")
         if not dispatcher.is_plain:
             raise_if(replica_problems(str(self.setting)), ConfigError, subject="the overlap of a MoE layer")
 
@@ -92,7 +97,10 @@ class RoutedExperts:
             out = run_overlapped(*routed, schedule=tuned, **by_tiles)
             tuned.done()
             return out
-        if self.setting.kind == "coarse":
+        if self.setting.kind == "fused":
+            common.pop("lanes")
+            y_TH, dropped = run_fused(*routed, memory=self.fused, **common)
+        elif self.setting.kind == "coarse":
             y_TH, dropped = run_coarse(*routed, chunks=self.setting.chunks, kernels=self.kernels, **common)
         else:
             y_TH, dropped = run_experts(*routed, kernels=self.kernels, **common)

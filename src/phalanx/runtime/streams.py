@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 import torch
 
-from phalanx.core.errors import RunError
+from phalanx.core.errors import ConfigError, Problem, RunError, raise_if
 from phalanx.runtime.collectives import Collectives
 from phalanx.runtime.exchange import Message
 from phalanx.runtime.groups import Axis
@@ -94,6 +94,29 @@ def streams_of(comms: Collectives, device: torch.device) -> Streams | None:
         comms.message_streams = CudaStreams(device)
     found: Streams | None = comms.message_streams
     return found
+
+
+def leave_free(comms: Collectives, device: torch.device, *, multiprocessors: int) -> None:
+    """Products inside layers leave so many multiprocessors to messages from here on, whose groups have as many thread blocks (`build_groups`).
+
+    Raises `ConfigError` where the device has no more than that, and what `leaving_free` raises, so that a run hears it before its first step.
+    """
+    streams = streams_of(comms, device)
+    if streams is None:
+        raise_if(
+            [Problem(where="dispatch.left_free", value=multiprocessors, rule=f"a GPU, and this is {device.type}")],
+            ConfigError,
+            subject="the recipe",
+        )
+    assert streams is not None  # else raised above
+    if device.type == "cuda":
+        most = torch.cuda.get_device_properties(device).multi_processor_count - 1
+        if multiprocessors > most:
+            rule, hint = "must leave products some of the device's multiprocessors", f"at most {most}"
+            problem = Problem(where="dispatch.left_free", value=multiprocessors, rule=rule, hint=hint)
+            raise_if([problem], ConfigError, subject="the recipe")
+    with leaving_free(multiprocessors):
+        streams.left_free = multiprocessors
 
 
 @contextmanager

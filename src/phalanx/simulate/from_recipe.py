@@ -117,6 +117,7 @@ def _not_modelled(recipe: Recipe, *, has_cluster: bool) -> list[Problem]:
         (recipe.folding.stages is None, "folding.stages", recipe.folding.stages, "stages are modelled alike", "use folding.pp"),
         (not p.pair_passes or d.overlap == "serial", "pipeline.pair_passes", True, f'is not modelled beside dispatch.overlap = "{d.overlap}"',
          "leave one of them out"),
+        (d.overlap != "fused", "dispatch.overlap", d.overlap, "kernels that wait on flags are not modelled, and have not run on a device", "use auto"),
         (r.slots_per_rank is None, "resilience.slots_per_rank", r.slots_per_rank, "replicas of experts are not modelled on a cluster",
          "leave it out"),
         (has_cluster or p.extra_warmup != "auto", "pipeline.extra_warmup", p.extra_warmup, "is found out by a run", "give the numbers that were chosen"),

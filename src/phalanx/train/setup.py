@@ -48,10 +48,12 @@ from phalanx.runtime.checkpoint import import_now
 from phalanx.runtime.clocks import hosts_of, numbered
 from phalanx.runtime.collectives import Collectives
 from phalanx.runtime.escape import Escape
+from phalanx.runtime.fused import FusedMemory
 from phalanx.runtime.groups import GroupCache, Groups, WorldInfo, build_groups, init_world, with_second_groups
 from phalanx.runtime.launch import StopRequest
 from phalanx.runtime.overlap_tuner import Tuner
 from phalanx.runtime.peers import Peers, own_group
+from phalanx.runtime.streams import leave_free
 from phalanx.train.machine import MemoryMeter
 from phalanx.train.run_folder import RunFolder
 
@@ -202,7 +204,7 @@ def resolve_pipeline(recipe: Recipe, spec: ModelSpec, folding: AnyFolding) -> Pi
 
 def dispatch_spec(config: DispatchConfig) -> DispatchSpec:
     """The recipe's dispatch with its defaults filled in."""
-    given = {k: v for k, v in dataclasses.asdict(config).items() if v is not None}
+    given = {k: v for k, v in dataclasses.asdict(config).items() if v is not None and k != "left_free"}
     return DispatchSpec(**given)
 
 
@@ -241,13 +243,24 @@ def make_context(
     on_cpu = rank.device.type == "cpu"
     rows = _rows(rank) if on_cpu and recipe.kernels.compiled else None
     lanes = Lanes(torch.get_num_threads() if on_cpu else 1, rows=rows)
-    groups = build_groups(folding, rank=rank.info.rank, cache=rank.cache, table_ranks=pipeline.stages.table_ranks)
+    left_free = recipe.dispatch.left_free
+    by_messages = recipe.dispatch.overlap != "fused"  # fused kernels carry rows themselves
+    groups = build_groups(
+        folding,
+        rank=rank.info.rank,
+        cache=rank.cache,
+        table_ranks=pipeline.stages.table_ranks,
+        message_ctas=left_free or 0 if by_messages else 0,
+    )
     if pipeline.pair_passes:
         groups = with_second_groups(groups, cache=rank.cache)
     if placement is None:
         asked = replicas_of(recipe, world=rank.info.world, local_ranks=rank.info.local_world)
         stages = pipeline.stages.of_rank(folding.coord(rank.info.rank, "pp"))
         placement = run_placement(spec, folding, stages, rank=rank.info.rank, asked=asked)
+    comms = Collectives(emit=rank.sinks, timeout_s=recipe.launch.timeout_s, escape=rank.escape)
+    if left_free and by_messages:
+        leave_free(comms, rank.device, multiprocessors=left_free)
     return ModelContext(
         spec=spec,
         dispatch=dispatch_spec(recipe.dispatch),
@@ -255,7 +268,7 @@ def make_context(
         expert_state=recipe.resilience.expert_state,
         groups=groups,
         pipeline=pipeline.stages,
-        comms=Collectives(emit=rank.sinks, timeout_s=recipe.launch.timeout_s, escape=rank.escape),
+        comms=comms,
         dtype=DTYPES[recipe.train.dtype],
         device=rank.device,
         kernels=recipe.kernels.implementation,
@@ -268,6 +281,7 @@ def make_context(
             paired=_paired(recipe, folding, pipeline, stage=folding.coord(rank.info.rank, "pp")),
             tell=lambda text: rank.sinks(Note(level="info", text=text)),
         ),
+        fused=FusedMemory(left_free=left_free),
         micro_tokens=_micro_tokens(recipe, groups) if recipe.resilience.mode != "off" else 0,
         host_of_rank=hosts_of(rank.peers) if rank.told is None else numbered(rank.told.hosts),
     )

@@ -34,7 +34,8 @@ INTS = {
     "next_task", "token_of_entry", "entry_of_token",
 }  # fmt: skip
 ALIGNED = DATA | {
-    "x_stride", "y_stride", "h_stride", "buffer_stride", "out_stride", "w_slot_stride", "w_col_stride", "depth", "columns",
+    "x_stride", "y_stride", "h_stride", "buffer_stride", "out_stride", "w_slot_stride", "w_col_stride",
+    "w_depth_stride", "depth", "columns",
 }  # fmt: skip
 """Arguments that are multiples of 16 for any model one would train: Triton builds such kernels when it is called with them."""
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -67,14 +68,15 @@ def compile_ahead(
     copies: int = 2,
     ranks: int = 8,
     wait: bool = True,
+    transposed: bool = False,
     capability: int = 90,
 ) -> Compiled:
-    """Compile kernel `name` of KERNELS for compute capability `capability` (90 is Hopper) and say what came out."""
+    """Compile kernel `name` of KERNELS for compute capability `capability` (90 is Hopper) and say what came out. `transposed`: weights as the backward pass has them."""
     kernel, send = KERNELS[name], SendShape() if send is None else send
     constants: dict[str, Any] = {
         "ROW_TILES": tile.row_tiles, "BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "BLOCK_K": tile.depth, "EVEN_K": True,
         "WAIT": wait, "WIDEN": False, "COPIES": copies, "RANKS": ranks, "BLOCK_E": send.entries, "BLOCK_C": send.columns,
-        "CHUNK": send.chunk, "w_depth_stride": 1,
+        "CHUNK": send.chunk, "w_col_stride" if transposed else "w_depth_stride": 1,
     }  # fmt: skip
     constants = {k: v for k, v in constants.items() if k in kernel.arg_names}
     signature = {arg: "constexpr" if arg in constants else _type(arg, dtype) for arg in kernel.arg_names}
