@@ -376,6 +376,8 @@ class LaunchConfig:
     """Longest wait of one collective."""
     host: str | None = None
     """Name of this host in a run on several, the same whenever it comes back and no other's. Default: what the machine calls itself."""
+    rack: str | None = None
+    """What this host shares with those that fail together with it (a rack, a switch, a zone): replicas and copies of shards stand in different ones where possible. Hosts that name none stand alone."""
     keep_service: bool = False
     """Keep the membership service at `resilience.service` in this program, and start it again when it ends. For one host of a run; it goes with that host."""
 

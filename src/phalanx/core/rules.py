@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from phalanx.core.config import HOST_BEAT_S, Recipe
 from phalanx.core.errors import Problem
-from phalanx.core.service_address import HOST_NAME, parse_service
+from phalanx.core.service_address import HOST_NAME, RACK_NAME, parse_service
 from phalanx.core.service_address import LEGAL as LEGAL_SERVICE
 from phalanx.core.settings import describe_settings, show
 
@@ -279,7 +279,7 @@ EFFECTS: tuple[Effect, ...] = (
         reads=("resilience.straggler",),
     ),
     Effect(
-        settings=("resilience.wanted", "launch.host", "launch.keep_service"),
+        settings=("resilience.wanted", "launch.host", "launch.rack", "launch.keep_service"),
         inert=lambda r: not r.resilience.heal or r.resilience.service is None,
         reason="resilience.service is not set, so no other host takes part",
         way_out='resilience.service = "node0:29400" and resilience.heal = true',
@@ -607,6 +607,9 @@ def _several_hosts_clashes(recipe: Recipe) -> list[_Clash]:
     if launch.host is not None and not HOST_NAME.fullmatch(launch.host):
         rule = "must consist of letters, digits, - and _"
         found.append(_clash("launch.host", launch.host, rule, "use the name of the machine without its domain"))
+    if launch.rack is not None and not RACK_NAME.fullmatch(launch.rack):
+        rule = "must consist of letters, digits, -, _ and dots"
+        found.append(_clash("launch.rack", launch.rack, rule, "use a name such as rack-7, or leave it out"))
     return found
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 HOST_NAME = re.compile(r"[A-Za-z0-9_-]+")
 """Of a host of a run: it is a part of the names of its members, between dots."""
+RACK_NAME = re.compile(r"[A-Za-z0-9_.-]+")
 _TCP = re.compile(r"(?P<host>[^\s:/]+):(?P<port>\d+)")
 _ETCD = re.compile(r"etcd://(?P<host>[^\s:/]+):(?P<port>\d+)/(?P<run>[A-Za-z0-9_.-]+)")
 LEGAL = "host:port of a `phalanx service`, several of them with commas where a lighthouse says who keeps the values, or etcd://host:port/NAME"

@@ -249,7 +249,7 @@ def _plan_hash(run: HealingRun) -> str:
     """What all members of one run have alike, whatever host they are on and when it came: where to begin is asked once."""
     recipe = replace(
         run.recipe,
-        launch=replace(run.recipe.launch, host=None, keep_service=False),
+        launch=replace(run.recipe.launch, host=None, rack=None, keep_service=False),
         checkpoint=replace(run.recipe.checkpoint, resume=True, step=None),
         resilience=replace(run.recipe.resilience, wanted=wanted_ranks(run.recipe)),
     )

@@ -57,6 +57,7 @@ from phalanx.train.optim import learning_rate
 from phalanx.train.pace import PaceWatch
 from phalanx.train.rehearsal import rehearse
 from phalanx.train.replacing import Prepared as NewPlacement
+from phalanx.train.replacing import Where
 from phalanx.train.run_folder import RunFolder
 from phalanx.train.setup import DTYPES, Rank, Told, name_of_rows, resolve_pipeline
 from phalanx.train.step import ReducedStep, StepResult, commit_step, publish, reduce_step
@@ -98,7 +99,9 @@ class HealingBody:
         """Generation in which the run last went back to a checkpoint, as far as what is held here belongs to that."""
         self._step = 0
         rows = compiled_rows() if self.recipe.kernels.compiled else None
-        self._told = {"host": own_host(), "node": socket.gethostname(), "kernels": name_of_rows(rows)}
+        self._told = {
+            "host": own_host(), "node": socket.gethostname(), "kernels": name_of_rows(rows), "rack": self.recipe.launch.rack or "",
+        }  # fmt: skip
         """Of this process, for all."""
         self._is_warm = False
         self._may_lack = joins
@@ -258,7 +261,7 @@ class HealingBody:
         )
         parts = make_parts(
             rank, self.run.spec, folding, pipeline, warm=not self._is_warm, drawn=not team.begun, placement=plan.placement_of(team.rank),
-            hosts=plan.hosts,
+            hosts=plan.hosts, racks=plan.racks,
         )  # fmt: skip
         self._is_warm = True
         manager = CheckpointManager(
@@ -446,8 +449,8 @@ class HealingBody:
             trainer.hear_of_checkpoints()
         if trainer.replacing.due(self._step):
             assert self._entered is not None
-            hosts = self._entered.hosts
-            self._moving = trainer.replacing.prepare(trainer.parts, trainer.rank, step=self._step, hosts=hosts)
+            where = Where(self._entered.hosts, self._entered.racks)
+            self._moving = trainer.replacing.prepare(trainer.parts, trainer.rank, step=self._step, where=where)
 
     @property
     def _plan_moved(self) -> HealPlan:
@@ -529,6 +532,7 @@ def facts_of(generation: Generation, reports: Sequence[Report]) -> list[Fact]:
         Fact(
             uid=report.uid,
             machine=machine[report.uid],
+            rack=report.data.get("rack", ""),
             standing=_standing_of(report, finish=report.uid in found.finish) if report.uid in found.holders else None,
         )
         for report in reports
