@@ -573,9 +573,6 @@ def _healing_clashes(recipe: Recipe) -> list[_Clash]:
         rule = f"leaves nobody to go on {beside}"
         found.append(_clash("launch.ranks", 1, rule, "use 2 or more", "resilience.heal"))
     found += _several_hosts_clashes(recipe)
-    if recipe.observe.trace_steps is not None:
-        rule = f"is not there yet {beside}: a step may be repeated by other members"
-        found.append(_clash("observe.trace_steps", recipe.observe.trace_steps, rule, "leave it out", "resilience.heal"))
     return found
 
 

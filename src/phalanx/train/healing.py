@@ -282,6 +282,7 @@ class HealingBody:
         )  # fmt: skip
         if self.watch is not None:
             trainer.parts.comms.watch = collective_watch(self._now)
+        trainer.recorder.rank, trainer.recorder.generation = team.rank, team.generation.number
         trainer.peak_flops_per_s = self._peak(trainer, [float(r.data["flops_per_s"]) for r in team.reports[:size]])
         return trainer
 
@@ -362,8 +363,11 @@ class HealingBody:
         if self._due:
             self._between_steps(trainer)
             self._due = False
+        trainer.recorder.prepare(step + 1)
+        trainer.recorder.begin(step + 1)
         begin_s = time.perf_counter()
-        micros = self._next_batch(trainer, step)
+        with trainer.parts.comms.doing("data", "host"):
+            micros = self._next_batch(trainer, step)
         data_s = time.perf_counter() - begin_s
         lr = learning_rate(step, self.recipe.optim, total_steps=self.recipe.train.steps)
         self._now("forward")
@@ -377,6 +381,7 @@ class HealingBody:
         self._reduced = reduced, micros, begin_s, data_s
         if self._others_idle:
             self._wait_with_all()
+        trainer.recorder.voted()
         self._now("vote")
 
     def _next_batch(self, trainer: Trainer, step: int) -> list[MicroBatch]:
@@ -397,6 +402,7 @@ class HealingBody:
         if self._reduced is None:
             raise RunError("a commit without a reduced gradient")
         trainer, (reduced, micros, begin_s, data_s) = self._mine, self._reduced
+        trainer.recorder.decided()
         self._now("commit")
         if self._moving is not None:
             self._move_in(trainer, self._moving)
@@ -404,9 +410,11 @@ class HealingBody:
         self._step += 1
         self._reduced, self._due = None, True
         trainer.step, trainer.last_loss = self._step, result.loss
+        trainer.recorder.end()
         trainer.replacing.committed(result.counts_LE)
         slowness = self._watch_pace(result)
         trainer.report(result, micros, step_s=time.perf_counter() - begin_s, data_s=data_s, slowness=slowness)
+        trainer.recorder.tell()
         if self._may_lack:
             self._may_lack = False
             import_beside()
@@ -430,6 +438,10 @@ class HealingBody:
 
     def abort(self) -> None:
         self._reduced = None
+        if self.trainer is not None:
+            self.trainer.recorder.decided()
+            self.trainer.recorder.end(committed=False)
+            self.trainer.recorder.tell()
         if self._moving is not None:
             self._moving.parts.buffers.close()
             self._moving = None
