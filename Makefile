@@ -19,6 +19,7 @@ train: env      ## train a small MoE model on the Python sources of this machine
 test: env       ## run the tests
 	sh scripts/system-packages.sh
 	-sh scripts/etcd.sh
+	-sh scripts/lighthouse.sh
 	$(PY) -m pytest -q
 
 lint: env       ## ruff and mypy

@@ -35,12 +35,16 @@ fi
 trap '[ -n "$service_pid" ] && kill "$service_pid"' EXIT
 echo "membership service at $PHALANX_SERVICE"
 
+# Nodes below one switch fail together, where SLURM knows its switches (topology/tree: SLURM_TOPOLOGY_ADDR is then "switch.switch.node"): each node names those above it as its rack.
 # Each node starts its supervisor again where that was lost although the node was not; it ends by itself when the run is over (0), when the recipe or the
 # folder is wrong (2), when too few ranks are left (75) and after SIGTERM.
 supervise='
     trap "kill -TERM \$pid; wait \$pid; exit" TERM
+    rack=
+    case "${SLURM_TOPOLOGY_ADDR_PATTERN:-}" in *switch.node) rack=${SLURM_TOPOLOGY_ADDR%.*} ;; esac
+    case "$rack" in *[!A-Za-z0-9_.-]*) rack= ;; esac  # a node below several switches
     while true; do
-        phalanx train "$@" --launch.host "$(hostname -s)" &
+        phalanx train "$@" --launch.host "$(hostname -s)" ${rack:+--launch.rack "$rack"} &
         pid=$!
         wait $pid
         code=$?

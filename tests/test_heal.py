@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 
+from phalanx.cli.main import main
 from phalanx.core.config import ModelConfig, RouterConfig
 from phalanx.core.errors import RunError
 from phalanx.plan.folding import Folding
@@ -30,6 +31,7 @@ from phalanx.plan.standing import Fact, Standing
 from phalanx.runtime.boxes import BoxTensor
 from phalanx.runtime.checkpoint import CheckpointManager
 from phalanx.train.heal_state import compare
+from test_trace import problems_of
 from train_help import _SERVER, phalanx, train_args, write_text
 
 
@@ -393,12 +395,32 @@ def test_a_step_that_is_not_finite_ends_the_run_once(base: Path) -> None:
 def test_fast_mode_heals_within_rounding(base: Path) -> None:
     few = {"resilience__mode": "fast", "launch__ranks": "3", "folding__ep": None, "train__steps": "6"}
     train(base, "fast-calm", {}, **few)
-    assert train(base, "fast", {"reduction": ((1,), 2)}, **few) == {"reduction"}
+    assert train(base, "fast", {"reduction": ((1,), 2)}, **few, observe__trace_steps="[2, 4]") == {"reduction"}
     calm, hurt = losses(base, "fast-calm"), losses(base, "fast")
+    check_trace(base / "runs" / "fast")
     assert set(hurt) == set(calm) == set(range(1, 7))
     for step, told in hurt.items():
         (wanted,) = calm[step]
         assert all(abs(loss - wanted[0]) <= 1e-5 * wanted[0] for loss, _ in told)
+
+
+def check_trace(run: Path) -> None:
+    """Lanes of several generations: the attempt that broke, and its repetition by those that were left."""
+    assert main(["trace", str(run)]) == 0
+    trace = json.loads((run / "trace.json").read_text())
+    assert problems_of(trace) == []
+    drawn = [(e["pid"], e["name"], e["args"]) for e in trace["traceEvents"] if e["ph"] == "X"]
+    (broken,) = {name for _, name, _ in drawn if name.endswith("given up")}
+    step = broken.removesuffix(", given up")
+    again = {args["generation"] for _, name, args in drawn if name == step}
+    before = {args["generation"] for _, name, args in drawn if name == broken}
+    assert len(again) == len(before) == 1 and min(again) > max(before)
+    names = {(pid, name) for pid, name, _ in drawn}
+    survivors = {pid for pid, name in names if name == broken}
+    assert survivors and all(
+        {(pid, "decision"), (pid, "move state"), (pid, "first step")} <= names for pid in survivors
+    )
+    assert {name for _, name in names if name.startswith("step ")} >= {"step 2", "step 3", "step 4"}
 
 
 @pytest.mark.ranks

@@ -61,9 +61,10 @@ def test_slurm_starts_the_recipe_of_its_first_line() -> None:
         "$RANKS_MINIMUM": "4",
         "$PHALANX_SERVICE": "node0:29400",
         "$(hostname": "node0",
+        '"$rack"}': "rack-1",
     }
     given = settings_of(script)
-    words = {k: values.get(v.strip('"'), v) for k, v in given.items()}
+    words = {k: values.get(v, values.get(v.strip('"'), v)) for k, v in given.items()}
     check(LAUNCH.parent / example[1], words, {})
 
 
@@ -92,7 +93,7 @@ def test_kubernetes_objects_fit_together(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(objects["ConfigMap"]["data"]["recipe.toml"])
     words = {
-        k: {"$keep": "true", '"phalanx-$JOB_COMPLETION_INDEX"': "phalanx-0"}.get(v, v)
+        k: {"$keep": "true", '"phalanx-$JOB_COMPLETION_INDEX"': "phalanx-0", '"$ZONE"}': "zone-a"}.get(v, v)
         for k, v in settings_of(script).items()
     }
     loaded = check(recipe, words, {})

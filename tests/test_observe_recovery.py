@@ -11,10 +11,22 @@ import pytest
 
 from fake_events import ended, started
 from phalanx.cli.main import main
-from phalanx.core.events import Event, Note, RunEnded, TeamFormed, TrainingResumed, WentBack
+from phalanx.core.events import (
+    Collective,
+    Event,
+    Note,
+    Operation,
+    RunEnded,
+    StepRecorded,
+    TeamFormed,
+    TrainingResumed,
+    WentBack,
+)
 from phalanx.observe.event_log import encode, log_path
+from phalanx.observe.lanes import read_recording
 from phalanx.observe.metrics import samples
-from phalanx.observe.recovery import read_run, recovery_trace
+from phalanx.observe.recovery import read_run, recovery_spans, recovery_trace
+from test_trace import arrows_of, problems_of
 
 AT = 1_800_000_000.0
 
@@ -93,8 +105,7 @@ def test_one_log_can_still_be_asked_for(tmp_path: Path, capsys: pytest.CaptureFi
 
 @pytest.mark.unit
 def test_recoveries_are_spans_of_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trace = recovery_trace(a_run(tmp_path))
-    assert trace is not None
+    trace = recovery_trace("run", recovery_spans(a_run(tmp_path)))
     spans = [e for e in trace["traceEvents"] if e["ph"] == "X"]
     lanes: dict[tuple[int, int], list[tuple[float, float]]] = {}
     for span in spans:
@@ -105,8 +116,93 @@ def test_recoveries_are_spans_of_a_trace(tmp_path: Path, capsys: pytest.CaptureF
     names = [s["name"] for s in spans if s["pid"] == 1]
     assert names[:6] == ["told", "wait for the generation", "connect", "build", "move state", "first step"]
     assert main(["trace", str(tmp_path)]) == 0
-    assert "recoveries of the run" in capsys.readouterr().out and (tmp_path / "trace.json").exists()
-    assert recovery_trace(write(tmp_path / "calm", {0: [(0.0, started()), (1.0, ended(1))]})) is None
+    said = capsys.readouterr().out
+    assert "3 recoveries" in said and "no steps were recorded" in said and (tmp_path / "trace.json").exists()
+    assert recovery_spans(write(tmp_path / "calm", {0: [(0.0, started()), (1.0, ended(1))]})) == []
+    assert main(["trace", str(tmp_path), "--steps", "3"]) == 2
+    assert "observe.trace_steps was not set" in capsys.readouterr().err
+
+
+def recorded(
+    step: int, at: float, *, rank: int, generation: int, committed: bool = True, peer: int = 1
+) -> list[tuple[float, Event]]:
+    """0.4 s of one step: something computed, something that rank 0 sends to the other, the wait for the decision."""
+    ends: Any = {"sends_to": (peer,)} if rank == 0 else {"receives_from": (0,)}
+    events: list[Event] = [
+        Operation(op_id="mb0.L0.fwd.experts", lane="compute", begin_s=AT + at, end_s=AT + at + 0.1),
+        Collective(
+            op_id="mb0.fwd.boundary0", op="exchange", axis="pp", size=2, sent_bytes=10, begin_s=AT + at + 0.1 + 0.05 * rank, end_s=AT + at + 0.3,
+            waited_s=0.1, ranks=(0, 1), **ends,
+        ),
+        StepRecorded(
+            step=step, begin_s=AT + at, end_s=AT + at + 0.4, rank=rank, generation=generation, committed=committed, voted_s=AT + at + 0.3,
+            decided_s=AT + at + 0.35,
+        ),
+    ]  # fmt: skip
+    return [(at + 0.4, event) for event in events]
+
+
+@pytest.mark.unit
+def test_steps_of_several_generations_are_lanes_of_slots(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Slots 0 and 1 are ranks 0 and 1; slot 0 dies in step 6, and slots 1 and 2 are ranks 0 and 1 of the second generation, which repeats it."""
+    first = formed(1, 4, members=2, why="the run begins", noticed_s=0.0, moved_bytes=0)
+    second = formed(2, 5, members=2, lost_s=AT + 5.6, told_s=0.01)
+    write(
+        tmp_path,
+        {
+            0: [(4.0, started(step=4)), (4.1, first), *recorded(5, 4.5, rank=0, generation=1)],
+            1: [(4.0, started(rank=1, step=4)), (4.1, first), *recorded(5, 4.5, rank=1, generation=1),
+                *recorded(6, 5.3, rank=1, generation=1, committed=False), (6.0, second), *recorded(6, 6.1, rank=0, generation=2),
+                (6.6, TrainingResumed(generation=2, step=6, seconds=0.9, since_lost_s=1.0))],
+            2: [(6.0, started(rank=1, step=5)), (6.0, second), *recorded(6, 6.1, rank=1, generation=2)],
+        },
+    )  # fmt: skip
+    recording = read_recording(tmp_path)
+    assert {slot: sorted(steps) for slot, steps in recording.ranks.items()} == {0: [5], 1: [5, 6], 2: [6]}
+    assert [(s.step, s.generation, s.rank) for s in recording.given_up[1]] == [(6, 1, 1)] and recording.heals
+    assert main(["trace", str(tmp_path)]) == 0
+    assert "1 recoveries" in capsys.readouterr().out
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    assert problems_of(trace) == []
+    drawn = {(e["pid"], e["name"]) for e in trace["traceEvents"] if e["ph"] == "X"}
+    assert {(1, "step 6, given up"), (1, "step 6"), (2, "step 6"), (1, "decision"), (1, "move state")} <= drawn
+    assert (0, "step 6") not in drawn
+    boundary = "mb0.fwd.boundary0"
+    assert {a for a in arrows_of(trace) if a[0] == "sent"} == {
+        ("sent", f"{n} {boundary}", f"{n + 1} {boundary}") for n in (0, 1)
+    }
+    assert {e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"} == {
+        "slot 0",
+        "slot 1",
+        "slot 2",
+    }
+    assert main(["trace", str(tmp_path), "--summary", "--json", str(tmp_path / "f.json")]) == 0
+    assert "moved in 40.0 ms, next step after 900 ms" in capsys.readouterr().out
+    found = json.loads((tmp_path / "f.json").read_text())
+    assert found["steps"] == [5, 6] and [r["generation"] for r in found["recoveries"]] == [2]
+
+
+@pytest.mark.unit
+def test_what_a_way_back_makes_void_is_not_summed(tmp_path: Path) -> None:
+    """Slot 0 hears of the way back; slot 1 was lost before it, and what it said of step 6 is of the old history."""
+    first = formed(1, 4, members=2, why="the run begins")
+    back = WentBack(history=2, step=5, from_step=6, why="nobody holds it", damaged=(), abandoned=())
+    logs: dict[int, list[tuple[float, Event]]] = {
+        n: [(4.0, started(rank=n, step=4)), (4.1, first), *recorded(6, 4.5, rank=n, generation=1)] for n in (0, 1)
+    }
+    logs[0] += [
+        (5.0, back),
+        (5.1, started(step=5)),
+        (5.2, formed(2, 5, members=1)),
+        *recorded(6, 5.3, rank=0, generation=2),
+    ]
+    recording = read_recording(write(tmp_path, logs))
+    assert {slot: [s.generation for s in steps.values()] for slot, steps in recording.ranks.items()} == {0: [2]}
+    assert {slot: [s.generation for s in steps] for slot, steps in recording.given_up.items()} == {0: [1], 1: [1]}
+    for n in (0, 1):  # another start of the program
+        logs[n] += [(9.0, started(rank=n, step=5)), (9.1, first), *recorded(6, 9.2, rank=n, generation=1)]
+    recording = read_recording(write(tmp_path, logs))
+    assert recording.given_up == {} and recording.ranks[1][6].begin_s == AT + 9.2
 
 
 @pytest.mark.unit

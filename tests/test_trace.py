@@ -250,7 +250,11 @@ def test_arrows_by_hand(tmp_path: Path) -> None:
         ("brought", "1 mb1.L0.fwd.dispatch.rows", "1 mb1.L0.fwd.experts"),
         ("carried away", "1 mb1.L0.fwd.experts", "1 mb1.L0.fwd.combine.rows"),
     }
-    figures = next(e["args"] for e in trace["traceEvents"] if e["name"] == "mb0.L0.fwd.dispatch.rows" and e["tid"] > 3)
+    figures = next(
+        e["args"]
+        for e in trace["traceEvents"]
+        if e["name"] == "mb0.L0.fwd.dispatch.rows" and e["cat"] == "communication"
+    )
     assert (figures["exposed_ms"], figures["late_ms"], figures["sent_bytes"], figures["axis"]) == (
         3000,
         1000,

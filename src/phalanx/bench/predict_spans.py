@@ -46,10 +46,10 @@ def told_step(events: Sequence[Event], begin_s: float, end_s: float) -> Told:
 
 def recorded_step(told: Sequence[Told]) -> RecordedStep:
     """Of all ranks, by rank; begins count from when the last rank began. What an id did in several pieces is added up."""
-    ranks = {rank: _rank_step(each) for rank, each in enumerate(told)}
+    ranks = {rank: _rank_step(rank, each) for rank, each in enumerate(told)}
     begin_s = max(step.begin_s for step in ranks.values())
     found: dict[tuple[int, str], Measured] = {}
-    for rank, step in matched({rank: {0: step} for rank, step in ranks.items()}).items():
+    for rank, step in matched({rank: {0: step} for rank, step in ranks.items()}, {})[0].items():
         spans = [(w.op_id, w.begin_s, w.end_s - w.begin_s) for w in step[0].work]
         spans += [(m.op_id, m.begin_s, m.end_s - m.ready_s) for m in step[0].messages]
         for id, at, seconds in spans:
@@ -58,13 +58,14 @@ def recorded_step(told: Sequence[Told]) -> RecordedStep:
     return found
 
 
-def _rank_step(told: Mapping[str, Any]) -> RankStep:
+def _rank_step(rank: int, told: Mapping[str, Any]) -> RankStep:
     work = tuple(Work(op_id=id, lane="compute", begin_s=begin_s, end_s=end_s) for id, begin_s, end_s in told["work"])
     lists = ("ranks", "sends_to", "receives_from")
     given: list[dict[str, Any]] = [{**m, **{k: tuple(m[k]) for k in lists}} for m in told["messages"]]
     messages = [Message(**m) for m in given]
     return RankStep(
         step=0,
+        rank=rank,
         begin_s=told["begin_s"],
         end_s=told["end_s"],
         work=work,

@@ -19,8 +19,9 @@ from phalanx.core.errors import ConfigError, Problem
 from phalanx.core.files import check_writable, write_json, write_text
 from phalanx.core.units import format_bytes, format_seconds
 from phalanx.observe.exposure import Exposure, by_axis, by_layer
-from phalanx.observe.lanes import Recording, read_recording
-from phalanx.observe.recovery import recovery_trace
+from phalanx.observe.lanes import Recording, find_recording, read_recording
+from phalanx.observe.recovery import Course, read_run, recovery_spans, recovery_trace
+from phalanx.observe.recovery import figures as recovery_figures
 from phalanx.observe.trace import perfetto_trace
 
 HOW = "open it at https://ui.perfetto.dev (it stays in your browser) or in chrome://tracing"
@@ -30,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
     """Write the trace, or print its summary."""
     parser = argparse.ArgumentParser(
         prog="phalanx trace",
-        description="What each rank did in the steps that --observe.trace_steps recorded: a file for https://ui.perfetto.dev.",
+        description="What each rank did in the steps that --observe.trace_steps recorded, and how a run that heals itself recovered: a file for https://ui.perfetto.dev.",
     )
     parser.add_argument("run", type=Path, help="folder of the run, such as runs/laptop")
     parser.add_argument(
@@ -49,23 +50,31 @@ def main(argv: Sequence[str]) -> int:
     if args.run.is_dir():  # else the file would make the folder
         check_writable(out)
     check_writable(args.json)
-    recoveries = recovery_trace(args.run) if args.run.is_dir() and not args.summary else None
-    if recoveries is not None and out is not None:  # a run that heals itself records no steps
-        write_text(out, json.dumps(recoveries, separators=(",", ":")) + "\n")
-        spans = sum(e["ph"] == "X" for e in recoveries["traceEvents"])
-        console = Console()
-        console.print(Text(f"{out}: recoveries of the run, {spans} spans\n{HOW}"), highlight=False, soft_wrap=True)
-        return 0
-    recording = read_recording(args.run, first=first, last=last)
+    spans, course, console = recovery_spans(args.run), Course(), Console()
+    if spans:
+        course = read_run(args.run)
+    if spans and args.steps is None:  # worth drawing by themselves
+        found = find_recording(args.run)
+        recording = found if isinstance(found, Recording) else None
+    else:
+        recording = read_recording(args.run, first=first, last=last)
     if args.json is not None:
-        write_json(args.json, figures(recording))
-    console = Console()
+        write_json(args.json, {**({} if recording is None else figures(recording)), **recovery_figures(course)})
     if args.summary:
-        show(recording, console)
+        for recovery in course.recoveries:
+            console.print(Text(recovery.explain()), highlight=False, soft_wrap=True)
+        if recording is not None and recording.ranks:
+            show(recording, console)
     if out is not None:
-        trace = perfetto_trace(recording)
+        trace = recovery_trace(args.run.name, spans) if recording is None else perfetto_trace(recording, spans)
         write_text(out, json.dumps(trace, separators=(",", ":")) + "\n")
-        console.print(Text(words(recording, trace, out)), highlight=False, soft_wrap=True)
+        said = (
+            f"{out}: {len(spans)} spans; no steps were recorded (--observe.trace_steps)\n{HOW}"
+            if recording is None
+            else words(recording, trace, out)
+        )
+        head = f"{len(course.recoveries)} recoveries\n" if spans else ""
+        console.print(Text(head + said), highlight=False, soft_wrap=True)
     return 0
 
 
@@ -101,7 +110,7 @@ def figures(recording: Recording) -> dict[str, Any]:
 
 def _step_s(recording: Recording) -> float:
     lengths = [step.end_s - step.begin_s for steps in recording.ranks.values() for step in steps.values()]
-    return sum(lengths) / len(lengths)
+    return sum(lengths) / len(lengths) if lengths else 0.0
 
 
 def show(recording: Recording, console: Console) -> None:

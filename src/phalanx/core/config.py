@@ -298,7 +298,7 @@ class ResilienceConfig:
     heal: bool | None = None
     """Ranks that die are replaced and the others go on meanwhile, inside their processes; wants mode fast or exact. Default: a run on two or more ranks of this machine does, in mode fast where mode is off, unless something else in its recipe speaks against it; the dry run says what."""
     service: str | None = None
-    """Membership service of a run that heals itself on several hosts: host:port of `phalanx service`, or etcd://host:port/NAME with a name that no other start of a run has. Default: one for the ranks of this machine alone."""
+    """Membership service of a run that heals itself on several hosts: host:port of `phalanx service`, several with commas between them where a lighthouse says which one keeps the values, or etcd://host:port/NAME with a name that no other start of a run has. Default: one for the ranks of this machine alone."""
     wanted: int | None = None
     """Ranks of all hosts together when the run begins; it may shrink and grow from there. Default: launch.ranks, which is all there are without a service."""
     minimum: int = 1
@@ -378,6 +378,8 @@ class LaunchConfig:
     """Longest wait of one collective."""
     host: str | None = None
     """Name of this host in a run on several, the same whenever it comes back and no other's. Default: what the machine calls itself."""
+    rack: str | None = None
+    """What this host shares with those that fail together with it (a rack, a switch, a zone): replicas and copies of shards stand in different ones where possible. Hosts that name none stand alone."""
     keep_service: bool = False
     """Keep the membership service at `resilience.service` in this program, and start it again when it ends. For one host of a run; it goes with that host."""
 

@@ -165,6 +165,16 @@ class StepRecorded(Event):
     """As in `StepEnded`."""
     begin_s: float
     end_s: float
+    rank: int | None = None
+    """Of a run that heals itself, whose logs have the numbers of slots: the rank in its generation."""
+    generation: int = 0
+    """Of a run that heals itself."""
+    committed: bool = True
+    """Whether all members did; else the step was given up, and done again in a later generation."""
+    voted_s: float = 0.0
+    """Of a run that heals itself: when this member was ready to vote (seconds since the epoch); 0: it did not come so far."""
+    decided_s: float = 0.0
+    """When it knew the decision."""
 
 
 @dataclass(frozen=True, kw_only=True)

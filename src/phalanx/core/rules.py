@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from phalanx.core.config import HOST_BEAT_S, Recipe
 from phalanx.core.errors import Problem
-from phalanx.core.service_address import HOST_NAME, parse_service
+from phalanx.core.service_address import HOST_NAME, RACK_NAME, parse_service
 from phalanx.core.service_address import LEGAL as LEGAL_SERVICE
 from phalanx.core.settings import describe_settings, show
 
@@ -294,7 +294,7 @@ EFFECTS: tuple[Effect, ...] = (
         reads=("resilience.straggler",),
     ),
     Effect(
-        settings=("resilience.wanted", "launch.host", "launch.keep_service"),
+        settings=("resilience.wanted", "launch.host", "launch.rack", "launch.keep_service"),
         inert=lambda r: not r.resilience.heal or r.resilience.service is None,
         reason="resilience.service is not set, so no other host takes part",
         way_out='resilience.service = "node0:29400" and resilience.heal = true',
@@ -588,9 +588,6 @@ def _healing_clashes(recipe: Recipe) -> list[_Clash]:
         rule = f"leaves nobody to go on {beside}"
         found.append(_clash("launch.ranks", 1, rule, "use 2 or more", "resilience.heal"))
     found += _several_hosts_clashes(recipe)
-    if recipe.observe.trace_steps is not None:
-        rule = f"is not there yet {beside}: a step may be repeated by other members"
-        found.append(_clash("observe.trace_steps", recipe.observe.trace_steps, rule, "leave it out", "resilience.heal"))
     return found
 
 
@@ -604,6 +601,10 @@ def _several_hosts_clashes(recipe: Recipe) -> list[_Clash]:
         elif address.is_etcd and launch.keep_service:
             rule = "has no effect: etcd is kept by others"
             found.append(_clash("launch.keep_service", True, rule, "leave it out", "resilience.service"))
+        elif address.standbys and launch.keep_service:
+            rule = "cannot be one of several: a lighthouse says which of them keeps the values"
+            hint = "leave it out, and start `phalanx service --lighthouse URL` beside this host"
+            found.append(_clash("launch.keep_service", True, rule, hint, "resilience.service"))
         if r.wanted is None:
             rule = "must say with how many ranks the run begins: launch.ranks are those of this host alone"
             found.append(_clash("resilience.wanted", None, rule, "launch.ranks times the number of hosts"))
@@ -618,6 +619,9 @@ def _several_hosts_clashes(recipe: Recipe) -> list[_Clash]:
     if launch.host is not None and not HOST_NAME.fullmatch(launch.host):
         rule = "must consist of letters, digits, - and _"
         found.append(_clash("launch.host", launch.host, rule, "use the name of the machine without its domain"))
+    if launch.rack is not None and not RACK_NAME.fullmatch(launch.rack):
+        rule = "must consist of letters, digits, -, _ and dots"
+        found.append(_clash("launch.rack", launch.rack, rule, "use a name such as rack-7, or leave it out"))
     return found
 
 

@@ -27,12 +27,17 @@ def log_path(folder: Path, rank: int) -> Path:
     return folder / "events" / f"rank-{rank}.jsonl"
 
 
+def host_log_path(folder: Path, host: str) -> Path:
+    return folder / "events" / f"host-{host}.jsonl"
+
+
 class JsonlSink:
     """Appends each event of one rank to its log. A torn last line of a killed process is cut off first."""
 
-    def __init__(self, folder: Path, *, rank: int) -> None:
+    def __init__(self, folder: Path, *, rank: int | None = None, host: str = "") -> None:
+        """`host`: the log of a supervisor, which nobody reads but people."""
         self.name = "event log"
-        path = log_path(folder, rank)
+        path = host_log_path(folder, host) if rank is None else log_path(folder, rank)
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
         self._size = _whole_lines(self._file)

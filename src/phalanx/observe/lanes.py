@@ -3,6 +3,9 @@
 Decides which message belongs to which on the other side: the same id between the same ranks, in the order in which they happened. Ranks that
 exchange rows in a layer work on micro-batches of their own, so there the micro-batch does not count. Times are those of rank 0's clock. Must never change: what an earlier process recorded beyond the step that training resumed from is void.
 
+In a run that heals itself logs are those of slots, and each recorded step names its generation and the rank therein (rank 0's clock is then that of this generation). What was given up, or
+is void because the run went back to a checkpoint, is apart (`Recording.given_up`): it is drawn and not summed.
+
 A collective is on its way only once the last of those that it needs has posted it:
 
     own rank      posted ------------- wait ====== end
@@ -12,7 +15,7 @@ A collective is on its way only once the last of those that it needs has posted 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -79,20 +82,39 @@ class RankStep:
     end_s: float
     work: tuple[Work, ...]
     messages: tuple[Message, ...]
+    rank: int
+    generation: int = 0
+    """0 in a run that does not heal itself."""
+    committed: bool = True
+    voted_s: float = 0.0
+    """From then to `decided_s` it waited for the decision of a step; 0: it did not."""
+    decided_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recording:
-    """The recorded steps of a run, by rank and step. `hosts` and `clock_error_s` are by rank."""
+    """The recorded steps of a run, by log (that of a rank, or of a slot) and step. `hosts` and `clock_error_s` are by log."""
 
     run: str
     ranks: dict[int, dict[int, RankStep]]
+    given_up: dict[int, tuple[RankStep, ...]] = field(default_factory=dict)
+    """By log, in the order of time."""
     hosts: dict[int, str] = field(default_factory=dict)
     clock_error_s: dict[int, float] = field(default_factory=dict)
 
     @property
     def steps(self) -> tuple[int, ...]:
-        return tuple(sorted({step for steps in self.ranks.values() for step in steps}))
+        found = {step for steps in self.ranks.values() for step in steps}
+        return tuple(sorted(found | {s.step for steps in self.given_up.values() for s in steps}))
+
+    @property
+    def heals(self) -> bool:
+        """Whether its logs are those of slots."""
+        return any(s.generation for log in {*self.ranks, *self.given_up} for s in self.drawn(log))
+
+    def drawn(self, log: int) -> list[RankStep]:
+        """All that one log has recorded, in the order of time."""
+        return sorted([*self.ranks.get(log, {}).values(), *self.given_up.get(log, ())], key=lambda s: s.begin_s)
 
 
 def read_recording(folder: Path, *, first: int | None = None, last: int | None = None) -> Recording:
@@ -100,19 +122,33 @@ def read_recording(folder: Path, *, first: int | None = None, last: int | None =
 
     Raises `DataError` where the run has no event log, or none of these steps was recorded.
     """
+    found = find_recording(folder, first=first, last=last)
+    if isinstance(found, Problem):
+        raise DataError([found], subject="the run")
+    return found
+
+
+def find_recording(folder: Path, *, first: int | None = None, last: int | None = None) -> Recording | Problem:
+    """As `read_recording`, with what it would raise."""
     logs = sorted((folder / "events").glob("rank-*.jsonl"), key=lambda path: int(path.stem.removeprefix("rank-")))
     if not logs:
         hint = "give the folder of a run, such as runs/laptop"
-        raise DataError([Problem(where=str(folder), value=None, rule="has no event log", hint=hint)], subject="the run")
-    read = {int(path.stem.removeprefix("rank-")): _Reader().read(path) for path in logs}
-    found = sorted({step for reader in read.values() for step in reader.steps})
+        return Problem(where=str(folder), value=None, rule="has no event log", hint=hint)
+    read = {
+        int(path.stem.removeprefix("rank-")): _Reader(int(path.stem.removeprefix("rank-"))).read(path) for path in logs
+    }
+    _void_others(list(read.values()))
+    found = sorted({s.step for reader in read.values() for s in (*reader.steps.values(), *reader.given_up)})
     wanted = [s for s in found if (first is None or s >= first) and (last is None or s <= last)]
     if not wanted:
-        raise DataError([_nothing(folder, found, first, last)], subject="the run")
+        return _nothing(folder, found, first, last)
     ranks = {rank: {s: reader.steps[s] for s in wanted if s in reader.steps} for rank, reader in read.items()}
+    given_up = {rank: [s for s in reader.given_up if s.step in wanted] for rank, reader in read.items()}
+    done, undone = matched(ranks, given_up)
     return Recording(
         run=next((r.run for r in read.values() if r.run), folder.name),
-        ranks=matched({rank: steps for rank, steps in ranks.items() if steps}),
+        ranks={rank: steps for rank, steps in done.items() if steps},
+        given_up={rank: steps for rank, steps in undone.items() if steps},
         hosts={rank: reader.clock["host"] for rank, reader in read.items() if reader.clock},
         clock_error_s={rank: reader.clock["error_s"] for rank, reader in read.items() if reader.clock},
     )
@@ -128,11 +164,13 @@ def _nothing(folder: Path, found: Sequence[int], first: int | None, last: int | 
 
 
 class _Reader:
-    """One rank's log."""
+    """One log."""
 
-    def __init__(self) -> None:
+    def __init__(self, number: int) -> None:
+        self.number = number
         self.run = ""
         self.steps: dict[int, RankStep] = {}
+        self.given_up: list[RankStep] = []
         self.clock: dict[str, Any] = {}
         self._work: list[Work] = []
         self._messages: list[Message] = []
@@ -143,7 +181,15 @@ class _Reader:
                 case "RunStarted":
                     self.run = record["run"]
                     self._work, self._messages, self.clock = [], [], {}
-                    self.steps = {s: kept for s, kept in self.steps.items() if s <= record["step"]}
+                    self.void(record["step"])
+                    if not any(
+                        s.generation for s in self.given_up
+                    ):  # an earlier process, from whose checkpoint this one goes on
+                        self.given_up = []
+                case "TeamFormed" if record["generation"] == 1:  # likewise; generations are counted anew
+                    self.given_up = []
+                case "WentBack":
+                    self.void(record["step"])
                 case "ClockCompared":
                     self.clock = record
                 case "Operation":
@@ -153,6 +199,16 @@ class _Reader:
                 case "StepRecorded":
                     self._close(record)
         return self
+
+    def void(self, after: int, generation: int | None = None) -> None:
+        """What was done after a step, or in any generation but one, counts no longer."""
+        gone = [
+            s
+            for s in self.steps.values()
+            if (s.step > after if generation is None else s.step == after and s.generation != generation)
+        ]
+        self.steps = {n: s for n, s in self.steps.items() if s not in gone}
+        self.given_up = sorted([*self.given_up, *gone], key=lambda s: s.begin_s)
 
     def _here(self, time_s: float) -> float:
         """A time of this rank's clock on that of rank 0."""
@@ -172,14 +228,32 @@ class _Reader:
         )  # fmt: skip
 
     def _close(self, r: Record) -> None:
-        self.steps[r["step"]] = RankStep(
+        rank = r.get("rank")
+        made = RankStep(
             step=r["step"],
+            rank=self.number if rank is None else rank,
+            generation=r.get("generation", 0),
+            committed=r.get("committed", True),
+            voted_s=self._here(r["voted_s"]) if r.get("voted_s") else 0.0,
+            decided_s=self._here(r["decided_s"]) if r.get("decided_s") else 0.0,
             begin_s=self._here(r["begin_s"]),
             end_s=self._here(r["end_s"]),
             work=tuple(self._work),
             messages=tuple(sorted(self._messages, key=lambda m: m.begin_s)),
         )
+        if made.committed:
+            self.steps[made.step] = made
+        else:
+            self.given_up.append(made)
         self._work, self._messages = [], []
+
+
+def _void_others(readers: Sequence[_Reader]) -> None:
+    """A step of which several generations say that they committed it was done again after a way back: the last time counts, whoever did not hear of it."""
+    for step in sorted({step for reader in readers for step in reader.steps}):
+        last = max((r.steps[step] for r in readers if step in r.steps), key=lambda s: s.end_s)
+        for reader in readers:
+            reader.void(step, last.generation)
 
 
 # ---- whose message is whose ------------------------------------------------------------------------------------------------
@@ -225,16 +299,25 @@ def others(key: Key, message: Message) -> list[Key]:
     return [("receive" if key[0] == "send" else "send", *key[1:])]
 
 
-def matched(ranks: dict[int, dict[int, RankStep]]) -> dict[int, dict[int, RankStep]]:
-    """With `ready_s` and `last_rank` of every message."""
-    out: dict[int, dict[int, RankStep]] = {rank: {} for rank in ranks}
-    for step in sorted({s for steps in ranks.values() for s in steps}):
-        at = {rank: steps[step] for rank, steps in ranks.items() if step in steps}
-        ends = posted(at)
-        for rank, own in at.items():
-            messages = tuple(_ready(rank, message, keys, ends) for message, keys in numbered(rank, own))
-            out[rank][step] = replace(own, messages=messages)
-    return out
+def matched(
+    ranks: Mapping[int, Mapping[int, RankStep]], given_up: Mapping[int, Sequence[RankStep]]
+) -> tuple[dict[int, dict[int, RankStep]], dict[int, tuple[RankStep, ...]]]:
+    """Both with `ready_s` and `last_rank` of every message: ranks of one generation met in a step, whether it was committed or not."""
+    together: dict[tuple[int, int], dict[int, RankStep]] = {}
+    for own in [
+        *(s for steps in ranks.values() for s in steps.values()),
+        *(s for steps in given_up.values() for s in steps),
+    ]:
+        together.setdefault((own.generation, own.step), {})[own.rank] = own
+    ends = {key: posted(at) for key, at in together.items()}
+
+    def with_ready(own: RankStep) -> RankStep:
+        there = ends[own.generation, own.step]
+        messages = tuple(_ready(own.rank, message, keys, there) for message, keys in numbered(own.rank, own))
+        return replace(own, messages=messages)
+
+    done = {log: {step: with_ready(own) for step, own in steps.items()} for log, steps in ranks.items()}
+    return done, {log: tuple(with_ready(own) for own in steps) for log, steps in given_up.items()}
 
 
 def _ready(rank: int, message: Message, keys: Sequence[Key], ends: dict[Key, tuple[int, Message]]) -> Message:

@@ -202,22 +202,44 @@ def figures(course: Course) -> dict[str, Any]:
 LANES = ("recovery", "told")
 
 
-def recovery_trace(folder: Path) -> dict[str, Any] | None:
-    """Chrome's JSON object: a process for each slot, and in it each recovery as its phases one after the other; None where there was none.
+@dataclass(frozen=True)
+class SlotSpan:
+    """A phase of a recovery, as the member in a slot saw it."""
+
+    slot: int
+    tid: int
+    """Lane."""
+    name: str
+    begin_s: float
+    end_s: float
+    args: dict[str, Any]
+
+
+def recovery_spans(folder: Path) -> list[SlotSpan]:
+    """Each recovery as its phases one after the other, slot by slot; empty where there was none.
 
     Times are those at which events were written, on the clock of each member's machine.
     """
-    drawn = [(slot, span) for slot, path in logs_of(folder).items() for span in _spans(path)]
-    if not drawn:
-        return None
-    file = TraceFile(title=f"{folder.name}, recoveries", origin_s=min(span[2] for _, span in drawn))
-    for slot in sorted({slot for slot, _ in drawn}):
+    return [SlotSpan(slot, *span) for slot, path in logs_of(folder).items() for span in _spans(path)]
+
+
+def recovery_trace(name: str, spans: Sequence[SlotSpan]) -> dict[str, Any]:
+    """Chrome's JSON object, of a run of which nothing else was recorded: a process for each slot."""
+    file = TraceFile(title=f"{name}, recoveries", origin_s=min(span.begin_s for span in spans))
+    for slot in sorted({span.slot for span in spans}):
         file.process(slot, f"slot {slot}")
-        for tid, name in enumerate(LANES):
-            file.lane(slot, tid, name)
-    for slot, (tid, name, begin_s, end_s, args) in drawn:
-        file.span(slot, tid, name, begin_s=begin_s, end_s=end_s, category=LANES[tid], args=args)
+        draw_recoveries(file, [span for span in spans if span.slot == slot])
     return file.to_json_dict()
+
+
+def draw_recoveries(file: TraceFile, spans: Sequence[SlotSpan]) -> None:
+    """The lanes of one slot."""
+    for slot, tid in sorted({(span.slot, span.tid) for span in spans}):
+        file.lane(slot, tid, LANES[tid])
+    for span in spans:
+        file.span(
+            span.slot, span.tid, span.name, begin_s=span.begin_s, end_s=span.end_s, category=LANES[span.tid], args=span.args
+        )  # fmt: skip
 
 
 _Span = tuple[int, str, float, float, dict[str, Any]]

@@ -1,6 +1,7 @@
 """The recorded steps of a run as a trace for Perfetto: a process for each rank, its lanes, and arrows from what made something to what needed it.
 
-    step       the steps
+    recovery, told   of a run that heals itself (`observe/recovery.py`)
+    step       the steps, those that were given up too
     passes     passes of the pipeline, waiting for data
     compute    what was computed; time in which the rank stood waiting is cut out of it
     waiting    the rank stood waiting: communication that nothing hid
@@ -22,27 +23,30 @@ from phalanx.core.op_ids import expert_exchange, read_op_id
 from phalanx.core.trace_file import Span, TraceFile
 from phalanx.observe.intervals import in_rows, innermost, union, without
 from phalanx.observe.lanes import Key, Message, RankStep, Recording, Work, numbered, others
+from phalanx.observe.recovery import LANES as RECOVERY_LANES
+from phalanx.observe.recovery import SlotSpan, draw_recoveries
 
-LANES = ("step", "passes", "compute", "waiting")
+LANES = (*RECOVERY_LANES, "step", "passes", "compute", "waiting")
 FIRST_AXIS = len(LANES)
 SAME_S = 1e-9
 """Times closer than this are one moment."""
 
 
-def perfetto_trace(recording: Recording) -> dict[str, Any]:
-    """Chrome's JSON object."""
-    steps = recording.steps
-    origin_s = min(s.begin_s for own in recording.ranks.values() for s in own.values())
+def perfetto_trace(recording: Recording, recoveries: Sequence[SlotSpan] = ()) -> dict[str, Any]:
+    """Chrome's JSON object. `recoveries` of a run that heals itself, on the clocks of its members."""
+    steps, what = recording.steps, "slot" if recording.heals or recoveries else "rank"
+    drawn = {rank: recording.drawn(rank) for rank in sorted({*recording.ranks, *recording.given_up})}
     file = TraceFile(
         title=f"{recording.run}, steps {steps[0]} to {steps[-1]}",
-        origin_s=origin_s,
+        origin_s=min([s.begin_s for own in drawn.values() for s in own] + [span.begin_s for span in recoveries]),
         other={"clock_error_s": max(recording.clock_error_s.values(), default=0.0)},
     )
     drawing = _Drawing(file)
-    for rank, own in sorted(recording.ranks.items()):
+    for rank in sorted({*drawn, *(span.slot for span in recoveries)}):
         host = recording.hosts.get(rank)
-        file.process(rank, f"rank {rank} on {host}" if host else f"rank {rank}")
-        _Rank(drawing, rank).draw(list(own.values()))
+        file.process(rank, f"{what} {rank} on {host}" if host else f"{what} {rank}")
+        draw_recoveries(file, [span for span in recoveries if span.slot == rank])
+        _Rank(drawing, rank).draw(drawn.get(rank, []))
     drawing.arrows_between_ranks()
     out = file.to_json_dict()
     out["otherData"] |= {"arrows": drawing.arrows, "arrows_left_out": drawing.left_out}
@@ -54,8 +58,8 @@ class _Drawing:
     """What of all ranks has been drawn."""
 
     file: TraceFile
-    ends: dict[tuple[int, Key], tuple[Message, Span]] = field(default_factory=dict)
-    """(step, end of a message) -> the message of the rank whose end it is."""
+    ends: dict[tuple[tuple[int, int], Key], tuple[Message, Span]] = field(default_factory=dict)
+    """((generation, step), end of a message) -> the message of the rank whose end it is."""
     arrows: int = 0
     left_out: int = 0
     """They would have pointed back in time: clocks of two machines are not compared better than that."""
@@ -85,10 +89,13 @@ class _Rank:
 
     def draw(self, steps: Sequence[RankStep]) -> None:
         for tid, name in enumerate(LANES):
-            self.file.lane(self.rank, tid, name)
+            if name not in RECOVERY_LANES:
+                self.file.lane(self.rank, tid, name)
         tids = self._axis_lanes(steps)
         for step in steps:
-            self._span("step", f"step {step.step}", (step.begin_s, step.end_s), {})
+            self._span("step", _name(step), (step.begin_s, step.end_s), _about(step))
+            if step.voted_s and step.decided_s > step.voted_s:
+                self._span("passes", "decision", (step.voted_s, step.decided_s), {"committed": step.committed})
             waits = self._waits(step)
             self._draw_work(step, "host", "passes", [])
             pieces = self._draw_work(step, "compute", "compute", waits)
@@ -142,9 +149,9 @@ class _Rank:
                     )  # fmt: skip
                     spans[id(message)] = span
                     self._arrows_of_experts(message, span, pieces)
-        for message, keys in numbered(self.rank, step):
+        for message, keys in numbered(step.rank, step):
             for key in keys:
-                self.drawing.ends[step.step, key] = message, spans[id(message)]
+                self.drawing.ends[(step.generation, step.step), key] = message, spans[id(message)]
 
     def _arrows_of_experts(self, message: Message, span: Span, pieces: _Pieces) -> None:
         if expert_exchange(message.op_id) is None:
@@ -181,6 +188,14 @@ class _Pieces:
 
 def _rows(step: RankStep, axis: str) -> list[list[tuple[tuple[float, float], Message]]]:
     return in_rows([((m.begin_s, m.end_s), m) for m in step.messages if m.axis == axis])
+
+
+def _name(step: RankStep) -> str:
+    return f"step {step.step}" if step.committed else f"step {step.step}, given up"
+
+
+def _about(step: RankStep) -> dict[str, Any]:
+    return {"generation": step.generation, "rank": step.rank} if step.generation else {}
 
 
 def _place(op_id: str) -> dict[str, Any]:

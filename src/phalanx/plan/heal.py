@@ -39,7 +39,7 @@ from phalanx.plan.replicas import Floats
 from phalanx.plan.reshard_types import Move
 from phalanx.plan.stage_foldings import AnyFolding
 from phalanx.plan.stages import StagePlan
-from phalanx.plan.standing import Fact, Kind, Standing, domains_of, slots_of
+from phalanx.plan.standing import Fact, Kind, Standing, domains_of, machines_of, racks_of, slots_of
 from phalanx.plan.state_layout import StateLayouts
 from phalanx.plan.tensor_layout import Held, TensorLayout
 
@@ -61,6 +61,8 @@ class HealPlan:
     """Of each pipeline stage, where experts have replicas; else empty."""
     hosts: tuple[int, ...]
     """Failure domain of each rank of the mapping."""
+    racks: tuple[int, ...] = ()
+    """Of each rank; empty: nothing is known of racks."""
     params: tuple[Move, ...]
     """One for each parameter, the same for master weights and both moments."""
     buffers: tuple[Move, ...]
@@ -90,7 +92,7 @@ class HealPlan:
         """Where a rank of the mapping stands once this plan is carried out."""
         placed = self.placement_of(rank)
         slots = () if placed is None else slots_of(placed, self.folding, rank)
-        return Standing(folding=self.folding, rank=rank, slots=slots, hosts=self.hosts)
+        return Standing(folding=self.folding, rank=rank, slots=slots, hosts=self.hosts, racks=self.racks)
 
     @cached_property
     def hash(self) -> str:
@@ -106,6 +108,7 @@ class HealPlan:
                         [[layer, of.to_dict()] for layer, of in sorted(s.layers.items())] for s in self.placement
                     ],
                     "hosts": self.hosts,
+                    "racks": self.racks,
                     "sources": [
                         [m.name, [[list(h.box.offsets), list(h.box.sizes)] for of in m.src.held for h in of]]
                         for m in (*self.params, *self.buffers)
@@ -119,7 +122,7 @@ class HealPlan:
     @cached_property
     def decision(self) -> str:
         """Of what was decided, whatever the members are called: a prediction and a run that make the same plan have the same."""
-        machines = sorted({f.machine for f in self.members})
+        machines = machines_of(self.members)
         decided = {
             "folding": asdict(self.folding),
             "members": [
@@ -127,6 +130,7 @@ class HealPlan:
             ],
             "stages": [[[layer, of.to_dict()] for layer, of in sorted(s.layers.items())] for s in self.placement],
             "hosts": self.hosts,
+            "racks": self.racks,
             "moves": [
                 [m.name, [[list(h.box.offsets), list(h.box.sizes)] for of in side.held for h in of]]
                 for m in (*self.params, *self.buffers)
@@ -204,7 +208,7 @@ class Healing:
 
     def _choice_of(self, facts: Sequence[Fact]) -> Choice:
         """Slices of an expert stay on one machine, so each machine counts whole groups of them."""
-        machines = sorted({fact.machine for fact in facts})
+        machines = machines_of(facts)
         devices = [Device(i, machines.index(fact.machine)) for i, fact in enumerate(facts)]
         usable = usable_devices(devices, self.base.etp)
         choice = self.choose(usable)
@@ -255,7 +259,7 @@ class Healing:
             self._held[kind] = layouts.shards_of(
                 standing.rank, zero=self.zero, bucket_elements=self.bucket_elements,
                 holders=self.shard_holders or self.floor,
-                hosts=standing.hosts or None,
+                hosts=standing.hosts or None, racks=standing.racks,
             )  # fmt: skip
         return self._held[kind]
 
@@ -284,9 +288,11 @@ class Healing:
         ranked, idle = rank_members(facts, new, self._lacks(new))
         members = (*ranked, *idle)
         hosts = tuple(host_of[fact.uid] for fact in ranked)
-        placement, notes = self._placement(new, hosts, facts, host_of)
+        rack_of = racks_of(facts)
+        placement, notes = self._placement(new, hosts, facts, host_of, rack_of)
         made = HealPlan(
-            folding=new, members=members, placement=placement, hosts=hosts, params=(), buffers=(), missing=(),
+            folding=new, members=members, placement=placement, hosts=hosts,
+            racks=tuple(rack_of[host] for host in hosts) if rack_of else (), params=(), buffers=(), missing=(),
             exact=is_exact(new, self.base) and new.pp == self.base.pp, reason=choice.reason, notes=notes,
         )  # fmt: skip
         if new.dp * new.cp < self.floor and len(facts) > 1:
@@ -301,7 +307,12 @@ class Healing:
         return _Lacking(self, new, left_out=frozenset(experts if self.slots_per_rank is not None else ()))
 
     def _placement(
-        self, new: Folding, hosts: Sequence[int], facts: Sequence[Fact], host_of: Mapping[str, int]
+        self,
+        new: Folding,
+        hosts: Sequence[int],
+        facts: Sequence[Fact],
+        host_of: Mapping[str, int],
+        rack_of: Mapping[int, int],
     ) -> tuple[tuple[LayerPlacements, ...], tuple[str, ...]]:
         if self.slots_per_rank is None or not self.spec.moe_layers:
             return (), ()
@@ -317,7 +328,9 @@ class Healing:
             owned = stage_params(self.spec, stages.of_rank(pp))
             layers = sorted({p.layer for p in owned if p.family == "expert" and p.layer is not None})
             first = pp * per_stage
-            placed, said = place_experts(asked, layers, hosts[first : first + per_stage : new.etp], held)
+            placed, said = place_experts(
+                asked, layers, hosts[first : first + per_stage : new.etp], held, rack_of=rack_of
+            )
             made.append(placed)
             notes += said
         return tuple(made), tuple(dict.fromkeys(notes))

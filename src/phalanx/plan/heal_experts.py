@@ -2,8 +2,8 @@
 
 Decides the placement of each pipeline stage. It is the present one: members that come fill their slots with the experts that have the fewest holders or the
 most work, nobody else gets any for their sake; then the fewest slots are changed so that experts below the floor have new holders as far as slots allow
-(`placement_front.py: patched_placement`). Where that does not do, it is the best one (`placement_search.py`), its hosts named so that the fewest experts travel
-(`migration.py`). Must never change: every expert has a slot in every layer, whoever is gone; what a host holds already is known from the reports alone.
+(`placement_front.py: patched_placement`). Where that does not do, or leaves experts in one rack that could be in several, it is the best one
+(`placement_search.py`), its hosts named so that the fewest experts travel (`migration.py`). Must never change: every expert has a slot in every layer, whoever is gone; what a host holds already is known from the reports alone.
 """
 
 from __future__ import annotations
@@ -41,16 +41,25 @@ class Asked:
 
 
 def place_experts(
-    asked: Asked, layers: Sequence[int], host_of_ep: Sequence[int], held: Mapping[int, Held]
+    asked: Asked,
+    layers: Sequence[int],
+    host_of_ep: Sequence[int],
+    held: Mapping[int, Held],
+    *,
+    rack_of: Mapping[int, int] | None = None,
 ) -> tuple[LayerPlacements, tuple[str, ...]]:
     """The placement of `layers` over the ep ranks of a stage, which are on `host_of_ep`, and what was decided that nobody asked for.
 
-    `held`: what each host of the generation has, by its number; empty where nobody has anything.
+    `held`: what each host of the generation has, by its number; empty where nobody has anything. `rack_of` each host; empty: not known.
     """
     if not layers:
         return LayerPlacements(), ()
     names = tuple(dict.fromkeys(host_of_ep))
-    fleet = Fleet(slots=tuple(asked.slots_per_rank * host_of_ep.count(name) for name in names), names=names)
+    fleet = Fleet(
+        slots=tuple(asked.slots_per_rank * host_of_ep.count(name) for name in names),
+        names=names,
+        racks=tuple(rack_of[name] for name in names) if rack_of else (),
+    )
     table = np.stack([asked.loads[asked.layers.index(layer)] for layer in layers])
     counts = replica_counts(table, fleet, floor=asked.floor)
     placed = _placed(asked, counts, fleet, table, _present(asked, layers, held))
@@ -67,9 +76,11 @@ def _placed(
     if present is None:
         return plan_placement(counts, fleet, loads)
     mended = patched_placement(_filled(present, fleet, loads, floor=counts.floor), fleet, floor=counts.floor)
-    if mended is not None:
+    in_one_rack = 0 if mended is None else mended.num_in_one_rack(counts.floor)
+    if mended is not None and not in_one_rack:
         return mended
-    return plan_migration(present, plan_placement(counts, fleet, loads), rename=True).new
+    best = plan_migration(present, plan_placement(counts, fleet, loads), rename=True).new
+    return best if mended is None or best.num_in_one_rack(counts.floor) < in_one_rack else mended
 
 
 def _filled(present: HostPlacement, fleet: Fleet, loads: Floats, *, floor: int) -> HostPlacement:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from phalanx.plan.folding import Folding
 from phalanx.plan.recovery_devices import place_devices
 from phalanx.plan.recovery_state import Device
-from phalanx.plan.standing import Fact
+from phalanx.plan.standing import Fact, machines_of
 
 Lacks = Callable[[Fact, int], int]
 """Bytes that a member lacks of what a rank of the new mapping holds."""
@@ -23,7 +23,7 @@ Lacks = Callable[[Fact, int], int]
 def rank_members(facts: Sequence[Fact], new: Folding, lacks: Lacks) -> tuple[tuple[Fact, ...], tuple[Fact, ...]]:
     """(member of rank 0, 1, ..., idle members)."""
     listed = sorted(facts, key=lambda fact: fact.order)
-    machines = sorted({fact.machine for fact in listed})
+    machines = machines_of(listed)
     devices = [Device(i, machines.index(fact.machine)) for i, fact in enumerate(listed)]
     old, before = _before(listed, devices, new)
     placed, idle = place_devices(old, before, devices, new)

@@ -67,6 +67,15 @@ class HostPlacement:
             return None
         return certify(*rack_sets(self.holder_sets, self.fleet.racks))
 
+    def num_in_one_rack(self, floor: int) -> int:
+        """(layer, expert) that die with one rack, where there are several and `floor` asks for more than one holder."""
+        if floor < 2 or len(set(self.fleet.racks)) < 2:
+            return 0
+        racks = sorted(set(self.fleet.racks))
+        inside = [np.flatnonzero(np.array(self.fleet.racks) == rack) for rack in racks]
+        touched = np.stack([(self.copies[:, :, hosts] > 0).any(2) for hosts in inside], axis=2)
+        return int((touched.sum(2) < 2).sum())
+
     @cached_property
     def independent(self) -> tuple[float, float] | None:
         """P(recover) under the hosts' own failure probabilities (low, high), where they are known."""
@@ -102,7 +111,9 @@ class HostPlacement:
             for name, held in zip(names, self.slots[layer], strict=True)
         }
         slots = (tuple(next(parts[host]) for host in hosts),)
-        made = Placement(num_experts=self.num_experts, slots=slots, hosts=tuple(host_of_ep))
+        rack_of = dict(zip(names, self.fleet.racks, strict=True)) if self.fleet.racks else {}
+        racks = tuple(rack_of[host] for host in hosts) if rack_of else ()
+        made = Placement(num_experts=self.num_experts, slots=slots, hosts=tuple(host_of_ep), racks=racks)
         made.check()
         return made
 

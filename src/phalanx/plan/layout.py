@@ -300,6 +300,7 @@ def flat_layouts(
     expert_state: ExpertState = "whole",
     holders: int = 1,
     hosts: Sequence[int] | None = None,
+    racks: Sequence[int] = (),
 ) -> dict[str, FlatLayout]:
     """Flat layouts of `params` (those of the rank's stages, in forward order) as `rank` holds them. With `zero = 0` each buffer is one shard.
 
@@ -307,7 +308,7 @@ def flat_layouts(
     `family.1`, ... from the last parameters to the first: the order in which a backward pass completes their gradients.
 
     `holders`: hosts that keep each shard, as far as its group has as many (`plan/shard_copies.py`); `hosts` says where the ranks of the folding are,
-    None that each stands for a host. `expert_state` counts where experts have replicas, which needs one expert-parallel group of all ranks of a stage: raises `PlanError` else.
+    None that each stands for a host, `racks` in which racks (empty: nothing is known). `expert_state` counts where experts have replicas, which needs one expert-parallel group of all ranks of a stage: raises `PlanError` else.
     """
     rules = GRADIENT_RULES if rules is None else rules
     replicated = not placement.is_plain
@@ -328,7 +329,7 @@ def flat_layouts(
 
         buckets = _buckets(locals_, bucket_elements, size)
         group = folding.group_of(rank, rule.shard_over) if zero and not slotted else (rank,)
-        keepers = keepers_of(group, holders=holders, hosts=hosts)
+        keepers = keepers_of(group, holders=holders, hosts=hosts, racks=racks)
         for i, bucket in enumerate(buckets):
             name = family if len(buckets) == 1 else f"{family}.{i}"
             made = _flat_layout(bucket, rule, group, rank, keepers)

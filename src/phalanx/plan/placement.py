@@ -32,6 +32,8 @@ class Placement:
     slots: tuple[tuple[tuple[int, ...], ...], ...]
     hosts: tuple[int, ...] = ()
     """Host of each ep rank, for whom it is dear to send rows elsewhere; empty: each rank has its own."""
+    racks: tuple[int, ...] = ()
+    """Rack of each ep rank; empty: nothing is known of racks."""
 
     def of_layer(self, layer: int | None) -> Placement:
         """Of any layer: this one."""
@@ -72,9 +74,9 @@ class Placement:
         raise_if(_problems(self), PlanError, subject="placement")
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data; hosts only where they are known."""
-        hosts = {"hosts": self.hosts} if self.hosts else {}
-        return {"num_experts": self.num_experts, "slots": self.slots, **hosts}
+        """Plain data; hosts and racks only where they are known."""
+        where = {name: known for name, known in (("hosts", self.hosts), ("racks", self.racks)) if known}
+        return {"num_experts": self.num_experts, "slots": self.slots, **where}
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), sort_keys=True)
@@ -162,6 +164,9 @@ def _problems(placement: Placement) -> list[Problem]:
     if len(placement.hosts) not in (0, ranks):
         rule = f"needs a host for each of the {ranks} ep ranks, or none at all"
         problems.append(Problem(where="placement.hosts", value=len(placement.hosts), rule=rule))
+    if len(placement.racks) not in (0, len(placement.hosts)):
+        rule = f"needs a rack for each of the {len(placement.hosts)} ep ranks whose hosts are known, or none at all"
+        problems.append(Problem(where="placement.racks", value=len(placement.racks), rule=rule))
     return problems
 
 

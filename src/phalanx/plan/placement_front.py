@@ -190,7 +190,7 @@ def _patched_point(current: HostPlacement, fleet: Fleet, loads: Floats, *, floor
 def patched_placement(current: HostPlacement, fleet: Fleet, *, floor: int) -> HostPlacement | None:
     """The present slots of the hosts of `fleet`, with the fewest changed so that every expert is on `floor` hosts again.
 
-    What is below the floor takes the slot of the expert with most hosts. None where a host is new or has other slots, or where the
+    What is below the floor takes the slot of the expert with most hosts, in a rack that has none of it where there is one. None where a host is new or has other slots, or where the
     floor cannot be reached this way.
     """
     names = current.fleet.host_names
@@ -200,20 +200,23 @@ def patched_placement(current: HostPlacement, fleet: Fleet, *, floor: int) -> Ho
     if tuple(current.fleet.slots[i] for i in at) != fleet.slots:
         return None
     copies: NDArray[np.int64] = current.copies[:, :, at].copy()
-    if not all(_mended(table, floor) for table in copies):
+    racks = np.array(fleet.racks or range(fleet.num_hosts))
+    if not all(_mended(table, floor, racks) for table in copies):
         return None
     return from_copies(copies, fleet, floor=floor)
 
 
-def _mended(table: NDArray[np.int64], floor: int) -> bool:
-    """One layer, in place."""
+def _mended(table: NDArray[np.int64], floor: int, racks: NDArray[np.int64]) -> bool:
+    """One layer, in place. `racks` of the hosts."""
     hosts = (table > 0).sum(1)
     for expert in np.argsort(hosts, kind="stable").tolist():
         while hosts[expert] < floor:
             spare = np.where(table > 1, len(hosts) + hosts[:, None], np.where(table > 0, hosts[:, None], -1))
             spare[expert] = -1
             spare[:, table[expert] > 0] = -1
-            victim, host = np.unravel_index(int(spare.argmax()), spare.shape)
+            apart = ~np.isin(racks, racks[table[expert] > 0])
+            better = np.where(apart & (spare > floor), spare + int(spare.max()), spare)
+            victim, host = np.unravel_index(int(better.argmax()), spare.shape)
             if spare[victim, host] <= floor:
                 return False
             table[victim, host] -= 1

@@ -144,12 +144,19 @@ def plan_replacement(
     """The decision for `interval` steps to come. Raises `PlanError` where numbers make no sense."""
     raise_if(_bad_numbers(stages, costs, floor, interval), PlanError, subject="replacement")
     mends = any(_below(stage, floor) for stage in stages)
-    found = [
-        _joint("mend" if mends else "balance", stages, list(choice), costs, interval)
-        for choice in zip(*(_choices(stage, floor, effort) for stage in stages), strict=True)
-    ]
+    choices = [list(c) for c in zip(*(_choices(stage, floor, effort) for stage in stages), strict=True)]
     if not stages:
         return _kept(stages, costs, interval)
+    in_one_rack = [sum(m.new.num_in_one_rack(floor) for m in choice) for choice in choices]
+    alone_now = sum(stage.placement.num_in_one_rack(floor) for stage in stages)
+    mends |= min(in_one_rack) < alone_now
+    if not mends and min(in_one_rack) > alone_now:
+        return _kept(stages, costs, interval)
+    found = [
+        _joint("mend" if mends else "balance", stages, choice, costs, interval)
+        for choice, alone in zip(choices, in_one_rack, strict=True)
+        if alone == min(in_one_rack)
+    ]
     best = _best(found)
     if not mends and not _pays(best, _time(stages, [s.placement for s in stages], costs)):
         return _kept(stages, costs, interval, best.gain_s, best.cost_s)
@@ -298,7 +305,12 @@ def hosts_of_placement(placement: LayerPlacements) -> tuple[tuple[int, ...], Hos
     some = placement.layers[layers[0]]
     host_of_ep = some.hosts or tuple(range(len(some.slots[0])))
     names = tuple(dict.fromkeys(host_of_ep))
-    fleet = Fleet(slots=tuple(some.slots_per_rank * host_of_ep.count(name) for name in names), names=names)
+    rack_of = dict(zip(host_of_ep, some.racks, strict=True)) if some.racks else {}
+    fleet = Fleet(
+        slots=tuple(some.slots_per_rank * host_of_ep.count(name) for name in names),
+        names=names,
+        racks=tuple(rack_of[name] for name in names) if rack_of else (),
+    )
     slots = tuple(_by_host(placement.layers[layer], host_of_ep, names) for layer in layers)
     made = HostPlacement(num_experts=some.num_experts, fleet=fleet, slots=slots)
     made.check()

@@ -3,6 +3,8 @@
 A shard of a family that is cut over a group of D ranks is kept by its owner and by the next ranks of the group that are on hosts which have none of it yet,
 until `floor` hosts have it, or all hosts of the group. *Next* is along a ring in which the hosts take turns: hosts of one size so keep equally many copies on
 each rank (in the order of ranks the first rank of the next host would get those of a whole host), and ranks that are hosts of their own are a plain ring.
+Where racks are known, racks take turns too, and hosts in racks that have none of a shard yet go before others: as long as there are `floor` racks no loss of fewer takes
+the last copy.
 
 How the keepers of a shard come by its reduced gradient, and the others by its parameters, is decided by bytes (`sums_whole`, `publication`): what a rank sends for
 an element of the buffer.
@@ -22,40 +24,53 @@ Keepers = tuple[tuple[int, ...], ...]
 
 
 @lru_cache(maxsize=256)
-def shard_holders(hosts: tuple[int, ...], *, floor: int) -> Keepers:
-    """Members of a group (0 .. D-1, on `hosts`) that hold each of its D shards.
+def shard_holders(hosts: tuple[int, ...], *, floor: int, racks: tuple[int, ...] = ()) -> Keepers:
+    """Members of a group (0 .. D-1, on `hosts`, in `racks`) that hold each of its D shards.
 
-    Fewer than `floor` where the group lies on fewer hosts.
+    Fewer than `floor` where the group lies on fewer hosts. Empty `racks`: nothing is known of them.
     """
-    ring, out = _in_turns(hosts), {}
+    racks = racks or hosts
+    ring, out = _in_turns(hosts, racks), {}
     for place, owner in enumerate(ring):
-        chosen = {hosts[owner]: owner}
-        for member in ring[place + 1 :] + ring[:place]:
-            if len(chosen) >= floor:
-                break
-            chosen.setdefault(hosts[member], member)
+        chosen, touched = {hosts[owner]: owner}, {racks[owner]}
+        for apart in (True, False):
+            for member in ring[place + 1 :] + ring[:place]:
+                if len(chosen) >= floor:
+                    break
+                if hosts[member] not in chosen and not (apart and racks[member] in touched):
+                    chosen[hosts[member]] = member
+                    touched.add(racks[member])
         out[owner] = tuple(chosen.values())
     return tuple(out[owner] for owner in range(len(hosts)))
 
 
-def _in_turns(hosts: Sequence[int]) -> list[int]:
-    """Members: the first of each host, then the second of each, ..."""
+def _in_turns(hosts: Sequence[int], racks: Sequence[int]) -> list[int]:
+    """Members: the first of each host, then the second of each, ...; among these the first host of each rack, then the second of each, ..."""
     seen: Counter[int] = Counter()
     turn = []
     for host in hosts:
         turn.append(seen[host])
         seen[host] += 1
-    return sorted(range(len(hosts)), key=lambda member: (turn[member], member))
+    inside: dict[int, list[int]] = {}
+    for host, rack in zip(hosts, racks, strict=True):
+        if host not in inside.setdefault(rack, []):
+            inside[rack].append(host)
+    return sorted(
+        range(len(hosts)), key=lambda member: (turn[member], inside[racks[member]].index(hosts[member]), member)
+    )
 
 
-def keepers_of(group: Sequence[int], *, holders: int, hosts: Sequence[int] | None) -> Keepers:
+def keepers_of(
+    group: Sequence[int], *, holders: int, hosts: Sequence[int] | None, racks: Sequence[int] = ()
+) -> Keepers:
     """For the ranks of a group that shards a family; empty where every shard is its owner's alone.
 
-    `hosts`: of every rank of the folding; None: each rank stands for a host.
+    `hosts`: of every rank of the folding; None: each rank stands for a host. `racks` likewise; empty: nothing is known of them.
     """
     if holders <= 1 or len(group) == 1:
         return ()
-    return shard_holders(tuple(range(len(group))) if hosts is None else tuple(hosts[r] for r in group), floor=holders)
+    of_group = tuple(range(len(group))) if hosts is None else tuple(hosts[r] for r in group)
+    return shard_holders(of_group, floor=holders, racks=tuple(racks[r] for r in group) if racks else ())
 
 
 def sums_whole(keepers: Keepers, *, scatters: bool) -> bool:

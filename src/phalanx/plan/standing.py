@@ -28,11 +28,13 @@ class Standing:
     """(layer, experts in this rank's slots) of each layer with experts in its stage; empty: experts have no replicas."""
     hosts: tuple[int, ...] = ()
     """Of all ranks of the folding; empty: a host each. Counts where state is cut over ranks, and each part has holders on several hosts."""
+    racks: tuple[int, ...] = ()
+    """Of all ranks, as `hosts`; empty: nothing is known of racks."""
 
     def kind(self, *, sharded: bool) -> Kind:
         """Standings of one kind hold the same. `sharded`: optimizer state is cut over ranks."""
         where = (self.rank,) if sharded else tuple(self.folding.coord(self.rank, a) for a in ("tp", "etp", "ep", "pp"))
-        return self.folding, where, self.slots, self.hosts if sharded else ()
+        return self.folding, where, self.slots, (self.hosts, self.racks) if sharded else ((), ())
 
     def placement(self, num_experts: int) -> AnyPlacement | None:
         """One in which this rank has its slots; what it says of others means nothing. None: experts have no replicas."""
@@ -50,10 +52,11 @@ class Standing:
             "rank": self.rank,
             "slots": [[layer, list(held)] for layer, held in self.slots],
             "hosts": list(self.hosts),
+            "racks": list(self.racks),
         }
 
 
-Kind = tuple[Folding, tuple[int, ...], tuple[tuple[int, tuple[int, ...]], ...], tuple[int, ...]]
+Kind = tuple[Folding, tuple[int, ...], tuple[tuple[int, tuple[int, ...]], ...], tuple[tuple[int, ...], tuple[int, ...]]]
 
 
 def read_standing(data: Mapping[str, Any]) -> Standing:
@@ -64,6 +67,7 @@ def read_standing(data: Mapping[str, Any]) -> Standing:
             rank=int(data["rank"]),
             slots=tuple((int(layer), tuple(int(e) for e in held)) for layer, held in data["slots"]),
             hosts=tuple(int(h) for h in data["hosts"]),
+            racks=tuple(int(r) for r in data["racks"]),
         )
         found.folding.check()
     except (KeyError, TypeError, ValueError) as error:
@@ -91,17 +95,34 @@ class Fact:
     machine: str
     standing: Standing | None
     """None: it holds nothing of use."""
+    rack: str = ""
+    """That its machine stands in; empty: not known."""
 
     @property
-    def order(self) -> tuple[str, list[tuple[int, str]]]:
-        """By machine, then by place on it; numbers as numbers."""
+    def order(self) -> tuple[str, str, list[tuple[int, str]]]:
+        """By rack, by machine, then by place on it; numbers as numbers."""
         parts = self.uid.split(".")
-        return self.machine, [(int(p), "") if p.isdecimal() else (0, p) for p in parts]
+        return self.rack, self.machine, [(int(p), "") if p.isdecimal() else (0, p) for p in parts]
+
+
+def machines_of(facts: Sequence[Fact]) -> list[str]:
+    """In order: those of a rack together."""
+    return [machine for _, machine in sorted({(fact.rack, fact.machine) for fact in facts})]
 
 
 def domains_of(facts: Sequence[Fact]) -> dict[str, int]:
     """Failure domain of each member by its uid: its machine; where all are on one, each stands for a host, as in `plan/run_placement.py`."""
-    machines = sorted({fact.machine for fact in facts})
+    machines = machines_of(facts)
     if len(machines) > 1:
         return {fact.uid: machines.index(fact.machine) for fact in facts}
     return {fact.uid: i for i, fact in enumerate(sorted(facts, key=lambda f: f.order))}
+
+
+def racks_of(facts: Sequence[Fact]) -> dict[int, int]:
+    """Failure domain (`domains_of`) -> number of its rack; a machine that names none stands in one of its own. Empty where nobody names any, or all are on one machine."""
+    machines = machines_of(facts)
+    if len(machines) < 2 or not any(fact.rack for fact in facts):
+        return {}
+    named = {fact.machine: (fact.rack, "" if fact.rack else fact.machine) for fact in facts}
+    racks = sorted(set(named.values()))
+    return {i: racks.index(named[machine]) for i, machine in enumerate(machines)}

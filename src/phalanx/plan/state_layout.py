@@ -110,10 +110,11 @@ class StateLayouts:
         expert_state: ExpertState = "whole",
         holders: int = 1,
         hosts: Sequence[int] | None = None,
+        racks: Sequence[int] = (),
     ) -> dict[str, TensorLayout]:
         """By parameter: the boxes of which each rank keeps masters and moments (the same for all of `STATE_KINDS`).
 
-        With `holders` > 1 copies of others' shards are among them; `hosts` are those of the folding's ranks, from 0 on (None: a host each).
+        With `holders` > 1 copies of others' shards are among them; `hosts` are those of the folding's ranks, from 0 on (None: a host each), `racks` likewise.
         """
         found: dict[str, dict[int, _Held]] = {name: {} for name in self.params}
         for rank in range(self.folding.world):
@@ -124,6 +125,7 @@ class StateLayouts:
                 expert_state=expert_state,
                 holders=holders,
                 hosts=hosts,
+                racks=racks,
             )
             for name, held in of_rank.items():
                 found[name][rank] = held
@@ -141,6 +143,7 @@ class StateLayouts:
         expert_state: ExpertState = "whole",
         holders: int = 1,
         hosts: Sequence[int] | None = None,
+        racks: Sequence[int] = (),
     ) -> dict[str, tuple[tuple[Held, ...], tuple[int, ...]]]:
         """By parameter: (boxes, shape of the local tensor) of one rank of the folding alone, as `shards` has them."""
         stages = self.stages.of_rank(self.folding.coord(rank, "pp"))
@@ -154,6 +157,7 @@ class StateLayouts:
             expert_state=expert_state,
             holders=holders,
             hosts=hosts,
+            racks=racks,
         )
         out: dict[str, _Held] = {}
         for layout in layouts.values():

@@ -120,7 +120,7 @@ class Dispatcher:
         self.num_experts = placement.num_experts
         edp = groups.folding.coord(groups.rank, "edp")
         self.slots_G = tuple(int(e) for e in placement.group_slots(edp))
-        self.host_of_ep = placement.hosts
+        self.host_of_ep, self.rack_of_ep = placement.hosts, placement.racks
         self.is_plain = self.slots_G == tuple(range(self.num_experts))
         self.shares = self._shares()
         self.listen: Callable[[DispatchPlan, np.ndarray], None] | None = None

@@ -4,6 +4,7 @@ Two kinds of keys exist: those that the first writer decides for ever (`create`)
 is ever added to or counted up, because a client that lost its connection cannot know whether an addition has happened; all calls here may be repeated.
 
     TcpKeys    the TCPStore of torch, in a process that the supervisor keeps (`runtime/service.py`); nothing outlives that process
+               (or of several processes on several machines one, as a lighthouse says: `runtime/lighthouse.py`)
     EtcdKeys   etcd (`runtime/keys_etcd.py`); values outlive its restart
 
 Must never change: one object is one connection. Once it has failed it fails for ever, and whoever connects again looks at `epoch`: another one

@@ -13,6 +13,8 @@ one whose new worker is ready. Nobody is elected and workers agree on nothing am
 A service that lost its values (`Keys.epoch`) starts a new history: all members announce again, and its first generation gets a number above all
 that any of them saw. Who is not in it has no part in the run any more; what it holds counts for nothing.
 
+Old generations are emptied (`forget`): their key stays, or a process that stood still for long could make the same number a second time and find others of its kind in it.
+
 Must never change: a number is used once; a member that misses a generation is never taken back (its process is replaced by one without
 state), or two groups could train the same step.
 """
@@ -69,6 +71,8 @@ class Generation:
     """In words, for people."""
     lost_s: float = 0.0
     """When whoever proposed it knew that somebody is lost (seconds since the epoch); 0: nobody is."""
+    forgotten: bool = False
+    """Who was in it is not known any more; there are many newer ones."""
 
     @property
     def uids(self) -> tuple[str, ...]:
@@ -204,8 +208,29 @@ class Membership:
                 return now
             wanted = replace(wanted, number=now.number + 1, epoch=now.epoch)
             now = Generation.from_json(self.keys.create(_key(wanted.number), wanted.to_json()))
-            self._publish(now)
+            if now.forgotten:  # long ago: others went on and on
+                now = self.current(now)
+            else:
+                self._publish(now)
         return None
+
+    def forget(self, number: int, newest: Generation) -> list[str]:
+        """Empty an old generation, and delete what members said who were in it and are not in `newest`; their names. Nothing where that was done before."""
+        text = self.keys.get(_key(number))
+        old = None if text is None else Generation.from_json(text)
+        if old is None or old.forgotten or number >= newest.number:
+            return []
+        gone = sorted({*old.uids} - {*newest.uids})
+        for uid in gone:
+            self.forget_member(uid)
+        empty = Generation(number=number, epoch=old.epoch, members=(), why="forgotten", forgotten=True)
+        self.keys.put(_key(number), empty.to_json())
+        return gone
+
+    def forget_member(self, uid: str) -> None:
+        """What a member said of itself: it is in no generation any more, and nobody asks."""
+        for key in (f"member/{uid}", _wish(uid)):
+            self.keys.delete(key)
 
     def _publish(self, generation: Generation) -> None:
         """Where to begin to look. Others may have gone on since: readers look further themselves."""

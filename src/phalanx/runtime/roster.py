@@ -16,6 +16,7 @@ from phalanx.core.config import HOST_BEAT_S
 from phalanx.runtime.keys import MEETINGS, Keys, Service, ServiceLost
 from phalanx.runtime.keys_store import SUMS
 from phalanx.runtime.membership import Announcement, FirstRule, Generation, Member, Membership
+from phalanx.runtime.reach import door_key
 from phalanx.runtime.votes import BEGUN, stepped_key, written_for
 
 LOOK_S = 0.05
@@ -25,6 +26,8 @@ TIDY_S = 60.0
 TIDY_SOON_S = 1.0
 """Until the next generation is tidied up, where there are more."""
 TIDY_MOST = 256
+KEPT = 100
+"""Generations whose members are known; who was away for longer counts as having missed one."""
 HOSTS_S = 0.5
 """How often the beats of other hosts are read, all in one call; more often where `limit_s` is short."""
 TOGETHER_S = 0.5
@@ -82,6 +85,9 @@ class Roster:
         self._tidied: tuple[str, int] = "", 0
         """Life of the service, and the generation in it that is to be tidied up next."""
         self._tidy_s = 0.0
+        self._forgot: set[str] = set()
+        """Of the dead, those whose words were deleted."""
+        self._forget_s = 0.0
         self._watched_s = 0.0
         """When other hosts were looked at last."""
         self._others: dict[str, tuple[str | None, float]] = {}
@@ -254,11 +260,12 @@ class Roster:
             self._leave(membership, leaving, newest)
         self._watch_hosts(membership)
         self._tidy(membership.keys, newest)
+        self._forget_dead(membership, newest)
 
     def _note_taken(self, membership: Membership, newest: Generation) -> None:
         """Also those between: a member may have come and been put out while this host was not reached."""
         for generation in [newest] if self.newest is None else membership.between(self.newest, newest):
-            self._taken.update(uid for uid in generation.uids if uid in self._own)
+            self._taken.update(self._own if generation.forgotten else (u for u in generation.uids if u in self._own))
 
     def _join(self, membership: Membership, newest: Generation) -> None:
         joining = [m for m in list(self._ready.values()) if m.uid not in newest.uids and self._may_join(m, membership)]
@@ -347,8 +354,24 @@ class Roster:
         ]  # fmt: skip
         keys.delete(stepped_key(old))
         full = [keys.delete_below(prefix, most=TIDY_MOST) >= TIDY_MOST for prefix in prefixes]
+        for uid in Membership(keys).forget(number - KEPT, newest):
+            keys.delete(door_key(uid))
         self._tidied = keys.epoch, number + (not any(full))
         self._tidy_s = now + TIDY_SOON_S
+
+    def _forget_dead(self, membership: Membership, newest: Generation) -> None:
+        """What workers of this host said that have ended, those too that were never in a generation. Now and then, and not while a generation forms."""
+        now = time.monotonic()
+        if now < self._forget_s:
+            return
+        self._forget_s = now + TIDY_S
+        ended = [uid for uid in self._dead if uid not in self._forgot and uid not in newest.uids]
+        waits = any(not lost.generation for lost in self._untold)
+        if waits or not ended or membership.keys.get(stepped_key(newest)) is None:
+            return
+        for uid in ended:
+            membership.forget_member(uid)
+        self._forgot.update(ended)
 
     def _put_out(self, membership: Membership, uids: Sequence[str], why: str) -> Generation | None:
         """Members that are not ours."""

@@ -1,7 +1,7 @@
 """The membership service of one machine: a TCPStore in a process of its own, which a supervisor starts and starts again.
 
 It lives outside of the workers, so that no worker's death takes it along, and outside of the supervisor, which forks. Its values die with it:
-`epoch` tells its clients so. The kernel ends it when the supervisor ends.
+`epoch` tells its clients so. The kernel ends it when the supervisor ends. With a lease (`until_s`) it ends by itself when that is over, unless it is renewed.
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import select
 import signal
+import struct
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,6 +23,7 @@ from phalanx.runtime.keys import EPOCH, TcpService
 from phalanx.runtime.launch import STOP_SIGNALS, die_with_parent, listening_socket
 
 START_S = 10.0
+LEASE = struct.Struct("d")
 
 
 @dataclass
@@ -30,6 +33,8 @@ class StoreProcess:
     pid: int
     address: TcpService
     ended: bool = False
+    lease: int = -1
+    """Through which the process hears until when it may go on; -1: for ever."""
 
     def reap(self) -> bool:
         """Whether it has ended; its status is collected."""
@@ -38,41 +43,57 @@ class StoreProcess:
                 self.ended = os.waitpid(self.pid, os.WNOHANG)[0] != 0
         return self.ended
 
+    def renew(self, until_s: float) -> None:
+        """It may go on until then (`time.monotonic`)."""
+        with contextlib.suppress(BrokenPipeError, BlockingIOError):
+            os.write(self.lease, LEASE.pack(until_s))
+
     def stop(self) -> None:
         """End it at once."""
         if not self.reap():
             os.kill(self.pid, signal.SIGKILL)
             os.waitpid(self.pid, 0)
             self.ended = True
+        if self.lease >= 0:
+            os.close(self.lease)
+            self.lease = -1
 
 
-def start_store(host: str = "127.0.0.1", port: int = 0) -> StoreProcess:
+def start_store(host: str = "127.0.0.1", port: int = 0, *, until_s: float | None = None) -> StoreProcess:
     """Fork a process that keeps a TCPStore at `host:port` (0: the system chooses). Raises `RunError` where the port is taken.
+
+    `until_s`: when it ends by itself unless `StoreProcess.renew` is called (`time.monotonic`); None: never.
 
     Call it from the main thread: the kernel ends the service when the thread that forked it ends.
     """
     listener = listening_socket(host, port)
     number = listener.getsockname()[1]
     ready, tell = os.pipe()
+    hear, lease = (-1, -1) if until_s is None else os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     parent = os.getpid()
     pid = os.fork()
     if pid == 0:
         try:
             os.close(ready)
-            _keep(host, number, listener.fileno(), parent=parent, tell=tell)
+            if lease >= 0:
+                os.close(lease)
+            store = _keep(host, number, listener.fileno(), parent=parent, tell=tell)
+            _stay(store, hear, until_s)
         finally:
             os._exit(1)
     os.close(tell)
+    if hear >= 0:
+        os.close(hear)
     listener.close()
     try:
         if os.read(ready, 1) != b"+":  # the pipe closes where it died before
             raise RunError(f"the membership service at {host}:{number} ended while it started")
     finally:
         os.close(ready)
-    return StoreProcess(pid=pid, address=TcpService(host, number))
+    return StoreProcess(pid=pid, address=TcpService(host, number), lease=lease)
 
 
-def _keep(host: str, port: int, listen_fd: int, *, parent: int, tell: int) -> None:
+def _keep(host: str, port: int, listen_fd: int, *, parent: int, tell: int) -> dist.TCPStore:
     os.setsid()
     die_with_parent(parent)
     for number in STOP_SIGNALS:
@@ -89,5 +110,18 @@ def _keep(host: str, port: int, listen_fd: int, *, parent: int, tell: int) -> No
     store.set(EPOCH, secrets.token_hex(6))
     os.write(tell, b"+")
     os.close(tell)
-    while True:
+    return store
+
+
+def _stay(store: dist.TCPStore, hear: int, until_s: float | None) -> None:
+    """While this process is allowed to; `store` serves in threads of its own."""
+    while until_s is None:
         time.sleep(3600.0)
+    poll = select.poll()
+    poll.register(hear, select.POLLIN)
+    while (left_s := until_s - time.monotonic()) > 0:
+        if poll.poll(left_s * 1000):
+            data = os.read(hear, LEASE.size * 512)
+            if not data:  # whoever renewed it has ended
+                return
+            until_s = LEASE.unpack(data[-LEASE.size :])[0]

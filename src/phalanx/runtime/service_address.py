@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from phalanx.core.errors import RunError
 from phalanx.core.service_address import ServiceAddress
-from phalanx.runtime.keys import Service, ServiceLost, TcpService
+from phalanx.runtime.keys import Service, ServiceLost, TcpKeys, TcpService
 from phalanx.runtime.keys_etcd import EtcdService
 
 AGAIN_S = 0.1
@@ -20,7 +20,30 @@ def service_at(address: ServiceAddress) -> Service:
     """Where members meet."""
     if address.is_etcd:
         return EtcdService(address.host, address.port, address.run)
+    if address.standbys:
+        return AnyService([TcpService(host, port) for host, port in ((address.host, address.port), *address.standbys)])
     return TcpService(address.host, address.port)
+
+
+class AnyService:
+    """Services of which one at most keeps values (`runtime/lighthouse.py`): the one that answers is meant."""
+
+    def __init__(self, services: Sequence[TcpService]) -> None:
+        self.services = list(services)
+        self.host, self.port = services[0].host, services[0].port
+
+    def connect(self) -> TcpKeys:
+        """Raises `ServiceLost` where none answers. The one that answered last is asked first."""
+        said = list[str]()
+        for service in list(self.services):
+            try:
+                keys = service.connect()
+            except ServiceLost as err:
+                said.append(str(err))
+            else:
+                self.services.sort(key=lambda s: s != service)
+                return keys
+        raise ServiceLost("; ".join(said))
 
 
 def expect_service(service: Service, where: str, *, wait_s: float, tell: Callable[[str], None]) -> bool:

@@ -23,7 +23,7 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 
@@ -112,6 +112,19 @@ class ServiceRestarted(Event):
     pid: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class RespawnsUsedUp(Event):
+    """No new workers are started on this host any more: the places of those that end stay empty."""
+
+    host: str
+    started: int
+    """In the place of others, all that `SupervisorSettings.respawns` allows."""
+    uid: str
+    """Of the worker whose place stays empty."""
+    why: str
+    """What ended it."""
+
+
 MemberMain = Callable[[Seat], int]
 """Body of one worker, run in a forked process: announces itself on its seat and takes part; returns its exit code."""
 
@@ -165,7 +178,11 @@ class Supervisor:
         self._wake, self._waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def run(self) -> int:
-        """Until all workers have ended; the largest exit code. Raises `RunError` where the run cannot go on. Call it from the main thread."""
+        """Until all workers have ended; the exit code. Raises `RunError` where the run cannot go on. Call it from the main thread.
+
+        0: the run is over, or this host has left it in good order. 130: stopped at once. Else that of a worker that failed, or 128 + the signal that killed one whose place
+        stayed empty (what it held was not handed over), as a shell says it.
+        """
         with self._listening():
             gc.freeze()
             for slot in range(self.settings.slots):
@@ -179,7 +196,7 @@ class Supervisor:
             return STOPPED
         if self.error is not None and self.roster.finished is None:
             raise self.error
-        return max(self.codes, default=0)
+        return exit_code(self.codes, finished=self.roster.finished is not None)
 
     # -- one turn
 
@@ -265,11 +282,7 @@ class Supervisor:
             self.codes.append(worker.code)
 
     def _may_respawn(self, worker: Worker) -> bool:
-        if (
-            self.stops
-            or self.roster.finished is not None
-            or self.started >= self.settings.slots + self.settings.respawns
-        ):
+        if self.stops or self.roster.finished is not None or self._is_used_up(worker):
             return False
         if isinstance(self.error, PhalanxError) and not isinstance(self.error, RunError):
             self._give_up(self.error)  # what the user must change: it would be the same again
@@ -282,6 +295,17 @@ class Supervisor:
             )
             return False
         self._cause, self.error = self._cause or self.error, None
+        return True
+
+    def _is_used_up(self, worker: Worker) -> bool:
+        """Whether its place stays empty because enough were started; said each time, for each time the run is smaller from then on."""
+        most = self.settings.respawns
+        if self.started < self.settings.slots + most:
+            return False
+        why = worker.cause() if worker.ended else "said nothing for too long"
+        text = f"host {self.settings.host}: slot {worker.slot} stays empty ({why}): {most} new workers were started in the place of others, and no more are"
+        print(text, file=sys.stderr, flush=True)
+        self.tell(RespawnsUsedUp(host=self.settings.host, started=most, uid=worker.uid, why=why))
         return True
 
     def _give_up(self, error: PhalanxError) -> None:
@@ -302,7 +326,9 @@ class Supervisor:
             if not worker.put_out and silent_s > self.settings.limit_s:
                 worker.put_out = now
                 self.roster.died(worker.uid, f"said nothing for {silent_s:.1f} s")
-                if not self.stops and self.started < self.settings.slots + self.settings.respawns:
+                if not self.stops and self._is_used_up(worker):
+                    self.codes.append(-signal.SIGKILL)
+                elif not self.stops:
                     self._start_or_wait(worker.slot)
             if worker.put_out and now - worker.put_out > self.settings.zombie_s:
                 worker.kill()
@@ -457,3 +483,10 @@ class Supervisor:
         end_s = time.monotonic() + self.settings.limit_s
         while self.roster.others_alive() and time.monotonic() < end_s:
             time.sleep(TICK_S)
+
+
+def exit_code(codes: Sequence[int], *, finished: bool) -> int:
+    """Of a host whose workers that nobody replaced ended with `codes`, below 0: by that signal. `finished`: the run is over, so whoever is killed is missed by nobody."""
+    failed = [code for code in codes if code > 0 and code != STALE_CODE]
+    killed = [128 - code for code in codes if code < 0 and not finished]
+    return max(failed or killed, default=0)

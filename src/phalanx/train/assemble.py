@@ -47,13 +47,14 @@ def assemble(
     exact: ExactSums | None = None,
     holders: int = 1,
     hosts: Sequence[int] | None = None,
+    racks: Sequence[int] = (),
 ) -> StepParts:
     """This rank's part of a freshly initialised run. `num_microbatches` = micro-batches of one step on this rank, empty ones included.
 
     `pipeline` (None: 1F1B over the pipeline ranks of the folding, if it has several) decides the stages, whatever `ctx` says of them.
     `rules` is an argument so that `phalanx verify` can plant faults in it. `samples` = micro-batches of one step over all ranks, where ranks
     may have unequal numbers of them; `exact`: results do not depend on the number of ranks (docs/survive.md). `holders`: hosts that keep each shard of
-    the optimizer state, `hosts` of all ranks (None: each stands for one).
+    the optimizer state, `hosts` of all ranks (None: each stands for one), `racks` too (empty: not known).
     """
     pipeline = pipeline if pipeline is not None else plain_pipeline(ctx.spec, pp=ctx.groups.folding.pp)
     later = Later() if pipeline.splits_backward else None
@@ -74,6 +75,7 @@ def assemble(
         expert_state=ctx.expert_state,
         holders=holders,
         hosts=hosts,
+        racks=racks,
     )
     state = ShardedState(
         params,

@@ -11,6 +11,7 @@ Must never change: the parent runs no tensor operation and has no thread when it
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import socket
 import time
@@ -24,11 +25,12 @@ from rich.console import Console
 
 from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, Problem, raise_if
-from phalanx.core.events import Emit, Note, RunEnded, ignore
+from phalanx.core.events import Emit, Event, Note, RunEnded
 from phalanx.core.recipe import dump_recipe
 from phalanx.core.service_address import parse_service
 from phalanx.data.prepare import Prepared, prepare
 from phalanx.observe.console import wants_live
+from phalanx.observe.event_log import JsonlSink
 from phalanx.observe.preparation import PreparationProgress
 from phalanx.observe.sinks import Sinks, open_sinks
 from phalanx.observe.summary import print_summary
@@ -83,9 +85,22 @@ def train_healing(
         else:
             run, first, host = prepare_run(recipe, folder, kept=kept), 0, "local"
         main = partial(work, run, threads=threads, first=first, watch=watch)
-        return _supervisor(run, host, main, port=port, tell=ignore if watch is None else watch.host).run()
+        return _supervisor(run, host, main, port=port, tell=_host_log(run, host, watch)).run()
     finally:
         lock.close()
+
+
+def _host_log(run: HealingRun, host: str, watch: Watch | None) -> Emit:
+    """What this host's supervisor does, in a log of its own. A disk that fails costs lines of it and nothing else."""
+    log = JsonlSink(run.folder.path, host=host)
+
+    def tell(event: Event, /) -> None:
+        with contextlib.suppress(OSError):
+            log.write(event)
+        if watch is not None:
+            watch.host(event)
+
+    return tell
 
 
 def _supervisor(run: HealingRun, host: str, main: MemberMain, *, port: int, tell: Emit) -> Supervisor:
@@ -249,7 +264,7 @@ def _plan_hash(run: HealingRun) -> str:
     """What all members of one run have alike, whatever host they are on and when it came: where to begin is asked once."""
     recipe = replace(
         run.recipe,
-        launch=replace(run.recipe.launch, host=None, keep_service=False),
+        launch=replace(run.recipe.launch, host=None, rack=None, keep_service=False),
         checkpoint=replace(run.recipe.checkpoint, resume=True, step=None),
         resilience=replace(run.recipe.resilience, wanted=wanted_ranks(run.recipe)),
     )

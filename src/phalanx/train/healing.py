@@ -57,6 +57,7 @@ from phalanx.train.optim import learning_rate
 from phalanx.train.pace import PaceWatch
 from phalanx.train.rehearsal import rehearse
 from phalanx.train.replacing import Prepared as NewPlacement
+from phalanx.train.replacing import Where
 from phalanx.train.run_folder import RunFolder
 from phalanx.train.setup import DTYPES, Rank, Told, name_of_rows, resolve_pipeline
 from phalanx.train.step import ReducedStep, StepResult, commit_step, publish, reduce_step
@@ -98,7 +99,9 @@ class HealingBody:
         """Generation in which the run last went back to a checkpoint, as far as what is held here belongs to that."""
         self._step = 0
         rows = compiled_rows() if self.recipe.kernels.compiled else None
-        self._told = {"host": own_host(), "node": socket.gethostname(), "kernels": name_of_rows(rows)}
+        self._told = {
+            "host": own_host(), "node": socket.gethostname(), "kernels": name_of_rows(rows), "rack": self.recipe.launch.rack or "",
+        }  # fmt: skip
         """Of this process, for all."""
         self._is_warm = False
         self._may_lack = joins
@@ -258,7 +261,7 @@ class HealingBody:
         )
         parts = make_parts(
             rank, self.run.spec, folding, pipeline, warm=not self._is_warm, drawn=not team.begun, placement=plan.placement_of(team.rank),
-            hosts=plan.hosts,
+            hosts=plan.hosts, racks=plan.racks,
         )  # fmt: skip
         self._is_warm = True
         manager = CheckpointManager(
@@ -279,6 +282,7 @@ class HealingBody:
         )  # fmt: skip
         if self.watch is not None:
             trainer.parts.comms.watch = collective_watch(self._now)
+        trainer.recorder.rank, trainer.recorder.generation = team.rank, team.generation.number
         trainer.peak_flops_per_s = self._peak(trainer, [float(r.data["flops_per_s"]) for r in team.reports[:size]])
         return trainer
 
@@ -359,8 +363,11 @@ class HealingBody:
         if self._due:
             self._between_steps(trainer)
             self._due = False
+        trainer.recorder.prepare(step + 1)
+        trainer.recorder.begin(step + 1)
         begin_s = time.perf_counter()
-        micros = self._next_batch(trainer, step)
+        with trainer.parts.comms.doing("data", "host"):
+            micros = self._next_batch(trainer, step)
         data_s = time.perf_counter() - begin_s
         lr = learning_rate(step, self.recipe.optim, total_steps=self.recipe.train.steps)
         self._now("forward")
@@ -374,6 +381,7 @@ class HealingBody:
         self._reduced = reduced, micros, begin_s, data_s
         if self._others_idle:
             self._wait_with_all()
+        trainer.recorder.voted()
         self._now("vote")
 
     def _next_batch(self, trainer: Trainer, step: int) -> list[MicroBatch]:
@@ -394,6 +402,7 @@ class HealingBody:
         if self._reduced is None:
             raise RunError("a commit without a reduced gradient")
         trainer, (reduced, micros, begin_s, data_s) = self._mine, self._reduced
+        trainer.recorder.decided()
         self._now("commit")
         if self._moving is not None:
             self._move_in(trainer, self._moving)
@@ -401,9 +410,11 @@ class HealingBody:
         self._step += 1
         self._reduced, self._due = None, True
         trainer.step, trainer.last_loss = self._step, result.loss
+        trainer.recorder.end()
         trainer.replacing.committed(result.counts_LE)
         slowness = self._watch_pace(result)
         trainer.report(result, micros, step_s=time.perf_counter() - begin_s, data_s=data_s, slowness=slowness)
+        trainer.recorder.tell()
         if self._may_lack:
             self._may_lack = False
             import_beside()
@@ -427,6 +438,10 @@ class HealingBody:
 
     def abort(self) -> None:
         self._reduced = None
+        if self.trainer is not None:
+            self.trainer.recorder.decided()
+            self.trainer.recorder.end(committed=False)
+            self.trainer.recorder.tell()
         if self._moving is not None:
             self._moving.parts.buffers.close()
             self._moving = None
@@ -446,8 +461,8 @@ class HealingBody:
             trainer.hear_of_checkpoints()
         if trainer.replacing.due(self._step):
             assert self._entered is not None
-            hosts = self._entered.hosts
-            self._moving = trainer.replacing.prepare(trainer.parts, trainer.rank, step=self._step, hosts=hosts)
+            where = Where(self._entered.hosts, self._entered.racks)
+            self._moving = trainer.replacing.prepare(trainer.parts, trainer.rank, step=self._step, where=where)
 
     @property
     def _plan_moved(self) -> HealPlan:
@@ -529,6 +544,7 @@ def facts_of(generation: Generation, reports: Sequence[Report]) -> list[Fact]:
         Fact(
             uid=report.uid,
             machine=machine[report.uid],
+            rack=report.data.get("rack", ""),
             standing=_standing_of(report, finish=report.uid in found.finish) if report.uid in found.holders else None,
         )
         for report in reports

@@ -1,12 +1,14 @@
 """Steps whose every operation goes to the event log (`observe.trace_steps`), for `phalanx trace`.
 
+In a run that heals itself a step begins with `begin` and ends with `end`, whether it was committed or given up; every generation has a recorder of its own.
+
 Must never change: while a step is recorded nothing is written; a step that fails leaves what it did.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from phalanx.core.clock import now_s
 from phalanx.core.events import Emit, Event, StepRecorded
@@ -20,9 +22,14 @@ class Recorder:
 
     def __init__(self, steps: tuple[int, ...] | None, *, comms: Collectives, peers: Peers, emit: Emit) -> None:
         self.steps = range(0) if steps is None else range(steps[0], steps[-1] + 1)
+        self.rank: int | None = None
+        """In the generation, of a run that heals itself."""
+        self.generation = 0
         self._comms, self._peers, self._emit = comms, peers, emit
         self._compared = False
         self._kept: list[Event] = []
+        self._open: ExitStack | None = None
+        self._step, self._begin_s, self._voted_s, self._decided_s = 0, 0.0, 0.0, 0.0
 
     def prepare(self, step: int) -> None:
         """Before `step`: compare clocks, once. Collective, as all ranks have the same steps."""
@@ -33,21 +40,43 @@ class Recorder:
     @contextmanager
     def recording(self, step: int) -> Iterator[None]:
         """The step itself; `tell` then writes what was recorded."""
-        if step not in self.steps:
+        self.begin(step)
+        try:
             yield
-            return
-        begin_s = now_s()
-        with self._comms.recording() as self._kept:
-            try:
-                yield
-            except BaseException:
-                self._end(step, begin_s)
-                self.tell()
-                raise
-        self._end(step, begin_s)
+        except BaseException:
+            self.end()
+            self.tell()
+            raise
+        self.end()
 
-    def _end(self, step: int, begin_s: float) -> None:
-        self._kept.append(StepRecorded(step=step, begin_s=begin_s, end_s=now_s()))
+    def begin(self, step: int) -> None:
+        """From here on, if `step` is to be recorded. What an earlier one left behind is dropped."""
+        self.end(committed=False)
+        if step in self.steps:
+            self._step, self._begin_s, self._voted_s, self._decided_s = step, now_s(), 0.0, 0.0
+            self._open = ExitStack()
+            self._kept = self._open.enter_context(self._comms.recording())
+
+    def voted(self) -> None:
+        """The rank waits for the decision from now on."""
+        self._voted_s = now_s()
+
+    def decided(self) -> None:
+        """The decision is known."""
+        self._decided_s = now_s() if self._voted_s else 0.0
+
+    def end(self, *, committed: bool = True) -> None:
+        """Up to here; nothing where no step is being recorded."""
+        if self._open is None:
+            return
+        self._open.close()
+        self._open = None
+        self._kept.append(
+            StepRecorded(
+                step=self._step, begin_s=self._begin_s, end_s=now_s(), rank=self.rank, generation=self.generation, committed=committed,
+                voted_s=self._voted_s, decided_s=self._decided_s,
+            )
+        )  # fmt: skip
 
     def tell(self) -> None:
         """Write what has been recorded, if anything."""

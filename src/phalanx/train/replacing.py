@@ -66,6 +66,17 @@ TIMED_ROWS = 128
 TRIES = 3
 
 
+@dataclass(frozen=True)
+class Where:
+    """Of all ranks of the mapping, for copies of shards: `hosts` (None: each stands for one) and `racks` (empty: not known)."""
+
+    hosts: Sequence[int] | None = None
+    racks: Sequence[int] = ()
+
+
+NOWHERE = Where()
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Prepared:
     """A new placement, filled with the state after `step` steps and not in use yet."""
@@ -157,10 +168,8 @@ class Replacing:
         """Whether a decision follows step `step`: the same on all ranks."""
         return bool(self.interval) and step > 0 and (step % self.interval == 0 or step == self.again)
 
-    def prepare(
-        self, parts: StepParts, rank: Rank, *, step: int, hosts: Sequence[int] | None = None
-    ) -> Prepared | None:
-        """A new placement with the state after `step` steps, or None: the present one stays. Collective. `hosts` as `parts` were made with.
+    def prepare(self, parts: StepParts, rank: Rank, *, step: int, where: Where = NOWHERE) -> Prepared | None:
+        """A new placement with the state after `step` steps, or None: the present one stays. Collective. `where` as `parts` were made with.
 
         Raises `PeerError` where a rank is lost, `RunError` on all ranks where they decide or hold differently; `parts` are as they were in any case.
         """
@@ -179,7 +188,7 @@ class Replacing:
             raise RunError(f"ranks have made different decisions on where experts should be ({', '.join(made)})")
         if decision.action == "keep":
             return None
-        return self._carry_out(decision, dict(sorted(before.items())), parts, rank, step=step, hosts=hosts)
+        return self._carry_out(decision, dict(sorted(before.items())), parts, rank, step=step, where=where)
 
     def _told(self, parts: StepParts) -> _Told:
         return _Told(
@@ -209,13 +218,13 @@ class Replacing:
         rank: Rank,
         *,
         step: int,
-        hosts: Sequence[int] | None,
+        where: Where,
     ) -> Prepared:
         begin_s = time.perf_counter()
         migrations = iter(decision.migrations)
         after = {stage: _after(placed, migrations) for stage, placed in before.items()}
         own = parts.groups.folding.coord(parts.groups.rank, "pp")
-        new = _rebuilt(parts, rank, self.spec, after[own], hosts=hosts)
+        new = _rebuilt(parts, rank, self.spec, after[own], where=where)
         built_s = time.perf_counter() - begin_s
         begin_s = time.perf_counter()
         received, checked = _take_over(new, parts, rank, before, after)
@@ -265,7 +274,9 @@ def placement_in_use(parts: StepParts) -> LayerPlacements:
             d = module.routed.dispatcher
             width = len(d.slots_G) // d.ep.size
             slots = tuple(d.slots_G[i * width : (i + 1) * width] for i in range(d.ep.size))
-            found[module.layer] = Placement(num_experts=d.num_experts, slots=(slots,), hosts=tuple(d.host_of_ep))
+            found[module.layer] = Placement(
+                num_experts=d.num_experts, slots=(slots,), hosts=tuple(d.host_of_ep), racks=tuple(d.rack_of_ep)
+            )
     return LayerPlacements(layers=dict(sorted(found.items())))
 
 
@@ -309,9 +320,7 @@ def _after(placed: LayerPlacements, migrations: Iterator[Migration]) -> LayerPla
 # ---- what is done ----------------------------------------------------------------------------------------------------
 
 
-def _rebuilt(
-    parts: StepParts, rank: Rank, spec: ModelSpec, placement: LayerPlacements, *, hosts: Sequence[int] | None
-) -> StepParts:
+def _rebuilt(parts: StepParts, rank: Rank, spec: ModelSpec, placement: LayerPlacements, *, where: Where) -> StepParts:
     """Modules, buffers and empty state for another placement, over the groups and counters that there are. Collective."""
     train = rank.recipe.train
     ctx = make_context(rank, spec, parts.groups.folding, parts.pipeline, placement)
@@ -323,7 +332,8 @@ def _rebuilt(
         samples=parts.samples,
         exact=parts.exact,
         holders=rank.recipe.resilience.shard_holders,
-        hosts=hosts,
+        hosts=where.hosts,
+        racks=where.racks,
     )
 
 

@@ -166,11 +166,12 @@ def make_parts(
     drawn: bool = True,
     placement: AnyPlacement | None = None,
     hosts: Sequence[int] | None = None,
+    racks: Sequence[int] = (),
 ) -> StepParts:
     """Groups, and this rank's part of a freshly initialised run. Collective.
 
     `warm`: kernels first meet the shapes that vary (`train/warm.py`). `drawn`: weights get their initial values; else their state must come from elsewhere. `placement` of the experts of its stage; None: as the recipe says. `hosts` of all
-    ranks, for copies of shards; None: each stands for one.
+    ranks, for copies of shards; None: each stands for one. `racks` likewise; empty: not known.
     """
     recipe, microbatches = rank.recipe, microbatches_per_rank(rank.recipe, folding)
     ctx = replace(make_context(rank, spec, folding, pipeline, placement), drawn=drawn)
@@ -186,6 +187,7 @@ def make_parts(
         exact=exact_sums(recipe.resilience, recipe.train, folding, spec=spec, rank=rank.info.rank),
         holders=recipe.resilience.shard_holders,
         hosts=hosts,
+        racks=racks,
     )
     parts.runner.agree(microbatches)
     return parts

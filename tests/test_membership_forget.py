@@ -1,0 +1,142 @@
+"""What a service keeps of a long run: old generations are emptied and never made a second time; the dead are forgotten; what a host's end says."""
+
+from __future__ import annotations
+
+import pytest
+
+from membership_help import MemoryService
+from phalanx.core.events import Event
+from phalanx.runtime import roster as roster_module
+from phalanx.runtime.membership import FirstRule, Generation, Member, Membership
+from phalanx.runtime.roster import KEPT, Roster
+from phalanx.runtime.supervisor import RespawnsUsedUp, Supervisor, SupervisorSettings, exit_code
+from phalanx.runtime.votes import stepped_key
+from test_membership import announcement, first, members
+
+pytestmark = pytest.mark.unit
+
+
+def many(membership: Membership, count: int) -> list[Generation]:
+    """In each generation slot 1 dies and comes back as another process."""
+    out = [first(membership, "a.0", "b.1.0")]
+    for uid in ("a.0", "b.1.0"):
+        membership.announce(announcement(uid))
+    for i in range(count):
+        membership.announce(announcement(f"b.1.{i + 1}"))
+        membership.wish_to_leave({f"b.1.{i}": "told"})
+        for made in (
+            membership.propose_death([f"b.1.{i}"], "killed", out[-1]),
+            membership.propose_join(members(f"b.1.{i + 1}"), None),
+        ):
+            assert made is not None
+            out.append(made)
+    return out
+
+
+def test_an_emptied_generation_keeps_its_number() -> None:
+    service = MemoryService()
+    membership, other = Membership(service.connect()), Membership(service.connect())
+    made = many(membership, 3)
+    newest = made[-1]
+    assert membership.forget(2, newest) == [] and membership.forget(3, newest) == ["b.1.1"]
+    assert membership.forget(3, newest) == [] and membership.forget(newest.number, newest) == []
+    assert membership.keys.listed("member/") == ["member/a.0", "member/b.1.0", "member/b.1.2", "member/b.1.3"]
+    assert membership.keys.listed("wish/") == ["wish/b.1.0", "wish/b.1.2"]
+    # who stood still since the first generation finds the newest, and makes no number a second time
+    assert other.current(made[0]) == newest == other.wait(made[0], 0.0)
+    assert other.propose_death(["b.1.0"], "late", made[0]) == newest
+    assert other.renew(made[0], "late") == newest
+    joined = other.propose_join(members("c.0"), made[1])
+    assert joined is not None and joined.number == newest.number + 1 and joined.uids == (*newest.uids, "c.0")
+    between = other.between(made[0], newest)
+    assert [g.number for g in between] == [2, 3, 4, 5, 6, 7] and [g.forgotten for g in between][:2] == [True, True]
+    assert all(
+        "a.0" not in g.uids for g in between if g.forgotten
+    )  # so whoever missed it is put out (`Seat._check_missed`)
+
+
+def test_a_proposal_that_meets_an_emptied_number_goes_on_from_the_newest() -> None:
+    """The proposer read the second generation as the newest, and stood still."""
+    service = MemoryService()
+    membership = Membership(service.connect())
+    made = many(membership, 3)
+    for number in range(1, 5):
+        membership.forget(number, made[-1])
+    asked: list[int] = []
+
+    class Late(Membership):
+        def current(self, known: Generation | None = None) -> Generation | None:
+            asked.append(0 if known is None else known.number)
+            return made[1] if len(asked) == 1 else super().current(known)
+
+    found = Late(service.connect()).propose_join(members("c.0"), made[1])
+    assert found is not None and found.number == made[-1].number + 1 and "c.0" in found.uids
+    assert membership.current() == found
+
+
+def test_the_roster_empties_what_is_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roster_module, "KEPT", 3)
+    monkeypatch.setattr(roster_module, "TIDY_SOON_S", 0.0)
+    monkeypatch.setattr(roster_module, "TIDY_S", 0.0)
+    monkeypatch.setattr(roster_module, "LOOK_S", 0.0)
+    service = MemoryService()
+    keys = service.connect()
+    membership = Membership(keys)
+    made = many(membership, 5)
+    host = Roster("a", service, FirstRule(wanted=2, minimum=1, gather_s=1.0), limit_s=600.0)
+    host.announced(Member("a.0", "a"))
+    membership.announce(announcement("a.9"))
+    host.announced(Member("a.9", "a"))
+    host.died("a.9", "killed")  # it was never in a generation
+    for _ in range(30):
+        host.tick()
+    assert all(not Generation.from_json(keys.get(f"gen/{g.number}") or "").forgotten for g in made), "while one forms"
+    keys.put(stepped_key(made[-1]), "1")
+    for _ in range(30):
+        host.tick()
+    forgotten = [g.number for g in made if Generation.from_json(keys.get(f"gen/{g.number}") or "").forgotten]
+    assert forgotten == list(range(1, made[-1].number - 2 - 3 + 1))
+    left = {name.removeprefix("member/") for name in keys.listed("member/")}
+    assert {"a.0", "b.1.5"} <= left and not {"a.9", "b.1.0", "b.1.1"} & left
+    assert membership.current() == made[-1] and KEPT > 3
+
+
+def test_who_was_away_for_too_long_is_not_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    service = MemoryService()
+    membership = Membership(service.connect())
+    made = many(membership, 3)
+    host = Roster("b", service, FirstRule(wanted=2, minimum=1, gather_s=1.0), limit_s=600.0)
+    host.newest, host._own = made[0], {"b.1.1", "b.1.7"}
+    host._note_taken(membership, made[-1])
+    assert host._taken == {"b.1.1"}  # all are known
+    membership.forget(4, made[-1])
+    host._note_taken(membership, made[-1])
+    assert host._taken == {"b.1.1", "b.1.7"}
+
+
+def test_the_exit_code_says_what_happened() -> None:
+    assert exit_code([0, 0], finished=False) == 0 == exit_code([], finished=True)
+    assert exit_code([0, -9], finished=False) == 137 and exit_code([-15, -9], finished=False) == 143
+    assert exit_code([0, -9], finished=True) == 0
+    assert exit_code([0, 1, -9], finished=True) == 1 == exit_code([-9, 1], finished=False)
+    assert exit_code([75, 0], finished=False) == 0
+
+
+class _Ended:
+    slot, uid, ended = 2, "h.2.ab", True
+
+    @staticmethod
+    def cause() -> str:
+        return "killed by SIGKILL"
+
+
+def test_respawns_that_are_used_up_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    told: list[Event] = []
+    settings = SupervisorSettings(host="h", slots=3, wanted=3, respawns=4)
+    supervisor = Supervisor(lambda seat: 0, settings, service=MemoryService(), tell=told.append)  # type: ignore[arg-type]
+    supervisor.started = 6
+    assert not supervisor._is_used_up(_Ended()) and not told  # type: ignore[arg-type]
+    supervisor.started = 7
+    assert supervisor._is_used_up(_Ended())  # type: ignore[arg-type]
+    assert told == [RespawnsUsedUp(host="h", started=4, uid="h.2.ab", why="killed by SIGKILL")]
+    assert "slot 2 stays empty (killed by SIGKILL): 4 new workers were started" in capsys.readouterr().err
