@@ -29,6 +29,10 @@ _FILES = (".toml", ".json")
 _NAME = re.compile(r"(?P<name>[a-z0-9][a-z0-9-]*?)x(?P<ranks>[0-9]+)", re.IGNORECASE)
 
 
+DEVICE_HOP_S = 9e-7
+"""Of devices whose file does not say it: H100's (`h100.toml`, inside.hop_s)."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
     """Constants of one kind of host. Rates are per rank and one way."""
@@ -64,9 +68,18 @@ class Hardware:
     fp32_flops_per_s: float | None = None
     """Of products in float32; None where nobody has measured it."""
     fp32_efficiency: float | None = None
+    inside_hop_s: float | None = None
+    """Of each further step of a ring or chain inside a host; None: `hop_s` says what stands for it."""
     threads: int | None = None
     """Of a rank that computes on processors; None for a device."""
     sources: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def hop_s(self) -> float:
+        """Latency of one step between ranks of a host: the file's; else H100's on devices, a whole latency on processors, where gloo posts each step."""
+        if self.inside_hop_s is not None:
+            return self.inside_hop_s
+        return self.inside_latency_s if self.sms is None else DEVICE_HOP_S
 
     def share_of(self, multiprocessors: int) -> float:
         """Share of a device, at most all of it, that a kernel takes beside computation; 0 on processors, where what it takes was not measured."""
@@ -151,6 +164,8 @@ _SECTIONS: Mapping[str, tuple[str, ...]] = {
     "inside": ("bytes_per_s", "latency_s", "half_bytes"),
     "between": ("bytes_per_s", "efficiency", "latency_s"),
 }  # fmt: skip
+_OPTIONAL_OF: Mapping[str, tuple[str, ...]] = {"inside": ("hop_s",)}
+"""Of sections: what a file may leave out, for which `Hardware` knows what stands."""
 _OPTIONAL = {"fp8_flops_per_s": None, "fp8_efficiency": 0.57, "fp32_flops_per_s": None, "fp32_efficiency": None}
 _MEASURED = {
     "gemm": (3, "[m, n, k, seconds]"),
@@ -232,7 +247,9 @@ def parse_hardware(text: str, *, name: str, where: str) -> Hardware:
     sources: dict[str, str] = {}
     for section, keys in _SECTIONS.items():
         part = table if not section else table.get(section, {})
-        optional = {**dict.fromkeys(_KINDS), **_OPTIONAL} if not section else {}
+        optional = (
+            {**dict.fromkeys(_KINDS), **_OPTIONAL} if not section else dict.fromkeys(_OPTIONAL_OF.get(section, ()))
+        )
         for key in (*keys, *optional):
             full = f"{section}_{key}" if section else key
             if key in optional and key not in part:
@@ -324,7 +341,7 @@ def _unknown(table: Mapping[str, Any], where: str) -> list[Problem]:
         "": {"title", "measured", *_SECTIONS[""], *_KINDS, *_OPTIONAL, *filter(None, _SECTIONS)},
         "measured": set(_MEASURED),
     }
-    known |= {section: set(keys) for section, keys in _SECTIONS.items() if section}
+    known |= {section: {*keys, *_OPTIONAL_OF.get(section, ())} for section, keys in _SECTIONS.items() if section}
     problems = []
     for section, names in known.items():
         part = table if not section else table.get(section, {})
