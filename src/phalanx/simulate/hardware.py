@@ -60,7 +60,11 @@ class Hardware:
     between_efficiency: float
     between_latency_s: float
     measured_gemm: tuple[tuple[int, int, int, float], ...] = ()
-    """(m, n, k, seconds) timed on this very machine; they come before the formula."""
+    """(m, n, k, seconds) in bf16, timed on this very machine; they come before the formula."""
+    measured_gemm_fp32: tuple[tuple[int, int, int, float], ...] = ()
+    measured_experts: tuple[tuple[int, int, int, int, float], ...] = ()
+    """(rows, n, k, experts, seconds) of both products of experts and what lies between them, in bf16: hidden k, width n, `rows` of all experts."""
+    measured_experts_fp32: tuple[tuple[int, int, int, int, float], ...] = ()
     measured_links: tuple[tuple[str, int, float, float], ...] = ()
     """(collective, ranks, bytes, seconds) inside a host, timed there too. Bytes are those of the whole tensor, of all-to-all what a rank sends."""
     measured_between: tuple[tuple[str, int, int, float, float], ...] = ()
@@ -169,9 +173,14 @@ _OPTIONAL_OF: Mapping[str, tuple[str, ...]] = {"inside": ("hop_s",)}
 _OPTIONAL = {"fp8_flops_per_s": None, "fp8_efficiency": 0.57, "fp32_flops_per_s": None, "fp32_efficiency": None}
 _MEASURED = {
     "gemm": (3, "[m, n, k, seconds]"),
+    "gemm_fp32": (3, "[m, n, k, seconds]"),
+    "experts": (4, "[rows, n, k, experts, seconds]"),
+    "experts_fp32": (4, "[rows, n, k, experts, seconds]"),
     "links": (3, "[collective, ranks, bytes, seconds]"),
     "between": (4, "[collective, ranks, hosts, bytes, seconds]"),
 }
+_NAMELESS = ("gemm", "gemm_fp32", "experts", "experts_fp32")
+"""Tables whose rows begin with no collective."""
 LINKS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
 """Collectives that a table of measured links may name."""
 _CURVES = ("attention_forward", "inside_bytes_per_s")
@@ -368,10 +377,10 @@ def _measured(table: Mapping[str, Any], where: str) -> tuple[_Rows, list[Problem
         good = [row for row in rows if _is_row(name, row)] if isinstance(rows, list) else []
         if not isinstance(rows, list) or len(good) != len(rows):
             bad = next((row for row in rows if not _is_row(name, row)), rows) if isinstance(rows, list) else rows
-            names = "" if name == "gemm" else f", with a collective of {', '.join(LINKS)}"
+            names = "" if name in _NAMELESS else f", with a collective of {', '.join(LINKS)}"
             rule = f"holds rows {form}, all above 0{names}"
             problems.append(Problem(where=f"{where}: measured.{name}", value=bad, rule=rule))
-        elif name == "gemm":
+        elif name in _NAMELESS:
             found[name] = tuple((*map(int, row[:numbers]), float(row[numbers])) for row in good)
         elif name == "links":
             found[name] = tuple((row[0], int(row[1]), float(row[2]), float(row[3])) for row in good)
@@ -383,6 +392,6 @@ def _measured(table: Mapping[str, Any], where: str) -> tuple[_Rows, list[Problem
 def _is_row(name: str, row: object) -> bool:
     if not isinstance(row, list) or len(row) != _MEASURED[name][0] + 1:
         return False
-    numbers = row if name == "gemm" else row[1:]
+    numbers = row if name in _NAMELESS else row[1:]
     fits = all(isinstance(x, int | float) and not isinstance(x, bool) and 0 < x < math.inf for x in numbers)
-    return fits and (name == "gemm" or row[0] in LINKS)
+    return fits and (name in _NAMELESS or row[0] in LINKS)
