@@ -8,7 +8,16 @@ import pytest
 
 from phalanx.cli.main import main
 from phalanx.core.errors import ConfigError
-from phalanx.simulate.calibration import Attention, Calibration, Link, Measured, Product, Stream, calibrate
+from phalanx.simulate.calibration import (
+    Attention,
+    Calibration,
+    Link,
+    Measured,
+    Product,
+    Stream,
+    calibrate,
+    without_tables,
+)
 from phalanx.simulate.collectives import Network, Span, beside
 from phalanx.simulate.cost import Oracle
 from phalanx.simulate.hardware import known_hardware, load_hardware, parse_cluster, parse_hardware
@@ -96,6 +105,26 @@ def test_a_written_file_is_a_cluster(made: Calibration, suffix: str, tmp_path: P
     assert main(search) == 0
 
 
+def test_tables_of_products_and_experts_come_before_the_formula(made: Calibration) -> None:
+    """A file holds both types of both; each is used for what is near it, and only for its own type."""
+    h = made.hardware
+    assert len(h.measured_gemm) == len(h.measured_gemm_fp32) == 9 and h.measured_experts == ((512, 512, 256, 4, 2e-3),)
+    slow = replace(h, measured_gemm=(), measured_gemm_fp32=((512, 1024, 1024, 0.7),), measured_experts=())
+    wide, narrow = Oracle(slow, "fp32"), Oracle(slow)
+    assert wide.gemm(512, 1024, 1024).origin == "measured" and narrow.gemm(512, 1024, 1024).origin == "formula"
+    assert wide.product(512, 1024, 1024) == pytest.approx(0.7, rel=0.01)
+    # two products of 4 experts: with the activation between them what was measured of both
+    o = Oracle(h)
+    both = o.product(512, 1024, 256, groups=4) + o.product(512, 256, 512, groups=4)
+    bare = Oracle(without_tables(h))
+    formula = bare.product(512, 1024, 256, groups=4) + bare.product(512, 256, 512, groups=4)
+    assert 1e-3 < both < 2e-3 < 10 * both and formula < both
+    assert o.gemm(512, 1024, 256, groups=4).origin == "near a measurement"
+    assert o.product(512, 1024, 256, groups=64) == Oracle(replace(h, measured_experts=())).product(
+        512, 1024, 256, groups=64
+    )
+
+
 def test_measured_links_come_before_the_formula(made: Calibration) -> None:
     table = (("all_to_all", 2, 1000.0, 1.0), ("all_to_all", 2, 4000.0, 2.0))
     network, span = Network(replace(made.hardware, measured_links=table)), Span(2, 1)
@@ -161,14 +190,8 @@ def test_arguments_are_checked_at_once(capsys: pytest.CaptureFixture[str]) -> No
 @pytest.mark.parametrize("name", known_hardware())
 def test_every_constant_of_the_files_that_come_along_has_a_source(name: str) -> None:
     hardware = load_hardware(name)
-    constants = set(vars(hardware)) - {
-        "name",
-        "title",
-        "sources",
-        "measured_gemm",
-        "measured_links",
-        "measured_between",
-    }
+    tables = {name for name in vars(hardware) if name.startswith("measured_")}
+    constants = set(vars(hardware)) - {"name", "title", "sources"} - tables
     without = {key for key in constants if key not in hardware.sources and getattr(hardware, key) is not None}
     assert not without
 

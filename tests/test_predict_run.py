@@ -85,6 +85,23 @@ def test_a_measured_table_comes_before_the_formulas() -> None:
 
 
 @pytest.mark.unit
+def test_a_machines_tables_of_products_come_before_the_formula() -> None:
+    """A program's products are looked up: forward the matrix as it is, backward its two gradients."""
+    made = programs(Run(folding=Folding(world=2, ep=2)))[0].ops
+    hardware = load_hardware("h100")
+    for name, table in (("mb0.L0.{}.attention.out", "measured_gemm"), ("mb0.L0.{}.experts", "measured_experts")):
+        forward, backward = (next(op for op in made if op.id == name.format(phase)) for phase in ("fwd", "bwd"))
+        (rows, n, k, groups), *others = forward.products
+        seconds = 10 * ProgramOracle(hardware=hardware).cost(forward, (0,)).seconds
+        row = (rows, n, k, seconds) if groups == 1 else (rows, others[0][2], k, groups, seconds)
+        known = ProgramOracle(hardware=dataclasses.replace(hardware, **{table: (tuple(row),)}))  # type: ignore[arg-type]
+        plain = ProgramOracle(hardware=hardware)
+        assert known.cost(forward, (0,)).origin in ("measured", "near a measurement")
+        assert known.cost(forward, (0,)).seconds > plain.cost(forward, (0,)).seconds
+        assert plain.cost(backward, (0,)).seconds > 1.5 * plain.cost(forward, (0,)).seconds
+
+
+@pytest.mark.unit
 def test_programs_of_a_recipe_on_a_cluster() -> None:
     settings = ["--model.preset", "laptop", "--model.vocab", "512", "--launch.ranks", "4", "--train.global_batch", "16"]
     recipe = load_recipe(None, [*settings, "--train.micro_batch", "2", "--folding.ep", "4"])

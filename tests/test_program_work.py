@@ -81,6 +81,24 @@ def test_flops_are_those_of_the_model(recompute: str) -> None:
 
 
 @pytest.mark.unit
+@pytest.mark.parametrize(
+    "run", [RUNS[i] for i in (0, 3, 4, 5, 6, 11)], ids=["plain", "gated", "latent", "chunks", "capacity", "split"]
+)
+def test_products_of_an_operation_make_its_flops(run: Run) -> None:
+    """Forward once, backward twice, or once in each of two passes where the schedule puts weight gradients off."""
+    for program in programs(run):
+        for op in program.ops:
+            work = sum(2.0 * m * n * k for m, n, k, _ in op.products)
+            if "attention.core" in op.id:
+                assert not work and op.flops
+            elif not work:
+                assert op.flops == 0
+            else:
+                times = round(op.flops / work)
+                assert op.flops == pytest.approx(times * work) and times in ((1, 2) if op.phase == "bwd" else (1,))
+
+
+@pytest.mark.unit
 def test_without_sizes_a_program_has_no_amounts() -> None:
     assert all(op.flops == op.sent_bytes == op.moved_bytes == 0 for op in RUNS[0].program(0).ops)
 

@@ -170,8 +170,8 @@ def own_and_moved(rank, cache):
 
 def test_what_stays_is_copied_and_messages_are_counted():
     got = run_ranks(2, own_and_moved)
-    assert sorted(got[0]) == [("receive", "swap.1", 0), ("send", "swap.to1.0", 48)]
-    assert sorted(got[1]) == [("receive", "swap.0", 0), ("send", "swap.to0.0", 48)]
+    assert sorted(got[0]) == [("receive", "swap.1to0.0", 0), ("send", "swap.0to1.0", 48)]
+    assert sorted(got[1]) == [("receive", "swap.0to1.0", 0), ("send", "swap.1to0.0", 48)]
 
 
 # ---- faults and planted bugs --------------------------------------------------------------------------------------------------

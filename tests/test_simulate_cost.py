@@ -228,6 +228,45 @@ def test_rails_share_the_traffic_of_a_ring() -> None:
     assert eight == pytest.approx(8e9 * 31 / 32 / 336e9, rel=0.02)
 
 
+@pytest.mark.parametrize("hosts", [4, 32, 256])
+@pytest.mark.parametrize("inside", [1, 8])
+def test_small_all_reduces_take_trees_and_large_ones_rings(hosts: int, inside: int) -> None:
+    """The size where both take as long, from their closed forms: latency 2 log2(H) against 2 (H - 1) messages, 2 S / 0.92 against 2 S (H - 1) / H bytes."""
+    h, span = H100, Span(inside, hosts)
+    net = Network(replace(h, inside_bytes_per_s=((2.0, 1e15),), inside_half_bytes=1.0))  # cards alone are scarce
+    card, chain = h.between_bytes_per_s * h.between_efficiency * inside, (inside - 1) * h.hop_s
+    ring_s = 2 * (h.inside_latency_s + (hosts - 1) * (h.between_latency_s + chain))
+    tree_s = h.inside_latency_s + 2 * (math.log2(hosts) * h.between_latency_s + chain)
+    equal = (ring_s - tree_s) * card / (2 / 0.92 - 2 * (hosts - 1) / hosts)
+    for size, is_tree in ((equal / 3, True), (equal * 0.99, True), (equal * 1.01, False), (equal * 3, False)):
+        ring, tree = ring_s + 2 * size * (hosts - 1) / hosts / card, tree_s + 2 * size / card / 0.92
+        assert (tree < ring) == is_tree
+        assert net.all_reduce(size, span) == pytest.approx(min(ring, tree), rel=1e-9)
+    assert net.tree(equal, span) == pytest.approx(net.all_reduce(equal, span), rel=1e-6)
+
+
+def test_latency_grows_with_the_logarithm_in_a_tree_and_with_the_ranks_in_a_ring() -> None:
+    def growth(call: str, inside: int) -> float:
+        few, many = (getattr(NET, call)(64, Span(inside, hosts)) for hosts in (16, 1024))
+        return many / few
+
+    assert growth("all_reduce", 8) < 10 / 4 * 1.01
+    assert growth("all_gather", 8) == pytest.approx(1023 / 15, rel=0.1)
+    assert 5 < growth("all_gather", 1) < 1023 / 15  # PAT has a linear part of its own
+    assert NET.all_gather(8e9, Span(1, 16)) == pytest.approx(
+        NET.ring_latency(Span(1, 16)) + 8e9 * 15 / 16 / (50e9 * 0.84)
+    )
+
+
+def test_gloo_has_rings_alone() -> None:
+    host = replace(H100, sms=None, threads=1, inside_hop_s=None)
+    assert host.hop_s == host.inside_latency_s and replace(H100, inside_hop_s=None).hop_s == H100.hop_s == 9e-7
+    net, span = Network(host), Span(2, 64)
+    assert net.all_reduce(8, span) == pytest.approx(2 * net.all_gather(8, span)) and net.tree(8, span) < net.all_reduce(
+        8, span
+    )
+
+
 def test_spans_follow_the_rank_order() -> None:
     def span(size: int, stride: int) -> Span:
         return span_of(size, stride, ranks_per_host=8)

@@ -74,5 +74,5 @@ def describe(made: Calibration, *, seconds: float) -> str:
     ]
     for kind, e in made.errors.items():
         lines.append(f"  {kind:<44}{e.rows:>5}{e.median:>9.1%}{e.worst:>9.1%}  {e.worst_row}")
-    lines.append("products in bf16 and links are in the file as tables too, which come before the formulas")
+    lines.append("products, experts and links are in the file as tables too, which come before the formulas")
     return "\n".join(lines)

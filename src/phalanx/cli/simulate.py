@@ -51,6 +51,19 @@ def step(argv: Sequence[str]) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the prediction")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write the schedule as a trace for Perfetto")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the schedule's timeline")
+    parser.add_argument(
+        "--straggler",
+        action="append",
+        default=None,
+        metavar="WHO:FACTOR",
+        help="who computes slower, such as host=3:1.2, rank=17:1.1, or host=0.5%%:1.1 for hosts drawn at random; may be repeated",
+    )
+    parser.add_argument(
+        "--spread",
+        type=float,
+        metavar="S",
+        help="draw every device's pace with this spread (standard deviation of its logarithm)",
+    )
     parser.add_argument("--against", type=Path, metavar="RUN", help="compare with recorded steps of a run, id by id")
     parser.add_argument("--steps", metavar="A:B", help="with --against: which of them (default: all)")
     parser.add_argument("--learn", metavar="A:B", help="with --against: steps whose medians come before the formulas")
@@ -63,7 +76,9 @@ def step(argv: Sequence[str]) -> int:
 
         how = {"steps": args.steps, "learn": args.learn, "json_file": args.json}
         return against(args.recipe, args.against, args.cluster, overrides, **how)
-    prediction = predict_recipe(args.recipe, args.cluster, overrides)
+    prediction = predict_recipe(
+        args.recipe, args.cluster, overrides, stragglers=args.straggler or (), spread=args.spread
+    )
     if args.json is not None:
         write_json(args.json, prediction.to_dict())
     step = prediction.step
@@ -77,7 +92,7 @@ def step(argv: Sequence[str]) -> int:
 
 def _without_effect(args: argparse.Namespace) -> list[Problem]:
     """Arguments of the other way to use the command."""
-    alone = ("steps", "learn") if args.against is None else ("trace", "svg")
+    alone = ("steps", "learn") if args.against is None else ("trace", "svg", "straggler", "spread")
     rule = "has no effect " + ("without --against" if args.against is None else "with --against")
     return [
         Problem(where=f"--{name}", value=str(getattr(args, name)), rule=rule, hint="leave it out")
@@ -101,6 +116,7 @@ def describe(p: Prediction) -> str:
         f"{p.mfu('full'):.1%} (all scores)",
         "  " + ", ".join(f"{kind} {seconds / total:.1%}" for kind, seconds in parts if seconds / total >= 0.0005),
         f"  beside computation: {format_seconds(s.hidden_s)} of communication",
+        *_slow_lines(p),
         f"{'stage':>7}{'weights':>12}{'gradients':>12}{'optimizer':>12}{'activations':>13}{'other':>12}{'total':>12}",
     ]
     for m in _shown(p):
@@ -115,6 +131,15 @@ def describe(p: Prediction) -> str:
         f"{verdict}: stage {fullest.pipeline_rank} needs {format_bytes(fullest.total)} of {format_bytes(usable)}"
     )
     return "\n".join(lines)
+
+
+def _slow_lines(p: Prediction) -> list[str]:
+    """What slow ranks cost."""
+    if p.stragglers is None or p.nominal_s is None:
+        return []
+    longer = p.step.seconds / p.nominal_s - 1
+    how = f" in the median of {p.stragglers.draws} draws" if p.stragglers.drawn else ""
+    return [f"  slow ranks: {longer:+.1%}{how} ({format_seconds(p.nominal_s)} where nobody is slow)"]
 
 
 def _shown(p: Prediction) -> list[StageMemory]:

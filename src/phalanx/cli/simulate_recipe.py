@@ -14,11 +14,20 @@ from phalanx.plan.heal_choice import choose_healing
 from phalanx.plan.recipe import run_problems
 from phalanx.simulate.from_recipe import job_of_recipe, mapping_of_recipe, resolve_recipe
 from phalanx.simulate.hardware import parse_cluster
+from phalanx.simulate.slow_ranks import parse_stragglers, straggler_problems
+from phalanx.simulate.slow_step import with_stragglers
 from phalanx.simulate.step_time import Prediction, predict
 
 
-def predict_recipe(path: Path, cluster_name: str, overrides: Sequence[str]) -> Prediction:
-    """The prediction of a recipe. Raises `ConfigError` or `PlanError` with all problems, of the cluster and of the recipe."""
+def predict_recipe(
+    path: Path,
+    cluster_name: str,
+    overrides: Sequence[str],
+    *,
+    stragglers: Sequence[str] = (),
+    spread: float | None = None,
+) -> Prediction:
+    """The prediction of a recipe, with slow ranks as `--straggler` and `--spread` say them. Raises `ConfigError` or `PlanError` with all problems, of the cluster and of the recipe."""
     problems: list[Problem] = []
     cluster, recipe = None, None
     try:
@@ -26,6 +35,7 @@ def predict_recipe(path: Path, cluster_name: str, overrides: Sequence[str]) -> P
     except ConfigError as error:
         problems += error.problems
     world = cluster.world if cluster is not None else None
+    problems += straggler_problems(stragglers, spread, cluster)
 
     def check(given: Recipe) -> Sequence[Problem]:
         return run_problems(given, world=world, tokenizer_vocab=given.model.vocab) if world is not None else ()
@@ -51,4 +61,6 @@ def predict_recipe(path: Path, cluster_name: str, overrides: Sequence[str]) -> P
             "this run would heal itself (resilience.heal is not set): copies of shards and its votes are not in the prediction",
             file=sys.stderr,
         )
-    return predict(job_of_recipe(recipe, spec), mapping, cluster)
+    prediction = predict(job_of_recipe(recipe, spec), mapping, cluster)
+    slow = parse_stragglers(stragglers, spread)
+    return prediction if slow is None else with_stragglers(prediction, slow)

@@ -72,6 +72,8 @@ class Op:
     """Operations whose output it takes piece by piece: it begins with their first piece, and ends a piece after them at the earliest."""
     pieces: int = 1
     """In how many pieces."""
+    products: tuple[tuple[float, int, int, int], ...] = ()
+    """What it multiplies in a forward pass: rows, columns of the result, inner dim, and how many matrices share the rows (experts)."""
     flops: float = 0.0
     """Of products and attention (causal half counted); of one rank, as all else here. See `plan/program_work.py`."""
     moved_bytes: float = 0.0

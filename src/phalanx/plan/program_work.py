@@ -64,7 +64,7 @@ class Counting:
         flops, moved = self._work(op, place.name)
         if place.phase == "bwd":
             flops, moved = flops * self._backward(place.name), 2 * moved
-        return replace(op, flops=flops, moved_bytes=moved)
+        return replace(op, flops=flops, moved_bytes=moved, products=self._products(op.layer, place.name))
 
     # ---- sizes -----------------------------------------------------------------------------------------------------------------
 
@@ -267,6 +267,41 @@ class Counting:
                     found[key] = found.get(key, 0) + _elements(held)
         return found
 
+    @cached_property
+    def _sides(self) -> dict[tuple[int | None, str], list[tuple[int, int, int]]]:
+        """(layer, what uses them) -> columns, inner dim and number of this rank's matrices."""
+        found: dict[tuple[int | None, str], list[tuple[int, int, int]]] = {}
+        for layout in self.layouts.values():
+            for held in layout.params:
+                part = _used_by(held)
+                if part is not None:
+                    experts = held.param.family == "expert"
+                    columns = math.prod(held.shape[experts:-1])
+                    one = columns, held.shape[-1], held.shape[0] if experts else 1
+                    found.setdefault((held.param.layer, part), []).append(one)
+        return found
+
+    def _products(self, layer: int | None, name: str) -> tuple[tuple[float, int, int, int], ...]:
+        """Of one operation; of a pass of weight gradients those of its whole stage."""
+        if name.startswith("weights"):
+            held = self.layers_of_stage.get(int(name.removeprefix("weights")), ())
+            return tuple(p for at in held for part in self._rows_of_part for p in self._multiplied(at, part))
+        part, _, chunk = name.removeprefix("attention.").partition(".chunk")
+        layer = None if part == "loss" else layer
+        share = 1.0 / self._num_chunks if chunk and part == "experts" else 1.0
+        return tuple((rows * share, *sides) for rows, *sides in self._multiplied(layer, part))  # type: ignore[misc]
+
+    def _multiplied(self, layer: int | None, part: str) -> list[tuple[float, int, int, int]]:
+        if part not in self._rows_of_part:
+            return []
+        return [(self._rows_of_part[part], *sides) for sides in self._sides.get((layer, part), [])]
+
+    @cached_property
+    def _rows_of_part(self) -> dict[str, float]:
+        """Rows that each use of matrices multiplies."""
+        n, t = self._rows_N, self._rows_T
+        return {"projections": n, "out": n, "router": t, "mlp": n, "shared": n, "loss": n, "experts": self._expert_rows}
+
     def _work(self, op: Op, name: str) -> tuple[float, float]:
         """FLOPs and bytes of memory of a forward pass."""
         if name == "commit":
@@ -318,9 +353,7 @@ class Counting:
 
     def _weights(self, stage: int) -> float:
         """What a pass of weight gradients makes: every product of the stage once more."""
-        parts = {"projections": self._rows_N, "out": self._rows_N, "router": self._rows_T, "mlp": self._rows_N}
-        rows = {**parts, "shared": self._rows_N, "loss": self._rows_N, "experts": self._expert_rows}
-        held = self.layers_of_stage.get(stage, ())
+        rows, held = self._rows_of_part, self.layers_of_stage.get(stage, ())
         return sum(2.0 * rows[part] * n for (layer, part), n in self._matrices.items() if layer in held)
 
 

@@ -24,6 +24,7 @@ from typing import Literal
 import torch
 
 from phalanx.core.errors import PeerError
+from phalanx.plan.program_moves import message_id
 from phalanx.plan.reshard_types import Part
 from phalanx.runtime.collectives import Collectives
 from phalanx.runtime.exchange import Exchange, Message
@@ -204,7 +205,9 @@ class _Tagged(_Run):
             step = self.program.steps[number]
             tensor, buffer = self.incoming(step)
             exchange = self.lane.comms.start_receive(
-                self.message(step, tensor), self.lane.axis, op_id=f"{self.lane.op_id}.{number}"
+                self.message(step, tensor),
+                self.lane.axis,
+                op_id=message_id(self.lane.op_id, step.peer, self.program.rank, step.tag),
             )
             self.under_way[number] = (exchange, buffer)
             self.posted += 1
@@ -226,7 +229,9 @@ class _Tagged(_Run):
             self._finish_send()
         tensor, buffer = self.outgoing(step)
         exchange = self.lane.comms.start_send(
-            self.message(step, tensor), self.lane.axis, op_id=f"{self.lane.op_id}.to{step.peer}.{step.tag}"
+            self.message(step, tensor),
+            self.lane.axis,
+            op_id=message_id(self.lane.op_id, self.program.rank, step.peer, step.tag),
         )
         self.leaving.append((step, exchange, buffer))
 

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.core.errors import PeerError, PlanError, Problem, raise_if
+from phalanx.plan.program_moves import compare_id
 from phalanx.plan.reshard import ReshardPlan, plan_reshard
 from phalanx.plan.reshard_types import Hosts, Move, equal_hosts
 from phalanx.runtime.collectives import Collectives
@@ -176,7 +177,7 @@ class Resharder:
 
     def _compare(self, mine: int, op_id: str) -> None:
         """One integer of each rank. Raises `PlanError` where they differ; a rank that refused raises its own error afterwards."""
-        told = self.comms.all_gather(torch.tensor([mine]), self.axis, op_id=f"{op_id}.plan").tolist()
+        told = self.comms.all_gather(torch.tensor([mine]), self.axis, op_id=compare_id(op_id)).tolist()
         if mine == REFUSED or all(n == mine for n in told):
             return
         by_number: dict[int, list[int]] = {}

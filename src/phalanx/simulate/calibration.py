@@ -24,7 +24,7 @@ import numpy as np
 
 from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.simulate.collectives import Network, Span
-from phalanx.simulate.cost import Oracle
+from phalanx.simulate.cost import Oracle, experts_s
 from phalanx.simulate.hardware import LINKS, Hardware, parse_hardware
 
 WIDTH = {"bf16": 2, "fp32": 4}
@@ -196,9 +196,13 @@ class _Fit:
             "attention": self._attention(peak),
             **self._links(),
         }
-        gemm = [[p.m, p.n, p.k, p.seconds] for p in m.products if p.precision == "bf16"]
+        tables = {
+            f"{what}{'' if kind == 'bf16' else '_fp32'}": [_row(p) for p in rows if p.precision == kind]
+            for what, rows in (("gemm", m.products), ("experts", m.experts))
+            for kind in WIDTH
+        }
         links = [[x.what, x.ranks, x.num_bytes, x.seconds] for x in m.links]
-        table["measured"] = {"gemm": gemm, **({"links": links} if links else {})}
+        table["measured"] = {name: rows for name, rows in {**tables, "links": links}.items() if rows}
         return table
 
     def _of(self, kind: str) -> list[Product]:
@@ -297,7 +301,7 @@ class _Fit:
 
     def errors(self, hardware: Hardware) -> dict[str, Error]:
         """By kind: of the formulas with the fitted constants."""
-        bare = replace(hardware, measured_gemm=(), measured_links=())
+        bare = without_tables(hardware)
         oracles = {kind: Oracle(bare, kind) for kind in WIDTH}
         bandwidth = oracles["bf16"].bytes_per_s
         found: dict[str, list[tuple[float, float, str]]] = {}
@@ -306,7 +310,10 @@ class _Fit:
             computed = _product_s(p, rate, bandwidth, bare.kernel_s)
             found.setdefault(f"products {p.precision}", []).append((computed, p.seconds, f"{p.m} x {p.n} x {p.k}"))
         for p in self.m.experts:
-            computed = _experts_s(p, _rate(bare, p.precision), bandwidth, bare.kernel_s)
+            rate, width = _rate(bare, p.precision), WIDTH[p.precision]
+            computed = experts_s(
+                p.m, p.n, p.k, p.groups, rate=rate, bandwidth=bandwidth, kernel_s=bare.kernel_s, width=width
+            )
             what = f"{p.groups} experts, {p.m // p.groups} rows each, {p.k} x {p.n}"
             found.setdefault(f"experts {p.precision}", []).append((computed, p.seconds, what))
         oracle = oracles["bf16"]
@@ -363,6 +370,17 @@ def error_of(rows: Sequence[tuple[float, float, str]]) -> Error:
     return Error(len(rows), statistics.median(error for error, _ in wrong), worst, what)
 
 
+def without_tables(hardware: Hardware) -> Hardware:
+    """The same constants, nothing measured beside them."""
+    nothing: dict[str, Any] = {name: () for name in vars(hardware) if name.startswith("measured_")}
+    return replace(hardware, **nothing)
+
+
+def _row(p: Product) -> list[float]:
+    """Of a table of the file."""
+    return [p.m, p.n, p.k, *([p.groups] if p.groups > 1 else []), p.seconds]
+
+
 def _rate(h: Hardware, precision: str) -> float:
     if precision == "fp32" and h.fp32_flops_per_s is not None and h.fp32_efficiency is not None:
         return h.fp32_flops_per_s * h.fp32_efficiency
@@ -372,14 +390,6 @@ def _rate(h: Hardware, precision: str) -> float:
 def _product_s(p: Product, rate: float, bandwidth: float, kernel_s: float) -> float:
     moved = WIDTH[p.precision] * (p.m * p.k + p.m * p.n + p.k * p.n)
     return kernel_s * 4 / 3 + max(2.0 * p.m * p.n * p.k / rate, moved / bandwidth)
-
-
-def _experts_s(p: Product, rate: float, bandwidth: float, kernel_s: float) -> float:
-    """Two products of all rows, the first twice as wide, and what lies between them."""
-    width, weights = WIDTH[p.precision], p.groups * p.n * p.k
-    first = max(4.0 * p.m * p.n * p.k / rate, width * (p.m * (p.k + 2 * p.n) + 2 * weights) / bandwidth)
-    second = max(2.0 * p.m * p.n * p.k / rate, width * (p.m * (p.n + p.k) + weights) / bandwidth)
-    return first + second + 3 * width * p.m * p.n / bandwidth + kernel_s * (4 / 3 * 2 + 1)
 
 
 def _link_s(network: Network, x: Link) -> float:

@@ -2,7 +2,8 @@
 
 Decides which algorithm a group uses and what each link carries. A *span* says how a group lies on hosts: `inside` members share a host, on
 `hosts` hosts; ranks of one host drive their own network cards (rails), so a ring of a group with `inside` members a host crosses
-hosts on `inside` cards at once. Must never change: more bytes or slower links never make a collective faster (test).
+hosts on `inside` cards at once. On devices the fastest algorithm is taken, by size and ranks, among those that NCCL has for it: rings for
+everything (latency grows with the ranks), double binary trees between hosts for all-reduce, and PAT for gathers and scatters with one member a host (both with the logarithm of the hosts). gloo has rings alone. Must never change: more bytes or slower links never make a collective faster (test).
 
 A table of times measured on those very links comes before the formula (inside a host `Hardware.measured_links`, between hosts `measured_between`): linear
 between its sizes in logarithms, beyond them the formula in proportion to the nearest.
@@ -14,13 +15,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 from phalanx.simulate.hardware import Curve, Hardware, at
 
 NCCL_SMS = 16
 """Multiprocessors that a ring takes beside computation (8 to 24)."""
+
+TREE_SHARE = 0.92
+"""Bandwidth of a double binary tree over that of a ring (NCCL, src/graph/tuning.cc: busBw * .92); its dip at middle sizes is left out."""
+PAT_SHARE = 0.75
+"""The same of PAT, in NCCL since 2.23 for groups of one rank a host (there: busBw * .75)."""
+PAT_STEP, PAT_RANK_S = 1 / 3.5, 2.8e-6
+"""Latency of PAT: this share of a message's between hosts for each doubling of hosts, and so much for each rank (there)."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +66,7 @@ class Network:
         return self.hardware.between_bytes_per_s * self.hardware.between_efficiency
 
     def all_gather(self, whole: float, span: Span) -> float:
-        """Ring all-gather or reduce-scatter: inside a host every byte passes a fast link, between hosts 1/inside of them a card."""
+        """All-gather: inside a host every byte passes a fast link, between hosts 1/inside of them a card."""
         return self._ring("all_gather", whole, span)
 
     def reduce_scatter(self, whole: float, span: Span) -> float:
@@ -66,22 +74,23 @@ class Network:
         return self._ring("reduce_scatter", whole, span)
 
     def _ring(self, name: str, whole: float, span: Span) -> float:
-        n = span.size
-        if n <= 1 or whole <= 0:
+        if span.size <= 1 or whole <= 0:
             return 0.0
-        if span.hosts == 1:
 
-            def formula(size: float) -> float:
-                return self.hardware.inside_latency_s + self._inside(size * (n - 1) / n, n, size)
+        def formula(size: float) -> float:
+            ring = self.ring_latency(span) + self._one_way(size, span)
+            if span.hosts == 1 or span.inside > 1 or self.hardware.sms is None:
+                return ring
+            return min(ring, self.pat_latency(span) + self._one_way(size, span) / PAT_SHARE)
 
-            return self._known(name, span, whole, formula)
+        return self._known(name, span, whole, formula)
 
-        def between(size: float) -> float:
-            fast = self._inside(size * (n - 1) / n, max(2, span.inside), size) if span.inside > 1 else 0.0
-            slow = size * (span.hosts - 1) / span.hosts / span.inside / self._between
-            return self.latency(span) + max(fast, slow)
-
-        return self._known(name, span, whole, between)
+    def _one_way(self, size: float, span: Span) -> float:
+        """Every byte once over a fast link of each rank, and 1/inside of them over each card; without latency."""
+        n = span.size
+        fast = self._inside(size * (n - 1) / n, max(2, span.inside), size) if span.inside > 1 else 0.0
+        slow = size * (span.hosts - 1) / span.hosts / span.inside / self._between if span.hosts > 1 else 0.0
+        return max(fast, slow)
 
     def _known(self, name: str, span: Span, num_bytes: float, formula: Callable[[float], float]) -> float:
         """From the table of these links, if it has such a collective of so many ranks on so many hosts; else by the formula."""
@@ -95,17 +104,37 @@ class Network:
         nearest = min(max(num_bytes, knots[0][0]), knots[-1][0])
         return math.exp(at(knots, nearest)) * formula(num_bytes) / formula(nearest)
 
-    def latency(self, span: Span) -> float:
-        """Start of a collective: hops of a tree between hosts, one step inside."""
+    def ring_latency(self, span: Span) -> float:
+        """Start of a collective, and the way once round: a message to each further host, and the steps inside it."""
+        h, further = self.hardware, span.hosts - 1
+        return h.inside_latency_s + further * (h.between_latency_s + (span.inside - 1) * h.hop_s)
+
+    def tree_latency(self, span: Span) -> float:
+        """Up and down a tree of hosts whose members are chains (NCCL, src/graph/tuning.cc, Tree)."""
         h = self.hardware
-        return h.inside_latency_s + (2 * math.log2(span.hosts) * h.between_latency_s if span.hosts > 1 else 0.0)
+        return h.inside_latency_s + 2 * (math.log2(span.hosts) * h.between_latency_s + (span.inside - 1) * h.hop_s)
+
+    def pat_latency(self, span: Span) -> float:
+        """Parallel aggregated trees, one member a host (NCCL, PAT)."""
+        h = self.hardware
+        return h.inside_latency_s + math.log2(span.hosts) * h.between_latency_s * PAT_STEP + span.hosts * PAT_RANK_S
 
     def all_reduce(self, whole: float, span: Span) -> float:
-        """Reduce-scatter and all-gather; a tree has the same bytes and fewer hops."""
+        """Reduce-scatter and all-gather, or up and down two trees, in each of which every rank handles half of the bytes."""
         if span.size <= 1 or whole <= 0:
             return 0.0
-        ring = Network(replace(self.hardware, measured_links=(), measured_between=()))
-        return self._known("all_reduce", span, whole, lambda size: 2 * ring.all_gather(size, span))
+
+        def formula(size: float) -> float:
+            ring = 2 * (self.ring_latency(span) + self._one_way(size, span))
+            return ring if span.hosts == 1 or self.hardware.sms is None else min(ring, self.tree(size, span))
+
+        return self._known("all_reduce", span, whole, formula)
+
+    def tree(self, whole: float, span: Span) -> float:
+        """All-reduce by double binary trees between hosts: a rank sends all bytes up and all down, where a ring sends (n - 1)/n of them twice."""
+        fast = self._inside(whole, max(2, span.inside), whole) if span.inside > 1 else 0.0
+        slow = whole / span.inside / self._between
+        return self.tree_latency(span) + 2 * max(fast, slow) / TREE_SHARE
 
     def hierarchical_all_gather(self, whole: float, span: Span) -> float:
         """Between hosts first (each rail a part), then inside: two steps one after the other."""
@@ -113,7 +142,7 @@ class Network:
             return self.all_gather(whole, span)
         slow = whole / span.inside * (span.hosts - 1) / span.hosts / self._between
         fast = self._inside(whole * (span.inside - 1) / span.inside, span.inside, whole)
-        return self.latency(span) + slow + fast
+        return self.ring_latency(Span(1, span.hosts)) + (span.inside - 1) * self.hardware.hop_s + slow + fast
 
     def all_to_all(self, rows_bytes: float, span: Span) -> float:
         """Every rank sends `rows_bytes`, evenly, to all; parts for other hosts through its own card, at once with those inside."""

@@ -107,21 +107,28 @@ class Oracle:
         moved = (m * k + m * n) * width + weights * (2 * FP32 if accumulate else width)
         products, memory = 2.0 * m * n * k / self._rate, moved / self.bytes_per_s
         bound = max(products, memory) + (EPILOGUE * min(products, memory) if accumulate else 0.0)
-        return self.hardware.kernel_s * 4 / 3 + bound * self._correction(m, n, k)
+        return self.hardware.kernel_s * 4 / 3 + bound * self._correction(m, n, k, groups)
 
-    def _correction(self, m: float, n: float, k: float) -> float:
-        """Measured over computed time at the nearest measured shape within a factor of e in each dim; else 1. The table is of bf16."""
-        if self._wide:
-            return 1.0
-        return _nearby(self.hardware.measured_gemm, m, n, k, self._rate, self.bytes_per_s)
+    def _correction(self, m: float, n: float, k: float, groups: int = 1) -> float:
+        """Measured over computed time at the nearest measured shape within a factor of e in each dim; else 1. Tables are of bf16 and fp32."""
+        h, width = self.hardware, FP32 if self._wide else BF16
+        if groups > 1:
+            table = h.measured_experts_fp32 if self._wide else h.measured_experts
+            ratio = _nearby_experts(table, m, n * k, groups, self._rate, self.bytes_per_s, h.kernel_s, width)
+            if ratio is not None:
+                return ratio
+        return _nearby(self._measured, m, n, k, self._rate, self.bytes_per_s, width)
 
-    def gemm(self, m: float, n: float, k: float) -> Cost:
-        """A product with its error bar, for people and tables."""
-        seconds = self.product(m, n, k)
-        hit = any((a, b, c) == (m, n, k) for a, b, c, _ in self.hardware.measured_gemm)
-        if hit:
+    @property
+    def _measured(self) -> tuple[tuple[int, int, int, float], ...]:
+        return self.hardware.measured_gemm_fp32 if self._wide else self.hardware.measured_gemm
+
+    def gemm(self, m: float, n: float, k: float, *, groups: int = 1, accumulate: bool = False) -> Cost:
+        """A product with its error bar and where it is from."""
+        seconds = self.product(m, n, k, groups=groups, accumulate=accumulate)
+        if groups == 1 and not accumulate and any((a, b, c) == (m, n, k) for a, b, c, _ in self._measured):
             return Cost(seconds, 0.03, "measured")
-        if self._correction(m, n, k) != 1.0:
+        if self._correction(m, n, k, groups) != 1.0:
             return Cost(seconds, 0.05, "near a measurement")
         return Cost(seconds, SIGMA["gemm"] if min(m, n, k) >= 512 else 0.15, "formula")
 
@@ -142,12 +149,51 @@ def _short(curve: Curve, seq: float) -> float:
 
 @lru_cache(maxsize=65536)
 def _nearby(
-    table: tuple[tuple[int, int, int, float], ...], m: float, n: float, k: float, rate: float, bandwidth: float
+    table: tuple[tuple[int, int, int, float], ...],
+    m: float,
+    n: float,
+    k: float,
+    rate: float,
+    bandwidth: float,
+    width: int = BF16,
 ) -> float:
     best, found = 1.0, 1.0
     for a, b, c, seconds in table:
         distance = max(abs(math.log(x / y)) for x, y in ((m, a), (n, b), (k, c)))
         if distance < best:
-            computed = max(2.0 * a * b * c / rate, BF16 * (a * c + a * b + b * c) / bandwidth)
+            computed = max(2.0 * a * b * c / rate, width * (a * c + a * b + b * c) / bandwidth)
+            best, found = distance, seconds / computed
+    return found
+
+
+def experts_s(
+    rows: float, n: float, k: float, groups: int, *, rate: float, bandwidth: float, kernel_s: float, width: int
+) -> float:
+    """Two products of all rows of experts, the first twice as wide, and what lies between them, by the formulas: hidden k, width n."""
+    weights = groups * n * k
+    first = max(4.0 * rows * n * k / rate, width * (rows * (k + 2 * n) + 2 * weights) / bandwidth)
+    second = max(2.0 * rows * n * k / rate, width * (rows * (n + k) + weights) / bandwidth)
+    return first + second + 3 * width * rows * n / bandwidth + kernel_s * (4 / 3 * 2 + 1)
+
+
+@lru_cache(maxsize=65536)
+def _nearby_experts(
+    table: tuple[tuple[int, int, int, int, float], ...],
+    rows: float,
+    elements: float,
+    groups: int,
+    rate: float,
+    bandwidth: float,
+    kernel_s: float,
+    width: int,
+) -> float | None:
+    """The same of experts: nearest in rows of each, in their number, and in elements of a matrix (of a row's two the geometric mean); None where none is near."""
+    best, found = 1.0, None
+    for m, n, k, experts, seconds in table:
+        own = math.sqrt(2.0) * n * k
+        pairs = ((rows / groups, m / experts), (groups, experts), (math.sqrt(elements), math.sqrt(own)))
+        distance = max(abs(math.log(x / y)) for x, y in pairs)
+        if distance < best:
+            computed = experts_s(m, n, k, experts, rate=rate, bandwidth=bandwidth, kernel_s=kernel_s, width=width)
             best, found = distance, seconds / computed
     return found

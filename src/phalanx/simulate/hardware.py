@@ -29,6 +29,10 @@ _FILES = (".toml", ".json")
 _NAME = re.compile(r"(?P<name>[a-z0-9][a-z0-9-]*?)x(?P<ranks>[0-9]+)", re.IGNORECASE)
 
 
+DEVICE_HOP_S = 9e-7
+"""Of devices whose file does not say it: H100's (`h100.toml`, inside.hop_s)."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
     """Constants of one kind of host. Rates are per rank and one way."""
@@ -56,7 +60,11 @@ class Hardware:
     between_efficiency: float
     between_latency_s: float
     measured_gemm: tuple[tuple[int, int, int, float], ...] = ()
-    """(m, n, k, seconds) timed on this very machine; they come before the formula."""
+    """(m, n, k, seconds) in bf16, timed on this very machine; they come before the formula."""
+    measured_gemm_fp32: tuple[tuple[int, int, int, float], ...] = ()
+    measured_experts: tuple[tuple[int, int, int, int, float], ...] = ()
+    """(rows, n, k, experts, seconds) of both products of experts and what lies between them, in bf16: hidden k, width n, `rows` of all experts."""
+    measured_experts_fp32: tuple[tuple[int, int, int, int, float], ...] = ()
     measured_links: tuple[tuple[str, int, float, float], ...] = ()
     """(collective, ranks, bytes, seconds) inside a host, timed there too. Bytes are those of the whole tensor, of all-to-all what a rank sends."""
     measured_between: tuple[tuple[str, int, int, float, float], ...] = ()
@@ -64,9 +72,18 @@ class Hardware:
     fp32_flops_per_s: float | None = None
     """Of products in float32; None where nobody has measured it."""
     fp32_efficiency: float | None = None
+    inside_hop_s: float | None = None
+    """Of each further step of a ring or chain inside a host; None: `hop_s` says what stands for it."""
     threads: int | None = None
     """Of a rank that computes on processors; None for a device."""
     sources: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def hop_s(self) -> float:
+        """Latency of one step between ranks of a host: the file's; else H100's on devices, a whole latency on processors, where gloo posts each step."""
+        if self.inside_hop_s is not None:
+            return self.inside_hop_s
+        return self.inside_latency_s if self.sms is None else DEVICE_HOP_S
 
     def share_of(self, multiprocessors: int) -> float:
         """Share of a device, at most all of it, that a kernel takes beside computation; 0 on processors, where what it takes was not measured."""
@@ -151,12 +168,19 @@ _SECTIONS: Mapping[str, tuple[str, ...]] = {
     "inside": ("bytes_per_s", "latency_s", "half_bytes"),
     "between": ("bytes_per_s", "efficiency", "latency_s"),
 }  # fmt: skip
+_OPTIONAL_OF: Mapping[str, tuple[str, ...]] = {"inside": ("hop_s",)}
+"""Of sections: what a file may leave out, for which `Hardware` knows what stands."""
 _OPTIONAL = {"fp8_flops_per_s": None, "fp8_efficiency": 0.57, "fp32_flops_per_s": None, "fp32_efficiency": None}
 _MEASURED = {
     "gemm": (3, "[m, n, k, seconds]"),
+    "gemm_fp32": (3, "[m, n, k, seconds]"),
+    "experts": (4, "[rows, n, k, experts, seconds]"),
+    "experts_fp32": (4, "[rows, n, k, experts, seconds]"),
     "links": (3, "[collective, ranks, bytes, seconds]"),
     "between": (4, "[collective, ranks, hosts, bytes, seconds]"),
 }
+_NAMELESS = ("gemm", "gemm_fp32", "experts", "experts_fp32")
+"""Tables whose rows begin with no collective."""
 LINKS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
 """Collectives that a table of measured links may name."""
 _CURVES = ("attention_forward", "inside_bytes_per_s")
@@ -232,7 +256,9 @@ def parse_hardware(text: str, *, name: str, where: str) -> Hardware:
     sources: dict[str, str] = {}
     for section, keys in _SECTIONS.items():
         part = table if not section else table.get(section, {})
-        optional = {**dict.fromkeys(_KINDS), **_OPTIONAL} if not section else {}
+        optional = (
+            {**dict.fromkeys(_KINDS), **_OPTIONAL} if not section else dict.fromkeys(_OPTIONAL_OF.get(section, ()))
+        )
         for key in (*keys, *optional):
             full = f"{section}_{key}" if section else key
             if key in optional and key not in part:
@@ -324,7 +350,7 @@ def _unknown(table: Mapping[str, Any], where: str) -> list[Problem]:
         "": {"title", "measured", *_SECTIONS[""], *_KINDS, *_OPTIONAL, *filter(None, _SECTIONS)},
         "measured": set(_MEASURED),
     }
-    known |= {section: set(keys) for section, keys in _SECTIONS.items() if section}
+    known |= {section: {*keys, *_OPTIONAL_OF.get(section, ())} for section, keys in _SECTIONS.items() if section}
     problems = []
     for section, names in known.items():
         part = table if not section else table.get(section, {})
@@ -351,10 +377,10 @@ def _measured(table: Mapping[str, Any], where: str) -> tuple[_Rows, list[Problem
         good = [row for row in rows if _is_row(name, row)] if isinstance(rows, list) else []
         if not isinstance(rows, list) or len(good) != len(rows):
             bad = next((row for row in rows if not _is_row(name, row)), rows) if isinstance(rows, list) else rows
-            names = "" if name == "gemm" else f", with a collective of {', '.join(LINKS)}"
+            names = "" if name in _NAMELESS else f", with a collective of {', '.join(LINKS)}"
             rule = f"holds rows {form}, all above 0{names}"
             problems.append(Problem(where=f"{where}: measured.{name}", value=bad, rule=rule))
-        elif name == "gemm":
+        elif name in _NAMELESS:
             found[name] = tuple((*map(int, row[:numbers]), float(row[numbers])) for row in good)
         elif name == "links":
             found[name] = tuple((row[0], int(row[1]), float(row[2]), float(row[3])) for row in good)
@@ -366,6 +392,6 @@ def _measured(table: Mapping[str, Any], where: str) -> tuple[_Rows, list[Problem
 def _is_row(name: str, row: object) -> bool:
     if not isinstance(row, list) or len(row) != _MEASURED[name][0] + 1:
         return False
-    numbers = row if name == "gemm" else row[1:]
+    numbers = row if name in _NAMELESS else row[1:]
     fits = all(isinstance(x, int | float) and not isinstance(x, bool) and 0 < x < math.inf for x in numbers)
-    return fits and (name == "gemm" or row[0] in LINKS)
+    return fits and (name in _NAMELESS or row[0] in LINKS)

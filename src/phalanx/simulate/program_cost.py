@@ -1,7 +1,7 @@
 """What one operation of a step's program takes: a measured table, else a formula of the hardware, each with its error bar.
 
-Decides in this order: the table's seconds for that id, else for its kind (`fwd.attention.core`), else the formulas of `cost.py` and `collectives.py`
-from the FLOPs and bytes that the operation carries (`plan/program_work.py`). Must never change: a formula reads amounts and hardware, never ids of a model.
+Decides in this order: the table's seconds for that id, else for its kind (`fwd.attention.core`), else what was measured of its products or links on that machine (the cluster file's
+tables), else the formulas of `cost.py` and `collectives.py` from the FLOPs and bytes that the operation carries (`plan/program_work.py`). Must never change: a formula reads amounts and hardware, never ids of a model.
 """
 
 from __future__ import annotations
@@ -66,9 +66,31 @@ class ProgramOracle:
             return Cost(
                 oracle.attention(flops, self.seq_len, backward=backward) / slower, SIGMA["attention"], "formula"
             )
+        if op.products:
+            return self._products(op, oracle)
+        kind = "gemm" if op.flops else "memory"
         seconds = op.flops / oracle.peak_rate + (oracle.hardware.kernel_s * 4 / 3 if op.flops else 0.0)
-        kind = "experts" if "experts" in op.id else "gemm" if op.flops else "memory"
         return Cost(seconds + oracle.memory(op.moved_bytes), SIGMA[kind], "formula")
+
+    @staticmethod
+    def _products(op: Op, oracle: Oracle) -> Cost:
+        """Each product by the table of the machine or by the formula (`cost.py`): forward, the input's gradient, the weight's, as many of them as the FLOPs say."""
+        work = sum(2.0 * m * n * k for m, n, k, _ in op.products)
+        backward, twice = op.phase == "bwd", op.flops > 1.5 * work
+        found = []
+        for m, n, k, groups in op.products:
+            if not backward:
+                found.append(oracle.gemm(m, n, k, groups=groups))
+            elif "weights" not in op.id:
+                found.append(oracle.gemm(m, k, n, groups=groups))
+            if backward and (twice or "weights" in op.id):
+                found.append(oracle.gemm(m, n, k, groups=groups, accumulate=True))
+        seconds = sum(cost.seconds for cost in found)
+        spread = sum(cost.seconds * cost.sigma for cost in found) / seconds
+        where = {cost.origin for cost in found}
+        origin = where.pop() if len(where) == 1 else "formula" if where == {"formula"} else "near a measurement"
+        kind = SIGMA["experts"] if "experts" in op.id and origin == "formula" else spread
+        return Cost(seconds + oracle.memory(op.moved_bytes), kind, origin)
 
     def _collective(self, op: Op, ranks: tuple[int, ...]) -> Cost:
         network, n = Network(self.hardware), len(ranks)

@@ -86,6 +86,14 @@ def run_programs(programs: Sequence[StepProgram], folding: AnyFolding, cost: Cos
     return ProgramTimeline(spans=clock.result(), hash=programs_hash(programs))
 
 
+def run_moves(programs: Sequence[StepProgram], cost: CostOf) -> ProgramTimeline:
+    """The programs of a move between layouts (`plan/program_moves.py`), those of all ranks 0 .. n - 1, on the clock. Raises `PlanError` as `run_programs` does."""
+    ranks = tuple(program.rank for program in programs)
+    clock = _Clock(programs, lambda rank, axis: ranks, cost)
+    clock.to_the_end()
+    return ProgramTimeline(spans=clock.result(), hash=programs_hash(programs))
+
+
 Key = tuple[Any, ...]
 
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from functools import lru_cache
+from statistics import NormalDist
 from typing import Any
 
 from phalanx.plan.schedule import Schedule, make_schedule
 from phalanx.plan.schedule_time import ScheduleCosts, Timeline, simulate, uniform_costs
-from phalanx.simulate.block_time import Blocks, Ledger
+from phalanx.simulate.block_time import COMMUNICATION, Blocks, Ledger
 from phalanx.simulate.collectives import Network
 from phalanx.simulate.cost import BF16, SIGMA, Oracle
 from phalanx.simulate.device_memory import StageMemory, memory_of, parameters_of_rank, usable_bytes
@@ -22,6 +23,7 @@ from phalanx.simulate.hardware import GpuCluster
 from phalanx.simulate.mapping import Job, Mapping
 from phalanx.simulate.replicas import Replicas
 from phalanx.simulate.shape import flops_per_token
+from phalanx.simulate.slow_ranks import Stragglers
 from phalanx.simulate.stage_layers import contents, layers_of_stages, ranks_of_stages
 
 Z90 = 1.2816
@@ -42,6 +44,23 @@ class Pass:
         return sum(self.forward.values()), sum(self.backward.values())
 
 
+def slowed(stage: Pass, factor: float, ep: int) -> Pass:
+    """The pass of ranks of which one computes `factor` times as long; communication takes what it took.
+
+    The slow one is the one with the fullest experts in one layer of `ep`; in the others experts end when the later of the two does.
+    """
+    tables = []
+    for table in (stage.forward, stage.backward):
+        made = {kind: s * (1.0 if kind in COMMUNICATION else factor) for kind, s in table.items()}
+        if table.get("imbalance"):
+            even = table.get("experts", 0.0)
+            hot = even + table["imbalance"]
+            expected = factor * hot / ep + (1 - 1 / ep) * max(factor * even, hot)
+            made["imbalance"] = expected - factor * even
+        tables.append(made)
+    return Pass(tables[0], tables[1], factor * stage.weight_grad, stage.hidden)
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
     """Prediction of one step."""
@@ -59,11 +78,17 @@ class StepTime:
     """Of each virtual stage."""
     passes: tuple[Pass, ...] = field(default=(), repr=False)
     """What the passes of each virtual stage consist of."""
+    busy_s: tuple[float, ...] = ()
+    """Of each pipeline rank, in its passes."""
+    draws: tuple[float, ...] = field(default=(), repr=False)
+    """Over `seconds`: the same step with other draws of slow ranks (`slow_ranks.py`)."""
     timeline: Timeline | None = field(default=None, repr=False)
     """Only where all of its micro-batches were put on the schedule's clock."""
 
     def quantile(self, z: float) -> float:
-        return self.seconds * math.exp(z * self.sigma)
+        """Seconds at so many standard deviations; of draws, the quantile of the mixture of what each says."""
+        plain = self.seconds * math.exp(z * self.sigma)
+        return plain if not self.draws else self.seconds * _mixture(self.draws, self.sigma, NormalDist().cdf(z))
 
     @property
     def p10(self) -> float:
@@ -72,6 +97,17 @@ class StepTime:
     @property
     def p90(self) -> float:
         return self.quantile(Z90)
+
+
+def _mixture(medians: tuple[float, ...], sigma: float, share: float) -> float:
+    """Quantile of equally likely lognormal distributions of one sigma, by bisection."""
+    normal, logs = NormalDist(sigma=sigma), [math.log(median) for median in medians]
+    low, high = min(logs) - 10 * sigma, max(logs) + 10 * sigma
+    while high - low > 1e-9:
+        middle = (low + high) / 2
+        below = sum(normal.cdf(middle - one) for one in logs) / len(logs)
+        low, high = (middle, high) if below < share else (low, middle)
+    return math.exp(high)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +119,9 @@ class Prediction:
     cluster: GpuCluster
     step: StepTime
     memory: tuple[StageMemory, ...]
+    stragglers: Stragglers | None = None
+    nominal_s: float | None = None
+    """The step where nobody is slow; None where no slow ranks were asked for."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -109,6 +148,11 @@ class Prediction:
     def to_dict(self) -> dict[str, Any]:
         """What `phalanx simulate --json` writes."""
         s = self.step
+        slow = (
+            {}
+            if self.stragglers is None
+            else {"stragglers": {**self.stragglers.to_dict(), "nominal_s": self.nominal_s}}
+        )
         return {
             "cluster": self.cluster.name,
             "model": self.job.shape.name,
@@ -125,6 +169,7 @@ class Prediction:
             "peak_bytes": self.peak_bytes,
             "usable_bytes": usable_bytes(self.cluster.hardware),
             "fits": self.fits,
+            **slow,
         }
 
 
@@ -155,9 +200,10 @@ def step_time(
     exact: bool = True,
     most_microbatches: int | None = None,
     ledgers: dict[str, Ledger] | None = None,
+    slow: tuple[float, ...] | None = None,
 ) -> StepTime:
-    """The step of a mapping that was checked. `ledgers` are layers that were computed before."""
-    return _Step(job, mapping, cluster, ledgers).result(exact=exact, most_microbatches=most_microbatches)
+    """The step of a mapping that was checked. `ledgers` are layers that were computed before; `slow` is how much longer each pipeline rank computes."""
+    return _Step(job, mapping, cluster, ledgers, slow).result(exact=exact, most_microbatches=most_microbatches)
 
 
 def pass_costs(job: Job, mapping: Mapping, cluster: GpuCluster) -> ScheduleCosts:
@@ -176,7 +222,12 @@ class _Step:
     """One evaluation: ledgers by kind of layer, stages, and what follows."""
 
     def __init__(
-        self, job: Job, mapping: Mapping, cluster: GpuCluster, ledgers: dict[str, Ledger] | None = None
+        self,
+        job: Job,
+        mapping: Mapping,
+        cluster: GpuCluster,
+        ledgers: dict[str, Ledger] | None = None,
+        slow: tuple[float, ...] | None = None,
     ) -> None:
         self.job, self.mapping, self.hardware = job, mapping, cluster.hardware
         self.network = Network(cluster.hardware)
@@ -184,7 +235,13 @@ class _Step:
         self.blocks = Blocks(job, mapping, self.oracle, self.network)
         self.m = mapping.num_microbatches(job)
         self.ledgers: dict[str, Ledger] = {} if ledgers is None else ledgers
+        self.slow = slow
         self.stages = self._stages()
+        if slow is not None:
+            ranks = ranks_of_stages(mapping)
+            self.stages = [
+                slowed(s, slow[rank], mapping.folding.ep) for s, rank in zip(self.stages, ranks, strict=True)
+            ]
 
     def _ledger(self, kind: str) -> Ledger:
         if kind not in self.ledgers:
@@ -286,7 +343,7 @@ class _Step:
             room[1] = sum(stage.weight_grad for stage in held[0])
         replicas = Replicas(self.mapping, self.network)
         parts["dp"] = replicas.exposed(own, forward=room[0], backward=room[1], layers=content.layers, passes=self.m)
-        parts["optimizer"] = replicas.optimizer(own, self.oracle)
+        parts["optimizer"] = replicas.optimizer(own, self.oracle) * max(self.slow or (1.0,))
         total = sum(parts.values())
         sigma = math.sqrt(sum((s / total * SIGMA.get(kind, 0.1)) ** 2 for kind, s in parts.items()))
         return StepTime(
@@ -298,6 +355,7 @@ class _Step:
             forward_s=costs.forward,
             backward_s=costs.backward,
             passes=tuple(self.stages),
+            busy_s=tuple(busy),
             timeline=timeline,
         )
 
