@@ -153,16 +153,40 @@ def test_the_service_is_asked_and_not_what_was_heard(what: str) -> None:
 
 
 @pytest.mark.ranks
-def test_a_save_of_a_generation_that_is_over_fails_and_leaves_what_was_saved(tmp_path: Path) -> None:
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_save_of_a_generation_that_is_over_fails_and_leaves_what_was_saved(
+    tmp_path: Path, asynchronous: bool
+) -> None:
+    """A thread tells of it when it is asked; who saves in the midst of a step must not go on as if only a disk were full."""
     service = Service()
     state = make_state(0, GroupCache(), Mapping(1))
     fill(state.boxes())
-    manager = CheckpointManager(tmp_path, asynchronous=False, writer=service.writer(1))
+    manager = CheckpointManager(tmp_path, asynchronous=asynchronous, writer=service.writer(1))
     manager.open()
     manager.save(state.boxes(), run_state(1))
     assert manager.finish() is not None
     service.newest = 2
-    manager.save(state.boxes(), run_state(2))
-    with pytest.raises(CheckpointError, match="generation 1 is over"):
+    with pytest.raises(CheckpointError if asynchronous else PeerError, match="generation 1 is over"):
+        manager.save(state.boxes(), run_state(2))
         manager.finish()
     assert manager.folder.steps() == [1] and manager.folder.is_sound(1)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_connection_that_breaks_in_a_save_is_no_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
+) -> None:
+    """Hosts that lose each other while they write: whoever took it for a failed write would begin the next step, and wait there for those that still write."""
+
+    def broken(*_: object, **__: object) -> tuple[str, ...]:
+        raise RuntimeError("[pair.cc] Connection closed by peer")
+
+    state = make_state(0, GroupCache(), Mapping(1))
+    manager = CheckpointManager(tmp_path, asynchronous=asynchronous)
+    manager.open()
+    monkeypatch.setattr("phalanx.runtime.checkpoint_planner.write_boxes", broken)
+    with pytest.raises(CheckpointError if asynchronous else PeerError, match="Connection closed by peer"):
+        manager.save(state.boxes(), run_state(1))
+        manager.finish()
+    assert manager.folder.steps() == []

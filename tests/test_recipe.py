@@ -96,7 +96,12 @@ def test_overrides(words: list[str], section: str, key: str, value: object) -> N
         ("--optim.lr", "fast", "must be a number", "write it like 3e-4"),
         ("--optim.lr", "inf", "must be a finite number", ""),
         ("--train.deterministic", "yes", "must be true or false", "write true or false"),
-        ("--train.dtype", "bf16", 'must be one of "bfloat16", "float32", "float64", "auto"', "did you mean 'bfloat16'?"),
+        (
+            "--train.dtype",
+            "bf16",
+            'must be one of "bfloat16", "float32", "float64", "auto"',
+            "did you mean 'bfloat16'?",
+        ),
         ("--optim.zero", "2", "must be one of 0, 1", "legal: 0, 1"),
         ("--router.score", "tanh", 'must be one of "softmax", "sigmoid"', "legal: sigmoid, softmax"),
         ("--train.steps", "none", "must be a whole number", ""),

@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from phalanx.core.errors import CheckpointError, Problem, raise_if
+from phalanx.core.errors import CheckpointError, PeerError, Problem, raise_if
 from phalanx.core.units import format_bytes
 from phalanx.runtime.boxes import BoxTensor
 from phalanx.runtime.checkpoint_failures import TensorsFailed, WriteFailure, write_failure
@@ -154,6 +154,8 @@ class CheckpointManager:
         except CheckpointError as err:
             self._outcomes.append(err)
         except Exception as err:  # a peer went away in the middle
+            if isinstance(err, PeerError) and not self._asynchronous:
+                raise  # the caller stands in the midst of what all ranks do; if it went on, the others would wait for it here
             rule = f"the ranks could not write it together: {type(err).__name__}: {err}".splitlines()[0]
             hint = f"nothing saved before was touched ({self.folder.list_steps()})"
             problem = Problem(where=str(self.folder.of(job.state.step)), value="not saved", rule=rule, hint=hint)
@@ -180,7 +182,11 @@ class CheckpointManager:
         """Names of the files that this rank wrote."""
         from phalanx.runtime.checkpoint_planner import write_boxes
 
-        return run_escapable(self._peers.escape, partial(write_boxes, job.boxes, path, group=self._peers.group))
+        try:
+            return run_escapable(self._peers.escape, partial(write_boxes, job.boxes, path, group=self._peers.group))
+        except RuntimeError as err:  # of the group: what fails on a disk comes as `TensorsFailed`
+            text = (str(err).strip() or type(err).__name__).splitlines()[0]
+            raise PeerError(f"rank {self._peers.rank} could not save with the others: {text}") from err
 
     def _first(self, work: Callable[[], T]) -> T:
         return self._peers.first(lambda: _on_disk(work, self.folder.path))
