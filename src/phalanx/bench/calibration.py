@@ -41,7 +41,7 @@ REPEAT_S = 0.08
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 PRODUCTS = tuple((m, n, k) for m in (64, 256, 1024) for n, k in ((256, 256), (1024, 256), (256, 1024), (1024, 1024)))
 LARGE = (1024, 2048, 2048)
-EXPERTS = tuple((groups, rows) for groups in (4, 8) for rows in (16, 64, 256))
+EXPERTS = tuple((groups, rows) for groups in (4, 8) for rows in (16, 64, 256, 1024))
 """Experts of a rank and rows of each; hidden 256, width 512."""
 HIDDEN, FFN = 256, 512
 LENGTHS = (128, 256, 512, 1024)

