@@ -13,7 +13,6 @@ from memory_help import bench
 from phalanx.cli.allocator import TUNABLE, start_again, with_tunable
 from phalanx.cli.dry_run import Machine, available_bytes, dry_run
 from phalanx.core.config import Recipe
-from phalanx.core.processor import MULTIPLIES_BF16
 from phalanx.core.recipe import load_recipe
 from phalanx.data.size import token_file_bytes
 
@@ -28,7 +27,7 @@ def shown(recipe: Recipe, machine: Machine = PLENTY, *, world: int = 4) -> str:
 
 
 def test_the_table_names_terms_and_total() -> None:
-    text = shown(load_recipe(ROOT / "recipes" / "laptop.toml", [], processor=MULTIPLIES_BF16))
+    text = shown(load_recipe(ROOT / "recipes" / "laptop.toml", [], auto_dtype=lambda _: "bfloat16"))
     for words in (
         "optimizer state",
         "50.3 MiB",
@@ -44,7 +43,7 @@ def test_the_table_names_terms_and_total() -> None:
 
 
 def test_too_little_memory_is_a_warning() -> None:
-    recipe = load_recipe(ROOT / "recipes" / "laptop.toml", [], processor=MULTIPLIES_BF16)
+    recipe = load_recipe(ROOT / "recipes" / "laptop.toml", [], auto_dtype=lambda _: "bfloat16")
     text = shown(recipe, dataclasses.replace(PLENTY, available_bytes=1 << 30))
     assert "WARNING" in text and "1.00 GiB are available" in text and "train.micro_batch" in text
     assert "does not say" in shown(recipe, dataclasses.replace(PLENTY, available_bytes=None))
@@ -52,7 +51,7 @@ def test_too_little_memory_is_a_warning() -> None:
 
 def test_a_pipeline_shows_its_stages() -> None:
     changes = ["--folding.pp", "2", "--folding.ep", "2", "--data.sources", "nowhere.txt"]
-    text = shown(load_recipe(ROOT / "recipes" / "laptop.toml", changes, processor=MULTIPLIES_BF16))
+    text = shown(load_recipe(ROOT / "recipes" / "laptop.toml", changes, auto_dtype=lambda _: "bfloat16"))
     assert "stages       0: " in text and ", 1: " in text
     assert "WARNING: data.sources[0] = 'nowhere.txt': does not exist" in text
 

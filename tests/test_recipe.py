@@ -1,14 +1,16 @@
 """Recipes in: what is read from TOML and the command line, and every way in which it can be wrong, with the exact words."""
 
 import dataclasses
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from phalanx.cli.train import Request, read_recipe
 from phalanx.core.config import Recipe, RouterConfig, TrainConfig
 from phalanx.core.errors import ConfigError, Problem
 from phalanx.core.processor import MULTIPLIES_BF16, Processor
-from phalanx.core.recipe import EFFECTS, LIMITS, describe_settings, load_recipe, recipe_problems
+from phalanx.core.recipe import EFFECTS, LIMITS, describe_settings, load_recipe, native_dtype, recipe_problems
 from phalanx.plan.recipe import run_problems
 
 pytestmark = pytest.mark.unit
@@ -36,11 +38,44 @@ def only(*overrides: str, **more: object) -> Problem:
 
 
 def test_the_fastest_type_is_decided_when_the_recipe_is_read() -> None:
-    auto = ["--train.dtype", "auto"]
-    assert load_recipe(None, auto, processor=MULTIPLIES_BF16).train.dtype == "bfloat16"
-    assert load_recipe(None, auto, processor=Processor()).train.dtype == "float32"
-    assert load_recipe(None, [*auto, "--launch.device", "cuda"], processor=Processor()).train.dtype == "bfloat16"
-    assert load_recipe(None, ["--train.dtype", "bfloat16"], processor=Processor()).train.dtype == "bfloat16"
+    auto, old = ["--train.dtype", "auto"], partial(native_dtype, processor=Processor())
+    assert (
+        load_recipe(None, auto, auto_dtype=partial(native_dtype, processor=MULTIPLIES_BF16)).train.dtype == "bfloat16"
+    )
+    assert load_recipe(None, auto, auto_dtype=old).train.dtype == "float32"
+    assert load_recipe(None, [*auto, "--launch.device", "cuda"], auto_dtype=old).train.dtype == "bfloat16"
+    assert load_recipe(None, ["--train.dtype", "bfloat16"], auto_dtype=old).train.dtype == "bfloat16"
+    several = [
+        *auto,
+        "--resilience.service",
+        "a:29400",
+        "--resilience.heal",
+        "true",
+        "--resilience.mode",
+        "fast",
+        "--resilience.wanted",
+        "8",
+    ]
+    assert load_recipe(None, several, auto_dtype=old).train.dtype == "bfloat16"  # hosts need not be alike
+    (made_by_hand,) = recipe_problems(Recipe(train=TrainConfig(dtype="auto")))
+    assert made_by_hand.where == "train.dtype" and "where a recipe is read" in made_by_hand.rule
+
+
+@pytest.mark.parametrize("kept", ["bfloat16", "float32"])
+def test_a_run_goes_on_in_the_type_that_it_began_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: str) -> None:
+    """On whatever machine: its recipe says which."""
+    monkeypatch.setattr(
+        "phalanx.core.recipe.this_processor", Processor if kept == "bfloat16" else lambda: MULTIPLIES_BF16
+    )
+    words = ("--train.dtype", "auto", "--run.folder", str(tmp_path), "--run.name", "one", "--launch.ranks", "4")
+    ask = Request(recipe_path=None, overrides=words, dry_run=False)
+    assert read_recipe(ask, world=None).train.dtype != kept
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one" / "recipe.toml").write_text(f'[train]\ndtype = "{kept}"\n')
+    assert read_recipe(ask, world=None).train.dtype == kept
+    assert read_recipe(ask, world=4, several_machines=True).train.dtype == kept
+    (tmp_path / "one" / "recipe.toml").unlink()
+    assert read_recipe(ask, world=4, several_machines=True).train.dtype == "bfloat16"
 
 
 def test_defaults_are_a_legal_recipe() -> None:

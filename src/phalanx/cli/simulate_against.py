@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 from phalanx.cli.trace import read_steps
 from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, DataError, Problem
 from phalanx.core.files import write_json
-from phalanx.core.recipe import load_recipe
+from phalanx.core.recipe import Dtype, load_recipe
 from phalanx.core.units import format_seconds
 from phalanx.data.tokenizer import load_tokenizer
 from phalanx.observe.lanes import RankStep, Recording, read_recording
@@ -60,8 +61,11 @@ def compare_with_run(
     def check(given: Recipe) -> Sequence[Problem]:
         return run_problems(given, world=world, tokenizer_vocab=vocab)
 
-    given = load_recipe(recipe_file, [*overrides, "--launch.ranks", str(world)], check=check)
     own = load_recipe(run / "recipe.toml")
+    dtype = cast("Dtype", own.train.dtype)
+    given = load_recipe(
+        recipe_file, [*overrides, "--launch.ranks", str(world)], check=check, auto_dtype=lambda _: dtype
+    )
     made, of_run = (_programs(r, vocab, world) for r in (given, own))
     _same(made, of_run)
     oracle, learned = oracle_of(given, cluster), set[int]()

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, Problem
-from phalanx.core.processor import MULTIPLIES_BF16
 from phalanx.core.recipe import load_recipe
 from phalanx.plan.heal_choice import choose_healing
 from phalanx.plan.recipe import run_problems
@@ -42,8 +41,7 @@ def predict_recipe(
 
     try:
         words = [*overrides, *(["--launch.ranks", str(world)] if world else [])]
-        on_device = cluster is not None and cluster.hardware.sms is not None
-        recipe = load_recipe(path, words, check=check, processor=MULTIPLIES_BF16 if on_device else None)
+        recipe = load_recipe(path, words, check=check, auto_dtype=lambda _: "bfloat16")
     except ConfigError as error:
         problems += error.problems
     if problems or cluster is None or recipe is None:

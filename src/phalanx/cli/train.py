@@ -18,12 +18,13 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 from phalanx.cli.settings import settings_text
 from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, Problem, raise_if
-from phalanx.core.recipe import describe_settings, load_recipe
+from phalanx.core.recipe import Dtype, describe_settings, load_recipe, native_dtype
 from phalanx.plan.heal_choice import choose_healing
 from phalanx.plan.heal_hosts import wanted_ranks
 from phalanx.plan.recipe import run_problems
@@ -51,7 +52,8 @@ def main(args: list[str]) -> int:
     from phalanx.runtime.groups import read_world  # torch takes a second or two to import: not for --help
 
     launched = read_world()
-    recipe = read_recipe(request, world=launched.world if launched else None)
+    several = launched is not None and launched.local_world < launched.world
+    recipe = read_recipe(request, world=launched.world if launched else None, several_machines=several)
     if request.dry_run:
         _show(recipe, launched)
         return 0
@@ -83,13 +85,22 @@ def read_args(args: Sequence[str]) -> Request:
     return Request(recipe_path=path, overrides=tuple(rest), dry_run=dry_run)
 
 
-def read_recipe(request: Request, *, world: int | None) -> Recipe:
+def read_recipe(request: Request, *, world: int | None, several_machines: bool = False) -> Recipe:
     """The recipe, checked with its model on `world` ranks (None: launch.ranks). Raises `ConfigError` with every problem."""
+
+    def auto_dtype(recipe: Recipe) -> Dtype:
+        """That of the run, where it has begun: it may go on on another machine."""
+        from phalanx.train.run_folder import RECIPE_FILE
+
+        kept = Path(recipe.run.folder) / recipe.run.name / RECIPE_FILE
+        if kept.is_file():
+            return cast("Dtype", load_recipe(kept).train.dtype)
+        return "bfloat16" if several_machines else native_dtype(recipe)
 
     def check(recipe: Recipe) -> list[Problem]:
         return run_problems(recipe, world=world or wanted_ranks(recipe))
 
-    recipe = load_recipe(request.recipe_path, request.overrides, check=check)
+    recipe = load_recipe(request.recipe_path, request.overrides, check=check, auto_dtype=auto_dtype)
     raise_if(_launch_problems(request, recipe, world), ConfigError, subject="the recipe")
     return recipe if world is None else replace(recipe, launch=replace(recipe.launch, ranks=world))
 

@@ -220,7 +220,7 @@ class TrainConfig:
     micro_batch: int = 8
     """Sequences per forward pass of one data-parallel rank."""
     dtype: Literal["bfloat16", "float32", "float64", "auto"] = "bfloat16"
-    """Compute type. Master weights and moments are fp32 (fp64 with float64). `auto`: bfloat16, or float32 on a processor without products of bf16; decided when the recipe is read."""
+    """Compute type. Master weights and moments are fp32 (fp64 with float64). `auto`: that of the run where it has begun; else bfloat16, or float32 on one machine whose processor has no products of bf16."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations computed again in the backward pass: none, those of the experts and norms, or whole blocks."""
     deterministic: bool = False

@@ -11,6 +11,7 @@ import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, Problem, nearest, raise_if
@@ -28,10 +29,12 @@ from phalanx.core.settings import (
 
 __all__ = [
     "EFFECTS", "LIMITS", "Effect", "Limit", "Setting", "describe_settings", "dump_recipe", "inert_settings",
-    "load_recipe", "recipe_problems", "value_of",
+    "load_recipe", "native_dtype", "recipe_problems", "value_of",
 ]  # fmt: skip
 
 Check = Callable[[Recipe], Sequence[Problem]]
+Dtype = Literal["bfloat16", "float32", "float64"]
+AutoDtype = Callable[[Recipe], Dtype]
 
 READ_BY_CHECKS = (
     "model.", "router.", "dispatch.", "folding.", "pipeline.",
@@ -40,28 +43,35 @@ READ_BY_CHECKS = (
 """Beginnings of the settings that a `Check` looks at: it is silent where one of them could not be read."""
 
 
+def native_dtype(recipe: Recipe, processor: Processor | None = None) -> Dtype:
+    """What `train.dtype = "auto"` is in a new run: what `processor` (None: this machine's) computes fastest in; bfloat16 on devices, and on several hosts, which need not be alike."""
+    if recipe.launch.device == "cuda" or recipe.resilience.service is not None:
+        return "bfloat16"
+    return (processor or this_processor()).dtype
+
+
 def load_recipe(
     path: str | Path | None,
     overrides: Sequence[str] = (),
     *,
     world: int | None = None,
     check: Check | None = None,
-    processor: Processor | None = None,
+    auto_dtype: AutoDtype = native_dtype,
 ) -> Recipe:
     """The recipe in `path` (None: all defaults) with `overrides` such as ``["--train.steps", "10", "--optim.lr=3e-4"]``.
 
     `world` adds the rules that need the number of ranks, `check` those of the caller (the model's: `plan/recipe.py`), so that their
-    problems come together with the others. Where `train.dtype` is "auto" it is that of `processor` (None: this machine's) from here on, or bfloat16 on
-    devices. Raises `ConfigError` with all problems.
+    problems come together with the others. `auto_dtype` says what `train.dtype = "auto"` is; the recipe that is returned says no "auto". Raises
+    `ConfigError` with all problems.
     """
     reading = _Reading(settings={s.name: s for s in describe_settings()})
     if path is not None:
         _read_file(reading, Path(path))
     _read_overrides(reading, overrides)
-    if reading.values.get("train.dtype") == "auto":
-        on_device = reading.values.get("launch.device") == "cuda"
-        reading.values["train.dtype"] = "bfloat16" if on_device else (processor or this_processor()).dtype
     recipe = _build(reading.values)
+    if recipe.train.dtype == "auto":
+        reading.values["train.dtype"] = auto_dtype(recipe)
+        recipe = _build(reading.values)
     problems = recipe_problems(recipe, world=world, given=reading.values, broken=reading.broken)
     if check is not None and not any(name.startswith(READ_BY_CHECKS) for name in reading.broken):
         seen = {p.where for p in problems}

@@ -485,6 +485,9 @@ def _data_clashes(recipe: Recipe) -> list[_Clash]:
 
 def _schedule_clashes(recipe: Recipe) -> list[_Clash]:
     o, steps, found = recipe.optim, recipe.train.steps, []
+    if recipe.train.dtype == "auto":
+        rule = "is decided where a recipe is read; one that was made otherwise must name the type"
+        found.append(_clash("train.dtype", "auto", rule, "use bfloat16, or core.recipe.native_dtype(recipe)"))
     warmup = o.warmup(steps)
     if o.warmup_steps is not None and warmup >= steps:
         rule = f"must be less than train.steps = {steps}, or the learning rate never gets there"
