@@ -17,6 +17,7 @@ from phalanx.core.config import CheckpointConfig, DispatchConfig, OptimConfig, R
 from phalanx.kernels.lanes import Lanes
 from phalanx.kernels.native import compiled_rows
 from phalanx.models.context import ModelContext, TokenBatch
+from phalanx.plan.dispatch import dispatch_spec
 from phalanx.plan.folding import Folding, make_folding
 from phalanx.plan.model import ModelSpec, RouterSpec
 from phalanx.plan.placement import plain_placement
@@ -25,7 +26,7 @@ from phalanx.runtime.groups import GroupCache, build_groups
 from phalanx.simulate import activations as act
 from phalanx.train.assemble import assemble
 from phalanx.train.exact import exact_sums
-from phalanx.train.setup import DTYPES, dispatch_spec
+from phalanx.train.setup import DTYPES
 from phalanx.train.step import StepParts
 
 ROUTER = RouterSpec(renormalize=True, aux_loss=0.01)

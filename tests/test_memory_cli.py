@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +25,19 @@ def shown(recipe: Recipe, machine: Machine = PLENTY, *, world: int = 4) -> str:
     console = Console(width=140, record=True, file=open(os.devnull, "w"))  # noqa: SIM115 - closed with the process
     dry_run(recipe, machine, world=world, console=console)
     return console.export_text()
+
+
+@pytest.mark.parametrize("overlap", ["fused", "fine"])
+def test_the_recipe_of_fused_kernels_in_the_guide_has_an_estimate(tmp_path: Path, overlap: str) -> None:
+    (text,) = re.findall(
+        r"```toml[^\n]*\n(\[dispatch\].*?)```", (ROOT / "docs" / "overlap-gpu.md").read_text(), re.DOTALL
+    )
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(text)
+    words = "--model.preset laptop --folding.ep 4 --launch.ranks 4 --dispatch.overlap"
+    found = load_recipe(recipe, [*words.split(), overlap], processor=MULTIPLIES_BF16)
+    assert found.dispatch.left_free == 16
+    assert "tensors of a GPU alone" in shown(found)
 
 
 def test_the_table_names_terms_and_total() -> None:

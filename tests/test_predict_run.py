@@ -106,6 +106,8 @@ def test_programs_of_a_recipe_on_a_cluster() -> None:
     settings = ["--model.preset", "laptop", "--model.vocab", "512", "--launch.ranks", "4", "--train.global_batch", "16"]
     recipe = load_recipe(None, [*settings, "--train.micro_batch", "2", "--folding.ep", "4"])
     made = programs_of_recipe(recipe, resolve_recipe(recipe), world=4)
+    divided = dataclasses.replace(recipe, dispatch=dataclasses.replace(recipe.dispatch, overlap="fine", left_free=16))
+    assert len(programs_of_recipe(divided, resolve_recipe(divided), world=4).programs) == 4
     cluster = parse_cluster("h100x4")
     found = run_programs(made.programs, made.folding, oracle_of(recipe, cluster).cost)
     assert len(made.programs) == 4 and 0 < found.seconds < 1 and found.sigma > 0

@@ -212,7 +212,8 @@ def _recipe(args: VerifyArgs, overrides: Sequence[str]) -> Recipe:
 
 
 def _cases_of(recipe: Recipe, ranks: int) -> list[Any]:
-    from phalanx.train.setup import dispatch_spec, resolve_shape
+    from phalanx.plan.dispatch import dispatch_spec
+    from phalanx.train.setup import resolve_shape
     from phalanx.verify.setups import recipe_cases
 
     spec, folding = resolve_shape(recipe, world=ranks, tokenizer_vocab=256)

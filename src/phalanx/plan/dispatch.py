@@ -22,12 +22,13 @@ import hashlib
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from phalanx.core.config import DispatchConfig
 from phalanx.core.errors import PlanError, Problem, raise_if
 
 Ints = NDArray[np.int64]
@@ -50,6 +51,12 @@ class DispatchSpec:
     def is_static(self) -> bool:
         """No size depends on the routing: nothing to exchange beforehand, no host synchronisation."""
         return self.policy == "drop" and self.pad_to_capacity
+
+
+def dispatch_spec(config: DispatchConfig) -> DispatchSpec:
+    """A recipe's dispatch with its defaults filled in. What says nothing of where rows go (`left_free`, how a device is divided) is no part of it."""
+    given = {field.name: getattr(config, field.name) for field in fields(DispatchSpec)}
+    return DispatchSpec(**{name: value for name, value in given.items() if value is not None})
 
 
 def capacity(spec: DispatchSpec, *, num_tokens: int, top_k: int, num_experts: int) -> int:

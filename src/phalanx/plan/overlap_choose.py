@@ -1,8 +1,8 @@
 """Which schedule for the batch at hand, and the cost model's numbers from measurements.
 
 Decides the schedule of a layer: the candidate that the clock of `overlap_cost.py` finds fastest for the busiest rank, or none if that is not faster than "serial"
-by more than a margin. It depends on gathered counts, the cost and the share of passes that run beside others alone. Seconds are floating-point numbers: on machines of different processors two ranks could
-part over a tie, so a group takes the choice of one of its ranks.
+by more than a margin. It depends on gathered counts, the cost and the share of passes that run beside others alone, not on the batches before (`overlap_about.py`), so that each rank of a group finds the same
+by itself, in whatever order its passes ask. Nothing compares what they found: seconds are floating-point numbers, and ranks on processors that round sums differently could part over a tie.
 
 Fitting: latency and rate of the link by least squares of the relative error, rates of products by the median for each number of rows, and what only shows in whole
 layers (overhead of operations and blocks, interference, copies) by a search for the least mean relative error of predicted layers.
@@ -32,6 +32,7 @@ from phalanx.plan.overlap import (
     slot_orders,
     slots_of,
 )
+from phalanx.plan.overlap_about import About, about, typical
 from phalanx.plan.overlap_bytes import WireBytes
 from phalanx.plan.overlap_clock import seconds_of
 from phalanx.plan.overlap_cost import Joint, LayerShape, OverlapCost, RankWork, TileTimes
@@ -230,10 +231,10 @@ def compare(
 
 
 class Chooser:
-    """`compare` for batch after batch of one layer: batches of about equal counts share one choice.
+    """`compare` for batch after batch of one layer: batches of about equal counts share one choice, that for the batch which stands for them all (`overlap_about.py`).
 
-    Counts are about equal if the rows between all pairs of ranks, and the slots in use, are the same in steps of `step` tiles. Holds up to `most` choices and forgets
-    the oldest. Where the cost has changed, make another chooser.
+    Counts are about equal if the rows between all pairs of ranks, and the slots in use, are the same in steps of `step` tiles, and totals to a few binary digits. Holds up to `most` choices and
+    forgets the oldest. Where the cost has changed, make another chooser.
     """
 
     def __init__(
@@ -253,7 +254,7 @@ class Chooser:
         self.shape, self.cost, self.candidates = shape, cost, tuple(candidates)
         self.tile_rows, self.direction, self.hosts, self.margin = tile_rows, direction, host_of_rank, margin
         self.paired, self.step, self.most = paired, step, most
-        self._found: dict[bytes, Choice] = {}
+        self._found: dict[About, Choice] = {}
         self.num_computed = 0
 
     def __call__(self, dispatch: DispatchPlan, wire: WireBytes) -> Schedule:
@@ -261,18 +262,19 @@ class Chooser:
         return self.choice(dispatch, wire).schedule
 
     def choice(self, dispatch: DispatchPlan, wire: WireBytes) -> Choice:
-        """For a batch: that of the first batch whose counts were about equal."""
-        key = self._key(dispatch, wire)
+        """For a batch. The same for all whose counts are about equal, whichever of them comes first."""
+        key = about(dispatch, wire, step=self.step * self.tile_rows)
         if key not in self._found:
             self.num_computed += 1
             if len(self._found) >= self.most:
                 del self._found[next(iter(self._found))]
+            batch, its_wire = typical(key)
             self._found[key] = compare(
-                dispatch,
+                batch,
                 self.shape,
                 self.cost,
                 self.candidates,
-                wire=wire,
+                wire=its_wire,
                 tile_rows=self.tile_rows,
                 direction=self.direction,
                 host_of_rank=self.hosts,
@@ -280,12 +282,6 @@ class Chooser:
                 paired=self.paired,
             )
         return self._found[key]
-
-    def _key(self, dispatch: DispatchPlan, wire: WireBytes) -> bytes:
-        size, step = dispatch.ep * dispatch.etp, self.step * self.tile_rows
-        rows = dispatch.rows_PG.reshape(size, dispatch.ep, -1)
-        steps, used = (rows.sum(2) + step // 2) // step, (rows > 0).sum(2)
-        return wire.route.encode() + np.stack([steps, used]).astype(np.int32).tobytes()
 
 
 # ---- fitting ---------------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from functools import cached_property
 from phalanx.core.config import Recipe
 from phalanx.core.processor import MULTIPLIES_BF16, Processor
 from phalanx.core.samples import num_rounds
-from phalanx.plan.dispatch import DispatchSpec
+from phalanx.plan.dispatch import dispatch_spec
 from phalanx.plan.holders import HolderPlan
 from phalanx.plan.layout import FlatLayout, flat_layouts, stage_params
 from phalanx.plan.model import ModelSpec
@@ -317,12 +317,11 @@ class _Run:
         return found
 
     def _local(self, rows_share: float, *, crowded: bool = False) -> act.Local:
-        t, d = self.recipe.train, self.recipe.dispatch
-        given = {k: v for k, v in dataclasses.asdict(d).items() if v is not None}
+        t = self.recipe.train
         return act.Local(
             spec=self.spec,
             folding=self.folding.of_rank(self.rank),
-            dispatch=DispatchSpec(**given),
+            dispatch=dispatch_spec(self.recipe.dispatch),
             sequences=t.micro_batch // self.folding.share_of(self.rank)[1],
             seq_len=t.seq_len,
             item=self.item,

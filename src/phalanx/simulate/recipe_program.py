@@ -7,12 +7,12 @@ why, never a program of something else.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.core.samples import num_rounds
-from phalanx.plan.dispatch import DispatchSpec
+from phalanx.plan.dispatch import dispatch_spec
 from phalanx.plan.model import ModelSpec
 from phalanx.plan.pipeline import make_pipeline
 from phalanx.plan.program import Sizes, StepOptions, StepProgram, step_program
@@ -51,11 +51,10 @@ def programs_of_recipe(recipe: Recipe, spec: ModelSpec, *, world: int) -> Recipe
         pipeline=pipeline,
         sizes=Sizes(sequences=t.micro_batch, seq_len=t.seq_len, itemsize=itemsize, state_itemsize=state),
     )
-    dispatch = DispatchSpec(**{k: v for k, v in asdict(recipe.dispatch).items() if v is not None})
     what, programs = Activation(t.micro_batch, t.seq_len, spec.hidden, itemsize), []
     for rank in range(world):
         own = replace(options, edges=edges_for(folding, pipeline.plan(each), rank=rank, what=what))
-        programs.append(step_program(folding, spec, dispatch, rank=rank, options=own))
+        programs.append(step_program(folding, spec, dispatch_spec(recipe.dispatch), rank=rank, options=own))
     return RecipePrograms(programs=tuple(programs), folding=folding)
 
 

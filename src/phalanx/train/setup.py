@@ -12,7 +12,6 @@ before the first parameter exists.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import IO
 import torch
 from rich.console import Console
 
-from phalanx.core.config import DispatchConfig, Recipe
+from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, Problem, RunError
 from phalanx.core.events import Emit, Note, ignore
 from phalanx.core.files import read_json
@@ -34,7 +33,7 @@ from phalanx.models.context import ModelContext
 from phalanx.observe.console import wants_live
 from phalanx.observe.preparation import PreparationProgress
 from phalanx.observe.sinks import Sinks, open_sinks
-from phalanx.plan.dispatch import DispatchSpec
+from phalanx.plan.dispatch import dispatch_spec
 from phalanx.plan.model import ModelSpec, resolve_model
 from phalanx.plan.overlap_pair import paired_share
 from phalanx.plan.pipeline import Pipeline, make_pipeline
@@ -200,12 +199,6 @@ def resolve_pipeline(recipe: Recipe, spec: ModelSpec, folding: AnyFolding) -> Pi
     t = recipe.train
     each = num_rounds(t.global_batch // t.micro_batch, owners=folding.replicas)
     return make_pipeline(recipe.pipeline, spec, pp=folding.pp, seq_len=t.seq_len, num_microbatches=each)
-
-
-def dispatch_spec(config: DispatchConfig) -> DispatchSpec:
-    """The recipe's dispatch with its defaults filled in."""
-    given = {k: v for k, v in dataclasses.asdict(config).items() if v is not None and k != "left_free"}
-    return DispatchSpec(**given)
 
 
 def name_of_rows(found: Rows | None) -> str:
