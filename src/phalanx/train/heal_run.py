@@ -117,15 +117,17 @@ def _supervisor(run: HealingRun, host: str, main: MemberMain, *, port: int, tell
         here = settings.wanted - len(settings.away() & set(range(settings.slots)))
         settings = replace(settings, wanted=max(1, here))
         return Supervisor(main, settings, port=port, tell=tell)
-    if not address.is_here:
-        use_interface_to(address.host)
     if recipe.launch.keep_service:
+        if not address.is_here:
+            use_interface_to(address.host)
         import_now()
         return Supervisor(main, settings, address=address.host, port=address.port, tell=tell)
     service = service_at(address)
     where, wait_s = recipe.resilience.service or "", recipe.resilience.wait_s
     if not expect_service(service, where, wait_s=wait_s, tell=print):
         import_now()  # once for all ranks of this host; where a run is under way they take part first (`HealingBody`)
+    if not address.is_here:
+        use_interface_to(service.host)
     return Supervisor(main, settings, service=service, tell=tell)
 
 
