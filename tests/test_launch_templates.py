@@ -14,6 +14,8 @@ from phalanx.core.recipe import load_recipe
 from phalanx.core.settings import describe_settings
 from phalanx.plan.heal_hosts import wanted_ranks
 from phalanx.plan.recipe import run_problems
+from phalanx.runtime.membership import TooFewMembers
+from phalanx.runtime.supervisor import PUT_OUT
 
 LAUNCH = Path(__file__).parent.parent / "launch"
 SETTING = re.compile(r"--([a-z]+\.[a-z_]+)(?:[ =]+(\S+))?")
@@ -48,6 +50,13 @@ def test_slurm_script_parses() -> None:
     for part in parts_of((LAUNCH / "slurm.sh").read_text()):
         checked = subprocess.run(["bash", "-n"], input=part, text=True, capture_output=True)
         assert checked.returncode == 0, checked.stderr
+
+
+def test_a_host_that_was_put_out_is_started_again() -> None:
+    ends = re.search(r"case \$code in ([0-9 |]+)\) exit", (LAUNCH / "slurm.sh").read_text())
+    assert ends is not None and {int(code) for code in ends[1].split("|")} == {0, 2, TooFewMembers.exit_code}
+    assert PUT_OUT not in (0, 2, TooFewMembers.exit_code)
+    assert "restartPolicy: OnFailure" in (LAUNCH / "kubernetes.yaml").read_text()
 
 
 def test_slurm_starts_the_recipe_of_its_first_line() -> None:

@@ -9,8 +9,9 @@ from phalanx.core.events import Event
 from phalanx.runtime import roster as roster_module
 from phalanx.runtime.membership import FirstRule, Generation, Member, Membership
 from phalanx.runtime.roster import KEPT, Roster
-from phalanx.runtime.supervisor import RespawnsUsedUp, Supervisor, SupervisorSettings, exit_code
+from phalanx.runtime.supervisor import PUT_OUT, RespawnsUsedUp, Supervisor, SupervisorSettings, exit_code
 from phalanx.runtime.votes import stepped_key
+from phalanx.runtime.worker import STALE_CODE
 from test_membership import announcement, first, members
 
 pytestmark = pytest.mark.unit
@@ -115,11 +116,37 @@ def test_who_was_away_for_too_long_is_not_taken_back(monkeypatch: pytest.MonkeyP
 
 
 def test_the_exit_code_says_what_happened() -> None:
-    assert exit_code([0, 0], finished=False) == 0 == exit_code([], finished=True)
-    assert exit_code([0, -9], finished=False) == 137 and exit_code([-15, -9], finished=False) == 143
-    assert exit_code([0, -9], finished=True) == 0
-    assert exit_code([0, 1, -9], finished=True) == 1 == exit_code([-9, 1], finished=False)
-    assert exit_code([75, 0], finished=False) == 0
+    goes_on, done = {"finished": False, "over": False}, {"finished": True, "over": True}
+    assert exit_code([0, 0], **goes_on) == 0 == exit_code([], **done)
+    assert exit_code([0, -9], **goes_on) == 137 and exit_code([-15, -9], **goes_on) == 143
+    assert exit_code([0, -9], **done) == 0 and exit_code([0, -9], finished=False, over=True) == 137
+    assert exit_code([0, 1, -9], **done) == 1 == exit_code([-9, 1], **goes_on)
+
+
+def test_a_host_that_was_put_out_is_to_be_started_again() -> None:
+    """0 would be the end of its part: a pod that never comes back."""
+    goes_on = {"finished": False, "over": False}
+    assert exit_code([STALE_CODE] * 4, **goes_on) == PUT_OUT == exit_code([0, STALE_CODE], **goes_on)
+    assert exit_code([STALE_CODE, -9], **goes_on) == 137 and exit_code([STALE_CODE, 1], **goes_on) == 1
+    assert exit_code([STALE_CODE], finished=True, over=True) == 0 == exit_code([STALE_CODE], finished=False, over=True)
+
+
+@pytest.mark.parametrize(("over", "code"), [(False, PUT_OUT), (True, 0)])
+def test_whether_the_run_goes_on_is_asked_when_all_were_put_out(over: bool, code: int) -> None:
+    service = MemoryService()
+    settings = SupervisorSettings(host="h", slots=2, wanted=2, respawns=0)
+    supervisor = Refused(lambda seat: 0, settings, service=service)  # type: ignore[arg-type]
+    if over:
+        service.values["finished"] = "3 1"
+    assert supervisor.run() == code and supervisor.codes == [STALE_CODE] * 2
+
+
+class Refused(Supervisor):
+    """Whose workers, which are no processes, were put out at once."""
+
+    def _start(self, slot: int) -> None:
+        self.started += 1
+        self.codes.append(STALE_CODE)
 
 
 class _Ended:

@@ -17,7 +17,7 @@ from phalanx.plan.fleet import Fleet
 from phalanx.plan.folding import Folding
 from phalanx.plan.heal import HealPlan
 from phalanx.plan.placement import LayerPlacements, Placement
-from phalanx.plan.placement_front import patched_placement
+from phalanx.plan.placement_front import parted_placement, patched_placement
 from phalanx.plan.placement_search import plan_placement
 from phalanx.plan.replacement import Costs, StageNow, hosts_of_placement, placement_of_hosts, plan_replacement
 from phalanx.plan.replicas import replica_counts
@@ -122,6 +122,48 @@ def test_what_is_mended_goes_to_another_rack() -> None:
     torn = replace(placed, slots=(((0, 1, 2), (1, 1, 3), (3, 2, 2), (3, 3, 2)),), floor=1)  # expert 0 is on one host
     mended = patched_placement(torn, fleet, floor=2)
     assert mended is not None and {fleet.racks[h] for h in mended.holders(0, 0)} == {0, 1}
+
+
+def test_a_rack_that_is_too_small_costs_no_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes seconds for many hosts, and every member would make it at each loss, join and renewal: some experts stay in one rack whatever it finds."""
+    run = healing(Folding(world=6, ep=6), floor=2, zero=1, slots=3)
+    plan = run.plan(racked(["r0"] * 5 + ["r1"]))
+    searched: list[object] = []
+    monkeypatch.setattr("phalanx.plan.heal_experts.plan_placement", lambda *args: searched.append(args))
+    for facts in (
+        after_in_racks(plan, lost=()),
+        after_in_racks(plan, lost=["h1.0.x"]),
+        [*after_in_racks(plan, lost=()), fact("h6", rack="r1")],
+    ):
+        found = run.plan(facts)
+        assert not found.missing and not searched
+        assert sum(len(racks) == 1 for racks in in_racks(found)) >= 2 * (8 - 6)  # r1 has 6 slots at most
+    same = run.plan(after_in_racks(plan, lost=()))
+    held = [[sorted(of.slots[0]) for s in p.placement for of in s.layers.values()] for p in (plan, same)]
+    assert held[0] == held[1]  # nothing travels for a rack whose loss is fatal all the same
+
+
+def after_in_racks(plan: HealPlan, *, lost: Sequence[str]) -> list[Fact]:
+    """As `after`, of hosts that say their rack: the last of six stands alone."""
+    return [replace(f, rack="r1" if f.machine >= "h5" else "r0") for f in after(plan, lost=lost)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_parting_leaves_fewer_in_one_rack_and_nothing_else_worse(seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    num_hosts, num_experts, floor = int(draw.integers(3, 8)), int(draw.integers(4, 12)), 2
+    width = -(-num_experts * floor // num_hosts) + int(draw.integers(0, 3))
+    fleet = Fleet(slots=(width,) * num_hosts, racks=tuple(draw.integers(0, 3, num_hosts).tolist()))
+    loads = draw.random((2, num_experts))
+    blind = replace(fleet, racks=())
+    made = replace(plan_placement(replica_counts(loads, blind, floor=floor), blind, loads), fleet=fleet)
+    parted = parted_placement(made, floor=floor)
+    parted.check()
+    assert parted.fleet == fleet and parted.floor == made.floor
+    before, then = made.num_in_one_rack(floor), parted.num_in_one_rack(floor)
+    assert then <= before
+    moved = int(np.maximum(parted.copies - made.copies, 0).sum())
+    assert moved <= 2 * (before - then)
 
 
 def test_replacement_mends_what_one_rack_holds() -> None:

@@ -54,6 +54,18 @@ def test_a_worker_that_cannot_rehearse_joins_cold_and_says_so() -> None:
     assert [(note.level, "MemoryError: no room" in note.text) for note in told] == [("warning", True)]
 
 
+def test_the_recipe_that_all_hosts_share_says_nothing_of_one_of_them(tmp_path: Path) -> None:
+    write_text(tmp_path / "text")
+    own = ["--launch.host", "h3", "--launch.rack", "r7", "--launch.keep_service", "true"]
+    recipe = load_recipe(None, [*recipe_words(Setup(), tmp_path), "--resilience.service", "node0:29400", *own])
+    assert (recipe.launch.host, recipe.launch.rack, recipe.launch.keep_service) == ("h3", "r7", True)
+    folder = RunFolder(tmp_path / "runs" / "x")
+    folder.create()
+    prepare_run(recipe, folder)
+    shared = load_recipe(folder.path / "recipe.toml", []).launch
+    assert shared == replace(recipe.launch, host=None, rack=None, keep_service=False)
+
+
 def test_a_model_that_cannot_be_made_small_is_left_alone() -> None:
     spec = replace(PRESETS["tiny"], top_k=PRESETS["tiny"].num_experts + 1)
     assert small_model(spec, experts_of_rank=4) is None

@@ -16,11 +16,15 @@ from pathlib import Path
 
 import pytest
 
+from membership_help import MemoryKeys, MemoryService
 from phalanx.cli.service import main, read
 from phalanx.core.errors import ConfigError
 from phalanx.core.service_address import ServiceAddress, parse_service
 from phalanx.plan.service_tenure import Claim, Tenure, keeper_of
-from phalanx.runtime.keys import ServiceLost, TcpKeys
+from phalanx.runtime import seat as seat_module
+from phalanx.runtime.keys import ServiceLost, TcpKeys, TcpService
+from phalanx.runtime.membership import Member
+from phalanx.runtime.reach import door_key
 from phalanx.runtime.service import start_store
 from phalanx.runtime.service_address import AnyService, service_at
 
@@ -112,6 +116,39 @@ def test_addresses_of_several() -> None:
     here = parse_service("127.0.0.1:1,localhost:2")
     assert here is not None and here.is_here
     assert [parse_service(t) for t in ("a:1,", "a:1,a:1", "a:1,etcd://b:1/x", "a:1,b", ",")] == [None] * 5
+
+
+class Told(TcpService):
+    """A service that answers, or whose name does not resolve."""
+
+    def connect(self) -> MemoryKeys:  # type: ignore[override]
+        if self.host.startswith("gone"):
+            raise ServiceLost(f"{self.host} cannot be reached: Name or service not known")
+        return MemoryService().connect()
+
+
+@pytest.mark.unit
+def test_a_door_opens_towards_the_service_that_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine of the first is gone, and its name with it."""
+    asked = list[str]()
+
+    class Opened:
+        address = "10.0.0.1:5"
+
+        def __init__(self, host: str, port: int) -> None:
+            asked.append(host)
+            if host.startswith("gone") or len(asked) < 3:
+                raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(seat_module, "Door", Opened)
+    several = AnyService([Told("gone0", 1), Told("node1", 2), Told("gone2", 3)])
+    listed = several.services
+    seat = seat_module.Seat(
+        Member("a.0.x", "a"), several, pipe=-1, settings=seat_module.SeatSettings(doors=True, service_s=60.0)
+    )
+    seat.announce(plan_hash="p", version="1")
+    assert asked == ["node1"] * 3 and seat.keys().get(door_key("a.0.x")) == Opened.address
+    assert (several.host, several.port) == ("node1", 2) and [s.host for s in listed] == ["gone0", "node1", "gone2"]
 
 
 @pytest.mark.unit

@@ -2,8 +2,9 @@
 
 Decides the placement of each pipeline stage. It is the present one: members that come fill their slots with the experts that have the fewest holders or the
 most work, nobody else gets any for their sake; then the fewest slots are changed so that experts below the floor have new holders as far as slots allow
-(`placement_front.py: patched_placement`). Where that does not do, or leaves experts in one rack that could be in several, it is the best one
-(`placement_search.py`), its hosts named so that the fewest experts travel (`migration.py`). Must never change: every expert has a slot in every layer, whoever is gone; what a host holds already is known from the reports alone.
+(`placement_front.py: patched_placement`). Where single copies that change places bring every expert into several racks, they do (`parted_placement`). Where the floor
+cannot be held so, it is the best one (`placement_search.py`), its hosts named so that the fewest experts travel (`migration.py`). The search takes seconds for many hosts, and
+every member makes it while the run stands still: never only for racks, of which one may be too small for ever (what can be had then, and at which load, `replacement.py` weighs between steps). Must never change: every expert has a slot in every layer, whoever is gone; what a host holds already is known from the reports alone.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from phalanx.plan.folding import Folding
 from phalanx.plan.host_placement import HostPlacement
 from phalanx.plan.migration import plan_migration
 from phalanx.plan.placement import LayerPlacements
-from phalanx.plan.placement_front import patched_placement
+from phalanx.plan.placement_front import parted_placement, patched_placement
 from phalanx.plan.placement_search import plan_placement
 from phalanx.plan.replicas import Floats, ReplicaCounts, replica_counts
 from phalanx.plan.standing import Fact
@@ -76,11 +77,10 @@ def _placed(
     if present is None:
         return plan_placement(counts, fleet, loads)
     mended = patched_placement(_filled(present, fleet, loads, floor=counts.floor), fleet, floor=counts.floor)
-    in_one_rack = 0 if mended is None else mended.num_in_one_rack(counts.floor)
-    if mended is not None and not in_one_rack:
-        return mended
-    best = plan_migration(present, plan_placement(counts, fleet, loads), rename=True).new
-    return best if mended is None or best.num_in_one_rack(counts.floor) < in_one_rack else mended
+    if mended is not None:
+        parted = parted_placement(mended, floor=counts.floor)
+        return mended if parted.num_in_one_rack(counts.floor) else parted
+    return plan_migration(present, plan_placement(counts, fleet, loads), rename=True).new
 
 
 def _filled(present: HostPlacement, fleet: Fleet, loads: Floats, *, floor: int) -> HostPlacement:

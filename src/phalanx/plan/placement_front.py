@@ -225,6 +225,56 @@ def _mended(table: NDArray[np.int64], floor: int, racks: NDArray[np.int64]) -> b
     return True
 
 
+def parted_placement(plan: HostPlacement, *, floor: int) -> HostPlacement:
+    """With copies of experts of one rack brought to others, as far as single moves do it: into a slot whose expert can spare it, else in exchange for another's copy.
+
+    Every move leaves one (layer, expert) less in one rack, brings no other there, and keeps every expert on as many hosts as it was, but for what it has beyond `floor`.
+    """
+    if not plan.num_in_one_rack(floor):
+        return plan
+    copies = plan.copies.copy()
+    of_rack = np.array(plan.fleet.racks)[:, None] == np.unique(plan.fleet.racks)
+    for table in copies:
+        while any(
+            _parted(table, int(expert), floor, of_rack) for expert in np.flatnonzero(_num_racks(table, of_rack) < 2)
+        ):
+            pass
+    return from_copies(copies, plan.fleet, floor=plan.floor)
+
+
+def _num_racks(table: NDArray[np.int64], of_rack: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """(E,) racks that each expert is in. `of_rack` (N, R)."""
+    found: NDArray[np.int64] = ((table > 0).astype(np.int64) @ of_rack > 0).sum(1)
+    return found
+
+
+def _parted(table: NDArray[np.int64], expert: int, floor: int, of_rack: NDArray[np.bool_]) -> bool:
+    """Bring a copy of `expert`, all of whose copies are in one rack, to another one; in place. False where no single move does."""
+    at = table > 0
+    hosts, in_rack = at.sum(1), at.astype(np.int64) @ of_rack
+    rack_of, mine = of_rack.argmax(1), np.flatnonzero(at[expert])
+    elsewhere = at & (rack_of != rack_of[mine[0]])
+    stays = (table > 1) | (in_rack[:, rack_of] > 1)  # in that rack, with one copy less on that host
+    num_racks = (in_rack > 0).sum(1)[:, None]
+    racks_left, enough = num_racks - ~stays, np.minimum(num_racks, 2)
+    spare = elsewhere & (racks_left >= enough) & ((table > 1) | (hosts[:, None] > floor))
+    if spare.any():
+        rank = np.where(spare, len(hosts) * (table > 1) + hosts[:, None], -1)
+        other, host = np.unravel_index(int(rank.argmax()), rank.shape)
+        table[other, host] -= 1
+        table[expert, host] += 1
+        return True
+    for own in mine[np.argsort(-table[expert, mine], kind="stable")] if len(mine) > 1 else ():
+        gained = racks_left + (in_rack[:, [rack_of[own]]] == 0)
+        swaps = elsewhere & (gained >= enough) & ~at[:, [own]]
+        if swaps.any():
+            other, host = np.unravel_index(int(swaps.argmax()), swaps.shape)
+            table[[expert, other], [own, host]] -= 1
+            table[[other, expert], [own, host]] += 1
+            return True
+    return False
+
+
 def choose(
     points: Sequence[Point],
     *,

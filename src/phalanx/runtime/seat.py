@@ -187,7 +187,10 @@ class Seat:
             return
         if self._door is None:
             where: Any = self.service
-            self._door = Door(where.host, where.port)
+            try:
+                self._door = Door(where.host, where.port)
+            except OSError as err:  # its name does not resolve now, or there is no way to it
+                raise ServiceLost(f"no way to the membership service at {where.host}: {err}") from None
         keys.put(door_key(self.uid), self._door.address)
         told = False
         while (now := Membership(keys).current()) and (silent := knock_at(keys, now.uids, own=self.uid).silent):

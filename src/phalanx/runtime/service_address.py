@@ -16,7 +16,7 @@ WANTED = "wanted"
 """How many ranks a run began with, on which its mapping rests: a host that comes later with another number takes this one."""
 
 
-def service_at(address: ServiceAddress) -> Service:
+def service_at(address: ServiceAddress) -> TcpService | EtcdService | AnyService:
     """Where members meet."""
     if address.is_etcd:
         return EtcdService(address.host, address.port, address.run)
@@ -30,18 +30,26 @@ class AnyService:
 
     def __init__(self, services: Sequence[TcpService]) -> None:
         self.services = list(services)
-        self.host, self.port = services[0].host, services[0].port
+
+    @property
+    def host(self) -> str:
+        """Of the one that answered last: names of the others may not resolve any more."""
+        return self.services[0].host
+
+    @property
+    def port(self) -> int:
+        return self.services[0].port
 
     def connect(self) -> TcpKeys:
         """Raises `ServiceLost` where none answers. The one that answered last is asked first."""
         said = list[str]()
-        for service in list(self.services):
+        for service in self.services:
             try:
                 keys = service.connect()
             except ServiceLost as err:
                 said.append(str(err))
             else:
-                self.services.sort(key=lambda s: s != service)
+                self.services = sorted(self.services, key=lambda s: s != service)  # a new list: threads share this one
                 return keys
         raise ServiceLost("; ".join(said))
 

@@ -40,6 +40,8 @@ from phalanx.runtime.worker import STALE_CODE, Worker, fork_worker
 
 TICK_S = 0.05
 """Longest time between two looks at what no handle announces."""
+PUT_OUT = 69
+"""Exit code of a host whose workers the others put out and whose places stayed empty, of a run that goes on: start it again (`EX_UNAVAILABLE` of sysexits.h)."""
 ROUNDS = 3
 """A cause that ends all workers of a host, however many slots it has, may do so this often before the host gives up."""
 
@@ -181,7 +183,7 @@ class Supervisor:
         """Until all workers have ended; the exit code. Raises `RunError` where the run cannot go on. Call it from the main thread.
 
         0: the run is over, or this host has left it in good order. 130: stopped at once. Else that of a worker that failed, or 128 + the signal that killed one whose place
-        stayed empty (what it held was not handed over), as a shell says it.
+        stayed empty (what it held was not handed over), as a shell says it, or `PUT_OUT` where the others put one out whose place stayed empty.
         """
         with self._listening():
             gc.freeze()
@@ -190,13 +192,14 @@ class Supervisor:
             try:
                 while any(not w.ended for w in self.workers) or (self.empty and self._goes_on and not self._all_rest):
                     self._turn()
+                over = self.roster.finished is not None or (any(self.codes) and self.roster.is_over())
             finally:
                 self._end_all()
         if self.stops > 1:
             return STOPPED
         if self.error is not None and self.roster.finished is None:
             raise self.error
-        return exit_code(self.codes, finished=self.roster.finished is not None)
+        return exit_code(self.codes, finished=self.roster.finished is not None, over=over)
 
     # -- one turn
 
@@ -485,8 +488,12 @@ class Supervisor:
             time.sleep(TICK_S)
 
 
-def exit_code(codes: Sequence[int], *, finished: bool) -> int:
-    """Of a host whose workers that nobody replaced ended with `codes`, below 0: by that signal. `finished`: the run is over, so whoever is killed is missed by nobody."""
+def exit_code(codes: Sequence[int], *, finished: bool, over: bool) -> int:
+    """Of a host whose workers that nobody replaced ended with `codes`, below 0: by that signal.
+
+    `finished`: all steps are done, so whoever is killed is missed by nobody. `over`: they are, or the run was stopped, so nobody can come back to it.
+    """
     failed = [code for code in codes if code > 0 and code != STALE_CODE]
     killed = [128 - code for code in codes if code < 0 and not finished]
-    return max(failed or killed, default=0)
+    put_out = [PUT_OUT for code in codes if code == STALE_CODE and not over]
+    return max(failed or killed or put_out, default=0)

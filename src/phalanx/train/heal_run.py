@@ -23,7 +23,7 @@ from typing import IO
 import torch
 from rich.console import Console
 
-from phalanx.core.config import Recipe
+from phalanx.core.config import LaunchConfig, Recipe
 from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.core.events import Emit, Event, Note, RunEnded
 from phalanx.core.recipe import dump_recipe
@@ -117,15 +117,17 @@ def _supervisor(run: HealingRun, host: str, main: MemberMain, *, port: int, tell
         here = settings.wanted - len(settings.away() & set(range(settings.slots)))
         settings = replace(settings, wanted=max(1, here))
         return Supervisor(main, settings, port=port, tell=tell)
-    if not address.is_here:
-        use_interface_to(address.host)
     if recipe.launch.keep_service:
+        if not address.is_here:
+            use_interface_to(address.host)
         import_now()
         return Supervisor(main, settings, address=address.host, port=address.port, tell=tell)
     service = service_at(address)
     where, wait_s = recipe.resilience.service or "", recipe.resilience.wait_s
     if not expect_service(service, where, wait_s=wait_s, tell=print):
         import_now()  # once for all ranks of this host; where a run is under way they take part first (`HealingBody`)
+    if not address.is_here:
+        use_interface_to(service.host)
     return Supervisor(main, settings, service=service, tell=tell)
 
 
@@ -170,7 +172,7 @@ def prepare_run(recipe: Recipe, folder: RunFolder, *, kept: Recipe | None = None
     again = replace(
         recipe if kept is None else kept,
         checkpoint=replace(recipe.checkpoint, step=None),  # running the file again must not go back again
-        launch=replace(recipe.launch, host=None, keep_service=False),  # those of one host
+        launch=_of_all_hosts(recipe.launch),
     )
     folder.write_recipe(again, prepared.tokenizer)
     return HealingRun(recipe=recipe, folder=folder, prepared=prepared, spec=spec, healing=healing)
@@ -260,11 +262,16 @@ def as_begun(recipe: Recipe) -> tuple[Recipe, bool]:
     return replace(recipe, resilience=replace(recipe.resilience, wanted=wanted)), under_way
 
 
+def _of_all_hosts(launch: LaunchConfig) -> LaunchConfig:
+    """Without what one host says of itself alone."""
+    return replace(launch, host=None, rack=None, keep_service=False)
+
+
 def _plan_hash(run: HealingRun) -> str:
     """What all members of one run have alike, whatever host they are on and when it came: where to begin is asked once."""
     recipe = replace(
         run.recipe,
-        launch=replace(run.recipe.launch, host=None, rack=None, keep_service=False),
+        launch=_of_all_hosts(run.recipe.launch),
         checkpoint=replace(run.recipe.checkpoint, resume=True, step=None),
         resilience=replace(run.recipe.resilience, wanted=wanted_ranks(run.recipe)),
     )
