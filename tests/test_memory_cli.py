@@ -35,7 +35,7 @@ def test_the_recipe_of_fused_kernels_in_the_guide_has_an_estimate(tmp_path: Path
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(text)
     words = "--model.preset laptop --folding.ep 4 --launch.ranks 4 --dispatch.overlap"
-    found = load_recipe(recipe, [*words.split(), overlap], processor=MULTIPLIES_BF16)
+    found = load_recipe(recipe, [*words.split(), overlap], auto_dtype=lambda _: "bfloat16")
     assert found.dispatch.left_free == 16
     assert "tensors of a GPU alone" in shown(found)
 

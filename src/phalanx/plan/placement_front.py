@@ -269,8 +269,9 @@ def _parted(table: NDArray[np.int64], expert: int, floor: int, of_rack: NDArray[
         swaps = elsewhere & (gained >= enough) & ~at[:, [own]]
         if swaps.any():
             other, host = np.unravel_index(int(swaps.argmax()), swaps.shape)
-            table[[expert, other], [own, host]] -= 1
-            table[[other, expert], [own, host]] += 1
+            swapped, places = np.array([expert, other]), np.array([own, host])
+            table[swapped, places] -= 1
+            table[swapped[::-1], places] += 1
             return True
     return False
 
