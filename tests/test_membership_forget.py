@@ -102,17 +102,20 @@ def test_the_roster_empties_what_is_old(monkeypatch: pytest.MonkeyPatch) -> None
     assert membership.current() == made[-1] and KEPT > 3
 
 
-def test_who_was_away_for_too_long_is_not_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_was_a_member_is_not_taken_back_however_long_its_host_was_away_and_who_never_was_may_come() -> None:
     service = MemoryService()
     membership = Membership(service.connect())
     made = many(membership, 3)
     host = Roster("b", service, FirstRule(wanted=2, minimum=1, gather_s=1.0), limit_s=600.0)
-    host.newest, host._own = made[0], {"b.1.1", "b.1.7"}
-    host._note_taken(membership, made[-1])
-    assert host._taken == {"b.1.1"}  # all are known
-    membership.forget(4, made[-1])
-    host._note_taken(membership, made[-1])
-    assert host._taken == {"b.1.1", "b.1.7"}
+    membership.announce(announcement("b.1.7"))
+    was, never = members("b.1.1", "b.1.7")
+    for forgotten in (False, True):
+        for number in range(2, made[-1].number) if forgotten else ():
+            membership.forget(number, made[-1])
+        host.newest, host._own, host._taken = made[0], {was.uid, never.uid}, set()
+        host._note_taken(membership, made[-1])
+        assert [g.forgotten for g in membership.between(made[0], made[-1])][:-1] == [forgotten] * 5
+        assert not host._may_join(was, membership) and host._may_join(never, membership)
 
 
 def test_the_exit_code_says_what_happened() -> None:

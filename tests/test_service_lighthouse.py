@@ -10,19 +10,22 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from membership_help import MemoryKeys, MemoryService
 from phalanx.cli.service import main, read
+from phalanx.core.clock import since_boot_s
 from phalanx.core.errors import ConfigError
 from phalanx.core.service_address import ServiceAddress, parse_service
-from phalanx.plan.service_tenure import Claim, Tenure, keeper_of
+from phalanx.plan.service_tenure import Claim, Tenure, keeper_of, longest_lease
 from phalanx.runtime import seat as seat_module
 from phalanx.runtime.keys import ServiceLost, TcpKeys, TcpService
+from phalanx.runtime.lighthouse import _Keeps
 from phalanx.runtime.membership import Member
 from phalanx.runtime.reach import door_key
 from phalanx.runtime.service import start_store
@@ -42,29 +45,35 @@ def test_a_keeper_stays_while_it_takes_part() -> None:
 class Drawn:
     """A service in time steps: asks, is in a quorum or not, hears of it some time later, sleeps."""
 
-    def __init__(self, name: str) -> None:
-        self.tenure = Tenure(name, LEASE)
+    def __init__(self, name: str, lease: int, longest: int) -> None:
+        self.tenure = Tenure(name, lease)
+        self.longest: float = longest
+        """That it says in quorums."""
         self.keeper, self.term = "", 0
         self.asked: int | None = None
-        self.answer: tuple[int, int, str, int] | None = None
-        """(when it is heard, number of the quorum, keeper, term)"""
+        self.answer: tuple[int, int, str, int, float] | None = None
+        """(when it is heard, number of the quorum, keeper, term, longest lease)"""
         self.sleeps = 0
 
     def turn(self, now: int, draw: random.Random) -> None:
         if self.answer is not None and now >= self.answer[0]:
-            _, number, self.keeper, self.term = self.answer
+            _, number, self.keeper, self.term, longest = self.answer
             assert self.asked is not None
-            self.tenure.hear(self.keeper, quorum=number, asked_s=self.asked, now_s=now)
+            self.longest = max(self.longest, longest)
+            self.tenure.hear(self.keeper, quorum=number, asked_s=self.asked, now_s=now, longest_s=self.longest)
             self.asked = self.answer = None
             self.sleeps = now + (draw.randrange(30) if draw.random() < 0.03 else 1)
         if self.asked is None and now >= self.sleeps:
             self.asked = now
 
 
-def quorums(seed: int, *, rule: Callable[[list[Claim]], tuple[str, int]] = keeper_of) -> tuple[int, int]:
-    """(most services that held values at once, time steps in which one did), of a lighthouse that takes any of those who ask into a quorum."""
+def quorums(seed: int, *, leases: Sequence[int] = (LEASE,) * 3, told: int = 0) -> tuple[int, int]:
+    """(most services that held values at once, time steps in which one did), of a lighthouse that takes any of those who ask into a quorum.
+
+    `told`: the longest lease that all have heard of.
+    """
     draw = random.Random(seed)
-    services = [Drawn(name) for name in "abc"]
+    services = [Drawn(name, lease, max(lease, told)) for name, lease in zip("abc", leases, strict=True)]
     number, members, most, held = 0, list[str](), 0, 0
     for now in range(600):
         for s in services:
@@ -74,9 +83,10 @@ def quorums(seed: int, *, rule: Callable[[list[Claim]], tuple[str, int]] = keepe
         if together and (len(ask) == 3 or draw.random() < 0.1):
             names = [s.tenure.name for s in together]
             number, members = number + (names != members), names
-            keeper, term = rule([Claim(s.tenure.name, s.keeper, s.term) for s in together])
+            claims = [Claim(s.tenure.name, s.keeper, s.term, s.longest) for s in together]
+            (keeper, term), longest = keeper_of(claims), longest_lease(claims)
             for s in together:
-                s.answer = (now + (draw.randrange(25) if draw.random() < 0.05 else 0), number, keeper, term)
+                s.answer = (now + (draw.randrange(25) if draw.random() < 0.05 else 0), number, keeper, term, longest)
         holding = sum(s.tenure.look(now) for s in services)
         most, held = max(most, holding), held + bool(holding)
     return most, held
@@ -93,6 +103,54 @@ def test_never_two_keep_values_at_once() -> None:
 def test_a_planted_shorter_wait_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("phalanx.plan.service_tenure.WAIT", 0.3)
     assert max(quorums(seed)[0] for seed in range(60)) > 1
+
+
+@pytest.mark.unit
+def test_services_with_different_leases_wait_for_the_longest_that_they_heard_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    leases = (LEASE, 3 * LEASE, 2 * LEASE)
+    drawn = [quorums(seed, leases=leases, told=max(leases)) for seed in range(60)]
+    assert max(most for most, _ in drawn) == 1 and any(held for _, held in drawn)
+    tenure = Tenure("a", 10.0)
+    tenure.hear("b", quorum=1, asked_s=0.0, now_s=0.0, longest_s=30.0)
+    for now in range(1, 39):  # b, with the longer lease, is gone, and nobody in the quorum has one
+        tenure.hear("a", quorum=2, asked_s=now, now_s=now, longest_s=10.0)
+        assert not tenure.look(now)
+    assert tenure.look(38.6)  # 1 + 1.25 x 30
+    monkeypatch.setattr(Tenure, "hear", planted)
+    assert max(quorums(seed, leases=leases, told=max(leases))[0] for seed in range(60)) > 1
+
+
+def planted(self: Tenure, keeper: str, *, longest_s: float, **words: Any) -> None:
+    """Each waits for its own lease."""
+    HEAR(self, keeper, **words)
+
+
+HEAR = Tenure.hear
+
+
+@pytest.mark.unit
+def test_a_service_says_that_another_has_a_longer_lease() -> None:
+    said = list[str]()
+    keeps = _Keeps(Tenure("a", 10.0), ServiceAddress("127.0.0.1", 1), said.append)
+    for _ in range(2):
+        keeps.hear({"keeper": "b", "quorum": 1, "asked_s": 0.0, "longest_s": 30.0})
+    assert said == [
+        "keeper is b",
+        "another service has --lease 30, this one 10: it waits for the longer one; give all the same",
+    ]
+
+
+@pytest.mark.unit
+def test_a_lease_runs_out_while_the_machine_is_suspended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its other clock stands still then."""
+    monkeypatch.setattr(time, "monotonic", lambda: 5.0)
+    begun = since_boot_s()
+    while since_boot_s() == begun:
+        pass
+    if hasattr(time, "CLOCK_BOOTTIME"):
+        assert abs(since_boot_s() - time.clock_gettime(time.CLOCK_BOOTTIME)) < 60.0
 
 
 @pytest.mark.unit
@@ -179,12 +237,12 @@ def test_without_torchft_it_says_what_to_install() -> None:
 
 @pytest.mark.ranks
 def test_a_store_ends_with_its_lease_and_another_answers() -> None:
-    store, other = start_store(until_s=time.monotonic() + 0.6), start_store()
+    store, other = start_store(until_s=since_boot_s() + 0.6), start_store()
     try:
         both = AnyService([store.address, other.address])
         epochs = [s.connect().epoch for s in (store.address, other.address)]
         assert both.connect().epoch == epochs[0]
-        store.renew(time.monotonic() + 1.2)
+        store.renew(since_boot_s() + 1.2)
         time.sleep(0.8)
         assert not store.reap()
         until(store.reap)

@@ -4,8 +4,8 @@ Values are in one place at a time. Each service takes part in one quorum after a
 All members of a quorum see what all of them said, so all find the same keeper.
 
 Must never change: whoever keeps values stops a *lease* after it asked for the last quorum that named it, by its own clock; whoever is to keep them waits longer
-than a lease from when it first heard of a quorum that names it, and begins to wait anew whenever it may have missed one. So no two keep values at the same time,
-whatever is cut off from whom, as long as clocks run equally fast within `WAIT - 1`.
+than the longest lease that it has heard of from when it first heard of a quorum that names it, and begins to wait anew whenever it may have missed one. So no two keep values at the
+same time, whatever is cut off from whom, as long as clocks run equally fast within `WAIT - 1`. (A longer lease of a service of which nobody in the quorum has ever heard is not known: all should have the same.)
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 WAIT = 1.25
-"""Leases that a new keeper waits."""
+"""Leases, of the longest, that a new keeper waits."""
 
 
 @dataclass(frozen=True)
 class Claim:
-    """What one service says in a quorum: `keeper` is the last one that it heard of, the `term`-th (0: none)."""
+    """What one service says in a quorum: `keeper` is the last one that it heard of, the `term`-th (0: none), `longest_s` the longest lease, its own or another's."""
 
     name: str
     keeper: str = ""
     term: int = 0
+    longest_s: float = 0.0
 
 
 def keeper_of(claims: Sequence[Claim]) -> tuple[str, int]:
@@ -31,6 +32,11 @@ def keeper_of(claims: Sequence[Claim]) -> tuple[str, int]:
     latest = max(claims, key=lambda c: (c.term, c.keeper))
     names = sorted(c.name for c in claims)
     return (latest.keeper, latest.term) if latest.keeper in names else (names[0], latest.term + 1)
+
+
+def longest_lease(claims: Sequence[Claim]) -> float:
+    """That anybody in a quorum has heard of: also of one who is not in it, and may still keep values."""
+    return max(c.longest_s for c in claims)
 
 
 @dataclass
@@ -42,11 +48,14 @@ class Tenure:
     until_s: float = 0.0
     """Values must be given up then."""
     holds: bool = False
+    longest_s: float = 0.0
+    """Longest lease of another service that this one has ever heard of."""
     _since_s: float | None = None
     _quorum: int = 0
 
-    def hear(self, keeper: str, *, quorum: int, asked_s: float, now_s: float) -> None:
-        """A quorum with this number, asked for at `asked_s`, names `keeper`."""
+    def hear(self, keeper: str, *, quorum: int, asked_s: float, now_s: float, longest_s: float = 0.0) -> None:
+        """A quorum with this number, asked for at `asked_s`, names `keeper`; the longest lease known there is `longest_s`."""
+        self.longest_s = max(self.longest_s, longest_s)
         self.look(now_s)
         if keeper != self.name:
             self._end()
@@ -59,7 +68,7 @@ class Tenure:
         """Whether values may be kept now."""
         if now_s >= self.until_s:
             self._end()
-        elif self._since_s is not None and now_s >= self._since_s + WAIT * self.lease_s:
+        elif self._since_s is not None and now_s >= self._since_s + WAIT * max(self.lease_s, self.longest_s):
             self.holds = True
         return self.holds
 

@@ -29,9 +29,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from phalanx.core.clock import since_boot_s
 from phalanx.core.errors import ConfigError, Problem
 from phalanx.core.service_address import ServiceAddress
-from phalanx.plan.service_tenure import Claim, Tenure, keeper_of
+from phalanx.plan.service_tenure import Claim, Tenure, keeper_of, longest_lease
 from phalanx.runtime.launch import STOP_SIGNALS, die_with_parent
 from phalanx.runtime.service import StoreProcess, start_store
 
@@ -106,19 +107,20 @@ class Pilot:
 def _take_part(name: str, lighthouse: str, *, address: str, lease_s: float, tell: int) -> None:
     torchft = engine()
     threading.Thread(target=_beat, args=(torchft, name, lighthouse), daemon=True).start()
-    client, keeper, term = None, "", 0
+    client, keeper, term, longest_s = None, "", 0, lease_s
     while True:
         try:
             if client is None:
                 client = torchft.LighthouseClient(lighthouse, timedelta(seconds=CONNECT_S))
-            asked_s = time.monotonic()
+            asked_s = since_boot_s()
             found = client.quorum(
                 name, timedelta(seconds=lease_s), store_address=address, step=0, world_size=1, shrink_only=False,
-                data={"keeper": keeper, "term": term},
+                data={"keeper": keeper, "term": term, "longest_s": longest_s},
             )  # fmt: skip
             said = [(p.replica_id, p.data) for p in found.participants if isinstance(p.data, dict)]
-            keeper, term = keeper_of([Claim(who, d.get("keeper", ""), d.get("term", 0)) for who, d in said])
-            words = {"keeper": keeper, "quorum": int(found.quorum_id), "asked_s": asked_s}
+            claims = [Claim(who, d.get("keeper", ""), d.get("term", 0), d.get("longest_s", 0.0)) for who, d in said]
+            (keeper, term), longest_s = keeper_of(claims), max(longest_s, longest_lease(claims))
+            words = {"keeper": keeper, "quorum": int(found.quorum_id), "asked_s": asked_s, "longest_s": longest_s}
         except Exception as err:  # whatever its client raises: the lease ends by itself
             client, words = None, {"error": (str(err).strip() or type(err).__name__).splitlines()[0]}
         os.write(tell, json.dumps(words).encode() + b"\n")
@@ -177,12 +179,20 @@ class _Keeps:
         if text != self._told:
             self.tell(text)
         self._told = text
-        if "error" not in words:
-            self.tenure.hear(words["keeper"], quorum=words["quorum"], asked_s=words["asked_s"], now_s=time.monotonic())
+        if "error" in words:
+            return
+        longest_s = words["longest_s"]
+        if longest_s > max(self.tenure.lease_s, self.tenure.longest_s):
+            self.tell(
+                f"another service has --lease {longest_s:g}, this one {self.tenure.lease_s:g}: it waits for the longer one; give all the same"
+            )
+        self.tenure.hear(
+            words["keeper"], quorum=words["quorum"], asked_s=words["asked_s"], now_s=since_boot_s(), longest_s=longest_s
+        )
 
     def look(self) -> None:
         """Open, renew or close."""
-        if not self.tenure.look(time.monotonic()):
+        if not self.tenure.look(since_boot_s()):
             if self.store is not None:
                 self.tell("this service keeps the values no longer")
             self.close()

@@ -27,7 +27,7 @@ TIDY_SOON_S = 1.0
 """Until the next generation is tidied up, where there are more."""
 TIDY_MOST = 256
 KEPT = 100
-"""Generations whose members are known; who was away for longer counts as having missed one."""
+"""Generations whose members are known; a member that was away for longer counts as having missed one."""
 HOSTS_S = 0.5
 """How often the beats of other hosts are read, all in one call; more often where `limit_s` is short."""
 TOGETHER_S = 0.5
@@ -263,9 +263,12 @@ class Roster:
         self._forget_dead(membership, newest)
 
     def _note_taken(self, membership: Membership, newest: Generation) -> None:
-        """Also those between: a member may have come and been put out while this host was not reached."""
+        """Also those between: a member may have come and been put out while this host was not reached.
+
+        Where one between was forgotten, so were the announcements of all who were in it and are out (`Membership.forget`, before it empties it): `_may_join` misses them.
+        """
         for generation in [newest] if self.newest is None else membership.between(self.newest, newest):
-            self._taken.update(self._own if generation.forgotten else (u for u in generation.uids if u in self._own))
+            self._taken.update(u for u in generation.uids if u in self._own)
 
     def _join(self, membership: Membership, newest: Generation) -> None:
         joining = [m for m in list(self._ready.values()) if m.uid not in newest.uids and self._may_join(m, membership)]

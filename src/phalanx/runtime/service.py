@@ -18,11 +18,14 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from phalanx.core.clock import since_boot_s
 from phalanx.core.errors import RunError
 from phalanx.runtime.keys import EPOCH, TcpService
 from phalanx.runtime.launch import STOP_SIGNALS, die_with_parent, listening_socket
 
 START_S = 10.0
+LOOK_S = 0.05
+"""How often a process with a lease looks whether that is over."""
 LEASE = struct.Struct("d")
 
 
@@ -44,7 +47,7 @@ class StoreProcess:
         return self.ended
 
     def renew(self, until_s: float) -> None:
-        """It may go on until then (`time.monotonic`)."""
+        """It may go on until then (`since_boot_s`)."""
         with contextlib.suppress(BrokenPipeError, BlockingIOError):
             os.write(self.lease, LEASE.pack(until_s))
 
@@ -62,7 +65,7 @@ class StoreProcess:
 def start_store(host: str = "127.0.0.1", port: int = 0, *, until_s: float | None = None) -> StoreProcess:
     """Fork a process that keeps a TCPStore at `host:port` (0: the system chooses). Raises `RunError` where the port is taken.
 
-    `until_s`: when it ends by itself unless `StoreProcess.renew` is called (`time.monotonic`); None: never.
+    `until_s`: when it ends by itself unless `StoreProcess.renew` is called (`since_boot_s`); None: never.
 
     Call it from the main thread: the kernel ends the service when the thread that forked it ends.
     """
@@ -119,8 +122,8 @@ def _stay(store: dist.TCPStore, hear: int, until_s: float | None) -> None:
         time.sleep(3600.0)
     poll = select.poll()
     poll.register(hear, select.POLLIN)
-    while (left_s := until_s - time.monotonic()) > 0:
-        if poll.poll(left_s * 1000):
+    while (left_s := until_s - since_boot_s()) > 0:
+        if poll.poll(min(left_s, LOOK_S) * 1000):  # which does not count while the machine is suspended
             data = os.read(hear, LEASE.size * 512)
             if not data:  # whoever renewed it has ended
                 return
