@@ -89,10 +89,11 @@ def main(args: list[str]) -> int:
     raise_if(_problems(options), ConfigError, subject="the options")
     check_writable(options.json)
     result = measure(options)
+    alike = [options.overlap, options.same, *(["pairs of passes"] if options.pairs else [])]
     print(
         f"step {result['step_s'] * 1e3:.0f} ms by {options.overlap}, {result['serial_step_s'] * 1e3:.0f} ms serial: "
         f"{result['speedup_vs_serial']:.2f} times faster; link {format_rate(result['link_bit_per_s'], 'bit')}, communication "
-        f"{result['communication_share']:.0%} of a serial step; losses of {options.overlap} and {options.same} "
+        f"{result['communication_share']:.0%} of a serial step; losses of {' and '.join(alike)} "
         f"{'are the same bits' if result['losses_equal'] else 'DIFFER'}"
     )
     if options.pairs:
