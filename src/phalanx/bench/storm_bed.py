@@ -34,6 +34,8 @@ SLOW = 5e6
 """Bits a second of a slow link."""
 SLOW_S = 3.0
 PART_S = 10.0
+STOP_S = 180.0
+"""For a program that imports torch and writes one key, where a dozen ranks share two cores."""
 """How long two hosts cannot reach each other."""
 LOOK_S = 0.05
 START_S = 60.0
@@ -204,7 +206,7 @@ class BedArena(Arena):
     def stop_run(self, why: str) -> None:
         command = [sys.executable, "-m", "phalanx.bench.storm_host", json.dumps({"stop": why, "port": PORT})]
         job = self.bed.run(command, env=_environment(), hosts=[self.setup.hosts], name=f"stop-{len(self.bed.jobs)}")
-        if not job.wait(30.0).ok:
+        if not job.wait(STOP_S).ok:
             raise ServiceLost("the run could not be told to end")
 
     def left(self) -> list[str]:
