@@ -1,7 +1,7 @@
 """Experts with replicas that move while training runs: loads are watched, and between two steps `plan/replacement.py` decides.
 
     committed   the counts of a step go into the average of loads; the same numbers on all ranks
-    prepare     due? ─ gather what was measured ─ decide ─ modules and buffers for the new placement ─ dense state copied, experts' state moved ─ checksums
+    prepare     due? ─ gather what was measured ─ the first rank decides ─ modules and buffers for the new placement ─ dense state copied, experts' state moved ─ checksums
     adopt       the prepared parts take the place of the old ones
 
 Decides nothing. Must never change: until `adopt` what the trainer has stays as it is, so that whoever is lost before costs another attempt and nothing else; all ranks call
@@ -24,7 +24,6 @@ import torch
 from numpy.typing import NDArray
 
 from phalanx.core.config import Recipe
-from phalanx.core.errors import RunError
 from phalanx.core.events import ExpertsMoved
 from phalanx.core.samples import num_rounds
 from phalanx.kernels.grouped import expert_ffn
@@ -171,7 +170,7 @@ class Replacing:
     def prepare(self, parts: StepParts, rank: Rank, *, step: int, where: Where = NOWHERE) -> Prepared | None:
         """A new placement with the state after `step` steps, or None: the present one stays. Collective. `where` as `parts` were made with.
 
-        Raises `PeerError` where a rank is lost, `RunError` on all ranks where they decide or hold differently; `parts` are as they were in any case.
+        Raises `PeerError` where a rank is lost, `RunError` on all ranks where copies differ; `parts` are as they were in any case.
         """
         told, folding = rank.peers.gather(self._told(parts)), parts.groups.folding
         assert isinstance(folding, Folding)  # stages with foldings of their own have no replicas
@@ -182,10 +181,9 @@ class Replacing:
         self.seen, self.loads = best.seen, best.loads
         before = {folding.coord(r, "pp"): told[r].placement for r in range(folding.world)}
         stages = [_stage(before[i], best.loads, self.spec) for i in sorted(before) if before[i].layers]
-        decision = plan_replacement(stages, self._costs(parts, told), floor=self.floor, interval=self.interval)
-        made = rank.peers.gather(decision.hash)
-        if len(set(made)) > 1:
-            raise RunError(f"ranks have made different decisions on where experts should be ({', '.join(made)})")
+        costs = self._costs(parts, told)
+        # By one rank for all: they stand still meanwhile, and on a machine of few processors they would make the same decision in turns.
+        decision = rank.peers.first(lambda: plan_replacement(stages, costs, floor=self.floor, interval=self.interval))
         if decision.action == "keep":
             return None
         return self._carry_out(decision, dict(sorted(before.items())), parts, rank, step=step, where=where)
