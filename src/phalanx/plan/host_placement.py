@@ -113,7 +113,8 @@ class HostPlacement:
         slots = (tuple(next(parts[host]) for host in hosts),)
         rack_of = dict(zip(names, self.fleet.racks, strict=True)) if self.fleet.racks else {}
         racks = tuple(rack_of[host] for host in hosts) if rack_of else ()
-        made = Placement(num_experts=self.num_experts, slots=slots, hosts=tuple(host_of_ep), racks=racks)
+        known = tuple(hosts) if racks else tuple(host_of_ep)
+        made = Placement(num_experts=self.num_experts, slots=slots, hosts=known, racks=racks)
         made.check()
         return made
 
