@@ -33,6 +33,11 @@ def _shown(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
+def first_line(err: BaseException) -> str:
+    """What an error of somebody else's says, as one line; its type where it says nothing."""
+    return (str(err).strip() or type(err).__name__).splitlines()[0]
+
+
 class PhalanxError(Exception):
     """Base of every error that Phalanx raises on purpose. The command line prints it without a traceback and exits with `exit_code`."""
 

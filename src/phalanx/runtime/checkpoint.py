@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from phalanx.core.errors import CheckpointError, PeerError, Problem, raise_if
+from phalanx.core.errors import CheckpointError, PeerError, Problem, first_line, raise_if
 from phalanx.core.units import format_bytes
 from phalanx.runtime.boxes import BoxTensor
 from phalanx.runtime.checkpoint_failures import TensorsFailed, WriteFailure, write_failure
@@ -185,8 +185,7 @@ class CheckpointManager:
         try:
             return run_escapable(self._peers.escape, partial(write_boxes, job.boxes, path, group=self._peers.group))
         except RuntimeError as err:  # of the group: what fails on a disk comes as `TensorsFailed`
-            text = (str(err).strip() or type(err).__name__).splitlines()[0]
-            raise PeerError(f"rank {self._peers.rank} could not save with the others: {text}") from err
+            raise PeerError(f"rank {self._peers.rank} could not save with the others: {first_line(err)}") from err
 
     def _first(self, work: Callable[[], T]) -> T:
         return self._peers.first(lambda: _on_disk(work, self.folder.path))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from phalanx.core.errors import PeerError
+from phalanx.core.errors import PeerError, first_line
 from phalanx.runtime.groups import Axis
 
 ALL_TO_ALL_TAG = 2**31 - 2
@@ -129,12 +129,10 @@ def named_errors(op: str, axis: Axis, timeout_s: float, op_id: str = "") -> Iter
     try:
         yield
     except RuntimeError as err:  # torch's DistError and its children derive from it
-        text = str(err).strip()
-        first = text.splitlines()[0] if text else type(err).__name__
-        why = _reason(text.lower(), timeout_s)
+        why = _reason(str(err).lower(), timeout_s)
         name = f"{op} [{op_id}]" if op_id else op
         raise PeerError(
-            f"{name} over axis {axis.name}, ranks {axis.ranks}, failed on rank {axis.ranks[axis.index]}: {why} ({first})"
+            f"{name} over axis {axis.name}, ranks {axis.ranks}, failed on rank {axis.ranks[axis.index]}: {why} ({first_line(err)})"
         ) from err
 
 

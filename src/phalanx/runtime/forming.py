@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from phalanx.core.errors import PeerError
+from phalanx.core.errors import PeerError, first_line
 from phalanx.runtime.groups import DEFAULT_TIMEOUT_S, GroupCache, nccl_options, use_loopback
 from phalanx.runtime.keys import ASKED_PER_S, LAST_LOOK_S, OPENING, Keys, TcpKeys, open_sockets
 from phalanx.runtime.keys_store import KeysStore
@@ -271,7 +271,7 @@ def form(
                 team.store = store_of(keys)
                 _init(team, team.store, device=device, timeout_s=timeout_s)
         except RuntimeError as err:
-            text = (str(err).strip() or type(err).__name__).splitlines()[0]
+            text = first_line(err)
             err.__traceback__ = None
             team.drop()
             raise PeerError(f"generation {generation.number} does not form: {text}") from None

@@ -26,7 +26,7 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from phalanx.core.errors import PeerError
+from phalanx.core.errors import PeerError, first_line
 
 CALL_S = 2.0
 """A service that does not answer for so long is taken for lost."""
@@ -129,7 +129,7 @@ class TcpKeys:
                 self.store.wait([EPOCH], timedelta(seconds=timeout_s))
                 self.epoch = self.store.get(EPOCH).decode()
             except (OSError, RuntimeError) as err:
-                raise ServiceLost(f"the membership service at {where} cannot be reached: {_line(err)}") from None
+                raise ServiceLost(f"the membership service at {where} cannot be reached: {first_line(err)}") from None
 
     @contextlib.contextmanager
     def _call(self) -> Iterator[None]:
@@ -138,7 +138,7 @@ class TcpKeys:
         try:
             yield
         except (RuntimeError, OSError) as err:
-            self._lost = f"the membership service does not answer: {_line(err)}"
+            self._lost = f"the membership service does not answer: {first_line(err)}"
             raise ServiceLost(self._lost) from None
 
     def get(self, key: str) -> str | None:
@@ -250,7 +250,3 @@ def poll(
         time.sleep(min(pause_s, left_s))
         pause_s = min(pause_s * 1.5, last_look_s)
     return True
-
-
-def _line(err: BaseException) -> str:
-    return (str(err).strip() or type(err).__name__).splitlines()[0]

@@ -30,7 +30,7 @@ from types import ModuleType
 from typing import Any
 
 from phalanx.core.clock import since_boot_s
-from phalanx.core.errors import ConfigError, Problem
+from phalanx.core.errors import ConfigError, Problem, first_line
 from phalanx.core.service_address import ServiceAddress
 from phalanx.plan.service_tenure import Claim, Tenure, keeper_of, longest_lease
 from phalanx.runtime.launch import STOP_SIGNALS, die_with_parent
@@ -122,7 +122,7 @@ def _take_part(name: str, lighthouse: str, *, address: str, lease_s: float, tell
             (keeper, term), longest_s = keeper_of(claims), max(longest_s, longest_lease(claims))
             words = {"keeper": keeper, "quorum": int(found.quorum_id), "asked_s": asked_s, "longest_s": longest_s}
         except Exception as err:  # whatever its client raises: the lease ends by itself
-            client, words = None, {"error": (str(err).strip() or type(err).__name__).splitlines()[0]}
+            client, words = None, {"error": first_line(err)}
         os.write(tell, json.dumps(words).encode() + b"\n")
         time.sleep(lease_s / ROUNDS)
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from phalanx.core.errors import PeerError, PhalanxError, ProblemsError, RunError
+from phalanx.core.errors import PeerError, PhalanxError, ProblemsError, RunError, first_line
 from phalanx.runtime.escape import Escape, run_escapable
 
 T = TypeVar("T")
@@ -44,8 +44,7 @@ class Peers:
             gather = partial(dist.all_gather_object, values, value, group=self.group)
             run_escapable(self.escape, gather)
         except RuntimeError as err:  # torch's DistError and its children derive from it
-            text = (str(err).strip() or type(err).__name__).splitlines()[0]
-            raise PeerError(f"rank {self.rank} did not hear from all other ranks: {text}") from err
+            raise PeerError(f"rank {self.rank} did not hear from all other ranks: {first_line(err)}") from err
         return values
 
     def agree(self, work: Callable[[], T]) -> list[T]:

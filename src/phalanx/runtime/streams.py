@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 import torch
 
-from phalanx.core.errors import ConfigError, Problem, RunError, raise_if
+from phalanx.core.errors import ConfigError, Problem, RunError
 from phalanx.runtime.collectives import Collectives
 from phalanx.runtime.exchange import Message
 from phalanx.runtime.groups import Axis
@@ -103,18 +103,15 @@ def leave_free(comms: Collectives, device: torch.device, *, multiprocessors: int
     """
     streams = streams_of(comms, device)
     if streams is None:
-        raise_if(
-            [Problem(where="dispatch.left_free", value=multiprocessors, rule=f"a GPU, and this is {device.type}")],
-            ConfigError,
-            subject="the recipe",
-        )
-    assert streams is not None  # else raised above
+        rule = f"a GPU, and this is {device.type}"
+        problem = Problem(where="dispatch.left_free", value=multiprocessors, rule=rule)
+        raise ConfigError([problem], subject="the recipe")
     if device.type == "cuda":
         most = torch.cuda.get_device_properties(device).multi_processor_count - 1
         if multiprocessors > most:
             rule, hint = "must leave products some of the device's multiprocessors", f"at most {most}"
             problem = Problem(where="dispatch.left_free", value=multiprocessors, rule=rule, hint=hint)
-            raise_if([problem], ConfigError, subject="the recipe")
+            raise ConfigError([problem], subject="the recipe")
     with leaving_free(multiprocessors):
         streams.left_free = multiprocessors
 
