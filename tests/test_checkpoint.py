@@ -148,6 +148,20 @@ def test_going_back_replaces_but_never_deletes_later_steps(tmp_path: Path) -> No
     assert wrong_boxes(state.boxes()) == []
 
 
+def test_a_checkpoint_is_written_no_faster_than_the_limit(tmp_path: Path) -> None:
+    state = make_state(0, GroupCache(), Mapping(1))
+    fill(state.boxes())
+    size = sum(b.tensor.nbytes for b in state.boxes() if b.primary)
+    manager = CheckpointManager(tmp_path, asynchronous=False, write_rate=size / 1e6 / 0.5)
+    manager.save(state.boxes(), run_state(5))
+    saved = manager.finish()
+    assert saved is not None and saved.total_s >= 0.5
+    for box in state.boxes():
+        box.tensor.zero_()
+    manager.load(state.boxes(), step=5)
+    assert wrong_boxes(state.boxes()) == []
+
+
 def test_run_state_reads_like_text(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path)
     manager.save(make_state(0, GroupCache(), Mapping(1)).boxes(), run_state(5))

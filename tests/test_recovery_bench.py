@@ -114,7 +114,7 @@ def _history() -> list[dict[str, Any]]:
     for step in range(1, 5):
         for slot in range(2):
             out += _step(step + slot / 100, step, slot, (10 * step + slot,))
-    out.append({"kind": "CheckpointSaved", "time_s": 2.5, "step": 2, "slot": 0, "blocked_s": 0.25})
+    out.append({"kind": "CheckpointSaved", "bytes": 1000, "time_s": 2.5, "step": 2, "slot": 0, "blocked_s": 0.25})
     out.append({"kind": "RunStarted", "time_s": 8.0, "step": 2, "slot": 0})
     for step in range(3, 7):
         out += _step(6.0 + step, step, 0, (10 * step, 10 * step + 1))

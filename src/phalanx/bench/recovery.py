@@ -37,6 +37,7 @@ from phalanx.bench.recovery_model import (
     paper_figures,
     paper_interval_share,
     paper_save_s,
+    paper_save_share,
     predict,
     where_as_good,
 )
@@ -52,6 +53,8 @@ from phalanx.simulate.goodput import read_nodes
 
 Model = Literal["small", "large"]
 What = Literal["failures", "spot", "poisson", "file"]
+CALIBRATION_STEPS = 3
+"""Between saves while step, save and restart are measured."""
 OURS, PAPER, BEST = "heals", "torchrun, paper's interval", "torchrun, best interval"
 
 
@@ -63,8 +66,8 @@ class RecoveryArgs:
     """Traces: failures, spot (Bamboo), poisson, file."""
     models: tuple[Model, ...] = ("small", "large")
     """The shapes of GPT-S and GPT-L of the paper, in small."""
-    slots: int = 4
-    """Ranks at the beginning, even. 8 have the idle slots of the paper."""
+    slots: int = 8
+    """Ranks at the beginning, even. 8 have the idle slots of the paper, 4 take a third of the time."""
     mode: Literal["fast", "exact"] = "fast"
     """Of the run that heals itself."""
     rounds: int = 1
@@ -79,14 +82,16 @@ class RecoveryArgs:
     """Minutes of it, before scaling (the paper: 80)."""
     trace: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """MILLISECONDS,add|remove,NODE for `file`, in seconds of the replay."""
-    skew: float | None = None
-    """Routing of both: Zipf exponent (2.2 puts 87 % of the tokens on two experts of 16, as in the paper; who is hot changes from step to step). Default: the router's."""
-    seq_len: int = 32
-    """Tokens of a sequence; more of them make experts weigh more in a step."""
-    replica_slots: int | None = None
-    """Of the run that heals itself: expert replicas that a rank has room for (the paper: 6). Default: none."""
-    own_cores: bool = False
+    skew: float | None = 2.2
+    """Routing of both: Zipf exponent (2.2 puts 87 % of the tokens on two experts of 16, as in the paper; who is hot changes from step to step). None: the router's."""
+    seq_len: int = 512
+    """Tokens of a sequence (the paper: 1024); more of them make experts weigh more in a step."""
+    replica_slots: int | None = 6
+    """Of the run that heals itself: expert replicas that a rank has room for (the paper: 6). None: none."""
+    own_cores: bool = True
     """Each slot has its share of the cores (control groups), whoever else is there: idle slots and lost ones count."""
+    paced_saves: bool = True
+    """Checkpoints are written no faster than takes the paper's share of a failure interval (its storage is a network file system), by `checkpoint.write_rate`, of both."""
     best: bool = True
     """Replay the baseline at the best interval too."""
     seed: int = 0
@@ -167,6 +172,9 @@ def measure(options: RecoveryArgs, folder: Path, *, tell: Callable[[str], None])
         for name in options.models:
             workload = replace(workloads(options.slots)[name], skew=options.skew, seq_len=options.seq_len)
             figures = calibrate(workload, folder / name, options, tell, cores)
+            if options.paced_saves:
+                workload, figures = paced(workload, figures, options)
+                tell(f"  saves are paced to {figures.save_s:.2f} s ({workload.write_rate:.2f} MB/s)")
             for what in options.what:
                 case = make_case(what, workload, figures, options)
                 _replay_all(case, workload, folder / name, options, tell, cores)
@@ -189,7 +197,7 @@ def calibrate(
     cores: SlotCores | None = None,
 ) -> Figures:
     """Step, save, restart and repair of this model on this machine: one kill each, with nothing else to wait for."""
-    often = Torchrun(workload, folder / "calibrate", slots=options.slots, interval=25, asynchronous=False, name="calibration")  # fmt: skip
+    often = Torchrun(workload, folder / "calibrate", slots=options.slots, interval=CALIBRATION_STEPS, asynchronous=False, name="calibration")  # fmt: skip
     ours = Ours(
         workload,
         folder / "calibrate-ours",
@@ -207,12 +215,24 @@ def calibrate(
     figures = Figures(
         step_s=base.step_s,
         save_s=base.save_s,
+        save_bytes=base.save_bytes,
         restart_s=base.outages[0].resumed_s or 0.0,
         healed_step_s=healed.step_s,
         repair_s=healed.outages[0].resumed_s or 0.0,
     )
     tell(f"{workload.name}: {describe_figures(figures)}")
     return figures
+
+
+def paced(workload: Workload, figures: Figures, options: RecoveryArgs) -> tuple[Workload, Figures]:
+    """With checkpoints that take the paper's share of a failure interval, or what they take by themselves if that is more."""
+    save_s = max(figures.save_s, paper_save_share(workload) * _failure_s(figures, options))
+    rate = figures.save_bytes / 1e6 / max(1e-3, save_s - figures.save_s) if save_s > figures.save_s else 0.0
+    return replace(workload, write_rate=rate), replace(figures, save_s=save_s)
+
+
+def _failure_s(figures: Figures, options: RecoveryArgs) -> float:
+    return options.failure_s or figures.restart_s / options.restart_share
 
 
 def describe_figures(figures: Figures) -> str:
@@ -225,7 +245,7 @@ def describe_figures(figures: Figures) -> str:
 
 def make_case(what: str, workload: Workload, figures: Figures, options: RecoveryArgs) -> Case:
     """The trace and the intervals between saves that follow from measured figures."""
-    failure_s = options.failure_s or figures.restart_s / options.restart_share
+    failure_s = _failure_s(figures, options)
     trace = make_trace(what, options, failure_s)
     trace.check()
     paper_steps = max(1, round(paper_interval_share(workload) * failure_s / figures.step_s))

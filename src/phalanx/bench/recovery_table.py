@@ -44,7 +44,9 @@ class Score:
     """Median from commit to commit."""
     saves: int
     save_s: float
-    """Mean time for which a checkpoint stopped training."""
+    """Mean time for which a checkpoint stopped training (of those before `begin_s` where there was none since)."""
+    save_bytes: int
+    """Of the largest of them."""
     doubled_samples: int
     untold_samples: int
     """Of committed steps whose rank died before it could tell what it had trained on."""
@@ -109,9 +111,9 @@ def score(
     ledger = Ledger([r for r in records if r["time_s"] <= end_s])
     first, last = ledger.at(begin_s), ledger.at(end_s)
     gaps = [b[0] - a[0] for a, b in zip(ledger.commits, ledger.commits[1:], strict=False) if a[0] >= begin_s]
-    saves = [
-        r for r in records if r["kind"] == "CheckpointSaved" and r["slot"] == 0 and begin_s <= r["time_s"] <= end_s
-    ]
+    all_saves = [r for r in records if r["kind"] == "CheckpointSaved" and r["slot"] == 0 and r["time_s"] <= end_s]
+    saves = [r for r in all_saves if r["time_s"] >= begin_s]
+    blocked = [r["blocked_s"] for r in saves or all_saves]
     ends = [*(at_s for at_s, _ in changes), end_s][1:]
     return Score(
         system=system,
@@ -121,7 +123,8 @@ def score(
         steps_again=sum(before - after for at_s, before, after in ledger.returns if at_s >= begin_s),
         step_s=statistics.median(gaps) if gaps else 0.0,
         saves=len(saves),
-        save_s=statistics.fmean(r["blocked_s"] for r in saves) if saves else 0.0,
+        save_s=statistics.fmean(blocked) if blocked else 0.0,
+        save_bytes=max((r["bytes"] for r in all_saves), default=0),
         doubled_samples=ledger.doubled(),
         untold_samples=ledger.untold(
             first, last - 2, global_batch=global_batch

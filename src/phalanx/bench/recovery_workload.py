@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import signal
 import subprocess
@@ -39,8 +40,12 @@ class Workload:
     paper_params: float
     seq_len: int = 32
     global_batch: int = 8
+    """A multiple of all numbers of ranks that the baseline runs on, times the micro-batch."""
+    micro_batch: int = 2
     skew: float | None = None
     """Zipf exponent of a forced routing, the same for both systems; None: the router's own choice."""
+    write_rate: float = 0.0
+    """MB/s of checkpoints, 0 for no limit."""
 
     def settings(self) -> dict[str, str]:
         """Of `phalanx train`, for both systems."""
@@ -60,11 +65,12 @@ class Workload:
             "train.steps": "1000000",
             "train.seq_len": str(self.seq_len),
             "train.global_batch": str(self.global_batch),
-            "train.micro_batch": "2",
+            "train.micro_batch": str(self.micro_batch),
             "train.dtype": "float32",
             "train.eval_interval": "0",
             "train.eval_batches": "1",
             "checkpoint.keep_last": "2",
+            "checkpoint.write_rate": str(self.write_rate),
             "observe.console": "none",
             "observe.tensorboard": "false",
             "launch.threads": "1",
@@ -74,11 +80,15 @@ class Workload:
 def workloads(slots: int) -> dict[str, Workload]:
     """GPT-S and GPT-L of the paper in small. `ep` is the paper's where the slots allow two expert-parallel groups."""
     large_ep = 4 if slots >= 8 else 2
+    micro_batch = 1 if slots >= 8 else 2
+    batch = micro_batch * math.lcm(*range(2, slots + 1, 2))  # 8: 24 sequences
     small = Workload(
-        name="small", layers=2, hidden=96, expert_hidden=384, num_experts=8, ep=2, paper_step_s=0.6, paper_params=521e6
-    )
+        name="small", layers=2, hidden=96, expert_hidden=384, num_experts=8, ep=2, global_batch=batch, micro_batch=micro_batch,
+        paper_step_s=0.6, paper_params=521e6,
+    )  # fmt: skip
     large = Workload(
-        name="large", layers=2, hidden=128, expert_hidden=512, num_experts=16, ep=large_ep, paper_step_s=0.9, paper_params=1.7e9
+        name="large", layers=2, hidden=128, expert_hidden=512, num_experts=16, ep=large_ep, global_batch=batch, micro_batch=micro_batch,
+        paper_step_s=0.9, paper_params=1.7e9,
     )  # fmt: skip
     return {"small": small, "large": large}
 

@@ -277,6 +277,8 @@ class CheckpointConfig:
     """Newest checkpoints to keep."""
     asynchronous: bool = True
     """Write while training goes on; the run waits for its last checkpoint only."""
+    write_rate: float = 0.0
+    """MB/s that all ranks of the run together write at most, each an equal part; 0: no limit. For storage that others need too."""
     resume: bool = True
     """Go on from the newest checkpoint of the run folder."""
     step: int | None = None

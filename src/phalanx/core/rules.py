@@ -117,6 +117,7 @@ LIMITS: Mapping[str, Limit] = {
     "resilience.replace_interval": NOT_NEGATIVE,
     "checkpoint.interval": NOT_NEGATIVE,
     "checkpoint.keep_last": COUNT,
+    "checkpoint.write_rate": NOT_NEGATIVE,
     "checkpoint.step": NOT_NEGATIVE,
     "resilience.chunk_rows": Limit(least=16, most=2048),
     "resilience.fixed_bits": Limit(least=24, most=60),

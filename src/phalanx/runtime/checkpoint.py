@@ -15,6 +15,7 @@ Must never change: nothing that is complete is touched before its successor is c
 from __future__ import annotations
 
 import contextlib
+import math
 import shutil
 import threading
 import time
@@ -70,7 +71,7 @@ class _Job:
 class CheckpointManager:
     """Checkpoints of one run. Collective: all ranks call `save`, `finish` and `load` in the same order.
 
-    `group` spans all ranks and is used by nothing else (the background threads talk over it). `writer`: the generation that saves, where others may follow it.
+    `group` spans all ranks and is used by nothing else (the background threads talk over it). `write_rate`: MB/s of all ranks together, 0 for no limit. `writer`: the generation that saves, where others may follow it.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class CheckpointManager:
         group: dist.ProcessGroup | None = None,
         keep_last: int = 3,
         asynchronous: bool = True,
+        write_rate: float = 0.0,
         escape: Escape | None = None,
         writer: Writer | None = None,
     ) -> None:
@@ -87,6 +89,7 @@ class CheckpointManager:
         self._peers = Peers(group, escape=escape)
         self._keep_last = keep_last
         self._asynchronous = asynchronous
+        self._bytes_per_s = write_rate * 1e6 / (group.size() if group is not None else 1) or math.inf
         self._thread: threading.Thread | None = None
         self._outcomes: list[Saved | CheckpointError] = []
         self._buffers: list[torch.Tensor] = []
@@ -183,7 +186,10 @@ class CheckpointManager:
         from phalanx.runtime.checkpoint_planner import write_boxes
 
         try:
-            return run_escapable(self._peers.escape, partial(write_boxes, job.boxes, path, group=self._peers.group))
+            return run_escapable(
+                self._peers.escape,
+                partial(write_boxes, job.boxes, path, group=self._peers.group, bytes_per_s=self._bytes_per_s),
+            )
         except RuntimeError as err:  # of the group: what fails on a disk comes as `TensorsFailed`
             raise PeerError(f"rank {self._peers.rank} could not save with the others: {first_line(err)}") from err
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import math
+import time
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -36,12 +37,16 @@ from phalanx.runtime.boxes import BoxTensor
 from phalanx.runtime.checkpoint_failures import TensorsFailed, write_failure
 
 
-def write_boxes(boxes: Sequence[BoxTensor], path: Path, *, group: dist.ProcessGroup | None) -> tuple[str, ...]:
-    """Write the primary boxes of this rank to the folder `path`; names of the files that it wrote. Collective over `group`, None: alone. Raises `TensorsFailed`."""
+def write_boxes(
+    boxes: Sequence[BoxTensor], path: Path, *, group: dist.ProcessGroup | None, bytes_per_s: float = math.inf
+) -> tuple[str, ...]:
+    """Write the primary boxes of this rank to the folder `path`, at no more than `bytes_per_s`; names of the files that it wrote. Collective over `group`, None: alone.
+    Raises `TensorsFailed`."""
     _quiet()
     writer = BoxWriter(path)
+    planner = BoxSavePlanner(boxes, bytes_per_s=bytes_per_s)
     try:
-        dcp.save({}, storage_writer=writer, planner=BoxSavePlanner(boxes), process_group=group, no_dist=group is None)
+        dcp.save({}, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
     except CheckpointException as err:
         raise TensorsFailed({rank: cause for rank, (cause, _) in err.failures.items()}) from err
     return writer.written
@@ -72,11 +77,15 @@ def _index(box: BoxTensor) -> MetadataIndex:
 
 
 class BoxSavePlanner(SavePlanner):
-    """Writes the primary boxes of this rank; the coordinator joins all ranks' boxes into one table of logical tensors."""
+    """Writes the primary boxes of this rank; the coordinator joins all ranks' boxes into one table of logical tensors.
 
-    def __init__(self, boxes: Sequence[BoxTensor]) -> None:
+    With a limit of bytes per second a box is handed out when it and those before it may have been written: never more than the limit on average since the first, one box at once.
+    """
+
+    def __init__(self, boxes: Sequence[BoxTensor], *, bytes_per_s: float = math.inf) -> None:
         self._boxes = [b for b in boxes if b.primary and b.box.num_elements]
         self._tensors = {_index(b): b.tensor for b in self._boxes}
+        self._bytes_per_s, self._begin_s, self._handed = bytes_per_s, 0.0, 0
 
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: Any = None, is_coordinator: bool = False
@@ -103,7 +112,12 @@ class BoxSavePlanner(SavePlanner):
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
-        return self._tensors[write_item.index]
+        tensor = self._tensors[write_item.index]
+        if not self._handed:
+            self._begin_s = time.monotonic()
+        self._handed += tensor.nbytes
+        time.sleep(max(0.0, self._begin_s + self._handed / self._bytes_per_s - time.monotonic()))
+        return tensor
 
 
 def _write_item(box: BoxTensor) -> WriteItem:

@@ -269,6 +269,7 @@ class HealingBody:
             group=group,
             keep_last=self.recipe.checkpoint.keep_last,
             asynchronous=False,
+            write_rate=self.recipe.checkpoint.write_rate,
             escape=self._escape,
             writer=Writer(generation=team.generation.number, life=team.generation.epoch, check=team.check),
         )

@@ -124,6 +124,7 @@ def build_trainer(rank: Rank, stop: StopRequest) -> Trainer:
         group=own_group(rank.info.world, timeout_s=PATIENCE_S),  # disks are slow; a peer that died is noticed at once
         keep_last=recipe.checkpoint.keep_last,
         asynchronous=recipe.checkpoint.asynchronous and recipe.checkpoint.interval > 0,
+        write_rate=recipe.checkpoint.write_rate,
     )
     left = manager.open()
     step = resume_step(rank, manager)
