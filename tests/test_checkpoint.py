@@ -132,6 +132,37 @@ def test_keeps_the_newest_and_names_the_latest(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000030", "step-00000040"]
 
 
+def save_by_steps(rank: int, cache: GroupCache, path: Path) -> tuple[int, Saved, list[str], list[int]]:
+    """One save that is completed between later steps, and one that nobody completes."""
+    state = make_state(rank, cache, Mapping(2, ep=2))
+    fill(state.boxes())
+    size = sum(b.tensor.nbytes for b in state.boxes() if b.primary)
+    manager = CheckpointManager(path, group=own_group(2, timeout_s=60), by_steps=True, write_rate=2 * size / 1e6 / 0.5)
+    manager.open()
+    manager.save(state.boxes(), run_state(10))
+    assert manager.pending and manager.folder.steps() == []
+    for box in state.boxes():  # training goes on at once
+        box.tensor.zero_()
+    polls, saved = 0, None
+    while saved is None:
+        polls, saved = polls + 1, manager.poll()
+    manager.load(state.boxes(), step=10)
+    wrong = wrong_boxes(state.boxes())
+    manager.save(state.boxes(), run_state(20))
+    manager.close()
+    assert not manager.pending and manager.poll() is None
+    again = CheckpointManager(path, group=own_group(2, timeout_s=60))
+    again.open()
+    return polls, saved, wrong, again.folder.steps()
+
+
+def test_a_save_is_completed_between_later_steps_or_by_nobody(tmp_path: Path) -> None:
+    for polls, saved, wrong, steps in run_ranks(2, save_by_steps, tmp_path):
+        assert polls > 1 and saved.step == 10 and wrong == [] and steps == [10]
+        assert saved.total_s >= 0.5 and saved.blocked_s < saved.total_s
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000010"]
+
+
 def test_going_back_replaces_but_never_deletes_later_steps(tmp_path: Path) -> None:
     state = make_state(0, GroupCache(), Mapping(1))
     manager = CheckpointManager(tmp_path, keep_last=2)

@@ -179,13 +179,13 @@ def test_a_connection_that_breaks_in_a_save_is_no_full_disk(
 ) -> None:
     """Hosts that lose each other while they write: whoever took it for a failed write would begin the next step, and wait there for those that still write."""
 
-    def broken(*_: object, **__: object) -> tuple[str, ...]:
-        raise RuntimeError("[pair.cc] Connection closed by peer")
+    def broken(value: object) -> list[object]:
+        raise PeerError("[pair.cc] Connection closed by peer")
 
     state = make_state(0, GroupCache(), Mapping(1))
     manager = CheckpointManager(tmp_path, asynchronous=asynchronous)
     manager.open()
-    monkeypatch.setattr("phalanx.runtime.checkpoint_planner.write_boxes", broken)
+    monkeypatch.setattr(manager._peers, "gather", broken)
     with pytest.raises(CheckpointError if asynchronous else PeerError, match="Connection closed by peer"):
         manager.save(state.boxes(), run_state(1))
         manager.finish()

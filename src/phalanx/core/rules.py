@@ -324,10 +324,10 @@ EFFECTS: tuple[Effect, ...] = (
     ),
     Effect(
         settings=("checkpoint.asynchronous",),
-        inert=lambda r: r.checkpoint.interval == 0 or bool(r.resilience.heal),
-        reason="checkpoint.interval = 0 saves once, at the end, or resilience.heal = true, which saves while training stands still",
-        way_out="checkpoint.interval = 50 and resilience.heal = false",
-        reads=("checkpoint.interval", "resilience.heal"),
+        inert=lambda r: r.checkpoint.interval == 0,
+        reason="checkpoint.interval = 0 saves once, at the end",
+        way_out="checkpoint.interval = 50",
+        reads=("checkpoint.interval",),
     ),
     Effect(
         settings=("checkpoint.keep_last",),

@@ -20,32 +20,35 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from phalanx.core.errors import CheckpointError, PeerError, Problem, first_line, raise_if
+from phalanx.core.errors import CheckpointError, PeerError, Problem, raise_if
 from phalanx.core.units import format_bytes
 from phalanx.runtime.boxes import BoxTensor
 from phalanx.runtime.checkpoint_failures import TensorsFailed, WriteFailure, write_failure
 from phalanx.runtime.checkpoint_folder import (
     CheckpointFolder,
-    FileEntry,
     RunState,
     Writer,
     differences,
-    file_entry,
     with_files,
 )
 from phalanx.runtime.escape import Escape, run_escapable
 from phalanx.runtime.peers import Peers
 
+if TYPE_CHECKING:
+    from phalanx.runtime.checkpoint_planner import Share
+
 T = TypeVar("T")
+LOOK_S = 0.05
+"""How often who waits for a save looks whether the others still do."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,18 +63,24 @@ class Saved:
     total_s: float
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Job:
     boxes: list[BoxTensor]
     state: RunState
     begin_s: float
     blocked_s: float
+    beside: bool = False
+    """Written by a thread of its own that talks to nobody."""
+    over: threading.Event = field(default_factory=threading.Event)
+    """Nobody wants it any more."""
+    written: Share | Exception | None = None
 
 
 class CheckpointManager:
     """Checkpoints of one run. Collective: all ranks call `save`, `finish` and `load` in the same order.
 
-    `group` spans all ranks and is used by nothing else (the background threads talk over it). `write_rate`: MB/s of all ranks together, 0 for no limit. `writer`: the generation that saves, where others may follow it.
+    `group` spans all ranks and is used by nothing else (the background threads talk over it). `by_steps`: an asynchronous save begins in `save` and is completed in a `poll` between later steps, and its thread
+    talks to nobody, so that members may be lost at any moment. `write_rate`: MB/s of all ranks together, 0 for no limit. `writer`: the generation that saves, where others may follow it.
     """
 
     def __init__(
@@ -81,6 +90,7 @@ class CheckpointManager:
         group: dist.ProcessGroup | None = None,
         keep_last: int = 3,
         asynchronous: bool = True,
+        by_steps: bool = False,
         write_rate: float = 0.0,
         escape: Escape | None = None,
         writer: Writer | None = None,
@@ -90,6 +100,8 @@ class CheckpointManager:
         self._keep_last = keep_last
         self._asynchronous = asynchronous
         self._bytes_per_s = write_rate * 1e6 / (group.size() if group is not None else 1) or math.inf
+        self._by_steps = by_steps
+        self._pending: _Job | None = None
         self._thread: threading.Thread | None = None
         self._outcomes: list[Saved | CheckpointError] = []
         self._buffers: list[torch.Tensor] = []
@@ -114,14 +126,15 @@ class CheckpointManager:
             primary = self._stage(primary)
         job = _Job(primary, state, begin_s, time.perf_counter() - begin_s)
         if not self._asynchronous:
-            self._run(job)
-            return
-        # a daemon: a rank that must end at once (a dead peer, a second Ctrl-C) does not wait for the disk
-        self._thread = threading.Thread(target=self._run, args=(job,), name="checkpoint", daemon=True)
-        self._thread.start()
+            self._run(job, lambda: self._write(job))
+        elif self._by_steps:
+            self._run(job, lambda: self._write_beside(job))
+        else:
+            self._start(lambda: self._run(job, lambda: self._write(job)))
 
     def poll(self) -> Saved | None:
-        """A save that ended since the last call, if any. Raises `CheckpointError` if it failed; nothing saved before is harmed."""
+        """A save that ended since the last call, if any; `by_steps` all ranks call it together. Raises `CheckpointError` if it failed; nothing saved before is harmed."""
+        self._settle()
         if not self._outcomes:
             return None
         outcome = self._outcomes.pop(0)
@@ -131,17 +144,71 @@ class CheckpointManager:
 
     def finish(self) -> Saved | None:
         """Wait for the save under way, then `poll`."""
+        begin_s = time.perf_counter()
         self._join()
+        if self._pending is not None:
+            self._pending.blocked_s += time.perf_counter() - begin_s
         return self.poll()
+
+    @property
+    def pending(self) -> bool:
+        """`by_steps`: whether a save waits to be completed; the same on all ranks."""
+        return self._pending is not None
+
+    def close(self) -> None:
+        """Nobody completes what is under way any more; its thread ends by itself."""
+        if self._pending is not None:
+            self._pending.over.set()
+            self._pending = None
 
     @property
     def busy(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
+    def _start(self, work: Callable[[], None]) -> None:
+        # a daemon: a rank that must end at once (a dead peer, a second Ctrl-C) does not wait for the disk
+        self._thread = threading.Thread(target=work, name="checkpoint", daemon=True)
+        self._thread.start()
+
     def _join(self) -> None:
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        if self._thread is None:
+            return
+        escape = self._peers.escape
+        while self._thread.is_alive():
+            self._thread.join(LOOK_S)
+            if escape is not None and escape.kicked():
+                raise PeerError("a checkpoint was not waited for: the others have gone on")
+        self._thread = None
+
+    def _write_beside(self, job: _Job) -> None:
+        """All ranks begin together; each writes by itself."""
+        path = self._begin(job)
+        job.beside = True
+
+        def work() -> None:
+            job.written = self._share(job, path)
+
+        self._pending = job
+        self._start(work)
+        job.blocked_s = time.perf_counter() - job.begin_s
+
+    def _settle(self) -> None:
+        """Complete what all ranks have written. Collective where a save waits for it."""
+        job = self._pending
+        if job is None:
+            return
+        begin_s = time.perf_counter()
+        if not all(self._peers.gather(job.written is not None)):
+            job.blocked_s += time.perf_counter() - begin_s
+            return
+        assert job.written is not None
+        mine, self._pending = job.written, None
+
+        def work() -> Saved:
+            saved = self._complete(job, mine)
+            return replace(saved, blocked_s=job.blocked_s + time.perf_counter() - begin_s)
+
+        self._run(job, work)
 
     def _stage(self, boxes: Sequence[BoxTensor]) -> list[BoxTensor]:
         """Copies on the host, in buffers that are kept from save to save (their pages are then already there)."""
@@ -151,13 +218,15 @@ class CheckpointManager:
             buffer.copy_(box.tensor)
         return [BoxTensor(b.name, b.shape, b.box, buffer, True) for b, buffer in zip(boxes, self._buffers, strict=True)]
 
-    def _run(self, job: _Job) -> None:
+    def _run(self, job: _Job, work: Callable[[], Saved | None]) -> None:
         try:
-            self._outcomes.append(self._write(job))
+            saved = work()
+            if saved is not None:
+                self._outcomes.append(saved)
         except CheckpointError as err:
             self._outcomes.append(err)
         except Exception as err:  # a peer went away in the middle
-            if isinstance(err, PeerError) and not self._asynchronous:
+            if isinstance(err, PeerError) and threading.current_thread() is not self._thread:
                 raise  # the caller stands in the midst of what all ranks do; if it went on, the others would wait for it here
             rule = f"the ranks could not write it together: {type(err).__name__}: {err}".splitlines()[0]
             hint = f"nothing saved before was touched ({self.folder.list_steps()})"
@@ -165,12 +234,51 @@ class CheckpointManager:
             self._outcomes.append(CheckpointError([problem], subject="saving a checkpoint"))
 
     def _write(self, job: _Job) -> Saved:
-        step = job.state.step
+        return self._complete(job, self._share(job, self._begin(job)))
+
+    def _begin(self, job: _Job) -> Path:
+        """An empty folder to write to. Collective."""
         try:
-            path = Path(self._first(lambda: str(self.folder.begin(step))))
-            written = self._write_tensors(job, path)
-            shares = self._agree(lambda: _entries(path, self._my_files(written)))
-            state = with_files(job.state, shares, created=datetime.now(UTC).isoformat(timespec="seconds"))
+            return Path(self._first(lambda: str(self.folder.begin(job.state.step))))
+        except CheckpointError as err:
+            self._first(lambda: self.folder.abandon(job.state.step))
+            raise self._describe(err, job) from None
+
+    def _share(self, job: _Job, path: Path) -> Share | Exception:
+        """What this rank wrote, or why it could not."""
+        try:
+            return self._write_tensors(job, path)
+        except PeerError:
+            raise
+        except (CheckpointError, WriteFailure) as err:
+            return err
+        except Exception as err:
+            return write_failure(err, path)
+
+    def _write_tensors(self, job: _Job, path: Path) -> Share:
+        """By this rank alone; in a thread that is left behind where the others have gone on, for a disk may take its time."""
+        from phalanx.runtime.checkpoint_planner import write_boxes
+
+        work = partial(
+            write_boxes, job.boxes, path, rank=self._peers.rank, bytes_per_s=self._bytes_per_s, over=job.over.is_set
+        )
+        return work() if job.beside else run_escapable(self._peers.escape, work)
+
+    def _complete(self, job: _Job, mine: Share | Exception) -> Saved:
+        """A checkpoint of what all ranks wrote. Collective."""
+        from phalanx.runtime.checkpoint_planner import write_table
+
+        step = job.state.step
+        path = self.folder.writing(step)
+        told = self._peers.gather(mine)
+        try:
+            failures = {rank: share for rank, share in enumerate(told) if isinstance(share, Exception)}
+            if failures:
+                raise TensorsFailed(failures)
+            shares = [share for share in told if not isinstance(share, Exception)]
+            table = self._first(lambda: write_table(path, shares))
+            files = [*(share.files for share in shares), table]
+            state = with_files(job.state, files, created=datetime.now(UTC).isoformat(timespec="seconds"))
             self._first(lambda: str(self.folder.commit(state)))
         except (CheckpointError, TensorsFailed) as err:
             self._first(lambda: self.folder.abandon(step))
@@ -181,26 +289,11 @@ class CheckpointManager:
         blocked_s = job.blocked_s if self._asynchronous else now_s - job.begin_s
         return Saved(step=step, path=self.folder.of(step), bytes=size, blocked_s=blocked_s, total_s=now_s - job.begin_s)
 
-    def _write_tensors(self, job: _Job, path: Path) -> tuple[str, ...]:
-        """Names of the files that this rank wrote."""
-        from phalanx.runtime.checkpoint_planner import write_boxes
-
-        try:
-            return run_escapable(
-                self._peers.escape,
-                partial(write_boxes, job.boxes, path, group=self._peers.group, bytes_per_s=self._bytes_per_s),
-            )
-        except RuntimeError as err:  # of the group: what fails on a disk comes as `TensorsFailed`
-            raise PeerError(f"rank {self._peers.rank} could not save with the others: {first_line(err)}") from err
-
     def _first(self, work: Callable[[], T]) -> T:
         return self._peers.first(lambda: _on_disk(work, self.folder.path))
 
     def _agree(self, work: Callable[[], T]) -> list[T]:
         return self._peers.agree(lambda: _on_disk(work, self.folder.path))
-
-    def _my_files(self, written: tuple[str, ...]) -> tuple[str, ...]:
-        return (*written, ".metadata") if self._peers.rank == 0 else written
 
     def _describe(self, err: CheckpointError | TensorsFailed, job: _Job) -> CheckpointError:
         """The ranks' failures as problems that a person can act on."""
@@ -305,10 +398,6 @@ def _on_disk(work: Callable[[], T], path: Path) -> T:
     except OSError as err:
         problem = Problem(where=str(err.filename or path), value=err.errno, rule=err.strerror or str(err))
         raise CheckpointError([problem], subject="the checkpoint folder") from err
-
-
-def _entries(path: Path, names: Sequence[str]) -> dict[str, FileEntry]:
-    return {name: file_entry(path / name) for name in names}
 
 
 def import_beside() -> None:

@@ -11,12 +11,12 @@ import io
 import math
 import time
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemWriter, LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
@@ -34,22 +34,54 @@ from torch.futures import Future
 
 from phalanx.core.errors import CheckpointError, Problem, raise_if
 from phalanx.runtime.boxes import BoxTensor
-from phalanx.runtime.checkpoint_failures import TensorsFailed, write_failure
+from phalanx.runtime.checkpoint_failures import TensorsFailed, WriteFailure, write_failure
+from phalanx.runtime.checkpoint_folder import FileEntry, file_entry
+
+TABLE_FILE = ".metadata"
+"""`torch.distributed.checkpoint` calls it so."""
+LOOK_S = 0.05
+"""How often a write that waits for its rate looks whether it is still wanted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """What one rank wrote of a checkpoint; crosses the process group."""
+
+    plan: SavePlan
+    results: tuple[WriteResult, ...]
+    files: Mapping[str, FileEntry]
 
 
 def write_boxes(
-    boxes: Sequence[BoxTensor], path: Path, *, group: dist.ProcessGroup | None, bytes_per_s: float = math.inf
-) -> tuple[str, ...]:
-    """Write the primary boxes of this rank to the folder `path`, at no more than `bytes_per_s`; names of the files that it wrote. Collective over `group`, None: alone.
-    Raises `TensorsFailed`."""
+    boxes: Sequence[BoxTensor],
+    path: Path,
+    *,
+    rank: int,
+    bytes_per_s: float = math.inf,
+    over: Callable[[], bool] = lambda: False,
+) -> Share:
+    """Write the primary boxes of this rank to the folder `path`, at no more than `bytes_per_s`, by itself. Raises `WriteFailure`, also where `over` says that nobody wants
+    it any more."""
     _quiet()
+    planner = BoxSavePlanner(boxes, bytes_per_s=bytes_per_s, over=over)
     writer = BoxWriter(path)
-    planner = BoxSavePlanner(boxes, bytes_per_s=bytes_per_s)
+    plan = planner.create_local_plan()
+    named = writer.prepare_global_plan([SavePlan([])] * rank + [plan])[rank]
+    results = writer.write_data(named, planner).wait()
     try:
-        dcp.save({}, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
-    except CheckpointException as err:
-        raise TensorsFailed({rank: cause for rank, (cause, _) in err.failures.items()}) from err
-    return writer.written
+        files = {name: file_entry(path / name) for name in sorted({r.storage_data.relative_path for r in results})}
+    except OSError as err:
+        raise write_failure(err, path) from None
+    return Share(plan=plan, results=tuple(results), files=files)
+
+
+def write_table(path: Path, shares: Sequence[Share]) -> dict[str, FileEntry]:
+    """What is where in the files that all ranks wrote; the entry of its own file. By one rank. Raises `CheckpointError` where the shares are not each element once."""
+    _, table = BoxSavePlanner([]).create_global_plan([share.plan for share in shares])
+    writer = BoxWriter(path)
+    writer.set_up_storage_writer(True)
+    writer.finish(table, [list(share.results) for share in shares])
+    return {TABLE_FILE: file_entry(path / TABLE_FILE)}
 
 
 def read_boxes(boxes: Sequence[BoxTensor], path: Path, *, names: Collection[str] | None) -> None:
@@ -82,10 +114,13 @@ class BoxSavePlanner(SavePlanner):
     With a limit of bytes per second a box is handed out when it and those before it may have been written: never more than the limit on average since the first, one box at once.
     """
 
-    def __init__(self, boxes: Sequence[BoxTensor], *, bytes_per_s: float = math.inf) -> None:
+    def __init__(
+        self, boxes: Sequence[BoxTensor], *, bytes_per_s: float = math.inf, over: Callable[[], bool] = lambda: False
+    ) -> None:
         self._boxes = [b for b in boxes if b.primary and b.box.num_elements]
         self._tensors = {_index(b): b.tensor for b in self._boxes}
         self._bytes_per_s, self._begin_s, self._handed = bytes_per_s, 0.0, 0
+        self._over = over
 
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: Any = None, is_coordinator: bool = False
@@ -116,7 +151,11 @@ class BoxSavePlanner(SavePlanner):
         if not self._handed:
             self._begin_s = time.monotonic()
         self._handed += tensor.nbytes
-        time.sleep(max(0.0, self._begin_s + self._handed / self._bytes_per_s - time.monotonic()))
+        due_s = self._begin_s + self._handed / self._bytes_per_s
+        while not self._over() and (left_s := due_s - time.monotonic()) > 0:
+            time.sleep(min(left_s, LOOK_S))
+        if self._over():
+            raise WriteFailure(write_item.index.fqn, "nobody wants it any more")
         return tensor
 
 
@@ -224,8 +263,6 @@ class BoxWriter(FileSystemWriter):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, single_file_per_rank=True, sync_files=True, thread_count=1, overwrite=True)
-        self.written: tuple[str, ...] = ()
-        """Names of the files this rank wrote."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         if not plan.items:
@@ -234,7 +271,9 @@ class BoxWriter(FileSystemWriter):
             return done
         try:
             future = super().write_data(plan, planner)
-            self.written = tuple(sorted({r.storage_data.relative_path for r in future.wait()}))
+            future.wait()
+        except WriteFailure:
+            raise
         except Exception as err:
             raise write_failure(err, Path(self.path)) from None
         return future

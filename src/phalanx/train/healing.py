@@ -117,6 +117,8 @@ class HealingBody:
         self._escape: Escape | None = None
         self._due = False
         """Whether what belongs between steps is still to do; the same on all members."""
+        self._is_first = False
+        """Whether nothing was done between steps in this generation yet; the same on all members."""
         self._reduced: tuple[ReducedStep, list[MicroBatch], float, float] | None = None
         self._moving: NewPlacement | None = None
         """Experts lie there from the commit of the step on that is computed with it."""
@@ -235,6 +237,8 @@ class HealingBody:
     def _build(self, team: Team, plan: HealPlan) -> Trainer | None:
         """A trainer for the team, with initial weights as long as the run may begin with them; None where this member is idle. Groups are made by all members,
         in one order."""
+        if self.trainer is not None:
+            self.trainer.manager.close()  # who would complete it is not in this generation, or knows of no save
         size, folding = plan.folding.world, plan.folding
         group = team.groups.get(tuple(range(size)), second=True)
         pipeline = resolve_pipeline(self.recipe, self.run.spec, folding)
@@ -268,7 +272,8 @@ class HealingBody:
             self.run.folder.checkpoints.path,
             group=group,
             keep_last=self.recipe.checkpoint.keep_last,
-            asynchronous=False,
+            asynchronous=self.recipe.checkpoint.asynchronous and self.recipe.checkpoint.interval > 0,
+            by_steps=True,
             write_rate=self.recipe.checkpoint.write_rate,
             escape=self._escape,
             writer=Writer(generation=team.generation.number, life=team.generation.epoch, check=team.check),
@@ -326,13 +331,15 @@ class HealingBody:
 
     def _forget(self) -> None:
         """What this member holds is of no use: nobody goes on from it, and in the next generation it must not count as a holder."""
+        if self.trainer is not None:
+            self.trainer.manager.close()
         self.trainer, self.place, self._reduced, self._step, self.history = None, None, None, 0, 0
 
     def _adopt(self, trainer: Trainer | None, step: int, plan: HealPlan, *, announce: bool) -> None:
         """From here on the new trainer's state is what this member holds; an idle one keeps what it has, until the others have gone on."""
         self.place_of = {uid: plan.standing(rank) for rank, uid in enumerate(plan.uids[: plan.folding.world])}
         self._idle, self._others_idle, self._entered = trainer is None, bool(plan.idle), plan
-        self._step, self._reduced, self._due = step, None, step > 0
+        self._step, self._reduced, self._due, self._is_first = step, None, step > 0, True
         self._pace.formed()
         if trainer is None:
             return
@@ -452,18 +459,25 @@ class HealingBody:
         train, interval = self.recipe.train, self.recipe.checkpoint.interval
         if train.eval_interval and self._step % train.eval_interval == 0:
             trainer.validate()
-        if (
-            interval
-            and self._step % interval == 0
-            and despite_disk(trainer.manager.choose, None, self.sinks) != self._step
-        ):
+        if trainer.manager.pending:
+            trainer.hear_of_checkpoints()
+        if interval and (self._step % interval == 0 or self._is_first) and self._lacks(trainer, interval):
             self._now("checkpoint")
             trainer.save()
             trainer.hear_of_checkpoints()
+        self._is_first = False
         if trainer.replacing.due(self._step):
             assert self._entered is not None
             where = Where(self._entered.hosts, self._entered.racks)
             self._moving = trainer.replacing.prepare(trainer.parts, trainer.rank, step=self._step, where=where)
+
+    def _lacks(self, trainer: Trainer, interval: int) -> bool:
+        """Whether the checkpoint that was due last is missing: one that was under way when a generation ended is lost. Collective."""
+        due = self._step // interval * interval
+        if not due:
+            return False
+        newest = despite_disk(trainer.manager.choose, None, self.sinks)
+        return newest != due if due == self._step else newest is None or newest < due
 
     @property
     def _plan_moved(self) -> HealPlan:
@@ -498,7 +512,7 @@ class HealingBody:
         """Whether a checkpoint holds the state after the last step. Collective."""
         if despite_disk(trainer.manager.choose, None, self.sinks) != self._step:
             trainer.save()
-            trainer.hear_of_checkpoints()
+            trainer.hear_of_checkpoints(wait=True)
         return despite_disk(trainer.manager.choose, None, self.sinks) == self._step
 
     def close(self, *, stopped: bool) -> None:
