@@ -123,7 +123,7 @@ RANKS, STEPS = 4, 14
 SETTINGS = {
     "resilience__heal": "true", "resilience__mode": "exact", "optim__zero": "0", "launch__threads": "1", "folding__ep": "2",
     "launch__ranks": str(RANKS), "train__steps": str(STEPS), "train__global_batch": "14", "checkpoint__interval": "4",
-    "router__bias_rate": "0.01",
+    "router__bias_rate": "0.01", "checkpoint__asynchronous": "false",
 }  # fmt: skip
 Faults = dict[str, tuple[tuple[int, ...], int]]
 """Phase -> slots that are killed in it, at the first step from this one on at which all ranks take part."""
@@ -351,7 +351,7 @@ def test_ranks_killed_in_every_phase_change_no_bit(base: Path) -> None:
         "commit": ((1,), 5),
         "migration": ((2,), 6),
     }
-    assert train(base, "hurt", faults) == set(faults)
+    assert train(base, "hurt", faults, checkpoint__asynchronous="true") == set(faults)
     check_equal(base, "hurt")
     formed = events(base, "hurt", "TeamFormed")
     assert {e["members"] for e in formed} == {3, 4}

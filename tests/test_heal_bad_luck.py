@@ -96,17 +96,18 @@ def _disk_full(folder: Path) -> None:
 
     inner = CheckpointManager._write_tensors
 
-    def outer(self: Any, job: Any, path: Path) -> tuple[str, ...]:
+    def outer(self: Any, job: Any, path: Path) -> Any:
         full = job.state.step == 8 and not (folder / "was-full").exists()
         before = resource.getrlimit(resource.RLIMIT_FSIZE)
         if full:
             resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
         try:
             return inner(self, job, path)
+        except Exception:
+            (folder / "was-full").touch()
+            raise
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
-            if full:
-                (folder / "was-full").touch()
 
     CheckpointManager._write_tensors = outer  # type: ignore[method-assign]
 
