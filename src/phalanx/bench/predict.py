@@ -11,6 +11,7 @@ same job, between the same ranks, before the first plan; nothing is fitted to a 
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import sys
 import tempfile
@@ -22,6 +23,7 @@ from typing import Annotated, Any
 import tyro
 
 from phalanx.bench import predict_real, predict_recovery
+from phalanx.bench.predict_laws import learn, paces, usual_pace
 from phalanx.bench.predict_plans import PLANS, WORLD, Glue, Plan, Prediction
 from phalanx.bench.predict_rank import SIZES, rank_report
 from phalanx.bench.predict_spans import recorded_step
@@ -32,14 +34,17 @@ from phalanx.plan.cluster import ClusterSpec, read_rate
 from phalanx.runtime.groups import read_world
 from phalanx.runtime.launch import run_local
 from phalanx.simulate.calibration import Link, with_links
-from phalanx.simulate.compare_run import compare
+from phalanx.simulate.compare_run import Measured, compare
 from phalanx.simulate.hardware import Hardware, load_hardware
+from phalanx.simulate.program_cost import ProgramOracle
 from phalanx.simulate.program_time import ProgramTimeline, programs_hash
 from phalanx.testbed.bed import Testbed
 
 PACED_BARS = {"median": 0.05, "worst": 0.12, "kendall_tau": 0.9}
 REAL_BARS = {"median": 0.12, "worst": 0.12, "kendall_tau": 0.9}
 JOB_S = 580.0
+ROUNDS = 2
+"""In which --real measures everything."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,8 +189,7 @@ def measure(options: PredictArgs) -> dict[str, Any]:
     links = [Link(**link) for link in told["links"]]
     hardware = with_links(load_hardware("h100"), links, ranks_per_host=per_host)  # of computing nothing is asked of it
     predicted = _predicted(options, plans, told, hardware)
-    learned = len(predict_real.LEARNED) if options.real else 0
-    compared = told["plans"][learned : learned + len(plans)]
+    compared = compared_of(told) if options.real else told["plans"]
     rows = [_row(plan, found, time) for plan, found, time in zip(plans, compared, predicted, strict=True)]
     place = f"{options.hosts} emulated hosts, links of {options.rate}" if options.testbed else "one machine"
     report = report_of(rows, REAL_BARS if options.real else PACED_BARS)
@@ -197,21 +201,46 @@ def _predicted(
     options: PredictArgs, plans: Sequence[Plan], told: Mapping[str, Any], hardware: Hardware
 ) -> list[ProgramTimeline]:
     if options.real:
-        count = len(predict_real.LEARNED)
-        twice = [*told["plans"][:count], *told["plans"][-count:]]
-        learned = predict_real.learn(predict_real.LEARNED * 2, twice)
-        usual_s = predict_real.usual_pace(twice)
-        return [
-            predict_real.RealPrediction(
-                plan=plan,
-                hardware=hardware,
-                table=learned,
-                slower=statistics.median(predict_real.paces(found)) / usual_s,
-            ).timeline()
-            for plan, found in zip(plans, told["plans"][count:-count], strict=True)
-        ]
+        return real_timelines(plans, told, hardware)
     glue = Glue(**told["glue"])
     return [Prediction(plan=plan, hardware=hardware, glue=glue).timeline() for plan in plans]
+
+
+def real_timelines(plans: Sequence[Plan], told: Mapping[str, Any], hardware: Hardware) -> list[ProgramTimeline]:
+    """Of the plans of --real, at the usual pace of the processors."""
+    oracle = ProgramOracle(hardware=hardware, precision="fp32", seq_len=predict_real.LARGE.seq_len)
+    recorded = recorded_of(told)
+    learned = learn(predict_real.LEARNED * len(told["learned"]), recorded, oracle)
+    return [predict_real.RealPrediction(plan=plan, oracle=oracle, learned=learned).timeline() for plan in plans]
+
+
+def recorded_of(told: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What is learned from, of all rounds."""
+    return [found for each in told["learned"] for found in each]
+
+
+def compared_of(told: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What was measured of each plan in all rounds together. `paces`: how much slower than usual the processors were around each step; `rounds`: medians at the usual pace."""
+    usual_s = usual_pace(recorded_of(told))
+    out = []
+    for each in zip(*told["compared"], strict=True):
+        slower = [[pace_s / usual_s for pace_s in paces(found)] for found in each]
+        out.append(
+            {
+                "hash": each[0]["hash"],
+                "late": 0,
+                "told": 0,
+                "seconds": [s for found in each for s in found["seconds"]],
+                "steps": [step for found in each for step in found["steps"]],
+                "paces": [pace for paces_of in slower for pace in paces_of],
+                "rounds": [_at_usual_pace(found["seconds"], own) for found, own in zip(each, slower, strict=True)],
+            }
+        )
+    return out
+
+
+def _at_usual_pace(seconds: Sequence[float], slower: Sequence[float]) -> float:
+    return statistics.median(s / pace for s, pace in zip(seconds, slower, strict=True))
 
 
 def _run(options: PredictArgs, job: Path) -> None:
@@ -238,17 +267,16 @@ def _rank_of(job: Path) -> int:
 
 def _rank(info: Any, job: Path) -> int:
     asked = json.loads(job.read_text())
-    known, sizes = PLANS, SIZES
-    learned: tuple[Plan, ...] = ()
-    if asked["real"]:
-        known, learned, sizes = predict_real.PLANS, predict_real.LEARNED, predict_real.SIZES
-    plans = [
-        *learned,
-        *(plan for plan in known if plan.name in asked["plans"]),
-        *learned,
-    ]  # so that no slow minute is all that is learned
-    how = {"steps": asked["steps"], "ranks_per_host": asked["ranks_per_host"], "sizes": sizes}
-    told = rank_report(info, plans, paced=not asked["real"], **how)
+    how = {"steps": asked["steps"], "ranks_per_host": asked["ranks_per_host"]}
+    if not asked["real"]:
+        told = rank_report(info, [plan for plan in PLANS if plan.name in asked["plans"]], sizes=SIZES, **how)
+    else:  # rounds, so that no slow minute is all that is learned, or all that a plan was measured in
+        plans = [plan for plan in predict_real.PLANS if plan.name in asked["plans"]]
+        order = [*predict_real.LEARNED, *plans] * ROUNDS
+        told = rank_report(info, order, sizes=predict_real.SIZES, paced=False, **how)
+        found, learned = told.pop("plans"), len(predict_real.LEARNED)
+        each = [found[i : i + learned + len(plans)] for i in range(0, len(found), learned + len(plans))]
+        told["learned"], told["compared"] = [r[:learned] for r in each], [r[learned:] for r in each]
     if info.rank == 0:
         job.with_suffix(".told").write_text(json.dumps(told))
     return 0
@@ -256,8 +284,13 @@ def _rank(info: Any, job: Path) -> int:
 
 def _row(plan: Plan, found: Mapping[str, Any], timeline: ProgramTimeline) -> dict[str, Any]:
     """One plan, predicted and measured."""
-    measured_s = statistics.median(found["seconds"])
-    ids = compare(timeline, [recorded_step(found["steps"][-1])], step_s=[measured_s])
+    slower = found.get("paces", [1.0] * len(found["seconds"]))
+    measured_s = _at_usual_pace(found["seconds"], slower)
+    last = {
+        key: Measured(one.begin_s / slower[-1], one.seconds / slower[-1])
+        for key, one in recorded_step(found["steps"][-1]).items()
+    }
+    ids = compare(timeline, [last], step_s=[measured_s])
     return {
         "plan": plan.name,
         "plan_hash": {"predicted": programs_hash(plan.programs()), "measured": found["hash"]},
@@ -265,6 +298,8 @@ def _row(plan: Plan, found: Mapping[str, Any], timeline: ProgramTimeline) -> dic
         "measured_s": measured_s,
         "error": timeline.seconds / measured_s - 1,
         "samples_s": found["seconds"],
+        "paces": slower,
+        "rounds_s": found.get("rounds", [measured_s]),
         "waiting": waiting(timeline),
         "late": found["late"],
         "told": found["told"],
@@ -280,10 +315,12 @@ def waiting(timeline: ProgramTimeline) -> float:
 
 
 def report_of(rows: Sequence[dict[str, Any]], bars: Mapping[str, float] = PACED_BARS) -> dict[str, Any]:
-    """Rows and what the bars ask of them."""
+    """Rows and what the bars ask of them. Pairs of plans that differ by no more than a plan from itself in another round are ties: nobody can say in which order they are."""
     wrong = [abs(row["error"]) for row in rows]
     median, worst = statistics.median(wrong), max(wrong)
-    tau = kendall_tau([r["predicted_s"] for r in rows], [r["measured_s"] for r in rows])
+    predicted, measured = [r["predicted_s"] for r in rows], [r["measured_s"] for r in rows]
+    tie = tie_of([row.get("rounds_s", ()) for row in rows])
+    tau = kendall_tau(predicted, measured, tie=tie)
     same = all(row["plan_hash"]["predicted"] == row["plan_hash"]["measured"] for row in rows)
     return {
         "rows": rows,
@@ -291,16 +328,33 @@ def report_of(rows: Sequence[dict[str, Any]], bars: Mapping[str, float] = PACED_
         "worst": worst,
         "worst_plan": rows[wrong.index(worst)]["plan"],
         "kendall_tau": tau,
+        "kendall_tau_of_all": kendall_tau(predicted, measured),
+        "tie": tie,
+        "pairs": len(rows) * (len(rows) - 1) // 2,
+        "ties": len(rows) * (len(rows) - 1) // 2 - len(_ordered(measured, tie)),
         "bars": dict(bars),
         "met": median <= bars["median"] and worst <= bars["worst"] and tau >= bars["kendall_tau"] and same,
     }
 
 
-def kendall_tau(a: Sequence[float], b: Sequence[float]) -> float:
-    """Pairs that both put in the same order less those that they do not, over all pairs; 1 for fewer than two."""
-    pairs = [(i, j) for i in range(len(a)) for j in range(i)]
+def tie_of(rounds: Sequence[Sequence[float]]) -> float:
+    """By how much logarithms of two plans may differ by chance: two standard deviations, from what two rounds of one plan differ by (median over plans; 0 where there is one round).
+
+    A difference of two rounds has twice the variance of a round; a plan's time is the mean of two, and two plans are compared: half of that.
+    """
+    apart = [abs(math.log(each[0] / each[1])) for each in rounds if len(each) == 2]
+    return 2 * 1.4826 * statistics.median(apart) / math.sqrt(2) if apart else 0.0
+
+
+def kendall_tau(a: Sequence[float], b: Sequence[float], *, tie: float = 0.0) -> float:
+    """Pairs that both put in the same order less those that they do not, over all pairs whose logarithms differ in `b` by more than `tie`; 1 where there are none."""
+    pairs = _ordered(b, tie) if tie else [(i, j) for i in range(len(a)) for j in range(i)]
     agree = sum(((a[i] > a[j]) - (a[i] < a[j])) * ((b[i] > b[j]) - (b[i] < b[j])) for i, j in pairs)
     return agree / len(pairs) if pairs else 1.0
+
+
+def _ordered(b: Sequence[float], tie: float) -> list[tuple[int, int]]:
+    return [(i, j) for i in range(len(b)) for j in range(i) if abs(math.log(b[i] / b[j])) > tie]
 
 
 def describe(report: Mapping[str, Any]) -> str:
@@ -327,4 +381,8 @@ def describe(report: Mapping[str, Any]) -> str:
         f"median error {report['median']:.1%} (bar {bars['median']:.0%}), worst {report['worst']:.1%} ({report['worst_plan']}; bar "
         f"{bars['worst']:.0%}), Kendall tau {report['kendall_tau']:.3f} (bar {bars['kendall_tau']}): {'met' if report['met'] else 'missed'}"
     )
+    if report["tie"]:
+        lines.append(
+            f"plans within {report['tie']:.1%} of one another are ties ({report['ties']} of {report['pairs']} pairs); with them tau is {report['kendall_tau_of_all']:.3f}"
+        )
     return "\n".join(lines)

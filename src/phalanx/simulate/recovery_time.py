@@ -5,7 +5,7 @@ Decides the clock of a recovery. Its phases are those that the running system te
     detected   the process has ended, and its supervisor knows
     formed     the generation is decided and told, old groups are dropped, all members have met and are connected
     built      the other groups of the new mapping, modules and buffers
-    moved      plans, checksums of what is held, messages, copies, checksums of what is held now
+    moved      plans, checksums of what is held, messages (their programs, `plan/program_moves.py`, on the clock of `program_time.py`), copies, checksums of what is held now
     step       the step that was lost, again
 
 What each has to do is counted in the plan: groups, tensors, pieces, bytes, messages. What a unit of it takes are constants of a machine (`Constants`), measured by
@@ -26,16 +26,22 @@ from phalanx.plan.box_cells import cells
 from phalanx.plan.folding import Folding
 from phalanx.plan.heal import Healing, HealPlan
 from phalanx.plan.program import StepProgram
+from phalanx.plan.program_moves import move_program
+from phalanx.plan.program_ops import Op
 from phalanx.plan.reshard import plan_reshard
 from phalanx.plan.reshard_types import Hosts, Move, equal_hosts
 from phalanx.plan.stage_foldings import group_names
 from phalanx.plan.state_layout import STATE_KINDS
+from phalanx.simulate.cost import Cost
+from phalanx.simulate.program_time import run_moves
 
 PHASES = ("detected", "formed", "built", "moved", "step")
 DECIDE_TRIPS = 4
 """Proposal of a generation: read the newest, create the next, put what says so."""
 MEET_TRIPS = 6
 """Decision of the broken step, report (put and looked at), reports of others read, "begun" asked for, vote."""
+MOVE_ID = "heal/state"
+"""Under which members record the messages of state (`train/heal_state.py`)."""
 GATHERS = 5
 """Of small objects among all members: checkpoint folder, plans with checksums, hash of the moves, checksums again, micro-batches agreed."""
 
@@ -137,6 +143,8 @@ class RecoveryWork:
     """Pairs of a tensor of state, each kind by itself, and a rank that holds some of it."""
     ranks: tuple[RankWork, ...]
     """Those that differ."""
+    moves: tuple[StepProgram, ...] = ()
+    """Messages of state, of all members; none where no plan was made: then the counts of `ranks` stand for them."""
 
     @property
     def moved_bytes(self) -> int:
@@ -147,10 +155,10 @@ class RecoveryWork:
 def recovery_work(healing: Healing, plan: HealPlan, *, lost: int, itemsize: int) -> RecoveryWork:
     """Of the generation of `plan`, which `healing` made, `lost` members fewer than before. `itemsize`: bytes of a parameter in the compute type."""
     moves = [*(replace(m, name=f"{kind}/{m.name}") for kind in STATE_KINDS for m in plan.params), *plan.buffers]
-    reshard = plan_reshard(moves, _hosts_of(plan))
+    reshard, everyone = plan_reshard(moves, _hosts_of(plan)), range(len(plan.members))
     cut = {m.name: cells(h.box for side in (m.src, m.dst) for of in side.held for h in of) for m in plan.params}
     ranks = []
-    for rank in range(len(plan.members)):
+    for rank in everyone:
         hops, copies = reshard.program(rank), reshard.copies(rank)
         parts = [part for part in copies if part.move < len(moves)]
         kept = sum(part.box.num_elements * moves[part.move].itemsize for part in parts)
@@ -179,6 +187,7 @@ def recovery_work(healing: Healing, plan: HealPlan, *, lost: int, itemsize: int)
         groups=num_groups(plan.folding, members=len(plan.members)),
         planned=sum(max(len(m.src.ranks), len(m.dst.ranks)) for m in moves),
         ranks=tuple(ranks),
+        moves=tuple(move_program(reshard, rank, ranks=everyone, op_id=MOVE_ID) for rank in everyone),
     )
 
 
@@ -290,18 +299,27 @@ def _laid_out(rank: RankWork) -> int:
 
 def _moved_s(work: RecoveryWork, c: Constants, share: float) -> float:
     """The slowest rank of each part, for all wait for all between them."""
-    gathers = GATHERS * c.gather_s if work.members > 1 else 0.0
     planned = work.planned * c.plan_s
     before = max(r.held_pieces * c.sum_s + r.held_bytes * c.sum_s_per_byte for r in work.ranks)
     after = max(r.pieces * c.sum_s + r.state_bytes * c.sum_s_per_byte for r in work.ranks)
-    carried = max(
-        r.copies * c.copy_s
-        + r.kept_bytes * c.copy_s_per_byte
-        + r.messages * c.message_s
-        + max(r.sent_bytes, r.received_bytes) * c.message_s_per_byte
-        for r in work.ranks
-    )
-    return gathers + share * (planned + before + carried + after)
+    copied = max(r.copies * c.copy_s + r.kept_bytes * c.copy_s_per_byte for r in work.ranks)
+    return _carried_s(work, c, share) + share * (planned + before + copied + after)
+
+
+def _carried_s(work: RecoveryWork, c: Constants, share: float) -> float:
+    """Small objects among all, and messages of state: one in and one out of a rank at a time, each once what it carries has come."""
+    gathers = GATHERS * c.gather_s if work.members > 1 else 0.0
+    if not work.moves:
+        return gathers + share * max(
+            r.messages * c.message_s + max(r.sent_bytes, r.received_bytes) * c.message_s_per_byte for r in work.ranks
+        )
+
+    def cost(op: Op, ranks: tuple[int, ...]) -> Cost:
+        if op.collective == "exchange":
+            return Cost(share * (c.message_s + op.sent_bytes * c.message_s_per_byte), 0.0, "measured")
+        return Cost(0.0, 0.0, "counted among the small objects")
+
+    return gathers + run_moves(work.moves, cost).seconds
 
 
 def step_after(step_s: float, *, samples: int, before: Folding, after: Folding, cores: float) -> float:
