@@ -77,6 +77,8 @@ class HealingRun:
     prepared: Prepared
     spec: ModelSpec
     healing: Healing
+    kept: Recipe | None = None
+    """What the run folder is to keep once the others have accepted this host; None: it does."""
 
 
 class HealingBody:
@@ -459,10 +461,9 @@ class HealingBody:
             self._now("checkpoint")
             trainer.save()
             trainer.hear_of_checkpoints()
-        if trainer.replacing.due(self._step):
-            assert self._entered is not None
-            where = Where(self._entered.hosts, self._entered.racks)
-            self._moving = trainer.replacing.prepare(trainer.parts, trainer.rank, step=self._step, where=where)
+        assert self._entered is not None
+        where = Where(self._entered.hosts, self._entered.racks)
+        self._moving = trainer.replacing.between(trainer.parts, trainer.rank, step=self._step, where=where)
 
     @property
     def _plan_moved(self) -> HealPlan:
