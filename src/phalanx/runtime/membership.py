@@ -29,7 +29,6 @@ from typing import Any
 from phalanx.core.errors import Problem, ProblemsError, RunError
 from phalanx.runtime.keys import Keys
 
-
 KEPT = 100
 """Generations whose members are known; a member that was away for longer counts as having missed one."""
 
