@@ -240,8 +240,15 @@ class Testbed:
         if not host.alive and host.generation:
             host.clear_link()
         host.start(rate=self.spec.link_bit_per_s, latency_s=self.spec.link_latency_s)
-        if self._shares is not None:
-            self._shares.place(index, host.pid)
+        self._share_evenly(index)
+
+    def _share_evenly(self, index: int) -> None:
+        if self._shares is None:
+            return
+        try:
+            self._shares.place(index, self.host(index).pid)
+        except OSError as error:
+            self.uneven = f"a host cannot be put into a control group ({error})"
 
     def kill_host(self, index: int, *, silent: bool = False) -> None:
         """SIGKILL to everything on a host at once. `silent`: its link goes first, as when the power fails."""
