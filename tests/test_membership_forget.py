@@ -7,8 +7,8 @@ import pytest
 from membership_help import MemoryService
 from phalanx.core.events import Event
 from phalanx.runtime import roster as roster_module
-from phalanx.runtime.membership import FirstRule, Generation, Member, Membership
-from phalanx.runtime.roster import KEPT, Roster
+from phalanx.runtime.membership import KEPT, FirstRule, Generation, Member, Membership
+from phalanx.runtime.roster import Roster
 from phalanx.runtime.supervisor import PUT_OUT, RespawnsUsedUp, Supervisor, SupervisorSettings, exit_code
 from phalanx.runtime.votes import stepped_key
 from phalanx.runtime.worker import STALE_CODE
@@ -170,3 +170,25 @@ def test_respawns_that_are_used_up_are_told(capsys: pytest.CaptureFixture[str]) 
     assert supervisor._is_used_up(_Ended())  # type: ignore[arg-type]
     assert told == [RespawnsUsedUp(host="h", started=4, uid="h.2.ab", why="killed by SIGKILL")]
     assert "slot 2 stays empty (killed by SIGKILL): 4 new workers were started" in capsys.readouterr().err
+
+
+def test_who_left_long_ago_is_not_listed_any_more() -> None:
+    """A host that goes and comes back with every spot notice: the list is as long as what anybody may still compare with."""
+    membership = Membership(MemoryService().connect())
+    now = first(membership, "a.0", "b.0")
+    for i in range(2 * KEPT):
+        joined = membership.propose_join(members(f"c.{i}"), now)
+        assert joined is not None
+        left = membership.propose_leave([f"c.{i}"], "told", joined)
+        assert left is not None and left.lost_of(joined) == () and left.leaving[-1] == f"c.{i}"
+        now = Generation.from_json(left.to_json())
+        assert now == left
+    assert len(now.leaving) <= KEPT // 2 + 1
+    old = [g for g in membership.between(first_of(membership), now) if now.number - g.number < KEPT]
+    assert all(now.lost_of(generation) == () for generation in old)
+
+
+def first_of(membership: Membership) -> Generation:
+    text = membership.keys.get("first")
+    assert text is not None
+    return Generation.from_json(text)

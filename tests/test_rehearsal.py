@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.bench.storm_trainer import Setup, recipe_words, write_text
+from phalanx.core.processor import this_processor
 from phalanx.core.recipe import load_recipe
 from phalanx.plan.model import PRESETS, ModelSpec, model_problems
 from phalanx.train import heal_run, rehearsal
@@ -61,9 +65,41 @@ def test_the_recipe_that_all_hosts_share_says_nothing_of_one_of_them(tmp_path: P
     assert (recipe.launch.host, recipe.launch.rack, recipe.launch.keep_service) == ("h3", "r7", True)
     folder = RunFolder(tmp_path / "runs" / "x")
     folder.create()
-    prepare_run(recipe, folder)
+    run = prepare_run(recipe, folder)
     shared = load_recipe(folder.path / "recipe.toml", []).launch
     assert shared == replace(recipe.launch, host=None, rack=None, keep_service=False)
+    # a host that brings another recipe writes nothing before it is accepted (the run refuses it by name)
+    kept, told = (folder.path / "recipe.toml").read_text(), list[Any]()
+    other = prepare_run(replace(recipe, optim=replace(recipe.optim, lr=0.5)), folder)
+    assert (folder.path / "recipe.toml").read_text() == kept
+    heal_run._keep_recipe(run, told.append)  # type: ignore[arg-type]
+    assert (folder.path / "recipe.toml").read_text() == kept and not told
+    heal_run._keep_recipe(other, told.append)  # type: ignore[arg-type]
+    assert load_recipe(folder.path / "recipe.toml", []).optim.lr == 0.5 and not told
+
+
+def test_a_host_that_joins_imports_nothing_for_backward_passes(tmp_path: Path) -> None:
+    """Torch imports sympy, 480 modules, for a gradient that it is given: half a second of each rank, for which the run waits."""
+    write_text(tmp_path / "text")
+    program = """
+import sys
+from pathlib import Path
+from phalanx.bench.storm_trainer import Setup, recipe_of
+from phalanx.observe.sinks import Sinks
+from phalanx.train.heal_run import prepare_run
+from phalanx.train.healing import HealingBody
+from phalanx.train.run_folder import RunFolder
+folder = RunFolder(Path(sys.argv[1]) / "x")
+folder.create()
+HealingBody(prepare_run(recipe_of(Setup(service="127.0.0.1:1"), Path(sys.argv[1])), folder), Sinks([]), joins=True).rehearse()
+print("sympy" in sys.modules)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)],
+        capture_output=True, text=True, check=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )  # fmt: skip
+    needs = this_processor().has_amx  # generated code is met with gradients of its own
+    assert done.stdout.strip() == "False" or needs, done.stdout
 
 
 def test_a_model_that_cannot_be_made_small_is_left_alone() -> None:

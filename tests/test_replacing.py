@@ -90,7 +90,7 @@ def advance(rank: int, cache: GroupCache, way: Way, faults: Sequence[str] = ()) 
         parts = make_parts(me, spec, folding, plain_pipeline(spec, pp=way.pp), warm=False)
         watcher, steps, busiest = Replacing(recipe, spec), [], []
         for step in range(STEPS):
-            if watcher.due(step) and (new := watcher.prepare(parts, me, step=step)) is not None:
+            if (new := watcher.between(parts, me, step=step)) is not None:
                 parts.buffers.close()
                 parts = new.parts
                 told.append(new.event)

@@ -499,3 +499,41 @@ def test_the_command_fails_loudly(tmp_path: Path, capfd: pytest.CaptureFixture[s
     assert "a link joins two hosts" in capfd.readouterr().err
     assert program(["testbed", "measure", "--", "true"]) == 2
     assert "only `phalanx testbed run` takes a command" in capfd.readouterr().err
+
+
+# -- shares of the cores ------------------------------------------------------------------------------------------------------------------
+
+BUSY = """
+import os, sys, time
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+end = time.monotonic() + 1.5
+while time.monotonic() < end: pass
+print(time.process_time())
+"""
+"""A rank that computes on one core, which it shares with all others, and says what it got of it."""
+
+
+def used_by_host(*, even_cores: bool) -> tuple[list[float], str]:
+    """Seconds of processor of two hosts, of which the second one runs three times as many programs; why they could have no even shares."""
+    with Testbed(ClusterSpec(hosts=2, ranks_per_host=1), even_cores=even_cores) as bed:
+        jobs = [bed.run(python(BUSY), hosts=[host], ranks_per_host=1 + 2 * host) for host in (0, 1)]
+        assert all(job.wait(60).ok for job in jobs)
+        used = [sum(float(job.output(rank)) for rank in range(job.world)) for job in jobs]
+    assert bed.leftovers() == []
+    return used, bed.uneven
+
+
+def test_a_host_gets_its_share_of_the_cores_whatever_others_run() -> None:
+    """One program here and three there on one core: a half each, where the shares are even."""
+    even, why = used_by_host(even_cores=True)
+    if why:
+        pytest.skip(f"no even shares on this machine: {why}")
+    uneven, _ = used_by_host(even_cores=False)
+    assert 0.7 < even[1] / even[0] < 1.5 and uneven[1] / uneven[0] > 2
+
+
+def test_shares_that_are_refused_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bed is there all the same, and says so."""
+    monkeypatch.setattr("phalanx.testbed.cpu_groups.tops", lambda: [Path("/proc/nowhere")])
+    with Testbed(ClusterSpec(hosts=1), even_cores=True) as bed:
+        assert "nowhere" in bed.uneven and "NOT even: control groups cannot be made" in bed.explain()

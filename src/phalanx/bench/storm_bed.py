@@ -57,7 +57,9 @@ class BedArena(Arena):
 
     def __enter__(self) -> BedArena:
         spec = ClusterSpec(hosts=self.setup.hosts + 1, ranks_per_host=1, link_bit_per_s=RATE)
-        self.bed = Testbed(spec, folder=self.folder / "bed")
+        self.bed = Testbed(spec, folder=self.folder / "bed", even_cores=True)
+        if self.bed.uneven:
+            print(f"hosts share the cores by their processes, not evenly: {self.bed.uneven}", flush=True)
         try:
             command = [sys.executable, "-m", "phalanx", "service", f"0.0.0.0:{PORT}"]
             self.keeper = self.bed.run(command, env=_environment(), hosts=[self.setup.hosts], name="service")

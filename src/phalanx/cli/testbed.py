@@ -55,6 +55,8 @@ class RunArgs(BedArgs):
     """Kill the job after so many seconds; it has failed then."""
     keep_going: bool = False
     """Let the other ranks run on when one fails."""
+    even_cores: bool = False
+    """Every host gets an equal share of the cores, however many programs it runs (needs the right to make control groups)."""
     quiet: bool = False
     """Do not print what the ranks print."""
     json: JsonFile = None
@@ -104,8 +106,8 @@ def _spec(args: BedArgs, *, ranks_per_host: int = 1) -> ClusterSpec:
     )
 
 
-def _build(spec: ClusterSpec, args: BedArgs, *, folder: Path | None = None) -> Testbed:
-    bed = Testbed(spec, access=args.access, folder=folder)
+def _build(spec: ClusterSpec, args: BedArgs, *, folder: Path | None = None, even_cores: bool = False) -> Testbed:
+    bed = Testbed(spec, access=args.access, folder=folder, even_cores=even_cores)
     for what in bed.reaped:
         print(f"cleaned up after a dead testbed: {what}", file=sys.stderr)
     return bed
@@ -122,7 +124,9 @@ def run_command(args: RunArgs, command: list[str]) -> int:
     spec = _spec(args, ranks_per_host=args.ranks_per_host)
     scenario = load_scenario(args.scenario, spec=spec) if args.scenario else Scenario()
     echo = None if args.quiet else sys.stdout
-    with _build(spec, args, folder=_new_folder(args.logs)) as bed:
+    with _build(spec, args, folder=_new_folder(args.logs), even_cores=args.even_cores) as bed:
+        if bed.uneven:
+            print(f"the hosts' shares of the cores are not even: {bed.uneven}", file=sys.stderr)
         if not args.quiet:
             print(bed.explain())
         job = bed.run(command, name="ranks")

@@ -29,6 +29,9 @@ from typing import Any
 from phalanx.core.errors import Problem, ProblemsError, RunError
 from phalanx.runtime.keys import Keys
 
+KEPT = 100
+"""Generations whose members are known; a member that was away for longer counts as having missed one."""
+
 
 class MembershipError(ProblemsError):
     """A member cannot take part: it runs something else than the others do."""
@@ -65,8 +68,8 @@ class Generation:
     members: tuple[Member, ...]
     """In the order of their ranks: those of the generation before keep theirs, new ones follow."""
     minimum: int = 1
-    leaving: tuple[str, ...] = ()
-    """All that went out of the run in good health, now or before: they hand over what they hold and go."""
+    left: tuple[tuple[str, int], ...] = ()
+    """Those that went out of the run in good health, after a hand-over, and the generation that was the first without each: `KEPT` generations back."""
     why: str = ""
     """In words, for people."""
     lost_s: float = 0.0
@@ -77,6 +80,11 @@ class Generation:
     @property
     def uids(self) -> tuple[str, ...]:
         return tuple(m.uid for m in self.members)
+
+    @property
+    def leaving(self) -> tuple[str, ...]:
+        """Names of those that have left."""
+        return tuple(uid for uid, _ in self.left)
 
     @property
     def enough(self) -> bool:
@@ -99,7 +107,7 @@ class Generation:
     def from_json(cls, text: str) -> Generation:
         data = json.loads(text)
         data["members"] = tuple(Member(**m) for m in data["members"])
-        data["leaving"] = tuple(data["leaving"])
+        data["left"] = tuple((uid, number) for uid, number in data["left"])
         return cls(**data)
 
 
@@ -206,7 +214,8 @@ class Membership:
             wanted = change(now)
             if wanted is None:
                 return now
-            wanted = replace(wanted, number=now.number + 1, epoch=now.epoch)
+            kept = tuple((uid, number) for uid, number in wanted.left if number > now.number - KEPT)
+            wanted = replace(wanted, number=now.number + 1, epoch=now.epoch, left=kept)
             now = Generation.from_json(self.keys.create(_key(wanted.number), wanted.to_json()))
             if now.forgotten:  # long ago: others went on and on
                 now = self.current(now)
@@ -295,12 +304,13 @@ def without(uids: Collection[str], why: str, *, leave: bool = False, lost_s: flo
     def change(now: Generation) -> Generation | None:
         gone = [u for u in now.uids if u in uids]
         died_leaving = [u for u in now.leaving if u in uids] if not leave else []
+        left = tuple((u, number) for u, number in now.left if u not in died_leaving)
         if not gone and not died_leaving:
             return None
         return replace(
             now,
             members=tuple(m for m in now.members if m.uid not in uids),
-            leaving=(*(u for u in now.leaving if u not in died_leaving), *(gone if leave else ())),
+            left=(*left, *((u, now.number + 1) for u in gone if leave)),
             why=f"{', '.join(gone or died_leaving)}: {why}",
             lost_s=lost_s,
         )

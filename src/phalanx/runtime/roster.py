@@ -15,7 +15,7 @@ from phalanx.core.clock import now_s
 from phalanx.core.config import HOST_BEAT_S
 from phalanx.runtime.keys import MEETINGS, Keys, Service, ServiceLost
 from phalanx.runtime.keys_store import SUMS
-from phalanx.runtime.membership import Announcement, FirstRule, Generation, Member, Membership
+from phalanx.runtime.membership import KEPT, Announcement, FirstRule, Generation, Member, Membership
 from phalanx.runtime.reach import door_key
 from phalanx.runtime.votes import BEGUN, stepped_key, written_for
 
@@ -26,8 +26,6 @@ TIDY_S = 60.0
 TIDY_SOON_S = 1.0
 """Until the next generation is tidied up, where there are more."""
 TIDY_MOST = 256
-KEPT = 100
-"""Generations whose members are known; a member that was away for longer counts as having missed one."""
 HOSTS_S = 0.5
 """How often the beats of other hosts are read, all in one call; more often where `limit_s` is short."""
 TOGETHER_S = 0.5

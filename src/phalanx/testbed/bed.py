@@ -26,9 +26,10 @@ from phalanx.core.errors import Problem, TestbedError, raise_if
 from phalanx.plan.cluster import ClusterSpec, cluster_problems
 from phalanx.testbed import links
 from phalanx.testbed.access import find_tools, machine_problems, refusal
+from phalanx.testbed.cpu_groups import CpuGroups
 from phalanx.testbed.host import Host, Tools
 from phalanx.testbed.job import Job, RankState
-from phalanx.testbed.owner import make_folder, new_owner, processes_of, reap_stale
+from phalanx.testbed.owner import FOLDER_PREFIX, make_folder, new_owner, processes_of, reap_stale
 from phalanx.testbed.wire import start_keeper
 
 Access = Literal["auto", "root", "user"]
@@ -60,22 +61,27 @@ class Testbed:
         folder: Path | None = None,
         grain: links.Grain = links.FINE,
         own_cores: bool = False,
+        even_cores: bool = False,
     ) -> None:
         """Raises `TestbedError` with all problems: of the spec, of missing tools, or why namespaces are refused here.
 
         `access`: namespaces made as root, through a user namespace, or whichever works. `folder` keeps logs; by default they live in
         a temporary folder that goes with the bed. `grain`: how fine the time of shaped links is. `own_cores`: the cores are divided
-        among the hosts, where there is one for each, so that no program of one host runs on a core of another.
+        among the hosts, where there is one for each, so that no program of one host runs on a core of another. `even_cores`: every host that wants it gets as
+        much processor time as any other, however many programs it has (a control group for each); where that is refused, `uneven` says why.
         """
         problems = cluster_problems(spec) or links.link_problems(spec)
         raise_if([*problems, *machine_problems()], TestbedError, subject="testbed")
         self.spec = spec
-        self._grain, self._own_cores = grain, own_cores
+        self._grain, self._own_cores, self._even_cores = grain, own_cores, even_cores
         made = _usable(folder) if folder else None
         self.reaped = reap_stale()
         """What a dead owner had left behind, in words."""
         self.owner = new_owner()
         self._scratch = make_folder(self.owner)
+        self._shares: CpuGroups | None = None
+        self.uneven = ""
+        """Why hosts have no even shares of the cores although they were asked for."""
         self.folder = made or self._scratch
         self.jobs: list[Job] = []
         self.hosts: tuple[Host, ...] = ()
@@ -101,6 +107,11 @@ class Testbed:
             Host(h, switch=self._switch, tools=tools, hosts_file=hosts_file, grain=self._grain, cores=self._cores(h))
             for h in range(self.spec.hosts)
         )
+        if self._even_cores:
+            try:
+                self._shares = CpuGroups(f"{FOLDER_PREFIX}{self.owner.tag}", self.spec.hosts)
+            except OSError as error:
+                self.uneven = f"control groups cannot be made ({error})"
         for h in range(self.spec.hosts):
             self.start_host(h)
 
@@ -131,16 +142,21 @@ class Testbed:
         except subprocess.TimeoutExpired:
             self._keeper.kill()
             self._keeper.wait()
+        if self._shares is not None:
+            self._shares.close()
         shutil.rmtree(self._scratch, ignore_errors=True)
 
     def leftovers(self) -> list[str]:
         """What is still there of this bed, in words: nothing once it is closed."""
         processes = [f"process {pid}" for pid in processes_of(self.owner)]
-        return processes + ([f"folder {self._scratch}"] if self._scratch.exists() else [])
+        groups = [] if self._shares is None else [f"control group {g}" for g in self._shares.groups if g.exists()]
+        return processes + groups + ([f"folder {self._scratch}"] if self._scratch.exists() else [])
 
     def explain(self) -> str:
         """The bed in a few lines, with the way into each host."""
         lines = [self.spec.explain(), f"  made {'as root' if self.access == 'root' else 'through a user namespace'}"]
+        if self._even_cores:
+            lines.append(f"  cores in shares {f'that are NOT even: {self.uneven}' if self.uneven else 'that are even'}")
         for host in self.hosts:
             if host.alive:
                 way = f"nsenter --all --preserve-credentials --target {host.pid}"
@@ -224,6 +240,15 @@ class Testbed:
         if not host.alive and host.generation:
             host.clear_link()
         host.start(rate=self.spec.link_bit_per_s, latency_s=self.spec.link_latency_s)
+        self._share_evenly(index)
+
+    def _share_evenly(self, index: int) -> None:
+        if self._shares is None:
+            return
+        try:
+            self._shares.place(index, self.host(index).pid)
+        except OSError as error:
+            self.uneven = f"a host cannot be put into a control group ({error})"
 
     def kill_host(self, index: int, *, silent: bool = False) -> None:
         """SIGKILL to everything on a host at once. `silent`: its link goes first, as when the power fails."""

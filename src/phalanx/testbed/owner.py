@@ -19,6 +19,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from phalanx.testbed.cpu_groups import remove, tops
+
 VARIABLE = "PHALANX_TESTBED_OWNER"
 FOLDER_PREFIX = "phalanx-testbed-"
 _PROC = Path("/proc")
@@ -114,6 +116,16 @@ def _stale_folders(namespace: int) -> list[Path]:
     return found
 
 
+def _stale_groups(namespace: int) -> list[Path]:
+    """Control groups of dead owners."""
+    found = []
+    for group in (g for top in tops() for g in top.glob(f"{FOLDER_PREFIX}*")):
+        owner = parse_tag(group.name.removeprefix(FOLDER_PREFIX).rpartition("-")[0])
+        if owner is not None and owner.namespace == namespace and not owner.is_alive():
+            found.append(group)
+    return list(dict.fromkeys(found))
+
+
 def _kill(pid: int, owner: Owner) -> None:
     """SIGKILL, but only to the very process that carries the tag: its id may have been reused since it was seen."""
     try:
@@ -142,7 +154,9 @@ def reap_stale(*, wait_s: float = 5.0) -> list[str]:
         if not stale or time.monotonic() > deadline:
             break
         time.sleep(0.02)
-    folders = _stale_folders(namespace)
+    folders, groups = _stale_folders(namespace), _stale_groups(namespace)
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
-    return [*reaped.values(), *(f"folder {f}" for f in folders)]
+    for group in groups:
+        remove(group, until_s=deadline)
+    return [*reaped.values(), *(f"folder {f}" for f in folders), *(f"control group {g}" for g in groups)]

@@ -24,7 +24,7 @@ import torch
 from rich.console import Console
 
 from phalanx.core.config import LaunchConfig, Recipe
-from phalanx.core.errors import ConfigError, Problem, raise_if
+from phalanx.core.errors import ConfigError, Problem, RunError, raise_if
 from phalanx.core.events import Emit, Event, Note, RunEnded
 from phalanx.core.recipe import dump_recipe
 from phalanx.core.service_address import parse_service
@@ -174,8 +174,10 @@ def prepare_run(recipe: Recipe, folder: RunFolder, *, kept: Recipe | None = None
         checkpoint=replace(recipe.checkpoint, step=None),  # running the file again must not go back again
         launch=_of_all_hosts(recipe.launch),
     )
-    folder.write_recipe(again, prepared.tokenizer)
-    return HealingRun(recipe=recipe, folder=folder, prepared=prepared, spec=spec, healing=healing)
+    if alone or not folder.has_recipe:
+        folder.write_recipe(again, prepared.tokenizer)
+    kept = None if alone else again  # the run may be another one, and refuse this host
+    return HealingRun(recipe=recipe, folder=folder, prepared=prepared, spec=spec, healing=healing, kept=kept)
 
 
 def healing_of(recipe: Recipe, spec: ModelSpec, folding: Folding, *, asked: Asked, floor: int) -> Healing:
@@ -222,6 +224,7 @@ def work(run: HealingRun, seat: Seat, *, threads: int, first: int = 0, watch: Wa
             if joins:  # when a run begins, all are cold together
                 _rehearse(body, sinks)
             seat.announce(plan_hash=_plan_hash(run), version=versions()["phalanx"])
+            _keep_recipe(run, sinks)
             why = run_member(seat, body, tell=body.tell, order=body.order)
         except BaseException as err:
             reason = " ".join([f"{type(err).__name__}:", *str(err).splitlines()[:2]])
@@ -232,6 +235,16 @@ def work(run: HealingRun, seat: Seat, *, threads: int, first: int = 0, watch: Wa
     if number == 0 and recipe.observe.console != "none" and body.outcome is not None:
         print_summary(summary_of(run.folder.path, body.outcome, seconds=time.monotonic() - begin_s))
     return 0
+
+
+def _keep_recipe(run: HealingRun, sinks: Sinks) -> None:
+    """Once the run has accepted this host: what is kept is what is trained. A disk that refuses costs that, and not the member."""
+    if run.kept is None:
+        return
+    try:
+        run.folder.keep_recipe(run.kept, run.prepared.tokenizer)
+    except RunError as err:
+        sinks(Note(level="warning", text=f"the recipe of the run could not be kept: {err}"))
 
 
 def _rehearse(body: HealingBody, sinks: Sinks) -> None:

@@ -77,6 +77,8 @@ class HealingRun:
     prepared: Prepared
     spec: ModelSpec
     healing: Healing
+    kept: Recipe | None = None
+    """What the run folder is to keep once the others have accepted this host; None: it does."""
 
 
 class HealingBody:
@@ -466,10 +468,9 @@ class HealingBody:
             trainer.save()
             trainer.hear_of_checkpoints()
         self._is_first = False
-        if trainer.replacing.due(self._step):
-            assert self._entered is not None
-            where = Where(self._entered.hosts, self._entered.racks)
-            self._moving = trainer.replacing.prepare(trainer.parts, trainer.rank, step=self._step, where=where)
+        assert self._entered is not None
+        where = Where(self._entered.hosts, self._entered.racks)
+        self._moving = trainer.replacing.between(trainer.parts, trainer.rank, step=self._step, where=where)
 
     def _lacks(self, trainer: Trainer, interval: int) -> bool:
         """Whether the checkpoint that was due last is missing: one that was under way when a generation ended is lost. Collective."""

@@ -209,8 +209,8 @@ class _Live:
     x_TH: torch.Tensor | None
     hidden: GradientEdge | None
     """Of the output that another stage has; None on the last."""
-    total: tuple[GradientEdge, torch.Tensor] | None
-    """Of the stage's part of the objective, with a gradient of one; None where nothing of it depends on a parameter."""
+    total: GradientEdge | None
+    """Of the stage's part of the objective, whose gradient is one; None where nothing of it depends on a parameter."""
 
 
 class _TrainingPasses:
@@ -251,9 +251,9 @@ class _TrainingPasses:
         output = model.run_stage(stage, x_TH, batch, info)
         total, share = objective(model, output, batch, info, stage=stage, valid_tokens=self.valid_tokens)
         self.shares.append(share)
-        ones = (get_gradient_edge(total), torch.ones_like(total)) if total.requires_grad else None
+        goal = get_gradient_edge(total) if total.requires_grad else None
         hidden = None if stage.has_head else get_gradient_edge(output.hidden_TH)
-        self._live[index, microbatch] = _Live(x_TH, hidden, ones)
+        self._live[index, microbatch] = _Live(x_TH, hidden, goal)
         return () if stage.has_head else (output.hidden_TH.detach().view(self.shape),)
 
     def backward(self, index: int, microbatch: int, d_outputs: Tensors) -> Tensors:
@@ -276,13 +276,15 @@ class _TrainingPasses:
         self._announce(action)
         live = self._live.pop((action.stage, action.microbatch))
         roots: list[GradientEdge] = []
-        grads: list[torch.Tensor] = []
+        grads: list[torch.Tensor | None] = []
         if live.hidden is not None:
             roots.append(live.hidden)
             grads.append(_rows(d_outputs[0]))  # the plan gives every stage but the last a gradient
         if live.total is not None:
-            roots.append(live.total[0])
-            grads.append(live.total[1])
+            roots.append(live.total)
+            grads.append(
+                None
+            )  # 1, which torch makes itself; given one it imports sympy (480 modules, 0.6 s), and a host that joins has not yet
         torch.autograd.backward(roots, grads)
         if live.x_TH is None:
             return ()

@@ -1,11 +1,12 @@
 """Experts with replicas that move while training runs: loads are watched, and between two steps `plan/replacement.py` decides.
 
     committed   the counts of a step go into the average of loads; the same numbers on all ranks
-    prepare     due? ─ gather what was measured ─ the first rank decides ─ modules and buffers for the new placement ─ dense state copied, experts' state moved ─ checksums
+    between     a step before it is due: gather what was measured ─ the first rank has the decision made beside the next step (`runtime/aside.py`)
+    prepare     due? ─ that decision (made now where there is none for this placement) ─ modules and buffers for the new placement ─ dense state copied, experts' state moved ─ checksums
     adopt       the prepared parts take the place of the old ones
 
-Decides nothing. Must never change: until `adopt` what the trainer has stays as it is, so that whoever is lost before costs another attempt and nothing else; all ranks call
-`prepare` after the same steps, and those who adopt do it for the same step (a run that heals itself: with the commit of that step).
+Decides nothing. Must never change: until `adopt` what the trainer has stays as it is, so that whoever is lost before costs another attempt and nothing else; a decision rests on the loads of
+the step before the last, whenever it is made; all ranks call `between` after the same steps, and those who adopt do it for the same step (a run that heals itself: with the commit of that step).
 
 Legend: L MoE layers, E experts.
 """
@@ -45,6 +46,7 @@ from phalanx.plan.replacement import (
 from phalanx.plan.replicas import Floats
 from phalanx.plan.reshard_types import Move
 from phalanx.plan.state_layout import STATE_KINDS, StateLayouts
+from phalanx.runtime.aside import Aside
 from phalanx.runtime.optimizer_state import ShardedState
 from phalanx.runtime.resharder import Resharder
 from phalanx.runtime.shard_views import shard_views
@@ -92,11 +94,26 @@ class _Told:
 
     seen: int
     loads: Floats | None
+    earlier: Floats | None
     row_s: float
     bytes_per_s: float
     rebuild_s: float
     placement: LayerPlacements
     """Of its stage."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Asked:
+    """What a decision rests on, the same on all ranks."""
+
+    step: int
+    """It follows this one."""
+    parts: StepParts
+    """As long as these are in use: their placement, on their members."""
+    before: Mapping[int, LayerPlacements]
+    """By stage."""
+    stages: list[StageNow]
+    costs: Costs
 
 
 class PastMoves:
@@ -145,9 +162,13 @@ class Replacing:
         self.seen = 0
         """Steps in `loads`."""
         self.loads: Floats | None = None
+        self.earlier: Floats | None = None
+        """`loads` without the last step."""
         self.again = 0
         """A further step after which to decide."""
         self.moves = PastMoves()
+        self._asked: _Asked | None = None
+        self._aside = Aside(["phalanx.plan.replacement", "scipy.optimize"])
 
     def committed(self, counts_LE: NDArray[np.int64]) -> None:
         """Tokens that chose each expert in a committed step, before dropping."""
@@ -156,42 +177,70 @@ class Replacing:
         counts = np.asarray(counts_LE, dtype=np.float64)
         if self.limit is not None:  # rows that are dropped are no work
             counts = np.minimum(counts, self.limit * counts.mean(1, keepdims=True))
-        self.loads = smoothed_loads(self.loads, counts, interval=self.interval)
+        self.earlier, self.loads = self.loads, smoothed_loads(self.loads, counts, interval=self.interval)
         self.seen += 1
 
     def formed(self, step: int) -> None:
         """Members were lost or came after `step` steps, and experts lie as was quickest: balance follows soon, when training goes on again."""
         self.again = step + max(1, self.interval // SOON) if step else 0
+        self._asked = None
+        self._aside.close()
 
     def due(self, step: int) -> bool:
         """Whether a decision follows step `step`: the same on all ranks."""
         return bool(self.interval) and step > 0 and (step % self.interval == 0 or step == self.again)
+
+    def between(self, parts: StepParts, rank: Rank, *, step: int, where: Where = NOWHERE) -> Prepared | None:
+        """What is due after `step` steps, and what has to be known for the step after. Collective. Returns and raises as `prepare`."""
+        if self.interval and rank.peers.rank == 0:
+            self._aside.start()
+        found = self.prepare(parts, rank, step=step, where=where) if self.due(step) else None
+        if found is None and self.due(step + 1):
+            self._asked = self._ask(parts, rank, step=step + 1, ahead=True)
+            if self._asked is not None and rank.peers.rank == 0:
+                self._aside.begin(plan_replacement, self._asked.stages, self._asked.costs, **self._bounds)
+        return found
 
     def prepare(self, parts: StepParts, rank: Rank, *, step: int, where: Where = NOWHERE) -> Prepared | None:
         """A new placement with the state after `step` steps, or None: the present one stays. Collective. `where` as `parts` were made with.
 
         Raises `PeerError` where a rank is lost, `RunError` on all ranks where copies differ; `parts` are as they were in any case.
         """
+        asked, self._asked = self._asked, None
+        if asked is None or asked.step != step or asked.parts is not parts:  # the same on all ranks
+            asked = self._ask(parts, rank, step=step, ahead=False)
+        if asked is None:
+            return None
+        self.moves.decided()
+        stages, costs = asked.stages, asked.costs
+        # By one rank for all: they stand still meanwhile, and on a machine of few processors they would make the same decision in turns.
+        decision = rank.peers.first(lambda: self._aside.answer(plan_replacement, stages, costs, **self._bounds))
+        if decision.action == "keep":
+            return None
+        return self._carry_out(decision, dict(sorted(asked.before.items())), parts, rank, step=step, where=where)
+
+    @property
+    def _bounds(self) -> dict[str, int]:
+        return {"floor": self.floor, "interval": self.interval}
+
+    def _ask(self, parts: StepParts, rank: Rank, *, step: int, ahead: bool) -> _Asked | None:
+        """What to decide on after step `step`, from the loads of the steps before it; None where nobody has any. `ahead`: that step is still to come. Collective."""
         told, folding = rank.peers.gather(self._told(parts)), parts.groups.folding
         assert isinstance(folding, Folding)  # stages with foldings of their own have no replicas
         best = max(told, key=lambda t: t.seen)  # a rank that came later has seen less
         if best.loads is None:
             return None
-        self.moves.decided()
-        self.seen, self.loads = best.seen, best.loads
+        self.seen, self.loads, self.earlier = best.seen, best.loads, best.earlier
+        loads = best.loads if ahead or best.earlier is None else best.earlier
         before = {folding.coord(r, "pp"): told[r].placement for r in range(folding.world)}
-        stages = [_stage(before[i], best.loads, self.spec) for i in sorted(before) if before[i].layers]
-        costs = self._costs(parts, told)
-        # By one rank for all: they stand still meanwhile, and on a machine of few processors they would make the same decision in turns.
-        decision = rank.peers.first(lambda: plan_replacement(stages, costs, floor=self.floor, interval=self.interval))
-        if decision.action == "keep":
-            return None
-        return self._carry_out(decision, dict(sorted(before.items())), parts, rank, step=step, where=where)
+        stages = [_stage(before[i], loads, self.spec) for i in sorted(before) if before[i].layers]
+        return _Asked(step=step, parts=parts, before=before, stages=stages, costs=self._costs(parts, told))
 
     def _told(self, parts: StepParts) -> _Told:
         return _Told(
             seen=self.seen,
             loads=self.loads,
+            earlier=self.earlier,
             row_s=seconds_of_a_row(parts),
             bytes_per_s=self.moves.bytes_per_s,
             rebuild_s=self.moves.rebuild_s,

@@ -84,6 +84,17 @@ class RunFolder:
         file.flush()
         return file
 
+    @property
+    def has_recipe(self) -> bool:
+        return (self.path / RECIPE_FILE).is_file()
+
+    def keep_recipe(self, recipe: Recipe, tokenizer: Tokenizer) -> None:
+        """As `write_recipe`, where the folder keeps another one."""
+        with self._writing():
+            same = self.has_recipe and (self.path / RECIPE_FILE).read_text() == dump_recipe(recipe)
+        if not same:
+            self.write_recipe(recipe, tokenizer)
+
     def write_recipe(self, recipe: Recipe, tokenizer: Tokenizer) -> None:
         """Keep what this run is, so that it can be run and read again from its folder alone. Raises `RunError` where the disk refuses."""
         with self._writing():

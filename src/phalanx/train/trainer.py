@@ -364,10 +364,9 @@ class Trainer:
             self.validate()
         if recipe.checkpoint.interval and self.step % recipe.checkpoint.interval == 0:
             self.save()
-        if self.replacing.due(self.step):
-            found = self.replacing.prepare(self.parts, self.rank, step=self.step)
-            if found is not None:
-                self.move_in(found)
+        found = self.replacing.between(self.parts, self.rank, step=self.step)
+        if found is not None:
+            self.move_in(found)
 
     def move_in(self, new: NewPlacement) -> None:
         """From here on experts are where `new` has them; what was held before is dropped."""

@@ -1,0 +1,55 @@
+"""Plans made in a process beside: the answer is the function's, whatever becomes of that process."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+
+import pytest
+
+from phalanx.core.units import format_bytes
+from phalanx.runtime.aside import Aside
+
+pytestmark = pytest.mark.unit
+
+
+def test_the_answer_comes_from_there() -> None:
+    aside = Aside(["math"])
+    aside.begin(os.getpid)
+    assert aside.answer(os.getpid) != os.getpid()
+    aside.begin(format_bytes, 2048)
+    assert aside.answer(format_bytes, 2048) == format_bytes(2048)
+    aside.close()
+    assert aside.answer(os.getpid) == os.getpid()  # nothing was begun
+
+
+def test_what_was_begun_for_another_question_is_dropped() -> None:
+    aside = Aside()
+    aside.begin(os.getpid)
+    assert aside.answer(math.sqrt, 9.0) == 3.0
+    aside.begin(time.sleep, 60.0)
+    aside.begin(math.sqrt, 4.0)  # does not wait for the one before
+    assert aside.answer(math.sqrt, 4.0) == 2.0
+    aside.close()
+
+
+def test_errors_are_those_of_the_function() -> None:
+    aside = Aside()
+    aside.begin(math.sqrt, -1.0)
+    with pytest.raises(ValueError, match="math domain error"):
+        aside.answer(math.sqrt, -1.0)
+    aside.begin(math.sqrt, 16.0)
+    assert aside.answer(math.sqrt, 16.0) == 4.0
+    aside.close()
+
+
+def test_a_process_that_died_costs_time_only() -> None:
+    aside = Aside()
+    aside.begin(os._exit, 3)
+    process = aside._process
+    assert process is not None
+    process.wait(30)
+    aside.begin(math.sqrt, 25.0)
+    assert aside.answer(math.sqrt, 25.0) == 5.0 and aside._process is not process
+    aside.close()
