@@ -113,6 +113,7 @@ def test_different_recipes_have_different_hashes(tmp_path: Path) -> None:
         eager,
         {**eager, "pipeline.extra_warmup": [0] * 8},
         {"resilience.mode": "fast"},
+        {"train.dtype": "float32"},
     ]
     hashes = [mapped(tmp_path, {**PP, **changes}).hash for changes in recipes]
     assert len(set(hashes)) == len(recipes)
@@ -126,7 +127,7 @@ def test_different_recipes_have_different_hashes(tmp_path: Path) -> None:
     ("changes", "name"),
     [
         ({"folding.stages": ["dp32.ep8", "dp32.ep8"]}, "folding.stages"),
-        ({**PP, "train.dtype": "float32"}, "train.dtype"),
+        ({**PP, "train.dtype": "float64"}, "train.dtype"),
         ({**PP, "resilience.slots_per_rank": 32}, "resilience.slots_per_rank"),
         ({**PP, "pipeline.schedule": "eager_1f1b", "pipeline.extra_warmup": "auto"}, "pipeline.extra_warmup"),
         ({"dispatch.overlap": "fused", "optim.bucket_mb": 0}, "dispatch.overlap"),

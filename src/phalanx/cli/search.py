@@ -46,6 +46,9 @@ def main(argv: Sequence[str]) -> int:
     if args.precision == "fp8" and cluster is not None and cluster.hardware.fp8_flops_per_s is None:
         rule = f"has no effect: {cluster.hardware.name} has no products in fp8"
         problems.append(Problem(where="--precision", value="fp8", rule=rule, hint="leave it out"))
+    if args.precision == "fp32" and cluster is not None and cluster.hardware.fp32_flops_per_s is None:
+        rule, hint = f"has no rate in the file of {cluster.hardware.name}", "give it fp32_flops_per_s"
+        problems.append(Problem(where="--precision", value="fp32", rule=rule, hint=hint))
     if args.precision == "fp8" and "tiles" in (args.ep_overlap or ()):
         problems.append(Problem(where="--ep-overlap", value="tiles", rule="computes in bf16", hint="leave one out"))
     raise_if(problems, ConfigError, subject="the arguments")
@@ -84,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--cluster", required=True, metavar="NAMExRANKS", help="such as h100x128, or FILE.toml:128")
     add("--seq", type=int, default=4096, help="sequence length (default 4096)")
     add("--batch", type=int, default=256, help="sequences of a step (default 256)")
-    add("--precision", choices=("bf16", "fp8"), default="bf16")
+    add("--precision", choices=("bf16", "fp8", "fp32"), default="bf16")
     add(
         "--routing",
         choices=("balanced", "learned"),

@@ -18,12 +18,15 @@ from phalanx.plan.overlap_setting import parse_overlap
 from phalanx.plan.pipeline import Pipeline, make_pipeline
 from phalanx.plan.recipe import equal_shares
 from phalanx.simulate.hardware import GpuCluster
-from phalanx.simulate.mapping import Job, Mapping, Overlap
+from phalanx.simulate.mapping import Job, Mapping, Overlap, Precision
 from phalanx.simulate.routing import Routing, forced_loads
 from phalanx.simulate.shape import shape_of
 from phalanx.simulate.stage_layers import run_layers
 from phalanx.simulate.tile_time import TILE_WAYS
 from phalanx.simulate.warmup_choice import with_warmup
+
+PRECISIONS: dict[str, Precision] = {"bfloat16": "bf16", "float32": "fp32"}
+"""Type of a run -> its name among clusters."""
 
 
 def job_of_recipe(recipe: Recipe, spec: ModelSpec) -> Job:
@@ -36,15 +39,15 @@ def mapping_of_recipe(recipe: Recipe, spec: ModelSpec, *, world: int, cluster: G
 
     `cluster`: where it runs; without it nothing that a run finds out by measuring can be followed (`extra_warmup = "auto"`).
     """
-    mapping = _mapping(recipe, spec, world=world, has_cluster=cluster is not None)
+    mapping = _mapping(recipe, spec, world=world, cluster=cluster)
     if cluster is None or recipe.pipeline.extra_warmup != "auto" or mapping.folding.pp == 1:
         return mapping
     return with_warmup(job_of_recipe(recipe, spec), mapping, cluster, memory_gb=recipe.pipeline.memory_gb)
 
 
-def _mapping(recipe: Recipe, spec: ModelSpec, *, world: int, has_cluster: bool) -> Mapping:
+def _mapping(recipe: Recipe, spec: ModelSpec, *, world: int, cluster: GpuCluster | None) -> Mapping:
     t = recipe.train
-    raise_if(_not_modelled(recipe, has_cluster=has_cluster), ConfigError, subject="the recipe on a cluster")
+    raise_if(_not_modelled(recipe, cluster), ConfigError, subject="the recipe on a cluster")
     folding = resolve_folding(recipe.folding, spec, world=world, seq_len=t.seq_len, **equal_shares(recipe))
     pipeline = make_pipeline(recipe.pipeline, spec, pp=folding.pp, seq_len=t.seq_len)
     has_stages = folding.pp > 1
@@ -55,6 +58,7 @@ def _mapping(recipe: Recipe, spec: ModelSpec, *, world: int, has_cluster: bool) 
         virtual=pipeline.virtual if has_stages else 1,
         recompute=t.recompute,
         overlap=_overlap(recipe),
+        precision=PRECISIONS[t.dtype],
         cp_method=recipe.folding.cp_method,
         sharding="optimizer" if recipe.optim.zero else "none",
         dispatch="all_gather" if recipe.dispatch.transport == "all_gather" else "all_to_all",
@@ -109,10 +113,12 @@ def _given_layers(recipe: Recipe, spec: ModelSpec, pipeline: Pipeline) -> tuple[
     return None if counts == run_layers(shape_of(spec), recipe.train.seq_len, len(counts)) else counts
 
 
-def _not_modelled(recipe: Recipe, *, has_cluster: bool) -> list[Problem]:
+def _not_modelled(recipe: Recipe, cluster: GpuCluster | None) -> list[Problem]:
     d, p, r, t = recipe.dispatch, recipe.pipeline, recipe.resilience, recipe.train
     rules = [
-        (t.dtype == "bfloat16", "train.dtype", t.dtype, "clusters are modelled in bf16", "use bfloat16"),
+        (t.dtype in PRECISIONS, "train.dtype", t.dtype, "clusters compute in bf16 or fp32", "use bfloat16"),
+        (cluster is None or t.dtype != "float32" or cluster.hardware.fp32_flops_per_s is not None, "train.dtype", t.dtype,
+         "has no rate in the cluster's file", "give it fp32_flops_per_s, or use bfloat16"),
         (recipe.kernels.implementation == "fast", "kernels.implementation", recipe.kernels.implementation, "plain kernels are not modelled", "use fast"),
         (recipe.folding.stages is None, "folding.stages", recipe.folding.stages, "stages are modelled alike", "use folding.pp"),
         (not p.pair_passes or d.overlap == "serial", "pipeline.pair_passes", True, f'is not modelled beside dispatch.overlap = "{d.overlap}"',
@@ -120,7 +126,7 @@ def _not_modelled(recipe: Recipe, *, has_cluster: bool) -> list[Problem]:
         (d.overlap != "fused", "dispatch.overlap", d.overlap, "kernels that wait on flags are not modelled, and have not run on a device", "use auto"),
         (r.slots_per_rank is None, "resilience.slots_per_rank", r.slots_per_rank, "replicas of experts are not modelled on a cluster",
          "leave it out"),
-        (has_cluster or p.extra_warmup != "auto", "pipeline.extra_warmup", p.extra_warmup, "is found out by a run", "give the numbers that were chosen"),
+        (cluster is not None or p.extra_warmup != "auto", "pipeline.extra_warmup", p.extra_warmup, "is found out by a run", "give the numbers that were chosen"),
     ]  # fmt: skip
     return [Problem(where=w, value=v, rule=rule, hint=hint) for ok, w, v, rule, hint in rules if not ok]
 

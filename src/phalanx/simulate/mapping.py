@@ -23,7 +23,8 @@ from phalanx.simulate.shape import Shape
 Recompute = Literal["none", "core", "half", "selective", "full"]
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 """What a recipe can say. `core` (scores of unfused attention alone) and `half` (every other product) are of published runs only."""
-Precision = Literal["bf16", "fp8"]
+Precision = Literal["bf16", "fp8", "fp32"]
+"""Of products. fp32 is that of everything: parameters, activations and messages are twice as wide as with the other two."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +98,11 @@ class Mapping:
         if self.shares == "any":
             return max(1, num_rounds(job.global_batch // self.micro_batch, owners=self.folding.dp))
         return max(1, job.global_batch // (self.folding.dp * self.micro_batch))
+
+    @property
+    def item_bytes(self) -> int:
+        """Of an element of parameters, activations and messages."""
+        return 4 if self.precision == "fp32" else 2
 
     @property
     def splits_backward(self) -> bool:

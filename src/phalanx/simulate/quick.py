@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from phalanx.simulate.block_time import Blocks, Ledger
 from phalanx.simulate.collectives import Network
-from phalanx.simulate.cost import BF16, Oracle
+from phalanx.simulate.cost import Oracle
 from phalanx.simulate.device_memory import LayerBytes, layer_bytes, parameters_of_rank
 from phalanx.simulate.hardware import GpuCluster
 from phalanx.simulate.mapping import Job, Mapping
@@ -141,7 +141,7 @@ class Quick:
         f = mapping.folding
         between = f.world // f.pp >= self.cluster.hardware.ranks_per_host
         tokens = mapping.micro_batch * self.job.seq_len / (f.tp * f.cp)
-        return self.network.send(tokens * self.job.shape.hidden * BF16, between=between)
+        return self.network.send(tokens * self.job.shape.hidden * mapping.item_bytes, between=between)
 
 
 def _bare(mapping: Mapping) -> Mapping:

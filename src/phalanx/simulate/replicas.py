@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 from phalanx.plan.shard_copies import GATHER_SHARE
 from phalanx.simulate.collectives import NCCL_SMS, Network, beside, span_of
-from phalanx.simulate.cost import BF16, FP32, Oracle
+from phalanx.simulate.cost import FP32, Oracle
 from phalanx.simulate.device_memory import shards
 from phalanx.simulate.mapping import Mapping
 
-OPTIMIZER_BYTES = 34
-"""Moved for a parameter that this rank updates: gradient twice (norm, update), three states in and out, the bf16 weight out."""
+OPTIMIZER_BYTES = 32
+"""Moved for a parameter that this rank updates: gradient twice (norm, update), three states in and out. Besides the weight in the compute type goes out."""
 
 VOTE_TRIPS = 6
 """Round trips of a vote to the service, at most (docs/survive.md)."""
@@ -42,11 +42,11 @@ class Replicas:
         expert = span_of(by_expert, f.etp * f.ep * (f.edp // by_expert), ranks_per_host=per_host)
         gather, reduce = (
             self.network.all_gather(width * own[0], dense) + self.network.all_gather(width * own[1], expert)
-            for width in (BF16, self.mapping.gradient_bytes)
+            for width in (self.mapping.item_bytes, self.mapping.gradient_bytes)
         )
         if self.mapping.holders > 1:
             gather = sum(
-                self.network.all_gather(BF16 * n, span) * self._published(span.size)
+                self.network.all_gather(self.mapping.item_bytes * n, span) * self._published(span.size)
                 for n, span in zip(own, (dense, expert), strict=True)
             )
         return gather, reduce
@@ -94,4 +94,4 @@ class Replicas:
         by_dense, by_expert = shards(self.mapping)
         holders = self.mapping.holders
         mine = own[0] / by_dense * min(holders, by_dense) + own[1] / by_expert * min(holders, by_expert)
-        return oracle.memory(mine * OPTIMIZER_BYTES + sum(own) * FP32, kernels=20)
+        return oracle.memory(mine * (OPTIMIZER_BYTES + self.mapping.item_bytes) + sum(own) * FP32, kernels=20)

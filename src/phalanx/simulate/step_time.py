@@ -17,7 +17,7 @@ from phalanx.plan.schedule import Schedule, make_schedule
 from phalanx.plan.schedule_time import ScheduleCosts, Timeline, simulate, uniform_costs
 from phalanx.simulate.block_time import COMMUNICATION, Blocks, Ledger
 from phalanx.simulate.collectives import Network
-from phalanx.simulate.cost import BF16, SIGMA, Oracle
+from phalanx.simulate.cost import SIGMA, Oracle
 from phalanx.simulate.device_memory import StageMemory, memory_of, parameters_of_rank, usable_bytes
 from phalanx.simulate.hardware import GpuCluster
 from phalanx.simulate.mapping import Job, Mapping
@@ -287,7 +287,7 @@ class _Step:
         if f.pp == 1:
             return 0.0
         between = f.world // f.pp >= self.hardware.ranks_per_host
-        return self.network.send(self.blocks.tokens * self.job.shape.hidden * BF16, between=between)
+        return self.network.send(self.blocks.tokens * self.job.shape.hidden * self.mapping.item_bytes, between=between)
 
     def costs(self) -> ScheduleCosts:
         seconds = [stage.seconds for stage in self.stages]

@@ -252,6 +252,8 @@ class TileShape:
     hidden: int
     ffn: float
     matrices: int
+    item: int = BF16
+    """Bytes of an element."""
 
 
 def pieces_of(
@@ -265,7 +267,7 @@ def pieces_of(
 
     def tile(rows: int) -> tuple[int, float, float]:
         around = oracle.memory(
-            (1.0 if forward else 5 / 3) * rows * shape.matrices * n * BF16, kernels=FIRST_KERNELS[direction]
+            (1.0 if forward else 5 / 3) * rows * shape.matrices * n * shape.item, kernels=FIRST_KERNELS[direction]
         )
         inner = (h, up * n) if forward else (up * n, h)
         first = oracle.product(rows, up * n, h) if forward else oracle.product(rows, n, h)
