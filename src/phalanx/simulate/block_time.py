@@ -242,7 +242,11 @@ class Blocks:
         if m.overlap.ep in TILE_WAYS and f.ep * f.etp > 1:
             return self._tile_by_tile()
         t, h = self.tokens, s.hidden
-        rows, local, load = t * s.top_k * m.rows_share(self.job), max(1, s.experts // f.ep), m.load(self.job)
+        rows, local, load = (
+            t * s.top_k * m.rows_share(self.job),
+            max(1, round(m.held_experts(self.job))),
+            m.load(self.job),
+        )
         self.kernel(out, t * 2 * self.item * h)
         self.linear(out, t, s.experts, h)
         self.kernel(out, t * s.experts * 16, kernels=6, backward=1.0)
@@ -355,6 +359,9 @@ class Blocks:
             seconds = self.network.all_to_all_dedup(
                 t * row, span, top_k=s.top_k, num_experts=s.experts, host_limit=limit
             )
+        elif m.slots is not None:  # local first: what the busiest rank exchanges is counted in the plan
+            crossing = rows * row * m.slots.exchange / self._chunks
+            seconds = self._chunks * self.network.all_to_all(crossing, span) / load
         else:
             seconds = self._chunks * self.network.all_to_all(rows * row / self._chunks, span)
         return ("a2a_between" if span.hosts > 1 else "a2a_inside"), seconds * load

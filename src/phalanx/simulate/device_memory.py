@@ -161,7 +161,7 @@ def parameters_of_rank(job: Job, mapping: Mapping, content: StageContent) -> tup
     dense = content.layers * s.attention_params / f.tp + content.dense_layers * s.dense_params / f.tp
     dense += content.moe_layers * (s.shared_params / f.tp + s.experts * s.hidden) + content.layers * 2 * s.hidden
     dense += content.tables(tied=s.tied) * s.table_params / f.tp
-    expert = content.moe_layers * (s.experts / f.ep) * s.expert_params / f.etp if s.experts else 0.0
+    expert = content.moe_layers * mapping.held_experts(job) * s.expert_params / f.etp if s.experts else 0.0
     return dense, expert
 
 
@@ -173,6 +173,15 @@ def shards(mapping: Mapping) -> tuple[int, int]:
     if mapping.sharding == "parameters" and not mapping.shard_over_cp:
         return f.dp, max(1, f.edp // f.cp)
     return f.dp * f.cp, f.edp
+
+
+def kept_state(job: Job, mapping: Mapping, own: tuple[float, float]) -> tuple[float, float]:
+    """Of a rank's (dense, expert) parameters, those whose optimizer state it keeps."""
+    by_dense, by_expert = shards(mapping)
+    dense, expert = own
+    if mapping.slots is not None:
+        expert *= mapping.kept_experts(job) / mapping.held_experts(job)
+    return dense / by_dense * min(mapping.holders, by_dense), expert / by_expert * min(mapping.holders, by_expert)
 
 
 @dataclass(frozen=True)
@@ -274,8 +283,7 @@ def stage_memory(job: Job, mapping: Mapping, *, pipeline_rank: int, layer: Layer
     layer, item = layer if layer is not None else layer_bytes(job, mapping), mapping.item_bytes
     content = contents(job, mapping)[pipeline_rank]
     dense, expert = parameters_of_rank(job, mapping, content)
-    by_dense, by_expert = shards(mapping)
-    own = dense / by_dense * min(mapping.holders, by_dense) + expert / by_expert * min(mapping.holders, by_expert)
+    own = sum(kept_state(job, mapping, (dense, expert)))
     states = held_states(mapping, pipeline_rank, mapping.num_microbatches(job))
     # layers are uneven each on its own: over those of a rank, what exceeds the even share grows with their root
     excess = (layer.load - 1) * math.sqrt(content.moe_layers) * layer.rows

@@ -7,16 +7,22 @@ own run; a setting that would make it another one is modelled, or refused by its
 from __future__ import annotations
 
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, Problem, raise_if
-from phalanx.plan.dispatch import DispatchSpec
-from phalanx.plan.folding import resolve_folding
+from phalanx.core.files import read_json
+from phalanx.plan.dispatch import DispatchSpec, rows_of_source
+from phalanx.plan.folding import Folding, resolve_folding
+from phalanx.plan.layout import stage_params
 from phalanx.plan.model import ModelSpec, resolve_model
 from phalanx.plan.overlap_setting import parse_overlap
 from phalanx.plan.pipeline import Pipeline, make_pipeline
 from phalanx.plan.recipe import equal_shares
+from phalanx.plan.replicas import read_loads
+from phalanx.plan.run_placement import asked_of
+from phalanx.simulate.expert_slots import ExpertSlots, Rows, expert_slots
 from phalanx.simulate.hardware import GpuCluster
 from phalanx.simulate.mapping import Job, Mapping, Overlap, Precision
 from phalanx.simulate.routing import Routing, forced_loads
@@ -48,7 +54,10 @@ def mapping_of_recipe(recipe: Recipe, spec: ModelSpec, *, world: int, cluster: G
 def _mapping(recipe: Recipe, spec: ModelSpec, *, world: int, cluster: GpuCluster | None) -> Mapping:
     t = recipe.train
     raise_if(_not_modelled(recipe, cluster), ConfigError, subject="the recipe on a cluster")
-    folding = resolve_folding(recipe.folding, spec, world=world, seq_len=t.seq_len, **equal_shares(recipe))
+    slots_per_rank = recipe.resilience.slots_per_rank
+    folding = resolve_folding(
+        recipe.folding, spec, world=world, seq_len=t.seq_len, slots_per_rank=slots_per_rank, **equal_shares(recipe)
+    )
     pipeline = make_pipeline(recipe.pipeline, spec, pp=folding.pp, seq_len=t.seq_len)
     has_stages = folding.pp > 1
     return Mapping(
@@ -62,19 +71,54 @@ def _mapping(recipe: Recipe, spec: ModelSpec, *, world: int, cluster: GpuCluster
         cp_method=recipe.folding.cp_method,
         sharding="optimizer" if recipe.optim.zero else "none",
         dispatch="all_gather" if recipe.dispatch.transport == "all_gather" else "all_to_all",
-        routing=_routing(recipe, spec, folding.ep),
+        routing=_routing(recipe, spec, folding.ep) if slots_per_rank is None else _plain_routing(recipe),
         drop=_drop(recipe) if spec.moe_layers else None,
         stage_layers=_given_layers(recipe, spec, pipeline) if has_stages else None,
         extra_warmup=pipeline.extra_warmup if has_stages else None,
         shares="equal" if recipe.resilience.mode == "off" else "any",
         holders=recipe.resilience.shard_holders if recipe.optim.zero else 1,
         votes=bool(recipe.resilience.heal),
+        slots=_slots(recipe, spec, folding, pipeline, cluster),
     )
+
+
+def _slots(
+    recipe: Recipe, spec: ModelSpec, folding: Folding, pipeline: Pipeline, cluster: GpuCluster | None
+) -> ExpertSlots | None:
+    """Replicas of the stage that has most layers with experts: the others have fewer."""
+    r, t = recipe.resilience, recipe.train
+    if r.slots_per_rank is None or not spec.moe_layers or cluster is None:
+        return None
+    table = None if r.loads == "uniform" else read_loads(read_json(Path(r.loads), where="resilience.loads"))
+    asked = asked_of(r, loads=table, world=folding.world, local_ranks=cluster.hardware.ranks_per_host)
+    held = [pipeline.stages.of_rank(place) for place in range(folding.pp)]
+    fullest = max(
+        range(folding.pp), key=lambda place: sum(p.family == "expert" for p in stage_params(spec, held[place]))
+    )
+    tokens = t.micro_batch * t.seq_len // (folding.tp * folding.cp)
+    drop = _drop(recipe)
+    sizes = {
+        "num_tokens": tokens,
+        "sharing": folding.tp * folding.cp,
+        "top_k": spec.top_k,
+        "num_experts": spec.num_experts,
+    }
+    rows = Rows(
+        routing=_plain_routing(recipe),
+        tokens=tokens,
+        seed=t.seed,
+        forced_skew=spec.router.force_skew if recipe.router.force == "imbalanced" else None,
+        capacity=None if drop is None else rows_of_source(drop, **sizes),
+        padded=drop is not None and drop.is_static,
+    )
+    rank = fullest * (folding.world // folding.pp)
+    return expert_slots(spec, folding, held[fullest], rank=rank, asked=asked, rows=rows, state=r.expert_state,
+                        follows=r.steps_between_placements() > 0)  # fmt: skip
 
 
 def _routing(recipe: Recipe, spec: ModelSpec, ep: int) -> Routing:
     if recipe.router.force != "imbalanced" or not spec.moe_layers:
-        return Routing(kind="balanced" if recipe.router.force == "balanced" else "learned")
+        return _plain_routing(recipe)
     t = recipe.train
     loads = forced_loads(
         ep=ep,
@@ -85,6 +129,10 @@ def _routing(recipe: Recipe, spec: ModelSpec, ep: int) -> Routing:
         skew=spec.router.force_skew,
     )
     return Routing(kind="learned", forced=loads)
+
+
+def _plain_routing(recipe: Recipe) -> Routing:
+    return Routing(kind="balanced" if recipe.router.force == "balanced" else "learned")
 
 
 def _overlap(recipe: Recipe) -> Overlap:
@@ -124,7 +172,7 @@ def _not_modelled(recipe: Recipe, cluster: GpuCluster | None) -> list[Problem]:
         (not p.pair_passes or d.overlap == "serial", "pipeline.pair_passes", True, f'is not modelled beside dispatch.overlap = "{d.overlap}"',
          "leave one of them out"),
         (d.overlap != "fused", "dispatch.overlap", d.overlap, "kernels that wait on flags are not modelled, and have not run on a device", "use auto"),
-        (r.slots_per_rank is None, "resilience.slots_per_rank", r.slots_per_rank, "replicas of experts are not modelled on a cluster",
+        (r.slots_per_rank is None or cluster is not None, "resilience.slots_per_rank", r.slots_per_rank, "lie on hosts, and no cluster says how many ranks a host has",
          "leave it out"),
         (cluster is not None or p.extra_warmup != "auto", "pipeline.extra_warmup", p.extra_warmup, "is found out by a run", "give the numbers that were chosen"),
     ]  # fmt: skip

@@ -66,7 +66,7 @@ class Quick:
         f = mapping.folding
         dense = (f.tp, f.cp, mapping.micro_batch, mapping.splits_backward)
         bound = bound and mapping.overlap.ep in TILE_WAYS
-        key = (*dense, f.ep, f.etp, mapping.overlap.ep, mapping.overlap.chunks, bound, mapping.recompute)
+        key = (*dense, f.ep, f.etp, mapping.overlap.ep, mapping.overlap.chunks, mapping.slots, bound, mapping.recompute)
         if key not in self.layers:
             blocks, shape = Blocks(self.job, mapping, self.oracle, self.network, bound=bound), self.job.shape
             attention = self._half(("attention", *dense), blocks, "attention")
@@ -94,7 +94,7 @@ class Quick:
     def layer_bytes(self, mapping: Mapping) -> LayerBytes:
         """`layer_bytes`, once for what it depends on."""
         f = mapping.folding
-        key = (f.tp, f.cp, mapping.micro_batch, f.ep, f.etp, mapping.recompute)
+        key = (f.tp, f.cp, mapping.micro_batch, f.ep, f.etp, mapping.recompute, mapping.slots)
         if key not in self.bytes_of_layers:
             self.bytes_of_layers[key] = layer_bytes(self.job, mapping)
         return self.bytes_of_layers[key]
@@ -114,7 +114,7 @@ class Quick:
             share = bubble_share(mapping.schedule, f.pp, mapping.virtual, m, later, mapping.extra_warmup)
             out += share * (forward + backward) * mapping.virtual + 2 * (f.pp - 1) * self._p2p(mapping)
         own = parameters_of_rank(self.job, mapping, held[0])
-        replicas = Replicas(mapping, self.network)
+        replicas = Replicas(self.job, mapping, self.network)
         first = totals[0]
         back = first[2] if mapping.splits_backward else first[1]
         out += replicas.exposed(own, forward=first[0], backward=back, layers=held[0].layers, passes=m)

@@ -8,7 +8,7 @@ the first forward have room. Must never change: the parts of the breakdown sum t
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from statistics import NormalDist
 from typing import Any
@@ -169,6 +169,7 @@ class Prediction:
             "peak_bytes": self.peak_bytes,
             "usable_bytes": usable_bytes(self.cluster.hardware),
             "fits": self.fits,
+            **({} if self.mapping.slots is None else {"replicas": asdict(self.mapping.slots)}),
             **slow,
         }
 
@@ -341,7 +342,7 @@ class _Step:
         room = [sum(stage.seconds[way] for stage in held[0]) for way in (0, 1)]
         if self.mapping.splits_backward:  # gradients are whole when the weights' own passes end
             room[1] = sum(stage.weight_grad for stage in held[0])
-        replicas = Replicas(self.mapping, self.network)
+        replicas = Replicas(self.job, self.mapping, self.network)
         parts["dp"] = replicas.exposed(own, forward=room[0], backward=room[1], layers=content.layers, passes=self.m)
         parts["optimizer"] = replicas.optimizer(own, self.oracle) * max(self.slow or (1.0,))
         total = sum(parts.values())
