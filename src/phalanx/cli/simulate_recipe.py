@@ -39,10 +39,11 @@ def predict_recipe(
     def check(given: Recipe) -> Sequence[Problem]:
         return run_problems(given, world=world, tokenizer_vocab=given.model.vocab) if world is not None else ()
 
+    native: Dtype = cluster.hardware.native_dtype if cluster is not None else "bfloat16"
+
     def auto(given: Recipe) -> Dtype:
         """As `core.recipe.native_dtype` of the ranks there."""
-        several = cluster is None or given.resilience.service is not None
-        return "bfloat16" if several else cluster.hardware.native_dtype
+        return native if given.resilience.service is None else "bfloat16"
 
     try:
         words = [*overrides, *(["--launch.ranks", str(world)] if world else [])]

@@ -374,11 +374,12 @@ class Blocks:
             out.both(kind, 2 * one)
             return
         taken = self.oracle.hardware.share_of(20)  # a kernel that moves rows takes 20 multiprocessors (DeepEP)
-        f, b = (sum(out.forward.values()), sum(out.backward.values())) if overlap.ep == "pair" else experts
-        first = 2 * one / overlap.chunks if overlap.ep == "chunks" else 0.0
+        in_pairs = overlap.ep == "pair" or overlap.paired  # then the partner computes beside the first chunk too
+        f, b = (sum(out.forward.values()), sum(out.backward.values())) if in_pairs else experts
+        first = 0.0 if in_pairs else 2 * one / overlap.chunks
         beside = 2 * one - first
         left = [first + max(0.0, beside - room) + min(beside, room) * taken for room in (f, b)]
-        if overlap.ep == "pair":  # a forward runs beside a backward: each has the other's time to hide in
+        if in_pairs:  # a forward runs beside a backward: each has the other's time to hide in
             left.reverse()
         out.add(kind, left[0], left[1])
         out.hidden += 4 * one - sum(left)

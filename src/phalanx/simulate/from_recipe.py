@@ -136,8 +136,9 @@ def _plain_routing(recipe: Recipe) -> Routing:
 
 
 def _overlap(recipe: Recipe) -> Overlap:
-    plain = Overlap(dp=recipe.optim.bucket_mb > 0)
     way = parse_overlap(recipe.dispatch.overlap)
+    both = recipe.pipeline.pair_passes and way.kind != "serial"
+    plain = Overlap(dp=recipe.optim.bucket_mb > 0, paired=both)
     if way.kind == "coarse":
         return replace(plain, ep="chunks", chunks=way.chunks)
     if way.kind in TILE_WAYS:
@@ -169,8 +170,6 @@ def _not_modelled(recipe: Recipe, cluster: GpuCluster | None) -> list[Problem]:
          "has no rate in the cluster's file", "give it fp32_flops_per_s, or use bfloat16"),
         (recipe.kernels.implementation == "fast", "kernels.implementation", recipe.kernels.implementation, "plain kernels are not modelled", "use fast"),
         (recipe.folding.stages is None, "folding.stages", recipe.folding.stages, "stages are modelled alike", "use folding.pp"),
-        (not p.pair_passes or d.overlap == "serial", "pipeline.pair_passes", True, f'is not modelled beside dispatch.overlap = "{d.overlap}"',
-         "leave one of them out"),
         (d.overlap != "fused", "dispatch.overlap", d.overlap, "kernels that wait on flags are not modelled, and have not run on a device", "use auto"),
         (r.slots_per_rank is None or cluster is not None, "resilience.slots_per_rank", r.slots_per_rank, "lie on hosts, and no cluster says how many ranks a host has",
          "leave it out"),

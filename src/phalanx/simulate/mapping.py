@@ -40,6 +40,8 @@ class Overlap:
     """Dispatch and combine: bare, beside experts in chunks, beside the opposite pass of another micro-batch, or tile by tile (as `dispatch.overlap` names it)."""
     chunks: int = 4
     """Of tokens, in which `chunks` divides dispatch, experts and combine."""
+    paired: bool = False
+    """Chunks or tiles run beside the opposite pass of another micro-batch as well (`pair` alone: whole layers do)."""
     fsdp: bool = True
     """Gathers of sharded parameters run beside other layers' work."""
 
@@ -167,6 +169,7 @@ class Mapping:
             (table, "votes", False),
             (table, "slots", None),
             (table["routing"], "forced", None),
+            (table["overlap"], "paired", False),
         ):
             if part[name] == default:
                 del part[name]
@@ -183,6 +186,7 @@ class Mapping:
         right = f"etp{f.etp} ep{f.ep} edp{f.edp}"
         name = f"{self.schedule} v{self.virtual}" if f.pp > 1 else "no pipeline"
         way = f"{self.overlap.chunks} chunks" if self.overlap.ep == "chunks" else self.overlap.ep
+        way += " in pairs" * self.overlap.paired
         drop = "" if self.drop is None else f" capacity {self.drop.capacity_factor:g}{' padded' * self.drop.is_static}"
         slots = "" if self.slots is None else f" slots {self.slots.slots_per_rank}"
         return (

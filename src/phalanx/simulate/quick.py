@@ -66,7 +66,17 @@ class Quick:
         f = mapping.folding
         dense = (f.tp, f.cp, mapping.micro_batch, mapping.splits_backward)
         bound = bound and mapping.overlap.ep in TILE_WAYS
-        key = (*dense, f.ep, f.etp, mapping.overlap.ep, mapping.overlap.chunks, mapping.slots, bound, mapping.recompute)
+        key = (
+            *dense,
+            f.ep,
+            f.etp,
+            mapping.overlap.ep,
+            mapping.overlap.chunks,
+            mapping.overlap.paired,
+            mapping.slots,
+            bound,
+            mapping.recompute,
+        )
         if key not in self.layers:
             blocks, shape = Blocks(self.job, mapping, self.oracle, self.network, bound=bound), self.job.shape
             attention = self._half(("attention", *dense), blocks, "attention")

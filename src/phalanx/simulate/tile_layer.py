@@ -74,7 +74,14 @@ class TiledExperts:
         way = self.mapping.overlap.ep
         assert way in ("tiles", "fine", "auto")  # the only caller asks
         of = partial(self.pieces, layer, shared)
-        return layer_passes(layer, of, _way(way), puts_off=self.mapping.splits_backward, bound=self.bound)
+        return layer_passes(
+            layer,
+            of,
+            _way(way),
+            puts_off=self.mapping.splits_backward,
+            bound=self.bound,
+            paired=self.mapping.overlap.paired,
+        )
 
     def pieces(self, layer: TileLayer, shared: Both, direction: Direction) -> Pieces:
         s, f = self.job.shape, self.mapping.folding

@@ -110,7 +110,7 @@ def _dispatch(mapping: Mapping) -> DispatchConfig:
 
 
 def _pipeline(mapping: Mapping) -> PipelineConfig:
-    pair = mapping.overlap.ep == "pair"
+    pair = mapping.overlap.ep == "pair" or mapping.overlap.paired
     if mapping.folding.pp == 1:
         return PipelineConfig(pair_passes=pair)
     return PipelineConfig(
