@@ -8,12 +8,14 @@ the first forward have room. Must never change: the parts of the breakdown sum t
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from statistics import NormalDist
 from typing import Any
 
 from phalanx.plan.schedule import Schedule, make_schedule
+from phalanx.plan.schedule_many import makespans
 from phalanx.plan.schedule_time import ScheduleCosts, Timeline, simulate, uniform_costs
 from phalanx.simulate.block_time import COMMUNICATION, Blocks, Ledger
 from phalanx.simulate.collectives import Network
@@ -207,6 +209,26 @@ def step_time(
     return _Step(job, mapping, cluster, ledgers, slow).result(exact=exact, most_microbatches=most_microbatches)
 
 
+def slow_steps(
+    job: Job,
+    mapping: Mapping,
+    cluster: GpuCluster,
+    vectors: Sequence[tuple[float, ...]],
+    *,
+    most_microbatches: int,
+    ledgers: dict[str, Ledger],
+) -> list[StepTime]:
+    """`step_time` of each of many ways in which pipeline ranks compute slower, without timelines."""
+    steps = [_Step(job, mapping, cluster, ledgers, slow) for slow in vectors]
+    if not steps or mapping.folding.pp == 1:
+        return [step.result(exact=True, most_microbatches=most_microbatches) for step in steps]
+    ends = makespans(steps[0].shortened(most_microbatches)[0], [step.costs() for step in steps])
+    return [
+        step.result(exact=True, most_microbatches=most_microbatches, ended=float(end))
+        for step, end in zip(steps, ends, strict=True)
+    ]
+
+
 def pass_costs(job: Job, mapping: Mapping, cluster: GpuCluster) -> ScheduleCosts:
     """Passes and transfers of a mapping's stages, as its schedule's clock takes them."""
     return _Step(job, mapping, cluster).costs()
@@ -310,15 +332,23 @@ class _Step:
             held[rank].append(stage)
         return held
 
-    def _clock(self, costs: ScheduleCosts, steady: float, most: int | None) -> tuple[Timeline | None, float]:
-        """The schedule's timeline and makespan; past `most` micro-batches a rank, one more costs what the busiest rank has to do."""
+    def shortened(self, most: int | None) -> tuple[Schedule, int]:
+        """The schedule of at most `most` micro-batches for each rank, and of how many it is."""
         p = self.mapping.folding.pp
         few = self.m if most is None or self.m <= (most + 1) * p else most * p + self.m % p
-        made = _schedule(self.mapping.schedule, p, self.mapping.virtual, few, self.mapping.extra_warmup)
+        return _schedule(self.mapping.schedule, p, self.mapping.virtual, few, self.mapping.extra_warmup), few
+
+    def _clock(
+        self, costs: ScheduleCosts, steady: float, most: int | None, ended: float | None = None
+    ) -> tuple[Timeline | None, float]:
+        """The schedule's timeline and makespan; past `most` micro-batches a rank, one more costs what the busiest rank has to do. `ended`: when the clock was run before, and said so."""
+        made, few = self.shortened(most)
+        if ended is not None:
+            return None, ended + (self.m - few) * steady
         timeline = simulate(made, costs)
         return (timeline if few == self.m else None), timeline.makespan + (self.m - few) * steady
 
-    def result(self, *, exact: bool, most_microbatches: int | None = None) -> StepTime:
+    def result(self, *, exact: bool, most_microbatches: int | None = None, ended: float | None = None) -> StepTime:
         f, held, costs = self.mapping.folding, self._by_rank(), self.costs()
         busy = [self.m * sum(sum(stage.seconds) for stage in stages) for stages in held]
         rank = max(range(f.pp), key=lambda r: busy[r])
@@ -328,7 +358,7 @@ class _Step:
             if exact and most_microbatches is None:
                 timeline, _ = self._clock(costs, busy[0] / self.m, None)
         elif exact:
-            timeline, makespan = self._clock(costs, busy[rank] / self.m, most_microbatches)
+            timeline, makespan = self._clock(costs, busy[rank] / self.m, most_microbatches, ended)
         else:
             makespan = busy[rank] + self._bubble(costs)
         parts: dict[str, float] = {}
