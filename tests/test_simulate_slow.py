@@ -219,6 +219,33 @@ def test_what_is_said_is_read() -> None:
     assert found == Stragglers(hosts=((3, 1.2),), ranks=((17, 1.05),), shares=((0.005, 1.1),), spread=0.02)
 
 
+def test_a_search_ranks_by_the_steps_with_slow_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One slow host is dear where it holds up everybody in every layer, and less so on a stage with time to spare: each step is that of `with_stragglers`."""
+    out = tmp_path / "s.json"
+    command = [
+        "search",
+        "--model",
+        "mixtral-8x7b",
+        "--cluster",
+        "h100x64",
+        "--batch",
+        "128",
+        "--exact",
+        "6",
+        "--schedules",
+        "1f1b",
+        "--json",
+        str(out),
+    ]
+    assert main([*command, "--straggler", "host=7:1.5"]) == 0
+    assert "ranked with slow ranks" in capsys.readouterr().out
+    best = json.loads(out.read_text())["best"]
+    times = [entry["seconds"] for entry in best]
+    assert times == sorted(times) and all(entry["seconds"] > entry["nominal_s"] for entry in best)
+    assert main([*command, "--spread", "2"]) == 2
+    assert "--spread" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved_1f1b", "eager_1f1b", "zbv", "dualpipev"])
 def test_many_clocks_at_once_are_the_clock(name: str) -> None:
     """Of every schedule, with and without transfers, stages as different as draws make them, and costs that the clock takes one by one."""

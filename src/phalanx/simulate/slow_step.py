@@ -27,14 +27,17 @@ STEADY = 2
 """Micro-batches for each pipeline rank that the clock runs for a draw; more are the steady state's: 0.4 % off at most in the same draws."""
 
 
-def with_stragglers(prediction: Prediction, stragglers: Stragglers) -> Prediction:
-    """The same job with slow ranks. Its step is that of the slowest pipeline; where paces are drawn, of the median draw, with the others in `draws`."""
+def with_stragglers(prediction: Prediction, stragglers: Stragglers, *, most: int | None = None) -> Prediction:
+    """The same job with slow ranks. Its step is that of the slowest pipeline; where paces are drawn, of the median draw, with the others in `draws`.
+
+    `most` limits the clock as `predict` does.
+    """
     run = _Slow(prediction.job, prediction.mapping, prediction.cluster)
     rng = np.random.default_rng(stragglers.seed)
     nominal = prediction.step
     if not stragglers.drawn:
         table = paces(prediction.mapping.folding, stragglers.factors(prediction.cluster, rng))
-        step = run.slowest(table, NAMED_CANDIDATES, most=None)[1]
+        step = run.slowest(table, NAMED_CANDIDATES, most=most)[1]
         return replace(prediction, step=_told(step, nominal, ()), stragglers=stragglers, nominal_s=nominal.seconds)
     tables = (
         paces(prediction.mapping.folding, stragglers.factors(prediction.cluster, rng)) for _ in range(stragglers.draws)
@@ -43,7 +46,7 @@ def with_stragglers(prediction: Prediction, stragglers: Stragglers) -> Predictio
     run.learn([vector for among in vectors for vector in among], STEADY)
     draws = sorted(max((run.step(vector, STEADY).seconds, vector) for vector in among) for among in vectors)
     middle, vector = draws[len(draws) // 2]
-    step = _told(run.step(vector, None), nominal, tuple(seconds / middle for seconds, _ in draws))
+    step = _told(run.step(vector, most), nominal, tuple(seconds / middle for seconds, _ in draws))
     return replace(prediction, step=step, stragglers=stragglers, nominal_s=nominal.seconds)
 
 
