@@ -112,8 +112,13 @@ def test_programs_of_a_recipe_on_a_cluster() -> None:
     found = run_programs(made.programs, made.folding, oracle_of(recipe, cluster).cost)
     assert len(made.programs) == 4 and 0 < found.seconds < 1 and found.sigma > 0
     wide = dataclasses.replace(recipe, train=dataclasses.replace(recipe.train, dtype="float32"))
+    slower = run_programs(
+        programs_of_recipe(wide, resolve_recipe(wide), world=4).programs, made.folding, oracle_of(wide, cluster).cost
+    )
+    assert slower.seconds > found.seconds
+    silent = dataclasses.replace(cluster, hardware=dataclasses.replace(cluster.hardware, fp32_flops_per_s=None))
     with pytest.raises(ConfigError, match="phalanx calibrate"):
-        oracle_of(wide, cluster)
+        oracle_of(wide, silent)
 
 
 @pytest.mark.unit

@@ -67,7 +67,7 @@ def test_overrides_and_what_does_not_fit(recipe: Path, capsys: pytest.CaptureFix
             ["--cluster", "h100x128", "--folding.tp", "5", "--train.global_batch", "0"],
             ["folding.tp", "train.global_batch"],
         ),
-        (["--cluster", "h100x128", "--train.dtype", "float32"], ["clusters are modelled in bf16"]),
+        (["--cluster", "h100x128", "--train.dtype", "float64"], ["clusters compute in bf16 or fp32"]),
         (["--cluster", "h100x12"], ["folding"]),
         (["--cluster", "h100x128", "--kernels.implementation", "reference"], ["plain kernels are not modelled"]),
     ],
@@ -223,7 +223,7 @@ def test_dropped_rows_bound_the_imbalance(recipe: Path, tmp_path: Path) -> None:
 
 
 def test_what_is_not_modelled_is_refused(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", str(recipe), "--cluster", "h100x128", "--train.dtype", "float32"]) == 2
+    assert main(["simulate", str(recipe), "--cluster", "h100x128", "--train.dtype", "float64"]) == 2
     assert "train.dtype" in capsys.readouterr().err
 
 

@@ -113,6 +113,7 @@ def test_different_recipes_have_different_hashes(tmp_path: Path) -> None:
         eager,
         {**eager, "pipeline.extra_warmup": [0] * 8},
         {"resilience.mode": "fast"},
+        {"train.dtype": "float32"},
     ]
     hashes = [mapped(tmp_path, {**PP, **changes}).hash for changes in recipes]
     assert len(set(hashes)) == len(recipes)
@@ -126,7 +127,7 @@ def test_different_recipes_have_different_hashes(tmp_path: Path) -> None:
     ("changes", "name"),
     [
         ({"folding.stages": ["dp32.ep8", "dp32.ep8"]}, "folding.stages"),
-        ({**PP, "train.dtype": "float32"}, "train.dtype"),
+        ({**PP, "train.dtype": "float64"}, "train.dtype"),
         ({**PP, "resilience.slots_per_rank": 32}, "resilience.slots_per_rank"),
         ({**PP, "pipeline.schedule": "eager_1f1b", "pipeline.extra_warmup": "auto"}, "pipeline.extra_warmup"),
         ({"dispatch.overlap": "fused", "optim.bucket_mb": 0}, "dispatch.overlap"),
@@ -248,6 +249,29 @@ def test_what_recipes_say_comes_back() -> None:
         recipe, reasons = recipe_of_mapping(job, mapping)
         assert recipe is not None, reasons
         assert mapping_of_recipe(recipe, resolve_recipe(recipe), world=16) == mapping
+
+
+def test_chunks_and_tiles_beside_pairs(tmp_path: Path) -> None:
+    """On processors of the same rates: the partner's computing hides what chunks and tiles leave."""
+    cluster = parse_cluster("h100x64")
+    processors = replace(cluster, hardware=replace(cluster.hardware, sms=None, threads=8))
+    found, looped = (
+        {},
+        {"folding.pp": 4, "folding.ep": 16, "pipeline.schedule": "interleaved_1f1b", "pipeline.virtual": 2},
+    )
+    for way in ("serial", "coarse:2", "auto"):
+        for pairs in (False, True):
+            changes = {**looped, "dispatch.overlap": way, "pipeline.pair_passes": pairs, "router.force": "balanced"}
+            recipe = read(tmp_path, {**changes, "resilience.heal": False}, device="cpu")
+            spec = resolve_recipe(recipe)
+            mapping = mapping_of_recipe(recipe, spec, world=64, cluster=processors)
+            assert mapping.overlap.paired == (pairs and way != "serial")
+            found[way, pairs] = predict(job_of_recipe(recipe, spec), mapping, processors)
+    for way in ("serial", "coarse:2", "auto"):
+        assert found[way, True].step.seconds < found[way, False].step.seconds
+    assert len({p.mapping.hash for p in found.values()}) == len(found)
+    again, reasons = recipe_of_mapping(found["coarse:2", True].job, found["coarse:2", True].mapping, on_device=False)
+    assert again is not None and again.pipeline.pair_passes and again.dispatch.overlap == "coarse:2", reasons
 
 
 def test_processors_pair_passes_and_do_not_heal_unasked(tmp_path: Path) -> None:

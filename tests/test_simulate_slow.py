@@ -12,8 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.cli.main import main
+from phalanx.core.errors import PlanError
 from phalanx.plan.folding import Folding
 from phalanx.plan.model import PRESETS
+from phalanx.plan.schedule import SCHEDULES, make_schedule
+from phalanx.plan.schedule_many import makespans
+from phalanx.plan.schedule_time import ScheduleCosts, simulate
 from phalanx.simulate.block_time import COMMUNICATION
 from phalanx.simulate.hardware import parse_cluster
 from phalanx.simulate.mapping import Job, Mapping, Overlap
@@ -213,3 +217,52 @@ def test_what_is_said_is_read() -> None:
     assert straggler_problems(texts, 0.02, CLUSTER) == [] and parse_stragglers([], None) is None
     found = parse_stragglers(texts, 0.02)
     assert found == Stragglers(hosts=((3, 1.2),), ranks=((17, 1.05),), shares=((0.005, 1.1),), spread=0.02)
+
+
+def test_a_search_ranks_by_the_steps_with_slow_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One slow host is dear where it holds up everybody in every layer, and less so on a stage with time to spare: each step is that of `with_stragglers`."""
+    out = tmp_path / "s.json"
+    command = [
+        "search",
+        "--model",
+        "mixtral-8x7b",
+        "--cluster",
+        "h100x64",
+        "--batch",
+        "128",
+        "--exact",
+        "6",
+        "--schedules",
+        "1f1b",
+        "--json",
+        str(out),
+    ]
+    assert main([*command, "--straggler", "host=7:1.5"]) == 0
+    assert "ranked with slow ranks" in capsys.readouterr().out
+    best = json.loads(out.read_text())["best"]
+    times = [entry["seconds"] for entry in best]
+    assert times == sorted(times) and all(entry["seconds"] > entry["nominal_s"] for entry in best)
+    assert main([*command, "--spread", "2"]) == 2
+    assert "--spread" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved_1f1b", "eager_1f1b", "zbv", "dualpipev"])
+def test_many_clocks_at_once_are_the_clock(name: str) -> None:
+    """Of every schedule, with and without transfers, stages as different as draws make them, and costs that the clock takes one by one."""
+    pp, virtual = 4, SCHEDULES[name].virtual or (2 if name == "interleaved_1f1b" else 1)
+    made = make_schedule(name, pp=pp, virtual=virtual, num_microbatches=8)
+    rng, costs = np.random.default_rng(3), []
+    for p2p in (0.0, 0.02, 0.4, 3.0):
+        for _ in range(4):
+            f, b, w = rng.lognormal(0, 0.5, (3, pp * virtual))
+            costs.append(
+                ScheduleCosts(
+                    forward=tuple(f), backward=tuple(b + w), input_grad=tuple(b), weight_grad=tuple(w), p2p=p2p
+                )
+            )
+    alone = [simulate(made, one).makespan for one in costs]
+    assert makespans(made, costs) == pytest.approx(alone, rel=1e-12)
+    shared = [replace(one, channels="rank") for one in costs[-2:]]
+    assert makespans(made, shared) == pytest.approx([simulate(made, one).makespan for one in shared])
+    with pytest.raises(PlanError, match="positive time"):
+        makespans(made, [*costs, replace(costs[0], forward=(0.0,) * pp * virtual)])

@@ -53,7 +53,7 @@ def test_state_that_nobody_shares_is_whole_everywhere() -> None:
     own = parameters_of_rank(QWEN, PLAIN, contents(QWEN, PLAIN)[0])
     assert memory_of(QWEN, whole)[0].optimizer == pytest.approx(12 * sum(own))
     assert memory_of(QWEN, PLAIN)[0].optimizer == pytest.approx(12 * (own[0] / 16 + own[1] / 2))
-    gather, reduce = Replicas(whole, Network(H100)).traffic(own)
+    gather, reduce = Replicas(QWEN, whole, Network(H100)).traffic(own)
     net = Network(H100)
     assert gather == 0
     assert reduce == pytest.approx(net.all_reduce(4 * own[0], Span(8, 2)) + net.all_reduce(4 * own[1], Span(1, 2)))
@@ -85,14 +85,14 @@ def test_several_holders_keep_and_update_more_and_gather_less() -> None:
     wide = Mapping(folding=make_folding(world=4, ep=2))
     own = (1e8, 2e8)
     network = Network(H100)
-    plain, two, four = (Replicas(replace(wide, holders=n), network) for n in (1, 2, 4))
+    plain, two, four = (Replicas(QWEN, replace(wide, holders=n), network) for n in (1, 2, 4))
     assert two.traffic(own)[1] == plain.traffic(own)[1]
     assert four.traffic(own)[0] < two.traffic(own)[0] < plain.traffic(own)[0]
     assert four.traffic(own)[0] == 0  # whoever needs parameters rounds them itself
     memory = [memory_of(QWEN, replace(wide, holders=n))[0].optimizer for n in (1, 2, 4)]
     dense, expert = parameters_of_rank(QWEN, wide, contents(QWEN, wide)[0])
     assert memory == [pytest.approx(12 * (dense * n / 4 + expert * min(n, 2) / 2)) for n in (1, 2, 4)]
-    voting = Replicas(replace(wide, votes=True), network)
+    voting = Replicas(QWEN, replace(wide, votes=True), network)
     assert voting.vote_s == pytest.approx(12 * H100.inside_latency_s) and plain.vote_s == 0
 
 

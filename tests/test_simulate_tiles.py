@@ -57,6 +57,23 @@ def pieces(hardware: Hardware, layer: TileLayer, direction: Direction, *, taken:
     return pieces_of(Oracle(hardware), layer, WIDTHS, link, direction, shared_s=0.0)
 
 
+@pytest.mark.parametrize("way", ["tiles", "fine", "auto"])
+def test_in_pairs_the_partner_hides_what_is_left(way: str) -> None:
+    """Never shorter than all computing of both passes, nor longer than one after the other; weight gradients that are put off are computed as long, and hide nothing."""
+    of = {d: pieces(H100, LAYER, d) for d in ("forward", "backward")}  # type: ignore[arg-type]
+    for puts_off in (False, True):
+        alone, pair = (
+            layer_passes(LAYER, of.__getitem__, way, paired=paired, puts_off=puts_off)  # type: ignore[arg-type]
+            for paired in (False, True)
+        )
+        left = sum(one.exposed_s for one in pair)
+        bare = sum(one.exposed_s for one in alone)  # of finer schedules nothing but products that messages slow down
+        assert 0 <= left < 0.5 * bare if way == "tiles" else left <= bare * (1 + 1e-9)
+        assert all(one.exposed_s >= 0 for one in pair)
+        if way != "auto":
+            assert [one.compute_s for one in pair] == [one.compute_s for one in alone]
+
+
 def passes(hardware: Hardware, layer: TileLayer, way: str) -> tuple[LayerPass, LayerPass]:
     return layer_passes(layer, lambda d: pieces(hardware, layer, d), way)  # type: ignore[arg-type]
 

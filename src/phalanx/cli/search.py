@@ -25,9 +25,10 @@ from phalanx.simulate.mapping import Job, Mapping
 from phalanx.simulate.pictures import Series, plot
 from phalanx.simulate.published import known_models, shape_from
 from phalanx.simulate.routing import Routing
-from phalanx.simulate.search import RERANKED, SearchResult, base_mapping, reasons, search
+from phalanx.simulate.search import RERANKED, SearchResult, base_mapping, reasons, search, with_slow_ranks
 from phalanx.simulate.search_space import Space
 from phalanx.simulate.shape import Shape, shape_of
+from phalanx.simulate.slow_ranks import parse_stragglers, straggler_problems
 from phalanx.simulate.step_time import Prediction, predict
 from phalanx.simulate.to_recipe import recipe_of_mapping
 
@@ -46,8 +47,12 @@ def main(argv: Sequence[str]) -> int:
     if args.precision == "fp8" and cluster is not None and cluster.hardware.fp8_flops_per_s is None:
         rule = f"has no effect: {cluster.hardware.name} has no products in fp8"
         problems.append(Problem(where="--precision", value="fp8", rule=rule, hint="leave it out"))
+    if args.precision == "fp32" and cluster is not None and cluster.hardware.fp32_flops_per_s is None:
+        rule, hint = f"has no rate in the file of {cluster.hardware.name}", "give it fp32_flops_per_s"
+        problems.append(Problem(where="--precision", value="fp32", rule=rule, hint=hint))
     if args.precision == "fp8" and "tiles" in (args.ep_overlap or ()):
         problems.append(Problem(where="--ep-overlap", value="tiles", rule="computes in bf16", hint="leave one out"))
+    problems += straggler_problems(args.straggler or (), args.spread, cluster)
     raise_if(problems, ConfigError, subject="the arguments")
     assert shape is not None and cluster is not None
     begin = time.perf_counter()
@@ -62,6 +67,9 @@ def main(argv: Sequence[str]) -> int:
             base=base_mapping(Routing(kind=args.routing)),
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
+        slow = parse_stragglers(args.straggler or (), args.spread)
+        if slow is not None:
+            result = with_slow_ranks(result, slow)
     seconds = time.perf_counter() - begin
     if args.json is not None:
         write_json(args.json, to_dict(result, seconds=seconds))
@@ -84,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--cluster", required=True, metavar="NAMExRANKS", help="such as h100x128, or FILE.toml:128")
     add("--seq", type=int, default=4096, help="sequence length (default 4096)")
     add("--batch", type=int, default=256, help="sequences of a step (default 256)")
-    add("--precision", choices=("bf16", "fp8"), default="bf16")
+    add("--precision", choices=("bf16", "fp8", "fp32"), default="bf16")
     add(
         "--routing",
         choices=("balanced", "learned"),
@@ -94,6 +102,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--schedules", nargs="+", choices=tuple(SCHEDULES), metavar="NAME", help=f"of {', '.join(SCHEDULES)}")
     add("--ep-overlap", nargs="+", choices=("none", "chunks", "pair", "tiles"), metavar="HOW",
         help="dispatch beside computation: none, chunks, pair, tiles (default: what a recipe can say there; pair needs ranks on processors)")  # fmt: skip
+    add(
+        "--straggler",
+        action="append",
+        metavar="WHO:FACTOR",
+        help="rank the best with slow ranks, as in phalanx simulate; may be repeated",
+    )
+    add("--spread", type=float, metavar="S", help="the same, with the pace of every device drawn")
     add("--top", type=int, default=10, help="mappings to show (default 10)")
     add("--exact", type=int, default=RERANKED, help=f"mappings to run on the exact schedule (default {RERANKED})")
     add("--json", type=Path, metavar="FILE")
@@ -188,6 +203,7 @@ def _entry(result: SearchResult, p: Prediction) -> dict[str, Any]:
         "tokens_per_s": p.tokens_per_s,
         "peak_bytes": p.peak_bytes,
         "reason": reasons(result, p),
+        **({} if p.nominal_s is None else {"nominal_s": p.nominal_s}),
         "hash": p.mapping.hash,
     }
 
@@ -224,6 +240,11 @@ def describe(result: SearchResult, *, top: int, seconds: float) -> str:
             f"with even routing; the first under a learned router: {format_seconds(learned.step.seconds)}, "
             f"{format_bytes(learned.peak_bytes)}{'' if learned.fits else ', which does not fit'} (--routing learned ranks by that)"
         )
+    if first.nominal_s is not None:
+        place = 1 + sum(p.nominal_s < first.nominal_s for p in result.best if p.nominal_s is not None)
+        lines.append(
+            f"ranked with slow ranks: the first takes {first.step.seconds / first.nominal_s - 1:+.1%}, and is number {place} where nobody is slow"
+        )
     n = result.indistinguishable
     if n > 1:
         lines.append(f"the first {n} are indistinguishable within the model's error")
@@ -245,7 +266,12 @@ def pareto_svg(result: SearchResult) -> str:
     series = [
         Series("what fits", tuple((c.seconds, c.peak_bytes / 1e9, c.mapping.label()) for c in near), "#bbbbbb", size=2),
         Series("front", tuple((c.seconds, c.peak_bytes / 1e9, c.mapping.label()) for c in front), "#0b6e99"),
-        Series("best", ((best.step.seconds, best.peak_bytes / 1e9, best.mapping.label()),), "#c0392b", size=6),
+        Series(
+            "best",
+            ((best.nominal_s or best.step.seconds, best.peak_bytes / 1e9, best.mapping.label()),),
+            "#c0392b",
+            size=6,
+        ),
     ]
     title = (
         f"{result.job.shape.name} on {result.cluster.name}: time against memory ({usable / 1e9:.0f} GB can be filled)"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, Problem
-from phalanx.core.recipe import load_recipe
+from phalanx.core.recipe import Dtype, load_recipe
 from phalanx.plan.heal_choice import choose_healing
 from phalanx.plan.recipe import run_problems
 from phalanx.simulate.from_recipe import job_of_recipe, mapping_of_recipe, resolve_recipe
@@ -39,9 +39,15 @@ def predict_recipe(
     def check(given: Recipe) -> Sequence[Problem]:
         return run_problems(given, world=world, tokenizer_vocab=given.model.vocab) if world is not None else ()
 
+    native: Dtype = cluster.hardware.native_dtype if cluster is not None else "bfloat16"
+
+    def auto(given: Recipe) -> Dtype:
+        """As `core.recipe.native_dtype` of the ranks there."""
+        return native if given.resilience.service is None else "bfloat16"
+
     try:
         words = [*overrides, *(["--launch.ranks", str(world)] if world else [])]
-        recipe = load_recipe(path, words, check=check, auto_dtype=lambda _: "bfloat16")
+        recipe = load_recipe(path, words, check=check, auto_dtype=auto)
     except ConfigError as error:
         problems += error.problems
     if problems or cluster is None or recipe is None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from phalanx.simulate.collectives import NCCL_SMS, Network, Span, beside, span_of
-from phalanx.simulate.cost import BF16, Oracle
+from phalanx.simulate.cost import FP32, Oracle
 from phalanx.simulate.mapping import Job, Mapping
 from phalanx.simulate.shape import Shape, core_flops
 from phalanx.simulate.tile_layer import TiledExperts
@@ -93,6 +93,11 @@ class Blocks:
         f = self.mapping.folding
         return self.mapping.micro_batch * self.job.seq_len / (f.tp * f.cp)
 
+    @property
+    def item(self) -> int:
+        """Bytes of an element."""
+        return self.mapping.item_bytes
+
     def span(self, size: int, stride: int) -> Span:
         return span_of(size, stride, ranks_per_host=self.oracle.hardware.ranks_per_host)
 
@@ -126,7 +131,7 @@ class Blocks:
         f = self.mapping.folding
         if f.tp == 1:
             return
-        whole = self.tokens * f.tp * self.shape.hidden * BF16
+        whole = self.tokens * f.tp * self.shape.hidden * self.item
         comm = self.network.all_gather(whole, self.span(f.tp, 1))
         ends = (first is not None) + (last is not None)
         if self.mapping.overlap.tp:
@@ -149,7 +154,7 @@ class Blocks:
         """Norm, projections, core and residual of one attention layer."""
         out, s, f = Ledger(), self.shape, self.mapping.folding
         full, h = self.tokens * f.tp, s.hidden
-        self.kernel(out, self.tokens * 4 * h)
+        self.kernel(out, self.tokens * 2 * self.item * h)
         if s.latent is None:
             heads, kv = s.heads / f.tp, max(1.0, s.kv_heads / f.tp)
             before = self.linear(out, full, (heads + 2 * kv) * s.head_dim, h)
@@ -157,11 +162,11 @@ class Blocks:
         else:
             before = self._latent(out, full)
             turned = 2 * s.heads / f.tp * (s.latent.nope_dim + s.latent.rope_dim)
-        self.kernel(out, full * turned * 2 * BF16, kernels=2, backward=1.0)
+        self.kernel(out, full * turned * 2 * self.item, kernels=2, backward=1.0)
         self._core(out, full)
         after = self.linear(out, full, h, s.value_width / f.tp)
         self.tensor_parallel(out, before, after)
-        self.kernel(out, self.tokens * 6 * h, backward=0.7)
+        self.kernel(out, self.tokens * 3 * self.item * h, backward=0.7)
         return out
 
     def _latent(self, out: Ledger, full: float) -> Product:
@@ -174,7 +179,7 @@ class Blocks:
         before = self.linear(out, full, q, m.q_rank or s.hidden)
         self.linear(out, full / t, m.kv_rank + m.rope_dim, s.hidden)
         self.linear(out, full, s.heads / t * (m.nope_dim + m.value_dim), m.kv_rank)
-        self.kernel(out, full / t * (m.q_rank + m.kv_rank) * 2 * BF16, kernels=2)
+        self.kernel(out, full / t * (m.q_rank + m.kv_rank) * 2 * self.item, kernels=2)
         return before
 
     def _core(self, out: Ledger, full: float) -> None:
@@ -194,10 +199,10 @@ class Blocks:
         if f.cp == 1:
             return
         width = s.head_dim * 2 * max(1.0, s.kv_heads / f.tp) if s.latent is None else 2 * s.heads / f.tp * s.head_dim
-        part, span = full * width * BF16, self.span(f.cp, f.tp)
+        part, span = full * width * self.item, self.span(f.cp, f.tp)
         if self.mapping.cp_method == "ring":
             # outputs of each step are merged in fp32 (read and write, and the step's own), gradients of queries and keys likewise
-            merged = (f.cp - 1) * full * s.value_width / f.tp * 10
+            merged = (f.cp - 1) * full * s.value_width / f.tp * (2 * FP32 + self.item)
             self.kernel(out, merged, kernels=3 * (f.cp - 1), backward=1.5)
             step = self.network.send(part, between=span.hosts > 1)
             comm = (f.cp - 1) * step
@@ -206,7 +211,7 @@ class Blocks:
         elif self.mapping.cp_method == "all_gather":
             out.both("cp", self.network.all_gather(part * f.cp, span))
         else:
-            q = full * s.heads / f.tp * s.head_dim * BF16
+            q = full * s.heads / f.tp * s.head_dim * self.item
             out.both("cp", 2 * self.network.all_to_all(q, span) + self.network.all_to_all(part, span))
 
     def _unfused(self, flops: float, scores: float) -> tuple[float, float]:
@@ -223,12 +228,12 @@ class Blocks:
         out, s, f = Ledger(), self.shape, self.mapping.folding
         full, h, n = self.tokens * f.tp, s.hidden, width / f.tp
         if not shared:
-            self.kernel(out, self.tokens * 4 * h)
+            self.kernel(out, self.tokens * 2 * self.item * h)
         before = self.linear(out, full, (s.ffn_matrices - 1) * n, h)
-        self.kernel(out, full * s.ffn_matrices * n * BF16, backward=5 / 3)
+        self.kernel(out, full * s.ffn_matrices * n * self.item, backward=5 / 3)
         after = self.linear(out, full, h, n)
         self.tensor_parallel(out, before, after)
-        self.kernel(out, self.tokens * 6 * h, backward=0.7)
+        self.kernel(out, self.tokens * 3 * self.item * h, backward=0.7)
         return out
 
     def experts(self) -> Ledger:
@@ -237,8 +242,12 @@ class Blocks:
         if m.overlap.ep in TILE_WAYS and f.ep * f.etp > 1:
             return self._tile_by_tile()
         t, h = self.tokens, s.hidden
-        rows, local, load = t * s.top_k * m.rows_share(self.job), max(1, s.experts // f.ep), m.load(self.job)
-        self.kernel(out, t * 4 * h)
+        rows, local, load = (
+            t * s.top_k * m.rows_share(self.job),
+            max(1, round(m.held_experts(self.job))),
+            m.load(self.job),
+        )
+        self.kernel(out, t * 2 * self.item * h)
         self.linear(out, t, s.experts, h)
         self.kernel(out, t * s.experts * 16, kernels=6, backward=1.0)
         self._decide_together(out, t)
@@ -246,11 +255,11 @@ class Blocks:
         comm = self._dispatch(out, t, rows, load)
         here = rows * f.etp
         if f.ep > 1 and local > 1 and m.dispatch != "all_gather":
-            self.kernel(out, 2 * 2 * here * h * BF16, kernels=2, backward=1.0)  # sort by expert, and back
+            self.kernel(out, 2 * 2 * here * h * self.item, kernels=2, backward=1.0)  # sort by expert, and back
         if (
             self.oracle.eight_bits
         ):  # rows of each expert are copied to a multiple of 16, and back (Megatron-LM: `Fp8Padding`, `Fp8Unpadding`)
-            self.kernel(out, 2 * 2 * here * h * BF16, kernels=2, backward=1.0)
+            self.kernel(out, 2 * 2 * here * h * self.item, kernels=2, backward=1.0)
         even, hot = self._expert_products(here, local), self._expert_products(here * load, local)
         for kind, ledger, factor in (("experts", even, 1.0), ("imbalance", hot, 1.0), ("imbalance", even, -1.0)):
             f_s, b_s = ledger.seconds
@@ -261,7 +270,7 @@ class Blocks:
         self._permute(out, t, rows, arrive=True)
         if s.shared_ffn:
             self._merge(out, self.dense(s.shared_ffn, shared=True))
-        self.kernel(out, t * 6 * h, backward=0.7)
+        self.kernel(out, t * 3 * self.item * h, backward=0.7)
         if m.recompute == "selective":
             out.again["recompute"] = even.seconds[0]
         return out
@@ -269,7 +278,7 @@ class Blocks:
     def _tile_by_tile(self) -> Ledger:
         """The same by the plan of tiles (`tile_layer.py`)."""
         out, s, t, h = Ledger(), self.shape, self.tokens, self.shape.hidden
-        self.kernel(out, t * 4 * h)
+        self.kernel(out, t * 2 * self.item * h)
         self.linear(out, t, s.experts, h)
         self.kernel(out, t * s.experts * 16, kernels=6, backward=1.0)
         self._decide_together(out, t)
@@ -283,7 +292,7 @@ class Blocks:
         out.hidden += told.hidden
         out.weight_grad += told.weight_grad
         self._merge(out, shared)
-        self.kernel(out, t * 6 * h, backward=0.7)
+        self.kernel(out, t * 3 * self.item * h, backward=0.7)
         if self.mapping.recompute == "selective":
             out.again["recompute"] = told.seconds["experts"][0]
         return out
@@ -302,7 +311,7 @@ class Blocks:
         """Rows out to experts, or back and summed by weight. Unfused, rows are read and written by each operation: index_select (2) and
         its index_add (3) one way; a product with the weights (2, backward 5) and scatter_add (3, backward 2) the other.
         """
-        one = self.shape.hidden * BF16
+        one = self.shape.hidden * self.item
         if self.mapping.fused_permute:
             self.kernel(out, (t + rows) * one, kernels=2, backward=1.3 if arrive else 1.0)
         elif arrive:
@@ -327,14 +336,14 @@ class Blocks:
         for _ in range(1 if self.mapping.grouped_experts else local):
             part = rows if self.mapping.grouped_experts else rows / local
             self.linear(out, part, (s.ffn_matrices - 1) * n, s.hidden, groups=groups)
-            self.kernel(out, part * s.ffn_matrices * n * BF16, backward=5 / 3)
+            self.kernel(out, part * s.ffn_matrices * n * self.item, backward=5 / 3)
             self.linear(out, part, s.hidden, n, groups=groups)
         return out
 
     def _dispatch(self, out: Ledger, t: float, rows: float, load: float) -> tuple[str, float]:
         """Kind and seconds of one exchange (dispatch or combine); gathers of expert tensor parallelism are added here."""
         s, f, m = self.shape, self.mapping.folding, self.mapping
-        row = s.hidden * BF16
+        row = s.hidden * self.item
         if m.dispatch == "all_gather":
             span = self.span(f.ep * f.etp, 1)
             seconds = self.network.all_gather(t * span.size * row, span)  # whatever experts they choose
@@ -350,6 +359,9 @@ class Blocks:
             seconds = self.network.all_to_all_dedup(
                 t * row, span, top_k=s.top_k, num_experts=s.experts, host_limit=limit
             )
+        elif m.slots is not None:  # local first: what the busiest rank exchanges is counted in the plan
+            crossing = rows * row * m.slots.exchange / self._chunks
+            seconds = self._chunks * self.network.all_to_all(crossing, span) / load
         else:
             seconds = self._chunks * self.network.all_to_all(rows * row / self._chunks, span)
         return ("a2a_between" if span.hosts > 1 else "a2a_inside"), seconds * load
@@ -362,11 +374,12 @@ class Blocks:
             out.both(kind, 2 * one)
             return
         taken = self.oracle.hardware.share_of(20)  # a kernel that moves rows takes 20 multiprocessors (DeepEP)
-        f, b = (sum(out.forward.values()), sum(out.backward.values())) if overlap.ep == "pair" else experts
-        first = 2 * one / overlap.chunks if overlap.ep == "chunks" else 0.0
+        in_pairs = overlap.ep == "pair" or overlap.paired  # then the partner computes beside the first chunk too
+        f, b = (sum(out.forward.values()), sum(out.backward.values())) if in_pairs else experts
+        first = 0.0 if in_pairs else 2 * one / overlap.chunks
         beside = 2 * one - first
         left = [first + max(0.0, beside - room) + min(beside, room) * taken for room in (f, b)]
-        if overlap.ep == "pair":  # a forward runs beside a backward: each has the other's time to hide in
+        if in_pairs:  # a forward runs beside a backward: each has the other's time to hide in
             left.reverse()
         out.add(kind, left[0], left[1])
         out.hidden += 4 * one - sum(left)
@@ -385,9 +398,10 @@ class Blocks:
         """Final norm, logits and loss."""
         out, s, f = Ledger(), self.shape, self.mapping.folding
         full = self.tokens * f.tp
-        self.kernel(out, self.tokens * 4 * s.hidden)
-        bf16 = Blocks(self.job, self.mapping, Oracle(self.oracle.hardware), self.network)
-        before = bf16.linear(out, full, s.vocab / f.tp, s.hidden)
+        self.kernel(out, self.tokens * 2 * self.item * s.hidden)
+        wide = "fp32" if self.mapping.precision == "fp32" else "bf16"  # never in eight bits
+        own = Blocks(self.job, self.mapping, Oracle(self.oracle.hardware, wide), self.network)
+        before = own.linear(out, full, s.vocab / f.tp, s.hidden)
         # vocabulary-parallel loss in fp32, operation by operation: 38 bytes a logit forward, 18 backward (Megatron-LM, not fused)
         self.kernel(out, full * s.vocab / f.tp * 38, kernels=8, backward=18 / 38)
         self.tensor_parallel(out, before, None)
@@ -396,7 +410,7 @@ class Blocks:
     def embedding(self) -> Ledger:
         """Rows of the table, summed over tensor parallel ranks."""
         out, s = Ledger(), self.shape
-        self.kernel(out, self.tokens * self.mapping.folding.tp * s.hidden * 2 * BF16)
+        self.kernel(out, self.tokens * self.mapping.folding.tp * s.hidden * 2 * self.item)
         self.tensor_parallel(out, None, Product(0.0, 0.0, 0.0))
         return out
 

@@ -60,7 +60,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Oracle:
-    """Costs on one kind of hardware. `precision` is that of products: bf16, fp8, or fp32 where that was measured."""
+    """Costs on one kind of hardware. `precision` is that of products: bf16, fp8, or fp32 where the file has a rate of it."""
 
     hardware: Hardware
     precision: str = "bf16"
@@ -133,9 +133,10 @@ class Oracle:
         return Cost(seconds, SIGMA["gemm"] if min(m, n, k) >= 512 else 0.15, "formula")
 
     def attention(self, flops: float, seq: float, *, backward: bool = False) -> float:
-        """Fused attention of `flops` (causal half counted), its backward with 2.5 times the work. Always in bf16."""
+        """Fused attention of `flops` (causal half counted), its backward with 2.5 times the work. In bf16, or fp32: as much slower as products are."""
         h = self.hardware
-        rate = h.bf16_flops_per_s * at(h.attention_forward, seq) * _short(h.attention_forward, seq)
+        slower = self._rate / Oracle(h)._rate if self._wide else 1.0
+        rate = slower * h.bf16_flops_per_s * at(h.attention_forward, seq) * _short(h.attention_forward, seq)
         return (2.5 / h.attention_backward if backward else 1.0) * flops / rate + (3 if backward else 1) * h.kernel_s
 
 

@@ -4,7 +4,7 @@
 published frameworks. Decides per rank of the pipeline, never an average: the first holds most micro-batches, the last the logits. Must
 never change: more recomputation never keeps more.
 
-Widths: weights bf16, gradients fp32, master weights and two moments fp32. Activations per token and layer, with sequence parallelism and
+Widths: weights of the compute type (bf16, or fp32), gradients fp32, master weights and two moments fp32. Activations per token and layer, with sequence parallelism and
 fused attention; rows of experts as their fullest rank holds them.
 """
 
@@ -69,46 +69,46 @@ def activation_bytes(job: Job, mapping: Mapping, *, moe: bool) -> float:
     s, f = job.shape, mapping.folding
     tokens = mapping.micro_batch * job.seq_len / (f.tp * f.cp)
     if mapping.recompute == "full":
-        return tokens * BF16 * s.hidden
+        return tokens * mapping.item_bytes * s.hidden
     return tokens * (_attention_bytes(job, mapping) + (_moe_bytes(mapping, job) if moe else _dense_bytes(job, mapping)))
 
 
 def _attention_bytes(job: Job, mapping: Mapping) -> float:
     """Per token of a rank (1/T of those it attends for, with 1/T of the heads: the two cancel). `selective` drops norm outputs."""
-    s, f = job.shape, mapping.folding
-    norms = 2 * s.hidden * (1 if mapping.recompute == "selective" else 2)
+    s, f, item = job.shape, mapping.folding, mapping.item_bytes
+    norms = item * s.hidden * (1 if mapping.recompute == "selective" else 2)
     kv = max(1.0, s.kv_heads / f.tp) * f.tp
     if s.latent is None:
-        core = 2 * (s.heads + 2 * kv) * s.head_dim + 2 * s.heads * s.head_dim + 4 * s.heads
+        core = item * (s.heads + 2 * kv) * s.head_dim + item * s.heads * s.head_dim + FP32 * s.heads
     else:
         m = s.latent
         q = s.heads * (m.nope_dim + m.rope_dim)
-        core = 2 * (2 * q + 2 * s.value_width) + 2 * (m.q_rank + m.kv_rank) + 4 * s.heads
+        core = item * (2 * q + 2 * s.value_width) + item * (m.q_rank + m.kv_rank) + FP32 * s.heads
     if not mapping.fused_attention and mapping.recompute == "none":
         core += 5 * s.heads * job.seq_len / f.cp
     return norms + core
 
 
 def _dense_bytes(job: Job, mapping: Mapping) -> float:
-    s = job.shape
-    norms = 2 * s.hidden * (1 if mapping.recompute == "selective" else 2)
+    s, item = job.shape, mapping.item_bytes
+    norms = item * s.hidden * (1 if mapping.recompute == "selective" else 2)
     inner = (s.ffn_matrices - 1) if mapping.recompute == "selective" else s.ffn_matrices
-    return norms + 2 * inner * s.dense_ffn
+    return norms + item * inner * s.dense_ffn
 
 
 def _moe_bytes(mapping: Mapping, job: Job) -> float:
     """With an even load; `_row_bytes` of it grow with the load."""
-    s = job.shape
-    norms = 2 * s.hidden * (1 if mapping.recompute == "selective" else 2)
-    shared = 2 * s.ffn_matrices * s.shared_ffn
+    s, item = job.shape, mapping.item_bytes
+    norms = item * s.hidden * (1 if mapping.recompute == "selective" else 2)
+    shared = item * s.ffn_matrices * s.shared_ffn
     return norms + 8 * s.experts + _row_bytes(mapping, job) + shared
 
 
 def _row_bytes(mapping: Mapping, job: Job) -> float:
     """Rows that experts keep, per token; `selective` keeps the rows that arrived and runs the experts again."""
-    s, f = job.shape, mapping.folding
-    inner = 0.0 if mapping.recompute == "selective" else 2 * s.ffn_matrices * s.expert_ffn
-    return s.top_k * mapping.rows_share(job) * (2 * s.hidden * f.etp + inner)
+    s, f, item = job.shape, mapping.folding, mapping.item_bytes
+    inner = 0.0 if mapping.recompute == "selective" else item * s.ffn_matrices * s.expert_ffn
+    return s.top_k * mapping.rows_share(job) * (item * s.hidden * f.etp + inner)
 
 
 def later_bytes(job: Job, mapping: Mapping, *, moe: bool) -> float:
@@ -128,7 +128,7 @@ def later_bytes(job: Job, mapping: Mapping, *, moe: bool) -> float:
     elements += 2 * rows + s.ffn_matrices * width
     if moe and s.shared_ffn:
         elements += 2 * s.hidden + s.ffn_matrices * s.shared_ffn
-    return BF16 * tokens * elements
+    return mapping.item_bytes * tokens * elements
 
 
 def _load(mapping: Mapping, job: Job) -> float:
@@ -137,14 +137,14 @@ def _load(mapping: Mapping, job: Job) -> float:
 
 def _working_bytes(job: Job, mapping: Mapping) -> float:
     """The largest layer at work: rows on their way, experts' inputs and gradients; everything of it where it is recomputed."""
-    s, f = job.shape, mapping.folding
+    s, f, item = job.shape, mapping.folding, mapping.item_bytes
     tokens = mapping.micro_batch * job.seq_len / (f.tp * f.cp)
-    bare = tokens * 8 * s.hidden * f.tp
+    bare = tokens * 4 * item * s.hidden * f.tp
     if s.experts:
         rows = tokens * s.top_k * mapping.rows_share(job) * _load(mapping, job)
-        bare += rows * f.etp * BF16 * (2 * s.hidden + 2 * s.expert_ffn / f.etp)
+        bare += rows * f.etp * item * (2 * s.hidden + 2 * s.expert_ffn / f.etp)
         if mapping.dispatch == "all_gather":  # every rank's tokens, there and back
-            bare += 2 * tokens * f.ep * f.etp * s.hidden * BF16
+            bare += 2 * tokens * f.ep * f.etp * s.hidden * item
     if mapping.recompute in ("selective", "full"):
         whole = Mapping(**{**_fields(mapping), "recompute": "none"})
         bare += activation_bytes(job, whole, moe=s.experts > 0)
@@ -161,7 +161,7 @@ def parameters_of_rank(job: Job, mapping: Mapping, content: StageContent) -> tup
     dense = content.layers * s.attention_params / f.tp + content.dense_layers * s.dense_params / f.tp
     dense += content.moe_layers * (s.shared_params / f.tp + s.experts * s.hidden) + content.layers * 2 * s.hidden
     dense += content.tables(tied=s.tied) * s.table_params / f.tp
-    expert = content.moe_layers * (s.experts / f.ep) * s.expert_params / f.etp if s.experts else 0.0
+    expert = content.moe_layers * mapping.held_experts(job) * s.expert_params / f.etp if s.experts else 0.0
     return dense, expert
 
 
@@ -173,6 +173,15 @@ def shards(mapping: Mapping) -> tuple[int, int]:
     if mapping.sharding == "parameters" and not mapping.shard_over_cp:
         return f.dp, max(1, f.edp // f.cp)
     return f.dp * f.cp, f.edp
+
+
+def kept_state(job: Job, mapping: Mapping, own: tuple[float, float]) -> tuple[float, float]:
+    """Of a rank's (dense, expert) parameters, those whose optimizer state it keeps."""
+    by_dense, by_expert = shards(mapping)
+    dense, expert = own
+    if mapping.slots is not None:
+        expert *= mapping.kept_experts(job) / mapping.held_experts(job)
+    return dense / by_dense * min(mapping.holders, by_dense), expert / by_expert * min(mapping.holders, by_expert)
 
 
 @dataclass(frozen=True)
@@ -271,11 +280,10 @@ def _front(order: Order) -> tuple[tuple[int, int], ...]:
 
 def stage_memory(job: Job, mapping: Mapping, *, pipeline_rank: int, layer: LayerBytes | None = None) -> StageMemory:
     """Memory of the ranks at one place of the pipeline. `layer` is `layer_bytes`, where it was computed before."""
-    layer = layer if layer is not None else layer_bytes(job, mapping)
+    layer, item = layer if layer is not None else layer_bytes(job, mapping), mapping.item_bytes
     content = contents(job, mapping)[pipeline_rank]
     dense, expert = parameters_of_rank(job, mapping, content)
-    by_dense, by_expert = shards(mapping)
-    own = dense / by_dense * min(mapping.holders, by_dense) + expert / by_expert * min(mapping.holders, by_expert)
+    own = sum(kept_state(job, mapping, (dense, expert)))
     states = held_states(mapping, pipeline_rank, mapping.num_microbatches(job))
     # layers are uneven each on its own: over those of a rank, what exceeds the even share grows with their root
     excess = (layer.load - 1) * math.sqrt(content.moe_layers) * layer.rows
@@ -285,13 +293,13 @@ def stage_memory(job: Job, mapping: Mapping, *, pipeline_rank: int, layer: Layer
         if mapping.reshard_after_forward:
             kept = 2 * kept / max(1, content.layers)
         kept += own
-    state = (BF16 + mapping.gradient_bytes) * kept + STATE_BYTES * own
+    state = (item + mapping.gradient_bytes) * kept + STATE_BYTES * own
     later = content.moe_layers * layer.moe_later + content.dense_layers * layer.dense_later
     activations = max(held * n + later * w for n, w in states) / max(1, len(content.chunk_layers))
     logits = layer.logits if content.heads else 0.0
     return StageMemory(
         pipeline_rank=pipeline_rank,
-        weights=BF16 * kept,
+        weights=item * kept,
         gradients=mapping.gradient_bytes * kept,
         optimizer=STATE_BYTES * own,
         activations=activations,

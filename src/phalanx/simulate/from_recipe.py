@@ -7,23 +7,32 @@ own run; a setting that would make it another one is modelled, or refused by its
 from __future__ import annotations
 
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, Problem, raise_if
-from phalanx.plan.dispatch import DispatchSpec
-from phalanx.plan.folding import resolve_folding
+from phalanx.core.files import read_json
+from phalanx.plan.dispatch import DispatchSpec, rows_of_source
+from phalanx.plan.folding import Folding, resolve_folding
+from phalanx.plan.layout import stage_params
 from phalanx.plan.model import ModelSpec, resolve_model
 from phalanx.plan.overlap_setting import parse_overlap
 from phalanx.plan.pipeline import Pipeline, make_pipeline
 from phalanx.plan.recipe import equal_shares
+from phalanx.plan.replicas import read_loads
+from phalanx.plan.run_placement import asked_of
+from phalanx.simulate.expert_slots import ExpertSlots, Rows, expert_slots
 from phalanx.simulate.hardware import GpuCluster
-from phalanx.simulate.mapping import Job, Mapping, Overlap
+from phalanx.simulate.mapping import Job, Mapping, Overlap, Precision
 from phalanx.simulate.routing import Routing, forced_loads
 from phalanx.simulate.shape import shape_of
 from phalanx.simulate.stage_layers import run_layers
 from phalanx.simulate.tile_time import TILE_WAYS
 from phalanx.simulate.warmup_choice import with_warmup
+
+PRECISIONS: dict[str, Precision] = {"bfloat16": "bf16", "float32": "fp32"}
+"""Type of a run -> its name among clusters."""
 
 
 def job_of_recipe(recipe: Recipe, spec: ModelSpec) -> Job:
@@ -36,16 +45,19 @@ def mapping_of_recipe(recipe: Recipe, spec: ModelSpec, *, world: int, cluster: G
 
     `cluster`: where it runs; without it nothing that a run finds out by measuring can be followed (`extra_warmup = "auto"`).
     """
-    mapping = _mapping(recipe, spec, world=world, has_cluster=cluster is not None)
+    mapping = _mapping(recipe, spec, world=world, cluster=cluster)
     if cluster is None or recipe.pipeline.extra_warmup != "auto" or mapping.folding.pp == 1:
         return mapping
     return with_warmup(job_of_recipe(recipe, spec), mapping, cluster, memory_gb=recipe.pipeline.memory_gb)
 
 
-def _mapping(recipe: Recipe, spec: ModelSpec, *, world: int, has_cluster: bool) -> Mapping:
+def _mapping(recipe: Recipe, spec: ModelSpec, *, world: int, cluster: GpuCluster | None) -> Mapping:
     t = recipe.train
-    raise_if(_not_modelled(recipe, has_cluster=has_cluster), ConfigError, subject="the recipe on a cluster")
-    folding = resolve_folding(recipe.folding, spec, world=world, seq_len=t.seq_len, **equal_shares(recipe))
+    raise_if(_not_modelled(recipe, cluster), ConfigError, subject="the recipe on a cluster")
+    slots_per_rank = recipe.resilience.slots_per_rank
+    folding = resolve_folding(
+        recipe.folding, spec, world=world, seq_len=t.seq_len, slots_per_rank=slots_per_rank, **equal_shares(recipe)
+    )
     pipeline = make_pipeline(recipe.pipeline, spec, pp=folding.pp, seq_len=t.seq_len)
     has_stages = folding.pp > 1
     return Mapping(
@@ -55,22 +67,58 @@ def _mapping(recipe: Recipe, spec: ModelSpec, *, world: int, has_cluster: bool) 
         virtual=pipeline.virtual if has_stages else 1,
         recompute=t.recompute,
         overlap=_overlap(recipe),
+        precision=PRECISIONS[t.dtype],
         cp_method=recipe.folding.cp_method,
         sharding="optimizer" if recipe.optim.zero else "none",
         dispatch="all_gather" if recipe.dispatch.transport == "all_gather" else "all_to_all",
-        routing=_routing(recipe, spec, folding.ep),
+        routing=_routing(recipe, spec, folding.ep) if slots_per_rank is None else _plain_routing(recipe),
         drop=_drop(recipe) if spec.moe_layers else None,
         stage_layers=_given_layers(recipe, spec, pipeline) if has_stages else None,
         extra_warmup=pipeline.extra_warmup if has_stages else None,
         shares="equal" if recipe.resilience.mode == "off" else "any",
         holders=recipe.resilience.shard_holders if recipe.optim.zero else 1,
         votes=bool(recipe.resilience.heal),
+        slots=_slots(recipe, spec, folding, pipeline, cluster),
     )
+
+
+def _slots(
+    recipe: Recipe, spec: ModelSpec, folding: Folding, pipeline: Pipeline, cluster: GpuCluster | None
+) -> ExpertSlots | None:
+    """Replicas of the stage that has most layers with experts: the others have fewer."""
+    r, t = recipe.resilience, recipe.train
+    if r.slots_per_rank is None or not spec.moe_layers or cluster is None:
+        return None
+    table = None if r.loads == "uniform" else read_loads(read_json(Path(r.loads), where="resilience.loads"))
+    asked = asked_of(r, loads=table, world=folding.world, local_ranks=cluster.hardware.ranks_per_host)
+    held = [pipeline.stages.of_rank(place) for place in range(folding.pp)]
+    fullest = max(
+        range(folding.pp), key=lambda place: sum(p.family == "expert" for p in stage_params(spec, held[place]))
+    )
+    tokens = t.micro_batch * t.seq_len // (folding.tp * folding.cp)
+    drop = _drop(recipe)
+    sizes = {
+        "num_tokens": tokens,
+        "sharing": folding.tp * folding.cp,
+        "top_k": spec.top_k,
+        "num_experts": spec.num_experts,
+    }
+    rows = Rows(
+        routing=_plain_routing(recipe),
+        tokens=tokens,
+        seed=t.seed,
+        forced_skew=spec.router.force_skew if recipe.router.force == "imbalanced" else None,
+        capacity=None if drop is None else rows_of_source(drop, **sizes),
+        padded=drop is not None and drop.is_static,
+    )
+    rank = fullest * (folding.world // folding.pp)
+    return expert_slots(spec, folding, held[fullest], rank=rank, asked=asked, rows=rows, state=r.expert_state,
+                        follows=r.steps_between_placements() > 0)  # fmt: skip
 
 
 def _routing(recipe: Recipe, spec: ModelSpec, ep: int) -> Routing:
     if recipe.router.force != "imbalanced" or not spec.moe_layers:
-        return Routing(kind="balanced" if recipe.router.force == "balanced" else "learned")
+        return _plain_routing(recipe)
     t = recipe.train
     loads = forced_loads(
         ep=ep,
@@ -83,9 +131,14 @@ def _routing(recipe: Recipe, spec: ModelSpec, ep: int) -> Routing:
     return Routing(kind="learned", forced=loads)
 
 
+def _plain_routing(recipe: Recipe) -> Routing:
+    return Routing(kind="balanced" if recipe.router.force == "balanced" else "learned")
+
+
 def _overlap(recipe: Recipe) -> Overlap:
-    plain = Overlap(dp=recipe.optim.bucket_mb > 0)
     way = parse_overlap(recipe.dispatch.overlap)
+    both = recipe.pipeline.pair_passes and way.kind != "serial"
+    plain = Overlap(dp=recipe.optim.bucket_mb > 0, paired=both)
     if way.kind == "coarse":
         return replace(plain, ep="chunks", chunks=way.chunks)
     if way.kind in TILE_WAYS:
@@ -109,18 +162,18 @@ def _given_layers(recipe: Recipe, spec: ModelSpec, pipeline: Pipeline) -> tuple[
     return None if counts == run_layers(shape_of(spec), recipe.train.seq_len, len(counts)) else counts
 
 
-def _not_modelled(recipe: Recipe, *, has_cluster: bool) -> list[Problem]:
+def _not_modelled(recipe: Recipe, cluster: GpuCluster | None) -> list[Problem]:
     d, p, r, t = recipe.dispatch, recipe.pipeline, recipe.resilience, recipe.train
     rules = [
-        (t.dtype == "bfloat16", "train.dtype", t.dtype, "clusters are modelled in bf16", "use bfloat16"),
+        (t.dtype in PRECISIONS, "train.dtype", t.dtype, "clusters compute in bf16 or fp32", "use bfloat16"),
+        (cluster is None or t.dtype != "float32" or cluster.hardware.fp32_flops_per_s is not None, "train.dtype", t.dtype,
+         "has no rate in the cluster's file", "give it fp32_flops_per_s, or use bfloat16"),
         (recipe.kernels.implementation == "fast", "kernels.implementation", recipe.kernels.implementation, "plain kernels are not modelled", "use fast"),
         (recipe.folding.stages is None, "folding.stages", recipe.folding.stages, "stages are modelled alike", "use folding.pp"),
-        (not p.pair_passes or d.overlap == "serial", "pipeline.pair_passes", True, f'is not modelled beside dispatch.overlap = "{d.overlap}"',
-         "leave one of them out"),
         (d.overlap != "fused", "dispatch.overlap", d.overlap, "kernels that wait on flags are not modelled, and have not run on a device", "use auto"),
-        (r.slots_per_rank is None, "resilience.slots_per_rank", r.slots_per_rank, "replicas of experts are not modelled on a cluster",
+        (r.slots_per_rank is None or cluster is not None, "resilience.slots_per_rank", r.slots_per_rank, "lie on hosts, and no cluster says how many ranks a host has",
          "leave it out"),
-        (has_cluster or p.extra_warmup != "auto", "pipeline.extra_warmup", p.extra_warmup, "is found out by a run", "give the numbers that were chosen"),
+        (cluster is not None or p.extra_warmup != "auto", "pipeline.extra_warmup", p.extra_warmup, "is found out by a run", "give the numbers that were chosen"),
     ]  # fmt: skip
     return [Problem(where=w, value=v, rule=rule, hint=hint) for ok, w, v, rule, hint in rules if not ok]
 

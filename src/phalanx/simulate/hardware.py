@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from phalanx.core.errors import ConfigError, Problem, nearest, raise_if
 from phalanx.core.units import format_bytes, format_rate
@@ -70,7 +70,7 @@ class Hardware:
     measured_between: tuple[tuple[str, int, int, float, float], ...] = ()
     """(collective, ranks, hosts that they are on, bytes, seconds) between hosts; `hosts` divides `ranks`."""
     fp32_flops_per_s: float | None = None
-    """Of products in float32; None where nobody has measured it."""
+    """Of products in float32 without the tensor cores' TF32, as runs make them; None where nobody says it."""
     fp32_efficiency: float | None = None
     inside_hop_s: float | None = None
     """Of each further step of a ring or chain inside a host; None: `hop_s` says what stands for it."""
@@ -88,6 +88,14 @@ class Hardware:
     def share_of(self, multiprocessors: int) -> float:
         """Share of a device, at most all of it, that a kernel takes beside computation; 0 on processors, where what it takes was not measured."""
         return 0.0 if self.sms is None else min(1.0, multiprocessors / self.sms)
+
+    @property
+    def native_dtype(self) -> Literal["bfloat16", "float32"]:
+        """What `train.dtype = "auto"` of a run is there: bfloat16 on devices, on processors the type whose products the file has faster."""
+        if self.sms is not None or self.fp32_flops_per_s is None:
+            return "bfloat16"
+        wide = self.fp32_flops_per_s * (self.fp32_efficiency or self.gemm_efficiency)
+        return "float32" if wide > self.bf16_flops_per_s * self.gemm_efficiency else "bfloat16"
 
     def peak(self, precision: str) -> float:
         """Dense FLOPs per second; a precision that the device lacks runs as bf16."""

@@ -17,13 +17,15 @@ from phalanx.core.samples import num_rounds
 from phalanx.plan.dispatch import DispatchSpec, capacity, rows_of_source
 from phalanx.plan.folding import Folding, folding_problems
 from phalanx.plan.schedule import SCHEDULES, make_schedule, schedule_problems
+from phalanx.simulate.expert_slots import ExpertSlots
 from phalanx.simulate.routing import Routing
 from phalanx.simulate.shape import Shape
 
 Recompute = Literal["none", "core", "half", "selective", "full"]
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 """What a recipe can say. `core` (scores of unfused attention alone) and `half` (every other product) are of published runs only."""
-Precision = Literal["bf16", "fp8"]
+Precision = Literal["bf16", "fp8", "fp32"]
+"""Of products. fp32 is that of everything: parameters, activations and messages are twice as wide as with the other two."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +40,8 @@ class Overlap:
     """Dispatch and combine: bare, beside experts in chunks, beside the opposite pass of another micro-batch, or tile by tile (as `dispatch.overlap` names it)."""
     chunks: int = 4
     """Of tokens, in which `chunks` divides dispatch, experts and combine."""
+    paired: bool = False
+    """Chunks or tiles run beside the opposite pass of another micro-batch as well (`pair` alone: whole layers do)."""
     fsdp: bool = True
     """Gathers of sharded parameters run beside other layers' work."""
 
@@ -91,12 +95,19 @@ class Mapping:
     """Hosts that keep each shard of the optimizer state, in a run that heals itself."""
     votes: bool = False
     """Ranks vote on every step."""
+    slots: ExpertSlots | None = None
+    """Replicas of experts; None: every expert once in each expert-parallel group."""
 
     def num_microbatches(self, job: Job) -> int:
         """Rounds of a step: micro-batches of the rank that has most."""
         if self.shares == "any":
             return max(1, num_rounds(job.global_batch // self.micro_batch, owners=self.folding.dp))
         return max(1, job.global_batch // (self.folding.dp * self.micro_batch))
+
+    @property
+    def item_bytes(self) -> int:
+        """Of an element of parameters, activations and messages."""
+        return 4 if self.precision == "fp32" else 2
 
     @property
     def splits_backward(self) -> bool:
@@ -127,9 +138,19 @@ class Mapping:
         most = self._capacity(job)
         return most if self.drop.is_static else min(1.0, most)
 
+    def held_experts(self, job: Job) -> float:
+        """Different experts of a rank in a layer."""
+        return self.slots.held if self.slots is not None else job.shape.experts / self.folding.ep
+
+    def kept_experts(self, job: Job) -> float:
+        """Experts' worth of optimizer state of a rank in a layer, before it is sharded over edp."""
+        return self.slots.kept if self.slots is not None else job.shape.experts / self.folding.ep
+
     def load(self, job: Job, *, quantile: float = 0.5) -> float:
         """Rows of the fullest expert-parallel rank over the mean of what is sent."""
         s, f = job.shape, self.folding
+        if self.slots is not None:
+            return self.slots.load if quantile <= 0.5 else self.slots.most
         if self.drop is not None and self.drop.is_static:
             return 1.0
         rows = self.tokens(job) * s.top_k * f.ep
@@ -143,7 +164,13 @@ class Mapping:
     def to_json(self) -> str:
         """All choices; those that hashes are older than only where they are made."""
         table = asdict(self)
-        for part, name, default in ((table, "holders", 1), (table, "votes", False), (table["routing"], "forced", None)):
+        for part, name, default in (
+            (table, "holders", 1),
+            (table, "votes", False),
+            (table, "slots", None),
+            (table["routing"], "forced", None),
+            (table["overlap"], "paired", False),
+        ):
             if part[name] == default:
                 del part[name]
         return json.dumps(table, sort_keys=True)
@@ -159,8 +186,12 @@ class Mapping:
         right = f"etp{f.etp} ep{f.ep} edp{f.edp}"
         name = f"{self.schedule} v{self.virtual}" if f.pp > 1 else "no pipeline"
         way = f"{self.overlap.chunks} chunks" if self.overlap.ep == "chunks" else self.overlap.ep
+        way += " in pairs" * self.overlap.paired
         drop = "" if self.drop is None else f" capacity {self.drop.capacity_factor:g}{' padded' * self.drop.is_static}"
-        return f"{left} | {right} | mb{self.micro_batch} {name} recompute {self.recompute} ep-overlap {way}{drop}"
+        slots = "" if self.slots is None else f" slots {self.slots.slots_per_rank}"
+        return (
+            f"{left} | {right} | mb{self.micro_batch} {name} recompute {self.recompute} ep-overlap {way}{drop}{slots}"
+        )
 
     def explain(self) -> str:
         """The mapping in a few lines that a person reads."""
@@ -197,7 +228,13 @@ def mapping_problems(mapping: Mapping, job: Job) -> list[Problem]:
         return problems
     rules = [
         (s.heads % f.tp == 0, "folding.tp", f.tp, f"must divide num_heads = {s.heads}"),
-        (not s.experts or s.experts % f.ep == 0, "folding.ep", f.ep, f"must divide num_experts = {s.experts}"),
+        (
+            not s.experts or mapping.slots is not None or s.experts % f.ep == 0,
+            "folding.ep",
+            f.ep,
+            f"must divide num_experts = {s.experts}",
+        ),
+        (mapping.slots is None or f.edp == 1, "folding.ep", f.ep, f"with replicas is all of a stage, {f.ep * f.edp}"),
         (bool(s.experts) or f.ep == f.etp == 1, "folding.ep", f.ep, "has no effect in a model without experts"),
         (not s.experts or s.expert_ffn % f.etp == 0, "folding.etp", f.etp, f"must divide expert_ffn = {s.expert_ffn}"),
         (job.seq_len % (f.tp * f.cp) == 0, "folding.cp", f.cp, f"tp x cp must divide seq_len = {job.seq_len}"),

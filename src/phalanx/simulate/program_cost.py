@@ -58,14 +58,9 @@ class ProgramOracle:
             return Cost(0.0, 0.0, "nothing")
         oracle = Oracle(self.hardware, self.precision)
         if "attention.core" in op.id:
-            h, backward = self.hardware, read_op_id(op.id).phase == "bwd"
-            slower = 1.0
-            if self.precision == "fp32" and h.fp32_flops_per_s:
-                slower = oracle.peak_rate / Oracle(h).peak_rate
+            backward = read_op_id(op.id).phase == "bwd"
             flops = op.flops / (2.5 if backward else 1.0)
-            return Cost(
-                oracle.attention(flops, self.seq_len, backward=backward) / slower, SIGMA["attention"], "formula"
-            )
+            return Cost(oracle.attention(flops, self.seq_len, backward=backward), SIGMA["attention"], "formula")
         if op.products:
             return self._products(op, oracle)
         kind = "gemm" if op.flops else "memory"

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from phalanx.simulate.block_time import Blocks, Ledger
 from phalanx.simulate.collectives import Network
-from phalanx.simulate.cost import BF16, Oracle
+from phalanx.simulate.cost import Oracle
 from phalanx.simulate.device_memory import LayerBytes, layer_bytes, parameters_of_rank
 from phalanx.simulate.hardware import GpuCluster
 from phalanx.simulate.mapping import Job, Mapping
@@ -66,7 +66,17 @@ class Quick:
         f = mapping.folding
         dense = (f.tp, f.cp, mapping.micro_batch, mapping.splits_backward)
         bound = bound and mapping.overlap.ep in TILE_WAYS
-        key = (*dense, f.ep, f.etp, mapping.overlap.ep, mapping.overlap.chunks, bound, mapping.recompute)
+        key = (
+            *dense,
+            f.ep,
+            f.etp,
+            mapping.overlap.ep,
+            mapping.overlap.chunks,
+            mapping.overlap.paired,
+            mapping.slots,
+            bound,
+            mapping.recompute,
+        )
         if key not in self.layers:
             blocks, shape = Blocks(self.job, mapping, self.oracle, self.network, bound=bound), self.job.shape
             attention = self._half(("attention", *dense), blocks, "attention")
@@ -94,7 +104,7 @@ class Quick:
     def layer_bytes(self, mapping: Mapping) -> LayerBytes:
         """`layer_bytes`, once for what it depends on."""
         f = mapping.folding
-        key = (f.tp, f.cp, mapping.micro_batch, f.ep, f.etp, mapping.recompute)
+        key = (f.tp, f.cp, mapping.micro_batch, f.ep, f.etp, mapping.recompute, mapping.slots)
         if key not in self.bytes_of_layers:
             self.bytes_of_layers[key] = layer_bytes(self.job, mapping)
         return self.bytes_of_layers[key]
@@ -114,7 +124,7 @@ class Quick:
             share = bubble_share(mapping.schedule, f.pp, mapping.virtual, m, later, mapping.extra_warmup)
             out += share * (forward + backward) * mapping.virtual + 2 * (f.pp - 1) * self._p2p(mapping)
         own = parameters_of_rank(self.job, mapping, held[0])
-        replicas = Replicas(mapping, self.network)
+        replicas = Replicas(self.job, mapping, self.network)
         first = totals[0]
         back = first[2] if mapping.splits_backward else first[1]
         out += replicas.exposed(own, forward=first[0], backward=back, layers=held[0].layers, passes=m)
@@ -141,7 +151,7 @@ class Quick:
         f = mapping.folding
         between = f.world // f.pp >= self.cluster.hardware.ranks_per_host
         tokens = mapping.micro_batch * self.job.seq_len / (f.tp * f.cp)
-        return self.network.send(tokens * self.job.shape.hidden * BF16, between=between)
+        return self.network.send(tokens * self.job.shape.hidden * mapping.item_bytes, between=between)
 
 
 def _bare(mapping: Mapping) -> Mapping:

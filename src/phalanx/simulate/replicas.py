@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 from phalanx.plan.shard_copies import GATHER_SHARE
 from phalanx.simulate.collectives import NCCL_SMS, Network, beside, span_of
-from phalanx.simulate.cost import BF16, FP32, Oracle
-from phalanx.simulate.device_memory import shards
-from phalanx.simulate.mapping import Mapping
+from phalanx.simulate.cost import FP32, Oracle
+from phalanx.simulate.device_memory import kept_state, shards
+from phalanx.simulate.mapping import Job, Mapping
 
-OPTIMIZER_BYTES = 34
-"""Moved for a parameter that this rank updates: gradient twice (norm, update), three states in and out, the bf16 weight out."""
+OPTIMIZER_BYTES = 32
+"""Moved for a parameter that this rank updates: gradient twice (norm, update), three states in and out. Besides the weight in the compute type goes out."""
 
 VOTE_TRIPS = 6
 """Round trips of a vote to the service, at most (docs/survive.md)."""
@@ -25,11 +25,29 @@ VOTE_TRIPS = 6
 class Replicas:
     """Data-parallel traffic of a mapping. Parameters of a rank are given as (dense, expert)."""
 
+    job: Job
     mapping: Mapping
     network: Network
 
     def traffic(self, own: tuple[float, float]) -> tuple[float, float]:
         """Seconds of gathering parameters and of reducing gradients."""
+        gather, reduce = self._over_ranks(own)
+        back, there = self._over_holders(own[1])
+        return gather + back, reduce + there
+
+    def _over_holders(self, expert: float) -> tuple[float, float]:
+        """The same of experts with replicas (`plan/holders.py`): parts of gradients go to those who complete them; what comes back are sums, before the update, or updated parameters."""
+        m, f = self.mapping, self.mapping.folding
+        if m.slots is None or not m.slots.sent:
+            return 0.0, 0.0
+        span = span_of(f.ep, f.etp, ranks_per_host=self.network.hardware.ranks_per_host)
+        elements = expert * m.slots.sent / m.slots.held * span.size / max(1, span.size - 1)
+        there = self.network.all_to_all(m.gradient_bytes * elements, span)
+        if m.slots.state == "whole":
+            return 0.0, 2 * there
+        return self.network.all_to_all(m.item_bytes * elements, span), there
+
+    def _over_ranks(self, own: tuple[float, float]) -> tuple[float, float]:
         f, per_host = self.mapping.folding, self.network.hardware.ranks_per_host
         if self.mapping.sharding == "none":  # every rank makes every update, from whole sums
             ends = ((f.dp * f.cp, f.tp), (f.edp, f.etp * f.ep))
@@ -42,11 +60,11 @@ class Replicas:
         expert = span_of(by_expert, f.etp * f.ep * (f.edp // by_expert), ranks_per_host=per_host)
         gather, reduce = (
             self.network.all_gather(width * own[0], dense) + self.network.all_gather(width * own[1], expert)
-            for width in (BF16, self.mapping.gradient_bytes)
+            for width in (self.mapping.item_bytes, self.mapping.gradient_bytes)
         )
         if self.mapping.holders > 1:
             gather = sum(
-                self.network.all_gather(BF16 * n, span) * self._published(span.size)
+                self.network.all_gather(self.mapping.item_bytes * n, span) * self._published(span.size)
                 for n, span in zip(own, (dense, expert), strict=True)
             )
         return gather, reduce
@@ -91,7 +109,5 @@ class Replicas:
 
     def optimizer(self, own: tuple[float, float], oracle: Oracle) -> float:
         """Update of this rank's share, and gradients set to zero."""
-        by_dense, by_expert = shards(self.mapping)
-        holders = self.mapping.holders
-        mine = own[0] / by_dense * min(holders, by_dense) + own[1] / by_expert * min(holders, by_expert)
-        return oracle.memory(mine * OPTIMIZER_BYTES + sum(own) * FP32, kernels=20)
+        mine = sum(kept_state(self.job, self.mapping, own))
+        return oracle.memory(mine * (OPTIMIZER_BYTES + self.mapping.item_bytes) + sum(own) * FP32, kernels=20)

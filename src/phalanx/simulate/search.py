@@ -20,10 +20,14 @@ from phalanx.simulate.mapping import Job, Mapping, Overlap, Precision, Recompute
 from phalanx.simulate.quick import Quick
 from phalanx.simulate.routing import Routing
 from phalanx.simulate.search_space import Space, foldings, micro_batches, overlaps, pairs_pass, pipelines
+from phalanx.simulate.slow_ranks import Stragglers
+from phalanx.simulate.slow_step import with_stragglers
 from phalanx.simulate.step_time import Prediction, predict
 
 RERANKED = 60
 """Choices that the second pass looks at."""
+CLOCKED = 4
+"""Micro-batches for each pipeline rank that its clock runs; more are the steady state's."""
 
 
 @dataclass(frozen=True)
@@ -229,7 +233,20 @@ class _Search:
         )
 
     def _exact(self, candidate: Candidate) -> Prediction:
-        return predict(self.job, candidate.mapping, self.cluster, most_microbatches=4)
+        return predict(self.job, candidate.mapping, self.cluster, most_microbatches=CLOCKED)
+
+
+def with_slow_ranks(result: SearchResult, stragglers: Stragglers) -> SearchResult:
+    """Its best choices ranked anew, with slow ranks on their clocks. The front and what was sampled stay those of a cluster where nobody is slow."""
+    slow = {
+        p.mapping: with_stragglers(p, stragglers, most=CLOCKED)
+        for p in {p.mapping: p for p in (*result.best, *result.variants)}.values()
+    }
+
+    def ranked(found: tuple[Prediction, ...]) -> tuple[Prediction, ...]:
+        return tuple(sorted((slow[p.mapping] for p in found), key=lambda p: p.step.seconds))
+
+    return replace(result, best=ranked(result.best), variants=ranked(result.variants))
 
 
 def reasons(result: SearchResult, prediction: Prediction) -> str:

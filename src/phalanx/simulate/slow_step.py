@@ -8,6 +8,7 @@ never change: communication takes what it took (a slow rank is late, its links a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -16,7 +17,7 @@ from phalanx.simulate.block_time import Ledger
 from phalanx.simulate.hardware import GpuCluster
 from phalanx.simulate.mapping import Job, Mapping
 from phalanx.simulate.slow_ranks import Floats, Stragglers, paces
-from phalanx.simulate.step_time import Prediction, StepTime, step_time
+from phalanx.simulate.step_time import Prediction, StepTime, slow_steps, step_time
 
 CANDIDATES = 1
 """Pipelines of a draw that are put on the clock: the slowest by a closed form. Of 36 draws over three schedules the slowest of all was 0.6 % slower at most."""
@@ -26,23 +27,26 @@ STEADY = 2
 """Micro-batches for each pipeline rank that the clock runs for a draw; more are the steady state's: 0.4 % off at most in the same draws."""
 
 
-def with_stragglers(prediction: Prediction, stragglers: Stragglers) -> Prediction:
-    """The same job with slow ranks. Its step is that of the slowest pipeline; where paces are drawn, of the median draw, with the others in `draws`."""
+def with_stragglers(prediction: Prediction, stragglers: Stragglers, *, most: int | None = None) -> Prediction:
+    """The same job with slow ranks. Its step is that of the slowest pipeline; where paces are drawn, of the median draw, with the others in `draws`.
+
+    `most` limits the clock as `predict` does.
+    """
     run = _Slow(prediction.job, prediction.mapping, prediction.cluster)
     rng = np.random.default_rng(stragglers.seed)
     nominal = prediction.step
     if not stragglers.drawn:
         table = paces(prediction.mapping.folding, stragglers.factors(prediction.cluster, rng))
-        step = run.slowest(table, NAMED_CANDIDATES, most=None)[1]
+        step = run.slowest(table, NAMED_CANDIDATES, most=most)[1]
         return replace(prediction, step=_told(step, nominal, ()), stragglers=stragglers, nominal_s=nominal.seconds)
-    draws = []
-    for _ in range(stragglers.draws):
-        table = paces(prediction.mapping.folding, stragglers.factors(prediction.cluster, rng))
-        vector, step = run.slowest(table, CANDIDATES, most=STEADY)
-        draws.append((step.seconds, vector))
-    draws.sort()
+    tables = (
+        paces(prediction.mapping.folding, stragglers.factors(prediction.cluster, rng)) for _ in range(stragglers.draws)
+    )
+    vectors = [run.candidates(table, CANDIDATES) for table in tables]
+    run.learn([vector for among in vectors for vector in among], STEADY)
+    draws = sorted(max((run.step(vector, STEADY).seconds, vector) for vector in among) for among in vectors)
     middle, vector = draws[len(draws) // 2]
-    step = _told(run.step(vector, None), nominal, tuple(seconds / middle for seconds, _ in draws))
+    step = _told(run.step(vector, most), nominal, tuple(seconds / middle for seconds, _ in draws))
     return replace(prediction, step=step, stragglers=stragglers, nominal_s=nominal.seconds)
 
 
@@ -72,12 +76,21 @@ class _Slow:
             )
         return self.known[key]
 
+    def learn(self, vectors: Sequence[tuple[float, ...]], most: int) -> None:
+        """Steps of many paces at once."""
+        new = [vector for vector in dict.fromkeys(vectors) if (vector, most) not in self.known]
+        made = slow_steps(self.job, self.mapping, self.cluster, new, most_microbatches=most, ledgers=self.ledgers)
+        self.known |= {(vector, most): step for vector, step in zip(new, made, strict=True)}
+
     def slowest(self, table: Floats, candidates: int, most: int | None) -> tuple[tuple[float, ...], StepTime]:
-        """The pace and the step of the slowest of pipelines, (pipelines, pp), among those that 1F1B's closed form finds slowest: one way through all stages, and the rest of
-        the micro-batches at the slowest."""
+        """The pace and the step of the slowest pipeline."""
+        found = self.candidates(table, candidates)
+        return max(((vector, self.step(vector, most)) for vector in found), key=lambda one: one[1].seconds)
+
+    def candidates(self, table: Floats, number: int) -> list[tuple[float, ...]]:
+        """Paces of pipelines, (pipelines, pp), that 1F1B's closed form finds slowest: one way through all stages, and the rest of the micro-batches at the slowest."""
         different = np.unique(table, axis=0)
         each = different * self.busy
         m = self.mapping.num_microbatches(self.job)
         order = np.argsort(-(each.sum(axis=1) + (m - 1) * each.max(axis=1)), kind="stable")
-        found = [tuple(map(float, different[i])) for i in order[:candidates]]
-        return max(((vector, self.step(vector, most)) for vector in found), key=lambda one: one[1].seconds)
+        return [tuple(map(float, different[i])) for i in order[:number]]

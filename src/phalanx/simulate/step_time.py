@@ -8,16 +8,18 @@ the first forward have room. Must never change: the parts of the breakdown sum t
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from statistics import NormalDist
 from typing import Any
 
 from phalanx.plan.schedule import Schedule, make_schedule
+from phalanx.plan.schedule_many import makespans
 from phalanx.plan.schedule_time import ScheduleCosts, Timeline, simulate, uniform_costs
 from phalanx.simulate.block_time import COMMUNICATION, Blocks, Ledger
 from phalanx.simulate.collectives import Network
-from phalanx.simulate.cost import BF16, SIGMA, Oracle
+from phalanx.simulate.cost import SIGMA, Oracle
 from phalanx.simulate.device_memory import StageMemory, memory_of, parameters_of_rank, usable_bytes
 from phalanx.simulate.hardware import GpuCluster
 from phalanx.simulate.mapping import Job, Mapping
@@ -169,6 +171,7 @@ class Prediction:
             "peak_bytes": self.peak_bytes,
             "usable_bytes": usable_bytes(self.cluster.hardware),
             "fits": self.fits,
+            **({} if self.mapping.slots is None else {"replicas": asdict(self.mapping.slots)}),
             **slow,
         }
 
@@ -204,6 +207,26 @@ def step_time(
 ) -> StepTime:
     """The step of a mapping that was checked. `ledgers` are layers that were computed before; `slow` is how much longer each pipeline rank computes."""
     return _Step(job, mapping, cluster, ledgers, slow).result(exact=exact, most_microbatches=most_microbatches)
+
+
+def slow_steps(
+    job: Job,
+    mapping: Mapping,
+    cluster: GpuCluster,
+    vectors: Sequence[tuple[float, ...]],
+    *,
+    most_microbatches: int,
+    ledgers: dict[str, Ledger],
+) -> list[StepTime]:
+    """`step_time` of each of many ways in which pipeline ranks compute slower, without timelines."""
+    steps = [_Step(job, mapping, cluster, ledgers, slow) for slow in vectors]
+    if not steps or mapping.folding.pp == 1:
+        return [step.result(exact=True, most_microbatches=most_microbatches) for step in steps]
+    ends = makespans(steps[0].shortened(most_microbatches)[0], [step.costs() for step in steps])
+    return [
+        step.result(exact=True, most_microbatches=most_microbatches, ended=float(end))
+        for step, end in zip(steps, ends, strict=True)
+    ]
 
 
 def pass_costs(job: Job, mapping: Mapping, cluster: GpuCluster) -> ScheduleCosts:
@@ -287,7 +310,7 @@ class _Step:
         if f.pp == 1:
             return 0.0
         between = f.world // f.pp >= self.hardware.ranks_per_host
-        return self.network.send(self.blocks.tokens * self.job.shape.hidden * BF16, between=between)
+        return self.network.send(self.blocks.tokens * self.job.shape.hidden * self.mapping.item_bytes, between=between)
 
     def costs(self) -> ScheduleCosts:
         seconds = [stage.seconds for stage in self.stages]
@@ -309,15 +332,23 @@ class _Step:
             held[rank].append(stage)
         return held
 
-    def _clock(self, costs: ScheduleCosts, steady: float, most: int | None) -> tuple[Timeline | None, float]:
-        """The schedule's timeline and makespan; past `most` micro-batches a rank, one more costs what the busiest rank has to do."""
+    def shortened(self, most: int | None) -> tuple[Schedule, int]:
+        """The schedule of at most `most` micro-batches for each rank, and of how many it is."""
         p = self.mapping.folding.pp
         few = self.m if most is None or self.m <= (most + 1) * p else most * p + self.m % p
-        made = _schedule(self.mapping.schedule, p, self.mapping.virtual, few, self.mapping.extra_warmup)
+        return _schedule(self.mapping.schedule, p, self.mapping.virtual, few, self.mapping.extra_warmup), few
+
+    def _clock(
+        self, costs: ScheduleCosts, steady: float, most: int | None, ended: float | None = None
+    ) -> tuple[Timeline | None, float]:
+        """The schedule's timeline and makespan; past `most` micro-batches a rank, one more costs what the busiest rank has to do. `ended`: when the clock was run before, and said so."""
+        made, few = self.shortened(most)
+        if ended is not None:
+            return None, ended + (self.m - few) * steady
         timeline = simulate(made, costs)
         return (timeline if few == self.m else None), timeline.makespan + (self.m - few) * steady
 
-    def result(self, *, exact: bool, most_microbatches: int | None = None) -> StepTime:
+    def result(self, *, exact: bool, most_microbatches: int | None = None, ended: float | None = None) -> StepTime:
         f, held, costs = self.mapping.folding, self._by_rank(), self.costs()
         busy = [self.m * sum(sum(stage.seconds) for stage in stages) for stages in held]
         rank = max(range(f.pp), key=lambda r: busy[r])
@@ -327,7 +358,7 @@ class _Step:
             if exact and most_microbatches is None:
                 timeline, _ = self._clock(costs, busy[0] / self.m, None)
         elif exact:
-            timeline, makespan = self._clock(costs, busy[rank] / self.m, most_microbatches)
+            timeline, makespan = self._clock(costs, busy[rank] / self.m, most_microbatches, ended)
         else:
             makespan = busy[rank] + self._bubble(costs)
         parts: dict[str, float] = {}
@@ -341,7 +372,7 @@ class _Step:
         room = [sum(stage.seconds[way] for stage in held[0]) for way in (0, 1)]
         if self.mapping.splits_backward:  # gradients are whole when the weights' own passes end
             room[1] = sum(stage.weight_grad for stage in held[0])
-        replicas = Replicas(self.mapping, self.network)
+        replicas = Replicas(self.job, self.mapping, self.network)
         parts["dp"] = replicas.exposed(own, forward=room[0], backward=room[1], layers=content.layers, passes=self.m)
         parts["optimizer"] = replicas.optimizer(own, self.oracle) * max(self.slow or (1.0,))
         total = sum(parts.values())

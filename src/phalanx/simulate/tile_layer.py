@@ -30,7 +30,6 @@ from phalanx.simulate.tile_time import (
 
 Both = tuple[float, float]
 """Seconds forward and backward."""
-BF16 = 2
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ class TiledExperts:
             experts=s.experts,
             ep=f.ep,
             etp=f.etp,
-            row_bytes=s.hidden * BF16,
+            row_bytes=s.hidden * self.mapping.item_bytes,
             ranks_per_host=h.ranks_per_host,
             host_limit=s.group_top_k if s.groups > 1 else None,
             gateways=h.sms is None,
@@ -75,11 +74,20 @@ class TiledExperts:
         way = self.mapping.overlap.ep
         assert way in ("tiles", "fine", "auto")  # the only caller asks
         of = partial(self.pieces, layer, shared)
-        return layer_passes(layer, of, _way(way), puts_off=self.mapping.splits_backward, bound=self.bound)
+        return layer_passes(
+            layer,
+            of,
+            _way(way),
+            puts_off=self.mapping.splits_backward,
+            bound=self.bound,
+            paired=self.mapping.overlap.paired,
+        )
 
     def pieces(self, layer: TileLayer, shared: Both, direction: Direction) -> Pieces:
         s, f = self.job.shape, self.mapping.folding
-        shape = TileShape(hidden=s.hidden, ffn=s.expert_ffn / f.etp, matrices=s.ffn_matrices)
+        shape = TileShape(
+            hidden=s.hidden, ffn=s.expert_ffn / f.etp, matrices=s.ffn_matrices, item=self.mapping.item_bytes
+        )
         link = link_cost(
             self.network,
             layer,

@@ -30,6 +30,7 @@ from phalanx.plan.overlap_choose import MARGIN, SERIAL
 from phalanx.plan.overlap_clock import seconds_of
 from phalanx.plan.overlap_cost import OverlapCost, RankWork
 from phalanx.plan.overlap_hosts import can_forward
+from phalanx.plan.overlap_pair import PassTime, link_s, pair_s
 from phalanx.plan.overlap_setting import CANDIDATES, FINE
 from phalanx.plan.overlap_types import RankPlan, Schedule
 from phalanx.simulate.collectives import Network, Span, distinct
@@ -136,11 +137,13 @@ class LayerPass:
     schedule: Schedule
     weights_s: float = 0.0
     """Of `compute_s`: gradients of weights."""
+    beside_s: float | None = None
+    """What it is longer for beside the opposite pass of another micro-batch; None: it runs alone."""
 
     @property
     def exposed_s(self) -> float:
         """Longer than computing alone: waits, and products that messages slow down."""
-        return self.seconds - self.compute_s
+        return self.seconds - self.compute_s if self.beside_s is None else self.beside_s
 
 
 # ---- what the layer is ------------------------------------------------------------------------------------------------------------
@@ -252,6 +255,8 @@ class TileShape:
     hidden: int
     ffn: float
     matrices: int
+    item: int = BF16
+    """Bytes of an element."""
 
 
 def pieces_of(
@@ -265,7 +270,7 @@ def pieces_of(
 
     def tile(rows: int) -> tuple[int, float, float]:
         around = oracle.memory(
-            (1.0 if forward else 5 / 3) * rows * shape.matrices * n * BF16, kernels=FIRST_KERNELS[direction]
+            (1.0 if forward else 5 / 3) * rows * shape.matrices * n * shape.item, kernels=FIRST_KERNELS[direction]
         )
         inner = (h, up * n) if forward else (up * n, h)
         first = oracle.product(rows, up * n, h) if forward else oracle.product(rows, n, h)
@@ -341,12 +346,28 @@ def _clocked(layer: TileLayer, pieces: Pieces, schedule: Schedule, direction: Di
     return seconds_of(plan.ops, work, pieces.link, wire_of(layer, direction)), alone
 
 
+def _pair_s(layer: TileLayer, forward: Pieces, backward: Pieces, schedule: Schedule) -> float:
+    """Seconds of both passes beside one another (`plan/overlap_pair.py`)."""
+
+    def of(pieces: Pieces, direction: Direction) -> PassTime:
+        alone, computing = _clocked(layer, pieces, schedule, direction)
+        return PassTime(alone, computing, link_s(0, pieces.link, wire_of(layer, direction)))
+
+    return pair_s(of(forward, "forward"), of(backward, "backward"), forward.link)
+
+
 @lru_cache(maxsize=4096)
-def _chosen(layer: TileLayer, pieces: Pieces, way: TileWay) -> Schedule:
-    """By the forward pass, as a run chooses."""
+def _chosen(layer: TileLayer, pieces: Pieces, way: TileWay, backward: Pieces | None = None) -> Schedule:
+    """By the forward pass, as a run chooses; with `backward` by the pair of both."""
     if way != "auto":
         return FINE if way == "fine" else SERIAL
-    seconds = {s: _clocked(layer, pieces, s, "forward")[0] for s in dict.fromkeys((SERIAL, *CANDIDATES))}
+
+    def of(schedule: Schedule) -> float:
+        if backward is None:
+            return _clocked(layer, pieces, schedule, "forward")[0]
+        return _pair_s(layer, pieces, backward, schedule)
+
+    seconds = {s: of(s) for s in dict.fromkeys((SERIAL, *CANDIDATES))}
     best = min(seconds, key=seconds.__getitem__)
     return best if seconds[best] < (1 - MARGIN) * seconds[SERIAL] else SERIAL
 
@@ -358,15 +379,17 @@ def layer_passes(
     *,
     puts_off: bool = False,
     bound: bool = False,
+    paired: bool = False,
 ) -> tuple[LayerPass, LayerPass]:
     """Forward and backward. `puts_off`: gradients of weights are made by a later pass, so nothing hides beside them; their time is in the backward one.
 
-    `bound`: what no schedule can beat, without a plan: all that is computed, or all bytes.
+    `bound`: what no schedule can beat, without a plan: all that is computed, or all bytes. `paired`: the two run beside one another, each with another micro-batch;
+    what the pair is longer than all computing is shared out by messages.
     """
     forward, backward = of("forward"), of("backward")
-    if bound:
+    if bound and not paired:  # a pair hides more than either bound knows of
         return _bound(layer, forward, "forward"), _bound(layer, backward, "backward")
-    schedule = _chosen(layer, forward, way)
+    schedule = _chosen(layer, forward, way, backward if paired else None)
     _, slots = _cut(layer)
     seconds, later = dict(backward.slots), 0.0
     weights_s = sum(number * seconds[rows] for rows, number in slots.items())
@@ -378,7 +401,13 @@ def layer_passes(
         clock, alone = _clocked(layer, pieces, schedule, direction)
         return LayerPass(clock + more, alone + more, _bytes_s(layer, pieces.link, direction), schedule, weights)
 
-    return timed(forward, "forward"), timed(backward, "backward", later, weights_s)
+    passes = timed(forward, "forward"), timed(backward, "backward", later, weights_s)
+    if not paired:
+        return passes
+    left = _pair_s(layer, forward, backward, schedule) - sum(one.compute_s for one in passes) + later
+    bytes_s = sum(one.communication_s for one in passes)
+    first, second = (replace(one, beside_s=left * one.communication_s / bytes_s) for one in passes)
+    return first, second
 
 
 def _bytes_s(layer: TileLayer, link: OverlapCost, direction: Direction) -> float:

@@ -60,6 +60,7 @@ def recipe_of_mapping(job: Job, mapping: Mapping, *, on_device: bool = True) -> 
             seq_len=job.seq_len,
             global_batch=job.global_batch,
             micro_batch=mapping.micro_batch,
+            dtype="float32" if mapping.precision == "fp32" else "bfloat16",
             recompute=mapping.recompute if mapping.recompute in ("selective", "full") else "none",
         ),
         resilience=ResilienceConfig(
@@ -109,7 +110,7 @@ def _dispatch(mapping: Mapping) -> DispatchConfig:
 
 
 def _pipeline(mapping: Mapping) -> PipelineConfig:
-    pair = mapping.overlap.ep == "pair"
+    pair = mapping.overlap.ep == "pair" or mapping.overlap.paired
     if mapping.folding.pp == 1:
         return PipelineConfig(pair_passes=pair)
     return PipelineConfig(
