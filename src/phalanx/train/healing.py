@@ -511,6 +511,7 @@ class HealingBody:
 
     def _saved_now(self, trainer: Trainer) -> bool:
         """Whether a checkpoint holds the state after the last step. Collective."""
+        trainer.hear_of_checkpoints(wait=True)
         if despite_disk(trainer.manager.choose, None, self.sinks) != self._step:
             trainer.save()
             trainer.hear_of_checkpoints(wait=True)
