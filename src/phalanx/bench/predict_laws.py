@@ -162,7 +162,7 @@ def learn(plans: Sequence[Plan], told: Sequence[Mapping[str, Any]], oracle: Prog
 
 
 def _means(singles: Iterable[_Single]) -> dict[str, list[tuple[Amounts, float]]]:
-    """By kind: (amounts, seconds), the median over steps of the mean of a step."""
+    """By kind: (amounts, seconds), the mean over steps of the mean of a step."""
     steps: dict[tuple[str, Amounts], dict[int, list[float]]] = {}
     for one in singles:
         steps.setdefault((one.kind, one.amounts), {}).setdefault(one.step, []).append(one.seconds)

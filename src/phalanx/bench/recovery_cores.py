@@ -27,7 +27,7 @@ class SlotCores:
             self._groups = CpuGroups(f"phalanx-recovery-{os.getpid()}", self.slots, quota_cores=self.cores)
         except OSError as err:
             raise RunError(
-                f"cannot give each slot a share of the cores ({err}); leave --own-cores out, or run as a user who may make control groups"
+                f"cannot give each slot a share of the cores ({err}); give --no-own-cores, or run as a user who may make control groups"
             ) from err
         return self
 

@@ -14,13 +14,18 @@ import importlib
 import json
 import os
 import pickle
+import select
 import struct
 import subprocess
 import sys
+import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, BinaryIO
 
+LIMIT_S = 60.0
+"""An answer that takes longer is not waited for: the rank computes it itself."""
 _LENGTH = struct.Struct("<Q")
 _PROGRAM = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from phalanx.runtime.aside import serve; serve(sys.argv[2:])"
 
@@ -41,16 +46,15 @@ class Aside:
 
     def begin(self, function: Callable[..., Any], *args: Any, **options: Any) -> None:
         """Have `function` (of a module) called there. Whatever fails, `answer` makes good."""
-        if self._asked is not None:  # it may be busy with that for long
-            self.close()
+        self.drop()
         asked = pickle.dumps((function, args, options))
         try:
             process = self._started()
-            assert process.stdin is not None
-            _write(process.stdin, asked)
-            self._asked = asked
         except OSError:
-            self.close()
+            return
+        self._asked = asked
+        # in a thread: a question may be longer than a pipe holds, and the other side still imports
+        threading.Thread(target=_ask, args=(process.stdin, asked), name="question", daemon=True).start()
 
     def answer(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """What `function` returns: that of the other process where just this was begun there, else computed here and now. Raises what it raises."""
@@ -61,20 +65,27 @@ class Aside:
                 return pickle.loads(found)
         return function(*args, **options)
 
+    def drop(self) -> None:
+        """What was begun is of no use any more. A process that may be busy with it is ended."""
+        if self._asked is not None:
+            self.close()
+
     def close(self) -> None:
         """End the process; what was begun there is dropped."""
         if self._process is not None:
-            _end(self._process)
+            self._end()
         self._process = self._asked = None
 
     def _started(self) -> subprocess.Popen[bytes]:
-        if self._process is None or self._process.poll() is not None:
+        if self._process is not None and self._process.poll() is not None:
+            self.close()
+        if self._process is None:
             command = [sys.executable, "-c", _PROGRAM, json.dumps(sys.path), *self.modules]
             # a session of its own: Ctrl-C is for the rank, which finishes its step
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
             )
-            weakref.finalize(self, _end, self._process)
+            self._end = weakref.finalize(self, _end, self._process)
         return self._process
 
     def _read(self) -> bytes | None:
@@ -82,15 +93,21 @@ class Aside:
         assert self._process is not None and self._process.stdout is not None
         found = None
         with contextlib.suppress(OSError):
-            found = _read(self._process.stdout)
+            found = _read_until(self._process.stdout.fileno(), time.monotonic() + LIMIT_S)
         if found is None:
             self.close()
         return found
 
 
+def _ask(pipe: BinaryIO | Any, asked: bytes) -> None:
+    with contextlib.suppress(OSError, ValueError):  # closed meanwhile
+        _write(pipe, asked)
+
+
 def _end(process: subprocess.Popen[bytes]) -> None:
     process.kill()
-    process.wait()
+    with contextlib.suppress(subprocess.TimeoutExpired):  # one that waits for a disk dies later
+        process.wait(timeout=1.0)
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
             with contextlib.suppress(OSError):
@@ -100,6 +117,20 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def _write(pipe: BinaryIO | Any, data: bytes) -> None:
     pipe.write(_LENGTH.pack(len(data)) + data)
     pipe.flush()
+
+
+def _read_until(fd: int, end_s: float) -> bytes | None:
+    """One message; None at the end, or where it is not there in time."""
+    found, wanted = b"", _LENGTH.size
+    while len(found) < wanted:
+        ready, _, _ = select.select([fd], [], [], max(0.0, end_s - time.monotonic()))
+        part = os.read(fd, wanted - len(found)) if ready else b""
+        if not part:
+            return None
+        found += part
+        if len(found) == _LENGTH.size == wanted:
+            wanted += _LENGTH.unpack(found)[0]
+    return found[_LENGTH.size :]
 
 
 def _read(pipe: BinaryIO | Any) -> bytes | None:

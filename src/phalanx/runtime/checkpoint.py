@@ -73,6 +73,10 @@ class _Job:
     """Written by a thread of its own that talks to nobody."""
     over: threading.Event = field(default_factory=threading.Event)
     """Nobody wants it any more."""
+    hurry: threading.Event = field(default_factory=threading.Event)
+    """Somebody waits for it: it is written as fast as can be."""
+    bytes_per_s: float = math.inf
+    """Of this rank."""
     written: Share | Exception | None = None
 
 
@@ -99,8 +103,10 @@ class CheckpointManager:
         self._peers = Peers(group, escape=escape)
         self._keep_last = keep_last
         self._asynchronous = asynchronous
-        self._bytes_per_s = write_rate * 1e6 / (group.size() if group is not None else 1) or math.inf
+        self._write_rate = write_rate
         self._by_steps = by_steps
+        self._job: _Job | None = None
+        """Of the thread."""
         self._pending: _Job | None = None
         self._thread: threading.Thread | None = None
         self._outcomes: list[Saved | CheckpointError] = []
@@ -130,7 +136,7 @@ class CheckpointManager:
         elif self._by_steps:
             self._run(job, lambda: self._write_beside(job))
         else:
-            self._start(lambda: self._run(job, lambda: self._write(job)))
+            self._start(job, lambda: self._run(job, lambda: self._write(job)))
 
     def poll(self) -> Saved | None:
         """A save that ended since the last call, if any; `by_steps` all ranks call it together. Raises `CheckpointError` if it failed; nothing saved before is harmed."""
@@ -143,8 +149,10 @@ class CheckpointManager:
         return outcome
 
     def finish(self) -> Saved | None:
-        """Wait for the save under way, then `poll`."""
+        """Wait for the save under way, which goes on without a limit to its rate, then `poll`."""
         begin_s = time.perf_counter()
+        if self._job is not None:
+            self._job.hurry.set()
         self._join()
         if self._pending is not None:
             self._pending.blocked_s += time.perf_counter() - begin_s
@@ -159,13 +167,14 @@ class CheckpointManager:
         """Nobody completes what is under way any more; its thread ends by itself."""
         if self._pending is not None:
             self._pending.over.set()
-            self._pending = None
+            self._pending, self._buffers = None, []
 
     @property
     def busy(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
-    def _start(self, work: Callable[[], None]) -> None:
+    def _start(self, job: _Job, work: Callable[[], None]) -> None:
+        self._job = job
         # a daemon: a rank that must end at once (a dead peer, a second Ctrl-C) does not wait for the disk
         self._thread = threading.Thread(target=work, name="checkpoint", daemon=True)
         self._thread.start()
@@ -189,7 +198,7 @@ class CheckpointManager:
             job.written = self._share(job, path)
 
         self._pending = job
-        self._start(work)
+        self._start(job, work)
         job.blocked_s = time.perf_counter() - job.begin_s
 
     def _settle(self) -> None:
@@ -239,7 +248,11 @@ class CheckpointManager:
     def _begin(self, job: _Job) -> Path:
         """An empty folder to write to. Collective."""
         try:
-            return Path(self._first(lambda: str(self.folder.begin(job.state.step))))
+            path = Path(self._first(lambda: str(self.folder.begin(job.state.step))))
+            if self._write_rate:  # who has more to write has more of it
+                mine = sum(b.tensor.nbytes for b in job.boxes)
+                job.bytes_per_s = self._write_rate * 1e6 * mine / max(1, sum(self._peers.gather(mine))) or math.inf
+            return path
         except CheckpointError as err:
             self._first(lambda: self.folder.abandon(job.state.step))
             raise self._describe(err, job) from None
@@ -260,8 +273,9 @@ class CheckpointManager:
         from phalanx.runtime.checkpoint_planner import write_boxes
 
         work = partial(
-            write_boxes, job.boxes, path, rank=self._peers.rank, bytes_per_s=self._bytes_per_s, over=job.over.is_set
-        )
+            write_boxes, job.boxes, path, rank=self._peers.rank, bytes_per_s=job.bytes_per_s,
+            over=job.over.is_set, hurry=job.hurry.is_set,
+        )  # fmt: skip
         return work() if job.beside else run_escapable(self._peers.escape, work)
 
     def _complete(self, job: _Job, mine: Share | Exception) -> Saved:

@@ -59,11 +59,12 @@ def write_boxes(
     rank: int,
     bytes_per_s: float = math.inf,
     over: Callable[[], bool] = lambda: False,
+    hurry: Callable[[], bool] = lambda: False,
 ) -> Share:
-    """Write the primary boxes of this rank to the folder `path`, at no more than `bytes_per_s`, by itself. Raises `WriteFailure`, also where `over` says that nobody wants
-    it any more."""
+    """Write the primary boxes of this rank to the folder `path`, at no more than `bytes_per_s` until `hurry` says that somebody waits, by itself. Raises `WriteFailure`, also
+    where `over` says that nobody wants it any more."""
     _quiet()
-    planner = BoxSavePlanner(boxes, bytes_per_s=bytes_per_s, over=over)
+    planner = BoxSavePlanner(boxes, bytes_per_s=bytes_per_s, over=over, hurry=hurry)
     writer = BoxWriter(path)
     plan = planner.create_local_plan()
     named = writer.prepare_global_plan([SavePlan([])] * rank + [plan])[rank]
@@ -115,12 +116,17 @@ class BoxSavePlanner(SavePlanner):
     """
 
     def __init__(
-        self, boxes: Sequence[BoxTensor], *, bytes_per_s: float = math.inf, over: Callable[[], bool] = lambda: False
+        self,
+        boxes: Sequence[BoxTensor],
+        *,
+        bytes_per_s: float = math.inf,
+        over: Callable[[], bool] = lambda: False,
+        hurry: Callable[[], bool] = lambda: False,
     ) -> None:
         self._boxes = [b for b in boxes if b.primary and b.box.num_elements]
         self._tensors = {_index(b): b.tensor for b in self._boxes}
         self._bytes_per_s, self._begin_s, self._handed = bytes_per_s, 0.0, 0
-        self._over = over
+        self._over, self._hurry = over, hurry
 
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: Any = None, is_coordinator: bool = False
@@ -152,7 +158,7 @@ class BoxSavePlanner(SavePlanner):
             self._begin_s = time.monotonic()
         self._handed += tensor.nbytes
         due_s = self._begin_s + self._handed / self._bytes_per_s
-        while not self._over() and (left_s := due_s - time.monotonic()) > 0:
+        while not self._over() and not self._hurry() and (left_s := due_s - time.monotonic()) > 0:
             time.sleep(min(left_s, LOOK_S))
         if self._over():
             raise WriteFailure(write_item.index.fqn, "nobody wants it any more")

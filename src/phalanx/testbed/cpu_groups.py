@@ -1,7 +1,7 @@
 """Control groups for processor time: an equal share for each, or a quota. Version 1 of the `cpu` controller, or version 2.
 
 Decides only where groups can be made: inside the group of this process, so that limits on it hold for them too, else at the top. Needs the right to make them.
-A group is an empty folder once its processes are dead, and is removed by name; nothing else is left of it.
+A group is an empty folder once its processes are dead, and is removed by name; nothing else is left of it, but that version 2 keeps the `cpu` controller switched on.
 """
 
 from __future__ import annotations

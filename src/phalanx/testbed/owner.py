@@ -119,7 +119,11 @@ def _stale_folders(namespace: int) -> list[Path]:
 def _stale_groups(namespace: int) -> list[Path]:
     """Control groups of dead owners."""
     found = []
-    for group in (g for top in tops() for g in top.glob(f"{FOLDER_PREFIX}*")):
+    try:
+        groups = [g for top in tops() for g in top.glob(f"{FOLDER_PREFIX}*")]
+    except OSError:  # no control groups here
+        return []
+    for group in groups:
         owner = parse_tag(group.name.removeprefix(FOLDER_PREFIX).rpartition("-")[0])
         if owner is not None and owner.namespace == namespace and not owner.is_alive():
             found.append(group)

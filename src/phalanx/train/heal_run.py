@@ -176,7 +176,7 @@ def prepare_run(recipe: Recipe, folder: RunFolder, *, kept: Recipe | None = None
     )
     if alone or not folder.has_recipe:
         folder.write_recipe(again, prepared.tokenizer)
-    kept = None if alone else again  # the run may be another one, and refuse this host
+    kept = None if alone or joins else again  # the run may be another one, and refuse this host
     return HealingRun(recipe=recipe, folder=folder, prepared=prepared, spec=spec, healing=healing, kept=kept)
 
 
@@ -224,7 +224,8 @@ def work(run: HealingRun, seat: Seat, *, threads: int, first: int = 0, watch: Wa
             if joins:  # when a run begins, all are cold together
                 _rehearse(body, sinks)
             seat.announce(plan_hash=_plan_hash(run), version=versions()["phalanx"])
-            _keep_recipe(run, sinks)
+            if slot == 0:
+                _keep_recipe(run, sinks)
             why = run_member(seat, body, tell=body.tell, order=body.order)
         except BaseException as err:
             reason = " ".join([f"{type(err).__name__}:", *str(err).splitlines()[:2]])
@@ -242,7 +243,7 @@ def _keep_recipe(run: HealingRun, sinks: Sinks) -> None:
     if run.kept is None:
         return
     try:
-        run.folder.keep_recipe(run.kept, run.prepared.tokenizer)
+        run.folder.write_recipe(run.kept, run.prepared.tokenizer)
     except RunError as err:
         sinks(Note(level="warning", text=f"the recipe of the run could not be kept: {err}"))
 

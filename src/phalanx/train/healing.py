@@ -240,7 +240,7 @@ class HealingBody:
         """A trainer for the team, with initial weights as long as the run may begin with them; None where this member is idle. Groups are made by all members,
         in one order."""
         if self.trainer is not None:
-            self.trainer.manager.close()  # who would complete it is not in this generation, or knows of no save
+            self._drop_save(self.trainer)
         size, folding = plan.folding.world, plan.folding
         group = team.groups.get(tuple(range(size)), second=True)
         pipeline = resolve_pipeline(self.recipe, self.run.spec, folding)
@@ -334,7 +334,7 @@ class HealingBody:
     def _forget(self) -> None:
         """What this member holds is of no use: nobody goes on from it, and in the next generation it must not count as a holder."""
         if self.trainer is not None:
-            self.trainer.manager.close()
+            self._drop_save(self.trainer)
         self.trainer, self.place, self._reduced, self._step, self.history = None, None, None, 0, 0
 
     def _adopt(self, trainer: Trainer | None, step: int, plan: HealPlan, *, announce: bool) -> None:
@@ -351,7 +351,7 @@ class HealingBody:
             self.trainer.parts.buffers.close()
         else:
             trainer.start = step
-        trainer.step, trainer.history = step, self.history
+        trainer.step, trainer.history, trainer.saved_step = step, self.history, step or None
         trainer.replacing.formed(step)
         self.trainer, self.place = trainer, plan.standing(trainer.rank.info.rank)
         if announce:
@@ -462,15 +462,25 @@ class HealingBody:
         if train.eval_interval and self._step % train.eval_interval == 0:
             trainer.validate()
         if trainer.manager.pending:
+            self._now("checkpoint")
             trainer.hear_of_checkpoints()
         if interval and (self._step % interval == 0 or self._is_first) and self._lacks(trainer, interval):
             self._now("checkpoint")
             trainer.save()
-            trainer.hear_of_checkpoints()
+            trainer.hear_of_checkpoints(
+                wait=self._is_first
+            )  # else members that come and go could keep it from ever being complete
         self._is_first = False
         assert self._entered is not None
         where = Where(self._entered.hosts, self._entered.racks)
         self._moving = trainer.replacing.between(trainer.parts, trainer.rank, step=self._step, where=where)
+
+    def _drop_save(self, trainer: Trainer) -> None:
+        """Who would complete it is not in the next generation, or knows of no save."""
+        if trainer.manager.pending:
+            text = f"the members change while the checkpoint of step {trainer.saved_step} is written: it is given up, and one is made first thing"
+            self.sinks(Note(level="info", text=text))
+        trainer.manager.close()
 
     def _lacks(self, trainer: Trainer, interval: int) -> bool:
         """Whether the checkpoint that was due last is missing: one that was under way when a generation ended is lost. Collective."""

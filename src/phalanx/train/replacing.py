@@ -168,6 +168,8 @@ class Replacing:
         """A further step after which to decide."""
         self.moves = PastMoves()
         self._asked: _Asked | None = None
+        self._is_warm = False
+        """Whether the process beside was started in this generation."""
         self._aside = Aside(["phalanx.plan.replacement", "scipy.optimize"])
 
     def committed(self, counts_LE: NDArray[np.int64]) -> None:
@@ -183,8 +185,8 @@ class Replacing:
     def formed(self, step: int) -> None:
         """Members were lost or came after `step` steps, and experts lie as was quickest: balance follows soon, when training goes on again."""
         self.again = step + max(1, self.interval // SOON) if step else 0
-        self._asked = None
-        self._aside.close()
+        self._asked, self._is_warm = None, False
+        self._aside.drop()
 
     def due(self, step: int) -> bool:
         """Whether a decision follows step `step`: the same on all ranks."""
@@ -192,8 +194,9 @@ class Replacing:
 
     def between(self, parts: StepParts, rank: Rank, *, step: int, where: Where = NOWHERE) -> Prepared | None:
         """What is due after `step` steps, and what has to be known for the step after. Collective. Returns and raises as `prepare`."""
-        if self.interval and rank.peers.rank == 0:
+        if self.interval and rank.peers.rank == 0 and not self._is_warm:
             self._aside.start()
+            self._is_warm = True
         found = self.prepare(parts, rank, step=step, where=where) if self.due(step) else None
         if found is None and self.due(step + 1):
             self._asked = self._ask(parts, rank, step=step + 1, ahead=True)

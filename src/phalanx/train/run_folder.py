@@ -88,18 +88,11 @@ class RunFolder:
     def has_recipe(self) -> bool:
         return (self.path / RECIPE_FILE).is_file()
 
-    def keep_recipe(self, recipe: Recipe, tokenizer: Tokenizer) -> None:
-        """As `write_recipe`, where the folder keeps another one."""
-        with self._writing():
-            same = self.has_recipe and (self.path / RECIPE_FILE).read_text() == dump_recipe(recipe)
-        if not same:
-            self.write_recipe(recipe, tokenizer)
-
     def write_recipe(self, recipe: Recipe, tokenizer: Tokenizer) -> None:
         """Keep what this run is, so that it can be run and read again from its folder alone. Raises `RunError` where the disk refuses."""
         with self._writing():
+            tokenizer.save(self.path / "tokenizer")  # first: where there is a recipe, there is all that it needs
             write_flushed(self.path / RECIPE_FILE, dump_recipe(recipe))
-            tokenizer.save(self.path / "tokenizer")
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
