@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 import time
 
 import pytest
@@ -52,4 +53,28 @@ def test_a_process_that_died_costs_time_only() -> None:
     process.wait(30)
     aside.begin(math.sqrt, 25.0)
     assert aside.answer(math.sqrt, 25.0) == 5.0 and aside._process is not process
+    aside.close()
+
+
+def test_processes_that_die_leave_no_descriptors() -> None:
+    aside = Aside(["no_such_module_anywhere"])
+    open_before = len(os.listdir("/proc/self/fd"))
+    for _ in range(4):
+        aside.start()
+        assert aside._process is not None
+        aside._process.wait(30)
+    aside.close()
+    assert len(os.listdir("/proc/self/fd")) <= open_before
+
+
+def test_one_that_stands_still_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("phalanx.runtime.aside.LIMIT_S", 0.5)
+    aside = Aside()
+    aside.start()
+    assert aside._process is not None
+    os.kill(aside._process.pid, signal.SIGSTOP)
+    aside.begin(bytes, 1 << 20)  # the answer and a question longer than a pipe holds
+    assert aside.answer(bytes, 1 << 20) == bytes(1 << 20)
+    aside.begin(bytes.upper, b"x" * (1 << 20))
+    assert aside.answer(bytes.upper, b"x" * (1 << 20)) == b"X" * (1 << 20)
     aside.close()

@@ -133,7 +133,7 @@ def test_keeps_the_newest_and_names_the_latest(tmp_path: Path) -> None:
 
 
 def save_by_steps(rank: int, cache: GroupCache, path: Path) -> tuple[int, Saved, list[str], list[int]]:
-    """One save that is completed between later steps, and one that nobody completes."""
+    """One save that is completed between later steps, one that nobody completes, and one that is waited for."""
     state = make_state(rank, cache, Mapping(2, ep=2))
     fill(state.boxes())
     size = sum(b.tensor.nbytes for b in state.boxes() if b.primary)
@@ -151,16 +151,20 @@ def save_by_steps(rank: int, cache: GroupCache, path: Path) -> tuple[int, Saved,
     manager.save(state.boxes(), run_state(20))
     manager.close()
     assert not manager.pending and manager.poll() is None
-    again = CheckpointManager(path, group=own_group(2, timeout_s=60))
+    again = CheckpointManager(path, group=own_group(2, timeout_s=60), by_steps=True, write_rate=size / 1e6 / 600)
     again.open()
-    return polls, saved, wrong, again.folder.steps()
+    steps = again.folder.steps()
+    again.save(state.boxes(), run_state(30))  # ten minutes, or at once where somebody waits
+    hurried = again.finish()
+    assert hurried is not None and hurried.total_s < 60
+    return polls, saved, wrong, steps
 
 
 def test_a_save_is_completed_between_later_steps_or_by_nobody(tmp_path: Path) -> None:
     for polls, saved, wrong, steps in run_ranks(2, save_by_steps, tmp_path):
         assert polls > 1 and saved.step == 10 and wrong == [] and steps == [10]
         assert saved.total_s >= 0.5 and saved.blocked_s < saved.total_s
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000010"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000010", "step-00000030"]
 
 
 def test_going_back_replaces_but_never_deletes_later_steps(tmp_path: Path) -> None:
