@@ -231,7 +231,7 @@ def test_what_a_run_would_refuse_is_refused(tmp_path: Path, words: tuple[str, ..
 
 def test_its_rows_are_on_no_program_clock(tmp_path: Path) -> None:
     recipe = read(tmp_path, *FUSED)
-    with pytest.raises(ConfigError, match="dispatch.overlap"):
+    with pytest.raises(ConfigError, match=r"dispatch\.overlap"):
         programs_of_recipe(recipe, resolve_recipe(recipe), world=64)
 
 
