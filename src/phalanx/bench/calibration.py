@@ -1,8 +1,8 @@
-"""Times of this machine's operations, for `phalanx calibrate`: the kernels of a run on all ranks at once, then the links between them.
+"""Times of this machine's operations, for `phalanx calibrate`: the kernels of a run on all ranks at once, then the links between them; or of all machines of a job.
 
-Ranks compute at the same time, as in training, each with its share of the cores; a row is the median over repeats, and of the ranks the slowest's.
-Links are timed from a barrier to the end, with nothing else going on. Must never change: what is timed is what a run calls (`kernels/`,
-`runtime/collectives.py`), not a stand-in for it.
+Ranks compute at the same time, as in training, each with its share of the cores; a row is the median over repeats, and of the ranks of a host the slowest's (of the hosts the median,
+`simulate/calibration_hosts.py`). Links are timed from a barrier to the end, with nothing else going on; ranks of several machines compare their clocks before each size.
+Must never change: what is timed is what a run calls (`kernels/`, `runtime/collectives.py`), not a stand-in for it.
 
 Legend: m rows, n and k the sides of a weight, S tokens of a sequence, A heads, D dim of a head.
 """
@@ -16,12 +16,14 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from phalanx.core.clock import now_s
 from phalanx.core.errors import RunError
 from phalanx.kernels.attention import causal_attention
 from phalanx.kernels.grouped import expert_ffn
@@ -29,11 +31,14 @@ from phalanx.kernels.lanes import Lanes
 from phalanx.kernels.native import compiled_rows
 from phalanx.kernels.norm import rms_norm
 from phalanx.kernels.swiglu import swiglu
+from phalanx.runtime.clocks import compare_clocks, own_host
 from phalanx.runtime.collectives import Collectives
 from phalanx.runtime.exchange import Message
 from phalanx.runtime.groups import Axis, GroupCache, WorldInfo, close_world, init_world
 from phalanx.runtime.launch import StopRequest, run_local, threads_per_rank
+from phalanx.runtime.peers import Peers, own_group
 from phalanx.simulate.calibration import Attention, Link, Measured, Product, Stream
+from phalanx.simulate.calibration_hosts import HostRows, apart, combined, ranks_of_host
 
 TIMEOUT_S = 60.0
 REPEAT_S = 0.08
@@ -53,31 +58,66 @@ IDLE_S = 4e-3
 LINK_BYTES = tuple(1 << i for i in range(8, 24, 3))
 
 
-def measure(*, ranks: int) -> Measured:
+@dataclass(frozen=True)
+class JobMeasured:
+    """What stands for a host of the job, and in what its hosts differ."""
+
+    measured: Measured
+    apart: tuple[str, ...]
+
+
+def measure(*, ranks: int) -> JobMeasured:
     """Everything, on `ranks` local ranks. Raises `RunError` where a rank fails."""
-    threads = threads_per_rank(ranks)
     with tempfile.TemporaryDirectory(prefix="phalanx-calibrate-") as folder:
         path = Path(folder) / "rows"
-        code = run_local(lambda info, stop: _rank(info, stop, path), ranks=ranks, threads=threads)
+
+        def main(info: WorldInfo, stop: StopRequest) -> int:
+            found = measure_job(info)
+            if found is not None:
+                path.write_bytes(pickle.dumps(found))
+            return 0
+
+        code = run_local(main, ranks=ranks, threads=threads_per_rank(ranks))
         if code:
             raise RunError(f"a rank of the measurement ended with {code}")
-        rows: dict[str, Any] = pickle.loads(path.read_bytes())
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks
-    title = f"{platform.machine()}, {ranks} ranks of {threads} threads on {os.cpu_count()} processors"
-    return Measured(title=title, ranks=ranks, threads=threads, memory_bytes=memory, **rows)
+        found: JobMeasured = pickle.loads(path.read_bytes())
+    return found
 
 
-def _rank(info: WorldInfo, stop: StopRequest, path: Path) -> int:
+def measure_job(info: WorldInfo, *, host: str | None = None) -> JobMeasured | None:
+    """Everything, as one rank of a job on one or several hosts: what was found on rank 0, None on the others. Collective.
+
+    `host`: the name of this rank's host (None: ranks share one that share a machine and its network). Raises `ConfigError` where hosts are no equals (`ranks_of_host`).
+    """
     init_world(info, device="cpu", timeout_s=TIMEOUT_S)
     comms, cache = Collectives(timeout_s=TIMEOUT_S), GroupCache(timeout_s=TIMEOUT_S)
-    world = world_axis(info, cache)
+    peers = Peers(own_group(info.world, timeout_s=TIMEOUT_S))
+    told = peers.gather((host or own_host(), host or platform.node()))
+    per_host = ranks_of_host([key for key, _ in told])
+    own = _host_axis(info, cache, per_host)
     with Lanes(torch.get_num_threads(), rows=compiled_rows()) as lanes:
-        rows = _compute_rows(partial(_together, comms, world), lanes)
-    rows["links"] = measure_links(comms, cache, info) if info.world > 1 else ()
-    if info.rank == 0:
-        path.write_bytes(pickle.dumps(rows))
+        rows = _compute_rows(partial(_together, comms, own), lanes)
+    threads, memory = torch.get_num_threads(), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / per_host
+    name = f"host {info.rank // per_host} ({told[info.rank][1]})"
+    hosts = peers.gather(HostRows(name=name, threads=threads, memory_bytes=memory, **rows))[::per_host]
+    shared = None if len(hosts) == 1 else peers
+    links = measure_links(comms, cache, info, ranks_per_host=per_host, peers=shared) if info.world > 1 else ()
     close_world()
-    return 0
+    if info.rank != 0:
+        return None
+    title = f"{platform.machine()}, {per_host} ranks of {threads} threads on {os.cpu_count()} processors"
+    title += f", {len(hosts)} hosts measured" if len(hosts) > 1 else ""
+    return JobMeasured(combined(hosts, links, ranks_per_host=per_host, title=title), tuple(apart(hosts)))
+
+
+def _host_axis(info: WorldInfo, cache: GroupCache, per_host: int) -> Axis:
+    """The ranks of this rank's host."""
+    for first in range(0, info.world, per_host):
+        ranks = tuple(range(first, first + per_host))
+        group = cache.get(ranks)
+        if info.rank in ranks:
+            own = Axis("host", ranks, info.rank - first, group)
+    return own
 
 
 def world_axis(info: WorldInfo, cache: GroupCache) -> Axis:
@@ -87,6 +127,8 @@ def world_axis(info: WorldInfo, cache: GroupCache) -> Axis:
 
 
 Timed = Callable[[Callable[[], object]], float]
+Clock = Callable[[], float]
+"""The same seconds on all ranks."""
 
 
 def _together(comms: Collectives, axis: Axis, work: Callable[[], object]) -> float:
@@ -180,11 +222,12 @@ def measure_links(
     sizes: Sequence[int] = LINK_BYTES,
     repeats: int = 9,
     ranks_per_host: int | None = None,
+    peers: Peers | None = None,
 ) -> tuple[Link, ...]:
     """Every collective over 2, 4, ... ranks, and a message between two. Collective; all groups of one kind work at once, as in a run.
 
-    `ranks_per_host` (None: all ranks share one): groups inside a host, and groups with as many ranks on each of several hosts. All ranks read one clock: hosts are
-    emulated ones of this machine.
+    `ranks_per_host` (None: all ranks share one): groups inside a host, and groups with as many ranks on each of several hosts. All ranks read one clock (hosts are
+    emulated ones of this machine), or compare theirs over `peers`.
     """
     per_host, rows = ranks_per_host or info.world, []
     for inside, hosts in _spans(info.world, per_host):
@@ -193,10 +236,17 @@ def measure_links(
         axis = next((Axis("link", r, r.index(info.rank), g) for r, g in made if info.rank in r), None)
         n = inside * hosts
         for size in sizes:
+            clock = time.monotonic if peers is None else _common_clock(peers)
             for what, call in _calls(comms, axis, n, size).items():
-                seconds = _link_s(comms, world_axis(info, cache), axis, call, repeats)
+                seconds = _link_s(comms, world_axis(info, cache), axis, call, repeats, clock)
                 rows.append(Link(what=what, ranks=n, num_bytes=float(size), seconds=seconds, hosts=hosts))
     return tuple(rows)
+
+
+def _common_clock(peers: Peers) -> Clock:
+    """Rank 0's, read here. Collective."""
+    ahead_s = compare_clocks(peers).offset_s
+    return lambda: now_s() - ahead_s
 
 
 def _spans(world: int, per_host: int) -> list[tuple[int, int]]:
@@ -218,7 +268,12 @@ def _groups(world: int, per_host: int, inside: int, hosts: int) -> list[tuple[in
 
 
 def _link_s(
-    comms: Collectives, world: Axis, axis: Axis | None, call: Callable[[], object] | None, repeats: int
+    comms: Collectives,
+    world: Axis,
+    axis: Axis | None,
+    call: Callable[[], object] | None,
+    repeats: int,
+    clock: Clock,
 ) -> float:
     """Median over repeats and groups of the time from when the last rank of a group has posted it to its last end. Ranks were idle before, as those that
     wait for a peer: a call right behind another finds threads awake, and is faster than any in a step."""
@@ -226,10 +281,10 @@ def _link_s(
     for _ in range(repeats + 1):
         comms.barrier(world)
         time.sleep(IDLE_S)
-        begin_s = time.monotonic()
+        begin_s = clock()
         if call is not None:
             call()
-        found.append((begin_s, time.monotonic()))
+        found.append((begin_s, clock()))
     told = comms.gather_objects((axis.ranks if axis is not None else (), found[1:]), world)
     groups: dict[tuple[int, ...], list[list[tuple[float, float]]]] = {}
     for ranks, spans in told:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from phalanx.simulate.collectives import NCCL_SMS, Network, Span, beside, span_of
 from phalanx.simulate.cost import FP32, Oracle
+from phalanx.simulate.fused_time import FusedExperts
 from phalanx.simulate.mapping import Job, Mapping
 from phalanx.simulate.shape import Shape, core_flops
 from phalanx.simulate.tile_layer import TiledExperts
@@ -239,8 +240,8 @@ class Blocks:
     def experts(self) -> Ledger:
         """Router, dispatch, grouped experts, combine; and the shared expert where there is one."""
         out, s, f, m = Ledger(), self.shape, self.mapping.folding, self.mapping
-        if m.overlap.ep in TILE_WAYS and f.ep * f.etp > 1:
-            return self._tile_by_tile()
+        if m.overlap.ep in (*TILE_WAYS, "fused") and f.ep * f.etp > 1:
+            return self._by_kernels()
         t, h = self.tokens, s.hidden
         rows, local, load = (
             t * s.top_k * m.rows_share(self.job),
@@ -275,17 +276,24 @@ class Blocks:
             out.again["recompute"] = even.seconds[0]
         return out
 
-    def _tile_by_tile(self) -> Ledger:
-        """The same by the plan of tiles (`tile_layer.py`)."""
+    def _by_kernels(self) -> Ledger:
+        """The same by the plan of tiles (`tile_layer.py`) or by the kernels that wait on flags (`fused_time.py`)."""
         out, s, t, h = Ledger(), self.shape, self.tokens, self.shape.hidden
         self.kernel(out, t * 2 * self.item * h)
         self.linear(out, t, s.experts, h)
         self.kernel(out, t * s.experts * 16, kernels=6, backward=1.0)
         self._decide_together(out, t)
         shared = self.dense(s.shared_ffn, shared=True) if s.shared_ffn else Ledger()
-        tiled = TiledExperts(self.job, self.mapping, self.oracle, self.network, bound=self.bound)
-        beside = [sum(ledger.get(k, 0.0) for k in ("gemm", "memory")) for ledger in (shared.forward, shared.backward)]
-        told = tiled.told((beside[0], beside[1]))
+        if self.mapping.overlap.ep == "fused":
+            fused = FusedExperts(self.job, self.mapping, self.oracle, self.network)
+            told, again = fused.told(), fused.again_s()
+        else:
+            tiled = TiledExperts(self.job, self.mapping, self.oracle, self.network, bound=self.bound)
+            beside = [
+                sum(ledger.get(k, 0.0) for k in ("gemm", "memory")) for ledger in (shared.forward, shared.backward)
+            ]
+            told = tiled.told((beside[0], beside[1]))
+            again = told.seconds["experts"][0]
         for kind, (forward, backward) in told.seconds.items():
             out.add(kind, forward, backward)
         out.kernels += told.kernels
@@ -294,7 +302,7 @@ class Blocks:
         self._merge(out, shared)
         self.kernel(out, t * 3 * self.item * h, backward=0.7)
         if self.mapping.recompute == "selective":
-            out.again["recompute"] = told.seconds["experts"][0]
+            out.again["recompute"] = again
         return out
 
     def _decide_together(self, out: Ledger, t: float) -> None:

@@ -8,7 +8,7 @@ that is reported for a kind is that of the formula alone, without the tables of 
     products    share of the best rate measured, by type
     experts     nothing is fitted: the formula of products over all rows of a group, held against the run's own kernels
     attention   share of the best bf16 rate by length, at one number of heads; the error is that at another
-    links       a latency for all and a rate for each number of ranks
+    links       a latency for all and a rate for each number of ranks; between hosts one latency and one rate, that of a rank beside all others of its host
 """
 
 from __future__ import annotations
@@ -90,6 +90,7 @@ class Measured:
 
     title: str
     ranks: int
+    """Of a host, that were measured together."""
     threads: int
     memory_bytes: float
     """Of each rank."""
@@ -100,6 +101,7 @@ class Measured:
     attention: tuple[Attention, ...]
     streams: tuple[Stream, ...]
     links: tuple[Link, ...]
+    hosts: int = 1
 
     def check(self) -> None:
         """Raise `ConfigError` with all problems: kinds without rows, and times, sizes and rates that are none."""
@@ -141,8 +143,10 @@ def _problems(m: Measured) -> list[Problem]:
     for name in ("products", "experts", "attention", "streams"):
         if not getattr(m, name):
             problems.append(Problem(where=name, value=0, rule="needs at least one measured row"))
-    if m.ranks > 1 and not m.links:
-        problems.append(Problem(where="links", value=0, rule="needs rows where there are several ranks"))
+    if m.ranks > 1 and all(x.hosts > 1 for x in m.links):
+        problems.append(Problem(where="links", value=0, rule="needs rows inside a host where it has several ranks"))
+    if m.hosts > 1 and not any(1 < x.hosts == x.ranks for x in m.links):
+        problems.append(Problem(where="links", value=0, rule="needs rows of one rank of each of several hosts"))
     named = [("", m), *((f"{name}[{i}].", row) for name in ("products", "experts", "attention", "streams", "links")
                         for i, row in enumerate(getattr(m, name)))]  # fmt: skip
     for where, row in named:
@@ -170,6 +174,7 @@ class _Fit:
     def __init__(self, measured: Measured, when: str) -> None:
         self.m = measured
         beside = f"{measured.ranks} ranks of {measured.threads} threads at once"
+        beside += f", on each of {measured.hosts} hosts" if measured.hosts > 1 else ""
         self.how = f"measured by phalanx calibrate on {when}, {beside}"
 
     def _constant(self, value: Any, what: str) -> dict[str, Any]:
@@ -201,8 +206,11 @@ class _Fit:
             for what, rows in (("gemm", m.products), ("experts", m.experts))
             for kind in WIDTH
         }
-        links = [[x.what, x.ranks, x.num_bytes, x.seconds] for x in m.links]
-        table["measured"] = {name: rows for name, rows in {**tables, "links": links}.items() if rows}
+        links = [[x.what, x.ranks, x.num_bytes, x.seconds] for x in m.links if x.hosts == 1]
+        between = [[x.what, x.ranks, x.hosts, x.num_bytes, x.seconds] for x in m.links if x.hosts > 1]
+        table["measured"] = {
+            name: rows for name, rows in {**tables, "links": links, "between": between}.items() if rows
+        }
         return table
 
     def _of(self, kind: str) -> list[Product]:
@@ -251,14 +259,21 @@ class _Fit:
         }
 
     def _links(self) -> dict[str, Any]:
-        """Latency and rates inside; between hosts what a message between two ranks here takes, for there is no other host."""
-        if not self.m.links:
+        """Latency and rates inside, and between hosts; on one host between repeats what is inside."""
+        near = [x for x in self.m.links if x.hosts == 1]
+        if near:
+            latency, rates = _fit_links(near)
+            what = "fitted to all collectives between ranks of a host"
+        else:
             memory = self.m.copy_bytes_per_s
             latency, rates = self.m.launch_s, [[2, memory]]
             what = "one rank: no link was measured, memory's rate stands here"
+        if self.m.hosts > 1:
+            far_s, far_rate = _fit_between([x for x in self.m.links if 1 < x.hosts == x.ranks], start_s=latency)
+            where = "fitted to collectives of one rank of each host, with all ranks of the hosts at work"
         else:
-            latency, rates = self._fit_links()
-            what = "fitted to all collectives between ranks of this machine"
+            far_s, far_rate = latency, rates[0][1]
+            where = f"that inside, for no other host was measured ({what})"
         c = self._constant
         return {
             "inside": {
@@ -267,35 +282,11 @@ class _Fit:
                 "half_bytes": c(HALF_BYTES, "latency and rate alone describe these links"),
             },
             "between": {
-                "bytes_per_s": c(rates[0][1], f"that inside, for no other host was measured ({what})"),
+                "bytes_per_s": c(far_rate, where),
                 "efficiency": c(1.0, "the rate is a measured one"),
-                "latency_s": c(latency, f"that inside, for no other host was measured ({what})"),
+                "latency_s": c(far_s, where),
             },
         }
-
-    def _fit_links(self) -> tuple[float, list[list[float]]]:
-        """The latency that suits all numbers of ranks best, and the best rate of each."""
-        by_ranks: dict[int, list[tuple[float, float, float]]] = {}
-        for x in self.m.links:
-            steps = 2.0 if x.what == "all_reduce" else 1.0
-            share = 1.0 if x.what == "send" else (x.ranks - 1) / x.ranks
-            by_ranks.setdefault(x.ranks, []).append((steps, steps * share * x.num_bytes, x.seconds))
-        fastest = max(moved / s for rows in by_ranks.values() for _, moved, s in rows)
-        rates = np.geomspace(fastest / 50, fastest * 3, 120)
-        shortest = min(x.seconds for x in self.m.links)
-        best: tuple[float, float, list[list[float]]] | None = None
-        for latency in np.geomspace(shortest / 20, shortest * 10, 80):
-            error, found = 0.0, []
-            for ranks in sorted(by_ranks):
-                times, moved, seconds = (np.array(column) for column in zip(*by_ranks[ranks], strict=True))
-                predicted = times * latency + moved / rates[:, None]
-                costs = np.abs(np.log(predicted / seconds)).sum(axis=1)
-                found.append([float(ranks), float(rates[costs.argmin()])])
-                error += float(costs.min())
-            if best is None or error < best[0]:
-                best = error, float(latency), found
-        assert best is not None  # there is a latency
-        return best[1], best[2]
 
     # ---- how well it fits --------------------------------------------------------------------------------------------------
 
@@ -329,9 +320,64 @@ class _Fit:
             found.setdefault("memory", []).append((oracle.memory(s.moved_bytes), s.seconds, what))
         network = Network(bare)
         for x in self.m.links:
-            what = f"{x.num_bytes:.0f} bytes over {x.ranks} ranks"
-            found.setdefault(f"link {x.what}", []).append((_link_s(network, x), x.seconds, what))
+            what = f"{x.num_bytes:.0f} bytes over {x.ranks} ranks{f' on {x.hosts} hosts' if x.hosts > 1 else ''}"
+            kind = f"{'link' if x.hosts == 1 else 'between'} {x.what}"
+            found.setdefault(kind, []).append((_link_s(network, x), x.seconds, what))
         return {kind: error_of(rows) for kind, rows in found.items()}
+
+
+def _fit_links(links: Sequence[Link]) -> tuple[float, list[list[float]]]:
+    """The latency that suits all numbers of ranks best, and the best rate of each."""
+    by_ranks: dict[int, list[tuple[float, float, float]]] = {}
+    for x in links:
+        rounds = _times(x)
+        by_ranks.setdefault(x.ranks, []).append((rounds, rounds * _share(x) * x.num_bytes, x.seconds))
+    fastest = max(moved / s for rows in by_ranks.values() for _, moved, s in rows)
+    rates = np.geomspace(fastest / 50, fastest * 3, 120)
+    shortest = min(x.seconds for x in links)
+    best: tuple[float, float, list[list[float]]] | None = None
+    for latency in np.geomspace(shortest / 20, shortest * 10, 80):
+        error, found = 0.0, []
+        for ranks in sorted(by_ranks):
+            times, moved, seconds = (np.array(column) for column in zip(*by_ranks[ranks], strict=True))
+            predicted = times * latency + moved / rates[:, None]
+            costs = np.abs(np.log(predicted / seconds)).sum(axis=1)
+            found.append([float(ranks), float(rates[costs.argmin()])])
+            error += float(costs.min())
+        if best is None or error < best[0]:
+            best = error, float(latency), found
+    assert best is not None  # there is a latency
+    return best[1], best[2]
+
+
+def _fit_between(links: Sequence[Link], *, start_s: float) -> tuple[float, float]:
+    """Latency of a message between hosts and rate of a rank's own link that suit all collectives of one rank a host best, as `Network` adds them up: `start_s` to start one (messages
+    have no other latency), then a latency for each step of a ring, and one for an all-to-all."""
+    rows = [
+        (
+            _times(x) * (1 if x.what == "all_to_all" else x.hosts - 1),
+            _times(x) * _share(x) * x.num_bytes,
+            0.0 if x.what == "send" else _times(x) * start_s,
+            x.seconds,
+        )
+        for x in links
+    ]
+    steps, moved, begun, seconds = (np.array(column) for column in zip(*rows, strict=True))
+    latencies = np.geomspace(seconds.min() / 50, seconds.min() * 10, 120)[:, None, None]
+    rates = np.geomspace((moved / seconds).max() / 50, (moved / seconds).max() * 3, 120)[None, :, None]
+    error = np.abs(np.log((begun + steps * latencies + moved / rates) / seconds)).sum(axis=2)
+    i, j = np.unravel_index(int(error.argmin()), error.shape)
+    return float(latencies[i, 0, 0]), float(rates[0, j, 0])
+
+
+def _times(x: Link) -> float:
+    """How often a ring carries the tensor round."""
+    return 2.0 if x.what == "all_reduce" else 1.0
+
+
+def _share(x: Link) -> float:
+    """Of the bytes, what leaves a rank."""
+    return 1.0 if x.what == "send" else (x.ranks - 1) / x.ranks
 
 
 def with_links(hardware: Hardware, links: Sequence[Link], *, ranks_per_host: int) -> Hardware:
@@ -393,14 +439,14 @@ def _product_s(p: Product, rate: float, bandwidth: float, kernel_s: float) -> fl
 
 
 def _link_s(network: Network, x: Link) -> float:
-    span = Span(x.ranks, 1)
+    span = Span(x.ranks // x.hosts, x.hosts)
     match x.what:
         case "all_reduce":
             return network.all_reduce(x.num_bytes, span)
         case "all_to_all":
             return network.all_to_all(x.num_bytes, span)
         case "send":
-            return network.send(x.num_bytes, between=False)
+            return network.send(x.num_bytes, between=x.hosts > 1)
         case _:
             return network.all_gather(x.num_bytes, span)
 

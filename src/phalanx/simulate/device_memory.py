@@ -101,7 +101,15 @@ def _moe_bytes(mapping: Mapping, job: Job) -> float:
     s, item = job.shape, mapping.item_bytes
     norms = item * s.hidden * (1 if mapping.recompute == "selective" else 2)
     shared = item * s.ffn_matrices * s.shared_ffn
-    return norms + 8 * s.experts + _row_bytes(mapping, job) + shared
+    return norms + 8 * s.experts + _row_bytes(mapping, job) + shared + _index_bytes(mapping, s.top_k)
+
+
+def _index_bytes(mapping: Mapping, top_k: int) -> float:
+    """Of fused kernels, per token: what goes and what comes are tables with a place for every token and source, int32 or fp32, kept for the backward pass (`kernels/fused_index.py`):
+    slots and choices that go, slots and weights that come, rows of copies; tokens of entries and back."""
+    if mapping.overlap.ep != "fused":
+        return 0.0
+    return 4.0 * (mapping.folding.ep * (5 * top_k + 2) + top_k)
 
 
 def _row_bytes(mapping: Mapping, job: Job) -> float:
@@ -143,6 +151,10 @@ def _working_bytes(job: Job, mapping: Mapping) -> float:
     if s.experts:
         rows = tokens * s.top_k * mapping.rows_share(job) * _load(mapping, job)
         bare += rows * f.etp * item * (2 * s.hidden + 2 * s.expert_ffn / f.etp)
+        if (
+            mapping.overlap.ep == "fused"
+        ):  # one pair of buffers for all layers, with a place for every token of every source
+            bare += 2 * f.ep * tokens * s.hidden * item
         if mapping.dispatch == "all_gather":  # every rank's tokens, there and back
             bare += 2 * tokens * f.ep * f.etp * s.hidden * item
     if mapping.recompute in ("selective", "full"):

@@ -23,6 +23,7 @@ from phalanx.plan.recipe import equal_shares
 from phalanx.plan.replicas import read_loads
 from phalanx.plan.run_placement import asked_of
 from phalanx.simulate.expert_slots import ExpertSlots, Rows, expert_slots
+from phalanx.simulate.fused_time import fused_run_problems
 from phalanx.simulate.hardware import GpuCluster
 from phalanx.simulate.mapping import Job, Mapping, Overlap, Precision
 from phalanx.simulate.routing import Routing, forced_loads
@@ -58,6 +59,9 @@ def _mapping(recipe: Recipe, spec: ModelSpec, *, world: int, cluster: GpuCluster
     folding = resolve_folding(
         recipe.folding, spec, world=world, seq_len=t.seq_len, slots_per_rank=slots_per_rank, **equal_shares(recipe)
     )
+    if recipe.dispatch.overlap == "fused" and cluster is not None:
+        found = fused_run_problems(folding, cluster.hardware, left_free=recipe.dispatch.left_free)
+        raise_if(found, ConfigError, subject="the recipe on a cluster")
     pipeline = make_pipeline(recipe.pipeline, spec, pp=folding.pp, seq_len=t.seq_len)
     has_stages = folding.pp > 1
     return Mapping(
@@ -141,6 +145,8 @@ def _overlap(recipe: Recipe) -> Overlap:
     plain = Overlap(dp=recipe.optim.bucket_mb > 0, paired=both)
     if way.kind == "coarse":
         return replace(plain, ep="chunks", chunks=way.chunks)
+    if way.kind == "fused":
+        return replace(plain, ep="fused", left_free=recipe.dispatch.left_free)
     if way.kind in TILE_WAYS:
         return replace(plain, ep=way.kind)
     return replace(plain, ep="pair") if recipe.pipeline.pair_passes else plain
@@ -170,7 +176,9 @@ def _not_modelled(recipe: Recipe, cluster: GpuCluster | None) -> list[Problem]:
          "has no rate in the cluster's file", "give it fp32_flops_per_s, or use bfloat16"),
         (recipe.kernels.implementation == "fast", "kernels.implementation", recipe.kernels.implementation, "plain kernels are not modelled", "use fast"),
         (recipe.folding.stages is None, "folding.stages", recipe.folding.stages, "stages are modelled alike", "use folding.pp"),
-        (d.overlap != "fused", "dispatch.overlap", d.overlap, "kernels that wait on flags are not modelled, and have not run on a device", "use auto"),
+        (d.overlap != "fused" or cluster is not None, "dispatch.overlap", d.overlap, "stores rows in the memory of other devices of a host, and no cluster says how many ranks a host has",
+         "use auto"),
+        (d.overlap != "fused" or not p.pair_passes, "pipeline.pair_passes", p.pair_passes, "is for ranks on processors, and fused kernels are for devices", "leave it out"),
         (r.slots_per_rank is None or cluster is not None, "resilience.slots_per_rank", r.slots_per_rank, "lie on hosts, and no cluster says how many ranks a host has",
          "leave it out"),
         (cluster is not None or p.extra_warmup != "auto", "pipeline.extra_warmup", p.extra_warmup, "is found out by a run", "give the numbers that were chosen"),

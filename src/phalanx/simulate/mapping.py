@@ -36,12 +36,14 @@ class Overlap:
     """Gradients are reduced beside the backward pass of the last micro-batch, parameters gathered beside the next forward."""
     tp: bool = False
     """Gather and scatter of tensor parallelism in pieces beside the products that need them."""
-    ep: Literal["none", "chunks", "pair", "tiles", "fine", "auto"] = "none"
-    """Dispatch and combine: bare, beside experts in chunks, beside the opposite pass of another micro-batch, or tile by tile (as `dispatch.overlap` names it)."""
+    ep: Literal["none", "chunks", "pair", "tiles", "fine", "auto", "fused"] = "none"
+    """Dispatch and combine: bare, beside experts in chunks, beside the opposite pass of another micro-batch, tile by tile, or by fused kernels (as `dispatch.overlap` names it)."""
     chunks: int = 4
     """Of tokens, in which `chunks` divides dispatch, experts and combine."""
     paired: bool = False
     """Chunks or tiles run beside the opposite pass of another micro-batch as well (`pair` alone: whole layers do)."""
+    left_free: int | None = None
+    """Of `fused`: multiprocessors that carry rows (None: as a run divides a device)."""
     fsdp: bool = True
     """Gathers of sharded parameters run beside other layers' work."""
 
@@ -170,6 +172,7 @@ class Mapping:
             (table, "slots", None),
             (table["routing"], "forced", None),
             (table["overlap"], "paired", False),
+            (table["overlap"], "left_free", None),
         ):
             if part[name] == default:
                 del part[name]

@@ -73,6 +73,7 @@ class Quick:
             mapping.overlap.ep,
             mapping.overlap.chunks,
             mapping.overlap.paired,
+            mapping.overlap.left_free,
             mapping.slots,
             bound,
             mapping.recompute,
@@ -104,7 +105,8 @@ class Quick:
     def layer_bytes(self, mapping: Mapping) -> LayerBytes:
         """`layer_bytes`, once for what it depends on."""
         f = mapping.folding
-        key = (f.tp, f.cp, mapping.micro_batch, f.ep, f.etp, mapping.recompute, mapping.slots)
+        fused = mapping.overlap.ep == "fused"
+        key = (f.tp, f.cp, mapping.micro_batch, f.ep, f.etp, mapping.recompute, mapping.slots, fused)
         if key not in self.bytes_of_layers:
             self.bytes_of_layers[key] = layer_bytes(self.job, mapping)
         return self.bytes_of_layers[key]

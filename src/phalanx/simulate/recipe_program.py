@@ -74,6 +74,12 @@ def _no_program(recipe: Recipe) -> list[Problem]:
         (not recipe.pipeline.pair_passes, "pipeline.pair_passes", True, "leave it out"),
         (r.mode != "exact", "resilience.mode", r.mode, 'use "fast"'),
         (recipe.train.dtype in PRECISIONS, "train.dtype", recipe.train.dtype, "use bfloat16 or float32"),
+        (
+            recipe.dispatch.overlap != "fused",
+            "dispatch.overlap",
+            "fused",
+            "simulate it without --against: rows travel inside its kernels, which programs do not tell apart",
+        ),
         (recipe.pipeline.extra_warmup != "auto", "pipeline.extra_warmup", "auto", "give the numbers that were chosen"),
     ]
     rule = "is not put on a clock operation by operation yet"

@@ -98,7 +98,7 @@ def _dispatch(mapping: Mapping) -> DispatchConfig:
     o, drop = mapping.overlap, mapping.drop
     overlap = {"none": "serial", "pair": "serial", "chunks": f"coarse:{o.chunks}"}.get(o.ep, o.ep)
     if drop is None:
-        return DispatchConfig(overlap=overlap)
+        return DispatchConfig(overlap=overlap, left_free=o.left_free)
     padded = drop.pad_to_capacity or None
     return DispatchConfig(
         policy="drop",
@@ -106,6 +106,7 @@ def _dispatch(mapping: Mapping) -> DispatchConfig:
         drop_scope=drop.drop_scope,
         pad_to_capacity=padded,
         overlap=overlap,
+        left_free=o.left_free,
     )
 
 
