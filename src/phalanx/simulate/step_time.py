@@ -22,7 +22,7 @@ from phalanx.simulate.collectives import Network
 from phalanx.simulate.cost import SIGMA, Oracle
 from phalanx.simulate.device_memory import StageMemory, memory_of, parameters_of_rank, usable_bytes
 from phalanx.simulate.hardware import GpuCluster
-from phalanx.simulate.mapping import Job
+from phalanx.simulate.mapping import Job, Mapping
 from phalanx.simulate.replicas import Replicas
 from phalanx.simulate.shape import flops_per_token
 from phalanx.simulate.slow_ranks import Stragglers
@@ -127,6 +127,12 @@ class Prediction:
     stragglers: Stragglers | None = None
     nominal_s: float | None = None
     """The step where nobody is slow; None where no slow ranks were asked for."""
+
+    @property
+    def uniform(self) -> Mapping:
+        """The mapping, of a prediction whose stages all have one folding: those of a search."""
+        assert isinstance(self.mapping, Mapping)
+        return self.mapping
 
     @property
     def tokens_per_s(self) -> float:
