@@ -116,7 +116,10 @@ def test_different_recipes_have_different_hashes(tmp_path: Path) -> None:
         {"train.dtype": "float32"},
     ]
     hashes = [mapped(tmp_path, {**PP, **changes}).hash for changes in recipes]
-    assert len(set(hashes)) == len(recipes)
+    pairs = (("dp32.ep8", "dp32.ep8"), ("dp32.ep8", "dp32.ep4"), ("dp32.ep4", "dp32.ep8"), ("tp2.dp16.ep8", "dp32.ep8"))
+    staged = [{"folding.stages": list(stages), "train.micro_batch": 2} for stages in pairs]
+    hashes += [mapped(tmp_path, changes).hash for changes in staged]
+    assert len(set(hashes)) == len(recipes) + len(staged)
     on_processors = [
         mapped(tmp_path, {**PP, **looped, **more}, device="cpu").hash for more in ({}, {"pipeline.pair_passes": True})
     ]
@@ -126,7 +129,6 @@ def test_different_recipes_have_different_hashes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "name"),
     [
-        ({"folding.stages": ["dp32.ep8", "dp32.ep8"]}, "folding.stages"),
         ({**PP, "train.dtype": "float64"}, "train.dtype"),
         ({**PP, "resilience.slots_per_rank": 32}, "resilience.slots_per_rank"),
         ({**PP, "pipeline.schedule": "eager_1f1b", "pipeline.extra_warmup": "auto"}, "pipeline.extra_warmup"),

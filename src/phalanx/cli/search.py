@@ -166,7 +166,7 @@ def write_recipe(path: Path, result: SearchResult) -> tuple[bool, str]:
     on_device = result.cluster.hardware.sms is not None
     first: list[str] = []
     for number, p in enumerate(result.best, start=1):
-        recipe, reasons = recipe_of_mapping(result.job, p.mapping, on_device=on_device)
+        recipe, reasons = recipe_of_mapping(result.job, p.uniform, on_device=on_device)
         if recipe is not None:
             write_text(path, dump_recipe(recipe))
             return True, f"{path}: the recipe of number {number}" + (f" ({'; '.join(first)})" if first else "")
@@ -194,7 +194,7 @@ def to_dict(result: SearchResult, *, seconds: float) -> dict[str, Any]:
 
 def _entry(result: SearchResult, p: Prediction) -> dict[str, Any]:
     return {
-        **_degrees(p.mapping),
+        **_degrees(p.uniform),
         "seconds": p.step.seconds,
         "p10": p.step.p10,
         "p90": p.step.p90,
@@ -234,8 +234,8 @@ def describe(result: SearchResult, *, top: int, seconds: float) -> str:
         )
         lines.append(f"{'':>31}{reasons(result, p)}")
     first = result.best[0]
-    if first.mapping.routing.kind == "balanced" and result.job.shape.experts:
-        learned = predict(result.job, replace(first.mapping, routing=Routing(kind="learned")), result.cluster)
+    if first.uniform.routing.kind == "balanced" and result.job.shape.experts:
+        learned = predict(result.job, replace(first.uniform, routing=Routing(kind="learned")), result.cluster)
         lines.append(
             f"with even routing; the first under a learned router: {format_seconds(learned.step.seconds)}, "
             f"{format_bytes(learned.peak_bytes)}{'' if learned.fits else ', which does not fit'} (--routing learned ranks by that)"

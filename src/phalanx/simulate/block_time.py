@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from phalanx.simulate.collectives import NCCL_SMS, Network, Span, beside, span_of
+from phalanx.simulate.collectives import NCCL_SMS, Network, Span, beside
 from phalanx.simulate.cost import FP32, Oracle
 from phalanx.simulate.fused_time import FusedExperts
 from phalanx.simulate.mapping import Job, Mapping
@@ -100,7 +100,7 @@ class Blocks:
         return self.mapping.item_bytes
 
     def span(self, size: int, stride: int) -> Span:
-        return span_of(size, stride, ranks_per_host=self.oracle.hardware.ranks_per_host)
+        return self.mapping.span(size, stride, ranks_per_host=self.oracle.hardware.ranks_per_host)
 
     # ---- pieces
 

@@ -49,6 +49,18 @@ def span_of(size: int, stride: int, *, ranks_per_host: int) -> Span:
     return Span(inside, math.ceil(size / inside))
 
 
+@lru_cache(maxsize=1024)
+def span_from(size: int, stride: int, *, ranks_per_host: int, first: int, world: int) -> Span:
+    """`span_of` the groups of `world` ranks that begin with rank `first`, in the middle of a host perhaps: that of the group on most hosts."""
+    plain = span_of(size, stride, ranks_per_host=ranks_per_host)
+    if first % ranks_per_host == 0:
+        return plain
+    blocks = range(0, world, size * stride)
+    starts = {(first + block + at) % ranks_per_host for block in blocks for at in range(stride)}
+    hosts = min(size, max(start + (size - 1) * stride for start in starts) // ranks_per_host + 1)
+    return plain if hosts <= plain.hosts else Span(math.ceil(size / hosts), hosts)
+
+
 @dataclass(frozen=True)
 class Network:
     """Collectives on one kind of hardware."""

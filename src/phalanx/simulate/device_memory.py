@@ -21,6 +21,7 @@ from phalanx.simulate.cost import BF16, FP32
 from phalanx.simulate.hardware import Hardware
 from phalanx.simulate.mapping import Job, Mapping
 from phalanx.simulate.stage_layers import StageContent, contents
+from phalanx.simulate.stage_mappings import AnyMapping, of_places
 
 STATE_BYTES = 3 * FP32
 """Master weight and two moments of a parameter."""
@@ -322,9 +323,9 @@ def stage_memory(job: Job, mapping: Mapping, *, pipeline_rank: int, layer: Layer
     )
 
 
-def memory_of(job: Job, mapping: Mapping) -> tuple[StageMemory, ...]:
+def memory_of(job: Job, mapping: AnyMapping) -> tuple[StageMemory, ...]:
     """Memory of every pipeline rank."""
-    return tuple(stage_memory(job, mapping, pipeline_rank=rank) for rank in range(mapping.folding.pp))
+    return tuple(stage_memory(job, own, pipeline_rank=rank) for rank, own in enumerate(of_places(mapping)))
 
 
 def fullest_bytes(job: Job, mapping: Mapping, *, layer: LayerBytes | None = None) -> float:

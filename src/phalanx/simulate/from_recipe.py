@@ -14,7 +14,7 @@ from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.core.files import read_json
 from phalanx.plan.dispatch import DispatchSpec, rows_of_source
-from phalanx.plan.folding import Folding, resolve_folding
+from phalanx.plan.folding import Folding
 from phalanx.plan.layout import stage_params
 from phalanx.plan.model import ModelSpec, resolve_model
 from phalanx.plan.overlap_setting import parse_overlap
@@ -22,6 +22,8 @@ from phalanx.plan.pipeline import Pipeline, make_pipeline
 from phalanx.plan.recipe import equal_shares
 from phalanx.plan.replicas import read_loads
 from phalanx.plan.run_placement import asked_of
+from phalanx.plan.stage_foldings import parse_stages, resolve_mapping
+from phalanx.simulate.collectives import span_from, span_of
 from phalanx.simulate.expert_slots import ExpertSlots, Rows, expert_slots
 from phalanx.simulate.fused_time import fused_run_problems
 from phalanx.simulate.hardware import GpuCluster
@@ -29,6 +31,7 @@ from phalanx.simulate.mapping import Job, Mapping, Overlap, Precision
 from phalanx.simulate.routing import Routing, forced_loads
 from phalanx.simulate.shape import shape_of
 from phalanx.simulate.stage_layers import run_layers
+from phalanx.simulate.stage_mappings import AnyMapping, StagedMapping, like_stage, shares_of
 from phalanx.simulate.tile_time import TILE_WAYS
 from phalanx.simulate.warmup_choice import with_warmup
 
@@ -41,7 +44,7 @@ def job_of_recipe(recipe: Recipe, spec: ModelSpec) -> Job:
     return Job(shape=shape_of(spec), seq_len=recipe.train.seq_len, global_batch=recipe.train.global_batch)
 
 
-def mapping_of_recipe(recipe: Recipe, spec: ModelSpec, *, world: int, cluster: GpuCluster | None = None) -> Mapping:
+def mapping_of_recipe(recipe: Recipe, spec: ModelSpec, *, world: int, cluster: GpuCluster | None = None) -> AnyMapping:
     """How the recipe spreads it. Raises `ConfigError` for what cannot run, or is not modelled on a cluster.
 
     `cluster`: where it runs; without it nothing that a run finds out by measuring can be followed (`extra_warmup = "auto"`).
@@ -52,21 +55,46 @@ def mapping_of_recipe(recipe: Recipe, spec: ModelSpec, *, world: int, cluster: G
     return with_warmup(job_of_recipe(recipe, spec), mapping, cluster, memory_gb=recipe.pipeline.memory_gb)
 
 
-def _mapping(recipe: Recipe, spec: ModelSpec, *, world: int, cluster: GpuCluster | None) -> Mapping:
+def _mapping(recipe: Recipe, spec: ModelSpec, *, world: int, cluster: GpuCluster | None) -> AnyMapping:
     t = recipe.train
-    raise_if(_not_modelled(recipe, cluster), ConfigError, subject="the recipe on a cluster")
+    problems = _not_modelled(recipe, cluster) + _tiles_across(recipe, cluster)
+    raise_if(problems, ConfigError, subject="the recipe on a cluster")
     slots_per_rank = recipe.resilience.slots_per_rank
-    folding = resolve_folding(
+    folding = resolve_mapping(
         recipe.folding, spec, world=world, seq_len=t.seq_len, slots_per_rank=slots_per_rank, **equal_shares(recipe)
     )
     if recipe.dispatch.overlap == "fused" and cluster is not None:
         found = fused_run_problems(folding, cluster.hardware, left_free=recipe.dispatch.left_free)
         raise_if(found, ConfigError, subject="the recipe on a cluster")
     pipeline = make_pipeline(recipe.pipeline, spec, pp=folding.pp, seq_len=t.seq_len)
-    has_stages = folding.pp > 1
+    if isinstance(folding, Folding):
+        slots = _slots(recipe, spec, folding, pipeline, cluster)
+        return _of_folding(recipe, spec, folding, pipeline, micro_batch=t.micro_batch, slots=slots)
+    stages = [
+        _of_folding(
+            recipe, spec, like_stage(folding, place), pipeline, micro_batch=t.micro_batch // shares_of(folding, place)
+        )
+        for place in range(folding.pp)
+    ]
+    placed = tuple(replace(stage, first_rank=first) for stage, first in zip(stages, folding.first_ranks, strict=True))
+    return StagedMapping(folding=folding, stages=placed, micro_batch=t.micro_batch)
+
+
+def _of_folding(
+    recipe: Recipe,
+    spec: ModelSpec,
+    folding: Folding,
+    pipeline: Pipeline,
+    *,
+    micro_batch: int,
+    slots: ExpertSlots | None = None,
+) -> Mapping:
+    """The recipe under one folding."""
+    t, has_stages = recipe.train, folding.pp > 1
+    replicated = recipe.resilience.slots_per_rank is not None
     return Mapping(
         folding=folding,
-        micro_batch=t.micro_batch,
+        micro_batch=micro_batch,
         schedule=pipeline.schedule if has_stages else "1f1b",
         virtual=pipeline.virtual if has_stages else 1,
         recompute=t.recompute,
@@ -75,15 +103,31 @@ def _mapping(recipe: Recipe, spec: ModelSpec, *, world: int, cluster: GpuCluster
         cp_method=recipe.folding.cp_method,
         sharding="optimizer" if recipe.optim.zero else "none",
         dispatch="all_gather" if recipe.dispatch.transport == "all_gather" else "all_to_all",
-        routing=_routing(recipe, spec, folding.ep) if slots_per_rank is None else _plain_routing(recipe),
+        routing=_plain_routing(recipe) if replicated else _routing(recipe, spec, folding.ep, micro_batch),
         drop=_drop(recipe) if spec.moe_layers else None,
         stage_layers=_given_layers(recipe, spec, pipeline) if has_stages else None,
         extra_warmup=pipeline.extra_warmup if has_stages else None,
         shares="equal" if recipe.resilience.mode == "off" else "any",
         holders=recipe.resilience.shard_holders if recipe.optim.zero else 1,
         votes=bool(recipe.resilience.heal),
-        slots=_slots(recipe, spec, folding, pipeline, cluster),
+        slots=slots,
     )
+
+
+def _tiles_across(recipe: Recipe, cluster: GpuCluster | None) -> list[Problem]:
+    """Stages that exchange rows tile by tile among ranks that begin in the middle of a host and end on another: the plan's clock counts ranks from the first of a host."""
+    kind = parse_overlap(recipe.dispatch.overlap).kind
+    if cluster is None or recipe.folding.stages is None or kind not in TILE_WAYS:
+        return []
+    folding = parse_stages(recipe.folding.stages)
+    per_host, problems = cluster.hardware.ranks_per_host, []
+    for index, (first, stage) in enumerate(zip(folding.first_ranks, folding.stages, strict=True)):
+        size = stage.ep * stage.etp
+        plain = span_of(size, 1, ranks_per_host=per_host)
+        if span_from(size, 1, ranks_per_host=per_host, first=first, world=stage.world) != plain:
+            rule = f"is not modelled where {size} ranks that exchange rows begin in the middle of a host (folding.stages[{index}], rank {first})"
+            problems.append(Problem(where="dispatch.overlap", value=kind, rule=rule, hint="serial or coarse:2"))
+    return problems
 
 
 def _slots(
@@ -120,7 +164,7 @@ def _slots(
                         follows=r.steps_between_placements() > 0)  # fmt: skip
 
 
-def _routing(recipe: Recipe, spec: ModelSpec, ep: int) -> Routing:
+def _routing(recipe: Recipe, spec: ModelSpec, ep: int, micro_batch: int) -> Routing:
     if recipe.router.force != "imbalanced" or not spec.moe_layers:
         return _plain_routing(recipe)
     t = recipe.train
@@ -128,7 +172,7 @@ def _routing(recipe: Recipe, spec: ModelSpec, ep: int) -> Routing:
         ep=ep,
         experts=spec.num_experts,
         top_k=spec.top_k,
-        tokens=t.micro_batch * t.seq_len,
+        tokens=micro_batch * t.seq_len,
         seed=t.seed,
         skew=spec.router.force_skew,
     )
@@ -175,7 +219,6 @@ def _not_modelled(recipe: Recipe, cluster: GpuCluster | None) -> list[Problem]:
         (cluster is None or t.dtype != "float32" or cluster.hardware.fp32_flops_per_s is not None, "train.dtype", t.dtype,
          "has no rate in the cluster's file", "give it fp32_flops_per_s, or use bfloat16"),
         (recipe.kernels.implementation == "fast", "kernels.implementation", recipe.kernels.implementation, "plain kernels are not modelled", "use fast"),
-        (recipe.folding.stages is None, "folding.stages", recipe.folding.stages, "stages are modelled alike", "use folding.pp"),
         (d.overlap != "fused" or cluster is not None, "dispatch.overlap", d.overlap, "stores rows in the memory of other devices of a host, and no cluster says how many ranks a host has",
          "use auto"),
         (d.overlap != "fused" or not p.pair_passes, "pipeline.pair_passes", p.pair_passes, "is for ranks on processors, and fused kernels are for devices", "leave it out"),

@@ -17,6 +17,7 @@ from phalanx.core.samples import num_rounds
 from phalanx.plan.dispatch import DispatchSpec, capacity, rows_of_source
 from phalanx.plan.folding import Folding, folding_problems
 from phalanx.plan.schedule import SCHEDULES, make_schedule, schedule_problems
+from phalanx.simulate.collectives import Span, span_from, span_of
 from phalanx.simulate.expert_slots import ExpertSlots
 from phalanx.simulate.routing import Routing
 from phalanx.simulate.shape import Shape
@@ -99,6 +100,8 @@ class Mapping:
     """Ranks vote on every step."""
     slots: ExpertSlots | None = None
     """Replicas of experts; None: every expert once in each expert-parallel group."""
+    first_rank: int = 0
+    """Rank of the cluster with which a stage that has a folding of its own begins (`stage_mappings.py`)."""
 
     def num_microbatches(self, job: Job) -> int:
         """Rounds of a step: micro-batches of the rank that has most."""
@@ -115,6 +118,13 @@ class Mapping:
     def splits_backward(self) -> bool:
         """Whether weight gradients are passes of their own, later than what they could hide."""
         return self.folding.pp > 1 and _splits_backward(self.schedule)
+
+    def span(self, size: int, stride: int, *, ranks_per_host: int) -> Span:
+        """How a group of a stage lies on hosts."""
+        if not self.first_rank:
+            return span_of(size, stride, ranks_per_host=ranks_per_host)
+        own = self.folding.world // self.folding.pp
+        return span_from(size, stride, ranks_per_host=ranks_per_host, first=self.first_rank, world=own)
 
     # ---- rows of experts
 
@@ -170,6 +180,7 @@ class Mapping:
             (table, "holders", 1),
             (table, "votes", False),
             (table, "slots", None),
+            (table, "first_rank", 0),
             (table["routing"], "forced", None),
             (table["overlap"], "paired", False),
             (table["overlap"], "left_free", None),

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 
-from phalanx.plan.stage_foldings import group_names
+from phalanx.core.errors import ConfigError, Problem
+from phalanx.plan.stage_foldings import StagedFolding, group_names
 from phalanx.simulate.hardware import Hardware
 from phalanx.simulate.recovery_time import Constants, RankWork, RecoveryTime, RecoveryWork, recovery_time
 from phalanx.simulate.step_time import Prediction
@@ -62,6 +63,10 @@ def cluster_constants(hardware: Hardware, *, communicator_s: float = COMMUNICATO
 def host_lost(prediction: Prediction, *, communicator_s: float = COMMUNICATOR_S) -> RecoveryTime:
     """From when a host is known to be lost to the next step of the job without it. Of the fullest stage, for the others wait for it."""
     folding, hardware = prediction.mapping.folding, prediction.cluster.hardware
+    if isinstance(folding, StagedFolding):
+        rule, hint = "gives each stage a folding of its own, and such runs have no replicas to go on from", "folding.pp"
+        problem = Problem(where="folding.stages", value=folding.label(), rule=rule, hint=hint)
+        raise ConfigError([problem], subject="the loss of a host")
     fullest = max(prediction.memory, key=lambda stage: stage.weights + stage.optimizer)
     tensors = math.ceil(prediction.job.shape.layers / folding.pp) * LAYER_TENSORS + OTHER_TENSORS
     state, pieces = int(fullest.optimizer), STATES * tensors

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from phalanx.plan.shard_copies import GATHER_SHARE
-from phalanx.simulate.collectives import NCCL_SMS, Network, beside, span_of
+from phalanx.simulate.collectives import NCCL_SMS, Network, beside
 from phalanx.simulate.cost import FP32, Oracle
 from phalanx.simulate.device_memory import kept_state, shards
 from phalanx.simulate.mapping import Job, Mapping
@@ -40,7 +40,7 @@ class Replicas:
         m, f = self.mapping, self.mapping.folding
         if m.slots is None or not m.slots.sent:
             return 0.0, 0.0
-        span = span_of(f.ep, f.etp, ranks_per_host=self.network.hardware.ranks_per_host)
+        span = m.span(f.ep, f.etp, ranks_per_host=self.network.hardware.ranks_per_host)
         elements = expert * m.slots.sent / m.slots.held * span.size / max(1, span.size - 1)
         there = self.network.all_to_all(m.gradient_bytes * elements, span)
         if m.slots.state == "whole":
@@ -51,13 +51,13 @@ class Replicas:
         f, per_host = self.mapping.folding, self.network.hardware.ranks_per_host
         if self.mapping.sharding == "none":  # every rank makes every update, from whole sums
             ends = ((f.dp * f.cp, f.tp), (f.edp, f.etp * f.ep))
-            spans = [span_of(size, stride, ranks_per_host=per_host) for size, stride in ends]
+            spans = [self.mapping.span(size, stride, ranks_per_host=per_host) for size, stride in ends]
             sizes = [self.mapping.gradient_bytes * n for n in own]
             return 0.0, sum(self.network.all_reduce(size, span) for size, span in zip(sizes, spans, strict=True))
         by_dense, by_expert = shards(self.mapping)
         stride = f.tp if by_dense == f.dp * f.cp else f.tp * f.cp
-        dense = span_of(by_dense, stride, ranks_per_host=per_host)
-        expert = span_of(by_expert, f.etp * f.ep * (f.edp // by_expert), ranks_per_host=per_host)
+        dense = self.mapping.span(by_dense, stride, ranks_per_host=per_host)
+        expert = self.mapping.span(by_expert, f.etp * f.ep * (f.edp // by_expert), ranks_per_host=per_host)
         gather, reduce = (
             self.network.all_gather(width * own[0], dense) + self.network.all_gather(width * own[1], expert)
             for width in (self.mapping.item_bytes, self.mapping.gradient_bytes)
@@ -87,6 +87,15 @@ class Replicas:
         return self.vote_s + self._beside(
             gather, reduce, forward=forward, backward=backward, layers=layers, passes=passes
         )
+
+    def ends(self, own: tuple[float, float], *, forward: float, backward: float, layers: int) -> tuple[float, float]:
+        """Seconds of gathering parameters and of reducing gradients that the passes of one micro-batch do not hide, where parameters are not sharded."""
+        gather, reduce = self.traffic(own)
+
+        def left(gather: float, reduce: float) -> float:
+            return self._beside(gather, reduce, forward=forward, backward=backward, layers=layers, passes=1)
+
+        return left(gather, 0.0), left(0.0, reduce)
 
     def _beside(
         self, gather: float, reduce: float, *, forward: float, backward: float, layers: int, passes: int

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from statistics import NormalDist, median
 from typing import Literal
 
@@ -59,6 +60,7 @@ FORCED_DRAWS = 16
 """Layers and steps of a forced workload that are counted."""
 
 
+@lru_cache(maxsize=64)
 def forced_loads(
     *, ep: int, experts: int, top_k: int, tokens: int, seed: int, skew: float, draws: int = FORCED_DRAWS
 ) -> tuple[float, float]:

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from phalanx.core.errors import Problem
 from phalanx.plan.folding import Folding
+from phalanx.plan.stage_foldings import AnyFolding, StagedFolding
 from phalanx.simulate.hardware import GpuCluster
 
 DRAWS = 65
@@ -139,7 +140,18 @@ def island_size(folding: Folding) -> int:
     return math.lcm(folding.tp * folding.cp, folding.etp * folding.ep)
 
 
-def paces(folding: Folding, factors: Floats) -> Floats:
+def islands_of(folding: StagedFolding) -> int:
+    """Pipelines side by side of which any wait for each other within a layer of some stage: where islands of one stage are of several pipelines, those of all stages are theirs."""
+    each = [stage.world // folding.replicas for stage in folding.stages]
+    return math.lcm(*(math.lcm(size, island_size(own)) // size for size, own in zip(each, folding.stages, strict=True)))
+
+
+def paces(folding: AnyFolding, factors: Floats) -> Floats:
     """(pipelines, pp): of each pipeline of islands, the slowest rank's factor on each stage. `factors` are (world,)."""
-    slowest: Floats = factors.reshape(folding.pp, -1, island_size(folding)).max(axis=2).T
-    return slowest
+    if isinstance(folding, Folding):
+        slowest: Floats = factors.reshape(folding.pp, -1, island_size(folding)).max(axis=2).T
+        return slowest
+    number = folding.replicas // islands_of(folding)
+    ends = [*folding.first_ranks[1:], folding.world]
+    of_stages = [factors[a:b] for a, b in zip(folding.first_ranks, ends, strict=True)]
+    return np.array([own.reshape(number, -1).max(axis=1) for own in of_stages]).T

@@ -13,11 +13,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from phalanx.simulate.block_time import Ledger
 from phalanx.simulate.hardware import GpuCluster
-from phalanx.simulate.mapping import Job, Mapping
+from phalanx.simulate.mapping import Job
 from phalanx.simulate.slow_ranks import Floats, Stragglers, paces
-from phalanx.simulate.step_time import Prediction, StepTime, slow_steps, step_time
+from phalanx.simulate.stage_mappings import AnyMapping
+from phalanx.simulate.step_time import Ledgers, Prediction, StepTime, slow_steps, step_time
 
 CANDIDATES = 1
 """Pipelines of a draw that are put on the clock: the slowest by a closed form. Of 36 draws over three schedules the slowest of all was 0.6 % slower at most."""
@@ -61,9 +61,9 @@ def _told(step: StepTime, nominal: StepTime, draws: tuple[float, ...]) -> StepTi
 class _Slow:
     """Steps of one job by the paces of a pipeline's stages; layers are computed once."""
 
-    def __init__(self, job: Job, mapping: Mapping, cluster: GpuCluster) -> None:
+    def __init__(self, job: Job, mapping: AnyMapping, cluster: GpuCluster) -> None:
         self.job, self.mapping, self.cluster = job, mapping, cluster
-        self.ledgers: dict[str, Ledger] = {}
+        self.ledgers: Ledgers = {}
         self.known: dict[tuple[tuple[float, ...], int | None], StepTime] = {}
         usual = self.step((1.0,) * mapping.folding.pp, STEADY)
         self.busy = np.array(usual.busy_s) / usual.microbatches

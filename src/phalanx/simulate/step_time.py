@@ -10,13 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from statistics import NormalDist
 from typing import Any
 
 from phalanx.plan.schedule import Schedule, make_schedule
 from phalanx.plan.schedule_many import makespans
-from phalanx.plan.schedule_time import ScheduleCosts, Timeline, simulate, uniform_costs
+from phalanx.plan.schedule_time import Edge, ScheduleCosts, Timeline, simulate, uniform_costs
 from phalanx.simulate.block_time import COMMUNICATION, Blocks, Ledger
 from phalanx.simulate.collectives import Network
 from phalanx.simulate.cost import SIGMA, Oracle
@@ -27,7 +27,10 @@ from phalanx.simulate.replicas import Replicas
 from phalanx.simulate.shape import flops_per_token
 from phalanx.simulate.slow_ranks import Stragglers
 from phalanx.simulate.stage_layers import contents, layers_of_stages, ranks_of_stages
+from phalanx.simulate.stage_mappings import AnyMapping, StagedMapping, edge_seconds, of_places
 
+Ledgers = dict[tuple[str, int], Ledger]
+"""Layers by kind and, where stages have foldings of their own, by pipeline rank."""
 Z90 = 1.2816
 """Normal deviate of the 90th percentile."""
 
@@ -117,13 +120,19 @@ class Prediction:
     """Time, memory and rates of a job under a mapping on a cluster."""
 
     job: Job
-    mapping: Mapping
+    mapping: AnyMapping
     cluster: GpuCluster
     step: StepTime
     memory: tuple[StageMemory, ...]
     stragglers: Stragglers | None = None
     nominal_s: float | None = None
     """The step where nobody is slow; None where no slow ranks were asked for."""
+
+    @property
+    def uniform(self) -> Mapping:
+        """The mapping, of a prediction whose stages all have one folding: those of a search."""
+        assert isinstance(self.mapping, Mapping)
+        return self.mapping
 
     @property
     def tokens_per_s(self) -> float:
@@ -177,9 +186,9 @@ class Prediction:
 
 
 def predict(
-    job: Job, mapping: Mapping, cluster: GpuCluster, *, exact: bool = True, most_microbatches: int | None = None
+    job: Job, mapping: AnyMapping, cluster: GpuCluster, *, exact: bool = True, most_microbatches: int | None = None
 ) -> Prediction:
-    """Time and memory of one step. `exact` runs the schedule on a clock; else its bubble is the closed form's.
+    """Time and memory of one step. `exact` runs the schedule on a clock; else its bubble is the closed form's (of stages with foldings of their own, never).
 
     `most_microbatches` limits the clock to so many for each pipeline rank, the rest is the steady state's.
 
@@ -197,12 +206,12 @@ def predict(
 
 def step_time(
     job: Job,
-    mapping: Mapping,
+    mapping: AnyMapping,
     cluster: GpuCluster,
     *,
     exact: bool = True,
     most_microbatches: int | None = None,
-    ledgers: dict[str, Ledger] | None = None,
+    ledgers: Ledgers | None = None,
     slow: tuple[float, ...] | None = None,
 ) -> StepTime:
     """The step of a mapping that was checked. `ledgers` are layers that were computed before; `slow` is how much longer each pipeline rank computes."""
@@ -211,16 +220,16 @@ def step_time(
 
 def slow_steps(
     job: Job,
-    mapping: Mapping,
+    mapping: AnyMapping,
     cluster: GpuCluster,
     vectors: Sequence[tuple[float, ...]],
     *,
     most_microbatches: int,
-    ledgers: dict[str, Ledger],
+    ledgers: Ledgers,
 ) -> list[StepTime]:
     """`step_time` of each of many ways in which pipeline ranks compute slower, without timelines."""
     steps = [_Step(job, mapping, cluster, ledgers, slow) for slow in vectors]
-    if not steps or mapping.folding.pp == 1:
+    if not steps or mapping.folding.pp == 1 or isinstance(mapping, StagedMapping):
         return [step.result(exact=True, most_microbatches=most_microbatches) for step in steps]
     ends = makespans(steps[0].shortened(most_microbatches)[0], [step.costs() for step in steps])
     return [
@@ -229,7 +238,7 @@ def slow_steps(
     ]
 
 
-def pass_costs(job: Job, mapping: Mapping, cluster: GpuCluster) -> ScheduleCosts:
+def pass_costs(job: Job, mapping: AnyMapping, cluster: GpuCluster) -> ScheduleCosts:
     """Passes and transfers of a mapping's stages, as its schedule's clock takes them."""
     return _Step(job, mapping, cluster).costs()
 
@@ -247,33 +256,38 @@ class _Step:
     def __init__(
         self,
         job: Job,
-        mapping: Mapping,
+        mapping: AnyMapping,
         cluster: GpuCluster,
-        ledgers: dict[str, Ledger] | None = None,
+        ledgers: Ledgers | None = None,
         slow: tuple[float, ...] | None = None,
     ) -> None:
-        self.job, self.mapping, self.hardware = job, mapping, cluster.hardware
+        self.job, self.hardware = job, cluster.hardware
+        self.staged = mapping if isinstance(mapping, StagedMapping) else None
+        self.places = of_places(mapping)
+        self.mapping = self.places[0]
         self.network = Network(cluster.hardware)
-        self.oracle = Oracle(cluster.hardware, mapping.precision)
-        self.blocks = Blocks(job, mapping, self.oracle, self.network)
+        self.oracle = Oracle(cluster.hardware, self.mapping.precision)
         self.m = mapping.num_microbatches(job)
-        self.ledgers: dict[str, Ledger] = {} if ledgers is None else ledgers
+        self.ledgers: Ledgers = {} if ledgers is None else ledgers
         self.slow = slow
+        self.rank_of_stage = ranks_of_stages(self.mapping)
         self.stages = self._stages()
         if slow is not None:
-            ranks = ranks_of_stages(mapping)
             self.stages = [
-                slowed(s, slow[rank], mapping.folding.ep) for s, rank in zip(self.stages, ranks, strict=True)
+                slowed(s, slow[rank], self.places[rank].folding.ep)
+                for s, rank in zip(self.stages, self.rank_of_stage, strict=True)
             ]
 
-    def _ledger(self, kind: str) -> Ledger:
-        if kind not in self.ledgers:
+    def _ledger(self, kind: str, rank: int) -> Ledger:
+        key = kind, 0 if self.staged is None else rank
+        if key not in self.ledgers:
+            blocks = Blocks(self.job, self.places[rank], self.oracle, self.network)
             if kind in ("head", "embedding"):
-                made = self.blocks.head() if kind == "head" else self.blocks.embedding()
+                made = blocks.head() if kind == "head" else blocks.embedding()
             else:
-                made = self.blocks.layer(self.job.shape.layers if kind == "moe" else 0)
-            self.ledgers[kind] = made
-        return self.ledgers[kind]
+                made = blocks.layer(self.job.shape.layers if kind == "moe" else 0)
+            self.ledgers[key] = made
+        return self.ledgers[key]
 
     def _stages(self) -> list[Pass]:
         """One pass of each virtual stage."""
@@ -286,16 +300,16 @@ class _Step:
             if parts["head"] and shape.mtp:
                 parts["moe" if shape.experts else "dense"] += shape.mtp
                 parts["head"] += shape.mtp
-            out.append(self._sum(parts))
+            out.append(self._sum(parts, self.rank_of_stage[index]))
             first += count
         return out
 
-    def _sum(self, parts: dict[str, int]) -> Pass:
+    def _sum(self, parts: dict[str, int], rank: int) -> Pass:
         total = Pass({}, {}, 0.0, 0.0)
         for kind, number in parts.items():
             if not number:
                 continue
-            ledger = self._ledger(kind)
+            ledger = self._ledger(kind, rank)
             for table, source in ((total.forward, ledger.forward), (total.backward, ledger.backward)):
                 for name, seconds in source.items():
                     table[name] = table.get(name, 0.0) + number * seconds
@@ -307,10 +321,16 @@ class _Step:
 
     def _p2p(self) -> float:
         f = self.mapping.folding
-        if f.pp == 1:
+        if f.pp == 1 or self.staged is not None:
             return 0.0
         between = f.world // f.pp >= self.hardware.ranks_per_host
-        return self.network.send(self.blocks.tokens * self.job.shape.hidden * self.mapping.item_bytes, between=between)
+        tokens = self.mapping.tokens(self.job)
+        return self.network.send(tokens * self.job.shape.hidden * self.mapping.item_bytes, between=between)
+
+    @cached_property
+    def _edges(self) -> dict[Edge, float]:
+        """What transfers take that are not all alike."""
+        return {} if self.staged is None else edge_seconds(self.job, self.staged, self.network, self.rank_of_stage)
 
     def costs(self) -> ScheduleCosts:
         seconds = [stage.seconds for stage in self.stages]
@@ -323,12 +343,12 @@ class _Step:
             input_grad=tuple(b - w for (_, b), w in zip(seconds, weights, strict=True)),
             weight_grad=tuple(weights),
             p2p=self._p2p(),
+            edge_p2p=self._edges,
         )
 
     def _by_rank(self) -> list[list[Pass]]:
-        ranks = ranks_of_stages(self.mapping)
         held: list[list[Pass]] = [[] for _ in range(self.mapping.folding.pp)]
-        for stage, rank in zip(self.stages, ranks, strict=True):
+        for stage, rank in zip(self.stages, self.rank_of_stage, strict=True):
             held[rank].append(stage)
         return held
 
@@ -341,12 +361,12 @@ class _Step:
     def _clock(
         self, costs: ScheduleCosts, steady: float, most: int | None, ended: float | None = None
     ) -> tuple[Timeline | None, float]:
-        """The schedule's timeline and makespan; past `most` micro-batches a rank, one more costs what the busiest rank has to do. `ended`: when the clock was run before, and said so."""
+        """The schedule's timeline, maybe of fewer micro-batches, and makespan; past `most` micro-batches a rank, one more costs what the busiest rank has to do. `ended`: when the clock was run before, and said so."""
         made, few = self.shortened(most)
         if ended is not None:
             return None, ended + (self.m - few) * steady
         timeline = simulate(made, costs)
-        return (timeline if few == self.m else None), timeline.makespan + (self.m - few) * steady
+        return timeline, timeline.makespan + (self.m - few) * steady
 
     def result(self, *, exact: bool, most_microbatches: int | None = None, ended: float | None = None) -> StepTime:
         f, held, costs = self.mapping.folding, self._by_rank(), self.costs()
@@ -357,7 +377,7 @@ class _Step:
             makespan = busy[0]
             if exact and most_microbatches is None:
                 timeline, _ = self._clock(costs, busy[0] / self.m, None)
-        elif exact:
+        elif exact or self.staged is not None:
             timeline, makespan = self._clock(costs, busy[rank] / self.m, most_microbatches, ended)
         else:
             makespan = busy[rank] + self._bubble(costs)
@@ -367,14 +387,7 @@ class _Step:
                 for kind, seconds in table.items():
                     parts[kind] = parts.get(kind, 0.0) + self.m * seconds
         parts["bubble"] = makespan - busy[rank]
-        content = contents(self.job, self.mapping)[0]
-        own = parameters_of_rank(self.job, self.mapping, content)
-        room = [sum(stage.seconds[way] for stage in held[0]) for way in (0, 1)]
-        if self.mapping.splits_backward:  # gradients are whole when the weights' own passes end
-            room[1] = sum(stage.weight_grad for stage in held[0])
-        replicas = Replicas(self.job, self.mapping, self.network)
-        parts["dp"] = replicas.exposed(own, forward=room[0], backward=room[1], layers=content.layers, passes=self.m)
-        parts["optimizer"] = replicas.optimizer(own, self.oracle) * max(self.slow or (1.0,))
+        parts["dp"], parts["optimizer"] = self._between_steps(held, timeline)
         total = sum(parts.values())
         sigma = math.sqrt(sum((s / total * SIGMA.get(kind, 0.1)) ** 2 for kind, s in parts.items()))
         return StepTime(
@@ -387,8 +400,35 @@ class _Step:
             backward_s=costs.backward,
             passes=tuple(self.stages),
             busy_s=tuple(busy),
-            timeline=timeline,
+            timeline=timeline if timeline is not None and timeline.schedule.num_microbatches == self.m else None,
         )
+
+    def _between_steps(self, held: list[list[Pass]], timeline: Timeline | None) -> tuple[float, float]:
+        """Exposed data-parallel traffic, and the optimizer: of the first rank, which is the last to end; of stages with foldings of their own that of whoever is latest."""
+        if self.staged is None or timeline is None:
+            own, room, layers = self._own(held, 0)
+            replicas = Replicas(self.job, self.mapping, self.network)
+            exposed = replicas.exposed(own, forward=room[0], backward=room[1], layers=layers, passes=self.m)
+            return exposed, replicas.optimizer(own, self.oracle) * max(self.slow or (1.0,))
+        late, early = [], []
+        for rank, (mapping, spans) in enumerate(zip(self.places, timeline.spans, strict=True)):
+            own, room, layers = self._own(held, rank)
+            replicas = Replicas(self.job, mapping, self.network)
+            gather, reduce = replicas.ends(own, forward=room[0], backward=room[1], layers=layers)
+            update = replicas.optimizer(own, self.oracle) * max(self.slow or (1.0,))
+            late.append(reduce - (timeline.makespan - spans[-1].end))  # then all ranks know the gradients' norm
+            early.append((update + gather - spans[0].start, max(0.0, gather - spans[0].start)))
+        until_passes, gathering = max(early)
+        return max(late) + gathering, until_passes - gathering
+
+    def _own(self, held: list[list[Pass]], rank: int) -> tuple[tuple[float, float], list[float], int]:
+        """(dense, expert) parameters of a pipeline rank, seconds of its passes of one micro-batch, and its layers."""
+        mapping = self.places[rank]
+        content = contents(self.job, mapping)[rank]
+        room = [sum(stage.seconds[way] for stage in held[rank]) for way in (0, 1)]
+        if mapping.splits_backward:  # gradients are whole when the weights' own passes end
+            room[1] = sum(stage.weight_grad for stage in held[rank])
+        return parameters_of_rank(self.job, mapping, content), room, content.layers
 
     def _bubble(self, costs: ScheduleCosts) -> float:
         """Closed forms on the mean stage, and the way of the first micro-batch through the transfers."""

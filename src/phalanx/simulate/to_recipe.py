@@ -83,6 +83,7 @@ def _reasons(recipe: Recipe, job: Job, mapping: Mapping) -> list[str]:
         again = mapping_of_recipe(recipe, resolve_recipe(recipe), world=world)
     except PhalanxError as error:
         return [str(error)]
+    assert isinstance(again, Mapping)  # `recipe` has one folding
     routed = replace(again, routing=mapping.routing)  # a search assumes it, a recipe trains its router
     return [f"no recipe says {name} = {_value(mapping, name)}" for name in difference(mapping, routed)]
 

@@ -6,19 +6,18 @@ Decides nothing: `plan/eager.py` chooses. A run measures passes, transfers and w
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from phalanx.core.errors import ConfigError, PlanError, Problem
 from phalanx.plan.eager import choose_warmup
 from phalanx.simulate.device_memory import memory_of
 from phalanx.simulate.hardware import GpuCluster
-from phalanx.simulate.mapping import Job, Mapping
+from phalanx.simulate.mapping import Job
+from phalanx.simulate.stage_mappings import AnyMapping, with_extra_warmup
 from phalanx.simulate.step_time import pass_costs
 
 
-def with_warmup(job: Job, mapping: Mapping, cluster: GpuCluster, *, memory_gb: float | None) -> Mapping:
+def with_warmup(job: Job, mapping: AnyMapping, cluster: GpuCluster, *, memory_gb: float | None) -> AnyMapping:
     """The mapping with the chosen numbers. Raises `ConfigError` where not even 1F1B fits `memory_gb`."""
-    plain = replace(mapping, extra_warmup=(0,) * mapping.folding.pp)
+    plain = with_extra_warmup(mapping, (0,) * mapping.folding.pp)
     live_bytes = [max(1, round(stage.activations / max(1, stage.live))) for stage in memory_of(job, plain)]
     try:
         choice = choose_warmup(
@@ -33,4 +32,4 @@ def with_warmup(job: Job, mapping: Mapping, cluster: GpuCluster, *, memory_gb: f
             Problem(where="pipeline.memory_gb", value=memory_gb, rule=p.rule, hint=p.hint) for p in error.problems
         ]
         raise ConfigError(problems, subject="the recipe on a cluster") from error
-    return replace(mapping, extra_warmup=choice.extra_warmup)
+    return with_extra_warmup(mapping, choice.extra_warmup)
