@@ -323,7 +323,8 @@ def report_of(rows: Sequence[dict[str, Any]], bars: Mapping[str, float] = PACED_
     tie = tie_of([row.get("rounds_s", ()) for row in rows])
     tau = kendall_tau(predicted, measured, tie=tie)
     same = all(row["plan_hash"]["predicted"] == row["plan_hash"]["measured"] for row in rows)
-    pairs, ties = len(rows) * (len(rows) - 1) // 2, len(rows) * (len(rows) - 1) // 2 - len(_ordered(measured, tie))
+    pairs = len(rows) * (len(rows) - 1) // 2
+    ties = pairs - len(_ordered(measured, tie))
     return {
         "rows": rows,
         "median": median,

@@ -69,8 +69,6 @@ class _Job:
     state: RunState
     begin_s: float
     blocked_s: float
-    beside: bool = False
-    """Written by a thread of its own that talks to nobody."""
     over: threading.Event = field(default_factory=threading.Event)
     """Nobody wants it any more."""
     hurry: threading.Event = field(default_factory=threading.Event)
@@ -167,6 +165,7 @@ class CheckpointManager:
         """Nobody completes what is under way any more; its thread ends by itself."""
         if self._pending is not None:
             self._pending.over.set()
+            self._pending.hurry.set()  # it may wait for its rate
             self._pending, self._buffers = None, []
 
     @property
@@ -192,7 +191,6 @@ class CheckpointManager:
     def _write_beside(self, job: _Job) -> None:
         """All ranks begin together; each writes by itself."""
         path = self._begin(job)
-        job.beside = True
 
         def work() -> None:
             job.written = self._share(job, path)
@@ -269,14 +267,14 @@ class CheckpointManager:
             return write_failure(err, path)
 
     def _write_tensors(self, job: _Job, path: Path) -> Share:
-        """By this rank alone; in a thread that is left behind where the others have gone on, for a disk may take its time."""
+        """By this rank alone; a save that all stand still for in a thread that is left behind where the others have gone on, for a disk may take its time."""
         from phalanx.runtime.checkpoint_planner import write_boxes
 
         work = partial(
             write_boxes, job.boxes, path, rank=self._peers.rank, bytes_per_s=job.bytes_per_s,
-            over=job.over.is_set, hurry=job.hurry.is_set,
+            over=job.over, hurry=job.hurry,
         )  # fmt: skip
-        return work() if job.beside else run_escapable(self._peers.escape, work)
+        return work() if self._asynchronous else run_escapable(self._peers.escape, work)
 
     def _complete(self, job: _Job, mine: Share | Exception) -> Saved:
         """A checkpoint of what all ranks wrote. Collective."""

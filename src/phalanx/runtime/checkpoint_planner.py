@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import io
 import math
+import threading
 import time
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,8 +40,6 @@ from phalanx.runtime.checkpoint_folder import FileEntry, file_entry
 
 TABLE_FILE = ".metadata"
 """`torch.distributed.checkpoint` calls it so."""
-LOOK_S = 0.05
-"""How often a write that waits for its rate looks whether it is still wanted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,11 +57,11 @@ def write_boxes(
     *,
     rank: int,
     bytes_per_s: float = math.inf,
-    over: Callable[[], bool] = lambda: False,
-    hurry: Callable[[], bool] = lambda: False,
+    over: threading.Event | None = None,
+    hurry: threading.Event | None = None,
 ) -> Share:
-    """Write the primary boxes of this rank to the folder `path`, at no more than `bytes_per_s` until `hurry` says that somebody waits, by itself. Raises `WriteFailure`, also
-    where `over` says that nobody wants it any more."""
+    """Write the primary boxes of this rank to the folder `path`, at no more than `bytes_per_s` until `hurry` is set (somebody waits), by itself. Raises `WriteFailure`, also
+    where `over` is set (nobody wants it any more; `hurry` is, then)."""
     _quiet()
     planner = BoxSavePlanner(boxes, bytes_per_s=bytes_per_s, over=over, hurry=hurry)
     writer = BoxWriter(path)
@@ -120,13 +119,13 @@ class BoxSavePlanner(SavePlanner):
         boxes: Sequence[BoxTensor],
         *,
         bytes_per_s: float = math.inf,
-        over: Callable[[], bool] = lambda: False,
-        hurry: Callable[[], bool] = lambda: False,
+        over: threading.Event | None = None,
+        hurry: threading.Event | None = None,
     ) -> None:
         self._boxes = [b for b in boxes if b.primary and b.box.num_elements]
         self._tensors = {_index(b): b.tensor for b in self._boxes}
         self._bytes_per_s, self._begin_s, self._handed = bytes_per_s, 0.0, 0
-        self._over, self._hurry = over, hurry
+        self._over, self._hurry = over or threading.Event(), hurry or threading.Event()
 
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: Any = None, is_coordinator: bool = False
@@ -157,10 +156,8 @@ class BoxSavePlanner(SavePlanner):
         if not self._handed:
             self._begin_s = time.monotonic()
         self._handed += tensor.nbytes
-        due_s = self._begin_s + self._handed / self._bytes_per_s
-        while not self._over() and not self._hurry() and (left_s := due_s - time.monotonic()) > 0:
-            time.sleep(min(left_s, LOOK_S))
-        if self._over():
+        self._hurry.wait(max(0.0, self._begin_s + self._handed / self._bytes_per_s - time.monotonic()))
+        if self._over.is_set():
             raise WriteFailure(write_item.index.fqn, "nobody wants it any more")
         return tensor
 

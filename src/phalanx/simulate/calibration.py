@@ -85,12 +85,9 @@ class Link:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
-    """Everything that was timed, and on what."""
+class HostTimes:
+    """What the ranks of one host measured, all at once."""
 
-    title: str
-    ranks: int
-    """Of a host, that were measured together."""
     threads: int
     memory_bytes: float
     """Of each rank."""
@@ -100,6 +97,15 @@ class Measured:
     experts: tuple[Product, ...]
     attention: tuple[Attention, ...]
     streams: tuple[Stream, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured(HostTimes):
+    """Everything that was timed, and on what."""
+
+    title: str
+    ranks: int
+    """Of a host, that were measured together."""
     links: tuple[Link, ...]
     hosts: int = 1
 

@@ -13,7 +13,7 @@ from itertools import groupby
 from typing import TypeVar
 
 from phalanx.core.errors import ConfigError, Problem, raise_if
-from phalanx.simulate.calibration import Attention, Link, Measured, Product, Stream
+from phalanx.simulate.calibration import Attention, HostTimes, Link, Measured, Product, Stream
 
 MOST_APART = 1.2
 """Slowest over fastest host of which nothing is said."""
@@ -22,18 +22,10 @@ _Row = TypeVar("_Row", Product, Attention, Stream)
 
 
 @dataclass(frozen=True, kw_only=True)
-class HostRows:
-    """What the ranks of one host measured, all at once; fields as in `Measured`."""
+class HostRows(HostTimes):
+    """Of one host of several."""
 
     name: str
-    threads: int
-    memory_bytes: float
-    copy_bytes_per_s: float
-    launch_s: float
-    products: tuple[Product, ...]
-    experts: tuple[Product, ...]
-    attention: tuple[Attention, ...]
-    streams: tuple[Stream, ...]
 
 
 def ranks_of_host(names: Sequence[str]) -> int:

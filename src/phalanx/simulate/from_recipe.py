@@ -64,10 +64,11 @@ def _mapping(recipe: Recipe, spec: ModelSpec, *, world: int, cluster: GpuCluster
         recipe.folding, spec, world=world, seq_len=t.seq_len, slots_per_rank=slots_per_rank, **equal_shares(recipe)
     )
     if recipe.dispatch.overlap == "fused" and cluster is not None:
-        rule = "is not modelled in stages with foldings of their own"
-        found = [Problem(where="dispatch.overlap", value="fused", rule=rule, hint="use tiles, or folding.pp")]
         if isinstance(folding, Folding):
             found = fused_run_problems(folding, cluster.hardware, left_free=recipe.dispatch.left_free)
+        else:
+            rule = "is not modelled in stages with foldings of their own"
+            found = [Problem(where="dispatch.overlap", value="fused", rule=rule, hint="use tiles, or folding.pp")]
         raise_if(found, ConfigError, subject="the recipe on a cluster")
     pipeline = make_pipeline(recipe.pipeline, spec, pp=folding.pp, seq_len=t.seq_len)
     if isinstance(folding, Folding):

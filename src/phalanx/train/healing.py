@@ -239,8 +239,7 @@ class HealingBody:
     def _build(self, team: Team, plan: HealPlan) -> Trainer | None:
         """A trainer for the team, with initial weights as long as the run may begin with them; None where this member is idle. Groups are made by all members,
         in one order."""
-        if self.trainer is not None:
-            self._drop_save(self.trainer)
+        self._drop_save()
         size, folding = plan.folding.world, plan.folding
         group = team.groups.get(tuple(range(size)), second=True)
         pipeline = resolve_pipeline(self.recipe, self.run.spec, folding)
@@ -333,8 +332,7 @@ class HealingBody:
 
     def _forget(self) -> None:
         """What this member holds is of no use: nobody goes on from it, and in the next generation it must not count as a holder."""
-        if self.trainer is not None:
-            self._drop_save(self.trainer)
+        self._drop_save()
         self.trainer, self.place, self._reduced, self._step, self.history = None, None, None, 0, 0
 
     def _adopt(self, trainer: Trainer | None, step: int, plan: HealPlan, *, announce: bool) -> None:
@@ -475,12 +473,14 @@ class HealingBody:
         where = Where(self._entered.hosts, self._entered.racks)
         self._moving = trainer.replacing.between(trainer.parts, trainer.rank, step=self._step, where=where)
 
-    def _drop_save(self, trainer: Trainer) -> None:
+    def _drop_save(self) -> None:
         """Who would complete it is not in the next generation, or knows of no save."""
-        if trainer.manager.pending:
-            text = f"the members change while the checkpoint of step {trainer.saved_step} is written: it is given up, and one is made first thing"
+        if self.trainer is None:
+            return
+        if self.trainer.manager.pending:
+            text = f"the members change while the checkpoint of step {self.trainer.saved_step} is written: it is given up, and one is made first thing"
             self.sinks(Note(level="info", text=text))
-        trainer.manager.close()
+        self.trainer.manager.close()
 
     def _lacks(self, trainer: Trainer, interval: int) -> bool:
         """Whether the checkpoint that was due last is missing: one that was under way when a generation ended is lost. Collective."""

@@ -282,9 +282,8 @@ class _TrainingPasses:
             grads.append(_rows(d_outputs[0]))  # the plan gives every stage but the last a gradient
         if live.total is not None:
             roots.append(live.total)
-            grads.append(
-                None
-            )  # 1, which torch makes itself; given one it imports sympy (480 modules, 0.6 s), and a host that joins has not yet
+            # 1, which torch makes itself: given one it imports sympy (480 modules, 0.6 s), and a host that joins has not yet
+            grads.append(None)
         torch.autograd.backward(roots, grads)
         if live.x_TH is None:
             return ()
