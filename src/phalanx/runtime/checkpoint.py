@@ -311,12 +311,16 @@ class CheckpointManager:
             problems = [self._failed(p.where, p.rule, value=p.value) for p in err.problems]
             return CheckpointError(problems, subject="saving a checkpoint")
         path, problems = self.folder.of(job.state.step), []
+        alike: dict[str, list[tuple[int, str]]] = {}
         for rank, cause in sorted(err.failures.items()):
             if isinstance(cause, CheckpointError):
                 problems += cause.problems
                 continue
             failure = cause if isinstance(cause, WriteFailure) else write_failure(cause, path)
-            problems.append(self._failed(str(path), failure.text, value=f"rank {rank}, {Path(failure.path).name}"))
+            alike.setdefault(failure.text, []).append((rank, Path(failure.path).name))
+        for text, ((rank, name), *others) in alike.items():  # a disk that is full is so for all ranks
+            more = f" and {len(others)} more {'rank' if len(others) == 1 else 'ranks'}" if others else ""
+            problems.append(self._failed(str(path), text, value=f"rank {rank}, {name}{more}"))
         return CheckpointError(problems, subject="saving a checkpoint")
 
     def _failed(self, where: str, rule: str, *, value: object = "not saved") -> Problem:
