@@ -162,7 +162,7 @@ def _correlation(begins: NDArray[np.float64]) -> float:
     """Of two columns; 1 where one of them has a single value, which orders nothing."""
     if len(begins) < 2 or not begins.std(0).all():
         return 1.0
-    return float(np.corrcoef(begins.T)[0, 1])
+    return float(np.corrcoef(begins[:, 0], begins[:, 1])[0, 1])
 
 
 def _is_timed(span: OpSpan, *, beside: bool) -> bool:
