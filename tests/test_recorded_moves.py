@@ -12,8 +12,10 @@ import pytest
 from fake_events import started
 from heal_plan_help import after, fresh, healing, new_member, tiny
 from phalanx.cli.main import main
+from phalanx.cli.simulate_against import as_it_ran
 from phalanx.core.errors import ConfigError, DataError
 from phalanx.core.events import ClockCompared, Collective, Event, MoveRecorded, StepRecorded
+from phalanx.core.recipe import load_recipe
 from phalanx.observe.lanes import read_recording
 from phalanx.plan.folding import Folding
 from phalanx.plan.heal import Healing
@@ -142,6 +144,14 @@ def test_a_move_of_another_plan_is_an_error() -> None:
     moves, order = a_join(run)
     with pytest.raises(ConfigError, match="makes another plan of the move heal/state after step 5 than the run"):
         compare_move(measured(moves, order), healing(Folding(world=4, ep=2), zero=1), cost())
+
+
+def test_a_recipe_that_leaves_healing_open_is_taken_as_it_ran() -> None:
+    """Copies of shards decide what moves."""
+    recipe = load_recipe(None, ["--launch.ranks", "4", "--folding.ep", "2", "--model.preset", "tiny"])
+    assert recipe.resilience.heal is None
+    assert as_it_ran(recipe, heals=False).resilience.shard_holders == 1
+    assert as_it_ran(recipe, heals=True).resilience.shard_holders == recipe.resilience.f
 
 
 def test_messages_of_moves_are_of_one_kind() -> None:

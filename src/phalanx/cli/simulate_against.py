@@ -16,6 +16,7 @@ from phalanx.core.units import format_bytes, format_seconds
 from phalanx.data.tokenizer import load_tokenizer
 from phalanx.observe.lanes import RankMove, RankStep, Recording, read_recording
 from phalanx.plan.folding import Folding
+from phalanx.plan.heal_choice import choose_healing
 from phalanx.plan.heal_hosts import wanted_ranks
 from phalanx.plan.heal_recipe import healing_of
 from phalanx.plan.model import ModelSpec
@@ -91,6 +92,7 @@ def compare_with_run(
     given = load_recipe(
         recipe_file, [*overrides, "--launch.ranks", str(ranks)], check=check, auto_dtype=lambda _: dtype
     )
+    own, given = (as_it_ran(recipe, heals=recording.heals) for recipe in (own, given))
     oracle, whole = oracle_of(given, cluster), recording.whole_moves
     moves = tuple(_compare_move(told, given, vocab, oracle, world=world) for told in whole.values())
     try:
@@ -102,6 +104,11 @@ def compare_with_run(
             raise
         return Against(steps=None, why_not=str(err), moves=moves)
     return Against(steps=found, why_not="", moves=moves)
+
+
+def as_it_ran(recipe: Recipe, *, heals: bool) -> Recipe:
+    """A run folder keeps the recipe as it was given: where that leaves healing open, what the run made of it."""
+    return choose_healing(recipe).recipe if heals else recipe
 
 
 def _compare_steps(
