@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch
 from checkpoint_help import Mapping, fill, make_state, model_fields, run_state, small_spec, wrong_boxes
 from phalanx.core.errors import CheckpointError
 from phalanx.runtime.checkpoint import CheckpointManager
+from phalanx.runtime.checkpoint_failures import TensorsFailed, WriteFailure
 from phalanx.runtime.checkpoint_folder import CheckpointFolder
 from phalanx.runtime.groups import GroupCache
 from ranks import RankError, run_ranks
@@ -270,3 +272,12 @@ def test_clean_start_leaves_strangers_alone(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     assert CheckpointFolder(tmp_path).clean() == [".deleting-step-00000001", ".writing-step-00000004"]
     assert [p.name for p in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_ranks_that_meet_the_same_share_a_line(two: CheckpointManager) -> None:
+    full = {rank: WriteFailure(f"/disk/__{rank}_0.distcp", "No space left on device") for rank in range(3)}
+    causes = TensorsFailed({**full, 3: WriteFailure("/disk/__3_0.distcp", "Permission denied")})
+    said = str(two._describe(causes, SimpleNamespace(state=run_state(3))))  # type: ignore[arg-type]
+    assert "2 problems" in said and "steps 1, 2" in said
+    assert "'rank 0, __0_0.distcp and 2 more ranks': No space left on device" in said
+    assert "'rank 3, __3_0.distcp': Permission denied" in said

@@ -10,13 +10,17 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from phalanx.core.errors import PeerError, RunError
+from phalanx.core.events import Event
+from phalanx.observe.sinks import Sinks
 from phalanx.runtime.checkpoint_folder import CheckpointFolder
 from phalanx.runtime.votes import Report, resolve
+from phalanx.train.fallback import Fallback, tell_went_back
 from test_heal import SETTINGS, STEPS, Faults, _command, base, check_equal, events, losses, train
 from train_help import _SERVER, train_args
 
@@ -337,3 +341,32 @@ def wait_until(there: Callable[[], bool], limit_s: float = 60.0) -> None:
     while not there():
         assert time.monotonic() < end_s
         time.sleep(0.1)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("rank", "seen", "console", "said"),
+    [(0, False, "plain", True), (0, True, "plain", False), (1, False, "plain", False), (0, False, "none", False)],
+)
+def test_a_way_back_is_told_where_nobody_draws(
+    rank: int, seen: bool, console: str, said: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All ranks of a machine were killed at once, and the successor of the one that draws came after the others."""
+    told: list[Event] = []
+
+    class Told(Sinks):
+        def __call__(self, event: Event, /) -> None:
+            told.append(event)
+
+    trainer = SimpleNamespace(
+        manager=SimpleNamespace(go_back=lambda step: []),
+        rank=SimpleNamespace(
+            sinks=Told([]), peers=SimpleNamespace(gather=lambda own: [own, seen]), info=SimpleNamespace(rank=rank),
+            recipe=SimpleNamespace(observe=SimpleNamespace(console=console)),
+        ),
+    )  # fmt: skip
+    back = Fallback(step=4, damaged=(), damaged_steps=())
+    tell_went_back(trainer, back, why="nobody is left", committed=9, history=2)  # type: ignore[arg-type]
+    assert [type(event).__name__ for event in told] == ["Note", "WentBack"]
+    text = "phalanx: warning: nobody is left: training goes back to the checkpoint of step 4, 5 steps before\n"
+    assert capsys.readouterr().err == (text if said else "")

@@ -15,14 +15,18 @@ import pytest
 import torch
 
 from exact_help import SEQ, SEQUENCES, Run, _box, shares
+from phalanx.cli.simulate_against import compare_with_run
 from phalanx.core.config import FoldingConfig, OptimConfig, Recipe, ResilienceConfig, TrainConfig
 from phalanx.core.errors import ConfigError
 from phalanx.core.events import Event, ExpertsMoved
 from phalanx.core.recipe import load_recipe
 from phalanx.models import router
 from phalanx.models.moe import MoE
+from phalanx.observe.lanes import read_recording
+from phalanx.observe.trace import perfetto_trace
 from phalanx.plan.folding import make_folding
 from phalanx.plan.pipeline import plain_pipeline
+from phalanx.plan.state_layout import STATE_KINDS
 from phalanx.runtime.groups import GroupCache, WorldInfo
 from phalanx.runtime.peers import Peers, own_group
 from phalanx.train import replacing
@@ -35,6 +39,7 @@ from phalanx.train.trainer import make_parts
 from phalanx.verify.replicas import not_alike
 from ranks import RankError, run_ranks
 from test_heal import check_equal, events, train
+from test_trace import problems_of
 from train_help import write_text
 
 WORLD, SHIFT, INTERVAL, STEPS = 4, 8, 4, 16
@@ -228,12 +233,31 @@ def test_ranks_lost_while_experts_move_change_no_bit(tmp_path: Path) -> None:
     write_text(tmp_path / "text")
     train(tmp_path, "calm", {}, **HEALING, resilience__replace_interval="0")
     faults = {"moving": ((1,), 2), "vote": ((0,), 4), "commit": ((2,), 6)}
-    assert train(tmp_path, "moved", faults, **HEALING, resilience__replace_interval="2") == set(faults)
+    recorded = {"observe__trace_steps": "1,10", "resilience__replace_interval": "2"}
+    assert train(tmp_path, "moved", faults, **HEALING, **recorded) == set(faults)
     check_equal(tmp_path, "moved", to="calm", steps=10)
     assert not events(tmp_path, "calm", "ExpertsMoved")
     moves = {e["step"]: e for e in events(tmp_path, "moved", "ExpertsMoved")}
     assert len(moves) >= 2 and all(e["after"] < e["before"] for e in moves.values())
     assert not any("goes back" in e["text"] for e in events(tmp_path, "moved", "Note"))
+    check_recorded_moves(tmp_path / "runs" / "moved", moves=set(moves))
+
+
+def check_recorded_moves(run: Path, *, moves: set[int]) -> None:
+    """The recipe makes the plans of all moves again, and what ranks told is message by message and byte by byte what their programs say."""
+    found = compare_with_run(run / "recipe.toml", run, "h100x4", [])
+    assert found.steps is None and "resilience.mode" in found.why_not  # exact mode
+    assert {m.op_id for m in found.moves} == {"heal/state", *(f"replace/{kind}" for kind in STATE_KINDS)}
+    assert {m.step for m in found.moves if m.op_id != "heal/state"} >= moves
+    for move in found.moves:
+        assert move.other_bytes == () and move.sent_bytes[0] == move.sent_bytes[1]
+        assert move.found.only_measured == move.found.only_predicted == ()
+    assert {m.ranks for m in found.moves} == {3, 4}  # three that all hold everything have nothing to send one another
+    for id in ("heal/state", "replace/master"):
+        assert any(m.messages for m in found.moves if m.op_id == id)
+    trace = perfetto_trace(read_recording(run))
+    assert problems_of(trace) == []
+    assert {"move heal/state", "move replace/master"} <= {e["name"] for e in trace["traceEvents"] if e["ph"] == "X"}
 
 
 # ---- settings --------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import pytest
 
 from heal_plan_help import after, fresh, healing, new_member, shuffled
 from phalanx.bench.storm import StormArgs, run_storm
-from phalanx.bench.storm_arena import users_of
+from phalanx.bench.storm_arena import Arena, users_of
 from phalanx.bench.storm_board import Board
 from phalanx.bench.storm_joins import joins
 from phalanx.bench.storm_ledger import CalmStep, Verdict, calm_steps, judge, read_ledger
@@ -257,6 +257,28 @@ def test_an_orphan_is_found(tmp_path: Path) -> None:
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
+
+
+def test_two_notices_go_to_two_hosts_and_both_come_back(tmp_path: Path) -> None:
+    told, begun = [], []
+
+    class Still(Arena):
+        def signal_host(self, name: str, number: signal.Signals) -> None:
+            told.append((name, number))
+
+        def start_host(self, name: str) -> None:
+            begun.append(name)
+
+    arena = Still(hosts=3, slots=1, folder=tmp_path, board=Board(3, PHASES), service=object())  # type: ignore[arg-type]
+    arena.pids = {"h0": 1, "h1": 2, "h2": 3}
+    struck = arena._strike("two notices", 1, random.Random(0), 0.0)
+    assert struck is not None and struck[0] == "h1" and len(set(struck)) == 2
+    assert told == [(name, signal.SIGTERM) for name in struck]
+    arena.pids = {}  # both have left
+    arena.running()
+    assert begun == struck
+    arena.pids = {"h2": 3}
+    assert arena._strike("two notices", 2, random.Random(0), 0.0) == ["h2"]
 
 
 @pytest.mark.ranks

@@ -18,12 +18,12 @@ from phalanx.core.processor import this_processor
 from phalanx.data.prepare import prepare
 from phalanx.data.size import token_file_bytes
 from phalanx.plan.model import ModelSpec
-from phalanx.plan.run_placement import run_placement
+from phalanx.plan.run_placement import replicas_of, run_placement
 from phalanx.plan.stage_foldings import AnyFolding
 from phalanx.runtime.groups import WorldInfo, build_groups, close_world
 from phalanx.runtime.launch import StopRequest, run_local, threads_per_rank
 from phalanx.simulate.memory import MemoryEstimate, estimate_memory
-from phalanx.train.setup import open_rank, replicas_of, resolve_pipeline, resolve_shape
+from phalanx.train.setup import open_rank, resolve_pipeline, resolve_shape
 from phalanx.train.trainer import build_trainer
 
 

@@ -31,7 +31,7 @@ from phalanx.core.units import format_bytes, format_seconds
 from phalanx.observe.event_log import log_path
 from phalanx.plan.folding import Folding
 from phalanx.plan.heal import Healing, HealPlan
-from phalanx.plan.heal_hosts import holders_needed
+from phalanx.plan.heal_recipe import healing_of
 from phalanx.plan.program import StepProgram
 from phalanx.plan.recipe import run_problems
 from phalanx.plan.standing import Fact
@@ -47,8 +47,8 @@ from phalanx.simulate.recovery_time import (
     recovery_work,
     step_after,
 )
-from phalanx.train.heal_run import healing_of, train_healing
-from phalanx.train.setup import DTYPES, replicas_of, resolve_shape
+from phalanx.train.heal_run import train_healing
+from phalanx.train.setup import DTYPES, resolve_shape
 
 BAR = 0.25
 CALM_STEPS = 6
@@ -186,9 +186,7 @@ def _healing(recipe: Recipe) -> Healing:
     """As `prepare_run` makes it, without the text: the vocabulary is written in the recipe."""
     spec, folding = resolve_shape(recipe, world=recipe.launch.ranks, tokenizer_vocab=VOCAB)
     assert isinstance(folding, Folding)
-    asked = replicas_of(recipe, world=folding.world, local_ranks=folding.world)
-    floor = asked.f if asked.slots_per_rank is not None else max(asked.f, holders_needed(recipe))
-    return healing_of(recipe, spec, folding, asked=asked, floor=floor)
+    return healing_of(recipe, spec, folding)
 
 
 # ---- measured ---------------------------------------------------------------------------------------------------------

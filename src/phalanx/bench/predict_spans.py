@@ -49,7 +49,7 @@ def recorded_step(told: Sequence[Told]) -> RecordedStep:
     ranks = {rank: _rank_step(rank, each) for rank, each in enumerate(told)}
     begin_s = max(step.begin_s for step in ranks.values())
     found: dict[tuple[int, str], Measured] = {}
-    for rank, step in matched({rank: {0: step} for rank, step in ranks.items()}, {})[0].items():
+    for rank, step in matched({rank: {0: step} for rank, step in ranks.items()}, {}, {})[0].items():
         spans = [(w.op_id, w.begin_s, w.end_s - w.begin_s) for w in step[0].work]
         spans += [(m.op_id, m.begin_s, m.end_s - m.ready_s) for m in step[0].messages]
         for id, at, seconds in spans:

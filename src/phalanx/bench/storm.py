@@ -1,7 +1,7 @@
 """A storm over the real trainer: `phalanx bench storm --faults 20 --seed 0 --json F`.
 
 Hosts train a tiny model together and heal themselves, while faults come one after another, each at a phase of a step: kill -9 of a rank, of a host, of two of them at
-once, of the membership service; a freeze and a thaw; a notice to leave; and on the testbed a link that is cut or slow, and two hosts that do not reach each other. Everyone comes
+once, of the membership service; a freeze and a thaw; a notice to leave, and two at once; and on the testbed a link that is cut or slow, and two hosts that do not reach each other. Everyone comes
 back. Then
 
     every run ends, no process is left, no fault is followed by a standstill

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,8 @@ from phalanx.runtime.supervisor import Supervisor, SupervisorSettings
 
 KINDS = ("kill", "freeze", "notice", "service", "two", "host")
 """kill -9 of a worker; SIGSTOP, later SIGCONT; SIGTERM to a host; kill -9 of the service, of two workers at once, of a whole host. Hosts come back."""
-MORE_KINDS = ("two hosts",)
-"""kill -9 of two whole hosts at once. A run that wants to survive it needs copies for it."""
+MORE_KINDS = ("two hosts", "two notices")
+"""kill -9 of two whole hosts at once, for which a run needs copies; SIGTERM to two at once, which hand over what they have."""
 AIM_S = 1.0
 """How long to wait for a worker to be in the phase that a fault is aimed at."""
 
@@ -265,6 +266,13 @@ class Arena:
                 self.signal_host(name, signal.SIGTERM)
                 self.later(back_s, lambda: self._come_back(name))
                 return [name]
+            case "two notices":
+                others = sorted(h for h in self.pids if h != name)
+                leaving = [name, *rng.sample(others, k=min(1, len(others)))]
+                for host in leaving:
+                    self.signal_host(host, signal.SIGTERM)
+                    self.later(back_s, partial(self._come_back, host))
+                return leaving
             case "two":
                 other = rng.choice([p for p in self.places() if p != place] or [place])
                 self.signal_worker(place, signal.SIGKILL)

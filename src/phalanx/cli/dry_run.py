@@ -25,13 +25,13 @@ from phalanx.plan.layout import flat_layouts, local_param, stage_params
 from phalanx.plan.model import ModelSpec, flops_per_token
 from phalanx.plan.pipeline import Pipeline, make_pipeline
 from phalanx.plan.placement import AnyPlacement, plain_placement
-from phalanx.plan.run_placement import Asked, StageReplicas, stage_replicas
+from phalanx.plan.run_placement import Asked, StageReplicas, replicas_of, stage_replicas
 from phalanx.plan.stage_foldings import AnyFolding, group_names
 from phalanx.plan.stages import Stage
 from phalanx.simulate.balance import worst_balance
 from phalanx.simulate.kernel_facts import PREPARE_BYTES
 from phalanx.simulate.memory import TERMS, MemoryEstimate, estimate_memory
-from phalanx.train.setup import replicas_of, resolve_shape
+from phalanx.train.setup import resolve_shape
 
 MEMINFO = Path("/proc/meminfo")
 

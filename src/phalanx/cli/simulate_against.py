@@ -1,21 +1,29 @@
-"""`phalanx simulate RECIPE --cluster C --against RUN`: the program of the recipe on a clock, beside steps that a run of it has recorded, id by id."""
+"""`phalanx simulate RECIPE --cluster C --against RUN`: the program of the recipe on a clock, beside steps and moves of state that a run of it has recorded, id by id."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from phalanx.cli.trace import read_steps
 from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, DataError, Problem
 from phalanx.core.files import write_json
 from phalanx.core.recipe import Dtype, load_recipe
-from phalanx.core.units import format_seconds
+from phalanx.core.units import format_bytes, format_seconds
 from phalanx.data.tokenizer import load_tokenizer
-from phalanx.observe.lanes import RankStep, Recording, read_recording
+from phalanx.observe.lanes import RankMove, RankStep, Recording, read_recording
+from phalanx.plan.folding import Folding
+from phalanx.plan.heal_choice import choose_healing
+from phalanx.plan.heal_hosts import wanted_ranks
+from phalanx.plan.heal_recipe import healing_of
 from phalanx.plan.model import ModelSpec
-from phalanx.plan.recipe import run_problems
+from phalanx.plan.program_moves import compare_id
+from phalanx.plan.recipe import equal_shares, run_problems
+from phalanx.plan.stage_foldings import resolve_mapping
+from phalanx.simulate.compare_moves import MeasuredMove, MoveComparison, compare_move
 from phalanx.simulate.compare_run import Comparison, Measured, RecordedStep, compare, table_of
 from phalanx.simulate.from_recipe import resolve_recipe
 from phalanx.simulate.hardware import parse_cluster
@@ -25,6 +33,24 @@ from phalanx.simulate.recipe_program import RecipePrograms, oracle_of, programs_
 
 OUTSIDE = ("data",)
 """What a recorded step begins with, and is no operation of it."""
+
+
+Steps = tuple[int | None, int | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Against:
+    """All that was compared."""
+
+    steps: Comparison | None
+    """None: no step could be."""
+    why_not: str
+    """Then why."""
+    moves: tuple[MoveComparison, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        of_steps = {"steps": 0, "why_no_steps": self.why_not} if self.steps is None else self.steps.to_dict()
+        return {**of_steps, "moves": [move.to_dict() for move in self.moves]}
 
 
 def against(
@@ -40,9 +66,6 @@ def against(
     return 0
 
 
-Steps = tuple[int | None, int | None]
-
-
 def compare_with_run(
     recipe_file: Path,
     run: Path,
@@ -51,34 +74,93 @@ def compare_with_run(
     *,
     steps: Steps = (None, None),
     learn: Steps = (None, None),
-) -> Comparison:
-    """Prediction beside measurement. `learn`: recorded steps whose medians by kind come before the formulas; they are then not compared."""
+) -> Against:
+    """Prediction beside measurement. `learn`: recorded steps whose medians by kind come before the formulas; they are then not compared.
+
+    Where the run recorded moves of state, they are compared too, and alone where its steps have no program.
+    """
     cluster = parse_cluster(cluster_name)
     recording = read_recording(run, first=steps[0], last=steps[1])
-    world = len(recording.ranks)
+    own = load_recipe(run / "recipe.toml")
+    world, ranks = (wanted_ranks(own), own.launch.ranks) if recording.heals else (len(recording.ranks),) * 2
     vocab = load_tokenizer(run / "tokenizer").vocab_size
 
     def check(given: Recipe) -> Sequence[Problem]:
         return run_problems(given, world=world, tokenizer_vocab=vocab)
 
-    own = load_recipe(run / "recipe.toml")
     dtype = cast("Dtype", own.train.dtype)
     given = load_recipe(
-        recipe_file, [*overrides, "--launch.ranks", str(world)], check=check, auto_dtype=lambda _: dtype
+        recipe_file, [*overrides, "--launch.ranks", str(ranks)], check=check, auto_dtype=lambda _: dtype
     )
-    made, of_run = (_programs(r, vocab, world) for r in (given, own))
-    _same(made, of_run)
-    oracle, learned = oracle_of(given, cluster), set[int]()
+    own, given = (as_it_ran(recipe, heals=recording.heals) for recipe in (own, given))
+    oracle, whole = oracle_of(given, cluster), recording.whole_moves
+    moves = tuple(_compare_move(told, given, vocab, oracle, world=world) for told in whole.values())
+    try:
+        made, of_run = (_programs(recipe, vocab, world) for recipe in (given, own))
+        _same(made, of_run)
+        found = _compare_steps(made, recording, run, oracle, learn=learn)
+    except (ConfigError, DataError) as err:
+        if not moves:
+            raise
+        return Against(steps=None, why_not=str(err), moves=moves)
+    return Against(steps=found, why_not="", moves=moves)
+
+
+def as_it_ran(recipe: Recipe, *, heals: bool) -> Recipe:
+    """A run folder keeps the recipe as it was given: where that leaves healing open, what the run made of it."""
+    return choose_healing(recipe).recipe if heals else recipe
+
+
+def _compare_steps(
+    made: RecipePrograms, recording: Recording, run: Path, oracle: ProgramOracle, *, learn: Steps
+) -> Comparison:
+    """Of steps that all ranks of the mapping have told of: a run that heals itself has others too."""
+    learned = set[int]()
     if learn != (None, None):
         before = read_recording(run, first=learn[0], last=learn[1])
         oracle = _learned(oracle, before)
         learned = set(before.steps)
-    left = [step for step in recording.steps if step not in learned]
+    world = len(made.programs)
+    complete = [s for s in recording.steps if sum(s in steps for steps in recording.ranks.values()) == world]
+    left = [step for step in complete if step not in learned]
     if not left:
-        rule, hint = "leaves no recorded step to compare", f"recorded are {recording.steps[0]} to {recording.steps[-1]}"
-        raise DataError([Problem(where="--learn", value=sorted(learned), rule=rule, hint=hint)], subject="the run")
+        where, value = ("--learn", sorted(learned)) if learned else (str(run), None)
+        rule = f"leaves no recorded step of all {world} ranks to compare"
+        hint = f"recorded are {recording.steps[0]} to {recording.steps[-1]}"
+        raise DataError([Problem(where=where, value=value, rule=rule, hint=hint)], subject="the run")
     timeline = run_programs(made.programs, made.folding, oracle.cost)
     return compare(timeline, [_measured(recording, s) for s in left], step_s=[_step_s(recording, s) for s in left])
+
+
+def _compare_move(
+    ranks: Sequence[RankMove], recipe: Recipe, vocab: int, oracle: ProgramOracle, *, world: int
+) -> MoveComparison:
+    """`world`: ranks with which the run began."""
+    spec, t = resolve_recipe(recipe, tokenizer_vocab=vocab), recipe.train
+    folding = resolve_mapping(
+        recipe.folding, spec, world=world, seq_len=t.seq_len, slots_per_rank=recipe.resilience.slots_per_rank,
+        **equal_shares(recipe),
+    )  # fmt: skip
+    assert isinstance(folding, Folding)  # stages with foldings of their own neither heal nor have replicas
+    return compare_move(_measured_move(ranks), healing_of(recipe, spec, folding), oracle.cost)
+
+
+def _measured_move(ranks: Sequence[RankMove]) -> MeasuredMove:
+    first, compared = ranks[0], compare_id(ranks[0].op_id)
+    began = {own.rank: min(m.begin_s for m in own.messages if m.op_id == compared) for own in ranks}
+    told = {(own.rank, m.op_id): m for own in ranks for m in own.messages}
+    return MeasuredMove(
+        op_id=first.op_id,
+        step=first.step,
+        generation=first.generation,
+        plan=first.plan,
+        hosts=first.hosts,
+        order=first.order,
+        ranks=first.world,
+        seconds=max(m.end_s for m in told.values()) - max(began.values()),
+        messages={key: Measured(m.begin_s - began[key[0]], m.end_s - m.ready_s) for key, m in told.items()},
+        sent_bytes={key: m.sent_bytes for key, m in told.items()},
+    )
 
 
 def _programs(recipe: Recipe, vocab: int, world: int) -> RecipePrograms:
@@ -116,10 +198,10 @@ def _step_s(recording: Recording, step: int) -> float:
 def _measured(recording: Recording, step: int) -> RecordedStep:
     """One step of all ranks. What an id did in several pieces is added up."""
     found: dict[tuple[int, str], Measured] = {}
-    for rank, steps in recording.ranks.items():
+    for steps in recording.ranks.values():
         if step not in steps:
             continue
-        own = steps[step]
+        own, rank = steps[step], steps[step].rank
         begin = _begin_s(own)
         spans = [(w.op_id, w.begin_s, w.end_s - w.begin_s) for w in own.work if w.lane == "compute"]
         spans += [(m.op_id, m.begin_s, m.end_s - m.ready_s) for m in own.messages]
@@ -132,8 +214,15 @@ def _measured(recording: Recording, step: int) -> RecordedStep:
     return found
 
 
-def describe(c: Comparison) -> str:
+def describe(found: Against) -> str:
     """The comparison as a person reads it."""
+    lines = [f"steps are not compared: {found.why_not}"] if found.steps is None else _of_steps(found.steps)
+    for move in found.moves:
+        lines += _of_move(move)
+    return "\n".join(lines)
+
+
+def _of_steps(c: Comparison) -> list[str]:
     lines = [
         f"plan {c.hash}, the same in both; {c.steps} recorded steps",
         f"step: predicted {format_seconds(c.predicted_s)} (error bar {c.sigma:.0%}), measured {format_seconds(c.measured_s)} ({c.error:+.1%})",
@@ -145,7 +234,23 @@ def describe(c: Comparison) -> str:
         lines.append(
             f"{k.kind:<36}{k.count:>6}{format_seconds(k.predicted_s):>12}{format_seconds(k.measured_s):>12}{errors}"
         )
-    for what, ids in (("predicted, not recorded", c.only_predicted), ("recorded, not predicted", c.only_measured)):
-        if ids:
-            lines.append(f"{what}: {len(ids)} ids, such as {ids[0]}")
-    return "\n".join(lines)
+    return [*lines, *_alone(c)]
+
+
+def _of_move(move: MoveComparison) -> list[str]:
+    c, (predicted, measured) = move.found, move.sent_bytes
+    told = "" if predicted == measured else f", {format_bytes(predicted)} predicted"
+    lines = [
+        f"move {move.op_id} after step {move.step}, {move.ranks} ranks, plan {c.hash}, the same in both: {move.messages} messages, {format_bytes(measured)}{told}",
+        f"  predicted {format_seconds(c.predicted_s)}, measured {format_seconds(c.measured_s)} ({c.error:+.1%}); "
+        f"ids: median error {c.median:.1%}, worst {c.worst:.1%} ({c.worst_id})",
+    ]
+    if move.other_bytes:
+        lines.append(f"  of other bytes: {len(move.other_bytes)} ids, such as {move.other_bytes[0]}")
+    return [*lines, *(f"  {line}" for line in _alone(c))]
+
+
+def _alone(c: Comparison) -> list[str]:
+    """What only one side has."""
+    sides = (("predicted, not recorded", c.only_predicted), ("recorded, not predicted", c.only_measured))
+    return [f"{what}: {len(ids)} ids, such as {ids[0]}" for what, ids in sides if ids]

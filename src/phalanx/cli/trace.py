@@ -19,7 +19,7 @@ from phalanx.core.errors import ConfigError, Problem
 from phalanx.core.files import check_writable, write_json, write_text
 from phalanx.core.units import format_bytes, format_seconds
 from phalanx.observe.exposure import Exposure, by_axis, by_layer
-from phalanx.observe.lanes import Recording, find_recording, read_recording
+from phalanx.observe.lanes import RankMove, Recording, find_recording, read_recording
 from phalanx.observe.recovery import Course, read_run, recovery_spans, recovery_trace
 from phalanx.observe.recovery import figures as recovery_figures
 from phalanx.observe.trace import perfetto_trace
@@ -105,7 +105,19 @@ def figures(recording: Recording) -> dict[str, Any]:
         "clock_error_s": max(recording.clock_error_s.values(), default=0.0),
         "layers": layers,
         "other_axes": {axis: found.to_json_dict() for axis, found in by_axis(recording).items()},
+        "moves": [move_figures(ranks) for ranks in recording.whole_moves.values()],
     }
+
+
+def move_figures(ranks: Sequence[RankMove]) -> dict[str, Any]:
+    """Of a move of state: seconds from when the last rank had begun to the last end, messages and bytes of all ranks."""
+    first = ranks[0]
+    return {
+        "op_id": first.op_id, "step": first.step, "generation": first.generation, "ranks": first.world,
+        "seconds": max(r.end_s for r in ranks) - max(r.begin_s for r in ranks),
+        "messages": sum(bool(m.sends_to) for r in ranks for m in r.messages),
+        "sent_bytes": sum(m.sent_bytes for r in ranks for m in r.messages if m.sends_to),
+    }  # fmt: skip
 
 
 def _step_s(recording: Recording) -> float:
@@ -126,6 +138,12 @@ def show(recording: Recording, console: Console) -> None:
     others = by_axis(recording)
     if others:
         console.print(_table("everything else, by axis", others, step_s))
+    for ranks in recording.whole_moves.values():
+        found = move_figures(ranks)
+        console.print(Text(
+            f"moved {found['op_id']} after step {found['step']}: {format_bytes(found['sent_bytes'])} in {found['messages']} messages between "
+            f"{found['ranks']} ranks, {format_seconds(found['seconds'])}"
+        ), highlight=False, soft_wrap=True)  # fmt: skip
     console.print(
         Text("waits: the rank stood still; of that late: for a rank that had not sent yet. hidden: under way meanwhile, at most."),
         style="dim", soft_wrap=True,

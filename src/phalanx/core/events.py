@@ -6,6 +6,7 @@ JSON object that lands in ``events/rank-N.jsonl``. Times are seconds since the e
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -17,7 +18,7 @@ class Event:
     """Base of all events. ``kind`` is the class name in the record."""
 
     def to_record(self) -> dict[str, Any]:
-        """Its fields, as they are: numbers, words, tuples of them. What writes it down changes none."""
+        """Its fields, as they are: numbers, words, tuples and mappings of them. What writes it down changes none."""
         return {"kind": type(self).__name__, **vars(self)}
 
 
@@ -175,6 +176,32 @@ class StepRecorded(Event):
     """Of a run that heals itself: when this member was ready to vote (seconds since the epoch); 0: it did not come so far."""
     decided_s: float = 0.0
     """When it knew the decision."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoveRecorded(Event):
+    """All `Collective` events since the last record are of this move of state between layouts, which happened between steps."""
+
+    op_id: str
+    """What ids of its messages begin with (`plan/program_moves.py`)."""
+    step: int
+    """Steps committed by then."""
+    begin_s: float
+    end_s: float
+    rank: int | None
+    """As in `StepRecorded`; of a recovery in the order of all members, idle ones too."""
+    generation: int
+    """0 in a run that does not heal itself."""
+    world: int
+    """Ranks that took part."""
+    done: bool
+    """Whether all that this rank lacked came."""
+    plan: str
+    """Hash of the reshard plan; empty where it was not done."""
+    hosts: tuple[int, ...]
+    """Of each rank, as the plan took them; likewise."""
+    order: Mapping[str, Any]
+    """What it was planned from (`plan/move_order.py`)."""
 
 
 @dataclass(frozen=True, kw_only=True)

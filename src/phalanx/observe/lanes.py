@@ -4,7 +4,7 @@ Decides which message belongs to which on the other side: the same id between th
 exchange rows in a layer work on micro-batches of their own, so there the micro-batch does not count. Times are those of rank 0's clock. Must never change: what an earlier process recorded beyond the step that training resumed from is void.
 
 In a run that heals itself logs are those of slots, and each recorded step names its generation and the rank therein (rank 0's clock is then that of this generation). What was given up, or
-is void because the run went back to a checkpoint, is apart (`Recording.given_up`): it is drawn and not summed.
+is void because the run went back to a checkpoint, is apart (`Recording.given_up`): it is drawn and not summed. So are moves of state between steps (`Recording.moves`).
 
 A collective is on its way only once the last of those that it needs has posted it:
 
@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from phalanx.core.errors import DataError, Problem
 from phalanx.core.op_ids import read_op_id
@@ -73,6 +73,10 @@ class Message:
         return bool(self.sends_to or self.receives_from)
 
 
+Meeting = tuple[int, int, str]
+"""(generation, step, id of a move or nothing)."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RankStep:
     """One step of one rank."""
@@ -90,6 +94,38 @@ class RankStep:
     """From then to `decided_s` it waited for the decision of a step; 0: it did not."""
     decided_s: float = 0.0
 
+    @property
+    def meeting(self) -> Meeting:
+        """What is the same for all ranks whose messages belong together."""
+        return self.generation, self.step, ""
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"step {self.step}" if self.committed else f"step {self.step}, given up"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankMove(RankStep):
+    """One rank's part of a move of state after `step` steps. `committed`: it came to its end there."""
+
+    op_id: str
+    """What the ids of its messages begin with."""
+    world: int
+    """Ranks that took part."""
+    plan: str
+    hosts: tuple[int, ...]
+    order: Mapping[str, Any]
+    """The last three as in `core.events.MoveRecorded`."""
+
+    @property
+    def meeting(self) -> Meeting:
+        return self.generation, self.step, self.op_id
+
+    @property
+    def name(self) -> str:
+        return f"move {self.op_id}" if self.committed else f"move {self.op_id}, broken off"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Recording:
@@ -99,6 +135,8 @@ class Recording:
     ranks: dict[int, dict[int, RankStep]]
     given_up: dict[int, tuple[RankStep, ...]] = field(default_factory=dict)
     """By log, in the order of time."""
+    moves: dict[int, tuple[RankMove, ...]] = field(default_factory=dict)
+    """Likewise; those right before the steps."""
     hosts: dict[int, str] = field(default_factory=dict)
     clock_error_s: dict[int, float] = field(default_factory=dict)
 
@@ -110,11 +148,29 @@ class Recording:
     @property
     def heals(self) -> bool:
         """Whether its logs are those of slots."""
-        return any(s.generation for log in {*self.ranks, *self.given_up} for s in self.drawn(log))
+        return any(s.generation for log in self.logs for s in self.drawn(log))
+
+    @property
+    def logs(self) -> tuple[int, ...]:
+        """Those that have recorded anything."""
+        return tuple(sorted({*self.ranks, *self.given_up, *self.moves}))
 
     def drawn(self, log: int) -> list[RankStep]:
         """All that one log has recorded, in the order of time."""
-        return sorted([*self.ranks.get(log, {}).values(), *self.given_up.get(log, ())], key=lambda s: s.begin_s)
+        own = [*self.ranks.get(log, {}).values(), *self.given_up.get(log, ()), *self.moves.get(log, ())]
+        return sorted(own, key=lambda s: s.begin_s)
+
+    @property
+    def whole_moves(self) -> dict[Meeting, tuple[RankMove, ...]]:
+        """Moves that all who took part have told of, each to its end, by rank."""
+        found: dict[Meeting, dict[int, RankMove]] = {}
+        for own in (move for moves in self.moves.values() for move in moves if move.committed):
+            found.setdefault(own.meeting, {})[own.rank] = own
+        return {
+            at: tuple(of for _, of in sorted(by_rank.items()))
+            for at, by_rank in sorted(found.items())
+            if len(by_rank) == next(iter(by_rank.values())).world
+        }
 
 
 def read_recording(folder: Path, *, first: int | None = None, last: int | None = None) -> Recording:
@@ -144,11 +200,13 @@ def find_recording(folder: Path, *, first: int | None = None, last: int | None =
         return _nothing(folder, found, first, last)
     ranks = {rank: {s: reader.steps[s] for s in wanted if s in reader.steps} for rank, reader in read.items()}
     given_up = {rank: [s for s in reader.given_up if s.step in wanted] for rank, reader in read.items()}
-    done, undone = matched(ranks, given_up)
+    moves = {rank: [m for m in reader.moves if m.step + 1 in wanted] for rank, reader in read.items()}
+    done, undone, moved = matched(ranks, given_up, moves)
     return Recording(
         run=next((r.run for r in read.values() if r.run), folder.name),
         ranks={rank: steps for rank, steps in done.items() if steps},
         given_up={rank: steps for rank, steps in undone.items() if steps},
+        moves={rank: own for rank, own in moved.items() if own},
         hosts={rank: reader.clock["host"] for rank, reader in read.items() if reader.clock},
         clock_error_s={rank: reader.clock["error_s"] for rank, reader in read.items() if reader.clock},
     )
@@ -171,6 +229,7 @@ class _Reader:
         self.run = ""
         self.steps: dict[int, RankStep] = {}
         self.given_up: list[RankStep] = []
+        self.moves: list[RankMove] = []
         self.clock: dict[str, Any] = {}
         self._work: list[Work] = []
         self._messages: list[Message] = []
@@ -186,18 +245,22 @@ class _Reader:
                         s.generation for s in self.given_up
                     ):  # an earlier process, from whose checkpoint this one goes on
                         self.given_up = []
+                    self.moves = [m for m in self.moves if m.generation or m.step < record["step"]]
                 case "TeamFormed" if record["generation"] == 1:  # likewise; generations are counted anew
-                    self.given_up = []
+                    self.given_up, self.moves = [], []
                 case "WentBack":
                     self.void(record["step"])
                 case "ClockCompared":
                     self.clock = record
+                    self._work, self._messages = [], []  # what a process that was killed had begun to write
                 case "Operation":
                     self._work.append(self._operation(record))
                 case "Collective":
                     self._messages.append(self._collective(record))
                 case "StepRecorded":
                     self._close(record)
+                case "MoveRecorded":
+                    self._close_move(record)
         return self
 
     def void(self, after: int, generation: int | None = None) -> None:
@@ -247,6 +310,26 @@ class _Reader:
             self.given_up.append(made)
         self._work, self._messages = [], []
 
+    def _close_move(self, r: Record) -> None:
+        self.moves.append(
+            RankMove(
+                op_id=r["op_id"],
+                step=r["step"],
+                rank=self.number if r["rank"] is None else r["rank"],
+                generation=r["generation"],
+                committed=r["done"],
+                world=r["world"],
+                plan=r["plan"],
+                hosts=tuple(r["hosts"]),
+                order=r["order"],
+                begin_s=self._here(r["begin_s"]),
+                end_s=self._here(r["end_s"]),
+                work=(),
+                messages=tuple(sorted(self._messages, key=lambda m: m.begin_s)),
+            )
+        )
+        self._work, self._messages = [], []
+
 
 def _void_others(readers: Sequence[_Reader]) -> None:
     """A step of which several generations say that they committed it was done again after a way back: the last time counts, whoever did not hear of it."""
@@ -259,6 +342,7 @@ def _void_others(readers: Sequence[_Reader]) -> None:
 # ---- whose message is whose ------------------------------------------------------------------------------------------------
 
 Key = tuple[Any, ...]
+AnyStep = TypeVar("AnyStep", bound=RankStep)
 
 
 def posted(steps: dict[int, RankStep]) -> dict[Key, tuple[int, Message]]:
@@ -300,24 +384,27 @@ def others(key: Key, message: Message) -> list[Key]:
 
 
 def matched(
-    ranks: Mapping[int, Mapping[int, RankStep]], given_up: Mapping[int, Sequence[RankStep]]
-) -> tuple[dict[int, dict[int, RankStep]], dict[int, tuple[RankStep, ...]]]:
-    """Both with `ready_s` and `last_rank` of every message: ranks of one generation met in a step, whether it was committed or not."""
-    together: dict[tuple[int, int], dict[int, RankStep]] = {}
+    ranks: Mapping[int, Mapping[int, RankStep]],
+    given_up: Mapping[int, Sequence[RankStep]],
+    moves: Mapping[int, Sequence[RankMove]],
+) -> tuple[dict[int, dict[int, RankStep]], dict[int, tuple[RankStep, ...]], dict[int, tuple[RankMove, ...]]]:
+    """All with `ready_s` and `last_rank` of every message: ranks of one generation met in a step, whether it was committed or not, or in a move."""
+    together: dict[Meeting, dict[int, RankStep]] = {}
     for own in [
         *(s for steps in ranks.values() for s in steps.values()),
-        *(s for steps in given_up.values() for s in steps),
+        *(s for by_log in (given_up, moves) for steps in by_log.values() for s in steps),
     ]:
-        together.setdefault((own.generation, own.step), {})[own.rank] = own
+        together.setdefault(own.meeting, {})[own.rank] = own
     ends = {key: posted(at) for key, at in together.items()}
 
-    def with_ready(own: RankStep) -> RankStep:
-        there = ends[own.generation, own.step]
+    def with_ready(own: AnyStep) -> AnyStep:
+        there = ends[own.meeting]
         messages = tuple(_ready(own.rank, message, keys, there) for message, keys in numbered(own.rank, own))
         return replace(own, messages=messages)
 
     done = {log: {step: with_ready(own) for step, own in steps.items()} for log, steps in ranks.items()}
-    return done, {log: tuple(with_ready(own) for own in steps) for log, steps in given_up.items()}
+    undone = {log: tuple(with_ready(own) for own in steps) for log, steps in given_up.items()}
+    return done, undone, {log: tuple(with_ready(own) for own in steps) for log, steps in moves.items()}
 
 
 def _ready(rank: int, message: Message, keys: Sequence[Key], ends: dict[Key, tuple[int, Message]]) -> Message:

@@ -52,6 +52,11 @@ class Sinks:
             for sink in tuple(self._sinks):
                 self._guarded(sink, partial(sink.write, event))
 
+    @property
+    def has_screen(self) -> bool:
+        """Whether a person sees what is told here."""
+        return any(isinstance(sink, ConsoleSink) for sink in self._sinks)
+
     def close(self) -> None:
         """Close every sink; the second call does nothing."""
         with self._lock:
@@ -87,7 +92,12 @@ class Sinks:
         for sink in others:
             self._guarded(sink, partial(sink.write, Note(level="warning", text=text)))
         if not any(isinstance(s, ConsoleSink) for s in others):
-            print(f"phalanx: warning: {text}", file=sys.stderr)
+            warn_without_screen(text)
+
+
+def warn_without_screen(text: str) -> None:
+    """To a person, from a process whose sinks show nothing."""
+    print(f"phalanx: warning: {text}", file=sys.stderr)
 
 
 def sink_problems(config: ObserveConfig) -> list[Problem]:

@@ -1,7 +1,7 @@
 """The recorded steps of a run as a trace for Perfetto: a process for each rank, its lanes, and arrows from what made something to what needed it.
 
     recovery, told   of a run that heals itself (`observe/recovery.py`)
-    step       the steps, those that were given up too
+    step       the steps, those that were given up too; moves of state between them
     passes     passes of the pipeline, waiting for data
     compute    what was computed; time in which the rank stood waiting is cut out of it
     waiting    the rank stood waiting: communication that nothing hid
@@ -22,7 +22,7 @@ from typing import Any
 from phalanx.core.op_ids import expert_exchange, read_op_id
 from phalanx.core.trace_file import Span, TraceFile
 from phalanx.observe.intervals import in_rows, innermost, union, without
-from phalanx.observe.lanes import Key, Message, RankStep, Recording, Work, numbered, others
+from phalanx.observe.lanes import Key, Meeting, Message, RankStep, Recording, Work, numbered, others
 from phalanx.observe.recovery import LANES as RECOVERY_LANES
 from phalanx.observe.recovery import SlotSpan, draw_recoveries
 
@@ -35,7 +35,7 @@ SAME_S = 1e-9
 def perfetto_trace(recording: Recording, recoveries: Sequence[SlotSpan] = ()) -> dict[str, Any]:
     """Chrome's JSON object. `recoveries` of a run that heals itself, on the clocks of its members."""
     steps, what = recording.steps, "slot" if recording.heals or recoveries else "rank"
-    drawn = {rank: recording.drawn(rank) for rank in sorted({*recording.ranks, *recording.given_up})}
+    drawn = {rank: recording.drawn(rank) for rank in recording.logs}
     file = TraceFile(
         title=f"{recording.run}, steps {steps[0]} to {steps[-1]}",
         origin_s=min([s.begin_s for own in drawn.values() for s in own] + [span.begin_s for span in recoveries]),
@@ -58,8 +58,8 @@ class _Drawing:
     """What of all ranks has been drawn."""
 
     file: TraceFile
-    ends: dict[tuple[tuple[int, int], Key], tuple[Message, Span]] = field(default_factory=dict)
-    """((generation, step), end of a message) -> the message of the rank whose end it is."""
+    ends: dict[tuple[Meeting, Key], tuple[Message, Span]] = field(default_factory=dict)
+    """(step or move, end of a message) -> the message of the rank whose end it is."""
     arrows: int = 0
     left_out: int = 0
     """They would have pointed back in time: clocks of two machines are not compared better than that."""
@@ -93,7 +93,7 @@ class _Rank:
                 self.file.lane(self.rank, tid, name)
         tids = self._axis_lanes(steps)
         for step in steps:
-            self._span("step", _name(step), (step.begin_s, step.end_s), _about(step))
+            self._span("step", step.name, (step.begin_s, step.end_s), _about(step))
             if step.voted_s and step.decided_s > step.voted_s:
                 self._span("passes", "decision", (step.voted_s, step.decided_s), {"committed": step.committed})
             waits = self._waits(step)
@@ -151,7 +151,7 @@ class _Rank:
                     self._arrows_of_experts(message, span, pieces)
         for message, keys in numbered(step.rank, step):
             for key in keys:
-                self.drawing.ends[(step.generation, step.step), key] = message, spans[id(message)]
+                self.drawing.ends[step.meeting, key] = message, spans[id(message)]
 
     def _arrows_of_experts(self, message: Message, span: Span, pieces: _Pieces) -> None:
         if expert_exchange(message.op_id) is None:
@@ -188,10 +188,6 @@ class _Pieces:
 
 def _rows(step: RankStep, axis: str) -> list[list[tuple[tuple[float, float], Message]]]:
     return in_rows([((m.begin_s, m.end_s), m) for m in step.messages if m.axis == axis])
-
-
-def _name(step: RankStep) -> str:
-    return f"step {step.step}" if step.committed else f"step {step.step}, given up"
 
 
 def _about(step: RankStep) -> dict[str, Any]:

@@ -40,7 +40,7 @@ from phalanx.plan.reshard_types import Move
 from phalanx.plan.stage_foldings import AnyFolding
 from phalanx.plan.stages import StagePlan
 from phalanx.plan.standing import Fact, Kind, Standing, domains_of, machines_of, racks_of, slots_of
-from phalanx.plan.state_layout import StateLayouts
+from phalanx.plan.state_layout import STATE_KINDS, StateLayouts
 from phalanx.plan.tensor_layout import Held, TensorLayout
 
 BUFFER_BYTES = 4
@@ -93,6 +93,11 @@ class HealPlan:
         placed = self.placement_of(rank)
         slots = () if placed is None else slots_of(placed, self.folding, rank)
         return Standing(folding=self.folding, rank=rank, slots=slots, hosts=self.hosts, racks=self.racks)
+
+    @property
+    def moves(self) -> list[Move]:
+        """Of all state: master weights and both moments under `KIND/NAME`, then buffers."""
+        return [*(replace(m, name=f"{kind}/{m.name}") for kind in STATE_KINDS for m in self.params), *self.buffers]
 
     @cached_property
     def hash(self) -> str:

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
-from phalanx.core.config import ResilienceConfig
+from phalanx.core.config import Recipe, ResilienceConfig
 from phalanx.core.errors import ConfigError, PlanError, Problem
+from phalanx.core.files import read_json
 from phalanx.plan.fleet import Fleet
 from phalanx.plan.host_placement import HostPlacement
 from phalanx.plan.layout import stage_params
@@ -61,6 +63,13 @@ def asked_of(config: ResilienceConfig, *, loads: Floats | None, world: int, loca
     """Of a recipe; `loads` are those of its file, if it names one. Where all ranks are on one machine, each stands for a host."""
     per_host = local_ranks if local_ranks < world else 1
     return Asked(slots_per_rank=config.slots_per_rank, f=config.f, loads=loads, ranks_per_host=per_host)
+
+
+def replicas_of(recipe: Recipe, *, world: int, local_ranks: int) -> Asked:
+    """What the recipe asks of replicas, the table of loads read. Raises `DataError` for a file that cannot be read."""
+    text = recipe.resilience.loads
+    loads = None if text == "uniform" else read_loads(read_json(Path(text), where="resilience.loads"))
+    return asked_of(recipe.resilience, loads=loads, world=world, local_ranks=local_ranks)
 
 
 def run_placement(

@@ -104,8 +104,7 @@ class CheckpointManager:
         self._write_rate = write_rate
         self._by_steps = by_steps
         self._job: _Job | None = None
-        """Of the thread."""
-        self._pending: _Job | None = None
+        """Of the thread that was started last; `by_steps` until all ranks have completed it."""
         self._thread: threading.Thread | None = None
         self._outcomes: list[Saved | CheckpointError] = []
         self._buffers: list[torch.Tensor] = []
@@ -148,25 +147,25 @@ class CheckpointManager:
 
     def finish(self) -> Saved | None:
         """Wait for the save under way, which goes on without a limit to its rate, then `poll`."""
-        begin_s = time.perf_counter()
-        if self._job is not None:
-            self._job.hurry.set()
+        job, begin_s = self._job, time.perf_counter()
+        if job is not None:
+            job.hurry.set()
         self._join()
-        if self._pending is not None:
-            self._pending.blocked_s += time.perf_counter() - begin_s
+        if job is not None:
+            job.blocked_s += time.perf_counter() - begin_s
         return self.poll()
 
     @property
     def pending(self) -> bool:
         """`by_steps`: whether a save waits to be completed; the same on all ranks."""
-        return self._pending is not None
+        return self._by_steps and self._job is not None
 
     def close(self) -> None:
         """Nobody completes what is under way any more; its thread ends by itself."""
-        if self._pending is not None:
-            self._pending.over.set()
-            self._pending.hurry.set()  # it may wait for its rate
-            self._pending, self._buffers = None, []
+        if self._job is not None:
+            self._job.over.set()
+            self._job.hurry.set()  # it may wait for its rate
+            self._job, self._buffers = None, []
 
     @property
     def busy(self) -> bool:
@@ -195,21 +194,20 @@ class CheckpointManager:
         def work() -> None:
             job.written = self._share(job, path)
 
-        self._pending = job
         self._start(job, work)
         job.blocked_s = time.perf_counter() - job.begin_s
 
     def _settle(self) -> None:
         """Complete what all ranks have written. Collective where a save waits for it."""
-        job = self._pending
-        if job is None:
+        job = self._job
+        if job is None or not self._by_steps:
             return
         begin_s = time.perf_counter()
         if not all(self._peers.gather(job.written is not None)):
             job.blocked_s += time.perf_counter() - begin_s
             return
         assert job.written is not None
-        mine, self._pending = job.written, None
+        mine, self._job = job.written, None
 
         def work() -> Saved:
             saved = self._complete(job, mine)
@@ -313,12 +311,16 @@ class CheckpointManager:
             problems = [self._failed(p.where, p.rule, value=p.value) for p in err.problems]
             return CheckpointError(problems, subject="saving a checkpoint")
         path, problems = self.folder.of(job.state.step), []
+        alike: dict[str, list[tuple[int, str]]] = {}
         for rank, cause in sorted(err.failures.items()):
             if isinstance(cause, CheckpointError):
                 problems += cause.problems
                 continue
             failure = cause if isinstance(cause, WriteFailure) else write_failure(cause, path)
-            problems.append(self._failed(str(path), failure.text, value=f"rank {rank}, {Path(failure.path).name}"))
+            alike.setdefault(failure.text, []).append((rank, Path(failure.path).name))
+        for text, ((rank, name), *others) in alike.items():  # a disk that is full is so for all ranks
+            more = f" and {len(others)} more {'rank' if len(others) == 1 else 'ranks'}" if others else ""
+            problems.append(self._failed(str(path), text, value=f"rank {rank}, {name}{more}"))
         return CheckpointError(problems, subject="saving a checkpoint")
 
     def _failed(self, where: str, rule: str, *, value: object = "not saved") -> Problem:

@@ -1,7 +1,7 @@
 """A predicted step beside recorded ones, operation by operation.
 
 Decides what is compared: of work its duration; of a collective that held the rank the time from when the last rank had posted it to its end; of what was
-under way beside other work only when it began, for nobody can ask gloo when it arrived. Must never change: rows are matched by rank and id alone, and
+under way beside other work only when it began, for nobody can ask gloo when it arrived (in a move of state a rank does nothing but wait, so there every message has an end). Must never change: rows are matched by rank and id alone, and
 whatever has no partner on the other side is told.
 """
 
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from phalanx.simulate.program_cost import kind_of
 from phalanx.simulate.program_time import OpSpan, ProgramTimeline
@@ -103,8 +104,10 @@ class Comparison:
         }
 
 
-def compare(timeline: ProgramTimeline, steps: Sequence[RecordedStep], *, step_s: Sequence[float]) -> Comparison:
-    """`step_s`: seconds of each recorded step. Of several steps medians count."""
+def compare(
+    timeline: ProgramTimeline, steps: Sequence[RecordedStep], *, step_s: Sequence[float], beside: bool = False
+) -> Comparison:
+    """`step_s`: seconds of each recorded step. Of several steps medians count. `beside`: what travels beside work is timed too, because there is none."""
     measured = medians(steps)
     predicted = timeline.by_id
     both = [key for key in predicted if key in measured]
@@ -112,7 +115,7 @@ def compare(timeline: ProgramTimeline, steps: Sequence[RecordedStep], *, step_s:
     rows = [
         Row(rank=rank, id=id, predicted_s=predicted[rank, id].seconds, measured_s=measured[rank, id].seconds)
         for rank, id in both
-        if _is_timed(predicted[rank, id])
+        if _is_timed(predicted[rank, id], beside=beside)
     ]
     long = [row for row in rows if row.measured_s >= SHORTEST * total]
     wrong = [abs(row.error) for row in long]
@@ -129,7 +132,7 @@ def compare(timeline: ProgramTimeline, steps: Sequence[RecordedStep], *, step_s:
         median=statistics.median(wrong) if wrong else 0.0,
         worst=abs(worst.error) if worst else 0.0,
         worst_id=worst.id if worst else "",
-        begin_correlation=float(np.corrcoef(begins.T)[0, 1]) if len(both) > 1 else 1.0,
+        begin_correlation=_correlation(begins),
         only_predicted=tuple(sorted(missing)),
         only_measured=tuple(sorted({id for _, id in set(measured) - set(predicted)})),
     )
@@ -155,8 +158,15 @@ def table_of(steps: Sequence[RecordedStep]) -> dict[str, float]:
     return {kind: statistics.median(values) for kind, values in found.items()}
 
 
-def _is_timed(span: OpSpan) -> bool:
-    return span.op.kind != "host" and not span.op.beside and not span.op.posted_after
+def _correlation(begins: NDArray[np.float64]) -> float:
+    """Of two columns; 1 where one of them has a single value, which orders nothing."""
+    if len(begins) < 2 or not begins.std(0).all():
+        return 1.0
+    return float(np.corrcoef(begins[:, 0], begins[:, 1])[0, 1])
+
+
+def _is_timed(span: OpSpan, *, beside: bool) -> bool:
+    return span.op.kind != "host" and (beside or not span.op.beside) and not span.op.posted_after
 
 
 def _kinds(rows: Sequence[Row], total: float) -> tuple[KindRow, ...]:

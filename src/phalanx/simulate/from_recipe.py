@@ -7,12 +7,10 @@ own run; a setting that would make it another one is modelled, or refused by its
 from __future__ import annotations
 
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, Problem, raise_if
-from phalanx.core.files import read_json
 from phalanx.plan.dispatch import DispatchSpec, rows_of_source
 from phalanx.plan.folding import Folding
 from phalanx.plan.layout import stage_params
@@ -20,8 +18,7 @@ from phalanx.plan.model import ModelSpec, resolve_model
 from phalanx.plan.overlap_setting import parse_overlap
 from phalanx.plan.pipeline import Pipeline, make_pipeline
 from phalanx.plan.recipe import equal_shares
-from phalanx.plan.replicas import read_loads
-from phalanx.plan.run_placement import asked_of
+from phalanx.plan.run_placement import replicas_of
 from phalanx.plan.stage_foldings import parse_stages, resolve_mapping
 from phalanx.simulate.collectives import span_from, span_of
 from phalanx.simulate.expert_slots import ExpertSlots, Rows, expert_slots
@@ -141,8 +138,7 @@ def _slots(
     r, t = recipe.resilience, recipe.train
     if r.slots_per_rank is None or not spec.moe_layers or cluster is None:
         return None
-    table = None if r.loads == "uniform" else read_loads(read_json(Path(r.loads), where="resilience.loads"))
-    asked = asked_of(r, loads=table, world=folding.world, local_ranks=cluster.hardware.ranks_per_host)
+    asked = replicas_of(recipe, world=folding.world, local_ranks=cluster.hardware.ranks_per_host)
     held = [pipeline.stages.of_rank(place) for place in range(folding.pp)]
     fullest = max(
         range(folding.pp), key=lambda place: sum(p.family == "expert" for p in stage_params(spec, held[place]))

@@ -74,6 +74,9 @@ INTERPRETER_BYTES = 10 * MIB
 of `tiny`, whose tensors take 2 MiB, before its first step)."""
 SCRIPT_BYTES = 10 * MIB
 """What TorchScript makes of `kernels.scripted` functions and of their first calls (the same run, over its first step)."""
+RECOMPUTE_BYTES = 140 * MIB
+"""`torch.utils.checkpoint` imports `torch._dynamo` with its first call, 880 modules (torch 2.13; resident memory of a process that has imported the trainer: 267 MiB, and
+412 after one call)."""
 MOST_REARRANGED = 12 * MIB
 """Products of fp32 and fp64 are MKL's, which rearranges an operand first and keeps the room for it: as large as the operand, up to this (products of
 512 rows with 128 to 1024 inputs and 2048 to 16384 outputs, one by one in fresh processes: 2.4 MiB for 2, 8.4 for 8, 12.6 for 12, 8.4 to 12.6 beyond)."""

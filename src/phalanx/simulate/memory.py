@@ -44,6 +44,7 @@ from phalanx.simulate.kernel_facts import (
     MOST_REARRANGED,
     PREFETCH_STEPS,
     RATE_SIZES,
+    RECOMPUTE_BYTES,
     SCRIPT_BYTES,
 )
 from phalanx.simulate.step_passes import PassMoment, RankPasses, pass_moments
@@ -393,7 +394,8 @@ class _Run:
     def _library_bytes(self) -> int:
         fast = self.recipe.kernels.implementation == "fast"
         generator = GENERATOR_BYTES if self.generated.products else 0
-        return LIBRARY_BYTES + INTERPRETER_BYTES + generator + (SCRIPT_BYTES if fast else 0) + self._rearranged_bytes
+        again = RECOMPUTE_BYTES if self.recipe.train.recompute != "none" else 0
+        return LIBRARY_BYTES + INTERPRETER_BYTES + generator + (SCRIPT_BYTES if fast else 0) + again + self._rearranged_bytes
 
     @property
     def _rearranged_bytes(self) -> int:

@@ -19,14 +19,16 @@ from phalanx.simulate.hardware import Hardware
 
 _NUMBER = re.compile(r"(?<=[a-z])\d+(?:to\d+)?")
 """Of a stage, chunk or skip connection."""
+_PLACE = re.compile(r"\d+(?:to\d+)?")
+"""A part of an id that is a number, or the two ranks of a message of a move."""
 MEASURED_SIGMA = 0.05
 """Spread of a time that was measured under the very same kind."""
 
 
 def kind_of(id: str) -> str:
-    """What an operation does, whatever its micro-batch, layer, stage, chunk or hop: `fwd.attention.core`, `gradient/expert/edp`."""
+    """What an operation does, whatever its micro-batch, layer, stage, chunk, hop or pair of ranks: `fwd.attention.core`, `gradient/expert/edp`, `heal/state`."""
     place = read_op_id(id)
-    name = ".".join(part for part in place.name.split(".") if not part.isdecimal())
+    name = ".".join(part for part in place.name.split(".") if not _PLACE.fullmatch(part))
     if place.phase is None:
         return name
     return f"{place.phase}.{_NUMBER.sub('', name)}"

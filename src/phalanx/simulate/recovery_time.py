@@ -25,6 +25,7 @@ from phalanx.core.units import format_bytes, format_seconds
 from phalanx.plan.box_cells import cells
 from phalanx.plan.folding import Folding
 from phalanx.plan.heal import Healing, HealPlan
+from phalanx.plan.move_order import HEAL_ID
 from phalanx.plan.program import StepProgram
 from phalanx.plan.program_moves import move_program
 from phalanx.plan.program_ops import Op
@@ -40,8 +41,6 @@ DECIDE_TRIPS = 4
 """Proposal of a generation: read the newest, create the next, put what says so."""
 MEET_TRIPS = 6
 """Decision of the broken step, report (put and looked at), reports of others read, "begun" asked for, vote."""
-MOVE_ID = "heal/state"
-"""Under which members record the messages of state (`train/heal_state.py`)."""
 GATHERS = 5
 """Of small objects among all members: checkpoint folder, plans with checksums, hash of the moves, checksums again, micro-batches agreed."""
 
@@ -154,7 +153,7 @@ class RecoveryWork:
 
 def recovery_work(healing: Healing, plan: HealPlan, *, lost: int, itemsize: int) -> RecoveryWork:
     """Of the generation of `plan`, which `healing` made, `lost` members fewer than before. `itemsize`: bytes of a parameter in the compute type."""
-    moves = [*(replace(m, name=f"{kind}/{m.name}") for kind in STATE_KINDS for m in plan.params), *plan.buffers]
+    moves = plan.moves
     reshard, everyone = plan_reshard(moves, _hosts_of(plan)), range(len(plan.members))
     cut = {m.name: cells(h.box for side in (m.src, m.dst) for of in side.held for h in of) for m in plan.params}
     ranks = []
@@ -187,7 +186,7 @@ def recovery_work(healing: Healing, plan: HealPlan, *, lost: int, itemsize: int)
         groups=num_groups(plan.folding, members=len(plan.members)),
         planned=sum(max(len(m.src.ranks), len(m.dst.ranks)) for m in moves),
         ranks=tuple(ranks),
-        moves=tuple(move_program(reshard, rank, ranks=everyone, op_id=MOVE_ID) for rank in everyone),
+        moves=tuple(move_program(reshard, rank, ranks=everyone, op_id=HEAL_ID) for rank in everyone),
     )
 
 

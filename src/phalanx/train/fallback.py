@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from phalanx.core.errors import CheckpointError, FinalError
 from phalanx.core.events import Emit, Note, WentBack
+from phalanx.observe.sinks import warn_without_screen
 from phalanx.plan.model import ModelSpec
 from phalanx.runtime.checkpoint import CheckpointManager
 from phalanx.train.trainer import Trainer, check_length
@@ -80,7 +81,7 @@ def set_later_aside(trainer: Trainer, step: int) -> tuple[str, ...]:
 
 
 def tell_went_back(trainer: Trainer, found: Fallback, *, why: str, committed: int | None, history: int) -> None:
-    """To a person and to the ledger. Collective, as later checkpoints are set aside first."""
+    """To a person and to the ledger. Collective, as later checkpoints are set aside first, and whoever draws may not be back yet: then the first member says it."""
     aside, sinks = set_later_aside(trainer, found.step), trainer.rank.sinks
     for step, err in zip(found.damaged_steps, found.damaged, strict=True):
         sinks(
@@ -91,7 +92,8 @@ def tell_went_back(trainer: Trainer, found: Fallback, *, why: str, committed: in
         )
     lost = "" if committed is None else f", {committed - found.step} steps before"
     moved = f"; later checkpoints are in checkpoints/abandoned: {', '.join(aside)}" if aside else ""
-    sinks(Note(level="warning", text=f"{why}: training goes back to the checkpoint of step {found.step}{lost}{moved}"))
+    text = f"{why}: training goes back to the checkpoint of step {found.step}{lost}{moved}"
+    sinks(Note(level="warning", text=text))
     sinks(
         WentBack(
             history=history,
@@ -102,3 +104,6 @@ def tell_went_back(trainer: Trainer, found: Fallback, *, why: str, committed: in
             abandoned=aside,
         )
     )
+    shown = any(trainer.rank.peers.gather(sinks.has_screen)) or trainer.rank.recipe.observe.console == "none"
+    if not shown and trainer.rank.info.rank == 0:
+        warn_without_screen(text)

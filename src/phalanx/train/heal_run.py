@@ -35,10 +35,9 @@ from phalanx.observe.preparation import PreparationProgress
 from phalanx.observe.sinks import Sinks, open_sinks
 from phalanx.observe.summary import print_summary
 from phalanx.plan.folding import Folding
-from phalanx.plan.heal import Healing, heal_problems
-from phalanx.plan.heal_hosts import holders_needed, wanted_ranks
-from phalanx.plan.model import ModelSpec
-from phalanx.plan.run_placement import Asked
+from phalanx.plan.heal import heal_problems
+from phalanx.plan.heal_hosts import wanted_ranks
+from phalanx.plan.heal_recipe import healing_of
 from phalanx.runtime.allocator import keep_freed_memory
 from phalanx.runtime.away import AWAY_FILE, AwayFile
 from phalanx.runtime.checkpoint import import_now
@@ -47,12 +46,11 @@ from phalanx.runtime.member import run_member
 from phalanx.runtime.seat import Seat, SeatSettings
 from phalanx.runtime.service_address import expect_service, run_at, service_at
 from phalanx.runtime.supervisor import MemberMain, Supervisor, SupervisorSettings
-from phalanx.train.assemble import bucket_elements, state_dtype
 from phalanx.train.closing import summary_of
 from phalanx.train.healing import HealingBody, HealingRun
 from phalanx.train.run_folder import RunFolder
 from phalanx.train.run_hosts import RunHosts
-from phalanx.train.setup import DTYPES, be_deterministic, replicas_of, resolve_pipeline, resolve_shape
+from phalanx.train.setup import be_deterministic, resolve_pipeline, resolve_shape
 from phalanx.train.trainer import versions
 from phalanx.train.watch import Watch, WatchedSinks
 
@@ -165,12 +163,9 @@ def prepare_run(recipe: Recipe, folder: RunFolder, *, kept: Recipe | None = None
     spec, folding = resolve_shape(recipe, world=wanted_ranks(recipe), tokenizer_vocab=prepared.tokenizer.vocab_size)
     assert isinstance(folding, Folding)  # the rules refuse stages of their own with a mode, and healing without one
     resolve_pipeline(recipe, spec, folding)  # or what is wrong with it
-    alone = recipe.resilience.service is None
-    asked = replicas_of(recipe, world=folding.world, local_ranks=folding.world if alone else recipe.launch.ranks)
-    replicated = asked.slots_per_rank is not None
-    floor = asked.f if replicated else max(asked.f, holders_needed(recipe))
-    raise_if(heal_problems(folding, floor=floor, replicated=replicated), ConfigError, subject="the recipe")
-    healing = healing_of(recipe, spec, folding, asked=asked, floor=floor)
+    healing, alone = healing_of(recipe, spec, folding), recipe.resilience.service is None
+    problems = heal_problems(folding, floor=healing.floor, replicated=healing.slots_per_rank is not None)
+    raise_if(problems, ConfigError, subject="the recipe")
     again = replace(
         recipe if kept is None else kept,
         checkpoint=replace(recipe.checkpoint, step=None),  # running the file again must not go back again
@@ -180,25 +175,6 @@ def prepare_run(recipe: Recipe, folder: RunFolder, *, kept: Recipe | None = None
         folder.write_recipe(again, prepared.tokenizer)
     kept = None if alone or joins else again  # the run may be another one, and refuse this host
     return HealingRun(recipe=recipe, folder=folder, prepared=prepared, spec=spec, healing=healing, kept=kept)
-
-
-def healing_of(recipe: Recipe, spec: ModelSpec, folding: Folding, *, asked: Asked, floor: int) -> Healing:
-    """What stays the same over all generations of a run of `recipe`. `floor`: holders that everything has."""
-    wide = state_dtype(DTYPES[recipe.train.dtype])
-    return Healing(
-        spec=spec,
-        base=folding,
-        seq_len=recipe.train.seq_len,
-        floor=floor,
-        pipeline=recipe.pipeline,
-        cp_method=recipe.folding.cp_method,
-        state_bytes=wide.itemsize,
-        zero=recipe.optim.zero,
-        shard_holders=recipe.resilience.shard_holders,
-        bucket_elements=bucket_elements(recipe.optim, wide),
-        slots_per_rank=asked.slots_per_rank,
-        loads=asked.loads,
-    )
 
 
 def _prepare_text(recipe: Recipe, folder: RunFolder) -> Prepared:

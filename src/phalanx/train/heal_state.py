@@ -12,7 +12,8 @@ from __future__ import annotations
 import zlib
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from phalanx.core.errors import RunError
 from phalanx.plan.box_cells import cells
 from phalanx.plan.heal import HealPlan
 from phalanx.plan.layout import Box
+from phalanx.plan.move_order import HEAL_ID
 from phalanx.plan.reshard_types import Hosts, Move
 from phalanx.plan.state_layout import STATE_KINDS
 from phalanx.plan.suspects import Piece, Sums, Suspects, find_suspects
@@ -31,6 +33,7 @@ from phalanx.runtime.optimizer_state import ShardedState
 from phalanx.runtime.peers import Peers
 from phalanx.runtime.resharder import Resharder
 from phalanx.runtime.shard_views import shard_views
+from phalanx.train.recording import MoveRecorder
 from phalanx.train.step import StepParts
 
 
@@ -91,16 +94,22 @@ def examine(plan: HealPlan, *, old: ShardedState | None, everyone: Everyone) -> 
     return Examined(plan=plan.without(suspects.all), suspects=suspects, told=trusted, cut=cut)
 
 
-def take_state(found: Examined, parts: StepParts | None, *, old: ShardedState | None, everyone: Everyone) -> Moved:
+def take_state(
+    found: Examined,
+    parts: StepParts | None,
+    *,
+    old: ShardedState | None,
+    everyone: Everyone,
+    record: MoveRecorder | None = None,
+) -> Moved:
     """Fill `parts.state` from the members that hold state, and publish it. `parts` None: this member is idle, and only gives. Collective.
 
     Raises `PeerError` where a member is lost, `RunError` on all members where holders of the same piece differ afterwards.
     """
     plan, new = found.plan, None if parts is None else parts.state
     resharder = Resharder(everyone.comms, everyone.axis, hosts=everyone.hosts)
-    moves = [*(replace(m, name=f"{kind}/{m.name}") for kind in STATE_KINDS for m in plan.params), *plan.buffers]
     # all at once: to compare plans and to wait for the last message costs more than small states themselves
-    received = move_state(resharder, moves, _tensors(old), _tensors(new), op_id="heal/state")
+    received = move_state(resharder, plan.moves, _tensors(old), _tensors(new), op_id=HEAL_ID, record=record)
     mine: Sums = {}
     if parts is not None:
         parts.state.restore(parts.comms)
@@ -119,13 +128,20 @@ def _tensors(state: ShardedState | None) -> dict[str, Any]:
 
 
 def move_state(
-    resharder: Resharder, moves: Sequence[Move], source: Mapping[str, Any], dest: Mapping[str, Any], *, op_id: str
+    resharder: Resharder,
+    moves: Sequence[Move],
+    source: Mapping[str, Any],
+    dest: Mapping[str, Any],
+    *,
+    op_id: str,
+    record: MoveRecorder | None = None,
 ) -> int:
     """Carry out moves between tensors, or views of shards, by name; the bytes that came to this rank. Collective."""
     have = [source.get(move.name) if resharder.rank in move.src.ranks else None for move in moves]
     want = [dest.get(move.name) for move in moves]
     types = [torch.float64 if move.itemsize == 8 else torch.float32 for move in moves]
-    resharder.move(moves, have, dtypes=types, out=want, op_id=op_id)
+    with nullcontext() if record is None else record.recording(resharder, moves, op_id=op_id):
+        resharder.move(moves, have, dtypes=types, out=want, op_id=op_id)
     return 0 if resharder.report is None else resharder.report.received_bytes
 
 

@@ -34,6 +34,7 @@ from phalanx.kernels.native import compiled_rows
 from phalanx.observe.sinks import Sinks
 from phalanx.plan.heal import Healing, HealPlan
 from phalanx.plan.model import ModelSpec
+from phalanx.plan.move_order import heal_order
 from phalanx.plan.standing import Fact, Standing, read_standing
 from phalanx.runtime.checkpoint import CheckpointManager, import_beside
 from phalanx.runtime.checkpoint_folder import Writer
@@ -55,6 +56,7 @@ from phalanx.train.heal_tell import Entry, Telling
 from phalanx.train.machine import MemoryMeter, matmul_flops_per_s
 from phalanx.train.optim import learning_rate
 from phalanx.train.pace import PaceWatch
+from phalanx.train.recording import MoveRecorder, Recorder
 from phalanx.train.rehearsal import rehearse
 from phalanx.train.replacing import Prepared as NewPlacement
 from phalanx.train.replacing import Where
@@ -214,7 +216,8 @@ class HealingBody:
             self.history = team.generation.number if team.begun else 0
         else:
             parts = None if trainer is None else trainer.parts
-            moved = take_state(found, parts, old=self._state, everyone=self._everyone)
+            record = self._move_recorder(team, found, step)
+            moved = take_state(found, parts, old=self._state, everyone=self._everyone, record=record)
             self.history = max(r.history for r in team.reports if r.uid in resolution.holders)
         assert step is not None
         self._adopt(trainer, step, plan, announce=first)
@@ -244,6 +247,17 @@ class HealingBody:
         for text in found.suspects.explain(plan.uids):
             self.sinks(Note(level="warning", text=text))
         return found
+
+    def _move_recorder(self, team: Team, found: Examined, step: int | None) -> MoveRecorder | None:
+        """For the move of state after `step` steps, where the next one is recorded. Collective."""
+        assert self._everyone is not None and step is not None
+        everyone = self._everyone
+        recorder = Recorder(
+            self.recipe.observe.trace_steps, comms=everyone.comms, peers=everyone.peers, emit=self.sinks
+        )
+        recorder.rank, recorder.generation = team.rank, team.generation.number
+        recorder.prepare(step + 1)
+        return recorder.moves(step, heal_order(found.plan, found.suspects.all))
 
     def _build(self, team: Team, plan: HealPlan) -> Trainer | None:
         """A trainer for the team, with initial weights as long as the run may begin with them; None where this member is idle. Groups are made by all members,
@@ -383,10 +397,10 @@ class HealingBody:
             return
         trainer, step = self._mine, self._step
         publish(trainer.parts)
+        trainer.recorder.prepare(step + 1)
         if self._due:
             self._between_steps(trainer)
             self._due = False
-        trainer.recorder.prepare(step + 1)
         trainer.recorder.begin(step + 1)
         begin_s = time.perf_counter()
         with trainer.parts.comms.doing("data", "host"):
@@ -488,7 +502,9 @@ class HealingBody:
         self._is_first = False
         assert self._entered is not None
         where = Where(self._entered.hosts, self._entered.racks)
-        self._moving = trainer.replacing.between(trainer.parts, trainer.rank, step=self._step, where=where)
+        self._moving = trainer.replacing.between(
+            trainer.parts, trainer.rank, step=self._step, where=where, recorder=trainer.recorder
+        )
 
     def _drop_save(self) -> None:
         """Who would complete it is not in the next generation, or knows of no save."""

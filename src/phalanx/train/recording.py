@@ -1,4 +1,4 @@
-"""Steps whose every operation goes to the event log (`observe.trace_steps`), for `phalanx trace`.
+"""Steps whose every operation goes to the event log (`observe.trace_steps`), for `phalanx trace`, and moves of state right before such steps.
 
 In a run that heals itself a step begins with `begin` and ends with `end`, whether it was committed or given up; every generation has a recorder of its own.
 
@@ -7,14 +7,18 @@ Must never change: while a step is recorded nothing is written; a step that fail
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 from phalanx.core.clock import now_s
-from phalanx.core.events import Emit, Event, StepRecorded
+from phalanx.core.events import Emit, Event, MoveRecorded, StepRecorded
+from phalanx.plan.reshard_types import Move
 from phalanx.runtime.clocks import compare_clocks
 from phalanx.runtime.collectives import Collectives
 from phalanx.runtime.peers import Peers
+from phalanx.runtime.resharder import Resharder
 
 
 class Recorder:
@@ -78,8 +82,58 @@ class Recorder:
             )
         )  # fmt: skip
 
+    def moves(self, step: int, order: Mapping[str, Any]) -> MoveRecorder | None:
+        """For moves of state after `step` steps, planned from `order`; None where the next step is not recorded."""
+        if step + 1 not in self.steps:
+            return None
+        return MoveRecorder(step=step, rank=self.rank, generation=self.generation, order=order, emit=self._emit)
+
     def tell(self) -> None:
         """Write what has been recorded, if anything."""
         kept, self._kept = self._kept, []
         for event in kept:
             self._emit(event)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoveRecorder:
+    """Writes what a rank did in each move of some state, right behind it."""
+
+    step: int
+    rank: int | None
+    generation: int
+    order: Mapping[str, Any]
+    emit: Emit
+
+    @contextmanager
+    def recording(self, resharder: Resharder, moves: Sequence[Move], *, op_id: str) -> Iterator[None]:
+        """The move itself, whose messages are called `op_id`."""
+        begin_s, done = now_s(), False
+        try:
+            with resharder.comms.recording() as kept:
+                yield
+            done = True
+        finally:
+            self._tell(kept, resharder, moves, op_id=op_id, begin_s=begin_s, done=done)
+
+    def _tell(
+        self,
+        kept: Sequence[Event],
+        resharder: Resharder,
+        moves: Sequence[Move],
+        *,
+        op_id: str,
+        begin_s: float,
+        done: bool,
+    ) -> None:
+        plan = resharder.prepare(moves).plan if done else None  # the one that was carried out is kept
+        end_s = now_s()
+        for event in kept:
+            self.emit(event)
+        self.emit(
+            MoveRecorded(
+                op_id=op_id, step=self.step, begin_s=begin_s, end_s=end_s, rank=self.rank, generation=self.generation,
+                world=resharder.axis.size, done=done, plan="" if plan is None else plan.hash,
+                hosts=() if plan is None else resharder.hosts.host_of_rank, order=self.order,
+            )
+        )  # fmt: skip

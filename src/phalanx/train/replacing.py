@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +33,8 @@ from phalanx.plan.folding import Folding
 from phalanx.plan.layout import Box
 from phalanx.plan.migration import Migration
 from phalanx.plan.model import ModelSpec, parameters
-from phalanx.plan.placement import AnyPlacement, LayerPlacements, Placement
+from phalanx.plan.move_order import REPLACE_ID, expert_moves, expert_order
+from phalanx.plan.placement import LayerPlacements, Placement
 from phalanx.plan.replacement import (
     Costs,
     Replacement,
@@ -44,14 +45,14 @@ from phalanx.plan.replacement import (
     smoothed_loads,
 )
 from phalanx.plan.replicas import Floats
-from phalanx.plan.reshard_types import Move
-from phalanx.plan.state_layout import STATE_KINDS, StateLayouts
+from phalanx.plan.state_layout import STATE_KINDS
 from phalanx.runtime.aside import Aside
 from phalanx.runtime.optimizer_state import ShardedState
 from phalanx.runtime.resharder import Resharder
 from phalanx.runtime.shard_views import shard_views
 from phalanx.train.assemble import assemble
 from phalanx.train.heal_state import checksums, compare, move_state
+from phalanx.train.recording import MoveRecorder, Recorder
 from phalanx.train.setup import Rank, make_context
 from phalanx.train.step import StepParts
 
@@ -192,19 +193,23 @@ class Replacing:
         """Whether a decision follows step `step`: the same on all ranks."""
         return bool(self.interval) and step > 0 and (step % self.interval == 0 or step == self.again)
 
-    def between(self, parts: StepParts, rank: Rank, *, step: int, where: Where = NOWHERE) -> Prepared | None:
+    def between(
+        self, parts: StepParts, rank: Rank, *, step: int, where: Where = NOWHERE, recorder: Recorder | None = None
+    ) -> Prepared | None:
         """What is due after `step` steps, and what has to be known for the step after. Collective. Returns and raises as `prepare`."""
         if self.interval and rank.peers.rank == 0 and not self._is_warm:
             self._aside.start()
             self._is_warm = True
-        found = self.prepare(parts, rank, step=step, where=where) if self.due(step) else None
+        found = self.prepare(parts, rank, step=step, where=where, recorder=recorder) if self.due(step) else None
         if found is None and self.due(step + 1):
             self._asked = self._ask(parts, rank, step=step + 1, ahead=True)
             if self._asked is not None and rank.peers.rank == 0:
                 self._aside.begin(plan_replacement, self._asked.stages, self._asked.costs, **self._bounds)
         return found
 
-    def prepare(self, parts: StepParts, rank: Rank, *, step: int, where: Where = NOWHERE) -> Prepared | None:
+    def prepare(
+        self, parts: StepParts, rank: Rank, *, step: int, where: Where = NOWHERE, recorder: Recorder | None = None
+    ) -> Prepared | None:
         """A new placement with the state after `step` steps, or None: the present one stays. Collective. `where` as `parts` were made with.
 
         Raises `PeerError` where a rank is lost, `RunError` on all ranks where copies differ; `parts` are as they were in any case.
@@ -220,7 +225,8 @@ class Replacing:
         decision = rank.peers.first(lambda: self._aside.answer(plan_replacement, stages, costs, **self._bounds))
         if decision.action == "keep":
             return None
-        return self._carry_out(decision, dict(sorted(asked.before.items())), parts, rank, step=step, where=where)
+        before = dict(sorted(asked.before.items()))
+        return self._carry_out(decision, before, parts, rank, step=step, where=where, recorder=recorder)
 
     @property
     def _bounds(self) -> dict[str, int]:
@@ -228,8 +234,7 @@ class Replacing:
 
     def _ask(self, parts: StepParts, rank: Rank, *, step: int, ahead: bool) -> _Asked | None:
         """What to decide on after step `step`, from the loads of the steps before it; None where nobody has any. `ahead`: that step is still to come. Collective."""
-        told, folding = rank.peers.gather(self._told(parts)), parts.groups.folding
-        assert isinstance(folding, Folding)  # stages with foldings of their own have no replicas
+        told, folding = rank.peers.gather(self._told(parts)), _folding(parts)
         best = max(told, key=lambda t: t.seen)  # a rank that came later has seen less
         if best.loads is None:
             return None
@@ -269,6 +274,7 @@ class Replacing:
         *,
         step: int,
         where: Where,
+        recorder: Recorder | None,
     ) -> Prepared:
         begin_s = time.perf_counter()
         migrations = iter(decision.migrations)
@@ -277,7 +283,9 @@ class Replacing:
         new = _rebuilt(parts, rank, self.spec, after[own], where=where)
         built_s = time.perf_counter() - begin_s
         begin_s = time.perf_counter()
-        received, checked = _take_over(new, parts, rank, before, after)
+        order = expert_order(_folding(parts), before, after)
+        record = None if recorder is None else recorder.moves(step, order)
+        received, checked = _take_over(new, parts, rank, before, after, record=record)
         moved_s = time.perf_counter() - begin_s
         most = max(rank.peers.gather(received))
         self.moves.took(rebuild_s=built_s, bytes_per_s=most / moved_s if most else None)
@@ -393,37 +401,36 @@ def _take_over(
     rank: Rank,
     before: Mapping[int, LayerPlacements],
     after: Mapping[int, LayerPlacements],
+    *,
+    record: MoveRecorder | None,
 ) -> tuple[int, int]:
     """Fill the state of `new`; (bytes that came, pieces whose checksums all agree on). Collective.
 
     Raises `RunError` on all ranks where somebody holds other bits than somebody else did.
     """
-    spec, folding, families = new.spec, new.groups.folding, new.state.families
-    assert isinstance(folding, Folding)
+    families = new.state.families
     for key, family in families.items():
         if family.layout.rule.family != "expert":
             for kind in ShardedState.KINDS:
                 getattr(family, kind).copy_(getattr(old.state.families[key], kind))
     for name, tensor in new.state.buffers.items():
         tensor.copy_(old.state.buffers[name])
-    names = sorted(_expert_names(spec))
-    sides = [
-        StateLayouts(spec=spec, folding=folding, stages=new.pipeline.stages, placement=_of_rank(side, folding))
-        for side in (before, after)
-    ]
     size = max(family.master.itemsize for family in families.values())
-    moves = [Move(name=n, itemsize=size, src=sides[0].parameter(n), dst=sides[1].parameter(n)) for n in names]
+    stages = new.pipeline.stages
+    moves = expert_moves(new.spec, _folding(new), stages, before=before, after=after, itemsize=size)
     resharder, received = Resharder(new.comms, new.groups.axis("world")), 0
     for kind in ShardedState.KINDS:
         have, want = (shard_views(state, kind) for state in (old.state, new.state))
-        received += move_state(resharder, moves, have, want, op_id=f"replace/{kind}")
+        received += move_state(resharder, moves, have, want, op_id=f"{REPLACE_ID}/{kind}", record=record)
     new.state.restore(new.comms)
     told = rank.peers.gather([_sums_of_experts(parts) for parts in (old, new)])
     return received, compare([sums for pair in told for sums in pair])
 
 
-def _of_rank(placements: Mapping[int, LayerPlacements], folding: Folding) -> Callable[[int], AnyPlacement]:
-    return lambda rank: placements[folding.coord(rank, "pp")]
+def _folding(parts: StepParts) -> Folding:
+    """Stages with foldings of their own have no replicas."""
+    assert isinstance(parts.groups.folding, Folding)
+    return parts.groups.folding
 
 
 def _expert_names(spec: ModelSpec) -> frozenset[str]:

@@ -23,7 +23,6 @@ from rich.console import Console
 from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, Problem, RunError
 from phalanx.core.events import Emit, Note, ignore
-from phalanx.core.files import read_json
 from phalanx.core.samples import num_rounds
 from phalanx.data.prepare import Prepared, prepare
 from phalanx.kernels.lanes import Lanes
@@ -39,8 +38,7 @@ from phalanx.plan.overlap_pair import paired_share
 from phalanx.plan.pipeline import Pipeline, make_pipeline
 from phalanx.plan.placement import AnyPlacement
 from phalanx.plan.recipe import equal_shares
-from phalanx.plan.replicas import read_loads
-from phalanx.plan.run_placement import Asked, asked_of, run_placement
+from phalanx.plan.run_placement import replicas_of, run_placement
 from phalanx.plan.stage_foldings import AnyFolding, resolve_mapping
 from phalanx.runtime.allocator import keep_freed_memory
 from phalanx.runtime.checkpoint import import_now
@@ -185,13 +183,6 @@ def resolve_shape(recipe: Recipe, *, world: int, tokenizer_vocab: int) -> tuple[
         **equal_shares(recipe),
     )
     return spec, folding
-
-
-def replicas_of(recipe: Recipe, *, world: int, local_ranks: int) -> Asked:
-    """What the recipe asks of replicas, the table of loads read. Raises `DataError` for a file that cannot be read."""
-    text = recipe.resilience.loads
-    loads = None if text == "uniform" else read_loads(read_json(Path(text), where="resilience.loads"))
-    return asked_of(recipe.resilience, loads=loads, world=world, local_ranks=local_ranks)
 
 
 def resolve_pipeline(recipe: Recipe, spec: ModelSpec, folding: AnyFolding) -> Pipeline:

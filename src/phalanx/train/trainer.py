@@ -49,7 +49,7 @@ from phalanx.plan.model import ModelSpec, flops_per_token
 from phalanx.plan.pipeline import Pipeline
 from phalanx.plan.placement import AnyPlacement
 from phalanx.plan.stage_foldings import AnyFolding, to_json_dict
-from phalanx.runtime.checkpoint import CheckpointManager
+from phalanx.runtime.checkpoint import CheckpointManager, Saved
 from phalanx.runtime.checkpoint_folder import RunState
 from phalanx.runtime.groups import WorldInfo, close_world
 from phalanx.runtime.launch import StopRequest
@@ -364,7 +364,8 @@ class Trainer:
             self.validate()
         if recipe.checkpoint.interval and self.step % recipe.checkpoint.interval == 0:
             self.save()
-        found = self.replacing.between(self.parts, self.rank, step=self.step)
+        self.recorder.prepare(self.step + 1)
+        found = self.replacing.between(self.parts, self.rank, step=self.step, recorder=self.recorder)
         if found is not None:
             self.move_in(found)
 
@@ -489,15 +490,16 @@ class Trainer:
             self.rank.sinks(Note(level="warning", text=f"{err}\ntraining goes on; the next checkpoint tries again"))
             return
         if saved is not None:
-            event = CheckpointSaved(
-                step=saved.step,
-                path=str(saved.path),
-                bytes=saved.bytes,
-                blocked_s=saved.blocked_s,
+            self._tell_saved(saved)
+            self._write_status("running")
+
+    def _tell_saved(self, saved: Saved) -> None:
+        self.rank.sinks(
+            CheckpointSaved(
+                step=saved.step, path=str(saved.path), bytes=saved.bytes, blocked_s=saved.blocked_s,
                 total_s=saved.total_s,
             )
-            self.rank.sinks(event)
-            self._write_status("running")
+        )  # fmt: skip
 
     def save_last(self) -> None:
         """The state at the end must be on the disk: here a failure is an error, whichever save it was."""
@@ -507,15 +509,7 @@ class Trainer:
             self.manager.save(self.parts.state.boxes(), self._run_state())
             saved = self.manager.finish()
             if saved is not None:
-                self.rank.sinks(
-                    CheckpointSaved(
-                        step=saved.step,
-                        path=str(saved.path),
-                        bytes=saved.bytes,
-                        blocked_s=saved.total_s,
-                        total_s=saved.total_s,
-                    )
-                )
+                self._tell_saved(replace(saved, blocked_s=saved.total_s))
 
     def _run_state(self) -> RunState:
         t = self.rank.recipe.train

@@ -53,6 +53,10 @@ class WatchedSinks(Sinks):
         super().__init__([])
         self._inner, self._watch = sinks, watch
 
+    @property
+    def has_screen(self) -> bool:
+        return self._inner.has_screen
+
     def __call__(self, event: Event, /) -> None:
         self._inner(event)
         self._watch.tell(event)

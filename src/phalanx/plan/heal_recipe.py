@@ -1,0 +1,36 @@
+"""What stays the same over all generations of a run that heals itself, from its recipe: for the run, and for whoever predicts what it does."""
+
+from __future__ import annotations
+
+import math
+
+from phalanx.core.config import Recipe
+from phalanx.plan.folding import Folding
+from phalanx.plan.heal import Healing
+from phalanx.plan.heal_hosts import holders_needed
+from phalanx.plan.model import ModelSpec
+from phalanx.plan.run_placement import replicas_of
+
+STATE_BYTES = {"float64": 8}
+"""Of an element of optimizer state, where it is not 4."""
+
+
+def healing_of(recipe: Recipe, spec: ModelSpec, folding: Folding) -> Healing:
+    """`folding`: of the run when it begins. Raises `DataError` as `replicas_of` does."""
+    alone = recipe.resilience.service is None
+    asked = replicas_of(recipe, world=folding.world, local_ranks=folding.world if alone else recipe.launch.ranks)
+    wide = STATE_BYTES.get(recipe.train.dtype, 4)
+    return Healing(
+        spec=spec,
+        base=folding,
+        seq_len=recipe.train.seq_len,
+        floor=asked.f if asked.slots_per_rank is not None else max(asked.f, holders_needed(recipe)),
+        pipeline=recipe.pipeline,
+        cp_method=recipe.folding.cp_method,
+        state_bytes=wide,
+        zero=recipe.optim.zero,
+        shard_holders=recipe.resilience.shard_holders,
+        bucket_elements=math.ceil(recipe.optim.bucket_mb * 1e6 / wide),
+        slots_per_rank=asked.slots_per_rank,
+        loads=asked.loads,
+    )
