@@ -395,7 +395,14 @@ class _Run:
         fast = self.recipe.kernels.implementation == "fast"
         generator = GENERATOR_BYTES if self.generated.products else 0
         again = RECOMPUTE_BYTES if self.recipe.train.recompute != "none" else 0
-        return LIBRARY_BYTES + INTERPRETER_BYTES + generator + (SCRIPT_BYTES if fast else 0) + again + self._rearranged_bytes
+        return (
+            LIBRARY_BYTES
+            + INTERPRETER_BYTES
+            + generator
+            + (SCRIPT_BYTES if fast else 0)
+            + again
+            + self._rearranged_bytes
+        )
 
     @property
     def _rearranged_bytes(self) -> int:
