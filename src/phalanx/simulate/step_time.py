@@ -204,6 +204,18 @@ def predict(
     )
 
 
+def predict_many(
+    job: Job, mappings: Sequence[Mapping], cluster: GpuCluster, *, most_microbatches: int
+) -> list[Prediction]:
+    """`predict` of many mappings that were checked, on the clocks of their schedules, without timelines: those of one schedule together."""
+    steps = [_Step(job, mapping, cluster) for mapping in mappings]
+    times = _together(steps, most_microbatches)
+    return [
+        Prediction(job=job, mapping=mapping, cluster=cluster, step=step, memory=memory_of(job, mapping))
+        for mapping, step in zip(mappings, times, strict=True)
+    ]
+
+
 def step_time(
     job: Job,
     mapping: AnyMapping,
@@ -229,13 +241,20 @@ def slow_steps(
 ) -> list[StepTime]:
     """`step_time` of each of many ways in which pipeline ranks compute slower, without timelines."""
     steps = [_Step(job, mapping, cluster, ledgers, slow) for slow in vectors]
-    if not steps or mapping.folding.pp == 1 or isinstance(mapping, StagedMapping):
-        return [step.result(exact=True, most_microbatches=most_microbatches) for step in steps]
-    ends = makespans(steps[0].shortened(most_microbatches)[0], [step.costs() for step in steps])
-    return [
-        step.result(exact=True, most_microbatches=most_microbatches, ended=float(end))
-        for step, end in zip(steps, ends, strict=True)
-    ]
+    return _together(steps, most_microbatches)
+
+
+def _together(steps: Sequence[_Step], most: int) -> list[StepTime]:
+    """Results of the clock, where those of one schedule are put on it together."""
+    groups: dict[Any, list[_Step]] = {}
+    for step in steps:
+        if step.mapping.folding.pp > 1 and step.staged is None:
+            groups.setdefault(step.schedule_key(most), []).append(step)
+    ends: dict[int, float] = {}
+    for group in groups.values():
+        found = makespans(group[0].shortened(most)[0], [step.costs() for step in group])
+        ends |= {id(step): float(end) for step, end in zip(group, found, strict=True)}
+    return [step.result(exact=True, most_microbatches=most, ended=ends.get(id(step))) for step in steps]
 
 
 def pass_costs(job: Job, mapping: AnyMapping, cluster: GpuCluster) -> ScheduleCosts:
@@ -352,11 +371,16 @@ class _Step:
             held[rank].append(stage)
         return held
 
-    def shortened(self, most: int | None) -> tuple[Schedule, int]:
-        """The schedule of at most `most` micro-batches for each rank, and of how many it is."""
+    def schedule_key(self, most: int | None) -> tuple[str, int, int, int, tuple[int, ...] | None]:
+        """What a schedule of at most `most` micro-batches for each rank is made of."""
         p = self.mapping.folding.pp
         few = self.m if most is None or self.m <= (most + 1) * p else most * p + self.m % p
-        return _schedule(self.mapping.schedule, p, self.mapping.virtual, few, self.mapping.extra_warmup), few
+        return self.mapping.schedule, p, self.mapping.virtual, few, self.mapping.extra_warmup
+
+    def shortened(self, most: int | None) -> tuple[Schedule, int]:
+        """That schedule, and of how many micro-batches it is."""
+        key = self.schedule_key(most)
+        return _schedule(*key), key[3]
 
     def _clock(
         self, costs: ScheduleCosts, steady: float, most: int | None, ended: float | None = None
@@ -454,15 +478,19 @@ def bubble_share(
         return (p - 1) / v
     if schedule == "interleaved_1f1b":
         return (p - 1) / v if m >= p else (p - 1) / v + (p - m) * (v - 1) / v
-    return _clocked_share(schedule, p, v, min(m, 3 * p), round(2 * weight, 1), extra_warmup)
+    return _clocked_shares(schedule, p, v, min(m, 3 * p), extra_warmup)[min(WEIGHTS, round(20 * weight))]
 
 
-@lru_cache(maxsize=4096)
-def _clocked_share(
-    schedule: str, p: int, v: int, m: int, w: float, extra_warmup: tuple[int, ...] | None = None
-) -> float:
-    """On a clock: F = 1, I = 2 - w, W = w."""
-    run = simulate(
-        _schedule(schedule, p, v, m, extra_warmup), uniform_costs(p * v, input_grad=2 - w, weight_grad=max(w, 0.1))
-    )
-    return (run.makespan - max(run.busy)) / (3 * v)
+WEIGHTS = 19
+"""Tenths of a forward pass that weight gradients may take: of two, all but a tenth."""
+
+
+@lru_cache(maxsize=1024)
+def _clocked_shares(
+    schedule: str, p: int, v: int, m: int, extra_warmup: tuple[int, ...] | None = None
+) -> tuple[float, ...]:
+    """On a clock, by tenths of W: F = 1, I = 2 - W."""
+    costs = [uniform_costs(p * v, input_grad=2 - w / 10, weight_grad=max(w / 10, 0.1)) for w in range(WEIGHTS + 1)]
+    ends = makespans(_schedule(schedule, p, v, m, extra_warmup), costs)
+    busy = (m * v * (one.forward[0] + one.input_grad[0] + one.weight_grad[0]) for one in costs)
+    return tuple((float(end) - own) / (3 * v) for end, own in zip(ends, busy, strict=True))
