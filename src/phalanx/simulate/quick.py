@@ -126,7 +126,9 @@ class Quick:
         shared = self._dense_half("shared", dense, blocks)
         key: tuple[Any, ...] = (blocks.tokens, m.folding.ep, m.folding.etp, m.overlap, m.slots, blocks.bound)
         key += (m.recompute == "selective",)
-        if m.drop is not None or m.overlap.ep in TILE_WAYS:  # ranks that decide together; how long the shared expert takes
+        if (
+            m.drop is not None or m.overlap.ep in TILE_WAYS
+        ):  # ranks that decide together; how long the shared expert takes
             key += dense
         if key not in self.halves:
             self.halves[key] = half_of(blocks.routed(self.shared[dense]))

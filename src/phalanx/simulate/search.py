@@ -178,18 +178,24 @@ class _Search:
         among = [one for one in (replace(choice, overlap=overlap) for overlap in which) if self.quick.can_pay(one)]
         peaks: dict[tuple[str, int, bool], float] = {}
         for one in among:
-            for schedule, virtual in ways:
-                mapping = replace(one, schedule=schedule, virtual=virtual)
-                if not pairs_pass(mapping, self.job, self.cluster.hardware):
+            fused = one.overlap.ep == "fused"  # alone of overlaps has buffers of its own
+            for way in ways:
+                if not pairs_pass(one, way, self.job, self.cluster.hardware):
                     continue
-                key = (schedule, virtual, one.overlap.ep == "fused")
-                if key not in peaks:
-                    peaks[key] = self.quick.peak_bytes(mapping)
-                    if self.least is None or peaks[key] < self.least.peak_bytes:
-                        self.least = Candidate(math.inf, peaks[key], mapping)
                 self.evaluated += 1
-                if peaks[key] <= self.usable:
-                    self._take(Candidate(self.quick.seconds(mapping), peaks[key], mapping))
+                if (*way, fused) not in peaks:
+                    peaks[*way, fused] = self._peak(one, way)
+                if peaks[*way, fused] <= self.usable:
+                    mapping = replace(one, schedule=way[0], virtual=way[1])
+                    self._take(Candidate(self.quick.seconds(mapping), peaks[*way, fused], mapping))
+
+    def _peak(self, choice: Mapping, way: tuple[str, int]) -> float:
+        """Bytes on the fullest rank of a pipeline."""
+        mapping = replace(choice, schedule=way[0], virtual=way[1])
+        peak = self.quick.peak_bytes(mapping)
+        if self.least is None or peak < self.least.peak_bytes:
+            self.least = Candidate(math.inf, peak, mapping)
+        return peak
 
     def _take(self, found: Candidate) -> None:
         self.fitting += 1

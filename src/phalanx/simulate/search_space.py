@@ -58,15 +58,14 @@ def overlaps(common: Overlap, folding: Folding, space: Space, hardware: Hardware
     ]
 
 
-def pairs_pass(mapping: Mapping, job: Job, hardware: Hardware) -> bool:
-    """Whether the passes of a mapping can be paired as it says: a run refuses schedules in which pairs cannot pay.
+def pairs_pass(choice: Mapping, way: tuple[str, int], job: Job, hardware: Hardware) -> bool:
+    """Whether the passes of a choice can be paired as it says on a pipeline of this (schedule, virtual stages): a run refuses schedules in which pairs cannot pay.
 
     On devices no run pairs passes, and the question is not asked: who wants them there asks what if.
     """
-    if mapping.overlap.ep != "pair" or hardware.sms is not None:
+    if choice.overlap.ep != "pair" or hardware.sms is not None:
         return True
-    m = mapping.num_microbatches(job)
-    return _has_pairs(mapping.schedule, mapping.folding.pp, mapping.virtual, m)
+    return _has_pairs(way[0], choice.folding.pp, way[1], choice.num_microbatches(job))
 
 
 @lru_cache(maxsize=4096)
