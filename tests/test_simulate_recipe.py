@@ -308,6 +308,7 @@ def test_overlaps_are_those_that_a_recipe_can_say() -> None:
         ("none", 4),
         ("chunks", 2),
         ("chunks", 4),
+        ("auto", 4),
     ]
     assert {o.ep for o in overlaps(Overlap(), folding, space, processors)} == {"none", "chunks", "pair"}
     assert [o.ep for o in overlaps(Overlap(), Folding(world=8), space, processors)] == ["none"]

@@ -148,7 +148,7 @@ class _Search:
         """Time that no choice of a folding can beat. Recomputation only adds to it."""
         least = self.space.recomputes[0]
         micros = micro_batches(self.job, folding, self.space)
-        return min((min(self._bounds(folding, micro, least)) for micro in micros), default=math.inf)
+        return min((bound for micro in micros for bound in self._bounds(folding, micro, least)), default=math.inf)
 
     @property
     def threshold(self) -> float:
