@@ -17,6 +17,7 @@ from phalanx.simulate.hardware import GpuCluster
 from phalanx.simulate.mapping import Job, Mapping, Recompute
 from phalanx.simulate.replicas import Replicas
 from phalanx.simulate.stage_layers import StageContent
+from phalanx.simulate.stage_mappings import hop_seconds
 from phalanx.simulate.step_time import bubble_share
 from phalanx.simulate.tile_time import TILE_WAYS
 
@@ -74,6 +75,7 @@ class Quick:
     layers: dict[Any, tuple[Sums, ...]] = field(default_factory=dict)
     bytes_of_layers: dict[Any, LayerBytes] = field(default_factory=dict)
     pipelines: dict[Any, Places] = field(default_factory=dict)
+    hops: dict[Any, tuple[float, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.network = Network(self.cluster.hardware)
@@ -177,7 +179,7 @@ class Quick:
             )
             later = weight / backward if backward else 0.5
             share = bubble_share(mapping.schedule, f.pp, mapping.virtual, m, later, mapping.extra_warmup)
-            out += share * (forward + backward) * mapping.virtual + 2 * (f.pp - 1) * self._p2p(mapping)
+            out += share * (forward + backward) * mapping.virtual + 2 * sum(self._hops(mapping)[:-1])
         first = places.different[0]
         own = parameters_of_rank(self.job, mapping, first)
         replicas = Replicas(self.job, mapping, self.network)
@@ -205,11 +207,13 @@ class Quick:
                 f, b, w = f + count * one.forward, b + count * one.backward, w + count * one.weight_grad
         return f, b, w
 
-    def _p2p(self, mapping: Mapping) -> float:
+    def _hops(self, mapping: Mapping) -> tuple[float, ...]:
+        """`hop_seconds`, once for what they depend on."""
         f = mapping.folding
-        between = f.world // f.pp >= self.cluster.hardware.ranks_per_host
-        tokens = mapping.micro_batch * self.job.seq_len / (f.tp * f.cp)
-        return self.network.send(tokens * self.job.shape.hidden * mapping.item_bytes, between=between)
+        key = f.tp, f.cp, f.pp, mapping.micro_batch
+        if key not in self.hops:
+            self.hops[key] = hop_seconds(self.job, mapping, self.network)
+        return self.hops[key]
 
 
 def _bare(mapping: Mapping) -> Mapping:
