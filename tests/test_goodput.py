@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from phalanx.cli.main import main
 from phalanx.cli.simulate_goodput import goodput
 from phalanx.core.errors import ConfigError, DataError, PlanError
+from phalanx.plan.folding import Folding
+from phalanx.plan.model import PRESETS
 from phalanx.simulate.goodput import (
     LLAMA3_FAILURES_PER_RANK_HOUR,
     Practice,
@@ -25,6 +27,13 @@ from phalanx.simulate.goodput import (
     swept_optimum,
     young_daly,
 )
+from phalanx.simulate.goodput_slow import slow_hosts
+from phalanx.simulate.hardware import parse_cluster
+from phalanx.simulate.mapping import Job, Mapping
+from phalanx.simulate.shape import shape_of
+from phalanx.simulate.slow_ranks import Stragglers
+from phalanx.simulate.slow_step import with_stragglers
+from phalanx.simulate.step_time import predict
 
 pytestmark = pytest.mark.unit
 LLAMA3 = 3600 / (LLAMA3_FAILURES_PER_RANK_HOUR * 16384)
@@ -68,6 +77,46 @@ def test_too_few_hosts_wait() -> None:
     run = simulate_goodput(practice, [100.0, 150.0], duration_s=400, hosts=3)
     # full speed to 100, two thirds to 150, down to 200, two thirds to 250, full speed to 400
     assert [400 * x for x in (run.useful, run.lost, run.down)] == pytest.approx([100 + 100 / 3 * 2 + 150, 100 / 3, 50])
+
+
+def test_a_slow_host_is_put_out_with_replicas_and_stays_without() -> None:
+    """Four hosts at half their pace for 100 s; then one leaves, a hand-over of 10 s, three of four for 50 s, and another has come."""
+    practice = Practice(
+        interval_s=1e9, save_s=0, detect_s=5, repair_s=10, repair_host_s=50, pace=0.5, put_out=((100.0, 1.0),)
+    )
+    stays = simulate_goodput(practice, [], duration_s=400, hosts=4)
+    assert (stays.useful, stays.lost, stays.down) == pytest.approx((0.5, 0.5, 0))
+    left = simulate_goodput(replace(practice, recovery="replicas"), [], duration_s=400, hosts=4)
+    assert 400 * left.useful == pytest.approx(50 + 0.75 * 50 + 240)
+    assert (400 * left.down, left.failures, left.total) == pytest.approx((10, 0, 1))
+    assert expected_goodput(replace(practice, interval_s=100.0), 1e6) == pytest.approx(0.5, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("factor", "gone", "kept"), [(0.0, (), ""), (1.2, (3,), ""), (1.6, (), ""), (1.05, (3, 1), "")]
+)
+def test_the_rule_of_a_run_says_who_is_put_out(factor: float, gone: tuple[int, ...], kept: str) -> None:
+    """Hosts 3 and 1 of 16 are 1.5 and 1.1 times as slow; where 15 hosts would be no faster, nobody goes."""
+    job = Job(shape=shape_of(PRESETS["mixtral-8x22b"]), seq_len=4096, global_batch=256)
+    mapping = Mapping(folding=Folding(world=128, tp=2, pp=8, ep=8))
+    p = predict(job, mapping, parse_cluster("h100x128"), most_microbatches=4)
+    stragglers = Stragglers(hosts=((3, 1.5), (1, 1.1)))
+    found = slow_hosts(p, stragglers, factor=factor, steps=20)
+    assert (found.names, found.kept) == (gone, kept)
+    assert found.pace == pytest.approx(p.step.seconds / with_stragglers(p, stragglers).step.seconds) and found.pace < 1
+    times, paces = [at for at, _ in found.put_out], [pace for _, pace in found.put_out]
+    assert [found.pace, *paces] == sorted([found.pace, *paces]) and times == sorted(times)
+    if gone:
+        assert times[0] == pytest.approx(20 * p.step.seconds / found.pace)
+        assert paces[-1] == pytest.approx(1.0) or len(gone) < 2
+
+
+def test_a_host_stays_where_the_others_would_be_no_faster() -> None:
+    job = Job(shape=shape_of(PRESETS["mixtral-8x7b"]), seq_len=4096, global_batch=32)
+    p = predict(job, Mapping(folding=Folding(world=32, tp=2, pp=2, ep=8)), parse_cluster("h100x32"))
+    stays, goes = (slow_hosts(p, Stragglers(hosts=((0, by),)), factor=1.2, steps=5) for by in (1.3, 1.4))
+    assert not stays.names and "no faster" in stays.kept and "no faster" in stays.explain()
+    assert goes.names == (0,) and not goes.kept  # 4 hosts over 3 is 1.33
 
 
 def test_work_at_half_speed_is_lost_as_half() -> None:
@@ -154,6 +203,7 @@ def test_the_optimum_of_a_sweep() -> None:
         ("--ranks 100000000 --days 1000", ("are played", "--days")),
         ("--rate 1", ("are played", "--days")),
         ("--failures TRACE --days 3 --rate 1e-5", ("2 problems", "--days", "--rate", "has no effect")),
+        ("--spread 0.1 --straggler host=3:2", ("2 problems", "--spread", "--straggler", "give --recipe")),
         ("--failures TRACE", ("all its lines are at 0",)),
     ],
 )  # fmt: skip

@@ -11,6 +11,7 @@ from phalanx.core.config import Recipe
 from phalanx.core.processor import Processor, this_processor
 from phalanx.kernels import adamw, attention, cross_entropy, grouped, shapes
 from phalanx.kernels.native import compiled_rows
+from phalanx.kernels.symmetric import ArenaSpec
 from phalanx.models.context import ForwardInfo
 from phalanx.plan.folding import Folding, make_folding
 from phalanx.plan.model import ModelSpec
@@ -339,6 +340,28 @@ def test_a_gpu_is_charged_with_tensors_alone() -> None:
         assert not any(moment.terms[term] for term in left_out)
         assert moment.terms["activations"] == same.terms["activations"]
     assert all(any(m.terms[term] for m in here.moments) for term in left_out)
+
+
+def test_fused_kernels_have_buffers_for_every_token_of_every_source() -> None:
+    plain, fused = (
+        dataclasses.replace(
+            small_recipe(),
+            launch=dataclasses.replace(small_recipe().launch, device="cuda"),
+            dispatch=dataclasses.replace(small_recipe().dispatch, overlap=overlap),
+        )
+        for overlap in ("serial", "fused")
+    )
+    spec, folding = small_spec(), Folding(world=4, ep=4)
+    before, there = (estimate_memory(recipe, spec, folding).moments for recipe in (plain, fused))
+    tokens = fused.train.micro_batch * fused.train.seq_len
+    arena = ArenaSpec(ranks=4, capacity=tokens, columns=spec.hidden, dtype=torch.bfloat16, parts=4, blocks=4)
+    places = 2 * arena.ranks * tokens * spec.hidden * 2
+    more = [after.total - moment.total for moment, after in zip(before, there, strict=True)]
+    assert more == [moment.terms["fused buffers"] for moment in there] and set(more) == {0, places}
+    assert more[-1] == places  # from the first step on
+    assert places <= arena.num_bytes < places + 16384  # flags besides
+    alone = estimate_memory(fused, spec, Folding(world=4))
+    assert not any(moment.terms["fused buffers"] for moment in alone.moments)
 
 
 def test_a_copy_of_gloo_stays_from_the_first_step_on() -> None:

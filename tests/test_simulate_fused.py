@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from phalanx.cli.main import main
 from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError
 from phalanx.core.recipe import load_recipe
@@ -17,7 +18,7 @@ from phalanx.kernels.fused_index import arrange
 from phalanx.kernels.fused_layer import LayerShape, Told, pack_weights, route, row_weights
 from phalanx.kernels.fused_tiles import TileShape
 from phalanx.kernels.symmetric import ArenaSpec
-from phalanx.plan.folding import make_folding
+from phalanx.plan.folding import legal_foldings, make_folding
 from phalanx.plan.model import PRESETS
 from phalanx.plan.overlap_fused import fused_launch
 from phalanx.plan.recipe import run_problems
@@ -39,6 +40,7 @@ from phalanx.simulate.hardware import Hardware, load_hardware, parse_cluster
 from phalanx.simulate.mapping import Job, Mapping, Overlap
 from phalanx.simulate.recipe_program import programs_of_recipe
 from phalanx.simulate.routing import Routing
+from phalanx.simulate.search_space import fuses
 from phalanx.simulate.shape import shape_of
 from phalanx.simulate.step_time import Prediction, predict
 
@@ -239,3 +241,28 @@ def test_processors_have_no_such_kernels() -> None:
     (problem,) = fused_run_problems(make_folding(world=8, ep=8), replace(H100, sms=None, threads=1), left_free=None)
     assert problem.where == "dispatch.overlap" and "processors" in problem.rule
     assert fused_run_problems(make_folding(world=8, ep=8), H100, left_free=None) == []
+
+
+# ---- in a search -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("per_host", [6, 8])
+def test_a_search_asks_where_a_run_would_not_refuse(per_host: int) -> None:
+    hardware = replace(H100, ranks_per_host=per_host)
+    for world in (4, 24, 48):
+        for folding in legal_foldings(world, resolve_recipe(Recipe()), seq_len=128):
+            legal = folding.etp == 1 and not fused_run_problems(folding, hardware, left_free=None)
+            assert fuses(folding, hardware) == legal, folding
+
+
+def test_a_search_finds_them_and_writes_their_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--model", "mixtral-8x22b", "--cluster", "h100x64", "--batch", "64", "--top", "1", "--exact", "1"]
+    path = tmp_path / "best.toml"
+    assert main(["search", *words, "--schedules", "1f1b", "--ep-overlap", "fused", "--recipe", str(path)]) == 0
+    recipe = load_recipe(path, [])
+    assert recipe.dispatch.overlap == "fused" and recipe.optim.bucket_mb == 0.0
+    spec = resolve_recipe(recipe)
+    again = mapping_of_recipe(recipe, spec, world=64, cluster=parse_cluster("h100x64"))
+    assert again.label() in capsys.readouterr().out
+    assert main(["search", *words, "--precision", "fp8", "--ep-overlap", "fused"]) == 2
+    assert "computes in bf16" in capsys.readouterr().err

@@ -308,6 +308,7 @@ def test_overlaps_are_those_that_a_recipe_can_say() -> None:
         ("none", 4),
         ("chunks", 2),
         ("chunks", 4),
+        ("auto", 4),
     ]
     assert {o.ep for o in overlaps(Overlap(), folding, space, processors)} == {"none", "chunks", "pair"}
     assert [o.ep for o in overlaps(Overlap(), Folding(world=8), space, processors)] == ["none"]
@@ -317,11 +318,10 @@ def test_pairs_only_where_they_pay() -> None:
     job = Job(shape=shape_of(PRESETS["laptop"]), seq_len=256, global_batch=32)
     processors = replace(load_hardware("h100"), sms=None, threads=1)
     pair = Mapping(folding=make_folding(world=4, pp=4), overlap=Overlap(ep="pair"))
-    assert not pairs_pass(pair, job, processors)  # plain 1F1B has no slack
-    assert pairs_pass(replace(pair, folding=make_folding(world=4, ep=4)), job, processors)
-    assert pairs_pass(
-        replace(pair, schedule="interleaved_1f1b", virtual=2, folding=make_folding(world=2, pp=2)), job, processors
-    )
+    assert not pairs_pass(pair, ("1f1b", 1), job, processors)  # plain 1F1B has no slack
+    assert pairs_pass(replace(pair, folding=make_folding(world=4, ep=4)), ("1f1b", 1), job, processors)
+    two = replace(pair, folding=make_folding(world=2, pp=2))
+    assert pairs_pass(two, ("interleaved_1f1b", 2), job, processors)
 
 
 def test_chunks_cost_latencies_and_weights() -> None:

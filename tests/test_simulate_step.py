@@ -24,7 +24,7 @@ from phalanx.simulate.search import reasons, search
 from phalanx.simulate.search_space import Space, foldings, micro_batches, overlaps, pipelines
 from phalanx.simulate.shape import flops_per_token, shape_of
 from phalanx.simulate.stage_layers import contents, even_layers
-from phalanx.simulate.step_time import bubble_share, predict, step_time
+from phalanx.simulate.step_time import bubble_share, predict, predict_many, step_time
 from phalanx.simulate.trace import chrome_trace
 from speed_help import full_speed_s
 
@@ -316,7 +316,20 @@ def test_the_quick_way_gives_what_the_slow_way_gives(name: str, kind: str) -> No
         assert quick.seconds(mapping) == pytest.approx(slow, rel=1e-9), mapping.label()
         assert quick.bound(mapping) <= slow * (1 + 1e-9), mapping.label()
         peak = max(stage.total for stage in memory_of(job, mapping))
-        assert fullest_bytes(job, mapping, layer=quick.layer_bytes(mapping)) == pytest.approx(peak, rel=1e-12)
+        assert quick.peak_bytes(mapping) == fullest_bytes(job, mapping) == pytest.approx(peak, rel=1e-12)
+
+
+def test_many_mappings_on_the_clock_are_those_one_by_one() -> None:
+    several = [replace(BEST, recompute=r) for r in ("none", "full")] + [folded(tp=8, ep=8), folded(tp=2, pp=4, ep=8)]
+    job = replace(MIXTRAL, global_batch=1024)
+    together = predict_many(job, several, CLUSTER, most_microbatches=2)
+    for mapping, found in zip(several, together, strict=True):
+        alone = predict(job, mapping, CLUSTER, most_microbatches=2)
+        assert (found.step.seconds, found.step.parts, found.memory) == (
+            alone.step.seconds,
+            alone.step.parts,
+            alone.memory,
+        )
 
 
 # ---- search ---------------------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from phalanx.plan.overlap_setting import CANDIDATES, FINE
 from phalanx.simulate.block_time import Blocks, Ledger
 from phalanx.simulate.collectives import Network, Span
 from phalanx.simulate.cost import Oracle
+from phalanx.simulate.from_recipe import mapping_of_recipe, resolve_recipe
 from phalanx.simulate.hardware import Hardware, load_hardware, parse_cluster
 from phalanx.simulate.mapping import Job, Mapping, Overlap
 from phalanx.simulate.quick import Quick
@@ -260,6 +261,36 @@ def test_hidden_communication_is_near_comets() -> None:
     chunks = max(hidden(Overlap(ep="chunks", chunks=n)) for n in (2, 4, 8))
     assert hidden(Overlap(ep="auto")) == pytest.approx(0.865, abs=0.15)
     assert 0.292 < chunks < hidden(Overlap(ep="auto"))
+
+
+@pytest.mark.parametrize(("left_free", "rate"), [(10, 0.5), (20, 1.0), (66, 1.0)])
+def test_multiprocessors_left_to_messages(left_free: int, rate: float) -> None:
+    """Products have the others all along, nothing slows them further, and few multiprocessors carry rows more slowly."""
+    mapping = Mapping(folding=make_folding(world=8, ep=8), overlap=Overlap(ep="fine"))
+    network, oracle = Network(H100), Oracle(H100)
+    usual, left = (
+        TiledExperts(MIXTRAL, replace(mapping, overlap=replace(mapping.overlap, left_free=n)), oracle, network)
+        for n in (None, left_free)
+    )
+    for direction in ("forward", "backward"):
+        plain, divided = (one.pieces(one.layer(1.0), (1.0, 1.0), direction) for one in (usual, left))  # type: ignore[arg-type]
+        slower = 132 / (132 - left_free)
+        for (_, _, before), (_, _, after) in zip(plain.tiles, divided.tiles, strict=True):
+            assert after == pytest.approx(slower * before)
+        assert divided.shared_s == pytest.approx(slower) and divided.row_s == plain.row_s
+        assert divided.link.interference == 0 < plain.link.interference
+        assert divided.link.bytes_per_s == pytest.approx(rate * plain.link.bytes_per_s)
+        assert divided.link.latency_s == plain.link.latency_s
+
+
+def test_recipes_that_leave_multiprocessors_come_back() -> None:
+    job, folding = replace(MIXTRAL, global_batch=64), make_folding(world=8, ep=8)
+    mapping = Mapping(folding=folding, overlap=Overlap(ep="fine", left_free=16), routing=Routing(kind="learned"))
+    recipe, reasons = recipe_of_mapping(job, mapping, cluster=parse_cluster("h100x8"))
+    assert recipe is not None and recipe.dispatch.left_free == 16, reasons
+    all_of_it = replace(recipe, dispatch=replace(recipe.dispatch, left_free=132))
+    with pytest.raises(ConfigError, match="leaves nothing to products"):
+        mapping_of_recipe(all_of_it, resolve_recipe(recipe), world=8, cluster=parse_cluster("h100x8"))
 
 
 def test_tiles_in_fp8_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

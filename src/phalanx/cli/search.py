@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from rich.progress import Progress
 
@@ -26,7 +26,7 @@ from phalanx.simulate.pictures import Series, plot
 from phalanx.simulate.published import known_models, shape_from
 from phalanx.simulate.routing import Routing
 from phalanx.simulate.search import RERANKED, SearchResult, base_mapping, reasons, search, with_slow_ranks
-from phalanx.simulate.search_space import Space
+from phalanx.simulate.search_space import EpOverlap, Space
 from phalanx.simulate.shape import Shape, shape_of
 from phalanx.simulate.slow_ranks import parse_stragglers, straggler_problems
 from phalanx.simulate.step_time import Prediction, predict
@@ -50,8 +50,15 @@ def main(argv: Sequence[str]) -> int:
     if args.precision == "fp32" and cluster is not None and cluster.hardware.fp32_flops_per_s is None:
         rule, hint = f"has no rate in the file of {cluster.hardware.name}", "give it fp32_flops_per_s"
         problems.append(Problem(where="--precision", value="fp32", rule=rule, hint=hint))
-    if args.precision == "fp8" and "tiles" in (args.ep_overlap or ()):
-        problems.append(Problem(where="--ep-overlap", value="tiles", rule="computes in bf16", hint="leave one out"))
+    asked = args.ep_overlap or ()
+    problems += [
+        Problem(where="--ep-overlap", value=way, rule="computes in bf16", hint="leave one out")
+        for way in ("tiles", "fused")
+        if args.precision == "fp8" and way in asked
+    ]
+    if "fused" in asked and cluster is not None and cluster.hardware.sms is None:
+        rule = "stores rows in the memory of other devices, and this cluster computes on processors"
+        problems.append(Problem(where="--ep-overlap", value="fused", rule=rule, hint="try tiles"))
     problems += straggler_problems(args.straggler or (), args.spread, cluster)
     raise_if(problems, ConfigError, subject="the arguments")
     assert shape is not None and cluster is not None
@@ -100,8 +107,8 @@ def _parser() -> argparse.ArgumentParser:
         help="how tokens meet experts (default balanced)",
     )
     add("--schedules", nargs="+", choices=tuple(SCHEDULES), metavar="NAME", help=f"of {', '.join(SCHEDULES)}")
-    add("--ep-overlap", nargs="+", choices=("none", "chunks", "pair", "tiles"), metavar="HOW",
-        help="dispatch beside computation: none, chunks, pair, tiles (default: what a recipe can say there; pair needs ranks on processors)")  # fmt: skip
+    add("--ep-overlap", nargs="+", choices=get_args(EpOverlap), metavar="HOW",
+        help="dispatch beside computation: none, chunks, pair, tiles, fused (default: what runs there but fused; pair needs processors to run, fused devices)")  # fmt: skip
     add(
         "--straggler",
         action="append",
@@ -166,7 +173,7 @@ def write_recipe(path: Path, result: SearchResult) -> tuple[bool, str]:
     on_device = result.cluster.hardware.sms is not None
     first: list[str] = []
     for number, p in enumerate(result.best, start=1):
-        recipe, reasons = recipe_of_mapping(result.job, p.uniform, on_device=on_device)
+        recipe, reasons = recipe_of_mapping(result.job, p.uniform, on_device=on_device, cluster=result.cluster)
         if recipe is not None:
             write_text(path, dump_recipe(recipe))
             return True, f"{path}: the recipe of number {number}" + (f" ({'; '.join(first)})" if first else "")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,12 @@ from phalanx.simulate.goodput import (
     swept_optimum,
     young_daly,
 )
+from phalanx.simulate.goodput_slow import SlowHosts, slow_hosts
 from phalanx.simulate.pictures import Series, plot
 from phalanx.simulate.recovery_cluster import host_lost
 from phalanx.simulate.recovery_time import RecoveryTime
+from phalanx.simulate.slow_ranks import parse_stragglers, straggler_problems
+from phalanx.simulate.step_time import Prediction
 
 MOST_FAILURES = 100_000
 """More than that many failures are not played one by one: they take minutes, and change nothing in a share."""
@@ -42,7 +45,9 @@ def goodput(argv: Sequence[str]) -> int:
     for path in (args.json, args.svg):
         check_writable(path)
     raise_if(_recipe_problems(args, overrides), ConfigError, subject="the arguments")
-    repair = None if args.recipe is None else _repair(args, overrides)
+    predicted = None if args.recipe is None else _predicted(args, overrides)
+    repair = None if predicted is None else host_lost(predicted)
+    slow = None if predicted is None else _slow(args, overrides, predicted)
     defaults = {
         "detect": 60.0 if repair is None else _limit_s(args.recipe, overrides),
         "repair": 20.0 if repair is None else repair.seconds,
@@ -60,9 +65,12 @@ def goodput(argv: Sequence[str]) -> int:
         repair_s=args.repair,
         survival=args.survival,
         repair_host_s=args.replace,
+        pace=1.0 if slow is None else slow.pace,
+        put_out=() if slow is None else slow.put_out,
     )
     raise_if(_problems(args, base), ConfigError, subject="the arguments")
     result = run(base, args) | ({} if repair is None else {"repair": repair_dict(repair)})
+    result |= {} if slow is None else {"slow": {**asdict(slow), "explain": slow.explain()}}
     if args.json is not None:
         write_json(args.json, {k: v for k, v in result.items() if k != "curves"})
     if args.svg is not None:
@@ -107,6 +115,10 @@ def _recipe_problems(args: argparse.Namespace, overrides: Sequence[str]) -> list
     if (args.recipe is None) != (args.cluster is None):
         lacks, has = ("--recipe", "--cluster") if args.recipe is None else ("--cluster", "--recipe")
         problems.append(Problem(where=lacks, value=None, rule=f"belongs to {has}", hint="give both, or neither"))
+    if args.recipe is None:
+        rule, hint = "slows the step of a recipe on a cluster", "give --recipe and --cluster"
+        asked = [("--straggler", value) for value in args.straggler or ()] + [("--spread", args.spread)]
+        problems += [Problem(where=w, value=v, rule=rule, hint=hint) for w, v in asked if v is not None]
     if args.recipe is None and overrides:
         rule, hint = "is not known (settings of a recipe need --recipe)", "see phalanx simulate goodput --help"
         problems.append(Problem(where=overrides[0], value=None, rule=rule, hint=hint))
@@ -117,11 +129,23 @@ def _recipe_problems(args: argparse.Namespace, overrides: Sequence[str]) -> list
     return problems
 
 
-def _repair(args: argparse.Namespace, overrides: Sequence[str]) -> RecoveryTime:
-    """From the loss of a host to the next step, of the recipe on the cluster (`simulate/recovery_cluster.py`)."""
+def _predicted(args: argparse.Namespace, overrides: Sequence[str]) -> Prediction:
+    """Of the recipe on the cluster, with nobody slow."""
     from phalanx.cli.simulate_recipe import predict_recipe
 
-    return host_lost(predict_recipe(args.recipe, args.cluster, overrides))
+    return predict_recipe(args.recipe, args.cluster, overrides)
+
+
+def _slow(args: argparse.Namespace, overrides: Sequence[str], predicted: Prediction) -> SlowHosts | None:
+    """Slow ranks, where they were asked for, and what the recipe does about them."""
+    named = args.straggler or ()
+    raise_if(straggler_problems(named, args.spread, predicted.cluster), ConfigError, subject="the arguments")
+    stragglers = parse_stragglers(named, args.spread)
+    if stragglers is None:
+        return None
+    rule = load_recipe(args.recipe, list(overrides)).resilience
+    seeded = replace(stragglers, seed=args.seed)
+    return slow_hosts(predicted, seeded, factor=rule.straggler, steps=rule.straggler_steps)
 
 
 def _limit_s(path: Path, overrides: Sequence[str]) -> float:
@@ -157,6 +181,13 @@ def _parser() -> argparse.ArgumentParser:
         help="derive --detect and --repair from this recipe on --cluster; its settings may follow",
     )
     add("--cluster", metavar="NAMExRANKS", help="with --recipe: such as h100x128")
+    add(
+        "--straggler",
+        action="append",
+        metavar="WHO:FACTOR",
+        help="with --recipe: slow ranks, as in phalanx simulate; may be repeated",
+    )
+    add("--spread", type=float, metavar="S", help="the same, with the pace of every device drawn")
     add("--ranks", type=int, default=None, help="ranks of the job (default 16384, or those of --cluster)")
     add("--hosts", type=int, default=None, help="hosts of the job (default a host for 8 ranks)")
     add(
@@ -254,6 +285,8 @@ def describe(result: dict[str, Any]) -> str:
         lines.append(f"{name:<12}{shares}{g['failures']:>10}")
     if "repair" in result:
         lines.append(f"recovery from replicas: {result['repair']['explain']}")
+    if "slow" in result:
+        lines.append(result["slow"]["explain"])
     lines.append(f"expected of checkpoints, in closed form: {result['expected_checkpoint']:.2%}")
     if result["swept_optimum_s"] is not None:
         lines.append(
@@ -270,5 +303,6 @@ def picture(result: dict[str, Any]) -> str:
         for name, curve in result["curves"].items()
     ]
     mark = [(result["young_daly_s"] / 60, "Young and Daly")]
-    title, x_name, y_name = "Progress under failures", "minutes between saves", "useful time, %"
+    title = "Progress under failures" + " with slow ranks" * ("slow" in result)
+    x_name, y_name = "minutes between saves", "useful time, %"
     return plot(series, title=title, x_name=x_name, y_name=y_name, marks=mark, log=True)

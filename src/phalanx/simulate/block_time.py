@@ -239,19 +239,39 @@ class Blocks:
 
     def experts(self) -> Ledger:
         """Router, dispatch, grouped experts, combine; and the shared expert where there is one."""
+        shared = self.shared()
+        out = self.routed(shared)
+        self._merge(out, shared)
+        return out
+
+    def shared(self) -> Ledger:
+        """The shared expert; nothing where there is none."""
+        return self.dense(self.shape.shared_ffn, shared=True) if self.shape.shared_ffn else Ledger()
+
+    def routed(self, shared: Ledger) -> Ledger:
+        """The layer of experts but for the `shared` one, of which only tiles ask how long it takes: it computes in a gap of theirs."""
         out, s, f, m = Ledger(), self.shape, self.mapping.folding, self.mapping
-        if m.overlap.ep in (*TILE_WAYS, "fused") and f.ep * f.etp > 1:
-            return self._by_kernels()
+        t, h = self.tokens, s.hidden
+        self.kernel(out, t * 2 * self.item * h)
+        self.linear(out, t, s.experts, h)
+        self.kernel(out, t * s.experts * 16, kernels=6, backward=1.0)
+        self._decide_together(out, t)
+        by_kernels = m.overlap.ep in (*TILE_WAYS, "fused") and f.ep * f.etp > 1
+        again = self._by_kernels(out, shared) if by_kernels else self._by_products(out)
+        self.kernel(out, t * 3 * self.item * h, backward=0.7)
+        if m.recompute == "selective":
+            out.again["recompute"] = again
+        return out
+
+    def _by_products(self, out: Ledger) -> float:
+        """Rows there, products, rows back; what selective recomputation repeats."""
+        s, f, m = self.shape, self.mapping.folding, self.mapping
         t, h = self.tokens, s.hidden
         rows, local, load = (
             t * s.top_k * m.rows_share(self.job),
             max(1, round(m.held_experts(self.job))),
             m.load(self.job),
         )
-        self.kernel(out, t * 2 * self.item * h)
-        self.linear(out, t, s.experts, h)
-        self.kernel(out, t * s.experts * 16, kernels=6, backward=1.0)
-        self._decide_together(out, t)
         self._permute(out, t, rows, arrive=False)
         comm = self._dispatch(out, t, rows, load)
         here = rows * f.etp
@@ -269,21 +289,10 @@ class Blocks:
         out.weight_grad += hot.weight_grad
         self._hide(out, comm, hot.seconds)
         self._permute(out, t, rows, arrive=True)
-        if s.shared_ffn:
-            self._merge(out, self.dense(s.shared_ffn, shared=True))
-        self.kernel(out, t * 3 * self.item * h, backward=0.7)
-        if m.recompute == "selective":
-            out.again["recompute"] = even.seconds[0]
-        return out
+        return even.seconds[0]
 
-    def _by_kernels(self) -> Ledger:
+    def _by_kernels(self, out: Ledger, shared: Ledger) -> float:
         """The same by the plan of tiles (`tile_layer.py`) or by the kernels that wait on flags (`fused_time.py`)."""
-        out, s, t, h = Ledger(), self.shape, self.tokens, self.shape.hidden
-        self.kernel(out, t * 2 * self.item * h)
-        self.linear(out, t, s.experts, h)
-        self.kernel(out, t * s.experts * 16, kernels=6, backward=1.0)
-        self._decide_together(out, t)
-        shared = self.dense(s.shared_ffn, shared=True) if s.shared_ffn else Ledger()
         if self.mapping.overlap.ep == "fused":
             fused = FusedExperts(self.job, self.mapping, self.oracle, self.network)
             told, again = fused.told(), fused.again_s()
@@ -299,11 +308,7 @@ class Blocks:
         out.kernels += told.kernels
         out.hidden += told.hidden
         out.weight_grad += told.weight_grad
-        self._merge(out, shared)
-        self.kernel(out, t * 3 * self.item * h, backward=0.7)
-        if self.mapping.recompute == "selective":
-            out.again["recompute"] = again
-        return out
+        return again
 
     def _decide_together(self, out: Ledger, t: float) -> None:
         """What is dropped, where capacity is of the whole micro-batch: its ranks gather experts (int32), weights (fp32) and places (int64), and sort."""
@@ -394,7 +399,7 @@ class Blocks:
 
     @staticmethod
     def _merge(out: Ledger, other: Ledger) -> None:
-        for kind in {*other.forward, *other.backward}:
+        for kind in {**other.forward, **other.backward}:  # in an order: sums of seconds are the same in every process
             out.add(kind, other.forward.get(kind, 0.0), other.backward.get(kind, 0.0))
         out.kernels += other.kernels
         out.hidden += other.hidden

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from phalanx.plan.schedule import SCHEDULES, make_schedule, most_extra
 from phalanx.plan.schedule_orders import Order
@@ -291,13 +291,25 @@ def _front(order: Order) -> tuple[tuple[int, int], ...]:
     return tuple(front)
 
 
-def stage_memory(job: Job, mapping: Mapping, *, pipeline_rank: int, layer: LayerBytes | None = None) -> StageMemory:
-    """Memory of the ranks at one place of the pipeline. `layer` is `layer_bytes`, where it was computed before."""
-    layer, item = layer if layer is not None else layer_bytes(job, mapping), mapping.item_bytes
-    content = contents(job, mapping)[pipeline_rank]
+def stage_memory(job: Job, mapping: Mapping, *, pipeline_rank: int) -> StageMemory:
+    """Memory of the ranks at one place of the pipeline."""
+    states = held_states(mapping, pipeline_rank, mapping.num_microbatches(job))
+    place = Place(pipeline_rank, contents(job, mapping)[pipeline_rank], states)
+    return _memory_at(job, mapping, place, layer_bytes(job, mapping))
+
+
+class Place(NamedTuple):
+    """What the ranks at one place of a pipeline hold, and how much of it is in flight."""
+
+    pipeline_rank: int
+    content: StageContent
+    states: States
+
+
+def _memory_at(job: Job, mapping: Mapping, place: Place, layer: LayerBytes) -> StageMemory:
+    content, item = place.content, mapping.item_bytes
     dense, expert = parameters_of_rank(job, mapping, content)
     own = sum(kept_state(job, mapping, (dense, expert)))
-    states = held_states(mapping, pipeline_rank, mapping.num_microbatches(job))
     # layers are uneven each on its own: over those of a rank, what exceeds the even share grows with their root
     excess = (layer.load - 1) * math.sqrt(content.moe_layers) * layer.rows
     held = content.moe_layers * layer.moe + excess + content.dense_layers * layer.dense
@@ -308,10 +320,10 @@ def stage_memory(job: Job, mapping: Mapping, *, pipeline_rank: int, layer: Layer
         kept += own
     state = (item + mapping.gradient_bytes) * kept + STATE_BYTES * own
     later = content.moe_layers * layer.moe_later + content.dense_layers * layer.dense_later
-    activations = max(held * n + later * w for n, w in states) / max(1, len(content.chunk_layers))
+    activations = max(held * n + later * w for n, w in place.states) / max(1, len(content.chunk_layers))
     logits = layer.logits if content.heads else 0.0
     return StageMemory(
-        pipeline_rank=pipeline_rank,
+        pipeline_rank=place.pipeline_rank,
         weights=item * kept,
         gradients=mapping.gradient_bytes * kept,
         optimizer=STATE_BYTES * own,
@@ -319,7 +331,7 @@ def stage_memory(job: Job, mapping: Mapping, *, pipeline_rank: int, layer: Layer
         logits=logits,
         buffers=layer.working + UNNAMED * (state + activations + logits + layer.working),
         communication=FIXED_BYTES,
-        live=max(n + w for n, w in states),
+        live=max(n + w for n, w in place.states),
     )
 
 
@@ -328,21 +340,38 @@ def memory_of(job: Job, mapping: AnyMapping) -> tuple[StageMemory, ...]:
     return tuple(stage_memory(job, own, pipeline_rank=rank) for rank, own in enumerate(of_places(mapping)))
 
 
-def fullest_bytes(job: Job, mapping: Mapping, *, layer: LayerBytes | None = None) -> float:
-    """Bytes on the fullest rank of the pipeline: of ranks that hold the same, those that no other exceeds in what is in flight."""
-    ranks = _fullest_of_a_kind(contents(job, mapping), _states_of_ranks(mapping, mapping.num_microbatches(job)))
-    return max(stage_memory(job, mapping, pipeline_rank=rank, layer=layer).total for rank in ranks)
+@dataclass(frozen=True)
+class Places:
+    """What the ranks of a pipeline hold."""
+
+    different: tuple[StageContent, ...]
+    """The first pipeline rank's, and those of the others that hold something else."""
+    numbers: tuple[int, ...]
+    """Pipeline ranks that hold each."""
+    fullest: tuple[Place, ...]
+    """Of ranks that hold the same, those that no other exceeds in what is in flight."""
 
 
-@lru_cache(maxsize=4096)
-def _fullest_of_a_kind(held: tuple[StageContent, ...], states: tuple[States, ...]) -> tuple[int, ...]:
-    """Pipeline ranks of which none other holds the same with as much in flight or more."""
+def places_of(job: Job, mapping: Mapping) -> Places:
+    """Of a pipeline, whatever else the mapping is."""
+    held, states = contents(job, mapping), _states_of_ranks(mapping, mapping.num_microbatches(job))
     best: dict[StageContent, list[int]] = {}
     for rank, content in enumerate(held):
         rivals = best.setdefault(content, [])
         if not any(_covers(states[other], states[rank]) for other in rivals):
             rivals[:] = [other for other in rivals if not _covers(states[rank], states[other])] + [rank]
-    return tuple(rank for ranks in best.values() for rank in ranks)
+    fullest = tuple(Place(rank, content, states[rank]) for content, ranks in best.items() for rank in ranks)
+    return Places(tuple(best), tuple(held.count(content) for content in best), fullest)
+
+
+def fullest_of(job: Job, mapping: Mapping, places: Places, *, layer: LayerBytes) -> float:
+    """Bytes on the fullest rank of a pipeline that holds these."""
+    return max(_memory_at(job, mapping, place, layer).total for place in places.fullest)
+
+
+def fullest_bytes(job: Job, mapping: Mapping) -> float:
+    """Bytes on the fullest rank of the pipeline."""
+    return fullest_of(job, mapping, places_of(job, mapping), layer=layer_bytes(job, mapping))
 
 
 def _covers(more: States, less: States) -> bool:

@@ -192,7 +192,7 @@ def _overlap(recipe: Recipe) -> Overlap:
     if way.kind == "fused":
         return replace(plain, ep="fused", left_free=recipe.dispatch.left_free)
     if way.kind in TILE_WAYS:
-        return replace(plain, ep=way.kind)
+        return replace(plain, ep=way.kind, left_free=recipe.dispatch.left_free)
     return replace(plain, ep="pair") if recipe.pipeline.pair_passes else plain
 
 
@@ -224,6 +224,8 @@ def _not_modelled(recipe: Recipe, cluster: GpuCluster | None) -> list[Problem]:
         (d.overlap != "fused" or not p.pair_passes, "pipeline.pair_passes", p.pair_passes, "is for ranks on processors, and fused kernels are for devices", "leave it out"),
         (r.slots_per_rank is None or cluster is not None, "resilience.slots_per_rank", r.slots_per_rank, "lie on hosts, and no cluster says how many ranks a host has",
          "leave it out"),
+        (d.left_free is None or d.overlap == "fused" or cluster is None or cluster.hardware.sms is None or d.left_free < cluster.hardware.sms, "dispatch.left_free", d.left_free,
+         "leaves nothing to products on the cluster's devices", "16"),
         (cluster is not None or p.extra_warmup != "auto", "pipeline.extra_warmup", p.extra_warmup, "is found out by a run", "give the numbers that were chosen"),
     ]  # fmt: skip
     return [Problem(where=w, value=v, rule=rule, hint=hint) for ok, w, v, rule, hint in rules if not ok]

@@ -48,6 +48,10 @@ class Practice:
     """Time until the lost host is replaced; until then a job with replicas runs without it."""
     minimum_hosts: int = 1
     """With fewer hosts a job with replicas waits."""
+    pace: float = 1.0
+    """Of the job with its slow ranks, over the usual one."""
+    put_out: tuple[tuple[float, float], ...] = ()
+    """(when, pace from then on): with replicas a slow host is put out, and replaced as a lost one is. Nothing is lost, and nobody waits to detect it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +89,10 @@ def practice_problems(practice: Practice) -> list[Problem]:
                 where="goodput.minimum_hosts", value=practice.minimum_hosts, rule="must be at least 1", hint="use 1"
             )
         )
+    for pace in (practice.pace, *(pace for _, pace in practice.put_out)):
+        if not 0 < pace < math.inf:
+            rule = "must be above 0: 1 is that of a job with nobody slow"
+            out.append(Problem(where="goodput.pace", value=pace, rule=rule, hint="use 1"))
     if not 0 <= practice.survival <= 1:
         out.append(Problem(where="goodput.survival", value=practice.survival, rule="is a probability", hint="use 1"))
     return out
@@ -103,7 +111,7 @@ def expected_goodput(practice: Practice, mean_between_s: float) -> float:
     cycle, down = practice.interval_s + practice.save_s, practice.detect_s + practice.restart_s
     m = mean_between_s
     try:
-        return practice.interval_s / (m * math.exp(down / m) * math.expm1(cycle / m))
+        return practice.pace * practice.interval_s / (m * math.exp(down / m) * math.expm1(cycle / m))
     except OverflowError:  # no cycle ever ends
         return 0.0
 
@@ -129,6 +137,7 @@ def simulate_goodput(
     upcoming = next(times, math.inf)
     while job.now < duration_s:
         job.advance(min(upcoming, duration_s, job.next_change))
+        job.put_out()
         while upcoming <= job.now:
             job.fail()
             upcoming = next(times, math.inf)
@@ -156,18 +165,42 @@ class _Job:
     lost: float = 0.0
     down: float = 0.0
     failures: int = 0
+    gone: int = 0
+    """Slow hosts that were put out."""
+
+    @property
+    def pace(self) -> float:
+        """Over the usual one, of as many hosts."""
+        return self.practice.put_out[self.gone - 1][1] if self.gone else self.practice.pace
 
     @property
     def speed(self) -> float:
         """Share of full speed; 0 while down."""
         left = self.hosts - len(self.out)
-        return left / self.hosts if self.now >= self.down_until and left >= self.practice.minimum_hosts else 0.0
+        goes = self.now >= self.down_until and left >= self.practice.minimum_hosts
+        return self.pace * left / self.hosts if goes else 0.0
 
     @property
     def next_change(self) -> float:
         """When the speed changes next, if nothing fails."""
-        returns = self.out[0] if self.out else math.inf
+        returns = min(self.out[0] if self.out else math.inf, self._next_out_s)
         return min(returns, self.down_until) if self.now < self.down_until else returns
+
+    @property
+    def _next_out_s(self) -> float:
+        """When the next slow host is put out: never without replicas."""
+        p = self.practice
+        return p.put_out[self.gone][0] if p.recovery == "replicas" and self.gone < len(p.put_out) else math.inf
+
+    def put_out(self) -> None:
+        """Hosts whose time has come hand over what they hold and leave; a save under way begins again."""
+        p = self.practice
+        while self._next_out_s <= self.now:
+            self.gone += 1
+            self.at = min(self.at, p.interval_s)
+            self.down_until = max(self.down_until, self.now + p.repair_s)
+            if len(self.out) < self.hosts:
+                heapq.heappush(self.out, self.down_until + p.repair_host_s)
 
     def advance(self, until: float) -> None:
         """To an event, at one speed."""

@@ -44,7 +44,7 @@ class Overlap:
     paired: bool = False
     """Chunks or tiles run beside the opposite pass of another micro-batch as well (`pair` alone: whole layers do)."""
     left_free: int | None = None
-    """Of `fused`: multiprocessors that carry rows (None: as a run divides a device)."""
+    """Multiprocessors that products leave to messages: of `fused` they carry rows (None: as a run divides a device), tile by tile messages have them alone (None: none are left, and messages take what they like)."""
     fsdp: bool = True
     """Gathers of sharded parameters run beside other layers' work."""
 

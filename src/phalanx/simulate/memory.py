@@ -59,6 +59,7 @@ TERMS: Mapping[str, str] = {
     "activations": "kept by the layers for the backward pass",
     "working memory": "of the operation at the peak",
     "communication": "copies that gloo makes",
+    "fused buffers": "where other devices of the host write rows, one pair for all layers",
     "checkpoint copy": "of the state while it is written",
     "batches": "loaded ahead",
     "mapped text": "pages of the token file",
@@ -358,7 +359,7 @@ class _Run:
         """`before`: the first step. `mapped`: see `Moment`."""
         x = self._local(1.0)
         always = (
-            {}
+            {"fused buffers": 0 if before or held is not None else self._fused_bytes}
             if self.on_device
             else {
                 "checkpoint copy": copy,
@@ -374,6 +375,15 @@ class _Run:
             for key, value in part.items():
                 total[key] += 0 if self.on_device and key in OF_HOSTS else value
         return Moment(name=name, terms=total, mapped=0 if self.on_device else mapped)
+
+    @property
+    def _fused_bytes(self) -> int:
+        """Of `dispatch.overlap = "fused"`: a place for every token of every source, there and back (`kernels/symmetric.py`); flags are less than a place."""
+        x, held = self._local(1.0), set(self.layers)
+        size = x.folding.ep * x.folding.etp
+        if self.recipe.dispatch.overlap != "fused" or size == 1 or not held & set(self.spec.moe_layers):
+            return 0
+        return 2 * size * x.tokens * self.spec.hidden * self.item
 
     @property
     def _published_bytes(self) -> int:

@@ -1,7 +1,7 @@
 """The first pass of a search: the same time and memory as `step_time(exact=False)` and `fullest_bytes`, in tens of microseconds.
 
 Decides nothing of its own. A search asks for a million mappings, of which most share everything but the pipeline: layers are computed once for
-what they depend on, the rest is arithmetic on a handful of sums. Must never change: results equal the slow functions' (test).
+what they depend on, what pipeline ranks hold once for each pipeline, and the rest is arithmetic on a handful of sums. Must never change: results equal the slow functions' (test).
 """
 
 from __future__ import annotations
@@ -9,14 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from phalanx.simulate.block_time import Blocks, Ledger
+from phalanx.simulate.block_time import COMMUNICATION, Blocks, Ledger
 from phalanx.simulate.collectives import Network
 from phalanx.simulate.cost import Oracle
-from phalanx.simulate.device_memory import LayerBytes, layer_bytes, parameters_of_rank
+from phalanx.simulate.device_memory import LayerBytes, Places, fullest_of, layer_bytes, parameters_of_rank, places_of
 from phalanx.simulate.hardware import GpuCluster
-from phalanx.simulate.mapping import Job, Mapping
+from phalanx.simulate.mapping import Job, Mapping, Recompute
 from phalanx.simulate.replicas import Replicas
-from phalanx.simulate.stage_layers import StageContent, contents
+from phalanx.simulate.stage_layers import StageContent
+from phalanx.simulate.stage_mappings import hop_seconds
 from phalanx.simulate.step_time import bubble_share
 from phalanx.simulate.tile_time import TILE_WAYS
 
@@ -31,16 +32,50 @@ class Sums(NamedTuple):
     weight_grad: float
 
 
+class Half(NamedTuple):
+    """A ledger's sums: half a layer, or an end of the model."""
+
+    forward: float
+    backward: float
+    weight_grad: float
+    kernels: int
+    alone: float
+    """Of `forward`: what is no communication."""
+    again: float
+    """What selective recomputation repeats."""
+
+
+def half_of(ledger: Ledger) -> Half:
+    """What `Blocks.joined` asks of a ledger."""
+    alone = sum(seconds for kind, seconds in ledger.forward.items() if kind not in COMMUNICATION)
+    return Half(*ledger.seconds, ledger.weight_grad, ledger.kernels, alone, sum(ledger.again.values()))
+
+
+def joined(halves: tuple[Half, ...], recompute: Recompute, launch_s: float) -> Sums:
+    """`Blocks.joined` on sums."""
+    forward, backward, weight_grad, kernels, alone, again = (sum(column) for column in zip(*halves, strict=True))
+    if recompute in ("full", "half"):
+        again = forward if recompute == "full" else 0.5 * alone
+    return Sums(
+        max(forward, kernels * launch_s),
+        max(backward + again, 2 * kernels * launch_s),
+        weight_grad,
+    )
+
+
 @dataclass
 class Quick:
-    """Layers that were computed, by what they depend on."""
+    """What was computed, by what it depends on."""
 
     job: Job
     cluster: GpuCluster
     precision: str = "bf16"
-    halves: dict[Any, Ledger] = field(default_factory=dict)
+    halves: dict[Any, Half] = field(default_factory=dict)
+    shared: dict[Any, Ledger] = field(default_factory=dict)
     layers: dict[Any, tuple[Sums, ...]] = field(default_factory=dict)
     bytes_of_layers: dict[Any, LayerBytes] = field(default_factory=dict)
+    pipelines: dict[Any, Places] = field(default_factory=dict)
+    hops: dict[Any, tuple[float, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.network = Network(self.cluster.hardware)
@@ -48,52 +83,58 @@ class Quick:
 
     # ---- layers
 
-    def _half(self, key: Any, blocks: Blocks, kind: str) -> Ledger:
+    def sums(self, mapping: Mapping, *, bound: bool = False) -> tuple[Sums, ...]:
+        """Seconds of each of `KINDS`; zeros for a kind that the model lacks. `bound`: layers tile by tile by what no plan can beat."""
+        f, o = mapping.folding, mapping.overlap
+        dense = (f.tp, f.cp, mapping.micro_batch, mapping.splits_backward)
+        bound = bound and o.ep in TILE_WAYS
+        key = (*dense, f.ep, f.etp, o.ep, o.chunks, o.paired, o.left_free, mapping.slots, bound, mapping.recompute)
+        if key not in self.layers:
+            self.layers[key] = self._sums(mapping, dense, bound=bound)
+        return self.layers[key]
+
+    def _sums(self, mapping: Mapping, dense: tuple[Any, ...], *, bound: bool) -> tuple[Sums, ...]:
+        blocks = Blocks(self.job, mapping, self.oracle, self.network, bound=bound)
+        attention = self._dense_half("attention", dense, blocks)
+        out = []
+        for kind in KINDS:
+            if kind in ("head", "embedding"):
+                out.append(Sums(*self._dense_half(kind, dense, blocks)[:3]))
+            elif (kind == "moe" and not self.job.shape.moe_layers) or (kind == "dense" and not _has_dense(self.job)):
+                out.append(Sums(0.0, 0.0, 0.0))
+            else:
+                part = self._experts(dense, blocks) if kind == "moe" else (self._dense_half(kind, dense, blocks),)
+                out.append(joined((attention, *part), mapping.recompute, self.oracle.hardware.launch_s))
+        return tuple(out)
+
+    def _dense_half(self, kind: str, dense: tuple[Any, ...], blocks: Blocks) -> Half:
+        """What experts do not touch."""
+        key = (kind, *dense)
         if key not in self.halves:
             if kind == "attention":
                 made = blocks.attention()
-            elif kind == "experts":
-                made = blocks.experts()
             elif kind == "dense":
                 made = blocks.dense(self.job.shape.dense_ffn)
+            elif kind == "shared":
+                made = self.shared[dense] = blocks.shared()
             else:
                 made = blocks.head() if kind == "head" else blocks.embedding()
-            self.halves[key] = made
+            self.halves[key] = half_of(made)
         return self.halves[key]
 
-    def sums(self, mapping: Mapping, *, bound: bool = False) -> tuple[Sums, ...]:
-        """Seconds of each of `KINDS`; zeros for a kind that the model lacks. `bound`: layers tile by tile by what no plan can beat."""
-        f = mapping.folding
-        dense = (f.tp, f.cp, mapping.micro_batch, mapping.splits_backward)
-        bound = bound and mapping.overlap.ep in TILE_WAYS
-        key = (
-            *dense,
-            f.ep,
-            f.etp,
-            mapping.overlap.ep,
-            mapping.overlap.chunks,
-            mapping.overlap.paired,
-            mapping.overlap.left_free,
-            mapping.slots,
-            bound,
-            mapping.recompute,
-        )
-        if key not in self.layers:
-            blocks, shape = Blocks(self.job, mapping, self.oracle, self.network, bound=bound), self.job.shape
-            attention = self._half(("attention", *dense), blocks, "attention")
-            out = []
-            for kind in KINDS:
-                if kind in ("head", "embedding"):
-                    ledger = self._half((kind, *dense), blocks, kind)
-                elif (kind == "moe" and not shape.moe_layers) or (kind == "dense" and not _has_dense(self.job)):
-                    ledger = Ledger()
-                else:
-                    name = "experts" if kind == "moe" else "dense"
-                    place = (name, *key[:-1], mapping.recompute == "selective") if kind == "moe" else (name, *dense)
-                    ledger = blocks.joined(attention, self._half(place, blocks, name))
-                out.append(Sums(*ledger.seconds, ledger.weight_grad))
-            self.layers[key] = tuple(out)
-        return self.layers[key]
+    def _experts(self, dense: tuple[Any, ...], blocks: Blocks) -> tuple[Half, Half]:
+        """The routed part, which knows tokens and the expert grid alone, and the shared expert."""
+        m = blocks.mapping
+        shared = self._dense_half("shared", dense, blocks)
+        key: tuple[Any, ...] = (blocks.tokens, m.folding.ep, m.folding.etp, m.overlap, m.slots, blocks.bound)
+        key += (m.recompute == "selective",)
+        if (
+            m.drop is not None or m.overlap.ep in TILE_WAYS
+        ):  # ranks that decide together; how long the shared expert takes
+            key += dense
+        if key not in self.halves:
+            self.halves[key] = half_of(blocks.routed(self.shared[dense]))
+        return self.halves[key], shared
 
     def can_pay(self, mapping: Mapping) -> bool:
         """Whether layers tile by tile can be faster than bare ones: not where tiles alone take longer, for then no plan of them is needed."""
@@ -113,32 +154,49 @@ class Quick:
 
     # ---- the step
 
+    def places(self, mapping: Mapping) -> Places:
+        """`places_of`, once for each pipeline."""
+        m, pp = mapping, mapping.folding.pp
+        key = (m.schedule, pp, m.virtual, m.num_microbatches(self.job), m.stage_layers, m.extra_warmup)
+        if key not in self.pipelines:
+            self.pipelines[key] = places_of(self.job, mapping)
+        return self.pipelines[key]
+
+    def peak_bytes(self, mapping: Mapping) -> float:
+        """`fullest_bytes`."""
+        return fullest_of(self.job, mapping, self.places(mapping), layer=self.layer_bytes(mapping))
+
     def seconds(self, mapping: Mapping) -> float:
         """Time of a step, its bubble by closed form."""
         f, m = mapping.folding, mapping.num_microbatches(self.job)
-        held, sums = contents(self.job, mapping), self.sums(mapping)
-        totals = [self._rank(content, sums) for content in held]
+        places, sums = self.places(mapping), self.sums(mapping)
+        totals = [self._rank(content, sums) for content in places.different]
         out = m * max(t[0] + t[1] for t in totals)
         if f.pp > 1:
             n = f.pp * mapping.virtual
-            forward, backward, weight = (sum(t[i] for t in totals) / n for i in range(3))
+            forward, backward, weight = (
+                sum(number * t[i] for number, t in zip(places.numbers, totals, strict=True)) / n for i in range(3)
+            )
             later = weight / backward if backward else 0.5
             share = bubble_share(mapping.schedule, f.pp, mapping.virtual, m, later, mapping.extra_warmup)
-            out += share * (forward + backward) * mapping.virtual + 2 * (f.pp - 1) * self._p2p(mapping)
-        own = parameters_of_rank(self.job, mapping, held[0])
+            out += share * (forward + backward) * mapping.virtual + 2 * sum(self._hops(mapping)[:-1])
+        first = places.different[0]
+        own = parameters_of_rank(self.job, mapping, first)
         replicas = Replicas(self.job, mapping, self.network)
-        first = totals[0]
-        back = first[2] if mapping.splits_backward else first[1]
-        out += replicas.exposed(own, forward=first[0], backward=back, layers=held[0].layers, passes=m)
+        back = totals[0][2] if mapping.splits_backward else totals[0][1]
+        out += replicas.exposed(own, forward=totals[0][0], backward=back, layers=first.layers, passes=m)
         return out + replicas.optimizer(own, self.oracle)
 
-    def bound(self, mapping: Mapping) -> float:
-        """Time that no pipeline of this mapping's folding can beat: all its work, evenly on all ranks, and no bubble."""
+    def work(self, mapping: Mapping) -> float:
+        """Seconds of one micro-batch over all stages, or less: layers tile by tile by what no plan can beat."""
         s, sums = self.job.shape, self.sums(mapping, bound=True)
         dense = s.layers - s.moe_layers
         counts = (s.moe_layers + s.mtp * (s.moe_layers > 0), dense + s.mtp * (s.moe_layers == 0), 1 + s.mtp, 1)
-        work = sum(count * (one.forward + one.backward) for count, one in zip(counts, sums, strict=True))
-        return mapping.num_microbatches(self.job) * work / mapping.folding.pp
+        return sum(count * (one.forward + one.backward) for count, one in zip(counts, sums, strict=True))
+
+    def bound(self, mapping: Mapping) -> float:
+        """Time that no pipeline of this mapping's folding can beat: all its work, evenly on all ranks, and no bubble."""
+        return mapping.num_microbatches(self.job) * self.work(mapping) / mapping.folding.pp
 
     @staticmethod
     def _rank(content: StageContent, sums: tuple[Sums, ...]) -> tuple[float, float, float]:
@@ -149,11 +207,13 @@ class Quick:
                 f, b, w = f + count * one.forward, b + count * one.backward, w + count * one.weight_grad
         return f, b, w
 
-    def _p2p(self, mapping: Mapping) -> float:
+    def _hops(self, mapping: Mapping) -> tuple[float, ...]:
+        """`hop_seconds`, once for what they depend on."""
         f = mapping.folding
-        between = f.world // f.pp >= self.cluster.hardware.ranks_per_host
-        tokens = mapping.micro_batch * self.job.seq_len / (f.tp * f.cp)
-        return self.network.send(tokens * self.job.shape.hidden * mapping.item_bytes, between=between)
+        key = f.tp, f.cp, f.pp, mapping.micro_batch
+        if key not in self.hops:
+            self.hops[key] = hop_seconds(self.job, mapping, self.network)
+        return self.hops[key]
 
 
 def _bare(mapping: Mapping) -> Mapping:

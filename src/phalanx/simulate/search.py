@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from phalanx.core.errors import PlanError, Problem, raise_if
 from phalanx.plan.folding import Folding
-from phalanx.simulate.device_memory import fullest_bytes, usable_bytes
+from phalanx.simulate.device_memory import usable_bytes
 from phalanx.simulate.hardware import GpuCluster
 from phalanx.simulate.mapping import Job, Mapping, Overlap, Precision, Recompute
 from phalanx.simulate.quick import Quick
@@ -22,7 +22,7 @@ from phalanx.simulate.routing import Routing
 from phalanx.simulate.search_space import Space, foldings, micro_batches, overlaps, pairs_pass, pipelines
 from phalanx.simulate.slow_ranks import Stragglers
 from phalanx.simulate.slow_step import with_stragglers
-from phalanx.simulate.step_time import Prediction, predict
+from phalanx.simulate.step_time import Prediction, predict_many
 
 RERANKED = 60
 """Choices that the second pass looks at."""
@@ -114,6 +114,8 @@ class _Search:
         self.job, self.cluster, self.space, self.common, self.keep = job, cluster, space, common, keep
         self.quick = Quick(job, cluster, common.precision)
         self.usable = usable_bytes(cluster.hardware)
+        self.overlaps: dict[tuple[int, int], list[Overlap]] = {}
+        self.works: dict[tuple[int, int, int, int, int, Recompute], list[float]] = {}
         self.tried = self.evaluated = self.fitting = 0
         self.top: list[tuple[float, int, Candidate]] = []
         self.of_folding: dict[Folding, Candidate] = {}
@@ -124,27 +126,29 @@ class _Search:
         self.least: Candidate | None = None
 
     def _overlaps(self, folding: Folding) -> list[Overlap]:
-        return overlaps(self.common.overlap, folding, self.space, self.cluster.hardware)
+        key = folding.ep, folding.etp
+        if key not in self.overlaps:
+            self.overlaps[key] = overlaps(self.common.overlap, folding, self.space, self.cluster.hardware)
+        return self.overlaps[key]
 
-    def _choices(self, folding: Folding, recomputes: tuple[Recompute, ...]) -> list[Mapping]:
-        """Micro-batch, recomputation and overlap of a folding, on a pipeline to be chosen."""
-        return [
-            replace(
-                self.common,
-                folding=folding,
-                micro_batch=micro,
-                recompute=recompute,
-                overlap=overlap,
-            )
-            for micro in micro_batches(self.job, folding, self.space)
-            for recompute in recomputes
-            for overlap in self._overlaps(folding)
-        ]
+    def _works(self, folding: Folding, micro: int, recompute: Recompute) -> list[float]:
+        """Of each overlap, seconds of a micro-batch that no pipeline can beat; the same whatever the pipeline."""
+        key = folding.tp, folding.cp, folding.ep, folding.etp, micro, recompute
+        if key not in self.works:
+            one = replace(self.common, folding=folding, micro_batch=micro, recompute=recompute, schedule="1f1b")
+            self.works[key] = [self.quick.work(replace(one, overlap=overlap)) for overlap in self._overlaps(folding)]
+        return self.works[key]
+
+    def _bounds(self, folding: Folding, micro: int, recompute: Recompute) -> list[float]:
+        """Time that no pipeline beats with each overlap: all work evenly on all ranks, and no bubble."""
+        each = self.job.global_batch // folding.dp // micro / folding.pp
+        return [each * work for work in self._works(folding, micro, recompute)]
 
     def bound(self, folding: Folding) -> float:
         """Time that no choice of a folding can beat. Recomputation only adds to it."""
-        least = self.space.recomputes[:1]
-        return min((self.quick.bound(choice) for choice in self._choices(folding, least)), default=math.inf)
+        least = self.space.recomputes[0]
+        micros = micro_batches(self.job, folding, self.space)
+        return min((bound for micro in micros for bound in self._bounds(folding, micro, least)), default=math.inf)
 
     @property
     def threshold(self) -> float:
@@ -158,28 +162,40 @@ class _Search:
         self.tried += math.prod(map(len, sizes))
         if bound > self.threshold:
             return
-        choices = self._choices(folding, self.space.recomputes)
-        peaks: dict[tuple[int, str, str, int], float] = {}
-        for choice in choices:
-            if self.quick.bound(choice) > self.threshold or not self.quick.can_pay(choice):
-                continue
-            for schedule, virtual in ways:
-                mapping = replace(choice, schedule=schedule, virtual=virtual)
-                if not pairs_pass(mapping, self.job, self.cluster.hardware):
-                    continue
-                key = (choice.micro_batch, choice.recompute, schedule, virtual)
-                if key not in peaks:
-                    peaks[key] = fullest_bytes(self.job, mapping, layer=self.quick.layer_bytes(mapping))
-                    if self.least is None or peaks[key] < self.least.peak_bytes:
-                        self.least = Candidate(math.inf, peaks[key], mapping)
-                self.evaluated += 1
-                if peaks[key] <= self.usable:
-                    self._take(Candidate(self.quick.seconds(mapping), peaks[key], mapping))
+        for micro in sizes[0]:
+            for recompute in self.space.recomputes:
+                bounds = self._bounds(folding, micro, recompute)
+                which = [o for o, least in zip(sizes[2], bounds, strict=True) if least <= self.threshold]
+                self._try(replace(self.common, folding=folding, micro_batch=micro, recompute=recompute), which, ways)
         best = self.of_folding.get(folding)
         if best is not None:
             heapq.heappush(self.times, -best.seconds)
             if len(self.times) > self.keep:
                 heapq.heappop(self.times)
+
+    def _try(self, choice: Mapping, which: list[Overlap], ways: Sequence[tuple[str, int]]) -> None:
+        """Every pipeline of a choice with each of these overlaps."""
+        among = [one for one in (replace(choice, overlap=overlap) for overlap in which) if self.quick.can_pay(one)]
+        peaks: dict[tuple[str, int, bool], float] = {}
+        for one in among:
+            fused = one.overlap.ep == "fused"  # alone of overlaps has buffers of its own
+            for way in ways:
+                if not pairs_pass(one, way, self.job, self.cluster.hardware):
+                    continue
+                self.evaluated += 1
+                if (*way, fused) not in peaks:
+                    peaks[*way, fused] = self._peak(one, way)
+                if peaks[*way, fused] <= self.usable:
+                    mapping = replace(one, schedule=way[0], virtual=way[1])
+                    self._take(Candidate(self.quick.seconds(mapping), peaks[*way, fused], mapping))
+
+    def _peak(self, choice: Mapping, way: tuple[str, int]) -> float:
+        """Bytes on the fullest rank of a pipeline."""
+        mapping = replace(choice, schedule=way[0], virtual=way[1])
+        peak = self.quick.peak_bytes(mapping)
+        if self.least is None or peak < self.least.peak_bytes:
+            self.least = Candidate(math.inf, peak, mapping)
+        return peak
 
     def _take(self, found: Candidate) -> None:
         self.fitting += 1
@@ -213,7 +229,9 @@ class _Search:
             raise PlanError([problem], subject="the search")
         by_folding = sorted(self.of_folding.values(), key=lambda c: c.seconds)[: self.keep]
         variants = sorted((item[2] for item in self.top), key=lambda c: c.seconds)[: self.keep]
-        chosen = {c.mapping: self._exact(c) for c in (*by_folding, *variants)}
+        mappings = list(dict.fromkeys(c.mapping for c in (*by_folding, *variants)))
+        exact = predict_many(self.job, mappings, self.cluster, most_microbatches=CLOCKED)
+        chosen = dict(zip(mappings, exact, strict=True))
 
         def ranked(candidates: list[Candidate]) -> tuple[Prediction, ...]:
             return tuple(sorted((chosen[c.mapping] for c in candidates), key=lambda p: p.step.seconds))
@@ -231,9 +249,6 @@ class _Search:
             fitting=self.fitting,
             num_foldings=num_foldings,
         )
-
-    def _exact(self, candidate: Candidate) -> Prediction:
-        return predict(self.job, candidate.mapping, self.cluster, most_microbatches=CLOCKED)
 
 
 def with_slow_ranks(result: SearchResult, stragglers: Stragglers) -> SearchResult:

@@ -18,8 +18,8 @@ from phalanx.simulate.hardware import Hardware
 from phalanx.simulate.mapping import RECOMPUTES, Job, Mapping, Overlap, Recompute
 from phalanx.simulate.shape import spec_of
 
-EpOverlap = Literal["none", "chunks", "pair", "tiles"]
-"""`tiles`: by the schedule that the chooser takes (`dispatch.overlap = "auto"`)."""
+EpOverlap = Literal["none", "chunks", "pair", "tiles", "fused"]
+"""`tiles`: by the schedule that the chooser takes (`dispatch.overlap = "auto"`); `fused`: by kernels that wait on flags, within a host."""
 MICRO_BATCHES = (1, 2, 4)
 MOST_TILE_RANKS = 128
 """Of a group on devices whose layers go tile by tile: two messages for each peer in a round of more hang (`docs/overlap-gpu.md`, pytorch #174288)."""
@@ -40,8 +40,11 @@ class Space:
 
 
 def sayable_overlaps(hardware: Hardware) -> tuple[EpOverlap, ...]:
-    """Chunks everywhere (dispatch.overlap); pairs where passes take turns (pipeline.pair_passes), on processors. Tiles are searched where they are asked for: each needs plans."""
-    return ("none", "chunks") if hardware.sms is not None else ("none", "chunks", "pair")
+    """Chunks everywhere (dispatch.overlap); tiles on devices; pairs where passes take turns (pipeline.pair_passes), on processors.
+
+    Tiles on processors (gateways have plans of their own, and many ranks long ones) and fused kernels, which no device has run yet, are searched where they are asked for.
+    """
+    return ("none", "chunks", "tiles") if hardware.sms is not None else ("none", "chunks", "pair")
 
 
 def overlaps(common: Overlap, folding: Folding, space: Space, hardware: Hardware) -> list[Overlap]:
@@ -49,24 +52,34 @@ def overlaps(common: Overlap, folding: Folding, space: Space, hardware: Hardware
     kinds = space.ep_overlaps if space.ep_overlaps is not None else sayable_overlaps(hardware)
     if folding.ep == 1:
         kinds = ("none",)
-    elif hardware.sms is not None and folding.ep * folding.etp > MOST_TILE_RANKS:
+    if hardware.sms is not None and folding.ep * folding.etp > MOST_TILE_RANKS:
         kinds = tuple(kind for kind in kinds if kind != "tiles")
+    if not fuses(folding, hardware):
+        kinds = tuple(kind for kind in kinds if kind != "fused")
     return [
-        replace(common, ep="auto" if kind == "tiles" else kind, chunks=chunks)
+        replace(common, ep="auto" if kind == "tiles" else kind, chunks=chunks, dp=common.dp and kind != "fused")
         for kind in kinds
         for chunks in (space.chunks if kind == "chunks" else (common.chunks,))
     ]
 
 
-def pairs_pass(mapping: Mapping, job: Job, hardware: Hardware) -> bool:
-    """Whether the passes of a mapping can be paired as it says: a run refuses schedules in which pairs cannot pay.
+def fuses(folding: Folding, hardware: Hardware) -> bool:
+    """Whether fused kernels take a folding (`fused_run_problems`, `fused_setting_problems`): whole experts, and groups, which are consecutive ranks, on one host of devices each.
+
+    Such a run reduces no gradients beside its backward pass (`optim.bucket_mb = 0`).
+    """
+    per_host = hardware.ranks_per_host
+    return hardware.sms is not None and folding.etp == 1 and (per_host % folding.ep == 0 or folding.world <= per_host)
+
+
+def pairs_pass(choice: Mapping, way: tuple[str, int], job: Job, hardware: Hardware) -> bool:
+    """Whether the passes of a choice can be paired as it says on a pipeline of this (schedule, virtual stages): a run refuses schedules in which pairs cannot pay.
 
     On devices no run pairs passes, and the question is not asked: who wants them there asks what if.
     """
-    if mapping.overlap.ep != "pair" or hardware.sms is not None:
+    if choice.overlap.ep != "pair" or hardware.sms is not None:
         return True
-    m = mapping.num_microbatches(job)
-    return _has_pairs(mapping.schedule, mapping.folding.pp, mapping.virtual, m)
+    return _has_pairs(way[0], choice.folding.pp, way[1], choice.num_microbatches(job))
 
 
 @lru_cache(maxsize=4096)

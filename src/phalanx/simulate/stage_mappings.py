@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Mapping as Table
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from phalanx.core.errors import PlanError, Problem, raise_if
@@ -105,6 +106,34 @@ def with_extra_warmup(mapping: AnyMapping, extra_warmup: tuple[int, ...]) -> Any
 
 
 # ---- what crosses ---------------------------------------------------------------------------------------------------------------
+
+
+def hop_seconds(job: Job, mapping: Mapping, network: Network) -> tuple[float, ...]:
+    """Of a pipeline whose stages are all alike: seconds of a transfer from each place to the next, from the last to the first. One that crosses hosts for any rank counts as one between hosts."""
+    f = mapping.folding
+    if f.pp == 1:
+        return (0.0,)
+    num_bytes = mapping.tokens(job) * job.shape.hidden * mapping.item_bytes
+    inside, between = (network.send(num_bytes, between=far) for far in (False, True))
+    return tuple(
+        between if far else inside for far in _far_hops(f.world // f.pp, f.pp, network.hardware.ranks_per_host)
+    )
+
+
+@lru_cache(maxsize=1024)
+def _far_hops(ranks: int, pp: int, per_host: int) -> tuple[bool, ...]:
+    """Of each hop, whether any rank of a stage of so many is on another host than its partner in the next."""
+    if ranks >= per_host:
+        return (True,) * pp
+    places = [(place, (place + 1) % pp) for place in range(pp)]
+    return tuple(
+        any((a * ranks + i) // per_host != (b * ranks + i) // per_host for i in range(ranks)) for a, b in places
+    )
+
+
+def hop_of(places: tuple[int, int]) -> int:
+    """The number of the hop between two places that are neighbours, or the two ends: then the last one."""
+    return min(places) if abs(places[0] - places[1]) == 1 else -1
 
 
 def edge_seconds(

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, lru_cache
 from statistics import NormalDist
-from typing import Any
+from typing import Any, NamedTuple
 
 from phalanx.plan.schedule import Schedule, make_schedule
-from phalanx.plan.schedule_many import makespans
-from phalanx.plan.schedule_time import Edge, ScheduleCosts, Timeline, simulate, uniform_costs
+from phalanx.plan.schedule_many import ends_of_ranks, makespans
+from phalanx.plan.schedule_time import Edge, ScheduleCosts, Timeline, chain, simulate, uniform_costs
 from phalanx.simulate.block_time import COMMUNICATION, Blocks, Ledger
 from phalanx.simulate.collectives import Network
 from phalanx.simulate.cost import SIGMA, Oracle
@@ -27,7 +27,7 @@ from phalanx.simulate.replicas import Replicas
 from phalanx.simulate.shape import flops_per_token
 from phalanx.simulate.slow_ranks import Stragglers
 from phalanx.simulate.stage_layers import contents, layers_of_stages, ranks_of_stages
-from phalanx.simulate.stage_mappings import AnyMapping, StagedMapping, edge_seconds, of_places
+from phalanx.simulate.stage_mappings import AnyMapping, StagedMapping, edge_seconds, hop_of, hop_seconds, of_places
 
 Ledgers = dict[tuple[str, int], Ledger]
 """Layers by kind and, where stages have foldings of their own, by pipeline rank."""
@@ -204,6 +204,18 @@ def predict(
     )
 
 
+def predict_many(
+    job: Job, mappings: Sequence[Mapping], cluster: GpuCluster, *, most_microbatches: int
+) -> list[Prediction]:
+    """`predict` of many mappings that were checked, on the clocks of their schedules, without timelines: those of one schedule together."""
+    steps = [_Step(job, mapping, cluster) for mapping in mappings]
+    times = _together(steps, most_microbatches)
+    return [
+        Prediction(job=job, mapping=mapping, cluster=cluster, step=step, memory=memory_of(job, mapping))
+        for mapping, step in zip(mappings, times, strict=True)
+    ]
+
+
 def step_time(
     job: Job,
     mapping: AnyMapping,
@@ -229,13 +241,20 @@ def slow_steps(
 ) -> list[StepTime]:
     """`step_time` of each of many ways in which pipeline ranks compute slower, without timelines."""
     steps = [_Step(job, mapping, cluster, ledgers, slow) for slow in vectors]
-    if not steps or mapping.folding.pp == 1 or isinstance(mapping, StagedMapping):
-        return [step.result(exact=True, most_microbatches=most_microbatches) for step in steps]
-    ends = makespans(steps[0].shortened(most_microbatches)[0], [step.costs() for step in steps])
-    return [
-        step.result(exact=True, most_microbatches=most_microbatches, ended=float(end))
-        for step, end in zip(steps, ends, strict=True)
-    ]
+    return _together(steps, most_microbatches)
+
+
+def _together(steps: Sequence[_Step], most: int) -> list[StepTime]:
+    """Results of the clock, where those of one schedule are put on it together."""
+    groups: dict[Any, list[_Step]] = {}
+    for step in steps:
+        if step.mapping.folding.pp > 1 and step.staged is None:
+            groups.setdefault(step.schedule_key(most), []).append(step)
+    ends: dict[int, Ends] = {}
+    for group in groups.values():
+        first, last = ends_of_ranks(group[0].shortened(most)[0], [step.costs() for step in group])
+        ends |= {id(step): Ends(a.tolist(), b.tolist()) for step, a, b in zip(group, first, last, strict=True)}
+    return [step.result(exact=True, most_microbatches=most, ends=ends.get(id(step))) for step in steps]
 
 
 def pass_costs(job: Job, mapping: AnyMapping, cluster: GpuCluster) -> ScheduleCosts:
@@ -248,6 +267,13 @@ def _schedule(
     name: str, pp: int, virtual: int, microbatches: int, extra_warmup: tuple[int, ...] | None = None
 ) -> Schedule:
     return make_schedule(name, pp=pp, virtual=virtual, num_microbatches=microbatches, extra_warmup=extra_warmup)
+
+
+class Ends(NamedTuple):
+    """When the first pass of each pipeline rank begins, and its last one ends."""
+
+    first: list[float]
+    last: list[float]
 
 
 class _Step:
@@ -319,18 +345,20 @@ class _Step:
 
     # ---- the pipeline
 
-    def _p2p(self) -> float:
-        f = self.mapping.folding
-        if f.pp == 1 or self.staged is not None:
-            return 0.0
-        between = f.world // f.pp >= self.hardware.ranks_per_host
-        tokens = self.mapping.tokens(self.job)
-        return self.network.send(tokens * self.job.shape.hidden * self.mapping.item_bytes, between=between)
+    @cached_property
+    def _hops(self) -> tuple[float, ...]:
+        """What transfers take from place to place, where all stages are alike."""
+        return (0.0,) if self.staged is not None else hop_seconds(self.job, self.mapping, self.network)
 
     @cached_property
     def _edges(self) -> dict[Edge, float]:
         """What transfers take that are not all alike."""
-        return {} if self.staged is None else edge_seconds(self.job, self.staged, self.network, self.rank_of_stage)
+        if self.staged is not None:
+            return edge_seconds(self.job, self.staged, self.network, self.rank_of_stage)
+        if len(set(self._hops)) == 1:
+            return {}
+        places = {edge: (self.rank_of_stage[edge[0]], self.rank_of_stage[edge[1]]) for edge in chain(len(self.stages))}
+        return {edge: self._hops[hop_of(both)] for edge, both in places.items() if both[0] != both[1]}
 
     def costs(self) -> ScheduleCosts:
         seconds = [stage.seconds for stage in self.stages]
@@ -342,7 +370,7 @@ class _Step:
             backward=tuple(b for _, b in seconds),
             input_grad=tuple(b - w for (_, b), w in zip(seconds, weights, strict=True)),
             weight_grad=tuple(weights),
-            p2p=self._p2p(),
+            p2p=self._hops[0],
             edge_p2p=self._edges,
         )
 
@@ -352,23 +380,25 @@ class _Step:
             held[rank].append(stage)
         return held
 
-    def shortened(self, most: int | None) -> tuple[Schedule, int]:
-        """The schedule of at most `most` micro-batches for each rank, and of how many it is."""
+    def schedule_key(self, most: int | None) -> tuple[str, int, int, int, tuple[int, ...] | None]:
+        """What a schedule of at most `most` micro-batches for each rank is made of."""
         p = self.mapping.folding.pp
         few = self.m if most is None or self.m <= (most + 1) * p else most * p + self.m % p
-        return _schedule(self.mapping.schedule, p, self.mapping.virtual, few, self.mapping.extra_warmup), few
+        return self.mapping.schedule, p, self.mapping.virtual, few, self.mapping.extra_warmup
 
-    def _clock(
-        self, costs: ScheduleCosts, steady: float, most: int | None, ended: float | None = None
-    ) -> tuple[Timeline | None, float]:
-        """The schedule's timeline, maybe of fewer micro-batches, and makespan; past `most` micro-batches a rank, one more costs what the busiest rank has to do. `ended`: when the clock was run before, and said so."""
-        made, few = self.shortened(most)
-        if ended is not None:
-            return None, ended + (self.m - few) * steady
-        timeline = simulate(made, costs)
-        return timeline, timeline.makespan + (self.m - few) * steady
+    def shortened(self, most: int | None) -> tuple[Schedule, int]:
+        """That schedule, and of how many micro-batches it is."""
+        key = self.schedule_key(most)
+        return _schedule(*key), key[3]
 
-    def result(self, *, exact: bool, most_microbatches: int | None = None, ended: float | None = None) -> StepTime:
+    def _clock(self, costs: ScheduleCosts, most: int | None) -> tuple[Timeline, Ends]:
+        """The schedule's timeline, maybe of fewer micro-batches."""
+        timeline = simulate(self.shortened(most)[0], costs)
+        spans = timeline.spans
+        return timeline, Ends([own[0].start for own in spans], [own[-1].end for own in spans])
+
+    def result(self, *, exact: bool, most_microbatches: int | None = None, ends: Ends | None = None) -> StepTime:
+        """Past `most_microbatches` a rank, one more costs what the busiest rank has to do. `ends`: of the clock, where it was run before."""
         f, held, costs = self.mapping.folding, self._by_rank(), self.costs()
         busy = [self.m * sum(sum(stage.seconds) for stage in stages) for stages in held]
         rank = max(range(f.pp), key=lambda r: busy[r])
@@ -376,9 +406,12 @@ class _Step:
         if f.pp == 1:
             makespan = busy[0]
             if exact and most_microbatches is None:
-                timeline, _ = self._clock(costs, busy[0] / self.m, None)
+                timeline, _ = self._clock(costs, None)
         elif exact or self.staged is not None:
-            timeline, makespan = self._clock(costs, busy[rank] / self.m, most_microbatches, ended)
+            if ends is None:
+                timeline, ends = self._clock(costs, most_microbatches)
+            steady = (self.m - self.schedule_key(most_microbatches)[3]) * busy[rank] / self.m
+            makespan = max(ends.last) + steady
         else:
             makespan = busy[rank] + self._bubble(costs)
         parts: dict[str, float] = {}
@@ -387,7 +420,7 @@ class _Step:
                 for kind, seconds in table.items():
                     parts[kind] = parts.get(kind, 0.0) + self.m * seconds
         parts["bubble"] = makespan - busy[rank]
-        parts["dp"], parts["optimizer"] = self._between_steps(held, timeline)
+        parts["dp"], parts["optimizer"] = self._between_steps(held, ends)
         total = sum(parts.values())
         sigma = math.sqrt(sum((s / total * SIGMA.get(kind, 0.1)) ** 2 for kind, s in parts.items()))
         return StepTime(
@@ -403,23 +436,24 @@ class _Step:
             timeline=timeline if timeline is not None and timeline.schedule.num_microbatches == self.m else None,
         )
 
-    def _between_steps(self, held: list[list[Pass]], timeline: Timeline | None) -> tuple[float, float]:
-        """Exposed data-parallel traffic, and the optimizer: of the first rank, which is the last to end; of stages with foldings of their own that of whoever is latest."""
-        if self.staged is None or timeline is None:
+    def _between_steps(self, held: list[list[Pass]], ends: Ends | None) -> tuple[float, float]:
+        """Exposed data-parallel traffic, and the optimizer: of whoever is latest by its schedule's clock; of the first rank where no clock was run, or parameters are sharded, whose traffic is among the passes."""
+        if ends is None or self.mapping.sharding == "parameters":
             own, room, layers = self._own(held, 0)
             replicas = Replicas(self.job, self.mapping, self.network)
             exposed = replicas.exposed(own, forward=room[0], backward=room[1], layers=layers, passes=self.m)
             return exposed, replicas.optimizer(own, self.oracle) * max(self.slow or (1.0,))
         late, early = [], []
-        for rank, (mapping, spans) in enumerate(zip(self.places, timeline.spans, strict=True)):
+        for rank, mapping in enumerate(self.places):
             own, room, layers = self._own(held, rank)
             replicas = Replicas(self.job, mapping, self.network)
             gather, reduce = replicas.ends(own, forward=room[0], backward=room[1], layers=layers)
             update = replicas.optimizer(own, self.oracle) * max(self.slow or (1.0,))
-            late.append(reduce - (timeline.makespan - spans[-1].end))  # then all ranks know the gradients' norm
-            early.append((update + gather - spans[0].start, max(0.0, gather - spans[0].start)))
+            late.append(reduce - (max(ends.last) - ends.last[rank]))  # then all ranks know the gradients' norm
+            early.append((update + gather - ends.first[rank], max(0.0, gather - ends.first[rank])))
         until_passes, gathering = max(early)
-        return max(late) + gathering, until_passes - gathering
+        vote_s = Replicas(self.job, self.mapping, self.network).vote_s
+        return max(late) + gathering + vote_s, until_passes - gathering
 
     def _own(self, held: list[list[Pass]], rank: int) -> tuple[tuple[float, float], list[float], int]:
         """(dense, expert) parameters of a pipeline rank, seconds of its passes of one micro-batch, and its layers."""
@@ -437,7 +471,7 @@ class _Step:
         mean = [sum(t) / n for t in (costs.forward, costs.backward, costs.weight_grad)]
         weight = mean[2] / mean[1] if mean[1] else 0.5
         share = bubble_share(self.mapping.schedule, p, v, self.m, weight, self.mapping.extra_warmup)
-        return share * (mean[0] + mean[1]) * v + 2 * (p - 1) * costs.p2p
+        return share * (mean[0] + mean[1]) * v + 2 * sum(self._hops[:-1])
 
 
 def bubble_share(
@@ -454,15 +488,19 @@ def bubble_share(
         return (p - 1) / v
     if schedule == "interleaved_1f1b":
         return (p - 1) / v if m >= p else (p - 1) / v + (p - m) * (v - 1) / v
-    return _clocked_share(schedule, p, v, min(m, 3 * p), round(2 * weight, 1), extra_warmup)
+    return _clocked_shares(schedule, p, v, min(m, 3 * p), extra_warmup)[min(WEIGHTS, round(20 * weight))]
 
 
-@lru_cache(maxsize=4096)
-def _clocked_share(
-    schedule: str, p: int, v: int, m: int, w: float, extra_warmup: tuple[int, ...] | None = None
-) -> float:
-    """On a clock: F = 1, I = 2 - w, W = w."""
-    run = simulate(
-        _schedule(schedule, p, v, m, extra_warmup), uniform_costs(p * v, input_grad=2 - w, weight_grad=max(w, 0.1))
-    )
-    return (run.makespan - max(run.busy)) / (3 * v)
+WEIGHTS = 19
+"""Tenths of a forward pass that weight gradients may take: of two, all but a tenth."""
+
+
+@lru_cache(maxsize=1024)
+def _clocked_shares(
+    schedule: str, p: int, v: int, m: int, extra_warmup: tuple[int, ...] | None = None
+) -> tuple[float, ...]:
+    """On a clock, by tenths of W: F = 1, I = 2 - W."""
+    costs = [uniform_costs(p * v, input_grad=2 - w / 10, weight_grad=max(w / 10, 0.1)) for w in range(WEIGHTS + 1)]
+    ends = makespans(_schedule(schedule, p, v, m, extra_warmup), costs)
+    busy = (m * v * (one.forward[0] + one.input_grad[0] + one.weight_grad[0]) for one in costs)
+    return tuple((float(end) - own) / (3 * v) for end, own in zip(ends, busy, strict=True))

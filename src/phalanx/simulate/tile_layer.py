@@ -93,8 +93,16 @@ class TiledExperts:
             layer,
             num_bytes=layer.rows * layer.etp * layer.row_bytes,
             taken=self.oracle.hardware.share_of(ROW_SMS),
+            left_free=self.mapping.overlap.left_free,
         )
-        return pieces_of(self.oracle, layer, shape, link, direction, shared_s=shared[direction == "backward"])
+        beside = shared[direction == "backward"]
+        return pieces_of(self.oracle, layer, shape, link, direction, shared_s=beside, slower=self._slower)
+
+    @property
+    def _slower(self) -> float:
+        """How much longer products take on what they do not leave to messages (`dispatch.left_free`)."""
+        free, sms = self.mapping.overlap.left_free, self.oracle.hardware.sms
+        return sms / (sms - free) if free and sms is not None else 1.0
 
     def told(self, shared: Both) -> Told:
         """Everything between the router and the sum over ranks."""

@@ -220,10 +220,12 @@ def num_tiles(layer: TileLayer) -> tuple[int, int]:
 # ---- what it costs ----------------------------------------------------------------------------------------------------------------
 
 
-def link_cost(network: Network, layer: TileLayer, *, num_bytes: float, taken: float) -> OverlapCost:
+def link_cost(
+    network: Network, layer: TileLayer, *, num_bytes: float, taken: float, left_free: int | None = None
+) -> OverlapCost:
     """The link as the clock of tiles takes it: an all-to-all of `num_bytes` a rank takes as long as `Network` says where nothing runs beside it.
 
-    `taken`: the share of a device that messages take while they move.
+    `taken`: the share of a device that messages take while they move; `left_free`: multiprocessors that products leave to them all along, and which they keep to (`plan/overlap_carve.py`).
     """
     h, n = network.hardware, layer.size
     span = Span(min(n, layer.ranks_per_host), layer.hosts[-1] + 1)
@@ -231,12 +233,15 @@ def link_cost(network: Network, layer: TileLayer, *, num_bytes: float, taken: fl
     bare = Network(replace(h, measured_links=(), measured_between=()))
     formula = bare.all_to_all(num_bytes, span)
     slower = network.all_to_all(num_bytes, span) / formula if formula else 1.0
+    few = 1.0
+    if left_free:
+        few, taken = max(1.0, ROW_SMS / left_free), 0.0
     fill_s = h.inside_half_bytes / inside * (1 - 1 / n)
-    rates: dict[str, float | None] = {"bytes_per_s": inside / slower}
+    rates: dict[str, float | None] = {"bytes_per_s": inside / (slower * few)}
     if span.hosts > 1:
         rates = {
-            "bytes_per_s": h.between_bytes_per_s * h.between_efficiency / slower,
-            "near_bytes_per_s": inside / slower,
+            "bytes_per_s": h.between_bytes_per_s * h.between_efficiency / (slower * few),
+            "near_bytes_per_s": inside / (slower * few),
         }
         fill_s = 0.0
     start = h.inside_latency_s + (h.between_latency_s if span.hosts > 1 else 0.0)
@@ -260,9 +265,16 @@ class TileShape:
 
 
 def pieces_of(
-    oracle: Oracle, layer: TileLayer, shape: TileShape, link: OverlapCost, direction: Direction, *, shared_s: float
+    oracle: Oracle,
+    layer: TileLayer,
+    shape: TileShape,
+    link: OverlapCost,
+    direction: Direction,
+    *,
+    shared_s: float,
+    slower: float = 1.0,
 ) -> Pieces:
-    """Seconds by the cost oracle. Backward, the first product is the gradient of the hidden rows, the second that of the input."""
+    """Seconds by the cost oracle. Backward, the first product is the gradient of the hidden rows, the second that of the input. `slower`: of products, which leave a part of the device to messages."""
     h, n, up = shape.hidden, shape.ffn, shape.matrices - 1
     tiles, slots = _cut(layer)
     forward = direction == "forward"
@@ -275,19 +287,19 @@ def pieces_of(
         inner = (h, up * n) if forward else (up * n, h)
         first = oracle.product(rows, up * n, h) if forward else oracle.product(rows, n, h)
         second = UNITS * oracle.product(rows, (h if forward else inner[1]) / UNITS, n if forward else up * n)
-        return rows, first + around + kernel_s, second
+        return rows, slower * first + around + kernel_s, slower * second
 
     def weights(rows: int) -> float:
         again = oracle.memory(2 * 2 * rows * layer.row_bytes, kernels=2 * layer.size)
         made = oracle.product(rows, up * n, h, accumulate=True) + oracle.product(rows, h, n, accumulate=True)
-        return made + again
+        return slower * made + again
 
     return Pieces(
         tiles=tuple(tile(rows) for rows in sorted(tiles)),
         slots=tuple((rows, 0.0 if forward else weights(rows)) for rows in sorted(slots)),
         row_s=2 * layer.row_bytes / oracle.bytes_per_s,
         kernel_s=kernel_s,
-        shared_s=shared_s,
+        shared_s=slower * shared_s,
         link=link,
     )
 

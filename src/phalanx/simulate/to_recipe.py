@@ -27,6 +27,7 @@ from phalanx.core.rules import recipe_problems
 from phalanx.plan.model import PRESETS
 from phalanx.plan.recipe import run_problems
 from phalanx.simulate.from_recipe import difference, mapping_of_recipe, resolve_recipe
+from phalanx.simulate.hardware import GpuCluster
 from phalanx.simulate.mapping import Job, Mapping
 from phalanx.simulate.shape import Shape, shape_of
 
@@ -38,8 +39,10 @@ _NAMES = {
 """Of a shape -> of [model]."""
 
 
-def recipe_of_mapping(job: Job, mapping: Mapping, *, on_device: bool = True) -> tuple[Recipe | None, list[str]]:
-    """A recipe that runs a mapping on its ranks, or None and the reasons why none does."""
+def recipe_of_mapping(
+    job: Job, mapping: Mapping, *, on_device: bool = True, cluster: GpuCluster | None = None
+) -> tuple[Recipe | None, list[str]]:
+    """A recipe that runs a mapping on its ranks, or None and the reasons why none does. `cluster`: where, for what depends on its hosts."""
     found = _with_model(job.shape)
     if found is None:
         return None, [f"no preset with other numbers is {job.shape.name}"]
@@ -68,11 +71,11 @@ def recipe_of_mapping(job: Job, mapping: Mapping, *, on_device: bool = True) -> 
         ),  # a run on processors heals itself unless told otherwise
         launch=LaunchConfig(ranks=f.world, device="cuda" if on_device else "cpu"),
     )
-    reasons = _reasons(recipe, job, mapping)
+    reasons = _reasons(recipe, mapping, cluster)
     return (None if reasons else recipe), reasons
 
 
-def _reasons(recipe: Recipe, job: Job, mapping: Mapping) -> list[str]:
+def _reasons(recipe: Recipe, mapping: Mapping, cluster: GpuCluster | None) -> list[str]:
     """What such a recipe would do otherwise, or why it would not run."""
     world = mapping.folding.world
     problems = recipe_problems(recipe, world=world)
@@ -80,7 +83,7 @@ def _reasons(recipe: Recipe, job: Job, mapping: Mapping) -> list[str]:
     if problems:
         return [f"{p.where} = {p.value} {p.rule}" for p in problems]
     try:
-        again = mapping_of_recipe(recipe, resolve_recipe(recipe), world=world)
+        again = mapping_of_recipe(recipe, resolve_recipe(recipe), world=world, cluster=cluster)
     except PhalanxError as error:
         return [str(error)]
     assert isinstance(again, Mapping)  # `recipe` has one folding

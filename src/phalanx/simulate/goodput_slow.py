@@ -1,0 +1,86 @@
+"""Slow hosts in a job that runs for days: at which pace it goes, and which of them its rule puts out (`resilience.straggler`).
+
+Decides nothing about who goes: that is the run's own rule (`plan/stragglers.py: judge`), asked again and again with the paces of one draw of the hosts until it lets the rest be. A generation's steps are counted anew, so
+hosts go one after another. Whoever takes the place of one that went is usual. Must never change: with nobody put out the pace is that of `slow_step.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from phalanx.core.units import format_seconds
+from phalanx.plan.stragglers import Pace, Rule, Streaks, judge
+from phalanx.simulate.hardware import GpuCluster
+from phalanx.simulate.slow_ranks import Floats, Stragglers
+from phalanx.simulate.slow_step import with_stragglers
+from phalanx.simulate.step_time import Prediction
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlowHosts:
+    """Of a job on a cluster, whose paces are over that of the job with nobody slow."""
+
+    pace: float
+    put_out: tuple[tuple[float, float], ...]
+    """(seconds since the job began, pace from then on) of each host that is put out."""
+    names: tuple[int, ...]
+    """Those hosts."""
+    kept: str
+    """Why the slowest of the others stays; empty where nobody is slow for the rule."""
+
+    def explain(self) -> str:
+        """One line that a person reads."""
+        text = f"slow ranks: the job goes at {self.pace:.1%} of its pace"
+        if self.put_out:
+            hosts = ", ".join(map(str, self.names[:8])) + ", ..." * (len(self.names) > 8)
+            last_s, pace = self.put_out[-1]
+            text += f"; replicas put hosts out ({hosts}), the last after {format_seconds(last_s)}, and go on at {pace:.1%} of what as many usual hosts do"
+        return text + (f"; the slowest of the others: {self.kept}" if self.kept else "")
+
+
+def slow_hosts(prediction: Prediction, stragglers: Stragglers, *, factor: float, steps: int) -> SlowHosts:
+    """`factor` and `steps`: `resilience.straggler` and `straggler_steps`. Paces are of one draw, that of the stragglers' seed."""
+    cluster = prediction.cluster
+    factors = stragglers.factors(cluster, np.random.default_rng(stragglers.seed))
+    usual_s = prediction.step.seconds
+    step_s = _step_s(prediction, factors)
+    pace, now, gone, changes = usual_s / step_s, 0.0, list[int](), list[tuple[float, float]]()
+    rule, kept = Rule(factor=factor, steps=steps), ""
+    while factor:
+        due, kept = _next(factors, cluster, gone, rule)
+        if due is None:
+            break
+        now += steps * step_s
+        gone.append(due)
+        factors[due * cluster.hardware.ranks_per_host : (due + 1) * cluster.hardware.ranks_per_host] = 1.0
+        step_s = _step_s(prediction, factors)
+        changes.append((now, usual_s / step_s))
+    return SlowHosts(pace=pace, put_out=tuple(changes), names=tuple(gone), kept=kept)
+
+
+def _step_s(prediction: Prediction, factors: Floats) -> float:
+    """With these paces of all ranks."""
+    slow = tuple((int(rank), float(factors[rank])) for rank in np.flatnonzero(factors > 1.0))
+    fast = factors < 1.0
+    if not slow and not fast.any():
+        return prediction.step.seconds
+    named = slow + tuple((int(rank), float(factors[rank])) for rank in np.flatnonzero(fast))
+    return with_stragglers(prediction, Stragglers(ranks=named)).step.seconds
+
+
+def _next(factors: Floats, cluster: GpuCluster, gone: Sequence[int], rule: Rule) -> tuple[int | None, str]:
+    """The host that the rule puts out next, if any, else why it keeps the slowest. A host is as slow as its slowest rank."""
+    per_host = cluster.hardware.ranks_per_host
+    slowest = [float(factors[host * per_host : (host + 1) * per_host].max()) for host in range(cluster.hosts)]
+    left = [host for host in range(cluster.hosts) if host not in set(gone)]
+    near = sorted(slowest[host] for host in left)
+    if near[-1] <= rule.factor * near[len(near) // 2]:  # nobody is so slow: no need to ask for each
+        return None, ""
+    paces = [Pace(uid=str(host), host=str(host), seconds=slowest[host], work=1.0) for host in left]
+    _, verdict = judge(paces, Streaks(steps={str(host): rule.steps for host in left}), rule)
+    if verdict is None:
+        return None, ""
+    return (int(verdict.host), "") if verdict.put_out else (None, verdict.why)
