@@ -69,9 +69,9 @@ class Meeting:
             self._change.notify_all()
             if falls:
                 raise Killed
-            if self._from is not None and late >= self.at and self.lost >= 0:
-                if late > self.at or not self.said or rank not in self.hear:
-                    raise PeerError("a peer is lost")
+            heard = late < self.at or (late == self.at and self.said and rank in self.hear)
+            if self.lost >= 0 and late >= 0 and not heard:
+                raise PeerError("a peer is lost")
             assert self._change.wait_for(lambda: len(self._calls[number]) == self.size, LIMIT_S)
             return [self._calls[number][i] for i in range(self.size)]
 
