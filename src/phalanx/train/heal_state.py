@@ -24,6 +24,7 @@ from phalanx.plan.layout import Box
 from phalanx.plan.reshard_types import Hosts, Move
 from phalanx.plan.state_layout import STATE_KINDS
 from phalanx.plan.suspects import Piece, Sums, Suspects, find_suspects
+from phalanx.plan.tensor_layout import TensorLayout
 from phalanx.runtime.boxes import BoxTensor
 from phalanx.runtime.collectives import Collectives
 from phalanx.runtime.groups import Axis
@@ -127,7 +128,11 @@ def move_state(
 
 def cut_of(plan: HealPlan) -> dict[str, list[Box]]:
     """By parameter: the parts that all who hold them, before or afterwards, can compare."""
-    return {m.name: cells(h.box for side in (m.src, m.dst) for of in side.held for h in of) for m in plan.params}
+    made: dict[tuple[TensorLayout, TensorLayout], list[Box]] = {}
+    for m in plan.params:
+        if (m.src, m.dst) not in made:
+            made[m.src, m.dst] = cells(h.box for side in (m.src, m.dst) for of in side.held for h in of)
+    return {m.name: made[m.src, m.dst] for m in plan.params}
 
 
 def checksums(boxes: Sequence[BoxTensor], *, cut: Mapping[str, Sequence[Box]]) -> dict[Piece, int]:
@@ -135,14 +140,16 @@ def checksums(boxes: Sequence[BoxTensor], *, cut: Mapping[str, Sequence[Box]]) -
     out: dict[Piece, int] = {}
     for held in boxes:
         for cell in cut.get(held.name.split("/", 1)[1], (held.box,)):
-            if held.box.contains(cell):
+            if cell == held.box:
+                out[Piece(held.name, cell)] = _sum(held.tensor)
+            elif held.box.contains(cell):
                 inside = cell.shifted([-offset for offset in held.box.offsets])
                 out[Piece(held.name, cell)] = _sum(held.tensor[inside.slices()])
     return out
 
 
 def _sum(x: torch.Tensor) -> int:
-    return zlib.crc32(x.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes())
+    return zlib.crc32(x.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy())
 
 
 def compare(told: Sequence[Mapping[Any, int]]) -> int:
