@@ -34,9 +34,9 @@ SLOW = 5e6
 """Bits a second of a slow link."""
 SLOW_S = 3.0
 PART_S = 10.0
+"""How long two hosts cannot reach each other."""
 STOP_S = 180.0
 """For a program that imports torch and writes one key, where a dozen ranks share two cores."""
-"""How long two hosts cannot reach each other."""
 LOOK_S = 0.05
 START_S = 60.0
 """How long the service may take to answer."""
@@ -57,9 +57,7 @@ class BedArena(Arena):
 
     def __enter__(self) -> BedArena:
         spec = ClusterSpec(hosts=self.setup.hosts + 1, ranks_per_host=1, link_bit_per_s=RATE)
-        self.bed = Testbed(spec, folder=self.folder / "bed", even_cores=True)
-        if self.bed.uneven:
-            print(f"hosts share the cores by their processes, not evenly: {self.bed.uneven}", flush=True)
+        self.bed = Testbed(spec, folder=self.folder / "bed")
         try:
             command = [sys.executable, "-m", "phalanx", "service", f"0.0.0.0:{PORT}"]
             self.keeper = self.bed.run(command, env=_environment(), hosts=[self.setup.hosts], name="service")
