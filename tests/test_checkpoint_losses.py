@@ -88,7 +88,7 @@ class Member:
     """The code of healing between two steps, around the real manager of one member."""
 
     def __init__(self, folder: Path, meeting: Meeting, rank: int, *, generation: int) -> None:
-        self.rank, self.meeting, self.events = rank, meeting, list[Any]()
+        self.rank, self.meeting, self.generation, self.events = rank, meeting, generation, list[Any]()
         writer = Writer(generation=generation, life="one", check=lambda: None)
         self.manager = CheckpointManager(folder, by_steps=True, writer=writer)
         self.manager._peers = MeetingPeers(meeting, rank)
@@ -118,7 +118,10 @@ class Member:
         self.trainer.saved_step = self.body._step
 
     def open(self) -> None:
-        self.manager.open()
+        if self.generation > 1:
+            self.manager.open_later()
+        else:
+            self.manager.open()
 
     def say(self) -> None:
         self.manager._peers.gather(None)
