@@ -585,9 +585,6 @@ def _healing_clashes(recipe: Recipe) -> list[_Clash]:
     if recipe.resilience.expert_state == "sharded":
         rule = f"is not there {beside}: a part of an expert's state would be lost with the only rank that has it"
         found.append(_clash("resilience.expert_state", "sharded", rule, 'use "whole"', "resilience.heal"))
-    if recipe.launch.device != "cpu":
-        rule = f"has not been shown to work {beside}"
-        found.append(_clash("launch.device", recipe.launch.device, rule, 'use "cpu"', "resilience.heal"))
     if recipe.launch.ranks == 1 and recipe.resilience.service is None:
         rule = f"leaves nobody to go on {beside}"
         found.append(_clash("launch.ranks", 1, rule, "use 2 or more", "resilience.heal"))

@@ -46,6 +46,11 @@ def choose_healing(recipe: Recipe, *, launched: bool = False) -> HealingChoice:
         return _without(recipe, why_not="a launcher starts and ends the ranks")
     if recipe.launch.ranks == 1:
         return _without(recipe, why_not="launch.ranks = 1 leaves nobody to go on")
+    if recipe.launch.device != "cpu":
+        device = f"launch.device = {recipe.launch.device!r}"
+        return _without(
+            recipe, why_not=f"{device} heals only where resilience.heal = true asks for it: never run on a GPU yet"
+        )
     wanted = replace(recipe, resilience=replace(r, heal=True, mode="fast" if r.mode == "off" else r.mode))
     known = {str(p) for p in _problems(without)}
     against = [p for p in _problems(wanted) if str(p) not in known]

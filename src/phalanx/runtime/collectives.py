@@ -33,6 +33,7 @@ import torch.distributed as dist
 from phalanx.core.clock import ANCHOR_S
 from phalanx.core.errors import RunError
 from phalanx.core.events import Collective, Emit, Event, Lane, Operation, ignore
+from phalanx.runtime.devices import complete
 from phalanx.runtime.escape import Escape, run_escapable
 from phalanx.runtime.exchange import (
     Call,
@@ -559,7 +560,7 @@ class Collectives:
         begin_s = self._posted(call)
         with named_errors(call.words or op, axis, self.timeout_s, call.op_id):
             work = launch()
-        if self.escape is not None:
+        if self.escape is not None and call.on_host:  # others make nobody wait
             self.escape.begun(work, partial(work.wait, timedelta(seconds=self.timeout_s)))
         launch_s = time.monotonic() - begin_s  # the rank stands still for it, as in a wait
 
@@ -578,6 +579,10 @@ class Collectives:
         with named_errors(op, axis, self.timeout_s, call.op_id):
             there_s = self._wait(launch(), call, axis)
         self._note(op, axis, call, begin_s, begin_s, there_s)
+
+    def complete(self, device: torch.device) -> None:
+        """Before anybody relies on what `device` has computed from messages (`runtime/devices.py`). Raises `PeerError`."""
+        complete(device, None if self.escape is None else self.escape.kicked)
 
     def _own(self, axis: Axis) -> Axis:
         """The axis with the groups of the pass that asks, where two run."""

@@ -4,7 +4,7 @@ What is known of gloo (torch 2.13): `abort` and `shutdown` do nothing; a peer th
 unless sockets close; the constructor blocks on its store if a member never comes. So:
 
     form   an interruptible barrier of keys first, then the constructor with a short timeout, under a prefix that no other generation uses
-    kick   shut down the sockets of the groups, from any thread: every call in them fails at once, here and at the peers
+    kick   shut down the sockets of the groups, from any thread: every call in them fails at once, here and at the peers; NCCL: abort (`runtime/devices.py`)
     drop   kick, destroy, and forget every reference
 
 Must never change: `kick` touches connected sockets only (`getpeername`), and only those whose inode is still the one that was noted while a group
@@ -24,10 +24,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from phalanx.core.errors import PeerError, first_line
+from phalanx.runtime.devices import DeviceAbort
 from phalanx.runtime.groups import DEFAULT_TIMEOUT_S, GroupCache, nccl_options, use_loopback
 from phalanx.runtime.keys import ASKED_PER_S, LAST_LOOK_S, OPENING, Keys, TcpKeys, open_sockets
 from phalanx.runtime.keys_store import KeysStore
@@ -139,8 +139,8 @@ class TeamGroups(GroupCache):
         return group
 
     def all(self) -> tuple[dist.ProcessGroup, ...]:
-        """Those that this rank is in."""
-        return tuple(group for group in self._groups.values() if group is not None)
+        """Those that this rank is in, in the order in which they were made. From any thread."""
+        return tuple(group for group in list(self._groups.values()) if group is not None)
 
     def forget(self) -> None:
         """Keep no group."""
@@ -175,6 +175,9 @@ class Team:
         self.sockets = Sockets(far=far)
         self.groups = TeamGroups(self.sockets, timeout_s=timeout_s)
         self.kicked = False
+        self.kicked_s = 0.0
+        """When, on the monotonic clock; 0: it was not."""
+        self._abort = DeviceAbort()
         self.check: Callable[[], None] = lambda: None
         """Asks the membership service. Raises `PeerError` where this generation is over: for whoever changes what outlives it."""
         self.store: dist.Store | None = None
@@ -185,28 +188,22 @@ class Team:
     def kick(self) -> int:
         """Make every call in the groups fail, here and at the peers. From any thread; returns how many sockets were shut."""
         self.kicked = True
-        if self.size > 1:
-            _abort_devices()
-        return self.sockets.shut()
+        self.kicked_s = self.kicked_s or time.monotonic()
+        shut = self.sockets.shut()
+        if self.size > 1 and dist.is_initialized():
+            self._abort.start([g for g in (dist.group.WORLD, *self.groups.all()) if g is not None])
+        return shut
 
     def drop(self) -> None:
         """Forget the groups. From the thread that made them; safe to call again."""
         self.kick()
+        self._abort.wait()
         self.groups.forget()
         if dist.is_initialized():
             with contextlib.suppress(Exception):  # what it complains about was shut on purpose
                 dist.destroy_process_group()
         self.store = None
         gc.collect()
-
-
-def _abort_devices() -> None:
-    """NCCL: end the kernels that wait for a peer, in place of sockets. (Not run: no machine with several GPUs was at hand.)"""
-    if torch.cuda.is_available() and dist.is_initialized():
-        world: Any = dist.group.WORLD
-        backend = world._get_backend(torch.device("cuda"))
-        if hasattr(backend, "abort"):
-            backend.abort()
 
 
 Order = Callable[[Generation, Sequence[Report]], Sequence[str]]

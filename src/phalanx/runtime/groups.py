@@ -224,10 +224,7 @@ def init_world(info: WorldInfo, *, device: str = "cpu", timeout_s: float = DEFAU
 
     A world of one rank joins nothing. Raises `ConfigError` where this rank has no GPU, `RunError` when the ranks cannot meet.
     """
-    target = torch.device("cuda", info.local_rank) if device == "cuda" else torch.device(device)
-    if target.type == "cuda":
-        raise_if(_gpu_problems(info, num_gpus=torch.cuda.device_count()), ConfigError, subject="the recipe")
-        torch.cuda.set_device(target)
+    target = own_device(info, device)
     if info.world == 1:
         return target
     if info.local_world == info.world:
@@ -253,6 +250,24 @@ def init_world(info: WorldInfo, *, device: str = "cpu", timeout_s: float = DEFAU
     except (RuntimeError, ValueError) as err:
         raise RunError(_meeting_failed(info, where, str(err), timeout_s)) from err
     return target
+
+
+def own_device(info: WorldInfo, device: str) -> torch.device:
+    """Where this rank's tensors live, from now on the current device. Raises `ConfigError` where this rank has no GPU."""
+    target = torch.device("cuda", info.local_rank) if device == "cuda" else torch.device(device)
+    if target.type == "cuda":
+        raise_if(_gpu_problems(info, num_gpus=torch.cuda.device_count()), ConfigError, subject="the recipe")
+        torch.cuda.set_device(target)
+    return target
+
+
+def leave_errors_to_run() -> None:
+    """NCCL's own threads neither end this process nor abort its communicators when a peer is lost: a run that heals itself does. Before the first group is made.
+
+    What the user has set stays: torch's defaults end the process, which its supervisor then replaces.
+    """
+    for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING"):
+        os.environ.setdefault(name, "0")
 
 
 def _gpu_problems(info: WorldInfo, *, num_gpus: int) -> list[Problem]:

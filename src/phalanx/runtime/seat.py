@@ -38,6 +38,8 @@ WISH_AGAIN_S = 10.0
 """A hand-over that the disk refused: after so long it is tried again."""
 KNOCK_AFTER_S = 0.1
 """A failed collective without a lost member: after so long a member asks at the doors of the others whether they are there."""
+STUCK_S = 120.0
+"""On a device: the worker's own thread has this long to come back from a team that was kicked. Else it is in a call that only the end of the process ends."""
 RENEW_S = 0.4
 """A failed collective without a lost member: after so long the members ask for a new generation themselves."""
 
@@ -547,6 +549,7 @@ class Seat:
             self._wishes_mark = None
         if self._door is not None:
             self._door.clear()
+        self._end_if_stuck()
         self._delete_written(keys)
         membership = Membership(keys)
         found = membership.wait(self.newest, wait_s)
@@ -556,6 +559,16 @@ class Seat:
         else:
             self._look_for_the_end(keys)
         return keys
+
+    def _end_if_stuck(self) -> None:
+        team = self.team
+        if self.settings.device == "cpu" or team is None or not team.kicked_s:
+            return
+        stuck_s = time.monotonic() - team.kicked_s
+        if stuck_s > STUCK_S:
+            text = f"{self.uid} has not come back from generation {team.generation.number} for {stuck_s:.0f} s, and ends, so that another one takes its place\n"
+            os.write(2, text.encode())
+            os._exit(1)
 
     def _delete_written(self, keys: Keys) -> None:
         with self._news:

@@ -42,7 +42,7 @@ from phalanx.plan.run_placement import Asked
 from phalanx.runtime.allocator import keep_freed_memory
 from phalanx.runtime.away import AWAY_FILE, AwayFile
 from phalanx.runtime.checkpoint import import_now
-from phalanx.runtime.groups import use_interface_to
+from phalanx.runtime.groups import WorldInfo, leave_errors_to_run, own_device, use_interface_to
 from phalanx.runtime.member import run_member
 from phalanx.runtime.seat import Seat, SeatSettings
 from phalanx.runtime.service_address import expect_service, run_at, service_at
@@ -144,7 +144,9 @@ def supervisor_settings(recipe: Recipe, host: str, *, own_machine: bool) -> Supe
         gather_s=max(r.limit_s, LOCAL_GATHER_S if r.service is None else GATHER_S),
         wait_s=r.wait_s,
         rest_s=r.straggler_rest_s,
-        seat=SeatSettings(timeout_s=timeout_s, own_machine=own_machine, doors=r.service is not None),
+        seat=SeatSettings(
+            timeout_s=timeout_s, device=recipe.launch.device, own_machine=own_machine, doors=r.service is not None
+        ),
     )
 
 
@@ -214,13 +216,18 @@ def work(run: HealingRun, seat: Seat, *, threads: int, first: int = 0, watch: Wa
     """One worker, in its own process; returns its exit code. Its log has the number `first` + slot, and number 0 is the one that a person watches."""
     recipe, begin_s = run.recipe, time.monotonic()
     torch.set_num_threads(threads)
-    keep_freed_memory(threads=threads)
+    on_cpu = recipe.launch.device == "cpu"
+    keep_freed_memory(threads=threads if on_cpu else 1)
     be_deterministic(recipe.train.deterministic)
     slot = int(seat.uid.split(".")[1])
+    ranks = recipe.launch.ranks
+    device = own_device(WorldInfo(rank=slot, world=ranks, local_rank=slot, local_world=ranks), recipe.launch.device)
+    if not on_cpu:
+        leave_errors_to_run()
     number, body, joins = first + slot, None, seat.under_way()
     with open_sinks(recipe.observe, folder=run.folder.path, rank=number, patient=joins) as sinks:
         try:
-            body = _body(run, sinks, slot=slot, watch=watch, joins=joins)
+            body = _body(run, sinks, slot=slot, watch=watch, joins=joins, device=device)
             if joins:  # when a run begins, all are cold together
                 _rehearse(body, sinks)
             seat.announce(plan_hash=_plan_hash(run), version=versions()["phalanx"])
@@ -257,11 +264,13 @@ def _rehearse(body: HealingBody, sinks: Sinks) -> None:
         sinks(Note(level="warning", text=text))
 
 
-def _body(run: HealingRun, sinks: Sinks, *, slot: int, watch: Watch | None, joins: bool) -> HealingBody:
+def _body(
+    run: HealingRun, sinks: Sinks, *, slot: int, watch: Watch | None, joins: bool, device: torch.device
+) -> HealingBody:
     if watch is None:
-        return HealingBody(run, sinks, joins=joins)
+        return HealingBody(run, sinks, joins=joins, device=device)
     member = watch.member(slot)
-    return HealingBody(run, WatchedSinks(sinks, member), watch=member, joins=joins)
+    return HealingBody(run, WatchedSinks(sinks, member), watch=member, joins=joins, device=device)
 
 
 def as_begun(recipe: Recipe) -> tuple[Recipe, bool]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import zlib
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -48,6 +48,8 @@ class Everyone:
     """A group of their own, for control."""
     hosts: Hosts | None = None
     """Who shares one; None: they ask each other."""
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    """Where their state lives."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +120,8 @@ def take_state(found: Examined, parts: StepParts | None, *, old: ShardedState | 
     mine: Sums = {}
     if parts is not None:
         parts.state.restore(parts.comms)
+    everyone.comms.complete(everyone.device)
+    if parts is not None:
         mine = checksums(parts.state.boxes(), cut=found.cut)
     now = _rows(everyone.peers.gather(row_of(mine, found.pieces).tobytes()))
     rows = np.concatenate([found.told, now])

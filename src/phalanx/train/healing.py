@@ -59,7 +59,7 @@ from phalanx.train.rehearsal import rehearse
 from phalanx.train.replacing import Prepared as NewPlacement
 from phalanx.train.replacing import Where
 from phalanx.train.run_folder import RunFolder
-from phalanx.train.setup import DTYPES, Rank, Told, name_of_rows, resolve_pipeline
+from phalanx.train.setup import DTYPES, Rank, Told, message_ctas, name_of_rows, resolve_pipeline
 from phalanx.train.step import ReducedStep, StepResult, commit_step, publish, reduce_step
 from phalanx.train.trainer import PREFETCH_STEPS, Trainer, make_loader, make_parts
 from phalanx.train.watch import MemberWatch, Phase, collective_watch
@@ -84,11 +84,19 @@ class HealingRun:
 class HealingBody:
     """One member. All methods are called by the worker's own thread."""
 
-    def __init__(self, run: HealingRun, sinks: Sinks, *, watch: MemberWatch | None = None, joins: bool = False) -> None:
-        """`joins`: the run is under way. Then the rate of this machine is taken for that of the others: measured beside their training it would be another one, and
+    def __init__(
+        self,
+        run: HealingRun,
+        sinks: Sinks,
+        *,
+        watch: MemberWatch | None = None,
+        joins: bool = False,
+        device: torch.device | None = None,
+    ) -> None:
+        """`device`: where its tensors live (None: the CPU). `joins`: the run is under way. Then the rate of this machine is taken for that of the others: measured beside their training it would be another one, and
         the core is theirs."""
         self.run, self.sinks, self.recipe, self.watch = run, sinks, run.recipe, watch
-        self.device = torch.device("cpu")
+        self.device = torch.device("cpu") if device is None else device
         self.memory = MemoryMeter(self.device)
         self.flops_per_s = 0.0 if joins else matmul_flops_per_s(DTYPES[self.recipe.train.dtype], self.device)
         self.trainer: Trainer | None = None
@@ -100,7 +108,7 @@ class HealingBody:
         self.history = 0
         """Generation in which the run last went back to a checkpoint, as far as what is held here belongs to that."""
         self._step = 0
-        rows = compiled_rows() if self.recipe.kernels.compiled else None
+        rows = compiled_rows() if self.recipe.kernels.compiled and self.device.type == "cpu" else None
         self._told = {
             "host": own_host(), "node": socket.gethostname(), "kernels": name_of_rows(rows), "rack": self.recipe.launch.rack or "",
         }  # fmt: skip
@@ -226,6 +234,7 @@ class HealingBody:
             axis=Axis("everyone", ranks, team.rank, team.groups.get(ranks)),
             peers=Peers(team.groups.get(ranks, second=True), escape=self._escape),  # control mixes with no tensors
             hosts=hosts_by_name([r.data["node"] for r in team.reports], ranks),
+            device=self.device,
         )
 
     def _examine(self, plan: HealPlan) -> Examined:
@@ -244,7 +253,13 @@ class HealingBody:
         group = team.groups.get(tuple(range(size)), second=True)
         pipeline = resolve_pipeline(self.recipe, self.run.spec, folding)
         if team.rank >= size:
-            groups = build_groups(folding, rank=team.rank, cache=team.groups, table_ranks=pipeline.stages.table_ranks)
+            groups = build_groups(
+                folding,
+                rank=team.rank,
+                cache=team.groups,
+                table_ranks=pipeline.stages.table_ranks,
+                message_ctas=message_ctas(self.recipe),
+            )
             if pipeline.pair_passes:
                 with_second_groups(groups, cache=team.groups)
             return None
@@ -385,7 +400,9 @@ class HealingBody:
         except PeerError:
             raise
         except RunError as err:  # not finite: a function of state and samples, so it would be again
+            trainer.parts.comms.complete(self.device)  # unless it came from nowhere
             raise FinalError(str(err)) from None
+        trainer.parts.comms.complete(self.device)
         self._reduced = reduced, micros, begin_s, data_s
         if self._others_idle:
             self._wait_with_all()

@@ -227,6 +227,11 @@ def _rows(rank: Rank) -> Rows | None:
     return agreed_rows(found, names, emit=rank.sinks if rank.info.rank == 0 else ignore)
 
 
+def message_ctas(recipe: Recipe) -> int:
+    """Multiprocessors that messages of overlapped layers get (`dispatch.left_free`); 0: as many as NCCL likes. Fused kernels carry rows themselves."""
+    return 0 if recipe.dispatch.overlap == "fused" else recipe.dispatch.left_free or 0
+
+
 def make_context(
     rank: Rank, spec: ModelSpec, folding: AnyFolding, pipeline: Pipeline, placement: AnyPlacement | None = None
 ) -> ModelContext:
@@ -236,14 +241,13 @@ def make_context(
     on_cpu = rank.device.type == "cpu"
     rows = _rows(rank) if on_cpu and recipe.kernels.compiled else None
     lanes = Lanes(torch.get_num_threads() if on_cpu else 1, rows=rows)
-    left_free = recipe.dispatch.left_free
-    by_messages = recipe.dispatch.overlap != "fused"  # fused kernels carry rows themselves
+    left_free = message_ctas(recipe)
     groups = build_groups(
         folding,
         rank=rank.info.rank,
         cache=rank.cache,
         table_ranks=pipeline.stages.table_ranks,
-        message_ctas=left_free or 0 if by_messages else 0,
+        message_ctas=left_free,
     )
     if pipeline.pair_passes:
         groups = with_second_groups(groups, cache=rank.cache)
@@ -252,7 +256,7 @@ def make_context(
         stages = pipeline.stages.of_rank(folding.coord(rank.info.rank, "pp"))
         placement = run_placement(spec, folding, stages, rank=rank.info.rank, asked=asked)
     comms = Collectives(emit=rank.sinks, timeout_s=recipe.launch.timeout_s, escape=rank.escape)
-    if left_free and by_messages:
+    if left_free:
         leave_free(comms, rank.device, multiprocessors=left_free)
     return ModelContext(
         spec=spec,

@@ -453,6 +453,7 @@ class Trainer:
             for micro in self.validation.microbatches(number, dp_index=self._replica, dp_size=self.folding.replicas)
         ]
         loss, tokens = eval_loss(self.parts, batches, step=self.step)
+        self.parts.comms.complete(self.rank.device)
         self.last_validation = (self.step, loss)
         seconds = time.perf_counter() - begin_s
         self.rank.sinks(Validated(step=self.step, loss=loss, tokens=tokens, seconds=seconds))
