@@ -21,7 +21,7 @@ from phalanx.plan.reshard import plan_reshard
 from phalanx.plan.reshard_types import Move, equal_hosts
 from phalanx.plan.standing import Standing, read_standing
 from phalanx.plan.state_layout import StateLayouts
-from phalanx.plan.suspects import Piece, find_suspects
+from phalanx.plan.suspects import Piece, all_agree, find_suspects, row_of, sums_of
 from phalanx.plan.tensor_layout import Held
 
 FOLDINGS = [
@@ -326,3 +326,18 @@ def test_assignment_is_the_cheapest() -> None:
             found = assigned(table)
             assert sorted(found) == list(range(size)) and sum(table[i][found[i]] for i in range(size)) == best
     assert assigned([[1] * 5] * 5) == list(range(5))
+
+
+def test_rows_of_checksums_say_what_tables_with_names_say() -> None:
+    rng = random.Random(5)
+    pieces = [Piece(f"master/w{i}", Box((i,), (1,))) for i in range(4)]
+    seen = set[bool]()
+    for _ in range(300):
+        told = [{p: int(rng.random() < 0.1) for p in pieces if rng.random() < 0.6} for _ in range(3)]
+        rows = np.stack([row_of(sums, pieces) for sums in told])
+        assert [sums_of(row, pieces) for row in rows] == told
+        assert all_agree(rows) == (not find_suspects(told).all)
+        seen.add(all_agree(rows))
+    assert seen == {False, True}
+    with pytest.raises(ValueError, match=r"other/w\[0:1\] is no piece"):
+        row_of({Piece("other/w", Box((0,), (1,))): 1}, pieces)

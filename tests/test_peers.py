@@ -4,19 +4,28 @@ import pytest
 
 from phalanx.core.errors import ConfigError, PhalanxError, Problem, RunError
 from phalanx.runtime.groups import GroupCache
-from phalanx.runtime.peers import Peers, joined, own_group
+from phalanx.runtime.peers import FIRST_BYTES, Peers, joined, own_group
 from ranks import RankError, run_ranks
 
 pytestmark = pytest.mark.ranks
 
 
-def talk(rank: int, cache: GroupCache) -> tuple[list[int], str]:
+def talk(rank: int, cache: GroupCache) -> tuple[list[int], str, list[bool]]:
     peers = Peers(own_group(3, timeout_s=30))
-    return peers.agree(lambda: rank * 10), peers.first(lambda: f"from {rank}")
+    return peers.agree(lambda: rank * 10), peers.first(lambda: f"from {rank}"), [told(peers, n) for n in LENGTHS]
+
+
+LENGTHS = ((0, 0, 0), (1, FIRST_BYTES, 3), (5 * FIRST_BYTES + 1, 2, FIRST_BYTES + 1))
+"""Of values of three ranks: some need a second message."""
+
+
+def told(peers: Peers, lengths: tuple[int, ...]) -> bool:
+    values = [bytes([i]) * n for i, n in enumerate(lengths)]
+    return peers.gather(values[peers.rank]) == values
 
 
 def test_all_know_everything() -> None:
-    assert run_ranks(3, talk) == [([0, 10, 20], "from 0")] * 3
+    assert run_ranks(3, talk) == [([0, 10, 20], "from 0", [True] * len(LENGTHS))] * 3
     alone = Peers()
     assert alone.agree(lambda: 1) == [1] and alone.first(lambda: 2) == 2 and (alone.rank, alone.size) == (0, 1)
 

@@ -198,6 +198,10 @@ class Healing:
     """(L, E), or (1, E) for all layers; None: all experts alike."""
     _layouts: dict[Folding, StateLayouts] = field(default_factory=dict, init=False, compare=False, repr=False)
     _held: dict[Kind, _State] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _alike: dict[tuple[Held, ...], tuple[Held, ...]] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
+    """Equal boxes are one object, so that layouts of parameters that are held alike become one, and are cut, compared and hashed once."""
 
     # ---- the mapping
 
@@ -261,11 +265,12 @@ class Healing:
             placed = standing.placement(self.spec.num_experts)
             if placed is not None:
                 layouts = replace(layouts, placement=lambda _: placed)
-            self._held[kind] = layouts.shards_of(
+            found = layouts.shards_of(
                 standing.rank, zero=self.zero, bucket_elements=self.bucket_elements,
                 holders=self.shard_holders or self.floor,
                 hosts=standing.hosts or None, racks=standing.racks,
             )  # fmt: skip
+            self._held[kind] = {name: (self._alike.setdefault(h, h), shape) for name, (h, shape) in found.items()}
         return self._held[kind]
 
     def _layout(self, folding: Folding) -> StateLayouts:
@@ -343,20 +348,28 @@ class Healing:
     def _params(self, plan: HealPlan) -> tuple[Move, ...]:
         sources = [(i, self.holds(f.standing)) for i, f in enumerate(plan.members) if f.standing is not None]
         targets = [(rank, self.holds(plan.standing(rank))) for rank in range(plan.folding.world)]
+        made: _Made = {}
         return tuple(
-            Move(name=name, itemsize=self.state_bytes, src=_layout_of(name, param.shape, sources), dst=_layout_of(name, param.shape, targets))
+            Move(
+                name=name,
+                itemsize=self.state_bytes,
+                src=_layout_of(name, param.shape, sources, made),
+                dst=_layout_of(name, param.shape, targets, made),
+            )
             for name, param in self._layout(plan.folding).params.items()
-        )  # fmt: skip
+        )
 
     def _buffers(self, plan: HealPlan) -> tuple[Move, ...]:
         """Whole on every rank that has the layer."""
         out = []
+        foldings = {fact.standing.folding for fact in plan.members if fact.standing is not None}
+        of_folding = {folding: self._layout(folding).buffers() for folding in foldings}
         for name, target in self._layout(plan.folding).buffers().items():
             ranks, held, shapes = [], [], []
             for i, fact in enumerate(plan.members):
                 if fact.standing is None:
                     continue
-                of = self._layout(fact.standing.folding).buffers()[name]
+                of = of_folding[fact.standing.folding][name]
                 if fact.standing.rank in of.ranks:
                     at = of.ranks.index(fact.standing.rank)
                     ranks.append(i)
@@ -373,16 +386,25 @@ class _Lacking:
     def __init__(self, healing: Healing, new: Folding, *, left_out: frozenset[str]) -> None:
         self._of, self._new, self._left_out = healing, new, left_out
         self._known: dict[tuple[Kind | None, Kind], int] = {}
+        self._sharded = healing.zero > 0
+        # each member is asked for with each rank, and a kind takes longer to say than to look up
+        self._targets = [Standing(folding=new, rank=rank) for rank in range(new.world)]
+        self._target_kinds = [standing.kind(sharded=self._sharded) for standing in self._targets]
+        self._member_kinds: dict[str, Kind | None] = {}
 
     def __call__(self, fact: Fact, rank: int) -> int:
-        sharded, target = self._of.zero > 0, Standing(folding=self._new, rank=rank)
-        kind = None if fact.standing is None else replace(fact.standing, slots=()).kind(sharded=sharded)
-        key = kind, target.kind(sharded=sharded)
+        key = self._kind_of(fact), self._target_kinds[rank]
         if key not in self._known:
-            want = self._dense(target)
+            want = self._dense(self._targets[rank])
             have = {} if fact.standing is None else self._dense(replace(fact.standing, slots=()))
             self._known[key] = sum(_lacking(have.get(name, ()), boxes) for name, boxes in want.items())
         return self._known[key]
+
+    def _kind_of(self, fact: Fact) -> Kind | None:
+        if fact.uid not in self._member_kinds:
+            at = fact.standing
+            self._member_kinds[fact.uid] = None if at is None else replace(at, slots=()).kind(sharded=self._sharded)
+        return self._member_kinds[fact.uid]
 
     def _dense(self, standing: Standing) -> dict[str, tuple[Held, ...]]:
         """Standings without slots have the experts of plain parallelism, which count where there are no replicas."""
@@ -400,15 +422,22 @@ def _lacking(have: Sequence[Held], want: Sequence[Held]) -> int:
     return sum(b.box.num_elements for b in want) - sum(cut.num_elements for cut in both if cut is not None)
 
 
-def _layout_of(name: str, shape: tuple[int, ...], states: Sequence[tuple[int, _State]]) -> TensorLayout:
-    """What ranks hold of one parameter."""
+_Made = dict[tuple[object, ...], TensorLayout]
+"""Layouts by shape, ranks, identity of their boxes (`Healing._alike` keeps them) and local shapes."""
+
+
+def _layout_of(name: str, shape: tuple[int, ...], states: Sequence[tuple[int, _State]], made: _Made) -> TensorLayout:
+    """What ranks hold of one parameter; one that was made already where another parameter is held alike."""
     found = [(rank, *state[name]) for rank, state in states if name in state]
-    return TensorLayout(
-        shape=shape,
-        ranks=tuple(rank for rank, _, _ in found),
-        held=tuple(held for _, held, _ in found),
-        local_shapes=tuple(local for _, _, local in found),
-    )
+    key = (shape, *((rank, id(held), local) for rank, held, local in found))
+    if key not in made:
+        made[key] = TensorLayout(
+            shape=shape,
+            ranks=tuple(rank for rank, _, _ in found),
+            held=tuple(held for _, held, _ in found),
+            local_shapes=tuple(local for _, _, local in found),
+        )
+    return made[key]
 
 
 def _missing(moves: Sequence[Move]) -> tuple[str, ...]:

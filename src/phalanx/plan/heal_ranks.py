@@ -54,7 +54,8 @@ def _exchanged(order: Sequence[Fact], width: int, lacks: Lacks) -> list[Fact]:
         costs.append([])
         for at in range(len(blocks)):
             table = [[lacks(fact, at * width + i) for i in range(width)] for fact in block]
-            inner[b, at] = assigned(table) if len({fact.machine for fact in block}) == 1 else list(range(width))
+            moves = width > 1 and len({fact.machine for fact in block}) == 1
+            inner[b, at] = assigned(table) if moves else list(range(width))
             costs[-1].append(sum(table[member][place] for member, place in enumerate(inner[b, at])))
     out: list[Fact | None] = [None] * len(order)
     for b, at in enumerate(assigned(costs)):

@@ -37,11 +37,17 @@ class Box:
 
     def intersection(self, other: Box) -> Box | None:
         """What both have of their tensor, None for nothing."""
-        offsets = tuple(max(a, b) for a, b in zip(self.offsets, other.offsets, strict=True))
-        ends = (a + m for a, m in zip(self.offsets, self.sizes, strict=True))
-        other_ends = (b + n for b, n in zip(other.offsets, other.sizes, strict=True))
-        sizes = tuple(min(p, q) - o for p, q, o in zip(ends, other_ends, offsets, strict=True))
-        return Box(offsets, sizes) if min(sizes, default=1) > 0 else None
+        if self.offsets == other.offsets and self.sizes == other.sizes:  # so it is mostly where a plan is made
+            return self if min(self.sizes, default=1) > 0 else None
+        offsets, sizes = [], []
+        for a, m, b, n in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True):
+            start = max(a, b)
+            size = min(a + m, b + n) - start
+            if size <= 0:
+                return None
+            offsets.append(start)
+            sizes.append(size)
+        return Box(tuple(offsets), tuple(sizes))
 
     def contains(self, other: Box) -> bool:
         """Whether `other` lies in it altogether."""

@@ -11,7 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from phalanx.plan.layout import Box
+
+NONE = -1
+"""In a row of checksums: the member holds no such piece."""
 
 
 class Piece(NamedTuple):
@@ -29,6 +35,25 @@ class Piece(NamedTuple):
 
 Sums = Mapping[Piece, int]
 """Piece -> checksum, of one member."""
+
+
+def row_of(sums: Sums, pieces: Sequence[Piece]) -> NDArray[np.int64]:
+    """Checksums in the order of `pieces`, (P,), which all members have alike and which name all that anybody holds: what travels has no names in it."""
+    row = np.array([sums.get(piece, NONE) for piece in pieces], dtype=np.int64)
+    if np.count_nonzero(row != NONE) != len(sums):
+        raise ValueError(f"{_few([str(piece) for piece in sums.keys() - {*pieces}])} is no piece of the plan")
+    return row
+
+
+def sums_of(row: NDArray[np.int64], pieces: Sequence[Piece]) -> Sums:
+    """What `row_of` was given."""
+    return {piece: value for piece, value in zip(pieces, row.tolist(), strict=True) if value != NONE}
+
+
+def all_agree(rows: NDArray[np.int64]) -> bool:
+    """Whether all holders of each piece have the same checksum of it. `rows` (M, P) of M members."""
+    most = rows.max(axis=0)
+    return bool(np.all((rows == most) | (rows == NONE)))
 
 
 @dataclass(frozen=True, kw_only=True)

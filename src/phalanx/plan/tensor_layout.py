@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from phalanx.plan.layout import Box
 
@@ -47,6 +48,14 @@ class TensorLayout:
     local_shapes: tuple[tuple[int, ...], ...]
     terms: tuple[int, ...] = ()
     """Term of the sum that each rank holds, 0 .. num_terms-1; empty: whole values."""
+
+    def __hash__(self) -> int:
+        """As that of its fields; worked out once, for whoever plans asks for it again and again."""
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.shape, self.ranks, self.held, self.local_shapes, self.terms))
 
     @property
     def num_terms(self) -> int:

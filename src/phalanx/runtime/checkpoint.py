@@ -108,15 +108,19 @@ class CheckpointManager:
         self._thread: threading.Thread | None = None
         self._outcomes: list[Saved | CheckpointError] = []
         self._buffers: list[torch.Tensor] = []
+        self._opens_later = False
 
     def open(self) -> list[str]:
         """Make the folder and remove what interrupted writes left; returns their names."""
+        return self._first(self._open)
 
-        def work() -> list[str]:
-            self.folder.path.mkdir(parents=True, exist_ok=True)
-            return self.folder.clean()
+    def open_later(self) -> None:
+        """As `open`, with the first save: for who is waited for now, and knows that the folder is there."""
+        self._opens_later = True
 
-        return self._first(work)
+    def _open(self) -> list[str]:
+        self.folder.path.mkdir(parents=True, exist_ok=True)
+        return self.folder.clean()
 
     # ---- saving --------------------------------------------------------------------------------------------------------
 
@@ -244,7 +248,8 @@ class CheckpointManager:
     def _begin(self, job: _Job) -> Path:
         """An empty folder to write to. Collective."""
         try:
-            path = Path(self._first(lambda: str(self.folder.begin(job.state.step))))
+            path = Path(self._first(partial(self._empty_folder, job.state.step, opens=self._opens_later)))
+            self._opens_later = False
             if self._write_rate:  # who has more to write has more of it
                 mine = sum(b.tensor.nbytes for b in job.boxes)
                 job.bytes_per_s = self._write_rate * 1e6 * mine / max(1, sum(self._peers.gather(mine))) or math.inf
@@ -252,6 +257,11 @@ class CheckpointManager:
         except CheckpointError as err:
             self._first(lambda: self.folder.abandon(job.state.step))
             raise self._describe(err, job) from None
+
+    def _empty_folder(self, step: int, *, opens: bool) -> str:
+        if opens:
+            self._open()
+        return str(self.folder.begin(step))
 
     def _share(self, job: _Job, path: Path) -> Share | Exception:
         """What this rank wrote, or why it could not."""

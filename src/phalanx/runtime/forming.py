@@ -20,7 +20,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -69,21 +69,18 @@ class Sockets:
                 yield
             finally:
                 with self._lock:
-                    self._note()
+                    new = self._note()
                     self._before = None
                     if self.far:
-                        self._keep_alive()
+                        _keep_alive(new)
 
-    def _note(self) -> None:
-        if self._before is not None:
-            self._found.update({f: i for f, i in open_sockets().items() if self._before.get(f) != i})
-
-    def _keep_alive(self) -> None:
-        now = open_sockets()
-        for fd, inode in self._found.items():
-            if now.get(fd) == inode:
-                with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as sock:
-                    keep_alive(sock)
+    def _note(self) -> list[int]:
+        """Descriptors that the block has opened so far."""
+        if self._before is None:
+            return []
+        new = {f: i for f, i in open_sockets().items() if self._before.get(f) != i}
+        self._found.update(new)
+        return list(new)
 
     def shut(self) -> int:
         """Shut down those that are still open and connected; returns how many. Any thread may call it at any time, also inside a block."""
@@ -96,6 +93,12 @@ class Sockets:
         now = open_sockets()
         with self._lock:
             return sum(now.get(fd) == inode for fd, inode in self._found.items())
+
+
+def _keep_alive(fds: Iterable[int]) -> None:
+    for fd in fds:
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as sock:
+            keep_alive(sock)
 
 
 def _shut(fd: int, inode: str) -> bool:
@@ -127,9 +130,10 @@ class TeamGroups(GroupCache):
         if ranks == tuple(range(dist.get_world_size())) and not second and not message_ctas:
             return dist.group.WORLD
         timeout = timedelta(seconds=min(CONSTRUCT_S, self.timeout_s))
-        with self._sockets.noted():
+        inside = dist.get_rank() in ranks
+        with self._sockets.noted() if inside else contextlib.nullcontext():  # who is not in it opens no socket
             group = dist.new_group(list(ranks), timeout=timeout, pg_options=nccl_options(message_ctas))
-        if dist.get_rank() not in ranks:
+        if not inside:
             return None
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=self.timeout_s), group)
         return group

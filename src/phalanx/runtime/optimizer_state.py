@@ -17,10 +17,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
-from phalanx.plan.layout import Box, FlatLayout
+from phalanx.plan.layout import Box, FlatLayout, FlatPiece
 from phalanx.plan.shard_copies import publication
 from phalanx.runtime.allocator import in_huge_pages
 from phalanx.runtime.boxes import BoxTensor
@@ -70,6 +71,15 @@ class FamilyState:
                 return part[start - at : stop - at]
             at += len(part)
         raise IndexError(f"elements [{start}, {stop}) of {at}")
+
+    @cached_property
+    def pieces(self) -> tuple[tuple[FlatPiece, int, bool], ...]:
+        """Of what is kept, the same for masters and both moments: boxes of parameters, where each begins, and whether it is this rank that writes it."""
+        return tuple(
+            (piece, at, is_writer)
+            for start, stop, is_writer in _written(self.layout)
+            for piece, at in self.layout.kept_pieces(start, stop)
+        )
 
     def round_masters(self) -> None:
         """Parameters of all that is kept, from the masters."""
@@ -135,7 +145,7 @@ class ShardedState:
         for state in self.families.values():
             primary = self._is_primary(state.layout)
             for kind in self.KINDS:
-                out += _shard_boxes(state.layout, getattr(state, kind), prefix=kind, primary=primary)
+                out += _shard_boxes(state, kind, primary=primary)
         first = self.groups.axis("tp_dp_cp").index == 0
         for name, tensor in self.buffers.items():
             shape = tuple(tensor.shape)
@@ -219,13 +229,12 @@ def _ranges(layout: FlatLayout) -> Sequence[tuple[int, int]]:
     return [held.run for held in layout.held_whole.experts]
 
 
-def _shard_boxes(layout: FlatLayout, shard: torch.Tensor, *, prefix: str, primary: bool) -> list[BoxTensor]:
-    out = []
-    for start, stop, is_writer in _written(layout):
-        for piece, at in layout.kept_pieces(start, stop):
-            part = shard[at : at + piece.box.num_elements].view(piece.box.sizes)
-            name, writes = f"{prefix}/{piece.param.name}", primary and is_writer
-            out.append(BoxTensor(name, piece.param.shape, piece.box, part, primary=writes))
+def _shard_boxes(state: FamilyState, kind: str, *, primary: bool) -> list[BoxTensor]:
+    out, kept = [], getattr(state, kind)
+    for piece, at, is_writer in state.pieces:
+        part = kept[at : at + piece.box.num_elements].view(piece.box.sizes)
+        name, writes = f"{kind}/{piece.param.name}", primary and is_writer
+        out.append(BoxTensor(name, piece.param.shape, piece.box, part, primary=writes))
     return out
 
 

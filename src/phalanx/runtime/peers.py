@@ -5,17 +5,21 @@ Must never change: a failure of one rank becomes the same error on all of them, 
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 
 from phalanx.core.errors import PeerError, PhalanxError, ProblemsError, RunError, first_line
 from phalanx.runtime.escape import Escape, run_escapable
 
 T = TypeVar("T")
+FIRST_BYTES = 8192
+"""Of a rank's value, that go with its length. Mostly that is all of it, and nobody waits for all others a second time."""
 
 
 def own_group(world: int, *, timeout_s: float) -> dist.ProcessGroup | None:
@@ -39,13 +43,10 @@ class Peers:
         """Every rank's value, in rank order. Raises `PeerError` where a rank has gone."""
         if self.group is None:
             return [value]
-        values: list[Any] = [None] * self.size
         try:
-            gather = partial(dist.all_gather_object, values, value, group=self.group)
-            run_escapable(self.escape, gather)
+            return run_escapable(self.escape, partial(_gathered, value, self.group))
         except RuntimeError as err:  # torch's DistError and its children derive from it
             raise PeerError(f"rank {self.rank} did not hear from all other ranks: {first_line(err)}") from err
-        return values
 
     def agree(self, work: Callable[[], T]) -> list[T]:
         """Run `work` on every rank and return all results. Where some ranks fail, all raise the same error.
@@ -70,6 +71,24 @@ class Peers:
     def first(self, work: Callable[[], T]) -> T:
         """Run `work` on the first rank only; all get its result or its error."""
         return self.agree(lambda: work() if self.rank == 0 else None)[0]  # type: ignore[return-value]
+
+
+def _gathered(value: T, group: dist.ProcessGroup) -> list[T]:
+    """Every rank's value. As `all_gather_object`, which first asks for all lengths."""
+    data = pickle.dumps(value)
+    first = _all_gather(len(data).to_bytes(8, "little") + data[:FIRST_BYTES].ljust(FIRST_BYTES, b"\0"), group)
+    lengths = [int.from_bytes(part[:8], "little") for part in first]
+    most, rest = max(lengths), [b""] * len(first)
+    if most > FIRST_BYTES:
+        rest = _all_gather(data[FIRST_BYTES:].ljust(most - FIRST_BYTES, b"\0"), group)
+    return [pickle.loads((a[8:] + b)[:length]) for a, b, length in zip(first, rest, lengths, strict=True)]
+
+
+def _all_gather(mine: bytes, group: dist.ProcessGroup) -> list[bytes]:
+    """As many bytes of every rank."""
+    told = torch.empty((dist.get_world_size(group), len(mine)), dtype=torch.uint8)
+    dist.all_gather(list(told.unbind()), torch.frombuffer(bytearray(mine), dtype=torch.uint8), group=group)
+    return [row.numpy().tobytes() for row in told]
 
 
 def joined(errors: Sequence[PhalanxError]) -> PhalanxError:

@@ -65,16 +65,17 @@ def _views(layout: FlatLayout, kept: torch.Tensor) -> dict[str, ShardView]:
     """Raises `ValueError` where the state of experts is sharded over their holders: their parts are no shards."""
     if layout.scattered is not None:
         raise ValueError("the state of experts is sharded over their holders: it has no views")
+    runs = layout.kept_runs
     return {
-        local.param.name: ShardView(kept, shape=local.shape, parts=_parts(layout, start, start + local.num_elements))
+        local.param.name: ShardView(kept, shape=local.shape, parts=_parts(runs, start, start + local.num_elements))
         for local, start in zip(layout.params, layout.starts, strict=True)
     }
 
 
-def _parts(layout: FlatLayout, begin: int, end: int) -> list[Part]:
+def _parts(kept_runs: Sequence[tuple[int, int]], begin: int, end: int) -> list[Part]:
     """Of the local tensor that is `[begin, end)` of the buffer."""
     out, at = [], 0
-    for first, stop in layout.kept_runs:
+    for first, stop in kept_runs:
         lo, hi = max(first, begin), min(stop, end)
         if lo < hi:
             out.append(Part(lo - begin, hi - begin, at + lo - first))

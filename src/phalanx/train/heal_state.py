@@ -16,7 +16,9 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from phalanx.core.errors import RunError
 from phalanx.plan.box_cells import cells
@@ -25,7 +27,8 @@ from phalanx.plan.layout import Box
 from phalanx.plan.move_order import HEAL_ID
 from phalanx.plan.reshard_types import Hosts, Move
 from phalanx.plan.state_layout import STATE_KINDS
-from phalanx.plan.suspects import Piece, Sums, Suspects, find_suspects
+from phalanx.plan.suspects import NONE, Piece, Sums, Suspects, all_agree, find_suspects, row_of, sums_of
+from phalanx.plan.tensor_layout import TensorLayout
 from phalanx.runtime.boxes import BoxTensor
 from phalanx.runtime.collectives import Collectives
 from phalanx.runtime.groups import Axis
@@ -59,10 +62,12 @@ class Examined:
     plan: HealPlan
     """Without the sources that are not to be trusted."""
     suspects: Suspects
-    told: tuple[Sums, ...]
-    """Of each member, what is to be trusted."""
     cut: Mapping[str, Sequence[Box]]
     """Parameter -> the parts that are compared: who holds an element of one holds it whole."""
+    pieces: tuple[Piece, ...]
+    """All of these, of each kind of state, and the buffers."""
+    told: NDArray[np.int64]
+    """(members, pieces): checksums of what is to be trusted (`plan.suspects.row_of`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,18 +85,29 @@ def examine(plan: HealPlan, *, old: ShardedState | None, everyone: Everyone) -> 
     Raises `RunError` on all members where they have made different plans.
     """
     cut = cut_of(plan)
+    pieces = pieces_of(plan, cut)
     mine = checksums(old.boxes(), cut=cut) if old is not None else {}
-    told = everyone.peers.gather((plan.hash, mine))
-    if len({number for number, _ in told}) > 1:
+    said = everyone.peers.gather((plan.hash, row_of(mine, pieces).tobytes()))
+    if len({number for number, _ in said}) > 1:
         raise RunError(
-            f"members have made different plans ({', '.join(number for number, _ in told)}); nothing was changed"
+            f"members have made different plans ({', '.join(number for number, _ in said)}); nothing was changed"
         )
-    suspects = find_suspects([sums for _, sums in told])
-    bad = {*suspects.outvoted, *suspects.doubted}
-    trusted = tuple(
-        {piece: value for piece, value in sums.items() if (i, piece) not in bad} for i, (_, sums) in enumerate(told)
-    )
-    return Examined(plan=plan.without(suspects.all), suspects=suspects, told=trusted, cut=cut)
+    told = _rows([row for _, row in said])
+    suspects = Suspects() if all_agree(told) else find_suspects([sums_of(row, pieces) for row in told])
+    for who, piece in (*suspects.outvoted, *suspects.doubted):
+        told[who, pieces.index(piece)] = NONE
+    return Examined(plan=plan.without(suspects.all), suspects=suspects, cut=cut, pieces=pieces, told=told)
+
+
+def pieces_of(plan: HealPlan, cut: Mapping[str, Sequence[Box]]) -> tuple[Piece, ...]:
+    """Everything that members compare, in one order."""
+    params = [Piece(f"{kind}/{name}", cell) for kind in STATE_KINDS for name, cells in cut.items() for cell in cells]
+    buffers = [Piece(f"buffer/{m.name}", Box((0,) * len(m.dst.shape), m.dst.shape)) for m in plan.buffers]
+    return (*params, *buffers)
+
+
+def _rows(told: Sequence[bytes]) -> NDArray[np.int64]:
+    return np.stack([np.frombuffer(row, dtype=np.int64) for row in told])
 
 
 def take_state(
@@ -116,7 +132,11 @@ def take_state(
     everyone.comms.complete(everyone.device)
     if parts is not None:
         mine = checksums(parts.state.boxes(), cut=found.cut)
-    return Moved(received_bytes=received, checked=compare([*found.told, *everyone.peers.gather(mine)]))
+    now = _rows(everyone.peers.gather(row_of(mine, found.pieces).tobytes()))
+    rows = np.concatenate([found.told, now])
+    if not all_agree(rows):
+        compare([sums_of(row, found.pieces) for row in rows])  # says which
+    return Moved(received_bytes=received, checked=int(np.count_nonzero((rows != NONE).any(axis=0))))
 
 
 def _tensors(state: ShardedState | None) -> dict[str, Any]:
@@ -147,7 +167,11 @@ def move_state(
 
 def cut_of(plan: HealPlan) -> dict[str, list[Box]]:
     """By parameter: the parts that all who hold them, before or afterwards, can compare."""
-    return {m.name: cells(h.box for side in (m.src, m.dst) for of in side.held for h in of) for m in plan.params}
+    made: dict[tuple[TensorLayout, TensorLayout], list[Box]] = {}
+    for m in plan.params:
+        if (m.src, m.dst) not in made:
+            made[m.src, m.dst] = cells(h.box for side in (m.src, m.dst) for of in side.held for h in of)
+    return {m.name: made[m.src, m.dst] for m in plan.params}
 
 
 def checksums(boxes: Sequence[BoxTensor], *, cut: Mapping[str, Sequence[Box]]) -> dict[Piece, int]:
@@ -155,14 +179,16 @@ def checksums(boxes: Sequence[BoxTensor], *, cut: Mapping[str, Sequence[Box]]) -
     out: dict[Piece, int] = {}
     for held in boxes:
         for cell in cut.get(held.name.split("/", 1)[1], (held.box,)):
-            if held.box.contains(cell):
+            if cell == held.box:
+                out[Piece(held.name, cell)] = _sum(held.tensor)
+            elif held.box.contains(cell):
                 inside = cell.shifted([-offset for offset in held.box.offsets])
                 out[Piece(held.name, cell)] = _sum(held.tensor[inside.slices()])
     return out
 
 
 def _sum(x: torch.Tensor) -> int:
-    return zlib.crc32(x.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes())
+    return zlib.crc32(x.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().data)
 
 
 def compare(told: Sequence[Mapping[Any, int]]) -> int:

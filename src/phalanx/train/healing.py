@@ -308,8 +308,8 @@ class HealingBody:
             escape=self._escape,
             writer=Writer(generation=team.generation.number, life=team.generation.epoch, check=team.check),
         )
-        if team.begun:  # members hold everything: a disk that fails now costs a checkpoint, not the run
-            despite_disk(manager.open, list[str](), rank.sinks)
+        if team.begun:  # members hold everything, and a recovery waits for no disk
+            manager.open_later()
         else:
             manager.open()
         trainer = Trainer(
