@@ -104,6 +104,7 @@ class Member:
             replacing=SimpleNamespace(between=lambda *_, **__: None), _write_status=lambda status: None,
         )  # fmt: skip
         self.trainer.hear_of_checkpoints = lambda **words: Trainer.hear_of_checkpoints(self.trainer, **words)
+        self.trainer._tell_saved = lambda saved: Trainer._tell_saved(self.trainer, saved)
         self.trainer.save = self._save
         self.body = HealingBody.__new__(HealingBody)
         self.body.recipe = SimpleNamespace(  # type: ignore[assignment]

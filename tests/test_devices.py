@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -183,8 +184,9 @@ def test_state_that_came_from_a_kicked_team_is_not_compared(monkeypatch: pytest.
     kicked = [False]
     comms = Collectives(escape=Escape(lambda: kicked[0]))
     everyone = Everyone(comms=comms, axis=Axis("everyone", (0,), 0, None), peers=Peers(), device=ELSEWHERE)
-    plan: Any = SimpleNamespace(params=(), buffers=())
-    found = Examined(plan=plan, suspects=Suspects(outvoted=(), doubted=()), told=({},), cut={})
+    plan: Any = SimpleNamespace(params=(), buffers=(), moves=())
+    told = np.zeros((1, 0), dtype=np.int64)
+    found = Examined(plan=plan, suspects=Suspects(), cut={}, pieces=(), told=told)
     monkeypatch.setattr(heal_state, "move_state", lambda *args, **options: 7)
     assert take_state(found, None, old=None, everyone=everyone).received_bytes == 7
     kicked[0] = True
