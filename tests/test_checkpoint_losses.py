@@ -101,7 +101,7 @@ class Member:
         sinks: Any = self.events.append
         self.trainer: Any = SimpleNamespace(
             manager=self.manager, saved_step=None, rank=SimpleNamespace(sinks=sinks), parts=None, step=0,
-            replacing=SimpleNamespace(between=lambda *_, **__: None), _write_status=lambda status: None,
+            replacing=SimpleNamespace(between=lambda *_, **__: None), _write_status=lambda status: None, recorder=None,
         )  # fmt: skip
         self.trainer.hear_of_checkpoints = lambda **words: Trainer.hear_of_checkpoints(self.trainer, **words)
         self.trainer._tell_saved = lambda saved: Trainer._tell_saved(self.trainer, saved)
