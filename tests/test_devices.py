@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,16 +21,18 @@ from phalanx.core.errors import FinalError, PeerError, RunError
 from phalanx.core.recipe import recipe_problems
 from phalanx.plan.heal_choice import choose_healing
 from phalanx.plan.suspects import Suspects
-from phalanx.runtime import devices, seat
+from phalanx.runtime import devices, groups, seat
 from phalanx.runtime.collectives import Collectives
 from phalanx.runtime.devices import DeviceAbort, complete
 from phalanx.runtime.escape import Escape
+from phalanx.runtime.exchange import Call
+from phalanx.runtime.forming import Sockets, TeamGroups, as_listed
 from phalanx.runtime.groups import Axis, leave_errors_to_run
-from phalanx.runtime.member import run_member
+from phalanx.runtime.member import _Loop, run_member
 from phalanx.runtime.membership import Generation, Member
 from phalanx.runtime.peers import Peers
 from phalanx.runtime.seat import Seat, SeatSettings
-from phalanx.runtime.votes import Decision
+from phalanx.runtime.votes import Decision, Report
 from phalanx.train import heal_state, healing
 from phalanx.train.heal_state import Everyone, Examined, take_state
 from phalanx.train.healing import HealingBody
@@ -86,9 +89,9 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("nccl")
 def test_all_communicators_are_aborted_in_one_group_call_once() -> None:
     calls: list[str] = []
-    abort = DeviceAbort()
+    abort, groups = DeviceAbort(), groups_of(Nccl("world", calls), None, Nccl("ep", calls), object())
     for _ in range(2):  # the watching thread kicks, and whoever drops the team kicks again
-        abort.start(groups_of(Nccl("world", calls), None, Nccl("ep", calls), object()))
+        abort.start(groups)
     assert abort.wait(20) and calls == ["begin", "ep", "world", "end"]
 
 
@@ -105,10 +108,35 @@ def test_an_abort_that_blocks_keeps_nobody_from_watching() -> None:
 
 
 @pytest.mark.unit
-def test_there_is_nothing_to_abort_without_nccl() -> None:
+@pytest.mark.usefixtures("nccl")
+def test_a_communicator_that_came_after_the_first_abort_is_aborted_too() -> None:
+    calls: list[str] = []
+    abort, first = DeviceAbort(), Nccl("world", calls)
+    abort.start(groups_of(first))
+    assert abort.wait(20)
+    abort.start(groups_of(first, Nccl("ep", calls)))
+    assert abort.wait(20) and [c for c in calls if c not in ("begin", "end")] == ["world", "ep"]
+
+
+@pytest.mark.unit
+@pytest.mark.usefixtures("nccl")
+def test_groups_without_nccl_are_left_alone() -> None:
     abort = DeviceAbort()
-    abort.start(groups_of(None))
-    assert abort.wait(0)
+    abort.start(groups_of(None, object()))
+    assert abort.wait(0) and not abort._threads
+
+
+@pytest.mark.unit
+def test_a_kicked_team_makes_no_group_and_posts_nothing_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = TeamGroups(Sockets(), timeout_s=5.0)
+    cache.kicked = lambda: True
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    with pytest.raises(PeerError, match="never be closed again"):
+        cache._create((0, 1), True, 0)
+    comms = Collectives(escape=Escape(lambda: True))
+    comms._posted(Call("x", 0, True))  # on the host it fails by itself
+    with pytest.raises(PeerError, match="nothing is posted"):
+        comms._posted(Call("x", 0, False))
 
 
 @pytest.mark.unit
@@ -223,35 +251,147 @@ def test_a_member_whose_results_are_not_used_does_not_vote() -> None:
     assert run_member(place, body) == "left" and not voted
 
 
-@pytest.mark.unit
-@pytest.mark.parametrize(
-    ("device", "kicked_s", "ends"),
-    [("cuda", 1.0, True), ("cuda", 0.0, False), ("cuda", -1.0, False), ("cpu", 1.0, False)],
-)
-def test_a_call_that_nothing_ends_is_ended_with_its_process(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], device: str, kicked_s: float, ends: bool
-) -> None:
-    """`kicked_s`: longer than the limit ago (1), just now (-1), never (0)."""
-    codes: list[int] = []
-    monkeypatch.setattr(os, "_exit", codes.append)
+class Clock:
+    """Of the seat: time passes only here."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+class Late:
+    """A team that is dropped by somebody's hand."""
+
+    def __init__(self, clock: Clock, on_drop: Callable[[], None] = lambda: None) -> None:
+        self.kicked, self.kicked_s, self.clock, self.on_drop = False, 0.0, clock, on_drop
+        self.generation, self.check = SimpleNamespace(number=7), None
+
+    def kick(self) -> None:
+        self.kicked, self.kicked_s = True, self.kicked_s or self.clock.now_s
+
+    def drop(self) -> None:
+        self.kick()
+        self.on_drop()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    found = Clock()
+    monkeypatch.setattr(seat, "time", SimpleNamespace(monotonic=found.monotonic, sleep=time.sleep))
+    return found
+
+
+@pytest.fixture
+def codes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    found: list[int] = []
+    monkeypatch.setattr(seat, "os", SimpleNamespace(_exit=found.append, write=os.write))
+    return found
+
+
+def seat_on(device: str) -> Seat:
     service: Any = None
-    place = Seat(Member("h.0", "h"), service, pipe=-1, settings=SeatSettings(device=device))
-    now = time.monotonic() + 2 * seat.STUCK_S
-    monkeypatch.setattr(seat.time, "monotonic", lambda: now)
-    since = {1.0: now - seat.STUCK_S - 1, -1.0: now - 1, 0.0: 0.0}[kicked_s]
-    place.team = SimpleNamespace(kicked_s=since, generation=SimpleNamespace(number=7))  # type: ignore[assignment]
+    return Seat(Member("h.0", "h"), service, pipe=-1, settings=SeatSettings(device=device))
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(("device", "ends"), [("cuda", True), ("cpu", False)])
+def test_a_call_that_nothing_ends_is_ended_with_its_process(
+    clock: Clock, codes: list[int], capfd: pytest.CaptureFixture[str], device: str, ends: bool
+) -> None:
+    place, team = seat_on(device), Late(clock)
+    place._connect_watched(team)  # type: ignore[arg-type]
+    clock.now_s += 10 * seat.STUCK_S
+    place._end_if_stuck()  # nobody has kicked it: a step may take as long as it likes
+    team.kick()
+    clock.now_s += seat.STUCK_S - 1
+    place._end_if_stuck()
+    assert not codes
+    clock.now_s += 2
     place._end_if_stuck()
     assert codes == ([1] if ends else [])
     assert ("has not come back from generation 7" in capfd.readouterr().err) == ends
 
 
 @pytest.mark.unit
+def test_who_hangs_while_the_team_is_dropped_is_ended_too(clock: Clock, codes: list[int]) -> None:
+    """An abort that does not end, or a communicator that cannot be destroyed."""
+    place = seat_on("cuda")
+
+    def hang() -> None:
+        clock.now_s += seat.STUCK_S + 1
+        place._end_if_stuck()  # what the watching thread does meanwhile
+
+    place._connect_watched(Late(clock, hang))  # type: ignore[arg-type]
+    place.drop()
+    assert codes == [1]
+    place._end_if_stuck()
+    assert codes == [1]
+
+
+@pytest.mark.unit
+def test_who_waits_for_a_generation_after_one_that_did_not_form_may_wait(
+    monkeypatch: pytest.MonkeyPatch, clock: Clock, codes: list[int]
+) -> None:
+    place, made = seat_on("cuda"), list[Late]()
+    generation = Generation(number=7, epoch="t", members=(Member("h.0", "h"),))
+
+    def form(*args: object, watch: Callable[[object], None], **options: object) -> None:
+        made.append(Late(clock))
+        watch(made[0])
+        made[0].drop()
+        raise PeerError("generation 7 does not form")
+
+    monkeypatch.setattr(seat, "form", form)
+    monkeypatch.setattr(place, "_keys_of", lambda generation: SimpleNamespace(put=lambda key, value: None))
+    report = Report(uid="h.0", step=0, holds=False, doubt=False, sum="", data={})
+    with pytest.raises(PeerError):
+        place._form(generation, report, as_listed)
+    assert made[0].kicked_s
+    clock.now_s += 10 * seat.STUCK_S
+    place._end_if_stuck()
+    assert not codes
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("nowhere", "error"), [(True, ValueError("3 rows")), (True, FinalError("nan")), (False, ValueError("3 rows"))]
+)
+def test_an_error_of_numbers_that_nobody_sent_is_a_lost_peer(nowhere: bool, error: Exception) -> None:
+    place: Any = SimpleNamespace(came_from_nowhere=lambda: nowhere, broken=lambda: True, uid="h.0")
+    body: Any = SimpleNamespace(step=3)
+    loop = _Loop(place, body, lambda event: None, as_listed)
+
+    def fails() -> None:
+        raise error
+
+    if nowhere:
+        assert loop._failed(fails) and loop.failures[0][0] == 3
+    else:
+        with pytest.raises(ValueError, match="3 rows"):
+            loop._failed(fails)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("device", "kicked", "nowhere"), [("cuda", True, True), ("cuda", False, False), ("cpu", True, False)]
+)
+def test_numbers_may_come_from_nowhere_on_a_device_of_a_kicked_team(
+    clock: Clock, device: str, kicked: bool, nowhere: bool
+) -> None:
+    place, team = seat_on(device), Late(clock)
+    place._connect_watched(team)  # type: ignore[arg-type]
+    if kicked:
+        team.kick()
+    assert place.came_from_nowhere() == nowhere
+
+
+@pytest.mark.unit
 def test_threads_of_nccl_end_nothing_unless_the_user_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCH_NCCL_ENABLE_MONITORING", "1")
-    monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
+    monkeypatch.setattr(groups, "os", SimpleNamespace(environ={"TORCH_NCCL_ENABLE_MONITORING": "1"}))
     leave_errors_to_run()
-    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0" and os.environ["TORCH_NCCL_ENABLE_MONITORING"] == "1"
-    monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING")
+    assert groups.os.environ == {"TORCH_NCCL_ENABLE_MONITORING": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
 
 
 @pytest.mark.unit

@@ -275,7 +275,7 @@ def test_terms_add_up_and_the_peak_is_the_largest() -> None:
 
 
 def test_more_of_anything_takes_more() -> None:
-    """A larger batch, sequence, vocabulary, model or imbalance never takes less; ZeRO-1 and recomputing never more."""
+    """A larger batch, sequence, vocabulary, model or imbalance never takes less; ZeRO-1 never more, nor recomputing, but for what it imports."""
 
     def peak(spec: ModelSpec, world: int = 4, balance: Balance | None = EVEN, **changes: Any) -> int:
         recipe = small_recipe(**{"global_batch": 32, "seq_len": 1024, **changes})
@@ -287,7 +287,7 @@ def test_more_of_anything_takes_more() -> None:
     for bigger in ({"hidden": 512}, {"vocab": 32768}, {"num_layers": 6}, {"expert_ffn": 1024}):
         assert peak(dataclasses.replace(base, **bigger)) > start
     assert peak(base, balance=Balance(first=2.0, later=2.0, source="")) > start
-    assert peak(base, zero=0) > start > peak(base, recompute="full")
+    assert peak(base, zero=0) > start > peak(base, recompute="full") - facts.RECOMPUTE_BYTES
 
 
 def test_balance_is_bounded_by_what_routing_can_do() -> None:

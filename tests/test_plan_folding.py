@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import time
 
 import pytest
 from hypothesis import given, settings
@@ -28,6 +27,7 @@ from phalanx.plan.folding import (
 )
 from phalanx.plan.grid import Grid, pp_groups_equal
 from phalanx.plan.model import PRESETS, parameters
+from speed_help import full_speed_s
 
 pytestmark = pytest.mark.unit
 
@@ -201,14 +201,15 @@ def test_coupled_mappings_are_accepted_and_span_the_hosts_of_the_reference(
 
 
 def test_a_plan_of_1024_ranks_takes_well_under_a_second() -> None:
-    begin = time.perf_counter()
-    f = make_folding(world=1024, tp=4, cp=2, pp=8, ep=8, etp=2)
-    groups = f.process_groups()
-    for rank in range(1024):
-        for name in GROUP_NAMES:
-            assert rank in f.group_of(rank, name)
-    assert len(set(groups)) == len(groups) and f.explain() and f.hash
-    assert time.perf_counter() - begin < 1.0
+    def plan() -> None:
+        f = make_folding(world=1024, tp=4, cp=2, pp=8, ep=8, etp=2)
+        groups = f.process_groups()
+        for rank in range(1024):
+            for name in GROUP_NAMES:
+                assert rank in f.group_of(rank, name)
+        assert len(set(groups)) == len(groups) and f.explain() and f.hash
+
+    assert full_speed_s(plan, rounds=3) < 1.0
 
 
 # ---- legality -------------------------------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.core.clock import ANCHOR_S
-from phalanx.core.errors import RunError
+from phalanx.core.errors import PeerError, RunError
 from phalanx.core.events import Collective, Emit, Event, Lane, Operation, ignore
 from phalanx.runtime.devices import complete
 from phalanx.runtime.escape import Escape, run_escapable
@@ -610,6 +610,10 @@ class Collectives:
 
     def _posted(self, call: Call) -> float:
         """Now, on `time.monotonic`: the beginning of a collective."""
+        if not call.on_host and self.escape is not None and self.escape.kicked():
+            raise PeerError(
+                "nothing is posted after the connections were closed"
+            )  # it would make a communicator anew, and wait in it
         begin_s = time.monotonic()
         if self.watch is not None:
             self.watch(call.op_id, True)

@@ -3,9 +3,10 @@
 A call of gloo fails where a peer is lost. NCCL's calls return before anything has travelled, its kernels wait for a peer for ever, and an abort from another thread ends them
 without a word, with anything in their results. So in a run that heals itself:
 
-    abort      all communicators of the team together, from a thread of its own: an abort may itself block
+    abort      all communicators of the team together, from a thread of its own: an abort may itself block; nothing is posted any more
     complete   whoever is about to rely on what a device has computed waits for it, and then asks whether the team was kicked: it was before the abort
-    stuck      a call that no abort ends (making a communicator is one) is ended with its process; the supervisor starts another one
+    nonsense   numbers that nobody sent may also fail by themselves, whatever the error: where the team was kicked, that is a lost peer (`runtime/member.py`)
+    stuck      a call that no abort ends (making a communicator is one), or an abort that does not end, is ended with its process; the supervisor starts another one
 
 Must never change: no member votes for a step, and none compares state, before `complete` has let it through.
 """
@@ -21,9 +22,6 @@ import torch
 import torch.distributed as dist
 
 from phalanx.core.errors import PeerError
-
-ABORT_S = 30.0
-"""How long the thread that owns the groups waits for the abort before it destroys them."""
 
 
 def synchronize(device: torch.device) -> None:
@@ -45,27 +43,29 @@ def complete(device: torch.device, kicked: Callable[[], bool] | None) -> None:
 
 
 class DeviceAbort:
-    """The end of all NCCL communicators of some groups, once."""
+    """The end of all NCCL communicators of some groups, of each once."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
+        self._ended: list[Any] = []
 
     def start(self, groups: Sequence[dist.ProcessGroup]) -> None:
-        """From any thread; returns at once. Groups without NCCL are left alone."""
-        backends = nccl_backends(groups)
+        """From any thread; returns at once. Groups without NCCL are left alone, and those that were given before."""
         with self._lock:
-            if backends and self._thread is None:
-                self._thread = threading.Thread(target=_abort, args=(backends,), name="abort", daemon=True)
-                self._thread.start()
+            new = [b for b in nccl_backends(groups) if not any(b is old for old in self._ended)]
+            self._ended += new
+            if new:
+                self._threads.append(threading.Thread(target=_abort, args=(new,), name="abort", daemon=True))
+                self._threads[-1].start()
 
-    def wait(self, limit_s: float = ABORT_S) -> bool:
-        """Until it has ended, where it was begun; whether it has."""
+    def wait(self, limit_s: float | None = None) -> bool:
+        """Until all that was begun has ended; whether it has after `limit_s` (None: as long as it takes, for nothing can be destroyed before)."""
         with self._lock:
-            thread = self._thread
-        if thread is not None:
+            threads = list(self._threads)
+        for thread in threads:
             thread.join(limit_s)
-        return thread is None or not thread.is_alive()
+        return not any(thread.is_alive() for thread in threads)
 
 
 def nccl_backends(groups: Sequence[dist.ProcessGroup]) -> list[Any]:

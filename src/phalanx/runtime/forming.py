@@ -125,10 +125,13 @@ class TeamGroups(GroupCache):
     def __init__(self, sockets: Sockets, *, timeout_s: float) -> None:
         super().__init__(timeout_s=timeout_s)
         self._sockets = sockets
+        self.kicked: Callable[[], bool] = lambda: False
 
     def _create(self, ranks: tuple[int, ...], second: bool, message_ctas: int) -> dist.ProcessGroup | None:
         if ranks == tuple(range(dist.get_world_size())) and not second and not message_ctas:
             return dist.group.WORLD
+        if self.kicked():
+            raise PeerError("a group of a team whose connections were closed would never be closed again")
         timeout = timedelta(seconds=min(CONSTRUCT_S, self.timeout_s))
         inside = dist.get_rank() in ranks
         with self._sockets.noted() if inside else contextlib.nullcontext():  # who is not in it opens no socket
@@ -175,6 +178,7 @@ class Team:
         self.sockets = Sockets(far=far)
         self.groups = TeamGroups(self.sockets, timeout_s=timeout_s)
         self.kicked = False
+        self.groups.kicked = lambda: self.kicked
         self.kicked_s = 0.0
         """When, on the monotonic clock; 0: it was not."""
         self._abort = DeviceAbort()

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from phalanx.core.clock import now_s
-from phalanx.core.errors import PeerError, PhalanxError, RunError
+from phalanx.core.errors import PeerError, RunError
 from phalanx.core.events import Emit, Event, ignore
 from phalanx.runtime.forming import Order, Team, as_listed
 from phalanx.runtime.keys import ServiceLost
@@ -283,8 +283,11 @@ class _Loop:
         except (PeerError, RuntimeError) as err:
             text, where = f"{type(err).__name__}: {err}", "".join(traceback.format_tb(err.__traceback__)[-3:])
             err.__traceback__ = None
-        except PhalanxError:
-            raise
+        except Exception as err:
+            if not self.seat.came_from_nowhere():
+                raise
+            text, where = f"{type(err).__name__}: {err}", ""
+            err.__traceback__ = None
         self._broken()
         self.failures.append((self.body.step, text))
         same = [t for s, t in self.failures if s == self.body.step]

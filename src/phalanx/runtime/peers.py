@@ -20,6 +20,8 @@ from phalanx.runtime.escape import Escape, run_escapable
 T = TypeVar("T")
 FIRST_BYTES = 8192
 """Of a rank's value, that go with its length. Mostly that is all of it, and nobody waits for all others a second time."""
+LEAST_BYTES, OF_ALL_BYTES = 256, 1 << 20
+"""Fewer of them where there are many ranks: a rank gets the first part of all."""
 
 
 def own_group(world: int, *, timeout_s: float) -> dist.ProcessGroup | None:
@@ -73,14 +75,19 @@ class Peers:
         return self.agree(lambda: work() if self.rank == 0 else None)[0]  # type: ignore[return-value]
 
 
+def first_bytes(world: int) -> int:
+    """Of each rank's value, in the first message between so many."""
+    return max(LEAST_BYTES, min(FIRST_BYTES, OF_ALL_BYTES // world))
+
+
 def _gathered(value: T, group: dist.ProcessGroup) -> list[T]:
     """Every rank's value. As `all_gather_object`, which first asks for all lengths."""
-    data = pickle.dumps(value)
-    first = _all_gather(len(data).to_bytes(8, "little") + data[:FIRST_BYTES].ljust(FIRST_BYTES, b"\0"), group)
-    lengths = [int.from_bytes(part[:8], "little") for part in first]
+    data, part = pickle.dumps(value), first_bytes(dist.get_world_size(group))
+    first = _all_gather(len(data).to_bytes(8, "little") + data[:part].ljust(part, b"\0"), group)
+    lengths = [int.from_bytes(told[:8], "little") for told in first]
     most, rest = max(lengths), [b""] * len(first)
-    if most > FIRST_BYTES:
-        rest = _all_gather(data[FIRST_BYTES:].ljust(most - FIRST_BYTES, b"\0"), group)
+    if most > part:
+        rest = _all_gather(data[part:].ljust(most - part, b"\0"), group)
     return [pickle.loads((a[8:] + b)[:length]) for a, b, length in zip(first, rest, lengths, strict=True)]
 
 

@@ -141,6 +141,8 @@ class Seat:
         self._seen_s: dict[int, float] = {}
         self._forming = False
         """The team is not connected yet."""
+        self._inside: Team | None = None
+        """The team that the worker's own thread may be in a call of: from before it connects until it is dropped."""
         self._news = threading.Condition()
         self._closed = threading.Event()
         self._threads: list[threading.Thread] = []
@@ -154,8 +156,8 @@ class Seat:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.drop()  # while somebody watches over it
         self._closed.set()
-        self.drop()
         for thread in self._threads:
             thread.join(2 * WATCH_S)
         if self._door is not None:
@@ -356,6 +358,12 @@ class Seat:
             team, self.team = self.team, None
         if team is not None:
             team.drop()
+        self._inside = None
+
+    def came_from_nowhere(self) -> bool:
+        """Whether an error of any kind may be of numbers that nobody sent: on a device the messages of a kicked team end with anything in them."""
+        with self._news:
+            return self.settings.device != "cpu" and self.team is not None and self.team.kicked
 
     def keys(self) -> Keys:
         """The connection of the worker's own thread, opened again as long as `service_s` allows."""
@@ -452,6 +460,9 @@ class Seat:
                 watch=self._connect_watched,
                 order=order,
             )
+        except BaseException:
+            self._inside = None  # `form` has dropped what it could not make
+            raise
         finally:
             with self._news:
                 self._forming = False
@@ -464,6 +475,7 @@ class Seat:
 
     def _connect_watched(self, team: Team) -> None:
         team.check = lambda: self._check_stands(team.generation)
+        self._inside = team
         with self._news:
             self.team, self._forming = team, True
             if self.newest is not None and _later(self.newest, team.generation):
@@ -561,7 +573,7 @@ class Seat:
         return keys
 
     def _end_if_stuck(self) -> None:
-        team = self.team
+        team = self._inside
         if self.settings.device == "cpu" or team is None or not team.kicked_s:
             return
         stuck_s = time.monotonic() - team.kicked_s

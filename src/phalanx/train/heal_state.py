@@ -87,15 +87,23 @@ def examine(plan: HealPlan, *, old: ShardedState | None, everyone: Everyone) -> 
     cut = cut_of(plan)
     pieces = pieces_of(plan, cut)
     mine = checksums(old.boxes(), cut=cut) if old is not None else {}
-    said = everyone.peers.gather((plan.hash, row_of(mine, pieces).tobytes()))
-    if len({number for number, _ in said}) > 1:
+    row, wrong = b"", ""
+    try:
+        row = row_of(mine, pieces).tobytes()
+    except ValueError as err:  # as where members have made different plans: all are to hear of it
+        wrong = str(err)
+    said = everyone.peers.gather((plan.hash, row, wrong))
+    if len({number for number, *_ in said}) > 1:
         raise RunError(
-            f"members have made different plans ({', '.join(number for number, _ in said)}); nothing was changed"
+            f"members have made different plans ({', '.join(number for number, *_ in said)}); nothing was changed"
         )
-    told = _rows([row for _, row in said])
+    if any(wrong for *_, wrong in said):
+        raise RunError(f"{'; '.join(wrong for *_, wrong in said if wrong)}; nothing was changed")
+    told = _rows([row for _, row, _ in said])
     suspects = Suspects() if all_agree(told) else find_suspects([sums_of(row, pieces) for row in told])
+    places = {piece: place for place, piece in enumerate(pieces)} if suspects != Suspects() else {}
     for who, piece in (*suspects.outvoted, *suspects.doubted):
-        told[who, pieces.index(piece)] = NONE
+        told[who, places[piece]] = NONE
     return Examined(plan=plan.without(suspects.all), suspects=suspects, cut=cut, pieces=pieces, told=told)
 
 

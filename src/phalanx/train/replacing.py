@@ -423,6 +423,7 @@ def _take_over(
         have, want = (shard_views(state, kind) for state in (old.state, new.state))
         received += move_state(resharder, moves, have, want, op_id=f"{REPLACE_ID}/{kind}", record=record)
     new.state.restore(new.comms)
+    new.comms.complete(rank.device)
     told = rank.peers.gather([_sums_of_experts(parts) for parts in (old, new)])
     return received, compare([sums for pair in told for sums in pair])
 
