@@ -346,7 +346,7 @@ class Places:
 
     different: tuple[StageContent, ...]
     """The first pipeline rank's, and those of the others that hold something else."""
-    numbers: tuple[int, ...]
+    ranks: tuple[tuple[int, ...], ...]
     """Pipeline ranks that hold each."""
     fullest: tuple[Place, ...]
     """Of ranks that hold the same, those that no other exceeds in what is in flight."""
@@ -356,12 +356,14 @@ def places_of(job: Job, mapping: Mapping) -> Places:
     """Of a pipeline, whatever else the mapping is."""
     held, states = contents(job, mapping), _states_of_ranks(mapping, mapping.num_microbatches(job))
     best: dict[StageContent, list[int]] = {}
+    ranks: dict[StageContent, list[int]] = {}
     for rank, content in enumerate(held):
+        ranks.setdefault(content, []).append(rank)
         rivals = best.setdefault(content, [])
         if not any(_covers(states[other], states[rank]) for other in rivals):
             rivals[:] = [other for other in rivals if not _covers(states[rank], states[other])] + [rank]
     fullest = tuple(Place(rank, content, states[rank]) for content, ranks in best.items() for rank in ranks)
-    return Places(tuple(best), tuple(held.count(content) for content in best), fullest)
+    return Places(tuple(best), tuple(map(tuple, ranks.values())), fullest)
 
 
 def fullest_of(job: Job, mapping: Mapping, places: Places, *, layer: LayerBytes) -> float:

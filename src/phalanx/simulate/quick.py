@@ -7,9 +7,11 @@ what they depend on, what pipeline ranks hold once for each pipeline, and the re
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from phalanx.simulate.block_time import COMMUNICATION, Blocks, Ledger
+from phalanx.simulate.bubble import bubble_share, idle_passes, tenths
 from phalanx.simulate.collectives import Network
 from phalanx.simulate.cost import Oracle
 from phalanx.simulate.device_memory import LayerBytes, Places, fullest_of, layer_bytes, parameters_of_rank, places_of
@@ -18,7 +20,6 @@ from phalanx.simulate.mapping import Job, Mapping, Recompute
 from phalanx.simulate.replicas import Replicas
 from phalanx.simulate.stage_layers import StageContent
 from phalanx.simulate.stage_mappings import hop_seconds
-from phalanx.simulate.step_time import bubble_share
 from phalanx.simulate.tile_time import TILE_WAYS
 
 KINDS = ("moe", "dense", "head", "embedding")
@@ -43,6 +44,14 @@ class Half(NamedTuple):
     """Of `forward`: what is no communication."""
     again: float
     """What selective recomputation repeats."""
+
+
+class StepEnds(NamedTuple):
+    """Seconds of gathering parameters, of reducing gradients and of the update: of one rank, beside nothing."""
+
+    gather: float
+    reduce: float
+    update: float
 
 
 def half_of(ledger: Ledger) -> Half:
@@ -75,7 +84,9 @@ class Quick:
     layers: dict[Any, tuple[Sums, ...]] = field(default_factory=dict)
     bytes_of_layers: dict[Any, LayerBytes] = field(default_factory=dict)
     pipelines: dict[Any, Places] = field(default_factory=dict)
-    hops: dict[Any, tuple[float, ...]] = field(default_factory=dict)
+    ways: dict[Any, tuple[float, ...]] = field(default_factory=dict)
+    idle: dict[Any, tuple[float, ...]] = field(default_factory=dict)
+    ends: dict[Any, list[StepEnds]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.network = Network(self.cluster.hardware)
@@ -154,10 +165,13 @@ class Quick:
 
     # ---- the step
 
+    def _pipeline(self, mapping: Mapping) -> tuple[Any, ...]:
+        m = mapping
+        return m.schedule, m.folding.pp, m.virtual, m.num_microbatches(self.job), m.stage_layers, m.extra_warmup
+
     def places(self, mapping: Mapping) -> Places:
         """`places_of`, once for each pipeline."""
-        m, pp = mapping, mapping.folding.pp
-        key = (m.schedule, pp, m.virtual, m.num_microbatches(self.job), m.stage_layers, m.extra_warmup)
+        key = self._pipeline(mapping)
         if key not in self.pipelines:
             self.pipelines[key] = places_of(self.job, mapping)
         return self.pipelines[key]
@@ -171,21 +185,66 @@ class Quick:
         f, m = mapping.folding, mapping.num_microbatches(self.job)
         places, sums = self.places(mapping), self.sums(mapping)
         totals = [self._rank(content, sums) for content in places.different]
-        out = m * max(t[0] + t[1] for t in totals)
-        if f.pp > 1:
-            n = f.pp * mapping.virtual
-            forward, backward, weight = (
-                sum(number * t[i] for number, t in zip(places.numbers, totals, strict=True)) / n for i in range(3)
+        busy = m * max(t[0] + t[1] for t in totals)
+        if f.pp == 1:
+            return busy + self._between_steps(mapping, places, totals, [(0.0, 0.0)])
+        n = f.pp * mapping.virtual
+        forward, backward, weight = (
+            sum(len(ranks) * t[i] for ranks, t in zip(places.ranks, totals, strict=True)) / n for i in range(3)
+        )
+        later = weight / backward if backward else 0.5
+        share = bubble_share(mapping.schedule, f.pp, mapping.virtual, m, later, mapping.extra_warmup)
+        ways = self._ways(mapping)
+        bubble = share * (forward + backward) * mapping.virtual + 2 * ways[-1]
+        idle = []
+        for ranks, passes in zip(places.ranks, self._idle(mapping, places, later), strict=True):
+            way = ways[ranks[0]]
+            back = 0.0 if mapping.splits_backward else way
+            idle.append((ranks[0] * forward + way, passes * backward + back))
+        return busy + bubble + self._between_steps(mapping, places, totals, idle)
+
+    def _idle(self, mapping: Mapping, places: Places, weight: float) -> tuple[float, ...]:
+        """`idle_passes` of those who hold the same, where it is least."""
+        m, key = mapping, (*self._pipeline(mapping), tenths(weight))
+        if key not in self.idle:
+            each = m.num_microbatches(self.job)
+            passes = idle_passes(m.schedule, m.folding.pp, m.virtual, each, weight, m.extra_warmup)
+            self.idle[key] = tuple(min(passes[rank] for rank in ranks) for ranks in places.ranks)
+        return self.idle[key]
+
+    def _between_steps(
+        self,
+        mapping: Mapping,
+        places: Places,
+        totals: list[tuple[float, float, float]],
+        idle: list[tuple[float, float]],
+    ) -> float:
+        """Exposed data-parallel traffic, and the optimizer, of whoever is latest. `idle`: seconds of each before its first pass and after its last."""
+        replicas, split = Replicas(self.job, mapping, self.network), mapping.splits_backward
+        late, early = [], []
+        for ends, content, (forward, backward, weight), (before, after) in zip(
+            self._ends(mapping, places, replicas), places.different, totals, idle, strict=True
+        ):
+            back = weight if split else backward
+            if mapping.sharding == "parameters":
+                own, passes = parameters_of_rank(self.job, mapping, content), mapping.num_microbatches(self.job)
+                exposed = replicas.exposed(own, forward=forward, backward=back, layers=content.layers, passes=passes)
+                return exposed + ends.update
+            gather, reduce = replicas.left(
+                ends.gather, ends.reduce, forward=forward, backward=back, layers=content.layers
             )
-            later = weight / backward if backward else 0.5
-            share = bubble_share(mapping.schedule, f.pp, mapping.virtual, m, later, mapping.extra_warmup)
-            out += share * (forward + backward) * mapping.virtual + 2 * sum(self._hops(mapping)[:-1])
-        first = places.different[0]
-        own = parameters_of_rank(self.job, mapping, first)
-        replicas = Replicas(self.job, mapping, self.network)
-        back = totals[0][2] if mapping.splits_backward else totals[0][1]
-        out += replicas.exposed(own, forward=totals[0][0], backward=back, layers=first.layers, passes=m)
-        return out + replicas.optimizer(own, self.oracle)
+            late.append(reduce - after)
+            early.append(ends.update + gather - before)
+        return max(late) + max(early) + replicas.vote_s
+
+    def _ends(self, mapping: Mapping, places: Places, replicas: Replicas) -> list[StepEnds]:
+        """Of those who hold something else, once for what they depend on."""
+        m = mapping
+        key = m.folding, m.sharding, m.shard_over_cp, m.holders, m.slots, self._pipeline(m)
+        if key not in self.ends:
+            owned = [parameters_of_rank(self.job, mapping, content) for content in places.different]
+            self.ends[key] = [StepEnds(*replicas.traffic(own), replicas.optimizer(own, self.oracle)) for own in owned]
+        return self.ends[key]
 
     def work(self, mapping: Mapping) -> float:
         """Seconds of one micro-batch over all stages, or less: layers tile by tile by what no plan can beat."""
@@ -207,13 +266,13 @@ class Quick:
                 f, b, w = f + count * one.forward, b + count * one.backward, w + count * one.weight_grad
         return f, b, w
 
-    def _hops(self, mapping: Mapping) -> tuple[float, ...]:
-        """`hop_seconds`, once for what they depend on."""
+    def _ways(self, mapping: Mapping) -> tuple[float, ...]:
+        """Sums of `hop_seconds` up to each pipeline rank, once for what they depend on."""
         f = mapping.folding
         key = f.tp, f.cp, f.pp, mapping.micro_batch
-        if key not in self.hops:
-            self.hops[key] = hop_seconds(self.job, mapping, self.network)
-        return self.hops[key]
+        if key not in self.ways:
+            self.ways[key] = (0.0, *accumulate(hop_seconds(self.job, mapping, self.network)[:-1]))
+        return self.ways[key]
 
 
 def _bare(mapping: Mapping) -> Mapping:

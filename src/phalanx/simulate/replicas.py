@@ -90,12 +90,20 @@ class Replicas:
 
     def ends(self, own: tuple[float, float], *, forward: float, backward: float, layers: int) -> tuple[float, float]:
         """Seconds of gathering parameters and of reducing gradients that the passes of one micro-batch do not hide, where parameters are not sharded."""
-        gather, reduce = self.traffic(own)
+        return self.left(*self.traffic(own), forward=forward, backward=backward, layers=layers)
 
-        def left(gather: float, reduce: float) -> float:
-            return self._beside(gather, reduce, forward=forward, backward=backward, layers=layers, passes=1)
+    def left(
+        self, gather: float, reduce: float, *, forward: float, backward: float, layers: int
+    ) -> tuple[float, float]:
+        """What passes of one micro-batch leave of both."""
+        if not self.mapping.overlap.dp:
+            return gather, reduce
+        taken, last = self.network.hardware.share_of(NCCL_SMS), 1 / max(1, layers)
 
-        return left(gather, 0.0), left(0.0, reduce)
+        def of(seconds: float, room: float) -> float:
+            return seconds * last + beside(seconds * (1 - last), room * (1 - last), taken)
+
+        return of(gather, forward), of(reduce, backward)
 
     def _beside(
         self, gather: float, reduce: float, *, forward: float, backward: float, layers: int, passes: int
@@ -109,12 +117,7 @@ class Replicas:
             if not overlap.fsdp:
                 return times * (gather + back)
             return times * (gather * last + beside(gather, forward, taken) + beside(back, backward, taken))
-        if not overlap.dp:
-            return gather + reduce
-        return sum(
-            comm * last + beside(comm * (1 - last), room * (1 - last), taken)
-            for comm, room in ((gather, forward), (reduce, backward))
-        )
+        return sum(self.left(gather, reduce, forward=forward, backward=backward, layers=layers))
 
     def optimizer(self, own: tuple[float, float], oracle: Oracle) -> float:
         """Update of this rank's share, and gradients set to zero."""

@@ -231,16 +231,16 @@ class _Search:
         variants = sorted((item[2] for item in self.top), key=lambda c: c.seconds)[: self.keep]
         mappings = list(dict.fromkeys(c.mapping for c in (*by_folding, *variants)))
         exact = predict_many(self.job, mappings, self.cluster, most_microbatches=CLOCKED)
-        chosen = dict(zip(mappings, exact, strict=True))
-
-        def ranked(candidates: list[Candidate]) -> tuple[Prediction, ...]:
-            return tuple(sorted((chosen[c.mapping] for c in candidates), key=lambda p: p.step.seconds))
-
+        among = {c.mapping for c in variants}
+        ranked = sorted(exact, key=lambda p: p.step.seconds)
+        fastest: dict[Folding, Prediction] = {}
+        for prediction in ranked:
+            fastest.setdefault(prediction.uniform.folding, prediction)
         return SearchResult(
             job=self.job,
             cluster=self.cluster,
-            best=ranked(by_folding),
-            variants=ranked(variants),
+            best=tuple(fastest.values()),
+            variants=tuple(p for p in ranked if p.mapping in among),
             pareto=tuple(sorted(self.pareto, key=lambda c: c.seconds)),
             pareto_until_s=self.threshold,
             sampled=tuple(self.sampled),

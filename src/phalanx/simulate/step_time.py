@@ -10,14 +10,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
+from itertools import accumulate
 from statistics import NormalDist
 from typing import Any, NamedTuple
 
-from phalanx.plan.schedule import Schedule, make_schedule
-from phalanx.plan.schedule_many import ends_of_ranks, makespans
-from phalanx.plan.schedule_time import Edge, ScheduleCosts, Timeline, chain, simulate, uniform_costs
+from phalanx.plan.schedule import Schedule
+from phalanx.plan.schedule_many import ends_of_ranks
+from phalanx.plan.schedule_time import Edge, ScheduleCosts, Timeline, chain, simulate
 from phalanx.simulate.block_time import COMMUNICATION, Blocks, Ledger
+from phalanx.simulate.bubble import bubble_share, idle_passes, schedule_of
 from phalanx.simulate.collectives import Network
 from phalanx.simulate.cost import SIGMA, Oracle
 from phalanx.simulate.device_memory import StageMemory, memory_of, parameters_of_rank, usable_bytes
@@ -262,13 +264,6 @@ def pass_costs(job: Job, mapping: AnyMapping, cluster: GpuCluster) -> ScheduleCo
     return _Step(job, mapping, cluster).costs()
 
 
-@lru_cache(maxsize=64)
-def _schedule(
-    name: str, pp: int, virtual: int, microbatches: int, extra_warmup: tuple[int, ...] | None = None
-) -> Schedule:
-    return make_schedule(name, pp=pp, virtual=virtual, num_microbatches=microbatches, extra_warmup=extra_warmup)
-
-
 class Ends(NamedTuple):
     """When the first pass of each pipeline rank begins, and its last one ends."""
 
@@ -389,7 +384,7 @@ class _Step:
     def shortened(self, most: int | None) -> tuple[Schedule, int]:
         """That schedule, and of how many micro-batches it is."""
         key = self.schedule_key(most)
-        return _schedule(*key), key[3]
+        return schedule_of(*key), key[3]
 
     def _clock(self, costs: ScheduleCosts, most: int | None) -> tuple[Timeline, Ends]:
         """The schedule's timeline, maybe of fewer micro-batches."""
@@ -414,6 +409,7 @@ class _Step:
             makespan = max(ends.last) + steady
         else:
             makespan = busy[rank] + self._bubble(costs)
+            ends = self._idle(costs)
         parts: dict[str, float] = {}
         for stage in held[rank]:
             for table in (stage.forward, stage.backward):
@@ -437,7 +433,7 @@ class _Step:
         )
 
     def _between_steps(self, held: list[list[Pass]], ends: Ends | None) -> tuple[float, float]:
-        """Exposed data-parallel traffic, and the optimizer: of whoever is latest by its schedule's clock; of the first rank where no clock was run, or parameters are sharded, whose traffic is among the passes."""
+        """Exposed data-parallel traffic, and the optimizer: of whoever is latest by its schedule's clock or closed form; of the first rank where there is no pipeline, or parameters are sharded, whose traffic is among the passes."""
         if ends is None or self.mapping.sharding == "parameters":
             own, room, layers = self._own(held, 0)
             replicas = Replicas(self.job, self.mapping, self.network)
@@ -464,43 +460,29 @@ class _Step:
             room[1] = sum(stage.weight_grad for stage in held[rank])
         return parameters_of_rank(self.job, mapping, content), room, content.layers
 
+    def _mean(self, costs: ScheduleCosts) -> list[float]:
+        """Seconds of the mean stage: forward, backward, and the weights' part of it."""
+        return [sum(t) / len(self.stages) for t in (costs.forward, costs.backward, costs.weight_grad)]
+
+    def _way(self, costs: ScheduleCosts) -> tuple[str, int, int, int, float, tuple[int, ...] | None]:
+        """What closed forms ask."""
+        m, mean = self.mapping, self._mean(costs)
+        weight = mean[2] / mean[1] if mean[1] else 0.5
+        return m.schedule, m.folding.pp, m.virtual, self.m, weight, m.extra_warmup
+
     def _bubble(self, costs: ScheduleCosts) -> float:
         """Closed forms on the mean stage, and the way of the first micro-batch through the transfers."""
-        p, v = self.mapping.folding.pp, self.mapping.virtual
-        n = len(self.stages)
-        mean = [sum(t) / n for t in (costs.forward, costs.backward, costs.weight_grad)]
-        weight = mean[2] / mean[1] if mean[1] else 0.5
-        share = bubble_share(self.mapping.schedule, p, v, self.m, weight, self.mapping.extra_warmup)
-        return share * (mean[0] + mean[1]) * v + 2 * sum(self._hops[:-1])
+        mean = self._mean(costs)
+        share = bubble_share(*self._way(costs))
+        return share * (mean[0] + mean[1]) * self.mapping.virtual + 2 * sum(self._hops[:-1])
 
-
-def bubble_share(
-    schedule: str, p: int, v: int, m: int, weight: float, extra_warmup: tuple[int, ...] | None = None
-) -> float:
-    """Bubble in units of forward and backward of a rank's chunks of one micro-batch; `weight` is W's share of a backward (B = 2F).
-
-    Closed forms where the schedule has one, else the schedule itself on a clock of equal stages, for few micro-batches: the bubble
-    does not grow with their number.
-    """
-    if p == 1:
-        return 0.0
-    if schedule in ("1f1b", "gpipe"):
-        return (p - 1) / v
-    if schedule == "interleaved_1f1b":
-        return (p - 1) / v if m >= p else (p - 1) / v + (p - m) * (v - 1) / v
-    return _clocked_shares(schedule, p, v, min(m, 3 * p), extra_warmup)[min(WEIGHTS, round(20 * weight))]
-
-
-WEIGHTS = 19
-"""Tenths of a forward pass that weight gradients may take: of two, all but a tenth."""
-
-
-@lru_cache(maxsize=1024)
-def _clocked_shares(
-    schedule: str, p: int, v: int, m: int, extra_warmup: tuple[int, ...] | None = None
-) -> tuple[float, ...]:
-    """On a clock, by tenths of W: F = 1, I = 2 - W."""
-    costs = [uniform_costs(p * v, input_grad=2 - w / 10, weight_grad=max(w / 10, 0.1)) for w in range(WEIGHTS + 1)]
-    ends = makespans(_schedule(schedule, p, v, m, extra_warmup), costs)
-    busy = (m * v * (one.forward[0] + one.input_grad[0] + one.weight_grad[0]) for one in costs)
-    return tuple((float(end) - own) / (3 * v) for end, own in zip(ends, busy, strict=True))
+    def _idle(self, costs: ScheduleCosts) -> Ends:
+        """The same of when each rank's first pass begins, and, before the end of all, its last one ends."""
+        forward, backward, _ = self._mean(costs)
+        ways = [0.0, *accumulate(self._hops[:-1])]
+        idle = idle_passes(*self._way(costs))
+        back = [0.0] * len(ways) if self.mapping.splits_backward else ways
+        return Ends(
+            [rank * forward + way for rank, way in enumerate(ways)],
+            [-passes * backward - way for passes, way in zip(idle, back, strict=True)],
+        )
