@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -200,7 +201,11 @@ def test_what_a_way_back_makes_void_is_not_summed(tmp_path: Path) -> None:
     assert {slot: [s.generation for s in steps.values()] for slot, steps in recording.ranks.items()} == {0: [2]}
     assert {slot: [s.generation for s in steps] for slot, steps in recording.given_up.items()} == {0: [1], 1: [1]}
     for n in (0, 1):  # another start of the program
-        logs[n] += [(9.0, started(rank=n, step=5)), (9.1, first), *recorded(6, 9.2, rank=n, generation=1)]
+        logs[n] += [
+            (9.0, started(rank=n, step=5)),
+            (9.1, replace(first, life="cd")),
+            *recorded(6, 9.2, rank=n, generation=1),
+        ]
     recording = read_recording(write(tmp_path, logs))
     assert recording.given_up == {} and recording.ranks[1][6].begin_s == AT + 9.2
 

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from fake_events import started
 from heal_plan_help import after, fresh, healing, new_member, tiny
+from phalanx.cli import simulate_against
 from phalanx.cli.main import main
 from phalanx.cli.simulate_against import as_it_ran
 from phalanx.core.errors import ConfigError, DataError
-from phalanx.core.events import ClockCompared, Collective, Event, MoveRecorded, StepRecorded
+from phalanx.core.events import ClockCompared, Collective, Event, MoveRecorded, StepRecorded, TeamFormed
 from phalanx.core.recipe import load_recipe
 from phalanx.observe.lanes import read_recording
 from phalanx.plan.folding import Folding
 from phalanx.plan.heal import Healing
+from phalanx.plan.heal_recipe import healing_of
 from phalanx.plan.layout import Box
 from phalanx.plan.move_order import HEAL_ID, expert_moves, expert_order, heal_order, moves_again
 from phalanx.plan.placement import LayerPlacements, Placement
@@ -26,12 +30,17 @@ from phalanx.plan.program_moves import move_program
 from phalanx.plan.program_ops import Op
 from phalanx.plan.reshard import plan_reshard
 from phalanx.plan.reshard_types import Move, equal_hosts
+from phalanx.runtime.member import Reformed
 from phalanx.simulate.compare_moves import MeasuredMove, compare_move
 from phalanx.simulate.compare_run import Measured
 from phalanx.simulate.cost import Cost
+from phalanx.simulate.from_recipe import resolve_recipe
 from phalanx.simulate.program_cost import kind_of
 from phalanx.simulate.program_time import ProgramTimeline, run_moves
-from test_observe_recovery import AT, write
+from phalanx.train.heal_state import Moved
+from phalanx.train.heal_tell import Entry, Telling
+from phalanx.train.recording import Recorder
+from test_observe_recovery import AT, formed, write
 from test_trace import problems_of
 
 pytestmark = pytest.mark.unit
@@ -162,20 +171,23 @@ def test_messages_of_moves_are_of_one_kind() -> None:
 # ---- read back -------------------------------------------------------------------------------------------------------
 
 
-def moved(at: float, *, rank: int, done: bool = True, generation: int = 2) -> list[tuple[float, Event]]:
-    """0.2 s after step 5, in which rank 0 sends something to rank 1."""
+def moved(at: float, *, rank: int, done: bool = True, generation: int = 2, **more: Any) -> list[tuple[float, Event]]:
+    """0.2 s after step 5, in which rank 0 sends something to rank 1. `more`: other fields of the last event."""
     ends: Any = {"sends_to": (1,)} if rank == 0 else {"receives_from": (0,)}
     common: dict[str, Any] = {"axis": "everyone", "size": 2, "ranks": (0, 1)}
-    events = [
+    events: list[Event] = [
         ClockCompared(rank=rank, host="here", offset_s=0.0, error_s=0.0),
         Collective(op_id="heal/state.plan", op="all_gather", sent_bytes=8, begin_s=AT + at, end_s=AT + at + 0.05, waited_s=0.05, **common),
         Collective(
             op_id="heal/state.0to1.0", op="exchange", sent_bytes=10 * (rank == 0), begin_s=AT + at + 0.05 + 0.05 * rank,
             end_s=AT + at + 0.15, waited_s=0.05, **common, **ends,
         ),
-        MoveRecorded(
-            op_id="heal/state", step=5, begin_s=AT + at, end_s=AT + at + 0.2, rank=rank, generation=generation, world=2, done=done,
-            plan="ab", hosts=(0, 0), order={"members": [], "left_out": []},
+        replace(
+            MoveRecorded(
+                op_id="heal/state", step=5, begin_s=AT + at, end_s=AT + at + 0.2, rank=rank, generation=generation, world=2, done=done,
+                plan="ab", hosts=(0, 0), order={"members": [], "left_out": []},
+            ),
+            **more,
         ),
     ]  # fmt: skip
     return [(at + 0.2, event) for event in events]
@@ -224,3 +236,143 @@ def test_moves_are_read_back_and_drawn(tmp_path: Path, capsys: pytest.CaptureFix
     assert "moved heal/state after step 5: 10 B in 1 messages between 2 ranks, 200 ms" in capsys.readouterr().out
     (found,) = json.loads((tmp_path / "f.json").read_text())["moves"]
     assert found["generation"] == 2 and found["sent_bytes"] == 10
+
+
+def test_slots_that_come_late_keep_nothing_of_an_earlier_start(tmp_path: Path) -> None:
+    """The program ends after generation 2 and is started again: in generation 2 of that slot 1 is another rank, and slot 2 does not come at all."""
+
+    def start(at: float, life: str, *, slot: int, rank: int, generation: int = 1) -> list[tuple[float, Event]]:
+        begins = [(at, started(rank=slot, step=5)), (at, formed(generation, 5, life=life))]
+        return [*begins, *moved(at + 1, rank=rank), *stepped(at + 1.3, rank=rank)]
+
+    logs = {
+        0: [*start(0.0, "ab", slot=0, rank=0), *start(9.0, "cd", slot=0, rank=1)],
+        1: [*start(0.0, "ab", slot=1, rank=1), *start(9.1, "cd", slot=1, rank=0, generation=2)],
+        2: [*start(0.1, "ab", slot=2, rank=1, generation=2)],
+    }
+    recording = read_recording(write(tmp_path, logs))
+    assert {slot: [m.rank for m in moves] for slot, moves in recording.moves.items()} == {0: [1], 1: [0]}
+    assert {slot: steps[6].rank for slot, steps in recording.ranks.items()} == {0: 1, 1: 0} and recording.given_up == {}
+    (ranks,) = recording.whole_moves.values()
+    assert [round(r.begin_s - AT, 1) for r in ranks] == [10.1, 10.0]
+
+
+def test_a_service_that_lost_its_values_is_no_start(tmp_path: Path) -> None:
+    """It counts on above what members know."""
+    logs = {
+        slot: [
+            (0.0, started(rank=slot, step=5)),
+            (0.0, formed(1, 5, life="ab")),
+            *moved(1.0, rank=slot),
+            (2.0, formed(3, 5, life="cd")),
+            *moved(3.0, rank=slot, generation=3),
+            *stepped(3.3, rank=slot),
+        ]
+        for slot in (0, 1)
+    }
+    assert [at[0] for at in read_recording(write(tmp_path, logs)).whole_moves] == [2, 3]
+
+
+def test_what_moves_were_planned_from_is_asked_for_where_it_is_recorded_and_written_once(tmp_path: Path) -> None:
+    told: list[Event] = []
+
+    def never() -> dict[str, Any]:
+        raise AssertionError("nothing is recorded")
+
+    def recorder(steps: tuple[int, ...] | None) -> Recorder:
+        return Recorder(steps, comms=cast("Any", None), peers=cast("Any", None), emit=told.append)
+
+    assert recorder(None).moves(5, never) is None and recorder((6, 7)).moves(7, never) is None
+    record = recorder((6, 7)).moves(5, lambda: {"folding": 1})
+    assert record is not None
+    resharder = SimpleNamespace(
+        comms=SimpleNamespace(recording=lambda: nullcontext([])), axis=SimpleNamespace(size=1),
+        prepare=lambda moves: SimpleNamespace(plan=SimpleNamespace(hash="ab")), hosts=equal_hosts([0]),
+    )  # fmt: skip
+    for kind in ("master", "exp_avg"):
+        with record.recording(cast("Any", resharder), [], op_id=f"replace/{kind}"):
+            pass
+    assert [e.order for e in told if isinstance(e, MoveRecorded)] == [{"folding": 1}, {}]
+    later = replace(cast("MoveRecorded", told[1]), generation=1)  # of another recorder, whose first record was lost
+    logs = {0: [(5.0, started()), *((5.1, e) for e in (*told, later)), *stepped(5.3, rank=0)]}
+    assert [m.order for m in read_recording(write(tmp_path, logs)).moves[0]] == [{"folding": 1}, {"folding": 1}, {}]
+
+
+# ---- beside a prediction ---------------------------------------------------------------------------------------------
+
+RECIPE = """
+[model]
+preset = "tiny"
+[launch]
+ranks = 2
+[folding]
+ep = 2
+[train]
+dtype = "float32"
+"""
+
+
+def calm(recipe_file: Path) -> dict[str, Any]:
+    """Of a move between two members who both hold everything: what a log tells of it."""
+    recipe = as_it_ran(load_recipe(recipe_file, []), heals=True)
+    folding = Folding(world=2, ep=2)
+    run = healing_of(recipe, resolve_recipe(recipe, tokenizer_vocab=512), folding)
+    plan = run.plan(after(run.plan(fresh(2))))
+    return {"order": heal_order(plan, []), "plan": plan_reshard(plan.moves, equal_hosts([0, 0])).hash}
+
+
+def test_a_move_that_cannot_be_compared_ends_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a move in generation 2 the recipe makes another plan, that in generation 3 is fine, in generation 4 one member is alone, and of the one in generation 5
+    the log of rank 1 has lost a line."""
+    monkeypatch.setattr(simulate_against, "load_tokenizer", lambda folder: SimpleNamespace(vocab_size=512))
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(RECIPE)
+    fine = calm(recipe)
+    alone = replace(cast("MoveRecorded", moved(5.2, rank=0, generation=4)[-1][1]), world=1, hosts=(0,))
+
+    def logs(*, wrong: bool) -> dict[int, list[tuple[float, Event]]]:
+        return {
+            slot: [
+                (0.0, started(rank=slot)),
+                *(moved(4.0, rank=slot, **{**fine, "plan": "another"}) if wrong else ()),
+                *(e for e in moved(4.2, rank=slot, generation=5, **fine) if wrong and not (slot and is_first(e[1]))),
+                *moved(4.5, rank=slot, generation=3, **fine),
+                *([(5.2, alone)] if slot == 0 else []),
+                *stepped(5.5, rank=slot),
+            ]
+            for slot in (0, 1)
+        }
+
+    def is_first(event: Event) -> bool:
+        return isinstance(event, Collective) and event.op_id == "heal/state.plan"
+
+    command = ["simulate", str(recipe), "--cluster", "h100x2", "--against", str(tmp_path)]
+    write(tmp_path, logs(wrong=True))
+    assert main([*command, "--json", str(tmp_path / "a.json")]) == 2
+    said = capsys.readouterr().out
+    assert "the same in both; 1 recorded steps" in said and "move heal/state after step 5, 2 ranks, plan" in said
+    assert (
+        "2 ranks, is not compared: the recipe" in said
+        and "makes another plan of the move heal/state after step 5" in said
+    )
+    assert "move heal/state after step 5, 1 rank, is not compared: one rank alone sends nothing" in said
+    assert "rank 1: has no heal/state.plan of the move after step 5" in said
+    found = json.loads((tmp_path / "a.json").read_text())
+    assert [m["generation"] for m in found["moves"]] == [3] and found["steps"] == 1
+    assert [(m["generation"], m["wrong"]) for m in found["moves_not_compared"]] == [(2, True), (4, False), (5, True)]
+    write(tmp_path, logs(wrong=False))
+    assert main(command) == 0
+
+
+def test_a_member_tells_of_which_life_of_the_service_its_generation_is() -> None:
+    told: list[Event] = []
+    telling = Telling(told.append)
+    telling.entry = Entry(
+        folding="dp2|ep2", plan="ab", built_s=0.1, moved_s=0.1, moved=Moved(received_bytes=0, checked=0)
+    )
+    telling(Reformed(
+        uid="local.0.ab", generation=1, life="cd", members=2, why="", at_s=AT, lost_s=0.0, told_s=0.0, broken_s=0.0, formed_s=0.1, entered_s=0.1, step=0,
+    ))  # fmt: skip
+    assert [e.life for e in told if isinstance(e, TeamFormed)] == ["cd"]

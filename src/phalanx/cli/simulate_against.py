@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from phalanx.cli.trace import read_steps
 from phalanx.core.config import Recipe
-from phalanx.core.errors import ConfigError, DataError, Problem
+from phalanx.core.errors import ConfigError, DataError, PlanError, Problem
 from phalanx.core.files import write_json
 from phalanx.core.recipe import Dtype, load_recipe
 from phalanx.core.units import format_bytes, format_seconds
@@ -38,6 +38,23 @@ OUTSIDE = ("data",)
 Steps = tuple[int | None, int | None]
 
 
+WRONG = 2
+"""Exit status where something could not be compared that should be: as of the errors that end a command."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoveLeft:
+    """A recorded move that is not compared."""
+
+    op_id: str
+    step: int
+    generation: int
+    ranks: int
+    why: str
+    wrong: bool
+    """Whether something is the matter with it; else there is nothing to compare."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Against:
     """All that was compared."""
@@ -47,23 +64,30 @@ class Against:
     why_not: str
     """Then why."""
     moves: tuple[MoveComparison, ...]
+    moves_left: tuple[MoveLeft, ...] = ()
+
+    @property
+    def status(self) -> int:
+        """Of the command."""
+        return WRONG if any(left.wrong for left in self.moves_left) else 0
 
     def to_dict(self) -> dict[str, Any]:
         of_steps = {"steps": 0, "why_no_steps": self.why_not} if self.steps is None else self.steps.to_dict()
-        return {**of_steps, "moves": [move.to_dict() for move in self.moves]}
+        moves = [move.to_dict() for move in self.moves]
+        return {**of_steps, "moves": moves, "moves_not_compared": [vars(left) for left in self.moves_left]}
 
 
 def against(
     recipe: Path, run: Path, cluster_name: str, overrides: Sequence[str], *, steps: str | None, learn: str | None,
     json_file: Path | None,
 ) -> int:  # fmt: skip
-    """Print the comparison; 0. Raises `ConfigError` or `DataError` with what is wrong with recipe, run or cluster."""
+    """Print the comparison; `Against.status`. Raises `ConfigError` or `DataError` with what is wrong with recipe, run or cluster."""
     first, last = read_steps(steps)
     found = compare_with_run(recipe, run, cluster_name, overrides, steps=(first, last), learn=read_steps(learn))
     if json_file is not None:
         write_json(json_file, found.to_dict())
     print(describe(found))
-    return 0
+    return found.status
 
 
 def compare_with_run(
@@ -77,7 +101,7 @@ def compare_with_run(
 ) -> Against:
     """Prediction beside measurement. `learn`: recorded steps whose medians by kind come before the formulas; they are then not compared.
 
-    Where the run recorded moves of state, they are compared too, and alone where its steps have no program.
+    Where the run recorded moves of state, they are compared too, and alone where its steps have no program. What is wrong with one of them ends neither the others nor the steps.
     """
     cluster = parse_cluster(cluster_name)
     recording = read_recording(run, first=steps[0], last=steps[1])
@@ -93,17 +117,17 @@ def compare_with_run(
         recipe_file, [*overrides, "--launch.ranks", str(ranks)], check=check, auto_dtype=lambda _: dtype
     )
     own, given = (as_it_ran(recipe, heals=recording.heals) for recipe in (own, given))
-    oracle, whole = oracle_of(given, cluster), recording.whole_moves
-    moves = tuple(_compare_move(told, given, vocab, oracle, world=world) for told in whole.values())
+    oracle = oracle_of(given, cluster)
+    moves, left = _compare_moves(recording, given, vocab, oracle, world=world)
     try:
         made, of_run = (_programs(recipe, vocab, world) for recipe in (given, own))
         _same(made, of_run)
         found = _compare_steps(made, recording, run, oracle, learn=learn)
     except (ConfigError, DataError) as err:
-        if not moves:
+        if not moves and not any(m.wrong for m in left):
             raise
-        return Against(steps=None, why_not=str(err), moves=moves)
-    return Against(steps=found, why_not="", moves=moves)
+        return Against(steps=None, why_not=str(err), moves=moves, moves_left=left)
+    return Against(steps=found, why_not="", moves=moves, moves_left=left)
 
 
 def as_it_ran(recipe: Recipe, *, heals: bool) -> Recipe:
@@ -132,6 +156,24 @@ def _compare_steps(
     return compare(timeline, [_measured(recording, s) for s in left], step_s=[_step_s(recording, s) for s in left])
 
 
+def _compare_moves(
+    recording: Recording, recipe: Recipe, vocab: int, oracle: ProgramOracle, *, world: int
+) -> tuple[tuple[MoveComparison, ...], tuple[MoveLeft, ...]]:
+    """Each that can be, and why the others cannot."""
+    moves, left = list[MoveComparison](), list[MoveLeft]()
+    for ranks in recording.whole_moves.values():
+        why, wrong = "one rank alone sends nothing", False
+        if len(ranks) > 1:
+            try:
+                moves.append(_compare_move(ranks, recipe, vocab, oracle, world=world))
+                continue
+            except (ConfigError, DataError, PlanError) as err:
+                why, wrong = "; ".join(map(str, err.problems)), True
+        m = ranks[0]
+        left.append(MoveLeft(op_id=m.op_id, step=m.step, generation=m.generation, ranks=m.world, why=why, wrong=wrong))
+    return tuple(moves), tuple(left)
+
+
 def _compare_move(
     ranks: Sequence[RankMove], recipe: Recipe, vocab: int, oracle: ProgramOracle, *, world: int
 ) -> MoveComparison:
@@ -141,12 +183,20 @@ def _compare_move(
         recipe.folding, spec, world=world, seq_len=t.seq_len, slots_per_rank=recipe.resilience.slots_per_rank,
         **equal_shares(recipe),
     )  # fmt: skip
-    assert isinstance(folding, Folding)  # stages with foldings of their own neither heal nor have replicas
+    if not isinstance(folding, Folding):
+        rule = "has stages with foldings of their own, which neither heal nor have replicas: the run that moved this is another"
+        raise ConfigError([Problem(where="the recipe", value=None, rule=rule, hint="use the run's recipe.toml")],
+                          subject="the comparison")  # fmt: skip
     return compare_move(_measured_move(ranks), healing_of(recipe, spec, folding), oracle.cost)
 
 
 def _measured_move(ranks: Sequence[RankMove]) -> MeasuredMove:
+    """Of two ranks or more. Raises `DataError` where the log of one has lost how it began."""
     first, compared = ranks[0], compare_id(ranks[0].op_id)
+    silent = [own.rank for own in ranks if all(m.op_id != compared for m in own.messages)]
+    if silent:
+        rule = f"has no {compared} of the move after step {first.step}, with which every rank begins"
+        raise DataError([Problem(where=f"rank {silent[0]}", value=None, rule=rule)], subject="the run")
     began = {own.rank: min(m.begin_s for m in own.messages if m.op_id == compared) for own in ranks}
     told = {(own.rank, m.op_id): m for own in ranks for m in own.messages}
     return MeasuredMove(
@@ -219,6 +269,9 @@ def describe(found: Against) -> str:
     lines = [f"steps are not compared: {found.why_not}"] if found.steps is None else _of_steps(found.steps)
     for move in found.moves:
         lines += _of_move(move)
+    for left in found.moves_left:
+        who = "1 rank" if left.ranks == 1 else f"{left.ranks} ranks"
+        lines.append(f"move {left.op_id} after step {left.step}, {who}, is not compared: {left.why}")
     return "\n".join(lines)
 
 

@@ -201,7 +201,7 @@ class MoveRecorded(Event):
     hosts: tuple[int, ...]
     """Of each rank, as the plan took them; likewise."""
     order: Mapping[str, Any]
-    """What it was planned from (`plan/move_order.py`)."""
+    """What it was planned from (`plan/move_order.py`); empty: what this rank's move before was planned from."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,6 +280,8 @@ class TeamFormed(Event):
     """From then until this member was told."""
     plan: str = ""
     """Hash of what was decided for the team (`plan/heal.py: HealPlan.decision`)."""
+    life: str = ""
+    """Of the service that counts the generations (`runtime/membership.py: Generation.epoch`): another one counts anew, above those of a run that goes on."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
 """The recorded steps of a run, read back from the event logs of all its ranks: who did what when, on one clock.
 
 Decides which message belongs to which on the other side: the same id between the same ranks, in the order in which they happened. Ranks that
-exchange rows in a layer work on micro-batches of their own, so there the micro-batch does not count. Times are those of rank 0's clock. Must never change: what an earlier process recorded beyond the step that training resumed from is void.
+exchange rows in a layer work on micro-batches of their own, so there the micro-batch does not count. Times are those of rank 0's clock. Must never change: what an earlier process recorded beyond the step that training resumed from is void, in whichever log it is.
 
 In a run that heals itself logs are those of slots, and each recorded step names its generation and the rank therein (rank 0's clock is then that of this generation). What was given up, or
 is void because the run went back to a checkpoint, is apart (`Recording.given_up`): it is drawn and not summed. So are moves of state between steps (`Recording.moves`).
@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from phalanx.core.errors import DataError, Problem
 from phalanx.core.op_ids import read_op_id
@@ -93,6 +93,8 @@ class RankStep:
     voted_s: float = 0.0
     """From then to `decided_s` it waited for the decision of a step; 0: it did not."""
     decided_s: float = 0.0
+    told_s: float = 0.0
+    """When it was written, by its own machine's clock."""
 
     @property
     def meeting(self) -> Meeting:
@@ -193,6 +195,7 @@ def find_recording(folder: Path, *, first: int | None = None, last: int | None =
     read = {
         int(path.stem.removeprefix("rank-")): _Reader(int(path.stem.removeprefix("rank-"))).read(path) for path in logs
     }
+    _void_starts(list(read.values()))
     _void_others(list(read.values()))
     found = sorted({s.step for reader in read.values() for s in (*reader.steps.values(), *reader.given_up)})
     wanted = [s for s in found if (first is None or s >= first) and (last is None or s <= last)]
@@ -221,6 +224,15 @@ def _nothing(folder: Path, found: Sequence[int], first: int | None, last: int | 
     return Problem(where="--steps", value=asked, rule=f"names no step that {folder} has recorded", hint=hint)
 
 
+class _Team(NamedTuple):
+    """That a generation was formed, as a log tells it."""
+
+    told_s: float
+    life: str
+    generation: int
+    step: int
+
+
 class _Reader:
     """One log."""
 
@@ -230,6 +242,7 @@ class _Reader:
         self.steps: dict[int, RankStep] = {}
         self.given_up: list[RankStep] = []
         self.moves: list[RankMove] = []
+        self.teams: list[_Team] = []
         self.clock: dict[str, Any] = {}
         self._work: list[Work] = []
         self._messages: list[Message] = []
@@ -246,8 +259,10 @@ class _Reader:
                     ):  # an earlier process, from whose checkpoint this one goes on
                         self.given_up = []
                     self.moves = [m for m in self.moves if m.generation or m.step < record["step"]]
-                case "TeamFormed" if record["generation"] == 1:  # likewise; generations are counted anew
-                    self.given_up, self.moves = [], []
+                case "TeamFormed":
+                    self.teams.append(
+                        _Team(record["time_s"], record.get("life", ""), record["generation"], record["step"])
+                    )
                 case "WentBack":
                     self.void(record["step"])
                 case "ClockCompared":
@@ -299,6 +314,7 @@ class _Reader:
             committed=r.get("committed", True),
             voted_s=self._here(r["voted_s"]) if r.get("voted_s") else 0.0,
             decided_s=self._here(r["decided_s"]) if r.get("decided_s") else 0.0,
+            told_s=r["time_s"],
             begin_s=self._here(r["begin_s"]),
             end_s=self._here(r["end_s"]),
             work=tuple(self._work),
@@ -311,6 +327,8 @@ class _Reader:
         self._work, self._messages = [], []
 
     def _close_move(self, r: Record) -> None:
+        at = (r["generation"], r["step"])
+        before = next((m.order for m in self.moves[-1:] if (m.generation, m.step) == at), {})
         self.moves.append(
             RankMove(
                 op_id=r["op_id"],
@@ -321,7 +339,8 @@ class _Reader:
                 world=r["world"],
                 plan=r["plan"],
                 hosts=tuple(r["hosts"]),
-                order=r["order"],
+                order=r["order"] or before,
+                told_s=r["time_s"],
                 begin_s=self._here(r["begin_s"]),
                 end_s=self._here(r["end_s"]),
                 work=(),
@@ -329,6 +348,31 @@ class _Reader:
             )
         )
         self._work, self._messages = [], []
+
+
+def _void_starts(readers: Sequence[_Reader]) -> None:
+    """Of a run that heals itself and was started again: what was given up or moved before counts no longer, nor do steps that were done again, in logs of slots
+    too that came later or not at all."""
+    for told_s, step in _starts(sorted(team for reader in readers for team in reader.teams)):
+        for r in readers:
+            r.steps = {n: s for n, s in r.steps.items() if s.told_s >= told_s or n <= step}
+            r.given_up = [s for s in r.given_up if s.told_s >= told_s]
+            r.moves = [m for m in r.moves if m.told_s >= told_s]
+
+
+def _starts(teams: Sequence[_Team]) -> list[tuple[float, int]]:
+    """(when, steps committed) of each start but the first; `teams` in the order of time. Its service counts generations anew: one that has only lost what it knew goes on above
+    (`runtime/membership.py`)."""
+    lives: dict[str, list[_Team]] = {}
+    for team in teams:
+        lives.setdefault(team.life, []).append(team)
+    found, highest = [], 0
+    for life in lives.values():
+        if min(team.generation for team in life) <= highest:
+            found.append((life[0].told_s, life[0].step))
+            highest = 0
+        highest = max(highest, *(team.generation for team in life))
+    return found
 
 
 def _void_others(readers: Sequence[_Reader]) -> None:

@@ -81,6 +81,8 @@ class Reformed(Event):
 
     uid: str
     generation: int
+    life: str
+    """Of the service: `Generation.epoch`."""
     members: int
     why: str
     at_s: float
@@ -164,6 +166,7 @@ class _Loop:
             Reformed(
                 uid=self.seat.uid,
                 generation=team.generation.number,
+                life=team.generation.epoch,
                 members=team.size,
                 why=team.generation.why,
                 at_s=now_s(),

@@ -79,5 +79,6 @@ class Telling:
                 lost_s=event.lost_s,
                 told_s=event.told_s,
                 plan=entry.plan,
+                life=event.life,
             )
         )

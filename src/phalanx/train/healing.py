@@ -257,7 +257,7 @@ class HealingBody:
         )
         recorder.rank, recorder.generation = team.rank, team.generation.number
         recorder.prepare(step + 1)
-        return recorder.moves(step, heal_order(found.plan, found.suspects.all))
+        return recorder.moves(step, lambda: heal_order(found.plan, found.suspects.all))
 
     def _build(self, team: Team, plan: HealPlan) -> Trainer | None:
         """A trainer for the team, with initial weights as long as the run may begin with them; None where this member is idle. Groups are made by all members,

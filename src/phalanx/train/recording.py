@@ -7,9 +7,9 @@ Must never change: while a step is recorded nothing is written; a step that fail
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from phalanx.core.clock import now_s
@@ -82,11 +82,11 @@ class Recorder:
             )
         )  # fmt: skip
 
-    def moves(self, step: int, order: Mapping[str, Any]) -> MoveRecorder | None:
-        """For moves of state after `step` steps, planned from `order`; None where the next step is not recorded."""
+    def moves(self, step: int, order: Callable[[], Mapping[str, Any]]) -> MoveRecorder | None:
+        """For moves of state after `step` steps, planned from `order`; None where the next step is not recorded, and then nobody asks for it."""
         if step + 1 not in self.steps:
             return None
-        return MoveRecorder(step=step, rank=self.rank, generation=self.generation, order=order, emit=self._emit)
+        return MoveRecorder(step=step, rank=self.rank, generation=self.generation, order=order(), emit=self._emit)
 
     def tell(self) -> None:
         """Write what has been recorded, if anything."""
@@ -95,15 +95,16 @@ class Recorder:
             self._emit(event)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class MoveRecorder:
-    """Writes what a rank did in each move of some state, right behind it."""
+    """Writes what a rank did in each move of some state, right behind it; what all of them were planned from with the first."""
 
     step: int
     rank: int | None
     generation: int
     order: Mapping[str, Any]
     emit: Emit
+    _told: bool = field(default=False, init=False)
 
     @contextmanager
     def recording(self, resharder: Resharder, moves: Sequence[Move], *, op_id: str) -> Iterator[None]:
@@ -134,6 +135,7 @@ class MoveRecorder:
             MoveRecorded(
                 op_id=op_id, step=self.step, begin_s=begin_s, end_s=end_s, rank=self.rank, generation=self.generation,
                 world=resharder.axis.size, done=done, plan="" if plan is None else plan.hash,
-                hosts=() if plan is None else resharder.hosts.host_of_rank, order=self.order,
+                hosts=() if plan is None else resharder.hosts.host_of_rank, order={} if self._told else self.order,
             )
         )  # fmt: skip
+        self._told = True

@@ -283,8 +283,9 @@ class Replacing:
         new = _rebuilt(parts, rank, self.spec, after[own], where=where)
         built_s = time.perf_counter() - begin_s
         begin_s = time.perf_counter()
-        order = expert_order(_folding(parts), before, after)
-        record = None if recorder is None else recorder.moves(step, order)
+        record = (
+            None if recorder is None else recorder.moves(step, lambda: expert_order(_folding(parts), before, after))
+        )
         received, checked = _take_over(new, parts, rank, before, after, record=record)
         moved_s = time.perf_counter() - begin_s
         most = max(rank.peers.gather(received))
