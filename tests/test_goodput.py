@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from phalanx.cli.main import main
 from phalanx.cli.simulate_goodput import goodput
+from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, DataError, PlanError
 from phalanx.plan.folding import Folding
 from phalanx.plan.model import PRESETS
@@ -27,13 +28,14 @@ from phalanx.simulate.goodput import (
     swept_optimum,
     young_daly,
 )
+from phalanx.simulate.goodput_heal import HostsLeft, hosts_left
 from phalanx.simulate.goodput_slow import slow_hosts
 from phalanx.simulate.hardware import parse_cluster
 from phalanx.simulate.mapping import Job, Mapping
 from phalanx.simulate.shape import shape_of
 from phalanx.simulate.slow_ranks import Stragglers
 from phalanx.simulate.slow_step import with_stragglers
-from phalanx.simulate.step_time import predict
+from phalanx.simulate.step_time import Prediction, predict
 
 pytestmark = pytest.mark.unit
 LLAMA3 = 3600 / (LLAMA3_FAILURES_PER_RANK_HOUR * 16384)
@@ -92,17 +94,36 @@ def test_a_slow_host_is_put_out_with_replicas_and_stays_without() -> None:
     assert expected_goodput(replace(practice, interval_s=100.0), 1e6) == pytest.approx(0.5, rel=1e-3)
 
 
+def left_of(p: Prediction, name: str, **resilience: float) -> HostsLeft:
+    """A recipe of that mapping on its cluster, some of whose hosts are lost."""
+    whole, folding = Recipe(), p.mapping.folding
+    assert isinstance(folding, Folding)
+    train = replace(whole.train, seq_len=p.job.seq_len, global_batch=p.job.global_batch, micro_batch=1)
+    recipe = replace(whole, train=train, resilience=replace(whole.resilience, **resilience))  # type: ignore[arg-type]
+    return hosts_left(recipe, PRESETS[name], folding, p.cluster)
+
+
 @pytest.mark.parametrize(
-    ("factor", "gone", "kept"), [(0.0, (), ""), (1.2, (3,), ""), (1.6, (), ""), (1.05, (3, 1), "")]
+    ("pp", "factor", "gone", "kept"),
+    [
+        (4, 0.0, (), ""),
+        (4, 1.2, (3,), ""),
+        (4, 1.6, (), ""),
+        (4, 1.05, (3, 1), ""),
+        (8, 1.2, (), "120 ranks make no mapping of the same degrees without idle ones"),
+        (8, 1.6, (), ""),
+    ],
 )
-def test_the_rule_of_a_run_says_who_is_put_out(factor: float, gone: tuple[int, ...], kept: str) -> None:
-    """Hosts 3 and 1 of 16 are 1.5 and 1.1 times as slow; where 15 hosts would be no faster, nobody goes."""
+def test_the_rule_of_a_run_says_who_is_put_out(pp: int, factor: float, gone: tuple[int, ...], kept: str) -> None:
+    """Hosts 3 and 1 of 16 are 1.5 and 1.1 times as slow. Where the others would make no mapping with all of them (tp 2 x pp 8), nobody goes."""
     job = Job(shape=shape_of(PRESETS["mixtral-8x22b"]), seq_len=4096, global_batch=256)
-    mapping = Mapping(folding=Folding(world=128, tp=2, pp=8, ep=8))
+    mapping = Mapping(folding=Folding(world=128, tp=2, pp=pp, ep=8))
     p = predict(job, mapping, parse_cluster("h100x128"), most_microbatches=4)
     stragglers = Stragglers(hosts=((3, 1.5), (1, 1.1)))
-    found = slow_hosts(p, stragglers, factor=factor, steps=20)
-    assert (found.names, found.kept) == (gone, kept)
+    rule = left_of(p, "mixtral-8x22b", straggler=factor, straggler_steps=20).rule
+    found = slow_hosts(p, stragglers, rule)
+    assert found.names == gone and bool(kept) == bool(found.kept)
+    assert kept in found.kept and kept in found.explain() and ("for 20 steps" in found.kept) == bool(kept)
     assert found.pace == pytest.approx(p.step.seconds / with_stragglers(p, stragglers).step.seconds) and found.pace < 1
     times, paces = [at for at, _ in found.put_out], [pace for _, pace in found.put_out]
     assert [found.pace, *paces] == sorted([found.pace, *paces]) and times == sorted(times)
@@ -111,12 +132,60 @@ def test_the_rule_of_a_run_says_who_is_put_out(factor: float, gone: tuple[int, .
         assert paces[-1] == pytest.approx(1.0) or len(gone) < 2
 
 
-def test_a_host_stays_where_the_others_would_be_no_faster() -> None:
+def small(world: int, **degrees: int) -> Prediction:
     job = Job(shape=shape_of(PRESETS["mixtral-8x7b"]), seq_len=4096, global_batch=32)
-    p = predict(job, Mapping(folding=Folding(world=32, tp=2, pp=2, ep=8)), parse_cluster("h100x32"))
-    stays, goes = (slow_hosts(p, Stragglers(hosts=((0, by),)), factor=1.2, steps=5) for by in (1.3, 1.4))
+    return predict(job, Mapping(folding=Folding(world=world, **degrees)), parse_cluster(f"h100x{world}"))
+
+
+def test_a_host_stays_where_the_others_would_be_no_faster() -> None:
+    p = small(32, tp=2, pp=2, ep=8)
+    rule = left_of(p, "mixtral-8x7b", straggler=1.2, straggler_steps=5).rule
+    stays, goes = (slow_hosts(p, Stragglers(hosts=((0, by),)), rule) for by in (1.3, 1.4))
     assert not stays.names and "no faster" in stays.kept and "no faster" in stays.explain()
     assert goes.names == (0,) and not goes.kept  # 4 hosts over 3 is 1.33
+
+
+def test_a_host_is_measured_by_the_others_and_not_by_itself() -> None:
+    """Of paces 1, 1, 1.19 and 1.4 the last is 1.4 times as slow as the median of the others, as `judge` says, whatever the median of all."""
+    p = small(32, tp=2, pp=2, ep=8)
+    rule = left_of(p, "mixtral-8x7b", straggler=1.2, straggler_steps=5).rule
+    assert slow_hosts(p, Stragglers(hosts=((2, 1.19), (3, 1.4))), rule).names == (3,)
+    one_rank = slow_hosts(p, Stragglers(ranks=((31, 1.4),)), rule)
+    assert one_rank.names == (3,)  # a host is as slow as its slowest rank
+
+
+def test_hosts_that_make_no_whole_mapping_are_idle_or_wait() -> None:
+    """tp 2 x pp 8 needs a multiple of 16 ranks: 15 hosts of 8 are no faster than 14; with fewer than the run's minimum they wait."""
+    p = small(128, tp=2, pp=8, ep=8)
+    left = left_of(p, "mixtral-8x7b")
+    assert [128 * left.share(hosts) for hosts in (16, 15, 14, 13)] == [128, 112, 112, 96]
+    assert left.share(0) == 0
+    waits = left_of(p, "mixtral-8x7b", minimum=113)
+    assert [waits.share(hosts) for hosts in (16, 15, 14)] == [1, 112 / 128, 0]  # 120 members, of which 112 compute
+    practice = Practice(recovery="replicas", interval_s=1e9, save_s=0, detect_s=0, repair_s=0, repair_host_s=100)
+    for share, useful in ((left.share, 112 / 128), (None, 15 / 16), (left_of(p, "mixtral-8x7b", minimum=121).share, 0)):
+        run = simulate_goodput(replace(practice, share=share), [100.0], duration_s=300, hosts=16)
+        assert 300 * run.useful == pytest.approx(200 + 100 * useful)
+        assert 300 * run.down == pytest.approx(100 * (useful == 0))
+
+
+def test_the_command_asks_the_runs_own_rule(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe, file = tmp_path / "r.toml", tmp_path / "out.json"
+    recipe.write_text(
+        '[model]\npreset = "mixtral-8x7b"\nvocab = 32000\n[train]\nseq_len = 4096\nglobal_batch = 64\nmicro_batch = 1\n'
+        '[folding]\ntp = 2\npp = 4\nep = 4\n[launch]\ndevice = "cuda"\n[resilience]\nstraggler = 1.2\n'
+    )
+    words = ["--recipe", str(recipe), "--straggler", "host=1:1.6", "--json", str(file), "--cluster"]
+    found = {}
+    for cluster in ("h100x32", "a100x32"):
+        extra = ["--folding.tp=4"] if cluster == "a100x32" else []
+        assert goodput([*words, cluster, *extra]) == 0
+        found[cluster] = json.loads(file.read_text())
+    assert found["h100x32"]["slow"]["names"] == [1] and found["h100x32"]["repair"]["share"] == 24 / 32
+    kept = found["a100x32"]
+    assert "24 ranks make no mapping" in kept["slow"]["kept"] and kept["repair"]["share"] == 16 / 32
+    assert kept["replicas"]["useful"] == pytest.approx(kept["slow"]["pace"], rel=0.05)
+    assert "at 50.0% of the speed" in capsys.readouterr().out
 
 
 def test_work_at_half_speed_is_lost_as_half() -> None:
@@ -342,6 +411,7 @@ def test_repair_of_a_recipe_on_a_cluster_follows_from_its_state(
         (["--cluster", "h100x128"], "--recipe"),
         (["--recipe", "r.toml"], "--cluster"),
         (["--recipe", "r.toml", "--cluster", "h100x128", "--repair", "3"], "--repair"),
+        (["--recipe", "r.toml", "--cluster", "h100x128", "--hosts", "3"], "--hosts"),
         (["--folding.tp", "2"], "--folding.tp"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from statistics import median
 
 import numpy as np
 import pytest
@@ -135,6 +136,22 @@ def test_noise_puts_nobody_out_and_order_does_not_matter() -> None:
     one = paces(1, 2, 9, 4, 1, 1)
     assert slowness(one) == slowness(one[::-1])
     assert judge(one, Streaks(), RULE)[0] == judge(one[::-1], Streaks(), RULE)[0]
+
+
+def test_slowness_is_what_its_formula_says() -> None:
+    """Time over the larger of two medians of the ranks of all other hosts, here written out, however many there are and whoever has nothing to do."""
+    rng = random.Random(7)
+    for size in (1, 2, 3, 7, 24):
+        names = [rng.choice("abcde") for _ in range(size)]
+        values = [rng.choice([0.0, 1.0, rng.random()]) for _ in range(2 * size)]
+        told = paces(*values[:size], work=tuple(values[size:]), hosts="".join(names))
+        wanted = dict.fromkeys(names, 0.0)
+        for one in told:
+            others = [p for p in told if p.host != one.host and p.seconds > 0]
+            rates = [p.seconds / p.work for p in others if p.work > 0] or [0.0]
+            usual_s = max(median(p.seconds for p in others), median(rates) * one.work) if others else one.seconds or 1.0
+            wanted[one.host] = max(wanted[one.host], one.seconds / usual_s if others else 1.0)
+        assert slowness(told) == wanted
 
 
 # ---- work

@@ -23,6 +23,7 @@ from phalanx.simulate.hardware import Hardware, load_hardware, parse_cluster
 from phalanx.simulate.mapping import Job, Mapping, Overlap
 from phalanx.simulate.quick import Quick
 from phalanx.simulate.routing import Routing
+from phalanx.simulate.search import search
 from phalanx.simulate.search_space import Space, overlaps
 from phalanx.simulate.shape import Shape, shape_of
 from phalanx.simulate.step_time import step_time
@@ -291,6 +292,17 @@ def test_recipes_that_leave_multiprocessors_come_back() -> None:
     all_of_it = replace(recipe, dispatch=replace(recipe.dispatch, left_free=132))
     with pytest.raises(ConfigError, match="leaves nothing to products"):
         mapping_of_recipe(all_of_it, resolve_recipe(recipe), world=8, cluster=parse_cluster("h100x8"))
+
+
+def test_a_search_in_fp8_tries_no_tiles() -> None:
+    """As where they are asked for by name: a default space would price their products at rates that no run of them has."""
+    cluster, space = parse_cluster("h100x16"), Space(micro_batches=(1,), schedules=("1f1b",), recomputes=("none",))
+    job = replace(MIXTRAL, shape=replace(MIXTRAL.shape, layers=4), global_batch=16)
+    tried = {}
+    for precision in ("bf16", "fp8"):
+        found = search(job, cluster, precision=precision, space=space, keep=60)  # type: ignore[arg-type]
+        tried[precision] = {p.uniform.overlap.ep for p in found.variants}
+    assert tried == {"bf16": {"none", "chunks", "auto"}, "fp8": {"none", "chunks"}}
 
 
 def test_tiles_in_fp8_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

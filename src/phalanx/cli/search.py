@@ -26,7 +26,7 @@ from phalanx.simulate.pictures import Series, plot
 from phalanx.simulate.published import known_models, shape_from
 from phalanx.simulate.routing import Routing
 from phalanx.simulate.search import RERANKED, SearchResult, base_mapping, reasons, search, with_slow_ranks
-from phalanx.simulate.search_space import EpOverlap, Space
+from phalanx.simulate.search_space import BF16_OVERLAPS, EpOverlap, Space
 from phalanx.simulate.shape import Shape, shape_of
 from phalanx.simulate.slow_ranks import parse_stragglers, straggler_problems
 from phalanx.simulate.step_time import Prediction, predict
@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
     asked = args.ep_overlap or ()
     problems += [
         Problem(where="--ep-overlap", value=way, rule="computes in bf16", hint="leave one out")
-        for way in ("tiles", "fused")
+        for way in BF16_OVERLAPS
         if args.precision == "fp8" and way in asked
     ]
     if "fused" in asked and cluster is not None and cluster.hardware.sms is None:
@@ -108,7 +108,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--schedules", nargs="+", choices=tuple(SCHEDULES), metavar="NAME", help=f"of {', '.join(SCHEDULES)}")
     add("--ep-overlap", nargs="+", choices=get_args(EpOverlap), metavar="HOW",
-        help="dispatch beside computation: none, chunks, pair, tiles, fused (default: what runs there but fused; pair needs processors to run, fused devices)")  # fmt: skip
+        help="dispatch beside computation: none, chunks, pair, tiles, fused (default: what runs there in this precision, but fused; pair needs processors to run, fused devices)")  # fmt: skip
     add(
         "--straggler",
         action="append",

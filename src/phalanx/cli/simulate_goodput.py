@@ -13,6 +13,8 @@ from phalanx.core.errors import ConfigError, PlanError, Problem, raise_if
 from phalanx.core.files import check_writable, write_json, write_text
 from phalanx.core.recipe import load_recipe
 from phalanx.core.units import format_seconds
+from phalanx.plan.folding import Folding
+from phalanx.simulate.from_recipe import resolve_recipe
 from phalanx.simulate.goodput import (
     LLAMA3_FAILURES_PER_RANK_HOUR,
     Goodput,
@@ -26,6 +28,7 @@ from phalanx.simulate.goodput import (
     swept_optimum,
     young_daly,
 )
+from phalanx.simulate.goodput_heal import HostsLeft, hosts_left
 from phalanx.simulate.goodput_slow import SlowHosts, slow_hosts
 from phalanx.simulate.pictures import Series, plot
 from phalanx.simulate.recovery_cluster import host_lost
@@ -46,8 +49,9 @@ def goodput(argv: Sequence[str]) -> int:
         check_writable(path)
     raise_if(_recipe_problems(args, overrides), ConfigError, subject="the arguments")
     predicted = None if args.recipe is None else _predicted(args, overrides)
-    repair = None if predicted is None else host_lost(predicted)
-    slow = None if predicted is None else _slow(args, overrides, predicted)
+    left = None if predicted is None else _hosts_left(args, overrides, predicted)
+    repair = None if predicted is None else _repair(predicted, left)
+    slow = None if predicted is None or left is None else _slow(args, predicted, left)
     defaults = {
         "detect": 60.0 if repair is None else _limit_s(args.recipe, overrides),
         "repair": 20.0 if repair is None else repair.seconds,
@@ -57,6 +61,8 @@ def goodput(argv: Sequence[str]) -> int:
             setattr(args, name, value)
     if args.ranks is None:
         args.ranks = 16384 if repair is None else repair.members + repair.lost
+    if args.hosts is None and predicted is not None:
+        args.hosts = predicted.cluster.hosts
     base = Practice(
         interval_s=1.0 if args.interval is None else args.interval,
         save_s=args.save,
@@ -65,11 +71,14 @@ def goodput(argv: Sequence[str]) -> int:
         repair_s=args.repair,
         survival=args.survival,
         repair_host_s=args.replace,
+        share=None if left is None else left.share,
         pace=1.0 if slow is None else slow.pace,
         put_out=() if slow is None else slow.put_out,
     )
     raise_if(_problems(args, base), ConfigError, subject="the arguments")
-    result = run(base, args) | ({} if repair is None else {"repair": repair_dict(repair)})
+    result = run(base, args)
+    if repair is not None and left is not None:
+        result |= {"repair": repair_dict(repair, share=left.share(args.hosts - 1))}
     result |= {} if slow is None else {"slow": {**asdict(slow), "explain": slow.explain()}}
     if args.json is not None:
         write_json(args.json, {k: v for k, v in result.items() if k != "curves"})
@@ -124,7 +133,8 @@ def _recipe_problems(args: argparse.Namespace, overrides: Sequence[str]) -> list
         problems.append(Problem(where=overrides[0], value=None, rule=rule, hint=hint))
     if args.recipe is not None:
         rule = "has no effect with --recipe"
-        idle = [("--ranks", args.ranks, "the cluster says how many"), ("--repair", args.repair, "it is derived")]
+        idle = [(f"--{name}", getattr(args, name), "the cluster says how many") for name in ("ranks", "hosts")]
+        idle.append(("--repair", args.repair, "it is derived"))
         problems += [Problem(where=w, value=v, rule=rule, hint=hint) for w, v, hint in idle if v is not None]
     return problems
 
@@ -136,16 +146,28 @@ def _predicted(args: argparse.Namespace, overrides: Sequence[str]) -> Prediction
     return predict_recipe(args.recipe, args.cluster, overrides)
 
 
-def _slow(args: argparse.Namespace, overrides: Sequence[str], predicted: Prediction) -> SlowHosts | None:
+def _hosts_left(args: argparse.Namespace, overrides: Sequence[str], predicted: Prediction) -> HostsLeft | None:
+    """What the recipe makes of fewer hosts; None: nothing, for its stages have foldings of their own."""
+    folding, cluster = predicted.mapping.folding, predicted.cluster
+    if not isinstance(folding, Folding):
+        return None
+    recipe = load_recipe(args.recipe, [*overrides, "--launch.ranks", str(cluster.world)])
+    return hosts_left(recipe, resolve_recipe(recipe), folding, cluster)
+
+
+def _repair(predicted: Prediction, left: HostsLeft | None) -> RecoveryTime:
+    """From the loss of a host to the next step. Raises `ConfigError` where such a run has no replicas to go on from."""
+    return host_lost(predicted, going_on=None if left is None else left.folding(predicted.cluster.hosts - 1))
+
+
+def _slow(args: argparse.Namespace, predicted: Prediction, left: HostsLeft) -> SlowHosts | None:
     """Slow ranks, where they were asked for, and what the recipe does about them."""
     named = args.straggler or ()
     raise_if(straggler_problems(named, args.spread, predicted.cluster), ConfigError, subject="the arguments")
     stragglers = parse_stragglers(named, args.spread)
     if stragglers is None:
         return None
-    rule = load_recipe(args.recipe, list(overrides)).resilience
-    seeded = replace(stragglers, seed=args.seed)
-    return slow_hosts(predicted, seeded, factor=rule.straggler, steps=rule.straggler_steps)
+    return slow_hosts(predicted, replace(stragglers, seed=args.seed), left.rule)
 
 
 def _limit_s(path: Path, overrides: Sequence[str]) -> float:
@@ -153,9 +175,10 @@ def _limit_s(path: Path, overrides: Sequence[str]) -> float:
     return load_recipe(path, list(overrides)).resilience.limit_s
 
 
-def repair_dict(repair: RecoveryTime) -> dict[str, Any]:
-    """Where the seconds of `--repair` are from."""
+def repair_dict(repair: RecoveryTime, *, share: float) -> dict[str, Any]:
+    """Where the seconds of `--repair` are from, and at which share of its speed the job goes on without the host."""
     return {
+        "share": share,
         "seconds": repair.seconds,
         "phases": repair.phases,
         "moved_bytes": repair.moved_bytes,
@@ -189,7 +212,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--spread", type=float, metavar="S", help="the same, with the pace of every device drawn")
     add("--ranks", type=int, default=None, help="ranks of the job (default 16384, or those of --cluster)")
-    add("--hosts", type=int, default=None, help="hosts of the job (default a host for 8 ranks)")
+    add("--hosts", type=int, default=None, help="hosts of the job (default a host for 8 ranks, or those of --cluster)")
     add(
         "--rate",
         type=float,
@@ -284,7 +307,8 @@ def describe(result: dict[str, Any]) -> str:
         shares = "".join(f"{g[part]:>9.2%}" for part in ("useful", "saving", "lost", "down"))
         lines.append(f"{name:<12}{shares}{g['failures']:>10}")
     if "repair" in result:
-        lines.append(f"recovery from replicas: {result['repair']['explain']}")
+        then = f"without the host at {result['repair']['share']:.1%} of the speed"
+        lines.append(f"recovery from replicas: {result['repair']['explain']}; {then}")
     if "slow" in result:
         lines.append(result["slow"]["explain"])
     lines.append(f"expected of checkpoints, in closed form: {result['expected_checkpoint']:.2%}")

@@ -234,9 +234,14 @@ class Healing:
 
     def least(self) -> int:
         """The fewest members that can go on: with so many, and with any more, there is a mapping."""
-        sizes = range(self.base.world, 0, -1)
-        fit = [n for n in sizes if choose_folding(self.base, n, self._limits(n)) is not None]
-        return next((n for n in sizes if n - 1 not in fit), 1)
+        few, enough = 1, self.base.world
+        while few < enough:  # a mapping of so many is one of any more, with the others idle
+            size = (few + enough) // 2
+            if choose_folding(self.base, size, self._limits(size)) is None:
+                few = size + 1
+            else:
+                enough = size
+        return enough
 
     def _limits(self, size: int) -> Limits:
         replicated = self.slots_per_rank is not None and bool(self.spec.moe_layers)

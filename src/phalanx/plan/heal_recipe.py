@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 
 from phalanx.core.config import Recipe
+from phalanx.core.errors import PlanError
 from phalanx.plan.folding import Folding
 from phalanx.plan.heal import Healing
 from phalanx.plan.heal_hosts import holders_needed
 from phalanx.plan.model import ModelSpec
+from phalanx.plan.recovery_devices import is_exact
 from phalanx.plan.run_placement import replicas_of
+from phalanx.plan.stragglers import Rule
 
 STATE_BYTES = {"float64": 8}
 """Of an element of optimizer state, where it is not 4."""
@@ -34,3 +38,20 @@ def healing_of(recipe: Recipe, spec: ModelSpec, folding: Folding) -> Healing:
         slots_per_rank=asked.slots_per_rank,
         loads=asked.loads,
     )
+
+
+def straggler_rule(recipe: Recipe, healing: Healing) -> Rule:
+    """Whom the run puts out for being slow: `resilience.straggler` and `straggler_steps`, as far as the others make the mapping and keep the state."""
+    r = recipe.resilience
+
+    @cache
+    def fits(ranks: int) -> bool:
+        try:
+            choice = healing.choose(ranks)
+        except PlanError:
+            return False
+        base = healing.base
+        return not choice.idle and is_exact(choice.folding, base) and choice.folding.pp == base.pp
+
+    least = max(r.minimum, healing.least(), healing.floor)
+    return Rule(factor=r.straggler, steps=r.straggler_steps, least_ranks=least, least_hosts=r.f, fits=fits)

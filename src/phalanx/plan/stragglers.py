@@ -15,9 +15,8 @@ Must never change: a function of its arguments alone. Nobody is put out below wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import median
 
 from phalanx.plan.folding import Folding
 from phalanx.plan.model import ModelSpec, flops_per_token
@@ -86,16 +85,44 @@ class Streaks:
 
 def slowness(paces: Sequence[Pace]) -> dict[str, float]:
     """How many times as long as expected the slowest rank of each host takes; 1 for all where there is nobody to compare with."""
+    timed = [p for p in paces if p.seconds > 0]
+    seconds = _Others((p.host, p.seconds) for p in timed)
+    rates = _Others((p.host, p.seconds / p.work) for p in timed if p.work > 0)
     found: dict[str, float] = {}
     for pace in paces:
-        others = [p for p in paces if p.host != pace.host and p.seconds > 0]
-        by = 1.0
-        if others:
-            rates = [p.seconds / p.work for p in others if p.work > 0]
-            per_work_s = median(rates) * pace.work if rates else 0.0
-            by = pace.seconds / max(median(p.seconds for p in others), per_work_s)
-        found[pace.host] = max(found.get(pace.host, 0.0), by)
+        usual_s = max(seconds.median(pace.host), rates.median(pace.host) * pace.work)
+        found[pace.host] = max(found.get(pace.host, 0.0), pace.seconds / usual_s if usual_s else 1.0)
     return found
+
+
+class _Others:
+    """Medians of what the ranks of all hosts but one have, sorted once for all hosts: there may be thousands."""
+
+    def __init__(self, told: Iterable[tuple[str, float]]) -> None:
+        ordered = sorted(told, key=lambda one: one[1])
+        self._values = [value for _, value in ordered]
+        self._places: dict[str, list[int]] = {}
+        for place, (host, _) in enumerate(ordered):
+            self._places.setdefault(host, []).append(place)
+        self._known: dict[str, float] = {}
+
+    def median(self, host: str) -> float:
+        """Of the others; 0 where there is nobody else."""
+        if host not in self._known:
+            own = self._places.get(host, [])
+            left = len(self._values) - len(own)
+            two = [self._values[_place_without(own, at)] for at in ((left - 1) // 2, left // 2)] if left else [0.0]
+            self._known[host] = sum(two) / len(two)
+        return self._known[host]
+
+
+def _place_without(gone: Sequence[int], at: int) -> int:
+    """Where number `at` of those stands that are left without the places `gone`, ascending."""
+    for place in gone:
+        if place > at:
+            break
+        at += 1
+    return at
 
 
 def judge(paces: Sequence[Pace], streaks: Streaks, rule: Rule) -> tuple[Streaks, Verdict | None]:

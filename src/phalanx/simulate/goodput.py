@@ -2,7 +2,7 @@
 
 Decides the clock of failures. A job runs in cycles: `interval` seconds of steps, then a save that stops it for `save_s`. A failure of any rank
 loses what was done since the last save and costs detection and restart; with replicas of the experts and shards, a failure that leaves
-one holder of everything costs detection and repair, nothing is lost, and the job goes on without the lost hosts, slower by their share. Failures are a
+one holder of everything costs detection and repair, nothing is lost, and the job goes on without the lost hosts, slower by their share or as its mapping has it (`Practice.share`). Failures are a
 Poisson process of the job's rate, whatever number of hosts is running, or come from a trace. Must never change: useful + saving + lost + down =
 all of the time, and none of them is negative.
 
@@ -48,6 +48,8 @@ class Practice:
     """Time until the lost host is replaced; until then a job with replicas runs without it."""
     minimum_hosts: int = 1
     """With fewer hosts a job with replicas waits."""
+    share: Callable[[int], float] | None = None
+    """Of full speed with so many hosts, which make no whole mapping perhaps; 0: they wait. None: the hosts' own share."""
     pace: float = 1.0
     """Of the job with its slow ranks, over the usual one."""
     put_out: tuple[tuple[float, float], ...] = ()
@@ -130,7 +132,7 @@ def simulate_goodput(
     """Run a job of `duration_s` through `failures`. A failure while the job is down begins its downtime again.
 
     With replicas every failure takes a host for the downtime and `repair_host_s` after it. Once repaired the job goes on at
-    (hosts - out) / hosts of its speed, and is down while fewer than `minimum_hosts` are left. Raises `PlanError`.
+    `Practice.share` of its speed, (hosts - out) / hosts without one, and is down while fewer than `minimum_hosts` are left. Raises `PlanError`.
     """
     raise_if(practice_problems(practice), PlanError, subject="the practice")
     job, times = _Job(practice, hosts, random.Random(seed)), iter(failures)
@@ -178,7 +180,10 @@ class _Job:
         """Share of full speed; 0 while down."""
         left = self.hosts - len(self.out)
         goes = self.now >= self.down_until and left >= self.practice.minimum_hosts
-        return self.pace * left / self.hosts if goes else 0.0
+        if not goes:
+            return 0.0
+        share = self.practice.share
+        return self.pace * (left / self.hosts if share is None else share(left))
 
     @property
     def next_change(self) -> float:

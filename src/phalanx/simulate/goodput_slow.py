@@ -1,7 +1,7 @@
 """Slow hosts in a job that runs for days: at which pace it goes, and which of them its rule puts out (`resilience.straggler`).
 
-Decides nothing about who goes: that is the run's own rule (`plan/stragglers.py: judge`), asked again and again with the paces of one draw of the hosts until it lets the rest be. A generation's steps are counted anew, so
-hosts go one after another. Whoever takes the place of one that went is usual. Must never change: with nobody put out the pace is that of `slow_step.py`.
+Decides nothing about who goes: that is the run's own rule (`plan/stragglers.py: judge`), asked again and again with the paces of one draw of all ranks until it lets the rest be. A generation's steps are counted anew, so
+hosts go one after another. Whoever takes the place of one that went is usual; while the rule is asked, such places count as empty. Must never change: the rule is that of the run, and with nobody put out the pace is that of `slow_step.py`.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ class SlowHosts:
             hosts = ", ".join(map(str, self.names[:8])) + ", ..." * (len(self.names) > 8)
             last_s, pace = self.put_out[-1]
             text += f"; replicas put hosts out ({hosts}), the last after {format_seconds(last_s)}, and go on at {pace:.1%} of what as many usual hosts do"
-        return text + (f"; the slowest of the others: {self.kept}" if self.kept else "")
+        return text + (f"; the slowest{' of the others' * bool(self.put_out)}: {self.kept}" if self.kept else "")
 
 
-def slow_hosts(prediction: Prediction, stragglers: Stragglers, *, factor: float, steps: int) -> SlowHosts:
-    """`factor` and `steps`: `resilience.straggler` and `straggler_steps`. Paces are of one draw, that of the stragglers' seed."""
+def slow_hosts(prediction: Prediction, stragglers: Stragglers, rule: Rule) -> SlowHosts:
+    """`rule`: of the recipe on that cluster (`goodput_heal.py`). Paces are of one draw, that of the stragglers' seed."""
     cluster = prediction.cluster
     factors = stragglers.factors(cluster, np.random.default_rng(stragglers.seed))
     usual_s = prediction.step.seconds
     step_s = _step_s(prediction, factors)
     pace, now, gone, changes = usual_s / step_s, 0.0, list[int](), list[tuple[float, float]]()
-    rule, kept = Rule(factor=factor, steps=steps), ""
-    while factor:
+    kept = ""
+    while rule.factor:
         due, kept = _next(factors, cluster, gone, rule)
         if due is None:
             break
-        now += steps * step_s
+        now += rule.steps * step_s
         gone.append(due)
         factors[due * cluster.hardware.ranks_per_host : (due + 1) * cluster.hardware.ranks_per_host] = 1.0
         step_s = _step_s(prediction, factors)
@@ -72,15 +72,16 @@ def _step_s(prediction: Prediction, factors: Floats) -> float:
 
 
 def _next(factors: Floats, cluster: GpuCluster, gone: Sequence[int], rule: Rule) -> tuple[int | None, str]:
-    """The host that the rule puts out next, if any, else why it keeps the slowest. A host is as slow as its slowest rank."""
-    per_host = cluster.hardware.ranks_per_host
-    slowest = [float(factors[host * per_host : (host + 1) * per_host].max()) for host in range(cluster.hosts)]
-    left = [host for host in range(cluster.hosts) if host not in set(gone)]
-    near = sorted(slowest[host] for host in left)
-    if near[-1] <= rule.factor * near[len(near) // 2]:  # nobody is so slow: no need to ask for each
-        return None, ""
-    paces = [Pace(uid=str(host), host=str(host), seconds=slowest[host], work=1.0) for host in left]
-    _, verdict = judge(paces, Streaks(steps={str(host): rule.steps for host in left}), rule)
+    """The host that the rule puts out next, if any, else why it keeps the slowest. All ranks have the same work."""
+    without, per_host = set(gone), cluster.hardware.ranks_per_host
+    hosts = [rank // per_host for rank in range(cluster.world)]
+    paces = [
+        Pace(uid=str(rank), host=str(host), seconds=float(factors[rank]), work=1.0)
+        for rank, host in enumerate(hosts)
+        if host not in without
+    ]
+    before = dict.fromkeys((pace.host for pace in paces), rule.steps - 1)
+    _, verdict = judge(paces, Streaks(steps=before), rule)
     if verdict is None:
         return None, ""
     return (int(verdict.host), "") if verdict.put_out else (None, verdict.why)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 
 from phalanx.core.errors import ConfigError, Problem
+from phalanx.plan.folding import Folding
 from phalanx.plan.stage_foldings import StagedFolding, group_names
 from phalanx.simulate.hardware import Hardware
 from phalanx.simulate.recovery_time import Constants, RankWork, RecoveryTime, RecoveryWork, recovery_time
@@ -60,8 +61,13 @@ def cluster_constants(hardware: Hardware, *, communicator_s: float = COMMUNICATO
     )
 
 
-def host_lost(prediction: Prediction, *, communicator_s: float = COMMUNICATOR_S) -> RecoveryTime:
-    """From when a host is known to be lost to the next step of the job without it. Of the fullest stage, for the others wait for it."""
+def host_lost(
+    prediction: Prediction, *, going_on: Folding | None = None, communicator_s: float = COMMUNICATOR_S
+) -> RecoveryTime:
+    """From when a host is known to be lost to the next step of the job without it. Of the fullest stage, for the others wait for it.
+
+    `going_on`: the mapping of those that are left, some of them idle perhaps; None: all of them compute, by the mapping before.
+    """
     folding, hardware = prediction.mapping.folding, prediction.cluster.hardware
     if isinstance(folding, StagedFolding):
         rule, hint = "gives each stage a folding of its own, and such runs have no replicas to go on from", "folding.pp"
@@ -87,12 +93,12 @@ def host_lost(prediction: Prediction, *, communicator_s: float = COMMUNICATOR_S)
     own = {ranks for name in group_names(folding) for ranks in [folding.group_of(0, name)] if len(ranks) > 1}
     work = RecoveryWork(
         hash=prediction.mapping.hash,
-        folding=folding,
+        folding=folding if going_on is None else going_on,
         lost=folding.world - left,
         members=left,
         groups=len(own),
         planned=pieces * math.ceil(left / folding.pp),
         ranks=(rank,),
     )
-    step_s = prediction.step.seconds * folding.world / left
+    step_s = prediction.step.seconds * folding.world / (left if going_on is None else going_on.world)
     return recovery_time(work, cluster_constants(hardware, communicator_s=communicator_s), step_s=step_s)

@@ -128,7 +128,8 @@ class _Search:
     def _overlaps(self, folding: Folding) -> list[Overlap]:
         key = folding.ep, folding.etp
         if key not in self.overlaps:
-            self.overlaps[key] = overlaps(self.common.overlap, folding, self.space, self.cluster.hardware)
+            common, hardware = self.common, self.cluster.hardware
+            self.overlaps[key] = overlaps(common.overlap, folding, self.space, hardware, precision=common.precision)
         return self.overlaps[key]
 
     def _works(self, folding: Folding, micro: int, recompute: Recompute) -> list[float]:

@@ -15,11 +15,13 @@ from phalanx.plan.folding import Folding, legal_foldings
 from phalanx.plan.pairs import why_no_pairs
 from phalanx.plan.schedule import make_schedule
 from phalanx.simulate.hardware import Hardware
-from phalanx.simulate.mapping import RECOMPUTES, Job, Mapping, Overlap, Recompute
+from phalanx.simulate.mapping import RECOMPUTES, Job, Mapping, Overlap, Precision, Recompute
 from phalanx.simulate.shape import spec_of
 
 EpOverlap = Literal["none", "chunks", "pair", "tiles", "fused"]
 """`tiles`: by the schedule that the chooser takes (`dispatch.overlap = "auto"`); `fused`: by kernels that wait on flags, within a host."""
+BF16_OVERLAPS: tuple[EpOverlap, ...] = ("tiles", "fused")
+"""Whose products no run computes in fp8 (`dispatch.overlap`)."""
 MICRO_BATCHES = (1, 2, 4)
 MOST_TILE_RANKS = 128
 """Of a group on devices whose layers go tile by tile: two messages for each peer in a round of more hang (`docs/overlap-gpu.md`, pytorch #174288)."""
@@ -47,11 +49,15 @@ def sayable_overlaps(hardware: Hardware) -> tuple[EpOverlap, ...]:
     return ("none", "chunks", "tiles") if hardware.sms is not None else ("none", "chunks", "pair")
 
 
-def overlaps(common: Overlap, folding: Folding, space: Space, hardware: Hardware) -> list[Overlap]:
-    """Ways to hide dispatch and combine; only bare ones where nothing travels."""
+def overlaps(
+    common: Overlap, folding: Folding, space: Space, hardware: Hardware, *, precision: Precision = "bf16"
+) -> list[Overlap]:
+    """Ways to hide dispatch and combine, of those that compute in this precision; only bare ones where nothing travels."""
     kinds = space.ep_overlaps if space.ep_overlaps is not None else sayable_overlaps(hardware)
     if folding.ep == 1:
         kinds = ("none",)
+    if precision == "fp8":
+        kinds = tuple(kind for kind in kinds if kind not in BF16_OVERLAPS)
     if hardware.sms is not None and folding.ep * folding.etp > MOST_TILE_RANKS:
         kinds = tuple(kind for kind in kinds if kind != "tiles")
     if not fuses(folding, hardware):

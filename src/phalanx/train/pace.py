@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import numpy as np
 
 from phalanx.core.config import Recipe
-from phalanx.core.errors import PlanError
 from phalanx.core.events import Straggling
 from phalanx.core.samples import owned
 from phalanx.plan.heal import Healing, HealPlan
-from phalanx.plan.recovery_devices import is_exact
-from phalanx.plan.stragglers import Pace, Rule, Streaks, Verdict, judge, slowness, work_of_ranks
+from phalanx.plan.heal_recipe import straggler_rule
+from phalanx.plan.stragglers import Pace, Streaks, Verdict, judge, slowness, work_of_ranks
 from phalanx.train.step import StepResult
 
 
@@ -20,15 +17,8 @@ class PaceWatch:
     """One member's side of it."""
 
     def __init__(self, recipe: Recipe, healing: Healing) -> None:
-        r = recipe.resilience
         self.recipe, self.healing = recipe, healing
-        self.rule = Rule(
-            factor=r.straggler,
-            steps=r.straggler_steps,
-            least_ranks=max(r.minimum, healing.least(), healing.floor),
-            least_hosts=r.f,
-            fits=lru_cache(maxsize=None)(self._fits),
-        )
+        self.rule = straggler_rule(recipe, healing)
         self.streaks = Streaks()
 
     def formed(self) -> None:
@@ -71,11 +61,3 @@ class PaceWatch:
             Pace(uid=fact.uid, host=fact.machine if several else fact.uid, seconds=seconds, work=flops)
             for fact, seconds, flops in zip(members, result.seconds, work, strict=True)
         ]
-
-    def _fits(self, ranks: int) -> bool:
-        try:
-            choice = self.healing.choose(ranks)
-        except PlanError:
-            return False
-        base = self.healing.base
-        return not choice.idle and is_exact(choice.folding, base) and choice.folding.pp == base.pp
