@@ -27,7 +27,7 @@ from phalanx.core.errors import PeerError
 def synchronize(device: torch.device) -> None:
     """Wait for everything that the device was told to do."""
     if device.type == "cuda":
-        torch.cuda.synchronize(device)  # SYNC: once a step, before the vote
+        torch.cuda.synchronize(device)  # SYNC: who calls it says why
 
 
 def complete(device: torch.device, kicked: Callable[[], bool] | None) -> None:
@@ -37,7 +37,7 @@ def complete(device: torch.device, kicked: Callable[[], bool] | None) -> None:
     """
     if device.type == "cpu":
         return
-    synchronize(device)
+    synchronize(device)  # SYNC: once a step, before the vote
     if kicked is not None and kicked():
         raise PeerError("the connections were closed while the device computed, and what came over them is not used")
 

@@ -8,6 +8,7 @@ import torch
 
 from phalanx.core.process import peak_resident_bytes, resident_bytes
 from phalanx.runtime.allocator import give_back_freed_memory
+from phalanx.runtime.devices import synchronize
 
 RATE_SIZES = (1024, 2048, 4096)
 RATE_SECONDS = 0.2
@@ -51,15 +52,10 @@ def _product_s(size: int, dtype: torch.dtype, device: torch.device) -> float:
     """Mean time of one square product. (The shortest would ignore that ranks take turns on a core.)"""
     a, b = (torch.ones(size, size, device=device, dtype=dtype) for _ in range(2))
     out = torch.mm(a, b)
-    _wait(device)
+    synchronize(device)  # SYNC: a measurement, before training
     begin_s, count = time.perf_counter(), 0
     while (passed_s := time.perf_counter() - begin_s) < RATE_SECONDS:
         torch.mm(a, b, out=out)
-        _wait(device)
+        synchronize(device)  # SYNC: a measurement, before training
         count += 1
     return passed_s / count
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)  # SYNC: a measurement, before training

@@ -47,6 +47,7 @@ from phalanx.plan.replacement import (
 from phalanx.plan.replicas import Floats
 from phalanx.plan.state_layout import STATE_KINDS
 from phalanx.runtime.aside import Aside
+from phalanx.runtime.devices import synchronize
 from phalanx.runtime.optimizer_state import ShardedState
 from phalanx.runtime.resharder import Resharder
 from phalanx.runtime.shard_views import shard_views
@@ -357,8 +358,7 @@ def seconds_of_a_row(parts: StepParts) -> float:
 
 
 def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)  # SYNC: between steps, once for each try
+    synchronize(device)  # SYNC: between steps, once for each try
     return time.perf_counter()
 
 

@@ -25,6 +25,7 @@ from phalanx.plan.schedule import Action, make_schedule
 from phalanx.plan.schedule_comm import PipelinePlan, Run, plan_pipeline
 from phalanx.plan.schedule_time import ScheduleCosts
 from phalanx.runtime.boundary import Boundary
+from phalanx.runtime.devices import synchronize
 from phalanx.runtime.groups import Axis
 from phalanx.runtime.pipeline import Passes, Tensors, run_pipeline
 
@@ -159,8 +160,7 @@ def transfer_seconds(boundary: Boundary, *, pp: int) -> float:
         boundary.comms.barrier(boundary.axis)
         begin_s = time.perf_counter()
         run_pipeline(plan, _Nothing(plan, boundary), boundary)
-        if boundary.device.type == "cuda":
-            torch.cuda.synchronize(boundary.device)  # SYNC: a measurement, once a run
+        synchronize(boundary.device)  # SYNC: a measurement, once a run
         found.append((time.perf_counter() - begin_s) / (2 * (pp - 2 + PROBES)))
     return min(found[1:])  # the first opens connections
 
