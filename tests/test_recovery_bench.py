@@ -243,7 +243,7 @@ def test_both_systems_go_on_after_a_loss(tiny: Workload, tmp_path: Path) -> None
     )
     teams = [r for r in Logs(ours.folder, slots=4).new() if r["kind"] == "TeamFormed" and r["slot"] == 0]
     assert [r["members"] for r in teams] == [4, 3, 4]
-    base = Torchrun(tiny, tmp_path / "base", slots=4, interval=5, asynchronous=False, name="base")
+    base = Torchrun(tiny, tmp_path / "base", slots=4, interval=1, asynchronous=False, name="base")  # any step saves
     restarted = replay(
         base, Trace(name="t", slots=4, duration_s=60, changes=(loss,)), global_batch=8, stop_when_resumed=True
     )
