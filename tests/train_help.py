@@ -10,9 +10,11 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 SETTINGS = {
     "model.preset": "tiny",
@@ -55,23 +57,46 @@ def train_args(base: Path, **changes: Any) -> list[str]:
 
 
 _SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(
-    [
-        "phalanx.train.trainer",
-        "phalanx.train.loaded",
-        "phalanx.runtime.checkpoint_planner",
-        "phalanx.cli.train",
-        "phalanx.cli.dry_run",
-    ]
-)
+IN_SERVER = "PHALANX_TEST_SERVER"
+"""Set in the server's processes, which import this file too."""
+
+
+def _start_server() -> None:
+    """It has imported whatever runs, verifications and the bodies of tests import, and done what every rank would do first (`quick_starts.py`)."""
+    _SERVER.set_forkserver_preload(
+        [
+            "phalanx.train.trainer",
+            "phalanx.train.loaded",
+            "phalanx.runtime.checkpoint_planner",
+            "phalanx.cli.main",
+            "phalanx.cli.train",
+            "phalanx.cli.dry_run",
+            "phalanx.train.heal_run",
+            "phalanx.train.run_hosts",
+            "phalanx.verify.session",
+            "torch._dynamo",
+            "torch.fx.experimental.symbolic_shapes",
+            "quick_starts",
+            "test_heal",
+        ]
+    )
+    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    with mock.patch.dict(os.environ, {"PYTHONPATH": path, IN_SERVER: "yes"}):
+        ensure_running()
+
+
+if IN_SERVER not in os.environ:
+    _start_server()
 
 
 class Running:
-    """A command that runs, with what it printed so far in files. Started by a server that has imported torch already: 2 s less each."""
+    """A process that runs `body(*given)`, with what it printed so far in files. Started by the server: 3 s of processor less each."""
 
-    def __init__(self, args: Sequence[str], *, env: Mapping[str, str], file_limit: int | None) -> None:
+    def __init__(
+        self, body: Callable[..., object], *given: Any, env: Mapping[str, str], file_limit: int | None = None
+    ) -> None:
         self.folder = tempfile.TemporaryDirectory(prefix="phalanx-run-")
-        self.process = _SERVER.Process(target=_command, args=(list(args), dict(env), self.folder.name, file_limit))
+        self.process = _SERVER.Process(target=_begin, args=(body, given, dict(env), self.folder.name, file_limit))
         self.process.start()
 
     @property
@@ -98,8 +123,10 @@ class Running:
         return out, err
 
 
-def _command(args: list[str], env: dict[str, str], folder: str, file_limit: int | None) -> None:
-    """Body of the forked process: become `phalanx ARGS...`."""
+def _begin(
+    body: Callable[..., object], given: Sequence[Any], env: dict[str, str], folder: str, file_limit: int | None
+) -> None:
+    """Body of the forked process."""
     for number, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(os.path.join(folder, name), os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     os.environ.clear()
@@ -107,15 +134,36 @@ def _command(args: list[str], env: dict[str, str], folder: str, file_limit: int 
     if file_limit is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit, file_limit))
     signal.signal(signal.SIGINT, signal.default_int_handler)  # the server ignores it
+    sys.exit(body(*given))  # type: ignore[arg-type]
+
+
+def _command(args: list[str]) -> int:
+    """Become `phalanx ARGS...`."""
     from phalanx.cli.main import main
 
-    sys.exit(main(args))
+    return main(args)
+
+
+def _program(code: str, argument: str, cwd: str | None) -> None:
+    """Become `python -c CODE ARGUMENT`."""
+    if cwd is not None:
+        os.chdir(cwd)
+    sys.argv = ["-c", argument]
+    exec(compile(code, "<test>", "exec"), {"__name__": "__main__"})
+
+
+def _clean_env() -> dict[str, str]:
+    return {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_PORT", "OMP_NUM_THREADS")}
+
+
+def start_program(code: str, argument: str = "", *, cwd: Path | None = None) -> Running:
+    """Begin a program of Python that is given as text."""
+    return Running(_program, code, argument, None if cwd is None else str(cwd), env=_clean_env())
 
 
 def start(args: Sequence[str], *, env: Mapping[str, str] | None = None, file_limit: int | None = None) -> Running:
     """Begin a command; `file_limit` is the largest file in bytes that it may write."""
-    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_PORT", "OMP_NUM_THREADS")}
-    return Running(args, env={**clean, **(env or {})}, file_limit=file_limit)
+    return Running(_command, list(args), env={**_clean_env(), **(env or {})}, file_limit=file_limit)
 
 
 def phalanx(*args: str, timeout_s: float = 120.0, **more: Any) -> subprocess.CompletedProcess[str]:
