@@ -3,8 +3,6 @@
 import os
 import signal
 import socket
-import subprocess
-import sys
 import textwrap
 import time
 from pathlib import Path
@@ -13,6 +11,7 @@ import pytest
 
 from phalanx.core.errors import RunError
 from phalanx.runtime.launch import listening_socket, threads_per_rank, usable_cores
+from train_help import Running, start_program
 
 pytestmark = pytest.mark.ranks
 
@@ -39,14 +38,11 @@ def run(main, ranks=3):
 """
 
 
-def start(folder: Path, body: str) -> subprocess.Popen[str]:
-    code = PRELUDE + textwrap.dedent(body)
-    return subprocess.Popen(
-        [sys.executable, "-c", code, str(folder)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+def start(folder: Path, body: str) -> Running:
+    return start_program(PRELUDE + textwrap.dedent(body), str(folder))
 
 
-def finish(process: subprocess.Popen[str], timeout_s: float = 60.0) -> tuple[int, str, str]:
+def finish(process: Running, timeout_s: float = 60.0) -> tuple[int | None, str, str]:
     out, err = process.communicate(timeout=timeout_s)
     return process.returncode, out, err
 
@@ -117,9 +113,7 @@ def test_killed_parent_takes_its_ranks_along(tmp_path: Path) -> None:
     process = start(tmp_path, SLEEPERS)
     pids = [int(p) for p in wait_for(tmp_path, "up0", "up1", "up2")]
     process.kill()
-    process.wait()
     wait_gone(*pids)
-    process.communicate()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
