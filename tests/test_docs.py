@@ -1,7 +1,7 @@
 """The prose is true: links lead somewhere, shell blocks run, and no page names a machine.
 
 A fenced block ```` ```sh ```` of docs/*.md and README.md is run in a scratch folder with the repository's programs on the path. `phalanx` is one that starts faster
-(`docs_programs.py`), but for the blocks of `INSTALLED`.
+(`docs_programs.py`), but for the blocks of `INSTALLED`; so does the interpreter of the blocks of Python (`train_help.py`).
 A block that cannot run here carries its reason in the info string: ```` ```sh not-in-ci: needs a cluster ````.
 """
 
@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from docs_programs import Programs
+from train_help import start_program
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -84,5 +85,9 @@ def test_shell_blocks_run(where: str, info: str, code: str, tmp_path: Path) -> N
 @pytest.mark.parametrize(("where", "info", "code"), blocks("python"), ids=[b[0] for b in blocks("python")])
 def test_python_blocks_run(where: str, info: str, code: str, tmp_path: Path) -> None:
     assert not info, f"{where}: unknown info string {info!r}"
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, f"{where}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+    program = start_program(code, cwd=tmp_path)
+    try:
+        out, err = program.communicate(timeout=120)
+    finally:
+        program.kill()
+    assert program.returncode == 0, f"{where}\n{out[-2000:]}\n{err[-2000:]}"
