@@ -20,7 +20,7 @@ test: env       ## run the tests
 	sh scripts/system-packages.sh
 	-sh scripts/etcd.sh
 	-sh scripts/lighthouse.sh
-	$(PY) -m pytest -q
+	sh scripts/tests.sh
 
 lint: env       ## ruff and mypy
 	.venv/bin/ruff format --check -q src tests
