@@ -77,6 +77,9 @@ class MemoryKeys:
     def wait(self, key: str, timeout_s: float, *, sharing: int = 1, over: Callable[[], bool] | None = None) -> bool:
         return key in self._values()
 
+    def hear(self, key: str, timeout_s: float, *, sharing: int = 1) -> bool:
+        return self.wait(key, timeout_s, sharing=sharing)
+
     def listed(self, prefix: str) -> list[str]:
         return sorted(k for k in self._values() if k.startswith(prefix))
 
