@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -165,7 +166,9 @@ def body_on(device: torch.device, kicked: list[bool], error: Exception | None) -
     """One that is about to make a step in which the team is kicked, after the last call that could have failed."""
     body = object.__new__(HealingBody)
     comms = Collectives(escape=Escape(lambda: kicked[0]))
-    recorder = SimpleNamespace(prepare=lambda step: None, begin=lambda step: None, voted=lambda: None)
+    recorder = SimpleNamespace(
+        prepare=lambda step: None, begin=lambda step: None, voted=lambda: None, publishing=nullcontext
+    )
     trainer: Any = SimpleNamespace(
         parts=SimpleNamespace(comms=comms), recorder=recorder, load=lambda step: [], token_batch=lambda m: m
     )

@@ -368,7 +368,8 @@ class HealingBody:
             self._wait_with_all()
             return
         trainer, step = self._mine, self._step
-        publish(trainer.parts)
+        with trainer.recorder.publishing():
+            publish(trainer.parts)
         trainer.recorder.prepare(step + 1)
         if self._due:
             self._between_steps(trainer)
@@ -386,7 +387,9 @@ class HealingBody:
         except PeerError:
             raise
         except RunError as err:  # not finite: a function of state and samples, so it would be again
-            trainer.parts.comms.complete(self.device)  # unless it came from nowhere
+            trainer.parts.comms.complete(
+                self.device
+            )  # unless it came from nowhere: the kick may come while it waits for the device, and the loop asks at once
             raise FinalError(str(err)) from None
         trainer.parts.comms.complete(self.device)
         self._reduced = reduced, micros, begin_s, data_s
