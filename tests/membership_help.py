@@ -17,9 +17,11 @@ from typing import Any
 from phalanx.core.errors import PeerError
 from phalanx.runtime.forming import ready_keys
 from phalanx.runtime.keys import ServiceLost
+from phalanx.runtime.lookout import later
 from phalanx.runtime.membership import Announcement, FirstRule, Generation, Member, Membership, StaleMember
 from phalanx.runtime.roster import Roster
-from phalanx.runtime.seat import End, Left, Seat, SeatSettings, _later, _leavers_key
+from phalanx.runtime.seat import Seat, _leavers_key
+from phalanx.runtime.seat_terms import End, Left, SeatSettings
 from phalanx.runtime.votes import BEGUN, InDoubt, Report, Resolution, Then, Votes, resolve
 
 
@@ -74,6 +76,9 @@ class MemoryKeys:
 
     def wait(self, key: str, timeout_s: float, *, sharing: int = 1, over: Callable[[], bool] | None = None) -> bool:
         return key in self._values()
+
+    def hear(self, key: str, timeout_s: float, *, sharing: int = 1) -> bool:
+        return self.wait(key, timeout_s, sharing=sharing)
 
     def listed(self, prefix: str) -> list[str]:
         return sorted(k for k in self._values() if k.startswith(prefix))
@@ -259,10 +264,10 @@ class SimulatedMember:
                     self.commit(end.generation, doubt=True)
                     self.world.ends[self.uid] = tuple(self.state)
                 return None
-            if found is not None and _later(found, before) and self.seat._is_for_me(found):
+            if found is not None and later(found, before) and self.seat._is_for_me(found):
                 return found
             asked += 1
-            if before is not None and asked % 8 == 0 and found is not None and not _later(found, before):
+            if before is not None and asked % 8 == 0 and found is not None and not later(found, before):
                 self.seat._renew(before)
 
     def broken(self, generation: Generation) -> bool:

@@ -16,7 +16,8 @@ from phalanx.runtime.checkpoint import CheckpointManager
 from phalanx.runtime.checkpoint_folder import CheckpointFolder, Writer, file_entry, with_files
 from phalanx.runtime.groups import GroupCache
 from phalanx.runtime.membership import Generation, Member, Membership
-from phalanx.runtime.seat import Seat, SeatSettings
+from phalanx.runtime.seat import Seat
+from phalanx.runtime.seat_terms import SeatSettings
 
 STEP = 100
 

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import resource
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,10 +15,12 @@ import pytest
 from fake_events import a_run, ended, started
 from phalanx.cli import metrics as metrics_command
 from phalanx.cli import settings as settings_command
+from phalanx.cli import train
 from phalanx.cli.main import COMMANDS, help_text, main
 from phalanx.cli.tables import markdown_table, replace_part
 from phalanx.core.errors import ConfigError, Problem, RunError
 from phalanx.core.recipe import EFFECTS, describe_settings
+from phalanx.data.cache import ensure_folder, silent, write_atomically
 from phalanx.observe.event_log import JsonlSink
 from phalanx.observe.metrics import METRICS
 
@@ -283,3 +286,38 @@ def test_metric_names_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert all(f"| `{m.name}` |" in out for m in METRICS)
     assert os.environ.get("PHALANX_DEBUG") in (None, "", "0")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_while_text_is_prepared_is_a_line_and_a_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: int
+) -> None:
+    """What was half written is gone, and the next handler is that of before."""
+    before = signal.getsignal(signal.SIGTERM)
+
+    def build(folder: Path) -> None:
+        (folder / "part").write_text("half")
+        os.kill(os.getpid(), number)
+        raise AssertionError("it went on")
+
+    def prepare(request: object) -> int:
+        ensure_folder(tmp_path / "tokens", complete=Path.exists, build=build, progress=silent)
+        return 0
+
+    monkeypatch.setattr(train, "_train", prepare)
+    assert main(["train"]) == 130 and capsys.readouterr().err == "phalanx train: interrupted\n"
+    assert not [p for p in tmp_path.iterdir() if p.name != ".locks"]
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_small_file_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_atomically(tmp_path / "pin", b"1")
+
+    def stopped(path: Path, content: bytes) -> int:
+        path.write_text("h")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_bytes", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        write_atomically(tmp_path / "pin", b"2")
+    assert [p.name for p in tmp_path.iterdir()] == ["pin"] and (tmp_path / "pin").read_text() == "1"

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +22,7 @@ from phalanx.core.errors import FinalError, PeerError, RunError
 from phalanx.core.recipe import recipe_problems
 from phalanx.plan.heal_choice import choose_healing
 from phalanx.plan.suspects import Suspects
-from phalanx.runtime import devices, groups, seat
+from phalanx.runtime import devices, groups, lookout, seat
 from phalanx.runtime.collectives import Collectives
 from phalanx.runtime.devices import DeviceAbort, complete
 from phalanx.runtime.escape import Escape
@@ -31,7 +32,8 @@ from phalanx.runtime.groups import Axis, leave_errors_to_run
 from phalanx.runtime.member import _Loop, run_member
 from phalanx.runtime.membership import Generation, Member
 from phalanx.runtime.peers import Peers
-from phalanx.runtime.seat import Seat, SeatSettings
+from phalanx.runtime.seat import Seat
+from phalanx.runtime.seat_terms import Left, SeatSettings
 from phalanx.runtime.votes import Decision, Report
 from phalanx.train import heal_state, healing
 from phalanx.train.heal_state import Everyone, Examined, take_state
@@ -164,7 +166,9 @@ def body_on(device: torch.device, kicked: list[bool], error: Exception | None) -
     """One that is about to make a step in which the team is kicked, after the last call that could have failed."""
     body = object.__new__(HealingBody)
     comms = Collectives(escape=Escape(lambda: kicked[0]))
-    recorder = SimpleNamespace(prepare=lambda step: None, begin=lambda step: None, voted=lambda: None)
+    recorder = SimpleNamespace(
+        prepare=lambda step: None, begin=lambda step: None, voted=lambda: None, publishing=nullcontext
+    )
     trainer: Any = SimpleNamespace(
         parts=SimpleNamespace(comms=comms), recorder=recorder, load=lambda step: [], token_batch=lambda m: m
     )
@@ -231,7 +235,7 @@ def test_a_member_whose_results_are_not_used_does_not_vote() -> None:
     class At(SimpleNamespace):
         def next_team(self, report: object, *, order: object) -> object:
             if self.begun:
-                raise seat.Left("over")
+                raise Left("over")
             self.begun = True
             return team
 
@@ -279,14 +283,14 @@ class Late:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     found = Clock()
-    monkeypatch.setattr(seat, "time", SimpleNamespace(monotonic=found.monotonic, sleep=time.sleep))
+    monkeypatch.setattr(lookout, "time", SimpleNamespace(monotonic=found.monotonic, sleep=time.sleep))
     return found
 
 
 @pytest.fixture
 def codes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
-    monkeypatch.setattr(seat, "os", SimpleNamespace(_exit=found.append, write=os.write))
+    monkeypatch.setattr(lookout, "os", SimpleNamespace(_exit=found.append, write=os.write))
     return found
 
 
@@ -302,10 +306,10 @@ def test_a_call_that_nothing_ends_is_ended_with_its_process(
 ) -> None:
     place, team = seat_on(device), Late(clock)
     place._connect_watched(team)  # type: ignore[arg-type]
-    clock.now_s += 10 * seat.STUCK_S
+    clock.now_s += 10 * lookout.STUCK_S
     place._end_if_stuck()  # nobody has kicked it: a step may take as long as it likes
     team.kick()
-    clock.now_s += seat.STUCK_S - 1
+    clock.now_s += lookout.STUCK_S - 1
     place._end_if_stuck()
     assert not codes
     clock.now_s += 2
@@ -320,7 +324,7 @@ def test_who_hangs_while_the_team_is_dropped_is_ended_too(clock: Clock, codes: l
     place = seat_on("cuda")
 
     def hang() -> None:
-        clock.now_s += seat.STUCK_S + 1
+        clock.now_s += lookout.STUCK_S + 1
         place._end_if_stuck()  # what the watching thread does meanwhile
 
     place._connect_watched(Late(clock, hang))  # type: ignore[arg-type]
@@ -349,7 +353,7 @@ def test_who_waits_for_a_generation_after_one_that_did_not_form_may_wait(
     with pytest.raises(PeerError):
         place._form(generation, report, as_listed)
     assert made[0].kicked_s
-    clock.now_s += 10 * seat.STUCK_S
+    clock.now_s += 10 * lookout.STUCK_S
     place._end_if_stuck()
     assert not codes
 

@@ -144,9 +144,9 @@ def _unreadable(folder: Path) -> None:
 
 def _damage(folder: Path) -> None:
     """One byte of the newest checkpoint changes before anyone goes back to it."""
-    from phalanx.train import healing
+    from phalanx.train import heal_start
 
-    inner = healing.newest_sound
+    inner = heal_start.newest_sound
 
     def outer(trainer: Any, spec: Any) -> Any:
         if _once(folder, "damaged"):
@@ -157,7 +157,7 @@ def _damage(folder: Path) -> None:
         trainer.rank.peers.gather(None)  # nobody reads before
         return inner(trainer, spec)
 
-    healing.newest_sound = outer
+    heal_start.newest_sound = outer
 
 
 def _stays_behind(folder: Path) -> None:

@@ -15,7 +15,8 @@ from phalanx.runtime.forming import as_listed
 from phalanx.runtime.member import _Loop
 from phalanx.runtime.membership import FirstRule, Generation, Member, Membership
 from phalanx.runtime.roster import Roster
-from phalanx.runtime.seat import Left, Seat, SeatSettings
+from phalanx.runtime.seat import Seat
+from phalanx.runtime.seat_terms import Left, SeatSettings
 from phalanx.runtime.votes import Decision
 
 pytestmark = pytest.mark.unit

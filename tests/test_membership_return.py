@@ -13,7 +13,8 @@ from phalanx.core.config import HOST_BEAT_S, CheckpointConfig, Recipe, Resilienc
 from phalanx.core.rules import LIMITS
 from phalanx.runtime.membership import Announcement, FirstRule, Generation, Member, Membership, StaleMember
 from phalanx.runtime.roster import Roster
-from phalanx.runtime.seat import Seat, SeatSettings
+from phalanx.runtime.seat import Seat
+from phalanx.runtime.seat_terms import SeatSettings
 from phalanx.runtime.service_address import run_at
 from phalanx.train.heal_run import _plan_hash
 

@@ -85,6 +85,18 @@ def test_all_logs_make_one_course(tmp_path: Path) -> None:
 
 
 @pytest.mark.unit
+def test_starts_of_a_run_are_lives_of_its_service_that_count_anew(tmp_path: Path) -> None:
+    """The service of the first start loses what it knew; of the third start nobody lived to tell of generation 1."""
+    at = ((1.0, 1, "ab"), (2.0, 2, "ab"), (3.0, 3, "cd"), (4.0, 1, "ef"), (5.0, 2, "ef"), (6.0, 2, "gh"))
+    told: list[tuple[float, Event]] = [(at_s, formed(n, int(at_s), life=life)) for at_s, n, life in at]
+    course = read_run(write(tmp_path, {0: told, 1: [(at_s + 0.1, event) for at_s, event in told]}))
+    assert course.history.starts == 3
+    assert [(r.generation, r.step, r.moved_bytes) for r in course.recoveries] == [
+        (2, 2, 2000), (3, 3, 2000), (2, 5, 2000), (2, 6, 2000)
+    ]  # fmt: skip
+
+
+@pytest.mark.unit
 def test_metrics_shows_failures_and_what_was_done_twice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a_run(tmp_path)
     assert main(["metrics", str(tmp_path), "--json", str(tmp_path / "f.json")]) == 0

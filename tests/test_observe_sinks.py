@@ -1,11 +1,13 @@
 """Sinks: what each one writes is read back by the program that people read it with; a broken one stops nothing."""
 
+import resource
 import socket
 import statistics
 import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,7 @@ from phalanx.observe.console import ConsoleSink
 from phalanx.observe.event_log import log_path, read_events
 from phalanx.observe.metrics import METRICS, samples
 from phalanx.observe.sinks import GIVE_UP_AFTER, Sinks, open_sinks
+from phalanx.observe.tensorboard import TensorBoardSink
 from speed_help import slowness
 
 pytestmark = pytest.mark.unit
@@ -190,6 +193,13 @@ def test_missing_extras_are_told_together(tmp_path: Path, monkeypatch: pytest.Mo
 # --- TensorBoard
 
 
+def wait_until(done: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + 20.0
+    while not done():
+        assert time.monotonic() < end_s
+        time.sleep(0.002)
+
+
 def read_tensorboard(folder: Path) -> dict[str, list[tuple[int, float]]]:
     """What TensorBoard shows: tag -> (step, value) points."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -216,6 +226,30 @@ def test_tensorboard_reads_what_was_written_and_a_resume_replaces_what_it_redoes
     assert [s for s, _ in shown["validation/loss"]] == [50]
     assert {f"experts/load_of/layer-{layer}" for layer in range(4)} <= set(shown)
     assert {s.tag for e in a_run(50) for s in samples(e)} == set(shown)
+
+
+def test_a_full_disk_costs_points_of_tensorboard_and_one_warning(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """No thread of a writer prints a traceback, and what was written before stays readable."""
+    sink = TensorBoardSink(tmp_path, flush_s=0.005)
+    sinks = Sinks([sink])
+    (path,) = tmp_path.iterdir()
+    sinks(ended(1))
+    wait_until(lambda: path.stat().st_size > 200)
+    before, limits = path.stat().st_size, resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (before + 10, limits[1]))
+    try:
+        for step in range(2, 5):
+            sinks(ended(step))
+            wait_until(lambda: sink._file._error is not None)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    sinks.close()
+    err = capfd.readouterr().err
+    assert err.count("warning: TensorBoard does not work (OSError") == 1 and "Traceback" not in err, err
+    shown = {step for points in read_tensorboard(tmp_path).values() for step, _ in points}
+    assert 1 in shown and 2 not in shown, "there is room again for those that waited when the sink was closed"
 
 
 # --- W&B

@@ -16,7 +16,8 @@ from phalanx.runtime.keys import Keys, TcpService
 from phalanx.runtime.membership import Announcement, FirstRule, Generation, Member, Membership, StaleMember
 from phalanx.runtime.reach import Answers, Door, agree_who_goes, door_key, knock, put_out
 from phalanx.runtime.roster import FORMS_S, TOGETHER_S, Roster
-from phalanx.runtime.seat import Seat, SeatSettings
+from phalanx.runtime.seat import Seat
+from phalanx.runtime.seat_terms import SeatSettings
 from phalanx.runtime.service import start_store
 from phalanx.runtime.votes import stepped_key
 

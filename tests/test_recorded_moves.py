@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,9 +18,10 @@ from phalanx.cli import simulate_against
 from phalanx.cli.main import main
 from phalanx.cli.simulate_against import as_it_ran
 from phalanx.core.errors import ConfigError, DataError
-from phalanx.core.events import ClockCompared, Collective, Event, MoveRecorded, StepRecorded, TeamFormed
+from phalanx.core.events import ClockCompared, Collective, Event, MoveRecorded, StepPublished, StepRecorded, TeamFormed
 from phalanx.core.recipe import load_recipe
 from phalanx.observe.lanes import read_recording
+from phalanx.observe.trace import perfetto_trace
 from phalanx.plan.folding import Folding
 from phalanx.plan.heal import Healing
 from phalanx.plan.heal_recipe import healing_of
@@ -37,6 +39,7 @@ from phalanx.simulate.cost import Cost
 from phalanx.simulate.from_recipe import resolve_recipe
 from phalanx.simulate.program_cost import kind_of
 from phalanx.simulate.program_time import ProgramTimeline, run_moves
+from phalanx.train import recording
 from phalanx.train.heal_state import Moved
 from phalanx.train.heal_tell import Entry, Telling
 from phalanx.train.recording import Recorder
@@ -296,6 +299,63 @@ def test_what_moves_were_planned_from_is_asked_for_where_it_is_recorded_and_writ
     later = replace(cast("MoveRecorded", told[1]), generation=1)  # of another recorder, whose first record was lost
     logs = {0: [(5.0, started()), *((5.1, e) for e in (*told, later)), *stepped(5.3, rank=0)]}
     assert [m.order for m in read_recording(write(tmp_path, logs)).moves[0]] == [{"folding": 1}, {"folding": 1}, {}]
+
+
+class Sending:
+    """Collectives of a rank that is recorded, without others."""
+
+    def __init__(self) -> None:
+        self.kept: list[Event] = []
+
+    @contextmanager
+    def recording(self) -> Iterator[list[Event]]:
+        self.kept = []
+        yield self.kept
+        self.kept = []
+
+    def send(self, op_id: str, at: float) -> None:
+        self.kept.append(
+            Collective(
+                op_id=op_id, op="all_gather", axis="dp", size=2, sent_bytes=8, begin_s=AT + at, end_s=AT + at + 0.1, waited_s=0.1, ranks=(0, 1)
+            )
+        )  # fmt: skip
+
+
+def test_what_publishes_the_parameters_of_a_step_is_of_that_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whenever it is: nothing of a step that was not recorded, or given up, and nothing twice."""
+    told: list[Event] = []
+    comms, now = Sending(), SimpleNamespace(s=0.0)
+    monkeypatch.setattr(recording, "now_s", lambda: AT + now.s)
+    recorder = Recorder((2, 4), comms=cast("Any", comms), peers=cast("Any", None), emit=told.append)
+    recorder.rank, recorder.generation = 0, 1
+
+    def publish(at: float) -> None:
+        now.s = at
+        with recorder.publishing():
+            comms.send("publish/dense", at)
+            now.s += 0.25
+
+    for step, committed in ((1, True), (2, True), (3, True), (4, False)):
+        publish(10.0 * step)
+        now.s = 10.0 * step + 1
+        recorder.begin(step)
+        comms.send("vote", now.s)
+        now.s += 1
+        recorder.end(committed=committed)
+        recorder.tell()
+    publish(50.0)
+    publish(51.0)
+    assert [(e.step, e.end_s - e.begin_s) for e in told if isinstance(e, StepPublished)] == [(2, 0.25), (3, 0.25)]
+    found = read_recording(write(tmp_path, {0: [(9.0, started()), *((60.0, e) for e in told)]}))
+    assert {n: [m.op_id for m in s.messages] for n, s in found.ranks[0].items()} == {
+        2: ["vote", "publish/dense"],
+        3: ["vote", "publish/dense"],
+    }
+    assert [m.op_id for s in found.given_up[0] for m in s.messages] == ["vote"]
+    assert simulate_against._step_s(found, 2) == pytest.approx(1.25)
+    assert problems_of(perfetto_trace(found)) == []
 
 
 # ---- beside a prediction ---------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from phalanx.runtime.keys import ServiceLost, TcpKeys, TcpService
 from phalanx.runtime.lighthouse import _Keeps
 from phalanx.runtime.membership import Member
 from phalanx.runtime.reach import door_key
+from phalanx.runtime.seat_terms import SeatSettings
 from phalanx.runtime.service import start_store
 from phalanx.runtime.service_address import AnyService, service_at
 
@@ -201,9 +202,7 @@ def test_a_door_opens_towards_the_service_that_answered(monkeypatch: pytest.Monk
     monkeypatch.setattr(seat_module, "Door", Opened)
     several = AnyService([Told("gone0", 1), Told("node1", 2), Told("gone2", 3)])
     listed = several.services
-    seat = seat_module.Seat(
-        Member("a.0.x", "a"), several, pipe=-1, settings=seat_module.SeatSettings(doors=True, service_s=60.0)
-    )
+    seat = seat_module.Seat(Member("a.0.x", "a"), several, pipe=-1, settings=SeatSettings(doors=True, service_s=60.0))
     seat.announce(plan_hash="p", version="1")
     assert asked == ["node1"] * 3 and seat.keys().get(door_key("a.0.x")) == Opened.address
     assert (several.host, several.port) == ("node1", 2) and [s.host for s in listed] == ["gone0", "node1", "gone2"]

@@ -15,7 +15,8 @@ from phalanx.bench.storm_check import problems_of
 from phalanx.bench.storm_members import StormArgs, storm, worker
 from phalanx.bench.storm_toy import Board
 from phalanx.core.events import Emit
-from phalanx.runtime.seat import Seat, SeatSettings
+from phalanx.runtime.seat import Seat
+from phalanx.runtime.seat_terms import SeatSettings
 from phalanx.runtime.supervisor import SupervisorSettings
 
 pytestmark = pytest.mark.ranks

@@ -46,7 +46,8 @@ from phalanx.runtime.groups import WorldInfo
 from phalanx.runtime.launch import StopRequest
 from phalanx.runtime.member import resolve_now
 from phalanx.runtime.peers import Peers
-from phalanx.runtime.seat import Seat, SeatSettings
+from phalanx.runtime.seat import Seat
+from phalanx.runtime.seat_terms import SeatSettings
 from phalanx.runtime.supervisor import Supervisor, SupervisorSettings
 from phalanx.runtime.votes import Report
 from phalanx.train.heal_run import prepare_run

@@ -50,7 +50,8 @@ from phalanx.runtime.membership import Generation
 from phalanx.runtime.peers import Peers
 from phalanx.runtime.reshard_program import rank_program
 from phalanx.runtime.resharder import Resharder
-from phalanx.runtime.seat import Seat, SeatSettings
+from phalanx.runtime.seat import Seat
+from phalanx.runtime.seat_terms import SeatSettings
 from phalanx.runtime.supervisor import Supervisor, SupervisorSettings
 from phalanx.runtime.votes import Report
 from phalanx.simulate.recovery_time import Constants

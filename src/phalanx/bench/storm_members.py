@@ -31,7 +31,8 @@ from phalanx.core.events import Emit
 from phalanx.core.files import check_writable, write_json
 from phalanx.runtime.keys import Service
 from phalanx.runtime.member import run_member
-from phalanx.runtime.seat import Seat, SeatSettings
+from phalanx.runtime.seat import Seat
+from phalanx.runtime.seat_terms import SeatSettings
 from phalanx.runtime.supervisor import SupervisorSettings
 
 TIMEOUT_S = 60.0

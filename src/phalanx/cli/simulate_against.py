@@ -240,9 +240,9 @@ def _begin_s(step: RankStep) -> float:
 
 
 def _step_s(recording: Recording, step: int) -> float:
-    """From when the last rank has its data to when the last has ended."""
+    """From when the last rank has its data to when the last has ended, with what publishes the parameters later."""
     ranks = [steps[step] for steps in recording.ranks.values() if step in steps]
-    return max(rank.end_s for rank in ranks) - max(_begin_s(rank) for rank in ranks)
+    return max(rank.end_s + rank.published_s for rank in ranks) - max(_begin_s(rank) for rank in ranks)
 
 
 def _measured(recording: Recording, step: int) -> RecordedStep:

@@ -7,15 +7,18 @@ same command goes on with a run that was stopped. Without a recipe every setting
   --dry-run             print ranks, groups, parameters, memory per rank and steps; start nothing
   --help                this text
 
-Ctrl-C finishes the step, saves and ends; a second one ends at once.
+Ctrl-C finishes the step, saves and ends; a second one, or one before training has begun, ends at once.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import signal
+import threading
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -48,7 +51,24 @@ def main(args: list[str]) -> int:
         print(f"{__doc__.strip()}\n\nSettings, with type, default and range\n")
         print(settings_text(describe_settings(), width=shutil.get_terminal_size((100, 24)).columns))
         return 0
-    request = read_args(args)
+    with _stopped_as_by_ctrl_c():
+        return _train(read_args(args))
+
+
+@contextlib.contextmanager
+def _stopped_as_by_ctrl_c() -> Iterator[None]:
+    """SIGTERM before ranks are there, as while text is prepared: a line and an exit code, and nothing half done is left. Ranks and who watches them listen themselves."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _train(request: Request) -> int:
     from phalanx.runtime.groups import read_world  # torch takes a second or two to import: not for --help
 
     launched = read_world()

@@ -179,6 +179,19 @@ class StepRecorded(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class StepPublished(Event):
+    """All `Collective` and `Operation` events since the last record gave the parameters of this step to those that lacked them: in a run that heals itself behind the commit, before whatever
+    reads them next."""
+
+    step: int
+    """That made them, as in `StepEnded`."""
+    begin_s: float
+    end_s: float
+    rank: int | None
+    generation: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class MoveRecorded(Event):
     """All `Collective` events since the last record are of this move of state between layouts, which happened between steps."""
 

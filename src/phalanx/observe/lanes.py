@@ -95,6 +95,8 @@ class RankStep:
     decided_s: float = 0.0
     told_s: float = 0.0
     """When it was written, by its own machine's clock."""
+    published_s: float = 0.0
+    """How long its parameters took behind its end, to whoever lacked them, in a run that heals itself; the messages are among `messages`."""
 
     @property
     def meeting(self) -> Meeting:
@@ -274,6 +276,8 @@ class _Reader:
                     self._messages.append(self._collective(record))
                 case "StepRecorded":
                     self._close(record)
+                case "StepPublished":
+                    self._close_published(record)
                 case "MoveRecorded":
                     self._close_move(record)
         return self
@@ -324,6 +328,13 @@ class _Reader:
             self.steps[made.step] = made
         else:
             self.given_up.append(made)
+        self._work, self._messages = [], []
+
+    def _close_published(self, r: Record) -> None:
+        own = self.steps.get(r["step"])
+        if own is not None and own.generation == r["generation"]:
+            messages = (*own.messages, *sorted(self._messages, key=lambda m: m.begin_s))
+            self.steps[own.step] = replace(own, messages=messages, published_s=r["end_s"] - r["begin_s"])
         self._work, self._messages = [], []
 
     def _close_move(self, r: Record) -> None:

@@ -111,10 +111,7 @@ def merged(logs: Sequence[Sequence[Record]]) -> Course:
     course, reader = Course(), _Reader()
     for record in sorted((r for log in logs for r in log), key=lambda r: r["time_s"]):
         reader.take(course, record)
-    firsts = [sum(r["kind"] == "TeamFormed" and r["generation"] == 1 for r in log) for log in logs]
-    course.history.starts = max(
-        [1, *firsts]
-    )  # members come and go: of a start only those of its first team say that it is one
+    course.history.starts = reader.program + 1  # of the run: members come and go in each
     return course
 
 
@@ -123,6 +120,10 @@ class _Reader:
         self.top = 0
         """Newest generation of this start of the run."""
         self.program = 0
+        """Starts before this one."""
+        self.lives: set[str] = set()
+        """Of services that counted generations."""
+        self.found: dict[tuple[str, int], Recovery] = {}
         self.said: set[tuple[str, Any]] = set()
 
     def take(self, course: Course, record: Record) -> None:
@@ -147,20 +148,29 @@ class _Reader:
         return new
 
     def _formed(self, course: Course, record: Record) -> None:
-        number = record["generation"]
+        number, life = record["generation"], self._life_of(record)
         if number == 1:
-            self.program += self.top > 1
-            self.top = 1
             return
-        found = next((r for r in reversed(course.recoveries) if r.generation == number and self.top >= number), None)
-        if found is None:
-            self.top = max(self.top, number)
+        if (found := self.found.get((life, number))) is None:
             kept = {key: record[key] for key in ("generation", "step", "why", "members", "folding")}
-            found = Recovery(**kept, lost_s=record.get("lost_s", 0.0))
+            found = self.found[life, number] = Recovery(**kept, lost_s=record.get("lost_s", 0.0))
             course.recoveries.append(found)
         for key in PHASES:
             setattr(found, key, max(getattr(found, key), record.get(key, 0.0)))
         found.moved_bytes += record["moved_bytes"]
+
+    def _life_of(self, record: Record) -> str:
+        """Of the service that this team is of. One that counts anew is of another start of the run; one that has only lost what it knew goes on above (`runtime/membership.py`)."""
+        number: int = record["generation"]
+        old = f"start {self.program + (number == 1 and self.top > 1)}"  # as logs were that do not tell it
+        life: str = record.get("life") or old
+        if life not in self.lives:
+            again = bool(self.lives) and number <= self.top
+            self.program += again
+            self.top = 0 if again else self.top
+            self.lives.add(life)
+        self.top = max(self.top, number)
+        return life
 
     def _resumed(self, recoveries: Sequence[Recovery], record: Record) -> None:
         found = next((r for r in reversed(recoveries) if r.generation == record["generation"]), None)

@@ -27,11 +27,14 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from phalanx.core.errors import PeerError, first_line
+from phalanx.runtime.ear import Ear
 
 CALL_S = 2.0
 """A service that does not answer for so long is taken for lost."""
 PROBE_S = 0.5
 EPOCH = "epoch"
+NEVER = timedelta(days=20)
+"""As long as a wait at a TCPStore can last (31 bits of milliseconds)."""
 
 FIRST_LOOK_S = 0.0002
 LAST_LOOK_S = 0.01
@@ -75,6 +78,10 @@ class Keys(Protocol):
         `sharing`: how many clients wait at the service at once, so that all together do not ask too often.
         """
 
+    def hear(self, key: str, timeout_s: float, *, sharing: int = 1) -> bool:
+        """As `wait`, for who waits for one key again and again and nearly always in vain: where the service can tell by itself that a key is there, it is asked
+        once in each call. For one thread of the process."""
+
     def listed(self, prefix: str) -> list[str]:
         """Names of all keys that begin so, sorted."""
 
@@ -114,21 +121,18 @@ class TcpKeys:
     """Client of a TCPStore, in a name space of our own."""
 
     def __init__(self, host: str, port: int, *, timeout_s: float = CALL_S) -> None:
-        self.timeout_s = timeout_s
+        self.host, self.port, self.timeout_s = host, port, timeout_s
         self._lost = ""
-        where = f"{host}:{port}"
+        self._ear: Ear | None = None
+        self._deaf = False
+        """An ear has failed although the service has not: from then on this asks."""
         with OPENING:
-            before = open_sockets()
-            try:  # torch tries a port that refuses again and again, for twice its timeout (measured, 2.13)
-                socket.create_connection((host, port), timeout=PROBE_S).close()
-                self.store: Any = dist.TCPStore(
-                    host, port, None, False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
-                )
-                for fd in open_sockets().keys() - before.keys():
-                    _limit_silence(fd, timeout_s)
+            try:
+                self.store, _ = _open_store(host, port, timeout_s)
                 self.store.wait([EPOCH], timedelta(seconds=timeout_s))
                 self.epoch = self.store.get(EPOCH).decode()
             except (OSError, RuntimeError) as err:
+                where = f"{host}:{port}"
                 raise ServiceLost(f"the membership service at {where} cannot be reached: {first_line(err)}") from None
 
     @contextlib.contextmanager
@@ -139,6 +143,7 @@ class TcpKeys:
             yield
         except (RuntimeError, OSError) as err:
             self._lost = f"the membership service does not answer: {first_line(err)}"
+            self._close_ear()
             raise ServiceLost(self._lost) from None
 
     def get(self, key: str) -> str | None:
@@ -176,6 +181,35 @@ class TcpKeys:
         # the store's own wait logs a warning whenever its time ends
         return poll(lambda: self.all_there([key]), timeout_s, sharing=sharing, over=over)
 
+    def hear(self, key: str, timeout_s: float, *, sharing: int = 1) -> bool:
+        if self.all_there([key]):
+            return True
+        ear = self._open_ear()
+        heard = None if ear is None else ear.hear(_own(key), timeout_s)
+        if ear is not None and ear.failed:
+            self._close_ear()
+            self._deaf = True
+        return self.wait(key, timeout_s, sharing=sharing) if heard is None else heard
+
+    def _open_ear(self) -> Ear | None:
+        """None while it cannot be: groups form meanwhile, for as long as a constructor takes."""
+        if self._ear is None and not self._deaf and OPENING.acquire(blocking=False):
+            try:
+                store, fds = _open_store(self.host, self.port, self.timeout_s)
+                sockets = [socket.socket(fileno=os.dup(fd)) for fd in fds]
+                # its time never ends, so it logs nothing; what ends it is the end of its connection
+                self._ear = Ear(lambda key: store.wait([key], NEVER), lambda: _shut_all(sockets))
+            except (OSError, RuntimeError):
+                self._deaf = True
+            finally:
+                OPENING.release()
+        return self._ear
+
+    def _close_ear(self) -> None:
+        if self._ear is not None:
+            self._ear.close()
+        self._ear = None
+
     def listed(self, prefix: str) -> list[str]:
         with self._call():
             found = (k.lstrip("/") for k in self.store.list_keys())
@@ -199,7 +233,34 @@ class TcpKeys:
 
     def close(self) -> None:
         self._lost = self._lost or "this connection was given up"
+        self._close_ear()
         self.store = None
+
+
+def _open_store(host: str, port: int, timeout_s: float) -> tuple[Any, list[int]]:
+    """A client, and the descriptors of its connection (none where the system does not list them). The caller holds `OPENING`."""
+    before = open_sockets()
+    # torch tries a port that refuses again and again, for twice its timeout (measured, 2.13)
+    socket.create_connection((host, port), timeout=PROBE_S).close()
+    store = dist.TCPStore(host, port, None, False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
+    found = [fd for fd in open_sockets().keys() - before.keys() if _is_to(fd, port)]
+    for fd in found:
+        _limit_silence(fd, timeout_s)
+    return store, found
+
+
+def _is_to(fd: int, port: int) -> bool:
+    """Whether the socket is connected to that port: other threads may have opened some that are not ours."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as sock:
+        return sock.family in (socket.AF_INET, socket.AF_INET6) and sock.getpeername()[1] == port
+    return False
+
+
+def _shut_all(sockets: Sequence[socket.socket]) -> None:
+    for sock in sockets:
+        with contextlib.suppress(OSError):
+            sock.shutdown(socket.SHUT_RDWR)
+        sock.close()
 
 
 def open_sockets() -> dict[int, str]:

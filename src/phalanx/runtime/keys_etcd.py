@@ -104,6 +104,9 @@ class EtcdKeys:
         there = partial(self.all_there, [key])
         return poll(there, timeout_s, last_look_s=LOOK_S, sharing=sharing * SLOWER, over=over)
 
+    def hear(self, key: str, timeout_s: float, *, sharing: int = 1) -> bool:
+        return self.wait(key, timeout_s, sharing=sharing)
+
     def listed(self, prefix: str) -> list[str]:
         answer = self._ask("kv/range", {**self._below(prefix), "keysOnly": True})
         names = [base64.b64decode(kv["key"]).decode() for kv in answer.get("kvs", [])]

@@ -17,7 +17,8 @@ from phalanx.core.errors import PeerError, RunError
 from phalanx.core.events import Emit, Event, ignore
 from phalanx.runtime.forming import Order, Team, as_listed
 from phalanx.runtime.keys import ServiceLost
-from phalanx.runtime.seat import End, Left, RunOver, Seat
+from phalanx.runtime.seat import Seat
+from phalanx.runtime.seat_terms import End, Left, RunOver
 from phalanx.runtime.votes import ABORT, Decision, InDoubt, Report, Resolution, resolve
 
 SAME_FAILURES = 3

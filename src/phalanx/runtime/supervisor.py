@@ -34,7 +34,8 @@ from phalanx.runtime.keys import Service
 from phalanx.runtime.launch import STOP_SIGNALS, STOPPED
 from phalanx.runtime.membership import FirstRule, Generation, Member, TooFewMembers
 from phalanx.runtime.roster import Roster
-from phalanx.runtime.seat import Seat, SeatSettings, too_few
+from phalanx.runtime.seat import Seat
+from phalanx.runtime.seat_terms import SeatSettings, too_few
 from phalanx.runtime.service import start_store
 from phalanx.runtime.worker import STALE_CODE, Worker, fork_worker
 

@@ -43,7 +43,8 @@ from phalanx.runtime.away import AWAY_FILE, AwayFile
 from phalanx.runtime.checkpoint import import_now
 from phalanx.runtime.groups import WorldInfo, leave_errors_to_run, own_device, use_interface_to
 from phalanx.runtime.member import run_member
-from phalanx.runtime.seat import Seat, SeatSettings
+from phalanx.runtime.seat import Seat
+from phalanx.runtime.seat_terms import SeatSettings
 from phalanx.runtime.service_address import expect_service, run_at, service_at
 from phalanx.runtime.supervisor import MemberMain, Supervisor, SupervisorSettings
 from phalanx.train.closing import summary_of

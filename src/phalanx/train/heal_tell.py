@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from phalanx.core.events import Emit, Event, Note, TeamFormed, TrainingResumed
 from phalanx.runtime.member import Committed, Reformed
-from phalanx.runtime.seat import TooFew
+from phalanx.runtime.seat_terms import TooFew
 from phalanx.train.heal_state import Moved
 
 

@@ -35,7 +35,7 @@ from phalanx.observe.sinks import Sinks
 from phalanx.plan.heal import Healing, HealPlan
 from phalanx.plan.model import ModelSpec
 from phalanx.plan.move_order import heal_order
-from phalanx.plan.standing import Fact, Standing, read_standing
+from phalanx.plan.standing import Standing
 from phalanx.runtime.checkpoint import CheckpointManager, import_beside
 from phalanx.runtime.checkpoint_folder import Writer
 from phalanx.runtime.clocks import own_host
@@ -48,9 +48,11 @@ from phalanx.runtime.membership import Generation
 from phalanx.runtime.optimizer_state import ShardedState
 from phalanx.runtime.peers import Peers
 from phalanx.runtime.resharder import hosts_by_name
-from phalanx.runtime.votes import Report, Resolution, resolve
+from phalanx.runtime.votes import Report, Resolution
 from phalanx.train.closing import Outcome
-from phalanx.train.fallback import despite_disk, load_checkpoint, newest_sound, set_later_aside, tell_went_back
+from phalanx.train.fallback import despite_disk
+from phalanx.train.heal_facts import facts_of
+from phalanx.train.heal_start import from_disk
 from phalanx.train.heal_state import Everyone, Examined, Moved, examine, take_state
 from phalanx.train.heal_tell import Entry, Telling
 from phalanx.train.machine import MemoryMeter, matmul_flops_per_s
@@ -209,10 +211,8 @@ class HealingBody:
         found = self._examine(plan) if step is not None else None
         if found is None or found.plan.missing:
             self._forget()
-            from_disk = (
-                0 if trainer is None else self._from_disk(trainer, team, found.plan if found else plan, committed=step)
-            )
-            step, first = self._everyone.peers.gather(from_disk)[0], True
+            begins = 0 if trainer is None else from_disk(trainer, team, found.plan if found else plan, committed=step)
+            step, first = self._everyone.peers.gather(begins)[0], True
             self.history = team.generation.number if team.begun else 0
         else:
             parts = None if trainer is None else trainer.parts
@@ -331,34 +331,6 @@ class HealingBody:
         self.flops_per_s = self.flops_per_s or sum(known) / len(known)
         return len(told) * sum(known) / len(known)
 
-    def _from_disk(self, trainer: Trainer, team: Team, plan: HealPlan, *, committed: int | None) -> int:
-        """No member has the state, or not all of it: the step of the newest sound checkpoint, loaded, or 0 in a run that has not begun."""
-        if not team.begun:
-            return self._from_the_start(trainer)
-        what = "no member holds the state of the run any more" if committed is None else plan.explain()
-        found = newest_sound(trainer, self.run.spec)
-        if found is None:
-            raise FinalError(
-                f"{what}, and there is no checkpoint of it; nothing is initialised anew. Start the run again under another --run.name, "
-                "with a smaller checkpoint.interval or a larger resilience.f"
-            )
-        tell_went_back(trainer, found, why=what, committed=committed, history=team.generation.number)
-        return found.step
-
-    def _from_the_start(self, trainer: Trainer) -> int:
-        """The step that the recipe says to go on from, loaded, or 0."""
-        config, manager = self.recipe.checkpoint, trainer.manager
-        found = manager.choose(config.step) if config.resume else None
-        if found is None:
-            return 0
-        step = load_checkpoint(trainer, manager, self.run.spec, found)
-        if config.step is not None:
-            aside = set_later_aside(trainer, found)
-            if aside:
-                text = f"later checkpoints than step {found} are in checkpoints/abandoned: {', '.join(aside)}"
-                self.sinks(Note(level="info", text=text))
-        return step
-
     def _forget(self) -> None:
         """What this member holds is of no use: nobody goes on from it, and in the next generation it must not count as a holder."""
         self._drop_save()
@@ -396,7 +368,8 @@ class HealingBody:
             self._wait_with_all()
             return
         trainer, step = self._mine, self._step
-        publish(trainer.parts)
+        with trainer.recorder.publishing():
+            publish(trainer.parts)
         trainer.recorder.prepare(step + 1)
         if self._due:
             self._between_steps(trainer)
@@ -414,7 +387,9 @@ class HealingBody:
         except PeerError:
             raise
         except RunError as err:  # not finite: a function of state and samples, so it would be again
-            trainer.parts.comms.complete(self.device)  # unless it came from nowhere
+            trainer.parts.comms.complete(
+                self.device
+            )  # unless it came from nowhere: the kick may come while it waits for the device, and the loop asks at once
             raise FinalError(str(err)) from None
         trainer.parts.comms.complete(self.device)
         self._reduced = reduced, micros, begin_s, data_s
@@ -595,25 +570,3 @@ class HealingBody:
         if self.trainer is None:
             raise RunError("this member has entered no generation")
         return self.trainer
-
-
-def facts_of(generation: Generation, reports: Sequence[Report]) -> list[Fact]:
-    """What the reports say of the members; who holds a history that was given up has nothing. An idle one that learns only now that a step was committed holds the state before it."""
-    machine, found = {member.uid: member.host for member in generation.members}, resolve(reports)
-    return [
-        Fact(
-            uid=report.uid,
-            machine=machine[report.uid],
-            rack=report.data.get("rack", ""),
-            standing=_standing_of(report, finish=report.uid in found.finish) if report.uid in found.holders else None,
-        )
-        for report in reports
-    ]
-
-
-def _standing_of(report: Report, *, finish: bool) -> Standing | None:
-    """`finish`: the member commits the step that it was in doubt about, before the plan is carried out."""
-    if not report.holds or (report.data["idle"] and finish):
-        return None
-    then = report.data["then"]
-    return read_standing(then if finish and then is not None else report.data["standing"])

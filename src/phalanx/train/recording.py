@@ -1,6 +1,7 @@
 """Steps whose every operation goes to the event log (`observe.trace_steps`), for `phalanx trace`, and moves of state right before such steps.
 
-In a run that heals itself a step begins with `begin` and ends with `end`, whether it was committed or given up; every generation has a recorder of its own.
+In a run that heals itself a step begins with `begin` and ends with `end`, whether it was committed or given up; its parameters are published later (`publishing`), and those messages
+are its own too, as in the program of a step (`plan/program.py`). Every generation has a recorder of its own.
 
 Must never change: while a step is recorded nothing is written; a step that fails leaves what it did.
 """
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from phalanx.core.clock import now_s
-from phalanx.core.events import Emit, Event, MoveRecorded, StepRecorded
+from phalanx.core.events import Emit, Event, MoveRecorded, StepPublished, StepRecorded
 from phalanx.plan.reshard_types import Move
 from phalanx.runtime.clocks import compare_clocks
 from phalanx.runtime.collectives import Collectives
@@ -33,6 +34,8 @@ class Recorder:
         self._compared = False
         self._kept: list[Event] = []
         self._open: ExitStack | None = None
+        self._unpublished = 0
+        """Recorded step whose parameters are still to be published; 0: none."""
         self._step, self._begin_s, self._voted_s, self._decided_s = 0, 0.0, 0.0, 0.0
 
     def prepare(self, step: int) -> None:
@@ -75,12 +78,30 @@ class Recorder:
             return
         self._open.close()
         self._open = None
+        self._unpublished = self._step if committed else 0
         self._kept.append(
             StepRecorded(
                 step=self._step, begin_s=self._begin_s, end_s=now_s(), rank=self.rank, generation=self.generation, committed=committed,
                 voted_s=self._voted_s, decided_s=self._decided_s,
             )
         )  # fmt: skip
+
+    @contextmanager
+    def publishing(self) -> Iterator[None]:
+        """What is inside publishes the parameters of the last step, if they are not yet."""
+        step, self._unpublished = self._unpublished, 0
+        if not step:
+            yield
+            return
+        begin_s = now_s()
+        with self._comms.recording() as kept:
+            yield
+        if kept:
+            published = StepPublished(
+                step=step, begin_s=begin_s, end_s=now_s(), rank=self.rank, generation=self.generation
+            )
+            for event in (*kept, published):
+                self._emit(event)
 
     def moves(self, step: int, order: Callable[[], Mapping[str, Any]]) -> MoveRecorder | None:
         """For moves of state after `step` steps, planned from `order`; None where the next step is not recorded, and then nobody asks for it."""
