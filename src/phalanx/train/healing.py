@@ -190,6 +190,8 @@ class HealingBody:
         if self._batches is not None:
             self._batches.close()
         self._batches = None
+        if self.trainer is not None:
+            self.trainer.replacing.drop()
         if self._escape is not None:
             self._escape.close()
 
@@ -416,6 +418,7 @@ class HealingBody:
         except RunError as err:  # not finite: a function of state and samples, so it would be again
             trainer.parts.comms.complete(self.device)  # unless it came from nowhere
             raise FinalError(str(err)) from None
+        trainer.replacing.reduced(parts, reduced)
         trainer.parts.comms.complete(self.device)
         self._reduced = reduced, micros, begin_s, data_s
         if self._others_idle:
@@ -446,6 +449,7 @@ class HealingBody:
         if self._moving is not None:
             self._move_in(trainer, self._moving)
         result = commit_step(trainer.parts, reduced)
+        trainer.replacing.applied(trainer.parts, reduced)
         self._step += 1
         self._reduced, self._due = None, True
         trainer.step, trainer.last_loss = self._step, result.loss
@@ -503,7 +507,12 @@ class HealingBody:
         assert self._entered is not None
         where = Where(self._entered.hosts, self._entered.racks)
         self._moving = trainer.replacing.between(
-            trainer.parts, trainer.rank, step=self._step, where=where, recorder=trainer.recorder
+            trainer.parts,
+            trainer.rank,
+            step=self._step,
+            where=where,
+            recorder=trainer.recorder,
+            others_idle=self._others_idle,
         )
 
     def _drop_save(self) -> None:
