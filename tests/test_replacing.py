@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -256,7 +257,7 @@ def test_a_copy_that_is_not_what_others_hold_is_found(fault: str) -> None:
 # ---- in a run that heals itself ----------------------------------------------------------------------------------------
 
 HEALING = {
-    "train__steps": "10", "train__global_batch": "10", "checkpoint__interval": "4", "resilience__slots_per_rank": "5", "folding__ep": None,
+    "train__steps": "12", "train__global_batch": "10", "checkpoint__interval": "4", "resilience__slots_per_rank": "5", "folding__ep": None,
     "resilience__chunk_rows": "16", "router__force": "imbalanced", "router__force_skew": "1.5", "router__bias_rate": None,
 }  # fmt: skip
 """Drawn anew in every step, so that each decision finds other loads."""
@@ -269,22 +270,30 @@ BESIDE = {"beside": ((1,), 2), "staged": ((0,), 4), "update": ((2,), 6)}
 """One dies while state is under way beside a step, one when all of it is there and the step is not voted on, one when it is decided and what came is not updated: what was staged is dropped."""
 
 
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where a run that never moves is."""
+    base = tmp_path_factory.mktemp("moving")
+    write_text(base / "text")
+    train(base, "calm", {}, **HEALING, resilience__replace_interval="0")
+    assert not events(base, "calm", "ExpertsMoved")
+    return base
+
+
 @pytest.mark.ranks
-@pytest.mark.parametrize(("beside", "faults"), [(False, IN_ONE_GO), (True, BESIDE)], ids=["in one go", "beside"])
-def test_ranks_lost_while_experts_move_change_no_bit(tmp_path: Path, beside: bool, faults: Faults) -> None:
-    write_text(tmp_path / "text")
-    train(tmp_path, "calm", {}, **HEALING, resilience__replace_interval="0")
-    recorded = {"observe__trace_steps": "1,12", "resilience__replace_interval": "2"}
+@pytest.mark.parametrize(("name", "faults"), [("in-one-go", IN_ONE_GO), ("beside", BESIDE)])
+def test_ranks_lost_while_experts_move_change_no_bit(base: Path, name: str, faults: Faults) -> None:
+    beside = name == "beside"
+    recorded = {"observe__trace_steps": f"1,{HEALING['train__steps']}", "resilience__replace_interval": "2"}
     if not beside:
         recorded["resilience__move_beside"] = "false"
-    assert train(tmp_path, "moved", faults, **HEALING, **recorded) == set(faults)
-    check_equal(tmp_path, "moved", to="calm", steps=int(HEALING["train__steps"]))
-    assert not events(tmp_path, "calm", "ExpertsMoved")
-    moves = {e["step"]: e for e in events(tmp_path, "moved", "ExpertsMoved")}
+    assert train(base, name, faults, **HEALING, **recorded) == set(faults)
+    check_equal(base, name, to="calm", steps=int(HEALING["train__steps"]))
+    moves = {e["step"]: e for e in events(base, name, "ExpertsMoved")}
     assert len(moves) >= 2 and all(e["after"] < e["before"] for e in moves.values())
-    assert not any("goes back" in e["text"] for e in events(tmp_path, "moved", "Note"))
+    assert not any("goes back" in e["text"] for e in events(base, name, "Note"))
     ids = {"replace/state", "replace/gradient"} if beside else {f"replace/{kind}" for kind in STATE_KINDS}
-    check_recorded_moves(tmp_path / "runs" / "moved", ids=ids, moves={step - beside for step in moves})
+    check_recorded_moves(base / "runs" / name, ids=ids, moves={step - beside for step in moves})
 
 
 def check_recorded_moves(run: Path, *, ids: set[str], moves: set[int]) -> None:
@@ -320,6 +329,19 @@ def test_when_a_run_decides() -> None:
 
 
 @pytest.mark.unit
+def test_experts_on_too_few_hosts_do_not_wait_for_a_step_and_even_loads_follow_soon() -> None:
+    recipe = load_recipe(None, ["--resilience.slots_per_rank=4", "--resilience.replace_interval=20"])
+    watcher, parts = Replacing(recipe, Way().run.spec), Any
+    watcher._asked = SimpleNamespace(step=20, parts=parts, before={}, stages=[], costs=None)  # type: ignore[assignment]
+    decided = SimpleNamespace(action="mend", migrations=())
+    rank = SimpleNamespace(peers=SimpleNamespace(first=lambda work: decided))
+    way = replacing._Way(where=replacing.NOWHERE, recorder=None, beside=True)
+    with mock.patch.object(Replacing, "_carry_out", return_value="moved"):
+        assert watcher._prepare(parts, rank, way, step=20) == "moved"  # type: ignore[arg-type, comparison-overlap]
+    assert [step for step in range(20, 42) if watcher.due(step)] == [20, 22, 40]
+
+
+@pytest.mark.unit
 def test_what_cannot_move_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"resilience.replace_interval = 5.*no effect"):
         load_recipe(None, ["--resilience.replace_interval", "5"])
@@ -328,6 +350,8 @@ def test_what_cannot_move_is_refused() -> None:
             None,
             ["--resilience.replace_interval=5", "--resilience.slots_per_rank=4", "--resilience.expert_state=sharded"],
         )
+    with pytest.raises(ConfigError, match=r"resilience.move_beside = false.*no effect"):
+        load_recipe(None, ["--resilience.slots_per_rank", "4", "--resilience.move_beside", "false"])
 
 
 @pytest.mark.unit

@@ -47,7 +47,7 @@ class Coming:
         self.whole, self.moves = tuple(moves), coming_moves(moves)
         self.received_bytes = self.beside_bytes = 0
         self.beside_s = self.waited_s = 0.0
-        """For which the state travelled beside the step, and for which training stood still at its end."""
+        """For which the state travelled beside the step, and for which training stood still, for plans and at its end."""
         self.is_updated = False
         """With the step beside which it came."""
         self._comms = parts.comms.apart()
@@ -93,7 +93,7 @@ class Coming:
         self.received_bytes += move_state(
             self._resharder, self.moves, have, self._gradients, op_id=GRADIENT_ID, record=self._record
         )
-        self.waited_s = time.perf_counter() - begin_s
+        self.waited_s += time.perf_counter() - begin_s
 
     def update(self, parts: StepParts, step: ReducedStep) -> None:
         """As those who held them do in `commit_step`. Needs nobody else."""

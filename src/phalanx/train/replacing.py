@@ -286,10 +286,12 @@ class Replacing:
         after = {stage: _after(placed, migrations) for stage, placed in before.items()}
         journey = _Journey(decision=decision, step=step, before=before, after=after)
         record = way.record(parts, journey)
+        begin_s = time.perf_counter()
         coming = self._set_out(journey, parts, rank) if way.beside and journey.may_go_beside else None
         if coming is None:
             return self._carry_out(journey, parts, rank, where=way.where, record=record)
         coming.begin(record)
+        coming.waited_s = time.perf_counter() - begin_s
         self._journey = journey, coming
         return None
 
