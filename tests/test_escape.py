@@ -39,6 +39,35 @@ def test_a_call_that_hangs_is_left_behind_and_the_next_has_a_thread_of_its_own()
     escape.close()
 
 
+def test_a_thread_that_leaves_takes_the_one_beside_it_along() -> None:
+    escape, before = Escape(lambda: False), threading.active_count()
+
+    def call_and_leave() -> None:
+        assert escape.run(lambda: 1) == 1
+        escape.leave()
+        escape.leave()
+
+    for _ in range(3):
+        thread = threading.Thread(target=call_and_leave)
+        thread.start()
+        thread.join()
+    end_s = time.monotonic() + 10
+    while threading.active_count() > before and time.monotonic() < end_s:
+        time.sleep(0.01)
+    assert threading.active_count() == before and not escape._open
+    assert escape.run(lambda: 2) == 2  # other threads go on
+    escape.close()
+
+
+def test_a_thread_that_hears_late_that_the_team_is_over_waits_for_nothing() -> None:
+    escape, done = Escape(lambda: False), threading.Event()
+    escape.close()
+    with pytest.raises(PeerError, match="the team is over"):
+        escape.run(lambda: 1)
+    escape.begun("posted late", done.set)
+    assert done.wait(10)
+
+
 def test_what_nobody_waited_for_keeps_its_groups_until_it_has_ended() -> None:
     """The destructor of a group waits for what is under way in it, in the thread that lets it go last."""
 

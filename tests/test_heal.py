@@ -146,7 +146,7 @@ def _plant(faults: Faults, folder: str, *, ranks: int) -> None:
     from phalanx.models.moe import MoE
     from phalanx.runtime.collectives import Collectives
     from phalanx.runtime.gradients import GradientBuffers
-    from phalanx.train import heal_run, healing, replacing
+    from phalanx.train import coming, heal_run, healing, replacing
 
     victims = [(phase, slot) for phase, (slots, _) in faults.items() if phase != "corruption" for slot in slots]
     done, here = mmap.mmap(-1, len(victims) + 1), {"slot": -1, "step": -1, "size": 0}
@@ -181,8 +181,10 @@ def _plant(faults: Faults, folder: str, *, ranks: int) -> None:
     before(healing, "commit_step", "commit")
     before(CheckpointManager, "_write_tensors", "checkpoint")
     before(healing, "take_state", "migration")
-    before(replacing, "_take_over", "moving")
-    if "moving" in faults:  # then moving always pays where it helps at all
+    before(replacing, "_move_experts", "moving")
+    before(coming.Coming, "_bring", "beside")
+    before(coming.Coming, "update", "update")
+    if faults.keys() & {"moving", "beside", "staged", "update"}:  # then moving always pays where it helps at all
         replacing.seconds_of_a_row = lambda parts: 1.0
     reduce_step, enter, compute, work = (
         healing.reduce_step,
@@ -207,6 +209,14 @@ def _plant(faults: Faults, folder: str, *, ranks: int) -> None:
         if op_id in here.get("publishing", ()):  # parameters of the other families are there already
             maybe_die("publish")
         return exchange(self, *args, op_id=op_id, **words)
+
+    complete = coming.Coming.complete
+
+    def then_staged(*args: Any) -> None:
+        complete(*args)
+        maybe_die("staged")
+
+    coming.Coming.complete = then_staged  # type: ignore[method-assign]
 
     def then_vote(*args: Any, **words: Any) -> Any:
         found = reduce_step(*args, **words)

@@ -106,7 +106,8 @@ LONELY = ((0, 0, 1, 2, 7), (1, 3, 4, 5, 7), (2, 3, 6, 7, 1), (4, 5, 6, 7, 2))
 """Expert 0 is on the first host alone, all others on two at least."""
 
 
-def test_too_few_hosts_are_mended_always_and_with_few_copies() -> None:
+def test_too_few_hosts_are_mended_always_and_first() -> None:
+    """With the fewest copies; even loads, where they pay, are for the decision after."""
     present = HostPlacement(num_experts=EXPERTS, fleet=equal_fleet(HOSTS, 5), slots=(LONELY,))
     dear = replace(CHEAP, bytes_per_s=1.0)
     level = np.array([[2.0, 3, 3, 2, 2, 2, 2, 4]])
@@ -115,9 +116,12 @@ def test_too_few_hosts_are_mended_always_and_with_few_copies() -> None:
     assert found.action == "mend" and found.num_copies == 1
     assert (found.migrations[0].new.copies > 0).sum(2).min() == 2
     assert found.migrations[0].urgent == 1
-    skewed = now(present, zipf_loads(1, EXPERTS, skew=1.2, seed=6), slots=5)
-    both = plan_replacement([skewed], CHEAP, floor=2, interval=200, effort=QUICK)
-    assert both.action == "mend" and both.after < both.before and both.num_copies > 1  # even loads too, where that pays
+    loads = zipf_loads(1, EXPERTS, skew=1.2, seed=6)
+    first = plan_replacement([now(present, loads, slots=5)], CHEAP, floor=2, interval=200, effort=QUICK)
+    assert first.action == "mend" and first.num_copies == 1
+    mended = now(first.migrations[0].new, loads, slots=5)
+    then = plan_replacement([mended], CHEAP, floor=2, interval=200, effort=QUICK)
+    assert then.action == "balance" and then.after < then.before and then.num_copies > 1
 
 
 def test_a_floor_that_slots_cannot_hold_is_no_reason_to_move() -> None:

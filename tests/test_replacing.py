@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -38,7 +39,7 @@ from phalanx.train.step import StepParts, train_step
 from phalanx.train.trainer import make_parts
 from phalanx.verify.replicas import not_alike
 from ranks import RankError, run_ranks
-from test_heal import check_equal, events, train
+from test_heal import Faults, check_equal, events, train
 from test_trace import problems_of
 from train_help import write_text
 
@@ -54,6 +55,7 @@ class Way:
     pp: int = 1
     zero: int = 1
     row_s: float = 1.0
+    beside: bool = True
 
     @property
     def run(self) -> Run:
@@ -70,7 +72,11 @@ class Way:
                 micro_batch=SEQUENCES, global_batch=SEQUENCES * run.samples, seq_len=SEQ, dtype="float32"
             ),
             resilience=ResilienceConfig(
-                mode=self.mode, slots_per_rank=5, chunk_rows=run.chunk_rows, replace_interval=self.interval
+                mode=self.mode,
+                slots_per_rank=5,
+                chunk_rows=run.chunk_rows,
+                replace_interval=self.interval,
+                move_beside=self.beside,
             ),
         )
 
@@ -100,7 +106,7 @@ def advance(rank: int, cache: GroupCache, way: Way, faults: Sequence[str] = ()) 
                 parts = new.parts
                 told.append(new.event)
             rows = heard(parts)
-            result = train_step(parts, shares(parts, way.run, step), step=step, lr=3e-3)
+            result = train_step(parts, shares(parts, way.run, step), step=step, lr=3e-3, companion=watcher)
             watcher.committed(result.counts_LE)
             steps.append((result.loss, result.grad_norm))
             busiest.append(sum(r.max() for r in rows) / max(1e-9, sum(r.mean() for r in rows)))
@@ -144,26 +150,29 @@ def ran(way: Way, *faults: str) -> list[dict[str, Any]]:
 
 
 def compared(way: Way) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    return ran(way), ran(replace(way, interval=0))
+    return ran(way), ran(replace(way, interval=0, beside=True))
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("way", [Way(), Way(pp=2, zero=0)], ids=str)
+@pytest.mark.parametrize("way", [Way(), Way(pp=2, zero=0), Way(beside=False)], ids=str)
 def test_experts_follow_the_load_and_no_bit_changes(way: Way) -> None:
     moved, calm = compared(way)
     assert all(found["steps"] == calm[0]["steps"] for found in (*moved, *calm))
     wanted, found = state(calm), state(moved)
     assert wanted.keys() == found.keys() and all(torch.equal(wanted[k], found[k]) for k in wanted)
     assert all(not r["wrong"] and r["holders"] >= 2 // way.pp for r in moved)  # two ranks a stage have 10 slots
-    check_moves(moved, calm)
+    check_moves(way, moved, calm)
 
 
-def check_moves(moved: list[dict[str, Any]], calm: list[dict[str, Any]]) -> None:
-    """Moves after steps 4 and 12 (the first decision after each draw has seen it), none at 8; what was predicted came."""
-    (first, second) = moved[0]["moves"]
-    assert (first.step, second.step) == (INTERVAL, SHIFT + INTERVAL)
+def check_moves(way: Way, moved: list[dict[str, Any]], calm: list[dict[str, Any]]) -> None:
+    """Decisions to move after steps 4 and 12 (the first after each draw that has seen it), none at 8; what was predicted came. Beside a step experts are where they are to be one step
+    later, and what they hold has come beside it but for the gradients, a third as much."""
+    (first, second), late = moved[0]["moves"], int(way.beside)
+    assert (first.step, second.step) == (INTERVAL + late, SHIFT + INTERVAL + late)
     assert not any(r["moves"] for r in calm)
-    for event, steps in ((first, slice(INTERVAL, SHIFT)), (second, slice(SHIFT + INTERVAL, STEPS))):
+    for event in (e for r in moved for e in r["moves"]):
+        assert event.beside_bytes * 4 == event.moved_bytes * 3 * late and (event.beside_s > 0) == way.beside
+    for event, steps in ((first, slice(first.step, SHIFT)), (second, slice(second.step, STEPS))):
         assert event.why == "balance" and event.experts > 0 and event.checked > 0
         assert event.after < event.before
         before, after = (np.mean(r[0]["busiest"][steps]) for r in (calm, moved))
@@ -174,7 +183,7 @@ def check_moves(moved: list[dict[str, Any]], calm: list[dict[str, Any]]) -> None
 @pytest.mark.ranks
 def test_fast_mode_stays_within_rounding() -> None:
     moved, calm = compared(Way(mode="fast"))
-    check_moves(moved, calm)
+    check_moves(Way(mode="fast"), moved, calm)
     for (loss, norm), (loss_2, norm_2) in zip(moved[0]["steps"], calm[0]["steps"], strict=True):
         assert abs(loss - loss_2) <= 1e-5 * loss_2 and abs(norm - norm_2) <= 1e-4 * norm_2
 
@@ -196,68 +205,114 @@ def _one_bit(rank: int) -> Any:
     def move(self: Any, what: Any, source: Any, *, out: Any, **more: Any) -> Any:
         found = sound(self, what, source, out=out, **more)
         if rank == 1:
-            view = next(x for x in out if x is not None)
-            view[tuple(slice(0, n) for n in view.shape)].view(-1)[0] += 1
+            for view in [x for x in out if x is not None][:1]:
+                view[tuple(slice(0, n) for n in view.shape)].view(-1)[0] += 1
         return found
 
     return mock.patch.object(replacing.Resharder, "move", move)
 
 
-FAULTS = {"moments stay": _moments_stay, "one bit": _one_bit}
+def _not_updated(rank: int) -> Any:
+    """What came beside the step stays as it was before."""
+    return mock.patch.object(replacing.Coming, "update", lambda self, *_: setattr(self, "is_updated", True))
+
+
+def _another_gradient(rank: int) -> Any:
+    """Experts that come are updated with gradients of others."""
+    sound = replacing.Coming.complete
+
+    def complete(self: Any, gradients: Any) -> None:
+        sound(self, gradients)
+        for gradient in self._gradients.values():
+            gradient.copy_(gradient.roll(1, 0))
+
+    return mock.patch.object(replacing.Coming, "complete", complete)
+
+
+def _another_rate(rank: int) -> Any:
+    """Experts that come are updated at another rate than where they are held."""
+    sound = replacing.Coming.update
+    return mock.patch.object(
+        replacing.Coming, "update", lambda self, parts, step: sound(self, parts, replace(step, lr=2 * step.lr))
+    )
+
+
+FAULTS = {
+    "moments stay": _moments_stay, "one bit": _one_bit, "not updated": _not_updated, "another gradient": _another_gradient, "another rate": _another_rate,
+}  # fmt: skip
 
 
 @pytest.mark.ranks
 def test_moments_left_behind_show() -> None:
-    assert ran(Way(), "moments stay")[0]["steps"] != ran(Way(interval=0))[0]["steps"]
+    assert ran(Way(beside=False), "moments stay")[0]["steps"] != ran(Way(interval=0))[0]["steps"]
 
 
 @pytest.mark.ranks
-def test_a_copy_that_is_not_what_was_sent_is_found() -> None:
+@pytest.mark.parametrize("fault", ["one bit", "not updated", "another gradient", "another rate"])
+def test_a_copy_that_is_not_what_others_hold_is_found(fault: str) -> None:
     with pytest.raises(RankError, match="members hold different values of"):
-        ran(Way(), "one bit")
+        ran(Way(), fault)
 
 
 # ---- in a run that heals itself ----------------------------------------------------------------------------------------
 
 HEALING = {
-    "train__steps": "10", "train__global_batch": "10", "checkpoint__interval": "4", "resilience__slots_per_rank": "5", "folding__ep": None,
+    "train__steps": "12", "train__global_batch": "10", "checkpoint__interval": "4", "resilience__slots_per_rank": "5", "folding__ep": None,
     "resilience__chunk_rows": "16", "router__force": "imbalanced", "router__force_skew": "1.5", "router__bias_rate": None,
 }  # fmt: skip
 """Drawn anew in every step, so that each decision finds other loads."""
 
 
+IN_ONE_GO = {"moving": ((1,), 2), "vote": ((0,), 4), "commit": ((2,), 6)}
+"""One dies while state moves and all stand still: the others have what they had. One when the step is voted on that is the first in the new place: nobody has moved.
+One when it is decided: all have."""
+BESIDE = {"beside": ((1,), 2), "staged": ((0,), 4), "update": ((2,), 6)}
+"""One dies while state is under way beside a step, one when all of it is there and the step is not voted on, one when it is decided and what came is not updated: what was staged is dropped."""
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where a run that never moves is."""
+    base = tmp_path_factory.mktemp("moving")
+    write_text(base / "text")
+    train(base, "calm", {}, **HEALING, resilience__replace_interval="0")
+    assert not events(base, "calm", "ExpertsMoved")
+    return base
+
+
 @pytest.mark.ranks
-def test_ranks_lost_while_experts_move_change_no_bit(tmp_path: Path) -> None:
-    """One dies while state moves: the others have what they had. One when the step is voted on that is the first in the new place: nobody has moved.
-    One when it is decided: all have."""
-    write_text(tmp_path / "text")
-    train(tmp_path, "calm", {}, **HEALING, resilience__replace_interval="0")
-    faults = {"moving": ((1,), 2), "vote": ((0,), 4), "commit": ((2,), 6)}
-    recorded = {"observe__trace_steps": "1,10", "resilience__replace_interval": "2"}
-    assert train(tmp_path, "moved", faults, **HEALING, **recorded) == set(faults)
-    check_equal(tmp_path, "moved", to="calm", steps=10)
-    assert not events(tmp_path, "calm", "ExpertsMoved")
-    moves = {e["step"]: e for e in events(tmp_path, "moved", "ExpertsMoved")}
+@pytest.mark.parametrize(("name", "faults"), [("in-one-go", IN_ONE_GO), ("beside", BESIDE)])
+def test_ranks_lost_while_experts_move_change_no_bit(base: Path, name: str, faults: Faults) -> None:
+    beside = name == "beside"
+    recorded = {"observe__trace_steps": f"1,{HEALING['train__steps']}", "resilience__replace_interval": "2"}
+    if not beside:
+        recorded["resilience__move_beside"] = "false"
+    assert train(base, name, faults, **HEALING, **recorded) == set(faults)
+    check_equal(base, name, to="calm", steps=int(HEALING["train__steps"]))
+    moves = {e["step"]: e for e in events(base, name, "ExpertsMoved")}
     assert len(moves) >= 2 and all(e["after"] < e["before"] for e in moves.values())
-    assert not any("goes back" in e["text"] for e in events(tmp_path, "moved", "Note"))
-    check_recorded_moves(tmp_path / "runs" / "moved", moves=set(moves))
+    assert not any("goes back" in e["text"] for e in events(base, name, "Note"))
+    ids = {"replace/state", "replace/gradient"} if beside else {f"replace/{kind}" for kind in STATE_KINDS}
+    check_recorded_moves(base / "runs" / name, ids=ids, moves={step - beside for step in moves})
 
 
-def check_recorded_moves(run: Path, *, moves: set[int]) -> None:
+def check_recorded_moves(run: Path, *, ids: set[str], moves: set[int]) -> None:
     """The recipe makes the plans of all moves again, and what ranks told is message by message and byte by byte what their programs say."""
     found = compare_with_run(run / "recipe.toml", run, "h100x4", [])
     assert found.steps is None and "resilience.mode" in found.why_not  # exact mode
-    assert {m.op_id for m in found.moves} == {"heal/state", *(f"replace/{kind}" for kind in STATE_KINDS)}
-    assert {m.step for m in found.moves if m.op_id != "heal/state"} >= moves
+    assert found.moves_left == () or not any(left.wrong for left in found.moves_left)
+    assert {m.op_id for m in found.moves} == {"heal/state", *ids}
+    for id in ids:
+        assert {m.step for m in found.moves if m.op_id == id} >= moves
     for move in found.moves:
         assert move.other_bytes == () and move.sent_bytes[0] == move.sent_bytes[1]
         assert move.found.only_measured == move.found.only_predicted == ()
     assert {m.ranks for m in found.moves} == {3, 4}  # three that all hold everything have nothing to send one another
-    for id in ("heal/state", "replace/master"):
+    for id in ("heal/state", *ids):
         assert any(m.messages for m in found.moves if m.op_id == id)
     trace = perfetto_trace(read_recording(run))
     assert problems_of(trace) == []
-    assert {"move heal/state", "move replace/master"} <= {e["name"] for e in trace["traceEvents"] if e["ph"] == "X"}
+    assert {f"move {id}" for id in ("heal/state", *ids)} <= {e["name"] for e in trace["traceEvents"] if e["ph"] == "X"}
 
 
 # ---- settings --------------------------------------------------------------------------------------------------------
@@ -274,6 +329,19 @@ def test_when_a_run_decides() -> None:
 
 
 @pytest.mark.unit
+def test_experts_on_too_few_hosts_do_not_wait_for_a_step_and_even_loads_follow_soon() -> None:
+    recipe = load_recipe(None, ["--resilience.slots_per_rank=4", "--resilience.replace_interval=20"])
+    watcher, parts = Replacing(recipe, Way().run.spec), Any
+    watcher._asked = SimpleNamespace(step=20, parts=parts, before={}, stages=[], costs=None)  # type: ignore[assignment]
+    decided = SimpleNamespace(action="mend", migrations=())
+    rank = SimpleNamespace(peers=SimpleNamespace(first=lambda work: decided))
+    way = replacing._Way(where=replacing.NOWHERE, recorder=None, beside=True)
+    with mock.patch.object(Replacing, "_carry_out", return_value="moved"):
+        assert watcher._prepare(parts, rank, way, step=20) == "moved"  # type: ignore[arg-type, comparison-overlap]
+    assert [step for step in range(20, 42) if watcher.due(step)] == [20, 22, 40]
+
+
+@pytest.mark.unit
 def test_what_cannot_move_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"resilience.replace_interval = 5.*no effect"):
         load_recipe(None, ["--resilience.replace_interval", "5"])
@@ -282,6 +350,8 @@ def test_what_cannot_move_is_refused() -> None:
             None,
             ["--resilience.replace_interval=5", "--resilience.slots_per_rank=4", "--resilience.expert_state=sharded"],
         )
+    with pytest.raises(ConfigError, match=r"resilience.move_beside = false.*no effect"):
+        load_recipe(None, ["--resilience.slots_per_rank", "4", "--resilience.move_beside", "false"])
 
 
 @pytest.mark.unit

@@ -327,6 +327,8 @@ class ResilienceConfig:
     """Tokens of each expert, which decide how many replicas it gets: uniform, or a JSON file with a row of numbers for each layer (or one for all)."""
     replace_interval: int | None = None
     """Steps between decisions whether replicas should lie elsewhere, by the loads of late; they move where that pays, or where an expert is on too few hosts. 0: never. Default: 200, but 0 in mode off and with expert_state = "sharded"."""
+    move_beside: bool = True
+    """State of experts that move for even loads travels while the next step is computed, where it can (CPU, no rank idle). false: all stand still for it."""
     expert_state: Literal["whole", "sharded"] = "whole"
     """Master weights and moments of an expert: whole at each of its holders, or shared out among them (less memory, but a part is lost with its holder)."""
 

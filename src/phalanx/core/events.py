@@ -359,7 +359,7 @@ class ExpertsMoved(Event):
     built_s: float
     """Modules and buffers for the new placement."""
     moved_s: float
-    """State, checksums included."""
+    """For which training stood still for state, checksums included."""
     checked: int
     """Pieces of expert state whose checksums all holders agree on."""
     before: float
@@ -370,6 +370,10 @@ class ExpertsMoved(Event):
     """Predicted, of a step."""
     cost_s: float
     """Predicted, of the move."""
+    beside_bytes: int = 0
+    """Of `moved_bytes`: came while the step before was computed. 0: training stood still for all."""
+    beside_s: float = 0.0
+    """For which that was under way beside the step; what was left of it then is in `moved_s`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -309,6 +309,13 @@ EFFECTS: tuple[Effect, ...] = (
         reads=("resilience.slots_per_rank",),
     ),
     Effect(
+        settings=("resilience.move_beside",),
+        inert=lambda r: not r.resilience.steps_between_placements() or r.launch.device != "cpu",
+        reason="no expert moves while training runs, or only while all stand still (launch.device is not cpu)",
+        way_out="resilience.slots_per_rank = 4 and resilience.replace_interval = 200",
+        reads=("resilience.slots_per_rank", "resilience.replace_interval", "resilience.mode", "launch.device"),
+    ),
+    Effect(
         settings=("optim.decay_steps",),
         inert=lambda r: r.optim.schedule != "wsd",
         reason='optim.schedule is not "wsd"',

@@ -2,6 +2,7 @@
 
     recovery, told   of a run that heals itself (`observe/recovery.py`)
     step       the steps, those that were given up too; moves of state between them
+    beside     moves of state while a step was computed
     passes     passes of the pipeline, waiting for data
     compute    what was computed; time in which the rank stood waiting is cut out of it
     waiting    the rank stood waiting: communication that nothing hid
@@ -22,11 +23,11 @@ from typing import Any
 from phalanx.core.op_ids import expert_exchange, read_op_id
 from phalanx.core.trace_file import Span, TraceFile
 from phalanx.observe.intervals import in_rows, innermost, union, without
-from phalanx.observe.lanes import Key, Meeting, Message, RankStep, Recording, Work, numbered, others
+from phalanx.observe.lanes import Key, Meeting, Message, RankMove, RankStep, Recording, Work, numbered, others
 from phalanx.observe.recovery import LANES as RECOVERY_LANES
 from phalanx.observe.recovery import SlotSpan, draw_recoveries
 
-LANES = (*RECOVERY_LANES, "step", "passes", "compute", "waiting")
+LANES = (*RECOVERY_LANES, "step", "passes", "compute", "waiting", "beside")
 FIRST_AXIS = len(LANES)
 SAME_S = 1e-9
 """Times closer than this are one moment."""
@@ -88,12 +89,14 @@ class _Rank:
         self.drawing, self.file, self.rank = drawing, drawing.file, rank
 
     def draw(self, steps: Sequence[RankStep]) -> None:
+        beside = [id(step) for step in steps if isinstance(step, RankMove) and _meets_a_step(step, steps)]
         for tid, name in enumerate(LANES):
-            if name not in RECOVERY_LANES:
+            if name not in RECOVERY_LANES and (name != "beside" or beside):
                 self.file.lane(self.rank, tid, name)
         tids = self._axis_lanes(steps)
         for step in steps:
-            self._span("step", step.name, (step.begin_s, step.end_s), _about(step))
+            lane = "beside" if id(step) in beside else "step"
+            self._span(lane, step.name, (step.begin_s, step.end_s), _about(step))
             if step.voted_s and step.decided_s > step.voted_s:
                 self._span("passes", "decision", (step.voted_s, step.decided_s), {"committed": step.committed})
             waits = self._waits(step)
@@ -188,6 +191,11 @@ class _Pieces:
 
 def _rows(step: RankStep, axis: str) -> list[list[tuple[tuple[float, float], Message]]]:
     return in_rows([((m.begin_s, m.end_s), m) for m in step.messages if m.axis == axis])
+
+
+def _meets_a_step(move: RankMove, steps: Sequence[RankStep]) -> bool:
+    others = (step for step in steps if not isinstance(step, RankMove))
+    return any(step.begin_s < move.end_s and move.begin_s < step.end_s for step in others)
 
 
 def _about(step: RankStep) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
     heal/state         members of the new generation with where the state of each stands, and pieces that are no sources: `plan/heal.py` plans again
     replace/KIND       mapping, and where the experts of each pipeline stage were and are to be
+    replace/state      the same: what comes to each rank of all kinds, beside a step (`plan/coming_experts.py`)
+    replace/gradient   the same: its gradients, at the end of that step
 
 Decides nothing. Must never change: from the order of a move and the recipe of its run the very same moves are made, by the run and by whoever reads the order.
 """
@@ -13,6 +15,7 @@ from dataclasses import asdict
 from typing import Any
 
 from phalanx.core.errors import DataError, Problem
+from phalanx.plan.coming_experts import coming_moves, of_all_kinds
 from phalanx.plan.folding import Folding
 from phalanx.plan.heal import Healing, HealPlan
 from phalanx.plan.layout import Box
@@ -27,6 +30,8 @@ HEAL_ID = "heal/state"
 """Under which members of a new generation record their messages."""
 REPLACE_ID = "replace"
 """Beginning of the ids of experts that are placed anew; behind it the kind of state."""
+STATE_ID, GRADIENT_ID = f"{REPLACE_ID}/state", f"{REPLACE_ID}/gradient"
+"""Of what comes beside a step, and at its end."""
 
 ByStage = Mapping[int, LayerPlacements]
 
@@ -76,9 +81,12 @@ def moves_again(op_id: str, order: Mapping[str, Any], healing: Healing) -> list[
     except (KeyError, TypeError, ValueError) as err:
         rule = f"is no order of a move: {type(err).__name__} {err}"
         raise DataError([Problem(where=op_id, value=None, rule=rule)], subject="the run") from err
-    return expert_moves(
+    moves = expert_moves(
         healing.spec, folding, healing.stages(folding), before=before, after=after, itemsize=healing.state_bytes
     )
+    if op_id not in (STATE_ID, GRADIENT_ID):
+        return moves
+    return of_all_kinds(coming_moves(moves)) if op_id == STATE_ID else coming_moves(moves)
 
 
 def _of_rank(placements: ByStage, folding: Folding) -> Callable[[int], AnyPlacement]:

@@ -4,7 +4,8 @@ Decides from what experts were asked for lately (`smoothed_loads`), where they a
 so a placement's time is the sum over the layers of a stage of the busiest rank's rows, times the seconds of a row. Moving costs once; the gain comes back every step until the
 next decision. So:
 
-    mend       some expert is on fewer hosts than `floor` asks for, and more are possible: always, whatever it costs, and as well placed as pays
+    mend       some expert is on fewer hosts than `floor` asks for, and more are possible: always, whatever it costs, and with the fewest states that do it, for they travel at once.
+               Even loads are for a later decision
     balance    what is saved until the next decision is `MARGIN` times what moving costs, and at least `LEAST_GAIN` of the time of the experts
     keep       otherwise. Both bounds are hysteresis: loads that only tremble never pay
 
@@ -73,7 +74,7 @@ class Costs:
     row_s: float
     """Seconds of one row of one expert on a rank, forward and backward."""
     bytes_per_s: float
-    """That a host gets or gives."""
+    """Of state that a host gets or gives, in the time for which training stands still for it."""
     rebuild_s: float
     """To make groups, modules and buffers anew, whatever moves."""
     expert_bytes: int
@@ -157,7 +158,7 @@ def plan_replacement(
         for choice, alone in zip(choices, in_one_rack, strict=True)
         if alone == min(in_one_rack)
     ]
-    best = _best(found)
+    best = _least(found) if mends else _best(found)
     if not mends and not _pays(best, _time(stages, [s.placement for s in stages], costs)):
         return _kept(stages, costs, interval, best.gain_s, best.cost_s)
     best.check()
@@ -212,6 +213,11 @@ def _best(found: Sequence[Replacement]) -> Replacement:
     most = max(map(_worth, found))
     near = [made for made in found if _worth(made) >= most - (1 - NEARLY) * abs(most)]
     return min(near, key=lambda made: (_losses(made), made.num_copies, -_worth(made)))
+
+
+def _least(found: Sequence[Replacement]) -> Replacement:
+    """The one that moves least; of those the one whose losses are fatal least often, then the one that is worth most."""
+    return min(found, key=lambda made: (made.num_copies, _losses(made), -_worth(made)))
 
 
 def _losses(made: Replacement) -> tuple[float, ...]:

@@ -9,6 +9,7 @@ Must never change: a thread that was left behind is never used again, and nothin
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -40,9 +41,12 @@ class Escape:
         self._own = threading.local()
         self._open: list[_Beside] = []
         self._begun: dict[int, _Call] = {}
+        self._is_closed = False
 
     def run(self, work: Callable[[], T]) -> T:
-        """What `work` returns or raises. Raises `PeerError` where it does not end although the team was kicked."""
+        """What `work` returns or raises. Raises `PeerError` where it does not end although the team was kicked, or nobody is to wait for anything any more."""
+        if self._is_closed:  # a thread of the rank may hear of it late
+            raise PeerError("the team is over")
         beside = getattr(self._own, "beside", None)
         if beside is None:
             beside = self._own.beside = _Beside()
@@ -68,22 +72,36 @@ class Escape:
     def begun(self, work: object, wait: _Call) -> None:
         """`work` is under way, and `wait` returns when it has ended. Whoever has waited says so (`ended`)."""
         self._begun[id(work)] = wait
+        if self._is_closed:
+            self._wait_for_all()
 
     def ended(self, work: object) -> None:
         """Somebody has waited for it."""
         self._begun.pop(id(work), None)
+
+    def leave(self) -> None:
+        """The thread that calls this makes no more calls: the one beside it ends. For threads that do not last as long as the team."""
+        beside, self._own.beside = getattr(self._own, "beside", None), None
+        if beside is not None:
+            beside.calls.put(None)
+            with contextlib.suppress(ValueError):  # closed meanwhile
+                self._open.remove(beside)
 
     def close(self) -> None:
         """End the threads that are not in a call; one that is ends with its call, or with the process.
 
         What is under way and nobody has waited for gets a thread that waits, and keeps the groups as long: else the rank's own thread would, in their destructor.
         """
-        for wait in self._begun.values():
+        self._is_closed = True
+        self._wait_for_all()
+
+    def _wait_for_all(self) -> None:
+        for wait in list(self._begun.values()):  # other threads may still begin or end something
             beside = _Beside()
             beside.kept = self.keep()
             beside.calls.put(wait)
             self._open.append(beside)
-        for beside in self._open:
+        for beside in list(self._open):
             beside.calls.put(None)
         self._begun.clear()
         self._open.clear()

@@ -52,15 +52,17 @@ class GroupCache:
 
     def __init__(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         self.timeout_s = timeout_s
-        self._groups: dict[tuple[tuple[int, ...], bool, int], dist.ProcessGroup | None] = {}
+        self._groups: dict[tuple[tuple[int, ...], bool, int, bool], dist.ProcessGroup | None] = {}
 
-    def get(self, ranks: Sequence[int], *, second: bool = False, message_ctas: int = 0) -> dist.ProcessGroup | None:
+    def get(
+        self, ranks: Sequence[int], *, second: bool = False, message_ctas: int = 0, beside: bool = False
+    ) -> dist.ProcessGroup | None:
         """The group of `ranks`: None if it has one member or this rank is not in it. Creation is collective over the world.
 
-        `second`: another group of the same ranks, whose collectives come in an order of their own. `message_ctas`: a group whose NCCL kernels have at
-        most so many thread blocks, each on a multiprocessor of its own; 0: as many as NCCL likes.
+        `second`: another group of the same ranks, whose collectives come in an order of their own; `beside`: one more, for a thread that has it alone while steps are computed.
+        `message_ctas`: a group whose NCCL kernels have at most so many thread blocks, each on a multiprocessor of its own; 0: as many as NCCL likes.
         """
-        key = tuple(ranks), second, message_ctas
+        key = tuple(ranks), second, message_ctas, beside
         if len(key[0]) == 1:
             return None
         if key not in self._groups:
@@ -68,7 +70,7 @@ class GroupCache:
                 raise RunError(
                     f"group {_short(key[0])} needs {len(key[0])} ranks, but this process runs alone (no init_world)"
                 )
-            self._groups[key] = self._create(*key)
+            self._groups[key] = self._create(key[0], second or beside, message_ctas)
         return self._groups[key]
 
     def _create(self, ranks: tuple[int, ...], second: bool, message_ctas: int) -> dist.ProcessGroup | None:

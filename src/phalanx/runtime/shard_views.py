@@ -57,12 +57,12 @@ def shard_views(state: ShardedState, kind: str) -> dict[str, ShardView]:
     return {
         name: view
         for family in state.families.values()
-        for name, view in _views(family.layout, getattr(family, kind)).items()
+        for name, view in views_of(family.layout, getattr(family, kind)).items()
     }
 
 
-def _views(layout: FlatLayout, kept: torch.Tensor) -> dict[str, ShardView]:
-    """Raises `ValueError` where the state of experts is sharded over their holders: their parts are no shards."""
+def views_of(layout: FlatLayout, kept: torch.Tensor) -> dict[str, ShardView]:
+    """By parameter, of (kept_length,) elements that lie as what the rank keeps. Raises `ValueError` where the state of experts is sharded over their holders: their parts are no shards."""
     if layout.scattered is not None:
         raise ValueError("the state of experts is sharded over their holders: it has no views")
     runs = layout.kept_runs

@@ -192,6 +192,8 @@ class HealingBody:
         if self._batches is not None:
             self._batches.close()
         self._batches = None
+        if self.trainer is not None:
+            self.trainer.replacing.drop()
         if self._escape is not None:
             self._escape.close()
 
@@ -391,6 +393,7 @@ class HealingBody:
                 self.device
             )  # unless it came from nowhere: the kick may come while it waits for the device, and the loop asks at once
             raise FinalError(str(err)) from None
+        trainer.replacing.reduced(parts, reduced)
         trainer.parts.comms.complete(self.device)
         self._reduced = reduced, micros, begin_s, data_s
         if self._others_idle:
@@ -421,6 +424,7 @@ class HealingBody:
         if self._moving is not None:
             self._move_in(trainer, self._moving)
         result = commit_step(trainer.parts, reduced)
+        trainer.replacing.applied(trainer.parts, reduced)
         self._step += 1
         self._reduced, self._due = None, True
         trainer.step, trainer.last_loss = self._step, result.loss
@@ -478,7 +482,12 @@ class HealingBody:
         assert self._entered is not None
         where = Where(self._entered.hosts, self._entered.racks)
         self._moving = trainer.replacing.between(
-            trainer.parts, trainer.rank, step=self._step, where=where, recorder=trainer.recorder
+            trainer.parts,
+            trainer.rank,
+            step=self._step,
+            where=where,
+            recorder=trainer.recorder,
+            others_idle=self._others_idle,
         )
 
     def _drop_save(self) -> None:

@@ -10,6 +10,8 @@ import math
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
+
 from phalanx.core.config import OptimConfig
 from phalanx.kernels.adamw import adamw_
 from phalanx.kernels.choice import Impl
@@ -45,6 +47,14 @@ class Optimizer(Protocol):
         self, state: ShardedState, gradients: ReducedGradients, *, step: int, lr: float, scale: float
     ) -> None: ...
 
+    def update(
+        self, state: State, gradient: torch.Tensor, rounded: torch.Tensor | None, *, decay: bool, step: int, lr: float, scale: float
+    ) -> None: ...  # fmt: skip
+
+
+State = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Master weights and both moments of the same elements, 1-d."""
+
 
 @dataclass(frozen=True)
 class AdamW:
@@ -56,28 +66,51 @@ class AdamW:
 
     def commit(self, state: ShardedState, gradients: ReducedGradients, *, step: int, lr: float, scale: float) -> None:
         """Update all that this rank keeps in place from `scale * gradient`, and round it. `step` counts from 0."""
-        c = self.config
         for family, segments in gradients.segments.items():
             target = state.families[family]
             for segment in segments:
                 for run in target.runs_in(segment.start, segment.start + segment.tensor.numel()):
                     part = slice(run.start, run.stop)
-                    adamw_(
-                        target.master[part],
+                    self.update(
+                        (target.master[part], target.exp_avg[part], target.exp_avg_sq[part]),
                         segment.tensor[run.start - segment.start : run.stop - segment.start],
-                        target.exp_avg[part],
-                        target.exp_avg_sq[part],
                         target.rounded_part(run.start, run.stop),
+                        decay=run.decay,
+                        step=step,
                         lr=lr,
-                        beta1=c.beta1,
-                        beta2=c.beta2,
-                        eps=c.eps,
-                        weight_decay=c.weight_decay if run.decay else 0.0,
-                        step=step + 1,
                         scale=scale,
-                        impl=self.impl,
-                        lanes=self.lanes,
                     )
+
+    def update(
+        self,
+        state: State,
+        gradient: torch.Tensor,
+        rounded: torch.Tensor | None,
+        *,
+        decay: bool,
+        step: int,
+        lr: float,
+        scale: float,
+    ) -> None:
+        """One run of elements, in place, from `scale * gradient`; `rounded`: where the new master goes in the compute type, if anywhere."""
+        c = self.config
+        master, exp_avg, exp_avg_sq = state
+        adamw_(
+            master,
+            gradient,
+            exp_avg,
+            exp_avg_sq,
+            rounded,
+            lr=lr,
+            beta1=c.beta1,
+            beta2=c.beta2,
+            eps=c.eps,
+            weight_decay=c.weight_decay if decay else 0.0,
+            step=step + 1,
+            scale=scale,
+            impl=self.impl,
+            lanes=self.lanes,
+        )
 
 
 def clip_scale(norm: float, clip_norm: float) -> float:

@@ -2,7 +2,10 @@
 
     committed   the counts of a step go into the average of loads; the same numbers on all ranks
     between     a step before it is due: gather what was measured ─ the first rank has the decision made beside the next step (`runtime/aside.py`)
-    prepare     due? ─ that decision (made now where there is none for this placement) ─ modules and buffers for the new placement ─ dense state copied, experts' state moved ─ checksums
+                due: that decision (made now where there is none for this placement)
+    mend        at once: modules and buffers for the new placement ─ dense state copied, experts' state moved ─ checksums
+    balance     beside the next step, where that can be: experts' state travels (`train/coming.py`), its gradients follow before the step is decided (`reduced`), its update
+                goes with the commit (`applied`); then modules and buffers ─ state copied ─ checksums
     adopt       the prepared parts take the place of the old ones
 
 Decides nothing. Must never change: until `adopt` what the trainer has stays as it is, so that whoever is lost before costs another attempt and nothing else; a decision rests on the loads of
@@ -21,20 +24,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from phalanx.core.config import Recipe
 from phalanx.core.events import ExpertsMoved
 from phalanx.core.samples import num_rounds
-from phalanx.kernels.grouped import expert_ffn
-from phalanx.models.moe import MoE
+from phalanx.plan.coming_experts import coming_moves
 from phalanx.plan.folding import Folding
 from phalanx.plan.layout import Box
 from phalanx.plan.migration import Migration
 from phalanx.plan.model import ModelSpec, parameters
 from phalanx.plan.move_order import REPLACE_ID, expert_moves, expert_order
-from phalanx.plan.placement import LayerPlacements, Placement
+from phalanx.plan.placement import LayerPlacements
 from phalanx.plan.replacement import (
     Costs,
     Replacement,
@@ -45,28 +46,24 @@ from phalanx.plan.replacement import (
     smoothed_loads,
 )
 from phalanx.plan.replicas import Floats
+from phalanx.plan.reshard_types import Move
 from phalanx.plan.state_layout import STATE_KINDS
 from phalanx.runtime.aside import Aside
-from phalanx.runtime.devices import synchronize
+from phalanx.runtime.groups import Axis
 from phalanx.runtime.optimizer_state import ShardedState
 from phalanx.runtime.resharder import Resharder
 from phalanx.runtime.shard_views import shard_views
 from phalanx.train.assemble import assemble
+from phalanx.train.coming import Coming
+from phalanx.train.expert_figures import placement_in_use, seconds_of_a_row
 from phalanx.train.heal_state import checksums, compare, move_state
+from phalanx.train.past_moves import PastMoves
 from phalanx.train.recording import MoveRecorder, Recorder
 from phalanx.train.setup import Rank, make_context
-from phalanx.train.step import StepParts
+from phalanx.train.step import ReducedStep, StepParts
 
-BYTES_PER_S = 1e9
-"""Of a move, until one was measured."""
-LAST = 5
-"""Moves whose figures are kept."""
-MEMORY = 10
-"""Decisions for which they are."""
 SOON = 10
 """A decision follows a change of members after this part of the interval."""
-TIMED_ROWS = 128
-TRIES = 3
 
 
 @dataclass(frozen=True)
@@ -88,6 +85,22 @@ class Prepared:
     placements: tuple[LayerPlacements, ...]
     """Of each pipeline stage."""
     event: ExpertsMoved
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Way:
+    """How a decision is to be carried out."""
+
+    where: Where
+    recorder: Recorder | None
+    beside: bool
+    """A step, where that can be."""
+
+    def record(self, parts: StepParts, journey: _Journey) -> MoveRecorder | None:
+        """For its moves, where the next step is recorded."""
+        if self.recorder is None:
+            return None
+        return self.recorder.moves(journey.step, lambda: expert_order(_folding(parts), journey.before, journey.after))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,40 +131,43 @@ class _Asked:
     costs: Costs
 
 
-class PastMoves:
-    """What moves have taken on this rank. A busy moment is no property of the machine: the quickest of the last few counts, and each of them for some decisions only,
-    so that one slow move cannot keep experts where they are for good. A machine whose moves are all slow pays for one that is not worth it in `MEMORY` decisions."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Journey:
+    """A decision that is being carried out."""
 
-    def __init__(self) -> None:
-        self._moves: list[_Past] = []
-        """The oldest first."""
-        self._decisions = 0
-
-    def decided(self) -> None:
-        """A decision is being made."""
-        self._decisions += 1
-        self._moves = [m for m in self._moves[-LAST:] if self._decisions - m.at < MEMORY]
-
-    def took(self, *, rebuild_s: float, bytes_per_s: float | None) -> None:
-        """A move is done; None: nothing came to any rank in it."""
-        self._moves = [*self._moves, _Past(at=self._decisions, rebuild_s=rebuild_s, bytes_per_s=bytes_per_s)][-LAST:]
+    decision: Replacement
+    step: int
+    """The decision followed this one."""
+    before: Mapping[int, LayerPlacements]
+    after: Mapping[int, LayerPlacements]
+    """By stage."""
 
     @property
-    def rebuild_s(self) -> float:
-        """To build modules and buffers; 0 where nothing is known."""
-        return min((m.rebuild_s for m in self._moves), default=0.0)
+    def placements(self) -> tuple[LayerPlacements, ...]:
+        """Of each pipeline stage."""
+        return tuple(self.after[stage] for stage in sorted(self.after))
 
     @property
-    def bytes_per_s(self) -> float:
-        """Of state."""
-        return max((m.bytes_per_s for m in self._moves if m.bytes_per_s is not None), default=BYTES_PER_S)
+    def may_go_beside(self) -> bool:
+        """Below `f` nothing waits for a step. Experts that lie in order, once each, are updated together (`plan/layout.py`): not as those that come are."""
+        return self.decision.action == "balance" and not any(p.layers and p.is_plain for p in self.before.values())
 
-
-@dataclass(frozen=True, kw_only=True)
-class _Past:
-    at: int
-    rebuild_s: float
-    bytes_per_s: float | None
+    def event(self, *, step: int, moved_bytes: int, built_s: float, moved_s: float, checked: int) -> ExpertsMoved:
+        """That it was carried out with the state after `step` steps."""
+        made = self.decision
+        return ExpertsMoved(
+            step=step,
+            why=made.action,
+            experts=made.num_copies,
+            moved_bytes=moved_bytes,
+            built_s=built_s,
+            moved_s=moved_s,
+            checked=checked,
+            before=made.before,
+            after=made.after,
+            gain_s=made.gain_s,
+            cost_s=made.cost_s,
+        )
 
 
 class Replacing:
@@ -169,6 +185,10 @@ class Replacing:
         self.again = 0
         """A further step after which to decide."""
         self.moves = PastMoves()
+        self.beside = config.move_beside and recipe.launch.device == "cpu"
+        """Whether experts move beside a step where they can."""
+        self._journey: tuple[_Journey, Coming] | None = None
+        """Under way, or there and not in use yet."""
         self._asked: _Asked | None = None
         self._is_warm = False
         """Whether the process beside was started in this generation."""
@@ -178,6 +198,8 @@ class Replacing:
         """Tokens that chose each expert in a committed step, before dropping."""
         if not self.interval:
             return
+        if self._journey is not None:
+            self._journey[1].tell()
         counts = np.asarray(counts_LE, dtype=np.float64)
         if self.limit is not None:  # rows that are dropped are no work
             counts = np.minimum(counts, self.limit * counts.mean(1, keepdims=True))
@@ -189,32 +211,64 @@ class Replacing:
         self.again = step + max(1, self.interval // SOON) if step else 0
         self._asked, self._is_warm = None, False
         self._aside.drop()
+        self.drop()
+
+    def drop(self) -> None:
+        """What is under way to others is of no use any more; nothing that is held has changed."""
+        if self._journey is not None:
+            self._journey[1].drop()
+        self._journey = None
 
     def due(self, step: int) -> bool:
         """Whether a decision follows step `step`: the same on all ranks."""
         return bool(self.interval) and step > 0 and (step % self.interval == 0 or step == self.again)
 
     def between(
-        self, parts: StepParts, rank: Rank, *, step: int, where: Where = NOWHERE, recorder: Recorder | None = None
+        self,
+        parts: StepParts,
+        rank: Rank,
+        *,
+        step: int,
+        where: Where = NOWHERE,
+        recorder: Recorder | None = None,
+        others_idle: bool = False,
     ) -> Prepared | None:
-        """What is due after `step` steps, and what has to be known for the step after. Collective. Returns and raises as `prepare`."""
+        """What is due after `step` steps, and what has to be known for the step after. Collective. `where` as `parts` were made with.
+
+        Returns a new placement with the state after `step` steps, or None: the present one stays, at least for this step. Raises `PeerError` where a rank is lost, `RunError` on all
+        ranks where copies differ; `parts` are as they were in any case. `others_idle`: some ranks are not of the mapping and take no part here, so no group can be made.
+        """
         if self.interval and rank.peers.rank == 0 and not self._is_warm:
             self._aside.start()
             self._is_warm = True
-        found = self.prepare(parts, rank, step=step, where=where, recorder=recorder) if self.due(step) else None
-        if found is None and self.due(step + 1):
+        way = _Way(where=where, recorder=recorder, beside=self.beside and not others_idle)
+        if self._journey is not None:
+            (journey, coming), self._journey = self._journey, None
+            if coming.parts.state is parts.state and journey.step + 1 == step and coming.is_updated:
+                return self._arrive(journey, coming, parts, rank, where=where)
+        found = self._prepare(parts, rank, way, step=step) if self.due(step) else None
+        if found is None and self._journey is None and self.due(step + 1):
             self._asked = self._ask(parts, rank, step=step + 1, ahead=True)
             if self._asked is not None and rank.peers.rank == 0:
                 self._aside.begin(plan_replacement, self._asked.stages, self._asked.costs, **self._bounds)
         return found
 
-    def prepare(
-        self, parts: StepParts, rank: Rank, *, step: int, where: Where = NOWHERE, recorder: Recorder | None = None
-    ) -> Prepared | None:
-        """A new placement with the state after `step` steps, or None: the present one stays. Collective. `where` as `parts` were made with.
+    # -- beside a step (`train/step.py: Companion`)
 
-        Raises `PeerError` where a rank is lost, `RunError` on all ranks where copies differ; `parts` are as they were in any case.
-        """
+    def reduced(self, parts: StepParts, step: ReducedStep) -> None:
+        """What comes to this rank is there, gradients too. Collective. Raises `PeerError` where a rank is lost."""
+        if self._journey is not None:
+            self._journey[1].complete(step.gradients)
+
+    def applied(self, parts: StepParts, step: ReducedStep) -> None:
+        """What came is as new as what is held."""
+        if self._journey is not None:
+            self._journey[1].update(parts, step)
+
+    # -- a decision
+
+    def _prepare(self, parts: StepParts, rank: Rank, way: _Way, *, step: int) -> Prepared | None:
+        """Decide after `step` steps, and begin to carry it out. Collective."""
         asked, self._asked = self._asked, None
         if asked is None or asked.step != step or asked.parts is not parts:  # the same on all ranks
             asked = self._ask(parts, rank, step=step, ahead=False)
@@ -226,8 +280,20 @@ class Replacing:
         decision = rank.peers.first(lambda: self._aside.answer(plan_replacement, stages, costs, **self._bounds))
         if decision.action == "keep":
             return None
-        before = dict(sorted(asked.before.items()))
-        return self._carry_out(decision, before, parts, rank, step=step, where=where, recorder=recorder)
+        if decision.action == "mend":  # even loads follow soon
+            self.again = step + max(1, self.interval // SOON)
+        before, migrations = dict(sorted(asked.before.items())), iter(decision.migrations)
+        after = {stage: _after(placed, migrations) for stage, placed in before.items()}
+        journey = _Journey(decision=decision, step=step, before=before, after=after)
+        record = way.record(parts, journey)
+        begin_s = time.perf_counter()
+        coming = self._set_out(journey, parts, rank) if way.beside and journey.may_go_beside else None
+        if coming is None:
+            return self._carry_out(journey, parts, rank, where=way.where, record=record)
+        coming.begin(record)
+        coming.waited_s = time.perf_counter() - begin_s
+        self._journey = journey, coming
+        return None
 
     @property
     def _bounds(self) -> dict[str, int]:
@@ -251,7 +317,7 @@ class Replacing:
             loads=self.loads,
             earlier=self.earlier,
             row_s=seconds_of_a_row(parts),
-            bytes_per_s=self.moves.bytes_per_s,
+            bytes_per_s=self.moves.bytes_per_s(beside=self.beside),
             rebuild_s=self.moves.rebuild_s,
             placement=placement_in_use(parts),
         )
@@ -266,45 +332,52 @@ class Replacing:
             expert_bytes=_expert_bytes(self.spec, parts),
         )
 
-    def _carry_out(
-        self,
-        decision: Replacement,
-        before: Mapping[int, LayerPlacements],
-        parts: StepParts,
-        rank: Rank,
-        *,
-        step: int,
-        where: Where,
-        recorder: Recorder | None,
-    ) -> Prepared:
+    def _set_out(self, journey: _Journey, parts: StepParts, rank: Rank) -> Coming | None:
+        """None where nothing comes to any rank. Collective."""
+        moves = _moves_of(journey, parts)
+        if not coming_moves(moves) or parts.groups.axis("world").group is None:
+            return None
+        ranks, world = tuple(range(parts.groups.folding.world)), parts.groups.axis("world")
+        return Coming(parts, moves, Axis("beside", ranks, world.index, rank.cache.get(ranks, beside=True)))
+
+    def _arrive(self, journey: _Journey, coming: Coming, parts: StepParts, rank: Rank, *, where: Where) -> Prepared:
+        """The state has come beside the last step, and is as new as what is held. Collective."""
         begin_s = time.perf_counter()
-        migrations = iter(decision.migrations)
-        after = {stage: _after(placed, migrations) for stage, placed in before.items()}
-        own = parts.groups.folding.coord(parts.groups.rank, "pp")
-        new = _rebuilt(parts, rank, self.spec, after[own], where=where)
+        new = self._rebuilt(journey, parts, rank, where)
         built_s = time.perf_counter() - begin_s
         begin_s = time.perf_counter()
-        record = (
-            None if recorder is None else recorder.moves(step, lambda: expert_order(_folding(parts), before, after))
+        coming.fill(new.state, parts.state)
+        checked = _take_over(new, parts, rank)
+        moved_s = time.perf_counter() - begin_s + coming.waited_s
+        most = max(rank.peers.gather(coming.beside_bytes))
+        self.moves.took(rebuild_s=built_s, bytes_per_s=most / moved_s if most else None, beside=True)
+        event = journey.event(
+            step=journey.step + 1, moved_bytes=coming.received_bytes, built_s=built_s, moved_s=moved_s, checked=checked
         )
-        received, checked = _take_over(new, parts, rank, before, after, record=record)
+        event = dataclasses.replace(event, beside_bytes=coming.beside_bytes, beside_s=coming.beside_s)
+        return Prepared(parts=new, placements=journey.placements, event=event)
+
+    def _carry_out(
+        self, journey: _Journey, parts: StepParts, rank: Rank, *, where: Where, record: MoveRecorder | None
+    ) -> Prepared:
+        """All of it while training stands still. Collective."""
+        begin_s = time.perf_counter()
+        new = self._rebuilt(journey, parts, rank, where)
+        built_s = time.perf_counter() - begin_s
+        begin_s = time.perf_counter()
+        received = _move_experts(new, parts, _moves_of(journey, parts), record=record)
+        checked = _take_over(new, parts, rank)
         moved_s = time.perf_counter() - begin_s
         most = max(rank.peers.gather(received))
         self.moves.took(rebuild_s=built_s, bytes_per_s=most / moved_s if most else None)
-        event = ExpertsMoved(
-            step=step,
-            why=decision.action,
-            experts=decision.num_copies,
-            moved_bytes=received,
-            built_s=built_s,
-            moved_s=moved_s,
-            checked=checked,
-            before=decision.before,
-            after=decision.after,
-            gain_s=decision.gain_s,
-            cost_s=decision.cost_s,
+        event = journey.event(
+            step=journey.step, moved_bytes=received, built_s=built_s, moved_s=moved_s, checked=checked
         )
-        return Prepared(parts=new, placements=tuple(after[stage] for stage in sorted(after)), event=event)
+        return Prepared(parts=new, placements=journey.placements, event=event)
+
+    def _rebuilt(self, journey: _Journey, parts: StepParts, rank: Rank, where: Where) -> StepParts:
+        own = parts.groups.folding.coord(parts.groups.rank, "pp")
+        return _rebuilt(parts, rank, self.spec, journey.after[own], where=where)
 
 
 # ---- what is known ---------------------------------------------------------------------------------------------------
@@ -324,42 +397,6 @@ def _expert_bytes(spec: ModelSpec, parts: StepParts) -> int:
     )
     each = max(family.master.itemsize for family in parts.state.families.values())
     return elements // parts.groups.folding.of_rank(parts.groups.rank).etp * each * len(STATE_KINDS)
-
-
-def placement_in_use(parts: StepParts) -> LayerPlacements:
-    """The placement of the rank's stage, as its dispatchers have it."""
-    found = {}
-    for module in parts.model.modules():
-        if isinstance(module, MoE):
-            d = module.routed.dispatcher
-            width = len(d.slots_G) // d.ep.size
-            slots = tuple(d.slots_G[i * width : (i + 1) * width] for i in range(d.ep.size))
-            found[module.layer] = Placement(
-                num_experts=d.num_experts, slots=(slots,), hosts=tuple(d.host_of_ep), racks=tuple(d.rack_of_ep)
-            )
-    return LayerPlacements(layers=dict(sorted(found.items())))
-
-
-def seconds_of_a_row(parts: StepParts) -> float:
-    """Forward and backward pass of one row of an expert on this rank, the quickest of a few tries; 0 where it holds no expert."""
-    module = next((m for m in parts.model.modules() if isinstance(m, MoE)), None)
-    if module is None:
-        return 0.0
-    w13, w2 = (w[:1].detach().clone().requires_grad_() for w in (module.experts.w13, module.experts.w2))
-    x = torch.full((TIMED_ROWS, w13.shape[-1]), 0.01, dtype=w13.dtype, device=w13.device, requires_grad=True)
-    best = math.inf
-    for _ in range(TRIES):
-        begin_s = _now(x.device)
-        with torch.enable_grad():
-            y = expert_ffn(x, w13, w2, (TIMED_ROWS,), impl=parts.kernels, lanes=parts.lanes)
-            torch.autograd.grad(y, (x, w13, w2), torch.ones_like(y))
-        best = min(best, _now(x.device) - begin_s)
-    return best / TIMED_ROWS
-
-
-def _now(device: torch.device) -> float:
-    synchronize(device)  # SYNC: between steps, once for each try
-    return time.perf_counter()
 
 
 def _stage(placed: LayerPlacements, loads: Floats, spec: ModelSpec) -> StageNow:
@@ -396,37 +433,38 @@ def _rebuilt(parts: StepParts, rank: Rank, spec: ModelSpec, placement: LayerPlac
     )
 
 
-def _take_over(
-    new: StepParts,
-    old: StepParts,
-    rank: Rank,
-    before: Mapping[int, LayerPlacements],
-    after: Mapping[int, LayerPlacements],
-    *,
-    record: MoveRecorder | None,
-) -> tuple[int, int]:
-    """Fill the state of `new`; (bytes that came, pieces whose checksums all agree on). Collective.
+def _moves_of(journey: _Journey, parts: StepParts) -> list[Move]:
+    """Of one kind of state."""
+    size = max(family.master.itemsize for family in parts.state.families.values())
+    return expert_moves(
+        parts.spec, _folding(parts), parts.pipeline.stages, before=journey.before, after=journey.after, itemsize=size
+    )
+
+
+def _move_experts(new: StepParts, old: StepParts, moves: Sequence[Move], *, record: MoveRecorder | None) -> int:
+    """Experts' state from where it is; the bytes that came. Collective."""
+    resharder, received = Resharder(new.comms, new.groups.axis("world")), 0
+    for kind in ShardedState.KINDS:
+        have, want = (shard_views(state, kind) for state in (old.state, new.state))
+        received += move_state(resharder, moves, have, want, op_id=f"{REPLACE_ID}/{kind}", record=record)
+    return received
+
+
+def _take_over(new: StepParts, old: StepParts, rank: Rank) -> int:
+    """Fill the state of `new`, whose experts are there; the pieces whose checksums all agree on. Collective.
 
     Raises `RunError` on all ranks where somebody holds other bits than somebody else did.
     """
-    families = new.state.families
-    for key, family in families.items():
+    for key, family in new.state.families.items():
         if family.layout.rule.family != "expert":
             for kind in ShardedState.KINDS:
                 getattr(family, kind).copy_(getattr(old.state.families[key], kind))
     for name, tensor in new.state.buffers.items():
         tensor.copy_(old.state.buffers[name])
-    size = max(family.master.itemsize for family in families.values())
-    stages = new.pipeline.stages
-    moves = expert_moves(new.spec, _folding(new), stages, before=before, after=after, itemsize=size)
-    resharder, received = Resharder(new.comms, new.groups.axis("world")), 0
-    for kind in ShardedState.KINDS:
-        have, want = (shard_views(state, kind) for state in (old.state, new.state))
-        received += move_state(resharder, moves, have, want, op_id=f"{REPLACE_ID}/{kind}", record=record)
     new.state.restore(new.comms)
     new.comms.complete(rank.device)
     told = rank.peers.gather([_sums_of_experts(parts) for parts in (old, new)])
-    return received, compare([sums for pair in told for sums in pair])
+    return compare([sums for pair in told for sums in pair])
 
 
 def _folding(parts: StepParts) -> Folding:

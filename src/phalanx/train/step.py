@@ -23,6 +23,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -143,16 +144,41 @@ class ReducedStep:
     gradients: ReducedGradients
     tally: Tally
 
+    def clip_scale(self, clip_norm: float) -> float:
+        """What its gradients are multiplied by."""
+        return clip_scale(self.tally.grad_norm, clip_norm)
+
+
+class Companion(Protocol):
+    """What goes with a step: experts that are on their way to other ranks (`train/replacing.py`)."""
+
+    def reduced(self, parts: StepParts, step: ReducedStep) -> None:
+        """It is reduced, and nothing was changed. Collective."""
+
+    def applied(self, parts: StepParts, step: ReducedStep) -> None:
+        """It was committed. Needs no other rank."""
+
 
 def train_step(
-    parts: StepParts, batches: Sequence[TokenBatch], *, step: int, lr: float, stop: bool = False
+    parts: StepParts,
+    batches: Sequence[TokenBatch],
+    *,
+    step: int,
+    lr: float,
+    stop: bool = False,
+    companion: Companion | None = None,
 ) -> StepResult:
     """Run step `step` (from 0) on this rank's micro-batches and commit it. Collective; all ranks have equally many micro-batches, empty ones included.
 
     `stop` is this rank's wish to end the run after this step; the result says whether any rank has it. Raises `RunError` on all
     ranks, with the state unchanged, where a gradient or a loss is not finite.
     """
-    result = commit_step(parts, reduce_step(parts, batches, step=step, lr=lr, stop=stop))
+    reduced = reduce_step(parts, batches, step=step, lr=lr, stop=stop)
+    if companion is not None:
+        companion.reduced(parts, reduced)
+    result = commit_step(parts, reduced)
+    if companion is not None:
+        companion.applied(parts, reduced)
     publish(parts)
     return result
 
@@ -174,7 +200,7 @@ def reduce_step(
 def commit_step(parts: StepParts, reduced: ReducedStep) -> StepResult:
     """Apply it. Needs no other rank; parameters are not to be read before `publish`."""
     tally = reduced.tally
-    scale = clip_scale(tally.grad_norm, parts.clip_norm)
+    scale = reduced.clip_scale(parts.clip_norm)
     parts.state.is_published = False
     with torch.no_grad(), parts.comms.doing("commit"):
         parts.optimizer.commit(parts.state, reduced.gradients, step=reduced.step, lr=reduced.lr, scale=scale)

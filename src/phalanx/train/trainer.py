@@ -335,7 +335,7 @@ class Trainer:
     def _step(self, step: int, batches: Sequence[TokenBatch]) -> StepResult:
         lr = learning_rate(step, self.rank.recipe.optim, total_steps=self.total_steps)
         if step != self.start or self.rank.recipe.pipeline.extra_warmup != "auto":
-            return train_step(self.parts, batches, step=step, lr=lr, stop=self.stop.requested)
+            return train_step(self.parts, batches, step=step, lr=lr, stop=self.stop.requested, companion=self.replacing)
         measured = replace(self.parts, times=PassTimes())
         result = train_step(measured, batches, step=step, lr=lr, stop=self.stop.requested)
         self._choose_warmup(measured, batches)

@@ -44,7 +44,7 @@ from phalanx.runtime.gradients import ReducedGradients
 from phalanx.runtime.groups import GroupCache, Groups, build_groups
 from phalanx.runtime.optimizer_state import ShardedState
 from phalanx.train.assemble import assemble
-from phalanx.train.optim import Optimizer
+from phalanx.train.optim import Optimizer, State
 from phalanx.train.step import StepParts, StepResult, train_step
 from phalanx.verify.numbers import Patch, StartingValues, another_token, generator, microbatch
 from phalanx.verify.setups import SEQUENCES, Setup
@@ -89,6 +89,11 @@ class Recorder:
         }
         self.gradients = dataclasses.replace(gradients, segments=segments)
         self.inner.commit(state, gradients, step=step, lr=lr, scale=scale)
+
+    def update(
+        self, state: State, gradient: torch.Tensor, rounded: torch.Tensor | None, *, decay: bool, step: int, lr: float, scale: float
+    ) -> None:  # fmt: skip
+        self.inner.update(state, gradient, rounded, decay=decay, step=step, lr=lr, scale=scale)
 
 
 def context(
