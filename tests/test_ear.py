@@ -36,17 +36,16 @@ def asked(keys: TcpKeys, monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return times
 
 
-def later(work: Callable[[], object]) -> list[float]:
-    """Do it while the caller waits; when it was done."""
-    times: list[float] = []
+def later(work: Callable[[], object]) -> threading.Thread:
+    """Do it while the caller waits."""
 
     def act() -> None:
         time.sleep(SLICE_S)
-        times.append(time.monotonic())
         work()
 
-    threading.Thread(target=act, daemon=True).start()
-    return times
+    thread = threading.Thread(target=act, daemon=True)
+    thread.start()
+    return thread
 
 
 def test_a_key_is_heard_of_and_not_asked_for(store: StoreProcess, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,9 +53,10 @@ def test_a_key_is_heard_of_and_not_asked_for(store: StoreProcess, monkeypatch: p
     times = asked(keys, monkeypatch)
     assert not keys.hear("gen/2", SLICE_S) and not keys.hear("gen/2", SLICE_S) and len(times) == 2
     for number, write in ((2, other.create), (3, other.put)):
-        later(lambda: write(f"gen/{number}", "x"))  # noqa: B023
+        writing = later(lambda: write(f"gen/{number}", "x"))  # noqa: B023
         begin_s = time.monotonic()
         assert keys.hear(f"gen/{number}", 20.0) and time.monotonic() - begin_s < 19.0 and len(times) == number + 1
+        writing.join()
     assert keys.hear("gen/3", 0.0)
 
 
@@ -70,19 +70,21 @@ def test_who_hears_nothing_asks(store: StoreProcess, monkeypatch: pytest.MonkeyP
     assert not keys.hear("gen/2", 0.0) and keys._ear is not None and len(times) == 1
     assert not keys.hear("gen/9", SLICE_S) and len(times) > 5
     keys._ear.close()
-    later(lambda: store.address.connect().create("gen/2", "x"))
+    writing = later(lambda: store.address.connect().create("gen/2", "x"))
     assert keys.hear("gen/2", 20.0) or keys.hear("gen/2", 20.0)
+    writing.join()
     assert not keys.hear("gen/9", 0.0) and keys._ear is None and keys._deaf
 
 
 def test_a_service_that_ends_is_missed_at_once(store: StoreProcess) -> None:
     keys = store.address.connect()
     assert not keys.hear("gen/2", 0.0)
-    later(store.stop)
+    stopping = later(store.stop)
     begin_s = time.monotonic()
     with pytest.raises(ServiceLost):
         keys.hear("gen/2", 20.0)
     assert time.monotonic() - begin_s < 19.0
+    stopping.join()
 
 
 def test_an_ear_hears_of_one_key_after_another() -> None:

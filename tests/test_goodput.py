@@ -17,6 +17,7 @@ from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, DataError, PlanError
 from phalanx.plan.folding import Folding
 from phalanx.plan.model import PRESETS
+from phalanx.simulate.device_memory import fullest_bytes, usable_bytes
 from phalanx.simulate.goodput import (
     LLAMA3_FAILURES_PER_RANK_HOUR,
     Practice,
@@ -28,7 +29,7 @@ from phalanx.simulate.goodput import (
     swept_optimum,
     young_daly,
 )
-from phalanx.simulate.goodput_heal import HostsLeft, hosts_left
+from phalanx.simulate.goodput_heal import HostsLeft, hosts_left, memory_left
 from phalanx.simulate.goodput_slow import slow_hosts
 from phalanx.simulate.hardware import parse_cluster
 from phalanx.simulate.mapping import Job, Mapping
@@ -169,6 +170,33 @@ def test_hosts_that_make_no_whole_mapping_are_idle_or_wait() -> None:
         assert 300 * run.down == pytest.approx(100 * (useful == 0))
 
 
+def test_hosts_whose_mapping_does_not_fit_are_down_and_told_of() -> None:
+    """Of 8 hosts the experts of 7 to 5 are divided by 2 in place of 8, those of 4 not at all; here memory is enough for 6."""
+    p = small(64, tp=2, pp=2, ep=8)
+    asked = left_of(p, "mixtral-8x7b")
+    assert isinstance(p.mapping, Mapping)
+    need = {
+        n: fullest_bytes(p.job, replace(p.mapping, folding=asked.folding(n), shares="any")) for n in (8, 7, 6, 5, 4)
+    }
+    assert sorted(need.values()) == list(need.values())
+    memory = p.cluster.hardware.memory_bytes * (need[6] + need[5]) / 2 / usable_bytes(p.cluster.hardware)
+    less = replace(p, cluster=replace(p.cluster, hardware=replace(p.cluster.hardware, memory_bytes=memory)))
+    left = replace(asked, fits=memory_left(less))
+    assert [64 * left.share(hosts) for hosts in (8, 7, 6)] == [64, 56, 48] and left.explain() == ""
+    assert left.share(5) == 0 and left.share(4) == 0 and asked.share(4) == 0.5
+    assert "with 5 hosts left the mapping (tp2." in left.explain() and "(nor with 4)" in left.explain()
+    practice = Practice(
+        recovery="replicas", interval_s=1e9, save_s=0, detect_s=0, repair_s=0, repair_host_s=100, share=left.share
+    )
+    run = simulate_goodput(practice, [100.0] * 3, duration_s=300, hosts=8)
+    assert 300 * run.down == pytest.approx(100)
+    small_memory = replace(p.cluster.hardware, memory_bytes=need[8] / 2)
+    never = replace(p, cluster=replace(p.cluster, hardware=small_memory))
+    assert not never.fits and memory_left(never)(p.mapping.folding), (
+        "that nothing fits is told once, and nothing more is asked"
+    )
+
+
 def test_the_command_asks_the_runs_own_rule(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe, file = tmp_path / "r.toml", tmp_path / "out.json"
     recipe.write_text(
@@ -181,11 +209,18 @@ def test_the_command_asks_the_runs_own_rule(tmp_path: Path, capsys: pytest.Captu
         extra = ["--folding.tp=4"] if cluster == "a100x32" else []
         assert goodput([*words, cluster, *extra]) == 0
         found[cluster] = json.loads(file.read_text())
-    assert found["h100x32"]["slow"]["names"] == [1] and found["h100x32"]["repair"]["share"] == 24 / 32
+    assert found["h100x32"]["slow"]["names"] == [1] and found["h100x32"]["repair"]["share"] == 0
     kept = found["a100x32"]
-    assert "24 ranks make no mapping" in kept["slow"]["kept"] and kept["repair"]["share"] == 16 / 32
+    assert "24 ranks make no mapping" in kept["slow"]["kept"] and kept["repair"]["share"] == 0
     assert kept["replicas"]["useful"] == pytest.approx(kept["slow"]["pace"], rel=0.05)
-    assert "at 50.0% of the speed" in capsys.readouterr().out
+    memory = kept["memory"]
+    assert memory["fits"] and memory["too_few_hosts"] == [2, 3], (
+        "ep 4 does not divide 24 ranks, and every expert on each is too much"
+    )
+    assert (
+        memory["explain"] in capsys.readouterr().out
+        and "with 3 hosts left the mapping (tp4.pp4|edp4.pp4)" in memory["explain"]
+    )
 
 
 def test_work_at_half_speed_is_lost_as_half() -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
 from phalanx.plan.dispatch import DispatchSpec
 from phalanx.plan.folding import Folding, make_folding
-from phalanx.plan.program import Sizes, StepProgram
+from phalanx.plan.program import Sizes, StepOptions, StepProgram, step_program
 from phalanx.plan.program_ops import Op
 from phalanx.simulate.cost import Cost
 from phalanx.simulate.program_time import OpSpan, ProgramTimeline, run_programs
@@ -63,6 +64,35 @@ def test_bytes_are_those_of_a_real_step() -> None:
                 told[event.op_id] += event.sent_bytes
             planned = {op.id: op.sent_bytes for op in program.collectives}
             assert planned == pytest.approx(dict(told)), (run, rank)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("holders", "dense", "expert"),
+    [(1, ("all_gather", 3), ("all_gather", 1)), (2, ("all_to_all_rows", 2), None), (4, None, None)],
+)
+def test_who_keeps_a_shard_is_sent_no_parameters_of_it(
+    holders: int, dense: tuple[str, int] | None, expert: tuple[str, int] | None
+) -> None:
+    """Four shards of what is dense, two of each expert, each kept by so many: what is left is sent to those that lack it, as a run does, and nothing where nobody does."""
+    options = StepOptions(sizes=SIZES, shard_holders=holders)
+    for rank in range(4):
+        ops = {
+            op.id: op
+            for op in step_program(Folding(world=4, ep=2), TINY, DispatchSpec(), rank=rank, options=options).ops
+        }
+        whole = {
+            op.id: op
+            for op in step_program(
+                Folding(world=4, ep=2), TINY, DispatchSpec(), rank=rank, options=replace(options, shard_holders=1)
+            ).ops
+        }
+        for key, wanted in (("dense_sharded", dense), ("dense_replicated", dense), ("expert", expert)):
+            found = ops.get(f"publish/{key}")
+            assert (found is None) == (wanted is None)
+            if found is not None and wanted is not None:
+                shard = whole[found.id].sent_bytes / (1 if key == "expert" else 3)
+                assert (found.collective, found.sent_bytes) == (wanted[0], wanted[1] * shard)
 
 
 @pytest.mark.unit

@@ -28,7 +28,7 @@ from phalanx.simulate.goodput import (
     swept_optimum,
     young_daly,
 )
-from phalanx.simulate.goodput_heal import HostsLeft, hosts_left
+from phalanx.simulate.goodput_heal import HostsLeft, hosts_left, memory_left
 from phalanx.simulate.goodput_slow import SlowHosts, slow_hosts
 from phalanx.simulate.pictures import Series, plot
 from phalanx.simulate.recovery_cluster import host_lost
@@ -80,6 +80,8 @@ def goodput(argv: Sequence[str]) -> int:
     if repair is not None and left is not None:
         result |= {"repair": repair_dict(repair, share=left.share(args.hosts - 1))}
     result |= {} if slow is None else {"slow": {**asdict(slow), "explain": slow.explain()}}
+    if left is not None and predicted is not None:
+        result |= {"memory": memory_dict(left, predicted)}
     if args.json is not None:
         write_json(args.json, {k: v for k, v in result.items() if k != "curves"})
     if args.svg is not None:
@@ -152,7 +154,7 @@ def _hosts_left(args: argparse.Namespace, overrides: Sequence[str], predicted: P
     if not isinstance(folding, Folding):
         return None
     recipe = load_recipe(args.recipe, [*overrides, "--launch.ranks", str(cluster.world)])
-    return hosts_left(recipe, resolve_recipe(recipe), folding, cluster)
+    return hosts_left(recipe, resolve_recipe(recipe), folding, cluster, fits=memory_left(predicted))
 
 
 def _repair(predicted: Prediction, left: HostsLeft | None) -> RecoveryTime:
@@ -184,6 +186,14 @@ def repair_dict(repair: RecoveryTime, *, share: float) -> dict[str, Any]:
         "moved_bytes": repair.moved_bytes,
         "explain": repair.explain(),
     }
+
+
+def memory_dict(left: HostsLeft, predicted: Prediction) -> dict[str, Any]:
+    """Whether the mapping of all ranks fits in their memory, and with how many hosts that of those that are left does not."""
+    explain = left.explain()
+    if not predicted.fits:
+        explain = "the mapping of all ranks does not fit in their memory: what follows is of a run that cannot be (phalanx simulate says more)"
+    return {"fits": predicted.fits, "too_few_hosts": sorted(left.too_large), "explain": explain}
 
 
 def _days(args: argparse.Namespace) -> float:
@@ -311,6 +321,8 @@ def describe(result: dict[str, Any]) -> str:
         lines.append(f"recovery from replicas: {result['repair']['explain']}; {then}")
     if "slow" in result:
         lines.append(result["slow"]["explain"])
+    if result.get("memory", {}).get("explain"):
+        lines.append(result["memory"]["explain"])
     lines.append(f"expected of checkpoints, in closed form: {result['expected_checkpoint']:.2%}")
     if result["swept_optimum_s"] is not None:
         lines.append(

@@ -43,6 +43,7 @@ from phalanx.plan.program_work import Counting, Sizes
 from phalanx.plan.schedule import Action
 from phalanx.plan.schedule_comm import AHEAD, PipelinePlan, Run, Send, Transfer
 from phalanx.plan.schedule_time import Edge
+from phalanx.plan.shard_copies import publication
 from phalanx.plan.stage_foldings import AnyFolding
 
 __all__ = [
@@ -135,6 +136,8 @@ class StepOptions:
     placement: AnyPlacement | None = None
     """Where the experts of the rank's stage are; None: plain."""
     expert_state: ExpertState = "whole"
+    shard_holders: int = 1
+    """Hosts that keep each shard of the optimizer state, each rank standing for one."""
     edges: Mapping[Edge, EdgePlan] | None = None
     """How activations cross between stages with foldings of their own (`plan/stage_edges.py`); None: from rank to rank."""
     ahead: int = AHEAD
@@ -323,6 +326,7 @@ class _Lowering:
             zero=self.options.zero,
             bucket_elements=self.options.bucket_elements,
             expert_state=self.options.expert_state,
+            holders=self.options.shard_holders,
         )
 
     def completed_by(self, key: str, ops: Sequence[Op]) -> str:
@@ -371,4 +375,8 @@ class _Lowering:
             if layout.scattered is not None and layout.scattered.travels:
                 yield from self.reach.collective(f"publish/{key}", "all_to_all_rows", "ep")
             elif layout.holders is None and self.options.zero:
-                yield from self.reach.collective(f"publish/{key}", "all_gather", layout.rule.shard_over)
+                parcels = publication(layout.keepers, layout.shard_index)
+                if parcels is None:
+                    yield from self.reach.collective(f"publish/{key}", "all_gather", layout.rule.shard_over)
+                elif parcels.sends or parcels.receives:  # else all have rounded them themselves
+                    yield from self.reach.collective(f"publish/{key}", "all_to_all_rows", layout.rule.shard_over)

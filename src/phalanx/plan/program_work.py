@@ -21,6 +21,7 @@ from phalanx.plan.dispatch import DispatchSpec, rows_of_source
 from phalanx.plan.layout import FlatLayout, LocalParam
 from phalanx.plan.model import ModelSpec
 from phalanx.plan.program_ops import Op
+from phalanx.plan.shard_copies import publication
 from phalanx.plan.stage_foldings import AnyFolding, micro_axis
 
 INT32, INT64, FP32 = 4, 8, 4
@@ -130,6 +131,9 @@ class Counting:
         layout, n = self.layouts[key], self._size(op.axis)
         if op.collective == "all_gather":
             return layout.shard_length * self.sizes.itemsize * (n - 1)
+        if op.id.startswith("publish/") and layout.keepers:
+            parcels = publication(layout.keepers, layout.shard_index)
+            return 0.0 if parcels is None else layout.shard_length * self.sizes.itemsize * len(parcels.sends)
         length = layout.length if op.collective == "reduce_scatter" else layout.shard_length
         summed = layout.rule.sum_over.index(op.axis) if op.axis in layout.rule.sum_over else 0
         whole = layout.length if op.collective == "reduce_scatter" or not summed or layout.num_shards == 1 else length

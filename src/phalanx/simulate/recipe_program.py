@@ -47,6 +47,7 @@ def programs_of_recipe(recipe: Recipe, spec: ModelSpec, *, world: int) -> Recipe
         recompute=t.recompute,
         cp_method=recipe.folding.cp_method,
         zero=recipe.optim.zero,
+        shard_holders=recipe.resilience.shard_holders,
         bucket_elements=math.ceil(recipe.optim.bucket_mb * 1e6 / state),
         pipeline=pipeline,
         sizes=Sizes(sequences=t.micro_batch, seq_len=t.seq_len, itemsize=itemsize, state_itemsize=state),

@@ -12,6 +12,7 @@ Must never change: the parent runs no tensor operation and has no thread when it
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import socket
 import time
@@ -239,6 +240,8 @@ def _rehearse(body: HealingBody, sinks: Sinks) -> None:
     except Exception as err:
         text = f"this worker joins without having made a step alone, which makes its first one slow: {type(err).__name__}: {err}"
         sinks(Note(level="warning", text=text))
+    gc.collect()
+    gc.freeze()  # what it has imported and compiled stays: each generation collects what the last one left (`Team.drop`), and need not look through all of that
 
 
 def _body(
