@@ -166,7 +166,11 @@ def body_on(device: torch.device, kicked: list[bool], error: Exception | None) -
     comms = Collectives(escape=Escape(lambda: kicked[0]))
     recorder = SimpleNamespace(prepare=lambda step: None, begin=lambda step: None, voted=lambda: None)
     trainer: Any = SimpleNamespace(
-        parts=SimpleNamespace(comms=comms), recorder=recorder, load=lambda step: [], token_batch=lambda m: m
+        parts=SimpleNamespace(comms=comms),
+        replacing=SimpleNamespace(reduced=lambda *_: None),
+        recorder=recorder,
+        load=lambda step: [],
+        token_batch=lambda m: m,
     )
     optim = SimpleNamespace(warmup_steps=0, lr=1.0)
     body.recipe = SimpleNamespace(train=SimpleNamespace(steps=4), optim=optim)  # type: ignore[assignment]
