@@ -1,6 +1,7 @@
 """How long training stands still for experts that move: all at once, or beside a step, or not at all, in turns in one run.
 
     phalanx testbed run --hosts 4 --rate 200mbit -- python benchmarks/moves_beside.py train    # a rank of it
+    python benchmarks/moves_beside.py train --launch.ranks 4                                   # on this machine, without links
     python benchmarks/moves_beside.py read                                                     # the figures
 
 Moves are forced: a row of an expert is taken for a second, so that moving pays at each decision, and loads are drawn anew in each step. Times are real. For each way: the part of the move for which
@@ -16,7 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-FOLDER, WAYS, INTERVAL, TURNS = Path("runs"), ("none", "at once", "beside"), 3, 4
+FOLDER, WAYS, INTERVAL, TURNS = Path("runs"), ("none", "at once", "beside"), 3, 3
 STEPS = INTERVAL * (len(WAYS) * TURNS + 2)
 SETTINGS = {
     "model.preset": "tiny", "model.hidden": 128, "model.expert_ffn": 512, "data.tokenizer": "byte", "data.builtin_bytes": 300_000,
@@ -38,13 +39,19 @@ def train() -> int:
     sound = replacing.Replacing._prepare
 
     def in_turns(self: Any, parts: Any, rank: Any, way: Any, *, step: int) -> Any:
-        if way_of(step) == "none":
+        if way_of(step) == "none":  # decided, and not done
+            asked, self._asked = self._asked, None
+            rank.peers.first(
+                lambda: self._aside.answer(replacing.plan_replacement, asked.stages, asked.costs, **self._bounds)
+            )
             return None
         return sound(self, parts, rank, replace(way, beside=way_of(step) == "beside"), step=step)
 
     replacing.Replacing._prepare = in_turns  # type: ignore[method-assign]
     replacing.seconds_of_a_row = lambda parts: 1.0
-    return main(["train", *(word for name, value in SETTINGS.items() for word in (f"--{name}", str(value)))])
+    return main(
+        ["train", *(word for name, value in SETTINGS.items() for word in (f"--{name}", str(value))), *sys.argv[2:]]
+    )
 
 
 def read() -> int:
@@ -78,4 +85,4 @@ def read() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(train() if sys.argv[1:] == ["train"] else read())
+    sys.exit(train() if sys.argv[1:2] == ["train"] else read())

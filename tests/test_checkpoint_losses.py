@@ -112,6 +112,7 @@ class Member:
         )
         self.body.sinks, self.body.watch, self.body.trainer, self.body._is_first = Sinks([]), None, self.trainer, True
         self.body._entered = SimpleNamespace(hosts=(), racks=())  # type: ignore[assignment]
+        self.body._others_idle = False
 
     def _save(self) -> None:
         self.trainer.hear_of_checkpoints(wait=True)

@@ -170,7 +170,11 @@ def body_on(device: torch.device, kicked: list[bool], error: Exception | None) -
         prepare=lambda step: None, begin=lambda step: None, voted=lambda: None, publishing=nullcontext
     )
     trainer: Any = SimpleNamespace(
-        parts=SimpleNamespace(comms=comms), recorder=recorder, load=lambda step: [], token_batch=lambda m: m
+        parts=SimpleNamespace(comms=comms),
+        replacing=SimpleNamespace(reduced=lambda *_: None),
+        recorder=recorder,
+        load=lambda step: [],
+        token_batch=lambda m: m,
     )
     optim = SimpleNamespace(warmup_steps=0, lr=1.0)
     body.recipe = SimpleNamespace(train=SimpleNamespace(steps=4), optim=optim)  # type: ignore[assignment]
