@@ -33,7 +33,8 @@ import torch.distributed as dist
 
 from phalanx.runtime.groups import GroupCache
 
-MAX_POOLS = 3
+MAX_POOLS = 5
+"""Standing pools: those of 1, 2, 3, 4 and 8 ranks, which most tests use. Ranks of a new one cost a second of processor each."""
 LARGE_JOB = 1 << 20
 """Bytes from which on arguments go through a file."""
 IN_A_FILE = b"file:"

@@ -108,7 +108,7 @@ def test_averages() -> None:
 
 def test_the_fast_path_learns_like_the_plain_one() -> None:
     """A short form of `phalanx bench curve` (200 steps, 0.02)."""
-    result = compare(CurveArgs(steps=60, window=10))
+    result = compare(CurveArgs(steps=40, window=10))
     assert not result.failures
     assert result.max_difference < 0.02 and result.last_fast < 0.8 * result.first
 

@@ -334,10 +334,12 @@ def state_at_the_end(base: Path, name: str, *, steps: int = STEPS) -> dict[str, 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with text and the undisturbed run `calm`."""
-    folder = tmp_path_factory.mktemp("heal")
-    write_text(folder / "text")
-    train(folder, "calm", {})
+    """A folder with text and the undisturbed run `calm`: one for all files of tests that compare with it."""
+    folder = tmp_path_factory.getbasetemp() / "heal"
+    if not (folder / "calm-ended").exists():
+        write_text(folder / "text")
+        train(folder, "calm", {})
+        (folder / "calm-ended").touch()
     return folder
 
 

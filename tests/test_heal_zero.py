@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from test_heal import STEPS, check_equal, check_samples, events, losses, train, write_text
+from test_heal import STEPS, base, check_equal, check_samples, events, losses, train
 from train_help import phalanx, train_args
 
+__all__ = ["base"]  # its undisturbed run has whole state on every rank
 pytestmark = pytest.mark.ranks
 
 
@@ -20,15 +21,6 @@ def test_a_dry_run_says_how_many_hosts_keep_a_shard(tmp_path: Path) -> None:
     found = phalanx("train", *train_args(tmp_path, **settings, resilience__f="3", launch__ranks="2"), "--dry-run")
     assert found.returncode == 2
     assert "it needs 3 (resilience.f); use 3 ranks" in found.stderr
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with text and the undisturbed run `calm`, whose state is whole on every rank."""
-    folder = tmp_path_factory.mktemp("heal-zero")
-    write_text(folder / "text")
-    train(folder, "calm", {})
-    return folder
 
 
 def test_shards_with_two_holders_outlive_ranks_killed_around_a_commit(base: Path) -> None:
@@ -50,9 +42,9 @@ def test_three_holders_outlive_two_at_once(base: Path) -> None:
 
 def test_fast_mode_heals_within_rounding(base: Path) -> None:
     few = {"resilience__mode": "fast", "launch__ranks": "4", "train__steps": "6", "optim__zero": "1"}
-    train(base, "fast-calm", {}, **few)
-    assert train(base, "fast", {"publish": ((1,), 2)}, **few) == {"publish"}
-    calm, hurt = losses(base, "fast-calm"), losses(base, "fast")
+    train(base, "zero-fast-calm", {}, **few)
+    assert train(base, "zero-fast", {"publish": ((1,), 2)}, **few) == {"publish"}
+    calm, hurt = losses(base, "zero-fast-calm"), losses(base, "zero-fast")
     assert set(hurt) == set(calm) == set(range(1, 7))
     for step, told in hurt.items():
         (wanted,) = calm[step]
@@ -60,8 +52,8 @@ def test_fast_mode_heals_within_rounding(base: Path) -> None:
 
 
 def test_more_losses_than_holders_go_back_to_the_checkpoint(base: Path) -> None:
-    assert train(base, "back", {"commit": ((1, 2), 6)}, optim__zero="1") == {"commit"}
-    check_equal(base, "back")
-    notes = {e["text"] for e in events(base, "back", "Note")}
+    assert train(base, "zero-back", {"commit": ((1, 2), 6)}, optim__zero="1") == {"commit"}
+    check_equal(base, "zero-back")
+    notes = {e["text"] for e in events(base, "zero-back", "Note")}
     assert any("goes back to the checkpoint of step 4" in text for text in notes), notes
-    assert set(losses(base, "back")) == set(range(1, STEPS + 1))
+    assert set(losses(base, "zero-back")) == set(range(1, STEPS + 1))

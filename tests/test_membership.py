@@ -273,6 +273,7 @@ def test_a_killed_service_is_noticed_and_found_again(host: StoreHost | EtcdHost)
     assert newest == (one if host.keeps_values else None)
 
 
+@pytest.mark.alone
 @pytest.mark.ranks
 def test_a_stopped_service_is_taken_for_lost() -> None:
     process = start_store()

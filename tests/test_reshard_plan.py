@@ -39,6 +39,8 @@ def simple(src: str, dst: str, shape: tuple[int, ...] = (64, 64), *, overlap: bo
 def test_random_plans_pass_the_check(seed: int) -> None:
     draw = random.Random(seed)
     moves, hosts = random_moves(draw)
+    if seed % 4:  # plans of sums take ten times as long
+        moves = [move for move in moves if move.src.num_terms == 1] or moves[:1]
     sizes = {"message_bytes": draw.choice((None, 64, 256)), "least_bytes": draw.choice((256, 16384))}
     plan = plan_reshard(moves, hosts, open_hops=draw.choice((1, 4)), **sizes)
     plan.check()

@@ -7,7 +7,6 @@ import itertools
 import json
 import re
 import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -55,11 +54,11 @@ from phalanx.verify.setups import (
     small_model,
 )
 from phalanx.verify.store import load_outline, load_reference, save_reference
+from train_help import phalanx as program_in_time
 
 
-def phalanx(*args: str, timeout_s: float = 280) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "phalanx", *args]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+def phalanx(*args: str) -> subprocess.CompletedProcess[str]:
+    return program_in_time(*args, timeout_s=280)
 
 
 # ---- cases ---------------------------------------------------------------------------------------------------------------------
