@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -13,6 +14,10 @@ settings.load_profile("phalanx")
 
 # Before anything imports Triton: its kernels run in its interpreter here. TRITON_INTERPRET=0 with a GPU.
 os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+# A shell starts what it runs beside itself (scripts/tests.sh) with Ctrl-C ignored, and programs that tests start would ignore it too.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True, scope="session")

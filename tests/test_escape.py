@@ -40,10 +40,10 @@ def test_a_call_that_hangs_is_left_behind_and_the_next_has_a_thread_of_its_own()
 
 
 def test_a_thread_that_leaves_takes_the_one_beside_it_along() -> None:
-    escape, before = Escape(lambda: False), threading.active_count()
+    escape, threads = Escape(lambda: False), []
 
     def call_and_leave() -> None:
-        assert escape.run(lambda: 1) == 1
+        threads.append(escape.run(threading.current_thread))
         escape.leave()
         escape.leave()
 
@@ -51,10 +51,9 @@ def test_a_thread_that_leaves_takes_the_one_beside_it_along() -> None:
         thread = threading.Thread(target=call_and_leave)
         thread.start()
         thread.join()
-    end_s = time.monotonic() + 10
-    while threading.active_count() > before and time.monotonic() < end_s:
-        time.sleep(0.01)
-    assert threading.active_count() == before and not escape._open
+    for thread in threads:
+        thread.join(10)
+    assert len(set(threads)) == 3 and not any(t.is_alive() for t in threads) and not escape._open
     assert escape.run(lambda: 2) == 2  # other threads go on
     escape.close()
 

@@ -39,7 +39,7 @@ from phalanx.train.step import StepParts, train_step
 from phalanx.train.trainer import make_parts
 from phalanx.verify.replicas import not_alike
 from ranks import RankError, run_ranks
-from test_heal import Faults, check_equal, events, train
+from test_heal import ROW_S, Faults, check_equal, events, train
 from test_trace import problems_of
 from train_help import write_text
 
@@ -54,7 +54,7 @@ class Way:
     interval: int = INTERVAL
     pp: int = 1
     zero: int = 1
-    row_s: float = 1.0
+    row_s: float = ROW_S
     beside: bool = True
 
     @property
@@ -257,7 +257,7 @@ def test_a_copy_that_is_not_what_others_hold_is_found(fault: str) -> None:
 # ---- in a run that heals itself ----------------------------------------------------------------------------------------
 
 HEALING = {
-    "train__steps": "12", "train__global_batch": "10", "checkpoint__interval": "4", "resilience__slots_per_rank": "5", "folding__ep": None,
+    "train__steps": "20", "train__global_batch": "10", "checkpoint__interval": "4", "resilience__slots_per_rank": "5", "folding__ep": None,
     "resilience__chunk_rows": "16", "router__force": "imbalanced", "router__force_skew": "1.5", "router__bias_rate": None,
 }  # fmt: skip
 """Drawn anew in every step, so that each decision finds other loads."""

@@ -208,6 +208,9 @@ def test_bench_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert main(["bench", "reshard-plan", "--seed", "5", "--cases", "8", "--json", str(file)]) == 0
     result = json.loads(file.read_text())
     assert result.keys() >= {"mean_rho", "p95_rho", "max_rho", "greedy_mean_rho", "geo_mean_win", "cpu_s"}
+    assert main(["bench", "reshard-plan", "--seed", "5", "--cases", "2", "--unequal-links"]) == 0
+    assert main(["bench", "reshard-plan", "--scale"]) == 0
+    assert "faster" in capsys.readouterr().out
     assert main(["bench", "reshard-plan", "--nine", "--scale", "--cases", "0"]) == 2
     error = capsys.readouterr().err
     assert (

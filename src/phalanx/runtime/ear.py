@@ -1,7 +1,7 @@
 """A thread that waits at the membership service for a key, on a connection of its own, so that nobody has to ask again and again whether it is there.
 
-Whoever waits still asks now and then (`Keys.hear`): a thread that hears nothing any more costs time until the next question, and nothing else. At the end of a process nobody closes
-it: torch tells of the end of a connection in a wait on standard error, whoever ended it.
+Whoever waits still asks now and then (`Keys.hear`): a thread that hears nothing any more costs time until the next question, and nothing else.
+torch tells of the end of a connection in a wait on standard error, whoever ended it.
 """
 
 from __future__ import annotations
@@ -9,6 +9,9 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
+
+END_S = 1.0
+"""How long `close` waits for a thread that ends at once, as a rule."""
 
 
 class Ear:
@@ -20,7 +23,8 @@ class Ear:
         self._key = ""
         self._rang = threading.Event()
         self._keys: queue.SimpleQueue[str] = queue.SimpleQueue()
-        threading.Thread(target=self._run, daemon=True).start()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
 
     def hear(self, key: str, timeout_s: float) -> bool | None:
         """Whether `key` came within the time; None where this cannot say, because it has failed or waits for another key."""
@@ -34,9 +38,10 @@ class Ear:
         return None if self.failed else rang
 
     def close(self) -> None:
-        """End the thread. From any other; safe to call again."""
+        """End the thread, and wait for it: one that comes back from C++ while the interpreter ends aborts the process. From any other; safe to call again."""
         self._keys.put("")
         self._shut()
+        self._thread.join(END_S)
 
     def _run(self) -> None:
         try:

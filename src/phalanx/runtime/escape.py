@@ -42,17 +42,19 @@ class Escape:
         self._open: list[_Beside] = []
         self._begun: dict[int, _Call] = {}
         self._is_closed = False
+        self._lock = threading.Lock()
 
     def run(self, work: Callable[[], T]) -> T:
         """What `work` returns or raises. Raises `PeerError` where it does not end although the team was kicked, or nobody is to wait for anything any more."""
-        if self._is_closed:  # a thread of the rank may hear of it late
-            raise PeerError("the team is over")
-        beside = getattr(self._own, "beside", None)
-        if beside is None:
-            beside = self._own.beside = _Beside()
-            self._open.append(beside)
+        with self._lock:  # a call behind the end of its thread would never be made
+            if self._is_closed:  # a thread of the rank may hear of it late
+                raise PeerError("the team is over")
+            beside = getattr(self._own, "beside", None)
+            if beside is None:
+                beside = self._own.beside = _Beside()
+                self._open.append(beside)
+            beside.calls.put(work)
         begin_s = time.monotonic()
-        beside.calls.put(work)
         looks = round(GRACE_S / LOOK_S)
         while True:
             try:
@@ -84,7 +86,7 @@ class Escape:
         beside, self._own.beside = getattr(self._own, "beside", None), None
         if beside is not None:
             beside.calls.put(None)
-            with contextlib.suppress(ValueError):  # closed meanwhile
+            with self._lock, contextlib.suppress(ValueError):  # closed meanwhile
                 self._open.remove(beside)
 
     def close(self) -> None:
@@ -92,19 +94,22 @@ class Escape:
 
         What is under way and nobody has waited for gets a thread that waits, and keeps the groups as long: else the rank's own thread would, in their destructor.
         """
-        self._is_closed = True
+        with self._lock:
+            self._is_closed = True
         self._wait_for_all()
 
     def _wait_for_all(self) -> None:
-        for wait in list(self._begun.values()):  # other threads may still begin or end something
-            beside = _Beside()
-            beside.kept = self.keep()
-            beside.calls.put(wait)
-            self._open.append(beside)
-        for beside in list(self._open):
-            beside.calls.put(None)
-        self._begun.clear()
-        self._open.clear()
+        with self._lock:
+            for number in list(self._begun):  # other threads may still begin or end something
+                wait = self._begun.pop(number, None)
+                if wait is not None:
+                    beside = _Beside()
+                    beside.kept = self.keep()
+                    beside.calls.put(wait)
+                    self._open.append(beside)
+            for beside in self._open:
+                beside.calls.put(None)
+            self._open.clear()
 
 
 def run_escapable(escape: Escape | None, work: Callable[[], T]) -> T:

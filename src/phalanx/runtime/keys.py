@@ -19,6 +19,7 @@ import socket
 import struct
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -199,6 +200,7 @@ class TcpKeys:
                 sockets = [socket.socket(fileno=os.dup(fd)) for fd in fds]
                 # its time never ends, so it logs nothing; what ends it is the end of its connection
                 self._ear = Ear(lambda key: store.wait([key], NEVER), lambda: _shut_all(sockets))
+                weakref.finalize(self, _end_of, self._ear, os.getpid())
             except (OSError, RuntimeError):
                 self._deaf = True
             finally:
@@ -235,6 +237,12 @@ class TcpKeys:
         self._lost = self._lost or "this connection was given up"
         self._close_ear()
         self.store = None
+
+
+def _end_of(ear: Ear, pid: int) -> None:
+    """Not in a process that was forked since: the connection is that of both."""
+    if os.getpid() == pid:
+        ear.close()
 
 
 def _open_store(host: str, port: int, timeout_s: float) -> tuple[Any, list[int]]:

@@ -549,7 +549,8 @@ class HealingBody:
             self.outcome = self._wait_with_all()[0]
             return
         trainer = self._mine
-        publish(trainer.parts)
+        with trainer.recorder.publishing():
+            publish(trainer.parts)
         try:
             trainer.save_last()
         except CheckpointError:

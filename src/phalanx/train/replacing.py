@@ -177,6 +177,7 @@ class Replacing:
         config = recipe.resilience
         self.interval = config.steps_between_placements() if spec.moe_layers else 0
         self.floor, self.spec, self.limit = config.f, spec, _most_of_mean(recipe)
+        self.steps = recipe.train.steps
         self.seen = 0
         """Steps in `loads`."""
         self.loads: Floats | None = None
@@ -221,7 +222,8 @@ class Replacing:
 
     def due(self, step: int) -> bool:
         """Whether a decision follows step `step`: the same on all ranks."""
-        return bool(self.interval) and step > 0 and (step % self.interval == 0 or step == self.again)
+        is_time = bool(self.interval) and step > 0 and (step % self.interval == 0 or step == self.again)
+        return is_time and step + 2 <= self.steps  # a step to travel beside, and one to compute in the new place
 
     def between(
         self,
@@ -248,7 +250,7 @@ class Replacing:
                 return self._arrive(journey, coming, parts, rank, where=where)
         found = self._prepare(parts, rank, way, step=step) if self.due(step) else None
         if found is None and self._journey is None and self.due(step + 1):
-            self._asked = self._ask(parts, rank, step=step + 1, ahead=True)
+            self._asked = self._ask(parts, rank, step=step + 1, ahead=True, beside=way.beside)
             if self._asked is not None and rank.peers.rank == 0:
                 self._aside.begin(plan_replacement, self._asked.stages, self._asked.costs, **self._bounds)
         return found
@@ -271,7 +273,7 @@ class Replacing:
         """Decide after `step` steps, and begin to carry it out. Collective."""
         asked, self._asked = self._asked, None
         if asked is None or asked.step != step or asked.parts is not parts:  # the same on all ranks
-            asked = self._ask(parts, rank, step=step, ahead=False)
+            asked = self._ask(parts, rank, step=step, ahead=False, beside=way.beside)
         if asked is None:
             return None
         self.moves.decided()
@@ -299,9 +301,10 @@ class Replacing:
     def _bounds(self) -> dict[str, int]:
         return {"floor": self.floor, "interval": self.interval}
 
-    def _ask(self, parts: StepParts, rank: Rank, *, step: int, ahead: bool) -> _Asked | None:
-        """What to decide on after step `step`, from the loads of the steps before it; None where nobody has any. `ahead`: that step is still to come. Collective."""
-        told, folding = rank.peers.gather(self._told(parts)), _folding(parts)
+    def _ask(self, parts: StepParts, rank: Rank, *, step: int, ahead: bool, beside: bool) -> _Asked | None:
+        """What to decide on after step `step`, from the loads of the steps before it; None where nobody has any. `ahead`: that step is still to come. `beside`: a move would go so, if the
+        present placement lets it. Collective."""
+        told, folding = rank.peers.gather(self._told(parts, beside)), _folding(parts)
         best = max(told, key=lambda t: t.seen)  # a rank that came later has seen less
         if best.loads is None:
             return None
@@ -311,15 +314,16 @@ class Replacing:
         stages = [_stage(before[i], loads, self.spec) for i in sorted(before) if before[i].layers]
         return _Asked(step=step, parts=parts, before=before, stages=stages, costs=self._costs(parts, told))
 
-    def _told(self, parts: StepParts) -> _Told:
+    def _told(self, parts: StepParts, beside: bool) -> _Told:
+        placement = placement_in_use(parts)
         return _Told(
             seen=self.seen,
             loads=self.loads,
             earlier=self.earlier,
             row_s=seconds_of_a_row(parts),
-            bytes_per_s=self.moves.bytes_per_s(beside=self.beside),
+            bytes_per_s=self.moves.bytes_per_s(beside=beside and not (placement.layers and placement.is_plain)),
             rebuild_s=self.moves.rebuild_s,
-            placement=placement_in_use(parts),
+            placement=placement,
         )
 
     def _costs(self, parts: StepParts, told: Sequence[_Told]) -> Costs:
@@ -338,6 +342,7 @@ class Replacing:
         if not coming_moves(moves) or parts.groups.axis("world").group is None:
             return None
         ranks, world = tuple(range(parts.groups.folding.world)), parts.groups.axis("world")
+        rank.peers.gather(None)  # each has planned by itself, and who makes a group waits for a few seconds only
         return Coming(parts, moves, Axis("beside", ranks, world.index, rank.cache.get(ranks, beside=True)))
 
     def _arrive(self, journey: _Journey, coming: Coming, parts: StepParts, rank: Rank, *, where: Where) -> Prepared:
