@@ -153,7 +153,7 @@ def _plant(faults: Faults, folder: str, *, ranks: int) -> None:
     victims = [(phase, slot) for phase, (slots, _) in faults.items() if phase != "corruption" for slot in slots]
     done, here = mmap.mmap(-1, len(victims) + 1), {"slot": -1, "step": -1, "size": 0}
 
-    pids, announced = mmap.mmap(-1, 4 * ranks), mmap.mmap(-1, ranks + len(victims))
+    pids, announced = mmap.mmap(-1, 4 * ranks), mmap.mmap(-1, 100)  # on a slow machine some come more than once
 
     def maybe_die(phase: str) -> None:
         key = (phase, here["slot"])
