@@ -273,12 +273,18 @@ def test_a_killed_service_is_noticed_and_found_again(host: StoreHost | EtcdHost)
     assert newest == (one if host.keeps_values else None)
 
 
+def state(task: Path) -> str:
+    return (task / "stat").read_text().rsplit(")", 1)[1].split()[0]
+
+
 @pytest.mark.alone
 @pytest.mark.ranks
 def test_a_stopped_service_is_taken_for_lost() -> None:
     process = start_store()
     keys = process.address.connect()
     os.kill(process.pid, signal.SIGSTOP)
+    while any(state(task) != "T" for task in Path(f"/proc/{process.pid}/task").iterdir()):  # a signal takes a moment
+        time.sleep(0.01)
     begin_s = time.monotonic()
     with pytest.raises(ServiceLost):
         keys.get("x")
