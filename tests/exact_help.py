@@ -123,7 +123,7 @@ def build(rank: int, cache: GroupCache, run: Run, ranks: Ranks) -> StepParts:
         placement=ranks.placement(spec, folding),
         expert_state=ranks.expert_state,
         groups=build_groups(folding, rank=rank, cache=cache, table_ranks=pipeline.stages.table_ranks),
-        comms=Collectives(timeout_s=60),
+        comms=Collectives(timeout_s=240),
         dtype=run.dtype,
         device=torch.device("cpu"),
         recompute=run.recompute,
@@ -169,7 +169,7 @@ def job(
         parts = build(rank, cache, run, ranks)
         manager = None
         if folder is not None:
-            group = own_group(ranks.world, timeout_s=60) if ranks.world > 1 else None
+            group = own_group(ranks.world, timeout_s=240) if ranks.world > 1 else None
             manager = CheckpointManager(folder, group=group)
             manager.open()
             if first:

@@ -183,7 +183,7 @@ def parts_of(rank: int, cache: GroupCache, checkpoint: HfCheckpoint, folding: Fo
         dispatch=DispatchSpec(),
         placement=plain_placement(checkpoint.spec.num_experts, folding),
         groups=build_groups(folding, rank=rank, cache=cache),
-        comms=Collectives(timeout_s=30),
+        comms=Collectives(timeout_s=240),
         dtype=dtype,
         device=torch.device("cpu"),
         kernels="fast" if dtype == torch.float32 else "reference",

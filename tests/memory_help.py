@@ -67,7 +67,7 @@ def assembled(
         dispatch=dispatch_spec(recipe.dispatch),
         placement=plain_placement(max(1, spec.num_experts), folding),
         groups=build_groups(folding, rank=rank, cache=GroupCache() if cache is None else cache),
-        comms=Collectives(timeout_s=30),
+        comms=Collectives(timeout_s=240),
         dtype=DTYPES[recipe.train.dtype],
         device=torch.device("cpu"),
         recompute=recipe.train.recompute,
@@ -133,7 +133,7 @@ def changed(spec: ModelSpec, **router: Any) -> ModelSpec:
     return dataclasses.replace(spec, router=dataclasses.replace(spec.router, **router))
 
 
-def bench(tmp_path: Path, *args: str, timeout_s: float = 180.0) -> dict[str, Any]:
+def bench(tmp_path: Path, *args: str, timeout_s: float = 600.0) -> dict[str, Any]:
     """`phalanx bench memory`, as a program: its ranks start from a process that holds nothing else."""
     path = tmp_path / "memory.json"
     words = [

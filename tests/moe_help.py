@@ -52,7 +52,7 @@ def context(
         "dispatch": dispatch or DispatchSpec(),
         "placement": placement or plain_placement(spec.num_experts, folding),
         "groups": build_groups(folding, rank=rank, cache=GroupCache() if cache is None else cache),
-        "comms": comms or Collectives(timeout_s=30),
+        "comms": comms or Collectives(timeout_s=240),
         "dtype": torch.float64,
         "device": torch.device("cpu"),
     }

@@ -55,7 +55,7 @@ class RankTimeout(Exception):
     """The watchdog ended the case; the text has every rank's stacks."""
 
 
-def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
+def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 240.0) -> list[Any]:
     """Run `fn(rank, cache, *args)` on `world` forked ranks and return the results in rank order."""
     try:
         job = pickle.dumps((fn, args))
@@ -207,7 +207,7 @@ def _rank_main(rank: int, world: int, pipes: list[Any], folder: Path, inherited:
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    cache = GroupCache(timeout_s=60.0)
+    cache = GroupCache(timeout_s=240.0)
     joined = world == 1
     try:
         while True:
@@ -216,7 +216,7 @@ def _rank_main(rank: int, world: int, pipes: list[Any], folder: Path, inherited:
                 if not joined:
                     store = dist.FileStore(str(folder / "store"), world)
                     dist.init_process_group(
-                        "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60)
+                        "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=240)
                     )
                     joined = True
                 fn, args = inherited if inherited is not None else _unpacked(job)

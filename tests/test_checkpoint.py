@@ -36,7 +36,7 @@ MAPPINGS = [
 def save_known(rank: int, cache: GroupCache, mapping: Mapping, path: Path, asynchronous: bool, step: int) -> Saved:
     state = make_state(rank, cache, mapping)
     fill(state.boxes())
-    manager = CheckpointManager(path, group=own_group(mapping.world, timeout_s=60), asynchronous=asynchronous)
+    manager = CheckpointManager(path, group=own_group(mapping.world, timeout_s=240), asynchronous=asynchronous)
     manager.open()
     manager.save(state.boxes(), run_state(step))
     if asynchronous:
@@ -49,7 +49,7 @@ def save_known(rank: int, cache: GroupCache, mapping: Mapping, path: Path, async
 
 def load_known(rank: int, cache: GroupCache, mapping: Mapping, paths: list[Path]) -> list[str]:
     wrong = []
-    group = own_group(mapping.world, timeout_s=60)
+    group = own_group(mapping.world, timeout_s=240)
     for path in paths:
         state = make_state(rank, cache, mapping)
         manager = CheckpointManager(path, group=group)
@@ -85,7 +85,7 @@ def test_each_logical_element_is_on_the_disk_once(tmp_path: Path, mapping: Mappi
 
 def save_spec(rank: int, cache: GroupCache, mapping: Mapping, path: Path, changes: dict[str, int]) -> None:
     spec = small_spec(**changes)
-    manager = CheckpointManager(path, group=own_group(mapping.world, timeout_s=60))
+    manager = CheckpointManager(path, group=own_group(mapping.world, timeout_s=240))
     manager.open()
     manager.save(make_state(rank, cache, mapping, spec=spec).boxes(), run_state(1, spec))
     assert manager.finish() is not None
@@ -112,7 +112,7 @@ def _half(boxes: list[BoxTensor]) -> BoxTensor:
 
 
 def keep_some(rank: int, cache: GroupCache, path: Path) -> list[list[int]]:
-    manager = CheckpointManager(path, group=own_group(2, timeout_s=60), keep_last=2)
+    manager = CheckpointManager(path, group=own_group(2, timeout_s=240), keep_last=2)
     manager.open()
     state = make_state(rank, cache, Mapping(2, ep=2))
     seen = []
@@ -137,7 +137,7 @@ def save_by_steps(rank: int, cache: GroupCache, path: Path) -> tuple[int, Saved,
     state = make_state(rank, cache, Mapping(2, ep=2))
     fill(state.boxes())
     size = sum(b.tensor.nbytes for b in state.boxes() if b.primary)
-    manager = CheckpointManager(path, group=own_group(2, timeout_s=60), by_steps=True, write_rate=2 * size / 1e6 / 0.5)
+    manager = CheckpointManager(path, group=own_group(2, timeout_s=240), by_steps=True, write_rate=2 * size / 1e6 / 0.5)
     manager.open()
     manager.save(state.boxes(), run_state(10))
     assert manager.pending and manager.folder.steps() == []
@@ -151,7 +151,7 @@ def save_by_steps(rank: int, cache: GroupCache, path: Path) -> tuple[int, Saved,
     manager.save(state.boxes(), run_state(20))
     manager.close()
     assert not manager.pending and manager.poll() is None
-    again = CheckpointManager(path, group=own_group(2, timeout_s=60), by_steps=True, write_rate=size / 1e6 / 600)
+    again = CheckpointManager(path, group=own_group(2, timeout_s=240), by_steps=True, write_rate=size / 1e6 / 600)
     again.open()
     steps = again.folder.steps()
     again.save(state.boxes(), run_state(30))  # ten minutes, or at once where somebody waits
@@ -214,7 +214,7 @@ def test_run_state_reads_like_text(tmp_path: Path) -> None:
 def full_for_one_rank(rank: int, cache: GroupCache, path: Path, asynchronous: bool) -> str:
     """Rank 1 may not write files over 4 KiB for a while, which the system reports just as it does a full disk."""
     mapping = Mapping(2, ep=2)
-    manager = CheckpointManager(path, group=own_group(2, timeout_s=60), asynchronous=asynchronous)
+    manager = CheckpointManager(path, group=own_group(2, timeout_s=240), asynchronous=asynchronous)
     manager.open()
     state = make_state(rank, cache, mapping)
     fill(state.boxes())

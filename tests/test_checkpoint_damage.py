@@ -195,7 +195,7 @@ def test_killed_at_every_point_of_a_save(two: CheckpointManager, tmp_path: Path)
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     args = [sys.executable, "-c", CRASH, str(Path(__file__).parent), str(two.folder.path), str(scratch)]
-    done = subprocess.run(args, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(args, capture_output=True, text=True, timeout=360)
     assert done.returncode == 0, done.stderr
     points = int(done.stdout)
     assert points >= 10
@@ -261,7 +261,7 @@ def test_full_disk_of_a_real_file_system(tmp_path: Path) -> None:
     mount = tmp_path / "small"
     mount.mkdir()
     shell = f"mount -t tmpfs -o size=3m none {mount} && exec {sys.executable} {script} {Path(__file__).parent} {mount}"
-    done = subprocess.run([*prefix, "sh", "-c", shell], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*prefix, "sh", "-c", shell], capture_output=True, text=True, timeout=360)
     assert done.returncode == 0, done.stderr
     assert "No space left on device" in done.stdout and "free on the disk" in done.stdout
 

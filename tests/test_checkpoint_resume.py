@@ -61,7 +61,7 @@ def advance(parts: StepParts, step: int) -> float:
 
 def leg(rank: int, cache: GroupCache, mapping: Mapping, path: Path, dtype: torch.dtype, peek: bool) -> list[float]:
     """Go on from the newest checkpoint for two steps and save; with `peek`, only say the next loss."""
-    manager = CheckpointManager(path, group=own_group(mapping.world, timeout_s=60))
+    manager = CheckpointManager(path, group=own_group(mapping.world, timeout_s=240))
     manager.open()
     parts, begin = build(rank, cache, mapping, dtype), 0
     newest = manager.choose()
@@ -81,7 +81,7 @@ def copy_through(
     rank: int, cache: GroupCache, mapping: Mapping, source: Path, target: Path, dtype: torch.dtype
 ) -> None:
     """Load on this mapping, save again, change nothing."""
-    group = own_group(mapping.world, timeout_s=60)
+    group = own_group(mapping.world, timeout_s=240)
     parts = build(rank, cache, mapping, dtype)
     step = CheckpointManager(source).choose()
     assert step is not None

@@ -70,7 +70,7 @@ def build(rank: int, cache: GroupCache, place: Place) -> StepParts:
         dispatch=DispatchSpec(),
         placement=plain_placement(8, folding),
         groups=build_groups(folding, rank=rank, cache=cache, table_ranks=pipeline.stages.table_ranks),
-        comms=Collectives(timeout_s=60),
+        comms=Collectives(timeout_s=240),
         dtype=torch.float64,
         device=torch.device("cpu"),
     )
@@ -99,7 +99,7 @@ def depart(rank: int, cache: GroupCache, place: Place, path: Path) -> None:
     parts = build(rank, cache, place)
     for step in (0, 1):
         advance(parts, step)
-    manager = CheckpointManager(path, group=own_group(place.folding.world, timeout_s=60))
+    manager = CheckpointManager(path, group=own_group(place.folding.world, timeout_s=240))
     manager.open()
     manager.save(parts.state.boxes(), run_state(2, spec()))
     manager.finish()
@@ -108,7 +108,7 @@ def depart(rank: int, cache: GroupCache, place: Place, path: Path) -> None:
 def arrive(rank: int, cache: GroupCache, place: Place, sources: list[Path]) -> list[tuple[float, list[str]]]:
     """For each checkpoint: the next loss on this mapping, and the boxes whose bits are not those that were saved."""
     out = []
-    group = own_group(place.folding.world, timeout_s=60)
+    group = own_group(place.folding.world, timeout_s=240)
     parts = build(rank, cache, place)
     for path in sources:
         manager = CheckpointManager(path, group=group)

@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def python(code: str, **more: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, **more)  # type: ignore[call-overload, no-any-return]
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=360, **more)  # type: ignore[call-overload, no-any-return]
 
 
 def with_command(monkeypatch: pytest.MonkeyPatch, body: object) -> None:
@@ -85,7 +85,7 @@ def test_commands_without_torch(args: list[str]) -> None:
 
 
 def test_python_m_phalanx_is_the_same_program() -> None:
-    done = subprocess.run([sys.executable, "-m", "phalanx", "--help"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-m", "phalanx", "--help"], capture_output=True, text=True, timeout=360)
     assert (done.returncode, done.stdout) == (0, help_text() + "\n")
 
 

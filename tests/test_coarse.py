@@ -91,7 +91,7 @@ def run_case(rank, cache, case, way, comms):
 def run_cases(rank, cache, cases):
     out = []
     for case, way in cases:
-        comms = Collectives(timeout_s=30, synchronous=way.synchronous)
+        comms = Collectives(timeout_s=240, synchronous=way.synchronous)
         got = run_case(rank, cache, case, way, comms)
         out.append({**got, "counters": {k: (c.calls, c.sent_bytes) for k, c in comms.counters.items()}})
     return out
@@ -228,7 +228,7 @@ def test_one_count_exchange_and_no_more_bytes_than_the_plain_layer():
 
 
 def bytes_case(rank, cache, case):
-    comms = Collectives(timeout_s=30)
+    comms = Collectives(timeout_s=240)
     run_case(rank, cache, case, Way(4), comms)
     coarse = {k: (c.calls, c.sent_bytes) for k, c in comms.counters.items()}
     comms.counters.clear()

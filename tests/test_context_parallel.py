@@ -218,7 +218,7 @@ def model_step(rank: int, cache: GroupCache, setup: Setup, degrees: dict[str, in
     groups = build_groups(folding, rank=rank, cache=cache)
     each, dp = setup.accumulation, groups.axis("dp")
     parts = assemble(
-        context(setup, groups, Collectives(timeout_s=30), dtype=torch.float64),
+        context(setup, groups, Collectives(timeout_s=240), dtype=torch.float64),
         optim=setup.optim,
         num_microbatches=each,
     )

@@ -144,7 +144,7 @@ def probe(rank, y):
 def run_cases(rank, cache, cases):
     out = []
     for case in cases:
-        comms = Collectives(timeout_s=30)
+        comms = Collectives(timeout_s=240)
         got = run_case(rank, cache, case, comms)
         out.append({**got, "bytes": {k: c.sent_bytes for k, c in comms.counters.items()}})
     return out
@@ -396,7 +396,7 @@ def test_rows_arrive_in_the_order_of_the_plan(ep, etp, transport):
 
 
 def bytes_case(rank, cache, folding, spec, sizes):
-    comms = Collectives(timeout_s=30)
+    comms = Collectives(timeout_s=240)
     case = Case(folding, spec, sizes)
     run_case(rank, cache, case, comms)
     return {k: (c.calls, c.sent_bytes) for k, c in comms.counters.items()}
@@ -451,7 +451,7 @@ def test_bytes_of_balanced_routing_are_the_formula_of_the_paper():
 
 
 def balanced_bytes(rank, cache, folding, n):
-    comms = Collectives(timeout_s=30)
+    comms = Collectives(timeout_s=240)
     ctx = context(moe_spec(), folding=folding, rank=rank, cache=cache, comms=comms)
     dispatcher = Dispatcher(DROPLESS, placement=ctx.placement, groups=ctx.groups, comms=comms, top_k=K)
     experts = (torch.arange(n * K) % E).view(n, K)

@@ -87,7 +87,7 @@ def test_python_blocks_run(where: str, info: str, code: str, tmp_path: Path) -> 
     assert not info, f"{where}: unknown info string {info!r}"
     program = start_program(code, cwd=tmp_path)
     try:
-        out, err = program.communicate(timeout=120)
+        out, err = program.communicate(timeout=360)
     finally:
         program.kill()
     assert program.returncode == 0, f"{where}\n{out[-2000:]}\n{err[-2000:]}"

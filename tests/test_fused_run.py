@@ -50,7 +50,7 @@ class SharedFiles:
     """Arenas in files that all ranks map, a new set for each spec."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.comms, self.made = folder, Collectives(timeout_s=30), 0
+        self.folder, self.comms, self.made = folder, Collectives(timeout_s=240), 0
 
     def __call__(self, spec: ArenaSpec, axis: Axis, device: torch.device) -> Arena:
         self.made += 1

@@ -281,7 +281,7 @@ def train(
     folder.mkdir(exist_ok=True)
     process = _SERVER.Process(target=body, args=(args, str(folder), faults))
     process.start()
-    process.join(120)
+    process.join(360)
     out, err = ((folder / n).read_text() for n in ("out", "err"))
     if process.exitcode is None:
         with contextlib.suppress(ProcessLookupError):

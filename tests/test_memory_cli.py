@@ -105,7 +105,7 @@ def test_training_starts_with_the_setting_and_in_the_same_process() -> None:
     )
     environ = {k: v for k, v in os.environ.items() if k != "GLIBC_TUNABLES"}
     with subprocess.Popen([sys.executable, "-c", code, "a b"], env=environ, stdout=subprocess.PIPE, text=True) as child:
-        text = child.communicate(timeout=60)[0]
+        text = child.communicate(timeout=360)[0]
     if with_tunable(environ) is None:
         pytest.skip("this C library is not glibc")
     assert text.strip() == f"{child.pid} {TUNABLE} ['a b']"

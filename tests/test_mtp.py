@@ -166,7 +166,7 @@ def one(
     pipeline = make_pipeline(config, setup.spec, pp=folding.pp, seq_len=SEQ_LEN) if schedule else None
     stages = (pipeline or plain_pipeline(setup.spec, pp=folding.pp)).stages
     groups = build_groups(folding, rank=rank, cache=cache, table_ranks=stages.table_ranks)
-    comms = Collectives(timeout_s=30, check_splits=True)
+    comms = Collectives(timeout_s=240, check_splits=True)
     dp = groups.axis("dp")
     each = len(want.patches) // dp.size
     ctx = verify_context(setup, groups, comms, dtype=torch.float64)

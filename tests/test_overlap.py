@@ -57,7 +57,7 @@ def run_case(rank, cache, case, schedule, per_token, tile_rows, columns=tiles.CO
         patch.setattr(dense, "run_experts", overlapped(schedule, per_token, dtype))
         patch.setattr(overlap, "TILE_ROWS", tile_rows)
         patch.setattr(tiles, "COLUMNS", columns)
-        return dense.run_case(rank, cache, case, Collectives(timeout_s=30))
+        return dense.run_case(rank, cache, case, Collectives(timeout_s=240))
 
 
 def run_cases(rank, cache, cases):
@@ -213,7 +213,7 @@ def sent_rows(rank, cache, folding):
     experts_TK = torch.rand(T, E, generator=torch.Generator().manual_seed(rank)).topk(K).indices
     found = []
     for per_token in (True, False):
-        comms = Collectives(timeout_s=30)
+        comms = Collectives(timeout_s=240)
         dispatcher = Dispatcher(ctx.dispatch, placement=ctx.placement, groups=ctx.groups, comms=comms, top_k=K)
         weights = ExpertWeights(torch.zeros(4, 2, F, H), torch.zeros(4, H, F))
         x, weights_TK = torch.zeros(T, H), torch.ones(T, K)

@@ -64,7 +64,7 @@ def run_cases(rank, cache, cases):
                 )  # fmt: skip
 
             dense.run_experts, overlap.TILE_ROWS = call, tile_rows
-            found.append(dense.run_case(rank, cache, case, Collectives(timeout_s=30)))
+            found.append(dense.run_case(rank, cache, case, Collectives(timeout_s=240)))
     finally:
         dense.run_experts, overlap.TILE_ROWS = kept_call, kept_rows
     return found

@@ -193,7 +193,7 @@ def by_gloo(rank, cache, cases):
     found = []
     for number, case in enumerate(cases):
         groups = build_groups(make_folding(world=len(case["tokens"]), **case["grid"]), rank=rank, cache=cache)
-        host, beside, device = Collectives(timeout_s=30), Collectives(timeout_s=30), EmulatedDevice(number)
+        host, beside, device = Collectives(timeout_s=240), Collectives(timeout_s=30), EmulatedDevice(number)
         beside.message_streams = device
         with small_layers():
             plain = one_pass(rank, case, groups, host)

@@ -61,7 +61,7 @@ def _step_and_save(rank: int, cache: GroupCache, home: int, target: Path) -> Non
 
 
 def _save(parts: StepParts, target: Path, case: PipelineCase) -> None:
-    writer = CheckpointManager(target, group=own_group(case.folding.world, timeout_s=60))
+    writer = CheckpointManager(target, group=own_group(case.folding.world, timeout_s=240))
     writer.open()
     writer.save(parts.state.boxes(), run_state(1, SPEC))
     writer.finish()
@@ -71,7 +71,7 @@ def _pass_on(rank: int, cache: GroupCache, home: int, source: Path, target: Path
     """Load on this mapping and save again."""
     case = case_of(home)
     parts = build(case, rank, cache)
-    reader = CheckpointManager(source, group=own_group(case.folding.world, timeout_s=60))
+    reader = CheckpointManager(source, group=own_group(case.folding.world, timeout_s=240))
     reader.read_state(1, model=model_fields(SPEC))
     reader.load(parts.state.boxes(), step=1)
     parts.state.restore(parts.comms)

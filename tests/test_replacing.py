@@ -87,7 +87,7 @@ def advance(rank: int, cache: GroupCache, way: Way, faults: Sequence[str] = ()) 
     folding = make_folding(world=WORLD, ep=WORLD // way.pp, pp=way.pp)
     me = Rank(
         recipe=recipe, info=WorldInfo(rank=rank, world=WORLD, local_rank=rank, local_world=WORLD), device=torch.device("cpu"),
-        peers=Peers(own_group(WORLD, timeout_s=60)), cache=cache, folder=RunFolder("."), sinks=told.append,  # type: ignore[arg-type]
+        peers=Peers(own_group(WORLD, timeout_s=240)), cache=cache, folder=RunFolder("."), sinks=told.append,  # type: ignore[arg-type]
         memory=MemoryMeter(torch.device("cpu")), lock=None,
     )  # fmt: skip
     with ExitStack() as stack:

@@ -66,7 +66,7 @@ def build(rank: int, cache: GroupCache, way: Way, comms: Collectives | None = No
         placement=way.placement,
         expert_state=way.state or "whole",
         groups=build_groups(FOLDING, rank=rank, cache=cache),
-        comms=comms or Collectives(timeout_s=60),
+        comms=comms or Collectives(timeout_s=240),
         dtype=way.dtype,
         device=torch.device("cpu"),
     )
@@ -126,7 +126,7 @@ def depart(rank: int, cache: GroupCache, way: Way, path: Path) -> None:
     parts = build(rank, cache, way)
     for step in (0, 1):
         advance(parts, step)
-    manager = CheckpointManager(path, group=own_group(WORLD, timeout_s=60))
+    manager = CheckpointManager(path, group=own_group(WORLD, timeout_s=240))
     manager.open()
     manager.save(parts.state.boxes(), run_state(2, way.spec))
     manager.finish()
@@ -137,7 +137,7 @@ def arrive(
 ) -> tuple[list[BoxTensor], float, list[str]]:
     """Load, save as this placement does, take a step: boxes as they came."""
     parts = build(rank, cache, way)
-    group = own_group(WORLD, timeout_s=60)
+    group = own_group(WORLD, timeout_s=240)
     manager = CheckpointManager(path, group=group)
     manager.read_state(2, model=model_fields(way.spec))
     manager.load(parts.state.boxes(), step=2)
@@ -208,7 +208,7 @@ def tiles(rank: int, cache: GroupCache) -> str:
     groups = build_groups(FOLDING, rank=rank, cache=cache)
     ctx = ModelContext(
         spec=way.spec, dispatch=DispatchSpec(overlap="fine"), placement=way.placement, groups=groups,
-        comms=Collectives(timeout_s=60), dtype=way.dtype, device=torch.device("cpu"),
+        comms=Collectives(timeout_s=240), dtype=way.dtype, device=torch.device("cpu"),
     )  # fmt: skip
     with pytest.raises(ConfigError) as caught:
         assemble(ctx, optim=way.optim, num_microbatches=1)

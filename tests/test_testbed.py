@@ -449,7 +449,7 @@ def test_a_machine_that_refuses_namespaces() -> None:
         capture_output=True,
         text=True,
         env={"PYTHONPATH": SOURCES, "PATH": os.environ["PATH"]},
-        timeout=60,
+        timeout=360,
     )
     if done.returncode == 9:
         pytest.skip("this kernel does not let a user namespace lower its limits")

@@ -352,7 +352,7 @@ def with_and_without(rank: int, cache: GroupCache) -> list[tuple[list[str], bool
         told: list[Event] = []
         quiet, loud = (
             one_step(rank, cache, run, comms)
-            for comms in (Collectives(timeout_s=60), Collectives(trace=True, emit=told.append, timeout_s=60))
+            for comms in (Collectives(timeout_s=240), Collectives(trace=True, emit=told.append, timeout_s=60))
         )
         same = (quiet[0].loss, quiet[0].grad_norm) == (loud[0].loss, loud[0].grad_norm)
         parameters = (step[1].model.parameters() for step in (quiet, loud))

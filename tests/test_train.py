@@ -138,7 +138,7 @@ def test_ctrl_c_finishes_the_step_saves_and_ends(base: Path, ranks: int) -> None
         second = phalanx("train", *train_args(base, **common, train__steps=5000))
         assert second.returncode == 2 and "trains this run" in second.stderr, second.stderr
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=360)
     assert process.returncode == 0, err
     assert "finishing the step and saving a checkpoint; once more stops at once\n" in out and err == ""
     found = re.search(r"stopped after step (\d+) of 5000", out)
@@ -155,7 +155,7 @@ def test_ctrl_c_finishes_the_step_saves_and_ends(base: Path, ranks: int) -> None
 def test_under_torchrun(base: Path) -> None:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "phalanx", "train"]
     args = train_args(base, run__name="torchrun", launch__ranks=None, train__steps=4)
-    done = subprocess.run([sys.executable, *launcher, *args], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, *launcher, *args], capture_output=True, text=True, timeout=360)
     assert done.returncode == 0, done.stderr
     history = read_history(base / "runs" / "torchrun")
     assert history.started["world"] == 2 and sorted(history.steps) == [1, 2, 3, 4]

@@ -166,7 +166,7 @@ def start(args: Sequence[str], *, env: Mapping[str, str] | None = None, file_lim
     return Running(_command, list(args), env={**_clean_env(), **(env or {})}, file_limit=file_limit)
 
 
-def phalanx(*args: str, timeout_s: float = 120.0, **more: Any) -> subprocess.CompletedProcess[str]:
+def phalanx(*args: str, timeout_s: float = 360.0, **more: Any) -> subprocess.CompletedProcess[str]:
     """Run a command to its end."""
     running = start(args, **more)
     try:
