@@ -198,7 +198,7 @@ def ended(
     """What the run ends with on these ranks; all ranks agree on it."""
     given = (run, ranks, first, run.steps if steps is None else steps, folder, tuple(faults))
     alone = ranks.world == 1 and run.threads == 1
-    told = [job(0, GroupCache(), *given)] if alone else run_ranks(ranks.world, job, *given, timeout_s=120.0)
+    told = [job(0, GroupCache(), *given)] if alone else run_ranks(ranks.world, job, *given, timeout_s=400)
     assert all(figures == told[0][0] and evaluated == told[0][1] for figures, evaluated, _ in told)
     whole: dict[str, torch.Tensor] = {}
     for _, _, boxes in told:

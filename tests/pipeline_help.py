@@ -147,7 +147,7 @@ def findings(reports: Sequence[RankReport]) -> list[str]:
 
 def verify(world: int, chosen: Sequence[PipelineCase]) -> None:
     """Run the cases on `world` ranks and hold everything against one rank."""
-    by_rank = run_ranks(world, _all, chosen, [reference(case) for case in chosen], timeout_s=120)
+    by_rank = run_ranks(world, _all, chosen, [reference(case) for case in chosen], timeout_s=400)
     for i, case in enumerate(chosen):
         reports = [found[i] for found in by_rank]
         assert findings(reports) == [], case.label

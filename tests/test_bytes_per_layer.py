@@ -86,7 +86,7 @@ def sent(record: Record, layer: int, phase: str) -> Sent:
 
 
 def check(world: int, runs: Sequence[Run]) -> None:
-    by_rank = run_ranks(world, recorded, list(runs), timeout_s=120)
+    by_rank = run_ranks(world, recorded, list(runs), timeout_s=400)
     for i, run in enumerate(runs):
         attention, experts = attention_bytes(run), expert_bytes(run)
         for rank in range(world):

@@ -141,13 +141,13 @@ def elements_on_disk(path: Path) -> int:
 def test_every_mapping_to_every_other(tmp_path: Path) -> None:
     paths = [tmp_path / place.name for place in PLACES]
     for place, path in zip(PLACES, paths, strict=True):
-        run_ranks(place.folding.world, depart, place, path, timeout_s=120)
+        run_ranks(place.folding.world, depart, place, path, timeout_s=400)
         torch.save(read_whole(path), path / "whole.pt")
         logical = 3 * sum(p.num_elements for p in parameters(spec())) + 3 * 8  # three MoE layers have an expert bias
         assert elements_on_disk(path) == logical, place.name
     losses: dict[str, list[float]] = {place.name: [] for place in PLACES}
     for place in PLACES:
-        for rank in run_ranks(place.folding.world, arrive, place, paths, timeout_s=120):
+        for rank in run_ranks(place.folding.world, arrive, place, paths, timeout_s=400):
             for source, (loss, wrong) in zip(PLACES, rank, strict=True):
                 assert not wrong, f"{source.name} to {place.name}: {wrong[:3]}"
                 losses[source.name].append(loss)

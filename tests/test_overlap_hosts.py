@@ -72,7 +72,7 @@ def run_cases(rank, cache, cases):
 
 def test_60_random_configurations_equal_a_dense_model():
     cases = [drawn(seed) for seed in range(60, 120)]
-    results = run_ranks(4, run_cases, cases, timeout_s=150)
+    results = run_ranks(4, run_cases, cases, timeout_s=400)
     for i, (case, *_) in enumerate(cases):
         dense.check_case(case, [r[i] for r in results])
 

@@ -106,7 +106,7 @@ def _equal(found: list[torch.Tensor], want: list[torch.Tensor]) -> bool:
 @pytest.mark.parametrize("name", CASES)
 def test_the_same_bits_as_one_after_the_other(name: str) -> None:
     case = CASES[name]
-    for beside, after, num_pairs, tensors in run_ranks(case.folding.world, _both_ways, case, timeout_s=150.0):
+    for beside, after, num_pairs, tensors in run_ranks(case.folding.world, _both_ways, case, timeout_s=400):
         assert num_pairs > 1 and tensors > 10
         assert beside and after
 

@@ -240,7 +240,7 @@ def _elements(rank: int, cache: GroupCache, words: list[str], waiting: str) -> t
 def test_every_element_arrives_where_it_belongs(words: list[str], waiting: str) -> None:
     layouts = stage_layouts(SHAPE, words)
     world = sum(len(layout.ranks) for layout in layouts)
-    told = run_ranks(world, _elements, words, waiting, timeout_s=60)
+    told = run_ranks(world, _elements, words, waiting, timeout_s=400)
     edges = edges_of(layouts, [(0, 1), (1, 2), (0, 2)])
     if waiting == "sends":  # and a byte for each message says that it is there
         assert sum(counts[1] for counts in told) == 0

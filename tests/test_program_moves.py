@@ -85,5 +85,5 @@ def moved(rank, cache, seeds):
 
 @pytest.mark.ranks
 def test_a_real_move_tells_the_ids_of_its_program() -> None:
-    for told, planned in run_ranks(WORLD, moved, list(range(20)), timeout_s=120):
+    for told, planned in run_ranks(WORLD, moved, list(range(20)), timeout_s=400):
         assert told == planned

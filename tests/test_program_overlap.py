@@ -60,7 +60,7 @@ def told_by(rank: int, cache: GroupCache, several: list[Run]) -> list[Told]:
 
 
 def check(world: int, several: list[Run]) -> list[list[Told]]:
-    results = run_ranks(world, told_by, several, timeout_s=150)
+    results = run_ranks(world, told_by, several, timeout_s=400)
     for rank, found in enumerate(results):
         for run, (sent, computed) in zip(several, found, strict=True):
             program = run.program(rank)
@@ -95,7 +95,7 @@ def test_a_step_with_gateways_is_the_serial_step_and_has_the_same_ids() -> None:
         dataclasses.replace(common, dispatch=DispatchSpec(overlap=way), hosts=hosts)
         for way, hosts in (("serial", ()), ("fine", ()), ("fine", (0, 0, 1, 1)))
     )
-    for found in run_ranks(4, losses, [serial, plain, hosts], timeout_s=150):
+    for found in run_ranks(4, losses, [serial, plain, hosts], timeout_s=400):
         for other in found[1:]:
             assert other == pytest.approx(found[0], rel=1e-12)
     total = [0, 0]

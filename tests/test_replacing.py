@@ -146,7 +146,7 @@ def state(results: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 
 @cache
 def ran(way: Way, *faults: str) -> list[dict[str, Any]]:
-    return run_ranks(WORLD, advance, way, faults, timeout_s=120.0)
+    return run_ranks(WORLD, advance, way, faults, timeout_s=400)
 
 
 def compared(way: Way) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

@@ -49,7 +49,7 @@ def _kept(rank: int, cache: GroupCache, run: Run, ranks: Ranks, way: str) -> Any
 
 
 def kept(run: Run, ranks: Ranks, *, way: str = "whole") -> Any:
-    return run_ranks(ranks.world, _kept, run, ranks, way, timeout_s=120.0)
+    return run_ranks(ranks.world, _kept, run, ranks, way, timeout_s=400)
 
 
 def owned_state(told: Any) -> dict[str, torch.Tensor]:
@@ -167,5 +167,5 @@ def _commit_alone(rank: int, cache: GroupCache, run: Run, ranks: Ranks) -> Any:
 
 
 def test_a_commit_needs_nobody_and_publishing_comes_later() -> None:
-    for found in run_ranks(4, _commit_alone, FAST, Ranks(4, ep=2, holders=2), timeout_s=60.0):
+    for found in run_ranks(4, _commit_alone, FAST, Ranks(4, ep=2, holders=2), timeout_s=400):
         assert found == (0, 0, True, True, True)
