@@ -1,23 +1,29 @@
 #!/bin/sh
-# Runs the tests as two processes beside each other: those that launch ranks, which wait for each other much of the time, and all others, most of which keep one core busy.
-# Then, one after the other, those that measure short times or shares of a core (`alone`). Each process ends with its 40 dearest tests; all come to their end, and the exit status says
-# whether one has failed.
+# Runs the tests in three processes, one after the other: those that launch no ranks, those that do, and those that measure short times or shares of a core (`alone`).
+# `sh scripts/tests.sh beside` runs the first two beside each other: a third less time on two cores, and tests with limits of time have less of a machine to themselves.
+# Each process ends with its 40 dearest tests; all come to their end, and the exit status says whether one has failed.
 set -u
 cd "$(dirname "$0")/.."
-said=$(mktemp)
-.venv/bin/python -m pytest -q --durations=40 -m "not ranks and not alone" >"$said" 2>&1 &
-others=$!
-trap 'kill "$others" 2>/dev/null; rm -f "$said"' EXIT
-trap 'exit 130' INT
-trap 'exit 143' TERM
-.venv/bin/python -m pytest -q --durations=40 -m "ranks and not alone"
-status=$?
-wait "$others"
-other_status=$?
-trap 'rm -f "$said"' EXIT
-echo "---- tests that launch no ranks"
-cat "$said"
-[ "$status" -ne 0 ] || status=$other_status
+others() { .venv/bin/python -m pytest -q --durations=40 -m "not ranks and not alone"; }
+failed=0
+if [ "${1:-}" = beside ]; then
+    said=$(mktemp)
+    others >"$said" 2>&1 &
+    beside=$!
+    trap 'kill "$beside" 2>/dev/null; rm -f "$said"' EXIT
+    trap 'exit 130' INT
+    trap 'exit 143' TERM
+else
+    others || failed=$?
+fi
+echo "---- tests that launch ranks"
+.venv/bin/python -m pytest -q --durations=40 -m "ranks and not alone" || failed=$?
+if [ "${1:-}" = beside ]; then
+    wait "$beside" || failed=$?
+    trap 'rm -f "$said"' EXIT
+    echo "---- tests that launch no ranks"
+    cat "$said"
+fi
 echo "---- tests that run alone"
-.venv/bin/python -m pytest -q --durations=10 -m alone || status=$?
-exit "$status"
+.venv/bin/python -m pytest -q --durations=10 -m alone || failed=$?
+exit "$failed"
