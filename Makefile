@@ -2,7 +2,7 @@
 PHALANX := .venv/bin/phalanx
 PY := .venv/bin/python
 
-.PHONY: help env train test lint format typecheck verify bench docs clean
+.PHONY: help env train test test-all lint format typecheck verify bench docs clean
 
 help:           ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -16,11 +16,14 @@ env: .venv/.made  ## make .venv with pinned versions
 train: env      ## train a small MoE model on the Python sources of this machine, 4 local ranks, about 5 minutes
 	$(PHALANX) train recipes/laptop.toml
 
-test: env       ## run the tests
+test: env       ## run the tests: every subject, some of its cases
 	sh scripts/system-packages.sh
 	-sh scripts/etcd.sh
 	-sh scripts/lighthouse.sh
-	sh scripts/tests.sh
+	sh scripts/tests.sh $(TESTS)
+
+test-all:       ## run all of them: every case of every subject, hours on two cores
+	$(MAKE) test TESTS=all
 
 lint: env       ## ruff and mypy
 	.venv/bin/ruff format --check -q src tests

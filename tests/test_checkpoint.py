@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -151,6 +152,10 @@ def save_by_steps(rank: int, cache: GroupCache, path: Path) -> tuple[int, Saved,
     manager.save(state.boxes(), run_state(20))
     manager.close()
     assert not manager.pending and manager.poll() is None
+    while (
+        manager.busy
+    ):  # else its thread may write while the next one cleans the folder, which only the one after removes
+        time.sleep(0.01)
     again = CheckpointManager(path, group=own_group(2, timeout_s=240), by_steps=True, write_rate=size / 1e6 / 600)
     again.open()
     steps = again.folder.steps()

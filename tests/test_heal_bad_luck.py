@@ -247,6 +247,7 @@ def test_disk_full_and_then_the_last_copy_of_an_expert_lost(base: Path) -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_a_disk_that_cannot_be_read_costs_checkpoints_only(base: Path) -> None:
     faults: Faults = {"reduction": ((1,), 2)}
     assert train(base, "unreadable", faults, body=partial(_hooked, "unreadable")) == set(faults)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -341,3 +342,48 @@ def test_rows_of_checksums_say_what_tables_with_names_say() -> None:
     assert seen == {False, True}
     with pytest.raises(ValueError, match=r"other/w\[0:1\] is no piece"):
         row_of({Piece("other/w", Box((0,), (1,))): 1}, pieces)
+
+
+# ---- room for state -----------------------------------------------------------------------------------------------------------
+
+
+def limited(run: Healing, times: float) -> Healing:
+    """With room for so many times what its own mapping holds."""
+    return replace(run, room=replace(run.room, limit=times * run.bytes_of(run.base)))
+
+
+def test_ranks_are_rather_idle_than_without_room() -> None:
+    """7 of 8 ranks would hold every expert each."""
+    run = healing(Folding(world=8, ep=4), floor=2)
+    assert (run.folding(7).world, run.folding(7).ep) == (7, 1)
+    choice = limited(run, 2).choose(7)
+    assert (choice.folding.world, choice.folding.ep, choice.idle) == (6, 2, 1)
+    assert "with more than 6 of the 7 devices a rank has no room for its state" in choice.reason
+    assert limited(run, 2).bytes_of(choice.folding) <= 2 * run.bytes_of(run.base)
+
+
+def test_what_a_rank_holds_is_what_the_layouts_say() -> None:
+    for base in FOLDINGS:
+        for zero in (0, 1):
+            run = healing(base, floor=min(2, base.dp * base.cp, base.edp), zero=zero)
+            wide, most = run.room, 0
+            for rank in range(base.world):
+                held, _ = zip(*run.holds(Standing(folding=base, rank=rank)).values(), strict=True)
+                most = max(most, sum(h.box.num_elements for of in held for h in of))
+            kept = run.bytes_of(base) - run_parameters(run) * (wide.parameter + wide.gradient)
+            assert kept / wide.optimizer == pytest.approx(most, rel=0.02)
+
+
+def run_parameters(run: Healing) -> float:
+    """Of the fullest rank, from its layouts without shards."""
+    whole = replace(run, zero=0)
+    return whole.bytes_of(whole.base) / sum((whole.room.parameter, whole.room.gradient, whole.room.optimizer))
+
+
+def test_a_limit_that_the_runs_own_mapping_breaks_is_refused() -> None:
+    run = healing(Folding(world=8, ep=4))
+    assert run.room_problems() == [] and limited(run, 1.0).room_problems() == []
+    (problem,) = limited(run, 0.9).room_problems()
+    assert problem.where == "resilience.state_gb" and "GB of parameters, gradients and optimizer state" in problem.rule
+    words = problem.hint.split()
+    assert float(words[1].rstrip(",")) * 1e9 >= run.bytes_of(run.base)

@@ -40,6 +40,7 @@ def test_three_holders_outlive_two_at_once(base: Path) -> None:
     assert not any("goes back" in e["text"] for e in events(base, "two", "Note"))
 
 
+@pytest.mark.slow
 def test_fast_mode_heals_within_rounding(base: Path) -> None:
     few = {"resilience__mode": "fast", "launch__ranks": "4", "train__steps": "6", "optim__zero": "1"}
     train(base, "zero-fast-calm", {}, **few)

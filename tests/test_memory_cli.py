@@ -124,6 +124,7 @@ SMALL = [
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_the_promise_is_kept(tmp_path: Path) -> None:
     """The default model, mapping and batch, for a few steps of bytes with a checkpoint behind each, measured in every rank: within 10 %."""
     recipe = str(ROOT / "recipes" / "laptop.toml")

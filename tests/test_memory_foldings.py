@@ -201,6 +201,7 @@ def test_a_case_that_cannot_run_says_so_before_anything_is_trained() -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_two_foldings_in_small(tmp_path: Path) -> None:
     """Experts on two ranks, and a pipeline with a V of stages: each stage within 10 % of what it took."""
     more = [

@@ -223,7 +223,7 @@ def test_number_of_legal_mappings(world: int, ffn: int, count: int) -> None:
     assert len(found) == len(set(found)) == count
 
 
-@pytest.mark.parametrize("world", [6, 8, 16])
+@pytest.mark.parametrize("world", [6, 8, pytest.param(16, marks=pytest.mark.slow)])
 def test_enumeration_is_exactly_what_fit_problems_accepts(world: int) -> None:
     legal = set(legal_foldings(world, TINY, seq_len=48))
     degrees = range(1, world + 1)

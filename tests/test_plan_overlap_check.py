@@ -12,15 +12,17 @@ from phalanx.plan.overlap import plan_overlap
 from phalanx.plan.overlap_check import check, from_json, plan_problems
 from phalanx.plan.overlap_events import Adversary, simulate
 from phalanx.plan.overlap_types import Op, Schedule, Tile
+from tiers import times
 
 pytestmark = pytest.mark.unit
 
 
-def test_ten_thousand_batches_under_adversarial_arrivals():
-    """Each tile once, never before its inputs, no deadlock: whatever the routing, the schedule and the order of arrival."""
+def test_batches_under_adversarial_arrivals():
+    """10,000 with all tests. Each tile once, never before its inputs, no deadlock: whatever the routing, the schedule and the order of arrival."""
     rng = np.random.default_rng(0)
     kinds, overtaken, late, joint = set(), 0, 0, 0
-    for number in range(10_000):
+    count = times(10_000, 2000)
+    for number in range(count):
         dispatch, schedule = random_dispatch(rng), random_schedule(rng)
         direction = ("forward", "backward")[number % 2]
         plans = plans_of_group(dispatch, schedule, tile_rows=16, direction=direction, has_shared=number % 3 == 0)
@@ -32,8 +34,8 @@ def test_ten_thousand_batches_under_adversarial_arrivals():
         joint += any(plan.joint for plan in plans)
         overtaken += timing.arrivals != sorted(timing.arrivals)
         late += trace.blocked_s(0) > 100
-    assert len(kinds) == 12 and joint > 1000
-    assert overtaken > 4000 and late > 1000, "the adversary does no harm"
+    assert len(kinds) == 12 and joint > count // 10
+    assert overtaken > 0.4 * count and late > 0.1 * count, "the adversary does no harm"
 
 
 class Recorder(Adversary):

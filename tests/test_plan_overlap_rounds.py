@@ -13,6 +13,7 @@ from phalanx.plan.dispatch import plan_dispatch
 from phalanx.plan.overlap import backward_of, plan_overlap
 from phalanx.plan.overlap_rounds import MOST_MESSAGES, Leg, Round, round_problems, rounds_of
 from phalanx.plan.overlap_types import Schedule
+from tiers import times
 
 
 def random_group(rng):
@@ -35,12 +36,13 @@ def random_group(rng):
 def test_no_ranks_wait_for_ever():
     rng = np.random.default_rng(0)
     messages = 0
-    for _ in range(1500):
+    count = times(1500, 400)
+    for _ in range(count):
         plans, width = random_group(rng)
         rounds = [rounds_of(plan, width=width) for plan in plans]
         assert round_problems(plans, rounds) == []
         messages += sum(len(one.legs) for of_rank in rounds for one in of_rank)
-    assert messages > 50_000
+    assert messages > 33 * count
 
 
 def test_a_group_has_no_more_messages_than_nccl_takes():

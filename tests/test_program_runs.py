@@ -15,6 +15,7 @@ from phalanx.plan.stage_foldings import parse_stages
 from pipeline_help import PIPELINES
 from program_help import TINY, Run, recorded, with_router
 from ranks import run_ranks
+from tiers import some
 
 pytestmark = pytest.mark.ranks
 MLA = MlaSpec(q_rank=12, kv_rank=10, nope_dim=8, rope_dim=4, value_dim=6)
@@ -143,22 +144,22 @@ def check(world: int, runs: list[Run]) -> None:
 
 
 def test_experts_and_tensor_parallelism() -> None:
-    check(4, FLAT)
+    check(4, some(FLAT, 10))
 
 
 @pytest.mark.parametrize("method", ["ring", "all_gather", "ulysses"])
 def test_context_parallelism(method: str) -> None:
-    check(4, [run for run in CONTEXT if run.cp_method == method])
+    check(4, some([run for run in CONTEXT if run.cp_method == method], 4))
 
 
 def test_pipelines_of_four_ranks() -> None:
-    check(4, FOUR)
+    check(4, some(FOUR, 10))
 
 
 @pytest.mark.parametrize("part", range(2))
 def test_eight_ranks(part: int) -> None:
-    check(8, EIGHT[part::2])
+    check(8, some(EIGHT[part::2], 4))
 
 
 def test_stages_with_foldings_of_their_own() -> None:
-    check(8, STAGED)
+    check(8, some(STAGED, 4))

@@ -19,6 +19,7 @@ from phalanx.core.recipe import (
     value_of,
 )
 from phalanx.core.settings import section_docs, sections
+from tiers import times
 
 pytestmark = pytest.mark.unit
 SETTINGS = {s.name: s for s in describe_settings()}
@@ -79,7 +80,7 @@ NASTY = Recipe(
 )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=times(150, 30))
 @given(recipe=recipes())
 @example(recipe=Recipe())
 @example(recipe=NASTY)
@@ -91,7 +92,7 @@ def test_load_of_dump_is_the_same_recipe(recipe: Recipe, tmp_path_factory: pytes
     assert dump_recipe(load_recipe(path, [])) == text
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=times(100, 40))
 @given(data=st.data())
 def test_every_value_also_survives_the_command_line(data: st.DataObject) -> None:
     setting = SETTINGS[data.draw(st.sampled_from(sorted(SETTINGS)))]

@@ -20,6 +20,7 @@ from phalanx.plan.reshard_types import Hosts, Move
 from phalanx.plan.tensor_layout import Held, TensorLayout, whole_layout
 from reshard_plan_help import equal_hosts, follow, random_moves
 from speed_help import full_speed_s
+from tiers import times
 
 pytestmark = pytest.mark.unit
 
@@ -34,7 +35,7 @@ def simple(src: str, dst: str, shape: tuple[int, ...] = (64, 64), *, overlap: bo
 # ---- every element ---------------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=times(1000, 200), deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_random_plans_pass_the_check(seed: int) -> None:
     draw = random.Random(seed)
@@ -47,7 +48,7 @@ def test_random_plans_pass_the_check(seed: int) -> None:
     assert plan.rho >= 1 - 1e-9
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=times(150, 60), deadline=None)
 @given(seed=st.integers(0, 2**32), method=st.sampled_from(("best", *METHODS)))
 def test_random_plans_bring_everything(seed: int, method: str) -> None:
     """An oracle that knows nothing of boxes: whole tensors, every element of its own value."""

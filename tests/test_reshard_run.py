@@ -18,10 +18,11 @@ from phalanx.runtime.reshard_counts import gather_counts
 from phalanx.runtime.resharder import KEPT_PLANS, PlanOptions, Resharder
 from ranks import RankError, run_ranks
 from reshard_help import equal_hosts, local_of, logical_terms, prefilled, random_case, same, sources, wanted, whole
+from tiers import times
 
 pytestmark = pytest.mark.ranks
 WORLD = 8
-CASES = 320
+CASES, IN_BATCHES = times(320, 100), times(60, 30)
 
 
 def axis_of(rank, cache, world=WORLD):
@@ -77,7 +78,7 @@ def kinds_of(case):
             yield "uneven"
 
 
-@pytest.mark.parametrize(("posting", "seeds"), [("tags", range(CASES)), ("batches", range(CASES, CASES + 60))])
+@pytest.mark.parametrize(("posting", "seeds"), [("tags", range(CASES)), ("batches", range(CASES, CASES + IN_BATCHES))])
 def test_random_layout_pairs(posting, seeds):
     got = run_ranks(WORLD, random_moves, list(seeds), posting, timeout_s=400)
     assert [wrong for wrong, _ in got] == [[]] * WORLD

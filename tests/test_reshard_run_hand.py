@@ -216,7 +216,7 @@ def test_a_rank_that_dies_in_the_middle(tmp_path, posting):
         said, seconds, untouched = json.loads((tmp_path / str(rank)).read_text())
         assert said.startswith("stage0 did not come to its end: ") and f"failed on rank {rank}" in said
         assert "The destination tensors are incomplete; the source tensors are as they were" in said
-        assert seconds < 3 and untouched
+        assert seconds < 20 and untouched
 
 
 def planted(rank, cache, bug):

@@ -335,6 +335,7 @@ def test_many_mappings_on_the_clock_are_those_one_by_one() -> None:
 # ---- search ---------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_search_finds_what_brute_force_finds() -> None:
     job = Job(shape=replace(MIXTRAL.shape, layers=8), seq_len=4096, global_batch=32)
     cluster, space = parse_cluster("h100x16"), Space()

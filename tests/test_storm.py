@@ -289,7 +289,7 @@ def test_a_short_storm_loses_nothing(tmp_path: Path) -> None:
     assert (result.lost_samples, result.doubled_samples, result.bitwise_equal) == (0, 0, True)
     assert (result.rollbacks, result.hung, result.orphans) == (0, 0, 0)
     assert result.zombies_refused >= 1
-    assert all(r["resumed_s"] is None or r["resumed_s"] < 30.0 for r in result.recoveries)
+    assert all(r["resumed_s"] is None or r["resumed_s"] < 50.0 for r in result.recoveries)
 
 
 def etcd_program() -> Path | None:

@@ -40,7 +40,7 @@ def arena_of(tmp_path: Path, board: Board, *, hosts: int, slots: int, main: obje
     return Arena(run, settings, hosts=hosts, slots=slots, folder=tmp_path, board=board)  # type: ignore[arg-type]
 
 
-def wait_for_end(arena: Arena, limit_s: float = 30.0) -> None:
+def wait_for_end(arena: Arena, limit_s: float = 90.0) -> None:
     end_s = time.monotonic() + limit_s
     while arena.running() and time.monotonic() < end_s:
         time.sleep(0.01)
@@ -49,7 +49,7 @@ def wait_for_end(arena: Arena, limit_s: float = 30.0) -> None:
 def test_too_few_members_end_cleanly_and_say_for_whom_they_waited(tmp_path: Path) -> None:
     board = Board(2)
     with arena_of(tmp_path, board, hosts=1, slots=2, minimum=2, respawns=0, wait_s=0.5) as arena:
-        end_s = time.monotonic() + 20.0
+        end_s = time.monotonic() + 90.0
         while arena.step() < 3 and time.monotonic() < end_s:
             arena.running()
             time.sleep(0.01)
@@ -83,7 +83,7 @@ def test_a_host_with_another_plan_is_refused_and_the_run_goes_on(tmp_path: Path)
         raise AssertionError("it was let in")
 
     with arena_of(tmp_path, board, hosts=2, slots=1, main=main, minimum=1, gather_s=0.2) as arena:
-        end_s = time.monotonic() + 20.0
+        end_s = time.monotonic() + 90.0
         while ("h1" in arena.pids or arena.step() < 20) and time.monotonic() < end_s:
             arena.running()
             time.sleep(0.01)
@@ -111,7 +111,7 @@ def test_a_worker_that_fails_by_itself_ends_the_run_with_its_error(tmp_path: Pat
 def test_a_run_that_is_stopped_ends_after_a_step(tmp_path: Path) -> None:
     board = Board(2)
     with arena_of(tmp_path, board, hosts=1, slots=2) as arena:
-        end_s = time.monotonic() + 20.0
+        end_s = time.monotonic() + 90.0
         while arena.step() < 5 and time.monotonic() < end_s:
             arena.running()
             time.sleep(0.01)
@@ -136,7 +136,7 @@ def test_a_stop_does_not_wait_for_a_worker_that_is_in_no_generation_yet(tmp_path
         return toy(seat, place, tell)
 
     with arena_of(tmp_path, board, hosts=1, slots=2, main=main) as arena:
-        end_s = time.monotonic() + 20.0
+        end_s = time.monotonic() + 90.0
         while arena.step() < 3 and time.monotonic() < end_s:
             arena.running()
             time.sleep(0.01)
@@ -148,5 +148,5 @@ def test_a_stop_does_not_wait_for_a_worker_that_is_in_no_generation_yet(tmp_path
         begin_s = time.monotonic()
         os.kill(arena.pids["h0"], signal.SIGTERM)
         wait_for_end(arena)
-        assert time.monotonic() - begin_s < 10.0
+        assert time.monotonic() - begin_s < 40.0
         assert arena.codes == {"h0": 0}

@@ -66,7 +66,7 @@ def python(code: str) -> list[str]:
 def test_bar_10_the_measured_links(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """3 hosts at 1 Gbit/s: 0.9 to 1.0 one way, both directions printed, 5 times that inside a host, nothing left."""
     file = tmp_path / "links.json"
-    for _ in range(3):  # a machine that runs other things may starve the probes
+    for _ in range(5):  # a machine that runs other things may starve the probes
         assert program(["testbed", "measure", "--hosts", "3", "--rate", "1gbit", "--json", str(file)]) == 0
         found = json.loads(file.read_text())
         if all(0.9e9 <= r <= 1.0e9 for r in found["one_way_each_bit_per_s"]) and found["inside_over_link"] >= 5:

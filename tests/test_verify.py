@@ -95,7 +95,9 @@ def uniform_cases(world: int) -> list[Case]:
     return [c for c in plain_cases(world) if isinstance(c.folding, Folding)]
 
 
-@pytest.mark.parametrize(("world", "mappings"), [(1, 1), (2, 9), (4, 36), (8, 90), (16, 168)])
+@pytest.mark.parametrize(
+    ("world", "mappings"), [(1, 1), (2, 9), (4, 36), (8, 90), pytest.param(16, 168, marks=pytest.mark.slow)]
+)
 def test_default_cases_take_every_mapping_and_meet_every_option(world: int, mappings: int) -> None:
     cases = uniform_cases(world)
     staged = [c for c in plain_cases(world) if c not in cases]
@@ -361,9 +363,11 @@ KEYS = {
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("dtype", "limit"), [("float64", 1e-12), ("float32", 1e-5), ("bfloat16", 2e-2)])
+@pytest.mark.parametrize(
+    ("dtype", "limit"), [pytest.param("float64", 1e-12, marks=pytest.mark.slow), ("float32", 1e-5), ("bfloat16", 2e-2)]
+)
 def test_all_mappings_of_two_ranks_agree_with_one(dtype: str, limit: float, tmp_path: Path) -> None:
-    """A quick part of what CI runs with 4 and 8 ranks."""
+    """The first is a quick part of what CI runs with 4 and 8 ranks."""
     done = phalanx("verify", "--ranks", "2", "--dtype", dtype, "--json", str(tmp_path / "v.json"))
     result = json.loads((tmp_path / "v.json").read_text())
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
@@ -497,7 +501,7 @@ def test_following_judges_losses_drops_and_progress() -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("scope", ["sub_sequence", "full_sequence"])
+@pytest.mark.parametrize("scope", [pytest.param("sub_sequence", marks=pytest.mark.slow), "full_sequence"])
 def test_steps_follow_one_rank(scope: str, tmp_path: Path) -> None:
     """A small one of what docs/verify.md shows on 16 ranks."""
     folding = ("--folding.tp", "2", "--folding.pp=2", "--folding.ep", "2", "--pipeline.virtual", "2")

@@ -17,6 +17,7 @@ from phalanx.runtime import roster
 from phalanx.runtime.keys import ServiceLost
 from phalanx.runtime.membership import Generation, Member
 from phalanx.runtime.votes import ABORT, Decision, InDoubt, Report, Resolution, Votes, resolve
+from tiers import times
 
 pytestmark = pytest.mark.unit
 
@@ -187,7 +188,7 @@ def test_members_leave_in_some_of_the_histories(monkeypatch: pytest.MonkeyPatch)
     assert sum(len(w.left) for w in worlds) > 3
 
 
-@pytest.mark.parametrize("block", range(10))
+@pytest.mark.parametrize("block", range(times(10, 4)))
 def test_random_histories(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in range(block * 12, block * 12 + 12):
         world = play(seed, monkeypatch)
