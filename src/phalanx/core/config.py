@@ -315,6 +315,8 @@ class ResilienceConfig:
     """So many steps in a row it must be slow."""
     straggler_rest_s: float = 600.0
     """How long a host that was put out for being slow stays away before it may come back."""
+    state_gb: float | None = None
+    """GB of a rank that parameters, gradients and optimizer state may take: after a loss no mapping is taken that needs more; ranks are rather idle, or degrees change. Leave room for activations. Default: the run does not ask."""
     chunk_rows: int | None = None
     """exact: rows of an expert that are computed together, cut from the list of one micro-batch (default 2048; with slots_per_rank about a quarter of what an expert gets from a micro-batch, for its replicas share whole chunks)."""
     fixed_bits: int | None = None

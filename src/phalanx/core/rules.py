@@ -114,6 +114,7 @@ LIMITS: Mapping[str, Limit] = {
     "resilience.straggler": NOT_NEGATIVE,
     "resilience.straggler_steps": COUNT,
     "resilience.straggler_rest_s": POSITIVE,
+    "resilience.state_gb": POSITIVE,
     "resilience.replace_interval": NOT_NEGATIVE,
     "checkpoint.interval": NOT_NEGATIVE,
     "checkpoint.keep_last": COUNT,
@@ -281,7 +282,7 @@ EFFECTS: tuple[Effect, ...] = (
         reads=("resilience.heal",),
     ),
     Effect(
-        settings=("resilience.straggler", "resilience.straggler_steps"),
+        settings=("resilience.straggler", "resilience.straggler_steps", "resilience.state_gb"),
         inert=lambda r: r.resilience.heal is False,
         reason="resilience.heal is false, so a run ends without one of its ranks",
         way_out="resilience.heal = true",

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -29,6 +30,7 @@ from phalanx.plan.box_parts import without
 from phalanx.plan.folding import Folding
 from phalanx.plan.heal_experts import Asked, held_by_host, place_experts
 from phalanx.plan.heal_ranks import rank_members
+from phalanx.plan.heal_room import StateRoom, state_bytes
 from phalanx.plan.layout import Box, stage_params
 from phalanx.plan.model import ModelSpec
 from phalanx.plan.pipeline import make_pipeline, pipeline_problems
@@ -196,6 +198,9 @@ class Healing:
     """Replicas that an ep rank has room for in each layer; None: experts have no replicas."""
     loads: Floats | None = None
     """(L, E), or (1, E) for all layers; None: all experts alike."""
+    room: StateRoom = field(default_factory=StateRoom)
+    """What state may take of a rank's memory."""
+    _bytes: dict[Folding, float] = field(default_factory=dict, init=False, compare=False, repr=False)
     _layouts: dict[Folding, StateLayouts] = field(default_factory=dict, init=False, compare=False, repr=False)
     _held: dict[Kind, _State] = field(default_factory=dict, init=False, compare=False, repr=False)
     _alike: dict[tuple[Held, ...], tuple[Held, ...]] = field(
@@ -254,7 +259,30 @@ class Healing:
             cp_method=self.cp_method,
             floor=self.floor,
             runs=lambda folding: not pipeline_problems(self.pipeline, self.spec, pp=folding.pp),
+            room=None if math.isinf(self.room.limit) else self._has_room,
         )
+
+    def _has_room(self, folding: Folding) -> bool:
+        legal = not pipeline_problems(self.pipeline, self.spec, pp=folding.pp)
+        return legal and self.bytes_of(folding) <= self.room.limit
+
+    def bytes_of(self, folding: Folding) -> float:
+        """Parameters, gradients and optimizer state of the fullest rank of a mapping."""
+        if folding not in self._bytes:
+            self._bytes[folding] = state_bytes(
+                self.spec, folding, self.stages(folding), self.room, slots=self.slots_per_rank if self.spec.moe_layers else None,
+                holders=(self.shard_holders or self.floor) if self.zero else None,
+            )  # fmt: skip
+        return self._bytes[folding]
+
+    def room_problems(self) -> list[Problem]:
+        """Whether the run's own mapping has room for its state."""
+        needed = self.bytes_of(self.base) / 1e9
+        if needed * 1e9 <= self.room.limit:
+            return []
+        rule = f"the fullest rank of {self.base.label()} holds {needed:.3g} GB of parameters, gradients and optimizer state"
+        hint = f"use {_rounded_up(needed):g}, or leave it out"
+        return [Problem(where="resilience.state_gb", value=self.room.limit / 1e9, rule=rule, hint=hint)]
 
     def stages(self, folding: Folding) -> StagePlan:
         """Which layers each pipeline rank has."""
@@ -447,6 +475,12 @@ def _layout_of(name: str, shape: tuple[int, ...], states: Sequence[tuple[int, _S
 
 def _missing(moves: Sequence[Move]) -> tuple[str, ...]:
     return tuple(m.name for m in moves if not is_covered(m.src.shape, (h.box for held in m.src.held for h in held)))
+
+
+def _rounded_up(gb: float) -> float:
+    """To two digits."""
+    step = 10.0 ** (math.floor(math.log10(gb)) - 1)
+    return float(f"{math.ceil(gb / step) * step:.2g}")
 
 
 def _with_holes(move: Move, holes: Sequence[tuple[int, Box]]) -> Move:

@@ -6,23 +6,46 @@ import math
 from functools import cache
 
 from phalanx.core.config import Recipe
-from phalanx.core.errors import PlanError
+from phalanx.core.errors import PlanError, Problem
 from phalanx.plan.folding import Folding
 from phalanx.plan.heal import Healing
 from phalanx.plan.heal_hosts import holders_needed
+from phalanx.plan.heal_room import StateRoom
 from phalanx.plan.model import ModelSpec
+from phalanx.plan.pipeline import pipeline_problems
 from phalanx.plan.recovery_devices import is_exact
-from phalanx.plan.run_placement import replicas_of
+from phalanx.plan.run_placement import Asked, asked_of, replicas_of
+from phalanx.plan.stage_foldings import AnyFolding
 from phalanx.plan.stragglers import Rule
 
 STATE_BYTES = {"float64": 8}
 """Of an element of optimizer state, where it is not 4."""
+ITEM_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
+"""Of an element of a parameter, by `train.dtype`."""
 
 
 def healing_of(recipe: Recipe, spec: ModelSpec, folding: Folding) -> Healing:
     """`folding`: of the run when it begins. Raises `DataError` as `replicas_of` does."""
-    alone = recipe.resilience.service is None
-    asked = replicas_of(recipe, world=folding.world, local_ranks=folding.world if alone else recipe.launch.ranks)
+    asked = replicas_of(recipe, world=folding.world, local_ranks=_ranks_of_host(recipe, folding))
+    return _healing(recipe, spec, folding, asked)
+
+
+def room_problems(recipe: Recipe, spec: ModelSpec, folding: AnyFolding) -> list[Problem]:
+    """Whether the run's own mapping has room for its state, where the recipe says how much there is."""
+    if recipe.resilience.state_gb is None or not isinstance(folding, Folding):
+        return []
+    if pipeline_problems(recipe.pipeline, spec, pp=folding.pp):
+        return []  # which are told
+    local_ranks = _ranks_of_host(recipe, folding)
+    asked = asked_of(recipe.resilience, loads=None, world=folding.world, local_ranks=local_ranks)
+    return _healing(recipe, spec, folding, asked).room_problems()
+
+
+def _ranks_of_host(recipe: Recipe, folding: Folding) -> int:
+    return folding.world if recipe.resilience.service is None else recipe.launch.ranks
+
+
+def _healing(recipe: Recipe, spec: ModelSpec, folding: Folding, asked: Asked) -> Healing:
     wide = STATE_BYTES.get(recipe.train.dtype, 4)
     return Healing(
         spec=spec,
@@ -37,6 +60,18 @@ def healing_of(recipe: Recipe, spec: ModelSpec, folding: Folding) -> Healing:
         bucket_elements=math.ceil(recipe.optim.bucket_mb * 1e6 / wide),
         slots_per_rank=asked.slots_per_rank,
         loads=asked.loads,
+        room=_room(recipe),
+    )
+
+
+def _room(recipe: Recipe) -> StateRoom:
+    """Gradients that are added up in fixed point have 8 bytes."""
+    r, wide = recipe.resilience, STATE_BYTES.get(recipe.train.dtype, 4)
+    return StateRoom(
+        limit=math.inf if r.state_gb is None else r.state_gb * 1e9,
+        parameter=ITEM_BYTES.get(recipe.train.dtype, 2),
+        gradient=8 if r.mode == "exact" else wide,
+        optimizer=3 * wide,
     )
 
 

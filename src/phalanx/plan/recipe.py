@@ -16,6 +16,7 @@ from phalanx.core.settings import describe_settings
 from phalanx.plan.folding import Folding, folding_problems
 from phalanx.plan.heal import heal_problems
 from phalanx.plan.heal_hosts import holders_needed
+from phalanx.plan.heal_recipe import room_problems
 from phalanx.plan.model import PRESETS, ModelSpec, resolve_model
 from phalanx.plan.overlap_setting import (
     fused_setting_problems,
@@ -50,6 +51,7 @@ def run_problems(recipe: Recipe, *, world: int, tokenizer_vocab: int | None = No
         problems += _pair_problems(recipe, folding) if batch else []
         if recipe.resilience.heal:
             problems += heal_problems(folding, floor=holders_needed(recipe), replicated=slots is not None)
+            problems += room_problems(recipe, spec, folding)
     except ConfigError as error:
         seen = {p.where for p in problems}
         problems += [p for p in error.problems if p.where not in seen]

@@ -50,6 +50,8 @@ class Limits:
     """Ranks that hold each expert where experts have no replicas, as far as there are as many."""
     runs: Callable[[Folding], bool] | None = None
     """Whether the rest of the run can do with a mapping (its pipeline, say). Unlike `fits` it sets no degree free."""
+    room: Callable[[Folding], bool] | None = None
+    """Whether a rank has room for a mapping's state. Where not, devices are left idle rather; unlike `fits` it sets no degree free."""
 
 
 def choose_folding(old: Folding, num_devices: int, limits: Limits) -> Choice | None:
@@ -108,7 +110,10 @@ def _with_experts(folding: Folding, old: Folding, limits: Limits) -> Folding:
         for d in range(1, blocks + 1)
         if blocks % d == 0 and limits.spec.num_experts % d == 0 and blocks // d >= min(limits.floor, blocks)
     ]
-    return replace(folding, ep=min(legal, key=lambda d: (abs(math.log2(d / old.ep)), d)))
+    legal.sort(key=lambda d: (abs(math.log2(d / old.ep)), d))
+    if limits.room is not None:
+        legal.sort(key=lambda d: not limits.room(replace(folding, ep=d)))  # type: ignore[misc]
+    return replace(folding, ep=legal[0])
 
 
 def is_legal(folding: Folding, limits: Limits) -> bool:
@@ -122,6 +127,8 @@ def is_legal(folding: Folding, limits: Limits) -> bool:
     if slots is not None and limits.spec.moe_layers and slots < limits.spec.num_experts:
         return False
     if limits.runs is not None and not limits.runs(folding):
+        return False
+    if limits.room is not None and not limits.room(folding):
         return False
     return limits.fits is None or limits.fits(folding)
 
@@ -156,13 +163,23 @@ def _why_idle(folding: Folding, old: Folding, num_devices: int, limits: Limits) 
         shown = [f"{a} {folding.degree(a)}" for a in ("tp", "cp", "etp", "pp") if folding.degree(a) > 1]
         unit = folding.pp * math.lcm(folding.tp * folding.cp, folding.etp)
         whole = num_devices - num_devices % unit
-        if whole > folding.world and whole // (folding.tp * folding.cp * folding.pp) > limits.num_samples:
+        if whole > folding.world and limits.room is not None and _roomless(folding, old, num_devices, limits):
+            parts.append(
+                f"with more than {folding.world} of the {num_devices} devices a rank has no room for its state"
+            )
+        elif whole > folding.world and whole // (folding.tp * folding.cp * folding.pp) > limits.num_samples:
             parts.append(f"a step has {limits.num_samples} samples, so dp {folding.dp} is the most that all have work")
         else:
             parts.append(
                 f"{' x '.join(shown) or 'the mapping'} needs a multiple of {unit} devices, {num_devices} are left"
             )
     return "; ".join(parts)
+
+
+def _roomless(folding: Folding, old: Folding, num_devices: int, limits: Limits) -> bool:
+    """Whether more devices would be used if it were not for the memory."""
+    more = _same_degrees(old, num_devices, replace(limits, room=None))
+    return any(f.pp == folding.pp and f.world > folding.world for f in more)
 
 
 # ---- which device takes which rank ----------------------------------------------------------------------------------------------

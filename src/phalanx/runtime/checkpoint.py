@@ -215,7 +215,7 @@ class CheckpointManager:
 
         def work() -> Saved:
             saved = self._complete(job, mine)
-            return replace(saved, blocked_s=job.blocked_s + time.perf_counter() - begin_s)
+            return replace(saved, blocked_s=job.blocked_s + job.begin_s + saved.total_s - begin_s)
 
         self._run(job, work)
 

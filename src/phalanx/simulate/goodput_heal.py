@@ -1,8 +1,8 @@
 """What a run that heals itself makes of the hosts of a cluster, for the clock of failures (`goodput.py`): the mapping of those that are left, and whom it puts out.
 
 Decides nothing: mappings are the run's own (`plan/heal.py: Healing.choose`), and so is its rule about slow hosts (`plan/heal_recipe.py`). On a cluster of several hosts the run is
-told how many ranks a host has, and that hosts meet at a service. A run does not ask whether the mapping of those that are left fits in their memory, and ends where it does not: the
-time until hosts return is then counted as down, and told. Must never change: with all hosts the job has its full speed.
+told how many ranks a host has, and that hosts meet at a service. A run asks whether the mapping of those that are left has room only where its recipe says how much (`resilience.state_gb`), and ends
+where it has none: the time until hosts return is then counted as down, and told. Must never change: with all hosts the job has its full speed.
 """
 
 from __future__ import annotations
@@ -77,9 +77,11 @@ class HostsLeft:
             return ""
         most = max(self.too_large)
         fewer = "" if len(self.too_large) == 1 else f" (nor with {', '.join(map(str, sorted(self.too_large)[:-1]))})"
+        held = self.healing.bytes_of(self.healing.base) / 1e9
         return (
             f"with {most} hosts left the mapping ({self.too_large[most].label()}) does not fit in memory{fewer}: the run would end there with an error of memory; "
-            "the time until hosts return is counted as down"
+            "the time until hosts return is counted as down. "
+            f"resilience.state_gb ({held:.3g} GB of state are held with all hosts) has it take another mapping, or leave ranks idle, in place of that"
         )
 
     def share(self, hosts: int) -> float:

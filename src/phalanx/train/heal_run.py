@@ -167,6 +167,7 @@ def prepare_run(recipe: Recipe, folder: RunFolder, *, kept: Recipe | None = None
     resolve_pipeline(recipe, spec, folding)  # or what is wrong with it
     healing, alone = healing_of(recipe, spec, folding), recipe.resilience.service is None
     problems = heal_problems(folding, floor=healing.floor, replicated=healing.slots_per_rank is not None)
+    problems += healing.room_problems()
     raise_if(problems, ConfigError, subject="the recipe")
     again = replace(
         recipe if kept is None else kept,
