@@ -154,7 +154,9 @@ def compared(way: Way) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("way", [Way(), Way(pp=2, zero=0), Way(beside=False)], ids=str)
+@pytest.mark.parametrize(
+    "way", [Way(), pytest.param(Way(pp=2, zero=0), marks=pytest.mark.slow), Way(beside=False)], ids=str
+)
 def test_experts_follow_the_load_and_no_bit_changes(way: Way) -> None:
     moved, calm = compared(way)
     assert all(found["steps"] == calm[0]["steps"] for found in (*moved, *calm))

@@ -18,11 +18,11 @@ from phalanx.runtime.reshard_counts import gather_counts
 from phalanx.runtime.resharder import KEPT_PLANS, PlanOptions, Resharder
 from ranks import RankError, run_ranks
 from reshard_help import equal_hosts, local_of, logical_terms, prefilled, random_case, same, sources, wanted, whole
-from tiers import times
+from tiers import ALL, times
 
 pytestmark = pytest.mark.ranks
 WORLD = 8
-CASES, IN_BATCHES = times(320, 100), times(60, 30)
+CASES, IN_BATCHES = times(320, 120), 60
 
 
 def axis_of(rank, cache, world=WORLD):
@@ -84,7 +84,7 @@ def test_random_layout_pairs(posting, seeds):
     assert [wrong for wrong, _ in got] == [[]] * WORLD
     kinds = got[0][1]
     assert kinds["pair"] >= len(seeds)
-    few = 0.02 * len(seeds)
+    few = 0.02 * len(seeds) if ALL else 0
     for kind in ("disjoint", "overlapping", "partial", "strided", "uneven", "torch.bfloat16", "torch.int64", "torch.bool",
                  "torch.uint8", "1 dims", "2 dims", "3 dims", "4 dims"):  # fmt: skip
         assert kinds.get(kind, 0) > few, f"the cases have hardly any that are {kind}: {kinds}"

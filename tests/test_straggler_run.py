@@ -110,6 +110,7 @@ def test_a_slow_rank_hands_over_leaves_and_stays_away(tmp_path: Path) -> None:
     assert sorted(told) == list(range(1, STEPS + 1)) and all(len(losses) == 1 for losses in told.values())
 
 
+@pytest.mark.slow
 def test_without_the_setting_it_is_told_of_and_stays(tmp_path: Path) -> None:
     write_text(tmp_path / "text")
     folder = play(tmp_path, resilience__straggler_steps="4", train__steps="24")

@@ -364,7 +364,12 @@ KEYS = {
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    ("dtype", "limit"), [pytest.param("float64", 1e-12, marks=pytest.mark.slow), ("float32", 1e-5), ("bfloat16", 2e-2)]
+    ("dtype", "limit"),
+    [
+        pytest.param("float64", 1e-12, marks=pytest.mark.slow),
+        ("float32", 1e-5),
+        pytest.param("bfloat16", 2e-2, marks=pytest.mark.slow),
+    ],
 )
 def test_all_mappings_of_two_ranks_agree_with_one(dtype: str, limit: float, tmp_path: Path) -> None:
     """The first is a quick part of what CI runs with 4 and 8 ranks."""
