@@ -32,7 +32,6 @@ from phalanx.plan.recovery_probability import fatal_counts
 from phalanx.plan.replicas import ReplicaCounts, replica_counts, zipf_loads
 from placement_help import Tally, compare, cut_short, fatal_by_hand, fatal_of, optimal, random_case, survives
 from speed_help import full_speed_s
-from tiers import times
 
 pytestmark = pytest.mark.unit
 TEN = (6,) * 10
@@ -119,10 +118,10 @@ def test_every_rule_fills_every_slot(case):
 
 def test_random_cases_hold_the_floor_and_are_never_worse():
     """With c dividing the experts or not. The printed rule must break its promise in some: else the check could not fail."""
-    tally, rng, count = Tally(), np.random.default_rng(11), times(80, 40)
-    wrong = [line for _ in range(count) for line in compare(rng, tally)]
+    tally, rng = Tally(), np.random.default_rng(11)
+    wrong = [line for _ in range(80) for line in compare(rng, tally)]
     assert not wrong
-    assert tally.broken_printed > 0 and tally.better > count // 3
+    assert tally.broken_printed > 0 and tally.better > 30
 
 
 def test_optimal_against_all_placements():
