@@ -295,6 +295,7 @@ def test_plans_that_differ_by_less_than_from_themselves_are_ties() -> None:
 # ---- real ranks -------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_two_plans_beside_their_predictions(tmp_path: Path) -> None:
     file = tmp_path / "found.json"

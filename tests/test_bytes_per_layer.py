@@ -107,6 +107,7 @@ def test_every_mapping_of_four_ranks_sends_what_the_formulas_say() -> None:
     check(4, [Run(folding=f, spec=DEALT) for f in found])
 
 
+@pytest.mark.slow
 def test_mappings_of_eight_ranks_in_bf16() -> None:
     found = [f for f in mappings(8) if f.tp > 1 and f.cp > 1 and f.ep * f.etp > 1][::2]
     assert len(found) == 14 and {(f.ep > 1, f.etp > 1) for f in found} == {(True, False), (False, True), (True, True)}

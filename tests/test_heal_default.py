@@ -69,7 +69,7 @@ def test_the_dry_run_says_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("zero", ["0", "1"])
+@pytest.mark.parametrize("zero", ["0", pytest.param("1", marks=pytest.mark.slow)])
 def test_nothing_changes_while_nobody_dies_and_the_folder_keeps_what_was_asked(base: Path, zero: str) -> None:
     """The default beside a run that cannot heal. Whole state: every loss, norm and element; copies of shards: sums in another order."""
     names = [f"by-default-{zero}", f"without-{zero}"]

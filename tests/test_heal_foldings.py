@@ -30,7 +30,7 @@ def notes(base: Path, name: str) -> set[str]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("axis", ["tp", "pp"])
+@pytest.mark.parametrize("axis", ["tp", pytest.param("pp", marks=pytest.mark.slow)])
 def test_lost_and_replaced_ranks_change_no_bit(base: Path, axis: str) -> None:
     """Three of four make one group of two, and one waits; with the fourth they are four again. Then once more, of a member of the other group."""
     train(base, f"{axis}-calm", {}, **SHORT, **FOLDINGS[axis])

@@ -144,6 +144,7 @@ def test_the_promise_is_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_a_missed_promise_fails(tmp_path: Path) -> None:
     recipe = str(ROOT / "recipes" / "tiny.toml")
     words = [

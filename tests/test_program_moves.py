@@ -15,6 +15,7 @@ from phalanx.simulate.cost import Cost
 from phalanx.simulate.program_time import run_moves
 from ranks import run_ranks
 from reshard_help import equal_hosts, prefilled, random_case, sources
+from tiers import times
 
 WORLD = 8
 EVERYONE = tuple(range(WORLD))
@@ -85,5 +86,5 @@ def moved(rank, cache, seeds):
 
 @pytest.mark.ranks
 def test_a_real_move_tells_the_ids_of_its_program() -> None:
-    for told, planned in run_ranks(WORLD, moved, list(range(20)), timeout_s=400):
+    for told, planned in run_ranks(WORLD, moved, list(range(times(20, 8))), timeout_s=400):
         assert told == planned

@@ -17,6 +17,7 @@ from phalanx.runtime.collectives import Collectives
 from phalanx.runtime.groups import GroupCache
 from program_help import TINY, Run, one_step
 from ranks import run_ranks
+from tiers import some
 
 WAYS = ("serial", "coarse:2", "tiles", "fine")
 GATED = dataclasses.replace(TINY, dense_layers=1, dense_ffn=32, shared_ffn=32, shared_gate=True)
@@ -73,12 +74,12 @@ def check(world: int, several: list[Run]) -> list[list[Told]]:
 
 @pytest.mark.ranks
 def test_two_ranks_record_the_ids_of_their_programs() -> None:
-    check(2, runs(TWO))
+    check(2, some(runs(TWO), 6))
 
 
 @pytest.mark.ranks
 def test_four_ranks_record_the_ids_of_their_programs() -> None:
-    check(4, runs(FOUR))
+    check(4, some(runs(FOUR), 6))
 
 
 def losses(rank: int, cache: GroupCache, several: list[Run]) -> list[tuple[float, float]]:
@@ -86,6 +87,7 @@ def losses(rank: int, cache: GroupCache, several: list[Run]) -> list[tuple[float
     return [(step.loss, step.grad_norm) for step in steps]
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_a_step_with_gateways_is_the_serial_step_and_has_the_same_ids() -> None:
     """Four ranks as two hosts: fewer bytes between them, other sums, and the ids of a program that does not know of hosts."""
@@ -105,6 +107,7 @@ def test_a_step_with_gateways_is_the_serial_step_and_has_the_same_ids() -> None:
     assert total[0] != total[1]  # with gateways second hops count too
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_the_same_rows_have_the_same_id_in_every_way() -> None:
     """Bytes there and back, forward and backward, under the ids of the serial step; chunks add up. An entry a row, so that bytes are equal."""

@@ -231,6 +231,7 @@ def tiny() -> Workload:
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_both_systems_go_on_after_a_loss(tiny: Workload, tmp_path: Path) -> None:
     """Slot 1 is lost and, for the one that heals itself, comes back. The baseline runs on one expert-parallel group in place of two."""
     loss, back = Change(at_s=1.0, lost=(1,)), Change(at_s=3.0, back=(1,))

@@ -183,6 +183,7 @@ def check_moves(way: Way, moved: list[dict[str, Any]], calm: list[dict[str, Any]
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_fast_mode_stays_within_rounding() -> None:
     moved, calm = compared(Way(mode="fast"))
     check_moves(Way(mode="fast"), moved, calm)
@@ -190,6 +191,7 @@ def test_fast_mode_stays_within_rounding() -> None:
         assert abs(loss - loss_2) <= 1e-5 * loss_2 and abs(norm - norm_2) <= 1e-4 * norm_2
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_what_does_not_pay_stays() -> None:
     assert not any(r["moves"] for r in ran(Way(row_s=1e-15)))
@@ -244,6 +246,7 @@ FAULTS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_moments_left_behind_show() -> None:
     assert ran(Way(beside=False), "moments stay")[0]["steps"] != ran(Way(interval=0))[0]["steps"]

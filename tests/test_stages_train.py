@@ -57,6 +57,7 @@ def test_gradients_of_every_schedule_are_those_of_one_rank() -> None:
     verify(9, some([case for case in ALL if case.folding == STAGES], 4))
 
 
+@pytest.mark.slow
 def test_other_axes_and_shared_micro_batches() -> None:
     others = [case for case in ALL if case.folding != STAGES]
     assert len(others) >= 10 and {s.dp for s in others[0].folding.stages} == {1, 2}  # type: ignore[union-attr]
@@ -150,6 +151,7 @@ def test_ranks_of_a_pipeline_with_different_plans_are_told() -> None:
 # ---- whole runs -----------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_under_other_stages(tmp_path: Path) -> None:
     """Trains, saves, validates and writes text on stages of their own; the same run on one folding goes on from there and back."""
     write_text(tmp_path / "text", files=4)

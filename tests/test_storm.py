@@ -298,6 +298,7 @@ def etcd_program() -> Path | None:
     return Path(found) if found else fetched if fetched.exists() else None
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_a_storm_with_etcd_loses_nothing(tmp_path: Path) -> None:
     program = etcd_program()

@@ -404,6 +404,7 @@ def test_overlap_is_forced_where_it_can_apply_and_the_rest_is_counted(value: str
         assert after is before or f"overlap={value}" in after.label
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_forced_cases_agree_and_the_command_says_how_many(tmp_path: Path) -> None:
     path = tmp_path / "v.json"
