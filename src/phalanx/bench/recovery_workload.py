@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from phalanx.core.errors import RunError
 from phalanx.observe.event_log import log_path
 
-WAIT_S = 180.0
+WAIT_S = 600.0
 """Longest wait for a run to begin."""
 
 
