@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.bench.recovery import RecoveryArgs, make_case, problems, report, result
+from phalanx.bench.recovery import OURS, PAPER, RecoveryArgs, make_case, problems, report, result
 from phalanx.bench.recovery_model import (
     Figures,
     best_interval,
@@ -179,6 +179,15 @@ def test_the_papers_set_up_is_stated() -> None:
     assert case.proportions["paper"]["steps_between_failures"] == pytest.approx(333, abs=1)
     assert case.proportions["here"]["restart"] == pytest.approx(case.proportions["paper"]["restart"])
     assert "predicted ratios" in report([case]) and result(RecoveryArgs(), [case])["ratio_large"] is None
+
+
+def test_systems_that_met_unequal_shares_of_the_processors_are_not_compared() -> None:
+    case = make_case("failures", workloads(8)["large"], FIGURES, RecoveryArgs(slots=8))
+    found = score(_history(), system=OURS, global_batch=2, begin_s=1.5, end_s=13.0, changes=[(4.5, "slot 1 lost")])
+    case.scores = {OURS: [found], PAPER: [replace(found, stolen=0.04)]}
+    assert "4.0% of the processor time stolen" in report([case]) and "NOT COMPARABLE" not in report([case])
+    case.scores[PAPER] = [replace(found, stolen=0.3)]
+    assert "NOT COMPARABLE" in report([case])
 
 
 def test_arguments_are_checked_together() -> None:

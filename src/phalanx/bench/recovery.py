@@ -55,6 +55,8 @@ Model = Literal["small", "large"]
 What = Literal["failures", "spot", "poisson", "file"]
 CALIBRATION_STEPS = 3
 """Between saves while step, save and restart are measured."""
+UNEQUAL = 0.05
+"""Of the shares of stolen processor time (`bench/stolen.py`) that two systems met: beyond it they are not compared."""
 OURS, PAPER, BEST = "heals", "torchrun, paper's interval", "torchrun, best interval"
 
 
@@ -370,6 +372,9 @@ def report(cases: list[Case]) -> str:
             lines.append(f"    {key.replace('_', ' '):<24} {here:10.3f}   paper {paper:10.3f}")
         for name, found in case.scores.items():
             lines += [_row(case, name, score) for score in found]
+        shares = [score.stolen for found in case.scores.values() for score in found]
+        if max(shares, default=0.0) - min(shares, default=0.0) > UNEQUAL:
+            lines.append("    NOT COMPARABLE: the machine's host gave them unequal shares of its processors")
         lines.append("    predicted ratios: " + "; ".join(f"{k} {v:.2f}" for k, v in case.predicted.items()))
     for case in {c.model: c for c in cases}.values():
         lines += ["", f"{case.model}: predicted ratio at the best interval, by time between failures and restart"]
@@ -383,7 +388,7 @@ def _row(case: Case, name: str, score: Score) -> str:
     outage = f"{sum(resumed) / len(resumed):.2f} s until further than before" if resumed else "no outage ended"
     return (
         f"    {name:<28} every {case.intervals[name]:>4} steps: {score.samples_per_s:7.1f} samples/s  ours {ratio:5.2f}x  {score.saves} saves, "
-        f"{score.steps_again} steps again, {outage}"
+        f"{score.steps_again} steps again, {outage}, {score.stolen:.1%} of the processor time stolen"
     )
 
 

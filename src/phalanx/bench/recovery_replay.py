@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from phalanx.bench.recovery_cores import SlotCores
 from phalanx.bench.recovery_table import Score, score
 from phalanx.bench.recovery_trace import Change, Trace
 from phalanx.bench.recovery_workload import WAIT_S, Logs, System, running
+from phalanx.bench.stolen import StolenTime
 from phalanx.core.errors import RunError
 
 WARM_STEPS = 10
@@ -31,7 +33,7 @@ def replay(
     moments: list[tuple[float, str]] = []
     with running(system):
         _until(system, lambda: _step(records, logs) >= WARM_STEPS, WAIT_S)
-        begin_s = time.time()
+        begin_s, stolen = time.time(), StolenTime()
         there = frozenset(range(trace.slots))
         for change in trace.changes:
             _until_time(system, begin_s + change.at_s)
@@ -46,9 +48,11 @@ def replay(
             _until_time(system, begin_s + trace.duration_s)
         end_s = time.time() if stop_when_resumed else begin_s + trace.duration_s
         records += logs.new()
-    return score(
+        share = stolen.share()
+    found = score(
         records, system=system.name, global_batch=global_batch, begin_s=begin_s, end_s=end_s, changes=tuple(moments)
     )
+    return replace(found, stolen=share)
 
 
 class Placed:

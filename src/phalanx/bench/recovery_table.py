@@ -51,6 +51,8 @@ class Score:
     untold_samples: int
     """Of committed steps whose rank died before it could tell what it had trained on."""
     outages: tuple[Outage, ...] = field(default=())
+    stolen: float = 0.0
+    """Share of the machine's processor time that its host gave to others meanwhile."""
 
     @property
     def samples_per_s(self) -> float:
