@@ -192,7 +192,7 @@ def test_a_scenario_at_seconds_and_steps(tmp_path: Path) -> None:
         assert all(d.seconds >= s for d, s in zip(last, (1.0, 2.0, 2.0, 2.2), strict=True)), "never early"
         assert len((job.folder / "scenario.jsonl").read_text().splitlines()) == 8
         assert count_steps(tmp_path, 3) < count_steps(tmp_path, 0)
-        assert count_steps(tmp_path, 1) < count_steps(tmp_path, 0) - 10, "it was frozen for 35 steps"
+        assert count_steps(tmp_path, 1) < 0.8 * count_steps(tmp_path, 0), "it was frozen for 35 steps of 20 ms"
     assert bed.leftovers() == []
 
 
