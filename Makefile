@@ -22,7 +22,7 @@ test: env       ## run the tests: every subject, some of its cases
 	-sh scripts/lighthouse.sh
 	sh scripts/tests.sh $(TESTS)
 
-test-all:       ## run all of them: every case of every subject, hours on two cores
+test-all:       ## run all of them: every case of every subject, much longer
 	$(MAKE) test TESTS=all
 
 lint: env       ## ruff and mypy

@@ -1,7 +1,7 @@
 #!/bin/sh
 # Runs the tests: those that launch no ranks, in two processes beside each other (whatever uses emulated hosts is in the first); then those that launch ranks; then those
 # that measure short times or shares of a core (`alone`), when nothing else runs.
-# Every subject with some of its cases; with `all`, every case and the tests marked `slow` (tests/tiers.py): three times as long.
+# Every subject with some of its cases; with `all`, every case and the tests marked `slow` (tests/tiers.py), which takes much longer.
 # Each process ends with its dearest tests; all come to their end. What has failed is run once more, by itself, and the exit status says whether something failed twice: ranks, links and
 # disks of a busy machine have bad moments. What failed once stands in the output and is to be looked at.
 set -u

@@ -152,9 +152,8 @@ def save_by_steps(rank: int, cache: GroupCache, path: Path) -> tuple[int, Saved,
     manager.save(state.boxes(), run_state(20))
     manager.close()
     assert not manager.pending and manager.poll() is None
-    while (
-        manager.busy
-    ):  # else its thread may write while the next one cleans the folder, which only the one after removes
+    # else its thread may write while the next one cleans the folder, which only the one after removes
+    while manager.busy:
         time.sleep(0.01)
     again = CheckpointManager(path, group=own_group(2, timeout_s=240), by_steps=True, write_rate=size / 1e6 / 600)
     again.open()

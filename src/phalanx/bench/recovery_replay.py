@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from phalanx.bench.recovery_cores import SlotCores
@@ -49,10 +48,10 @@ def replay(
         end_s = time.time() if stop_when_resumed else begin_s + trace.duration_s
         records += logs.new()
         share = stolen.share()
-    found = score(
-        records, system=system.name, global_batch=global_batch, begin_s=begin_s, end_s=end_s, changes=tuple(moments)
-    )
-    return replace(found, stolen=share)
+    return score(
+        records, system=system.name, global_batch=global_batch, begin_s=begin_s, end_s=end_s, changes=tuple(moments),
+        stolen=share,
+    )  # fmt: skip
 
 
 class Placed:

@@ -108,6 +108,7 @@ def score(
     begin_s: float,
     end_s: float,
     changes: Sequence[tuple[float, str]] = (),
+    stolen: float = 0.0,
 ) -> Score:
     """Of the time from `begin_s` to `end_s`; `changes` are (when, what) by the same clock, seconds since the epoch."""
     ledger = Ledger([r for r in records if r["time_s"] <= end_s])
@@ -134,6 +135,7 @@ def score(
         outages=tuple(
             _outage(ledger, records, at_s, what, until) for (at_s, what), until in zip(changes, ends, strict=True)
         ),
+        stolen=stolen,
     )
 
 

@@ -10,18 +10,13 @@ from phalanx.core.errors import PlanError, Problem
 from phalanx.plan.folding import Folding
 from phalanx.plan.heal import Healing
 from phalanx.plan.heal_hosts import holders_needed
-from phalanx.plan.heal_room import StateRoom
+from phalanx.plan.heal_room import FIXED_POINT_ITEM, ITEM, StateRoom
 from phalanx.plan.model import ModelSpec
 from phalanx.plan.pipeline import pipeline_problems
 from phalanx.plan.recovery_devices import is_exact
 from phalanx.plan.run_placement import Asked, asked_of, replicas_of
 from phalanx.plan.stage_foldings import AnyFolding
 from phalanx.plan.stragglers import Rule
-
-STATE_BYTES = {"float64": 8}
-"""Of an element of optimizer state, where it is not 4."""
-ITEM_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
-"""Of an element of a parameter, by `train.dtype`."""
 
 
 def healing_of(recipe: Recipe, spec: ModelSpec, folding: Folding) -> Healing:
@@ -46,7 +41,8 @@ def _ranks_of_host(recipe: Recipe, folding: Folding) -> int:
 
 
 def _healing(recipe: Recipe, spec: ModelSpec, folding: Folding, asked: Asked) -> Healing:
-    wide = STATE_BYTES.get(recipe.train.dtype, 4)
+    item = ITEM.get(recipe.train.dtype, 2)
+    wide, limit_gb = max(4, item), recipe.resilience.state_gb
     return Healing(
         spec=spec,
         base=folding,
@@ -60,18 +56,12 @@ def _healing(recipe: Recipe, spec: ModelSpec, folding: Folding, asked: Asked) ->
         bucket_elements=math.ceil(recipe.optim.bucket_mb * 1e6 / wide),
         slots_per_rank=asked.slots_per_rank,
         loads=asked.loads,
-        room=_room(recipe),
-    )
-
-
-def _room(recipe: Recipe) -> StateRoom:
-    """Gradients that are added up in fixed point have 8 bytes."""
-    r, wide = recipe.resilience, STATE_BYTES.get(recipe.train.dtype, 4)
-    return StateRoom(
-        limit=math.inf if r.state_gb is None else r.state_gb * 1e9,
-        parameter=ITEM_BYTES.get(recipe.train.dtype, 2),
-        gradient=8 if r.mode == "exact" else wide,
-        optimizer=3 * wide,
+        room=StateRoom(
+            limit=math.inf if limit_gb is None else limit_gb * 1e9,
+            parameter=item,
+            gradient=FIXED_POINT_ITEM if recipe.resilience.mode == "exact" else wide,
+            optimizer=3 * wide,
+        ),
     )
 
 

@@ -13,6 +13,11 @@ from phalanx.plan.layout import stage_params
 from phalanx.plan.model import ModelSpec
 from phalanx.plan.stages import StagePlan
 
+ITEM = {"bfloat16": 2, "float32": 4, "float64": 8}
+"""Bytes of an element of a parameter, by `train.dtype`; of optimizer state 4 at least."""
+FIXED_POINT_ITEM = 8
+"""Bytes of an element of `kernels/fixed_point.py`'s sums."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class StateRoom:

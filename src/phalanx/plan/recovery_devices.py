@@ -110,10 +110,10 @@ def _with_experts(folding: Folding, old: Folding, limits: Limits) -> Folding:
         for d in range(1, blocks + 1)
         if blocks % d == 0 and limits.spec.num_experts % d == 0 and blocks // d >= min(limits.floor, blocks)
     ]
-    legal.sort(key=lambda d: (abs(math.log2(d / old.ep)), d))
-    if limits.room is not None:
-        legal.sort(key=lambda d: not limits.room(replace(folding, ep=d)))  # type: ignore[misc]
-    return replace(folding, ep=legal[0])
+    room = limits.room or (lambda _: True)
+    return replace(
+        folding, ep=min(legal, key=lambda d: (not room(replace(folding, ep=d)), abs(math.log2(d / old.ep)), d))
+    )
 
 
 def is_legal(folding: Folding, limits: Limits) -> bool:

@@ -22,6 +22,7 @@ from phalanx.core.config import Recipe
 from phalanx.core.processor import MULTIPLIES_BF16, Processor
 from phalanx.core.samples import num_rounds
 from phalanx.plan.dispatch import dispatch_spec
+from phalanx.plan.heal_room import FIXED_POINT_ITEM, ITEM
 from phalanx.plan.holders import HolderPlan
 from phalanx.plan.layout import FlatLayout, flat_layouts, stage_params
 from phalanx.plan.model import ModelSpec
@@ -48,9 +49,6 @@ from phalanx.simulate.kernel_facts import (
     SCRIPT_BYTES,
 )
 from phalanx.simulate.step_passes import PassMoment, RankPasses, pass_moments
-
-ITEM = {"bfloat16": 2, "float32": 4, "float64": 8}
-
 
 TERMS: Mapping[str, str] = {
     "parameters": "in the compute type",
@@ -151,10 +149,6 @@ def with_idle_heap(moments: Iterable[Moment]) -> Iterator[Moment]:
 
 
 # ---- the moments -------------------------------------------------------------------------------------------------------------------
-
-
-FIXED_POINT_ITEM = 8
-"""Bytes of an element of `kernels/fixed_point.py`'s sums."""
 
 
 def state_terms(
