@@ -7,7 +7,7 @@ PY := .venv/bin/python
 help:           ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
 
-.venv/.made: pyproject.toml constraints.txt scripts/make-env.sh
+.venv/.made: pyproject.toml lab/pyproject.toml constraints.txt scripts/make-env.sh
 	sh scripts/make-env.sh dev
 	@touch $@
 
@@ -26,13 +26,13 @@ test-all:       ## run all of them: every case of every subject, much longer
 	$(MAKE) test TESTS=all
 
 lint: env       ## ruff and mypy
-	.venv/bin/ruff format --check -q src tests
-	.venv/bin/ruff check -q src tests
+	.venv/bin/ruff format --check -q src lab tests
+	.venv/bin/ruff check -q src lab tests
 	.venv/bin/mypy
 
 format: env     ## format the code
-	.venv/bin/ruff format -q src tests
-	.venv/bin/ruff check -q --fix src tests
+	.venv/bin/ruff format -q src lab tests
+	.venv/bin/ruff check -q --fix src lab tests
 
 verify: env     ## every legal mapping of 4 and 8 ranks against one rank, in float64
 	$(PHALANX) verify --ranks 4
@@ -47,4 +47,4 @@ docs: env       ## build the pages of docs/ into site/
 	.venv/bin/mkdocs build --strict -q
 
 clean:          ## remove what the build made, not the runs
-	rm -rf .venv site .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info
+	rm -rf .venv site .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info lab/*.egg-info

@@ -34,7 +34,7 @@ def way_of(step: int) -> str:
 
 def train() -> int:
     from phalanx.cli.main import main
-    from phalanx.train import replacing
+    from phalanx.train.placement import replacing
 
     sound = replacing.Replacing._prepare
 

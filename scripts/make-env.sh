@@ -34,3 +34,5 @@ pip="$PWD/.venv/bin/python -m pip install --quiet --disable-pip-version-check --
 # torch first and by its exact version: with it in place nothing else can ask for another build.
 $pip "torch==$(sed -n 's/^torch==//p' constraints.txt)"
 $pip --editable ".[$extras]"
+# The lab needs nothing that is not there by now.
+$pip --no-deps --editable lab

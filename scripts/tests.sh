@@ -21,9 +21,9 @@ tests() { # NAME MARKERS [FILE...]
     .venv/bin/python -m pytest -q -x -o cache_dir=.pytest_cache/"$name" --last-failed --last-failed-no-failures none -m "$@"
 }
 first="" second=""
-for file in tests/test_*.py; do
-    case "$file" in
-    tests/test_[a-o]*) first="$first $file" ;;
+for file in tests/*/test_*.py; do
+    case "${file##*/}" in
+    test_[a-o]*) first="$first $file" ;;
     *) if grep -qE 'testbed|emulated' "$file"; then first="$first $file"; else second="$second $file"; fi ;;
     esac
 done

@@ -67,9 +67,9 @@ os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")  # a kernel loaded late co
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 
-from phalanx.kernels.fused_first import Arrivals, fused_first  # noqa: E402
-from phalanx.kernels.fused_index import Arranged  # noqa: E402
-from phalanx.kernels.fused_layer import (  # noqa: E402
+from phalanx.kernels.triton.first_product import Arrivals, fused_first  # noqa: E402
+from phalanx.kernels.triton.index import Arranged  # noqa: E402
+from phalanx.kernels.triton.layer import (  # noqa: E402
     LayerShape,
     Told,
     VirtualLayer,
@@ -78,10 +78,10 @@ from phalanx.kernels.fused_layer import (  # noqa: E402
     reference_layer,
     run_virtual,
 )
-from phalanx.kernels.fused_second import Division, fused_second  # noqa: E402
-from phalanx.kernels.fused_tiles import SendShape, TileShape, check_status  # noqa: E402
-from phalanx.kernels.symmetric import Arena, ArenaSpec, virtual_arenas  # noqa: E402
-from phalanx.plan.overlap_device import SecondCost, division, predicted_s  # noqa: E402
+from phalanx.kernels.triton.second_product import Division, fused_second  # noqa: E402
+from phalanx.kernels.triton.symmetric import Arena, ArenaSpec, virtual_arenas  # noqa: E402
+from phalanx.kernels.triton.tiles import SendShape, TileShape, check_status  # noqa: E402
+from phalanx.plan.moe.overlap.device import SecondCost, division, predicted_s  # noqa: E402
 
 DEVICE = torch.device("cpu" if ARGS.interpret else "cuda")
 RANKS, TOP_K, PARTS, BLOCKS = 8, 2, 2, 8

@@ -53,21 +53,19 @@ if ARGS.cpu:
 
 import torch  # noqa: E402
 
-from phalanx.kernels.lanes import SERIAL  # noqa: E402
-from phalanx.plan.dispatch import DispatchPlan, DispatchSpec  # noqa: E402
-from phalanx.plan.folding import make_folding  # noqa: E402
-from phalanx.plan.overlap import backward_of, plan_overlap  # noqa: E402
-from phalanx.plan.overlap_bytes import WireBytes  # noqa: E402
-from phalanx.plan.overlap_carve import DeviceShare, choose_left_free  # noqa: E402
-from phalanx.plan.overlap_choose import Fit, fit  # noqa: E402
-from phalanx.plan.overlap_cost import LayerShape  # noqa: E402
-from phalanx.plan.overlap_setting import FINE  # noqa: E402
-from phalanx.plan.overlap_types import Schedule  # noqa: E402
-from phalanx.plan.placement import plain_placement  # noqa: E402
-from phalanx.runtime.collectives import Collectives, Message  # noqa: E402
-from phalanx.runtime.dispatch import Dispatcher  # noqa: E402
-from phalanx.runtime.experts import ExpertWeights, run_experts  # noqa: E402
-from phalanx.runtime.groups import (  # noqa: E402
+from phalanx.kernels.cpu.lanes import SERIAL  # noqa: E402
+from phalanx.plan.mapping.folding import make_folding  # noqa: E402
+from phalanx.plan.mapping.placement import plain_placement  # noqa: E402
+from phalanx.plan.moe.dispatch import DispatchPlan, DispatchSpec  # noqa: E402
+from phalanx.plan.moe.overlap.bytes import WireBytes  # noqa: E402
+from phalanx.plan.moe.overlap.carve import DeviceShare, choose_left_free  # noqa: E402
+from phalanx.plan.moe.overlap.choose import Fit, fit  # noqa: E402
+from phalanx.plan.moe.overlap.cost import LayerShape  # noqa: E402
+from phalanx.plan.moe.overlap.plan import backward_of, plan_overlap  # noqa: E402
+from phalanx.plan.moe.overlap.settings import FINE  # noqa: E402
+from phalanx.plan.moe.overlap.types import Schedule  # noqa: E402
+from phalanx.runtime.comm.collectives import Collectives, Message  # noqa: E402
+from phalanx.runtime.comm.groups import (  # noqa: E402
     GroupCache,
     WorldInfo,
     build_groups,
@@ -75,9 +73,11 @@ from phalanx.runtime.groups import (  # noqa: E402
     init_world,
     read_world,
 )
-from phalanx.runtime.overlap import TILE_ROWS, run_overlapped  # noqa: E402
-from phalanx.runtime.overlap_tuner import measure  # noqa: E402
-from phalanx.runtime.streams import streams_of  # noqa: E402
+from phalanx.runtime.comm.streams import streams_of  # noqa: E402
+from phalanx.runtime.moe.dispatch import Dispatcher  # noqa: E402
+from phalanx.runtime.moe.experts import ExpertWeights, run_experts  # noqa: E402
+from phalanx.runtime.moe.overlap import TILE_ROWS, run_overlapped  # noqa: E402
+from phalanx.runtime.moe.overlap_tuner import measure  # noqa: E402
 
 TOP_K = 2
 LEFT_FREE = (4, 8, 16, 24, 32)

@@ -19,18 +19,18 @@ from phalanx.core.units import format_bytes, format_count, format_rate
 from phalanx.data.size import token_file_bytes
 from phalanx.data.sources import resolve
 from phalanx.data.tokenizer import parse_choice, read_tokenizer_file
-from phalanx.plan.heal_choice import choose_healing
-from phalanx.plan.holders import ExpertState
-from phalanx.plan.layout import flat_layouts, local_param, stage_params
-from phalanx.plan.model import ModelSpec, flops_per_token
-from phalanx.plan.pipeline import Pipeline, make_pipeline
-from phalanx.plan.placement import AnyPlacement, plain_placement
-from phalanx.plan.run_placement import Asked, StageReplicas, replicas_of, stage_replicas
-from phalanx.plan.stage_foldings import AnyFolding, group_names
-from phalanx.plan.stages import Stage
-from phalanx.simulate.balance import worst_balance
-from phalanx.simulate.kernel_facts import PREPARE_BYTES
-from phalanx.simulate.memory import TERMS, MemoryEstimate, estimate_memory
+from phalanx.plan.heals import choose_healing
+from phalanx.plan.layout.holders import ExpertState
+from phalanx.plan.layout.parameters import flat_layouts, local_param, stage_params
+from phalanx.plan.mapping.model import ModelSpec, flops_per_token
+from phalanx.plan.mapping.placement import AnyPlacement, plain_placement
+from phalanx.plan.mapping.stage_foldings import AnyFolding, group_names
+from phalanx.plan.mapping.stages import Stage
+from phalanx.plan.pipeline.run import Pipeline, make_pipeline
+from phalanx.plan.placement.run import Asked, StageReplicas, replicas_of, stage_replicas
+from phalanx.simulate.hardware.kernel_facts import PREPARE_BYTES
+from phalanx.simulate.memory.memory import TERMS, MemoryEstimate, estimate_memory
+from phalanx.simulate.step.balance import worst_balance
 from phalanx.train.setup import resolve_shape
 
 MEMINFO = Path("/proc/meminfo")

@@ -35,8 +35,8 @@ def main(args: list[str]) -> int:
     """Run `phalanx export-hf ARGS...`; returns the exit status."""
     options = tyro.cli(ExportArgs, args=args, prog="phalanx export-hf", description=__doc__)
     raise_if(problems(options), ConfigError, subject="the command")
-    from phalanx.runtime.launch import run_local
-    from phalanx.train import export_hf
+    from phalanx.runtime.comm.launch import run_local
+    from phalanx.train.huggingface import export_hf
 
     plan = export_hf.plan_export(
         options.run,
@@ -61,7 +61,7 @@ def main(args: list[str]) -> int:
 
 
 def _rank(plan: object, rank: int, ranks: int) -> int:
-    from phalanx.train import export_hf
+    from phalanx.train.huggingface import export_hf
 
     assert isinstance(plan, export_hf.Export)
     export_hf.write_shards(plan, index=rank, count=ranks)

@@ -41,7 +41,7 @@ def main(args: list[str]) -> int:
     raise_if(problems(options), ConfigError, subject="the command")
     import torch
 
-    from phalanx.runtime.launch import threads_per_rank
+    from phalanx.runtime.comm.launch import threads_per_rank
     from phalanx.train.generate import Sampling, generate
     from phalanx.train.loaded import load_model
 

@@ -29,10 +29,10 @@ def main(args: Sequence[str]) -> int:
         print(__doc__.strip())
         return 0
     folder, overrides = read_args(args)
-    from phalanx.runtime.groups import WorldInfo
-    from phalanx.runtime.launch import run_local, run_one, threads_per_rank
-    from phalanx.train.hugging_face import open_checkpoint
-    from phalanx.train.import_hf import import_rank, plan_import
+    from phalanx.runtime.comm.groups import WorldInfo
+    from phalanx.runtime.comm.launch import run_local, run_one, threads_per_rank
+    from phalanx.train.huggingface.hugging_face import open_checkpoint
+    from phalanx.train.huggingface.import_hf import import_rank, plan_import
 
     job = plan_import(open_checkpoint(folder, mtp_layers=asked_mtp_layers(overrides)), overrides)
     body, ranks = partial(import_rank, job), job.recipe.launch.ranks

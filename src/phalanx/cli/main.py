@@ -11,21 +11,23 @@ import importlib
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from typing import NoReturn
 
 from phalanx.cli.allocator import start_again
+from phalanx.cli.lab import lab_part
 from phalanx.core.errors import PhalanxError, nearest
 
 
 @dataclass(frozen=True)
 class Command:
-    """A command lives in the module of its name (`_` for `-`) here in `cli`, as `main(args) -> exit status`."""
+    """A command lives in the module of its name (`_` for `-`) here in `cli`, as `main(args) -> exit status`, or in the lab."""
 
     name: str
     summary: str
+    in_lab: bool = False
 
 
 COMMANDS = (
@@ -35,12 +37,12 @@ COMMANDS = (
     Command("export-hf", "write the model of a run as a Hugging Face checkpoint"),
     Command("sync", "deliver the weights of a run to an inference mesh of another layout"),
     Command("verify", "prove a mapping against one rank: loss, every gradient, norm and step"),
-    Command("bench", "measure speed beside a baseline in the same run"),
+    Command("bench", "measure speed beside a baseline in the same run", in_lab=True),
     Command("plan", "check and draw a mapping or a pipeline schedule, count a model: no process, no torch"),
     Command("simulate", "predict a step, its memory and failures on a cluster that is not here"),
     Command("search", "find the best mapping of a model on a cluster"),
     Command("calibrate", "measure this machine, for predictions of it"),
-    Command("testbed", "emulate hosts and links on this machine, and kill, freeze or cut them"),
+    Command("testbed", "emulate hosts and links on this machine, and kill, freeze or cut them", in_lab=True),
     Command("service", "keep the membership service of a run that heals itself on several hosts"),
     Command("metrics", "show the course of a run from its event log"),
     Command("trace", "write what each rank did in recorded steps, for Perfetto"),
@@ -84,7 +86,7 @@ def _end_rank(status: int) -> NoReturn:
 def run_command(name: str, args: Sequence[str], *, debug: bool) -> int:
     """Import the command and run it. Errors made for people end here; everything else is a bug and keeps its traceback."""
     try:
-        status = int(importlib.import_module(f"phalanx.cli.{name.replace('-', '_')}").main(list(args)) or 0)
+        status = int(_main_of(name)(list(args)) or 0)
         sys.stdout.flush()  # here, where a closed pipe can still be answered
         return status
     except PhalanxError as error:
@@ -105,6 +107,12 @@ def run_command(name: str, args: Sequence[str], *, debug: bool) -> int:
             print(stop.code, file=sys.stderr)
             return 1
         return stop.code or 0
+
+
+def _main_of(name: str) -> Callable[[list[str]], int | None]:
+    if any(c.in_lab for c in COMMANDS if c.name == name):
+        return lab_part(name, needed_by="this command")
+    return importlib.import_module(f"phalanx.cli.{name.replace('-', '_')}").main
 
 
 def help_text() -> str:

@@ -23,8 +23,8 @@ from phalanx.cli.plan_schedule import schedule
 from phalanx.core.errors import ConfigError, Problem, nearest, raise_if
 from phalanx.core.files import check_writable, write_json, write_text
 from phalanx.core.units import format_count, format_rate
-from phalanx.plan.draw import folding_svg
-from phalanx.plan.folding import (
+from phalanx.observe.pictures.folding import folding_svg
+from phalanx.plan.mapping.folding import (
     GROUP_NAMES,
     Folding,
     fit_problems,
@@ -32,8 +32,8 @@ from phalanx.plan.folding import (
     nearest_folding,
     to_dict,
 )
-from phalanx.plan.model import PRESETS, ModelSpec, flops_per_token, parameters
-from phalanx.plan.stage_foldings import parse_stages, staged_problems, to_json_dict
+from phalanx.plan.mapping.model import PRESETS, ModelSpec, flops_per_token, parameters
+from phalanx.plan.mapping.stage_foldings import parse_stages, staged_problems, to_json_dict
 
 DEFAULT_SEQ = 4096
 PRESET_NAMES = ", ".join(PRESETS)

@@ -15,12 +15,12 @@ import tyro
 from phalanx.core.errors import PlanError, Problem, nearest
 from phalanx.core.files import check_writable, write_json, write_text
 from phalanx.core.units import format_seconds
-from phalanx.plan.cluster import read_rate
-from phalanx.plan.mesh_layout import mesh_sizes, read_layout
-from phalanx.plan.reshard import METHODS, ReshardPlan, plan_reshard
-from phalanx.plan.reshard_draw import svg_picture, text_picture
-from phalanx.plan.reshard_types import Hosts, Move
-from phalanx.plan.tensor_layout import TensorLayout
+from phalanx.observe.pictures.reshard import svg_picture, text_picture
+from phalanx.plan.layout.meshes import mesh_sizes, read_layout
+from phalanx.plan.layout.tensors import TensorLayout
+from phalanx.plan.mapping.cluster import read_rate
+from phalanx.plan.reshard.plan import METHODS, ReshardPlan, plan_reshard
+from phalanx.plan.reshard.types import Hosts, Move
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,10 @@ from rich.text import Text
 
 from phalanx.core.errors import PlanError, Problem
 from phalanx.core.files import check_writable, write_json, write_text
-from phalanx.plan.schedule import (
+from phalanx.observe.pictures.schedule import COLOURS, MAX_SPANS, NAMES, text_rows, timeline_svg
+from phalanx.plan.pipeline.clock import ScheduleCosts, Timeline, cost_problems, simulate, uniform_costs
+from phalanx.plan.pipeline.comm import PipelinePlan, plan_pipeline
+from phalanx.plan.pipeline.schedule import (
     SCHEDULES,
     Schedule,
     make_schedule,
@@ -22,9 +25,6 @@ from phalanx.plan.schedule import (
     nearest_schedule,
     schedule_problems,
 )
-from phalanx.plan.schedule_comm import PipelinePlan, plan_pipeline
-from phalanx.plan.schedule_draw import COLOURS, MAX_SPANS, NAMES, text_rows, timeline_svg
-from phalanx.plan.schedule_time import ScheduleCosts, Timeline, cost_problems, simulate, uniform_costs
 
 SHOWN_RANKS = 32
 """Rows of the text picture."""

@@ -17,20 +17,20 @@ from phalanx.core.errors import ConfigError, Problem, nearest, raise_if
 from phalanx.core.files import check_writable, write_json, write_text
 from phalanx.core.recipe import dump_recipe
 from phalanx.core.units import format_bytes, format_seconds
-from phalanx.plan.model import PRESETS
-from phalanx.plan.schedule import SCHEDULES
-from phalanx.simulate.device_memory import usable_bytes
-from phalanx.simulate.hardware import GpuCluster, parse_cluster
-from phalanx.simulate.mapping import Job, Mapping
-from phalanx.simulate.pictures import Series, plot
-from phalanx.simulate.published import known_models, shape_from
-from phalanx.simulate.routing import Routing
-from phalanx.simulate.search import RERANKED, SearchResult, base_mapping, reasons, search, with_slow_ranks
-from phalanx.simulate.search_space import BF16_OVERLAPS, EpOverlap, Space
-from phalanx.simulate.shape import Shape, shape_of
-from phalanx.simulate.slow_ranks import parse_stragglers, straggler_problems
-from phalanx.simulate.step_time import Prediction, predict
-from phalanx.simulate.to_recipe import recipe_of_mapping
+from phalanx.observe.pictures.plot import Series, plot
+from phalanx.plan.mapping.model import PRESETS
+from phalanx.plan.pipeline.schedule import SCHEDULES
+from phalanx.simulate.hardware.clusters import GpuCluster, parse_cluster
+from phalanx.simulate.hardware.routing import Routing
+from phalanx.simulate.mapping.mapping import Job, Mapping
+from phalanx.simulate.mapping.models import known_models, shape_from
+from phalanx.simulate.mapping.shape import Shape, shape_of
+from phalanx.simulate.mapping.slow_ranks import parse_stragglers, straggler_problems
+from phalanx.simulate.search.search import RERANKED, SearchResult, base_mapping, reasons, search, with_slow_ranks
+from phalanx.simulate.search.space import BF16_OVERLAPS, EpOverlap, Space
+from phalanx.simulate.search.to_recipe import recipe_of_mapping
+from phalanx.simulate.step.device_memory import usable_bytes
+from phalanx.simulate.step.step_time import Prediction, predict
 
 
 def main(argv: Sequence[str]) -> int:

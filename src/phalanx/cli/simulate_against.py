@@ -15,21 +15,21 @@ from phalanx.core.recipe import Dtype, load_recipe
 from phalanx.core.units import format_bytes, format_seconds
 from phalanx.data.tokenizer import load_tokenizer
 from phalanx.observe.lanes import RankMove, RankStep, Recording, read_recording
-from phalanx.plan.folding import Folding
-from phalanx.plan.heal_choice import choose_healing
-from phalanx.plan.heal_hosts import wanted_ranks
-from phalanx.plan.heal_recipe import healing_of
-from phalanx.plan.model import ModelSpec
-from phalanx.plan.program_moves import compare_id
+from phalanx.plan.heals import choose_healing
+from phalanx.plan.mapping.folding import Folding
+from phalanx.plan.mapping.model import ModelSpec
+from phalanx.plan.mapping.stage_foldings import resolve_mapping
+from phalanx.plan.program.moves import compare_id
 from phalanx.plan.recipe import equal_shares, run_problems
-from phalanx.plan.stage_foldings import resolve_mapping
-from phalanx.simulate.compare_moves import MeasuredMove, MoveComparison, compare_move
-from phalanx.simulate.compare_run import Comparison, Measured, RecordedStep, compare, table_of
+from phalanx.plan.recovery.hosts import wanted_ranks
+from phalanx.plan.recovery.recipe import healing_of
 from phalanx.simulate.from_recipe import resolve_recipe
-from phalanx.simulate.hardware import parse_cluster
-from phalanx.simulate.program_cost import ProgramOracle
-from phalanx.simulate.program_time import programs_hash, run_programs
-from phalanx.simulate.recipe_program import RecipePrograms, oracle_of, programs_of_recipe
+from phalanx.simulate.hardware.clusters import parse_cluster
+from phalanx.simulate.program.clock import programs_hash, run_programs
+from phalanx.simulate.program.compare_moves import MeasuredMove, MoveComparison, compare_move
+from phalanx.simulate.program.compare_run import Comparison, Measured, RecordedStep, compare, table_of
+from phalanx.simulate.program.cost import ProgramOracle
+from phalanx.simulate.program.recipe import RecipePrograms, oracle_of, programs_of_recipe
 
 OUTSIDE = ("data",)
 """What a recorded step begins with, and is no operation of it."""

@@ -13,9 +13,9 @@ from phalanx.core.errors import ConfigError, PlanError, Problem, raise_if
 from phalanx.core.files import check_writable, write_json, write_text
 from phalanx.core.recipe import load_recipe
 from phalanx.core.units import format_seconds
-from phalanx.plan.folding import Folding
-from phalanx.simulate.from_recipe import resolve_recipe
-from phalanx.simulate.goodput import (
+from phalanx.observe.pictures.plot import Series, plot
+from phalanx.plan.mapping.folding import Folding
+from phalanx.simulate.failures.goodput import (
     LLAMA3_FAILURES_PER_RANK_HOUR,
     Goodput,
     Practice,
@@ -28,13 +28,13 @@ from phalanx.simulate.goodput import (
     swept_optimum,
     young_daly,
 )
-from phalanx.simulate.goodput_heal import HostsLeft, hosts_left, memory_left
-from phalanx.simulate.goodput_slow import SlowHosts, slow_hosts
-from phalanx.simulate.pictures import Series, plot
-from phalanx.simulate.recovery_cluster import host_lost
-from phalanx.simulate.recovery_time import RecoveryTime
-from phalanx.simulate.slow_ranks import parse_stragglers, straggler_problems
-from phalanx.simulate.step_time import Prediction
+from phalanx.simulate.failures.goodput_heal import HostsLeft, hosts_left, memory_left
+from phalanx.simulate.failures.goodput_slow import SlowHosts, slow_hosts
+from phalanx.simulate.failures.recovery_cluster import host_lost
+from phalanx.simulate.failures.recovery_time import RecoveryTime
+from phalanx.simulate.from_recipe import resolve_recipe
+from phalanx.simulate.mapping.slow_ranks import parse_stragglers, straggler_problems
+from phalanx.simulate.step.step_time import Prediction
 
 MOST_FAILURES = 100_000
 """More than that many failures are not played one by one: they take minutes, and change nothing in a share."""

@@ -9,13 +9,13 @@ from pathlib import Path
 from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, Problem
 from phalanx.core.recipe import Dtype, load_recipe
-from phalanx.plan.heal_choice import choose_healing
+from phalanx.plan.heals import choose_healing
 from phalanx.plan.recipe import run_problems
+from phalanx.simulate.failures.slow_step import with_stragglers
 from phalanx.simulate.from_recipe import job_of_recipe, mapping_of_recipe, resolve_recipe
-from phalanx.simulate.hardware import parse_cluster
-from phalanx.simulate.slow_ranks import parse_stragglers, straggler_problems
-from phalanx.simulate.slow_step import with_stragglers
-from phalanx.simulate.step_time import Prediction, predict
+from phalanx.simulate.hardware.clusters import parse_cluster
+from phalanx.simulate.mapping.slow_ranks import parse_stragglers, straggler_problems
+from phalanx.simulate.step.step_time import Prediction, predict
 
 
 def predict_recipe(

@@ -21,11 +21,12 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from phalanx.cli.lab import lab_part
 from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.core.files import check_writable, write_json
 from phalanx.core.recipe import load_recipe
-from phalanx.plan.overlap_setting import setting_problems
+from phalanx.plan.moe.overlap.settings import setting_problems
 from phalanx.plan.recipe import run_problems
 
 SHOWN_FAILURES = 12
@@ -138,21 +139,21 @@ def verify(args: VerifyArgs, recipe: Recipe | None, console: Console) -> int:
     """Run the cases, print the table, write the JSON file."""
     import torch  # seconds: not for --help, and not before the arguments are known to be good
 
-    from phalanx.verify.faults import HEALTHY, PLANT_TIMEOUT_S, cases_with, fault_named
     from phalanx.verify.forced import force_overlap
+    from phalanx.verify.planted import HEALTHY, PLANT_TIMEOUT_S
     from phalanx.verify.session import TIMEOUT_S, Job, Task
     from phalanx.verify.setups import EXACT_AXES, ROUNDED_AXES, default_cases
 
     begin_s = time.perf_counter()
     ranks = _ranks(args, recipe)
-    fault = HEALTHY if args.plant is None else fault_named(args.plant)
+    fault = HEALTHY if args.plant is None else _faults().fault_named(args.plant)
     axes = EXACT_AXES if args.dtype == "float64" else ROUNDED_AXES
     cases = default_cases(ranks, axes=axes) if recipe is None else _cases_of(recipe, ranks)
     forced = None if args.overlap is None else force_overlap(cases, args.overlap)
     if forced is not None:
         cases = forced.cases
     if args.plant is not None:
-        cases = cases_with(fault, cases, ranks=ranks)
+        cases = _faults().cases_with(fault, cases, ranks=ranks)
     job = Job(
         tasks=[Task(case, fault) for case in cases],
         world=ranks,
@@ -212,7 +213,7 @@ def _recipe(args: VerifyArgs, overrides: Sequence[str]) -> Recipe:
 
 
 def _cases_of(recipe: Recipe, ranks: int) -> list[Any]:
-    from phalanx.plan.dispatch import dispatch_spec
+    from phalanx.plan.moe.dispatch import dispatch_spec
     from phalanx.train.setup import resolve_shape
     from phalanx.verify.setups import recipe_cases
 
@@ -307,20 +308,24 @@ def follow_recipe(args: VerifyArgs, recipe: Recipe, console: Console) -> int:
 # ---- all faults ----------------------------------------------------------------------------------------------------------------
 
 
+def _faults() -> Any:
+    return lab_part("faults", needed_by="--plant")
+
+
 def plant_all(args: VerifyArgs, console: Console) -> int:
     """Plant every fault that exists on these ranks; a table of what finds it, and whether the loss alone would have."""
     import torch
 
-    from phalanx.verify.faults import FAULTS, PER_FAULT, PLANT_TIMEOUT_S
+    from phalanx.verify.planted import PLANT_TIMEOUT_S
     from phalanx.verify.session import Job, Task
     from phalanx.verify.setups import default_cases
 
-    ranks, begin_s = args.ranks or 4, time.perf_counter()
+    ranks, begin_s, faults = args.ranks or 4, time.perf_counter(), _faults()
     cases = default_cases(ranks)
-    tasks = [Task(case, f) for f in FAULTS for case in [c for c in cases if f.needs(c)][:PER_FAULT]]
+    tasks = [Task(case, f) for f in faults.FAULTS for case in [c for c in cases if f.needs(c)][: faults.PER_FAULT]]
     job = Job(tasks=tasks, world=ranks, dtype=torch.float64, timeout_s=PLANT_TIMEOUT_S)
     reports = _run(job, console)
-    rows = [_fault_row(fault, [r for r in reports if r.task.fault is fault]) for fault in FAULTS]
+    rows = [_fault_row(fault, [r for r in reports if r.task.fault is fault]) for fault in faults.FAULTS]
     escaped = [row["name"] for row in rows if row["cases"] and not row["caught"]]
     result = {
         "faults": rows,

@@ -78,7 +78,7 @@ class StepEnded(Event):
     its posting to the end of the wait for it, though it may have been there before anyone asked."""
     hidden_backward_s: tuple[float, ...] = ()
     slowness: float | None = None
-    """Of a run that heals itself: how many times as long for its work the slowest host (on one machine: rank) took as the others (`plan/stragglers.py`)."""
+    """Of a run that heals itself: how many times as long for its work the slowest host (on one machine: rank) took as the others (`plan/recovery/stragglers.py`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +123,7 @@ class CheckpointSaved(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Collective(Event):
-    """One collective as this rank saw it (``runtime/collectives.py``)."""
+    """One collective as this rank saw it (``runtime/comm/collectives.py``)."""
 
     op_id: str
     op: str
@@ -196,7 +196,7 @@ class MoveRecorded(Event):
     """All `Collective` events since the last record are of this move of state between layouts, which happened between steps."""
 
     op_id: str
-    """What ids of its messages begin with (`plan/program_moves.py`)."""
+    """What ids of its messages begin with (`plan/program/moves.py`)."""
     step: int
     """Steps committed by then."""
     begin_s: float
@@ -214,7 +214,7 @@ class MoveRecorded(Event):
     hosts: tuple[int, ...]
     """Of each rank, as the plan took them; likewise."""
     order: Mapping[str, Any]
-    """What it was planned from (`plan/move_order.py`); empty: what this rank's move before was planned from."""
+    """What it was planned from (`plan/recovery/move_order.py`); empty: what this rank's move before was planned from."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,7 +231,7 @@ class ClockCompared(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class WarmupChosen(Event):
-    """How many forwards ahead of 1F1B each pipeline rank does from here on, measured in the step before (``plan/eager.py``)."""
+    """How many forwards ahead of 1F1B each pipeline rank does from here on, measured in the step before (``plan/pipeline/eager.py``)."""
 
     step: int
     """Steps committed so far."""
@@ -292,9 +292,9 @@ class TeamFormed(Event):
     told_s: float = 0.0
     """From then until this member was told."""
     plan: str = ""
-    """Hash of what was decided for the team (`plan/heal.py: HealPlan.decision`)."""
+    """Hash of what was decided for the team (`plan/recovery/generation.py: HealPlan.decision`)."""
     life: str = ""
-    """Of the service that counts the generations (`runtime/membership.py: Generation.epoch`): another one counts anew, above those of a run that goes on."""
+    """Of the service that counts the generations (`runtime/membership/membership.py: Generation.epoch`): another one counts anew, above those of a run that goes on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -346,7 +346,7 @@ class TrainingResumed(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsMoved(Event):
-    """Experts with replicas lie elsewhere from the next step on (`plan/replacement.py`)."""
+    """Experts with replicas lie elsewhere from the next step on (`plan/placement/rebalancing.py`)."""
 
     step: int
     """Steps committed when the state was moved."""

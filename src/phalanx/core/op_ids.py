@@ -1,6 +1,6 @@
 """Ids of operations, read back: which micro-batch, layer and pass an event is about.
 
-Must never change without `plan/program_ops.py`, which makes the ids: `mb{microbatch}.L{layer}.{phase}.{name}`, parts that do not apply left out.
+Must never change without `plan/program/ops.py`, which makes the ids: `mb{microbatch}.L{layer}.{phase}.{name}`, parts that do not apply left out.
 """
 
 from __future__ import annotations

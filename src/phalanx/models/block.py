@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from phalanx.kernels.rope import RopeTable
+from phalanx.kernels.cpu.rope import RopeTable
 from phalanx.models.attention import Attention
 from phalanx.models.context import ForwardInfo, ModelContext, RoutingStats, TokenBatch
 from phalanx.models.latent import LatentAttention

@@ -10,19 +10,19 @@ from typing import Literal
 
 import torch
 
-from phalanx.kernels.fixed_point import FixedSums
-from phalanx.kernels.lanes import SERIAL, Lanes
-from phalanx.kernels.later import Later
-from phalanx.plan.dispatch import DispatchSpec
-from phalanx.plan.holders import ExpertState
-from phalanx.plan.model import ModelSpec
-from phalanx.plan.placement import AnyPlacement
-from phalanx.plan.program import Phase
-from phalanx.plan.stages import Stage, StagePlan, assign_stages
-from phalanx.runtime.collectives import Collectives
-from phalanx.runtime.fused import FusedMemory
-from phalanx.runtime.groups import Groups
-from phalanx.runtime.overlap_tuner import Tuner
+from phalanx.kernels.cpu.fixed_point import FixedSums
+from phalanx.kernels.cpu.lanes import SERIAL, Lanes
+from phalanx.kernels.cpu.later import Later
+from phalanx.plan.layout.holders import ExpertState
+from phalanx.plan.mapping.model import ModelSpec
+from phalanx.plan.mapping.placement import AnyPlacement
+from phalanx.plan.mapping.stages import Stage, StagePlan, assign_stages
+from phalanx.plan.moe.dispatch import DispatchSpec
+from phalanx.plan.program.step import Phase
+from phalanx.runtime.comm.collectives import Collectives
+from phalanx.runtime.comm.groups import Groups
+from phalanx.runtime.moe.fused import FusedMemory
+from phalanx.runtime.moe.overlap_tuner import Tuner
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -60,7 +60,7 @@ class ModelContext:
     later: Later | None = None
     """Where backward passes leave the weight gradients of matrices, if the schedule puts them off."""
     sums: FixedSums | None = None
-    """Exact mode: experts compute unit by unit and add the gradients of their weights up here (`kernels/exact_experts.py`)."""
+    """Exact mode: experts compute unit by unit and add the gradients of their weights up here (`kernels/cpu/exact_experts.py`)."""
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -117,7 +117,7 @@ class ForwardInfo:
     microbatch: int = 0
     """Global index of this micro-batch in the step."""
     phase: Phase = "fwd"
-    """Names this pass in the ids of its operations (`plan/program.py`); changes nothing else."""
+    """Names this pass in the ids of its operations (`plan/program/step.py`); changes nothing else."""
     num_microbatches: int = 1
     rounds: int | None = None
     """Micro-batches of each data-parallel rank, empty ones included; None: `num_microbatches` over these ranks."""

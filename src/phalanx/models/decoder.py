@@ -16,8 +16,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from phalanx.kernels.choice import Impl
-from phalanx.kernels.cross_entropy import VocabShard, linear_cross_entropy
-from phalanx.kernels.rope import RopeTable, rope_table
+from phalanx.kernels.cpu.cross_entropy import VocabShard, linear_cross_entropy
+from phalanx.kernels.cpu.rope import RopeTable, rope_table
 from phalanx.models.block import Block
 from phalanx.models.context import ForwardInfo, ModelContext, RoutingStats, TokenBatch
 from phalanx.models.layers import Linear, RMSNorm, initialise, new_parameter
@@ -25,7 +25,7 @@ from phalanx.models.mlp import Mlp
 from phalanx.models.moe import Experts
 from phalanx.models.mtp import MtpBlock, tokens_ahead
 from phalanx.models.parallel import Embedding, SequenceParallel
-from phalanx.plan.stages import Stage
+from phalanx.plan.mapping.stages import Stage
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,7 +6,7 @@
 
 Tensor parallel ranks hold A heads each of `wq_b`, `wkv_b` and `wo`. The way down (`wq_a`, `wkv_a` and the norms) is replicated and works on a
 rank's own rows, before these are gathered: it is computed once, the narrow latents travel in place of H columns, and its gradients are partial
-sums over tp, as those of every replicated weight (`plan/folding.py: dense_replicated`). Gathering sums what the heads of all ranks send back.
+sums over tp, as those of every replicated weight (`plan/mapping/folding.py: dense_replicated`). Gathering sums what the heads of all ranks send back.
 
 Must never change: each query head has keys and values of its own; the norms of the latents add LATENT_EPS, whatever the model's `norm_eps`.
 
@@ -25,12 +25,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from phalanx.kernels.choice import Impl
-from phalanx.kernels.rope import RopeTable, apply_rope
+from phalanx.kernels.cpu.rope import RopeTable, apply_rope
 from phalanx.models.context import ForwardInfo, ModelContext, TokenBatch
 from phalanx.models.layers import Linear, RMSNorm
 from phalanx.models.parallel import SequenceParallel, context_parallel
 from phalanx.models.recompute import attend
-from phalanx.plan.rope import softmax_factor
+from phalanx.plan.mapping.rope import softmax_factor
 
 LATENT_EPS = 1e-6
 

@@ -16,11 +16,11 @@ import torch
 from torch import nn
 
 from phalanx.kernels.choice import Impl
-from phalanx.kernels.linear import linear
-from phalanx.kernels.norm import residual_norm, rms_norm
+from phalanx.kernels.cpu.linear import linear
+from phalanx.kernels.cpu.norm import residual_norm, rms_norm
 from phalanx.models.context import ModelContext
-from phalanx.plan.layout import LocalParam, Piece, local_param
-from phalanx.plan.model import ModelSpec, ParamSpec, parameters
+from phalanx.plan.layout.parameters import LocalParam, Piece, local_param
+from phalanx.plan.mapping.model import ModelSpec, ParamSpec, parameters
 
 
 @lru_cache(maxsize=8)

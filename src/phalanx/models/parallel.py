@@ -3,7 +3,7 @@
 Between the layers each tp rank has its own part of the sequence (arXiv 2205.05198): norms, router and residual stream touch every token once.
 A layer whose weights are split gathers the rows of its cp part, computes with its share of the heads or of the width, and scatters the
 partial sums back to the parts. Gathering and scattering carry each other's gradients, so a split weight meets all rows, and the gradient
-of a replicated weight (a norm, the router) is a partial sum over tp (`plan/folding.py: dense_replicated`).
+of a replicated weight (a norm, the router) is a partial sum over tp (`plan/mapping/folding.py: dense_replicated`).
 
 Must never change: rows are sequences one after the other, also after a gather (part after part inside each sequence); with tp = 1
 everything here is the identity and communicates nothing.
@@ -21,15 +21,15 @@ import torch
 from torch import nn
 
 from phalanx.kernels.choice import Impl
-from phalanx.kernels.embedding import embed
-from phalanx.kernels.norm import rms_norm
+from phalanx.kernels.cpu.embedding import embed
+from phalanx.kernels.cpu.norm import rms_norm
 from phalanx.models.context import ForwardInfo, ModelContext
 from phalanx.models.layers import RMSNorm, new_parameter
-from phalanx.plan.program import op_id
-from phalanx.runtime.collectives import Collectives
-from phalanx.runtime.context_parallel import ContextParallel
-from phalanx.runtime.groups import Axis
-from phalanx.runtime.tracing import traced
+from phalanx.plan.program.step import op_id
+from phalanx.runtime.comm.collectives import Collectives
+from phalanx.runtime.comm.context_parallel import ContextParallel
+from phalanx.runtime.comm.groups import Axis
+from phalanx.runtime.comm.tracing import traced
 
 T = TypeVar("T")
 

@@ -4,7 +4,7 @@ Must never change: the result for a token depends on that token's logits, the ex
 lowest expert id. Logits and scores are fp32 at least (fp64 in fp64).
 
 Losses come out as this rank's shares: their sum over all ranks and micro-batches of a step is the term of the objective, so no
-mapping changes it and gradients are plain sums (`dense_replicated` in `plan/folding.py`). With f = how often each expert was chosen (before
+mapping changes it and gradients are plain sums (`dense_replicated` in `plan/mapping/folding.py`). With f = how often each expert was chosen (before
 dropping, without bias and group limits; no gradient) and p = softmax of the logits (for `sigmoid`: the scores divided by their sum):
 
     micro_batch   mean over micro-batches of   coef * E / (K T^2) * sum_i f_i * sum_x p_i(x)     (T tokens of the micro-batch)
@@ -26,13 +26,13 @@ import torch
 from torch import nn
 
 from phalanx.core.errors import RunError
-from phalanx.kernels.lanes import Lanes
-from phalanx.kernels.shapes import cache_blocks
+from phalanx.kernels.cpu.lanes import Lanes
+from phalanx.kernels.cpu.shapes import cache_blocks
 from phalanx.models.context import ForwardInfo, ModelContext
 from phalanx.models.layers import new_parameter
-from phalanx.plan.model import RouterSpec
-from phalanx.plan.program import op_id
-from phalanx.plan.workload import forced_experts
+from phalanx.plan.mapping.model import RouterSpec
+from phalanx.plan.moe.workload import forced_experts
+from phalanx.plan.program.step import op_id
 
 TINY = 1e-20
 """Added to a sum that divides, as the published models do."""

@@ -1,6 +1,6 @@
-"""Which part of a micro-batch a rank works on: the cp ranks share each sequence (zigzag, `plan/zigzag.py`), the tp ranks share the rows
+"""Which part of a micro-batch a rank works on: the cp ranks share each sequence (zigzag, `plan/mapping/zigzag.py`), the tp ranks share the rows
 of a cp part between the layers (`models/parallel.py`), and where a pipeline stage has more dp than there are pipelines, its ranks share the
-sequences (`plan/stage_foldings.py`). Pure indexing; every rank of a pipeline has the whole micro-batch.
+sequences (`plan/mapping/stage_foldings.py`). Pure indexing; every rank of a pipeline has the whole micro-batch.
 
 Legend: B sequences, S positions of a whole sequence, s positions that this rank holds between the layers, T = B*s.
 """
@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 
 from phalanx.models.context import TokenBatch
-from phalanx.plan.folding import Folding
-from phalanx.plan.stage_foldings import AnyFolding
-from phalanx.plan.zigzag import make_layout
+from phalanx.plan.mapping.folding import Folding
+from phalanx.plan.mapping.stage_foldings import AnyFolding
+from phalanx.plan.mapping.zigzag import make_layout
 
 
 def part_of(batch: TokenBatch, folding: AnyFolding, rank: int) -> TokenBatch:

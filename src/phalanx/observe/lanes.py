@@ -373,7 +373,7 @@ def _void_starts(readers: Sequence[_Reader]) -> None:
 
 def _starts(teams: Sequence[_Team]) -> list[tuple[float, int]]:
     """(when, steps committed) of each start but the first; `teams` in the order of time. Its service counts generations anew: one that has only lost what it knew goes on above
-    (`runtime/membership.py`)."""
+    (`runtime/membership/membership.py`)."""
     lives: dict[str, list[_Team]] = {}
     for team in teams:
         lives.setdefault(team.life, []).append(team)

@@ -160,7 +160,7 @@ class _Reader:
         found.moved_bytes += record["moved_bytes"]
 
     def _life_of(self, record: Record) -> str:
-        """Of the service that this team is of. One that counts anew is of another start of the run; one that has only lost what it knew goes on above (`runtime/membership.py`)."""
+        """Of the service that this team is of. One that counts anew is of another start of the run; one that has only lost what it knew goes on above (`runtime/membership/membership.py`)."""
         number: int = record["generation"]
         old = f"start {self.program + (number == 1 and self.top > 1)}"  # as logs were that do not tell it
         life: str = record.get("life") or old

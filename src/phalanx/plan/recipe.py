@@ -13,19 +13,19 @@ from phalanx.core.errors import ConfigError, Problem
 from phalanx.core.rules import value_of
 from phalanx.core.samples import num_rounds
 from phalanx.core.settings import describe_settings
-from phalanx.plan.folding import Folding, folding_problems
-from phalanx.plan.heal import heal_problems
-from phalanx.plan.heal_hosts import holders_needed
-from phalanx.plan.heal_recipe import room_problems
-from phalanx.plan.model import PRESETS, ModelSpec, resolve_model
-from phalanx.plan.overlap_setting import (
+from phalanx.plan.mapping.folding import Folding, folding_problems
+from phalanx.plan.mapping.model import PRESETS, ModelSpec, resolve_model
+from phalanx.plan.mapping.stage_foldings import AnyFolding, StagedFolding, parse_stages, resolve_mapping
+from phalanx.plan.moe.overlap.settings import (
     fused_setting_problems,
     overlap_problems,
     replica_problems,
     setting_problems,
 )
-from phalanx.plan.pipeline import pairing_problems, pipeline_problems, schedule_setting_problems
-from phalanx.plan.stage_foldings import AnyFolding, StagedFolding, parse_stages, resolve_mapping
+from phalanx.plan.pipeline.run import pairing_problems, pipeline_problems, schedule_setting_problems
+from phalanx.plan.recovery.generation import heal_problems
+from phalanx.plan.recovery.hosts import holders_needed
+from phalanx.plan.recovery.recipe import room_problems
 
 OF_EXPERTS = tuple(f"resilience.{key}" for key in ("slots_per_rank", "f", "loads", "expert_state"))
 """Settings about replicas."""

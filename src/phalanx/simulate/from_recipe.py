@@ -11,26 +11,26 @@ from typing import Any
 
 from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, Problem, raise_if
-from phalanx.plan.dispatch import DispatchSpec, rows_of_source
-from phalanx.plan.folding import Folding
-from phalanx.plan.layout import stage_params
-from phalanx.plan.model import ModelSpec, resolve_model
-from phalanx.plan.overlap_setting import parse_overlap
-from phalanx.plan.pipeline import Pipeline, make_pipeline
+from phalanx.plan.layout.parameters import stage_params
+from phalanx.plan.mapping.folding import Folding
+from phalanx.plan.mapping.model import ModelSpec, resolve_model
+from phalanx.plan.mapping.stage_foldings import parse_stages, resolve_mapping
+from phalanx.plan.moe.dispatch import DispatchSpec, rows_of_source
+from phalanx.plan.moe.overlap.settings import parse_overlap
+from phalanx.plan.pipeline.run import Pipeline, make_pipeline
+from phalanx.plan.placement.run import replicas_of
 from phalanx.plan.recipe import equal_shares
-from phalanx.plan.run_placement import replicas_of
-from phalanx.plan.stage_foldings import parse_stages, resolve_mapping
-from phalanx.simulate.collectives import span_from, span_of
-from phalanx.simulate.expert_slots import ExpertSlots, Rows, expert_slots
-from phalanx.simulate.fused_time import fused_run_problems
-from phalanx.simulate.hardware import GpuCluster
-from phalanx.simulate.mapping import Job, Mapping, Overlap, Precision
-from phalanx.simulate.routing import Routing, forced_loads
-from phalanx.simulate.shape import shape_of
-from phalanx.simulate.stage_layers import run_layers
-from phalanx.simulate.stage_mappings import AnyMapping, StagedMapping, like_stage, shares_of
-from phalanx.simulate.tile_time import TILE_WAYS
-from phalanx.simulate.warmup_choice import with_warmup
+from phalanx.simulate.hardware.clusters import GpuCluster
+from phalanx.simulate.hardware.collectives import span_from, span_of
+from phalanx.simulate.hardware.expert_slots import ExpertSlots, Rows, expert_slots
+from phalanx.simulate.hardware.routing import Routing, forced_loads
+from phalanx.simulate.mapping.mapping import Job, Mapping, Overlap, Precision
+from phalanx.simulate.mapping.shape import shape_of
+from phalanx.simulate.mapping.stage_mappings import AnyMapping, StagedMapping, like_stage, shares_of
+from phalanx.simulate.step.fused_time import fused_run_problems
+from phalanx.simulate.step.stage_layers import run_layers
+from phalanx.simulate.step.tile_time import TILE_WAYS
+from phalanx.simulate.step.warmup_choice import with_warmup
 
 PRECISIONS: dict[str, Precision] = {"bfloat16": "bf16", "float32": "fp32"}
 """Type of a run -> its name among clusters."""

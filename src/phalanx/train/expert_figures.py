@@ -7,10 +7,10 @@ import time
 
 import torch
 
-from phalanx.kernels.grouped import expert_ffn
+from phalanx.kernels.cpu.grouped import expert_ffn
 from phalanx.models.moe import MoE
-from phalanx.plan.placement import LayerPlacements, Placement
-from phalanx.runtime.devices import synchronize
+from phalanx.plan.mapping.placement import LayerPlacements, Placement
+from phalanx.runtime.comm.devices import synchronize
 from phalanx.train.step import StepParts
 
 TIMED_ROWS = 128

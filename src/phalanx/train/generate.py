@@ -18,8 +18,8 @@ import torch
 from phalanx.models.context import ForwardInfo, TokenBatch
 from phalanx.models.decoder import DecoderOutput
 from phalanx.models.shard import part_of
-from phalanx.plan.stage_foldings import AnyFolding
-from phalanx.plan.stages import Stage
+from phalanx.plan.mapping.stage_foldings import AnyFolding
+from phalanx.plan.mapping.stages import Stage
 from phalanx.train.passes import StageRunner
 
 

@@ -4,7 +4,7 @@
                           + mtp_weight / D * sum of its losses of the D blocks of multi-token prediction / valid tokens
 
 Summed over ranks and micro-batches this is the mean cross-entropy per valid token plus the router losses, so every gradient reduction is a
-plain sum (`plan/folding.py`). Must never change: no rank divides by a number that it counted alone.
+plain sum (`plan/mapping/folding.py`). Must never change: no rank divides by a number that it counted alone.
 
 Legend: T tokens of a micro-batch, H hidden, V vocabulary, L MoE layers, E experts.
 """
@@ -16,11 +16,11 @@ from dataclasses import dataclass
 
 import torch
 
-from phalanx.kernels.cross_entropy import IGNORE
+from phalanx.kernels.cpu.cross_entropy import IGNORE
 from phalanx.models.context import ForwardInfo, TokenBatch
 from phalanx.models.decoder import Decoder, DecoderOutput
-from phalanx.plan.model import ModelSpec
-from phalanx.plan.stages import Stage
+from phalanx.plan.mapping.model import ModelSpec
+from phalanx.plan.mapping.stages import Stage
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -13,11 +13,11 @@ from typing import Protocol
 import torch
 
 from phalanx.core.config import OptimConfig
-from phalanx.kernels.adamw import adamw_
 from phalanx.kernels.choice import Impl
-from phalanx.kernels.lanes import SERIAL, Lanes
-from phalanx.runtime.gradients import ReducedGradients
-from phalanx.runtime.optimizer_state import ShardedState
+from phalanx.kernels.cpu.adamw import adamw_
+from phalanx.kernels.cpu.lanes import SERIAL, Lanes
+from phalanx.runtime.state.gradients import ReducedGradients
+from phalanx.runtime.state.optimizer import ShardedState
 
 
 def learning_rate(step: int, config: OptimConfig, *, total_steps: int) -> float:

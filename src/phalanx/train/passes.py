@@ -1,6 +1,6 @@
 """The passes of this rank's stages: what a step collects its gradients with, and what only goes forward. With or without a pipeline.
 
-Decides nothing about order (`plan/pipeline.py`) and moves nothing between ranks itself (`runtime/pipeline.py`). Must never change: the gradient of
+Decides nothing about order (`plan/pipeline/run.py`) and moves nothing between ranks itself (`runtime/pipeline/runner.py`). Must never change: the gradient of
 a micro-batch reaches the buffers once and whole, whichever of its passes made it; between a forward pass and its backward pass nothing is held
 that the backward pass does not need (of the output its place in the graph, not its values).
 
@@ -21,28 +21,28 @@ from dataclasses import dataclass
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from phalanx.kernels.later import Job, Later, run
+from phalanx.kernels.cpu.later import Job, Later, run
 from phalanx.models.context import ForwardInfo, TokenBatch
 from phalanx.models.decoder import Decoder, DecoderOutput
-from phalanx.plan.boundary import EdgePlan
-from phalanx.plan.eager import WarmupChoice
-from phalanx.plan.folding import Folding
-from phalanx.plan.layout import stage_params
-from phalanx.plan.pipeline import Pipeline
-from phalanx.plan.program import boundary_id
-from phalanx.plan.reshard_types import Hosts
-from phalanx.plan.schedule import Action, Order
-from phalanx.plan.schedule_comm import PipelinePlan, Transfer
-from phalanx.plan.schedule_time import Edge
-from phalanx.plan.stage_edges import Activation, on_one_host, staged_edges
-from phalanx.plan.stage_foldings import StagedFolding
-from phalanx.plan.stages import Stage
-from phalanx.runtime.boundary import Boundary, direct_edges
-from phalanx.runtime.collectives import Collectives
-from phalanx.runtime.gradients import GradientBuffers
-from phalanx.runtime.groups import Groups
-from phalanx.runtime.pair import Beside
-from phalanx.runtime.pipeline import Tensors, agree_on, run_pipeline
+from phalanx.plan.layout.parameters import stage_params
+from phalanx.plan.mapping.folding import Folding
+from phalanx.plan.mapping.stage_foldings import StagedFolding
+from phalanx.plan.mapping.stages import Stage
+from phalanx.plan.pipeline.boundary import EdgePlan
+from phalanx.plan.pipeline.clock import Edge
+from phalanx.plan.pipeline.comm import PipelinePlan, Transfer
+from phalanx.plan.pipeline.eager import WarmupChoice
+from phalanx.plan.pipeline.run import Pipeline
+from phalanx.plan.pipeline.schedule import Action, Order
+from phalanx.plan.pipeline.stage_edges import Activation, on_one_host, staged_edges
+from phalanx.plan.program.step import boundary_id
+from phalanx.plan.reshard.types import Hosts
+from phalanx.runtime.comm.collectives import Collectives
+from phalanx.runtime.comm.groups import Groups
+from phalanx.runtime.moe.pair import Beside
+from phalanx.runtime.pipeline.boundary import Boundary, direct_edges
+from phalanx.runtime.pipeline.runner import Tensors, agree_on, run_pipeline
+from phalanx.runtime.state.gradients import GradientBuffers
 from phalanx.train.loss import Share, objective
 from phalanx.train.warmup import PassTimes, TimedPasses, choose
 

@@ -1,7 +1,7 @@
 """Steps whose every operation goes to the event log (`observe.trace_steps`), for `phalanx trace`, and moves of state right before such steps.
 
 In a run that heals itself a step begins with `begin` and ends with `end`, whether it was committed or given up; its parameters are published later (`publishing`), and those messages
-are its own too, as in the program of a step (`plan/program.py`). Every generation has a recorder of its own.
+are its own too, as in the program of a step (`plan/program/step.py`). Every generation has a recorder of its own.
 
 Must never change: while a step is recorded nothing is written; a step that fails leaves what it did.
 """
@@ -15,11 +15,11 @@ from typing import Any
 
 from phalanx.core.clock import now_s
 from phalanx.core.events import Emit, Event, MoveRecorded, StepPublished, StepRecorded
-from phalanx.plan.reshard_types import Move
-from phalanx.runtime.clocks import compare_clocks
-from phalanx.runtime.collectives import Collectives
-from phalanx.runtime.peers import Peers
-from phalanx.runtime.resharder import Resharder
+from phalanx.plan.reshard.types import Move
+from phalanx.runtime.comm.collectives import Collectives
+from phalanx.runtime.comm.peers import Peers
+from phalanx.runtime.membership.clocks import compare_clocks
+from phalanx.runtime.reshard.resharder import Resharder
 
 
 class Recorder:

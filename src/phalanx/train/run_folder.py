@@ -2,7 +2,7 @@
 
 runs/NAME/recipe.toml          the resolved recipe; running it again goes on with this run
 runs/NAME/run_state.json       how far it is (rewritten as it goes; what counts for resuming lies in each checkpoint)
-runs/NAME/checkpoints/         see runtime/checkpoint_folder.py
+runs/NAME/checkpoints/         see runtime/checkpoint/folder.py
 runs/NAME/tokenizer/           what generation needs to read and write text
 runs/NAME/events/, tensorboard/
 """
@@ -23,9 +23,9 @@ from phalanx.core.config import Recipe
 from phalanx.core.errors import CheckpointError, ConfigError, Problem, RunError
 from phalanx.core.recipe import dump_recipe, load_recipe
 from phalanx.data.tokenizer import Tokenizer, load_tokenizer
-from phalanx.plan.model import ModelSpec
-from phalanx.runtime.checkpoint import CheckpointManager
-from phalanx.runtime.checkpoint_folder import CheckpointFolder, write_flushed
+from phalanx.plan.mapping.model import ModelSpec
+from phalanx.runtime.checkpoint.folder import CheckpointFolder, write_flushed
+from phalanx.runtime.checkpoint.manager import CheckpointManager
 
 STATUS_FILE = "run_state.json"
 RECIPE_FILE = "recipe.toml"

@@ -11,7 +11,7 @@
 A run that heals itself commits a step once it is decided, and publishes at the beginning of whatever reads parameters next: a rank that is lost
 in between takes nothing with it that its copies' keepers have not.
 
-Everything is an argument, nothing is decided here: which micro-batches a rank runs is the loader's, who sums what is `plan/folding.py`'s, how
+Everything is an argument, nothing is decided here: which micro-batches a rank runs is the loader's, who sums what is `plan/mapping/folding.py`'s, how
 a gradient becomes an update is `train/optim.py`'s business. A non-finite number anywhere ends the step on all ranks with the same
 `RunError`, which names the parameters and the ranks; the state is as it was.
 
@@ -32,21 +32,21 @@ from numpy.typing import NDArray
 from phalanx.core.errors import RunError
 from phalanx.core.samples import owned
 from phalanx.kernels.choice import Impl
-from phalanx.kernels.fixed_point import bits_for
-from phalanx.kernels.lanes import SERIAL, Lanes
-from phalanx.kernels.later import Later
+from phalanx.kernels.cpu.fixed_point import bits_for
+from phalanx.kernels.cpu.lanes import SERIAL, Lanes
+from phalanx.kernels.cpu.later import Later
 from phalanx.models.context import ForwardInfo, TokenBatch
 from phalanx.models.decoder import Decoder, DecoderOutput
 from phalanx.models.router import update_expert_bias
-from phalanx.plan.model import ModelSpec
-from phalanx.plan.pipeline import Pipeline
-from phalanx.plan.placement import AnyPlacement
-from phalanx.plan.program import Phase
-from phalanx.plan.stages import Stage
-from phalanx.runtime.collectives import Collectives
-from phalanx.runtime.gradients import GradientBuffers, ReducedGradients
-from phalanx.runtime.groups import Groups
-from phalanx.runtime.optimizer_state import ShardedState
+from phalanx.plan.mapping.model import ModelSpec
+from phalanx.plan.mapping.placement import AnyPlacement
+from phalanx.plan.mapping.stages import Stage
+from phalanx.plan.pipeline.run import Pipeline
+from phalanx.plan.program.step import Phase
+from phalanx.runtime.comm.collectives import Collectives
+from phalanx.runtime.comm.groups import Groups
+from phalanx.runtime.state.gradients import GradientBuffers, ReducedGradients
+from phalanx.runtime.state.optimizer import ShardedState
 from phalanx.train.exact import EVAL_BITS, ExactSums
 from phalanx.train.exchange_times import ExchangeTimes
 from phalanx.train.loss import num_valid
@@ -150,7 +150,7 @@ class ReducedStep:
 
 
 class Companion(Protocol):
-    """What goes with a step: experts that are on their way to other ranks (`train/replacing.py`)."""
+    """What goes with a step: experts that are on their way to other ranks (`train/placement/replacing.py`)."""
 
     def reduced(self, parts: StepParts, step: ReducedStep) -> None:
         """It is reduced, and nothing was changed. Collective."""

@@ -45,15 +45,15 @@ from phalanx.data.prepare import Prepared
 from phalanx.models.context import TokenBatch
 from phalanx.models.shard import part_of
 from phalanx.observe.summary import print_summary
-from phalanx.plan.model import ModelSpec, flops_per_token
-from phalanx.plan.pipeline import Pipeline
-from phalanx.plan.placement import AnyPlacement
-from phalanx.plan.stage_foldings import AnyFolding, to_json_dict
-from phalanx.runtime.checkpoint import CheckpointManager, Saved
-from phalanx.runtime.checkpoint_folder import RunState
-from phalanx.runtime.groups import WorldInfo, close_world
-from phalanx.runtime.launch import StopRequest
-from phalanx.runtime.peers import own_group
+from phalanx.plan.mapping.model import ModelSpec, flops_per_token
+from phalanx.plan.mapping.placement import AnyPlacement
+from phalanx.plan.mapping.stage_foldings import AnyFolding, to_json_dict
+from phalanx.plan.pipeline.run import Pipeline
+from phalanx.runtime.checkpoint.folder import RunState
+from phalanx.runtime.checkpoint.manager import CheckpointManager, Saved
+from phalanx.runtime.comm.groups import WorldInfo, close_world
+from phalanx.runtime.comm.launch import StopRequest
+from phalanx.runtime.comm.peers import own_group
 from phalanx.train.assemble import assemble
 from phalanx.train.closing import Outcome, summary_of
 from phalanx.train.exact import exact_sums
@@ -61,9 +61,9 @@ from phalanx.train.generate import Sampling, generate
 from phalanx.train.machine import matmul_flops_per_s
 from phalanx.train.optim import learning_rate
 from phalanx.train.passes import choose_measured
+from phalanx.train.placement.replacing import Prepared as NewPlacement
+from phalanx.train.placement.replacing import Replacing
 from phalanx.train.recording import Recorder
-from phalanx.train.replacing import Prepared as NewPlacement
-from phalanx.train.replacing import Replacing
 from phalanx.train.run_folder import RunStatus
 from phalanx.train.setup import (
     PATIENCE_S,

@@ -1,7 +1,7 @@
 """The vote of a step: every rank's figures in one vector, one all-reduce over the world, the same outcome on all ranks.
 
 Two ballots. In the plain one numbers are fp64, and a NaN or an infinity anywhere makes a sum that is not finite: that is the veto. In exact
-mode all are integers (fixed point, `kernels/fixed_point.py`), so that the figures do not depend on the number of ranks either; vetoes are
+mode all are integers (fixed point, `kernels/cpu/fixed_point.py`), so that the figures do not depend on the number of ranks either; vetoes are
 counted in cells of their own. Counts are exact in both: fp64 holds whole numbers up to 2^53.
 
 Legend: L MoE layers, E experts.
@@ -18,13 +18,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from phalanx.kernels.fixed_point import root_of_squares
-from phalanx.kernels.lanes import Lanes
+from phalanx.kernels.cpu.fixed_point import root_of_squares
+from phalanx.kernels.cpu.lanes import Lanes
 from phalanx.models.decoder import Decoder
-from phalanx.plan.model import ModelSpec
-from phalanx.runtime.collectives import Collectives
-from phalanx.runtime.gradients import NORM_BITS, GradientBuffers, ReducedGradients
-from phalanx.runtime.groups import Groups
+from phalanx.plan.mapping.model import ModelSpec
+from phalanx.runtime.comm.collectives import Collectives
+from phalanx.runtime.comm.groups import Groups
+from phalanx.runtime.state.gradients import NORM_BITS, GradientBuffers, ReducedGradients
 from phalanx.train.exchange_times import ExchangeTimes, mean_times, own_times
 from phalanx.train.loss import Share
 

@@ -16,13 +16,13 @@ import threading
 import torch
 
 from phalanx.core.processor import Processor
-from phalanx.kernels.attention import causal_attention
-from phalanx.kernels.grouped import MAX_PIECE, expert_ffn
-from phalanx.kernels.lanes import Lanes
-from phalanx.kernels.shapes import padded_rows
+from phalanx.kernels.cpu.attention import causal_attention
+from phalanx.kernels.cpu.grouped import MAX_PIECE, expert_ffn
+from phalanx.kernels.cpu.lanes import Lanes
+from phalanx.kernels.cpu.shapes import padded_rows
 from phalanx.models.context import ModelContext
-from phalanx.plan.dispatch import capacity
-from phalanx.plan.stage_foldings import AnyFolding
+from phalanx.plan.mapping.stage_foldings import AnyFolding
+from phalanx.plan.moe.dispatch import capacity
 
 LONGEST = 512
 """Documents up to this length are met in advance. Longer ones are rare, and torch's kernels repeat from 1,200 on."""

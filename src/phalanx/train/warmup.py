@@ -2,7 +2,7 @@
 
     first step     as 1F1B, which holds least; each pass is timed, and what a micro-batch holds is counted
     then           a few transfers through the whole pipeline with passes that do nothing: what a transfer takes between these ranks
-    all ranks      tell one another, and choose by `plan/eager.py`: the same figures, so the same choice everywhere
+    all ranks      tell one another, and choose by `plan/pipeline/eager.py`: the same figures, so the same choice everywhere
 
 Decides nothing itself. Must never change: orders do not change sums, so a run has the same bits whatever is chosen, also when it goes on
 on other machines and chooses anew.
@@ -19,15 +19,15 @@ from contextlib import contextmanager
 import torch
 
 from phalanx.core.errors import ConfigError, PlanError, Problem
-from phalanx.plan.eager import WarmupChoice, choose_warmup
-from phalanx.plan.pipeline import Pipeline
-from phalanx.plan.schedule import Action, make_schedule
-from phalanx.plan.schedule_comm import PipelinePlan, Run, plan_pipeline
-from phalanx.plan.schedule_time import ScheduleCosts
-from phalanx.runtime.boundary import Boundary
-from phalanx.runtime.devices import synchronize
-from phalanx.runtime.groups import Axis
-from phalanx.runtime.pipeline import Passes, Tensors, run_pipeline
+from phalanx.plan.pipeline.clock import ScheduleCosts
+from phalanx.plan.pipeline.comm import PipelinePlan, Run, plan_pipeline
+from phalanx.plan.pipeline.eager import WarmupChoice, choose_warmup
+from phalanx.plan.pipeline.run import Pipeline
+from phalanx.plan.pipeline.schedule import Action, make_schedule
+from phalanx.runtime.comm.devices import synchronize
+from phalanx.runtime.comm.groups import Axis
+from phalanx.runtime.pipeline.boundary import Boundary
+from phalanx.runtime.pipeline.runner import Passes, Tensors, run_pipeline
 
 PROBES = 8
 """Micro-batches of a probe: enough that the way through the pipeline, which the formula takes out, is not most of it."""

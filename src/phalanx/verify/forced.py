@@ -1,6 +1,6 @@
 """One value of `dispatch.overlap` forced on the cases of the table: `phalanx verify --overlap VALUE`.
 
-Decides where it can apply, by the same rule as for a recipe (`plan/overlap_setting.py`). A case where it cannot stays what it is, and is counted with the reason.
+Decides where it can apply, by the same rule as for a recipe (`plan/moe/overlap/settings.py`). A case where it cannot stays what it is, and is counted with the reason.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from phalanx.plan.folding import Folding
-from phalanx.plan.overlap_setting import overlap_problems, replica_problems
+from phalanx.plan.mapping.folding import Folding
+from phalanx.plan.moe.overlap.settings import overlap_problems, replica_problems
 from phalanx.verify.setups import Case
 
 

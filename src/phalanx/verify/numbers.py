@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from phalanx.kernels.cross_entropy import IGNORE
+from phalanx.kernels.cpu.cross_entropy import IGNORE
 from phalanx.models.context import TokenBatch
-from phalanx.plan.model import ParamSpec
-from phalanx.runtime.boxes import BoxTensor
+from phalanx.plan.mapping.model import ParamSpec
+from phalanx.runtime.state.boxes import BoxTensor
 from phalanx.verify.setups import SEQ_LEN, SEQUENCES, Setup
 
 DRAW = "1"

@@ -24,25 +24,25 @@ from numpy.typing import NDArray
 from torch import nn
 
 from phalanx.core.errors import RunError
-from phalanx.kernels.lanes import Lanes
+from phalanx.kernels.cpu.lanes import Lanes
+from phalanx.kernels.cpu.rope import rope_table
 from phalanx.kernels.native import compiled_rows
-from phalanx.kernels.rope import rope_table
 from phalanx.models.block import Block
 from phalanx.models.context import ForwardInfo, ModelContext, TokenBatch
 from phalanx.models.decoder import Decoder
 from phalanx.models.router import Routing
 from phalanx.models.shard import parts_of_all
-from phalanx.plan.dispatch import DispatchSpec, capacity, kept_pairs
-from phalanx.plan.folding import Folding, make_folding
-from phalanx.plan.layout import Box, local_param
-from phalanx.plan.model import buffers, parameters
-from phalanx.plan.placement import AnyPlacement, plain_placement
-from phalanx.plan.stage_foldings import AnyFolding
-from phalanx.runtime.boxes import BoxTensor
-from phalanx.runtime.collectives import Collectives
-from phalanx.runtime.gradients import ReducedGradients
-from phalanx.runtime.groups import GroupCache, Groups, build_groups
-from phalanx.runtime.optimizer_state import ShardedState
+from phalanx.plan.layout.parameters import Box, local_param
+from phalanx.plan.mapping.folding import Folding, make_folding
+from phalanx.plan.mapping.model import buffers, parameters
+from phalanx.plan.mapping.placement import AnyPlacement, plain_placement
+from phalanx.plan.mapping.stage_foldings import AnyFolding
+from phalanx.plan.moe.dispatch import DispatchSpec, capacity, kept_pairs
+from phalanx.runtime.comm.collectives import Collectives
+from phalanx.runtime.comm.groups import GroupCache, Groups, build_groups
+from phalanx.runtime.state.boxes import BoxTensor
+from phalanx.runtime.state.gradients import ReducedGradients
+from phalanx.runtime.state.optimizer import ShardedState
 from phalanx.train.assemble import assemble
 from phalanx.train.optim import Optimizer, State
 from phalanx.train.step import StepParts, StepResult, train_step

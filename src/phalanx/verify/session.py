@@ -22,16 +22,16 @@ import torch
 
 from phalanx.core.errors import PhalanxError, RunError
 from phalanx.models.context import TokenBatch
-from phalanx.plan.folding import Folding
-from phalanx.plan.model import parameters
-from phalanx.runtime.collectives import Collectives
-from phalanx.runtime.groups import GroupCache, WorldInfo, build_groups, close_world, init_world, with_second_groups
-from phalanx.runtime.launch import STOPPED, StopRequest, run_local
+from phalanx.plan.mapping.folding import Folding
+from phalanx.plan.mapping.model import parameters
+from phalanx.runtime.comm.collectives import Collectives
+from phalanx.runtime.comm.groups import GroupCache, WorldInfo, build_groups, close_world, init_world, with_second_groups
+from phalanx.runtime.comm.launch import STOPPED, StopRequest, run_local
 from phalanx.train.assemble import assemble
 from phalanx.train.step import StepParts
 from phalanx.verify.compare import TOLERANCE, RankReport, compare, not_saved_once, uncovered
-from phalanx.verify.faults import HEALTHY, Fault
 from phalanx.verify.numbers import StartingValues, microbatch
+from phalanx.verify.planted import HEALTHY, Fault
 from phalanx.verify.reference import Reference, context, model_boxes, partition, reference_run, run_step
 from phalanx.verify.replicas import NEARER, Listener, must_exercise, placement_of, train_on
 from phalanx.verify.setups import Case, Replicas, Setup

@@ -156,7 +156,7 @@ class Rows:
         self._of["fixed_read", out_N.dtype](total_N.data_ptr(), out_N.data_ptr(), total_N.numel(), unit)
 
     def fixed_squares(self, x_N: torch.Tensor, scale: float) -> tuple[int, int, int]:
-        """Squares of contiguous `scale * x` in units of 2^-20, 2^-52 and 2^-84 (`kernels/fixed_point.py`)."""
+        """Squares of contiguous `scale * x` in units of 2^-20, 2^-52 and 2^-84 (`kernels/cpu/fixed_point.py`)."""
         sums = (_N * 3)()
         self._of["fixed_squares", x_N.dtype](x_N.data_ptr(), x_N.numel(), scale, ctypes.addressof(sums))
         return sums[0], sums[1], sums[2]

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from phalanx.core.errors import Problem
-from phalanx.plan.model import ModelSpec
-from phalanx.plan.rope import YarnSpec
+from phalanx.plan.mapping.model import ModelSpec
+from phalanx.plan.mapping.rope import YarnSpec
 
 _MISSING = object()
 

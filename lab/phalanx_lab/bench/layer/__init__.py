@@ -1,0 +1,1 @@
+"""`phalanx bench layer`: one MoE layer by all its schedules."""

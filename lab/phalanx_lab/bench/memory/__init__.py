@@ -1,0 +1,1 @@
+"""`phalanx bench memory`: memory promised and measured."""

@@ -1,0 +1,1 @@
+"""`phalanx bench pipeline`: what transfers beside passes gain."""

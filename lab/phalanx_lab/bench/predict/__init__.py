@@ -1,0 +1,1 @@
+"""`phalanx bench predict`: steps and recoveries, predicted and measured."""

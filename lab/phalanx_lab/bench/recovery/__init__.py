@@ -1,0 +1,1 @@
+"""`phalanx bench recovery`: elastic recovery beside restarts from checkpoints."""

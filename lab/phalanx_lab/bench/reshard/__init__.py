@@ -1,0 +1,1 @@
+"""`phalanx bench reshard` and `phalanx bench reshard-plan`: moves of sharded tensors."""

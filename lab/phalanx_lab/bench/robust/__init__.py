@@ -1,0 +1,1 @@
+"""`phalanx bench robust`: overlapped layers whose ranks are killed."""

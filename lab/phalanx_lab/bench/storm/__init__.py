@@ -1,0 +1,1 @@
+"""`phalanx bench storm`: faults of all kinds over a run that recovers."""

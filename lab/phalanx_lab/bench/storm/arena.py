@@ -1,0 +1,387 @@
+"""Hosts, workers and a membership service that a storm can hurt: forked supervisors, told apart from what they train.
+
+A *host* is a process with a `Supervisor` and its workers; killing it kills them all. The service is a process beside the hosts. Workers write what they are
+doing on a board in shared memory, so a fault can be aimed at a phase. Every process writes its events to a file of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from phalanx.core.clock import now_s
+from phalanx.core.errors import RunError
+from phalanx.core.events import Emit, Event
+from phalanx.runtime.comm.launch import die_with_parent
+from phalanx.runtime.membership.keys import Service
+from phalanx.runtime.membership.seat import Seat
+from phalanx.runtime.membership.service import StoreProcess, start_store
+from phalanx.runtime.membership.supervisor import Supervisor, SupervisorSettings
+from phalanx_lab.bench.storm.board import Board
+
+KINDS = ("kill", "freeze", "notice", "service", "two", "host")
+"""kill -9 of a worker; SIGSTOP, later SIGCONT; SIGTERM to a host; kill -9 of the service, of two workers at once, of a whole host. Hosts come back."""
+MORE_KINDS = ("two hosts", "two notices")
+"""kill -9 of two whole hosts at once, for which a run needs copies; SIGTERM to two at once, which hand over what they have."""
+AIM_S = 1.0
+"""How long to wait for a worker to be in the phase that a fault is aimed at."""
+
+WorkerMain = Callable[[Seat, int, Emit], int]
+"""(seat, place on the board, where events go) -> exit code."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """One thing that was done to the run."""
+
+    kind: str
+    at_s: float
+    phase: str
+    victims: tuple[str, ...]
+    step: int
+    """Steps that the victim had committed."""
+
+
+class EventFile:
+    """Events as JSON lines, written at once: a process that is killed loses none."""
+
+    def __init__(self, path: Path) -> None:
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+
+    def __call__(self, event: Event, /) -> None:
+        os.write(self._fd, json.dumps(event.to_record()).encode() + b"\n")
+
+
+class Arena:
+    """Use as a context manager from the main thread. Each host runs `main` in its workers, and `settings(host)` are those of its supervisor; a subclass
+    whose hosts run something else leaves both out and has its own `_host`."""
+
+    def __init__(
+        self,
+        main: WorkerMain | None = None,
+        settings: Callable[[str], SupervisorSettings] | None = None,
+        *,
+        hosts: int,
+        slots: int,
+        folder: Path,
+        board: Board,
+        service: Service | None = None,
+    ) -> None:
+        self.main, self.settings, self.folder, self.board = main, settings, folder, board
+        self.slots = slots
+        self.names = [f"h{i}" for i in range(hosts)]
+        self.pids: dict[str, int] = {}
+        self.codes: dict[str, int] = {}
+        self.store: StoreProcess | None = start_store() if service is None else None
+        self.service: Service = service if self.store is None else self.store.address  # type: ignore[assignment]
+        self.faults: list[Fault] = []
+        self.away_s: list[float] = []
+        """Of each fault: how long what it took away stays away."""
+        self.begun: list[tuple[str, float]] = []
+        """Every start of a host: which, and when."""
+        self._starts = 0
+        self._due: list[tuple[float, Callable[[], None]]] = []
+
+    def __enter__(self) -> Arena:
+        for name in self.names:
+            self.start_host(name)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for pid in self.pids.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, 0)
+        self.pids.clear()
+        if self.store is not None:
+            self.store.stop()
+
+    def start_host(self, name: str) -> None:
+        """Fork its supervisor. A host that was here before comes back with workers without state."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self._starts += 1
+        self.begun.append((name, now_s()))
+        start, parent = self._starts, os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                os.setsid()
+                die_with_parent(parent)
+                self._own_stderr(f"stderr-{name}-{start}")
+                code = self._host(name, start)
+            except BaseException as err:
+                (self.folder / f"error-{name}-{start}").write_text(f"{type(err).__name__}: {err}")
+            finally:
+                os._exit(code)
+        self.pids[name] = pid
+        self.codes.pop(name, None)
+
+    def _own_stderr(self, name: str) -> None:
+        """torch says a page of frames for every connection that breaks."""
+        fd = os.open(self.folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(fd, 2)
+        os.close(fd)
+
+    def _host(self, name: str, start: int) -> int:
+        index = self.names.index(name)
+
+        def main(seat: Seat) -> int:
+            slot = int(seat.uid.split(".")[1])
+            if self.main is None:
+                raise RunError("this arena does not say what its workers run")
+            return self.main(seat, index * self.slots + slot, EventFile(self.folder / f"worker-{seat.uid}.jsonl"))
+
+        if self.settings is None:
+            raise RunError("this arena does not say how its hosts take part")
+        tell = EventFile(self.folder / f"host-{name}-{start}.jsonl")
+        return Supervisor(main, self.settings(name), service=self.service, tell=tell).run()
+
+    # -- what goes on
+
+    def running(self) -> bool:
+        """Whether a host still runs; those that ended are collected, and what is due is done."""
+        now = time.monotonic()
+        for entry in [e for e in self._due if e[0] <= now]:
+            self._due.remove(entry)
+            entry[1]()
+        for name, pid in list(self.pids.items()):
+            found, status = os.waitpid(pid, os.WNOHANG)
+            if found:
+                del self.pids[name]
+                self.codes[name] = os.waitstatus_to_exitcode(status)
+        return bool(self.pids)
+
+    def until(self, done: Callable[[], bool], limit_s: float) -> bool:
+        """Whether `done` came true within the time, while hosts run."""
+        end_s = time.monotonic() + limit_s
+        while time.monotonic() < end_s:
+            if not self.running():
+                return False
+            if done():
+                return True
+            time.sleep(0.005)
+        return False
+
+    def calm(self) -> bool:
+        """Whether everything that was to come back is back."""
+        return not self._due
+
+    def later(self, delay_s: float, act: Callable[[], None]) -> None:
+        """Do something in `delay_s`, when `running` is asked."""
+        self._due.append((time.monotonic() + delay_s, act))
+
+    def places(self) -> list[int]:
+        """Places of workers that are there and not stopped."""
+        found = []
+        for place in range(self.board.places):
+            pid = self.board.read(place)[0]
+            if pid and self.host_of(place) in self.pids and self.state_of(place) in "RSD":
+                found.append(place)
+        return found
+
+    def state_of(self, place: int) -> str:
+        """Of its worker's process, as the kernel says it: R, S, D, T, Z; X where it is gone."""
+        return _state(self.board.read(place)[0])
+
+    def step(self) -> int:
+        """The most steps that a worker has committed."""
+        return max((self.board.read(p)[2] for p in range(self.board.places)), default=0)
+
+    def stop_run(self, why: str) -> None:
+        """All members end after the same step. Raises `ServiceLost`."""
+        keys = self.service.connect()
+        keys.put("stop", why)
+        keys.close()
+
+    def collect(self) -> None:
+        """Everything has ended, and nothing is taken down yet."""
+
+    def left(self) -> list[str]:
+        """What is still there of it once it was taken down, but for processes of this machine."""
+        return []
+
+    def said(self) -> list[str]:
+        """What each process wrote to its error output."""
+        return [p.read_text(errors="replace") for p in sorted(self.folder.glob("stderr-*"))]
+
+    # -- faults
+
+    def hurt(
+        self,
+        kind: str,
+        rng: random.Random,
+        *,
+        phase: str,
+        back_s: float = 0.3,
+        place: int | None = None,
+        aim_s: float = AIM_S,
+    ) -> Fault | None:
+        """Do one fault to the worker at `place` (None: a random one), aimed at `phase`; None where there is nobody to do it to."""
+        places = self.places()
+        if not places:
+            return None
+        place = rng.choice(places) if place is None else place
+        found = self._aim(place, phase, aim_s)
+        _, now_phase, step = self.board.read(place)
+        at_s = now_s()
+        victims = self._strike(kind, place, rng, back_s)
+        self.board.release(place)
+        if victims is None:
+            return None
+        fault = Fault(
+            kind=kind,
+            at_s=at_s,
+            phase=now_phase if found else f"{now_phase} (aimed at {phase})",
+            victims=tuple(victims),
+            step=step,
+        )
+        self.faults.append(fault)
+        self.away_s.append(back_s)
+        return fault
+
+    def _strike(self, kind: str, place: int, rng: random.Random, back_s: float) -> list[str] | None:
+        """Whom it hit; None where there is no such fault here."""
+        name = self.host_of(place)
+        match kind:
+            case "kill":
+                self.signal_worker(place, signal.SIGKILL)
+            case "freeze":
+                self.signal_worker(place, signal.SIGSTOP)
+                thaw = self._thaw_of(place)
+                self.later(back_s, thaw)
+            case "notice":
+                self.signal_host(name, signal.SIGTERM)
+                self.later(back_s, lambda: self._come_back(name))
+                return [name]
+            case "two notices":
+                others = sorted(h for h in self.pids if h != name)
+                leaving = [name, *rng.sample(others, k=min(1, len(others)))]
+                for host in leaving:
+                    self.signal_host(host, signal.SIGTERM)
+                    self.later(back_s, partial(self._come_back, host))
+                return leaving
+            case "two":
+                other = rng.choice([p for p in self.places() if p != place] or [place])
+                self.signal_worker(place, signal.SIGKILL)
+                self.signal_worker(other, signal.SIGKILL)
+                return [self.name_of(place), self.name_of(other)]
+            case "host":
+                return self._kill_host(name, back_s)
+            case "two hosts":
+                others = [h for h in self.pids if h != name]
+                other_host = [rng.choice(others)] if others else []
+                return [h for n in (name, *other_host) for h in self._kill_host(n, back_s)]
+            case "service" if self.can_kill_service():
+                self.kill_service(back_s)
+                return ["service"]
+            case _:
+                return None
+        return [self.name_of(place)]
+
+    # -- what a fault does here; emulated hosts do it in another way
+
+    def host_of(self, place: int) -> str:
+        """Name of the host of a place."""
+        return self.names[place // self.slots]
+
+    def signal_worker(self, place: int, number: signal.Signals) -> None:
+        """To the worker's process, if it is still there."""
+        _send(self.board.read(place)[0], number)
+
+    def _thaw_of(self, place: int) -> Callable[[], None]:
+        """What lets the process that is there now go on, whoever has the place then."""
+        pid = self.board.read(place)[0]
+        return lambda: _send(pid, signal.SIGCONT)
+
+    def signal_host(self, name: str, number: signal.Signals) -> None:
+        """To the host's supervisor."""
+        _send(self.pids[name], number)
+
+    def name_of(self, place: int) -> str:
+        return f"{self.names[place // self.slots]}.{place % self.slots}"
+
+    def _aim(self, place: int, phase: str, aim_s: float) -> bool:
+        self.board.set_trap(place, phase)
+        end_s = time.monotonic() + aim_s
+        while time.monotonic() < end_s:
+            if self.board.caught(place):
+                return True
+            time.sleep(0.0005)
+        return self.board.caught(place)
+
+    def _kill_host(self, name: str, back_s: float) -> list[str]:
+        pid = self.pids.pop(name)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        for slot in range(self.slots):
+            self.board.write(self.names.index(name) * self.slots + slot, 0, "waits", 0)
+        self.later(back_s, lambda: self.start_host(name))
+        return [name]
+
+    def _come_back(self, name: str) -> None:
+        """Once it has left."""
+        if name in self.pids:
+            self.later(0.02, lambda: self._come_back(name))
+        else:
+            self.start_host(name)
+
+    def can_kill_service(self) -> bool:
+        """Whether this arena keeps it."""
+        return self.store is not None
+
+    def kill_service(self, back_s: float) -> None:
+        """It comes back after `back_s` at the same address, without its values."""
+        store = self.store
+        if store is None:
+            raise RunError("this arena does not keep the service")
+        store.stop()
+
+        def restart() -> None:
+            self.store = start_store(store.address.host, store.address.port)
+
+        self.later(back_s, restart)
+
+
+def _send(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def _state(pid: int) -> str:
+    """As the kernel says: R, S, D, T, Z; X where there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return "X"
+
+
+def users_of(folder: Path) -> list[int]:
+    """Processes that have a file in `folder` open: every process of an arena has its error output there."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal() and entry.name != str(os.getpid()):
+            with contextlib.suppress(OSError):
+                if any(os.readlink(f).startswith(f"{folder}/") for f in (entry / "fd").iterdir()):
+                    found.append(int(entry.name))
+    return found
+
+
+def read_events(folder: Path) -> Iterator[dict[str, Any]]:
+    """All events of all processes, in no order. The last line of a killed process may be cut."""
+    for path in sorted(folder.glob("*.jsonl")):
+        for line in path.read_text().splitlines():
+            with contextlib.suppress(json.JSONDecodeError):
+                yield json.loads(line)

@@ -1,0 +1,191 @@
+"""The real trainer in a storm: its recipe, hosts that run it, the undisturbed run, and the weights that both end with.
+
+Every host of the storm is a program like `phalanx train` on a machine: a supervisor, its workers, the shared run folder, the service outside of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from phalanx.core.config import Recipe
+from phalanx.core.errors import RunError
+from phalanx.core.recipe import load_recipe
+from phalanx.plan.layout.parameters import Box
+from phalanx.plan.recipe import run_problems
+from phalanx.runtime.checkpoint.manager import CheckpointManager, import_now
+from phalanx.runtime.comm.launch import run_local
+from phalanx.runtime.membership.keys import Service
+from phalanx.runtime.state.boxes import BoxTensor
+from phalanx.train.recovery.run import train_healing
+from phalanx.train.recovery.watch import PHASES
+from phalanx.train.trainer import train
+from phalanx_lab.bench.storm.arena import Arena
+from phalanx_lab.bench.storm.board import Board
+from phalanx_lab.bench.storm.watch import StormWatch
+
+TIMEOUT_S = 60.0
+"""Of collectives. Nothing may ever wait for it."""
+ENDLESS = 1_000_000
+"""Steps of a run that the storm ends."""
+STORM, CALM = "storm", "calm"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What a storm trains, and on what."""
+
+    mode: Literal["exact", "fast"] = "exact"
+    hosts: int = 4
+    slots: int = 1
+    f: int = 2
+    ep: int = 2
+    interval: int = 20
+    """Steps between checkpoints."""
+    limit_s: float = 1.0
+    """Of heartbeats."""
+    service: str = ""
+    """Its address in the recipe."""
+
+    @property
+    def ranks(self) -> int:
+        return self.hosts * self.slots
+
+
+def write_text(folder: Path) -> None:
+    """A little of the standard library, to train on."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:12]:
+        (folder / f"{path.stem}.txt").write_text(path.read_text(encoding="utf-8")[:20_000])
+
+
+def recipe_words(setup: Setup, folder: Path, *, host: str = "") -> list[str]:
+    """Overrides of the recipe of one host."""
+    values: dict[str, object] = {
+        "run.folder": folder / "runs",
+        "run.name": STORM,
+        "model.preset": "tiny",
+        "router.bias_rate": 0.01,
+        "data.sources": f'["{folder / "text"}"]',
+        "data.cache": folder / "cache",
+        "data.tokenizer": "byte",
+        "data.validation_fraction": 0.2,
+        "train.steps": ENDLESS,
+        "train.seq_len": 32,
+        "train.global_batch": 14,
+        "train.micro_batch": 2,
+        "train.dtype": "float32",
+        "train.eval_interval": 0,
+        "train.eval_batches": 1,
+        "optim.lr": 3e-4 if setup.mode == "fast" else 3e-3,
+        "optim.schedule": "constant",  # steps must not depend on how many the storm lets the run have
+        "optim.warmup_steps": 10,
+        "optim.zero": 0,
+        "folding.ep": setup.ep,
+        "resilience.mode": setup.mode,
+        "resilience.heal": "true",
+        "resilience.f": setup.f,
+        "resilience.service": setup.service,
+        "resilience.wanted": setup.ranks,
+        "resilience.limit_s": setup.limit_s,
+        "checkpoint.interval": setup.interval,
+        "observe.console": "none",
+        "observe.tensorboard": "false",
+        "launch.ranks": setup.slots,
+        "launch.threads": 1,
+        "launch.timeout_s": TIMEOUT_S,
+        "launch.host": host or "h0",
+    }
+    return [word for key, value in values.items() for word in (f"--{key}", str(value))]
+
+
+def recipe_of(setup: Setup, folder: Path, *, host: str = "") -> Recipe:
+    """Raises `ConfigError` with all that is wrong."""
+    return load_recipe(None, recipe_words(setup, folder, host=host), check=lambda r: run_problems(r, world=setup.ranks))
+
+
+def calm_recipe(setup: Setup, folder: Path, *, steps: int, ranks: int) -> Recipe:
+    """The same training of `steps` steps on `ranks` local ranks, that cannot heal and is not hurt."""
+    recipe = recipe_of(setup, folder)
+    return replace(
+        recipe,
+        run=replace(recipe.run, name=CALM),
+        train=replace(recipe.train, steps=steps),
+        resilience=replace(recipe.resilience, heal=False, service=None, wanted=None),
+        checkpoint=replace(recipe.checkpoint, interval=0),
+        launch=replace(recipe.launch, ranks=ranks, host=None),
+    )
+
+
+def train_calmly(setup: Setup, folder: Path, *, steps: int) -> Path:
+    """The undisturbed run; its folder."""
+    ranks = setup.ranks if setup.mode == "fast" else 2
+    recipe = calm_recipe(setup, folder, steps=steps, ranks=ranks)
+    run_local(lambda info, stop: train(recipe, info, stop), ranks=ranks, threads=1)
+    folder = Path(recipe.run.folder) / recipe.run.name
+    if final_step(folder) != steps:
+        raise RunError(f"the undisturbed run ended after {final_step(folder)} of {steps} steps")
+    return folder
+
+
+class TrainerArena(Arena):
+    """Hosts are processes of this machine, forked with everything imported."""
+
+    def __init__(self, setup: Setup, folder: Path, *, service: Service | None = None) -> None:
+        board = Board(setup.ranks, PHASES)
+        import_now()
+        super().__init__(hosts=setup.hosts, slots=setup.slots, folder=folder, board=board, service=service)
+        where = self.service
+        self.setup = setup if setup.service else replace(setup, service=f"{where.host}:{where.port}")  # type: ignore[attr-defined]
+
+    def _host(self, name: str, start: int) -> int:
+        first = self.names.index(name) * self.slots
+        watch = StormWatch(self.board, self.folder, host=name, start=start, first=first)
+        return train_healing(recipe_of(self.setup, self.folder, host=name), threads=1, watch=watch)
+
+
+# ---- what a run ends with
+
+
+def final_step(run: Path) -> int | None:
+    """Of its newest checkpoint."""
+    return CheckpointManager(run / "checkpoints").choose()
+
+
+def tensors_at_the_end(run: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of the newest checkpoint of a run."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    manager = CheckpointManager(run / "checkpoints")
+    step = manager.choose()
+    if step is None:
+        return {}
+    found = dcp.FileSystemReader(manager.folder.of(step)).read_metadata().state_dict_metadata
+    boxes = []
+    for key, meta in found.items():
+        assert isinstance(meta, TensorStorageMetadata)
+        shape = tuple(meta.size)
+        tensor = torch.empty(shape, dtype=meta.properties.dtype)
+        boxes.append(BoxTensor(key, shape, Box((0,) * len(shape), shape), tensor, True))
+    manager.load(boxes, step=step)
+    return {box.name: box.tensor for box in boxes}
+
+
+def digests(run: Path) -> dict[str, str]:
+    """Name of each tensor at the end -> digest of its bytes."""
+    return {
+        name: hashlib.sha256(x.contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+        for name, x in tensors_at_the_end(run).items()
+    }
+
+
+def different(mine: dict[str, str], other: dict[str, str]) -> Sequence[str]:
+    """Names of tensors that are not the same."""
+    return sorted(name for name in {*mine, *other} if mine.get(name) != other.get(name))

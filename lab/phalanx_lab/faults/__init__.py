@@ -1,0 +1,1 @@
+"""Planted faults: what `phalanx verify` must find."""

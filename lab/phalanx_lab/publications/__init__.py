@@ -1,0 +1,1 @@
+"""Published measurements, and predictions beside them."""

@@ -1,0 +1,133 @@
+"""One AdamW step (arXiv 1711.05101) over flat buffers.
+
+Must never change: moments and master weights are fp32 (fp64 in fp64); the compute-type copy is rounded from the new master.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from phalanx.kernels.choice import Impl
+from phalanx.kernels.cpu.lanes import SERIAL, Lanes
+
+CHUNK = 1 << 18
+"""Elements that go through memory once: gradient, master and moments of a chunk stay in a core's cache between the three passes."""
+
+PIECE = 1 << 20
+"""Elements of a piece of work of the compiled kernel, which goes through memory once whatever the size."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Rule:
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    step: int
+
+
+def adamw_(
+    master: torch.Tensor,
+    grad: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    out: torch.Tensor | None = None,
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    scale: float | torch.Tensor = 1.0,
+    impl: Impl = "fast",
+    lanes: Lanes = SERIAL,
+) -> None:
+    """Update 1-d `master`, `exp_avg`, `exp_avg_sq` in place from `scale * grad` (any float type) and round `master` into `out`.
+
+    `step` counts from 1. `scale` (a number or a 0-d tensor) is the clipping factor. All tensors have the same length.
+    """
+    rule = _Rule(lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay, step=step)
+    if impl == "reference":
+        _reference(master, grad.to(master.dtype) * scale, exp_avg, exp_avg_sq, rule)
+        if out is not None:
+            out.copy_(master)
+        return
+    native = lanes.rows
+    if native is not None and native.has_adamw((master, exp_avg, exp_avg_sq), grad, out):
+        corrections = (1 - beta1**step, 1 - beta2**step)
+        numbers = (float(scale), lr, beta1, beta2, eps, weight_decay, *corrections)
+
+        def run_native(start: int, lane: int) -> None:
+            part = slice(start, start + PIECE)
+            state = (master[part], exp_avg[part], exp_avg_sq[part])
+            native.adamw(state, grad[part], None if out is None else out[part], numbers=numbers)
+
+        lanes.run(run_native, range(0, master.numel(), PIECE))
+        return
+    size = min(CHUNK, master.numel()) if master.device.type == "cpu" else master.numel()
+    factor = torch.as_tensor(scale, dtype=master.dtype, device=master.device)
+    in_kernel = master.dtype == torch.float32  # the fused kernel divides by an fp32 number: too coarse for fp64
+    counts = _Counts(torch.tensor(float(step), device=master.device), 1.0 / factor if in_kernel else None)
+    scratch = [torch.empty(size, dtype=master.dtype, device=master.device) for _ in range(lanes.count)]
+
+    def run(start: int, lane: int) -> None:
+        part = slice(start, start + size)
+        target = master[part]
+        wide = scratch[lane][: len(target)].copy_(grad[part])
+        if not in_kernel:
+            wide.mul_(factor)
+        _fused(target, wide, exp_avg[part], exp_avg_sq[part], rule, counts)
+        if out is not None:
+            out[part].copy_(target)
+
+    lanes.run(run, range(0, master.numel(), max(1, size)))
+
+
+@dataclass(frozen=True, eq=False)
+class _Counts:
+    """0-d tensors that the fused kernel wants: the step, and what the gradient is divided by (fp32, None for one)."""
+
+    step: torch.Tensor
+    divisor: torch.Tensor | None
+
+
+def _reference(
+    master: torch.Tensor, grad: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, rule: _Rule
+) -> None:
+    exp_avg.lerp_(grad, 1 - rule.beta1)
+    exp_avg_sq.mul_(rule.beta2).addcmul_(grad, grad, value=1 - rule.beta2)
+    denominator = (exp_avg_sq.sqrt() / math.sqrt(1 - rule.beta2**rule.step)).add_(rule.eps)
+    master.mul_(1 - rule.lr * rule.weight_decay)
+    master.addcdiv_(exp_avg, denominator, value=-rule.lr / (1 - rule.beta1**rule.step))
+
+
+def _fused(
+    master: torch.Tensor,
+    grad: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    rule: _Rule,
+    counts: _Counts,
+) -> None:
+    """Torch's one-pass kernel (the one behind `torch.optim.AdamW(fused=True)`), which counts nothing itself. Overwrites `grad`."""
+    torch._fused_adamw_(
+        [master],
+        [grad],
+        [exp_avg],
+        [exp_avg_sq],
+        [],
+        [counts.step],
+        lr=rule.lr,
+        beta1=rule.beta1,
+        beta2=rule.beta2,
+        weight_decay=rule.weight_decay,
+        eps=rule.eps,
+        amsgrad=False,
+        maximize=False,
+        grad_scale=counts.divisor,
+    )

@@ -1,0 +1,580 @@
+"""The expert feed-forward network over rows sorted by slot: one SwiGLU MLP per slot, each over its own rows.
+
+Must never change: the row weight multiplies the activation *before* the second projection (in exact arithmetic; the fast path scales that
+projection's rows, which is the same), so that expert outputs need not be kept for the backward pass. Legal because the projection has
+no bias (arXiv 2504.14960).
+
+Four implementations: `reference` (autograd over plain operations); on a CPU, slots as pieces of work for the lanes; elsewhere
+`F.grouped_mm` where it can (bf16, rows of a multiple of 16 bytes), the reference where it cannot.
+
+What makes the CPU path fast (figures in docs/performance.md): row counts are rounded up to one of eight sizes an octave, because oneDNN
+generates code for every new shape of a bf16 product (4 to 10 ms, ten times the product itself) and routing makes new counts at every
+step; buffers have rows that are no power of two bytes apart; the backward pass of a slot runs start to end in one thread, in scratch
+memory that is used again for the next slot.
+
+Legend: M rows, H hidden, e local slots, f local expert width, P rows of the padded buffers, m rows of a piece (padded).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+
+from phalanx.kernels.choice import Impl
+from phalanx.kernels.cpu.lanes import SERIAL, Lanes
+from phalanx.kernels.cpu.later import Later, Target, later_grouped_mm, later_linear, target_of
+from phalanx.kernels.cpu.scripted import scripted
+from phalanx.kernels.cpu.shapes import padded_rows, spaced
+from phalanx.kernels.cpu.swiglu import reference_swiglu, swiglu
+from phalanx.kernels.native import Rows
+
+MAX_PIECE = 2048
+"""Rows of one piece of work: more does not help a product, and one overfull expert must not occupy one lane alone."""
+BLOCK_ROWS = 256
+"""Rows that elementwise operations take through all their passes while they are in a core's cache."""
+DOT_ROWS = 16
+"""Row products are taken as the diagonals of small square products, which accumulate in fp32 without a temporary."""
+
+
+def expert_ffn(
+    x_MH: torch.Tensor,
+    w13_e2fH: torch.Tensor,
+    w2_eHf: torch.Tensor,
+    counts: Sequence[int],
+    *,
+    row_weights_M: torch.Tensor | None = None,
+    recompute: bool = False,
+    impl: Impl = "fast",
+    lanes: Lanes = SERIAL,
+    later: Later | None = None,
+) -> torch.Tensor:
+    """`w2 (row_weight * silu(w_gate x) * (w_up x))`, (M, H), in the type of `x_MH`.
+
+    `counts` (host integers, one per slot, sum M) says how many consecutive rows belong to each slot; zeros are fine.
+    `row_weights_M` may be of a wider type than `x_MH`; its gradient comes back in that type. With `recompute` the backward pass
+    computes the first projection again instead of keeping it (CPU path and reference path alike). With `later` the gradients of the
+    weights are put off; until then `h` and the gradient of the first projection are kept, so that nothing is computed twice.
+    """
+    target = target_of([w13_e2fH, w2_eHf], x_MH, later)
+    if target is None:
+        later = None
+    can_group = x_MH.dtype == torch.bfloat16 and w13_e2fH.shape[-1] % 8 == 0 and w2_eHf.shape[-1] % 8 == 0
+    if impl == "fast" and x_MH.device.type == "cpu":
+        w13, w2 = (w13_e2fH, w2_eHf) if target is None else (w13_e2fH.detach(), w2_eHf.detach())
+        out: torch.Tensor = _CpuExpertFfn.apply(x_MH, w13, w2, row_weights_M, tuple(counts), recompute, lanes, target)
+        return out
+    if impl == "fast" and can_group:
+        return _grouped_mm(x_MH, w13_e2fH, w2_eHf, counts, row_weights_M, later)
+    return _reference(x_MH, w13_e2fH, w2_eHf, counts, row_weights_M, later)
+
+
+def _reference(
+    x_MH: torch.Tensor,
+    w13_e2fH: torch.Tensor,
+    w2_eHf: torch.Tensor,
+    counts: Sequence[int],
+    row_weights_M: torch.Tensor | None,
+    later: Later | None,
+) -> torch.Tensor:
+    rows = torch.split(x_MH, list(counts))
+    weights = [None] * len(counts) if row_weights_M is None else torch.split(row_weights_M, list(counts))
+    if later is not None:
+        return torch.cat(
+            [
+                _reference_slot_later(x, w13, w2, weight, later)
+                for x, w13, w2, weight in zip(rows, w13_e2fH, w2_eHf, weights, strict=True)
+            ]
+        )
+    out = [
+        reference_swiglu(torch.einsum("mh,gfh->mgf", x, w13), weight) @ w2.T
+        for x, w13, w2, weight in zip(rows, w13_e2fH, w2_eHf, weights, strict=True)
+    ]
+    return torch.cat(out)
+
+
+def _reference_slot_later(
+    x_mH: torch.Tensor, w13_2fH: torch.Tensor, w2_Hf: torch.Tensor, weight_m: torch.Tensor | None, later: Later
+) -> torch.Tensor:
+    """The same plain operations, each product with its weight gradient put off."""
+    gate_up_m2f = later_linear(x_mH, w13_2fH.flatten(0, 1), None, later).view(len(x_mH), *w13_2fH.shape[:2])
+    return later_linear(reference_swiglu(gate_up_m2f, weight_m), w2_Hf, None, later)
+
+
+def _grouped_mm(
+    x_MH: torch.Tensor,
+    w13_e2fH: torch.Tensor,
+    w2_eHf: torch.Tensor,
+    counts: Sequence[int],
+    row_weights_M: torch.Tensor | None,
+    later: Later | None,
+) -> torch.Tensor:
+    offsets = torch.tensor(list(itertools.accumulate(counts)), dtype=torch.int32).to(x_MH.device, non_blocking=True)
+    if later is not None:
+        gate_up_M2f = later_grouped_mm(x_MH.contiguous(), w13_e2fH.flatten(1, 2), offsets, later)
+        h_Mf = swiglu(gate_up_M2f.view(len(x_MH), 2, -1), row_weights_M=row_weights_M)
+        return later_grouped_mm(h_Mf, w2_eHf, offsets, later)
+    gate_up_M2f = F.grouped_mm(x_MH.contiguous(), w13_e2fH.flatten(1, 2).transpose(1, 2), offs=offsets)
+    h_Mf = swiglu(gate_up_M2f.view(len(x_MH), 2, -1), row_weights_M=row_weights_M)
+    y_MH = F.grouped_mm(h_Mf, w2_eHf.transpose(1, 2), offs=offsets)
+    out: torch.Tensor = _Contiguous.apply(y_MH)
+    return out
+
+
+class _Contiguous(torch.autograd.Function):
+    """Hands a contiguous gradient on: grouped_mm's backward refuses an expanded one (that of `sum`)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad.contiguous()
+
+
+# ---- CPU ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows `[start, stop)` of one slot; in the padded buffers they begin at `at` and are `size` long."""
+
+    slot: int
+    start: int
+    stop: int
+    at: int
+    size: int
+
+    @property
+    def num_rows(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def padded(self) -> slice:
+        return slice(self.at, self.at + self.size)
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.start, self.stop)
+
+    @property
+    def blocks(self) -> list[slice]:
+        """Padded rows of the piece, block by block."""
+        return [slice(i, min(i + BLOCK_ROWS, self.size)) for i in range(0, self.size, BLOCK_ROWS)]
+
+
+def _pieces(counts: Sequence[int], dtype: torch.dtype, slots: Sequence[int] | None = None) -> list[Piece]:
+    """Slots cut into pieces of at most MAX_PIECE rows, by the counts alone: no result depends on the number of lanes.
+
+    `slots`: whose rows each count counts (None: one count a slot, in order).
+    """
+    out: list[Piece] = []
+    start = at = 0
+    for slot, count in zip(range(len(counts)) if slots is None else slots, counts, strict=True):
+        num = -(-count // MAX_PIECE)
+        for i in range(num):
+            first, last = start + count * i // num, start + count * (i + 1) // num
+            size = padded_rows(last - first, dtype)
+            out.append(Piece(slot, first, last, at, size))
+            at += size
+        start += count
+    return out
+
+
+class Scratch(NamedTuple):
+    """What one lane needs for one piece; allocated by the caller's thread, used again for every piece."""
+
+    x_mH: torch.Tensor
+    y_mH: torch.Tensor
+    h_mf: torch.Tensor
+    gate_up_mF: torch.Tensor
+
+
+class BackwardScratch(NamedTuple):
+    dy_mH: torch.Tensor
+    dh_mf: torch.Tensor
+    d_gate_up_mF: torch.Tensor
+    silu_bf: torch.Tensor
+    t_bf: torch.Tensor
+    dots_m: torch.Tensor
+
+
+Scratches = tuple[Scratch, BackwardScratch]
+
+
+class Grads(Protocol):
+    """Where the gradients of a piece go."""
+
+    x_MH: torch.Tensor
+    row_weights_M: torch.Tensor | None
+    weights: bool
+
+    def w13_of(self, p: Piece) -> torch.Tensor: ...
+
+    def w2_of(self, p: Piece) -> torch.Tensor: ...
+
+
+def forward_scratch(like: torch.Tensor, rows: int, width: int) -> Scratch:
+    hidden = like.shape[1]
+    x_mH, y_mH, gate_up_mF = (spaced(rows, columns, like) for columns in (hidden, hidden, 2 * width))
+    return Scratch(x_mH, y_mH, like.new_empty(rows, width), gate_up_mF)
+
+
+def backward_scratch(like: torch.Tensor, rows: int, width: int) -> BackwardScratch:
+    silu_bf, t_bf = like.new_empty(2, min(rows, BLOCK_ROWS), width)
+    dy_mH, d_gate_up_mF = spaced(rows, like.shape[1], like), spaced(rows, 2 * width, like)
+    dots_m = like.new_empty(rows, dtype=torch.promote_types(like.dtype, torch.float32))
+    return BackwardScratch(dy_mH, like.new_empty(rows, width), d_gate_up_mF, silu_bf, t_bf, dots_m)
+
+
+class _CpuExpertFfn(torch.autograd.Function):
+    """Keeps the rows, the weights and, unless `recompute`, the first projection's output."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_MH: torch.Tensor,
+        w13_e2fH: torch.Tensor,
+        w2_eHf: torch.Tensor,
+        row_weights_M: torch.Tensor | None,
+        counts: tuple[int, ...],
+        recompute: bool,
+        lanes: Lanes,
+        target: Target | None,
+    ) -> torch.Tensor:
+        work = Work(x_MH, w13_e2fH, w2_eHf, row_weights_M, counts)
+        if not recompute and any(ctx.needs_input_grad):
+            work.keep()
+        y_MH = work.forward_all(lanes)
+        ctx.save_for_backward(x_MH, w13_e2fH, w2_eHf, row_weights_M, work.gate_up_P2f)
+        ctx.counts, ctx.lanes, ctx.target = counts, lanes, target
+        return y_MH
+
+    @staticmethod
+    def backward(ctx: Any, dy_MH: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x_MH, w13_e2fH, w2_eHf, row_weights_M, gate_up_P2f = ctx.saved_tensors
+        lanes, native = ctx.lanes, ctx.lanes.rows_for(x_MH, dy_MH)
+        work = Work(x_MH, w13_e2fH, w2_eHf, row_weights_M, ctx.counts, gate_up_P2f=gate_up_P2f)
+        grads = _Grads(work, weights=ctx.needs_input_grad[1], row_weights=ctx.needs_input_grad[3])
+        scratch = work.scratches(lanes)
+        kept = None if ctx.target is None else _Kept(work, dy_MH)
+        lanes.run(lambda p, lane: work.backward(p, *scratch[lane], dy_MH, grads, kept, native), work.largest_first)
+        grads.finish(lanes)
+        if kept is not None:
+            work.gate_up_P2f = None  # has served
+            ctx.target.put(lambda: kept.weight_gradients(lanes))
+        return grads.x_MH, grads.w13, grads.w2_eHf, grads.row_weights_M, None, None, None, None
+
+
+class Work:
+    """One call: the operands, and what is done with a piece of them."""
+
+    def __init__(
+        self,
+        x_MH: torch.Tensor,
+        w13_e2fH: torch.Tensor,
+        w2_eHf: torch.Tensor,
+        row_weights_M: torch.Tensor | None,
+        counts: tuple[int, ...],
+        slots: tuple[int, ...] | None = None,
+        gate_up_P2f: torch.Tensor | None = None,
+    ) -> None:
+        self.x_MH, self.w2_eHf, self.gate_up_P2f = x_MH, w2_eHf, gate_up_P2f
+        self.w13_shape = w13_e2fH.shape
+        self.w13_eFH = w13_e2fH.flatten(1, 2)
+        self.width = w2_eHf.shape[-1]
+        self.pieces = _pieces(counts, x_MH.dtype, slots)
+        self.largest_first = sorted(self.pieces, key=lambda p: -p.size)
+        self.row_weights_M = row_weights_M
+        self.scale_M1 = None if row_weights_M is None else row_weights_M.to(x_MH.dtype).unsqueeze(-1)
+
+    def forward_all(self, lanes: Lanes) -> torch.Tensor:
+        """(M, H) the results of all pieces."""
+        y_MH = torch.empty_like(self.x_MH, memory_format=torch.contiguous_format)
+        scratch, native = [forward_scratch(*self.scratch_shape) for _ in range(lanes.count)], lanes.rows_for(self.x_MH)
+        lanes.run(lambda p, lane: self.forward(p, scratch[lane], y_MH, native), self.largest_first)
+        return y_MH
+
+    def scratches(self, lanes: Lanes) -> list[Scratches]:
+        """Room for the backward pass of each lane."""
+        shape = self.scratch_shape
+        return [(forward_scratch(*shape), backward_scratch(*shape)) for _ in range(lanes.count)]
+
+    def keep(self) -> None:
+        """Make room for the first projection of all pieces."""
+        self.gate_up_P2f = spaced(sum(p.size for p in self.pieces), 2 * self.width, self.x_MH)
+
+    @property
+    def scratch_shape(self) -> tuple[torch.Tensor, int, int]:
+        return self.x_MH, max((p.size for p in self.pieces), default=0), self.width
+
+    def _gate_up(self, p: Piece, s: Scratch) -> torch.Tensor:
+        """Where the piece's first projection goes: into the kept buffer where there is one."""
+        return s.gate_up_mF[: p.size] if self.gate_up_P2f is None else self.gate_up_P2f[p.padded]
+
+    def forward(self, p: Piece, s: Scratch, y_MH: torch.Tensor, native: Rows | None) -> None:
+        scale_r1 = None if self.scale_M1 is None else self.scale_M1[p.rows]
+        weights = self.w13_eFH[p.slot], self.w2_eHf[p.slot]
+        x_rH, y_rH, gate_up_mF = self.x_MH[p.rows], y_MH[p.rows], self._gate_up(p, s)
+        if native is None:
+            scripted(_forward_piece)(x_rH, *weights, scale_r1, gate_up_mF, y_rH, s, BLOCK_ROWS)
+            return
+        h_mf = s.h_mf[: p.size]
+        scripted(_first_projection)(x_rH, weights[0], gate_up_mF, s)
+        native.swiglu_forward(gate_up_mF, h_mf)
+        scripted(_second_projection)(h_mf, weights[1], scale_r1, y_rH, s)
+
+    def backward(
+        self,
+        p: Piece,
+        s: Scratch,
+        t: BackwardScratch,
+        dy_MH: torch.Tensor,
+        grads: Grads,
+        kept: _Kept | None = None,
+        native: Rows | None = None,
+    ) -> None:
+        if self.gate_up_P2f is None:
+            s.x_mH[: p.num_rows].copy_(self.x_MH[p.rows])
+            s.x_mH[p.num_rows : p.size].zero_()
+            torch.mm(s.x_mH[: p.size], self.w13_eFH[p.slot].T, out=s.gate_up_mF[: p.size])
+        operands = [self.x_MH[p.rows], dy_MH[p.rows], self.w13_eFH[p.slot], self.w2_eHf[p.slot], self._gate_up(p, s)]
+        scale_r1 = None if self.scale_M1 is None else self.scale_M1[p.rows]
+        dx_rH, d_weights = grads.x_MH[p.rows], [grads.w13_of(p), grads.w2_of(p)] if grads.weights else []
+        d_scale_r = None if grads.row_weights_M is None else grads.row_weights_M[p.rows]
+        if native is None:
+            scripted(_backward_piece)(operands, scale_r1, dx_rH, d_scale_r, d_weights, s, t, BLOCK_ROWS)
+        else:
+            h_mf, dh_mf, d_gate_up_mF = s.h_mf[: p.size], t.dh_mf[: p.size], t.d_gate_up_mF[: p.size]
+            dots_m = t.dots_m[: p.size]
+            scripted(_gradient_of_h)(operands, scale_r1, s, t)
+            native.swiglu_backward(operands[4], dh_mf, h_mf, d_gate_up_mF, dots_m)
+            scripted(_gradients_of_piece)(operands, scale_r1, dots_m, dx_rH, d_scale_r, d_weights, s, t)
+        if kept is not None:
+            kept.h_Pf[p.padded].copy_(s.h_mf[: p.size])
+            kept.d_gate_up_P2f[p.padded].copy_(t.d_gate_up_mF[: p.size])
+
+
+def _forward_piece(
+    x_rH: torch.Tensor,
+    w13_FH: torch.Tensor,
+    w2_Hf: torch.Tensor,
+    scale_r1: torch.Tensor | None,
+    gate_up_mF: torch.Tensor,
+    y_rH: torch.Tensor,
+    s: Scratch,
+    block: int,
+) -> None:
+    """Scripted. `r` rows of the slot, `m` with the padding: zeros, so that it adds nothing to any product."""
+    size, width = gate_up_mF.shape[0], w2_Hf.shape[1]
+    h_mf = s.h_mf[:size]
+    _first_projection(x_rH, w13_FH, gate_up_mF, s)
+    for start in range(0, size, block):
+        gate_up_bF, h_bf = gate_up_mF[start : start + block], h_mf[start : start + block]
+        torch.ops.aten.silu(gate_up_bF[:, :width], out=h_bf)
+        h_bf.mul_(gate_up_bF[:, width:])
+    _second_projection(h_mf, w2_Hf, scale_r1, y_rH, s)
+
+
+def _first_projection(x_rH: torch.Tensor, w13_FH: torch.Tensor, gate_up_mF: torch.Tensor, s: Scratch) -> None:
+    """Scripted."""
+    rows, size = x_rH.shape[0], gate_up_mF.shape[0]
+    s.x_mH[:rows].copy_(x_rH)
+    s.x_mH[rows:size].zero_()
+    torch.mm(s.x_mH[:size], w13_FH.t(), out=gate_up_mF)
+
+
+def _second_projection(
+    h_mf: torch.Tensor, w2_Hf: torch.Tensor, scale_r1: torch.Tensor | None, y_rH: torch.Tensor, s: Scratch
+) -> None:
+    """Scripted."""
+    rows, y_mH = y_rH.shape[0], s.y_mH[: h_mf.shape[0]]
+    torch.mm(h_mf, w2_Hf.t(), out=y_mH)
+    if scale_r1 is None:
+        y_rH.copy_(y_mH[:rows])
+    else:
+        torch.mul(y_mH[:rows], scale_r1, out=y_rH)
+
+
+def _backward_piece(
+    operands: list[torch.Tensor],
+    scale_r1: torch.Tensor | None,
+    dx_rH: torch.Tensor,
+    d_scale_r: torch.Tensor | None,
+    d_weights: list[torch.Tensor],
+    s: Scratch,
+    t: BackwardScratch,
+    block: int,
+) -> None:
+    """Scripted. `operands`: x and dy (r, H), w13, w2, gate_up (m, F); `d_weights`: those of w13 and w2, if wanted."""
+    gate_up_mF = operands[4]
+    size, width = gate_up_mF.shape[0], operands[3].shape[1]
+    h_mf, dh_mf, d_gate_up_mF = s.h_mf[:size], t.dh_mf[:size], t.d_gate_up_mF[:size]
+    _gradient_of_h(operands, scale_r1, s, t)
+    dots_m = torch.empty([size if d_scale_r is not None else 0], dtype=dh_mf.dtype)
+    for start in range(0, size, block):
+        stop = min(start + block, size)
+        gate_bf, up_bf = gate_up_mF[start:stop, :width], gate_up_mF[start:stop, width:]
+        dh_bf, h_bf, silu_bf, t_bf = (
+            dh_mf[start:stop],
+            h_mf[start:stop],
+            t.silu_bf[: stop - start],
+            t.t_bf[: stop - start],
+        )
+        torch.ops.aten.silu(gate_bf, out=silu_bf)
+        torch.mul(silu_bf, up_bf, out=h_bf)
+        if d_scale_r is not None:
+            dots_m[start:stop].copy_(_row_dots(dh_bf, h_bf))
+        torch.mul(dh_bf, silu_bf, out=d_gate_up_mF[start:stop, width:])
+        torch.mul(dh_bf, up_bf, out=t_bf)
+        torch.ops.aten.silu_backward(t_bf, gate_bf, grad_input=d_gate_up_mF[start:stop, :width])
+    _gradients_of_piece(operands, scale_r1, dots_m, dx_rH, d_scale_r, d_weights, s, t)
+
+
+def _gradient_of_h(operands: list[torch.Tensor], scale_r1: torch.Tensor | None, s: Scratch, t: BackwardScratch) -> None:
+    """Scripted: into `t.dh_mf`."""
+    x_rH, dy_rH, w2_Hf = operands[0], operands[1], operands[3]
+    rows, size = x_rH.shape[0], operands[4].shape[0]
+    s.x_mH[:rows].copy_(x_rH)
+    s.x_mH[rows:size].zero_()
+    if scale_r1 is None:
+        t.dy_mH[:rows].copy_(dy_rH)
+    else:
+        torch.mul(dy_rH, scale_r1, out=t.dy_mH[:rows])
+    t.dy_mH[rows:size].zero_()
+    torch.mm(t.dy_mH[:size], w2_Hf, out=t.dh_mf[:size])
+
+
+def _gradients_of_piece(
+    operands: list[torch.Tensor],
+    scale_r1: torch.Tensor | None,
+    dots_m: torch.Tensor,
+    dx_rH: torch.Tensor,
+    d_scale_r: torch.Tensor | None,
+    d_weights: list[torch.Tensor],
+    s: Scratch,
+    t: BackwardScratch,
+) -> None:
+    """Scripted: of the rows, their weights and the experts' weights, once `h` and the gradient of gate and up are there."""
+    dy_rH, w13_FH, w2_Hf = operands[1], operands[2], operands[3]
+    rows, size = dy_rH.shape[0], operands[4].shape[0]
+    h_mf, d_gate_up_mF = s.h_mf[:size], t.d_gate_up_mF[:size]
+    if d_scale_r is not None and scale_r1 is not None:
+        _scale_gradient(dots_m[:rows], scale_r1.squeeze(1), dy_rH, w2_Hf, h_mf, d_scale_r)
+    if len(d_weights) > 0:
+        torch.mm(t.dy_mH[:size].t(), h_mf, out=d_weights[1])
+        torch.mm(d_gate_up_mF.t(), s.x_mH[:size], out=d_weights[0])
+    torch.mm(d_gate_up_mF, w13_FH, out=s.y_mH[:size])
+    dx_rH.copy_(s.y_mH[:rows])
+
+
+def _scale_gradient(
+    dots_r: torch.Tensor,
+    scale_r: torch.Tensor,
+    dy_rH: torch.Tensor,
+    w2_Hf: torch.Tensor,
+    h_mf: torch.Tensor,
+    d_scale_r: torch.Tensor,
+    small: float = 1e-6,
+) -> None:
+    """Scripted. `dots` have the row weight in them already: it is divided out again, except where it is too small for that."""
+    torch.div(dots_r.to(d_scale_r.dtype), scale_r.to(d_scale_r.dtype), out=d_scale_r)
+    lost = (scale_r.abs() < small).nonzero().squeeze(1)
+    if lost.numel() > 0:
+        dh_lf = torch.mm(dy_rH.index_select(0, lost), w2_Hf).to(d_scale_r.dtype)
+        d_scale_r.index_copy_(0, lost, (dh_lf * h_mf.index_select(0, lost).to(d_scale_r.dtype)).sum(-1))
+
+
+class _Grads:
+    """Where gradients go. A slot of several pieces gets one partial weight gradient each, added up in their order at the end."""
+
+    def __init__(self, work: Work, *, weights: bool, row_weights: bool) -> None:
+        like = work.x_MH
+        self.x_MH = torch.empty_like(like, memory_format=torch.contiguous_format)
+        self.weights = weights
+        weight = work.row_weights_M
+        self.row_weights_M = torch.empty_like(weight) if row_weights and weight is not None else None
+        self._w13_eFH = torch.empty(work.w13_eFH.shape, dtype=like.dtype) if weights else None
+        self.w2_eHf = torch.empty(work.w2_eHf.shape, dtype=like.dtype) if weights else None
+        self.w13 = None if self._w13_eFH is None else self._w13_eFH.view(work.w13_shape)
+        self._partial: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._of_slot: dict[int, list[Piece]] = {}
+        for p in work.pieces:
+            self._of_slot.setdefault(p.slot, []).append(p)
+        self._slots = range(work.w2_eHf.shape[0])
+        if self._w13_eFH is not None and self.w2_eHf is not None:
+            for pieces in self._of_slot.values():
+                for p in pieces[1:]:
+                    self._partial[p.start] = (
+                        torch.empty_like(self._w13_eFH[p.slot]),
+                        torch.empty_like(self.w2_eHf[p.slot]),
+                    )
+
+    def w13_of(self, p: Piece) -> torch.Tensor:
+        assert self._w13_eFH is not None
+        return self._partial[p.start][0] if p.start in self._partial else self._w13_eFH[p.slot]
+
+    def w2_of(self, p: Piece) -> torch.Tensor:
+        assert self.w2_eHf is not None
+        return self._partial[p.start][1] if p.start in self._partial else self.w2_eHf[p.slot]
+
+    def finish(self, lanes: Lanes) -> None:
+        """Zero the slots without rows, add up the partial gradients of the others."""
+        if self.weights:
+            lanes.run(lambda slot, _: self._finish_slot(slot), self._slots)
+
+    def _finish_slot(self, slot: int) -> None:
+        assert self._w13_eFH is not None and self.w2_eHf is not None
+        pieces = self._of_slot.get(slot, [])
+        for i, whole in enumerate((self._w13_eFH[slot], self.w2_eHf[slot])):
+            if not pieces:
+                whole.zero_()
+            for p in pieces[1:]:
+                whole.add_(self._partial[p.start][i])
+
+
+class _Kept:
+    """What the products of the weight gradients need, from the backward pass that put them off."""
+
+    def __init__(self, work: Work, dy_MH: torch.Tensor) -> None:
+        rows = sum(p.size for p in work.pieces)
+        self.work, self.dy_MH = work, dy_MH
+        self.h_Pf = spaced(rows, work.width, work.x_MH)
+        self.d_gate_up_P2f = spaced(rows, 2 * work.width, work.x_MH)
+
+    def weight_gradients(self, lanes: Lanes) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of `w13` and `w2`: the very products of a backward pass that does all at once."""
+        work = self.work
+        grads = _Grads(work, weights=True, row_weights=False)
+        scratch = [forward_scratch(*work.scratch_shape) for _ in range(lanes.count)]
+        lanes.run(lambda p, lane: self._piece(p, scratch[lane], grads), work.largest_first)
+        grads.finish(lanes)
+        assert grads.w13 is not None and grads.w2_eHf is not None  # asked for
+        return grads.w13, grads.w2_eHf
+
+    def _piece(self, p: Piece, s: Scratch, grads: _Grads) -> None:
+        dy_mH = _fill(s.y_mH, self.dy_MH, p)
+        if self.work.scale_M1 is not None:
+            dy_mH[: p.num_rows].mul_(self.work.scale_M1[p.rows])
+        torch.mm(dy_mH.T, self.h_Pf[p.padded], out=grads.w2_of(p))
+        torch.mm(self.d_gate_up_P2f[p.padded].T, _fill(s.x_mH, self.work.x_MH, p), out=grads.w13_of(p))
+
+
+def _fill(target: torch.Tensor, source_MH: torch.Tensor, p: Piece) -> torch.Tensor:
+    """The piece's rows at the top of `target`, zeros below, so that padding adds nothing to any product."""
+    target[: p.num_rows].copy_(source_MH[p.rows])
+    target[p.num_rows : p.size].zero_()
+    return target[: p.size]
+
+
+def _row_dots(a_mf: torch.Tensor, b_mf: torch.Tensor, dots: int = DOT_ROWS) -> torch.Tensor:
+    """(m,) dot products of equal rows."""
+    if a_mf.dtype != torch.bfloat16 or a_mf.shape[0] % dots != 0:
+        return (a_mf * b_mf).sum(-1)
+    a, b = a_mf.view(-1, dots, a_mf.shape[1]), b_mf.view(-1, dots, b_mf.shape[1])
+    return torch.bmm(a, b.transpose(1, 2)).diagonal(dim1=1, dim2=2).reshape(-1)

@@ -1,0 +1,75 @@
+"""Whether a run heals itself where its recipe leaves that open (`resilience.heal` not set): wherever nothing else in it speaks against it.
+
+Decides by asking: the same recipe with healing must have no problem that it does not have without. Must never change: a run that could be started can
+still be; what nobody dies in has the same bits (with equal shares the step of mode fast is that of mode off).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from phalanx.core.config import Recipe, ResilienceConfig
+from phalanx.core.errors import ConfigError, Problem, raise_if
+from phalanx.core.rules import recipe_problems
+from phalanx.plan.recipe import run_problems
+from phalanx.plan.recovery.hosts import wanted_ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class HealingChoice:
+    """`recipe` says what will be done; `why_not` in a line where it does not heal."""
+
+    recipe: Recipe
+    why_not: str = ""
+
+    @property
+    def heals(self) -> bool:
+        return bool(self.recipe.resilience.heal)
+
+    def explain(self) -> str:
+        """In a line."""
+        if self.heals:
+            return f"ranks that die are replaced, and the others go on meanwhile (mode {self.recipe.resilience.mode})"
+        return f"no: {self.why_not}"
+
+
+def choose_healing(recipe: Recipe, *, launched: bool = False) -> HealingChoice:
+    """What becomes of a recipe that has passed its checks. `launched`: another program starts and ends the ranks.
+
+    Raises `ConfigError` where settings of a run that heals itself are given and it does not.
+    """
+    r = recipe.resilience
+    if r.heal is not None:
+        return HealingChoice(recipe=recipe, why_not="" if r.heal else "resilience.heal = false")
+    without = replace(recipe, resilience=replace(r, heal=False))
+    if launched:
+        return _without(recipe, why_not="a launcher starts and ends the ranks")
+    if recipe.launch.ranks == 1:
+        return _without(recipe, why_not="launch.ranks = 1 leaves nobody to go on")
+    if recipe.launch.device != "cpu":
+        device = f"launch.device = {recipe.launch.device!r}"
+        return _without(
+            recipe, why_not=f"{device} heals only where resilience.heal = true asks for it: never run on a GPU yet"
+        )
+    wanted = replace(recipe, resilience=replace(r, heal=True, mode="fast" if r.mode == "off" else r.mode))
+    known = {str(p) for p in _problems(without)}
+    against = [p for p in _problems(wanted) if str(p) not in known]
+    if against:
+        return _without(recipe, why_not=" ".join(str(against[0]).split()))
+    return HealingChoice(recipe=wanted)
+
+
+def _without(recipe: Recipe, *, why_not: str) -> HealingChoice:
+    r, default = recipe.resilience, ResilienceConfig()
+    given = [k for k in ("minimum", "wait_s", "limit_s") if getattr(r, k) != getattr(default, k)]
+    rule = f"has no effect, because this run does not heal itself: {why_not}"
+    raise_if(
+        [Problem(where=f"resilience.{k}", value=getattr(r, k), rule=rule, hint="leave it out") for k in given],
+        ConfigError,
+        subject="the recipe",
+    )
+    return HealingChoice(recipe=replace(recipe, resilience=replace(r, heal=False)), why_not=why_not)
+
+
+def _problems(recipe: Recipe) -> list[Problem]:
+    return [*recipe_problems(recipe), *run_problems(recipe, world=wanted_ranks(recipe))]

@@ -1,0 +1,153 @@
+"""Who adds up what of the gradients of experts with replicas: each element in one place, in one order.
+
+An expert of m holders (ranks of one expert-parallel group) is cut into m parts of equal size, to `PART_MULTIPLE` elements. Holder number j, counted by rank, *completes* part j: it
+gets that part from all other holders, adds the m of them by rank, and (`whole`) sends the sum back to them. So a sum has the same bits on all holders, whatever
+they are; each rank sends and receives what a ring over the holders would; and all experts of a buffer travel in one exchange over the group
+that dispatches anyway: there is no process group for an expert or for a set of holders, however many sets there are.
+
+Must never change: the parts of a block that two ranks hold come in the same order on both (blocks in order, experts ascending), so a message needs no
+header; every element of an expert has one completer among its holders.
+
+The gradient is a sum, over all holders and nobody else; its normaliser is that of the whole step (`plan/mapping/folding.py: GRADIENT_RULES`), so nothing is
+divided. Whoever keeps the optimizer state (all holders, or each for the parts that it completes) is a choice: `ExpertState`.
+
+A *run* is a range `[start, stop)` of the flat buffer of this rank; other ranks have the same elements elsewhere in theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from phalanx.plan.mapping.placement import Placement
+
+ExpertState = Literal["whole", "sharded"]
+"""What a holder keeps of the master weights and moments of its experts: all of it, or the parts that it completes."""
+
+Run = tuple[int, int]
+
+PART_MULTIPLE = 64
+"""Elements in whose multiples an expert is cut: vectors of an elementwise kernel that begins with the expert, or with a part of it, hold the same elements,
+so that its last few, which no vector holds, are rounded alike whoever computes them."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """One parameter in the flat buffer: `placement` of its layer, `start` of its first element here, `row` elements of one expert."""
+
+    placement: Placement
+    start: int
+    row: int
+
+
+@dataclass(frozen=True)
+class HeldExpert:
+    """An expert of one block on this rank."""
+
+    run: Run
+    holders: tuple[int, ...]
+    """Places on the ep axis, ascending."""
+    is_writer: bool
+    """Of all holders, this rank writes it into a checkpoint, where all of them have it whole."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HolderPlan:
+    """This rank's part of the sums of one flat buffer."""
+
+    index: int
+    """Of this rank on the ep axis."""
+    size: int
+    experts: tuple[HeldExpert, ...]
+    """In the order of the buffer."""
+    gives: tuple[tuple[Run, ...], ...]
+    """By rank of the axis: what that rank completes of what is held here."""
+    takes: tuple[tuple[Run, ...], ...]
+    """By rank of the axis: what this rank completes of what is held there too."""
+    travels: bool
+    """Some expert of the buffer has several holders: the same answer on all ranks of the axis."""
+    state: ExpertState = "whole"
+
+    @cached_property
+    def owned(self) -> tuple[Run, ...]:
+        """What this rank completes, in the order of the buffer."""
+        return tuple(_part(held.run, held.holders, self.index) for held in self.experts)
+
+    @property
+    def owned_elements(self) -> int:
+        return sum(stop - start for start, stop in self.owned)
+
+    @property
+    def sent_elements(self) -> int:
+        """That leave this rank, for the sums alone. `whole` sends as many again as it takes in."""
+        return _length(self.gives)
+
+    @property
+    def received_elements(self) -> int:
+        return _length(self.takes)
+
+
+def plan_holders(blocks: Sequence[Block], *, ep: int, size: int, state: ExpertState = "whole") -> HolderPlan:
+    """The plan of rank `ep` of `size`, whose buffer has `blocks` one after the other. With replicas there is one expert-parallel group."""
+    experts: list[HeldExpert] = []
+    gives: list[list[Run]] = [[] for _ in range(size)]
+    takes: list[list[Run]] = [[] for _ in range(size)]
+    travels = False
+    for block in blocks:
+        of_block = dict(_held(block, ep))
+        travels = travels or any(len(set(h)) > 1 for h in _holders(block.placement).values())
+        experts += of_block.values()
+        for _, held in sorted(of_block.items()):
+            for peer in held.holders:
+                if peer != ep:
+                    gives[peer].append(_part(held.run, held.holders, peer))
+                    takes[peer].append(_part(held.run, held.holders, ep))
+    return HolderPlan(
+        index=ep,
+        size=size,
+        experts=tuple(experts),
+        gives=tuple(_without_empty(runs) for runs in gives),
+        takes=tuple(_without_empty(runs) for runs in takes),
+        travels=travels,
+        state=state,
+    )
+
+
+def _held(block: Block, ep: int) -> Iterator[tuple[int, HeldExpert]]:
+    """(expert, where it lies) of what a rank holds of a block, in the order of the buffer."""
+    holders = _holders(block.placement)
+    for i, expert in enumerate(block.placement.local_experts(edp=0, ep=ep)):
+        start = block.start + i * block.row
+        by = holders[expert]
+        yield expert, HeldExpert((start, start + block.row), by, by[expert % len(by)] == ep)
+
+
+def _holders(placement: Placement) -> dict[int, tuple[int, ...]]:
+    """Expert -> ranks of the group that hold it, ascending."""
+    found: dict[int, list[int]] = {}
+    for ep, slots in enumerate(placement.slots[0]):
+        for expert in dict.fromkeys(slots):
+            found.setdefault(expert, []).append(ep)
+    return {expert: tuple(ranks) for expert, ranks in found.items()}
+
+
+def _part(run: Run, holders: Sequence[int], rank: int) -> Run:
+    """The part of an expert that lies at `run` which `rank` completes."""
+    length, j = run[1] - run[0], holders.index(rank)
+    units = -(-length // PART_MULTIPLE)
+
+    def bound(part: int) -> int:
+        return run[0] + min(length, units * part // len(holders) * PART_MULTIPLE)
+
+    return bound(j), bound(j + 1)
+
+
+def _without_empty(runs: Sequence[Run]) -> tuple[Run, ...]:
+    """An expert of fewer elements than holders has empty parts."""
+    return tuple(run for run in runs if run[0] < run[1])
+
+
+def _length(by_rank: Sequence[Sequence[Run]]) -> int:
+    return sum(stop - start for runs in by_rank for start, stop in runs)

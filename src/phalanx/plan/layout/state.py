@@ -1,0 +1,178 @@
+"""Layouts of a run's state over its ranks: parameters, buffers, and optimizer state under ZeRO-1, for any folding and placement.
+
+Decides nothing of its own: `plan/layout/parameters.py` says what each rank holds, here it becomes one `TensorLayout` for each logical tensor, which
+`plan/reshard/plan.py` can move. Must never change: the layouts say exactly what the modules and the sharded state hold (`runtime/state/optimizer.py: boxes`).
+
+Local tensors are a rank's parameters as its modules have them. Of optimizer state a rank holds some boxes of a tensor of that shape, those that its shard of the
+flat buffer covers. Layouts are made once for each set of ranks that hold the same kind of tensor alike, so a model of a thousand layers costs no more
+than the layers that differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from phalanx.plan.layout.holders import ExpertState
+from phalanx.plan.layout.parameters import Box, LocalParam, flat_layouts, local_param, stage_params
+from phalanx.plan.layout.tensors import Held, TensorLayout, whole_layout
+from phalanx.plan.mapping.model import ModelSpec, ParamSpec, buffers, parameters
+from phalanx.plan.mapping.placement import AnyPlacement, plain_placement
+from phalanx.plan.mapping.stage_foldings import AnyFolding
+from phalanx.plan.mapping.stages import StagePlan
+
+STATE_KINDS = ("master", "exp_avg", "exp_avg_sq")
+"""What the optimizer keeps of each parameter (`runtime/state/optimizer.py`)."""
+
+_Held = tuple[tuple[Held, ...], tuple[int, ...]]
+"""Boxes of one rank, and the shape of its local tensor."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateLayouts:
+    """A model over the ranks of a folding, numbered from `first_rank` on."""
+
+    spec: ModelSpec
+    folding: AnyFolding
+    stages: StagePlan
+    placement: Callable[[int], AnyPlacement] | None = None
+    """Of a rank's stage; None: each expert once in every expert-parallel group."""
+    first_rank: int = 0
+    _alike: dict[tuple[object, ...], TensorLayout] = field(default_factory=dict, init=False, compare=False, repr=False)
+
+    @cached_property
+    def params(self) -> dict[str, ParamSpec]:
+        return {param.name: param for param in parameters(self.spec)}
+
+    @cached_property
+    def _ranks_of(self) -> dict[str, tuple[int, ...]]:
+        """Parameter -> ranks of the folding that hold some of it."""
+        out: dict[str, list[int]] = {name: [] for name in self.params}
+        needed = [[p.name for p in stage_params(self.spec, self.stages.of_rank(i))] for i in range(self.folding.pp)]
+        for rank in range(self.folding.world):
+            for name in needed[self.folding.coord(rank, "pp")]:
+                out[name].append(rank)
+        return {name: tuple(ranks) for name, ranks in out.items()}
+
+    def _placement(self, rank: int) -> AnyPlacement:
+        if self.placement is not None:
+            return self.placement(rank)
+        return plain_placement(max(1, self.spec.num_experts), self.folding.of_rank(rank))
+
+    def _global(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        return tuple(self.first_rank + rank for rank in ranks)
+
+    # ---- parameters ----------------------------------------------------------------------------------------------------
+
+    def parameter(self, name: str) -> TensorLayout:
+        """What the modules of each rank hold of a parameter. Raises `KeyError` for one that the model has not."""
+        param, ranks = self.params[name], self._ranks_of[name]
+        placed = None if self.placement is None or param.ep_dim is None else self._placement(ranks[0])
+        slots = None if placed is None else placed.of_layer(param.layer).slots
+        key = (param.shape, param.tp_dim, param.etp_dim, param.ep_dim, ranks, slots)
+        if key not in self._alike:
+            found = [self._of_modules(param, rank) for rank in ranks]
+            self._alike[key] = self._layout(param.shape, ranks, found)
+        return self._alike[key]
+
+    def parameters(self) -> dict[str, TensorLayout]:
+        """All of them, in forward order."""
+        return {name: self.parameter(name) for name in self.params}
+
+    def buffers(self) -> dict[str, TensorLayout]:
+        """Untrained tensors of the state (the expert bias): whole on every rank that has the layer."""
+        out = {}
+        for name, shape in buffers(self.spec):
+            router = name.removesuffix(".expert_bias") + ".weight"
+            out[name] = whole_layout(shape, self._global(self._ranks_of[router]))
+        return out
+
+    def _of_modules(self, param: ParamSpec, rank: int) -> _Held:
+        local = local_param(param, self.folding, self._placement(rank), rank)
+        return tuple(Held(p.box, p.local.offsets) for p in local.pieces), local.shape
+
+    def _layout(self, shape: Sequence[int], ranks: Sequence[int], found: Sequence[_Held]) -> TensorLayout:
+        return TensorLayout(
+            shape=tuple(shape),
+            ranks=self._global(ranks),
+            held=tuple(held for held, _ in found),
+            local_shapes=tuple(local for _, local in found),
+        )
+
+    # ---- optimizer state -----------------------------------------------------------------------------------------------
+
+    def shards(
+        self,
+        *,
+        zero: int = 1,
+        bucket_elements: int = 0,
+        expert_state: ExpertState = "whole",
+        holders: int = 1,
+        hosts: Sequence[int] | None = None,
+        racks: Sequence[int] = (),
+    ) -> dict[str, TensorLayout]:
+        """By parameter: the boxes of which each rank keeps masters and moments (the same for all of `STATE_KINDS`).
+
+        With `holders` > 1 copies of others' shards are among them; `hosts` are those of the folding's ranks, from 0 on (None: a host each), `racks` likewise.
+        """
+        found: dict[str, dict[int, _Held]] = {name: {} for name in self.params}
+        for rank in range(self.folding.world):
+            of_rank = self.shards_of(
+                rank,
+                zero=zero,
+                bucket_elements=bucket_elements,
+                expert_state=expert_state,
+                holders=holders,
+                hosts=hosts,
+                racks=racks,
+            )
+            for name, held in of_rank.items():
+                found[name][rank] = held
+        return {
+            name: self._layout(self.params[name].shape, list(by_rank), list(by_rank.values()))
+            for name, by_rank in found.items()
+        }
+
+    def shards_of(
+        self,
+        rank: int,
+        *,
+        zero: int = 1,
+        bucket_elements: int = 0,
+        expert_state: ExpertState = "whole",
+        holders: int = 1,
+        hosts: Sequence[int] | None = None,
+        racks: Sequence[int] = (),
+    ) -> dict[str, tuple[tuple[Held, ...], tuple[int, ...]]]:
+        """By parameter: (boxes, shape of the local tensor) of one rank of the folding alone, as `shards` has them."""
+        stages = self.stages.of_rank(self.folding.coord(rank, "pp"))
+        layouts = flat_layouts(
+            stage_params(self.spec, stages),
+            self.folding,
+            self._placement(rank),
+            rank,
+            zero=zero,
+            bucket_elements=bucket_elements,
+            expert_state=expert_state,
+            holders=holders,
+            hosts=hosts,
+            racks=racks,
+        )
+        out: dict[str, _Held] = {}
+        for layout in layouts.values():
+            boxes: dict[str, list[Held]] = {local.param.name: [] for local in layout.params}
+            by_name = {local.param.name: local for local in layout.params}
+            for piece, _ in layout.kept_pieces(0, layout.kept_length):
+                name = piece.param.name
+                boxes[name].append(Held(piece.box, _place(by_name[name], piece.box)))
+            out |= {name: (tuple(held), by_name[name].shape) for name, held in boxes.items()}
+        return out
+
+
+def _place(local: LocalParam, box: Box) -> tuple[int, ...]:
+    """Where a box of the logical tensor begins in the rank's local tensor."""
+    for piece in local.pieces:
+        if piece.box.contains(box):
+            return Held(piece.box, piece.local.offsets).place(box).offsets
+    raise ValueError(f"{local.param.name}: {box} is not held here")

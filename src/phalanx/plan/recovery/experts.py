@@ -1,0 +1,142 @@
+"""Where experts with replicas live in a new generation, from what its members hold of them.
+
+Decides the placement of each pipeline stage. It is the present one: members that come fill their slots with the experts that have the fewest holders or the
+most work, nobody else gets any for their sake; then the fewest slots are changed so that experts below the floor have new holders as far as slots allow
+(`plan/placement/front.py: patched_placement`). Where single copies that change places bring every expert into several racks, they do (`parted_placement`). Where the floor
+cannot be held so, it is the best one (`plan/placement/search.py`), its hosts named so that the fewest experts travel (`plan/placement/migration.py`). The search takes seconds for many hosts, and
+every member makes it while the run stands still: never only for racks, of which one may be too small for ever (what can be had then, and at which load, `plan/placement/rebalancing.py` weighs between steps). Must never change: every expert has a slot in every layer, whoever is gone; what a host holds already is known from the reports alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from phalanx.plan.mapping.folding import Folding
+from phalanx.plan.mapping.placement import LayerPlacements
+from phalanx.plan.placement.fleet import Fleet
+from phalanx.plan.placement.front import parted_placement, patched_placement
+from phalanx.plan.placement.hosts import HostPlacement
+from phalanx.plan.placement.migration import plan_migration
+from phalanx.plan.placement.replicas import Floats, ReplicaCounts, replica_counts
+from phalanx.plan.placement.search import plan_placement
+from phalanx.plan.recovery.standing import Fact
+
+Held = Mapping[int, Sequence[tuple[int, ...]]]
+"""Layer -> experts in the slots of each group of ranks that share slots, on one host."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What a run wants of replicas."""
+
+    num_experts: int
+    slots_per_rank: int
+    floor: int
+    loads: Floats
+    """(L, E) tokens, a row for each layer with experts."""
+    layers: tuple[int, ...]
+    """Of the model, those with experts: the rows of `loads`."""
+
+
+def place_experts(
+    asked: Asked,
+    layers: Sequence[int],
+    host_of_ep: Sequence[int],
+    held: Mapping[int, Held],
+    *,
+    rack_of: Mapping[int, int] | None = None,
+) -> tuple[LayerPlacements, tuple[str, ...]]:
+    """The placement of `layers` over the ep ranks of a stage, which are on `host_of_ep`, and what was decided that nobody asked for.
+
+    `held`: what each host of the generation has, by its number; empty where nobody has anything. `rack_of` each host; empty: not known.
+    """
+    if not layers:
+        return LayerPlacements(), ()
+    names = tuple(dict.fromkeys(host_of_ep))
+    fleet = Fleet(
+        slots=tuple(asked.slots_per_rank * host_of_ep.count(name) for name in names),
+        names=names,
+        racks=tuple(rack_of[name] for name in names) if rack_of else (),
+    )
+    table = np.stack([asked.loads[asked.layers.index(layer)] for layer in layers])
+    counts = replica_counts(table, fleet, floor=asked.floor)
+    placed = _placed(asked, counts, fleet, table, _present(asked, layers, held))
+    made = LayerPlacements(
+        layers={layer: placed.layer_placement(i, host_of_ep=host_of_ep) for i, layer in enumerate(layers)}
+    )
+    made.check()
+    return made, counts.notes
+
+
+def _placed(
+    asked: Asked, counts: ReplicaCounts, fleet: Fleet, loads: Floats, present: HostPlacement | None
+) -> HostPlacement:
+    if present is None:
+        return plan_placement(counts, fleet, loads)
+    mended = patched_placement(_filled(present, fleet, loads, floor=counts.floor), fleet, floor=counts.floor)
+    if mended is not None:
+        parted = parted_placement(mended, floor=counts.floor)
+        return mended if parted.num_in_one_rack(counts.floor) else parted
+    return plan_migration(present, plan_placement(counts, fleet, loads), rename=True).new
+
+
+def _filled(present: HostPlacement, fleet: Fleet, loads: Floats, *, floor: int) -> HostPlacement:
+    """With the hosts of `fleet` that have nothing yet, each slot of theirs given to the expert that needs it most."""
+    names = present.fleet.host_names
+    new = {name: slots for name, slots in zip(fleet.host_names, fleet.slots, strict=True) if name not in names}
+    if not new:
+        return present
+    stay = [i for i, name in enumerate(names) if name in fleet.host_names]
+    rows = []
+    for layer, hosts in enumerate(present.slots):
+        copies = present.copies[layer][:, stay].sum(1)
+        holders = (present.copies[layer][:, stay] > 0).sum(1)
+        added = []
+        for slots in new.values():
+            held: list[int] = []
+            for _ in range(slots):
+                work = loads[layer] / np.maximum(copies, 1)
+                expert = min(
+                    range(present.num_experts), key=lambda e: (e in held, min(int(holders[e]), floor), -work[e], e)
+                )
+                holders[expert] += expert not in held
+                copies[expert] += 1
+                held.append(expert)
+            added.append(tuple(sorted(held)))
+        rows.append((*hosts, *added))
+    both = Fleet(slots=(*present.fleet.slots, *new.values()), names=(*names, *new))
+    return HostPlacement(num_experts=present.num_experts, fleet=both, slots=tuple(rows), floor=1)
+
+
+def _present(asked: Asked, layers: Sequence[int], held: Mapping[int, Held]) -> HostPlacement | None:
+    """What hosts have of `layers` now; None where nobody has any of them. (Not checked: experts may be missing.)"""
+    rows = [
+        tuple(tuple(e for experts in held[host].get(layer, ()) for e in experts) for host in held) for layer in layers
+    ]
+    if not any(any(row) for row in rows):
+        return None
+    slots = tuple(max(1, *(len(row[i]) for row in rows)) for i in range(len(held)))
+    return HostPlacement(
+        num_experts=asked.num_experts, fleet=Fleet(slots=slots, names=tuple(held)), slots=tuple(rows), floor=1
+    )
+
+
+def held_by_host(facts: Sequence[Fact], host_of: Mapping[str, int]) -> dict[int, Held]:
+    """What the members of each host have in their slots. The slices of one expert on several members count once."""
+    groups: dict[int, dict[tuple[Folding, int, int], tuple[tuple[int, tuple[int, ...]], ...]]] = {}
+    for fact in facts:
+        if fact.standing is not None and fact.standing.slots:
+            at = fact.standing
+            key = at.folding, at.folding.coord(at.rank, "ep"), at.folding.coord(at.rank, "pp")
+            groups.setdefault(host_of[fact.uid], {}).setdefault(key, at.slots)
+    out: dict[int, Held] = {}
+    for host, found in sorted(groups.items()):
+        layers: dict[int, list[tuple[int, ...]]] = {}
+        for slots in found.values():
+            for layer, experts in slots:
+                layers.setdefault(layer, []).append(experts)
+        out[host] = layers
+    return out

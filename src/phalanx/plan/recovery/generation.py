@@ -1,0 +1,511 @@
+"""What members of a new generation run, and what moves between them so that each holds what its new rank needs.
+
+Decides, from who is there and where the state of each stands (`plan/recovery/standing.py`):
+
+    mapping    `Healing.choose`: that of the recipe as far as it fits the number of members, else the nearest of the same axes (`plan/recovery/devices.py`)
+    ranks      `plan/recovery/ranks.py`: as few bytes travel as can be; who makes no whole group is idle
+    experts    with replicas: `plan/recovery/experts.py`
+    moves      of parameters, optimizer state and buffers, the source put together member by member, so that it does not matter whether all come from one
+               generation; idle members are sources like others
+    missing    what nobody holds any more
+
+Must never change: all members make the same plan from the same facts, in whatever order they hear them; state without a holder is named and never made up.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+
+from phalanx.core.config import PipelineConfig
+from phalanx.core.errors import PlanError, Problem
+from phalanx.plan.layout.cells import is_covered
+from phalanx.plan.layout.parameters import Box, stage_params
+from phalanx.plan.layout.parts import without
+from phalanx.plan.layout.state import STATE_KINDS, StateLayouts
+from phalanx.plan.layout.tensors import Held, TensorLayout
+from phalanx.plan.mapping.folding import Folding
+from phalanx.plan.mapping.model import ModelSpec
+from phalanx.plan.mapping.placement import AnyPlacement, LayerPlacements
+from phalanx.plan.mapping.stage_foldings import AnyFolding
+from phalanx.plan.mapping.stages import StagePlan
+from phalanx.plan.pipeline.run import make_pipeline, pipeline_problems
+from phalanx.plan.placement.replicas import Floats
+from phalanx.plan.recovery.devices import Choice, Limits, choose_folding, is_exact, usable_devices
+from phalanx.plan.recovery.experts import Asked, held_by_host, place_experts
+from phalanx.plan.recovery.memory import StateRoom, state_bytes
+from phalanx.plan.recovery.ranks import rank_members
+from phalanx.plan.recovery.standing import Fact, Kind, Standing, domains_of, machines_of, racks_of, slots_of
+from phalanx.plan.recovery.state import Device
+from phalanx.plan.reshard.types import Move
+
+BUFFER_BYTES = 4
+"""Of an element of a buffer (the expert bias), which is fp32 in every run."""
+
+_State = Mapping[str, tuple[tuple[Held, ...], tuple[int, ...]]]
+"""Of one rank: name -> (boxes, shape of the local tensor)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HealPlan:
+    """What one new generation does before it steps."""
+
+    folding: Folding
+    members: tuple[Fact, ...]
+    """In the order of their ranks in the team: those of the mapping, then those that are idle."""
+    placement: tuple[LayerPlacements, ...]
+    """Of each pipeline stage, where experts have replicas; else empty."""
+    hosts: tuple[int, ...]
+    """Failure domain of each rank of the mapping."""
+    racks: tuple[int, ...] = ()
+    """Of each rank; empty: nothing is known of racks."""
+    params: tuple[Move, ...]
+    """One for each parameter, the same for master weights and both moments."""
+    buffers: tuple[Move, ...]
+    missing: tuple[str, ...]
+    """Parameters and buffers of which some part has no holder. Empty: training can go on."""
+    exact: bool
+    """tp, cp, etp and pp are those of the recipe: in exact mode not a bit changes."""
+    reason: str = ""
+    """Why members are idle, or degrees changed."""
+    notes: tuple[str, ...] = ()
+    """What else was decided that nobody asked for."""
+
+    @property
+    def uids(self) -> tuple[str, ...]:
+        """In the order of the ranks in the team."""
+        return tuple(fact.uid for fact in self.members)
+
+    @property
+    def idle(self) -> tuple[str, ...]:
+        return self.uids[self.folding.world :]
+
+    def placement_of(self, rank: int) -> AnyPlacement | None:
+        """That of the stage of a rank of the mapping; None: experts have no replicas."""
+        return self.placement[self.folding.coord(rank, "pp")] if self.placement else None
+
+    def standing(self, rank: int) -> Standing:
+        """Where a rank of the mapping stands once this plan is carried out."""
+        placed = self.placement_of(rank)
+        slots = () if placed is None else slots_of(placed, self.folding, rank)
+        return Standing(folding=self.folding, rank=rank, slots=slots, hosts=self.hosts, racks=self.racks)
+
+    @property
+    def moves(self) -> list[Move]:
+        """Of all state: master weights and both moments under `KIND/NAME`, then buffers."""
+        return [*(replace(m, name=f"{kind}/{m.name}") for kind in STATE_KINDS for m in self.params), *self.buffers]
+
+    @cached_property
+    def hash(self) -> str:
+        """Of all that was decided, and from what."""
+        return hashlib.sha256(
+            json.dumps(
+                {
+                    "folding": asdict(self.folding),
+                    "members": [
+                        [f.uid, f.machine, None if f.standing is None else f.standing.to_dict()] for f in self.members
+                    ],
+                    "stages": [
+                        [[layer, of.to_dict()] for layer, of in sorted(s.layers.items())] for s in self.placement
+                    ],
+                    "hosts": self.hosts,
+                    "racks": self.racks,
+                    "sources": [
+                        [m.name, [[list(h.box.offsets), list(h.box.sizes)] for of in m.src.held for h in of]]
+                        for m in (*self.params, *self.buffers)
+                    ],
+                    "missing": self.missing,
+                },
+                sort_keys=True,
+            ).encode()
+        ).hexdigest()[:16]
+
+    @cached_property
+    def decision(self) -> str:
+        """Of what was decided, whatever the members are called: a prediction and a run that make the same plan have the same."""
+        machines = machines_of(self.members)
+        decided = {
+            "folding": asdict(self.folding),
+            "members": [
+                [machines.index(f.machine), None if f.standing is None else f.standing.to_dict()] for f in self.members
+            ],
+            "stages": [[[layer, of.to_dict()] for layer, of in sorted(s.layers.items())] for s in self.placement],
+            "hosts": self.hosts,
+            "racks": self.racks,
+            "moves": [
+                [m.name, [[list(h.box.offsets), list(h.box.sizes)] for of in side.held for h in of]]
+                for m in (*self.params, *self.buffers)
+                for side in (m.src, m.dst)
+            ],
+            "missing": self.missing,
+        }
+        return hashlib.sha256(json.dumps(decided, sort_keys=True).encode()).hexdigest()[:16]
+
+    def explain(self) -> str:
+        """In a line."""
+        if self.missing:
+            more = f" and {len(self.missing) - 4} more" if len(self.missing) > 4 else ""
+            return f"{self.folding.label()}: nobody holds all of {', '.join(self.missing[:4])}{more}"
+        return f"{self.folding.label()}: every part has a holder"
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What a person should know beside."""
+        head = f"{', '.join(self.idle)} {'is' if len(self.idle) == 1 else 'are'} idle: " if self.idle else ""
+        return tuple(text for text in (head + self.reason, *self.notes) if text)
+
+    def without(self, wrong: Iterable[tuple[int, str, Box]]) -> HealPlan:
+        """The same where boxes (member by its rank in the team, name, box) are no sources, because they are not what they should be."""
+        holes: dict[str, list[tuple[int, Box]]] = {}
+        for rank, name, box in wrong:
+            holes.setdefault(name, []).append((rank, box))
+        if not holes:
+            return self
+        params, buffers = (
+            tuple(_with_holes(move, holes.get(move.name, ())) for move in moves)
+            for moves in (self.params, self.buffers)
+        )
+        return replace(self, params=params, buffers=buffers, missing=_missing((*params, *buffers)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Healing:
+    """What stays the same over all generations of a run."""
+
+    spec: ModelSpec
+    base: Folding
+    """Of the run on as many ranks as its recipe names."""
+    seq_len: int
+    floor: int
+    """Holders that every expert has, as far as there are members."""
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    cp_method: str = "ring"
+    state_bytes: int = 4
+    """Of an element of optimizer state."""
+    zero: int = 0
+    """1: optimizer state is cut over dp x cp and edp, and each shard has `floor` holders."""
+    shard_holders: int = 0
+    """Hosts that keep each shard of sharded state; 0: `floor`, which counts ranks where several of them are on a host."""
+    bucket_elements: int = 0
+    """Of a gradient bucket, which decides where shards begin."""
+    slots_per_rank: int | None = None
+    """Replicas that an ep rank has room for in each layer; None: experts have no replicas."""
+    loads: Floats | None = None
+    """(L, E), or (1, E) for all layers; None: all experts alike."""
+    room: StateRoom = field(default_factory=StateRoom)
+    """What state may take of a rank's memory."""
+    _bytes: dict[Folding, float] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _layouts: dict[Folding, StateLayouts] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _held: dict[Kind, _State] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _alike: dict[tuple[Held, ...], tuple[Held, ...]] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
+    """Equal boxes are one object, so that layouts of parameters that are held alike become one, and are cut, compared and hashed once."""
+
+    # ---- the mapping
+
+    def choose(self, size: int) -> Choice:
+        """The mapping of so many members, and why some are idle. Raises `PlanError` where there is none."""
+        found = choose_folding(self.base, size, self._limits(size))
+        if found is None:
+            rule = f"make no legal mapping of the axes of {self.base.label()}"
+            raise PlanError(
+                [Problem(where="members", value=size, rule=rule, hint=f"at least {self.least()}")], subject="the run"
+            )
+        return found
+
+    def _choice_of(self, facts: Sequence[Fact]) -> Choice:
+        """Slices of an expert stay on one machine, so each machine counts whole groups of them."""
+        machines = machines_of(facts)
+        devices = [Device(i, machines.index(fact.machine)) for i, fact in enumerate(facts)]
+        usable = usable_devices(devices, self.base.etp)
+        choice = self.choose(usable)
+        if usable == len(facts):
+            return choice
+        single = f"{len(facts) - usable} have no {self.base.etp - 1} others on their machine to share experts with (etp {self.base.etp})"
+        return replace(
+            choice, idle=len(facts) - choice.folding.world, reason="; ".join(filter(None, (choice.reason, single)))
+        )
+
+    def folding(self, size: int) -> Folding:
+        """The mapping of so many members."""
+        return self.choose(size).folding
+
+    def least(self) -> int:
+        """The fewest members that can go on: with so many, and with any more, there is a mapping."""
+        few, enough = 1, self.base.world
+        while few < enough:  # a mapping of so many is one of any more, with the others idle
+            size = (few + enough) // 2
+            if choose_folding(self.base, size, self._limits(size)) is None:
+                few = size + 1
+            else:
+                enough = size
+        return enough
+
+    def _limits(self, size: int) -> Limits:
+        replicated = self.slots_per_rank is not None and bool(self.spec.moe_layers)
+        return Limits(
+            spec=self.spec,
+            seq_len=self.seq_len,
+            num_samples=size,  # a member without a micro-batch serves others' tokens
+            replicated=replicated,
+            slots_per_rank=self.slots_per_rank if replicated else None,
+            cp_method=self.cp_method,
+            floor=self.floor,
+            runs=lambda folding: not pipeline_problems(self.pipeline, self.spec, pp=folding.pp),
+            room=None if math.isinf(self.room.limit) else self._has_room,
+        )
+
+    def _has_room(self, folding: Folding) -> bool:
+        legal = not pipeline_problems(self.pipeline, self.spec, pp=folding.pp)
+        return legal and self.bytes_of(folding) <= self.room.limit
+
+    def bytes_of(self, folding: Folding) -> float:
+        """Parameters, gradients and optimizer state of the fullest rank of a mapping."""
+        if folding not in self._bytes:
+            self._bytes[folding] = state_bytes(
+                self.spec, folding, self.stages(folding), self.room, slots=self.slots_per_rank if self.spec.moe_layers else None,
+                holders=(self.shard_holders or self.floor) if self.zero else None,
+            )  # fmt: skip
+        return self._bytes[folding]
+
+    def room_problems(self) -> list[Problem]:
+        """Whether the run's own mapping has room for its state."""
+        needed = self.bytes_of(self.base) / 1e9
+        if needed * 1e9 <= self.room.limit:
+            return []
+        rule = f"the fullest rank of {self.base.label()} holds {needed:.3g} GB of parameters, gradients and optimizer state"
+        hint = f"use {_rounded_up(needed):g}, or leave it out"
+        return [Problem(where="resilience.state_gb", value=self.room.limit / 1e9, rule=rule, hint=hint)]
+
+    def stages(self, folding: Folding) -> StagePlan:
+        """Which layers each pipeline rank has."""
+        return make_pipeline(self.pipeline, self.spec, pp=folding.pp, seq_len=self.seq_len).stages
+
+    # ---- what is held
+
+    def holds(self, standing: Standing) -> _State:
+        """What a member keeps of each parameter's optimizer state, and so of the parameter."""
+        kind = standing.kind(sharded=self.zero > 0)
+        if kind not in self._held:
+            layouts = self._layout(standing.folding)
+            placed = standing.placement(self.spec.num_experts)
+            if placed is not None:
+                layouts = replace(layouts, placement=lambda _: placed)
+            found = layouts.shards_of(
+                standing.rank, zero=self.zero, bucket_elements=self.bucket_elements,
+                holders=self.shard_holders or self.floor,
+                hosts=standing.hosts or None, racks=standing.racks,
+            )  # fmt: skip
+            self._held[kind] = {name: (self._alike.setdefault(h, h), shape) for name, (h, shape) in found.items()}
+        return self._held[kind]
+
+    def _layout(self, folding: Folding) -> StateLayouts:
+        if folding not in self._layouts:
+            self._layouts[folding] = StateLayouts(spec=self.spec, folding=folding, stages=self.stages(folding))
+        return self._layouts[folding]
+
+    def missing(self, standings: Sequence[Standing]) -> tuple[str, ...]:
+        """Parameters of which members that stand so do not hold all together."""
+        shapes = self._layout(self.base).params
+        held = [self.holds(standing) for standing in standings]
+        return tuple(
+            name
+            for name, param in shapes.items()
+            if not is_covered(param.shape, (h.box for of in held for h in of.get(name, ((), ()))[0]))
+        )
+
+    # ---- the plan
+
+    def plan(self, facts: Sequence[Fact]) -> HealPlan:
+        """For the members of a new generation, in any order. Raises `PlanError` where they are too few for any mapping."""
+        facts = sorted(facts, key=lambda fact: fact.order)
+        choice = self._choice_of(facts)
+        new, host_of = choice.folding, domains_of(facts)
+        ranked, idle = rank_members(facts, new, self._lacks(new))
+        members = (*ranked, *idle)
+        hosts = tuple(host_of[fact.uid] for fact in ranked)
+        rack_of = racks_of(facts)
+        placement, notes = self._placement(new, hosts, facts, host_of, rack_of)
+        made = HealPlan(
+            folding=new, members=members, placement=placement, hosts=hosts,
+            racks=tuple(rack_of[host] for host in hosts) if rack_of else (), params=(), buffers=(), missing=(),
+            exact=is_exact(new, self.base) and new.pp == self.base.pp, reason=choice.reason, notes=notes,
+        )  # fmt: skip
+        if new.dp * new.cp < self.floor and len(facts) > 1:
+            text = f"parts of the dense tensors have {new.dp * new.cp} of the {self.floor} holders that resilience.f asks for, until more members come"
+            made = replace(made, notes=(*notes, text))
+        params, buffers = self._params(made), self._buffers(made)
+        return replace(made, params=params, buffers=buffers, missing=_missing((*params, *buffers)))
+
+    def _lacks(self, new: Folding) -> _Lacking:
+        """Of dense tensors alone where experts have replicas: then those follow the members."""
+        experts = {name for name, param in self._layout(new).params.items() if param.ep_dim is not None}
+        return _Lacking(self, new, left_out=frozenset(experts if self.slots_per_rank is not None else ()))
+
+    def _placement(
+        self,
+        new: Folding,
+        hosts: Sequence[int],
+        facts: Sequence[Fact],
+        host_of: Mapping[str, int],
+        rack_of: Mapping[int, int],
+    ) -> tuple[tuple[LayerPlacements, ...], tuple[str, ...]]:
+        if self.slots_per_rank is None or not self.spec.moe_layers:
+            return (), ()
+        shape = (len(self.spec.moe_layers), self.spec.num_experts)
+        asked = Asked(
+            num_experts=self.spec.num_experts, slots_per_rank=self.slots_per_rank, floor=self.floor,
+            loads=np.ones(shape) if self.loads is None else np.broadcast_to(self.loads, shape).copy(),
+            layers=tuple(self.spec.moe_layers),
+        )  # fmt: skip
+        stages, per_stage = self.stages(new), new.world // new.pp
+        held, made, notes = held_by_host(facts, host_of), [], list[str]()
+        for pp in range(new.pp):
+            owned = stage_params(self.spec, stages.of_rank(pp))
+            layers = sorted({p.layer for p in owned if p.family == "expert" and p.layer is not None})
+            first = pp * per_stage
+            placed, said = place_experts(
+                asked, layers, hosts[first : first + per_stage : new.etp], held, rack_of=rack_of
+            )
+            made.append(placed)
+            notes += said
+        return tuple(made), tuple(dict.fromkeys(notes))
+
+    def _params(self, plan: HealPlan) -> tuple[Move, ...]:
+        sources = [(i, self.holds(f.standing)) for i, f in enumerate(plan.members) if f.standing is not None]
+        targets = [(rank, self.holds(plan.standing(rank))) for rank in range(plan.folding.world)]
+        made: _Made = {}
+        return tuple(
+            Move(
+                name=name,
+                itemsize=self.state_bytes,
+                src=_layout_of(name, param.shape, sources, made),
+                dst=_layout_of(name, param.shape, targets, made),
+            )
+            for name, param in self._layout(plan.folding).params.items()
+        )
+
+    def _buffers(self, plan: HealPlan) -> tuple[Move, ...]:
+        """Whole on every rank that has the layer."""
+        out = []
+        foldings = {fact.standing.folding for fact in plan.members if fact.standing is not None}
+        of_folding = {folding: self._layout(folding).buffers() for folding in foldings}
+        for name, target in self._layout(plan.folding).buffers().items():
+            ranks, held, shapes = [], [], []
+            for i, fact in enumerate(plan.members):
+                if fact.standing is None:
+                    continue
+                of = of_folding[fact.standing.folding][name]
+                if fact.standing.rank in of.ranks:
+                    at = of.ranks.index(fact.standing.rank)
+                    ranks.append(i)
+                    held.append(of.held[at])
+                    shapes.append(of.local_shapes[at])
+            src = TensorLayout(shape=target.shape, ranks=tuple(ranks), held=tuple(held), local_shapes=tuple(shapes))
+            out.append(Move(name=name, itemsize=BUFFER_BYTES, src=src, dst=target))
+        return tuple(out)
+
+
+class _Lacking:
+    """Bytes that a member lacks of what a rank holds, each pair of kinds worked out once."""
+
+    def __init__(self, healing: Healing, new: Folding, *, left_out: frozenset[str]) -> None:
+        self._of, self._new, self._left_out = healing, new, left_out
+        self._known: dict[tuple[Kind | None, Kind], int] = {}
+        self._sharded = healing.zero > 0
+        # each member is asked for with each rank, and a kind takes longer to say than to look up
+        self._targets = [Standing(folding=new, rank=rank) for rank in range(new.world)]
+        self._target_kinds = [standing.kind(sharded=self._sharded) for standing in self._targets]
+        self._member_kinds: dict[str, Kind | None] = {}
+
+    def __call__(self, fact: Fact, rank: int) -> int:
+        key = self._kind_of(fact), self._target_kinds[rank]
+        if key not in self._known:
+            want = self._dense(self._targets[rank])
+            have = {} if fact.standing is None else self._dense(replace(fact.standing, slots=()))
+            self._known[key] = sum(_lacking(have.get(name, ()), boxes) for name, boxes in want.items())
+        return self._known[key]
+
+    def _kind_of(self, fact: Fact) -> Kind | None:
+        if fact.uid not in self._member_kinds:
+            at = fact.standing
+            self._member_kinds[fact.uid] = None if at is None else replace(at, slots=()).kind(sharded=self._sharded)
+        return self._member_kinds[fact.uid]
+
+    def _dense(self, standing: Standing) -> dict[str, tuple[Held, ...]]:
+        """Standings without slots have the experts of plain parallelism, which count where there are no replicas."""
+        if self._left_out:  # ep, which then need not divide the experts, cuts nothing of the rest
+            standing = replace(standing, folding=replace(standing.folding, ep=1))
+        held = self._of.holds(standing).items()
+        return {name: boxes for name, (boxes, _) in held if name not in self._left_out}
+
+
+def _lacking(have: Sequence[Held], want: Sequence[Held]) -> int:
+    """Elements. Boxes of one holder do not overlap."""
+    if have == want:
+        return 0
+    both = (a.box.intersection(b.box) for a in have for b in want)
+    return sum(b.box.num_elements for b in want) - sum(cut.num_elements for cut in both if cut is not None)
+
+
+_Made = dict[tuple[object, ...], TensorLayout]
+"""Layouts by shape, ranks, identity of their boxes (`Healing._alike` keeps them) and local shapes."""
+
+
+def _layout_of(name: str, shape: tuple[int, ...], states: Sequence[tuple[int, _State]], made: _Made) -> TensorLayout:
+    """What ranks hold of one parameter; one that was made already where another parameter is held alike."""
+    found = [(rank, *state[name]) for rank, state in states if name in state]
+    key = (shape, *((rank, id(held), local) for rank, held, local in found))
+    if key not in made:
+        made[key] = TensorLayout(
+            shape=shape,
+            ranks=tuple(rank for rank, _, _ in found),
+            held=tuple(held for _, held, _ in found),
+            local_shapes=tuple(local for _, _, local in found),
+        )
+    return made[key]
+
+
+def _missing(moves: Sequence[Move]) -> tuple[str, ...]:
+    return tuple(m.name for m in moves if not is_covered(m.src.shape, (h.box for held in m.src.held for h in held)))
+
+
+def _rounded_up(gb: float) -> float:
+    """To two digits."""
+    step = 10.0 ** (math.floor(math.log10(gb)) - 1)
+    return float(f"{math.ceil(gb / step) * step:.2g}")
+
+
+def _with_holes(move: Move, holes: Sequence[tuple[int, Box]]) -> Move:
+    """A move whose source lacks boxes of some ranks."""
+    held = list(move.src.held)
+    for rank, hole in holes:
+        if rank not in move.src.ranks:
+            continue
+        at = move.src.ranks.index(rank)
+        held[at] = tuple(Held(part, h.place(part).offsets) for h in held[at] for part in without(h.box, hole))
+    return replace(move, src=replace(move.src, held=tuple(held)))
+
+
+def heal_problems(folding: AnyFolding, *, floor: int, replicated: bool = False) -> list[Problem]:
+    """Whether all state of a run that is to heal itself has `floor` holders to begin with. `replicated`: experts have replicas, and a placement that sees to them."""
+    if not isinstance(folding, Folding):
+        return []
+    problems, holders, beside = [], folding.dp * folding.cp, "and with resilience.heal = true it needs"
+    if holders < floor:
+        rule = f"leaves every part of the dense tensors on {holders} of them, {beside} {floor} (resilience.f)"
+        hint = f"use {floor * folding.world // holders} ranks, or smaller folding.tp and folding.pp"
+        problems.append(Problem(where="launch.ranks", value=folding.world, rule=rule, hint=hint))
+    if not replicated and folding.ep > 1 and folding.edp < floor:
+        rule = f"leaves every expert on {folding.edp} of the ranks, {beside} {floor} (resilience.f)"
+        ways = [ep for ep in range(1, folding.ep) if folding.ep % ep == 0 and folding.edp * folding.ep // ep >= floor]
+        hint = f"use folding.ep = {max(ways)}" if ways else "use more ranks"
+        problems.append(Problem(where="folding.ep", value=folding.ep, rule=rule, hint=hint))
+    return problems

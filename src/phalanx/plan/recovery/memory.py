@@ -1,0 +1,56 @@
+"""What a mapping takes of a rank from the first step to the last, for a run that must choose one after a loss: parameters, gradients and optimizer state.
+
+What else a rank needs (activations, buffers) depends little on how many ranks are left, so a run leaves room for it by its limit (`resilience.state_gb`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from phalanx.plan.layout.parameters import stage_params
+from phalanx.plan.mapping.folding import Folding
+from phalanx.plan.mapping.model import ModelSpec
+from phalanx.plan.mapping.stages import StagePlan
+
+ITEM = {"bfloat16": 2, "float32": 4, "float64": 8}
+"""Bytes of an element of a parameter, by `train.dtype`; of optimizer state 4 at least."""
+FIXED_POINT_ITEM = 8
+"""Bytes of an element of `kernels/cpu/fixed_point.py`'s sums."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateRoom:
+    """Bytes of an element, and what all of them may take."""
+
+    limit: float = math.inf
+    """Bytes of a rank."""
+    parameter: int = 4
+    gradient: int = 4
+    optimizer: int = 12
+    """Master weight and both moments."""
+
+
+def state_bytes(
+    spec: ModelSpec, folding: Folding, stages: StagePlan, room: StateRoom, *, slots: int | None, holders: int | None
+) -> float:
+    """Of the fullest rank. `slots`: experts of each layer that a rank holds, None for its share of them. `holders`: ranks that keep each shard of the optimizer state, None where it is whole."""
+    held = slots if slots is not None else spec.num_experts / folding.ep
+    most = 0.0
+    for pp in range(folding.pp):
+        dense = expert = 0.0
+        for param in stage_params(spec, stages.of_rank(pp)):
+            cut = (folding.tp if param.tp_dim is not None else 1) * (folding.etp if param.etp_dim is not None else 1)
+            if param.ep_dim is None:
+                dense += param.num_elements / cut
+            else:
+                expert += param.num_elements / cut * held / spec.num_experts
+        every = room.parameter + room.gradient
+        kept = dense * _share(folding.dp * folding.cp, holders) + expert * _share(folding.edp, holders)
+        most = max(most, (dense + expert) * every + kept * room.optimizer)
+    return most
+
+
+def _share(shards: int, holders: int | None) -> float:
+    """Of a parameter's optimizer state that a rank keeps, where it is cut into so many."""
+    return 1.0 if holders is None else min(holders, shards) / shards

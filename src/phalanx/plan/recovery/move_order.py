@@ -1,0 +1,113 @@
+"""What a move of state that a run records was planned from, as plain data, and the same move again.
+
+    heal/state         members of the new generation with where the state of each stands, and pieces that are no sources: `plan/recovery/generation.py` plans again
+    replace/KIND       mapping, and where the experts of each pipeline stage were and are to be
+    replace/state      the same: what comes to each rank of all kinds, beside a step (`plan/placement/arrivals.py`)
+    replace/gradient   the same: its gradients, at the end of that step
+
+Decides nothing. Must never change: from the order of a move and the recipe of its run the very same moves are made, by the run and by whoever reads the order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from phalanx.core.errors import DataError, Problem
+from phalanx.plan.layout.parameters import Box
+from phalanx.plan.layout.state import StateLayouts
+from phalanx.plan.mapping.folding import Folding
+from phalanx.plan.mapping.model import ModelSpec, parameters
+from phalanx.plan.mapping.placement import AnyPlacement, LayerPlacements, Placement
+from phalanx.plan.mapping.stages import StagePlan
+from phalanx.plan.placement.arrivals import coming_moves, of_all_kinds
+from phalanx.plan.recovery.generation import Healing, HealPlan
+from phalanx.plan.recovery.standing import Fact, read_standing
+from phalanx.plan.reshard.types import Move
+
+HEAL_ID = "heal/state"
+"""Under which members of a new generation record their messages."""
+REPLACE_ID = "replace"
+"""Beginning of the ids of experts that are placed anew; behind it the kind of state."""
+STATE_ID, GRADIENT_ID = f"{REPLACE_ID}/state", f"{REPLACE_ID}/gradient"
+"""Of what comes beside a step, and at its end."""
+
+ByStage = Mapping[int, LayerPlacements]
+
+
+def heal_order(plan: HealPlan, left_out: Sequence[tuple[int, str, Box]]) -> dict[str, Any]:
+    """Of `plan.moves`. `left_out`: what `HealPlan.without` was given."""
+    return {
+        "members": [
+            [f.uid, f.machine, f.rack, None if f.standing is None else f.standing.to_dict()] for f in plan.members
+        ],
+        "left_out": [[who, name, box.offsets, box.sizes] for who, name, box in left_out],
+    }
+
+
+def expert_order(folding: Folding, before: ByStage, after: ByStage) -> dict[str, Any]:
+    """Of `expert_moves`."""
+    return {"folding": asdict(folding), "before": _to_data(before), "after": _to_data(after)}
+
+
+def expert_moves(
+    spec: ModelSpec, folding: Folding, stages: StagePlan, *, before: ByStage, after: ByStage, itemsize: int
+) -> list[Move]:
+    """Of parameters with experts, one kind of state, from where they were to where they are to be."""
+    names = sorted(param.name for param in parameters(spec) if param.ep_dim == 0)
+    src, dst = (
+        StateLayouts(spec=spec, folding=folding, stages=stages, placement=_of_rank(side, folding))
+        for side in (before, after)
+    )
+    return [Move(name=name, itemsize=itemsize, src=src.parameter(name), dst=dst.parameter(name)) for name in names]
+
+
+def moves_again(op_id: str, order: Mapping[str, Any], healing: Healing) -> list[Move]:
+    """The moves that were ordered, in a run of `healing`. Raises `DataError` for an order that cannot be read, `PlanError` for one that the run cannot have given."""
+    try:
+        if op_id == HEAL_ID:
+            facts = [
+                Fact(uid=uid, machine=machine, rack=rack, standing=None if at is None else read_standing(at))
+                for uid, machine, rack, at in order["members"]
+            ]
+            wrong = [
+                (int(who), str(name), Box(tuple(offsets), tuple(sizes)))
+                for who, name, offsets, sizes in order["left_out"]
+            ]
+            return healing.plan(facts).without(wrong).moves
+        folding = Folding(**order["folding"])
+        before, after = (_from_data(order[side]) for side in ("before", "after"))
+    except (KeyError, TypeError, ValueError) as err:
+        rule = f"is no order of a move: {type(err).__name__} {err}"
+        raise DataError([Problem(where=op_id, value=None, rule=rule)], subject="the run") from err
+    moves = expert_moves(
+        healing.spec, folding, healing.stages(folding), before=before, after=after, itemsize=healing.state_bytes
+    )
+    if op_id not in (STATE_ID, GRADIENT_ID):
+        return moves
+    return of_all_kinds(coming_moves(moves)) if op_id == STATE_ID else coming_moves(moves)
+
+
+def _of_rank(placements: ByStage, folding: Folding) -> Callable[[int], AnyPlacement]:
+    return lambda rank: placements[folding.coord(rank, "pp")]
+
+
+def _to_data(placements: ByStage) -> list[Any]:
+    return [
+        [stage, [[layer, placement.to_dict()] for layer, placement in sorted(of.layers.items())]]
+        for stage, of in sorted(placements.items())
+    ]
+
+
+def _from_data(data: Sequence[Any]) -> dict[int, LayerPlacements]:
+    return {
+        int(stage): LayerPlacements(layers={int(layer): _placement(of) for layer, of in layers})
+        for stage, layers in data
+    }
+
+
+def _placement(of: Mapping[str, Any]) -> Placement:
+    slots = tuple(tuple(tuple(int(e) for e in rank) for rank in group) for group in of["slots"])
+    where = {name: tuple(of[name]) for name in ("hosts", "racks") if name in of}
+    return Placement(num_experts=int(of["num_experts"]), slots=slots, **where)

@@ -1,0 +1,82 @@
+"""What stays the same over all generations of a run that heals itself, from its recipe: for the run, and for whoever predicts what it does."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+from phalanx.core.config import Recipe
+from phalanx.core.errors import PlanError, Problem
+from phalanx.plan.mapping.folding import Folding
+from phalanx.plan.mapping.model import ModelSpec
+from phalanx.plan.mapping.stage_foldings import AnyFolding
+from phalanx.plan.pipeline.run import pipeline_problems
+from phalanx.plan.placement.run import Asked, asked_of, replicas_of
+from phalanx.plan.recovery.devices import is_exact
+from phalanx.plan.recovery.generation import Healing
+from phalanx.plan.recovery.hosts import holders_needed
+from phalanx.plan.recovery.memory import FIXED_POINT_ITEM, ITEM, StateRoom
+from phalanx.plan.recovery.stragglers import Rule
+
+
+def healing_of(recipe: Recipe, spec: ModelSpec, folding: Folding) -> Healing:
+    """`folding`: of the run when it begins. Raises `DataError` as `replicas_of` does."""
+    asked = replicas_of(recipe, world=folding.world, local_ranks=_ranks_of_host(recipe, folding))
+    return _healing(recipe, spec, folding, asked)
+
+
+def room_problems(recipe: Recipe, spec: ModelSpec, folding: AnyFolding) -> list[Problem]:
+    """Whether the run's own mapping has room for its state, where the recipe says how much there is."""
+    if recipe.resilience.state_gb is None or not isinstance(folding, Folding):
+        return []
+    if pipeline_problems(recipe.pipeline, spec, pp=folding.pp):
+        return []  # which are told
+    local_ranks = _ranks_of_host(recipe, folding)
+    asked = asked_of(recipe.resilience, loads=None, world=folding.world, local_ranks=local_ranks)
+    return _healing(recipe, spec, folding, asked).room_problems()
+
+
+def _ranks_of_host(recipe: Recipe, folding: Folding) -> int:
+    return folding.world if recipe.resilience.service is None else recipe.launch.ranks
+
+
+def _healing(recipe: Recipe, spec: ModelSpec, folding: Folding, asked: Asked) -> Healing:
+    item = ITEM.get(recipe.train.dtype, 2)
+    wide, limit_gb = max(4, item), recipe.resilience.state_gb
+    return Healing(
+        spec=spec,
+        base=folding,
+        seq_len=recipe.train.seq_len,
+        floor=asked.f if asked.slots_per_rank is not None else max(asked.f, holders_needed(recipe)),
+        pipeline=recipe.pipeline,
+        cp_method=recipe.folding.cp_method,
+        state_bytes=wide,
+        zero=recipe.optim.zero,
+        shard_holders=recipe.resilience.shard_holders,
+        bucket_elements=math.ceil(recipe.optim.bucket_mb * 1e6 / wide),
+        slots_per_rank=asked.slots_per_rank,
+        loads=asked.loads,
+        room=StateRoom(
+            limit=math.inf if limit_gb is None else limit_gb * 1e9,
+            parameter=item,
+            gradient=FIXED_POINT_ITEM if recipe.resilience.mode == "exact" else wide,
+            optimizer=3 * wide,
+        ),
+    )
+
+
+def straggler_rule(recipe: Recipe, healing: Healing) -> Rule:
+    """Whom the run puts out for being slow: `resilience.straggler` and `straggler_steps`, as far as the others make the mapping and keep the state."""
+    r = recipe.resilience
+
+    @cache
+    def fits(ranks: int) -> bool:
+        try:
+            choice = healing.choose(ranks)
+        except PlanError:
+            return False
+        base = healing.base
+        return not choice.idle and is_exact(choice.folding, base) and choice.folding.pp == base.pp
+
+    least = max(r.minimum, healing.least(), healing.floor)
+    return Rule(factor=r.straggler, steps=r.straggler_steps, least_ranks=least, least_hosts=r.f, fits=fits)

@@ -1,0 +1,128 @@
+"""Where a member's part of a run's state stands: said by itself, so that members of different generations can be put together.
+
+Decides nothing. A standing names the mapping, the rank in it and, where experts have replicas, the experts in the slots of that rank; what the rank holds
+follows from it (`plan/recovery/generation.py`). Must never change: a standing says all that is needed, whatever generation it is of, and nothing of other ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from phalanx.core.errors import PlanError, Problem
+from phalanx.plan.mapping.folding import Folding
+from phalanx.plan.mapping.placement import AnyPlacement, LayerPlacements, Placement
+
+DENSE_AXES = ("tp", "pp")
+EXPERT_AXES = ("etp", "ep", "pp")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Standing:
+    """A member holds what rank `rank` of `folding` holds."""
+
+    folding: Folding
+    rank: int
+    slots: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    """(layer, experts in this rank's slots) of each layer with experts in its stage; empty: experts have no replicas."""
+    hosts: tuple[int, ...] = ()
+    """Of all ranks of the folding; empty: a host each. Counts where state is cut over ranks, and each part has holders on several hosts."""
+    racks: tuple[int, ...] = ()
+    """Of all ranks, as `hosts`; empty: nothing is known of racks."""
+
+    def kind(self, *, sharded: bool) -> Kind:
+        """Standings of one kind hold the same. `sharded`: optimizer state is cut over ranks."""
+        where = (self.rank,) if sharded else tuple(self.folding.coord(self.rank, a) for a in ("tp", "etp", "ep", "pp"))
+        return self.folding, where, self.slots, (self.hosts, self.racks) if sharded else ((), ())
+
+    def placement(self, num_experts: int) -> AnyPlacement | None:
+        """One in which this rank has its slots; what it says of others means nothing. None: experts have no replicas."""
+        if not self.slots:
+            return None
+        ep = self.folding.ep
+        return LayerPlacements(
+            layers={layer: Placement(num_experts=num_experts, slots=((held,) * ep,)) for layer, held in self.slots}
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for a report."""
+        return {
+            "folding": asdict(self.folding),
+            "rank": self.rank,
+            "slots": [[layer, list(held)] for layer, held in self.slots],
+            "hosts": list(self.hosts),
+            "racks": list(self.racks),
+        }
+
+
+Kind = tuple[Folding, tuple[int, ...], tuple[tuple[int, tuple[int, ...]], ...], tuple[tuple[int, ...], tuple[int, ...]]]
+
+
+def read_standing(data: Mapping[str, Any]) -> Standing:
+    """From what `to_dict` writes. Raises `PlanError` for anything else."""
+    try:
+        found = Standing(
+            folding=Folding(**data["folding"]),
+            rank=int(data["rank"]),
+            slots=tuple((int(layer), tuple(int(e) for e in held)) for layer, held in data["slots"]),
+            hosts=tuple(int(h) for h in data["hosts"]),
+            racks=tuple(int(r) for r in data["racks"]),
+        )
+        found.folding.check()
+    except (KeyError, TypeError, ValueError) as error:
+        rule = f"is not where the state of a member stands: {type(error).__name__} {error}"
+        raise PlanError([Problem(where="standing", value=None, rule=rule)], subject="a member's report") from error
+    if not 0 <= found.rank < found.folding.world:
+        rule = f"is one of the {found.folding.world} ranks of its mapping"
+        raise PlanError([Problem(where="standing.rank", value=found.rank, rule=rule)], subject="a member's report")
+    return found
+
+
+def slots_of(placement: AnyPlacement, folding: Folding, rank: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """`Standing.slots` of a rank whose stage has `placement`: nothing where that is no placement of its own for each layer."""
+    if not isinstance(placement, LayerPlacements):
+        return ()
+    edp, ep = folding.coord(rank, "edp"), folding.coord(rank, "ep")
+    return tuple((layer, of.slots[edp][ep]) for layer, of in sorted(placement.layers.items()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fact:
+    """A member of a new generation, as all others know it."""
+
+    uid: str
+    machine: str
+    standing: Standing | None
+    """None: it holds nothing of use."""
+    rack: str = ""
+    """That its machine stands in; empty: not known."""
+
+    @property
+    def order(self) -> tuple[str, str, list[tuple[int, str]]]:
+        """By rack, by machine, then by place on it; numbers as numbers."""
+        parts = self.uid.split(".")
+        return self.rack, self.machine, [(int(p), "") if p.isdecimal() else (0, p) for p in parts]
+
+
+def machines_of(facts: Sequence[Fact]) -> list[str]:
+    """In order: those of a rack together."""
+    return [machine for _, machine in sorted({(fact.rack, fact.machine) for fact in facts})]
+
+
+def domains_of(facts: Sequence[Fact]) -> dict[str, int]:
+    """Failure domain of each member by its uid: its machine; where all are on one, each stands for a host, as in `plan/placement/run.py`."""
+    machines = machines_of(facts)
+    if len(machines) > 1:
+        return {fact.uid: machines.index(fact.machine) for fact in facts}
+    return {fact.uid: i for i, fact in enumerate(sorted(facts, key=lambda f: f.order))}
+
+
+def racks_of(facts: Sequence[Fact]) -> dict[int, int]:
+    """Failure domain (`domains_of`) -> number of its rack; a machine that names none stands in one of its own. Empty where nobody names any, or all are on one machine."""
+    machines = machines_of(facts)
+    if len(machines) < 2 or not any(fact.rack for fact in facts):
+        return {}
+    named = {fact.machine: (fact.rack, "" if fact.rack else fact.machine) for fact in facts}
+    racks = sorted(set(named.values()))
+    return {i: racks.index(named[machine]) for i, machine in enumerate(machines)}

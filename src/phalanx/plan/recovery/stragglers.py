@@ -1,0 +1,237 @@
+"""Which host slows a run down, and whether the others should go on without it.
+
+What is compared is time per work, with waits left out. A rank says how long its own share of a step took (`Pace.seconds`: from the first pass to the vote, without the
+time in which it stood waiting for messages), and all know how much that share was (`Pace.work`, FLOPs by the counts of the step). Its slowness is its time over the *larger*
+of two expectations:
+
+    median seconds of the others                                  so a rank with little to do, whose time is mostly overhead, is not slow
+    median seconds per FLOP of the others, times its own FLOPs    so a rank that has the busy experts, or more micro-batches, is not slow
+
+"The others" are the ranks of all other hosts (on one machine: all other ranks), so where everybody is slow nobody is. A host is as slow as its slowest rank, for which all wait.
+It counts as a straggler after `steps` steps in a row. It is put out if that is asked for and pays: all by the same figures, so all members decide alike.
+
+Must never change: a function of its arguments alone. Nobody is put out below what the run needs, and never half of the hosts or more: then it is not they who are out of order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from phalanx.plan.mapping.folding import Folding
+from phalanx.plan.mapping.model import ModelSpec, flops_per_token
+from phalanx.plan.mapping.placement import LayerPlacements
+from phalanx.plan.mapping.stages import StagePlan
+from phalanx.plan.placement.replicas import Floats
+
+TOLD = 2.0
+"""A host that is so many times as slow as the others is told of, where `resilience.straggler` names no other factor."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pace:
+    """One rank in one step."""
+
+    uid: str
+    host: str
+    """Failure domain that is put out as a whole."""
+    seconds: float
+    """Of its own computation, without waits."""
+    work: float
+    """FLOPs of it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """What the recipe asks for, and what the run needs."""
+
+    factor: float
+    """`resilience.straggler`; 0: nobody is put out."""
+    steps: int
+    """In a row."""
+    least_ranks: int = 1
+    least_hosts: int = 1
+    fits: Callable[[int], bool] = field(default=lambda ranks: True)
+    """Whether so many ranks make a mapping of the same degrees."""
+
+    @property
+    def told_factor(self) -> float:
+        return self.factor or TOLD
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """A host has been slow for long enough."""
+
+    host: str
+    uids: tuple[str, ...]
+    slowness: float
+    steps: int
+    put_out: bool
+    why: str
+    """Why it is put out, or why it is not."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Streaks:
+    """For how many steps in a row each host has been slow; kept by every member, and empty when a generation begins."""
+
+    steps: Mapping[str, int] = field(default_factory=dict)
+
+    def after(self, slow: Mapping[str, float], factor: float) -> Streaks:
+        """One step later."""
+        return Streaks(steps={host: self.steps.get(host, 0) + 1 for host, by in slow.items() if by > factor})
+
+
+def slowness(paces: Sequence[Pace]) -> dict[str, float]:
+    """How many times as long as expected the slowest rank of each host takes; 1 for all where there is nobody to compare with."""
+    timed = [p for p in paces if p.seconds > 0]
+    seconds = _Others((p.host, p.seconds) for p in timed)
+    rates = _Others((p.host, p.seconds / p.work) for p in timed if p.work > 0)
+    found: dict[str, float] = {}
+    for pace in paces:
+        usual_s = max(seconds.median(pace.host), rates.median(pace.host) * pace.work)
+        found[pace.host] = max(found.get(pace.host, 0.0), pace.seconds / usual_s if usual_s else 1.0)
+    return found
+
+
+class _Others:
+    """Medians of what the ranks of all hosts but one have, sorted once for all hosts: there may be thousands."""
+
+    def __init__(self, told: Iterable[tuple[str, float]]) -> None:
+        ordered = sorted(told, key=lambda one: one[1])
+        self._values = [value for _, value in ordered]
+        self._places: dict[str, list[int]] = {}
+        for place, (host, _) in enumerate(ordered):
+            self._places.setdefault(host, []).append(place)
+        self._known: dict[str, float] = {}
+
+    def median(self, host: str) -> float:
+        """Of the others; 0 where there is nobody else."""
+        if host not in self._known:
+            own = self._places.get(host, [])
+            left = len(self._values) - len(own)
+            two = [self._values[_place_without(own, at)] for at in ((left - 1) // 2, left // 2)] if left else [0.0]
+            self._known[host] = sum(two) / len(two)
+        return self._known[host]
+
+
+def _place_without(gone: Sequence[int], at: int) -> int:
+    """Where number `at` of those stands that are left without the places `gone`, ascending."""
+    for place in gone:
+        if place > at:
+            break
+        at += 1
+    return at
+
+
+def judge(paces: Sequence[Pace], streaks: Streaks, rule: Rule) -> tuple[Streaks, Verdict | None]:
+    """The streaks after one more step, and what is to be told or done: about the slowest of those that were slow for long enough."""
+    slow = slowness(paces)
+    streaks = streaks.after(slow, rule.told_factor)
+    due = {host: slow[host] for host, steps in streaks.steps.items() if steps >= rule.steps}
+    if not due:
+        return streaks, None
+    host = max(sorted(due), key=lambda name: due[name])
+    uids = tuple(p.uid for p in paces if p.host == host)
+    kept = _why_kept(paces, due, host, rule)
+    text = f"{due[host]:.1f} times as slow as the others for {streaks.steps[host]} steps"
+    return streaks, Verdict(
+        host=host,
+        uids=uids,
+        slowness=due[host],
+        steps=streaks.steps[host],
+        put_out=not kept,
+        why=f"{text}; it stays: {kept}" if kept else text,
+    )
+
+
+def _why_kept(paces: Sequence[Pace], due: Mapping[str, float], host: str, rule: Rule) -> str:
+    """Nothing where `host` is to go."""
+    hosts = {p.host for p in paces}
+    ranks = sum(p.host != host for p in paces)
+    if not rule.factor:
+        return "resilience.straggler = 0 puts nobody out"
+    if 2 * len(due) >= len(hosts):
+        return f"{len(due)} of {len(hosts)} are slow, so it is not they who are out of order"
+    if ranks < rule.least_ranks:
+        return f"{ranks} ranks would be left and the run needs {rule.least_ranks}"
+    if len(hosts) - 1 < rule.least_hosts:
+        return f"{len(hosts) - 1} holders would be left, and resilience.f asks for {rule.least_hosts}"
+    if not rule.fits(ranks):
+        return f"{ranks} ranks make no mapping of the same degrees without idle ones"
+    if due[host] <= len(paces) / ranks:
+        return f"{ranks} ranks would be no faster without it"
+    return ""
+
+
+# ---- work ------------------------------------------------------------------------------------------------------------
+
+
+def work_of_ranks(
+    spec: ModelSpec,
+    folding: Folding,
+    stages: StagePlan,
+    counts_LE: Floats,
+    *,
+    microbatches: Sequence[int],
+    tokens_of_one: int,
+    seq_len: int,
+    placement: Sequence[LayerPlacements] = (),
+) -> list[float]:
+    """FLOPs of each rank in a step, forward and backward, nothing computed twice. Only proportions count.
+
+    `counts_LE` (L, E): tokens that chose each expert. `microbatches`: of each data-parallel replica, empty ones left out. `placement` of each stage, where experts have replicas:
+    those share an expert's rows evenly; without, each expert-parallel group serves its own replicas' tokens.
+    """
+    row = 18.0 * spec.hidden * spec.expert_ffn
+    head = 6.0 * spec.hidden * spec.vocab
+    experts = row * spec.top_k * len(spec.moe_layers)
+    layer = (flops_per_token(spec, seq_len) - experts - head) / spec.num_layers
+    out, all_samples = [], max(1, sum(microbatches))
+    owners = _owners(spec, folding, placement)
+    for rank in range(folding.world):
+        stage = stages.of_rank(folding.coord(rank, "pp"))
+        held = [number for part in stage for number in part.layers]
+        dense = layer * len(held) + head * any(part.has_head for part in stage)
+        mine = microbatches[folding.replica_of(rank)] * tokens_of_one
+        served = sum(
+            float(counts_LE[i, expert]) * share
+            for i, number in enumerate(spec.moe_layers)
+            if number in held
+            for expert, share in owners(rank, number)
+        )
+        of_group = 1.0 if placement else _samples_of_pool(folding, rank, microbatches) / all_samples
+        out.append(dense * mine / (folding.tp * folding.cp) + row * served * of_group / folding.etp)
+    return out
+
+
+def _samples_of_pool(folding: Folding, rank: int, microbatches: Sequence[int]) -> float:
+    """Micro-batches whose tokens the expert-parallel group of `rank` serves: each rank brings its part of its replica's."""
+    share = folding.tp * folding.cp
+    pool = [
+        r for r in range(folding.world) if all(folding.coord(r, a) == folding.coord(rank, a) for a in ("edp", "pp"))
+    ]
+    return sum(microbatches[folding.replica_of(r)] for r in pool) / share
+
+
+def _owners(
+    spec: ModelSpec, folding: Folding, placement: Sequence[LayerPlacements]
+) -> Callable[[int, int], list[tuple[int, float]]]:
+    """(expert, share of its rows) of a rank in a layer."""
+    if not placement:
+        each = spec.num_experts // folding.ep
+
+        def plain(rank: int, number: int) -> list[tuple[int, float]]:
+            first = folding.coord(rank, "ep") * each
+            return [(expert, 1.0) for expert in range(first, first + each)]
+
+        return plain
+
+    def placed(rank: int, number: int) -> list[tuple[int, float]]:
+        found = placement[folding.coord(rank, "pp")].layers[number]
+        slots = [e for group in found.slots for of_rank in group for e in of_rank]
+        mine = found.slots[0][folding.coord(rank, "ep")]
+        return [(expert, 1.0 / slots.count(expert)) for expert in mine]
+
+    return placed

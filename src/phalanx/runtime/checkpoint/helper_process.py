@@ -1,0 +1,159 @@
+"""A process beside a rank that makes plans while the rank computes: pure functions of `plan/`, called with what they are given.
+
+Not a thread: plans are Python, which would take turns with the rank's own (each of its operations would wait up to 5 ms for its turn), and all other ranks would wait for it.
+Not a fork: the rank has threads. So it is a program of its own, which imports no torch, is started before the first question and ends with the rank, however that ends
+(its questions come through a pipe).
+
+Must never change: `answer` is what the function returns for this question, wherever it was computed. What was begun for another question is dropped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import pickle
+import select
+import struct
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, BinaryIO
+
+LIMIT_S = 60.0
+"""An answer that takes longer is not waited for: the rank computes it itself."""
+_LENGTH = struct.Struct("<Q")
+_PROGRAM = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from phalanx.runtime.checkpoint.helper_process import serve; serve(sys.argv[2:])"
+
+
+class Aside:
+    """One question at a time."""
+
+    def __init__(self, modules: Sequence[str] = ()) -> None:
+        """`modules`: what the functions need, imported before the first question."""
+        self.modules = tuple(modules)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._asked: bytes | None = None
+
+    def start(self) -> None:
+        """Start the process, where it does not run."""
+        with contextlib.suppress(OSError):
+            self._started()
+
+    def begin(self, function: Callable[..., Any], *args: Any, **options: Any) -> None:
+        """Have `function` (of a module) called there. Whatever fails, `answer` makes good."""
+        self.drop()
+        asked = pickle.dumps((function, args, options))
+        try:
+            process = self._started()
+        except OSError:
+            return
+        self._asked = asked
+        # in a thread: a question may be longer than a pipe holds, and the other side still imports
+        threading.Thread(target=_ask, args=(process.stdin, asked), name="question", daemon=True).start()
+
+    def answer(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """What `function` returns: that of the other process where just this was begun there, else computed here and now. Raises what it raises."""
+        begun, self._asked = self._asked, None
+        if begun is not None:
+            found = self._read()
+            if found is not None and begun == pickle.dumps((function, args, options)):
+                return pickle.loads(found)
+        return function(*args, **options)
+
+    def drop(self) -> None:
+        """What was begun is of no use any more. A process that may be busy with it is ended."""
+        if self._asked is not None:
+            self.close()
+
+    def close(self) -> None:
+        """End the process; what was begun there is dropped."""
+        if self._process is not None:
+            self._end()
+        self._process = self._asked = None
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        if self._process is not None and self._process.poll() is not None:
+            self.close()
+        if self._process is None:
+            command = [sys.executable, "-c", _PROGRAM, json.dumps(sys.path), *self.modules]
+            # a session of its own: Ctrl-C is for the rank, which finishes its step
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+            )
+            self._end = weakref.finalize(self, _end, self._process)
+        return self._process
+
+    def _read(self) -> bytes | None:
+        """None where it could not say, and is gone or as good as that."""
+        assert self._process is not None and self._process.stdout is not None
+        found = None
+        with contextlib.suppress(OSError):
+            found = _read_until(self._process.stdout.fileno(), time.monotonic() + LIMIT_S)
+        if found is None:
+            self.close()
+        return found
+
+
+def _ask(pipe: BinaryIO | Any, asked: bytes) -> None:
+    with contextlib.suppress(OSError, ValueError):  # closed meanwhile
+        _write(pipe, asked)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    with contextlib.suppress(subprocess.TimeoutExpired):  # one that waits for a disk dies later
+        process.wait(timeout=1.0)
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with contextlib.suppress(OSError):
+                pipe.close()
+
+
+def _write(pipe: BinaryIO | Any, data: bytes) -> None:
+    pipe.write(_LENGTH.pack(len(data)) + data)
+    pipe.flush()
+
+
+def _read_until(fd: int, end_s: float) -> bytes | None:
+    """One message; None at the end, or where it is not there in time."""
+    found, wanted = b"", _LENGTH.size
+    while len(found) < wanted:
+        ready, _, _ = select.select([fd], [], [], max(0.0, end_s - time.monotonic()))
+        part = os.read(fd, wanted - len(found)) if ready else b""
+        if not part:
+            return None
+        found += part
+        if len(found) == _LENGTH.size == wanted:
+            wanted += _LENGTH.unpack(found)[0]
+    return found[_LENGTH.size :]
+
+
+def _read(pipe: BinaryIO | Any) -> bytes | None:
+    """One message; None at the end."""
+    head = pipe.read(_LENGTH.size)
+    if len(head) < _LENGTH.size:
+        return None
+    (length,) = _LENGTH.unpack(head)
+    data: bytes = pipe.read(length)
+    return data if len(data) == length else None
+
+
+def serve(modules: Sequence[str]) -> None:
+    """The other process: answer until nobody asks any more. An error is no answer: the one who asked meets it himself."""
+    questions, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what a plan prints is no answer
+    for name in modules:
+        importlib.import_module(name)
+    while (asked := _read(questions)) is not None:
+        try:
+            function, args, options = pickle.loads(asked)
+            found = pickle.dumps(function(*args, **options))
+        except Exception:
+            return
+        with contextlib.suppress(BrokenPipeError):
+            _write(answers, found)

@@ -1,0 +1,434 @@
+"""Saves and loads the state of a run by logical tensors: any mapping and number of ranks to any other, bit for bit.
+
+A save stages (copies) this rank's primary boxes and returns; a thread of each rank writes them while training goes on. We run
+`dcp.save` in our own thread and not `dcp.async_save`: a checkpoint is more than its tensors (checksums, run state, rename,
+`latest`, deletion of old ones), all of that must follow the tensors on every rank in one agreed order, and with `async_save` it would
+need a second thread anyway. The threads talk over a gloo group of their own, so that their messages never mix with those of
+training. Every outcome is agreed by all ranks: either the checkpoint is complete for all, or an error reached all.
+
+`torch.distributed.checkpoint` is imported with the first save or load (`planner.py`): it brings DTensor and sympy, which a process that joins a run under way
+would wait for. `import_beside` does it in a thread.
+
+Must never change: nothing that is complete is touched before its successor is complete (see `folder.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from phalanx.core.errors import CheckpointError, PeerError, Problem, raise_if
+from phalanx.core.units import format_bytes
+from phalanx.runtime.checkpoint.failures import TensorsFailed, WriteFailure, write_failure
+from phalanx.runtime.checkpoint.folder import (
+    CheckpointFolder,
+    RunState,
+    Writer,
+    differences,
+    with_files,
+)
+from phalanx.runtime.comm.escape import Escape, run_escapable
+from phalanx.runtime.comm.peers import Peers
+from phalanx.runtime.state.boxes import BoxTensor
+
+if TYPE_CHECKING:
+    from phalanx.runtime.checkpoint.planner import Share
+
+T = TypeVar("T")
+LOOK_S = 0.05
+"""How often who waits for a save looks whether the others still do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """A checkpoint that is complete."""
+
+    step: int
+    path: Path
+    bytes: int
+    blocked_s: float
+    """How long the caller stood still."""
+    total_s: float
+
+
+@dataclass
+class _Job:
+    boxes: list[BoxTensor]
+    state: RunState
+    begin_s: float
+    blocked_s: float
+    over: threading.Event = field(default_factory=threading.Event)
+    """Nobody wants it any more."""
+    hurry: threading.Event = field(default_factory=threading.Event)
+    """Somebody waits for it: it is written as fast as can be."""
+    bytes_per_s: float = math.inf
+    """Of this rank."""
+    written: Share | Exception | None = None
+
+
+class CheckpointManager:
+    """Checkpoints of one run. Collective: all ranks call `save`, `finish` and `load` in the same order.
+
+    `group` spans all ranks and is used by nothing else (the background threads talk over it). `by_steps`: an asynchronous save begins in `save` and is completed in a `poll` between later steps, and its thread
+    talks to nobody, so that members may be lost at any moment. `write_rate`: MB/s of all ranks together, 0 for no limit. `writer`: the generation that saves, where others may follow it.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        group: dist.ProcessGroup | None = None,
+        keep_last: int = 3,
+        asynchronous: bool = True,
+        by_steps: bool = False,
+        write_rate: float = 0.0,
+        escape: Escape | None = None,
+        writer: Writer | None = None,
+    ) -> None:
+        self.folder = CheckpointFolder(path, writer)
+        self._peers = Peers(group, escape=escape)
+        self._keep_last = keep_last
+        self._asynchronous = asynchronous
+        self._write_rate = write_rate
+        self._by_steps = by_steps
+        self._job: _Job | None = None
+        """Of the thread that was started last; `by_steps` until all ranks have completed it."""
+        self._thread: threading.Thread | None = None
+        self._outcomes: list[Saved | CheckpointError] = []
+        self._buffers: list[torch.Tensor] = []
+        self._opens_later = False
+
+    def open(self) -> list[str]:
+        """Make the folder and remove what interrupted writes left; returns their names."""
+        return self._first(self._open)
+
+    def open_later(self) -> None:
+        """As `open`, with the first save: for who is waited for now, and knows that the folder is there."""
+        self._opens_later = True
+
+    def _open(self) -> list[str]:
+        self.folder.path.mkdir(parents=True, exist_ok=True)
+        return self.folder.clean()
+
+    # ---- saving --------------------------------------------------------------------------------------------------------
+
+    def save(self, boxes: Sequence[BoxTensor], state: RunState) -> None:
+        """Begin to save; `poll` and `finish` say how it went. Waits for the previous save first."""
+        begin_s = time.perf_counter()
+        self._join()
+        primary = [b for b in boxes if b.primary]
+        if self._asynchronous:
+            primary = self._stage(primary)
+        job = _Job(primary, state, begin_s, time.perf_counter() - begin_s)
+        if not self._asynchronous:
+            self._run(job, lambda: self._write(job))
+        elif self._by_steps:
+            self._run(job, lambda: self._write_beside(job))
+        else:
+            self._start(job, lambda: self._run(job, lambda: self._write(job)))
+
+    def poll(self) -> Saved | None:
+        """A save that ended since the last call, if any; `by_steps` all ranks call it together. Raises `CheckpointError` if it failed; nothing saved before is harmed."""
+        self._settle()
+        if not self._outcomes:
+            return None
+        outcome = self._outcomes.pop(0)
+        if isinstance(outcome, CheckpointError):
+            raise outcome
+        return outcome
+
+    def finish(self) -> Saved | None:
+        """Wait for the save under way, which goes on without a limit to its rate, then `poll`."""
+        job, begin_s = self._job, time.perf_counter()
+        if job is not None:
+            job.hurry.set()
+        self._join()
+        if job is not None:
+            job.blocked_s += time.perf_counter() - begin_s
+        return self.poll()
+
+    @property
+    def pending(self) -> bool:
+        """`by_steps`: whether a save waits to be completed; the same on all ranks."""
+        return self._by_steps and self._job is not None
+
+    def close(self) -> None:
+        """Nobody completes what is under way any more; its thread ends by itself."""
+        if self._job is not None:
+            self._job.over.set()
+            self._job.hurry.set()  # it may wait for its rate
+            self._job, self._buffers = None, []
+
+    @property
+    def busy(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def _start(self, job: _Job, work: Callable[[], None]) -> None:
+        self._job = job
+        # a daemon: a rank that must end at once (a dead peer, a second Ctrl-C) does not wait for the disk
+        self._thread = threading.Thread(target=work, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def _join(self) -> None:
+        if self._thread is None:
+            return
+        escape = self._peers.escape
+        while self._thread.is_alive():
+            self._thread.join(LOOK_S)
+            if escape is not None and escape.kicked():
+                raise PeerError("a checkpoint was not waited for: the others have gone on")
+        self._thread = None
+
+    def _write_beside(self, job: _Job) -> None:
+        """All ranks begin together; each writes by itself."""
+        path = self._begin(job)
+
+        def work() -> None:
+            job.written = self._share(job, path)
+
+        self._start(job, work)
+        job.blocked_s = time.perf_counter() - job.begin_s
+
+    def _settle(self) -> None:
+        """Complete what all ranks have written. Collective where a save waits for it."""
+        job = self._job
+        if job is None or not self._by_steps:
+            return
+        begin_s = time.perf_counter()
+        if not all(self._peers.gather(job.written is not None)):
+            job.blocked_s += time.perf_counter() - begin_s
+            return
+        assert job.written is not None
+        mine, self._job = job.written, None
+
+        def work() -> Saved:
+            saved = self._complete(job, mine)
+            return replace(saved, blocked_s=job.blocked_s + job.begin_s + saved.total_s - begin_s)
+
+        self._run(job, work)
+
+    def _stage(self, boxes: Sequence[BoxTensor]) -> list[BoxTensor]:
+        """Copies on the host, in buffers that are kept from save to save (their pages are then already there)."""
+        if [(b.shape, b.dtype) for b in self._buffers] != [(b.tensor.shape, b.tensor.dtype) for b in boxes]:
+            self._buffers = [torch.empty(b.tensor.shape, dtype=b.tensor.dtype) for b in boxes]
+        for buffer, box in zip(self._buffers, boxes, strict=True):
+            buffer.copy_(box.tensor)
+        return [BoxTensor(b.name, b.shape, b.box, buffer, True) for b, buffer in zip(boxes, self._buffers, strict=True)]
+
+    def _run(self, job: _Job, work: Callable[[], Saved | None]) -> None:
+        try:
+            saved = work()
+            if saved is not None:
+                self._outcomes.append(saved)
+        except CheckpointError as err:
+            self._outcomes.append(err)
+        except Exception as err:  # a peer went away in the middle
+            if isinstance(err, PeerError) and threading.current_thread() is not self._thread:
+                raise  # the caller stands in the midst of what all ranks do; if it went on, the others would wait for it here
+            rule = f"the ranks could not write it together: {type(err).__name__}: {err}".splitlines()[0]
+            hint = f"nothing saved before was touched ({self.folder.list_steps()})"
+            problem = Problem(where=str(self.folder.of(job.state.step)), value="not saved", rule=rule, hint=hint)
+            self._outcomes.append(CheckpointError([problem], subject="saving a checkpoint"))
+
+    def _write(self, job: _Job) -> Saved:
+        return self._complete(job, self._share(job, self._begin(job)))
+
+    def _begin(self, job: _Job) -> Path:
+        """An empty folder to write to. Collective."""
+        try:
+            path = Path(self._first(partial(self._empty_folder, job.state.step, opens=self._opens_later)))
+            self._opens_later = False
+            if self._write_rate:  # who has more to write has more of it
+                mine = sum(b.tensor.nbytes for b in job.boxes)
+                job.bytes_per_s = self._write_rate * 1e6 * mine / max(1, sum(self._peers.gather(mine))) or math.inf
+            return path
+        except CheckpointError as err:
+            self._first(lambda: self.folder.abandon(job.state.step))
+            raise self._describe(err, job) from None
+
+    def _empty_folder(self, step: int, *, opens: bool) -> str:
+        if opens:
+            self._open()
+        return str(self.folder.begin(step))
+
+    def _share(self, job: _Job, path: Path) -> Share | Exception:
+        """What this rank wrote, or why it could not."""
+        try:
+            return self._write_tensors(job, path)
+        except PeerError:
+            raise
+        except (CheckpointError, WriteFailure) as err:
+            return err
+        except Exception as err:
+            return write_failure(err, path)
+
+    def _write_tensors(self, job: _Job, path: Path) -> Share:
+        """By this rank alone; a save that all stand still for in a thread that is left behind where the others have gone on, for a disk may take its time."""
+        from phalanx.runtime.checkpoint.planner import write_boxes
+
+        work = partial(
+            write_boxes, job.boxes, path, rank=self._peers.rank, bytes_per_s=job.bytes_per_s,
+            over=job.over, hurry=job.hurry,
+        )  # fmt: skip
+        return work() if self._asynchronous else run_escapable(self._peers.escape, work)
+
+    def _complete(self, job: _Job, mine: Share | Exception) -> Saved:
+        """A checkpoint of what all ranks wrote. Collective."""
+        from phalanx.runtime.checkpoint.planner import write_table
+
+        step = job.state.step
+        path = self.folder.writing(step)
+        told = self._peers.gather(mine)
+        try:
+            failures = {rank: share for rank, share in enumerate(told) if isinstance(share, Exception)}
+            if failures:
+                raise TensorsFailed(failures)
+            shares = [share for share in told if not isinstance(share, Exception)]
+            table = self._first(lambda: write_table(path, shares))
+            files = [*(share.files for share in shares), table]
+            state = with_files(job.state, files, created=datetime.now(UTC).isoformat(timespec="seconds"))
+            self._first(lambda: str(self.folder.commit(state)))
+        except (CheckpointError, TensorsFailed) as err:
+            self._first(lambda: self.folder.abandon(step))
+            raise self._describe(err, job) from None
+        self._first(lambda: self.folder.prune(current=step, keep=self._keep_last))
+        now_s = time.perf_counter()
+        size = sum(e.bytes for e in state.files.values())
+        blocked_s = job.blocked_s if self._asynchronous else now_s - job.begin_s
+        return Saved(step=step, path=self.folder.of(step), bytes=size, blocked_s=blocked_s, total_s=now_s - job.begin_s)
+
+    def _first(self, work: Callable[[], T]) -> T:
+        return self._peers.first(lambda: _on_disk(work, self.folder.path))
+
+    def _agree(self, work: Callable[[], T]) -> list[T]:
+        return self._peers.agree(lambda: _on_disk(work, self.folder.path))
+
+    def _describe(self, err: CheckpointError | TensorsFailed, job: _Job) -> CheckpointError:
+        """The ranks' failures as problems that a person can act on."""
+        if isinstance(err, CheckpointError):
+            problems = [self._failed(p.where, p.rule, value=p.value) for p in err.problems]
+            return CheckpointError(problems, subject="saving a checkpoint")
+        path, problems = self.folder.of(job.state.step), []
+        alike: dict[str, list[tuple[int, str]]] = {}
+        for rank, cause in sorted(err.failures.items()):
+            if isinstance(cause, CheckpointError):
+                problems += cause.problems
+                continue
+            failure = cause if isinstance(cause, WriteFailure) else write_failure(cause, path)
+            alike.setdefault(failure.text, []).append((rank, Path(failure.path).name))
+        for text, ((rank, name), *others) in alike.items():  # a disk that is full is so for all ranks
+            more = f" and {len(others)} more {'rank' if len(others) == 1 else 'ranks'}" if others else ""
+            problems.append(self._failed(str(path), text, value=f"rank {rank}, {name}{more}"))
+        return CheckpointError(problems, subject="saving a checkpoint")
+
+    def _failed(self, where: str, rule: str, *, value: object = "not saved") -> Problem:
+        with contextlib.suppress(OSError):
+            free = format_bytes(shutil.disk_usage(self.folder.path).free)
+            rule += f" ({free} free on the disk of {self.folder.path})"
+        hint = f"nothing saved before was touched ({self.folder.list_steps()}); free space there, or lower checkpoint.keep_last"
+        return Problem(where=where, value=value, rule=rule, hint=hint)
+
+    # ---- loading -------------------------------------------------------------------------------------------------------
+
+    def choose(self, step: int | None = None) -> int | None:
+        """The step to resume from: the one asked for, or the newest; None where there is none. The same on all ranks."""
+
+        def work() -> int | None:
+            if step is None:
+                return self.folder.newest()
+            if step not in self.folder.steps():
+                hint = self.folder.list_steps()
+                problem = Problem(where="checkpoint.step", value=step, rule="there is no such checkpoint", hint=hint)
+                raise CheckpointError([problem], subject="checkpoint")
+            return step
+
+        return self._first(work)
+
+    def candidates(self) -> list[int]:
+        """The newest checkpoint and all before it, from the newest down. The same on all ranks."""
+        return self._first(self.folder.candidates)
+
+    def go_back(self, step: int) -> list[str]:
+        """As in `CheckpointFolder.go_back`. Collective."""
+        return self._first(lambda: self.folder.go_back(step))
+
+    def read_state(self, step: int, *, model: Mapping[str, Any]) -> RunState:
+        """The run state of `step`, checked: every file is as it was written and the model is this run's.
+
+        Raises `CheckpointError` naming damaged files with a way out, or the fields that differ. The ranks share the reading.
+        """
+
+        def work() -> RunState:
+            state = self.folder.read_state(step)
+            strangers = differences(state.model, model, prefix="model")
+            hint = f"go on with the recipe in {self.folder.path.parent}, or give this run another --run.name"
+            raise_if(
+                [Problem(where=p.where, value=p.value, rule=p.rule, hint=hint) for p in strangers],
+                CheckpointError,
+                subject=f"the checkpoint {self.folder.of(step)}, which belongs to another run",
+            )
+            damage = self.folder.damage(step, state, index=self._peers.rank, count=self._peers.size)
+            hint = self.folder.way_out(step) if damage else ""
+            raise_if(
+                [Problem(where=p.where, value=p.value, rule=p.rule, hint=hint) for p in damage],
+                CheckpointError,
+                subject=f"the checkpoint {self.folder.of(step)}",
+            )
+            return state
+
+        return self._agree(work)[self._peers.rank]
+
+    def load(self, boxes: Sequence[BoxTensor], *, step: int, partial: bool = False) -> None:
+        """Fill the boxes in place: each rank reads what it needs, and all agree at the end.
+
+        With `partial` the checkpoint may hold tensors that no rank asks for.
+        """
+        names = None if partial else set[str]().union(*self._peers.gather({b.name for b in boxes}))
+
+        def work() -> None:
+            from phalanx.runtime.checkpoint.planner import read_boxes
+
+            try:
+                read_boxes(boxes, self.folder.of(step), names=names)
+            except TensorsFailed as err:
+                cause = next(iter(err.failures.values()))
+                if isinstance(cause, CheckpointError):
+                    raise cause from None
+                rule = f"cannot be read: {type(cause).__name__}: {cause}".splitlines()[0]
+                problem = Problem(
+                    where=str(self.folder.of(step)), value=step, rule=rule, hint=self.folder.way_out(step)
+                )
+                raise CheckpointError([problem], subject="checkpoint") from err
+
+        self._agree(work)
+
+
+def _on_disk(work: Callable[[], T], path: Path) -> T:
+    """`work`, with the operating system's refusals as `CheckpointError`."""
+    try:
+        return work()
+    except OSError as err:
+        problem = Problem(where=str(err.filename or path), value=err.errno, rule=err.strerror or str(err))
+        raise CheckpointError([problem], subject="the checkpoint folder") from err
+
+
+def import_beside() -> None:
+    """Import in a thread what the first save needs, so that it need not wait for that."""
+    threading.Thread(target=import_now, name="import of checkpoints", daemon=True).start()
+
+
+def import_now() -> None:
+    """Import what the first save or load needs: 680 modules, with DTensor and sympy."""
+    import phalanx.runtime.checkpoint.planner  # noqa: F401

@@ -1,0 +1,282 @@
+"""Boxes to `torch.distributed.checkpoint` and back: what each rank writes, and which saved chunks a rank's boxes are read from.
+
+A checkpoint holds logical tensors only: each saved item is a box of one, written by its `primary` holder, so that the bytes on
+disk are each logical element once and no mapping is remembered. Loading asks for any other boxes of the same tensors. Nothing is
+converted on the way, so that every value comes back bit for bit.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import threading
+import time
+import warnings
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemWriter, LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from phalanx.core.errors import CheckpointError, Problem, raise_if
+from phalanx.runtime.checkpoint.failures import TensorsFailed, WriteFailure, write_failure
+from phalanx.runtime.checkpoint.folder import FileEntry, file_entry
+from phalanx.runtime.state.boxes import BoxTensor
+
+TABLE_FILE = ".metadata"
+"""`torch.distributed.checkpoint` calls it so."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """What one rank wrote of a checkpoint; crosses the process group."""
+
+    plan: SavePlan
+    results: tuple[WriteResult, ...]
+    files: Mapping[str, FileEntry]
+
+
+def write_boxes(
+    boxes: Sequence[BoxTensor],
+    path: Path,
+    *,
+    rank: int,
+    bytes_per_s: float = math.inf,
+    over: threading.Event | None = None,
+    hurry: threading.Event | None = None,
+) -> Share:
+    """Write the primary boxes of this rank to the folder `path`, at no more than `bytes_per_s` until `hurry` is set (somebody waits), by itself. Raises `WriteFailure`, also
+    where `over` is set (nobody wants it any more; `hurry` is, then)."""
+    _quiet()
+    planner = BoxSavePlanner(boxes, bytes_per_s=bytes_per_s, over=over, hurry=hurry)
+    writer = BoxWriter(path)
+    plan = planner.create_local_plan()
+    named = writer.prepare_global_plan([SavePlan([])] * rank + [plan])[rank]
+    results = writer.write_data(named, planner).wait()
+    try:
+        files = {name: file_entry(path / name) for name in sorted({r.storage_data.relative_path for r in results})}
+    except OSError as err:
+        raise write_failure(err, path) from None
+    return Share(plan=plan, results=tuple(results), files=files)
+
+
+def write_table(path: Path, shares: Sequence[Share]) -> dict[str, FileEntry]:
+    """What is where in the files that all ranks wrote; the entry of its own file. By one rank. Raises `CheckpointError` where the shares are not each element once."""
+    _, table = BoxSavePlanner([]).create_global_plan([share.plan for share in shares])
+    writer = BoxWriter(path)
+    writer.set_up_storage_writer(True)
+    writer.finish(table, [list(share.results) for share in shares])
+    return {TABLE_FILE: file_entry(path / TABLE_FILE)}
+
+
+def read_boxes(boxes: Sequence[BoxTensor], path: Path, *, names: Collection[str] | None) -> None:
+    """Fill `boxes` in place from the folder `path`; `names` as in `BoxLoadPlanner`. Raises `TensorsFailed`."""
+    _quiet()
+    try:
+        dcp.load(
+            {}, storage_reader=dcp.FileSystemReader(path), planner=BoxLoadPlanner(boxes, names=names), no_dist=True
+        )
+    except CheckpointException as err:
+        raise TensorsFailed({rank: cause for rank, (cause, _) in err.failures.items()}) from err
+
+
+def _quiet() -> None:
+    """No warning from torch that one process saves or loads alone, which is what we mean. (Scoped filters are not thread-safe.)"""
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+
+
+def _chunk(box: BoxTensor) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(offsets=torch.Size(box.box.offsets), sizes=torch.Size(box.box.sizes))
+
+
+def _index(box: BoxTensor) -> MetadataIndex:
+    return MetadataIndex(box.name, torch.Size(box.box.offsets))
+
+
+class BoxSavePlanner(SavePlanner):
+    """Writes the primary boxes of this rank; the coordinator joins all ranks' boxes into one table of logical tensors.
+
+    With a limit of bytes per second a box is handed out when it and those before it may have been written: never more than the limit on average since the first, one box at once.
+    """
+
+    def __init__(
+        self,
+        boxes: Sequence[BoxTensor],
+        *,
+        bytes_per_s: float = math.inf,
+        over: threading.Event | None = None,
+        hurry: threading.Event | None = None,
+    ) -> None:
+        self._boxes = [b for b in boxes if b.primary and b.box.num_elements]
+        self._tensors = {_index(b): b.tensor for b in self._boxes}
+        self._bytes_per_s, self._begin_s, self._handed = bytes_per_s, 0.0, 0
+        self._over, self._hurry = over or threading.Event(), hurry or threading.Event()
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], storage_meta: Any = None, is_coordinator: bool = False
+    ) -> None:
+        """Nothing: the boxes came with the constructor."""
+
+    def create_local_plan(self) -> SavePlan:
+        return SavePlan([_write_item(b) for b in self._boxes])
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        table: dict[str, TensorStorageMetadata] = {}
+        for item in (item for plan in all_plans for item in plan.items):
+            data = item.tensor_data
+            if data is None:
+                raise TypeError(f"{item.index.fqn}: only tensors are saved by boxes")
+            entry = table.setdefault(item.index.fqn, TensorStorageMetadata(data.properties, data.size, []))
+            if (entry.size, entry.properties.dtype) != (data.size, data.properties.dtype):
+                raise ValueError(f"{item.index.fqn}: ranks disagree about its shape or type")
+            entry.chunks.append(data.chunk)
+        raise_if(coverage_problems(table), CheckpointError, subject="the boxes to be saved")
+        return all_plans, Metadata(dict(table))
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        return new_plan
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
+        tensor = self._tensors[write_item.index]
+        if not self._handed:
+            self._begin_s = time.monotonic()
+        self._handed += tensor.nbytes
+        self._hurry.wait(max(0.0, self._begin_s + self._handed / self._bytes_per_s - time.monotonic()))
+        if self._over.is_set():
+            raise WriteFailure(write_item.index.fqn, "nobody wants it any more")
+        return tensor
+
+
+def _write_item(box: BoxTensor) -> WriteItem:
+    data = TensorWriteData(
+        chunk=_chunk(box), properties=TensorProperties(dtype=box.tensor.dtype), size=torch.Size(box.shape)
+    )
+    return WriteItem(index=_index(box), type=WriteItemType.SHARD, tensor_data=data)
+
+
+def coverage_problems(table: Mapping[str, TensorStorageMetadata]) -> list[Problem]:
+    """Tensors whose chunks are not each element exactly once (a lost or doubled `primary`)."""
+    out = []
+    for name, entry in table.items():
+        held, whole = sum(math.prod(c.sizes) for c in entry.chunks), math.prod(entry.size)
+        doubled = len({tuple(c.offsets) for c in entry.chunks}) < len(entry.chunks)
+        if held != whole or doubled:
+            rule = f"its {len(entry.chunks)} boxes hold {held} of {whole} elements" + (
+                ", some twice" if doubled else ""
+            )
+            out.append(Problem(where=name, value=tuple(entry.size), rule=rule))
+    return out
+
+
+class BoxLoadPlanner(LoadPlanner):
+    """Fills the tensors of `boxes` in place from whatever chunks were saved.
+
+    `names` are the tensors that all ranks together ask for; the checkpoint must hold no others. None: it may (generation leaves the
+    moments on the disk).
+    """
+
+    def __init__(self, boxes: Sequence[BoxTensor], *, names: Collection[str] | None = None) -> None:
+        self._names = names
+        self._wanted: dict[str, list[BoxTensor]] = {}
+        self._metadata: Metadata | None = None
+        for box in boxes:
+            if box.box.num_elements:
+                self._wanted.setdefault(box.name, []).append(box)
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        self._metadata = metadata
+
+    def create_local_plan(self) -> LoadPlan:
+        if self._metadata is None:
+            raise ValueError("a load plan needs the checkpoint's metadata")
+        saved = self._metadata.state_dict_metadata
+        raise_if(self._problems(saved), CheckpointError, subject="tensors of the checkpoint")
+        items: list[ReadItem] = []
+        for name, boxes in self._wanted.items():
+            entry = saved[name]
+            if not isinstance(entry, TensorStorageMetadata):
+                continue  # reported above
+            found = create_read_items_for_chunk_list(name, entry, [_chunk(b) for b in boxes])
+            if sum(math.prod(i.lengths) for i in found) != sum(b.box.num_elements for b in boxes):
+                rule = "the saved chunks do not cover the boxes of this rank"
+                raise CheckpointError([Problem(where=name, value=len(found), rule=rule)], subject="checkpoint")
+            items += found
+        return LoadPlan(items)
+
+    def _problems(self, saved: Mapping[str, Any]) -> list[Problem]:
+        out = [_fit(boxes[0], saved.get(name)) for name, boxes in self._wanted.items()]
+        extra = [] if self._names is None else sorted(saved.keys() - set(self._names))
+        unknown = [Problem(where=n, value=tuple(saved[n].size), rule="this model has no such tensor") for n in extra]
+        return [p for p in out if p is not None] + unknown
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        return global_plan
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        return central_plan
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        raise TypeError(f"{read_item.storage_index.fqn}: checkpoints of boxes hold no bytes")
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        index = read_item.dest_index
+        if index.index is None:
+            raise ValueError(f"{index.fqn}: a read item must say which box it fills")
+        tensor = self._wanted[index.fqn][index.index].tensor
+        for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+            tensor = tensor.narrow(dim, start, length)
+        return tensor
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        """Nothing: `resolve_tensor` gave a view of the destination."""
+
+
+def _fit(box: BoxTensor, entry: Any) -> Problem | None:
+    if not isinstance(entry, TensorStorageMetadata):
+        return Problem(where=box.name, value=box.shape, rule="is not in the checkpoint")
+    if tuple(entry.size) != box.shape:
+        return Problem(where=box.name, value=box.shape, rule=f"the checkpoint has shape {tuple(entry.size)}")
+    if entry.properties.dtype != box.tensor.dtype:
+        rule = f"the checkpoint has {entry.properties.dtype}; state is never converted"
+        return Problem(
+            where=box.name, value=str(box.tensor.dtype), rule=rule, hint="use the train.dtype it was saved with"
+        )
+    return None
+
+
+class BoxWriter(FileSystemWriter):
+    """Writes one flushed file a rank, none where there is nothing to write, and says plainly why it cannot."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, single_file_per_rank=True, sync_files=True, thread_count=1, overwrite=True)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        if not plan.items:
+            done: Future[list[WriteResult]] = Future()
+            done.set_result([])
+            return done
+        try:
+            future = super().write_data(plan, planner)
+            future.wait()
+        except WriteFailure:
+            raise
+        except Exception as err:
+            raise write_failure(err, Path(self.path)) from None
+        return future

@@ -1,0 +1,655 @@
+"""The one place that moves tensors between ranks: names the axis, counts bytes, has a timeout, emits an event.
+
+Decides nothing about who sends what: splits and sizes come from plans, identical on all ranks. A collective that fails or runs out
+of time ends in a `RunError` that names the operation, the axis and its ranks. On an axis of size 1 every method is the identity
+and sends nothing.
+
+`sent_bytes` is what leaves this rank for others, own share excluded (folding reference, section 1.4):
+all-to-all: the rows addressed to others; all-gather: own rows x (size - 1); reduce-scatter: all rows but the own share;
+all-reduce: reduce-scatter and all-gather, `2 * bytes * (size - 1) / size`; broadcast: the root sends `bytes * (size - 1)`;
+exchange, send: all messages sent; receive: nothing.
+
+Whatever is only moved may be of any type: what a transport does not know (fp8 on gloo, which would lose the group over it) goes as bytes of the same memory.
+Sums of such a type are refused; row sums, which are added up here, are taken in fp32 (`reduce_scatter_rows`).
+
+The row collectives are differentiable: all-to-all <-> all-to-all with swapped splits, all-gather <-> reduce-scatter. Gradients are sums over the
+ranks that received a copy, never means. Sums run in rank order, in fp32 for 16-bit types, so results are deterministic.
+
+Shapes: M, N rows; `...` any trailing dims.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from datetime import timedelta
+from functools import partial
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.distributed as dist
+
+from phalanx.core.clock import ANCHOR_S
+from phalanx.core.errors import PeerError, RunError
+from phalanx.core.events import Collective, Emit, Event, Lane, Operation, ignore
+from phalanx.runtime.comm.devices import complete
+from phalanx.runtime.comm.escape import Escape, run_escapable
+from phalanx.runtime.comm.exchange import (
+    Call,
+    Counter,
+    Exchange,
+    Message,
+    between_ranks,
+    carried,
+    check_own,
+    check_splits_of,
+    check_summed,
+    named_errors,
+    num_bytes,
+    row_bytes,
+)
+from phalanx.runtime.comm.groups import DEFAULT_TIMEOUT_S, Axis
+from phalanx.runtime.comm.pacing import Pace
+from phalanx.runtime.comm.row_collectives import (
+    AllGatherRows,
+    AllReduceSum,
+    AllToAllRows,
+    ReduceScatterRows,
+    RowsUnderWay,
+    StartRows,
+    Trip,
+)
+from phalanx.runtime.comm.waiting import LayerTimes
+
+ReduceOp = Literal["sum", "max", "min"]
+# torch 2.13 renamed these two and deprecates the old names
+_all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_NOBODYS_TAG = 2**31 - 1
+"""Of no message that is ever sent."""
+_APART_TAG = 2**31 - 3
+"""Of the messages of an all-to-all that may be under way beside another."""
+_REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+class TwoPasses(Protocol):
+    """Two passes of this rank that take turns (`runtime/moe/pair.py`), as long as both run."""
+
+    def axis(self, axis: Axis) -> Axis:
+        """The axis with the groups of the pass that asks."""
+
+    def away(self, axis: Axis) -> AbstractContextManager[None]:
+        """Let the other pass go on while this one waits for a message over `axis` inside."""
+
+    def offer(self) -> None:
+        """Let the other pass have a turn, if it waits for one."""
+
+
+class Collectives:
+    """All data collectives of one rank.
+
+    `counters` maps (op, axis name) to calls, bytes and time waited, `layers` has the times of each MoE layer's dispatch and combine (host
+    only). With `trace` every collective emits `core.events.Collective`; its times bracket the wait on a CPU, and the launch only on an
+    asynchronous device. With `check_splits` the ranks first exchange their row
+    splits and raise on a mismatch, which otherwise lets gloo abort the process. `synchronous` hides nothing behind computing: an
+    exchange is waited for where it starts (to measure what hiding it is worth).
+    """
+
+    def __init__(
+        self,
+        *,
+        emit: Emit = ignore,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        trace: bool = False,
+        check_splits: bool = False,
+        synchronous: bool = False,
+        escape: Escape | None = None,
+    ) -> None:
+        self.timeout_s = timeout_s
+        self.trace = trace
+        self.check_splits = check_splits
+        self.synchronous = synchronous
+        self.escape = escape
+        """Where ranks may die and others go on: what keeps this one from waiting for a message that will never end."""
+        self.counters: dict[tuple[str, str], Counter] = {}
+        self.layers = LayerTimes()
+        self.watch: Callable[[str, bool], None] | None = None
+        """Told the id of each collective when it is posted (True) and when the wait for it has ended."""
+        self._aside = False
+        self.pace: Pace | None = None
+        """Paced mode (`phalanx bench predict`): how long operations of the rank's own that are told last."""
+        self.beside: TwoPasses | None = None
+        """While a pass of this rank runs beside another."""
+        self.message_streams: Any = None
+        """Where messages travel beside what a device computes, once they have (`runtime/comm/streams.py`)."""
+        self._emit = emit
+        self._kept: list[Event] = []
+
+    # ---- whole tensors -------------------------------------------------------------------------------------------------
+
+    def all_reduce(self, x: torch.Tensor, axis: Axis, *, op: ReduceOp = "sum", op_id: str = "") -> torch.Tensor:
+        """Reduce `x` in place over the axis and return it."""
+        if axis.group is None:
+            return x
+        check_summed(x, axis, "all_reduce")
+        axis = self._own(axis)
+        sent = 2 * num_bytes(x) * (axis.size - 1) // axis.size
+        self._run(
+            "all_reduce",
+            axis,
+            Call(op_id, sent, not x.is_cuda),
+            lambda: dist.all_reduce(x, _REDUCE_OPS[op], group=axis.group, async_op=True),
+        )
+        return x
+
+    def reduce_scatter(self, x_flat: torch.Tensor, axis: Axis, *, op_id: str = "") -> torch.Tensor:
+        """Sum the flat buffer, which is overwritten, over the axis; return shard number `axis.index` of `axis.size` equal ones (a view on a CPU and at size 1)."""
+        shard, exchange = self.start_reduce_scatter(x_flat, axis, op_id=op_id)
+        exchange.wait()
+        return shard
+
+    def start_reduce_scatter(
+        self, x_flat: torch.Tensor, axis: Axis, *, op_id: str = ""
+    ) -> tuple[torch.Tensor, Exchange]:
+        """`reduce_scatter` that travels while the rank goes on: neither buffer nor shard are to be touched before the exchange has been waited for."""
+        if axis.group is None:
+            return x_flat, Exchange(lambda: None)
+        check_summed(x_flat, axis, "reduce_scatter")
+        if x_flat.numel() % axis.size:
+            raise ValueError(
+                f"reduce_scatter over {axis.name}: {x_flat.numel()} elements do not split into {axis.size}"
+            )
+        axis, length = self._own(axis), x_flat.numel() // axis.size
+        call = Call(op_id, num_bytes(x_flat) - num_bytes(x_flat) // axis.size, not x_flat.is_cuda)
+        if self.scatters(x_flat):
+            out = x_flat.new_empty(length)
+            launch = partial(_reduce_scatter_into, out, x_flat, group=axis.group, async_op=True)
+        else:
+            out = x_flat[axis.index * length : (axis.index + 1) * length]
+            launch = partial(dist.all_reduce, x_flat, group=axis.group, async_op=True)
+        return out, self._start("reduce_scatter", axis, call, launch)
+
+    def scatters(self, x: torch.Tensor) -> bool:
+        """Whether the transport of such tensors has a reduce-scatter of its own. gloo's is an all-reduce of a copy of the buffer (torch 2.13,
+        `ProcessGroupGloo.cpp`), so that an all-reduce in place gives the same bits for half of the processor's time."""
+        return x.is_cuda
+
+    def start_all_reduce(self, x: torch.Tensor, axis: Axis, *, op_id: str = "") -> Exchange:
+        """The sum over the axis, in place, while the rank goes on: `x` is not to be touched before the exchange has been waited for."""
+        if axis.group is None:
+            return Exchange(lambda: None)
+        check_summed(x, axis, "all_reduce")
+        axis = self._own(axis)
+        call = Call(op_id, 2 * num_bytes(x) * (axis.size - 1) // axis.size, not x.is_cuda)
+        return self._start("all_reduce", axis, call, partial(dist.all_reduce, x, group=axis.group, async_op=True))
+
+    def all_gather(
+        self, shard: torch.Tensor, axis: Axis, *, out: torch.Tensor | None = None, op_id: str = ""
+    ) -> torch.Tensor:
+        """Concatenate equal shards along dim 0 in axis order (into `out`, if given)."""
+        if axis.group is None:
+            if out is None:
+                return shard
+            return out.copy_(shard) if out.data_ptr() != shard.data_ptr() else out
+        axis, shard = self._own(axis), shard.contiguous()
+        full = out if out is not None else shard.new_empty((shard.shape[0] * axis.size, *shard.shape[1:]))
+        if full.numel() != shard.numel() * axis.size:
+            raise ValueError(
+                f"all_gather over {axis.name}: {full.numel()} elements cannot take {axis.size} x {shard.numel()}"
+            )
+        self._run(
+            "all_gather",
+            axis,
+            Call(op_id, num_bytes(shard) * (axis.size - 1), not shard.is_cuda),
+            lambda: _all_gather_into(carried(full), carried(shard), group=axis.group, async_op=True),
+        )
+        return full
+
+    def broadcast(self, x: torch.Tensor, axis: Axis, *, root: int = 0, op_id: str = "") -> torch.Tensor:
+        """Overwrite `x` with that of the rank at position `root` of the axis; returns it."""
+        if axis.group is None:
+            return x
+        axis = self._own(axis)
+        sent = num_bytes(x) * (axis.size - 1) if axis.index == root else 0
+        source = axis.ranks[root]
+        call = Call(op_id, sent, not x.is_cuda)
+        self._run("broadcast", axis, call, lambda: dist.broadcast(carried(x), source, group=axis.group, async_op=True))
+        return x
+
+    def barrier(self, axis: Axis, *, op_id: str = "") -> None:
+        """Wait for all ranks of the axis."""
+        if axis.group is not None:
+            axis = self._own(axis)
+            self._run("barrier", axis, Call(op_id, 0), lambda: dist.barrier(group=axis.group, async_op=True))
+
+    def gather_objects(self, value: Any, axis: Axis) -> list[Any]:
+        """Every rank's plain Python `value`, in axis order. For small control data only; not counted."""
+        if axis.group is None:
+            return [value]
+        axis, values = self._own(axis), list[Any]([None] * axis.size)
+        with named_errors("gather_objects", axis, self.timeout_s), self._away(axis):
+            gather = partial(dist.all_gather_object, values, value, group=axis.group)
+            run_escapable(self.escape, gather)
+        return values
+
+    # ---- messages between ranks, under way while this rank computes -----------------------------------------------------
+
+    def start_exchange(
+        self, sends: Sequence[Message], receives: Sequence[Message], axis: Axis, *, op_id: str = ""
+    ) -> Exchange:
+        """Post all messages and return while they travel; `Exchange.wait` takes them in.
+
+        With `trace` the event spans the time from here to the end of that wait.
+        """
+        messages = [(dist.isend, m) for m in sends] + [(dist.irecv, m) for m in receives]
+        if axis.group is None or not messages:
+            if messages:
+                raise ValueError(f"exchange over {axis.name}: an axis of one rank has nobody to exchange with")
+            return Exchange(lambda: None)
+        axis = self._own(axis)
+        call = Call(
+            op_id,
+            sum(num_bytes(m.tensor) for m in sends),
+            not messages[0][1].tensor.is_cuda,
+            to=tuple(m.peer for m in sends),
+            source=tuple(m.peer for m in receives),
+        )
+        begin_s = self._posted(call)
+        with named_errors("exchange", axis, self.timeout_s, op_id):
+            ops = [dist.P2POp(op, carried(m.tensor), axis.ranks[m.peer], axis.group, m.tag) for op, m in messages]
+            works = dist.batch_isend_irecv(ops)
+
+        def finish() -> None:
+            there_s = wait_s = time.monotonic()
+            with named_errors("exchange", axis, self.timeout_s, op_id):
+                for work in works:
+                    there_s = self._wait(work, call, axis)
+            self._note("exchange", axis, call, begin_s, wait_s, there_s)
+
+        exchange = Exchange(finish, again=None if call.on_host else lambda: self._order(works, call, axis))
+        if self.synchronous:
+            exchange.wait()
+        return exchange
+
+    def _order(self, works: Sequence[Any], call: Call, axis: Axis) -> None:
+        for work in works:
+            self._wait(work, call, axis)
+
+    def break_off(self, axis: Axis) -> None:
+        """Let whatever is under way over the axis's own group fail, on this rank and on those that wait for it. gloo only; the group is lost.
+
+        A thread that waits for a message can be told no other way: gloo's waits end with their message, or with their group.
+        """
+        if axis.group is None:
+            return
+        peer = (axis.index + 1) % axis.size
+        with suppress(RuntimeError):  # the error that tells all waits
+            work = dist.irecv(torch.empty(1), axis.ranks[peer], axis.group, _NOBODYS_TAG)
+            assert work is not None  # this rank is in the group
+            work.wait(timedelta(milliseconds=1))
+
+    def apart(self) -> Collectives:
+        """The same for another thread, with counters and events of its own until they are taken back by `absorb`."""
+        kept: list[Event] = []
+        other = Collectives(
+            emit=kept.append,
+            timeout_s=self.timeout_s,
+            trace=self.trace,
+            check_splits=self.check_splits,
+            escape=self.escape,
+        )
+        other._kept, other._aside = kept, True
+        return other
+
+    def absorb(self, other: Collectives) -> None:
+        """Count and tell what `other` (of `apart`) has done, once its thread has ended."""
+        for key, found in other.counters.items():
+            counter = self.counters.setdefault(key, Counter())
+            counter.calls += found.calls
+            counter.sent_bytes += found.sent_bytes
+            counter.waited_s += found.waited_s
+        other.counters.clear()
+        self.layers.absorb(other.layers)
+        for event in other._kept:
+            self._emit(event)
+        other._kept.clear()
+
+    # ---- what the rank does, for those who watch -------------------------------------------------------------------------
+
+    @contextmanager
+    def recording(self) -> Iterator[list[Event]]:
+        """Trace what happens inside into the list, in memory: writing each event as it happens would be part of what is measured."""
+        before, kept = (self.trace, self._emit), list[Event]()
+        self.trace, self._emit = True, kept.append
+        try:
+            yield kept
+        finally:
+            self.trace, self._emit = before
+
+    @contextmanager
+    def doing(self, op_id: str, lane: Lane = "compute") -> Iterator[None]:
+        """With `trace`, tell that the rank did this from here to the end, however it ends: a run again stops by an error when it has enough."""
+        if not self.trace:
+            yield
+            return
+        begin_s = time.monotonic()
+        try:
+            yield
+        finally:
+            self.did(op_id, lane, begin_s)
+
+    def did(self, op_id: str, lane: Lane, begin_s: float) -> None:
+        """Tell of an operation that ends now and began at `begin_s` of `time.monotonic`."""
+        if self.pace is not None and lane == "compute":
+            self.pace.hold(op_id, begin_s)
+        elif self.pace is not None and lane == "wait":
+            self.pace.waited(time.monotonic(), since_s=begin_s)
+        end_s = ANCHOR_S + time.monotonic()
+        self._emit(Operation(op_id=op_id, lane=lane, begin_s=ANCHOR_S + begin_s, end_s=end_s))
+
+    @contextmanager
+    def blocked(self, op_id: str, axis: Axis) -> Iterator[None]:
+        """The rank waits inside for a thread that has the collectives of `apart`: time that nothing hides, as in a wait of its own."""
+        begin_s = time.monotonic()
+        yield
+        waited_s = time.monotonic() - begin_s
+        self.counters.setdefault(("blocked", axis.name), Counter()).waited_s += waited_s
+        self.layers.blocked(op_id, waited_s)
+        if self.trace:
+            self.did(op_id, "wait", begin_s)
+
+    def start_send(self, message: Message, axis: Axis, *, op_id: str = "") -> Exchange:
+        """Post one message and return, also where the collectives are `synchronous`: its receiver may post later what we wait for."""
+        axis = self._own(axis)
+        sent, peer = num_bytes(message.tensor), axis.ranks[message.peer]
+        launch = partial(dist.isend, carried(message.tensor), peer, axis.group, message.tag)
+        call = Call(op_id, sent, not message.tensor.is_cuda, f"send to rank {peer}", to=(message.peer,))
+        return self._pending("send", axis, call, launch)
+
+    def start_receive(self, message: Message, axis: Axis, *, op_id: str = "") -> Exchange:
+        """Be ready for one message and return, as `start_send` does."""
+        axis = self._own(axis)
+        peer = axis.ranks[message.peer]
+        launch = partial(dist.irecv, carried(message.tensor), peer, axis.group, message.tag)
+        call = Call(op_id, 0, not message.tensor.is_cuda, f"receive from rank {peer}", source=(message.peer,))
+        return self._pending("receive", axis, call, launch)
+
+    # ---- rows, uneven and differentiable -------------------------------------------------------------------------------
+
+    def all_to_all_rows(
+        self,
+        x: torch.Tensor,
+        *,
+        in_splits: Sequence[int],
+        out_splits: Sequence[int],
+        axis: Axis,
+        op_id: str = "",
+    ) -> torch.Tensor:
+        """Send `in_splits[j]` consecutive rows of `x` (M, ...) to rank j; receive `out_splits[i]` rows from rank i, in axis order."""
+        check_splits_of(x, in_splits, axis, "all_to_all_rows")
+        if axis.group is None:
+            return x
+        out: torch.Tensor = AllToAllRows.apply(x, self, axis, tuple(in_splits), tuple(out_splits), op_id)
+        return out
+
+    def start_all_to_all_rows(
+        self,
+        x: torch.Tensor,
+        *,
+        in_splits: Sequence[int],
+        out_splits: Sequence[int],
+        axis: Axis,
+        op_id: str = "",
+    ) -> RowsUnderWay:
+        """`all_to_all_rows` that travels while the rank goes on; `RowsUnderWay.wait` has its rows. `x` is not to be written before that.
+
+        Differentiable: the backward pass posts the reverse exchange where it meets `wait`, and waits for it where it meets this call, so what
+        autograd does in between (what was computed between the two, and whatever has been recorded later than this call) hides it.
+        """
+        check_splits_of(x, in_splits, axis, "start_all_to_all_rows")
+        if axis.group is None:
+            return RowsUnderWay(x)
+        trip = Trip(self, axis, tuple(in_splits), tuple(out_splits), op_id)
+        token: torch.Tensor = StartRows.apply(x, trip)
+        return RowsUnderWay(token, trip)
+
+    def all_gather_rows(self, x: torch.Tensor, *, sizes: Sequence[int], axis: Axis, op_id: str = "") -> torch.Tensor:
+        """Concatenate the rows of all ranks; rank i contributes `sizes[i]`."""
+        check_own(x, sizes, axis)
+        if axis.group is None:
+            return x
+        out: torch.Tensor = AllGatherRows.apply(x, self, axis, tuple(sizes), op_id)
+        return out
+
+    def reduce_scatter_rows(
+        self, x: torch.Tensor, *, sizes: Sequence[int], axis: Axis, op_id: str = ""
+    ) -> torch.Tensor:
+        """Sum `x` (sum of sizes, ...) over the ranks and return this rank's `sizes[index]` rows of the sum."""
+        check_splits_of(x, sizes, axis, "reduce_scatter_rows")
+        if axis.group is None:
+            return x
+        out: torch.Tensor = ReduceScatterRows.apply(x, self, axis, tuple(sizes), op_id)
+        return out
+
+    def all_reduce_sum(self, x: torch.Tensor, axis: Axis, *, op_id: str = "") -> torch.Tensor:
+        """Sum of `x` over the axis, on all ranks, as a new tensor. Gradient: the sum of all ranks' gradients."""
+        if axis.group is None:
+            return x
+        out: torch.Tensor = AllReduceSum.apply(x, self, axis, op_id)
+        return out
+
+    # ---- the transport under the differentiable ones -------------------------------------------------------------------
+
+    def _exchange(
+        self,
+        op: str,
+        x: torch.Tensor,
+        axis: Axis,
+        in_splits: Sequence[int],
+        out_splits: Sequence[int],
+        op_id: str,
+    ) -> torch.Tensor:
+        out, exchange = self._start_exchange(op, x, axis, in_splits, out_splits, op_id)
+        exchange.wait()
+        return out
+
+    def _start_exchange(
+        self,
+        op: str,
+        x: torch.Tensor,
+        axis: Axis,
+        in_splits: Sequence[int],
+        out_splits: Sequence[int],
+        op_id: str,
+    ) -> tuple[torch.Tensor, Exchange]:
+        axis = self._own(axis)
+        if self.check_splits:
+            self._compare_splits(op, axis, in_splits, out_splits)
+        out = x.new_empty((sum(out_splits), *x.shape[1:]))
+        sent = (x.shape[0] - in_splits[axis.index]) * row_bytes(x)
+        if x.is_cuda:
+            launch: Callable[[], Any] = partial(
+                dist.all_to_all_single,
+                carried(out),
+                carried(x),
+                list(out_splits),
+                list(in_splits),
+                group=axis.group,
+                async_op=True,
+            )
+        else:
+            launch = partial(between_ranks, out, x, out_splits, in_splits, axis)
+        return out, self._start(op, axis, Call(op_id, sent, not x.is_cuda), launch)
+
+    def gather_rows_raw(self, x: torch.Tensor, axis: Axis, sizes: Sequence[int], op_id: str) -> torch.Tensor:
+        """`all_gather_rows` without autograd: even sizes as an all-gather, uneven ones as an all-to-all of repeated input.
+
+        gloo has no uneven all-gather; padding to the largest size would send more bytes than repeating the input does.
+        """
+        x, axis = x.detach().contiguous(), self._own(axis)
+        if len(set(sizes)) > 1:
+            repeated = x.repeat(axis.size, *(1,) * (x.dim() - 1))
+            return self._exchange("all_gather_rows", repeated, axis, [x.shape[0]] * axis.size, sizes, op_id)
+        if self.check_splits:
+            self._compare_splits("all_gather_rows", axis, [x.shape[0]] * axis.size, sizes)
+        out = x.new_empty((sum(sizes), *x.shape[1:]))
+        self._run(
+            "all_gather_rows",
+            axis,
+            Call(op_id, num_bytes(x) * (axis.size - 1), not x.is_cuda),
+            lambda: _all_gather_into(carried(out), carried(x), group=axis.group, async_op=True),
+        )
+        return out
+
+    def scatter_rows_raw(self, x: torch.Tensor, axis: Axis, sizes: Sequence[int], op_id: str) -> torch.Tensor:
+        """`reduce_scatter_rows` without autograd: each rank receives its share from all and adds in rank order."""
+        own = sizes[axis.index]
+        parts = self._exchange("reduce_scatter_rows", x.detach().contiguous(), axis, sizes, [own] * axis.size, op_id)
+        parts = parts.view(axis.size, own, *x.shape[1:])
+        wide = torch.float32 if x.is_floating_point() and x.element_size() < 4 else x.dtype
+        return parts.sum(0, dtype=wide).to(x.dtype)
+
+    def all_to_all_raw(
+        self, x: torch.Tensor, axis: Axis, in_splits: Sequence[int], out_splits: Sequence[int], op_id: str
+    ) -> torch.Tensor:
+        """`all_to_all_rows` without autograd."""
+        return self._exchange("all_to_all_rows", x.detach().contiguous(), axis, in_splits, out_splits, op_id)
+
+    def start_all_to_all_raw(
+        self, x: torch.Tensor, axis: Axis, in_splits: Sequence[int], out_splits: Sequence[int], op_id: str
+    ) -> tuple[torch.Tensor, Exchange]:
+        """`start_all_to_all_rows` without autograd: the rows, not to be read before the exchange has been waited for."""
+        x = x.detach().contiguous()
+        check_splits_of(x, in_splits, axis, "start_all_to_all_rows")
+        return self._start_exchange("all_to_all_rows", x, axis, in_splits, out_splits, op_id)
+
+    def start_all_to_all_apart(
+        self, x: torch.Tensor, axis: Axis, in_splits: Sequence[int], out_splits: Sequence[int], *, op_id: str = ""
+    ) -> tuple[torch.Tensor, Exchange]:
+        """`start_all_to_all_raw` in an order of its own: on the host such exchanges meet one another only, whatever rows travel over the
+        axis in between (gradients leave when they are complete, which is not at the same place between the dispatches of all ranks)."""
+        check_splits_of(x, in_splits, axis, "all_to_all_rows")
+        if x.is_cuda:
+            return self.start_all_to_all_raw(x, axis, in_splits, out_splits, op_id)
+        axis, out = self._own(axis), x.new_empty(sum(out_splits))
+        if self.check_splits:
+            self._compare_splits("all_to_all_rows", axis, in_splits, out_splits)
+        sent = (x.numel() - in_splits[axis.index]) * x.element_size()
+        launch = partial(between_ranks, out, x, out_splits, in_splits, axis, tag=_APART_TAG)
+        return out, self._start("all_to_all_rows", axis, Call(op_id, sent), launch)
+
+    def _compare_splits(self, op: str, axis: Axis, in_splits: Sequence[int], out_splits: Sequence[int]) -> None:
+        told = self.gather_objects((tuple(in_splits), tuple(out_splits)), axis)
+        for i, (sends, _) in enumerate(told):
+            for j, (_, receives) in enumerate(told):
+                if sends[j] != receives[i]:
+                    raise RunError(
+                        f"{op} over {axis.name} {axis.ranks}: rank {axis.ranks[i]} sends {sends[j]} rows to rank "
+                        f"{axis.ranks[j]}, which expects {receives[i]}"
+                    )
+
+    def _start(self, op: str, axis: Axis, call: Call, launch: Callable[[], Any]) -> Exchange:
+        """Launch now, wait when the exchange is waited for (at once, if `synchronous`)."""
+        exchange = self._pending(op, axis, call, launch)
+        if self.synchronous:
+            exchange.wait()
+        return exchange
+
+    def _pending(self, op: str, axis: Axis, call: Call, launch: Callable[[], Any]) -> Exchange:
+        begin_s = self._posted(call)
+        with named_errors(call.words or op, axis, self.timeout_s, call.op_id):
+            work = launch()
+        if self.escape is not None and call.on_host:  # others make nobody wait
+            self.escape.begun(work, partial(work.wait, timedelta(seconds=self.timeout_s)))
+        launch_s = time.monotonic() - begin_s  # the rank stands still for it, as in a wait
+
+        def finish() -> None:
+            wait_s = time.monotonic() - launch_s
+            if self.escape is not None:
+                self.escape.ended(work)
+            with named_errors(call.words or op, axis, self.timeout_s, call.op_id):
+                there_s = self._wait(work, call, axis)
+            self._note(op, axis, call, begin_s, wait_s, there_s)
+
+        return Exchange(finish)
+
+    def _run(self, op: str, axis: Axis, call: Call, launch: Callable[[], Any]) -> None:
+        begin_s = self._posted(call)
+        with named_errors(op, axis, self.timeout_s, call.op_id):
+            there_s = self._wait(launch(), call, axis)
+        self._note(op, axis, call, begin_s, begin_s, there_s)
+
+    def complete(self, device: torch.device) -> None:
+        """Before anybody relies on what `device` has computed from messages (`runtime/comm/devices.py`). Raises `PeerError`."""
+        complete(device, None if self.escape is None else self.escape.kicked)
+
+    def _own(self, axis: Axis) -> Axis:
+        """The axis with the groups of the pass that asks, where two run."""
+        return axis if self.beside is None else self.beside.axis(axis)
+
+    def _away(self, axis: Axis) -> AbstractContextManager[None]:
+        """The other pass, where two run, goes on while this one is inside."""
+        return nullcontext() if self.beside is None else self.beside.away(axis)
+
+    def offer_turn(self) -> None:
+        """Let a pass that runs beside this one go on, if what it waited for is there."""
+        if self.beside is not None:
+            self.beside.offer()
+
+    def _wait(self, work: Any, call: Call, axis: Axis) -> float:
+        """When it was there."""
+        if (
+            not call.on_host
+        ):  # orders itself on the stream; a timeout here would make NCCL block the host, the group has its own
+            work.wait()
+            return time.monotonic()
+        with self._away(axis):
+            run_escapable(self.escape, partial(work.wait, timedelta(seconds=self.timeout_s)))
+            return time.monotonic()
+
+    def _posted(self, call: Call) -> float:
+        """Now, on `time.monotonic`: the beginning of a collective."""
+        if not call.on_host and self.escape is not None and self.escape.kicked():
+            raise PeerError(
+                "nothing is posted after the connections were closed"
+            )  # it would make a communicator anew, and wait in it
+        begin_s = time.monotonic()
+        if self.watch is not None:
+            self.watch(call.op_id, True)
+        if call.on_host:
+            self.layers.posted(call.op_id, begin_s)
+        return begin_s
+
+    def _note(self, op: str, axis: Axis, call: Call, begin_s: float, wait_s: float, end_s: float) -> None:
+        """Count a collective that is done, and tell about it. The wait for it, from `wait_s` to `end_s`, blocked the rank unless it is a thread's."""
+        if self.watch is not None:
+            self.watch(call.op_id, False)
+        waited_s = 0.0 if self._aside else end_s - wait_s
+        if self.pace is not None and not self._aside:
+            self.pace.waited(end_s, since_s=wait_s, held=wait_s == begin_s)
+        key = (op, axis.name)
+        counter = self.counters.get(key)
+        if counter is None:
+            counter = self.counters[key] = Counter()
+        counter.calls += 1
+        counter.sent_bytes += call.sent_bytes
+        counter.waited_s += waited_s
+        if call.on_host:
+            self.layers.ended(call.op_id, end_s, waited_s)
+        if self.trace:
+            event = Collective(
+                op_id=call.op_id,
+                op=op,
+                axis=axis.name,
+                size=axis.size,
+                sent_bytes=call.sent_bytes,
+                begin_s=ANCHOR_S + begin_s,
+                end_s=ANCHOR_S + end_s,
+                waited_s=waited_s,
+                aside=self._aside,
+                ranks=tuple(axis.ranks),
+                sends_to=tuple(axis.ranks[i] for i in call.to),
+                receives_from=tuple(axis.ranks[i] for i in call.source),
+            )
+            self._emit(event)

@@ -1,0 +1,321 @@
+"""Named values that all members of a run see, kept by a process outside of them: what membership and votes are built on.
+
+Two kinds of keys exist: those that the first writer decides for ever (`create`), and those that one owner writes again and again (`put`). No value
+is ever added to or counted up, because a client that lost its connection cannot know whether an addition has happened; all calls here may be repeated.
+
+    TcpKeys    the TCPStore of torch, in a process that the supervisor keeps (`runtime/membership/service.py`); nothing outlives that process
+               (or of several processes on several machines one, as a lighthouse says: `runtime/membership/lighthouse.py`)
+    EtcdKeys   etcd (`runtime/membership/keys_etcd.py`); values outlive its restart
+
+Must never change: one object is one connection. Once it has failed it fails for ever, and whoever connects again looks at `epoch`: another one
+means that all values are gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+from phalanx.core.errors import PeerError, first_line
+from phalanx.runtime.membership.ear import Ear
+
+CALL_S = 2.0
+"""A service that does not answer for so long is taken for lost."""
+PROBE_S = 0.5
+EPOCH = "epoch"
+NEVER = timedelta(days=20)
+"""As long as a wait at a TCPStore can last (31 bits of milliseconds)."""
+
+FIRST_LOOK_S = 0.0002
+LAST_LOOK_S = 0.01
+ASKED_PER_S = 10_000
+"""How often all that wait for a key ask a service together, at most. Not a measured limit of any of them: so that the load of a job stays the same however many ranks it has."""
+OPENING = threading.Lock()
+"""Held while this process opens connections, so that nobody takes one for a socket of a process group (`runtime/membership/forming.py`)."""
+
+
+class ServiceLost(PeerError):
+    """The membership service does not answer. What was asked of it last may or may not have happened."""
+
+
+Over = Callable[[], bool]
+
+
+class Keys(Protocol):
+    """One connection to the service. Every call raises `ServiceLost` where the service does not answer."""
+
+    epoch: str
+    """Names the life of the values: a service that lost them has another one."""
+
+    def get(self, key: str) -> str | None:
+        """The value, or None where there is none."""
+
+    def values(self, keys: Sequence[str]) -> list[str | None]:
+        """Of each key what `get` says, in a number of calls that hardly depends on how many they are. For keys that nobody deletes meanwhile."""
+
+    def put(self, key: str, value: str) -> None:
+        """Write; returns when the service has it."""
+
+    def create(self, key: str, value: str) -> str:
+        """Write where nothing stands yet; returns what then stands there. The first writer decides."""
+
+    def all_there(self, keys: Sequence[str]) -> bool:
+        """Whether every one of `keys` exists."""
+
+    def wait(self, key: str, timeout_s: float, *, sharing: int = 1, over: Over | None = None) -> bool:
+        """Block until `key` exists; False after the time, or once `over` says that nobody waits any more.
+
+        `sharing`: how many clients wait at the service at once, so that all together do not ask too often.
+        """
+
+    def hear(self, key: str, timeout_s: float, *, sharing: int = 1) -> bool:
+        """As `wait`, for who waits for one key again and again and nearly always in vain: where the service can tell by itself that a key is there, it is asked
+        once in each call. For one thread of the process."""
+
+    def listed(self, prefix: str) -> list[str]:
+        """Names of all keys that begin so, sorted."""
+
+    def delete(self, key: str) -> None:
+        """Forget it, whether it exists or not."""
+
+    def delete_below(self, prefix: str, *, most: int) -> int:
+        """Forget keys that begin so; returns how many, `most` where there may be more."""
+
+    def tidy(self) -> None:
+        """Let the service give up old versions of values, where it keeps them. To be called again and again, by few."""
+
+    def close(self) -> None:
+        """Give the connection up."""
+
+
+class Service(Protocol):
+    """Where the service is."""
+
+    def connect(self) -> Keys:
+        """A new connection. Raises `ServiceLost`."""
+
+
+@dataclass(frozen=True)
+class TcpService:
+    """A TCPStore at an address."""
+
+    host: str
+    port: int
+
+    def connect(self) -> TcpKeys:
+        """Raises `ServiceLost` within about a second where nobody listens."""
+        return TcpKeys(self.host, self.port)
+
+
+class TcpKeys:
+    """Client of a TCPStore, in a name space of our own."""
+
+    def __init__(self, host: str, port: int, *, timeout_s: float = CALL_S) -> None:
+        self.host, self.port, self.timeout_s = host, port, timeout_s
+        self._lost = ""
+        self._ear: Ear | None = None
+        self._deaf = False
+        """An ear has failed although the service has not: from then on this asks."""
+        with OPENING:
+            try:
+                self.store, _ = _open_store(host, port, timeout_s)
+                self.store.wait([EPOCH], timedelta(seconds=timeout_s))
+                self.epoch = self.store.get(EPOCH).decode()
+            except (OSError, RuntimeError) as err:
+                where = f"{host}:{port}"
+                raise ServiceLost(f"the membership service at {where} cannot be reached: {first_line(err)}") from None
+
+    @contextlib.contextmanager
+    def _call(self) -> Iterator[None]:
+        if self._lost:
+            raise ServiceLost(self._lost)
+        try:
+            yield
+        except (RuntimeError, OSError) as err:
+            self._lost = f"the membership service does not answer: {first_line(err)}"
+            self._close_ear()
+            raise ServiceLost(self._lost) from None
+
+    def get(self, key: str) -> str | None:
+        with self._call():
+            return self.store.get(_own(key)).decode() if self.store.check([_own(key)]) else None
+
+    def values(self, keys: Sequence[str]) -> list[str | None]:
+        names = [_own(k) for k in keys]
+        with self._call():
+            return self._values(names)
+
+    def _values(self, names: list[str]) -> list[str | None]:
+        """The store's own call for many waits until all are there; so where some are missing, halves are asked."""
+        if not names:
+            return []
+        if self.store.check(names):
+            return [value.decode() for value in self.store.multi_get(names)]
+        half = len(names) // 2
+        return [None] if half == 0 else [*self._values(names[:half]), *self._values(names[half:])]
+
+    def put(self, key: str, value: str) -> None:
+        with self._call():
+            self.store.set(_own(key), value)  # nobody answers: a dead service would go unnoticed
+            self.store.check([_own(key)])
+
+    def create(self, key: str, value: str) -> str:
+        with self._call():
+            return self.store.compare_set(_own(key), "", value).decode()
+
+    def all_there(self, keys: Sequence[str]) -> bool:
+        with self._call():
+            return bool(self.store.check([_own(k) for k in keys]))
+
+    def wait(self, key: str, timeout_s: float, *, sharing: int = 1, over: Over | None = None) -> bool:
+        # the store's own wait logs a warning whenever its time ends
+        return poll(lambda: self.all_there([key]), timeout_s, sharing=sharing, over=over)
+
+    def hear(self, key: str, timeout_s: float, *, sharing: int = 1) -> bool:
+        if self.all_there([key]):
+            return True
+        ear = self._open_ear()
+        heard = None if ear is None else ear.hear(_own(key), timeout_s)
+        if ear is not None and ear.failed:
+            self._close_ear()
+            self._deaf = True
+        return self.wait(key, timeout_s, sharing=sharing) if heard is None else heard
+
+    def _open_ear(self) -> Ear | None:
+        """None while it cannot be: groups form meanwhile, for as long as a constructor takes."""
+        if self._ear is None and not self._deaf and OPENING.acquire(blocking=False):
+            try:
+                store, fds = _open_store(self.host, self.port, self.timeout_s)
+                sockets = [socket.socket(fileno=os.dup(fd)) for fd in fds]
+                # its time never ends, so it logs nothing; what ends it is the end of its connection
+                self._ear = Ear(lambda key: store.wait([key], NEVER), lambda: _shut_all(sockets))
+                weakref.finalize(self, _end_of, self._ear, os.getpid())
+            except (OSError, RuntimeError):
+                self._deaf = True
+            finally:
+                OPENING.release()
+        return self._ear
+
+    def _close_ear(self) -> None:
+        if self._ear is not None:
+            self._ear.close()
+        self._ear = None
+
+    def listed(self, prefix: str) -> list[str]:
+        with self._call():
+            found = (k.lstrip("/") for k in self.store.list_keys())
+            return sorted(k[len(SPACE) :] for k in found if k.startswith(SPACE + prefix))
+
+    def delete(self, key: str) -> None:
+        with self._call():
+            self.store.delete_key(_own(key))
+
+    def delete_below(self, prefix: str, *, most: int) -> int:
+        below = (SPACE + prefix, prefix.removeprefix(MEETINGS)) if prefix.startswith(MEETINGS) else (SPACE + prefix,)
+        with self._call():
+            names = [k.lstrip("/") for k in self.store.list_keys()]
+            gone = [k for k in names if k.startswith(below)][:most]
+            for name in gone:
+                self.store.delete_key(name)
+        return len(gone)
+
+    def tidy(self) -> None:
+        """Values have no versions here."""
+
+    def close(self) -> None:
+        self._lost = self._lost or "this connection was given up"
+        self._close_ear()
+        self.store = None
+
+
+def _end_of(ear: Ear, pid: int) -> None:
+    """Not in a process that was forked since: the connection is that of both."""
+    if os.getpid() == pid:
+        ear.close()
+
+
+def _open_store(host: str, port: int, timeout_s: float) -> tuple[Any, list[int]]:
+    """A client, and the descriptors of its connection (none where the system does not list them). The caller holds `OPENING`."""
+    before = open_sockets()
+    # torch tries a port that refuses again and again, for twice its timeout (measured, 2.13)
+    socket.create_connection((host, port), timeout=PROBE_S).close()
+    store = dist.TCPStore(host, port, None, False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
+    found = [fd for fd in open_sockets().keys() - before.keys() if _is_to(fd, port)]
+    for fd in found:
+        _limit_silence(fd, timeout_s)
+    return store, found
+
+
+def _is_to(fd: int, port: int) -> bool:
+    """Whether the socket is connected to that port: other threads may have opened some that are not ours."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as sock:
+        return sock.family in (socket.AF_INET, socket.AF_INET6) and sock.getpeername()[1] == port
+    return False
+
+
+def _shut_all(sockets: Sequence[socket.socket]) -> None:
+    for sock in sockets:
+        with contextlib.suppress(OSError):
+            sock.shutdown(socket.SHUT_RDWR)
+        sock.close()
+
+
+def open_sockets() -> dict[int, str]:
+    """File descriptor -> inode of every socket of this process (empty where the system does not list them)."""
+    found: dict[int, str] = {}
+    with contextlib.suppress(OSError):
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                target = os.readlink(f"/proc/self/fd/{name}")
+                if target.startswith("socket:"):
+                    found[int(name)] = target
+    return found
+
+
+def _limit_silence(fd: int, timeout_s: float) -> None:
+    """The store's own timeout does not cover its short calls: a service that is stopped would hold them for ever (measured, 2.13)."""
+    limit = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
+    with socket.socket(fileno=os.dup(fd)) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+
+
+SPACE = "phalanx/"
+"""Keys of membership, apart from those that process groups leave in the same store."""
+MEETINGS = "store/"
+"""Where keys of process groups are, as seen from outside of them; in a TCPStore they lie beside `SPACE`."""
+
+
+def _own(key: str) -> str:
+    return SPACE + key
+
+
+def poll(
+    found: Callable[[], bool],
+    timeout_s: float,
+    *,
+    last_look_s: float = LAST_LOOK_S,
+    sharing: int = 1,
+    over: Over | None = None,
+) -> bool:
+    """Ask again and again, after 0.2 ms at first and every `last_look_s` later; False when the time is, or `over` says so. Slower where many share the service."""
+    last_look_s = max(last_look_s, sharing / ASKED_PER_S)
+    end_s, pause_s = time.monotonic() + timeout_s, max(FIRST_LOOK_S, last_look_s * FIRST_LOOK_S / LAST_LOOK_S)
+    while not found():
+        left_s = end_s - time.monotonic()
+        if left_s <= 0 or (over is not None and over()):
+            return False
+        time.sleep(min(pause_s, left_s))
+        pause_s = min(pause_s * 1.5, last_look_s)
+    return True

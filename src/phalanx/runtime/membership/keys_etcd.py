@@ -1,0 +1,181 @@
+"""Membership values in etcd, for those who run it: its third interface as JSON over HTTP, which every etcd since 3.4 serves, with the standard library.
+
+torch's own client (`torch.distributed.elastic.rendezvous.etcd_store`) speaks the second interface through python-etcd; etcd 3.6 has removed it. What is asked
+of etcd here is one transaction (create where nothing stands), reads, writes and deletions. Values outlive a restart of etcd: `epoch` stays the same,
+votes and decisions stand, and nobody announces again.
+
+Every run needs a name of its own; `forget_run` deletes what it left.
+"""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import json
+import secrets
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from phalanx.runtime.membership.keys import CALL_S, EPOCH, OPENING, Over, ServiceLost, poll
+
+LOOK_S = 0.02
+"""A call costs about a millisecond: look less often than at a TCPStore."""
+SLOWER = 5
+"""A call costs so many times what it costs at a TCPStore, in round numbers."""
+HISTORY_S = 300.0
+"""Old versions are kept for so long, for whoever else watches this etcd (Kubernetes keeps its own for as long)."""
+MAX_OPERATIONS = 100
+"""In one transaction (etcd allows 128 unless it is told otherwise)."""
+
+
+@dataclass(frozen=True)
+class EtcdService:
+    """An etcd at an address, and the run whose values are meant."""
+
+    host: str
+    port: int
+    run: str
+
+    def connect(self) -> EtcdKeys:
+        """Raises `ServiceLost`."""
+        return EtcdKeys(self.host, self.port, run=self.run)
+
+
+class EtcdKeys:
+    """One connection. Threads may share it; each should have its own."""
+
+    def __init__(self, host: str, port: int, *, run: str, timeout_s: float = CALL_S) -> None:
+        self.where = f"{host}:{port}"
+        self.prefix = f"phalanx/{run}/"
+        self._lost = ""
+        self._revision = 0
+        """Of etcd as a whole, when it answered last."""
+        self._revisions: list[tuple[float, int]] = []
+        """What it was when `tidy` was called."""
+        self._lock = threading.Lock()
+        self._http = http.client.HTTPConnection(host, port, timeout=timeout_s)
+        with OPENING:
+            try:
+                self._http.connect()
+            except OSError as err:
+                raise self._failed(err) from None
+        self.epoch = self.create(EPOCH, secrets.token_hex(6))
+
+    def get(self, key: str) -> str | None:
+        return _value(self._ask("kv/range", {"key": self._name(key)}))
+
+    def values(self, keys: Sequence[str]) -> list[str | None]:
+        found: list[str | None] = []
+        for i in range(0, len(keys), MAX_OPERATIONS):
+            part = [{"requestRange": {"key": self._name(k)}} for k in keys[i : i + MAX_OPERATIONS]]
+            found += [_value(a["response_range"]) for a in self._ask("kv/txn", {"success": part})["responses"]]
+        return found
+
+    def put(self, key: str, value: str) -> None:
+        self._ask("kv/put", {"key": self._name(key), "value": _coded(value)})
+
+    def create(self, key: str, value: str) -> str:
+        name = self._name(key)
+        answer = self._ask(
+            "kv/txn",
+            {
+                "compare": [{"key": name, "target": "CREATE", "result": "EQUAL", "createRevision": "0"}],
+                "success": [{"requestPut": {"key": name, "value": _coded(value)}}],
+                "failure": [{"requestRange": {"key": name}}],
+            },
+        )
+        if answer.get("succeeded"):
+            return value
+        return _value(answer["responses"][0]["response_range"]) or ""
+
+    def all_there(self, keys: Sequence[str]) -> bool:
+        for i in range(0, len(keys), MAX_OPERATIONS):
+            part = [{"requestRange": {"key": self._name(k), "countOnly": True}} for k in keys[i : i + MAX_OPERATIONS]]
+            answers = self._ask("kv/txn", {"success": part})["responses"]
+            if any("count" not in a["response_range"] for a in answers):
+                return False
+        return True
+
+    def wait(self, key: str, timeout_s: float, *, sharing: int = 1, over: Over | None = None) -> bool:
+        there = partial(self.all_there, [key])
+        return poll(there, timeout_s, last_look_s=LOOK_S, sharing=sharing * SLOWER, over=over)
+
+    def hear(self, key: str, timeout_s: float, *, sharing: int = 1) -> bool:
+        return self.wait(key, timeout_s, sharing=sharing)
+
+    def listed(self, prefix: str) -> list[str]:
+        answer = self._ask("kv/range", {**self._below(prefix), "keysOnly": True})
+        names = [base64.b64decode(kv["key"]).decode() for kv in answer.get("kvs", [])]
+        return sorted(n[len(self.prefix) :] for n in names)
+
+    def delete(self, key: str) -> None:
+        self._ask("kv/deleterange", {"key": self._name(key)})
+
+    def delete_below(self, prefix: str, *, most: int) -> int:
+        """All in one call, whatever `most` is."""
+        return min(most, int(self._ask("kv/deleterange", self._below(prefix)).get("deleted", 0)))
+
+    def tidy(self) -> None:
+        """Compact etcd up to what stood `HISTORY_S` ago: it keeps every version of every value otherwise, until its quota is full and it refuses to write.
+
+        For all that etcd serves, as its own `--auto-compaction-retention` does. Another one who was faster, or who forbids it, is no error.
+        """
+        now = time.monotonic()
+        self._revisions.append((now, self._revision))
+        old = [revision for at_s, revision in self._revisions if now - at_s >= HISTORY_S]
+        if old and old[-1]:
+            self._revisions = [(at_s, r) for at_s, r in self._revisions if r > old[-1]]
+            self._ask("kv/compaction", {"revision": str(old[-1])}, refused=True)
+
+    def forget_run(self) -> None:
+        """Delete all values of the run. Only when all its processes have ended."""
+        self._ask("kv/deleterange", self._below(""))
+
+    def close(self) -> None:
+        self._lost = self._lost or "this connection was given up"
+        self._http.close()
+
+    def _name(self, key: str) -> str:
+        return _coded(self.prefix + key)
+
+    def _below(self, prefix: str) -> dict[str, str]:
+        """The range of all names that begin so: up to the same text with its last character one higher."""
+        first = self.prefix + prefix
+        return {"key": _coded(first), "range_end": _coded(first[:-1] + chr(ord(first[-1]) + 1))}
+
+    def _ask(self, call: str, body: dict[str, Any], *, refused: bool = False) -> dict[str, Any]:
+        """The answer. `refused`: etcd may also say no."""
+        with self._lock:
+            if self._lost:
+                raise ServiceLost(self._lost)
+            try:
+                self._http.request("POST", f"/v3/{call}", json.dumps(body), {"Content-Type": "application/json"})
+                answer = self._http.getresponse()
+                text = answer.read()
+                if answer.status != 200 and refused:
+                    return {}
+                if answer.status != 200:
+                    raise OSError(f"{answer.status} {text[:200].decode(errors='replace')}")
+                found: dict[str, Any] = json.loads(text)
+                self._revision = max(self._revision, int(found.get("header", {}).get("revision", 0)))
+                return found
+            except (OSError, http.client.HTTPException, ValueError) as err:
+                raise self._failed(err) from None
+
+    def _failed(self, err: BaseException) -> ServiceLost:
+        self._lost = f"etcd at {self.where} does not answer: {str(err).strip() or type(err).__name__}"
+        self._http.close()
+        return ServiceLost(self._lost)
+
+
+def _coded(text: str) -> str:
+    return base64.b64encode(text.encode()).decode()
+
+
+def _value(answer: dict[str, Any]) -> str | None:
+    found = answer.get("kvs")
+    return base64.b64decode(found[0].get("value", "")).decode() if found else None

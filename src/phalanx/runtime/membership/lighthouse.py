@@ -1,0 +1,212 @@
+"""Several membership services of one run, of which torchft's lighthouse says who keeps the values (extra `lighthouse`).
+
+A lighthouse (meta-pytorch/torchft) hears heartbeats and forms quorums; it keeps no values. So the values stay in a TCPStore (`runtime/membership/service.py`), and the lighthouse decides
+*whose*: every `phalanx service --lighthouse URL` takes part in its quorums, the one that they name has its store open, the others wait with theirs closed. Hosts of the run know
+all addresses, try one after the other, and need no torchft. When the keeper or its machine dies another one opens, without values: the run pauses and goes on, as after a restart.
+
+    pilot   a process that talks with the lighthouse (its client has threads, and this program forks): heartbeats, one quorum after another, each told through a pipe
+    store   a process that keeps the values and ends by itself when its lease does, whoever else stands still
+    here    `plan/recovery/service_tenure.py` says when the store may be open
+
+Only the compiled part of torchft is loaded: its package imports telemetry and process groups that nobody needs here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.machinery
+import importlib.util
+import json
+import os
+import secrets
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Collection
+from datetime import timedelta
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from phalanx.core.clock import since_boot_s
+from phalanx.core.errors import ConfigError, Problem, first_line
+from phalanx.core.service_address import ServiceAddress
+from phalanx.plan.recovery.service_tenure import Claim, Tenure, keeper_of, longest_lease
+from phalanx.runtime.comm.launch import STOP_SIGNALS, die_with_parent
+from phalanx.runtime.membership.service import StoreProcess, start_store
+
+LOOK_S = 0.02
+BEAT_S = 0.2
+CONNECT_S = 2.0
+ROUNDS = 20
+"""Quorums in a lease, about."""
+
+
+def engine() -> ModuleType:
+    """torchft's compiled part (`LighthouseServer`, `LighthouseClient`). Raises `ConfigError` where torchft is not installed."""
+    found = importlib.util.find_spec("torchft")
+    for folder in [] if found is None else found.submodule_search_locations or []:
+        for suffix in importlib.machinery.EXTENSION_SUFFIXES:
+            path = Path(folder) / f"_torchft{suffix}"
+            if path.exists():
+                spec = importlib.util.spec_from_file_location("torchft._torchft", path)
+                assert spec is not None and spec.loader is not None
+                module = importlib.util.module_from_spec(spec)
+                spec.loader.exec_module(module)
+                return module
+    rule = "needs the package torchft, which is not installed"
+    problem = Problem(where="--lighthouse", value="", rule=rule, hint='pip install "phalanx[lighthouse]"')
+    raise ConfigError([problem], subject="phalanx service")
+
+
+class Pilot:
+    """The process that takes part in quorums. `read` returns what it was told since the last time."""
+
+    def __init__(self, name: str, lighthouse: str, *, address: str, lease_s: float) -> None:
+        self._pipe, tell = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(self._pipe, False)
+        self._rest = b""
+        parent = os.getpid()
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                os.close(self._pipe)
+                os.setsid()
+                die_with_parent(parent)
+                for number in STOP_SIGNALS:
+                    signal.signal(number, signal.SIG_IGN)  # whoever started it ends it
+                _take_part(name, lighthouse, address=address, lease_s=lease_s, tell=tell)
+            finally:
+                os._exit(1)
+        os.close(tell)
+
+    def read(self) -> list[dict[str, Any]]:
+        """Quorums (`keeper`, `quorum`, `asked_s`) and what went wrong (`error`)."""
+        data = b""
+        with contextlib.suppress(BlockingIOError):
+            while chunk := os.read(self._pipe, 65536):
+                data += chunk
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        return [json.loads(line) for line in lines]
+
+    def ended(self) -> bool:
+        """Whether it is gone; its status is collected."""
+        with contextlib.suppress(ChildProcessError):
+            return os.waitpid(self.pid, os.WNOHANG)[0] != 0
+        return True
+
+    def stop(self) -> None:
+        """End it at once."""
+        if not self.ended():
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+        os.close(self._pipe)
+
+
+def _take_part(name: str, lighthouse: str, *, address: str, lease_s: float, tell: int) -> None:
+    torchft = engine()
+    threading.Thread(target=_beat, args=(torchft, name, lighthouse), daemon=True).start()
+    client, keeper, term, longest_s = None, "", 0, lease_s
+    while True:
+        try:
+            if client is None:
+                client = torchft.LighthouseClient(lighthouse, timedelta(seconds=CONNECT_S))
+            asked_s = since_boot_s()
+            found = client.quorum(
+                name, timedelta(seconds=lease_s), store_address=address, step=0, world_size=1, shrink_only=False,
+                data={"keeper": keeper, "term": term, "longest_s": longest_s},
+            )  # fmt: skip
+            said = [(p.replica_id, p.data) for p in found.participants if isinstance(p.data, dict)]
+            claims = [Claim(who, d.get("keeper", ""), d.get("term", 0), d.get("longest_s", 0.0)) for who, d in said]
+            (keeper, term), longest_s = keeper_of(claims), max(longest_s, longest_lease(claims))
+            words = {"keeper": keeper, "quorum": int(found.quorum_id), "asked_s": asked_s, "longest_s": longest_s}
+        except Exception as err:  # whatever its client raises: the lease ends by itself
+            client, words = None, {"error": first_line(err)}
+        os.write(tell, json.dumps(words).encode() + b"\n")
+        time.sleep(lease_s / ROUNDS)
+
+
+def _beat(torchft: Any, name: str, lighthouse: str) -> None:
+    """Without heartbeats a lighthouse takes a member that waits for a quorum for dead."""
+    client = None
+    while True:
+        try:
+            client = client or torchft.LighthouseClient(lighthouse, timedelta(seconds=CONNECT_S))
+            client.heartbeat(name, timedelta(seconds=CONNECT_S))
+        except Exception:
+            client = None
+        time.sleep(BEAT_S)
+
+
+def keep_while_named(
+    address: ServiceAddress,
+    lighthouse: str,
+    *,
+    lease_s: float,
+    stop: Collection[signal.Signals],
+    tell: Callable[[str], None],
+) -> None:
+    """Until one of `stop`, which must be blocked, arrives: keep a store at `address` whenever the lighthouse's quorums name this program."""
+    where = f"{address.host}:{address.port}"
+    name = f"{socket.gethostname()}:{address.port}-{secrets.token_hex(3)}"
+    keeps = _Keeps(Tenure(name, lease_s), address, tell)
+    pilot = Pilot(name, lighthouse, address=where, lease_s=lease_s)
+    tell(f"{name} waits: the lighthouse {lighthouse} says who keeps the values")
+    try:
+        while signal.sigtimedwait(stop, LOOK_S) is None:
+            for words in pilot.read():
+                keeps.hear(words)
+            keeps.look()
+            if pilot.ended():
+                pilot.stop()
+                pilot = Pilot(name, lighthouse, address=where, lease_s=lease_s)
+    finally:
+        keeps.close()
+        pilot.stop()
+
+
+class _Keeps:
+    """The store of one service, open while its tenure lasts."""
+
+    def __init__(self, tenure: Tenure, address: ServiceAddress, tell: Callable[[str], None]) -> None:
+        self.tenure, self.address, self.tell = tenure, address, tell
+        self.store: StoreProcess | None = None
+        self._told = ""
+
+    def hear(self, words: dict[str, Any]) -> None:
+        text = f"no quorum: {words['error']}" if "error" in words else f"keeper is {words['keeper']}"
+        if text != self._told:
+            self.tell(text)
+        self._told = text
+        if "error" in words:
+            return
+        longest_s = words["longest_s"]
+        if longest_s > max(self.tenure.lease_s, self.tenure.longest_s):
+            self.tell(
+                f"another service has --lease {longest_s:g}, this one {self.tenure.lease_s:g}: it waits for the longer one; give all the same"
+            )
+        self.tenure.hear(
+            words["keeper"], quorum=words["quorum"], asked_s=words["asked_s"], now_s=since_boot_s(), longest_s=longest_s
+        )
+
+    def look(self) -> None:
+        """Open, renew or close."""
+        if not self.tenure.look(since_boot_s()):
+            if self.store is not None:
+                self.tell("this service keeps the values no longer")
+            self.close()
+            return
+        if self.store is None or self.store.reap():
+            self.close()
+            self.store = start_store(self.address.host, self.address.port, until_s=self.tenure.until_s)
+            self.tell(
+                f"this service keeps the values, at {self.address.host}:{self.address.port}, process {self.store.pid}"
+            )
+        self.store.renew(self.tenure.until_s)
+
+    def close(self) -> None:
+        """Whatever was kept is gone."""
+        if self.store is not None:
+            self.store.stop()
+        self.store = None

@@ -1,0 +1,234 @@
+"""What a member hears of its run beside its work: the threads that say that it lives, watch for generations, and end what a lost member would hold up.
+
+One thread writes heartbeats into a pipe to the supervisor (no service is needed for that), one waits for the next generation and kicks the groups the
+moment that a member of them is lost. What they hear is kept here, under one lock, for the worker's own thread (`runtime/membership/seat.py`).
+
+Must never change: a member that missed a generation never learns of a newer one as if it were in it (`_check_missed`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+import time
+from dataclasses import replace
+
+from phalanx.core.clock import now_s
+from phalanx.core.errors import PhalanxError
+from phalanx.runtime.membership.forming import Team
+from phalanx.runtime.membership.keys import Keys, Service, ServiceLost
+from phalanx.runtime.membership.membership import WISHES, Announcement, Generation, Member, Membership, StaleMember
+from phalanx.runtime.membership.reach import Door, door_key
+from phalanx.runtime.membership.seat_terms import End, SeatSettings
+from phalanx.runtime.membership.votes import BEGUN
+
+WATCH_S = 0.25
+"""How long the watching thread waits at a time; a new generation wakes it at once."""
+AGAIN_S = 0.05
+STUCK_S = 120.0
+"""On a device: the worker's own thread has this long to come back from a team that was kicked. Else it is in a call that only the end of the process ends."""
+
+
+class Lookout:
+    """The part of a `Seat` that listens."""
+
+    def __init__(self, member: Member, service: Service, *, pipe: int, settings: SeatSettings) -> None:
+        self.member, self.service, self.settings = member, service, settings
+        self.uid = member.uid
+        self.team: Team | None = None
+        self.newest: Generation | None = None
+        self.last: Generation | None = None
+        """The newest generation that this member is in."""
+        self._pipe = pipe
+        self._said: Announcement | None = None
+        self._said_in = ""
+        self._refused: PhalanxError | None = None
+        self._begun = False
+        self._committed = 0
+        """Steps, as far as it was in the votes for them."""
+        self._written: list[str] = []
+        """Keys that nobody reads any more."""
+        self._over: tuple[End | None, str] | None = None
+        self.closing = False
+        """The run was stopped while it had too few members: those that are left meet once more, to save what they hold."""
+        self._wishes: dict[str, str] = {}
+        """Members that are to leave, and why. They are members until what they hold was handed over."""
+        self._wishes_mark: str | None = None
+        self._seen_s: dict[int, float] = {}
+        self._forming = False
+        """The team is not connected yet."""
+        self._inside: Team | None = None
+        """The team that the worker's own thread may be in a call of: from before it connects until it is dropped."""
+        self._news = threading.Condition()
+        self._closed = threading.Event()
+        self._threads: list[threading.Thread] = []
+        self._door: Door | None = None
+        """Where members on other machines find out whether they reach this one."""
+
+    def _start(self) -> None:
+        for work in (self._beat, self._watch):
+            self._threads.append(threading.Thread(target=work, daemon=True))
+            self._threads[-1].start()
+
+    def _stop(self) -> None:
+        self._closed.set()
+        for thread in self._threads:
+            thread.join(2 * WATCH_S)
+        if self._door is not None:
+            self._door.close()
+
+    # -- what was heard, for the worker's own thread
+
+    def told_s(self, generation: Generation) -> float:
+        """From when the supervisor knew of a loss until this member did; 0 where nobody is lost."""
+        seen_s = self._seen_s.get(generation.number, 0.0)
+        return max(0.0, seen_s - generation.lost_s) if seen_s and generation.lost_s else 0.0
+
+    def broken(self) -> bool:
+        """Whether the team cannot go on: somebody of it is lost, or this member is."""
+        with self._news:
+            return self.team is not None and (self._refused is not None or self._ends(self.team.generation))
+
+    def _newer(self, generation: Generation) -> bool:
+        """Whether a generation that does not form yet should be given up. One with other members only is a better one to form."""
+        with self._news:
+            return self._over is not None or (self.newest is not None and later(self.newest, generation))
+
+    # -- the threads
+
+    def _say(self, words: dict[str, object]) -> None:
+        with contextlib.suppress(OSError):
+            os.write(self._pipe, json.dumps(words).encode() + b"\n")
+
+    def _beat(self) -> None:
+        while not self._closed.wait(self.settings.heartbeat_s):
+            try:
+                os.write(self._pipe, b".\n")
+            except OSError:  # no supervisor: the kernel is about to end this process
+                return
+
+    def _watch(self) -> None:
+        keys: Keys | None = None
+        while not self._closed.is_set():
+            try:
+                keys = self._glance(keys, WATCH_S)
+            except ServiceLost:
+                keys = None
+                self._closed.wait(AGAIN_S)
+            except PhalanxError as err:
+                with self._news:
+                    self._refused = err
+                    if self.team is not None:
+                        self.team.kick()
+                    self._news.notify_all()
+                return
+
+    def _glance(self, keys: Keys | None, wait_s: float) -> Keys:
+        """One look for a newer generation, of at most `wait_s`; returns the connection to look with again."""
+        if keys is None:
+            keys = self.service.connect()
+            self._announce_again(keys)
+            self._wishes_mark = None
+        if self._door is not None:
+            self._door.clear()
+        self._end_if_stuck()
+        self._delete_written(keys)
+        membership = Membership(keys)
+        found = membership.wait(self.newest, wait_s)
+        if found is not None:
+            self._check_missed(membership, found)
+            self._see(found)
+        else:
+            self._look_for_the_end(keys)
+        return keys
+
+    def _end_if_stuck(self) -> None:
+        team = self._inside
+        if self.settings.device == "cpu" or team is None or not team.kicked_s:
+            return
+        stuck_s = time.monotonic() - team.kicked_s
+        if stuck_s > STUCK_S:
+            text = f"{self.uid} has not come back from generation {team.generation.number} for {stuck_s:.0f} s, and ends, so that another one takes its place\n"
+            os.write(2, text.encode())
+            os._exit(1)
+
+    def _delete_written(self, keys: Keys) -> None:
+        with self._news:
+            written, self._written = self._written, []
+        for key in written:
+            keys.delete(key)
+
+    def _check_missed(self, membership: Membership, found: Generation) -> None:
+        """A member that was not in a generation is out, whatever the newest says: while it did not hear, the others went on."""
+        if self.last is not None and found.epoch != self.last.epoch and found.number <= self.last.number:
+            raise StaleMember(
+                f"{self.uid} has {self._committed} steps and was in generation {self.last.number}; while the membership service was away the others began again without it, "
+                f"as generation {found.number} ({found.why}), FROM AN OLDER STATE where that has fewer steps; what it holds is not used"
+            )
+        if self.last is None or self.uid not in found.uids:
+            return  # `_is_for_me` decides
+        for generation in membership.between(self.last, found):
+            if self.uid not in generation.uids:
+                raise StaleMember(
+                    f"{self.uid} was put out of the run: generation {generation.number} ({generation.why}) is without it; "
+                    "what it holds is not used"
+                )
+
+    def _announce_again(self, keys: Keys) -> None:
+        if self._said is None or keys.epoch == self._said_in:
+            return
+        if self._door is not None:
+            keys.put(door_key(self.uid), self._door.address)
+        if self._begun:
+            keys.put(BEGUN, "1")
+        Membership(keys).announce(replace(self._said, last=self.last, data={"steps": self._committed}))
+        self._said_in = keys.epoch
+        self._say({"announced": True})
+
+    def _see(self, found: Generation) -> None:
+        with self._news:
+            self.newest = found
+            self._seen_s[found.number] = now_s()
+            if self.uid in found.uids:
+                self.last = found
+            if self.team is not None and (self._forming or self._ends(self.team.generation)):
+                self.team.kick()  # one that is not connected yet never will be: others may have gone on to the newer one
+            self._news.notify_all()
+
+    def _ends(self, generation: Generation) -> bool:
+        new = self.newest
+        if new is None or not later(new, generation):
+            return False
+        stays = self.uid in new.uids or self.uid in new.leaving
+        return new.epoch != generation.epoch or bool(new.lost_of(generation)) or not stays
+
+    def _hear_wishes(self, keys: Keys) -> None:
+        mark = keys.get(WISHES)
+        if mark is not None and mark != self._wishes_mark:
+            found = Membership(keys).wishes()
+            with self._news:
+                self._wishes, self._wishes_mark = found, mark
+                self._news.notify_all()
+
+    def _look_for_the_end(self, keys: Keys) -> None:
+        finished, stop, stopped = keys.get("finished"), keys.get("stop"), keys.get("stopped")
+        self._hear_wishes(keys)
+        enough = self.newest is not None and self.newest.enough
+        taking_part = self.newest is not None and self.uid in self.newest.uids
+        with self._news:
+            if finished is None and stopped is not None:
+                self._over = None, stop or "the run was stopped"
+            elif finished is not None:
+                end = End.read(finished)
+                self._over = end, f"the run is over: {end.step} steps are done"
+            elif stop is not None and not enough and taking_part:
+                self.closing = True
+            elif stop is not None and not enough:
+                self._over = None, stop
+            self._news.notify_all()
+
+
+def later(new: Generation, before: Generation | None) -> bool:
+    return before is None or new.number > before.number

@@ -1,0 +1,322 @@
+"""The loop of one member of a run: connect, agree where all stand, step, vote, commit; and again when somebody is lost or comes.
+
+It knows no model. What is computed is a `Body`: the trainer's, or the small vectors of `phalanx_lab/bench/storm/toy.py`.
+
+Must never change: `commit` is called once for each step, in order; nothing that a step computes is visible in the body's state before.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from phalanx.core.clock import now_s
+from phalanx.core.errors import PeerError, RunError
+from phalanx.core.events import Emit, Event, ignore
+from phalanx.runtime.membership.forming import Order, Team, as_listed
+from phalanx.runtime.membership.keys import ServiceLost
+from phalanx.runtime.membership.seat import Seat
+from phalanx.runtime.membership.seat_terms import End, Left, RunOver
+from phalanx.runtime.membership.votes import ABORT, Decision, InDoubt, Report, Resolution, resolve
+
+SAME_FAILURES = 3
+"""A step that fails so often although nobody is lost has another cause than a lost peer."""
+
+
+class Body(Protocol):
+    """What a member computes. All methods are called by the worker's own thread."""
+
+    @property
+    def step(self) -> int:
+        """Steps committed."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether it has state."""
+
+    def describe(self) -> tuple[str, dict[str, Any]]:
+        """(checksum, small data) for the report to the others."""
+
+    def enter(self, team: Team, resolution: Resolution) -> None:
+        """Take the state of `resolution.step` where this member lacks it, from `resolution.holders`; build groups, plans. Collective.
+
+        Where nobody holds state (`resolution.step` is None): begin anew only in a run that has never begun, else from a checkpoint.
+        """
+
+    def compute(self) -> None:
+        """One step up to its reduced gradients; changes no state. Raises `PeerError` or `RuntimeError` where a peer is lost."""
+
+    def commit(self) -> None:
+        """Apply what was reduced. Needs nobody else."""
+
+    def too_slow(self) -> Mapping[str, str]:
+        """After a commit: members that the run is to go on without, and why, as all that were in the step know."""
+
+    def abort(self) -> None:
+        """Drop what was reduced, whole or in part."""
+
+    def hand_over(self, stay: Sequence[str]) -> bool:
+        """Some members leave: give what only they hold to those that `stay`, over the groups that all are still in. Collective.
+
+        False on all where it could not be done although nobody was lost: then nobody leaves.
+        """
+
+    def close(self, *, stopped: bool) -> None:
+        """All steps are done, or (`stopped`) the run is to end here: write down what must stay. Collective; nobody has left yet.
+
+        Called again, in the next generation, where a peer is lost in it.
+        """
+
+    def leave_team(self) -> None:
+        """Forget every group, plan and message of the team."""
+
+    def finished(self) -> bool:
+        """Whether all steps are done; the same answer on all members at the same step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reformed(Event):
+    """A generation is connected, as one member saw it."""
+
+    uid: str
+    generation: int
+    life: str
+    """Of the service: `Generation.epoch`."""
+    members: int
+    why: str
+    at_s: float
+    lost_s: float
+    """When the supervisor knew of a loss; 0: nobody is lost."""
+    told_s: float
+    """How long it took until this member knew."""
+    broken_s: float
+    """When this member saw that the last team was broken; 0 where it was not."""
+    formed_s: float
+    """How long the barrier and the groups took."""
+    entered_s: float
+    """How long the state took that came from others."""
+    step: int
+    """Steps committed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Committed(Event):
+    """A member applied a step."""
+
+    uid: str
+    generation: int
+    step: int
+    """Steps committed, this one included."""
+    at_s: float
+    doubt: bool = False
+    """It had voted and learned the decision from the members of a later generation only."""
+
+
+def run_member(seat: Seat, body: Body, *, tell: Emit = ignore, order: Order = as_listed) -> str:
+    """Take part until the run ends; returns why it did: finished, stopped, left or missed the end. The seat has been announced.
+
+    `order` decides the ranks of each generation from its reports.
+
+    Raises `StaleMember`, and whatever the body raises that is no lost peer.
+    """
+    seat.tell = tell
+    return _Loop(seat, body, tell, order).run()
+
+
+class _Loop:
+    def __init__(self, seat: Seat, body: Body, tell: Emit, order: Order) -> None:
+        self.seat, self.body, self.tell, self.order = seat, body, tell, order
+        self.doubt = 0
+        """Generation in which this member voted without learning the decision; 0: none."""
+        self.broken_s = 0.0
+        self.failures: list[tuple[int, str]] = []
+        """(step, error) of failures since the membership last changed."""
+        self.uids: tuple[str, ...] = ()
+
+    def run(self) -> str:
+        while True:
+            try:
+                team = self.seat.next_team(self._report(), order=self.order)
+            except Left:
+                return "left"
+            except RunOver as err:
+                return self._at_the_end(err.end)
+            why = self._in_team(team)
+            self.body.leave_team()
+            if why:
+                return why
+
+    def _report(self) -> Report:
+        checksum, data = self.body.describe()
+        return Report(
+            uid=self.seat.uid, step=self.body.step, holds=self.body.holds, doubt=self.doubt > 0, sum=checksum, data=data
+        )
+
+    def _in_team(self, team: Team) -> str:
+        """Steps until the team ends; why the run ends, or nothing."""
+        if team.generation.uids != self.uids:
+            self.failures.clear()
+        self.uids = team.generation.uids
+        self._settle_doubt(team)
+        begin_s = now_s()
+        if self._failed(lambda: self.body.enter(team, resolve_now(team, self.body.step))):
+            return ""
+        self.tell(
+            Reformed(
+                uid=self.seat.uid,
+                generation=team.generation.number,
+                life=team.generation.epoch,
+                members=team.size,
+                why=team.generation.why,
+                at_s=now_s(),
+                lost_s=team.generation.lost_s,
+                told_s=self.seat.told_s(team.generation),
+                broken_s=self.broken_s,
+                formed_s=team.formed_s,
+                entered_s=now_s() - begin_s,
+                step=self.body.step,
+            )
+        )
+        self.broken_s = 0.0
+        if not team.generation.enough:
+            return self._too_few()
+        while not self.body.finished():
+            decision = self._step()
+            if not decision.commit:
+                return ""
+            if decision.then == "stop" and not self.body.finished():
+                return self._stop()
+            self.seat.wish_away(self.body.too_slow())
+            if decision.then == "next" or (decision.then == "leave" and self._part(self.seat.leavers)):
+                return ""
+        if self._failed(lambda: self.body.close(stopped=False)):
+            return ""
+        self.seat.finish(self.body.step)
+        return "finished"
+
+    def _too_few(self) -> str:
+        """The team was formed only to save what its members hold, all of them or some that leave."""
+        leavers: dict[str, str] = {}
+        if self._failed(lambda: leavers.update(self.seat.waits_or_ends())):
+            return ""
+        if not leavers:
+            return self._stop()
+        self._part(lambda: leavers)
+        return ""
+
+    def _stop(self) -> str:
+        if self._failed(lambda: self.body.close(stopped=True)):
+            return ""
+        self.seat.stopped()
+        return "stopped"
+
+    def _settle_doubt(self, team: Team) -> None:
+        resolution = resolve(team.reports)
+        if self.seat.uid in resolution.finish:
+            self._commit(team.generation.number, doubt=True)
+        elif self.doubt:
+            self.body.abort()
+        self.doubt = 0
+
+    def _step(self) -> Decision:
+        step, number = self.body.step, self.seat.team.generation.number if self.seat.team else 0
+        if self._failed(self.body.compute):
+            self.body.abort()
+            self.seat.settle(step)
+            return ABORT
+        try:
+            decision = self.seat.vote(step)
+        except InDoubt:
+            return self._after_doubt(step, number)
+        except ServiceLost:  # before the vote was heard
+            self._broken()
+            self.body.abort()
+            return ABORT
+        if decision.commit:
+            self._commit(number)
+        else:
+            self._broken()
+            self.body.abort()
+        return decision
+
+    def _after_doubt(self, step: int, number: int) -> Decision:
+        """A service that was away for a moment and lost nothing can still say; else the next generation settles it."""
+        self._broken()
+        decision = self.seat.settle(step)
+        if decision is None:
+            self.doubt = number
+            return ABORT
+        if decision.commit:
+            self._commit(number)
+        else:
+            self.body.abort()
+        return decision
+
+    def _commit(self, generation: int, *, doubt: bool = False) -> None:
+        self.body.commit()
+        self.tell(Committed(uid=self.seat.uid, generation=generation, step=self.body.step, at_s=now_s(), doubt=doubt))
+
+    def _part(self, leavers: Callable[[], Mapping[str, str]]) -> bool:
+        """Some leave; whether the team is over. Nobody is out before all that they hold is with the others: where one of these is lost
+        meanwhile, those who wanted to leave are members of the next generation too, and a source of it."""
+        done: list[Mapping[str, str]] = []
+
+        def give() -> None:
+            found = leavers()
+            if found and self.body.hand_over(self._stay(found)):
+                done.append(found)
+
+        if self._failed(give):
+            return True
+        if done:
+            self.seat.gave_up(done[0], given_to=self._stay(done[0]))
+        else:
+            self.seat.kept()
+        return bool(done)
+
+    def _stay(self, leavers: Mapping[str, str]) -> list[str]:
+        return [] if self.seat.team is None else [uid for uid in self.seat.team.uids if uid not in leavers]
+
+    def _failed(self, work: Callable[[], None]) -> bool:
+        """Run `work`; True where a peer was lost in it. The error keeps no frame alive, and with it no message."""
+        try:
+            work()
+            return False
+        except (PeerError, RuntimeError) as err:
+            text, where = f"{type(err).__name__}: {err}", "".join(traceback.format_tb(err.__traceback__)[-3:])
+            err.__traceback__ = None
+        except Exception as err:
+            if not self.seat.came_from_nowhere():
+                raise
+            text, where = f"{type(err).__name__}: {err}", ""
+            err.__traceback__ = None
+        self._broken()
+        self.failures.append((self.body.step, text))
+        same = [t for s, t in self.failures if s == self.body.step]
+        if len(same) >= SAME_FAILURES and not self.seat.broken():
+            raise RunError(
+                f"step {self.body.step + 1} failed {len(same)} times although nobody was lost: {same[-1]}\n{where}"
+            )
+        return True
+
+    def _broken(self) -> None:
+        if not self.broken_s:
+            self.broken_s = now_s()
+
+    def _at_the_end(self, end: End | None) -> str:
+        """The run is over without this member. A doubt about the very last step of the very generation that ended it is settled by that."""
+        if end is None:
+            return "stopped"
+        if self.doubt == end.generation and self.body.step + 1 == end.step:
+            self._commit(end.generation, doubt=True)
+        return "finished" if self.body.step == end.step else "missed the end"
+
+
+def resolve_now(team: Team, own_step: int) -> Resolution:
+    """What the reports of the team say, once every doubt is settled."""
+    found = resolve(team.reports)
+    if found.step is not None and team.uid in found.holders and own_step > found.step:
+        raise RunError(f"this member has committed {own_step} steps and the others {found.step}; nothing was changed")
+    return found

@@ -1,0 +1,462 @@
+"""What a supervisor tells the membership service, kept until it was heard: who announced, died, leaves; whether the run is over.
+
+Everything is proposed again until the newest generation shows it, so a lost service costs time and nothing else. When it comes back without its
+values, what this host knows is told again and the first generation of the new history is made by `FirstRule`.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+from phalanx.core.clock import now_s
+from phalanx.core.config import HOST_BEAT_S
+from phalanx.runtime.membership.keys import MEETINGS, Keys, Service, ServiceLost
+from phalanx.runtime.membership.keys_store import SUMS
+from phalanx.runtime.membership.membership import KEPT, Announcement, FirstRule, Generation, Member, Membership
+from phalanx.runtime.membership.reach import door_key
+from phalanx.runtime.membership.votes import BEGUN, stepped_key, written_for
+
+LOOK_S = 0.05
+HEARD_AT_ONCE = 32
+"""Members that may be heard of in every look before the first generation; of more, looks are as much rarer."""
+TIDY_S = 60.0
+TIDY_SOON_S = 1.0
+"""Until the next generation is tidied up, where there are more."""
+TIDY_MOST = 256
+HOSTS_S = 0.5
+"""How often the beats of other hosts are read, all in one call; more often where `limit_s` is short."""
+TOGETHER_S = 0.5
+"""How long a worker that is ready waits for others of its host, so that they join in one generation: each one stops the run for a moment."""
+
+FORMS_S = 2.0
+"""How long a worker that is ready leaves a new generation alone that has not made a step yet: one that forms would have to be formed again."""
+
+
+@dataclass
+class Lost:
+    """A member of this host that is out."""
+
+    uid: str
+    why: str
+    at_s: float
+    told_s: float = 0.0
+    generation: int = 0
+
+
+class Roster:
+    """The members of one host. `tick` does whatever is due and never waits long."""
+
+    def __init__(self, host: str, service: Service, rule: FirstRule, *, limit_s: float, alone: bool = True) -> None:
+        """`alone`: no other host can take part in the run."""
+        self.host, self.service, self.rule, self.limit_s, self.alone = host, service, rule, limit_s, alone
+        self.newest: Generation | None = None
+        self.begun = False
+        self.finished: str | None = None
+        """How the run ended, as `seat.End` writes it."""
+        self._keys: Keys | None = None
+        self._epoch = ""
+        self._epoch_s = 0.0
+        self._ready: dict[str, Member] = {}
+        self._own: set[str] = set()
+        """Every worker of this host that this process started."""
+        self._taken: set[str] = set()
+        """Workers of this host that were in a generation: one that is in none any more is never proposed again."""
+        self._seen: tuple[int, float] = 0, 0.0
+        """Number of the newest generation, and when this host saw it."""
+        self._ready_s = 0.0
+        """When the first of those that wait to join was ready; 0: none waits."""
+        self._dead: dict[str, Lost] = {}
+        self._told_dead: set[str] = set()
+        """Of those, whom this life of the service knows of although it has no generation."""
+        self._untold: list[Lost] = []
+        self._leaving: dict[str, str] = {}
+        self._stop = ""
+        self._beats = 0
+        self._beat_s = 0.0
+        self._try_s = 0.0
+        self._looked_s = 0.0
+        self._first_s = 0.0
+        """When to look again for those who begin."""
+        self._tidied: tuple[str, int] = "", 0
+        """Life of the service, and the generation in it that is to be tidied up next."""
+        self._tidy_s = 0.0
+        self._forgot: set[str] = set()
+        """Of the dead, those whose words were deleted."""
+        self._forget_s = 0.0
+        self._watched_s = 0.0
+        """When other hosts were looked at last."""
+        self._others: dict[str, tuple[str | None, float]] = {}
+        """Other hosts: what each said last, and when we saw it first."""
+
+    # -- what happened
+
+    def announced(self, member: Member) -> None:
+        """A worker of this host is ready."""
+        self._ready[member.uid] = member
+        self._own.add(member.uid)
+        self._looked_s = 0.0
+
+    def died(self, uid: str, why: str) -> None:
+        """A worker of this host is out; told to the service at the next tick."""
+        self._ready.pop(uid, None)
+        if uid not in self._dead:
+            self._dead[uid] = Lost(uid, why, now_s())
+            self._untold.append(self._dead[uid])
+
+    def gone(self, uid: str) -> None:
+        """A worker of this host has ended well."""
+        self._ready.pop(uid, None)
+
+    def leave(self, uids: Sequence[str], why: str) -> None:
+        """These leave after a hand-over."""
+        self._leaving.update(dict.fromkeys(uids, why))
+        self._looked_s = 0.0
+
+    def leave_or_stop(self, uids: Sequence[str], why: str) -> None:
+        """These leave; where nobody else is in the run, it stops. Before it has begun they hold nothing, and other hosts may begin without them."""
+        others = [] if self.newest is None else [u for u in self.newest.uids if u not in uids]
+        if self.newest is None and not self.alone:
+            for uid in uids:
+                self.died(uid, why)
+        elif others:
+            self.leave(uids, why)
+        else:
+            self.stop(f"the run was stopped: {why}")
+
+    def stop(self, why: str) -> None:
+        """The run ends after the step under way."""
+        self._stop = why
+        self._looked_s = 0.0
+
+    def forgive(self) -> None:
+        """This process stood still, or the service was away: silence of others in that time means nothing."""
+        now = time.monotonic()
+        self._others = {h: (beat, now) for h, (beat, _) in self._others.items()}
+
+    def take_lost(self) -> list[Lost]:
+        """Those that the service knows of since the last call."""
+        told = [lost for lost in self._untold if lost.generation]
+        self._untold = [lost for lost in self._untold if not lost.generation]
+        return told
+
+    @property
+    def waits(self) -> bool:
+        """Whether workers of this host are ready and no generation has ever been."""
+        return self.newest is None and bool(self._ready)
+
+    def is_over(self) -> bool:
+        """Whether the run has ended, as the service says; False where it does not say."""
+        try:
+            keys = self._connected()
+            return keys is not None and any(keys.get(key) is not None for key in ("finished", "stopped"))
+        except ServiceLost:
+            self._keys = None
+            return False
+
+    def heard(self) -> int:
+        """How many members are ready, those of this host alone where the service does not say."""
+        try:
+            keys = self._connected()
+            return len(self._ready) if keys is None else len(Membership(keys).announced())
+        except ServiceLost:
+            self._keys = None
+            return len(self._ready)
+
+    # -- telling
+
+    def tick(self) -> None:
+        """Tell what is not told yet, beat, look at other hosts."""
+        try:
+            keys = self._connected()
+            if keys is None:
+                return
+            membership = Membership(keys)
+            if self._untold and self.newest is not None and self.newest.epoch == keys.epoch:
+                self._tell_deaths(membership)
+            now = time.monotonic()
+            if now - self._looked_s >= LOOK_S:
+                self._looked_s = now
+                self._look(membership)
+        except ServiceLost:
+            self._keys = None
+
+    def _connected(self) -> Keys | None:
+        now = time.monotonic()
+        if self._keys is None and now >= self._try_s:
+            self._try_s = now + LOOK_S
+            self._keys = self.service.connect()
+            self.forgive()  # nobody could say anything while the service was away
+            if self._keys.epoch != self._epoch:
+                self._new_epoch(self._keys)
+        return self._keys
+
+    def _new_epoch(self, keys: Keys) -> None:
+        """Tell again what this host knows."""
+        if self.newest is not None:
+            keys.put(f"history/{self.host}", self.newest.to_json())
+        self._told_dead.clear()
+        self._tell_dead(keys)
+        keys.put(_own_key(self.host), json.dumps(sorted(self._own)))
+        keys.create("wanted", str(self.rule.wanted))
+        if self.begun:
+            keys.put(BEGUN, "1")
+        if self.finished is not None:
+            keys.put("finished", self.finished)
+        self._epoch, self._epoch_s = keys.epoch, time.monotonic()
+        self._others.clear()
+
+    def _tell_dead(self, keys: Keys) -> None:
+        """Who must not be in a first generation although he announced himself."""
+        for lost in [lost for uid, lost in list(self._dead.items()) if uid not in self._told_dead]:
+            keys.put(f"dead/{lost.uid}", lost.why)
+            self._told_dead.add(lost.uid)
+
+    def _tell_if_begun(self, membership: Membership) -> None:
+        """Another host may have begun with those that are dead now."""
+        self.newest = membership.current()
+        if self.newest is not None and self._untold:
+            self._tell_deaths(membership)
+
+    def _tell_deaths(self, membership: Membership) -> None:
+        untold = [lost for lost in self._untold if not lost.generation]  # a signal may add others meanwhile
+        uids = {lost.uid: lost.why for lost in untold}
+        lost_s = min((lost.at_s for lost in untold), default=0.0)
+        self.newest = membership.propose_death(
+            uids, "; ".join(dict.fromkeys(uids.values())), self.newest, lost_s=lost_s
+        )
+        for lost in untold:
+            if self.newest is not None:
+                lost.generation = self.newest.number
+                lost.told_s = now_s() - lost.at_s
+
+    def _look(self, membership: Membership) -> None:
+        self._beat(membership)
+        newest = membership.current(self.newest)
+        if newest is None:
+            self._tell_dead(membership.keys)
+            if self._stop and self.newest is None:
+                membership.keys.put("stop", self._stop)  # before anything began
+            else:
+                self._first_in_time(membership)
+            return
+        self._note_taken(membership, newest)
+        self.newest = newest
+        if self._untold:
+            self._tell_deaths(membership)
+        strangers = [m.uid for m in newest.members if m.host == self.host and m.uid not in self._own]
+        if strangers:  # this host came back before anyone missed it
+            newest = self._put_out(membership, strangers, "its host began anew") or newest
+        if self._stop:
+            membership.keys.put("stop", self._stop)
+        if self.finished is None and not self._stop:
+            self._join(membership, newest)
+        leaving = [u for u in list(self._leaving) if u in newest.uids]
+        if leaving:
+            self._leave(membership, leaving, newest)
+        self._watch_hosts(membership)
+        self._tidy(membership.keys, newest)
+        self._forget_dead(membership, newest)
+
+    def _note_taken(self, membership: Membership, newest: Generation) -> None:
+        """Also those between: a member may have come and been put out while this host was not reached.
+
+        Where one between was forgotten, so were the announcements of all who were in it and are out (`Membership.forget`, before it empties it): `_may_join` misses them.
+        """
+        for generation in [newest] if self.newest is None else membership.between(self.newest, newest):
+            self._taken.update(u for u in generation.uids if u in self._own)
+
+    def _join(self, membership: Membership, newest: Generation) -> None:
+        joining = [m for m in list(self._ready.values()) if m.uid not in newest.uids and self._may_join(m, membership)]
+        now = time.monotonic()
+        self._ready_s = (self._ready_s or now) if joining else 0.0
+        if joining and now - self._ready_s >= TOGETHER_S and not self._forms(membership, newest):
+            found = membership.propose_join(joining, self.newest)
+            if found is not None:
+                self._note_taken(membership, found)
+                self._taken.update(m.uid for m in joining)
+                self.newest = found
+
+    def _forms(self, membership: Membership, newest: Generation) -> bool:
+        """Whether the newest generation is probably on its way to its first step: whoever joins then would stop the others twice as long."""
+        now = time.monotonic()
+        if self._seen[0] != newest.number:
+            self._seen = newest.number, now
+        if not newest.enough or now - self._seen[1] > FORMS_S:
+            return False  # it waits for more members, or takes long steps
+        return membership.keys.get(stepped_key(newest)) is None
+
+    def _may_join(self, member: Member, membership: Membership) -> bool:
+        """A member that was in the run before and is not any more is never taken back."""
+        if member.uid in self._dead or member.uid in self._leaving or member.uid in self._taken:
+            return False
+        text = membership.keys.get(f"member/{member.uid}")
+        return text is not None and Announcement.from_json(text).last is None
+
+    def _leave(self, membership: Membership, leaving: Sequence[str], newest: Generation) -> None:
+        if len(leaving) == len(newest.uids):
+            self.stop(f"the run was stopped: {self._leaving[leaving[0]]}")
+        else:
+            membership.wish_to_leave({uid: self._leaving[uid] for uid in leaving})  # the members see to it
+
+    def _first_in_time(self, membership: Membership) -> None:
+        """The more members there are to hear of the longer until the next look, for every host does so."""
+        now = time.monotonic()
+        if now >= self._first_s:
+            heard = self._first(membership)
+            self._first_s = now + LOOK_S * heard / HEARD_AT_ONCE if heard > HEARD_AT_ONCE else 0.0
+
+    def _first(self, membership: Membership) -> int:
+        """No generation in this life of the service yet. Returns how many members were heard of."""
+        keys = membership.keys
+        dead = {*self._dead, *(k.removeprefix("dead/") for k in keys.listed("dead/"))}
+        known = [Generation.from_json(text) for text in keys.values(keys.listed("history/")) if text is not None]
+        above = max([*known, *([] if self.newest is None else [self.newest])], key=lambda g: g.number, default=None)
+        heard = membership.announced()
+        last = self.rule.last(heard, above)
+        if last is not None:
+            dead |= self._replaced(keys, last)
+        found = self.rule.members(heard, above=above, dead=dead, waited_s=time.monotonic() - self._epoch_s)
+        if found is not None:
+            members, number = found
+            why = "the run begins" if last is None else _lost_values(last, heard, members, dead)
+            self.newest = membership.start(members, above=number, minimum=self.rule.minimum, why=why)
+            for lost in self._untold:
+                if lost.uid not in self.newest.uids:
+                    lost.generation = self.newest.number
+                    lost.told_s = now_s() - lost.at_s
+        return len(heard)
+
+    def _replaced(self, keys: Keys, last: Generation) -> set[str]:
+        """Members of hosts whose supervisor is a new one: none of theirs has outlived the old one."""
+        hosts = sorted({m.host for m in last.members})
+        own = dict(zip(hosts, keys.values([_own_key(h) for h in hosts]), strict=True))
+        return {m.uid for m in last.members if (text := own[m.host]) is not None and m.uid not in json.loads(text)}
+
+    def _tidy(self, keys: Keys, newest: Generation) -> None:
+        """The host of the first member deletes what nobody reads any more: little at a time, and nothing while a generation forms."""
+        now = time.monotonic()
+        if now < self._tidy_s or (newest.members[:1] and newest.members[0].host != self.host):
+            return
+        self._tidy_s = now + TIDY_S
+        keys.tidy()
+        if self._tidied[0] != keys.epoch:
+            first = keys.get("first")
+            self._tidied = keys.epoch, newest.number if first is None else Generation.from_json(first).number
+        number = self._tidied[1]
+        if number > newest.number - 2 or keys.get(stepped_key(newest)) is None:
+            return
+        old = replace(newest, number=number)
+        prefixes = [
+            *written_for(number), f"ready/{number}/", f"unreached/{number}/",
+            f"{MEETINGS}{old.meeting}/", f"{SUMS}{old.meeting}/",
+        ]  # fmt: skip
+        keys.delete(stepped_key(old))
+        full = [keys.delete_below(prefix, most=TIDY_MOST) >= TIDY_MOST for prefix in prefixes]
+        for uid in Membership(keys).forget(number - KEPT, newest):
+            keys.delete(door_key(uid))
+        self._tidied = keys.epoch, number + (not any(full))
+        self._tidy_s = now + TIDY_SOON_S
+
+    def _forget_dead(self, membership: Membership, newest: Generation) -> None:
+        """What workers of this host said that have ended, those too that were never in a generation. Now and then, and not while a generation forms."""
+        now = time.monotonic()
+        if now < self._forget_s:
+            return
+        self._forget_s = now + TIDY_S
+        ended = [uid for uid in self._dead if uid not in self._forgot and uid not in newest.uids]
+        waits = any(not lost.generation for lost in self._untold)
+        if waits or not ended or membership.keys.get(stepped_key(newest)) is None:
+            return
+        for uid in ended:
+            membership.forget_member(uid)
+        self._forgot.update(ended)
+
+    def _put_out(self, membership: Membership, uids: Sequence[str], why: str) -> Generation | None:
+        """Members that are not ours."""
+        at_s = now_s()
+        self.newest = membership.propose_death(uids, why, self.newest, lost_s=at_s) or self.newest
+        if self.newest is not None:
+            told = Lost("", why, at_s, told_s=now_s() - at_s, generation=self.newest.number)
+            self._untold += [replace(told, uid=uid) for uid in uids]
+        return self.newest
+
+    # -- other hosts
+
+    def _beat(self, membership: Membership) -> None:
+        now = time.monotonic()
+        if now - self._beat_s >= HOST_BEAT_S:
+            self._beat_s, self._beats = now, self._beats + 1
+            membership.heartbeat(self.host, self._beats)
+
+    def _watch_hosts(self, membership: Membership) -> None:
+        now, every_s = time.monotonic(), min(HOSTS_S, self.limit_s / 4)
+        if self.newest is None or now - self._watched_s < every_s:
+            return
+        if now - self._watched_s > every_s + self.limit_s / 4:
+            self.forgive()  # the last look was answered late, and so were the beats of others
+        self._watched_s = now
+        hosts = {m.host for m in self.newest.members} - {self.host}
+        for host, beat in membership.heartbeats(sorted(hosts)).items():
+            known = self._others.get(host)
+            if known is None or known[0] != beat:
+                self._others[host] = (beat, now)
+            elif now - known[1] > self.limit_s:
+                uids = [m.uid for m in self.newest.members if m.host == host]
+                self._put_out(membership, uids, f"host {host} said nothing for {now - known[1]:.1f} s")
+
+    def others_alive(self) -> bool:
+        """Whether another host still speaks (asked at the end, when only this one keeps the service)."""
+        try:
+            keys = self._connected()
+            if keys is None or self.newest is None:
+                return False
+            hosts = {m.host for m in self.newest.members} - {self.host}
+            return any(keys.get(f"ended/{h}") is None and self._spoke(keys, h) for h in hosts)
+        except ServiceLost:
+            return False
+
+    def _spoke(self, keys: Keys, host: str) -> bool:
+        beat, known = keys.get(f"beat/{host}"), self._others.get(host)
+        now = time.monotonic()
+        if known is None or known[0] != beat:
+            self._others[host] = (beat, now)
+            return True
+        return now - known[1] <= self.limit_s
+
+    def close(self) -> None:
+        """Say that this host has ended. Its workers have: where no generation has ever been, the first one must not wait for them."""
+        try:
+            keys = self._connected()
+            if keys is not None:
+                if self.newest is None:
+                    for uid in list(self._ready):
+                        self.died(uid, "its host ended before the run began")
+                    self._tell_dead(keys)
+                    self._tell_if_begun(Membership(keys))
+                keys.put(f"ended/{self.host}", json.dumps(self.finished))
+        except ServiceLost:
+            self._keys = None
+
+
+def _own_key(host: str) -> str:
+    """Where the supervisor of a host writes which workers it has started so far, when a service is new to it."""
+    return f"own/{host}"
+
+
+def _lost_values(
+    last: Generation, heard: Sequence[Announcement], members: Sequence[Member], dead: Collection[str]
+) -> str:
+    """Why a run begins again, and with how much of what it was."""
+    here = {m.uid for m in members} & {*last.uids}
+    alive = [uid for uid in last.uids if uid not in dead]
+    steps = max((int(a.data.get("steps", 0)) for a in heard if a.member.uid in here), default=0)
+    text = f"the membership service lost its values; {len(here)} of {len(last.uids)} members of generation {last.number} go on from {steps} steps"
+    few = (
+        "; THE OTHERS MAY HAVE GONE FURTHER: they were waited for and did not come"
+        if 2 * len(here) <= len(alive)
+        else ""
+    )
+    return text + few

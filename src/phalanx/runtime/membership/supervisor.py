@@ -1,0 +1,500 @@
+"""The supervisor of one host: starts its workers, sees them die or freeze, and says so to the membership service at once.
+
+It runs no tensor operation and has no thread, so that it may fork at any time; it waits for processes, for the pipes of its workers, and for
+signals. One of all supervisors also keeps the service where that is a TCPStore (`runtime/membership/service.py`), and starts it again when it ends.
+
+    a worker ends             known by its process handle; put out of the run, and a new one started in its place
+    a worker says nothing     put out after `limit_s`; where it wakes up again it finds itself refused; its process is ended after `zombie_s`
+    a whole host says nothing the other supervisors put its members out (heartbeats of supervisors pass through the service)
+    SIGTERM, SIGINT           all members of this host leave: the step under way ends, they hand over, they go; alone, the run stops in good order
+    a second one              ends everything at once
+
+Must never change: no process of this host outlives its supervisor; nothing here decides what a worker holds or computes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import secrets
+import select
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from types import FrameType
+
+from phalanx.core.clock import now_s
+from phalanx.core.errors import PhalanxError, RunError
+from phalanx.core.events import Emit, Event, ignore
+from phalanx.runtime.comm.launch import STOP_SIGNALS, STOPPED
+from phalanx.runtime.membership.keys import Service
+from phalanx.runtime.membership.membership import FirstRule, Generation, Member, TooFewMembers
+from phalanx.runtime.membership.roster import Roster
+from phalanx.runtime.membership.seat import Seat
+from phalanx.runtime.membership.seat_terms import SeatSettings, too_few
+from phalanx.runtime.membership.service import start_store
+from phalanx.runtime.membership.worker import STALE_CODE, Worker, fork_worker
+
+TICK_S = 0.05
+"""Longest time between two looks at what no handle announces."""
+PUT_OUT = 69
+"""Exit code of a host whose workers the others put out and whose places stayed empty, of a run that goes on: start it again (`EX_UNAVAILABLE` of sysexits.h)."""
+ROUNDS = 3
+"""A cause that ends all workers of a host, however many slots it has, may do so this often before the host gives up."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SupervisorSettings:
+    """How one host takes part in a run."""
+
+    host: str = "local"
+    slots: int
+    """Workers of this host."""
+    wanted: int
+    """Members of the whole run when it begins."""
+    minimum: int = 1
+    """With fewer members the run waits."""
+    heartbeat_s: float = 0.1
+    limit_s: float = 3.0
+    """A worker, or a host, that says nothing for so long is put out."""
+    gather_s: float = 5.0
+    """How long the first generation (of a run, or after the service lost its values) waits for members that are not heard of."""
+    wait_s: float = 600.0
+    """How long a run with fewer members than `minimum` waits before it ends; before it begins, `gather_s` longer."""
+    zombie_s: float = 30.0
+    """A process that was put out while it did not answer is ended after so long."""
+    respawns: int = 100
+    """New workers in the place of those that ended, at most."""
+    quick_deaths: int = 10
+    """So many deaths in one slot, or by faults of their own in all slots (`ROUNDS` in each at least), with no step committed in between, end this host's part."""
+    service_back_s: float = 0.0
+    """How long a service that ended stays away before it is started again."""
+    alone: bool = True
+    """No other host can take part: a stop of this one, before the run begins, is a stop of the run."""
+    rest_s: float = 600.0
+    """How long the place of a worker stays empty that the others put out for being slow."""
+    away: Callable[[], frozenset[int]] = frozenset
+    """Slots that are to have no worker for now, asked again and again (`runtime/comm/away.py`)."""
+    seat: SeatSettings = field(default_factory=SeatSettings)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemberLost(Event):
+    """A worker of this host is out of the run."""
+
+    uid: str
+    host: str
+    why: str
+    at_s: float
+    """When the supervisor knew."""
+    told_s: float
+    """How long it took until the service had the generation without it."""
+    generation: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemberStarted(Event):
+    """A worker process was started."""
+
+    uid: str
+    host: str
+    slot: int
+    pid: int
+    at_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServiceRestarted(Event):
+    """The membership service has ended and is there again, without its values."""
+
+    at_s: float
+    pid: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RespawnsUsedUp(Event):
+    """No new workers are started on this host any more: the places of those that end stay empty."""
+
+    host: str
+    started: int
+    """In the place of others, all that `SupervisorSettings.respawns` allows."""
+    uid: str
+    """Of the worker whose place stays empty."""
+    why: str
+    """What ended it."""
+
+
+MemberMain = Callable[[Seat], int]
+"""Body of one worker, run in a forked process: announces itself on its seat and takes part; returns its exit code."""
+
+
+class Supervisor:
+    """One host. `service` None: keep a TCPStore for this run, at `port` of `address`."""
+
+    def __init__(
+        self,
+        main: MemberMain,
+        settings: SupervisorSettings,
+        *,
+        service: Service | None = None,
+        address: str = "127.0.0.1",
+        port: int = 0,
+        tell: Emit = ignore,
+    ) -> None:
+        self.main, self.settings, self.tell = main, settings, tell
+        self.store = start_store(address, port) if service is None else None
+        self.service: Service = self.store.address if self.store is not None else service  # type: ignore[assignment]
+        self.roster = Roster(
+            settings.host,
+            self.service,
+            FirstRule(
+                wanted=settings.wanted,
+                minimum=settings.minimum,
+                gather_s=settings.gather_s,
+                lone_s=max(settings.wait_s, settings.gather_s),
+            ),
+            limit_s=settings.limit_s,
+            alone=settings.alone,
+        )
+        self.workers: list[Worker] = []
+        self.empty: set[int] = set()
+        """Slots that wait until they are not away any more."""
+        self.rests: dict[int, float] = {}
+        """Slots whose worker was too slow, and until when they stay empty."""
+        self.started = 0
+        self.deaths: Counter[int] = Counter()
+        """Of each slot since the last step, but for workers that were refused: what they missed says nothing of the next one."""
+        self.faults = 0
+        """Those among them that nobody outside has caused."""
+        self.stops = 0
+        self.codes: list[int] = []
+        self.error: PhalanxError | None = None
+        self._cause: PhalanxError | None = None
+        """Of the first worker that ended with an error since the last step: what its successors say follows from it."""
+        self._told_to_stop = False
+        self._back_at_s = 0.0
+        self._short_since_s = 0.0
+        self._wake, self._waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def run(self) -> int:
+        """Until all workers have ended; the exit code. Raises `RunError` where the run cannot go on. Call it from the main thread.
+
+        0: the run is over, or this host has left it in good order. 130: stopped at once. Else that of a worker that failed, or 128 + the signal that killed one whose place
+        stayed empty (what it held was not handed over), as a shell says it, or `PUT_OUT` where the others put one out whose place stayed empty.
+        """
+        with self._listening():
+            gc.freeze()
+            for slot in range(self.settings.slots):
+                self._start_or_wait(slot)
+            try:
+                while any(not w.ended for w in self.workers) or (self.empty and self._goes_on and not self._all_rest):
+                    self._turn()
+                over = self.roster.finished is not None or (any(self.codes) and self.roster.is_over())
+            finally:
+                self._end_all()
+        if self.stops > 1:
+            return STOPPED
+        if self.error is not None and self.roster.finished is None:
+            raise self.error
+        return exit_code(self.codes, finished=self.roster.finished is not None, over=over)
+
+    # -- one turn
+
+    def _turn(self) -> None:
+        self._wait()
+        if self.stops == 1 and self._told_to_stop:
+            self._told_to_stop = False
+            print("finishing the step and saving a checkpoint; once more stops at once", file=sys.stderr, flush=True)
+        self._hear()
+        self._reap()
+        self._find_frozen()
+        self._fill()
+        self._keep_service()
+        self.roster.tick()
+        self._report_lost()
+        self._watch_minimum()
+
+    def _wait(self) -> None:
+        with contextlib.ExitStack() as stack:
+            poll = select.poll()
+            poll.register(self._wake, select.POLLIN)
+            for worker in self.workers:
+                if not worker.ended and hasattr(os, "pidfd_open"):
+                    handle = os.pidfd_open(worker.pid)
+                    stack.callback(os.close, handle)
+                    poll.register(handle, select.POLLIN)
+                if worker.pipe >= 0:
+                    poll.register(worker.pipe, select.POLLIN)
+            asked_s = time.monotonic()
+            poll.poll(TICK_S * 1000)
+            slept_s = time.monotonic() - asked_s
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._wake, 4096)
+        if slept_s > TICK_S + self.settings.limit_s / 4:  # this process itself stood still: nobody else is to blame
+            for worker in self.workers:
+                worker.heard_s = time.monotonic()
+            self.roster.forgive()
+
+    def _hear(self) -> None:
+        for worker in self.workers:
+            self._hear_one(worker)
+
+    def _hear_one(self, worker: Worker) -> None:
+        for words in worker.hear():
+            if "announced" in words:
+                self.roster.announced(worker.member)
+            if "leave" in words:
+                self.roster.leave([worker.uid], "was told to leave")
+            if "rest" in words:
+                self.rests[worker.slot] = time.monotonic() + self.settings.rest_s
+            if "begun" in words:
+                self.roster.begun = True
+            if "step" in words:
+                self.deaths.clear()
+                self.faults, self._cause = 0, None
+            if "finished" in words:
+                self.roster.finished = str(words["finished"])
+
+    def _reap(self) -> None:
+        for worker in list(self.workers):
+            if not worker.ended and worker.reap():
+                self._hear_one(worker)
+                self._ended(worker)
+
+    def _ended(self, worker: Worker) -> None:
+        worker.close()
+        if worker.left_well:
+            self.codes.append(0)
+            self.roster.gone(worker.uid)
+            if worker.slot in self.rests and self._goes_on:
+                self.empty.add(worker.slot)
+            return
+        self.roster.died(worker.uid, worker.cause())
+        self.roster.tick()  # the others wait for this; a new process can come later
+        if worker.put_out:
+            return
+        self.deaths[worker.slot] += worker.code != STALE_CODE
+        self.faults += worker.failed
+        self.error = worker.error() or self.error
+        if self._may_respawn(worker):
+            self._start_or_wait(worker.slot)
+        else:
+            self.codes.append(worker.code)
+
+    def _may_respawn(self, worker: Worker) -> bool:
+        if self.stops or self.roster.finished is not None or self._is_used_up(worker):
+            return False
+        if isinstance(self.error, PhalanxError) and not isinstance(self.error, RunError):
+            self._give_up(self.error)  # what the user must change: it would be the same again
+            return False
+        most = self.settings.quick_deaths
+        if self.deaths[worker.slot] >= most or self.faults >= max(most, ROUNDS * self.settings.slots):
+            count = sum(self.deaths.values())
+            self._give_up(
+                self.error or RunError(f"{count} workers ended one after another, the last one: {worker.cause()}")
+            )
+            return False
+        self._cause, self.error = self._cause or self.error, None
+        return True
+
+    def _is_used_up(self, worker: Worker) -> bool:
+        """Whether its place stays empty because enough were started; said each time, for each time the run is smaller from then on."""
+        most = self.settings.respawns
+        if self.started < self.settings.slots + most:
+            return False
+        why = worker.cause() if worker.ended else "said nothing for too long"
+        text = f"host {self.settings.host}: slot {worker.slot} stays empty ({why}): {most} new workers were started in the place of others, and no more are"
+        print(text, file=sys.stderr, flush=True)
+        self.tell(RespawnsUsedUp(host=self.settings.host, started=most, uid=worker.uid, why=why))
+        return True
+
+    def _give_up(self, error: PhalanxError) -> None:
+        if self._cause is not None and isinstance(error, RunError) and str(self._cause) != str(error):
+            error = RunError(f"{error}\nbefore that: {self._cause}")
+        self.error = error
+        self.stops = max(self.stops, 1)
+        mine = [w.uid for w in self.workers if not w.ended]
+        self.roster.leave_or_stop(mine, str(error).splitlines()[0])
+        self._end_joiners()
+
+    def _find_frozen(self) -> None:
+        now = time.monotonic()
+        for worker in list(self.workers):
+            if worker.ended:
+                continue
+            silent_s = now - worker.heard_s
+            if not worker.put_out and silent_s > self.settings.limit_s:
+                worker.put_out = now
+                self.roster.died(worker.uid, f"said nothing for {silent_s:.1f} s")
+                if not self.stops and self._is_used_up(worker):
+                    self.codes.append(-signal.SIGKILL)
+                elif not self.stops:
+                    self._start_or_wait(worker.slot)
+            if worker.put_out and now - worker.put_out > self.settings.zombie_s:
+                worker.kill()
+
+    def _keep_service(self) -> None:
+        if self.store is None or not self.store.reap():
+            return
+        if not self._back_at_s:
+            self._back_at_s = time.monotonic() + self.settings.service_back_s
+        if time.monotonic() >= self._back_at_s:
+            where = self.store.address
+            self.store = start_store(where.host, where.port)
+            self._back_at_s = 0.0
+            self.tell(ServiceRestarted(at_s=now_s(), pid=self.store.pid))
+
+    def _report_lost(self) -> None:
+        for lost in self.roster.take_lost():
+            self.tell(
+                MemberLost(
+                    uid=lost.uid,
+                    host=self.settings.host,
+                    why=lost.why,
+                    at_s=lost.at_s,
+                    told_s=lost.told_s,
+                    generation=lost.generation,
+                )
+            )
+
+    def _watch_minimum(self) -> None:
+        """A run that has waited too long for members ends; its workers save what they hold. One that never began ends on each host by itself."""
+        newest: Generation | None = self.roster.newest
+        waits = self.roster.waits if newest is None else not newest.enough
+        if not waits or self.stops:
+            self._short_since_s = 0.0
+            return
+        limit_s = self.settings.wait_s + (self.settings.gather_s if newest is None else 0.0)
+        if not self._short_since_s:
+            self._short_since_s = time.monotonic()
+        elif time.monotonic() - self._short_since_s > limit_s:
+            if newest is not None:
+                self._end_run(too_few(newest, limit_s))
+            else:
+                self.error, self.stops = self._never_began(limit_s), 1
+                self._end_joiners()
+
+    def _never_began(self, waited_s: float) -> PhalanxError:
+        s = self.settings
+        return TooFewMembers(
+            f"the run has not begun: {self.roster.heard()} ranks of all hosts are ready, and it needs {s.minimum} (resilience.minimum); host {s.host} waited "
+            f"{waited_s:g} s (resilience.wait_s, and {s.gather_s:g} s for ranks that start). Start this host again together with the others"
+        )
+
+    def _end_run(self, error: PhalanxError) -> None:
+        """On all hosts. Nobody leaves alone, so that those who are left save together what they hold."""
+        self.error, self.stops = error, max(self.stops, 1)
+        self.roster.stop(str(error).splitlines()[0])
+        self._end_joiners()
+
+    # -- processes and signals
+
+    @property
+    def _goes_on(self) -> bool:
+        return not self.stops and self.roster.finished is None
+
+    @property
+    def _all_rest(self) -> bool:
+        """No worker is left that could hear of the end of the run, and it is over."""
+        return bool(self.rests) and self.roster.is_over()
+
+    def _start_or_wait(self, slot: int) -> None:
+        if slot in self.settings.away():
+            self.empty.add(slot)
+        else:
+            self._start(slot)
+
+    def _fill(self) -> None:
+        """Workers for the slots that are back."""
+        if not self.empty or not self._goes_on:
+            return
+        now = time.monotonic()
+        self.rests = {slot: until_s for slot, until_s in self.rests.items() if until_s > now}
+        back = self.empty - self.settings.away() - set(self.rests)
+        self.empty -= back
+        for slot in sorted(back):
+            self._start(slot)
+
+    def _start(self, slot: int) -> None:
+        uid = f"{self.settings.host}.{slot}.{secrets.token_hex(3)}"
+        sys.stdout.flush()
+        sys.stderr.flush()
+        worker = fork_worker(
+            self._work, Member(uid=uid, host=self.settings.host), slot=slot, close=[w.pipe for w in self.workers]
+        )
+        self.workers.append(worker)
+        self.started += 1
+        self.tell(MemberStarted(uid=uid, host=self.settings.host, slot=slot, pid=worker.pid, at_s=now_s()))
+
+    def _work(self, member: Member, pipe: int) -> int:
+        """In the forked process."""
+        for fd in (self._wake, self._waker):
+            os.close(fd)
+        with Seat(member, self.service, pipe=pipe, settings=self.settings.seat) as seat:
+            signal.signal(signal.SIGTERM, lambda number, frame: seat.leave())
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+            return self.main(seat)
+
+    @contextlib.contextmanager
+    def _listening(self) -> Iterator[None]:
+        before = {n: signal.signal(n, self._on_signal) for n in STOP_SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            for fd in (self._wake, self._waker):
+                os.close(fd)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.stops += 1
+        if self.stops == 1:
+            mine = [w.uid for w in self.workers if not w.ended]
+            self.roster.leave_or_stop(mine, f"its host got {signal.Signals(number).name}")
+            if self.roster.newest is not None or not self.settings.alone:
+                self._end_joiners()
+            self._told_to_stop = True
+        else:
+            for worker in self.workers:
+                worker.kill()
+        with contextlib.suppress(OSError):
+            os.write(self._waker, b"!")
+
+    def _end_joiners(self) -> None:
+        """Workers that are in no generation yet hold nothing, and would wait for one for ever."""
+        taking_part = () if self.roster.newest is None else self.roster.newest.uids
+        for worker in self.workers:
+            if not worker.ended and worker.uid not in taking_part:
+                worker.put_out = worker.put_out or time.monotonic()
+                worker.kill()
+
+    def _end_all(self) -> None:
+        for worker in self.workers:
+            worker.kill()
+            worker.close()
+        self.roster.close()
+        if self.store is not None:
+            self._wait_for_others()
+            self.store.stop()
+
+    def _wait_for_others(self) -> None:
+        """The service stays until the other hosts have ended, for a short while."""
+        end_s = time.monotonic() + self.settings.limit_s
+        while self.roster.others_alive() and time.monotonic() < end_s:
+            time.sleep(TICK_S)
+
+
+def exit_code(codes: Sequence[int], *, finished: bool, over: bool) -> int:
+    """Of a host whose workers that nobody replaced ended with `codes`, below 0: by that signal.
+
+    `finished`: all steps are done, so whoever is killed is missed by nobody. `over`: they are, or the run was stopped, so nobody can come back to it.
+    """
+    failed = [code for code in codes if code > 0 and code != STALE_CODE]
+    killed = [128 - code for code in codes if code < 0 and not finished]
+    put_out = [PUT_OUT for code in codes if code == STALE_CODE and not over]
+    return max(failed or killed or put_out, default=0)

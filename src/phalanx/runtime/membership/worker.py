@@ -1,0 +1,173 @@
+"""One worker process as its supervisor sees it: forked, heard through a pipe, reaped.
+
+The worker writes lines: `.` is a heartbeat, anything else a JSON object (`announced`, `leave`, `begun`, `step`, `finished`, `error`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import signal
+import sys
+import time
+import traceback
+from base64 import b64decode, b64encode
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from phalanx.core.errors import PhalanxError, RunError
+from phalanx.runtime.comm.launch import STOP_SIGNALS, die_with_parent
+from phalanx.runtime.membership.membership import Member, StaleMember
+
+ERROR_CHARACTERS = 30_000
+"""An error report must fit the pipe (64 KiB) that the supervisor may not be reading."""
+SENT_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+"""Those that come from outside of a process; a fault of its own ends it with others."""
+STALE_CODE = 75
+"""Exit code of a worker that was refused: another one has its place already."""
+
+
+class Worker:
+    """A running or ended worker."""
+
+    def __init__(self, member: Member, *, slot: int, pid: int, pipe: int) -> None:
+        if pid <= 0:  # kill(-1) would end every process of the user
+            raise ValueError(f"{pid} is no process")
+        self.member, self.slot, self.pid, self.pipe = member, slot, pid, pipe
+        self.uid = member.uid
+        self.heard_s = time.monotonic()
+        self.put_out = 0.0
+        """When it was put out of the run although its process is there; 0: it was not."""
+        self.status: int | None = None
+        self._rest = b""
+        self._error: str | None = None
+
+    @property
+    def ended(self) -> bool:
+        return self.status is not None
+
+    @property
+    def code(self) -> int:
+        return os.waitstatus_to_exitcode(self.status) if self.status is not None else -1
+
+    @property
+    def left_well(self) -> bool:
+        return self.code == 0
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended by itself and not well: it was neither refused nor ended by a signal that somebody sends."""
+        return self.ended and self.code not in (0, STALE_CODE, *(-number for number in SENT_SIGNALS))
+
+    def hear(self) -> list[dict[str, Any]]:
+        """What it said since the last time; heartbeats only move `heard_s`."""
+        if self.pipe < 0:
+            return []
+        data = b""
+        with contextlib.suppress(BlockingIOError):
+            while chunk := os.read(self.pipe, 65536):
+                data += chunk
+            os.close(self.pipe)  # its end: the worker has closed it
+            self.pipe = -1
+        if data:
+            self.heard_s = time.monotonic()
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        words = [json.loads(line) for line in lines if line != b"."]
+        for said in words:
+            self._error = said.get("error", self._error)
+        return [w for w in words if "error" not in w]
+
+    def reap(self) -> bool:
+        """Whether it has ended; what it said before is heard."""
+        if self.status is None:
+            with contextlib.suppress(ChildProcessError):
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+                if pid:
+                    self.status = status
+        return self.ended
+
+    def error(self) -> PhalanxError | None:
+        """What it died of, where it could say so."""
+        if self._error is None or self.code == STALE_CODE:
+            return None
+        found: PhalanxError = pickle.loads(b64decode(self._error))
+        return found
+
+    def cause(self) -> str:
+        """In words."""
+        if self.status is None:
+            return "still runs"
+        if os.WIFSIGNALED(self.status):
+            with contextlib.suppress(ValueError):
+                return f"killed by {signal.Signals(os.WTERMSIG(self.status)).name}"
+        if self.code == STALE_CODE:
+            return "refused, because it was put out before"
+        if self._error is not None:
+            return str(self.error()).strip().splitlines()[0]
+        return f"ended with exit code {self.code}"
+
+    def kill(self) -> None:
+        """End it at once, and collect its status."""
+        if not self.reap():
+            os.kill(self.pid, signal.SIGKILL)
+            self.status = os.waitpid(self.pid, 0)[1]
+
+    def close(self) -> None:
+        """Close the pipe."""
+        if self.pipe >= 0:
+            os.close(self.pipe)
+            self.pipe = -1
+
+
+def fork_worker(work: Callable[[Member, int], int], member: Member, *, slot: int, close: Sequence[int] = ()) -> Worker:
+    """Fork a process that runs `work(member, pipe)`. It ends with this process and shares no pipe (`close`) of its siblings."""
+    read_end, write_end = os.pipe2(os.O_CLOEXEC)
+    os.set_blocking(read_end, False)
+    os.set_blocking(write_end, True)
+    parent = os.getpid()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        pid = os.fork()
+        if pid == 0:
+            try:
+                for fd in (read_end, *(f for f in close if f >= 0)):
+                    os.close(fd)
+                os.setsid()
+                die_with_parent(parent)
+                _run(work, member, write_end)
+            finally:  # never return into the parent's stack
+                os._exit(1)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    os.close(write_end)
+    return Worker(member, slot=slot, pid=pid, pipe=read_end)
+
+
+def _run(work: Callable[[Member, int], int], member: Member, pipe: int) -> None:
+    code = 1
+    try:
+        code = work(member, pipe)
+    except StaleMember as err:
+        os.write(2, f"{err}\n".encode())
+        code = STALE_CODE
+    except BaseException as err:
+        with contextlib.suppress(OSError):
+            os.write(pipe, json.dumps({"error": b64encode(_error(err)).decode()}).encode() + b"\n")
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
+
+
+def _error(err: BaseException) -> bytes:
+    if isinstance(err, PhalanxError):
+        with contextlib.suppress(Exception):
+            data = pickle.dumps(err)
+            pickle.loads(data)
+            if len(data) < ERROR_CHARACTERS:
+                return data
+        return pickle.dumps(RunError(str(err)[: ERROR_CHARACTERS // 4]))
+    text = "".join(traceback.format_exception(err))
+    return pickle.dumps(RunError(f"a worker failed\n{text[-ERROR_CHARACTERS // 4 :]}"))

@@ -1,0 +1,273 @@
+"""One MoE layer in chunks of tokens, as FasterMoE (doi 10.1145/3503221.3508418) and Tutel (arXiv 2206.03382) overlap it: `coarse:N`.
+
+The rank's tokens are cut into N chunks of equal numbers. While the experts compute chunk i, chunk i+1 is on its way to them and chunk i-1 on its
+way back:
+
+    start 0 | start 1, wait 0, experts 0, return 0 | start 2, wait 1, experts 1, return 1 | ... | wait for all that return, sum
+
+Waits for what returns are recorded last, so autograd, which takes the youngest first, walks the same pipeline backwards: gradients of all chunks
+leave, and while the experts compute those of chunk i, those of chunk i-1 and i+1 travel.
+
+What the chunks cost: messages and products are N times as many and N times as small, and gradients of weights are summed N times.
+
+Must never change: which pairs are kept is decided before tokens are cut, and counts of all chunks are gathered by one collective (one host
+synchronisation a layer). Where rows are padded to the capacity, their places in the capacity are cut instead of the tokens, or every
+chunk would be padded. The result is that of `run_experts` but for rounding: rows of an expert are multiplied chunk by chunk.
+
+Legend: T tokens of this rank, t tokens of a chunk, K experts of a token, H hidden, E experts, M rows of this rank's slots, C chunks, P sources.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from phalanx.core.errors import ConfigError, Problem, raise_if
+from phalanx.kernels.choice import Impl
+from phalanx.kernels.cpu.grouped import expert_ffn
+from phalanx.kernels.cpu.lanes import SERIAL, Lanes
+from phalanx.kernels.cpu.later import Later
+from phalanx.kernels.cpu.permute import combine_rows, gather_rows
+from phalanx.plan.moe.dispatch import DispatchPlan
+from phalanx.runtime.comm.row_collectives import RowsUnderWay
+from phalanx.runtime.comm.tracing import traced
+from phalanx.runtime.moe.dispatch import (
+    Dispatcher,
+    SendList,
+    count_keys,
+    inverse_exact,
+    pick_weights,
+    reordered,
+    stable_order,
+)
+from phalanx.runtime.moe.experts import ExpertWeights
+
+
+def run_coarse(
+    x_TH: torch.Tensor,
+    weights_TK: torch.Tensor,
+    experts_TK: torch.Tensor,
+    *,
+    experts: ExpertWeights,
+    dispatcher: Dispatcher,
+    chunks: int,
+    kernels: Impl = "fast",
+    lanes: Lanes = SERIAL,
+    later: Later | None = None,
+    recompute: bool = False,
+    token_index_T: torch.Tensor | None = None,
+    part_T: torch.Tensor | None = None,
+    op_prefix: str = "",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`run_experts` in `chunks` chunks, which must be the same number on all ranks of `ep_etp`. Collective over it.
+
+    More chunks than tokens leave some of them empty. Raises `ConfigError` for `chunks < 1`, or where whole tokens are gathered (`transport =
+    "all_gather"`), of which each rank needs all before it can begin.
+    """
+    raise_if(_problems(dispatcher, chunks), ConfigError, subject="overlap")
+    kept_TK = dispatcher.kept(
+        weights_TK.detach(), experts_TK, token_index_T=token_index_T, part_T=part_T, op_prefix=op_prefix
+    )
+    if dispatcher.spec.is_static:
+        parts = _cut_capacity(dispatcher, x_TH, weights_TK, experts_TK, kept_TK, chunks)
+    else:
+        parts = _cut_tokens(dispatcher, x_TH, weights_TK, experts_TK, kept_TK, chunks, op_prefix)
+    travel = _Travel(dispatcher, op_prefix)
+    coming = [travel.start(parts[0])]
+    returning = []
+    for part in parts:
+        coming.extend(travel.start(following) for following in parts[part.number + 1 : part.number + 2])
+        rows_MH, weights_M = travel.arrive(part, coming.pop(0))
+        counts = dispatcher.expert_counts(part.plan)
+        compute = partial(
+            _compute, experts=experts, counts=counts, recompute=recompute, impl=kernels, lanes=lanes, later=later
+        )
+        y_MH = traced(dispatcher.comms, f"{op_prefix}experts.chunk{part.number}", compute, rows_MH, weights_M)
+        returning.append(travel.start_back(part, y_MH))
+    sums = [travel.arrive_back(part, rows) for part, rows in zip(parts, returning, strict=True)]
+    return _join(sums, whole=dispatcher.spec.is_static), parts[0].send.dropped
+
+
+def _compute(
+    rows_MH: torch.Tensor, weights_M: torch.Tensor, *, experts: ExpertWeights, counts: tuple[int, ...], **how: Any
+) -> torch.Tensor:
+    """(M, H) results of a chunk's rows."""
+    return expert_ffn(rows_MH, experts.w13_e2fH, experts.w2_eHf, counts, row_weights_M=weights_M, **how)
+
+
+def _problems(dispatcher: Dispatcher, chunks: int) -> list[Problem]:
+    problems = []
+    if chunks < 1:
+        problems.append(Problem(where="chunks", value=chunks, rule="must be at least 1", hint="use 2"))
+    if dispatcher.spec.transport == "all_gather" and dispatcher.ep_etp.size > 1:
+        rule = "coarse chunks need rows that are sent to their experts, and all_gather sends whole tokens to all ranks"
+        problems.append(Problem(where="dispatch.transport", value="all_gather", rule=rule, hint="use all_to_all"))
+    return problems
+
+
+def _join(sums: list[torch.Tensor], *, whole: bool) -> torch.Tensor:
+    """Chunks of tokens one after the other; of a cut capacity each chunk has a part of every token's sum."""
+    if not whole:
+        return torch.cat(sums)
+    total = sums[0]
+    for part in sums[1:]:
+        total = total + part
+    return total
+
+
+# ---- cutting -----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """One chunk: its tokens, who sends how much of it where, and which rows this rank sends."""
+
+    number: int
+    x_tH: torch.Tensor
+    weights_tK: torch.Tensor
+    plan: DispatchPlan
+    send: SendList
+
+
+def chunk_sizes(num_tokens: int, chunks: int) -> list[int]:
+    """Tokens of each chunk: they differ by one at most, the larger ones first."""
+    share, rest = divmod(num_tokens, chunks)
+    return [share + (i < rest) for i in range(chunks)]
+
+
+def _cut_tokens(
+    dispatcher: Dispatcher,
+    x_TH: torch.Tensor,
+    weights_TK: torch.Tensor,
+    experts_TK: torch.Tensor,
+    kept_TK: torch.Tensor | None,
+    chunks: int,
+    op_prefix: str,
+) -> list[_Part]:
+    """Chunks of consecutive tokens, with one sort and one collective for all of them."""
+    sizes, num_keys, device = chunk_sizes(len(x_TH), chunks), dispatcher.num_experts + 1, experts_TK.device
+    keys_N = experts_TK.reshape(-1)
+    if kept_TK is not None:  # dropped pairs sort to the end of their chunk, behind the last expert
+        keys_N = torch.where(kept_TK.reshape(-1), keys_N, num_keys - 1)
+    pairs_C = torch.tensor(sizes) * dispatcher.top_k
+    chunk_N = torch.repeat_interleave(torch.arange(chunks), pairs_C).to(device)
+    keys_N = keys_N + chunk_N * num_keys
+    counts_CE = count_keys(keys_N, chunks * num_keys).view(chunks, num_keys)[:, :-1].to(torch.int32)
+    counts_PCE = _gather(dispatcher, counts_CE, op_prefix)
+    order_N = stable_order(keys_N, chunks * num_keys)
+    rows_C = counts_PCE[dispatcher.ep_etp.index].sum(1)
+    dropped = torch.tensor(keys_N.numel() - int(rows_C.sum()), device=device)
+    parts = []
+    first = 0
+    tokens = zip(x_TH.split(sizes), weights_TK.split(sizes), strict=True)
+    for number, (x_tH, weights_tK) in enumerate(tokens):
+        plan = dispatcher.plan(counts_PCE[:, number])
+        pair_of_row_R = dispatcher.by_slot(order_N[first : first + int(rows_C[number])] - first, plan)
+        rows_of_token_tK = inverse_exact(pair_of_row_R, weights_tK.numel()).view(weights_tK.shape)
+        parts.append(_Part(number, x_tH, weights_tK, plan, SendList(pair_of_row_R, rows_of_token_tK, dropped)))
+        first += weights_tK.numel()
+    return parts
+
+
+def _gather(dispatcher: Dispatcher, counts_CE: torch.Tensor, op_prefix: str) -> np.ndarray:
+    """(P, C, E) rows of all chunks, sources and experts, on the host."""
+    gathered = dispatcher.comms.all_gather(counts_CE, dispatcher.ep_etp, op_id=op_prefix + "dispatch.counts")
+    table = gathered.cpu().numpy().astype(np.int64)  # SYNC: sizes of the exchanges
+    return table.reshape(dispatcher.ep_etp.size, *counts_CE.shape)
+
+
+def _cut_capacity(
+    dispatcher: Dispatcher,
+    x_TH: torch.Tensor,
+    weights_TK: torch.Tensor,
+    experts_TK: torch.Tensor,
+    kept_TK: torch.Tensor | None,
+    chunks: int,
+) -> list[_Part]:
+    """Of the rows that each expert gets from this rank, fill rows among them, a share in each chunk; tokens are not cut."""
+    parts = []
+    first = 0
+    for number, rows in enumerate(chunk_sizes(dispatcher.static_rows(len(x_TH)), chunks)):
+        plan, send = dispatcher.static_share(experts_TK, kept_TK, places=range(first, first + rows))
+        parts.append(_Part(number, x_TH, weights_TK, plan, send))
+        first += rows
+    return parts
+
+
+# ---- travelling --------------------------------------------------------------------------------------------------------------
+
+
+class _Travel:
+    """Chunks to their experts and back, each way in two halves. `etp` ranks share their rows once these are there, before they go back."""
+
+    def __init__(self, dispatcher: Dispatcher, op_prefix: str) -> None:
+        self.of, self.comms, self.op_prefix = dispatcher, dispatcher.comms, op_prefix
+        self.here = {"ep": dispatcher.ep.index, "etp": dispatcher.etp.index}
+
+    def start(self, part: _Part) -> _Coming:
+        """Post the chunk's rows, and the rows' weights."""
+        of = self.of
+        permute = partial(
+            gather_rows,
+            token_of_row_M=part.send.token_of_row_R,
+            rows_of_token_TK=part.send.rows_of_token_TK,
+            impl=of.kernels,
+            lanes=of.lanes,
+        )
+        rows_RH = traced(self.comms, self._id("dispatch", part) + "permute", permute, part.x_tH)
+        weights_R = pick_weights(part.weights_tK, part.send.pair_of_row_R, has_fill=of.spec.is_static)
+        splits = {"in_splits": part.plan.sends(**self.here), "out_splits": part.plan.receives(**self.here)}
+        at = self._id("dispatch", part)
+        weights = self.comms.start_all_to_all_rows(weights_R, **splits, axis=of.ep, op_id=at + "weights")
+        rows = self.comms.start_all_to_all_rows(rows_RH, **splits, axis=of.ep, op_id=at + "rows")
+        return _Coming(rows, weights)
+
+    def arrive(self, part: _Part, coming: _Coming) -> tuple[torch.Tensor, torch.Tensor]:
+        """(M, H) rows of this rank's slots in slot order, and (M,) their weights."""
+        of, at = self.of, self._id("dispatch", part)
+        sizes = part.plan.etp_sizes(ep=of.ep.index)
+        weights = of.comms.all_gather_rows(coming.weights.wait(), sizes=sizes, axis=of.etp, op_id=at + "weights_etp")
+        rows = of.comms.all_gather_rows(coming.rows.wait(), sizes=sizes, axis=of.etp, op_id=at + "rows_etp")
+        order = of.slot_order(part.plan)
+        if order is None:
+            return rows, weights
+        sort = partial(reordered, order, order.inverse())
+        rows, weights = traced(self.comms, at + "sort", sort, rows, weights)
+        return rows, weights
+
+    def start_back(self, part: _Part, y_MH: torch.Tensor) -> RowsUnderWay:
+        """Undo the order of slots, sum over etp, and post what belongs to others."""
+        of, plan, at = self.of, part.plan, self._id("combine", part)
+        order = of.slot_order(plan)
+        if order is not None:
+            (y_MH,) = traced(self.comms, at + "sort", partial(reordered, order.inverse(), order), y_MH)
+        sizes = plan.etp_sizes(ep=of.ep.index)
+        rows = of.comms.reduce_scatter_rows(y_MH, sizes=sizes, axis=of.etp, op_id=at + "rows_etp")
+        splits = {"in_splits": plan.receives(**self.here), "out_splits": plan.sends(**self.here)}
+        return of.comms.start_all_to_all_rows(rows, **splits, axis=of.ep, op_id=at + "rows")
+
+    def arrive_back(self, part: _Part, returning: RowsUnderWay) -> torch.Tensor:
+        """(t, H) sum of each token's rows."""
+        add = partial(
+            combine_rows,
+            rows_of_token_TK=part.send.rows_of_token_TK,
+            token_of_row_M=part.send.token_of_row_R,
+            impl=self.of.kernels,
+            lanes=self.of.lanes,
+        )
+        return traced(self.comms, self._id("combine", part) + "sum", add, returning.wait())
+
+    def _id(self, way: str, part: _Part) -> str:
+        return f"{self.op_prefix}{way}.chunk{part.number}."
+
+
+@dataclass(frozen=True, eq=False)
+class _Coming:
+    """A chunk on its way to the experts."""
+
+    rows: RowsUnderWay
+    weights: RowsUnderWay

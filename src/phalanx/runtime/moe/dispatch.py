@@ -1,0 +1,485 @@
+"""The one dispatcher: routed tokens to the slots of their experts and back, by the schedule of `plan/moe/dispatch.py`.
+
+Decides nothing about who sends what. It drops what the policy drops, sorts, moves, and undoes all of it in `combine`:
+
+    counts     all-gather over ep_etp (not where sizes are static, nor on one rank)         E integers
+    permute    rows of this rank in slot order, each source's rows of an expert in token order
+    rows       all-to-all over ep, all-gather over etp; the same for the rows' weights
+    slot sort  from order of arrival to slot order                                           (experts run here)
+    back       undo the sort, reduce-scatter over etp, all-to-all over ep, sum the copies of each token
+
+Experts with replicas are just another placement: the rows of an expert are split over its slots by the rule of `plan/moe/dispatch_local.py` (padded: evenly
+by each source), and the slots of an expert on one rank are one run of rows for one copy of its weights.
+
+With `transport = "all_gather"` whole tokens are gathered over ep_etp instead, each rank takes the rows of its slots, and the partial sums of tokens
+are reduce-scattered: fewer, larger messages, for tiny ep or large K.
+
+Must never change: the set of kept pairs depends on the micro-batch (full_sequence) or this rank's part of it (sub_sequence) and on
+nothing else; sums over copies run in a fixed order. Dropless and dropping cost one host synchronisation a layer, padded none. Padded
+mode needs the same number of tokens on all ranks of the expert-parallel group.
+
+Legend: T tokens of this rank, K experts of a token, H hidden, E experts, M rows of this rank's slots, R rows that this rank sends, C capacity,
+P sources (ranks of ep_etp), G slots of the group.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+
+from phalanx.kernels.choice import Impl
+from phalanx.kernels.cpu.lanes import SERIAL, Lanes
+from phalanx.kernels.cpu.permute import combine_rows, gather_rows
+from phalanx.plan.mapping.placement import Placement
+from phalanx.plan.moe.dispatch import (
+    Chunks,
+    DispatchPlan,
+    DispatchSpec,
+    capacity,
+    plan_dispatch,
+    plan_static_dispatch,
+    rows_of_source,
+)
+from phalanx.plan.moe.dispatch_local import plan_local_dispatch
+from phalanx.runtime.comm.collectives import Collectives
+from phalanx.runtime.comm.groups import Groups
+from phalanx.runtime.comm.tracing import traced
+
+FILL = -1
+"""In an index: nothing is here (a fill row, a dropped pair)."""
+
+
+@dataclass(frozen=True, eq=False)
+class SendList:
+    """The rows that this rank sends, in slot order. Each map is the inverse of the other."""
+
+    pair_of_row_R: torch.Tensor
+    """Pair `t * K + k` of each row, FILL for a fill row."""
+    rows_of_token_TK: torch.Tensor
+    """Row of each pair, FILL for a dropped one."""
+    dropped: torch.Tensor
+
+    @property
+    def token_of_row_R(self) -> torch.Tensor:
+        return torch.div(self.pair_of_row_R, self.rows_of_token_TK.shape[1], rounding_mode="floor")
+
+
+@dataclass(frozen=True, eq=False)
+class DispatchState:
+    """What `combine` needs of `dispatch`."""
+
+    plan: DispatchPlan
+    send: SendList
+    token_of_row: torch.Tensor
+    """Rows of this rank to its own tokens (all-to-all), or rows of its slots to the gathered tokens (all-gather)."""
+    rows_of_token: torch.Tensor
+    op_prefix: str
+    token_sizes: tuple[int, ...] = ()
+    """Tokens of each source (all-gather only)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Dispatched:
+    """Rows of this rank's slots, sorted by slot, and the weight of each."""
+
+    rows_MH: torch.Tensor
+    weights_M: torch.Tensor
+    counts: tuple[int, ...]
+    """Rows of each expert that this rank holds (host integers, sum M)."""
+    dropped: torch.Tensor
+    """int64 0-d: pairs of this rank that were dropped."""
+    state: DispatchState
+
+
+class Dispatcher:
+    """Moves the tokens of one rank; holds no state of a batch. `dispatch` and `combine` are collective over `ep_etp`."""
+
+    def __init__(
+        self,
+        spec: DispatchSpec,
+        *,
+        placement: Placement,
+        groups: Groups,
+        comms: Collectives,
+        top_k: int,
+        kernels: Impl = "fast",
+        lanes: Lanes = SERIAL,
+        unit_rows: int = 1,
+    ) -> None:
+        """`unit_rows`: so many rows of a source's list of an expert stay together, whichever replica serves them (exact mode)."""
+        self.unit_rows = unit_rows
+        self.spec, self.comms, self.kernels, self.top_k = spec, comms, kernels, top_k
+        self.lanes = lanes
+        self.ep, self.etp, self.ep_etp = (groups.axis(name) for name in ("ep", "etp", "ep_etp"))
+        self.micro = groups.axis("micro")
+        self.num_experts = placement.num_experts
+        edp = groups.folding.coord(groups.rank, "edp")
+        self.slots_G = tuple(int(e) for e in placement.group_slots(edp))
+        self.host_of_ep, self.rack_of_ep = placement.hosts, placement.racks
+        self.is_plain = self.slots_G == tuple(range(self.num_experts))
+        self.shares = self._shares()
+        self.listen: Callable[[DispatchPlan, np.ndarray], None] | None = None
+        """Hears every plan that is made of gathered counts, and those: for metrics and verification."""
+
+    def _shares(self) -> tuple[int, ...]:
+        """Slots of each expert that this rank holds, in the order of its weights."""
+        width = len(self.slots_G) // self.ep.size
+        return tuple(Counter(self.slots_G[self.ep.index * width : (self.ep.index + 1) * width]).values())
+
+    def plan(self, counts_PE: np.ndarray) -> DispatchPlan:
+        """Who sends how many rows to which slot, for the gathered counts."""
+        here = {"ep": self.ep.size, "etp": self.etp.size}
+        if self.is_plain:
+            return plan_dispatch(counts_PE, self.slots_G, **here)
+        return plan_local_dispatch(
+            counts_PE, self.slots_G, host_of_ep=self.host_of_ep, unit_rows=self.unit_rows, **here
+        )
+
+    def expert_counts(self, plan: DispatchPlan) -> tuple[int, ...]:
+        """Rows of each expert that this rank holds: those of its slots here, which stand beside each other."""
+        counts = iter(plan.slot_counts(ep=self.ep.index))
+        return tuple(sum(next(counts) for _ in range(slots)) for slots in self.shares)
+
+    # ---- there -----------------------------------------------------------------------------------------------------------
+
+    def dispatch(
+        self,
+        x_TH: torch.Tensor,
+        weights_TK: torch.Tensor,
+        experts_TK: torch.Tensor,
+        *,
+        token_index_T: torch.Tensor | None = None,
+        part_T: torch.Tensor | None = None,
+        op_prefix: str = "",
+    ) -> Dispatched:
+        """Send each token to the slots of its experts.
+
+        `token_index_T`: place of each token in its micro-batch, where ranks of `tp_cp` share one and it is not simply rank by rank
+        (it decides ties and `position` under full_sequence). `part_T`: this rank stands in for several, part by part (sub_sequence drops
+        in each part by itself). `op_prefix` names the collectives (`mb0.L3.fwd.`).
+        """
+        kept_TK = self.kept(weights_TK, experts_TK, token_index_T=token_index_T, part_T=part_T, op_prefix=op_prefix)
+        if self.spec.is_static:
+            plan, send = self._static_list(experts_TK, kept_TK)
+        else:
+            gathers = self.spec.transport == "all_gather" and self.ep_etp.size > 1
+            tokens = torch.tensor([x_TH.shape[0]], device=x_TH.device) if gathers else None
+            plan, send, told = self.exact_list(experts_TK, kept_TK, op_prefix, told=tokens)
+            token_sizes = tuple(int(n) for n in told.reshape(-1))
+        if self.spec.transport == "all_gather" and self.ep_etp.size > 1:
+            sizes = (x_TH.shape[0],) * self.ep_etp.size if self.spec.is_static else token_sizes
+            return self._gather(x_TH, weights_TK, plan, send, sizes, op_prefix)
+        return self._exchange(x_TH, weights_TK, plan, send, op_prefix)
+
+    def _exchange(
+        self, x_TH: torch.Tensor, weights_TK: torch.Tensor, plan: DispatchPlan, send: SendList, op_prefix: str
+    ) -> Dispatched:
+        token_of_row_R = send.token_of_row_R
+        permute = partial(self._permute, token_of_row=token_of_row_R, rows_of_token=send.rows_of_token_TK)
+        rows = traced(self.comms, op_prefix + "dispatch.permute", permute, x_TH)
+        weights = pick_weights(weights_TK, send.pair_of_row_R, has_fill=self.spec.is_static)
+        here = {"ep": self.ep.index, "etp": self.etp.index}
+        splits = {"in_splits": plan.sends(**here), "out_splits": plan.receives(**here)}
+        sizes = plan.etp_sizes(ep=self.ep.index)
+        at = op_prefix + "dispatch."
+        rows = self.comms.all_to_all_rows(rows, **splits, axis=self.ep, op_id=at + "rows")
+        rows = self.comms.all_gather_rows(rows, sizes=sizes, axis=self.etp, op_id=at + "rows_etp")
+        weights = self.comms.all_to_all_rows(weights, **splits, axis=self.ep, op_id=at + "weights")
+        weights = self.comms.all_gather_rows(weights, sizes=sizes, axis=self.etp, op_id=at + "weights_etp")
+        order = self.slot_order(plan)
+        if order is not None:
+            rows, weights = traced(self.comms, at + "sort", partial(reordered, order, order.inverse()), rows, weights)
+        state = DispatchState(plan, send, token_of_row_R, send.rows_of_token_TK, op_prefix)
+        return Dispatched(rows, weights, self.expert_counts(plan), send.dropped, state)
+
+    def _gather(
+        self,
+        x_TH: torch.Tensor,
+        weights_TK: torch.Tensor,
+        plan: DispatchPlan,
+        send: SendList,
+        token_sizes: tuple[int, ...],
+        op_prefix: str,
+    ) -> Dispatched:
+        """All tokens of the group come here, with every source's send list; the rows of the own slots are picked from them."""
+        at, axis = op_prefix + "dispatch.", self.ep_etp
+        row_sizes = tuple(int(n) for n in plan.rows_PG.sum(1))
+        weights_R = pick_weights(weights_TK, send.pair_of_row_R, has_fill=self.spec.is_static)
+        all_NH = self.comms.all_gather_rows(x_TH, sizes=token_sizes, axis=axis, op_id=at + "rows")
+        weights = self.comms.all_gather_rows(weights_R, sizes=row_sizes, axis=axis, op_id=at + "weights")
+        pairs = self.comms.all_gather_rows(
+            send.pair_of_row_R.to(torch.int32), sizes=row_sizes, axis=axis, op_id=at + "pairs"
+        )
+        chunks, sources = plan.gathered_order(ep=self.ep.index)
+        index_M = chunk_index(chunks, x_TH.device)
+        first_token = np.cumsum(token_sizes) - np.asarray(token_sizes)
+        offset_M = _repeat(first_token[sources] * self.top_k, chunks, x_TH.device)
+        local_M = pairs.index_select(0, index_M)
+        pair_M = torch.where(local_M < 0, FILL, local_M + offset_M)
+        rows_of_token_NK = inverse_of(pair_M, all_NH.shape[0] * self.top_k).view(-1, self.top_k)
+        token_of_row_M = torch.div(pair_M, self.top_k, rounding_mode="floor")
+        permute = partial(self._permute, token_of_row=token_of_row_M, rows_of_token=rows_of_token_NK)
+        rows_MH = traced(self.comms, at + "permute", permute, all_NH)
+        weights_M = weights.index_select(0, index_M)
+        state = DispatchState(plan, send, token_of_row_M, rows_of_token_NK, op_prefix, token_sizes)
+        return Dispatched(rows_MH, weights_M, self.expert_counts(plan), send.dropped, state)
+
+    # ---- back ------------------------------------------------------------------------------------------------------------
+
+    def combine(self, rows_MH: torch.Tensor, state: DispatchState) -> torch.Tensor:
+        """(T, H) sum of each token's rows, which the experts have already weighted. The inverse of `dispatch`."""
+        plan, at = state.plan, state.op_prefix + "combine."
+        if state.token_sizes:
+            all_NH = traced(self.comms, at + "sum", partial(self._sum, state), rows_MH)
+            return self.comms.reduce_scatter_rows(all_NH, sizes=state.token_sizes, axis=self.ep_etp, op_id=at + "rows")
+        order = self.slot_order(plan)
+        if order is not None:
+            (rows_MH,) = traced(self.comms, at + "sort", partial(reordered, order.inverse(), order), rows_MH)
+        here = {"ep": self.ep.index, "etp": self.etp.index}
+        sizes = plan.etp_sizes(ep=self.ep.index)
+        rows = self.comms.reduce_scatter_rows(rows_MH, sizes=sizes, axis=self.etp, op_id=at + "rows_etp")
+        rows = self.comms.all_to_all_rows(
+            rows, in_splits=plan.receives(**here), out_splits=plan.sends(**here), axis=self.ep, op_id=at + "rows"
+        )
+        return traced(self.comms, at + "sum", partial(self._sum, state), rows)
+
+    def _permute(self, x: torch.Tensor, *, token_of_row: torch.Tensor, rows_of_token: torch.Tensor) -> torch.Tensor:
+        """The rows of tokens that travel, in the order in which they do."""
+        return gather_rows(x, token_of_row, rows_of_token_TK=rows_of_token, impl=self.kernels, lanes=self.lanes)
+
+    def _sum(self, state: DispatchState, rows_MH: torch.Tensor) -> torch.Tensor:
+        """Each token's copies, added up."""
+        return combine_rows(
+            rows_MH, state.rows_of_token, token_of_row_M=state.token_of_row, impl=self.kernels, lanes=self.lanes
+        )
+
+    def slot_order(self, plan: DispatchPlan) -> Chunks | None:
+        """None where rows arrive in slot order already: from one source, or for one slot."""
+        if self.ep_etp.size == 1 or plan.slots_per_rank == 1:
+            return None
+        return plan.slot_order(ep=self.ep.index)
+
+    # ---- what to send ----------------------------------------------------------------------------------------------------
+
+    def exact_list(
+        self,
+        experts_TK: torch.Tensor,
+        kept_TK: torch.Tensor | None,
+        op_prefix: str,
+        *,
+        told: torch.Tensor | None = None,
+    ) -> tuple[DispatchPlan, SendList, np.ndarray]:
+        """Exactly the kept pairs. The one host synchronisation of a layer is here: sizes of everything that follows.
+
+        `told`: further integers of this rank that all are to know; what all have told is the last of the three, by source.
+        """
+        num_pairs, device = experts_TK.numel(), experts_TK.device
+        keys_N = experts_TK.reshape(-1)
+        if kept_TK is not None:  # dropped pairs sort to the end, behind the last expert
+            keys_N = torch.where(kept_TK.reshape(-1), keys_N, self.num_experts)
+        counts_E = count_keys(keys_N, self.num_experts + 1)[: self.num_experts].to(torch.int32)
+        counts_PE, all_told = self._gather_counts(counts_E, told, op_prefix)
+        plan = self.plan(counts_PE)
+        if self.listen is not None:
+            self.listen(plan, counts_PE)
+        num_rows = int(counts_PE[self.ep_etp.index].sum())
+        order_N = stable_order(keys_N, self.num_experts)
+        pair_of_row_R = self.by_slot(order_N[:num_rows], plan)
+        dropped = torch.tensor(num_pairs - num_rows, device=device)
+        rows_of_token_TK = inverse_exact(pair_of_row_R, num_pairs).view(experts_TK.shape)
+        return plan, SendList(pair_of_row_R, rows_of_token_TK, dropped), all_told
+
+    def by_slot(self, pair_of_row_R: torch.Tensor, plan: DispatchPlan) -> torch.Tensor:
+        """Pairs sorted by expert, sorted by slot."""
+        if self.is_plain:
+            return pair_of_row_R
+        moves = plan.send_order(ep=self.ep.index, etp=self.etp.index)
+        return pair_of_row_R.index_select(0, chunk_index(moves, pair_of_row_R.device))
+
+    def _gather_counts(
+        self, counts_E: torch.Tensor, told: torch.Tensor | None, op_prefix: str
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """(P, E) counts of all sources on the host, and what else they tell."""
+        if told is not None:
+            counts_E = torch.cat([counts_E, told.to(counts_E)])
+        gathered = self.comms.all_gather(counts_E, self.ep_etp, op_id=op_prefix + "dispatch.counts")
+        table = gathered.cpu().numpy().reshape(self.ep_etp.size, -1).astype(np.int64)  # SYNC: sizes of the exchanges
+        return table[:, : self.num_experts], table[:, self.num_experts :]
+
+    def _static_list(self, experts_TK: torch.Tensor, kept_TK: torch.Tensor | None) -> tuple[DispatchPlan, SendList]:
+        """Every expert gets the same number of rows from this rank, fill rows among them; nothing depends on the routing."""
+        return self.static_share(experts_TK, kept_TK, places=range(self.static_rows(experts_TK.shape[0])))
+
+    def static_share(
+        self, experts_TK: torch.Tensor, kept_TK: torch.Tensor | None, *, places: range
+    ) -> tuple[DispatchPlan, SendList]:
+        """Of the rows that every expert gets from this rank in padded mode, those numbered `places`."""
+        assert kept_TK is not None  # the static policies drop
+        num_rows = len(places)
+        plan = plan_static_dispatch(num_rows, self.slots_G, ep=self.ep.size, etp=self.etp.size)
+        keys_N, kept_N = experts_TK.reshape(-1), kept_TK.reshape(-1)
+        place_N = place_in_expert(torch.where(kept_N, keys_N, self.num_experts), self.num_experts) - places.start
+        here_N = kept_N & (place_N >= 0) & (place_N < num_rows)
+        row_N = torch.where(here_N, keys_N * num_rows + place_N, FILL)
+        if not self.is_plain:
+            back = chunk_index(plan.send_order(ep=self.ep.index, etp=self.etp.index).inverse(), keys_N.device)
+            row_N = torch.where(here_N, back[row_N], FILL) if len(back) else row_N
+        pair_of_row_R = inverse_of(row_N, self.num_experts * num_rows)
+        dropped = kept_N.numel() - kept_N.sum()
+        return plan, SendList(pair_of_row_R, row_N.view(experts_TK.shape), dropped)
+
+    def static_rows(self, num_tokens: int) -> int:
+        """Rows to each expert in padded mode: the capacity, of which one rank can fill no more than it has tokens."""
+        sizes = {"sharing": self.micro.size, "top_k": self.top_k, "num_experts": self.num_experts}
+        return rows_of_source(self.spec, num_tokens=num_tokens, **sizes)
+
+    def _capacity(self, num_tokens: int) -> int:
+        return capacity(self.spec, num_tokens=num_tokens, top_k=self.top_k, num_experts=self.num_experts)
+
+    # ---- dropping --------------------------------------------------------------------------------------------------------
+
+    def kept(
+        self,
+        weights_TK: torch.Tensor,
+        experts_TK: torch.Tensor,
+        *,
+        token_index_T: torch.Tensor | None = None,
+        part_T: torch.Tensor | None = None,
+        op_prefix: str = "",
+    ) -> torch.Tensor | None:
+        """(T, K) which pairs of this rank the experts keep; None where all are. Arguments as of `dispatch`."""
+        if part_T is not None and self.spec.policy == "drop" and self.spec.drop_scope == "sub_sequence":
+            return self._kept_by_part(weights_TK.detach(), experts_TK, part_T)
+        return self._kept(weights_TK.detach(), experts_TK, token_index_T, op_prefix)
+
+    def _kept(
+        self,
+        weights_TK: torch.Tensor,
+        experts_TK: torch.Tensor,
+        token_index_T: torch.Tensor | None,
+        op_prefix: str,
+    ) -> torch.Tensor | None:
+        """(T, K) which pairs the experts keep; None where all are."""
+        if self.spec.policy == "dropless":
+            return None
+        axis = self.micro
+        if self.spec.drop_scope == "sub_sequence" or axis.size == 1:
+            return kept_pairs(weights_TK, experts_TK, rows=self._capacity(len(experts_TK)), by=self.spec.drop_by)
+        at, num_tokens = op_prefix + "dispatch.full_", len(experts_TK)
+        experts_SK = self.comms.all_gather(experts_TK.to(torch.int32), axis, op_id=at + "experts").to(torch.int64)
+        weights_SK = self.comms.all_gather(weights_TK, axis, op_id=at + "weights")
+        if token_index_T is not None:
+            index_S = self.comms.all_gather(token_index_T, axis, op_id=at + "index")
+            order_S = torch.sort(index_S, stable=True).indices
+            experts_SK, weights_SK = experts_SK[order_S], weights_SK[order_S]
+        kept_SK = kept_pairs(weights_SK, experts_SK, rows=self._capacity(len(experts_SK)), by=self.spec.drop_by)
+        if token_index_T is not None:
+            kept_SK = kept_SK[torch.sort(order_S, stable=True).indices]
+        return kept_SK[axis.index * num_tokens : (axis.index + 1) * num_tokens]
+
+    def _kept_by_part(self, weights_TK: torch.Tensor, experts_TK: torch.Tensor, part_T: torch.Tensor) -> torch.Tensor:
+        kept_TK = torch.zeros_like(experts_TK, dtype=torch.bool)
+        for part in part_T.unique():  # SYNC: for verification only
+            at = (part_T == part).nonzero().squeeze(1)
+            rows = self._capacity(len(at))
+            kept_TK[at] = kept_pairs(weights_TK[at], experts_TK[at], rows=rows, by=self.spec.drop_by)
+        return kept_TK
+
+
+def kept_pairs(weights_TK: torch.Tensor, experts_TK: torch.Tensor, *, rows: int, by: str) -> torch.Tensor:
+    """(T, K) pairs that the experts keep (device form of `plan.dispatch.kept_pairs`): two stable sorts, no synchronisation."""
+    experts_N = experts_TK.reshape(-1)
+    if by == "position":
+        return (place_in_expert(experts_N, None) < rows).view(experts_TK.shape)
+    best_first_N = torch.sort(weights_TK.reshape(-1), descending=True, stable=True).indices
+    place_N = torch.empty_like(experts_N)
+    place_N[best_first_N] = place_in_expert(experts_N[best_first_N], None)
+    return (place_N < rows).view(experts_TK.shape)
+
+
+# ---- index arithmetic on the device ----------------------------------------------------------------------------------------
+
+
+def stable_order(keys_N: torch.Tensor, largest: int) -> torch.Tensor:
+    """int64 positions that sort small non-negative integers stably. NumPy's radix sort of 16-bit keys is 4 times torch's on a CPU."""
+    if keys_N.device.type == "cpu" and largest < 2**15:
+        return torch.from_numpy(np.argsort(keys_N.to(torch.int16).numpy(), kind="stable"))
+    return torch.sort(keys_N.to(torch.int32), stable=True).indices
+
+
+def chunk_index(chunks: Chunks, device: torch.device) -> torch.Tensor:
+    """int64 source row of each row of the reordering, built on the device."""
+    if device.type == "cpu":
+        return torch.from_numpy(chunks.index())
+    return torch.arange(chunks.num_rows, device=device) + _repeat(chunks.shifts, chunks, device)
+
+
+def _repeat(values: np.ndarray, chunks: Chunks, device: torch.device) -> torch.Tensor:
+    """`values[i]` for every row of run i."""
+    both = torch.from_numpy(np.stack([values, chunks.sizes])).to(device, non_blocking=True)
+    return torch.repeat_interleave(both[0], both[1], output_size=chunks.num_rows)
+
+
+def count_keys(keys_N: torch.Tensor, size: int) -> torch.Tensor:
+    return torch.zeros(size, dtype=torch.int64, device=keys_N.device).scatter_add_(0, keys_N, torch.ones_like(keys_N))
+
+
+def place_in_expert(keys_N: torch.Tensor, largest: int | None) -> torch.Tensor:
+    """How many earlier entries have the same key."""
+    order_N = stable_order(keys_N, 2**14 if largest is None else largest)
+    sorted_N = keys_N[order_N]
+    first_N = torch.searchsorted(sorted_N, sorted_N)
+    place_N = torch.empty_like(keys_N)
+    place_N[order_N] = torch.arange(len(keys_N), device=keys_N.device) - first_N
+    return place_N
+
+
+def inverse_exact(index_R: torch.Tensor, size: int) -> torch.Tensor:
+    """(size,) where each value occurs in `index_R` (all different, none FILL), FILL where it does not."""
+    out = torch.empty(size, dtype=torch.int64, device=index_R.device)
+    if len(index_R) < size:
+        out.fill_(FILL)
+    out[index_R] = torch.arange(len(index_R), device=index_R.device)
+    return out
+
+
+def inverse_of(index_R: torch.Tensor, size: int) -> torch.Tensor:
+    """The same where `index_R` may hold FILL: those entries land in a spare last cell."""
+    out = torch.full((size + 1,), FILL, dtype=torch.int64, device=index_R.device)
+    cells_R = torch.where(index_R < 0, size, index_R)
+    out[cells_R] = torch.arange(len(index_R), device=index_R.device)
+    return out[:size]
+
+
+def pick_weights(weights_TK: torch.Tensor, pair_of_row_R: torch.Tensor, *, has_fill: bool) -> torch.Tensor:
+    """(R,) weight of each row, zero for fill rows."""
+    flat_N = weights_TK.reshape(-1)
+    if not has_fill:
+        return flat_N.index_select(0, pair_of_row_R)
+    padded = torch.cat([flat_N, flat_N.new_zeros(1)])
+    return padded.index_select(0, torch.where(pair_of_row_R < 0, len(flat_N), pair_of_row_R))
+
+
+def reordered(order: Chunks, back: Chunks, *xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Rows of each tensor in another order; `back` undoes it."""
+    index, inverse = chunk_index(order, xs[0].device), chunk_index(back, xs[0].device)
+    return tuple(Reorder.apply(x, index, inverse) for x in xs)
+
+
+class Reorder(torch.autograd.Function):
+    """`x[index]`, whose gradient is `grad[inverse]`: a gather both ways."""
+
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor, index: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(inverse)  # type: ignore[attr-defined]
+        return x.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: object, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (inverse,) = ctx.saved_tensors  # type: ignore[attr-defined]
+        return grad.index_select(0, inverse), None, None

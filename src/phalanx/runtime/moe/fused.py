@@ -1,0 +1,342 @@
+"""One MoE layer on the kernels that wait on flags: `dispatch.overlap = "fused"`, forward and backward, by `kernels/triton/layer.py`.
+
+Carries out, on each rank of an expert-parallel group whose devices reach each other's memory:
+
+    counts      as every way (the one host synchronisation): how many rows come here, and how many tokens the ranks have
+    told        which slots the entries want and what they weigh, one all-to-all of fixed size
+    forward     entries are stored at their ranks, the first product begins as flags rise; the second is sent back block by block
+    backward    the same with the gradient of the output and the weights transposed; gradients of weights are computed while results travel;
+                those of the row weights go back in one all-to-all of fixed size
+
+Forward and backward use the same entries, order and buffers; each is one call on the flags. Decides nothing: how the device is divided is `plan/moe/overlap/fused.py`'s, the order of rows
+`plan/moe/overlap/device.py`'s. Not yet run on a GPU (docs/overlap-gpu.md).
+
+Must never change: all ranks of a group make the same calls in the same order; what is kept of the buffers is copied out before this rank's results leave, for then others may
+begin the next call; a call in which a flag was not raised in time gives NaN, so that no step is taken with it, and the next one raises.
+
+Legend: T tokens of this rank, K choices, H hidden, f expert width, e local slots, P ranks, C capacity, M rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from phalanx.core.errors import ConfigError, Problem, raise_if
+from phalanx.kernels.cpu.later import Later, Target, target_of
+from phalanx.kernels.cpu.swiglu import reference_swiglu
+from phalanx.kernels.triton.first_product import Arrivals, fused_first
+from phalanx.kernels.triton.index import Arranged, Going
+from phalanx.kernels.triton.layer import LayerShape, Told, begin, finish, pack_weights, route, row_weights, send
+from phalanx.kernels.triton.second_product import Division, fused_second
+from phalanx.kernels.triton.symmetric import Arena, ArenaSpec, symmetric_arena
+from phalanx.kernels.triton.tiles import check_status
+from phalanx.plan.moe.overlap.fused import FusedLaunch, fused_launch
+from phalanx.runtime.comm.collectives import Collectives
+from phalanx.runtime.comm.groups import Axis
+from phalanx.runtime.comm.row_collectives import backward_id
+from phalanx.runtime.moe.dispatch import Dispatcher
+from phalanx.runtime.moe.experts import ExpertWeights
+
+MakeArena = Callable[[ArenaSpec, Axis, torch.device], Arena]
+
+
+def device_arena(spec: ArenaSpec, axis: Axis, device: torch.device) -> Arena:
+    """Memory of the group's devices. Collective. Raises `RunError` on a device that cannot share it."""
+    return symmetric_arena(spec, axis.group, device)
+
+
+class FusedMemory:
+    """The buffers that all layers of a rank share, one pair for each group, width and type. `left_free`: multiprocessors that carry rows (None: the plan's).
+
+    `launch` and `make` stand in for a device (tests): how kernels are launched, and where ranks find each other's memory.
+    """
+
+    def __init__(
+        self, *, left_free: int | None = None, launch: LayerShape | None = None, make: MakeArena = device_arena
+    ) -> None:
+        self.left_free = left_free
+        self._launch, self._make = launch, make
+        self._arenas: dict[tuple[tuple[int, ...], int, torch.dtype], Arena] = {}
+        self._side: torch.cuda.Stream | None = None
+
+    def of(
+        self, axis: Axis, x_TH: torch.Tensor, *, capacity: int, slots: int, multiprocessors: int | None = None
+    ) -> tuple[Arena, LayerShape]:
+        """Buffers with room for `capacity` entries of each source, and how kernels are launched. Collective where they are new, or too small: all ranks ask with the same numbers.
+
+        The host must have waited for the last call on them.
+        """
+        columns, key = x_TH.shape[1], (axis.ranks, x_TH.shape[1], x_TH.dtype)
+        found = self._arenas.get(key)
+        room = max(capacity, 0 if found is None else found.spec.capacity)
+        if self._launch is not None:
+            shape, cuts = self._launch, (1 if room < 2 else 2, 2)
+        else:
+            if multiprocessors is None:
+                multiprocessors = torch.cuda.get_device_properties(x_TH.device).multi_processor_count
+            plan = fused_launch(multiprocessors, left_free=self.left_free, capacity=room, columns=columns)
+            shape, cuts = _shape(plan), (plan.parts, plan.blocks)
+        if found is None or found.spec.capacity < capacity:
+            spec = ArenaSpec(
+                ranks=axis.size, capacity=room, columns=columns, dtype=x_TH.dtype, parts=cuts[0], blocks=cuts[1]
+            )
+            found = self._arenas[key] = self._make(spec, axis, x_TH.device)
+        return found, replace(shape, slots_per_rank=slots)
+
+    @contextmanager
+    def beside(self, device: torch.device) -> Iterator[None]:
+        """On a device what is launched inside runs beside what is launched after, on the multiprocessors that this leaves; on a host it has been run by then."""
+        if device.type != "cuda":
+            yield
+            return
+        if self._side is None:
+            self._side = torch.cuda.Stream(device)
+        self._side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._side):
+            yield
+
+    def join(self) -> None:
+        """What comes next comes behind what runs beside."""
+        if self._side is not None:
+            torch.cuda.current_stream().wait_stream(self._side)
+
+
+def _shape(plan: FusedLaunch) -> LayerShape:
+    return LayerShape(
+        slots_per_rank=1,
+        division=Division(programs=plan.second, senders=plan.senders),
+        first_programs=plan.first,
+        send_programs=plan.send,
+    )
+
+
+@dataclass(eq=False)
+class _Call:
+    """One layer and batch, for both directions."""
+
+    arena: Arena
+    shape: LayerShape
+    to: Going
+    told: Told
+    order: Arranged
+    rows: int
+    counts: tuple[int, ...]
+    """Rows of each slot here."""
+    memory: FusedMemory
+    comms: Collectives
+    axis: Axis
+    prefix: str
+    recompute: bool
+    later: Target | None
+
+
+def run_fused(
+    x_TH: torch.Tensor,
+    weights_TK: torch.Tensor,
+    experts_TK: torch.Tensor,
+    *,
+    experts: ExpertWeights,
+    dispatcher: Dispatcher,
+    memory: FusedMemory,
+    later: Later | None = None,
+    recompute: bool = False,
+    token_index_T: torch.Tensor | None = None,
+    part_T: torch.Tensor | None = None,
+    op_prefix: str = "",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `run_experts` computes, and the number of dropped pairs. Collective over `ep`. Raises `ConfigError` where an expert is cut (etp) or has replicas,
+    `RunError` where a flag was not raised in time in an earlier call."""
+    problems = fused_problems(dispatcher)
+    raise_if(problems, ConfigError, subject="the overlap of a MoE layer")
+    comms, axis = dispatcher.comms, dispatcher.ep
+    kept_TK = dispatcher.kept(weights_TK, experts_TK, token_index_T=token_index_T, part_T=part_T, op_prefix=op_prefix)
+    tokens = torch.tensor([x_TH.shape[0]], device=x_TH.device)
+    plan, sent, of_all = dispatcher.exact_list(experts_TK, kept_TK, op_prefix, told=tokens)
+    counts = plan.slot_counts(ep=axis.index)
+    arena, shape = memory.of(axis, x_TH, capacity=max(1, int(of_all.max())), slots=len(counts))
+    check_status(arena.status_2)
+    slots_TK = experts_TK if kept_TK is None else torch.where(kept_TK, experts_TK, -1)
+    to = route(slots_TK.to(torch.int32), shape=shape, spec=arena.spec)
+    told = _tell(to, pack_weights(weights_TK.detach(), to), comms, axis, op_prefix + "dispatch.weights")
+    rows = sum(counts)
+    order = begin(told, arena, shape=shape, max_rows=max(1, rows))
+    hidden = target_of([experts.w13_e2fH, experts.w2_eHf], x_TH, later)
+    w13, w2 = experts.w13_e2fH, experts.w2_eHf
+    if hidden is not None:
+        w13, w2 = w13.detach(), w2.detach()
+    call = _Call(arena, shape, to, told, order, rows, counts, memory, comms, axis, op_prefix, recompute, hidden)
+    y_TH: torch.Tensor = _Fused.apply(x_TH, weights_TK, w13, w2, call)
+    return y_TH, sent.dropped
+
+
+def fused_problems(dispatcher: Dispatcher, hosts: Sequence[int] | None = None) -> list[Problem]:
+    """Why the kernels cannot carry a dispatcher's layer. `hosts` of the ranks of the group, where they are known."""
+    problems = []
+
+    def wrong(rule: str, hint: str) -> None:
+        problems.append(Problem(where="dispatch.overlap", value="fused", rule=rule, hint=hint))
+
+    if dispatcher.etp.size > 1:
+        wrong("computes whole experts, and folding.etp cuts them", "folding.etp = 1, or fine")
+    if not dispatcher.is_plain:
+        wrong("needs one slot for each expert, in their order", "leave resilience.slots_per_rank out, or serial")
+    if hosts is not None and len(set(hosts)) > 1:
+        rule = f"stores rows in the memory of other devices, and the ranks {dispatcher.ep.ranks} of this expert-parallel group are on {len(set(hosts))} hosts"
+        wrong(rule, "folding.ep up to the devices of a host, or fine")
+    return problems
+
+
+def _tell(to: Going, weights_PCK: torch.Tensor, comms: Collectives, axis: Axis, op_id: str) -> Told:
+    """What each rank must know of the entries that come to it: as many places from each source as there is room for."""
+    ranks, capacity, top_k = to.slots_PCK.shape
+    mine = torch.cat([to.slots_PCK, weights_PCK.view(torch.int32)], 2).flatten(0, 1)
+    splits = (capacity,) * ranks
+    come = comms.all_to_all_raw(mine, axis, splits, splits, op_id).view(ranks, capacity, 2 * top_k)
+    slots_PCK, weights = come.split(top_k, dim=2)
+    counts_P = (slots_PCK[:, :, 0] >= 0).sum(1, dtype=torch.int32)
+    return Told(slots_PCK.contiguous(), weights.contiguous().view(torch.float32), counts_P)
+
+
+class _Fused(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TH: torch.Tensor,
+        weights_TK: torch.Tensor,
+        w13_e2fH: torch.Tensor,
+        w2_eHf: torch.Tensor,
+        call: _Call,
+    ) -> torch.Tensor:
+        with call.comms.doing(call.prefix + "experts"):
+            gate_up = _travel_and_multiply(x_TH.detach(), w13_e2fH.flatten(1, 2), call)
+            x_MH = _received(call) if any(ctx.needs_input_grad) else x_TH.new_empty(0)
+            h_Mf = reference_swiglu(gate_up.view(len(gate_up), 2, -1), row_weights(call.told, call.order))
+            _send_back(h_Mf, w2_eHf, call)
+            y_TH = _finish(call)
+        ctx.call, ctx.weights_like, ctx.weights_dtype = call, weights_TK.shape, weights_TK.dtype
+        ctx.save_for_backward(w13_e2fH, w2_eHf, x_MH, *([] if call.recompute else [gate_up]))
+        return y_TH
+
+    @staticmethod
+    def backward(ctx: Any, dy_TH: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        w13_e2fH, w2_eHf, x_MH, *kept = ctx.saved_tensors
+        call: _Call = ctx.call
+        with call.comms.doing(backward_id(call.prefix + "experts")):
+            d_h_Mf = _travel_and_multiply(dy_TH.contiguous(), w2_eHf.transpose(1, 2), call)[: call.rows]
+            dy_MH = _received(call)
+            gate_up = kept[0] if kept else _again(x_MH, w13_e2fH.flatten(1, 2), call)
+            h_Mf, d_gate_up_Mf, dots_M = _through_swiglu(gate_up[: call.rows], d_h_Mf, call)
+            _send_back(d_gate_up_Mf, w13_e2fH.flatten(1, 2).transpose(1, 2), call)
+
+            def of_weights() -> tuple[torch.Tensor, torch.Tensor]:
+                d_w13 = _by_slot(d_gate_up_Mf, x_MH, call.counts).view(w13_e2fH.shape)
+                return d_w13, _by_slot(dy_MH, h_Mf, call.counts)
+
+            grads: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+            if call.later is not None:
+                call.later.put(of_weights)
+            elif ctx.needs_input_grad[2] or ctx.needs_input_grad[3]:
+                grads = of_weights()  # while results travel
+            d_weights = (
+                _weights_back(dots_M, ctx.weights_like, call).to(ctx.weights_dtype) if ctx.needs_input_grad[1] else None
+            )
+            dx_TH = _finish(call)
+        return dx_TH, d_weights, *grads, None
+
+
+def _travel_and_multiply(x_TH: torch.Tensor, w_eNH: torch.Tensor, call: _Call) -> torch.Tensor:
+    """(M, N): entries leave, and the product of those that come."""
+    arena, shape = call.arena, call.shape
+    arena.next_call()
+    with call.memory.beside(x_TH.device):
+        send(x_TH, call.to, arena, shape=shape)
+    _meet(call)
+    arrivals = Arrivals(arena.arrived_F, arena.epoch_1, arena.status_2)
+    out = fused_first(
+        arena.received_PCH.flatten(0, 1), w_eNH, call.order, arrivals,
+        programs=shape.first_programs, tile=shape.first, patience=shape.patience, impl=shape.impl,
+    )  # fmt: skip
+    call.memory.join()
+    return out
+
+
+def _received(call: _Call) -> torch.Tensor:
+    """(M, H) a copy of the rows that have come, in the order of the slots. Before results leave: then others may write here again."""
+    return call.arena.received_PCH.flatten(0, 1).index_select(0, call.order.entry_of_row_M[: call.rows].long())
+
+
+def _again(x_MH: torch.Tensor, w_eNH: torch.Tensor, call: _Call) -> torch.Tensor:
+    """The first product of the forward pass from the rows that were kept."""
+    arena, shape, order = call.arena, call.shape, call.order
+    if not call.rows:
+        return x_MH.new_empty(0, w_eNH.shape[1])
+    as_they_lie = torch.arange(len(order.entry_of_row_M), dtype=torch.int32, device=x_MH.device)
+    return fused_first(
+        x_MH, w_eNH, replace(order, entry_of_row_M=as_they_lie), Arrivals(arena.arrived_F, arena.epoch_1, arena.status_2),
+        programs=shape.division.programs, tile=shape.first, wait=False, impl=shape.impl,
+    )  # fmt: skip
+
+
+def _through_swiglu(
+    gate_up: torch.Tensor, d_h_Mf: torch.Tensor, call: _Call
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What the second product took, the gradient of the first product's result, and that of the row weights."""
+    with torch.enable_grad():
+        gate_up_M2f = gate_up.detach().view(len(gate_up), 2, gate_up.shape[1] // 2).requires_grad_()
+        weights_M = row_weights(call.told, call.order)[: call.rows].requires_grad_()
+        h_Mf = reference_swiglu(gate_up_M2f, weights_M)
+        d_gate_up, dots_M = torch.autograd.grad(h_Mf, (gate_up_M2f, weights_M), d_h_Mf)
+    return h_Mf.detach(), d_gate_up.flatten(1).contiguous(), dots_M
+
+
+def _send_back(h_Mf: torch.Tensor, w_eHf: torch.Tensor, call: _Call) -> None:
+    shape = call.shape
+    if not len(h_Mf):  # nothing came, and flags must rise all the same
+        h_Mf = h_Mf.new_zeros(1, h_Mf.shape[1])
+    fused_second(
+        h_Mf, w_eHf, call.order, call.told.counts_P, call.arena,
+        division=shape.division, tile=shape.second, shape=shape.send, patience=shape.patience, impl=shape.impl,
+    )  # fmt: skip
+
+
+def _finish(call: _Call) -> torch.Tensor:
+    """(T, H) sums over the ranks; NaN where a flag was not raised in time."""
+    _meet(call)
+    out_TH = finish(call.to, call.arena, shape=call.shape)
+    return out_TH.masked_fill_(call.arena.status_2.any(), float("nan"))
+
+
+def _meet(call: _Call) -> None:
+    """Plain versions look at a flag once, so ranks wait for each other where kernels would wait for flags."""
+    if call.shape.impl == "reference":
+        call.comms.barrier(call.axis)
+
+
+def _weights_back(dots_M: torch.Tensor, like: torch.Size, call: _Call) -> torch.Tensor:
+    """Gradients of the row weights, at the tokens that they belong to."""
+    to, row_PCK = call.to, call.order.row_of_copy_PCK
+    ranks, capacity, _ = row_PCK.shape
+    dots = torch.cat([dots_M, dots_M.new_zeros(1)])  # the last one: of places where there is no copy
+    mine = dots[torch.where(row_PCK >= 0, row_PCK, call.rows).long()].flatten(0, 1)
+    splits, at = (capacity,) * ranks, backward_id(call.prefix + "dispatch.weights")
+    come_PCK = call.comms.all_to_all_raw(mine, call.axis, splits, splits, at).view(row_PCK.shape)
+    pair_PCK = to.token_of_entry_PC.unsqueeze(2) * like[1] + to.choice_PCK
+    num_pairs = like.numel()
+    place = torch.where(to.choice_PCK >= 0, pair_PCK, num_pairs).long()
+    out = come_PCK.new_zeros(num_pairs + 1).scatter_(0, place.flatten(), come_PCK.flatten())
+    return out[:num_pairs].view(like)
+
+
+def _by_slot(a_MN: torch.Tensor, b_MK: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+    """(e, N, K) `a.T @ b` over each slot's rows."""
+    if a_MN.is_cuda and a_MN.dtype == torch.bfloat16 and a_MN.shape[1] % 8 == 0 and b_MK.shape[1] % 8 == 0:
+        ends = torch.tensor(counts, dtype=torch.int32).cumsum(0).to(torch.int32)
+        return F.grouped_mm(a_MN.T, b_MK, offs=ends.to(a_MN.device, non_blocking=True))
+    rows = zip(a_MN.split(list(counts)), b_MK.split(list(counts)), strict=True)
+    return torch.stack([a.T @ b for a, b in rows])

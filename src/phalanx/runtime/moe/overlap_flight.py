@@ -1,0 +1,344 @@
+"""What is under way in one overlapped layer on one rank: its lists, its messages, and where their rows go.
+
+Decides nothing: parts, blocks and their order are the plan's (`plan/moe/overlap/types.py`), carried out by `overlap.py`. Must never change: receives are posted before anything
+is computed, sizes follow from numbers that both sides have, sums have the order of slots, then of ranks.
+
+Legend: T tokens of this rank, H hidden, n rows of one source, N entries or pairs, C copies of a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from phalanx.kernels.cpu.lanes import Lanes
+from phalanx.kernels.cpu.later import Target
+from phalanx.kernels.cpu.permute import sum_places
+from phalanx.kernels.cpu.tiles import Geometry
+from phalanx.plan.moe.overlap.rounds import Leg, LegKind, rounds_of
+from phalanx.plan.moe.overlap.types import Op, RankPlan
+from phalanx.runtime.comm.exchange import Exchange, Message
+from phalanx.runtime.comm.row_collectives import backward_id
+from phalanx.runtime.comm.streams import Streams
+from phalanx.runtime.moe.dispatch import Dispatcher
+from phalanx.runtime.moe.overlap_hosts import Gateways, HostWay
+from phalanx.runtime.moe.overlap_lists import Outgoing, entries_of_all, part_rows, places_of, row_by_row, tile_order
+from phalanx.runtime.moe.overlap_streams import RoundMessages
+
+_MOST_BLOCKS = 64
+_TAGS = {"meta": 0, "going": 1, "coming": 2, "dots": 3}
+
+
+@dataclass(eq=False)
+class Way:
+    """What is under way in one direction of one pass."""
+
+    plan: RankPlan
+    arriving: dict[tuple[int, int], Exchange] = field(default_factory=dict)
+    """Entries by (source, part)."""
+    returning: dict[tuple[int, int, int], Exchange] = field(default_factory=dict)
+    """Partial sums by (rank, part, block)."""
+    dots: dict[int, tuple[torch.Tensor, Exchange]] = field(default_factory=dict)
+    sent: list[Exchange] = field(default_factory=list)
+    entries: list[torch.Tensor] = field(default_factory=list)
+    """By source: the entries that come (for this rank itself: the tokens)."""
+    sums_b: list[torch.Tensor] = field(default_factory=list)
+    """By block: partial sums of this rank's tokens, rank by rank, in coming order."""
+    own_dots: torch.Tensor | None = None
+    passing: HostWay | None = None
+    """What this rank passes on as a gateway."""
+    rounds: RoundMessages | None = None
+    """On a device: what posts the messages, round by round."""
+
+
+class Flight:
+    """One layer and batch on one rank: lists, messages under way, and what the three functions share."""
+
+    lanes: Lanes
+    recompute: bool
+    later: Target | None = None
+    streams: Streams | None = None
+    """Of a device."""
+    columns: Sequence[int]
+    """Of each block of what comes back."""
+    way: Way | None = None
+    """What is under way now."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        plan: RankPlan,
+        outs: list[Outgoing],
+        op_prefix: str,
+        *,
+        num_tokens: int,
+        per_token: bool,
+        has_order: bool,
+        ways: Gateways | None = None,
+    ) -> None:
+        self.per_token, self.ways = per_token, ways
+        self.lines = outs if ways is None else ways.lines
+        """By rank: what goes to it and comes back from it in messages of this rank's entries."""
+        self.comms, self.axis, self.top_k = dispatcher.comms, dispatcher.ep_etp, dispatcher.top_k
+        self.own, self.outs, self.num_tokens = self.axis.index, outs, num_tokens
+        self.plan, self.prefix = plan, op_prefix
+        self.has_order = has_order
+        """Rows of a source do not lie in the order of their tiles, on some rank."""
+        self.slots = len(dispatcher.slots_G) // dispatcher.ep.size
+        self.others = [(self.own + i) % self.axis.size for i in range(1, self.axis.size)]
+        sizes = [line.entries.num for line in self.lines]
+        self.base = [sum(sizes[:d]) for d in range(len(sizes) + 1)]
+        copies = self.top_k * dispatcher.etp.size
+        self.places_TC = self._token_places(num_tokens, copies)
+
+    def _token_places(self, num_tokens: int, copies: int) -> torch.Tensor:
+        """(T, C) what comes back of each token, rank by rank, and where each row comes back by itself, slot by slot."""
+        if self.per_token or not self.has_order:
+            return places_of(torch.cat([line.tokens_coming for line in self.lines]), num_tokens, copies)
+        tokens = [torch.div(line.pairs, self.top_k, rounding_mode="floor") for line in self.lines]
+        nth_TC = places_of(torch.cat(tokens), num_tokens, copies)
+        coming = torch.cat([at + line.entries.coming_of_row for at, line in zip(self.base, self.lines, strict=False)])
+        return torch.where(nth_TC < 0, nth_TC, coming[nth_TC.clamp(min=0)]) if len(coming) else nth_TC
+
+    # ---- messages ---------------------------------------------------------------------------------------------------------------
+
+    def _id(self, what: str, way: Way | None) -> str:
+        name = self.prefix + what
+        return backward_id(name) if way is not None and way.plan.direction == "backward" else name
+
+    def _leg_id(self, way: Way, kind: LegKind) -> str:
+        """Backward, gradients of the output go the way of the rows, and have the id of the exchange whose gradient they are."""
+        if kind == "dots":
+            return self._id("dispatch.weights", way)
+        to_experts = (kind == "going") == (way.plan.direction == "forward")
+        return self._id("dispatch.rows" if to_experts else "combine.rows", way)
+
+    def _send(self, tensor: torch.Tensor, peer: int, tag: int, op_id: str) -> Exchange:
+        return self.comms.start_send(Message(tensor, peer, tag), self.axis, op_id=op_id)
+
+    def _receive(self, tensor: torch.Tensor, peer: int, tag: int, op_id: str) -> Exchange:
+        return self.comms.start_receive(Message(tensor, peer, tag), self.axis, op_id=op_id)
+
+    def exchange_meta(self, weights_TK: torch.Tensor, dtype: torch.dtype) -> None:
+        """Tell every rank what its rows weigh and (`per_token`) where their entries are; learn the same of all others."""
+        flat_N, name = weights_TK.reshape(-1), self.prefix + "dispatch.weights"
+        words = flat_N.element_size() // 4 + self.per_token
+        rows_from = [sum(tile.rows for tile in tiles) for tiles in self.plan.tiles]
+        tables = [torch.empty(rows, words, dtype=torch.int32, device=flat_N.device) for rows in rows_from]
+        if self.streams is not None:
+            self._exchange_meta_at_once(tables, flat_N, name)
+            self._read_meta(tables, flat_N, dtype)
+            return
+        near = self.others if self.ways is None else [peer for peer in self.others if self.ways.is_near(peer)]
+        coming = [self._receive(tables[peer], peer, _tag("meta"), name) for peer in near if rows_from[peer]]
+        going = [
+            self._send(self._meta(self.outs[peer], flat_N), peer, _tag("meta"), name)
+            for peer in near
+            if len(self.outs[peer].pairs)
+        ]
+        if self.ways is not None:
+            further = self.ways.exchange_tables(
+                tables, lambda out: self._words(out, flat_N), send=self._send, receive=self._receive, op_id=name
+            )
+            coming, going = coming + further[0], going + further[1]
+        for exchange in coming:
+            exchange.wait()
+        self._read_meta(tables, flat_N, dtype)
+        for exchange in going:
+            exchange.wait()
+
+    def _exchange_meta_at_once(self, tables: Sequence[torch.Tensor], flat_N: torch.Tensor, op_id: str) -> None:
+        """One group on the current stream: nothing can be posted before it has come, for sizes follow from it."""
+        going = [
+            Message(self._meta(self.outs[peer], flat_N), peer) for peer in self.others if len(self.outs[peer].pairs)
+        ]
+        coming = [Message(tables[peer], peer) for peer in self.others if len(tables[peer])]
+        self.comms.start_exchange(going, coming, self.axis, op_id=op_id).wait()
+
+    def _read_meta(self, tables: Sequence[torch.Tensor], flat_N: torch.Tensor, dtype: torch.dtype) -> None:
+        """Entries, weights, and which entry each row takes, by source."""
+        cuts = [
+            (
+                part_rows(self.plan.tiles[peer], self.plan.part_ends[peer]),
+                tile_order(self.plan.tiles[peer], flat_N.device),
+            )
+            for peer in self.others
+        ]
+        of_others = [tables[peer] for peer in self.others]
+        if self.per_token:
+            come = entries_of_all([(t[:, 0].to(torch.int64), *cut) for t, cut in zip(of_others, cuts, strict=True)])
+        else:
+            come = [row_by_row(len(t), cut[0], t.device, cut[1]) for t, cut in zip(of_others, cuts, strict=True)]
+        own = self.outs[self.own]
+        found = {self.own: own.entries, **dict(zip(self.others, come, strict=True))}
+        self.ins = [found[source] for source in range(len(tables))]
+        self.index = [entries.going_of_row for entries in self.ins]
+        """By source: the entry of each row."""
+        self.index[self.own] = torch.div(own.pairs, self.top_k, rounding_mode="floor")
+        self.row_weights: list[torch.Tensor] = []
+        for source, table in enumerate(tables):
+            if source == self.own:
+                self.row_weights.append(flat_N[own.pairs].to(dtype))
+                continue
+            told = table[:, int(self.per_token) :].clone(memory_format=torch.contiguous_format)
+            self.row_weights.append(told.view(flat_N.dtype).squeeze(1).to(dtype))
+
+    @staticmethod
+    def _words(out: Outgoing, flat_N: torch.Tensor) -> torch.Tensor:
+        return flat_N[out.pairs].unsqueeze(1).view(torch.int32)
+
+    def _meta(self, out: Outgoing, flat_N: torch.Tensor) -> torch.Tensor:
+        weights = self._words(out, flat_N)
+        if not self.per_token:
+            return weights
+        return torch.cat([out.entries.going_of_row.to(torch.int32).unsqueeze(1), weights], 1)
+
+    @property
+    def left_free(self) -> int:
+        """Multiprocessors that products leave to messages."""
+        return 0 if self.streams is None else self.streams.left_free
+
+    @property
+    def under_way(self) -> Way:
+        assert self.way is not None  # between departure and arrival
+        return self.way
+
+    def depart(self, x_TH: torch.Tensor, plan: RankPlan, columns: Sequence[int]) -> Way:
+        """Post all receives of one direction, then send this rank's entries. `columns`: of each block of what comes back."""
+        way = Way(plan)
+        if self.streams is not None:
+            op_id: dict[LegKind, str] = {kind: self._leg_id(way, kind) for kind in ("going", "coming", "dots")}
+            way.rounds = RoundMessages(rounds_of(plan), self.streams, self.comms, self.axis, op_id=op_id.__getitem__)
+        at, size = self._leg_id(way, "going"), x_TH.shape[1]
+        for source, entries in enumerate(self.ins):
+            if source == self.own:
+                way.entries.append(x_TH)
+                continue
+            buffer = x_TH.new_empty(entries.num, size)
+            way.entries.append(buffer)
+            for part in range(len(entries.ends_going)):
+                if self._way_in(source) != self.own:
+                    leg, tag = Leg("going", False, self._way_in(source), part), self._tag_in(source, "going", part)
+                    arriving = self._give(way, leg, buffer[entries.going(part)], tag)
+                    if arriving is not None:
+                        way.arriving[source, part] = arriving
+        if self.ways is not None:
+            back = self._leg_id(way, "coming")
+            way.passing = self.ways.open(
+                x_TH, columns, going_tag=lambda part: _tag("going", part), receive=self._receive, there=at, back=back
+            )
+        way.sums_b = [x_TH.new_empty(self.base[-1], n) for n in columns]
+        self._expect(way)
+        for op in plan.ops:
+            if op.kind == "send" and op.peer != self.own:
+                out = self.lines[op.peer]
+                rows = x_TH.index_select(0, out.tokens_going[out.entries.going(op.part)])
+                self.sent(way, Leg("going", True, op.peer, op.part), rows)
+        return way
+
+    def _give(self, way: Way, leg: Leg, tensor: torch.Tensor, tag: int | None = None) -> Exchange | None:
+        """This rank's end of a message. On a host it is posted at once, if it is not empty; on a device with its round."""
+        if way.rounds is not None:
+            return way.rounds.give(leg, tensor)
+        if not len(tensor):
+            return None
+        tag = _tag(leg.kind, leg.part, leg.block) if tag is None else tag
+        return (self._send if leg.is_send else self._receive)(tensor, leg.peer, tag, self._leg_id(way, leg.kind))
+
+    def sent(self, way: Way, leg: Leg, tensor: torch.Tensor, tag: int | None = None) -> None:
+        exchange = self._give(way, leg, tensor, tag)
+        if exchange is not None:
+            way.sent.append(exchange)
+
+    def _expect(self, way: Way) -> None:
+        """Post the receives of what comes back."""
+        for peer in self.others:
+            entries = self.lines[peer].entries
+            for part in range(len(entries.ends_coming)):
+                for block, sums in enumerate(way.sums_b):
+                    into = sums[self.base[peer] : self.base[peer] + entries.num][entries.coming(part)]
+                    exchange = self._give(way, Leg("coming", False, peer, part, block), into)
+                    if exchange is not None:
+                        way.returning[peer, part, block] = exchange
+            if way.plan.direction == "backward" and len(self.outs[peer].pairs):
+                wide = torch.promote_types(way.sums_b[0].dtype, torch.float32)
+                dots = way.sums_b[0].new_empty(len(self.outs[peer].pairs), dtype=wide)
+                exchange = self._give(way, Leg("dots", False, peer), dots)
+                assert exchange is not None  # there are rows
+                way.dots[peer] = dots, exchange
+
+    def give_back(self, way: Way, op: Op, rows_b: torch.Tensor) -> None:
+        """Sum the copies of the entries that are complete with a part, and send them to their source (own: put them in place)."""
+        entries = self.ins[op.peer]
+        which = entries.coming(op.part)
+        if which.start == which.stop:
+            if way.rounds is not None and op.peer != self.own:
+                self.sent(way, Leg("coming", True, op.peer, op.part, op.block), rows_b[:0])
+            return
+        places_NC = self.row_places[op.peer][which]
+        if op.peer == self.own:
+            into = way.sums_b[op.block][self.base[self.own] :][which]
+            sum_places(rows_b, places_NC, lanes=self.lanes, out_TH=into)
+            return
+        to = self._way_in(op.peer)
+        if self.ways is not None and way.passing is not None and to == self.own:
+            into = self.ways.own_sums(way.passing, op.peer, op.block)[which]
+            sum_places(rows_b, places_NC, lanes=self.lanes, out_TH=into)
+            return
+        sums = sum_places(rows_b, places_NC, lanes=self.lanes)
+        self.sent(
+            way, Leg("coming", True, to, op.part, op.block), sums, self._tag_in(op.peer, "coming", op.part, op.block)
+        )
+
+    def _way_in(self, source: int) -> int:
+        """From whom a source's entries come, and to whom their sums go."""
+        return source if self.ways is None else self.ways.way_in(source)
+
+    def _tag_in(self, source: int, kind: str, part: int, block: int = 0) -> int:
+        if self.ways is None or self.ways.is_near(source):
+            return _tag(kind, part, block)
+        return self.ways.tag(1 if kind == "going" else 2, source, part, block)
+
+    def pass_on(self, way: Way, op: Op) -> None:
+        """What a gateway does for its host: `relay` and `merge`."""
+        assert self.ways is not None and way.passing is not None  # the plan has gateways
+        if op.kind == "relay":
+            at = self._leg_id(way, "going")
+            way.sent += self.ways.relay(way.passing, op, way.entries[op.peer], send=self._send, op_id=at)
+            return
+        sums = self.ways.merge(way.passing, op, self.lanes)
+        if sums is not None:
+            tag = _tag("coming", op.part, op.block)
+            way.sent.append(self._send(sums, op.peer, tag, self._leg_id(way, "coming")))
+
+    def place_rows(self, geometry: Geometry) -> None:
+        """By source: the padded rows of each coming entry, slots ascending."""
+        self.row_places: list[torch.Tensor] = []
+        self.padded_row: list[torch.Tensor] = []
+        for source, entries in enumerate(self.ins):
+            device = entries.going_of_row.device
+            pieces = [torch.arange(at, at + num, device=device) for at, num in geometry.of_source[source]]
+            padded_n = torch.cat(pieces) if pieces else entries.going_of_row
+            nth = places_of(entries.coming_of_row, entries.num, min(self.top_k, self.slots))
+            found = padded_n[nth.clamp(min=0)] if len(padded_n) else nth
+            self.row_places.append(torch.where(nth < 0, nth, found))
+            self.padded_row.append(padded_n)
+
+    def arrive(self, way: Way) -> torch.Tensor:
+        """(T, H) sums over the ranks, in their order."""
+        for exchange in way.returning.values():
+            exchange.wait()
+        y_b = [sum_places(sums, self.places_TC, lanes=self.lanes) for sums in way.sums_b]
+        return y_b[0] if len(y_b) == 1 else torch.cat(y_b, 1)
+
+    def close(self, way: Way) -> None:
+        """Wait until everything sent has gone."""
+        for exchange in way.sent:
+            exchange.wait()
+        way.sent.clear()
+
+
+def _tag(kind: str, part: int = 0, block: int = 0) -> int:
+    return (part * _MOST_BLOCKS + block) * len(_TAGS) + _TAGS[kind]

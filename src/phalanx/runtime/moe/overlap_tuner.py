@@ -1,0 +1,296 @@
+"""What overlap costs on these very ranks and links: a short calibration, kept from run to run, and done again when it no longer fits.
+
+Decides nothing: it measures, fits (`plan/moe/overlap/choose.py`) and hands a `Chooser` to the layers that ask. Everything here is collective over the group of the
+asking layer: all of its ranks take the numbers of its first rank, so that all choose alike.
+
+A calibration is some messages around the group, some products, and some passes of the layer itself on random tokens (a second or two where a layer takes
+a fifth of one). It is kept in `folder` by machines, group, shape and type. Every `EVERY` passes the group compares what it measured with what was predicted;
+where they are apart by more than `APART` on any rank, it calibrates again, and looks half as often from then on: what measuring again does not mend is not asked for ever.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from phalanx.core.errors import ConfigError, RunError
+from phalanx.core.files import write_json
+from phalanx.kernels.cpu.lanes import Lanes
+from phalanx.plan.moe.dispatch import DispatchPlan
+from phalanx.plan.moe.overlap.bytes import WireBytes
+from phalanx.plan.moe.overlap.choose import Chooser, LayerSample, MatmulSample, MessageSample, Sample, fit
+from phalanx.plan.moe.overlap.cost import LayerShape, OverlapCost
+from phalanx.plan.moe.overlap.settings import CANDIDATES, FINE
+from phalanx.plan.moe.overlap.types import Schedule
+from phalanx.runtime.comm.exchange import Message
+from phalanx.runtime.comm.streams import CudaStreams
+from phalanx.runtime.moe.dispatch import Dispatcher
+from phalanx.runtime.moe.experts import ExpertWeights
+from phalanx.runtime.moe.overlap import TILE_ROWS, run_overlapped
+
+EVERY = 64
+"""Passes between two looks at the predictions."""
+APART = 1.5
+MESSAGES = (1 << 12, 1 << 18, 1 << 20, 1 << 22)
+"""Bytes."""
+ROWS = (16, 64, 128, 256, 512)
+REPEATS = 3
+TRIES = 3
+_UNKNOWN = OverlapCost(latency_s=0.0, bytes_per_s=math.inf, flops_by_rows=((1, 1e9),))
+"""With messages that take no time nothing is worth overlapping: serial order."""
+LAYERS = (Schedule(), FINE, Schedule(order="own_first"))
+
+
+@dataclass(eq=False)
+class Known:
+    """A calibration, and how it has fitted since."""
+
+    cost: OverlapCost
+    median_error: float
+    """Of the layers that it was fitted to."""
+    chooser: Chooser
+    every: int
+    """Passes between two looks."""
+    ratios: list[float] = field(default_factory=list)
+    """Measured over predicted seconds, newest last."""
+
+
+class Tuner:
+    """Calibrations of one process, shared by its layers. `folder`: where they are kept; None: nowhere.
+
+    `paired`: the share of forward passes that run beside a backward pass (`runtime/moe/pair.py`), which the choice knows of. Only passes with none beside them are compared with what was
+    predicted, and only they look: a pass beside another lasts as long as the turns of that one, and which of the two comes first differs from rank to rank. All ranks of a group have the
+    same pairs, so they look in the same passes. `tell` hears of each calibration.
+    """
+
+    def __init__(
+        self, folder: Path | None = None, *, paired: float = 0.0, tell: Callable[[str], None] = lambda text: None
+    ) -> None:
+        self.folder, self.paired, self.tell = folder, paired, tell
+        self.known: dict[str, Known] = {}
+        self.calibrations = 0
+
+    def of(
+        self, dispatcher: Dispatcher, x_TH: torch.Tensor, experts: ExpertWeights, lanes: Lanes, *, shared_ffn: int = 0
+    ) -> Known:
+        """The calibration for layers like this one. Collective over `ep_etp` where it is not known, or does not fit any more.
+
+        `shared_ffn`: width of the shared expert, on all ranks of tp together, which computes in the gaps of the layer; 0: none.
+        """
+        shape = _shape(x_TH, experts, shared_ffn)
+        key = _key(dispatcher, shape, x_TH.dtype)
+        found = self.known.get(key)
+        if found is None:
+            cost, error = self._kept(dispatcher, key) or self._measured(dispatcher, x_TH, experts, lanes, shape, key)
+            found = self.known[key] = Known(cost, error, self._chooser(shape, cost), EVERY)
+        elif dispatcher.comms.beside is None and len(found.ratios) >= found.every:
+            mine = statistics.median(found.ratios)
+            found.ratios.clear()
+            told = dispatcher.comms.gather_objects(mine, dispatcher.ep_etp)
+            if max(abs(math.log(ratio)) for ratio in told) > math.log(APART):
+                cost, error = self._measured(dispatcher, x_TH, experts, lanes, shape, key)
+                found = self.known[key] = Known(cost, error, self._chooser(shape, cost), 2 * found.every)
+        return found
+
+    def _chooser(self, shape: LayerShape, cost: OverlapCost) -> Chooser:
+        return Chooser(shape, cost, CANDIDATES, tile_rows=TILE_ROWS, paired=self.paired)
+
+    def _kept(self, dispatcher: Dispatcher, key: str) -> tuple[OverlapCost, float] | None:
+        """What an earlier run has left, if all ranks find the same."""
+        text = ""
+        if self.folder is not None:
+            with suppress(OSError):
+                text = (self.folder / f"{key}.json").read_text()
+        told = dispatcher.comms.gather_objects(hashlib.sha256(text.encode()).hexdigest(), dispatcher.ep_etp)
+        if not text or len(set(told)) > 1:
+            return None
+        with suppress(ValueError, TypeError, KeyError, ConfigError):
+            return _read(json.loads(text))
+        return None
+
+    def _measured(
+        self,
+        dispatcher: Dispatcher,
+        x_TH: torch.Tensor,
+        experts: ExpertWeights,
+        lanes: Lanes,
+        shape: LayerShape,
+        key: str,
+    ) -> tuple[OverlapCost, float]:
+        begin_s = time.perf_counter()
+        for _ in range(TRIES):
+            self.calibrations += 1
+            with torch.no_grad():
+                samples = measure(dispatcher, x_TH, experts, lanes, shape)
+            found = None
+            with suppress(
+                ConfigError
+            ):  # times that make no sense: on a very busy machine larger messages may seem faster
+                found = fit(samples)
+            mine = None if found is None else (found.cost, found.median_error)
+            first = dispatcher.comms.gather_objects(mine, dispatcher.ep_etp)[0]
+            if first is not None:
+                break
+        cost, error = first or (_UNKNOWN, math.inf)
+        if self.folder is not None and first is not None:
+            with suppress(OSError, RunError):  # a folder that cannot be written to costs the next run a calibration
+                self.folder.mkdir(parents=True, exist_ok=True)
+                write_json(self.folder / f"{key}.json", {"cost": asdict(cost), "median_error": error})
+        took_s = time.perf_counter() - begin_s
+        fitted = (
+            "no times that make sense: serial order" if first is None else f"median error of its layers {error:.0%}"
+        )
+        self.tell(
+            f"overlap of {shape.tokens} tokens on {dispatcher.ep_etp.size} ranks calibrated in {took_s:.1f} s: {fitted}"
+        )
+        return cost, error
+
+
+class Tuned:
+    """The schedules of one layer, pass after pass.
+
+    `compares`: whether how long the pass takes says something of the prediction: nothing where another runs beside it, or on a device, where it is not over when the host comes to its end.
+    """
+
+    def __init__(self, known: Known, *, compares: bool) -> None:
+        self.known, self._compares = known, compares
+        self._predicted_s = 0.0
+        self._begin_s = 0.0
+
+    def __call__(self, plan: DispatchPlan, wire: WireBytes) -> Schedule:
+        """Choose, and start the clock."""
+        chooser = self.known.chooser
+        choice = chooser.choice(plan, wire)
+        # where a rank has no tokens, its passes are not those that were predicted
+        whole = bool((plan.rows_PG.sum(1) > 0).all())
+        self._predicted_s = choice.alone_s if whole and chooser.cost is not _UNKNOWN else 0.0
+        self._begin_s = time.perf_counter()
+        return choice.schedule
+
+    def done(self) -> None:
+        """The pass is over."""
+        if self._predicted_s > 0 and self._compares:
+            self.known.ratios.append((time.perf_counter() - self._begin_s) / self._predicted_s)
+
+
+def _shape(x_TH: torch.Tensor, experts: ExpertWeights, shared_ffn: int) -> LayerShape:
+    return LayerShape(
+        tokens=x_TH.shape[0],
+        hidden=x_TH.shape[1],
+        ffn=experts.w2_eHf.shape[2],
+        element_bytes=x_TH.element_size(),
+        slots=experts.w2_eHf.shape[0],
+        shared_ffn=shared_ffn,
+    )
+
+
+def _key(dispatcher: Dispatcher, shape: LayerShape, dtype: torch.dtype) -> str:
+    """Of machine, group, shape and type. Tokens of a rank in powers of two: batches differ."""
+    rounded = replace(shape, tokens=1 << max(shape.tokens - 1, 0).bit_length())
+    facts = (platform.node(), dispatcher.ep_etp.ranks, asdict(rounded), str(dtype), dispatcher.top_k, TILE_ROWS)
+    return "overlap-" + hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+
+
+def _read(record: dict[str, Any]) -> tuple[OverlapCost, float]:
+    table = tuple((int(rows), float(rate)) for rows, rate in record["cost"].pop("flops_by_rows"))
+    return OverlapCost(flops_by_rows=table, **record["cost"]), float(record["median_error"])
+
+
+# ---- calibration -----------------------------------------------------------------------------------------------------------------
+
+
+def measure(
+    dispatcher: Dispatcher, x_TH: torch.Tensor, experts: ExpertWeights, lanes: Lanes, shape: LayerShape
+) -> list[Sample]:
+    """Messages, products and whole passes; the slowest rank counts. Collective over `ep_etp`."""
+    samples: list[Sample] = []
+    for size in MESSAGES:
+        seconds = _slowest(dispatcher, lambda size=size: _ring(dispatcher, size, x_TH.device))  # type: ignore[misc]
+        samples.append(MessageSample(size, seconds))
+    w13_FH = experts.w13_e2fH[0].detach().flatten(0, 1)
+    for rows in ROWS:
+        x_rH = torch.zeros(rows, shape.hidden, dtype=x_TH.dtype, device=x_TH.device)
+        seconds = _slowest(dispatcher, lambda x_rH=x_rH: torch.mm(x_rH, w13_FH.T))  # type: ignore[misc]
+        samples.append(MatmulSample(rows, 2.0 * rows * w13_FH.numel(), seconds))
+    return samples + _layers(dispatcher, x_TH, experts, lanes, shape)
+
+
+def _layers(
+    dispatcher: Dispatcher, x_TH: torch.Tensor, experts: ExpertWeights, lanes: Lanes, shape: LayerShape
+) -> list[Sample]:
+    """Passes of the layer on tokens that are routed evenly, without its shared expert."""
+    shape = replace(shape, shared_ffn=0)
+    k, num = dispatcher.top_k, dispatcher.num_experts
+    tokens = torch.arange(len(x_TH), device=x_TH.device).unsqueeze(1)
+    step = torch.arange(k, device=x_TH.device) * max(1, num // k)
+    experts_TK = (tokens + step) % num
+    weights_TK = torch.full((len(x_TH), k), 1 / k, device=x_TH.device)
+    plain = ExpertWeights(experts.w13_e2fH.detach(), experts.w2_eHf.detach())
+    samples: list[Sample] = []
+    for schedule in LAYERS:
+        seen: list[tuple[DispatchPlan, WireBytes]] = []
+
+        def chosen(plan: DispatchPlan, wire: WireBytes, schedule: Schedule = schedule, seen: Any = seen) -> Schedule:
+            seen.append((plan, wire))
+            return schedule
+
+        def one(chosen: Any = chosen) -> None:
+            run_overlapped(
+                x_TH.detach(),
+                weights_TK,
+                experts_TK,
+                experts=plain,
+                dispatcher=dispatcher,
+                schedule=chosen,
+                lanes=lanes,
+                op_prefix="calibration.",
+            )
+
+        seconds = _slowest(dispatcher, one)
+        plan, wire = seen[0]
+        samples.append(LayerSample(plan, shape, schedule, wire, TILE_ROWS, seconds))
+    return samples
+
+
+def _ring(dispatcher: Dispatcher, size: int, device: torch.device) -> None:
+    """A message to the next rank and one from the last, at once on all ranks."""
+    axis, comms = dispatcher.ep_etp, dispatcher.comms
+    gone, come = torch.zeros(2, size, dtype=torch.uint8, device=device)
+    following, previous = (axis.index + 1) % axis.size, (axis.index - 1) % axis.size
+    sends, receives = [Message(gone, following, _TAG)], [Message(come, previous, _TAG)]
+    comms.start_exchange(sends, receives, axis, op_id="calibration.ring").wait()  # one group: NCCL would wait for ever
+
+
+_TAG = 1 << 20
+"""Of no message of a layer."""
+
+
+def _finish(dispatcher: Dispatcher) -> None:
+    """Wait until a device has done what it was given; a host has."""
+    if isinstance(dispatcher.comms.message_streams, CudaStreams):
+        torch.cuda.current_stream().synchronize()
+
+
+def _slowest(dispatcher: Dispatcher, call: Callable[[], object]) -> float:
+    """Median seconds of the slowest rank, after one call that does not count. On a device until it is done."""
+    call()
+    _finish(dispatcher)
+    seconds = []
+    for _ in range(REPEATS):
+        dispatcher.comms.barrier(dispatcher.ep_etp, op_id="calibration.barrier")
+        begin_s = time.perf_counter()
+        call()
+        _finish(dispatcher)
+        seconds.append(time.perf_counter() - begin_s)
+    return max(statistics.median(told) for told in dispatcher.comms.gather_objects(seconds, dispatcher.ep_etp))

@@ -1,0 +1,1 @@
+"""Gradients, master weights and moments of what a rank keeps."""

@@ -1,0 +1,245 @@
+"""Master weights and moments of what this rank keeps, and the parameters that are rounded from them.
+
+Carries out `plan.layout.flat_layouts`: per gradient family one flat buffer in the compute type, of which the modules' parameters become
+views, and one shard (the whole buffer with `zero = 0`) of master weight, first and second moment in fp32 (fp64 for fp64). Where shards have several
+keepers, copies of others' shards come after it.
+
+    commit    the optimizer reads reduced gradient segments, updates master and moments, rounds into the flat buffer; alone
+    publish   all-gather of the shards over the group that shards the family: every parameter is again the rounded master. Where shards have several
+              keepers, messages to those that have not rounded them themselves (`plan/layout/shard_copies.py: publication`).
+              Experts with replicas whose state is sharded over their holders: each part goes to the other holders
+
+Must never change: parameters equal the rounded master weights of all shards after `publish`; moments and masters are never rounded
+below fp32; each element of a logical tensor has exactly one `primary` holder; all keepers of a shard have the same bits of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from phalanx.plan.layout.parameters import Box, FlatLayout, FlatPiece
+from phalanx.plan.layout.shard_copies import publication
+from phalanx.runtime.comm.allocator import in_huge_pages
+from phalanx.runtime.comm.collectives import Collectives
+from phalanx.runtime.comm.exchange import Message
+from phalanx.runtime.comm.groups import Axis, Groups
+from phalanx.runtime.state.boxes import BoxTensor
+from phalanx.runtime.state.holders import HolderSums
+
+_TAG = 8
+"""Of messages of published parameters, so that they meet one another only."""
+
+
+@dataclass(frozen=True, eq=False)
+class DecayRun:
+    """Elements `[start, stop)` of what is kept, in one shard, that share one answer to "does weight decay apply?"."""
+
+    start: int
+    stop: int
+    decay: bool
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FamilyState:
+    """One family. `master`, `exp_avg`, `exp_avg_sq` (kept_length,) are what this rank keeps, `flat` (length,) all parameters of it."""
+
+    layout: FlatLayout
+    flat: torch.Tensor
+    master: torch.Tensor
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+    runs: tuple[DecayRun, ...]
+    rounded: torch.Tensor | None = None
+    """Where the shard is no range of `flat`: its parameters, which `publish` takes to their places."""
+
+    @property
+    def published(self) -> torch.Tensor:
+        """This rank's own shard of the parameters, in the compute type."""
+        return self._kept_parts()[0] if self.rounded is None else self.rounded
+
+    def rounded_part(self, start: int, stop: int) -> torch.Tensor:
+        """Where the elements `[start, stop)` of what is kept go, all of one run, in the compute type."""
+        if self.rounded is not None:
+            return self.rounded[start:stop]
+        at = 0
+        for part in self._kept_parts():
+            if start < at + len(part):
+                return part[start - at : stop - at]
+            at += len(part)
+        raise IndexError(f"elements [{start}, {stop}) of {at}")
+
+    @cached_property
+    def pieces(self) -> tuple[tuple[FlatPiece, int, bool], ...]:
+        """Of what is kept, the same for masters and both moments: boxes of parameters, where each begins, and whether it is this rank that writes it."""
+        return tuple(
+            (piece, at, is_writer)
+            for start, stop, is_writer in _written(self.layout)
+            for piece, at in self.layout.kept_pieces(start, stop)
+        )
+
+    def round_masters(self) -> None:
+        """Parameters of all that is kept, from the masters."""
+        parts = self._kept_parts() if self.rounded is None else [self.rounded]
+        for part, master in zip(parts, self.master.split([len(part) for part in parts]), strict=True):
+            part.copy_(master)
+
+    def _kept_parts(self) -> list[torch.Tensor]:
+        return [self.flat[first:stop] for first, stop in self.layout.kept_runs]
+
+    def runs_in(self, start: int, stop: int) -> Iterator[DecayRun]:
+        """The parts of the decay runs that lie in `[start, stop)` of what is kept."""
+        for run in self.runs:
+            lo, hi = max(run.start, start), min(run.stop, stop)
+            if lo < hi:
+                yield DecayRun(lo, hi, run.decay)
+
+
+class ShardedState:
+    """Optimizer state of one rank. Taking it over makes `params` views of flat buffers (same values).
+
+    `buffers` are untrained tensors that belong to the run's state (the expert bias), replicated on all ranks, by logical name.
+    """
+
+    KINDS = ("master", "exp_avg", "exp_avg_sq")
+    """What the optimizer keeps of each parameter."""
+
+    def __init__(
+        self,
+        params: Mapping[str, torch.Tensor],
+        layouts: Mapping[str, FlatLayout],
+        *,
+        groups: Groups,
+        buffers: Mapping[str, torch.Tensor],
+        dtype: torch.dtype,
+    ) -> None:
+        self.groups = groups
+        self.buffers = dict(buffers)
+        self.families = {family: _take_over(params, layout, dtype) for family, layout in layouts.items()}
+        self.is_published = True
+        """Whether every parameter is the rounded master; not between an update and `publish`."""
+
+    def publish(self, comms: Collectives) -> None:
+        """Gather every shard of the parameters. Collective; each rank has rounded its own shard into `published` before."""
+        self.is_published = False
+        for family, state in self.families.items():
+            if state.rounded is not None and state.layout.scattered is not None:
+                sums, axis = HolderSums(state.layout.scattered), self.groups.axis("ep")
+                sums.send_back(state.rounded, state.flat, axis, comms, op_id=f"publish/{family}")
+            elif state.layout.num_shards > 1:
+                _publish_shards(state, self.groups.axis(state.layout.rule.shard_over), comms, op_id=f"publish/{family}")
+        self.is_published = True
+
+    def restore(self, comms: Collectives) -> None:
+        """After `boxes()` were filled from a checkpoint: round the masters and publish them."""
+        for state in self.families.values():
+            state.round_masters()
+        self.publish(comms)
+
+    def boxes(self) -> list[BoxTensor]:
+        """Everything a checkpoint holds, as views: `master/`, `exp_avg/`, `exp_avg_sq/` + parameter, `buffer/` + name."""
+        out = []
+        for state in self.families.values():
+            primary = self._is_primary(state.layout)
+            for kind in self.KINDS:
+                out += _shard_boxes(state, kind, primary=primary)
+        first = self.groups.axis("tp_dp_cp").index == 0
+        for name, tensor in self.buffers.items():
+            shape = tuple(tensor.shape)
+            out.append(BoxTensor(f"buffer/{name}", shape, Box((0,) * len(shape), shape), tensor, primary=first))
+        return out
+
+    def _is_primary(self, layout: FlatLayout) -> bool:
+        """Of the ranks along the rule's replicas, the first one writes; shards of one group differ, so all of them do."""
+        rule = layout.rule
+        groups = [name for name in rule.replicas if layout.num_shards == 1 or name != rule.shard_over]
+        return all(self.groups.axis(name).index == 0 for name in groups)
+
+
+def _publish_shards(state: FamilyState, axis: Axis, comms: Collectives, *, op_id: str) -> None:
+    """Each shard of the parameters to the members of the axis that do not keep it. Collective."""
+    layout, flat = state.layout, state.flat
+    parcels = publication(layout.keepers, layout.shard_index)
+    if parcels is None:
+        comms.all_gather(state.published, axis, out=flat, op_id=op_id)
+        return
+    sends = [Message(state.published, member, _TAG) for member in parcels.sends]
+    receives = []
+    for shard in parcels.receives:
+        first, stop = layout.shard_range(shard)
+        receives.append(Message(flat[first:stop], shard, _TAG))
+    comms.start_exchange(sends, receives, axis, op_id=op_id).wait()
+
+
+def _take_over(params: Mapping[str, torch.Tensor], layout: FlatLayout, dtype: torch.dtype) -> FamilyState:
+    some = params[layout.params[0].param.name]
+    flat = in_huge_pages(torch.zeros(layout.length, dtype=some.dtype, device=some.device))
+    for local, start in zip(layout.params, layout.starts, strict=True):
+        param = params[local.param.name]
+        view = flat[start : start + local.num_elements].view(local.shape)
+        view.copy_(param.detach())
+        param.data = view
+    rounded = None
+    if layout.scattered is not None:
+        rounded = torch.cat([flat[start:stop] for start, stop in layout.kept_runs])
+    master = in_huge_pages(torch.empty(layout.kept_length, dtype=dtype, device=some.device))
+    at = 0
+    for start, stop in layout.kept_runs:
+        master[at : at + stop - start].copy_(flat[start:stop])
+        at += stop - start
+    return FamilyState(
+        layout=layout,
+        flat=flat,
+        master=master,
+        exp_avg=in_huge_pages(torch.zeros_like(master)),
+        exp_avg_sq=in_huge_pages(torch.zeros_like(master)),
+        runs=_decay_runs(layout),
+        rounded=rounded,
+    )
+
+
+def _decay_runs(layout: FlatLayout) -> tuple[DecayRun, ...]:
+    """Neighbouring parameters of one shard with the same answer, merged; padding belongs to no run. So a copy has the runs of its owner, and the same bits.
+
+    Experts with replicas are a run each, or each part of one: where an expert lies differs between its holders, and an update that began elsewhere
+    would round the last few elements of a vector otherwise.
+    """
+    runs: list[DecayRun] = []
+    at, alone = 0, layout.holders is not None
+    for first, stop in _ranges(layout):
+        begin = len(runs)
+        for local, start in zip(layout.params, layout.starts, strict=True):
+            lo, hi = max(start, first) - first + at, min(start + local.num_elements, stop) - first + at
+            if lo >= hi:
+                continue
+            if len(runs) > begin and not alone and runs[-1].decay == local.param.decay and runs[-1].stop == lo:
+                lo = runs.pop().start
+            runs.append(DecayRun(lo, hi, local.param.decay))
+        at += stop - first
+    return tuple(runs)
+
+
+def _ranges(layout: FlatLayout) -> Sequence[tuple[int, int]]:
+    """Ranges of the buffer that, one after the other, are kept: expert by expert where they have replicas."""
+    if layout.held_whole is None:
+        return layout.kept_runs
+    return [held.run for held in layout.held_whole.experts]
+
+
+def _shard_boxes(state: FamilyState, kind: str, *, primary: bool) -> list[BoxTensor]:
+    out, kept = [], getattr(state, kind)
+    for piece, at, is_writer in state.pieces:
+        part = kept[at : at + piece.box.num_elements].view(piece.box.sizes)
+        name, writes = f"{kind}/{piece.param.name}", primary and is_writer
+        out.append(BoxTensor(name, piece.param.shape, piece.box, part, primary=writes))
+    return out
+
+
+def _written(layout: FlatLayout) -> list[tuple[int, int, bool]]:
+    """Ranges of what is kept, and whether this rank is the one that writes them: of a shard its owner is, of an expert that several hold whole one of them."""
+    if layout.held_whole is None:
+        return [(0, layout.shard_length, True), (layout.shard_length, layout.kept_length, False)]
+    return [(*held.run, held.is_writer) for held in layout.held_whole.experts]

@@ -1,0 +1,1 @@
+"""How failures and slow hosts change the progress of a job."""

@@ -1,0 +1,121 @@
+"""What a run that heals itself makes of the hosts of a cluster, for the clock of failures (`goodput.py`): the mapping of those that are left, and whom it puts out.
+
+Decides nothing: mappings are the run's own (`plan/recovery/generation.py: Healing.choose`), and so is its rule about slow hosts (`plan/recovery/recipe.py`). On a cluster of several hosts the run is
+told how many ranks a host has, and that hosts meet at a service. A run asks whether the mapping of those that are left has room only where its recipe says how much (`resilience.state_gb`), and ends
+where it has none: the time until hosts return is then counted as down, and told. Must never change: with all hosts the job has its full speed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from phalanx.core.config import Recipe
+from phalanx.core.errors import PlanError
+from phalanx.plan.mapping.folding import Folding
+from phalanx.plan.mapping.model import ModelSpec
+from phalanx.plan.recovery.generation import Healing
+from phalanx.plan.recovery.recipe import healing_of, straggler_rule
+from phalanx.plan.recovery.stragglers import Rule
+from phalanx.simulate.hardware.clusters import GpuCluster
+from phalanx.simulate.mapping.mapping import Mapping
+from phalanx.simulate.step.device_memory import fits
+from phalanx.simulate.step.step_time import Prediction
+
+MEETS = "node0:29400"
+"""Stands for the service of a run on several hosts, where the recipe names none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostsLeft:
+    """A recipe on a cluster of which hosts are lost."""
+
+    recipe: Recipe
+    cluster: GpuCluster
+    healing: Healing
+    fits: Callable[[Folding], bool] = lambda folding: True
+    """Whether a mapping fits in the memory of the cluster's ranks."""
+    too_large: dict[int, Folding] = field(default_factory=dict, init=False, compare=False, repr=False)
+    """Numbers of hosts that were asked for whose mapping does not fit."""
+    _known: dict[int, Folding | None] = field(default_factory=dict, init=False, compare=False, repr=False)
+    """Mappings that were asked for: the clock of failures asks at every change of hosts."""
+
+    @cached_property
+    def rule(self) -> Rule:
+        """Who is put out for being slow."""
+        return straggler_rule(self.recipe, self.healing)
+
+    def ranks(self, hosts: int) -> int:
+        """Of so many hosts."""
+        return max(0, self.cluster.world - (self.cluster.hosts - hosts) * self.cluster.hardware.ranks_per_host)
+
+    def folding(self, hosts: int) -> Folding | None:
+        """With which so many hosts go on; None: they wait, for the run needs more (`resilience.minimum`), no mapping is so small, or it would not fit."""
+        if hosts not in self._known:
+            self._known[hosts] = self._folding(hosts)
+        return self._known[hosts]
+
+    def _folding(self, hosts: int) -> Folding | None:
+        ranks = self.ranks(hosts)
+        if ranks == self.cluster.world:
+            return self.healing.base
+        if ranks < max(1, self.recipe.resilience.minimum):
+            return None
+        try:
+            found = self.healing.folding(ranks)
+        except PlanError:
+            return None
+        if self.fits(found):
+            return found
+        self.too_large[hosts] = found
+        return None
+
+    def explain(self) -> str:
+        """What does not fit, in a line; empty where all that was asked for does."""
+        if not self.too_large:
+            return ""
+        most = max(self.too_large)
+        fewer = "" if len(self.too_large) == 1 else f" (nor with {', '.join(map(str, sorted(self.too_large)[:-1]))})"
+        held = self.healing.bytes_of(self.healing.base) / 1e9
+        return (
+            f"with {most} hosts left the mapping ({self.too_large[most].label()}) does not fit in memory{fewer}: the run would end there with an error of memory; "
+            "the time until hosts return is counted as down. "
+            f"resilience.state_gb ({held:.3g} GB of state are held with all hosts) has it take another mapping, or leave ranks idle, in place of that"
+        )
+
+    def share(self, hosts: int) -> float:
+        """Of full speed: that of the ranks that compute, the others being idle."""
+        folding = self.folding(hosts)
+        return 0.0 if folding is None else folding.world / self.cluster.world
+
+
+def hosts_left(
+    recipe: Recipe,
+    spec: ModelSpec,
+    folding: Folding,
+    cluster: GpuCluster,
+    *,
+    fits: Callable[[Folding], bool] = lambda folding: True,
+) -> HostsLeft:
+    """`folding`: of the run on all ranks; `fits` as in `HostsLeft`. Raises `DataError` where the recipe names loads that cannot be read."""
+    if cluster.hosts > 1:
+        resilience = replace(recipe.resilience, service=recipe.resilience.service or MEETS)
+        launch = replace(recipe.launch, ranks=cluster.hardware.ranks_per_host)
+        recipe = replace(recipe, resilience=resilience, launch=launch)
+    return HostsLeft(recipe=recipe, cluster=cluster, healing=healing_of(recipe, spec, folding), fits=fits)
+
+
+def memory_left(prediction: Prediction) -> Callable[[Folding], bool]:
+    """Whether another mapping of the predicted job fits in the memory of its cluster. Where that of all ranks does not, nothing else is asked: it has been told."""
+    mapping = prediction.mapping
+    if not isinstance(mapping, Mapping) or not prediction.fits:
+        return lambda folding: True
+
+    def fits_left(folding: Folding) -> bool:
+        own = replace(mapping, folding=folding, shares="any")
+        if folding.pp != mapping.folding.pp:
+            own = replace(own, stage_layers=None, extra_warmup=None)
+        return fits(prediction.job, own, prediction.cluster.hardware)
+
+    return fits_left

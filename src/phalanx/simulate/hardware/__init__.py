@@ -1,0 +1,1 @@
+"""What devices and links do: constants of clusters, costs of operations and collectives."""

@@ -1,0 +1,78 @@
+"""How unevenly tokens meet ranks, as a distribution: what imbalance does to time and to buffers.
+
+Decides the load of the fullest expert-parallel rank over the even share (lambda, at least 1). Tokens of a micro-batch choose
+experts with probabilities that are themselves drawn (Dirichlet with `concentration` for each expert; infinity is uniform), so the share
+of a rank has a mean of 1 and a variance of
+
+    (EP - 1) / (E c + 1)  +  (EP - 1) / rows      popularity of its experts, and chance among the rows of a micro-batch
+
+and the fullest of EP ranks lies by the expected maximum of EP normal draws above it. Must never change: forced and
+capped routing have lambda 1, and more ranks or more skew never make it smaller.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from statistics import NormalDist, median
+from typing import Literal
+
+import numpy as np
+
+from phalanx.plan.moe.workload import forced_experts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routing:
+    """What is assumed of the router. `concentration` is that of a balanced, trained router unless said otherwise."""
+
+    kind: Literal["balanced", "learned"] = "balanced"
+    """balanced: forced, or capacity factor 1 with padding; learned: as the distribution says."""
+    concentration: float = 8.0
+    """Of the experts' popularity in a layer: its coefficient of variation is about 1 / sqrt(concentration)."""
+    forced: tuple[float, float] | None = None
+    """Load of the fullest rank in a typical layer and in the worst, where a recipe forces it (`forced_loads`)."""
+
+    def hottest(self, *, ep: int, experts: int, rows: float, top_k: int, quantile: float = 0.5) -> float:
+        """Load of the fullest of `ep` ranks over the even share; `rows` are all rows of the group in a micro-batch.
+
+        Quantile 0.5 is for time (a layer in a typical pass), a high one for buffers, which must hold the worst.
+        """
+        if ep <= 1 or not experts:
+            return 1.0
+        if self.forced is not None:
+            return self.forced[0] if quantile <= 0.5 else self.forced[1]
+        if self.kind == "balanced":
+            return 1.0
+        popularity = (ep - 1) / (experts * self.concentration + 1)
+        deviation = math.sqrt(popularity + (ep - 1) / max(rows, 1.0))
+        most = min(float(ep), ep * min(top_k, experts // ep) / top_k if top_k else float(ep))
+        return max(1.0, min(most, 1.0 + deviation * _maximum(ep, quantile)))
+
+
+def _maximum(n: int, quantile: float) -> float:
+    """Quantile of the largest of `n` independent standard normal draws."""
+    return NormalDist().inv_cdf(quantile ** (1.0 / n))
+
+
+FORCED_DRAWS = 16
+"""Layers and steps of a forced workload that are counted."""
+
+
+@lru_cache(maxsize=64)
+def forced_loads(
+    *, ep: int, experts: int, top_k: int, tokens: int, seed: int, skew: float, draws: int = FORCED_DRAWS
+) -> tuple[float, float]:
+    """Load of the fullest of `ep` ranks over the even share under `router.force = "imbalanced"`: median and largest of the first draws.
+
+    `tokens` of a micro-batch; every source draws the same (`plan/moe/workload.py`), so shares of a group are those of one micro-batch.
+    """
+    found = []
+    for layer in range(draws):
+        chosen = forced_experts(
+            "imbalanced", num_tokens=tokens, num_experts=experts, top_k=top_k, seed=seed, step=0, layer=layer, skew=skew
+        )
+        held = np.bincount(chosen.ravel() // (experts // ep), minlength=ep)
+        found.append(float(held.max() * ep / held.sum()))
+    return median(found), max(found)

@@ -1,0 +1,1 @@
+"""How much memory each rank of a run on this machine needs."""

@@ -1,0 +1,1 @@
+"""A run's own program on a clock, operation by operation."""

@@ -1,0 +1,1 @@
+"""The best mapping of a job on a cluster."""

@@ -1,0 +1,385 @@
+"""Bytes on the devices of a cluster, for each pipeline rank: weights, gradients, optimizer, activations, buffers.
+
+`simulate/memory/memory.py` predicts the host process that runs here, allocator and all; this is the model for accelerators, by formulas of the
+published frameworks. Decides per rank of the pipeline, never an average: the first holds most micro-batches, the last the logits. Must
+never change: more recomputation never keeps more.
+
+Widths: weights of the compute type (bf16, or fp32), gradients fp32, master weights and two moments fp32. Activations per token and layer, with sequence parallelism and
+fused attention; rows of experts as their fullest rank holds them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from phalanx.plan.pipeline.orders import Order
+from phalanx.plan.pipeline.schedule import SCHEDULES, make_schedule, most_extra
+from phalanx.simulate.hardware.clusters import Hardware
+from phalanx.simulate.hardware.cost import BF16, FP32
+from phalanx.simulate.mapping.mapping import Job, Mapping
+from phalanx.simulate.mapping.stage_mappings import AnyMapping, of_places
+from phalanx.simulate.step.stage_layers import StageContent, contents
+
+STATE_BYTES = 3 * FP32
+"""Master weight and two moments of a parameter."""
+FIXED_BYTES = 2.4e9
+"""Context of the device (about 0.5 GB), NCCL's buffers (0.36 to 0.41 GB a communicator in use) and workspaces of products."""
+WASTE = 0.04
+"""Share of the device that the caching allocator cannot hand out: holes between blocks."""
+UNNAMED = 0.037
+"""Tensors that no formula here names, as a share of those that one does: Megatron-LM's golden values of allocated memory are 23.0, 17.7 and 19.7 GB
+where these formulas give 22.1, 17.4 and 18.7 (Mixtral-8x22B, Mixtral-8x7B, and a third functional test)."""
+BUFFER_QUANTILE = 0.999
+"""Dispatch buffers hold all but one in a thousand passes of a layer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageMemory:
+    """Bytes on a rank of one pipeline rank."""
+
+    pipeline_rank: int
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    logits: float
+    buffers: float
+    communication: float
+    live: int
+    """Activations of a virtual stage held at once, at most."""
+
+    @property
+    def total(self) -> float:
+        parts = (self.weights, self.gradients, self.optimizer, self.activations, self.logits, self.buffers)
+        return sum(parts) + self.communication
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "total": self.total}
+
+
+def usable_bytes(hardware: Hardware) -> float:
+    """What a framework can fill before it is out of memory."""
+    return hardware.memory_bytes * (1 - WASTE)
+
+
+def activation_bytes(job: Job, mapping: Mapping, *, moe: bool) -> float:
+    """Bytes that a layer keeps of one micro-batch until its backward pass, with an even load."""
+    s, f = job.shape, mapping.folding
+    tokens = mapping.micro_batch * job.seq_len / (f.tp * f.cp)
+    if mapping.recompute == "full":
+        return tokens * mapping.item_bytes * s.hidden
+    return tokens * (_attention_bytes(job, mapping) + (_moe_bytes(mapping, job) if moe else _dense_bytes(job, mapping)))
+
+
+def _attention_bytes(job: Job, mapping: Mapping) -> float:
+    """Per token of a rank (1/T of those it attends for, with 1/T of the heads: the two cancel). `selective` drops norm outputs."""
+    s, f, item = job.shape, mapping.folding, mapping.item_bytes
+    norms = item * s.hidden * (1 if mapping.recompute == "selective" else 2)
+    kv = max(1.0, s.kv_heads / f.tp) * f.tp
+    if s.latent is None:
+        core = item * (s.heads + 2 * kv) * s.head_dim + item * s.heads * s.head_dim + FP32 * s.heads
+    else:
+        m = s.latent
+        q = s.heads * (m.nope_dim + m.rope_dim)
+        core = item * (2 * q + 2 * s.value_width) + item * (m.q_rank + m.kv_rank) + FP32 * s.heads
+    if not mapping.fused_attention and mapping.recompute == "none":
+        core += 5 * s.heads * job.seq_len / f.cp
+    return norms + core
+
+
+def _dense_bytes(job: Job, mapping: Mapping) -> float:
+    s, item = job.shape, mapping.item_bytes
+    norms = item * s.hidden * (1 if mapping.recompute == "selective" else 2)
+    inner = (s.ffn_matrices - 1) if mapping.recompute == "selective" else s.ffn_matrices
+    return norms + item * inner * s.dense_ffn
+
+
+def _moe_bytes(mapping: Mapping, job: Job) -> float:
+    """With an even load; `_row_bytes` of it grow with the load."""
+    s, item = job.shape, mapping.item_bytes
+    norms = item * s.hidden * (1 if mapping.recompute == "selective" else 2)
+    shared = item * s.ffn_matrices * s.shared_ffn
+    return norms + 8 * s.experts + _row_bytes(mapping, job) + shared + _index_bytes(mapping, s.top_k)
+
+
+def _index_bytes(mapping: Mapping, top_k: int) -> float:
+    """Of fused kernels, per token: what goes and what comes are tables with a place for every token and source, int32 or fp32, kept for the backward pass (`kernels/triton/index.py`):
+    slots and choices that go, slots and weights that come, rows of copies; tokens of entries and back."""
+    if mapping.overlap.ep != "fused":
+        return 0.0
+    return 4.0 * (mapping.folding.ep * (5 * top_k + 2) + top_k)
+
+
+def _row_bytes(mapping: Mapping, job: Job) -> float:
+    """Rows that experts keep, per token; `selective` keeps the rows that arrived and runs the experts again."""
+    s, f, item = job.shape, mapping.folding, mapping.item_bytes
+    inner = 0.0 if mapping.recompute == "selective" else item * s.ffn_matrices * s.expert_ffn
+    return s.top_k * mapping.rows_share(job) * (item * s.hidden * f.etp + inner)
+
+
+def later_bytes(job: Job, mapping: Mapping, *, moe: bool) -> float:
+    """Bytes that a layer keeps of one micro-batch between its input gradient and a weight gradient that was put off: inputs of its products, and
+    gradients of their outputs, recomputed or not.
+    """
+    s, f = job.shape, mapping.folding
+    tokens = mapping.micro_batch * job.seq_len / (f.tp * f.cp)
+    if s.latent is None:
+        inner = (s.heads + 2 * max(1.0, s.kv_heads / f.tp) * f.tp) * s.head_dim
+    else:
+        m = s.latent
+        inner = s.heads * (m.nope_dim + m.rope_dim + m.nope_dim + m.value_dim) + 2 * (m.q_rank + m.kv_rank)
+    elements = 2 * s.hidden + inner + s.value_width
+    sent = s.top_k * mapping.rows_share(job) if moe else 1.0
+    width, rows = (s.expert_ffn * sent, s.hidden * f.etp * sent) if moe else (s.dense_ffn, s.hidden)
+    elements += 2 * rows + s.ffn_matrices * width
+    if moe and s.shared_ffn:
+        elements += 2 * s.hidden + s.ffn_matrices * s.shared_ffn
+    return mapping.item_bytes * tokens * elements
+
+
+def _load(mapping: Mapping, job: Job) -> float:
+    return mapping.load(job, quantile=BUFFER_QUANTILE)
+
+
+def _working_bytes(job: Job, mapping: Mapping) -> float:
+    """The largest layer at work: rows on their way, experts' inputs and gradients; everything of it where it is recomputed."""
+    s, f, item = job.shape, mapping.folding, mapping.item_bytes
+    tokens = mapping.micro_batch * job.seq_len / (f.tp * f.cp)
+    bare = tokens * 4 * item * s.hidden * f.tp
+    if s.experts:
+        rows = tokens * s.top_k * mapping.rows_share(job) * _load(mapping, job)
+        bare += rows * f.etp * item * (2 * s.hidden + 2 * s.expert_ffn / f.etp)
+        if (
+            mapping.overlap.ep == "fused"
+        ):  # one pair of buffers for all layers, with a place for every token of every source
+            bare += 2 * f.ep * tokens * s.hidden * item
+        if mapping.dispatch == "all_gather":  # every rank's tokens, there and back
+            bare += 2 * tokens * f.ep * f.etp * s.hidden * item
+    if mapping.recompute in ("selective", "full"):
+        whole = Mapping(**{**_fields(mapping), "recompute": "none"})
+        bare += activation_bytes(job, whole, moe=s.experts > 0)
+    return bare
+
+
+def _fields(mapping: Mapping) -> dict[str, Any]:
+    return {name: getattr(mapping, name) for name in mapping.__dataclass_fields__}
+
+
+def parameters_of_rank(job: Job, mapping: Mapping, content: StageContent) -> tuple[float, float]:
+    """(dense, expert) parameters of a rank that holds these layers."""
+    s, f = job.shape, mapping.folding
+    dense = content.layers * s.attention_params / f.tp + content.dense_layers * s.dense_params / f.tp
+    dense += content.moe_layers * (s.shared_params / f.tp + s.experts * s.hidden) + content.layers * 2 * s.hidden
+    dense += content.tables(tied=s.tied) * s.table_params / f.tp
+    expert = content.moe_layers * mapping.held_experts(job) * s.expert_params / f.etp if s.experts else 0.0
+    return dense, expert
+
+
+def shards(mapping: Mapping) -> tuple[int, int]:
+    """Ranks over which state of (dense, expert) parameters is spread."""
+    f = mapping.folding
+    if mapping.sharding == "none":
+        return 1, 1
+    if mapping.sharding == "parameters" and not mapping.shard_over_cp:
+        return f.dp, max(1, f.edp // f.cp)
+    return f.dp * f.cp, f.edp
+
+
+def kept_state(job: Job, mapping: Mapping, own: tuple[float, float]) -> tuple[float, float]:
+    """Of a rank's (dense, expert) parameters, those whose optimizer state it keeps."""
+    by_dense, by_expert = shards(mapping)
+    dense, expert = own
+    if mapping.slots is not None:
+        expert *= mapping.kept_experts(job) / mapping.held_experts(job)
+    return dense / by_dense * min(mapping.holders, by_dense), expert / by_expert * min(mapping.holders, by_expert)
+
+
+@dataclass(frozen=True)
+class LayerBytes:
+    """What depends on one layer of one micro-batch alone, whatever the pipeline."""
+
+    moe: float
+    rows: float
+    """Of `moe`: what grows with the load of the fullest rank."""
+    load: float
+    """Of one layer, at its worst."""
+    dense: float
+    moe_later: float
+    """Kept until a weight gradient that was put off."""
+    dense_later: float
+    working: float
+    logits: float
+
+
+def layer_bytes(job: Job, mapping: Mapping) -> LayerBytes:
+    """Activations of a layer of either kind, the largest layer at work, logits."""
+    s, f = job.shape, mapping.folding
+    tokens = mapping.micro_batch * job.seq_len / f.cp
+    return LayerBytes(
+        moe=activation_bytes(job, mapping, moe=True) if s.moe_layers else 0.0,
+        rows=tokens / f.tp * _row_bytes(mapping, job) if mapping.recompute != "full" else 0.0,
+        load=_load(mapping, job) if s.experts else 1.0,
+        dense=activation_bytes(job, mapping, moe=False),
+        moe_later=later_bytes(job, mapping, moe=True) if s.moe_layers else 0.0,
+        dense_later=later_bytes(job, mapping, moe=False),
+        working=_working_bytes(job, mapping),
+        logits=tokens * s.vocab / f.tp * (FP32 + 2 * BF16),
+    )
+
+
+def live_activations(mapping: Mapping, pipeline_rank: int, microbatches: int) -> int:
+    """Activations of a virtual stage that a rank holds at once, by its schedule's promise."""
+    pp, extra = mapping.folding.pp, mapping.extra_warmup
+    return _live_by_rank(mapping.schedule, pp, mapping.virtual, microbatches, extra)[pipeline_rank]
+
+
+@lru_cache(maxsize=8192)
+def _live_by_rank(
+    schedule: str, pp: int, virtual: int, microbatches: int, extra_warmup: tuple[int, ...] | None
+) -> tuple[int, ...]:
+    if pp == 1:
+        return (1,)
+    extra = extra_warmup or most_extra(pp)  # an eager schedule that is told nothing takes the most
+    return tuple(SCHEDULES[schedule].live(rank, pp, virtual, microbatches, extra[rank]) for rank in range(pp))
+
+
+States = tuple[tuple[int, int], ...]
+"""(activations, put-off weight gradients) of a virtual stage that a rank holds at once: the states that no other exceeds in both."""
+
+
+def held_states(mapping: Mapping, pipeline_rank: int, microbatches: int) -> States:
+    """What a rank holds at its fullest moments."""
+    return _states_of_ranks(mapping, microbatches)[pipeline_rank]
+
+
+def _states_of_ranks(mapping: Mapping, microbatches: int) -> tuple[States, ...]:
+    key = (mapping.schedule, mapping.folding.pp, mapping.virtual)
+    if mapping.splits_backward:
+        return _split_states(*key, min(microbatches, 3 * mapping.folding.pp), mapping.extra_warmup)
+    return _plain_states(*key, microbatches, mapping.extra_warmup)
+
+
+@lru_cache(maxsize=8192)
+def _plain_states(*key: Any) -> tuple[States, ...]:
+    return tuple(((live, 0),) for live in _live_by_rank(*key))
+
+
+@lru_cache(maxsize=1024)
+def _split_states(
+    schedule: str, pp: int, virtual: int, microbatches: int, extra_warmup: tuple[int, ...] | None
+) -> tuple[States, ...]:
+    """Of every rank, by walking through its order; more micro-batches than three rounds repeat the steady state."""
+    made = make_schedule(schedule, pp=pp, virtual=virtual, num_microbatches=microbatches, extra_warmup=extra_warmup)
+    return tuple(_front(order) for order in made.actions)
+
+
+def _front(order: Order) -> tuple[tuple[int, int], ...]:
+    change = {"F": (1, 0), "B": (-1, 0), "I": (-1, 1), "W": (0, -1)}
+    most: dict[int, int] = {}
+    live = later = 0
+    for action in order:
+        a, b = change[action.kind]
+        live, later = live + a, later + b
+        most[live] = max(most.get(live, 0), later)
+    front: list[tuple[int, int]] = []
+    for number in sorted(most, reverse=True):
+        if not front or most[number] > front[-1][1]:
+            front.append((number, most[number]))
+    return tuple(front)
+
+
+def stage_memory(job: Job, mapping: Mapping, *, pipeline_rank: int) -> StageMemory:
+    """Memory of the ranks at one place of the pipeline."""
+    states = held_states(mapping, pipeline_rank, mapping.num_microbatches(job))
+    place = Place(pipeline_rank, contents(job, mapping)[pipeline_rank], states)
+    return _memory_at(job, mapping, place, layer_bytes(job, mapping))
+
+
+class Place(NamedTuple):
+    """What the ranks at one place of a pipeline hold, and how much of it is in flight."""
+
+    pipeline_rank: int
+    content: StageContent
+    states: States
+
+
+def _memory_at(job: Job, mapping: Mapping, place: Place, layer: LayerBytes) -> StageMemory:
+    content, item = place.content, mapping.item_bytes
+    dense, expert = parameters_of_rank(job, mapping, content)
+    own = sum(kept_state(job, mapping, (dense, expert)))
+    # layers are uneven each on its own: over those of a rank, what exceeds the even share grows with their root
+    excess = (layer.load - 1) * math.sqrt(content.moe_layers) * layer.rows
+    held = content.moe_layers * layer.moe + excess + content.dense_layers * layer.dense
+    kept = dense + expert
+    if mapping.sharding == "parameters":
+        if mapping.reshard_after_forward:
+            kept = 2 * kept / max(1, content.layers)
+        kept += own
+    state = (item + mapping.gradient_bytes) * kept + STATE_BYTES * own
+    later = content.moe_layers * layer.moe_later + content.dense_layers * layer.dense_later
+    activations = max(held * n + later * w for n, w in place.states) / max(1, len(content.chunk_layers))
+    logits = layer.logits if content.heads else 0.0
+    return StageMemory(
+        pipeline_rank=place.pipeline_rank,
+        weights=item * kept,
+        gradients=mapping.gradient_bytes * kept,
+        optimizer=STATE_BYTES * own,
+        activations=activations,
+        logits=logits,
+        buffers=layer.working + UNNAMED * (state + activations + logits + layer.working),
+        communication=FIXED_BYTES,
+        live=max(n + w for n, w in place.states),
+    )
+
+
+def memory_of(job: Job, mapping: AnyMapping) -> tuple[StageMemory, ...]:
+    """Memory of every pipeline rank."""
+    return tuple(stage_memory(job, own, pipeline_rank=rank) for rank, own in enumerate(of_places(mapping)))
+
+
+@dataclass(frozen=True)
+class Places:
+    """What the ranks of a pipeline hold."""
+
+    different: tuple[StageContent, ...]
+    """The first pipeline rank's, and those of the others that hold something else."""
+    ranks: tuple[tuple[int, ...], ...]
+    """Pipeline ranks that hold each."""
+    fullest: tuple[Place, ...]
+    """Of ranks that hold the same, those that no other exceeds in what is in flight."""
+
+
+def places_of(job: Job, mapping: Mapping) -> Places:
+    """Of a pipeline, whatever else the mapping is."""
+    held, states = contents(job, mapping), _states_of_ranks(mapping, mapping.num_microbatches(job))
+    best: dict[StageContent, list[int]] = {}
+    ranks: dict[StageContent, list[int]] = {}
+    for rank, content in enumerate(held):
+        ranks.setdefault(content, []).append(rank)
+        rivals = best.setdefault(content, [])
+        if not any(_covers(states[other], states[rank]) for other in rivals):
+            rivals[:] = [other for other in rivals if not _covers(states[rank], states[other])] + [rank]
+    fullest = tuple(Place(rank, content, states[rank]) for content, ranks in best.items() for rank in ranks)
+    return Places(tuple(best), tuple(map(tuple, ranks.values())), fullest)
+
+
+def fullest_of(job: Job, mapping: Mapping, places: Places, *, layer: LayerBytes) -> float:
+    """Bytes on the fullest rank of a pipeline that holds these."""
+    return max(_memory_at(job, mapping, place, layer).total for place in places.fullest)
+
+
+def fullest_bytes(job: Job, mapping: Mapping) -> float:
+    """Bytes on the fullest rank of the pipeline."""
+    return fullest_of(job, mapping, places_of(job, mapping), layer=layer_bytes(job, mapping))
+
+
+def _covers(more: States, less: States) -> bool:
+    return all(any(a >= c and b >= d for a, b in more) for c, d in less)
+
+
+def fits(job: Job, mapping: Mapping, hardware: Hardware) -> bool:
+    """Whether the fullest pipeline rank fits on a device."""
+    return max(stage.total for stage in memory_of(job, mapping)) <= usable_bytes(hardware)

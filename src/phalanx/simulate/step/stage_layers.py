@@ -1,0 +1,112 @@
+"""Which layers each virtual stage and each pipeline rank of a mapping holds.
+
+Decides nothing: a mapping that does not say its layers divides them as a run does (`plan/mapping/stages.py`, by cost, the head included). Published
+runs of Megatron-LM say theirs: `even_layers`, as even as can be by count. Places of stages come from the schedule's rule in
+`plan/pipeline/schedule.py`. Must never change: every layer is on exactly one stage.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from phalanx.plan.mapping.stages import balanced_counts, layer_costs
+from phalanx.plan.pipeline.orders import looped_ranks, vee_ranks
+from phalanx.plan.pipeline.schedule import SCHEDULES
+from phalanx.simulate.mapping.mapping import Job, Mapping
+from phalanx.simulate.mapping.shape import Shape, spec_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageContent:
+    """What one pipeline rank holds, over its virtual stages."""
+
+    chunk_layers: tuple[int, ...]
+    moe_layers: int
+    dense_layers: int
+    embeddings: int
+    """Tables that it holds for looking up tokens."""
+    heads: int
+    embeds: int
+    """Passes of the embedding in a micro-batch ..."""
+    head_passes: int
+    """... and of the head, which multi-token prediction asks for again."""
+
+    @property
+    def layers(self) -> int:
+        return self.moe_layers + self.dense_layers
+
+    def tables(self, *, tied: bool) -> int:
+        """Tables of the vocabulary that it holds: looked up however often, one, which is the head's too where they are tied."""
+        looked_up = min(1, self.embeddings)
+        return max(looked_up, self.heads) if tied else looked_up + self.heads
+
+
+def ranks_of_stages(mapping: Mapping) -> tuple[int, ...]:
+    """Pipeline rank of every virtual stage."""
+    if mapping.folding.pp == 1:
+        return (0,)
+    vee = SCHEDULES[mapping.schedule].vee
+    return vee_ranks(mapping.folding.pp) if vee else looped_ranks(mapping.folding.pp, mapping.virtual)
+
+
+def layers_of_stages(job: Job, mapping: Mapping) -> tuple[int, ...]:
+    """Layers of every virtual stage."""
+    if mapping.stage_layers is not None:
+        return mapping.stage_layers
+    stages = mapping.folding.pp * mapping.virtual if mapping.folding.pp > 1 else 1
+    return run_layers(job.shape, job.seq_len, stages)
+
+
+@lru_cache(maxsize=4096)
+def run_layers(shape: Shape, seq_len: int, stages: int) -> tuple[int, ...]:
+    """Layers of each stage of a run that is not told them (`plan.pipeline.make_pipeline`)."""
+    if stages == 1:
+        return (shape.layers,)
+    return balanced_counts(layer_costs(spec_of(shape), seq_len=seq_len), stages)
+
+
+@lru_cache(maxsize=4096)
+def even_layers(layers: int, stages: int) -> tuple[int, ...]:
+    """As even as can be by count; where that does not divide, fewer at the ends, which have embedding and head."""
+    size, more = divmod(layers, stages)
+    counts = [size] * stages
+    middle = [*range(1, stages - 1), 0, stages - 1] if stages > 2 else list(range(stages))
+    start = max(0, (len(middle) - 2 - more) // 2) if stages > 2 else 0
+    for i in range(more):
+        counts[middle[(start + i) % len(middle)]] += 1
+    return tuple(counts)
+
+
+def contents(job: Job, mapping: Mapping) -> tuple[StageContent, ...]:
+    """What each pipeline rank holds."""
+    key = (job.shape.layers, job.shape.dense_layers if job.shape.experts else job.shape.layers, job.shape.mtp)
+    return _contents(key, layers_of_stages(job, mapping), ranks_of_stages(mapping), mapping.folding.pp)
+
+
+@lru_cache(maxsize=4096)
+def _contents(
+    key: tuple[int, int, int], counts: tuple[int, ...], ranks: tuple[int, ...], pp: int
+) -> tuple[StageContent, ...]:
+    _, dense_first, mtp = key
+    last = len(counts) - 1
+    held: list[list[tuple[int, int, int, int]]] = [[] for _ in range(pp)]
+    first = 0
+    for stage, (count, rank) in enumerate(zip(counts, ranks, strict=True)):
+        dense = max(0, min(first + count, dense_first) - first)
+        further = mtp if stage == last else 0
+        is_moe = dense_first <= first + count
+        held[rank].append((count + further, count - dense + further * is_moe, int(stage == 0), int(stage == last)))
+        first += count
+    return tuple(
+        StageContent(
+            chunk_layers=tuple(part[0] for part in parts),
+            moe_layers=sum(part[1] for part in parts),
+            dense_layers=sum(part[0] - part[1] for part in parts),
+            embeddings=sum(part[2] for part in parts) + (mtp and sum(part[3] for part in parts)),
+            heads=sum(part[3] for part in parts),
+            embeds=sum(part[2] for part in parts),
+            head_passes=sum(part[3] for part in parts) * (1 + mtp),
+        )
+        for parts in held
+    )

@@ -1,0 +1,1 @@
+"""Hugging Face checkpoints to runs and back."""

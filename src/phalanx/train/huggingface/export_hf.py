@@ -1,0 +1,254 @@
+"""A checkpoint of a run becomes a Hugging Face checkpoint: sharded safetensors with their index, config.json and the tokenizer's files.
+
+    plan_export    run folder -> family, shards, config; nothing is written
+    write_shards   some of the shards, each read from the run's checkpoint by boxes and written whole; processes share them
+    finish         the small files, the index, and the folder's name
+
+Must never change: a folder with the name asked for is complete; no number is rounded but to the type asked for; the expert bias stays fp32.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from phalanx.core.config import Recipe
+from phalanx.core.errors import ConfigError, Problem, RunError, nearest, raise_if
+from phalanx.models.families import FAMILIES, Family, families_for
+from phalanx.models.families.names import Link, shapes_of
+from phalanx.plan.mapping.model import ModelSpec, buffers, resolve_model
+from phalanx.runtime.checkpoint.manager import CheckpointManager
+from phalanx.runtime.state.boxes import BoxTensor
+from phalanx.train.assemble import state_dtype
+from phalanx.train.huggingface.hf_tokenizer import tokenizer_files
+from phalanx.train.huggingface.hugging_face import INDEX_FILE, SINGLE_FILE, read_config
+from phalanx.train.huggingface.import_hf import KEPT_FOLDER, small_files
+from phalanx.train.run_folder import RunFolder, choose_checkpoint
+from phalanx.train.setup import DTYPES
+
+DEFAULT_SHARD_BYTES = 5_000_000_000
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Export:
+    """What is written where."""
+
+    run: RunFolder
+    target: Path
+    recipe: Recipe
+    spec: ModelSpec
+    family: Family
+    step: int
+    dtype: torch.dtype
+    shards: tuple[tuple[Link, ...], ...]
+
+    @property
+    def writing(self) -> Path:
+        """Where the files gather until all are there."""
+        return self.target.with_name(f".writing-{self.target.name}")
+
+    def file_of(self, shard: int) -> str:
+        count = len(self.shards)
+        return SINGLE_FILE if count == 1 else f"model-{shard + 1:05d}-of-{count:05d}.safetensors"
+
+    def type_of(self, link: Link) -> torch.dtype:
+        return torch.float32 if link.param is None or link.param in self._buffers else self.dtype
+
+    def bytes_of(self, link: Link) -> int:
+        return link.part.num_elements * self.type_of(link).itemsize
+
+    @cached_property
+    def _buffers(self) -> frozenset[str]:
+        return frozenset(name for name, _ in buffers(self.spec))
+
+
+def plan_export(
+    run: Path,
+    target: Path,
+    *,
+    step: int | None = None,
+    dtype: str | None = None,
+    family: str | None = None,
+    shard_bytes: int = DEFAULT_SHARD_BYTES,
+) -> Export:
+    """Everything decided and checked. Raises `ConfigError` or `CheckpointError` with all that is wrong."""
+    folder = RunFolder(run)
+    recipe, tokenizer = folder.read_recipe(), folder.read_tokenizer()
+    spec = resolve_model(recipe.model, recipe.router, tokenizer_vocab=tokenizer.vocab_size)
+    chosen, problems = _choose_family(folder, spec, family)
+    problems += _target_problems(target)
+    if dtype is not None and dtype not in DTYPES:
+        problems.append(Problem(where="--dtype", value=dtype, rule="is no type", hint=nearest(dtype, DTYPES)))
+    raise_if(problems, ConfigError, subject="the export")
+    assert chosen is not None  # or there was a problem
+    _, found = choose_checkpoint(folder, spec, step)
+    kept = read_config(folder.path / KEPT_FOLDER)[0]
+    words = (dtype, kept.get("dtype"), kept.get("torch_dtype"), recipe.train.dtype)
+    word = next(w for w in words if w in DTYPES)
+    plan = Export(
+        run=folder, target=target, recipe=recipe, spec=spec, family=chosen, step=found, dtype=DTYPES[word], shards=()
+    )
+    links = sorted([*chosen.links(spec), *chosen.copies_of(spec)], key=lambda link: _natural(link.tensor))
+    return Export(**{**vars(plan), "shards": _shards(plan, links, shard_bytes)})
+
+
+def _choose_family(folder: RunFolder, spec: ModelSpec, asked: str | None) -> tuple[Family | None, list[Problem]]:
+    """The family asked for, or that of the import, or the first that can express the model."""
+    names = {f.model_type: f for f in FAMILIES}
+    if asked is not None and asked not in names:
+        hint = nearest(asked, names)
+        return None, [Problem(where="--family", value=asked, rule="is not a family that is known", hint=hint)]
+    came_from = read_config(folder.path / KEPT_FOLDER)[0].get("model_type")
+    first = names.get(asked or str(came_from))
+    if first is not None:
+        return first, first.express_problems(spec)
+    able = families_for(spec)
+    if able:
+        return able[0], []
+    return None, [min((f.express_problems(spec) for f in FAMILIES), key=len)[0]]
+
+
+def _target_problems(target: Path) -> list[Problem]:
+    here = target.resolve()
+    if here == Path.cwd() or here in Path.cwd().parents:  # it is replaced by a new one at the end
+        return [Problem(where="DIR", value=str(target), rule="is where this command runs", hint="give a new folder")]
+    if target.is_dir() and any(target.iterdir()):
+        rule, hint = "is a folder with files in it, and nothing is written over", "give a new one"
+        return [Problem(where="DIR", value=str(target), rule=rule, hint=hint)]
+    if target.exists() and not target.is_dir():
+        return [Problem(where="DIR", value=str(target), rule="is a file", hint="give a new folder")]
+    return []
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Layer 10 comes after layer 9."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
+def _shards(plan: Export, links: Sequence[Link], limit: int) -> tuple[tuple[Link, ...], ...]:
+    """Consecutive tensors up to `limit` bytes a file; a larger tensor has a file of its own."""
+    shards: list[list[Link]] = [[]]
+    used = 0
+    for link in links:
+        size = plan.bytes_of(link)
+        if shards[-1] and used + size > limit:
+            shards.append([])
+            used = 0
+        shards[-1].append(link)
+        used += size
+    return tuple(map(tuple, shards))
+
+
+# ---- writing -----------------------------------------------------------------------------------------------------------------
+
+
+def begin(plan: Export) -> None:
+    """An empty folder to write into."""
+    with _written(plan):
+        shutil.rmtree(plan.writing, ignore_errors=True)
+        plan.writing.mkdir(parents=True)
+
+
+@contextmanager
+def _written(plan: Export) -> Iterator[None]:
+    """What keeps a file from being written (no place, no right) is an error for a person. What there is of the export goes."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(plan.writing, ignore_errors=True)
+        raise RunError(f"cannot write {plan.target}: {error}; nothing is left of it") from error
+
+
+def write_shards(plan: Export, *, index: int = 0, count: int = 1) -> None:
+    """Shards number `index`, `index + count`, ...; one is in memory at a time."""
+    manager = CheckpointManager(plan.run.checkpoints.path)
+    for number in range(index, len(plan.shards), count):
+        tensors = _read_shard(plan, manager, plan.shards[number])
+        with _written(plan):
+            save_file(tensors, plan.writing / plan.file_of(number), metadata={"format": "pt"})
+
+
+def _read_shard(plan: Export, manager: CheckpointManager, links: Sequence[Link]) -> dict[str, torch.Tensor]:
+    wide = state_dtype(DTYPES[plan.recipe.train.dtype])
+    kinds = {name: "buffer" for name, _ in buffers(plan.spec)}
+    logical = shapes_of(plan.spec)
+    out, boxes = {}, []
+    for link in links:
+        if link.param is None:
+            out[link.tensor] = torch.zeros(link.shape)
+            continue
+        kind = kinds.get(link.param, "master")
+        held = torch.empty(link.box.sizes, dtype=torch.float32 if kind == "buffer" else wide)
+        boxes.append(BoxTensor(f"{kind}/{link.param}", logical[link.param], link.box, held, primary=True))
+        out[link.tensor] = held.view(link.shape)
+    manager.load(boxes, step=plan.step, partial=True)
+    return {link.tensor: out[link.tensor].to(plan.type_of(link)).contiguous() for link in links}
+
+
+def finish(plan: Export) -> None:
+    """Config, tokenizer and index beside the shards; then the folder gets its name."""
+    with _written(plan):
+        _finish(plan)
+
+
+def _finish(plan: Export) -> None:
+    for name, content in {**_small_files(plan), **_index(plan)}.items():
+        (plan.writing / name).write_bytes(content)
+    for number in range(len(plan.shards)):  # safetensors keeps its files from other readers
+        (plan.writing / plan.file_of(number)).chmod((plan.writing / "config.json").stat().st_mode)
+    if plan.target.exists():
+        plan.target.rmdir()  # it is empty
+    os.rename(plan.writing, plan.target)
+
+
+def _index(plan: Export) -> dict[str, bytes]:
+    if len(plan.shards) == 1:
+        return {}
+    weight_map = {link.tensor: plan.file_of(i) for i, shard in enumerate(plan.shards) for link in shard}
+    total = sum(plan.bytes_of(link) for shard in plan.shards for link in shard)
+    body = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    return {INDEX_FILE: _json(body)}
+
+
+def _small_files(plan: Export) -> dict[str, bytes]:
+    """What came with an imported model, unchanged but for the config's type; for others, made from the recipe."""
+    kept_folder = plan.run.path / KEPT_FOLDER
+    kept = {p.name: p.read_bytes() for p in small_files(kept_folder)}
+    config = json.loads(kept.pop("config.json", b"{}"))
+    if config.get("model_type") != plan.family.model_type:
+        config = _fresh_config(plan)
+    if "tokenizer.json" not in kept:
+        kept |= tokenizer_files(plan.run, length=plan.recipe.train.seq_len)
+        config["eos_token_id"] = plan.run.read_tokenizer().eos_id
+    if "num_nextn_predict_layers" in config:
+        config["num_nextn_predict_layers"] = plan.spec.mtp_layers  # others were left behind when the model came in
+    config.pop("torch_dtype", None)
+    config["dtype"] = str(plan.dtype).removeprefix("torch.")
+    return {**kept, "config.json": _json(config)}
+
+
+def _fresh_config(plan: Export) -> dict[str, Any]:
+    return {
+        **plan.family.config_of(plan.spec),
+        "max_position_embeddings": plan.recipe.train.seq_len,
+        "initializer_range": 0.02,
+        "use_cache": True,
+        "bos_token_id": None,
+        "pad_token_id": None,
+    }
+
+
+def _json(body: object) -> bytes:
+    return (json.dumps(body, indent=2, ensure_ascii=False) + "\n").encode()

@@ -1,0 +1,254 @@
+"""A Hugging Face checkpoint becomes a run: its recipe, its tokenizer, and a checkpoint of step 0 from which any mapping goes on.
+
+    plan_import    config.json and the command line -> recipe, model, tokenizer; nothing is written
+    import_rank    one rank: read 1/n of every tensor, write it as checkpoint of step 0
+
+Must never change: a rank reads its share of the elements and nothing else; master weights are the numbers on disk, widened without rounding;
+a run that has checkpoints is never written over.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from phalanx.core.config import Recipe
+from phalanx.core.errors import ConfigError, Problem, raise_if
+from phalanx.core.recipe import describe_settings, dump_recipe, load_recipe
+from phalanx.data.tokenizer import ByteTokenizer, Tokenizer, parse_choice, read_tokenizer_file
+from phalanx.models.families.names import shapes_of
+from phalanx.plan.layout.parameters import boxes_of_range
+from phalanx.plan.mapping.model import ModelSpec, buffers, resolve_model
+from phalanx.plan.mapping.model_settings import settings_for
+from phalanx.plan.mapping.stage_foldings import resolve_mapping, to_json_dict
+from phalanx.plan.recipe import run_problems
+from phalanx.runtime.checkpoint.folder import RunState
+from phalanx.runtime.checkpoint.manager import CheckpointManager
+from phalanx.runtime.comm.groups import WorldInfo, close_world, init_world
+from phalanx.runtime.comm.launch import StopRequest
+from phalanx.runtime.comm.peers import Peers, own_group
+from phalanx.runtime.state.boxes import BoxTensor
+from phalanx.train.assemble import state_dtype
+from phalanx.train.huggingface.hugging_face import BoxReader, HfCheckpoint
+from phalanx.train.run_folder import RunFolder
+from phalanx.train.setup import DTYPES, PATIENCE_S
+from phalanx.train.trainer import versions
+
+KEPT_FOLDER = "hugging_face"
+"""In the run folder: the small files of the checkpoint, for its tokenizer and for the way back."""
+SMALL_FILES = ("*.json", "*.txt", "*.model", "*.jinja")
+LEFT_OUT = ("*.index.json",)
+TRAINING_SETTINGS = (
+    "router.z_loss",
+    "router.aux_loss",
+    "router.aux_scope",
+    "router.bias_rate",
+    "model.mtp_layers",
+    "model.mtp_weight",
+)
+"""Settings of model and router that no config.json decides."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Import:
+    """Everything that is known before ranks start."""
+
+    checkpoint: HfCheckpoint
+    recipe: Recipe
+    spec: ModelSpec
+    tokenizer: Tokenizer
+
+    @property
+    def folder(self) -> RunFolder:
+        return _run_folder(self.recipe)
+
+
+def _run_folder(recipe: Recipe) -> RunFolder:
+    return RunFolder(Path(recipe.run.folder) / recipe.run.name)
+
+
+# ---- what the run will be --------------------------------------------------------------------------------------------------
+
+
+def plan_import(checkpoint: HfCheckpoint, overrides: Sequence[str]) -> Import:
+    """The run that `checkpoint` becomes. Raises `ConfigError` (`DataError` for a broken tokenizer) with all that is wrong."""
+    said = {word[2:].partition("=")[0] for word in overrides if word.startswith("--")}
+    raise_if(_decided_problems(said), ConfigError, subject="the arguments")
+    own = checkpoint.path / "tokenizer.json"
+    derived = _derived(checkpoint)
+    if "data.tokenizer" not in said and own.is_file():
+        derived["data.tokenizer"] = own
+    words = [w for name, value in derived.items() if name not in said for w in (f"--{name}", _text(value))]
+    recipe = load_recipe(None, [*words, *overrides], check=lambda r: run_problems(r, world=r.launch.ranks))
+    raise_if(_recipe_problems(checkpoint, recipe), ConfigError, subject="the import")
+    tokenizer = _read_tokenizer(recipe)
+    spec = resolve_model(recipe.model, recipe.router, tokenizer_vocab=tokenizer.vocab_size)
+    if derived.get("data.tokenizer") is own:  # the run goes on without the folder it came from
+        kept = str(_run_folder(recipe).path / KEPT_FOLDER)
+        recipe = replace(recipe, data=replace(recipe.data, tokenizer=kept))
+    return Import(checkpoint=checkpoint, recipe=recipe, spec=spec, tokenizer=tokenizer)
+
+
+def _decided_problems(said: set[str]) -> list[Problem]:
+    known = {s.name for s in describe_settings() if s.section in ("model", "router")}
+    rule = "is decided by the checkpoint's config.json"
+    decided = sorted((said & known) - set(TRAINING_SETTINGS))
+    return [Problem(where=f"--{name}", value="given", rule=rule, hint="leave it out") for name in decided]
+
+
+def _derived(checkpoint: HfCheckpoint) -> dict[str, object]:
+    """Settings that follow from the checkpoint."""
+    model, router = settings_for(checkpoint.spec)
+    training = {name.partition(".")[2] for name in TRAINING_SETTINGS if name.startswith("router.")}
+    values: dict[str, object] = {f"model.{k}": v for k, v in vars(model).items()}
+    values |= {f"router.{k}": v for k, v in vars(router).items() if k not in training and k != "force"}
+    values["run.name"] = checkpoint.path.resolve().name
+    return {k: v for k, v in values.items() if v is not None}
+
+
+def _text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _recipe_problems(checkpoint: HfCheckpoint, recipe: Recipe) -> list[Problem]:
+    problems = []
+    choice, where = recipe.data.tokenizer, "data.tokenizer"
+    if choice.startswith("bpe:"):
+        rule = f"a tokenizer trained here does not fit the weights, and {checkpoint.path} has no tokenizer.json"
+        hint = "give the path of the model's tokenizer.json, or byte for a model of bytes"
+        problems.append(Problem(where=where, value=choice, rule=rule, hint=hint))
+    wide = next((n for n, t in checkpoint.tensors.items() if t.dtype == "F64"), None)
+    if wide is not None and recipe.train.dtype != "float64":
+        rule = f"would round {wide}, which is float64"
+        problems.append(
+            Problem(where="train.dtype", value=recipe.train.dtype, rule=rule, hint="use --train.dtype float64")
+        )
+    lost = _lost_buffers(checkpoint, recipe)
+    if lost:
+        rule = f"leaves no place for the expert biases of the checkpoint ({lost[0]}, ...)"
+        problems.append(Problem(where="router.bias_rate", value=0.0, rule=rule, hint="use 0.001"))
+    folder = _run_folder(recipe)
+    steps = folder.checkpoints.steps()
+    if steps:
+        rule = f"{folder.path} holds checkpoints of steps {', '.join(map(str, steps))}"
+        hint = "give the run another --run.name, or remove that folder"
+        problems.append(Problem(where="run.name", value=recipe.run.name, rule=rule, hint=hint))
+    return problems
+
+
+def _lost_buffers(checkpoint: HfCheckpoint, recipe: Recipe) -> list[str]:
+    wanted = dict(buffers(checkpoint.spec))
+    kept = dict(buffers(resolve_model(recipe.model, recipe.router)))
+    return sorted(wanted.keys() - kept.keys())
+
+
+def _read_tokenizer(recipe: Recipe) -> Tokenizer:
+    choice = parse_choice(recipe.data)
+    if choice is None:
+        return ByteTokenizer()
+    assert isinstance(choice, Path)  # a vocabulary to be trained was refused
+    return read_tokenizer_file(choice, eos_token=recipe.data.eos_token)
+
+
+# ---- ranks -------------------------------------------------------------------------------------------------------------------
+
+
+def import_rank(job: Import, info: WorldInfo, stop: StopRequest) -> int:
+    """Read and write this rank's share. Collective; returns the exit code."""
+    timeout_s = job.recipe.launch.timeout_s
+    init_world(info, timeout_s=timeout_s)
+    peers = Peers(own_group(info.world, timeout_s=PATIENCE_S))
+    locks = []
+
+    def prepare() -> None:
+        job.folder.create()
+        locks.append(job.folder.lock())
+        _keep_small_files(job.checkpoint.path, job.folder.path / KEPT_FOLDER)
+        job.folder.write_recipe(job.recipe, job.tokenizer)
+
+    peers.first(prepare)
+    boxes = share_of(job.spec, rank=info.rank, world=info.world, dtype=state_dtype(DTYPES[job.recipe.train.dtype]))
+    with BoxReader(job.checkpoint) as reader:
+        peers.agree(lambda: reader.fill(boxes))
+    manager = CheckpointManager(
+        job.folder.checkpoints.path, group=own_group(info.world, timeout_s=PATIENCE_S), asynchronous=False
+    )
+    manager.open()
+    manager.save(boxes, _run_state(job, info))
+    manager.finish()
+    read = peers.gather(reader.bytes_read)
+    if info.rank == 0:
+        print(_told(job, read))
+    close_world()
+    return 0
+
+
+def share_of(spec: ModelSpec, *, rank: int, world: int, dtype: torch.dtype) -> list[BoxTensor]:
+    """Boxes of elements [n*rank/world, n*(rank+1)/world) of every tensor of a run's state, with memory for them.
+
+    A checkpoint remembers no mapping, so an import needs none: these shares are equal whatever the run's mapping is.
+    """
+    kinds = {name: ("buffer",) for name, _ in buffers(spec)}
+    out = []
+    for name, shape in shapes_of(spec).items():
+        num = torch.Size(shape).numel()
+        parts = boxes_of_range(shape, num * rank // world, num * (rank + 1) // world)
+        for kind in kinds.get(name, ("master", "exp_avg", "exp_avg_sq")):
+            of = torch.float32 if kind == "buffer" else dtype
+            out += [
+                BoxTensor(f"{kind}/{name}", shape, box, torch.empty(box.sizes, dtype=of), primary=True)
+                for box, _ in parts
+            ]
+    return out
+
+
+def _keep_small_files(source: Path, target: Path) -> None:
+    target.mkdir(exist_ok=True)
+    for path in small_files(source):
+        shutil.copyfile(path, target / path.name)
+
+
+def small_files(folder: Path) -> list[Path]:
+    """config.json, the tokenizer's files and the like."""
+    found = {p for pattern in SMALL_FILES for p in folder.glob(pattern)}
+    return sorted(found - {p for pattern in LEFT_OUT for p in folder.glob(pattern)})
+
+
+def _run_state(job: Import, info: WorldInfo) -> RunState:
+    t = job.recipe.train
+    folding = resolve_mapping(
+        job.recipe.folding,
+        job.spec,
+        world=info.world,
+        seq_len=t.seq_len,
+        global_batch=t.global_batch,
+        micro_batch=t.micro_batch,
+    )
+    return RunState(
+        step=0, samples=0, tokens=0, seed=t.seed,
+        loader={},  # no sample was drawn: the first training run decides data and batch
+        model=json.loads(job.spec.to_json()), model_hash=job.spec.hash,
+        recipe_hash=hashlib.sha256(dump_recipe(job.recipe).encode()).hexdigest()[:16],
+        folding=to_json_dict(folding), world=info.world, versions=versions(),
+    )  # fmt: skip
+
+
+def _told(job: Import, read: Sequence[int]) -> str:
+    total = job.checkpoint.num_bytes
+    share = f"; each of {len(read)} ranks read at most {max(read) / max(total, 1):.1%} of it" if len(read) > 1 else ""
+    lines = [
+        job.spec.explain(),
+        f"read {len(job.checkpoint.tensors)} tensors, {total / 1e6:,.1f} MB, from {job.checkpoint.path}{share}",
+    ]
+    if job.checkpoint.ignored:
+        names = job.checkpoint.ignored
+        lines.append(f"left {len(names)} tensors that are no part of this model: {', '.join(names[:3])}, ...")
+    path = job.folder.path
+    lines.append(f"{path} is a run at step 0: phalanx train {path}/recipe.toml, or phalanx generate {path} PROMPT")
+    return "\n".join(lines)

@@ -1,0 +1,1 @@
+"""Experts that move while training runs."""

@@ -1,0 +1,214 @@
+"""State of a run from the members that have it to those that lack it, and the proof that all have the same.
+
+    examine       every member tells checksums of what it holds; who is outvoted is no source (`plan/recovery/suspects.py`)
+    take_state    what moves, moves; then all compare checksums of what they held and what they hold now
+
+Decides nothing: `plan/recovery/generation.py` says what moves. Must never change: what a member holds stays as it was until every element of the new state is there and
+all members have compared checksums, so a member that is lost meanwhile costs another attempt and nothing else.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import defaultdict
+from collections.abc import Hashable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from phalanx.core.errors import RunError
+from phalanx.plan.layout.cells import cells
+from phalanx.plan.layout.parameters import Box
+from phalanx.plan.layout.state import STATE_KINDS
+from phalanx.plan.layout.tensors import TensorLayout
+from phalanx.plan.recovery.generation import HealPlan
+from phalanx.plan.recovery.move_order import HEAL_ID
+from phalanx.plan.recovery.suspects import NONE, Piece, Sums, Suspects, all_agree, find_suspects, row_of, sums_of
+from phalanx.plan.reshard.types import Hosts, Move
+from phalanx.runtime.comm.collectives import Collectives
+from phalanx.runtime.comm.groups import Axis
+from phalanx.runtime.comm.peers import Peers
+from phalanx.runtime.reshard.resharder import Resharder
+from phalanx.runtime.state.boxes import BoxTensor
+from phalanx.runtime.state.optimizer import ShardedState
+from phalanx.runtime.state.shard_views import shard_views
+from phalanx.train.recording import MoveRecorder
+from phalanx.train.step import StepParts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Everyone:
+    """All members of a generation, those that are idle too."""
+
+    comms: Collectives
+    axis: Axis
+    """In the order of their ranks."""
+    peers: Peers
+    """A group of their own, for control."""
+    hosts: Hosts | None = None
+    """Who shares one; None: they ask each other."""
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    """Where their state lives."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Examined:
+    """What members said of the state that they hold."""
+
+    plan: HealPlan
+    """Without the sources that are not to be trusted."""
+    suspects: Suspects
+    cut: Mapping[str, Sequence[Box]]
+    """Parameter -> the parts that are compared: who holds an element of one holds it whole."""
+    pieces: tuple[Piece, ...]
+    """All of these, of each kind of state, and the buffers."""
+    told: NDArray[np.int64]
+    """(members, pieces): checksums of what is to be trusted (`plan.suspects.row_of`)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moved:
+    """What the state of one generation took."""
+
+    received_bytes: int
+    checked: int
+    """Pieces that all holders have alike."""
+
+
+def examine(plan: HealPlan, *, old: ShardedState | None, everyone: Everyone) -> Examined:
+    """What holders of the same piece say of it. `old`: this member's state, None where it has none. Collective.
+
+    Raises `RunError` on all members where they have made different plans.
+    """
+    cut = cut_of(plan)
+    pieces = pieces_of(plan, cut)
+    mine = checksums(old.boxes(), cut=cut) if old is not None else {}
+    row, wrong = b"", ""
+    try:
+        row = row_of(mine, pieces).tobytes()
+    except ValueError as err:  # as where members have made different plans: all are to hear of it
+        wrong = str(err)
+    said = everyone.peers.gather((plan.hash, row, wrong))
+    if len({number for number, *_ in said}) > 1:
+        raise RunError(
+            f"members have made different plans ({', '.join(number for number, *_ in said)}); nothing was changed"
+        )
+    if any(wrong for *_, wrong in said):
+        raise RunError(f"{'; '.join(wrong for *_, wrong in said if wrong)}; nothing was changed")
+    told = _rows([row for _, row, _ in said])
+    suspects = Suspects() if all_agree(told) else find_suspects([sums_of(row, pieces) for row in told])
+    places = {piece: place for place, piece in enumerate(pieces)} if suspects != Suspects() else {}
+    for who, piece in (*suspects.outvoted, *suspects.doubted):
+        told[who, places[piece]] = NONE
+    return Examined(plan=plan.without(suspects.all), suspects=suspects, cut=cut, pieces=pieces, told=told)
+
+
+def pieces_of(plan: HealPlan, cut: Mapping[str, Sequence[Box]]) -> tuple[Piece, ...]:
+    """Everything that members compare, in one order."""
+    params = [Piece(f"{kind}/{name}", cell) for kind in STATE_KINDS for name, cells in cut.items() for cell in cells]
+    buffers = [Piece(f"buffer/{m.name}", Box((0,) * len(m.dst.shape), m.dst.shape)) for m in plan.buffers]
+    return (*params, *buffers)
+
+
+def _rows(told: Sequence[bytes]) -> NDArray[np.int64]:
+    return np.stack([np.frombuffer(row, dtype=np.int64) for row in told])
+
+
+def take_state(
+    found: Examined,
+    parts: StepParts | None,
+    *,
+    old: ShardedState | None,
+    everyone: Everyone,
+    record: MoveRecorder | None = None,
+) -> Moved:
+    """Fill `parts.state` from the members that hold state, and publish it. `parts` None: this member is idle, and only gives. Collective.
+
+    Raises `PeerError` where a member is lost, `RunError` on all members where holders of the same piece differ afterwards.
+    """
+    plan, new = found.plan, None if parts is None else parts.state
+    resharder = Resharder(everyone.comms, everyone.axis, hosts=everyone.hosts)
+    # all at once: to compare plans and to wait for the last message costs more than small states themselves
+    received = move_state(resharder, plan.moves, _tensors(old), _tensors(new), op_id=HEAL_ID, record=record)
+    mine: Sums = {}
+    if parts is not None:
+        parts.state.restore(parts.comms)
+    everyone.comms.complete(everyone.device)
+    if parts is not None:
+        mine = checksums(parts.state.boxes(), cut=found.cut)
+    now = _rows(everyone.peers.gather(row_of(mine, found.pieces).tobytes()))
+    rows = np.concatenate([found.told, now])
+    if not all_agree(rows):
+        compare([sums_of(row, found.pieces) for row in rows])  # says which
+    return Moved(received_bytes=received, checked=int(np.count_nonzero((rows != NONE).any(axis=0))))
+
+
+def _tensors(state: ShardedState | None) -> dict[str, Any]:
+    """By kind and parameter, and buffers by name."""
+    if state is None:
+        return {}
+    views = {f"{kind}/{name}": view for kind in STATE_KINDS for name, view in shard_views(state, kind).items()}
+    return {**views, **state.buffers}
+
+
+def move_state(
+    resharder: Resharder,
+    moves: Sequence[Move],
+    source: Mapping[str, Any],
+    dest: Mapping[str, Any],
+    *,
+    op_id: str,
+    record: MoveRecorder | None = None,
+) -> int:
+    """Carry out moves between tensors, or views of shards, by name; the bytes that came to this rank. Collective."""
+    have = [source.get(move.name) if resharder.rank in move.src.ranks else None for move in moves]
+    want = [dest.get(move.name) for move in moves]
+    types = [torch.float64 if move.itemsize == 8 else torch.float32 for move in moves]
+    with nullcontext() if record is None else record.recording(resharder, moves, op_id=op_id):
+        resharder.move(moves, have, dtypes=types, out=want, op_id=op_id)
+    return 0 if resharder.report is None else resharder.report.received_bytes
+
+
+def cut_of(plan: HealPlan) -> dict[str, list[Box]]:
+    """By parameter: the parts that all who hold them, before or afterwards, can compare."""
+    made: dict[tuple[TensorLayout, TensorLayout], list[Box]] = {}
+    for m in plan.params:
+        if (m.src, m.dst) not in made:
+            made[m.src, m.dst] = cells(h.box for side in (m.src, m.dst) for of in side.held for h in of)
+    return {m.name: made[m.src, m.dst] for m in plan.params}
+
+
+def checksums(boxes: Sequence[BoxTensor], *, cut: Mapping[str, Sequence[Box]]) -> dict[Piece, int]:
+    """CRC-32 of each piece of state: a box of a tensor, or, of a parameter in `cut`, each of its parts, whatever else is held beside it."""
+    out: dict[Piece, int] = {}
+    for held in boxes:
+        for cell in cut.get(held.name.split("/", 1)[1], (held.box,)):
+            if cell == held.box:
+                out[Piece(held.name, cell)] = _sum(held.tensor)
+            elif held.box.contains(cell):
+                inside = cell.shifted([-offset for offset in held.box.offsets])
+                out[Piece(held.name, cell)] = _sum(held.tensor[inside.slices()])
+    return out
+
+
+def _sum(x: torch.Tensor) -> int:
+    return zlib.crc32(x.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().data)
+
+
+def compare(told: Sequence[Mapping[Any, int]]) -> int:
+    """How many pieces all agree on. `told`: of each member, what it held and what it holds now. Raises `RunError` naming pieces that differ."""
+    found: defaultdict[Hashable, set[int]] = defaultdict(set)
+    for sums in told:
+        for piece, value in sums.items():
+            found[piece].add(value)
+    wrong = sorted(str(piece) for piece, values in found.items() if len(values) > 1)
+    if wrong:
+        shown = ", ".join(wrong[:4]) + (f" and {len(wrong) - 4} more" if len(wrong) > 4 else "")
+        raise RunError(
+            f"members hold different values of {shown}, and nobody can say which are right; nothing was changed, and only the newest checkpoint is left"
+        )
+    return len(found)

@@ -1,0 +1,1 @@
+"""A run that goes on when hosts are lost or join."""

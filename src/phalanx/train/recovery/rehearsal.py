@@ -1,0 +1,127 @@
+"""One step that counts for nothing, before a worker says that it is ready: what a process does for the first time takes long, and others would wait for it.
+
+Threads of autograd, compiled kernels, scripted functions, generated code (`train/warm.py`): a member that joins a running job otherwise meets all of that in its first step,
+with all others in the same collectives. The step is that of a model of the same widths with one layer of each kind and a small vocabulary, on this rank alone, so it takes
+no message, and the memory of a whole layer with as few experts as a rank holds.
+
+Must never change: nothing of it is left but warm code; a model that cannot be made small is not rehearsed, and the run goes on all the same.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from phalanx.core.config import CheckpointConfig, FoldingConfig, Recipe, ResilienceConfig
+from phalanx.core.processor import this_processor
+from phalanx.data.loader import MicroBatch
+from phalanx.data.prepare import Prepared
+from phalanx.observe.sinks import Sinks
+from phalanx.plan.mapping.folding import Folding
+from phalanx.plan.mapping.model import ModelSpec, model_problems
+from phalanx.plan.mapping.placement import plain_placement
+from phalanx.plan.pipeline.run import plain_pipeline
+from phalanx.runtime.comm.groups import GroupCache, WorldInfo
+from phalanx.runtime.comm.peers import Peers
+from phalanx.train.machine import MemoryMeter
+from phalanx.train.optim import learning_rate
+from phalanx.train.run_folder import RunFolder
+from phalanx.train.setup import Rank, make_context
+from phalanx.train.step import commit_step, publish, reduce_step
+from phalanx.train.trainer import make_loader, make_parts, token_batch
+from phalanx.train.warm import warm_kernels
+
+ALONE = Folding(world=1)
+VOCABULARY = 4096
+"""At most: tables of a whole one may be larger than all that a rank of the run holds, and more rows meet no other code."""
+
+
+def rehearse(
+    recipe: Recipe, spec: ModelSpec, folding: Folding, *, prepared: Prepared, device: torch.device, folder: RunFolder
+) -> None:
+    """Meet the shapes of the run's products on `folding`, and make a step of one micro-batch with a small model of `spec`'s widths. Needs nobody.
+
+    Raises `RunError` where that step is not finite.
+    """
+    alone = _alone(recipe)
+    rank = Rank(
+        recipe=alone,
+        info=WorldInfo(rank=0, world=1),
+        device=device,
+        peers=Peers(),
+        cache=GroupCache(),
+        folder=folder,
+        sinks=Sinks([]),
+        memory=MemoryMeter(device),
+        lock=None,
+    )
+    ctx = make_context(rank, spec, ALONE, plain_pipeline(spec, pp=1), plain_placement(spec.num_experts, ALONE))
+    warm_kernels(
+        ctx,
+        micro_batch=recipe.train.micro_batch,
+        seq_len=recipe.train.seq_len,
+        processor=this_processor(),
+        folding=folding,
+    )
+    small = small_model(spec, experts_of_rank=spec.num_experts // folding.ep)
+    if small is not None:
+        _step(rank, small, prepared)
+    gc.collect()
+
+
+def _step(rank: Rank, spec: ModelSpec, prepared: Prepared) -> None:
+    placement = plain_placement(spec.num_experts, ALONE)
+    parts = make_parts(rank, spec, ALONE, plain_pipeline(spec, pp=1), warm=False, placement=placement)
+    micros = [_within(m, spec.vocab) for m in make_loader(rank.recipe, prepared).microbatches(0)]
+    batches = [token_batch(m, rank.device, folding=ALONE, rank=0) for m in micros]
+    lr = learning_rate(0, rank.recipe.optim, total_steps=rank.recipe.train.steps)
+    commit_step(parts, reduce_step(parts, batches, step=0, lr=lr))
+    publish(parts)
+    parts.buffers.close()
+
+
+def _within(micro: MicroBatch, vocab: int) -> MicroBatch:
+    """Other words: what they are does not matter here, but that there are such."""
+    labels = np.where(micro.labels < 0, micro.labels, micro.labels % vocab)
+    return replace(micro, tokens=micro.tokens % vocab, labels=labels)
+
+
+def small_model(spec: ModelSpec, *, experts_of_rank: int) -> ModelSpec | None:
+    """One dense layer where there are any, one with experts, and as few of these as a rank of the run holds, as far as the router can choose among them."""
+    dense = min(1, spec.dense_layers)
+    layers = dense + min(1, spec.num_layers - spec.dense_layers)
+    for experts in _fewer(spec, experts_of_rank):
+        small = replace(
+            spec, num_layers=layers, dense_layers=dense, num_experts=experts, vocab=min(spec.vocab, VOCABULARY)
+        )
+        if not model_problems(small):
+            return small
+    return None
+
+
+def _fewer(spec: ModelSpec, least: int) -> Iterator[int]:
+    """Numbers of experts that divide those of the model, from `least` on."""
+    return (n for n in range(max(1, least, spec.top_k), spec.num_experts + 1) if spec.num_experts % n == 0)
+
+
+def _alone(recipe: Recipe) -> Recipe:
+    """The recipe of one rank that makes one micro-batch a step."""
+    train = recipe.train
+    return replace(
+        recipe,
+        folding=FoldingConfig(),
+        dispatch=replace(
+            recipe.dispatch, overlap="serial"
+        ),  # alone there is nothing to overlap, and nothing to calibrate
+        train=replace(train, global_batch=train.micro_batch),
+        resilience=ResilienceConfig(
+            mode=recipe.resilience.mode,
+            chunk_rows=recipe.resilience.chunk_rows,
+            fixed_bits=recipe.resilience.fixed_bits,
+        ),
+        checkpoint=CheckpointConfig(interval=0),
+    )

@@ -1,0 +1,283 @@
+"""A run that heals itself, on one host: a supervisor, which prepares everything, and workers, which are forked with it.
+
+    parent    run folder and its lock ─ text ─ model and mapping ─ `Supervisor.run`: forks workers, also in the place of those that died
+    worker    sinks ─ seat ─ `run_member` with a `HealingBody` ─ the last words
+
+With `resilience.service` several hosts do so for one run, in one folder that all can write (`train/recovery/run_hosts.py`): each has a supervisor and meets the others
+at the service. The hosts prepare one after the other, so that one does the work and the others find it done.
+
+Must never change: the parent runs no tensor operation and has no thread when it forks; whatever is wrong with recipe, text or mapping is an error before it does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import hashlib
+import socket
+import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import IO
+
+import torch
+from rich.console import Console
+
+from phalanx.core.config import LaunchConfig, Recipe
+from phalanx.core.errors import ConfigError, Problem, RunError, raise_if
+from phalanx.core.events import Emit, Event, Note, RunEnded
+from phalanx.core.recipe import dump_recipe
+from phalanx.core.service_address import parse_service
+from phalanx.data.prepare import Prepared, prepare
+from phalanx.observe.console import wants_live
+from phalanx.observe.event_log import JsonlSink
+from phalanx.observe.preparation import PreparationProgress
+from phalanx.observe.sinks import Sinks, open_sinks
+from phalanx.observe.summary import print_summary
+from phalanx.plan.mapping.folding import Folding
+from phalanx.plan.recovery.generation import heal_problems
+from phalanx.plan.recovery.hosts import wanted_ranks
+from phalanx.plan.recovery.recipe import healing_of
+from phalanx.runtime.checkpoint.manager import import_now
+from phalanx.runtime.comm.allocator import keep_freed_memory
+from phalanx.runtime.comm.away import AWAY_FILE, AwayFile
+from phalanx.runtime.comm.groups import WorldInfo, leave_errors_to_run, own_device, use_interface_to
+from phalanx.runtime.membership.member import run_member
+from phalanx.runtime.membership.seat import Seat
+from phalanx.runtime.membership.seat_terms import SeatSettings
+from phalanx.runtime.membership.service_address import expect_service, run_at, service_at
+from phalanx.runtime.membership.supervisor import MemberMain, Supervisor, SupervisorSettings
+from phalanx.train.closing import summary_of
+from phalanx.train.recovery.healing import HealingBody, HealingRun
+from phalanx.train.recovery.run_hosts import RunHosts
+from phalanx.train.recovery.watch import Watch, WatchedSinks
+from phalanx.train.run_folder import RunFolder
+from phalanx.train.setup import be_deterministic, resolve_pipeline, resolve_shape
+from phalanx.train.trainer import versions
+
+GATHER_S = 5.0
+"""How long the first generation waits for ranks that are not heard of; a run on several hosts begins without those that take longer."""
+LOCAL_GATHER_S = 60.0
+"""On one host, whose supervisor knows who is dead: a rank that takes long to start is waited for, so that all runs of a recipe begin alike."""
+
+
+def train_healing(
+    recipe: Recipe, *, threads: int, port: int = 0, watch: Watch | None = None, kept: Recipe | None = None
+) -> int:
+    """Train on `launch.ranks` ranks of this host until all steps of the run are done, whoever dies; returns the exit code.
+
+    `port` of the membership service where this program keeps one of its own, 0: a free one. `kept`: what the run folder keeps in the place of
+    `recipe`, where that was completed for this start. Raises `PhalanxError` for whatever a person can act on.
+    """
+    folder = RunFolder(Path(recipe.run.folder) / recipe.run.name)
+    folder.create()
+    host = recipe.launch.host or socket.gethostname().split(".")[0]
+    if recipe.resilience.service is None:
+        lock: IO[str] | RunHosts = folder.lock()  # inherited by the workers: it is free when the last of them has ended
+    else:
+        lock = RunHosts(folder, host=host, service=recipe.resilience.service)
+    try:
+        if isinstance(lock, RunHosts):
+            recipe, joins = as_begun(recipe)
+            with lock.preparing():
+                run, first = prepare_run(recipe, folder, kept=kept, joins=joins), lock.first_place(recipe.launch.ranks)
+        else:
+            run, first, host = prepare_run(recipe, folder, kept=kept), 0, "local"
+        main = partial(work, run, threads=threads, first=first, watch=watch)
+        return _supervisor(run, host, main, port=port, tell=_host_log(run, host, watch)).run()
+    finally:
+        lock.close()
+
+
+def _host_log(run: HealingRun, host: str, watch: Watch | None) -> Emit:
+    """What this host's supervisor does, in a log of its own. A disk that fails costs lines of it and nothing else."""
+    log = JsonlSink(run.folder.path, host=host)
+
+    def tell(event: Event, /) -> None:
+        with contextlib.suppress(OSError):
+            log.write(event)
+        if watch is not None:
+            watch.host(event)
+
+    return tell
+
+
+def _supervisor(run: HealingRun, host: str, main: MemberMain, *, port: int, tell: Emit) -> Supervisor:
+    """This host's, and with it the service where this host keeps it. Waits for one that others keep."""
+    recipe = run.recipe
+    address = None if recipe.resilience.service is None else parse_service(recipe.resilience.service)
+    settings = supervisor_settings(recipe, host, own_machine=address is None or address.is_here)
+    away = AWAY_FILE if address is None else f"{AWAY_FILE}-{host}"
+    settings = replace(
+        settings, minimum=max(settings.minimum, run.healing.least()), away=AwayFile(run.folder.path / away)
+    )
+    if address is None:
+        import_now()
+        here = settings.wanted - len(settings.away() & set(range(settings.slots)))
+        settings = replace(settings, wanted=max(1, here))
+        return Supervisor(main, settings, port=port, tell=tell)
+    if recipe.launch.keep_service:
+        if not address.is_here:
+            use_interface_to(address.host)
+        import_now()
+        return Supervisor(main, settings, address=address.host, port=address.port, tell=tell)
+    service = service_at(address)
+    where, wait_s = recipe.resilience.service or "", recipe.resilience.wait_s
+    if not expect_service(service, where, wait_s=wait_s, tell=print):
+        import_now()  # once for all ranks of this host; where a run is under way they take part first (`HealingBody`)
+    if not address.is_here:
+        use_interface_to(service.host)
+    return Supervisor(main, settings, service=service, tell=tell)
+
+
+def supervisor_settings(recipe: Recipe, host: str, *, own_machine: bool) -> SupervisorSettings:
+    """How a host takes part, as the recipe says it."""
+    r, timeout_s = recipe.resilience, recipe.launch.timeout_s
+    return SupervisorSettings(
+        host=host,
+        slots=recipe.launch.ranks,
+        wanted=wanted_ranks(recipe),
+        alone=r.service is None,
+        minimum=r.minimum,
+        limit_s=r.limit_s,
+        gather_s=max(r.limit_s, LOCAL_GATHER_S if r.service is None else GATHER_S),
+        wait_s=r.wait_s,
+        rest_s=r.straggler_rest_s,
+        seat=SeatSettings(
+            timeout_s=timeout_s, device=recipe.launch.device, own_machine=own_machine, doors=r.service is not None
+        ),
+    )
+
+
+def prepare_run(recipe: Recipe, folder: RunFolder, *, kept: Recipe | None = None, joins: bool = False) -> HealingRun:
+    """Text, model and mapping; what is left of an interrupted save is removed. `joins`: the run is under way on other hosts, so checkpoints are its own.
+
+    Raises `PhalanxError` with all that is wrong.
+    """
+    steps = folder.checkpoints.steps()
+    if steps and not recipe.checkpoint.resume and not joins:
+        rule = f"would start over in {folder.path}, which holds checkpoints of steps {', '.join(map(str, steps))}"
+        hint = "give the run another --run.name, or remove that folder"
+        problem = Problem(where="checkpoint.resume", value=False, rule=rule, hint=hint)
+        raise ConfigError([problem], subject="the recipe")
+    prepared = _prepare_text(recipe, folder)
+    spec, folding = resolve_shape(recipe, world=wanted_ranks(recipe), tokenizer_vocab=prepared.tokenizer.vocab_size)
+    assert isinstance(folding, Folding)  # the rules refuse stages of their own with a mode, and healing without one
+    resolve_pipeline(recipe, spec, folding)  # or what is wrong with it
+    healing, alone = healing_of(recipe, spec, folding), recipe.resilience.service is None
+    problems = heal_problems(folding, floor=healing.floor, replicated=healing.slots_per_rank is not None)
+    problems += healing.room_problems()
+    raise_if(problems, ConfigError, subject="the recipe")
+    again = replace(
+        recipe if kept is None else kept,
+        checkpoint=replace(recipe.checkpoint, step=None),  # running the file again must not go back again
+        launch=_of_all_hosts(recipe.launch),
+    )
+    if alone or not folder.has_recipe:
+        folder.write_recipe(again, prepared.tokenizer)
+    kept = None if alone or joins else again  # the run may be another one, and refuse this host
+    return HealingRun(recipe=recipe, folder=folder, prepared=prepared, spec=spec, healing=healing, kept=kept)
+
+
+def _prepare_text(recipe: Recipe, folder: RunFolder) -> Prepared:
+    newest = folder.checkpoints.newest() if recipe.checkpoint.step is None else recipe.checkpoint.step
+    known = None
+    if newest is not None and newest in folder.checkpoints.steps():
+        known = folder.checkpoints.read_state(newest).loader.get("data")
+    console = Console() if recipe.observe.console != "none" else None
+    live = console is not None and wants_live(recipe.observe, console)
+    with PreparationProgress(console, live=live) as bar:
+        return prepare(recipe.data, progress=bar, resume=None if known is None else str(known))
+
+
+def work(run: HealingRun, seat: Seat, *, threads: int, first: int = 0, watch: Watch | None = None) -> int:
+    """One worker, in its own process; returns its exit code. Its log has the number `first` + slot, and number 0 is the one that a person watches."""
+    recipe, begin_s = run.recipe, time.monotonic()
+    torch.set_num_threads(threads)
+    on_cpu = recipe.launch.device == "cpu"
+    keep_freed_memory(threads=threads if on_cpu else 1)
+    be_deterministic(recipe.train.deterministic)
+    slot = int(seat.uid.split(".")[1])
+    ranks = recipe.launch.ranks
+    device = own_device(WorldInfo(rank=slot, world=ranks, local_rank=slot, local_world=ranks), recipe.launch.device)
+    if not on_cpu:
+        leave_errors_to_run()
+    number, body, joins = first + slot, None, seat.under_way()
+    with open_sinks(recipe.observe, folder=run.folder.path, rank=number, patient=joins) as sinks:
+        try:
+            body = _body(run, sinks, slot=slot, watch=watch, joins=joins, device=device)
+            if joins:  # when a run begins, all are cold together
+                _rehearse(body, sinks)
+            seat.announce(plan_hash=_plan_hash(run), version=versions()["phalanx"])
+            if slot == 0:
+                _keep_recipe(run, sinks)
+            why = run_member(seat, body, tell=body.tell, order=body.order)
+        except BaseException as err:
+            reason = " ".join([f"{type(err).__name__}:", *str(err).splitlines()[:2]])
+            sinks(RunEnded(step=body.step if body else 0, reason=reason, seconds=time.monotonic() - begin_s))
+            raise
+        reason = {"stopped": "interrupted"}.get(why, why)
+        sinks(RunEnded(step=body.step, reason=reason, seconds=time.monotonic() - begin_s))
+    if number == 0 and recipe.observe.console != "none" and body.outcome is not None:
+        print_summary(summary_of(run.folder.path, body.outcome, seconds=time.monotonic() - begin_s))
+    return 0
+
+
+def _keep_recipe(run: HealingRun, sinks: Sinks) -> None:
+    """Once the run has accepted this host: what is kept is what is trained. A disk that refuses costs that, and not the member."""
+    if run.kept is None:
+        return
+    try:
+        run.folder.write_recipe(run.kept, run.prepared.tokenizer)
+    except RunError as err:
+        sinks(Note(level="warning", text=f"the recipe of the run could not be kept: {err}"))
+
+
+def _rehearse(body: HealingBody, sinks: Sinks) -> None:
+    """Warm code is worth no member: one that cannot rehearse joins cold."""
+    try:
+        body.rehearse()
+    except Exception as err:
+        text = f"this worker joins without having made a step alone, which makes its first one slow: {type(err).__name__}: {err}"
+        sinks(Note(level="warning", text=text))
+    gc.collect()
+    gc.freeze()  # what it has imported and compiled stays: each generation collects what the last one left (`Team.drop`), and need not look through all of that
+
+
+def _body(
+    run: HealingRun, sinks: Sinks, *, slot: int, watch: Watch | None, joins: bool, device: torch.device
+) -> HealingBody:
+    if watch is None:
+        return HealingBody(run, sinks, joins=joins, device=device)
+    member = watch.member(slot)
+    return HealingBody(run, WatchedSinks(sinks, member), watch=member, joins=joins, device=device)
+
+
+def as_begun(recipe: Recipe) -> tuple[Recipe, bool]:
+    """The recipe of a host of several, with the number of ranks that its run began with (the first host decides), and whether that run is under way.
+
+    A service that does not answer yet, as one that this host is to keep, has served none.
+    """
+    address = None if recipe.resilience.service is None else parse_service(recipe.resilience.service)
+    if address is None or recipe.launch.keep_service:
+        return recipe, False
+    wanted, under_way = run_at(service_at(address), wanted=wanted_ranks(recipe))
+    return replace(recipe, resilience=replace(recipe.resilience, wanted=wanted)), under_way
+
+
+def _of_all_hosts(launch: LaunchConfig) -> LaunchConfig:
+    """Without what one host says of itself alone."""
+    return replace(launch, host=None, rack=None, keep_service=False)
+
+
+def _plan_hash(run: HealingRun) -> str:
+    """What all members of one run have alike, whatever host they are on and when it came: where to begin is asked once."""
+    recipe = replace(
+        run.recipe,
+        launch=_of_all_hosts(run.recipe.launch),
+        checkpoint=replace(run.recipe.checkpoint, resume=True, step=None),
+        resilience=replace(run.recipe.resilience, wanted=wanted_ranks(run.recipe)),
+    )
+    text = f"{dump_recipe(recipe)}\n{run.spec.hash}\n{run.prepared.fingerprint}"
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,76 @@
+"""What somebody who tests a run that heals itself sees of it, from inside its processes: `phalanx bench storm` aims its faults by this.
+
+A run without a watch asks for nothing of this: every place that could tell looks at one attribute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, Protocol
+
+from phalanx.core.events import Event
+from phalanx.core.op_ids import read_op_id
+from phalanx.observe.sinks import Sinks
+
+Phase = Literal["waits", "forward", "all-to-all", "backward", "reduction", "vote", "commit", "migration", "checkpoint"]
+PHASES: tuple[Phase, ...] = (
+    "waits",
+    "forward",
+    "all-to-all",
+    "backward",
+    "reduction",
+    "vote",
+    "commit",
+    "migration",
+    "checkpoint",
+)
+
+
+class MemberWatch(Protocol):
+    """Told by one member. Calls come from its own thread, and may block it."""
+
+    def phase(self, name: Phase, step: int) -> None:
+        """The member is now in this phase; `step` steps are committed."""
+
+    def tell(self, event: Event, /) -> None:
+        """What `runtime/membership/member.py` tells, and what goes to the sinks."""
+
+
+class Watch(Protocol):
+    """Told by one host."""
+
+    def host(self, event: Event, /) -> None:
+        """What the supervisor tells."""
+
+    def member(self, slot: int) -> MemberWatch:
+        """Called in each worker's own process, once."""
+
+
+class WatchedSinks(Sinks):
+    """Sinks whose events are told to a watch as well. Closing them is the business of who opened the sinks."""
+
+    def __init__(self, sinks: Sinks, watch: MemberWatch) -> None:
+        super().__init__([])
+        self._inner, self._watch = sinks, watch
+
+    @property
+    def has_screen(self) -> bool:
+        return self._inner.has_screen
+
+    def __call__(self, event: Event, /) -> None:
+        self._inner(event)
+        self._watch.tell(event)
+
+
+def collective_watch(to: Callable[[Phase], None]) -> Callable[[str, bool], None]:
+    """A watch over the collectives of a step (`Collectives.watch`), by their ids: dispatch and combine are "all-to-all" while they are waited for, what
+    follows belongs to the pass that they are of, and the sums of gradients are the reduction."""
+
+    def watch(op_id: str, begins: bool) -> None:
+        place = read_op_id(op_id)
+        if place.direction is not None and place.name.startswith(("dispatch.", "combine.")):
+            to("all-to-all" if begins else "backward" if place.direction == "backward" else "forward")
+        elif begins and op_id.startswith("gradient/"):
+            to("reduction")
+
+    return watch

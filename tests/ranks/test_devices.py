@@ -1,0 +1,433 @@
+"""Healing where messages are NCCL's, with stand-ins for what a GPU does: what ends without a word is noticed, and a call that nothing ends is ended with its process."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from train_help import phalanx, train_args, write_text
+
+from phalanx.core.config import LaunchConfig, Recipe, ResilienceConfig
+from phalanx.core.errors import FinalError, PeerError, RunError
+from phalanx.core.recipe import recipe_problems
+from phalanx.plan.heals import choose_healing
+from phalanx.plan.recovery.suspects import Suspects
+from phalanx.runtime.comm import devices, groups
+from phalanx.runtime.comm.collectives import Collectives
+from phalanx.runtime.comm.devices import DeviceAbort, complete
+from phalanx.runtime.comm.escape import Escape
+from phalanx.runtime.comm.exchange import Call
+from phalanx.runtime.comm.groups import Axis, leave_errors_to_run
+from phalanx.runtime.comm.peers import Peers
+from phalanx.runtime.membership import lookout, seat
+from phalanx.runtime.membership.forming import Sockets, TeamGroups, as_listed
+from phalanx.runtime.membership.member import _Loop, run_member
+from phalanx.runtime.membership.membership import Generation, Member
+from phalanx.runtime.membership.seat import Seat
+from phalanx.runtime.membership.seat_terms import Left, SeatSettings
+from phalanx.runtime.membership.votes import Decision, Report
+from phalanx.train.placement import heal_state
+from phalanx.train.placement.heal_state import Everyone, Examined, take_state
+from phalanx.train.recovery import healing
+from phalanx.train.recovery.healing import HealingBody
+
+ELSEWHERE = torch.device("meta")
+"""A device that is no CPU, and needs no waiting for."""
+
+
+class Nccl:
+    """A communicator whose abort may wait for others, as NCCL's does outside of a group call."""
+
+    calls: list[str]
+
+    def __init__(self, name: str, calls: list[str], gate: threading.Event | None = None) -> None:
+        self.name, self.calls, self.gate = name, calls, gate
+
+    def _group_start(self) -> None:
+        self.calls.append("begin")
+
+    def _group_end(self) -> None:
+        self.calls.append("end")
+
+    def abort(self) -> None:
+        if self.gate is not None:
+            self.gate.wait(20)
+        self.calls.append(self.name)
+
+
+class Group:
+    """A process group that has that backend for devices, or none."""
+
+    def __init__(self, backend: object | None) -> None:
+        self.backend = backend
+
+    def _get_backend(self, device: torch.device) -> object:
+        assert device.type == "cuda"
+        if self.backend is None:
+            raise RuntimeError("no backend for device type cuda")
+        return self.backend
+
+
+def groups_of(*backends: object | None) -> Any:
+    return [Group(backend) for backend in backends]
+
+
+@pytest.fixture
+def nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
+
+
+@pytest.mark.unit
+@pytest.mark.usefixtures("nccl")
+def test_all_communicators_are_aborted_in_one_group_call_once() -> None:
+    calls: list[str] = []
+    abort, groups = DeviceAbort(), groups_of(Nccl("world", calls), None, Nccl("ep", calls), object())
+    for _ in range(2):  # the watching thread kicks, and whoever drops the team kicks again
+        abort.start(groups)
+    assert abort.wait(20) and calls == ["begin", "ep", "world", "end"]
+
+
+@pytest.mark.unit
+@pytest.mark.usefixtures("nccl")
+def test_an_abort_that_blocks_keeps_nobody_from_watching() -> None:
+    calls: list[str] = []
+    gate, abort = threading.Event(), DeviceAbort()
+    begin_s = time.monotonic()
+    abort.start(groups_of(Nccl("world", calls, gate)))
+    assert time.monotonic() - begin_s < 10 and not abort.wait(0.05) and "world" not in calls
+    gate.set()
+    assert abort.wait(20) and calls[-1] == "end"
+
+
+@pytest.mark.unit
+@pytest.mark.usefixtures("nccl")
+def test_a_communicator_that_came_after_the_first_abort_is_aborted_too() -> None:
+    calls: list[str] = []
+    abort, first = DeviceAbort(), Nccl("world", calls)
+    abort.start(groups_of(first))
+    assert abort.wait(20)
+    abort.start(groups_of(first, Nccl("ep", calls)))
+    assert abort.wait(20) and [c for c in calls if c not in ("begin", "end")] == ["world", "ep"]
+
+
+@pytest.mark.unit
+@pytest.mark.usefixtures("nccl")
+def test_groups_without_nccl_are_left_alone() -> None:
+    abort = DeviceAbort()
+    abort.start(groups_of(None, object()))
+    assert abort.wait(0) and not abort._threads
+
+
+@pytest.mark.unit
+def test_a_kicked_team_makes_no_group_and_posts_nothing_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = TeamGroups(Sockets(), timeout_s=5.0)
+    cache.kicked = lambda: True
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    with pytest.raises(PeerError, match="never be closed again"):
+        cache._create((0, 1), True, 0)
+    comms = Collectives(escape=Escape(lambda: True))
+    comms._posted(Call("x", 0, True))  # on the host it fails by itself
+    with pytest.raises(PeerError, match="nothing is posted"):
+        comms._posted(Call("x", 0, False))
+
+
+@pytest.mark.unit
+def test_results_of_a_kicked_team_are_not_used_on_a_device_and_calls_of_a_cpu_fail_themselves() -> None:
+    kicked = [False]
+    comms = Collectives(escape=Escape(lambda: kicked[0]))
+    comms.complete(ELSEWHERE)
+    kicked[0] = True
+    comms.complete(torch.device("cpu"))
+    with pytest.raises(PeerError, match="connections were closed while the device computed"):
+        comms.complete(ELSEWHERE)
+    Collectives().complete(ELSEWHERE)  # a run that does not heal
+
+
+@pytest.mark.unit
+def test_it_asks_after_the_device_has_ended_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kick may come while this thread waits for the device."""
+    kicked: list[bool] = []
+    monkeypatch.setattr(devices, "synchronize", lambda device: kicked.append(True))
+    with pytest.raises(PeerError):
+        complete(ELSEWHERE, lambda: bool(kicked))
+
+
+def body_on(device: torch.device, kicked: list[bool], error: Exception | None) -> HealingBody:
+    """One that is about to make a step in which the team is kicked, after the last call that could have failed."""
+    body = object.__new__(HealingBody)
+    comms = Collectives(escape=Escape(lambda: kicked[0]))
+    recorder = SimpleNamespace(
+        prepare=lambda step: None, begin=lambda step: None, voted=lambda: None, publishing=nullcontext
+    )
+    trainer: Any = SimpleNamespace(
+        parts=SimpleNamespace(comms=comms),
+        replacing=SimpleNamespace(reduced=lambda *_: None),
+        recorder=recorder,
+        load=lambda step: [],
+        token_batch=lambda m: m,
+    )
+    optim = SimpleNamespace(warmup_steps=0, lr=1.0)
+    body.recipe = SimpleNamespace(train=SimpleNamespace(steps=4), optim=optim)  # type: ignore[assignment]
+    body.device, body.trainer, body.watch = device, trainer, None
+    body._idle = body._others_idle = body._due = False
+    body._step, body._moving, body._reduced, body._batches = 0, None, None, None
+    return body
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("error", [None, RunError("the loss of step 1 is not finite")])
+def test_a_step_that_a_device_computed_with_a_kicked_team_is_a_lost_peer(
+    monkeypatch: pytest.MonkeyPatch, error: Exception | None
+) -> None:
+    """Also where its numbers make no sense: those came from nowhere, and would not come again."""
+    kicked = [False]
+
+    def reduce_step(*args: object, **options: object) -> object:
+        kicked[0] = True
+        if error is not None:
+            raise error
+        return "numbers"
+
+    monkeypatch.setattr(healing, "reduce_step", reduce_step)
+    monkeypatch.setattr(healing, "publish", lambda parts: None)
+    monkeypatch.setattr(healing, "learning_rate", lambda *args, **options: 1.0)
+    body = body_on(ELSEWHERE, kicked, error)
+    with pytest.raises(PeerError):
+        body.compute()
+    assert body._reduced is None
+    kicked[0], host = False, body_on(torch.device("cpu"), kicked, error)
+    if error is None:
+        host.compute()
+        assert host._reduced is not None and host._reduced[0] == "numbers"
+    else:
+        with pytest.raises(FinalError, match="not finite"):
+            host.compute()
+
+
+@pytest.mark.unit
+def test_state_that_came_from_a_kicked_team_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compared, it would be state on which members differ, and the end of the run."""
+    kicked = [False]
+    comms = Collectives(escape=Escape(lambda: kicked[0]))
+    everyone = Everyone(comms=comms, axis=Axis("everyone", (0,), 0, None), peers=Peers(), device=ELSEWHERE)
+    plan: Any = SimpleNamespace(params=(), buffers=(), moves=())
+    told = np.zeros((1, 0), dtype=np.int64)
+    found = Examined(plan=plan, suspects=Suspects(), cut={}, pieces=(), told=told)
+    monkeypatch.setattr(heal_state, "move_state", lambda *args, **options: 7)
+    assert take_state(found, None, old=None, everyone=everyone).received_bytes == 7
+    kicked[0] = True
+    with pytest.raises(PeerError):
+        take_state(found, None, old=None, everyone=everyone)
+
+
+@pytest.mark.unit
+def test_a_member_whose_results_are_not_used_does_not_vote() -> None:
+    voted: list[int] = []
+    team: Any = SimpleNamespace(reports=(), uid="h.0", uids=("h.0",), size=1, formed_s=0.0)
+    team.generation = Generation(number=1, epoch="t", members=(Member("h.0", "h"),))
+
+    class At(SimpleNamespace):
+        def next_team(self, report: object, *, order: object) -> object:
+            if self.begun:
+                raise Left("over")
+            self.begun = True
+            return team
+
+        def vote(self, step: int) -> Decision:
+            voted.append(step)
+            raise AssertionError("it voted")
+
+    place: Any = At(uid="h.0", team=None, begun=False, told_s=lambda g: 0.0, settle=lambda step: None)
+
+    def compute() -> None:
+        complete(ELSEWHERE, lambda: True)
+
+    body: Any = SimpleNamespace(
+        step=0, holds=False, describe=lambda: ("", {}), enter=lambda team, found: None, compute=compute,
+        abort=lambda: None, leave_team=lambda: None, finished=lambda: False,
+    )  # fmt: skip
+    assert run_member(place, body) == "left" and not voted
+
+
+class Clock:
+    """Of the seat: time passes only here."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+class Late:
+    """A team that is dropped by somebody's hand."""
+
+    def __init__(self, clock: Clock, on_drop: Callable[[], None] = lambda: None) -> None:
+        self.kicked, self.kicked_s, self.clock, self.on_drop = False, 0.0, clock, on_drop
+        self.generation, self.check = SimpleNamespace(number=7), None
+
+    def kick(self) -> None:
+        self.kicked, self.kicked_s = True, self.kicked_s or self.clock.now_s
+
+    def drop(self) -> None:
+        self.kick()
+        self.on_drop()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    found = Clock()
+    monkeypatch.setattr(lookout, "time", SimpleNamespace(monotonic=found.monotonic, sleep=time.sleep))
+    return found
+
+
+@pytest.fixture
+def codes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    found: list[int] = []
+    monkeypatch.setattr(lookout, "os", SimpleNamespace(_exit=found.append, write=os.write))
+    return found
+
+
+def seat_on(device: str) -> Seat:
+    service: Any = None
+    return Seat(Member("h.0", "h"), service, pipe=-1, settings=SeatSettings(device=device))
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(("device", "ends"), [("cuda", True), ("cpu", False)])
+def test_a_call_that_nothing_ends_is_ended_with_its_process(
+    clock: Clock, codes: list[int], capfd: pytest.CaptureFixture[str], device: str, ends: bool
+) -> None:
+    place, team = seat_on(device), Late(clock)
+    place._connect_watched(team)  # type: ignore[arg-type]
+    clock.now_s += 10 * lookout.STUCK_S
+    place._end_if_stuck()  # nobody has kicked it: a step may take as long as it likes
+    team.kick()
+    clock.now_s += lookout.STUCK_S - 1
+    place._end_if_stuck()
+    assert not codes
+    clock.now_s += 2
+    place._end_if_stuck()
+    assert codes == ([1] if ends else [])
+    assert ("has not come back from generation 7" in capfd.readouterr().err) == ends
+
+
+@pytest.mark.unit
+def test_who_hangs_while_the_team_is_dropped_is_ended_too(clock: Clock, codes: list[int]) -> None:
+    """An abort that does not end, or a communicator that cannot be destroyed."""
+    place = seat_on("cuda")
+
+    def hang() -> None:
+        clock.now_s += lookout.STUCK_S + 1
+        place._end_if_stuck()  # what the watching thread does meanwhile
+
+    place._connect_watched(Late(clock, hang))  # type: ignore[arg-type]
+    place.drop()
+    assert codes == [1]
+    place._end_if_stuck()
+    assert codes == [1]
+
+
+@pytest.mark.unit
+def test_who_waits_for_a_generation_after_one_that_did_not_form_may_wait(
+    monkeypatch: pytest.MonkeyPatch, clock: Clock, codes: list[int]
+) -> None:
+    place, made = seat_on("cuda"), list[Late]()
+    generation = Generation(number=7, epoch="t", members=(Member("h.0", "h"),))
+
+    def form(*args: object, watch: Callable[[object], None], **options: object) -> None:
+        made.append(Late(clock))
+        watch(made[0])
+        made[0].drop()
+        raise PeerError("generation 7 does not form")
+
+    monkeypatch.setattr(seat, "form", form)
+    monkeypatch.setattr(place, "_keys_of", lambda generation: SimpleNamespace(put=lambda key, value: None))
+    report = Report(uid="h.0", step=0, holds=False, doubt=False, sum="", data={})
+    with pytest.raises(PeerError):
+        place._form(generation, report, as_listed)
+    assert made[0].kicked_s
+    clock.now_s += 10 * lookout.STUCK_S
+    place._end_if_stuck()
+    assert not codes
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("nowhere", "error"), [(True, ValueError("3 rows")), (True, FinalError("nan")), (False, ValueError("3 rows"))]
+)
+def test_an_error_of_numbers_that_nobody_sent_is_a_lost_peer(nowhere: bool, error: Exception) -> None:
+    place: Any = SimpleNamespace(came_from_nowhere=lambda: nowhere, broken=lambda: True, uid="h.0")
+    body: Any = SimpleNamespace(step=3)
+    loop = _Loop(place, body, lambda event: None, as_listed)
+
+    def fails() -> None:
+        raise error
+
+    if nowhere:
+        assert loop._failed(fails) and loop.failures[0][0] == 3
+    else:
+        with pytest.raises(ValueError, match="3 rows"):
+            loop._failed(fails)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("device", "kicked", "nowhere"), [("cuda", True, True), ("cuda", False, False), ("cpu", True, False)]
+)
+def test_numbers_may_come_from_nowhere_on_a_device_of_a_kicked_team(
+    clock: Clock, device: str, kicked: bool, nowhere: bool
+) -> None:
+    place, team = seat_on(device), Late(clock)
+    place._connect_watched(team)  # type: ignore[arg-type]
+    if kicked:
+        team.kick()
+    assert place.came_from_nowhere() == nowhere
+
+
+@pytest.mark.unit
+def test_threads_of_nccl_end_nothing_unless_the_user_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(groups, "os", SimpleNamespace(environ={"TORCH_NCCL_ENABLE_MONITORING": "1"}))
+    leave_errors_to_run()
+    assert groups.os.environ == {"TORCH_NCCL_ENABLE_MONITORING": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
+
+
+@pytest.mark.unit
+def test_a_run_on_devices_heals_where_it_is_asked_for_and_not_in_exact_mode() -> None:
+    recipe = Recipe(launch=LaunchConfig(ranks=4, device="cuda", threads=1))
+    assert "never run on a GPU" in choose_healing(recipe).explain()
+    asked = replace(recipe, resilience=ResilienceConfig(heal=True, mode="fast"))
+    assert not recipe_problems(asked) and choose_healing(asked).heals
+    exact = replace(recipe, resilience=ResilienceConfig(heal=True, mode="exact"))
+    assert [p.where for p in recipe_problems(exact)] == ["launch.device"]
+
+
+@pytest.mark.ranks
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_healing_run_without_gpus_says_so_once_and_ends(tmp_path: Path) -> None:
+    write_text(tmp_path / "text")
+    args = train_args(
+        tmp_path,
+        launch__device="cuda",
+        launch__ranks=2,
+        resilience__heal="true",
+        resilience__mode="fast",
+        folding__ep=1,
+    )
+    done = phalanx("train", *args)
+    assert done.returncode != 0
+    assert (
+        done.stderr.count("launch.device = 'cuda': needs a GPU that torch can use, and finds none on this machine") == 1
+    )

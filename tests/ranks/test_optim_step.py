@@ -1,0 +1,194 @@
+"""The step as a transaction: what is not finite changes nothing anywhere, every rank votes, an evaluation only looks."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from phalanx.core.errors import RunError
+from phalanx.kernels.cpu.cross_entropy import IGNORE
+from phalanx.models.context import TokenBatch
+from phalanx.plan.mapping.folding import make_folding
+from phalanx.plan.mapping.model import RouterSpec, parameters
+from phalanx.plan.moe.dispatch import DispatchSpec
+from phalanx.runtime.comm.collectives import Collectives
+from phalanx.runtime.comm.groups import GroupCache, build_groups
+from phalanx.runtime.state.gradients import GradientBuffers
+from phalanx.train.assemble import assemble
+from phalanx.train.step import StepParts, StepResult, eval_loss, train_step
+from phalanx.verify.numbers import StartingValues, microbatch
+from phalanx.verify.reference import context
+from phalanx.verify.setups import Setup, small_model
+from ranks import run_ranks
+
+ROUTER = RouterSpec(score="sigmoid", renormalize=True, bias_rate=1e-3, aux_loss=0.05, z_loss=0.01)
+
+
+def setup(**changes) -> Setup:
+    return Setup(label="test", spec=small_model("test", router=ROUTER), dispatch=DispatchSpec(), **changes)
+
+
+def make(
+    s: Setup, rank: int, cache: GroupCache, *, world: int, mapping: dict[str, int], dtype=torch.float64, each: int = 1
+) -> StepParts:
+    groups = build_groups(make_folding(world=world, **mapping), rank=rank, cache=cache)
+    parts = assemble(context(s, groups, Collectives(), dtype=dtype), optim=s.optim, num_microbatches=each)
+    StartingValues().fill(parts.state.boxes(), {p.name: p for p in parameters(s.spec)})
+    parts.state.restore(parts.comms)
+    return parts
+
+
+def one(s: Setup, **kw) -> StepParts:
+    return make(s, 0, GroupCache(), world=1, mapping={}, **kw)
+
+
+def everything(parts: StepParts) -> list[torch.Tensor]:
+    """Copies of all that a step may change."""
+    return [
+        *(box.tensor.clone() for box in parts.state.boxes()),
+        *(p.detach().clone() for p in parts.model.parameters()),
+        *(b.clone() for b in parts.model.buffers()),
+    ]
+
+
+def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def _poisoned(rank: int, cache: GroupCache, name: str, zero: int, mapping: dict[str, int]):
+    """A step whose gradient of `name` is infinite on rank 1; then the same step in health, and what it should give."""
+    s = setup(zero=zero)
+    parts = make(s, rank, cache, world=2, mapping=mapping)
+    batches = [microbatch(s, rank)]
+    before, text = everything(parts), ""
+    hooks = []
+    if rank == 1:
+        param = dict(parts.model.named_parameters())[name]
+        hooks.append(param.register_hook(lambda grad: torch.full_like(grad, math.inf)))
+    try:
+        train_step(parts, batches, step=0, lr=0.02)
+    except RunError as error:
+        text = str(error)
+    untouched = same(before, everything(parts))
+    for hook in hooks:
+        hook.remove()
+    train_step(parts, batches, step=0, lr=0.02)
+    sound = make(s, rank, cache, world=2, mapping=mapping)
+    train_step(sound, batches, step=0, lr=0.02)
+    return text, untouched, same(everything(parts), everything(sound)), same(before, everything(parts))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("name", ["layers.0.attention.wq.weight", "layers.1.moe.experts.w2", "norm.weight"])
+@pytest.mark.parametrize("mapping", [{}, {"ep": 2}], ids=str)
+def test_a_gradient_that_is_not_finite_changes_nothing_and_is_named(
+    name: str, zero: int, mapping: dict[str, int]
+) -> None:
+    for text, untouched, recovered, unchanged in run_ranks(2, _poisoned, name, zero, mapping):
+        assert f"{name} on rank 1;" in text and "step 0" in text and "nothing was changed" in text
+        assert untouched and recovered and not unchanged
+
+
+def test_a_loss_that_is_not_finite_is_named_too() -> None:
+    parts = one(setup())
+    with torch.no_grad():
+        parts.model.head_weight[3, 3] = math.nan
+    before = everything(parts)[:-1]
+    with pytest.raises(RunError, match=r"loss nan.*more parameters; nothing was changed"):
+        train_step(parts, [microbatch(setup(), 0)], step=7, lr=0.1)
+    assert all(torch.equal(a, b) or a.isnan().any() for a, b in zip(before, everything(parts), strict=False))
+
+
+def test_an_overflowing_norm_of_finite_gradients_says_so() -> None:
+    parts = one(setup(), dtype=torch.float32)
+    parts.model.norm.weight.register_hook(lambda grad: torch.full_like(grad, 1e30))
+    with pytest.raises(RunError, match="a sum or the norm overflowed"):
+        train_step(parts, [microbatch(setup(), 0)], step=0, lr=0.1)
+
+
+def _stops(rank: int, cache: GroupCache) -> tuple[bool, bool]:
+    s = setup()
+    parts = make(s, rank, cache, world=2, mapping={"ep": 2})
+    first = train_step(parts, [microbatch(s, rank)], step=0, lr=0.01)
+    second = train_step(parts, [microbatch(s, rank)], step=1, lr=0.01, stop=rank == 1)
+    return first.stop, second.stop
+
+
+@pytest.mark.ranks
+def test_one_rank_that_wants_to_stop_is_heard_by_all() -> None:
+    assert run_ranks(2, _stops) == [(False, True), (False, True)]
+
+
+def _evaluated(rank: int, cache: GroupCache) -> tuple[float, int, bool]:
+    s = setup(packed=True)
+    parts = make(s, rank, cache, world=2, mapping={"ep": 2}, each=2)
+    before = everything(parts)
+    loss, tokens = eval_loss(parts, [microbatch(s, 2 * rank + j) for j in range(2)])
+    return loss, tokens, same(before, everything(parts)) and all(p.grad is None for p in parts.model.parameters())
+
+
+@pytest.mark.ranks
+def test_evaluation_weighs_tokens_not_ranks_and_only_looks() -> None:
+    s = setup(packed=True)
+    batches = [microbatch(s, j) for j in range(4)]
+    want, tokens = eval_loss(one(s, each=4), batches)
+    assert tokens == sum(int((b.labels_BS != IGNORE).sum()) for b in batches)
+    for loss, counted, untouched in run_ranks(2, _evaluated):
+        assert loss == pytest.approx(want, rel=1e-13) and counted == tokens and untouched
+
+
+def test_evaluation_of_text_without_labels() -> None:
+    batch = microbatch(setup(), 0)
+    blank = TokenBatch(batch.tokens_BS, torch.full_like(batch.labels_BS, IGNORE), batch.positions_BS, batch.segments)
+    assert eval_loss(one(setup()), [blank]) == (0.0, 0)
+
+
+def _collectives(rank: int, cache: GroupCache, zero: int) -> dict[tuple[str, str], int]:
+    s = setup(zero=zero, buckets=False)
+    parts = make(s, rank, cache, world=2, mapping={})
+    parts.comms.counters.clear()
+    train_step(parts, [microbatch(s, rank)], step=0, lr=0.01)
+    return {key: counter.calls for key, counter in parts.comms.counters.items()}
+
+
+@pytest.mark.ranks
+def test_collectives_of_a_step_are_those_of_its_docstring() -> None:
+    (sharded, _), (whole, _) = (run_ranks(2, _collectives, zero) for zero in (1, 0))
+    assert sharded[("all_reduce", "world")] == 1 == whole[("all_reduce", "world")]  # the vote
+    assert sharded[("all_reduce", "dp_cp")] == 1  # valid tokens
+    assert sharded[("reduce_scatter", "dp_cp")] == 2 == sharded[("all_gather", "dp_cp")]  # two dense families
+    assert sharded[("reduce_scatter", "edp")] == 1 == sharded[("all_gather", "edp")]
+    assert whole[("all_reduce", "dp_cp")] == 3 and whole[("all_reduce", "edp")] == 1
+    assert not any(kind == "all_gather" and axis in ("dp_cp", "edp") for kind, axis in whole)
+
+
+def _results(parts: StepParts, s: Setup) -> StepResult:
+    return train_step(parts, [microbatch(s, 0)], step=0, lr=0.02)
+
+
+def test_borrowed_gradients_step_to_the_same_bits() -> None:
+    """In bf16 too: an fp32 copy of a bf16 gradient is that gradient."""
+    s = setup()
+    lent = one(s, dtype=torch.bfloat16)
+    assert lent.buffers.borrowed
+    copied = one(s, dtype=torch.bfloat16)
+    copied.buffers.close()
+    params = dict(copied.model.named_parameters())
+    flat = GradientBuffers(params, copied.buffers.layouts, dtype=torch.float32)
+    copied = dataclasses.replace(copied, buffers=flat, clip_norm=0.0)
+    lent = dataclasses.replace(lent, clip_norm=0.0)  # the norm is summed in another order
+    a, b = _results(lent, s), _results(copied, s)
+    assert a.loss == b.loss and a.grad_norm == pytest.approx(b.grad_norm, rel=1e-6)
+    assert same(everything(lent), everything(copied))
+
+
+def test_result_speaks_of_loads() -> None:
+    result = _results(one(setup()), setup())
+    assert result.counts_LE.shape == (2, 8) and result.counts_LE.sum() == 2 * 2 * 64
+    assert result.tokens == 64 and result.dropped == 0 and 0 < result.entropy <= math.log(8)
+    assert all(1 <= load <= 8 for load in result.load_max_over_mean)
+    assert result.dead_experts == int((result.counts_LE == 0).sum())

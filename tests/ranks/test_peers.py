@@ -1,0 +1,72 @@
+"""What one rank finds out, all ranks know; a failure of one is the same error on all."""
+
+import pytest
+
+from phalanx.core.errors import ConfigError, PhalanxError, Problem, RunError
+from phalanx.runtime.comm.groups import GroupCache
+from phalanx.runtime.comm.peers import FIRST_BYTES, Peers, joined, own_group
+from ranks import RankError, run_ranks
+
+pytestmark = pytest.mark.ranks
+
+
+def talk(rank: int, cache: GroupCache) -> tuple[list[int], str, list[bool]]:
+    peers = Peers(own_group(3, timeout_s=30))
+    return peers.agree(lambda: rank * 10), peers.first(lambda: f"from {rank}"), [told(peers, n) for n in LENGTHS]
+
+
+LENGTHS = ((0, 0, 0), (1, FIRST_BYTES, 3), (5 * FIRST_BYTES + 1, 2, FIRST_BYTES + 1))
+"""Of values of three ranks: some need a second message."""
+
+
+def told(peers: Peers, lengths: tuple[int, ...]) -> bool:
+    values = [bytes([i]) * n for i, n in enumerate(lengths)]
+    return peers.gather(values[peers.rank]) == values
+
+
+def test_all_know_everything() -> None:
+    assert run_ranks(3, talk) == [([0, 10, 20], "from 0", [True] * len(LENGTHS))] * 3
+    alone = Peers()
+    assert alone.agree(lambda: 1) == [1] and alone.first(lambda: 2) == 2 and (alone.rank, alone.size) == (0, 1)
+
+
+def fail(rank: int, cache: GroupCache, kind: str) -> None:
+    peers = Peers(own_group(3, timeout_s=30))
+
+    def work() -> None:
+        if kind == "problems" and rank > 0:
+            same = Problem(where="a", value=1, rule="is wrong")
+            raise ConfigError([same, Problem(where=f"rank{rank}", value=rank, rule="is odd")], subject="recipe")
+        if kind == "bug" and rank == 2:
+            raise KeyError("lost")
+
+    peers.agree(work)
+
+
+def test_problems_of_several_ranks_come_together() -> None:
+    with pytest.raises(RankError) as info:
+        run_ranks(3, fail, "problems")
+    errors = list(info.value.causes.values())
+    assert len(errors) == 3 and all(isinstance(e, ConfigError) for e in errors)
+    assert {str(e) for e in errors} == {
+        "3 problems with recipe:\n  - a = 1: is wrong\n  - rank1 = 1: is odd\n  - rank2 = 2: is odd"
+    }
+
+
+def test_a_bug_of_one_rank_is_named_on_all() -> None:
+    with pytest.raises(RankError) as info:
+        run_ranks(3, fail, "bug")
+    assert {str(e) for e in info.value.causes.values()} == {"rank 2: KeyError: 'lost'"}
+
+
+def test_a_bug_alone_keeps_its_type() -> None:
+    def broken() -> None:
+        raise KeyError("lost")
+
+    with pytest.raises(KeyError):
+        Peers().agree(broken)
+
+
+def test_first_error_wins_where_types_differ() -> None:
+    errors: list[PhalanxError] = [RunError("first"), ConfigError([], subject="x")]
+    assert joined(errors) is errors[0]

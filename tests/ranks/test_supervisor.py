@@ -1,0 +1,152 @@
+"""Supervisors and their workers as real processes that train a toy: kills, freezes, notices, a service that dies, too few members."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from phalanx.core.events import Emit
+from phalanx.runtime.membership.seat import Seat
+from phalanx.runtime.membership.seat_terms import SeatSettings
+from phalanx.runtime.membership.supervisor import SupervisorSettings
+from phalanx_lab.bench.storm.arena import Arena, read_events, users_of
+from phalanx_lab.bench.storm.check import problems_of
+from phalanx_lab.bench.storm.members import StormArgs, storm, worker
+from phalanx_lab.bench.storm.toy import Board
+
+pytestmark = pytest.mark.ranks
+
+
+def test_a_storm_loses_nothing(tmp_path: Path) -> None:
+    """Two faults of each kind; collectives would wait for 60 s, and nothing may."""
+    result = storm(StormArgs(faults=12, seed=3, between_s=0.4), tmp_path)
+    assert result.failures == []
+    assert (result.faults, result.hung, result.orphans, result.bitwise_equal) == (12, 0, 0, True)
+    refused = [p for p in tmp_path.glob("stderr-*") if "was put out of the run" in p.read_text()]
+    assert refused, "a thawed member must hear that it is out"
+
+
+def arena_of(tmp_path: Path, board: Board, *, hosts: int, slots: int, main: object = None, **rest: object) -> Arena:
+    def settings(host: str) -> SupervisorSettings:
+        said = {"slots": slots, "wanted": hosts * slots, "limit_s": 2.0, "gather_s": 2.0, **rest}
+        return SupervisorSettings(host=host, seat=SeatSettings(timeout_s=60.0), **said)  # type: ignore[arg-type]
+
+    run = main or worker(board, pause_s=0.01, folder=tmp_path, stop=tmp_path / "stop")
+    return Arena(run, settings, hosts=hosts, slots=slots, folder=tmp_path, board=board)  # type: ignore[arg-type]
+
+
+def wait_for_end(arena: Arena, limit_s: float = 90.0) -> None:
+    end_s = time.monotonic() + limit_s
+    while arena.running() and time.monotonic() < end_s:
+        time.sleep(0.01)
+
+
+def test_too_few_members_end_cleanly_and_say_for_whom_they_waited(tmp_path: Path) -> None:
+    board = Board(2)
+    with arena_of(tmp_path, board, hosts=1, slots=2, minimum=2, respawns=0, wait_s=0.5) as arena:
+        end_s = time.monotonic() + 90.0
+        while arena.step() < 3 and time.monotonic() < end_s:
+            arena.running()
+            time.sleep(0.01)
+        arena.hurt("kill", random.Random(0), phase="compute")
+        wait_for_end(arena)
+        assert arena.codes == {"h0": 1}
+    said = next(tmp_path.glob("error-h0-*")).read_text()
+    assert "TooFewMembers: 1 members (h0." in said and "the run needs 2" in said
+    assert users_of(tmp_path) == []
+
+
+def test_a_run_that_never_has_its_minimum_ends_and_says_what_it_has(tmp_path: Path) -> None:
+    board = Board(2)
+    with arena_of(tmp_path, board, hosts=1, slots=2, wanted=3, minimum=3, gather_s=0.2, wait_s=0.5) as arena:
+        wait_for_end(arena)
+        assert arena.codes == {"h0": 1}
+    said = next(tmp_path.glob("error-h0-*")).read_text()
+    assert "TooFewMembers: the run has not begun: 2 ranks of all hosts are ready, and it needs 3" in said
+    assert users_of(tmp_path) == []
+
+
+def test_a_host_with_another_plan_is_refused_and_the_run_goes_on(tmp_path: Path) -> None:
+    board = Board(2)
+    good = worker(board, pause_s=0.01, folder=tmp_path, stop=tmp_path / "stop")
+
+    def main(seat: Seat, place: int, tell: Emit) -> int:
+        if seat.member.host == "h0":
+            return int(good(seat, place, tell))
+        time.sleep(0.5)
+        seat.announce(plan_hash="another", version="1")
+        raise AssertionError("it was let in")
+
+    with arena_of(tmp_path, board, hosts=2, slots=1, main=main, minimum=1, gather_s=0.2) as arena:
+        end_s = time.monotonic() + 90.0
+        while ("h1" in arena.pids or arena.step() < 20) and time.monotonic() < end_s:
+            arena.running()
+            time.sleep(0.01)
+        assert arena.codes == {"h1": 1} and arena.step() >= 20
+        (tmp_path / "stop").write_text(str(arena.step() + 20))
+        wait_for_end(arena)
+        assert arena.codes["h0"] == 0
+    said = next(tmp_path.glob("error-h1-*")).read_text()
+    assert "plan hash = 'another': the run has 'toy'" in said
+
+
+def test_a_worker_that_fails_by_itself_ends_the_run_with_its_error(tmp_path: Path) -> None:
+    board = Board(1)
+
+    def main(seat: Seat, place: int, tell: Emit) -> int:
+        seat.announce(plan_hash="toy", version="1")
+        raise ZeroDivisionError("a mistake of its own")
+
+    with arena_of(tmp_path, board, hosts=1, slots=1, main=main, quick_deaths=3) as arena:
+        wait_for_end(arena)
+        assert arena.codes == {"h0": 1}
+    assert "a mistake of its own" in next(tmp_path.glob("error-h0-*")).read_text()
+
+
+def test_a_run_that_is_stopped_ends_after_a_step(tmp_path: Path) -> None:
+    board = Board(2)
+    with arena_of(tmp_path, board, hosts=1, slots=2) as arena:
+        end_s = time.monotonic() + 90.0
+        while arena.step() < 5 and time.monotonic() < end_s:
+            arena.running()
+            time.sleep(0.01)
+        os.kill(arena.pids["h0"], signal.SIGTERM)
+        wait_for_end(arena)
+        assert arena.codes == {"h0": 0}
+    events = list(read_events(tmp_path))
+    last = max(e["step"] for e in events if e["kind"] == "Committed")
+    assert problems_of(events, steps=last) == []
+    assert sum(e["kind"] == "Committed" and e["step"] == last for e in events) == 2, "both commit the last step"
+
+
+def test_a_stop_does_not_wait_for_a_worker_that_is_in_no_generation_yet(tmp_path: Path) -> None:
+    """One is killed, its successor never says that it is ready, and the run is stopped meanwhile."""
+    board, successor = Board(2), tmp_path / "successor"
+    toy = worker(board, pause_s=0.01, folder=tmp_path, stop=tmp_path / "stop")
+
+    def main(seat: Seat, place: int, tell: Emit) -> int:
+        if any(e["kind"] == "Committed" for e in read_events(tmp_path)):
+            successor.touch()
+            time.sleep(60.0)
+        return toy(seat, place, tell)
+
+    with arena_of(tmp_path, board, hosts=1, slots=2, main=main) as arena:
+        end_s = time.monotonic() + 90.0
+        while arena.step() < 3 and time.monotonic() < end_s:
+            arena.running()
+            time.sleep(0.01)
+        arena.hurt("kill", random.Random(0), phase="compute")
+        while not successor.exists() and time.monotonic() < end_s:
+            arena.running()
+            time.sleep(0.01)
+        assert successor.exists()
+        begin_s = time.monotonic()
+        os.kill(arena.pids["h0"], signal.SIGTERM)
+        wait_for_end(arena)
+        assert time.monotonic() - begin_s < 40.0
+        assert arena.codes == {"h0": 0}

@@ -1,0 +1,420 @@
+"""Checkpoints in and out: bitwise through any mapping, slices only, loaded by transformers, and every way a folder can be broken."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from hf_help import CONFIGS, hf_model, parts_of
+from phalanx.core.errors import CheckpointError, ConfigError, DataError, RunError
+from phalanx.data.tokenizer import ByteTokenizer
+from phalanx.plan.mapping.folding import Folding, make_folding
+from phalanx.runtime.checkpoint.manager import CheckpointManager
+from phalanx.runtime.comm.groups import GroupCache, WorldInfo
+from phalanx.runtime.comm.launch import StopRequest
+from phalanx.runtime.comm.peers import own_group
+from phalanx.runtime.state.boxes import BoxTensor
+from phalanx.train.huggingface import export_hf
+from phalanx.train.huggingface.hf_tokenizer import byte_tokenizer_json
+from phalanx.train.huggingface.hugging_face import INDEX_FILE, BoxReader, HfCheckpoint, open_checkpoint
+from phalanx.train.huggingface.import_hf import import_rank, plan_import, share_of
+from ranks import run_ranks
+from train_help import phalanx, write_text
+
+pytestmark = [
+    pytest.mark.ranks,
+    pytest.mark.skipif(
+        importlib.util.find_spec("transformers") is None, reason="transformers is not installed (extra `hf`)"
+    ),
+]
+MAPPINGS = (
+    make_folding(world=1),
+    make_folding(world=2, tp=2),
+    make_folding(world=4, tp=2, ep=2),
+    make_folding(world=2, pp=2),
+)
+VOCAB = 320
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A checkpoint of each family as transformers writes it, in several shards, with a byte tokenizer."""
+    out = {}
+    for name in CONFIGS:
+        out[name] = folder = tmp_path_factory.mktemp("hf") / name
+        hf_model(name, torch.float32, vocab_size=VOCAB).save_pretrained(folder, max_shard_size="60KB")
+        assert (folder / INDEX_FILE).is_file()
+        (folder / "tokenizer.json").write_text(byte_tokenizer_json())
+        (folder / "tokenizer_config.json").write_text(
+            json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"})
+        )
+    return out
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    files = sorted(folder.glob("*.safetensors"))
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) and a[n].dtype == b[n].dtype for n in a)
+
+
+def imported(folder: Path, base: Path, *more: str, ranks: int = 1) -> Path:
+    """The run that `phalanx import-hf` makes (in this process where one rank does it)."""
+    overrides = ["--run.folder", str(base / "runs"), *more]
+    if ranks > 1:
+        done = phalanx("import-hf", str(folder), *overrides, "--launch.ranks", str(ranks))
+        assert done.returncode == 0, done.stderr
+    else:
+        import_rank(plan_import(open_checkpoint(folder), overrides), WorldInfo(), StopRequest())
+    return base / "runs" / folder.name
+
+
+def exported(run: Path, target: Path, **more: Any) -> dict[str, torch.Tensor]:
+    plan = export_hf.plan_export(run, target, **more)
+    export_hf.begin(plan)
+    export_hf.write_shards(plan)
+    export_hf.finish(plan)
+    return tensors_of(target)
+
+
+# ---- there and back --------------------------------------------------------------------------------------------------------------
+
+
+def through_mapping(
+    rank: int, cache: GroupCache, folder: Path, checkpoints: Path, folding: Folding
+) -> tuple[int, int, int]:
+    """Read into the state of a mapping and save it from there; (bytes read, elements held, bytes of all)."""
+    checkpoint = open_checkpoint(folder)
+    parts = parts_of(rank, cache, checkpoint, folding, torch.float32)
+    boxes = parts.state.boxes()
+    with BoxReader(checkpoint) as reader:
+        reader.fill(boxes)
+    manager = CheckpointManager(checkpoints, group=own_group(folding.world, timeout_s=30), asynchronous=False)
+    state = manager.read_state(0, model=json.loads(checkpoint.spec.to_json()) | _training(checkpoints))
+    for name in ("created", "files"):
+        state = type(state)(**{**vars(state), name: "" if name == "created" else {}})
+    manager.save(boxes, state)
+    manager.finish()
+    held = sum(b.box.num_elements for b in boxes if b.name.startswith(("master/", "buffer/")))
+    return reader.bytes_read, held, checkpoint.num_bytes
+
+
+def _training(checkpoints: Path) -> dict[str, Any]:
+    """The model of the run, whose router losses are the recipe's."""
+    return dict(json.loads((checkpoints / "step-00000000" / "run_state.json").read_text())["model"])
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_import_export_import_is_bitwise_under_mappings(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    want = tensors_of(folders[name])
+    run = imported(folders[name], tmp_path)
+    assert same(exported(run, tmp_path / "first"), want)
+    for folding in MAPPINGS:
+        told = run_ranks(folding.world, through_mapping, folders[name], run / "checkpoints", folding)
+        for read, held, total in told:
+            assert read == 4 * held  # what it holds and nothing else; all tensors are fp32
+            assert total == sum(t.nbytes for t in want.values())
+        out = tmp_path / folding.label().replace("|", "-")
+        assert same(exported(run, out, shard_bytes=50_000), want)
+        assert len(list(out.glob("*.safetensors"))) > 2
+        again = imported(out, tmp_path / f"again-{out.name}")
+        assert same(exported(again, tmp_path / f"end-{out.name}"), want)
+
+
+def test_each_rank_reads_its_share(folders: dict[str, Path], tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(folders["deepseek_v3"])
+    read = []
+    for rank in range(8):
+        boxes = share_of(checkpoint.spec, rank=rank, world=8, dtype=torch.float32)
+        with BoxReader(checkpoint) as reader:
+            reader.fill(boxes)
+        read.append(reader.bytes_read)
+    assert sum(read) == checkpoint.num_bytes
+    assert max(read) < 1.01 * checkpoint.num_bytes / 8
+    run = imported(folders["deepseek_v3"], tmp_path, ranks=4)
+    assert same(exported(run, tmp_path / "out"), tensors_of(folders["deepseek_v3"]))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_transformers_loads_the_export(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    run = imported(folders[name], tmp_path)
+    exported(run, tmp_path / "out", shard_bytes=60_000)
+    model, loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(loaded[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    want = AutoModelForCausalLM.from_pretrained(folders[name])
+    assert model.config.to_dict() | {"_name_or_path": ""} == _no_ahead(want.config.to_dict()) | {"_name_or_path": ""}
+    assert same(model.state_dict(), want.state_dict())
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    text = "déjà vu\n\t<x> 1+1"
+    assert tokenizer(text).input_ids == ByteTokenizer().encode(text).tolist()
+    assert tokenizer.decode(tokenizer(text).input_ids) == text and tokenizer.eos_token_id == 256
+
+
+def _no_ahead(config: dict[str, Any]) -> dict[str, Any]:
+    """Layers for prediction further ahead are left out."""
+    return {k: 0 if k in ("num_mtp_layers", "num_nextn_predict_layers") else v for k, v in config.items()}
+
+
+def test_the_fused_layout_is_read_too(folders: dict[str, Path], tmp_path: Path) -> None:
+    for name in ("mixtral", "deepseek_v3"):
+        folder = tmp_path / name
+        model = hf_model(name, torch.float32, vocab_size=VOCAB)
+        model.save_pretrained(folder, save_original_format=False)
+        assert any(n.endswith("experts.gate_up_proj") for n in tensors_of(folder))
+        run = imported(folder, tmp_path, "--data.tokenizer", "byte")
+        assert same(exported(run, tmp_path / f"{name}-out"), tensors_of(folders[name]))
+
+
+def test_bfloat16_comes_back_as_it_was(folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = tmp_path / "narrow"
+    hf_model("deepseek_v3", torch.bfloat16, vocab_size=VOCAB).save_pretrained(folder)
+    tensors = tensors_of(folder)
+    biases = {n: t.float() for n, t in tensors.items() if n.endswith("correction_bias")}
+    save_file({**tensors, **biases}, folder / "model.safetensors", metadata={"format": "pt"})  # as they are published
+    run = imported(folder, tmp_path, "--data.tokenizer", "byte")
+    assert same(exported(run, tmp_path / "out"), tensors_of(folder))
+    wide = exported(run, tmp_path / "wide", dtype="float32")
+    assert all(t.dtype == torch.float32 and torch.equal(t, tensors[n].float()) for n, t in wide.items())
+    assert json.loads((tmp_path / "wide" / "config.json").read_text())["dtype"] == "float32"
+
+
+# ---- whole commands --------------------------------------------------------------------------------------------------------------
+
+
+def test_an_imported_run_generates_trains_and_goes_out(folders: dict[str, Path], tmp_path: Path) -> None:
+    write_text(tmp_path / "text", files=4)
+    settings = [
+        "--run.name", "mine", "--run.folder", str(tmp_path / "runs"), "--data.sources", f'["{tmp_path / "text"}"]',
+        "--data.cache", str(tmp_path / "cache"), "--train.seq_len", "32", "--train.global_batch", "8",
+        "--train.micro_batch", "2", "--train.steps", "2", "--train.dtype", "float32", "--train.eval_interval", "0",
+        "--train.eval_batches", "1", "--observe.console", "none", "--launch.ranks", "2",
+    ]  # fmt: skip
+    done = phalanx("import-hf", str(folders["deepseek_v3"]), *settings)
+    run = tmp_path / "runs" / "mine"
+    assert done.returncode == 0 and f"{run} is a run at step 0" in done.stdout and "50.0%" in done.stdout, done.stderr
+    assert phalanx("generate", str(run), "x = ", "--tokens", "4").returncode == 0
+    trained = phalanx("train", str(run / "recipe.toml"))
+    assert trained.returncode == 0, trained.stderr
+    done = phalanx("export-hf", str(run), str(tmp_path / "out"), "--shard-mb", "1", "--ranks", "2")
+    assert done.returncode == 0 and "DeepseekV3ForCausalLM, step 2" in done.stdout, done.stderr
+    before, after = tensors_of(folders["deepseek_v3"]), tensors_of(tmp_path / "out")
+    assert before.keys() == after.keys() and not torch.equal(before["lm_head.weight"], after["lm_head.weight"])
+    moved = [n for n in before if n.endswith("correction_bias") and not torch.equal(before[n], after[n])]
+    assert len(moved) == 2  # the expert biases were trained too
+    again = phalanx("import-hf", str(folders["deepseek_v3"]), *settings)
+    assert again.returncode == 2 and "holds checkpoints of steps" in again.stderr
+
+
+def test_a_run_trained_here_goes_out(tmp_path: Path) -> None:
+    """From a preset, with the byte tokenizer: config and tokenizer are made, and transformers computes the same next token."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from phalanx.train.generate import next_logits
+    from phalanx.train.loaded import load_model
+    from train_help import train_args
+
+    write_text(tmp_path / "text", files=4)
+    done = phalanx("train", *train_args(tmp_path, train__steps=2, launch__ranks=1, checkpoint__interval=0))
+    assert done.returncode == 0, done.stderr
+    run = tmp_path / "runs" / "run"
+    exported(run, tmp_path / "out")
+    model, tokenizer = (c.from_pretrained(tmp_path / "out") for c in (AutoModelForCausalLM, AutoTokenizer))
+    ids = tokenizer("import os\n").input_ids
+    loaded = load_model(run)
+    theirs = model(torch.tensor([ids])).logits[0, -1].float()
+    assert torch.allclose(theirs, next_logits(loaded.runner, ids), atol=1e-5)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["model_type"], config["eos_token_id"], config["dtype"]) == ("mixtral", 256, "float32")
+    with pytest.raises(ConfigError, match=r"--family|olmoe: |model\.\w+"):
+        export_hf.plan_export(run, tmp_path / "other", family="olmoe")
+    with pytest.raises(ConfigError, match="is a folder with files in it"):
+        export_hf.plan_export(run, tmp_path / "out", dtype="float32")
+    with pytest.raises(ConfigError, match="--dtype = 'float23': is no type"):
+        export_hf.plan_export(run, tmp_path / "new", dtype="float23")
+    with pytest.raises(CheckpointError, match="there is no such checkpoint"):
+        export_hf.plan_export(run, tmp_path / "new", step=7)
+    with pytest.raises(ConfigError, match="is where this command runs"):
+        export_hf.plan_export(run, Path("."))
+    plan = export_hf.plan_export(run, next((tmp_path / "text").iterdir()) / "out")
+    with pytest.raises(RunError, match=r"cannot write .*out: .*nothing is left"):
+        export_hf.begin(plan)
+    plan = export_hf.plan_export(run, tmp_path / "new")
+    with pytest.raises(RunError, match=r"cannot write .*new: .*nothing is left"):
+        export_hf.write_shards(plan)  # the folder to write into was taken away
+    assert not (tmp_path / "new").exists() and not plan.writing.exists()
+
+
+# ---- broken folders ----------------------------------------------------------------------------------------------------------------
+
+
+def _edit_index(folder: Path, edit: Callable[[dict[str, str]], object]) -> None:
+    body = json.loads((folder / INDEX_FILE).read_text())
+    edit(body["weight_map"])
+    (folder / INDEX_FILE).write_text(json.dumps(body))
+
+
+def _edit_config(folder: Path, **changes: Any) -> None:
+    body = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**body, **changes}))
+
+
+def _edit_tensor(folder: Path, name: str, edit: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
+    body = json.loads((folder / INDEX_FILE).read_text())
+    path = folder / body["weight_map"][name]
+    tensors = load_file(path)
+    changed = edit(tensors.pop(name))
+    save_file(tensors | ({} if changed is None else {name: changed}), path, metadata={"format": "pt"})
+
+
+ROUTER = "model.layers.1.block_sparse_moe.gate.weight"
+BROKEN: dict[str, tuple[Callable[[Path], object], list[str]]] = {
+    "no config": (lambda f: (f / "config.json").unlink(), ["config.json", "must be there"]),
+    "config is no JSON": (lambda f: (f / "config.json").write_text("{"), ["must be JSON"]),
+    "config is a list": (lambda f: (f / "config.json").write_text("[]"), ["must be a JSON table"]),
+    "unknown architecture": (
+        lambda f: _edit_config(f, model_type="mixtrall"),
+        ["'mixtrall': is not an architecture", "did you mean 'mixtral'"],
+    ),
+    "missing shard": (
+        lambda f: sorted(f.glob("*.safetensors"))[1].unlink(),
+        ["model-00002-of-", "the shard is missing", "there are model-00001"],
+    ),
+    "cut shard": (
+        lambda f: (p := sorted(f.glob("*.safetensors"))[0]).write_bytes(p.read_bytes()[:-100]),
+        ["model-00001-of-", "is no whole safetensors file"],
+    ),
+    "broken index": (lambda f: (f / INDEX_FILE).write_text("{}"), [INDEX_FILE, "must be an index"]),
+    "index leads out": (
+        lambda f: _edit_index(f, lambda m: m.update({ROUTER: "../x.safetensors"})),
+        ["must name files of this folder"],
+    ),
+    "tensor not in its shard": (
+        lambda f: _edit_tensor(f, ROUTER, lambda t: None),
+        [f"{ROUTER} = ", "is not in the shard that the index names"],
+    ),
+    "missing tensor": (lambda f: _edit_index(f, lambda m: m.pop(ROUTER)), [f"{ROUTER} = (4, 32): is missing"]),
+    "wrong shape": (
+        lambda f: _edit_tensor(f, ROUTER, lambda t: t[:, :-1].contiguous()),
+        [f"{ROUTER} = (4, 31): must have the shape (4, 32), by config.json"],
+    ),
+    "wrong type": (lambda f: _edit_tensor(f, ROUTER, lambda t: t.to(torch.int8)), [f"{ROUTER} = 'I8'", "BF16"]),
+    "shape by config": (
+        lambda f: _edit_config(f, hidden_size=64),
+        ["model.norm.weight = (32,): must have the shape (64,)"],
+    ),
+    "pickled weights": (
+        lambda f: [p.unlink() for p in f.glob("*.safetensors*")] + [(f / "pytorch_model.bin").write_bytes(b"")],
+        ["model.safetensors", "pickled weights are not read"],
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_a_broken_folder_is_refused_by_name(kind: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = tmp_path / "mixtral"
+    shutil.copytree(folders["mixtral"], folder)
+    damage, words = BROKEN[kind]
+    damage(folder)
+    with pytest.raises(CheckpointError) as error:
+        open_checkpoint(folder)
+    assert all(word in str(error.value) for word in [*words, str(folder)]), str(error.value)
+
+
+def test_a_folder_that_is_not_there_is_one_problem(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError) as error:
+        open_checkpoint(tmp_path / "nowhere")
+    (problem,) = error.value.problems
+    assert problem.rule == "is not a folder" and "config.json" in problem.hint
+
+
+def test_all_problems_of_a_folder_come_at_once(folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = tmp_path / "mixtral"
+    shutil.copytree(folders["mixtral"], folder)
+    _edit_tensor(folder, ROUTER, lambda t: t[:2].contiguous())
+    _edit_tensor(folder, "model.norm.weight", lambda t: t.to(torch.int32))
+    shard = next(iter(json.loads((folder / INDEX_FILE).read_text())["weight_map"].values()))
+    extra = {**load_file(folder / shard), "model.layers.0.self_attn.q_norm.weight": torch.zeros(8)}
+    save_file(extra, folder / shard)
+    _edit_index(
+        folder, lambda m: (m.update({"model.layers.0.self_attn.q_norm.weight": shard}), m.pop("lm_head.weight"))
+    )
+    with pytest.raises(CheckpointError) as error:
+        open_checkpoint(folder)
+    text = str(error.value)
+    assert len(error.value.problems) == 4 and "q_norm.weight" in text and "has no place in this model" in text
+    done = phalanx("import-hf", str(folder), "--run.folder", str(tmp_path / "runs"))
+    assert done.returncode == 2 and "4 problems with the Hugging Face checkpoint" in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_what_a_person_may_not_choose(folders: dict[str, Path], tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(folders["deepseek_v3"])
+    with pytest.raises(ConfigError) as error:
+        plan_import(checkpoint, ["--model.hidden", "64", "--router.num_groups", "2", "--train.steps", "5"])
+    assert [p.where for p in error.value.problems] == ["--model.hidden", "--router.num_groups"]
+    with pytest.raises(ConfigError, match=r"router\.bias_rate = 0.0: leaves no place for the expert biases"):
+        plan_import(checkpoint, ["--router.bias_rate", "0"])
+    with pytest.raises(ConfigError, match="is not a setting"):
+        plan_import(checkpoint, ["--train.stepps", "5"])
+    (bare := tmp_path / "bare").mkdir()
+    for path in folders["mixtral"].iterdir():
+        if "tokenizer" not in path.name:
+            shutil.copy(path, bare)
+    with pytest.raises(ConfigError, match=r"data.tokenizer = 'bpe:8192'.*has no tokenizer.json"):
+        plan_import(open_checkpoint(bare), [])
+    (bare / "tokenizer.json").write_text("{")
+    with pytest.raises(DataError, match=r"is no tokenizer\.json"):
+        plan_import(open_checkpoint(bare), [])
+    done = phalanx("import-hf")
+    assert done.returncode == 2 and "the first argument is the folder" in done.stderr
+
+
+def test_float64_is_not_rounded_silently(tmp_path: Path) -> None:
+    folder = tmp_path / "wide"
+    hf_model("olmoe", torch.float64, vocab_size=VOCAB).save_pretrained(folder)
+    with pytest.raises(ConfigError, match=r"train\.dtype = 'bfloat16': would round"):
+        plan_import(open_checkpoint(folder), ["--data.tokenizer", "byte"])
+    run = imported(folder, tmp_path, "--data.tokenizer", "byte", "--train.dtype", "float64")
+    assert same(exported(run, tmp_path / "out"), tensors_of(folder))
+
+
+def test_tensors_for_further_tokens_are_left(folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = tmp_path / "deepseek_v3"
+    shutil.copytree(folders["deepseek_v3"], folder)
+    shard = sorted(folder.glob("*.safetensors"))[0]
+    save_file(
+        {**load_file(shard), "model.layers.3.eh_proj.weight": torch.zeros(32, 64)}, shard, metadata={"format": "pt"}
+    )
+    _edit_index(folder, lambda m: m.update({"model.layers.3.eh_proj.weight": shard.name}))
+    checkpoint = open_checkpoint(folder)
+    assert checkpoint.ignored == ("model.layers.3.eh_proj.weight",)
+    assert _bytes_of(checkpoint) == checkpoint.num_bytes
+
+
+def _bytes_of(checkpoint: HfCheckpoint) -> int:
+    total = 0
+    for name in {link.tensor for link in checkpoint.links}:
+        with safe_open(str(checkpoint.path / checkpoint.tensors[name].file), "pt") as shard:
+            total += shard.get_tensor(name).nbytes
+    return total
+
+
+def test_a_box_that_is_nowhere_is_an_error(folders: dict[str, Path]) -> None:
+    checkpoint = open_checkpoint(folders["mixtral"])
+    box = share_of(checkpoint.spec, rank=0, world=1, dtype=torch.float32)[0]
+    lost = BoxTensor("master/nothing", box.shape, box.box, box.tensor, primary=True)
+    with BoxReader(checkpoint) as reader, pytest.raises(CheckpointError, match="only 0 of"):
+        reader.fill([lost])

@@ -1,0 +1,179 @@
+"""Whatever goes wrong with a run ends in one clear message, exit code 2, and nothing saved before is damaged."""
+
+import os
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from phalanx.cli.main import main
+from phalanx.observe.event_log import read_history
+from phalanx.runtime.checkpoint.folder import CheckpointFolder
+from train_help import phalanx, train_args, write_text
+
+pytestmark = pytest.mark.ranks
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("errors")
+    write_text(folder / "text")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(base: Path) -> CheckpointFolder:
+    """Checkpoints of steps 2 and 4 of a run on 2 ranks."""
+    done = phalanx("train", *train_args(base, launch__ranks=2, train__steps=4, checkpoint__interval=2))
+    assert done.returncode == 0, done.stderr
+    return CheckpointFolder(base / "runs" / "run")
+
+
+def again(base: Path, **changes: object) -> subprocess.CompletedProcess[str]:
+    return phalanx(
+        "train", *train_args(base, **{"launch__ranks": 2, "train__steps": 6, "checkpoint__interval": 2, **changes})
+    )
+
+
+# ---- recipes: told before any process starts ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"train__stesp": 4}, "--train.stesp = '4': is not a setting; did you mean '--train.steps'?"),
+        ({"optim__decay_steps": 3}, "--optim.decay_steps = 3: has no effect because optim.schedule is not \"wsd\""),
+        ({"folding__ep": 3}, "--folding.ep"),
+        ({"folding__cp_method": "ulysses"}, "has no effect because folding.cp = 1 leaves every sequence whole"),
+        ({"train__global_batch": 10}, "--train.global_batch = 10: must be a positive multiple of micro_batch 2 x dp 4"),
+        ({"model__vocab": 128}, "model.vocab = 128: must hold the tokenizer's 257 tokens; try 320"),
+        ({"launch__ranks": 0}, "--launch.ranks = 0: must be at least 1"),
+    ],
+)  # fmt: skip
+def test_bad_settings(base: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, object], text: str) -> None:
+    if "model__vocab" in changes:  # known only once the tokenizer is
+        done = phalanx("train", *train_args(base, **changes, run__name="vocab"))
+        code, err = done.returncode, done.stderr
+    else:
+        code, err = main(["train", *train_args(base, **changes)]), capsys.readouterr().err
+    assert code == 2
+    assert text in err and "Traceback" not in err
+
+
+def test_recipe_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "recipes/tinny.toml"]) == 2
+    assert "tinny.toml" in capsys.readouterr().err
+
+
+def test_help_names_the_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--help"]) == 0
+    assert "--dry-run" in capsys.readouterr().out
+
+
+def test_ranks_asked_for_under_a_launcher_have_no_effect(
+    base: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["train", *train_args(base, launch__ranks=4)]) == 2
+    assert "--launch.ranks = 4: has no effect: the launcher started 2 ranks" in capsys.readouterr().err
+
+
+# ---- the machine -------------------------------------------------------------------------------------------------------
+
+
+def test_port_in_use(base: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen(1)
+        port = str(taken.getsockname()[1])
+        done = phalanx("train", *train_args(base, run__name="port"), env={"MASTER_PORT": port})
+        assert done.returncode == 2
+        assert f"MASTER_PORT = {port}: cannot be used on this machine (Address already in use)" in done.stderr
+        launcher = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        done = phalanx("train", *train_args(base, run__name="port", launch__ranks=None), env=launcher)
+        assert done.returncode == 2
+        assert f"MASTER_PORT = {port}: the port is in use" in done.stderr
+
+
+def test_run_folder_that_cannot_be_written(base: Path) -> None:
+    (base / "file").write_text("no folder")
+    done = phalanx("train", *train_args(base, run__folder=base / "file"))
+    assert done.returncode == 2
+    assert "the run folder cannot be written" in done.stderr and "run.folder" in done.stderr
+
+
+def test_text_that_is_not_there(base: Path) -> None:
+    done = phalanx("train", *train_args(base, run__name="none", data__sources=f'["{base / "nothing"}"]'))
+    assert done.returncode == 2
+    assert "data.sources" in done.stderr and "nothing" in done.stderr
+
+
+# ---- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+def checkpoints(base: Path) -> CheckpointFolder:
+    return CheckpointFolder(base / "runs" / "run" / "checkpoints")
+
+
+def test_other_model_in_the_same_folder(run: CheckpointFolder, base: Path) -> None:
+    done = again(base, model__hidden=64)
+    assert done.returncode == 2
+    assert "model.hidden = 64: the checkpoint was written with 32" in done.stderr and "--run.name" in done.stderr
+    assert checkpoints(base).steps() == [2, 4]
+
+
+def test_other_samples_in_the_same_folder(run: CheckpointFolder, base: Path) -> None:
+    done = again(base, train__global_batch=32, train__seed=5)
+    assert done.returncode == 2
+    assert "train.global_batch = 32" in done.stderr and "train.seed = 5" in done.stderr
+
+
+def test_starting_over_in_the_same_folder(run: CheckpointFolder, base: Path) -> None:
+    done = again(base, checkpoint__resume="false")
+    assert done.returncode == 2
+    assert "holds checkpoints of steps 2, 4" in done.stderr and "--run.name" in done.stderr
+
+
+def test_fewer_steps_than_done(run: CheckpointFolder, base: Path) -> None:
+    done = again(base, train__steps=3)
+    assert done.returncode == 2
+    assert "train.steps = 3: is less than the 4 steps that this run has done" in done.stderr
+
+
+def test_full_disk_while_saving(run: CheckpointFolder, base: Path) -> None:
+    """Files over 100 kB are refused, as a full disk refuses them: training goes on, the end cannot be saved, the past is untouched."""
+
+    args = train_args(base, launch__ranks=2, train__steps=8, checkpoint__interval=2, observe__console="plain")
+    done = phalanx("train", *args, file_limit=100_000)
+    assert done.returncode == 2
+    assert "warning" in done.stdout and "training goes on" in done.stdout and "File too large" in done.stdout
+    assert "saving a checkpoint" in done.stderr and "nothing saved before was touched" in done.stderr
+    folder = checkpoints(base)
+    assert folder.steps() == [2, 4] and folder.is_sound(2) and folder.is_sound(4)
+    assert max(read_history(base / "runs" / "run").steps) == 8
+    assert not [n for n in os.listdir(folder.path) if n.startswith(".")]
+
+
+def test_truncated_shard_and_the_way_out(run: CheckpointFolder, base: Path) -> None:
+    folder = checkpoints(base)
+    shard = folder.of(4) / "__1_0.distcp"
+    size = shard.stat().st_size
+    os.truncate(shard, size // 2)
+    done = again(base)
+    assert done.returncode == 2
+    assert f"__1_0.distcp = '{size // 2} bytes': was written with {size} bytes" in done.stderr
+    assert "--checkpoint.step 2 resumes from a sound one" in done.stderr
+    done = again(base, checkpoint__step=2)
+    assert done.returncode == 0, done.stderr
+    assert read_history(base / "runs" / "run").started["step"] == 2
+    assert folder.steps() == [2, 4, 6] and all(folder.is_sound(s) for s in folder.steps())
+    assert folder.newest() == 6
+
+
+def test_disk_that_is_full_from_the_start(base: Path) -> None:
+    done = phalanx("train", *train_args(base, run__name="full", launch__ranks=1, launch__threads=1), file_limit=2000)
+    assert done.returncode == 2
+    assert "File too large" in done.stderr and "Traceback" not in done.stderr
+    assert "run.folder" in done.stderr or "--data.cache" in done.stderr

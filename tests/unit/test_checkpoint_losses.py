@@ -1,0 +1,221 @@
+"""A member is lost inside the completion of a checkpoint, at each of its messages: those that are left part from it as from any lost peer, and what the next
+generation finds is whole.
+
+No process and no network: members are threads, and what they tell each other meets in memory. Folder, files and the code of healing are real.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_help import fill, model_fields, run_state, small_spec, wrong_boxes
+
+from phalanx.core.errors import PeerError
+from phalanx.core.events import CheckpointSaved
+from phalanx.observe.sinks import Sinks
+from phalanx.plan.layout.parameters import Box
+from phalanx.runtime.checkpoint.folder import CheckpointFolder, Writer
+from phalanx.runtime.checkpoint.manager import CheckpointManager
+from phalanx.runtime.comm.peers import Peers
+from phalanx.runtime.state.boxes import BoxTensor
+from phalanx.train.recovery.healing import HealingBody
+from phalanx.train.trainer import Trainer
+
+pytestmark = pytest.mark.unit
+BEFORE, STEP, INTERVAL = 50, 100, 50
+ROWS = 6
+MESSAGES = 5
+"""Of a completion: who has written, what each wrote, the table, the rename, what is pruned."""
+LIMIT_S = 30.0
+
+
+class Killed(BaseException):
+    """What ends the thread of a member that is lost."""
+
+
+class Meeting:
+    """What the members of one generation tell each other, call by call. `lost` falls out of call number `at` of those from `arm` on: before it has said anything, or
+    (`said`) after, when of the others only `hear` know what it said, as where a ring breaks half way."""
+
+    def __init__(
+        self, size: int, *, lost: int = -1, at: int = 0, said: bool = False, hear: tuple[int, ...] = ()
+    ) -> None:
+        self.size, self.lost, self.at, self.said, self.hear = size, lost, at, said, hear
+        self._calls: list[dict[int, Any]] = []
+        self._next = [0] * size
+        self._from: int | None = None
+        self._change = threading.Condition()
+
+    def arm(self) -> None:
+        """From here on calls are counted."""
+        self._from = len(self._calls)
+
+    def gather(self, rank: int, value: Any) -> list[Any]:
+        with self._change:
+            number = self._next[rank]
+            self._next[rank] += 1
+            while len(self._calls) <= number:
+                self._calls.append({})
+            late = -1 if self._from is None else number - self._from
+            falls = late >= 0 and rank == self.lost and late == self.at
+            if not falls or self.said:
+                self._calls[number][rank] = value
+            self._change.notify_all()
+            if falls:
+                raise Killed
+            heard = late < self.at or (late == self.at and self.said and rank in self.hear)
+            if self.lost >= 0 and late >= 0 and not heard:
+                raise PeerError("a peer is lost")
+            assert self._change.wait_for(lambda: len(self._calls[number]) == self.size, LIMIT_S)
+            return [self._calls[number][i] for i in range(self.size)]
+
+
+class MeetingPeers(Peers):
+    def __init__(self, meeting: Meeting, rank: int) -> None:
+        self.meeting, self.rank, self.size, self.group, self.escape = meeting, rank, meeting.size, None, None
+
+    def gather(self, value: Any) -> list[Any]:
+        return self.meeting.gather(self.rank, value)
+
+
+class Member:
+    """The code of healing between two steps, around the real manager of one member."""
+
+    def __init__(self, folder: Path, meeting: Meeting, rank: int, *, generation: int) -> None:
+        self.rank, self.meeting, self.generation, self.events = rank, meeting, generation, list[Any]()
+        writer = Writer(generation=generation, life="one", check=lambda: None)
+        self.manager = CheckpointManager(folder, by_steps=True, writer=writer)
+        self.manager._peers = MeetingPeers(meeting, rank)
+        size = ROWS // meeting.size
+        self.boxes = [
+            BoxTensor(f"{kind}/w", (ROWS, 4), Box((rank * size, 0), (size, 4)), torch.zeros(size, 4), primary=True)
+            for kind in ("master", "exp_avg")
+        ]
+        fill(self.boxes)
+        sinks: Any = self.events.append
+        self.trainer: Any = SimpleNamespace(
+            manager=self.manager, saved_step=None, rank=SimpleNamespace(sinks=sinks), parts=None, step=0,
+            replacing=SimpleNamespace(between=lambda *_, **__: None), _write_status=lambda status: None, recorder=None,
+        )  # fmt: skip
+        self.trainer.hear_of_checkpoints = lambda **words: Trainer.hear_of_checkpoints(self.trainer, **words)
+        self.trainer._tell_saved = lambda saved: Trainer._tell_saved(self.trainer, saved)
+        self.trainer.save = self._save
+        self.body = HealingBody.__new__(HealingBody)
+        self.body.recipe = SimpleNamespace(  # type: ignore[assignment]
+            train=SimpleNamespace(eval_interval=0), checkpoint=SimpleNamespace(interval=INTERVAL)
+        )
+        self.body.sinks, self.body.watch, self.body.trainer, self.body._is_first = Sinks([]), None, self.trainer, True
+        self.body._entered = SimpleNamespace(hosts=(), racks=())  # type: ignore[assignment]
+        self.body._others_idle = False
+
+    def _save(self) -> None:
+        self.trainer.hear_of_checkpoints(wait=True)
+        self.manager.save(self.boxes, run_state(self.body._step))
+        self.trainer.saved_step = self.body._step
+
+    def open(self) -> None:
+        if self.generation > 1:
+            self.manager.open_later()
+        else:
+            self.manager.open()
+
+    def say(self) -> None:
+        self.manager._peers.gather(None)
+
+    def after(self, step: int) -> None:
+        """What is due between the steps."""
+        self.body._step = self.trainer.step = step
+        self.body._between_steps(self.trainer)
+
+    def write(self) -> None:
+        """Until this member's share of a save is on the disk."""
+        self.manager._join()
+
+    @property
+    def saved(self) -> list[int]:
+        return [event.step for event in self.events if isinstance(event, CheckpointSaved)]
+
+
+def together(members: list[Member], work: Callable[[Member], None]) -> list[str]:
+    """`work` of all at once; how it ended for each: "", "lost" (itself) or "peer" (it heard of a loss). Raises whatever else goes wrong."""
+    ended, wrong = ["hangs"] * len(members), list[BaseException]()
+
+    def run(i: int) -> None:
+        try:
+            work(members[i])
+            ended[i] = ""
+        except Killed:
+            ended[i] = "lost"
+        except PeerError:
+            ended[i] = "peer"
+        except BaseException as err:
+            wrong.append(err)
+
+    threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(len(members))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT_S)
+    if wrong:
+        raise wrong[0]
+    return ended
+
+
+def sound(folder: Path, step: int) -> list[str]:
+    """Tensors of a checkpoint that are not bit for bit what was saved."""
+    alone = CheckpointManager(folder)
+    alone.read_state(step, model=model_fields(small_spec()))
+    boxes = [
+        BoxTensor(f"{kind}/w", (ROWS, 4), Box((0, 0), (ROWS, 4)), torch.zeros(ROWS, 4), True)
+        for kind in ("master", "exp_avg")
+    ]
+    alone.load(boxes, step=step)
+    return wrong_boxes(boxes)
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("at", range(MESSAGES))
+def test_a_loss_at_each_message_of_a_completion(tmp_path: Path, at: int, lost: int) -> None:
+    other = 1 - lost
+    for i, hear in enumerate([None, (other,), (2,)]):  # None: it says nothing
+        story(tmp_path / f"run{i}", Meeting(3, lost=lost, at=at, said=hear is not None, hear=hear or ()))
+
+
+def story(folder: Path, meeting: Meeting) -> None:
+    """A checkpoint, one that is lost in its completion, and the next generation."""
+    members = [Member(folder, meeting, rank, generation=1) for rank in range(3)]
+    assert together(members, Member.open) == [""] * 3
+    assert together(members, lambda m: m.after(BEFORE)) == [""] * 3  # the first save of a generation is waited for
+    assert together(members, lambda m: m.after(STEP)) == [""] * 3
+    together(members, Member.write)
+    meeting.arm()
+    ended = together(members, lambda m: m.after(STEP + 1))
+    unaware = [m for m, how in zip(members, ended, strict=True) if not how]
+    assert [m.rank for m in unaware] == (list(meeting.hear) if meeting.at == MESSAGES - 1 else [])
+    ended += together(unaware, Member.say)  # whoever heard nothing of the loss meets it with the next message
+    assert sorted(how for how in ended if how) == ["lost", "peer", "peer"]
+    stay = [m for m in members if m.rank != meeting.lost]
+    assert all(isinstance(event, CheckpointSaved) for m in stay for event in m.events)  # nobody took it for a disk
+    for member in stay:
+        member.body._drop_save()
+        assert not member.manager.pending
+    told = any(STEP in m.saved for m in stay)
+
+    renamed = meeting.at >= 3 or (meeting.at == 2 and 0 in meeting.hear)
+    wanted = [BEFORE, STEP] if renamed else [BEFORE]
+    new = [Member(folder, Meeting(2), 0, generation=2)]
+    new.append(Member(folder, new[0].meeting, 1, generation=2))
+    assert together(new, Member.open) == [""] * 2
+    assert renamed or not told
+    assert CheckpointFolder(folder).steps() == wanted and [sound(folder, step) for step in wanted] == [[]] * len(wanted)
+    assert together(new, lambda m: m.after(STEP + 1)) == [""] * 2  # the first thing of a generation: what is missing
+    assert [m.saved for m in new] == [[] if renamed else [STEP + 1]] * 2
+    newest = CheckpointFolder(folder).newest()
+    assert newest == (STEP if renamed else STEP + 1) and sound(folder, newest) == []
+    assert not [p.name for p in folder.iterdir() if p.name.startswith((".writing", ".deleting"))]

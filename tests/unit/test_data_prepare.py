@@ -1,0 +1,405 @@
+"""Preparing once, in one process or many, undisturbed or killed; and every bad corpus as a clear error."""
+
+import json
+import math
+import os
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+from data_help import decoded, finish, start_prepare, stream_documents, wait_for_line, write_megatron
+from tokenizers import models, pre_tokenizers
+
+from phalanx.core.config import DataConfig
+from phalanx.core.errors import CheckpointError, DataError
+from phalanx.data import corpus, store
+from phalanx.data.loader import Loader
+from phalanx.data.prepare import prepare
+
+pytestmark = pytest.mark.unit
+
+WORDS = [
+    "the",
+    "quick",
+    "brown",
+    "fox",
+    "jumps",
+    "over",
+    "a",
+    "lazy",
+    "dog",
+    "while",
+    "größe",
+    "日本",
+    "and",
+    "numbers",
+    "12",
+    "345",
+    "follow",
+]
+
+
+def text_of(i, length=60):
+    state, words = i + 1, []
+    for _ in range(length):
+        state = state * 1103515245 % 2**31 + 12345
+        words.append(WORDS[(state >> 8) % len(WORDS)])
+    return f"document {i}: {' '.join(words)}\n"
+
+
+def write_jsonl(path, texts):
+    path.write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+    return path
+
+
+@pytest.fixture
+def texts():
+    return [text_of(i) for i in range(300)]
+
+
+@pytest.fixture
+def corpus_file(tmp_path, texts):
+    return write_jsonl(tmp_path / "corpus.jsonl", texts)
+
+
+def config(tmp_path, *sources, **settings):
+    return DataConfig(sources=tuple(map(str, sources)), cache=str(tmp_path / "cache"), **settings)
+
+
+def left_over(tmp_path):
+    return [p for p in (tmp_path / "cache").rglob("*") if ".tmp" in p.name]
+
+
+# --- what is prepared
+
+
+@pytest.mark.parametrize("tokenizer", ["byte", "bpe:300"])
+def test_all_text_comes_back(tmp_path, corpus_file, texts, tokenizer):
+    prepared = prepare(config(tmp_path, corpus_file, tokenizer=tokenizer))
+    assert decoded(prepared) == sorted(texts)
+    assert prepared.text_bytes == sum(len(t.encode()) for t in texts)
+    assert not prepared.reused and prepared.tokenizer.vocab_size <= 300
+    assert prepared.train.vocab_size == prepared.tokenizer.vocab_size
+
+
+def test_split_follows_content(tmp_path, texts):
+    """About the fraction asked for; adding and moving documents sends none to the other side; no text is on both."""
+    settings = {"tokenizer": "byte", "validation_fraction": 0.2}
+    few = prepare(config(tmp_path, write_jsonl(tmp_path / "few.jsonl", texts[:100]), **settings))
+    many = prepare(config(tmp_path, write_jsonl(tmp_path / "many.jsonl", [*reversed(texts), *texts[:50]]), **settings))
+
+    def side(data):
+        return Counter(tuple(d) for pool in data.pools for s in pool for d in stream_documents(s))
+
+    assert 8 <= few.validation.num_documents <= 35
+    assert set(side(few.validation)) <= set(side(many.validation))
+    assert not set(side(many.train)) & set(side(many.validation))
+
+
+def test_few_documents_still_have_both_sides(tmp_path, texts):
+    two = prepare(config(tmp_path, write_jsonl(tmp_path / "two.jsonl", texts[:2]), tokenizer="byte"))
+    assert two.train.num_documents == two.validation.num_documents == 1
+
+
+def test_one_text_file_is_cut_so_that_it_can_be_split(tmp_path, texts):
+    (tmp_path / "book.txt").write_text("".join(texts))
+    prepared = prepare(config(tmp_path, tmp_path / "book.txt", tokenizer="byte"))
+    assert prepared.validation.num_documents == 1 and prepared.train.num_documents > 10
+    assert sum(map(len, decoded(prepared))) == sum(map(len, texts))
+
+
+def test_empty_documents_are_left_out(tmp_path, texts):
+    path = write_jsonl(tmp_path / "a.jsonl", ["", *texts[:9], ""])
+    assert decoded(prepare(config(tmp_path, path, tokenizer="byte"))) == sorted(texts[:9])
+
+
+def test_large_vocabularies_use_four_bytes(tmp_path, corpus_file):
+    vocabulary = {f"w{i}": i for i in range(70_000)} | {"</s>": 70_000, "document": 70_001}
+    tokenizer = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    prepared = prepare(config(tmp_path, corpus_file, tokenizer=str(tmp_path / "tokenizer.json")))
+    stream = prepared.train.pools[0][0]
+    assert stream.tokens.dtype == np.uint32 and isinstance(stream.tokens, np.memmap)
+    assert stream_documents(stream)[0][0] == 70_001
+
+
+def test_unigram_loss_is_the_cross_entropy_of_frequencies(tmp_path, corpus_file):
+    prepared = prepare(config(tmp_path, corpus_file, tokenizer="byte", validation_fraction=0.2))
+    train, validation = (
+        Counter(t for pool in side.pools for s in pool for d in stream_documents(s) for t in d[1:])
+        for side in (prepared.train, prepared.validation)
+    )
+    total = sum(train.values()) + prepared.tokenizer.vocab_size
+    expected = -sum(n * math.log((train[t] + 1) / total) for t, n in validation.items()) / sum(validation.values())
+    assert prepared.unigram_loss == pytest.approx(expected, rel=1e-12)
+    assert 2 < prepared.unigram_loss < math.log(257)
+
+
+def test_sources_together_and_weighted(tmp_path, texts):
+    a, b = (
+        write_jsonl(tmp_path / f"{n}.jsonl", part) for n, part in (("a", texts[:100]), ("b", [t * 3 for t in texts]))
+    )
+    by_size = prepare(config(tmp_path, a, b, tokenizer="byte"))
+    assert len(by_size.train.pools) == 1 and len(by_size.train.pools[0]) == 2
+    weighted = prepare(config(tmp_path, a, b, tokenizer="byte", weights=(0.5, 0.5)))
+    assert weighted.reused and len(weighted.train.pools) == 2 and weighted.train.weights == (0.5, 0.5)
+    assert len({by_size.fingerprint, weighted.fingerprint}) == 2
+    assert decoded(weighted) == decoded(by_size)
+    loader = Loader(weighted.train, seq_len=64, global_batch=10_000, micro_batch=10_000, seed=0)
+    first = weighted.train.pool_sizes(64)[0]
+    assert (loader.sample_ids(0) < first).sum() == 5000
+
+
+def test_unigram_loss_of_a_mixture_follows_the_weights(tmp_path):
+    for name in "ab":
+        write_jsonl(tmp_path / f"{name}.jsonl", [name * (20 + i) for i in range(40)])
+    losses = [
+        prepare(config(tmp_path, tmp_path / "a.jsonl", tmp_path / "b.jsonl", tokenizer="byte", weights=w)).unigram_loss
+        for w in [(1.0, 1.0), (9.0, 1.0), (99.0, 1.0)]
+    ]
+    assert losses[0] > losses[1] > losses[2] and losses[0] == pytest.approx(math.log(2), abs=0.25)
+
+
+# --- Megatron
+
+
+def test_megatron_with_and_without_eos(tmp_path):
+    documents = [[*map(ord, f"document {i}"), *([256] if i % 2 else [])] for i in range(60)]
+    write_megatron(tmp_path / "m", documents, sentences=2)
+    prepared = prepare(config(tmp_path, tmp_path / "m", tokenizer="byte", validation_fraction=0.2))
+    assert decoded(prepared) == sorted(f"document {i}" for i in range(60))
+    assert not list((tmp_path / "cache" / "tokens").glob("*/tokens.bin"))  # nothing is copied
+    targets = sum(
+        len(d) - 1 for side in (prepared.train, prepared.validation) for s in side.pools[0] for d in stream_documents(s)
+    )
+    (counts,) = (np.load(p) for p in (tmp_path / "cache" / "tokens").glob("*/counts.npy"))
+    assert counts.sum() == targets
+
+
+def test_megatron_beside_text_and_several_pairs(tmp_path, corpus_file, texts):
+    (tmp_path / "pairs").mkdir()
+    for name in "xy":
+        write_megatron(tmp_path / "pairs" / name, [[*map(ord, f"{name}{i}")] for i in range(30)])
+    prepared = prepare(config(tmp_path, corpus_file, tmp_path / "pairs", tokenizer="byte", weights=(3.0, 1.0)))
+    assert decoded(prepared) == sorted([*texts, *(f"{n}{i}" for n in "xy" for i in range(30))])
+    assert len(prepared.train.pools[1]) == 2
+
+
+def test_megatron_tokens_of_another_tokenizer(tmp_path):
+    write_megatron(tmp_path / "m", [[1, 2], [3, 400], [5]])
+    with pytest.raises(DataError, match=r"m\.bin:document 1 = 400: is no id of the tokenizer 'byte'"):
+        prepare(config(tmp_path, tmp_path / "m", tokenizer="byte"))
+    write_megatron(tmp_path / "n", [[1, 2], [-3, 4]], dtype="<i4", code=4)
+    with pytest.raises(DataError, match=r"n\.bin:document 1 = -3"):
+        prepare(config(tmp_path, tmp_path / "n", tokenizer="byte"))
+
+
+def test_no_tokenizer_can_be_trained_on_tokens(tmp_path):
+    write_megatron(tmp_path / "m", [[1, 2], [3]])
+    with pytest.raises(DataError, match=r"hold tokens and no text.*tokenizer\.json that made"):
+        prepare(config(tmp_path, tmp_path / "m"))
+
+
+# --- what is reused
+
+
+def test_prepared_once(tmp_path, corpus_file):
+    first = prepare(config(tmp_path, corpus_file, tokenizer="bpe:300"))
+    phases = []
+    again = prepare(config(tmp_path, corpus_file, tokenizer="bpe:300"), progress=lambda phase, *_: phases.append(phase))
+    assert again.reused and not phases
+    assert again.fingerprint == first.fingerprint and again.train.fingerprint != again.validation.fingerprint
+    moved = corpus_file.rename(tmp_path / "moved.jsonl")
+    assert prepare(config(tmp_path, moved, tokenizer="bpe:300")).reused
+
+
+@pytest.mark.parametrize("change", [{"tokenizer": "byte"}, {"validation_fraction": 0.1}, {"tokenizer": "bpe:290"}])
+def test_other_settings_are_other_data(tmp_path, corpus_file, change):
+    first = prepare(config(tmp_path, corpus_file, tokenizer="bpe:300"))
+    other = prepare(config(tmp_path, corpus_file, **{"tokenizer": "bpe:300", **change}))
+    assert not other.reused and other.fingerprint != first.fingerprint
+
+
+def test_same_text_gives_the_same_data_in_another_cache(tmp_path, corpus_file):
+    """What ranks on hosts without a common disk rely on, a trained tokenizer included."""
+    first = prepare(config(tmp_path, corpus_file, tokenizer="bpe:300"))
+    second = prepare(config(tmp_path / "other", corpus_file, tokenizer="bpe:300"))
+    assert not second.reused and first.fingerprint == second.fingerprint
+    assert [s.tokens.tobytes() for s in first.train.pools[0]] == [s.tokens.tobytes() for s in second.train.pools[0]]
+
+
+def test_changed_data_cannot_be_resumed(tmp_path, corpus_file, texts):
+    def loader():
+        data = prepare(config(tmp_path, corpus_file, tokenizer="byte")).train
+        return Loader(data, seq_len=32, global_batch=4, micro_batch=2, seed=0)
+
+    state = json.loads(json.dumps(loader().state(7)))
+    assert loader().check_state(state) == 7
+    write_jsonl(corpus_file, texts[1:])
+    with pytest.raises(CheckpointError, match=r"data = .*differs from the run that is to be resumed"):
+        loader().check_state(state)
+
+
+def test_a_damaged_store_is_prepared_anew(tmp_path, corpus_file, texts):
+    first = prepare(config(tmp_path, corpus_file, tokenizer="byte"))
+    (tokens,) = (tmp_path / "cache" / "tokens").glob("*/tokens.bin")
+    os.truncate(tokens, 1000)
+    again = prepare(config(tmp_path, corpus_file, tokenizer="byte"))
+    assert not again.reused and again.fingerprint == first.fingerprint and decoded(again) == sorted(texts)
+
+
+# --- the built-in corpus over a change of the machine
+
+
+@pytest.fixture
+def packages(tmp_path, monkeypatch):
+    """A stand-in for the interpreter's folders, so that packages can be installed."""
+    root = tmp_path / "packages"
+    for i in range(30):
+        (root / f"p{i}").mkdir(parents=True)
+        (root / f"p{i}" / "module.py").write_text(text_of(i))
+    monkeypatch.setattr(corpus, "python_folders", lambda: (root,))
+    return root
+
+
+@pytest.mark.parametrize("tokenizer", ["byte", "bpe:300"])
+def test_a_resumed_run_keeps_its_builtin_corpus(tmp_path, packages, tokenizer):
+    recipe = config(tmp_path, "builtin:python", tokenizer=tokenizer)
+    first = prepare(recipe)
+    (packages / "new.py").write_text(text_of(99))
+    fresh = prepare(recipe)
+    assert fresh.train.fingerprint != first.train.fingerprint
+    resumed = prepare(recipe, resume=first.train.fingerprint)
+    assert resumed.reused and resumed.fingerprint == first.fingerprint and decoded(resumed) == decoded(first)
+    assert prepare(recipe, resume="unknown").fingerprint == fresh.fingerprint
+
+
+@pytest.mark.parametrize("lost", ["tokens", "tokenizers"])
+def test_without_its_cache_a_run_gets_the_corpus_of_today(tmp_path, packages, lost):
+    recipe = config(tmp_path, "builtin:python", tokenizer="bpe:300")
+    first = prepare(recipe)
+    (packages / "new.py").write_text(text_of(99))
+    shutil.rmtree(tmp_path / "cache" / lost)
+    resumed = prepare(recipe, resume=first.train.fingerprint)
+    assert resumed.train.fingerprint != first.train.fingerprint and len(decoded(resumed)) == 31
+
+
+# --- many processes, killed processes
+
+
+def recipe_for_child(tmp_path, corpus_file, **settings):
+    return {"sources": [str(corpus_file)], "cache": str(tmp_path / "cache"), "tokenizer": "bpe:400", **settings}
+
+
+def test_four_processes_prepare_once(tmp_path, texts):
+    corpus_file = write_jsonl(tmp_path / "large.jsonl", [t * 12 for t in texts])
+    children = [start_prepare(recipe_for_child(tmp_path, corpus_file)) for _ in range(4)]
+    ends = [finish(c) for c in children]
+    assert [code for code, _ in ends] == [0, 0, 0, 0], ends
+    results = [json.loads(out.splitlines()[-1]) for _, out in ends]
+    assert len({r["fingerprint"] for r in results}) == 1
+    assert sum("tokenise" in r["phases"] for r in results) == sum("tokenizer" in r["phases"] for r in results) == 1
+    assert sum(not r["reused"] for r in results) == 1
+    assert not left_over(tmp_path)
+
+
+@pytest.mark.parametrize("phase", ["scan", "tokenizer", "tokenise"])
+def test_killed_while_preparing_then_prepared(tmp_path, corpus_file, texts, phase):
+    recipe = recipe_for_child(tmp_path, corpus_file)
+    code, out = finish(start_prepare(recipe, kill_in=phase))
+    assert code == -9, out
+    assert not [p for p in (tmp_path / "cache").glob("tokens/*") if store.is_complete(p)]
+    prepared = prepare(config(tmp_path, corpus_file, tokenizer="bpe:400"))
+    assert decoded(prepared) == sorted(texts)
+    assert not left_over(tmp_path)
+    undisturbed = prepare(config(tmp_path / "other", corpus_file, tokenizer="bpe:400"))
+    assert undisturbed.fingerprint == prepared.fingerprint
+
+
+def test_a_waiting_process_takes_over_from_a_killed_one(tmp_path, corpus_file):
+    recipe, go = recipe_for_child(tmp_path, corpus_file), tmp_path / "go"
+    doomed = start_prepare(recipe, kill_in="tokenise", wait_for=go)
+    wait_for_line(doomed, "about to die")
+    waiting = [start_prepare(recipe) for _ in range(2)]
+    for child in waiting:
+        wait_for_line(child, "phase wait")
+    go.touch()
+    ends = [finish(c) for c in waiting]
+    assert finish(doomed)[0] == -9
+    assert [code for code, _ in ends] == [0, 0], ends
+    results = [json.loads(out.splitlines()[-1]) for _, out in ends]
+    assert len({r["fingerprint"] for r in results}) == 1
+    assert sorted(r["reused"] for r in results) == [False, True]
+    assert not left_over(tmp_path)
+
+
+def test_a_full_disk_is_a_clear_error_and_leaves_nothing(tmp_path, texts):
+    """A limit on file size stands in for the disk: the same failing write."""
+    corpus_file = write_jsonl(tmp_path / "large.jsonl", [t * 12 for t in texts])
+    recipe = recipe_for_child(tmp_path, corpus_file, tokenizer="byte")
+    code, out = finish(start_prepare(recipe, file_limit=100_000))
+    assert code == 2 and "data.cache" in out and "free some space" in out, out
+    assert not left_over(tmp_path)
+    assert prepare(config(tmp_path, corpus_file, tokenizer="byte")).train.num_tokens > 100_000
+
+
+def test_a_cache_that_cannot_be_made_is_a_clear_error(tmp_path, corpus_file):
+    (tmp_path / "loop").symlink_to("loop")
+    for cache in (corpus_file, tmp_path / "loop", tmp_path / ("x" * 300), "/proc/none"):
+        with pytest.raises(DataError, match=r"must be a folder that can be written.*--data\.cache"):
+            prepare(DataConfig(sources=(str(corpus_file),), tokenizer="byte", cache=str(cache)))
+
+
+# --- bad input
+
+
+def test_bad_lines_of_all_files_are_named_together(tmp_path, texts):
+    a = write_jsonl(tmp_path / "a.jsonl", texts[:20])
+    a.write_text(a.read_text() + "{broken\n")
+    (tmp_path / "b.txt").write_bytes(b"fine\n" * 10 + b"bro\xffken\n")
+    for tokenizer in ("byte", "bpe:300"):
+        with pytest.raises(DataError) as caught:
+            prepare(config(tmp_path, a, tmp_path / "b.txt", tokenizer=tokenizer))
+        places = [p.where for p in caught.value.problems]
+        assert places == [f"{a}:21", f"{tmp_path / 'b.txt'}:11"]
+        assert not left_over(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["", '{"text": ""}\n' * 3])
+def test_an_empty_data_set(tmp_path, content):
+    (tmp_path / "a.jsonl").write_text(content)
+    with pytest.raises(DataError, match=r"holds no text"):
+        prepare(config(tmp_path, tmp_path / "a.jsonl", tokenizer="byte"))
+    with pytest.raises(DataError, match=r"holds no text"):
+        prepare(config(tmp_path, tmp_path / "a.jsonl"))
+
+
+def test_an_empty_token_set(tmp_path):
+    write_megatron(tmp_path / "m", [])
+    with pytest.raises(DataError, match=r"holds no text; name files with tokens"):
+        prepare(config(tmp_path, tmp_path / "m", tokenizer="byte"))
+
+
+@pytest.mark.parametrize("texts_", [["only one"], ["the same"] * 5])
+def test_too_few_documents_to_split(tmp_path, texts_):
+    path = write_jsonl(tmp_path / "a.jsonl", texts_)
+    with pytest.raises(DataError, match=r"too few different documents to have validation text"):
+        prepare(config(tmp_path, path, tokenizer="byte"))
+
+
+def test_a_weighted_source_without_validation_text(tmp_path, corpus_file):
+    lone = write_jsonl(tmp_path / "lone.jsonl", ["only one"])
+    assert prepare(config(tmp_path, corpus_file, lone, tokenizer="byte")).validation.num_documents
+    with pytest.raises(DataError, match=r"lone\.jsonl.*too few different documents"):
+        prepare(config(tmp_path, corpus_file, lone, tokenizer="byte", weights=(1.0, 1.0)))
+
+
+def test_settings_sources_and_tokenizer_are_reported_together(tmp_path):
+    with pytest.raises(DataError) as caught:
+        prepare(config(tmp_path, "gone.jsonl", tokenizer="bpe:9", weights=(1.0, 2.0)))
+    assert [p.where for p in caught.value.problems] == ["data.weights", "data.sources[0]", "data.tokenizer"]
+    assert not Path(tmp_path / "cache").exists()

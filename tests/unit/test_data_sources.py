@@ -1,0 +1,241 @@
+"""Which files a source means, its identity, and everything that can be wrong before a file is read."""
+
+import shutil
+from dataclasses import replace
+
+import pytest
+from data_help import write_megatron
+
+from phalanx.core.config import DataConfig
+from phalanx.core.errors import DataError
+from phalanx.data import corpus
+from phalanx.data.cache import silent
+from phalanx.data.problems import ProblemLog
+from phalanx.data.sources import documents, identify, resolve
+
+pytestmark = pytest.mark.unit
+
+
+def config(*sources, **settings):
+    return DataConfig(sources=tuple(map(str, sources)), **settings)
+
+
+def texts(source):
+    log = ProblemLog()
+    found = [d.text for d in documents(source, log)]
+    log.raise_if_any()
+    return found
+
+
+@pytest.fixture
+def folder(tmp_path):
+    root = tmp_path / "corpus"
+    (root / "deep").mkdir(parents=True)
+    (root / ".hidden").mkdir()
+    (root / "b.txt").write_text("b")
+    (root / "a.jsonl").write_text('{"text": "a"}\n')
+    (root / "deep" / "c.txt").write_text("c")
+    (root / ".hidden" / "d.txt").write_text("d")
+    (root / "README.md").write_text("no data")
+    write_megatron(tmp_path / "tokens", [[1, 2], [3]])
+    return root
+
+
+def test_folders_globs_files_and_pairs(folder):
+    above = folder.parent
+    found = resolve(config(folder, folder / "**/*.txt", folder / "b.txt", above / "tokens", above / "tokens.idx"))
+    names = [[f.relative_to(above).as_posix() for f in s.files] for s in found]
+    assert names == [
+        ["corpus/a.jsonl", "corpus/b.txt", "corpus/deep/c.txt"],
+        ["corpus/b.txt", "corpus/deep/c.txt"],
+        ["corpus/b.txt"],
+        ["tokens.bin"],
+        ["tokens.bin"],
+    ]
+    assert [s.kind for s in found] == ["text", "text", "text", "tokens", "tokens"]
+    assert texts(found[0]) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("corpus/a.json", r"does not exist; did you mean 'a\.jsonl'"),
+        ("corups/a.jsonl", r"the folder .*corups does not exist either"),
+        ("corpus/README.md", r"unknown extension; readable: \.txt, \.jsonl, \.jsonl\.gz"),
+        ("corpus/*.csv", r"matches no file"),
+        ("corpus/*", r"README\.md': has an unknown extension"),
+        ("empty", r"is an empty folder"),
+        ("papers", r"without data files \(it holds \.pdf\)"),
+        ("mixed", r"mixes text with \.bin/\.idx tokens"),
+        ("alone/x.bin", r"x\.idx': does not exist; keep \.bin and its index together"),
+        ("alone/y.idx", r"y\.bin': does not exist; keep \.bin and its tokens together"),
+    ],
+)
+def test_names_that_are_no_source(folder, name, message):
+    above = folder.parent
+    for made in ("empty", "papers", "mixed", "alone"):
+        (above / made).mkdir()
+    (above / "papers" / "p.pdf").write_bytes(b"%PDF")
+    (above / "alone" / "x.bin").write_bytes(b"\0\0")
+    (above / "alone" / "y.idx").write_bytes(b"\0\0")
+    write_megatron(above / "mixed" / "t", [[1]])
+    (above / "mixed" / "t.txt").write_text("t")
+    with pytest.raises(DataError, match=message) as caught:
+        resolve(config(above / name))
+    assert caught.value.problems[0].where == "data.sources[0]"
+
+
+def test_unknown_builtin():
+    with pytest.raises(DataError, match="did you mean 'builtin:python'"):
+        resolve(config("builtin:pyhton"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"weights": (1.0,)}, r"one weight for each of the 2 sources"),
+        ({"weights": (1.0, 0.0)}, r"data\.weights\[1\] = 0\.0: must be above 0"),
+        ({"weights": (float("nan"), 1.0)}, r"data\.weights\[0\] = nan"),
+        ({"weights": (float("inf"), 1.0)}, r"data\.weights\[0\] = inf"),
+        ({"validation_fraction": 0.0}, r"above 0 and at most 0\.5"),
+        ({"validation_fraction": 0.9}, r"above 0 and at most 0\.5"),
+        ({"builtin_bytes": 0}, r"at least 1"),
+        ({"builtin_bytes": 10}, r"data\.builtin_bytes = 10: has no effect without the source 'builtin:python'"),
+        ({"text_field": "body"}, r"data\.text_field = 'body': has no effect"),
+    ],
+)
+def test_settings_that_do_not_fit(folder, settings, message):
+    with pytest.raises(DataError, match=message):
+        resolve(config(folder / "b.txt", folder.parent / "tokens", **settings))
+
+
+def test_everything_at_once(folder):
+    wrong = config("gone.txt", "builtin:perl", weights=(1.0,), validation_fraction=2.0)
+    with pytest.raises(DataError) as caught:
+        resolve(wrong)
+    assert [p.where for p in caught.value.problems] == [
+        "data.weights",
+        "data.validation_fraction",
+        "data.sources[0]",
+        "data.sources[1]",
+    ]
+    with pytest.raises(DataError, match="at least one source"):
+        resolve(DataConfig(sources=()))
+
+
+# --- identity
+
+
+def identity(cache, *sources, **settings):
+    return [identify(s, cache, silent).identity for s in resolve(config(*sources, **settings))]
+
+
+def test_identity_is_content_not_place(folder, tmp_path):
+    cache = tmp_path / "cache"
+    (before,) = identity(cache, folder)
+    moved = tmp_path / "elsewhere"
+    shutil.copytree(folder, moved)
+    assert identity(cache, moved) == [before]
+    (moved / "README.md").write_text("changed, but no data")
+    assert identity(cache, moved) == [before]
+    (moved / "b.txt").write_text("B")
+    assert identity(cache, moved) != [before]
+    assert identity(cache, folder, text_field="body") != [before]
+
+
+def test_identity_is_remembered_without_reading_again(folder, tmp_path):
+    phases = []
+    (source,) = resolve(config(folder))
+    first = identify(source, tmp_path / "cache", lambda phase, *_: phases.append(phase))
+    assert phases
+    phases.clear()
+    assert identify(source, tmp_path / "cache", lambda phase, *_: phases.append(phase)) == first
+    assert not phases
+
+
+def test_identity_of_tokens_counts_the_index(tmp_path):
+    write_megatron(tmp_path / "a", [[1, 2], [3]])
+    before = identity(tmp_path / "cache", tmp_path / "a")
+    write_megatron(tmp_path / "a", [[1], [2, 3]])
+    assert identity(tmp_path / "cache", tmp_path / "a") != before
+
+
+def test_a_file_that_cannot_be_read(folder, tmp_path):
+    sources = resolve(config(folder))
+    (folder / "b.txt").unlink()
+    with pytest.raises(DataError, match=r"b\.txt .*cannot be read \(No such file"):
+        identify(sources[0], tmp_path / "cache", silent)
+
+
+def test_a_cache_that_cannot_be_written(folder, tmp_path):
+    (tmp_path / "cache").write_text("a file, not a folder")
+    with pytest.raises(DataError, match=r"data\.cache = .*must be a folder that can be written"):
+        identity(tmp_path / "cache", folder)
+
+
+# --- the built-in corpus
+
+
+def make_package(root, files):
+    for name, content in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    return root
+
+
+def body(word):
+    return f"# {word}\n".encode() * 200
+
+
+FILES = {
+    "a/one.py": body("one"),
+    "a/two.py": body("two"),
+    "b/copy_of_one.py": body("one"),
+    "b/_vendor/c/three.py": body("three"),
+    "b/tests/four.py": body("four"),
+    "b/test_five.py": body("five"),
+    "b/short.py": b"x = 1\n",
+    "b/table.py": b"TABLE = [1, 2]\n" * 100_000,
+    "b/latin.py": "# größe\n".encode("latin-1") * 200,
+    "b/data.txt": body("six"),
+    "phalanx/seven.py": body("seven"),
+    "site-packages/eight.py": body("eight"),
+}
+
+
+def test_builtin_chooses_by_content_alone(tmp_path):
+    here = make_package(tmp_path / "here", FILES)
+    there = make_package(tmp_path / "there", {f"x/{k}": v for k, v in reversed(FILES.items())})
+    chosen = {}
+    for root in (here, there):
+        files, found = corpus.select(corpus.candidates((root,)), 10**9, silent)
+        chosen[root] = ([f.read_bytes() for f in files], found)
+    assert sorted(chosen[here][0]) == sorted([body("one"), body("two")])
+    assert chosen[here] == chosen[there]
+
+
+def test_builtin_cap_takes_a_prefix(tmp_path):
+    root = make_package(tmp_path, {f"p/m{i}.py": body(f"word{i}") for i in range(40)})
+    everything, _ = corpus.select(corpus.candidates((root,)), 10**9, silent)
+    some, identity_of_some = corpus.select(corpus.candidates((root,)), 20_000, silent)
+    assert len(everything) == 40 and some == everything[: len(some)]
+    assert 20_000 <= sum(f.stat().st_size for f in some) < 22_000
+    (root / "p" / f"{some[0].name}").unlink()
+    assert corpus.select(corpus.candidates((root,)), 20_000, silent)[1] != identity_of_some
+
+
+def test_builtin_without_a_library(tmp_path):
+    with pytest.raises(DataError, match="no Python sources"):
+        corpus.select(corpus.candidates((tmp_path,)), 100, silent)
+
+
+def test_builtin_of_this_interpreter(tmp_path):
+    (source,) = resolve(config("builtin:python", builtin_bytes=300_000))
+    found = identify(source, tmp_path, silent)
+    again = identify(replace(source, identity=""), tmp_path, silent)
+    assert found == again and found.identity
+    assert 300_000 <= found.num_bytes < 300_000 + corpus.LARGEST_BYTES
+    assert all(f.suffix == ".py" for f in found.files) and len(texts(found)) == len(found.files)
+    assert not any("phalanx" in f.parts for f in found.files)
+    assert identify(replace(source, builtin_bytes=100_000), tmp_path, silent).identity != found.identity

@@ -1,0 +1,104 @@
+"""A service that tells by itself that a key is there: heard at once, asked seldom, and asked again where nothing is heard."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from phalanx.runtime.membership.ear import Ear
+from phalanx.runtime.membership.keys import OPENING, ServiceLost, TcpKeys
+from phalanx.runtime.membership.service import StoreProcess, start_store
+
+pytestmark = pytest.mark.unit
+SLICE_S = 0.3
+
+
+@pytest.fixture
+def store() -> Iterator[StoreProcess]:
+    process = start_store()
+    yield process
+    process.stop()
+
+
+def asked(keys: TcpKeys, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """When it asks whether a key is there."""
+    times: list[float] = []
+    check = keys.all_there
+
+    def counted(names: list[str]) -> bool:
+        times.append(time.monotonic())
+        return check(names)
+
+    monkeypatch.setattr(keys, "all_there", counted)
+    return times
+
+
+def later(work: Callable[[], object]) -> threading.Thread:
+    """Do it while the caller waits."""
+
+    def act() -> None:
+        time.sleep(SLICE_S)
+        work()
+
+    thread = threading.Thread(target=act, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_a_key_is_heard_of_and_not_asked_for(store: StoreProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys, other = store.address.connect(), store.address.connect()
+    times = asked(keys, monkeypatch)
+    assert not keys.hear("gen/2", SLICE_S) and not keys.hear("gen/2", SLICE_S) and len(times) == 2
+    for number, write in ((2, other.create), (3, other.put)):
+        writing = later(lambda: write(f"gen/{number}", "x"))  # noqa: B023
+        begin_s = time.monotonic()
+        assert keys.hear(f"gen/{number}", 20.0) and time.monotonic() - begin_s < 19.0 and len(times) == number + 1
+        writing.join()
+    assert keys.hear("gen/3", 0.0)
+
+
+def test_who_hears_nothing_asks(store: StoreProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its connection has ended, or groups form (then nobody else connects), or it waits for another key."""
+    keys = store.address.connect()
+    times = asked(keys, monkeypatch)
+    with OPENING:
+        assert not keys.hear("gen/2", SLICE_S) and len(times) > 5 and keys._ear is None
+    times.clear()
+    assert not keys.hear("gen/2", 0.0) and keys._ear is not None and len(times) == 1
+    assert not keys.hear("gen/9", SLICE_S) and len(times) > 5
+    keys._ear.close()
+    writing = later(lambda: store.address.connect().create("gen/2", "x"))
+    assert keys.hear("gen/2", 20.0) or keys.hear("gen/2", 20.0)
+    writing.join()
+    assert not keys.hear("gen/9", 0.0) and keys._ear is None and keys._deaf
+
+
+def test_a_service_that_ends_is_missed_at_once(store: StoreProcess) -> None:
+    keys = store.address.connect()
+    assert not keys.hear("gen/2", 0.0)
+    stopping = later(store.stop)
+    begin_s = time.monotonic()
+    with pytest.raises(ServiceLost):
+        keys.hear("gen/2", 20.0)
+    assert time.monotonic() - begin_s < 19.0
+    stopping.join()
+
+
+def test_an_ear_hears_of_one_key_after_another() -> None:
+    there, shut = {"a": threading.Event(), "b": threading.Event()}, threading.Event()
+
+    def listen(key: str) -> None:
+        there[key].wait(20.0)
+        if shut.is_set():
+            raise OSError("shut")
+
+    ear = Ear(listen, shut.set)
+    assert ear.hear("a", 0.0) is False and ear.hear("b", 0.0) is None
+    there["a"].set()
+    assert ear.hear("a", 20.0) is True and ear.hear("b", 0.0) is False
+    ear.close()
+    there["b"].set()
+    assert ear.hear("b", 20.0) is None and ear.failed and ear.hear("b", 0.0) is None

@@ -1,0 +1,186 @@
+"""Names and options of the Hugging Face families as data: coverage, both directions, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+
+from phalanx.core.errors import PlanError
+from phalanx.models.families import FAMILIES, Family, families_for, find_family
+from phalanx.models.families.names import Link, Rule, in_tensor, links, shapes_of
+from phalanx.plan.layout.parameters import Box
+from phalanx.plan.mapping.model import PRESETS, ModelSpec, RouterSpec, resolve_model
+from phalanx.plan.mapping.model_settings import settings_for
+from phalanx.plan.mapping.rope import YarnSpec
+
+pytestmark = pytest.mark.unit
+BY_NAME = {f.model_type: f for f in FAMILIES}
+
+
+def small(family: Family, **changes: Any) -> ModelSpec:
+    """The family's preset with two layers and few experts."""
+    spec = PRESETS[family.preset]
+    router = dataclasses.replace(
+        spec.router, **({"num_groups": 4, "group_topk": 2} if spec.router.num_groups > 1 else {})
+    )
+    shape = {"num_layers": 2, "dense_layers": min(spec.dense_layers, 1), "num_experts": 8, "top_k": 2, "router": router}
+    return dataclasses.replace(spec, **{**shape, **changes})
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.model_type)
+@pytest.mark.parametrize("fused", [False, True])
+def test_tensors_cover_every_element_once(family: Family, fused: bool) -> None:
+    spec = small(family)
+    found = family.links(spec, fused=fused)
+    held: dict[str, int] = {}
+    for link in found:
+        assert link.param is not None and link.part.num_elements == link.box.num_elements
+        held[link.param] = held.get(link.param, 0) + link.box.num_elements
+    assert held == {name: math.prod(shape) for name, shape in shapes_of(spec).items()}
+    boxes = [(link.param, link.box) for link in found]
+    assert len(set(boxes)) == len(boxes)
+    assert fused or (all(link.whole for link in found) and len({link.tensor for link in found}) == len(found))
+    assert family.is_fused(link.tensor for link in found) == fused
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.model_type)
+def test_options_survive_both_ways(family: Family) -> None:
+    for spec in (PRESETS[family.preset], small(family), small(family, tied_embeddings=True, rope_theta=5e5)):
+        again, problems = family.spec_of(family.config_of(spec))
+        assert not problems and again == dataclasses.replace(spec, router=again.router)
+        training = {n: getattr(spec.router, n) for n in ("aux_loss", "z_loss", "bias_rate")}
+        assert dataclasses.replace(again.router, **training) == dataclasses.replace(spec.router, **training)
+        assert resolve_model(*settings_for(again)) == again
+
+
+def test_yarn_is_read_from_both_versions_of_the_config() -> None:
+    family = BY_NAME["deepseek_v3"]
+    yarn = YarnSpec(factor=40.0, original_length=4096, mscale=1.0, mscale_all_dim=1.0)
+    config = family.config_of(small(family, yarn=yarn))
+    assert family.spec_of(config)[0].yarn == yarn
+    old = {k: v for k, v in config.items() if k != "rope_parameters"} | {
+        "rope_theta": 10000,
+        "rope_scaling": {
+            "type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1,
+            "mscale": 1.0, "mscale_all_dim": 1.0,
+        },
+    }  # fmt: skip
+    assert family.spec_of(old)[0] == family.spec_of(config)[0]
+    model, _ = settings_for(family.spec_of(old)[0])
+    assert (model.yarn_factor, model.yarn_original_length, model.yarn_mscale_all_dim) == (40.0, 4096, 1.0)
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("mixtral", {"sliding_window": 4096, "max_position_embeddings": 32768}, "config.json: sliding_window = 4096"),
+    ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise"),
+    ("mixtral", {"num_experts_per_tok": 1}, "gives the router no gradient"),
+    ("mixtral", {"hidden_act": "gelu"}, "config.json: hidden_act = 'gelu': only SwiGLU"),
+    ("mixtral", {"attention_dropout": 0.1}, "attention_dropout"),
+    ("mixtral", {"hidden_size": "4096"}, "config.json: hidden_size = '4096': must be a whole number"),
+    ("mixtral", {"num_hidden_layers": 0}, "num_hidden_layers"),
+    ("mixtral", {"rms_norm_eps": -1}, "rms_norm_eps"),
+    ("mixtral", {"num_key_value_heads": 5}, "model.num_kv_heads = 5: must divide num_heads"),
+    ("qwen2_moe", {"decoder_sparse_step": 2}, "config.json: decoder_sparse_step = 2"),
+    ("qwen2_moe", {"mlp_only_layers": [3]}, "config.json: mlp_only_layers = [3]: only the first layers"),
+    ("qwen2_moe", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+    ("qwen2_moe", {"qkv_bias": "yes"}, "config.json: qkv_bias = 'yes': must be true or false"),
+    ("qwen3_moe", {"attention_bias": True}, "config.json: attention_bias = true"),
+    ("qwen3_moe", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "rope_type 'llama3' is not there"),
+    ("qwen3_moe", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "yarn needs the numbers"),
+    (
+        "qwen3_moe",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 4,
+                "original_max_position_embeddings": 8,
+                "truncate": False,
+            }
+        },
+        "truncate is not there",
+    ),
+    ("qwen3_moe", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "a part of each head"),
+    ("olmoe", {"clip_qkv": 8.0}, "config.json: clip_qkv = 8.0"),
+    ("olmoe", {"head_dim": 32}, "head_dim"),
+    ("deepseek_v2", {"norm_topk_prob": True}, "config.json: norm_topk_prob = true"),
+    ("deepseek_v2", {"topk_method": "other"}, "topk_method"),
+    ("deepseek_v2", {"moe_layer_freq": 2}, "moe_layer_freq"),
+    ("deepseek_v2", {"n_group": 7}, "router.num_groups = 7: must divide num_experts"),
+    ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func"),
+    ("deepseek_v3", {"attention_bias": True}, "biases of latent attention"),
+    ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "quantised weights cannot be trained on"),
+    ("deepseek_v3", {"num_key_value_heads": 8}, "keys and values of its own"),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "message"), REFUSED, ids=[f"{r[0]}-{next(iter(r[1]))}" for r in REFUSED])
+def test_what_cannot_be_had_is_refused_by_name(name: str, changes: dict[str, Any], message: str) -> None:
+    family = BY_NAME[name]
+    _, problems = family.spec_of({**family.config_of(small(family)), **changes})
+    assert any(message in str(p) for p in problems), list(map(str, problems))
+
+
+def test_all_problems_of_a_config_come_at_once() -> None:
+    config = {**BY_NAME["mixtral"].config_of(small(BY_NAME["mixtral"])), "hidden_act": "gelu", "vocab_size": 0}
+    assert len(BY_NAME["mixtral"].spec_of({**config, "router_jitter_noise": 1})[1]) == 3
+    assert len(BY_NAME["mixtral"].spec_of({})[1]) > 5
+
+
+def test_unknown_architecture_names_the_nearest() -> None:
+    text = str(find_family("qwen3_next_moe"))
+    assert "'qwen3_next_moe': is not an architecture that can be imported; did you mean 'qwen3_moe'" in text
+    assert find_family("olmoe") is BY_NAME["olmoe"]
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_can_be_exported(preset: str) -> None:
+    names = [f.model_type for f in families_for(PRESETS[preset])]
+    wanted = {f.preset: f.model_type for f in FAMILIES}
+    assert len(names) == 1 and names[0] == wanted.get(preset, names[0])
+
+
+def test_what_a_family_cannot_say_is_told() -> None:
+    odd = dataclasses.replace(PRESETS["tiny"], attention_bias=True, qk_norm="head")
+    assert not families_for(odd)
+    text = "\n".join(map(str, BY_NAME["mixtral"].express_problems(odd)))
+    assert "model.attention_bias = true: cannot be said in a config.json of mixtral; mixtral has False" in text
+    assert "model.qk_norm" in text
+    group = dataclasses.replace(small(BY_NAME["deepseek_v2"]), router=RouterSpec(num_groups=4, group_topk=2))
+    assert any("router.group_score" in str(p) for p in BY_NAME["deepseek_v2"].express_problems(group))
+
+
+def test_a_model_that_no_recipe_can_say_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"model\.mla"):
+        settings_for(dataclasses.replace(PRESETS["deepseek-v3"], name="deepseek-v3", mla=None))
+
+
+def test_tensors_without_meaning_are_known() -> None:
+    spec = small(BY_NAME["deepseek_v3"])
+    v3 = BY_NAME["deepseek_v3"]
+    assert v3.may_ignore("model.layers.2.eh_proj.weight", spec) and not v3.may_ignore("model.layers.1.x", spec)
+    assert not BY_NAME["mixtral"].may_ignore("model.layers.2.x", small(BY_NAME["mixtral"]))
+    tied = dataclasses.replace(spec, tied_embeddings=True)
+    assert v3.may_ignore("lm_head.weight", tied) and not v3.may_ignore("lm_head.weight", spec)
+
+
+def test_a_bias_that_the_model_lacks_is_zeros_on_disk() -> None:
+    v3 = BY_NAME["deepseek_v3"]
+    spec = small(v3, router=dataclasses.replace(small(v3).router, bias_rate=0.0))
+    zeros = [link for link in v3.links(spec) if link.param is None]
+    assert [z.tensor for z in zeros] == ["model.layers.1.mlp.gate.e_score_correction_bias"] and zeros[0].shape == (8,)
+
+
+def test_a_box_finds_its_place_in_the_tensor() -> None:
+    """Expert 1 of 4, rows 2 to 5 of the up projection (F = 8): rows 10 to 13 of the fused tensor."""
+    spec = dataclasses.replace(PRESETS["tiny"], num_layers=1, num_experts=4, expert_ffn=8, hidden=16, head_dim=4)
+    rule = Rule("gate_up", "layers.{layer}.moe.experts.w13", ("all", "rows"))
+    gate, up = links((rule,), spec)
+    assert gate == Link("gate_up", (4, 16, 16), Box((0, 0, 0), (4, 8, 16)), "layers.0.moe.experts.w13",
+                        Box((0, 0, 0, 0), (4, 1, 8, 16)), (0, 2, 3))  # fmt: skip
+    box = Box((1, 0, 2, 0), (1, 2, 3, 16))
+    shared = up.box.intersection(box)
+    assert shared == Box((1, 1, 2, 0), (1, 1, 3, 16)) and in_tensor(up, shared) == Box((1, 10, 0), (1, 3, 16))
+    assert gate.box.intersection(Box((0, 1, 0, 0), (4, 1, 8, 16))) is None

@@ -1,0 +1,389 @@
+"""Plans of a run that heals itself under every folding and with replicas, without any process: whatever is lost, every part of the state has a source that
+lives, or is named; nothing moves that is there already; all members make the same plan."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from heal_plan_help import after, fresh, healing, new_member, shuffled, tiny
+
+from phalanx.core.errors import PlanError
+from phalanx.plan.layout.parameters import Box
+from phalanx.plan.layout.parts import without
+from phalanx.plan.layout.state import StateLayouts
+from phalanx.plan.layout.tensors import Held
+from phalanx.plan.mapping.folding import Folding
+from phalanx.plan.recovery.generation import Healing, HealPlan, heal_problems
+from phalanx.plan.recovery.ranks import assigned
+from phalanx.plan.recovery.standing import Standing, read_standing
+from phalanx.plan.recovery.suspects import Piece, all_agree, find_suspects, row_of, sums_of
+from phalanx.plan.reshard.plan import plan_reshard
+from phalanx.plan.reshard.types import Move, equal_hosts
+
+FOLDINGS = [
+    Folding(world=8, ep=2),
+    Folding(world=8, ep=4, tp=2),
+    Folding(world=8, pp=2, ep=2),
+    Folding(world=8, tp=2, pp=2, ep=2),
+    Folding(world=8, cp=2, ep=4),
+    Folding(world=8, tp=2, etp=2, ep=2),
+    Folding(world=8, etp=2, ep=2),
+    Folding(world=16, tp=2, cp=2, pp=2, ep=2),
+    Folding(world=16, tp=2, pp=2, ep=2, etp=2),
+]
+REPLICAS = [
+    (Folding(world=8), 3),
+    (Folding(world=8, tp=2), 2),
+    (Folding(world=8, pp=2), 4),
+    (Folding(world=8, etp=2), 4),
+    (Folding(world=16, tp=2, pp=2), 2),
+]
+
+
+def held_masks(
+    move: Move, sides: Iterable[tuple[Sequence[int], Sequence[Sequence[Held]]]]
+) -> list[dict[int, np.ndarray]]:
+    """Of each side: rank -> which elements it holds."""
+    out = []
+    for ranks, held in sides:
+        masks = {}
+        for rank, boxes in zip(ranks, held, strict=True):
+            masks[rank] = np.zeros(move.dst.shape, dtype=bool)
+            for h in boxes:
+                masks[rank][h.box.slices()] = True
+        out.append(masks)
+    return out
+
+
+def check_plan(run: Healing, plan: HealPlan) -> int:
+    """Element by element: what is needed is there or named. Returns the bytes that must travel."""
+    bytes_needed, missing = 0, set()
+    for move in (*plan.params, *plan.buffers):
+        src, dst = held_masks(move, ((move.src.ranks, move.src.held), (move.dst.ranks, move.dst.held)))
+        there = np.any(list(src.values()), axis=0) if src else np.zeros(move.dst.shape, dtype=bool)
+        assert np.all(np.any(list(dst.values()), axis=0)), f"nobody is to hold all of {move.name}"
+        if not np.all(there):
+            missing.add(move.name)
+        for rank, need in dst.items():
+            bytes_needed += int((need & ~src[rank]).sum() if rank in src else need.sum()) * move.itemsize
+    assert set(plan.missing) == missing
+    return bytes_needed
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("base", FOLDINGS, ids=lambda f: f"{f.world}-{f.label()}")
+def test_losses_under_every_folding(base: Folding, zero: int) -> None:
+    rng, run = random.Random(base.hash), healing(base, floor=min(2, base.dp * base.cp, base.edp), zero=zero)
+    for _ in range(3):
+        plan = run.plan(fresh(base.world))
+        assert plan.folding == base and plan.hosts == tuple(range(base.world)) and plan.idle == ()
+        uids = iter(range(100, 200))
+        for _ in range(3):
+            lost = rng.sample(plan.uids, rng.randint(1, min(2, len(plan.uids) - 1)))
+            facts = after(plan, lost=lost) + [new_member(next(uids)) for _ in range(rng.randint(0, 2))]
+            plan = run.plan(shuffled(facts, rng))
+            assert plan.hash == run.plan(shuffled(facts, rng)).hash
+            check_plan(run, plan)
+            assert not plan.idle or plan.remarks
+            assert plan.folding == run.folding(len(facts))
+            if plan.missing:
+                break  # all go back to the checkpoint
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("base", FOLDINGS, ids=lambda f: f"{f.world}-{f.label()}")
+def test_any_one_may_be_lost_where_all_has_two_holders(base: Folding, zero: int) -> None:
+    floor = min(base.dp * base.cp, base.edp)
+    assert bool(heal_problems(base, floor=2)) == (floor < 2)
+    if floor < 2:
+        return
+    run = healing(base, zero=zero)
+    plan = run.plan(fresh(base.world))
+    for lost in plan.uids[:: base.world // 8]:
+        found = run.plan(after(plan, lost=[lost]))
+        assert found.missing == () and (found.folding.tp, found.folding.cp) == (base.tp, base.cp)
+        assert found.exact == (found.folding.pp == base.pp)
+        for moves in (found.params, found.buffers):
+            plan_reshard(moves, equal_hosts([0] * len(found.members))).check()
+
+
+@pytest.mark.parametrize(("base", "slots"), REPLICAS, ids=lambda x: x.label() if isinstance(x, Folding) else str(x))
+def test_experts_have_new_holders_after_a_loss(base: Folding, slots: int) -> None:
+    rng, run = random.Random(f"{base.hash}{slots}"), healing(base, slots=slots)
+    plan = run.plan(fresh(base.world))
+    assert plan.folding == run.base and len(plan.placement) == base.pp
+    for turn in range(4):
+        facts = after(plan, lost=[rng.choice(plan.uids)]) + ([new_member(100 + turn)] if turn % 2 else [])
+        found = run.plan(shuffled(facts, rng))
+        assert {run.plan(shuffled(facts, rng)).hash for _ in range(4)} == {found.hash}
+        check_plan(run, found)
+        if check_floor(run, plan) >= 2:  # before the loss
+            assert found.missing == ()
+        if found.missing:
+            break
+        plan = found
+
+
+def test_a_join_costs_what_the_joiner_needs() -> None:
+    run = healing(Folding(world=4), slots=6)
+    three = run.plan(after(run.plan(fresh(4)), lost=["host0.1.x"]))
+    four = run.plan([*after(three), new_member(9)])
+    assert check_floor(run, three) == check_floor(run, four) == 2 and four.missing == ()
+    new = four.uids.index("host0.9.x")
+    needed = sum(h.box.num_elements for held, _ in run.holds(four.standing(new)).values() for h in held)
+    buffers = sum(math.prod(m.dst.shape) for m in four.buffers)
+    assert check_plan(run, four) == 4 * (needed + buffers)
+
+
+def check_floor(run: Healing, plan: HealPlan) -> int:
+    """Every expert of every layer is on as many ranks as slots allow, up to the floor; how many that is."""
+    assert run.slots_per_rank is not None
+    hosts = plan.folding.ep
+    floor = min(run.floor, hosts, hosts * run.slots_per_rank // run.spec.num_experts)
+    seen = []
+    for stage in plan.placement:
+        for layer, placed in stage.layers.items():
+            seen.append(layer)
+            for expert in range(run.spec.num_experts):
+                assert len(placed.holders(expert)) >= floor, f"layer {layer} expert {expert}"
+    assert sorted(seen) == list(run.spec.moe_layers)
+    return floor
+
+
+def test_what_stays_does_not_move() -> None:
+    """One of eight is replaced at once: its successor gets what it held, and nothing else travels."""
+    for base in FOLDINGS:
+        run = healing(base, floor=min(2, base.dp * base.cp, base.edp))
+        plan = run.plan(fresh(base.world))
+        state = [run.holds(plan.standing(rank)) for rank in range(base.world)]
+        for rank in (1, base.world - 2):
+            found = run.plan([*after(plan, lost=[plan.uids[rank]]), new_member(99)])
+            if found.missing:
+                continue
+            assert check_plan(run, found) == sum(
+                sum(h.box.num_elements for h in held) * 4 for held, _ in state[rank].values()
+            ) + sum(4 * math.prod(m.dst.shape) for m in found.buffers if rank in m.dst.ranks)
+
+
+def test_bytes_that_travel_are_those_that_are_lacking() -> None:
+    base = Folding(world=8, tp=2, ep=2)
+    run = healing(base)
+    found = run.plan(after(run.plan(fresh(8)), lost=["host0.3.x"]))
+    assert found.folding.world == 6 and len(found.idle) == 1 and "6" not in found.idle[0]
+    made = plan_reshard(found.params, equal_hosts(range(len(found.members))))
+    sent = sum(part.box.num_elements * 4 for hop in made.hops for part in hop.parts)
+    lacking = check_plan(run, found) - sum(
+        4 * math.prod(m.dst.shape) for m in found.buffers for r in m.dst.ranks if r not in m.src.ranks
+    )
+    assert lacking <= sent <= 1.05 * lacking
+
+
+def test_members_that_came_from_different_generations() -> None:
+    """A generation that only some had entered: the others still stand where they stood."""
+    rng, run = random.Random(5), healing(Folding(world=8, tp=2, ep=2))
+    first = run.plan(fresh(8))
+    second = run.plan(after(first, lost=[first.uids[0]]))
+    for _ in range(6):
+        old, new = ({f.uid: f for f in after(plan)} for plan in (first, second))
+        facts = [(new if rng.random() < 0.5 and new[uid].standing else old)[uid] for uid in second.uids]
+        plan = run.plan(shuffled(facts, rng))
+        assert plan.missing == ()
+        check_plan(run, plan)
+
+
+def test_idle_members_hold_what_they_held() -> None:
+    """Three of tp 2: one is idle, and its half is a source if another member is lost before a step was committed."""
+    run = healing(Folding(world=4, tp=2))
+    first = run.plan(fresh(4))
+    facts = after(first, lost=[first.uids[1]])
+    three = run.plan(facts)
+    assert three.folding == Folding(world=2, tp=2) and three.exact
+    (idle,) = three.idle
+    assert idle == first.uids[0] and "is idle: tp 2 needs a multiple of 2 devices, 3 are left" in three.remarks[0]
+    again = run.plan([f for f in facts if f.uid != first.uids[2]])  # the holder of the same half is lost as well
+    assert again.missing == () and again.uids == (first.uids[0], first.uids[3])
+    stale = run.plan(after(three, lost=[three.uids[0]]))
+    assert stale.missing
+
+
+def test_the_nearest_mapping_is_taken_and_said() -> None:
+    run = healing(Folding(world=4, tp=2))
+    plan = run.plan(after(run.plan(fresh(4)), lost=["host0.0.x", "host0.1.x", "host0.2.x"]))
+    assert plan.folding == Folding(world=1) and not plan.exact and plan.missing
+    assert "tp 2 -> 1" in plan.remarks[0]
+    assert run.least() == 1
+    few = healing(Folding(world=4), slots=4)
+    assert few.least() == 2
+    with pytest.raises(PlanError, match="at least 2"):
+        few.plan(fresh(1))
+
+
+def test_hosts_and_blocks() -> None:
+    """Slices of an expert stay on one machine, and so do tp groups where one has enough members."""
+    run = healing(Folding(world=8, tp=2, etp=2, ep=2), floor=2)
+    plan = run.plan(fresh(8, machines=4))
+    assert plan.hosts == (0, 0, 1, 1, 2, 2, 3, 3)
+    lost = [plan.uids[0], plan.uids[3]]
+    facts = [*after(plan, lost=lost), new_member(50, machine=0), new_member(51, machine=1)]
+    found = run.plan(facts)
+    assert all(found.hosts[i] == found.hosts[i + 1] for i in range(0, 8, 2)) and found.missing == ()
+    odd = run.plan(after(plan, lost=lost))
+    assert odd.folding.world == 4 and len(odd.idle) == 2, "two of the six have no partner on their machine"
+
+
+def test_standings_say_what_layouts_say() -> None:
+    run = healing(Folding(world=8, pp=2), slots=4)
+    plan = run.plan(fresh(8))
+    layouts = StateLayouts(
+        spec=tiny(), folding=plan.folding, stages=run.stages(plan.folding), placement=plan.placement_of
+    ).shards(zero=0)
+    for rank in range(8):
+        state = run.holds(read_standing(plan.standing(rank).to_dict()))
+        assert {n: held for n, (held, _) in state.items()} == {
+            n: layout.of_rank(rank) for n, layout in layouts.items() if rank in layout.ranks
+        }
+
+
+def test_reports_that_make_no_sense_are_refused() -> None:
+    good = Standing(folding=Folding(world=4, tp=2), rank=1).to_dict()
+    assert read_standing(good).rank == 1
+    for bad in ({**good, "rank": 4}, {**good, "slots": [[1]]}, {k: v for k, v in good.items() if k != "hosts"}):
+        with pytest.raises(PlanError, match="standing"):
+            read_standing(bad)
+    with pytest.raises(PlanError):
+        read_standing({**good, "folding": {**good["folding"], "tp": 3}})
+
+
+# ---- copies that differ ----------------------------------------------------------------------------------------------
+
+
+def piece(name: str, first: int = 0) -> Piece:
+    return Piece(name, Box((first, 0), (1, 4)))
+
+
+def test_the_majority_is_believed_and_without_one_nobody() -> None:
+    a, b = piece("master/a"), piece("exp_avg/b", 2)
+    found = find_suspects([{a: 1, b: 1}, {a: 1, b: 2}, {a: 7}])
+    assert found.outvoted == ((2, a),) and found.doubted == ((0, b), (1, b))
+    assert found.all == [(2, "a", a.box), (0, "b", b.box), (1, "b", b.box)]
+    outvoted, doubted = found.explain(["x", "y", "z"])
+    assert outvoted.startswith("z had other bits than most holders of master/a[0:1, 0:4]")
+    assert doubted.startswith("x, y differ in exp_avg/b[2:3, 0:4], and nobody can say")
+    assert find_suspects([{a: 1}, {}, {a: 1}]).all == [] and find_suspects([{a: 1}, {a: 2}]).outvoted == ()
+
+
+def test_what_is_doubted_is_no_source() -> None:
+    run = healing(Folding(world=4, ep=2))
+    plan = run.plan(after(run.plan(fresh(4)), lost=["host0.3.x"]))
+    assert plan.missing == () and plan.folding.ep == 1
+    name = next(m.name for m in plan.params if ".experts." in m.name)
+    move = next(m for m in plan.params if m.name == name)
+    expert = Box((1, *(0 for _ in move.dst.shape[1:])), (1, *move.dst.shape[1:]))
+    holders = [
+        r for r, held in zip(move.src.ranks, move.src.held, strict=True) if any(h.box.contains(expert) for h in held)
+    ]
+    assert len(holders) == 2
+    fewer = plan.without([(holders[0], name, expert)])
+    assert fewer.missing == () and fewer.hash != plan.hash
+    left = next(m for m in fewer.params if m.name == name).src
+    assert not any(h.box.intersection(expert) for h in left.of_rank(holders[0]))
+    plan_reshard(fewer.params, equal_hosts([0] * 3)).check()
+    assert check_plan(run, fewer) - check_plan(run, plan) == expert.num_elements * 4
+    none = plan.without([(rank, name, expert) for rank in holders])
+    assert none.missing == (name,)
+
+
+def test_boxes_without_boxes() -> None:
+    rng = random.Random(1)
+    for _ in range(200):
+        shape = tuple(rng.randint(1, 5) for _ in range(rng.randint(0, 3)))
+        box, hole = (random_box(shape, rng) for _ in range(2))
+        there = np.zeros(shape, dtype=int)
+        there[hole.slices()] = 1
+        for part in without(box, hole):
+            there[part.slices()] += 1
+        assert np.all(there[box.slices()] == 1) and there.max() == 1
+    assert without(Box((0, 0), (2, 2)), Box((2, 0), (1, 2))) == [Box((0, 0), (2, 2))]
+
+
+def random_box(shape: Sequence[int], rng: random.Random) -> Box:
+    offsets = tuple(rng.randrange(n) for n in shape)
+    return Box(offsets, tuple(rng.randint(1, n - o) for n, o in zip(shape, offsets, strict=True)))
+
+
+def test_assignment_is_the_cheapest() -> None:
+    from itertools import permutations
+
+    rng = random.Random(2)
+    for size in range(1, 6):
+        for _ in range(20):
+            table = [[rng.choice([0, 0, 3, 10**9, rng.randrange(50)]) for _ in range(size)] for _ in range(size)]
+            best = min(sum(table[i][p[i]] for i in range(size)) for p in permutations(range(size)))
+            found = assigned(table)
+            assert sorted(found) == list(range(size)) and sum(table[i][found[i]] for i in range(size)) == best
+    assert assigned([[1] * 5] * 5) == list(range(5))
+
+
+def test_rows_of_checksums_say_what_tables_with_names_say() -> None:
+    rng = random.Random(5)
+    pieces = [Piece(f"master/w{i}", Box((i,), (1,))) for i in range(4)]
+    seen = set[bool]()
+    for _ in range(300):
+        told = [{p: int(rng.random() < 0.1) for p in pieces if rng.random() < 0.6} for _ in range(3)]
+        rows = np.stack([row_of(sums, pieces) for sums in told])
+        assert [sums_of(row, pieces) for row in rows] == told
+        assert all_agree(rows) == (not find_suspects(told).all)
+        seen.add(all_agree(rows))
+    assert seen == {False, True}
+    with pytest.raises(ValueError, match=r"other/w\[0:1\] is no piece"):
+        row_of({Piece("other/w", Box((0,), (1,))): 1}, pieces)
+
+
+# ---- room for state -----------------------------------------------------------------------------------------------------------
+
+
+def limited(run: Healing, times: float) -> Healing:
+    """With room for so many times what its own mapping holds."""
+    return replace(run, room=replace(run.room, limit=times * run.bytes_of(run.base)))
+
+
+def test_ranks_are_rather_idle_than_without_room() -> None:
+    """7 of 8 ranks would hold every expert each."""
+    run = healing(Folding(world=8, ep=4), floor=2)
+    assert (run.folding(7).world, run.folding(7).ep) == (7, 1)
+    choice = limited(run, 2).choose(7)
+    assert (choice.folding.world, choice.folding.ep, choice.idle) == (6, 2, 1)
+    assert "with more than 6 of the 7 devices a rank has no room for its state" in choice.reason
+    assert limited(run, 2).bytes_of(choice.folding) <= 2 * run.bytes_of(run.base)
+
+
+def test_what_a_rank_holds_is_what_the_layouts_say() -> None:
+    for base in FOLDINGS:
+        for zero in (0, 1):
+            run = healing(base, floor=min(2, base.dp * base.cp, base.edp), zero=zero)
+            wide, most = run.room, 0
+            for rank in range(base.world):
+                held, _ = zip(*run.holds(Standing(folding=base, rank=rank)).values(), strict=True)
+                most = max(most, sum(h.box.num_elements for of in held for h in of))
+            kept = run.bytes_of(base) - run_parameters(run) * (wide.parameter + wide.gradient)
+            assert kept / wide.optimizer == pytest.approx(most, rel=0.02)
+
+
+def run_parameters(run: Healing) -> float:
+    """Of the fullest rank, from its layouts without shards."""
+    whole = replace(run, zero=0)
+    return whole.bytes_of(whole.base) / sum((whole.room.parameter, whole.room.gradient, whole.room.optimizer))
+
+
+def test_a_limit_that_the_runs_own_mapping_breaks_is_refused() -> None:
+    run = healing(Folding(world=8, ep=4))
+    assert run.room_problems() == [] and limited(run, 1.0).room_problems() == []
+    (problem,) = limited(run, 0.9).room_problems()
+    assert problem.where == "resilience.state_gb" and "GB of parameters, gradients and optimizer state" in problem.rule
+    words = problem.hint.split()
+    assert float(words[1].rstrip(",")) * 1e9 >= run.bytes_of(run.base)

@@ -1,0 +1,176 @@
+"""Cross-entropy, AdamW and lanes: fast against plain."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+import torch
+from kernel_help import LANES, agree, normal, pool_of, seeded
+
+from phalanx.kernels.cpu import cross_entropy
+from phalanx.kernels.cpu.adamw import CHUNK, adamw_
+from phalanx.kernels.cpu.cross_entropy import IGNORE, linear_cross_entropy
+from phalanx.kernels.cpu.lanes import Lanes
+
+
+def _labels(tokens: int, vocab: int) -> torch.Tensor:
+    labels = torch.randint(0, vocab, (tokens,), generator=seeded(7))
+    labels[::5] = IGNORE
+    return labels
+
+
+@LANES
+@pytest.mark.parametrize(("tokens", "hidden", "vocab"), [(0, 4, 6), (1, 4, 6), (29, 12, 70), (1100, 8, 600)])
+def test_cross_entropy(tokens: int, hidden: int, vocab: int, lanes: int | str) -> None:
+    labels = _labels(tokens, vocab)
+    with pool_of(lanes) as pool:
+        agree(
+            lambda h, w: linear_cross_entropy(h, w, labels, lanes=pool).to(h.dtype),
+            lambda h, w: linear_cross_entropy(h, w, labels, impl="reference"),
+            [normal(tokens, hidden), normal(vocab, hidden, seed=1)],
+        )
+
+
+def test_cross_entropy_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More tokens than one group's logits: the weight's gradient is summed over groups in fp32."""
+    monkeypatch.setattr(cross_entropy, "GROUP_BYTES", 1)
+    labels = _labels(1300, 40)
+    agree(
+        lambda h, w: linear_cross_entropy(h, w, labels).to(h.dtype),
+        lambda h, w: linear_cross_entropy(h, w, labels, impl="reference"),
+        [normal(1300, 8), normal(40, 8, seed=1)],
+    )
+
+
+def test_cross_entropy_is_a_sum_in_fp32_and_scales_exactly() -> None:
+    h, w = (x.to(torch.bfloat16).requires_grad_() for x in (normal(6, 4), normal(5, 4, seed=1)))
+    loss = linear_cross_entropy(h, w, torch.tensor([0, 1, 2, 3, 4, IGNORE]))
+    assert loss.dtype == torch.float32 and loss.dim() == 0
+    (loss / 2047).backward()
+    assert h.grad is not None and torch.equal(h.grad[5], torch.zeros(4, dtype=torch.bfloat16))
+
+
+def test_cross_entropy_of_nothing_and_of_certainty() -> None:
+    h, w = normal(3, 4).requires_grad_(), normal(5, 4, seed=1)
+    loss = linear_cross_entropy(h, w, torch.full((3,), IGNORE))
+    loss.backward()
+    assert loss.item() == 0 and h.grad is not None and not h.grad.any()
+    sure = linear_cross_entropy(
+        1e4 * torch.eye(2, dtype=torch.float64), torch.eye(2, dtype=torch.float64), torch.tensor([0, 0])
+    )
+    assert sure.item() == pytest.approx(1e4)
+
+
+def test_cross_entropy_gradcheck() -> None:
+    h, w = normal(4, 3).requires_grad_(), normal(5, 3, seed=1).requires_grad_()
+    labels = torch.tensor([0, IGNORE, 4, 2])
+    assert torch.autograd.gradcheck(lambda h, w: linear_cross_entropy(h, w, labels), (h, w))
+
+
+def test_cross_entropy_without_gradients() -> None:
+    h, w = normal(4, 3), normal(5, 3, seed=1)
+    with torch.no_grad():
+        got = linear_cross_entropy(h, w, torch.tensor([0, 1, 2, 3]))
+    assert got.item() == pytest.approx(linear_cross_entropy(h, w, torch.tensor([0, 1, 2, 3]), impl="reference").item())
+
+
+@LANES
+@pytest.mark.parametrize("grad_dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [0, 1, 1000, CHUNK + 77])
+def test_adamw(size: int, grad_dtype: torch.dtype, lanes: int | str) -> None:
+    """Three steps, the fast kernel against plain operations; fp64 state for fp64 gradients, else fp32."""
+    dtype = torch.float64 if grad_dtype == torch.float64 else torch.float32
+    options = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+    states = {}
+    with pool_of(lanes) as pool:
+        for impl in ("fast", "reference"):
+            state = [normal(size, seed=1).to(dtype), torch.zeros(size, dtype=dtype), torch.zeros(size, dtype=dtype)]
+            out = torch.empty(size, dtype=torch.bfloat16)
+            for step in (1, 2, 3):
+                grad = normal(size, seed=10 + step).to(grad_dtype)
+                scale = 0.3 if step == 2 else torch.tensor(1.7, dtype=torch.float64)
+                adamw_(state[0], grad, *state[1:], out, step=step, scale=scale, impl=impl, lanes=pool, **options)
+                assert torch.equal(grad, normal(size, seed=10 + step).to(grad_dtype)), "the gradient is only read"
+            states[impl] = [*state, out]
+            assert torch.equal(out, state[0].to(torch.bfloat16))
+    for a, b in zip(states["fast"][:3], states["reference"][:3], strict=True):
+        assert torch.allclose(a, b, rtol=1e-12 if dtype == torch.float64 else 2e-5, atol=1e-7)
+
+
+def test_adamw_equals_torch() -> None:
+    param = torch.nn.Parameter(normal(50))
+    optimizer = torch.optim.AdamW([param], lr=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.2)
+    master, exp_avg, exp_avg_sq = normal(50), torch.zeros(50, dtype=torch.float64), torch.zeros(50, dtype=torch.float64)
+    for step in (1, 2, 3, 4):
+        param.grad = normal(50, seed=step)
+        optimizer.step()
+        adamw_(
+            master,
+            normal(50, seed=step),
+            exp_avg,
+            exp_avg_sq,
+            lr=0.1,
+            beta1=0.9,
+            beta2=0.95,
+            eps=1e-8,
+            weight_decay=0.2,
+            step=step,
+        )
+    assert torch.allclose(param.detach(), master, rtol=1e-13, atol=0)
+
+
+# ---- lanes -------------------------------------------------------------------------------------------------------------------
+
+
+def test_lanes_do_every_piece_once() -> None:
+    with Lanes(3) as lanes:
+        for size in (0, 1, 2, 50):
+            done: list[int] = []
+            lanes.run(lambda item, lane, done=done: done.append(item), range(size))
+            assert sorted(done) == list(range(size))
+
+
+def test_lanes_have_no_gradients_and_single_threads() -> None:
+    seen: list[tuple[bool, int]] = []
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with Lanes(2) as lanes:
+            barrier = threading.Barrier(2, timeout=20)
+
+            def look(item: int, lane: int) -> None:
+                barrier.wait()
+                seen.append((torch.is_grad_enabled(), torch.get_num_threads()))
+
+            lanes.run(look, [0, 1])
+        assert seen == [(False, 1), (False, 1)]
+        assert torch.is_grad_enabled() and torch.get_num_threads() == 2, "given back"
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_an_error_in_a_lane_reaches_the_caller_and_the_lanes_go_on() -> None:
+    def fail(item: int, lane: int) -> None:
+        if item == 3:
+            raise ValueError("piece 3")
+
+    with Lanes(2) as lanes:
+        with pytest.raises(ValueError, match="piece 3"):
+            lanes.run(fail, range(8))
+        done: list[int] = []
+        lanes.run(lambda item, lane: done.append(item), range(8))
+        assert sorted(done) == list(range(8))
+
+
+def test_lanes_survive_a_fork() -> None:
+    with Lanes(2) as lanes:
+        lanes.run(lambda item, lane: None, range(4))
+        child = os.fork()
+        if child == 0:
+            done: list[int] = []
+            lanes.run(lambda item, lane: done.append(item), range(8))
+            os._exit(0 if sorted(done) == list(range(8)) else 1)
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == 0

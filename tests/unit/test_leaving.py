@@ -1,0 +1,183 @@
+"""Members that leave in good order: nobody goes before what it holds was handed over to members that are still there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from membership_help import MemoryService
+
+from phalanx.core.errors import PeerError
+from phalanx.core.events import ignore
+from phalanx.runtime.membership.forming import as_listed
+from phalanx.runtime.membership.member import _Loop
+from phalanx.runtime.membership.membership import FirstRule, Generation, Member, Membership
+from phalanx.runtime.membership.roster import Roster
+from phalanx.runtime.membership.seat import Seat
+from phalanx.runtime.membership.seat_terms import Left, SeatSettings
+from phalanx.runtime.membership.votes import Decision
+
+pytestmark = pytest.mark.unit
+UIDS = ("a.0.x", "b.0.x", "c.0.x", "d.0.x")
+
+
+def begun(service: MemoryService, *, minimum: int = 1) -> Generation:
+    members = [Member(uid, uid[0]) for uid in UIDS]
+    return Membership(service.connect()).start(members, above=0, minimum=minimum, why="the run begins")
+
+
+def roster_of(service: MemoryService, host: str) -> Roster:
+    roster = Roster(host, service, FirstRule(wanted=4, minimum=1, gather_s=0.0), limit_s=60.0)
+    roster.announced(Member(f"{host}.0.x", host))
+    return roster
+
+
+def seat_of(service: MemoryService, uid: str, generation: Generation) -> Seat:
+    """It is in a team of `generation`, and has heard what the service says."""
+    seat = Seat(Member(uid, uid[0]), service, pipe=-1, settings=SeatSettings())
+    seat._say = lambda words: None  # type: ignore[method-assign]
+    seat.team = team_of(generation, uid)
+    seat._keys = service.connect()
+    for _ in range(2):
+        seat._glance(service.connect(), 0.0)
+    return seat
+
+
+def team_of(generation: Generation, uid: str) -> Any:
+    uids = generation.uids
+    return SimpleNamespace(
+        generation=generation, uid=uid, uids=uids, size=len(uids), rank=uids.index(uid), kick=lambda: 0
+    )
+
+
+class Body:
+    """`gives` is what a hand-over says, or raises."""
+
+    step = 1
+
+    def __init__(self, gives: bool | Exception = True) -> None:
+        self.gives, self.given = gives, list[tuple[str, ...]]()
+
+    def hand_over(self, stay: Sequence[str]) -> bool:
+        self.given.append(tuple(stay))
+        if isinstance(self.gives, Exception):
+            raise self.gives
+        return self.gives
+
+
+def loop_of(seat: Seat, body: Body) -> _Loop:
+    return _Loop(seat, body, ignore, as_listed)  # type: ignore[arg-type]
+
+
+def newest(service: MemoryService) -> Generation:
+    found = Membership(service.connect()).current()
+    assert found is not None
+    return found
+
+
+def test_a_notice_alone_puts_nobody_out() -> None:
+    """Its host may tell the service at any time: also while another generation forms, which then has it as a source."""
+    service = MemoryService()
+    first = begun(service)
+    for host in ("a", "b"):
+        roster = roster_of(service, host)
+        roster.tick()
+        roster.leave([f"{host}.0.x"], "its host got SIGTERM")
+        roster.tick()
+    assert newest(service) == first
+    assert Membership(service.connect()).wishes() == dict.fromkeys(UIDS[:2], "its host got SIGTERM")
+
+
+def test_one_decision_says_who_leaves_and_those_that_come_too_late_stay() -> None:
+    service = MemoryService()
+    first = begun(service)
+    Membership(service.connect()).wish_to_leave({"a.0.x": "notice"})
+    early = seat_of(service, "a.0.x", first)
+    Membership(service.connect()).wish_to_leave({"b.0.x": "notice"})
+    late = seat_of(service, "b.0.x", first)
+    assert [early._then(), late._then()] == ["leave", "leave"]
+    assert early.leavers() == late.leavers() == {"a.0.x": "notice"}
+    body = Body()
+    for seat in (early, late):
+        assert loop_of(seat, body)._part(seat.leavers)
+    assert body.given == [UIDS[1:]] * 2
+    assert newest(service).uids == UIDS[1:] and newest(service).leaving == UIDS[:1]
+    late.team = team_of(newest(service), "b.0.x")  # it is a member of that one, hands over in it, and goes then
+    late._glance(service.connect(), 0.0)
+    assert late._then() == "leave" and late.leavers() == {"b.0.x": "notice"}
+
+
+def test_a_hand_over_to_somebody_who_is_dead_counts_for_nothing() -> None:
+    service = MemoryService()
+    first = begun(service)
+    membership = Membership(service.connect())
+    membership.wish_to_leave({"a.0.x": "notice"})
+    seat = seat_of(service, "a.0.x", first)
+    assert seat._then() == "leave"
+    membership.propose_death(
+        ["c.0.x"], "killed by SIGKILL"
+    )  # after the hand-over, before anybody could say that it is done
+    assert loop_of(seat, Body())._part(seat.leavers)
+    assert newest(service).uids == ("a.0.x", "b.0.x", "d.0.x") and newest(service).leaving == ()
+    seat._glance(service.connect(), 0.0)
+    assert seat._is_for_me(newest(service))  # a source for one more forming
+
+
+def test_a_hand_over_that_breaks_leaves_everybody_a_member() -> None:
+    service = MemoryService()
+    first = begun(service)
+    Membership(service.connect()).wish_to_leave({"a.0.x": "notice"})
+    seat = seat_of(service, "a.0.x", first)
+    assert seat._then() == "leave"
+    assert loop_of(seat, Body(PeerError("c is gone")))._part(seat.leavers)
+    assert newest(service) == first
+
+
+def test_a_disk_that_refuses_the_hand_over_keeps_the_team_and_tries_later() -> None:
+    service = MemoryService()
+    first = begun(service)
+    Membership(service.connect()).wish_to_leave({"a.0.x": "notice"})
+    seat = seat_of(service, "a.0.x", first)
+    assert seat._then() == "leave"
+    assert not loop_of(seat, Body(gives=False))._part(seat.leavers)
+    assert newest(service) == first and seat._then() == "go on"
+
+
+def test_who_has_handed_over_is_out() -> None:
+    service = MemoryService()
+    first = begun(service)
+    Membership(service.connect()).wish_to_leave({"a.0.x": "notice"})
+    seat = seat_of(service, "a.0.x", first)
+    assert seat._then() == "leave" and loop_of(seat, Body())._part(seat.leavers)
+    seat._glance(service.connect(), 0.0)
+    with pytest.raises(Left):
+        seat._is_for_me(newest(service))
+
+
+def test_where_all_are_told_to_leave_the_run_stops() -> None:
+    service = MemoryService()
+    first = begun(service)
+    Membership(service.connect()).wish_to_leave(dict.fromkeys(UIDS, "notice"))
+    assert seat_of(service, "a.0.x", first)._then() == "stop"
+
+
+def test_a_run_that_waits_for_members_meets_to_take_over_from_one_that_leaves() -> None:
+    service = MemoryService()
+    first = begun(service, minimum=5)
+    seats = [seat_of(service, uid, first) for uid in UIDS]
+    assert not any(seat._is_for_me(first) for seat in seats)
+    Membership(service.connect()).wish_to_leave({"a.0.x": "notice"})
+    body = Body()
+    for seat in seats:
+        seat._glance(service.connect(), 0.0)
+    for seat in seats:
+        assert seat._is_for_me(first)
+        assert loop_of(seat, body)._too_few() == ""
+    assert body.given == [UIDS[1:]] * 4 and newest(service).uids == UIDS[1:]
+
+
+def test_decisions_are_read_as_they_were_written() -> None:
+    for then in ("go on", "next", "leave", "stop"):
+        assert Decision.read(Decision(True, then).text) == Decision(True, then)  # type: ignore[arg-type]

@@ -1,0 +1,181 @@
+"""What the membership asks of its service as hosts grow: the same for each member and host, so linear in hosts for the whole job."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+from membership_help import MemoryKeys, MemoryService
+
+from phalanx.runtime.membership import keys
+from phalanx.runtime.membership import roster as roster_module
+from phalanx.runtime.membership.forming import meet, ready_keys
+from phalanx.runtime.membership.keys import ASKED_PER_S, Over
+from phalanx.runtime.membership.membership import Announcement, FirstRule, Generation, Member, Membership
+from phalanx.runtime.membership.roster import Roster
+from phalanx.runtime.membership.votes import Votes
+
+pytestmark = pytest.mark.unit
+
+SLOTS = 8
+HOSTS = (4, 12, 36)
+
+
+class CountingService(MemoryService):
+    """Counts calls and the names in them, by who asks."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+        self.names: Counter[str] = Counter()
+        super().__init__()
+
+    def connect(self, who: str = "") -> CountingKeys:  # type: ignore[override]
+        return CountingKeys(self, who)
+
+
+class CountingKeys(MemoryKeys):
+    def __init__(self, service: CountingService, who: str) -> None:
+        super().__init__(service)
+        self.counts, self.who = service, who
+
+    def _values(self) -> dict[str, str]:
+        self.counts.calls[self.who] += 1
+        return super()._values()
+
+    def values(self, keys):  # type: ignore[no-untyped-def]
+        self.counts.names[self.who] += len(keys)
+        return super().values(keys)
+
+    def all_there(self, keys):  # type: ignore[no-untyped-def]
+        self.counts.names[self.who] += len(keys)
+        return super().all_there(keys)
+
+    def wait(self, key: str, timeout_s: float, *, sharing: int = 1, over: Over | None = None) -> bool:
+        assert sharing > 0
+        return super().wait(key, timeout_s)
+
+
+class OneHost:
+    """The service as a host's supervisor reaches it."""
+
+    def __init__(self, service: CountingService, host: str) -> None:
+        self.service, self.host = service, host
+
+    def connect(self) -> CountingKeys:
+        return self.service.connect(self.host)
+
+
+def run_of(hosts: int) -> list[Member]:
+    return [Member(f"h{i}.{slot}", f"h{i}") for i in range(hosts) for slot in range(SLOTS)]
+
+
+def calls_of_supervisors(hosts: int, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Calls of each host in five quiet seconds of a run."""
+    service, now = CountingService(), SimpleNamespace(s=100.0)
+    monkeypatch.setattr(roster_module, "time", SimpleNamespace(monotonic=lambda: now.s))
+    rule = FirstRule(wanted=hosts * SLOTS, minimum=1, gather_s=1.0)
+    rosters = [Roster(f"h{i}", OneHost(service, f"h{i}"), rule, limit_s=3.0) for i in range(hosts)]
+    membership = Membership(service.connect())
+    for member, roster in [(m, rosters[i // SLOTS]) for i, m in enumerate(run_of(hosts))]:
+        membership.announce(Announcement(member=member, plan_hash="p", version="1"))
+        roster.announced(member)
+
+    def pass_time(seconds: float) -> None:
+        end_s = now.s + seconds
+        while now.s < end_s:
+            now.s += 0.05
+            for roster in rosters:
+                roster.tick()
+
+    pass_time(3.0)
+    service.calls.clear()
+    pass_time(5.0)
+    assert membership.current() is not None and len(membership.current().uids) == hosts * SLOTS  # type: ignore[union-attr]
+    return service.calls
+
+
+def test_a_supervisor_asks_as_often_whatever_the_number_of_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {hosts: calls_of_supervisors(hosts, monkeypatch) for hosts in HOSTS}
+    most = {hosts: max(calls.values()) for hosts, calls in found.items()}
+    assert len(set(most.values())) == 1, most
+    assert most[4] < 200, "forty calls a second: 20 looks for a generation, 5 beats, 2 looks at all others"
+
+
+def votes_of_a_step(members: int) -> tuple[CountingService, int]:
+    """One committed step: each votes, in a random order; the last one decides and the others read."""
+    service = CountingService()
+    uids = [f"h{i // SLOTS}.{i % SLOTS}" for i in range(members)]
+    generation = Generation(number=1, epoch=service.epoch, members=tuple(Member(u, u.split(".")[0]) for u in uids))
+    votes = {u: Votes(service.connect(u), generation, u) for u in uids}
+    order = random.Random(members).sample(uids, members)
+    for uid in order[:-1]:
+        own = votes[uid]
+        own.keys.put(own._vote(0, uid), "1")
+        assert not own._all_voted(0)
+    assert votes[order[-1]].vote(0, then=lambda: "go on", broken=lambda: False).commit
+    assert all(votes[uid].settle(0).commit for uid in uids)
+    deletes = 0
+    for uid in uids:
+        deletes = max(deletes, len(votes[uid].written(0)))
+        for key in votes[uid].written(0):
+            votes[uid].keys.delete(key)
+    left = [k for k in service.values if k.startswith(("vote", "decision"))]
+    assert left == [], "every vote is deleted by the member that wrote it"
+    return service, deletes
+
+
+def test_a_step_asks_as_often_of_each_member_and_names_as_many_votes_as_there_are_members() -> None:
+    found = {members: votes_of_a_step(members) for members in (16, 64, 512)}
+    most = {members: max(service.calls.values()) for members, (service, _) in found.items()}
+    assert most[512] == most[64] <= most[16] + 3, most
+    assert max(deletes for _, deletes in found.values()) <= 3, "nobody deletes for all"
+    named = {members: sum(service.names.values()) / members for members, (service, _) in found.items()}
+    assert named[512] <= 1.25 * named[16] + 2, named
+
+
+def test_a_block_that_is_not_complete_stops_the_commit() -> None:
+    service = CountingService()
+    uids = [f"h.{i}" for i in range(40)]
+    generation = Generation(number=1, epoch=service.epoch, members=tuple(Member(u, "h") for u in uids))
+    votes = {u: Votes(service.connect(u), generation, u) for u in uids}
+    for uid in uids[:-1]:
+        votes[uid].keys.put(votes[uid]._vote(0, uid), "1")
+    assert not any(votes[uid]._all_voted(0) for uid in uids)
+    votes[uids[-1]].keys.put(votes[uids[-1]]._vote(0, uids[-1]), "1")
+    assert votes[uids[-1]]._all_voted(0)
+    assert all(votes[uid]._all_voted(0) for uid in uids), "whoever counts again finds the same"
+
+
+def test_members_that_meet_look_at_a_part_at_a_time() -> None:
+    service = CountingService()
+    generation = Generation(number=1, epoch=service.epoch, members=tuple(Member(f"h.{i}", "h") for i in range(512)))
+    one = service.connect("one")
+    for key in ready_keys(generation):
+        one.put(key, "{}")
+    service.calls.clear()
+    service.names.clear()
+    meet(generation, one, limit_s=1.0, newer=lambda: False)
+    assert service.calls["one"] == 8 and service.names["one"] == 512
+
+
+def test_all_that_wait_ask_no_more_often_together_than_one_service_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`poll` itself, with a clock that it moves."""
+    for sharing in (1, 100, 1000):
+        assert looks_in_ten_seconds(sharing, monkeypatch) * sharing / 10.0 <= max(150.0, 1.2 * ASKED_PER_S), sharing
+
+
+def looks_in_ten_seconds(sharing: int, monkeypatch: pytest.MonkeyPatch) -> int:
+    clock, looks = SimpleNamespace(s=0.0), list[float]()
+
+    def look() -> bool:
+        looks.append(clock.s)
+        return False
+
+    def sleep(seconds: float) -> None:
+        clock.s += seconds
+
+    monkeypatch.setattr(keys, "time", SimpleNamespace(monotonic=lambda: clock.s, sleep=sleep))
+    assert not keys.poll(look, 10.0, sharing=sharing)
+    return len(looks)

@@ -1,0 +1,375 @@
+"""What is drawn: rows that align, a live part that fits any width, plain lines where there is no terminal."""
+
+import io
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fake_events import a_run, ended, started
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.cells import cell_len
+from rich.console import Console
+
+from phalanx.core.config import ObserveConfig
+from phalanx.core.events import CheckpointSaved, Note, Validated
+from phalanx.observe import table
+from phalanx.observe.chart import chart
+from phalanx.observe.console import HEADER_EVERY, ROW_SECONDS, ConsoleSink, wants_live
+from phalanx.observe.preparation import PreparationProgress
+from phalanx.observe.summary import RunSummary, print_summary, program_name
+
+pytestmark = pytest.mark.unit
+WIDTHS = (40, 80, 100, 160)
+
+
+def terminal(width: int = 80) -> Console:
+    """A console that believes it draws on a terminal; what it drew is `console.file.getvalue()`."""
+    return Console(
+        file=io.StringIO(), force_terminal=True, width=width, height=40, color_system=None, legacy_windows=False
+    )
+
+
+def pipe() -> Console:
+    return Console(file=io.StringIO(), force_terminal=False, width=80)
+
+
+def drawn(console: Console) -> list[str]:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue().splitlines()
+
+
+class Clock:
+    """Seconds that pass only when told."""
+
+    def __init__(self, step_s: float) -> None:
+        self.now = 1000.0
+        self.step_s = step_s
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def play(sink: ConsoleSink, events: Iterator[object], clock: Clock) -> None:
+    for event in events:
+        if type(event).__name__ == "StepEnded":
+            clock.now += clock.step_s
+        sink.write(event)  # type: ignore[arg-type]
+
+
+def plain_run(*, steps: int = 30, step_s: float = 1.0, log_interval: int | None = None, **more: object) -> list[str]:
+    console, clock = pipe(), Clock(step_s)
+    sink = ConsoleSink(console, live=False, log_interval=log_interval, clock=clock)
+    play(sink, a_run(steps, **more), clock)  # type: ignore[arg-type]
+    sink.close()
+    return drawn(console)
+
+
+def steps_of(lines: list[str]) -> list[int]:
+    """Steps of the rows (lines that start with a number and have a loss)."""
+    return [
+        int(line.split()[0])
+        for line in lines
+        if line[:6].strip().isdigit() and "validation" not in line and "checkpoint" not in line
+    ]
+
+
+def test_plain_rows_by_interval() -> None:
+    assert steps_of(plain_run(log_interval=10)) == [1, 10, 20, 30]
+    assert steps_of(plain_run(steps=7, log_interval=3)) == [1, 3, 6, 7]
+
+
+def test_plain_rows_by_time_first_and_last() -> None:
+    assert steps_of(plain_run(steps=13, step_s=ROW_SECONDS / 4)) == [1, 5, 9, 13]
+    assert steps_of(plain_run(steps=4, step_s=60.0)) == [1, 2, 3, 4]
+    assert steps_of(plain_run(steps=100, step_s=1e-4)) == [1, 100]
+
+
+def test_plain_lines_are_what_a_log_should_hold() -> None:
+    lines = plain_run(steps=100, log_interval=50)
+    assert lines[0] == "laptop: 9.20M parameters, 4.70M of them for each token, on 4 ranks (dp4|ep4)"
+    assert lines[1] == "matmul rate of this machine 1.10 TFLOP/s, loss of a unigram model 6.214"
+    assert lines[2].split() == [c.title for c in table.COLUMNS]
+    assert lines[3].split() == ["1", "8.9760", "11.2k", "31.2", "%", "0.854", "1.5e-4", "1.44", "0", "0", "1:12"]
+    assert "    50            6.8384  validation in 1.90 s, 0.624 above unigram" in lines
+    assert "   100            5.8555  validation in 1.90 s, 0.358 below unigram" in lines
+    assert "    50 checkpoint runs/laptop/checkpoints/50 (105 MiB, stood still 52.0 ms)" in lines
+    assert not any("\x1b" in line or "━" in line for line in lines)
+    assert all(line == line.rstrip() for line in lines)
+
+
+def test_the_header_comes_back() -> None:
+    lines = plain_run(steps=2 * HEADER_EVERY + 1, log_interval=1)
+    assert sum(line.split()[:1] == ["step"] for line in lines) == 3
+
+
+def test_a_resumed_run_says_so_and_unknown_figures_stay_empty() -> None:
+    console = pipe()
+    sink = ConsoleSink(console, live=False)
+    sink.write(started(step=40, world=1, peak_flops_per_s=0.0, unigram_loss=None))
+    sink.write(ended(41, mfu=0.0, load_max_over_mean=()))
+    sink.write(Validated(step=41, loss=3.0, tokens=1, seconds=0.5))
+    lines = drawn(console)
+    assert lines[0].endswith("on 1 rank (dp4|ep4)") and lines[1] == "resumed after step 40"
+    assert "%" not in lines[3] and lines[4].endswith("validation in 500 ms")
+
+
+def test_notes_keep_their_level_and_are_never_markup() -> None:
+    console = pipe()
+    sink = ConsoleSink(console, live=False)
+    for level in ("info", "warning", "error"):
+        sink.write(Note(level=level, text="a [bold]b[/] " + "long " * 30))
+    lines = drawn(console)
+    assert [line[:16] for line in lines] == ["a [bold]b[/] lon", "warning: a [bold", "error: a [bold]b"]
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("layers", [0, 1, 4, 94])
+def test_the_live_part_fits_every_width(width: int, layers: int) -> None:
+    console, clock = terminal(width), Clock(0.5)
+    sink = ConsoleSink(console, live=True, clock=clock)
+    sink.write(started())
+    sink.write(CheckpointSaved(step=1, path="p", bytes=1 << 30, blocked_s=0.01, total_s=1.0))
+    for step in range(1, 120):
+        clock.now += 0.5
+        sink.write(ended(step, layers=layers, dead_experts=3, dropped_tokens=123456789))
+    paper = terminal(width)
+    for part in sink._moving(started()):
+        paper.print(part)
+    sink.close()
+    lines = drawn(paper)
+    assert len(lines) == (4 if layers else 3), lines
+    assert all(cell_len(line) <= width for line in lines), lines
+    assert "119/300 steps  39 %" in lines[-1] and lines[-1].rstrip().endswith("1:30 left")
+    if layers == 94 and width >= 80:
+        assert "(worst of 94)" in lines[1]
+
+
+def test_live_rows_stay_and_the_live_part_is_gone_at_the_end() -> None:
+    console, clock = terminal(), Clock(6.0)
+    sink = ConsoleSink(console, live=True, clock=clock)
+    play(sink, a_run(5), clock)
+    sink.close()
+    text = "\n".join(drawn(console))
+    assert "expert load" in text and "5/5 steps 100 %" in text
+    assert text.rindex("\x1b[?25l") < text.index("\x1b[?25h"), (
+        "the cursor is not hidden while it draws: a kill would lose it"
+    )
+    assert text.rstrip().endswith("\x1b[2K") or "\x1b[1A" in text.rsplit("5/5", 1)[1], "the live lines are erased"
+
+
+def test_the_live_part_is_drawn_ten_times_a_second_at_most() -> None:
+    console, clock = terminal(), Clock(0.001)
+    sink = ConsoleSink(console, live=True, clock=clock)
+    play(sink, a_run(1000, every=10**9), clock)
+    assert 10 <= "\n".join(drawn(console)).count("/1000 steps") <= 16
+
+
+def test_who_gets_the_live_display() -> None:
+    for console, live in ((terminal(), True), (pipe(), False)):
+        assert wants_live(ObserveConfig(), console) is live
+        assert wants_live(ObserveConfig(console="live"), console)
+        assert not wants_live(ObserveConfig(console="plain"), console)
+
+
+def test_time_left_counts_what_happens_between_steps() -> None:
+    clock = Clock(1.0)
+    console = pipe()
+    sink = ConsoleSink(console, live=False, log_interval=10, clock=clock)
+    sink.write(started(total_steps=30))
+    for step in range(1, 11):
+        clock.now += 1.0
+        sink.write(ended(step, step_s=0.1))
+        clock.now += 1.0  # a validation after every step
+    assert drawn(console)[-1].split()[-1] == "0:40"
+
+
+@settings(deadline=None)
+@given(
+    loss=st.none() | st.floats(),
+    rate=st.none() | st.floats(0, 1e15),
+    norm=st.none() | st.floats(0, 1e9),
+    left=st.none() | st.floats(0, 1e8),
+    step=st.integers(0, 999_999),
+    counts=st.integers(0, 10**12),
+)
+def test_columns_stay_aligned(
+    loss: float | None, rate: float | None, norm: float | None, left: float | None, step: int, counts: int
+) -> None:
+    row = table.Row(
+        step=step,
+        loss=loss,
+        tokens_per_s=rate,
+        grad_norm=norm,
+        left_s=left,
+        dropped=counts,
+        mfu=0.5,
+        lr=1e-3,
+        load=1.5,
+        dead=0,
+    )
+    line = table.row_line(row, 80).plain
+    titles = table.header(80).plain
+    # "lr" ends in the same column as its title, whatever stands before it
+    assert line[: titles.index("lr") + 2].endswith("1.0e-3"), (titles, line)
+
+
+def test_numbers_as_people_read_them() -> None:
+    assert [table.short(v) for v in (0, 7, 999, 1000, 11234, 999_600, 1.5e6, 2e12)] == [
+        "0", "7", "999", "1k", "11.2k", "1M", "1.5M", "2T",
+    ]  # fmt: skip
+    assert [table.clock(s) for s in (0, 59.6, 125, 3725, 200_000, float("inf"))] == [
+        "0:00", "1:00", "2:05", "1:02:05", "2d 07h", "?",
+    ]  # fmt: skip
+    assert table.sparkline([1, 2, 3, 4, 5, 6, 7, 8], 8) == "▁▂▃▄▅▆▇█"
+    assert table.sparkline([5.0, float("nan"), 5.0], 8) == "▁▁" and table.sparkline([], 8) == ""
+    assert len(table.sparkline(list(range(1000)), 30)) == 30
+
+
+def test_chart() -> None:
+    lines = chart([(1, 8.0), (2, 4.0), (3, 2.0), (4, 1.0)], width=20, height=4)
+    assert lines == ["8.0000 ┤█", "       ┤█", "       ┤█▆", "1.0000 ┤██▅▁", "        1  4"]
+    assert chart([], width=20) == [] and chart([(1, float("nan"))], width=20) == []
+    flat = chart([(1, 2.0), (100, 2.0)], width=40, height=2)
+    assert [cell_len(line) <= 40 for line in flat] == [True] * 3
+
+
+# --- preparation and summary
+
+
+def test_preparation_on_a_terminal_draws_a_bar_and_leaves_lines() -> None:
+    console, clock = terminal(), Clock(0)
+    with PreparationProgress(console, live=True, clock=clock) as progress:
+        for done in range(0, 40_000_001, 4_000_000):
+            clock.now += 0.2
+            progress("tokenise", done, 40_000_000)
+        progress("index", 0, 0)
+        progress("something new", 3, 5)
+    text = "\n".join(drawn(console))
+    assert "38.1/38.1 MiB" in text and "data: tokenising, 38.1 MiB in 2.00 s" in text
+    assert "reading the token files" in text and "data: reading the token files" not in text
+    assert "something new" in text
+
+
+def test_preparation_without_a_terminal_prints_what_took_time() -> None:
+    console, clock = pipe(), Clock(0)
+    progress = PreparationProgress(console, live=False, clock=clock)
+    progress("scan", 0, 10)
+    progress("tokenizer", 0, 10)
+    clock.now += 2.0
+    progress("tokenizer", 1024, 2048)
+    progress("wait", 0, 0)
+    clock.now += 5.0
+    progress("tokenise", 0, 40 << 20)
+    for _ in range(70):
+        clock.now += 1.0
+        progress("tokenise", 13 << 20, 40 << 20)
+    progress.close(finished=False)
+    assert drawn(console) == [
+        "data: training the tokenizer, 1.00 KiB in 2.00 s",
+        "data: waiting for another process that prepares the same data",
+        "data: tokenising, 13.0 MiB of 40.0 MiB",
+        "data: tokenising, 13.0 MiB of 40.0 MiB",
+    ]
+
+
+def test_preparation_can_be_silent(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = Clock(0)
+    with PreparationProgress(None, live=True, clock=clock) as progress:
+        progress("tokenise", 0, 10)
+        clock.now += 100.0
+        progress("tokenise", 10, 10)
+    assert capsys.readouterr() == ("", "")
+
+
+def summary(**more: object) -> RunSummary:
+    fields = {"folder": Path("runs/laptop"), "step": 300, "total_steps": 300, "seconds": 211.0, "tokens": 2_457_600}
+    return RunSummary(**{**fields, **more})  # type: ignore[arg-type]
+
+
+def test_summary_without_a_terminal() -> None:
+    console = pipe()
+    known = {
+        "loss": 3.9912,
+        "validation_loss": 4.1,
+        "unigram_loss": 6.214,
+        "prompt": "def ",
+        "text": "a\x1b[31m():\n\tpass\n\n",
+    }
+    print_summary(summary(**known), console=console)
+    assert drawn(console) == [
+        "laptop: finished",
+        "300 steps done; this time 2.46M tokens in 3 min 31 s",
+        "train loss       3.9912",
+        "validation loss  4.1000  2.114 below the 6.2140 of a unigram model",
+        "run folder       runs/laptop",
+        "",
+        "It writes (the prompt is bold):",
+        "  def a\N{REPLACEMENT CHARACTER}[31m():",
+        "      pass",
+        "Next:",
+        "  phalanx train runs/laptop/recipe.toml --train.steps 600  train twice as long",
+        '  phalanx generate runs/laptop "def main("                 let it write',
+        "  phalanx metrics runs/laptop                              see the course of the run",
+        "  phalanx verify runs/laptop/recipe.toml                   prove its mapping against one rank",
+    ]
+
+
+def test_summary_of_a_validation_that_is_older() -> None:
+    console = pipe()
+    print_summary(summary(step=92, validation_loss=4.1, validation_step=50, unigram_loss=6.0), console=console)
+    assert "validation loss  4.1000  1.900 below the 6.0000 of a unigram model (at step 50)" in drawn(console)
+
+
+def test_next_commands_can_be_called_where_they_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here, elsewhere = tmp_path / "a b" / "phalanx", tmp_path / "bin" / "phalanx"
+    for path in (here, elsewhere):
+        path.parent.mkdir()
+        path.write_text("#!/bin/sh\n")
+        path.chmod(0o755)
+    monkeypatch.setenv("PATH", str(elsewhere.parent))
+    assert program_name(str(elsewhere)) == program_name("/x/phalanx/__main__.py") == "phalanx"
+    assert program_name(str(here)) == f"'{here}'"
+    monkeypatch.setenv("PATH", "")
+    assert program_name(".venv/bin/phalanx") == ".venv/bin/phalanx"
+    assert program_name("/x/phalanx/__main__.py") == "python -m phalanx"
+    console = pipe()
+    print_summary(summary(program=".venv/bin/phalanx"), console=console)
+    assert any(line.startswith("  .venv/bin/phalanx metrics runs/laptop ") for line in drawn(console))
+
+
+def test_summary_on_a_terminal_keeps_commands_whole() -> None:
+    for width in WIDTHS:
+        console = terminal(width)
+        print_summary(summary(validation_loss=7.0, unigram_loss=6.0, text="x"), console=console)
+        text = "\n".join(drawn(console))
+        assert "1.000 ABOVE the 6.0000" in " ".join(text.replace("│", " ").split())
+        assert "\n  phalanx train runs/laptop/recipe.toml --train.steps 600" in text
+        assert all(cell_len(line) <= width for line in drawn(console) if not line.startswith("  "))
+
+
+def test_summary_of_a_stopped_run_goes_on() -> None:
+    console = pipe()
+    print_summary(summary(step=120), console=console)
+    lines = drawn(console)
+    assert lines[0] == "laptop: stopped after step 120 of 300"
+    assert any(
+        line.split()
+        == [
+            "phalanx",
+            "train",
+            "runs/laptop/recipe.toml",
+            "go",
+            "on",
+            "from",
+            "step",
+            "120,",
+            "as",
+            "the",
+            "same",
+            "command",
+            "does",
+        ]
+        for line in lines
+    )
+    assert not any("validation" in line for line in lines)

@@ -1,0 +1,249 @@
+"""Members that reach the service and not each other: who is put out, how that is found out, and that it is decided once."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import random
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from phalanx.runtime.membership.keys import Keys, TcpService
+from phalanx.runtime.membership.membership import Announcement, FirstRule, Generation, Member, Membership, StaleMember
+from phalanx.runtime.membership.reach import Answers, Door, agree_who_goes, door_key, knock, put_out
+from phalanx.runtime.membership.roster import FORMS_S, TOGETHER_S, Roster
+from phalanx.runtime.membership.seat import Seat
+from phalanx.runtime.membership.seat_terms import SeatSettings
+from phalanx.runtime.membership.service import start_store
+from phalanx.runtime.membership.votes import stepped_key
+
+UIDS = ("a.0", "a.1", "b.0", "b.1", "c.0")
+
+
+def cross(left: set[str], right: set[str]) -> dict[str, list[str]]:
+    return {uid: sorted(right if uid in left else left) for uid in (*left, *right)}
+
+
+def test_the_smaller_side_goes() -> None:
+    assert set(put_out(UIDS, cross({"a.0", "a.1", "b.0"}, {"b.1", "c.0"}))) == {"b.1", "c.0"}
+    assert set(put_out(UIDS, cross({"a.0"}, {"a.1", "b.0", "b.1", "c.0"}))) == {"a.0"}
+
+
+def test_of_two_hosts_that_do_not_reach_each_other_one_goes() -> None:
+    """c.0 reaches both; of equals the last rank goes."""
+    assert set(put_out(UIDS, cross({"a.0", "a.1"}, {"b.0", "b.1"}))) == {"b.0", "b.1"}
+
+
+def test_one_report_is_enough() -> None:
+    assert put_out(UIDS, {"a.0": ["c.0"]}) == ("c.0",)
+    assert put_out(UIDS, {"a.0": []}) == ()
+    assert put_out(UIDS, {"a.0": ["gone before"], "gone before": ["a.0"]}) == ()
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_who_stays_reaches_each_other_and_somebody_stays(seed: int) -> None:
+    rng = random.Random(seed)
+    broken = [pair for pair in itertools.combinations(UIDS, 2) if rng.random() < 0.5]
+    told: dict[str, list[str]] = {}
+    for a, b in broken:
+        for one, other in ((a, b), (b, a)):
+            told.setdefault(one, []).append(other)
+    out = put_out(UIDS, told)
+    stay = [uid for uid in UIDS if uid not in out]
+    assert stay and not any(a in stay and b in stay for a, b in broken)
+    assert len(set(out)) == len(out)
+
+
+@pytest.fixture
+def nowhere() -> Iterator[str]:
+    """An address whose kernel is silent: a queue of connections that is full."""
+    with socket.socket() as server, contextlib.ExitStack() as stack:
+        server.bind(("127.0.0.1", 0))
+        server.listen(0)
+        for _ in range(3):
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(server.getsockname())
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+
+
+def test_a_door_answers_for_a_process_that_does_nothing(nowhere: str) -> None:
+    door = Door("127.0.0.1", 9)
+    try:
+        for _ in range(3):
+            assert knock({"there": door.address}) == Answers(frozenset(), frozenset())
+            door.clear()
+        closed = socket.create_server(("127.0.0.1", 0))
+        refused = f"127.0.0.1:{closed.getsockname()[1]}"
+        closed.close()
+        assert knock({"there": door.address, "far": nowhere}, limit_s=0.2) == Answers(frozenset({"far"}), frozenset())
+        assert knock({"far": nowhere, "gone": refused}).refused == {"gone"}  # at once, before anybody is called silent
+        assert knock({"far": nowhere}, over=lambda: True) == Answers(frozenset(), frozenset())
+    finally:
+        door.close()
+
+
+@pytest.fixture
+def service() -> Iterator[TcpService]:
+    store = start_store()
+    yield store.address
+    store.stop()
+
+
+def test_who_is_gone_is_put_out_at_once(service: TcpService) -> None:
+    doors = {uid: Door("127.0.0.1", 9) for uid in ("a.0", "b.0")}
+    keys = service.connect()
+    for uid, door in doors.items():
+        keys.put(door_key(uid), door.address)
+    first = Membership(keys).start([Member(uid, uid[0]) for uid in doors], above=0, minimum=1, why="")
+    assert not agree_who_goes(keys, first, own="a.0")
+    doors["b.0"].close()
+    assert agree_who_goes(keys, first, own="a.0")
+    now = Membership(keys).current()
+    assert now is not None and (now.uids, now.why) == (("a.0",), "b.0: its process is gone")
+    doors["a.0"].close()
+
+
+def test_two_that_do_not_reach_each_other_put_one_out_once(service: TcpService, nowhere: str) -> None:
+    """a and b reach the service and c, and not each other; both knock, tell and propose at the same time."""
+    doors = {uid: Door("127.0.0.1", 9) for uid in ("a.0", "b.0", "c.0")}
+    keys = service.connect()
+    for uid, door in doors.items():
+        keys.put(door_key(uid), door.address)
+    first = Membership(keys).start([Member(uid, uid[0]) for uid in doors], above=0, minimum=1, why="")
+    seen: dict[str, bool] = {}
+
+    def member(uid: str, unreachable: str) -> None:
+        mine: Keys = Blind(service.connect(), unreachable, nowhere)  # type: ignore[assignment]
+        seen[uid] = agree_who_goes(mine, first, own=uid)
+
+    threads = [
+        threading.Thread(target=member, args=pair) for pair in (("a.0", "b.0"), ("b.0", "a.0"), ("c.0", "nobody"))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    now = Membership(keys).current()
+    assert seen == {"a.0": True, "b.0": True, "c.0": False}
+    assert isinstance(now, Generation) and (now.number, now.uids) == (2, ("a.0", "c.0"))
+    assert now.why == "b.0: could not be reached by a.0"
+    for door in doors.values():
+        door.close()
+
+
+class Blind:
+    """Keys of a member for whom one door is where nobody answers."""
+
+    def __init__(self, keys: Keys, uid: str, nowhere: str) -> None:
+        self._keys, self._uid, self._nowhere = keys, uid, nowhere
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._keys, name)
+
+    def get(self, key: str) -> str | None:
+        return self._nowhere if key == door_key(self._uid) else self._keys.get(key)
+
+    def values(self, keys: Sequence[str]) -> list[str | None]:
+        return [self.get(key) for key in keys]
+
+
+def test_a_host_that_was_cut_off_does_not_bring_its_old_members_back(service: TcpService) -> None:
+    """Its supervisor and its worker were away while generation 2 was without them; both read that when they are back."""
+    keys = service.connect()
+    membership = Membership(keys)
+    a, b = Member("a.0.x", "a"), Member("b.0.x", "b")
+    roster = Roster("a", service, FirstRule(wanted=2, minimum=1, gather_s=1.0), limit_s=60.0)
+    for member in (a, b):
+        membership.announce(Announcement(member=member, plan_hash="p", version="1"))
+    roster.announced(a)
+    first = membership.start([a, b], above=0, minimum=1, why="")
+    roster.tick()
+    without_a = membership.propose_death(["a.0.x"], "host a said nothing")
+    assert without_a is not None
+    keys.put(stepped_key(without_a), "1")  # nothing else keeps it from joining
+    end_s = time.monotonic() + 4 * TOGETHER_S
+    while time.monotonic() < end_s:
+        roster.tick()
+        time.sleep(0.02)
+    now = membership.current()
+    assert now is not None and now.uids == ("b.0.x",)
+    membership.propose_join([a])  # somebody who does not know better
+    back = membership.current()
+    assert back is not None and back.uids == ("b.0.x", "a.0.x")
+    seat = Seat(a, service, pipe=-1, settings=SeatSettings())
+    seat.last = first
+    with pytest.raises(StaleMember, match="host a said nothing"):
+        seat._check_missed(membership, back)
+
+
+def test_a_first_generation_does_not_wait_for_a_host_that_gave_up(service: TcpService) -> None:
+    """Neither for its workers, which had announced themselves, nor for a worker that died before there was a generation."""
+    rule = FirstRule(wanted=2, minimum=2, gather_s=60.0)
+    gone, stays = Roster("a", service, rule, limit_s=60.0), Roster("b", service, rule, limit_s=60.0)
+    membership = Membership(service.connect())
+
+    def comes(roster: Roster, uid: str) -> None:
+        member = Member(uid, uid[0])
+        membership.announce(Announcement(member=member, plan_hash="p", version="1"))
+        roster.announced(member)
+        roster.tick()
+
+    comes(gone, "a.0.x")
+    gone.close()
+    comes(stays, "b.0.x")
+    stays.died("b.0.x", "killed by SIGKILL")
+    stays.tick()
+    comes(stays, "b.0.y")
+    assert membership.current() is None  # one of two that are wanted lives
+    again = Roster("a", service, rule, limit_s=60.0)  # the host is started again and knows nothing of before
+    comes(again, "a.0.y")
+    end_s = time.monotonic() + 5.0
+    while (now := membership.current()) is None and time.monotonic() < end_s:
+        again.tick()
+        time.sleep(0.02)
+    assert now is not None and set(now.uids) == {"a.0.y", "b.0.y"}
+
+
+def test_workers_of_a_host_join_together(service: TcpService) -> None:
+    membership = Membership(service.connect())
+    members = [Member(f"{uid}.x", uid[0]) for uid in ("b.0", "a.0", "a.1")]
+    for member in members:
+        membership.announce(Announcement(member=member, plan_hash="p", version="1"))
+    first = membership.start(members[:1], above=0, minimum=1, why="")
+    membership.keys.put(stepped_key(first), "1")
+    roster = Roster("a", service, FirstRule(wanted=1, minimum=1, gather_s=1.0), limit_s=60.0)
+    roster.announced(members[1])
+    roster.tick()
+    roster.announced(members[2])
+    end_s = time.monotonic() + 4 * TOGETHER_S
+    while (now := membership.current()) and len(now.members) < 3 and time.monotonic() < end_s:
+        roster.tick()
+        time.sleep(0.02)
+    assert now is not None and (now.number, now.uids) == (2, ("b.0.x", "a.0.x", "a.1.x"))
+
+
+@pytest.mark.parametrize("stepped", [True, False])
+def test_a_worker_leaves_a_generation_alone_that_has_not_made_a_step(service: TcpService, stepped: bool) -> None:
+    """Whoever interrupts one that forms makes the others form again: two stops in one. But not for ever: steps may take long."""
+    membership = Membership(service.connect())
+    members = [Member(f"{uid}.x", uid[0]) for uid in ("b.0", "a.0")]
+    for member in members:
+        membership.announce(Announcement(member=member, plan_hash="p", version="1"))
+    first = membership.start(members[:1], above=0, minimum=1, why="")
+    roster = Roster("a", service, FirstRule(wanted=1, minimum=1, gather_s=1.0), limit_s=60.0)
+    roster.announced(members[1])
+    begin_s = time.monotonic()
+    while (now := membership.current()) and now.number == 1 and time.monotonic() < begin_s + 2 * FORMS_S:
+        roster.tick()
+        if stepped and time.monotonic() > begin_s + 2 * TOGETHER_S:
+            membership.keys.put(stepped_key(first), "1")
+        time.sleep(0.02)
+    waited_s = time.monotonic() - begin_s
+    assert now is not None and now.uids == ("b.0.x", "a.0.x")
+    assert waited_s > 2 * TOGETHER_S if stepped else waited_s > FORMS_S
+    assert waited_s < FORMS_S or not stepped

@@ -1,0 +1,96 @@
+"""Which deaths of workers end a host's part in a run, with workers that are no processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+from membership_help import MemoryService
+
+from phalanx.core.errors import RunError
+from phalanx.runtime.membership.membership import Member
+from phalanx.runtime.membership.supervisor import Supervisor, SupervisorSettings
+from phalanx.runtime.membership.worker import STALE_CODE, Worker
+
+pytestmark = pytest.mark.unit
+
+EXITED = {code: code << 8 for code in (1, STALE_CODE)}
+
+
+class NoProcess(Worker):
+    """A worker that is none: no process is asked for or ended."""
+
+    def __init__(self, uid: str, slot: int) -> None:
+        super().__init__(Member(uid, "h"), slot=slot, pid=os.getpid(), pipe=-1)
+
+    def reap(self) -> bool:
+        return self.ended
+
+    def kill(self) -> None:
+        self.status = self.status if self.ended else int(signal.SIGKILL)
+
+
+class Host(Supervisor):
+    """Starts workers that are not there."""
+
+    def _start(self, slot: int) -> None:
+        self.workers.append(NoProcess(f"h.{slot}.{self.started}", slot))
+        self.started += 1
+
+    def all_end(self, status: int, count: int | None = None) -> None:
+        for worker in [w for w in self.workers if not w.ended][:count]:
+            worker.status = status
+            self._ended(worker)
+
+
+def host(slots: int) -> Host:
+    found = Host(lambda seat: 0, SupervisorSettings(slots=slots, wanted=slots), service=MemoryService())
+    for slot in range(slots):
+        found._start(slot)
+    return found
+
+
+@pytest.mark.parametrize("status", [EXITED[STALE_CODE], int(signal.SIGKILL), int(signal.SIGTERM)])
+@pytest.mark.parametrize("slots", [4, 12, 64])
+def test_a_host_comes_back_from_a_cut_and_from_kills_whatever_its_size(status: int, slots: int) -> None:
+    found = host(slots)
+    found.all_end(status)
+    assert found.stops == 0 and found.error is None
+    assert sum(not w.ended for w in found.workers) == slots
+
+
+def test_faults_of_their_own_end_a_host_after_some_rounds() -> None:
+    found = host(12)
+    for _ in range(2):
+        found.all_end(EXITED[1])
+        assert found.stops == 0
+    found.all_end(EXITED[1])
+    assert found.stops == 1
+    assert isinstance(found.error, RunError) and "36 workers ended one after another" in str(found.error)
+
+
+@pytest.mark.parametrize("status", [int(signal.SIGSEGV), int(signal.SIGKILL)])
+def test_a_slot_whose_workers_never_make_a_step_ends_its_host(status: int) -> None:
+    """A kernel without memory ends them from outside, again and again."""
+    found = host(2)
+    for _ in range(9):
+        found.all_end(status, count=None)
+    assert found.stops == (1 if status == signal.SIGSEGV else 0)
+    found.all_end(status)
+    assert found.stops == 1
+
+
+def test_a_step_forgives_what_was_before() -> None:
+    found = host(2)
+    for _ in range(30):
+        found.all_end(int(signal.SIGKILL))
+        found.deaths.clear()  # what `_hear_one` does with the word of a step
+    assert found.stops == 0
+
+
+def test_a_worker_is_one_process() -> None:
+    """kill(-1) is everybody."""
+    for pid in (-1, 0):
+        with pytest.raises(ValueError, match="is no process"):
+            Worker(Member("h.0.x", "h"), slot=0, pid=pid, pipe=-1)

@@ -1,0 +1,223 @@
+"""Votes and decisions: by hand, and by random histories of members that die, freeze, come, and of a service that forgets everything."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from membership_help import MemoryService, World
+from tiers import times
+
+from phalanx.core.errors import RunError
+from phalanx.runtime.membership import roster
+from phalanx.runtime.membership.keys import ServiceLost
+from phalanx.runtime.membership.membership import Generation, Member
+from phalanx.runtime.membership.votes import ABORT, Decision, InDoubt, Report, Resolution, Votes, resolve
+from phalanx_lab.bench.storm.check import problems_of
+
+pytestmark = pytest.mark.unit
+
+
+def generation(service: MemoryService, count: int = 3, number: int = 1) -> Generation:
+    return Generation(number=number, epoch=service.epoch, members=tuple(Member(f"h.{i}", "h") for i in range(count)))
+
+
+def votes_of(service: MemoryService, count: int = 3) -> list[Votes]:
+    found = generation(service, count)
+    return [Votes(service.connect(), found, uid) for uid in found.uids]
+
+
+def test_the_last_vote_decides() -> None:
+    service = MemoryService()
+    first, second, third = votes_of(service)
+    for votes in (first, second):
+        votes.keys.put(votes._vote(0, votes.uid), "1")
+    assert third.vote(0, then=lambda: "next", broken=lambda: False) == Decision(True, "next")
+    assert first.vote(0, then=lambda: "go on", broken=lambda: True) == Decision(True, "next")  # what stands, stands
+
+
+def test_a_death_after_the_vote_changes_nothing() -> None:
+    service = MemoryService()
+    first, second, third = votes_of(service)
+    third.keys.put(third._vote(0, third.uid), "1")  # and dies
+    second.keys.put(second._vote(0, second.uid), "1")
+    assert first.vote(0, then=lambda: "go on", broken=lambda: True).commit
+
+
+def test_who_waits_decides_where_the_last_voter_could_not() -> None:
+    """It lost its connection after its vote was heard: nobody else would look at the votes again."""
+    service = MemoryService()
+    first, second, third = votes_of(service)
+    second.keys.put(second._vote(0, second.uid), "1")
+    asked = 0
+
+    def broken() -> bool:
+        nonlocal asked
+        asked += 1
+        if asked == 1:
+            third.keys.put(third._vote(0, third.uid), "1")  # and hears nothing any more
+        return asked > 20
+
+    assert first.vote(0, then=lambda: "go on", broken=broken).commit
+    assert asked == 1
+
+
+def test_a_late_vote_finds_the_abort() -> None:
+    service = MemoryService()
+    first, second, third = votes_of(service)
+    assert first.vote(0, then=lambda: "go on", broken=lambda: True) == ABORT
+    assert second.vote(0, then=lambda: "go on", broken=lambda: False) == ABORT
+    assert third.vote(0, then=lambda: "go on", broken=lambda: False) == ABORT
+
+
+def test_a_repeated_vote_counts_once() -> None:
+    service = MemoryService()
+    first, *_ = votes_of(service)
+    for _ in range(3):
+        assert not first.vote(0, then=lambda: "go on", broken=lambda: True).commit
+
+
+def test_a_lost_service_leaves_a_voter_in_doubt() -> None:
+    service = MemoryService()
+    first, *_ = votes_of(service)
+
+    def lose() -> bool:
+        service.lose()
+        return False
+
+    with pytest.raises(InDoubt):
+        first.vote(0, then=lambda: "go on", broken=lose)
+    with pytest.raises(ServiceLost, match="lost the values of generation 1"):
+        Votes(service.connect(), first.generation, first.uid)
+
+
+def report(uid: str, step: int, **rest: Any) -> Report:
+    return Report(uid=uid, step=step, holds=rest.pop("holds", True), **rest)
+
+
+def test_doubts_are_settled_by_who_went_on() -> None:
+    found = resolve([report("a", 4, doubt=True), report("b", 5), report("c", 0, holds=False)])
+    assert found == Resolution(step=5, finish=("a",), repeat=(), holders=("a", "b"))
+    found = resolve([report("a", 4, doubt=True), report("b", 4), report("c", 4, doubt=True)])
+    assert found == Resolution(step=4, finish=(), repeat=("a", "c"), holders=("a", "b", "c"))
+    assert resolve([report("a", 0, holds=False)]).step is None
+
+
+@pytest.mark.parametrize("other", [report("b", 5), report("b", 6, doubt=True)])
+def test_members_that_cannot_have_come_apart_are_refused(other: Report) -> None:
+    with pytest.raises(RunError, match=r"others have \d, a \(4 steps"):
+        resolve([report("a", 4, doubt=other.step == 6), other])
+
+
+# -- random histories
+
+
+def play(seed: int, monkeypatch: pytest.MonkeyPatch, **rest: Any) -> World:
+    """One history: at most 60 random faults in the course of 8 steps, then calm until the run ends. Never are all members without a fault."""
+    world = World(seed, **rest)
+    rng = random.Random(seed * 7919 + 1)
+    scheduler = world.scheduler
+    clock = SimpleNamespace(monotonic=lambda: scheduler.ticks * 0.01)
+    monkeypatch.setattr(roster, "time", clock)
+    world.start_supervisor()
+    for _ in range(4):
+        world.start_member()
+    try:
+        while world.members() and scheduler.ticks < 30_000:
+            scheduler.one()
+            if scheduler.ticks < 6_000 and rng.random() < 0.004:
+                hurt(world, rng)
+            for uid in [u for u in scheduler.frozen if rng.random() < 0.002]:
+                scheduler.frozen.discard(uid)
+        world.over = True
+    finally:
+        scheduler.end()
+    return world
+
+
+def hurt(world: World, rng: random.Random) -> None:
+    scheduler = world.scheduler
+    holders = [
+        u
+        for u in world.members()
+        if u not in scheduler.frozen | scheduler.killed | set(world.roster._leaving) and world.states.get(u) is not None
+    ]
+    kind = rng.choice(world.kinds)
+    if kind == "service":
+        world.service.lose()
+    elif kind == "join" and world.roster.finished is None and len(world.members()) < 6:
+        world.start_member()
+    elif kind == "kill" and len(holders) > 2:
+        uid = rng.choice(holders)
+        scheduler.killed.add(uid)
+        world.roster.died(uid, "killed")
+    elif kind == "notice" and len(holders) > 3:
+        for uid in rng.sample(holders, k=rng.choice([1, 2])):
+            world.roster.leave([uid], "notice")
+    elif kind == "freeze" and len(holders) > 2:
+        uid = rng.choice(holders)
+        scheduler.frozen.add(uid)
+        if rng.random() < 0.7:  # the others are a little late only
+            world.roster.died(uid, "said nothing")
+
+
+def problems(world: World) -> list[str]:
+    found = [*world.scheduler.errors]
+    alive = {u: s for u, s in world.ends.items() if u not in world.refused}
+    if len(set(alive.values())) != 1:
+        found.append(f"members end with different runs: {alive}")
+    if any(len(s) != world.steps for s in alive.values()):
+        found.append("somebody ended early")
+    if world.scheduler.ticks >= 30_000:
+        found.append("the run did not end")
+    for uid in world.left:
+        if not any(uid in gone for gone, _ in world.handed):
+            found.append(f"{uid} went with what it held")
+    return found + problems_of(world.events, steps=world.steps)
+
+
+def test_members_leave_in_some_of_the_histories(monkeypatch: pytest.MonkeyPatch) -> None:
+    worlds = [
+        play(seed, monkeypatch, kinds=("kill", "freeze", "service", "join", "notice", "notice")) for seed in range(24)
+    ]
+    assert [problems(world) for world in worlds] == [[]] * 24
+    assert sum(len(w.left) for w in worlds) > 3
+
+
+@pytest.mark.parametrize("block", range(times(10, 4)))
+def test_random_histories(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed in range(block * 12, block * 12 + 12):
+        world = play(seed, monkeypatch)
+        assert problems(world) == [], f"seed {seed}"
+
+
+def repeat_always(reports: Sequence[Report]) -> Resolution:
+    found = resolve([replace(r, doubt=False, step=max(x.step for x in reports)) for r in reports])
+    return replace(found, finish=())
+
+
+def finish_always(reports: Sequence[Report]) -> Resolution:
+    found = resolve(reports)
+    return replace(found, finish=found.finish + found.repeat)
+
+
+@pytest.mark.parametrize("wrong", [repeat_always, finish_always])
+def test_a_wrong_rule_is_found_out(wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert any(problems(play(seed, monkeypatch, resolve=wrong)) for seed in range(60))
+
+
+def test_counted_votes_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Votes that any member's word completes: a commit without all of them."""
+    real = Votes.vote
+
+    def hasty(self: Votes, step: int, **rest: Any) -> Decision:
+        short = replace(self.generation, members=tuple(m for m in self.generation.members if m.uid == self.uid))
+        found = Votes(self.keys, short, self.uid)
+        return real(found, step, **rest)
+
+    monkeypatch.setattr(Votes, "vote", hasty)
+    assert any(problems(play(seed, monkeypatch)) for seed in range(160))
