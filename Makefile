@@ -2,7 +2,7 @@
 PHALANX := .venv/bin/phalanx
 PY := .venv/bin/python
 
-.PHONY: help env train test test-all lint format typecheck verify bench docs clean
+.PHONY: help env train test test-all lint format verify size bench docs clean
 
 help:           ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -37,6 +37,9 @@ format: env     ## format the code
 verify: env     ## every legal mapping of 4 and 8 ranks against one rank, in float64
 	$(PHALANX) verify --ranks 4
 	$(PHALANX) verify --ranks 8
+
+size: env       ## print lines, files, rooms and faces of the source
+	$(PY) -m phalanx_lab.house
 
 bench: env      ## one rank against transformers, interleaved
 	sh scripts/make-env.sh dev,bench

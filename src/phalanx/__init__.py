@@ -12,13 +12,13 @@ __all__ = ["open_resharder", "reshard"]
 
 def reshard(tensor_or_state: Any, src_layout: Any, dst_layout: Any, **options: Any) -> Any:
     """Move a tensor or a dict of tensors from one layout to another: `phalanx.runtime.reshard.call.reshard`."""
-    from phalanx.runtime.reshard import call as reshard_call
+    from phalanx.runtime import reshard as room
 
-    return reshard_call.reshard(tensor_or_state, src_layout, dst_layout, **options)
+    return room.reshard(tensor_or_state, src_layout, dst_layout, **options)
 
 
 def open_resharder(group: Any = None, **options: Any) -> Any:
     """What remembers plans between calls of `reshard`: `phalanx.runtime.reshard.call.open_resharder`."""
-    from phalanx.runtime.reshard import call as reshard_call
+    from phalanx.runtime import reshard as room
 
-    return reshard_call.open_resharder(group, **options)
+    return room.open_resharder(group, **options)

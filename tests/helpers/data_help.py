@@ -94,7 +94,7 @@ _CHILD = """
 import json, os, signal, sys, time
 from phalanx.core.config import DataConfig
 from phalanx.core.errors import PhalanxError
-from phalanx.data.prepare import prepare
+from phalanx.data.preparation import prepare
 job = json.loads(sys.argv[1])
 seen = []
 def progress(phase, done, total):

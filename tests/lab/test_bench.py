@@ -12,11 +12,9 @@ import pytest
 
 from phalanx.core.errors import RunError
 from phalanx_lab.bench import baseline_transformers
-from phalanx_lab.bench.commands import BENCHMARKS
-from phalanx_lab.bench.commands import main as bench
+from phalanx_lab.bench.commands import BENCHMARKS, main as bench
 from phalanx_lab.bench.curve import CurveArgs, averages, compare
-from phalanx_lab.bench.train import TrainArgs, TrainResult, _conclude, _worker, report
-from phalanx_lab.bench.train import main as bench_train
+from phalanx_lab.bench.train import TrainArgs, TrainResult, _conclude, _worker, main as bench_train, report
 from phalanx_lab.bench.workload import Shape, batch_of
 
 TINY = Shape(layers=1, hidden=32, heads=2, kv_heads=1, experts=4, top_k=2, ffn=32, vocab=64, batch=2, seq_len=16)

@@ -20,9 +20,18 @@ from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.groups import Axis
 from phalanx_lab.bench import step
 from phalanx_lab.bench.layer import command as layer
-from phalanx_lab.bench.layer.cells import LINKS, LOADS, MODELS, TOKENS, TYPES, cells, joined, part_of
-from phalanx_lab.bench.layer.cells import _result as cells_result
-from phalanx_lab.bench.layer.cells import table as cells_table
+from phalanx_lab.bench.layer.cells import (
+    LINKS,
+    LOADS,
+    MODELS,
+    TOKENS,
+    TYPES,
+    _result as cells_result,
+    cells,
+    joined,
+    part_of,
+    table as cells_table,
+)
 from phalanx_lab.bench.layer.loads import exact_routing, load_vector, pair_counts
 from phalanx_lab.bench.layer.methods import COARSE, METHODS, OURS, Inside
 from phalanx_lab.bench.layer.rank import LayerShape

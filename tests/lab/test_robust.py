@@ -18,8 +18,7 @@ import torch
 
 from phalanx.core.errors import ConfigError, PeerError, RunError
 from phalanx.plan.mapping.folding import make_folding
-from phalanx_lab.bench.robust import command as robust
-from phalanx_lab.bench.robust import rank as robust_rank
+from phalanx_lab.bench.robust import command as robust, rank as robust_rank
 from phalanx_lab.bench.robust.command import (
     LongRun,
     RobustArgs,

@@ -8,8 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from phalanx.core.errors import PlanError, TestbedError
 from phalanx.plan.mapping.cluster import ClusterSpec, cluster_problems, parse_rate

@@ -20,8 +20,7 @@ from phalanx.models.moe import MoE
 from phalanx.models.router import largest
 from phalanx.plan.mapping.folding import GROUP_AXES, make_folding
 from phalanx.plan.mapping.placement import Placement, plain_placement
-from phalanx.plan.moe.dispatch import DispatchSpec, capacity, plan_dispatch, rows_by_hand
-from phalanx.plan.moe.dispatch import kept_pairs as kept_by_hand
+from phalanx.plan.moe.dispatch import DispatchSpec, capacity, kept_pairs as kept_by_hand, plan_dispatch, rows_by_hand
 from phalanx.plan.moe.dispatch_local import plan_local_dispatch
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.groups import Axis, Groups

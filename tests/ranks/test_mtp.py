@@ -37,8 +37,14 @@ from phalanx.train.loss import objective
 from phalanx.train.step import StepParts, train_step
 from phalanx.verify.compare import compare
 from phalanx.verify.numbers import microbatch
-from phalanx.verify.reference import Recorder, Reference, model_boxes, reference_run, run_step
-from phalanx.verify.reference import context as verify_context
+from phalanx.verify.reference import (
+    Recorder,
+    Reference,
+    context as verify_context,
+    model_boxes,
+    reference_run,
+    run_step,
+)
 from phalanx.verify.setups import SEQ_LEN, Setup, small_model
 from ranks import run_ranks
 

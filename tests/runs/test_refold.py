@@ -21,7 +21,7 @@ from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.groups import Axis, GroupCache, build_groups
 from phalanx.runtime.reshard.resharder import Resharder
 from phalanx.runtime.state.optimizer import ShardedState
-from phalanx.runtime.state.shard_views import Part, ShardView, shard_views
+from phalanx.runtime.state.views import Part, ShardView, shard_views
 from ranks import run_ranks
 from tiers import some
 

@@ -31,7 +31,7 @@ from phalanx.train.exchange_times import ExchangeTimes
 from phalanx.train.step import StepResult
 from phalanx.verify import session
 from phalanx.verify.compare import RankReport, errors, not_saved_once, uncovered
-from phalanx.verify.follow import Curve, judge
+from phalanx.verify.many_steps import Curve, judge
 from phalanx.verify.forced import force_overlap
 from phalanx.verify.numbers import microbatch
 from phalanx.verify.pairwise import pairwise

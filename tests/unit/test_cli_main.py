@@ -14,9 +14,7 @@ import pytest
 from fake_events import a_run, ended, started
 
 import phalanx_lab
-from phalanx.cli import lab, train
-from phalanx.cli import metrics as metrics_command
-from phalanx.cli import settings as settings_command
+from phalanx.cli import lab, metrics as metrics_command, settings as settings_command, train
 from phalanx.cli.main import COMMANDS, help_text, main
 from phalanx.cli.tables import markdown_table, replace_part
 from phalanx.core.errors import ConfigError, Problem, RunError

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from heal_plan_help import healing
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from test_recorded_moves import written
 
 from phalanx.plan.layout.state import STATE_KINDS

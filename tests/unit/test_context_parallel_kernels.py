@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from kernel_help import DTYPES, TOLERANCE, close, error, normal
 
 from phalanx.kernels.choice import Impl

@@ -8,8 +8,7 @@ import string
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from phalanx.core.errors import DataError
 from phalanx.data.formats import ReadOptions, read_documents

@@ -7,8 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 from data_help import counting_stream, make_dataset, make_stream
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from phalanx.core.errors import CheckpointError, ConfigError
 from phalanx.data.loader import Loader, ValidationLoader

@@ -5,8 +5,7 @@ import itertools
 import numpy as np
 import pytest
 from data_help import EOS, make_dataset, make_stream
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from phalanx.data.dataset import pack_ids
 from phalanx.data.packing import IGNORE, pack

@@ -17,7 +17,7 @@ from phalanx.core.config import DataConfig
 from phalanx.core.errors import CheckpointError, DataError
 from phalanx.data import corpus, store
 from phalanx.data.loader import Loader
-from phalanx.data.prepare import prepare
+from phalanx.data.preparation import prepare
 
 pytestmark = pytest.mark.unit
 

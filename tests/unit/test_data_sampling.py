@@ -4,8 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from phalanx.core.errors import DataError
 from phalanx.data.sampling import BLOCK, Mixture, derive_key, permute, quotas, shares

@@ -6,8 +6,7 @@ import time
 
 import pytest
 import tokenizers
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from tokenizers import models, pre_tokenizers, processors
 
 from phalanx.core.config import DataConfig

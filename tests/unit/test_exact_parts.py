@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 from data_help import counting_stream, make_dataset
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from phalanx.core.config import ResilienceConfig, TrainConfig
 from phalanx.core.samples import num_rounds, owned

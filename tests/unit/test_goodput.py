@@ -8,8 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from phalanx.cli.main import main
 from phalanx.cli.simulate_goodput import goodput
@@ -36,7 +35,7 @@ from phalanx.simulate.mapping.mapping import Job, Mapping
 from phalanx.simulate.mapping.shape import shape_of
 from phalanx.simulate.mapping.slow_ranks import Stragglers
 from phalanx.simulate.step.device_memory import fullest_bytes, usable_bytes
-from phalanx.simulate.step.step_time import Prediction, predict
+from phalanx.simulate.step.timing import Prediction, predict
 
 pytestmark = pytest.mark.unit
 LLAMA3 = 3600 / (LLAMA3_FAILURES_PER_RANK_HOUR * 16384)

@@ -13,8 +13,8 @@ import pytest
 from heal_plan_help import after, fresh, healing, new_member, shuffled, tiny
 
 from phalanx.core.errors import PlanError
+from phalanx.plan.layout.box_parts import without
 from phalanx.plan.layout.parameters import Box
-from phalanx.plan.layout.parts import without
 from phalanx.plan.layout.state import StateLayouts
 from phalanx.plan.layout.tensors import Held
 from phalanx.plan.mapping.folding import Folding

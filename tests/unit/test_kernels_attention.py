@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from kernel_help import LANES, agree, normal, pool_of
 
 from phalanx.kernels.cpu.attention import KEY_BLOCK, _blocks, _by_segment, _causal_bias, causal_attention

@@ -28,7 +28,8 @@ from phalanx.kernels.cpu.permute import combine_rows
 from phalanx.kernels.cpu.rope import RopeTable, apply_rope
 from phalanx.kernels.cpu.square_sum import square_sum
 from phalanx.kernels.cpu.swiglu import swiglu
-from phalanx.kernels.native import Rows, build, compiled_rows
+from phalanx.kernels.native import build
+from phalanx.kernels.native.rows import Rows, compiled_rows
 from phalanx.train.setup import agreed_rows, name_of_rows
 
 needs_compiler = pytest.mark.skipif(compiled_rows() is None, reason="needs a C++ compiler")

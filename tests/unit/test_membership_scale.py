@@ -9,8 +9,7 @@ from types import SimpleNamespace
 import pytest
 from membership_help import MemoryKeys, MemoryService
 
-from phalanx.runtime.membership import keys
-from phalanx.runtime.membership import roster as roster_module
+from phalanx.runtime.membership import keys, roster as roster_module
 from phalanx.runtime.membership.forming import meet, ready_keys
 from phalanx.runtime.membership.keys import ASKED_PER_S, Over
 from phalanx.runtime.membership.membership import Announcement, FirstRule, Generation, Member, Membership

@@ -6,15 +6,14 @@ from pathlib import Path
 
 import pytest
 from fake_events import a_run, ended, started
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
 from phalanx.core.config import ObserveConfig
 from phalanx.core.events import CheckpointSaved, Note, Validated
 from phalanx.observe import table
-from phalanx.observe.chart import chart
+from phalanx.observe.charts import chart
 from phalanx.observe.console import HEADER_EVERY, ROW_SECONDS, ConsoleSink, wants_live
 from phalanx.observe.preparation import PreparationProgress
 from phalanx.observe.summary import RunSummary, print_summary, program_name

@@ -7,8 +7,7 @@ import itertools
 import math
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from speed_help import full_speed_s
 
 from phalanx.core.config import FoldingConfig

@@ -6,8 +6,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from phalanx.core.config import DispatchConfig, FoldingConfig, Recipe, ResilienceConfig
 from phalanx.core.errors import ConfigError, PlanError, Problem

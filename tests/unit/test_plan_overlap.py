@@ -8,8 +8,7 @@ import sys
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from overlap_plan_help import plans_of_group, random_dispatch, random_schedule, routed, traffic_by_routing
 from speed_help import full_speed_s
 

@@ -6,8 +6,7 @@ import random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from placement_help import Tally, compare, cut_short, fatal_by_hand, fatal_of, optimal, random_case, survives
 from speed_help import full_speed_s
 

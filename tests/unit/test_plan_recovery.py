@@ -7,8 +7,7 @@ import itertools
 from fractions import Fraction
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import phalanx.plan.recovery.recovery as recovery
 from phalanx.core.errors import PlanError

@@ -8,8 +8,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import phalanx.plan.placement.probability as recovery_probability
 from phalanx.plan.placement.host_sets import components, hosts_in, mask_of, minimal_sets, small_fatal_counts

@@ -9,11 +9,10 @@ from collections import Counter
 import numpy as np
 import pytest
 from heal_plan_help import after, fresh, new_member
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from phalanx.core.config import ModelConfig, PipelineConfig, RouterConfig
-from phalanx.plan.layout.cells import cells, is_covered
+from phalanx.plan.layout.box_cells import cells, is_covered
 from phalanx.plan.layout.parameters import Box, flat_layouts, stage_params
 from phalanx.plan.layout.shard_copies import GATHER_SHARE, keepers_of, publication, shard_holders, sums_whole
 from phalanx.plan.layout.state import StateLayouts

@@ -6,8 +6,7 @@ import dataclasses
 import itertools
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from phalanx.core.errors import PlanError
 from phalanx.plan.mapping.model import PRESETS, flops_per_token

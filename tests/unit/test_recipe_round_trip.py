@@ -4,8 +4,7 @@ import dataclasses
 import tomllib
 
 import pytest
-from hypothesis import assume, example, given, settings
-from hypothesis import strategies as st
+from hypothesis import assume, example, given, settings, strategies as st
 from tiers import times
 
 from phalanx.core.config import CheckpointConfig, DataConfig, OptimConfig, Recipe, RunConfig

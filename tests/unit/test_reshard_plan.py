@@ -10,8 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from reshard_plan_help import equal_hosts, follow, random_moves
 from speed_help import full_speed_s
 from tiers import times

@@ -8,8 +8,7 @@ import random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from reshard_plan_help import random_layout
 
 from phalanx.core.errors import PlanError

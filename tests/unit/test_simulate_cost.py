@@ -4,8 +4,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from phalanx.core.errors import ConfigError
 from phalanx.simulate.hardware.clusters import at, known_hardware, load_hardware, parse_cluster, parse_hardware

@@ -42,7 +42,7 @@ from phalanx.simulate.step.fused_time import (
     fused_run_problems,
     second_s,
 )
-from phalanx.simulate.step.step_time import Prediction, predict
+from phalanx.simulate.step.timing import Prediction, predict
 
 pytestmark = pytest.mark.unit
 H100 = load_hardware("h100")

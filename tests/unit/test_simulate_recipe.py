@@ -23,13 +23,13 @@ from phalanx.simulate.hardware.clusters import load_hardware, parse_cluster
 from phalanx.simulate.hardware.routing import Routing
 from phalanx.simulate.mapping.mapping import Job, Mapping, Overlap
 from phalanx.simulate.mapping.shape import shape_of
-from phalanx.simulate.search.search import search
+from phalanx.simulate.search.best import search
 from phalanx.simulate.search.space import Space, overlaps, pairs_pass
 from phalanx.simulate.search.to_recipe import recipe_of_mapping
 from phalanx.simulate.step.activations import Local
 from phalanx.simulate.step.device_memory import memory_of, parameters_of_rank
 from phalanx.simulate.step.stage_layers import contents, layers_of_stages, ranks_of_stages
-from phalanx.simulate.step.step_time import Prediction, predict
+from phalanx.simulate.step.timing import Prediction, predict
 from phalanx_lab.publications.published import known_models
 
 pytestmark = pytest.mark.unit

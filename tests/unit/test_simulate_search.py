@@ -12,12 +12,12 @@ from phalanx.plan.pipeline.schedule import SCHEDULES, make_schedule
 from phalanx.simulate.hardware.clusters import GpuCluster, parse_cluster
 from phalanx.simulate.mapping.mapping import Job, Mapping, Overlap
 from phalanx.simulate.mapping.shape import shape_of
+from phalanx.simulate.search.best import search
 from phalanx.simulate.search.quick import Quick
-from phalanx.simulate.search.search import search
 from phalanx.simulate.search.space import Space, foldings, micro_batches, overlaps, pipelines
 from phalanx.simulate.step.bubble import bubble_share, idle_passes
 from phalanx.simulate.step.device_memory import fullest_bytes, usable_bytes
-from phalanx.simulate.step.step_time import predict_many
+from phalanx.simulate.step.timing import predict_many
 
 pytestmark = pytest.mark.unit
 WHOLE = 10**6

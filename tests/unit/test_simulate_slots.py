@@ -18,10 +18,10 @@ from phalanx.plan.placement.run import Asked, stage_replicas
 from phalanx.plan.recipe import run_problems
 from phalanx.simulate.from_recipe import job_of_recipe, mapping_of_recipe, resolve_recipe
 from phalanx.simulate.hardware.clusters import parse_cluster
-from phalanx.simulate.hardware.expert_slots import ExpertSlots, Rows, _bytes_of, expert_slots
 from phalanx.simulate.hardware.routing import Routing
+from phalanx.simulate.hardware.slots import ExpertSlots, Rows, _bytes_of, expert_slots
 from phalanx.simulate.search.quick import Quick
-from phalanx.simulate.step.step_time import Prediction, predict
+from phalanx.simulate.step.timing import Prediction, predict
 
 pytestmark = pytest.mark.unit
 CLUSTER = parse_cluster("h100x32")

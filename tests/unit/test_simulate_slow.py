@@ -8,8 +8,7 @@ from statistics import NormalDist
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from phalanx.cli.main import main
 from phalanx.core.errors import PlanError
@@ -25,7 +24,7 @@ from phalanx.simulate.mapping.mapping import Job, Mapping, Overlap
 from phalanx.simulate.mapping.shape import shape_of
 from phalanx.simulate.mapping.slow_ranks import Stragglers, island_size, paces, parse_stragglers, straggler_problems
 from phalanx.simulate.step.block_time import COMMUNICATION
-from phalanx.simulate.step.step_time import Pass, Prediction, predict, slowed
+from phalanx.simulate.step.timing import Pass, Prediction, predict, slowed
 
 pytestmark = pytest.mark.unit
 CLUSTER = parse_cluster("h100x64")

@@ -26,7 +26,7 @@ from phalanx.simulate.mapping.stage_mappings import StagedMapping, edge_seconds
 from phalanx.simulate.step.device_memory import parameters_of_rank
 from phalanx.simulate.step.replicas import Replicas
 from phalanx.simulate.step.stage_layers import contents
-from phalanx.simulate.step.step_time import Prediction, pass_costs, predict, step_time
+from phalanx.simulate.step.timing import Prediction, pass_costs, predict, step_time
 
 pytestmark = pytest.mark.unit
 TEXT = """

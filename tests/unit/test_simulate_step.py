@@ -11,8 +11,7 @@ from speed_help import full_speed_s
 
 from phalanx.core.errors import PlanError
 from phalanx.plan.mapping.folding import Folding
-from phalanx.plan.mapping.model import PRESETS
-from phalanx.plan.mapping.model import flops_per_token as planned_flops
+from phalanx.plan.mapping.model import PRESETS, flops_per_token as planned_flops
 from phalanx.plan.pipeline.clock import ScheduleCosts, Timeline, simulate, uniform_costs
 from phalanx.plan.pipeline.pairs import choose_pairs
 from phalanx.plan.pipeline.schedule import SCHEDULES, Schedule, make_schedule
@@ -20,12 +19,12 @@ from phalanx.simulate.hardware.clusters import parse_cluster
 from phalanx.simulate.hardware.routing import Routing
 from phalanx.simulate.mapping.mapping import Job, Mapping, Overlap
 from phalanx.simulate.mapping.shape import flops_per_token, shape_of
+from phalanx.simulate.search.best import reasons, search
 from phalanx.simulate.search.quick import Quick
-from phalanx.simulate.search.search import reasons, search
 from phalanx.simulate.search.space import Space, foldings, micro_batches, overlaps, pipelines
 from phalanx.simulate.step.device_memory import fullest_bytes, layer_bytes, memory_of, usable_bytes
 from phalanx.simulate.step.stage_layers import contents, even_layers
-from phalanx.simulate.step.step_time import bubble_share, predict, predict_many, step_time
+from phalanx.simulate.step.timing import bubble_share, predict, predict_many, step_time
 from phalanx.simulate.step.trace import chrome_trace
 
 pytestmark = pytest.mark.unit

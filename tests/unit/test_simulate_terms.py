@@ -21,7 +21,7 @@ from phalanx.simulate.mapping.shape import shape_of
 from phalanx.simulate.step.device_memory import memory_of, parameters_of_rank
 from phalanx.simulate.step.replicas import Replicas
 from phalanx.simulate.step.stage_layers import contents
-from phalanx.simulate.step.step_time import predict
+from phalanx.simulate.step.timing import predict
 
 pytestmark = pytest.mark.unit
 QWEN = Job(shape=shape_of(PRESETS["qwen3-30b-a3b"]), seq_len=4096, global_batch=64)

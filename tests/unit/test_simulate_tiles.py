@@ -22,12 +22,11 @@ from phalanx.simulate.hardware.cost import Oracle
 from phalanx.simulate.hardware.routing import Routing
 from phalanx.simulate.mapping.mapping import Job, Mapping, Overlap
 from phalanx.simulate.mapping.shape import Shape, shape_of
+from phalanx.simulate.search.best import search
 from phalanx.simulate.search.quick import Quick
-from phalanx.simulate.search.search import search
 from phalanx.simulate.search.space import Space, overlaps
 from phalanx.simulate.search.to_recipe import recipe_of_mapping
 from phalanx.simulate.step.block_time import Blocks, Ledger
-from phalanx.simulate.step.step_time import step_time
 from phalanx.simulate.step.tile_layer import TiledExperts
 from phalanx.simulate.step.tile_time import (
     TILE_ROWS,
@@ -42,6 +41,7 @@ from phalanx.simulate.step.tile_time import (
     plan_of,
     wire_of,
 )
+from phalanx.simulate.step.timing import step_time
 
 pytestmark = pytest.mark.unit
 H100 = load_hardware("h100")

@@ -17,7 +17,7 @@ from phalanx.simulate.hardware.cost import Oracle
 from phalanx.simulate.search.quick import Quick
 from phalanx.simulate.search.to_recipe import recipe_of_mapping
 from phalanx.simulate.step.device_memory import memory_of
-from phalanx.simulate.step.step_time import Prediction, predict
+from phalanx.simulate.step.timing import Prediction, predict
 
 pytestmark = pytest.mark.unit
 TEXT = """

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.core.errors import PlanError
-from phalanx.simulate.step.step_time import Prediction, predict
+from phalanx.simulate.step.timing import Prediction, predict
 from phalanx_lab.publications.published import Row, read_rows
 from phalanx_lab.publications.published_mapping import cluster_of, job_of, mapping_of, measured_seconds
 

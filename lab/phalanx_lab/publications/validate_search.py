@@ -13,7 +13,7 @@ from typing import Any
 
 from phalanx.core.errors import PlanError
 from phalanx.simulate.mapping.mapping import Precision
-from phalanx.simulate.search.search import search
+from phalanx.simulate.search.best import search
 from phalanx.simulate.search.space import Space
 from phalanx_lab.publications.published_mapping import cluster_of, job_of
 from phalanx_lab.publications.validate import Outcome, role

@@ -15,7 +15,7 @@ from rich.progress import Progress
 
 from phalanx.cli.tables import markdown_table, replace_part
 from phalanx.core.files import check_writable, write_json, write_text
-from phalanx.observe.pictures.plot import Series, plot
+from phalanx.observe.pictures.plots import Series, plot
 from phalanx_lab.publications.bars import bars_markdown, table3
 from phalanx_lab.publications.published import data_file
 from phalanx_lab.publications.validate import Outcome, report, role, statistics_of, validate

@@ -31,14 +31,32 @@ from phalanx.kernels.cpu.lanes import Lanes
 from phalanx.kernels.cpu.norm import rms_norm
 from phalanx.kernels.cpu.swiglu import swiglu
 from phalanx.kernels.native import compiled_rows
-from phalanx.runtime.comm.collectives import Collectives
-from phalanx.runtime.comm.exchange import Message
-from phalanx.runtime.comm.groups import Axis, GroupCache, WorldInfo, close_world, init_world
-from phalanx.runtime.comm.launch import StopRequest, run_local, threads_per_rank
-from phalanx.runtime.comm.peers import Peers, own_group
-from phalanx.runtime.membership.clocks import compare_clocks, own_host
-from phalanx.simulate.hardware.calibration import Attention, Link, Measured, Product, Stream
-from phalanx.simulate.hardware.calibration_hosts import HostRows, apart, combined, ranks_of_host
+from phalanx.runtime.comm import (
+    Axis,
+    Collectives,
+    GroupCache,
+    Message,
+    Peers,
+    StopRequest,
+    WorldInfo,
+    close_world,
+    init_world,
+    own_group,
+    run_local,
+    threads_per_rank,
+)
+from phalanx.runtime.membership import compare_clocks, own_host
+from phalanx.simulate.hardware import (
+    Attention,
+    HostRows,
+    Link,
+    Measured,
+    Product,
+    Stream,
+    apart,
+    combined,
+    ranks_of_host,
+)
 
 TIMEOUT_S = 60.0
 REPEAT_S = 0.08

@@ -16,21 +16,23 @@ from phalanx.core.errors import DataError
 from phalanx.core.processor import MULTIPLIES_BF16, Processor
 from phalanx.core.samples import num_rounds
 from phalanx.core.units import format_bytes, format_count, format_rate
-from phalanx.data.size import token_file_bytes
-from phalanx.data.sources import resolve
-from phalanx.data.tokenizer import parse_choice, read_tokenizer_file
-from phalanx.plan.heals import choose_healing
-from phalanx.plan.layout.holders import ExpertState
-from phalanx.plan.layout.parameters import flat_layouts, local_param, stage_params
-from phalanx.plan.mapping.model import ModelSpec, flops_per_token
-from phalanx.plan.mapping.placement import AnyPlacement, plain_placement
-from phalanx.plan.mapping.stage_foldings import AnyFolding, group_names
-from phalanx.plan.mapping.stages import Stage
-from phalanx.plan.pipeline.run import Pipeline, make_pipeline
-from phalanx.plan.placement.run import Asked, StageReplicas, replicas_of, stage_replicas
-from phalanx.simulate.hardware.kernel_facts import PREPARE_BYTES
-from phalanx.simulate.memory.memory import TERMS, MemoryEstimate, estimate_memory
-from phalanx.simulate.step.balance import worst_balance
+from phalanx.data import parse_choice, read_tokenizer_file, resolve, token_file_bytes
+from phalanx.plan import choose_healing
+from phalanx.plan.layout import ExpertState, flat_layouts, local_param, stage_params
+from phalanx.plan.mapping import (
+    AnyFolding,
+    AnyPlacement,
+    ModelSpec,
+    Stage,
+    flops_per_token,
+    group_names,
+    plain_placement,
+)
+from phalanx.plan.pipeline import Pipeline, make_pipeline
+from phalanx.plan.placement import Asked, StageReplicas, replicas_of, stage_replicas
+from phalanx.simulate.hardware import PREPARE_BYTES
+from phalanx.simulate.memory import TERMS, MemoryEstimate, estimate_memory
+from phalanx.simulate.step import worst_balance
 from phalanx.train.setup import resolve_shape
 
 MEMINFO = Path("/proc/meminfo")

@@ -10,7 +10,7 @@ from typing import Annotated
 import tyro
 
 from phalanx.core.errors import ConfigError, Problem, raise_if
-from phalanx.data.tokenizer import Tokenizer
+from phalanx.data import Tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ def main(args: list[str]) -> int:
     raise_if(problems(options), ConfigError, subject="the command")
     import torch
 
-    from phalanx.runtime.comm.launch import threads_per_rank
+    from phalanx.runtime.comm import threads_per_rank
     from phalanx.train.generate import Sampling, generate
     from phalanx.train.loaded import load_model
 

@@ -29,8 +29,7 @@ def main(args: Sequence[str]) -> int:
         print(__doc__.strip())
         return 0
     folder, overrides = read_args(args)
-    from phalanx.runtime.comm.groups import WorldInfo
-    from phalanx.runtime.comm.launch import run_local, run_one, threads_per_rank
+    from phalanx.runtime.comm import WorldInfo, run_local, run_one, threads_per_rank
     from phalanx.train.huggingface.hugging_face import open_checkpoint
     from phalanx.train.huggingface.import_hf import import_rank, plan_import
 

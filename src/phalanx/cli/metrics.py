@@ -18,11 +18,21 @@ from phalanx.cli.tables import markdown_table, replace_part
 from phalanx.core.errors import DataError, Problem
 from phalanx.core.files import check_writable, write_json
 from phalanx.core.units import format_bytes, format_seconds
-from phalanx.observe import recovery, table
-from phalanx.observe.chart import chart
-from phalanx.observe.event_log import History, Record, read_history
-from phalanx.observe.metrics import METRICS
-from phalanx.observe.recovery import Course, read_run
+from phalanx.observe import (
+    METRICS,
+    Course,
+    History,
+    Record,
+    Row,
+    chart,
+    exchange_words,
+    header,
+    read_history,
+    read_run,
+    recovery_figures,
+    row_line,
+    short,
+)
 
 MAX_ROWS = 20
 EXCHANGE = ("exposed_forward_s", "exposed_backward_s", "hidden_forward_s", "hidden_backward_s")
@@ -54,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
         check_writable(args.json)
         one = args.rank is not None
         course = Course(history=read_history(args.run, rank=args.rank)) if one else read_run(args.run)
-        figures = {**run_figures(course.history, folder=args.run), **recovery.figures(course)}
+        figures = {**run_figures(course.history, folder=args.run), **recovery_figures(course)}
         if args.json is not None:
             write_json(args.json, figures)
         show(course, figures, Console())
@@ -102,9 +112,9 @@ def show(course: Course, figures: dict[str, Any], console: Console) -> None:
     history = course.history
     width = console.width if console.is_terminal else 100
     steps = sorted(history.steps)
-    lines = [table.header(width, with_left=False)]
+    lines = [header(width, with_left=False)]
     for step in _spread(steps, MAX_ROWS, keep=sorted(history.validations)):
-        lines.append(table.row_line(_row(history.steps[step], history.validations.get(step)), width))
+        lines.append(row_line(_row(history.steps[step], history.validations.get(step)), width))
     lines.append(Text("\ntrain loss"))
     points = [(s, history.steps[s]["loss"]) for s in steps if history.steps[s]["loss"] is not None]
     lines += [Text(line, style="green") for line in chart(points, width=min(width, 100))]
@@ -130,8 +140,8 @@ def _spread(steps: Sequence[int], count: int, *, keep: Sequence[int]) -> list[in
     return sorted(kept | even(steps, count - len(kept)))
 
 
-def _row(step: Record, validated: Record | None) -> table.Row:
-    return table.Row(
+def _row(step: Record, validated: Record | None) -> Row:
+    return Row(
         step=step["step"], loss=step["loss"], validation=validated["loss"] if validated else None,
         tokens_per_s=step["tokens_per_s"], mfu=step["mfu"] or None, grad_norm=step["grad_norm"], lr=step["lr"],
         load=max(step["load_max_over_mean"], default=None), dead=step["dead_experts"], dropped=step["dropped_tokens"],
@@ -142,14 +152,14 @@ def _words(f: dict[str, Any]) -> str:
     state = f["ended"] or "running, or killed"
     lines = [
         f"{f['run']}: {f['step']} of {f['total_steps']} steps ({state}, {f['starts']} start{'s' if f['starts'] != 1 else ''})",
-        f"  {table.short(f['tokens_per_s'])} tokens/s, {format_seconds(f['step_s'])} a step, MFU {100 * f['mfu']:.1f} % (medians), "
+        f"  {short(f['tokens_per_s'])} tokens/s, {format_seconds(f['step_s'])} a step, MFU {100 * f['mfu']:.1f} % (medians), "
         f"peak memory {format_bytes(f['peak_memory_bytes'])}",
     ]
     exposed_s, hidden_s = (sum(f[f"{what}_forward_s"]) + sum(f[f"{what}_backward_s"]) for what in ("exposed", "hidden"))
     if exposed_s or hidden_s:
-        lines.append(f"  waits for dispatch and combine {table.exchange_words(exposed_s, hidden_s)} (medians)")
+        lines.append(f"  waits for dispatch and combine {exchange_words(exposed_s, hidden_s)} (medians)")
         for layer, figures in enumerate(zip(*(f[name] for name in EXCHANGE), strict=True)):
-            there, back = (table.exchange_words(figures[i], figures[i + 2]) for i in (0, 1))
+            there, back = (exchange_words(figures[i], figures[i + 2]) for i in (0, 1))
             lines.append(f"    MoE layer {layer}: forward {there}; backward {back}")
     if f["mtp_loss"] is not None:
         lines.append(f"  loss of the tokens after the next one {f['mtp_loss']:.4f} (train/mtp_loss)")

@@ -23,17 +23,22 @@ from phalanx.cli.plan_schedule import schedule
 from phalanx.core.errors import ConfigError, Problem, nearest, raise_if
 from phalanx.core.files import check_writable, write_json, write_text
 from phalanx.core.units import format_count, format_rate
-from phalanx.observe.pictures.folding import folding_svg
-from phalanx.plan.mapping.folding import (
+from phalanx.observe.pictures import folding_svg
+from phalanx.plan.mapping import (
     GROUP_NAMES,
+    PRESETS,
     Folding,
+    ModelSpec,
     fit_problems,
+    flops_per_token,
     folding_problems,
     nearest_folding,
+    parameters,
+    parse_stages,
+    staged_problems,
     to_dict,
+    to_json_dict,
 )
-from phalanx.plan.mapping.model import PRESETS, ModelSpec, flops_per_token, parameters
-from phalanx.plan.mapping.stage_foldings import parse_stages, staged_problems, to_json_dict
 
 DEFAULT_SEQ = 4096
 PRESET_NAMES = ", ".join(PRESETS)

@@ -17,13 +17,26 @@ import tyro
 from phalanx.core.errors import ConfigError, DataError, PlanError, Problem, raise_if
 from phalanx.core.files import check_writable, write_json, write_text
 from phalanx.core.units import format_seconds
-from phalanx.observe.pictures.placement import placement_svg, placement_text
-from phalanx.plan.placement.fleet import Fleet, equal_fleet, fleet_problems
-from phalanx.plan.placement.front import Point, Worth, choose, placement_front
-from phalanx.plan.placement.hosts import HostPlacement, read_host_placement
-from phalanx.plan.placement.probability import Certificate
-from phalanx.plan.placement.replicas import Floats, ReplicaCounts, read_loads, replica_counts, zipf_loads
-from phalanx.plan.placement.search import plan_placement, rule_placement
+from phalanx.observe.pictures import placement_svg, placement_text
+from phalanx.plan.placement import (
+    Certificate,
+    Fleet,
+    Floats,
+    HostPlacement,
+    Point,
+    ReplicaCounts,
+    Worth,
+    choose,
+    equal_fleet,
+    fleet_problems,
+    placement_front,
+    plan_placement,
+    read_host_placement,
+    read_loads,
+    replica_counts,
+    rule_placement,
+    zipf_loads,
+)
 
 OTHERS = ("printed", "spread", "compact")
 

@@ -15,12 +15,10 @@ import tyro
 from phalanx.core.errors import PlanError, Problem, nearest
 from phalanx.core.files import check_writable, write_json, write_text
 from phalanx.core.units import format_seconds
-from phalanx.observe.pictures.reshard import svg_picture, text_picture
-from phalanx.plan.layout.meshes import mesh_sizes, read_layout
-from phalanx.plan.layout.tensors import TensorLayout
-from phalanx.plan.mapping.cluster import read_rate
-from phalanx.plan.reshard.plan import METHODS, ReshardPlan, plan_reshard
-from phalanx.plan.reshard.types import Hosts, Move
+from phalanx.observe.pictures import svg_picture, text_picture
+from phalanx.plan.layout import TensorLayout, mesh_sizes, read_layout
+from phalanx.plan.mapping import read_rate
+from phalanx.plan.reshard import METHODS, Hosts, Move, ReshardPlan, plan_reshard
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,16 +14,21 @@ from rich.text import Text
 
 from phalanx.core.errors import PlanError, Problem
 from phalanx.core.files import check_writable, write_json, write_text
-from phalanx.observe.pictures.schedule import COLOURS, MAX_SPANS, NAMES, text_rows, timeline_svg
-from phalanx.plan.pipeline.clock import ScheduleCosts, Timeline, cost_problems, simulate, uniform_costs
-from phalanx.plan.pipeline.comm import PipelinePlan, plan_pipeline
-from phalanx.plan.pipeline.schedule import (
+from phalanx.observe.pictures import COLOURS, MAX_SPANS, NAMES, text_rows, timeline_svg
+from phalanx.plan.pipeline import (
     SCHEDULES,
+    PipelinePlan,
     Schedule,
+    ScheduleCosts,
+    Timeline,
+    cost_problems,
     make_schedule,
     nearest_extra,
     nearest_schedule,
+    plan_pipeline,
     schedule_problems,
+    simulate,
+    uniform_costs,
 )
 
 SHOWN_RANKS = 32

@@ -17,20 +17,33 @@ from phalanx.core.errors import ConfigError, Problem, nearest, raise_if
 from phalanx.core.files import check_writable, write_json, write_text
 from phalanx.core.recipe import dump_recipe
 from phalanx.core.units import format_bytes, format_seconds
-from phalanx.observe.pictures.plot import Series, plot
-from phalanx.plan.mapping.model import PRESETS
-from phalanx.plan.pipeline.schedule import SCHEDULES
-from phalanx.simulate.hardware.clusters import GpuCluster, parse_cluster
-from phalanx.simulate.hardware.routing import Routing
-from phalanx.simulate.mapping.mapping import Job, Mapping
-from phalanx.simulate.mapping.models import known_models, shape_from
-from phalanx.simulate.mapping.shape import Shape, shape_of
-from phalanx.simulate.mapping.slow_ranks import parse_stragglers, straggler_problems
-from phalanx.simulate.search.search import RERANKED, SearchResult, base_mapping, reasons, search, with_slow_ranks
-from phalanx.simulate.search.space import BF16_OVERLAPS, EpOverlap, Space
-from phalanx.simulate.search.to_recipe import recipe_of_mapping
-from phalanx.simulate.step.device_memory import usable_bytes
-from phalanx.simulate.step.step_time import Prediction, predict
+from phalanx.observe.pictures import Series, plot
+from phalanx.plan.mapping import PRESETS
+from phalanx.plan.pipeline import SCHEDULES
+from phalanx.simulate.hardware import GpuCluster, Routing, parse_cluster
+from phalanx.simulate.mapping import (
+    Job,
+    Mapping,
+    Shape,
+    known_models,
+    parse_stragglers,
+    shape_from,
+    shape_of,
+    straggler_problems,
+)
+from phalanx.simulate.search import (
+    BF16_OVERLAPS,
+    RERANKED,
+    EpOverlap,
+    SearchResult,
+    Space,
+    base_mapping,
+    reasons,
+    recipe_of_mapping,
+    search,
+    with_slow_ranks,
+)
+from phalanx.simulate.step import Prediction, predict, usable_bytes
 
 
 def main(argv: Sequence[str]) -> int:

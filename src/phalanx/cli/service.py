@@ -33,13 +33,13 @@ def main(args: list[str]) -> int:
     address, lighthouse, lease_s = read(args)
     stop = {signal.SIGINT, signal.SIGTERM}
     if lighthouse:
-        from phalanx.runtime.membership.lighthouse import engine, keep_while_named
+        from phalanx.runtime.membership import engine, keep_while_named
 
         engine()  # or say at once that it is not there
         signal.pthread_sigmask(signal.SIG_BLOCK, stop)
         keep_while_named(address, lighthouse, lease_s=lease_s, stop=stop, tell=_tell)
         return 0
-    from phalanx.runtime.membership.service import start_store  # torch takes a second or two to import: not for --help
+    from phalanx.runtime.membership import start_store  # torch takes a second or two to import: not for --help
 
     signal.pthread_sigmask(signal.SIG_BLOCK, {*stop, signal.SIGCHLD})
     store = start_store(address.host, address.port)

@@ -104,7 +104,7 @@ def _presets(setting: Setting) -> str:
     """The presets are the model plan's; core knows only that the setting is a word."""
     if setting.name != "model.preset":
         return ""
-    from phalanx.plan.mapping.model import PRESETS
+    from phalanx.plan.mapping import PRESETS
 
     return f"Presets: {', '.join(PRESETS)}."
 

@@ -22,11 +22,9 @@ from phalanx.cli.simulate_recipe import predict_recipe
 from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.core.files import check_writable, write_json, write_text
 from phalanx.core.units import format_bytes, format_count, format_rate, format_seconds
-from phalanx.observe.pictures.schedule import timeline_svg
-from phalanx.simulate.hardware.clusters import known_hardware, load_hardware
-from phalanx.simulate.step.device_memory import StageMemory, usable_bytes
-from phalanx.simulate.step.step_time import Prediction
-from phalanx.simulate.step.trace import chrome_trace
+from phalanx.observe.pictures import timeline_svg
+from phalanx.simulate.hardware import known_hardware, load_hardware
+from phalanx.simulate.step import Prediction, StageMemory, chrome_trace, usable_bytes
 
 
 def main(argv: Sequence[str]) -> int:

@@ -13,23 +13,30 @@ from phalanx.core.errors import ConfigError, DataError, PlanError, Problem
 from phalanx.core.files import write_json
 from phalanx.core.recipe import Dtype, load_recipe
 from phalanx.core.units import format_bytes, format_seconds
-from phalanx.data.tokenizer import load_tokenizer
-from phalanx.observe.lanes import RankMove, RankStep, Recording, read_recording
-from phalanx.plan.heals import choose_healing
-from phalanx.plan.mapping.folding import Folding
-from phalanx.plan.mapping.model import ModelSpec
-from phalanx.plan.mapping.stage_foldings import resolve_mapping
-from phalanx.plan.program.moves import compare_id
-from phalanx.plan.recipe import equal_shares, run_problems
-from phalanx.plan.recovery.hosts import wanted_ranks
-from phalanx.plan.recovery.recipe import healing_of
-from phalanx.simulate.from_recipe import resolve_recipe
-from phalanx.simulate.hardware.clusters import parse_cluster
-from phalanx.simulate.program.clock import programs_hash, run_programs
-from phalanx.simulate.program.compare_moves import MeasuredMove, MoveComparison, compare_move
-from phalanx.simulate.program.compare_run import Comparison, Measured, RecordedStep, compare, table_of
-from phalanx.simulate.program.cost import ProgramOracle
-from phalanx.simulate.program.recipe import RecipePrograms, oracle_of, programs_of_recipe
+from phalanx.data import load_tokenizer
+from phalanx.observe import RankMove, RankStep, Recording, read_recording
+from phalanx.plan import choose_healing, equal_shares, run_problems
+from phalanx.plan.mapping import Folding, ModelSpec, resolve_mapping
+from phalanx.plan.program import compare_id
+from phalanx.plan.recovery import healing_of, wanted_ranks
+from phalanx.simulate import resolve_recipe
+from phalanx.simulate.hardware import parse_cluster
+from phalanx.simulate.program import (
+    Comparison,
+    Measured,
+    MeasuredMove,
+    MoveComparison,
+    ProgramOracle,
+    RecipePrograms,
+    RecordedStep,
+    compare,
+    compare_move,
+    oracle_of,
+    programs_hash,
+    programs_of_recipe,
+    run_programs,
+    table_of,
+)
 
 OUTSIDE = ("data",)
 """What a recorded step begins with, and is no operation of it."""

@@ -12,8 +12,8 @@ from phalanx.cli.search import shape_and_cluster
 from phalanx.core.errors import ConfigError, Problem
 from phalanx.core.files import check_writable, write_json
 from phalanx.core.units import format_count, format_rate, format_seconds
-from phalanx.simulate.hardware.clusters import GpuCluster
-from phalanx.simulate.mapping.shape import Convention, Shape, flops_per_token
+from phalanx.simulate.hardware import GpuCluster
+from phalanx.simulate.mapping import Convention, Shape, flops_per_token
 
 CONVENTIONS: tuple[Convention, ...] = ("causal", "full")
 GIVEN = ("tokens", "tflops", "mfu", "step")

@@ -13,28 +13,31 @@ from phalanx.core.errors import ConfigError, PlanError, Problem, raise_if
 from phalanx.core.files import check_writable, write_json, write_text
 from phalanx.core.recipe import load_recipe
 from phalanx.core.units import format_seconds
-from phalanx.observe.pictures.plot import Series, plot
-from phalanx.plan.mapping.folding import Folding
-from phalanx.simulate.failures.goodput import (
+from phalanx.observe.pictures import Series, plot
+from phalanx.plan.mapping import Folding
+from phalanx.simulate import resolve_recipe
+from phalanx.simulate.failures import (
     LLAMA3_FAILURES_PER_RANK_HOUR,
     Goodput,
+    HostsLeft,
     Practice,
+    RecoveryTime,
+    SlowHosts,
     expected_goodput,
+    host_lost,
+    hosts_left,
+    memory_left,
     poisson,
     practice_problems,
     read_removals,
     simulate_goodput,
+    slow_hosts,
     sweep,
     swept_optimum,
     young_daly,
 )
-from phalanx.simulate.failures.goodput_heal import HostsLeft, hosts_left, memory_left
-from phalanx.simulate.failures.goodput_slow import SlowHosts, slow_hosts
-from phalanx.simulate.failures.recovery_cluster import host_lost
-from phalanx.simulate.failures.recovery_time import RecoveryTime
-from phalanx.simulate.from_recipe import resolve_recipe
-from phalanx.simulate.mapping.slow_ranks import parse_stragglers, straggler_problems
-from phalanx.simulate.step.step_time import Prediction
+from phalanx.simulate.mapping import parse_stragglers, straggler_problems
+from phalanx.simulate.step import Prediction
 
 MOST_FAILURES = 100_000
 """More than that many failures are not played one by one: they take minutes, and change nothing in a share."""

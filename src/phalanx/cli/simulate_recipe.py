@@ -9,13 +9,12 @@ from pathlib import Path
 from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, Problem
 from phalanx.core.recipe import Dtype, load_recipe
-from phalanx.plan.heals import choose_healing
-from phalanx.plan.recipe import run_problems
-from phalanx.simulate.failures.slow_step import with_stragglers
-from phalanx.simulate.from_recipe import job_of_recipe, mapping_of_recipe, resolve_recipe
-from phalanx.simulate.hardware.clusters import parse_cluster
-from phalanx.simulate.mapping.slow_ranks import parse_stragglers, straggler_problems
-from phalanx.simulate.step.step_time import Prediction, predict
+from phalanx.plan import choose_healing, run_problems
+from phalanx.simulate import job_of_recipe, mapping_of_recipe, resolve_recipe
+from phalanx.simulate.failures import with_stragglers
+from phalanx.simulate.hardware import parse_cluster
+from phalanx.simulate.mapping import parse_stragglers, straggler_problems
+from phalanx.simulate.step import Prediction, predict
 
 
 def predict_recipe(

@@ -18,11 +18,21 @@ from rich.text import Text
 from phalanx.core.errors import ConfigError, Problem
 from phalanx.core.files import check_writable, write_json, write_text
 from phalanx.core.units import format_bytes, format_seconds
-from phalanx.observe.exposure import Exposure, by_axis, by_layer
-from phalanx.observe.lanes import RankMove, Recording, find_recording, read_recording
-from phalanx.observe.recovery import Course, read_run, recovery_spans, recovery_trace
-from phalanx.observe.recovery import figures as recovery_figures
-from phalanx.observe.trace import perfetto_trace
+from phalanx.observe import (
+    Course,
+    Exposure,
+    RankMove,
+    Recording,
+    by_axis,
+    by_layer,
+    find_recording,
+    perfetto_trace,
+    read_recording,
+    read_run,
+    recovery_figures,
+    recovery_spans,
+    recovery_trace,
+)
 
 HOW = "open it at https://ui.perfetto.dev (it stays in your browser) or in chrome://tracing"
 

@@ -28,12 +28,11 @@ from phalanx.cli.settings import settings_text
 from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.core.recipe import Dtype, describe_settings, load_recipe, native_dtype
-from phalanx.plan.heals import choose_healing
-from phalanx.plan.recipe import run_problems
-from phalanx.plan.recovery.hosts import wanted_ranks
+from phalanx.plan import choose_healing, run_problems
+from phalanx.plan.recovery import wanted_ranks
 
 if TYPE_CHECKING:
-    from phalanx.runtime.comm.groups import WorldInfo
+    from phalanx.runtime.comm import WorldInfo
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ def _stopped_as_by_ctrl_c() -> Iterator[None]:
 
 
 def _train(request: Request) -> int:
-    from phalanx.runtime.comm.groups import read_world  # torch takes a second or two to import: not for --help
+    from phalanx.runtime.comm import read_world  # torch takes a second or two to import: not for --help
 
     launched = read_world()
     several = launched is not None and launched.local_world < launched.world
@@ -89,7 +88,7 @@ def _show(recipe: Recipe, launched: WorldInfo | None) -> None:
 
     from phalanx.cli.dry_run import Machine, available_bytes, dry_run
     from phalanx.core.processor import this_processor
-    from phalanx.runtime.comm.launch import threads_per_rank
+    from phalanx.runtime.comm import threads_per_rank
 
     local = launched.local_world if launched else recipe.launch.ranks
     machine = Machine(
@@ -150,9 +149,8 @@ def _launch_problems(request: Request, recipe: Recipe, world: int | None) -> lis
 
 def start(recipe: Recipe, environ: Mapping[str, str]) -> int:
     """Become one rank, or the parent of all local ranks."""
-    from phalanx.runtime.checkpoint.manager import import_now
-    from phalanx.runtime.comm.groups import WorldInfo, read_world
-    from phalanx.runtime.comm.launch import run_local, run_one, threads_per_rank
+    from phalanx.runtime.checkpoint import import_now
+    from phalanx.runtime.comm import WorldInfo, read_world, run_local, run_one, threads_per_rank
     from phalanx.train.trainer import train
 
     warnings.filterwarnings("ignore", message="The given NumPy array is not writable")

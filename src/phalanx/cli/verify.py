@@ -26,8 +26,8 @@ from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.core.files import check_writable, write_json
 from phalanx.core.recipe import load_recipe
-from phalanx.plan.moe.overlap.settings import setting_problems
-from phalanx.plan.recipe import run_problems
+from phalanx.plan import run_problems
+from phalanx.plan.moe.overlap import setting_problems
 
 SHOWN_FAILURES = 12
 """Lines printed of one case; the JSON file has all."""
@@ -139,10 +139,17 @@ def verify(args: VerifyArgs, recipe: Recipe | None, console: Console) -> int:
     """Run the cases, print the table, write the JSON file."""
     import torch  # seconds: not for --help, and not before the arguments are known to be good
 
-    from phalanx.verify.forced import force_overlap
-    from phalanx.verify.planted import HEALTHY, PLANT_TIMEOUT_S
-    from phalanx.verify.session import TIMEOUT_S, Job, Task
-    from phalanx.verify.setups import EXACT_AXES, ROUNDED_AXES, default_cases
+    from phalanx.verify import (
+        EXACT_AXES,
+        HEALTHY,
+        PLANT_TIMEOUT_S,
+        ROUNDED_AXES,
+        TIMEOUT_S,
+        Job,
+        Task,
+        default_cases,
+        force_overlap,
+    )
 
     begin_s = time.perf_counter()
     ranks = _ranks(args, recipe)
@@ -184,7 +191,7 @@ def _print_forced(forced: Any, console: Console) -> None:
 
 
 def _run(job: Any, console: Console) -> list[Any]:
-    from phalanx.verify.session import run_job
+    from phalanx.verify import run_job
 
     with Progress(
         TextColumn("verifying"),
@@ -213,9 +220,9 @@ def _recipe(args: VerifyArgs, overrides: Sequence[str]) -> Recipe:
 
 
 def _cases_of(recipe: Recipe, ranks: int) -> list[Any]:
-    from phalanx.plan.moe.dispatch import dispatch_spec
+    from phalanx.plan.moe import dispatch_spec
     from phalanx.train.setup import resolve_shape
-    from phalanx.verify.setups import recipe_cases
+    from phalanx.verify import recipe_cases
 
     spec, folding = resolve_shape(recipe, world=ranks, tokenizer_vocab=256)
     return recipe_cases(recipe, spec, folding, dispatch_spec(recipe.dispatch))
@@ -284,7 +291,7 @@ def _print_table(reports: list[Any], result: dict[str, Any], console: Console) -
 
 def follow_recipe(args: VerifyArgs, recipe: Recipe, console: Console) -> int:
     """The recipe's losses beside those of one rank, two micro-batches a rank."""
-    from phalanx.verify.follow import follow  # imports torch
+    from phalanx.verify import follow  # imports torch
 
     begin_s = time.perf_counter()
     assert args.steps is not None
@@ -316,9 +323,7 @@ def plant_all(args: VerifyArgs, console: Console) -> int:
     """Plant every fault that exists on these ranks; a table of what finds it, and whether the loss alone would have."""
     import torch
 
-    from phalanx.verify.planted import PLANT_TIMEOUT_S
-    from phalanx.verify.session import Job, Task
-    from phalanx.verify.setups import default_cases
+    from phalanx.verify import PLANT_TIMEOUT_S, Job, Task, default_cases
 
     ranks, begin_s, faults = args.ranks or 4, time.perf_counter(), _faults()
     cases = default_cases(ranks)

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 from phalanx.core.config import HOST_BEAT_S, Recipe
 from phalanx.core.errors import Problem
-from phalanx.core.service_address import HOST_NAME, RACK_NAME, parse_service
-from phalanx.core.service_address import LEGAL as LEGAL_SERVICE
+from phalanx.core.service_address import HOST_NAME, LEGAL as LEGAL_SERVICE, RACK_NAME, parse_service
 from phalanx.core.settings import describe_settings, show
 
 

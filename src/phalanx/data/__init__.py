@@ -2,3 +2,26 @@
 
 The usual way in is `prepare.prepare(config)` and then `loader.Loader(prepared.train, ...)`.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from phalanx.core.faces import lazy
+
+if TYPE_CHECKING:
+    from phalanx.data.loader import Loader as Loader, MicroBatch as MicroBatch, ValidationLoader as ValidationLoader
+    from phalanx.data.prefetch import Prefetch as Prefetch
+    from phalanx.data.preparation import Prepared as Prepared, prepare as prepare
+    from phalanx.data.size import token_file_bytes as token_file_bytes
+    from phalanx.data.sources import resolve as resolve
+    from phalanx.data.tokenizer import (
+        EOS as EOS,
+        ByteTokenizer as ByteTokenizer,
+        Tokenizer as Tokenizer,
+        load_tokenizer as load_tokenizer,
+        parse_choice as parse_choice,
+        read_tokenizer_file as read_tokenizer_file,
+    )
+else:
+    __getattr__ = lazy(__name__)

@@ -1,1 +1,21 @@
 """The decoder and its parts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from phalanx.core.faces import lazy
+
+if TYPE_CHECKING:
+    from phalanx.models.block import Block as Block
+    from phalanx.models.context import (
+        ForwardInfo as ForwardInfo,
+        ModelContext as ModelContext,
+        TokenBatch as TokenBatch,
+    )
+    from phalanx.models.decoder import Decoder as Decoder, DecoderOutput as DecoderOutput
+    from phalanx.models.moe import MoE as MoE
+    from phalanx.models.router import Routing as Routing, update_expert_bias as update_expert_bias
+    from phalanx.models.shard import part_of as part_of, parts_of_all as parts_of_all
+else:
+    __getattr__ = lazy(__name__)

@@ -13,16 +13,12 @@ import torch
 from phalanx.kernels.cpu.fixed_point import FixedSums
 from phalanx.kernels.cpu.lanes import SERIAL, Lanes
 from phalanx.kernels.cpu.later import Later
-from phalanx.plan.layout.holders import ExpertState
-from phalanx.plan.mapping.model import ModelSpec
-from phalanx.plan.mapping.placement import AnyPlacement
-from phalanx.plan.mapping.stages import Stage, StagePlan, assign_stages
-from phalanx.plan.moe.dispatch import DispatchSpec
-from phalanx.plan.program.step import Phase
-from phalanx.runtime.comm.collectives import Collectives
-from phalanx.runtime.comm.groups import Groups
-from phalanx.runtime.moe.fused import FusedMemory
-from phalanx.runtime.moe.overlap_tuner import Tuner
+from phalanx.plan.layout import ExpertState
+from phalanx.plan.mapping import AnyPlacement, ModelSpec, Stage, StagePlan, assign_stages
+from phalanx.plan.moe import DispatchSpec
+from phalanx.plan.program import Phase
+from phalanx.runtime.comm import Collectives, Groups
+from phalanx.runtime.moe import FusedMemory, Tuner
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

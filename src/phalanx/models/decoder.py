@@ -25,7 +25,7 @@ from phalanx.models.mlp import Mlp
 from phalanx.models.moe import Experts
 from phalanx.models.mtp import MtpBlock, tokens_ahead
 from phalanx.models.parallel import Embedding, SequenceParallel
-from phalanx.plan.mapping.stages import Stage
+from phalanx.plan.mapping import Stage
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,11 +17,9 @@ from phalanx.models.context import ForwardInfo, ModelContext, RoutingStats, Toke
 from phalanx.models.layers import new_parameter
 from phalanx.models.mlp import SharedExpert
 from phalanx.models.router import Router
-from phalanx.plan.program.step import op_id
-from phalanx.runtime.comm.tracing import traced
-from phalanx.runtime.moe.dispatch import Dispatcher
-from phalanx.runtime.moe.experts import ExpertWeights
-from phalanx.runtime.moe.routed import RoutedExperts
+from phalanx.plan.program import op_id
+from phalanx.runtime.comm import traced
+from phalanx.runtime.moe import Dispatcher, ExpertWeights, RoutedExperts
 
 
 class Experts(nn.Module):

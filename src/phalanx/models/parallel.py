@@ -25,11 +25,8 @@ from phalanx.kernels.cpu.embedding import embed
 from phalanx.kernels.cpu.norm import rms_norm
 from phalanx.models.context import ForwardInfo, ModelContext
 from phalanx.models.layers import RMSNorm, new_parameter
-from phalanx.plan.program.step import op_id
-from phalanx.runtime.comm.collectives import Collectives
-from phalanx.runtime.comm.context_parallel import ContextParallel
-from phalanx.runtime.comm.groups import Axis
-from phalanx.runtime.comm.tracing import traced
+from phalanx.plan.program import op_id
+from phalanx.runtime.comm import Axis, Collectives, ContextParallel, traced
 
 T = TypeVar("T")
 

@@ -30,9 +30,9 @@ from phalanx.kernels.cpu.lanes import Lanes
 from phalanx.kernels.cpu.shapes import cache_blocks
 from phalanx.models.context import ForwardInfo, ModelContext
 from phalanx.models.layers import new_parameter
-from phalanx.plan.mapping.model import RouterSpec
-from phalanx.plan.moe.workload import forced_experts
-from phalanx.plan.program.step import op_id
+from phalanx.plan.mapping import RouterSpec
+from phalanx.plan.moe import forced_experts
+from phalanx.plan.program import op_id
 
 TINY = 1e-20
 """Added to a sum that divides, as the published models do."""

@@ -10,9 +10,7 @@ from __future__ import annotations
 import torch
 
 from phalanx.models.context import TokenBatch
-from phalanx.plan.mapping.folding import Folding
-from phalanx.plan.mapping.stage_foldings import AnyFolding
-from phalanx.plan.mapping.zigzag import make_layout
+from phalanx.plan.mapping import AnyFolding, Folding, make_layout
 
 
 def part_of(batch: TokenBatch, folding: AnyFolding, rank: int) -> TokenBatch:

@@ -199,7 +199,7 @@ class _Reader:
                 del kept[void]
 
 
-def figures(course: Course) -> dict[str, Any]:
+def recovery_figures(course: Course) -> dict[str, Any]:
     """For a JSON file."""
     return {
         "recoveries": [asdict(r) for r in course.recoveries],

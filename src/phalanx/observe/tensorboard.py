@@ -14,8 +14,7 @@ import threading
 import time
 from pathlib import Path
 
-from tensorboard.compat.proto.event_pb2 import Event as EventProto
-from tensorboard.compat.proto.event_pb2 import SessionLog
+from tensorboard.compat.proto.event_pb2 import Event as EventProto, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 

@@ -24,8 +24,7 @@ from phalanx.core.op_ids import expert_exchange, read_op_id
 from phalanx.core.trace_file import Span, TraceFile
 from phalanx.observe.intervals import in_rows, innermost, union, without
 from phalanx.observe.lanes import Key, Meeting, Message, RankMove, RankStep, Recording, Work, numbered, others
-from phalanx.observe.recovery import LANES as RECOVERY_LANES
-from phalanx.observe.recovery import SlotSpan, draw_recoveries
+from phalanx.observe.recovery import LANES as RECOVERY_LANES, SlotSpan, draw_recoveries
 
 LANES = (*RECOVERY_LANES, "step", "passes", "compute", "waiting", "beside")
 FIRST_AXIS = len(LANES)

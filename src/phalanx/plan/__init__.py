@@ -1,1 +1,13 @@
 """What should happen: pure functions of NumPy and the standard library that return frozen plans. Never torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from phalanx.core.faces import lazy
+
+if TYPE_CHECKING:
+    from phalanx.plan.heals import choose_healing as choose_healing
+    from phalanx.plan.recipe import equal_shares as equal_shares, run_problems as run_problems
+else:
+    __getattr__ = lazy(__name__)

@@ -12,7 +12,7 @@ from phalanx.core.config import Recipe, ResilienceConfig
 from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.core.rules import recipe_problems
 from phalanx.plan.recipe import run_problems
-from phalanx.plan.recovery.hosts import wanted_ranks
+from phalanx.plan.recovery import wanted_ranks
 
 
 @dataclass(frozen=True, kw_only=True)

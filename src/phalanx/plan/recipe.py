@@ -13,19 +13,25 @@ from phalanx.core.errors import ConfigError, Problem
 from phalanx.core.rules import value_of
 from phalanx.core.samples import num_rounds
 from phalanx.core.settings import describe_settings
-from phalanx.plan.mapping.folding import Folding, folding_problems
-from phalanx.plan.mapping.model import PRESETS, ModelSpec, resolve_model
-from phalanx.plan.mapping.stage_foldings import AnyFolding, StagedFolding, parse_stages, resolve_mapping
-from phalanx.plan.moe.overlap.settings import (
+from phalanx.plan.mapping import (
+    PRESETS,
+    AnyFolding,
+    Folding,
+    ModelSpec,
+    StagedFolding,
+    folding_problems,
+    parse_stages,
+    resolve_mapping,
+    resolve_model,
+)
+from phalanx.plan.moe.overlap import (
     fused_setting_problems,
     overlap_problems,
     replica_problems,
     setting_problems,
 )
-from phalanx.plan.pipeline.run import pairing_problems, pipeline_problems, schedule_setting_problems
-from phalanx.plan.recovery.generation import heal_problems
-from phalanx.plan.recovery.hosts import holders_needed
-from phalanx.plan.recovery.recipe import room_problems
+from phalanx.plan.pipeline import pairing_problems, pipeline_problems, schedule_setting_problems
+from phalanx.plan.recovery import heal_problems, holders_needed, room_problems
 
 OF_EXPERTS = tuple(f"resilience.{key}" for key in ("slots_per_rank", "f", "loads", "expert_state"))
 """Settings about replicas."""

@@ -11,26 +11,35 @@ from typing import Any
 
 from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, Problem, raise_if
-from phalanx.plan.layout.parameters import stage_params
-from phalanx.plan.mapping.folding import Folding
-from phalanx.plan.mapping.model import ModelSpec, resolve_model
-from phalanx.plan.mapping.stage_foldings import parse_stages, resolve_mapping
-from phalanx.plan.moe.dispatch import DispatchSpec, rows_of_source
-from phalanx.plan.moe.overlap.settings import parse_overlap
-from phalanx.plan.pipeline.run import Pipeline, make_pipeline
-from phalanx.plan.placement.run import replicas_of
-from phalanx.plan.recipe import equal_shares
-from phalanx.simulate.hardware.clusters import GpuCluster
-from phalanx.simulate.hardware.collectives import span_from, span_of
-from phalanx.simulate.hardware.expert_slots import ExpertSlots, Rows, expert_slots
-from phalanx.simulate.hardware.routing import Routing, forced_loads
-from phalanx.simulate.mapping.mapping import Job, Mapping, Overlap, Precision
-from phalanx.simulate.mapping.shape import shape_of
-from phalanx.simulate.mapping.stage_mappings import AnyMapping, StagedMapping, like_stage, shares_of
-from phalanx.simulate.step.fused_time import fused_run_problems
-from phalanx.simulate.step.stage_layers import run_layers
-from phalanx.simulate.step.tile_time import TILE_WAYS
-from phalanx.simulate.step.warmup_choice import with_warmup
+from phalanx.plan import equal_shares
+from phalanx.plan.layout import stage_params
+from phalanx.plan.mapping import Folding, ModelSpec, parse_stages, resolve_mapping, resolve_model
+from phalanx.plan.moe import DispatchSpec, rows_of_source
+from phalanx.plan.moe.overlap import parse_overlap
+from phalanx.plan.pipeline import Pipeline, make_pipeline
+from phalanx.plan.placement import replicas_of
+from phalanx.simulate.hardware import (
+    ExpertSlots,
+    GpuCluster,
+    Routing,
+    Rows,
+    expert_slots,
+    forced_loads,
+    span_from,
+    span_of,
+)
+from phalanx.simulate.mapping import (
+    AnyMapping,
+    Job,
+    Mapping,
+    Overlap,
+    Precision,
+    StagedMapping,
+    like_stage,
+    shape_of,
+    shares_of,
+)
+from phalanx.simulate.step import TILE_WAYS, fused_run_problems, run_layers, with_warmup
 
 PRECISIONS: dict[str, Precision] = {"bfloat16": "bf16", "float32": "fp32"}
 """Type of a run -> its name among clusters."""

@@ -13,14 +13,11 @@ from phalanx.core.errors import PlanError, Problem, raise_if
 from phalanx.kernels.choice import Impl
 from phalanx.kernels.cpu.fixed_point import FixedSums
 from phalanx.kernels.cpu.later import Later
-from phalanx.models.context import ModelContext
-from phalanx.models.decoder import Decoder
-from phalanx.plan.layout.parameters import FlatLayout, flat_layouts, stage_params
-from phalanx.plan.mapping.folding import GRADIENT_RULES, GradientRule
-from phalanx.plan.mapping.model import buffers
-from phalanx.plan.pipeline.run import Pipeline, plain_pipeline
-from phalanx.runtime.state.gradients import GradientBuffers, borrowable
-from phalanx.runtime.state.optimizer import ShardedState
+from phalanx.models import Decoder, ModelContext
+from phalanx.plan.layout import FlatLayout, flat_layouts, stage_params
+from phalanx.plan.mapping import GRADIENT_RULES, GradientRule, buffers
+from phalanx.plan.pipeline import Pipeline, plain_pipeline
+from phalanx.runtime.state import GradientBuffers, ShardedState, borrowable
 from phalanx.train.exact import ExactSums
 from phalanx.train.optim import AdamW
 from phalanx.train.step import StepParts

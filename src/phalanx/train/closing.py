@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from phalanx.core.events import Sampled
-from phalanx.observe.summary import RunSummary, program_name
+from phalanx.observe import RunSummary, program_name
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,8 +6,7 @@ import math
 from dataclasses import dataclass
 
 from phalanx.core.config import ResilienceConfig, TrainConfig
-from phalanx.plan.mapping.model import ModelSpec
-from phalanx.plan.mapping.stage_foldings import AnyFolding
+from phalanx.plan.mapping import AnyFolding, ModelSpec
 
 CHUNK_ROWS = 2048
 """Without replicas: more rows than an expert gets from one micro-batch in practice, so that nothing is cut."""

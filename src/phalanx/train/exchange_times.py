@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from phalanx.runtime.comm.waiting import ExchangeTime, Place
+from phalanx.runtime.comm import ExchangeTime, Place
 
 COLUMNS = ("exposed_forward_s", "exposed_backward_s", "hidden_forward_s", "hidden_backward_s")
 

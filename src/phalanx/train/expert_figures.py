@@ -8,9 +8,9 @@ import time
 import torch
 
 from phalanx.kernels.cpu.grouped import expert_ffn
-from phalanx.models.moe import MoE
-from phalanx.plan.mapping.placement import LayerPlacements, Placement
-from phalanx.runtime.comm.devices import synchronize
+from phalanx.models import MoE
+from phalanx.plan.mapping import LayerPlacements, Placement
+from phalanx.runtime.comm import synchronize
 from phalanx.train.step import StepParts
 
 TIMED_ROWS = 128

@@ -15,11 +15,8 @@ from dataclasses import dataclass
 
 import torch
 
-from phalanx.models.context import ForwardInfo, TokenBatch
-from phalanx.models.decoder import DecoderOutput
-from phalanx.models.shard import part_of
-from phalanx.plan.mapping.stage_foldings import AnyFolding
-from phalanx.plan.mapping.stages import Stage
+from phalanx.models import DecoderOutput, ForwardInfo, TokenBatch, part_of
+from phalanx.plan.mapping import AnyFolding, Stage
 from phalanx.train.passes import StageRunner
 
 

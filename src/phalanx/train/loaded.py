@@ -8,21 +8,17 @@ from pathlib import Path
 import torch
 
 from phalanx.core.config import Recipe
-from phalanx.data.tokenizer import Tokenizer
+from phalanx.data import Tokenizer
 from phalanx.kernels.cpu.lanes import Lanes
 from phalanx.kernels.native import compiled_rows
-from phalanx.models.context import ModelContext
-from phalanx.models.decoder import Decoder
-from phalanx.plan.layout.parameters import Box
-from phalanx.plan.mapping.folding import make_folding
-from phalanx.plan.mapping.model import buffers, resolve_model
-from phalanx.plan.mapping.placement import plain_placement
-from phalanx.plan.moe.dispatch import DispatchSpec
-from phalanx.plan.pipeline.run import plain_pipeline
-from phalanx.runtime.checkpoint.manager import CheckpointManager
-from phalanx.runtime.comm.collectives import Collectives
-from phalanx.runtime.comm.groups import GroupCache, build_groups
-from phalanx.runtime.state.boxes import BoxTensor
+from phalanx.models import Decoder, ModelContext
+from phalanx.plan.layout import Box
+from phalanx.plan.mapping import buffers, make_folding, plain_placement, resolve_model
+from phalanx.plan.moe import DispatchSpec
+from phalanx.plan.pipeline import plain_pipeline
+from phalanx.runtime.checkpoint import CheckpointManager
+from phalanx.runtime.comm import Collectives, GroupCache, build_groups
+from phalanx.runtime.state import BoxTensor
 from phalanx.train.assemble import state_dtype
 from phalanx.train.passes import StageRunner
 from phalanx.train.run_folder import RunFolder, choose_checkpoint

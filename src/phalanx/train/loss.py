@@ -17,10 +17,8 @@ from dataclasses import dataclass
 import torch
 
 from phalanx.kernels.cpu.cross_entropy import IGNORE
-from phalanx.models.context import ForwardInfo, TokenBatch
-from phalanx.models.decoder import Decoder, DecoderOutput
-from phalanx.plan.mapping.model import ModelSpec
-from phalanx.plan.mapping.stages import Stage
+from phalanx.models import Decoder, DecoderOutput, ForwardInfo, TokenBatch
+from phalanx.plan.mapping import ModelSpec, Stage
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

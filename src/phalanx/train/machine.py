@@ -7,8 +7,7 @@ import time
 import torch
 
 from phalanx.core.process import peak_resident_bytes, resident_bytes
-from phalanx.runtime.comm.allocator import give_back_freed_memory
-from phalanx.runtime.comm.devices import synchronize
+from phalanx.runtime.comm import give_back_freed_memory, synchronize
 
 RATE_SIZES = (1024, 2048, 4096)
 RATE_SECONDS = 0.2

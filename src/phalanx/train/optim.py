@@ -16,8 +16,7 @@ from phalanx.core.config import OptimConfig
 from phalanx.kernels.choice import Impl
 from phalanx.kernels.cpu.adamw import adamw_
 from phalanx.kernels.cpu.lanes import SERIAL, Lanes
-from phalanx.runtime.state.gradients import ReducedGradients
-from phalanx.runtime.state.optimizer import ShardedState
+from phalanx.runtime.state import ReducedGradients, ShardedState
 
 
 def learning_rate(step: int, config: OptimConfig, *, total_steps: int) -> float:

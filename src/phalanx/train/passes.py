@@ -22,27 +22,28 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from phalanx.kernels.cpu.later import Job, Later, run
-from phalanx.models.context import ForwardInfo, TokenBatch
-from phalanx.models.decoder import Decoder, DecoderOutput
-from phalanx.plan.layout.parameters import stage_params
-from phalanx.plan.mapping.folding import Folding
-from phalanx.plan.mapping.stage_foldings import StagedFolding
-from phalanx.plan.mapping.stages import Stage
-from phalanx.plan.pipeline.boundary import EdgePlan
-from phalanx.plan.pipeline.clock import Edge
-from phalanx.plan.pipeline.comm import PipelinePlan, Transfer
-from phalanx.plan.pipeline.eager import WarmupChoice
-from phalanx.plan.pipeline.run import Pipeline
-from phalanx.plan.pipeline.schedule import Action, Order
-from phalanx.plan.pipeline.stage_edges import Activation, on_one_host, staged_edges
-from phalanx.plan.program.step import boundary_id
-from phalanx.plan.reshard.types import Hosts
-from phalanx.runtime.comm.collectives import Collectives
-from phalanx.runtime.comm.groups import Groups
-from phalanx.runtime.moe.pair import Beside
-from phalanx.runtime.pipeline.boundary import Boundary, direct_edges
-from phalanx.runtime.pipeline.runner import Tensors, agree_on, run_pipeline
-from phalanx.runtime.state.gradients import GradientBuffers
+from phalanx.models import Decoder, DecoderOutput, ForwardInfo, TokenBatch
+from phalanx.plan.layout import stage_params
+from phalanx.plan.mapping import Folding, Stage, StagedFolding
+from phalanx.plan.pipeline import (
+    Action,
+    Activation,
+    Edge,
+    EdgePlan,
+    Order,
+    Pipeline,
+    PipelinePlan,
+    Transfer,
+    WarmupChoice,
+    on_one_host,
+    staged_edges,
+)
+from phalanx.plan.program import boundary_id
+from phalanx.plan.reshard import Hosts
+from phalanx.runtime.comm import Collectives, Groups
+from phalanx.runtime.moe import Beside
+from phalanx.runtime.pipeline import Boundary, Tensors, agree_on, direct_edges, run_pipeline
+from phalanx.runtime.state import GradientBuffers
 from phalanx.train.loss import Share, objective
 from phalanx.train.warmup import PassTimes, TimedPasses, choose
 

@@ -15,11 +15,10 @@ from typing import Any
 
 from phalanx.core.clock import now_s
 from phalanx.core.events import Emit, Event, MoveRecorded, StepPublished, StepRecorded
-from phalanx.plan.reshard.types import Move
-from phalanx.runtime.comm.collectives import Collectives
-from phalanx.runtime.comm.peers import Peers
-from phalanx.runtime.membership.clocks import compare_clocks
-from phalanx.runtime.reshard.resharder import Resharder
+from phalanx.plan.reshard import Move
+from phalanx.runtime.comm import Collectives, Peers
+from phalanx.runtime.membership import compare_clocks
+from phalanx.runtime.reshard import Resharder
 
 
 class Recorder:

@@ -22,10 +22,9 @@ from typing import IO, Literal
 from phalanx.core.config import Recipe
 from phalanx.core.errors import CheckpointError, ConfigError, Problem, RunError
 from phalanx.core.recipe import dump_recipe, load_recipe
-from phalanx.data.tokenizer import Tokenizer, load_tokenizer
-from phalanx.plan.mapping.model import ModelSpec
-from phalanx.runtime.checkpoint.folder import CheckpointFolder, write_flushed
-from phalanx.runtime.checkpoint.manager import CheckpointManager
+from phalanx.data import Tokenizer, load_tokenizer
+from phalanx.plan.mapping import ModelSpec
+from phalanx.runtime.checkpoint import CheckpointFolder, CheckpointManager, write_flushed
 
 STATUS_FILE = "run_state.json"
 RECIPE_FILE = "recipe.toml"

@@ -24,33 +24,35 @@ from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, Problem, RunError
 from phalanx.core.events import Emit, Note, ignore
 from phalanx.core.samples import num_rounds
-from phalanx.data.prepare import Prepared, prepare
+from phalanx.data import Prepared, prepare
 from phalanx.kernels.cpu.lanes import Lanes
-from phalanx.kernels.native import Rows, compiled_rows
-from phalanx.kernels.native.build import user_folder
-from phalanx.models.context import ModelContext
-from phalanx.observe.console import wants_live
-from phalanx.observe.preparation import PreparationProgress
-from phalanx.observe.sinks import Sinks, open_sinks
-from phalanx.plan.mapping.model import ModelSpec, resolve_model
-from phalanx.plan.mapping.placement import AnyPlacement
-from phalanx.plan.mapping.stage_foldings import AnyFolding, resolve_mapping
-from phalanx.plan.moe.dispatch import dispatch_spec
-from phalanx.plan.moe.overlap.pair import paired_share
-from phalanx.plan.pipeline.run import Pipeline, make_pipeline
-from phalanx.plan.placement.run import replicas_of, run_placement
-from phalanx.plan.recipe import equal_shares
-from phalanx.runtime.checkpoint.manager import import_now
-from phalanx.runtime.comm.allocator import keep_freed_memory
-from phalanx.runtime.comm.collectives import Collectives
-from phalanx.runtime.comm.escape import Escape
-from phalanx.runtime.comm.groups import GroupCache, Groups, WorldInfo, build_groups, init_world, with_second_groups
-from phalanx.runtime.comm.launch import StopRequest
-from phalanx.runtime.comm.peers import Peers, own_group
-from phalanx.runtime.comm.streams import leave_free
-from phalanx.runtime.membership.clocks import hosts_of, numbered
-from phalanx.runtime.moe.fused import FusedMemory
-from phalanx.runtime.moe.overlap_tuner import Tuner
+from phalanx.kernels.native import Rows, compiled_rows, user_folder
+from phalanx.models import ModelContext
+from phalanx.observe import PreparationProgress, Sinks, open_sinks, wants_live
+from phalanx.plan import equal_shares
+from phalanx.plan.mapping import AnyFolding, AnyPlacement, ModelSpec, resolve_mapping, resolve_model
+from phalanx.plan.moe import dispatch_spec
+from phalanx.plan.moe.overlap import paired_share
+from phalanx.plan.pipeline import Pipeline, make_pipeline
+from phalanx.plan.placement import replicas_of, run_placement
+from phalanx.runtime.checkpoint import import_now
+from phalanx.runtime.comm import (
+    Collectives,
+    Escape,
+    GroupCache,
+    Groups,
+    Peers,
+    StopRequest,
+    WorldInfo,
+    build_groups,
+    init_world,
+    keep_freed_memory,
+    leave_free,
+    own_group,
+    with_second_groups,
+)
+from phalanx.runtime.membership import hosts_of, numbered
+from phalanx.runtime.moe import FusedMemory, Tuner
 from phalanx.train.machine import MemoryMeter
 from phalanx.train.run_folder import RunFolder
 

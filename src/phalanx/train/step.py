@@ -35,18 +35,12 @@ from phalanx.kernels.choice import Impl
 from phalanx.kernels.cpu.fixed_point import bits_for
 from phalanx.kernels.cpu.lanes import SERIAL, Lanes
 from phalanx.kernels.cpu.later import Later
-from phalanx.models.context import ForwardInfo, TokenBatch
-from phalanx.models.decoder import Decoder, DecoderOutput
-from phalanx.models.router import update_expert_bias
-from phalanx.plan.mapping.model import ModelSpec
-from phalanx.plan.mapping.placement import AnyPlacement
-from phalanx.plan.mapping.stages import Stage
-from phalanx.plan.pipeline.run import Pipeline
-from phalanx.plan.program.step import Phase
-from phalanx.runtime.comm.collectives import Collectives
-from phalanx.runtime.comm.groups import Groups
-from phalanx.runtime.state.gradients import GradientBuffers, ReducedGradients
-from phalanx.runtime.state.optimizer import ShardedState
+from phalanx.models import Decoder, DecoderOutput, ForwardInfo, TokenBatch, update_expert_bias
+from phalanx.plan.mapping import AnyPlacement, ModelSpec, Stage
+from phalanx.plan.pipeline import Pipeline
+from phalanx.plan.program import Phase
+from phalanx.runtime.comm import Collectives, Groups
+from phalanx.runtime.state import GradientBuffers, ReducedGradients, ShardedState
 from phalanx.train.exact import EVAL_BITS, ExactSums
 from phalanx.train.exchange_times import ExchangeTimes
 from phalanx.train.loss import num_valid

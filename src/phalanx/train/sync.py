@@ -29,19 +29,23 @@ import torch.distributed as dist
 from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, Problem, RunError, nearest, raise_if
 from phalanx.core.units import format_bytes, read_bytes
-from phalanx.plan.layout.state import StateLayouts
-from phalanx.plan.layout.tensors import TensorLayout
-from phalanx.plan.mapping.folding import Folding, fit_problems
-from phalanx.plan.mapping.model import ModelSpec, buffers, parameters, resolve_model
-from phalanx.plan.mapping.stage_foldings import parse_stage, stage_text
-from phalanx.plan.pipeline.run import plain_pipeline
-from phalanx.plan.pipeline.weight_waves import Wave, divide, read_layout, rows_of
-from phalanx.plan.reshard.types import Move
-from phalanx.runtime.checkpoint.manager import CheckpointManager
-from phalanx.runtime.comm.collectives import Collectives
-from phalanx.runtime.comm.groups import Axis, WorldInfo, close_world, init_world
-from phalanx.runtime.reshard.resharder import PlanOptions, Resharder
-from phalanx.runtime.state.boxes import BoxTensor
+from phalanx.plan.layout import StateLayouts, TensorLayout
+from phalanx.plan.mapping import (
+    Folding,
+    ModelSpec,
+    buffers,
+    fit_problems,
+    parameters,
+    parse_stage,
+    resolve_model,
+    stage_text,
+)
+from phalanx.plan.pipeline import Wave, divide, plain_pipeline, read_layout, rows_of
+from phalanx.plan.reshard import Move
+from phalanx.runtime.checkpoint import CheckpointManager
+from phalanx.runtime.comm import Axis, Collectives, WorldInfo, close_world, init_world
+from phalanx.runtime.reshard import PlanOptions, Resharder
+from phalanx.runtime.state import BoxTensor
 from phalanx.train.assemble import state_dtype
 from phalanx.train.run_folder import RunFolder, choose_checkpoint
 from phalanx.train.setup import DTYPES

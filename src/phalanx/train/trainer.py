@@ -39,21 +39,13 @@ from phalanx.core.events import (
 from phalanx.core.processor import this_processor
 from phalanx.core.recipe import dump_recipe
 from phalanx.core.samples import num_rounds
-from phalanx.data.loader import Loader, MicroBatch, ValidationLoader
-from phalanx.data.prefetch import Prefetch
-from phalanx.data.prepare import Prepared
-from phalanx.models.context import TokenBatch
-from phalanx.models.shard import part_of
-from phalanx.observe.summary import print_summary
-from phalanx.plan.mapping.model import ModelSpec, flops_per_token
-from phalanx.plan.mapping.placement import AnyPlacement
-from phalanx.plan.mapping.stage_foldings import AnyFolding, to_json_dict
-from phalanx.plan.pipeline.run import Pipeline
-from phalanx.runtime.checkpoint.folder import RunState
-from phalanx.runtime.checkpoint.manager import CheckpointManager, Saved
-from phalanx.runtime.comm.groups import WorldInfo, close_world
-from phalanx.runtime.comm.launch import StopRequest
-from phalanx.runtime.comm.peers import own_group
+from phalanx.data import Loader, MicroBatch, Prefetch, Prepared, ValidationLoader
+from phalanx.models import TokenBatch, part_of
+from phalanx.observe import print_summary
+from phalanx.plan.mapping import AnyFolding, AnyPlacement, ModelSpec, flops_per_token, to_json_dict
+from phalanx.plan.pipeline import Pipeline
+from phalanx.runtime.checkpoint import CheckpointManager, RunState, Saved
+from phalanx.runtime.comm import StopRequest, WorldInfo, close_world, own_group
 from phalanx.train.assemble import assemble
 from phalanx.train.closing import Outcome, summary_of
 from phalanx.train.exact import exact_sums
@@ -61,8 +53,7 @@ from phalanx.train.generate import Sampling, generate
 from phalanx.train.machine import matmul_flops_per_s
 from phalanx.train.optim import learning_rate
 from phalanx.train.passes import choose_measured
-from phalanx.train.placement.replacing import Prepared as NewPlacement
-from phalanx.train.placement.replacing import Replacing
+from phalanx.train.placement.replacing import Prepared as NewPlacement, Replacing
 from phalanx.train.recording import Recorder
 from phalanx.train.run_folder import RunStatus
 from phalanx.train.setup import (

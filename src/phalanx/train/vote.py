@@ -20,11 +20,10 @@ from numpy.typing import NDArray
 
 from phalanx.kernels.cpu.fixed_point import root_of_squares
 from phalanx.kernels.cpu.lanes import Lanes
-from phalanx.models.decoder import Decoder
-from phalanx.plan.mapping.model import ModelSpec
-from phalanx.runtime.comm.collectives import Collectives
-from phalanx.runtime.comm.groups import Groups
-from phalanx.runtime.state.gradients import NORM_BITS, GradientBuffers, ReducedGradients
+from phalanx.models import Decoder
+from phalanx.plan.mapping import ModelSpec
+from phalanx.runtime.comm import Collectives, Groups
+from phalanx.runtime.state import NORM_BITS, GradientBuffers, ReducedGradients
 from phalanx.train.exchange_times import ExchangeTimes, mean_times, own_times
 from phalanx.train.loss import Share
 

@@ -20,9 +20,9 @@ from phalanx.kernels.cpu.attention import causal_attention
 from phalanx.kernels.cpu.grouped import MAX_PIECE, expert_ffn
 from phalanx.kernels.cpu.lanes import Lanes
 from phalanx.kernels.cpu.shapes import padded_rows
-from phalanx.models.context import ModelContext
-from phalanx.plan.mapping.stage_foldings import AnyFolding
-from phalanx.plan.moe.dispatch import capacity
+from phalanx.models import ModelContext
+from phalanx.plan.mapping import AnyFolding
+from phalanx.plan.moe import capacity
 
 LONGEST = 512
 """Documents up to this length are met in advance. Longer ones are rare, and torch's kernels repeat from 1,200 on."""

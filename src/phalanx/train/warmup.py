@@ -19,15 +19,19 @@ from contextlib import contextmanager
 import torch
 
 from phalanx.core.errors import ConfigError, PlanError, Problem
-from phalanx.plan.pipeline.clock import ScheduleCosts
-from phalanx.plan.pipeline.comm import PipelinePlan, Run, plan_pipeline
-from phalanx.plan.pipeline.eager import WarmupChoice, choose_warmup
-from phalanx.plan.pipeline.run import Pipeline
-from phalanx.plan.pipeline.schedule import Action, make_schedule
-from phalanx.runtime.comm.devices import synchronize
-from phalanx.runtime.comm.groups import Axis
-from phalanx.runtime.pipeline.boundary import Boundary
-from phalanx.runtime.pipeline.runner import Passes, Tensors, run_pipeline
+from phalanx.plan.pipeline import (
+    Action,
+    Pipeline,
+    PipelinePlan,
+    Run,
+    ScheduleCosts,
+    WarmupChoice,
+    choose_warmup,
+    make_schedule,
+    plan_pipeline,
+)
+from phalanx.runtime.comm import Axis, synchronize
+from phalanx.runtime.pipeline import Boundary, Passes, Tensors, run_pipeline
 
 PROBES = 8
 """Micro-batches of a probe: enough that the way through the pipeline, which the formula takes out, is not most of it."""

@@ -13,9 +13,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from phalanx.plan.layout.parameters import Box
-from phalanx.runtime.state.boxes import BoxTensor
-from phalanx.runtime.state.gradients import ReducedGradients
+from phalanx.plan.layout import Box
+from phalanx.runtime.state import BoxTensor, ReducedGradients
 from phalanx.train.step import StepParts, StepResult
 from phalanx.verify.reference import Reference, model_boxes
 

@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from phalanx.plan.mapping.folding import Folding
-from phalanx.plan.moe.overlap.settings import overlap_problems, replica_problems
+from phalanx.plan.mapping import Folding
+from phalanx.plan.moe.overlap import overlap_problems, replica_problems
 from phalanx.verify.setups import Case
 
 

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from phalanx.kernels.cpu.cross_entropy import IGNORE
-from phalanx.models.context import TokenBatch
-from phalanx.plan.mapping.model import ParamSpec
-from phalanx.runtime.state.boxes import BoxTensor
+from phalanx.models import TokenBatch
+from phalanx.plan.mapping import ParamSpec
+from phalanx.runtime.state import BoxTensor
 from phalanx.verify.setups import SEQ_LEN, SEQUENCES, Setup
 
 DRAW = "1"

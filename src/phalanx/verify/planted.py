@@ -8,12 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from phalanx.models.context import TokenBatch
-from phalanx.models.shard import part_of
-from phalanx.plan.mapping.folding import GRADIENT_RULES, GradientRule
-from phalanx.plan.mapping.stage_foldings import AnyFolding
-from phalanx.runtime.comm.collectives import Collectives
-from phalanx.runtime.comm.groups import GroupCache, Groups, build_groups
+from phalanx.models import TokenBatch, part_of
+from phalanx.plan.mapping import GRADIENT_RULES, AnyFolding, GradientRule
+from phalanx.runtime.comm import Collectives, GroupCache, Groups, build_groups
 from phalanx.train.step import StepParts
 from phalanx.verify.setups import Case
 

@@ -27,22 +27,12 @@ from phalanx.core.errors import RunError
 from phalanx.kernels.cpu.lanes import Lanes
 from phalanx.kernels.cpu.rope import rope_table
 from phalanx.kernels.native import compiled_rows
-from phalanx.models.block import Block
-from phalanx.models.context import ForwardInfo, ModelContext, TokenBatch
-from phalanx.models.decoder import Decoder
-from phalanx.models.router import Routing
-from phalanx.models.shard import parts_of_all
-from phalanx.plan.layout.parameters import Box, local_param
-from phalanx.plan.mapping.folding import Folding, make_folding
-from phalanx.plan.mapping.model import buffers, parameters
-from phalanx.plan.mapping.placement import AnyPlacement, plain_placement
-from phalanx.plan.mapping.stage_foldings import AnyFolding
-from phalanx.plan.moe.dispatch import DispatchSpec, capacity, kept_pairs
-from phalanx.runtime.comm.collectives import Collectives
-from phalanx.runtime.comm.groups import GroupCache, Groups, build_groups
-from phalanx.runtime.state.boxes import BoxTensor
-from phalanx.runtime.state.gradients import ReducedGradients
-from phalanx.runtime.state.optimizer import ShardedState
+from phalanx.models import Block, Decoder, ForwardInfo, ModelContext, Routing, TokenBatch, parts_of_all
+from phalanx.plan.layout import Box, local_param
+from phalanx.plan.mapping import AnyFolding, AnyPlacement, Folding, buffers, make_folding, parameters, plain_placement
+from phalanx.plan.moe import DispatchSpec, capacity, kept_pairs
+from phalanx.runtime.comm import Collectives, GroupCache, Groups, build_groups
+from phalanx.runtime.state import BoxTensor, ReducedGradients, ShardedState
 from phalanx.train.assemble import assemble
 from phalanx.train.optim import Optimizer, State
 from phalanx.train.step import StepParts, StepResult, train_step

@@ -20,16 +20,12 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 
 from phalanx.core.errors import RunError
-from phalanx.models.block import Block
-from phalanx.models.context import TokenBatch
-from phalanx.plan.mapping.folding import Folding
-from phalanx.plan.mapping.placement import AnyPlacement, LayerPlacements, Placement, plain_placement
-from phalanx.plan.mapping.stage_foldings import AnyFolding
-from phalanx.plan.mapping.stages import Stage
-from phalanx.plan.moe.dispatch import DispatchPlan, plan_dispatch
-from phalanx.plan.placement.run import Asked, run_placement
-from phalanx.runtime.comm.groups import Axis
-from phalanx.runtime.state.optimizer import ShardedState
+from phalanx.models import Block, TokenBatch
+from phalanx.plan.mapping import AnyFolding, AnyPlacement, Folding, LayerPlacements, Placement, Stage, plain_placement
+from phalanx.plan.moe import DispatchPlan, plan_dispatch
+from phalanx.plan.placement import Asked, run_placement
+from phalanx.runtime.comm import Axis
+from phalanx.runtime.state import ShardedState
 from phalanx.train.step import StepParts, train_step
 from phalanx.verify.setups import Setup
 

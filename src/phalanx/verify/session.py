@@ -21,12 +21,20 @@ from pathlib import Path
 import torch
 
 from phalanx.core.errors import PhalanxError, RunError
-from phalanx.models.context import TokenBatch
-from phalanx.plan.mapping.folding import Folding
-from phalanx.plan.mapping.model import parameters
-from phalanx.runtime.comm.collectives import Collectives
-from phalanx.runtime.comm.groups import GroupCache, WorldInfo, build_groups, close_world, init_world, with_second_groups
-from phalanx.runtime.comm.launch import STOPPED, StopRequest, run_local
+from phalanx.models import TokenBatch
+from phalanx.plan.mapping import Folding, parameters
+from phalanx.runtime.comm import (
+    STOPPED,
+    Collectives,
+    GroupCache,
+    StopRequest,
+    WorldInfo,
+    build_groups,
+    close_world,
+    init_world,
+    run_local,
+    with_second_groups,
+)
 from phalanx.train.assemble import assemble
 from phalanx.train.step import StepParts
 from phalanx.verify.compare import TOLERANCE, RankReport, compare, not_saved_once, uncovered

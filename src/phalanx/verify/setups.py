@@ -13,11 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from phalanx.core.config import OptimConfig, PipelineConfig, Recipe
-from phalanx.plan.mapping.folding import Folding, legal_foldings
-from phalanx.plan.mapping.model import MlaSpec, ModelSpec, RouterSpec
-from phalanx.plan.mapping.stage_foldings import AnyFolding, parse_stages
-from phalanx.plan.moe.dispatch import DispatchSpec
-from phalanx.plan.pipeline.run import Pipeline, choose_schedule, make_pipeline
+from phalanx.plan.mapping import AnyFolding, Folding, MlaSpec, ModelSpec, RouterSpec, legal_foldings, parse_stages
+from phalanx.plan.moe import DispatchSpec
+from phalanx.plan.pipeline import Pipeline, choose_schedule, make_pipeline
 from phalanx.verify.pairwise import pairwise
 
 SEQ_LEN = 32

@@ -14,7 +14,7 @@ from phalanx.core.config import Recipe
 from phalanx.core.errors import RunError
 from phalanx.core.process import peak_resident_bytes, resident_bytes
 from phalanx.core.processor import this_processor
-from phalanx.data.prepare import prepare
+from phalanx.data.preparation import prepare
 from phalanx.data.size import token_file_bytes
 from phalanx.plan.mapping.model import ModelSpec
 from phalanx.plan.mapping.stage_foldings import AnyFolding

@@ -33,8 +33,7 @@ from phalanx.simulate.hardware.clusters import Hardware, load_hardware
 from phalanx.simulate.program.clock import ProgramTimeline, programs_hash
 from phalanx.simulate.program.compare_run import Measured, compare
 from phalanx.simulate.program.cost import ProgramOracle
-from phalanx_lab.bench.predict import real as predict_real
-from phalanx_lab.bench.predict import recovery as predict_recovery
+from phalanx_lab.bench.predict import real as predict_real, recovery as predict_recovery
 from phalanx_lab.bench.predict.laws import learn, paces, usual_pace
 from phalanx_lab.bench.predict.plans import PLANS, WORLD, Glue, Plan, Prediction
 from phalanx_lab.bench.predict.rank import SIZES, rank_report

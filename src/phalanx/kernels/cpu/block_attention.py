@@ -30,7 +30,7 @@ import torch
 from phalanx.kernels.choice import Impl
 from phalanx.kernels.cpu.block_tiles import backward_by_tiles
 from phalanx.kernels.cpu.lanes import SERIAL, Lanes
-from phalanx.plan.mapping.zigzag import Block
+from phalanx.plan.mapping import Block
 
 Blocks = tuple[tuple[Block, ...], ...]
 """Blocks of each sequence."""

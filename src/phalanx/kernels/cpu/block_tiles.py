@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from phalanx.kernels.cpu.attention import with_columns
-from phalanx.plan.mapping.zigzag import Block
+from phalanx.plan.mapping import Block
 
 TILE = 256
 MAX_QUERIES = 2048

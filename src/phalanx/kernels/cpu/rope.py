@@ -17,7 +17,7 @@ from phalanx.kernels.cpu.lanes import SERIAL, Lanes
 from phalanx.kernels.cpu.scripted import scripted
 from phalanx.kernels.cpu.shapes import cache_blocks
 from phalanx.kernels.native import Rows
-from phalanx.plan.mapping.rope import YarnSpec, amplitude, frequencies
+from phalanx.plan.mapping import YarnSpec, amplitude, frequencies
 
 BLOCK_ROWS = 128
 """Tokens that go through all passes while they are in a core's cache."""

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 
 from phalanx.kernels.cpu.lanes import Lanes
 from phalanx.kernels.cpu.shapes import padded_rows, spaced
-from phalanx.plan.moe.overlap.types import ALL, Tile
+from phalanx.plan.moe.overlap import ALL, Tile
 
 COLUMNS = 256
 """Least columns of a unit of the second product."""

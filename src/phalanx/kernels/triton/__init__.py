@@ -1,1 +1,30 @@
 """Operations of one MoE layer on GPUs that wait on flags, around the Triton programs in `programs/`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from phalanx.core.faces import lazy
+
+if TYPE_CHECKING:
+    from phalanx.kernels.triton.first_product import Arrivals as Arrivals, fused_first as fused_first
+    from phalanx.kernels.triton.index import Arranged as Arranged, Going as Going
+    from phalanx.kernels.triton.layer import (
+        LayerShape as LayerShape,
+        Told as Told,
+        begin as begin,
+        finish as finish,
+        pack_weights as pack_weights,
+        route as route,
+        row_weights as row_weights,
+        send as send,
+    )
+    from phalanx.kernels.triton.second_product import Division as Division, fused_second as fused_second
+    from phalanx.kernels.triton.symmetric import (
+        Arena as Arena,
+        ArenaSpec as ArenaSpec,
+        symmetric_arena as symmetric_arena,
+    )
+    from phalanx.kernels.triton.tiles import check_status as check_status
+else:
+    __getattr__ = lazy(__name__)

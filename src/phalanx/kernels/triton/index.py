@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from phalanx.plan.moe.overlap.device import EMPTY, part_places, problem_room, row_room
+from phalanx.plan.moe.overlap import EMPTY, part_places, problem_room, row_room
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,30 +1,18 @@
-"""The families of Hugging Face checkpoints that a run can come from and go to."""
+"""The families of Hugging Face checkpoints that a run can come from and go to: names of tensors and options of `config.json`, both ways."""
 
 from __future__ import annotations
 
-from phalanx.core.errors import Problem, nearest
-from phalanx.models.families.deepseek_v2 import DEEPSEEK_V2
-from phalanx.models.families.deepseek_v3 import DEEPSEEK_V3
-from phalanx.models.families.family import Family
-from phalanx.models.families.mixtral import MIXTRAL
-from phalanx.models.families.olmoe import OLMOE
-from phalanx.models.families.qwen2_moe import QWEN2_MOE
-from phalanx.models.families.qwen3_moe import QWEN3_MOE
-from phalanx.plan.mapping.model import ModelSpec
+from typing import TYPE_CHECKING
 
-FAMILIES: tuple[Family, ...] = (MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, DEEPSEEK_V2, DEEPSEEK_V3)
+from phalanx.core.faces import lazy
 
-
-def find_family(model_type: object) -> Family | Problem:
-    """The family of a `model_type`, or what is wrong with it."""
-    found = next((f for f in FAMILIES if f.model_type == model_type), None)
-    if found is not None:
-        return found
-    hint = nearest(str(model_type), [f.model_type for f in FAMILIES])
-    rule = "is not an architecture that can be imported"
-    return Problem(where="config.json: model_type", value=model_type, rule=rule, hint=hint)
-
-
-def families_for(spec: ModelSpec) -> list[Family]:
-    """Families whose config.json can say what `spec` is."""
-    return [f for f in FAMILIES if not f.express_problems(spec)]
+if TYPE_CHECKING:
+    from phalanx.models.families.family import Family as Family
+    from phalanx.models.families.known import (
+        FAMILIES as FAMILIES,
+        families_for as families_for,
+        find_family as find_family,
+    )
+    from phalanx.models.families.names import Link as Link, in_tensor as in_tensor, shapes_of as shapes_of
+else:
+    __getattr__ = lazy(__name__)

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from phalanx.plan.layout.parameters import Box
-from phalanx.plan.mapping.model import ModelSpec, buffers, parameters
+from phalanx.plan.layout import Box
+from phalanx.plan.mapping import ModelSpec, buffers, parameters
 
 Index = int | Literal["expert", "rows", "all"]
 """What a leading dim of a parameter is in the tensor's name or shape.

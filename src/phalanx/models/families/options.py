@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from phalanx.core.errors import Problem
-from phalanx.plan.mapping.model import ModelSpec
-from phalanx.plan.mapping.rope import YarnSpec
+from phalanx.plan.mapping import ModelSpec, YarnSpec
 
 _MISSING = object()
 

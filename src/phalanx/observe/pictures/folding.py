@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from phalanx.core.errors import PlanError, Problem
 from phalanx.observe.pictures.svg import page, words
-from phalanx.plan.mapping.folding import Folding
+from phalanx.plan.mapping import Folding
 
 CELL, ROW, LEFT, TOP = 46, 24, 112, 58
 MAX_RANKS = 64

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from phalanx.core.errors import PlanError, Problem
 from phalanx.core.units import format_bytes, format_seconds
 from phalanx.observe.pictures.svg import page
-from phalanx.plan.reshard.plan import ReshardPlan
+from phalanx.plan.reshard import ReshardPlan
 
 PALETTE = ("#4c78a8", "#f58518", "#54a24b", "#e45756", "#72b7b2", "#b279a2", "#9d755d", "#eeca3b")
 ROW, LEFT, TOP, WIDTH = 24, 130, 76, 980

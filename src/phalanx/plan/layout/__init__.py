@@ -1,1 +1,45 @@
 """Who holds which box of which tensor: parameters, optimizer state, activations, and the holders of copies."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from phalanx.core.faces import lazy
+
+if TYPE_CHECKING:
+    from phalanx.plan.layout.activations import activation_layout as activation_layout
+    from phalanx.plan.layout.box_cells import cells as cells, is_covered as is_covered
+    from phalanx.plan.layout.box_parts import without as without
+    from phalanx.plan.layout.check import box_problems as box_problems, coverage_problems as coverage_problems
+    from phalanx.plan.layout.holders import ExpertState as ExpertState, HolderPlan as HolderPlan, Run as Run
+    from phalanx.plan.layout.meshes import (
+        Partial as Partial,
+        Placement as Placement,
+        Replicate as Replicate,
+        Shard as Shard,
+        Strided as Strided,
+        mesh_layout as mesh_layout,
+        mesh_sizes as mesh_sizes,
+        read_layout as read_layout,
+    )
+    from phalanx.plan.layout.parameters import (
+        Box as Box,
+        FlatLayout as FlatLayout,
+        FlatPiece as FlatPiece,
+        LocalParam as LocalParam,
+        Piece as Piece,
+        boxes_of_range as boxes_of_range,
+        flat_layouts as flat_layouts,
+        local_param as local_param,
+        stage_params as stage_params,
+    )
+    from phalanx.plan.layout.shard_copies import (
+        GATHER_SHARE as GATHER_SHARE,
+        publication as publication,
+        shard_holders as shard_holders,
+        sums_whole as sums_whole,
+    )
+    from phalanx.plan.layout.state import STATE_KINDS as STATE_KINDS, StateLayouts as StateLayouts
+    from phalanx.plan.layout.tensors import Held as Held, TensorLayout as TensorLayout
+else:
+    __getattr__ = lazy(__name__)

@@ -15,8 +15,7 @@ import numpy as np
 
 from phalanx.plan.layout.parameters import Box
 from phalanx.plan.layout.tensors import Held, TensorLayout
-from phalanx.plan.mapping.stage_foldings import AnyFolding, StagedFolding
-from phalanx.plan.mapping.zigzag import make_layout
+from phalanx.plan.mapping import AnyFolding, StagedFolding, make_layout
 
 
 @lru_cache(maxsize=64)

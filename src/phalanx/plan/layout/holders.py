@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from phalanx.plan.mapping.placement import Placement
+from phalanx.plan.mapping import Placement
 
 ExpertState = Literal["whole", "sharded"]
 """What a holder keeps of the master weights and moments of its experts: all of it, or the parts that it completes."""

@@ -14,11 +14,16 @@ from functools import cached_property
 from phalanx.core.errors import PlanError, Problem
 from phalanx.plan.layout.holders import Block, ExpertState, HolderPlan, Run, plan_holders
 from phalanx.plan.layout.shard_copies import Keepers, keepers_of
-from phalanx.plan.mapping.folding import GRADIENT_RULES, GradientRule
-from phalanx.plan.mapping.model import ModelSpec, ParamSpec, parameters
-from phalanx.plan.mapping.placement import AnyPlacement
-from phalanx.plan.mapping.stage_foldings import AnyFolding
-from phalanx.plan.mapping.stages import Stage
+from phalanx.plan.mapping import (
+    GRADIENT_RULES,
+    AnyFolding,
+    AnyPlacement,
+    GradientRule,
+    ModelSpec,
+    ParamSpec,
+    Stage,
+    parameters,
+)
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,10 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from phalanx.core.errors import PlanError, Problem, raise_if
-from phalanx.plan.layout.parameters import Box
-from phalanx.plan.layout.tensors import TensorLayout
+from phalanx.plan.layout import Box, TensorLayout
 from phalanx.plan.pipeline.clock import Edge
 from phalanx.plan.pipeline.comm import Direction, PipelinePlan, Recv, Run
-from phalanx.plan.reshard.types import Hop, Move, Reduction
+from phalanx.plan.reshard import Hop, Move, Reduction
 
 
 class Crossing(Protocol):

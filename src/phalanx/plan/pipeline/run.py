@@ -14,8 +14,7 @@ from functools import lru_cache
 
 from phalanx.core.config import PipelineConfig
 from phalanx.core.errors import ConfigError, Problem, raise_if
-from phalanx.plan.mapping.model import ModelSpec
-from phalanx.plan.mapping.stages import StagePlan, assign_stages, division_problems
+from phalanx.plan.mapping import ModelSpec, StagePlan, assign_stages, division_problems
 from phalanx.plan.pipeline.comm import PipelinePlan, plan_pipeline
 from phalanx.plan.pipeline.pairs import choose_pairs, why_no_pairs
 from phalanx.plan.pipeline.schedule import SCHEDULES, Schedule, make_schedule, nearest_extra, schedule_problems

@@ -10,14 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from phalanx.plan.layout.activations import activation_layout
-from phalanx.plan.layout.tensors import TensorLayout
-from phalanx.plan.mapping.stage_foldings import AnyFolding, StagedFolding
+from phalanx.plan.layout import TensorLayout, activation_layout
+from phalanx.plan.mapping import AnyFolding, StagedFolding
 from phalanx.plan.pipeline.boundary import EdgePlan, Route, planned_edge
 from phalanx.plan.pipeline.clock import Edge
 from phalanx.plan.pipeline.comm import PipelinePlan
-from phalanx.plan.reshard.plan import plan_reshard
-from phalanx.plan.reshard.types import Hosts, Move, equal_hosts
+from phalanx.plan.reshard import Hosts, Move, equal_hosts, plan_reshard
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.core.units import format_bytes
-from phalanx.plan.layout.parameters import Box
-from phalanx.plan.layout.tensors import Held, TensorLayout
+from phalanx.plan.layout import Box, Held, TensorLayout
 
 
 @dataclass(frozen=True)

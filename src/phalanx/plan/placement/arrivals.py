@@ -12,10 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from phalanx.plan.layout.parameters import Box
-from phalanx.plan.layout.state import STATE_KINDS
-from phalanx.plan.layout.tensors import Held, TensorLayout
-from phalanx.plan.reshard.types import Move
+from phalanx.plan.layout import STATE_KINDS, Box, Held, TensorLayout
+from phalanx.plan.reshard import Move
 
 
 class Taking(NamedTuple):

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from phalanx.core.errors import PlanError, Problem, raise_if
-from phalanx.plan.mapping.placement import Placement
+from phalanx.plan.mapping import Placement
 from phalanx.plan.placement.fleet import Fleet, fleet_problems
 from phalanx.plan.placement.local_search import holder_sets
 from phalanx.plan.placement.probability import Certificate, certify, independent_recovery, rack_sets

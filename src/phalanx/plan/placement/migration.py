@@ -21,11 +21,10 @@ from numpy.typing import NDArray
 
 from phalanx.core.errors import PlanError, Problem, raise_if
 from phalanx.core.units import format_bytes
-from phalanx.plan.layout.parameters import Box
-from phalanx.plan.layout.tensors import Held, TensorLayout
+from phalanx.plan.layout import Box, Held, TensorLayout
 from phalanx.plan.placement.hosts import HostPlacement, from_copies
 from phalanx.plan.placement.order import ordered_hosts
-from phalanx.plan.reshard.types import Move
+from phalanx.plan.reshard import Move
 
 Ints = NDArray[np.int64]
 MAX_TURNS = 6

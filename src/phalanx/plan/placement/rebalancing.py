@@ -31,7 +31,7 @@ from numpy.typing import ArrayLike
 
 from phalanx.core.errors import PlanError, Problem, raise_if
 from phalanx.core.units import format_bytes
-from phalanx.plan.mapping.placement import LayerPlacements, Placement
+from phalanx.plan.mapping import LayerPlacements, Placement
 from phalanx.plan.placement.fleet import Fleet
 from phalanx.plan.placement.front import patched_placement
 from phalanx.plan.placement.hosts import HostPlacement, from_copies, max_over_mean

@@ -19,11 +19,8 @@ import numpy as np
 from phalanx.core.config import Recipe, ResilienceConfig
 from phalanx.core.errors import ConfigError, PlanError, Problem
 from phalanx.core.files import read_json
-from phalanx.plan.layout.parameters import stage_params
-from phalanx.plan.mapping.model import ModelSpec
-from phalanx.plan.mapping.placement import AnyPlacement, LayerPlacements, plain_placement
-from phalanx.plan.mapping.stage_foldings import AnyFolding
-from phalanx.plan.mapping.stages import Stage
+from phalanx.plan.layout import stage_params
+from phalanx.plan.mapping import AnyFolding, AnyPlacement, LayerPlacements, ModelSpec, Stage, plain_placement
 from phalanx.plan.placement.fleet import Fleet
 from phalanx.plan.placement.hosts import HostPlacement
 from phalanx.plan.placement.replicas import Floats, read_loads, replica_counts

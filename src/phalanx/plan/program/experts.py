@@ -19,9 +19,9 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from phalanx.plan.mapping.stage_foldings import AnyFolding, micro_axis
-from phalanx.plan.moe.dispatch import DispatchSpec
-from phalanx.plan.moe.overlap.settings import OverlapSetting, parse_overlap
+from phalanx.plan.mapping import AnyFolding, micro_axis
+from phalanx.plan.moe import DispatchSpec
+from phalanx.plan.moe.overlap import OverlapSetting, parse_overlap
 from phalanx.plan.program.ops import At, Op, compute, host
 
 

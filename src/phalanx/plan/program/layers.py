@@ -12,9 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from phalanx.plan.mapping.model import ModelSpec
-from phalanx.plan.mapping.stages import Stage
-from phalanx.plan.moe.dispatch import DispatchSpec
+from phalanx.plan.mapping import ModelSpec, Stage
+from phalanx.plan.moe import DispatchSpec
 from phalanx.plan.program.context import Context
 from phalanx.plan.program.experts import Reach, moe_operations
 from phalanx.plan.program.ops import At, Op, Phase, compute, mirrored

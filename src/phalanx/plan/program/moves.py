@@ -16,11 +16,10 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 
-from phalanx.plan.layout.parameters import Box
+from phalanx.plan.layout import Box
 from phalanx.plan.program.ops import Op
 from phalanx.plan.program.step import StepProgram
-from phalanx.plan.reshard.plan import ReshardPlan
-from phalanx.plan.reshard.types import WHOLE, Hop, Part
+from phalanx.plan.reshard import WHOLE, Hop, Part, ReshardPlan
 
 HASH_BYTES = 8
 """Of the integer that ranks compare."""

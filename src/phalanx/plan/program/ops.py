@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from phalanx.plan.pipeline.comm import Transfer
+from phalanx.plan.pipeline import Transfer
 
 Phase = Literal["fwd", "bwd", "re", "count", "eval"]
 Kind = Literal["compute", "collective", "host"]

@@ -28,18 +28,21 @@ from functools import cached_property
 from typing import Literal
 
 from phalanx.core.errors import PlanError, Problem, raise_if
-from phalanx.plan.layout.holders import ExpertState
-from phalanx.plan.layout.parameters import FlatLayout, flat_layouts, stage_params
-from phalanx.plan.layout.shard_copies import publication
-from phalanx.plan.mapping.model import ModelSpec
-from phalanx.plan.mapping.placement import AnyPlacement, LayerPlacements, plain_placement
-from phalanx.plan.mapping.stage_foldings import AnyFolding
-from phalanx.plan.moe.dispatch import DispatchSpec
-from phalanx.plan.pipeline.boundary import EdgePlan
-from phalanx.plan.pipeline.clock import Edge
-from phalanx.plan.pipeline.comm import AHEAD, PipelinePlan, Run, Send, Transfer
-from phalanx.plan.pipeline.run import Pipeline, plain_pipeline
-from phalanx.plan.pipeline.schedule import Action
+from phalanx.plan.layout import ExpertState, FlatLayout, flat_layouts, publication, stage_params
+from phalanx.plan.mapping import AnyFolding, AnyPlacement, LayerPlacements, ModelSpec, plain_placement
+from phalanx.plan.moe import DispatchSpec
+from phalanx.plan.pipeline import (
+    AHEAD,
+    Action,
+    Edge,
+    EdgePlan,
+    Pipeline,
+    PipelinePlan,
+    Run,
+    Send,
+    Transfer,
+    plain_pipeline,
+)
 from phalanx.plan.program.context import Context, CpMethod
 from phalanx.plan.program.experts import Reach
 from phalanx.plan.program.layers import Layers

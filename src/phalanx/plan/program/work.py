@@ -17,11 +17,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from phalanx.core.op_ids import read_op_id
-from phalanx.plan.layout.parameters import FlatLayout, LocalParam
-from phalanx.plan.layout.shard_copies import publication
-from phalanx.plan.mapping.model import ModelSpec
-from phalanx.plan.mapping.stage_foldings import AnyFolding, micro_axis
-from phalanx.plan.moe.dispatch import DispatchSpec, rows_of_source
+from phalanx.plan.layout import FlatLayout, LocalParam, publication
+from phalanx.plan.mapping import AnyFolding, ModelSpec, micro_axis
+from phalanx.plan.moe import DispatchSpec, rows_of_source
 from phalanx.plan.program.ops import Op
 
 INT32, INT64, FP32 = 4, 8, 4

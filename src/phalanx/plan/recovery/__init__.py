@@ -1,1 +1,59 @@
 """What follows when members come and go: the mapping that those who are left can run, who takes which rank, and what state moves."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from phalanx.core.faces import lazy
+
+if TYPE_CHECKING:
+    from phalanx.plan.recovery.generation import (
+        Healing as Healing,
+        HealPlan as HealPlan,
+        heal_problems as heal_problems,
+    )
+    from phalanx.plan.recovery.hosts import holders_needed as holders_needed, wanted_ranks as wanted_ranks
+    from phalanx.plan.recovery.memory import FIXED_POINT_ITEM as FIXED_POINT_ITEM, ITEM as ITEM
+    from phalanx.plan.recovery.move_order import (
+        GRADIENT_ID as GRADIENT_ID,
+        HEAL_ID as HEAL_ID,
+        REPLACE_ID as REPLACE_ID,
+        STATE_ID as STATE_ID,
+        expert_moves as expert_moves,
+        expert_order as expert_order,
+        heal_order as heal_order,
+        moves_again as moves_again,
+    )
+    from phalanx.plan.recovery.recipe import (
+        healing_of as healing_of,
+        room_problems as room_problems,
+        straggler_rule as straggler_rule,
+    )
+    from phalanx.plan.recovery.service_tenure import (
+        Claim as Claim,
+        Tenure as Tenure,
+        keeper_of as keeper_of,
+        longest_lease as longest_lease,
+    )
+    from phalanx.plan.recovery.standing import Fact as Fact, Standing as Standing, read_standing as read_standing
+    from phalanx.plan.recovery.stragglers import (
+        Pace as Pace,
+        Rule as Rule,
+        Streaks as Streaks,
+        Verdict as Verdict,
+        judge as judge,
+        slowness as slowness,
+        work_of_ranks as work_of_ranks,
+    )
+    from phalanx.plan.recovery.suspects import (
+        NONE as NONE,
+        Piece as Piece,
+        Sums as Sums,
+        Suspects as Suspects,
+        all_agree as all_agree,
+        find_suspects as find_suspects,
+        row_of as row_of,
+        sums_of as sums_of,
+    )
+else:
+    __getattr__ = lazy(__name__)

@@ -14,8 +14,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from phalanx.plan.mapping.folding import DEGREES, Folding, fit_problems, legal_foldings
-from phalanx.plan.mapping.model import ModelSpec
+from phalanx.plan.mapping import DEGREES, Folding, ModelSpec, fit_problems, legal_foldings
 from phalanx.plan.recovery.state import Device
 
 EXACT = ("tp", "cp", "etp")

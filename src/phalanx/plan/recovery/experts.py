@@ -14,14 +14,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from phalanx.plan.mapping.folding import Folding
-from phalanx.plan.mapping.placement import LayerPlacements
-from phalanx.plan.placement.fleet import Fleet
-from phalanx.plan.placement.front import parted_placement, patched_placement
-from phalanx.plan.placement.hosts import HostPlacement
-from phalanx.plan.placement.migration import plan_migration
-from phalanx.plan.placement.replicas import Floats, ReplicaCounts, replica_counts
-from phalanx.plan.placement.search import plan_placement
+from phalanx.plan.mapping import Folding, LayerPlacements
+from phalanx.plan.placement import (
+    Fleet,
+    Floats,
+    HostPlacement,
+    ReplicaCounts,
+    parted_placement,
+    patched_placement,
+    plan_migration,
+    plan_placement,
+    replica_counts,
+)
 from phalanx.plan.recovery.standing import Fact
 
 Held = Mapping[int, Sequence[tuple[int, ...]]]

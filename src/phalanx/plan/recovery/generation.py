@@ -25,25 +25,17 @@ import numpy as np
 
 from phalanx.core.config import PipelineConfig
 from phalanx.core.errors import PlanError, Problem
-from phalanx.plan.layout.cells import is_covered
-from phalanx.plan.layout.parameters import Box, stage_params
-from phalanx.plan.layout.parts import without
-from phalanx.plan.layout.state import STATE_KINDS, StateLayouts
-from phalanx.plan.layout.tensors import Held, TensorLayout
-from phalanx.plan.mapping.folding import Folding
-from phalanx.plan.mapping.model import ModelSpec
-from phalanx.plan.mapping.placement import AnyPlacement, LayerPlacements
-from phalanx.plan.mapping.stage_foldings import AnyFolding
-from phalanx.plan.mapping.stages import StagePlan
-from phalanx.plan.pipeline.run import make_pipeline, pipeline_problems
-from phalanx.plan.placement.replicas import Floats
+from phalanx.plan.layout import STATE_KINDS, Box, Held, StateLayouts, TensorLayout, is_covered, stage_params, without
+from phalanx.plan.mapping import AnyFolding, AnyPlacement, Folding, LayerPlacements, ModelSpec, StagePlan
+from phalanx.plan.pipeline import make_pipeline, pipeline_problems
+from phalanx.plan.placement import Floats
 from phalanx.plan.recovery.devices import Choice, Limits, choose_folding, is_exact, usable_devices
 from phalanx.plan.recovery.experts import Asked, held_by_host, place_experts
 from phalanx.plan.recovery.memory import StateRoom, state_bytes
 from phalanx.plan.recovery.ranks import rank_members
 from phalanx.plan.recovery.standing import Fact, Kind, Standing, domains_of, machines_of, racks_of, slots_of
 from phalanx.plan.recovery.state import Device
-from phalanx.plan.reshard.types import Move
+from phalanx.plan.reshard import Move
 
 BUFFER_BYTES = 4
 """Of an element of a buffer (the expert bias), which is fp32 in every run."""

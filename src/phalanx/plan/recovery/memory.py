@@ -8,10 +8,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from phalanx.plan.layout.parameters import stage_params
-from phalanx.plan.mapping.folding import Folding
-from phalanx.plan.mapping.model import ModelSpec
-from phalanx.plan.mapping.stages import StagePlan
+from phalanx.plan.layout import stage_params
+from phalanx.plan.mapping import Folding, ModelSpec, StagePlan
 
 ITEM = {"bfloat16": 2, "float32": 4, "float64": 8}
 """Bytes of an element of a parameter, by `train.dtype`; of optimizer state 4 at least."""

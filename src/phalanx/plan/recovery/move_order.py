@@ -15,16 +15,12 @@ from dataclasses import asdict
 from typing import Any
 
 from phalanx.core.errors import DataError, Problem
-from phalanx.plan.layout.parameters import Box
-from phalanx.plan.layout.state import StateLayouts
-from phalanx.plan.mapping.folding import Folding
-from phalanx.plan.mapping.model import ModelSpec, parameters
-from phalanx.plan.mapping.placement import AnyPlacement, LayerPlacements, Placement
-from phalanx.plan.mapping.stages import StagePlan
-from phalanx.plan.placement.arrivals import coming_moves, of_all_kinds
+from phalanx.plan.layout import Box, StateLayouts
+from phalanx.plan.mapping import AnyPlacement, Folding, LayerPlacements, ModelSpec, Placement, StagePlan, parameters
+from phalanx.plan.placement import coming_moves, of_all_kinds
 from phalanx.plan.recovery.generation import Healing, HealPlan
 from phalanx.plan.recovery.standing import Fact, read_standing
-from phalanx.plan.reshard.types import Move
+from phalanx.plan.reshard import Move
 
 HEAL_ID = "heal/state"
 """Under which members of a new generation record their messages."""

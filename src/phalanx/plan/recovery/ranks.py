@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from phalanx.plan.mapping.folding import Folding
+from phalanx.plan.mapping import Folding
 from phalanx.plan.recovery.devices import place_devices
 from phalanx.plan.recovery.standing import Fact, machines_of
 from phalanx.plan.recovery.state import Device

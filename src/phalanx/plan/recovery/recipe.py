@@ -7,11 +7,9 @@ from functools import cache
 
 from phalanx.core.config import Recipe
 from phalanx.core.errors import PlanError, Problem
-from phalanx.plan.mapping.folding import Folding
-from phalanx.plan.mapping.model import ModelSpec
-from phalanx.plan.mapping.stage_foldings import AnyFolding
-from phalanx.plan.pipeline.run import pipeline_problems
-from phalanx.plan.placement.run import Asked, asked_of, replicas_of
+from phalanx.plan.mapping import AnyFolding, Folding, ModelSpec
+from phalanx.plan.pipeline import pipeline_problems
+from phalanx.plan.placement import Asked, asked_of, replicas_of
 from phalanx.plan.recovery.devices import is_exact
 from phalanx.plan.recovery.generation import Healing
 from phalanx.plan.recovery.hosts import holders_needed

@@ -23,13 +23,17 @@ from typing import Literal, NamedTuple
 from numpy.typing import ArrayLike
 
 from phalanx.core.errors import PlanError, Problem, raise_if
-from phalanx.plan.mapping.folding import Folding, to_dict
-from phalanx.plan.mapping.stages import assign_stages
-from phalanx.plan.placement.fleet import Fleet
-from phalanx.plan.placement.front import patched_placement
-from phalanx.plan.placement.migration import Migration, plan_migration
-from phalanx.plan.placement.replicas import read_loads, replica_counts
-from phalanx.plan.placement.search import Effort, plan_placement
+from phalanx.plan.mapping import Folding, assign_stages, to_dict
+from phalanx.plan.placement import (
+    Effort,
+    Fleet,
+    Migration,
+    patched_placement,
+    plan_migration,
+    plan_placement,
+    read_loads,
+    replica_counts,
+)
 from phalanx.plan.recovery.devices import Limits, choose_folding, is_exact, place_devices, usable_devices
 from phalanx.plan.recovery.state import (
     WHOLE,

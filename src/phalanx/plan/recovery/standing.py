@@ -11,8 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from phalanx.core.errors import PlanError, Problem
-from phalanx.plan.mapping.folding import Folding
-from phalanx.plan.mapping.placement import AnyPlacement, LayerPlacements, Placement
+from phalanx.plan.mapping import AnyPlacement, Folding, LayerPlacements, Placement
 
 DENSE_AXES = ("tp", "pp")
 EXPERT_AXES = ("etp", "ep", "pp")

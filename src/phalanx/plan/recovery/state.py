@@ -16,10 +16,9 @@ from typing import NamedTuple
 import numpy as np
 
 from phalanx.core.errors import PlanError, Problem, raise_if
-from phalanx.plan.layout.shard_copies import shard_holders
-from phalanx.plan.mapping.folding import Folding
-from phalanx.plan.placement.fleet import Fleet
-from phalanx.plan.placement.hosts import HostPlacement
+from phalanx.plan.layout import shard_holders
+from phalanx.plan.mapping import Folding
+from phalanx.plan.placement import Fleet, HostPlacement
 
 
 class Device(NamedTuple):

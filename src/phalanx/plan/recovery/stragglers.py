@@ -18,11 +18,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from phalanx.plan.mapping.folding import Folding
-from phalanx.plan.mapping.model import ModelSpec, flops_per_token
-from phalanx.plan.mapping.placement import LayerPlacements
-from phalanx.plan.mapping.stages import StagePlan
-from phalanx.plan.placement.replicas import Floats
+from phalanx.plan.mapping import Folding, LayerPlacements, ModelSpec, StagePlan, flops_per_token
+from phalanx.plan.placement import Floats
 
 TOLD = 2.0
 """A host that is so many times as slow as the others is told of, where `resilience.straggler` names no other factor."""

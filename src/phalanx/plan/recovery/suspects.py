@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.plan.layout.parameters import Box
+from phalanx.plan.layout import Box
 
 NONE = -1
 """In a row of checksums: the member holds no such piece."""

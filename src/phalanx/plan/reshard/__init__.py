@@ -1,1 +1,21 @@
 """How a tensor moves from one layout to another: units, the bound, schedules between hosts, and messages between ranks (arXiv 2211.05322)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from phalanx.core.faces import lazy
+
+if TYPE_CHECKING:
+    from phalanx.plan.reshard.plan import METHODS as METHODS, ReshardPlan as ReshardPlan, plan_reshard as plan_reshard
+    from phalanx.plan.reshard.types import (
+        WHOLE as WHOLE,
+        Hop as Hop,
+        Hosts as Hosts,
+        Move as Move,
+        Part as Part,
+        Reduction as Reduction,
+        equal_hosts as equal_hosts,
+    )
+else:
+    __getattr__ = lazy(__name__)

@@ -22,8 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.core.errors import Problem
-from phalanx.plan.layout.parameters import Box
-from phalanx.plan.layout.tensors import TensorLayout
+from phalanx.plan.layout import Box, TensorLayout
 from phalanx.plan.reshard.check_time import TimedPlan, bound_problems, time_problems
 from phalanx.plan.reshard.types import Hop, Part, Reduction
 

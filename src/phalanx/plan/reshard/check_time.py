@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.core.errors import Problem
-from phalanx.plan.layout.parameters import Box
+from phalanx.plan.layout import Box
 from phalanx.plan.reshard.bound import Bound
 from phalanx.plan.reshard.flows import Flow, FlowSet, Schedule
 from phalanx.plan.reshard.types import Hop, Hosts, Move

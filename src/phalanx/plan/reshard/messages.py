@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from phalanx.plan.layout.parameters import boxes_of_range
+from phalanx.plan.layout import boxes_of_range
 from phalanx.plan.reshard.flows import Edge, FlowSet, Item, Schedule, Stream
 from phalanx.plan.reshard.types import Hop, Hosts, Part
 from phalanx.plan.reshard.units import Ranks

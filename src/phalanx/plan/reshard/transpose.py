@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from phalanx.core.errors import PlanError, Problem, raise_if
-from phalanx.plan.layout.tensors import Held, TensorLayout
+from phalanx.plan.layout import Held, TensorLayout
 from phalanx.plan.reshard.types import Move
 
 

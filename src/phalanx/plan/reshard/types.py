@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from phalanx.core.errors import PlanError, Problem, raise_if
-from phalanx.plan.layout.parameters import Box
-from phalanx.plan.layout.tensors import TensorLayout
-from phalanx.plan.mapping.cluster import ClusterSpec
+from phalanx.plan.layout import Box, TensorLayout
+from phalanx.plan.mapping import ClusterSpec
 
 WHOLE = -1
 """`Part.term` of values that need no more adding up."""

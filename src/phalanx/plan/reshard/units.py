@@ -18,9 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.core.errors import PlanError, Problem, raise_if
-from phalanx.plan.layout.check import box_problems, coverage_problems
-from phalanx.plan.layout.parameters import Box
-from phalanx.plan.layout.tensors import TensorLayout
+from phalanx.plan.layout import Box, TensorLayout, box_problems, coverage_problems
 from phalanx.plan.reshard.types import Hosts, Move
 
 Ints = NDArray[np.int64]

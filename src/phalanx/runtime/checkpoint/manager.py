@@ -39,9 +39,8 @@ from phalanx.runtime.checkpoint.folder import (
     differences,
     with_files,
 )
-from phalanx.runtime.comm.escape import Escape, run_escapable
-from phalanx.runtime.comm.peers import Peers
-from phalanx.runtime.state.boxes import BoxTensor
+from phalanx.runtime.comm import Escape, Peers, run_escapable
+from phalanx.runtime.state import BoxTensor
 
 if TYPE_CHECKING:
     from phalanx.runtime.checkpoint.planner import Share

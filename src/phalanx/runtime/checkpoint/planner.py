@@ -36,7 +36,7 @@ from torch.futures import Future
 from phalanx.core.errors import CheckpointError, Problem, raise_if
 from phalanx.runtime.checkpoint.failures import TensorsFailed, WriteFailure, write_failure
 from phalanx.runtime.checkpoint.folder import FileEntry, file_entry
-from phalanx.runtime.state.boxes import BoxTensor
+from phalanx.runtime.state import BoxTensor
 
 TABLE_FILE = ".metadata"
 """`torch.distributed.checkpoint` calls it so."""

@@ -31,7 +31,7 @@ from phalanx.kernels.choice import Impl
 from phalanx.kernels.cpu.attention import Segments, causal_attention
 from phalanx.kernels.cpu.block_attention import Blocks, Known, Partial, attend, attend_backward, wide_type
 from phalanx.kernels.cpu.lanes import SERIAL, Lanes
-from phalanx.plan.mapping.zigzag import (
+from phalanx.plan.mapping import (
     SequenceLayout,
     attention_blocks,
     first_and_last,

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.core.errors import ConfigError, Problem, RunError, raise_if
-from phalanx.plan.mapping.stage_foldings import AnyFolding, group_names
+from phalanx.plan.mapping import AnyFolding, group_names
 
 DEFAULT_TIMEOUT_S = 600.0
 

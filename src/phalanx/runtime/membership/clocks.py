@@ -19,7 +19,7 @@ import torch.distributed as dist
 from phalanx.core.clock import ANCHOR_S, now_s
 from phalanx.core.errors import PeerError
 from phalanx.core.events import ClockCompared
-from phalanx.runtime.comm.peers import Peers
+from phalanx.runtime.comm import Peers
 
 ROUND_TRIPS = 8
 

@@ -32,8 +32,8 @@ from typing import Any
 from phalanx.core.clock import since_boot_s
 from phalanx.core.errors import ConfigError, Problem, first_line
 from phalanx.core.service_address import ServiceAddress
-from phalanx.plan.recovery.service_tenure import Claim, Tenure, keeper_of, longest_lease
-from phalanx.runtime.comm.launch import STOP_SIGNALS, die_with_parent
+from phalanx.plan.recovery import Claim, Tenure, keeper_of, longest_lease
+from phalanx.runtime.comm import STOP_SIGNALS, die_with_parent
 from phalanx.runtime.membership.service import StoreProcess, start_store
 
 LOOK_S = 0.02

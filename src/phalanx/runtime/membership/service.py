@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from phalanx.core.clock import since_boot_s
 from phalanx.core.errors import RunError
-from phalanx.runtime.comm.launch import STOP_SIGNALS, die_with_parent, listening_socket
+from phalanx.runtime.comm import STOP_SIGNALS, die_with_parent, listening_socket
 from phalanx.runtime.membership.keys import EPOCH, TcpService
 
 START_S = 10.0

@@ -30,7 +30,7 @@ from types import FrameType
 from phalanx.core.clock import now_s
 from phalanx.core.errors import PhalanxError, RunError
 from phalanx.core.events import Emit, Event, ignore
-from phalanx.runtime.comm.launch import STOP_SIGNALS, STOPPED
+from phalanx.runtime.comm import STOP_SIGNALS, STOPPED
 from phalanx.runtime.membership.keys import Service
 from phalanx.runtime.membership.membership import FirstRule, Generation, Member, TooFewMembers
 from phalanx.runtime.membership.roster import Roster

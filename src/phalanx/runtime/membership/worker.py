@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from phalanx.core.errors import PhalanxError, RunError
-from phalanx.runtime.comm.launch import STOP_SIGNALS, die_with_parent
+from phalanx.runtime.comm import STOP_SIGNALS, die_with_parent
 from phalanx.runtime.membership.membership import Member, StaleMember
 
 ERROR_CHARACTERS = 30_000

@@ -32,9 +32,8 @@ from phalanx.kernels.cpu.grouped import expert_ffn
 from phalanx.kernels.cpu.lanes import SERIAL, Lanes
 from phalanx.kernels.cpu.later import Later
 from phalanx.kernels.cpu.permute import combine_rows, gather_rows
-from phalanx.plan.moe.dispatch import DispatchPlan
-from phalanx.runtime.comm.row_collectives import RowsUnderWay
-from phalanx.runtime.comm.tracing import traced
+from phalanx.plan.moe import DispatchPlan
+from phalanx.runtime.comm import RowsUnderWay, traced
 from phalanx.runtime.moe.dispatch import (
     Dispatcher,
     SendList,

@@ -35,20 +35,18 @@ import torch
 from phalanx.kernels.choice import Impl
 from phalanx.kernels.cpu.lanes import SERIAL, Lanes
 from phalanx.kernels.cpu.permute import combine_rows, gather_rows
-from phalanx.plan.mapping.placement import Placement
-from phalanx.plan.moe.dispatch import (
+from phalanx.plan.mapping import Placement
+from phalanx.plan.moe import (
     Chunks,
     DispatchPlan,
     DispatchSpec,
     capacity,
     plan_dispatch,
+    plan_local_dispatch,
     plan_static_dispatch,
     rows_of_source,
 )
-from phalanx.plan.moe.dispatch_local import plan_local_dispatch
-from phalanx.runtime.comm.collectives import Collectives
-from phalanx.runtime.comm.groups import Groups
-from phalanx.runtime.comm.tracing import traced
+from phalanx.runtime.comm import Collectives, Groups, traced
 
 FILL = -1
 """In an index: nothing is here (a fill row, a dropped pair)."""

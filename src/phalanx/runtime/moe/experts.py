@@ -19,7 +19,7 @@ from phalanx.kernels.cpu.fixed_point import FixedSums
 from phalanx.kernels.cpu.grouped import expert_ffn
 from phalanx.kernels.cpu.lanes import SERIAL, Lanes
 from phalanx.kernels.cpu.later import Later
-from phalanx.runtime.comm.tracing import traced
+from phalanx.runtime.comm import traced
 from phalanx.runtime.moe.dispatch import Dispatcher
 
 

@@ -30,16 +30,28 @@ import torch.nn.functional as F
 from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.kernels.cpu.later import Later, Target, target_of
 from phalanx.kernels.cpu.swiglu import reference_swiglu
-from phalanx.kernels.triton.first_product import Arrivals, fused_first
-from phalanx.kernels.triton.index import Arranged, Going
-from phalanx.kernels.triton.layer import LayerShape, Told, begin, finish, pack_weights, route, row_weights, send
-from phalanx.kernels.triton.second_product import Division, fused_second
-from phalanx.kernels.triton.symmetric import Arena, ArenaSpec, symmetric_arena
-from phalanx.kernels.triton.tiles import check_status
-from phalanx.plan.moe.overlap.fused import FusedLaunch, fused_launch
-from phalanx.runtime.comm.collectives import Collectives
-from phalanx.runtime.comm.groups import Axis
-from phalanx.runtime.comm.row_collectives import backward_id
+from phalanx.kernels.triton import (
+    Arena,
+    ArenaSpec,
+    Arranged,
+    Arrivals,
+    Division,
+    Going,
+    LayerShape,
+    Told,
+    begin,
+    check_status,
+    finish,
+    fused_first,
+    fused_second,
+    pack_weights,
+    route,
+    row_weights,
+    send,
+    symmetric_arena,
+)
+from phalanx.plan.moe.overlap import FusedLaunch, fused_launch
+from phalanx.runtime.comm import Axis, Collectives, backward_id
 from phalanx.runtime.moe.dispatch import Dispatcher
 from phalanx.runtime.moe.experts import ExpertWeights
 

@@ -27,14 +27,22 @@ import torch
 from phalanx.kernels.cpu.lanes import Lanes
 from phalanx.kernels.cpu.later import Later, target_of
 from phalanx.kernels.cpu.tiles import Geometry, Place, Rows, TileProducts, block_units, column_units
-from phalanx.plan.moe.dispatch import DispatchPlan
-from phalanx.plan.moe.overlap.bytes import WireBytes, choose_transport, wire_bytes
-from phalanx.plan.moe.overlap.plan import backward_of, joint_slots, plan_overlap, slot_orders, tiles_of
-from phalanx.plan.moe.overlap.rounds import Leg
-from phalanx.plan.moe.overlap.types import Op, RankPlan, Schedule
-from phalanx.runtime.comm.exchange import Exchange
-from phalanx.runtime.comm.row_collectives import backward_id
-from phalanx.runtime.comm.streams import leaving_free, streams_of
+from phalanx.plan.moe import DispatchPlan
+from phalanx.plan.moe.overlap import (
+    Leg,
+    Op,
+    RankPlan,
+    Schedule,
+    WireBytes,
+    backward_of,
+    choose_transport,
+    joint_slots,
+    plan_overlap,
+    slot_orders,
+    tiles_of,
+    wire_bytes,
+)
+from phalanx.runtime.comm import Exchange, backward_id, leaving_free, streams_of
 from phalanx.runtime.moe.dispatch import Dispatcher
 from phalanx.runtime.moe.experts import ExpertWeights
 from phalanx.runtime.moe.overlap_flight import Flight, Way

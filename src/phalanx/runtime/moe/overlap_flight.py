@@ -17,11 +17,8 @@ from phalanx.kernels.cpu.lanes import Lanes
 from phalanx.kernels.cpu.later import Target
 from phalanx.kernels.cpu.permute import sum_places
 from phalanx.kernels.cpu.tiles import Geometry
-from phalanx.plan.moe.overlap.rounds import Leg, LegKind, rounds_of
-from phalanx.plan.moe.overlap.types import Op, RankPlan
-from phalanx.runtime.comm.exchange import Exchange, Message
-from phalanx.runtime.comm.row_collectives import backward_id
-from phalanx.runtime.comm.streams import Streams
+from phalanx.plan.moe.overlap import Leg, LegKind, Op, RankPlan, rounds_of
+from phalanx.runtime.comm import Exchange, Message, Streams, backward_id
 from phalanx.runtime.moe.dispatch import Dispatcher
 from phalanx.runtime.moe.overlap_hosts import Gateways, HostWay
 from phalanx.runtime.moe.overlap_lists import Outgoing, entries_of_all, part_rows, places_of, row_by_row, tile_order

@@ -22,11 +22,9 @@ import torch
 
 from phalanx.kernels.cpu.lanes import Lanes
 from phalanx.kernels.cpu.permute import sum_places
-from phalanx.plan.moe.dispatch import DispatchPlan
-from phalanx.plan.moe.overlap.hosts import gateway, gateways, members
-from phalanx.plan.moe.overlap.plan import part_ends, slot_orders, tiles_of
-from phalanx.plan.moe.overlap.types import Op, RankPlan, Tile
-from phalanx.runtime.comm.exchange import Exchange
+from phalanx.plan.moe import DispatchPlan
+from phalanx.plan.moe.overlap import Op, RankPlan, Tile, gateway, gateways, members, part_ends, slot_orders, tiles_of
+from phalanx.runtime.comm import Exchange
 from phalanx.runtime.moe.overlap_lists import (
     Entries,
     Outgoing,

@@ -21,7 +21,7 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from phalanx.plan.moe.overlap.types import Tile
+from phalanx.plan.moe.overlap import Tile
 from phalanx.runtime.moe.dispatch import FILL, stable_order
 
 

@@ -6,8 +6,8 @@ half of it, and gradients of weights have as many as both.
 
 from __future__ import annotations
 
-from phalanx.plan.moe.overlap.types import Op, RankPlan
-from phalanx.runtime.comm.collectives import Collectives
+from phalanx.plan.moe.overlap import Op, RankPlan
+from phalanx.runtime.comm import Collectives
 
 
 class TilePace:

@@ -14,11 +14,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from phalanx.core.errors import PlanError, Problem, raise_if
-from phalanx.plan.moe.overlap.rounds import Leg, LegKind, Round
-from phalanx.runtime.comm.collectives import Collectives
-from phalanx.runtime.comm.exchange import Exchange, Message
-from phalanx.runtime.comm.groups import Axis
-from phalanx.runtime.comm.streams import Posted, Streams
+from phalanx.plan.moe.overlap import Leg, LegKind, Round
+from phalanx.runtime.comm import Axis, Collectives, Exchange, Message, Posted, Streams
 
 
 class RoundMessages:

@@ -13,9 +13,8 @@ import numpy as np
 import torch
 
 from phalanx.core.errors import ConfigError, Problem
-from phalanx.plan.moe.dispatch import DispatchPlan
-from phalanx.plan.moe.overlap.bytes import Route, Traffic, traffic_of
-from phalanx.plan.moe.overlap.hosts import can_forward, members
+from phalanx.plan.moe import DispatchPlan
+from phalanx.plan.moe.overlap import Route, Traffic, can_forward, members, traffic_of
 from phalanx.runtime.moe.dispatch import Dispatcher
 
 

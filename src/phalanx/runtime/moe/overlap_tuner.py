@@ -27,14 +27,22 @@ import torch
 from phalanx.core.errors import ConfigError, RunError
 from phalanx.core.files import write_json
 from phalanx.kernels.cpu.lanes import Lanes
-from phalanx.plan.moe.dispatch import DispatchPlan
-from phalanx.plan.moe.overlap.bytes import WireBytes
-from phalanx.plan.moe.overlap.choose import Chooser, LayerSample, MatmulSample, MessageSample, Sample, fit
-from phalanx.plan.moe.overlap.cost import LayerShape, OverlapCost
-from phalanx.plan.moe.overlap.settings import CANDIDATES, FINE
-from phalanx.plan.moe.overlap.types import Schedule
-from phalanx.runtime.comm.exchange import Message
-from phalanx.runtime.comm.streams import CudaStreams
+from phalanx.plan.moe import DispatchPlan
+from phalanx.plan.moe.overlap import (
+    CANDIDATES,
+    FINE,
+    Chooser,
+    LayerSample,
+    LayerShape,
+    MatmulSample,
+    MessageSample,
+    OverlapCost,
+    Sample,
+    Schedule,
+    WireBytes,
+    fit,
+)
+from phalanx.runtime.comm import CudaStreams, Message
 from phalanx.runtime.moe.dispatch import Dispatcher
 from phalanx.runtime.moe.experts import ExpertWeights
 from phalanx.runtime.moe.overlap import TILE_ROWS, run_overlapped

@@ -29,8 +29,7 @@ from typing import TypeVar
 
 import torch
 
-from phalanx.runtime.comm.collectives import Collectives
-from phalanx.runtime.comm.groups import Axis, SecondGroups
+from phalanx.runtime.comm import Axis, Collectives, SecondGroups
 
 First = TypeVar("First")
 Second = TypeVar("Second")

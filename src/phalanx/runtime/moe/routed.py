@@ -15,8 +15,7 @@ from phalanx.kernels.choice import Impl
 from phalanx.kernels.cpu.fixed_point import FixedSums
 from phalanx.kernels.cpu.lanes import SERIAL, Lanes
 from phalanx.kernels.cpu.later import Later
-from phalanx.plan.moe.overlap.settings import FINE, OverlapSetting, parse_overlap, replica_problems
-from phalanx.plan.moe.overlap.types import Schedule
+from phalanx.plan.moe.overlap import FINE, OverlapSetting, Schedule, parse_overlap, replica_problems
 from phalanx.runtime.moe.coarse import run_coarse
 from phalanx.runtime.moe.dispatch import Dispatcher
 from phalanx.runtime.moe.experts import ExpertWeights, run_experts

@@ -17,12 +17,8 @@ from dataclasses import dataclass
 import torch
 
 from phalanx.core.errors import RunError
-from phalanx.plan.pipeline.boundary import EdgePlan, Leg, Relay, Route, direct_edge
-from phalanx.plan.pipeline.clock import Edge
-from phalanx.plan.pipeline.comm import PipelinePlan, Transfer
-from phalanx.runtime.comm.collectives import Collectives
-from phalanx.runtime.comm.exchange import Exchange, Message
-from phalanx.runtime.comm.groups import Axis
+from phalanx.plan.pipeline import Edge, EdgePlan, Leg, PipelinePlan, Relay, Route, Transfer, direct_edge
+from phalanx.runtime.comm import Axis, Collectives, Exchange, Message
 
 RECEIPT = 2**24
 """Added to the tag of a message, the tag of what says that it is there."""

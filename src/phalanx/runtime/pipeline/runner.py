@@ -32,12 +32,9 @@ from typing import Protocol
 import torch
 
 from phalanx.core.errors import RunError
-from phalanx.plan.pipeline.clock import Edge
-from phalanx.plan.pipeline.comm import AHEAD, Direction, PipelinePlan, Recv, Run, Send, Transfer, batches
-from phalanx.runtime.comm.collectives import Collectives
-from phalanx.runtime.comm.exchange import Exchange, Message
-from phalanx.runtime.comm.groups import Axis
-from phalanx.runtime.moe.pair import Beside
+from phalanx.plan.pipeline import AHEAD, Direction, Edge, PipelinePlan, Recv, Run, Send, Transfer, batches
+from phalanx.runtime.comm import Axis, Collectives, Exchange, Message
+from phalanx.runtime.moe import Beside
 from phalanx.runtime.pipeline.boundary import (
     LEAST_OPEN,
     Arrival,

@@ -17,10 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from phalanx.core.errors import PlanError, Problem, raise_if
-from phalanx.plan.layout.tensors import TensorLayout
-from phalanx.plan.reshard.types import Hosts, Move
-from phalanx.runtime.comm.collectives import Collectives
-from phalanx.runtime.comm.groups import DEFAULT_TIMEOUT_S, Axis
+from phalanx.plan.layout import TensorLayout
+from phalanx.plan.reshard import Hosts, Move
+from phalanx.runtime.comm import DEFAULT_TIMEOUT_S, Axis, Collectives
 from phalanx.runtime.reshard.dtensor import MeshPlacements, dtensor_of, layout_of, layout_of_dtensor
 from phalanx.runtime.reshard.resharder import PlanOptions, Resharder
 

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from phalanx.plan.layout.parameters import Box
-from phalanx.plan.reshard.types import Hosts, Move, Part
-from phalanx.runtime.comm.collectives import Collectives
-from phalanx.runtime.comm.groups import Axis
+from phalanx.plan.layout import Box
+from phalanx.plan.reshard import Hosts, Move, Part
+from phalanx.runtime.comm import Axis, Collectives
 from phalanx.runtime.reshard.executor import Report
 
 

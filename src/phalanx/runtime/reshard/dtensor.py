@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from phalanx.core.errors import PlanError, Problem, raise_if
-from phalanx.plan.layout import meshes as words
-from phalanx.plan.layout.tensors import TensorLayout
+from phalanx.plan import layout as words
+from phalanx.plan.layout import TensorLayout
 
 MeshPlacements = tuple[DeviceMesh, Sequence[Placement]]
 

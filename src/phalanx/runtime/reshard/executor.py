@@ -24,11 +24,9 @@ from typing import Literal
 import torch
 
 from phalanx.core.errors import PeerError
-from phalanx.plan.program.moves import message_id
-from phalanx.plan.reshard.types import Part
-from phalanx.runtime.comm.collectives import Collectives
-from phalanx.runtime.comm.exchange import Exchange, Message
-from phalanx.runtime.comm.groups import Axis
+from phalanx.plan.program import message_id
+from phalanx.plan.reshard import Part
+from phalanx.runtime.comm import Axis, Collectives, Exchange, Message
 from phalanx.runtime.reshard.program import Plan, RankProgram, Step
 from phalanx.runtime.reshard.staging import Staging
 from phalanx.runtime.reshard.tensors import RankTensors, Tensors

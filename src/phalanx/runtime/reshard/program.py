@@ -18,9 +18,8 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
 from phalanx.core.errors import PlanError, Problem
-from phalanx.plan.layout.parameters import Box
-from phalanx.plan.layout.tensors import TensorLayout
-from phalanx.plan.reshard.types import WHOLE, Hop, Hosts, Move, Part, Reduction
+from phalanx.plan.layout import Box, TensorLayout
+from phalanx.plan.reshard import WHOLE, Hop, Hosts, Move, Part, Reduction
 
 Store = Literal["source", "dest", "sum", "term"]
 

@@ -17,11 +17,9 @@ import torch
 import torch.distributed as dist
 
 from phalanx.core.errors import PeerError, PlanError, Problem, raise_if
-from phalanx.plan.program.moves import compare_id
-from phalanx.plan.reshard.plan import ReshardPlan, plan_reshard
-from phalanx.plan.reshard.types import Hosts, Move, equal_hosts
-from phalanx.runtime.comm.collectives import Collectives
-from phalanx.runtime.comm.groups import Axis
+from phalanx.plan.program import compare_id
+from phalanx.plan.reshard import Hosts, Move, ReshardPlan, equal_hosts, plan_reshard
+from phalanx.runtime.comm import Axis, Collectives
 from phalanx.runtime.reshard.executor import Lane, Posting, Report, run_program
 from phalanx.runtime.reshard.program import RankProgram, rank_program
 from phalanx.runtime.reshard.sums import not_summable

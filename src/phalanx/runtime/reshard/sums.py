@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from phalanx.plan.layout.parameters import Box
+from phalanx.plan.layout import Box
 from phalanx.runtime.reshard.program import SumPlace
 from phalanx.runtime.reshard.staging import Usage
 

@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from phalanx.plan.layout.parameters import Box
+from phalanx.plan.layout import Box
 from phalanx.runtime.reshard.program import Piece, Placed, Plan, RankProgram, Step
 from phalanx.runtime.reshard.staging import Usage
 from phalanx.runtime.reshard.sums import BoxSum

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 import torch
 
 from phalanx.core.errors import PlanError, Problem, raise_if
-from phalanx.plan.layout.tensors import TensorLayout
-from phalanx.plan.reshard.types import Move
+from phalanx.plan.layout import TensorLayout
+from phalanx.plan.reshard import Move
 from phalanx.runtime.reshard.resharder import Prepared, Resharder
 
 

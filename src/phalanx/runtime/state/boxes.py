@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from phalanx.plan.layout.parameters import Box
+from phalanx.plan.layout import Box
 
 
 @dataclass(frozen=True, eq=False)

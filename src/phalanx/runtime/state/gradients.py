@@ -32,13 +32,9 @@ import torch
 from phalanx.kernels.cpu.fixed_point import FixedSum, FixedSums, fixed_read, fixed_squares, limit
 from phalanx.kernels.cpu.lanes import SERIAL, Lanes
 from phalanx.kernels.cpu.square_sum import square_sums
-from phalanx.plan.layout.holders import HolderPlan
-from phalanx.plan.layout.parameters import FlatLayout
-from phalanx.plan.layout.shard_copies import sums_whole
-from phalanx.plan.program.step import gradient_id
-from phalanx.runtime.comm.collectives import Collectives
-from phalanx.runtime.comm.exchange import Exchange
-from phalanx.runtime.comm.groups import Groups
+from phalanx.plan.layout import FlatLayout, HolderPlan, sums_whole
+from phalanx.plan.program import gradient_id
+from phalanx.runtime.comm import Collectives, Exchange, Groups
 from phalanx.runtime.state.boxes import BoxTensor
 from phalanx.runtime.state.holders import HolderSums
 from phalanx.runtime.state.shard_copies import ShardCopies

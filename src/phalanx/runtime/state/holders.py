@@ -14,10 +14,8 @@ from collections.abc import Sequence
 
 import torch
 
-from phalanx.plan.layout.holders import HolderPlan, Run
-from phalanx.runtime.comm.collectives import Collectives
-from phalanx.runtime.comm.exchange import Exchange
-from phalanx.runtime.comm.groups import Axis
+from phalanx.plan.layout import HolderPlan, Run
+from phalanx.runtime.comm import Axis, Collectives, Exchange
 
 
 class HolderSums:

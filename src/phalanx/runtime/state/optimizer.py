@@ -21,12 +21,8 @@ from functools import cached_property
 
 import torch
 
-from phalanx.plan.layout.parameters import Box, FlatLayout, FlatPiece
-from phalanx.plan.layout.shard_copies import publication
-from phalanx.runtime.comm.allocator import in_huge_pages
-from phalanx.runtime.comm.collectives import Collectives
-from phalanx.runtime.comm.exchange import Message
-from phalanx.runtime.comm.groups import Axis, Groups
+from phalanx.plan.layout import Box, FlatLayout, FlatPiece, publication
+from phalanx.runtime.comm import Axis, Collectives, Groups, Message, in_huge_pages
 from phalanx.runtime.state.boxes import BoxTensor
 from phalanx.runtime.state.holders import HolderSums
 

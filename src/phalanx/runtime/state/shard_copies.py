@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from phalanx.plan.layout.parameters import FlatLayout
-from phalanx.runtime.comm.collectives import Collectives
-from phalanx.runtime.comm.exchange import Exchange, Message
-from phalanx.runtime.comm.groups import Groups
+from phalanx.plan.layout import FlatLayout
+from phalanx.runtime.comm import Collectives, Exchange, Groups, Message
 
 _TAG = 7
 """Of these messages, so that they meet one another only."""

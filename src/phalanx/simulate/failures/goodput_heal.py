@@ -13,15 +13,11 @@ from functools import cached_property
 
 from phalanx.core.config import Recipe
 from phalanx.core.errors import PlanError
-from phalanx.plan.mapping.folding import Folding
-from phalanx.plan.mapping.model import ModelSpec
-from phalanx.plan.recovery.generation import Healing
-from phalanx.plan.recovery.recipe import healing_of, straggler_rule
-from phalanx.plan.recovery.stragglers import Rule
-from phalanx.simulate.hardware.clusters import GpuCluster
-from phalanx.simulate.mapping.mapping import Mapping
-from phalanx.simulate.step.device_memory import fits
-from phalanx.simulate.step.step_time import Prediction
+from phalanx.plan.mapping import Folding, ModelSpec
+from phalanx.plan.recovery import Healing, Rule, healing_of, straggler_rule
+from phalanx.simulate.hardware import GpuCluster
+from phalanx.simulate.mapping import Mapping
+from phalanx.simulate.step import Prediction, fits
 
 MEETS = "node0:29400"
 """Stands for the service of a run on several hosts, where the recipe names none."""

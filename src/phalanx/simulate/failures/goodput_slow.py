@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from phalanx.core.units import format_seconds
-from phalanx.plan.recovery.stragglers import Pace, Rule, Streaks, judge
+from phalanx.plan.recovery import Pace, Rule, Streaks, judge
 from phalanx.simulate.failures.slow_step import with_stragglers
-from phalanx.simulate.hardware.clusters import GpuCluster
-from phalanx.simulate.mapping.slow_ranks import Floats, Stragglers
-from phalanx.simulate.step.step_time import Prediction
+from phalanx.simulate.hardware import GpuCluster
+from phalanx.simulate.mapping import Floats, Stragglers
+from phalanx.simulate.step import Prediction
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,11 +10,10 @@ from __future__ import annotations
 import math
 
 from phalanx.core.errors import ConfigError, Problem
-from phalanx.plan.mapping.folding import Folding
-from phalanx.plan.mapping.stage_foldings import StagedFolding, group_names
+from phalanx.plan.mapping import Folding, StagedFolding, group_names
 from phalanx.simulate.failures.recovery_time import Constants, RankWork, RecoveryTime, RecoveryWork, recovery_time
-from phalanx.simulate.hardware.clusters import Hardware
-from phalanx.simulate.step.step_time import Prediction
+from phalanx.simulate.hardware import Hardware
+from phalanx.simulate.step import Prediction
 
 COMMUNICATOR_S = 1.0
 """A communicator of NCCL made anew: "~1 s" of systems that heal (shared reference on resilience, section 9); not measured here."""

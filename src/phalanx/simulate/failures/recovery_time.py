@@ -22,19 +22,13 @@ from typing import Any
 
 from phalanx.core.errors import Problem
 from phalanx.core.units import format_bytes, format_seconds
-from phalanx.plan.layout.cells import cells
-from phalanx.plan.layout.state import STATE_KINDS
-from phalanx.plan.mapping.folding import Folding
-from phalanx.plan.mapping.stage_foldings import group_names
-from phalanx.plan.program.moves import move_program
-from phalanx.plan.program.ops import Op
-from phalanx.plan.program.step import StepProgram
-from phalanx.plan.recovery.generation import Healing, HealPlan
-from phalanx.plan.recovery.move_order import HEAL_ID
-from phalanx.plan.reshard.plan import plan_reshard
-from phalanx.plan.reshard.types import Hosts, Move, equal_hosts
-from phalanx.simulate.hardware.cost import Cost
-from phalanx.simulate.program.clock import run_moves
+from phalanx.plan.layout import STATE_KINDS, cells
+from phalanx.plan.mapping import Folding, group_names
+from phalanx.plan.program import Op, StepProgram, move_program
+from phalanx.plan.recovery import HEAL_ID, Healing, HealPlan
+from phalanx.plan.reshard import Hosts, Move, equal_hosts, plan_reshard
+from phalanx.simulate.hardware import Cost
+from phalanx.simulate.program import run_moves
 
 PHASES = ("detected", "formed", "built", "moved", "step")
 DECIDE_TRIPS = 4

@@ -20,7 +20,7 @@ from typing import Literal
 
 import numpy as np
 
-from phalanx.plan.moe.workload import forced_experts
+from phalanx.plan.moe import forced_experts
 
 
 @dataclass(frozen=True, kw_only=True)

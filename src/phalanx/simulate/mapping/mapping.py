@@ -14,12 +14,10 @@ from typing import Literal
 
 from phalanx.core.errors import PlanError, Problem, raise_if
 from phalanx.core.samples import num_rounds
-from phalanx.plan.mapping.folding import Folding, folding_problems
-from phalanx.plan.moe.dispatch import DispatchSpec, capacity, rows_of_source
-from phalanx.plan.pipeline.schedule import SCHEDULES, make_schedule, schedule_problems
-from phalanx.simulate.hardware.collectives import Span, span_from, span_of
-from phalanx.simulate.hardware.expert_slots import ExpertSlots
-from phalanx.simulate.hardware.routing import Routing
+from phalanx.plan.mapping import Folding, folding_problems
+from phalanx.plan.moe import DispatchSpec, capacity, rows_of_source
+from phalanx.plan.pipeline import SCHEDULES, make_schedule, schedule_problems
+from phalanx.simulate.hardware import ExpertSlots, Routing, Span, span_from, span_of
 from phalanx.simulate.mapping.shape import Shape
 
 Recompute = Literal["none", "core", "half", "selective", "full"]

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from phalanx.plan.mapping.model import MlaSpec, ModelSpec
+from phalanx.plan.mapping import MlaSpec, ModelSpec
 
 Convention = Literal["causal", "full"]
 

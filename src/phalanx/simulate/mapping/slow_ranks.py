@@ -19,9 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.core.errors import Problem
-from phalanx.plan.mapping.folding import Folding
-from phalanx.plan.mapping.stage_foldings import AnyFolding, StagedFolding
-from phalanx.simulate.hardware.clusters import GpuCluster
+from phalanx.plan.mapping import AnyFolding, Folding, StagedFolding
+from phalanx.simulate.hardware import GpuCluster
 
 DRAWS = 65
 """Of all ranks, where paces are drawn; odd, so that there is a median."""

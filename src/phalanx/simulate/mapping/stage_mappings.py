@@ -15,13 +15,10 @@ from functools import lru_cache
 from typing import Any
 
 from phalanx.core.errors import PlanError, Problem, raise_if
-from phalanx.plan.mapping.folding import Folding
-from phalanx.plan.mapping.stage_foldings import StagedFolding
-from phalanx.plan.pipeline.boundary import Route
-from phalanx.plan.pipeline.clock import Edge, chain
-from phalanx.plan.pipeline.stage_edges import Activation, staged_edges
-from phalanx.plan.reshard.types import equal_hosts
-from phalanx.simulate.hardware.collectives import Network
+from phalanx.plan.mapping import Folding, StagedFolding
+from phalanx.plan.pipeline import Activation, Edge, Route, chain, staged_edges
+from phalanx.plan.reshard import equal_hosts
+from phalanx.simulate.hardware import Network
 from phalanx.simulate.mapping.mapping import Job, Mapping, mapping_problems
 
 

@@ -21,17 +21,12 @@ from functools import cached_property
 from phalanx.core.config import Recipe
 from phalanx.core.processor import MULTIPLIES_BF16, Processor
 from phalanx.core.samples import num_rounds
-from phalanx.plan.layout.holders import HolderPlan
-from phalanx.plan.layout.parameters import FlatLayout, flat_layouts, stage_params
-from phalanx.plan.layout.shard_copies import publication
-from phalanx.plan.mapping.model import ModelSpec
-from phalanx.plan.mapping.placement import AnyPlacement, plain_placement
-from phalanx.plan.mapping.stage_foldings import AnyFolding
-from phalanx.plan.mapping.stages import Stage
-from phalanx.plan.moe.dispatch import dispatch_spec
-from phalanx.plan.pipeline.run import Pipeline, make_pipeline
-from phalanx.plan.recovery.memory import FIXED_POINT_ITEM, ITEM
-from phalanx.simulate.hardware.kernel_facts import (
+from phalanx.plan.layout import FlatLayout, HolderPlan, flat_layouts, publication, stage_params
+from phalanx.plan.mapping import AnyFolding, AnyPlacement, ModelSpec, Stage, plain_placement
+from phalanx.plan.moe import dispatch_spec
+from phalanx.plan.pipeline import Pipeline, make_pipeline
+from phalanx.plan.recovery import FIXED_POINT_ITEM, ITEM
+from phalanx.simulate.hardware import (
     ADAM_CHUNK,
     FAULT_BYTES,
     GENERATOR_BYTES,
@@ -45,10 +40,21 @@ from phalanx.simulate.hardware.kernel_facts import (
     RECOMPUTE_BYTES,
     SCRIPT_BYTES,
 )
-from phalanx.simulate.step import activations as act
-from phalanx.simulate.step.balance import SETTLED_STEPS, Balance, expected_balance
-from phalanx.simulate.step.generated import Generated, generated_code
-from phalanx.simulate.step.passes import PassMoment, RankPasses, pass_moments
+from phalanx.simulate.step import (
+    SETTLED_STEPS,
+    Balance,
+    Generated,
+    Local,
+    PassMoment,
+    RankPasses,
+    batch_bytes,
+    expected_balance,
+    experts_forward,
+    generated_code,
+    head_forward,
+    kept_layer,
+    pass_moments,
+)
 
 TERMS: Mapping[str, str] = {
     "parameters": "in the compute type",
@@ -312,9 +318,9 @@ class _Run:
             found.append([here.count(e) / max(1, slots.count(e)) for e in range(self.spec.num_experts)])
         return found
 
-    def _local(self, rows_share: float, *, crowded: bool = False) -> act.Local:
+    def _local(self, rows_share: float, *, crowded: bool = False) -> Local:
         t = self.recipe.train
-        return act.Local(
+        return Local(
             spec=self.spec,
             folding=self.folding.of_rank(self.rank),
             dispatch=dispatch_spec(self.recipe.dispatch),
@@ -358,7 +364,7 @@ class _Run:
             else {
                 "checkpoint copy": copy,
                 "communication": 0 if before or held is not None else self._published_bytes,
-                "batches": (PREFETCH_STEPS + 2) * self.num_microbatches * act.batch_bytes(x),
+                "batches": (PREFETCH_STEPS + 2) * self.num_microbatches * batch_bytes(x),
                 "mapped text": self._mapped_text(),
                 "generated code": self.generated.num_bytes(sampled=sampled, lanes=self.threads),
                 "libraries": self._library_bytes,
@@ -439,15 +445,15 @@ class _Run:
             "working memory": 2 * 4 * max(drawn),
         }
 
-    def _validation(self, x: act.Local) -> dict[str, int]:
+    def _validation(self, x: Local) -> dict[str, int]:
         """`eval_loss`: one layer's tensors, or the logits; and all batches."""
-        layer = max((sum(act.kept_layer(x, i)) + sum(act.experts_forward(x)) for i in self.layers[-1:]), default=0)
-        batches = self.recipe.train.eval_batches * self.num_microbatches * act.batch_bytes(x)
-        return {"working memory": max(layer, sum(act.head_forward(x))), "batches": batches}
+        layer = max((sum(kept_layer(x, i)) + sum(experts_forward(x)) for i in self.layers[-1:]), default=0)
+        batches = self.recipe.train.eval_batches * self.num_microbatches * batch_bytes(x)
+        return {"working memory": max(layer, sum(head_forward(x))), "batches": batches}
 
     # ---- inside a step
 
-    def _step(self, when: str, x: act.Local, alone: act.Local, *, copy: int) -> Iterator[Moment]:
+    def _step(self, when: str, x: Local, alone: Local, *, copy: int) -> Iterator[Moment]:
         """`x` as all layers are together, `alone` as the fullest of them is."""
         for moment in self._passes(x if x.recompute != "full" else alone):
             idle = HOLES * sum(n for n in (*moment.kept, *moment.working) if n < LARGEST_HEAP_BLOCK)
@@ -480,7 +486,7 @@ class _Run:
         published = {"gradients": shards, "communication": mapped}
         yield self._moment(when + "publishing parameters", published, copy=copy, mapped=mapped)
 
-    def _passes(self, x: act.Local) -> Iterator[PassMoment]:
+    def _passes(self, x: Local) -> Iterator[PassMoment]:
         """Of the rank's order of passes, with as many micro-batches as a step of this run has."""
         place, plan = self.folding.coord(self.rank, "pp"), self.pipeline.plan(self.num_microbatches)
         passes = RankPasses(

@@ -19,10 +19,9 @@ from typing import Any
 
 from phalanx.core.errors import PlanError, Problem, raise_if
 from phalanx.core.op_ids import read_op_id
-from phalanx.plan.mapping.stage_foldings import AnyFolding
-from phalanx.plan.program.ops import Op
-from phalanx.plan.program.step import StepProgram
-from phalanx.simulate.hardware.cost import Cost
+from phalanx.plan.mapping import AnyFolding
+from phalanx.plan.program import Op, StepProgram
+from phalanx.simulate.hardware import Cost
 
 CostOf = Callable[[Op, tuple[int, ...]], Cost]
 Ranks = Callable[[int, str], tuple[int, ...]]

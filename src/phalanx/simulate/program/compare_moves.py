@@ -10,11 +10,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from phalanx.core.errors import ConfigError, Problem
-from phalanx.plan.program.moves import move_program
-from phalanx.plan.recovery.generation import Healing
-from phalanx.plan.recovery.move_order import moves_again
-from phalanx.plan.reshard.plan import plan_reshard
-from phalanx.plan.reshard.types import equal_hosts
+from phalanx.plan.program import move_program
+from phalanx.plan.recovery import Healing, moves_again
+from phalanx.plan.reshard import equal_hosts, plan_reshard
 from phalanx.simulate.program.clock import CostOf, run_moves
 from phalanx.simulate.program.compare_run import Comparison, Measured, compare
 

@@ -12,10 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from phalanx.core.op_ids import read_op_id
-from phalanx.plan.program.ops import Op
-from phalanx.simulate.hardware.clusters import Hardware
-from phalanx.simulate.hardware.collectives import Network, Span
-from phalanx.simulate.hardware.cost import SIGMA, Cost, Oracle
+from phalanx.plan.program import Op
+from phalanx.simulate.hardware import SIGMA, Cost, Hardware, Network, Oracle, Span
 
 _NUMBER = re.compile(r"(?<=[a-z])\d+(?:to\d+)?")
 """Of a stage, chunk or skip connection."""

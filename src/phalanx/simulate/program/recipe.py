@@ -12,14 +12,12 @@ from dataclasses import dataclass, replace
 from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.core.samples import num_rounds
-from phalanx.plan.mapping.model import ModelSpec
-from phalanx.plan.mapping.stage_foldings import AnyFolding, resolve_mapping
-from phalanx.plan.moe.dispatch import dispatch_spec
-from phalanx.plan.pipeline.run import make_pipeline
-from phalanx.plan.pipeline.stage_edges import Activation, edges_for
-from phalanx.plan.program.step import Sizes, StepOptions, StepProgram, step_program
-from phalanx.plan.recipe import equal_shares
-from phalanx.simulate.hardware.clusters import GpuCluster
+from phalanx.plan import equal_shares
+from phalanx.plan.mapping import AnyFolding, ModelSpec, resolve_mapping
+from phalanx.plan.moe import dispatch_spec
+from phalanx.plan.pipeline import Activation, edges_for, make_pipeline
+from phalanx.plan.program import Sizes, StepOptions, StepProgram, step_program
+from phalanx.simulate.hardware import GpuCluster
 from phalanx.simulate.program.cost import ProgramOracle
 
 PRECISIONS = {"bfloat16": ("bf16", 2, 4), "float32": ("fp32", 4, 4)}

@@ -10,24 +10,25 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from phalanx.simulate.hardware.clusters import GpuCluster
-from phalanx.simulate.hardware.collectives import Network
-from phalanx.simulate.hardware.cost import Oracle
-from phalanx.simulate.mapping.mapping import Job, Mapping, Recompute
-from phalanx.simulate.mapping.stage_mappings import hop_seconds
-from phalanx.simulate.step.block_time import COMMUNICATION, Blocks, Ledger
-from phalanx.simulate.step.bubble import bubble_share, idle_passes, tenths
-from phalanx.simulate.step.device_memory import (
+from phalanx.simulate.hardware import GpuCluster, Network, Oracle
+from phalanx.simulate.mapping import Job, Mapping, Recompute, hop_seconds
+from phalanx.simulate.step import (
+    COMMUNICATION,
+    TILE_WAYS,
+    Blocks,
     LayerBytes,
+    Ledger,
     Places,
+    Replicas,
+    StageContent,
+    bubble_share,
     fullest_of,
+    idle_passes,
     layer_bytes,
     parameters_of_rank,
     places_of,
+    tenths,
 )
-from phalanx.simulate.step.replicas import Replicas
-from phalanx.simulate.step.stage_layers import StageContent
-from phalanx.simulate.step.tile_time import TILE_WAYS
 
 KINDS = ("moe", "dense", "head", "embedding")
 

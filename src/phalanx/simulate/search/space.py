@@ -11,12 +11,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
-from phalanx.plan.mapping.folding import Folding, legal_foldings
-from phalanx.plan.pipeline.pairs import why_no_pairs
-from phalanx.plan.pipeline.schedule import make_schedule
-from phalanx.simulate.hardware.clusters import Hardware
-from phalanx.simulate.mapping.mapping import RECOMPUTES, Job, Mapping, Overlap, Precision, Recompute
-from phalanx.simulate.mapping.shape import spec_of
+from phalanx.plan.mapping import Folding, legal_foldings
+from phalanx.plan.pipeline import make_schedule, why_no_pairs
+from phalanx.simulate.hardware import Hardware
+from phalanx.simulate.mapping import RECOMPUTES, Job, Mapping, Overlap, Precision, Recompute, spec_of
 
 EpOverlap = Literal["none", "chunks", "pair", "tiles", "fused"]
 """`tiles`: by the schedule that the chooser takes (`dispatch.overlap = "auto"`); `fused`: by kernels that wait on flags, within a host."""

@@ -24,12 +24,11 @@ from phalanx.core.config import (
 )
 from phalanx.core.errors import ConfigError, PhalanxError
 from phalanx.core.rules import recipe_problems
-from phalanx.plan.mapping.model import PRESETS
-from phalanx.plan.recipe import run_problems
-from phalanx.simulate.from_recipe import difference, mapping_of_recipe, resolve_recipe
-from phalanx.simulate.hardware.clusters import GpuCluster
-from phalanx.simulate.mapping.mapping import Job, Mapping
-from phalanx.simulate.mapping.shape import Shape, shape_of
+from phalanx.plan import run_problems
+from phalanx.plan.mapping import PRESETS
+from phalanx.simulate import difference, mapping_of_recipe, resolve_recipe
+from phalanx.simulate.hardware import GpuCluster
+from phalanx.simulate.mapping import Job, Mapping, Shape, shape_of
 
 _NAMES = {
     "layers": "num_layers", "hidden": "hidden", "heads": "num_heads", "kv_heads": "num_kv_heads", "head_dim": "head_dim", "vocab": "vocab",

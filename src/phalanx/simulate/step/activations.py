@@ -15,10 +15,9 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from phalanx.plan.mapping.folding import Folding
-from phalanx.plan.mapping.model import ModelSpec
-from phalanx.plan.moe.dispatch import DispatchSpec, rows_of_source
-from phalanx.simulate.hardware.kernel_facts import (
+from phalanx.plan.mapping import Folding, ModelSpec
+from phalanx.plan.moe import DispatchSpec, rows_of_source
+from phalanx.simulate.hardware import (
     BLOCK,
     BLOCK_ROWS,
     CORRECTION,

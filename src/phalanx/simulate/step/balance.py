@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from phalanx.core.config import Recipe
-from phalanx.plan.mapping.folding import Folding
-from phalanx.plan.mapping.model import ModelSpec
-from phalanx.plan.moe.workload import forced_experts
+from phalanx.plan.mapping import Folding, ModelSpec
+from phalanx.plan.moe import forced_experts
 
 DEVIATIONS_FIRST, DEVIATIONS_LATER = 2.4, 1.0
 """By how many standard deviations the fullest rank exceeds its even share: in the first steps, when all tokens look alike to a fresh router

@@ -14,10 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from phalanx.simulate.hardware.collectives import NCCL_SMS, Network, Span, beside
-from phalanx.simulate.hardware.cost import FP32, Oracle
-from phalanx.simulate.mapping.mapping import Job, Mapping
-from phalanx.simulate.mapping.shape import Shape, core_flops
+from phalanx.simulate.hardware import FP32, NCCL_SMS, Network, Oracle, Span, beside
+from phalanx.simulate.mapping import Job, Mapping, Shape, core_flops
 from phalanx.simulate.step.fused_time import FusedExperts
 from phalanx.simulate.step.tile_layer import TiledExperts
 from phalanx.simulate.step.tile_time import TILE_WAYS

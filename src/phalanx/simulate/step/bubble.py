@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from phalanx.plan.pipeline.clock import uniform_costs
-from phalanx.plan.pipeline.many import ends_of_ranks
-from phalanx.plan.pipeline.schedule import Schedule, make_schedule
+from phalanx.plan.pipeline import Schedule, ends_of_ranks, make_schedule, uniform_costs
 
 WHOLE = ("1f1b", "gpipe", "interleaved_1f1b")
 """Schedules with closed forms."""

@@ -15,12 +15,9 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from phalanx.plan.pipeline.orders import Order
-from phalanx.plan.pipeline.schedule import SCHEDULES, make_schedule, most_extra
-from phalanx.simulate.hardware.clusters import Hardware
-from phalanx.simulate.hardware.cost import BF16, FP32
-from phalanx.simulate.mapping.mapping import Job, Mapping
-from phalanx.simulate.mapping.stage_mappings import AnyMapping, of_places
+from phalanx.plan.pipeline import SCHEDULES, Order, make_schedule, most_extra
+from phalanx.simulate.hardware import BF16, FP32, Hardware
+from phalanx.simulate.mapping import AnyMapping, Job, Mapping, of_places
 from phalanx.simulate.step.stage_layers import StageContent, contents
 
 STATE_BYTES = 3 * FP32

@@ -23,13 +23,10 @@ import math
 from dataclasses import dataclass
 
 from phalanx.core.errors import PlanError, Problem
-from phalanx.plan.mapping.folding import Folding
-from phalanx.plan.moe.overlap.device import SecondCost, predicted_s
-from phalanx.plan.moe.overlap.fused import FusedLaunch, fused_launch
-from phalanx.simulate.hardware.clusters import Hardware
-from phalanx.simulate.hardware.collectives import Network, Span, distinct
-from phalanx.simulate.hardware.cost import Oracle
-from phalanx.simulate.mapping.mapping import Job, Mapping
+from phalanx.plan.mapping import Folding
+from phalanx.plan.moe.overlap import FusedLaunch, SecondCost, fused_launch, predicted_s
+from phalanx.simulate.hardware import Hardware, Network, Oracle, Span, distinct
+from phalanx.simulate.mapping import Job, Mapping
 from phalanx.simulate.step.tile_layer import Told
 from phalanx.simulate.step.tile_time import FIRST_KERNELS, ROW_SMS, Direction
 

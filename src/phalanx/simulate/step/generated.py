@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from phalanx.core.config import Recipe
-from phalanx.simulate.hardware.kernel_facts import (
+from phalanx.simulate.hardware import (
     ATTENTION_BYTES,
     ATTENTION_CODE_BYTES,
     ATTENTION_LENGTHS,

@@ -17,10 +17,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from phalanx.plan.mapping.stages import Stage
-from phalanx.plan.pipeline.comm import AHEAD
-from phalanx.plan.pipeline.schedule import Order
-from phalanx.simulate.hardware.kernel_facts import LEAST_OPEN
+from phalanx.plan.mapping import Stage
+from phalanx.plan.pipeline import AHEAD, Order
+from phalanx.simulate.hardware import LEAST_OPEN
 from phalanx.simulate.step import activations as act
 
 Left = Literal["live", "owed"]

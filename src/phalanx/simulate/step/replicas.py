@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from phalanx.plan.layout.shard_copies import GATHER_SHARE
-from phalanx.simulate.hardware.collectives import NCCL_SMS, Network, beside
-from phalanx.simulate.hardware.cost import FP32, Oracle
-from phalanx.simulate.mapping.mapping import Job, Mapping
+from phalanx.plan.layout import GATHER_SHARE
+from phalanx.simulate.hardware import FP32, NCCL_SMS, Network, Oracle, beside
+from phalanx.simulate.mapping import Job, Mapping
 from phalanx.simulate.step.device_memory import kept_state, shards
 
 OPTIMIZER_BYTES = 32

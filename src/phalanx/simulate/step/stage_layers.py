@@ -10,11 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from phalanx.plan.mapping.stages import balanced_counts, layer_costs
-from phalanx.plan.pipeline.orders import looped_ranks, vee_ranks
-from phalanx.plan.pipeline.schedule import SCHEDULES
-from phalanx.simulate.mapping.mapping import Job, Mapping
-from phalanx.simulate.mapping.shape import Shape, spec_of
+from phalanx.plan.mapping import balanced_counts, layer_costs
+from phalanx.plan.pipeline import SCHEDULES, looped_ranks, vee_ranks
+from phalanx.simulate.mapping import Job, Mapping, Shape, spec_of
 
 
 @dataclass(frozen=True, kw_only=True)

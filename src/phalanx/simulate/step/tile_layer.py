@@ -9,9 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from phalanx.simulate.hardware.collectives import Network, distinct
-from phalanx.simulate.hardware.cost import Oracle
-from phalanx.simulate.mapping.mapping import Job, Mapping
+from phalanx.simulate.hardware import Network, Oracle, distinct
+from phalanx.simulate.mapping import Job, Mapping
 from phalanx.simulate.step.tile_time import (
     FIRST_KERNELS,
     ROW_SMS,

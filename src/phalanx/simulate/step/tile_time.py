@@ -23,19 +23,33 @@ from typing import Literal
 
 import numpy as np
 
-from phalanx.plan.moe.dispatch import DispatchPlan, Ints
-from phalanx.plan.moe.overlap.bytes import Route, Traffic, WireBytes, choose_transport, traffic_of, wire_bytes
-from phalanx.plan.moe.overlap.choose import MARGIN, SERIAL
-from phalanx.plan.moe.overlap.clock import seconds_of
-from phalanx.plan.moe.overlap.cost import OverlapCost, RankWork
-from phalanx.plan.moe.overlap.hosts import can_forward
-from phalanx.plan.moe.overlap.pair import PassTime, link_s, pair_s
-from phalanx.plan.moe.overlap.plan import joint_slots, parts_of, plan_overlap, tile_sizes
-from phalanx.plan.moe.overlap.settings import CANDIDATES, FINE
-from phalanx.plan.moe.overlap.types import RankPlan, Schedule
-from phalanx.simulate.hardware.clusters import at
-from phalanx.simulate.hardware.collectives import Network, Span, distinct
-from phalanx.simulate.hardware.cost import BF16, Oracle
+from phalanx.plan.moe import DispatchPlan, Ints
+from phalanx.plan.moe.overlap import (
+    CANDIDATES,
+    FINE,
+    MARGIN,
+    SERIAL,
+    OverlapCost,
+    PassTime,
+    RankPlan,
+    RankWork,
+    Route,
+    Schedule,
+    Traffic,
+    WireBytes,
+    can_forward,
+    choose_transport,
+    joint_slots,
+    link_s,
+    pair_s,
+    parts_of,
+    plan_overlap,
+    seconds_of,
+    tile_sizes,
+    traffic_of,
+    wire_bytes,
+)
+from phalanx.simulate.hardware import BF16, Network, Oracle, Span, at, distinct
 
 __all__ = [
     "TILE_WAYS",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from phalanx.core.trace_file import TraceFile
-from phalanx.simulate.step.step_time import StepTime
+from phalanx.simulate.step.timing import StepTime
 
 NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 PASSES, PARTS = 0, 1

@@ -7,12 +7,11 @@ Decides nothing: `plan/pipeline/eager.py` chooses. A run measures passes, transf
 from __future__ import annotations
 
 from phalanx.core.errors import ConfigError, PlanError, Problem
-from phalanx.plan.pipeline.eager import choose_warmup
-from phalanx.simulate.hardware.clusters import GpuCluster
-from phalanx.simulate.mapping.mapping import Job
-from phalanx.simulate.mapping.stage_mappings import AnyMapping, with_extra_warmup
+from phalanx.plan.pipeline import choose_warmup
+from phalanx.simulate.hardware import GpuCluster
+from phalanx.simulate.mapping import AnyMapping, Job, with_extra_warmup
 from phalanx.simulate.step.device_memory import memory_of
-from phalanx.simulate.step.step_time import pass_costs
+from phalanx.simulate.step.timing import pass_costs
 
 
 def with_warmup(job: Job, mapping: AnyMapping, cluster: GpuCluster, *, memory_gb: float | None) -> AnyMapping:

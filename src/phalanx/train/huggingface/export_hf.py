@@ -26,11 +26,10 @@ from safetensors.torch import save_file
 
 from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, Problem, RunError, nearest, raise_if
-from phalanx.models.families import FAMILIES, Family, families_for
-from phalanx.models.families.names import Link, shapes_of
-from phalanx.plan.mapping.model import ModelSpec, buffers, resolve_model
-from phalanx.runtime.checkpoint.manager import CheckpointManager
-from phalanx.runtime.state.boxes import BoxTensor
+from phalanx.models.families import FAMILIES, Family, Link, families_for, shapes_of
+from phalanx.plan.mapping import ModelSpec, buffers, resolve_model
+from phalanx.runtime.checkpoint import CheckpointManager
+from phalanx.runtime.state import BoxTensor
 from phalanx.train.assemble import state_dtype
 from phalanx.train.huggingface.hf_tokenizer import tokenizer_files
 from phalanx.train.huggingface.hugging_face import INDEX_FILE, SINGLE_FILE, read_config

@@ -8,7 +8,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from phalanx.data.tokenizer import EOS, ByteTokenizer
+from phalanx.data import EOS, ByteTokenizer
 from phalanx.train.run_folder import RunFolder
 
 

@@ -19,10 +19,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from phalanx.core.errors import CheckpointError, Problem, nearest, raise_if
-from phalanx.models.families import Family, find_family
-from phalanx.models.families.names import Link, in_tensor
-from phalanx.plan.mapping.model import ModelSpec
-from phalanx.runtime.state.boxes import BoxTensor
+from phalanx.models.families import Family, Link, find_family, in_tensor
+from phalanx.plan.mapping import ModelSpec
+from phalanx.runtime.state import BoxTensor
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"

@@ -21,19 +21,14 @@ import torch
 from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.core.recipe import describe_settings, dump_recipe, load_recipe
-from phalanx.data.tokenizer import ByteTokenizer, Tokenizer, parse_choice, read_tokenizer_file
-from phalanx.models.families.names import shapes_of
-from phalanx.plan.layout.parameters import boxes_of_range
-from phalanx.plan.mapping.model import ModelSpec, buffers, resolve_model
-from phalanx.plan.mapping.model_settings import settings_for
-from phalanx.plan.mapping.stage_foldings import resolve_mapping, to_json_dict
-from phalanx.plan.recipe import run_problems
-from phalanx.runtime.checkpoint.folder import RunState
-from phalanx.runtime.checkpoint.manager import CheckpointManager
-from phalanx.runtime.comm.groups import WorldInfo, close_world, init_world
-from phalanx.runtime.comm.launch import StopRequest
-from phalanx.runtime.comm.peers import Peers, own_group
-from phalanx.runtime.state.boxes import BoxTensor
+from phalanx.data import ByteTokenizer, Tokenizer, parse_choice, read_tokenizer_file
+from phalanx.models.families import shapes_of
+from phalanx.plan import run_problems
+from phalanx.plan.layout import boxes_of_range
+from phalanx.plan.mapping import ModelSpec, buffers, resolve_mapping, resolve_model, settings_for, to_json_dict
+from phalanx.runtime.checkpoint import CheckpointManager, RunState
+from phalanx.runtime.comm import Peers, StopRequest, WorldInfo, close_world, init_world, own_group
+from phalanx.runtime.state import BoxTensor
 from phalanx.train.assemble import state_dtype
 from phalanx.train.huggingface.hugging_face import BoxReader, HfCheckpoint
 from phalanx.train.run_folder import RunFolder

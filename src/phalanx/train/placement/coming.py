@@ -20,16 +20,14 @@ from typing import Any
 import torch
 
 from phalanx.core.events import Emit, Event, ignore
-from phalanx.plan.layout.state import STATE_KINDS
-from phalanx.plan.mapping.model import parameters
-from phalanx.plan.placement.arrivals import coming_moves, of_all_kinds, takings
-from phalanx.plan.recovery.move_order import GRADIENT_ID, STATE_ID
-from phalanx.plan.reshard.types import Move
-from phalanx.runtime.comm.groups import Axis
-from phalanx.runtime.reshard.resharder import Resharder
-from phalanx.runtime.state.gradients import ReducedGradients
-from phalanx.runtime.state.optimizer import ShardedState
-from phalanx.runtime.state.shard_views import shard_views, views_of
+from phalanx.plan.layout import STATE_KINDS
+from phalanx.plan.mapping import parameters
+from phalanx.plan.placement import coming_moves, of_all_kinds, takings
+from phalanx.plan.recovery import GRADIENT_ID, STATE_ID
+from phalanx.plan.reshard import Move
+from phalanx.runtime.comm import Axis
+from phalanx.runtime.reshard import Resharder
+from phalanx.runtime.state import ReducedGradients, ShardedState, shard_views, views_of
 from phalanx.train.placement.heal_state import move_state
 from phalanx.train.recording import MoveRecorder
 from phalanx.train.step import ReducedStep, StepParts

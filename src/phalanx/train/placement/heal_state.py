@@ -21,21 +21,23 @@ import torch
 from numpy.typing import NDArray
 
 from phalanx.core.errors import RunError
-from phalanx.plan.layout.cells import cells
-from phalanx.plan.layout.parameters import Box
-from phalanx.plan.layout.state import STATE_KINDS
-from phalanx.plan.layout.tensors import TensorLayout
-from phalanx.plan.recovery.generation import HealPlan
-from phalanx.plan.recovery.move_order import HEAL_ID
-from phalanx.plan.recovery.suspects import NONE, Piece, Sums, Suspects, all_agree, find_suspects, row_of, sums_of
-from phalanx.plan.reshard.types import Hosts, Move
-from phalanx.runtime.comm.collectives import Collectives
-from phalanx.runtime.comm.groups import Axis
-from phalanx.runtime.comm.peers import Peers
-from phalanx.runtime.reshard.resharder import Resharder
-from phalanx.runtime.state.boxes import BoxTensor
-from phalanx.runtime.state.optimizer import ShardedState
-from phalanx.runtime.state.shard_views import shard_views
+from phalanx.plan.layout import STATE_KINDS, Box, TensorLayout, cells
+from phalanx.plan.recovery import (
+    HEAL_ID,
+    NONE,
+    HealPlan,
+    Piece,
+    Sums,
+    Suspects,
+    all_agree,
+    find_suspects,
+    row_of,
+    sums_of,
+)
+from phalanx.plan.reshard import Hosts, Move
+from phalanx.runtime.comm import Axis, Collectives, Peers
+from phalanx.runtime.reshard import Resharder
+from phalanx.runtime.state import BoxTensor, ShardedState, shard_views
 from phalanx.train.recording import MoveRecorder
 from phalanx.train.step import StepParts
 

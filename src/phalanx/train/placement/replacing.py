@@ -29,30 +29,26 @@ from numpy.typing import NDArray
 from phalanx.core.config import Recipe
 from phalanx.core.events import ExpertsMoved
 from phalanx.core.samples import num_rounds
-from phalanx.plan.layout.parameters import Box
-from phalanx.plan.layout.state import STATE_KINDS
-from phalanx.plan.mapping.folding import Folding
-from phalanx.plan.mapping.model import ModelSpec, parameters
-from phalanx.plan.mapping.placement import LayerPlacements
-from phalanx.plan.placement.arrivals import coming_moves
-from phalanx.plan.placement.migration import Migration
-from phalanx.plan.placement.rebalancing import (
+from phalanx.plan.layout import STATE_KINDS, Box
+from phalanx.plan.mapping import Folding, LayerPlacements, ModelSpec, parameters
+from phalanx.plan.placement import (
     Costs,
+    Floats,
+    Migration,
     Replacement,
     StageNow,
+    coming_moves,
     hosts_of_placement,
     placement_of_hosts,
     plan_replacement,
     smoothed_loads,
 )
-from phalanx.plan.placement.replicas import Floats
-from phalanx.plan.recovery.move_order import REPLACE_ID, expert_moves, expert_order
-from phalanx.plan.reshard.types import Move
-from phalanx.runtime.checkpoint.helper_process import Aside
-from phalanx.runtime.comm.groups import Axis
-from phalanx.runtime.reshard.resharder import Resharder
-from phalanx.runtime.state.optimizer import ShardedState
-from phalanx.runtime.state.shard_views import shard_views
+from phalanx.plan.recovery import REPLACE_ID, expert_moves, expert_order
+from phalanx.plan.reshard import Move
+from phalanx.runtime.checkpoint import Aside
+from phalanx.runtime.comm import Axis
+from phalanx.runtime.reshard import Resharder
+from phalanx.runtime.state import ShardedState, shard_views
 from phalanx.train.assemble import assemble
 from phalanx.train.expert_figures import placement_in_use, seconds_of_a_row
 from phalanx.train.placement.coming import Coming

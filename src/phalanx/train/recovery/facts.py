@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from phalanx.plan.recovery.standing import Fact, Standing, read_standing
-from phalanx.runtime.membership.membership import Generation
-from phalanx.runtime.membership.votes import Report, resolve
+from phalanx.plan.recovery import Fact, Standing, read_standing
+from phalanx.runtime.membership import Generation, Report, resolve
 
 
 def facts_of(generation: Generation, reports: Sequence[Report]) -> list[Fact]:

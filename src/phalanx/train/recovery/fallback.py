@@ -13,9 +13,9 @@ from typing import TypeVar
 
 from phalanx.core.errors import CheckpointError, FinalError
 from phalanx.core.events import Emit, Note, WentBack
-from phalanx.observe.sinks import warn_without_screen
-from phalanx.plan.mapping.model import ModelSpec
-from phalanx.runtime.checkpoint.manager import CheckpointManager
+from phalanx.observe import warn_without_screen
+from phalanx.plan.mapping import ModelSpec
+from phalanx.runtime.checkpoint import CheckpointManager
 from phalanx.train.trainer import Trainer, check_length
 
 T = TypeVar("T")

@@ -27,34 +27,30 @@ import torch
 from phalanx.core.config import Recipe
 from phalanx.core.errors import CheckpointError, FinalError, PeerError, PlanError, RunError
 from phalanx.core.events import Event, Note
-from phalanx.data.loader import MicroBatch
-from phalanx.data.prefetch import Prefetch
-from phalanx.data.prepare import Prepared
+from phalanx.data import MicroBatch, Prefetch, Prepared
 from phalanx.kernels.native import compiled_rows
-from phalanx.observe.sinks import Sinks
-from phalanx.plan.mapping.model import ModelSpec
-from phalanx.plan.recovery.generation import Healing, HealPlan
-from phalanx.plan.recovery.move_order import heal_order
-from phalanx.plan.recovery.standing import Standing
-from phalanx.runtime.checkpoint.folder import Writer
-from phalanx.runtime.checkpoint.manager import CheckpointManager, import_beside
-from phalanx.runtime.comm.collectives import Collectives
-from phalanx.runtime.comm.escape import Escape
-from phalanx.runtime.comm.groups import Axis, WorldInfo, build_groups, with_second_groups
-from phalanx.runtime.comm.launch import StopRequest
-from phalanx.runtime.comm.peers import Peers
-from phalanx.runtime.membership.clocks import own_host
-from phalanx.runtime.membership.forming import NoMapping, Team
-from phalanx.runtime.membership.membership import Generation
-from phalanx.runtime.membership.votes import Report, Resolution
-from phalanx.runtime.reshard.resharder import hosts_by_name
-from phalanx.runtime.state.optimizer import ShardedState
+from phalanx.observe import Sinks
+from phalanx.plan.mapping import ModelSpec
+from phalanx.plan.recovery import Healing, HealPlan, Standing, heal_order
+from phalanx.runtime.checkpoint import CheckpointManager, Writer, import_beside
+from phalanx.runtime.comm import (
+    Axis,
+    Collectives,
+    Escape,
+    Peers,
+    StopRequest,
+    WorldInfo,
+    build_groups,
+    with_second_groups,
+)
+from phalanx.runtime.membership import Generation, NoMapping, Report, Resolution, Team, own_host
+from phalanx.runtime.reshard import hosts_by_name
+from phalanx.runtime.state import ShardedState
 from phalanx.train.closing import Outcome
 from phalanx.train.machine import MemoryMeter, matmul_flops_per_s
 from phalanx.train.optim import learning_rate
 from phalanx.train.placement.heal_state import Everyone, Examined, Moved, examine, take_state
-from phalanx.train.placement.replacing import Prepared as NewPlacement
-from phalanx.train.placement.replacing import Where
+from phalanx.train.placement.replacing import Prepared as NewPlacement, Where
 from phalanx.train.recording import MoveRecorder, Recorder
 from phalanx.train.recovery.facts import facts_of
 from phalanx.train.recovery.fallback import despite_disk

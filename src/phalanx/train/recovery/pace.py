@@ -7,9 +7,17 @@ import numpy as np
 from phalanx.core.config import Recipe
 from phalanx.core.events import Straggling
 from phalanx.core.samples import owned
-from phalanx.plan.recovery.generation import Healing, HealPlan
-from phalanx.plan.recovery.recipe import straggler_rule
-from phalanx.plan.recovery.stragglers import Pace, Streaks, Verdict, judge, slowness, work_of_ranks
+from phalanx.plan.recovery import (
+    Healing,
+    HealPlan,
+    Pace,
+    Streaks,
+    Verdict,
+    judge,
+    slowness,
+    straggler_rule,
+    work_of_ranks,
+)
 from phalanx.train.step import StepResult
 
 

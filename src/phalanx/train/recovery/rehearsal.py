@@ -18,15 +18,11 @@ import torch
 
 from phalanx.core.config import CheckpointConfig, FoldingConfig, Recipe, ResilienceConfig
 from phalanx.core.processor import this_processor
-from phalanx.data.loader import MicroBatch
-from phalanx.data.prepare import Prepared
-from phalanx.observe.sinks import Sinks
-from phalanx.plan.mapping.folding import Folding
-from phalanx.plan.mapping.model import ModelSpec, model_problems
-from phalanx.plan.mapping.placement import plain_placement
-from phalanx.plan.pipeline.run import plain_pipeline
-from phalanx.runtime.comm.groups import GroupCache, WorldInfo
-from phalanx.runtime.comm.peers import Peers
+from phalanx.data import MicroBatch, Prepared
+from phalanx.observe import Sinks
+from phalanx.plan.mapping import Folding, ModelSpec, model_problems, plain_placement
+from phalanx.plan.pipeline import plain_pipeline
+from phalanx.runtime.comm import GroupCache, Peers, WorldInfo
 from phalanx.train.machine import MemoryMeter
 from phalanx.train.optim import learning_rate
 from phalanx.train.run_folder import RunFolder

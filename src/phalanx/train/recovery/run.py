@@ -29,25 +29,31 @@ from phalanx.core.errors import ConfigError, Problem, RunError, raise_if
 from phalanx.core.events import Emit, Event, Note, RunEnded
 from phalanx.core.recipe import dump_recipe
 from phalanx.core.service_address import parse_service
-from phalanx.data.prepare import Prepared, prepare
-from phalanx.observe.console import wants_live
-from phalanx.observe.event_log import JsonlSink
-from phalanx.observe.preparation import PreparationProgress
-from phalanx.observe.sinks import Sinks, open_sinks
-from phalanx.observe.summary import print_summary
-from phalanx.plan.mapping.folding import Folding
-from phalanx.plan.recovery.generation import heal_problems
-from phalanx.plan.recovery.hosts import wanted_ranks
-from phalanx.plan.recovery.recipe import healing_of
-from phalanx.runtime.checkpoint.manager import import_now
-from phalanx.runtime.comm.allocator import keep_freed_memory
-from phalanx.runtime.comm.away import AWAY_FILE, AwayFile
-from phalanx.runtime.comm.groups import WorldInfo, leave_errors_to_run, own_device, use_interface_to
-from phalanx.runtime.membership.member import run_member
-from phalanx.runtime.membership.seat import Seat
-from phalanx.runtime.membership.seat_terms import SeatSettings
-from phalanx.runtime.membership.service_address import expect_service, run_at, service_at
-from phalanx.runtime.membership.supervisor import MemberMain, Supervisor, SupervisorSettings
+from phalanx.data import Prepared, prepare
+from phalanx.observe import JsonlSink, PreparationProgress, Sinks, open_sinks, print_summary, wants_live
+from phalanx.plan.mapping import Folding
+from phalanx.plan.recovery import heal_problems, healing_of, wanted_ranks
+from phalanx.runtime.checkpoint import import_now
+from phalanx.runtime.comm import (
+    AWAY_FILE,
+    AwayFile,
+    WorldInfo,
+    keep_freed_memory,
+    leave_errors_to_run,
+    own_device,
+    use_interface_to,
+)
+from phalanx.runtime.membership import (
+    MemberMain,
+    Seat,
+    SeatSettings,
+    Supervisor,
+    SupervisorSettings,
+    expect_service,
+    run_at,
+    run_member,
+    service_at,
+)
 from phalanx.train.closing import summary_of
 from phalanx.train.recovery.healing import HealingBody, HealingRun
 from phalanx.train.recovery.run_hosts import RunHosts

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from phalanx.core.errors import FinalError
 from phalanx.core.events import Note
-from phalanx.plan.recovery.generation import HealPlan
-from phalanx.runtime.membership.forming import Team
+from phalanx.plan.recovery import HealPlan
+from phalanx.runtime.membership import Team
 from phalanx.train.recovery.fallback import load_checkpoint, newest_sound, set_later_aside, tell_went_back
 from phalanx.train.trainer import Trainer
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from phalanx.core.events import Emit, Event, Note, TeamFormed, TrainingResumed
-from phalanx.runtime.membership.member import Committed, Reformed
-from phalanx.runtime.membership.seat_terms import TooFew
+from phalanx.runtime.membership import Committed, Reformed, TooFew
 from phalanx.train.placement.heal_state import Moved
 
 

@@ -10,7 +10,7 @@ from typing import Literal, Protocol
 
 from phalanx.core.events import Event
 from phalanx.core.op_ids import read_op_id
-from phalanx.observe.sinks import Sinks
+from phalanx.observe import Sinks
 
 Phase = Literal["waits", "forward", "all-to-all", "backward", "reduction", "vote", "commit", "migration", "checkpoint"]
 PHASES: tuple[Phase, ...] = (

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from phalanx.plan.moe.dispatch import DispatchPlan, Ints
+from phalanx.plan.moe import DispatchPlan, Ints
 from phalanx.plan.moe.overlap.bytes import Legs, Route, WireBytes
 from phalanx.plan.moe.overlap.hosts import gateways, members
 

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from phalanx.core.errors import PlanError, Problem, raise_if
-from phalanx.plan.moe.dispatch import DispatchPlan, Ints
+from phalanx.plan.moe import DispatchPlan, Ints
 from phalanx.plan.moe.overlap.hosts import gateway, gateways, members
 from phalanx.plan.moe.overlap.types import Transport
 

@@ -20,7 +20,7 @@ from typing import Literal
 import numpy as np
 
 from phalanx.core.errors import ConfigError, PlanError, Problem, raise_if
-from phalanx.plan.moe.dispatch import DispatchPlan
+from phalanx.plan.moe import DispatchPlan
 from phalanx.plan.moe.overlap.batches import About, about, typical
 from phalanx.plan.moe.overlap.bytes import WireBytes
 from phalanx.plan.moe.overlap.clock import seconds_of

@@ -19,7 +19,7 @@ from math import inf
 import numpy as np
 
 from phalanx.core.errors import PlanError, Problem, raise_if
-from phalanx.plan.moe.dispatch import Ints
+from phalanx.plan.moe import Ints
 from phalanx.plan.moe.overlap.bytes import WireBytes
 from phalanx.plan.moe.overlap.cost import LayerShape, OverlapCost, RankWork, work_of
 from phalanx.plan.moe.overlap.events import WAITS, simulate

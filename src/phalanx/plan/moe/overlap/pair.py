@@ -24,8 +24,7 @@ from phalanx.plan.moe.overlap.bytes import WireBytes
 from phalanx.plan.moe.overlap.clock import seconds_of
 from phalanx.plan.moe.overlap.cost import OverlapCost, RankWork
 from phalanx.plan.moe.overlap.types import Op
-from phalanx.plan.pipeline.clock import Pair
-from phalanx.plan.pipeline.schedule import Schedule
+from phalanx.plan.pipeline import Pair, Schedule
 
 __all__ = ["PassTime", "link_s", "pair_s", "paired_share", "pass_time"]
 

@@ -22,7 +22,7 @@ from itertools import accumulate
 from typing import Literal
 
 from phalanx.core.errors import PlanError, Problem, raise_if
-from phalanx.plan.moe.dispatch import DispatchPlan
+from phalanx.plan.moe import DispatchPlan
 from phalanx.plan.moe.overlap.axis import BACKWARD, FORWARD, Layer, cuts_of
 from phalanx.plan.moe.overlap.hosts import message_parts, relay_parts
 from phalanx.plan.moe.overlap.order import NONE, JointSlot, Parts, forward_order, schedule_problems, with_weights

@@ -16,15 +16,10 @@ from statistics import median
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.plan.layout.holders import ExpertState
-from phalanx.plan.mapping.folding import Folding
-from phalanx.plan.mapping.model import ModelSpec
-from phalanx.plan.mapping.placement import Placement
-from phalanx.plan.mapping.stages import Stage
-from phalanx.plan.moe.dispatch import DispatchPlan, plan_dispatch, plan_static_dispatch
-from phalanx.plan.moe.dispatch_local import plan_local_dispatch
-from phalanx.plan.moe.workload import forced_experts
-from phalanx.plan.placement.run import Asked, stage_replicas
+from phalanx.plan.layout import ExpertState
+from phalanx.plan.mapping import Folding, ModelSpec, Placement, Stage
+from phalanx.plan.moe import DispatchPlan, forced_experts, plan_dispatch, plan_local_dispatch, plan_static_dispatch
+from phalanx.plan.placement import Asked, stage_replicas
 from phalanx.simulate.hardware.routing import FORCED_DRAWS, Routing
 
 DRAWS = FORCED_DRAWS

@@ -13,16 +13,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from phalanx.core.errors import PlanError, Problem, raise_if
-from phalanx.plan.mapping.folding import Folding
-from phalanx.simulate.failures.slow_step import with_stragglers
-from phalanx.simulate.hardware.clusters import GpuCluster
-from phalanx.simulate.hardware.routing import Routing
-from phalanx.simulate.mapping.mapping import Job, Mapping, Overlap, Precision, Recompute
-from phalanx.simulate.mapping.slow_ranks import Stragglers
+from phalanx.plan.mapping import Folding
+from phalanx.simulate.failures import with_stragglers
+from phalanx.simulate.hardware import GpuCluster, Routing
+from phalanx.simulate.mapping import Job, Mapping, Overlap, Precision, Recompute, Stragglers
 from phalanx.simulate.search.quick import Quick
 from phalanx.simulate.search.space import Space, foldings, micro_batches, overlaps, pairs_pass, pipelines
-from phalanx.simulate.step.device_memory import usable_bytes
-from phalanx.simulate.step.step_time import Prediction, predict_many
+from phalanx.simulate.step import Prediction, predict_many, usable_bytes
 
 RERANKED = 60
 """Choices that the second pass looks at."""

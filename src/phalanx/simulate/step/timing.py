@@ -15,19 +15,16 @@ from itertools import accumulate
 from statistics import NormalDist
 from typing import Any, NamedTuple
 
-from phalanx.plan.pipeline.clock import Edge, ScheduleCosts, Timeline, chain, simulate
-from phalanx.plan.pipeline.many import ends_of_ranks
-from phalanx.plan.pipeline.schedule import Schedule
-from phalanx.simulate.hardware.clusters import GpuCluster
-from phalanx.simulate.hardware.collectives import Network
-from phalanx.simulate.hardware.cost import SIGMA, Oracle
-from phalanx.simulate.mapping.mapping import Job, Mapping
-from phalanx.simulate.mapping.shape import flops_per_token
-from phalanx.simulate.mapping.slow_ranks import Stragglers
-from phalanx.simulate.mapping.stage_mappings import (
+from phalanx.plan.pipeline import Edge, Schedule, ScheduleCosts, Timeline, chain, ends_of_ranks, simulate
+from phalanx.simulate.hardware import SIGMA, GpuCluster, Network, Oracle
+from phalanx.simulate.mapping import (
     AnyMapping,
+    Job,
+    Mapping,
     StagedMapping,
+    Stragglers,
     edge_seconds,
+    flops_per_token,
     hop_of,
     hop_seconds,
     of_places,

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from phalanx.plan.layout.parameters import FlatLayout
+from phalanx.plan.layout import FlatLayout
 from phalanx.runtime.state.optimizer import ShardedState
 
 

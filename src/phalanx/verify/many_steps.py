@@ -20,11 +20,19 @@ from pathlib import Path
 import torch
 
 from phalanx.core.errors import RunError
-from phalanx.models.context import TokenBatch
-from phalanx.models.shard import part_of
-from phalanx.runtime.comm.collectives import Collectives
-from phalanx.runtime.comm.groups import GroupCache, WorldInfo, build_groups, close_world, init_world, with_second_groups
-from phalanx.runtime.comm.launch import STOPPED, StopRequest, run_local
+from phalanx.models import TokenBatch, part_of
+from phalanx.runtime.comm import (
+    STOPPED,
+    Collectives,
+    GroupCache,
+    StopRequest,
+    WorldInfo,
+    build_groups,
+    close_world,
+    init_world,
+    run_local,
+    with_second_groups,
+)
 from phalanx.train.assemble import assemble
 from phalanx.train.step import StepParts, train_step
 from phalanx.verify.numbers import StartingValues, microbatch

@@ -1,0 +1,47 @@
+"""How a room shows its face: the names under `if TYPE_CHECKING:` in its `__init__`, each imported from its module when it is first asked for.
+
+Decides nothing. A room's `__init__` writes
+
+    if TYPE_CHECKING:
+        from phalanx.plan.reshard.best import best_schedule as best_schedule
+    else:
+        __getattr__ = lazy(__name__)
+
+so type checkers and readers see plain imports, and importing a room costs nothing until one of its names is used.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def face_of(source: str) -> dict[str, tuple[str, str]]:
+    """Name -> (module, name in it), from the imports under the first `if TYPE_CHECKING:` of a room's `__init__`."""
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            imports = [n for n in node.body if isinstance(n, ast.ImportFrom) and n.module]
+            return {a.asname or a.name: (str(n.module), a.name) for n in imports for a in n.names}
+    return {}
+
+
+def lazy(room: str) -> Callable[[str], Any]:
+    """The `__getattr__` of a room's package (PEP 562). Raises `AttributeError` for a name that is not in its face."""
+    found: dict[str, tuple[str, str]] = {}
+
+    def get(name: str) -> Any:
+        module = sys.modules[room]
+        if not found and not name.startswith("__"):
+            found.update(face_of(Path(str(module.__file__)).read_text(encoding="utf-8")))
+        if name not in found:
+            raise AttributeError(f"{room} has no {name!r}; its face is: {', '.join(sorted(found))}")
+        source, original = found[name]
+        value = getattr(importlib.import_module(source), original)
+        setattr(module, name, value)
+        return value
+
+    return get
