@@ -65,7 +65,8 @@ def _start_server() -> None:
     """It has imported whatever runs, verifications and the bodies of tests import, and done what every rank would do first (`quick_starts.py`)."""
     _SERVER.set_forkserver_preload(
         [
-            "phalanx.train.trainer",
+            "phalanx.train.run",
+            "phalanx.train.placement.replacing",
             "phalanx.train.loaded",
             "phalanx.runtime.checkpoint.planner",
             "phalanx.cli.main",

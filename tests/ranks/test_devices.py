@@ -29,6 +29,7 @@ from phalanx.runtime.comm.devices import DeviceAbort, complete
 from phalanx.runtime.comm.escape import Escape
 from phalanx.runtime.comm.exchange import Call
 from phalanx.runtime.comm.groups import Axis, leave_errors_to_run
+from phalanx.runtime.comm.launch import StopRequest
 from phalanx.runtime.comm.peers import Peers
 from phalanx.runtime.membership import lookout, seat
 from phalanx.runtime.membership.forming import Sockets, TeamGroups, as_listed
@@ -37,10 +38,11 @@ from phalanx.runtime.membership.membership import Generation, Member
 from phalanx.runtime.membership.seat import Seat
 from phalanx.runtime.membership.seat_terms import Left, SeatSettings
 from phalanx.runtime.membership.votes import Decision, Report
+from phalanx.train import loop
+from phalanx.train.loop import Trainer
 from phalanx.train.placement import heal_state
 from phalanx.train.placement.heal_state import Everyone, Examined, take_state
-from phalanx.train.recovery import healing
-from phalanx.train.recovery.healing import HealingBody
+from phalanx.train.reporting import Progress
 
 ELSEWHERE = torch.device("meta")
 """A device that is no CPU, and needs no waiting for."""
@@ -164,26 +166,20 @@ def test_it_asks_after_the_device_has_ended_and_not_before(monkeypatch: pytest.M
         complete(ELSEWHERE, lambda: bool(kicked))
 
 
-def body_on(device: torch.device, kicked: list[bool], error: Exception | None) -> HealingBody:
+def trainer_on(device: torch.device, kicked: list[bool]) -> Trainer:
     """One that is about to make a step in which the team is kicked, after the last call that could have failed."""
-    body = object.__new__(HealingBody)
+    trainer: Any = object.__new__(Trainer)
     comms = Collectives(escape=Escape(lambda: kicked[0]))
-    recorder = SimpleNamespace(
-        prepare=lambda step: None, begin=lambda step: None, voted=lambda: None, publishing=nullcontext
-    )
-    trainer: Any = SimpleNamespace(
-        parts=SimpleNamespace(comms=comms),
-        replacing=SimpleNamespace(reduced=lambda *_: None),
-        recorder=recorder,
-        load=lambda step: [],
-        token_batch=lambda m: m,
-    )
+    trainer.recorder = SimpleNamespace(prepare=lambda step: None, begin=lambda step: None, publishing=nullcontext)
+    trainer.parts, trainer.companion = SimpleNamespace(comms=comms), SimpleNamespace(reduced=lambda *_: None)
     optim = SimpleNamespace(warmup_steps=0, lr=1.0)
-    body.recipe = SimpleNamespace(train=SimpleNamespace(steps=4), optim=optim)  # type: ignore[assignment]
-    body.device, body.trainer, body.watch = device, trainer, None
-    body._idle = body._others_idle = body._due = False
-    body._step, body._moving, body._reduced, body._batches = 0, None, None, None
-    return body
+    trainer.rank = SimpleNamespace(device=device, recipe=SimpleNamespace(optim=optim))
+    trainer.progress, trainer.total_steps, trainer.stop = Progress(), 4, StopRequest()
+    trainer.elastic, trainer._at = SimpleNamespace(), lambda name: None
+    trainer.due = False
+    trainer.moving, trainer._measured, trainer._reduced = None, None, None
+    trainer._batches = iter([[]])
+    return trainer
 
 
 @pytest.mark.unit
@@ -200,17 +196,17 @@ def test_a_step_that_a_device_computed_with_a_kicked_team_is_a_lost_peer(
             raise error
         return "numbers"
 
-    monkeypatch.setattr(healing, "reduce_step", reduce_step)
-    monkeypatch.setattr(healing, "publish", lambda parts: None)
-    monkeypatch.setattr(healing, "learning_rate", lambda *args, **options: 1.0)
-    body = body_on(ELSEWHERE, kicked, error)
+    monkeypatch.setattr(loop, "reduce_step", reduce_step)
+    monkeypatch.setattr(loop, "publish", lambda parts: None)
+    monkeypatch.setattr(loop, "learning_rate", lambda *args, **options: 1.0)
+    trainer = trainer_on(ELSEWHERE, kicked)
     with pytest.raises(PeerError):
-        body.compute()
-    assert body._reduced is None
-    kicked[0], host = False, body_on(torch.device("cpu"), kicked, error)
+        trainer.compute()
+    assert trainer._reduced is None
+    kicked[0], host = False, trainer_on(torch.device("cpu"), kicked)
     if error is None:
         host.compute()
-        assert host._reduced is not None and host._reduced[0] == "numbers"
+        assert host._reduced is not None and host._reduced.step == "numbers"
     else:
         with pytest.raises(FinalError, match="not finite"):
             host.compute()

@@ -22,7 +22,7 @@ from phalanx.simulate.memory.memory import TERMS, estimate_memory
 from phalanx.simulate.step import activations as act
 from phalanx.simulate.step.balance import Balance, expected_balance, most_uneven
 from phalanx.simulate.step.generated import generated_code, num_expert_sizes
-from phalanx.train import machine, trainer, warm
+from phalanx.train import loop, machine, warm
 from phalanx.train.step import train_step
 from ranks import run_ranks
 
@@ -39,8 +39,8 @@ def test_mirrored_constants_are_those_of_the_kernels() -> None:
     assert (facts.MAX_PIECE, facts.BLOCK_ROWS) == (grouped.MAX_PIECE, grouped.BLOCK_ROWS)
     assert (facts.KEY_BLOCK, facts.CORRECTION) == (attention.KEY_BLOCK, attention.CORRECTION)
     assert facts.ADAM_CHUNK == adamw.CHUNK
-    assert facts.PREFETCH_STEPS == trainer.PREFETCH_STEPS
-    assert (facts.SAMPLE_TOKENS, facts.PROMPT_TOKENS) == (trainer.SAMPLE_TOKENS, trainer.PROMPT_TOKENS)
+    assert facts.PREFETCH_STEPS == loop.PREFETCH_STEPS
+    assert (facts.SAMPLE_TOKENS, facts.PROMPT_TOKENS) == (loop.SAMPLE_TOKENS, loop.PROMPT_TOKENS)
     assert facts.RATE_SIZES == machine.RATE_SIZES
     assert facts.LARGEST_HEAP_BLOCK == allocator.LARGEST_HEAP_BLOCK
     assert facts.LONGEST_WARM == warm.LONGEST

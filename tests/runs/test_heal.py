@@ -23,13 +23,13 @@ from phalanx.cli.main import main
 from phalanx.core.config import ModelConfig, RouterConfig
 from phalanx.core.errors import RunError
 from phalanx.plan.mapping.folding import Folding
-from phalanx.plan.mapping.model import resolve_model
 from phalanx.plan.recovery.generation import Healing, HealPlan, heal_problems
-from phalanx.plan.recovery.standing import Fact, Standing
+from phalanx.plan.mapping.model import resolve_model
 from phalanx.plan.reshard.plan import plan_reshard
 from phalanx.plan.reshard.types import equal_hosts
-from phalanx.runtime.checkpoint.manager import CheckpointManager
+from phalanx.plan.recovery.standing import Fact, Standing
 from phalanx.runtime.state.boxes import BoxTensor
+from phalanx.runtime.checkpoint.manager import CheckpointManager
 from phalanx.train.placement.heal_state import compare
 from test_trace import problems_of
 from train_help import _SERVER, phalanx, train_args, write_text
@@ -148,9 +148,9 @@ def _plant(faults: Faults, folder: str, *, ranks: int) -> None:
     from phalanx.models.moe import MoE
     from phalanx.runtime.comm.collectives import Collectives
     from phalanx.runtime.state.gradients import GradientBuffers
-    from phalanx.train.placement import coming
-    from phalanx.train.placement import replacing
-    from phalanx.train.recovery import healing
+    from phalanx.train import loop
+    from phalanx.train.placement import coming, replacing
+    from phalanx.train.recovery import elastic
     from phalanx.train.recovery import run as heal_run
 
     victims = [(phase, slot) for phase, (slots, _) in faults.items() if phase != "corruption" for slot in slots]
@@ -183,22 +183,22 @@ def _plant(faults: Faults, folder: str, *, ranks: int) -> None:
 
     before(MoE, "forward", "forward")
     before(GradientBuffers, "reduce", "reduction")
-    before(healing, "commit_step", "commit")
+    before(loop, "commit_step", "commit")
     before(CheckpointManager, "_write_tensors", "checkpoint")
-    before(healing, "take_state", "migration")
+    before(elastic, "take_state", "migration")
     before(replacing, "_move_experts", "moving")
     before(coming.Coming, "_bring", "beside")
     before(coming.Coming, "update", "update")
     if faults.keys() & {"moving", "beside", "staged", "update"}:
         replacing.seconds_of_a_row = lambda parts: ROW_S
     reduce_step, enter, compute, work = (
-        healing.reduce_step,
-        healing.HealingBody.enter,
-        healing.HealingBody.compute,
+        loop.reduce_step,
+        elastic.ElasticMember.enter,
+        elastic.ElasticMember.compute,
         heal_run.work,
     )
 
-    exchange, publish = Collectives.start_exchange, healing.publish
+    exchange, publish = Collectives.start_exchange, loop.publish
 
     def publishing(parts: Any) -> None:
         sent = [  # families whose parameters not every rank has rounded itself
@@ -257,9 +257,9 @@ def _plant(faults: Faults, folder: str, *, ranks: int) -> None:
         seat.announce = announcing
         return work(run, seat, **words)
 
-    healing.reduce_step, healing.publish = then_vote, publishing
+    loop.reduce_step, loop.publish = then_vote, publishing
     Collectives.start_exchange = exchanging  # type: ignore[method-assign]
-    healing.HealingBody.enter, healing.HealingBody.compute = entering, computing  # type: ignore[method-assign]
+    elastic.ElasticMember.enter, elastic.ElasticMember.compute = entering, computing  # type: ignore[method-assign]
     heal_run.work = working
 
 

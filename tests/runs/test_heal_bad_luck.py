@@ -130,55 +130,55 @@ def _unreadable(folder: Path) -> None:
 
     CheckpointFolder.newest = failing(CheckpointFolder.newest)  # type: ignore[method-assign]
     CheckpointFolder.clean = failing(CheckpointFolder.clean)  # type: ignore[method-assign]
-    from phalanx.train.recovery.healing import HealingBody
+    from phalanx.train.recovery.elastic import ElasticMember
 
-    enter = HealingBody.enter
+    enter = ElasticMember.enter
 
     def entering(self: Any, team: Any, resolution: Any) -> None:
         if team.begun:
             (folder / "unreadable").touch()
         enter(self, team, resolution)
 
-    HealingBody.enter = entering  # type: ignore[method-assign]
+    ElasticMember.enter = entering  # type: ignore[method-assign]
 
 
 def _damage(folder: Path) -> None:
     """One byte of the newest checkpoint changes before anyone goes back to it."""
-    from phalanx.train.recovery import start as heal_start
+    from phalanx.train.recovery import fallback
 
-    inner = heal_start.newest_sound
+    inner = fallback.newest_sound
 
-    def outer(trainer: Any, spec: Any) -> Any:
+    def outer(trainer: Any) -> Any:
         if _once(folder, "damaged"):
             path = next(trainer.manager.folder.of(8).glob("*.distcp"))
             data = bytearray(path.read_bytes())
             data[len(data) // 2] ^= 1
             path.write_bytes(data)
         trainer.rank.peers.gather(None)  # nobody reads before
-        return inner(trainer, spec)
+        return inner(trainer)
 
-    heal_start.newest_sound = outer
+    fallback.newest_sound = outer
 
 
 def _stays_behind(folder: Path) -> None:
     """When all go back to a checkpoint, one member leaves the generation as if it had never entered it, with what it held before."""
-    from phalanx.train.recovery.healing import HealingBody
+    from phalanx.train.recovery.elastic import ElasticMember
 
-    enter, adopt = HealingBody.enter, HealingBody._adopt
+    enter, adopt = ElasticMember.enter, ElasticMember._adopt
 
     def entering(self: Any, team: Any, resolution: Any) -> None:
         before = dict(vars(self))
 
         def adopting(*args: Any, **words: Any) -> None:
-            if self.history and team.rank == 1 and _once(folder, "stayed"):
-                vars(self).update({k: before[k] for k in ("trainer", "place", "place_of", "_step", "history")})
+            if self.progress.history and team.rank == 1 and _once(folder, "stayed"):
+                vars(self).update({k: before[k] for k in ("trainer", "place", "place_of", "progress", "companion")})
                 raise PeerError("the last message did not come")
             adopt(self, *args, **words)
 
         self._adopt = adopting
         enter(self, team, resolution)
 
-    HealingBody.enter = entering  # type: ignore[method-assign]
+    ElasticMember.enter = entering  # type: ignore[method-assign]
 
 
 def _nobody_comes(folder: Path) -> None:
@@ -197,16 +197,16 @@ def _nobody_comes(folder: Path) -> None:
 
 def _waits_for_the_other(folder: Path) -> None:
     """After three steps, until the file `go` is there."""
-    from phalanx.train.recovery.healing import HealingBody
+    from phalanx.train.recovery.elastic import ElasticMember
 
-    compute = HealingBody.compute
+    compute = ElasticMember.compute
 
     def computing(self: Any) -> None:
         while self.step >= 3 and not (folder / "go").exists():
             time.sleep(0.05)
         compute(self)
 
-    HealingBody.compute = computing  # type: ignore[method-assign]
+    ElasticMember.compute = computing  # type: ignore[method-assign]
 
 
 HOOKS: dict[str, Callable[[Path], None]] = {

@@ -14,15 +14,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from phalanx_lab.bench.storm.trainer import Setup, recipe_words, write_text
 from phalanx.core.processor import this_processor
 from phalanx.core.recipe import load_recipe
 from phalanx.plan.mapping.model import PRESETS, ModelSpec, model_problems
 from phalanx.train.recovery import rehearsal
 from phalanx.train.recovery import run as heal_run
-from phalanx.train.recovery.rehearsal import rehearse, small_model
 from phalanx.train.recovery.run import prepare_run
+from phalanx.train.recovery.rehearsal import rehearse, small_model
 from phalanx.train.run_folder import RunFolder
-from phalanx_lab.bench.storm.trainer import Setup, recipe_words, write_text
 
 pytestmark = pytest.mark.ranks
 WIDTHS = (
@@ -92,11 +92,11 @@ from pathlib import Path
 from phalanx_lab.bench.storm.trainer import Setup, recipe_of
 from phalanx.observe.sinks import Sinks
 from phalanx.train.recovery.run import prepare_run
-from phalanx.train.recovery.healing import HealingBody
+from phalanx.train.recovery.elastic import ElasticMember
 from phalanx.train.run_folder import RunFolder
 folder = RunFolder(Path(sys.argv[1]) / "x")
 folder.create()
-HealingBody(prepare_run(recipe_of(Setup(service="127.0.0.1:1"), Path(sys.argv[1])), folder), Sinks([]), joins=True).rehearse()
+ElasticMember(prepare_run(recipe_of(Setup(service="127.0.0.1:1"), Path(sys.argv[1])), folder), Sinks([]), joins=True).rehearse()
 print("sympy" in sys.modules)
 """
     done = subprocess.run(

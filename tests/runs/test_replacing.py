@@ -25,18 +25,19 @@ from phalanx.models import router
 from phalanx.models.moe import MoE
 from phalanx.observe.lanes import read_recording
 from phalanx.observe.trace import perfetto_trace
-from phalanx.plan.layout.state import STATE_KINDS
 from phalanx.plan.mapping.folding import make_folding
 from phalanx.plan.pipeline.run import plain_pipeline
+from phalanx.plan.layout.state import STATE_KINDS
 from phalanx.runtime.comm.groups import GroupCache, WorldInfo
 from phalanx.runtime.comm.peers import Peers, own_group
-from phalanx.train.machine import MemoryMeter
 from phalanx.train.placement import replacing
+from phalanx.train.build import make_parts
+from phalanx.train.companion import NOWHERE
+from phalanx.train.machine import MemoryMeter
 from phalanx.train.placement.replacing import Replacing, placement_in_use
 from phalanx.train.run_folder import RunFolder
 from phalanx.train.setup import Rank
-from phalanx.train.step import StepParts, train_step
-from phalanx.train.trainer import make_parts
+from phalanx.train.step import StepParts, commit_step, publish, reduce_step
 from phalanx.verify.replicas import not_alike
 from ranks import RankError, run_ranks
 from test_heal import ROW_S, Faults, check_equal, events, train
@@ -106,7 +107,11 @@ def advance(rank: int, cache: GroupCache, way: Way, faults: Sequence[str] = ()) 
                 parts = new.parts
                 told.append(new.event)
             rows = heard(parts)
-            result = train_step(parts, shares(parts, way.run, step), step=step, lr=3e-3, companion=watcher)
+            reduced = reduce_step(parts, shares(parts, way.run, step), step=step, lr=3e-3)
+            watcher.reduced(parts, reduced)
+            result = commit_step(parts, reduced)
+            watcher.applied(parts, reduced)
+            publish(parts)
             watcher.committed(result.counts_LE)
             steps.append((result.loss, result.grad_norm))
             busiest.append(sum(r.max() for r in rows) / max(1e-9, sum(r.mean() for r in rows)))
@@ -340,7 +345,7 @@ def test_experts_on_too_few_hosts_do_not_wait_for_a_step_and_even_loads_follow_s
     watcher._asked = SimpleNamespace(step=20, parts=parts, before={}, stages=[], costs=None)  # type: ignore[assignment]
     decided = SimpleNamespace(action="mend", migrations=())
     rank = SimpleNamespace(peers=SimpleNamespace(first=lambda work: decided))
-    way = replacing._Way(where=replacing.NOWHERE, recorder=None, beside=True)
+    way = replacing._Way(where=NOWHERE, recorder=None, beside=True)
     with mock.patch.object(Replacing, "_carry_out", return_value="moved"):
         assert watcher._prepare(parts, rank, way, step=20) == "moved"  # type: ignore[arg-type, comparison-overlap]
     assert [step for step in range(20, 42) if watcher.due(step)] == [20, 22, 40]

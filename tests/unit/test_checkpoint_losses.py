@@ -1,7 +1,7 @@
 """A member is lost inside the completion of a checkpoint, at each of its messages: those that are left part from it as from any lost peer, and what the next
 generation finds is whole.
 
-No process and no network: members are threads, and what they tell each other meets in memory. Folder, files and the code of healing are real.
+No process and no network: members are threads, and what they tell each other meets in memory. Folder, files and the code that saves are real.
 """
 
 from __future__ import annotations
@@ -16,16 +16,15 @@ import pytest
 import torch
 from checkpoint_help import fill, model_fields, run_state, small_spec, wrong_boxes
 
+from phalanx.core.config import CheckpointConfig, Recipe
 from phalanx.core.errors import PeerError
 from phalanx.core.events import CheckpointSaved
-from phalanx.observe.sinks import Sinks
 from phalanx.plan.layout.parameters import Box
 from phalanx.runtime.checkpoint.folder import CheckpointFolder, Writer
 from phalanx.runtime.checkpoint.manager import CheckpointManager
 from phalanx.runtime.comm.peers import Peers
 from phalanx.runtime.state.boxes import BoxTensor
-from phalanx.train.recovery.healing import HealingBody
-from phalanx.train.trainer import Trainer
+from phalanx.train.saving import Saving
 
 pytestmark = pytest.mark.unit
 BEFORE, STEP, INTERVAL = 50, 100, 50
@@ -85,7 +84,7 @@ class MeetingPeers(Peers):
 
 
 class Member:
-    """The code of healing between two steps, around the real manager of one member."""
+    """What one member does about checkpoints between two steps, around its real manager."""
 
     def __init__(self, folder: Path, meeting: Meeting, rank: int, *, generation: int) -> None:
         self.rank, self.meeting, self.generation, self.events = rank, meeting, generation, list[Any]()
@@ -98,26 +97,11 @@ class Member:
             for kind in ("master", "exp_avg")
         ]
         fill(self.boxes)
-        sinks: Any = self.events.append
-        self.trainer: Any = SimpleNamespace(
-            manager=self.manager, saved_step=None, rank=SimpleNamespace(sinks=sinks), parts=None, step=0,
-            replacing=SimpleNamespace(between=lambda *_, **__: None), _write_status=lambda status: None, recorder=None,
+        self.saving = Saving(
+            recipe=Recipe(checkpoint=CheckpointConfig(interval=INTERVAL)), manager=self.manager, tell=self.events.append,
+            state_after=run_state, on_saved=lambda: None, on_begin=lambda name: None,
         )  # fmt: skip
-        self.trainer.hear_of_checkpoints = lambda **words: Trainer.hear_of_checkpoints(self.trainer, **words)
-        self.trainer._tell_saved = lambda saved: Trainer._tell_saved(self.trainer, saved)
-        self.trainer.save = self._save
-        self.body = HealingBody.__new__(HealingBody)
-        self.body.recipe = SimpleNamespace(  # type: ignore[assignment]
-            train=SimpleNamespace(eval_interval=0), checkpoint=SimpleNamespace(interval=INTERVAL)
-        )
-        self.body.sinks, self.body.watch, self.body.trainer, self.body._is_first = Sinks([]), None, self.trainer, True
-        self.body._entered = SimpleNamespace(hosts=(), racks=())  # type: ignore[assignment]
-        self.body._others_idle = False
-
-    def _save(self) -> None:
-        self.trainer.hear_of_checkpoints(wait=True)
-        self.manager.save(self.boxes, run_state(self.body._step))
-        self.trainer.saved_step = self.body._step
+        self.first = True
 
     def open(self) -> None:
         if self.generation > 1:
@@ -130,8 +114,9 @@ class Member:
 
     def after(self, step: int) -> None:
         """What is due between the steps."""
-        self.body._step = self.trainer.step = step
-        self.body._between_steps(self.trainer)
+        first, self.first = self.first, False
+        parts: Any = SimpleNamespace(state=SimpleNamespace(boxes=lambda: self.boxes))
+        self.saving.between(parts, step, first=first)
 
     def write(self) -> None:
         """Until this member's share of a save is on the disk."""
@@ -203,7 +188,7 @@ def story(folder: Path, meeting: Meeting) -> None:
     stay = [m for m in members if m.rank != meeting.lost]
     assert all(isinstance(event, CheckpointSaved) for m in stay for event in m.events)  # nobody took it for a disk
     for member in stay:
-        member.body._drop_save()
+        member.saving.drop()
         assert not member.manager.pending
     told = any(STEP in m.saved for m in stay)
 

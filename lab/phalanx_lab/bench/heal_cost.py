@@ -1,7 +1,7 @@
 """What a run that heals itself costs while nobody dies: steps of a plain run, of a healing one in fast mode and of one in exact mode, in turn, on the same ranks.
 
 All three are there at once, on the process groups of one team, and each round makes one step of each, in an order that changes from round to round: load of the
-machine falls on all alike. The plain one is what `phalanx train` does without `resilience`; the healing ones are the `HealingBody` of `phalanx train`, with the
+machine falls on all alike. The plain one is what `phalanx train` does without `resilience`; the healing ones are the `ElasticMember` of `phalanx train`, with the
 vote of each step at the membership service. A step begins when all ranks are ready and ends when the last one is through.
 """
 
@@ -37,7 +37,6 @@ from phalanx.core.config import (
 )
 from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.core.files import check_writable, write_json
-from phalanx.data.prefetch import Prefetch
 from phalanx.observe.sinks import open_sinks
 from phalanx.runtime.checkpoint.manager import CheckpointManager
 from phalanx.runtime.comm.allocator import keep_freed_memory
@@ -50,11 +49,14 @@ from phalanx.runtime.membership.seat import Seat
 from phalanx.runtime.membership.seat_terms import SeatSettings
 from phalanx.runtime.membership.supervisor import Supervisor, SupervisorSettings
 from phalanx.runtime.membership.votes import Report
-from phalanx.train.recovery.healing import HealingBody, HealingRun
+from phalanx.train.build import make_loader, make_parts
+from phalanx.train.loop import Trainer
+from phalanx.train.placement.replacing import Replacing
+from phalanx.train.recovery.elastic import ElasticMember, ElasticRun
 from phalanx.train.recovery.run import prepare_run
+from phalanx.train.reporting import Progress
 from phalanx.train.run_folder import RunFolder
 from phalanx.train.setup import Rank, resolve_pipeline
-from phalanx.train.trainer import PREFETCH_STEPS, Trainer, make_loader, make_parts
 
 Mode = Literal["plain", "fast", "exact"]
 MODES: tuple[Mode, ...] = ("plain", "fast", "exact")
@@ -176,7 +178,7 @@ def describe(report: dict[str, Any]) -> str:
 # ---- what runs ----------------------------------------------------------------------------------------------------------
 
 
-def _prepare(case: Case, mode: Mode, folder: Path) -> HealingRun:
+def _prepare(case: Case, mode: Mode, folder: Path) -> ElasticRun:
     recipe = _recipe(case, mode, folder)
     own = RunFolder(folder / mode)
     own.create()
@@ -213,13 +215,13 @@ def _recipe(case: Case, mode: Mode, folder: Path) -> Recipe:
     )
 
 
-def _work(case: Case, runs: dict[Mode, HealingRun], path: Path, seat: Seat) -> int:
+def _work(case: Case, runs: dict[Mode, ElasticRun], path: Path, seat: Seat) -> int:
     """One rank."""
     torch.set_num_threads(1)
     keep_freed_memory(threads=1)
     slot = int(seat.uid.split(".")[1])
     with open_sinks(runs["plain"].recipe.observe, folder=runs["plain"].folder.path, rank=slot) as sinks:
-        bodies = {mode: HealingBody(runs[mode], sinks) for mode in MODES if mode != "plain"}
+        bodies = {mode: ElasticMember(runs[mode], sinks) for mode in MODES if mode != "plain"}
         seat.announce(plan_hash="heal-cost", version="1")
         _, about = bodies["fast"].describe()
         report = Report(uid=seat.uid, step=0, holds=False, data=about)
@@ -258,7 +260,7 @@ def _rounds(case: Case, steps: dict[Mode, Callable[[], None]], peers: Peers) -> 
 class _Healing:
     """Steps of a member, as the loop of `runtime/membership/member.py` makes them. `number` of `bodies` bodies vote in one team: their keys differ."""
 
-    def __init__(self, body: HealingBody, seat: Seat, number: int, bodies: int = 2) -> None:
+    def __init__(self, body: ElasticMember, seat: Seat, number: int, bodies: int = 2) -> None:
         self.body, self.seat, self.number, self.bodies = body, seat, number, bodies
 
     def step(self) -> None:
@@ -272,7 +274,7 @@ class _Healing:
 class _Plain:
     """A trainer without any of it, on the same groups."""
 
-    def __init__(self, run: HealingRun, beside: HealingBody, team: Team) -> None:
+    def __init__(self, run: ElasticRun, beside: ElasticMember, team: Team) -> None:
         world = tuple(range(team.size))
         group = team.groups.get(world, second=True)
         rank = Rank(
@@ -292,20 +294,15 @@ class _Plain:
         self.trainer = Trainer(
             rank=rank, stop=StopRequest(), prepared=run.prepared, spec=run.spec, folding=folding, parts=parts,
             loader=make_loader(run.recipe, run.prepared), manager=CheckpointManager(run.folder.checkpoints.path, group=group),
-            start=0,
+            companion=Replacing(run.recipe, run.spec), progress=Progress(),
         )  # fmt: skip
-        self._batches = Prefetch(self.trainer.load, range(run.recipe.train.steps), depth=PREFETCH_STEPS)
 
     def __enter__(self) -> _Plain:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._batches.close()
+        self.trainer.drop_batches()
 
     def step(self) -> None:
-        trainer, begin_s = self.trainer, time.perf_counter()
-        micros = next(self._batches)
-        data_s = time.perf_counter() - begin_s
-        result = trainer._step(trainer.step, [trainer.token_batch(m) for m in micros])
-        trainer.step += 1
-        trainer.report(result, micros, step_s=time.perf_counter() - begin_s, data_s=data_s)
+        self.trainer.compute()
+        self.trainer.commit()

@@ -151,12 +151,13 @@ def start(recipe: Recipe, environ: Mapping[str, str]) -> int:
     """Become one rank, or the parent of all local ranks."""
     from phalanx.runtime.checkpoint import import_now
     from phalanx.runtime.comm import WorldInfo, read_world, run_local, run_one, threads_per_rank
-    from phalanx.train.trainer import train
+    from phalanx.train.placement.replacing import Replacing
+    from phalanx.train.run import train
 
     warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
     if recipe.launch.device == "cuda" and recipe.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch refuses to be deterministic without it
-    body = partial(train, recipe)
+    body = partial(train, recipe, companion=Replacing)
     info = read_world(environ)
     if info is not None:
         return run_one(body, info, threads=threads_per_rank(info.local_world, recipe.launch.threads))

@@ -1,8 +1,10 @@
-"""What this machine gives a rank: memory used so far, and the matmul rate that utilisation is measured against."""
+"""What this machine gives a rank: memory used so far, the matmul rate that utilisation is measured against, and the versions of what decides a run."""
 
 from __future__ import annotations
 
+import platform
 import time
+from importlib import metadata
 
 import torch
 
@@ -58,3 +60,14 @@ def _product_s(size: int, dtype: torch.dtype, device: torch.device) -> float:
         synchronize(device)  # SYNC: a measurement, before training
         count += 1
     return passed_s / count
+
+
+def versions() -> dict[str, str]:
+    """Versions of what decides a run."""
+    found = {"python": platform.python_version()}
+    for package in ("phalanx", "torch", "numpy"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = "unknown"
+    return found

@@ -53,6 +53,13 @@ class RunFolder:
     def checkpoints(self) -> CheckpointFolder:
         return CheckpointFolder(self.path / "checkpoints")
 
+    def mixing_problems(self) -> list[Problem]:
+        """What keeps a run from beginning anew here (`checkpoint.resume` = false)."""
+        steps = self.checkpoints.steps()
+        rule = f"would start over in {self.path}, which holds checkpoints of steps {', '.join(map(str, steps))}"
+        hint = "give the run another --run.name, or remove that folder"
+        return [Problem(where="checkpoint.resume", value=False, rule=rule, hint=hint)] if steps else []
+
     def create(self) -> None:
         """Make the folder. Raises `RunError` where that is not possible."""
         with self._writing():

@@ -6,7 +6,7 @@
     resolve_pipeline schedule and stages
     make_context     groups and what modules need
 
-Decides nothing about training itself (`train/trainer.py`). Must never change: whatever is wrong with recipe, text or mapping is an error
+Decides nothing about training itself (`train/loop.py`). Must never change: whatever is wrong with recipe, text or mapping is an error
 before the first parameter exists.
 """
 

@@ -23,7 +23,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -143,16 +142,6 @@ class ReducedStep:
         return clip_scale(self.tally.grad_norm, clip_norm)
 
 
-class Companion(Protocol):
-    """What goes with a step: experts that are on their way to other ranks (`train/placement/replacing.py`)."""
-
-    def reduced(self, parts: StepParts, step: ReducedStep) -> None:
-        """It is reduced, and nothing was changed. Collective."""
-
-    def applied(self, parts: StepParts, step: ReducedStep) -> None:
-        """It was committed. Needs no other rank."""
-
-
 def train_step(
     parts: StepParts,
     batches: Sequence[TokenBatch],
@@ -160,19 +149,13 @@ def train_step(
     step: int,
     lr: float,
     stop: bool = False,
-    companion: Companion | None = None,
 ) -> StepResult:
     """Run step `step` (from 0) on this rank's micro-batches and commit it. Collective; all ranks have equally many micro-batches, empty ones included.
 
     `stop` is this rank's wish to end the run after this step; the result says whether any rank has it. Raises `RunError` on all
     ranks, with the state unchanged, where a gradient or a loss is not finite.
     """
-    reduced = reduce_step(parts, batches, step=step, lr=lr, stop=stop)
-    if companion is not None:
-        companion.reduced(parts, reduced)
-    result = commit_step(parts, reduced)
-    if companion is not None:
-        companion.applied(parts, reduced)
+    result = commit_step(parts, reduce_step(parts, batches, step=step, lr=lr, stop=stop))
     publish(parts)
     return result
 

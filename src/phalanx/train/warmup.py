@@ -4,7 +4,7 @@
     then           a few transfers through the whole pipeline with passes that do nothing: what a transfer takes between these ranks
     all ranks      tell one another, and choose by `plan/pipeline/eager.py`: the same figures, so the same choice everywhere
 
-Decides nothing itself. Must never change: orders do not change sums, so a run has the same bits whatever is chosen, also when it goes on
+An elastic run does so in each generation, whose ranks and mapping are others. Decides nothing itself. Must never change: orders do not change sums, so a run has the same bits whatever is chosen, also when it goes on
 on other machines and chooses anew.
 """
 
@@ -18,6 +18,7 @@ from contextlib import contextmanager
 
 import torch
 
+from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, PlanError, Problem
 from phalanx.plan.pipeline import (
     Action,
@@ -37,6 +38,11 @@ PROBES = 8
 """Micro-batches of a probe: enough that the way through the pipeline, which the formula takes out, is not most of it."""
 ROUNDS = 3
 MIN_S = 1e-9
+
+
+def measures_warmup(recipe: Recipe, pipeline: Pipeline) -> bool:
+    """Whether the first step on such a pipeline is measured, and the others follow what it took."""
+    return recipe.pipeline.extra_warmup == "auto" and pipeline.pp > 1
 
 
 def with_none_ahead(pipeline: Pipeline) -> Pipeline:

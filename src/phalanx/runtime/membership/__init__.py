@@ -15,7 +15,12 @@ if TYPE_CHECKING:
     )
     from phalanx.runtime.membership.forming import NoMapping as NoMapping, Team as Team
     from phalanx.runtime.membership.lighthouse import engine as engine, keep_while_named as keep_while_named
-    from phalanx.runtime.membership.member import Committed as Committed, Reformed as Reformed, run_member as run_member
+    from phalanx.runtime.membership.member import (
+        Committed as Committed,
+        Reformed as Reformed,
+        run_member as run_member,
+        run_steps as run_steps,
+    )
     from phalanx.runtime.membership.membership import Generation as Generation
     from phalanx.runtime.membership.seat import Seat as Seat
     from phalanx.runtime.membership.seat_terms import SeatSettings as SeatSettings, TooFew as TooFew
@@ -30,6 +35,11 @@ if TYPE_CHECKING:
         Supervisor as Supervisor,
         SupervisorSettings as SupervisorSettings,
     )
-    from phalanx.runtime.membership.votes import Report as Report, Resolution as Resolution, resolve as resolve
+    from phalanx.runtime.membership.votes import (
+        Decision as Decision,
+        Report as Report,
+        Resolution as Resolution,
+        resolve as resolve,
+    )
 else:
     __getattr__ = lazy(__name__)

@@ -19,7 +19,7 @@ from phalanx.runtime.membership.forming import Order, Team, as_listed
 from phalanx.runtime.membership.keys import ServiceLost
 from phalanx.runtime.membership.seat import Seat
 from phalanx.runtime.membership.seat_terms import End, Left, RunOver
-from phalanx.runtime.membership.votes import ABORT, Decision, InDoubt, Report, Resolution, resolve
+from phalanx.runtime.membership.votes import ABORT, GO_ON, Decision, InDoubt, Report, Resolution, resolve
 
 SAME_FAILURES = 3
 """A step that fails so often although nobody is lost has another cause than a lost peer."""
@@ -114,6 +114,21 @@ class Committed(Event):
     """It had voted and learned the decision from the members of a later generation only."""
 
 
+class Steps(Protocol):
+    """What is done step by step."""
+
+    def finished(self) -> bool:
+        """Whether all steps are done; the same answer on all members at the same step."""
+
+
+def run_steps(body: Steps, step: Callable[[], Decision]) -> Decision:
+    """The loop of training: steps until all are done, or until the decision on one says that no other follows it here. Returns the last decision."""
+    decision = GO_ON
+    while decision == GO_ON and not body.finished():
+        decision = step()
+    return decision
+
+
 def run_member(seat: Seat, body: Body, *, tell: Emit = ignore, order: Order = as_listed) -> str:
     """Take part until the run ends; returns why it did: finished, stopped, left or missed the end. The seat has been announced.
 
@@ -183,13 +198,12 @@ class _Loop:
         if not team.generation.enough:
             return self._too_few()
         while not self.body.finished():
-            decision = self._step()
-            if not decision.commit:
-                return ""
+            decision = run_steps(self.body, self._step)
             if decision.then == "stop" and not self.body.finished():
                 return self._stop()
-            self.seat.wish_away(self.body.too_slow())
-            if decision.then == "next" or (decision.then == "leave" and self._part(self.seat.leavers)):
+            if not decision.commit or decision.then == "next":
+                return ""
+            if decision.then == "leave" and self._part(self.seat.leavers):
                 return ""
         if self._failed(lambda: self.body.close(stopped=False)):
             return ""
@@ -221,6 +235,12 @@ class _Loop:
         self.doubt = 0
 
     def _step(self) -> Decision:
+        decision = self._try_step()
+        if decision.commit and decision.then != "stop":
+            self.seat.wish_away(self.body.too_slow())
+        return decision
+
+    def _try_step(self) -> Decision:
         step, number = self.body.step, self.seat.team.generation.number if self.seat.team else 0
         if self._failed(self.body.compute):
             self.body.abort()

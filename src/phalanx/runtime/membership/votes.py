@@ -67,7 +67,7 @@ class Decision:
         return cls(commit == "commit", then or "go on")  # type: ignore[arg-type]
 
 
-ABORT = Decision(False)
+ABORT, GO_ON = Decision(False), Decision(True)
 
 
 class Votes:

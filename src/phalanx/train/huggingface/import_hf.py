@@ -31,9 +31,9 @@ from phalanx.runtime.comm import Peers, StopRequest, WorldInfo, close_world, ini
 from phalanx.runtime.state import BoxTensor
 from phalanx.train.assemble import state_dtype
 from phalanx.train.huggingface.hugging_face import BoxReader, HfCheckpoint
+from phalanx.train.machine import versions
 from phalanx.train.run_folder import RunFolder
 from phalanx.train.setup import DTYPES, PATIENCE_S
-from phalanx.train.trainer import versions
 
 KEPT_FOLDER = "hugging_face"
 """In the run folder: the small files of the checkpoint, for its tokenizer and for the way back."""

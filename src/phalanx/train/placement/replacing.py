@@ -50,6 +50,7 @@ from phalanx.runtime.comm import Axis
 from phalanx.runtime.reshard import Resharder
 from phalanx.runtime.state import ShardedState, shard_views
 from phalanx.train.assemble import assemble
+from phalanx.train.companion import NOWHERE, NewPlacement, Where
 from phalanx.train.expert_figures import placement_in_use, seconds_of_a_row
 from phalanx.train.placement.coming import Coming
 from phalanx.train.placement.heal_state import checksums, compare, move_state
@@ -60,27 +61,6 @@ from phalanx.train.step import ReducedStep, StepParts
 
 SOON = 10
 """A decision follows a change of members after this part of the interval."""
-
-
-@dataclass(frozen=True)
-class Where:
-    """Of all ranks of the mapping, for copies of shards: `hosts` (None: each stands for one) and `racks` (empty: not known)."""
-
-    hosts: Sequence[int] | None = None
-    racks: Sequence[int] = ()
-
-
-NOWHERE = Where()
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Prepared:
-    """A new placement, filled with the state after `step` steps and not in use yet."""
-
-    parts: StepParts
-    placements: tuple[LayerPlacements, ...]
-    """Of each pipeline stage."""
-    event: ExpertsMoved
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -230,7 +210,7 @@ class Replacing:
         where: Where = NOWHERE,
         recorder: Recorder | None = None,
         others_idle: bool = False,
-    ) -> Prepared | None:
+    ) -> NewPlacement | None:
         """What is due after `step` steps, and what has to be known for the step after. Collective. `where` as `parts` were made with.
 
         Returns a new placement with the state after `step` steps, or None: the present one stays, at least for this step. Raises `PeerError` where a rank is lost, `RunError` on all
@@ -251,7 +231,7 @@ class Replacing:
                 self._aside.begin(plan_replacement, self._asked.stages, self._asked.costs, **self._bounds)
         return found
 
-    # -- beside a step (`train/step.py: Companion`)
+    # -- beside a step (`train/companion.py`)
 
     def reduced(self, parts: StepParts, step: ReducedStep) -> None:
         """What comes to this rank is there, gradients too. Collective. Raises `PeerError` where a rank is lost."""
@@ -265,7 +245,7 @@ class Replacing:
 
     # -- a decision
 
-    def _prepare(self, parts: StepParts, rank: Rank, way: _Way, *, step: int) -> Prepared | None:
+    def _prepare(self, parts: StepParts, rank: Rank, way: _Way, *, step: int) -> NewPlacement | None:
         """Decide after `step` steps, and begin to carry it out. Collective."""
         asked, self._asked = self._asked, None
         if asked is None or asked.step != step or asked.parts is not parts:  # the same on all ranks
@@ -341,7 +321,7 @@ class Replacing:
         rank.peers.gather(None)  # each has planned by itself, and who makes a group waits for a few seconds only
         return Coming(parts, moves, Axis("beside", ranks, world.index, rank.cache.get(ranks, beside=True)))
 
-    def _arrive(self, journey: _Journey, coming: Coming, parts: StepParts, rank: Rank, *, where: Where) -> Prepared:
+    def _arrive(self, journey: _Journey, coming: Coming, parts: StepParts, rank: Rank, *, where: Where) -> NewPlacement:
         """The state has come beside the last step, and is as new as what is held. Collective."""
         begin_s = time.perf_counter()
         new = self._rebuilt(journey, parts, rank, where)
@@ -356,11 +336,11 @@ class Replacing:
             step=journey.step + 1, moved_bytes=coming.received_bytes, built_s=built_s, moved_s=moved_s, checked=checked
         )
         event = dataclasses.replace(event, beside_bytes=coming.beside_bytes, beside_s=coming.beside_s)
-        return Prepared(parts=new, placements=journey.placements, event=event)
+        return NewPlacement(parts=new, placements=journey.placements, event=event)
 
     def _carry_out(
         self, journey: _Journey, parts: StepParts, rank: Rank, *, where: Where, record: MoveRecorder | None
-    ) -> Prepared:
+    ) -> NewPlacement:
         """All of it while training stands still. Collective."""
         begin_s = time.perf_counter()
         new = self._rebuilt(journey, parts, rank, where)
@@ -374,7 +354,7 @@ class Replacing:
         event = journey.event(
             step=journey.step, moved_bytes=received, built_s=built_s, moved_s=moved_s, checked=checked
         )
-        return Prepared(parts=new, placements=journey.placements, event=event)
+        return NewPlacement(parts=new, placements=journey.placements, event=event)
 
     def _rebuilt(self, journey: _Journey, parts: StepParts, rank: Rank, where: Where) -> StepParts:
         own = parts.groups.folding.coord(parts.groups.rank, "pp")

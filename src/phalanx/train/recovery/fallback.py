@@ -1,33 +1,20 @@
-"""Back to a checkpoint, where no member holds all state of a run any more: which one, what becomes of later ones, and what is said.
+"""Where a generation begins of which no member holds the state of the run: at a checkpoint, or at the beginning of a run that has none.
 
-Must never change: a checkpoint that cannot be used is passed over and named, never used in part; what was saved is moved at most, never deleted; all
-members take the same one.
+Must never change: nobody initialises anew once a step of the run was committed; a checkpoint that cannot be used is passed over and named, never used in
+part; what was saved is moved at most, never deleted; all members take the same one.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
 
 from phalanx.core.errors import CheckpointError, FinalError
-from phalanx.core.events import Emit, Note, WentBack
+from phalanx.core.events import Note, WentBack
 from phalanx.observe import warn_without_screen
-from phalanx.plan.mapping import ModelSpec
-from phalanx.runtime.checkpoint import CheckpointManager
-from phalanx.train.trainer import Trainer, check_length
-
-T = TypeVar("T")
-
-
-def despite_disk(work: Callable[[], T], otherwise: T, tell: Emit) -> T:
-    """What `work` finds among the checkpoints. Where the disk fails a warning, and `otherwise`: a run whose members hold everything goes on."""
-    try:
-        return work()
-    except CheckpointError as err:
-        tell(Note(level="warning", text=f"{err}\ntraining goes on; the next checkpoint tries again"))
-        return otherwise
+from phalanx.plan.recovery import HealPlan
+from phalanx.runtime.membership import Team
+from phalanx.train.loop import Trainer
+from phalanx.train.saving import load_state, read_run_state
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,15 +27,45 @@ class Fallback:
     damaged_steps: tuple[int, ...]
 
 
-def newest_sound(trainer: Trainer, spec: ModelSpec) -> Fallback | None:
+def from_disk(trainer: Trainer, team: Team, plan: HealPlan, *, committed: int | None) -> int:
+    """No member has the state, or not all of it: the step of the newest sound checkpoint, loaded, or 0 in a run that has not begun."""
+    if not team.begun:
+        return _from_the_start(trainer)
+    what = "no member holds the state of the run any more" if committed is None else plan.explain()
+    found = newest_sound(trainer)
+    if found is None:
+        raise FinalError(
+            f"{what}, and there is no checkpoint of it; nothing is initialised anew. Start the run again under another --run.name, "
+            "with a smaller checkpoint.interval or a larger resilience.f"
+        )
+    tell_went_back(trainer, found, why=what, committed=committed, history=team.generation.number)
+    return found.step
+
+
+def _from_the_start(trainer: Trainer) -> int:
+    """The step that the recipe says to go on from, loaded, or 0."""
+    config = trainer.rank.recipe.checkpoint
+    found = trainer.manager.choose(config.step) if config.resume else None
+    if found is None:
+        return 0
+    step = _load(trainer, found)
+    if config.step is not None:
+        aside = _set_later_aside(trainer, found)
+        if aside:
+            text = f"later checkpoints than step {found} are in checkpoints/abandoned: {', '.join(aside)}"
+            trainer.rank.sinks(Note(level="info", text=text))
+    return step
+
+
+def newest_sound(trainer: Trainer) -> Fallback | None:
     """Load the newest checkpoint that is whole into the trainer's state; None where there is none at all. Collective.
 
     Raises `FinalError` with all that is wrong where there are checkpoints and none can be used, `PeerError` where a member is lost.
     """
-    manager, damaged, steps = trainer.manager, list[CheckpointError](), list[int]()
-    for found in manager.candidates():
+    damaged, steps = list[CheckpointError](), list[int]()
+    for found in trainer.manager.candidates():
         try:
-            step = load_checkpoint(trainer, manager, spec, found)
+            step = _load(trainer, found)
         except CheckpointError as err:
             damaged.append(err)
             steps.append(found)
@@ -60,17 +77,14 @@ def newest_sound(trainer: Trainer, spec: ModelSpec) -> Fallback | None:
     return None
 
 
-def load_checkpoint(trainer: Trainer, manager: CheckpointManager, spec: ModelSpec, found: int) -> int:
+def _load(trainer: Trainer, found: int) -> int:
     """Read the checkpoint of step `found` whole; returns the step to go on with. Collective; raises `CheckpointError` on all members."""
-    state = manager.read_state(found, model=json.loads(spec.to_json()))
-    step = trainer.loader.check_state(state.loader) if state.loader else found  # an import drew no sample yet
-    check_length(trainer.rank.recipe, step)
-    manager.load(trainer.parts.state.boxes(), step=found)
-    trainer.parts.state.restore(trainer.parts.comms)
+    step = read_run_state(trainer.manager, trainer.rank.recipe, trainer.spec, trainer.loader, found=found)
+    load_state(trainer.manager, trainer.parts, found=found)
     return step
 
 
-def set_later_aside(trainer: Trainer, step: int) -> tuple[str, ...]:
+def _set_later_aside(trainer: Trainer, step: int) -> tuple[str, ...]:
     """Checkpoints after `step` can never be the newest again; a disk that refuses it costs a warning. Collective."""
     try:
         return tuple(trainer.manager.go_back(step))
@@ -82,14 +96,10 @@ def set_later_aside(trainer: Trainer, step: int) -> tuple[str, ...]:
 
 def tell_went_back(trainer: Trainer, found: Fallback, *, why: str, committed: int | None, history: int) -> None:
     """To a person and to the ledger. Collective, as later checkpoints are set aside first, and whoever draws may not be back yet: then the first member says it."""
-    aside, sinks = set_later_aside(trainer, found.step), trainer.rank.sinks
+    aside, sinks = _set_later_aside(trainer, found.step), trainer.rank.sinks
     for step, err in zip(found.damaged_steps, found.damaged, strict=True):
-        sinks(
-            Note(
-                level="warning",
-                text=f"the checkpoint of step {step} cannot be used, the next older one is tried: {err}",
-            )
-        )
+        text = f"the checkpoint of step {step} cannot be used, the next older one is tried: {err}"
+        sinks(Note(level="warning", text=text))
     lost = "" if committed is None else f", {committed - found.step} steps before"
     moved = f"; later checkpoints are in checkpoints/abandoned: {', '.join(aside)}" if aside else ""
     text = f"{why}: training goes back to the checkpoint of step {found.step}{lost}{moved}"

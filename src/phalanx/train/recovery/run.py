@@ -1,7 +1,7 @@
 """A run that heals itself, on one host: a supervisor, which prepares everything, and workers, which are forked with it.
 
     parent    run folder and its lock ─ text ─ model and mapping ─ `Supervisor.run`: forks workers, also in the place of those that died
-    worker    sinks ─ seat ─ `run_member` with a `HealingBody` ─ the last words
+    worker    sinks ─ seat ─ `run_member` with a `ElasticMember` ─ the last words
 
 With `resilience.service` several hosts do so for one run, in one folder that all can write (`train/recovery/run_hosts.py`): each has a supervisor and meets the others
 at the service. The hosts prepare one after the other, so that one does the work and the others find it done.
@@ -25,7 +25,7 @@ import torch
 from rich.console import Console
 
 from phalanx.core.config import LaunchConfig, Recipe
-from phalanx.core.errors import ConfigError, Problem, RunError, raise_if
+from phalanx.core.errors import ConfigError, RunError, raise_if
 from phalanx.core.events import Emit, Event, Note, RunEnded
 from phalanx.core.recipe import dump_recipe
 from phalanx.core.service_address import parse_service
@@ -54,13 +54,13 @@ from phalanx.runtime.membership import (
     run_member,
     service_at,
 )
-from phalanx.train.closing import summary_of
-from phalanx.train.recovery.healing import HealingBody, HealingRun
+from phalanx.train.machine import versions
+from phalanx.train.recovery.elastic import ElasticMember, ElasticRun
 from phalanx.train.recovery.run_hosts import RunHosts
 from phalanx.train.recovery.watch import Watch, WatchedSinks
+from phalanx.train.reporting import summary_of
 from phalanx.train.run_folder import RunFolder
 from phalanx.train.setup import be_deterministic, resolve_pipeline, resolve_shape
-from phalanx.train.trainer import versions
 
 GATHER_S = 5.0
 """How long the first generation waits for ranks that are not heard of; a run on several hosts begins without those that take longer."""
@@ -96,7 +96,7 @@ def train_healing(
         lock.close()
 
 
-def _host_log(run: HealingRun, host: str, watch: Watch | None) -> Emit:
+def _host_log(run: ElasticRun, host: str, watch: Watch | None) -> Emit:
     """What this host's supervisor does, in a log of its own. A disk that fails costs lines of it and nothing else."""
     log = JsonlSink(run.folder.path, host=host)
 
@@ -109,7 +109,7 @@ def _host_log(run: HealingRun, host: str, watch: Watch | None) -> Emit:
     return tell
 
 
-def _supervisor(run: HealingRun, host: str, main: MemberMain, *, port: int, tell: Emit) -> Supervisor:
+def _supervisor(run: ElasticRun, host: str, main: MemberMain, *, port: int, tell: Emit) -> Supervisor:
     """This host's, and with it the service where this host keeps it. Waits for one that others keep."""
     recipe = run.recipe
     address = None if recipe.resilience.service is None else parse_service(recipe.resilience.service)
@@ -131,7 +131,7 @@ def _supervisor(run: HealingRun, host: str, main: MemberMain, *, port: int, tell
     service = service_at(address)
     where, wait_s = recipe.resilience.service or "", recipe.resilience.wait_s
     if not expect_service(service, where, wait_s=wait_s, tell=print):
-        import_now()  # once for all ranks of this host; where a run is under way they take part first (`HealingBody`)
+        import_now()  # once for all ranks of this host; where a run is under way they take part first (`ElasticMember`)
     if not address.is_here:
         use_interface_to(service.host)
     return Supervisor(main, settings, service=service, tell=tell)
@@ -156,17 +156,13 @@ def supervisor_settings(recipe: Recipe, host: str, *, own_machine: bool) -> Supe
     )
 
 
-def prepare_run(recipe: Recipe, folder: RunFolder, *, kept: Recipe | None = None, joins: bool = False) -> HealingRun:
+def prepare_run(recipe: Recipe, folder: RunFolder, *, kept: Recipe | None = None, joins: bool = False) -> ElasticRun:
     """Text, model and mapping; what is left of an interrupted save is removed. `joins`: the run is under way on other hosts, so checkpoints are its own.
 
     Raises `PhalanxError` with all that is wrong.
     """
-    steps = folder.checkpoints.steps()
-    if steps and not recipe.checkpoint.resume and not joins:
-        rule = f"would start over in {folder.path}, which holds checkpoints of steps {', '.join(map(str, steps))}"
-        hint = "give the run another --run.name, or remove that folder"
-        problem = Problem(where="checkpoint.resume", value=False, rule=rule, hint=hint)
-        raise ConfigError([problem], subject="the recipe")
+    if not recipe.checkpoint.resume and not joins:
+        raise_if(folder.mixing_problems(), ConfigError, subject="the recipe")
     prepared = _prepare_text(recipe, folder)
     spec, folding = resolve_shape(recipe, world=wanted_ranks(recipe), tokenizer_vocab=prepared.tokenizer.vocab_size)
     assert isinstance(folding, Folding)  # the rules refuse stages of their own with a mode, and healing without one
@@ -183,7 +179,7 @@ def prepare_run(recipe: Recipe, folder: RunFolder, *, kept: Recipe | None = None
     if alone or not folder.has_recipe:
         folder.write_recipe(again, prepared.tokenizer)
     kept = None if alone or joins else again  # the run may be another one, and refuse this host
-    return HealingRun(recipe=recipe, folder=folder, prepared=prepared, spec=spec, healing=healing, kept=kept)
+    return ElasticRun(recipe=recipe, folder=folder, prepared=prepared, spec=spec, healing=healing, kept=kept)
 
 
 def _prepare_text(recipe: Recipe, folder: RunFolder) -> Prepared:
@@ -197,7 +193,7 @@ def _prepare_text(recipe: Recipe, folder: RunFolder) -> Prepared:
         return prepare(recipe.data, progress=bar, resume=None if known is None else str(known))
 
 
-def work(run: HealingRun, seat: Seat, *, threads: int, first: int = 0, watch: Watch | None = None) -> int:
+def work(run: ElasticRun, seat: Seat, *, threads: int, first: int = 0, watch: Watch | None = None) -> int:
     """One worker, in its own process; returns its exit code. Its log has the number `first` + slot, and number 0 is the one that a person watches."""
     recipe, begin_s = run.recipe, time.monotonic()
     torch.set_num_threads(threads)
@@ -230,7 +226,7 @@ def work(run: HealingRun, seat: Seat, *, threads: int, first: int = 0, watch: Wa
     return 0
 
 
-def _keep_recipe(run: HealingRun, sinks: Sinks) -> None:
+def _keep_recipe(run: ElasticRun, sinks: Sinks) -> None:
     """Once the run has accepted this host: what is kept is what is trained. A disk that refuses costs that, and not the member."""
     if run.kept is None:
         return
@@ -240,7 +236,7 @@ def _keep_recipe(run: HealingRun, sinks: Sinks) -> None:
         sinks(Note(level="warning", text=f"the recipe of the run could not be kept: {err}"))
 
 
-def _rehearse(body: HealingBody, sinks: Sinks) -> None:
+def _rehearse(body: ElasticMember, sinks: Sinks) -> None:
     """Warm code is worth no member: one that cannot rehearse joins cold."""
     try:
         body.rehearse()
@@ -252,12 +248,12 @@ def _rehearse(body: HealingBody, sinks: Sinks) -> None:
 
 
 def _body(
-    run: HealingRun, sinks: Sinks, *, slot: int, watch: Watch | None, joins: bool, device: torch.device
-) -> HealingBody:
+    run: ElasticRun, sinks: Sinks, *, slot: int, watch: Watch | None, joins: bool, device: torch.device
+) -> ElasticMember:
     if watch is None:
-        return HealingBody(run, sinks, joins=joins, device=device)
+        return ElasticMember(run, sinks, joins=joins, device=device)
     member = watch.member(slot)
-    return HealingBody(run, WatchedSinks(sinks, member), watch=member, joins=joins, device=device)
+    return ElasticMember(run, WatchedSinks(sinks, member), watch=member, joins=joins, device=device)
 
 
 def as_begun(recipe: Recipe) -> tuple[Recipe, bool]:
@@ -277,7 +273,7 @@ def _of_all_hosts(launch: LaunchConfig) -> LaunchConfig:
     return replace(launch, host=None, rack=None, keep_service=False)
 
 
-def _plan_hash(run: HealingRun) -> str:
+def _plan_hash(run: ElasticRun) -> str:
     """What all members of one run have alike, whatever host they are on and when it came: where to begin is asked once."""
     recipe = replace(
         run.recipe,

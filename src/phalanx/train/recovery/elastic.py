@@ -1,0 +1,491 @@
+"""A member of an elastic run: it trains on when others die or come, inside its process. A `Body` of `runtime/membership/member.py`.
+
+Each generation has a `Trainer` of its own (groups, modules, buffers for its mapping), filled from what its members hold. What must outlive a generation lives
+here: progress, the companion, and the last trainer's state until the next one has taken it over.
+
+    order     the plan of the generation (`plan/recovery/generation.py`): mapping, ranks, what moves
+    enter     build ─ examine, move and compare state (`train/placement/heal_state.py`), or read the newest checkpoint ─ adopt
+    compute, commit, close    those of the trainer (`train/loop.py`)
+
+A member that the mapping has no rank for is *idle*: it waits for the others in each step, votes with them, and gives away what it holds until the first commit
+makes that stale.
+
+Must never change: nothing that was held is dropped before `_adopt`, but where all go back to a checkpoint; nobody initialises anew once a step of the run was committed.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from phalanx.core.config import Recipe
+from phalanx.core.errors import CheckpointError, PlanError, RunError
+from phalanx.core.events import Event, Note
+from phalanx.data import Prepared
+from phalanx.kernels.native import compiled_rows
+from phalanx.observe import Sinks
+from phalanx.plan.mapping import ModelSpec
+from phalanx.plan.recovery import Fact, Healing, HealPlan, Standing, heal_order, read_standing
+from phalanx.runtime.checkpoint import CheckpointManager, Writer, import_beside
+from phalanx.runtime.comm import (
+    Axis,
+    Collectives,
+    Escape,
+    Peers,
+    StopRequest,
+    WorldInfo,
+    build_groups,
+    with_second_groups,
+)
+from phalanx.runtime.membership import Generation, NoMapping, Report, Resolution, Team, own_host, resolve
+from phalanx.runtime.reshard import hosts_by_name
+from phalanx.runtime.state import ShardedState
+from phalanx.train.build import make_loader, make_parts
+from phalanx.train.companion import Where
+from phalanx.train.loop import Elastic, Trainer
+from phalanx.train.machine import MemoryMeter, matmul_flops_per_s
+from phalanx.train.placement.heal_state import Everyone, Examined, Moved, examine, take_state
+from phalanx.train.placement.replacing import Replacing
+from phalanx.train.recording import MoveRecorder, Recorder
+from phalanx.train.recovery.fallback import from_disk
+from phalanx.train.recovery.pace import PaceWatch
+from phalanx.train.recovery.rehearsal import rehearse
+from phalanx.train.recovery.tell import Entry, Telling
+from phalanx.train.recovery.watch import MemberWatch, Phase, collective_watch
+from phalanx.train.reporting import Outcome, Progress
+from phalanx.train.run_folder import RunFolder
+from phalanx.train.setup import DTYPES, Rank, Told, message_ctas, name_of_rows, resolve_pipeline
+from phalanx.train.step import StepResult
+
+WAIT_S = 0.5
+"""Between two looks whether there are enough members for a mapping."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ElasticRun:
+    """What all members of a run have from the start: made once, before their processes are forked."""
+
+    recipe: Recipe
+    folder: RunFolder
+    prepared: Prepared
+    spec: ModelSpec
+    healing: Healing
+    kept: Recipe | None = None
+    """What the run folder is to keep once the others have accepted this host; None: it does."""
+
+
+class ElasticMember:
+    """One member. All methods are called by the worker's own thread."""
+
+    def __init__(
+        self,
+        run: ElasticRun,
+        sinks: Sinks,
+        *,
+        watch: MemberWatch | None = None,
+        joins: bool = False,
+        device: torch.device | None = None,
+    ) -> None:
+        """`device`: where its tensors live (None: the CPU). `joins`: the run is under way. Then the rate of this machine is taken for that of the others: measured beside their training it would be another one, and
+        the core is theirs."""
+        self.run, self.sinks, self.recipe, self.watch = run, sinks, run.recipe, watch
+        self.device = torch.device("cpu") if device is None else device
+        self.memory = MemoryMeter(self.device)
+        self.flops_per_s = 0.0 if joins else matmul_flops_per_s(DTYPES[self.recipe.train.dtype], self.device)
+        self._about = self._describe_process()
+        self.trainer: Trainer | None = None
+        self.progress, self.companion = Progress(), Replacing(run.recipe, run.spec)
+        self.outcome: Outcome | None = None
+        self.place: Standing | None = None
+        """Where the state that it holds stands."""
+        self.place_of: dict[str, Standing] = {}
+        """Of the members of the generation that this one has entered, but for those that are idle."""
+        self._is_warm = False
+        self._may_lack = joins
+        """Whether this process has perhaps not imported what saves need (`heal_run.py`: it would have kept it from taking part)."""
+        self._plan: HealPlan | None = None
+        """Of the generation that forms."""
+        self._entered: HealPlan | None = None
+        """Of the one that this member has entered; experts may lie elsewhere since."""
+        self._waits_for = ""
+        self._everyone: Everyone | None = None
+        self._escape: Escape | None = None
+        self._idle = self._others_idle = False
+        self._telling = Telling(sinks)
+        self._pace = PaceWatch(run.recipe, run.healing)
+        self._too_slow: dict[str, str] = {}
+
+    def _describe_process(self) -> dict[str, str]:
+        """What all members are told of this one."""
+        rows = compiled_rows() if self.recipe.kernels.compiled and self.device.type == "cpu" else None
+        return {
+            "host": own_host(),
+            "node": socket.gethostname(),
+            "kernels": name_of_rows(rows),
+            "rack": self.recipe.launch.rack or "",
+        }
+
+    def rehearse(self) -> None:
+        """Do alone whatever takes long the first time, so that nobody waits for it later. Before the member says that it is ready."""
+        run = self.run
+        rehearse(self.recipe, run.spec, run.healing.base, prepared=run.prepared, device=self.device, folder=run.folder)
+        self._is_warm = True
+
+    # -- what the loop asks
+
+    def _now(self, phase: Phase) -> None:
+        if self.watch is not None:
+            self.watch.phase(phase, self.step)
+
+    @property
+    def step(self) -> int:
+        return self.progress.step
+
+    @property
+    def holds(self) -> bool:
+        return self.trainer is not None
+
+    def describe(self) -> tuple[str, dict[str, Any]]:
+        self._now("waits")
+        standing = None if self.place is None else self.place.to_dict()
+        then = None
+        if self.trainer is not None and self.trainer.moving is not None:
+            then = self._plan_moved.standing(self.trainer.rank.info.rank).to_dict()
+        about = {"standing": standing, "then": then, "idle": self._idle, "history": self.progress.history}
+        return "", {**about, **self._about, "flops_per_s": self.flops_per_s}
+
+    def order(self, generation: Generation, reports: Sequence[Report]) -> Sequence[str]:
+        """Ranks of a new generation, as the plan says that all members make of the reports. For `run_member`.
+
+        Raises `PeerError` where they make no mapping, so that the members ask for another generation, until others have come.
+        """
+        try:
+            self._plan = self.run.healing.plan(facts_of(generation, reports))
+        except PlanError as err:
+            if str(err) != self._waits_for:
+                self._waits_for = str(err)
+                self.sinks(Note(level="warning", text=f"waiting for more members: {err}"))
+            time.sleep(WAIT_S)
+            raise NoMapping(str(err)) from None
+        return self._plan.uids
+
+    def finished(self) -> bool:
+        return self.step >= self.recipe.train.steps
+
+    def leave_team(self) -> None:
+        """Groups go with the trainer, which stays until the next one has its state: sockets are shut by then, and make nobody wait."""
+        self._telling.entry, self._everyone = None, None
+        if self.trainer is not None:
+            self.trainer.drop_batches()
+        self.companion.drop()
+        if self._escape is not None:
+            self._escape.close()
+
+    # -- a generation begins
+
+    def enter(self, team: Team, resolution: Resolution) -> None:
+        plan, begin_s = self._plan, time.perf_counter()
+        if plan is None or plan.uids != team.uids:
+            raise RunError("a generation was formed without the plan of its ranks")
+        if self.trainer is not None and team.uid not in resolution.holders:
+            self._forget()  # what it holds is of a history that was given up
+        self._everyone = everyone = self._connect(team)
+        trainer = self._build(team, plan)
+        built_s, begin_s = time.perf_counter() - begin_s, time.perf_counter()
+        self._now("migration")
+        first, moved, step = self.trainer is None, Moved(received_bytes=0, checked=0), resolution.step
+        found = self._examine(plan, everyone) if step is not None else None
+        if found is None or found.plan.missing:
+            self._forget()
+            begins = 0 if trainer is None else from_disk(trainer, team, found.plan if found else plan, committed=step)
+            step, first = everyone.peers.gather(begins)[0], True
+            history = team.generation.number if team.begun else 0
+        else:
+            parts = None if trainer is None else trainer.parts
+            record = self._move_recorder(team, found, everyone, step=resolution.step or 0)
+            moved = take_state(found, parts, old=self._state, everyone=everyone, record=record)
+            history = max(r.history for r in team.reports if r.uid in resolution.holders)
+        assert step is not None
+        self.progress.history = history
+        self._adopt(trainer, step, plan, announce=first)
+        for text in plan.remarks:
+            self.sinks(Note(level="info" if plan.exact else "warning", text=text))
+        self._telling.entry = Entry(
+            folding=plan.folding.label(), plan=plan.decision, built_s=built_s, moved_s=time.perf_counter() - begin_s, moved=moved
+        )  # fmt: skip
+
+    def _connect(self, team: Team) -> Everyone:
+        """What all members talk over, those that are idle too."""
+        self._escape = Escape(lambda: team.kicked, keep=team.groups.all)
+        ranks = tuple(range(team.size))
+        return Everyone(
+            comms=Collectives(emit=self.sinks, timeout_s=self.recipe.launch.timeout_s, escape=self._escape),
+            axis=Axis("everyone", ranks, team.rank, team.groups.get(ranks)),
+            peers=Peers(team.groups.get(ranks, second=True), escape=self._escape),  # control mixes with no tensors
+            hosts=hosts_by_name([r.data["node"] for r in team.reports], ranks),
+            device=self.device,
+        )
+
+    def _examine(self, plan: HealPlan, everyone: Everyone) -> Examined:
+        """Whether holders of the same piece agree; what is left out is said."""
+        found = examine(plan, old=self._state, everyone=everyone)
+        for text in found.suspects.explain(plan.uids):
+            self.sinks(Note(level="warning", text=text))
+        return found
+
+    def _move_recorder(self, team: Team, found: Examined, everyone: Everyone, *, step: int) -> MoveRecorder | None:
+        """For the move of state after `step` steps, where the next one is recorded. Collective."""
+        traced = self.recipe.observe.trace_steps
+        recorder = Recorder(traced, comms=everyone.comms, peers=everyone.peers, emit=self.sinks)
+        recorder.rank, recorder.generation = team.rank, team.generation.number
+        recorder.prepare(step + 1)
+        return recorder.moves(step, lambda: heal_order(found.plan, found.suspects.all))
+
+    def _build(self, team: Team, plan: HealPlan) -> Trainer | None:
+        """A trainer for the team, with initial weights as long as the run may begin with them; None where this member is idle. Groups are made by all members,
+        in one order."""
+        if self.trainer is not None:
+            self.trainer.saving.drop()
+        if team.rank >= plan.folding.world:
+            _groups_of_others(self.recipe, self.run.spec, plan, team)
+            return None
+        rank, where = self._rank(team, plan), Where(plan.hosts, plan.racks)
+        parts = make_parts(
+            rank, self.run.spec, plan.folding, resolve_pipeline(self.recipe, self.run.spec, plan.folding),
+            warm=not self._is_warm, drawn=not team.begun, placement=plan.placement_of(team.rank), where=where,
+        )  # fmt: skip
+        self._is_warm = True
+        if self.watch is not None:
+            parts.comms.watch = collective_watch(self._now)
+        trainer = Trainer(
+            rank=rank, stop=StopRequest(), prepared=self.run.prepared, spec=self.run.spec, folding=plan.folding, parts=parts,
+            loader=make_loader(self.recipe, self.run.prepared), manager=self._manager(team, rank),
+            companion=self.companion, progress=self.progress,
+            elastic=Elastic(where=where, others_idle=bool(plan.idle), pace=self._watch_pace, at=self._now),
+        )  # fmt: skip
+        trainer.recorder.rank, trainer.recorder.generation = team.rank, team.generation.number
+        told = [float(r.data["flops_per_s"]) for r in team.reports[: plan.folding.world]]
+        trainer.reporter.peak_flops_per_s = self._peak(rank.peers, told)
+        return trainer
+
+    def _rank(self, team: Team, plan: HealPlan) -> Rank:
+        """This member as a rank of the mapping."""
+        size = plan.folding.world
+        reports = team.reports[:size]
+        return Rank(
+            recipe=self.recipe,
+            info=WorldInfo(rank=team.rank, world=size, local_rank=team.rank, local_world=size),
+            device=self.device,
+            peers=Peers(team.groups.get(tuple(range(size)), second=True), escape=self._escape),
+            escape=self._escape,
+            cache=team.groups,
+            folder=self.run.folder,
+            sinks=self.sinks,
+            memory=self.memory,
+            lock=None,
+            told=Told(hosts=tuple(r.data["host"] for r in reports), kernels=tuple(r.data["kernels"] for r in reports)),
+        )
+
+    def _manager(self, team: Team, rank: Rank) -> CheckpointManager:
+        """Checkpoints of this generation."""
+        config = self.recipe.checkpoint
+        manager = CheckpointManager(
+            self.run.folder.checkpoints.path,
+            group=rank.peers.group,
+            keep_last=config.keep_last,
+            asynchronous=config.asynchronous and config.interval > 0,
+            by_steps=True,
+            write_rate=config.write_rate,
+            escape=self._escape,
+            writer=Writer(generation=team.generation.number, life=team.generation.epoch, check=team.check),
+        )
+        if team.begun:  # members hold everything, and a recovery waits for no disk
+            manager.open_later()
+        else:
+            manager.open()
+        return manager
+
+    def _peak(self, peers: Peers, told: Sequence[float]) -> float:
+        """Of all ranks together. Who came later has not measured; where nobody is left who has, all do. Collective."""
+        known = [rate for rate in told if rate]
+        if not known:
+            self.flops_per_s = matmul_flops_per_s(DTYPES[self.recipe.train.dtype], self.device)
+            return sum(peers.gather(self.flops_per_s))
+        self.flops_per_s = self.flops_per_s or sum(known) / len(known)
+        return len(told) * sum(known) / len(known)
+
+    def _forget(self) -> None:
+        """What this member holds is of no use: nobody goes on from it, and in the next generation it must not count as a holder."""
+        if self.trainer is not None:
+            self.trainer.saving.drop()
+        self.trainer, self.place = None, None
+        self.progress, self.companion = Progress(), Replacing(self.recipe, self.run.spec)
+
+    def _adopt(self, trainer: Trainer | None, step: int, plan: HealPlan, *, announce: bool) -> None:
+        """From here on the new trainer's state is what this member holds; an idle one keeps what it has, until the others have gone on."""
+        self.place_of = {uid: plan.standing(rank) for rank, uid in enumerate(plan.uids[: plan.folding.world])}
+        self._idle, self._others_idle, self._entered = trainer is None, bool(plan.idle), plan
+        self._pace.formed()
+        self.progress.step = step
+        if trainer is None:
+            return
+        if self.trainer is not None:
+            self.trainer.parts.buffers.close()
+        else:
+            self.progress.start = step
+        trainer.go_on(self.progress, self.companion)
+        self.companion.formed(step)
+        self.trainer, self.place = trainer, plan.standing(trainer.rank.info.rank)
+        if announce:
+            trainer.reporter.announce()
+
+    def _wait_with_all(self, value: Any = None) -> list[Any]:
+        """Until every member of the generation is here; what each says."""
+        assert self._everyone is not None
+        return self._everyone.peers.gather(value)
+
+    # -- a step
+
+    def compute(self) -> None:
+        if self._idle:
+            self._wait_with_all()
+            return
+        self._mine.compute()
+        if self._others_idle:
+            self._wait_with_all()
+        self._mine.recorder.voted()
+        self._now("vote")
+
+    def commit(self) -> None:
+        if self._idle:  # what it holds is of the step before
+            step = self.step + 1
+            if self.trainer is not None:
+                self.trainer.parts.buffers.close()
+            self._forget()
+            self.progress.step = step
+            return
+        if self._mine.moving is not None:
+            self._stand(self._plan_moved)
+        self._mine.commit()
+        if self._may_lack:
+            self._may_lack = False
+            import_beside()
+
+    def abort(self) -> None:
+        if self.trainer is not None:
+            self.trainer.abort()
+
+    def _watch_pace(self, result: StepResult) -> float | None:
+        """How slow the slowest member is; who is to go for it is kept until the loop asks."""
+        assert self._entered is not None
+        slowness, verdict = self._pace.committed(result, self._entered)
+        if verdict is not None:
+            told = self._pace.to_tell(verdict, self.step)
+            if told is not None:
+                self.sinks(told)
+            if verdict.put_out:
+                self._too_slow = dict.fromkeys(verdict.uids, verdict.why)
+        return slowness
+
+    def too_slow(self) -> Mapping[str, str]:
+        """Members that the others go on without, and why: the same on all but those that are idle, which hear of it from them."""
+        found, self._too_slow = self._too_slow, {}
+        return found
+
+    @property
+    def _plan_moved(self) -> HealPlan:
+        """The plan of this generation, but for where experts will be."""
+        assert self._entered is not None and self._mine.moving is not None
+        return replace(self._entered, placement=self._mine.moving.placements)
+
+    def _stand(self, plan: HealPlan) -> None:
+        """Where this member and the others stand from now on."""
+        self._entered = plan
+        self.place_of = {uid: plan.standing(rank) for rank, uid in enumerate(plan.uids[: plan.folding.world])}
+        self.place = plan.standing(self._mine.rank.info.rank)
+
+    # -- the end, or a part of it
+
+    def hand_over(self, stay: Sequence[str]) -> bool:
+        """Those that stay hold everything, or a checkpoint does."""
+        done: bool | None = None  # idle members have nothing to give, and wait for the others
+        if not self._idle:
+            places = [self.place_of[uid] for uid in stay if uid in self.place_of]
+            done = not self.run.healing.missing(places) or self._mine.saving.now(self._mine.parts, self.step)
+        said = self._wait_with_all(done) if self._idle or self._others_idle else [done]
+        return all(said_done is not False for said_done in said)
+
+    def close(self, *, stopped: bool) -> None:
+        if self._idle:
+            self.outcome = self._wait_with_all()[0]
+            return
+        try:
+            self.outcome = self._mine.close(stopped=stopped)
+        except CheckpointError:
+            self._mine.rank.peers.gather(None)  # raises `PeerError` where the cause is a member that was lost
+            raise
+        self._wait_with_all(self.outcome)  # nobody leaves before all are through
+
+    # -- what is told
+
+    def tell(self, event: Event, /) -> None:
+        """Events of the loop, as a person wants them."""
+        if self.watch is not None:
+            self.watch.tell(event)
+        self._telling(event)
+
+    @property
+    def _state(self) -> ShardedState | None:
+        """What this member holds."""
+        return None if self.trainer is None else self.trainer.parts.state
+
+    @property
+    def _mine(self) -> Trainer:
+        if self.trainer is None:
+            raise RunError("this member has entered no generation")
+        return self.trainer
+
+
+def _groups_of_others(recipe: Recipe, spec: ModelSpec, plan: HealPlan, team: Team) -> None:
+    """An idle member makes the groups of the mapping too, as all processes must, in the same order."""
+    pipeline = resolve_pipeline(recipe, spec, plan.folding)
+    team.groups.get(tuple(range(plan.folding.world)), second=True)
+    groups = build_groups(
+        plan.folding,
+        rank=team.rank,
+        cache=team.groups,
+        table_ranks=pipeline.stages.table_ranks,
+        message_ctas=message_ctas(recipe),
+    )
+    if pipeline.pair_passes:
+        with_second_groups(groups, cache=team.groups)
+
+
+# ---- what the members of a generation have reported ------------------------------------------------------------------
+
+
+def facts_of(generation: Generation, reports: Sequence[Report]) -> list[Fact]:
+    """What the reports say of the members; who holds a history that was given up has nothing. An idle one that learns only now that a step was committed holds the state before it."""
+    machine, found = {member.uid: member.host for member in generation.members}, resolve(reports)
+    return [
+        Fact(
+            uid=report.uid,
+            machine=machine[report.uid],
+            rack=report.data.get("rack", ""),
+            standing=_standing_of(report, finish=report.uid in found.finish) if report.uid in found.holders else None,
+        )
+        for report in reports
+    ]
+
+
+def _standing_of(report: Report, *, finish: bool) -> Standing | None:
+    """`finish`: the member commits the step that it was in doubt about, before the plan is carried out."""
+    if not report.holds or (report.data["idle"] and finish):
+        return None
+    then = report.data["then"]
+    return read_standing(then if finish and then is not None else report.data["standing"])

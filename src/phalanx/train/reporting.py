@@ -1,0 +1,209 @@
+"""What one rank tells of a run: its beginning, every step, its status for scripts, and how it ended.
+
+Everything goes out as events (`core/events.py`), which sinks turn into what a person sees. Must never change: a disk that refuses the status
+does not end training.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from phalanx.core.events import Note, RunStarted, Sampled, SamplesTaken, StepEnded, Validated
+from phalanx.data import MicroBatch, Prepared
+from phalanx.observe import RunSummary, program_name
+from phalanx.plan.mapping import AnyFolding, ModelSpec, flops_per_token
+from phalanx.train.run_folder import RunStatus
+from phalanx.train.setup import Rank
+from phalanx.train.step import StepResult
+
+
+@dataclass(kw_only=True, eq=False)
+class Progress:
+    """How far a run is, as this process knows it. It outlives generations."""
+
+    start: int = 0
+    """Steps that were done when this process took part first."""
+    step: int = 0
+    """Steps committed."""
+    history: int = 0
+    """Generation in which the run last went back to a checkpoint (`WentBack`), as far as what is held here belongs to that."""
+    loss: float | None = None
+    """Of the last step; None where this process has made none."""
+    validation: tuple[int, float] | None = None
+    """(step, loss) of the last one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a run ended."""
+
+    reason: Literal["finished", "interrupted"]
+    step: int
+    total_steps: int
+    tokens: int
+    """Trained by this process."""
+    loss: float | None
+    """Of the last step; None where this process did none."""
+    validation_loss: float | None
+    validation_step: int | None
+    unigram_loss: float
+    sample: Sampled | None
+
+
+@dataclass(kw_only=True, eq=False)
+class Reporter:
+    """Tells what one rank does."""
+
+    rank: Rank
+    spec: ModelSpec
+    folding: AnyFolding
+    prepared: Prepared
+    progress: Progress
+    newest_checkpoint: Callable[[], int | None]
+    """The step of the newest one; raises `OSError` where the disk cannot be read."""
+    peak_flops_per_s: float = 0.0
+    """Of all ranks together; 0: not known."""
+
+    def __post_init__(self) -> None:
+        self.flops_per_token = flops_per_token(self.spec, self.rank.recipe.train.seq_len)
+        self.total_steps = self.rank.recipe.train.steps
+
+    @property
+    def _keeps_ledger(self) -> bool:
+        """Of the ranks that work on the same samples one tells which they were."""
+        rank = self.rank.info.rank
+        first = all(self.folding.coord(rank, axis) == 0 for axis in ("tp", "cp", "pp"))
+        return first and self.folding.share_of(rank)[0] == 0
+
+    def announce(self) -> None:
+        """The run begins, or goes on."""
+        info, start = self.rank.info, self.progress.start
+        self.rank.sinks(
+            RunStarted(
+                run=self.rank.recipe.run.name,
+                rank=info.rank,
+                world=info.world,
+                step=start,
+                total_steps=self.total_steps,
+                num_params=self.spec.num_params,
+                active_params=self.spec.active_params,
+                folding=self.folding.label(),
+                flops_per_token=self.flops_per_token,
+                peak_flops_per_s=self.peak_flops_per_s,
+                unigram_loss=self.prepared.unigram_loss,
+            )
+        )
+        if start == self.total_steps:
+            text = f"all {self.total_steps} steps of this run are done; --train.steps with a larger number goes on"
+            self.rank.sinks(Note(level="info", text=text))
+        self.write_status("running")
+
+    def step_ended(
+        self,
+        result: StepResult,
+        micros: Sequence[MicroBatch],
+        *,
+        step_s: float,
+        data_s: float,
+        slowness: float | None = None,
+    ) -> None:
+        """Tell of the step that was just committed, and which samples this rank gave to it."""
+        tokens_per_s, peak, exchange = result.tokens / step_s, self.peak_flops_per_s, result.exchange
+        self.rank.sinks(
+            StepEnded(
+                step=self.progress.step,
+                loss=result.loss,
+                aux_loss=result.aux_loss,
+                z_loss=result.z_loss,
+                mtp_loss=result.mtp_loss,
+                grad_norm=result.grad_norm,
+                lr=result.lr,
+                tokens=result.tokens,
+                step_s=step_s,
+                data_s=data_s,
+                tokens_per_s=tokens_per_s,
+                mfu=self.flops_per_token * tokens_per_s / peak if peak else 0.0,
+                load_max_over_mean=result.load_max_over_mean,
+                dead_experts=result.dead_experts,
+                dropped_tokens=result.dropped,
+                router_entropy=result.entropy,
+                peak_memory_bytes=self.rank.memory.peak_bytes(),
+                exposed_forward_s=exchange.exposed_forward_s,
+                hidden_forward_s=exchange.hidden_forward_s,
+                exposed_backward_s=exchange.exposed_backward_s,
+                hidden_backward_s=exchange.hidden_backward_s,
+                slowness=slowness,
+            )
+        )
+        if self._keeps_ledger:
+            self._tell_samples([m for m in micros if not m.is_empty])
+
+    def _tell_samples(self, taken: Sequence[MicroBatch]) -> None:
+        windows = tuple(int(w) for m in taken for w in m.sample_ids)
+        numbers = tuple(m.index for m in taken)
+        step, history = self.progress.step, self.progress.history
+        self.rank.sinks(SamplesTaken(step=step, microbatches=numbers, windows=windows, history=history))
+
+    def validated(self, loss: float, tokens: int, *, seconds: float) -> None:
+        self.progress.validation = self.progress.step, loss
+        self.rank.sinks(Validated(step=self.progress.step, loss=loss, tokens=tokens, seconds=seconds))
+
+    def write_status(self, status: Literal["running", "finished", "interrupted"]) -> None:
+        """For people and scripts, by the first rank."""
+        if self.rank.info.rank != 0:
+            return
+        step, found = self.progress.step, self.progress.validation
+        try:
+            self.rank.folder.write_status(
+                RunStatus(
+                    status=status,
+                    step=step,
+                    total_steps=self.total_steps,
+                    samples=step * self.rank.recipe.train.global_batch,
+                    checkpoint_step=self.newest_checkpoint(),
+                    validation_loss=found[1] if found else None,
+                    unigram_loss=self.prepared.unigram_loss,
+                )
+            )
+        except OSError as err:
+            text = f"{self.rank.folder.path}: the status cannot be written ({err.strerror})"
+            self.rank.sinks(Note(level="warning", text=text))
+
+    def outcome(self, reason: Literal["finished", "interrupted"], sample: Sampled | None) -> Outcome:
+        """How it ended, for the last words. The status says so too."""
+        self.write_status(reason)
+        done, t = self.progress, self.rank.recipe.train
+        at, loss = done.validation or (None, None)
+        return Outcome(
+            reason=reason,
+            step=done.step,
+            total_steps=self.total_steps,
+            tokens=(done.step - done.start) * t.global_batch * t.seq_len,
+            loss=done.loss,
+            validation_loss=loss,
+            validation_step=at,
+            unigram_loss=self.prepared.unigram_loss,
+            sample=sample,
+        )
+
+
+def summary_of(folder: Path, outcome: Outcome, *, seconds: float) -> RunSummary:
+    """What a person is told at the end of a run in `folder` that took `seconds`."""
+    return RunSummary(
+        folder=folder,
+        step=outcome.step,
+        total_steps=outcome.total_steps,
+        seconds=seconds,
+        tokens=outcome.tokens,
+        loss=outcome.loss,
+        validation_loss=outcome.validation_loss,
+        validation_step=outcome.validation_step,
+        program=program_name(sys.argv[0]),
+        unigram_loss=outcome.unigram_loss,
+        prompt=outcome.sample.prompt if outcome.sample is not None else "",
+        text=outcome.sample.text if outcome.sample is not None else None,
+    )
