@@ -24,8 +24,9 @@ from phalanx.kernels.cpu.cross_entropy import IGNORE
 from phalanx.plan.layout.parameters import Box
 from phalanx.plan.mapping.folding import Folding, fit_problems, legal_foldings
 from phalanx.plan.mapping.model import PRESETS
+from phalanx.plan.mapping.placement import LayerPlacements
 from phalanx.plan.mapping.stage_foldings import staged_problems
-from phalanx.plan.moe.dispatch import DispatchSpec
+from phalanx.plan.moe.dispatch import DispatchSpec, plan_dispatch
 from phalanx.runtime.state.boxes import BoxTensor
 from phalanx.train.exchange_times import ExchangeTimes
 from phalanx.train.step import StepResult
@@ -36,6 +37,7 @@ from phalanx.verify.forced import force_overlap
 from phalanx.verify.numbers import microbatch
 from phalanx.verify.pairwise import pairwise
 from phalanx.verify.reference import Reference, reference_run
+from phalanx.verify.replicas import NEARER, Listener, placement_of
 from phalanx.verify.session import Job, Task, run_job
 from phalanx.verify.setups import (
     AXES,
@@ -45,10 +47,12 @@ from phalanx.verify.setups import (
     ROUNDED_AXES,
     SCHEDULES,
     SEQ_LEN,
+    SKEW,
     Case,
     Setup,
     default_cases,
     recipe_cases,
+    replicated_cases,
     shrink,
     small_model,
 )
@@ -141,6 +145,58 @@ def test_experts_have_replicas_on_many_mappings(world: int, sides: int) -> None:
         assert isinstance(case.folding, Folding) and case.setup.replicas is not None
         slots = case.setup.replicas.slots_per_rank
         assert not fit_problems(case.folding, case.setup.spec, seq_len=SEQ_LEN, slots_per_rank=slots)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4, 5, 7, 8, 9, 12, 16, 32])
+def test_replicas_are_placed_and_judged_whether_or_not_ep_divides_the_experts(world: int) -> None:
+    """What each rank does with the cases' replicas, by the plans alone: 16 ranks are too many to start here, and 3 do not divide 8 experts either."""
+    cases = replicated_cases(world)
+    assert {c.setup.replicas.kind for c in cases if c.setup.replicas} == {"random", "planned"}
+    for case in cases:
+        assert isinstance(case.folding, Folding) and case.setup.replicas is not None
+        ep, num_experts = case.folding.ep, case.setup.spec.num_experts
+        loads_E = 1 / np.arange(1, num_experts + 1) ** SKEW.force_skew
+        counts_PE = np.tile(np.floor(1000 * loads_E).astype(np.int64), (ep * case.folding.etp, 1))
+        stages = case.pipeline.stages.of_rank(0)
+        tables = np.tile(counts_PE.sum(0), (len(case.setup.spec.moe_layers), 1))
+        placement = placement_of(case.setup, case.folding, stages, 0, loads_LE=tables)
+        assert isinstance(placement, LayerPlacements)
+        listener = Listener()
+        for layer, placed in placement.layers.items():
+            assert any(len(placed.holders(e)) > 1 for e in range(num_experts))
+            slots_G = [expert for held in placed.slots[0] for expert in held]
+            plan = plan_dispatch(counts_PE, slots_G, ep=ep, etp=case.folding.etp)
+            listener._hear(layer)(plan, counts_PE)
+        with_them, without = listener.max_over_mean
+        assert not listener.failures and min(with_them, without) >= 1
+        if case.setup.replicas.kind == "planned":
+            assert without - 1 >= NEARER * (with_them - 1), (with_them, without)
+
+
+def test_work_without_replicas_is_that_of_every_expert_on_one_rank() -> None:
+    counts_PE = np.array([[7, 1, 2, 2], [1, 1, 1, 1]])
+    listener = Listener()
+    with pytest.raises(RunError, match="this rank has seen no dispatch"):
+        _ = listener.max_over_mean
+    hear = listener._hear(0)
+    hear(
+        plan_dispatch(counts_PE, [0, 1, 2, 3], ep=2, etp=1), counts_PE
+    )  # ep divides the experts: the plain placement itself
+    assert listener.max_over_mean == (10 / 8, 10 / 8)
+    one, alone = (
+        np.array([[8, 2, 4, 2]]),
+        Listener(),
+    )  # 4 experts on 5 ranks: one has none, and the busiest has 8 of 16 rows
+    alone._hear(0)(plan_dispatch(one, [0, 0, 1, 0, 2, 0, 3, 0, 2, 1], ep=5, etp=1), one)
+    assert alone.max_over_mean[1] == 8 / (16 / 5) and not alone.failures
+
+
+@pytest.mark.ranks
+def test_planned_replicas_of_8_experts_on_3_ranks() -> None:
+    """As on 16 ranks, ep does not divide the experts; all that the command does with such a case."""
+    case = next(c for c in replicated_cases(3) if c.setup.replicas is not None and c.setup.replicas.kind == "planned")
+    (report,) = run_job(Job(tasks=[Task(case)], world=3, dtype=torch.float64))
+    assert not report.failures and 1 <= report.work[0] < report.work[1]
 
 
 @pytest.mark.parametrize("world", [4, 8, 16])

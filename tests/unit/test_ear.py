@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -102,3 +104,25 @@ def test_an_ear_hears_of_one_key_after_another() -> None:
     ear.close()
     there["b"].set()
     assert ear.hear("b", 20.0) is None and ear.failed and ear.hear("b", 0.0) is None
+
+
+def test_who_goes_leaves_no_stack_trace(store: StoreProcess, capfd: pytest.CaptureFixture[str]) -> None:
+    """Torch writes one to standard error where a connection ends in a wait: asked first, the service ends the wait."""
+    ears = []
+    for leave in (TcpKeys.close, TcpKeys._close_ear):
+        keys = store.address.connect()
+        assert not keys.hear("gen/2", SLICE_S) and keys._ear is not None
+        ears.append(keys._ear)
+        leave(keys)
+    assert all(ear.failed and not ear._thread.is_alive() for ear in ears)
+    assert capfd.readouterr().err == ""
+
+
+def test_a_service_that_does_not_answer_holds_nobody_up(store: StoreProcess) -> None:
+    keys = store.address.connect()
+    assert not keys.hear("gen/2", SLICE_S) and keys._ear is not None
+    ear = keys._ear
+    os.kill(store.pid, signal.SIGSTOP)
+    keys.close()
+    assert not ear._thread.is_alive()
+    os.kill(store.pid, signal.SIGCONT)

@@ -22,7 +22,7 @@ from numpy.typing import ArrayLike, NDArray
 from phalanx.core.errors import RunError
 from phalanx.models import Block, TokenBatch
 from phalanx.plan.mapping import AnyFolding, AnyPlacement, Folding, LayerPlacements, Placement, Stage, plain_placement
-from phalanx.plan.moe import DispatchPlan, plan_dispatch
+from phalanx.plan.moe import DispatchPlan
 from phalanx.plan.placement import Asked, run_placement
 from phalanx.runtime.comm import Axis
 from phalanx.runtime.state import ShardedState
@@ -105,9 +105,7 @@ class Listener:
                     text = f"layer {layer}: the {counts[:, expert].sum()} rows of expert {expert} are {rows.tolist()} at its replicas"
                     self.failures.append(text)
             by_rank = rows_G.reshape(plan.ep, -1).sum(1)
-            if counts.shape[1] % plan.ep == 0:
-                plain = plan_dispatch(counts, range(counts.shape[1]), ep=plan.ep, etp=plan.etp).rows_PG.sum(0)
-                self.work.append((by_rank.max(), plain.reshape(plan.ep, -1).sum(1).max(), by_rank.mean()))
+            self.work.append((by_rank.max(), max(_rows_without_replicas(counts, plan.ep)), by_rank.mean()))
 
         return hear
 
@@ -118,9 +116,21 @@ class Listener:
 
     @property
     def max_over_mean(self) -> tuple[float, float]:
-        """Of the ranks' rows, with replicas and without, over all dispatches: ranks wait for the busiest one in each."""
+        """Of the ranks' rows, with replicas and without, over all dispatches: ranks wait for the busiest one in each. Raises `RunError` where there was none."""
+        if not self.work:
+            raise RunError(
+                "verification data: this rank has seen no dispatch, so nothing says how even the ranks' work is"
+            )
         with_them, without, mean = (sum(column) for column in zip(*self.work, strict=True))
         return with_them / mean, without / mean
+
+
+def _rows_without_replicas(counts_PE: NDArray[np.int64], ep: int) -> list[int]:
+    """Rows of each ep rank if every expert were on one rank: consecutive experts, as equal in number as can be.
+
+    Where ep divides the experts this is the plain placement. With more ranks than experts, which only replicas allow, some ranks have none.
+    """
+    return [int(part.sum()) for part in np.array_split(counts_PE.sum(0), ep)]
 
 
 def must_exercise(parts: StepParts) -> None:

@@ -37,6 +37,10 @@ EPOCH = "epoch"
 NEVER = timedelta(days=20)
 """As long as a wait at a TCPStore can last (31 bits of milliseconds)."""
 
+CANCEL_WAIT = bytes([12])
+"""What a client of a TCPStore sends when the time of its wait has ended (`QueryType` in torch's TCPStoreBackend.hpp, 2.0 to 2.13). Where another version
+does not know it, the connection is shut as before, and torch says so."""
+
 FIRST_LOOK_S = 0.0002
 LAST_LOOK_S = 0.01
 ASKED_PER_S = 10_000
@@ -198,8 +202,12 @@ class TcpKeys:
             try:
                 store, fds = _open_store(self.host, self.port, self.timeout_s)
                 sockets = [socket.socket(fileno=os.dup(fd)) for fd in fds]
-                # its time never ends, so it logs nothing; what ends it is the end of its connection
-                self._ear = Ear(lambda key: store.wait([key], NEVER), lambda: _shut_all(sockets))
+                # its time never ends, so it logs nothing; what ends it is `CANCEL_WAIT`, or else the end of its connection
+                self._ear = Ear(
+                    lambda key: store.wait([key], NEVER),
+                    lambda: _shut_all(sockets),
+                    cancel=lambda: _cancel_wait(sockets),
+                )
                 weakref.finalize(self, _end_of, self._ear, os.getpid())
             except (OSError, RuntimeError):
                 self._deaf = True
@@ -262,6 +270,13 @@ def _is_to(fd: int, port: int) -> bool:
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as sock:
         return sock.family in (socket.AF_INET, socket.AF_INET6) and sock.getpeername()[1] == port
     return False
+
+
+def _cancel_wait(sockets: Sequence[socket.socket]) -> None:
+    """Let the service end the wait of these connections: it answers, and the wait raises without a word on standard error."""
+    for sock in sockets:
+        with contextlib.suppress(OSError):
+            sock.send(CANCEL_WAIT, socket.MSG_DONTWAIT)
 
 
 def _shut_all(sockets: Sequence[socket.socket]) -> None:
