@@ -26,10 +26,6 @@ NO_FACE = {
     "phalanx.kernels": "one word, the choice of a kernel's version",
     "phalanx.kernels.cpu": "a library of operations: one file each, with its plain reference",
     "phalanx.kernels.triton.programs": "imported by its wrappers alone, when they are called",
-    "phalanx.train": "until its two loops are one",
-    "phalanx.train.placement": "until its two loops are one",
-    "phalanx.train.recovery": "until its two loops are one",
-    "phalanx.train.huggingface": "until its two loops are one",
 }
 """Rooms that are entered by their modules, each with the reason."""
 

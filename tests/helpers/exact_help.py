@@ -29,7 +29,7 @@ from phalanx.runtime.checkpoint.manager import CheckpointManager
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.groups import GroupCache, build_groups
 from phalanx.runtime.comm.peers import own_group
-from phalanx.train.assemble import assemble
+from phalanx.train.assembly import assemble
 from phalanx.train.exact import exact_sums
 from phalanx.train.step import StepParts, eval_loss, train_step
 from phalanx.verify.replicas import random_placements

@@ -28,7 +28,7 @@ from phalanx.plan.moe.dispatch import DispatchSpec
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.groups import GroupCache, build_groups
 from phalanx.runtime.state.boxes import BoxTensor
-from phalanx.train.assemble import assemble
+from phalanx.train.assembly import assemble
 from phalanx.train.huggingface.hugging_face import BoxReader, HfCheckpoint, open_checkpoint
 from phalanx.train.step import StepParts, train_step
 from phalanx.verify.reference import Recorder

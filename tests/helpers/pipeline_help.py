@@ -16,7 +16,7 @@ from phalanx.plan.mapping.stage_foldings import AnyFolding
 from phalanx.plan.pipeline.run import Pipeline, make_pipeline
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.groups import GroupCache, build_groups, with_second_groups
-from phalanx.train.assemble import assemble
+from phalanx.train.assembly import assemble
 from phalanx.train.step import StepParts
 from phalanx.verify.compare import RankReport, compare
 from phalanx.verify.numbers import microbatch

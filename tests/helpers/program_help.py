@@ -23,7 +23,7 @@ from phalanx.plan.program.step import Sizes, StepOptions, StepProgram, step_prog
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.exchange import Counter, Exchange
 from phalanx.runtime.comm.groups import GroupCache, build_groups
-from phalanx.train.assemble import assemble, bucket_elements
+from phalanx.train.assembly import assemble, bucket_elements
 from phalanx.train.step import StepParts, StepResult, train_step
 
 TINY = dataclasses.replace(PRESETS["tiny"], shared_ffn=16)

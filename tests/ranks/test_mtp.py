@@ -31,7 +31,7 @@ from phalanx.plan.moe.dispatch import DispatchSpec
 from phalanx.plan.pipeline.run import make_pipeline, plain_pipeline
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.groups import GroupCache, build_groups
-from phalanx.train.assemble import assemble
+from phalanx.train.assembly import assemble
 from phalanx.train.huggingface.hugging_face import BoxReader, open_checkpoint
 from phalanx.train.loss import objective
 from phalanx.train.step import StepParts, train_step
@@ -349,9 +349,9 @@ def test_blocks_come_in_where_asked_for_and_go_out(tmp_path: Path) -> None:
     assert job.recipe.model.mtp_layers == 1
     import_rank(job, WorldInfo(), StopRequest())
     plan = export_hf.plan_export(tmp_path / "runs" / "v3", tmp_path / "out")
-    export_hf.begin(plan)
+    export_hf.begin_export(plan)
     export_hf.write_shards(plan)
-    export_hf.finish(plan)
+    export_hf.finish_export(plan)
     want, got = load_file(folder / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
     biases = [n for n in want if n.endswith("correction_bias")]
     assert want.keys() == got.keys() and all(torch.equal(want[n], got[n]) for n in want if n not in biases)

@@ -17,7 +17,7 @@ from phalanx.plan.moe.dispatch import DispatchSpec
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.groups import GroupCache, build_groups
 from phalanx.runtime.state.gradients import GradientBuffers
-from phalanx.train.assemble import assemble
+from phalanx.train.assembly import assemble
 from phalanx.train.step import StepParts, StepResult, eval_loss, train_step
 from phalanx.verify.numbers import StartingValues, microbatch
 from phalanx.verify.reference import context

@@ -23,7 +23,7 @@ from phalanx.plan.mapping.stages import Stage
 from phalanx.plan.moe.dispatch import DispatchSpec
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.groups import GroupCache, build_groups
-from phalanx.train.assemble import assemble
+from phalanx.train.assembly import assemble
 from phalanx.train.step import StepParts, eval_loss, train_step
 from phalanx.verify.numbers import microbatch
 from phalanx.verify.reference import Reference, context, run_step

@@ -82,9 +82,9 @@ def imported(folder: Path, base: Path, *more: str, ranks: int = 1) -> Path:
 
 def exported(run: Path, target: Path, **more: Any) -> dict[str, torch.Tensor]:
     plan = export_hf.plan_export(run, target, **more)
-    export_hf.begin(plan)
+    export_hf.begin_export(plan)
     export_hf.write_shards(plan)
-    export_hf.finish(plan)
+    export_hf.finish_export(plan)
     return tensors_of(target)
 
 
@@ -222,7 +222,7 @@ def test_a_run_trained_here_goes_out(tmp_path: Path) -> None:
     """From a preset, with the byte tokenizer: config and tokenizer are made, and transformers computes the same next token."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from phalanx.train.generate import next_logits
+    from phalanx.train.generation import next_logits
     from phalanx.train.loaded import load_model
     from train_help import train_args
 
@@ -250,7 +250,7 @@ def test_a_run_trained_here_goes_out(tmp_path: Path) -> None:
         export_hf.plan_export(run, Path("."))
     plan = export_hf.plan_export(run, next((tmp_path / "text").iterdir()) / "out")
     with pytest.raises(RunError, match=r"cannot write .*out: .*nothing is left"):
-        export_hf.begin(plan)
+        export_hf.begin_export(plan)
     plan = export_hf.plan_export(run, tmp_path / "new")
     with pytest.raises(RunError, match=r"cannot write .*new: .*nothing is left"):
         export_hf.write_shards(plan)  # the folder to write into was taken away

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from phalanx.train.generate import Sampling, draw
+from phalanx.train.generation import Sampling, draw
 
 LOGITS = torch.tensor([1.0, 3.0, -2.0, 2.5])
 

@@ -20,7 +20,7 @@ from phalanx.runtime.checkpoint.manager import CheckpointManager
 from phalanx.runtime.comm.groups import GroupCache
 from phalanx.runtime.comm.peers import own_group
 from phalanx.runtime.state.boxes import BoxTensor
-from phalanx.train.generate import Sampling, generate, next_logits
+from phalanx.train.generation import Sampling, generate, next_logits
 from phalanx.train.step import StepParts
 from phalanx.verify.reference import run_step
 from phalanx.verify.setups import Setup, small_model

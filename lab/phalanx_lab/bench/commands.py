@@ -54,7 +54,7 @@ def main(args: list[str]) -> int:
     if name not in BENCHMARKS:
         print(f"phalanx bench: {name!r} is not a benchmark; {nearest(name, BENCHMARKS)}", file=sys.stderr)
         return 2
-    return int(importlib.import_module(f"phalanx_lab.bench.{name.replace('-', '_')}").main(args[1:]))
+    return int(importlib.import_module(f"phalanx_lab.bench.{BENCHMARKS[name][0]}").main(args[1:]))
 
 
 def _list() -> str:

@@ -31,7 +31,7 @@ from phalanx.plan.moe.dispatch import DispatchSpec
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.groups import GroupCache, WorldInfo, build_groups, close_world, init_world
 from phalanx.runtime.comm.launch import StopRequest, run_local
-from phalanx.train.assemble import assemble
+from phalanx.train.assembly import assemble
 from phalanx.train.exact import exact_sums
 from phalanx.train.step import StepParts, train_step
 

@@ -21,7 +21,7 @@ from phalanx.plan.pipeline.run import make_pipeline
 from phalanx.runtime.comm.allocator import keep_freed_memory
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.groups import GroupCache, Groups, build_groups
-from phalanx.train.assemble import assemble
+from phalanx.train.assembly import assemble
 from phalanx.train.step import eval_loss, train_step
 from phalanx_lab.bench.workload import BETAS, CLIP_NORM, LEARNING_RATE, WEIGHT_DECAY, Shape, batch_of
 

@@ -36,9 +36,9 @@ def main(args: list[str]) -> int:
     options = tyro.cli(ExportArgs, args=args, prog="phalanx export-hf", description=__doc__)
     raise_if(problems(options), ConfigError, subject="the command")
     from phalanx.runtime.comm import run_local
-    from phalanx.train.huggingface import export_hf
+    from phalanx.train.huggingface import begin_export, finish_export, plan_export, write_shards
 
-    plan = export_hf.plan_export(
+    plan = plan_export(
         options.run,
         options.dir,
         step=options.step,
@@ -47,12 +47,12 @@ def main(args: list[str]) -> int:
         shard_bytes=options.shard_mb * 1_000_000,
     )
     ranks = min(options.ranks, len(plan.shards))
-    export_hf.begin(plan)
+    begin_export(plan)
     if ranks == 1:
-        export_hf.write_shards(plan)
+        write_shards(plan)
     else:
         run_local(lambda info, stop: _rank(plan, info.rank, ranks), ranks=ranks, threads=1)
-    export_hf.finish(plan)
+    finish_export(plan)
     size = sum(plan.bytes_of(link) for shard in plan.shards for link in shard)
     count = len(plan.shards)
     files = f"{count} files" if count > 1 else "one file"
@@ -61,10 +61,10 @@ def main(args: list[str]) -> int:
 
 
 def _rank(plan: object, rank: int, ranks: int) -> int:
-    from phalanx.train.huggingface import export_hf
+    from phalanx.train.huggingface import Export, write_shards
 
-    assert isinstance(plan, export_hf.Export)
-    export_hf.write_shards(plan, index=rank, count=ranks)
+    assert isinstance(plan, Export)
+    write_shards(plan, index=rank, count=ranks)
     return 0
 
 

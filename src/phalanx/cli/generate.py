@@ -42,8 +42,7 @@ def main(args: list[str]) -> int:
     import torch
 
     from phalanx.runtime.comm import threads_per_rank
-    from phalanx.train.generate import Sampling, generate
-    from phalanx.train.loaded import load_model
+    from phalanx.train import Sampling, generate, load_model
 
     torch.set_num_threads(threads_per_rank(1, options.threads))
     loaded = load_model(options.run, step=options.step)

@@ -30,8 +30,7 @@ def main(args: Sequence[str]) -> int:
         return 0
     folder, overrides = read_args(args)
     from phalanx.runtime.comm import WorldInfo, run_local, run_one, threads_per_rank
-    from phalanx.train.huggingface.hugging_face import open_checkpoint
-    from phalanx.train.huggingface.import_hf import import_rank, plan_import
+    from phalanx.train.huggingface import import_rank, open_checkpoint, plan_import
 
     job = plan_import(open_checkpoint(folder, mtp_layers=asked_mtp_layers(overrides)), overrides)
     body, ranks = partial(import_rank, job), job.recipe.launch.ranks

@@ -15,7 +15,7 @@ from phalanx.core.units import format_bytes
 
 if TYPE_CHECKING:
     from phalanx.runtime.comm import StopRequest, WorldInfo
-    from phalanx.train.sync import SyncPlan
+    from phalanx.train import SyncPlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,9 +47,9 @@ def main(args: list[str]) -> int:
     options = tyro.cli(SyncArgs, args=args, prog="phalanx sync", description=__doc__)
     check_writable(options.json)
     from phalanx.runtime.comm import read_world, run_local, run_one
-    from phalanx.train import sync
+    from phalanx.train import plan_sync
 
-    plan = sync.plan_sync(
+    plan = plan_sync(
         options.run,
         options.out,
         to=options.to,
@@ -75,15 +75,15 @@ def _launch_problems(plan: SyncPlan, launched: WorldInfo | None) -> list[Problem
 
 def _rank(plan: SyncPlan, options: SyncArgs, info: WorldInfo, stop: StopRequest) -> int:
     """One rank; the first one speaks, checks and gives the folder its name."""
-    from phalanx.train import sync
+    from phalanx.train import check_sync, finish_sync, run_sync
 
     if info.rank == 0:
         print(plan.explain(), flush=True)
-    reports = sync.run_rank(plan, info)
+    reports = run_sync(plan, info)
     if info.rank != 0:
         return 0
-    compared = sync.check(plan) if options.check else 0
-    sync.finish(plan)
+    compared = check_sync(plan) if options.check else 0
+    finish_sync(plan)
     most = max(r.held_bytes + r.staging_bytes for r in reports)
     print(f"{plan.target}: {len(plan.waves)} waves, at most {format_bytes(most)} held by a process")
     if options.check:

@@ -113,7 +113,7 @@ def read_recipe(request: Request, *, world: int | None, several_machines: bool =
 
     def auto_dtype(recipe: Recipe) -> Dtype:
         """That of the run, where it has begun: it may go on on another machine."""
-        from phalanx.train.run_folder import RECIPE_FILE
+        from phalanx.train import RECIPE_FILE
 
         kept = Path(recipe.run.folder) / recipe.run.name / RECIPE_FILE
         if kept.is_file():
@@ -151,8 +151,8 @@ def start(recipe: Recipe, environ: Mapping[str, str]) -> int:
     """Become one rank, or the parent of all local ranks."""
     from phalanx.runtime.checkpoint import import_now
     from phalanx.runtime.comm import WorldInfo, read_world, run_local, run_one, threads_per_rank
-    from phalanx.train.placement.replacing import Replacing
-    from phalanx.train.run import train
+    from phalanx.train import train
+    from phalanx.train.placement import Replacing
 
     warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
     if recipe.launch.device == "cuda" and recipe.train.deterministic:
@@ -165,7 +165,7 @@ def start(recipe: Recipe, environ: Mapping[str, str]) -> int:
     threads = threads_per_rank(ranks, recipe.launch.threads)
     choice = choose_healing(recipe)
     if choice.heals:
-        from phalanx.train.recovery.run import train_healing
+        from phalanx.train.recovery import train_healing
 
         return train_healing(choice.recipe, threads=threads, port=_asked_port(environ), kept=recipe)
     if ranks > 1 and recipe.observe.console != "none":

@@ -16,7 +16,7 @@ from phalanx.data import Loader, MicroBatch, Prepared
 from phalanx.models import TokenBatch, part_of
 from phalanx.plan.mapping import AnyFolding, AnyPlacement, ModelSpec
 from phalanx.plan.pipeline import Pipeline
-from phalanx.train.assemble import assemble
+from phalanx.train.assembly import assemble
 from phalanx.train.companion import NOWHERE, Where
 from phalanx.train.exact import exact_sums
 from phalanx.train.setup import Rank, make_context

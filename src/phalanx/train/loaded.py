@@ -19,7 +19,7 @@ from phalanx.plan.pipeline import plain_pipeline
 from phalanx.runtime.checkpoint import CheckpointManager
 from phalanx.runtime.comm import Collectives, GroupCache, build_groups
 from phalanx.runtime.state import BoxTensor
-from phalanx.train.assemble import state_dtype
+from phalanx.train.assembly import state_dtype
 from phalanx.train.passes import StageRunner
 from phalanx.train.run_folder import RunFolder, choose_checkpoint
 from phalanx.train.setup import DTYPES

@@ -32,7 +32,7 @@ from phalanx.runtime.comm import StopRequest
 from phalanx.runtime.membership import Decision, run_steps
 from phalanx.train.build import token_batch
 from phalanx.train.companion import NOWHERE, Companion, NewPlacement, Where
-from phalanx.train.generate import Sampling, generate
+from phalanx.train.generation import Sampling, generate
 from phalanx.train.machine import matmul_flops_per_s
 from phalanx.train.optim import learning_rate
 from phalanx.train.passes import choose_measured

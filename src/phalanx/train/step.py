@@ -51,7 +51,7 @@ from phalanx.train.warmup import PassTimes
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepParts:
-    """What a step works on and with; built once by the trainer (`train/assemble.py`)."""
+    """What a step works on and with; built once by the trainer (`train/assembly.py`)."""
 
     model: Decoder
     spec: ModelSpec

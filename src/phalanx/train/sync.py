@@ -46,7 +46,7 @@ from phalanx.runtime.checkpoint import CheckpointManager
 from phalanx.runtime.comm import Axis, Collectives, WorldInfo, close_world, init_world
 from phalanx.runtime.reshard import PlanOptions, Resharder
 from phalanx.runtime.state import BoxTensor
-from phalanx.train.assemble import state_dtype
+from phalanx.train.assembly import state_dtype
 from phalanx.train.run_folder import RunFolder, choose_checkpoint
 from phalanx.train.setup import DTYPES
 
@@ -209,7 +209,7 @@ def begin(plan: SyncPlan) -> None:
         raise RunError(f"cannot write {plan.target}: {error}") from error
 
 
-def run_rank(plan: SyncPlan, info: WorldInfo) -> list[RankReport]:
+def run_sync(plan: SyncPlan, info: WorldInfo) -> list[RankReport]:
     """All waves on one rank, and the reports of all. Collective over `plan.world` ranks; the first one makes the folder."""
     init_world(info, timeout_s=_TIMEOUT_S)
     axis = Axis("sync", tuple(range(info.world)), info.rank, dist.group.WORLD)
@@ -297,7 +297,7 @@ def _settle(path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def check(plan: SyncPlan) -> int:
+def check_sync(plan: SyncPlan) -> int:
     """Compare every box of every file, before they get their name, with the checkpoint; bytes compared. Raises `RunError` naming the first that differs."""
     from safetensors import safe_open
 
@@ -321,7 +321,7 @@ def _boxes(plan: SyncPlan, layout: TensorLayout, receiver: int) -> Iterator[tupl
         yield held.box, held.local_box()
 
 
-def finish(plan: SyncPlan) -> None:
+def finish_sync(plan: SyncPlan) -> None:
     """The index, which says where each box of each tensor is; then the folder gets its name."""
     try:
         (plan.writing / INDEX).write_text(json.dumps(index_of(plan), indent=1) + "\n")

@@ -30,7 +30,7 @@ from phalanx.simulate.hardware.clusters import Hardware
 from phalanx.simulate.hardware.cost import Cost
 from phalanx.simulate.program.clock import ProgramTimeline, run_programs
 from phalanx.simulate.program.cost import ProgramOracle, kind_of
-from phalanx.train.assemble import bucket_elements
+from phalanx.train.assembly import bucket_elements
 
 WORLD = 4
 SEQUENCES, SEQ_LEN = 2, 32

@@ -55,7 +55,7 @@ from phalanx.runtime.membership.votes import Report
 from phalanx.runtime.reshard.program import rank_program
 from phalanx.runtime.reshard.resharder import Resharder
 from phalanx.simulate.failures.recovery_time import Constants
-from phalanx.train.assemble import assemble
+from phalanx.train.assembly import assemble
 from phalanx.train.placement.heal_state import checksums, move_state
 from phalanx.train.step import StepParts
 

@@ -30,12 +30,10 @@ from phalanx.models.families import FAMILIES, Family, Link, families_for, shapes
 from phalanx.plan.mapping import ModelSpec, buffers, resolve_model
 from phalanx.runtime.checkpoint import CheckpointManager
 from phalanx.runtime.state import BoxTensor
-from phalanx.train.assemble import state_dtype
+from phalanx.train import DTYPES, RunFolder, choose_checkpoint, state_dtype
 from phalanx.train.huggingface.hf_tokenizer import tokenizer_files
 from phalanx.train.huggingface.hugging_face import INDEX_FILE, SINGLE_FILE, read_config
 from phalanx.train.huggingface.import_hf import KEPT_FOLDER, small_files
-from phalanx.train.run_folder import RunFolder, choose_checkpoint
-from phalanx.train.setup import DTYPES
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
 
@@ -153,7 +151,7 @@ def _shards(plan: Export, links: Sequence[Link], limit: int) -> tuple[tuple[Link
 # ---- writing -----------------------------------------------------------------------------------------------------------------
 
 
-def begin(plan: Export) -> None:
+def begin_export(plan: Export) -> None:
     """An empty folder to write into."""
     with _written(plan):
         shutil.rmtree(plan.writing, ignore_errors=True)
@@ -196,7 +194,7 @@ def _read_shard(plan: Export, manager: CheckpointManager, links: Sequence[Link])
     return {link.tensor: out[link.tensor].to(plan.type_of(link)).contiguous() for link in links}
 
 
-def finish(plan: Export) -> None:
+def finish_export(plan: Export) -> None:
     """Config, tokenizer and index beside the shards; then the folder gets its name."""
     with _written(plan):
         _finish(plan)

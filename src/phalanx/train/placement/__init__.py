@@ -1,1 +1,19 @@
 """Experts that move while training runs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from phalanx.core.faces import lazy
+
+if TYPE_CHECKING:
+    from phalanx.train.placement.heal_state import (
+        Everyone as Everyone,
+        Examined as Examined,
+        Moved as Moved,
+        examine as examine,
+        take_state as take_state,
+    )
+    from phalanx.train.placement.replacing import Replacing as Replacing
+else:
+    __getattr__ = lazy(__name__)

@@ -38,8 +38,7 @@ from phalanx.plan.reshard import Hosts, Move
 from phalanx.runtime.comm import Axis, Collectives, Peers
 from phalanx.runtime.reshard import Resharder
 from phalanx.runtime.state import BoxTensor, ShardedState, shard_views
-from phalanx.train.recording import MoveRecorder
-from phalanx.train.step import StepParts
+from phalanx.train import MoveRecorder, StepParts
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -49,15 +49,23 @@ from phalanx.runtime.checkpoint import Aside
 from phalanx.runtime.comm import Axis
 from phalanx.runtime.reshard import Resharder
 from phalanx.runtime.state import ShardedState, shard_views
-from phalanx.train.assemble import assemble
-from phalanx.train.companion import NOWHERE, NewPlacement, Where
-from phalanx.train.expert_figures import placement_in_use, seconds_of_a_row
+from phalanx.train import (
+    NOWHERE,
+    MoveRecorder,
+    NewPlacement,
+    Rank,
+    Recorder,
+    ReducedStep,
+    StepParts,
+    Where,
+    assemble,
+    make_context,
+    placement_in_use,
+    seconds_of_a_row,
+)
 from phalanx.train.placement.coming import Coming
 from phalanx.train.placement.heal_state import checksums, compare, move_state
 from phalanx.train.placement.past_moves import PastMoves
-from phalanx.train.recording import MoveRecorder, Recorder
-from phalanx.train.setup import Rank, make_context
-from phalanx.train.step import ReducedStep, StepParts
 
 SOON = 10
 """A decision follows a change of members after this part of the interval."""

@@ -45,22 +45,33 @@ from phalanx.runtime.comm import (
 from phalanx.runtime.membership import Generation, NoMapping, Report, Resolution, Team, own_host, resolve
 from phalanx.runtime.reshard import hosts_by_name
 from phalanx.runtime.state import ShardedState
-from phalanx.train.build import make_loader, make_parts
-from phalanx.train.companion import Where
-from phalanx.train.loop import Elastic, Trainer
-from phalanx.train.machine import MemoryMeter, matmul_flops_per_s
-from phalanx.train.placement.heal_state import Everyone, Examined, Moved, examine, take_state
-from phalanx.train.placement.replacing import Replacing
-from phalanx.train.recording import MoveRecorder, Recorder
+from phalanx.train import (
+    DTYPES,
+    Elastic,
+    MemoryMeter,
+    MoveRecorder,
+    Outcome,
+    Progress,
+    Rank,
+    Recorder,
+    RunFolder,
+    StepResult,
+    Told,
+    Trainer,
+    Where,
+    make_loader,
+    make_parts,
+    matmul_flops_per_s,
+    message_ctas,
+    name_of_rows,
+    resolve_pipeline,
+)
+from phalanx.train.placement import Everyone, Examined, Moved, Replacing, examine, take_state
 from phalanx.train.recovery.fallback import from_disk
 from phalanx.train.recovery.pace import PaceWatch
 from phalanx.train.recovery.rehearsal import rehearse
 from phalanx.train.recovery.tell import Entry, Telling
 from phalanx.train.recovery.watch import MemberWatch, Phase, collective_watch
-from phalanx.train.reporting import Outcome, Progress
-from phalanx.train.run_folder import RunFolder
-from phalanx.train.setup import DTYPES, Rank, Told, message_ctas, name_of_rows, resolve_pipeline
-from phalanx.train.step import StepResult
 
 WAIT_S = 0.5
 """Between two looks whether there are enough members for a mapping."""

@@ -13,8 +13,7 @@ from phalanx.core.events import Note, WentBack
 from phalanx.observe import warn_without_screen
 from phalanx.plan.recovery import HealPlan
 from phalanx.runtime.membership import Team
-from phalanx.train.loop import Trainer
-from phalanx.train.saving import load_state, read_run_state
+from phalanx.train import Trainer, load_state, read_run_state
 
 
 @dataclass(frozen=True, kw_only=True)

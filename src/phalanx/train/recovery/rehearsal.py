@@ -23,13 +23,20 @@ from phalanx.observe import Sinks
 from phalanx.plan.mapping import Folding, ModelSpec, model_problems, plain_placement
 from phalanx.plan.pipeline import plain_pipeline
 from phalanx.runtime.comm import GroupCache, Peers, WorldInfo
-from phalanx.train.build import make_loader, make_parts, token_batch
-from phalanx.train.machine import MemoryMeter
-from phalanx.train.optim import learning_rate
-from phalanx.train.run_folder import RunFolder
-from phalanx.train.setup import Rank, make_context
-from phalanx.train.step import commit_step, publish, reduce_step
-from phalanx.train.warm import warm_kernels
+from phalanx.train import (
+    MemoryMeter,
+    Rank,
+    RunFolder,
+    commit_step,
+    learning_rate,
+    make_context,
+    make_loader,
+    make_parts,
+    publish,
+    reduce_step,
+    token_batch,
+    warm_kernels,
+)
 
 ALONE = Folding(world=1)
 VOCABULARY = 4096

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from phalanx.core.events import Emit, Event, Note, TeamFormed, TrainingResumed
 from phalanx.runtime.membership import Committed, Reformed, TooFew
-from phalanx.train.placement.heal_state import Moved
+from phalanx.train.placement import Moved
 
 
 @dataclass(frozen=True, kw_only=True)
