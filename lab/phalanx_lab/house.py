@@ -100,7 +100,7 @@ def _imports(path: Path, modules: Mapping[str, Path], *, is_face: bool) -> Itera
         if isinstance(node, ast.Import):
             yield from (Import(path, node.lineno, a.name) for a in node.names if a.name in modules)
         elif isinstance(node, ast.ImportFrom) and node.module in modules:
-            if is_face and node.module != "phalanx.core.faces":
+            if is_face and node.module != "phalanx.core.faces" and path != SOURCE / "__init__.py":
                 continue
             for a in node.names:
                 full = f"{node.module}.{a.name}"

@@ -1,24 +1,16 @@
 """Phalanx trains mixture-of-experts language models. See docs/architecture.md.
 
-`reshard` and `open_resharder` move tensors between layouts (docs/resharding-run.md); torch is imported when they are called, not before.
+The public names move tensors between layouts (docs/reference/api.md): `reshard` and `open_resharder` as one call that all ranks make, `WeightSync` again and
+again. torch is imported when one of them is asked for, not before.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
-__all__ = ["open_resharder", "reshard"]
+from phalanx.core.faces import lazy
 
-
-def reshard(tensor_or_state: Any, src_layout: Any, dst_layout: Any, **options: Any) -> Any:
-    """Move a tensor or a dict of tensors from one layout to another: `phalanx.runtime.reshard.call.reshard`."""
-    from phalanx.runtime import reshard as room
-
-    return room.reshard(tensor_or_state, src_layout, dst_layout, **options)
-
-
-def open_resharder(group: Any = None, **options: Any) -> Any:
-    """What remembers plans between calls of `reshard`: `phalanx.runtime.reshard.call.open_resharder`."""
-    from phalanx.runtime import reshard as room
-
-    return room.open_resharder(group, **options)
+if TYPE_CHECKING:
+    from phalanx.runtime.reshard import WeightSync as WeightSync, open_resharder as open_resharder, reshard as reshard
+else:
+    __getattr__ = lazy(__name__)

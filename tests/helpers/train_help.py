@@ -82,7 +82,7 @@ def _start_server() -> None:
         ]
     )
     tests = Path(__file__).parents[1]
-    folders = [str(tests / name) for name in ("helpers", "unit", "ranks", "runs", "lab")]
+    folders = [str(tests / name) for name in ("helpers", "oracles", "unit", "ranks", "runs", "lab")]
     path = os.pathsep.join([*folders, *filter(None, [os.environ.get("PYTHONPATH")])])
     with mock.patch.dict(os.environ, {"PYTHONPATH": path, IN_SERVER: "yes"}):
         ensure_running()

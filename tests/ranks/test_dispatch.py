@@ -12,6 +12,7 @@ import zlib
 import numpy as np
 import pytest
 import torch
+from dispatch_by_hand import rows_by_hand
 from moe_help import context, dense_experts, moe_spec
 
 from phalanx.models.context import ForwardInfo, TokenBatch
@@ -20,7 +21,7 @@ from phalanx.models.moe import MoE
 from phalanx.models.router import largest
 from phalanx.plan.mapping.folding import GROUP_AXES, make_folding
 from phalanx.plan.mapping.placement import Placement, plain_placement
-from phalanx.plan.moe.dispatch import DispatchSpec, capacity, kept_pairs as kept_by_hand, plan_dispatch, rows_by_hand
+from phalanx.plan.moe.dispatch import DispatchSpec, capacity, kept_pairs as kept_by_hand, plan_dispatch
 from phalanx.plan.moe.dispatch_local import plan_local_dispatch
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.groups import Axis, Groups

@@ -10,12 +10,13 @@ import pytest
 import test_dispatch as dense
 import torch
 from moe_help import context, moe_spec
+from overlap_bytes_by_hand import count_host_copies
 
 from phalanx.core.errors import ConfigError
 from phalanx.core.events import Collective
 from phalanx.kernels.cpu.lanes import SERIAL
 from phalanx.plan.moe.dispatch import plan_dispatch
-from phalanx.plan.moe.overlap.bytes import count_copies, count_host_copies, traffic_of, wire_bytes
+from phalanx.plan.moe.overlap.bytes import count_copies, traffic_of, wire_bytes
 from phalanx.plan.moe.overlap.types import Schedule
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.peers import Peers, own_group

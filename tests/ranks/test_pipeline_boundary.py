@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 from boundary_help import ByHand, edge_by_hand, rows_layout, stage_layouts, zigzag_layout
+from boundary_lanes import lane_problems
 
 from phalanx.core.errors import PeerError, PlanError, RunError
 from phalanx.plan.layout.tensors import TensorLayout, whole_layout
-from phalanx.plan.pipeline.boundary import EdgePlan, Relay, direct_edge, lane_problems, planned_edge
+from phalanx.plan.pipeline.boundary import EdgePlan, Relay, direct_edge, planned_edge
 from phalanx.plan.pipeline.clock import Edge, chain
 from phalanx.plan.pipeline.comm import PipelinePlan, Transfer, plan_pipeline
 from phalanx.plan.pipeline.schedule import make_schedule

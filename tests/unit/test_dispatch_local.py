@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from dispatch_by_hand import rows_by_hand
 from hypothesis import given, settings, strategies as st
 
 import phalanx.plan.moe.dispatch_local as dispatch_local
 from phalanx.core.errors import PlanError
 from phalanx.kernels.cpu.exact_experts import chunks_of
-from phalanx.plan.moe.dispatch import plan_dispatch, rows_by_hand
+from phalanx.plan.moe.dispatch import plan_dispatch
 from phalanx.plan.moe.dispatch_local import plan_local_dispatch
 from phalanx.plan.placement.fleet import equal_fleet
 from phalanx.plan.placement.replicas import replica_counts, zipf_loads

@@ -6,6 +6,7 @@ import json
 
 import numpy as np
 import pytest
+from dispatch_by_hand import rows_by_hand
 from hypothesis import given, settings, strategies as st
 
 from phalanx.core.errors import PlanError
@@ -18,7 +19,6 @@ from phalanx.plan.moe.dispatch import (
     plan_dispatch,
     plan_static_dispatch,
     replica_index,
-    rows_by_hand,
     split_over_replicas,
 )
 

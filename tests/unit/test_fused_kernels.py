@@ -346,7 +346,7 @@ def test_regions_do_not_overlap() -> None:
 
 COMPILE = """
 import dataclasses, json, torch
-from phalanx.kernels.triton.ahead import KERNELS, compile_ahead
+from compile_ahead import KERNELS, compile_ahead
 from phalanx.kernels.triton.tiles import TileShape
 how = dict(dtype=torch.bfloat16, tile=TileShape())
 built = {n: compile_ahead(n, **how) for n in KERNELS}

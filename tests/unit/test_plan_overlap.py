@@ -9,13 +9,13 @@ import sys
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
+from overlap_check import check
 from overlap_plan_help import plans_of_group, random_dispatch, random_schedule, routed, traffic_by_routing
 from speed_help import full_speed_s
 
 from phalanx.core.errors import PlanError
 from phalanx.plan.moe.dispatch import plan_dispatch
 from phalanx.plan.moe.overlap.bytes import choose_transport
-from phalanx.plan.moe.overlap.check import check
 from phalanx.plan.moe.overlap.plan import backward_of, part_ends, plan_overlap, tile_sizes, tiles_of
 from phalanx.plan.moe.overlap.types import Op, Schedule, Tile
 

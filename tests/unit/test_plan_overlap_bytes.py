@@ -4,19 +4,12 @@ from collections import defaultdict
 
 import numpy as np
 import pytest
+from overlap_bytes_by_hand import count_host_copies, expected_rows
 from overlap_plan_help import routed, traffic_by_routing
 
 from phalanx.core.errors import PlanError
 from phalanx.plan.moe.dispatch import plan_dispatch
-from phalanx.plan.moe.overlap.bytes import (
-    ROUTES,
-    choose_transport,
-    count_copies,
-    count_host_copies,
-    expected_rows,
-    traffic_of,
-    wire_bytes,
-)
+from phalanx.plan.moe.overlap.bytes import ROUTES, choose_transport, count_copies, traffic_of, wire_bytes
 
 pytestmark = pytest.mark.unit
 ROW = 4096

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from overlap_clock import predict
 from overlap_plan_help import plans_of_group
 
 from phalanx.core.errors import PlanError
 from phalanx.plan.moe.dispatch import plan_dispatch
 from phalanx.plan.moe.overlap.bytes import traffic_of, wire_bytes
 from phalanx.plan.moe.overlap.carve import DeviceShare, choose_left_free, shared_cost
-from phalanx.plan.moe.overlap.clock import predict
 from phalanx.plan.moe.overlap.cost import LayerShape, OverlapCost
 from phalanx.plan.moe.overlap.plan import backward_of
 from phalanx.plan.moe.overlap.types import Schedule

@@ -5,12 +5,12 @@ import json
 
 import numpy as np
 import pytest
+from overlap_check import check, from_json, plan_problems
+from overlap_events import Adversary, simulate
 from overlap_plan_help import plans_of_group, random_dispatch, random_schedule, routed
 from tiers import times
 
 from phalanx.core.errors import PlanError
-from phalanx.plan.moe.overlap.check import check, from_json, plan_problems
-from phalanx.plan.moe.overlap.events import Adversary, simulate
 from phalanx.plan.moe.overlap.plan import plan_overlap
 from phalanx.plan.moe.overlap.types import Op, Schedule, Tile
 

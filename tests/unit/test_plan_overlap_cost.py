@@ -5,6 +5,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+from overlap_clock import predict
 from overlap_plan_help import plans_of_group, random_schedule, routed, traffic_by_routing
 from speed_help import full_speed_s
 
@@ -22,7 +23,6 @@ from phalanx.plan.moe.overlap.choose import (
     errors_of,
     fit,
 )
-from phalanx.plan.moe.overlap.clock import predict
 from phalanx.plan.moe.overlap.cost import LayerShape, OverlapCost
 from phalanx.plan.moe.overlap.pair import PassTime, link_s, pair_s, paired_share
 from phalanx.plan.moe.overlap.plan import plan_overlap

@@ -4,17 +4,18 @@ import dataclasses
 
 import numpy as np
 import pytest
+from overlap_bytes_by_hand import count_host_copies
+from overlap_check import check, from_json, plan_problems
+from overlap_clock import predict
+from overlap_events import simulate
 from overlap_plan_help import plans_of_group, random_dispatch, random_schedule, routed, traffic_by_routing
 from tiers import times
 
 from phalanx.core.errors import PlanError
 from phalanx.plan.moe.dispatch import plan_dispatch
-from phalanx.plan.moe.overlap.bytes import count_host_copies, traffic_of, wire_bytes
-from phalanx.plan.moe.overlap.check import check, from_json, plan_problems
+from phalanx.plan.moe.overlap.bytes import traffic_of, wire_bytes
 from phalanx.plan.moe.overlap.choose import compare
-from phalanx.plan.moe.overlap.clock import predict
 from phalanx.plan.moe.overlap.cost import LayerShape, OverlapCost
-from phalanx.plan.moe.overlap.events import simulate
 from phalanx.plan.moe.overlap.hosts import can_forward, gateway, gateways, message_parts
 from phalanx.plan.moe.overlap.plan import plan_overlap
 from phalanx.plan.moe.overlap.types import Op, Schedule

@@ -4,11 +4,11 @@ import dataclasses
 
 import numpy as np
 import pytest
+from overlap_check import check
 from overlap_plan_help import plans_of_group, random_dispatch, random_schedule
 
 from phalanx.core.errors import PlanError
 from phalanx.plan.moe.dispatch import plan_dispatch
-from phalanx.plan.moe.overlap.check import check
 from phalanx.plan.moe.overlap.cost import LayerShape, OverlapCost, work_of
 from phalanx.plan.moe.overlap.plan import joint_slots, plan_overlap, tile_sizes
 from phalanx.plan.moe.overlap.types import ALL, Op, Schedule, Tile

@@ -7,12 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from overlap_plan_help import plans_of_group, random_schedule
+from overlap_rounds import round_problems
 from tiers import times
 
 from phalanx.core.errors import PlanError
 from phalanx.plan.moe.dispatch import plan_dispatch
 from phalanx.plan.moe.overlap.plan import backward_of, plan_overlap
-from phalanx.plan.moe.overlap.rounds import MOST_MESSAGES, Leg, Round, round_problems, rounds_of
+from phalanx.plan.moe.overlap.rounds import MOST_MESSAGES, Leg, Round, rounds_of
 from phalanx.plan.moe.overlap.types import Schedule
 
 

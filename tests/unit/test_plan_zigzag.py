@@ -7,17 +7,10 @@ import dataclasses
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
+from zigzag_ring import RingPlan, plan_ring
 
 from phalanx.core.errors import PlanError
-from phalanx.plan.mapping.zigzag import (
-    Block,
-    RingPlan,
-    attention_blocks,
-    layout_problems,
-    make_layout,
-    plan_ring,
-    ring_source,
-)
+from phalanx.plan.mapping.zigzag import Block, attention_blocks, layout_problems, make_layout, ring_source
 
 pytestmark = pytest.mark.unit
 

@@ -6,13 +6,13 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+from overlap_clock import predict as clock
 
 from phalanx.cli.main import main
 from phalanx.core.errors import ConfigError
 from phalanx.plan.mapping.folding import make_folding
 from phalanx.plan.mapping.model import PRESETS
 from phalanx.plan.moe.overlap.choose import SERIAL, compare
-from phalanx.plan.moe.overlap.clock import predict as clock
 from phalanx.plan.moe.overlap.cost import LayerShape, OverlapCost
 from phalanx.plan.moe.overlap.settings import CANDIDATES, FINE
 from phalanx.simulate.from_recipe import mapping_of_recipe, resolve_recipe

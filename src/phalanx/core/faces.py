@@ -12,7 +12,6 @@ so type checkers and readers see plain imports, and importing a room costs nothi
 
 from __future__ import annotations
 
-import ast
 import importlib
 import sys
 from collections.abc import Callable
@@ -22,6 +21,8 @@ from typing import Any
 
 def face_of(source: str) -> dict[str, tuple[str, str]]:
     """Name -> (module, name in it), from the imports under the first `if TYPE_CHECKING:` of a room's `__init__`."""
+    import ast  # here: `phalanx --help` needs none of it
+
     for node in ast.parse(source).body:
         if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
             imports = [n for n in node.body if isinstance(n, ast.ImportFrom) and n.module]

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from phalanx.plan.layout.shard_copies import (
         GATHER_SHARE as GATHER_SHARE,
         publication as publication,
-        shard_holders as shard_holders,
         sums_whole as sums_whole,
     )
     from phalanx.plan.layout.state import STATE_KINDS as STATE_KINDS, StateLayouts as StateLayouts

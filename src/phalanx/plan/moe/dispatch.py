@@ -1,7 +1,7 @@
 """How routed tokens travel inside one expert-parallel group: who sends how many rows to which slot.
 
 Everything here is a pure function of gathered counts, so that every rank computes the same schedule without asking.
-The per-batch indices are built on the device by the same rule (`runtime/moe/dispatch.py`); `rows_by_hand` is their NumPy twin, written
+The per-batch indices are built on the device by the same rule (`runtime/moe/dispatch.py`); `rows_by_hand` (tests/oracles) is their NumPy twin, written
 token by token.
 
 A group of `EP * ETP` ranks holds `G = EP * slots_per_rank` slots. A *source* is a rank of the group, numbered `ep * ETP + etp` (the order
@@ -313,22 +313,3 @@ def kept_pairs(
         for pair in pairs[:rows]:
             kept[pair] = True
     return kept
-
-
-def rows_by_hand(experts_PTK: Sequence[ArrayLike], plan: DispatchPlan) -> list[list[tuple[int, int, int]]]:
-    """For every slot of the group, its rows as (source, token, k) in the order in which the experts see them.
-
-    A pair with expert -1 was dropped. The twin of the device's index arithmetic, for tests and explanations.
-    """
-    slots = np.asarray(plan.slots_G)
-    arrived: list[list[tuple[int, int, int]]] = [[] for _ in slots]
-    for p, experts_TK in enumerate(experts_PTK):
-        experts = np.asarray(experts_TK)
-        for expert in range(int(slots.max()) + 1):
-            pairs = [(p, int(t), int(k)) for t, k in np.argwhere(experts == expert)]
-            for slot in np.flatnonzero(slots == expert):
-                count = int(plan.rows_PG[p, slot])
-                arrived[slot] += pairs[:count]
-                pairs = pairs[count:]
-    order = {plan.source(ep=p, etp=x): (x, p) for p in range(plan.ep) for x in range(plan.etp)}
-    return [sorted(rows, key=lambda row: order[row[0]]) for rows in arrived]

@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol
 from phalanx.core.errors import PlanError, Problem, raise_if
 from phalanx.plan.layout import Box, TensorLayout
 from phalanx.plan.pipeline.clock import Edge
-from phalanx.plan.pipeline.comm import Direction, PipelinePlan, Recv, Run
+from phalanx.plan.pipeline.comm import Direction
 from phalanx.plan.reshard import Hop, Move, Reduction
 
 
@@ -250,46 +250,3 @@ def _shared(a: Box, b: Box) -> int:
 
 Step = tuple[str, int, int, int]
 """("send" or "recv", this rank, the other one, tag of the transfer); a pass is no step: it waits for nothing but earlier steps."""
-
-
-def rank_steps(plan: PipelinePlan, edges: Mapping[Edge, EdgePlan], *, rank: int, position: int) -> tuple[Step, ...]:
-    """All messages of one rank in the one total order: those of a transfer where the program of its place has it, in the plan's order."""
-    steps: list[Step] = []
-    for op in plan.programs[position]:
-        if isinstance(op, Run):
-            continue
-        tag = plan.tag(op.transfer)
-        route = edges[op.transfer.edge].routes(op.transfer.direction).get(rank)
-        if route is None:
-            continue
-        if isinstance(op, Recv):
-            for item in route.incoming():
-                kind, leg = ("send", item.leg) if isinstance(item, Relay) else ("recv", item)
-                steps.append((kind, rank, leg.peer, tag))
-        else:
-            steps += [("send", rank, leg.peer, tag) for leg in route.sends]
-    return tuple(steps)
-
-
-def lane_problems(
-    plan: PipelinePlan, edges: Mapping[Edge, EdgePlan], position_of_rank: Mapping[int, int]
-) -> list[Problem]:
-    """Ranks that wait for ever where all do their messages in order, each waiting for its other side before the next."""
-    programs = {r: rank_steps(plan, edges, rank=r, position=p) for r, p in position_of_rank.items()}
-    at = dict.fromkeys(programs, 0)
-    ready = set(programs)
-    while ready:
-        rank = ready.pop()
-        while at[rank] < len(programs[rank]):
-            kind, _, peer, tag = programs[rank][at[rank]]
-            facing = ("recv" if kind == "send" else "send", peer, rank, tag)
-            if peer not in programs or at[peer] == len(programs[peer]) or programs[peer][at[peer]] != facing:
-                break
-            at[peer] += 1
-            at[rank] += 1
-            ready.add(peer)
-    return [
-        Problem(where=f"lane.rank{rank}", value=programs[rank][count], rule="waits for ever for the other rank")
-        for rank, count in at.items()
-        if count < len(programs[rank])
-    ]

@@ -52,10 +52,6 @@ if TYPE_CHECKING:
         run_placement as run_placement,
         stage_replicas as stage_replicas,
     )
-    from phalanx.plan.placement.search import (
-        Effort as Effort,
-        plan_placement as plan_placement,
-        rule_placement as rule_placement,
-    )
+    from phalanx.plan.placement.search import plan_placement as plan_placement, rule_placement as rule_placement
 else:
     __getattr__ = lazy(__name__)

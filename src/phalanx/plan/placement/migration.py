@@ -5,14 +5,14 @@ fewest copies over all layers together (Hungarian), because hosts are one order 
 rows, layer by layer, in turn with the hosts, until neither saves a copy: recovery stays as it is to the last digit, balance may not. Must never change: an
 expert comes from a host that holds it and lives; one without any is named in `lost`, never made up.
 
-What travels is a whole expert: weights and moments. `expert_moves` turns it into boxes for the reshard core, which chooses sources, order and messages.
+What travels is a whole expert: weights and moments. `plan/recovery/move_order.py` turns a change of placement into boxes for the reshard core, which chooses sources, order and messages.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -21,10 +21,8 @@ from numpy.typing import NDArray
 
 from phalanx.core.errors import PlanError, Problem, raise_if
 from phalanx.core.units import format_bytes
-from phalanx.plan.layout import Box, Held, TensorLayout
 from phalanx.plan.placement.hosts import HostPlacement, from_copies
 from phalanx.plan.placement.order import ordered_hosts
-from phalanx.plan.reshard import Move
 
 Ints = NDArray[np.int64]
 MAX_TURNS = 6
@@ -248,51 +246,3 @@ def _problems(made: Migration) -> list[Problem]:
 
 RankHosts = Sequence[tuple[int, int]]
 """(global rank, name of its host) of every ep rank of a stage, in the order of the expert-parallel group."""
-
-
-def expert_moves(
-    made: Migration, shapes: Mapping[str, tuple[int, ...]], *, itemsize: int, before: RankHosts, after: RankHosts
-) -> list[Move]:
-    """A move for every tensor of every layer, between layouts over the ranks `before` and `after`; dead ranks are left out of the source.
-
-    `shapes`: tensors of a layer with the experts in dim 0, by name; a move is called `layers.{layer}.{name}`. A rank that has an expert in
-    several slots counts it in the first; `local_copies` says what it then copies itself. Lost experts have no source and are refused.
-    """
-    if made.lost:
-        rule = "(layer, expert) has no living holder"
-        problem = Problem(where="migration.lost", value=made.lost, rule=rule, hint="read the checkpoint first")
-        raise PlanError([problem], subject="migration")
-    alive = {rank for rank, host in before if host in made.senders}
-    moves = []
-    for layer in range(made.new.num_layers):
-        old, new = _rank_slots(made.old, layer, before), _rank_slots(made.new, layer, after)
-        for name, shape in shapes.items():
-            src = _layout({rank: held for rank, held in old.items() if rank in alive}, shape)
-            moves.append(Move(name=f"layers.{layer}.{name}", itemsize=itemsize, src=src, dst=_layout(new, shape)))
-    return moves
-
-
-def _rank_slots(plan: HostPlacement, layer: int, ranks: RankHosts) -> dict[int, tuple[int, ...]]:
-    """Global rank -> experts in its slots."""
-    held = plan.layer_placement(layer, host_of_ep=[host for _, host in ranks]).slots[0]
-    return {rank: experts for (rank, _), experts in zip(ranks, held, strict=True)}
-
-
-def local_copies(slots: Sequence[int]) -> list[tuple[int, int]]:
-    """(slot, slot) pairs of one rank: the state of the first is copied to the second, because both hold the same expert."""
-    return [(slots.index(expert), slot) for slot, expert in enumerate(slots) if slots.index(expert) != slot]
-
-
-def _layout(slots: Mapping[int, tuple[int, ...]], shape: tuple[int, ...]) -> TensorLayout:
-    rest = (0,) * (len(shape) - 1)
-    ranks = tuple(sorted(slots))
-    held = tuple(
-        tuple(
-            Held(Box((expert, *rest), (1, *shape[1:])), (slot, *rest))
-            for slot, expert in enumerate(slots[rank])
-            if slots[rank].index(expert) == slot
-        )
-        for rank in ranks
-    )
-    locals_ = tuple((len(slots[rank]), *shape[1:]) for rank in ranks)
-    return TensorLayout(shape=shape, ranks=ranks, held=held, local_shapes=locals_)

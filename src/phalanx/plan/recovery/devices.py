@@ -13,9 +13,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from phalanx.plan.mapping import DEGREES, Folding, ModelSpec, fit_problems, legal_foldings
-from phalanx.plan.recovery.state import Device
+
+
+class Device(NamedTuple):
+    """One accelerator (or core) by a number that stays with it, and the name of its host."""
+
+    id: int
+    host: int
+
 
 EXACT = ("tp", "cp", "etp")
 """Degrees on which the order of sums inside a layer depends."""

@@ -29,12 +29,11 @@ from phalanx.plan.layout import STATE_KINDS, Box, Held, StateLayouts, TensorLayo
 from phalanx.plan.mapping import AnyFolding, AnyPlacement, Folding, LayerPlacements, ModelSpec, StagePlan
 from phalanx.plan.pipeline import make_pipeline, pipeline_problems
 from phalanx.plan.placement import Floats
-from phalanx.plan.recovery.devices import Choice, Limits, choose_folding, is_exact, usable_devices
+from phalanx.plan.recovery.devices import Choice, Device, Limits, choose_folding, is_exact, usable_devices
 from phalanx.plan.recovery.experts import Asked, held_by_host, place_experts
 from phalanx.plan.recovery.memory import StateRoom, state_bytes
 from phalanx.plan.recovery.ranks import rank_members
 from phalanx.plan.recovery.standing import Fact, Kind, Standing, domains_of, machines_of, racks_of, slots_of
-from phalanx.plan.recovery.state import Device
 from phalanx.plan.reshard import Move
 
 BUFFER_BYTES = 4

@@ -13,7 +13,6 @@ from typing import Any
 from phalanx.core.errors import PlanError, Problem
 from phalanx.plan.mapping import AnyPlacement, Folding, LayerPlacements, Placement
 
-DENSE_AXES = ("tp", "pp")
 EXPERT_AXES = ("etp", "ep", "pp")
 
 

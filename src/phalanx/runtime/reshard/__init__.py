@@ -13,5 +13,6 @@ if TYPE_CHECKING:
         Resharder as Resharder,
         hosts_by_name as hosts_by_name,
     )
+    from phalanx.runtime.reshard.weight_sync import WeightSync as WeightSync
 else:
     __getattr__ = lazy(__name__)

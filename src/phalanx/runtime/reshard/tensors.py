@@ -11,7 +11,6 @@ from functools import partial
 
 import torch
 
-from phalanx.plan.layout import Box
 from phalanx.runtime.reshard.program import Piece, Placed, Plan, RankProgram, Step
 from phalanx.runtime.reshard.staging import Usage
 from phalanx.runtime.reshard.sums import BoxSum
@@ -130,10 +129,6 @@ class RankTensors:
 def _bytes(x: torch.Tensor) -> torch.Tensor:
     """The bytes of a contiguous tensor, without a copy."""
     return x.reshape(-1).view(torch.uint8)
-
-
-def whole_box(shape: Sequence[int]) -> Box:
-    return Box((0,) * len(shape), tuple(shape))
 
 
 def num_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:

@@ -18,7 +18,7 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -29,7 +29,6 @@ from phalanx.simulate.hardware.cost import Oracle, experts_s
 
 WIDTH = {"bf16": 2, "fp32": 4}
 """Bytes of an element."""
-KIND = Literal["bf16", "fp32"]
 _SHARES = np.linspace(0.05, 1, 96)
 """Shares of a peak that are tried."""
 HALF_BYTES = 1.0
