@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from speed_help import slowness
 from tiers import times
 
 from phalanx.cli.main import main
@@ -30,7 +31,7 @@ SIZE_BALANCED = (1, 1, 1.5, 1.875, 1.5, 2, 1, 1, 1.5)
 def test_the_papers_nine_cases(capsys: pytest.CaptureFixture[str]) -> None:
     rows = measure_nine()["rows"]
     assert max(row["rho"] for row in rows) <= 1.005
-    assert max(row["cpu_s"] for row in rows) <= 0.005
+    assert max(row["cpu_s"] for row in rows) <= 0.005 * max(1.0, slowness())
     assert [row["naive"] for row in rows] == pytest.approx(NAIVE)
     assert [row["size_balanced"] for row in rows] == pytest.approx(SIZE_BALANCED)
     assert [row["greedy"] for row in rows] == pytest.approx([1] * 9)
@@ -90,9 +91,10 @@ def test_scale() -> None:
     result = json.loads(done.stdout.splitlines()[-1])
     wide, state = result["wide"], result["state"]
     assert wide["unit_tasks"] == 262_144 and wide["flows"] == 4096
-    assert wide["cpu_s"] <= 2 and wide["peak_rss_mib"] <= 300 and wide["rho"] <= 1.005
+    slow = max(1.0, slowness())
+    assert wide["cpu_s"] <= 2 * slow and wide["peak_rss_mib"] <= 300 and wide["rho"] <= 1.005
     assert state["tensors"] == 47_397 and state["rho"] <= 1.02
-    assert state["cpu_s"] <= 1 and state["gain_over_stage_by_stage"] >= 1.9
+    assert state["cpu_s"] <= slow and state["gain_over_stage_by_stage"] >= 1.9
     assert "host 32 receives" in state["certificate"]
 
 

@@ -104,8 +104,8 @@ def test_a_loss_that_is_not_finite_is_named_too() -> None:
 
 
 def test_an_overflowing_norm_of_finite_gradients_says_so() -> None:
-    parts = one(setup(), dtype=torch.float32)
-    parts.model.norm.weight.register_hook(lambda grad: torch.full_like(grad, 1e30))
+    parts = one(setup(), dtype=torch.float64)  # the squares of no finite fp32 numbers overflow in fp64
+    parts.model.norm.weight.register_hook(lambda grad: torch.full_like(grad, 1e200))
     with pytest.raises(RunError, match="a sum or the norm overflowed"):
         train_step(parts, [microbatch(setup(), 0)], step=0, lr=0.1)
 

@@ -226,6 +226,15 @@ def test_exponential_is_exact_to_its_last_places(rows: Rows) -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_squares_are_summed_in_double_precision(rows: Rows, dtype: torch.dtype) -> None:
+    x = normal(200_001).to(dtype)
+    assert rows.square_sum(x) == pytest.approx(x.double().square().sum().item(), rel=(len(x) + 1) * 2**-52, abs=0)
+    if dtype != torch.float64:
+        assert rows.square_sum(torch.full((4,), 1e30, dtype=dtype)) == pytest.approx(4e60, rel=0.01)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_stays_so(rows: Rows, dtype: torch.dtype, bad: float) -> None:
     wide = torch.promote_types(dtype, torch.float32)

@@ -273,7 +273,7 @@ def test_choosing_is_cheap():
     wire = wire_bytes(traffic, choose_transport(traffic, row_bytes=4096).route, row_bytes=4096)
     shape = dataclasses.replace(SHAPE, slots=32)
     work = partial(choose, dispatch, shape, FLAT, CANDIDATES, wire=wire, tile_rows=128)
-    assert full_speed_s(work, rounds=8) < 1e-2
+    assert full_speed_s(work, rounds=8) < 2e-2
 
 
 # ---- fit -------------------------------------------------------------------------------------------------------------------

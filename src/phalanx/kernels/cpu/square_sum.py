@@ -4,7 +4,7 @@
 bf16 on a CPU (10 times slower than this one). Here chunks that fit a cache are widened to fp64, in which the square of a bf16 or fp32 number is
 exact: the result is within n * 2**-53 of the sum, on every processor and in every order of addition. (`torch.dot` in fp32 leaves the order to the
 processor's library and was 4e-6 off over bf16 numbers on an AMD EPYC. fp64 takes the same time for bf16, and 0.3 ns an element more for fp32, which only
-machines without the compiled kernels pay.)
+machines without the compiled kernels pay; those take 0.1 ns more for bf16.)
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ PIECE = 1 << 21
 
 
 def square_sum(x: torch.Tensor, *, impl: Impl = "fast", lanes: Lanes = SERIAL) -> torch.Tensor:
-    """0-d fp64 sum of the squares of contiguous `x`. NaN or infinite where an element is (or a square overflows its sum: in fp32 on
-    a GPU and in the compiled kernels)."""
+    """0-d fp64 sum of the squares of contiguous `x`. NaN or infinite where an element is (or the sum overflows: fp64 on a CPU, fp32
+    on a GPU)."""
     return square_sums([x], impl=impl, lanes=lanes)
 
 
