@@ -1,12 +1,16 @@
-"""What holds for every test: one compute thread, so that tests, forked ranks and lanes share two cores without waiting for each other."""
+"""What holds for every test: one compute thread, so that tests, forked ranks and lanes share two cores without waiting for each other; tiers by cost; the day's seed."""
 
 from __future__ import annotations
 
 import os
 import signal
+from collections import defaultdict
+from collections.abc import Iterator
 
 import pytest
+import tiers
 from hypothesis import HealthCheck, settings
+from speed_help import slowness
 
 # A machine that is busy beside the tests draws examples slowly; that says nothing about them.
 settings.register_profile("phalanx", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -14,10 +18,92 @@ settings.load_profile("phalanx")
 
 # Before anything imports Triton: its kernels run in its interpreter here. TRITON_INTERPRET=0 with a GPU.
 os.environ.setdefault("TRITON_INTERPRET", "1")
+os.environ.setdefault("PHALANX_SEED", str(tiers.SEED))
 
 
 # A shell starts what it runs beside itself (scripts/tests.sh) with Ctrl-C ignored, and programs that tests start would ignore it too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+COSTS = pytest.StashKey[dict[str, float]]()
+RANKS = pytest.StashKey[dict[str, bool]]()
+LEFT = pytest.StashKey[list[str]]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("phalanx")
+    group.addoption(
+        "--tier", choices=("core", "drawn", "all"), default="all", help="which tests (tests/helpers/tiers.py)"
+    )
+    group.addoption("--minutes", type=float, default=12.0, help="with --tier drawn: processor minutes of tests")
+    group.addoption("--store-durations", action="store_true", help="write what each test costs to tests/durations.json")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if getattr(config.option, "hypothesis_seed", None) is None:
+        config.option.hypothesis_seed = str(tiers.SEED)
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"seed {tiers.SEED} (PHALANX_SEED={tiers.SEED} draws the same cases), tier {config.option.tier}"
+
+
+def name_of(item: pytest.Item) -> str:
+    """`FILE::FUNCTION` below tests/: one name for all cases of a test."""
+    return item.nodeid.removeprefix("tests/").partition("[")[0]
+
+
+def launches_ranks(item: pytest.Item) -> bool:
+    return any(item.get_closest_marker(marker) for marker in ("ranks", "testbed"))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    config.stash[RANKS] = {name_of(item): launches_ranks(item) for item in items}
+    config.stash[COSTS], config.stash[LEFT] = defaultdict(float), []
+    if config.option.tier == "all":
+        return
+    costs = tiers.stored_costs()
+
+    def is_core(item: pytest.Item) -> bool:
+        if item.get_closest_marker("slow"):
+            return False
+        cheap = not launches_ranks(item) and costs.get(name_of(item), 0.0) <= tiers.UNIT_S
+        return cheap or item.get_closest_marker("core") is not None
+
+    if config.option.tier == "core":
+        kept = [item for item in items if is_core(item)]
+    else:
+        others = [item for item in items if not is_core(item)]
+        names = {name_of(item) for item in others}
+        drawn = tiers.draw(names, costs, budget_s=60 * config.option.minutes, seed=tiers.SEED)
+        kept = [item for item in others if name_of(item) in drawn]
+        config.stash[LEFT] = sorted(names - drawn)
+    config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+    items[:] = kept
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    if not item.config.option.store_durations:
+        return (yield)
+    before, slow = tiers.tree_cpu_s(), slowness()
+    result = yield
+    spent = tiers.tree_cpu_s() - before
+    item.config.stash[COSTS][name_of(item)] += spent / max(slow, slowness())
+    return result
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    left = config.stash.get(LEFT, [])
+    if left:
+        terminalreporter.section(f"{len(left)} tests of other tiers were not drawn today (seed {tiers.SEED})")
+        for name in left:
+            terminalreporter.line(f"  {name}")
+    if config.option.store_durations:
+        costs = config.stash[COSTS]
+        tiers.store_costs(costs, known=[*tiers.stored_costs(), *costs])
+        terminalreporter.section("expensive tests: without ranks above 1, with ranks above 5 processor seconds")
+        for line in tiers.expensive(costs, ranks=config.stash[RANKS]):
+            terminalreporter.line(line)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -1,18 +1,30 @@
-"""Two sizes of the suite. `make test` takes every subject with some of its cases; `make test-all` takes all cases, and the tests marked `slow`.
+"""Which tests a command runs, and how many cases each draws.
 
-Which cases are some is drawn once and for all from their number: a failure is repeated by running the test again.
+Three tiers. *core* is what `make test` takes: every test without ranks that costs less than `UNIT_S`, and the rank tests marked `core`, one or more for each
+executor. *drawn* is a part of the others that fits into given minutes, by the seed of the day: `.ci/run` takes some of it at each landing. *all* is everything, with
+every case (`PHALANX_TESTS=all`, `make test-all`).
+
+Costs are processor seconds of a test's process and all that it starts, over the slowness of the machine (`speed_help.py`), summed over a test's cases;
+`tests/durations.json` keeps them, `make durations` measures them again. The seed is today's date unless `PHALANX_SEED` says otherwise; every run prints it.
 """
 
 from __future__ import annotations
 
+import datetime
+import json
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 T = TypeVar("T")
 
 ALL = os.environ.get("PHALANX_TESTS") == "all"
+SEED = int(os.environ.get("PHALANX_SEED") or datetime.datetime.now(datetime.UTC).strftime("%Y%m%d"))
+UNIT_S, RANK_S = 1.0, 5.0
+"""Costs from which on a test without ranks, or with ranks, is named as expensive; the former leaves the core tier."""
+DURATIONS = Path(__file__).parents[1] / "durations.json"
 
 
 def times(every: int, few: int) -> int:
@@ -21,8 +33,59 @@ def times(every: int, few: int) -> int:
 
 
 def some(cases: Sequence[T], few: int) -> list[T]:
-    """All of them with all tests, else `few` (at most), in their order."""
+    """All of them with all tests, else `few` (at most) drawn by the seed, in their order."""
     if ALL or few >= len(cases):
         return list(cases)
-    kept = random.Random(len(cases)).sample(range(len(cases)), few)
+    kept = random.Random(SEED * 1_000_003 + len(cases)).sample(range(len(cases)), few)
     return [cases[i] for i in sorted(kept)]
+
+
+def stored_costs() -> dict[str, float]:
+    """Test (`FILE::FUNCTION`, below tests/) -> its cost; empty where none are stored."""
+    return dict(json.loads(DURATIONS.read_text())) if DURATIONS.exists() else {}
+
+
+def store_costs(measured: Mapping[str, float], *, known: Iterable[str]) -> None:
+    """Put measured costs in place of stored ones, and drop tests that are no more."""
+    costs = {**stored_costs(), **measured}
+    kept = {name: round(costs[name], 3) for name in sorted(costs) if name in set(known)}
+    DURATIONS.write_text("{\n" + ",\n".join(f"{json.dumps(n)}: {c}" for n, c in kept.items()) + "\n}\n")
+
+
+def expensive(costs: Mapping[str, float], *, ranks: Mapping[str, bool]) -> list[str]:
+    """Lines that name every test above the limit of its kind, dearest first."""
+    over = [n for n, c in costs.items() if n in ranks and c > (RANK_S if ranks[n] else UNIT_S)]
+    return [f"{costs[n]:8.2f}  {n}" for n in sorted(over, key=lambda n: -costs[n])]
+
+
+def draw(names: Iterable[str], costs: Mapping[str, float], *, budget_s: float, seed: int) -> set[str]:
+    """Tests in an order of the seed's, until their costs reach the budget. One of unknown cost counts `RANK_S`."""
+    order = sorted(names)
+    random.Random(seed).shuffle(order)
+    drawn, spent = set(), 0.0
+    for name in order:
+        cost = costs.get(name, RANK_S)
+        if spent + cost <= budget_s:
+            drawn.add(name)
+            spent += cost
+    return drawn
+
+
+def tree_cpu_s() -> float:
+    """Processor seconds of this process, of its living descendants, and of those that they have waited for."""
+    ticks, parents = {}, {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                fields = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            parents[int(entry)] = int(fields[1])
+            ticks[int(entry)] = sum(map(int, fields[11:15]))
+    mine, total = os.getpid(), 0
+    for pid in ticks:
+        at = pid
+        while at != mine and at in parents:
+            at = parents[at]
+        total += ticks[pid] if at == mine else 0
+    return total / os.sysconf("SC_CLK_TCK")
