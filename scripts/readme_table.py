@@ -77,7 +77,9 @@ def main(root: Path = ROOT, argv: list[str] | None = None) -> int:
     files = sorted((root / "benchmarks" / "results").glob("*.json"))
     problems = [problem for path in files for problem in problems_of(path)]
     missing = [name for name in SHOWN if name not in {path.stem for path in files}]
-    problems += [f"benchmarks/results/{name}.json: is missing; measure it, or take {name!r} out of SHOWN" for name in missing]
+    problems += [
+        f"benchmarks/results/{name}.json: is missing; measure it, or take {name!r} out of SHOWN" for name in missing
+    ]
     readme = root / "README.md"
     text = readme.read_text()
     if text.count(BEGIN) != 1 or text.count(END) != 1:
@@ -90,7 +92,10 @@ def main(root: Path = ROOT, argv: list[str] | None = None) -> int:
     if not check:
         readme.write_text(wanted)
     elif wanted != text:
-        print("README.md: the table is not that of benchmarks/results/; run python scripts/readme_table.py", file=sys.stderr)
+        print(
+            "README.md: the table is not that of benchmarks/results/; run python scripts/readme_table.py",
+            file=sys.stderr,
+        )
     return int(check and wanted != text)
 
 

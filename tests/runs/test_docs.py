@@ -12,10 +12,10 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from docs_programs import Programs
-from phalanx.cli.train import Request, read_recipe
 from train_help import start_program
+
+from phalanx.cli.train import Request, read_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
@@ -85,7 +85,9 @@ def test_pages_are_short_enough_to_be_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("where", "code"), [(w, c) for w, info, c in blocks("toml") if not info], ids=[w for w, i, _ in blocks("toml") if not i]
+    ("where", "code"),
+    [(w, c) for w, info, c in blocks("toml") if not info],
+    ids=[w for w, i, _ in blocks("toml") if not i],
 )
 def test_recipes_of_the_pages_are_legal(where: str, code: str, tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.toml"

@@ -34,9 +34,7 @@ def test_the_readme_has_the_figures_of_the_files(script: ModuleType, capsys: pyt
     assert script.main(ROOT, ["--check"]) == 0, capsys.readouterr().err
 
 
-def test_a_figure_cannot_outlive_its_file(
-    script: ModuleType, copy: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_figure_cannot_outlive_its_file(script: ModuleType, copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = copy / "benchmarks" / "results" / "verify-4.json"
     result = json.loads(path.read_text())
     path.write_text(json.dumps({**result, "figures": {"cases": 1}}))
