@@ -47,7 +47,7 @@ bench: env      ## one rank against transformers, interleaved
 
 docs: env       ## build the pages of docs/ into site/
 	sh scripts/make-env.sh dev,docs
-	.venv/bin/mkdocs build --strict -q
+	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict -q
 
 clean:          ## remove what the build made, not the runs
 	rm -rf .venv site .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info lab/*.egg-info

@@ -1,6 +1,6 @@
 """Published measurements: how rows are read, what is counted, and where the bars stand.
 
-Table 3 of arXiv 2504.14960 decides no constant (docs/simulate.md); these tests hold the model where it stands.
+Table 3 of arXiv 2504.14960 decides no constant (docs/explanation/prediction.md); these tests hold the model where it stands.
 """
 
 import csv

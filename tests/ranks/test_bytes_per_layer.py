@@ -1,4 +1,4 @@
-"""What one MoE layer sends, number for number, against the formulas of `docs/folding.md`: from the events and counters of real steps.
+"""What one MoE layer sends, number for number, against the formulas of `docs/explanation/folding.md`: from the events and counters of real steps.
 
 Routing is dealt like cards (`router.force = balanced`), so that every rank sends as many rows to each expert and the formulas hold exactly;
 what holds for any routing (the backward pass sends what the forward pass received) is checked with a free router too.

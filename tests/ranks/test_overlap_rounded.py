@@ -21,7 +21,7 @@ from ranks import run_ranks
 
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 SHARE = 4
-"""One configuration in so many, other ones in each type. All of them: see docs/overlap.md."""
+"""One configuration in so many, other ones in each type. All of them: see docs/explanation/overlap.md."""
 
 
 def round_data(patch, dtype):

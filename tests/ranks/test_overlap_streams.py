@@ -1,6 +1,6 @@
 """The executor for devices, on an emulated device of two streams: the bits of the one for hosts in every order that events allow, and what is left out shows.
 
-No CUDA device is needed, and none was there: what these tests cannot show is in docs/overlap-gpu.md.
+No CUDA device is needed, and none was there: what these tests cannot show is in docs/explanation/overlap-gpu.md.
 """
 
 from __future__ import annotations

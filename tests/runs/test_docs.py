@@ -1,6 +1,6 @@
-"""The prose is true: links lead somewhere, shell blocks run, and no page names a machine.
+"""The prose is true: links and files that it names exist, its blocks run, its recipes are legal, and it stays short enough to be read.
 
-A fenced block ```` ```sh ```` of docs/*.md and README.md is run in a scratch folder with the repository's programs on the path. `phalanx` is one that starts faster
+A fenced block ```` ```sh ```` of docs/ and README.md is run in a scratch folder with the repository's programs on the path. `phalanx` is one that starts faster
 (`docs_programs.py`), but for the blocks of `INSTALLED`; so does the interpreter of the blocks of Python (`train_help.py`).
 A block that cannot run here carries its reason in the info string: ```` ```sh not-in-ci: needs a cluster ````.
 """
@@ -12,17 +12,22 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from docs_programs import Programs
 from train_help import start_program
 
+from phalanx.cli.train import Request, read_recipe
+
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
+GENERATED = re.compile(r"<!-- begin (\w+) -->.*?<!-- end \1 -->", re.DOTALL)
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)|!\[[^\]]*\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
-INSTALLED = ("docs/recipes.md", "docs/testbed.md")
+INSTALLED = ("docs/reference/settings.md", "docs/how-to/emulate-a-cluster.md")
 """Pages whose blocks run the program as it is installed."""
 
 
@@ -36,21 +41,58 @@ def blocks(language: str) -> list[tuple[str, str, str]]:
     return found
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def headings(page: Path) -> set[str]:
+    """Anchors of a page, as the site and GitHub make them."""
+    lines = re.findall(r"^#+ +(.*)$", FENCE.sub("", page.read_text()), re.MULTILINE)
+    plain = (re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", line).lower() for line in lines)
+    return {re.sub(r"[\s]+", "-", re.sub(r"[^\w\s-]", "", line).strip()) for line in plain}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
     text = re.sub(r"`[^`\n]*`", "", FENCE.sub("", page.read_text()))
     broken = []
     for match in LINK.finditer(text):
         target = match.group(1) or match.group(2)
-        if target.startswith(("http://", "https://", "mailto:", "#")):
+        if target.startswith(("http://", "https://", "mailto:")):
             continue
         path, _, anchor = target.partition("#")
-        file = (page.parent / path).resolve()
+        file = (page.parent / path).resolve() if path else page
         if not file.exists():
+            broken.append(target)
+        elif anchor and file.suffix == ".md" and anchor not in headings(file):
             broken.append(target)
         elif anchor.startswith("L") and anchor[1:].isdigit() and int(anchor[1:]) > len(file.read_text().splitlines()):
             broken.append(target)
     assert not broken
+
+
+NAMED = re.compile(r"`((?:src|lab|tests|docs|scripts|recipes|launch|benchmarks)/[\w./-]*\w/?)`")
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if p.name != "CHANGELOG.md"], ids=lambda p: str(p.relative_to(ROOT)))
+def test_files_that_a_page_names_exist(page: Path) -> None:
+    assert [name for name in NAMED.findall(page.read_text()) if not (ROOT / name).exists()] == []
+
+
+def test_pages_are_short_enough_to_be_read() -> None:
+    """30,000 words in all and 3,000 on a page, as `wc -w` counts them; tables that a command makes do not count."""
+    words = {str(p.relative_to(ROOT)): len(GENERATED.sub("", p.read_text()).split()) for p in PAGES}
+    pages = {name: n for name, n in words.items() if name.startswith("docs/")}
+    assert [name for name, n in pages.items() if n > 3000] == []
+    assert sum(pages.values()) <= 30_000
+    assert words["README.md"] <= 900
+
+
+@pytest.mark.parametrize(
+    ("where", "code"),
+    [(w, c) for w, info, c in blocks("toml") if not info],
+    ids=[w for w, i, _ in blocks("toml") if not i],
+)
+def test_recipes_of_the_pages_are_legal(where: str, code: str, tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(code)
+    read_recipe(Request(recipe_path=str(recipe), overrides=(), dry_run=True), world=None)
 
 
 def test_a_step_names_what_it_links_to() -> None:

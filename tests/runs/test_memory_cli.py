@@ -30,7 +30,7 @@ def shown(recipe: Recipe, machine: Machine = PLENTY, *, world: int = 4) -> str:
 @pytest.mark.parametrize("overlap", ["fused", "fine"])
 def test_the_recipe_of_fused_kernels_in_the_guide_has_an_estimate(tmp_path: Path, overlap: str) -> None:
     (text,) = re.findall(
-        r"```toml[^\n]*\n(\[dispatch\].*?)```", (ROOT / "docs" / "overlap-gpu.md").read_text(), re.DOTALL
+        r"```toml[^\n]*\n(\[dispatch\].*?)```", (ROOT / "docs" / "explanation" / "overlap-gpu.md").read_text(), re.DOTALL
     )
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(text)

@@ -565,7 +565,7 @@ def test_following_judges_losses_drops_and_progress() -> None:
 @pytest.mark.ranks
 @pytest.mark.parametrize("scope", [pytest.param("sub_sequence", marks=pytest.mark.slow), "full_sequence"])
 def test_steps_follow_one_rank(scope: str, tmp_path: Path) -> None:
-    """A small one of what docs/verify.md shows on 16 ranks."""
+    """A small one of what docs/explanation/verification.md shows on 16 ranks."""
     folding = ("--folding.tp", "2", "--folding.pp=2", "--folding.ep", "2", "--pipeline.virtual", "2")
     drop = ("--dispatch.policy", "drop", "--dispatch.drop_scope", scope)
     path = tmp_path / "f.json"

@@ -221,15 +221,15 @@ def test_settings_say_where_they_are_an_error() -> None:
 @pytest.mark.parametrize(
     ("page", "command", "content"),
     [
-        ("recipes.md", "settings", lambda: settings_command.settings_markdown(describe_settings())),
-        ("metrics.md", "metrics", metrics_command.names_markdown),
+        ("reference/settings.md", "settings", lambda: settings_command.settings_markdown(describe_settings())),
+        ("reference/metrics.md", "metrics", metrics_command.names_markdown),
     ],
 )
 def test_tables_in_the_documents_are_those_of_the_code(
     page: str, command: str, content: object, tmp_path: Path
 ) -> None:
-    """If this fails: `phalanx settings --write docs/recipes.md; phalanx metrics --write docs/metrics.md`."""
-    copy = tmp_path / page
+    """If this fails: `phalanx settings --write docs/reference/settings.md; phalanx metrics --write docs/reference/metrics.md`."""
+    copy = tmp_path / "page.md"
     copy.write_text((ROOT / "docs" / page).read_text())
     assert content() in copy.read_text()  # type: ignore[operator]
     assert main([command, "--write", str(copy)]) == 0

@@ -1,4 +1,4 @@
-"""The part of docs/validation.md that says where the bars of the subject stand, from the rows and from searches.
+"""The part of docs/reference/validation.md that says where the bars of the subject stand, from the rows and from searches.
 
 Table 3 of the Parallel Folding paper (arXiv 2504.14960): 18 figures and 2 cells out of memory. Nothing is written by hand.
 """

@@ -1,4 +1,4 @@
-"""`phalanx simulate validate`: predictions beside published measurements, by family; and the page docs/validation.md.
+"""`phalanx simulate validate`: predictions beside published measurements, by family; and the page docs/reference/validation.md.
 
 Reads any CSV of the shared columns (default: the one that comes with Phalanx).
 """

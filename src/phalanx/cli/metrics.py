@@ -1,4 +1,4 @@
-"""`phalanx metrics RUN`: the course of a run from its event log, while it trains or later; also the table in docs/metrics.md.
+"""`phalanx metrics RUN`: the course of a run from its event log, while it trains or later; also the table in docs/reference/metrics.md.
 
 Reads `events/rank-N.jsonl` alone: no torch, and a run that is being written is not disturbed.
 """

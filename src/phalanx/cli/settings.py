@@ -1,4 +1,4 @@
-"""`phalanx settings`: every setting of a recipe with its type, default, range and meaning; also as the table in docs/recipes.md.
+"""`phalanx settings`: every setting of a recipe with its type, default, range and meaning; also as the table in docs/reference/settings.md.
 
 The list is read from the config dataclasses and the rule tables of `core`, so it cannot be out of date.
 """

@@ -293,7 +293,7 @@ REPLACE_INTERVAL = 200
 
 @dataclass(frozen=True, kw_only=True)
 class ResilienceConfig:
-    """What a run keeps when its ranks change, and replicas of the routed experts (docs/survive.md)."""
+    """What a run keeps when its ranks change, and replicas of the routed experts (docs/how-to/survive-host-failures.md)."""
 
     mode: Literal["off", "fast", "exact"] = "off"
     """fast: the step is a fixed set of micro-batches that any number of ranks shares, equal within rounding. exact: bitwise equal, for any number of ranks and any dp and ep, as long as tp, cp, etp and pp stay."""

@@ -50,7 +50,7 @@ def assemble(
 
     `pipeline` (None: 1F1B over the pipeline ranks of the folding, if it has several) decides the stages, whatever `ctx` says of them.
     `rules` is an argument so that `phalanx verify` can plant faults in it. `samples` = micro-batches of one step over all ranks, where ranks
-    may have unequal numbers of them; `exact`: results do not depend on the number of ranks (docs/survive.md). `holders`: hosts that keep each shard of
+    may have unequal numbers of them; `exact`: results do not depend on the number of ranks (docs/explanation/exact-mode.md). `holders`: hosts that keep each shard of
     the optimizer state, `hosts` of all ranks (None: each stands for one), `racks` too (empty: not known).
     """
     pipeline = pipeline if pipeline is not None else plain_pipeline(ctx.spec, pp=ctx.groups.folding.pp)

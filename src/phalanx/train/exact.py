@@ -1,4 +1,4 @@
-"""How exact mode adds up the gradients of a step (docs/survive.md)."""
+"""How exact mode adds up the gradients of a step (docs/explanation/exact-mode.md)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CHUNK_ROWS = 2048
 REPLICA_CHUNKS = 4
 """With replicas: chunks of an expert that gets the mean number of rows from a micro-batch, for its replicas share whole chunks."""
 FEWEST_ROWS = 256
-"""Below so many rows chunks cost too much, each being converted to fixed point by itself (measured in docs/survive.md)."""
+"""Below so many rows chunks cost too much, each being converted to fixed point by itself (measured in docs/explanation/exact-mode.md)."""
 FIXED_BITS = 52
 EVAL_BITS = 20
 """Binary places of the loss of a validation micro-batch (a sum over its tokens): fp64 adds 2^32 of them without rounding."""

@@ -1,6 +1,6 @@
 """Code that oneDNN and torch generate while training runs, generated before the first tensor of the run exists.
 
-On a CPU every new shape of a bf16 product costs 1 to 10 ms and half a megabyte that stays (docs/memory.md), and so does every new
+On a CPU every new shape of a bf16 product costs 1 to 10 ms and half a megabyte that stays (docs/explanation/memory.md), and so does every new
 document length in torch's attention. Routing and packing bring new ones for hundreds of steps, and what stays lies between the tensors of
 a step, so that the heap falls to pieces and grows: the default run took 850 MiB a rank, a third of it holes. Asked for at the
 start, the same code lies together at the bottom of the heap, and a step's memory is the same from the second step to the last.

@@ -25,7 +25,7 @@ from phalanx.verify.setups import SEQ_LEN, SEQUENCES, Setup
 
 DRAW = "1"
 """Which data. In the first draw (an empty word) one small gradient was so ill-conditioned in bf16 that runs with *any* two kernels could differ
-by more than 2e-2 (docs/verify.md); seven others, this one the first of them, have nothing of the kind."""
+by more than 2e-2 (docs/explanation/verification.md); seven others, this one the first of them, have nothing of the kind."""
 
 
 def generator(key: str) -> torch.Generator:

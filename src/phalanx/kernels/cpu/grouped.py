@@ -7,7 +7,7 @@ no bias (arXiv 2504.14960).
 Four implementations: `reference` (autograd over plain operations); on a CPU, slots as pieces of work for the lanes; elsewhere
 `F.grouped_mm` where it can (bf16, rows of a multiple of 16 bytes), the reference where it cannot.
 
-What makes the CPU path fast (figures in docs/performance.md): row counts are rounded up to one of eight sizes an octave, because oneDNN
+What makes the CPU path fast (figures in docs/explanation/cpu-performance.md): row counts are rounded up to one of eight sizes an octave, because oneDNN
 generates code for every new shape of a bf16 product (4 to 10 ms, ten times the product itself) and routing makes new counts at every
 step; buffers have rows that are no power of two bytes apart; the backward pass of a slot runs start to end in one thread, in scratch
 memory that is used again for the next slot.

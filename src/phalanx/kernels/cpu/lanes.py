@@ -3,7 +3,7 @@
 A *lane* is a thread that runs whole pieces of work (the rows of one expert, one sequence of attention) with one-threaded torch
 operations. Torch's own way, all threads inside every single operation, meets at a barrier after each of them: 160 matrix products
 of a mixture-of-experts layer of unequal sizes lose a third of two idle cores so, and nearly everything where another process takes
-a core for a moment (docs/performance.md has the figures). Pieces are handed out in order, to whichever lane is free.
+a core for a moment (docs/explanation/cpu-performance.md has the figures). Pieces are handed out in order, to whichever lane is free.
 
 Must never change: a piece writes its own part of the output and is computed by one thread, so results are the same bits whatever the
 number of lanes and whoever was free. While lanes are open, torch's own threads are set to one: after a parallel operation libgomp's

@@ -12,7 +12,7 @@ which torch calls alpha, so all use of it is in that function. Not yet run on a 
 The flags are memory of our own and not the signal pad of the handle: all groups and torch's own operations share that pad (pytorch #192581). Flags hold call numbers
 (epochs) that only grow. The number is a tensor on the device, so that a captured graph counts on at every replay.
 
-No barrier stands between calls: a rank that has its results back knows that every rank has read what it sent (docs/overlap-gpu.md).
+No barrier stands between calls: a rank that has its results back knows that every rank has read what it sent (docs/explanation/overlap-gpu.md).
 
 Legend: P ranks, C entries of a source (capacity), H columns, F flags.
 """

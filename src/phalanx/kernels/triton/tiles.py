@@ -12,7 +12,7 @@ import torch
 from phalanx.core.errors import PlanError, Problem, RunError, raise_if
 
 PATIENCE = 20_000_000
-"""Looks at a flag before it is given up: about ten seconds at half a microsecond each (the time of a look is to be measured, see docs/overlap-gpu.md)."""
+"""Looks at a flag before it is given up: about ten seconds at half a microsecond each (the time of a look is to be measured, see docs/explanation/overlap-gpu.md)."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 

@@ -2,7 +2,7 @@
 
 Decides `extra_warmup` of an eager schedule. More of it hides more of the transfers and holds more micro-batches; how much is hidden depends on the
 transfer's share c/f of a forward pass alone, and where transfers are short nothing is gained (arXiv 2211.05322, and the table of
-`docs/pipeline.md`). So: of all numbers that fit the memory, the smallest on each rank with which the simulated step takes at most
+`docs/explanation/pipelines.md`). So: of all numbers that fit the memory, the smallest on each rank with which the simulated step takes at most
 `tolerance` longer than with the best of them. Must never change: a choice is a function of its arguments, the same on every rank
 that has the same figures. Orders do not change sums, so no result of a run depends on it.
 """

@@ -1,10 +1,10 @@
 """Tells the C library to keep the memory that tensors give back, because fresh memory is dear on a CPU.
 
 The kernel zeroes every page at first touch: about 0.2 ms a megabyte with 4 KiB pages, which for the activations and gradients of a step
-is a tenth of the step (docs/performance.md). glibc hands large blocks back to the kernel at once, or when a few of them are free at the top
+is a tenth of the step (docs/explanation/cpu-performance.md). glibc hands large blocks back to the kernel at once, or when a few of them are free at the top
 of the heap, so that every step pays again. With the setting below blocks up to 32 MiB (glibc's own limit) come from the heap and the
 heap never shrinks. Threads share few heaps: with one each, gloo's threads would keep their copies of the gradients (30 MiB a rank in the
-default run) where no other thread can use the space. What holes cost is in docs/memory.md. Lanes must not share one: they allocate all the
+default run) where no other thread can use the space. What holes cost is in docs/explanation/memory.md. Lanes must not share one: they allocate all the
 time, and waiting for each other's lock and taking over each other's cache lines costs 8 % of a step with two lanes.
 """
 

@@ -1,4 +1,4 @@
-"""What is different where a rank's tensors live on a GPU and its messages are NCCL's. Not run on one yet: tested with stand-ins (docs/survive.md).
+"""What is different where a rank's tensors live on a GPU and its messages are NCCL's. Not run on one yet: tested with stand-ins (docs/explanation/elastic-recovery.md).
 
 A call of gloo fails where a peer is lost. NCCL's calls return before anything has travelled, its kernels wait for a peer for ever, and an abort from another thread ends them
 without a word, with anything in their results. So in a run that heals itself:

@@ -103,7 +103,7 @@ def between_ranks(
     *,
     tag: int = ALL_TO_ALL_TAG,
 ) -> _Several:
-    """An all-to-all of rows by messages: gloo's own fills a link in one direction at a time, and takes twice as long (docs/log.md)."""
+    """An all-to-all of rows by messages: gloo's own fills a link in one direction at a time, and takes twice as long (docs/explanation/what-did-not-work.md)."""
     comes, goes = carried(out).split(list(out_splits)), carried(x).split(list(in_splits))
     comes[axis.index].copy_(goes[axis.index])
     ring = [(axis.index + step) % axis.size for step in range(1, axis.size)]

@@ -58,7 +58,7 @@ class Streams(Protocol):
 
 
 class CudaStreams:
-    """The streams of one CUDA device. Not yet run on one (docs/overlap-gpu.md).
+    """The streams of one CUDA device. Not yet run on one (docs/explanation/overlap-gpu.md).
 
     NCCL's kernels run on a stream that the process group owns; torch orders it behind the stream on which messages are posted, and `wait` orders that one behind NCCL's. So the
     message stream here does nothing but stand between the two, without holding up the stream that computes.

@@ -17,7 +17,7 @@ from phalanx.plan.moe import forced_experts
 DEVIATIONS_FIRST, DEVIATIONS_LATER = 2.4, 1.0
 """By how many standard deviations the fullest rank exceeds its even share: in the first steps, when all tokens look alike to a fresh router
 and choose much the same K experts, and later. Which ranks hold those is chance (`_deviation`), and over all layers that a rank has the root of their
-number brings it down. The two numbers are measured (docs/memory.md)."""
+number brings it down. The two numbers are measured (docs/explanation/memory.md)."""
 SETTLED_STEPS = 25
 """Steps after which the balance loss has acted (the run that the two numbers were measured in)."""
 FORCED_STEPS = 8

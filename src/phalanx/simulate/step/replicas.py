@@ -17,7 +17,7 @@ OPTIMIZER_BYTES = 32
 """Moved for a parameter that this rank updates: gradient twice (norm, update), three states in and out. Besides the weight in the compute type goes out."""
 
 VOTE_TRIPS = 6
-"""Round trips of a vote to the service, at most (docs/survive.md)."""
+"""Round trips of a vote to the service, at most (docs/explanation/elastic-recovery.md)."""
 
 
 @dataclass(frozen=True)

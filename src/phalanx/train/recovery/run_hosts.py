@@ -6,7 +6,7 @@
     hosts/places.json  host -> number of its first rank in the logs, for ever: a host that comes back goes on with its own
 
 Locks are the file system's (`flock`): the kernel gives them back however a process ends. A file system without them grants everything; then nothing keeps
-two programs from being the same host, as it says in docs/survive.md.
+two programs from being the same host, as it says in docs/explanation/elastic-recovery.md.
 """
 
 from __future__ import annotations
