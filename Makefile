@@ -2,7 +2,7 @@
 PHALANX := .venv/bin/phalanx
 PY := .venv/bin/python
 
-.PHONY: help env train test test-all lint format verify size bench docs clean
+.PHONY: help env train test test-all test-processors durations lint format verify size bench docs clean
 
 help:           ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -24,6 +24,9 @@ test: env       ## run the tests: every subject, some of its cases
 
 test-all:       ## run all of them: every case of every subject, much longer
 	$(MAKE) test TESTS=all
+
+test-processors: env  ## the tests of numbers on the paths that two other kinds of processors take
+	sh scripts/processors.sh $(PROCESSORS)
 
 lint: env       ## ruff and mypy
 	.venv/bin/ruff format --check -q src lab tests
