@@ -16,14 +16,17 @@ env: .venv/.made  ## make .venv with pinned versions
 train: env      ## train a small MoE model on the Python sources of this machine, 4 local ranks, about 5 minutes
 	$(PHALANX) train recipes/laptop.toml
 
-test: env       ## run the tests: every subject, some of its cases
+test: env       ## run the tests that every change must pass
 	sh scripts/system-packages.sh
 	-sh scripts/etcd.sh
 	-sh scripts/lighthouse.sh
-	sh scripts/tests.sh $(TESTS)
+	sh scripts/tests.sh $(TIER)
 
-test-all:       ## run all of them: every case of every subject, much longer
-	$(MAKE) test TESTS=all
+test-all:       ## run every test with every case, once
+	$(MAKE) test TIER=all
+
+durations: env  ## measure what each test costs (tests/durations.json) and name the expensive ones
+	.venv/bin/python -m pytest -q --store-durations -m "not alone"
 
 test-processors: env  ## the tests of numbers on the paths that two other kinds of processors take
 	sh scripts/processors.sh $(PROCESSORS)

@@ -59,6 +59,10 @@ def launches_ranks(item: pytest.Item) -> bool:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     config.stash[RANKS] = {name_of(item): launches_ranks(item) for item in items}
     config.stash[COSTS], config.stash[LEFT] = defaultdict(float), []
+    for item in items:
+        alone = item.get_closest_marker("alone")
+        if alone is not None and not alone.args:
+            raise pytest.UsageError(f"{item.nodeid}: `alone` needs its reason: @pytest.mark.alone('measures ...')")
     if config.option.tier == "all":
         return
     costs = tiers.stored_costs()

@@ -62,7 +62,7 @@ def python(code: str) -> list[str]:
 # -- building and measuring -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.alone
+@pytest.mark.alone("measures rates of links, which a busy core makes slower")
 def test_bar_10_the_measured_links(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """3 hosts at 1 Gbit/s: 0.9 to 1.0 one way, both directions printed, 5 times that inside a host, nothing left."""
     file = tmp_path / "links.json"
@@ -130,7 +130,7 @@ def test_gloo_all_reduce_over_two_hosts(bed: Testbed, tmp_path: Path) -> None:
     assert all("sum 10.0" in job.output(r) for r in range(4))
 
 
-@pytest.mark.alone
+@pytest.mark.alone("measures rates of links within 0.8 s")
 def test_rate_changes_while_it_runs(bed: Testbed) -> None:
     traffic = Traffic(bed, bed.folder, 0.8)
     bed.set_rate(0, 50e6)
@@ -530,7 +530,7 @@ def used_by_host(*, even_cores: bool) -> tuple[list[float], str]:
     return used, bed.uneven
 
 
-@pytest.mark.alone
+@pytest.mark.alone("measures shares of a core")
 def test_a_host_gets_its_share_of_the_cores_whatever_others_run() -> None:
     """One program here and three there on one core: a half each, where the shares are even."""
     even, why = used_by_host(even_cores=True)

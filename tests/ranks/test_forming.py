@@ -191,7 +191,7 @@ def test_a_member_that_does_not_come_is_named_and_a_newer_generation_ends_the_wa
     assert together(work, 1, tmp_path) == {0: 0}
 
 
-@pytest.mark.alone
+@pytest.mark.alone("shows that 3 s pass and not the timeout")
 def test_a_member_that_dies_while_groups_are_made_costs_no_timeout(tmp_path: Path) -> None:
     """It has said that it is ready, and never connects. The watchdog's kick ends the constructor, which waits on the store."""
 

@@ -277,7 +277,7 @@ def state(task: Path) -> str:
     return (task / "stat").read_text().rsplit(")", 1)[1].split()[0]
 
 
-@pytest.mark.alone
+@pytest.mark.alone("a stopped process must be seen within seconds")
 @pytest.mark.ranks
 def test_a_stopped_service_is_taken_for_lost() -> None:
     process = start_store()

@@ -286,7 +286,7 @@ def _sender(rank: int, cache: GroupCache, wait_for_sends: bool) -> float:
     return passes.ended[5] - begin
 
 
-@pytest.mark.alone
+@pytest.mark.alone("measures a wait below half a second")
 @pytest.mark.ranks
 def test_a_sender_that_waits_waits_until_its_message_is_there() -> None:
     """The receiver posts two passes ahead and is busy for a second with its first micro-batch."""

@@ -50,7 +50,7 @@ class _Layer:
         time.sleep(0.01)
 
 
-@pytest.mark.alone
+@pytest.mark.alone("measures passes of 10 ms")
 @pytest.mark.unit
 def test_times_and_bytes_of_passes() -> None:
     layer, times = _Layer(), PassTimes()
