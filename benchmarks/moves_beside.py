@@ -34,9 +34,9 @@ def way_of(step: int) -> str:
 
 def train() -> int:
     from phalanx.cli.main import main
-    from phalanx.train.placement import replacing
+    from phalanx.train.placement import rebalancer as replacing
 
-    sound = replacing.Replacing._prepare
+    sound = replacing.Rebalancer._prepare
 
     def in_turns(self: Any, parts: Any, rank: Any, way: Any, *, step: int) -> Any:
         if way_of(step) == "none":  # decided, and not done
@@ -47,7 +47,7 @@ def train() -> int:
             return None
         return sound(self, parts, rank, replace(way, beside=way_of(step) == "beside"), step=step)
 
-    replacing.Replacing._prepare = in_turns  # type: ignore[method-assign]
+    replacing.Rebalancer._prepare = in_turns  # type: ignore[method-assign]
     replacing.seconds_of_a_row = lambda parts: 1.0
     return main(
         ["train", *(word for name, value in SETTINGS.items() for word in (f"--{name}", str(value))), *sys.argv[2:]]

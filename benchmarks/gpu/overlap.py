@@ -70,8 +70,8 @@ import torch.nn.functional as F  # noqa: E402
 from phalanx.kernels.triton.first_product import Arrivals, fused_first  # noqa: E402
 from phalanx.kernels.triton.index import Arranged  # noqa: E402
 from phalanx.kernels.triton.layer import (  # noqa: E402
-    LayerShape,
-    Told,
+    LaunchShape,
+    ArrivalCounts,
     VirtualLayer,
     begin,
     enqueue_virtual,
@@ -79,7 +79,7 @@ from phalanx.kernels.triton.layer import (  # noqa: E402
     run_virtual,
 )
 from phalanx.kernels.triton.second_product import Division, fused_second  # noqa: E402
-from phalanx.kernels.triton.symmetric import Arena, ArenaSpec, virtual_arenas  # noqa: E402
+from phalanx.kernels.triton.symmetric import SymmetricMemory, ArenaSpec, virtual_arenas  # noqa: E402
 from phalanx.kernels.triton.tiles import SendShape, TileShape, check_status  # noqa: E402
 from phalanx.plan.moe.overlap.device import SecondCost, division, predicted_s  # noqa: E402
 
@@ -136,10 +136,10 @@ def sleep_cycles_per_s() -> float:
 class OneRank:
     """Rank 0 with `rows` rows in `experts` slots, an equal share from each of eight sources."""
 
-    arena: Arena
-    senders: list[Arena]
+    arena: SymmetricMemory
+    senders: list[SymmetricMemory]
     packed: torch.Tensor
-    told: Told
+    told: ArrivalCounts
     w13: torch.Tensor
     w2: torch.Tensor
 
@@ -154,7 +154,7 @@ class OneRank:
         slots = torch.stack(
             [s[s[:, 0].sort(stable=True).indices] for s in slots]
         )  # entries by smallest slot, as senders have them
-        told = Told(
+        told = ArrivalCounts(
             slots,
             torch.rand(slots.shape, device=DEVICE),
             torch.full((RANKS,), capacity, dtype=torch.int32, device=DEVICE),
@@ -166,7 +166,7 @@ class OneRank:
         )  # fmt: skip
 
     def order(self, tile: TileShape) -> Arranged:
-        shape = LayerShape(slots_per_rank=ARGS.experts, first=tile, second=tile)
+        shape = LaunchShape(slots_per_rank=ARGS.experts, first=tile, second=tile)
         return begin(self.told, self.arena, shape=shape)
 
     def next_call(self) -> None:
@@ -208,11 +208,11 @@ def small_layer(
     return layer, spec
 
 
-def small_shape(dtype: torch.dtype, senders: int = 1) -> LayerShape:
+def small_shape(dtype: torch.dtype, senders: int = 1) -> LaunchShape:
     if ARGS.interpret:
         tile, send = TileShape(rows=16, columns=32, depth=32, row_tiles=2), SendShape(chunk=32, entries=32, columns=32)
         how = Division(programs=2, senders=senders)
-        return LayerShape(
+        return LaunchShape(
             slots_per_rank=2,
             first=tile,
             second=tile,
@@ -223,7 +223,7 @@ def small_shape(dtype: torch.dtype, senders: int = 1) -> LayerShape:
             patience=9,
         )
     tile = TileShape(rows=64, columns=64, depth=32, warps=4) if dtype == torch.float32 else TileShape()
-    return LayerShape(slots_per_rank=2, first=tile, second=tile, division=Division(programs=132, senders=senders))
+    return LaunchShape(slots_per_rank=2, first=tile, second=tile, division=Division(programs=132, senders=senders))
 
 
 def check(state: dict[str, Any]) -> dict[str, Any]:

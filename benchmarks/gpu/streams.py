@@ -63,7 +63,7 @@ from phalanx.plan.moe.overlap.choose import Fit, fit  # noqa: E402
 from phalanx.plan.moe.overlap.cost import LayerShape  # noqa: E402
 from phalanx.plan.moe.overlap.plan import backward_of, plan_overlap  # noqa: E402
 from phalanx.plan.moe.overlap.settings import FINE  # noqa: E402
-from phalanx.plan.moe.overlap.types import Schedule  # noqa: E402
+from phalanx.plan.moe.overlap.types import TileSchedule  # noqa: E402
 from phalanx.runtime.comm.collectives import Collectives, Message  # noqa: E402
 from phalanx.runtime.comm.groups import (  # noqa: E402
     GroupCache,
@@ -82,11 +82,11 @@ from phalanx.runtime.moe.overlap_tuner import measure  # noqa: E402
 TOP_K = 2
 LEFT_FREE = (4, 8, 16, 24, 32)
 SCHEDULES = {
-    "tiles": Schedule(),
-    "own first": Schedule(order="own_first"),
+    "tiles": TileSchedule(),
+    "own first": TileSchedule(order="own_first"),
     "fine": FINE,
-    "8 parts": Schedule(parts=8, order="arrival", own_before=0.5),
-    "2 blocks": Schedule(parts=4, blocks=2, order="arrival", own_before=0.75),
+    "8 parts": TileSchedule(parts=8, order="arrival", own_before=0.5),
+    "2 blocks": TileSchedule(parts=4, blocks=2, order="arrival", own_before=0.75),
 }
 
 
@@ -159,7 +159,7 @@ class Layer:
         """Of the routing at hand."""
         seen: list[tuple[DispatchPlan, WireBytes]] = []
 
-        def choose(plan: DispatchPlan, wire: WireBytes) -> Schedule:
+        def choose(plan: DispatchPlan, wire: WireBytes) -> TileSchedule:
             seen.append((plan, wire))
             return FINE
 
@@ -169,9 +169,9 @@ class Layer:
 
 def check(layer: Layer, state: dict[str, Any]) -> dict[str, Any]:
     """Raises where bits depend on the schedule, or results are not those of the serial layer: nothing after it would mean anything."""
-    want, plain = layer.step(Schedule()), layer.step(None)
+    want, plain = layer.step(TileSchedule()), layer.step(None)
     for seed in range(20):
-        got = layer.step(Schedule(parts=1 + seed % 6, blocks=1 + seed % 2, seed=seed))
+        got = layer.step(TileSchedule(parts=1 + seed % 6, blocks=1 + seed % 2, seed=seed))
         if not all(torch.equal(a, b) for a, b in zip(want, got, strict=True)):
             raise SystemExit(f"rank {layer.axis.index}: schedule {seed} gives other bits")
     errors = [((a - b).abs().max() / b.abs().max().clamp(min=1e-30)).item() for a, b in zip(want, plain, strict=True)]

@@ -13,7 +13,7 @@ from phalanx.plan.layout.parameters import Box
 from phalanx.plan.layout.tensors import Held, TensorLayout, whole_layout
 from phalanx.plan.pipeline.boundary import EdgePlan, planned_edge
 from phalanx.plan.pipeline.clock import Edge
-from phalanx.plan.reshard.types import Hop, Move, Part, Reduction
+from phalanx.plan.reshard.types import Hop, Move, MovePart, Reduction
 
 
 def rows_layout(shape: tuple[int, ...], ranks: Sequence[int]) -> TensorLayout:
@@ -63,7 +63,7 @@ class ByHand:
         for box in dict.fromkeys(held.box for own in self.dst.held for held in own):
             needers = [rank for rank in self.dst.ranks if any(h.box == box for h in self.dst.of_rank(rank))]
             for sender, part in self._sources(box):
-                out += [Hop(a, b, (Part(0, part),)) for a, b in itertools.pairwise([sender, *needers])]
+                out += [Hop(a, b, (MovePart(0, part),)) for a, b in itertools.pairwise([sender, *needers])]
         return tuple(out)
 
     def _sources(self, box: Box) -> list[tuple[int, Box]]:

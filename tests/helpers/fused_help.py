@@ -6,16 +6,16 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from phalanx.kernels.triton.layer import LayerShape, VirtualLayer, reference_layer, run_virtual
+from phalanx.kernels.triton.layer import LaunchShape, VirtualLayer, reference_layer, run_virtual
 from phalanx.kernels.triton.second_product import Division
-from phalanx.kernels.triton.symmetric import Arena, ArenaSpec, virtual_arenas
+from phalanx.kernels.triton.symmetric import ArenaSpec, SymmetricMemory, virtual_arenas
 from phalanx.kernels.triton.tiles import SendShape, TileShape
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 """Largest difference, relative to the largest element of the reference."""
 TILE = TileShape(rows=16, columns=32, depth=32, row_tiles=2, warps=4, stages=2)
 SEND = SendShape(chunk=32, entries=32, columns=32)
-SHAPE = LayerShape(
+SHAPE = LaunchShape(
     slots_per_rank=2,
     first=TILE,
     second=TILE,
@@ -65,7 +65,7 @@ class Layer:
         return ArenaSpec(ranks=c.ranks, capacity=c.tokens, columns=c.hidden, dtype=c.dtype, parts=parts, blocks=blocks)
 
     def run(
-        self, shape: LayerShape = SHAPE, *, spec: ArenaSpec | None = None, arenas: list[Arena] | None = None
+        self, shape: LaunchShape = SHAPE, *, spec: ArenaSpec | None = None, arenas: list[SymmetricMemory] | None = None
     ) -> list[torch.Tensor]:
         """The layer on the kernels, every element of memory poisoned before the call."""
         spec = self.spec() if spec is None else spec
@@ -82,7 +82,7 @@ class Layer:
         ]
 
 
-def poisoned(arenas: list[Arena]) -> list[Arena]:
+def poisoned(arenas: list[SymmetricMemory]) -> list[SymmetricMemory]:
     for arena in arenas:
         arena.received_PCH.fill_(torch.nan)
         arena.returned_PCH.fill_(torch.nan)

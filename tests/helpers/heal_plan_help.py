@@ -10,7 +10,7 @@ from phalanx.core.config import ModelConfig, PipelineConfig, RouterConfig
 from phalanx.plan.mapping.folding import Folding
 from phalanx.plan.mapping.model import ModelSpec, resolve_model
 from phalanx.plan.recovery.generation import Healing, HealPlan
-from phalanx.plan.recovery.standing import Fact, Standing, read_standing
+from phalanx.plan.recovery.state_descriptor import Fact, StateDescriptor, read_standing
 
 
 @cache
@@ -53,7 +53,7 @@ def after(plan: HealPlan, *, lost: Sequence[str] = ()) -> list[Fact]:
     for rank, fact in enumerate(plan.members):
         if fact.uid in lost:
             continue
-        at: Standing | None = None
+        at: StateDescriptor | None = None
         if rank < plan.folding.world:
             at = read_standing(plan.standing(rank).to_dict())
         out.append(Fact(uid=fact.uid, machine=fact.machine, standing=at))

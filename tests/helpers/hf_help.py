@@ -31,7 +31,7 @@ from phalanx.runtime.state.boxes import BoxTensor
 from phalanx.train.assembly import assemble
 from phalanx.train.huggingface.hugging_face import BoxReader, HfCheckpoint, open_checkpoint
 from phalanx.train.step import StepParts, train_step
-from phalanx.verify.reference import Recorder
+from phalanx.verify.reference import GradientRecorder
 
 SEQUENCES, LENGTH, VOCAB = 4, 24, 64
 _COMMON = {
@@ -203,7 +203,7 @@ def run_ours(
     parts.state.restore(parts.comms)
     batch = part_of(_micro(folding, groups.axis("dp").index), folding, rank)
     error = _logits_error(parts, batch, want_logits.chunk(folding.dp)[groups.axis("dp").index])
-    recorder = Recorder(parts.optimizer)
+    recorder = GradientRecorder(parts.optimizer)
     result = train_step(dataclasses.replace(parts, optimizer=recorder), [batch], step=0, lr=0.0)
     assert recorder.gradients is not None
     return Ours(error, result.loss, recorder.gradients.boxes(), reader.bytes_read)

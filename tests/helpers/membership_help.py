@@ -15,14 +15,14 @@ from types import SimpleNamespace
 from typing import Any
 
 from phalanx.core.errors import PeerError
-from phalanx.runtime.membership.forming import ready_keys
+from phalanx.runtime.membership.agent_terms import End, Left, SeatSettings
+from phalanx.runtime.membership.host_agent import HostAgent
 from phalanx.runtime.membership.keys import ServiceLost
-from phalanx.runtime.membership.lookout import later
 from phalanx.runtime.membership.membership import Announcement, FirstRule, Generation, Member, Membership, StaleMember
-from phalanx.runtime.membership.roster import Roster
-from phalanx.runtime.membership.seat import Seat, _leavers_key
-from phalanx.runtime.membership.seat_terms import End, Left, SeatSettings
-from phalanx.runtime.membership.votes import BEGUN, InDoubt, Report, Resolution, Then, Votes, resolve
+from phalanx.runtime.membership.rendezvous import ready_keys
+from phalanx.runtime.membership.votes import BEGUN, InDoubt, MemberReport, Resolution, Then, Votes, resolve
+from phalanx.runtime.membership.watcher import later
+from phalanx.runtime.membership.worker_agent import WorkerAgent, _leavers_key
 
 
 class Killed(BaseException):
@@ -167,7 +167,7 @@ class World:
 
     seed: int
     steps: int = 8
-    resolve: Callable[[Sequence[Report]], Resolution] = resolve
+    resolve: Callable[[Sequence[MemberReport]], Resolution] = resolve
     events: list[dict[str, Any]] = field(default_factory=list)
     ends: dict[str, tuple[int, ...]] = field(default_factory=dict)
     states: dict[str, list[int]] = field(default_factory=dict)
@@ -183,7 +183,7 @@ class World:
         self.scheduler = Scheduler(self.seed)
         self.service = MemoryService(self.scheduler.turn)
         self.arrived: dict[tuple[int, int], set[str]] = {}
-        self.roster = Roster("h", self.service, FirstRule(wanted=4, minimum=1, gather_s=3.0), limit_s=1e9)
+        self.roster = HostAgent("h", self.service, FirstRule(wanted=4, minimum=1, gather_s=3.0), limit_s=1e9)
         self.over = False
         self.started = 0
 
@@ -208,11 +208,11 @@ class World:
 
 
 class SimulatedMember:
-    """What `runtime/membership/member.py` and `runtime/membership/seat.py` do, without threads and sockets, over the same votes, reports and generations."""
+    """What `runtime/membership/member.py` and `runtime/membership/worker_agent.py` do, without threads and sockets, over the same votes, reports and generations."""
 
     def __init__(self, world: World, uid: str) -> None:
         self.world, self.uid = world, uid
-        self.seat = Seat(Member(uid, "h"), world.service, pipe=-1, settings=SeatSettings())
+        self.seat = WorkerAgent(Member(uid, "h"), world.service, pipe=-1, settings=SeatSettings())
         self.seat._say = lambda words: None  # type: ignore[method-assign]
         self.watch: Any = None
         self.state: list[int] = []
@@ -242,7 +242,7 @@ class SimulatedMember:
             world.roster.gone(self.uid)
             return
         world.roster.finished = End(len(self.state), before.number if before else 0).text
-        world.service.values["finished"] = world.roster.finished  # as `Seat.finish`
+        world.service.values["finished"] = world.roster.finished  # as `WorkerAgent.finish`
         world.roster.gone(self.uid)
         world.ends[self.uid] = tuple(self.state)
 
@@ -280,13 +280,13 @@ class SimulatedMember:
         keys = world.service.connect()
         if keys.epoch != generation.epoch:
             raise ServiceLost("lost")
-        report = Report(uid=self.uid, step=len(self.state), holds=self.holds, doubt=self.doubt > 0)
+        report = MemberReport(uid=self.uid, step=len(self.state), holds=self.holds, doubt=self.doubt > 0)
         keys.put(ready_keys(generation)[generation.uids.index(self.uid)], json.dumps(asdict(report)))
         while not keys.all_there(ready_keys(generation)):
             self.look()
             if self.seat._newer(generation):
                 raise PeerError("newer")
-        reports = [Report(**json.loads(keys.get(k) or "")) for k in ready_keys(generation)]
+        reports = [MemberReport(**json.loads(keys.get(k) or "")) for k in ready_keys(generation)]
         begun = keys.get(BEGUN) is not None
         self.enter(generation, reports, begun=begun)
         votes = Votes(keys, generation, self.uid)
@@ -314,7 +314,7 @@ class SimulatedMember:
                 return
 
     def then(self, keys: Any, generation: Generation) -> Then:
-        """As `Seat._then`, which wants a team."""
+        """As `WorkerAgent._then`, which wants a team."""
         self.seat._keys, self.seat._voting = keys, len(self.state)
         self.seat.team = SimpleNamespace(generation=generation, size=len(generation.members), kick=lambda: 0)  # type: ignore[assignment]
         try:
@@ -336,7 +336,7 @@ class SimulatedMember:
         world.handed.append((tuple(leavers), tuple(stay)))
         Membership(keys).propose_leave(list(leavers), "notice", generation, given_to=stay)
 
-    def enter(self, generation: Generation, reports: Sequence[Report], *, begun: bool) -> None:
+    def enter(self, generation: Generation, reports: Sequence[MemberReport], *, begun: bool) -> None:
         resolution = self.world.resolve(reports)
         if self.uid in resolution.finish:
             self.commit(generation.number, doubt=True)

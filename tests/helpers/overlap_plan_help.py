@@ -5,7 +5,7 @@ import numpy as np
 from phalanx.plan.moe.dispatch import plan_dispatch
 from phalanx.plan.moe.overlap.bytes import count_copies, traffic_of
 from phalanx.plan.moe.overlap.plan import plan_overlap
-from phalanx.plan.moe.overlap.types import Schedule
+from phalanx.plan.moe.overlap.types import TileSchedule
 
 
 def routed(rng, *, ep, per_rank, top_k, tokens, etp=1, skew=0.0):
@@ -45,7 +45,7 @@ def random_schedule(rng):
     order = ("serial", "own_first", "arrival")[int(rng.integers(3))]
     seed = int(rng.integers(1 << 30)) if rng.random() < 0.1 else None
     share = round(float(rng.random()), 2) if order == "arrival" and seed is None else 1.0
-    return Schedule(
+    return TileSchedule(
         parts=int(rng.integers(1, 4)), blocks=int(rng.integers(1, 3)), order=order, own_before=share, seed=seed
     )
 

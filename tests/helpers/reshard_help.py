@@ -12,7 +12,7 @@ from phalanx.plan.layout.meshes import Partial, Ragged, Replicate, Shard, Stride
 from phalanx.plan.layout.parameters import Box
 from phalanx.plan.layout.tensors import Held, TensorLayout
 from phalanx.plan.reshard.plan import METHODS
-from phalanx.plan.reshard.types import Hop, Hosts, Move, Part, Reduction
+from phalanx.plan.reshard.types import Hop, Hosts, Move, MovePart, Reduction
 
 DTYPES = (
     torch.float32,
@@ -35,7 +35,7 @@ class HandPlan:
     hosts: Hosts
     hops: tuple[Hop, ...]
     reductions: tuple[Reduction, ...] = ()
-    kept: dict[int, tuple[Part, ...]] = field(default_factory=dict)
+    kept: dict[int, tuple[MovePart, ...]] = field(default_factory=dict)
     message_bytes: int = 1 << 20
     open_hops: int = 2
     hash: str = "0" * 64

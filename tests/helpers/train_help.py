@@ -66,7 +66,7 @@ def _start_server() -> None:
     _SERVER.set_forkserver_preload(
         [
             "phalanx.train.run",
-            "phalanx.train.placement.replacing",
+            "phalanx.train.placement.rebalancer",
             "phalanx.train.loaded",
             "phalanx.runtime.checkpoint.planner",
             "phalanx.cli.main",

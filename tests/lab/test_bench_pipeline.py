@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from phalanx.core.errors import RunError
-from phalanx.kernels.cpu.later import Later
+from phalanx.kernels.cpu.deferred import DeferredGradients
 from phalanx_lab.bench.pipeline.command import CONFIGURATIONS, PipelineArgs, _cluster, _edges, _result
 from phalanx_lab.bench.pipeline.models import MODELS, STAGES, Pace, PacedPasses, StageModel, gradient_digest
 
@@ -19,7 +19,7 @@ FAST = Pace(forward_s=0, input_s=0, weight_s=0)
 
 
 def digest_of(name: str, stage: int, *, divided: bool) -> str:
-    shape, later = SMALL[name], Later()
+    shape, later = SMALL[name], DeferredGradients()
     model = StageModel(shape, stage, later)
     passes = PacedPasses(model, later, FAST)
     generator = torch.Generator().manual_seed(1)
@@ -42,7 +42,7 @@ def test_gradients_do_not_depend_on_how_a_backward_pass_is_divided(name: str, st
 
 
 def test_gradients_are_read_to_the_bit() -> None:
-    model = StageModel(SMALL["decoder"], 1, Later())
+    model = StageModel(SMALL["decoder"], 1, DeferredGradients())
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     first = gradient_digest(model)
@@ -54,7 +54,7 @@ def test_gradients_are_read_to_the_bit() -> None:
 
 
 def test_a_pass_takes_its_time_and_a_late_one_is_counted() -> None:
-    later = Later()
+    later = DeferredGradients()
     passes = PacedPasses(StageModel(SMALL["decoder"], 0, later), later, Pace(forward_s=0.05, input_s=1e-9, weight_s=0))
     begin = time.monotonic()
     (out,) = passes.forward(0, 0, ())

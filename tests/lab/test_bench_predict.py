@@ -16,9 +16,9 @@ from phalanx.cli.main import main
 from phalanx.core.errors import ConfigError
 from phalanx.plan.mapping.stage_foldings import StagedFolding
 from phalanx.runtime.comm.pacing import Pace
-from phalanx.simulate.hardware.calibration import Link, with_links
+from phalanx.simulate.hardware.calibration import TimedCollective, with_links
 from phalanx.simulate.hardware.clusters import Hardware, load_hardware, parse_hardware
-from phalanx.simulate.hardware.collectives import Network, Span
+from phalanx.simulate.hardware.collectives import GroupSpan, Network
 from phalanx.simulate.program.cost import ProgramOracle, kind_of
 from phalanx_lab.bench.predict import laws as predict_laws, real as predict_real
 from phalanx_lab.bench.predict.command import PredictArgs, kendall_tau, plans_of, report_of, tie_of
@@ -130,13 +130,13 @@ def test_groups_whose_links_are_timed() -> None:
 @pytest.mark.unit
 def test_a_table_between_hosts_comes_before_the_formula() -> None:
     rows = [
-        Link(what="all_to_all", ranks=4, hosts=4, num_bytes=size, seconds=seconds)
+        TimedCollective(what="all_to_all", ranks=4, hosts=4, num_bytes=size, seconds=seconds)
         for size, seconds in ((1e3, 2e-3), (1e6, 0.2))
     ]
     network = Network(with_links(machine(), rows, ranks_per_host=1))
-    assert network.all_to_all(1e3, Span(1, 4)) == pytest.approx(2e-3)
-    assert 2e-3 < network.all_to_all(1e5, Span(1, 4)) < 0.2 < network.all_to_all(1e7, Span(1, 4))
-    assert network.all_to_all(2e7, Span(1, 4)) > 1.5 * network.all_to_all(1e7, Span(1, 4))
+    assert network.all_to_all(1e3, GroupSpan(1, 4)) == pytest.approx(2e-3)
+    assert 2e-3 < network.all_to_all(1e5, GroupSpan(1, 4)) < 0.2 < network.all_to_all(1e7, GroupSpan(1, 4))
+    assert network.all_to_all(2e7, GroupSpan(1, 4)) > 1.5 * network.all_to_all(1e7, GroupSpan(1, 4))
     with pytest.raises(ConfigError, match="rows of two ranks"):
         with_links(machine(), [], ranks_per_host=1)
 

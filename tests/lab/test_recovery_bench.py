@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from phalanx.core.errors import ConfigError
-from phalanx.runtime.comm.away import AWAY_FILE, AwayFile, write_away
+from phalanx.runtime.comm.drained_slots import AWAY_FILE, AwayFile, write_away
 from phalanx.simulate.failures.goodput import read_nodes
 from phalanx_lab.bench.recovery.command import OURS, PAPER, RecoveryArgs, make_case, problems, report, result
 from phalanx_lab.bench.recovery.model import (

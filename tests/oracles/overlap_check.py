@@ -27,7 +27,7 @@ from itertools import pairwise
 from typing import Any, get_args
 
 from phalanx.core.errors import PlanError, Problem, raise_if
-from phalanx.plan.moe.overlap.types import ALL, Kind, Op, RankPlan, Schedule, Tile
+from phalanx.plan.moe.overlap.types import ALL, Kind, RankPlan, Tile, TileOp, TileSchedule
 
 __all__ = ["check", "from_json", "plan_problems"]
 
@@ -70,9 +70,9 @@ def _plan_of(data: dict[str, Any]) -> RankPlan:
         part_ends=tuple(tuple(_whole(end) for end in ends) for ends in data["part_ends"]),
         peer_part_ends=tuple(tuple(_whole(end) for end in ends) for ends in data["peer_part_ends"]),
         blocks=_whole(data["blocks"]),
-        ops=tuple(Op(_kind(kind), *(_whole(n) for n in numbers)) for kind, *numbers in data["ops"]),
+        ops=tuple(TileOp(_kind(kind), *(_whole(n) for n in numbers)) for kind, *numbers in data["ops"]),
         num_slots=_whole(data["num_slots"]),
-        schedule=Schedule(**data["schedule"]),
+        schedule=TileSchedule(**data["schedule"]),
         hosts=tuple(_whole(host) for host in data["hosts"]),
         relay_parts=tuple(_whole(parts) for parts in data["relay_parts"]),
         joint_tiles=tuple(
@@ -202,30 +202,30 @@ def _messages_to(plan: RankPlan) -> Iterator[tuple[int, int]]:
             yield p, max(n for q, n in parts.items() if plan.hosts[q] == plan.hosts[p])
 
 
-def _expected(plan: RankPlan) -> Iterator[Op]:
+def _expected(plan: RankPlan) -> Iterator[TileOp]:
     """Every operation that must stand in the list."""
     for p in range(plan.size):
         for part in range(len(plan.part_ends[p])):
-            yield Op("first", p, part)
+            yield TileOp("first", p, part)
             if p != plan.rank:
-                yield Op("wait", p, part)
+                yield TileOp("wait", p, part)
             for block in range(plan.blocks):
-                yield Op("second", p, part, block)
-                yield Op("return", p, part, block)
+                yield TileOp("second", p, part, block)
+                yield TileOp("return", p, part, block)
     for slot in plan.joint:
-        yield Op("first_all", part=slot)
-        yield from (Op("second_all", part=slot, block=block) for block in range(plan.blocks))
+        yield TileOp("first_all", part=slot)
+        yield from (TileOp("second_all", part=slot, block=block) for block in range(plan.blocks))
     for p, parts in _messages_to(plan):
         for part in range(parts):
-            yield Op("send", p, part)
-            yield from (Op("wait_return", p, part, block) for block in range(plan.blocks))
+            yield TileOp("send", p, part)
+            yield from (TileOp("wait_return", p, part, block) for block in range(plan.blocks))
     for p, parts in enumerate(plan.relay_parts):
         for part in range(parts):
-            yield Op("relay", p, part)
-            yield from (Op("merge", p, part, block) for block in range(plan.blocks))
+            yield TileOp("relay", p, part)
+            yield from (TileOp("merge", p, part, block) for block in range(plan.blocks))
     if plan.direction == "backward":
-        yield from (Op("weights", part=slot) for slot in range(plan.num_slots))
-    yield Op("sum")
+        yield from (TileOp("weights", part=slot) for slot in range(plan.num_slots))
+    yield TileOp("sum")
 
 
 def _missing_or_twice(plan: RankPlan) -> Iterator[Problem]:
@@ -235,7 +235,7 @@ def _missing_or_twice(plan: RankPlan) -> Iterator[Problem]:
     for op in sorted(expected - found.keys(), key=str):
         yield Problem(where=f"plan.ops: {op}", value=None, rule="must be there, and is not")
     for op, times in found.items():
-        if op not in expected and op != Op("shared"):
+        if op not in expected and op != TileOp("shared"):
             rule = f"no such peer, part, block or slot on rank {plan.rank} ({plan.direction})"
             yield Problem(where=f"plan.ops: {op}", value=None, rule=rule)
         elif times > 1:
@@ -244,7 +244,7 @@ def _missing_or_twice(plan: RankPlan) -> Iterator[Problem]:
 
 def _too_early(plan: RankPlan) -> Iterator[Problem]:
     """Operations that stand before something they need."""
-    place: dict[Op, int] = {}
+    place: dict[TileOp, int] = {}
     last_of: dict[str, int] = {}
     for number, op in enumerate(plan.ops):
         place.setdefault(op, number)
@@ -263,7 +263,7 @@ def _too_early(plan: RankPlan) -> Iterator[Problem]:
         yield Problem(where="plan.ops", value=str(plan.ops[-1]), rule="the last operation is sum")
 
 
-def _before_gateways(plan: RankPlan, op: Op, number: int) -> Iterator[Problem]:
+def _before_gateways(plan: RankPlan, op: TileOp, number: int) -> Iterator[Problem]:
     """What lets nobody wait in a circle through a gateway: see the module."""
     if op.kind == "wait" and _is_far(plan, op.peer):
         kind, what = "relay", "relay of parts up to its own"
@@ -298,18 +298,18 @@ def _joint_parts(plan: RankPlan) -> dict[int, set[tuple[int, int]]]:
     return found
 
 
-def _direct_needs(plan: RankPlan, op: Op, joint: dict[int, set[tuple[int, int]]]) -> Iterable[Op]:
+def _direct_needs(plan: RankPlan, op: TileOp, joint: dict[int, set[tuple[int, int]]]) -> Iterable[TileOp]:
     earlier = range(op.part + 1)
     if op.kind == "first" and op.peer != plan.rank:
-        return [Op("wait", op.peer, part) for part in earlier]
+        return [TileOp("wait", op.peer, part) for part in earlier]
     if op.kind == "second":
-        return [Op("first", op.peer, op.part)]
+        return [TileOp("first", op.peer, op.part)]
     if op.kind == "return":
         slots = [slot for slot, parts in joint.items() if any(p == op.peer and k <= op.part for p, k in parts)]
-        alone = [Op("second", op.peer, part, op.block) for part in earlier]
-        return [*alone, *(Op("second_all", part=slot, block=op.block) for slot in slots)]
+        alone = [TileOp("second", op.peer, part, op.block) for part in earlier]
+        return [*alone, *(TileOp("second_all", part=slot, block=op.block) for slot in slots)]
     if op.kind == "first_all":
-        return [Op("wait", p, part) for p, k in joint.get(op.part, ()) if p != plan.rank for part in range(k + 1)]
+        return [TileOp("wait", p, part) for p, k in joint.get(op.part, ()) if p != plan.rank for part in range(k + 1)]
     if op.kind == "second_all":
-        return [Op("first_all", part=op.part)]
+        return [TileOp("first_all", part=op.part)]
     return []

@@ -14,9 +14,9 @@ from overlap_events import WAITS, simulate
 from phalanx.core.errors import PlanError, Problem, raise_if
 from phalanx.plan.moe.overlap.bytes import WireBytes
 from phalanx.plan.moe.overlap.clock import RankClock
-from phalanx.plan.moe.overlap.cost import LayerShape, OverlapCost, RankWork, work_of
+from phalanx.plan.moe.overlap.cost import LayerShape, LayerWork, OverlapCost, work_of
 from phalanx.plan.moe.overlap.hosts import gateway
-from phalanx.plan.moe.overlap.types import Kind, Op, RankPlan
+from phalanx.plan.moe.overlap.types import Kind, RankPlan, TileOp
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class OpTime:
     """One operation on the clock. For waits: the message's own seconds on the link, and how many of them the rank stood still."""
 
     rank: int
-    op: Op
+    op: TileOp
     start_s: float
     end_s: float
     communication_s: float = 0.0
@@ -88,7 +88,7 @@ def predict(plans: Sequence[RankPlan] | RankPlan, shape: LayerShape, cost: Overl
     return Prediction(trace.seconds, tuple(ops))
 
 
-def _of_one(ops: Sequence[Op], work: RankWork, cost: OverlapCost, wire: WireBytes) -> list[OpTime]:
+def _of_one(ops: Sequence[TileOp], work: LayerWork, cost: OverlapCost, wire: WireBytes) -> list[OpTime]:
     """The operations on the clock that a run chooses by (`RankClock`)."""
     clock, at, found = RankClock(work, cost, wire), 0.0, []
     for op in ops:
@@ -101,13 +101,13 @@ def _of_one(ops: Sequence[Op], work: RankWork, cost: OverlapCost, wire: WireByte
 class _LinkTiming:
     """Times of operations and messages for all ranks together: each rank has one way out and one way in."""
 
-    def __init__(self, works: Sequence[RankWork], cost: OverlapCost, wire: WireBytes) -> None:
+    def __init__(self, works: Sequence[LayerWork], cost: OverlapCost, wire: WireBytes) -> None:
         self.works, self.cost, self.wire = works, cost, wire
         self.out_free = [0.0] * len(works)
         self.taken: list[list[tuple[float, float]]] = [[] for _ in works]
         """Of each rank's way in: when it is busy, ascending."""
 
-    def message(self, rank: int, op: Op, *, to: int = -1) -> tuple[int, float]:
+    def message(self, rank: int, op: TileOp, *, to: int = -1) -> tuple[int, float]:
         """Whom a message goes to that `rank` posts in `op`, and its bytes. `to`: to which rank a relay passes it on."""
         wire, peer, part, work = self.wire, op.peer, op.part, self.works[rank]
         hosts, legs = wire.host_of_rank, wire.legs
@@ -123,7 +123,7 @@ class _LinkTiming:
         to = gateway(hosts, peer, hosts[rank]) if far else peer
         return to, float(wire.last_coming_PP[rank, peer]) * work.share[peer][part] / work.blocks
 
-    def message_s(self, rank: int, op: Op) -> float:
+    def message_s(self, rank: int, op: TileOp) -> float:
         """Of the message that an operation waits for, by itself."""
         if op.kind not in WAITS:
             return 0.0
@@ -131,12 +131,12 @@ class _LinkTiming:
         far = self.wire.legs is not None and hosts[peer] != hosts[rank]
         if op.kind == "wait" and far:
             through = gateway(hosts, peer, hosts[rank])
-            num_bytes = self.message(through, Op("relay", peer, op.part), to=rank)[1]
+            num_bytes = self.message(through, TileOp("relay", peer, op.part), to=rank)[1]
             return 0.0 if through == rank else self.cost.latency_s + self._rate_s(through, rank, num_bytes)
         if op.kind == "merge":
             return 0.0  # several, at once: what is exposed of them shows as time
         posts: dict[str, Kind] = {"wait": "send", "relay": "send", "wait_return": "merge" if far else "return"}
-        num_bytes = self.message(peer, Op(posts[op.kind], rank, op.part, op.block))[1]
+        num_bytes = self.message(peer, TileOp(posts[op.kind], rank, op.part, op.block))[1]
         return self.cost.latency_s + self._rate_s(peer, rank, num_bytes)
 
     def _rate_s(self, rank: int, to: int, num_bytes: float) -> float:
@@ -146,15 +146,15 @@ class _LinkTiming:
         hosts = self.wire.host_of_rank
         return self.cost.near_bytes_per_s is None or hosts[rank] != hosts[to]
 
-    def ends(self, plan: RankPlan, op: Op, at: float) -> float:
+    def ends(self, plan: RankPlan, op: TileOp, at: float) -> float:
         taken = self.taken[plan.rank]
         busy = max(self.out_free[plan.rank], taken[-1][1] if taken else 0.0)
         return self.cost.slowed(self.works[plan.rank].seconds(op, self.cost), at=at, busy_until=busy)
 
-    def arrives(self, plan: RankPlan, op: Op, at: float) -> float:
+    def arrives(self, plan: RankPlan, op: TileOp, at: float) -> float:
         return self._arrives(plan.rank, *self.message(plan.rank, op), at)
 
-    def forwards(self, plan: RankPlan, op: Op, at: float, to: int) -> float:
+    def forwards(self, plan: RankPlan, op: TileOp, at: float, to: int) -> float:
         return self._arrives(plan.rank, *self.message(plan.rank, op, to=to), at)
 
     def _arrives(self, rank: int, to: int, num_bytes: float, at: float) -> float:

@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple, Protocol
 import numpy as np
 
 from phalanx.core.errors import PlanError, Problem, raise_if
-from phalanx.plan.moe.overlap.types import Op, RankPlan
+from phalanx.plan.moe.overlap.types import RankPlan, TileOp
 
 __all__ = ["Adversary", "Event", "Timing", "Trace", "simulate"]
 
@@ -25,13 +25,13 @@ __all__ = ["Adversary", "Event", "Timing", "Trace", "simulate"]
 class Timing(Protocol):
     """How long things take. Called in the order of time."""
 
-    def ends(self, plan: RankPlan, op: Op, at: float) -> float:
+    def ends(self, plan: RankPlan, op: TileOp, at: float) -> float:
         """When an operation ends that its rank begins at `at` (waits: the time until the message is not counted)."""
 
-    def arrives(self, plan: RankPlan, op: Op, at: float) -> float:
+    def arrives(self, plan: RankPlan, op: TileOp, at: float) -> float:
         """When the message of a send, return or merge arrives that is posted at `at`."""
 
-    def forwards(self, plan: RankPlan, op: Op, at: float, to: int) -> float:
+    def forwards(self, plan: RankPlan, op: TileOp, at: float, to: int) -> float:
         """When what a relay passes on at `at` is at rank `to` of its host."""
 
 
@@ -47,13 +47,13 @@ class Adversary:
             self._drawn = self._rng.random(512).tolist()
         return self._drawn.pop()
 
-    def ends(self, plan: RankPlan, op: Op, at: float) -> float:
+    def ends(self, plan: RankPlan, op: TileOp, at: float) -> float:
         return at + self._next()
 
-    def arrives(self, plan: RankPlan, op: Op, at: float) -> float:
+    def arrives(self, plan: RankPlan, op: TileOp, at: float) -> float:
         return at + float(10.0 ** (5 * self._next() - 2))
 
-    def forwards(self, plan: RankPlan, op: Op, at: float, to: int) -> float:
+    def forwards(self, plan: RankPlan, op: TileOp, at: float, to: int) -> float:
         return self.arrives(plan, op, at)
 
 
@@ -61,7 +61,7 @@ class Event(NamedTuple):
     """One operation as it happened. A wait lasts as long as its rank was blocked."""
 
     rank: int
-    op: Op
+    op: TileOp
     start_s: float
     end_s: float
 
@@ -192,7 +192,7 @@ class _Run:
     def on_host_of(plan: RankPlan) -> list[int]:
         return [peer for peer, host in enumerate(plan.hosts) if host == plan.hosts[plan.rank]]
 
-    def awaited(self, plan: RankPlan, op: Op) -> list[Message]:
+    def awaited(self, plan: RankPlan, op: TileOp) -> list[Message]:
         """The messages that an operation waits for."""
         peer, rank = op.peer, plan.rank
         if op.kind == "relay":
@@ -231,7 +231,7 @@ class _Run:
             self.events.append(Event(rank, op, at, end))
             heapq.heappush(self.ready, (end, rank))
 
-    def carry_out(self, state: _State, op: Op, *, at: float) -> None:
+    def carry_out(self, state: _State, op: TileOp, *, at: float) -> None:
         rank, key = state.plan.rank, (op.peer, op.part, op.block)
         needs = True
         if op.kind in ("send", "merge"):
@@ -271,7 +271,7 @@ class _Run:
         if not needs:
             self.problem(state, op, "runs only when everything that it needs is there")
 
-    def post(self, state: _State, op: Op, *, at: float) -> None:
+    def post(self, state: _State, op: TileOp, *, at: float) -> None:
         legs: dict[str, Literal["", "to a gateway", "from a gateway"]] = {
             "send": "to a gateway",
             "merge": "from a gateway",
@@ -283,7 +283,7 @@ class _Run:
         message = Message(state.plan.rank, op.peer, op.part, op.block, leg)
         self.put(state, op, message, self.timing.arrives(state.plan, op, at))
 
-    def pass_on(self, state: _State, op: Op, *, at: float) -> None:
+    def pass_on(self, state: _State, op: TileOp, *, at: float) -> None:
         """To the ranks of this host; what is for this rank itself is there."""
         rank = state.plan.rank
         for to in self.on_host_of(state.plan):
@@ -291,7 +291,7 @@ class _Run:
                 arrival = at if to == rank else self.timing.forwards(state.plan, op, at, to)
                 self.put(state, op, Message(op.peer, to, op.part), arrival)
 
-    def put(self, state: _State, op: Op, message: Message, arrival: float) -> None:
+    def put(self, state: _State, op: TileOp, message: Message, arrival: float) -> None:
         if message in self.posted:
             self.problem(state, op, "each message goes to a rank of the group, once")
             return
@@ -302,7 +302,7 @@ class _Run:
 
     def place(self, state: _State, key: tuple[int, int, int]) -> None:
         if key in state.placed:
-            self.problem(state, Op("wait_return", *key), "each result is added up once")
+            self.problem(state, TileOp("wait_return", *key), "each result is added up once")
         state.placed.add(key)
 
     def not_back(self, state: _State) -> set[tuple[int, int, int]]:
@@ -340,9 +340,9 @@ class _Run:
             where = f"message {message.source} -> {message.target} {message.leg}".strip()
             yield Problem(where=where, value=(message.part, message.block), rule=rule)
 
-    def problem(self, state: _State, op: Op, rule: str) -> None:
+    def problem(self, state: _State, op: TileOp, rule: str) -> None:
         self.problems.append(self._problem(state, op, rule))
 
     @staticmethod
-    def _problem(state: _State, op: Op, rule: str) -> Problem:
+    def _problem(state: _State, op: TileOp, rule: str) -> Problem:
         return Problem(where=f"rank {state.plan.rank}, operation {state.next_op}: {op}", value=None, rule=rule)

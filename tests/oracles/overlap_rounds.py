@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from phalanx.core.errors import Problem
-from phalanx.plan.moe.overlap.rounds import Leg, Round
-from phalanx.plan.moe.overlap.types import Op, RankPlan
+from phalanx.plan.moe.overlap.rounds import MessageEnd, Round
+from phalanx.plan.moe.overlap.types import RankPlan, TileOp
 
 
 def round_problems(plans: Sequence[RankPlan], rounds_P: Sequence[Sequence[Round]]) -> list[Problem]:
@@ -49,9 +49,9 @@ def round_problems(plans: Sequence[RankPlan], rounds_P: Sequence[Sequence[Round]
     ]
 
 
-def _pairs(rounds_P: Sequence[Sequence[Round]]) -> dict[tuple[int, int, bool], list[tuple[int, Leg]]]:
+def _pairs(rounds_P: Sequence[Sequence[Round]]) -> dict[tuple[int, int, bool], list[tuple[int, MessageEnd]]]:
     """By (sender, receiver, which end): the messages in the order of posting, as (round, leg)."""
-    found: dict[tuple[int, int, bool], list[tuple[int, Leg]]] = {}
+    found: dict[tuple[int, int, bool], list[tuple[int, MessageEnd]]] = {}
     for rank, rounds in enumerate(rounds_P):
         for at, one in enumerate(rounds):
             for leg in one.legs:
@@ -116,11 +116,15 @@ class _Rank:
             found.append(max(needs))
         return found
 
-    def _awaited(self, op: Op) -> int | None:
+    def _awaited(self, op: TileOp) -> int | None:
         """The round that an operation waits for."""
         if op.kind == "wait":
-            return self._round_of[Leg("going", False, op.peer, op.part)]
-        return self._round_of[Leg("coming", False, op.peer, op.part, op.block)] if op.kind == "wait_return" else None
+            return self._round_of[MessageEnd("going", False, op.peer, op.part)]
+        return (
+            self._round_of[MessageEnd("coming", False, op.peer, op.part, op.block)]
+            if op.kind == "wait_return"
+            else None
+        )
 
     def early_waits(self) -> list[Problem]:
         """The host comes to a wait before it has posted the round: there is no event to wait for yet."""

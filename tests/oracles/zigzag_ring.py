@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.core.errors import PlanError, Problem, raise_if
-from phalanx.plan.mapping.zigzag import Block, SequenceLayout, attention_blocks, ring_source
+from phalanx.plan.mapping.zigzag import AttentionBlock, SequenceLayout, attention_blocks, ring_source
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +21,7 @@ class RingPlan:
 
     layout: SequenceLayout
     segments: tuple[tuple[int, ...], ...]
-    blocks: tuple[tuple[tuple[tuple[Block, ...], ...], ...], ...]
+    blocks: tuple[tuple[tuple[tuple[AttentionBlock, ...], ...], ...], ...]
 
     @cached_property
     def work(self) -> NDArray[np.int64]:

@@ -13,10 +13,10 @@ import pytest
 from phalanx.cli.calibration import _groups, _spans
 from phalanx.cli.main import main
 from phalanx.core.errors import ConfigError
-from phalanx.simulate.hardware.calibration import Attention, Link, Product, Stream, calibrate
+from phalanx.simulate.hardware.calibration import TimedAttention, TimedCollective, TimedProduct, TimedStream, calibrate
 from phalanx.simulate.hardware.calibration_hosts import HostRows, apart, combined, ranks_of_host
 from phalanx.simulate.hardware.clusters import parse_cluster
-from phalanx.simulate.hardware.collectives import Network, Span
+from phalanx.simulate.hardware.collectives import GroupSpan, Network
 
 START_S, LATENCY_S, RATE = 1e-4, 3e-4, 2e8
 """Of a link inside, of a message between hosts, of a rank's own link between them."""
@@ -30,17 +30,17 @@ def host(name: str, slower: float = 1.0, *, threads: int = 4, memory_bytes: floa
         copy_bytes_per_s=1e10 / slower,
         launch_s=1e-6 * slower,
         products=tuple(
-            Product(m=m, n=256, k=256, precision=kind, seconds=m * 1e-7 * slower)
+            TimedProduct(m=m, n=256, k=256, precision=kind, seconds=m * 1e-7 * slower)
             for kind in ("bf16", "fp32")
             for m in (64, 256, 1024)
         ),
-        experts=(Product(m=512, n=512, k=256, groups=4, precision="bf16", seconds=2e-3 * slower),),
-        attention=(Attention(seq=256, heads=4, dim=64, forward_s=1e-3 * slower, backward_s=3e-3 * slower),),
-        streams=(Stream(what="sum", moved_bytes=1e6, seconds=1e-4 * slower),),
+        experts=(TimedProduct(m=512, n=512, k=256, groups=4, precision="bf16", seconds=2e-3 * slower),),
+        attention=(TimedAttention(seq=256, heads=4, dim=64, forward_s=1e-3 * slower, backward_s=3e-3 * slower),),
+        streams=(TimedStream(what="sum", moved_bytes=1e6, seconds=1e-4 * slower),),
     )
 
 
-def links(*, per_host: int, hosts: int) -> list[Link]:
+def links(*, per_host: int, hosts: int) -> list[TimedCollective]:
     """As formulas have them: inside `START_S` and 1 GB/s, between `LATENCY_S` and `RATE`."""
     found = []
     for inside, far in _spans(per_host * hosts, per_host):
@@ -52,7 +52,7 @@ def links(*, per_host: int, hosts: int) -> list[Link]:
                 start_s = START_S if far == 1 or what != "send" else 0.0
                 rate = 1e9 if far == 1 else RATE * inside
                 seconds = times * (start_s + (far > 1) * steps * LATENCY_S + share * size / rate)
-                found.append(Link(what=what, ranks=n, hosts=far, num_bytes=size, seconds=seconds))
+                found.append(TimedCollective(what=what, ranks=n, hosts=far, num_bytes=size, seconds=seconds))
     return found
 
 
@@ -115,7 +115,7 @@ def test_constants_between_hosts_come_back(per_host: int, tmp_path: Path) -> Non
     again = parse_cluster(f"{path}:{4 * per_host}")
     assert again.hosts == 4
     row = next(x for x in measured.links if x.hosts == 4 and x.what == "all_reduce")
-    span = Span(row.ranks // 4, 4)
+    span = GroupSpan(row.ranks // 4, 4)
     assert Network(again.hardware).all_reduce(row.num_bytes, span) == pytest.approx(row.seconds)
 
 

@@ -25,7 +25,7 @@ from test_dispatch import (
 from torch.utils.checkpoint import checkpoint
 
 from phalanx.core.errors import ConfigError
-from phalanx.kernels.cpu.later import Later, run as run_later
+from phalanx.kernels.cpu.deferred import DeferredGradients, run as run_later
 from phalanx.plan.mapping.folding import make_folding
 from phalanx.plan.mapping.placement import Placement
 from phalanx.plan.moe.dispatch import DispatchSpec
@@ -63,7 +63,7 @@ def run_case(rank, cache, case, way, comms):
     weights.requires_grad_()
     w13, w2 = local_weights(ctx.groups, ctx.placement, case.num_experts)
     dispatcher = Dispatcher(ctx.dispatch, placement=ctx.placement, groups=ctx.groups, comms=comms, top_k=case.top_k)
-    later = Later() if way.later else None
+    later = DeferredGradients() if way.later else None
 
     def layer(x, weights):
         return run_coarse(

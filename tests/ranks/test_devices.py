@@ -21,28 +21,28 @@ from train_help import phalanx, train_args, write_text
 from phalanx.core.config import LaunchConfig, Recipe, ResilienceConfig
 from phalanx.core.errors import FinalError, PeerError, RunError
 from phalanx.core.recipe import recipe_problems
-from phalanx.plan.heals import choose_healing
+from phalanx.plan.auto_recovery import choose_healing
 from phalanx.plan.recovery.suspects import Suspects
 from phalanx.runtime.comm import devices, groups
+from phalanx.runtime.comm.abortable import AbortableCall
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.devices import DeviceAbort, complete
-from phalanx.runtime.comm.escape import Escape
 from phalanx.runtime.comm.exchange import Call
 from phalanx.runtime.comm.groups import Axis, leave_errors_to_run
 from phalanx.runtime.comm.launch import StopRequest
 from phalanx.runtime.comm.peers import Peers
-from phalanx.runtime.membership import lookout, seat
-from phalanx.runtime.membership.forming import Sockets, TeamGroups, as_listed
+from phalanx.runtime.membership import watcher as lookout, worker_agent as seat
+from phalanx.runtime.membership.agent_terms import Left, SeatSettings
 from phalanx.runtime.membership.member import _Loop, run_member
 from phalanx.runtime.membership.membership import Generation, Member
-from phalanx.runtime.membership.seat import Seat
-from phalanx.runtime.membership.seat_terms import Left, SeatSettings
-from phalanx.runtime.membership.votes import Decision, Report
+from phalanx.runtime.membership.rendezvous import Sockets, TeamGroups, as_listed
+from phalanx.runtime.membership.votes import Decision, MemberReport
+from phalanx.runtime.membership.worker_agent import WorkerAgent
 from phalanx.train import loop
 from phalanx.train.loop import Trainer
 from phalanx.train.placement import heal_state
 from phalanx.train.placement.heal_state import Everyone, Examined, take_state
-from phalanx.train.reporting import Progress
+from phalanx.train.reporting import RunProgress
 
 ELSEWHERE = torch.device("meta")
 """A device that is no CPU, and needs no waiting for."""
@@ -139,7 +139,7 @@ def test_a_kicked_team_makes_no_group_and_posts_nothing_on_a_device(monkeypatch:
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     with pytest.raises(PeerError, match="never be closed again"):
         cache._create((0, 1), True, 0)
-    comms = Collectives(escape=Escape(lambda: True))
+    comms = Collectives(escape=AbortableCall(lambda: True))
     comms._posted(Call("x", 0, True))  # on the host it fails by itself
     with pytest.raises(PeerError, match="nothing is posted"):
         comms._posted(Call("x", 0, False))
@@ -148,7 +148,7 @@ def test_a_kicked_team_makes_no_group_and_posts_nothing_on_a_device(monkeypatch:
 @pytest.mark.unit
 def test_results_of_a_kicked_team_are_not_used_on_a_device_and_calls_of_a_cpu_fail_themselves() -> None:
     kicked = [False]
-    comms = Collectives(escape=Escape(lambda: kicked[0]))
+    comms = Collectives(escape=AbortableCall(lambda: kicked[0]))
     comms.complete(ELSEWHERE)
     kicked[0] = True
     comms.complete(torch.device("cpu"))
@@ -169,12 +169,12 @@ def test_it_asks_after_the_device_has_ended_and_not_before(monkeypatch: pytest.M
 def trainer_on(device: torch.device, kicked: list[bool]) -> Trainer:
     """One that is about to make a step in which the team is kicked, after the last call that could have failed."""
     trainer: Any = object.__new__(Trainer)
-    comms = Collectives(escape=Escape(lambda: kicked[0]))
+    comms = Collectives(escape=AbortableCall(lambda: kicked[0]))
     trainer.recorder = SimpleNamespace(prepare=lambda step: None, begin=lambda step: None, publishing=nullcontext)
     trainer.parts, trainer.companion = SimpleNamespace(comms=comms), SimpleNamespace(reduced=lambda *_: None)
     optim = SimpleNamespace(warmup_steps=0, lr=1.0)
     trainer.rank = SimpleNamespace(device=device, recipe=SimpleNamespace(optim=optim))
-    trainer.progress, trainer.total_steps, trainer.stop = Progress(), 4, StopRequest()
+    trainer.progress, trainer.total_steps, trainer.stop = RunProgress(), 4, StopRequest()
     trainer.elastic, trainer._at = SimpleNamespace(), lambda name: None
     trainer.due = False
     trainer.moving, trainer._measured, trainer._reduced = None, None, None
@@ -216,7 +216,7 @@ def test_a_step_that_a_device_computed_with_a_kicked_team_is_a_lost_peer(
 def test_state_that_came_from_a_kicked_team_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compared, it would be state on which members differ, and the end of the run."""
     kicked = [False]
-    comms = Collectives(escape=Escape(lambda: kicked[0]))
+    comms = Collectives(escape=AbortableCall(lambda: kicked[0]))
     everyone = Everyone(comms=comms, axis=Axis("everyone", (0,), 0, None), peers=Peers(), device=ELSEWHERE)
     plan: Any = SimpleNamespace(params=(), buffers=(), moves=())
     told = np.zeros((1, 0), dtype=np.int64)
@@ -296,9 +296,9 @@ def codes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def seat_on(device: str) -> Seat:
+def seat_on(device: str) -> WorkerAgent:
     service: Any = None
-    return Seat(Member("h.0", "h"), service, pipe=-1, settings=SeatSettings(device=device))
+    return WorkerAgent(Member("h.0", "h"), service, pipe=-1, settings=SeatSettings(device=device))
 
 
 @pytest.mark.unit
@@ -351,7 +351,7 @@ def test_who_waits_for_a_generation_after_one_that_did_not_form_may_wait(
 
     monkeypatch.setattr(seat, "form", form)
     monkeypatch.setattr(place, "_keys_of", lambda generation: SimpleNamespace(put=lambda key, value: None))
-    report = Report(uid="h.0", step=0, holds=False, doubt=False, sum="", data={})
+    report = MemberReport(uid="h.0", step=0, holds=False, doubt=False, sum="", data={})
     with pytest.raises(PeerError):
         place._form(generation, report, as_listed)
     assert made[0].kicked_s

@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 
 from phalanx.core.errors import PeerError
-from phalanx.runtime.comm.escape import Escape
+from phalanx.runtime.comm.abortable import AbortableCall
 from phalanx.runtime.comm.groups import use_loopback
 
 
 def test_values_and_errors_come_back() -> None:
-    escape = Escape(lambda: False)
+    escape = AbortableCall(lambda: False)
     assert escape.run(lambda: 3) == 3
     with pytest.raises(ZeroDivisionError):
         escape.run(lambda: 1 // 0)
@@ -28,7 +28,7 @@ def test_values_and_errors_come_back() -> None:
 
 def test_a_call_that_hangs_is_left_behind_and_the_next_has_a_thread_of_its_own() -> None:
     kicked, held = threading.Event(), threading.Event()
-    escape = Escape(kicked.is_set)
+    escape = AbortableCall(kicked.is_set)
     threading.Timer(0.1, kicked.set).start()
     begin_s = time.monotonic()
     with pytest.raises(PeerError, match="did not end"):
@@ -40,7 +40,7 @@ def test_a_call_that_hangs_is_left_behind_and_the_next_has_a_thread_of_its_own()
 
 
 def test_a_thread_that_leaves_takes_the_one_beside_it_along() -> None:
-    escape, threads = Escape(lambda: False), []
+    escape, threads = AbortableCall(lambda: False), []
 
     def call_and_leave() -> None:
         threads.append(escape.run(threading.current_thread))
@@ -59,7 +59,7 @@ def test_a_thread_that_leaves_takes_the_one_beside_it_along() -> None:
 
 
 def test_a_thread_that_hears_late_that_the_team_is_over_waits_for_nothing() -> None:
-    escape, done = Escape(lambda: False), threading.Event()
+    escape, done = AbortableCall(lambda: False), threading.Event()
     escape.close()
     with pytest.raises(PeerError, match="the team is over"):
         escape.run(lambda: 1)
@@ -76,7 +76,7 @@ def test_what_nobody_waited_for_keeps_its_groups_until_it_has_ended() -> None:
 
     gone: list[str] = []
     groups, stuck = [Group()], threading.Event()
-    escape = Escape(lambda: False, keep=lambda: tuple(groups))
+    escape = AbortableCall(lambda: False, keep=lambda: tuple(groups))
     escape.begun("waited for", lambda: None)
     escape.ended("waited for")
     escape.begun("stuck", lambda: stuck.wait(20))
@@ -116,7 +116,7 @@ def _receiver(port: int, num_bytes: int, answers: Any) -> None:
     threading.Timer(1.0, kicked.set).start()
     begin_s = time.monotonic()
     try:
-        Escape(kicked.is_set).run(lambda: work.wait(timedelta(seconds=20)))
+        AbortableCall(kicked.is_set).run(lambda: work.wait(timedelta(seconds=20)))
         answers.put("it came")
     except (PeerError, RuntimeError) as err:
         answers.put((type(err).__name__, time.monotonic() - begin_s))

@@ -19,11 +19,11 @@ import torch.distributed as dist
 from phalanx.core.errors import PeerError
 from phalanx.plan.mapping.folding import Folding
 from phalanx.runtime.comm.groups import build_groups
-from phalanx.runtime.membership.forming import NewerGeneration, Team, form, ready_keys
 from phalanx.runtime.membership.keys import Keys, open_sockets
 from phalanx.runtime.membership.membership import Generation, Member
+from phalanx.runtime.membership.rendezvous import GroupEpoch, NewerGeneration, form, ready_keys
 from phalanx.runtime.membership.service import start_store
-from phalanx.runtime.membership.votes import Report
+from phalanx.runtime.membership.votes import MemberReport
 from phalanx.runtime.membership.worker import fork_worker
 
 pytestmark = pytest.mark.ranks
@@ -70,15 +70,15 @@ def generation(keys: Keys, uids: list[int], number: int) -> Generation:
 
 
 def report(uid: str) -> str:
-    return json.dumps(asdict(Report(uid=uid, step=0, holds=False)))
+    return json.dumps(asdict(MemberReport(uid=uid, step=0, holds=False)))
 
 
-def connect(keys: Keys, who: Generation, rank: int, **rest: Any) -> Team:
+def connect(keys: Keys, who: Generation, rank: int, **rest: Any) -> GroupEpoch:
     keys.put(ready_keys(who)[who.uids.index(f"h.{rank}")], report(f"h.{rank}"))
     return form(who, f"h.{rank}", keys, timeout_s=TIMEOUT_S, **rest)
 
 
-def collective(kind: str, team: Team) -> None:
+def collective(kind: str, team: GroupEpoch) -> None:
     if kind == "all_reduce":
         dist.all_reduce(torch.ones(1000))
     elif kind == "all_to_all":

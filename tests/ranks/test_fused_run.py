@@ -20,8 +20,8 @@ from program_help import TINY, Run, one_step
 
 from phalanx.core.errors import ConfigError, PlanError, RunError
 from phalanx.core.events import Collective, Event, Operation
-from phalanx.kernels.cpu.later import Later, run
-from phalanx.kernels.triton.symmetric import Arena, ArenaSpec
+from phalanx.kernels.cpu.deferred import DeferredGradients, run
+from phalanx.kernels.triton.symmetric import ArenaSpec, SymmetricMemory
 from phalanx.kernels.triton.tiles import SendShape, TileShape, is_interpreted
 from phalanx.plan.mapping.folding import make_folding
 from phalanx.plan.moe.dispatch import DispatchSpec
@@ -53,14 +53,14 @@ class SharedFiles:
     def __init__(self, folder: Path) -> None:
         self.folder, self.comms, self.made = folder, Collectives(timeout_s=240), 0
 
-    def __call__(self, spec: ArenaSpec, axis: Axis, device: torch.device) -> Arena:
+    def __call__(self, spec: ArenaSpec, axis: Axis, device: torch.device) -> SymmetricMemory:
         self.made += 1
         paths = [self.folder / f"{self.made}-{rank}" for rank in axis.ranks]
         mine = paths[axis.index]
         mine.write_bytes(bytes(spec.num_bytes))
         self.comms.barrier(axis)
         whole = [torch.from_file(str(path), shared=True, size=spec.num_bytes, dtype=torch.uint8) for path in paths]
-        arena = Arena(spec, axis.index, whole)
+        arena = SymmetricMemory(spec, axis.index, whole)
         arena.received_PCH.fill_(torch.nan)
         arena.returned_PCH.fill_(torch.nan)
         self.comms.barrier(axis)
@@ -103,7 +103,7 @@ def both_ways(
         dy = torch.randn(tokens[rank], H, generator=g).to(dtype)
         found = []
         for layer in (plain, fused):
-            put_off = Later() if later else None
+            put_off = DeferredGradients() if later else None
             wide = (
                 (lambda t: t.float()) if layer is plain else (lambda t: t)
             )  # the same numbers, rounded nowhere further

@@ -38,7 +38,7 @@ from phalanx.train.step import StepParts, train_step
 from phalanx.verify.compare import compare
 from phalanx.verify.numbers import microbatch
 from phalanx.verify.reference import (
-    Recorder,
+    GradientRecorder,
     Reference,
     context as verify_context,
     model_boxes,
@@ -281,7 +281,7 @@ def read(rank: int, cache: GroupCache, folder: Path, folding: Folding) -> tuple[
     batch = TokenBatch(
         tokens, labels, torch.arange(tokens.shape[1]).expand_as(tokens), ((tokens.shape[1],),) * len(tokens)
     )
-    recorder = Recorder(parts.optimizer)
+    recorder = GradientRecorder(parts.optimizer)
     result = train_step(dataclasses.replace(parts, optimizer=recorder), [part_of(batch, folding, rank)], step=0, lr=0.0)
     assert recorder.gradients is not None
     boxes = recorder.gradients.boxes()

@@ -15,26 +15,26 @@ from tiers import some, times
 
 from phalanx.core.errors import ConfigError, RunError
 from phalanx.kernels.cpu import tiles
+from phalanx.kernels.cpu.deferred import DeferredGradients, run
 from phalanx.kernels.cpu.lanes import SERIAL, Lanes
-from phalanx.kernels.cpu.later import Later, run
 from phalanx.kernels.native import compiled_rows
 from phalanx.models.context import ForwardInfo, TokenBatch
 from phalanx.models.moe import MoE
 from phalanx.plan.moe.dispatch import DispatchSpec
 from phalanx.plan.moe.overlap.settings import parse_overlap
-from phalanx.plan.moe.overlap.types import Schedule
+from phalanx.plan.moe.overlap.types import TileSchedule
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.moe import overlap, overlap_tuner
 from phalanx.runtime.moe.dispatch import Dispatcher
 from phalanx.runtime.moe.experts import ExpertWeights, run_experts
 from ranks import run_ranks
 
-SERIAL_TILES = Schedule()
+SERIAL_TILES = TileSchedule()
 SCHEDULES = (
     SERIAL_TILES,
-    Schedule(parts=2, order="own_first"),
-    Schedule(parts=3, blocks=2, order="arrival", own_before=0.5),
-    Schedule(parts=4, blocks=2, seed=3),
+    TileSchedule(parts=2, order="own_first"),
+    TileSchedule(parts=3, blocks=2, order="arrival", own_before=0.5),
+    TileSchedule(parts=4, blocks=2, seed=3),
 )
 
 
@@ -98,11 +98,11 @@ def drawn(seed):
         num_experts=experts,
         top_k=min(experts, draw.randint(1, 8)),
     )
-    schedule = Schedule(parts=draw.randint(1, 5), blocks=draw.randint(1, 4), seed=draw.randrange(1000))
+    schedule = TileSchedule(parts=draw.randint(1, 5), blocks=draw.randint(1, 4), seed=draw.randrange(1000))
     if draw.random() < 0.5:
         order = draw.choice(("serial", "own_first", "arrival"))
         before = draw.random() if order == "arrival" else 1.0
-        schedule = Schedule(parts=schedule.parts, blocks=schedule.blocks, order=order, own_before=before)
+        schedule = TileSchedule(parts=schedule.parts, blocks=schedule.blocks, order=order, own_before=before)
     return world, (case, schedule, draw.random() < 0.7, draw.choice((1, 2, 4, 512)), draw.choice((2, 3, tiles.COLUMNS)))
 
 
@@ -140,7 +140,7 @@ def layer(rank, cache, folding, schedules, dtype, options):
         for schedule in schedules:
             leaves = [t.to(dtype).clone().requires_grad_() for t in (x, w13, w2)]
             weights = weights.detach().requires_grad_()
-            later = Later() if options.get("later") else None
+            later = DeferredGradients() if options.get("later") else None
             call = {"experts": ExpertWeights(*leaves[1:]), "dispatcher": dispatcher, "lanes": lanes, "later": later}
             if schedule is None:
                 y, _ = run_experts(leaves[0], weights, experts_TK, **call)
@@ -166,7 +166,7 @@ def different_from_the_first(rank, cache, folding, schedules, dtype, options):
 
 def random_schedules(count):
     draw = random.Random(5)
-    return [Schedule(parts=draw.randint(1, 6), blocks=draw.randint(1, 2), seed=i) for i in range(count)]
+    return [TileSchedule(parts=draw.randint(1, 6), blocks=draw.randint(1, 2), seed=i) for i in range(count)]
 
 
 @pytest.mark.ranks

@@ -17,7 +17,7 @@ from phalanx.core.events import Collective
 from phalanx.kernels.cpu.lanes import SERIAL
 from phalanx.plan.moe.dispatch import plan_dispatch
 from phalanx.plan.moe.overlap.bytes import count_copies, traffic_of, wire_bytes
-from phalanx.plan.moe.overlap.types import Schedule
+from phalanx.plan.moe.overlap.types import TileSchedule
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.peers import Peers, own_group
 from phalanx.runtime.membership import clocks
@@ -45,9 +45,9 @@ def drawn(seed):
     )
     parts, blocks, hot = draw.randint(1, 4), draw.randint(1, 3), draw.random() < 0.4
     if draw.random() < 0.5:
-        schedule = Schedule(parts=parts, blocks=blocks, seed=seed, hot_first=hot)
+        schedule = TileSchedule(parts=parts, blocks=blocks, seed=seed, hot_first=hot)
     else:
-        schedule = Schedule(
+        schedule = TileSchedule(
             parts=parts, blocks=blocks, order=draw.choice(("serial", "own_first", "arrival")), hot_first=hot
         )
     hosts = draw.choice((TWO_HOSTS, TWO_HOSTS, (0, 1, 0, 1), (0, 1, 1, 1), (5, 5, 2, 9)))
@@ -123,8 +123,8 @@ def test_the_bits_do_not_depend_on_the_schedule(through):
     """Random orders and all that have names, with the slots as they are and the most loaded first."""
     draw = random.Random(3)
     schedules = [
-        Schedule(), Schedule(parts=2, order="own_first"), Schedule(parts=3, blocks=2, order="arrival", own_before=0.5),
-        *(Schedule(parts=draw.randint(1, 5), blocks=draw.randint(1, 2), seed=i) for i in range(4)),
+        TileSchedule(), TileSchedule(parts=2, order="own_first"), TileSchedule(parts=3, blocks=2, order="arrival", own_before=0.5),
+        *(TileSchedule(parts=draw.randint(1, 5), blocks=draw.randint(1, 2), seed=i) for i in range(4)),
     ]  # fmt: skip
     schedules += [dataclasses.replace(s, hot_first=True) for s in schedules[2:5]]
     calls = [{"schedule": s, "host_of_rank": TWO_HOSTS, "through_hosts": through} for s in schedules]
@@ -142,7 +142,7 @@ def sent_between(rank, cache):
 
     def choose(plan, wire):
         seen.append(wire.route)
-        return Schedule(parts=3, order="arrival", own_before=0.5)
+        return TileSchedule(parts=3, order="arrival", own_before=0.5)
 
     calls = [{"schedule": choose, "host_of_rank": TWO_HOSTS}, {"schedule": choose}]
     comms = Collectives(trace=True, emit=told.append, timeout_s=30)
@@ -200,7 +200,7 @@ def refused(rank, cache):
         {"through_hosts": True, "host_of_rank": TWO_HOSTS, "per_token": False},
     ):
         try:
-            layer(rank, cache, [{"schedule": Schedule(), **call}])
+            layer(rank, cache, [{"schedule": TileSchedule(), **call}])
         except ConfigError as error:
             found.append(str(error))
     return found

@@ -16,17 +16,17 @@ from thread_ranks import Hub, ThreadCollectives, run_threads, thread_groups
 from tiers import times
 
 from phalanx.kernels.cpu import permute, tiles
+from phalanx.kernels.cpu.deferred import DeferredGradients, run
 from phalanx.kernels.cpu.lanes import SERIAL
-from phalanx.kernels.cpu.later import Later, run
 from phalanx.plan.mapping.folding import make_folding
 from phalanx.plan.mapping.placement import plain_placement
 from phalanx.plan.moe.dispatch import DispatchSpec
 from phalanx.plan.moe.overlap.rounds import rounds_of
-from phalanx.plan.moe.overlap.types import Schedule
+from phalanx.plan.moe.overlap.types import TileSchedule
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.exchange import Counter
 from phalanx.runtime.comm.groups import build_groups
-from phalanx.runtime.moe import dispatch, overlap, overlap_flight, overlap_lists
+from phalanx.runtime.moe import dispatch, overlap, overlap_exchange as overlap_flight, overlap_lists
 from phalanx.runtime.moe.dispatch import Dispatcher
 from phalanx.runtime.moe.experts import ExpertWeights
 from ranks import run_ranks
@@ -46,11 +46,11 @@ def drawn(seed, world):
     draw = random.Random(seed)
     ep, etp = draw.choice([(ep, world // ep) for ep in (2, 3, 4) if world % ep == 0 and world // ep <= 2])
     experts = ep * draw.choice((1, 2, 4))
-    schedule = Schedule(parts=draw.randint(1, 4), blocks=draw.randint(1, 2), seed=draw.randrange(1000))
+    schedule = TileSchedule(parts=draw.randint(1, 4), blocks=draw.randint(1, 2), seed=draw.randrange(1000))
     if draw.random() < 0.7:
         order = draw.choice(("serial", "own_first", "arrival"))
         before = draw.random() if order == "arrival" else 1.0
-        schedule = Schedule(parts=schedule.parts, blocks=schedule.blocks, order=order, own_before=before)
+        schedule = TileSchedule(parts=schedule.parts, blocks=schedule.blocks, order=order, own_before=before)
     return {
         "grid": {"ep": ep, "etp": etp},
         "experts": experts,
@@ -84,7 +84,7 @@ def one_pass(rank, case, groups, comms, device=None):
         torch.randn(*size, generator=g) for size in ((slots, 2, F // folding.etp, H), (slots, H, F // folding.etp))
     )
     leaves = [t.to(case["dtype"]).requires_grad_() for t in (x, w13, w2)]
-    later = Later() if "later" in case["options"] else None
+    later = DeferredGradients() if "later" in case["options"] else None
 
     def layer(x):
         beside = {"beside": lambda: x * 2} if "beside" in case["options"] else {}
@@ -163,7 +163,7 @@ def test_the_bits_of_the_executor_for_hosts(world, count):
 
 
 PLAIN = {**drawn(0, 2), "experts": 4, "top_k": 2, "tokens": [14, 14], "per_token": True, "skew": 0.0, "options": set()}
-PLAIN["schedule"] = Schedule(parts=2, blocks=2, order="arrival", own_before=0.5)
+PLAIN["schedule"] = TileSchedule(parts=2, blocks=2, order="arrival", own_before=0.5)
 PLAIN["dtype"] = torch.float32
 
 

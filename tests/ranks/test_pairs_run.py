@@ -20,10 +20,10 @@ from phalanx.plan.mapping.model import RouterSpec
 from phalanx.plan.moe.dispatch import DispatchSpec
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.groups import Axis, GroupCache, build_groups, with_second_groups
-from phalanx.runtime.moe.pair import Baton, Beside
+from phalanx.runtime.moe.co_schedule import Baton, CoScheduler
 from phalanx.train.step import StepParts, train_step
 from phalanx.verify.numbers import StartingValues
-from phalanx.verify.reference import Recorder, start
+from phalanx.verify.reference import GradientRecorder, start
 from phalanx.verify.setups import Setup, small_model
 from ranks import RankError, run_ranks
 
@@ -73,7 +73,7 @@ def steps(parts: StepParts, case: PipelineCase, rank: int, *, count: int) -> lis
     start(parts, StartingValues())
     batches, out = batches_of(case, rank), []
     for step in range(count):
-        recorder = Recorder(parts.optimizer)
+        recorder = GradientRecorder(parts.optimizer)
         result = train_step(dataclasses.replace(parts, optimizer=recorder), batches, step=step, lr=0.02)
         assert recorder.gradients is not None
         out += [torch.tensor([result.loss, result.aux_loss, result.grad_norm], dtype=torch.float64)]
@@ -120,11 +120,11 @@ def test_against_one_rank(name: str) -> None:
 # ---- by itself ------------------------------------------------------------------------------------------------------------------
 
 
-def _beside(rank: int, cache: GroupCache, **settings: object) -> tuple[Beside, Collectives, Axis]:
+def _beside(rank: int, cache: GroupCache, **settings: object) -> tuple[CoScheduler, Collectives, Axis]:
     groups = with_second_groups(build_groups(make_folding(world=2, ep=2), rank=rank, cache=cache), cache=cache)
     comms = Collectives(**{"timeout_s": 20.0, **settings})  # type: ignore[arg-type]
     assert groups.second is not None
-    return Beside(comms, groups.second), comms, groups.axis("ep")
+    return CoScheduler(comms, groups.second), comms, groups.axis("ep")
 
 
 def _other_order(rank: int, cache: GroupCache) -> tuple[list[float], bool, bool, int]:

@@ -16,11 +16,11 @@ from phalanx.core.events import Collective
 from phalanx.plan.layout.meshes import Partial, Shard, mesh_layout
 from phalanx.plan.layout.parameters import Box
 from phalanx.plan.layout.tensors import whole_layout
-from phalanx.plan.reshard.types import Hop, Move, Part, Reduction
+from phalanx.plan.reshard.types import Hop, Move, MovePart, Reduction
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.groups import Axis
 from phalanx.runtime.reshard.counts import distinct_bytes, host_counts, union_elements
-from phalanx.runtime.reshard.executor import Lane, batches, run_program
+from phalanx.runtime.reshard.executor import Transport, batches, run_program
 from phalanx.runtime.reshard.program import rank_program
 from phalanx.runtime.reshard.staging import Staging
 from ranks import RankError, run_ranks
@@ -33,7 +33,7 @@ SHAPE = (8, 6)
 def lane(cache, rank, world, posting="tags", comms=None, **more):
     ranks = tuple(range(world))
     axis = Axis("reshard", ranks, rank, cache.get(ranks))
-    return Lane(comms=comms or Collectives(timeout_s=20), axis=axis, wire=CPU, posting=posting, **more)
+    return Transport(comms=comms or Collectives(timeout_s=20), axis=axis, wire=CPU, posting=posting, **more)
 
 
 def carry_out(cache, rank, world, plan, source, dest, posting="tags", **more):
@@ -52,7 +52,7 @@ def relay_plan(parts=4, **more):
     step = SHAPE[0] // parts
     hops = []
     for i in range(parts):
-        part = Part(0, rows(i * step, (i + 1) * step))
+        part = MovePart(0, rows(i * step, (i + 1) * step))
         hops += [Hop(0, 1, (part,)), Hop(1, 2, (part,))]
     return HandPlan((move,), equal_hosts([0, 1, 1]), tuple(hops), **more)
 
@@ -91,7 +91,7 @@ def columns(rank, cache, posting, dtype, window):
     hops = []
     for r, (low, high) in enumerate([(0, 3), (3, 6)]):
         for i in range(0, 8, 4):
-            hops.append(Hop(r, 2, tuple(Part(0, box((i + k, i + k + 2), (low, high))) for k in (0, 2))))
+            hops.append(Hop(r, 2, tuple(MovePart(0, box((i + k, i + k + 2), (low, high))) for k in (0, 2))))
     plan = HandPlan((move,), equal_hosts([0, 0, 1]), tuple(hops), open_hops=window, message_bytes=12 * dtype.itemsize)
     x = (torch.arange(48) % 2 if dtype == torch.bool else torch.arange(48)).view(SHAPE).to(dtype)
     source = x[:, 3 * rank : 3 * rank + 3] if rank < 2 else None  # not contiguous
@@ -116,11 +116,11 @@ def sums(rank, cache, posting, dtype):
     move = Move(name="x", itemsize=dtype.itemsize, src=src, dst=whole_layout(SHAPE, [3]))
     top, low, last = rows(0, 4), rows(4, 6), rows(6, 8)
     hops = [
-        Hop(2, 0, (Part(0, top, 2),)),  # out of turn: it must wait for term 1
-        Hop(1, 0, (Part(0, rows(0, 2), 1),)),
-        Hop(1, 0, (Part(0, rows(2, 4), 1),)),
-        *(Hop(r, 3, (Part(0, low, r), Part(0, last, r))) for r in (1, 0, 2)),
-        Hop(0, 3, (Part(0, top),)),
+        Hop(2, 0, (MovePart(0, top, 2),)),  # out of turn: it must wait for term 1
+        Hop(1, 0, (MovePart(0, rows(0, 2), 1),)),
+        Hop(1, 0, (MovePart(0, rows(2, 4), 1),)),
+        *(Hop(r, 3, (MovePart(0, low, r), MovePart(0, last, r))) for r in (1, 0, 2)),
+        Hop(0, 3, (MovePart(0, top),)),
     ]
     reductions = (Reduction(0, 0, top), Reduction(3, 0, low), Reduction(3, 0, last))
     plan = HandPlan((move,), equal_hosts([0, 0, 0, 1]), tuple(hops), reductions)
@@ -152,8 +152,8 @@ def own_and_moved(rank, cache):
     src = mesh_layout(SHAPE, [2], [Shard(0)], ranks=[0, 1])
     move = Move(name="x", itemsize=4, src=src, dst=mesh_layout(SHAPE, [2], [Shard(1)], ranks=[0, 1]))
     quarter = {(i, j): box((4 * i, 4 * i + 4), (3 * j, 3 * j + 3)) for i in (0, 1) for j in (0, 1)}
-    hops = (Hop(0, 1, (Part(0, quarter[0, 1]),)), Hop(1, 0, (Part(0, quarter[1, 0]),)))
-    kept = {r: (Part(0, quarter[r, r]),) for r in (0, 1)}
+    hops = (Hop(0, 1, (MovePart(0, quarter[0, 1]),)), Hop(1, 0, (MovePart(0, quarter[1, 0]),)))
+    kept = {r: (MovePart(0, quarter[r, r]),) for r in (0, 1)}
     plan = HandPlan((move,), equal_hosts([0, 1]), hops, kept=kept)
     x = torch.arange(48, dtype=torch.int32).view(SHAPE)
     dest = torch.full((8, 3), -1, dtype=torch.int32)
@@ -248,7 +248,7 @@ def test_a_plan_that_does_not_fit_its_layouts():
     plan = relay_plan(2)
     stray = dataclasses.replace(
         plan,
-        hops=(Hop(2, 1, (Part(0, rows(0, 8)),)),),
+        hops=(Hop(2, 1, (MovePart(0, rows(0, 8)),)),),
         moves=(dataclasses.replace(plan.moves[0], dst=whole_layout(SHAPE, [1])),),
     )
     with pytest.raises(
@@ -261,7 +261,7 @@ def test_a_message_of_a_term_comes_from_who_holds_it():
     src = mesh_layout(SHAPE, [2], [Partial()], ranks=[0, 1])
     move = Move(name="x", itemsize=4, src=src, dst=whole_layout(SHAPE, [2]))
     plan = HandPlan(
-        (move,), equal_hosts([0, 0, 0]), (Hop(0, 2, (Part(0, rows(0, 8), 1),)),), (Reduction(2, 0, rows(0, 8)),)
+        (move,), equal_hosts([0, 0, 0]), (Hop(0, 2, (MovePart(0, rows(0, 8), 1),)),), (Reduction(2, 0, rows(0, 8)),)
     )
     with pytest.raises(PlanError, match="rank 0, x"):
         rank_program(plan, 0)
@@ -290,6 +290,6 @@ def test_distinct_bytes_are_those_of_the_union():
                 for j in range(b.offsets[1], b.offsets[1] + b.sizes[1])})  # fmt: skip
     assert union_elements(boxes) == want
     move = relay_plan().moves[0]
-    parts = [Part(0, b) for b in boxes] + [Part(0, boxes[0], 1)]  # a term is a value of its own
+    parts = [MovePart(0, b) for b in boxes] + [MovePart(0, boxes[0], 1)]  # a term is a value of its own
     assert distinct_bytes(parts, [move]) == 8 * (want + 16)
     assert union_elements([Box((), ())]) == 1

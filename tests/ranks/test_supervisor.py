@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from phalanx.core.events import Emit
-from phalanx.runtime.membership.seat import Seat
-from phalanx.runtime.membership.seat_terms import SeatSettings
+from phalanx.runtime.membership.agent_terms import SeatSettings
 from phalanx.runtime.membership.supervisor import SupervisorSettings
+from phalanx.runtime.membership.worker_agent import WorkerAgent
 from phalanx_lab.bench.storm.arena import Arena, read_events, users_of
 from phalanx_lab.bench.storm.check import problems_of
 from phalanx_lab.bench.storm.members import StormArgs, storm, worker
@@ -75,7 +75,7 @@ def test_a_host_with_another_plan_is_refused_and_the_run_goes_on(tmp_path: Path)
     board = Board(2)
     good = worker(board, pause_s=0.01, folder=tmp_path, stop=tmp_path / "stop")
 
-    def main(seat: Seat, place: int, tell: Emit) -> int:
+    def main(seat: WorkerAgent, place: int, tell: Emit) -> int:
         if seat.member.host == "h0":
             return int(good(seat, place, tell))
         time.sleep(0.5)
@@ -98,7 +98,7 @@ def test_a_host_with_another_plan_is_refused_and_the_run_goes_on(tmp_path: Path)
 def test_a_worker_that_fails_by_itself_ends_the_run_with_its_error(tmp_path: Path) -> None:
     board = Board(1)
 
-    def main(seat: Seat, place: int, tell: Emit) -> int:
+    def main(seat: WorkerAgent, place: int, tell: Emit) -> int:
         seat.announce(plan_hash="toy", version="1")
         raise ZeroDivisionError("a mistake of its own")
 
@@ -129,7 +129,7 @@ def test_a_stop_does_not_wait_for_a_worker_that_is_in_no_generation_yet(tmp_path
     board, successor = Board(2), tmp_path / "successor"
     toy = worker(board, pause_s=0.01, folder=tmp_path, stop=tmp_path / "stop")
 
-    def main(seat: Seat, place: int, tell: Emit) -> int:
+    def main(seat: WorkerAgent, place: int, tell: Emit) -> int:
         if any(e["kind"] == "Committed" for e in read_events(tmp_path)):
             successor.touch()
             time.sleep(60.0)

@@ -27,7 +27,7 @@ from phalanx.plan.recovery.generation import Healing, HealPlan, heal_problems
 from phalanx.plan.mapping.model import resolve_model
 from phalanx.plan.reshard.plan import plan_reshard
 from phalanx.plan.reshard.types import equal_hosts
-from phalanx.plan.recovery.standing import Fact, Standing
+from phalanx.plan.recovery.state_descriptor import Fact, StateDescriptor
 from phalanx.runtime.state.boxes import BoxTensor
 from phalanx.runtime.checkpoint.manager import CheckpointManager
 from phalanx.train.placement.heal_state import compare
@@ -42,7 +42,7 @@ def healing(*, ep: int = 2, floor: int = 2) -> Healing:
 
 def member(run: Healing, uid: int, at: tuple[int, int] | None) -> Fact:
     """A member whose state is that of rank `at[1]` of the mapping on `at[0]` ranks."""
-    standing = None if at is None else Standing(folding=run.folding(at[0]), rank=at[1])
+    standing = None if at is None else StateDescriptor(folding=run.folding(at[0]), rank=at[1])
     return Fact(uid=f"local.{uid}.x", machine="local", standing=standing)
 
 
@@ -149,7 +149,7 @@ def _plant(faults: Faults, folder: str, *, ranks: int) -> None:
     from phalanx.runtime.comm.collectives import Collectives
     from phalanx.runtime.state.gradients import GradientBuffers
     from phalanx.train import loop
-    from phalanx.train.placement import coming, replacing
+    from phalanx.train.placement import incoming as coming, rebalancer as replacing
     from phalanx.train.recovery import elastic
     from phalanx.train.recovery import run as heal_run
 
@@ -187,8 +187,8 @@ def _plant(faults: Faults, folder: str, *, ranks: int) -> None:
     before(CheckpointManager, "_write_tensors", "checkpoint")
     before(elastic, "take_state", "migration")
     before(replacing, "_move_experts", "moving")
-    before(coming.Coming, "_bring", "beside")
-    before(coming.Coming, "update", "update")
+    before(coming.IncomingExperts, "_bring", "beside")
+    before(coming.IncomingExperts, "update", "update")
     if faults.keys() & {"moving", "beside", "staged", "update"}:
         replacing.seconds_of_a_row = lambda parts: ROW_S
     reduce_step, enter, compute, work = (
@@ -215,13 +215,13 @@ def _plant(faults: Faults, folder: str, *, ranks: int) -> None:
             maybe_die("publish")
         return exchange(self, *args, op_id=op_id, **words)
 
-    complete = coming.Coming.complete
+    complete = coming.IncomingExperts.complete
 
     def then_staged(*args: Any) -> None:
         complete(*args)
         maybe_die("staged")
 
-    coming.Coming.complete = then_staged  # type: ignore[method-assign]
+    coming.IncomingExperts.complete = then_staged  # type: ignore[method-assign]
 
     def then_vote(*args: Any, **words: Any) -> Any:
         found = reduce_step(*args, **words)

@@ -19,7 +19,7 @@ from phalanx.core.errors import PeerError, RunError
 from phalanx.core.events import Event
 from phalanx.observe.sinks import Sinks
 from phalanx.runtime.checkpoint.folder import CheckpointFolder
-from phalanx.runtime.membership.votes import Report, resolve
+from phalanx.runtime.membership.votes import MemberReport, resolve
 from phalanx.train.recovery.fallback import Fallback, tell_went_back
 from test_heal import SETTINGS, STEPS, Faults, _command, base, check_equal, events, losses, train
 from train_help import _SERVER, train_args
@@ -31,8 +31,8 @@ HOLDERS: Faults = {"reduction": ((1, 3), 9)}
 # ---- without ranks ---------------------------------------------------------------------------------------------------
 
 
-def report(uid: str, step: int, *, history: int = 0, doubt: bool = False, holds: bool = True) -> Report:
-    return Report(uid=uid, step=step, holds=holds, doubt=doubt, data={"history": history})
+def report(uid: str, step: int, *, history: int = 0, doubt: bool = False, holds: bool = True) -> MemberReport:
+    return MemberReport(uid=uid, step=step, holds=holds, doubt=doubt, data={"history": history})
 
 
 def test_what_is_held_of_a_history_that_was_given_up_counts_for_nothing() -> None:

@@ -11,7 +11,7 @@ from phalanx.core.config import FoldingConfig, LaunchConfig, Recipe, ResilienceC
 from phalanx.core.errors import ConfigError
 from phalanx.core.recipe import load_recipe
 from phalanx.core.rules import recipe_problems
-from phalanx.plan.heals import choose_healing
+from phalanx.plan.auto_recovery import choose_healing
 from test_heal import base, events, losses, state_at_the_end, train
 from train_help import phalanx, train_args
 

@@ -18,7 +18,7 @@ from phalanx.simulate.from_recipe import resolve_recipe
 from phalanx.simulate.hardware.clusters import load_hardware, parse_cluster
 from phalanx.simulate.hardware.cost import Cost
 from phalanx.simulate.program.clock import ProgramTimeline, run_programs
-from phalanx.simulate.program.compare_run import Measured, compare, table_of
+from phalanx.simulate.program.compare_run import MeasuredOp, compare, table_of
 from phalanx.simulate.program.cost import ProgramOracle, kind_of
 from phalanx.simulate.program.recipe import oracle_of, programs_of_recipe
 from program_help import Run
@@ -55,7 +55,7 @@ def timeline(seconds: float = 1.0) -> ProgramTimeline:
 @pytest.mark.unit
 def test_a_step_that_went_as_predicted_has_no_error() -> None:
     predicted, twice = timeline(), timeline(2.0)
-    step = {key: Measured(s.begin_s, s.seconds) for key, s in predicted.by_id.items()}
+    step = {key: MeasuredOp(s.begin_s, s.seconds) for key, s in predicted.by_id.items()}
     same = compare(predicted, [step], step_s=[predicted.seconds])
     assert same.error == same.median == same.worst == 0.0 and same.begin_correlation == pytest.approx(1.0)
     assert same.only_measured == same.only_predicted == ()
@@ -67,14 +67,14 @@ def test_a_step_that_went_as_predicted_has_no_error() -> None:
 @pytest.mark.unit
 def test_what_only_one_side_has_is_told() -> None:
     predicted = timeline()
-    step = {key: Measured(s.begin_s, s.seconds) for key, s in predicted.by_id.items() if key[1] != "vote"}
-    found = compare(predicted, [{**step, (0, "mb0.dance"): Measured(0.0, 1.0)}], step_s=[1.0])
+    step = {key: MeasuredOp(s.begin_s, s.seconds) for key, s in predicted.by_id.items() if key[1] != "vote"}
+    found = compare(predicted, [{**step, (0, "mb0.dance"): MeasuredOp(0.0, 1.0)}], step_s=[1.0])
     assert found.only_predicted == ("vote",) and found.only_measured == ("mb0.dance",)
 
 
 @pytest.mark.unit
 def test_a_measured_table_comes_before_the_formulas() -> None:
-    steps = [{(rank, f"mb{mb}.L0.fwd.experts"): Measured(0.0, 1.0 + rank) for rank in (0, 1, 2) for mb in (0, 1)}]
+    steps = [{(rank, f"mb{mb}.L0.fwd.experts"): MeasuredOp(0.0, 1.0 + rank) for rank in (0, 1, 2) for mb in (0, 1)}]
     table = table_of(steps)
     assert table == {"fwd.experts": 2.0}
     op = next(op for op in programs(Run(folding=Folding(world=2, ep=2)))[0].ops if op.id == "mb0.L0.fwd.experts")

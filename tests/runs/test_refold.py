@@ -21,7 +21,7 @@ from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.groups import Axis, GroupCache, build_groups
 from phalanx.runtime.reshard.resharder import Resharder
 from phalanx.runtime.state.optimizer import ShardedState
-from phalanx.runtime.state.views import Part, ShardView, shard_views
+from phalanx.runtime.state.views import ShardPart, ShardView, shard_views
 from ranks import run_ranks
 from tiers import some
 
@@ -93,11 +93,11 @@ def test_state_moves_between_any_two_foldings() -> None:
 
 def test_a_view_reaches_only_what_the_shard_holds() -> None:
     shard = torch.arange(10.0)
-    view = ShardView(shard, shape=(4, 3), parts=[Part(4, 12, 0)])
+    view = ShardView(shard, shape=(4, 3), parts=[ShardPart(4, 12, 0)])
     view[slice(2, 4), slice(0, 3)].fill_(-1)
     assert shard.tolist() == [0, 1, -1, -1, -1, -1, -1, -1, 8, 9] and view.numel() == 12
     assert view[slice(0, 0), slice(0, 3)].numel() == 0
     with pytest.raises(IndexError, match="not in what this rank keeps"):
         view[slice(0, 2), slice(0, 3)]
     with pytest.raises(IndexError, match="not in what this rank keeps"):
-        ShardView(shard, shape=(4, 3), parts=[Part(0, 10, 0)])[slice(0, 4), slice(0, 3)]
+        ShardView(shard, shape=(4, 3), parts=[ShardPart(0, 10, 0)])[slice(0, 4), slice(0, 3)]

@@ -30,11 +30,11 @@ from phalanx.plan.pipeline.run import plain_pipeline
 from phalanx.plan.layout.state import STATE_KINDS
 from phalanx.runtime.comm.groups import GroupCache, WorldInfo
 from phalanx.runtime.comm.peers import Peers, own_group
-from phalanx.train.placement import replacing
+from phalanx.train.placement import rebalancer as replacing
 from phalanx.train.build import make_parts
-from phalanx.train.companion import NOWHERE
+from phalanx.train.step_hook import NOWHERE
 from phalanx.train.machine import MemoryMeter
-from phalanx.train.placement.replacing import Replacing, placement_in_use
+from phalanx.train.placement.rebalancer import Rebalancer, placement_in_use
 from phalanx.train.run_folder import RunFolder
 from phalanx.train.setup import Rank
 from phalanx.train.step import StepParts, commit_step, publish, reduce_step
@@ -100,7 +100,7 @@ def advance(rank: int, cache: GroupCache, way: Way, faults: Sequence[str] = ()) 
         for fault in faults:
             stack.enter_context(FAULTS[fault](rank))
         parts = make_parts(me, spec, folding, plain_pipeline(spec, pp=way.pp), warm=False)
-        watcher, steps, busiest = Replacing(recipe, spec), [], []
+        watcher, steps, busiest = Rebalancer(recipe, spec), [], []
         for step in range(STEPS):
             if (new := watcher.between(parts, me, step=step)) is not None:
                 parts.buffers.close()
@@ -341,12 +341,12 @@ def test_when_a_run_decides() -> None:
 @pytest.mark.unit
 def test_experts_on_too_few_hosts_do_not_wait_for_a_step_and_even_loads_follow_soon() -> None:
     recipe = load_recipe(None, ["--resilience.slots_per_rank=4", "--resilience.replace_interval=20"])
-    watcher, parts = Replacing(recipe, Way().run.spec), Any
+    watcher, parts = Rebalancer(recipe, Way().run.spec), Any
     watcher._asked = SimpleNamespace(step=20, parts=parts, before={}, stages=[], costs=None)  # type: ignore[assignment]
     decided = SimpleNamespace(action="mend", migrations=())
     rank = SimpleNamespace(peers=SimpleNamespace(first=lambda work: decided))
     way = replacing._Way(where=NOWHERE, recorder=None, beside=True)
-    with mock.patch.object(Replacing, "_carry_out", return_value="moved"):
+    with mock.patch.object(Rebalancer, "_carry_out", return_value="moved"):
         assert watcher._prepare(parts, rank, way, step=20) == "moved"  # type: ignore[arg-type, comparison-overlap]
     assert [step for step in range(20, 42) if watcher.due(step)] == [20, 22, 40]
 
@@ -370,7 +370,7 @@ def test_loads_count_what_is_not_dropped() -> None:
         None,
         ["--resilience.slots_per_rank=4", "--resilience.replace_interval=4", "--model.preset=tiny", "--dispatch.policy=drop", "--dispatch.capacity_factor=1.5"],
     )  # fmt: skip
-    watcher = Replacing(recipe, Way().run.spec)
+    watcher = Rebalancer(recipe, Way().run.spec)
     counts = np.array([[10, 0, 0, 0, 0, 0, 0, 30], [5] * 8])
     watcher.committed(counts)
     assert watcher.loads is not None and watcher.loads.tolist() == [[7.5, 0, 0, 0, 0, 0, 0, 7.5], [5] * 8]

@@ -12,7 +12,7 @@ import torch
 
 from phalanx.core.config import PipelineConfig
 from phalanx.plan.mapping.stage_foldings import parse_stages
-from phalanx.plan.pipeline.boundary import EdgePlan, Leg, Route
+from phalanx.plan.pipeline.boundary import EdgePlan, BoundaryMessage, Route
 from phalanx.plan.pipeline.clock import Edge
 from phalanx.runtime.comm.groups import GroupCache
 from phalanx.train import passes
@@ -101,7 +101,7 @@ def _swapped(route: Route) -> Route:
     """Two messages of a rank change places; where there is one, its parts do."""
     legs = list(route.receives)
     if len(legs) > 1 and [b.sizes for b in legs[0].parts] == [b.sizes for b in legs[1].parts]:
-        legs[0], legs[1] = Leg(legs[0].peer, legs[1].parts), Leg(legs[1].peer, legs[0].parts)
+        legs[0], legs[1] = BoundaryMessage(legs[0].peer, legs[1].parts), BoundaryMessage(legs[1].peer, legs[0].parts)
     return dataclasses.replace(route, receives=tuple(legs))
 
 

@@ -38,7 +38,7 @@ from phalanx.verify.numbers import microbatch
 from phalanx.verify.pairwise import pairwise
 from phalanx.verify.reference import Reference, reference_run
 from phalanx.verify.replicas import NEARER, Listener, placement_of
-from phalanx.verify.session import Job, Task, run_job
+from phalanx.verify.session import VerifyJob, CaseTask, run_job
 from phalanx.verify.setups import (
     AXES,
     FACTORS,
@@ -195,7 +195,7 @@ def test_work_without_replicas_is_that_of_every_expert_on_one_rank() -> None:
 def test_planned_replicas_of_8_experts_on_3_ranks() -> None:
     """As on 16 ranks, ep does not divide the experts; all that the command does with such a case."""
     case = next(c for c in replicated_cases(3) if c.setup.replicas is not None and c.setup.replicas.kind == "planned")
-    (report,) = run_job(Job(tasks=[Task(case)], world=3, dtype=torch.float64))
+    (report,) = run_job(VerifyJob(tasks=[CaseTask(case)], world=3, dtype=torch.float64))
     assert not report.failures and 1 <= report.work[0] < report.work[1]
 
 
@@ -391,7 +391,7 @@ def _leaves(parts):
 def test_a_case_that_ends_the_ranks_is_reported_and_the_others_run() -> None:
     case = next(c for c in default_cases(2) if c.folding.ep == 2)
     away = Fault(name="away", summary="rank 1 raises", alter=_leaves)
-    job = Job(tasks=[Task(case), Task(case, away), Task(case)], world=2, dtype=torch.float64, timeout_s=10)
+    job = VerifyJob(tasks=[CaseTask(case), CaseTask(case, away), CaseTask(case)], world=2, dtype=torch.float64, timeout_s=10)
     sound, ended, after = run_job(job)
     assert not sound.failures and not after.failures
     assert ended.crashed and "a rank went away" in ended.failures[0] and "rank 1 failed" in ended.failures[0]
@@ -401,7 +401,7 @@ def test_when_too_many_cases_end_the_ranks_the_rest_is_not_run(monkeypatch: pyte
     monkeypatch.setattr(session, "MAX_CRASHES", 0)
     case = next(c for c in default_cases(2) if c.folding.ep == 2)
     away = Fault(name="away", summary="rank 1 raises", alter=_leaves)
-    job = Job(tasks=[Task(case, away), Task(case)], world=2, dtype=torch.float64, timeout_s=10)
+    job = VerifyJob(tasks=[CaseTask(case, away), CaseTask(case)], world=2, dtype=torch.float64, timeout_s=10)
     ended, rest = run_job(job)
     assert ended.crashed and rest.failures == ["not run: too many cases ended the ranks"]
 

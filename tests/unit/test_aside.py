@@ -10,13 +10,13 @@ import time
 import pytest
 
 from phalanx.core.units import format_bytes
-from phalanx.runtime.checkpoint.helper_process import Aside
+from phalanx.runtime.checkpoint.helper_process import HelperProcess
 
 pytestmark = pytest.mark.unit
 
 
 def test_the_answer_comes_from_there() -> None:
-    aside = Aside(["math"])
+    aside = HelperProcess(["math"])
     aside.begin(os.getpid)
     assert aside.answer(os.getpid) != os.getpid()
     aside.begin(format_bytes, 2048)
@@ -26,7 +26,7 @@ def test_the_answer_comes_from_there() -> None:
 
 
 def test_what_was_begun_for_another_question_is_dropped() -> None:
-    aside = Aside()
+    aside = HelperProcess()
     aside.begin(os.getpid)
     assert aside.answer(math.sqrt, 9.0) == 3.0
     aside.begin(time.sleep, 60.0)
@@ -36,7 +36,7 @@ def test_what_was_begun_for_another_question_is_dropped() -> None:
 
 
 def test_errors_are_those_of_the_function() -> None:
-    aside = Aside()
+    aside = HelperProcess()
     aside.begin(math.sqrt, -1.0)
     with pytest.raises(ValueError, match="math domain error"):
         aside.answer(math.sqrt, -1.0)
@@ -46,7 +46,7 @@ def test_errors_are_those_of_the_function() -> None:
 
 
 def test_a_process_that_died_costs_time_only() -> None:
-    aside = Aside()
+    aside = HelperProcess()
     aside.begin(os._exit, 3)
     process = aside._process
     assert process is not None
@@ -57,7 +57,7 @@ def test_a_process_that_died_costs_time_only() -> None:
 
 
 def test_processes_that_die_leave_no_descriptors() -> None:
-    aside = Aside(["no_such_module_anywhere"])
+    aside = HelperProcess(["no_such_module_anywhere"])
     open_before = len(os.listdir("/proc/self/fd"))
     for _ in range(4):
         aside.start()
@@ -69,7 +69,7 @@ def test_processes_that_die_leave_no_descriptors() -> None:
 
 def test_one_that_stands_still_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("phalanx.runtime.checkpoint.helper_process.LIMIT_S", 0.5)
-    aside = Aside()
+    aside = HelperProcess()
     aside.start()
     assert aside._process is not None
     os.kill(aside._process.pid, signal.SIGSTOP)

@@ -9,17 +9,17 @@ import pytest
 from phalanx.cli.main import main
 from phalanx.core.errors import ConfigError
 from phalanx.simulate.hardware.calibration import (
-    Attention,
     Calibration,
-    Link,
-    Measured,
-    Product,
-    Stream,
+    Measurements,
+    TimedAttention,
+    TimedCollective,
+    TimedProduct,
+    TimedStream,
     calibrate,
     without_tables,
 )
 from phalanx.simulate.hardware.clusters import known_hardware, load_hardware, parse_cluster, parse_hardware
-from phalanx.simulate.hardware.collectives import Network, Span, beside
+from phalanx.simulate.hardware.collectives import GroupSpan, Network, beside
 from phalanx.simulate.hardware.cost import Oracle
 
 pytestmark = pytest.mark.unit
@@ -27,20 +27,20 @@ RATE = {"bf16": 4e11, "fp32": 1e11}
 COPY, SHARE, KERNEL_S, LATENCY_S, LINK = 1e10, 0.5, 2e-5, 1e-4, {2: 2e9, 4: 1e9}
 
 
-def product(m: int, n: int, k: int, precision: str, *, share: float = 0.8) -> Product:
+def product(m: int, n: int, k: int, precision: str, *, share: float = 0.8) -> TimedProduct:
     width = {"bf16": 2, "fp32": 4}[precision]
     bound = max(2 * m * n * k / (share * RATE[precision]), width * (m * k + m * n + k * n) / (COPY * SHARE))
-    return Product(m=m, n=n, k=k, precision=precision, seconds=KERNEL_S * 4 / 3 + bound)
+    return TimedProduct(m=m, n=n, k=k, precision=precision, seconds=KERNEL_S * 4 / 3 + bound)
 
 
-def link(what: str, ranks: int, num_bytes: float) -> Link:
+def link(what: str, ranks: int, num_bytes: float) -> TimedCollective:
     steps = 2 if what == "all_reduce" else 1
     share = 1.0 if what == "send" else (ranks - 1) / ranks
     seconds = steps * (LATENCY_S + share * num_bytes / LINK[ranks])
-    return Link(what=what, ranks=ranks, num_bytes=num_bytes, seconds=seconds)
+    return TimedCollective(what=what, ranks=ranks, num_bytes=num_bytes, seconds=seconds)
 
 
-MEASURED = Measured(
+MEASURED = Measurements(
     title="a machine",
     ranks=4,
     threads=1,
@@ -48,13 +48,15 @@ MEASURED = Measured(
     copy_bytes_per_s=COPY,
     launch_s=1e-6,
     products=tuple(product(m, n, n, kind) for kind in RATE for m in (64, 512, 4096) for n in (256, 1024, 4096)),
-    experts=(Product(m=512, n=512, k=256, groups=4, precision="bf16", seconds=2e-3),),
+    experts=(TimedProduct(m=512, n=512, k=256, groups=4, precision="bf16", seconds=2e-3),),
     attention=tuple(
-        Attention(seq=s, heads=a, dim=64, forward_s=s * s * a * 64 * 1e-11, backward_s=s * s * a * 64 * 3e-11)
+        TimedAttention(seq=s, heads=a, dim=64, forward_s=s * s * a * 64 * 1e-11, backward_s=s * s * a * 64 * 3e-11)
         for a in (4, 8)
         for s in (256, 1024)
     ),
-    streams=tuple(Stream(what="sum", moved_bytes=x, seconds=x / (COPY * SHARE) + KERNEL_S) for x in (1e4, 1e6, 1e8)),
+    streams=tuple(
+        TimedStream(what="sum", moved_bytes=x, seconds=x / (COPY * SHARE) + KERNEL_S) for x in (1e4, 1e6, 1e8)
+    ),
     links=tuple(
         link(what, n, size)
         for n in (2, 4)
@@ -127,14 +129,14 @@ def test_tables_of_products_and_experts_come_before_the_formula(made: Calibratio
 
 def test_measured_links_come_before_the_formula(made: Calibration) -> None:
     table = (("all_to_all", 2, 1000.0, 1.0), ("all_to_all", 2, 4000.0, 2.0))
-    network, span = Network(replace(made.hardware, measured_links=table)), Span(2, 1)
+    network, span = Network(replace(made.hardware, measured_links=table)), GroupSpan(2, 1)
     assert network.all_to_all(1000.0, span) == pytest.approx(1.0)
     assert network.all_to_all(2000.0, span) == pytest.approx(2.0**0.5)
     formula = Network(replace(made.hardware, measured_links=()))
     beyond = formula.all_to_all(8000.0, span) / formula.all_to_all(4000.0, span)
     assert network.all_to_all(8000.0, span) == pytest.approx(2.0 * beyond)
     assert network.all_gather(1000.0, span) == formula.all_gather(1000.0, span)
-    assert network.all_to_all(1000.0, Span(4, 1)) == formula.all_to_all(1000.0, Span(4, 1))
+    assert network.all_to_all(1000.0, GroupSpan(4, 1)) == formula.all_to_all(1000.0, GroupSpan(4, 1))
 
 
 def test_float32_has_a_rate_of_its_own(made: Calibration) -> None:
@@ -149,7 +151,7 @@ def test_impossible_measurements_are_all_told() -> None:
         launch_s=-1.0,
         streams=(),
         products=(replace(MEASURED.products[0], seconds=0.0), *MEASURED.products[1:]),
-        links=(Link(what="shout", ranks=2, num_bytes=1.0, seconds=1.0),),
+        links=(TimedCollective(what="shout", ranks=2, num_bytes=1.0, seconds=1.0),),
     )
     with pytest.raises(ConfigError) as caught:
         calibrate(bad, name="here", when="today")

@@ -14,11 +14,11 @@ from kernel_help import DTYPES, TOLERANCE, close, error, normal
 from phalanx.kernels.choice import Impl
 from phalanx.kernels.cpu import block_attention
 from phalanx.kernels.cpu.attention import causal_attention
-from phalanx.kernels.cpu.block_attention import Known, Partial, attend, attend_backward, wide_type
+from phalanx.kernels.cpu.block_attention import PartialAttention, SavedAttention, attend, attend_backward, wide_type
 from phalanx.kernels.cpu.block_tiles import TILE, strips
 from phalanx.kernels.cpu.lanes import SERIAL, Lanes
 from phalanx.plan.mapping.zigzag import (
-    Block,
+    AttentionBlock,
     SequenceLayout,
     attention_blocks,
     first_and_last,
@@ -28,7 +28,7 @@ from phalanx.plan.mapping.zigzag import (
 )
 
 Documents = tuple[tuple[int, ...], ...]
-Turn = tuple[torch.Tensor, tuple[tuple[Block, ...], ...]]
+Turn = tuple[torch.Tensor, tuple[tuple[AttentionBlock, ...], ...]]
 """Places in the sequence of the keys that a rank has, and the blocks that it computes with them."""
 
 CASES: dict[str, tuple[int, int, int, int, Documents]] = {
@@ -95,11 +95,11 @@ def by_blocks(
     dq, dk, dv = (torch.zeros(x.shape, dtype=wide) for x in (q, k, v))
     for rank in range(cp):
         own = torch.from_numpy(layout.positions(rank))
-        todo, partial = TURNS[turns](layout, documents, rank), Partial.empty(q[:, own])
+        todo, partial = TURNS[turns](layout, documents, rank), PartialAttention.empty(q[:, own])
         for places, blocks in todo:
             attend((q[:, own], k[:, places], v[:, places]), blocks, partial, impl=impl, lanes=lanes)
         out[:, own] = partial.out_BLAD.to(dtype)
-        known = Known.of(out[:, own], partial.lse_BAL, d_out[:, own])
+        known = SavedAttention.of(out[:, own], partial.lse_BAL, d_out[:, own])
         for places, blocks in todo:
             parts = [torch.zeros(x.shape, dtype=wide) for x in (q[:, own], k[:, places], v[:, places])]
             attend_backward(
@@ -166,8 +166,8 @@ def test_large_scores_stay_finite() -> None:
 
 def test_a_query_without_keys_is_zero() -> None:
     q, k, v, _ = inputs_of(2, 2, 2, 8, ((8,),))
-    partial = Partial.empty(q)
-    attend((q, k, v), ((Block(4, 8, 0, 4, False),),), partial)
+    partial = PartialAttention.empty(q)
+    attend((q, k, v), ((AttentionBlock(4, 8, 0, 4, False),),), partial)
     assert (partial.out_BLAD[:, :4] == 0).all() and (partial.lse_BAL[..., :4] == -math.inf).all()
     assert torch.isfinite(partial.lse_BAL[..., 4:]).all()
 
@@ -186,7 +186,7 @@ def test_long_blocks_are_not_one_matrix() -> None:
 # ---- strips ---------------------------------------------------------------------------------------------------------------------
 
 
-def seen_by_strips(blocks: tuple[Block, ...], queries: int, keys: int) -> np.ndarray:
+def seen_by_strips(blocks: tuple[AttentionBlock, ...], queries: int, keys: int) -> np.ndarray:
     """How often each pair is computed."""
     found = np.zeros((queries, keys), dtype=int)
     for strip in strips(blocks, queries, keys):
@@ -199,7 +199,7 @@ def seen_by_strips(blocks: tuple[Block, ...], queries: int, keys: int) -> np.nda
     return found
 
 
-def seen_by_blocks(blocks: tuple[Block, ...], queries: int, keys: int) -> np.ndarray:
+def seen_by_blocks(blocks: tuple[AttentionBlock, ...], queries: int, keys: int) -> np.ndarray:
     found = np.zeros((queries, keys), dtype=int)
     for b in blocks:
         part = np.ones((b.q_stop - b.q_start, b.k_stop - b.k_start), dtype=int)
@@ -227,9 +227,9 @@ def test_strips_cover_the_blocks_once(cp: int, lengths: list[int], data: st.Data
 
 
 def test_whole_tiles_are_joined() -> None:
-    (square,) = strips((Block(0, 4 * TILE, 0, TILE, False),), 4 * TILE, TILE)
+    (square,) = strips((AttentionBlock(0, 4 * TILE, 0, TILE, False),), 4 * TILE, TILE)
     assert not square.seen and square.q_stop == 4 * TILE
-    causal = strips((Block(0, 4 * TILE, 0, 4 * TILE, True),), 4 * TILE, 4 * TILE)
+    causal = strips((AttentionBlock(0, 4 * TILE, 0, 4 * TILE, True),), 4 * TILE, 4 * TILE)
     assert sum(bool(s.seen) for s in causal) == 4  # the diagonal
     assert len(causal) == 7 and len({s.seen for s in causal if s.seen}) == 1
 
@@ -240,11 +240,11 @@ def gradients_in_two_turns(*tensors: torch.Tensor) -> list[torch.Tensor]:
     layout = make_layout("zigzag", seq_len=qkv[0].shape[1], cp=1)
     (whole,) = attention_blocks(layout, (layout.seq_len,), q_rank=0, kv_rank=0)
     size = layout.seq_len // 8
-    blocks = [Block(i * size, (i + 1) * size, i * size, (i + 1) * size, True) for i in range(8)]
-    blocks += [Block((i + 1) * size, whole.q_stop, i * size, (i + 1) * size, False) for i in range(7)]
-    partial = Partial.empty(qkv[0])
+    blocks = [AttentionBlock(i * size, (i + 1) * size, i * size, (i + 1) * size, True) for i in range(8)]
+    blocks += [AttentionBlock((i + 1) * size, whole.q_stop, i * size, (i + 1) * size, False) for i in range(7)]
+    partial = PartialAttention.empty(qkv[0])
     attend((qkv[0], qkv[1], qkv[2]), (tuple(blocks),), partial)
-    known = Known.of(partial.out_BLAD.to(d_out.dtype), partial.lse_BAL, d_out)
+    known = SavedAttention.of(partial.out_BLAD.to(d_out.dtype), partial.lse_BAL, d_out)
     grads = [torch.zeros_like(x, dtype=wide_type(x.dtype)) for x in qkv]
     attend_backward((qkv[0], qkv[1], qkv[2]), (tuple(blocks),), known, (grads[0], grads[1], grads[2]))
     return grads
@@ -275,16 +275,18 @@ def test_gradients_of_keys_are_sums_of_queries_as_they_are() -> None:
 
 
 def test_own_work_is_parted_one_to_two() -> None:
-    first, last = first_and_last((Block(0, 3000, 0, 3000, True), Block(0, 1, 4, 5, True), Block(0, 5, 0, 9, False)))
+    first, last = first_and_last(
+        (AttentionBlock(0, 3000, 0, 3000, True), AttentionBlock(0, 1, 4, 5, True), AttentionBlock(0, 5, 0, 9, False))
+    )
     own = [sum(b.num_pairs for b in part) for part in (first[:1], last)]
     assert own[1] / own[0] == pytest.approx(2, rel=1e-2)
-    assert first[1:] == (Block(0, 1, 4, 5, True), Block(0, 5, 0, 9, False))
+    assert first[1:] == (AttentionBlock(0, 1, 4, 5, True), AttentionBlock(0, 5, 0, 9, False))
 
 
 # ---- planted bugs ---------------------------------------------------------------------------------------------------------------
 
 
-def _forget_the_scale(self: Partial, at: block_attention._At, out: torch.Tensor, lse: torch.Tensor) -> None:
+def _forget_the_scale(self: PartialAttention, at: block_attention._At, out: torch.Tensor, lse: torch.Tensor) -> None:
     """Merge the log-sum-exps, but take what the newest block put out with its own weight."""
     old = self.lse_BAL[at.sequences, at.heads, at.queries]
     total = torch.logaddexp(old, lse.to(old.dtype))
@@ -293,14 +295,14 @@ def _forget_the_scale(self: Partial, at: block_attention._At, out: torch.Tensor,
     old.copy_(total)
 
 
-def _forget_the_sum(self: Partial, at: block_attention._At, out: torch.Tensor, lse: torch.Tensor) -> None:
+def _forget_the_sum(self: PartialAttention, at: block_attention._At, out: torch.Tensor, lse: torch.Tensor) -> None:
     """The output is right, the log-sum-exp is that of the newest block: only gradients show it."""
     old = self.lse_BAL[at.sequences, at.heads, at.queries].clone()
     merge(self, at, out, lse)
     self.lse_BAL[at.sequences, at.heads, at.queries] = torch.maximum(old, lse.to(old.dtype))
 
 
-merge = Partial.merge
+merge = PartialAttention.merge
 
 
 @pytest.mark.parametrize("wrong", [_forget_the_scale, _forget_the_sum])
@@ -308,7 +310,7 @@ def test_a_wrong_merge_is_caught(wrong: Callable[..., None], monkeypatch: pytest
     cp, *shape, documents = CASES["one document"]
     inputs = inputs_of(cp, *shape, documents)
     want = whole(inputs, documents)
-    monkeypatch.setattr(Partial, "merge", wrong)
+    monkeypatch.setattr(PartialAttention, "merge", wrong)
     assert worst(by_blocks(inputs, documents, cp=cp), want) > 1e-2
 
 

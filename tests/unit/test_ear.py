@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from phalanx.runtime.membership.ear import Ear
+from phalanx.runtime.membership.key_watcher import KeyWatcher
 from phalanx.runtime.membership.keys import OPENING, ServiceLost, TcpKeys
 from phalanx.runtime.membership.service import StoreProcess, start_store
 
@@ -97,7 +97,7 @@ def test_an_ear_hears_of_one_key_after_another() -> None:
         if shut.is_set():
             raise OSError("shut")
 
-    ear = Ear(listen, shut.set)
+    ear = KeyWatcher(listen, shut.set)
     assert ear.hear("a", 0.0) is False and ear.hear("b", 0.0) is None
     there["a"].set()
     assert ear.hear("a", 20.0) is True and ear.hear("b", 0.0) is False

@@ -10,7 +10,7 @@ import pytest
 
 from phalanx.core.errors import PlanError
 from phalanx.models.families import FAMILIES, Family, families_for, find_family
-from phalanx.models.families.names import Link, Rule, in_tensor, links, shapes_of
+from phalanx.models.families.names import NameLink, NameRule, in_tensor, links, shapes_of
 from phalanx.plan.layout.parameters import Box
 from phalanx.plan.mapping.model import PRESETS, ModelSpec, RouterSpec, resolve_model
 from phalanx.plan.mapping.model_settings import settings_for
@@ -176,9 +176,9 @@ def test_a_bias_that_the_model_lacks_is_zeros_on_disk() -> None:
 def test_a_box_finds_its_place_in_the_tensor() -> None:
     """Expert 1 of 4, rows 2 to 5 of the up projection (F = 8): rows 10 to 13 of the fused tensor."""
     spec = dataclasses.replace(PRESETS["tiny"], num_layers=1, num_experts=4, expert_ffn=8, hidden=16, head_dim=4)
-    rule = Rule("gate_up", "layers.{layer}.moe.experts.w13", ("all", "rows"))
+    rule = NameRule("gate_up", "layers.{layer}.moe.experts.w13", ("all", "rows"))
     gate, up = links((rule,), spec)
-    assert gate == Link("gate_up", (4, 16, 16), Box((0, 0, 0), (4, 8, 16)), "layers.0.moe.experts.w13",
+    assert gate == NameLink("gate_up", (4, 16, 16), Box((0, 0, 0), (4, 8, 16)), "layers.0.moe.experts.w13",
                         Box((0, 0, 0, 0), (4, 1, 8, 16)), (0, 2, 3))  # fmt: skip
     box = Box((1, 0, 2, 0), (1, 2, 3, 16))
     shared = up.box.intersection(box)

@@ -7,12 +7,12 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from device_rows import arrange, going
 
 from phalanx.core.errors import RunError
 from phalanx.kernels.triton import index as fused_index
 from phalanx.kernels.triton.tiles import check_status, new_status
-from phalanx.plan.moe.overlap import device as overlap_device
-from phalanx.plan.moe.overlap.device import EMPTY, SecondCost, division, predicted_s
+from phalanx.plan.moe.overlap.device import EMPTY, SecondCost, division, part_of, predicted_s
 
 
 def slots_of(rng: np.random.Generator, tokens: int, top_k: int, experts: int) -> np.ndarray:
@@ -35,7 +35,7 @@ def test_the_device_builds_what_the_plan_says(seed: int) -> None:
     capacity = int(rng.integers(1, tokens + 4))
     sent = [slots_of(rng, tokens, top_k, ranks * slots) for _ in range(ranks)]
     sizes = {"ranks": ranks, "slots_per_rank": slots, "capacity": capacity}
-    goings = [overlap_device.going(s, **sizes) for s in sent]
+    goings = [going(s, **sizes) for s in sent]
     for s, plan in zip(sent, goings, strict=True):
         assert_twins(plan, fused_index.going(torch.from_numpy(s), **sizes))
     rank = int(rng.integers(ranks))
@@ -47,7 +47,7 @@ def test_the_device_builds_what_the_plan_says(seed: int) -> None:
         "problem_rows": int(rng.integers(1, 9)),
         "max_rows": None if seed % 3 else int(rng.integers(1, 40)),
     }
-    plan = overlap_device.arrange(comes, **how)
+    plan = arrange(comes, **how)
     assert_twins(plan, fused_index.arrange(torch.from_numpy(comes), **how))
 
 
@@ -56,10 +56,8 @@ def test_every_copy_is_in_one_problem_that_needs_its_flag(seed: int) -> None:
     rng = np.random.default_rng(seed)
     ranks, slots, tokens, top_k, parts, rows = 3, 4, 25, 3, 2, 5
     sent = [slots_of(rng, tokens, top_k, ranks * slots) for _ in range(ranks)]
-    comes = np.stack(
-        [overlap_device.going(s, ranks=ranks, slots_per_rank=slots, capacity=tokens).slots_PCK[1] for s in sent]
-    )
-    plan = overlap_device.arrange(comes, rank=1, slots=slots, parts=parts, problem_rows=rows)
+    comes = np.stack([going(s, ranks=ranks, slots_per_rank=slots, capacity=tokens).slots_PCK[1] for s in sent])
+    plan = arrange(comes, rank=1, slots=slots, parts=parts, problem_rows=rows)
     problems = plan.problems_J4[: plan.num_problems]
     assert (np.diff(problems[:, 3]) >= 0).all(), "a problem stands before one that can start earlier"
     slot_of_row = np.full(plan.num_rows, EMPTY)
@@ -69,7 +67,7 @@ def test_every_copy_is_in_one_problem_that_needs_its_flag(seed: int) -> None:
         slot_of_row[first : first + count] = slot
         for entry in plan.entry_of_row_M[first : first + count]:
             source, place = divmod(int(entry), tokens)
-            flag = (source - 1) % ranks * parts + overlap_device.part_of(place, tokens, parts)
+            flag = (source - 1) % ranks * parts + part_of(place, tokens, parts)
             assert flag < needed, "a problem starts before its row is there"
     assert (slot_of_row != EMPTY).all()
     copies = comes != EMPTY
@@ -80,9 +78,9 @@ def test_every_copy_is_in_one_problem_that_needs_its_flag(seed: int) -> None:
 
 def test_own_rows_need_only_own_flags() -> None:
     own = np.array([[[0, 1]] * 4, [[EMPTY, EMPTY]] * 4], np.int32)
-    plan = overlap_device.arrange(own, rank=0, slots=2, parts=2, problem_rows=16)
+    plan = arrange(own, rank=0, slots=2, parts=2, problem_rows=16)
     assert plan.problems_J4[: plan.num_problems].tolist() == [[0, 0, 4, 2], [1, 4, 4, 2]]
-    as_other = overlap_device.arrange(own, rank=1, slots=2, parts=2, problem_rows=16)
+    as_other = arrange(own, rank=1, slots=2, parts=2, problem_rows=16)
     assert set(as_other.problems_J4[: as_other.num_problems, 3].tolist()) == {4}, "seen from rank 1 they come last"
 
 
@@ -90,7 +88,7 @@ def test_no_more_rows_and_problems_than_there_is_room_for() -> None:
     """Worst cases of the bounds: every slot has one row more than a problem holds."""
     slots, rows = 3, 4
     comes = np.repeat(np.arange(slots, dtype=np.int32), rows + 1).reshape(1, -1, 1)
-    plan = overlap_device.arrange(comes, rank=0, slots=slots, parts=1, problem_rows=rows)
+    plan = arrange(comes, rank=0, slots=slots, parts=1, problem_rows=rows)
     assert plan.num_problems == 6 and plan.problems_J4.shape[0] >= 6 and plan.overflow == 0
 
 

@@ -25,7 +25,7 @@ from phalanx.core.errors import PlanError, RunError
 from phalanx.kernels.triton.first_product import Arrivals, fused_first
 from phalanx.kernels.triton.layer import begin, compute, finish, route, send, tell_virtual
 from phalanx.kernels.triton.second_product import Division
-from phalanx.kernels.triton.symmetric import Arena, ArenaSpec, symmetric_arena, virtual_arenas
+from phalanx.kernels.triton.symmetric import ArenaSpec, SymmetricMemory, symmetric_arena, virtual_arenas
 from phalanx.kernels.triton.tiles import TileShape, check_status, is_interpreted
 
 pytestmark = pytest.mark.skipif(not is_interpreted(), reason="Triton was told to compile (TRITON_INTERPRET=0)")
@@ -335,7 +335,7 @@ def test_symmetric_memory_needs_a_gpu_and_the_ranks_of_the_plan() -> None:
 
 def test_regions_do_not_overlap() -> None:
     spec = ArenaSpec(ranks=3, capacity=5, columns=7, dtype=torch.bfloat16, parts=2, blocks=3)
-    arena: Arena = virtual_arenas(spec)[1]
+    arena: SymmetricMemory = virtual_arenas(spec)[1]
     for i, name in enumerate(spec.regions()):
         getattr(arena, name).fill_(i + 1)
     assert [getattr(arena, name).unique().tolist() for name in spec.regions()] == [[1], [2], [3], [4]]

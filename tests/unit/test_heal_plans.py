@@ -20,8 +20,8 @@ from phalanx.plan.layout.tensors import Held
 from phalanx.plan.mapping.folding import Folding
 from phalanx.plan.recovery.generation import Healing, HealPlan, heal_problems
 from phalanx.plan.recovery.ranks import assigned
-from phalanx.plan.recovery.standing import Standing, read_standing
-from phalanx.plan.recovery.suspects import Piece, all_agree, find_suspects, row_of, sums_of
+from phalanx.plan.recovery.state_descriptor import StateDescriptor, read_standing
+from phalanx.plan.recovery.suspects import StatePiece, all_agree, find_suspects, row_of, sums_of
 from phalanx.plan.reshard.plan import plan_reshard
 from phalanx.plan.reshard.types import Move, equal_hosts
 
@@ -250,7 +250,7 @@ def test_standings_say_what_layouts_say() -> None:
 
 
 def test_reports_that_make_no_sense_are_refused() -> None:
-    good = Standing(folding=Folding(world=4, tp=2), rank=1).to_dict()
+    good = StateDescriptor(folding=Folding(world=4, tp=2), rank=1).to_dict()
     assert read_standing(good).rank == 1
     for bad in ({**good, "rank": 4}, {**good, "slots": [[1]]}, {k: v for k, v in good.items() if k != "hosts"}):
         with pytest.raises(PlanError, match="standing"):
@@ -262,8 +262,8 @@ def test_reports_that_make_no_sense_are_refused() -> None:
 # ---- copies that differ ----------------------------------------------------------------------------------------------
 
 
-def piece(name: str, first: int = 0) -> Piece:
-    return Piece(name, Box((first, 0), (1, 4)))
+def piece(name: str, first: int = 0) -> StatePiece:
+    return StatePiece(name, Box((first, 0), (1, 4)))
 
 
 def test_the_majority_is_believed_and_without_one_nobody() -> None:
@@ -331,7 +331,7 @@ def test_assignment_is_the_cheapest() -> None:
 
 def test_rows_of_checksums_say_what_tables_with_names_say() -> None:
     rng = random.Random(5)
-    pieces = [Piece(f"master/w{i}", Box((i,), (1,))) for i in range(4)]
+    pieces = [StatePiece(f"master/w{i}", Box((i,), (1,))) for i in range(4)]
     seen = set[bool]()
     for _ in range(300):
         told = [{p: int(rng.random() < 0.1) for p in pieces if rng.random() < 0.6} for _ in range(3)]
@@ -341,7 +341,7 @@ def test_rows_of_checksums_say_what_tables_with_names_say() -> None:
         seen.add(all_agree(rows))
     assert seen == {False, True}
     with pytest.raises(ValueError, match=r"other/w\[0:1\] is no piece"):
-        row_of({Piece("other/w", Box((0,), (1,))): 1}, pieces)
+        row_of({StatePiece("other/w", Box((0,), (1,))): 1}, pieces)
 
 
 # ---- room for state -----------------------------------------------------------------------------------------------------------
@@ -368,7 +368,7 @@ def test_what_a_rank_holds_is_what_the_layouts_say() -> None:
             run = healing(base, floor=min(2, base.dp * base.cp, base.edp), zero=zero)
             wide, most = run.room, 0
             for rank in range(base.world):
-                held, _ = zip(*run.holds(Standing(folding=base, rank=rank)).values(), strict=True)
+                held, _ = zip(*run.holds(StateDescriptor(folding=base, rank=rank)).values(), strict=True)
                 most = max(most, sum(h.box.num_elements for of in held for h in of))
             kept = run.bytes_of(base) - run_parameters(run) * (wide.parameter + wide.gradient)
             assert kept / wide.optimizer == pytest.approx(most, rel=0.02)

@@ -29,14 +29,14 @@ from phalanx.kernels.cpu.rope import RopeTable, apply_rope
 from phalanx.kernels.cpu.square_sum import square_sum
 from phalanx.kernels.cpu.swiglu import swiglu
 from phalanx.kernels.native import build
-from phalanx.kernels.native.rows import Rows, compiled_rows
+from phalanx.kernels.native.rows import CompiledRows, compiled_rows
 from phalanx.train.setup import agreed_rows, name_of_rows
 
 needs_compiler = pytest.mark.skipif(compiled_rows() is None, reason="needs a C++ compiler")
 
 
 @pytest.fixture
-def rows() -> Rows:
+def rows() -> CompiledRows:
     found = compiled_rows()
     assert found is not None
     return found
@@ -133,11 +133,11 @@ def test_a_user_without_a_home(anew: Path, tmp_path: Path, monkeypatch: pytest.M
 
 
 @needs_compiler
-def test_ranks_use_compiled_kernels_only_where_all_have_the_same(rows: Rows) -> None:
+def test_ranks_use_compiled_kernels_only_where_all_have_the_same(rows: CompiledRows) -> None:
     """Ranks that hold the same weights and round differently drift apart."""
     said: list[Any] = []
 
-    def agreed(found: Rows | None, *others: str) -> Rows | None:
+    def agreed(found: CompiledRows | None, *others: str) -> CompiledRows | None:
         return agreed_rows(found, (name_of_rows(found), *others), emit=said.append)
 
     assert agreed(rows, rows.name, rows.name) is rows and not said
@@ -172,7 +172,7 @@ def kernels_on(x_MH: torch.Tensor, lanes: Lanes) -> list[torch.Tensor]:
 
 
 @needs_compiler
-def test_a_type_that_is_not_compiled_is_left_to_torch(rows: Rows) -> None:
+def test_a_type_that_is_not_compiled_is_left_to_torch(rows: CompiledRows) -> None:
     x_MH = normal(24, 32, scale=0.3).to(torch.float16)
     with Lanes(2, rows=rows) as lanes, Lanes(2) as plain:
         for got, want in zip(kernels_on(x_MH, lanes), kernels_on(x_MH, plain), strict=True):
@@ -181,14 +181,14 @@ def test_a_type_that_is_not_compiled_is_left_to_torch(rows: Rows) -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("label", [8, 1 << 40])
-def test_a_label_outside_the_vocabulary_writes_nowhere(rows: Rows, label: int) -> None:
+def test_a_label_outside_the_vocabulary_writes_nowhere(rows: CompiledRows, label: int) -> None:
     hidden, weight, labels = torch.ones(4, 16), torch.ones(8, 16), torch.tensor([1, -100, label, 2])
     with Lanes(1, rows=rows) as lanes, pytest.raises((IndexError, RuntimeError), match=r"out of bounds|out of range"):
         linear_cross_entropy(hidden.requires_grad_(), weight, labels, lanes=lanes)
 
 
 @needs_compiler
-def test_labels_that_are_not_dense_or_not_int64(rows: Rows) -> None:
+def test_labels_that_are_not_dense_or_not_int64(rows: CompiledRows) -> None:
     hidden, weight = normal(4, 16).to(torch.float32), normal(8, 16, seed=1).to(torch.float32)
     labels = torch.tensor([1, 7, -100, 7, 5, 7, 0, 7])[::2]
     want = linear_cross_entropy(hidden, weight, labels, impl="reference")
@@ -201,7 +201,7 @@ def test_labels_that_are_not_dense_or_not_int64(rows: Rows) -> None:
 @pytest.mark.parametrize(
     "kinds", [(torch.bfloat16, torch.bfloat16), (torch.float64, torch.bfloat16), (torch.float32, torch.float16)]
 )
-def test_adamw_of_a_state_that_is_not_the_wide_type(rows: Rows, kinds: tuple[torch.dtype, torch.dtype]) -> None:
+def test_adamw_of_a_state_that_is_not_the_wide_type(rows: CompiledRows, kinds: tuple[torch.dtype, torch.dtype]) -> None:
     """Taken for fp32, it would be read and written beyond its end."""
     master, other = kinds
     state = tuple(torch.ones(64, dtype=master) for _ in range(3))
@@ -213,7 +213,7 @@ def test_adamw_of_a_state_that_is_not_the_wide_type(rows: Rows, kinds: tuple[tor
 
 
 @needs_compiler
-def test_exponential_is_exact_to_its_last_places(rows: Rows) -> None:
+def test_exponential_is_exact_to_its_last_places(rows: CompiledRows) -> None:
     """Through the cross-entropy of two logits, whose gradient is e^x / (1 + e^x)."""
     x = torch.linspace(-86, 0, 100_001, dtype=torch.float32)
     logits = torch.stack([x, torch.zeros_like(x)], dim=1).contiguous()
@@ -226,7 +226,7 @@ def test_exponential_is_exact_to_its_last_places(rows: Rows) -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_squares_are_summed_in_double_precision(rows: Rows, dtype: torch.dtype) -> None:
+def test_squares_are_summed_in_double_precision(rows: CompiledRows, dtype: torch.dtype) -> None:
     x = normal(200_001).to(dtype)
     assert rows.square_sum(x) == pytest.approx(x.double().square().sum().item(), rel=(len(x) + 1) * 2**-52, abs=0)
     if dtype != torch.float64:
@@ -236,7 +236,7 @@ def test_squares_are_summed_in_double_precision(rows: Rows, dtype: torch.dtype) 
 @needs_compiler
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_stays_so(rows: Rows, dtype: torch.dtype, bad: float) -> None:
+def test_what_is_not_finite_stays_so(rows: CompiledRows, dtype: torch.dtype, bad: float) -> None:
     wide = torch.promote_types(dtype, torch.float32)
     x = torch.ones(3, 40, dtype=dtype)
     x[1, 17] = bad
@@ -270,7 +270,7 @@ def test_what_is_not_finite_stays_so(rows: Rows, dtype: torch.dtype, bad: float)
         (torch.float64, torch.float64, torch.float64),
     ],
 )
-def test_adamw_of_all_types(rows: Rows, master: torch.dtype, grad: torch.dtype, out: torch.dtype) -> None:
+def test_adamw_of_all_types(rows: CompiledRows, master: torch.dtype, grad: torch.dtype, out: torch.dtype) -> None:
     size, options = 5003, {"lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "step": 3}
     results = []
     for native in (rows, None):
@@ -296,7 +296,7 @@ def test_adamw_of_all_types(rows: Rows, master: torch.dtype, grad: torch.dtype, 
 
 
 @needs_compiler
-def test_bf16_is_rounded_to_the_nearest_even(rows: Rows) -> None:
+def test_bf16_is_rounded_to_the_nearest_even(rows: CompiledRows) -> None:
     """Every bf16 number, and the halfway points between neighbours: as torch rounds."""
     bits = torch.arange(1 << 16, dtype=torch.int32)
     halves = torch.stack([bits << 16, (bits << 16) + 0x8000, (bits << 16) + 0x8001, (bits << 16) + 0x7FFF])

@@ -11,13 +11,13 @@ from membership_help import MemoryService
 
 from phalanx.core.errors import PeerError
 from phalanx.core.events import ignore
-from phalanx.runtime.membership.forming import as_listed
+from phalanx.runtime.membership.agent_terms import Left, SeatSettings
+from phalanx.runtime.membership.host_agent import HostAgent
 from phalanx.runtime.membership.member import _Loop
 from phalanx.runtime.membership.membership import FirstRule, Generation, Member, Membership
-from phalanx.runtime.membership.roster import Roster
-from phalanx.runtime.membership.seat import Seat
-from phalanx.runtime.membership.seat_terms import Left, SeatSettings
+from phalanx.runtime.membership.rendezvous import as_listed
 from phalanx.runtime.membership.votes import Decision
+from phalanx.runtime.membership.worker_agent import WorkerAgent
 
 pytestmark = pytest.mark.unit
 UIDS = ("a.0.x", "b.0.x", "c.0.x", "d.0.x")
@@ -28,15 +28,15 @@ def begun(service: MemoryService, *, minimum: int = 1) -> Generation:
     return Membership(service.connect()).start(members, above=0, minimum=minimum, why="the run begins")
 
 
-def roster_of(service: MemoryService, host: str) -> Roster:
-    roster = Roster(host, service, FirstRule(wanted=4, minimum=1, gather_s=0.0), limit_s=60.0)
+def roster_of(service: MemoryService, host: str) -> HostAgent:
+    roster = HostAgent(host, service, FirstRule(wanted=4, minimum=1, gather_s=0.0), limit_s=60.0)
     roster.announced(Member(f"{host}.0.x", host))
     return roster
 
 
-def seat_of(service: MemoryService, uid: str, generation: Generation) -> Seat:
+def seat_of(service: MemoryService, uid: str, generation: Generation) -> WorkerAgent:
     """It is in a team of `generation`, and has heard what the service says."""
-    seat = Seat(Member(uid, uid[0]), service, pipe=-1, settings=SeatSettings())
+    seat = WorkerAgent(Member(uid, uid[0]), service, pipe=-1, settings=SeatSettings())
     seat._say = lambda words: None  # type: ignore[method-assign]
     seat.team = team_of(generation, uid)
     seat._keys = service.connect()
@@ -67,7 +67,7 @@ class Body:
         return self.gives
 
 
-def loop_of(seat: Seat, body: Body) -> _Loop:
+def loop_of(seat: WorkerAgent, body: Body) -> _Loop:
     return _Loop(seat, body, ignore, as_listed)  # type: ignore[arg-type]
 
 

@@ -7,9 +7,9 @@ from membership_help import MemoryService
 from test_membership import announcement, first, members
 
 from phalanx.core.events import Event
-from phalanx.runtime.membership import roster as roster_module
+from phalanx.runtime.membership import host_agent as roster_module
+from phalanx.runtime.membership.host_agent import HostAgent
 from phalanx.runtime.membership.membership import KEPT, FirstRule, Generation, Member, Membership
-from phalanx.runtime.membership.roster import Roster
 from phalanx.runtime.membership.supervisor import PUT_OUT, RespawnsUsedUp, Supervisor, SupervisorSettings, exit_code
 from phalanx.runtime.membership.votes import stepped_key
 from phalanx.runtime.membership.worker import STALE_CODE
@@ -84,7 +84,7 @@ def test_the_roster_empties_what_is_old(monkeypatch: pytest.MonkeyPatch) -> None
     keys = service.connect()
     membership = Membership(keys)
     made = many(membership, 5)
-    host = Roster("a", service, FirstRule(wanted=2, minimum=1, gather_s=1.0), limit_s=600.0)
+    host = HostAgent("a", service, FirstRule(wanted=2, minimum=1, gather_s=1.0), limit_s=600.0)
     host.announced(Member("a.0", "a"))
     membership.announce(announcement("a.9"))
     host.announced(Member("a.9", "a"))
@@ -106,7 +106,7 @@ def test_who_was_a_member_is_not_taken_back_however_long_its_host_was_away_and_w
     service = MemoryService()
     membership = Membership(service.connect())
     made = many(membership, 3)
-    host = Roster("b", service, FirstRule(wanted=2, minimum=1, gather_s=1.0), limit_s=600.0)
+    host = HostAgent("b", service, FirstRule(wanted=2, minimum=1, gather_s=1.0), limit_s=600.0)
     membership.announce(announcement("b.1.7"))
     was, never = members("b.1.1", "b.1.7")
     for forgotten in (False, True):

@@ -9,10 +9,10 @@ import pytest
 from membership_help import MemoryKeys, MemoryService
 
 from phalanx.core.errors import RunError
-from phalanx.runtime.membership import roster as roster_module
+from phalanx.runtime.membership import host_agent as roster_module
+from phalanx.runtime.membership.host_agent import HostAgent
 from phalanx.runtime.membership.keys import ServiceLost
 from phalanx.runtime.membership.membership import Announcement, FirstRule, Member, Membership
-from phalanx.runtime.membership.roster import Roster
 from phalanx.runtime.membership.service_address import expect_service
 
 pytestmark = pytest.mark.unit
@@ -54,7 +54,7 @@ class Hosts:
         self.now_s, self.service = 100.0, Outages()
         monkeypatch.setattr(roster_module, "time", SimpleNamespace(monotonic=lambda: self.now_s))
         rule = FirstRule(wanted=count, minimum=1, gather_s=1.0)
-        self.rosters = [Roster(f"h{i}", self.service, rule, limit_s=LIMIT_S, **rest) for i in range(count)]  # type: ignore[arg-type]
+        self.rosters = [HostAgent(f"h{i}", self.service, rule, limit_s=LIMIT_S, **rest) for i in range(count)]  # type: ignore[arg-type]
 
     def announce(self) -> None:
         membership = Membership(self.service.connect())
@@ -63,7 +63,7 @@ class Hosts:
             membership.announce(Announcement(member=member, plan_hash="p", version="1"))
             roster.announced(member)
 
-    def run(self, seconds: float, rng: random.Random, only: list[Roster] | None = None) -> None:
+    def run(self, seconds: float, rng: random.Random, only: list[HostAgent] | None = None) -> None:
         """Every roster looks about every 50 ms, in an order that nobody knows."""
         end_s = self.now_s + seconds
         while self.now_s < end_s:

@@ -11,11 +11,11 @@ from membership_help import MemoryService
 
 from phalanx.core.config import HOST_BEAT_S, CheckpointConfig, Recipe, ResilienceConfig
 from phalanx.core.rules import LIMITS
+from phalanx.runtime.membership.agent_terms import SeatSettings
+from phalanx.runtime.membership.host_agent import HostAgent
 from phalanx.runtime.membership.membership import Announcement, FirstRule, Generation, Member, Membership, StaleMember
-from phalanx.runtime.membership.roster import Roster
-from phalanx.runtime.membership.seat import Seat
-from phalanx.runtime.membership.seat_terms import SeatSettings
 from phalanx.runtime.membership.service_address import run_at
+from phalanx.runtime.membership.worker_agent import WorkerAgent
 from phalanx.train.recovery.run import _plan_hash
 
 pytestmark = pytest.mark.unit
@@ -78,7 +78,7 @@ def test_the_smaller_part_does_not_begin_soon() -> None:
 
 
 def test_how_far_those_were_that_begin_again_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    from phalanx.runtime.membership import roster as module
+    from phalanx.runtime.membership import host_agent as module
 
     clock = SimpleNamespace(s=100.0)
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.s))
@@ -86,7 +86,7 @@ def test_how_far_those_were_that_begin_again_is_said(monkeypatch: pytest.MonkeyP
     membership = Membership(service.connect())
     for uid in ("c.0", "c.1"):
         membership.announce(announcement(uid, LAST, steps=40))
-    roster = Roster("c", service, RULE, limit_s=3.0)
+    roster = HostAgent("c", service, RULE, limit_s=3.0)
     roster._own |= {"c.0", "c.1"}
     for seconds in (0.0, 60.0, 500.0):
         clock.s += seconds
@@ -101,14 +101,14 @@ def test_how_far_those_were_that_begin_again_is_said(monkeypatch: pytest.MonkeyP
 
 def test_a_host_whose_supervisor_is_a_new_one_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Host a kept the service, died with it and is back: its workers of before are dead."""
-    from phalanx.runtime.membership import roster as module
+    from phalanx.runtime.membership import host_agent as module
 
     clock = SimpleNamespace(s=100.0)
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.s))
     service, last = MemoryService(), replace(LAST, members=members("a.0", "b.0"))
     membership = Membership(service.connect())
     membership.announce(announcement("b.0", last))
-    rosters = [Roster(host, service, RULE, limit_s=3.0) for host in ("a", "b")]
+    rosters = [HostAgent(host, service, RULE, limit_s=3.0) for host in ("a", "b")]
     rosters[1]._own.add("b.0")
     rosters[1].tick()
     assert membership.current() is None, "a may live"
@@ -121,7 +121,7 @@ def test_a_host_whose_supervisor_is_a_new_one_is_not_waited_for(monkeypatch: pyt
 def test_who_knew_a_newer_generation_than_the_run_begins_again_with_says_so() -> None:
     """It would wait for ever otherwise: numbers only grow."""
     service = MemoryService()
-    seat = Seat(members("a.0")[0], service, pipe=-1, settings=SeatSettings())
+    seat = WorkerAgent(members("a.0")[0], service, pipe=-1, settings=SeatSettings())
     seat.last = seat.newest = LAST
     seat._committed = 44
     Membership(service.connect()).start(members("c.0", "c.1"), above=4, minimum=1, why="begun with 40 steps")

@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import pytest
 from membership_help import MemoryKeys, MemoryService
 
-from phalanx.runtime.membership import keys, roster as roster_module
-from phalanx.runtime.membership.forming import meet, ready_keys
+from phalanx.runtime.membership import host_agent as roster_module, keys
+from phalanx.runtime.membership.host_agent import HostAgent
 from phalanx.runtime.membership.keys import ASKED_PER_S, Over
 from phalanx.runtime.membership.membership import Announcement, FirstRule, Generation, Member, Membership
-from phalanx.runtime.membership.roster import Roster
+from phalanx.runtime.membership.rendezvous import meet, ready_keys
 from phalanx.runtime.membership.votes import Votes
 
 pytestmark = pytest.mark.unit
@@ -75,7 +75,7 @@ def calls_of_supervisors(hosts: int, monkeypatch: pytest.MonkeyPatch) -> Counter
     service, now = CountingService(), SimpleNamespace(s=100.0)
     monkeypatch.setattr(roster_module, "time", SimpleNamespace(monotonic=lambda: now.s))
     rule = FirstRule(wanted=hosts * SLOTS, minimum=1, gather_s=1.0)
-    rosters = [Roster(f"h{i}", OneHost(service, f"h{i}"), rule, limit_s=3.0) for i in range(hosts)]
+    rosters = [HostAgent(f"h{i}", OneHost(service, f"h{i}"), rule, limit_s=3.0) for i in range(hosts)]
     membership = Membership(service.connect())
     for member, roster in [(m, rosters[i // SLOTS]) for i, m in enumerate(run_of(hosts))]:
         membership.announce(Announcement(member=member, plan_hash="p", version="1"))

@@ -195,7 +195,7 @@ def test_time_left_counts_what_happens_between_steps() -> None:
 def test_columns_stay_aligned(
     loss: float | None, rate: float | None, norm: float | None, left: float | None, step: int, counts: int
 ) -> None:
-    row = table.Row(
+    row = table.TableRow(
         step=step,
         loss=loss,
         tokens_per_s=rate,

@@ -11,8 +11,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from phalanx.kernels.choice import Impl
+from phalanx.kernels.cpu.deferred import DeferredGradients, run
 from phalanx.kernels.cpu.grouped import expert_ffn
-from phalanx.kernels.cpu.later import Later, run
 from phalanx.kernels.cpu.linear import linear, projections
 
 pytestmark = pytest.mark.unit
@@ -42,12 +42,12 @@ def products() -> Iterator[_CountProducts]:
 
 
 def gradients(
-    leaves: list[torch.Tensor], loss: Callable[[Later | None], torch.Tensor], *, put_off: bool
+    leaves: list[torch.Tensor], loss: Callable[[DeferredGradients | None], torch.Tensor], *, put_off: bool
 ) -> tuple[list[torch.Tensor], int, int]:
     """Gradients of the leaves, multiply-adds of the backward pass, and those of the jobs that it put off."""
     for leaf in leaves:
         leaf.grad = None
-    later = Later() if put_off else None
+    later = DeferredGradients() if put_off else None
     out = loss(later)
     with products() as first:
         out.backward()
@@ -58,7 +58,7 @@ def gradients(
     return [leaf.grad for leaf in leaves if leaf.grad is not None], first.total, second.total
 
 
-def same_bits(leaves: list[torch.Tensor], loss: Callable[[Later | None], torch.Tensor]) -> None:
+def same_bits(leaves: list[torch.Tensor], loss: Callable[[DeferredGradients | None], torch.Tensor]) -> None:
     whole, at_once, none = gradients(leaves, loss, put_off=False)
     split, before, after = gradients(leaves, loss, put_off=True)
     assert all(torch.equal(a, b) for a, b in zip(whole, split, strict=True))
@@ -83,7 +83,7 @@ def test_several_projections_of_one_input(impl: Impl) -> None:
     x = draw(9, 16, dtype=torch.float32, seed=1)
     weights = [draw(n, 16, dtype=torch.float32, seed=n) for n in (8, 12)]
 
-    def loss(later: Later | None) -> torch.Tensor:
+    def loss(later: DeferredGradients | None) -> torch.Tensor:
         parts = projections(x, weights, [None, None], impl=impl, later=later)
         return torch.cat(parts, 1).square().sum()
 
@@ -99,7 +99,7 @@ def test_experts(impl: Impl, *, weighted: bool, dtype: torch.dtype, recompute: b
     x, w13 = draw(rows, h, dtype=dtype, seed=1), draw(len(COUNTS), 2, f, h, dtype=dtype, seed=2)
     w2, p = draw(len(COUNTS), h, f, dtype=dtype, seed=3), draw(rows, dtype=torch.float32, seed=4)
 
-    def loss(later: Later | None) -> torch.Tensor:
+    def loss(later: DeferredGradients | None) -> torch.Tensor:
         weights = p if weighted else None
         y = expert_ffn(x, w13, w2, COUNTS, row_weights_M=weights, recompute=recompute, impl=impl, later=later)
         return (y * torch.arange(h, dtype=dtype)).sum()
@@ -119,7 +119,7 @@ def test_a_parameter_hears_of_its_gradient_once(impl: Impl) -> None:
     """Hooks take the first gradient after `GradientBuffers.final` for the last one."""
     rows, h, f = sum(COUNTS), 16, 24
     x, w13 = draw(rows, h, dtype=torch.float32, seed=1), draw(len(COUNTS), 2, f, h, dtype=torch.float32, seed=2)
-    w2, later, heard = draw(len(COUNTS), h, f, dtype=torch.float32, seed=3), Later(), []
+    w2, later, heard = draw(len(COUNTS), h, f, dtype=torch.float32, seed=3), DeferredGradients(), []
     for name, w in (("w13", w13), ("w2", w2)):
         w.register_post_accumulate_grad_hook(lambda _, name=name: heard.append(name))
     expert_ffn(x, w13, w2, COUNTS, impl=impl, later=later).sum().backward()
@@ -129,7 +129,7 @@ def test_a_parameter_hears_of_its_gradient_once(impl: Impl) -> None:
 
 
 def test_nothing_is_put_off_where_no_gradient_is_taken() -> None:
-    later = Later()
+    later = DeferredGradients()
     with torch.no_grad():
         linear(torch.ones(2, 4), torch.ones(3, 4, requires_grad=True), later=later)
     assert later.take() == []
@@ -137,4 +137,4 @@ def test_nothing_is_put_off_where_no_gradient_is_taken() -> None:
 
 def test_an_input_without_gradient_is_refused() -> None:
     with pytest.raises(ValueError, match="only where the layer's input has a gradient"):
-        linear(torch.ones(2, 4), torch.ones(3, 4, requires_grad=True), later=Later())
+        linear(torch.ones(2, 4), torch.ones(3, 4, requires_grad=True), later=DeferredGradients())

@@ -11,13 +11,13 @@ from hypothesis import given, settings, strategies as st
 from phalanx.core.config import DispatchConfig, FoldingConfig, Recipe, ResilienceConfig
 from phalanx.core.errors import ConfigError, PlanError, Problem
 from phalanx.core.recipe import load_recipe
-from phalanx.plan.layout.holders import Block, HolderPlan, plan_holders
+from phalanx.plan.layout.holders import HolderBlock, HolderPlan, plan_holders
 from phalanx.plan.layout.parameters import flat_layouts
 from phalanx.plan.mapping.folding import make_folding
 from phalanx.plan.mapping.model import PRESETS, parameters
 from phalanx.plan.mapping.placement import LayerPlacements, Placement
 from phalanx.plan.mapping.stages import assign_stages
-from phalanx.plan.placement.run import Asked, run_placement, stage_replicas
+from phalanx.plan.placement.run import ReplicaSettings, run_placement, stage_replicas
 from phalanx.plan.recipe import run_problems
 
 TINY = PRESETS["tiny"]
@@ -37,13 +37,13 @@ def placements(draw: st.DrawFn) -> list[Placement]:
     return made
 
 
-def plans_of(layers: list[Placement], rows: list[int]) -> tuple[list[HolderPlan], list[list[Block]]]:
+def plans_of(layers: list[Placement], rows: list[int]) -> tuple[list[HolderPlan], list[list[HolderBlock]]]:
     plans, all_blocks = [], []
     ep = len(layers[0].slots[0])
     for rank in range(ep):
         blocks, at = [], 0
         for placement, row in zip(layers, rows, strict=True):
-            blocks.append(Block(placement, at, row))
+            blocks.append(HolderBlock(placement, at, row))
             at += row * len(placement.local_experts(edp=0, ep=rank))
         plans.append(plan_holders(blocks, ep=rank, size=ep))
         all_blocks.append(blocks)
@@ -79,7 +79,7 @@ def test_exchanged_parts_add_up_to_the_sum_over_holders(layers: list[Placement],
                 assert (back[rank][at : at + block.row] == want[layer][expert]).all()
 
 
-def summed(flats: list[np.ndarray], blocks: list[list[Block]], layer: int) -> dict[int, np.ndarray]:
+def summed(flats: list[np.ndarray], blocks: list[list[HolderBlock]], layer: int) -> dict[int, np.ndarray]:
     out: dict[int, np.ndarray] = {}
     for rank, mine in enumerate(blocks):
         block = mine[layer]
@@ -134,7 +134,7 @@ def test_replicas_need_one_expert_parallel_group() -> None:
 def test_ranks_of_a_host_share_its_slots_and_f_counts_hosts() -> None:
     stages = assign_stages(TINY, (0,), seq_len=8).stages
     folding = make_folding(world=8, ep=4, etp=2)
-    asked = Asked(slots_per_rank=4, f=2, ranks_per_host=4)
+    asked = ReplicaSettings(slots_per_rank=4, f=2, ranks_per_host=4)
     made = stage_replicas(TINY, folding, stages, rank=5, asked=asked)
     for placement in made.placement.layers.values():
         assert placement.hosts == (0, 0, 1, 1) and placement.slots_per_rank == 4
@@ -148,7 +148,7 @@ def test_ranks_of_a_host_share_its_slots_and_f_counts_hosts() -> None:
 def test_loads_decide_how_many_replicas_an_expert_gets() -> None:
     stages = assign_stages(TINY, (0,), seq_len=8).stages
     loads = np.array([[100.0, 1, 1, 1, 1, 1, 1, 1]])
-    asked = Asked(slots_per_rank=6, f=1, loads=loads)
+    asked = ReplicaSettings(slots_per_rank=6, f=1, loads=loads)
     made = run_placement(TINY, make_folding(world=4, ep=4), stages, rank=0, asked=asked)
     slots = made.of_layer(TINY.moe_layers[0]).slots[0]
     assert sum(rank.count(0) for rank in slots) == 4 and len({e for rank in slots for e in rank}) == 8

@@ -12,7 +12,7 @@ from hypothesis import given, settings, strategies as st
 import phalanx.plan.placement.migration as migration
 from phalanx.core.errors import PlanError
 from phalanx.plan.placement.fleet import equal_fleet
-from phalanx.plan.placement.front import Worth, choose, patched_placement, placement_front, risk_of
+from phalanx.plan.placement.front import CostWeights, choose, patched_placement, placement_front, risk_of
 from phalanx.plan.placement.hosts import HostPlacement
 from phalanx.plan.placement.migration import plan_migration
 from phalanx.plan.placement.replicas import replica_counts, zipf_loads
@@ -203,9 +203,9 @@ def test_choices(front):
     assert level.max_over_mean <= bound and level.losses > best.losses
     few = choose(points, max_copies=3 * min(p.num_copies for p in points))
     assert few.num_copies < points[0].num_copies
-    by_cost = choose(points, by=Worth().cost)
-    assert Worth().cost(by_cost) == min(Worth().cost(p) for p in points)
-    careful = choose(points, by=Worth(rollback_s=1e9).cost)
+    by_cost = choose(points, by=CostWeights().cost)
+    assert CostWeights().cost(by_cost) == min(CostWeights().cost(p) for p in points)
+    careful = choose(points, by=CostWeights(rollback_s=1e9).cost)
     assert careful.risk == min(p.risk for p in points)
     with pytest.raises(PlanError, match="the lowest found is"):
         choose(points, max_over_mean=0.5, max_copies=-1)

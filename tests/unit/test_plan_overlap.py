@@ -17,7 +17,7 @@ from phalanx.core.errors import PlanError
 from phalanx.plan.moe.dispatch import plan_dispatch
 from phalanx.plan.moe.overlap.bytes import choose_transport
 from phalanx.plan.moe.overlap.plan import backward_of, part_ends, plan_overlap, tile_sizes, tiles_of
-from phalanx.plan.moe.overlap.types import Op, Schedule, Tile
+from phalanx.plan.moe.overlap.types import Tile, TileOp, TileSchedule
 
 pytestmark = pytest.mark.unit
 
@@ -72,7 +72,7 @@ def text(plan):
 
 
 def test_serial_does_each_phase_after_the_other():
-    plan = small(Schedule(), has_shared=True, direction="backward")
+    plan = small(TileSchedule(), has_shared=True, direction="backward")
     assert text(plan) == [
         "send 1.0", "wait 1.0", "first 0.0", "first 1.0", "second 0.0.0", "second 1.0.0", "weights 0",
         "return 0.0.0", "return 1.0.0", "wait_return 1.0.0", "shared", "sum",
@@ -80,7 +80,7 @@ def test_serial_does_each_phase_after_the_other():
 
 
 def test_own_rows_come_while_others_travel():
-    assert text(small(Schedule(parts=2, blocks=2, order="own_first"))) == [
+    assert text(small(TileSchedule(parts=2, blocks=2, order="own_first"))) == [
         "send 1.0", "send 1.1", "first 0.0", "first 0.1",
         "second 0.0.0", "return 0.0.0", "second 0.0.1", "return 0.0.1",
         "second 0.1.0", "return 0.1.0", "second 0.1.1", "return 0.1.1",
@@ -91,7 +91,7 @@ def test_own_rows_come_while_others_travel():
 
 
 def test_what_is_left_of_own_rows_runs_while_results_travel():
-    plan = small(Schedule(parts=2, order="arrival", own_before=0.5), has_shared=True, direction="backward")
+    plan = small(TileSchedule(parts=2, order="arrival", own_before=0.5), has_shared=True, direction="backward")
     assert text(plan) == [
         "send 1.0", "send 1.1", "first 0.0",
         "wait 1.0", "first 1.0", "second 1.0.0", "return 1.0.0", "wait 1.1", "first 1.1", "second 1.1.0", "return 1.1.0",
@@ -106,7 +106,7 @@ def even(ep, **rest):
 
 def test_no_receiver_is_everybodys_first_and_arrivals_mirror_the_sends():
     dispatch, _ = even(4)
-    plans = plans_of_group(dispatch, Schedule(order="own_first"), tile_rows=64)
+    plans = plans_of_group(dispatch, TileSchedule(order="own_first"), tile_rows=64)
     firsts = [next(op.peer for op in plan.ops if op.kind == "send") for plan in plans]
     assert sorted(firsts) == [0, 1, 2, 3]
     place = {(p.rank, op.peer): i for p in plans for i, op in enumerate(o for o in p.ops if o.kind == "send")}
@@ -117,16 +117,16 @@ def test_no_receiver_is_everybodys_first_and_arrivals_mirror_the_sends():
 
 def test_ranks_of_the_own_host_are_waited_for_first():
     dispatch, _ = even(6)
-    plan = plan_overlap(dispatch, Schedule(order="arrival"), rank=1, tile_rows=64, host_of_rank=[0, 0, 0, 1, 1, 1])
+    plan = plan_overlap(dispatch, TileSchedule(order="arrival"), rank=1, tile_rows=64, host_of_rank=[0, 0, 0, 1, 1, 1])
     assert [op.peer for op in plan.ops if op.kind == "wait"] == [0, 2, 5, 4, 3]
     assert [op.peer for op in plan.ops if op.kind == "wait_return"] == [2, 0, 3, 4, 5]
-    alone = plan_overlap(dispatch, Schedule(order="arrival"), rank=1, tile_rows=64)
+    alone = plan_overlap(dispatch, TileSchedule(order="arrival"), rank=1, tile_rows=64)
     assert [op.peer for op in alone.ops if op.kind == "wait"] == [0, 5, 4, 3, 2]
 
 
 def test_etp_ranks_of_an_ep_coordinate_get_the_same_rows():
     dispatch, _ = routed(np.random.default_rng(0), ep=2, etp=2, per_rank=3, top_k=2, tokens=50)
-    plans = plans_of_group(dispatch, Schedule(parts=2), tile_rows=16)
+    plans = plans_of_group(dispatch, TileSchedule(parts=2), tile_rows=16)
     assert plans[0].tiles == plans[1].tiles and plans[2].tiles == plans[3].tiles
     assert [sum(t.rows for t in tiles) for tiles in plans[2].tiles] == dispatch.rows_PG[:, 3:].sum(1).tolist()
 
@@ -170,30 +170,30 @@ def test_backward_is_the_forward_plan_with_gradients_of_weights():
 
 def test_weights_run_while_results_travel_except_in_serial_order():
     for order in ("own_first", "arrival"):
-        ops = [op.kind for op in small(Schedule(order=order), direction="backward").ops]
+        ops = [op.kind for op in small(TileSchedule(order=order), direction="backward").ops]
         assert max(i for i, k in enumerate(ops) if k == "return") < ops.index("weights") < ops.index("wait_return")
-    ops = [op.kind for op in small(Schedule(), direction="backward").ops]
+    ops = [op.kind for op in small(TileSchedule(), direction="backward").ops]
     assert ops.index("weights") < ops.index("return")
 
 
 def test_seeds_draw_many_orders_and_each_seed_the_same():
     dispatch, _ = routed(np.random.default_rng(4), ep=2, per_rank=2, top_k=2, tokens=100)
-    plans = [plan_overlap(dispatch, Schedule(parts=2, seed=s), rank=0, tile_rows=16) for s in range(30)]
+    plans = [plan_overlap(dispatch, TileSchedule(parts=2, seed=s), rank=0, tile_rows=16) for s in range(30)]
     assert len({plan.ops for plan in plans}) == 30
-    assert plan_overlap(dispatch, Schedule(parts=2, seed=7), rank=0, tile_rows=16).hash == plans[7].hash
+    assert plan_overlap(dispatch, TileSchedule(parts=2, seed=7), rank=0, tile_rows=16).hash == plans[7].hash
 
 
 def test_one_rank_waits_for_nobody():
     plan = plan_overlap(
-        plan_dispatch([[40, 0]], range(2), ep=1, etp=1), Schedule(order="arrival"), rank=0, tile_rows=32
+        plan_dispatch([[40, 0]], range(2), ep=1, etp=1), TileSchedule(order="arrival"), rank=0, tile_rows=32
     )
-    assert plan.ops == (Op("first", 0, 0), Op("second", 0, 0, 0), Op("return", 0, 0, 0), Op("sum"))
+    assert plan.ops == (TileOp("first", 0, 0), TileOp("second", 0, 0, 0), TileOp("return", 0, 0, 0), TileOp("sum"))
 
 
 def test_a_batch_without_tokens_has_a_plan():
     dispatch = plan_dispatch(np.zeros((2, 2)), range(2), ep=2, etp=1)
-    plan = plan_overlap(dispatch, Schedule(parts=4, order="arrival"), rank=1, tile_rows=32, direction="backward")
-    assert plan.ops == (Op("weights", part=0), Op("sum"))
+    plan = plan_overlap(dispatch, TileSchedule(parts=4, order="arrival"), rank=1, tile_rows=32, direction="backward")
+    assert plan.ops == (TileOp("weights", part=0), TileOp("sum"))
 
 
 # ---- bad input, text, price ------------------------------------------------------------------------------------------------
@@ -201,7 +201,7 @@ def test_a_batch_without_tokens_has_a_plan():
 
 def test_all_problems_are_named_at_once():
     dispatch, _ = even(2)
-    bad = Schedule(parts=0, blocks=-1, order="random", own_before=2.0, seed=-3)
+    bad = TileSchedule(parts=0, blocks=-1, order="random", own_before=2.0, seed=-3)
     with pytest.raises(PlanError) as caught:
         plan_overlap(dispatch, bad, rank=5, tile_rows=0, host_of_rank=[0])
     places = {problem.where for problem in caught.value.problems}
@@ -210,14 +210,14 @@ def test_all_problems_are_named_at_once():
         "host_of_rank",
     }  # fmt: skip
     with pytest.raises(PlanError, match="has an effect with order = 'arrival'"):
-        small(Schedule(order="own_first", own_before=0.5))
+        small(TileSchedule(order="own_first", own_before=0.5))
 
 
 def test_a_person_can_read_it():
-    lines = small(Schedule(parts=2, order="own_first"), has_shared=True).explain()
+    lines = small(TileSchedule(parts=2, order="own_first"), has_shared=True).explain()
     assert "rank 0 of 2, forward" in lines and "own rows: 2 tiles, rows by part 64 + 64" in lines and "shared" in lines
     assert "from 1: none" in plan_overlap(
-        plan_dispatch([[9, 0], [0, 0]], range(2), ep=2, etp=1), Schedule(), rank=0, tile_rows=8
+        plan_dispatch([[9, 0], [0, 0]], range(2), ep=2, etp=1), TileSchedule(), rank=0, tile_rows=8
     ).explain()  # fmt: skip
 
 
@@ -242,7 +242,7 @@ def test_hashes_do_not_depend_on_hash_seeds():
 
 
 def test_the_hash_tells_plans_apart():
-    plan = small(Schedule(parts=2, order="own_first"))
+    plan = small(TileSchedule(parts=2, order="own_first"))
     other = dataclasses.replace(plan, ops=plan.ops[:-1])
     assert plan.hash != other.hash
     assert json.loads(plan.to_json())["part_ends"] == [[1, 2], [1, 2]]
@@ -255,6 +255,6 @@ def test_planning_16384_tokens_is_cheap():
 
     def planning():
         choose_transport(traffic, row_bytes=8192)
-        plan_overlap(dispatch, Schedule(parts=4, blocks=2, order="arrival"), rank=3, tile_rows=128)
+        plan_overlap(dispatch, TileSchedule(parts=4, blocks=2, order="arrival"), rank=3, tile_rows=128)
 
     assert full_speed_s(planning, rounds=20) <= 4e-3

@@ -8,7 +8,7 @@ from phalanx.plan.moe.dispatch import plan_dispatch
 from phalanx.plan.moe.overlap import axis
 from phalanx.plan.moe.overlap.axis import BACKWARD, FORWARD, Access, access_of, axis_rules, cuts_of
 from phalanx.plan.moe.overlap.plan import plan_overlap
-from phalanx.plan.moe.overlap.types import Schedule
+from phalanx.plan.moe.overlap.types import TileSchedule
 
 pytestmark = pytest.mark.unit
 
@@ -136,7 +136,7 @@ def test_einsums():
 
 def plan(layer, **schedule):
     dispatch = plan_dispatch([[64, 64], [64, 64]], range(2), ep=2, etp=1)
-    return plan_overlap(dispatch, Schedule(**schedule), rank=0, tile_rows=16, layer=layer)
+    return plan_overlap(dispatch, TileSchedule(**schedule), rank=0, tile_rows=16, layer=layer)
 
 
 def changed(**operations):

@@ -13,7 +13,7 @@ from phalanx.plan.moe.overlap.bytes import traffic_of, wire_bytes
 from phalanx.plan.moe.overlap.carve import DeviceShare, choose_left_free, shared_cost
 from phalanx.plan.moe.overlap.cost import LayerShape, OverlapCost
 from phalanx.plan.moe.overlap.plan import backward_of
-from phalanx.plan.moe.overlap.types import Schedule
+from phalanx.plan.moe.overlap.types import TileSchedule
 
 pytestmark = pytest.mark.unit
 
@@ -23,7 +23,7 @@ SHAPE = LayerShape(tokens=2048, hidden=4096, ffn=14336, element_bytes=2, slots=1
 def case(*, bytes_per_s=4e11, interference=1.0, flops=6e14, schedule=None):
     dispatch = plan_dispatch(np.full((8, 8), 512), range(8), ep=8, etp=1)
     wire = wire_bytes(traffic_of(dispatch), "all_to_all", row_bytes=SHAPE.row_bytes)
-    plan = plans_of_group(dispatch, schedule or Schedule(parts=4, order="arrival"), tile_rows=512)[0]
+    plan = plans_of_group(dispatch, schedule or TileSchedule(parts=4, order="arrival"), tile_rows=512)[0]
     cost = OverlapCost(
         latency_s=1e-5,
         bytes_per_s=bytes_per_s,

@@ -12,7 +12,7 @@ from tiers import times
 
 from phalanx.core.errors import PlanError
 from phalanx.plan.moe.overlap.plan import plan_overlap
-from phalanx.plan.moe.overlap.types import Op, Schedule, Tile
+from phalanx.plan.moe.overlap.types import Tile, TileOp, TileSchedule
 
 pytestmark = pytest.mark.unit
 
@@ -53,7 +53,7 @@ class Recorder(Adversary):
 def test_every_group_of_ranks_is_done_at_a_time_that_its_messages_allow():
     rng = np.random.default_rng(1)
     dispatch, _ = routed(rng, ep=3, per_rank=2, top_k=2, tokens=60)
-    trace = simulate(plans_of_group(dispatch, Schedule(parts=2, order="arrival"), tile_rows=16), rng)
+    trace = simulate(plans_of_group(dispatch, TileSchedule(parts=2, order="arrival"), tile_rows=16), rng)
     ends = {}
     for event in trace.events:
         assert ends.get(event.rank, 0.0) == event.start_s <= event.end_s
@@ -67,7 +67,7 @@ def test_every_group_of_ranks_is_done_at_a_time_that_its_messages_allow():
 def group(rng=None, **rest):
     rng = rng or np.random.default_rng(2)
     dispatch, _ = routed(rng, ep=2, per_rank=2, top_k=2, tokens=80)
-    schedule = Schedule(**{"parts": 2, "blocks": 2, "order": "own_first", **rest})
+    schedule = TileSchedule(**{"parts": 2, "blocks": 2, "order": "own_first", **rest})
     return plans_of_group(dispatch, schedule, tile_rows=16, direction="backward", has_shared=True)
 
 
@@ -174,7 +174,7 @@ def test_check_accepts_exactly_the_legal_orders_and_what_it_accepts_runs():
 def test_ranks_that_wait_for_each_other_are_found():
     plans = group()
     late = [with_ops(p, sorted(p.ops, key=lambda op: op.kind == "sum" or 2 * (op.kind == "send"))) for p in plans]
-    late = [with_ops(p, [*(o for o in p.ops if o.kind != "sum"), Op("sum")]) for p in late]
+    late = [with_ops(p, [*(o for o in p.ops if o.kind != "sum"), TileOp("sum")]) for p in late]
     for plan in late:
         with pytest.raises(PlanError, match="comes after every send"):
             check(plan)
@@ -185,7 +185,7 @@ def test_ranks_that_wait_for_each_other_are_found():
 
 def test_plans_that_do_not_fit_each_other_are_found():
     dispatch, _ = routed(np.random.default_rng(5), ep=2, per_rank=2, top_k=2, tokens=80)
-    mixed = [plan_overlap(dispatch, Schedule(parts=n), rank=n - 1, tile_rows=16) for n in (1, 2)]
+    mixed = [plan_overlap(dispatch, TileSchedule(parts=n), rank=n - 1, tile_rows=16) for n in (1, 2)]
     for plan in mixed:
         check(plan)
     with pytest.raises(PlanError, match="what rank 1 plans for the rows of rank 0"):
@@ -215,7 +215,7 @@ def test_a_wrong_cut_is_found(change, rule):
 
 def test_all_problems_are_reported_together():
     plan = group()[0]
-    ops = [Op("sum"), *plan.ops[1:-1], plan.ops[4]]
+    ops = [TileOp("sum"), *plan.ops[1:-1], plan.ops[4]]
     with pytest.raises(PlanError) as caught:
         check(with_ops(plan, ops))
     found = str(caught.value)

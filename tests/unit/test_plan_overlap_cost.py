@@ -26,7 +26,7 @@ from phalanx.plan.moe.overlap.choose import (
 from phalanx.plan.moe.overlap.cost import LayerShape, OverlapCost
 from phalanx.plan.moe.overlap.pair import PassTime, link_s, pair_s, paired_share
 from phalanx.plan.moe.overlap.plan import plan_overlap
-from phalanx.plan.moe.overlap.types import Schedule
+from phalanx.plan.moe.overlap.types import TileSchedule
 from phalanx.plan.pipeline.pairs import choose_pairs
 from phalanx.plan.pipeline.schedule import make_schedule
 
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.unit
 SHAPE = LayerShape(tokens=128, hidden=1024, ffn=2048, element_bytes=4, slots=1, gated=False)
 FLAT = OverlapCost(latency_s=1e-3, bytes_per_s=1e8, flops_by_rows=((1, 1e11),))
 CANDIDATES = [
-    Schedule(parts=p, blocks=b, order=o)
+    TileSchedule(parts=p, blocks=b, order=o)
     for o in ("own_first", "arrival")
     for p, b in ((1, 1), (2, 1), (1, 2), (2, 2))
 ]  # fmt: skip
@@ -52,7 +52,7 @@ def test_serial_is_the_sum_of_its_phases():
     dispatch, wire = even()
     product = 128 * 2 * 1024 * 2048 / 1e11
     going, coming = 1e-3 + 128 * (4096 + 4) / 1e8, 1e-3 + 128 * 4096 / 1e8
-    plans = plans_of_group(dispatch, Schedule(), tile_rows=128)
+    plans = plans_of_group(dispatch, TileSchedule(), tile_rows=128)
     for found in (predict(plans, SHAPE, FLAT, wire), predict(plans[0], SHAPE, FLAT, wire)):
         assert found.seconds == pytest.approx(going + 4 * product + coming)
         assert found.communication_s == pytest.approx(going + coming) == pytest.approx(found.exposed_s)
@@ -63,7 +63,7 @@ def test_own_rows_hide_what_travels_beside_them():
     dispatch, wire = even()
     product = 128 * 2 * 1024 * 2048 / 1e11
     going, coming = 1e-3 + 128 * (4096 + 4) / 1e8, 1e-3 + 128 * 4096 / 1e8
-    plans = plans_of_group(dispatch, Schedule(order="arrival"), tile_rows=128)
+    plans = plans_of_group(dispatch, TileSchedule(order="arrival"), tile_rows=128)
     found = predict(plans, SHAPE, FLAT, wire)
     assert found.seconds == pytest.approx(max(product, going) + 2 * product + max(product, coming))
     waits = {str(op.op): op for op in found.ops if op.rank == 0 and op.op.kind.startswith("wait")}
@@ -108,7 +108,7 @@ def test_one_symmetrical_plan_stands_for_all_where_all_are_equally_busy():
 
 def test_every_operation_is_on_the_clock():
     dispatch, wire = even()
-    plans = plans_of_group(dispatch, Schedule(parts=2, blocks=2, order="arrival"), tile_rows=64, has_shared=True)
+    plans = plans_of_group(dispatch, TileSchedule(parts=2, blocks=2, order="arrival"), tile_rows=64, has_shared=True)
     shape = dataclasses.replace(SHAPE, shared_ffn=1024)
     for found in (predict(plans, shape, FLAT, wire), predict(plans[0], shape, FLAT, wire)):
         assert [op.op for op in found.ops if op.rank == 0] == list(plans[0].ops)
@@ -120,7 +120,7 @@ def test_gradients_of_weights_hide_the_way_back():
     dispatch, wire = even()
     cost = dataclasses.replace(FLAT, latency_s=0.0)
     rest = {"rank": 0, "tile_rows": 128, "direction": "backward"}
-    found = predict(plan_overlap(dispatch, Schedule(order="own_first"), **rest), SHAPE, cost, wire)
+    found = predict(plan_overlap(dispatch, TileSchedule(order="own_first"), **rest), SHAPE, cost, wire)
     weights = sum(op.end_s - op.start_s for op in found.ops if op.op.kind == "weights")
     assert weights == pytest.approx(2 * 256 * 2 * 1024 * 2048 / 1e11)
     back = next(op for op in found.ops if op.op.kind == "wait_return")
@@ -193,7 +193,7 @@ def test_the_choice_is_what_predict_says_of_the_plans():
 def test_wrong_candidates_and_shapes_are_named():
     dispatch, wire = even()
     with pytest.raises(PlanError, match=r"schedule.parts = 0(.|\n)*margin = 2"):
-        choose(dispatch, SHAPE, FLAT, [Schedule(parts=0)], wire=wire, tile_rows=128, margin=2)
+        choose(dispatch, SHAPE, FLAT, [TileSchedule(parts=0)], wire=wire, tile_rows=128, margin=2)
     with pytest.raises(PlanError, match=r"shape\.slots = 3: 1 slots on a rank"):
         choose(dispatch, dataclasses.replace(SHAPE, slots=3), FLAT, [], wire=wire, tile_rows=128)
 
@@ -366,7 +366,7 @@ def test_tiles_are_chosen_beside_another_pass_only_for_what_it_leaves(share, alo
     per_s = (int(wire.going_PP[0, 1]) + int(wire.coming_PP[0, 1])) / (share * product)
     cost = dataclasses.replace(FLAT, latency_s=0.0, bytes_per_s=per_s, op_s=2e-4)
     assert link_s(0, cost, wire) == pytest.approx(share * product)
-    candidates = [Schedule(parts=parts, order="arrival", own_before=0.5) for parts in (1, 2, 4)]
+    candidates = [TileSchedule(parts=parts, order="arrival", own_before=0.5) for parts in (1, 2, 4)]
     choose = {"wire": wire, "tile_rows": 64}
     found = compare(dispatch, SHAPE, cost, candidates, **choose)
     assert (found.schedule != SERIAL) is alone

@@ -18,7 +18,7 @@ from phalanx.plan.moe.overlap.choose import compare
 from phalanx.plan.moe.overlap.cost import LayerShape, OverlapCost
 from phalanx.plan.moe.overlap.hosts import can_forward, gateway, gateways, message_parts
 from phalanx.plan.moe.overlap.plan import plan_overlap
-from phalanx.plan.moe.overlap.types import Op, Schedule
+from phalanx.plan.moe.overlap.types import TileOp, TileSchedule
 
 pytestmark = pytest.mark.unit
 HOSTS = {2: ((0, 1), (0, 0)), 3: ((0, 0, 1), (0, 1, 0)), 4: ((0, 0, 1, 1), (0, 1, 0, 1), (1, 0, 0, 0), (0, 0, 1, 2))}
@@ -67,7 +67,7 @@ def test_batches_under_adversarial_arrivals():
 
 def group(**rest):
     dispatch, _ = routed(np.random.default_rng(2), ep=4, per_rank=2, top_k=3, tokens=60)
-    schedule = Schedule(**{"parts": 2, "blocks": 2, "order": "arrival", **rest})
+    schedule = TileSchedule(**{"parts": 2, "blocks": 2, "order": "arrival", **rest})
     return plans_of_group(
         dispatch, schedule, tile_rows=16, host_of_rank=(0, 0, 1, 1), through_hosts=True, direction="backward"
     )
@@ -165,7 +165,7 @@ def test_hosts_that_do_not_fit_are_found():
         check(dataclasses.replace(plans[0], relay_parts=(0, 0, 1, 0)))
     dispatch = plan_dispatch([[3, 4], [1, 2]], range(2), ep=2, etp=1)
     with pytest.raises(PlanError, match="needs to know which ranks share one"):
-        plan_overlap(dispatch, Schedule(), rank=0, tile_rows=16, through_hosts=True)
+        plan_overlap(dispatch, TileSchedule(), rank=0, tile_rows=16, through_hosts=True)
 
 
 # ---- seconds ---------------------------------------------------------------------------------------------------------------
@@ -188,7 +188,7 @@ def test_the_clock_charges_each_leg(direction):
     straight = wire_bytes(traffic, "dedup", row_bytes=SHAPE.row_bytes, direction=direction)
     slow = dataclasses.replace(COST, bytes_per_s=4e6)
     for order in ("serial", "own_first", "arrival"):
-        schedule = Schedule(parts=3, blocks=2, order=order)
+        schedule = TileSchedule(parts=3, blocks=2, order=order)
         common = {"tile_rows": 64, "direction": direction, "host_of_rank": (0, 0, 1, 1)}
         through = plans_of_group(dispatch, schedule, through_hosts=True, **common)
         found = predict(through, SHAPE, slow, wire)
@@ -201,9 +201,12 @@ def test_the_clock_charges_each_leg(direction):
 def test_a_choice_with_gateways_is_made_by_their_clock():
     dispatch, traffic = priced(np.random.default_rng(6))
     wire = wire_bytes(traffic, "dedup_host", row_bytes=SHAPE.row_bytes)
-    candidates = [Schedule(parts=p, order="arrival", own_before=0.5) for p in (1, 2, 4)]
+    candidates = [TileSchedule(parts=p, order="arrival", own_before=0.5) for p in (1, 2, 4)]
     choice = compare(dispatch, SHAPE, COST, candidates, wire=wire, tile_rows=64, host_of_rank=(0, 0, 1, 1))
-    assert choice.schedule != Schedule() and dict(choice.seconds)[choice.schedule] < dict(choice.seconds)[Schedule()]
+    assert (
+        choice.schedule != TileSchedule()
+        and dict(choice.seconds)[choice.schedule] < dict(choice.seconds)[TileSchedule()]
+    )
 
 
 # ---- the most loaded slots first ---------------------------------------------------------------------------------------------
@@ -215,7 +218,7 @@ def test_a_skewed_batch_is_faster_with_its_hot_slots_first():
     for seed in range(40):
         dispatch, cost = skewed(np.random.default_rng(seed))
         wire = wire_bytes(traffic_of(dispatch), "all_to_all", row_bytes=SHAPE.row_bytes)
-        schedule = Schedule(parts=4, order="own_first")
+        schedule = TileSchedule(parts=4, order="own_first")
         seconds = [
             predict(
                 plans_of_group(dispatch, dataclasses.replace(schedule, hot_first=hot), tile_rows=128), SHAPE, cost, wire
@@ -248,18 +251,20 @@ def test_with_even_loads_or_one_part_hot_first_is_never_chosen():
         counts = np.full((2, 16), int(rng.integers(1, 90)))
         dispatch, (_, cost) = plan_dispatch(counts, range(16), ep=2, etp=1), skewed(rng)
         wire = wire_bytes(traffic_of(dispatch), "all_to_all", row_bytes=SHAPE.row_bytes)
-        choice = compare(dispatch, SHAPE, cost, [Schedule(parts=4, order="own_first")], wire=wire, tile_rows=128)
+        choice = compare(dispatch, SHAPE, cost, [TileSchedule(parts=4, order="own_first")], wire=wire, tile_rows=128)
         assert not choice.schedule.hot_first
-        one = compare(skewed(rng)[0], SHAPE, cost, [Schedule(order="own_first")], wire=wire, tile_rows=128)
+        one = compare(skewed(rng)[0], SHAPE, cost, [TileSchedule(order="own_first")], wire=wire, tile_rows=128)
         assert all(not schedule.hot_first for schedule, _ in one.seconds)
 
 
 def test_the_tiles_are_the_same_whatever_their_order():
     dispatch, _ = skewed(np.random.default_rng(9))
-    plain, hot = (plan_overlap(dispatch, Schedule(parts=3, hot_first=h), rank=1, tile_rows=64) for h in (False, True))
+    plain, hot = (
+        plan_overlap(dispatch, TileSchedule(parts=3, hot_first=h), rank=1, tile_rows=64) for h in (False, True)
+    )
     assert [set(tiles) for tiles in plain.tiles] == [set(tiles) for tiles in hot.tiles]
     assert next(t.slot for t in hot.tiles[0]) == 7 and plain.tiles[0][0].slot == 0
     check(hot)
     with pytest.raises(PlanError, match="slots ascending"):
-        check(dataclasses.replace(hot, schedule=Schedule(parts=3)))
-    assert Op("sum") == hot.ops[-1]
+        check(dataclasses.replace(hot, schedule=TileSchedule(parts=3)))
+    assert TileOp("sum") == hot.ops[-1]

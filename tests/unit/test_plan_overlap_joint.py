@@ -11,12 +11,12 @@ from phalanx.core.errors import PlanError
 from phalanx.plan.moe.dispatch import plan_dispatch
 from phalanx.plan.moe.overlap.cost import LayerShape, OverlapCost, work_of
 from phalanx.plan.moe.overlap.plan import joint_slots, plan_overlap, tile_sizes
-from phalanx.plan.moe.overlap.types import ALL, Op, Schedule, Tile
+from phalanx.plan.moe.overlap.types import ALL, Tile, TileOp, TileSchedule
 
 pytestmark = pytest.mark.unit
 
 EVEN = plan_dispatch(np.full((2, 8), 256), range(8), ep=2, etp=1)
-FINE = Schedule(parts=4, blocks=2, order="arrival", own_before=0.5)
+FINE = TileSchedule(parts=4, blocks=2, order="arrival", own_before=0.5)
 
 
 def even(schedule=FINE, **rest):
@@ -76,7 +76,9 @@ def test_there_are_none_where_tokens_go_through_gateways():
 
 def test_hot_first_orders_slots_that_are_apart_and_joint_ones_each_by_load():
     dispatch = plan_dispatch([[50, 60, 20, 40]] * 2, range(4), ep=1, etp=2)
-    plain, hot = (plan_overlap(dispatch, Schedule(parts=2, hot_first=h), rank=1, tile_rows=128) for h in (False, True))
+    plain, hot = (
+        plan_overlap(dispatch, TileSchedule(parts=2, hot_first=h), rank=1, tile_rows=128) for h in (False, True)
+    )
     assert plain.joint == (2, 3) and hot.joint == (3, 2)
     assert [tile.slot for tile in hot.tiles[0]] == [1, 0, 3, 2]
     for plan in (plain, hot):
@@ -104,11 +106,19 @@ def test_wrong_joint_tiles_are_found(change, rule):
 @pytest.mark.parametrize(
     ("first", "second", "rule"),
     [
-        (Op("first_all", part=3), Op("wait", 1, 3), "comes after wait 1.3, which it needs"),
-        (Op("first_all", part=2), Op("wait", 1, 2), "comes after wait 1.2, which it needs"),
-        (Op("second_all", part=2, block=1), Op("first_all", part=2), "comes after first_all 2, which it needs"),
-        (Op("return", 1, 2, 1), Op("second_all", part=2, block=1), "comes after second_all 2.1, which it needs"),
-        (Op("return", 1, 3, 0), Op("second_all", part=2, block=0), "comes after second_all 2.0, which it needs"),
+        (TileOp("first_all", part=3), TileOp("wait", 1, 3), "comes after wait 1.3, which it needs"),
+        (TileOp("first_all", part=2), TileOp("wait", 1, 2), "comes after wait 1.2, which it needs"),
+        (TileOp("second_all", part=2, block=1), TileOp("first_all", part=2), "comes after first_all 2, which it needs"),
+        (
+            TileOp("return", 1, 2, 1),
+            TileOp("second_all", part=2, block=1),
+            "comes after second_all 2.1, which it needs",
+        ),
+        (
+            TileOp("return", 1, 3, 0),
+            TileOp("second_all", part=2, block=0),
+            "comes after second_all 2.0, which it needs",
+        ),
     ],
 )
 def test_an_operation_before_what_it_needs_is_found(first, second, rule):
@@ -124,11 +134,11 @@ def test_seconds_of_a_joint_slot_are_those_of_its_larger_products():
     work = work_of(even(), shape, cost)
     up, down, _ = shape.row_flop("forward")
     rows_s = 512 * shape.row_bytes / 1e9
-    assert work.seconds(Op("first_all", part=2), cost) == pytest.approx(512 * up / 2e9 + rows_s)
-    assert work.seconds(Op("second_all", part=2, block=1), cost) == pytest.approx(512 * down / 2e9 / 2)
-    assert work.seconds(Op("first", 1, 0), cost) == pytest.approx(256 * up / 1e9 + rows_s / 2)
-    assert work.seconds(Op("first", 1, 2), cost) == 0 == work.seconds(Op("second", 0, 3, 1), cost)
-    assert work.seconds(Op("return", 1, 2, 0), cost) == pytest.approx(rows_s / 4)
+    assert work.seconds(TileOp("first_all", part=2), cost) == pytest.approx(512 * up / 2e9 + rows_s)
+    assert work.seconds(TileOp("second_all", part=2, block=1), cost) == pytest.approx(512 * down / 2e9 / 2)
+    assert work.seconds(TileOp("first", 1, 0), cost) == pytest.approx(256 * up / 1e9 + rows_s / 2)
+    assert work.seconds(TileOp("first", 1, 2), cost) == 0 == work.seconds(TileOp("second", 0, 3, 1), cost)
+    assert work.seconds(TileOp("return", 1, 2, 0), cost) == pytest.approx(rows_s / 4)
 
 
 def test_every_plan_of_a_group_passes_its_check():

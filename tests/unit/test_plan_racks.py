@@ -22,7 +22,7 @@ from phalanx.plan.placement.rebalancing import Costs, StageNow, hosts_of_placeme
 from phalanx.plan.placement.replicas import replica_counts
 from phalanx.plan.placement.search import plan_placement
 from phalanx.plan.recovery.generation import HealPlan
-from phalanx.plan.recovery.standing import Fact, domains_of, racks_of, read_standing
+from phalanx.plan.recovery.state_descriptor import Fact, domains_of, racks_of, read_standing
 
 pytestmark = pytest.mark.unit
 

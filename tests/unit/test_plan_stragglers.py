@@ -14,22 +14,31 @@ from phalanx.plan.mapping.folding import Folding
 from phalanx.plan.mapping.model import flops_per_token, resolve_model
 from phalanx.plan.mapping.placement import LayerPlacements, Placement
 from phalanx.plan.recovery.generation import Healing
-from phalanx.plan.recovery.stragglers import TOLD, Pace, Rule, Streaks, Verdict, judge, slowness, work_of_ranks
+from phalanx.plan.recovery.stragglers import (
+    TOLD,
+    RankPace,
+    StragglerRule,
+    Streaks,
+    Verdict,
+    judge,
+    slowness,
+    work_of_ranks,
+)
 
 pytestmark = pytest.mark.unit
-RULE = Rule(factor=2.5, steps=5, least_ranks=2, least_hosts=2)
+RULE = StragglerRule(factor=2.5, steps=5, least_ranks=2, least_hosts=2)
 
 
-def paces(*seconds: float, work: tuple[float, ...] = (), hosts: str = "") -> list[Pace]:
+def paces(*seconds: float, work: tuple[float, ...] = (), hosts: str = "") -> list[RankPace]:
     names = hosts or "abcdefghijklmnop"[: len(seconds)]
     works = work or (1.0,) * len(seconds)
     return [
-        Pace(uid=f"{h}.{i}", host=h, seconds=s, work=w)
+        RankPace(uid=f"{h}.{i}", host=h, seconds=s, work=w)
         for i, (h, s, w) in enumerate(zip(names, seconds, works, strict=True))
     ]
 
 
-def play(steps: list[list[Pace]], rule: Rule = RULE) -> list[Verdict | None]:
+def play(steps: list[list[RankPace]], rule: StragglerRule = RULE) -> list[Verdict | None]:
     streaks, out = Streaks(), list[Verdict | None]()
     for step in steps:
         streaks, verdict = judge(step, streaks, rule)
@@ -104,7 +113,7 @@ def test_a_slow_host_with_many_ranks_does_not_hide_among_them() -> None:
         (replace(RULE, fits=lambda ranks: ranks % 2 == 0), "3 ranks make no mapping of the same degrees"),
     ],
 )
-def test_it_stays_where_the_run_needs_it_and_that_is_said(rule: Rule, said: str) -> None:
+def test_it_stays_where_the_run_needs_it_and_that_is_said(rule: StragglerRule, said: str) -> None:
     found = play([paces(1, 1, 4, 1)] * 5, rule)[-1]
     assert found is not None and not found.put_out and said in found.why
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings, strategies as st
 from zigzag_ring import RingPlan, plan_ring
 
 from phalanx.core.errors import PlanError
-from phalanx.plan.mapping.zigzag import Block, attention_blocks, layout_problems, make_layout, ring_source
+from phalanx.plan.mapping.zigzag import AttentionBlock, attention_blocks, layout_problems, make_layout, ring_source
 
 pytestmark = pytest.mark.unit
 
@@ -88,11 +88,11 @@ def test_zigzag_in_full() -> None:
     layout = make_layout("zigzag", seq_len=8, cp=2)
     assert layout.positions(0).tolist() == [0, 1, 6, 7] and layout.positions(1).tolist() == [2, 3, 4, 5]
     assert layout.inverse.tolist() == [0, 1, 4, 5, 6, 7, 2, 3]
-    assert attention_blocks(layout, [8], q_rank=0, kv_rank=0) == (Block(0, 4, 0, 4, True),)
-    assert attention_blocks(layout, [8], q_rank=0, kv_rank=1) == (Block(2, 4, 0, 4, False),)
-    assert attention_blocks(layout, [8], q_rank=1, kv_rank=0) == (Block(0, 4, 0, 2, False),)
-    assert attention_blocks(layout, [3, 5], q_rank=1, kv_rank=0) == (Block(0, 1, 0, 2, False),)
-    assert attention_blocks(layout, [3, 5], q_rank=0, kv_rank=1) == (Block(2, 4, 1, 4, False),)
+    assert attention_blocks(layout, [8], q_rank=0, kv_rank=0) == (AttentionBlock(0, 4, 0, 4, True),)
+    assert attention_blocks(layout, [8], q_rank=0, kv_rank=1) == (AttentionBlock(2, 4, 0, 4, False),)
+    assert attention_blocks(layout, [8], q_rank=1, kv_rank=0) == (AttentionBlock(0, 4, 0, 2, False),)
+    assert attention_blocks(layout, [3, 5], q_rank=1, kv_rank=0) == (AttentionBlock(0, 1, 0, 2, False),)
+    assert attention_blocks(layout, [3, 5], q_rank=0, kv_rank=1) == (AttentionBlock(2, 4, 1, 4, False),)
     assert "rank 0: 0-1 and 6-7" in layout.explain()
 
 
@@ -137,7 +137,7 @@ def test_errors_name_all_problems_and_legal_values() -> None:
 def test_the_check_sees_wrong_blocks() -> None:
     plan = plan_ring(make_layout("zigzag", seq_len=16, cp=2), [[5, 11]])
 
-    def with_first(blocks: tuple[Block, ...]) -> RingPlan:
+    def with_first(blocks: tuple[AttentionBlock, ...]) -> RingPlan:
         rank = ((blocks,), *plan.blocks[0][1:])
         return dataclasses.replace(plan, blocks=(rank, *plan.blocks[1:]))
 
@@ -146,7 +146,7 @@ def test_the_check_sees_wrong_blocks() -> None:
         (own[1:], "is not computed"),
         ((*own, own[0]), "too often"),
         ((own[0]._replace(causal=False), *own[1:]), "must not be"),
-        ((Block(0, 8, 0, 8, True),), "must not be"),
+        ((AttentionBlock(0, 8, 0, 8, True),), "must not be"),
     ):
         with pytest.raises(PlanError, match=said):
             with_first(blocks).check()

@@ -12,14 +12,14 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
+from phalanx.runtime.membership.agent_terms import SeatSettings
+from phalanx.runtime.membership.host_agent import FORMS_S, TOGETHER_S, HostAgent
 from phalanx.runtime.membership.keys import Keys, TcpService
 from phalanx.runtime.membership.membership import Announcement, FirstRule, Generation, Member, Membership, StaleMember
-from phalanx.runtime.membership.reach import Answers, Door, agree_who_goes, door_key, knock, put_out
-from phalanx.runtime.membership.roster import FORMS_S, TOGETHER_S, Roster
-from phalanx.runtime.membership.seat import Seat
-from phalanx.runtime.membership.seat_terms import SeatSettings
+from phalanx.runtime.membership.reachability import Answers, ReachabilityProbe, agree_who_goes, door_key, knock, put_out
 from phalanx.runtime.membership.service import start_store
 from phalanx.runtime.membership.votes import stepped_key
+from phalanx.runtime.membership.worker_agent import WorkerAgent
 
 UIDS = ("a.0", "a.1", "b.0", "b.1", "c.0")
 
@@ -72,7 +72,7 @@ def nowhere() -> Iterator[str]:
 
 
 def test_a_door_answers_for_a_process_that_does_nothing(nowhere: str) -> None:
-    door = Door("127.0.0.1", 9)
+    door = ReachabilityProbe("127.0.0.1", 9)
     try:
         for _ in range(3):
             assert knock({"there": door.address}) == Answers(frozenset(), frozenset())
@@ -95,7 +95,7 @@ def service() -> Iterator[TcpService]:
 
 
 def test_who_is_gone_is_put_out_at_once(service: TcpService) -> None:
-    doors = {uid: Door("127.0.0.1", 9) for uid in ("a.0", "b.0")}
+    doors = {uid: ReachabilityProbe("127.0.0.1", 9) for uid in ("a.0", "b.0")}
     keys = service.connect()
     for uid, door in doors.items():
         keys.put(door_key(uid), door.address)
@@ -110,7 +110,7 @@ def test_who_is_gone_is_put_out_at_once(service: TcpService) -> None:
 
 def test_two_that_do_not_reach_each_other_put_one_out_once(service: TcpService, nowhere: str) -> None:
     """a and b reach the service and c, and not each other; both knock, tell and propose at the same time."""
-    doors = {uid: Door("127.0.0.1", 9) for uid in ("a.0", "b.0", "c.0")}
+    doors = {uid: ReachabilityProbe("127.0.0.1", 9) for uid in ("a.0", "b.0", "c.0")}
     keys = service.connect()
     for uid, door in doors.items():
         keys.put(door_key(uid), door.address)
@@ -157,7 +157,7 @@ def test_a_host_that_was_cut_off_does_not_bring_its_old_members_back(service: Tc
     keys = service.connect()
     membership = Membership(keys)
     a, b = Member("a.0.x", "a"), Member("b.0.x", "b")
-    roster = Roster("a", service, FirstRule(wanted=2, minimum=1, gather_s=1.0), limit_s=60.0)
+    roster = HostAgent("a", service, FirstRule(wanted=2, minimum=1, gather_s=1.0), limit_s=60.0)
     for member in (a, b):
         membership.announce(Announcement(member=member, plan_hash="p", version="1"))
     roster.announced(a)
@@ -175,7 +175,7 @@ def test_a_host_that_was_cut_off_does_not_bring_its_old_members_back(service: Tc
     membership.propose_join([a])  # somebody who does not know better
     back = membership.current()
     assert back is not None and back.uids == ("b.0.x", "a.0.x")
-    seat = Seat(a, service, pipe=-1, settings=SeatSettings())
+    seat = WorkerAgent(a, service, pipe=-1, settings=SeatSettings())
     seat.last = first
     with pytest.raises(StaleMember, match="host a said nothing"):
         seat._check_missed(membership, back)
@@ -184,10 +184,10 @@ def test_a_host_that_was_cut_off_does_not_bring_its_old_members_back(service: Tc
 def test_a_first_generation_does_not_wait_for_a_host_that_gave_up(service: TcpService) -> None:
     """Neither for its workers, which had announced themselves, nor for a worker that died before there was a generation."""
     rule = FirstRule(wanted=2, minimum=2, gather_s=60.0)
-    gone, stays = Roster("a", service, rule, limit_s=60.0), Roster("b", service, rule, limit_s=60.0)
+    gone, stays = HostAgent("a", service, rule, limit_s=60.0), HostAgent("b", service, rule, limit_s=60.0)
     membership = Membership(service.connect())
 
-    def comes(roster: Roster, uid: str) -> None:
+    def comes(roster: HostAgent, uid: str) -> None:
         member = Member(uid, uid[0])
         membership.announce(Announcement(member=member, plan_hash="p", version="1"))
         roster.announced(member)
@@ -200,7 +200,7 @@ def test_a_first_generation_does_not_wait_for_a_host_that_gave_up(service: TcpSe
     stays.tick()
     comes(stays, "b.0.y")
     assert membership.current() is None  # one of two that are wanted lives
-    again = Roster("a", service, rule, limit_s=60.0)  # the host is started again and knows nothing of before
+    again = HostAgent("a", service, rule, limit_s=60.0)  # the host is started again and knows nothing of before
     comes(again, "a.0.y")
     end_s = time.monotonic() + 5.0
     while (now := membership.current()) is None and time.monotonic() < end_s:
@@ -216,7 +216,7 @@ def test_workers_of_a_host_join_together(service: TcpService) -> None:
         membership.announce(Announcement(member=member, plan_hash="p", version="1"))
     first = membership.start(members[:1], above=0, minimum=1, why="")
     membership.keys.put(stepped_key(first), "1")
-    roster = Roster("a", service, FirstRule(wanted=1, minimum=1, gather_s=1.0), limit_s=60.0)
+    roster = HostAgent("a", service, FirstRule(wanted=1, minimum=1, gather_s=1.0), limit_s=60.0)
     roster.announced(members[1])
     roster.tick()
     roster.announced(members[2])
@@ -235,7 +235,7 @@ def test_a_worker_leaves_a_generation_alone_that_has_not_made_a_step(service: Tc
     for member in members:
         membership.announce(Announcement(member=member, plan_hash="p", version="1"))
     first = membership.start(members[:1], above=0, minimum=1, why="")
-    roster = Roster("a", service, FirstRule(wanted=1, minimum=1, gather_s=1.0), limit_s=60.0)
+    roster = HostAgent("a", service, FirstRule(wanted=1, minimum=1, gather_s=1.0), limit_s=60.0)
     roster.announced(members[1])
     begin_s = time.monotonic()
     while (now := membership.current()) and now.number == 1 and time.monotonic() < begin_s + 2 * FORMS_S:

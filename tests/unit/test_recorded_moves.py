@@ -39,12 +39,12 @@ from phalanx.simulate.from_recipe import resolve_recipe
 from phalanx.simulate.hardware.cost import Cost
 from phalanx.simulate.program.clock import ProgramTimeline, run_moves
 from phalanx.simulate.program.compare_moves import MeasuredMove, compare_move
-from phalanx.simulate.program.compare_run import Measured
+from phalanx.simulate.program.compare_run import MeasuredOp
 from phalanx.simulate.program.cost import kind_of
 from phalanx.train import recording
 from phalanx.train.placement.heal_state import Moved
 from phalanx.train.recording import Recorder
-from phalanx.train.recovery.tell import Entry, Telling
+from phalanx.train.recovery.messages import Entry, Telling
 
 pytestmark = pytest.mark.unit
 
@@ -130,7 +130,7 @@ def measured(moves: list[Move], order: dict[str, Any]) -> MeasuredMove:
         order=written(order),
         ranks=4,
         seconds=found.seconds,
-        messages={key: Measured(span.begin_s, span.seconds) for key, span in spans.items()},
+        messages={key: MeasuredOp(span.begin_s, span.seconds) for key, span in spans.items()},
         sent_bytes={key: round(span.op.sent_bytes) for key, span in spans.items()},
     )
 

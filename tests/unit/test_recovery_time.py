@@ -13,7 +13,7 @@ from phalanx.plan.layout.state import STATE_KINDS
 from phalanx.plan.mapping.folding import make_folding
 from phalanx.plan.mapping.model import PRESETS
 from phalanx.plan.recovery.generation import Healing, HealPlan
-from phalanx.plan.recovery.standing import Fact
+from phalanx.plan.recovery.state_descriptor import Fact
 from phalanx.simulate.failures.recovery_time import (
     PHASES,
     Constants,

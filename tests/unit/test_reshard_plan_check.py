@@ -17,7 +17,7 @@ from phalanx.plan.layout.tensors import whole_layout
 from phalanx.plan.reshard.check import plan_problems
 from phalanx.plan.reshard.check_time import certified_bytes
 from phalanx.plan.reshard.plan import ReshardPlan, plan_reshard
-from phalanx.plan.reshard.types import Hop, Hosts, Move, Part, Reduction
+from phalanx.plan.reshard.types import Hop, Hosts, Move, MovePart, Reduction
 
 pytestmark = pytest.mark.unit
 
@@ -40,7 +40,7 @@ class Forged:
             return self.programs[rank]
         return tuple(hop for hop in self.hops if rank in (hop.src, hop.dst))
 
-    def copies(self, rank: int) -> tuple[Part, ...]:
+    def copies(self, rank: int) -> tuple[MovePart, ...]:
         return self.changed["copies"](rank) if "copies" in self.changed else self.good.copies(rank)
 
 
@@ -96,15 +96,15 @@ def swapped(hops: tuple[Hop, ...]) -> tuple[Hop, ...]:
     return tuple(order)
 
 
-def with_part(hops: tuple[Hop, ...], change: Callable[[Part], Part]) -> tuple[Hop, ...]:
+def with_part(hops: tuple[Hop, ...], change: Callable[[MovePart], MovePart]) -> tuple[Hop, ...]:
     return (Hop(hops[0].src, hops[0].dst, (change(hops[0].parts[0]), *hops[0].parts[1:])), *hops[1:])
 
 
-def shifted(part: Part) -> Part:
+def shifted(part: MovePart) -> MovePart:
     return part._replace(box=part.box.shifted((0, 1)))
 
 
-def smaller(part: Part) -> Part:
+def smaller(part: MovePart) -> MovePart:
     sizes = part.box.sizes
     return part._replace(box=Box(part.box.offsets, (*sizes[:-1], sizes[-1] - 1)))
 
@@ -155,7 +155,7 @@ def test_a_host_that_gets_what_it_holds() -> None:
 def _with_copy(plan: ReshardPlan, *, rank: int, source: int) -> list[str]:
     move = plan.moves[0]
     src = dataclasses.replace(move.src, held=((), move.src.held[1]), local_shapes=((0,), (8,)))
-    part = Part(0, Box((0,), (8,)))
+    part = MovePart(0, Box((0,), (8,)))
     return forge(plan, moves=(dataclasses.replace(move, src=src),), copies=lambda r: (part,) if r == rank else ())
 
 

@@ -8,9 +8,9 @@ from hypothesis import given, strategies as st
 
 from phalanx.core.errors import ConfigError
 from phalanx.simulate.hardware.clusters import at, known_hardware, load_hardware, parse_cluster, parse_hardware
-from phalanx.simulate.hardware.collectives import Network, Span, distinct, span_of
+from phalanx.simulate.hardware.collectives import GroupSpan, Network, distinct, span_of
 from phalanx.simulate.hardware.cost import Oracle
-from phalanx.simulate.hardware.routing import Routing
+from phalanx.simulate.hardware.routing import RouterModel
 from phalanx_lab.publications.published import data_file
 
 pytestmark = pytest.mark.unit
@@ -186,23 +186,23 @@ def test_few_rows_are_bound_by_weights() -> None:
 @pytest.mark.parametrize(
     ("seconds", "measured", "tolerance"),
     [
-        (NET.all_to_all(ROWS, Span(8, 1)), 1265e-6, 0.05),
-        (NET.all_to_all(ROWS, Span(8, 8)), 9164e-6, 0.10),
-        (NET.all_to_all(ROWS, Span(8, 2)), 5774e-6, 0.05),
-        (NET.all_to_all_dedup(ROWS / 8, Span(8, 8), top_k=8, num_experts=256, host_limit=4), 4626e-6, 0.10),
-        (NET.all_to_all_dedup(ROWS / 8, Span(8, 1), top_k=8, num_experts=256), 661e-6, 0.35),
-        (NET.all_gather(512 * 2**20, Span(8, 1)), 512 * 2**20 * 7 / 8 / 336e9, 0.03),
+        (NET.all_to_all(ROWS, GroupSpan(8, 1)), 1265e-6, 0.05),
+        (NET.all_to_all(ROWS, GroupSpan(8, 8)), 9164e-6, 0.10),
+        (NET.all_to_all(ROWS, GroupSpan(8, 2)), 5774e-6, 0.05),
+        (NET.all_to_all_dedup(ROWS / 8, GroupSpan(8, 8), top_k=8, num_experts=256, host_limit=4), 4626e-6, 0.10),
+        (NET.all_to_all_dedup(ROWS / 8, GroupSpan(8, 1), top_k=8, num_experts=256), 661e-6, 0.35),
+        (NET.all_gather(512 * 2**20, GroupSpan(8, 1)), 512 * 2**20 * 7 / 8 / 336e9, 0.03),
     ],
 )
 def test_collectives_follow_published_values(seconds: float, measured: float, tolerance: float) -> None:
     assert seconds == pytest.approx(measured, rel=tolerance)
 
 
-spans = st.builds(Span, st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4, 16]))
+spans = st.builds(GroupSpan, st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4, 16]))
 
 
 @given(st.floats(1e3, 1e10), spans, st.floats(1.01, 10))
-def test_more_bytes_and_slower_links_never_help(size: float, span: Span, factor: float) -> None:
+def test_more_bytes_and_slower_links_never_help(size: float, span: GroupSpan, factor: float) -> None:
     slow = Network(replace(H100, between_bytes_per_s=H100.between_bytes_per_s / factor))
     for call in (
         lambda net, s, sp: net.all_gather(s, sp),
@@ -215,14 +215,14 @@ def test_more_bytes_and_slower_links_never_help(size: float, span: Span, factor:
         assert now >= 0
         assert call(NET, size * factor, span) >= now * (1 - 1e-9)
         assert call(slow, size, span) >= now * (1 - 1e-9)
-    more = Span(span.inside, span.hosts * 2)
+    more = GroupSpan(span.inside, span.hosts * 2)
     assert NET.all_gather(size, more) >= NET.all_gather(size, span) * (1 - 1e-9)
-    assert NET.all_gather(size, Span(1, 1)) == NET.all_to_all(size, Span(1, 1)) == 0
+    assert NET.all_gather(size, GroupSpan(1, 1)) == NET.all_to_all(size, GroupSpan(1, 1)) == 0
 
 
 def test_rails_share_the_traffic_of_a_ring() -> None:
     """Four members a host cross hosts on four cards: a quarter of the time of one; eight are as fast as the links inside."""
-    one, four, eight = (NET.all_gather(8e9, Span(g, 4)) for g in (1, 4, 8))
+    one, four, eight = (NET.all_gather(8e9, GroupSpan(g, 4)) for g in (1, 4, 8))
     assert one / four == pytest.approx(4, rel=0.05)
     assert eight == pytest.approx(8e9 * 31 / 32 / 336e9, rel=0.02)
 
@@ -231,7 +231,7 @@ def test_rails_share_the_traffic_of_a_ring() -> None:
 @pytest.mark.parametrize("inside", [1, 8])
 def test_small_all_reduces_take_trees_and_large_ones_rings(hosts: int, inside: int) -> None:
     """The size where both take as long, from their closed forms: latency 2 log2(H) against 2 (H - 1) messages, 2 S / 0.92 against 2 S (H - 1) / H bytes."""
-    h, span = H100, Span(inside, hosts)
+    h, span = H100, GroupSpan(inside, hosts)
     net = Network(replace(h, inside_bytes_per_s=((2.0, 1e15),), inside_half_bytes=1.0))  # cards alone are scarce
     card, chain = h.between_bytes_per_s * h.between_efficiency * inside, (inside - 1) * h.hop_s
     ring_s = 2 * (h.inside_latency_s + (hosts - 1) * (h.between_latency_s + chain))
@@ -246,36 +246,36 @@ def test_small_all_reduces_take_trees_and_large_ones_rings(hosts: int, inside: i
 
 def test_latency_grows_with_the_logarithm_in_a_tree_and_with_the_ranks_in_a_ring() -> None:
     def growth(call: str, inside: int) -> float:
-        few, many = (getattr(NET, call)(64, Span(inside, hosts)) for hosts in (16, 1024))
+        few, many = (getattr(NET, call)(64, GroupSpan(inside, hosts)) for hosts in (16, 1024))
         return many / few
 
     assert growth("all_reduce", 8) < 10 / 4 * 1.01
     assert growth("all_gather", 8) == pytest.approx(1023 / 15, rel=0.1)
     assert 5 < growth("all_gather", 1) < 1023 / 15  # PAT has a linear part of its own
-    assert NET.all_gather(8e9, Span(1, 16)) == pytest.approx(
-        NET.ring_latency(Span(1, 16)) + 8e9 * 15 / 16 / (50e9 * 0.84)
+    assert NET.all_gather(8e9, GroupSpan(1, 16)) == pytest.approx(
+        NET.ring_latency(GroupSpan(1, 16)) + 8e9 * 15 / 16 / (50e9 * 0.84)
     )
 
 
 def test_gloo_has_rings_alone() -> None:
     host = replace(H100, sms=None, threads=1, inside_hop_s=None)
     assert host.hop_s == host.inside_latency_s and replace(H100, inside_hop_s=None).hop_s == H100.hop_s == 9e-7
-    net, span = Network(host), Span(2, 64)
+    net, span = Network(host), GroupSpan(2, 64)
     assert net.all_reduce(8, span) == pytest.approx(2 * net.all_gather(8, span)) and net.tree(8, span) < net.all_reduce(
         8, span
     )
 
 
 def test_spans_follow_the_rank_order() -> None:
-    def span(size: int, stride: int) -> Span:
+    def span(size: int, stride: int) -> GroupSpan:
         return span_of(size, stride, ranks_per_host=8)
 
-    assert span(8, 1) == Span(8, 1)
-    assert span(8, 2) == Span(4, 2)
-    assert span(16, 8) == Span(1, 16)
-    assert span(4, 1) == Span(4, 1)
-    assert span(64, 1) == Span(8, 8)
-    assert span(1, 1) == Span(1, 1)
+    assert span(8, 1) == GroupSpan(8, 1)
+    assert span(8, 2) == GroupSpan(4, 2)
+    assert span(16, 8) == GroupSpan(1, 16)
+    assert span(4, 1) == GroupSpan(4, 1)
+    assert span(64, 1) == GroupSpan(8, 8)
+    assert span(1, 1) == GroupSpan(1, 1)
 
 
 def test_distinct_places_by_counting() -> None:
@@ -292,12 +292,12 @@ def test_distinct_places_by_counting() -> None:
 @given(st.sampled_from([1, 2, 4, 8, 16]), st.floats(0.5, 100), st.integers(16, 10**6))
 def test_imbalance_is_bounded_and_grows_with_skew(ep: int, concentration: float, rows: int) -> None:
     def load(c: float, q: float = 0.5) -> float:
-        return Routing(kind="learned", concentration=c).hottest(ep=ep, experts=64, rows=rows, top_k=8, quantile=q)
+        return RouterModel(kind="learned", concentration=c).hottest(ep=ep, experts=64, rows=rows, top_k=8, quantile=q)
 
     assert 1 <= load(concentration) <= ep
     assert load(concentration) <= load(concentration / 2) * (1 + 1e-12)
     assert load(concentration) <= load(concentration, 0.999)
-    assert Routing().hottest(ep=ep, experts=64, rows=rows, top_k=8) == 1
+    assert RouterModel().hottest(ep=ep, experts=64, rows=rows, top_k=8) == 1
 
 
 def test_the_fullest_rank_is_what_sampling_finds() -> None:
@@ -305,5 +305,5 @@ def test_the_fullest_rank_is_what_sampling_finds() -> None:
     import numpy as np
 
     draw = np.random.default_rng(0).dirichlet([8.0] * 64, size=4000).reshape(4000, 8, 8).sum(2).max(1) * 8
-    predicted = Routing(kind="learned").hottest(ep=8, experts=64, rows=1e9, top_k=8)
+    predicted = RouterModel(kind="learned").hottest(ep=8, experts=64, rows=1e9, top_k=8)
     assert predicted == pytest.approx(float(np.median(draw)), rel=0.03)

@@ -15,7 +15,7 @@ from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError
 from phalanx.core.recipe import load_recipe
 from phalanx.kernels.triton.index import arrange
-from phalanx.kernels.triton.layer import LayerShape, Told, pack_weights, route, row_weights
+from phalanx.kernels.triton.layer import ArrivalCounts, LaunchShape, pack_weights, route, row_weights
 from phalanx.kernels.triton.symmetric import ArenaSpec
 from phalanx.kernels.triton.tiles import TileShape
 from phalanx.plan.mapping.folding import legal_foldings, make_folding
@@ -26,7 +26,7 @@ from phalanx.simulate.from_recipe import job_of_recipe, mapping_of_recipe, resol
 from phalanx.simulate.hardware.clusters import Hardware, load_hardware, parse_cluster
 from phalanx.simulate.hardware.collectives import Network
 from phalanx.simulate.hardware.cost import Oracle
-from phalanx.simulate.hardware.routing import Routing
+from phalanx.simulate.hardware.routing import RouterModel
 from phalanx.simulate.mapping.mapping import Job, Mapping, Overlap
 from phalanx.simulate.mapping.shape import shape_of
 from phalanx.simulate.program.recipe import programs_of_recipe
@@ -55,7 +55,7 @@ def experts(
 ) -> FusedExperts:
     job = Job(shape=shape_of(PRESETS[preset]), seq_len=seq_len, global_batch=8)
     overlap = Overlap(dp=False, ep="fused", left_free=left_free)
-    mapping = Mapping(folding=make_folding(world=8, ep=8), overlap=overlap, routing=Routing(kind="balanced"))
+    mapping = Mapping(folding=make_folding(world=8, ep=8), overlap=overlap, routing=RouterModel(kind="balanced"))
     return FusedExperts(job, mapping, Oracle(hardware), Network(hardware))
 
 
@@ -134,7 +134,7 @@ def test_told_adds_up() -> None:
 
 def test_an_uneven_load_is_imbalance_and_longer_messages() -> None:
     fused = experts("deepseek-v3")
-    uneven = replace(fused, mapping=replace(fused.mapping, routing=Routing(kind="learned"))).told().seconds
+    uneven = replace(fused, mapping=replace(fused.mapping, routing=RouterModel(kind="learned"))).told().seconds
     even = fused.told().seconds
     assert uneven["imbalance"][0] > even["imbalance"][0] == 0 and uneven["experts"] == even["experts"]
     assert uneven["a2a_inside"][0] > even["a2a_inside"][0]
@@ -158,11 +158,11 @@ class _Counted(TorchDispatchMode):
 def test_constants_are_the_kernels() -> None:
     assert TileShape().problem_rows == PROBLEM_ROWS
     spec = ArenaSpec(ranks=4, capacity=64, columns=32, dtype=torch.float32, parts=4, blocks=4)
-    shape = LayerShape(slots_per_rank=4, impl="reference")
+    shape = LaunchShape(slots_per_rank=4, impl="reference")
     slots, weights = torch.randint(0, 16, (64, 2), dtype=torch.int32), torch.rand(64, 2)
     with _Counted() as counted:
         to = route(slots, shape=shape, spec=spec)
-        told = Told(to.slots_PCK, pack_weights(weights, to), to.counts_P)
+        told = ArrivalCounts(to.slots_PCK, pack_weights(weights, to), to.counts_P)
         order = arrange(told.slots_PCK, rank=0, slots=4, parts=4, problem_rows=PROBLEM_ROWS, max_rows=128)
         row_weights(told, order)
     assert counted.number == pytest.approx(

@@ -20,7 +20,7 @@ from phalanx.plan.pipeline.run import make_pipeline
 from phalanx.plan.recipe import run_problems
 from phalanx.simulate.from_recipe import job_of_recipe, mapping_of_recipe, resolve_recipe
 from phalanx.simulate.hardware.clusters import load_hardware, parse_cluster
-from phalanx.simulate.hardware.routing import Routing
+from phalanx.simulate.hardware.routing import RouterModel
 from phalanx.simulate.mapping.mapping import Job, Mapping, Overlap
 from phalanx.simulate.mapping.shape import shape_of
 from phalanx.simulate.search.best import search
@@ -162,7 +162,7 @@ def test_capacity_is_rows(tmp_path: Path) -> None:
 
 def test_capacity_bounds_the_load_of_a_learned_router() -> None:
     job = Job(shape=shape_of(PRESETS["qwen3-30b-a3b"]), seq_len=4096, global_batch=64)
-    free = Mapping(folding=Folding(world=64, ep=64), routing=Routing(kind="learned"))
+    free = Mapping(folding=Folding(world=64, ep=64), routing=RouterModel(kind="learned"))
     load = free.load(job)
     capped = replace(free, drop=DispatchSpec(policy="drop", capacity_factor=1.05))
     assert load > 1.1 and capped.load(job) == pytest.approx(1.05, rel=0.01) and capped.rows_share(job) == 1
@@ -236,7 +236,7 @@ def test_what_no_recipe_says_is_told(changes: dict[str, object], word: str) -> N
 
 def test_what_recipes_say_comes_back() -> None:
     job = Job(shape=shape_of(PRESETS["mixtral-8x7b"]), seq_len=4096, global_batch=64)
-    plain = Mapping(folding=make_folding(world=16, pp=2, ep=8), routing=Routing(kind="learned"))
+    plain = Mapping(folding=make_folding(world=16, pp=2, ep=8), routing=RouterModel(kind="learned"))
     drop = DispatchSpec(policy="drop", capacity_factor=1.5, pad_to_capacity=True)
     for changes in (
         {"overlap": Overlap(ep="chunks", chunks=2)},
@@ -278,7 +278,7 @@ def test_chunks_and_tiles_beside_pairs(tmp_path: Path) -> None:
 
 def test_processors_pair_passes_and_do_not_heal_unasked(tmp_path: Path) -> None:
     job = Job(shape=shape_of(PRESETS["laptop"]), seq_len=256, global_batch=32)
-    pair = Mapping(folding=Folding(world=4, ep=4), overlap=Overlap(ep="pair"), routing=Routing(kind="learned"))
+    pair = Mapping(folding=Folding(world=4, ep=4), overlap=Overlap(ep="pair"), routing=RouterModel(kind="learned"))
     recipe, reasons = recipe_of_mapping(job, pair, on_device=False)
     assert recipe is not None, reasons
     assert recipe.pipeline.pair_passes and recipe.launch.device == "cpu" and recipe.resilience.heal is False

@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 
 from phalanx.core.recipe import load_recipe
-from phalanx.plan.layout.holders import PART_MULTIPLE, Block, plan_holders
+from phalanx.plan.layout.holders import PART_MULTIPLE, HolderBlock, plan_holders
 from phalanx.plan.mapping.folding import make_folding
 from phalanx.plan.mapping.model import PRESETS
 from phalanx.plan.mapping.stages import Stage
 from phalanx.plan.placement.replicas import zipf_loads
-from phalanx.plan.placement.run import Asked, stage_replicas
+from phalanx.plan.placement.run import ReplicaSettings, stage_replicas
 from phalanx.plan.recipe import run_problems
 from phalanx.simulate.from_recipe import job_of_recipe, mapping_of_recipe, resolve_recipe
 from phalanx.simulate.hardware.clusters import parse_cluster
-from phalanx.simulate.hardware.routing import Routing
-from phalanx.simulate.hardware.slots import ExpertSlots, Rows, _bytes_of, expert_slots
+from phalanx.simulate.hardware.routing import RouterModel
+from phalanx.simulate.hardware.slots import ExpertSlots, RoutedRows, _bytes_of, expert_slots
 from phalanx.simulate.search.quick import Quick
 from phalanx.simulate.step.timing import Prediction, predict
 
@@ -57,11 +57,11 @@ def slots_of(p: Prediction) -> ExpertSlots:
 def test_what_a_rank_holds_and_sends_is_the_plan_of_holders() -> None:
     spec, folding = PRESETS["mixtral-8x22b"], make_folding(world=8, ep=8)
     stage = stage_of(3)
-    asked = Asked(slots_per_rank=3, f=2, loads=zipf_loads(1, spec.num_experts, skew=1.0), ranks_per_host=2)
+    asked = ReplicaSettings(slots_per_rank=3, f=2, loads=zipf_loads(1, spec.num_experts, skew=1.0), ranks_per_host=2)
     made = stage_replicas(spec, folding, [stage], rank=0, asked=asked)
     placements = [made.placement.of_layer(layer) for layer in made.layers]
     row = 840 * PART_MULTIPLE  # divides by any number of holders up to 8
-    plans = [plan_holders([Block(p, 0, row) for p in placements], ep=ep, size=8) for ep in range(8)]
+    plans = [plan_holders([HolderBlock(p, 0, row) for p in placements], ep=ep, size=8) for ep in range(8)]
     held, sent, owned = _bytes_of(placements, 8)
     elements = row * len(placements)
     assert sent * elements == pytest.approx(max(p.sent_elements for p in plans))
@@ -100,10 +100,16 @@ def test_replicas_that_follow_the_loads_are_worth_more_than_those_that_know_none
     known = slots_of(predicted(tmp_path, **loads))
     spec, folding = resolve_of(tmp_path), make_folding(world=32, ep=32)
     stage = stage_of(4)
-    rows = Rows(routing=Routing(kind="learned"), tokens=1024, seed=0)
+    rows = RoutedRows(routing=RouterModel(kind="learned"), tokens=1024, seed=0)
     blind, late = (
         expert_slots(
-            spec, folding, [stage], rank=0, asked=Asked(slots_per_rank=8, ranks_per_host=8), rows=rows, follows=f
+            spec,
+            folding,
+            [stage],
+            rank=0,
+            asked=ReplicaSettings(slots_per_rank=8, ranks_per_host=8),
+            rows=rows,
+            follows=f,
         )
         for f in (False, True)
     )

@@ -19,7 +19,7 @@ from phalanx.plan.pipeline.many import makespans
 from phalanx.plan.pipeline.schedule import SCHEDULES, make_schedule
 from phalanx.simulate.failures.slow_step import with_stragglers
 from phalanx.simulate.hardware.clusters import parse_cluster
-from phalanx.simulate.hardware.routing import Routing
+from phalanx.simulate.hardware.routing import RouterModel
 from phalanx.simulate.mapping.mapping import Job, Mapping, Overlap
 from phalanx.simulate.mapping.shape import shape_of
 from phalanx.simulate.mapping.slow_ranks import Stragglers, island_size, paces, parse_stragglers, straggler_problems
@@ -29,7 +29,7 @@ from phalanx.simulate.step.timing import Pass, Prediction, predict, slowed
 pytestmark = pytest.mark.unit
 CLUSTER = parse_cluster("h100x64")
 QWEN = Job(shape=shape_of(PRESETS["qwen3-30b-a3b"]), seq_len=4096, global_batch=256)
-EVEN = Routing(kind="balanced")
+EVEN = RouterModel(kind="balanced")
 
 
 def job_and_step(mapping: Mapping, stragglers: Stragglers) -> tuple[Prediction, Prediction]:

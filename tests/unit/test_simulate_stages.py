@@ -24,7 +24,7 @@ from phalanx.simulate.mapping.mapping import Mapping
 from phalanx.simulate.mapping.slow_ranks import Stragglers, islands_of, paces
 from phalanx.simulate.mapping.stage_mappings import StagedMapping, edge_seconds
 from phalanx.simulate.step.device_memory import parameters_of_rank
-from phalanx.simulate.step.replicas import Replicas
+from phalanx.simulate.step.replicas import ReplicaTraffic
 from phalanx.simulate.step.stage_layers import contents
 from phalanx.simulate.step.timing import Prediction, pass_costs, predict, step_time
 
@@ -110,7 +110,7 @@ def test_where_the_first_rank_is_not_the_last_to_end_whoever_is_latest_counts(tm
     """A V-shaped schedule ends on all ranks at about the same time: a rank that exchanges more than the first is waited for."""
     p = predicted(tmp_path, {**PLAIN, "pipeline.schedule": "zbv"})
     assert isinstance(p.mapping, Mapping)
-    replicas, content = Replicas(p.job, p.mapping, Network(p.cluster.hardware)), contents(p.job, p.mapping)[0]
+    replicas, content = ReplicaTraffic(p.job, p.mapping, Network(p.cluster.hardware)), contents(p.job, p.mapping)[0]
     held = [p.step.passes[0], p.step.passes[-1]]
     first = replicas.exposed(
         parameters_of_rank(p.job, p.mapping, content),
@@ -151,7 +151,7 @@ def test_gradients_of_a_stage_go_over_its_own_replicas(tmp_path: Path, ep: int) 
     alone = predicted(tmp_path, {**HALF, **way, "folding.ep": ep}).mapping
     assert isinstance(alone, Mapping)
     own = parameters_of_rank(p.job, alone, contents(p.job, alone)[1])
-    gather, reduce = Replicas(p.job, alone, Network(p.cluster.hardware)).traffic(own)
+    gather, reduce = ReplicaTraffic(p.job, alone, Network(p.cluster.hardware)).traffic(own)
     forward, backward = (seconds + edges(p)[0, 1] for seconds in p.step.passes[0].seconds)
     assert reduce > backward and gather > forward
     assert p.step.parts["dp"] == pytest.approx(reduce - backward + gather - forward)

@@ -16,7 +16,7 @@ from phalanx.plan.pipeline.clock import ScheduleCosts, Timeline, simulate, unifo
 from phalanx.plan.pipeline.pairs import choose_pairs
 from phalanx.plan.pipeline.schedule import SCHEDULES, Schedule, make_schedule
 from phalanx.simulate.hardware.clusters import parse_cluster
-from phalanx.simulate.hardware.routing import Routing
+from phalanx.simulate.hardware.routing import RouterModel
 from phalanx.simulate.mapping.mapping import Job, Mapping, Overlap
 from phalanx.simulate.mapping.shape import flops_per_token, shape_of
 from phalanx.simulate.search.best import reasons, search
@@ -148,7 +148,7 @@ def test_overlap_and_recomputation_go_the_right_way() -> None:
     assert seconds(overlap=Overlap(tp=True)) < plain
     assert seconds(overlap=Overlap(ep="pair")) < plain
     assert plain < seconds(recompute="selective") < seconds(recompute="full") < 1.45 * plain
-    assert seconds(routing=Routing(kind="learned")) > plain
+    assert seconds(routing=RouterModel(kind="learned")) > plain
     assert seconds(precision="fp8") < plain
     assert seconds(fused_permute=False) > plain
     assert seconds(grouped_experts=False) >= plain
@@ -278,7 +278,7 @@ def test_uneven_stages_are_not_averaged() -> None:
 
 
 def test_a_learned_router_needs_more_room() -> None:
-    learned = replace(BEST, routing=Routing(kind="learned"))
+    learned = replace(BEST, routing=RouterModel(kind="learned"))
     assert fullest_bytes(MIXTRAL, learned) > fullest_bytes(MIXTRAL, BEST)
 
 
@@ -309,7 +309,7 @@ def test_the_quick_way_gives_what_the_slow_way_gives(name: str, kind: str) -> No
             virtual=virtual,
             recompute=draw.choice(space.recomputes),
             overlap=draw.choice(overlaps(Overlap(), folding, space, cluster.hardware)),
-            routing=Routing(kind=kind),  # type: ignore[arg-type]
+            routing=RouterModel(kind=kind),  # type: ignore[arg-type]
         )
         slow = step_time(job, mapping, cluster, exact=False).seconds
         assert quick.seconds(mapping) == pytest.approx(slow, rel=1e-9), mapping.label()

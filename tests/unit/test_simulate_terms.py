@@ -14,12 +14,12 @@ from phalanx.plan.mapping.folding import make_folding
 from phalanx.plan.mapping.model import PRESETS
 from phalanx.simulate.from_recipe import job_of_recipe, mapping_of_recipe, resolve_recipe
 from phalanx.simulate.hardware.clusters import load_hardware, parse_cluster
-from phalanx.simulate.hardware.collectives import Network, Span
-from phalanx.simulate.hardware.routing import Routing, forced_loads
+from phalanx.simulate.hardware.collectives import GroupSpan, Network
+from phalanx.simulate.hardware.routing import RouterModel, forced_loads
 from phalanx.simulate.mapping.mapping import Job, Mapping
 from phalanx.simulate.mapping.shape import shape_of
 from phalanx.simulate.step.device_memory import memory_of, parameters_of_rank
-from phalanx.simulate.step.replicas import Replicas
+from phalanx.simulate.step.replicas import ReplicaTraffic
 from phalanx.simulate.step.stage_layers import contents
 from phalanx.simulate.step.timing import predict
 
@@ -53,17 +53,19 @@ def test_state_that_nobody_shares_is_whole_everywhere() -> None:
     own = parameters_of_rank(QWEN, PLAIN, contents(QWEN, PLAIN)[0])
     assert memory_of(QWEN, whole)[0].optimizer == pytest.approx(12 * sum(own))
     assert memory_of(QWEN, PLAIN)[0].optimizer == pytest.approx(12 * (own[0] / 16 + own[1] / 2))
-    gather, reduce = Replicas(QWEN, whole, Network(H100)).traffic(own)
+    gather, reduce = ReplicaTraffic(QWEN, whole, Network(H100)).traffic(own)
     net = Network(H100)
     assert gather == 0
-    assert reduce == pytest.approx(net.all_reduce(4 * own[0], Span(8, 2)) + net.all_reduce(4 * own[1], Span(1, 2)))
+    assert reduce == pytest.approx(
+        net.all_reduce(4 * own[0], GroupSpan(8, 2)) + net.all_reduce(4 * own[1], GroupSpan(1, 2))
+    )
 
 
 def test_gathered_tokens_cost_what_gathers_cost() -> None:
     gathered = replace(PLAIN, dispatch="all_gather")
     one, other = (predict(QWEN, m, parse_cluster("h100x16")) for m in (PLAIN, gathered))
     layers, rounds = QWEN.shape.moe_layers, PLAIN.num_microbatches(QWEN)
-    each = Network(H100).all_gather(4096 * 8 * QWEN.shape.hidden * 2, Span(8, 1))
+    each = Network(H100).all_gather(4096 * 8 * QWEN.shape.hidden * 2, GroupSpan(8, 1))
     assert other.step.parts["a2a_inside"] == pytest.approx(4 * layers * rounds * each)
     assert other.step.parts["experts"] == one.step.parts["experts"]
     assert other.peak_bytes > one.peak_bytes  # the tokens of all, there and back
@@ -75,7 +77,7 @@ def test_forced_routing_is_counted() -> None:
     assert loads[0][0] == pytest.approx(1.05, abs=0.05)
     assert all(a[0] < b[0] and a[0] <= a[1] <= 8 for a, b in pairwise(loads))
     assert forced_loads(ep=1, skew=1.0, **how) == (1.0, 1.0)  # type: ignore[arg-type]
-    forced = replace(PLAIN, routing=Routing(kind="learned", forced=loads[2]))
+    forced = replace(PLAIN, routing=RouterModel(kind="learned", forced=loads[2]))
     assert (forced.load(QWEN), forced.load(QWEN, quantile=0.999)) == loads[2]
     even, uneven = (predict(QWEN, m, parse_cluster("h100x16")) for m in (PLAIN, forced))
     assert uneven.step.seconds > even.step.seconds and uneven.peak_bytes > even.peak_bytes
@@ -85,14 +87,14 @@ def test_several_holders_keep_and_update_more_and_gather_less() -> None:
     wide = Mapping(folding=make_folding(world=4, ep=2))
     own = (1e8, 2e8)
     network = Network(H100)
-    plain, two, four = (Replicas(QWEN, replace(wide, holders=n), network) for n in (1, 2, 4))
+    plain, two, four = (ReplicaTraffic(QWEN, replace(wide, holders=n), network) for n in (1, 2, 4))
     assert two.traffic(own)[1] == plain.traffic(own)[1]
     assert four.traffic(own)[0] < two.traffic(own)[0] < plain.traffic(own)[0]
     assert four.traffic(own)[0] == 0  # whoever needs parameters rounds them itself
     memory = [memory_of(QWEN, replace(wide, holders=n))[0].optimizer for n in (1, 2, 4)]
     dense, expert = parameters_of_rank(QWEN, wide, contents(QWEN, wide)[0])
     assert memory == [pytest.approx(12 * (dense * n / 4 + expert * min(n, 2) / 2)) for n in (1, 2, 4)]
-    voting = Replicas(QWEN, replace(wide, votes=True), network)
+    voting = ReplicaTraffic(QWEN, replace(wide, votes=True), network)
     assert voting.vote_s == pytest.approx(12 * H100.inside_latency_s) and plain.vote_s == 0
 
 

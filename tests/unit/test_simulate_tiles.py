@@ -17,9 +17,9 @@ from phalanx.plan.moe.overlap.cost import LayerShape, OverlapCost
 from phalanx.plan.moe.overlap.settings import CANDIDATES, FINE
 from phalanx.simulate.from_recipe import mapping_of_recipe, resolve_recipe
 from phalanx.simulate.hardware.clusters import Hardware, load_hardware, parse_cluster
-from phalanx.simulate.hardware.collectives import Network, Span
+from phalanx.simulate.hardware.collectives import GroupSpan, Network
 from phalanx.simulate.hardware.cost import Oracle
-from phalanx.simulate.hardware.routing import Routing
+from phalanx.simulate.hardware.routing import RouterModel
 from phalanx.simulate.mapping.mapping import Job, Mapping, Overlap
 from phalanx.simulate.mapping.shape import Shape, shape_of
 from phalanx.simulate.search.best import search
@@ -31,10 +31,10 @@ from phalanx.simulate.step.tile_layer import TiledExperts
 from phalanx.simulate.step.tile_time import (
     TILE_ROWS,
     Direction,
+    ExpertWidths,
     LayerPass,
     Pieces,
     TileLayer,
-    TileShape,
     layer_passes,
     link_cost,
     pieces_of,
@@ -50,7 +50,7 @@ BARE = replace(H100, kernel_s=0.0, memory_bytes_per_s=1e30, ranks_per_host=4)
 LAYER = TileLayer(
     tokens=4096, rows=8192, top_k=2, experts=8, ep=8, etp=1, row_bytes=8192, ranks_per_host=4, gateways=False
 )
-WIDTHS = TileShape(hidden=4096, ffn=14336, matrices=3)
+WIDTHS = ExpertWidths(hidden=4096, ffn=14336, matrices=3)
 
 
 def pieces(hardware: Hardware, layer: TileLayer, direction: Direction, *, taken: float = 0.15) -> Pieces:
@@ -121,7 +121,7 @@ def test_serial_messages_take_what_an_all_to_all_takes(size: int) -> None:
     layer = replace(LAYER, ep=size, experts=size, top_k=1, rows=4096)
     link = pieces(BARE, layer, "forward", taken=0.0).link
     found = passes(BARE, layer, "tiles")[0]
-    span = Span(min(size, 4), max(1, size // 4))
+    span = GroupSpan(min(size, 4), max(1, size // 4))
     one = Network(BARE).all_to_all(layer.rows * layer.row_bytes, span)
     assert found.exposed_s == pytest.approx(2 * one, rel=0.01)
     assert link.bytes_per_s > 0
@@ -180,7 +180,7 @@ def test_a_layer_is_the_clock_and_what_stands_around_it(model: str, routing: str
     mapping = Mapping(
         folding=make_folding(world=8, ep=8),
         overlap=Overlap(ep="fine"),
-        routing=Routing(kind=routing),  # type: ignore[arg-type]
+        routing=RouterModel(kind=routing),  # type: ignore[arg-type]
     )
     bare = replace(mapping, overlap=Overlap())
     ledger, plain = layer_of(job, mapping, "h100x8"), layer_of(job, bare, "h100x8")
@@ -231,7 +231,7 @@ def test_recipes_of_tiles_come_back(way: str) -> None:
     mapping = Mapping(
         folding=make_folding(world=16, pp=2, ep=8),
         overlap=Overlap(ep=way),  # type: ignore[arg-type]
-        routing=Routing(kind="learned"),
+        routing=RouterModel(kind="learned"),
     )
     recipe, reasons = recipe_of_mapping(job, mapping)
     assert recipe is not None and recipe.dispatch.overlap == way, reasons
@@ -286,7 +286,7 @@ def test_multiprocessors_left_to_messages(left_free: int, rate: float) -> None:
 
 def test_recipes_that_leave_multiprocessors_come_back() -> None:
     job, folding = replace(MIXTRAL, global_batch=64), make_folding(world=8, ep=8)
-    mapping = Mapping(folding=folding, overlap=Overlap(ep="fine", left_free=16), routing=Routing(kind="learned"))
+    mapping = Mapping(folding=folding, overlap=Overlap(ep="fine", left_free=16), routing=RouterModel(kind="learned"))
     recipe, reasons = recipe_of_mapping(job, mapping, cluster=parse_cluster("h100x8"))
     assert recipe is not None and recipe.dispatch.left_free == 16, reasons
     all_of_it = replace(recipe, dispatch=replace(recipe.dispatch, left_free=132))

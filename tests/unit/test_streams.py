@@ -15,8 +15,8 @@ from phalanx.core.errors import ConfigError, PlanError, RunError
 from phalanx.plan.mapping.folding import make_folding
 from phalanx.plan.moe.dispatch import plan_dispatch
 from phalanx.plan.moe.overlap.plan import backward_of
-from phalanx.plan.moe.overlap.rounds import Leg, rounds_of
-from phalanx.plan.moe.overlap.types import Schedule
+from phalanx.plan.moe.overlap.rounds import MessageEnd, rounds_of
+from phalanx.plan.moe.overlap.types import TileSchedule
 from phalanx.runtime.comm import groups
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.exchange import Exchange, Message
@@ -47,7 +47,7 @@ class Recorder:
 
 def rounds():
     counts = np.full((3, 3), 12)
-    plans = plans_of_group(plan_dispatch(counts, range(3), ep=3, etp=1), Schedule(parts=2, blocks=2), tile_rows=3)
+    plans = plans_of_group(plan_dispatch(counts, range(3), ep=3, etp=1), TileSchedule(parts=2, blocks=2), tile_rows=3)
     return rounds_of(backward_of(plans[0]))
 
 
@@ -105,7 +105,7 @@ def test_empty_messages_are_not_sent_and_a_round_of_them_is_none():
 def test_what_a_plan_does_not_have_is_refused():
     given = messages(Recorder())
     with pytest.raises(PlanError, match=r"going 7\.0 to 1"):
-        given.give(Leg("going", True, 1, 7), torch.zeros(1))
+        given.give(MessageEnd("going", True, 1, 7), torch.zeros(1))
     exchange = given.give(rounds()[1].legs[0], torch.zeros(1))
     with pytest.raises(PlanError, match="once"):
         given.give(rounds()[1].legs[0], torch.zeros(1))

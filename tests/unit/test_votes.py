@@ -13,10 +13,10 @@ from membership_help import MemoryService, World
 from tiers import times
 
 from phalanx.core.errors import RunError
-from phalanx.runtime.membership import roster
+from phalanx.runtime.membership import host_agent as roster
 from phalanx.runtime.membership.keys import ServiceLost
 from phalanx.runtime.membership.membership import Generation, Member
-from phalanx.runtime.membership.votes import ABORT, Decision, InDoubt, Report, Resolution, Votes, resolve
+from phalanx.runtime.membership.votes import ABORT, Decision, InDoubt, MemberReport, Resolution, Votes, resolve
 from phalanx_lab.bench.storm.check import problems_of
 
 pytestmark = pytest.mark.unit
@@ -95,8 +95,8 @@ def test_a_lost_service_leaves_a_voter_in_doubt() -> None:
         Votes(service.connect(), first.generation, first.uid)
 
 
-def report(uid: str, step: int, **rest: Any) -> Report:
-    return Report(uid=uid, step=step, holds=rest.pop("holds", True), **rest)
+def report(uid: str, step: int, **rest: Any) -> MemberReport:
+    return MemberReport(uid=uid, step=step, holds=rest.pop("holds", True), **rest)
 
 
 def test_doubts_are_settled_by_who_went_on() -> None:
@@ -108,7 +108,7 @@ def test_doubts_are_settled_by_who_went_on() -> None:
 
 
 @pytest.mark.parametrize("other", [report("b", 5), report("b", 6, doubt=True)])
-def test_members_that_cannot_have_come_apart_are_refused(other: Report) -> None:
+def test_members_that_cannot_have_come_apart_are_refused(other: MemberReport) -> None:
     with pytest.raises(RunError, match=r"others have \d, a \(4 steps"):
         resolve([report("a", 4, doubt=other.step == 6), other])
 
@@ -195,12 +195,12 @@ def test_random_histories(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
         assert problems(world) == [], f"seed {seed}"
 
 
-def repeat_always(reports: Sequence[Report]) -> Resolution:
+def repeat_always(reports: Sequence[MemberReport]) -> Resolution:
     found = resolve([replace(r, doubt=False, step=max(x.step for x in reports)) for r in reports])
     return replace(found, finish=())
 
 
-def finish_always(reports: Sequence[Report]) -> Resolution:
+def finish_always(reports: Sequence[MemberReport]) -> Resolution:
     found = resolve(reports)
     return replace(found, finish=found.finish + found.repeat)
 

@@ -43,18 +43,18 @@ from phalanx.runtime.comm.allocator import keep_freed_memory
 from phalanx.runtime.comm.groups import WorldInfo
 from phalanx.runtime.comm.launch import StopRequest
 from phalanx.runtime.comm.peers import Peers
-from phalanx.runtime.membership.forming import Team
+from phalanx.runtime.membership.agent_terms import SeatSettings
 from phalanx.runtime.membership.member import resolve_now
-from phalanx.runtime.membership.seat import Seat
-from phalanx.runtime.membership.seat_terms import SeatSettings
+from phalanx.runtime.membership.rendezvous import GroupEpoch
 from phalanx.runtime.membership.supervisor import Supervisor, SupervisorSettings
-from phalanx.runtime.membership.votes import Report
+from phalanx.runtime.membership.votes import MemberReport
+from phalanx.runtime.membership.worker_agent import WorkerAgent
 from phalanx.train.build import make_loader, make_parts
 from phalanx.train.loop import Trainer
-from phalanx.train.placement.replacing import Replacing
+from phalanx.train.placement.rebalancer import Rebalancer
 from phalanx.train.recovery.elastic import ElasticMember, ElasticRun
 from phalanx.train.recovery.run import prepare_run
-from phalanx.train.reporting import Progress
+from phalanx.train.reporting import RunProgress
 from phalanx.train.run_folder import RunFolder
 from phalanx.train.setup import Rank, resolve_pipeline
 
@@ -215,7 +215,7 @@ def _recipe(case: Case, mode: Mode, folder: Path) -> Recipe:
     )
 
 
-def _work(case: Case, runs: dict[Mode, ElasticRun], path: Path, seat: Seat) -> int:
+def _work(case: Case, runs: dict[Mode, ElasticRun], path: Path, seat: WorkerAgent) -> int:
     """One rank."""
     torch.set_num_threads(1)
     keep_freed_memory(threads=1)
@@ -224,7 +224,7 @@ def _work(case: Case, runs: dict[Mode, ElasticRun], path: Path, seat: Seat) -> i
         bodies = {mode: ElasticMember(runs[mode], sinks) for mode in MODES if mode != "plain"}
         seat.announce(plan_hash="heal-cost", version="1")
         _, about = bodies["fast"].describe()
-        report = Report(uid=seat.uid, step=0, holds=False, data=about)
+        report = MemberReport(uid=seat.uid, step=0, holds=False, data=about)
         team = seat.next_team(report, order=bodies["fast"].order)
         for body in bodies.values():
             body.order(team.generation, team.reports)
@@ -260,7 +260,7 @@ def _rounds(case: Case, steps: dict[Mode, Callable[[], None]], peers: Peers) -> 
 class _Healing:
     """Steps of a member, as the loop of `runtime/membership/member.py` makes them. `number` of `bodies` bodies vote in one team: their keys differ."""
 
-    def __init__(self, body: ElasticMember, seat: Seat, number: int, bodies: int = 2) -> None:
+    def __init__(self, body: ElasticMember, seat: WorkerAgent, number: int, bodies: int = 2) -> None:
         self.body, self.seat, self.number, self.bodies = body, seat, number, bodies
 
     def step(self) -> None:
@@ -274,7 +274,7 @@ class _Healing:
 class _Plain:
     """A trainer without any of it, on the same groups."""
 
-    def __init__(self, run: ElasticRun, beside: ElasticMember, team: Team) -> None:
+    def __init__(self, run: ElasticRun, beside: ElasticMember, team: GroupEpoch) -> None:
         world = tuple(range(team.size))
         group = team.groups.get(world, second=True)
         rank = Rank(
@@ -294,7 +294,7 @@ class _Plain:
         self.trainer = Trainer(
             rank=rank, stop=StopRequest(), prepared=run.prepared, spec=run.spec, folding=folding, parts=parts,
             loader=make_loader(run.recipe, run.prepared), manager=CheckpointManager(run.folder.checkpoints.path, group=group),
-            companion=Replacing(run.recipe, run.spec), progress=Progress(),
+            companion=Rebalancer(run.recipe, run.spec), progress=RunProgress(),
         )  # fmt: skip
 
     def __enter__(self) -> _Plain:

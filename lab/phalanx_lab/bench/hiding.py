@@ -7,7 +7,7 @@ equal. `speedup` is the median over rounds of the quotient of the two turns' med
 
     gradients   dp 2: buckets are reduced while the backward pass goes on
     ring        cp 2: key/value blocks travel while the block before them is computed
-    pair        ep 2, 4 micro-batches: the forward pass of one runs beside the backward pass of the one before (`runtime/moe/pair.py`); waiting, one pass
+    pair        ep 2, 4 micro-batches: the forward pass of one runs beside the backward pass of the one before (`runtime/moe/co_schedule.py`); waiting, one pass
                 runs after the other (reductions of gradients are hidden both times)
 """
 

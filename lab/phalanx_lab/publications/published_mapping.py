@@ -11,7 +11,7 @@ import re
 
 from phalanx.plan.mapping.folding import Folding
 from phalanx.simulate.hardware.clusters import GpuCluster, load_hardware
-from phalanx.simulate.hardware.routing import Routing
+from phalanx.simulate.hardware.routing import RouterModel
 from phalanx.simulate.mapping.mapping import Job, Mapping, Overlap, Recompute
 from phalanx.simulate.mapping.shape import flops_per_token
 from phalanx.simulate.step.stage_layers import even_layers
@@ -101,7 +101,7 @@ def _base(row: Row) -> Mapping:
         fused_permute=facts.fused_permute,
         dispatch="dedup" if re.search(r"deepep|hybridep", low) else "all_to_all",
         cp_method=facts.cp_method,  # type: ignore[arg-type]
-        routing=Routing(kind="learned" if learned else "balanced"),
+        routing=RouterModel(kind="learned" if learned else "balanced"),
         fused_attention=facts.fused_attention,
     )
 

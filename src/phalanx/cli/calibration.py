@@ -47,12 +47,12 @@ from phalanx.runtime.comm import (
 )
 from phalanx.runtime.membership import compare_clocks, own_host
 from phalanx.simulate.hardware import (
-    Attention,
     HostRows,
-    Link,
-    Measured,
-    Product,
-    Stream,
+    Measurements,
+    TimedAttention,
+    TimedCollective,
+    TimedProduct,
+    TimedStream,
     apart,
     combined,
     ranks_of_host,
@@ -80,7 +80,7 @@ LINK_BYTES = tuple(1 << i for i in range(8, 24, 3))
 class JobMeasured:
     """What stands for a host of the job, and in what its hosts differ."""
 
-    measured: Measured
+    measured: Measurements
     apart: tuple[str, ...]
 
 
@@ -170,12 +170,14 @@ def _compute_rows(timed: Timed, lanes: Lanes) -> dict[str, Any]:
         "launch_s": timed(lambda: [torch.add(one, one, out=one) for _ in range(100)]) / 100,
         "copy_bytes_per_s": 2.0 * big[0].numel() / timed(lambda: big[1].copy_(big[0])),
         "products": tuple(
-            Product(m=m, n=n, k=k, precision=kind, seconds=_product(timed, m, n, k, dtype))
+            TimedProduct(m=m, n=n, k=k, precision=kind, seconds=_product(timed, m, n, k, dtype))
             for kind, dtype in DTYPES.items()
             for m, n, k in (*PRODUCTS, LARGE)
         ),
         "experts": tuple(
-            Product(m=g * r, n=FFN, k=HIDDEN, groups=g, precision=kind, seconds=_experts(timed, g, r, dtype, lanes))
+            TimedProduct(
+                m=g * r, n=FFN, k=HIDDEN, groups=g, precision=kind, seconds=_experts(timed, g, r, dtype, lanes)
+            )
             for kind, dtype in DTYPES.items()
             for g, r in EXPERTS
         ),
@@ -197,7 +199,7 @@ def _experts(timed: Timed, groups: int, rows: int, dtype: torch.dtype, lanes: La
     return timed(lambda: expert_ffn(x_MH, w13, w2, counts, row_weights_M=weights, lanes=lanes))
 
 
-def _attention(timed: Timed, seq: int, heads: int, lanes: Lanes) -> Attention:
+def _attention(timed: Timed, seq: int, heads: int, lanes: Lanes) -> TimedAttention:
     with torch.enable_grad():
         q, k, v = (torch.ones(1, seq, heads, HEAD_DIM, dtype=torch.bfloat16).requires_grad_() for _ in range(3))
 
@@ -206,7 +208,7 @@ def _attention(timed: Timed, seq: int, heads: int, lanes: Lanes) -> Attention:
 
         out = forward()
         back = torch.ones_like(out)
-        return Attention(
+        return TimedAttention(
             seq=seq,
             heads=heads,
             dim=HEAD_DIM,
@@ -215,17 +217,17 @@ def _attention(timed: Timed, seq: int, heads: int, lanes: Lanes) -> Attention:
         )
 
 
-def _streams(timed: Timed, lanes: Lanes) -> list[Stream]:
+def _streams(timed: Timed, lanes: Lanes) -> list[TimedStream]:
     rows = []
     for count in STREAM_ELEMENTS:
         x = torch.ones(count // HIDDEN, HIDDEN, dtype=torch.bfloat16)
         w, pair = torch.ones(HIDDEN, dtype=torch.bfloat16), x.view(-1, 2, HIDDEN // 2)
         seconds = timed(lambda x=x, w=w: rms_norm(x, w, 1e-5, lanes=lanes))  # type: ignore[misc]
-        rows.append(Stream(what="norm", moved_bytes=4.0 * count, seconds=seconds))
+        rows.append(TimedStream(what="norm", moved_bytes=4.0 * count, seconds=seconds))
         seconds = timed(lambda pair=pair: swiglu(pair, lanes=lanes))  # type: ignore[misc]
-        rows.append(Stream(what="swiglu", moved_bytes=3.0 * count, seconds=seconds))
+        rows.append(TimedStream(what="swiglu", moved_bytes=3.0 * count, seconds=seconds))
         seconds = timed(lambda x=x: x + x)  # type: ignore[misc]
-        rows.append(Stream(what="sum", moved_bytes=4.0 * count, seconds=seconds))
+        rows.append(TimedStream(what="sum", moved_bytes=4.0 * count, seconds=seconds))
     return rows
 
 
@@ -241,7 +243,7 @@ def measure_links(
     repeats: int = 9,
     ranks_per_host: int | None = None,
     peers: Peers | None = None,
-) -> tuple[Link, ...]:
+) -> tuple[TimedCollective, ...]:
     """Every collective over 2, 4, ... ranks, and a message between two. Collective; all groups of one kind work at once, as in a run.
 
     `ranks_per_host` (None: all ranks share one): groups inside a host, and groups with as many ranks on each of several hosts. All ranks read one clock (hosts are
@@ -257,7 +259,7 @@ def measure_links(
             clock = time.monotonic if peers is None else _common_clock(peers)
             for what, call in _calls(comms, axis, n, size).items():
                 seconds = _link_s(comms, world_axis(info, cache), axis, call, repeats, clock)
-                rows.append(Link(what=what, ranks=n, num_bytes=float(size), seconds=seconds, hosts=hosts))
+                rows.append(TimedCollective(what=what, ranks=n, num_bytes=float(size), seconds=seconds, hosts=hosts))
     return tuple(rows)
 
 

@@ -29,7 +29,7 @@ from phalanx.plan.mapping import (
     plain_placement,
 )
 from phalanx.plan.pipeline import Pipeline, make_pipeline
-from phalanx.plan.placement import Asked, StageReplicas, replicas_of, stage_replicas
+from phalanx.plan.placement import ReplicaSettings, StageReplicas, replicas_of, stage_replicas
 from phalanx.simulate.hardware import PREPARE_BYTES
 from phalanx.simulate.memory import TERMS, MemoryEstimate, estimate_memory
 from phalanx.simulate.step import worst_balance
@@ -117,7 +117,7 @@ def _groups(folding: AnyFolding) -> list[str]:
     return [f"groups       {len(distinct)} process groups of more than one rank"]
 
 
-def _parameters(spec: ModelSpec, folding: AnyFolding, pipeline: Pipeline, asked: Asked) -> list[str]:
+def _parameters(spec: ModelSpec, folding: AnyFolding, pipeline: Pipeline, asked: ReplicaSettings) -> list[str]:
     """What the rank with the most holds; without a pipeline and replicas all hold as much."""
     held = [_held(spec, folding, pipeline, rank, asked) for rank in _that_differ(folding, asked)]
     dense, experts = max(held, key=sum)
@@ -134,7 +134,7 @@ def _of_each_stage(folding: AnyFolding) -> list[int]:
     return [first[stage] for stage in sorted(first)]
 
 
-def _that_differ(folding: AnyFolding, asked: Asked) -> list[int]:
+def _that_differ(folding: AnyFolding, asked: ReplicaSettings) -> list[int]:
     """Ranks that may hold different numbers of elements: with replicas, one rank has more different experts in its slots than another."""
     if asked.slots_per_rank is None:
         return _of_each_stage(folding)
@@ -142,7 +142,7 @@ def _that_differ(folding: AnyFolding, asked: Asked) -> list[int]:
 
 
 def _fullest_of_each_stage(
-    spec: ModelSpec, folding: AnyFolding, pipeline: Pipeline, asked: Asked
+    spec: ModelSpec, folding: AnyFolding, pipeline: Pipeline, asked: ReplicaSettings
 ) -> dict[int, AnyPlacement]:
     """Of each pipeline stage the rank that holds most, and the placement of its experts."""
     best: dict[int, tuple[int, int]] = {}
@@ -165,12 +165,12 @@ def _placed_by_stage(
     hosts: int,
 ) -> StageReplicas:
     loads = None if rows is None else np.array(rows, dtype=np.float64)
-    asked = Asked(slots_per_rank=slots, f=f, loads=loads, ranks_per_host=hosts)
+    asked = ReplicaSettings(slots_per_rank=slots, f=f, loads=loads, ranks_per_host=hosts)
     return stage_replicas(spec, folding, stages, rank=rank, asked=asked)
 
 
 def _replicas_of_stage(
-    spec: ModelSpec, folding: AnyFolding, pipeline: Pipeline, rank: int, asked: Asked
+    spec: ModelSpec, folding: AnyFolding, pipeline: Pipeline, rank: int, asked: ReplicaSettings
 ) -> StageReplicas:
     """Planned once for all ranks of a stage: of their etp and pp position the first one stands for all."""
     assert asked.slots_per_rank is not None
@@ -180,13 +180,17 @@ def _replicas_of_stage(
     return _placed_by_stage(spec, folding, stages, first, asked.slots_per_rank, asked.f, rows, asked.ranks_per_host)
 
 
-def _placed(spec: ModelSpec, folding: AnyFolding, pipeline: Pipeline, rank: int, asked: Asked) -> AnyPlacement:
+def _placed(
+    spec: ModelSpec, folding: AnyFolding, pipeline: Pipeline, rank: int, asked: ReplicaSettings
+) -> AnyPlacement:
     if asked.slots_per_rank is None or not spec.moe_layers:
         return plain_placement(max(1, spec.num_experts), folding.of_rank(rank))
     return _replicas_of_stage(spec, folding, pipeline, rank, asked).placement
 
 
-def _replicas(recipe: Recipe, spec: ModelSpec, folding: AnyFolding, pipeline: Pipeline, asked: Asked) -> list[str]:
+def _replicas(
+    recipe: Recipe, spec: ModelSpec, folding: AnyFolding, pipeline: Pipeline, asked: ReplicaSettings
+) -> list[str]:
     """Replicas of each stage's experts, and what their optimizer state takes either way."""
     if asked.slots_per_rank is None or not spec.moe_layers:
         return []
@@ -203,7 +207,7 @@ def _replicas(recipe: Recipe, spec: ModelSpec, folding: AnyFolding, pipeline: Pi
 
 
 def _state_elements(
-    recipe: Recipe, spec: ModelSpec, folding: AnyFolding, pipeline: Pipeline, asked: Asked, state: ExpertState
+    recipe: Recipe, spec: ModelSpec, folding: AnyFolding, pipeline: Pipeline, asked: ReplicaSettings, state: ExpertState
 ) -> list[int]:
     """Expert parameters of whose optimizer state each rank keeps a part."""
     out = []
@@ -215,7 +219,9 @@ def _state_elements(
     return out
 
 
-def _holders(recipe: Recipe, spec: ModelSpec, folding: AnyFolding, pipeline: Pipeline, asked: Asked) -> list[str]:
+def _holders(
+    recipe: Recipe, spec: ModelSpec, folding: AnyFolding, pipeline: Pipeline, asked: ReplicaSettings
+) -> list[str]:
     """Hosts that keep each shard of the optimizer state, and what the copies take."""
     wanted = recipe.resilience.shard_holders
     if not recipe.optim.zero or wanted == 1:
@@ -245,7 +251,9 @@ def _holders(recipe: Recipe, spec: ModelSpec, folding: AnyFolding, pipeline: Pip
     ]
 
 
-def _held(spec: ModelSpec, folding: AnyFolding, pipeline: Pipeline, rank: int, asked: Asked) -> tuple[int, int]:
+def _held(
+    spec: ModelSpec, folding: AnyFolding, pipeline: Pipeline, rank: int, asked: ReplicaSettings
+) -> tuple[int, int]:
     """Dense and expert parameters of a rank."""
     placement = _placed(spec, folding, pipeline, rank, asked)
     params = stage_params(spec, pipeline.stages.of_rank(folding.coord(rank, "pp")))

@@ -23,7 +23,7 @@ from phalanx.observe import (
     Course,
     History,
     Record,
-    Row,
+    TableRow,
     chart,
     exchange_words,
     header,
@@ -140,8 +140,8 @@ def _spread(steps: Sequence[int], count: int, *, keep: Sequence[int]) -> list[in
     return sorted(kept | even(steps, count - len(kept)))
 
 
-def _row(step: Record, validated: Record | None) -> Row:
-    return Row(
+def _row(step: Record, validated: Record | None) -> TableRow:
+    return TableRow(
         step=step["step"], loss=step["loss"], validation=validated["loss"] if validated else None,
         tokens_per_s=step["tokens_per_s"], mfu=step["mfu"] or None, grad_norm=step["grad_norm"], lr=step["lr"],
         load=max(step["load_max_over_mean"], default=None), dead=step["dead_experts"], dropped=step["dropped_tokens"],

@@ -20,12 +20,12 @@ from phalanx.core.units import format_seconds
 from phalanx.observe.pictures import placement_svg, placement_text
 from phalanx.plan.placement import (
     Certificate,
+    CostWeights,
     Fleet,
     Floats,
     HostPlacement,
     Point,
     ReplicaCounts,
-    Worth,
     choose,
     equal_fleet,
     fleet_problems,
@@ -94,7 +94,7 @@ def placement(args: PlacementArgs) -> int:
     counts = replica_counts(loads, fleet, floor=args.f)
     best = plan_placement(counts, fleet, loads)
     seconds, cpu_s = time.perf_counter() - begin, time.process_time() - cpu
-    worth = Worth()
+    worth = CostWeights()
     points = placement_front(loads, fleet, floor=args.f, current=current, worth=worth, best=best)
     by = worth.cost if args.choose == "cost" else None
     chosen = choose(points, max_over_mean=args.max_load, max_copies=args.max_copies, by=by)
@@ -184,7 +184,7 @@ def placement_result(
     loads: Floats,
     *,
     counts: ReplicaCounts,
-    worth: Worth,
+    worth: CostWeights,
     seconds: float,
 ) -> dict[str, Any]:
     """What `plan placement --json` writes."""
@@ -242,7 +242,7 @@ def _show(
     chosen: Point,
     loads: Floats,
     counts: ReplicaCounts,
-    worth: Worth,
+    worth: CostWeights,
 ) -> None:
     print(chosen.plan.explain())
     for note in counts.notes:
@@ -272,7 +272,7 @@ def _show_rules(plans: dict[str, HostPlacement], loads: Floats, *, floor: int) -
         print(f"no placement is best for every k: {name} survives more losses of k = {', '.join(map(str, more))}")
 
 
-def _show_front(points: list[Point], chosen: Point, worth: Worth, *, moving: bool) -> None:
+def _show_front(points: list[Point], chosen: Point, worth: CostWeights, *, moving: bool) -> None:
     print(
         f"what recovery, load and copies cost each other (* nothing beats it; risk: each host fails with {worth.failure:g}):"
     )

@@ -20,7 +20,7 @@ from phalanx.core.units import format_bytes, format_seconds
 from phalanx.observe.pictures import Series, plot
 from phalanx.plan.mapping import PRESETS
 from phalanx.plan.pipeline import SCHEDULES
-from phalanx.simulate.hardware import GpuCluster, Routing, parse_cluster
+from phalanx.simulate.hardware import GpuCluster, RouterModel, parse_cluster
 from phalanx.simulate.mapping import (
     Job,
     Mapping,
@@ -84,7 +84,7 @@ def main(argv: Sequence[str]) -> int:
             space=_space(args),
             precision=args.precision,
             keep=max(args.exact, args.top),
-            base=base_mapping(Routing(kind=args.routing)),
+            base=base_mapping(RouterModel(kind=args.routing)),
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
         slow = parse_stragglers(args.straggler or (), args.spread)
@@ -255,7 +255,7 @@ def describe(result: SearchResult, *, top: int, seconds: float) -> str:
         lines.append(f"{'':>31}{reasons(result, p)}")
     first = result.best[0]
     if first.uniform.routing.kind == "balanced" and result.job.shape.experts:
-        learned = predict(result.job, replace(first.uniform, routing=Routing(kind="learned")), result.cluster)
+        learned = predict(result.job, replace(first.uniform, routing=RouterModel(kind="learned")), result.cluster)
         lines.append(
             f"with even routing; the first under a learned router: {format_seconds(learned.step.seconds)}, "
             f"{format_bytes(learned.peak_bytes)}{'' if learned.fits else ', which does not fit'} (--routing learned ranks by that)"

@@ -23,8 +23,8 @@ from phalanx.simulate import resolve_recipe
 from phalanx.simulate.hardware import parse_cluster
 from phalanx.simulate.program import (
     Comparison,
-    Measured,
     MeasuredMove,
+    MeasuredOp,
     MoveComparison,
     ProgramOracle,
     RecipePrograms,
@@ -215,7 +215,7 @@ def _measured_move(ranks: Sequence[RankMove]) -> MeasuredMove:
         order=first.order,
         ranks=first.world,
         seconds=max(m.end_s for m in told.values()) - max(began.values()),
-        messages={key: Measured(m.begin_s - began[key[0]], m.end_s - m.ready_s) for key, m in told.items()},
+        messages={key: MeasuredOp(m.begin_s - began[key[0]], m.end_s - m.ready_s) for key, m in told.items()},
         sent_bytes={key: m.sent_bytes for key, m in told.items()},
     )
 
@@ -254,7 +254,7 @@ def _step_s(recording: Recording, step: int) -> float:
 
 def _measured(recording: Recording, step: int) -> RecordedStep:
     """One step of all ranks. What an id did in several pieces is added up."""
-    found: dict[tuple[int, str], Measured] = {}
+    found: dict[tuple[int, str], MeasuredOp] = {}
     for steps in recording.ranks.values():
         if step not in steps:
             continue
@@ -266,7 +266,9 @@ def _measured(recording: Recording, step: int) -> RecordedStep:
             before = found.get((rank, id))
             at = begin_s - begin
             found[rank, id] = (
-                Measured(at, seconds) if before is None else Measured(min(at, before.begin_s), before.seconds + seconds)
+                MeasuredOp(at, seconds)
+                if before is None
+                else MeasuredOp(min(at, before.begin_s), before.seconds + seconds)
             )
     return found
 

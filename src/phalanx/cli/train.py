@@ -152,12 +152,12 @@ def start(recipe: Recipe, environ: Mapping[str, str]) -> int:
     from phalanx.runtime.checkpoint import import_now
     from phalanx.runtime.comm import WorldInfo, read_world, run_local, run_one, threads_per_rank
     from phalanx.train import train
-    from phalanx.train.placement import Replacing
+    from phalanx.train.placement import Rebalancer
 
     warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
     if recipe.launch.device == "cuda" and recipe.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch refuses to be deterministic without it
-    body = partial(train, recipe, companion=Replacing)
+    body = partial(train, recipe, companion=Rebalancer)
     info = read_world(environ)
     if info is not None:
         return run_one(body, info, threads=threads_per_rank(info.local_world, recipe.launch.threads))

@@ -145,8 +145,8 @@ def verify(args: VerifyArgs, recipe: Recipe | None, console: Console) -> int:
         PLANT_TIMEOUT_S,
         ROUNDED_AXES,
         TIMEOUT_S,
-        Job,
-        Task,
+        CaseTask,
+        VerifyJob,
         default_cases,
         force_overlap,
     )
@@ -161,8 +161,8 @@ def verify(args: VerifyArgs, recipe: Recipe | None, console: Console) -> int:
         cases = forced.cases
     if args.plant is not None:
         cases = _faults().cases_with(fault, cases, ranks=ranks)
-    job = Job(
-        tasks=[Task(case, fault) for case in cases],
+    job = VerifyJob(
+        tasks=[CaseTask(case, fault) for case in cases],
         world=ranks,
         dtype=getattr(torch, args.dtype),
         timeout_s=TIMEOUT_S if args.plant is None else PLANT_TIMEOUT_S,
@@ -323,12 +323,12 @@ def plant_all(args: VerifyArgs, console: Console) -> int:
     """Plant every fault that exists on these ranks; a table of what finds it, and whether the loss alone would have."""
     import torch
 
-    from phalanx.verify import PLANT_TIMEOUT_S, Job, Task, default_cases
+    from phalanx.verify import PLANT_TIMEOUT_S, CaseTask, VerifyJob, default_cases
 
     ranks, begin_s, faults = args.ranks or 4, time.perf_counter(), _faults()
     cases = default_cases(ranks)
-    tasks = [Task(case, f) for f in faults.FAULTS for case in [c for c in cases if f.needs(c)][: faults.PER_FAULT]]
-    job = Job(tasks=tasks, world=ranks, dtype=torch.float64, timeout_s=PLANT_TIMEOUT_S)
+    tasks = [CaseTask(case, f) for f in faults.FAULTS for case in [c for c in cases if f.needs(c)][: faults.PER_FAULT]]
+    job = VerifyJob(tasks=tasks, world=ranks, dtype=torch.float64, timeout_s=PLANT_TIMEOUT_S)
     reports = _run(job, console)
     rows = [_fault_row(fault, [r for r in reports if r.task.fault is fault]) for fault in faults.FAULTS]
     escaped = [row["name"] for row in rows if row["cases"] and not row["caught"]]

@@ -17,7 +17,7 @@ INSIDE_S = 1e-6
 
 
 @dataclass(frozen=True)
-class Span:
+class TraceSpan:
     """A piece of a lane that has been written."""
 
     pid: int
@@ -52,16 +52,16 @@ class TraceFile:
 
     def span(
         self, pid: int, tid: int, name: str, *, begin_s: float, end_s: float, category: str, args: Mapping[str, Any]
-    ) -> Span:
+    ) -> TraceSpan:
         """Something that a lane did. Spans of one lane must not overlap."""
         begin, end = self._us(begin_s), self._us(end_s)
         self._events.append(
             {"ph": "X", "name": name, "cat": category, "pid": pid, "tid": tid, "ts": begin, "dur": round(end - begin, 3),
              "args": dict(args)}
         )  # fmt: skip
-        return Span(pid, tid, begin_s, end_s)
+        return TraceSpan(pid, tid, begin_s, end_s)
 
-    def arrow(self, name: str, source: Span, target: Span, *, from_s: float, to_s: float) -> bool:
+    def arrow(self, name: str, source: TraceSpan, target: TraceSpan, *, from_s: float, to_s: float) -> bool:
         """From a moment within `source` to one within `target`; False, and nothing drawn, where that would point back in time."""
         begin, end = self._us(from_s), self._us(to_s)
         if end < begin:

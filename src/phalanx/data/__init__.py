@@ -12,7 +12,7 @@ from phalanx.core.faces import lazy
 if TYPE_CHECKING:
     from phalanx.data.loader import Loader as Loader, MicroBatch as MicroBatch, ValidationLoader as ValidationLoader
     from phalanx.data.prefetch import Prefetch as Prefetch
-    from phalanx.data.preparation import Prepared as Prepared, prepare as prepare
+    from phalanx.data.preparation import PreparedData as PreparedData, prepare as prepare
     from phalanx.data.size import token_file_bytes as token_file_bytes
     from phalanx.data.sources import resolve as resolve
     from phalanx.data.tokenizer import (

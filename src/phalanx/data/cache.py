@@ -27,7 +27,7 @@ _UNWRITABLE = (*_FULL, *_NO_PATH, errno.EACCES, errno.EPERM, errno.EROFS)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 
 
-class Progress(Protocol):
+class CacheProgress(Protocol):
     """Hears how far preparation is: a phase (`scan`, `tokenizer`, `tokenise`, `index`, `wait`) and bytes of input.
 
     `total_bytes` is 0 where it is not known (`wait`: another process is preparing the same data).
@@ -37,7 +37,7 @@ class Progress(Protocol):
 
 
 def silent(phase: str, done_bytes: int, total_bytes: int, /) -> None:
-    """A `Progress` that nobody watches."""
+    """A `CacheProgress` that nobody watches."""
 
 
 def digest(value: Any) -> str:
@@ -65,7 +65,7 @@ def writing(cache: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def locked(path: Path, progress: Progress) -> Iterator[None]:
+def locked(path: Path, progress: CacheProgress) -> Iterator[None]:
     """Holds the lock file `path`; waits for another holder, telling `progress` about it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "ab") as file:
@@ -98,7 +98,7 @@ def ensure_folder(
     *,
     complete: Callable[[Path], bool],
     build: Callable[[Path], None],
-    progress: Progress,
+    progress: CacheProgress,
 ) -> bool:
     """Makes `final` by `build(temporary folder)` unless it is there and `complete`; True if this call built it.
 

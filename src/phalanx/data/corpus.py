@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.core.errors import DataError, Problem
-from phalanx.data.cache import Progress
+from phalanx.data.cache import CacheProgress
 
 RULES_VERSION = 1
 """Raise it whenever the choice of files changes: it is part of the data set's identity."""
@@ -45,7 +45,7 @@ LARGEST_BYTES = 256 * 1024
 
 
 @dataclass(frozen=True, kw_only=True)
-class Candidate:
+class SourceFile:
     path: str
     size: int
     mtime_ns: int
@@ -57,13 +57,13 @@ def python_folders() -> tuple[Path, ...]:
     return tuple(dict.fromkeys(Path(sysconfig.get_path(name)).resolve() for name in names))
 
 
-def candidates(folders: tuple[Path, ...]) -> list[Candidate]:
+def candidates(folders: tuple[Path, ...]) -> list[SourceFile]:
     """Files that may count, by path, without reading them."""
     found = {c.path: c for folder in folders for c in _walk(str(folder))}
     return [found[path] for path in sorted(found)]
 
 
-def _walk(folder: str) -> Iterator[Candidate]:
+def _walk(folder: str) -> Iterator[SourceFile]:
     for here, folders, names in os.walk(folder):
         folders[:] = [f for f in folders if f not in SKIPPED_FOLDERS]
         for name in names:
@@ -75,10 +75,10 @@ def _walk(folder: str) -> Iterator[Candidate]:
             except OSError:  # a dangling link, or a package being removed now
                 continue
             if SMALLEST_BYTES <= status.st_size <= LARGEST_BYTES:
-                yield Candidate(path=path, size=status.st_size, mtime_ns=status.st_mtime_ns)
+                yield SourceFile(path=path, size=status.st_size, mtime_ns=status.st_mtime_ns)
 
 
-def select(files: list[Candidate], max_bytes: int, progress: Progress) -> tuple[tuple[Path, ...], str]:
+def select(files: list[SourceFile], max_bytes: int, progress: CacheProgress) -> tuple[tuple[Path, ...], str]:
     """The files of the corpus in their order, and its identity.
 
     Raises DataError where no file counts (an interpreter without its library).
@@ -105,7 +105,7 @@ def select(files: list[Candidate], max_bytes: int, progress: Progress) -> tuple[
     return tuple(chosen), identity.hexdigest()
 
 
-def _by_content(files: list[Candidate], progress: Progress) -> dict[bytes, Path]:
+def _by_content(files: list[SourceFile], progress: CacheProgress) -> dict[bytes, Path]:
     """One path for each distinct content, by hash."""
     total, done = sum(f.size for f in files), 0
     paths: dict[bytes, Path] = {}

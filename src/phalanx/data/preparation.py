@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from phalanx.core.config import DataConfig
 from phalanx.core.errors import DataError, Problem
 from phalanx.data import store
-from phalanx.data.cache import Progress, digest, ensure_folder, silent, write_atomically, writing
+from phalanx.data.cache import CacheProgress, digest, ensure_folder, silent, write_atomically, writing
 from phalanx.data.dataset import Dataset
 from phalanx.data.formats import read_documents
 from phalanx.data.problems import ProblemLog
@@ -43,7 +43,7 @@ _TOLD_TIMES = 200
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Prepared:
+class PreparedData:
     """What training needs of the data."""
 
     train: Dataset
@@ -60,7 +60,7 @@ class Prepared:
     """Nothing had to be tokenised by this call."""
 
 
-def prepare(config: DataConfig, *, progress: Progress = silent, resume: str | None = None) -> Prepared:
+def prepare(config: DataConfig, *, progress: CacheProgress = silent, resume: str | None = None) -> PreparedData:
     """The data sets of a recipe. `resume` is the train fingerprint of a run that is to go on.
 
     A resumed run keeps its built-in corpus as long as the cache has it, whatever was installed since; other sources must not have
@@ -78,7 +78,7 @@ def prepare(config: DataConfig, *, progress: Progress = silent, resume: str | No
     keys = [folder.name for folder in folders]
     train, validation = (_dataset(side, config, sources, stores, keys, tokenizer) for side in store.SIDES)
     _pin(cache, train.fingerprint, sources)
-    return Prepared(
+    return PreparedData(
         train=train,
         validation=validation,
         tokenizer=tokenizer,
@@ -116,7 +116,7 @@ def _resolve_all(config: DataConfig) -> tuple[Source, ...]:
 
 
 def _identified(
-    config: DataConfig, sources: Sequence[Source], cache: Path, progress: Progress, resume: str | None
+    config: DataConfig, sources: Sequence[Source], cache: Path, progress: CacheProgress, resume: str | None
 ) -> tuple[Source, ...]:
     """Sources with identity: built-in corpora as the run `resume` knew them if all that was made of them is still there."""
     path = cache / "pins" / f"{resume}.json"
@@ -151,7 +151,7 @@ def _pin(cache: Path, fingerprint: str, sources: Sequence[Source]) -> None:
 # --- tokenizer
 
 
-def _tokenizer(config: DataConfig, sources: Sequence[Source], cache: Path, progress: Progress) -> Tokenizer:
+def _tokenizer(config: DataConfig, sources: Sequence[Source], cache: Path, progress: CacheProgress) -> Tokenizer:
     choice = parse_choice(config)
     if choice is None:
         return ByteTokenizer()
@@ -172,7 +172,7 @@ def _bpe_folder(vocab_size: int, config: DataConfig, sources: Sequence[Source], 
 
 
 def _trained(
-    folder: Path, vocab_size: int, sources: Sequence[Source], fraction: float, progress: Progress
+    folder: Path, vocab_size: int, sources: Sequence[Source], fraction: float, progress: CacheProgress
 ) -> Tokenizer:
     """A byte-level BPE over a sample of the train documents, learned once and kept in the cache."""
 
@@ -196,7 +196,7 @@ def _has_tokenizer(folder: Path) -> bool:
     return True
 
 
-def _sample(sources: Sequence[Source], fraction: float, log: ProblemLog, progress: Progress) -> Iterator[str]:
+def _sample(sources: Sequence[Source], fraction: float, log: ProblemLog, progress: CacheProgress) -> Iterator[str]:
     """About SAMPLE_BYTES of train documents, by size from all sources, from the beginnings of files in a fixed random order."""
     total, done, told = sum(s.num_bytes for s in sources) or 1, 0, 0
     wanted = min(total, SAMPLE_BYTES)
@@ -242,7 +242,11 @@ def _store_folder(cache: Path, source: Source, tokenizer: Tokenizer, *, fraction
 
 
 def _write_stores(
-    config: DataConfig, sources: Sequence[Source], folders: Sequence[Path], tokenizer: Tokenizer, progress: Progress
+    config: DataConfig,
+    sources: Sequence[Source],
+    folders: Sequence[Path],
+    tokenizer: Tokenizer,
+    progress: CacheProgress,
 ) -> bool:
     """Makes the stores that are missing; True if there were any. Problems of all sources are raised together."""
     found, built = ProblemLog(), False

@@ -19,7 +19,7 @@ from typing import Literal
 from phalanx.core.config import DataConfig
 from phalanx.core.errors import DataError, Problem, nearest
 from phalanx.data import corpus
-from phalanx.data.cache import Progress, digest, locked, silent, write_atomically, writing
+from phalanx.data.cache import CacheProgress, digest, locked, silent, write_atomically, writing
 from phalanx.data.formats import TEXT_SUFFIXES, TOKEN_SUFFIXES, Document, ReadOptions, read_documents, suffix_of
 from phalanx.data.problems import ProblemLog
 
@@ -58,7 +58,7 @@ class Source:
 
 
 def documents(
-    source: Source, log: ProblemLog, progress: Progress = silent, *, phase: str = "tokenise"
+    source: Source, log: ProblemLog, progress: CacheProgress = silent, *, phase: str = "tokenise"
 ) -> Iterator[Document]:
     """All documents of a text source, telling `progress` how many bytes of its files are read."""
     total, before, told, options = source.num_bytes, 0, 0, source.read_options
@@ -200,7 +200,7 @@ def _nearest_file(path: Path) -> str:
 # --- identity
 
 
-def identify(source: Source, cache: Path, progress: Progress) -> Source:
+def identify(source: Source, cache: Path, progress: CacheProgress) -> Source:
     """The source with its identity and, for the built-in corpus, its files. Remembers both in the cache; safe in many processes at once."""
     found = corpus.candidates(corpus.python_folders()) if source.kind == "builtin" else []
     if source.kind == "builtin":
@@ -221,7 +221,7 @@ def identify(source: Source, cache: Path, progress: Progress) -> Source:
     return replace(source, identity=known["identity"], files=files)
 
 
-def _identity(source: Source, found: list[corpus.Candidate], progress: Progress) -> dict[str, object]:
+def _identity(source: Source, found: list[corpus.SourceFile], progress: CacheProgress) -> dict[str, object]:
     if source.kind == "builtin":
         files, identity = corpus.select(found, source.builtin_bytes, progress)
         return {"identity": digest(identity), "files": [str(f) for f in files]}

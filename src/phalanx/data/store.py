@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.core.errors import DataError, Problem
-from phalanx.data.cache import Progress
+from phalanx.data.cache import CacheProgress
 from phalanx.data.formats import Document
 from phalanx.data.megatron import MegatronFile, open_megatron
 from phalanx.data.packing import TokenStream
@@ -83,7 +83,7 @@ def is_complete(folder: Path) -> bool:
 
 
 def write_store(
-    folder: Path, source: Source, tokenizer: Tokenizer, *, fraction: float, log: ProblemLog, progress: Progress
+    folder: Path, source: Source, tokenizer: Tokenizer, *, fraction: float, log: ProblemLog, progress: CacheProgress
 ) -> None:
     """Tokenises (or, for Megatron, indexes) `source` into `folder`. Raises DataError with what is wrong in its files."""
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
@@ -213,7 +213,7 @@ def _batches(texts: Iterable[Document]) -> Iterator[list[str]]:
 # --- Megatron
 
 
-def _megatron_parts(source: Source, tokenizer: Tokenizer, log: ProblemLog, progress: Progress) -> list[_Part]:
+def _megatron_parts(source: Source, tokenizer: Tokenizer, log: ProblemLog, progress: CacheProgress) -> list[_Part]:
     opened = [open_megatron(path, log) for path in source.files]
     total, done, parts = source.num_bytes, 0, []
     for file in opened:

@@ -10,9 +10,9 @@ from typing import Literal
 
 import torch
 
+from phalanx.kernels.cpu.deferred import DeferredGradients
 from phalanx.kernels.cpu.fixed_point import FixedSums
 from phalanx.kernels.cpu.lanes import SERIAL, Lanes
-from phalanx.kernels.cpu.later import Later
 from phalanx.plan.layout import ExpertState
 from phalanx.plan.mapping import AnyPlacement, ModelSpec, Stage, StagePlan, assign_stages
 from phalanx.plan.moe import DispatchSpec
@@ -53,7 +53,7 @@ class ModelContext:
     """Host of each rank of the run; (): not known, each may be one."""
     expert_state: ExpertState = "whole"
     """What each holder of an expert with replicas keeps of its optimizer state."""
-    later: Later | None = None
+    later: DeferredGradients | None = None
     """Where backward passes leave the weight gradients of matrices, if the schedule puts them off."""
     sums: FixedSums | None = None
     """Exact mode: experts compute unit by unit and add the gradients of their weights up here (`kernels/cpu/exact_experts.py`)."""

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
         program_name as program_name,
     )
     from phalanx.observe.table import (
-        Row as Row,
+        TableRow as TableRow,
         exchange_words as exchange_words,
         header as header,
         row_line as row_line,

@@ -153,8 +153,8 @@ class ConsoleSink:
             return step % self._log_interval == 0
         return self._clock() - self._row_at >= ROW_SECONDS
 
-    def _row(self, event: StepEnded, *, validation: float | None = None) -> table.Row:
-        return table.Row(
+    def _row(self, event: StepEnded, *, validation: float | None = None) -> table.TableRow:
+        return table.TableRow(
             step=event.step, loss=event.loss, validation=validation, tokens_per_s=event.tokens_per_s, mfu=event.mfu or None,
             grad_norm=event.grad_norm, lr=event.lr, load=max(event.load_max_over_mean, default=None),
             dead=event.dead_experts, dropped=event.dropped_tokens, left_s=self._left_s(event.step),
@@ -163,7 +163,7 @@ class ConsoleSink:
     def _left_s(self, step: int) -> float | None:
         return None if self._run is None else self._pace.step_s * (self._run.total_steps - step)
 
-    def _print_row(self, row: table.Row) -> None:
+    def _print_row(self, row: table.TableRow) -> None:
         if self._rows % HEADER_EVERY == 0:
             self._print(table.header(self._width))
         self._rows += 1
@@ -172,7 +172,7 @@ class ConsoleSink:
 
     def _validated(self, event: Validated) -> None:
         self._validation = event.loss
-        line = table.row_line(table.Row(step=event.step, validation=event.loss), self._width)
+        line = table.row_line(table.TableRow(step=event.step, validation=event.loss), self._width)
         words = f"  validation in {format_seconds(event.seconds)}"
         if self._run is not None and self._run.unigram_loss is not None:
             gain = self._run.unigram_loss - event.loss

@@ -16,7 +16,7 @@ from typing import Any
 
 from phalanx.core.op_ids import expert_exchange
 from phalanx.observe.intervals import total_s, union, without
-from phalanx.observe.lanes import Message, Recording
+from phalanx.observe.lanes import LaneMessage, Recording
 
 Place = tuple[int, str]
 
@@ -43,7 +43,7 @@ class Exposure:
         }  # fmt: skip
 
 
-def exposure(messages: Iterable[Message], *, blocked: Iterable[tuple[float, float]] = ()) -> Exposure:
+def exposure(messages: Iterable[LaneMessage], *, blocked: Iterable[tuple[float, float]] = ()) -> Exposure:
     """Of messages of one rank. `blocked`: further intervals in which the rank stood waiting for them."""
     messages = list(messages)
     waits = union([*((m.wait_s, m.end_s) for m in messages), *blocked])
@@ -73,7 +73,7 @@ def _grouped(recording: Recording, name: Any) -> dict[Any, Exposure]:
     for steps in recording.ranks.values():
         for step in steps.values():
             blocked = [(w.op_id, (w.begin_s, w.end_s)) for w in step.work if w.lane == "wait"]
-            groups: dict[Any, list[Message]] = {}
+            groups: dict[Any, list[LaneMessage]] = {}
             for message in step.messages:
                 key = name(message)
                 if key is not None:

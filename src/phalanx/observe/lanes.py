@@ -28,7 +28,7 @@ SETTING = "observe.trace_steps"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class LaneWork:
     """An operation of a rank's own."""
 
     op_id: str
@@ -38,7 +38,7 @@ class Work:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Message:
+class LaneMessage:
     """A collective, or messages between single ranks, as one rank saw it."""
 
     op_id: str
@@ -84,8 +84,8 @@ class RankStep:
     step: int
     begin_s: float
     end_s: float
-    work: tuple[Work, ...]
-    messages: tuple[Message, ...]
+    work: tuple[LaneWork, ...]
+    messages: tuple[LaneMessage, ...]
     rank: int
     generation: int = 0
     """0 in a run that does not heal itself."""
@@ -246,8 +246,8 @@ class _Reader:
         self.moves: list[RankMove] = []
         self.teams: list[_Team] = []
         self.clock: dict[str, Any] = {}
-        self._work: list[Work] = []
-        self._messages: list[Message] = []
+        self._work: list[LaneWork] = []
+        self._messages: list[LaneMessage] = []
 
     def read(self, path: Path) -> _Reader:
         for record in read_events(path):
@@ -296,13 +296,13 @@ class _Reader:
         """A time of this rank's clock on that of rank 0."""
         return time_s - float(self.clock.get("offset_s", 0.0))
 
-    def _operation(self, r: Record) -> Work:
-        return Work(
+    def _operation(self, r: Record) -> LaneWork:
+        return LaneWork(
             op_id=r["op_id"], lane=r["lane"], begin_s=self._here(r["begin_s"]), end_s=self._here(r["end_s"])
         )  # fmt: skip
 
-    def _collective(self, r: Record) -> Message:
-        return Message(
+    def _collective(self, r: Record) -> LaneMessage:
+        return LaneMessage(
             op_id=r["op_id"], op=r["op"], axis=r["axis"], sent_bytes=r["sent_bytes"], begin_s=self._here(r["begin_s"]),
             end_s=self._here(r["end_s"]), waited_s=r.get("waited_s", 0.0), aside=r.get("aside", False),
             ranks=tuple(r.get("ranks", ())), sends_to=tuple(r.get("sends_to", ())),
@@ -400,16 +400,16 @@ Key = tuple[Any, ...]
 AnyStep = TypeVar("AnyStep", bound=RankStep)
 
 
-def posted(steps: dict[int, RankStep]) -> dict[Key, tuple[int, Message]]:
+def posted(steps: dict[int, RankStep]) -> dict[Key, tuple[int, LaneMessage]]:
     """What each rank (the keys) posted in one step, by what the others call it: one end of a message, or one rank's part of a collective."""
-    found: dict[Key, tuple[int, Message]] = {}
+    found: dict[Key, tuple[int, LaneMessage]] = {}
     for rank, step in steps.items():
         for message, keys in numbered(rank, step):
             found.update((key, (rank, message)) for key in keys)
     return found
 
 
-def numbered(rank: int, step: RankStep) -> list[tuple[Message, tuple[Key, ...]]]:
+def numbered(rank: int, step: RankStep) -> list[tuple[LaneMessage, tuple[Key, ...]]]:
     """The messages of a rank with the names of its ends of them; what happens again under the same name is counted."""
     times: dict[Key, int] = {}
     out = []
@@ -422,7 +422,7 @@ def numbered(rank: int, step: RankStep) -> list[tuple[Message, tuple[Key, ...]]]
     return out
 
 
-def _names(rank: int, m: Message) -> list[Key]:
+def _names(rank: int, m: LaneMessage) -> list[Key]:
     place = read_op_id(m.op_id)
     id = m.op_id if place.layer is None else f"L{place.layer}.{place.phase}.{place.name}"
     if not m.is_between_single_ranks:
@@ -431,7 +431,7 @@ def _names(rank: int, m: Message) -> list[Key]:
     return sends + [("receive", id, source, rank) for source in m.receives_from]
 
 
-def others(key: Key, message: Message) -> list[Key]:
+def others(key: Key, message: LaneMessage) -> list[Key]:
     """The ends that this end needs: of a receive the send, of a collective the parts of all other ranks; a send needs the receive."""
     if key[0] == "all":
         return [(*key[:4], rank, key[5]) for rank in message.ranks if rank != key[4]]
@@ -462,7 +462,9 @@ def matched(
     return done, undone, {log: tuple(with_ready(own) for own in steps) for log, steps in moves.items()}
 
 
-def _ready(rank: int, message: Message, keys: Sequence[Key], ends: dict[Key, tuple[int, Message]]) -> Message:
+def _ready(
+    rank: int, message: LaneMessage, keys: Sequence[Key], ends: dict[Key, tuple[int, LaneMessage]]
+) -> LaneMessage:
     needed = [(ends[o][1].begin_s, ends[o][0]) for key in keys for o in others(key, message) if o in ends]
     begin_s, last = max([(message.begin_s, rank), *needed])
     return replace(message, ready_s=min(begin_s, message.end_s), last_rank=last)

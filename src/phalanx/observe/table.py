@@ -21,7 +21,7 @@ BUSY_LOAD = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class TableRow:
     """What one line shows; None leaves the column empty."""
 
     step: int
@@ -66,7 +66,7 @@ def header(width: int, *, with_left: bool = True) -> Text:
     return _line([Text(c.title, style="bold") for c in COLUMNS[: None if with_left else -1]], width)
 
 
-def row_line(row: Row, width: int, *, style: str = "") -> Text:
+def row_line(row: TableRow, width: int, *, style: str = "") -> Text:
     """One row; less than `NARROW_WIDTH` columns cut it on the right."""
     cells = [
         Text(f"{row.step}", style=style),

@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from phalanx.core.op_ids import expert_exchange, read_op_id
-from phalanx.core.trace_file import Span, TraceFile
+from phalanx.core.trace_file import TraceFile, TraceSpan
 from phalanx.observe.intervals import in_rows, innermost, union, without
-from phalanx.observe.lanes import Key, Meeting, Message, RankMove, RankStep, Recording, Work, numbered, others
+from phalanx.observe.lanes import Key, LaneMessage, LaneWork, Meeting, RankMove, RankStep, Recording, numbered, others
 from phalanx.observe.recovery import LANES as RECOVERY_LANES, SlotSpan, draw_recoveries
 
 LANES = (*RECOVERY_LANES, "step", "passes", "compute", "waiting", "beside")
@@ -58,13 +58,13 @@ class _Drawing:
     """What of all ranks has been drawn."""
 
     file: TraceFile
-    ends: dict[tuple[Meeting, Key], tuple[Message, Span]] = field(default_factory=dict)
+    ends: dict[tuple[Meeting, Key], tuple[LaneMessage, TraceSpan]] = field(default_factory=dict)
     """(step or move, end of a message) -> the message of the rank whose end it is."""
     arrows: int = 0
     left_out: int = 0
     """They would have pointed back in time: clocks of two machines are not compared better than that."""
 
-    def arrow(self, name: str, source: Span, target: Span, *, from_s: float, to_s: float) -> None:
+    def arrow(self, name: str, source: TraceSpan, target: TraceSpan, *, from_s: float, to_s: float) -> None:
         if self.file.arrow(name, source, target, from_s=from_s, to_s=to_s):
             self.arrows += 1
         else:
@@ -103,7 +103,7 @@ class _Rank:
             pieces = self._draw_work(step, "compute", "compute", waits)
             self._draw_messages(step, tids, _Pieces(pieces))
 
-    def _span(self, lane: str, name: str, at: tuple[float, float], args: dict[str, Any]) -> Span:
+    def _span(self, lane: str, name: str, at: tuple[float, float], args: dict[str, Any]) -> TraceSpan:
         return self.file.span(
             self.rank, LANES.index(lane), name, begin_s=at[0], end_s=at[1], category=lane, args=args
         )  # fmt: skip
@@ -120,7 +120,7 @@ class _Rank:
 
     def _draw_work(
         self, step: RankStep, kind: str, lane: str, cut_out: Sequence[tuple[float, float]]
-    ) -> list[tuple[Work, Span]]:
+    ) -> list[tuple[LaneWork, TraceSpan]]:
         items = [((w.begin_s, w.end_s), w) for w in step.work if w.lane == kind]
         drawn = []
         for at, work in innermost(items):
@@ -141,7 +141,7 @@ class _Rank:
         return tids
 
     def _draw_messages(self, step: RankStep, tids: dict[str, list[int]], pieces: _Pieces) -> None:
-        spans: dict[int, Span] = {}
+        spans: dict[int, TraceSpan] = {}
         for axis, rows in tids.items():
             for tid, row in zip(rows, _rows(step, axis), strict=False):
                 for at, message in row:
@@ -155,7 +155,7 @@ class _Rank:
             for key in keys:
                 self.drawing.ends[step.meeting, key] = message, spans[id(message)]
 
-    def _arrows_of_experts(self, message: Message, span: Span, pieces: _Pieces) -> None:
+    def _arrows_of_experts(self, message: LaneMessage, span: TraceSpan, pieces: _Pieces) -> None:
         if expert_exchange(message.op_id) is None:
             return
         made, needed = pieces.before(message), pieces.after(message)
@@ -168,27 +168,27 @@ class _Rank:
 class _Pieces:
     """What a rank computed, by micro-batch, layer and pass, in order."""
 
-    def __init__(self, drawn: Sequence[tuple[Work, Span]]) -> None:
-        self._spans: dict[tuple[Any, ...], list[Span]] = {}
+    def __init__(self, drawn: Sequence[tuple[LaneWork, TraceSpan]]) -> None:
+        self._spans: dict[tuple[Any, ...], list[TraceSpan]] = {}
         for work, span in drawn:
             self._spans.setdefault(read_op_id(work.op_id)[:3], []).append(span)
         for spans in self._spans.values():
             spans.sort(key=lambda span: span.begin_s)
 
-    def before(self, message: Message) -> Span | None:
+    def before(self, message: LaneMessage) -> TraceSpan | None:
         """The last that had ended when the message was posted."""
         spans = self._spans.get(read_op_id(message.op_id)[:3], [])
         place = bisect_right(spans, message.begin_s + SAME_S, key=lambda span: span.end_s)
         return spans[place - 1] if place else None
 
-    def after(self, message: Message) -> Span | None:
+    def after(self, message: LaneMessage) -> TraceSpan | None:
         """The first that began when the message had been waited for."""
         spans = self._spans.get(read_op_id(message.op_id)[:3], [])
         place = bisect_left(spans, message.end_s - SAME_S, key=lambda span: span.begin_s)
         return spans[place] if place < len(spans) else None
 
 
-def _rows(step: RankStep, axis: str) -> list[list[tuple[tuple[float, float], Message]]]:
+def _rows(step: RankStep, axis: str) -> list[list[tuple[tuple[float, float], LaneMessage]]]:
     return in_rows([((m.begin_s, m.end_s), m) for m in step.messages if m.axis == axis])
 
 
@@ -207,7 +207,7 @@ def _place(op_id: str) -> dict[str, Any]:
     return {key: value for key, value in named.items() if value is not None}
 
 
-def _figures(m: Message) -> dict[str, Any]:
+def _figures(m: LaneMessage) -> dict[str, Any]:
     figures = {
         "op": m.op, "axis": m.axis, "sent_bytes": m.sent_bytes, "exposed_ms": _ms(m.waited_s), "late_ms": _ms(m.late_s),
         "hidden_ms": _ms(max(0.0, min(m.wait_s, m.end_s) - m.ready_s)), "last_rank": m.last_rank,

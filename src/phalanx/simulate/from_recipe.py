@@ -21,8 +21,8 @@ from phalanx.plan.placement import replicas_of
 from phalanx.simulate.hardware import (
     ExpertSlots,
     GpuCluster,
-    Routing,
-    Rows,
+    RoutedRows,
+    RouterModel,
     expert_slots,
     forced_loads,
     span_from,
@@ -160,7 +160,7 @@ def _slots(
         "top_k": spec.top_k,
         "num_experts": spec.num_experts,
     }
-    rows = Rows(
+    rows = RoutedRows(
         routing=_plain_routing(recipe),
         tokens=tokens,
         seed=t.seed,
@@ -173,7 +173,7 @@ def _slots(
                         follows=r.steps_between_placements() > 0)  # fmt: skip
 
 
-def _routing(recipe: Recipe, spec: ModelSpec, ep: int, micro_batch: int) -> Routing:
+def _routing(recipe: Recipe, spec: ModelSpec, ep: int, micro_batch: int) -> RouterModel:
     if recipe.router.force != "imbalanced" or not spec.moe_layers:
         return _plain_routing(recipe)
     t = recipe.train
@@ -185,11 +185,11 @@ def _routing(recipe: Recipe, spec: ModelSpec, ep: int, micro_batch: int) -> Rout
         seed=t.seed,
         skew=spec.router.force_skew,
     )
-    return Routing(kind="learned", forced=loads)
+    return RouterModel(kind="learned", forced=loads)
 
 
-def _plain_routing(recipe: Recipe) -> Routing:
-    return Routing(kind="balanced" if recipe.router.force == "balanced" else "learned")
+def _plain_routing(recipe: Recipe) -> RouterModel:
+    return RouterModel(kind="balanced" if recipe.router.force == "balanced" else "learned")
 
 
 def _overlap(recipe: Recipe) -> Overlap:

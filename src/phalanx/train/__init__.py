@@ -9,7 +9,6 @@ from phalanx.core.faces import lazy
 if TYPE_CHECKING:
     from phalanx.train.assembly import assemble as assemble, state_dtype as state_dtype
     from phalanx.train.build import make_loader as make_loader, make_parts as make_parts, token_batch as token_batch
-    from phalanx.train.companion import NOWHERE as NOWHERE, NewPlacement as NewPlacement, Where as Where
     from phalanx.train.expert_figures import placement_in_use as placement_in_use, seconds_of_a_row as seconds_of_a_row
     from phalanx.train.generation import Sampling as Sampling, generate as generate
     from phalanx.train.loaded import load_model as load_model
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     )
     from phalanx.train.optim import Optimizer as Optimizer, State as State, learning_rate as learning_rate
     from phalanx.train.recording import MoveRecorder as MoveRecorder, Recorder as Recorder
-    from phalanx.train.reporting import Outcome as Outcome, Progress as Progress, summary_of as summary_of
+    from phalanx.train.reporting import Outcome as Outcome, RunProgress as RunProgress, summary_of as summary_of
     from phalanx.train.run import train as train
     from phalanx.train.run_folder import (
         RECIPE_FILE as RECIPE_FILE,
@@ -32,8 +31,8 @@ if TYPE_CHECKING:
     from phalanx.train.setup import (
         DTYPES as DTYPES,
         PATIENCE_S as PATIENCE_S,
+        Announced as Announced,
         Rank as Rank,
-        Told as Told,
         be_deterministic as be_deterministic,
         make_context as make_context,
         message_ctas as message_ctas,
@@ -50,6 +49,7 @@ if TYPE_CHECKING:
         reduce_step as reduce_step,
         train_step as train_step,
     )
+    from phalanx.train.step_hook import NOWHERE as NOWHERE, NewPlacement as NewPlacement, Where as Where
     from phalanx.train.sync import (
         SyncPlan as SyncPlan,
         check_sync as check_sync,

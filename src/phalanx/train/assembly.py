@@ -11,8 +11,8 @@ import torch
 from phalanx.core.config import OptimConfig
 from phalanx.core.errors import PlanError, Problem, raise_if
 from phalanx.kernels.choice import Impl
+from phalanx.kernels.cpu.deferred import DeferredGradients
 from phalanx.kernels.cpu.fixed_point import FixedSums
-from phalanx.kernels.cpu.later import Later
 from phalanx.models import Decoder, ModelContext
 from phalanx.plan.layout import FlatLayout, flat_layouts, stage_params
 from phalanx.plan.mapping import GRADIENT_RULES, GradientRule, buffers
@@ -54,7 +54,7 @@ def assemble(
     the optimizer state, `hosts` of all ranks (None: each stands for one), `racks` too (empty: not known).
     """
     pipeline = pipeline if pipeline is not None else plain_pipeline(ctx.spec, pp=ctx.groups.folding.pp)
-    later = Later() if pipeline.splits_backward else None
+    later = DeferredGradients() if pipeline.splits_backward else None
     sums = None if exact is None else FixedSums(chunk_rows=exact.chunk_rows)
     ctx = dataclasses.replace(ctx, pipeline=pipeline.stages, later=later, sums=sums)
     raise_if(_pipeline_problems(ctx, pipeline), PlanError, subject="the pipeline")

@@ -12,15 +12,15 @@ import torch
 from phalanx.core.config import Recipe
 from phalanx.core.processor import this_processor
 from phalanx.core.samples import num_rounds
-from phalanx.data import Loader, MicroBatch, Prepared
+from phalanx.data import Loader, MicroBatch, PreparedData
 from phalanx.models import TokenBatch, part_of
 from phalanx.plan.mapping import AnyFolding, AnyPlacement, ModelSpec
 from phalanx.plan.pipeline import Pipeline
 from phalanx.train.assembly import assemble
-from phalanx.train.companion import NOWHERE, Where
 from phalanx.train.exact import exact_sums
 from phalanx.train.setup import Rank, make_context
 from phalanx.train.step import StepParts
+from phalanx.train.step_hook import NOWHERE, Where
 from phalanx.train.warm import warm_kernels
 from phalanx.train.warmup import measures_warmup, with_none_ahead
 
@@ -63,7 +63,7 @@ def make_parts(
     return parts
 
 
-def make_loader(recipe: Recipe, prepared: Prepared) -> Loader:
+def make_loader(recipe: Recipe, prepared: PreparedData) -> Loader:
     """The training samples of a run."""
     t = recipe.train
     return Loader(

@@ -24,23 +24,23 @@ from typing import Literal
 
 from phalanx.core.errors import FinalError, PeerError, RunError
 from phalanx.core.events import Sampled, WarmupChosen
-from phalanx.data import Loader, MicroBatch, Prefetch, Prepared, ValidationLoader
+from phalanx.data import Loader, MicroBatch, Prefetch, PreparedData, ValidationLoader
 from phalanx.models import TokenBatch
 from phalanx.plan.mapping import AnyFolding, ModelSpec
 from phalanx.runtime.checkpoint import CheckpointManager
 from phalanx.runtime.comm import StopRequest
 from phalanx.runtime.membership import Decision, run_steps
 from phalanx.train.build import token_batch
-from phalanx.train.companion import NOWHERE, Companion, NewPlacement, Where
 from phalanx.train.generation import Sampling, generate
 from phalanx.train.machine import matmul_flops_per_s
 from phalanx.train.optim import learning_rate
 from phalanx.train.passes import choose_measured
 from phalanx.train.recording import Recorder
-from phalanx.train.reporting import Outcome, Progress, Reporter
+from phalanx.train.reporting import Outcome, Reporter, RunProgress
 from phalanx.train.saving import Saving, run_state
 from phalanx.train.setup import Rank
 from phalanx.train.step import ReducedStep, StepParts, StepResult, commit_step, eval_loss, publish, reduce_step
+from phalanx.train.step_hook import NOWHERE, NewPlacement, StepHook, Where
 from phalanx.train.warmup import PassTimes, measures_warmup
 
 SAMPLE_TOKENS = 80
@@ -94,14 +94,14 @@ class Trainer:
     rank: Rank
     stop: StopRequest
     """Asked of this rank alone; members that come and go are asked to stop through their service."""
-    prepared: Prepared
+    prepared: PreparedData
     spec: ModelSpec
     folding: AnyFolding
     parts: StepParts
     loader: Loader
     manager: CheckpointManager
-    companion: Companion
-    progress: Progress
+    companion: StepHook
+    progress: RunProgress
     elastic: Elastic | None = None
     """None: the world is fixed, and whoever is lost ends the run."""
     moving: NewPlacement | None = field(default=None, init=False)
@@ -136,7 +136,7 @@ class Trainer:
         self._reduced: _Reduced | None = None
         self._batches: Prefetch[list[MicroBatch]] | None = None
 
-    def go_on(self, progress: Progress, companion: Companion) -> None:
+    def go_on(self, progress: RunProgress, companion: StepHook) -> None:
         """Take up a run where other members left it: what is due after its last step may have been done by nobody."""
         self.progress = self.reporter.progress = progress
         self.companion, self.saving.begun = companion, progress.step or None

@@ -22,7 +22,7 @@ from phalanx.plan.mapping import ModelSpec, Stage
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Share:
+class LossShare:
     """What one micro-batch of one rank adds to each figure of the step; plain sums over ranks and micro-batches make the figure.
 
     All are 0-d but `counts_LE`, and carry no gradient.
@@ -52,7 +52,7 @@ def objective(
     *,
     stage: Stage,
     valid_tokens: torch.Tensor,
-) -> tuple[torch.Tensor, Share]:
+) -> tuple[torch.Tensor, LossShare]:
     """What a stage adds to this rank's share of the objective, to be differentiated, and its parts.
 
     `valid_tokens`: 0-d, of the whole step. All tp ranks of a cp part get the same cross-entropy, each with its share of the gradient; the
@@ -68,7 +68,7 @@ def objective(
     reported = cross_entropy.detach() * first
     aux_loss = _total(cross_entropy, [r.aux_loss for r in output.routing])
     z_loss = _total(cross_entropy, [r.z_loss for r in output.routing])
-    share = Share(
+    share = LossShare(
         cross_entropy=reported,
         mtp_loss=mtp_loss.detach() * first,
         aux_loss=aux_loss.detach(),

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from phalanx.kernels.cpu.later import Job, Later, run
+from phalanx.kernels.cpu.deferred import DeferredGradients, DeferredProduct, run
 from phalanx.models import Decoder, DecoderOutput, ForwardInfo, TokenBatch
 from phalanx.plan.layout import stage_params
 from phalanx.plan.mapping import Folding, Stage, StagedFolding
@@ -41,10 +41,10 @@ from phalanx.plan.pipeline import (
 from phalanx.plan.program import boundary_id
 from phalanx.plan.reshard import Hosts
 from phalanx.runtime.comm import Collectives, Groups
-from phalanx.runtime.moe import Beside
+from phalanx.runtime.moe import CoScheduler
 from phalanx.runtime.pipeline import Boundary, Tensors, agree_on, direct_edges, run_pipeline
 from phalanx.runtime.state import GradientBuffers
-from phalanx.train.loss import Share, objective
+from phalanx.train.loss import LossShare, objective
 from phalanx.train.warmup import PassTimes, TimedPasses, choose
 
 
@@ -56,7 +56,7 @@ class StageRunner:
     pipeline: Pipeline
     groups: Groups
     comms: Collectives
-    later: Later | None = None
+    later: DeferredGradients | None = None
     hosts: Hosts | None = None
     """Where stages have foldings of their own: which rank is on which host (None: all on one)."""
     times: PassTimes | None = None
@@ -77,7 +77,7 @@ class StageRunner:
         *,
         valid_tokens: torch.Tensor,
         buffers: GradientBuffers,
-    ) -> list[Share]:
+    ) -> list[LossShare]:
         """Forward and backward of all micro-batches; gradients go to `buffers`. Collective over the pipeline.
 
         One share for each stage of this rank and micro-batch. `valid_tokens`: 0-d, of the whole step.
@@ -94,11 +94,11 @@ class StageRunner:
             run_pipeline(plan, timed, boundary, name=lambda transfer: _id(transfer, infos), beside=beside)
         return passes.shares
 
-    def _beside(self, plan: PipelinePlan) -> AbstractContextManager[Beside | None]:
+    def _beside(self, plan: PipelinePlan) -> AbstractContextManager[CoScheduler | None]:
         """What runs the pairs of the plan; None where passes run one after the other."""
         if not plan.pairs or self.groups.second is None:
             return nullcontext()
-        return Beside(self.comms, self.groups.second)
+        return CoScheduler(self.comms, self.groups.second)
 
     @torch.no_grad()
     def forward(
@@ -230,9 +230,9 @@ class _TrainingPasses:
         self.shape = _own_shape(boundary)
         self.valid_tokens, self.buffers = valid_tokens, buffers
         self.stages = {stage.index: stage for stage in runner.model.stages}
-        self.shares: list[Share] = []
+        self.shares: list[LossShare] = []
         self._live: dict[tuple[int, int], _Live] = {}
-        self._owed: dict[tuple[int, int], list[Job]] = {}
+        self._owed: dict[tuple[int, int], list[DeferredProduct]] = {}
         self._last = self._last_gradients()
 
     def _last_gradients(self) -> dict[Action, list[str]]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from phalanx.core.events import Note, RunStarted, Sampled, SamplesTaken, StepEnded, Validated
-from phalanx.data import MicroBatch, Prepared
+from phalanx.data import MicroBatch, PreparedData
 from phalanx.observe import RunSummary, program_name
 from phalanx.plan.mapping import AnyFolding, ModelSpec, flops_per_token
 from phalanx.train.run_folder import RunStatus
@@ -22,7 +22,7 @@ from phalanx.train.step import StepResult
 
 
 @dataclass(kw_only=True, eq=False)
-class Progress:
+class RunProgress:
     """How far a run is, as this process knows it. It outlives generations."""
 
     start: int = 0
@@ -61,8 +61,8 @@ class Reporter:
     rank: Rank
     spec: ModelSpec
     folding: AnyFolding
-    prepared: Prepared
-    progress: Progress
+    prepared: PreparedData
+    progress: RunProgress
     newest_checkpoint: Callable[[], int | None]
     """The step of the newest one; raises `OSError` where the disk cannot be read."""
     peak_flops_per_s: float = 0.0

@@ -22,13 +22,13 @@ from phalanx.plan.mapping import ModelSpec
 from phalanx.runtime.checkpoint import CheckpointManager
 from phalanx.runtime.comm import StopRequest, WorldInfo, close_world, own_group
 from phalanx.train.build import make_loader, make_parts
-from phalanx.train.companion import Companion
 from phalanx.train.loop import Trainer
-from phalanx.train.reporting import Progress, summary_of
+from phalanx.train.reporting import RunProgress, summary_of
 from phalanx.train.saving import load_state, read_run_state
 from phalanx.train.setup import PATIENCE_S, Rank, open_rank, prepare_text, resolve_pipeline, resolve_shape
+from phalanx.train.step_hook import StepHook
 
-MakeCompanion = Callable[[Recipe, ModelSpec], Companion]
+MakeCompanion = Callable[[Recipe, ModelSpec], StepHook]
 """Makes what goes with the steps of a run (`train/placement/`)."""
 
 
@@ -88,7 +88,7 @@ def build_trainer(rank: Rank, stop: StopRequest, *, companion: MakeCompanion) ->
     _tell_of_folder(rank, manager, left)
     return Trainer(
         rank=rank, stop=stop, prepared=prepared, spec=spec, folding=folding, parts=parts, loader=loader, manager=manager,
-        companion=companion(recipe, spec), progress=Progress(start=step, step=step),
+        companion=companion(recipe, spec), progress=RunProgress(start=step, step=step),
     )  # fmt: skip
 
 

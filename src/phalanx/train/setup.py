@@ -24,9 +24,9 @@ from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, Problem, RunError
 from phalanx.core.events import Emit, Note, ignore
 from phalanx.core.samples import num_rounds
-from phalanx.data import Prepared, prepare
+from phalanx.data import PreparedData, prepare
 from phalanx.kernels.cpu.lanes import Lanes
-from phalanx.kernels.native import Rows, compiled_rows, user_folder
+from phalanx.kernels.native import CompiledRows, compiled_rows, user_folder
 from phalanx.models import ModelContext
 from phalanx.observe import PreparationProgress, Sinks, open_sinks, wants_live
 from phalanx.plan import equal_shares
@@ -37,8 +37,8 @@ from phalanx.plan.pipeline import Pipeline, make_pipeline
 from phalanx.plan.placement import replicas_of, run_placement
 from phalanx.runtime.checkpoint import import_now
 from phalanx.runtime.comm import (
+    AbortableCall,
     Collectives,
-    Escape,
     GroupCache,
     Groups,
     Peers,
@@ -63,7 +63,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch
 
 
 @dataclass(frozen=True, kw_only=True)
-class Told:
+class Announced:
     """What all ranks have said of themselves before they met, so that it need not be asked again."""
 
     hosts: tuple[str, ...]
@@ -86,9 +86,9 @@ class Rank:
     memory: MemoryMeter
     lock: IO[str] | None
     """Open as long as this run is ours (first rank only)."""
-    escape: Escape | None = None
+    escape: AbortableCall | None = None
     """Of a run that heals itself."""
-    told: Told | None = None
+    told: Announced | None = None
     """Of a run that heals itself: from the members' reports."""
 
     @property
@@ -145,11 +145,11 @@ def _open_sinks(recipe: Recipe, folder: RunFolder, info: WorldInfo, peers: Peers
     return opened[0]
 
 
-def prepare_text(rank: Rank, *, resume: str | None, stop: StopRequest) -> Prepared:
+def prepare_text(rank: Rank, *, resume: str | None, stop: StopRequest) -> PreparedData:
     """The data sets. `resume` is the train fingerprint of the run that goes on. Collective."""
     console = Console() if rank.speaks else None
     live = console is not None and wants_live(rank.recipe.observe, console)
-    found: list[Prepared] = []
+    found: list[PreparedData] = []
 
     def progress(phase: str, done_bytes: int, total_bytes: int, /) -> None:
         if stop.requested:
@@ -194,12 +194,12 @@ def resolve_pipeline(recipe: Recipe, spec: ModelSpec, folding: AnyFolding) -> Pi
     return make_pipeline(recipe.pipeline, spec, pp=folding.pp, seq_len=t.seq_len, num_microbatches=each)
 
 
-def name_of_rows(found: Rows | None) -> str:
+def name_of_rows(found: CompiledRows | None) -> str:
     """What ranks compare."""
     return "" if found is None else found.name
 
 
-def agreed_rows(found: Rows | None, names: Sequence[str], *, emit: Emit) -> Rows | None:
+def agreed_rows(found: CompiledRows | None, names: Sequence[str], *, emit: Emit) -> CompiledRows | None:
     """The compiled kernels, where all ranks have the very same ones. `names` of all ranks; `emit` tells where they differ.
 
     Ranks that hold the same weights (zero = 0, tp) update them each for itself: another rounding on one of them, and they would drift apart.
@@ -213,7 +213,7 @@ def agreed_rows(found: Rows | None, names: Sequence[str], *, emit: Emit) -> Rows
     return None
 
 
-def _rows(rank: Rank) -> Rows | None:
+def _rows(rank: Rank) -> CompiledRows | None:
     """Collective, where ranks have not said what they have."""
     found = compiled_rows()
     names = rank.peers.gather(name_of_rows(found)) if rank.told is None else rank.told.kernels

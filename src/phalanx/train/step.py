@@ -31,9 +31,9 @@ from numpy.typing import NDArray
 from phalanx.core.errors import RunError
 from phalanx.core.samples import owned
 from phalanx.kernels.choice import Impl
+from phalanx.kernels.cpu.deferred import DeferredGradients
 from phalanx.kernels.cpu.fixed_point import bits_for
 from phalanx.kernels.cpu.lanes import SERIAL, Lanes
-from phalanx.kernels.cpu.later import Later
 from phalanx.models import Decoder, DecoderOutput, ForwardInfo, TokenBatch, update_expert_bias
 from phalanx.plan.mapping import AnyPlacement, ModelSpec, Stage
 from phalanx.plan.pipeline import Pipeline
@@ -64,7 +64,7 @@ class StepParts:
     pipeline: Pipeline
     placement: AnyPlacement | None = None
     """Where experts have replicas: the experts that each rank of the stage holds."""
-    later: Later | None = None
+    later: DeferredGradients | None = None
     kernels: Impl = "fast"
     lanes: Lanes = SERIAL
     times: PassTimes | None = None

@@ -190,7 +190,7 @@ def _waves(plan: SyncPlan) -> tuple[Wave, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankReport:
+class SyncReport:
     """What one rank held at most, by count."""
 
     rank: int
@@ -209,7 +209,7 @@ def begin(plan: SyncPlan) -> None:
         raise RunError(f"cannot write {plan.target}: {error}") from error
 
 
-def run_sync(plan: SyncPlan, info: WorldInfo) -> list[RankReport]:
+def run_sync(plan: SyncPlan, info: WorldInfo) -> list[SyncReport]:
     """All waves on one rank, and the reports of all. Collective over `plan.world` ranks; the first one makes the folder."""
     init_world(info, timeout_s=_TIMEOUT_S)
     axis = Axis("sync", tuple(range(info.world)), info.rank, dist.group.WORLD)
@@ -232,8 +232,8 @@ def run_sync(plan: SyncPlan, info: WorldInfo) -> list[RankReport]:
         received += resharder.report.received_bytes
     if receiver >= 0:
         _settle(plan.file_of(receiver))
-    report = RankReport(rank=info.rank, held_bytes=held, staging_bytes=staged, received_bytes=received)
-    reports: list[RankReport] = comms.gather_objects(report, axis)
+    report = SyncReport(rank=info.rank, held_bytes=held, staging_bytes=staged, received_bytes=received)
+    reports: list[SyncReport] = comms.gather_objects(report, axis)
     close_world()
     return reports
 

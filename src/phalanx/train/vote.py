@@ -25,7 +25,7 @@ from phalanx.plan.mapping import ModelSpec
 from phalanx.runtime.comm import Collectives, Groups
 from phalanx.runtime.state import NORM_BITS, GradientBuffers, ReducedGradients
 from phalanx.train.exchange_times import ExchangeTimes, mean_times, own_times
-from phalanx.train.loss import Share
+from phalanx.train.loss import LossShare
 
 LOSSES = ("cross_entropy", "aux_loss", "z_loss", "mtp_loss")
 LOSS_BITS = 40
@@ -74,7 +74,7 @@ class Tally:
 
 
 def plain_vote(
-    parts: Voter, gradients: ReducedGradients, shares: Sequence[Share], *, stop: bool, own_s: float | None = None
+    parts: Voter, gradients: ReducedGradients, shares: Sequence[LossShare], *, stop: bool, own_s: float | None = None
 ) -> Tally:
     """Add up every rank's ballot. `own_s`: as in `Tally.seconds`; None on all ranks where it is not known."""
     with parts.comms.doing("norm"):
@@ -108,7 +108,7 @@ def plain_vote(
 
 
 def exact_vote(
-    parts: Voter, gradients: ReducedGradients, shares: Sequence[Share], *, stop: bool, own_s: float | None = None
+    parts: Voter, gradients: ReducedGradients, shares: Sequence[LossShare], *, stop: bool, own_s: float | None = None
 ) -> Tally:
     """The same in integers."""
     bits = parts.buffers.bits
@@ -157,11 +157,11 @@ def _fixed(values: Sequence[torch.Tensor], bits: int) -> int | None:
     return sum(round(n * 2.0**bits) for n in numbers)
 
 
-def _counts(shares: Sequence[Share]) -> torch.Tensor:
+def _counts(shares: Sequence[LossShare]) -> torch.Tensor:
     return torch.stack([share.counts_LE for share in shares]).sum(0)
 
 
-def _times(parts: Voter, shares: Sequence[Share]) -> torch.Tensor:
+def _times(parts: Voter, shares: Sequence[LossShare]) -> torch.Tensor:
     return own_times(
         parts.comms.layers.take(),
         moe_layers=parts.spec.moe_layers,

@@ -10,7 +10,12 @@ if TYPE_CHECKING:
     from phalanx.verify.forced import force_overlap as force_overlap
     from phalanx.verify.many_steps import follow as follow
     from phalanx.verify.planted import HEALTHY as HEALTHY, PLANT_TIMEOUT_S as PLANT_TIMEOUT_S
-    from phalanx.verify.session import TIMEOUT_S as TIMEOUT_S, Job as Job, Task as Task, run_job as run_job
+    from phalanx.verify.session import (
+        TIMEOUT_S as TIMEOUT_S,
+        CaseTask as CaseTask,
+        VerifyJob as VerifyJob,
+        run_job as run_job,
+    )
     from phalanx.verify.setups import (
         EXACT_AXES as EXACT_AXES,
         ROUNDED_AXES as ROUNDED_AXES,

@@ -64,7 +64,7 @@ class Reference:
 
 
 @dataclass(eq=False)
-class Recorder:
+class GradientRecorder:
     """An optimizer that keeps a copy of the reduced gradients before it hands them on."""
 
     inner: Optimizer
@@ -120,7 +120,7 @@ def run_step(
     """One clipped step from the starting state of `numbers.py`, and the gradients that it applied. `alter` plants a fault."""
     start(parts, values if values is not None else StartingValues())
     parts = alter(parts)
-    recorder = Recorder(parts.optimizer)
+    recorder = GradientRecorder(parts.optimizer)
     result = train_step(dataclasses.replace(parts, optimizer=recorder), batches, step=STEP, lr=0.02)
     assert recorder.gradients is not None  # the step was committed, or it has raised
     return result, recorder.gradients

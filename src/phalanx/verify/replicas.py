@@ -23,7 +23,7 @@ from phalanx.core.errors import RunError
 from phalanx.models import Block, TokenBatch
 from phalanx.plan.mapping import AnyFolding, AnyPlacement, Folding, LayerPlacements, Placement, Stage, plain_placement
 from phalanx.plan.moe import DispatchPlan
-from phalanx.plan.placement import Asked, run_placement
+from phalanx.plan.placement import ReplicaSettings, run_placement
 from phalanx.runtime.comm import Axis
 from phalanx.runtime.state import ShardedState
 from phalanx.train import StepParts, train_step
@@ -46,7 +46,7 @@ def placement_of(
     if asked is None or not spec.moe_layers:
         return plain_placement(max(spec.num_experts, 1), folding.of_rank(rank))
     if asked.kind == "planned":
-        wish = Asked(slots_per_rank=asked.slots_per_rank, f=1, loads=np.asarray(loads_LE, dtype=np.float64))
+        wish = ReplicaSettings(slots_per_rank=asked.slots_per_rank, f=1, loads=np.asarray(loads_LE, dtype=np.float64))
         return run_placement(spec, folding, stages, rank=rank, asked=wish)
     assert isinstance(folding, Folding)  # stages with foldings of their own have no replicas
     return random_placements(spec.moe_layers, spec.num_experts, folding.ep, asked.slots_per_rank, asked.seed)

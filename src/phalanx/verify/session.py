@@ -41,7 +41,7 @@ from phalanx.verify.numbers import StartingValues, microbatch
 from phalanx.verify.planted import HEALTHY, Fault
 from phalanx.verify.reference import Reference, context, model_boxes, partition, reference_run, run_step
 from phalanx.verify.replicas import NEARER, Listener, must_exercise, placement_of, train_on
-from phalanx.verify.setups import Case, Replicas, Setup
+from phalanx.verify.setups import Case, ReplicaSetup, Setup
 from phalanx.verify.store import load_outline, load_reference, save_reference
 
 TIMEOUT_S = 60.0
@@ -53,7 +53,7 @@ MAX_CRASHES = 3
 
 
 @dataclass(frozen=True)
-class Task:
+class CaseTask:
     """A case, and what is done wrong in it."""
 
     case: Case
@@ -61,10 +61,10 @@ class Task:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class VerifyJob:
     """What the ranks are to do."""
 
-    tasks: Sequence[Task]
+    tasks: Sequence[CaseTask]
     world: int
     dtype: torch.dtype
     timeout_s: float = TIMEOUT_S
@@ -74,7 +74,7 @@ class Job:
 class CaseReport:
     """One case, all ranks together."""
 
-    task: Task
+    task: CaseTask
     gradient_error: float = 0.0
     norm_error: float = 0.0
     step_error: float = 0.0
@@ -89,7 +89,7 @@ class CaseReport:
     """Where the planner placed replicas for skewed loads: the busiest rank's rows over the mean, with them and without."""
 
 
-def run_job(job: Job, *, progress: Callable[[int], None] | None = None) -> list[CaseReport]:
+def run_job(job: VerifyJob, *, progress: Callable[[int], None] | None = None) -> list[CaseReport]:
     """Run all cases. Call it before any tensor operation of this process (it forks). `progress` hears how many cases are done."""
     reports: list[CaseReport] = []
     import_early()
@@ -114,7 +114,7 @@ def import_early() -> None:
         importlib.import_module(name)
 
 
-def _run_until_crash(job: Job, folder: Path) -> list[CaseReport]:
+def _run_until_crash(job: VerifyJob, folder: Path) -> list[CaseReport]:
     """Reports of the cases up to the first one that ended the ranks, that one included."""
     trouble = ""
     try:
@@ -145,7 +145,7 @@ def _read(path: Path) -> list[RankReport]:
 # ---- on the ranks --------------------------------------------------------------------------------------------------------------
 
 
-def _rank_main(job: Job, folder: Path, info: WorldInfo, stop: StopRequest) -> int:
+def _rank_main(job: VerifyJob, folder: Path, info: WorldInfo, stop: StopRequest) -> int:
     init_world(info, timeout_s=job.timeout_s)
     cache = GroupCache(timeout_s=job.timeout_s)
     paths, values = _reference_paths(job, folder), StartingValues()
@@ -165,13 +165,13 @@ def _rank_main(job: Job, folder: Path, info: WorldInfo, stop: StopRequest) -> in
     return 0
 
 
-def _barrier(job: Job, info: WorldInfo, cache: GroupCache) -> None:
+def _barrier(job: VerifyJob, info: WorldInfo, cache: GroupCache) -> None:
     groups = build_groups(job.tasks[0].case.folding, rank=info.rank, cache=cache)
     Collectives(timeout_s=job.timeout_s).barrier(groups.axis("world"))
 
 
 def run_case(
-    job: Job, task: Task, want: Reference, *, index: int, rank: int, cache: GroupCache, values: StartingValues
+    job: VerifyJob, task: CaseTask, want: Reference, *, index: int, rank: int, cache: GroupCache, values: StartingValues
 ) -> RankReport:
     """This rank's part of one case. Collective."""
     fault, setup, pipeline = task.fault, task.case.setup, task.case.pipeline
@@ -214,7 +214,7 @@ def _watch_replicas(
     report: RankReport,
     parts: StepParts,
     listener: Listener,
-    replicas: Replicas,
+    replicas: ReplicaSetup,
     batches: Callable[[int], Sequence[TokenBatch]],
 ) -> None:
     """What must hold of experts with replicas beyond the comparison. Collective."""
@@ -240,7 +240,7 @@ class _Key:
     """Its tp and cp alone, where rows are dropped by part of a sequence."""
 
 
-def _reference_key(job: Job, case: Case) -> _Key:
+def _reference_key(job: VerifyJob, case: Case) -> _Key:
     """Cases with the same key have the same one-rank run: what that run does not do (sharding, recomputing) is not in it."""
     setup, f = case.setup, case.folding
     kernels = setup.kernels if job.dtype != torch.float64 else "reference"
@@ -259,14 +259,16 @@ def _reference_key(job: Job, case: Case) -> _Key:
     return _Key(plain, f.replicas * setup.accumulation, partition(setup, f))
 
 
-def _reference_paths(job: Job, folder: Path) -> list[tuple[_Key, Path]]:
+def _reference_paths(job: VerifyJob, folder: Path) -> list[tuple[_Key, Path]]:
     """For each case, what its reference is and where it lies."""
     keys = [_reference_key(job, task.case) for task in job.tasks]
     number = {key: i for i, key in enumerate(dict.fromkeys(keys))}
     return [(key, folder / f"{number[key]}.reference") for key in keys]
 
 
-def _make_references(wanted: Iterable[tuple[_Key, Path]], job: Job, stop: StopRequest, values: StartingValues) -> None:
+def _make_references(
+    wanted: Iterable[tuple[_Key, Path]], job: VerifyJob, stop: StopRequest, values: StartingValues
+) -> None:
     """Make those that no other rank has begun, until all are there. No collective: on a busy machine they take longer than its timeout."""
     wanted = list(wanted)
     for key, path in wanted:
@@ -292,7 +294,7 @@ def end_if(stop: StopRequest) -> None:
         os._exit(STOPPED)
 
 
-def _save_reference(path: Path, key: _Key, job: Job, values: StartingValues) -> None:
+def _save_reference(path: Path, key: _Key, job: VerifyJob, values: StartingValues) -> None:
     """Leave the reference, or the reason why there is none, for all ranks to read."""
     found: Reference | PhalanxError
     try:
@@ -307,7 +309,7 @@ def _save_reference(path: Path, key: _Key, job: Job, values: StartingValues) -> 
 # ---- in the parent -------------------------------------------------------------------------------------------------------------
 
 
-def _merge(job: Job, index: int, reports: list[RankReport], reference: Path) -> CaseReport:
+def _merge(job: VerifyJob, index: int, reports: list[RankReport], reference: Path) -> CaseReport:
     task, limit = job.tasks[index], TOLERANCE[job.dtype]
     out = CaseReport(task=task)
     want = load_outline(reference)

@@ -34,7 +34,7 @@ normalised away; a rate and a decay that move the weights by some per cent."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Replicas:
+class ReplicaSetup:
     """Where the replicas of experts are, and how long holders of an expert are watched."""
 
     slots_per_rank: int
@@ -70,7 +70,7 @@ class Setup:
     buckets: bool = True
     """Gradients are reduced in small buckets, during the backward pass."""
     cp_method: Literal["ring", "all_gather", "ulysses"] = "ring"
-    replicas: Replicas | None = None
+    replicas: ReplicaSetup | None = None
     """Experts have replicas, on a mapping whose ep is all that etp and pp leave."""
 
     @property
@@ -400,7 +400,7 @@ def _replicated(
 ) -> Case:
     folding = dataclasses.replace(side, ep=side.world // (side.etp * side.pp))
     each = -(-small_model("verify").num_experts // folding.ep) + 1 + seed % 2
-    replicas = Replicas(
+    replicas = ReplicaSetup(
         slots_per_rank=max(4, each) if kind == "planned" else each,
         kind=kind,
         seed=seed,
@@ -489,12 +489,12 @@ def recipe_cases(recipe: Recipe, spec: ModelSpec, folding: AnyFolding, dispatch:
     return cases
 
 
-def _recipe_replicas(recipe: Recipe, small: ModelSpec, folding: AnyFolding) -> Replicas | None:
+def _recipe_replicas(recipe: Recipe, small: ModelSpec, folding: AnyFolding) -> ReplicaSetup | None:
     """Where the recipe's experts have replicas: those of the small model at random places, as many slots as leave room for some."""
     if recipe.resilience.slots_per_rank is None or not isinstance(folding, Folding) or folding.ep == 1:
         return None
     slots = -(-small.num_experts // folding.ep) + 1
-    return Replicas(slots_per_rank=slots, state=recipe.resilience.expert_state)
+    return ReplicaSetup(slots_per_rank=slots, state=recipe.resilience.expert_state)
 
 
 def _kernels(recipe: Recipe) -> Literal["fast", "compiled", "reference"]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from phalanx.plan.moe.overlap.types import Schedule
+from phalanx.plan.moe.overlap.types import TileSchedule
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.exchange import Exchange, Message
 from phalanx.runtime.comm.groups import Axis
@@ -24,20 +24,20 @@ COARSE = ("coarse:2", "coarse:4", "coarse:8")
 
 @dataclass(frozen=True)
 class Ours:
-    schedule: Schedule
+    schedule: TileSchedule
     per_token: bool = False
     """A token goes to a rank once, not once for each of its experts there."""
 
 
 OURS = {
-    "tiles": Ours(Schedule()),
-    "dedup": Ours(Schedule(), per_token=True),
-    "own first": Ours(Schedule(order="own_first")),
-    "blocks": Ours(Schedule(order="own_first", blocks=4)),
-    "parts": Ours(Schedule(order="own_first", parts=4)),
-    "arrival": Ours(Schedule(order="arrival", own_before=0.5, parts=4)),
-    "all 2": Ours(Schedule(order="arrival", own_before=0.5, parts=2, blocks=2), per_token=True),
-    "all 4": Ours(Schedule(order="arrival", own_before=0.5, parts=4, blocks=2), per_token=True),
+    "tiles": Ours(TileSchedule()),
+    "dedup": Ours(TileSchedule(), per_token=True),
+    "own first": Ours(TileSchedule(order="own_first")),
+    "blocks": Ours(TileSchedule(order="own_first", blocks=4)),
+    "parts": Ours(TileSchedule(order="own_first", parts=4)),
+    "arrival": Ours(TileSchedule(order="arrival", own_before=0.5, parts=4)),
+    "all 2": Ours(TileSchedule(order="arrival", own_before=0.5, parts=2, blocks=2), per_token=True),
+    "all 4": Ours(TileSchedule(order="arrival", own_before=0.5, parts=4, blocks=2), per_token=True),
 }
 """Name -> schedule. `tiles` is serial order by canonical tiles; `all N` everything at once, in N parts."""
 METHODS = (SERIAL, *COARSE, *OURS)

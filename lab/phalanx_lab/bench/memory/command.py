@@ -28,7 +28,7 @@ from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.core.files import check_writable, write_json
 from phalanx.core.recipe import load_recipe
 from phalanx.core.units import format_bytes
-from phalanx.plan.heals import choose_healing
+from phalanx.plan.auto_recovery import choose_healing
 from phalanx.plan.recipe import run_problems
 from phalanx_lab.bench.memory import foldings
 from phalanx_lab.bench.memory.ranks import RankMemory, promised_and_measured

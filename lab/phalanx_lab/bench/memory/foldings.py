@@ -23,7 +23,7 @@ from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.core.recipe import load_recipe
 from phalanx.core.units import format_bytes
-from phalanx.plan.heals import choose_healing
+from phalanx.plan.auto_recovery import choose_healing
 from phalanx.plan.mapping.stage_foldings import AnyFolding
 from phalanx.plan.recipe import run_problems
 from phalanx.simulate.memory.memory import MemoryEstimate

@@ -22,7 +22,7 @@ from phalanx.plan.placement.run import replicas_of, run_placement
 from phalanx.runtime.comm.groups import WorldInfo, build_groups, close_world
 from phalanx.runtime.comm.launch import StopRequest, run_local, threads_per_rank
 from phalanx.simulate.memory.memory import MemoryEstimate, estimate_memory
-from phalanx.train.placement.replacing import Replacing
+from phalanx.train.placement.rebalancer import Rebalancer
 from phalanx.train.run import build_trainer
 from phalanx.train.setup import open_rank, resolve_pipeline, resolve_shape
 from phalanx_lab.bench.memory.healing import measure_healing
@@ -115,7 +115,7 @@ def _measured_rank(recipe: Recipe, folding: AnyFolding, folder: Path, info: Worl
     build_groups(folding, rank=info.rank, cache=rank.cache)
     baseline = resident_bytes()
     with rank.sinks:
-        build_trainer(rank, stop, companion=Replacing).run()
+        build_trainer(rank, stop, companion=Rebalancer).run()
     _report(folder, info.rank).write_text(json.dumps([baseline, peak_resident_bytes() - baseline]))
     close_world()
     return 0

@@ -35,7 +35,7 @@ import tyro
 from phalanx.core.errors import RunError
 from phalanx.core.files import check_writable, write_json
 from phalanx.core.units import format_seconds
-from phalanx.kernels.cpu.later import Later
+from phalanx.kernels.cpu.deferred import DeferredGradients
 from phalanx.plan.layout.tensors import whole_layout
 from phalanx.plan.mapping.cluster import ClusterSpec
 from phalanx.plan.pipeline.boundary import EdgePlan, planned_edge
@@ -215,7 +215,7 @@ class _Place:
 
     shape: ModelShape
     model: StageModel
-    later: Later
+    later: DeferredGradients
     boundaries: dict[str, Boundary]
     microbatches: int
 
@@ -240,7 +240,7 @@ class _Place:
 
 
 def _place(options: PipelineArgs, shape: ModelShape, rank: int) -> _Place:
-    cluster, comms, later = _cluster(options), Collectives(timeout_s=TIMEOUT_S), Later()
+    cluster, comms, later = _cluster(options), Collectives(timeout_s=TIMEOUT_S), DeferredGradients()
     ranks = tuple(range(cluster.world))
     axis = Axis("pp", ranks, rank, GroupCache(timeout_s=TIMEOUT_S).get(ranks))
     lane = Axis("lane", ranks, rank, own_group(cluster.world, timeout_s=TIMEOUT_S))

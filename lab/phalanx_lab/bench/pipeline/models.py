@@ -3,7 +3,7 @@
 Each stage is a transformer block on the whole rows of a micro-batch; the ranks of a stage compute the same, so that what crosses is
 replicated over them, as the activation between tensor-parallel layers is. In the U-shaped model the two lower stages give their output
 once more to the stage at the same height on the way up, which adds a projection of it. Matrices put their weight gradients off
-(`kernels/cpu/later.py`), so that every schedule runs the same products and adds them up in the same order.
+(`kernels/cpu/deferred.py`), so that every schedule runs the same products and adds them up in the same order.
 
 *Paced*: ranks exceed processors here, so a pass does its computation and then waits until the time of its kind is over. What schedule and wire
 make of the passes is real; how long a pass takes is set.
@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from phalanx.kernels.cpu.later import Job, Later, later_linear, run
+from phalanx.kernels.cpu.deferred import DeferredGradients, DeferredProduct, later_linear, run
 from phalanx.plan.pipeline.clock import Edge
 from phalanx.runtime.pipeline.runner import Tensors
 
@@ -80,7 +80,7 @@ MODELS = {
 class Linear(nn.Module):
     """A matrix whose gradient is put off."""
 
-    def __init__(self, inputs: int, outputs: int, later: Later) -> None:
+    def __init__(self, inputs: int, outputs: int, later: DeferredGradients) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(outputs, inputs) * inputs**-0.5)
         self.later = later
@@ -92,7 +92,7 @@ class Linear(nn.Module):
 class StageModel(nn.Module):
     """One stage. `forward` takes what comes along its edges (nearest stage first) and gives what leaves."""
 
-    def __init__(self, shape: ModelShape, stage: int, later: Later) -> None:
+    def __init__(self, shape: ModelShape, stage: int, later: DeferredGradients) -> None:
         super().__init__()
         torch.manual_seed(100 + stage)  # replicas of a stage are the same
         self.shape, self.stage, h = shape, stage, shape.hidden
@@ -138,12 +138,12 @@ class Pace:
 class PacedPasses:
     """The passes of one stage in one step: computed, then waited for. `late` counts those whose computing took longer than their time."""
 
-    def __init__(self, model: StageModel, later: Later, pace: Pace) -> None:
+    def __init__(self, model: StageModel, later: DeferredGradients, pace: Pace) -> None:
         self.model, self.later, self.pace = model, later, pace
         self.late = 0
         self.spent: dict[str, list[float]] = {}
         self._live: dict[int, tuple[Tensors, tuple[torch.Tensor, ...]]] = {}
-        self._owed: dict[int, list[Job]] = {}
+        self._owed: dict[int, list[DeferredProduct]] = {}
 
     def forward(self, stage: int, microbatch: int, inputs: Tensors) -> Tensors:
         begin_s = time.perf_counter()

@@ -28,10 +28,10 @@ from phalanx.core.units import format_seconds
 from phalanx.plan.mapping.cluster import ClusterSpec, read_rate
 from phalanx.runtime.comm.groups import read_world
 from phalanx.runtime.comm.launch import run_local
-from phalanx.simulate.hardware.calibration import Link, with_links
+from phalanx.simulate.hardware.calibration import TimedCollective, with_links
 from phalanx.simulate.hardware.clusters import Hardware, load_hardware
 from phalanx.simulate.program.clock import ProgramTimeline, programs_hash
-from phalanx.simulate.program.compare_run import Measured, compare
+from phalanx.simulate.program.compare_run import MeasuredOp, compare
 from phalanx.simulate.program.cost import ProgramOracle
 from phalanx_lab.bench.predict import real as predict_real, recovery as predict_recovery
 from phalanx_lab.bench.predict.laws import learn, paces, usual_pace
@@ -186,7 +186,7 @@ def measure(options: PredictArgs) -> dict[str, Any]:
         told = json.loads(job.with_suffix(".told").read_text())
     if options.told is not None:
         write_json(options.told, told)
-    links = [Link(**link) for link in told["links"]]
+    links = [TimedCollective(**link) for link in told["links"]]
     hardware = with_links(load_hardware("h100"), links, ranks_per_host=per_host)  # of computing nothing is asked of it
     predicted = _predicted(options, plans, told, hardware)
     compared = compared_of(told) if options.real else told["plans"]
@@ -287,7 +287,7 @@ def _row(plan: Plan, found: Mapping[str, Any], timeline: ProgramTimeline) -> dic
     slower = found.get("paces", [1.0] * len(found["seconds"]))
     measured_s = _at_usual_pace(found["seconds"], slower)
     last = {
-        key: Measured(one.begin_s / slower[-1], one.seconds / slower[-1])
+        key: MeasuredOp(one.begin_s / slower[-1], one.seconds / slower[-1])
         for key, one in recorded_step(found["steps"][-1]).items()
     }
     ids = compare(timeline, [last], step_s=[measured_s])

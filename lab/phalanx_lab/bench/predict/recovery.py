@@ -2,7 +2,7 @@
 
 Decides the runs whose ranks are killed, and what is compared: of each case (a run, and who has died before) the median over several kills, each in a start of its own and at a random
 moment of a step. The prediction is `simulate/failures/recovery_time.py` on the plan of the very generation that forms, with the constants of `phalanx_lab/bench/recovery/constants.py` and the step time of that run
-before the first kill. Killed slots stay empty (`runtime/comm/away.py`), as those of a lost host do. Must never change: no recovery is measured before it is predicted, and both name the hash of the plan.
+before the first kill. Killed slots stay empty (`runtime/comm/drained_slots.py`), as those of a lost host do. Must never change: no recovery is measured before it is predicted, and both name the hash of the plan.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from phalanx.plan.program.step import StepProgram
 from phalanx.plan.recipe import run_problems
 from phalanx.plan.recovery.generation import Healing, HealPlan
 from phalanx.plan.recovery.recipe import healing_of
-from phalanx.plan.recovery.standing import Fact
-from phalanx.runtime.comm.away import write_away
+from phalanx.plan.recovery.state_descriptor import Fact
+from phalanx.runtime.comm.drained_slots import write_away
 from phalanx.runtime.comm.launch import die_with_parent
 from phalanx.simulate.failures.recovery_time import (
     PHASES,

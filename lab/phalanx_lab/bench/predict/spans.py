@@ -10,8 +10,8 @@ from typing import Any
 
 from phalanx.core.clock import ANCHOR_S
 from phalanx.core.events import Collective, Event, Operation
-from phalanx.observe.lanes import Message, RankStep, Work, matched
-from phalanx.simulate.program.compare_run import Measured, RecordedStep
+from phalanx.observe.lanes import LaneMessage, LaneWork, RankStep, matched
+from phalanx.simulate.program.compare_run import MeasuredOp, RecordedStep
 
 Told = dict[str, Any]
 """One rank's step in plain values."""
@@ -48,21 +48,23 @@ def recorded_step(told: Sequence[Told]) -> RecordedStep:
     """Of all ranks, by rank; begins count from when the last rank began. What an id did in several pieces is added up."""
     ranks = {rank: _rank_step(rank, each) for rank, each in enumerate(told)}
     begin_s = max(step.begin_s for step in ranks.values())
-    found: dict[tuple[int, str], Measured] = {}
+    found: dict[tuple[int, str], MeasuredOp] = {}
     for rank, step in matched({rank: {0: step} for rank, step in ranks.items()}, {}, {})[0].items():
         spans = [(w.op_id, w.begin_s, w.end_s - w.begin_s) for w in step[0].work]
         spans += [(m.op_id, m.begin_s, m.end_s - m.ready_s) for m in step[0].messages]
         for id, at, seconds in spans:
-            before = found.get((rank, id), Measured(at - begin_s, 0.0))
-            found[rank, id] = Measured(min(at - begin_s, before.begin_s), before.seconds + seconds)
+            before = found.get((rank, id), MeasuredOp(at - begin_s, 0.0))
+            found[rank, id] = MeasuredOp(min(at - begin_s, before.begin_s), before.seconds + seconds)
     return found
 
 
 def _rank_step(rank: int, told: Mapping[str, Any]) -> RankStep:
-    work = tuple(Work(op_id=id, lane="compute", begin_s=begin_s, end_s=end_s) for id, begin_s, end_s in told["work"])
+    work = tuple(
+        LaneWork(op_id=id, lane="compute", begin_s=begin_s, end_s=end_s) for id, begin_s, end_s in told["work"]
+    )
     lists = ("ranks", "sends_to", "receives_from")
     given: list[dict[str, Any]] = [{**m, **{k: tuple(m[k]) for k in lists}} for m in told["messages"]]
-    messages = [Message(**m) for m in given]
+    messages = [LaneMessage(**m) for m in given]
     return RankStep(
         step=0,
         rank=rank,

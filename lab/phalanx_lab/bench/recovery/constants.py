@@ -38,20 +38,20 @@ from phalanx.plan.mapping.model import PRESETS, ModelSpec
 from phalanx.plan.mapping.placement import plain_placement
 from phalanx.plan.moe.dispatch import DispatchSpec
 from phalanx.plan.recovery.generation import Healing
-from phalanx.plan.recovery.standing import Fact
+from phalanx.plan.recovery.state_descriptor import Fact
 from phalanx.plan.reshard.plan import plan_reshard
 from phalanx.plan.reshard.types import Move, equal_hosts
 from phalanx.runtime.comm.allocator import keep_freed_memory
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.groups import Axis, GroupCache, build_groups
 from phalanx.runtime.comm.peers import Peers
-from phalanx.runtime.membership.forming import Team, form, ready_keys
+from phalanx.runtime.membership.agent_terms import SeatSettings
 from phalanx.runtime.membership.keys import LAST_LOOK_S, poll
 from phalanx.runtime.membership.membership import Generation
-from phalanx.runtime.membership.seat import Seat
-from phalanx.runtime.membership.seat_terms import SeatSettings
+from phalanx.runtime.membership.rendezvous import GroupEpoch, form, ready_keys
 from phalanx.runtime.membership.supervisor import Supervisor, SupervisorSettings
-from phalanx.runtime.membership.votes import Report
+from phalanx.runtime.membership.votes import MemberReport
+from phalanx.runtime.membership.worker_agent import WorkerAgent
 from phalanx.runtime.reshard.program import rank_program
 from phalanx.runtime.reshard.resharder import Resharder
 from phalanx.simulate.failures.recovery_time import Constants
@@ -123,12 +123,12 @@ def _killed_s(size: int) -> float:
     return statistics.median(found)
 
 
-def _work(path: Path, seat: Seat) -> int:
+def _work(path: Path, seat: WorkerAgent) -> int:
     """One member of the measurement; the first one writes what was found."""
     torch.set_num_threads(1)
     keep_freed_memory(threads=1)
     seat.announce(plan_hash="calibration", version="1")
-    report = Report(uid=seat.uid, step=0, holds=False)
+    report = MemberReport(uid=seat.uid, step=0, holds=False)
     team = seat.next_team(report)
     meeting = _Meeting(seat, team, report)
     told = meeting.constants()
@@ -144,7 +144,7 @@ def _work(path: Path, seat: Seat) -> int:
 class _Meeting:
     """The members, that meet again and again; every call is collective."""
 
-    def __init__(self, seat: Seat, team: Team, report: Report) -> None:
+    def __init__(self, seat: WorkerAgent, team: GroupEpoch, report: MemberReport) -> None:
         self.seat, self.first, self.report = seat, team.generation, report
         self.index, self.number = self.first.uids.index(seat.uid), FIRST_NUMBER
         self.team, self.peers = team, Peers(team.groups.get(tuple(range(team.size)), second=True))
@@ -198,7 +198,7 @@ class _Meeting:
         seconds = [[float(word) for word in text.split()] for text in told]
         return max(one for one, _ in seconds), statistics.median(one for _, one in seconds)
 
-    def _form(self, generation: Generation) -> Team:
+    def _form(self, generation: Generation) -> GroupEpoch:
         keys = self.seat.keys()
         keys.put(ready_keys(generation)[generation.uids.index(self.seat.uid)], json.dumps(asdict(self.report)))
         return form(generation, self.seat.uid, keys, timeout_s=TIMEOUT_S)

@@ -24,7 +24,7 @@ from phalanx.runtime.comm.exchange import Exchange, Message
 from phalanx.runtime.comm.groups import Axis, GroupCache, WorldInfo, close_world, init_world, read_world
 from phalanx.runtime.comm.launch import StopRequest, run_local
 from phalanx.runtime.reshard.counts import gather_counts
-from phalanx.runtime.reshard.executor import Report
+from phalanx.runtime.reshard.executor import ReshardReport
 from phalanx.runtime.reshard.resharder import PlanOptions, Resharder
 from phalanx_lab.bench.reshard.cases import even_hosts
 from phalanx_lab.bench.reshard.nine import CASES, FIRST_DEST_RANK, RANKS_PER_HOST, Case
@@ -190,7 +190,7 @@ class _Method:
         if last:
             self._look(dest, report)
 
-    def _look(self, dest: torch.Tensor | None, report: Report) -> None:
+    def _look(self, dest: torch.Tensor | None, report: ReshardReport) -> None:
         right = _is_right(self.move.dst, self.bench.rank, dest)
         self.right = all(self.bench.comms.gather_objects(right, self.bench.axis))
         counts = gather_counts(

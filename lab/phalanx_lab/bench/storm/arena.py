@@ -24,9 +24,9 @@ from phalanx.core.errors import RunError
 from phalanx.core.events import Emit, Event
 from phalanx.runtime.comm.launch import die_with_parent
 from phalanx.runtime.membership.keys import Service
-from phalanx.runtime.membership.seat import Seat
 from phalanx.runtime.membership.service import StoreProcess, start_store
 from phalanx.runtime.membership.supervisor import Supervisor, SupervisorSettings
+from phalanx.runtime.membership.worker_agent import WorkerAgent
 from phalanx_lab.bench.storm.board import Board
 
 KINDS = ("kill", "freeze", "notice", "service", "two", "host")
@@ -36,7 +36,7 @@ MORE_KINDS = ("two hosts", "two notices")
 AIM_S = 1.0
 """How long to wait for a worker to be in the phase that a fault is aimed at."""
 
-WorkerMain = Callable[[Seat, int, Emit], int]
+WorkerMain = Callable[[WorkerAgent, int, Emit], int]
 """(seat, place on the board, where events go) -> exit code."""
 
 
@@ -138,7 +138,7 @@ class Arena:
     def _host(self, name: str, start: int) -> int:
         index = self.names.index(name)
 
-        def main(seat: Seat) -> int:
+        def main(seat: WorkerAgent) -> int:
             slot = int(seat.uid.split(".")[1])
             if self.main is None:
                 raise RunError("this arena does not say what its workers run")

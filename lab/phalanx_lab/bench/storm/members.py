@@ -26,11 +26,11 @@ import tyro
 
 from phalanx.core.events import Emit
 from phalanx.core.files import check_writable, write_json
+from phalanx.runtime.membership.agent_terms import SeatSettings
 from phalanx.runtime.membership.keys import Service
 from phalanx.runtime.membership.member import run_member
-from phalanx.runtime.membership.seat import Seat
-from phalanx.runtime.membership.seat_terms import SeatSettings
 from phalanx.runtime.membership.supervisor import SupervisorSettings
+from phalanx.runtime.membership.worker_agent import WorkerAgent
 from phalanx_lab.bench.storm.arena import KINDS, Arena, read_events, users_of
 from phalanx_lab.bench.storm.check import median, problems_of, recoveries
 from phalanx_lab.bench.storm.toy import PHASES, Board, ToyBody, checksum, state_after
@@ -91,7 +91,7 @@ def main(args: list[str]) -> int:
 def worker(board: Board, *, pause_s: float, folder: Path, stop: Path) -> Any:
     """What each worker of a storm runs: until the file `stop` says after how many steps the run ends."""
 
-    def main(seat: Seat, place: int, tell: Emit) -> int:
+    def main(seat: WorkerAgent, place: int, tell: Emit) -> int:
         body = StormBody(board=board, place=place, pid=os.getpid(), pause_s=pause_s, stop=stop)
         seat.announce(plan_hash="toy", version="1")
         why = run_member(seat, body, tell=tell)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.core.errors import RunError
-from phalanx.runtime.membership.forming import Team
+from phalanx.runtime.membership.rendezvous import GroupEpoch
 from phalanx.runtime.membership.votes import Resolution
 from phalanx_lab.bench.storm.board import Board as AnyBoard
 
@@ -65,7 +65,7 @@ class ToyBody:
         self.state = torch.zeros(PLACES, dtype=torch.int64)
         self._board, self._place, self._pid = board, place, pid
         self._reduced: torch.Tensor | None = None
-        self._team: Team | None = None
+        self._team: GroupEpoch | None = None
         self._pair: dist.ProcessGroup | None = None
 
     def _now(self, phase: str, share: float = 0.0) -> None:
@@ -77,7 +77,7 @@ class ToyBody:
         self._now("waits")
         return (checksum(self.state.numpy()) if self.holds else ""), {}
 
-    def enter(self, team: Team, resolution: Resolution) -> None:
+    def enter(self, team: GroupEpoch, resolution: Resolution) -> None:
         self._now("enter")
         self._team = team
         if team.size > 1:  # a group beside the default one, as a folding makes many
@@ -92,7 +92,7 @@ class ToyBody:
         elif len(resolution.holders) < team.size:
             self._take_state(team, resolution)
 
-    def _take_state(self, team: Team, resolution: Resolution) -> None:
+    def _take_state(self, team: GroupEpoch, resolution: Resolution) -> None:
         root = team.generation.uids.index(resolution.holders[0])
         said = team.reports[root]
         state = self.state.clone()

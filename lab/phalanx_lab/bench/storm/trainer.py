@@ -23,7 +23,7 @@ from phalanx.runtime.checkpoint.manager import CheckpointManager, import_now
 from phalanx.runtime.comm.launch import run_local
 from phalanx.runtime.membership.keys import Service
 from phalanx.runtime.state.boxes import BoxTensor
-from phalanx.train.placement.replacing import Replacing
+from phalanx.train.placement.rebalancer import Rebalancer
 from phalanx.train.recovery.run import train_healing
 from phalanx.train.recovery.watch import PHASES
 from phalanx.train.run import train
@@ -128,7 +128,7 @@ def train_calmly(setup: Setup, folder: Path, *, steps: int) -> Path:
     """The undisturbed run; its folder."""
     ranks = setup.ranks if setup.mode == "fast" else 2
     recipe = calm_recipe(setup, folder, steps=steps, ranks=ranks)
-    run_local(lambda info, stop: train(recipe, info, stop, companion=Replacing), ranks=ranks, threads=1)
+    run_local(lambda info, stop: train(recipe, info, stop, companion=Rebalancer), ranks=ranks, threads=1)
     folder = Path(recipe.run.folder) / recipe.run.name
     if final_step(folder) != steps:
         raise RunError(f"the undisturbed run ended after {final_step(folder)} of {steps} steps")

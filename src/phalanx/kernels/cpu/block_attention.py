@@ -30,9 +30,9 @@ import torch
 from phalanx.kernels.choice import Impl
 from phalanx.kernels.cpu.block_tiles import backward_by_tiles
 from phalanx.kernels.cpu.lanes import SERIAL, Lanes
-from phalanx.plan.mapping import Block
+from phalanx.plan.mapping import AttentionBlock
 
-Blocks = tuple[tuple[Block, ...], ...]
+Blocks = tuple[tuple[AttentionBlock, ...], ...]
 """Blocks of each sequence."""
 CHUNK = 1024
 """Queries whose scores the plain version holds at once."""
@@ -51,18 +51,18 @@ def wide_type(dtype: torch.dtype) -> torch.dtype:
 
 
 @dataclass(frozen=True, eq=False)
-class Partial:
+class PartialAttention:
     """Attention over the keys seen so far; the wide type. A query that has seen none: 0 and -inf."""
 
     out_BLAD: torch.Tensor
     lse_BAL: torch.Tensor
 
     @staticmethod
-    def empty(q_BLAD: torch.Tensor) -> Partial:
+    def empty(q_BLAD: torch.Tensor) -> PartialAttention:
         batch, length, heads, _ = q_BLAD.shape
         wide = wide_type(q_BLAD.dtype)
         out_BLAD = torch.zeros_like(q_BLAD, dtype=wide, memory_format=torch.contiguous_format)
-        return Partial(out_BLAD, q_BLAD.new_full((batch, heads, length), -math.inf, dtype=wide))
+        return PartialAttention(out_BLAD, q_BLAD.new_full((batch, heads, length), -math.inf, dtype=wide))
 
     def merge(self, at: _At, out_blaD: torch.Tensor, lse_bal: torch.Tensor) -> None:
         """Add the keys of another result for the queries `at`.
@@ -79,7 +79,7 @@ class Partial:
 
 
 @dataclass(frozen=True, eq=False)
-class Known:
+class SavedAttention:
     """What the backward pass needs of the whole forward pass."""
 
     out_BLAD: torch.Tensor
@@ -89,9 +89,9 @@ class Known:
     """Sum over D of `out * d_out`."""
 
     @staticmethod
-    def of(out_BLAD: torch.Tensor, lse_BAL: torch.Tensor, d_out_BLAD: torch.Tensor) -> Known:
+    def of(out_BLAD: torch.Tensor, lse_BAL: torch.Tensor, d_out_BLAD: torch.Tensor) -> SavedAttention:
         delta_BLA = (out_BLAD.to(lse_BAL.dtype) * d_out_BLAD).sum(-1)
-        return Known(out_BLAD, lse_BAL, d_out_BLAD, delta_BLA.transpose(1, 2))
+        return SavedAttention(out_BLAD, lse_BAL, d_out_BLAD, delta_BLA.transpose(1, 2))
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class _Task:
     sequences: slice
     first: int
     last: int
-    blocks: tuple[Block, ...]
+    blocks: tuple[AttentionBlock, ...]
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class _At:
     kv: slice
 
 
-def _at(task: _Task, block: Block, *, group: int) -> _At:
+def _at(task: _Task, block: AttentionBlock, *, group: int) -> _At:
     return _At(
         task.sequences,
         slice(block.q_start, block.q_stop),
@@ -147,7 +147,7 @@ def _tasks(blocks: Blocks, k_BMGD: torch.Tensor) -> list[_Task]:
 def attend(
     qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     blocks: Blocks,
-    partial: Partial,
+    partial: PartialAttention,
     *,
     impl: Impl = "fast",
     lanes: Lanes = SERIAL,
@@ -170,7 +170,7 @@ def attend(
 def attend_backward(
     qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     blocks: Blocks,
-    known: Known,
+    known: SavedAttention,
     grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     *,
     impl: Impl = "fast",
@@ -231,7 +231,7 @@ def _gpu_forward(
 
 
 def _gpu_backward(
-    qkv: tuple[torch.Tensor, ...], at: _At, known: Known, grads: tuple[torch.Tensor, ...], causal: bool
+    qkv: tuple[torch.Tensor, ...], at: _At, known: SavedAttention, grads: tuple[torch.Tensor, ...], causal: bool
 ) -> None:
     """The flash kernel works out delta from the whole output, so that its gradients are this block's parts of the whole."""
     q, k, v = _at_block(qkv, at)
@@ -263,7 +263,7 @@ def _plain_forward(
 
 
 def _plain_backward(
-    qkv: tuple[torch.Tensor, ...], at: _At, known: Known, grads: tuple[torch.Tensor, ...], causal: bool
+    qkv: tuple[torch.Tensor, ...], at: _At, known: SavedAttention, grads: tuple[torch.Tensor, ...], causal: bool
 ) -> None:
     q, k, v = _wide(*_at_block(qkv, at))
     dq, dk, dv = _at_block(grads, at)

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from phalanx.kernels.cpu.attention import with_columns
-from phalanx.plan.mapping import Block
+from phalanx.plan.mapping import AttentionBlock
 
 TILE = 256
 MAX_QUERIES = 2048
@@ -41,9 +41,9 @@ class Strip(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def strips(blocks: tuple[Block, ...], num_queries: int, num_keys: int) -> tuple[Strip, ...]:
+def strips(blocks: tuple[AttentionBlock, ...], num_queries: int, num_keys: int) -> tuple[Strip, ...]:
     """The tiles that blocks of one sequence touch, keys first; whole ones that lie side by side as one strip."""
-    touched: dict[tuple[int, int], list[Block]] = {}
+    touched: dict[tuple[int, int], list[AttentionBlock]] = {}
     for block in blocks:
         for key in range(block.k_start // TILE, -(-block.k_stop // TILE)):
             for query in range(_first_tile(block, key), -(-block.q_stop // TILE)):
@@ -68,7 +68,7 @@ def strips(blocks: tuple[Block, ...], num_queries: int, num_keys: int) -> tuple[
     return tuple(out)
 
 
-def _first_tile(block: Block, key_tile: int) -> int:
+def _first_tile(block: AttentionBlock, key_tile: int) -> int:
     """The first tile of queries that sees a key of the tile."""
     first = block.q_start
     if block.causal:
@@ -76,7 +76,9 @@ def _first_tile(block: Block, key_tile: int) -> int:
     return first // TILE
 
 
-def _clip(block: Block, q_start: int, q_stop: int, k_start: int, k_stop: int) -> tuple[int, int, int, int, int | None]:
+def _clip(
+    block: AttentionBlock, q_start: int, q_stop: int, k_start: int, k_stop: int
+) -> tuple[int, int, int, int, int | None]:
     """What a block lets the tile see, relative to the tile."""
     q0, q1 = max(block.q_start, q_start) - q_start, min(block.q_stop, q_stop) - q_start
     k0, k1 = max(block.k_start, k_start) - k_start, min(block.k_stop, k_stop) - k_start
@@ -108,7 +110,7 @@ def backward_by_tiles(
     qkv: tuple[torch.Tensor, ...],
     known: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     grads: tuple[torch.Tensor, ...],
-    blocks: tuple[Block, ...],
+    blocks: tuple[AttentionBlock, ...],
 ) -> None:
     """Add to `grads` (wide) what `blocks` contribute: some heads of one sequence.
 

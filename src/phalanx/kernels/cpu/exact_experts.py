@@ -24,7 +24,7 @@ import torch
 
 from phalanx.kernels.choice import Impl
 from phalanx.kernels.cpu.fixed_point import FixedSum
-from phalanx.kernels.cpu.grouped import Piece, Work
+from phalanx.kernels.cpu.grouped import GroupedCall, SlotRows
 from phalanx.kernels.cpu.lanes import SERIAL, Lanes
 from phalanx.kernels.cpu.swiglu import reference_swiglu
 
@@ -96,7 +96,7 @@ class _CpuChunks(torch.autograd.Function):
         recompute: bool,
         lanes: Lanes,
     ) -> torch.Tensor:
-        work = Work(x_MH, w13_e2fH, w2_eHf, row_weights_M, *chunks)
+        work = GroupedCall(x_MH, w13_e2fH, w2_eHf, row_weights_M, *chunks)
         if not recompute and any(ctx.needs_input_grad):
             work.keep()
         y_MH = work.forward_all(lanes)
@@ -109,14 +109,14 @@ class _CpuChunks(torch.autograd.Function):
         x_MH, w13_e2fH, w2_eHf, row_weights_M, gate_up_P2f = ctx.saved_tensors
         lanes, native = ctx.lanes, ctx.lanes.rows_for(x_MH, dy_MH)
         sizes, slots = ctx.chunks
-        work = Work(x_MH, w13_e2fH, w2_eHf, row_weights_M, sizes, slots, gate_up_P2f)
+        work = GroupedCall(x_MH, w13_e2fH, w2_eHf, row_weights_M, sizes, slots, gate_up_P2f)
         dx_MH = torch.empty_like(x_MH, memory_format=torch.contiguous_format)
         d_weights_M = torch.empty_like(row_weights_M)
         of_lane = [_LaneGrads(work, dx_MH, d_weights_M) for _ in range(lanes.count)]
         scratch = work.scratches(lanes)
         sum13, sum2 = ctx.into
 
-        def run(pieces: list[Piece], lane: int) -> None:
+        def run(pieces: list[SlotRows], lane: int) -> None:
             grads = of_lane[lane]
             for p in pieces:
                 work.backward(p, *scratch[lane], dy_MH, grads, None, native)
@@ -133,9 +133,9 @@ def _one(lanes: Lanes) -> Lanes:
     return lanes if lanes.count == 1 else Lanes(1, rows=lanes.rows)
 
 
-def _by_slot(pieces: Sequence[Piece]) -> list[list[Piece]]:
+def _by_slot(pieces: Sequence[SlotRows]) -> list[list[SlotRows]]:
     """The pieces of each slot, the fullest slot first."""
-    of: dict[int, list[Piece]] = {}
+    of: dict[int, list[SlotRows]] = {}
     for p in pieces:
         of.setdefault(p.slot, []).append(p)
     return sorted(of.values(), key=lambda found: -sum(p.size for p in found))
@@ -144,16 +144,16 @@ def _by_slot(pieces: Sequence[Piece]) -> list[list[Piece]]:
 class _LaneGrads:
     """Where a lane's gradients go: of the rows to their places, of the weights to scratch that the next chunk overwrites."""
 
-    def __init__(self, work: Work, dx_MH: torch.Tensor, d_weights_M: torch.Tensor) -> None:
+    def __init__(self, work: GroupedCall, dx_MH: torch.Tensor, d_weights_M: torch.Tensor) -> None:
         self.x_MH, self.weights = dx_MH, True
         self.row_weights_M: torch.Tensor | None = d_weights_M
         self.w13_FH = torch.empty_like(work.w13_eFH[0])
         self.w2_Hf = torch.empty_like(work.w2_eHf[0])
 
-    def w13_of(self, p: Piece) -> torch.Tensor:
+    def w13_of(self, p: SlotRows) -> torch.Tensor:
         return self.w13_FH
 
-    def w2_of(self, p: Piece) -> torch.Tensor:
+    def w2_of(self, p: SlotRows) -> torch.Tensor:
         return self.w2_Hf
 
 

@@ -26,12 +26,12 @@ import torch
 import torch.nn.functional as F
 
 from phalanx.kernels.choice import Impl
+from phalanx.kernels.cpu.deferred import DeferredGradients, Target, later_grouped_mm, later_linear, target_of
 from phalanx.kernels.cpu.lanes import SERIAL, Lanes
-from phalanx.kernels.cpu.later import Later, Target, later_grouped_mm, later_linear, target_of
 from phalanx.kernels.cpu.scripted import scripted
 from phalanx.kernels.cpu.shapes import padded_rows, spaced
 from phalanx.kernels.cpu.swiglu import reference_swiglu, swiglu
-from phalanx.kernels.native import Rows
+from phalanx.kernels.native import CompiledRows
 
 MAX_PIECE = 2048
 """Rows of one piece of work: more does not help a product, and one overfull expert must not occupy one lane alone."""
@@ -51,7 +51,7 @@ def expert_ffn(
     recompute: bool = False,
     impl: Impl = "fast",
     lanes: Lanes = SERIAL,
-    later: Later | None = None,
+    later: DeferredGradients | None = None,
 ) -> torch.Tensor:
     """`w2 (row_weight * silu(w_gate x) * (w_up x))`, (M, H), in the type of `x_MH`.
 
@@ -79,7 +79,7 @@ def _reference(
     w2_eHf: torch.Tensor,
     counts: Sequence[int],
     row_weights_M: torch.Tensor | None,
-    later: Later | None,
+    later: DeferredGradients | None,
 ) -> torch.Tensor:
     rows = torch.split(x_MH, list(counts))
     weights = [None] * len(counts) if row_weights_M is None else torch.split(row_weights_M, list(counts))
@@ -98,7 +98,11 @@ def _reference(
 
 
 def _reference_slot_later(
-    x_mH: torch.Tensor, w13_2fH: torch.Tensor, w2_Hf: torch.Tensor, weight_m: torch.Tensor | None, later: Later
+    x_mH: torch.Tensor,
+    w13_2fH: torch.Tensor,
+    w2_Hf: torch.Tensor,
+    weight_m: torch.Tensor | None,
+    later: DeferredGradients,
 ) -> torch.Tensor:
     """The same plain operations, each product with its weight gradient put off."""
     gate_up_m2f = later_linear(x_mH, w13_2fH.flatten(0, 1), None, later).view(len(x_mH), *w13_2fH.shape[:2])
@@ -111,7 +115,7 @@ def _grouped_mm(
     w2_eHf: torch.Tensor,
     counts: Sequence[int],
     row_weights_M: torch.Tensor | None,
-    later: Later | None,
+    later: DeferredGradients | None,
 ) -> torch.Tensor:
     offsets = torch.tensor(list(itertools.accumulate(counts)), dtype=torch.int32).to(x_MH.device, non_blocking=True)
     if later is not None:
@@ -141,7 +145,7 @@ class _Contiguous(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class Piece:
+class SlotRows:
     """Rows `[start, stop)` of one slot; in the padded buffers they begin at `at` and are `size` long."""
 
     slot: int
@@ -168,19 +172,19 @@ class Piece:
         return [slice(i, min(i + BLOCK_ROWS, self.size)) for i in range(0, self.size, BLOCK_ROWS)]
 
 
-def _pieces(counts: Sequence[int], dtype: torch.dtype, slots: Sequence[int] | None = None) -> list[Piece]:
+def _pieces(counts: Sequence[int], dtype: torch.dtype, slots: Sequence[int] | None = None) -> list[SlotRows]:
     """Slots cut into pieces of at most MAX_PIECE rows, by the counts alone: no result depends on the number of lanes.
 
     `slots`: whose rows each count counts (None: one count a slot, in order).
     """
-    out: list[Piece] = []
+    out: list[SlotRows] = []
     start = at = 0
     for slot, count in zip(range(len(counts)) if slots is None else slots, counts, strict=True):
         num = -(-count // MAX_PIECE)
         for i in range(num):
             first, last = start + count * i // num, start + count * (i + 1) // num
             size = padded_rows(last - first, dtype)
-            out.append(Piece(slot, first, last, at, size))
+            out.append(SlotRows(slot, first, last, at, size))
             at += size
         start += count
     return out
@@ -214,9 +218,9 @@ class Grads(Protocol):
     row_weights_M: torch.Tensor | None
     weights: bool
 
-    def w13_of(self, p: Piece) -> torch.Tensor: ...
+    def w13_of(self, p: SlotRows) -> torch.Tensor: ...
 
-    def w2_of(self, p: Piece) -> torch.Tensor: ...
+    def w2_of(self, p: SlotRows) -> torch.Tensor: ...
 
 
 def forward_scratch(like: torch.Tensor, rows: int, width: int) -> Scratch:
@@ -247,7 +251,7 @@ class _CpuExpertFfn(torch.autograd.Function):
         lanes: Lanes,
         target: Target | None,
     ) -> torch.Tensor:
-        work = Work(x_MH, w13_e2fH, w2_eHf, row_weights_M, counts)
+        work = GroupedCall(x_MH, w13_e2fH, w2_eHf, row_weights_M, counts)
         if not recompute and any(ctx.needs_input_grad):
             work.keep()
         y_MH = work.forward_all(lanes)
@@ -259,7 +263,7 @@ class _CpuExpertFfn(torch.autograd.Function):
     def backward(ctx: Any, dy_MH: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x_MH, w13_e2fH, w2_eHf, row_weights_M, gate_up_P2f = ctx.saved_tensors
         lanes, native = ctx.lanes, ctx.lanes.rows_for(x_MH, dy_MH)
-        work = Work(x_MH, w13_e2fH, w2_eHf, row_weights_M, ctx.counts, gate_up_P2f=gate_up_P2f)
+        work = GroupedCall(x_MH, w13_e2fH, w2_eHf, row_weights_M, ctx.counts, gate_up_P2f=gate_up_P2f)
         grads = _Grads(work, weights=ctx.needs_input_grad[1], row_weights=ctx.needs_input_grad[3])
         scratch = work.scratches(lanes)
         kept = None if ctx.target is None else _Kept(work, dy_MH)
@@ -271,7 +275,7 @@ class _CpuExpertFfn(torch.autograd.Function):
         return grads.x_MH, grads.w13, grads.w2_eHf, grads.row_weights_M, None, None, None, None
 
 
-class Work:
+class GroupedCall:
     """One call: the operands, and what is done with a piece of them."""
 
     def __init__(
@@ -313,11 +317,11 @@ class Work:
     def scratch_shape(self) -> tuple[torch.Tensor, int, int]:
         return self.x_MH, max((p.size for p in self.pieces), default=0), self.width
 
-    def _gate_up(self, p: Piece, s: Scratch) -> torch.Tensor:
+    def _gate_up(self, p: SlotRows, s: Scratch) -> torch.Tensor:
         """Where the piece's first projection goes: into the kept buffer where there is one."""
         return s.gate_up_mF[: p.size] if self.gate_up_P2f is None else self.gate_up_P2f[p.padded]
 
-    def forward(self, p: Piece, s: Scratch, y_MH: torch.Tensor, native: Rows | None) -> None:
+    def forward(self, p: SlotRows, s: Scratch, y_MH: torch.Tensor, native: CompiledRows | None) -> None:
         scale_r1 = None if self.scale_M1 is None else self.scale_M1[p.rows]
         weights = self.w13_eFH[p.slot], self.w2_eHf[p.slot]
         x_rH, y_rH, gate_up_mF = self.x_MH[p.rows], y_MH[p.rows], self._gate_up(p, s)
@@ -331,13 +335,13 @@ class Work:
 
     def backward(
         self,
-        p: Piece,
+        p: SlotRows,
         s: Scratch,
         t: BackwardScratch,
         dy_MH: torch.Tensor,
         grads: Grads,
         kept: _Kept | None = None,
-        native: Rows | None = None,
+        native: CompiledRows | None = None,
     ) -> None:
         if self.gate_up_P2f is None:
             s.x_mH[: p.num_rows].copy_(self.x_MH[p.rows])
@@ -493,7 +497,7 @@ def _scale_gradient(
 class _Grads:
     """Where gradients go. A slot of several pieces gets one partial weight gradient each, added up in their order at the end."""
 
-    def __init__(self, work: Work, *, weights: bool, row_weights: bool) -> None:
+    def __init__(self, work: GroupedCall, *, weights: bool, row_weights: bool) -> None:
         like = work.x_MH
         self.x_MH = torch.empty_like(like, memory_format=torch.contiguous_format)
         self.weights = weights
@@ -503,7 +507,7 @@ class _Grads:
         self.w2_eHf = torch.empty(work.w2_eHf.shape, dtype=like.dtype) if weights else None
         self.w13 = None if self._w13_eFH is None else self._w13_eFH.view(work.w13_shape)
         self._partial: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._of_slot: dict[int, list[Piece]] = {}
+        self._of_slot: dict[int, list[SlotRows]] = {}
         for p in work.pieces:
             self._of_slot.setdefault(p.slot, []).append(p)
         self._slots = range(work.w2_eHf.shape[0])
@@ -515,11 +519,11 @@ class _Grads:
                         torch.empty_like(self.w2_eHf[p.slot]),
                     )
 
-    def w13_of(self, p: Piece) -> torch.Tensor:
+    def w13_of(self, p: SlotRows) -> torch.Tensor:
         assert self._w13_eFH is not None
         return self._partial[p.start][0] if p.start in self._partial else self._w13_eFH[p.slot]
 
-    def w2_of(self, p: Piece) -> torch.Tensor:
+    def w2_of(self, p: SlotRows) -> torch.Tensor:
         assert self.w2_eHf is not None
         return self._partial[p.start][1] if p.start in self._partial else self.w2_eHf[p.slot]
 
@@ -541,7 +545,7 @@ class _Grads:
 class _Kept:
     """What the products of the weight gradients need, from the backward pass that put them off."""
 
-    def __init__(self, work: Work, dy_MH: torch.Tensor) -> None:
+    def __init__(self, work: GroupedCall, dy_MH: torch.Tensor) -> None:
         rows = sum(p.size for p in work.pieces)
         self.work, self.dy_MH = work, dy_MH
         self.h_Pf = spaced(rows, work.width, work.x_MH)
@@ -557,7 +561,7 @@ class _Kept:
         assert grads.w13 is not None and grads.w2_eHf is not None  # asked for
         return grads.w13, grads.w2_eHf
 
-    def _piece(self, p: Piece, s: Scratch, grads: _Grads) -> None:
+    def _piece(self, p: SlotRows, s: Scratch, grads: _Grads) -> None:
         dy_mH = _fill(s.y_mH, self.dy_MH, p)
         if self.work.scale_M1 is not None:
             dy_mH[: p.num_rows].mul_(self.work.scale_M1[p.rows])
@@ -565,7 +569,7 @@ class _Kept:
         torch.mm(self.d_gate_up_P2f[p.padded].T, _fill(s.x_mH, self.work.x_MH, p), out=grads.w13_of(p))
 
 
-def _fill(target: torch.Tensor, source_MH: torch.Tensor, p: Piece) -> torch.Tensor:
+def _fill(target: torch.Tensor, source_MH: torch.Tensor, p: SlotRows) -> torch.Tensor:
     """The piece's rows at the top of `target`, zeros below, so that padding adds nothing to any product."""
     target[: p.num_rows].copy_(source_MH[p.rows])
     target[p.num_rows : p.size].zero_()

@@ -22,7 +22,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from phalanx.kernels.native import Rows
+from phalanx.kernels.native import CompiledRows
 
 Item = TypeVar("Item")
 
@@ -34,7 +34,7 @@ class Lanes:
     kernels that work done here may use; without them it is done with torch operations.
     """
 
-    def __init__(self, count: int = 1, *, rows: Rows | None = None) -> None:
+    def __init__(self, count: int = 1, *, rows: CompiledRows | None = None) -> None:
         self.count = count
         self.rows = rows
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -57,7 +57,7 @@ class Lanes:
             job.work(0)
             job.finish()
 
-    def rows_for(self, *tensors: torch.Tensor | None) -> Rows | None:
+    def rows_for(self, *tensors: torch.Tensor | None) -> CompiledRows | None:
         """The compiled kernels, where they exist for these tensors (None stands for an operand that is not there)."""
         return self.rows if self.rows is not None and self.rows.can_take(*tensors) else None
 

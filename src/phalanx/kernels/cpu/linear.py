@@ -1,7 +1,7 @@
 """`x weight^T + bias`, for one projection or several of the same input at once.
 
 On a CPU the output columns are cut into pieces for the lanes: a piece sees all rows, because oneDNN rearranges the weight at every call and
-that cost is shared by the rows. With `later` the gradients of the weights are put off (`kernels/cpu/later.py`).
+that cost is shared by the rows. With `later` the gradients of the weights are put off (`kernels/cpu/deferred.py`).
 
 Legend: T rows, H inputs, O outputs of one projection.
 """
@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 
 from phalanx.kernels.choice import Impl
+from phalanx.kernels.cpu.deferred import DeferredGradients, Target, later_linear, target_of
 from phalanx.kernels.cpu.lanes import SERIAL, Lanes
-from phalanx.kernels.cpu.later import Later, Target, later_linear, target_of
 
 COLUMNS = 256
 """Width of a piece."""
@@ -37,7 +37,7 @@ def linear(
     *,
     impl: Impl = "fast",
     lanes: Lanes = SERIAL,
-    later: Later | None = None,
+    later: DeferredGradients | None = None,
 ) -> torch.Tensor:
     """One projection; any leading dims."""
     (y,) = projections(x, [weight_OH], [bias_O], impl=impl, lanes=lanes, later=later)
@@ -51,7 +51,7 @@ def projections(
     *,
     impl: Impl = "fast",
     lanes: Lanes = SERIAL,
-    later: Later | None = None,
+    later: DeferredGradients | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """`x` through each weight (and bias, or None), in the type of `x`; any leading dims."""
     target = target_of(weights, x, later)

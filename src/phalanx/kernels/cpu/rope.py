@@ -16,7 +16,7 @@ from phalanx.kernels.choice import Impl
 from phalanx.kernels.cpu.lanes import SERIAL, Lanes
 from phalanx.kernels.cpu.scripted import scripted
 from phalanx.kernels.cpu.shapes import cache_blocks
-from phalanx.kernels.native import Rows
+from phalanx.kernels.native import CompiledRows
 from phalanx.plan.mapping import YarnSpec, amplitude, frequencies
 
 BLOCK_ROWS = 128
@@ -95,7 +95,7 @@ def _turn(
     return out[0], out[1]
 
 
-def _native(x_TAD: torch.Tensor, cos_TN: torch.Tensor, sin_TN: torch.Tensor, lanes: Lanes) -> Rows | None:
+def _native(x_TAD: torch.Tensor, cos_TN: torch.Tensor, sin_TN: torch.Tensor, lanes: Lanes) -> CompiledRows | None:
     """The compiled kernels, where these are what they read: angles of every row, in the wide type."""
     wide = torch.promote_types(x_TAD.dtype, torch.float32)
     each = (x_TAD.shape[0], x_TAD.shape[2] // 2)

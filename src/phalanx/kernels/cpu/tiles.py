@@ -44,7 +44,7 @@ def block_units(hidden: int, count: int) -> list[list[slice]]:
 
 
 @dataclass(frozen=True)
-class Piece:
+class TilePiece:
     """Rows of one source in a tile."""
 
     source: int
@@ -64,13 +64,13 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Place:
+class TilePlace:
     """Where a tile lies: from `at` on in the padded buffers, `size` long; what it is made of."""
 
     tile: Tile
     at: int
     size: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TilePiece, ...]
 
     @property
     def padded(self) -> slice:
@@ -99,7 +99,7 @@ class Geometry:
                     by_slot[tile.slot].append(tile)
         self.slots: list[slice] = []
         """Padded rows of each slot."""
-        self.of_slot: list[list[Place]] = []
+        self.of_slot: list[list[TilePlace]] = []
         at = 0
         for slot, of_slot in enumerate(by_slot):
             first, places = at, []
@@ -108,8 +108,8 @@ class Geometry:
                 if tile.source == ALL:
                     pieces = _pieces(tile, [rows[slot] for rows in rows_PG], [starts[slot] for starts in starts_PG])
                 else:
-                    pieces = (Piece(tile.source, starts_PG[tile.source][slot] + tile.first_row, tile.rows, 0),)
-                places.append(Place(tile, at, size, pieces))
+                    pieces = (TilePiece(tile.source, starts_PG[tile.source][slot] + tile.first_row, tile.rows, 0),)
+                places.append(TilePlace(tile, at, size, pieces))
                 at += size
             at = first + padded_rows(at - first, dtype)
             self.slots.append(slice(first, at))
@@ -138,19 +138,19 @@ def _rows_by_slot(tiles: Sequence[Sequence[Tile]], num_slots: int) -> list[list[
     return found
 
 
-def _pieces(tile: Tile, rows_P: Sequence[int], starts_P: Sequence[int]) -> tuple[Piece, ...]:
+def _pieces(tile: Tile, rows_P: Sequence[int], starts_P: Sequence[int]) -> tuple[TilePiece, ...]:
     """Of a joint slot's tile: the slot's rows lie source by source; `starts_P`: where each source's begin among its rows."""
     found, before, end = [], 0, tile.first_row + tile.rows
     for source, (rows, start) in enumerate(zip(rows_P, starts_P, strict=True)):
         low, high = max(before, tile.first_row), min(before + rows, end)
         if low < high:
-            found.append(Piece(source, start + low - before, high - low, low - tile.first_row))
+            found.append(TilePiece(source, start + low - before, high - low, low - tile.first_row))
         before += rows
     return tuple(found)
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
+class SourceRows:
     """Rows of one source: which entry each takes, and its weight."""
 
     entries_nH: torch.Tensor
@@ -160,7 +160,7 @@ class Rows:
     """In the type of the products."""
 
 
-def _gather_pieces(place: Place, sources: Sequence[Rows], x_mH: torch.Tensor) -> None:
+def _gather_pieces(place: TilePlace, sources: Sequence[SourceRows], x_mH: torch.Tensor) -> None:
     """The entries of a tile, zeros below."""
     for piece in place.pieces:
         rows = sources[piece.source]
@@ -168,7 +168,7 @@ def _gather_pieces(place: Place, sources: Sequence[Rows], x_mH: torch.Tensor) ->
     x_mH[place.tile.rows :].zero_()
 
 
-def _weigh(place: Place, sources: Sequence[Rows], t_mF: torch.Tensor) -> None:
+def _weigh(place: TilePlace, sources: Sequence[SourceRows], t_mF: torch.Tensor) -> None:
     """Each row times its weight."""
     for piece in place.pieces:
         t_mF[piece.inside].mul_(sources[piece.source].weights[piece.rows].unsqueeze(1))
@@ -185,7 +185,7 @@ class TileProducts:
         self.unit = self.hidden // column_units(self.hidden)
         self._x = [spaced(geometry.largest, self.hidden, w2_eHf) for _ in range(lanes.count)]
 
-    def _gather(self, place: Place, sources: Sequence[Rows], lane: int) -> torch.Tensor:
+    def _gather(self, place: TilePlace, sources: Sequence[SourceRows], lane: int) -> torch.Tensor:
         """The tile's entries, zeros below."""
         x_mH = self._x[lane][: place.size]
         _gather_pieces(place, sources, x_mH)
@@ -197,7 +197,7 @@ class TileProducts:
         rows = [slot.stop - slot.start for slot in self.geometry.slots]
         return [spaced(n, columns, like) if space else like.new_empty(n, columns) for n in rows]
 
-    def _of(self, buffers: Sequence[torch.Tensor], place: Place) -> torch.Tensor:
+    def _of(self, buffers: Sequence[torch.Tensor], place: TilePlace) -> torch.Tensor:
         """The tile's rows."""
         start = place.at - self.geometry.slots[place.tile.slot].start
         return buffers[place.tile.slot][start : start + place.size]
@@ -212,11 +212,11 @@ class TileProducts:
         self.h_e = self._by_slot(self.width)
         self.out_b = [like.new_empty(size, len(units) * self.unit) for units in self.columns]
 
-    def first(self, places: Sequence[Place], sources: Sequence[Rows]) -> None:
+    def first(self, places: Sequence[TilePlace], sources: Sequence[SourceRows]) -> None:
         """`h = weight * silu(gate) * up` of tiles; the rows of each source."""
         self.lanes.run(lambda place, lane: self._first(place, sources, lane), places)
 
-    def _first(self, place: Place, sources: Sequence[Rows], lane: int) -> None:
+    def _first(self, place: TilePlace, sources: Sequence[SourceRows], lane: int) -> None:
         gate_up_mF, h_mf = self._of(self.gate_up_e, place), self._of(self.h_e, place)
         torch.mm(self._gather(place, sources, lane), self.w13_eFH[place.tile.slot].T, out=gate_up_mF)
         self._activate(gate_up_mF, h_mf)
@@ -229,11 +229,11 @@ class TileProducts:
         else:
             torch.mul(F.silu(gate_up_mF[:, : self.width]), gate_up_mF[:, self.width :], out=h_mf)
 
-    def second(self, places: Sequence[Place], block: int) -> None:
+    def second(self, places: Sequence[TilePlace], block: int) -> None:
         """`h w2` of tiles, in the columns of a block."""
         self.lanes.run(lambda place, _: self._products(place, self.h_e, self.w2_eHf[place.tile.slot].T, block), places)
 
-    def _products(self, place: Place, left_e: Sequence[torch.Tensor], right_kH: torch.Tensor, block: int) -> None:
+    def _products(self, place: TilePlace, left_e: Sequence[torch.Tensor], right_kH: torch.Tensor, block: int) -> None:
         out_mB, left_mk = self.out_b[block][place.padded], self._of(left_e, place)
         for i, columns in enumerate(self.columns[block]):
             torch.mm(left_mk, right_kH[:, columns], out=out_mB[:, i * self.unit : (i + 1) * self.unit])
@@ -253,11 +253,15 @@ class TileProducts:
         self.out_b = [like.new_empty(size, len(units) * self.unit) for units in self.columns]
         self._dh = [like.new_empty(self.geometry.largest, self.width) for _ in range(self.lanes.count)]
 
-    def first_backward(self, places: Sequence[Place], sources: Sequence[Rows], grads: Sequence[Rows]) -> None:
+    def first_backward(
+        self, places: Sequence[TilePlace], sources: Sequence[SourceRows], grads: Sequence[SourceRows]
+    ) -> None:
         """The gradient of gate and up, that of the row weights (`dots_P`), and `h` again, of tiles; by source. `entries_nH` of `grads`: of the output."""
         self.lanes.run(lambda place, lane: self._first_backward(place, sources, grads, lane), places)
 
-    def _first_backward(self, place: Place, sources: Sequence[Rows], grads: Sequence[Rows], lane: int) -> None:
+    def _first_backward(
+        self, place: TilePlace, sources: Sequence[SourceRows], grads: Sequence[SourceRows], lane: int
+    ) -> None:
         slot = place.tile.slot
         gate_up_mF, h_mf, d_mF = (self._of(t, place) for t in (self.gate_up_e, self.h_e, self.d_gate_up_e))
         if self._again:
@@ -287,7 +291,7 @@ class TileProducts:
         torch.mul(dh_mf, silu_mf, out=d_mF[:, self.width :])
         d_mF[:, : self.width].copy_(torch.ops.aten.silu_backward(dh_mf * up_mf, gate_mf))
 
-    def second_backward(self, places: Sequence[Place], block: int) -> None:
+    def second_backward(self, places: Sequence[TilePlace], block: int) -> None:
         """The gradient of the rows of tiles, in the columns of a block."""
         self.lanes.run(
             lambda place, _: self._products(place, self.d_gate_up_e, self.w13_eFH[place.tile.slot], block), places
@@ -301,8 +305,8 @@ class TileProducts:
     def weights(
         self,
         slot: int,
-        sources: Sequence[Rows],
-        grads: Sequence[Rows],
+        sources: Sequence[SourceRows],
+        grads: Sequence[SourceRows],
         d_w13_e2fH: torch.Tensor,
         d_w2_eHf: torch.Tensor,
     ) -> None:
@@ -318,7 +322,7 @@ class TileProducts:
         torch.mm(self._gather_slot(slot, grads, x_mH).T, self.h_e[slot], out=d_w2_Hf)
         torch.mm(self.d_gate_up_e[slot].T, self._gather_slot(slot, sources, x_mH), out=d_w13_FH)
 
-    def _gather_slot(self, slot: int, of_source: Sequence[Rows], x_mH: torch.Tensor) -> torch.Tensor:
+    def _gather_slot(self, slot: int, of_source: Sequence[SourceRows], x_mH: torch.Tensor) -> torch.Tensor:
         first, end = self.geometry.slots[slot].start, 0
         for place in self.geometry.of_slot[slot]:
             end = place.at - first + place.size

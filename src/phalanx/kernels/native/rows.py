@@ -37,13 +37,13 @@ ADAMW_TYPES = (("bf16", "bf16"), ("float", "bf16"), ("float", "float"), ("double
 
 
 @functools.cache
-def compiled_rows() -> Rows | None:
+def compiled_rows() -> CompiledRows | None:
     """The compiled kernels, or None where they cannot be had."""
     found = library()
-    return None if found is None else Rows(found)
+    return None if found is None else CompiledRows(found)
 
 
-class Rows:
+class CompiledRows:
     """The functions of one compiled library."""
 
     def __init__(self, compiled: ctypes.CDLL) -> None:

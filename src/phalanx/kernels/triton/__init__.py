@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from phalanx.kernels.triton.first_product import Arrivals as Arrivals, fused_first as fused_first
     from phalanx.kernels.triton.index import Arranged as Arranged, Going as Going
     from phalanx.kernels.triton.layer import (
-        LayerShape as LayerShape,
-        Told as Told,
+        ArrivalCounts as ArrivalCounts,
+        LaunchShape as LaunchShape,
         begin as begin,
         finish as finish,
         pack_weights as pack_weights,
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     )
     from phalanx.kernels.triton.second_product import Division as Division, fused_second as fused_second
     from phalanx.kernels.triton.symmetric import (
-        Arena as Arena,
         ArenaSpec as ArenaSpec,
+        SymmetricMemory as SymmetricMemory,
         symmetric_arena as symmetric_arena,
     )
     from phalanx.kernels.triton.tiles import check_status as check_status

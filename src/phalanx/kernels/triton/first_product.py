@@ -25,7 +25,7 @@ class Arrivals:
     """How a kernel learns that rows are there."""
 
     flags_F: torch.Tensor
-    """int32, in the order of `plan.overlap_device`: stage by stage, part by part. Raised by other ranks while the kernel runs."""
+    """int32, in the order of `plan/moe/overlap/device.py`: stage by stage, part by part. Raised by other ranks while the kernel runs."""
     epoch_1: torch.Tensor
     """int32 (1,): number of this call. On the device, so that a captured graph counts on."""
     status_2: torch.Tensor

@@ -1,4 +1,4 @@
-"""Order of rows for the kernels that wait on flags, built on the device by the rule of `plan/moe/overlap/device.py`, whose functions are the twins.
+"""Order of rows for the kernels that wait on flags, built on the device by the rule of `plan/moe/overlap/device.py`, whose twin is in tests/oracles/device_rows.py.
 
 Must never change: no value reaches the host (no `.item()`, no data-dependent shape), so that all of it can be captured in a CUDA graph. Every tensor has
 the size that the capacities give it; counts stay on the device.
@@ -17,7 +17,7 @@ from phalanx.plan.moe.overlap import EMPTY, part_places, problem_room, row_room
 
 @dataclass(frozen=True, eq=False)
 class Going:
-    """What this rank sends. int32 tensors; meaning as in `plan.overlap_device.Going`."""
+    """What this rank sends. int32 tensors; meaning as in `tests/oracles/device_rows.Going`."""
 
     token_of_entry_PC: torch.Tensor
     slots_PCK: torch.Tensor
@@ -29,7 +29,7 @@ class Going:
 
 @dataclass(frozen=True, eq=False)
 class Arranged:
-    """How this rank computes with what comes. int32 tensors; meaning as in `plan.overlap_device.Arranged`."""
+    """How this rank computes with what comes. int32 tensors; meaning as in `tests/oracles/device_rows.Arranged`."""
 
     entry_of_row_M: torch.Tensor
     row_of_copy_PCK: torch.Tensor

@@ -25,12 +25,12 @@ from phalanx.kernels.cpu.swiglu import reference_swiglu
 from phalanx.kernels.triton.first_product import Arrivals, fused_first
 from phalanx.kernels.triton.index import Arranged, Going, arrange, going
 from phalanx.kernels.triton.second_product import Division, add_ranks, fused_second, send_entries
-from phalanx.kernels.triton.symmetric import Arena, ArenaSpec
+from phalanx.kernels.triton.symmetric import ArenaSpec, SymmetricMemory
 from phalanx.kernels.triton.tiles import SendShape, TileShape, check_status
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerShape:
+class LaunchShape:
     """How the kernels are launched."""
 
     slots_per_rank: int
@@ -46,7 +46,7 @@ class LayerShape:
 
 
 @dataclass(frozen=True, eq=False)
-class Told:
+class ArrivalCounts:
     """What this rank knows of the entries that come, by source."""
 
     slots_PCK: torch.Tensor
@@ -54,7 +54,7 @@ class Told:
     counts_P: torch.Tensor
 
 
-def route(slots_TK: torch.Tensor, *, shape: LayerShape, spec: ArenaSpec) -> Going:
+def route(slots_TK: torch.Tensor, *, shape: LaunchShape, spec: ArenaSpec) -> Going:
     """What this rank sends, from the group's slot of each choice, (T, K), -1 where dropped."""
     return going(slots_TK, ranks=spec.ranks, slots_per_rank=shape.slots_per_rank, capacity=spec.capacity)
 
@@ -75,7 +75,7 @@ def pack_entries(x_TH: torch.Tensor, to: Going) -> torch.Tensor:
     return x_TH[to.token_of_entry_PC.clamp(min=0).long()]
 
 
-def begin(told: Told, arena: Arena, *, shape: LayerShape, max_rows: int | None = None) -> Arranged:
+def begin(told: ArrivalCounts, arena: SymmetricMemory, *, shape: LaunchShape, max_rows: int | None = None) -> Arranged:
     """Order of the rows that come to this rank. Both products use it, so their problems must have the same rows. `max_rows`: how many there are, where the host knows."""
     if shape.first.problem_rows != shape.second.problem_rows:
         raise ValueError(
@@ -91,7 +91,7 @@ def begin(told: Told, arena: Arena, *, shape: LayerShape, max_rows: int | None =
     )
 
 
-def send(x_TH: torch.Tensor, to: Going, arena: Arena, *, shape: LayerShape) -> None:
+def send(x_TH: torch.Tensor, to: Going, arena: SymmetricMemory, *, shape: LaunchShape) -> None:
     """Entries to their ranks, own rank first, then in the order in which the receivers expect them."""
     if not shape.copy_engine:
         send_entries(x_TH, to, arena, programs=shape.send_programs, shape=shape.send, impl=shape.impl)
@@ -102,7 +102,7 @@ def send(x_TH: torch.Tensor, to: Going, arena: Arena, *, shape: LayerShape) -> N
             arena.copy_part(packed_PCH, stage, part)
 
 
-def row_weights(told: Told, order: Arranged) -> torch.Tensor:
+def row_weights(told: ArrivalCounts, order: Arranged) -> torch.Tensor:
     """(M,) fp32: weight of each row; 0 beyond the last."""
     rows_N, weights_N = order.row_of_copy_PCK.flatten(), told.weights_PCK.flatten()
     num_rows = order.entry_of_row_M.shape[0]
@@ -112,7 +112,13 @@ def row_weights(told: Told, order: Arranged) -> torch.Tensor:
 
 
 def compute(
-    arena: Arena, told: Told, order: Arranged, w13_e2fH: torch.Tensor, w2_eHf: torch.Tensor, *, shape: LayerShape
+    arena: SymmetricMemory,
+    told: ArrivalCounts,
+    order: Arranged,
+    w13_e2fH: torch.Tensor,
+    w2_eHf: torch.Tensor,
+    *,
+    shape: LaunchShape,
 ) -> None:
     """The experts on this rank, from `received` here to `returned` at the sources."""
     arrivals = Arrivals(arena.arrived_F, arena.epoch_1, arena.status_2)
@@ -127,18 +133,18 @@ def compute(
     )  # fmt: skip
 
 
-def finish(to: Going, arena: Arena, *, shape: LayerShape) -> torch.Tensor:
+def finish(to: Going, arena: SymmetricMemory, *, shape: LaunchShape) -> torch.Tensor:
     """(T, H): the layer's output for this rank's tokens."""
     return add_ranks(
         to, arena, programs=shape.send_programs, shape=shape.send, patience=shape.patience, impl=shape.impl
     )
 
 
-def tell_virtual(goings: Sequence[Going], weights: Sequence[torch.Tensor]) -> list[Told]:
+def tell_virtual(goings: Sequence[Going], weights: Sequence[torch.Tensor]) -> list[ArrivalCounts]:
     """What an all-to-all of fixed size does between processes, for ranks of one process."""
     packed = [pack_weights(w, to) for w, to in zip(weights, goings, strict=True)]
     return [
-        Told(
+        ArrivalCounts(
             torch.stack([to.slots_PCK[rank] for to in goings]),
             torch.stack([p[rank] for p in packed]),
             torch.stack([to.counts_P[rank] for to in goings]),
@@ -159,7 +165,7 @@ class VirtualLayer:
 
 
 def enqueue_virtual(
-    layer: VirtualLayer, arenas: Sequence[Arena], *, shape: LayerShape
+    layer: VirtualLayer, arenas: Sequence[SymmetricMemory], *, shape: LaunchShape
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """The layer's output on each rank, and what found no room. Reads nothing on the host, so all of it can be captured in a CUDA graph."""
     spec = arenas[0].spec
@@ -176,7 +182,7 @@ def enqueue_virtual(
     return out, [to.overflow for to in goings] + [order.overflow for order in orders]
 
 
-def run_virtual(layer: VirtualLayer, arenas: Sequence[Arena], *, shape: LayerShape) -> list[torch.Tensor]:
+def run_virtual(layer: VirtualLayer, arenas: Sequence[SymmetricMemory], *, shape: LaunchShape) -> list[torch.Tensor]:
     """The layer's output on each rank. Raises `RunError` if anything found no room or a flag never came."""
     out, overflows = enqueue_virtual(layer, arenas, shape=shape)
     for arena in arenas:

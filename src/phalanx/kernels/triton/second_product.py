@@ -19,7 +19,7 @@ import torch
 from phalanx.core.errors import Problem
 from phalanx.kernels.choice import Impl
 from phalanx.kernels.triton.index import Arranged, Going
-from phalanx.kernels.triton.symmetric import Arena
+from phalanx.kernels.triton.symmetric import SymmetricMemory
 from phalanx.kernels.triton.tiles import (
     PATIENCE,
     SendShape,
@@ -56,14 +56,14 @@ class Division:
 def send_entries(
     x_TH: torch.Tensor,
     to: Going,
-    arena: Arena,
+    arena: SymmetricMemory,
     *,
     programs: int,
     shape: SendShape | None = None,
     impl: Impl = "fast",
 ) -> None:
     """Store the tokens that each rank needs into its receive buffer, and raise its flags part by part. One of the two producers; a copy engine
-    is the other (`Arena.copy_part`)."""
+    is the other (`SymmetricMemory.copy_part`)."""
     shape = SendShape() if shape is None else shape
     spec = arena.spec
     places = part_places(spec.capacity, spec.parts)
@@ -87,7 +87,7 @@ def fused_second(
     w_eHf: torch.Tensor,
     order: Arranged,
     counts_P: torch.Tensor,
-    arena: Arena,
+    arena: SymmetricMemory,
     *,
     division: Division,
     tile: TileShape | None = None,
@@ -134,7 +134,7 @@ def fused_second(
 
 def add_ranks(
     to: Going,
-    arena: Arena,
+    arena: SymmetricMemory,
     *,
     programs: int,
     shape: SendShape | None = None,
@@ -163,7 +163,7 @@ def add_ranks(
 # ---- plain versions: the peers' memory as ordinary tensors, so for ranks of one process only ------------------------------
 
 
-def _reference_send(x_TH: torch.Tensor, to: Going, arena: Arena) -> None:
+def _reference_send(x_TH: torch.Tensor, to: Going, arena: SymmetricMemory) -> None:
     spec = arena.spec
     for peer in arena.peers():
         count = int(to.counts_P[peer.rank])
@@ -173,7 +173,12 @@ def _reference_send(x_TH: torch.Tensor, to: Going, arena: Arena) -> None:
 
 
 def _reference_second(
-    h_Mf: torch.Tensor, w_eHf: torch.Tensor, order: Arranged, counts_P: torch.Tensor, arena: Arena, out_MH: torch.Tensor
+    h_Mf: torch.Tensor,
+    w_eHf: torch.Tensor,
+    order: Arranged,
+    counts_P: torch.Tensor,
+    arena: SymmetricMemory,
+    out_MH: torch.Tensor,
 ) -> torch.Tensor:
     wide = torch.promote_types(h_Mf.dtype, torch.float32)
     for slot, first, rows, _ in order.problems_J4[: int(order.num_problems)].tolist():

@@ -98,7 +98,7 @@ class RankMemory:
     done_F: torch.Tensor
 
 
-class Arena:
+class SymmetricMemory:
     """What one rank sees of the memory of all. Tables hold the address of a region on each rank (int64), for kernels."""
 
     def __init__(self, spec: ArenaSpec, rank: int, whole: Sequence[torch.Tensor]) -> None:
@@ -149,13 +149,13 @@ def _cut(spec: ArenaSpec, rank: int, whole: torch.Tensor) -> RankMemory:
     return RankMemory(rank, **views)
 
 
-def virtual_arenas(spec: ArenaSpec, device: torch.device | str = "cpu") -> list[Arena]:
+def virtual_arenas(spec: ArenaSpec, device: torch.device | str = "cpu") -> list[SymmetricMemory]:
     """One arena for each of `spec.ranks` ranks that live in this process."""
     whole = [torch.zeros(spec.num_bytes, dtype=torch.uint8, device=device) for _ in range(spec.ranks)]
-    return [Arena(spec, rank, whole) for rank in range(spec.ranks)]
+    return [SymmetricMemory(spec, rank, whole) for rank in range(spec.ranks)]
 
 
-def symmetric_arena(spec: ArenaSpec, group: Any, device: torch.device, *, symm_mem: Any = None) -> Arena:
+def symmetric_arena(spec: ArenaSpec, group: Any, device: torch.device, *, symm_mem: Any = None) -> SymmetricMemory:
     """This rank's arena in a process group whose devices reach each other's memory. Collective.
 
     `symm_mem` stands in for `torch.distributed._symmetric_memory` (tests). Raises `RunError` on a device that torch cannot share.
@@ -174,4 +174,4 @@ def symmetric_arena(spec: ArenaSpec, group: Any, device: torch.device, *, symm_m
     ]
     own.zero_()
     handle.barrier()  # no flag may be raised before all are down; once, not once a call
-    return Arena(spec, handle.rank, whole)
+    return SymmetricMemory(spec, handle.rank, whole)

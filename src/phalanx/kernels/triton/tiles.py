@@ -24,7 +24,7 @@ class TileShape:
     columns: int = 256
     depth: int = 64
     row_tiles: int = 4
-    """Row tiles of a problem: `plan.overlap_device.arrange` must be given `problem_rows`."""
+    """Row tiles of a problem: `kernels/triton/index.py` must be given `problem_rows`."""
     warps: int = 8
     stages: int = 3
 

@@ -13,6 +13,6 @@ if TYPE_CHECKING:
         families_for as families_for,
         find_family as find_family,
     )
-    from phalanx.models.families.names import Link as Link, in_tensor as in_tensor, shapes_of as shapes_of
+    from phalanx.models.families.names import NameLink as NameLink, in_tensor as in_tensor, shapes_of as shapes_of
 else:
     __getattr__ = lazy(__name__)

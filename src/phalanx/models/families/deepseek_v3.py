@@ -10,14 +10,14 @@ from typing import Any
 
 from phalanx.models.families.deepseek_v2 import REST, groups, latent_fields, latent_shape
 from phalanx.models.families.family import Family
-from phalanx.models.families.names import FUSED_EXPERTS, Rule, experts
+from phalanx.models.families.names import FUSED_EXPERTS, NameRule, experts
 from phalanx.models.families.options import Options
 from phalanx.plan.mapping import PRESETS, ModelSpec, RouterSpec
 
-_BIAS = Rule("model.layers.{layer}.mlp.gate.e_score_correction_bias", "layers.{layer}.moe.router.expert_bias")
+_BIAS = NameRule("model.layers.{layer}.mlp.gate.e_score_correction_bias", "layers.{layer}.moe.router.expert_bias")
 
 _MTP = tuple(
-    Rule(f"model.layers.{{layer}}.{theirs}.weight", f"layers.{{layer}}.{ours}.weight")
+    NameRule(f"model.layers.{{layer}}.{theirs}.weight", f"layers.{{layer}}.{ours}.weight")
     for theirs, ours in (
         ("enorm", "token_norm"),
         ("hnorm", "hidden_norm"),
@@ -26,8 +26,8 @@ _MTP = tuple(
     )
 )
 _COPIES = (
-    Rule("model.layers.{layer}.embed_tokens.weight", "embedding.weight"),
-    Rule("model.layers.{layer}.shared_head.head.weight", "head.weight"),
+    NameRule("model.layers.{layer}.embed_tokens.weight", "embedding.weight"),
+    NameRule("model.layers.{layer}.shared_head.head.weight", "head.weight"),
 )
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx.core.errors import Problem
-from phalanx.models.families.names import Link, Rule, links
+from phalanx.models.families.names import NameLink, NameRule, links
 from phalanx.models.families.options import Options
 from phalanx.plan.layout import Box
 from phalanx.plan.mapping import PRESETS, ModelSpec, model_problems
@@ -30,19 +30,19 @@ class Family:
     architecture: str
     preset: str
     """The preset that an imported run starts its recipe from."""
-    rules: tuple[Rule, ...]
+    rules: tuple[NameRule, ...]
     """Names on disk."""
-    fused_rules: tuple[Rule, ...]
+    fused_rules: tuple[NameRule, ...]
     """Names where all experts of a layer are in one tensor."""
     read: Callable[[Options], ModelSpec]
     """The model that a config means; problems are left in the options."""
     write: Callable[[ModelSpec], dict[str, Any]]
     """The fields that say so."""
-    mtp_rules: tuple[Rule, ...] = ()
+    mtp_rules: tuple[NameRule, ...] = ()
     """What blocks of multi-token prediction have beside the tensors of a block. Families without leave those blocks out."""
-    copies: tuple[Rule, ...] = ()
+    copies: tuple[NameRule, ...] = ()
     """Tensors on disk that repeat a parameter: written, and not read."""
-    absent: tuple[Rule, ...] = ()
+    absent: tuple[NameRule, ...] = ()
     """Tensors (one number for each expert) that must be there on disk, as zeros, where the model does not have them."""
 
     def spec_of(self, config: Mapping[str, Any]) -> tuple[ModelSpec, list[Problem]]:
@@ -69,21 +69,21 @@ class Family:
         """`spec` without the blocks that this family has no names for."""
         return spec if self.mtp_rules else dataclasses.replace(spec, mtp_layers=0)
 
-    def links(self, spec: ModelSpec, *, fused: bool = False) -> tuple[Link, ...]:
+    def links(self, spec: ModelSpec, *, fused: bool = False) -> tuple[NameLink, ...]:
         """All tensors of `spec`; those of `absent` have no parameter behind them."""
         spec = self.without_mtp(spec)
         found = links(self.mtp_rules + (self.fused_rules if fused else self.rules), spec)
         known = {link.tensor for link in found}
         whole = Box((0,), (spec.num_experts,))
         names = (r.tensor.format(layer=i) for r in self.absent for i in spec.moe_layers)
-        zeros = (Link(n, whole.sizes, whole, None, whole, (0,)) for n in names if n not in known)
+        zeros = (NameLink(n, whole.sizes, whole, None, whole, (0,)) for n in names if n not in known)
         return (*found, *zeros)
 
-    def copies_of(self, spec: ModelSpec) -> tuple[Link, ...]:
+    def copies_of(self, spec: ModelSpec) -> tuple[NameLink, ...]:
         """Tensors to be written beside those of `links`."""
         if not self.mtp_rules:
             return ()
-        whole = {link.param: link for link in links(tuple(Rule("", rule.param) for rule in self.copies), spec)}
+        whole = {link.param: link for link in links(tuple(NameRule("", rule.param) for rule in self.copies), spec)}
         return tuple(
             dataclasses.replace(whole[rule.param], tensor=rule.tensor.format(layer=layer))
             for layer in spec.mtp_blocks

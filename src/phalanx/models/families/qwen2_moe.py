@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from phalanx.models.families.family import Family
-from phalanx.models.families.names import ENDS, FUSED_EXPERTS, GROUPED_ATTENTION, NORMS, Rule, experts, mlp
+from phalanx.models.families.names import ENDS, FUSED_EXPERTS, GROUPED_ATTENTION, NORMS, NameRule, experts, mlp
 from phalanx.models.families.options import (
     Options,
     common,
@@ -17,7 +17,7 @@ from phalanx.models.families.options import (
 )
 from phalanx.plan.mapping import ModelSpec, RouterSpec
 
-_GATE = Rule("model.layers.{layer}.mlp.shared_expert_gate.weight", "layers.{layer}.moe.shared.gate")
+_GATE = NameRule("model.layers.{layer}.mlp.shared_expert_gate.weight", "layers.{layer}.moe.shared.gate")
 _REST = (*ENDS, *NORMS, *GROUPED_ATTENTION, *mlp("mlp", "mlp"), *mlp("mlp.shared_expert", "moe.shared"), _GATE)
 
 

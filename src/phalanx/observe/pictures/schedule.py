@@ -13,7 +13,7 @@ from typing import Literal
 
 from phalanx.core.errors import PlanError, Problem
 from phalanx.observe.pictures.svg import page
-from phalanx.plan.pipeline import Kind, Span, Timeline
+from phalanx.plan.pipeline import ActionSpan, Kind, Timeline
 
 COLOURS: dict[Kind, tuple[str, str]] = {
     "F": ("#9ec9f0", "#3f7fc1"),
@@ -77,7 +77,7 @@ def _window(row: Sequence[Cell], start: int, stop: int) -> list[Cell]:
     return out
 
 
-def _cells(timeline: Timeline, spans: Sequence[Span], scale: float, *, colour: bool) -> list[Cell]:
+def _cells(timeline: Timeline, spans: Sequence[ActionSpan], scale: float, *, colour: bool) -> list[Cell]:
     cells, column = [], 0
     for span in spans:
         start, stop = max(column, round(span.start * scale)), round(span.end * scale)
@@ -93,7 +93,7 @@ def _cells(timeline: Timeline, spans: Sequence[Span], scale: float, *, colour: b
     return [*cells, Cell("-", "", "." * rest)] if rest > 0 else cells
 
 
-def _labels(timeline: Timeline, span: Span, *, colour: bool) -> tuple[str, ...]:
+def _labels(timeline: Timeline, span: ActionSpan, *, colour: bool) -> tuple[str, ...]:
     """What can be written on a pass, the fullest first."""
     kind, stage, mb = span.action
     virtual, chunk = timeline.schedule.virtual, timeline.schedule.chunk_of_stage[stage]
@@ -106,7 +106,7 @@ def _labels(timeline: Timeline, span: Span, *, colour: bool) -> tuple[str, ...]:
     return f"{word}{mb}", word
 
 
-def _colour(timeline: Timeline, span: Span) -> str:
+def _colour(timeline: Timeline, span: ActionSpan) -> str:
     chunk = timeline.schedule.chunk_of_stage[span.action.stage]
     return chunk_colour(span.action.kind, chunk, virtual=timeline.schedule.virtual)
 
@@ -140,7 +140,7 @@ def timeline_svg(timeline: Timeline) -> str:
     return page(body, width=full, height=height)
 
 
-def _pass(timeline: Timeline, span: Span, top: float, scale: float) -> str:
+def _pass(timeline: Timeline, span: ActionSpan, top: float, scale: float) -> str:
     """One pass: a box with its microbatch, and everything about it as the tooltip."""
     x, width = LEFT + span.start * scale, (span.end - span.start) * scale
     kind, stage, mb = span.action

@@ -34,7 +34,7 @@ so that its last few, which no vector holds, are rounded alike whoever computes 
 
 
 @dataclass(frozen=True)
-class Block:
+class HolderBlock:
     """One parameter in the flat buffer: `placement` of its layer, `start` of its first element here, `row` elements of one expert."""
 
     placement: Placement
@@ -89,7 +89,7 @@ class HolderPlan:
         return _length(self.takes)
 
 
-def plan_holders(blocks: Sequence[Block], *, ep: int, size: int, state: ExpertState = "whole") -> HolderPlan:
+def plan_holders(blocks: Sequence[HolderBlock], *, ep: int, size: int, state: ExpertState = "whole") -> HolderPlan:
     """The plan of rank `ep` of `size`, whose buffer has `blocks` one after the other. With replicas there is one expert-parallel group."""
     experts: list[HeldExpert] = []
     gives: list[list[Run]] = [[] for _ in range(size)]
@@ -115,7 +115,7 @@ def plan_holders(blocks: Sequence[Block], *, ep: int, size: int, state: ExpertSt
     )
 
 
-def _held(block: Block, ep: int) -> Iterator[tuple[int, HeldExpert]]:
+def _held(block: HolderBlock, ep: int) -> Iterator[tuple[int, HeldExpert]]:
     """(expert, where it lies) of what a rank holds of a block, in the order of the buffer."""
     holders = _holders(block.placement)
     for i, expert in enumerate(block.placement.local_experts(edp=0, ep=ep)):

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from phalanx.core.errors import PlanError, Problem
-from phalanx.plan.layout.holders import Block, ExpertState, HolderPlan, Run, plan_holders
+from phalanx.plan.layout.holders import ExpertState, HolderBlock, HolderPlan, Run, plan_holders
 from phalanx.plan.layout.shard_copies import Keepers, keepers_of
 from phalanx.plan.mapping import (
     GRADIENT_RULES,
@@ -360,7 +360,7 @@ def _holders(
     layout: FlatLayout, folding: AnyFolding, placement: AnyPlacement, rank: int, state: ExpertState
 ) -> HolderPlan:
     blocks = [
-        Block(placement.of_layer(local.param.layer), start, math.prod(local.shape[1:]))
+        HolderBlock(placement.of_layer(local.param.layer), start, math.prod(local.shape[1:]))
         for local, start in zip(layout.params, layout.starts, strict=True)
     ]
     return plan_holders(blocks, ep=folding.coord(rank, "ep"), size=folding.of_rank(rank).ep, state=state)

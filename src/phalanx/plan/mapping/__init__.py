@@ -67,7 +67,7 @@ if TYPE_CHECKING:
         layer_costs as layer_costs,
     )
     from phalanx.plan.mapping.zigzag import (
-        Block as Block,
+        AttentionBlock as AttentionBlock,
         SequenceLayout as SequenceLayout,
         attention_blocks as attention_blocks,
         first_and_last as first_and_last,

@@ -32,7 +32,7 @@ EARLY_KEYS = 1 - 3**-0.5
 """Share of the keys of a causal block that two thirds of its pairs have."""
 
 
-class Block(NamedTuple):
+class AttentionBlock(NamedTuple):
     """Queries [q_start, q_stop) of one rank against keys [k_start, k_stop) of another, both counted within the rank.
 
     `causal`: query i sees key j of the block only if i >= j (both parts are then the same tokens); else every query sees every key.
@@ -152,13 +152,13 @@ def segment_problems(layout: SequenceLayout, segments: Sequence[int]) -> list[Pr
 
 def attention_blocks(
     layout: SequenceLayout, segments: Sequence[int], *, q_rank: int, kv_rank: int
-) -> tuple[Block, ...]:
+) -> tuple[AttentionBlock, ...]:
     """Blocks of one sequence that `q_rank` computes when it has the keys of `kv_rank`: at most one for each document.
 
     Raises `PlanError` where `segments` are not the documents of a sequence.
     """
     raise_if(segment_problems(layout, segments), PlanError, subject="packed documents")
-    out: list[Block] = []
+    out: list[AttentionBlock] = []
     q_docs, k_docs = _documents(layout, segments, q_rank), _documents(layout, segments, kv_rank)
     for document in sorted(q_docs.keys() & k_docs.keys()):
         out += _document_blocks(q_docs[document], k_docs[document], is_own=q_rank == kv_rank)
@@ -181,12 +181,12 @@ def _documents(layout: SequenceLayout, segments: Sequence[int], rank: int) -> di
     return out
 
 
-def _document_blocks(queries: Sequence[_Piece], keys: Sequence[_Piece], *, is_own: bool) -> Iterator[Block]:
+def _document_blocks(queries: Sequence[_Piece], keys: Sequence[_Piece], *, is_own: bool) -> Iterator[AttentionBlock]:
     """Blocks of one document. Pieces of a document lie together on a rank, and so do the keys that a query piece sees (the early ones)."""
     if is_own:
-        yield Block(queries[0].start, queries[-1].stop, keys[0].start, keys[-1].stop, causal=True)
+        yield AttentionBlock(queries[0].start, queries[-1].stop, keys[0].start, keys[-1].stop, causal=True)
         return
-    open_block: Block | None = None
+    open_block: AttentionBlock | None = None
     for piece in queries:
         seen = [
             key for key in keys if key.position < piece.position
@@ -199,12 +199,12 @@ def _document_blocks(queries: Sequence[_Piece], keys: Sequence[_Piece], *, is_ow
             continue
         if open_block is not None:
             yield open_block
-        open_block = Block(piece.start, piece.stop, *span, causal=False)
+        open_block = AttentionBlock(piece.start, piece.stop, *span, causal=False)
     if open_block is not None:
         yield open_block
 
 
-def gathered_blocks(layout: SequenceLayout, segments: Sequence[int], *, q_rank: int) -> tuple[Block, ...]:
+def gathered_blocks(layout: SequenceLayout, segments: Sequence[int], *, q_rank: int) -> tuple[AttentionBlock, ...]:
     """Blocks of one sequence that `q_rank` computes when it has all keys, in the order of the sequence: at most two for each chunk of a document.
 
     Raises `PlanError` where `segments` are not the documents of a sequence.
@@ -217,12 +217,12 @@ def gathered_blocks(layout: SequenceLayout, segments: Sequence[int], *, q_rank: 
         for piece in pieces:
             length = piece.stop - piece.start
             if piece.position > first:
-                out.append(Block(piece.start, piece.stop, first, piece.position, causal=False))
-            out.append(Block(piece.start, piece.stop, piece.position, piece.position + length, causal=True))
+                out.append(AttentionBlock(piece.start, piece.stop, first, piece.position, causal=False))
+            out.append(AttentionBlock(piece.start, piece.stop, piece.position, piece.position + length, causal=True))
     return tuple(out)
 
 
-def first_and_last(blocks: Sequence[Block]) -> tuple[tuple[Block, ...], tuple[Block, ...]]:
+def first_and_last(blocks: Sequence[AttentionBlock]) -> tuple[tuple[AttentionBlock, ...], tuple[AttentionBlock, ...]]:
     """The same pairs in two parts: of each causal block the late keys, a third of its work, and then the early ones.
 
     So a rank computes its own keys in two goes: there is work to do while the next keys come, and while gradients go home, which takes
@@ -237,7 +237,7 @@ def first_and_last(blocks: Sequence[Block]) -> tuple[tuple[Block, ...], tuple[Bl
         q_middle, k_middle = block.q_start + early, block.k_start + early
         first.append(block._replace(q_start=q_middle, k_start=k_middle))
         last.append(block._replace(q_stop=q_middle, k_stop=k_middle))
-        last.append(Block(q_middle, block.q_stop, block.k_start, k_middle, causal=False))
+        last.append(AttentionBlock(q_middle, block.q_stop, block.k_start, k_middle, causal=False))
     return tuple(first), tuple(last)
 
 

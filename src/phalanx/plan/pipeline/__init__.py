@@ -8,17 +8,17 @@ from phalanx.core.faces import lazy
 
 if TYPE_CHECKING:
     from phalanx.plan.pipeline.boundary import (
+        BoundaryMessage as BoundaryMessage,
         EdgePlan as EdgePlan,
-        Leg as Leg,
         Relay as Relay,
         Route as Route,
         direct_edge as direct_edge,
     )
     from phalanx.plan.pipeline.clock import (
+        ActionSpan as ActionSpan,
         Edge as Edge,
         Pair as Pair,
         ScheduleCosts as ScheduleCosts,
-        Span as Span,
         Timeline as Timeline,
         chain as chain,
         cost_problems as cost_problems,

@@ -36,7 +36,7 @@ class Crossing(Protocol):
     def hash(self) -> str: ...
 
 
-class Leg(NamedTuple):
+class BoundaryMessage(NamedTuple):
     """One message of one rank: boxes of its local tensor, end to end, to or from the global rank `peer`."""
 
     peer: int
@@ -46,7 +46,7 @@ class Leg(NamedTuple):
 class Relay(NamedTuple):
     """A message that a rank sends on when the first `after` of its receives are there."""
 
-    leg: Leg
+    leg: BoundaryMessage
     after: int
 
 
@@ -56,13 +56,13 @@ class Route:
 
     shape: tuple[int, ...]
     """Of the local tensor that it sends from, or receives into."""
-    sends: tuple[Leg, ...] = ()
-    receives: tuple[Leg, ...] = ()
+    sends: tuple[BoundaryMessage, ...] = ()
+    receives: tuple[BoundaryMessage, ...] = ()
     relays: tuple[Relay, ...] = ()
 
-    def incoming(self) -> tuple[Leg | Relay, ...]:
+    def incoming(self) -> tuple[BoundaryMessage | Relay, ...]:
         """Receives and relays in the plan's order."""
-        out: list[Leg | Relay] = []
+        out: list[BoundaryMessage | Relay] = []
         for count, leg in enumerate(self.receives):
             out += [relay for relay in self.relays if relay.after == count]
             out.append(leg)
@@ -108,8 +108,8 @@ def direct_edge(edge: Edge, shape: Sequence[int], *, src: int, dst: int) -> Edge
         if a == b:
             return {a: Route(shape=shape)}
         return {
-            a: Route(shape=shape, sends=(Leg(b, whole),)),
-            b: Route(shape=shape, receives=(Leg(a, whole),)),
+            a: Route(shape=shape, sends=(BoundaryMessage(b, whole),)),
+            b: Route(shape=shape, receives=(BoundaryMessage(a, whole),)),
         }
 
     text = json.dumps([edge, shape, src, dst])
@@ -150,17 +150,17 @@ def _plan_problems(name: str, plan: Crossing) -> list[Problem]:
 
 def _routes(plan: Crossing) -> dict[int, Route]:
     move = plan.moves[0]
-    sends: dict[int, list[Leg]] = {}
-    receives: dict[int, list[Leg]] = {}
+    sends: dict[int, list[BoundaryMessage]] = {}
+    receives: dict[int, list[BoundaryMessage]] = {}
     relays: dict[int, list[Relay]] = {}
     for hop in plan.hops:
         boxes = [part.box for part in hop.parts]
         if hop.src in move.src.ranks:
-            sends.setdefault(hop.src, []).append(Leg(hop.dst, _local(move.src, hop.src, boxes)))
+            sends.setdefault(hop.src, []).append(BoundaryMessage(hop.dst, _local(move.src, hop.src, boxes)))
         else:
-            leg = Leg(hop.dst, _local(move.dst, hop.src, boxes))
+            leg = BoundaryMessage(hop.dst, _local(move.dst, hop.src, boxes))
             relays.setdefault(hop.src, []).append(Relay(leg, len(receives.get(hop.src, ()))))
-        receives.setdefault(hop.dst, []).append(Leg(hop.src, _local(move.dst, hop.dst, boxes)))
+        receives.setdefault(hop.dst, []).append(BoundaryMessage(hop.src, _local(move.dst, hop.dst, boxes)))
     out = {}
     for layout in (move.src, move.dst):
         for rank, shape in zip(layout.ranks, layout.local_shapes, strict=True):

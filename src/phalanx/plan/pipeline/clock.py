@@ -102,7 +102,7 @@ def uniform_costs(
     return ScheduleCosts(forward=f, backward=b, input_grad=i, weight_grad=w, p2p=p2p, blocking=blocking)
 
 
-class Span(NamedTuple):
+class ActionSpan(NamedTuple):
     """An action and when it runs."""
 
     action: Action
@@ -115,7 +115,7 @@ class Timeline:
     """Spans of each rank in order. Time starts with the first action of any rank at 0."""
 
     schedule: Schedule
-    spans: tuple[tuple[Span, ...], ...]
+    spans: tuple[tuple[ActionSpan, ...], ...]
 
     @cached_property
     def makespan(self) -> float:
@@ -231,7 +231,7 @@ class _Run:
         self.orders, self.second, self.paired_share = schedule.actions, second, paired_share
         self.free = [0.0] * schedule.pp
         """When each rank has ended what it does; infinite while it runs a pass."""
-        self.spans: list[list[Span]] = [[] for _ in range(schedule.pp)]
+        self.spans: list[list[ActionSpan]] = [[] for _ in range(schedule.pp)]
         self.channel_free: dict[object, float] = {}
         self.arrived: dict[_Input, int] = {}
         """How many of the inputs of a pass from other stages are there."""
@@ -293,7 +293,7 @@ class _Run:
             end = now + self.paired_share * sum(self.seconds[action.kind][action.stage] for action in together)
         else:
             return
-        spans += [Span(action, now, end) for action in together]
+        spans += [ActionSpan(action, now, end) for action in together]
         self.free[rank] = float("inf")
         self._tell(end, rank, together, None)
 

@@ -16,7 +16,7 @@ from phalanx.plan.layout import Box, Held, TensorLayout
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowRange:
     """Rows `[start, stop)` of a tensor along its dim 0."""
 
     name: str
@@ -24,7 +24,7 @@ class Rows:
     stop: int
 
 
-Wave = tuple[Rows, ...]
+Wave = tuple[RowRange, ...]
 
 
 def divide(
@@ -41,7 +41,7 @@ def divide(
         rule = f"is too little for one row of {name}, {format_bytes(least)} while it is read"
         problem = Problem(where=where, value=limit_bytes, rule=rule, hint=f"the least is {format_bytes(least)}")
         raise_if([problem], ConfigError, subject="the memory of a sync")
-    waves: list[list[Rows]] = []
+    waves: list[list[RowRange]] = []
     left = 0
     for name, shape in shapes.items():
         for rows, nbytes in _cut(name, shape, row_bytes[name], readers=readers, limit_bytes=limit_bytes):
@@ -55,16 +55,16 @@ def divide(
 
 def _cut(
     name: str, shape: Sequence[int], row_bytes: int, *, readers: int, limit_bytes: int
-) -> Iterator[tuple[Rows, int]]:
+) -> Iterator[tuple[RowRange, int]]:
     """A tensor in parts of which each reader's share fits, with the bytes of the largest share."""
     count = shape[0] if shape else 1
     most = max(1, limit_bytes // max(row_bytes, 1)) * readers
     for start in range(0, count, most):
         stop = min(start + most, count)
-        yield Rows(name, start, stop), -(-(stop - start) // readers) * row_bytes
+        yield RowRange(name, start, stop), -(-(stop - start) // readers) * row_bytes
 
 
-def read_layout(shape: Sequence[int], rows: Rows, *, readers: int) -> TensorLayout:
+def read_layout(shape: Sequence[int], rows: RowRange, *, readers: int) -> TensorLayout:
     """The rows of a wave over ranks 0 .. readers-1, as even as they divide; local tensors hold those rows alone."""
     share = -(-(rows.stop - rows.start) // readers)
     held: list[tuple[Held, ...]] = []
@@ -78,7 +78,7 @@ def read_layout(shape: Sequence[int], rows: Rows, *, readers: int) -> TensorLayo
     return TensorLayout(shape=tuple(shape), ranks=tuple(range(readers)), held=tuple(held), local_shapes=tuple(local))
 
 
-def rows_of(layout: TensorLayout, rows: Rows) -> TensorLayout:
+def rows_of(layout: TensorLayout, rows: RowRange) -> TensorLayout:
     """The same holders and local tensors, of these rows alone."""
     held = tuple(tuple(part for h in of_rank for part in _within(h, rows)) for of_rank in layout.held)
     return TensorLayout(
@@ -86,7 +86,7 @@ def rows_of(layout: TensorLayout, rows: Rows) -> TensorLayout:
     )
 
 
-def _within(held: Held, rows: Rows) -> Iterator[Held]:
+def _within(held: Held, rows: RowRange) -> Iterator[Held]:
     first = held.box.offsets[0]
     start, stop = max(first, rows.start), min(first + held.box.sizes[0], rows.stop)
     if start < stop:

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
         fleet_problems as fleet_problems,
     )
     from phalanx.plan.placement.front import (
+        CostWeights as CostWeights,
         Point as Point,
-        Worth as Worth,
         choose as choose,
         parted_placement as parted_placement,
         patched_placement as patched_placement,
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
         zipf_loads as zipf_loads,
     )
     from phalanx.plan.placement.run import (
-        Asked as Asked,
+        ReplicaSettings as ReplicaSettings,
         StageReplicas as StageReplicas,
         asked_of as asked_of,
         replicas_of as replicas_of,

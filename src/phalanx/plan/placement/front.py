@@ -1,7 +1,7 @@
 """Recovery, load and bytes pull apart: the placements between which nobody but the user can choose, and a cost that chooses.
 
 Decides which placements are worth showing (the Pareto front: none is better in one thing and no worse in the others) and which of them to take: the one that
-recovers best within limits on load and copies (`choose`), or the one that wastes least time (`Worth`). Must never change: every point of the front holds the
+recovers best within limits on load and copies (`choose`), or the one that wastes least time (`CostWeights`). Must never change: every point of the front holds the
 floor, and the first is the best that recovery knows, with no regard to the rest.
 """
 
@@ -31,7 +31,7 @@ PARTS = (0.4, 0.7, 0.9)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Worth:
+class CostWeights:
     """What things cost, in seconds lost per second of training. The defaults are the set-up of arXiv 2407.04656: a failure every 300 s
     among 10 hosts, 30 s to be whole again, and minutes to come back from a checkpoint."""
 
@@ -96,7 +96,7 @@ def placement_front(
     *,
     floor: int,
     current: HostPlacement | None = None,
-    worth: Worth | None = None,
+    worth: CostWeights | None = None,
     effort: Effort | None = None,
     best: HostPlacement | None = None,
 ) -> list[Point]:
@@ -106,7 +106,7 @@ def placement_front(
     """
     loads_LE = read_loads(loads)
     counts = replica_counts(loads_LE, fleet, floor=floor)
-    rate = (worth or Worth()).failure
+    rate = (worth or CostWeights()).failure
     effort = effort or Effort()
     best = best or plan_placement(counts, fleet, loads_LE, effort=effort)
     others = _others(loads_LE, fleet, counts, effort)

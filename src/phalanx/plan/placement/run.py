@@ -28,7 +28,7 @@ from phalanx.plan.placement.search import plan_placement
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class ReplicaSettings:
     """What a run says about replicas. `slots_per_rank` None: none has any, and the rest means nothing."""
 
     slots_per_rank: int | None = None
@@ -56,13 +56,13 @@ class StageReplicas:
         return "\n".join([self.on_hosts.explain(), *(f"  {note}" for note in self.notes)])
 
 
-def asked_of(config: ResilienceConfig, *, loads: Floats | None, world: int, local_ranks: int) -> Asked:
+def asked_of(config: ResilienceConfig, *, loads: Floats | None, world: int, local_ranks: int) -> ReplicaSettings:
     """Of a recipe; `loads` are those of its file, if it names one. Where all ranks are on one machine, each stands for a host."""
     per_host = local_ranks if local_ranks < world else 1
-    return Asked(slots_per_rank=config.slots_per_rank, f=config.f, loads=loads, ranks_per_host=per_host)
+    return ReplicaSettings(slots_per_rank=config.slots_per_rank, f=config.f, loads=loads, ranks_per_host=per_host)
 
 
-def replicas_of(recipe: Recipe, *, world: int, local_ranks: int) -> Asked:
+def replicas_of(recipe: Recipe, *, world: int, local_ranks: int) -> ReplicaSettings:
     """What the recipe asks of replicas, the table of loads read. Raises `DataError` for a file that cannot be read."""
     text = recipe.resilience.loads
     loads = None if text == "uniform" else read_loads(read_json(Path(text), where="resilience.loads"))
@@ -70,7 +70,7 @@ def replicas_of(recipe: Recipe, *, world: int, local_ranks: int) -> Asked:
 
 
 def run_placement(
-    spec: ModelSpec, folding: AnyFolding, stages: Sequence[Stage], *, rank: int, asked: Asked
+    spec: ModelSpec, folding: AnyFolding, stages: Sequence[Stage], *, rank: int, asked: ReplicaSettings
 ) -> AnyPlacement:
     """Where the experts of the rank's `stages` are. Raises `PlanError` or `ConfigError` with all problems."""
     if asked.slots_per_rank is None or not spec.moe_layers:
@@ -79,7 +79,7 @@ def run_placement(
 
 
 def stage_replicas(
-    spec: ModelSpec, folding: AnyFolding, stages: Sequence[Stage], *, rank: int, asked: Asked
+    spec: ModelSpec, folding: AnyFolding, stages: Sequence[Stage], *, rank: int, asked: ReplicaSettings
 ) -> StageReplicas:
     """The replicas of the experts of `stages`, which the rank's pipeline stage holds."""
     assert asked.slots_per_rank is not None
@@ -103,7 +103,7 @@ def stage_replicas(
     return StageReplicas(placement=made, on_hosts=placed, layers=layers, notes=counts.notes)
 
 
-def _loads(spec: ModelSpec, asked: Asked) -> Floats:
+def _loads(spec: ModelSpec, asked: ReplicaSettings) -> Floats:
     """(L, E) or (1, E). Raises `ConfigError` for a table of another shape."""
     if asked.loads is None:
         return np.ones((1, spec.num_experts))

@@ -62,6 +62,10 @@ class Effort:
         return min(each, 6000 // max(1, num_parts))
 
 
+RULES = ("printed", "spread", "compact", "least_loaded")
+"""What others do; `rule_placement` makes them."""
+
+
 def rule_placement(rule: str, loads: ArrayLike, counts: ReplicaCounts, fleet: Fleet) -> HostPlacement:
     """One of `RULES`, as it is: nothing repaired, hosts in plan order. All but `least_loaded` with the counts of the paper, uncapped.
 

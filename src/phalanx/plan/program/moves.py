@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from phalanx.plan.layout import Box
 from phalanx.plan.program.ops import Op
 from phalanx.plan.program.step import StepProgram
-from phalanx.plan.reshard import WHOLE, Hop, Part, ReshardPlan
+from phalanx.plan.reshard import WHOLE, Hop, MovePart, ReshardPlan
 
 HASH_BYTES = 8
 """Of the integer that ranks compare."""
@@ -99,10 +99,10 @@ class _Lowering:
             sent_bytes=sum(map(self._num_bytes, hop.parts)) if sends else 0.0,
         )
 
-    def _num_bytes(self, part: Part) -> int:
+    def _num_bytes(self, part: MovePart) -> int:
         return math.prod(part.box.sizes) * self.plan.moves[part.move].itemsize
 
-    def _bringing(self, part: Part) -> set[str]:
+    def _bringing(self, part: MovePart) -> set[str]:
         """Messages that brought what is sent on: none where the rank had it."""
         move = self.plan.moves[part.move]
         if part.term != WHOLE or (move.src.num_terms == 1 and self._covers(part)):
@@ -114,7 +114,7 @@ class _Lowering:
                 found |= {id for box, id in self.terms[part.move] if box.intersection(total)}
         return found
 
-    def _covers(self, part: Part) -> bool:
+    def _covers(self, part: MovePart) -> bool:
         """Whether the rank's source holds all of a part."""
         own = (held.box.intersection(part.box) for held in self.plan.moves[part.move].src.of_rank(self.rank))
         return sum(common.num_elements for common in own if common is not None) == part.box.num_elements

@@ -35,10 +35,14 @@ if TYPE_CHECKING:
         keeper_of as keeper_of,
         longest_lease as longest_lease,
     )
-    from phalanx.plan.recovery.standing import Fact as Fact, Standing as Standing, read_standing as read_standing
+    from phalanx.plan.recovery.state_descriptor import (
+        Fact as Fact,
+        StateDescriptor as StateDescriptor,
+        read_standing as read_standing,
+    )
     from phalanx.plan.recovery.stragglers import (
-        Pace as Pace,
-        Rule as Rule,
+        RankPace as RankPace,
+        StragglerRule as StragglerRule,
         Streaks as Streaks,
         Verdict as Verdict,
         judge as judge,
@@ -47,7 +51,7 @@ if TYPE_CHECKING:
     )
     from phalanx.plan.recovery.suspects import (
         NONE as NONE,
-        Piece as Piece,
+        StatePiece as StatePiece,
         Sums as Sums,
         Suspects as Suspects,
         all_agree as all_agree,

@@ -30,7 +30,7 @@ EXACT = ("tp", "cp", "etp")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class FoldingChoice:
     """A mapping for so many devices."""
 
     folding: Folding
@@ -61,11 +61,13 @@ class Limits:
     """Whether a rank has room for a mapping's state. Where not, devices are left idle rather; unlike `fits` it sets no degree free."""
 
 
-def choose_folding(old: Folding, num_devices: int, limits: Limits) -> Choice | None:
+def choose_folding(old: Folding, num_devices: int, limits: Limits) -> FoldingChoice | None:
     """The mapping to go on with; None where not even one device makes a legal one."""
     best = max(_same_degrees(old, num_devices, limits), key=lambda f: (f.world, -_distance(f, old)), default=None)
     if best is not None:
-        return Choice(folding=best, idle=num_devices - best.world, reason=_why_idle(best, old, num_devices, limits))
+        return FoldingChoice(
+            folding=best, idle=num_devices - best.world, reason=_why_idle(best, old, num_devices, limits)
+        )
     near = _nearest(old, num_devices, limits)
     if near is None:
         return None
@@ -75,7 +77,7 @@ def choose_folding(old: Folding, num_devices: int, limits: Limits) -> Choice | N
     reason = f"no mapping with the degrees before fits {num_devices} devices: {', '.join(changed)}"
     if near.world < num_devices:
         reason += f"; {near.world} of {num_devices} devices make whole groups"
-    return Choice(folding=near, idle=num_devices - near.world, reason=reason)
+    return FoldingChoice(folding=near, idle=num_devices - near.world, reason=reason)
 
 
 def usable_devices(alive: Sequence[Device], etp: int) -> int:

@@ -26,14 +26,14 @@ from phalanx.plan.placement import (
     plan_placement,
     replica_counts,
 )
-from phalanx.plan.recovery.standing import Fact
+from phalanx.plan.recovery.state_descriptor import Fact
 
 Held = Mapping[int, Sequence[tuple[int, ...]]]
 """Layer -> experts in the slots of each group of ranks that share slots, on one host."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class ReplicaTerms:
     """What a run wants of replicas."""
 
     num_experts: int
@@ -46,7 +46,7 @@ class Asked:
 
 
 def place_experts(
-    asked: Asked,
+    asked: ReplicaTerms,
     layers: Sequence[int],
     host_of_ep: Sequence[int],
     held: Mapping[int, Held],
@@ -76,7 +76,7 @@ def place_experts(
 
 
 def _placed(
-    asked: Asked, counts: ReplicaCounts, fleet: Fleet, loads: Floats, present: HostPlacement | None
+    asked: ReplicaTerms, counts: ReplicaCounts, fleet: Fleet, loads: Floats, present: HostPlacement | None
 ) -> HostPlacement:
     if present is None:
         return plan_placement(counts, fleet, loads)
@@ -115,7 +115,7 @@ def _filled(present: HostPlacement, fleet: Fleet, loads: Floats, *, floor: int) 
     return HostPlacement(num_experts=present.num_experts, fleet=both, slots=tuple(rows), floor=1)
 
 
-def _present(asked: Asked, layers: Sequence[int], held: Mapping[int, Held]) -> HostPlacement | None:
+def _present(asked: ReplicaTerms, layers: Sequence[int], held: Mapping[int, Held]) -> HostPlacement | None:
     """What hosts have of `layers` now; None where nobody has any of them. (Not checked: experts may be missing.)"""
     rows = [
         tuple(tuple(e for experts in held[host].get(layer, ()) for e in experts) for host in held) for layer in layers

@@ -1,6 +1,6 @@
 """What members of a new generation run, and what moves between them so that each holds what its new rank needs.
 
-Decides, from who is there and where the state of each stands (`plan/recovery/standing.py`):
+Decides, from who is there and where the state of each stands (`plan/recovery/state_descriptor.py`):
 
     mapping    `Healing.choose`: that of the recipe as far as it fits the number of members, else the nearest of the same axes (`plan/recovery/devices.py`)
     ranks      `plan/recovery/ranks.py`: as few bytes travel as can be; who makes no whole group is idle
@@ -29,11 +29,19 @@ from phalanx.plan.layout import STATE_KINDS, Box, Held, StateLayouts, TensorLayo
 from phalanx.plan.mapping import AnyFolding, AnyPlacement, Folding, LayerPlacements, ModelSpec, StagePlan
 from phalanx.plan.pipeline import make_pipeline, pipeline_problems
 from phalanx.plan.placement import Floats
-from phalanx.plan.recovery.devices import Choice, Device, Limits, choose_folding, is_exact, usable_devices
-from phalanx.plan.recovery.experts import Asked, held_by_host, place_experts
+from phalanx.plan.recovery.devices import Device, FoldingChoice, Limits, choose_folding, is_exact, usable_devices
+from phalanx.plan.recovery.experts import ReplicaTerms, held_by_host, place_experts
 from phalanx.plan.recovery.memory import StateRoom, state_bytes
 from phalanx.plan.recovery.ranks import rank_members
-from phalanx.plan.recovery.standing import Fact, Kind, Standing, domains_of, machines_of, racks_of, slots_of
+from phalanx.plan.recovery.state_descriptor import (
+    Fact,
+    Kind,
+    StateDescriptor,
+    domains_of,
+    machines_of,
+    racks_of,
+    slots_of,
+)
 from phalanx.plan.reshard import Move
 
 BUFFER_BYTES = 4
@@ -81,11 +89,11 @@ class HealPlan:
         """That of the stage of a rank of the mapping; None: experts have no replicas."""
         return self.placement[self.folding.coord(rank, "pp")] if self.placement else None
 
-    def standing(self, rank: int) -> Standing:
+    def standing(self, rank: int) -> StateDescriptor:
         """Where a rank of the mapping stands once this plan is carried out."""
         placed = self.placement_of(rank)
         slots = () if placed is None else slots_of(placed, self.folding, rank)
-        return Standing(folding=self.folding, rank=rank, slots=slots, hosts=self.hosts, racks=self.racks)
+        return StateDescriptor(folding=self.folding, rank=rank, slots=slots, hosts=self.hosts, racks=self.racks)
 
     @property
     def moves(self) -> list[Move]:
@@ -201,7 +209,7 @@ class Healing:
 
     # ---- the mapping
 
-    def choose(self, size: int) -> Choice:
+    def choose(self, size: int) -> FoldingChoice:
         """The mapping of so many members, and why some are idle. Raises `PlanError` where there is none."""
         found = choose_folding(self.base, size, self._limits(size))
         if found is None:
@@ -211,7 +219,7 @@ class Healing:
             )
         return found
 
-    def _choice_of(self, facts: Sequence[Fact]) -> Choice:
+    def _choice_of(self, facts: Sequence[Fact]) -> FoldingChoice:
         """Slices of an expert stay on one machine, so each machine counts whole groups of them."""
         machines = machines_of(facts)
         devices = [Device(i, machines.index(fact.machine)) for i, fact in enumerate(facts)]
@@ -281,7 +289,7 @@ class Healing:
 
     # ---- what is held
 
-    def holds(self, standing: Standing) -> _State:
+    def holds(self, standing: StateDescriptor) -> _State:
         """What a member keeps of each parameter's optimizer state, and so of the parameter."""
         kind = standing.kind(sharded=self.zero > 0)
         if kind not in self._held:
@@ -302,7 +310,7 @@ class Healing:
             self._layouts[folding] = StateLayouts(spec=self.spec, folding=folding, stages=self.stages(folding))
         return self._layouts[folding]
 
-    def missing(self, standings: Sequence[Standing]) -> tuple[str, ...]:
+    def missing(self, standings: Sequence[StateDescriptor]) -> tuple[str, ...]:
         """Parameters of which members that stand so do not hold all together."""
         shapes = self._layout(self.base).params
         held = [self.holds(standing) for standing in standings]
@@ -351,7 +359,7 @@ class Healing:
         if self.slots_per_rank is None or not self.spec.moe_layers:
             return (), ()
         shape = (len(self.spec.moe_layers), self.spec.num_experts)
-        asked = Asked(
+        asked = ReplicaTerms(
             num_experts=self.spec.num_experts, slots_per_rank=self.slots_per_rank, floor=self.floor,
             loads=np.ones(shape) if self.loads is None else np.broadcast_to(self.loads, shape).copy(),
             layers=tuple(self.spec.moe_layers),
@@ -412,7 +420,7 @@ class _Lacking:
         self._known: dict[tuple[Kind | None, Kind], int] = {}
         self._sharded = healing.zero > 0
         # each member is asked for with each rank, and a kind takes longer to say than to look up
-        self._targets = [Standing(folding=new, rank=rank) for rank in range(new.world)]
+        self._targets = [StateDescriptor(folding=new, rank=rank) for rank in range(new.world)]
         self._target_kinds = [standing.kind(sharded=self._sharded) for standing in self._targets]
         self._member_kinds: dict[str, Kind | None] = {}
 
@@ -430,7 +438,7 @@ class _Lacking:
             self._member_kinds[fact.uid] = None if at is None else replace(at, slots=()).kind(sharded=self._sharded)
         return self._member_kinds[fact.uid]
 
-    def _dense(self, standing: Standing) -> dict[str, tuple[Held, ...]]:
+    def _dense(self, standing: StateDescriptor) -> dict[str, tuple[Held, ...]]:
         """Standings without slots have the experts of plain parallelism, which count where there are no replicas."""
         if self._left_out:  # ep, which then need not divide the experts, cuts nothing of the rest
             standing = replace(standing, folding=replace(standing.folding, ep=1))

@@ -19,7 +19,7 @@ from phalanx.plan.layout import Box, StateLayouts
 from phalanx.plan.mapping import AnyPlacement, Folding, LayerPlacements, ModelSpec, Placement, StagePlan, parameters
 from phalanx.plan.placement import coming_moves, of_all_kinds
 from phalanx.plan.recovery.generation import Healing, HealPlan
-from phalanx.plan.recovery.standing import Fact, read_standing
+from phalanx.plan.recovery.state_descriptor import Fact, read_standing
 from phalanx.plan.reshard import Move
 
 HEAL_ID = "heal/state"

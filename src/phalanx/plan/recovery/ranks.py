@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from phalanx.plan.mapping import Folding
 from phalanx.plan.recovery.devices import Device, place_devices
-from phalanx.plan.recovery.standing import Fact, machines_of
+from phalanx.plan.recovery.state_descriptor import Fact, machines_of
 
 Lacks = Callable[[Fact, int], int]
 """Bytes that a member lacks of what a rank of the new mapping holds."""

@@ -9,12 +9,12 @@ from phalanx.core.config import Recipe
 from phalanx.core.errors import PlanError, Problem
 from phalanx.plan.mapping import AnyFolding, Folding, ModelSpec
 from phalanx.plan.pipeline import pipeline_problems
-from phalanx.plan.placement import Asked, asked_of, replicas_of
+from phalanx.plan.placement import ReplicaSettings, asked_of, replicas_of
 from phalanx.plan.recovery.devices import is_exact
 from phalanx.plan.recovery.generation import Healing
 from phalanx.plan.recovery.hosts import holders_needed
 from phalanx.plan.recovery.memory import FIXED_POINT_ITEM, ITEM, StateRoom
-from phalanx.plan.recovery.stragglers import Rule
+from phalanx.plan.recovery.stragglers import StragglerRule
 
 
 def healing_of(recipe: Recipe, spec: ModelSpec, folding: Folding) -> Healing:
@@ -38,7 +38,7 @@ def _ranks_of_host(recipe: Recipe, folding: Folding) -> int:
     return folding.world if recipe.resilience.service is None else recipe.launch.ranks
 
 
-def _healing(recipe: Recipe, spec: ModelSpec, folding: Folding, asked: Asked) -> Healing:
+def _healing(recipe: Recipe, spec: ModelSpec, folding: Folding, asked: ReplicaSettings) -> Healing:
     item = ITEM.get(recipe.train.dtype, 2)
     wide, limit_gb = max(4, item), recipe.resilience.state_gb
     return Healing(
@@ -63,7 +63,7 @@ def _healing(recipe: Recipe, spec: ModelSpec, folding: Folding, asked: Asked) ->
     )
 
 
-def straggler_rule(recipe: Recipe, healing: Healing) -> Rule:
+def straggler_rule(recipe: Recipe, healing: Healing) -> StragglerRule:
     """Whom the run puts out for being slow: `resilience.straggler` and `straggler_steps`, as far as the others make the mapping and keep the state."""
     r = recipe.resilience
 
@@ -77,4 +77,4 @@ def straggler_rule(recipe: Recipe, healing: Healing) -> Rule:
         return not choice.idle and is_exact(choice.folding, base) and choice.folding.pp == base.pp
 
     least = max(r.minimum, healing.least(), healing.floor)
-    return Rule(factor=r.straggler, steps=r.straggler_steps, least_ranks=least, least_hosts=r.f, fits=fits)
+    return StragglerRule(factor=r.straggler, steps=r.straggler_steps, least_ranks=least, least_hosts=r.f, fits=fits)

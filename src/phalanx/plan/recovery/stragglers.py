@@ -1,7 +1,7 @@
 """Which host slows a run down, and whether the others should go on without it.
 
-What is compared is time per work, with waits left out. A rank says how long its own share of a step took (`Pace.seconds`: from the first pass to the vote, without the
-time in which it stood waiting for messages), and all know how much that share was (`Pace.work`, FLOPs by the counts of the step). Its slowness is its time over the *larger*
+What is compared is time per work, with waits left out. A rank says how long its own share of a step took (`RankPace.seconds`: from the first pass to the vote, without the
+time in which it stood waiting for messages), and all know how much that share was (`RankPace.work`, FLOPs by the counts of the step). Its slowness is its time over the *larger*
 of two expectations:
 
     median seconds of the others                                  so a rank with little to do, whose time is mostly overhead, is not slow
@@ -26,7 +26,7 @@ TOLD = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pace:
+class RankPace:
     """One rank in one step."""
 
     uid: str
@@ -39,7 +39,7 @@ class Pace:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rule:
+class StragglerRule:
     """What the recipe asks for, and what the run needs."""
 
     factor: float
@@ -80,7 +80,7 @@ class Streaks:
         return Streaks(steps={host: self.steps.get(host, 0) + 1 for host, by in slow.items() if by > factor})
 
 
-def slowness(paces: Sequence[Pace]) -> dict[str, float]:
+def slowness(paces: Sequence[RankPace]) -> dict[str, float]:
     """How many times as long as expected the slowest rank of each host takes; 1 for all where there is nobody to compare with."""
     timed = [p for p in paces if p.seconds > 0]
     seconds = _Others((p.host, p.seconds) for p in timed)
@@ -122,7 +122,7 @@ def _place_without(gone: Sequence[int], at: int) -> int:
     return at
 
 
-def judge(paces: Sequence[Pace], streaks: Streaks, rule: Rule) -> tuple[Streaks, Verdict | None]:
+def judge(paces: Sequence[RankPace], streaks: Streaks, rule: StragglerRule) -> tuple[Streaks, Verdict | None]:
     """The streaks after one more step, and what is to be told or done: about the slowest of those that were slow for long enough."""
     slow = slowness(paces)
     streaks = streaks.after(slow, rule.told_factor)
@@ -143,7 +143,7 @@ def judge(paces: Sequence[Pace], streaks: Streaks, rule: Rule) -> tuple[Streaks,
     )
 
 
-def _why_kept(paces: Sequence[Pace], due: Mapping[str, float], host: str, rule: Rule) -> str:
+def _why_kept(paces: Sequence[RankPace], due: Mapping[str, float], host: str, rule: StragglerRule) -> str:
     """Nothing where `host` is to go."""
     hosts = {p.host for p in paces}
     ranks = sum(p.host != host for p in paces)

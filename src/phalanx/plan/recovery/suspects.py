@@ -20,7 +20,7 @@ NONE = -1
 """In a row of checksums: the member holds no such piece."""
 
 
-class Piece(NamedTuple):
+class StatePiece(NamedTuple):
     """A box of a logical tensor of the state, called `KIND/NAME`; of experts one by one."""
 
     name: str
@@ -33,11 +33,11 @@ class Piece(NamedTuple):
         return f"{self.name}[{', '.join(ends)}]"
 
 
-Sums = Mapping[Piece, int]
+Sums = Mapping[StatePiece, int]
 """Piece -> checksum, of one member."""
 
 
-def row_of(sums: Sums, pieces: Sequence[Piece]) -> NDArray[np.int64]:
+def row_of(sums: Sums, pieces: Sequence[StatePiece]) -> NDArray[np.int64]:
     """Checksums in the order of `pieces`, (P,), which all members have alike and which name all that anybody holds: what travels has no names in it."""
     row = np.array([sums.get(piece, NONE) for piece in pieces], dtype=np.int64)
     if np.count_nonzero(row != NONE) != len(sums):
@@ -45,7 +45,7 @@ def row_of(sums: Sums, pieces: Sequence[Piece]) -> NDArray[np.int64]:
     return row
 
 
-def sums_of(row: NDArray[np.int64], pieces: Sequence[Piece]) -> Sums:
+def sums_of(row: NDArray[np.int64], pieces: Sequence[StatePiece]) -> Sums:
     """What `row_of` was given."""
     return {piece: value for piece, value in zip(pieces, row.tolist(), strict=True) if value != NONE}
 
@@ -60,8 +60,8 @@ def all_agree(rows: NDArray[np.int64]) -> bool:
 class Suspects:
     """Pieces that members must not give away. Numbers are places in what was told."""
 
-    outvoted: tuple[tuple[int, Piece], ...] = ()
-    doubted: tuple[tuple[int, Piece], ...] = ()
+    outvoted: tuple[tuple[int, StatePiece], ...] = ()
+    doubted: tuple[tuple[int, StatePiece], ...] = ()
 
     @property
     def all(self) -> list[tuple[int, str, Box]]:
@@ -85,7 +85,7 @@ class Suspects:
 
 def find_suspects(told: Sequence[Sums]) -> Suspects:
     """From what each member says of all that it holds."""
-    found: dict[Piece, list[tuple[int, int]]] = {}
+    found: dict[StatePiece, list[tuple[int, int]]] = {}
     for who, sums in enumerate(told):
         for piece, value in sums.items():
             found.setdefault(piece, []).append((who, value))

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
         Hop as Hop,
         Hosts as Hosts,
         Move as Move,
-        Part as Part,
+        MovePart as MovePart,
         Reduction as Reduction,
         equal_hosts as equal_hosts,
     )

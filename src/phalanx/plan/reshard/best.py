@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from phalanx.plan.reshard.bound import Bound, Shares, chains_suffice, quick_bound, solve_shares
-from phalanx.plan.reshard.flows import Flow, Schedule
+from phalanx.plan.reshard.flows import Flow, FlowSchedule
 from phalanx.plan.reshard.list_schedule import cut_tasks, flow_tasks, gang_schedule, share_tasks
 from phalanx.plan.reshard.relay import relay_schedule
 from phalanx.plan.reshard.types import Hosts
@@ -33,7 +33,7 @@ def find_bound(flows: Sequence[Flow], hosts: Hosts) -> tuple[Bound, Shares]:
     return max((quick, proven), key=lambda bound: bound.seconds), shares
 
 
-def best_schedule(flows: Sequence[Flow], hosts: Hosts, *, least_bytes: int) -> tuple[Schedule, Bound]:
+def best_schedule(flows: Sequence[Flow], hosts: Hosts, *, least_bytes: int) -> tuple[FlowSchedule, Bound]:
     """The shortest schedule found, and a bound for these flows (the quick one where that was enough)."""
     quick = quick_bound(flows, hosts)
     tasks = flow_tasks(flows)

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from phalanx.core.errors import Problem
 from phalanx.plan.layout import Box, TensorLayout
 from phalanx.plan.reshard.check_time import TimedPlan, bound_problems, time_problems
-from phalanx.plan.reshard.types import Hop, Part, Reduction
+from phalanx.plan.reshard.types import Hop, MovePart, Reduction
 
 SHOWN = 20
 """Problems of one kind that are listed."""
@@ -46,7 +46,7 @@ class CheckedPlan(TimedPlan, Protocol):
     @property
     def reductions(self) -> tuple[Reduction, ...]: ...
     def program(self, rank: int) -> tuple[Hop, ...]: ...
-    def copies(self, rank: int) -> tuple[Part, ...]: ...
+    def copies(self, rank: int) -> tuple[MovePart, ...]: ...
 
 
 def plan_problems(plan: CheckedPlan) -> list[Problem]:
@@ -172,7 +172,7 @@ class _Delivery:
         at = self._at(src, rank)
         return src.terms[at] if src.terms and at is not None else 0
 
-    def _sender(self, number: int, hop: Hop, part: Part) -> None:
+    def _sender(self, number: int, hop: Hop, part: MovePart) -> None:
         src = self.plan.moves[part.move].src
         holds = self._of_layout(src, hop.src).covers(part.box)
         if part.term >= 0:
@@ -184,7 +184,7 @@ class _Delivery:
         if not right:
             self._say(f"message {number}", f"rank {hop.src} sends {self._name(part.move, part.box)} before it has it")
 
-    def _added(self, rank: int, part: Part) -> bool:
+    def _added(self, rank: int, part: MovePart) -> bool:
         """Whether a rank can have the sum of a box by now."""
         mine = self.sums.get((rank, part.move), [])
         made = Boxes(self.dims[part.move])
@@ -198,7 +198,7 @@ class _Delivery:
         none = Boxes(self.dims[move])
         return all(term == own or self.terms.get((rank, move, term), none).covers(box) for term in range(src.num_terms))
 
-    def _take(self, hop: Hop, part: Part, *, crosses: bool) -> None:
+    def _take(self, hop: Hop, part: MovePart, *, crosses: bool) -> None:
         dims = self.dims[part.move]
         if part.term >= 0:
             self.terms.setdefault((hop.dst, part.move, part.term), Boxes(dims)).add(part.box)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from phalanx.core.errors import Problem
 from phalanx.plan.layout import Box
 from phalanx.plan.reshard.bound import Bound
-from phalanx.plan.reshard.flows import Flow, FlowSet, Schedule
+from phalanx.plan.reshard.flows import Flow, FlowSchedule, FlowSet
 from phalanx.plan.reshard.types import Hop, Hosts, Move
 
 NEAR = 1e-6
@@ -30,7 +30,7 @@ class TimedPhase(Protocol):
     @property
     def flows(self) -> FlowSet: ...
     @property
-    def schedule(self) -> Schedule: ...
+    def schedule(self) -> FlowSchedule: ...
     @property
     def start_s(self) -> float: ...
 
@@ -75,7 +75,7 @@ def _problem(where: str, rule: str) -> Problem:
     return Problem(where=where, value=None, rule=rule)
 
 
-def _tree_problems(flows: Sequence[Flow], schedule: Schedule, where: str) -> list[Problem]:
+def _tree_problems(flows: Sequence[Flow], schedule: FlowSchedule, where: str) -> list[Problem]:
     """Every needer of a flow gets each byte once, from a holder or from who has it a step earlier."""
     problems = []
     parts: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
@@ -99,7 +99,7 @@ def _tree_problems(flows: Sequence[Flow], schedule: Schedule, where: str) -> lis
     return problems
 
 
-def _lane_problems(schedule: Schedule, plan: TimedPlan, where: str) -> list[Problem]:
+def _lane_problems(schedule: FlowSchedule, plan: TimedPlan, where: str) -> list[Problem]:
     """No lane ever carries more than its rate."""
     rates = [*plan.hosts.send_bytes_per_s, *plan.hosts.recv_bytes_per_s]
     count = plan.hosts.count
@@ -140,7 +140,9 @@ def _peak(changes: Sequence[tuple[float, float]], end: float) -> float:
     return peak
 
 
-def _round_problems(schedule: Schedule, rates: Sequence[float], count: int, grain: int, where: str) -> list[Problem]:
+def _round_problems(
+    schedule: FlowSchedule, rates: Sequence[float], count: int, grain: int, where: str
+) -> list[Problem]:
     """Chunk k of an edge of depth d moves in round k + d; chunks are equal but for an item."""
     depth = max((edge.depth for s in schedule.streams for edge in s.edges), default=0)
     lengths = np.diff(np.array(schedule.rounds_s))

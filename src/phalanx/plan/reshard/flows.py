@@ -67,7 +67,7 @@ class Edge(NamedTuple):
     depth: int
 
 
-class Stream(NamedTuple):
+class FlowStream(NamedTuple):
     """Bytes [start, stop) of a flow along edges from holders to all its needers, between two times."""
 
     flow: int
@@ -79,7 +79,7 @@ class Stream(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Schedule:
+class FlowSchedule:
     """What travels when. Without rounds, a stream has its lanes for itself and is passed on while it arrives (a pipelined broadcast).
 
     With rounds (`rounds_s`: their edges in seconds), every stream is cut in `num_chunks` equal chunks, and an edge of depth d moves chunk k in
@@ -87,7 +87,7 @@ class Schedule:
     """
 
     name: str
-    streams: tuple[Stream, ...]
+    streams: tuple[FlowStream, ...]
     makespan_s: float
     entry: Entry = "once"
     rounds_s: tuple[float, ...] = ()

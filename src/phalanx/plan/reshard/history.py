@@ -18,7 +18,7 @@ import random
 from collections.abc import Sequence
 from itertools import pairwise
 
-from phalanx.plan.reshard.flows import Edge, Entry, Flow, FlowSet, Schedule, Stream
+from phalanx.plan.reshard.flows import Edge, Entry, Flow, FlowSchedule, FlowSet, FlowStream
 from phalanx.plan.reshard.types import Hosts
 
 HISTORY = ("send_recv", "local_all_gather", "global_all_gather", "naive", "size_balanced", "depth_first", "greedy")
@@ -30,7 +30,7 @@ Solution = list[tuple[int, int]]
 """(task, sender) in order."""
 
 
-def history_schedule(flows: FlowSet, hosts: Hosts, *, method: str) -> Schedule:
+def history_schedule(flows: FlowSet, hosts: Hosts, *, method: str) -> FlowSchedule:
     """The schedule of one of `HISTORY` for unit tasks."""
     tasks = flows.flows
     if method in ("send_recv", "local_all_gather"):
@@ -201,13 +201,13 @@ def _estimate(tasks: Sequence[Flow], hosts: Hosts, prefix: Solution, rest: Seque
     return max([*sends, *receives])
 
 
-def _gangs(tasks: Sequence[Flow], hosts: Hosts, solution: Solution, *, name: str) -> Schedule:
+def _gangs(tasks: Sequence[Flow], hosts: Hosts, solution: Solution, *, name: str) -> FlowSchedule:
     starts, end = gang_times(tasks, hosts, solution)
     streams = tuple(
-        Stream(i, 0, tasks[i].num_bytes, _chain(tasks[i], sender), begin, begin + seconds(tasks[i], sender, hosts))
+        FlowStream(i, 0, tasks[i].num_bytes, _chain(tasks[i], sender), begin, begin + seconds(tasks[i], sender, hosts))
         for (i, sender), begin in zip(solution, starts, strict=True)
     )
-    return Schedule(name=name, streams=streams, makespan_s=end)
+    return FlowSchedule(name=name, streams=streams, makespan_s=end)
 
 
 def _chain(task: Flow, sender: int) -> tuple[Edge, ...]:
@@ -215,7 +215,7 @@ def _chain(task: Flow, sender: int) -> tuple[Edge, ...]:
     return tuple(Edge(chain[d], chain[d + 1], d) for d in range(len(chain) - 1))
 
 
-def _direct(flows: FlowSet, hosts: Hosts, *, method: str) -> Schedule:
+def _direct(flows: FlowSet, hosts: Hosts, *, method: str) -> FlowSchedule:
     """Every receiving host by itself, in tile order; with send_recv, as many times as it has devices that need the slice."""
     entry: Entry = "each" if method == "send_recv" else "parts"
     sends, receives, load = [0.0] * hosts.count, [0.0] * hosts.count, [0] * hosts.count
@@ -229,14 +229,16 @@ def _direct(flows: FlowSet, hosts: Hosts, *, method: str) -> Schedule:
             begin = max(sends[sender], receives[host])
             end = begin + size / min(hosts.send_bytes_per_s[sender], hosts.recv_bytes_per_s[host])
             sends[sender] = receives[host] = end
-            streams.append(Stream(number, 0, task.num_bytes, (Edge(sender, host, 0),), begin, end))
-    return Schedule(name=method, streams=tuple(streams), makespan_s=max([*sends, *receives], default=0.0), entry=entry)
+            streams.append(FlowStream(number, 0, task.num_bytes, (Edge(sender, host, 0),), begin, end))
+    return FlowSchedule(
+        name=method, streams=tuple(streams), makespan_s=max([*sends, *receives], default=0.0), entry=entry
+    )
 
 
-def _ring(tasks: Sequence[Flow], hosts: Hosts) -> Schedule:
+def _ring(tasks: Sequence[Flow], hosts: Hosts) -> FlowSchedule:
     """Parts are scattered in the first round and go round the receiving hosts in the others, all tasks side by side."""
     load = [0] * hosts.count
-    streams: list[Stream] = []
+    streams: list[FlowStream] = []
     for i in crossing(tasks):
         task = tasks[i]
         sender = min(task.holders, key=lambda h: (load[h], h))
@@ -246,15 +248,15 @@ def _ring(tasks: Sequence[Flow], hosts: Hosts) -> Schedule:
         for n, (start, stop) in enumerate(pairwise(cuts)):
             turned = (*task.needers[n:], *task.needers[:n])
             if start < stop:
-                streams.append(Stream(i, start, stop, _chain(task._replace(needers=turned), sender), 0.0, 0.0))
+                streams.append(FlowStream(i, start, stop, _chain(task._replace(needers=turned), sender), 0.0, 0.0))
     rounds = [0.0]
     for depth in range(max((len(s.edges) for s in streams), default=0)):
         rounds.append(rounds[-1] + _round_seconds(streams, hosts, depth))
     timed = tuple(stream._replace(end_s=rounds[-1]) for stream in streams)
-    return Schedule(name="global_all_gather", streams=timed, makespan_s=rounds[-1], rounds_s=tuple(rounds))
+    return FlowSchedule(name="global_all_gather", streams=timed, makespan_s=rounds[-1], rounds_s=tuple(rounds))
 
 
-def _round_seconds(streams: Sequence[Stream], hosts: Hosts, depth: int) -> float:
+def _round_seconds(streams: Sequence[FlowStream], hosts: Hosts, depth: int) -> float:
     """Time of the busiest lane when all streams move along their edges of this depth."""
     sends, receives = [0] * hosts.count, [0] * hosts.count
     for stream in streams:
@@ -278,7 +280,7 @@ def needers_by_host(flows: FlowSet, hosts: Hosts) -> list[dict[int, int]]:
     return out
 
 
-def perfect_order_seconds(schedule: Schedule, hosts: Hosts) -> float:
+def perfect_order_seconds(schedule: FlowSchedule, hosts: Hosts) -> float:
     """Time of the busiest lane alone: what the strategy would take in the best of orders."""
     load = [0.0] * (2 * hosts.count)
     for stream in schedule.streams:

@@ -15,7 +15,7 @@ import random
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from phalanx.plan.reshard.flows import Edge, Flow, Schedule, Stream
+from phalanx.plan.reshard.flows import Edge, Flow, FlowSchedule, FlowStream
 from phalanx.plan.reshard.types import Hosts
 
 RESTARTS = 48
@@ -26,7 +26,7 @@ SAME = 1e-12
 """Times closer than this part of a schedule are one."""
 
 
-class Task(NamedTuple):
+class SendTask(NamedTuple):
     """Bytes [start, stop) of a flow that go from one of `holders`."""
 
     flow: int
@@ -45,23 +45,23 @@ class _Sent(NamedTuple):
     seconds: float
 
 
-def flow_tasks(flows: Sequence[Flow]) -> list[Task]:
+def flow_tasks(flows: Sequence[Flow]) -> list[SendTask]:
     """Each flow that crosses hosts as one task."""
-    return [Task(i, 0, f.num_bytes, f.holders, f.needers) for i, f in enumerate(flows) if f.needers]
+    return [SendTask(i, 0, f.num_bytes, f.holders, f.needers) for i, f in enumerate(flows) if f.needers]
 
 
-def share_tasks(flows: Sequence[Flow], first: Sequence[Sequence[tuple[int, int]]]) -> list[Task]:
+def share_tasks(flows: Sequence[Flow], first: Sequence[Sequence[tuple[int, int]]]) -> list[SendTask]:
     """Each flow divided among its holders as a division of sending says."""
     tasks = []
     for number, (flow, shares) in enumerate(zip(flows, first, strict=True)):
         start = 0
         for host, size in shares:
-            tasks.append(Task(number, start, start + size, (host,), flow.needers))
+            tasks.append(SendTask(number, start, start + size, (host,), flow.needers))
             start += size
     return tasks
 
 
-def cut_tasks(tasks: Sequence[Task], flows: Sequence[Flow], parts: int) -> list[Task]:
+def cut_tasks(tasks: Sequence[SendTask], flows: Sequence[Flow], parts: int) -> list[SendTask]:
     """Every task in so many equal parts."""
     out = []
     for task in tasks:
@@ -73,11 +73,11 @@ def cut_tasks(tasks: Sequence[Task], flows: Sequence[Flow], parts: int) -> list[
 
 
 def gang_schedule(
-    tasks: Sequence[Task], hosts: Hosts, *, goal_s: float, name: str, restarts: int | None = None
-) -> Schedule:
+    tasks: Sequence[SendTask], hosts: Hosts, *, goal_s: float, name: str, restarts: int | None = None
+) -> FlowSchedule:
     """The best of some restarts; stops at `goal_s`."""
     if not tasks:
-        return Schedule(name=name, streams=(), makespan_s=0.0)
+        return FlowSchedule(name=name, streams=(), makespan_s=0.0)
     # not for secrets: any fixed sequence does, and it must be the same on every rank
     noise = random.Random(len(tasks))
     count = max(2, min(RESTARTS, WORK // len(tasks))) if restarts is None else restarts
@@ -96,13 +96,13 @@ def gang_schedule(
         if best[0] <= goal_s:
             break
     assert best is not None
-    return Schedule(name=name, streams=streams_of(tasks, best[2], best[1]), makespan_s=best[0])
+    return FlowSchedule(name=name, streams=streams_of(tasks, best[2], best[1]), makespan_s=best[0])
 
 
-def streams_of(tasks: Sequence[Task], sent: Sequence[_Sent], starts: Sequence[float]) -> tuple[Stream, ...]:
+def streams_of(tasks: Sequence[SendTask], sent: Sequence[_Sent], starts: Sequence[float]) -> tuple[FlowStream, ...]:
     """Placed tasks as streams."""
     return tuple(
-        Stream(
+        FlowStream(
             task.flow,
             task.start,
             task.stop,
@@ -114,7 +114,7 @@ def streams_of(tasks: Sequence[Task], sent: Sequence[_Sent], starts: Sequence[fl
     )
 
 
-def _sent(task: Task, sender: int, hosts: Hosts) -> _Sent:
+def _sent(task: SendTask, sender: int, hosts: Hosts) -> _Sent:
     """The chain from a sender through all needers; the slowest of them comes last and passes nothing on."""
     send, recv = hosts.send_bytes_per_s, hosts.recv_bytes_per_s
     chain = (sender, *sorted(task.needers, key=lambda h: (-send[h], h)))
@@ -123,7 +123,7 @@ def _sent(task: Task, sender: int, hosts: Hosts) -> _Sent:
     return _Sent(chain, lanes, sum(1 << lane for lane in lanes), (task.stop - task.start) / rate)
 
 
-def _balanced(tasks: Sequence[Task], hosts: Hosts) -> list[int]:
+def _balanced(tasks: Sequence[SendTask], hosts: Hosts) -> list[int]:
     """Each task's sender: tasks without a choice first, then the longest, each to the holder that would be done first."""
     load = [0.0] * hosts.count
     senders = [0] * len(tasks)
@@ -136,7 +136,7 @@ def _balanced(tasks: Sequence[Task], hosts: Hosts) -> list[int]:
     return senders
 
 
-def _moved(tasks: Sequence[Task], senders: Sequence[int], noise: random.Random) -> list[int]:
+def _moved(tasks: Sequence[SendTask], senders: Sequence[int], noise: random.Random) -> list[int]:
     """The same with one task given to another of its holders, if any has a choice."""
     out = list(senders)
     choices = [i for i, task in enumerate(tasks) if len(task.holders) > 1]

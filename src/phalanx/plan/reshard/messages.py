@@ -14,8 +14,8 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from phalanx.plan.layout import boxes_of_range
-from phalanx.plan.reshard.flows import Edge, FlowSet, Item, Schedule, Stream
-from phalanx.plan.reshard.types import Hop, Hosts, Part
+from phalanx.plan.reshard.flows import Edge, FlowSchedule, FlowSet, FlowStream, Item
+from phalanx.plan.reshard.types import Hop, Hosts, MovePart
 from phalanx.plan.reshard.units import Ranks
 
 ByHost = dict[int, list[int]]
@@ -29,7 +29,7 @@ FINE = 16
 class Chunk(NamedTuple):
     """Items' byte ranges between one pair of rank sets, and the time in which an edge moves it."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[MovePart, ...]
     sources: Ranks
     targets: Ranks
     edges: tuple[Edge, ...]
@@ -40,7 +40,7 @@ class Chunk(NamedTuple):
     stop: int
 
 
-def make_hops(flows: FlowSet, schedule: Schedule, hosts: Hosts, *, message_bytes: int) -> list[Hop]:
+def make_hops(flows: FlowSet, schedule: FlowSchedule, hosts: Hosts, *, message_bytes: int) -> list[Hop]:
     """All messages of a phase, in order."""
     maker = _Maker(flows, schedule, hosts, message_bytes)
     keyed: list[tuple[Key, int, Hop]] = []
@@ -51,7 +51,7 @@ def make_hops(flows: FlowSet, schedule: Schedule, hosts: Hosts, *, message_bytes
 
 
 class _Maker:
-    def __init__(self, flows: FlowSet, schedule: Schedule, hosts: Hosts, message_bytes: int) -> None:
+    def __init__(self, flows: FlowSet, schedule: FlowSchedule, hosts: Hosts, message_bytes: int) -> None:
         self.flows, self.schedule, self.message_bytes = flows, schedule, message_bytes
         self.host_of = hosts.host_of_rank
         self.sent, self.received, self.handed = ([0] * len(self.host_of) for _ in range(3))
@@ -64,9 +64,9 @@ class _Maker:
             yield from self._of_stream(stream)
         for number, flow in enumerate(self.flows.flows):
             if number not in covered and not (once and flow.needers):
-                yield from self._of_stream(Stream(number, 0, flow.num_bytes, (), 0.0, self.schedule.makespan_s))
+                yield from self._of_stream(FlowStream(number, 0, flow.num_bytes, (), 0.0, self.schedule.makespan_s))
 
-    def _of_stream(self, stream: Stream) -> Iterator[Chunk]:
+    def _of_stream(self, stream: FlowStream) -> Iterator[Chunk]:
         count = self.schedule.num_chunks if self.schedule.rounds_s and stream.edges else 1
         for k in range(count):
             low, high = (chunk_edge(stream, i, count, self.flows.flows[stream.flow].grain) for i in (k, k + 1))
@@ -74,7 +74,7 @@ class _Maker:
                 times = self._times(stream, k, start, stop, (start - low) / (high - low))
                 yield Chunk(parts, item.sources, item.targets, stream.edges, times, stream.flow, start, stop)
 
-    def _times(self, stream: Stream, k: int, start: int, stop: int, part: float) -> tuple[float, ...]:
+    def _times(self, stream: FlowStream, k: int, start: int, stop: int, part: float) -> tuple[float, ...]:
         """When each depth begins to move bytes [start, stop) of a stream: `part` of its chunk k is before them."""
         depths = range(max((e.depth for e in stream.edges), default=-1) + 2)
         rounds = self.schedule.rounds_s
@@ -85,10 +85,10 @@ class _Maker:
         rate = (stream.end_s - stream.begin_s) / (stream.stop - stream.start)
         return tuple(stream.begin_s + rate * (start - stream.start + depth * (stop - start)) for depth in depths)
 
-    def _cut(self, flow: int, low: int, high: int) -> Iterator[tuple[tuple[Part, ...], Item, int, int]]:
+    def _cut(self, flow: int, low: int, high: int) -> Iterator[tuple[tuple[MovePart, ...], Item, int, int]]:
         """Messages of bytes [low, high) of a flow: parts, an item with their rank sets, the bytes."""
         items = self.flows.items[flow]
-        group: list[Part] = []
+        group: list[MovePart] = []
         lead, start, end = None, low, low
         for item in items[bisect_right(items, low, key=lambda item: item.stop) :]:
             if item.start >= high:
@@ -135,14 +135,14 @@ class _Maker:
             size *= length
         return size
 
-    def _parts(self, item: Item, start: int, stop: int) -> list[Part]:
+    def _parts(self, item: Item, start: int, stop: int) -> list[MovePart]:
         template = self.flows.templates[item.template]
         box = template.box(item.unit)
         if start == item.start and stop == item.stop:
-            return [Part(item.move, box, item.term)]
+            return [MovePart(item.move, box, item.term)]
         first, last = ((at - item.start) // template.itemsize for at in (start, stop))
         return [
-            Part(item.move, piece.shifted(box.offsets), item.term)
+            MovePart(item.move, piece.shifted(box.offsets), item.term)
             for piece, _ in boxes_of_range(box.sizes, first, last)
         ]
 
@@ -221,7 +221,7 @@ class _Maker:
         return Hop(src, dst, chunk.parts)
 
 
-def chunk_edge(stream: Stream, k: int, count: int, grain: int) -> int:
+def chunk_edge(stream: FlowStream, k: int, count: int, grain: int) -> int:
     """First byte of chunk k of a stream that is cut in `count` chunks at multiples of `grain`."""
     if k >= count:
         return stream.stop

@@ -24,12 +24,12 @@ from phalanx.core.errors import PlanError, Problem, nearest, raise_if
 from phalanx.core.units import format_bytes, format_seconds
 from phalanx.plan.reshard.best import best_schedule, find_bound
 from phalanx.plan.reshard.bound import Bound, quick_bound, solve_shares
-from phalanx.plan.reshard.flows import FlowSet, Schedule, make_flows, unit_flows, whole_lots
+from phalanx.plan.reshard.flows import FlowSchedule, FlowSet, make_flows, unit_flows, whole_lots
 from phalanx.plan.reshard.history import HISTORY, history_schedule
 from phalanx.plan.reshard.messages import make_hops
-from phalanx.plan.reshard.sums import WHERES, Sums, bound_flows, cut_partial, place_sums
+from phalanx.plan.reshard.sums import WHERES, PartialSums, bound_flows, cut_partial, place_sums
 from phalanx.plan.reshard.transpose import surviving, transposed
-from phalanx.plan.reshard.types import Hop, Hosts, Move, Part, Reduction
+from phalanx.plan.reshard.types import Hop, Hosts, Move, MovePart, Reduction
 from phalanx.plan.reshard.units import Template, templates_of
 
 METHODS = ("best", *HISTORY)
@@ -45,7 +45,7 @@ class Phase(NamedTuple):
     """Flows with their schedule, which begins at `start_s`."""
 
     flows: FlowSet
-    schedule: Schedule
+    schedule: FlowSchedule
     start_s: float
 
 
@@ -90,9 +90,9 @@ class ReshardPlan:
         """The messages that a rank sends or receives, in order."""
         return self._programs.get(rank, ())
 
-    def copies(self, rank: int) -> tuple[Part, ...]:
+    def copies(self, rank: int) -> tuple[MovePart, ...]:
         """Boxes that a rank holds in the source and needs in the destination."""
-        out: list[Part] = []
+        out: list[MovePart] = []
         for template in self.phases[0].flows.templates:
             if template.num_terms > 1:
                 continue
@@ -100,7 +100,7 @@ class ReshardPlan:
             needed = np.array([rank in owners for owners in template.needers], dtype=bool)
             units = np.nonzero(held[template.src_of] & needed[template.dst_of])[0].tolist()
             boxes = [template.box(unit) for unit in units]
-            out += [Part(move, box) for move in template.moves for box in boxes]
+            out += [MovePart(move, box) for move in template.moves for box in boxes]
         return tuple(out)
 
     def check(self) -> None:
@@ -251,7 +251,7 @@ def plan_reshard(
     )
 
 
-def _scheduled(flows: FlowSet, hosts: Hosts, method: str, least_bytes: int) -> tuple[Schedule, Bound]:
+def _scheduled(flows: FlowSet, hosts: Hosts, method: str, least_bytes: int) -> tuple[FlowSchedule, Bound]:
     if method == "best":
         return best_schedule(flows.flows, hosts, least_bytes=least_bytes)
     schedule = history_schedule(flows, hosts, method=method)
@@ -279,7 +279,7 @@ def _plan_partial(
 
 
 def _with_sums(
-    templates: Sequence[Template], sums: Sums, hosts: Hosts, method: str, least_bytes: int
+    templates: Sequence[Template], sums: PartialSums, hosts: Hosts, method: str, least_bytes: int
 ) -> tuple[tuple[Phase, ...], tuple[Reduction, ...]]:
     make = make_flows if method == "best" else unit_flows
     phases: list[Phase] = []

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from phalanx.plan.reshard.bound import Shares
-from phalanx.plan.reshard.flows import Edge, Flow, Schedule, Stream
+from phalanx.plan.reshard.flows import Edge, Flow, FlowSchedule, FlowStream
 from phalanx.plan.reshard.types import Hosts
 
 FILL = 1 / 768
@@ -26,10 +26,10 @@ FILL = 1 / 768
 MOST_CHUNKS = 8192
 
 
-def relay_schedule(flows: Sequence[Flow], shares: Shares, hosts: Hosts, *, least_bytes: int) -> Schedule:
+def relay_schedule(flows: Sequence[Flow], shares: Shares, hosts: Hosts, *, least_bytes: int) -> FlowSchedule:
     """All flows in rounds. No chunk of the busiest stream is smaller than `least_bytes`."""
     streams = [
-        Stream(number, start, stop, forest(roots, flows[number].needers, senders), 0.0, 0.0)
+        FlowStream(number, start, stop, forest(roots, flows[number].needers, senders), 0.0, 0.0)
         for number in range(len(flows))
         for start, stop, roots, senders in _pieces(number, flows[number], shares)
         if start < stop
@@ -105,7 +105,7 @@ def forest(roots: Sequence[int], needers: Sequence[int], senders: Sequence[int])
     return tuple(edges)
 
 
-def _rounds(flows: Sequence[Flow], streams: Sequence[Stream], hosts: Hosts, count: int) -> Schedule:
+def _rounds(flows: Sequence[Flow], streams: Sequence[FlowStream], hosts: Hosts, count: int) -> FlowSchedule:
     """The schedule with `count` chunks a stream, each round as long as it needs."""
     depth = max((edge.depth for s in streams for edge in s.edges), default=0)
     load = np.zeros((2 * hosts.count, count + depth))
@@ -122,4 +122,4 @@ def _rounds(flows: Sequence[Flow], streams: Sequence[Stream], hosts: Hosts, coun
     edges = np.concatenate([[0.0], np.cumsum((load / rates[:, None]).max(axis=0))])
     end = float(edges[-1])
     timed = tuple(stream._replace(begin_s=0.0, end_s=end) for stream in streams)
-    return Schedule(name="relay", streams=timed, makespan_s=end, rounds_s=tuple(edges.tolist()), num_chunks=count)
+    return FlowSchedule(name="relay", streams=timed, makespan_s=end, rounds_s=tuple(edges.tolist()), num_chunks=count)

@@ -22,7 +22,7 @@ Where = Literal["destination", "source", "either"]
 WHERES: tuple[Where, ...] = ("destination", "source", "either")
 
 
-class Sums(NamedTuple):
+class PartialSums(NamedTuple):
     """Sums of all partial templates: what travels before them and after them."""
 
     before: tuple[Lot, ...]
@@ -61,7 +61,7 @@ def cut_partial(template: Template, piece_bytes: int) -> Template:
     )
 
 
-def place_sums(templates: Sequence[Template], hosts: Hosts, *, where: Where) -> Sums:
+def place_sums(templates: Sequence[Template], hosts: Hosts, *, where: Where) -> PartialSums:
     """Choose the rank that adds each box."""
     chooser = _Chooser(hosts, where)
     before: list[Lot] = []
@@ -76,7 +76,7 @@ def place_sums(templates: Sequence[Template], hosts: Hosts, *, where: Where) -> 
         ]
         before += _before(number, template, adders)
         after.append(_after(number, template, adders))
-    return Sums(tuple(before), tuple(lot for lot in after if len(lot.units)), tuple(reductions))
+    return PartialSums(tuple(before), tuple(lot for lot in after if len(lot.units)), tuple(reductions))
 
 
 class _Chooser:

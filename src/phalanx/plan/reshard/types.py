@@ -16,7 +16,7 @@ from phalanx.plan.layout import Box, TensorLayout
 from phalanx.plan.mapping import ClusterSpec
 
 WHOLE = -1
-"""`Part.term` of values that need no more adding up."""
+"""`MovePart.term` of values that need no more adding up."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class Hosts:
         raise_if(_host_problems(self), PlanError, subject="hosts")
 
 
-class Part(NamedTuple):
+class MovePart(NamedTuple):
     """A box of the logical tensor of move number `move`: whole values, or (`term` >= 0) those of one term of a partial source."""
 
     move: int
@@ -59,7 +59,7 @@ class Hop(NamedTuple):
 
     src: int
     dst: int
-    parts: tuple[Part, ...]
+    parts: tuple[MovePart, ...]
 
 
 class Reduction(NamedTuple):

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
         Writer as Writer,
         write_flushed as write_flushed,
     )
-    from phalanx.runtime.checkpoint.helper_process import Aside as Aside
+    from phalanx.runtime.checkpoint.helper_process import HelperProcess as HelperProcess
     from phalanx.runtime.checkpoint.manager import (
         CheckpointManager as CheckpointManager,
         Saved as Saved,

@@ -30,7 +30,7 @@ _LENGTH = struct.Struct("<Q")
 _PROGRAM = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from phalanx.runtime.checkpoint.helper_process import serve; serve(sys.argv[2:])"
 
 
-class Aside:
+class HelperProcess:
     """One question at a time."""
 
     def __init__(self, modules: Sequence[str] = ()) -> None:

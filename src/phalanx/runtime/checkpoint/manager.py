@@ -39,11 +39,11 @@ from phalanx.runtime.checkpoint.folder import (
     differences,
     with_files,
 )
-from phalanx.runtime.comm import Escape, Peers, run_escapable
+from phalanx.runtime.comm import AbortableCall, Peers, run_escapable
 from phalanx.runtime.state import BoxTensor
 
 if TYPE_CHECKING:
-    from phalanx.runtime.checkpoint.planner import Share
+    from phalanx.runtime.checkpoint.planner import SavedShare
 
 T = TypeVar("T")
 LOOK_S = 0.05
@@ -74,7 +74,7 @@ class _Job:
     """Somebody waits for it: it is written as fast as can be."""
     bytes_per_s: float = math.inf
     """Of this rank."""
-    written: Share | Exception | None = None
+    written: SavedShare | Exception | None = None
 
 
 class CheckpointManager:
@@ -93,7 +93,7 @@ class CheckpointManager:
         asynchronous: bool = True,
         by_steps: bool = False,
         write_rate: float = 0.0,
-        escape: Escape | None = None,
+        escape: AbortableCall | None = None,
         writer: Writer | None = None,
     ) -> None:
         self.folder = CheckpointFolder(path, writer)
@@ -262,7 +262,7 @@ class CheckpointManager:
             self._open()
         return str(self.folder.begin(step))
 
-    def _share(self, job: _Job, path: Path) -> Share | Exception:
+    def _share(self, job: _Job, path: Path) -> SavedShare | Exception:
         """What this rank wrote, or why it could not."""
         try:
             return self._write_tensors(job, path)
@@ -273,7 +273,7 @@ class CheckpointManager:
         except Exception as err:
             return write_failure(err, path)
 
-    def _write_tensors(self, job: _Job, path: Path) -> Share:
+    def _write_tensors(self, job: _Job, path: Path) -> SavedShare:
         """By this rank alone; a save that all stand still for in a thread that is left behind where the others have gone on, for a disk may take its time."""
         from phalanx.runtime.checkpoint.planner import write_boxes
 
@@ -283,7 +283,7 @@ class CheckpointManager:
         )  # fmt: skip
         return work() if self._asynchronous else run_escapable(self._peers.escape, work)
 
-    def _complete(self, job: _Job, mine: Share | Exception) -> Saved:
+    def _complete(self, job: _Job, mine: SavedShare | Exception) -> Saved:
         """A checkpoint of what all ranks wrote. Collective."""
         from phalanx.runtime.checkpoint.planner import write_table
 

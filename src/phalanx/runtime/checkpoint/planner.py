@@ -43,7 +43,7 @@ TABLE_FILE = ".metadata"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Share:
+class SavedShare:
     """What one rank wrote of a checkpoint; crosses the process group."""
 
     plan: SavePlan
@@ -59,7 +59,7 @@ def write_boxes(
     bytes_per_s: float = math.inf,
     over: threading.Event | None = None,
     hurry: threading.Event | None = None,
-) -> Share:
+) -> SavedShare:
     """Write the primary boxes of this rank to the folder `path`, at no more than `bytes_per_s` until `hurry` is set (somebody waits), by itself. Raises `WriteFailure`, also
     where `over` is set (nobody wants it any more; `hurry` is, then)."""
     _quiet()
@@ -72,10 +72,10 @@ def write_boxes(
         files = {name: file_entry(path / name) for name in sorted({r.storage_data.relative_path for r in results})}
     except OSError as err:
         raise write_failure(err, path) from None
-    return Share(plan=plan, results=tuple(results), files=files)
+    return SavedShare(plan=plan, results=tuple(results), files=files)
 
 
-def write_table(path: Path, shares: Sequence[Share]) -> dict[str, FileEntry]:
+def write_table(path: Path, shares: Sequence[SavedShare]) -> dict[str, FileEntry]:
     """What is where in the files that all ranks wrote; the entry of its own file. By one rank. Raises `CheckpointError` where the shares are not each element once."""
     _, table = BoxSavePlanner([]).create_global_plan([share.plan for share in shares])
     writer = BoxWriter(path)

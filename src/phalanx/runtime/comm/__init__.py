@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING
 from phalanx.core.faces import lazy
 
 if TYPE_CHECKING:
+    from phalanx.runtime.comm.abortable import AbortableCall as AbortableCall, run_escapable as run_escapable
     from phalanx.runtime.comm.allocator import (
         give_back_freed_memory as give_back_freed_memory,
         in_huge_pages as in_huge_pages,
         keep_freed_memory as keep_freed_memory,
     )
-    from phalanx.runtime.comm.away import AWAY_FILE as AWAY_FILE, AwayFile as AwayFile
     from phalanx.runtime.comm.collectives import Collectives as Collectives
     from phalanx.runtime.comm.context_parallel import ContextParallel as ContextParallel
     from phalanx.runtime.comm.devices import DeviceAbort as DeviceAbort, synchronize as synchronize
-    from phalanx.runtime.comm.escape import Escape as Escape, run_escapable as run_escapable
+    from phalanx.runtime.comm.drained_slots import AWAY_FILE as AWAY_FILE, AwayFile as AwayFile
     from phalanx.runtime.comm.exchange import Exchange as Exchange, Message as Message
     from phalanx.runtime.comm.groups import (
         DEFAULT_TIMEOUT_S as DEFAULT_TIMEOUT_S,

@@ -33,8 +33,8 @@ import torch.distributed as dist
 from phalanx.core.clock import ANCHOR_S
 from phalanx.core.errors import PeerError, RunError
 from phalanx.core.events import Collective, Emit, Event, Lane, Operation, ignore
+from phalanx.runtime.comm.abortable import AbortableCall, run_escapable
 from phalanx.runtime.comm.devices import complete
-from phalanx.runtime.comm.escape import Escape, run_escapable
 from phalanx.runtime.comm.exchange import (
     Call,
     Counter,
@@ -56,9 +56,9 @@ from phalanx.runtime.comm.row_collectives import (
     AllReduceSum,
     AllToAllRows,
     ReduceScatterRows,
+    RowExchange,
     RowsUnderWay,
     StartRows,
-    Trip,
 )
 from phalanx.runtime.comm.waiting import LayerTimes
 
@@ -74,7 +74,7 @@ _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.R
 
 
 class TwoPasses(Protocol):
-    """Two passes of this rank that take turns (`runtime/moe/pair.py`), as long as both run."""
+    """Two passes of this rank that take turns (`runtime/moe/co_schedule.py`), as long as both run."""
 
     def axis(self, axis: Axis) -> Axis:
         """The axis with the groups of the pass that asks."""
@@ -104,7 +104,7 @@ class Collectives:
         trace: bool = False,
         check_splits: bool = False,
         synchronous: bool = False,
-        escape: Escape | None = None,
+        escape: AbortableCall | None = None,
     ) -> None:
         self.timeout_s = timeout_s
         self.trace = trace
@@ -410,7 +410,7 @@ class Collectives:
         check_splits_of(x, in_splits, axis, "start_all_to_all_rows")
         if axis.group is None:
             return RowsUnderWay(x)
-        trip = Trip(self, axis, tuple(in_splits), tuple(out_splits), op_id)
+        trip = RowExchange(self, axis, tuple(in_splits), tuple(out_splits), op_id)
         token: torch.Tensor = StartRows.apply(x, trip)
         return RowsUnderWay(token, trip)
 

@@ -29,7 +29,14 @@ import torch
 
 from phalanx.kernels.choice import Impl
 from phalanx.kernels.cpu.attention import Segments, causal_attention
-from phalanx.kernels.cpu.block_attention import Blocks, Known, Partial, attend, attend_backward, wide_type
+from phalanx.kernels.cpu.block_attention import (
+    Blocks,
+    PartialAttention,
+    SavedAttention,
+    attend,
+    attend_backward,
+    wide_type,
+)
 from phalanx.kernels.cpu.lanes import SERIAL, Lanes
 from phalanx.plan.mapping import (
     SequenceLayout,
@@ -103,11 +110,11 @@ class _Work:
         id = self.name(what)
         return self.how.comms.doing(backward_id(id) if backward else id)
 
-    def add_keys(self, q_BLAD: torch.Tensor, kv: torch.Tensor, blocks: Blocks, partial: Partial) -> None:
+    def add_keys(self, q_BLAD: torch.Tensor, kv: torch.Tensor, blocks: Blocks, partial: PartialAttention) -> None:
         attend((q_BLAD, kv[0], kv[1]), blocks, partial, impl=self.how.impl, lanes=self.how.lanes)
 
     def add_gradients(
-        self, q_BLAD: torch.Tensor, kv: torch.Tensor, blocks: Blocks, known: Known, *grads: torch.Tensor
+        self, q_BLAD: torch.Tensor, kv: torch.Tensor, blocks: Blocks, known: SavedAttention, *grads: torch.Tensor
     ) -> None:
         """`grads` of q and of both k and v."""
         dq, dkv = grads
@@ -142,7 +149,7 @@ class _Ring(torch.autograd.Function):
     def forward(
         ctx: Any, q_BLAD: torch.Tensor, k_BLGD: torch.Tensor, v_BLGD: torch.Tensor, work: _Work
     ) -> torch.Tensor:
-        kv, partial = torch.stack((k_BLGD, v_BLGD)), Partial.empty(q_BLAD)
+        kv, partial = torch.stack((k_BLGD, v_BLGD)), PartialAttention.empty(q_BLAD)
         steps = work.how.axis.size
         for step, blocks in enumerate(work.ring):
             hop = _Hop(work, work.name(f"ring.{step + 1}"))
@@ -159,7 +166,7 @@ class _Ring(torch.autograd.Function):
     def backward(ctx: Any, d_out_BLAD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q_BLAD, k_BLGD, v_BLGD, out_BLAD, lse_BAL = ctx.saved_tensors
         work: _Work = ctx.work
-        steps, known = work.how.axis.size, Known.of(out_BLAD, lse_BAL, d_out_BLAD)
+        steps, known = work.how.axis.size, SavedAttention.of(out_BLAD, lse_BAL, d_out_BLAD)
         kv = own = torch.stack((k_BLGD, v_BLGD))
         dq, d_own, d_before = _zeros(q_BLAD), _zeros(own), None
         parts = [first_and_last(row) for row in work.ring[0]]
@@ -221,7 +228,7 @@ class _Gathered(torch.autograd.Function):
     def forward(
         ctx: Any, q_BLAD: torch.Tensor, k_BLGD: torch.Tensor, v_BLGD: torch.Tensor, work: _Work
     ) -> torch.Tensor:
-        partial = Partial.empty(q_BLAD)
+        partial = PartialAttention.empty(q_BLAD)
         kv = _gather(torch.stack((k_BLGD, v_BLGD)), work, work.name("keys"))
         work.add_keys(q_BLAD, kv, _gathered_blocks(work.layout, work.segments, work.how.axis.index), partial)
         out_BLAD = partial.out_BLAD.to(q_BLAD.dtype)
@@ -233,7 +240,7 @@ class _Gathered(torch.autograd.Function):
     def backward(ctx: Any, d_out_BLAD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q_BLAD, k_BLGD, v_BLGD, out_BLAD, lse_BAL = ctx.saved_tensors
         work: _Work = ctx.work
-        known = Known.of(out_BLAD, lse_BAL, d_out_BLAD)
+        known = SavedAttention.of(out_BLAD, lse_BAL, d_out_BLAD)
         kv = _gather(torch.stack((k_BLGD, v_BLGD)), work, backward_id(work.name("keys_again")))
         dq, dkv = _zeros(q_BLAD), _zeros(kv)
         blocks = _gathered_blocks(work.layout, work.segments, work.how.axis.index)

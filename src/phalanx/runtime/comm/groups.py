@@ -104,7 +104,7 @@ OF_A_PASS = ("tp", "cp", "tp_cp", "micro", "ep", "etp", "ep_etp", "tp_dp_cp")
 
 @dataclass(frozen=True, eq=False)
 class SecondGroups:
-    """Further groups of the same ranks, for a pass that runs beside another (`runtime/moe/pair.py`)."""
+    """Further groups of the same ranks, for a pass that runs beside another (`runtime/moe/co_schedule.py`)."""
 
     by_ranks: Mapping[tuple[int, ...], dist.ProcessGroup]
 

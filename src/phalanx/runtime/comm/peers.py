@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.core.errors import PeerError, PhalanxError, ProblemsError, RunError, first_line
-from phalanx.runtime.comm.escape import Escape, run_escapable
+from phalanx.runtime.comm.abortable import AbortableCall, run_escapable
 
 T = TypeVar("T")
 FIRST_BYTES = 8192
@@ -34,7 +34,7 @@ def own_group(world: int, *, timeout_s: float) -> dist.ProcessGroup | None:
 class Peers:
     """The ranks of a gloo group (None: one rank alone)."""
 
-    def __init__(self, group: dist.ProcessGroup | None = None, *, escape: Escape | None = None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None, *, escape: AbortableCall | None = None) -> None:
         self.group = group
         self.escape = escape
         """As in `Collectives`."""

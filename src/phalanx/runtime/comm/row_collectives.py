@@ -63,7 +63,7 @@ class AllToAllRows(torch.autograd.Function):
 class RowsUnderWay:
     """Rows of other ranks on their way here (`Collectives.start_all_to_all_rows`)."""
 
-    def __init__(self, token: torch.Tensor, trip: Trip | None = None) -> None:
+    def __init__(self, token: torch.Tensor, trip: RowExchange | None = None) -> None:
         self._token, self._trip = token, trip
 
     def wait(self) -> torch.Tensor:
@@ -74,7 +74,7 @@ class RowsUnderWay:
         return out
 
 
-class Trip:
+class RowExchange:
     """What start and wait of one exchange share, forward and backward."""
 
     def __init__(
@@ -105,7 +105,7 @@ class StartRows(torch.autograd.Function):
     """Rows leave; what autograd sees in their place until they are waited for is an empty tensor."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, trip: Trip) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, trip: RowExchange) -> torch.Tensor:
         ctx.trip = trip
         trip.go(x)
         return x.new_empty(0)
@@ -119,7 +119,7 @@ class WaitRows(torch.autograd.Function):
     """Rows arrive. Gradient: it leaves, and arrives where the rows had left."""
 
     @staticmethod
-    def forward(ctx: Any, token: torch.Tensor, trip: Trip) -> torch.Tensor:
+    def forward(ctx: Any, token: torch.Tensor, trip: RowExchange) -> torch.Tensor:
         ctx.trip = trip
         return trip.arrive()
 

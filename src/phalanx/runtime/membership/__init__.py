@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 from phalanx.core.faces import lazy
 
 if TYPE_CHECKING:
+    from phalanx.runtime.membership.agent_terms import SeatSettings as SeatSettings, TooFew as TooFew
     from phalanx.runtime.membership.clocks import (
         compare_clocks as compare_clocks,
         hosts_of as hosts_of,
         numbered as numbered,
         own_host as own_host,
     )
-    from phalanx.runtime.membership.forming import NoMapping as NoMapping, Team as Team
     from phalanx.runtime.membership.lighthouse import engine as engine, keep_while_named as keep_while_named
     from phalanx.runtime.membership.member import (
         Committed as Committed,
@@ -22,8 +22,7 @@ if TYPE_CHECKING:
         run_steps as run_steps,
     )
     from phalanx.runtime.membership.membership import Generation as Generation
-    from phalanx.runtime.membership.seat import Seat as Seat
-    from phalanx.runtime.membership.seat_terms import SeatSettings as SeatSettings, TooFew as TooFew
+    from phalanx.runtime.membership.rendezvous import GroupEpoch as GroupEpoch, NoMapping as NoMapping
     from phalanx.runtime.membership.service import start_store as start_store
     from phalanx.runtime.membership.service_address import (
         expect_service as expect_service,
@@ -37,9 +36,10 @@ if TYPE_CHECKING:
     )
     from phalanx.runtime.membership.votes import (
         Decision as Decision,
-        Report as Report,
+        MemberReport as MemberReport,
         Resolution as Resolution,
         resolve as resolve,
     )
+    from phalanx.runtime.membership.worker_agent import WorkerAgent as WorkerAgent
 else:
     __getattr__ = lazy(__name__)

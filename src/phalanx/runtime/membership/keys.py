@@ -28,7 +28,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from phalanx.core.errors import PeerError, first_line
-from phalanx.runtime.membership.ear import Ear
+from phalanx.runtime.membership.key_watcher import KeyWatcher
 
 CALL_S = 2.0
 """A service that does not answer for so long is taken for lost."""
@@ -46,7 +46,7 @@ LAST_LOOK_S = 0.01
 ASKED_PER_S = 10_000
 """How often all that wait for a key ask a service together, at most. Not a measured limit of any of them: so that the load of a job stays the same however many ranks it has."""
 OPENING = threading.Lock()
-"""Held while this process opens connections, so that nobody takes one for a socket of a process group (`runtime/membership/forming.py`)."""
+"""Held while this process opens connections, so that nobody takes one for a socket of a process group (`runtime/membership/rendezvous.py`)."""
 
 
 class ServiceLost(PeerError):
@@ -128,7 +128,7 @@ class TcpKeys:
     def __init__(self, host: str, port: int, *, timeout_s: float = CALL_S) -> None:
         self.host, self.port, self.timeout_s = host, port, timeout_s
         self._lost = ""
-        self._ear: Ear | None = None
+        self._ear: KeyWatcher | None = None
         self._deaf = False
         """An ear has failed although the service has not: from then on this asks."""
         with OPENING:
@@ -196,14 +196,14 @@ class TcpKeys:
             self._deaf = True
         return self.wait(key, timeout_s, sharing=sharing) if heard is None else heard
 
-    def _open_ear(self) -> Ear | None:
+    def _open_ear(self) -> KeyWatcher | None:
         """None while it cannot be: groups form meanwhile, for as long as a constructor takes."""
         if self._ear is None and not self._deaf and OPENING.acquire(blocking=False):
             try:
                 store, fds = _open_store(self.host, self.port, self.timeout_s)
                 sockets = [socket.socket(fileno=os.dup(fd)) for fd in fds]
                 # its time never ends, so it logs nothing; what ends it is `CANCEL_WAIT`, or else the end of its connection
-                self._ear = Ear(
+                self._ear = KeyWatcher(
                     lambda key: store.wait([key], NEVER),
                     lambda: _shut_all(sockets),
                     cancel=lambda: _cancel_wait(sockets),
@@ -247,7 +247,7 @@ class TcpKeys:
         self.store = None
 
 
-def _end_of(ear: Ear, pid: int) -> None:
+def _end_of(ear: KeyWatcher, pid: int) -> None:
     """Not in a process that was forked since: the connection is that of both."""
     if os.getpid() == pid:
         ear.close()

@@ -15,11 +15,11 @@ from typing import Any, Protocol
 from phalanx.core.clock import now_s
 from phalanx.core.errors import PeerError, RunError
 from phalanx.core.events import Emit, Event, ignore
-from phalanx.runtime.membership.forming import Order, Team, as_listed
+from phalanx.runtime.membership.agent_terms import End, Left, RunOver
 from phalanx.runtime.membership.keys import ServiceLost
-from phalanx.runtime.membership.seat import Seat
-from phalanx.runtime.membership.seat_terms import End, Left, RunOver
-from phalanx.runtime.membership.votes import ABORT, GO_ON, Decision, InDoubt, Report, Resolution, resolve
+from phalanx.runtime.membership.rendezvous import GroupEpoch, Order, as_listed
+from phalanx.runtime.membership.votes import ABORT, GO_ON, Decision, InDoubt, MemberReport, Resolution, resolve
+from phalanx.runtime.membership.worker_agent import WorkerAgent
 
 SAME_FAILURES = 3
 """A step that fails so often although nobody is lost has another cause than a lost peer."""
@@ -39,7 +39,7 @@ class Body(Protocol):
     def describe(self) -> tuple[str, dict[str, Any]]:
         """(checksum, small data) for the report to the others."""
 
-    def enter(self, team: Team, resolution: Resolution) -> None:
+    def enter(self, team: GroupEpoch, resolution: Resolution) -> None:
         """Take the state of `resolution.step` where this member lacks it, from `resolution.holders`; build groups, plans. Collective.
 
         Where nobody holds state (`resolution.step` is None): begin anew only in a run that has never begun, else from a checkpoint.
@@ -129,7 +129,7 @@ def run_steps(body: Steps, step: Callable[[], Decision]) -> Decision:
     return decision
 
 
-def run_member(seat: Seat, body: Body, *, tell: Emit = ignore, order: Order = as_listed) -> str:
+def run_member(seat: WorkerAgent, body: Body, *, tell: Emit = ignore, order: Order = as_listed) -> str:
     """Take part until the run ends; returns why it did: finished, stopped, left or missed the end. The seat has been announced.
 
     `order` decides the ranks of each generation from its reports.
@@ -141,7 +141,7 @@ def run_member(seat: Seat, body: Body, *, tell: Emit = ignore, order: Order = as
 
 
 class _Loop:
-    def __init__(self, seat: Seat, body: Body, tell: Emit, order: Order) -> None:
+    def __init__(self, seat: WorkerAgent, body: Body, tell: Emit, order: Order) -> None:
         self.seat, self.body, self.tell, self.order = seat, body, tell, order
         self.doubt = 0
         """Generation in which this member voted without learning the decision; 0: none."""
@@ -163,13 +163,13 @@ class _Loop:
             if why:
                 return why
 
-    def _report(self) -> Report:
+    def _report(self) -> MemberReport:
         checksum, data = self.body.describe()
-        return Report(
+        return MemberReport(
             uid=self.seat.uid, step=self.body.step, holds=self.body.holds, doubt=self.doubt > 0, sum=checksum, data=data
         )
 
-    def _in_team(self, team: Team) -> str:
+    def _in_team(self, team: GroupEpoch) -> str:
         """Steps until the team ends; why the run ends, or nothing."""
         if team.generation.uids != self.uids:
             self.failures.clear()
@@ -226,7 +226,7 @@ class _Loop:
         self.seat.stopped()
         return "stopped"
 
-    def _settle_doubt(self, team: Team) -> None:
+    def _settle_doubt(self, team: GroupEpoch) -> None:
         resolution = resolve(team.reports)
         if self.seat.uid in resolution.finish:
             self._commit(team.generation.number, doubt=True)
@@ -334,7 +334,7 @@ class _Loop:
         return "finished" if self.body.step == end.step else "missed the end"
 
 
-def resolve_now(team: Team, own_step: int) -> Resolution:
+def resolve_now(team: GroupEpoch, own_step: int) -> Resolution:
     """What the reports of the team say, once every doubt is settled."""
     found = resolve(team.reports)
     if found.step is not None and team.uid in found.holders and own_step > found.step:

@@ -31,13 +31,13 @@ from phalanx.core.clock import now_s
 from phalanx.core.errors import PhalanxError, RunError
 from phalanx.core.events import Emit, Event, ignore
 from phalanx.runtime.comm import STOP_SIGNALS, STOPPED
+from phalanx.runtime.membership.agent_terms import SeatSettings, too_few
+from phalanx.runtime.membership.host_agent import HostAgent
 from phalanx.runtime.membership.keys import Service
 from phalanx.runtime.membership.membership import FirstRule, Generation, Member, TooFewMembers
-from phalanx.runtime.membership.roster import Roster
-from phalanx.runtime.membership.seat import Seat
-from phalanx.runtime.membership.seat_terms import SeatSettings, too_few
 from phalanx.runtime.membership.service import start_store
 from phalanx.runtime.membership.worker import STALE_CODE, Worker, fork_worker
+from phalanx.runtime.membership.worker_agent import WorkerAgent
 
 TICK_S = 0.05
 """Longest time between two looks at what no handle announces."""
@@ -78,7 +78,7 @@ class SupervisorSettings:
     rest_s: float = 600.0
     """How long the place of a worker stays empty that the others put out for being slow."""
     away: Callable[[], frozenset[int]] = frozenset
-    """Slots that are to have no worker for now, asked again and again (`runtime/comm/away.py`)."""
+    """Slots that are to have no worker for now, asked again and again (`runtime/comm/drained_slots.py`)."""
     seat: SeatSettings = field(default_factory=SeatSettings)
 
 
@@ -128,7 +128,7 @@ class RespawnsUsedUp(Event):
     """What ended it."""
 
 
-MemberMain = Callable[[Seat], int]
+MemberMain = Callable[[WorkerAgent], int]
 """Body of one worker, run in a forked process: announces itself on its seat and takes part; returns its exit code."""
 
 
@@ -148,7 +148,7 @@ class Supervisor:
         self.main, self.settings, self.tell = main, settings, tell
         self.store = start_store(address, port) if service is None else None
         self.service: Service = self.store.address if self.store is not None else service  # type: ignore[assignment]
-        self.roster = Roster(
+        self.roster = HostAgent(
             settings.host,
             self.service,
             FirstRule(
@@ -434,7 +434,7 @@ class Supervisor:
         """In the forked process."""
         for fd in (self._wake, self._waker):
             os.close(fd)
-        with Seat(member, self.service, pipe=pipe, settings=self.settings.seat) as seat:
+        with WorkerAgent(member, self.service, pipe=pipe, settings=self.settings.seat) as seat:
             signal.signal(signal.SIGTERM, lambda number, frame: seat.leave())
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)

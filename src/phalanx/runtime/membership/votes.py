@@ -148,7 +148,7 @@ class Votes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class MemberReport:
     """What a member brings to a new generation; all members read all reports."""
 
     uid: str
@@ -183,7 +183,7 @@ class Resolution:
     """Members that have the state of `step` once `finish` is done, in order. What others hold is of a history that was given up."""
 
 
-def resolve(reports: Sequence[Report]) -> Resolution:
+def resolve(reports: Sequence[MemberReport]) -> Resolution:
     """Settle doubts: who voted for a step that another member has committed commits it too, else all repeat it.
 
     Sound because a commit needs the votes of all, so a member one step ahead proves that the decision was "commit"; and because a member that is

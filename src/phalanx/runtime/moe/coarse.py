@@ -28,9 +28,9 @@ import torch
 
 from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.kernels.choice import Impl
+from phalanx.kernels.cpu.deferred import DeferredGradients
 from phalanx.kernels.cpu.grouped import expert_ffn
 from phalanx.kernels.cpu.lanes import SERIAL, Lanes
-from phalanx.kernels.cpu.later import Later
 from phalanx.kernels.cpu.permute import combine_rows, gather_rows
 from phalanx.plan.moe import DispatchPlan
 from phalanx.runtime.comm import RowsUnderWay, traced
@@ -56,7 +56,7 @@ def run_coarse(
     chunks: int,
     kernels: Impl = "fast",
     lanes: Lanes = SERIAL,
-    later: Later | None = None,
+    later: DeferredGradients | None = None,
     recompute: bool = False,
     token_index_T: torch.Tensor | None = None,
     part_T: torch.Tensor | None = None,

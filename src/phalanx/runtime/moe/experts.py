@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from phalanx.kernels.choice import Impl
+from phalanx.kernels.cpu.deferred import DeferredGradients
 from phalanx.kernels.cpu.exact_experts import exact_expert_ffn
 from phalanx.kernels.cpu.fixed_point import FixedSums
 from phalanx.kernels.cpu.grouped import expert_ffn
 from phalanx.kernels.cpu.lanes import SERIAL, Lanes
-from phalanx.kernels.cpu.later import Later
 from phalanx.runtime.comm import traced
 from phalanx.runtime.moe.dispatch import Dispatcher
 
@@ -40,7 +40,7 @@ def run_experts(
     dispatcher: Dispatcher,
     kernels: Impl = "fast",
     lanes: Lanes = SERIAL,
-    later: Later | None = None,
+    later: DeferredGradients | None = None,
     recompute: bool = False,
     token_index_T: torch.Tensor | None = None,
     part_T: torch.Tensor | None = None,

@@ -28,17 +28,17 @@ import torch
 import torch.nn.functional as F
 
 from phalanx.core.errors import ConfigError, Problem, raise_if
-from phalanx.kernels.cpu.later import Later, Target, target_of
+from phalanx.kernels.cpu.deferred import DeferredGradients, Target, target_of
 from phalanx.kernels.cpu.swiglu import reference_swiglu
 from phalanx.kernels.triton import (
-    Arena,
     ArenaSpec,
     Arranged,
+    ArrivalCounts,
     Arrivals,
     Division,
     Going,
-    LayerShape,
-    Told,
+    LaunchShape,
+    SymmetricMemory,
     begin,
     check_status,
     finish,
@@ -55,10 +55,10 @@ from phalanx.runtime.comm import Axis, Collectives, backward_id
 from phalanx.runtime.moe.dispatch import Dispatcher
 from phalanx.runtime.moe.experts import ExpertWeights
 
-MakeArena = Callable[[ArenaSpec, Axis, torch.device], Arena]
+MakeArena = Callable[[ArenaSpec, Axis, torch.device], SymmetricMemory]
 
 
-def device_arena(spec: ArenaSpec, axis: Axis, device: torch.device) -> Arena:
+def device_arena(spec: ArenaSpec, axis: Axis, device: torch.device) -> SymmetricMemory:
     """Memory of the group's devices. Collective. Raises `RunError` on a device that cannot share it."""
     return symmetric_arena(spec, axis.group, device)
 
@@ -70,16 +70,16 @@ class FusedMemory:
     """
 
     def __init__(
-        self, *, left_free: int | None = None, launch: LayerShape | None = None, make: MakeArena = device_arena
+        self, *, left_free: int | None = None, launch: LaunchShape | None = None, make: MakeArena = device_arena
     ) -> None:
         self.left_free = left_free
         self._launch, self._make = launch, make
-        self._arenas: dict[tuple[tuple[int, ...], int, torch.dtype], Arena] = {}
+        self._arenas: dict[tuple[tuple[int, ...], int, torch.dtype], SymmetricMemory] = {}
         self._side: torch.cuda.Stream | None = None
 
     def of(
         self, axis: Axis, x_TH: torch.Tensor, *, capacity: int, slots: int, multiprocessors: int | None = None
-    ) -> tuple[Arena, LayerShape]:
+    ) -> tuple[SymmetricMemory, LaunchShape]:
         """Buffers with room for `capacity` entries of each source, and how kernels are launched. Collective where they are new, or too small: all ranks ask with the same numbers.
 
         The host must have waited for the last call on them.
@@ -119,8 +119,8 @@ class FusedMemory:
             torch.cuda.current_stream().wait_stream(self._side)
 
 
-def _shape(plan: FusedLaunch) -> LayerShape:
-    return LayerShape(
+def _shape(plan: FusedLaunch) -> LaunchShape:
+    return LaunchShape(
         slots_per_rank=1,
         division=Division(programs=plan.second, senders=plan.senders),
         first_programs=plan.first,
@@ -132,10 +132,10 @@ def _shape(plan: FusedLaunch) -> LayerShape:
 class _Call:
     """One layer and batch, for both directions."""
 
-    arena: Arena
-    shape: LayerShape
+    arena: SymmetricMemory
+    shape: LaunchShape
     to: Going
-    told: Told
+    told: ArrivalCounts
     order: Arranged
     rows: int
     counts: tuple[int, ...]
@@ -156,7 +156,7 @@ def run_fused(
     experts: ExpertWeights,
     dispatcher: Dispatcher,
     memory: FusedMemory,
-    later: Later | None = None,
+    later: DeferredGradients | None = None,
     recompute: bool = False,
     token_index_T: torch.Tensor | None = None,
     part_T: torch.Tensor | None = None,
@@ -204,7 +204,7 @@ def fused_problems(dispatcher: Dispatcher, hosts: Sequence[int] | None = None) -
     return problems
 
 
-def _tell(to: Going, weights_PCK: torch.Tensor, comms: Collectives, axis: Axis, op_id: str) -> Told:
+def _tell(to: Going, weights_PCK: torch.Tensor, comms: Collectives, axis: Axis, op_id: str) -> ArrivalCounts:
     """What each rank must know of the entries that come to it: as many places from each source as there is room for."""
     ranks, capacity, top_k = to.slots_PCK.shape
     mine = torch.cat([to.slots_PCK, weights_PCK.view(torch.int32)], 2).flatten(0, 1)
@@ -212,7 +212,7 @@ def _tell(to: Going, weights_PCK: torch.Tensor, comms: Collectives, axis: Axis, 
     come = comms.all_to_all_raw(mine, axis, splits, splits, op_id).view(ranks, capacity, 2 * top_k)
     slots_PCK, weights = come.split(top_k, dim=2)
     counts_P = (slots_PCK[:, :, 0] >= 0).sum(1, dtype=torch.int32)
-    return Told(slots_PCK.contiguous(), weights.contiguous().view(torch.float32), counts_P)
+    return ArrivalCounts(slots_PCK.contiguous(), weights.contiguous().view(torch.float32), counts_P)
 
 
 class _Fused(torch.autograd.Function):

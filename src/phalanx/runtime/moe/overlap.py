@@ -24,15 +24,15 @@ from typing import Any
 
 import torch
 
+from phalanx.kernels.cpu.deferred import DeferredGradients, target_of
 from phalanx.kernels.cpu.lanes import Lanes
-from phalanx.kernels.cpu.later import Later, target_of
-from phalanx.kernels.cpu.tiles import Geometry, Place, Rows, TileProducts, block_units, column_units
+from phalanx.kernels.cpu.tiles import Geometry, SourceRows, TilePlace, TileProducts, block_units, column_units
 from phalanx.plan.moe import DispatchPlan
 from phalanx.plan.moe.overlap import (
-    Leg,
-    Op,
+    MessageEnd,
     RankPlan,
-    Schedule,
+    TileOp,
+    TileSchedule,
     WireBytes,
     backward_of,
     choose_transport,
@@ -45,7 +45,7 @@ from phalanx.plan.moe.overlap import (
 from phalanx.runtime.comm import Exchange, backward_id, leaving_free, streams_of
 from phalanx.runtime.moe.dispatch import Dispatcher
 from phalanx.runtime.moe.experts import ExpertWeights
-from phalanx.runtime.moe.overlap_flight import Flight, Way
+from phalanx.runtime.moe.overlap_exchange import ExchangePath, InFlightExchange
 from phalanx.runtime.moe.overlap_hosts import Gateways
 from phalanx.runtime.moe.overlap_lists import (
     Outgoing,
@@ -56,7 +56,7 @@ from phalanx.runtime.moe.overlap_lists import (
 from phalanx.runtime.moe.overlap_pacing import TilePace
 from phalanx.runtime.moe.overlap_transport import count_copies, routes, traffic_told, usable_hosts
 
-Choose = Callable[[DispatchPlan, WireBytes], Schedule]
+Choose = Callable[[DispatchPlan, WireBytes], TileSchedule]
 TILE_ROWS = 512
 """Most rows of a tile: a product of this many rows is as fast as larger ones."""
 
@@ -68,10 +68,10 @@ def run_overlapped(
     *,
     experts: ExpertWeights,
     dispatcher: Dispatcher,
-    schedule: Schedule | Choose,
+    schedule: TileSchedule | Choose,
     per_token: bool | None = None,
     lanes: Lanes,
-    later: Later | None = None,
+    later: DeferredGradients | None = None,
     recompute: bool = False,
     token_index_T: torch.Tensor | None = None,
     part_T: torch.Tensor | None = None,
@@ -97,7 +97,7 @@ def run_overlapped(
     among = routes(per_token, through_hosts if hosts else False, counted=copies is not None)
     route = choose_transport(traffic, row_bytes=row_bytes, among=among).route
     per_token = route != "all_to_all"
-    if not isinstance(schedule, Schedule):
+    if not isinstance(schedule, TileSchedule):
         schedule = schedule(plan, wire_bytes(traffic, route, row_bytes=row_bytes))
     schedule = replace(schedule, blocks=min(schedule.blocks, column_units(x_TH.shape[1])))
     own = dispatcher.ep_etp.index
@@ -117,7 +117,7 @@ def run_overlapped(
         dispatcher, plan, forward, send.pair_of_row_R, orders=orders, num_tokens=x_TH.shape[0], per_token=per_token
     )
     ways = Gateways(forward, plan, outs, top_k=dispatcher.top_k, tile_rows=TILE_ROWS) if forward.hosts else None
-    flight = Flight(
+    flight = InFlightExchange(
         dispatcher,
         forward,
         outs,
@@ -173,8 +173,8 @@ def _told(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def around(function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
         def call(ctx: Any, *args: Any) -> Any:
-            forward = isinstance(args[-1], Flight)
-            flight: Flight = args[-1] if forward else ctx.flight
+            forward = isinstance(args[-1], InFlightExchange)
+            flight: InFlightExchange = args[-1] if forward else ctx.flight
             id = flight.prefix + name
             with flight.comms.doing(id if forward else backward_id(id)), leaving_free(flight.left_free):
                 return function(ctx, *args)
@@ -187,7 +187,7 @@ def _told(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 class _Depart(torch.autograd.Function):
     @staticmethod
     @_told("dispatch.permute")
-    def forward(ctx: Any, x_TH: torch.Tensor, weights_TK: torch.Tensor, flight: Flight) -> torch.Tensor:
+    def forward(ctx: Any, x_TH: torch.Tensor, weights_TK: torch.Tensor, flight: InFlightExchange) -> torch.Tensor:
         ctx.flight, ctx.weights_like = flight, (weights_TK.shape, weights_TK.dtype)
         hidden = x_TH.shape[1]
         units = block_units(hidden, flight.plan.blocks)
@@ -223,14 +223,19 @@ class _Work(torch.autograd.Function):
     @staticmethod
     @_told("experts")
     def forward(
-        ctx: Any, ticket: torch.Tensor, x_TH: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, flight: Flight
+        ctx: Any,
+        ticket: torch.Tensor,
+        x_TH: torch.Tensor,
+        w13: torch.Tensor,
+        w2: torch.Tensor,
+        flight: InFlightExchange,
     ) -> torch.Tensor:
         way = flight.under_way
         geometry = Geometry(flight.plan.tiles, flight.slots, x_TH.dtype, joint_tiles=flight.plan.joint_tiles)
         flight.place_rows(geometry)
         work = TileProducts(geometry, w13, w2, flight.lanes)
         work.open_forward(flight.plan.blocks)
-        rows = [Rows(*three) for three in zip(way.entries, flight.index, flight.row_weights, strict=True)]
+        rows = [SourceRows(*three) for three in zip(way.entries, flight.index, flight.row_weights, strict=True)]
         pace = TilePace(flight.comms, flight.prefix + "experts", way.plan)
         for op in way.plan.ops:
             if op.kind == "wait":
@@ -257,8 +262,8 @@ class _Work(torch.autograd.Function):
         flight, way, geometry = ctx.flight, ctx.flight.under_way, ctx.geometry
         work = TileProducts(geometry, w13, w2, flight.lanes)
         work.open_backward(way.plan.blocks, gate_up_e)
-        rows = [Rows(*three) for three in zip(entries, flight.index, flight.row_weights, strict=True)]
-        grads = [Rows(g, r.index, r.weights) for g, r in zip(way.entries, rows, strict=True)]
+        rows = [SourceRows(*three) for three in zip(entries, flight.index, flight.row_weights, strict=True)]
+        grads = [SourceRows(g, r.index, r.weights) for g, r in zip(way.entries, rows, strict=True)]
         weights = work.open_weights() if ctx.needs_input_grad[2] or ctx.needs_input_grad[3] else None
         told = set()
         pace = TilePace(flight.comms, backward_id(flight.prefix + "experts"), way.plan)
@@ -286,16 +291,18 @@ class _Work(torch.autograd.Function):
         return ticket.clone(), None, *(weights or (None, None)), None
 
 
-def _tell_dots(flight: Flight, way: Way, peer: int, dots_P: torch.Tensor) -> None:
+def _tell_dots(flight: InFlightExchange, way: ExchangePath, peer: int, dots_P: torch.Tensor) -> None:
     """Gradients of the row weights, to those who sent the rows."""
     dots_n = dots_P[flight.padded_row[peer]]
     if peer == flight.own:
         way.own_dots = dots_n
     else:
-        flight.sent(way, Leg("dots", True, peer), dots_n)
+        flight.sent(way, MessageEnd("dots", True, peer), dots_n)
 
 
-def _weights_later(work: TileProducts, rows: list[Rows], grads: list[Rows]) -> tuple[torch.Tensor, torch.Tensor]:
+def _weights_later(
+    work: TileProducts, rows: list[SourceRows], grads: list[SourceRows]
+) -> tuple[torch.Tensor, torch.Tensor]:
     d_w13, d_w2 = work.open_weights()
     for slot in range(len(work.w2_eHf)):
         work.weights(slot, rows, grads, d_w13, d_w2)
@@ -305,7 +312,7 @@ def _weights_later(work: TileProducts, rows: list[Rows], grads: list[Rows]) -> t
 class _Arrive(torch.autograd.Function):
     @staticmethod
     @_told("combine.sum")
-    def forward(ctx: Any, ticket: torch.Tensor, flight: Flight) -> torch.Tensor:
+    def forward(ctx: Any, ticket: torch.Tensor, flight: InFlightExchange) -> torch.Tensor:
         y_TH = flight.arrive(flight.under_way)
         flight.close(flight.under_way)
         flight.way = None
@@ -323,7 +330,7 @@ class _Arrive(torch.autograd.Function):
         return dy_TH.new_zeros(1), None
 
 
-def _places(geometry: Geometry, plan: RankPlan, op: Op) -> list[Place]:
+def _places(geometry: Geometry, plan: RankPlan, op: TileOp) -> list[TilePlace]:
     """Of the tiles that an operation multiplies."""
     if op.kind in ("first_all", "second_all"):
         return geometry.of_slot[op.part]

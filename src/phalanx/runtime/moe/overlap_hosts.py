@@ -23,7 +23,17 @@ import torch
 from phalanx.kernels.cpu.lanes import Lanes
 from phalanx.kernels.cpu.permute import sum_places
 from phalanx.plan.moe import DispatchPlan
-from phalanx.plan.moe.overlap import Op, RankPlan, Tile, gateway, gateways, members, part_ends, slot_orders, tiles_of
+from phalanx.plan.moe.overlap import (
+    RankPlan,
+    Tile,
+    TileOp,
+    gateway,
+    gateways,
+    members,
+    part_ends,
+    slot_orders,
+    tiles_of,
+)
 from phalanx.runtime.comm import Exchange
 from phalanx.runtime.moe.overlap_lists import (
     Entries,
@@ -220,7 +230,7 @@ class Gateways:
                     exchange = receive(into, rank, self.tag(2, source, part, block), op_id)
                     way.coming.setdefault((source, part, block), []).append(exchange)
 
-    def relay(self, way: HostWay, op: Op, own_entries: torch.Tensor, *, send: Post, op_id: str) -> list[Exchange]:
+    def relay(self, way: HostWay, op: TileOp, own_entries: torch.Tensor, *, send: Post, op_id: str) -> list[Exchange]:
         """Pass on one part of source `op.peer`; `own_entries`: where this rank's own go. What is being sent."""
         for part in range(op.part + 1):  # an entry that two ranks need has come with the earlier part
             arrived = way.arriving.pop((op.peer, part), None)
@@ -245,7 +255,7 @@ class Gateways:
         first = passed.base[self.own]
         return way.sums_b[source][block][first : first + passed.entries[self.own].num]
 
-    def merge(self, way: HostWay, op: Op, lanes: Lanes) -> torch.Tensor | None:
+    def merge(self, way: HostWay, op: TileOp, lanes: Lanes) -> torch.Tensor | None:
         """The sums of this host for source `op.peer` that are complete with a part; None: there are none."""
         for part in range(op.part + 1):
             for exchange in way.coming.pop((op.peer, part, op.block), ()):

@@ -6,7 +6,7 @@ half of it, and gradients of weights have as many as both.
 
 from __future__ import annotations
 
-from phalanx.plan.moe.overlap import Op, RankPlan
+from phalanx.plan.moe.overlap import RankPlan, TileOp
 from phalanx.runtime.comm import Collectives
 
 
@@ -17,7 +17,7 @@ class TilePace:
         self._pace, self._id, self._plan = comms.pace if comms.trace else None, op_id, plan
         self._whole = sum(map(self._work, plan.ops)) if self._pace is not None else 0.0
 
-    def _work(self, op: Op) -> float:
+    def _work(self, op: TileOp) -> float:
         """Multiplications, in units of rows x one matrix."""
         forward = self._plan.direction == "forward"
         match op.kind:
@@ -34,7 +34,7 @@ class TilePace:
             case _:
                 return 0.0
 
-    def done(self, op: Op) -> None:
+    def done(self, op: TileOp) -> None:
         """An operation of the plan has computed all it does."""
         work = self._work(op) if self._pace is not None and self._whole else 0.0
         if work and self._pace is not None:

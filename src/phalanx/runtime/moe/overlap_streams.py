@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from phalanx.core.errors import PlanError, Problem, raise_if
-from phalanx.plan.moe.overlap import Leg, LegKind, Round
+from phalanx.plan.moe.overlap import MessageEnd, MessageKind, Round
 from phalanx.runtime.comm import Axis, Collectives, Exchange, Message, Posted, Streams
 
 
@@ -28,17 +28,17 @@ class RoundMessages:
         comms: Collectives,
         axis: Axis,
         *,
-        op_id: Callable[[LegKind], str],
+        op_id: Callable[[MessageKind], str],
     ) -> None:
         self._rounds, self._streams, self._comms, self._axis, self._op_id = rounds, streams, comms, axis, op_id
         self._round_of = {leg: at for at, one in enumerate(rounds) for leg in one.legs}
-        self._tensors: dict[Leg, torch.Tensor] = {}
+        self._tensors: dict[MessageEnd, torch.Tensor] = {}
         """Of rounds that have not left."""
-        self._given: set[Leg] = set()
+        self._given: set[MessageEnd] = set()
         self._missing = [len(one.legs) for one in rounds]
         self._posted: list[Posted | None] = []
 
-    def give(self, leg: Leg, tensor: torch.Tensor) -> Exchange:
+    def give(self, leg: MessageEnd, tensor: torch.Tensor) -> Exchange:
         """One end of a message, once: what is sent, or where what comes is to go. Empty ones, empty at both ends, are not sent.
 
         The exchange's `wait` orders the current stream behind the round. Raises `PlanError` for a message that the rounds do not have, or have had.
@@ -67,7 +67,7 @@ class RoundMessages:
             return None
         return posted
 
-    def _order(self, at: int, leg: Leg) -> None:
+    def _order(self, at: int, leg: MessageEnd) -> None:
         if at >= len(self._posted):
             rule = "waited for before its round was posted"
             raise_if([Problem(where="message", value=str(leg), rule=rule)], PlanError, subject="rounds of messages")

@@ -38,7 +38,7 @@ from phalanx.plan.moe.overlap import (
     MessageSample,
     OverlapCost,
     Sample,
-    Schedule,
+    TileSchedule,
     WireBytes,
     fit,
 )
@@ -57,11 +57,11 @@ REPEATS = 3
 TRIES = 3
 _UNKNOWN = OverlapCost(latency_s=0.0, bytes_per_s=math.inf, flops_by_rows=((1, 1e9),))
 """With messages that take no time nothing is worth overlapping: serial order."""
-LAYERS = (Schedule(), FINE, Schedule(order="own_first"))
+LAYERS = (TileSchedule(), FINE, TileSchedule(order="own_first"))
 
 
 @dataclass(eq=False)
-class Known:
+class Calibrated:
     """A calibration, and how it has fitted since."""
 
     cost: OverlapCost
@@ -77,7 +77,7 @@ class Known:
 class Tuner:
     """Calibrations of one process, shared by its layers. `folder`: where they are kept; None: nowhere.
 
-    `paired`: the share of forward passes that run beside a backward pass (`runtime/moe/pair.py`), which the choice knows of. Only passes with none beside them are compared with what was
+    `paired`: the share of forward passes that run beside a backward pass (`runtime/moe/co_schedule.py`), which the choice knows of. Only passes with none beside them are compared with what was
     predicted, and only they look: a pass beside another lasts as long as the turns of that one, and which of the two comes first differs from rank to rank. All ranks of a group have the
     same pairs, so they look in the same passes. `tell` hears of each calibration.
     """
@@ -86,12 +86,12 @@ class Tuner:
         self, folder: Path | None = None, *, paired: float = 0.0, tell: Callable[[str], None] = lambda text: None
     ) -> None:
         self.folder, self.paired, self.tell = folder, paired, tell
-        self.known: dict[str, Known] = {}
+        self.known: dict[str, Calibrated] = {}
         self.calibrations = 0
 
     def of(
         self, dispatcher: Dispatcher, x_TH: torch.Tensor, experts: ExpertWeights, lanes: Lanes, *, shared_ffn: int = 0
-    ) -> Known:
+    ) -> Calibrated:
         """The calibration for layers like this one. Collective over `ep_etp` where it is not known, or does not fit any more.
 
         `shared_ffn`: width of the shared expert, on all ranks of tp together, which computes in the gaps of the layer; 0: none.
@@ -101,14 +101,14 @@ class Tuner:
         found = self.known.get(key)
         if found is None:
             cost, error = self._kept(dispatcher, key) or self._measured(dispatcher, x_TH, experts, lanes, shape, key)
-            found = self.known[key] = Known(cost, error, self._chooser(shape, cost), EVERY)
+            found = self.known[key] = Calibrated(cost, error, self._chooser(shape, cost), EVERY)
         elif dispatcher.comms.beside is None and len(found.ratios) >= found.every:
             mine = statistics.median(found.ratios)
             found.ratios.clear()
             told = dispatcher.comms.gather_objects(mine, dispatcher.ep_etp)
             if max(abs(math.log(ratio)) for ratio in told) > math.log(APART):
                 cost, error = self._measured(dispatcher, x_TH, experts, lanes, shape, key)
-                found = self.known[key] = Known(cost, error, self._chooser(shape, cost), 2 * found.every)
+                found = self.known[key] = Calibrated(cost, error, self._chooser(shape, cost), 2 * found.every)
         return found
 
     def _chooser(self, shape: LayerShape, cost: OverlapCost) -> Chooser:
@@ -171,12 +171,12 @@ class Tuned:
     `compares`: whether how long the pass takes says something of the prediction: nothing where another runs beside it, or on a device, where it is not over when the host comes to its end.
     """
 
-    def __init__(self, known: Known, *, compares: bool) -> None:
+    def __init__(self, known: Calibrated, *, compares: bool) -> None:
         self.known, self._compares = known, compares
         self._predicted_s = 0.0
         self._begin_s = 0.0
 
-    def __call__(self, plan: DispatchPlan, wire: WireBytes) -> Schedule:
+    def __call__(self, plan: DispatchPlan, wire: WireBytes) -> TileSchedule:
         """Choose, and start the clock."""
         chooser = self.known.chooser
         choice = chooser.choice(plan, wire)
@@ -249,7 +249,9 @@ def _layers(
     for schedule in LAYERS:
         seen: list[tuple[DispatchPlan, WireBytes]] = []
 
-        def chosen(plan: DispatchPlan, wire: WireBytes, schedule: Schedule = schedule, seen: Any = seen) -> Schedule:
+        def chosen(
+            plan: DispatchPlan, wire: WireBytes, schedule: TileSchedule = schedule, seen: Any = seen
+        ) -> TileSchedule:
             seen.append((plan, wire))
             return schedule
 

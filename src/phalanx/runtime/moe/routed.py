@@ -12,10 +12,10 @@ import torch
 
 from phalanx.core.errors import ConfigError, raise_if
 from phalanx.kernels.choice import Impl
+from phalanx.kernels.cpu.deferred import DeferredGradients
 from phalanx.kernels.cpu.fixed_point import FixedSums
 from phalanx.kernels.cpu.lanes import SERIAL, Lanes
-from phalanx.kernels.cpu.later import Later
-from phalanx.plan.moe.overlap import FINE, OverlapSetting, Schedule, parse_overlap, replica_problems
+from phalanx.plan.moe.overlap import FINE, OverlapSetting, TileSchedule, parse_overlap, replica_problems
 from phalanx.runtime.moe.coarse import run_coarse
 from phalanx.runtime.moe.dispatch import Dispatcher
 from phalanx.runtime.moe.experts import ExpertWeights, run_experts
@@ -23,7 +23,7 @@ from phalanx.runtime.moe.fused import FusedMemory, fused_problems, run_fused
 from phalanx.runtime.moe.overlap import run_overlapped
 from phalanx.runtime.moe.overlap_tuner import Tuned, Tuner
 
-FIXED = {"tiles": Schedule(), "fine": FINE}
+FIXED = {"tiles": TileSchedule(), "fine": FINE}
 
 
 class RoutedExperts:
@@ -65,7 +65,7 @@ class RoutedExperts:
         experts_TK: torch.Tensor,
         *,
         experts: ExpertWeights,
-        later: Later | None = None,
+        later: DeferredGradients | None = None,
         recompute: bool = False,
         token_index_T: torch.Tensor | None = None,
         part_T: torch.Tensor | None = None,

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from phalanx.core.errors import RunError
-from phalanx.plan.pipeline import Edge, EdgePlan, Leg, PipelinePlan, Relay, Route, Transfer, direct_edge
+from phalanx.plan.pipeline import BoundaryMessage, Edge, EdgePlan, PipelinePlan, Relay, Route, Transfer, direct_edge
 from phalanx.runtime.comm import Axis, Collectives, Exchange, Message
 
 RECEIPT = 2**24
@@ -96,7 +96,7 @@ def direct_edges(plan: PipelinePlan, shape: Sequence[int], ranks: Sequence[int])
 # ---- messages -------------------------------------------------------------------------------------------------------------------
 
 
-def packed(tensor: torch.Tensor, leg: Leg) -> torch.Tensor:
+def packed(tensor: torch.Tensor, leg: BoundaryMessage) -> torch.Tensor:
     """What a message carries: a part of the tensor itself where it lies in one piece, else a copy."""
     views = [tensor[box.slices()] for box in leg.parts]
     if len(views) == 1:
@@ -119,7 +119,7 @@ class Landing:
             at += view.numel()
 
 
-def landing(tensor: torch.Tensor, leg: Leg) -> Landing:
+def landing(tensor: torch.Tensor, leg: BoundaryMessage) -> Landing:
     """For a message into `tensor`: the place itself where it lies in one piece."""
     views = tuple(tensor[box.slices()] for box in leg.parts)
     if len(views) == 1 and views[0].is_contiguous():
@@ -128,7 +128,7 @@ def landing(tensor: torch.Tensor, leg: Leg) -> Landing:
 
 
 def start_sends(
-    legs: Sequence[Leg], tensor: torch.Tensor, *, axis: Axis, comms: Collectives, tag: int, op_id: str
+    legs: Sequence[BoundaryMessage], tensor: torch.Tensor, *, axis: Axis, comms: Collectives, tag: int, op_id: str
 ) -> tuple[Exchange, list[Message]]:
     """Send parts of `tensor`; the messages hold what must live until they are gone."""
     messages = [Message(packed(tensor, leg), axis.ranks.index(leg.peer), tag) for leg in legs]
@@ -153,7 +153,7 @@ class Arrival:
         self.tensor = tensor
         self.parts: list[tuple[Exchange, Landing]] = []
 
-    def receive(self, legs: Sequence[Leg], *, axis: Axis, comms: Collectives, tag: int, op_id: str) -> None:
+    def receive(self, legs: Sequence[BoundaryMessage], *, axis: Axis, comms: Collectives, tag: int, op_id: str) -> None:
         """Post all messages as one exchange; each by itself where they are taken one by one."""
         landings = [landing(self.tensor, leg) for leg in legs]
         messages = [Message(l.buffer, axis.ranks.index(leg.peer), tag) for leg, l in zip(legs, landings, strict=True)]
@@ -188,7 +188,7 @@ class _Job:
     """Ranks that wait to hear that their messages are here."""
 
 
-class Lane:
+class EdgeLane:
     """Passes on what comes along one edge in one direction, in order, while the rank computes. Make it on the thread that computes."""
 
     def __init__(self, boundary: Boundary, axis: Axis, name: str) -> None:

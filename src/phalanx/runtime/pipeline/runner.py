@@ -8,7 +8,7 @@ pass does is the caller's (`Passes`): this file knows no model. One executor for
     Recv   start to receive; the pass that takes it waits. On a CPU it is posted `AHEAD` passes before its place: a message only travels
            once its receiver wants it, and a receiver that computes wants nothing
     a transfer within the place (the bottom of a V) is handed over in memory
-    two passes that the plan pairs run beside one another, where the caller has a `Beside` for it, and else one after the other: the same bits
+    two passes that the plan pairs run beside one another, where the caller has a `CoScheduler` for it, and else one after the other: the same bits
 
 Waiting for a transfer after its place in the plan's one order cannot deadlock, since the other side posts its end at that same place and waits
 for earlier ones only; posting a receive before its place makes nobody wait. Transports that match messages by order alone (NCCL) get
@@ -34,13 +34,13 @@ import torch
 from phalanx.core.errors import RunError
 from phalanx.plan.pipeline import AHEAD, Direction, Edge, PipelinePlan, Recv, Run, Send, Transfer, batches
 from phalanx.runtime.comm import Axis, Collectives, Exchange, Message
-from phalanx.runtime.moe import Beside
+from phalanx.runtime.moe import CoScheduler
 from phalanx.runtime.pipeline.boundary import (
     LEAST_OPEN,
     Arrival,
     Boundary,
+    EdgeLane,
     Landing,
-    Lane,
     check_sides,
     landing,
     packed,
@@ -78,7 +78,7 @@ def run_pipeline(
     boundary: Boundary,
     *,
     name: Callable[[Transfer], str] = str,
-    beside: Beside | None = None,
+    beside: CoScheduler | None = None,
 ) -> None:
     """Run this rank's program of `plan` to its end. Collective over the pipeline axis; `name` gives the id of a transfer.
 
@@ -114,7 +114,7 @@ class _Executor:
         passes: Passes,
         boundary: Boundary,
         name: Callable[[Transfer], str],
-        beside: Beside | None,
+        beside: CoScheduler | None,
     ) -> None:
         self.plan, self.passes, self.boundary, self.name = plan, passes, boundary, name
         self.beside = beside
@@ -128,7 +128,7 @@ class _Executor:
         """With the event that a lane sets where it takes the transfer in."""
         self.going: deque[tuple[Exchange, list[Message]]] = deque()
         """With the messages, whose tensors must live until they are sent."""
-        self.lanes: dict[tuple[Edge, Direction], Lane] = {}
+        self.lanes: dict[tuple[Edge, Direction], EdgeLane] = {}
         self.stream = boundary.stream()
 
     def run(self) -> None:
@@ -259,10 +259,10 @@ class _Executor:
             lane.add(arrival, route, tag=tag, op_id=op_id, answered=self.boundary.answered(transfer)),
         )
 
-    def _lane(self, transfer: Transfer, axis: Axis) -> Lane:
+    def _lane(self, transfer: Transfer, axis: Axis) -> EdgeLane:
         key = transfer.edge, transfer.direction
         if key not in self.lanes:
-            self.lanes[key] = Lane(self.boundary, axis, f"lane {transfer.edge} {transfer.direction}")
+            self.lanes[key] = EdgeLane(self.boundary, axis, f"lane {transfer.edge} {transfer.direction}")
         return self.lanes[key]
 
     def _close(self, most_open: int) -> None:

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from phalanx.plan.layout import Box
-from phalanx.plan.reshard import Hosts, Move, Part
+from phalanx.plan.reshard import Hosts, Move, MovePart
 from phalanx.runtime.comm import Axis, Collectives
-from phalanx.runtime.reshard.executor import Report
+from phalanx.runtime.reshard.executor import ReshardReport
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class HostCount:
 
 
 def gather_counts(
-    comms: Collectives, axis: Axis, report: Report, *, moves: Sequence[Move], hosts: Hosts
+    comms: Collectives, axis: Axis, report: ReshardReport, *, moves: Sequence[Move], hosts: Hosts
 ) -> list[HostCount]:
     """The counts of all hosts that something entered, on the first rank of the axis; none on others. Collective: a gather of plain objects."""
     told = comms.gather_objects((report.entered_bytes, report.entered), axis)
@@ -42,11 +42,11 @@ def gather_counts(
 
 
 def host_counts(
-    told: dict[int, tuple[int, tuple[Part, ...]]], *, moves: Sequence[Move], hosts: Hosts
+    told: dict[int, tuple[int, tuple[MovePart, ...]]], *, moves: Sequence[Move], hosts: Hosts
 ) -> list[HostCount]:
     """From what each rank says: bytes, and the parts that they were."""
     entered: dict[int, int] = defaultdict(int)
-    parts: dict[int, list[Part]] = defaultdict(list)
+    parts: dict[int, list[MovePart]] = defaultdict(list)
     for rank, (nbytes, found) in told.items():
         if nbytes:
             entered[hosts.host_of_rank[rank]] += nbytes
@@ -57,7 +57,7 @@ def host_counts(
     ]
 
 
-def distinct_bytes(parts: Iterable[Part], moves: Sequence[Move]) -> int:
+def distinct_bytes(parts: Iterable[MovePart], moves: Sequence[Move]) -> int:
     """Bytes in the union of parts."""
     boxes: dict[tuple[int, int], set[Box]] = defaultdict(set)
     for part in parts:

@@ -25,7 +25,7 @@ import torch
 
 from phalanx.core.errors import PeerError
 from phalanx.plan.program import message_id
-from phalanx.plan.reshard import Part
+from phalanx.plan.reshard import MovePart
 from phalanx.runtime.comm import Axis, Collectives, Exchange, Message
 from phalanx.runtime.reshard.program import Plan, RankProgram, Step
 from phalanx.runtime.reshard.staging import Staging
@@ -35,7 +35,7 @@ Posting = Literal["tags", "batches"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Lane:
+class Transport:
     """What the messages of a reshard travel over."""
 
     comms: Collectives
@@ -48,7 +48,7 @@ class Lane:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class ReshardReport:
     """What one rank did in a reshard. Bytes are counted as messages complete."""
 
     messages: int
@@ -58,7 +58,7 @@ class Report:
     received_bytes: int
     entered_bytes: int
     """Of those received: from other hosts."""
-    entered: tuple[Part, ...]
+    entered: tuple[MovePart, ...]
     """What they were, a part each time that it came in."""
     staging_peak_bytes: int
     staging_limit_bytes: int
@@ -67,7 +67,7 @@ class Report:
     seconds: float
 
 
-def run_program(plan: Plan, program: RankProgram, lane: Lane, *, source: Tensors, dest: Tensors) -> Report:
+def run_program(plan: Plan, program: RankProgram, lane: Transport, *, source: Tensors, dest: Tensors) -> ReshardReport:
     """Send, receive, copy and add until `dest` is complete. Collective over the ranks of the plan.
 
     Raises `PeerError` where a rank has gone or does not answer in time: `dest` is then incomplete, `source` as it was.
@@ -80,7 +80,7 @@ def run_program(plan: Plan, program: RankProgram, lane: Lane, *, source: Tensors
 
 
 @contextmanager
-def _told(lane: Lane) -> Iterator[None]:
+def _told(lane: Transport) -> Iterator[None]:
     try:
         yield
     except PeerError as err:
@@ -105,7 +105,7 @@ def _own_stream(wire: torch.device) -> Iterator[None]:
 class _Run:
     """What both ways of posting share: tensors, staging, counters."""
 
-    def __init__(self, plan: Plan, program: RankProgram, lane: Lane, source: Tensors, dest: Tensors) -> None:
+    def __init__(self, plan: Plan, program: RankProgram, lane: Transport, source: Tensors, dest: Tensors) -> None:
         self.program, self.lane = program, lane
         self.window = max(1, plan.open_hops)
         self.tensors = RankTensors(plan, program, source=source, dest=dest)
@@ -116,7 +116,7 @@ class _Run:
         )
         self.peers = {rank: i for i, rank in enumerate(lane.axis.ranks)}
         self.direct = self.sent_bytes = self.received_bytes = self.entered_bytes = 0
-        self.entered: list[Part] = []
+        self.entered: list[MovePart] = []
 
     def outgoing(self, step: Step) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The bytes of a message that is sent, and the staging buffer that they are in, if any."""
@@ -156,8 +156,8 @@ class _Run:
     def message(self, step: Step, tensor: torch.Tensor) -> Message:
         return Message(tensor, self.peers[step.peer], step.tag if self.lane.posting == "tags" else 0)
 
-    def report(self, seconds: float) -> Report:
-        return Report(
+    def report(self, seconds: float) -> ReshardReport:
+        return ReshardReport(
             messages=len(self.program.steps),
             direct=self.direct,
             sent_bytes=self.sent_bytes,

@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple, Protocol
 
 from phalanx.core.errors import PlanError, Problem
 from phalanx.plan.layout import Box, TensorLayout
-from phalanx.plan.reshard import WHOLE, Hop, Hosts, Move, Part, Reduction
+from phalanx.plan.reshard import WHOLE, Hop, Hosts, Move, MovePart, Reduction
 
 Store = Literal["source", "dest", "sum", "term"]
 
@@ -40,10 +40,10 @@ class Plan(Protocol):
     @property
     def hash(self) -> str: ...
     def program(self, rank: int) -> tuple[Hop, ...]: ...
-    def copies(self, rank: int) -> tuple[Part, ...]: ...
+    def copies(self, rank: int) -> tuple[MovePart, ...]: ...
 
 
-class Piece(NamedTuple):
+class PartPiece(NamedTuple):
     """Elements of a part that lie together: box `local` of tensor `number` of a store, and where they stand in the part."""
 
     store: Store
@@ -56,10 +56,10 @@ class Piece(NamedTuple):
 class Placed(NamedTuple):
     """A part of a message, from byte `start` on, and its pieces."""
 
-    part: Part
+    part: MovePart
     start: int
     stop: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[PartPiece, ...]
 
 
 class Step(NamedTuple):
@@ -93,8 +93,8 @@ class SumPlace:
     reduction: Reduction
     own_term: int
     """-1 where it holds none."""
-    own: tuple[Piece, ...]
-    kept: tuple[Piece, ...]
+    own: tuple[PartPiece, ...]
+    kept: tuple[PartPiece, ...]
     """Places in the destination; none where the rank does not need the box."""
     readers: int
     """Messages that carry (part of) the sum out of its own store."""
@@ -108,7 +108,7 @@ class RankProgram:
     steps: tuple[Step, ...]
     copies: tuple[LocalCopy, ...]
     sums: tuple[SumPlace, ...]
-    entering: tuple[Part, ...]
+    entering: tuple[MovePart, ...]
     """Parts that come from other hosts."""
     entering_steps: frozenset[int]
 
@@ -135,13 +135,13 @@ class _Holding:
 
     held: list[tuple[tuple[Box, tuple[int, ...]], ...]]
 
-    def pieces(self, store: Store, move: int, box: Box) -> tuple[Piece, ...]:
+    def pieces(self, store: Store, move: int, box: Box) -> tuple[PartPiece, ...]:
         """Where the elements of `box` lie, as far as they are there."""
         found = []
         for own, local in self.held[move]:
             common = box.intersection(own)
             if common is not None:
-                found.append(Piece(store, move, inside(common, own.offsets, at=local), inside(common, box.offsets)))
+                found.append(PartPiece(store, move, inside(common, own.offsets, at=local), inside(common, box.offsets)))
         return tuple(found)
 
 
@@ -190,7 +190,7 @@ class _Placing:
 
     def program(self) -> RankProgram:
         steps: list[Step] = []
-        entering: list[Part] = []
+        entering: list[MovePart] = []
         entering_steps = set()
         sent: dict[tuple[int, int], int] = defaultdict(int)
         hosts = self.plan.hosts.host_of_rank
@@ -242,7 +242,7 @@ class _Placing:
             at = stop
         return Step(False, hop.src, tag, at, tuple(placed), (), ())
 
-    def _outgoing(self, part: Part) -> tuple[Piece, ...]:
+    def _outgoing(self, part: MovePart) -> tuple[PartPiece, ...]:
         """Where a part that is sent lies."""
         move = self.plan.moves[part.move]
         partial = move.src.num_terms > 1
@@ -257,7 +257,7 @@ class _Placing:
             pieces = self._of_sums("sum", part)
         return self._covered(part, pieces, "sends")
 
-    def _bringing(self, part: Part) -> set[int]:
+    def _bringing(self, part: MovePart) -> set[int]:
         """Steps that bring a part into the destination: messages with it, or the terms of its sums."""
         found = self.arrivals[part.move].bringing(part.box)
         for number in self.by_move[part.move]:
@@ -265,24 +265,24 @@ class _Placing:
                 found = found | self.feeding[number]
         return found
 
-    def _into_sums(self, part: Part, step: int) -> tuple[Piece, ...]:
+    def _into_sums(self, part: MovePart, step: int) -> tuple[PartPiece, ...]:
         pieces = self._of_sums("term", part)
         for piece in pieces:
             self.feeding[piece.number].add(step)
         return pieces
 
-    def _of_sums(self, store: Store, part: Part) -> tuple[Piece, ...]:
+    def _of_sums(self, store: Store, part: MovePart) -> tuple[PartPiece, ...]:
         found = []
         for number in self.by_move[part.move]:
             box = self.reductions[number].box
             common = part.box.intersection(box)
             if common is not None:
-                found.append(Piece(store, number, inside(common, box.offsets), inside(common, part.box.offsets)))
+                found.append(PartPiece(store, number, inside(common, box.offsets), inside(common, part.box.offsets)))
         return tuple(found)
 
     # ---- what stays on the rank ----------------------------------------------------------------------------------------
 
-    def _copies(self, part: Part) -> list[LocalCopy]:
+    def _copies(self, part: MovePart) -> list[LocalCopy]:
         found = []
         wanted = self._covered(part, self.dest.pieces("dest", part.move, part.box), "keeps")
         had = self._covered(part, self.source.pieces("source", part.move, part.box), "keeps")
@@ -307,10 +307,10 @@ class _Placing:
             readers=self.readers[number],
         )
 
-    def _part_bytes(self, part: Part) -> int:
+    def _part_bytes(self, part: MovePart) -> int:
         return math.prod(part.box.sizes) * self.plan.moves[part.move].itemsize
 
-    def _covered(self, part: Part, pieces: tuple[Piece, ...], what: str) -> tuple[Piece, ...]:
+    def _covered(self, part: MovePart, pieces: tuple[PartPiece, ...], what: str) -> tuple[PartPiece, ...]:
         if _elements(pieces) == part.box.num_elements:
             return pieces
         name = self.plan.moves[part.move].name
@@ -326,5 +326,5 @@ class _Placing:
         raise PlanError([problem], subject="the reshard plan")
 
 
-def _elements(pieces: Iterable[Piece]) -> int:
+def _elements(pieces: Iterable[PartPiece]) -> int:
     return sum(p.local.num_elements for p in pieces)

@@ -20,7 +20,7 @@ from phalanx.core.errors import PeerError, PlanError, Problem, raise_if
 from phalanx.plan.program import compare_id
 from phalanx.plan.reshard import Hosts, Move, ReshardPlan, equal_hosts, plan_reshard
 from phalanx.runtime.comm import Axis, Collectives
-from phalanx.runtime.reshard.executor import Lane, Posting, Report, run_program
+from phalanx.runtime.reshard.executor import Posting, ReshardReport, Transport, run_program
 from phalanx.runtime.reshard.program import RankProgram, rank_program
 from phalanx.runtime.reshard.sums import not_summable
 
@@ -47,7 +47,7 @@ class PlanOptions:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Prepared:
+class PreparedMove:
     """A move of some tensors, planned, and this rank's part of it."""
 
     moves: tuple[Move, ...]
@@ -80,9 +80,9 @@ class Resharder:
         self.options = options if options is not None else PlanOptions()
         self.posting = posting
         """None: what the transport needs."""
-        self.report: Report | None = None
+        self.report: ReshardReport | None = None
         self._hosts = hosts
-        self._prepared: OrderedDict[tuple[Move, ...], Prepared] = OrderedDict()
+        self._prepared: OrderedDict[tuple[Move, ...], PreparedMove] = OrderedDict()
 
     @property
     def rank(self) -> int:
@@ -95,14 +95,14 @@ class Resharder:
             self._hosts = hosts_by_name(self.comms.gather_objects(socket.gethostname(), self.axis), self.axis.ranks)
         return self._hosts
 
-    def prepare(self, moves: Sequence[Move]) -> Prepared:
+    def prepare(self, moves: Sequence[Move]) -> PreparedMove:
         """The plan of a move, from the last ones or made now (the same on every rank, without a message)."""
         key = tuple(moves)
         found = self._prepared.pop(key, None)
         if found is None:
             raise_if(self._rank_problems(key), PlanError, subject="the move between layouts")
             plan = plan_reshard(key, self.hosts, **self.options.words())
-            found = Prepared(moves=key, plan=plan, program=rank_program(plan, self.rank))
+            found = PreparedMove(moves=key, plan=plan, program=rank_program(plan, self.rank))
         self._prepared[key] = found
         if len(self._prepared) > KEPT_PLANS:
             self._prepared.popitem(last=False)
@@ -110,7 +110,7 @@ class Resharder:
 
     def move(
         self,
-        what: Prepared | Sequence[Move],
+        what: PreparedMove | Sequence[Move],
         source: Tensors,
         *,
         dtypes: Sequence[torch.dtype],
@@ -143,15 +143,15 @@ class Resharder:
 
     def _ready(
         self,
-        what: Prepared | Sequence[Move],
+        what: PreparedMove | Sequence[Move],
         source: Tensors,
         dtypes: Sequence[torch.dtype],
         device: torch.device | None,
         out: Tensors | None,
-    ) -> tuple[tuple[Prepared, list[torch.Tensor | None]] | None, Exception | None]:
+    ) -> tuple[tuple[PreparedMove, list[torch.Tensor | None]] | None, Exception | None]:
         """Everything that can be wrong on this rank, before anything travels: memory that is not there, too."""
         try:
-            prepared = what if isinstance(what, Prepared) else self.prepare(what)
+            prepared = what if isinstance(what, PreparedMove) else self.prepare(what)
             raise_if(
                 _tensor_problems(prepared.moves, self.rank, source, dtypes, out), PlanError, subject="what is moved"
             )
@@ -188,11 +188,11 @@ class Resharder:
         rule = "differs between ranks, so nothing was moved: they were given different layouts, types, hosts or options"
         raise PlanError([Problem(where=f"{op_id}.plan", value=groups, rule=rule)], subject="what is moved")
 
-    def _lane(self, device: torch.device, op_id: str) -> Lane:
+    def _lane(self, device: torch.device, op_id: str) -> Transport:
         nccl = device.type == "cuda" and self.axis.group is not None and _backend(self.axis.group, device) == "nccl"
         posting = self.posting if self.posting is not None else "batches" if nccl else "tags"
         wire = device if nccl else torch.device("cpu")
-        return Lane(comms=self.comms, axis=self.axis, wire=wire, posting=posting, op_id=op_id)
+        return Transport(comms=self.comms, axis=self.axis, wire=wire, posting=posting, op_id=op_id)
 
 
 def _type_bits(dtypes: Sequence[torch.dtype]) -> int:

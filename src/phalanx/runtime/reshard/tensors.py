@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from phalanx.runtime.reshard.program import Piece, Placed, Plan, RankProgram, Step
+from phalanx.runtime.reshard.program import PartPiece, Placed, Plan, RankProgram, Step
 from phalanx.runtime.reshard.staging import Usage
 from phalanx.runtime.reshard.sums import BoxSum
 
@@ -93,7 +93,7 @@ class RankTensors:
     def _scratch(self, placed: Placed, device: torch.device) -> torch.Tensor:
         return torch.empty(placed.part.box.sizes, dtype=self._like(placed.part.move).dtype, device=device)
 
-    def _view(self, piece: Piece) -> torch.Tensor:
+    def _view(self, piece: PartPiece) -> torch.Tensor:
         if piece.store == "sum":
             return self.sums[piece.number].value(piece.local)
         tensor = self.source[piece.number] if piece.store == "source" else self.dest[piece.number]
@@ -112,7 +112,7 @@ class RankTensors:
         dest[copy.dest.slices()].copy_(source[copy.source.slices()])
         return True
 
-    def _gathered(self, own: tuple[Piece, ...], sizes: tuple[int, ...]) -> torch.Tensor:
+    def _gathered(self, own: tuple[PartPiece, ...], sizes: tuple[int, ...]) -> torch.Tensor:
         """The rank's own term of a box: a view, or its pieces put together."""
         if len(own) == 1:
             return self._view(own[0])
@@ -121,7 +121,7 @@ class RankTensors:
             out[piece.within.slices()].copy_(self._view(piece))
         return out
 
-    def _keep(self, kept: tuple[Piece, ...], total: torch.Tensor) -> None:
+    def _keep(self, kept: tuple[PartPiece, ...], total: torch.Tensor) -> None:
         for piece in kept:
             self._view(piece).copy_(total[piece.within.slices()])
 

@@ -14,7 +14,7 @@ import torch
 from phalanx.core.errors import PlanError, Problem, raise_if
 from phalanx.plan.layout import TensorLayout
 from phalanx.plan.reshard import Move
-from phalanx.runtime.reshard.resharder import Prepared, Resharder
+from phalanx.runtime.reshard.resharder import PreparedMove, Resharder
 
 
 class WeightSync:
@@ -43,7 +43,7 @@ class WeightSync:
         self._moves = tuple(
             Move(name=name, itemsize=dtypes[name].itemsize, src=src[name], dst=dst[name]) for name in self.names
         )
-        self._prepared: Prepared | None = None
+        self._prepared: PreparedMove | None = None
         self._spare: list[torch.Tensor | None] | None = None
 
     def deliver(self, params: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:

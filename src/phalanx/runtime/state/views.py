@@ -16,7 +16,7 @@ from phalanx.plan.layout import FlatLayout
 from phalanx.runtime.state.optimizer import ShardedState
 
 
-class Part(NamedTuple):
+class ShardPart(NamedTuple):
     """Elements `[start, stop)` of a local tensor, row-major, and where they begin in what is kept."""
 
     start: int
@@ -27,7 +27,7 @@ class Part(NamedTuple):
 class ShardView:
     """Has of a tensor what moving boxes needs: shape, type, device, and `view[slices]` for boxes inside one of its parts."""
 
-    def __init__(self, kept: torch.Tensor, *, shape: Sequence[int], parts: Sequence[Part]) -> None:
+    def __init__(self, kept: torch.Tensor, *, shape: Sequence[int], parts: Sequence[ShardPart]) -> None:
         """`kept` is 1-d."""
         self.shape, self.dtype, self.device = torch.Size(shape), kept.dtype, kept.device
         self._kept, self._parts = kept, tuple(parts)
@@ -72,12 +72,12 @@ def views_of(layout: FlatLayout, kept: torch.Tensor) -> dict[str, ShardView]:
     }
 
 
-def _parts(kept_runs: Sequence[tuple[int, int]], begin: int, end: int) -> list[Part]:
+def _parts(kept_runs: Sequence[tuple[int, int]], begin: int, end: int) -> list[ShardPart]:
     """Of the local tensor that is `[begin, end)` of the buffer."""
     out, at = [], 0
     for first, stop in kept_runs:
         lo, hi = max(first, begin), min(stop, end)
         if lo < hi:
-            out.append(Part(lo - begin, hi - begin, at + lo - first))
+            out.append(ShardPart(lo - begin, hi - begin, at + lo - first))
         at += stop - first
     return out

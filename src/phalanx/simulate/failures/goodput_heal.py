@@ -14,7 +14,7 @@ from functools import cached_property
 from phalanx.core.config import Recipe
 from phalanx.core.errors import PlanError
 from phalanx.plan.mapping import Folding, ModelSpec
-from phalanx.plan.recovery import Healing, Rule, healing_of, straggler_rule
+from phalanx.plan.recovery import Healing, StragglerRule, healing_of, straggler_rule
 from phalanx.simulate.hardware import GpuCluster
 from phalanx.simulate.mapping import Mapping
 from phalanx.simulate.step import Prediction, fits
@@ -38,7 +38,7 @@ class HostsLeft:
     """Mappings that were asked for: the clock of failures asks at every change of hosts."""
 
     @cached_property
-    def rule(self) -> Rule:
+    def rule(self) -> StragglerRule:
         """Who is put out for being slow."""
         return straggler_rule(self.recipe, self.healing)
 

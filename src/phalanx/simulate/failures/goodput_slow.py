@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from phalanx.core.units import format_seconds
-from phalanx.plan.recovery import Pace, Rule, Streaks, judge
+from phalanx.plan.recovery import RankPace, StragglerRule, Streaks, judge
 from phalanx.simulate.failures.slow_step import with_stragglers
 from phalanx.simulate.hardware import GpuCluster
 from phalanx.simulate.mapping import Floats, Stragglers
@@ -41,7 +41,7 @@ class SlowHosts:
         return text + (f"; the slowest{' of the others' * bool(self.put_out)}: {self.kept}" if self.kept else "")
 
 
-def slow_hosts(prediction: Prediction, stragglers: Stragglers, rule: Rule) -> SlowHosts:
+def slow_hosts(prediction: Prediction, stragglers: Stragglers, rule: StragglerRule) -> SlowHosts:
     """`rule`: of the recipe on that cluster (`goodput_heal.py`). Paces are of one draw, that of the stragglers' seed."""
     cluster = prediction.cluster
     factors = stragglers.factors(cluster, np.random.default_rng(stragglers.seed))
@@ -71,12 +71,12 @@ def _step_s(prediction: Prediction, factors: Floats) -> float:
     return with_stragglers(prediction, Stragglers(ranks=named)).step.seconds
 
 
-def _next(factors: Floats, cluster: GpuCluster, gone: Sequence[int], rule: Rule) -> tuple[int | None, str]:
+def _next(factors: Floats, cluster: GpuCluster, gone: Sequence[int], rule: StragglerRule) -> tuple[int | None, str]:
     """The host that the rule puts out next, if any, else why it keeps the slowest. All ranks have the same work."""
     without, per_host = set(gone), cluster.hardware.ranks_per_host
     hosts = [rank // per_host for rank in range(cluster.world)]
     paces = [
-        Pace(uid=str(rank), host=str(host), seconds=float(factors[rank]), work=1.0)
+        RankPace(uid=str(rank), host=str(host), seconds=float(factors[rank]), work=1.0)
         for rank, host in enumerate(hosts)
         if host not in without
     ]

@@ -11,7 +11,13 @@ import math
 
 from phalanx.core.errors import ConfigError, Problem
 from phalanx.plan.mapping import Folding, StagedFolding, group_names
-from phalanx.simulate.failures.recovery_time import Constants, RankWork, RecoveryTime, RecoveryWork, recovery_time
+from phalanx.simulate.failures.recovery_time import (
+    Constants,
+    RankRecoveryWork,
+    RecoveryTime,
+    RecoveryWork,
+    recovery_time,
+)
 from phalanx.simulate.hardware import Hardware
 from phalanx.simulate.step import Prediction
 
@@ -75,7 +81,7 @@ def host_lost(
     fullest = max(prediction.memory, key=lambda stage: stage.weights + stage.optimizer)
     tensors = math.ceil(prediction.job.shape.layers / folding.pp) * LAYER_TENSORS + OTHER_TENSORS
     state, pieces = int(fullest.optimizer), STATES * tensors
-    rank = RankWork(
+    rank = RankRecoveryWork(
         tensors=tensors,
         parameter_bytes=int(fullest.weights + fullest.gradients),
         state_bytes=state,

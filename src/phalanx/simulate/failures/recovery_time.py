@@ -97,7 +97,7 @@ def constants_problems(constants: Constants) -> list[Problem]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankWork:
+class RankRecoveryWork:
     """What one rank of the new mapping has to do."""
 
     tensors: int
@@ -134,7 +134,7 @@ class RecoveryWork:
     """Process groups beside the world's, that a rank waits for."""
     planned: int
     """Pairs of a tensor of state, each kind by itself, and a rank that holds some of it."""
-    ranks: tuple[RankWork, ...]
+    ranks: tuple[RankRecoveryWork, ...]
     """Those that differ."""
     moves: tuple[StepProgram, ...] = ()
     """Messages of state, of all members; none where no plan was made: then the counts of `ranks` stand for them."""
@@ -158,7 +158,7 @@ def recovery_work(healing: Healing, plan: HealPlan, *, lost: int, itemsize: int)
         held, held_pieces = _held(plan.params, cut, rank, source=True)
         state, pieces = _held(plan.params, cut, rank, source=False)
         ranks.append(
-            RankWork(
+            RankRecoveryWork(
                 tensors=sum(rank in m.dst.ranks for m in plan.params),
                 parameter_bytes=_local_bytes(healing, plan, rank, itemsize=itemsize),
                 state_bytes=len(STATE_KINDS) * state,
@@ -286,7 +286,7 @@ def recovery_time(
     )
 
 
-def _laid_out(rank: RankWork) -> int:
+def _laid_out(rank: RankRecoveryWork) -> int:
     return rank.parameter_bytes + rank.state_bytes
 
 

@@ -8,12 +8,12 @@ from phalanx.core.faces import lazy
 
 if TYPE_CHECKING:
     from phalanx.simulate.hardware.calibration import (
-        Attention as Attention,
         Calibration as Calibration,
-        Link as Link,
-        Measured as Measured,
-        Product as Product,
-        Stream as Stream,
+        Measurements as Measurements,
+        TimedAttention as TimedAttention,
+        TimedCollective as TimedCollective,
+        TimedProduct as TimedProduct,
+        TimedStream as TimedStream,
         calibrate as calibrate,
     )
     from phalanx.simulate.hardware.calibration_hosts import (
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     )
     from phalanx.simulate.hardware.collectives import (
         NCCL_SMS as NCCL_SMS,
+        GroupSpan as GroupSpan,
         Network as Network,
-        Span as Span,
         beside as beside,
         distinct as distinct,
         span_from as span_from,
@@ -84,7 +84,11 @@ if TYPE_CHECKING:
         padded_rows as padded_rows,
         pieces as pieces,
     )
-    from phalanx.simulate.hardware.routing import Routing as Routing, forced_loads as forced_loads
-    from phalanx.simulate.hardware.slots import ExpertSlots as ExpertSlots, Rows as Rows, expert_slots as expert_slots
+    from phalanx.simulate.hardware.routing import RouterModel as RouterModel, forced_loads as forced_loads
+    from phalanx.simulate.hardware.slots import (
+        ExpertSlots as ExpertSlots,
+        RoutedRows as RoutedRows,
+        expert_slots as expert_slots,
+    )
 else:
     __getattr__ = lazy(__name__)

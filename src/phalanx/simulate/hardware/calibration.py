@@ -24,7 +24,7 @@ import numpy as np
 
 from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.simulate.hardware.clusters import LINKS, Hardware, parse_hardware
-from phalanx.simulate.hardware.collectives import Network, Span
+from phalanx.simulate.hardware.collectives import GroupSpan, Network
 from phalanx.simulate.hardware.cost import Oracle, experts_s
 
 WIDTH = {"bf16": 2, "fp32": 4}
@@ -36,7 +36,7 @@ HALF_BYTES = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Product:
+class TimedProduct:
     """(m, k) x (k, n), or with `groups` the two projections of experts: m rows in all, hidden k, width n of each."""
 
     m: int
@@ -48,7 +48,7 @@ class Product:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Attention:
+class TimedAttention:
     """Causal attention of one sequence."""
 
     seq: int
@@ -64,7 +64,7 @@ class Attention:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stream:
+class TimedStream:
     """A memory-bound operation that moves so many bytes."""
 
     what: str
@@ -73,7 +73,7 @@ class Stream:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Link:
+class TimedCollective:
     """A collective of `ranks` ranks on `hosts` hosts, from when the last of them has posted it to the last end; bytes as in `Hardware.measured_links`."""
 
     what: str
@@ -92,20 +92,20 @@ class HostTimes:
     """Of each rank."""
     copy_bytes_per_s: float
     launch_s: float
-    products: tuple[Product, ...]
-    experts: tuple[Product, ...]
-    attention: tuple[Attention, ...]
-    streams: tuple[Stream, ...]
+    products: tuple[TimedProduct, ...]
+    experts: tuple[TimedProduct, ...]
+    attention: tuple[TimedAttention, ...]
+    streams: tuple[TimedStream, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured(HostTimes):
+class Measurements(HostTimes):
     """Everything that was timed, and on what."""
 
     title: str
     ranks: int
     """Of a host, that were measured together."""
-    links: tuple[Link, ...]
+    links: tuple[TimedCollective, ...]
     hosts: int = 1
 
     def check(self) -> None:
@@ -143,7 +143,7 @@ class Calibration:
         return "\n".join(_toml(self.table)) + "\n"
 
 
-def _problems(m: Measured) -> list[Problem]:
+def _problems(m: Measurements) -> list[Problem]:
     problems = []
     for name in ("products", "experts", "attention", "streams"):
         if not getattr(m, name):
@@ -164,7 +164,7 @@ def _problems(m: Measured) -> list[Problem]:
     return problems
 
 
-def calibrate(measured: Measured, *, name: str, when: str) -> Calibration:
+def calibrate(measured: Measurements, *, name: str, when: str) -> Calibration:
     """Fit all constants. `when` goes into the sources. Raises `ConfigError` where measurements are missing or impossible."""
     measured.check()
     fit = _Fit(measured, when)
@@ -176,7 +176,7 @@ def calibrate(measured: Measured, *, name: str, when: str) -> Calibration:
 class _Fit:
     """The constants of one machine, one after another: what memory and kernels take decides what is left for products."""
 
-    def __init__(self, measured: Measured, when: str) -> None:
+    def __init__(self, measured: Measurements, when: str) -> None:
         self.m = measured
         beside = f"{measured.ranks} ranks of {measured.threads} threads at once"
         beside += f", on each of {measured.hosts} hosts" if measured.hosts > 1 else ""
@@ -218,7 +218,7 @@ class _Fit:
         }
         return table
 
-    def _of(self, kind: str) -> list[Product]:
+    def _of(self, kind: str) -> list[TimedProduct]:
         rows = [p for p in self.m.products if p.precision == kind]
         if not rows:
             raise ConfigError([Problem(where="products", value=kind, rule="has no measured row")], subject="the fit")
@@ -331,7 +331,7 @@ class _Fit:
         return {kind: error_of(rows) for kind, rows in found.items()}
 
 
-def _fit_links(links: Sequence[Link]) -> tuple[float, list[list[float]]]:
+def _fit_links(links: Sequence[TimedCollective]) -> tuple[float, list[list[float]]]:
     """The latency that suits all numbers of ranks best, and the best rate of each."""
     by_ranks: dict[int, list[tuple[float, float, float]]] = {}
     for x in links:
@@ -355,7 +355,7 @@ def _fit_links(links: Sequence[Link]) -> tuple[float, list[list[float]]]:
     return best[1], best[2]
 
 
-def _fit_between(links: Sequence[Link], *, start_s: float) -> tuple[float, float]:
+def _fit_between(links: Sequence[TimedCollective], *, start_s: float) -> tuple[float, float]:
     """Latency of a message between hosts and rate of a rank's own link that suit all collectives of one rank a host best, as `Network` adds them up: `start_s` to start one (messages
     have no other latency), then a latency for each step of a ring, and one for an all-to-all."""
     rows = [
@@ -375,17 +375,17 @@ def _fit_between(links: Sequence[Link], *, start_s: float) -> tuple[float, float
     return float(latencies[i, 0, 0]), float(rates[0, j, 0])
 
 
-def _times(x: Link) -> float:
+def _times(x: TimedCollective) -> float:
     """How often a ring carries the tensor round."""
     return 2.0 if x.what == "all_reduce" else 1.0
 
 
-def _share(x: Link) -> float:
+def _share(x: TimedCollective) -> float:
     """Of the bytes, what leaves a rank."""
     return 1.0 if x.what == "send" else (x.ranks - 1) / x.ranks
 
 
-def with_links(hardware: Hardware, links: Sequence[Link], *, ranks_per_host: int) -> Hardware:
+def with_links(hardware: Hardware, links: Sequence[TimedCollective], *, ranks_per_host: int) -> Hardware:
     """The hardware with links as they were measured, and nothing of its own links: tables, and a latency and a rate that go on where tables end.
 
     Raises `ConfigError` where nothing was measured between two ranks.
@@ -409,7 +409,7 @@ def with_links(hardware: Hardware, links: Sequence[Link], *, ranks_per_host: int
     )
 
 
-def _alpha_beta(rows: Sequence[Link]) -> tuple[float, float]:
+def _alpha_beta(rows: Sequence[TimedCollective]) -> tuple[float, float]:
     """Shortest time, and best rate of any row."""
     return min(x.seconds for x in rows), max(x.num_bytes * (x.ranks - 1) / x.ranks / x.seconds for x in rows)
 
@@ -427,7 +427,7 @@ def without_tables(hardware: Hardware) -> Hardware:
     return replace(hardware, **nothing)
 
 
-def _row(p: Product) -> list[float]:
+def _row(p: TimedProduct) -> list[float]:
     """Of a table of the file."""
     return [p.m, p.n, p.k, *([p.groups] if p.groups > 1 else []), p.seconds]
 
@@ -438,13 +438,13 @@ def _rate(h: Hardware, precision: str) -> float:
     return h.bf16_flops_per_s * h.gemm_efficiency
 
 
-def _product_s(p: Product, rate: float, bandwidth: float, kernel_s: float) -> float:
+def _product_s(p: TimedProduct, rate: float, bandwidth: float, kernel_s: float) -> float:
     moved = WIDTH[p.precision] * (p.m * p.k + p.m * p.n + p.k * p.n)
     return kernel_s * 4 / 3 + max(2.0 * p.m * p.n * p.k / rate, moved / bandwidth)
 
 
-def _link_s(network: Network, x: Link) -> float:
-    span = Span(x.ranks // x.hosts, x.hosts)
+def _link_s(network: Network, x: TimedCollective) -> float:
+    span = GroupSpan(x.ranks // x.hosts, x.hosts)
     match x.what:
         case "all_reduce":
             return network.all_reduce(x.num_bytes, span)
@@ -456,9 +456,9 @@ def _link_s(network: Network, x: Link) -> float:
             return network.all_gather(x.num_bytes, span)
 
 
-def _knots(rows: Iterable[Attention]) -> list[Attention]:
+def _knots(rows: Iterable[TimedAttention]) -> list[TimedAttention]:
     """One row for each length: that of the fewest heads."""
-    found: dict[int, Attention] = {}
+    found: dict[int, TimedAttention] = {}
     for row in sorted(rows, key=lambda a: (a.seq, a.heads)):
         found.setdefault(row.seq, row)
     return list(found.values())

@@ -13,12 +13,19 @@ from itertools import groupby
 from typing import TypeVar
 
 from phalanx.core.errors import ConfigError, Problem, raise_if
-from phalanx.simulate.hardware.calibration import Attention, HostTimes, Link, Measured, Product, Stream
+from phalanx.simulate.hardware.calibration import (
+    HostTimes,
+    Measurements,
+    TimedAttention,
+    TimedCollective,
+    TimedProduct,
+    TimedStream,
+)
 
 MOST_APART = 1.2
 """Slowest over fastest host of which nothing is said."""
 _TIMES = ("seconds", "forward_s", "backward_s")
-_Row = TypeVar("_Row", Product, Attention, Stream)
+_Row = TypeVar("_Row", TimedProduct, TimedAttention, TimedStream)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,11 +51,13 @@ def ranks_of_host(names: Sequence[str]) -> int:
     return runs[0][1]
 
 
-def combined(hosts: Sequence[HostRows], links: Sequence[Link], *, ranks_per_host: int, title: str) -> Measured:
+def combined(
+    hosts: Sequence[HostRows], links: Sequence[TimedCollective], *, ranks_per_host: int, title: str
+) -> Measurements:
     """One host that stands for all. Raises `ConfigError` where hosts measured other rows than the first."""
     first = hosts[0]
     raise_if([p for host in hosts[1:] for p in _other_rows(first, host)], ConfigError, subject="the measurements")
-    return Measured(
+    return Measurements(
         title=title,
         ranks=ranks_per_host,
         hosts=len(hosts),
@@ -109,7 +118,7 @@ def _other_rows(first: HostRows, host: HostRows) -> list[Problem]:
     return problems
 
 
-def _without_times(row: Product | Attention | Stream) -> tuple[object, ...]:
+def _without_times(row: TimedProduct | TimedAttention | TimedStream) -> tuple[object, ...]:
     return tuple(getattr(row, field.name) for field in fields(row) if field.name not in _TIMES)
 
 

@@ -32,7 +32,7 @@ PAT_STEP, PAT_RANK_S = 1 / 3.5, 2.8e-6
 
 
 @dataclass(frozen=True)
-class Span:
+class GroupSpan:
     """`inside` members of a group on each of `hosts` hosts."""
 
     inside: int
@@ -43,14 +43,14 @@ class Span:
         return self.inside * self.hosts
 
 
-def span_of(size: int, stride: int, *, ranks_per_host: int) -> Span:
+def span_of(size: int, stride: int, *, ranks_per_host: int) -> GroupSpan:
     """How a group of `size` ranks, `stride` apart, lies on hosts of consecutive ranks."""
     inside = max(1, min(size, ranks_per_host // stride))
-    return Span(inside, math.ceil(size / inside))
+    return GroupSpan(inside, math.ceil(size / inside))
 
 
 @lru_cache(maxsize=1024)
-def span_from(size: int, stride: int, *, ranks_per_host: int, first: int, world: int) -> Span:
+def span_from(size: int, stride: int, *, ranks_per_host: int, first: int, world: int) -> GroupSpan:
     """`span_of` the groups of `world` ranks that begin with rank `first`, in the middle of a host perhaps: that of the group on most hosts."""
     plain = span_of(size, stride, ranks_per_host=ranks_per_host)
     if first % ranks_per_host == 0:
@@ -58,7 +58,7 @@ def span_from(size: int, stride: int, *, ranks_per_host: int, first: int, world:
     blocks = range(0, world, size * stride)
     starts = {(first + block + at) % ranks_per_host for block in blocks for at in range(stride)}
     hosts = min(size, max(start + (size - 1) * stride for start in starts) // ranks_per_host + 1)
-    return plain if hosts <= plain.hosts else Span(math.ceil(size / hosts), hosts)
+    return plain if hosts <= plain.hosts else GroupSpan(math.ceil(size / hosts), hosts)
 
 
 @dataclass(frozen=True)
@@ -77,15 +77,15 @@ class Network:
     def _between(self) -> float:
         return self.hardware.between_bytes_per_s * self.hardware.between_efficiency
 
-    def all_gather(self, whole: float, span: Span) -> float:
+    def all_gather(self, whole: float, span: GroupSpan) -> float:
         """All-gather: inside a host every byte passes a fast link, between hosts 1/inside of them a card."""
         return self._ring("all_gather", whole, span)
 
-    def reduce_scatter(self, whole: float, span: Span) -> float:
+    def reduce_scatter(self, whole: float, span: GroupSpan) -> float:
         """As many bytes as an all-gather, the other way."""
         return self._ring("reduce_scatter", whole, span)
 
-    def _ring(self, name: str, whole: float, span: Span) -> float:
+    def _ring(self, name: str, whole: float, span: GroupSpan) -> float:
         if span.size <= 1 or whole <= 0:
             return 0.0
 
@@ -97,14 +97,14 @@ class Network:
 
         return self._known(name, span, whole, formula)
 
-    def _one_way(self, size: float, span: Span) -> float:
+    def _one_way(self, size: float, span: GroupSpan) -> float:
         """Every byte once over a fast link of each rank, and 1/inside of them over each card; without latency."""
         n = span.size
         fast = self._inside(size * (n - 1) / n, max(2, span.inside), size) if span.inside > 1 else 0.0
         slow = size * (span.hosts - 1) / span.hosts / span.inside / self._between if span.hosts > 1 else 0.0
         return max(fast, slow)
 
-    def _known(self, name: str, span: Span, num_bytes: float, formula: Callable[[float], float]) -> float:
+    def _known(self, name: str, span: GroupSpan, num_bytes: float, formula: Callable[[float], float]) -> float:
         """From the table of these links, if it has such a collective of so many ranks on so many hosts; else by the formula."""
         h = self.hardware
         if span.hosts == 1:
@@ -116,22 +116,22 @@ class Network:
         nearest = min(max(num_bytes, knots[0][0]), knots[-1][0])
         return math.exp(at(knots, nearest)) * formula(num_bytes) / formula(nearest)
 
-    def ring_latency(self, span: Span) -> float:
+    def ring_latency(self, span: GroupSpan) -> float:
         """Start of a collective, and the way once round: a message to each further host, and the steps inside it."""
         h, further = self.hardware, span.hosts - 1
         return h.inside_latency_s + further * (h.between_latency_s + (span.inside - 1) * h.hop_s)
 
-    def tree_latency(self, span: Span) -> float:
+    def tree_latency(self, span: GroupSpan) -> float:
         """Up and down a tree of hosts whose members are chains (NCCL, src/graph/tuning.cc, Tree)."""
         h = self.hardware
         return h.inside_latency_s + 2 * (math.log2(span.hosts) * h.between_latency_s + (span.inside - 1) * h.hop_s)
 
-    def pat_latency(self, span: Span) -> float:
+    def pat_latency(self, span: GroupSpan) -> float:
         """Parallel aggregated trees, one member a host (NCCL, PAT)."""
         h = self.hardware
         return h.inside_latency_s + math.log2(span.hosts) * h.between_latency_s * PAT_STEP + span.hosts * PAT_RANK_S
 
-    def all_reduce(self, whole: float, span: Span) -> float:
+    def all_reduce(self, whole: float, span: GroupSpan) -> float:
         """Reduce-scatter and all-gather, or up and down two trees, in each of which every rank handles half of the bytes."""
         if span.size <= 1 or whole <= 0:
             return 0.0
@@ -142,21 +142,21 @@ class Network:
 
         return self._known("all_reduce", span, whole, formula)
 
-    def tree(self, whole: float, span: Span) -> float:
+    def tree(self, whole: float, span: GroupSpan) -> float:
         """All-reduce by double binary trees between hosts: a rank sends all bytes up and all down, where a ring sends (n - 1)/n of them twice."""
         fast = self._inside(whole, max(2, span.inside), whole) if span.inside > 1 else 0.0
         slow = whole / span.inside / self._between
         return self.tree_latency(span) + 2 * max(fast, slow) / TREE_SHARE
 
-    def hierarchical_all_gather(self, whole: float, span: Span) -> float:
+    def hierarchical_all_gather(self, whole: float, span: GroupSpan) -> float:
         """Between hosts first (each rail a part), then inside: two steps one after the other."""
         if span.hosts == 1 or span.inside == 1:
             return self.all_gather(whole, span)
         slow = whole / span.inside * (span.hosts - 1) / span.hosts / self._between
         fast = self._inside(whole * (span.inside - 1) / span.inside, span.inside, whole)
-        return self.ring_latency(Span(1, span.hosts)) + (span.inside - 1) * self.hardware.hop_s + slow + fast
+        return self.ring_latency(GroupSpan(1, span.hosts)) + (span.inside - 1) * self.hardware.hop_s + slow + fast
 
-    def all_to_all(self, rows_bytes: float, span: Span) -> float:
+    def all_to_all(self, rows_bytes: float, span: GroupSpan) -> float:
         """Every rank sends `rows_bytes`, evenly, to all; parts for other hosts through its own card, at once with those inside."""
         n = span.size
         if n <= 1 or rows_bytes <= 0:
@@ -176,7 +176,7 @@ class Network:
         return self._known("all_to_all", span, rows_bytes, between)
 
     def all_to_all_dedup(
-        self, token_bytes: float, span: Span, *, top_k: int, num_experts: int, host_limit: int | None = None
+        self, token_bytes: float, span: GroupSpan, *, top_k: int, num_experts: int, host_limit: int | None = None
     ) -> float:
         """Each token crosses to a host once, and from there fans out to the ranks that need it (DeepEP, HybridEP).
 
@@ -200,8 +200,12 @@ class Network:
         if num_bytes <= 0:
             return h.between_latency_s if between else h.inside_latency_s
         if between:
-            return self._known("send", Span(1, 2), num_bytes, lambda size: h.between_latency_s + size / self._between)
-        return self._known("send", Span(2, 1), num_bytes, lambda size: h.inside_latency_s + self._inside(size, 2, size))
+            return self._known(
+                "send", GroupSpan(1, 2), num_bytes, lambda size: h.between_latency_s + size / self._between
+            )
+        return self._known(
+            "send", GroupSpan(2, 1), num_bytes, lambda size: h.inside_latency_s + self._inside(size, 2, size)
+        )
 
 
 def beside(comm: float, room: float, taken: float) -> float:
@@ -218,7 +222,7 @@ def _knots(table: tuple[tuple[str, int, float, float], ...], name: str, n: int) 
 
 
 @lru_cache(maxsize=256)
-def _knots_between(table: tuple[tuple[str, int, int, float, float], ...], name: str, span: Span) -> Curve:
+def _knots_between(table: tuple[tuple[str, int, int, float, float], ...], name: str, span: GroupSpan) -> Curve:
     """The same of ranks on several hosts."""
     wanted = name, span.size, span.hosts
     return tuple(sorted((size, math.log(s)) for what, ranks, hosts, size, s in table if (what, ranks, hosts) == wanted))

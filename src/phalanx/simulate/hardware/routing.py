@@ -24,7 +24,7 @@ from phalanx.plan.moe import forced_experts
 
 
 @dataclass(frozen=True, kw_only=True)
-class Routing:
+class RouterModel:
     """What is assumed of the router. `concentration` is that of a balanced, trained router unless said otherwise."""
 
     kind: Literal["balanced", "learned"] = "balanced"

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from phalanx.plan.layout import ExpertState
 from phalanx.plan.mapping import Folding, ModelSpec, Placement, Stage
 from phalanx.plan.moe import DispatchPlan, forced_experts, plan_dispatch, plan_local_dispatch, plan_static_dispatch
-from phalanx.plan.placement import Asked, stage_replicas
-from phalanx.simulate.hardware.routing import FORCED_DRAWS, Routing
+from phalanx.plan.placement import ReplicaSettings, stage_replicas
+from phalanx.simulate.hardware.routing import FORCED_DRAWS, RouterModel
 
 DRAWS = FORCED_DRAWS
 """Passes of a layer that are drawn and dispatched, those of a stage's layers in turn; their median stands for all."""
@@ -70,10 +70,10 @@ class ExpertSlots:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rows:
+class RoutedRows:
     """What tokens choose. `capacity`: rows that an expert takes from a source; `padded`: exactly those."""
 
-    routing: Routing
+    routing: RouterModel
     tokens: int
     """Of a rank and micro-batch."""
     seed: int
@@ -89,8 +89,8 @@ def expert_slots(
     stages: Sequence[Stage],
     *,
     rank: int,
-    asked: Asked,
-    rows: Rows,
+    asked: ReplicaSettings,
+    rows: RoutedRows,
     state: ExpertState = "whole",
     follows: bool = False,
 ) -> ExpertSlots:
@@ -125,7 +125,7 @@ def expert_slots(
 # ---- what tokens choose
 
 
-def _popularity(spec: ModelSpec, asked: Asked, rows: Rows, rng: np.random.Generator) -> Floats | None:
+def _popularity(spec: ModelSpec, asked: ReplicaSettings, rows: RoutedRows, rng: np.random.Generator) -> Floats | None:
     """(L, E) of the layers with experts, summing to 1 in each: the file's, or of a learned router as drawn; None where routing is forced."""
     if rows.routing.kind == "balanced" or rows.forced_skew is not None:
         return None
@@ -142,7 +142,7 @@ def _drawn(
     spec: ModelSpec,
     folding: Folding,
     layers: Sequence[int],
-    rows: Rows,
+    rows: RoutedRows,
     popularity: Floats | None,
     rng: np.random.Generator,
 ) -> Iterator[Ints]:
@@ -173,7 +173,7 @@ def _drawn(
 # ---- who serves it
 
 
-def _plan(counts_PE: Ints, placement: Placement, folding: Folding, rows: Rows) -> DispatchPlan:
+def _plan(counts_PE: Ints, placement: Placement, folding: Folding, rows: RoutedRows) -> DispatchPlan:
     """As a run's dispatcher makes it."""
     slots, here = placement.group_slots(0).tolist(), {"ep": folding.ep, "etp": folding.etp}
     if rows.padded and rows.capacity is not None:

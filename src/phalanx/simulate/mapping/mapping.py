@@ -17,7 +17,7 @@ from phalanx.core.samples import num_rounds
 from phalanx.plan.mapping import Folding, folding_problems
 from phalanx.plan.moe import DispatchSpec, capacity, rows_of_source
 from phalanx.plan.pipeline import SCHEDULES, make_schedule, schedule_problems
-from phalanx.simulate.hardware import ExpertSlots, Routing, Span, span_from, span_of
+from phalanx.simulate.hardware import ExpertSlots, GroupSpan, RouterModel, span_from, span_of
 from phalanx.simulate.mapping.shape import Shape
 
 Recompute = Literal["none", "core", "half", "selective", "full"]
@@ -78,7 +78,7 @@ class Mapping:
     dispatch: Literal["all_to_all", "dedup", "all_gather"] = "all_to_all"
     """Rows to the ranks of their experts, one row of a token for each host, or every token to every rank."""
     cp_method: Literal["ring", "all_gather", "ulysses"] = "ring"
-    routing: Routing = field(default_factory=Routing)
+    routing: RouterModel = field(default_factory=RouterModel)
     drop: DispatchSpec | None = None
     """Capacity of experts: factor, scope and padding are read; None drops nothing."""
     fused_attention: bool = True
@@ -117,7 +117,7 @@ class Mapping:
         """Whether weight gradients are passes of their own, later than what they could hide."""
         return self.folding.pp > 1 and _splits_backward(self.schedule)
 
-    def span(self, size: int, stride: int, *, ranks_per_host: int) -> Span:
+    def span(self, size: int, stride: int, *, ranks_per_host: int) -> GroupSpan:
         """How a group of a stage lies on hosts."""
         if not self.first_rank:
             return span_of(size, stride, ranks_per_host=ranks_per_host)

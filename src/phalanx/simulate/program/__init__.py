@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     )
     from phalanx.simulate.program.compare_run import (
         Comparison as Comparison,
-        Measured as Measured,
+        MeasuredOp as MeasuredOp,
         RecordedStep as RecordedStep,
         compare as compare,
         table_of as table_of,

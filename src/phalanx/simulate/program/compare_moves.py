@@ -14,7 +14,7 @@ from phalanx.plan.program import move_program
 from phalanx.plan.recovery import Healing, moves_again
 from phalanx.plan.reshard import equal_hosts, plan_reshard
 from phalanx.simulate.program.clock import CostOf, run_moves
-from phalanx.simulate.program.compare_run import Comparison, Measured, compare
+from phalanx.simulate.program.compare_run import Comparison, MeasuredOp, compare
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class MeasuredMove:
     ranks: int
     seconds: float
     """From when the last rank began to compare plans to the last end of a message."""
-    messages: Mapping[tuple[int, str], Measured]
+    messages: Mapping[tuple[int, str], MeasuredOp]
     """(rank, id) -> begin since that rank began to compare plans, seconds from when all who take part had posted it."""
     sent_bytes: Mapping[tuple[int, str], int]
 

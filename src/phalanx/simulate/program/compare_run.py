@@ -22,19 +22,19 @@ SHORTEST = 1e-3
 """Of a step: what takes less is in sums, but has no error of its own."""
 
 
-class Measured(NamedTuple):
+class MeasuredOp(NamedTuple):
     """An operation of a rank in one recorded step; seconds since that rank's step began."""
 
     begin_s: float
     seconds: float
 
 
-RecordedStep = Mapping[tuple[int, str], Measured]
+RecordedStep = Mapping[tuple[int, str], MeasuredOp]
 """(rank, id) -> what was measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class ComparedRow:
     """One id of one rank."""
 
     rank: int
@@ -113,7 +113,7 @@ def compare(
     both = [key for key in predicted if key in measured]
     total = statistics.median(step_s)
     rows = [
-        Row(rank=rank, id=id, predicted_s=predicted[rank, id].seconds, measured_s=measured[rank, id].seconds)
+        ComparedRow(rank=rank, id=id, predicted_s=predicted[rank, id].seconds, measured_s=measured[rank, id].seconds)
         for rank, id in both
         if _is_timed(predicted[rank, id], beside=beside)
     ]
@@ -138,14 +138,14 @@ def compare(
     )
 
 
-def medians(steps: Sequence[RecordedStep]) -> dict[tuple[int, str], Measured]:
+def medians(steps: Sequence[RecordedStep]) -> dict[tuple[int, str], MeasuredOp]:
     """Of each id of each rank over the steps that have it."""
-    found: dict[tuple[int, str], list[Measured]] = {}
+    found: dict[tuple[int, str], list[MeasuredOp]] = {}
     for step in steps:
         for key, value in step.items():
             found.setdefault(key, []).append(value)
     return {
-        key: Measured(statistics.median(v.begin_s for v in values), statistics.median(v.seconds for v in values))
+        key: MeasuredOp(statistics.median(v.begin_s for v in values), statistics.median(v.seconds for v in values))
         for key, values in found.items()
     }
 
@@ -169,8 +169,8 @@ def _is_timed(span: OpSpan, *, beside: bool) -> bool:
     return span.op.kind != "host" and (beside or not span.op.beside) and not span.op.posted_after
 
 
-def _kinds(rows: Sequence[Row], total: float) -> tuple[KindRow, ...]:
-    groups: dict[str, list[Row]] = {}
+def _kinds(rows: Sequence[ComparedRow], total: float) -> tuple[KindRow, ...]:
+    groups: dict[str, list[ComparedRow]] = {}
     for row in rows:
         groups.setdefault(kind_of(row.id), []).append(row)
     out = []

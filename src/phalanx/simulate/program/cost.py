@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from phalanx.core.op_ids import read_op_id
 from phalanx.plan.program import Op
-from phalanx.simulate.hardware import SIGMA, Cost, Hardware, Network, Oracle, Span
+from phalanx.simulate.hardware import SIGMA, Cost, GroupSpan, Hardware, Network, Oracle
 
 _NUMBER = re.compile(r"(?<=[a-z])\d+(?:to\d+)?")
 """Of a stage, chunk or skip connection."""
@@ -95,7 +95,7 @@ class ProgramOracle:
             peers = max(1, len(op.peers))
             seconds = network.send(op.sent_bytes / peers, between=len(hosts) > 1)
             return Cost(seconds, SIGMA["cp" if op.axis == "cp" else "pp"], "formula")
-        span = Span(math.ceil(n / len(hosts)), len(hosts))
+        span = GroupSpan(math.ceil(n / len(hosts)), len(hosts))
         whole = op.sent_bytes * n / max(1, n - 1)
         match op.collective:
             case "all_reduce":

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from phalanx.core.errors import PlanError, Problem, raise_if
 from phalanx.plan.mapping import Folding
 from phalanx.simulate.failures import with_stragglers
-from phalanx.simulate.hardware import GpuCluster, Routing
+from phalanx.simulate.hardware import GpuCluster, RouterModel
 from phalanx.simulate.mapping import Job, Mapping, Overlap, Precision, Recompute, Stragglers
 from phalanx.simulate.search.quick import Quick
 from phalanx.simulate.search.space import Space, foldings, micro_batches, overlaps, pairs_pass, pipelines
@@ -274,6 +274,6 @@ def reasons(result: SearchResult, prediction: Prediction) -> str:
     return ", ".join(f"{kind} {change:+.1%}" for kind, change in largest if abs(change) >= 0.002) or "the same"
 
 
-def base_mapping(routing: Routing) -> Mapping:
+def base_mapping(routing: RouterModel) -> Mapping:
     """What all choices share, where only the routing is said."""
     return Mapping(folding=Folding(world=1), routing=routing)

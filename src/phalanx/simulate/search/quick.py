@@ -19,7 +19,7 @@ from phalanx.simulate.step import (
     LayerBytes,
     Ledger,
     Places,
-    Replicas,
+    ReplicaTraffic,
     StageContent,
     bubble_share,
     fullest_of,
@@ -33,7 +33,7 @@ from phalanx.simulate.step import (
 KINDS = ("moe", "dense", "head", "embedding")
 
 
-class Sums(NamedTuple):
+class LayerSums(NamedTuple):
     """Seconds of one layer or end of the model."""
 
     forward: float
@@ -68,12 +68,12 @@ def half_of(ledger: Ledger) -> Half:
     return Half(*ledger.seconds, ledger.weight_grad, ledger.kernels, alone, sum(ledger.again.values()))
 
 
-def joined(halves: tuple[Half, ...], recompute: Recompute, launch_s: float) -> Sums:
+def joined(halves: tuple[Half, ...], recompute: Recompute, launch_s: float) -> LayerSums:
     """`Blocks.joined` on sums."""
     forward, backward, weight_grad, kernels, alone, again = (sum(column) for column in zip(*halves, strict=True))
     if recompute in ("full", "half"):
         again = forward if recompute == "full" else 0.5 * alone
-    return Sums(
+    return LayerSums(
         max(forward, kernels * launch_s),
         max(backward + again, 2 * kernels * launch_s),
         weight_grad,
@@ -89,7 +89,7 @@ class Quick:
     precision: str = "bf16"
     halves: dict[Any, Half] = field(default_factory=dict)
     shared: dict[Any, Ledger] = field(default_factory=dict)
-    layers: dict[Any, tuple[Sums, ...]] = field(default_factory=dict)
+    layers: dict[Any, tuple[LayerSums, ...]] = field(default_factory=dict)
     bytes_of_layers: dict[Any, LayerBytes] = field(default_factory=dict)
     pipelines: dict[Any, Places] = field(default_factory=dict)
     ways: dict[Any, tuple[float, ...]] = field(default_factory=dict)
@@ -102,7 +102,7 @@ class Quick:
 
     # ---- layers
 
-    def sums(self, mapping: Mapping, *, bound: bool = False) -> tuple[Sums, ...]:
+    def sums(self, mapping: Mapping, *, bound: bool = False) -> tuple[LayerSums, ...]:
         """Seconds of each of `KINDS`; zeros for a kind that the model lacks. `bound`: layers tile by tile by what no plan can beat."""
         f, o = mapping.folding, mapping.overlap
         dense = (f.tp, f.cp, mapping.micro_batch, mapping.splits_backward)
@@ -112,15 +112,15 @@ class Quick:
             self.layers[key] = self._sums(mapping, dense, bound=bound)
         return self.layers[key]
 
-    def _sums(self, mapping: Mapping, dense: tuple[Any, ...], *, bound: bool) -> tuple[Sums, ...]:
+    def _sums(self, mapping: Mapping, dense: tuple[Any, ...], *, bound: bool) -> tuple[LayerSums, ...]:
         blocks = Blocks(self.job, mapping, self.oracle, self.network, bound=bound)
         attention = self._dense_half("attention", dense, blocks)
         out = []
         for kind in KINDS:
             if kind in ("head", "embedding"):
-                out.append(Sums(*self._dense_half(kind, dense, blocks)[:3]))
+                out.append(LayerSums(*self._dense_half(kind, dense, blocks)[:3]))
             elif (kind == "moe" and not self.job.shape.moe_layers) or (kind == "dense" and not _has_dense(self.job)):
-                out.append(Sums(0.0, 0.0, 0.0))
+                out.append(LayerSums(0.0, 0.0, 0.0))
             else:
                 part = self._experts(dense, blocks) if kind == "moe" else (self._dense_half(kind, dense, blocks),)
                 out.append(joined((attention, *part), mapping.recompute, self.oracle.hardware.launch_s))
@@ -228,7 +228,7 @@ class Quick:
         idle: list[tuple[float, float]],
     ) -> float:
         """Exposed data-parallel traffic, and the optimizer, of whoever is latest. `idle`: seconds of each before its first pass and after its last."""
-        replicas, split = Replicas(self.job, mapping, self.network), mapping.splits_backward
+        replicas, split = ReplicaTraffic(self.job, mapping, self.network), mapping.splits_backward
         late, early = [], []
         for ends, content, (forward, backward, weight), (before, after) in zip(
             self._ends(mapping, places, replicas), places.different, totals, idle, strict=True
@@ -245,7 +245,7 @@ class Quick:
             early.append(ends.update + gather - before)
         return max(late) + max(early) + replicas.vote_s
 
-    def _ends(self, mapping: Mapping, places: Places, replicas: Replicas) -> list[StepEnds]:
+    def _ends(self, mapping: Mapping, places: Places, replicas: ReplicaTraffic) -> list[StepEnds]:
         """Of those who hold something else, once for what they depend on."""
         m = mapping
         key = m.folding, m.sharding, m.shard_over_cp, m.holders, m.slots, self._pipeline(m)
@@ -266,7 +266,7 @@ class Quick:
         return mapping.num_microbatches(self.job) * self.work(mapping) / mapping.folding.pp
 
     @staticmethod
-    def _rank(content: StageContent, sums: tuple[Sums, ...]) -> tuple[float, float, float]:
+    def _rank(content: StageContent, sums: tuple[LayerSums, ...]) -> tuple[float, float, float]:
         counts = (content.moe_layers, content.dense_layers, content.head_passes, content.embeds)
         f = b = w = 0.0
         for count, one in zip(counts, sums, strict=True):

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
         RankPasses as RankPasses,
         pass_moments as pass_moments,
     )
-    from phalanx.simulate.step.replicas import Replicas as Replicas
+    from phalanx.simulate.step.replicas import ReplicaTraffic as ReplicaTraffic
     from phalanx.simulate.step.stage_layers import StageContent as StageContent, run_layers as run_layers
     from phalanx.simulate.step.tile_time import TILE_WAYS as TILE_WAYS
     from phalanx.simulate.step.timing import (

@@ -287,7 +287,7 @@ def kept_loss(x: Local) -> list[int]:
 
 
 def owed_layer(x: Local, layer: int) -> list[int]:
-    """`kernels/cpu/later.py`: what the products of a block's weight gradients need, where they are put off: inputs and gradients of outputs."""
+    """`kernels/cpu/deferred.py`: what the products of a block's weight gradients need, where they are put off: inputs and gradients of outputs."""
     s = x.spec
     q, kv = (x.attended * heads * s.head_dim * x.item for heads in (x.heads, x.kv_heads))
     owed = [x.gathered(), q, kv, kv, q, x.gathered()]

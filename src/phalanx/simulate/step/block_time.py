@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from phalanx.simulate.hardware import FP32, NCCL_SMS, Network, Oracle, Span, beside
+from phalanx.simulate.hardware import FP32, NCCL_SMS, GroupSpan, Network, Oracle, beside
 from phalanx.simulate.mapping import Job, Mapping, Shape, core_flops
 from phalanx.simulate.step.fused_time import FusedExperts
 from phalanx.simulate.step.tile_layer import TiledExperts
@@ -23,7 +23,7 @@ from phalanx.simulate.step.tile_time import TILE_WAYS
 COMMUNICATION = ("tp", "cp", "etp", "a2a_inside", "a2a_between")
 
 
-class Product(NamedTuple):
+class ProductTime(NamedTuple):
     """Seconds of a product forward, of its input's gradient, of its weight's gradient: what communication can run beside."""
 
     forward: float
@@ -97,12 +97,14 @@ class Blocks:
         """Bytes of an element."""
         return self.mapping.item_bytes
 
-    def span(self, size: int, stride: int) -> Span:
+    def span(self, size: int, stride: int) -> GroupSpan:
         return self.mapping.span(size, stride, ranks_per_host=self.oracle.hardware.ranks_per_host)
 
     # ---- pieces
 
-    def linear(self, ledger: Ledger, m: float, n: float, k: float, *, kind: str = "gemm", groups: int = 1) -> Product:
+    def linear(
+        self, ledger: Ledger, m: float, n: float, k: float, *, kind: str = "gemm", groups: int = 1
+    ) -> ProductTime:
         """A product with its two gradients."""
         o = self.oracle
         forward, back = o.product(m, n, k, groups=groups), o.product(m, k, n, groups=groups)
@@ -113,7 +115,7 @@ class Blocks:
         if o.eight_bits:  # read bf16, write two orders of bytes: the input forward, the output's gradient backward
             ledger.add("memory", o.memory(4 * m * k), o.memory(4 * m * n))
             ledger.kernels += 1
-        return Product(forward, back, weight)
+        return ProductTime(forward, back, weight)
 
     def kernel(self, ledger: Ledger, num_bytes: float, *, kernels: int = 1, backward: float = 2.0) -> None:
         """A memory-bound kernel; its backward pass moves `backward` times the bytes."""
@@ -121,7 +123,7 @@ class Blocks:
         ledger.add("memory", o.memory(num_bytes, kernels=kernels), o.memory(backward * num_bytes, kernels=kernels))
         ledger.kernels += kernels
 
-    def tensor_parallel(self, ledger: Ledger, first: Product | None, last: Product | None) -> None:
+    def tensor_parallel(self, ledger: Ledger, first: ProductTime | None, last: ProductTime | None) -> None:
         """Gather before the `first` product of a region, scatter behind the `last` (sequence parallel).
 
         Backward the outer gradient is gathered bare; the first product's input is gathered once more beside its input gradient, and that is
@@ -168,7 +170,7 @@ class Blocks:
         self.kernel(out, self.tokens * 3 * self.item * h, backward=0.7)
         return out
 
-    def _latent(self, out: Ledger, full: float) -> Product:
+    def _latent(self, out: Ledger, full: float) -> ProductTime:
         """Projections of multi-head latent attention: the way down is the same on all tensor parallel ranks."""
         s, m, t = self.shape, self.shape.latent, self.mapping.folding.tp
         assert m is not None
@@ -422,7 +424,7 @@ class Blocks:
         """Rows of the table, summed over tensor parallel ranks."""
         out, s = Ledger(), self.shape
         self.kernel(out, self.tokens * self.mapping.folding.tp * s.hidden * 2 * self.item)
-        self.tensor_parallel(out, None, Product(0.0, 0.0, 0.0))
+        self.tensor_parallel(out, None, ProductTime(0.0, 0.0, 0.0))
         return out
 
     def layer(self, index: int) -> Ledger:

@@ -291,11 +291,11 @@ def _front(order: Order) -> tuple[tuple[int, int], ...]:
 def stage_memory(job: Job, mapping: Mapping, *, pipeline_rank: int) -> StageMemory:
     """Memory of the ranks at one place of the pipeline."""
     states = held_states(mapping, pipeline_rank, mapping.num_microbatches(job))
-    place = Place(pipeline_rank, contents(job, mapping)[pipeline_rank], states)
+    place = PipelinePlace(pipeline_rank, contents(job, mapping)[pipeline_rank], states)
     return _memory_at(job, mapping, place, layer_bytes(job, mapping))
 
 
-class Place(NamedTuple):
+class PipelinePlace(NamedTuple):
     """What the ranks at one place of a pipeline hold, and how much of it is in flight."""
 
     pipeline_rank: int
@@ -303,7 +303,7 @@ class Place(NamedTuple):
     states: States
 
 
-def _memory_at(job: Job, mapping: Mapping, place: Place, layer: LayerBytes) -> StageMemory:
+def _memory_at(job: Job, mapping: Mapping, place: PipelinePlace, layer: LayerBytes) -> StageMemory:
     content, item = place.content, mapping.item_bytes
     dense, expert = parameters_of_rank(job, mapping, content)
     own = sum(kept_state(job, mapping, (dense, expert)))
@@ -345,7 +345,7 @@ class Places:
     """The first pipeline rank's, and those of the others that hold something else."""
     ranks: tuple[tuple[int, ...], ...]
     """Pipeline ranks that hold each."""
-    fullest: tuple[Place, ...]
+    fullest: tuple[PipelinePlace, ...]
     """Of ranks that hold the same, those that no other exceeds in what is in flight."""
 
 
@@ -359,7 +359,7 @@ def places_of(job: Job, mapping: Mapping) -> Places:
         rivals = best.setdefault(content, [])
         if not any(_covers(states[other], states[rank]) for other in rivals):
             rivals[:] = [other for other in rivals if not _covers(states[rank], states[other])] + [rank]
-    fullest = tuple(Place(rank, content, states[rank]) for content, ranks in best.items() for rank in ranks)
+    fullest = tuple(PipelinePlace(rank, content, states[rank]) for content, ranks in best.items() for rank in ranks)
     return Places(tuple(best), tuple(map(tuple, ranks.values())), fullest)
 
 

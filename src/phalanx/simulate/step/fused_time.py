@@ -25,9 +25,9 @@ from dataclasses import dataclass
 from phalanx.core.errors import PlanError, Problem
 from phalanx.plan.mapping import Folding
 from phalanx.plan.moe.overlap import FusedLaunch, SecondCost, fused_launch, predicted_s
-from phalanx.simulate.hardware import Hardware, Network, Oracle, Span, distinct
+from phalanx.simulate.hardware import GroupSpan, Hardware, Network, Oracle, distinct
 from phalanx.simulate.mapping import Job, Mapping
-from phalanx.simulate.step.tile_layer import Told
+from phalanx.simulate.step.tile_layer import LedgerEntries
 from phalanx.simulate.step.tile_time import FIRST_KERNELS, ROW_SMS, Direction
 
 PROBLEM_ROWS = 512
@@ -132,8 +132,8 @@ class FusedExperts:
         return self.job.shape.hidden * self.mapping.item_bytes
 
     @property
-    def span(self) -> Span:
-        return Span(self.mapping.folding.ep, 1)
+    def span(self) -> GroupSpan:
+        return GroupSpan(self.mapping.folding.ep, 1)
 
     @property
     def launch(self) -> FusedLaunch:
@@ -188,14 +188,14 @@ class FusedExperts:
         rows, slots = self.tokens * s.top_k * self.mapping.rows_share(self.job), s.experts / self.mapping.folding.ep
         return self.oracle.product(rows, (s.ffn_matrices - 1) * s.expert_ffn, s.hidden, groups=max(1, round(slots)))
 
-    def told(self) -> Told:
+    def told(self) -> LedgerEntries:
         """Everything between the router and the sum over ranks, as entries of a layer's ledger."""
         load = self.mapping.load(self.job)
         calm, full = ([self.one(x, way) for way in ("forward", "backward")] for x in (1.0, load))
         memory, fixed = self.around()
         late = [one.compute_s - other.compute_s for one, other in zip(full, calm, strict=True)]
         exposed = [one.exposed_s + bare for one, bare in zip(full, fixed, strict=True)]
-        return Told(
+        return LedgerEntries(
             seconds={
                 "experts": (calm[0].compute_s, calm[1].compute_s),
                 "imbalance": (late[0], late[1]),

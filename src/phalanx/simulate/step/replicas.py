@@ -21,7 +21,7 @@ VOTE_TRIPS = 6
 
 
 @dataclass(frozen=True)
-class Replicas:
+class ReplicaTraffic:
     """Data-parallel traffic of a mapping. Parameters of a rank are given as (dense, expert)."""
 
     job: Job

@@ -16,10 +16,10 @@ from phalanx.simulate.step.tile_time import (
     ROW_SMS,
     UNITS,
     Direction,
+    ExpertWidths,
     LayerPass,
     Pieces,
     TileLayer,
-    TileShape,
     TileWay,
     layer_passes,
     link_cost,
@@ -32,7 +32,7 @@ Both = tuple[float, float]
 
 
 @dataclass(frozen=True)
-class Told:
+class LedgerEntries:
     """Entries of a ledger."""
 
     seconds: dict[str, Both]
@@ -84,7 +84,7 @@ class TiledExperts:
 
     def pieces(self, layer: TileLayer, shared: Both, direction: Direction) -> Pieces:
         s, f = self.job.shape, self.mapping.folding
-        shape = TileShape(
+        shape = ExpertWidths(
             hidden=s.hidden, ffn=s.expert_ffn / f.etp, matrices=s.ffn_matrices, item=self.mapping.item_bytes
         )
         link = link_cost(
@@ -103,7 +103,7 @@ class TiledExperts:
         free, sms = self.mapping.overlap.left_free, self.oracle.hardware.sms
         return sms / (sms - free) if free and sms is not None else 1.0
 
-    def told(self, shared: Both) -> Told:
+    def told(self, shared: Both) -> LedgerEntries:
         """Everything between the router and the sum over ranks."""
         m, o = self.mapping, self.oracle
         load = m.load(self.job)
@@ -126,7 +126,7 @@ class TiledExperts:
             "memory": (around, around),
             kind: (exposed[0], exposed[1]),
         }
-        return Told(
+        return LedgerEntries(
             seconds=seconds,
             hidden=sum(max(0.0, one.communication_s - one.exposed_s) for one in full),
             weight_grad=full[1].weights_s,

@@ -29,12 +29,12 @@ from phalanx.plan.moe.overlap import (
     FINE,
     MARGIN,
     SERIAL,
+    LayerWork,
     OverlapCost,
     PassTime,
     RankPlan,
-    RankWork,
     Route,
-    Schedule,
+    TileSchedule,
     Traffic,
     WireBytes,
     can_forward,
@@ -49,14 +49,14 @@ from phalanx.plan.moe.overlap import (
     traffic_of,
     wire_bytes,
 )
-from phalanx.simulate.hardware import BF16, Network, Oracle, Span, at, distinct
+from phalanx.simulate.hardware import BF16, GroupSpan, Network, Oracle, at, distinct
 
 __all__ = [
     "TILE_WAYS",
     "LayerPass",
     "Pieces",
     "TileLayer",
-    "TileShape",
+    "ExpertWidths",
     "TileWay",
     "layer_passes",
     "link_cost",
@@ -148,7 +148,7 @@ class LayerPass:
     """Operations of this rank by themselves, the shared expert among them."""
     communication_s: float
     """Its messages on the link, both ways, one after the other."""
-    schedule: Schedule
+    schedule: TileSchedule
     weights_s: float = 0.0
     """Of `compute_s`: gradients of weights."""
     beside_s: float | None = None
@@ -199,7 +199,7 @@ def wire_of(layer: TileLayer, direction: Direction) -> WireBytes:
 
 
 @lru_cache(maxsize=2048)
-def plan_of(layer: TileLayer, schedule: Schedule, direction: Direction, *, has_shared: bool = False) -> RankPlan:
+def plan_of(layer: TileLayer, schedule: TileSchedule, direction: Direction, *, has_shared: bool = False) -> RankPlan:
     """The plan of the group's first rank, as its executor would make it of these counts."""
     return plan_overlap(
         _dispatch(layer),
@@ -242,7 +242,7 @@ def link_cost(
     `taken`: the share of a device that messages take while they move; `left_free`: multiprocessors that products leave to them all along, and which they keep to (`plan/moe/overlap/carve.py`).
     """
     h, n = network.hardware, layer.size
-    span = Span(min(n, layer.ranks_per_host), layer.hosts[-1] + 1)
+    span = GroupSpan(min(n, layer.ranks_per_host), layer.hosts[-1] + 1)
     inside = at(h.inside_bytes_per_s, max(2, span.inside))
     bare = Network(replace(h, measured_links=(), measured_between=()))
     formula = bare.all_to_all(num_bytes, span)
@@ -268,7 +268,7 @@ def link_cost(
 
 
 @dataclass(frozen=True, kw_only=True)
-class TileShape:
+class ExpertWidths:
     """Widths of an expert on a rank."""
 
     hidden: int
@@ -281,7 +281,7 @@ class TileShape:
 def pieces_of(
     oracle: Oracle,
     layer: TileLayer,
-    shape: TileShape,
+    shape: ExpertWidths,
     link: OverlapCost,
     direction: Direction,
     *,
@@ -318,7 +318,7 @@ def pieces_of(
     )
 
 
-def work_on(plan: RankPlan, pieces: Pieces) -> RankWork:
+def work_on(plan: RankPlan, pieces: Pieces) -> LayerWork:
     """What the clock must know of a plan's parts."""
     of_rows = {rows: (first, second) for rows, first, second in pieces.tiles}
     of_slot = dict(pieces.slots)
@@ -345,7 +345,7 @@ def work_on(plan: RankPlan, pieces: Pieces) -> RankWork:
         joint_s[tile.slot] = first + more[0], second + more[1], copies
     parts = parts_of(plan)
     weights = [of_slot[rows] for rows in slot_rows] if plan.direction == "backward" else []
-    return RankWork(
+    return LayerWork(
         rank=plan.rank,
         size=plan.size,
         come=parts.come,
@@ -364,7 +364,7 @@ def work_on(plan: RankPlan, pieces: Pieces) -> RankWork:
 
 
 @lru_cache(maxsize=8192)
-def _clocked(layer: TileLayer, pieces: Pieces, schedule: Schedule, direction: Direction) -> tuple[float, float]:
+def _clocked(layer: TileLayer, pieces: Pieces, schedule: TileSchedule, direction: Direction) -> tuple[float, float]:
     """Seconds on the clock, and of the operations by themselves."""
     plan = plan_of(layer, schedule, direction, has_shared=pieces.shared_s > 0)
     work = work_on(plan, pieces)
@@ -372,7 +372,7 @@ def _clocked(layer: TileLayer, pieces: Pieces, schedule: Schedule, direction: Di
     return seconds_of(plan.ops, work, pieces.link, wire_of(layer, direction)), alone
 
 
-def _pair_s(layer: TileLayer, forward: Pieces, backward: Pieces, schedule: Schedule) -> float:
+def _pair_s(layer: TileLayer, forward: Pieces, backward: Pieces, schedule: TileSchedule) -> float:
     """Seconds of both passes beside one another (`plan/moe/overlap/pair.py`)."""
 
     def of(pieces: Pieces, direction: Direction) -> PassTime:
@@ -383,12 +383,12 @@ def _pair_s(layer: TileLayer, forward: Pieces, backward: Pieces, schedule: Sched
 
 
 @lru_cache(maxsize=4096)
-def _chosen(layer: TileLayer, pieces: Pieces, way: TileWay, backward: Pieces | None = None) -> Schedule:
+def _chosen(layer: TileLayer, pieces: Pieces, way: TileWay, backward: Pieces | None = None) -> TileSchedule:
     """By the forward pass, as a run chooses; with `backward` by the pair of both."""
     if way != "auto":
         return FINE if way == "fine" else SERIAL
 
-    def of(schedule: Schedule) -> float:
+    def of(schedule: TileSchedule) -> float:
         if backward is None:
             return _clocked(layer, pieces, schedule, "forward")[0]
         return _pair_s(layer, pieces, backward, schedule)

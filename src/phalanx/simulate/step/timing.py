@@ -32,7 +32,7 @@ from phalanx.simulate.mapping import (
 from phalanx.simulate.step.block_time import COMMUNICATION, Blocks, Ledger
 from phalanx.simulate.step.bubble import bubble_share, idle_passes, schedule_of
 from phalanx.simulate.step.device_memory import StageMemory, memory_of, parameters_of_rank, usable_bytes
-from phalanx.simulate.step.replicas import Replicas
+from phalanx.simulate.step.replicas import ReplicaTraffic
 from phalanx.simulate.step.stage_layers import contents, layers_of_stages, ranks_of_stages
 
 Ledgers = dict[tuple[str, int], Ledger]
@@ -440,19 +440,19 @@ class _Step:
         """Exposed data-parallel traffic, and the optimizer: of whoever is latest by its schedule's clock or closed form; of the first rank where there is no pipeline, or parameters are sharded, whose traffic is among the passes."""
         if ends is None or self.mapping.sharding == "parameters":
             own, room, layers = self._own(held, 0)
-            replicas = Replicas(self.job, self.mapping, self.network)
+            replicas = ReplicaTraffic(self.job, self.mapping, self.network)
             exposed = replicas.exposed(own, forward=room[0], backward=room[1], layers=layers, passes=self.m)
             return exposed, replicas.optimizer(own, self.oracle) * max(self.slow or (1.0,))
         late, early = [], []
         for rank, mapping in enumerate(self.places):
             own, room, layers = self._own(held, rank)
-            replicas = Replicas(self.job, mapping, self.network)
+            replicas = ReplicaTraffic(self.job, mapping, self.network)
             gather, reduce = replicas.ends(own, forward=room[0], backward=room[1], layers=layers)
             update = replicas.optimizer(own, self.oracle) * max(self.slow or (1.0,))
             late.append(reduce - (max(ends.last) - ends.last[rank]))  # then all ranks know the gradients' norm
             early.append((update + gather - ends.first[rank], max(0.0, gather - ends.first[rank])))
         until_passes, gathering = max(early)
-        vote_s = Replicas(self.job, self.mapping, self.network).vote_s
+        vote_s = ReplicaTraffic(self.job, self.mapping, self.network).vote_s
         return max(late) + gathering + vote_s, until_passes - gathering
 
     def _own(self, held: list[list[Pass]], rank: int) -> tuple[tuple[float, float], list[float], int]:

@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 
 from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, Problem, RunError, nearest, raise_if
-from phalanx.models.families import FAMILIES, Family, Link, families_for, shapes_of
+from phalanx.models.families import FAMILIES, Family, NameLink, families_for, shapes_of
 from phalanx.plan.mapping import ModelSpec, buffers, resolve_model
 from phalanx.runtime.checkpoint import CheckpointManager
 from phalanx.runtime.state import BoxTensor
@@ -49,7 +49,7 @@ class Export:
     family: Family
     step: int
     dtype: torch.dtype
-    shards: tuple[tuple[Link, ...], ...]
+    shards: tuple[tuple[NameLink, ...], ...]
 
     @property
     def writing(self) -> Path:
@@ -60,10 +60,10 @@ class Export:
         count = len(self.shards)
         return SINGLE_FILE if count == 1 else f"model-{shard + 1:05d}-of-{count:05d}.safetensors"
 
-    def type_of(self, link: Link) -> torch.dtype:
+    def type_of(self, link: NameLink) -> torch.dtype:
         return torch.float32 if link.param is None or link.param in self._buffers else self.dtype
 
-    def bytes_of(self, link: Link) -> int:
+    def bytes_of(self, link: NameLink) -> int:
         return link.part.num_elements * self.type_of(link).itemsize
 
     @cached_property
@@ -134,9 +134,9 @@ def _natural(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
-def _shards(plan: Export, links: Sequence[Link], limit: int) -> tuple[tuple[Link, ...], ...]:
+def _shards(plan: Export, links: Sequence[NameLink], limit: int) -> tuple[tuple[NameLink, ...], ...]:
     """Consecutive tensors up to `limit` bytes a file; a larger tensor has a file of its own."""
-    shards: list[list[Link]] = [[]]
+    shards: list[list[NameLink]] = [[]]
     used = 0
     for link in links:
         size = plan.bytes_of(link)
@@ -177,7 +177,7 @@ def write_shards(plan: Export, *, index: int = 0, count: int = 1) -> None:
             save_file(tensors, plan.writing / plan.file_of(number), metadata={"format": "pt"})
 
 
-def _read_shard(plan: Export, manager: CheckpointManager, links: Sequence[Link]) -> dict[str, torch.Tensor]:
+def _read_shard(plan: Export, manager: CheckpointManager, links: Sequence[NameLink]) -> dict[str, torch.Tensor]:
     wide = state_dtype(DTYPES[plan.recipe.train.dtype])
     kinds = {name: "buffer" for name, _ in buffers(plan.spec)}
     logical = shapes_of(plan.spec)

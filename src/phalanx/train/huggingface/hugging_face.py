@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from phalanx.core.errors import CheckpointError, Problem, nearest, raise_if
-from phalanx.models.families import Family, Link, find_family, in_tensor
+from phalanx.models.families import Family, NameLink, find_family, in_tensor
 from phalanx.plan.mapping import ModelSpec
 from phalanx.runtime.state import BoxTensor
 
@@ -49,7 +49,7 @@ class HfCheckpoint:
     family: Family
     spec: ModelSpec
     tensors: Mapping[str, DiskTensor]
-    links: tuple[Link, ...]
+    links: tuple[NameLink, ...]
     ignored: tuple[str, ...]
     """Tensors that say nothing about the model."""
 
@@ -169,7 +169,7 @@ def _other_formats(path: Path) -> str:
 
 
 def _tensor_problems(
-    links: Sequence[Link], tensors: Mapping[str, DiskTensor], extra: Sequence[str], *, complete: bool
+    links: Sequence[NameLink], tensors: Mapping[str, DiskTensor], extra: Sequence[str], *, complete: bool
 ) -> list[Problem]:
     """Missing (unless a missing shard explains it), misshapen and mistyped tensors, and those that the model has no place for."""
     wanted = {link.tensor: link.shape for link in links}
@@ -220,7 +220,7 @@ class BoxReader:
     _stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     def __post_init__(self) -> None:
-        self._by_param: dict[str, list[Link]] = defaultdict(list)
+        self._by_param: dict[str, list[NameLink]] = defaultdict(list)
         for link in self.checkpoint.links:
             self._by_param[str(link.param)].append(link)
 
@@ -239,7 +239,7 @@ class BoxReader:
                 continue
             self._fill(box, self._by_param.get(name, []))
 
-    def _fill(self, box: BoxTensor, links: Sequence[Link]) -> None:
+    def _fill(self, box: BoxTensor, links: Sequence[NameLink]) -> None:
         done = 0
         for link in links:
             shared = link.box.intersection(box.box)

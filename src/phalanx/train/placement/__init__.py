@@ -14,6 +14,6 @@ if TYPE_CHECKING:
         examine as examine,
         take_state as take_state,
     )
-    from phalanx.train.placement.replacing import Replacing as Replacing
+    from phalanx.train.placement.rebalancer import Rebalancer as Rebalancer
 else:
     __getattr__ = lazy(__name__)

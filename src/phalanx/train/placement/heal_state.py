@@ -26,7 +26,7 @@ from phalanx.plan.recovery import (
     HEAL_ID,
     NONE,
     HealPlan,
-    Piece,
+    StatePiece,
     Sums,
     Suspects,
     all_agree,
@@ -65,7 +65,7 @@ class Examined:
     suspects: Suspects
     cut: Mapping[str, Sequence[Box]]
     """Parameter -> the parts that are compared: who holds an element of one holds it whole."""
-    pieces: tuple[Piece, ...]
+    pieces: tuple[StatePiece, ...]
     """All of these, of each kind of state, and the buffers."""
     told: NDArray[np.int64]
     """(members, pieces): checksums of what is to be trusted (`plan.suspects.row_of`)."""
@@ -108,10 +108,12 @@ def examine(plan: HealPlan, *, old: ShardedState | None, everyone: Everyone) -> 
     return Examined(plan=plan.without(suspects.all), suspects=suspects, cut=cut, pieces=pieces, told=told)
 
 
-def pieces_of(plan: HealPlan, cut: Mapping[str, Sequence[Box]]) -> tuple[Piece, ...]:
+def pieces_of(plan: HealPlan, cut: Mapping[str, Sequence[Box]]) -> tuple[StatePiece, ...]:
     """Everything that members compare, in one order."""
-    params = [Piece(f"{kind}/{name}", cell) for kind in STATE_KINDS for name, cells in cut.items() for cell in cells]
-    buffers = [Piece(f"buffer/{m.name}", Box((0,) * len(m.dst.shape), m.dst.shape)) for m in plan.buffers]
+    params = [
+        StatePiece(f"{kind}/{name}", cell) for kind in STATE_KINDS for name, cells in cut.items() for cell in cells
+    ]
+    buffers = [StatePiece(f"buffer/{m.name}", Box((0,) * len(m.dst.shape), m.dst.shape)) for m in plan.buffers]
     return (*params, *buffers)
 
 
@@ -183,16 +185,16 @@ def cut_of(plan: HealPlan) -> dict[str, list[Box]]:
     return {m.name: made[m.src, m.dst] for m in plan.params}
 
 
-def checksums(boxes: Sequence[BoxTensor], *, cut: Mapping[str, Sequence[Box]]) -> dict[Piece, int]:
+def checksums(boxes: Sequence[BoxTensor], *, cut: Mapping[str, Sequence[Box]]) -> dict[StatePiece, int]:
     """CRC-32 of each piece of state: a box of a tensor, or, of a parameter in `cut`, each of its parts, whatever else is held beside it."""
-    out: dict[Piece, int] = {}
+    out: dict[StatePiece, int] = {}
     for held in boxes:
         for cell in cut.get(held.name.split("/", 1)[1], (held.box,)):
             if cell == held.box:
-                out[Piece(held.name, cell)] = _sum(held.tensor)
+                out[StatePiece(held.name, cell)] = _sum(held.tensor)
             elif held.box.contains(cell):
                 inside = cell.shifted([-offset for offset in held.box.offsets])
-                out[Piece(held.name, cell)] = _sum(held.tensor[inside.slices()])
+                out[StatePiece(held.name, cell)] = _sum(held.tensor[inside.slices()])
     return out
 
 

@@ -26,37 +26,37 @@ import torch
 from phalanx.core.config import Recipe
 from phalanx.core.errors import CheckpointError, PlanError, RunError
 from phalanx.core.events import Event, Note
-from phalanx.data import Prepared
+from phalanx.data import PreparedData
 from phalanx.kernels.native import compiled_rows
 from phalanx.observe import Sinks
 from phalanx.plan.mapping import ModelSpec
-from phalanx.plan.recovery import Fact, Healing, HealPlan, Standing, heal_order, read_standing
+from phalanx.plan.recovery import Fact, Healing, HealPlan, StateDescriptor, heal_order, read_standing
 from phalanx.runtime.checkpoint import CheckpointManager, Writer, import_beside
 from phalanx.runtime.comm import (
+    AbortableCall,
     Axis,
     Collectives,
-    Escape,
     Peers,
     StopRequest,
     WorldInfo,
     build_groups,
     with_second_groups,
 )
-from phalanx.runtime.membership import Generation, NoMapping, Report, Resolution, Team, own_host, resolve
+from phalanx.runtime.membership import Generation, GroupEpoch, MemberReport, NoMapping, Resolution, own_host, resolve
 from phalanx.runtime.reshard import hosts_by_name
 from phalanx.runtime.state import ShardedState
 from phalanx.train import (
     DTYPES,
+    Announced,
     Elastic,
     MemoryMeter,
     MoveRecorder,
     Outcome,
-    Progress,
     Rank,
     Recorder,
     RunFolder,
+    RunProgress,
     StepResult,
-    Told,
     Trainer,
     Where,
     make_loader,
@@ -66,11 +66,11 @@ from phalanx.train import (
     name_of_rows,
     resolve_pipeline,
 )
-from phalanx.train.placement import Everyone, Examined, Moved, Replacing, examine, take_state
+from phalanx.train.placement import Everyone, Examined, Moved, Rebalancer, examine, take_state
 from phalanx.train.recovery.fallback import from_disk
+from phalanx.train.recovery.messages import Entry, Telling
 from phalanx.train.recovery.pace import PaceWatch
 from phalanx.train.recovery.rehearsal import rehearse
-from phalanx.train.recovery.tell import Entry, Telling
 from phalanx.train.recovery.watch import MemberWatch, Phase, collective_watch
 
 WAIT_S = 0.5
@@ -83,7 +83,7 @@ class ElasticRun:
 
     recipe: Recipe
     folder: RunFolder
-    prepared: Prepared
+    prepared: PreparedData
     spec: ModelSpec
     healing: Healing
     kept: Recipe | None = None
@@ -110,11 +110,11 @@ class ElasticMember:
         self.flops_per_s = 0.0 if joins else matmul_flops_per_s(DTYPES[self.recipe.train.dtype], self.device)
         self._about = self._describe_process()
         self.trainer: Trainer | None = None
-        self.progress, self.companion = Progress(), Replacing(run.recipe, run.spec)
+        self.progress, self.companion = RunProgress(), Rebalancer(run.recipe, run.spec)
         self.outcome: Outcome | None = None
-        self.place: Standing | None = None
+        self.place: StateDescriptor | None = None
         """Where the state that it holds stands."""
-        self.place_of: dict[str, Standing] = {}
+        self.place_of: dict[str, StateDescriptor] = {}
         """Of the members of the generation that this one has entered, but for those that are idle."""
         self._is_warm = False
         self._may_lack = joins
@@ -125,7 +125,7 @@ class ElasticMember:
         """Of the one that this member has entered; experts may lie elsewhere since."""
         self._waits_for = ""
         self._everyone: Everyone | None = None
-        self._escape: Escape | None = None
+        self._escape: AbortableCall | None = None
         self._idle = self._others_idle = False
         self._telling = Telling(sinks)
         self._pace = PaceWatch(run.recipe, run.healing)
@@ -170,7 +170,7 @@ class ElasticMember:
         about = {"standing": standing, "then": then, "idle": self._idle, "history": self.progress.history}
         return "", {**about, **self._about, "flops_per_s": self.flops_per_s}
 
-    def order(self, generation: Generation, reports: Sequence[Report]) -> Sequence[str]:
+    def order(self, generation: Generation, reports: Sequence[MemberReport]) -> Sequence[str]:
         """Ranks of a new generation, as the plan says that all members make of the reports. For `run_member`.
 
         Raises `PeerError` where they make no mapping, so that the members ask for another generation, until others have come.
@@ -199,7 +199,7 @@ class ElasticMember:
 
     # -- a generation begins
 
-    def enter(self, team: Team, resolution: Resolution) -> None:
+    def enter(self, team: GroupEpoch, resolution: Resolution) -> None:
         plan, begin_s = self._plan, time.perf_counter()
         if plan is None or plan.uids != team.uids:
             raise RunError("a generation was formed without the plan of its ranks")
@@ -230,9 +230,9 @@ class ElasticMember:
             folding=plan.folding.label(), plan=plan.decision, built_s=built_s, moved_s=time.perf_counter() - begin_s, moved=moved
         )  # fmt: skip
 
-    def _connect(self, team: Team) -> Everyone:
+    def _connect(self, team: GroupEpoch) -> Everyone:
         """What all members talk over, those that are idle too."""
-        self._escape = Escape(lambda: team.kicked, keep=team.groups.all)
+        self._escape = AbortableCall(lambda: team.kicked, keep=team.groups.all)
         ranks = tuple(range(team.size))
         return Everyone(
             comms=Collectives(emit=self.sinks, timeout_s=self.recipe.launch.timeout_s, escape=self._escape),
@@ -249,7 +249,9 @@ class ElasticMember:
             self.sinks(Note(level="warning", text=text))
         return found
 
-    def _move_recorder(self, team: Team, found: Examined, everyone: Everyone, *, step: int) -> MoveRecorder | None:
+    def _move_recorder(
+        self, team: GroupEpoch, found: Examined, everyone: Everyone, *, step: int
+    ) -> MoveRecorder | None:
         """For the move of state after `step` steps, where the next one is recorded. Collective."""
         traced = self.recipe.observe.trace_steps
         recorder = Recorder(traced, comms=everyone.comms, peers=everyone.peers, emit=self.sinks)
@@ -257,7 +259,7 @@ class ElasticMember:
         recorder.prepare(step + 1)
         return recorder.moves(step, lambda: heal_order(found.plan, found.suspects.all))
 
-    def _build(self, team: Team, plan: HealPlan) -> Trainer | None:
+    def _build(self, team: GroupEpoch, plan: HealPlan) -> Trainer | None:
         """A trainer for the team, with initial weights as long as the run may begin with them; None where this member is idle. Groups are made by all members,
         in one order."""
         if self.trainer is not None:
@@ -284,7 +286,7 @@ class ElasticMember:
         trainer.reporter.peak_flops_per_s = self._peak(rank.peers, told)
         return trainer
 
-    def _rank(self, team: Team, plan: HealPlan) -> Rank:
+    def _rank(self, team: GroupEpoch, plan: HealPlan) -> Rank:
         """This member as a rank of the mapping."""
         size = plan.folding.world
         reports = team.reports[:size]
@@ -299,10 +301,12 @@ class ElasticMember:
             sinks=self.sinks,
             memory=self.memory,
             lock=None,
-            told=Told(hosts=tuple(r.data["host"] for r in reports), kernels=tuple(r.data["kernels"] for r in reports)),
+            told=Announced(
+                hosts=tuple(r.data["host"] for r in reports), kernels=tuple(r.data["kernels"] for r in reports)
+            ),
         )
 
-    def _manager(self, team: Team, rank: Rank) -> CheckpointManager:
+    def _manager(self, team: GroupEpoch, rank: Rank) -> CheckpointManager:
         """Checkpoints of this generation."""
         config = self.recipe.checkpoint
         manager = CheckpointManager(
@@ -335,7 +339,7 @@ class ElasticMember:
         if self.trainer is not None:
             self.trainer.saving.drop()
         self.trainer, self.place = None, None
-        self.progress, self.companion = Progress(), Replacing(self.recipe, self.run.spec)
+        self.progress, self.companion = RunProgress(), Rebalancer(self.recipe, self.run.spec)
 
     def _adopt(self, trainer: Trainer | None, step: int, plan: HealPlan, *, announce: bool) -> None:
         """From here on the new trainer's state is what this member holds; an idle one keeps what it has, until the others have gone on."""
@@ -462,7 +466,7 @@ class ElasticMember:
         return self.trainer
 
 
-def _groups_of_others(recipe: Recipe, spec: ModelSpec, plan: HealPlan, team: Team) -> None:
+def _groups_of_others(recipe: Recipe, spec: ModelSpec, plan: HealPlan, team: GroupEpoch) -> None:
     """An idle member makes the groups of the mapping too, as all processes must, in the same order."""
     pipeline = resolve_pipeline(recipe, spec, plan.folding)
     team.groups.get(tuple(range(plan.folding.world)), second=True)
@@ -480,7 +484,7 @@ def _groups_of_others(recipe: Recipe, spec: ModelSpec, plan: HealPlan, team: Tea
 # ---- what the members of a generation have reported ------------------------------------------------------------------
 
 
-def facts_of(generation: Generation, reports: Sequence[Report]) -> list[Fact]:
+def facts_of(generation: Generation, reports: Sequence[MemberReport]) -> list[Fact]:
     """What the reports say of the members; who holds a history that was given up has nothing. An idle one that learns only now that a step was committed holds the state before it."""
     machine, found = {member.uid: member.host for member in generation.members}, resolve(reports)
     return [
@@ -494,7 +498,7 @@ def facts_of(generation: Generation, reports: Sequence[Report]) -> list[Fact]:
     ]
 
 
-def _standing_of(report: Report, *, finish: bool) -> Standing | None:
+def _standing_of(report: MemberReport, *, finish: bool) -> StateDescriptor | None:
     """`finish`: the member commits the step that it was in doubt about, before the plan is carried out."""
     if not report.holds or (report.data["idle"] and finish):
         return None

@@ -10,7 +10,7 @@ from phalanx.core.samples import owned
 from phalanx.plan.recovery import (
     Healing,
     HealPlan,
-    Pace,
+    RankPace,
     Streaks,
     Verdict,
     judge,
@@ -55,7 +55,7 @@ class PaceWatch:
             why=verdict.why,
         )
 
-    def _paces(self, result: StepResult, plan: HealPlan) -> list[Pace]:
+    def _paces(self, result: StepResult, plan: HealPlan) -> list[RankPace]:
         t, folding = self.recipe.train, plan.folding
         samples = t.global_batch // t.micro_batch
         shares = [len(owned(samples, owners=folding.replicas, owner=i)) for i in range(folding.replicas)]
@@ -66,6 +66,6 @@ class PaceWatch:
         members = plan.members[: folding.world]
         several = len({fact.machine for fact in plan.members}) > 1
         return [
-            Pace(uid=fact.uid, host=fact.machine if several else fact.uid, seconds=seconds, work=flops)
+            RankPace(uid=fact.uid, host=fact.machine if several else fact.uid, seconds=seconds, work=flops)
             for fact, seconds, flops in zip(members, result.seconds, work, strict=True)
         ]

@@ -18,7 +18,7 @@ import torch
 
 from phalanx.core.config import CheckpointConfig, FoldingConfig, Recipe, ResilienceConfig
 from phalanx.core.processor import this_processor
-from phalanx.data import MicroBatch, Prepared
+from phalanx.data import MicroBatch, PreparedData
 from phalanx.observe import Sinks
 from phalanx.plan.mapping import Folding, ModelSpec, model_problems, plain_placement
 from phalanx.plan.pipeline import plain_pipeline
@@ -44,7 +44,13 @@ VOCABULARY = 4096
 
 
 def rehearse(
-    recipe: Recipe, spec: ModelSpec, folding: Folding, *, prepared: Prepared, device: torch.device, folder: RunFolder
+    recipe: Recipe,
+    spec: ModelSpec,
+    folding: Folding,
+    *,
+    prepared: PreparedData,
+    device: torch.device,
+    folder: RunFolder,
 ) -> None:
     """Meet the shapes of the run's products on `folding`, and make a step of one micro-batch with a small model of `spec`'s widths. Needs nobody.
 
@@ -76,7 +82,7 @@ def rehearse(
     gc.collect()
 
 
-def _step(rank: Rank, spec: ModelSpec, prepared: Prepared) -> None:
+def _step(rank: Rank, spec: ModelSpec, prepared: PreparedData) -> None:
     placement = plain_placement(spec.num_experts, ALONE)
     parts = make_parts(rank, spec, ALONE, plain_pipeline(spec, pp=1), warm=False, placement=placement)
     micros = [_within(m, spec.vocab) for m in make_loader(rank.recipe, prepared).microbatches(0)]

@@ -29,7 +29,7 @@ from phalanx.core.errors import ConfigError, RunError, raise_if
 from phalanx.core.events import Emit, Event, Note, RunEnded
 from phalanx.core.recipe import dump_recipe
 from phalanx.core.service_address import parse_service
-from phalanx.data import Prepared, prepare
+from phalanx.data import PreparedData, prepare
 from phalanx.observe import JsonlSink, PreparationProgress, Sinks, open_sinks, print_summary, wants_live
 from phalanx.plan.mapping import Folding
 from phalanx.plan.recovery import heal_problems, healing_of, wanted_ranks
@@ -45,10 +45,10 @@ from phalanx.runtime.comm import (
 )
 from phalanx.runtime.membership import (
     MemberMain,
-    Seat,
     SeatSettings,
     Supervisor,
     SupervisorSettings,
+    WorkerAgent,
     expect_service,
     run_at,
     run_member,
@@ -179,7 +179,7 @@ def prepare_run(recipe: Recipe, folder: RunFolder, *, kept: Recipe | None = None
     return ElasticRun(recipe=recipe, folder=folder, prepared=prepared, spec=spec, healing=healing, kept=kept)
 
 
-def _prepare_text(recipe: Recipe, folder: RunFolder) -> Prepared:
+def _prepare_text(recipe: Recipe, folder: RunFolder) -> PreparedData:
     newest = folder.checkpoints.newest() if recipe.checkpoint.step is None else recipe.checkpoint.step
     known = None
     if newest is not None and newest in folder.checkpoints.steps():
@@ -190,7 +190,7 @@ def _prepare_text(recipe: Recipe, folder: RunFolder) -> Prepared:
         return prepare(recipe.data, progress=bar, resume=None if known is None else str(known))
 
 
-def work(run: ElasticRun, seat: Seat, *, threads: int, first: int = 0, watch: Watch | None = None) -> int:
+def work(run: ElasticRun, seat: WorkerAgent, *, threads: int, first: int = 0, watch: Watch | None = None) -> int:
     """One worker, in its own process; returns its exit code. Its log has the number `first` + slot, and number 0 is the one that a person watches."""
     recipe, begin_s = run.recipe, time.monotonic()
     torch.set_num_threads(threads)

@@ -26,7 +26,11 @@ if TYPE_CHECKING:
         fit as fit,
     )
     from phalanx.plan.moe.overlap.clock import seconds_of as seconds_of
-    from phalanx.plan.moe.overlap.cost import LayerShape as LayerShape, OverlapCost as OverlapCost, RankWork as RankWork
+    from phalanx.plan.moe.overlap.cost import (
+        LayerShape as LayerShape,
+        LayerWork as LayerWork,
+        OverlapCost as OverlapCost,
+    )
     from phalanx.plan.moe.overlap.device import (
         EMPTY as EMPTY,
         SecondCost as SecondCost,
@@ -58,7 +62,12 @@ if TYPE_CHECKING:
         tile_sizes as tile_sizes,
         tiles_of as tiles_of,
     )
-    from phalanx.plan.moe.overlap.rounds import Leg as Leg, LegKind as LegKind, Round as Round, rounds_of as rounds_of
+    from phalanx.plan.moe.overlap.rounds import (
+        MessageEnd as MessageEnd,
+        MessageKind as MessageKind,
+        Round as Round,
+        rounds_of as rounds_of,
+    )
     from phalanx.plan.moe.overlap.settings import (
         CANDIDATES as CANDIDATES,
         FINE as FINE,
@@ -71,10 +80,10 @@ if TYPE_CHECKING:
     )
     from phalanx.plan.moe.overlap.types import (
         ALL as ALL,
-        Op as Op,
         RankPlan as RankPlan,
-        Schedule as Schedule,
         Tile as Tile,
+        TileOp as TileOp,
+        TileSchedule as TileSchedule,
     )
 else:
     __getattr__ = lazy(__name__)

@@ -22,7 +22,7 @@ from functools import cache
 from typing import Literal
 
 from phalanx.core.errors import PlanError, Problem, raise_if
-from phalanx.plan.moe.overlap.types import Schedule
+from phalanx.plan.moe.overlap.types import TileSchedule
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class LayerCuts:
     not_weights_by_source: str
     """Gradients of weights of one source's rows before all are there."""
 
-    def problems(self, schedule: Schedule) -> list[Problem]:
+    def problems(self, schedule: TileSchedule) -> list[Problem]:
         """Why a schedule cannot be: each cut that it makes and the layer does not allow."""
         wishes = (
             ("order", schedule.order, schedule.order != "serial" or schedule.seed is not None, self.not_sources),

@@ -1,7 +1,7 @@
 """What batches of a layer have in common: counts in coarse steps, and one batch that stands for all that have the same.
 
 Decides for which batch `choose.py` chooses. Must never change: the batch that stands for others is a function of the coarse counts alone, never of the batch at hand, so that ranks
-that see batches in different orders (two passes beside one another, `runtime/moe/pair.py`) choose the same for each.
+that see batches in different orders (two passes beside one another, `runtime/moe/co_schedule.py`) choose the same for each.
 
 Coarse are the rows between a source and an ep coordinate, in steps; the slots that they are for; the slots of a rank with at least twice its mean load, in powers of two; all rows together and
 all bytes, to `BITS` binary digits. What comes back has, but for a few bytes of weights, the size of what went.

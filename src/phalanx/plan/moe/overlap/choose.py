@@ -24,7 +24,7 @@ from phalanx.plan.moe import DispatchPlan
 from phalanx.plan.moe.overlap.batches import About, about, typical
 from phalanx.plan.moe.overlap.bytes import WireBytes
 from phalanx.plan.moe.overlap.clock import seconds_of
-from phalanx.plan.moe.overlap.cost import Joint, LayerShape, OverlapCost, RankWork, TileTimes
+from phalanx.plan.moe.overlap.cost import Joint, LayerShape, LayerWork, OverlapCost, TileTimes
 from phalanx.plan.moe.overlap.hosts import members, message_parts, relay_parts
 from phalanx.plan.moe.overlap.order import Parts, forward_order, schedule_problems, with_weights
 from phalanx.plan.moe.overlap.pair import PassTime, pair_s, pass_time
@@ -39,12 +39,12 @@ from phalanx.plan.moe.overlap.plan import (
     slot_orders,
     slots_of,
 )
-from phalanx.plan.moe.overlap.types import Op, Schedule
+from phalanx.plan.moe.overlap.types import TileOp, TileSchedule
 
 __all__ = [
     "MARGIN",
     "SERIAL",
-    "Choice",
+    "ScheduleChoice",
     "Chooser",
     "Fit",
     "LayerSample",
@@ -54,7 +54,7 @@ __all__ = [
     "fit",
 ]
 
-SERIAL = Schedule()
+SERIAL = TileSchedule()
 MARGIN = 0.03
 """The share of the serial time that a schedule must save to be taken."""
 HOT_MARGIN = 0.005
@@ -63,11 +63,11 @@ Direction = Literal["forward", "backward"]
 
 
 @dataclass(frozen=True)
-class Choice:
+class ScheduleChoice:
     """Predicted seconds of all candidates, serial among them, and the one to take."""
 
-    schedule: Schedule
-    seconds: tuple[tuple[Schedule, float], ...]
+    schedule: TileSchedule
+    seconds: tuple[tuple[TileSchedule, float], ...]
     """Of one pass; where passes run beside one another, of a forward and a backward pass together."""
     alone_s: float
     """Of one pass by the chosen schedule, with no other beside it."""
@@ -120,7 +120,7 @@ class _Layer:
         self.is_far = tuple(host != hosts[self.rank] for host in hosts)
         self._tiles: dict[tuple[bool, bool], _Tiles] = {}
 
-    def tiles(self, schedule: Schedule, *, through_hosts: bool) -> _Tiles:
+    def tiles(self, schedule: TileSchedule, *, through_hosts: bool) -> _Tiles:
         """In the order of the slots, or the most loaded first."""
         key = schedule.hot_first, through_hosts
         if key not in self._tiles:
@@ -136,15 +136,15 @@ class _Layer:
             self._tiles[key] = _Tiles(come, go, slots, order, times)
         return self._tiles[key]
 
-    def seconds(self, schedule: Schedule, wire: WireBytes) -> float:
+    def seconds(self, schedule: TileSchedule, wire: WireBytes) -> float:
         ops, work = self._operations(schedule, wire)
         return seconds_of(ops, work, self.cost, wire)
 
-    def time(self, schedule: Schedule, wire: WireBytes) -> PassTime:
+    def time(self, schedule: TileSchedule, wire: WireBytes) -> PassTime:
         """What a pass beside it must know of this one."""
         return pass_time(*self._operations(schedule, wire), self.cost, wire)
 
-    def _operations(self, schedule: Schedule, wire: WireBytes) -> tuple[Sequence[Op], RankWork]:
+    def _operations(self, schedule: TileSchedule, wire: WireBytes) -> tuple[Sequence[TileOp], LayerWork]:
         tiles = self.tiles(schedule, through_hosts=wire.legs is not None)
         ends = [ends_of_sizes(sizes, schedule.parts) for sizes in tiles.come]
         go_ends = [len(ends_of_sizes(sizes, schedule.parts)) for sizes in tiles.go]
@@ -179,7 +179,7 @@ class _Passes:
     def __init__(self, forward: _Layer, backward: _Layer, *, paired: float) -> None:
         self.forward, self.backward, self.paired = forward, backward, paired
 
-    def seconds(self, schedule: Schedule, wire: WireBytes) -> float:
+    def seconds(self, schedule: TileSchedule, wire: WireBytes) -> float:
         """Of a forward and a backward pass, in the mean."""
         times = self.forward.time(schedule, wire), self.backward.time(schedule, wire)
         apart_s = times[0].alone_s + times[1].alone_s
@@ -190,7 +190,7 @@ def compare(
     dispatch: DispatchPlan,
     shape: LayerShape,
     cost: OverlapCost,
-    candidates: Sequence[Schedule],
+    candidates: Sequence[TileSchedule],
     *,
     wire: WireBytes,
     tile_rows: int,
@@ -198,7 +198,7 @@ def compare(
     host_of_rank: Sequence[int] | None = None,
     margin: float = MARGIN,
     paired: float = 0.0,
-) -> Choice:
+) -> ScheduleChoice:
     """Predicted seconds of serial and of each candidate for one batch, and the choice.
 
     `paired`: the share of forward passes that run beside a backward pass (`pair.py`); above 0 schedules are compared by the mean of a forward and a backward pass together.
@@ -227,7 +227,7 @@ def compare(
         if with_hot[1] < (1 - HOT_MARGIN) * least:
             best, least = with_hot
     chosen = best if least < (1 - margin) * seconds[0][1] else SERIAL
-    return Choice(chosen, seconds, layer.seconds(chosen, wire) if paired else dict(seconds)[chosen])
+    return ScheduleChoice(chosen, seconds, layer.seconds(chosen, wire) if paired else dict(seconds)[chosen])
 
 
 class Chooser:
@@ -241,7 +241,7 @@ class Chooser:
         self,
         shape: LayerShape,
         cost: OverlapCost,
-        candidates: Sequence[Schedule],
+        candidates: Sequence[TileSchedule],
         *,
         tile_rows: int,
         direction: Direction = "forward",
@@ -254,14 +254,14 @@ class Chooser:
         self.shape, self.cost, self.candidates = shape, cost, tuple(candidates)
         self.tile_rows, self.direction, self.hosts, self.margin = tile_rows, direction, host_of_rank, margin
         self.paired, self.step, self.most = paired, step, most
-        self._found: dict[About, Choice] = {}
+        self._found: dict[About, ScheduleChoice] = {}
         self.num_computed = 0
 
-    def __call__(self, dispatch: DispatchPlan, wire: WireBytes) -> Schedule:
+    def __call__(self, dispatch: DispatchPlan, wire: WireBytes) -> TileSchedule:
         """The schedule for a batch."""
         return self.choice(dispatch, wire).schedule
 
-    def choice(self, dispatch: DispatchPlan, wire: WireBytes) -> Choice:
+    def choice(self, dispatch: DispatchPlan, wire: WireBytes) -> ScheduleChoice:
         """For a batch. The same for all whose counts are about equal, whichever of them comes first."""
         key = about(dispatch, wire, step=self.step * self.tile_rows)
         if key not in self._found:
@@ -310,7 +310,7 @@ class LayerSample:
 
     dispatch: DispatchPlan
     shape: LayerShape
-    schedule: Schedule
+    schedule: TileSchedule
     wire: WireBytes
     tile_rows: int
     seconds: float

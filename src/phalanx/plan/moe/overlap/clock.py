@@ -16,11 +16,11 @@ import numpy as np
 
 from phalanx.plan.moe import Ints
 from phalanx.plan.moe.overlap.bytes import WireBytes
-from phalanx.plan.moe.overlap.cost import OverlapCost, RankWork
-from phalanx.plan.moe.overlap.types import Op
+from phalanx.plan.moe.overlap.cost import LayerWork, OverlapCost
+from phalanx.plan.moe.overlap.types import TileOp
 
 
-def seconds_of(ops: Sequence[Op], work: RankWork, cost: OverlapCost, wire: WireBytes) -> float:
+def seconds_of(ops: Sequence[TileOp], work: LayerWork, cost: OverlapCost, wire: WireBytes) -> float:
     """Seconds of one rank's operations if all ranks are as busy as it."""
     clock, at = RankClock(work, cost, wire), 0.0
     for op in ops:
@@ -31,7 +31,7 @@ def seconds_of(ops: Sequence[Op], work: RankWork, cost: OverlapCost, wire: WireB
 class RankClock:
     """The clock of one rank whose peers do what it does when it does."""
 
-    def __init__(self, work: RankWork, cost: OverlapCost, wire: WireBytes) -> None:
+    def __init__(self, work: LayerWork, cost: OverlapCost, wire: WireBytes) -> None:
         self.work, self.cost, self.wire = work, cost, wire
         rank, per_byte = work.rank, 1 / cost.bytes_per_s
         leaving = wire.leaving_PP
@@ -66,7 +66,7 @@ class RankClock:
             for part in range(work.come[p])
         }
 
-    def after(self, op: Op, at: float) -> tuple[float, float]:
+    def after(self, op: TileOp, at: float) -> tuple[float, float]:
         """When an operation ends that begins at `at`, and the seconds of the message that it waited for, by itself."""
         kind, peer, part, work, latency_s = op.kind, op.peer, op.part, self.work, self.cost.latency_s
         if kind == "wait" and not self.is_far[peer]:
@@ -88,7 +88,7 @@ class RankClock:
             start = max([at, *(end for (k, block), end in self.sums.items() if k <= part and block == op.block)])
         return self._compute(op, start), 0.0
 
-    def _compute(self, op: Op, at: float) -> float:
+    def _compute(self, op: TileOp, at: float) -> float:
         """The operation itself, and what it posts."""
         busy_until = max(self.out_free, self.came_until)
         seconds, work = self.work.seconds(op, self.cost), self.work
@@ -121,7 +121,7 @@ class RankClock:
         return self.out_free + self.cost.latency_s
 
 
-def _arrivals(work: RankWork, cost: OverlapCost, leaving_PP: Ints) -> tuple[dict[tuple[int, int], float], float]:
+def _arrivals(work: LayerWork, cost: OverlapCost, leaving_PP: Ints) -> tuple[dict[tuple[int, int], float], float]:
     """When each (source, part) is there, and when the last is: every source sends part by part, round the ring from its next rank on."""
     rank, size = work.rank, work.size
     shares = list(work.share)

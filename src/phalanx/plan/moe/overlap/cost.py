@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.plan.moe.overlap.plan import parts_of
-from phalanx.plan.moe.overlap.types import Op, RankPlan, Tile
+from phalanx.plan.moe.overlap.types import RankPlan, Tile, TileOp
 
-__all__ = ["LayerShape", "OverlapCost", "RankWork", "TileTimes", "work_of"]
+__all__ = ["LayerShape", "OverlapCost", "LayerWork", "TileTimes", "work_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +114,7 @@ class OverlapCost:
 
 
 @dataclass(frozen=True)
-class RankWork:
+class LayerWork:
     """What a rank has to do, by part: all that a clock must know besides the order."""
 
     rank: int
@@ -140,7 +140,7 @@ class RankWork:
     joint_s: Mapping[int, tuple[float, float, float]] = field(default_factory=dict)
     """By joint slot: first product, second product of all blocks, copies."""
 
-    def seconds(self, op: Op, cost: OverlapCost) -> float:
+    def seconds(self, op: TileOp, cost: OverlapCost) -> float:
         """Of one operation by itself."""
         kind, p, part = op.kind, op.peer, op.part
         if kind == "first":
@@ -159,7 +159,7 @@ class RankWork:
         return cost.op_s + (self.shared_s if kind == "shared" else 0.0)
 
 
-def work_of(plan: RankPlan, shape: LayerShape, cost: OverlapCost) -> RankWork:
+def work_of(plan: RankPlan, shape: LayerShape, cost: OverlapCost) -> LayerWork:
     """The work of a plan's parts on a machine."""
     sizes = [[tile.rows for tile in tiles] for tiles in plan.tiles]
     slots = [[tile.slot for tile in tiles] for tiles in plan.tiles]
@@ -236,7 +236,7 @@ class TileTimes:
         blocks: int,
         *,
         relay: tuple[int, ...] = (),
-    ) -> RankWork:
+    ) -> LayerWork:
         share, first_s, second_s, copy_s, sum_s = [], [], [], [], []
         for rows, alone, flop_s, of_source in zip(self.ends_of_tiles, self.alone, self.flop_s, ends, strict=True):
             cuts = [*pairwise((0, *of_source))]
@@ -246,7 +246,7 @@ class TileTimes:
             copy_s.append([(alone[b] - alone[a]) * self.copy_s for a, b in cuts])
             sum_s.append([(rows[b] - rows[a]) * self.copy_s for a, b in cuts])
         come = tuple(map(len, ends))
-        return RankWork(
+        return LayerWork(
             rank=rank,
             size=len(come),
             come=come,

@@ -1,6 +1,6 @@
 """In which order one rank carries out the operations of one MoE layer.
 
-Decides the order from a `Schedule` and from how many parts each rank has for each other, nothing else. Every order here keeps three promises, which
+Decides the order from a `TileSchedule` and from how many parts each rank has for each other, nothing else. Every order here keeps three promises, which
 `check.py` tests without this file:
 
 - what an operation needs stands before it in the same list, or is sent by a rank that never waits for it first;
@@ -30,7 +30,7 @@ from typing import get_args
 import numpy as np
 
 from phalanx.core.errors import Problem
-from phalanx.plan.moe.overlap.types import Op, Order, Schedule
+from phalanx.plan.moe.overlap.types import Order, TileOp, TileSchedule
 
 NONE = -1
 """In place of a part: no rows."""
@@ -76,10 +76,10 @@ class Parts:
     def size(self) -> int:
         return len(self.come)
 
-    def to_send(self) -> list[Op]:
+    def to_send(self) -> list[TileOp]:
         """Part by part, in ring order from the next rank on."""
         ring = [(self.rank + step) % self.size for step in range(1, self.size)]
-        return [Op("send", p, part) for part in range(max(self.go)) for p in ring if part < self.go[p]]
+        return [TileOp("send", p, part) for part in range(max(self.go)) for p in ring if part < self.go[p]]
 
     def arriving(self) -> list[tuple[int, int]]:
         """(source, part) of the others, in the order in which they are expected."""
@@ -102,7 +102,7 @@ class Parts:
         return sorted(found, key=lambda pp: (self.is_far[pp[0]], pp[1], sign * (pp[0] - self.rank) % self.size))
 
 
-def schedule_problems(schedule: Schedule) -> list[Problem]:
+def schedule_problems(schedule: TileSchedule) -> list[Problem]:
     """What is wrong with a schedule by itself."""
     problems = []
     for name in ("parts", "blocks"):
@@ -124,12 +124,12 @@ def schedule_problems(schedule: Schedule) -> list[Problem]:
 
 
 @lru_cache(maxsize=64)
-def forward_order(schedule: Schedule, parts: Parts, *, has_shared: bool) -> tuple[Op, ...]:
+def forward_order(schedule: TileSchedule, parts: Parts, *, has_shared: bool) -> tuple[TileOp, ...]:
     """All operations of the forward pass; `shared` among them if there is something to compute in a gap.
 
     Remembered: from batch to batch rows change, and how many parts there are hardly ever does.
     """
-    shared = [Op("shared")] if has_shared else []
+    shared = [TileOp("shared")] if has_shared else []
     if schedule.seed is not None:
         return _drawn([*_serial(parts, shared)], parts, seed=(schedule.seed, parts.rank))
     if schedule.order == "serial":
@@ -138,12 +138,12 @@ def forward_order(schedule: Schedule, parts: Parts, *, has_shared: bool) -> tupl
     return tuple(_overlapped(parts, shared, own_first=schedule.order == "own_first", before=before))
 
 
-def with_weights(ops: Sequence[Op], parts: Parts, *, schedule: Schedule) -> tuple[Op, ...]:
+def with_weights(ops: Sequence[TileOp], parts: Parts, *, schedule: TileSchedule) -> tuple[TileOp, ...]:
     """The backward list: the forward one with the gradients of all local slots' weights.
 
     They need all rows of their slot. With overlap they run while the last results travel, in serial order before anything goes back.
     """
-    weights = [Op("weights", part=slot) for slot in range(parts.num_slots)]
+    weights = [TileOp("weights", part=slot) for slot in range(parts.num_slots)]
     if schedule.seed is not None:
         return _drawn([*ops[:-1], *weights, ops[-1]], parts, seed=(schedule.seed, parts.rank, 1))
     stop = ("return",) if schedule.order == "serial" else ("shared", "wait_return")
@@ -151,36 +151,36 @@ def with_weights(ops: Sequence[Op], parts: Parts, *, schedule: Schedule) -> tupl
     return (*ops[:at], *weights, *ops[at:])
 
 
-def _serial(parts: Parts, shared: Iterable[Op]) -> list[Op]:
+def _serial(parts: Parts, shared: Iterable[TileOp]) -> list[TileOp]:
     """Each phase after the other, as a system without overlap does it; the shared expert hides nothing."""
     here = [*parts.own(), *parts.arriving()]
     cells = [(p, part, block) for p, part in here for block in range(parts.blocks)]
     return [
         *parts.to_send(),
-        *(Op("relay", *part) for part in parts.relaying()),
-        *(Op("wait", p, part) for p, part in here if p != parts.rank),
-        *(Op("first", p, part) for p, part in here),
-        *(Op("first_all", part=joint.slot) for joint in parts.joint),
-        *(Op("second", *cell) for cell in cells),
-        *(Op("second_all", part=joint.slot, block=block) for joint in parts.joint for block in range(parts.blocks)),
-        *(Op("return", *cell) for cell in cells),
+        *(TileOp("relay", *part) for part in parts.relaying()),
+        *(TileOp("wait", p, part) for p, part in here if p != parts.rank),
+        *(TileOp("first", p, part) for p, part in here),
+        *(TileOp("first_all", part=joint.slot) for joint in parts.joint),
+        *(TileOp("second", *cell) for cell in cells),
+        *(TileOp("second_all", part=joint.slot, block=block) for joint in parts.joint for block in range(parts.blocks)),
+        *(TileOp("return", *cell) for cell in cells),
         *_merges(parts),
         *_wait_returns(parts),
         *shared,
-        Op("sum"),
+        TileOp("sum"),
     ]
 
 
-def _overlapped(parts: Parts, shared: Iterable[Op], *, own_first: bool, before: float) -> list[Op]:
+def _overlapped(parts: Parts, shared: Iterable[TileOp], *, own_first: bool, before: float) -> list[TileOp]:
     """Own rows while others travel; each part that came goes back at once; what is left of the own rows while results travel."""
     own, way = parts.own(), _Way(parts)
     early = int(before * len(own) + 0.5)
     ops = way.ops
-    ops += [*parts.to_send(), *(Op("first", *part) for part in own[:early])]
+    ops += [*parts.to_send(), *(TileOp("first", *part) for part in own[:early])]
     way.come()
     if own_first:
         way.back(own)
-    relays, merges = [Op("relay", *part) for part in parts.relaying()], _merges(parts)
+    relays, merges = [TileOp("relay", *part) for part in parts.relaying()], _merges(parts)
     for part in parts.arriving():
         if parts.is_far[part[0]]:  # what others wait for comes before own rows of the same number
             now, relays = _up_to(part[1], relays)
@@ -188,7 +188,7 @@ def _overlapped(parts: Parts, shared: Iterable[Op], *, own_first: bool, before: 
             if not relays:
                 now, merges = _up_to(part[1] - 1, merges)
                 ops += now
-        ops += [Op("wait", *part), Op("first", *part)]
+        ops += [TileOp("wait", *part), TileOp("first", *part)]
         way.back([part])
         way.come(part)
     ops += relays
@@ -197,16 +197,16 @@ def _overlapped(parts: Parts, shared: Iterable[Op], *, own_first: bool, before: 
     ops += merges
     if not own_first:
         for part in own[early:]:
-            ops.append(Op("first", *part))
+            ops.append(TileOp("first", *part))
             way.back([part])
-    return [*ops, *shared, *_wait_returns(parts), Op("sum")]
+    return [*ops, *shared, *_wait_returns(parts), TileOp("sum")]
 
 
 class _Way:
     """A list that grows: products of joint slots as soon as their rows are there, and results that go back as soon as they are complete."""
 
     def __init__(self, parts: Parts) -> None:
-        self.parts, self.ops = parts, list[Op]()
+        self.parts, self.ops = parts, list[TileOp]()
         self.missing = [(joint, set(joint.needs()) - {*parts.own()}) for joint in parts.joint]
         """Joint slots that have not been multiplied, and the (source, part) that have not come of them."""
         self.late: dict[tuple[int, int], int] = {}
@@ -219,9 +219,9 @@ class _Way:
             if waits:
                 self.late[part] = waits
             for block in range(self.parts.blocks):
-                self.ops.append(Op("second", *part, block))
+                self.ops.append(TileOp("second", *part, block))
                 if not waits:
-                    self.ops.append(Op("return", *part, block))
+                    self.ops.append(TileOp("return", *part, block))
 
     def come(self, part: tuple[int, int] | None = None) -> None:
         """A part has come: both products of joint slots of which all rows are there, and what goes back with them."""
@@ -229,10 +229,10 @@ class _Way:
             missing.discard(part or (NONE, NONE))
         for joint in [joint for joint, missing in self.missing if not missing]:
             complete = self._without(joint)
-            self.ops.append(Op("first_all", part=joint.slot))
+            self.ops.append(TileOp("first_all", part=joint.slot))
             for block in range(self.parts.blocks):
-                self.ops.append(Op("second_all", part=joint.slot, block=block))
-                self.ops += [Op("return", *back, block) for back in complete]
+                self.ops.append(TileOp("second_all", part=joint.slot, block=block))
+                self.ops += [TileOp("return", *back, block) for back in complete]
         self.missing = [(joint, missing) for joint, missing in self.missing if missing]
 
     def _without(self, joint: JointSlot) -> list[tuple[int, int]]:
@@ -245,26 +245,26 @@ class _Way:
         return complete
 
 
-def _up_to(part: int, ops: Sequence[Op]) -> tuple[list[Op], list[Op]]:
+def _up_to(part: int, ops: Sequence[TileOp]) -> tuple[list[TileOp], list[TileOp]]:
     """Those of parts up to `part`, and the others."""
     return [op for op in ops if op.part <= part], [op for op in ops if op.part > part]
 
 
-def _merges(parts: Parts) -> list[Op]:
-    return [Op("merge", p, part, block) for p, part in parts.relaying() for block in range(parts.blocks)]
+def _merges(parts: Parts) -> list[TileOp]:
+    return [TileOp("merge", p, part, block) for p, part in parts.relaying() for block in range(parts.blocks)]
 
 
-def _wait_returns(parts: Parts) -> list[Op]:
-    return [Op("wait_return", p, part, block) for p, part in parts.returning() for block in range(parts.blocks)]
+def _wait_returns(parts: Parts) -> list[TileOp]:
+    return [TileOp("wait_return", p, part, block) for p, part in parts.returning() for block in range(parts.blocks)]
 
 
-def _needs(ops: Sequence[Op], parts: Parts) -> list[list[int]]:
+def _needs(ops: Sequence[TileOp], parts: Parts) -> list[list[int]]:
     """Of each operation the places in `ops` of what must stand before it; `sum` is not among them."""
     place = {(op.kind, op.peer, op.part, op.block): at for at, op in enumerate(ops)}
     kinds = ("send", "return", "first", "first_all", "relay", "merge")
     all_of = {kind: [at for at, op in enumerate(ops) if op.kind == kind] for kind in kinds}
 
-    def needs(op: Op) -> list[int]:
+    def needs(op: TileOp) -> list[int]:
         p, earlier = op.peer, range(op.part + 1)
         if op.kind == "send":
             return [place["send", p, op.part - 1, -1]] if op.part else []
@@ -301,7 +301,7 @@ def _needs(ops: Sequence[Op], parts: Parts) -> list[list[int]]:
     return [needs(op) for op in ops]
 
 
-def _drawn(ops: Sequence[Op], parts: Parts, *, seed: Sequence[int]) -> tuple[Op, ...]:
+def _drawn(ops: Sequence[TileOp], parts: Parts, *, seed: Sequence[int]) -> tuple[TileOp, ...]:
     """Any legal order, drawn: of what could come next, each is as likely as the other. `sum` comes last."""
     rng = np.random.default_rng(seed)
     *ops, last = ops  # the last is sum

@@ -22,8 +22,8 @@ import numpy as np
 
 from phalanx.plan.moe.overlap.bytes import WireBytes
 from phalanx.plan.moe.overlap.clock import seconds_of
-from phalanx.plan.moe.overlap.cost import OverlapCost, RankWork
-from phalanx.plan.moe.overlap.types import Op
+from phalanx.plan.moe.overlap.cost import LayerWork, OverlapCost
+from phalanx.plan.moe.overlap.types import TileOp
 from phalanx.plan.pipeline import Pair, Schedule
 
 __all__ = ["PassTime", "link_s", "pair_s", "paired_share", "pass_time"]
@@ -43,7 +43,7 @@ class PassTime:
     """Of its bytes."""
 
 
-def pass_time(ops: Sequence[Op], work: RankWork, cost: OverlapCost, wire: WireBytes) -> PassTime:
+def pass_time(ops: Sequence[TileOp], work: LayerWork, cost: OverlapCost, wire: WireBytes) -> PassTime:
     """Of the operations of a rank whose peers are as busy as it."""
     computing_s = sum(work.seconds(op, cost) for op in ops if op.kind not in _NO_COMPUTING)
     return PassTime(seconds_of(ops, work, cost, wire), computing_s, link_s(work.rank, cost, wire))

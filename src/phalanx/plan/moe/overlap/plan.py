@@ -26,7 +26,7 @@ from phalanx.plan.moe import DispatchPlan
 from phalanx.plan.moe.overlap.axis import BACKWARD, FORWARD, Layer, cuts_of
 from phalanx.plan.moe.overlap.hosts import message_parts, relay_parts
 from phalanx.plan.moe.overlap.order import NONE, JointSlot, Parts, forward_order, schedule_problems, with_weights
-from phalanx.plan.moe.overlap.types import ALL, RankPlan, Schedule, Tile
+from phalanx.plan.moe.overlap.types import ALL, RankPlan, Tile, TileSchedule
 
 __all__ = ["backward_of", "part_ends", "plan_overlap", "tile_sizes", "tiles_of"]
 
@@ -81,7 +81,7 @@ def ends_of_sizes(sizes: Sequence[int], parts: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class Rows:
+class SlotCounts:
     """Rows by local slot that one rank has to do with."""
 
     come: list[list[int]]
@@ -90,10 +90,10 @@ class Rows:
     """From this rank to the slots of each ep coordinate."""
 
 
-def rows_of(dispatch: DispatchPlan, *, rank: int) -> Rows:
+def rows_of(dispatch: DispatchPlan, *, rank: int) -> SlotCounts:
     """What comes to a rank and what it sends; the ETP ranks of an ep coordinate all get the same rows."""
     rows = dispatch.rows_PG.reshape(dispatch.ep * dispatch.etp, dispatch.ep, -1)
-    return Rows(rows[:, rank // dispatch.etp].tolist(), rows[rank].tolist())
+    return SlotCounts(rows[:, rank // dispatch.etp].tolist(), rows[rank].tolist())
 
 
 def cut_rows(rows_G: Sequence[int], tile_rows: int, slots: Sequence[int] | None = None) -> list[int]:
@@ -123,7 +123,7 @@ def joint_slots(dispatch: DispatchPlan, *, tile_rows: int) -> list[tuple[int, ..
 
 
 def slot_orders(
-    dispatch: DispatchPlan, schedule: Schedule, *, joint: Sequence[tuple[int, ...]]
+    dispatch: DispatchPlan, schedule: TileSchedule, *, joint: Sequence[tuple[int, ...]]
 ) -> list[list[int] | None]:
     """By ep coordinate: the local slots in the order in which their tiles are numbered, `joint` ones (of each coordinate; () for none) last. None: as they are."""
     num, none = dispatch.slots_per_rank, [()] * dispatch.ep
@@ -140,7 +140,7 @@ def slot_orders(
 
 
 def part_counts(
-    dispatch: DispatchPlan, schedule: Schedule, *, tile_rows: int, ranks: Iterable[int]
+    dispatch: DispatchPlan, schedule: TileSchedule, *, tile_rows: int, ranks: Iterable[int]
 ) -> dict[tuple[int, int], int]:
     """Parts that each of `ranks` has of each source's tiles, by (source, rank), where tokens go through gateways."""
     rows = dispatch.rows_PG.reshape(dispatch.ep * dispatch.etp, dispatch.ep, -1).tolist()
@@ -155,7 +155,7 @@ def part_counts(
 
 def plan_overlap(
     dispatch: DispatchPlan,
-    schedule: Schedule,
+    schedule: TileSchedule,
     *,
     rank: int,
     tile_rows: int,
@@ -276,7 +276,7 @@ def backward_of(plan: RankPlan) -> RankPlan:
 
 
 def _problems(
-    schedule: Schedule, size: int, rank: int, tile_rows: int, host_of_rank: Sequence[int] | None
+    schedule: TileSchedule, size: int, rank: int, tile_rows: int, host_of_rank: Sequence[int] | None
 ) -> list[Problem]:
     problems = schedule_problems(schedule)
     if not 0 <= rank < size:

@@ -22,17 +22,17 @@ from typing import Literal
 from phalanx.core.errors import PlanError, Problem, raise_if
 from phalanx.plan.moe.overlap.types import RankPlan
 
-LegKind = Literal["going", "coming", "dots"]
-_KINDS: tuple[LegKind, ...] = ("going", "coming", "dots")
+MessageKind = Literal["going", "coming", "dots"]
+_KINDS: tuple[MessageKind, ...] = ("going", "coming", "dots")
 MOST_MESSAGES = 250
 """Of one group: with hundreds NCCL is said to hang (pytorch #174288). So up to 126 ranks there is one round for all peers."""
 
 
 @dataclass(frozen=True, slots=True)
-class Leg:
+class MessageEnd:
     """This rank's end of one message."""
 
-    kind: LegKind
+    kind: MessageKind
     """going: entries of `part`; coming: partial sums of (`part`, `block`); dots: gradients of the row weights (backward)."""
     is_send: bool
     peer: int
@@ -50,7 +50,7 @@ class Round:
 
     key: tuple[int, int, int, int]
     """Place among all rounds of all ranks: kind, part, ring distance in units of the width, block."""
-    legs: tuple[Leg, ...]
+    legs: tuple[MessageEnd, ...]
 
 
 def rounds_of(plan: RankPlan, *, width: int | None = None) -> tuple[Round, ...]:
@@ -68,7 +68,7 @@ def rounds_of(plan: RankPlan, *, width: int | None = None) -> tuple[Round, ...]:
         problems.append(Problem(where="width", value=width, rule="at least 1", hint="None: as many as NCCL takes"))
     raise_if(problems, PlanError, subject="rounds of messages")
     apart = MOST_MESSAGES // 2 if width is None else width  # one message each way
-    found: dict[tuple[int, int, int, int], list[Leg]] = {}
+    found: dict[tuple[int, int, int, int], list[MessageEnd]] = {}
     for leg in _legs(plan):
         rows_are_here = leg.is_send != (leg.kind == "going")  # the peer is the source of the rows
         distance = (plan.rank - leg.peer if rows_are_here else leg.peer - plan.rank) % plan.size
@@ -77,15 +77,15 @@ def rounds_of(plan: RankPlan, *, width: int | None = None) -> tuple[Round, ...]:
     return tuple(Round(key, tuple(found[key])) for key in sorted(found))
 
 
-def _legs(plan: RankPlan) -> Iterator[Leg]:
+def _legs(plan: RankPlan) -> Iterator[MessageEnd]:
     """Both directions, of the rows of others that are here and of this rank's rows elsewhere."""
     for peer in range(plan.size):
         if peer == plan.rank:
             continue
         for here, ends in ((True, plan.part_ends[peer]), (False, plan.peer_part_ends[peer])):
             for part in range(len(ends)):
-                yield Leg("going", not here, peer, part)
+                yield MessageEnd("going", not here, peer, part)
                 for block in range(plan.blocks):
-                    yield Leg("coming", here, peer, part, block)
+                    yield MessageEnd("coming", here, peer, part, block)
             if ends and plan.direction == "backward":
-                yield Leg("dots", here, peer)
+                yield MessageEnd("dots", here, peer)

@@ -13,17 +13,17 @@ from dataclasses import dataclass
 from typing import Literal
 
 from phalanx.core.errors import ConfigError, Problem, raise_if
-from phalanx.plan.moe.overlap.types import Schedule
+from phalanx.plan.moe.overlap.types import TileSchedule
 
 Kind = Literal["serial", "coarse", "tiles", "fine", "auto", "fused"]
 MOST_CHUNKS = 64
 WHERE = "dispatch.overlap"
-FINE = Schedule(parts=4, order="arrival", own_before=0.75)
+FINE = TileSchedule(parts=4, order="arrival", own_before=0.75)
 """Good where communication takes about as long as computing; `auto` finds the best one."""
 CANDIDATES = (
-    Schedule(order="own_first"),
+    TileSchedule(order="own_first"),
     *(
-        Schedule(parts=parts, order="arrival", own_before=share)
+        TileSchedule(parts=parts, order="arrival", own_before=share)
         for parts in (1, 2, 4, 8)
         for share in (0.25, 0.5, 0.75, 1.0)
     ),

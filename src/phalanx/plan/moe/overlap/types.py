@@ -69,7 +69,7 @@ merge        gateway: partial sums of this host's ranks for (`peer`, up to `part
 
 
 @dataclass(frozen=True, slots=True)
-class Op:
+class TileOp:
     """One operation of one rank. Fields that a kind does not name are -1."""
 
     kind: Kind
@@ -84,7 +84,7 @@ class Op:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Schedule:
+class TileSchedule:
     """What may differ from one batch to the next without changing a bit of the result. The same on all ranks of the group."""
 
     parts: int = 1
@@ -135,10 +135,10 @@ class RankPlan:
     peer_part_ends: tuple[tuple[int, ...], ...]
     """By peer: where the parts end of the tiles that *it* has of this rank's rows."""
     blocks: int
-    ops: tuple[Op, ...]
+    ops: tuple[TileOp, ...]
     num_slots: int = 0
     """Local slots, with rows or without."""
-    schedule: Schedule = Schedule()
+    schedule: TileSchedule = TileSchedule()
     """What the operations were ordered by."""
     hosts: tuple[int, ...] = ()
     """Host of each rank, where messages between hosts go through gateways; empty: every message goes straight."""

@@ -1,4 +1,4 @@
-"""What goes with the steps of a run beside the model: experts that move between ranks (`train/placement/replacing.py`), as the loop knows it."""
+"""What goes with the steps of a run beside the model: experts that move between ranks (`train/placement/rebalancer.py`), as the loop knows it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class NewPlacement:
     event: ExpertsMoved
 
 
-class Companion(Protocol):
+class StepHook(Protocol):
     """One rank's part of it. It outlives the parts of a step."""
 
     def between(

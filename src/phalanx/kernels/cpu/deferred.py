@@ -1,6 +1,6 @@
 """Weight gradients that a backward pass puts off, so that the pipeline can compute them in a bubble (arXiv 2401.10241).
 
-A layer with a `Later` gives its weights to autograd as constants and leaves, in the backward pass, a job for each: the gradient is then
+A layer with a `DeferredGradients` gives its weights to autograd as constants and leaves, in the backward pass, a job for each: the gradient is then
 computed, by the same products on the same numbers, when `run` takes it. What the job needs (the layer's input and the gradient of its
 output) stays in memory until then; nothing is computed twice. Matrices of layers are put off; vectors, the router, the embedding and
 the head (whose gradient is made with the loss) come with the input gradient: nobody waits for less than they cost.
@@ -21,35 +21,35 @@ import torch.nn.functional as F
 
 
 @dataclass(frozen=True, eq=False)
-class Job:
+class DeferredProduct:
     """`compute` makes the gradients of `weights`."""
 
     weights: tuple[torch.Tensor, ...]
     compute: Callable[[], tuple[torch.Tensor, ...]]
 
 
-class Later:
+class DeferredGradients:
     """The jobs that backward passes have left since they were last taken, in order."""
 
     def __init__(self) -> None:
-        self._jobs: list[Job] = []
+        self._jobs: list[DeferredProduct] = []
 
     def put(self, weights: Sequence[torch.Tensor], compute: Callable[[], tuple[torch.Tensor, ...]]) -> None:
         """Leave a job. Called by backward passes."""
-        self._jobs.append(Job(tuple(weights), compute))
+        self._jobs.append(DeferredProduct(tuple(weights), compute))
 
-    def take(self) -> list[Job]:
+    def take(self) -> list[DeferredProduct]:
         """All jobs left so far, for one who runs them when it is time."""
         jobs, self._jobs = self._jobs, []
         return jobs
 
 
-def run(jobs: list[Job], *, between: Callable[[], None] = lambda: None) -> None:
+def run(jobs: list[DeferredProduct], *, between: Callable[[], None] = lambda: None) -> None:
     """Run jobs, each freed as soon as it is done. A parameter gets one gradient, also where several jobs have parts of it.
 
     `between` is called after each.
     """
-    groups: dict[tuple[int, ...], list[Job]] = {}
+    groups: dict[tuple[int, ...], list[DeferredProduct]] = {}
     for job in jobs:
         groups.setdefault(tuple(id(_parameter(w)) for w in job.weights), []).append(job)
     jobs.clear()
@@ -72,13 +72,13 @@ class Target:
     """Weights, hidden from autograd's bookkeeping, and where their gradient is left for later."""
 
     weights: tuple[torch.Tensor, ...]
-    later: Later
+    later: DeferredGradients
 
     def put(self, compute: Callable[[], tuple[torch.Tensor, ...]]) -> None:
         self.later.put(self.weights, compute)
 
 
-def target_of(weights: Sequence[torch.Tensor], x: torch.Tensor, later: Later | None) -> Target | None:
+def target_of(weights: Sequence[torch.Tensor], x: torch.Tensor, later: DeferredGradients | None) -> Target | None:
     """What to give to an operation on `x` in place of the weights' gradients; None where they are not put off.
 
     Raises `ValueError` where no gradient flows to `x`: no backward pass would come by to leave the job.
@@ -90,7 +90,9 @@ def target_of(weights: Sequence[torch.Tensor], x: torch.Tensor, later: Later | N
     return Target(tuple(weights), later)
 
 
-def later_linear(x: torch.Tensor, weight_OH: torch.Tensor, bias_O: torch.Tensor | None, later: Later) -> torch.Tensor:
+def later_linear(
+    x: torch.Tensor, weight_OH: torch.Tensor, bias_O: torch.Tensor | None, later: DeferredGradients
+) -> torch.Tensor:
     """`F.linear` whose weight gradient is put off; any leading dims."""
     out: torch.Tensor = _Linear.apply(x, bias_O, weight_OH.detach(), target_of([weight_OH], x, later))
     return out
@@ -115,7 +117,7 @@ class _Linear(torch.autograd.Function):
 
 
 def later_grouped_mm(
-    x_TH: torch.Tensor, weight_eOH: torch.Tensor, offsets_e: torch.Tensor, later: Later
+    x_TH: torch.Tensor, weight_eOH: torch.Tensor, offsets_e: torch.Tensor, later: DeferredGradients
 ) -> torch.Tensor:
     """`F.grouped_mm(x, weight^T)` over runs of rows that end at `offsets_e`, its weight gradient put off."""
     out: torch.Tensor = _GroupedMm.apply(x_TH, weight_eOH.detach(), offsets_e, target_of([weight_eOH], x_TH, later))

@@ -17,7 +17,7 @@ EXPERT_AXES = ("etp", "ep", "pp")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Standing:
+class StateDescriptor:
     """A member holds what rank `rank` of `folding` holds."""
 
     folding: Folding
@@ -57,10 +57,10 @@ class Standing:
 Kind = tuple[Folding, tuple[int, ...], tuple[tuple[int, tuple[int, ...]], ...], tuple[tuple[int, ...], tuple[int, ...]]]
 
 
-def read_standing(data: Mapping[str, Any]) -> Standing:
+def read_standing(data: Mapping[str, Any]) -> StateDescriptor:
     """From what `to_dict` writes. Raises `PlanError` for anything else."""
     try:
-        found = Standing(
+        found = StateDescriptor(
             folding=Folding(**data["folding"]),
             rank=int(data["rank"]),
             slots=tuple((int(layer), tuple(int(e) for e in held)) for layer, held in data["slots"]),
@@ -78,7 +78,7 @@ def read_standing(data: Mapping[str, Any]) -> Standing:
 
 
 def slots_of(placement: AnyPlacement, folding: Folding, rank: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
-    """`Standing.slots` of a rank whose stage has `placement`: nothing where that is no placement of its own for each layer."""
+    """`StateDescriptor.slots` of a rank whose stage has `placement`: nothing where that is no placement of its own for each layer."""
     if not isinstance(placement, LayerPlacements):
         return ()
     edp, ep = folding.coord(rank, "edp"), folding.coord(rank, "ep")
@@ -91,7 +91,7 @@ class Fact:
 
     uid: str
     machine: str
-    standing: Standing | None
+    standing: StateDescriptor | None
     """None: it holds nothing of use."""
     rack: str = ""
     """That its machine stands in; empty: not known."""

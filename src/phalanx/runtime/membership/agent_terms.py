@@ -69,7 +69,7 @@ class SeatSettings:
     device: str = "cpu"
     own_machine: bool = True
     doors: bool = False
-    """Members of several hosts find out themselves who is gone and whom they cannot reach (`runtime/membership/reach.py`)."""
+    """Members of several hosts find out themselves who is gone and whom they cannot reach (`runtime/membership/reachability.py`)."""
 
 
 def too_few(generation: Generation, waited_s: float) -> TooFewMembers:

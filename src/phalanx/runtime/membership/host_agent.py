@@ -16,7 +16,7 @@ from phalanx.core.config import HOST_BEAT_S
 from phalanx.runtime.membership.keys import MEETINGS, Keys, Service, ServiceLost
 from phalanx.runtime.membership.keys_store import SUMS
 from phalanx.runtime.membership.membership import KEPT, Announcement, FirstRule, Generation, Member, Membership
-from phalanx.runtime.membership.reach import door_key
+from phalanx.runtime.membership.reachability import door_key
 from phalanx.runtime.membership.votes import BEGUN, stepped_key, written_for
 
 LOOK_S = 0.05
@@ -46,7 +46,7 @@ class Lost:
     generation: int = 0
 
 
-class Roster:
+class HostAgent:
     """The members of one host. `tick` does whatever is due and never waits long."""
 
     def __init__(self, host: str, service: Service, rule: FirstRule, *, limit_s: float, alone: bool = True) -> None:

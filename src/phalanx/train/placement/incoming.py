@@ -35,7 +35,7 @@ Staged = dict[str, torch.Tensor]
 """By parameter: (experts that come, ...)."""
 
 
-class Coming:
+class IncomingExperts:
     """One rank's part of it. `moves`: of all parameters with experts, from the present place to the new one."""
 
     def __init__(self, parts: StepParts, moves: Sequence[Move], axis: Axis) -> None:

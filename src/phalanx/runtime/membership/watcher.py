@@ -1,7 +1,7 @@
 """What a member hears of its run beside its work: the threads that say that it lives, watch for generations, and end what a lost member would hold up.
 
 One thread writes heartbeats into a pipe to the supervisor (no service is needed for that), one waits for the next generation and kicks the groups the
-moment that a member of them is lost. What they hear is kept here, under one lock, for the worker's own thread (`runtime/membership/seat.py`).
+moment that a member of them is lost. What they hear is kept here, under one lock, for the worker's own thread (`runtime/membership/worker_agent.py`).
 
 Must never change: a member that missed a generation never learns of a newer one as if it were in it (`_check_missed`).
 """
@@ -17,11 +17,11 @@ from dataclasses import replace
 
 from phalanx.core.clock import now_s
 from phalanx.core.errors import PhalanxError
-from phalanx.runtime.membership.forming import Team
+from phalanx.runtime.membership.agent_terms import End, SeatSettings
 from phalanx.runtime.membership.keys import Keys, Service, ServiceLost
 from phalanx.runtime.membership.membership import WISHES, Announcement, Generation, Member, Membership, StaleMember
-from phalanx.runtime.membership.reach import Door, door_key
-from phalanx.runtime.membership.seat_terms import End, SeatSettings
+from phalanx.runtime.membership.reachability import ReachabilityProbe, door_key
+from phalanx.runtime.membership.rendezvous import GroupEpoch
 from phalanx.runtime.membership.votes import BEGUN
 
 WATCH_S = 0.25
@@ -31,13 +31,13 @@ STUCK_S = 120.0
 """On a device: the worker's own thread has this long to come back from a team that was kicked. Else it is in a call that only the end of the process ends."""
 
 
-class Lookout:
+class MembershipWatcher:
     """The part of a `Seat` that listens."""
 
     def __init__(self, member: Member, service: Service, *, pipe: int, settings: SeatSettings) -> None:
         self.member, self.service, self.settings = member, service, settings
         self.uid = member.uid
-        self.team: Team | None = None
+        self.team: GroupEpoch | None = None
         self.newest: Generation | None = None
         self.last: Generation | None = None
         """The newest generation that this member is in."""
@@ -59,12 +59,12 @@ class Lookout:
         self._seen_s: dict[int, float] = {}
         self._forming = False
         """The team is not connected yet."""
-        self._inside: Team | None = None
+        self._inside: GroupEpoch | None = None
         """The team that the worker's own thread may be in a call of: from before it connects until it is dropped."""
         self._news = threading.Condition()
         self._closed = threading.Event()
         self._threads: list[threading.Thread] = []
-        self._door: Door | None = None
+        self._door: ReachabilityProbe | None = None
         """Where members on other machines find out whether they reach this one."""
 
     def _start(self) -> None:

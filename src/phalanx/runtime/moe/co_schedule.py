@@ -38,7 +38,7 @@ GRACE_S = 1.0
 
 
 class _OtherFailed(BaseException):
-    """Ends a pass whose other pass has failed. Never leaves `Beside.run`."""
+    """Ends a pass whose other pass has failed. Never leaves `CoScheduler.run`."""
 
 
 class Baton:
@@ -84,7 +84,7 @@ class _Side:
         self.ended = threading.Event()
 
 
-class Beside:
+class CoScheduler:
     """Runs pairs of passes that communicate by `comms`. Close it on the thread that made it; `with` does.
 
     `second`: the groups of the second pass.
@@ -200,7 +200,7 @@ class Beside:
             self._thread.join()
             self._thread = None
 
-    def __enter__(self) -> Beside:
+    def __enter__(self) -> CoScheduler:
         return self
 
     def __exit__(

@@ -27,7 +27,7 @@ GRACE_S = 0.1
 _Call = Callable[[], Any]
 
 
-class Escape:
+class AbortableCall:
     """Runs calls of any thread until `kicked` says that nobody must wait any more. One for each team; `close` when it is over.
 
     A thread that is left behind holds what `keep` gives until its call ends: the destructor of a process group waits for the threads in it.
@@ -112,7 +112,7 @@ class Escape:
             self._open.clear()
 
 
-def run_escapable(escape: Escape | None, work: Callable[[], T]) -> T:
+def run_escapable(escape: AbortableCall | None, work: Callable[[], T]) -> T:
     """By `escape` where there is one, else here."""
     return work() if escape is None else escape.run(work)
 

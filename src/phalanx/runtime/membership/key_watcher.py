@@ -14,7 +14,7 @@ END_S = 1.0
 """How long `close` waits for a thread that ends at once, as a rule: after it has asked the service, and again after it has ended the connection."""
 
 
-class Ear:
+class KeyWatcher:
     """Hears of one key after another. `listen` blocks until a key is there and raises where the connection ends, as `shut` makes it.
 
     `cancel` asks the service to end the wait, without waiting for the answer.

@@ -47,7 +47,7 @@ def put_out(uids: Sequence[str], told: Mapping[str, Collection[str]]) -> tuple[s
     return tuple(out)
 
 
-class Door:
+class ReachabilityProbe:
     """Where others can knock. Use from any thread."""
 
     def __init__(self, service_host: str, service_port: int) -> None:

@@ -31,8 +31,8 @@ from phalanx.runtime.comm import DEFAULT_TIMEOUT_S, DeviceAbort, GroupCache, ncc
 from phalanx.runtime.membership.keys import ASKED_PER_S, LAST_LOOK_S, OPENING, Keys, TcpKeys, open_sockets
 from phalanx.runtime.membership.keys_store import KeysStore
 from phalanx.runtime.membership.membership import Generation
-from phalanx.runtime.membership.reach import keep_alive
-from phalanx.runtime.membership.votes import Report
+from phalanx.runtime.membership.reachability import keep_alive
+from phalanx.runtime.membership.votes import MemberReport
 
 READY_BLOCK = 64
 """Members whose reports one look asks for: the first that are not complete."""
@@ -149,7 +149,7 @@ class TeamGroups(GroupCache):
         self._groups.clear()
 
 
-class Team:
+class GroupEpoch:
     """The members of one generation, connected. `groups` makes what a folding needs (`build_groups(..., cache=team.groups)`).
 
     Whoever keeps an `Axis`, a `Groups`, a `Work` or a traceback of a step must forget it when the team is dropped. Sockets are shut all the same,
@@ -164,7 +164,7 @@ class Team:
         timeout_s: float,
         far: bool = False,
         uids: Sequence[str] = (),
-        reports: Sequence[Report] = (),
+        reports: Sequence[MemberReport] = (),
     ) -> None:
         self.generation, self.uid = generation, uid
         self.uids = tuple(uids) or generation.uids
@@ -209,11 +209,11 @@ class Team:
         gc.collect()
 
 
-Order = Callable[[Generation, Sequence[Report]], Sequence[str]]
+Order = Callable[[Generation, Sequence[MemberReport]], Sequence[str]]
 """Ranks of the members: their names in that order. The same on all of them, for all have the same reports."""
 
 
-def as_listed(generation: Generation, reports: Sequence[Report]) -> Sequence[str]:
+def as_listed(generation: Generation, reports: Sequence[MemberReport]) -> Sequence[str]:
     """Ranks in the order of the generation."""
     return generation.uids
 
@@ -253,9 +253,9 @@ def form(
     timeout_s: float = DEFAULT_TIMEOUT_S,
     limit_s: float = 60.0,
     own_machine: bool = True,
-    watch: Callable[[Team], None] = lambda team: None,
+    watch: Callable[[GroupEpoch], None] = lambda team: None,
     order: Order = as_listed,
-) -> Team:
+) -> GroupEpoch:
     """Connect the members of `generation`; this one has put its report under its key of `ready_keys`. Collective.
 
     `timeout_s` is for collectives, `limit_s` for members to become ready. `watch` is given the team before it connects, so that a watchdog can kick
@@ -265,7 +265,7 @@ def form(
     meet(generation, keys, limit_s=limit_s, newer=newer)
     reports = _reports(generation, keys)
     ranks, far = order(generation, reports), not own_machine
-    team = Team(generation, uid, timeout_s=timeout_s, far=far, uids=ranks, reports=reports)
+    team = GroupEpoch(generation, uid, timeout_s=timeout_s, far=far, uids=ranks, reports=reports)
     watch(team)
     if team.size > 1:
         if own_machine:
@@ -286,16 +286,16 @@ def form(
     return team
 
 
-def _reports(generation: Generation, keys: Keys) -> list[Report]:
+def _reports(generation: Generation, keys: Keys) -> list[MemberReport]:
     """Of all members, who have written them before the barrier let anybody through. Raises `PeerError` where some are gone."""
     texts = keys.values(ready_keys(generation))
-    reports = [Report(**json.loads(text)) for text in texts if text is not None]
+    reports = [MemberReport(**json.loads(text)) for text in texts if text is not None]
     if len(reports) < len(texts):
         raise PeerError(f"reports of generation {generation.number} are missing")
     return reports
 
 
-def _init(team: Team, store: dist.Store, *, device: str, timeout_s: float) -> None:
+def _init(team: GroupEpoch, store: dist.Store, *, device: str, timeout_s: float) -> None:
     # Groups are named by a counter of the process, and only the destruction of a whole world sets it back: a member whose last attempt failed half
     # way would look for the others under another name.
     dist.distributed_c10d._world.group_count = 0

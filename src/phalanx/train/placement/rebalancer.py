@@ -4,7 +4,7 @@
     between     a step before it is due: gather what was measured ─ the first rank has the decision made beside the next step (`runtime/checkpoint/helper_process.py`)
                 due: that decision (made now where there is none for this placement)
     mend        at once: modules and buffers for the new placement ─ dense state copied, experts' state moved ─ checksums
-    balance     beside the next step, where that can be: experts' state travels (`train/placement/coming.py`), its gradients follow before the step is decided (`reduced`), its update
+    balance     beside the next step, where that can be: experts' state travels (`train/placement/incoming.py`), its gradients follow before the step is decided (`reduced`), its update
                 goes with the commit (`applied`); then modules and buffers ─ state copied ─ checksums
     adopt       the prepared parts take the place of the old ones
 
@@ -45,7 +45,7 @@ from phalanx.plan.placement import (
 )
 from phalanx.plan.recovery import REPLACE_ID, expert_moves, expert_order
 from phalanx.plan.reshard import Move
-from phalanx.runtime.checkpoint import Aside
+from phalanx.runtime.checkpoint import HelperProcess
 from phalanx.runtime.comm import Axis
 from phalanx.runtime.reshard import Resharder
 from phalanx.runtime.state import ShardedState, shard_views
@@ -63,8 +63,8 @@ from phalanx.train import (
     placement_in_use,
     seconds_of_a_row,
 )
-from phalanx.train.placement.coming import Coming
 from phalanx.train.placement.heal_state import checksums, compare, move_state
+from phalanx.train.placement.incoming import IncomingExperts
 from phalanx.train.placement.past_moves import PastMoves
 
 SOON = 10
@@ -154,7 +154,7 @@ class _Journey:
         )
 
 
-class Replacing:
+class Rebalancer:
     """One rank's side of it, for a whole run: it outlives the parts of a step."""
 
     def __init__(self, recipe: Recipe, spec: ModelSpec) -> None:
@@ -172,12 +172,12 @@ class Replacing:
         self.moves = PastMoves()
         self.beside = config.move_beside and recipe.launch.device == "cpu"
         """Whether experts move beside a step where they can."""
-        self._journey: tuple[_Journey, Coming] | None = None
+        self._journey: tuple[_Journey, IncomingExperts] | None = None
         """Under way, or there and not in use yet."""
         self._asked: _Asked | None = None
         self._is_warm = False
         """Whether the process beside was started in this generation."""
-        self._aside = Aside(["phalanx.plan.placement.rebalancing", "scipy.optimize"])
+        self._aside = HelperProcess(["phalanx.plan.placement.rebalancing", "scipy.optimize"])
 
     def committed(self, counts_LE: NDArray[np.int64]) -> None:
         """Tokens that chose each expert in a committed step, before dropping."""
@@ -239,7 +239,7 @@ class Replacing:
                 self._aside.begin(plan_replacement, self._asked.stages, self._asked.costs, **self._bounds)
         return found
 
-    # -- beside a step (`train/companion.py`)
+    # -- beside a step (`train/step_hook.py`)
 
     def reduced(self, parts: StepParts, step: ReducedStep) -> None:
         """What comes to this rank is there, gradients too. Collective. Raises `PeerError` where a rank is lost."""
@@ -320,16 +320,18 @@ class Replacing:
             expert_bytes=_expert_bytes(self.spec, parts),
         )
 
-    def _set_out(self, journey: _Journey, parts: StepParts, rank: Rank) -> Coming | None:
+    def _set_out(self, journey: _Journey, parts: StepParts, rank: Rank) -> IncomingExperts | None:
         """None where nothing comes to any rank. Collective."""
         moves = _moves_of(journey, parts)
         if not coming_moves(moves) or parts.groups.axis("world").group is None:
             return None
         ranks, world = tuple(range(parts.groups.folding.world)), parts.groups.axis("world")
         rank.peers.gather(None)  # each has planned by itself, and who makes a group waits for a few seconds only
-        return Coming(parts, moves, Axis("beside", ranks, world.index, rank.cache.get(ranks, beside=True)))
+        return IncomingExperts(parts, moves, Axis("beside", ranks, world.index, rank.cache.get(ranks, beside=True)))
 
-    def _arrive(self, journey: _Journey, coming: Coming, parts: StepParts, rank: Rank, *, where: Where) -> NewPlacement:
+    def _arrive(
+        self, journey: _Journey, coming: IncomingExperts, parts: StepParts, rank: Rank, *, where: Where
+    ) -> NewPlacement:
         """The state has come beside the last step, and is as new as what is held. Collective."""
         begin_s = time.perf_counter()
         new = self._rebuilt(journey, parts, rank, where)

@@ -1,6 +1,6 @@
 """A worker's place in a run: it says that it lives, watches for generations, and connects to the members of each.
 
-Threads work beside the worker's own (`runtime/membership/lookout.py`): they write heartbeats, wait for the next generation, and kick the groups the moment that
+Threads work beside the worker's own (`runtime/membership/watcher.py`): they write heartbeats, wait for the next generation, and kick the groups the moment that
 a member of them is lost. The worker's own thread asks for the next team, computes, and votes: what is here.
 
     waiting for a generation ── in it ──> barrier ──> groups ──> steps ── lost peer, abort, "next" ──> drop, wait again
@@ -21,13 +21,21 @@ from typing import Any
 
 from phalanx.core.errors import PeerError, RunError
 from phalanx.core.events import Emit, ignore
-from phalanx.runtime.membership.forming import NewerGeneration, NoMapping, Order, Team, as_listed, form, ready_keys
+from phalanx.runtime.membership.agent_terms import End, Left, RunOver, SeatSettings, TooFew
 from phalanx.runtime.membership.keys import Keys, Service, ServiceLost
-from phalanx.runtime.membership.lookout import AGAIN_S, Lookout, later
 from phalanx.runtime.membership.membership import Announcement, Generation, Member, Membership, StaleMember
-from phalanx.runtime.membership.reach import Door, agree_who_goes, door_key, knock_at
-from phalanx.runtime.membership.seat_terms import End, Left, RunOver, SeatSettings, TooFew
-from phalanx.runtime.membership.votes import BEGUN, Decision, Report, Then, Votes
+from phalanx.runtime.membership.reachability import ReachabilityProbe, agree_who_goes, door_key, knock_at
+from phalanx.runtime.membership.rendezvous import (
+    GroupEpoch,
+    NewerGeneration,
+    NoMapping,
+    Order,
+    as_listed,
+    form,
+    ready_keys,
+)
+from phalanx.runtime.membership.votes import BEGUN, Decision, MemberReport, Then, Votes
+from phalanx.runtime.membership.watcher import AGAIN_S, MembershipWatcher, later
 
 SLOW = "put out, "
 """How the reason begins of a member that the others go on without because it is slow: its place stays empty for a while."""
@@ -39,7 +47,7 @@ RENEW_S = 0.4
 """A failed collective without a lost member: after so long the members ask for a new generation themselves."""
 
 
-class Seat(Lookout):
+class WorkerAgent(MembershipWatcher):
     """Use as a context manager; `announce` once the worker can begin to work."""
 
     def __init__(self, member: Member, service: Service, *, pipe: int, settings: SeatSettings) -> None:
@@ -51,7 +59,7 @@ class Seat(Lookout):
         """Not before: a hand-over that the disk refused is tried again then."""
         self._voting = 0
 
-    def __enter__(self) -> Seat:
+    def __enter__(self) -> WorkerAgent:
         self._start()
         return self
 
@@ -88,7 +96,7 @@ class Seat(Lookout):
         if self._door is None:
             where: Any = self.service
             try:
-                self._door = Door(where.host, where.port)
+                self._door = ReachabilityProbe(where.host, where.port)
             except OSError as err:  # its name does not resolve now, or there is no way to it
                 raise ServiceLost(f"no way to the membership service at {where.host}: {err}") from None
         keys.put(door_key(self.uid), self._door.address)
@@ -99,7 +107,7 @@ class Seat(Lookout):
             told = True
             time.sleep(RENEW_S)
 
-    def next_team(self, report: Report, *, order: Order = as_listed) -> Team:
+    def next_team(self, report: MemberReport, *, order: Order = as_listed) -> GroupEpoch:
         """Connect to the next generation that this member is in and that has enough members; all their reports are in `team.reports`, their ranks as `order` says.
 
         Raises `StaleMember`, `Left`, `RunOver`, `TooFewMembers`, and `RunError` where the service stays away.
@@ -329,7 +337,7 @@ class Seat(Lookout):
             return
         self._forget_keys()
 
-    def _form(self, generation: Generation, report: Report, order: Order) -> Team:
+    def _form(self, generation: Generation, report: MemberReport, order: Order) -> GroupEpoch:
         keys = self._keys_of(generation)
         mine = ready_keys(generation)[generation.uids.index(self.uid)]
         keys.put(mine, json.dumps(asdict(report)))
@@ -359,7 +367,7 @@ class Seat(Lookout):
             raise
         return team
 
-    def _connect_watched(self, team: Team) -> None:
+    def _connect_watched(self, team: GroupEpoch) -> None:
         team.check = lambda: self._check_stands(team.generation)
         self._inside = team
         with self._news:

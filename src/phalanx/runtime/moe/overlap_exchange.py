@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 
 import torch
 
+from phalanx.kernels.cpu.deferred import Target
 from phalanx.kernels.cpu.lanes import Lanes
-from phalanx.kernels.cpu.later import Target
 from phalanx.kernels.cpu.permute import sum_places
 from phalanx.kernels.cpu.tiles import Geometry
-from phalanx.plan.moe.overlap import Leg, LegKind, Op, RankPlan, rounds_of
+from phalanx.plan.moe.overlap import MessageEnd, MessageKind, RankPlan, TileOp, rounds_of
 from phalanx.runtime.comm import Exchange, Message, Streams, backward_id
 from phalanx.runtime.moe.dispatch import Dispatcher
 from phalanx.runtime.moe.overlap_hosts import Gateways, HostWay
@@ -29,7 +29,7 @@ _TAGS = {"meta": 0, "going": 1, "coming": 2, "dots": 3}
 
 
 @dataclass(eq=False)
-class Way:
+class ExchangePath:
     """What is under way in one direction of one pass."""
 
     plan: RankPlan
@@ -50,7 +50,7 @@ class Way:
     """On a device: what posts the messages, round by round."""
 
 
-class Flight:
+class InFlightExchange:
     """One layer and batch on one rank: lists, messages under way, and what the three functions share."""
 
     lanes: Lanes
@@ -60,7 +60,7 @@ class Flight:
     """Of a device."""
     columns: Sequence[int]
     """Of each block of what comes back."""
-    way: Way | None = None
+    way: ExchangePath | None = None
     """What is under way now."""
 
     def __init__(
@@ -101,11 +101,11 @@ class Flight:
 
     # ---- messages ---------------------------------------------------------------------------------------------------------------
 
-    def _id(self, what: str, way: Way | None) -> str:
+    def _id(self, what: str, way: ExchangePath | None) -> str:
         name = self.prefix + what
         return backward_id(name) if way is not None and way.plan.direction == "backward" else name
 
-    def _leg_id(self, way: Way, kind: LegKind) -> str:
+    def _leg_id(self, way: ExchangePath, kind: MessageKind) -> str:
         """Backward, gradients of the output go the way of the rows, and have the id of the exchange whose gradient they are."""
         if kind == "dots":
             return self._id("dispatch.weights", way)
@@ -198,15 +198,15 @@ class Flight:
         return 0 if self.streams is None else self.streams.left_free
 
     @property
-    def under_way(self) -> Way:
+    def under_way(self) -> ExchangePath:
         assert self.way is not None  # between departure and arrival
         return self.way
 
-    def depart(self, x_TH: torch.Tensor, plan: RankPlan, columns: Sequence[int]) -> Way:
+    def depart(self, x_TH: torch.Tensor, plan: RankPlan, columns: Sequence[int]) -> ExchangePath:
         """Post all receives of one direction, then send this rank's entries. `columns`: of each block of what comes back."""
-        way = Way(plan)
+        way = ExchangePath(plan)
         if self.streams is not None:
-            op_id: dict[LegKind, str] = {kind: self._leg_id(way, kind) for kind in ("going", "coming", "dots")}
+            op_id: dict[MessageKind, str] = {kind: self._leg_id(way, kind) for kind in ("going", "coming", "dots")}
             way.rounds = RoundMessages(rounds_of(plan), self.streams, self.comms, self.axis, op_id=op_id.__getitem__)
         at, size = self._leg_id(way, "going"), x_TH.shape[1]
         for source, entries in enumerate(self.ins):
@@ -217,7 +217,10 @@ class Flight:
             way.entries.append(buffer)
             for part in range(len(entries.ends_going)):
                 if self._way_in(source) != self.own:
-                    leg, tag = Leg("going", False, self._way_in(source), part), self._tag_in(source, "going", part)
+                    leg, tag = (
+                        MessageEnd("going", False, self._way_in(source), part),
+                        self._tag_in(source, "going", part),
+                    )
                     arriving = self._give(way, leg, buffer[entries.going(part)], tag)
                     if arriving is not None:
                         way.arriving[source, part] = arriving
@@ -232,10 +235,12 @@ class Flight:
             if op.kind == "send" and op.peer != self.own:
                 out = self.lines[op.peer]
                 rows = x_TH.index_select(0, out.tokens_going[out.entries.going(op.part)])
-                self.sent(way, Leg("going", True, op.peer, op.part), rows)
+                self.sent(way, MessageEnd("going", True, op.peer, op.part), rows)
         return way
 
-    def _give(self, way: Way, leg: Leg, tensor: torch.Tensor, tag: int | None = None) -> Exchange | None:
+    def _give(
+        self, way: ExchangePath, leg: MessageEnd, tensor: torch.Tensor, tag: int | None = None
+    ) -> Exchange | None:
         """This rank's end of a message. On a host it is posted at once, if it is not empty; on a device with its round."""
         if way.rounds is not None:
             return way.rounds.give(leg, tensor)
@@ -244,35 +249,35 @@ class Flight:
         tag = _tag(leg.kind, leg.part, leg.block) if tag is None else tag
         return (self._send if leg.is_send else self._receive)(tensor, leg.peer, tag, self._leg_id(way, leg.kind))
 
-    def sent(self, way: Way, leg: Leg, tensor: torch.Tensor, tag: int | None = None) -> None:
+    def sent(self, way: ExchangePath, leg: MessageEnd, tensor: torch.Tensor, tag: int | None = None) -> None:
         exchange = self._give(way, leg, tensor, tag)
         if exchange is not None:
             way.sent.append(exchange)
 
-    def _expect(self, way: Way) -> None:
+    def _expect(self, way: ExchangePath) -> None:
         """Post the receives of what comes back."""
         for peer in self.others:
             entries = self.lines[peer].entries
             for part in range(len(entries.ends_coming)):
                 for block, sums in enumerate(way.sums_b):
                     into = sums[self.base[peer] : self.base[peer] + entries.num][entries.coming(part)]
-                    exchange = self._give(way, Leg("coming", False, peer, part, block), into)
+                    exchange = self._give(way, MessageEnd("coming", False, peer, part, block), into)
                     if exchange is not None:
                         way.returning[peer, part, block] = exchange
             if way.plan.direction == "backward" and len(self.outs[peer].pairs):
                 wide = torch.promote_types(way.sums_b[0].dtype, torch.float32)
                 dots = way.sums_b[0].new_empty(len(self.outs[peer].pairs), dtype=wide)
-                exchange = self._give(way, Leg("dots", False, peer), dots)
+                exchange = self._give(way, MessageEnd("dots", False, peer), dots)
                 assert exchange is not None  # there are rows
                 way.dots[peer] = dots, exchange
 
-    def give_back(self, way: Way, op: Op, rows_b: torch.Tensor) -> None:
+    def give_back(self, way: ExchangePath, op: TileOp, rows_b: torch.Tensor) -> None:
         """Sum the copies of the entries that are complete with a part, and send them to their source (own: put them in place)."""
         entries = self.ins[op.peer]
         which = entries.coming(op.part)
         if which.start == which.stop:
             if way.rounds is not None and op.peer != self.own:
-                self.sent(way, Leg("coming", True, op.peer, op.part, op.block), rows_b[:0])
+                self.sent(way, MessageEnd("coming", True, op.peer, op.part, op.block), rows_b[:0])
             return
         places_NC = self.row_places[op.peer][which]
         if op.peer == self.own:
@@ -286,7 +291,10 @@ class Flight:
             return
         sums = sum_places(rows_b, places_NC, lanes=self.lanes)
         self.sent(
-            way, Leg("coming", True, to, op.part, op.block), sums, self._tag_in(op.peer, "coming", op.part, op.block)
+            way,
+            MessageEnd("coming", True, to, op.part, op.block),
+            sums,
+            self._tag_in(op.peer, "coming", op.part, op.block),
         )
 
     def _way_in(self, source: int) -> int:
@@ -298,7 +306,7 @@ class Flight:
             return _tag(kind, part, block)
         return self.ways.tag(1 if kind == "going" else 2, source, part, block)
 
-    def pass_on(self, way: Way, op: Op) -> None:
+    def pass_on(self, way: ExchangePath, op: TileOp) -> None:
         """What a gateway does for its host: `relay` and `merge`."""
         assert self.ways is not None and way.passing is not None  # the plan has gateways
         if op.kind == "relay":
@@ -323,14 +331,14 @@ class Flight:
             self.row_places.append(torch.where(nth < 0, nth, found))
             self.padded_row.append(padded_n)
 
-    def arrive(self, way: Way) -> torch.Tensor:
+    def arrive(self, way: ExchangePath) -> torch.Tensor:
         """(T, H) sums over the ranks, in their order."""
         for exchange in way.returning.values():
             exchange.wait()
         y_b = [sum_places(sums, self.places_TC, lanes=self.lanes) for sums in way.sums_b]
         return y_b[0] if len(y_b) == 1 else torch.cat(y_b, 1)
 
-    def close(self, way: Way) -> None:
+    def close(self, way: ExchangePath) -> None:
         """Wait until everything sent has gone."""
         for exchange in way.sent:
             exchange.wait()
