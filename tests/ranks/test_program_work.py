@@ -115,7 +115,7 @@ def test_flops_are_those_of_the_model(recompute: str) -> None:
     "run", [RUNS[i] for i in (0, 3, 4, 5, 6, 11)], ids=["plain", "gated", "latent", "chunks", "capacity", "split"]
 )
 def test_products_of_an_operation_make_its_flops(run: Run) -> None:
-    """Forward once, backward twice, or once in each of two passes where the schedule puts weight gradients off."""
+    """Forward once, backward twice, or once in each of two passes where the schedule defers weight gradients."""
     for program in programs(run):
         for op in program.ops:
             work = sum(2.0 * m * n * k for m, n, k, _ in op.products)

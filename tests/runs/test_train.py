@@ -140,7 +140,7 @@ def test_ctrl_c_finishes_the_step_saves_and_ends(base: Path, ranks: int) -> None
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=360)
     assert process.returncode == 0, err
-    assert "finishing the step and saving a checkpoint; once more stops at once\n" in out and err == ""
+    assert "Finishing the step and saving a checkpoint. Press Ctrl-C again to stop immediately.\n" in out and err == ""
     found = re.search(r"stopped after step (\d+) of 5000", out)
     assert found is not None and f"go on from step {found[1]}, as the same command does" in out
     step = int(found[1])

@@ -375,7 +375,7 @@ def test_a_recipe_made_in_code_is_judged_by_what_differs_from_the_defaults() -> 
          'adds up each rank\'s experts first with resilience.mode = "exact", so that sums depend on who holds them', 'use "all_to_all"'),
         (["--resilience.mode", "exact", "--launch.threads", "1", "--folding.pp", "2", "--pipeline.schedule", "zero_bubble"],
          "--pipeline.schedule",
-         'puts weight gradients off, which with resilience.mode = "exact" are summed where they are made', 'use "1f1b"'),
+         'defers weight gradients, which with resilience.mode = "exact" are summed where they are made', 'use "1f1b"'),
     ],
 )  # fmt: skip
 def test_settings_that_clash(words: list[str], where: str, rule: str, hint: str) -> None:

@@ -577,7 +577,7 @@ def _inexact(recipe: Recipe) -> Iterator[tuple[str, object, str, str]]:
         rule = f"adds up each rank's experts first {beside}, so that sums depend on who holds them"
         yield "dispatch.transport", recipe.dispatch.transport, rule, 'use "all_to_all"'
     if recipe.pipeline.schedule in DIVIDED_BACKWARD:
-        rule = f"puts weight gradients off, which {beside} are summed where they are made"
+        rule = f"defers weight gradients, which {beside} are summed where they are made"
         yield "pipeline.schedule", recipe.pipeline.schedule, rule, 'use "1f1b"'
 
 

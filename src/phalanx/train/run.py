@@ -55,7 +55,7 @@ def train(recipe: Recipe, info: WorldInfo, stop: StopRequest, *, companion: Make
 
 def _say_what_follows(rank: Rank) -> None:
     """The answer to Ctrl-C, where the display is drawn: whatever else writes to the terminal would tear it."""
-    text = "finishing the step and saving a checkpoint; once more stops at once"
+    text = "Finishing the step and saving a checkpoint. Press Ctrl-C again to stop immediately."
     if rank.speaks:
         rank.sinks(Note(level="info", text=text))
     elif rank.info.rank == 0:

@@ -162,7 +162,7 @@ class ProcessTree:
         end_s = time.monotonic() + 30.0
         while any(is_running(pid) for pid in pids):
             if time.monotonic() > end_s:
-                raise RunError(f"processes {pids} outlive their end")
+                raise RunError(f"processes {pids} did not exit")
             time.sleep(0.005)
 
     def last_words(self) -> str:

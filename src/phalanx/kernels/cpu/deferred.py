@@ -1,4 +1,4 @@
-"""Weight gradients that a backward pass puts off, so that the pipeline can compute them in a bubble (arXiv 2401.10241).
+"""Weight gradients that a backward pass defers, so that the pipeline can compute them in a bubble (arXiv 2401.10241).
 
 A layer with a `DeferredGradients` gives its weights to autograd as constants and leaves, in the backward pass, a job for each: the gradient is then
 computed, by the same products on the same numbers, when `run` takes it. What the job needs (the layer's input and the gradient of its

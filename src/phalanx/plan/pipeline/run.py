@@ -45,7 +45,7 @@ class Pipeline:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether weight gradients are put off."""
+        """Whether weight gradients are deferred."""
         return self.plan(1).schedule.splits_backward
 
     def plan(self, num_microbatches: int) -> PipelinePlan:

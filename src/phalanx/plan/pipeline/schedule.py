@@ -184,7 +184,7 @@ def _eager(rank: int, p: int, m: int, e: int, *, defer: int | None = None) -> Or
 
 
 def _zero_bubble(rank: int, p: int, v: int, m: int, e: int) -> Order:
-    """Rank r puts off W by r backwards: then all ranks hold as much as the first, which needs it most."""
+    """Rank r defers W by r backwards: then all ranks hold as much as the first, which needs it most."""
     warmup = interleaved_warmup(rank, pp=p, virtual=v, microbatches=m, hop=1)
     return one_f_one_b_order(rank, pp=p, virtual=v, microbatches=m, warmup=warmup, defer=rank)
 
@@ -207,7 +207,7 @@ SCHEDULES: Mapping[str, ScheduleRule] = {
         live=lambda r, p, v, m, e: min(v * m, _warmup(r, p, v, m) + 1),
     ),
     "zero_bubble": ScheduleRule(
-        about="one forward and one input gradient in turn, weight gradients put off into the bubble (ZB-H1)",
+        about="one forward and one input gradient in turn, weight gradients deferred into the bubble (ZB-H1)",
         order=_zero_bubble,
         live=lambda r, p, v, m, e: min(v * m, p + (v - 1) * round_sizes(p, m)[0]),
     ),

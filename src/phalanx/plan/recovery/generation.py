@@ -213,7 +213,7 @@ class Healing:
         """The mapping of so many members, and why some are idle. Raises `PlanError` where there is none."""
         found = choose_folding(self.base, size, self._limits(size))
         if found is None:
-            rule = f"make no legal mapping of the axes of {self.base.label()}"
+            rule = f"are no valid parallelism: no legal mapping has the axes of {self.base.label()}"
             raise PlanError(
                 [Problem(where="members", value=size, rule=rule, hint=f"at least {self.least()}")], subject="the run"
             )

@@ -66,10 +66,10 @@ class Passes(Protocol):
         """Gradients of weights and inputs; returns those of the inputs. `d_outputs` is empty on the last stage."""
 
     def input_gradient(self, stage: int, microbatch: int, d_outputs: Tensors) -> Tensors:
-        """As `backward`, but the gradients of weights may be put off until `weight_gradient`."""
+        """As `backward`, but the gradients of weights may be deferred until `weight_gradient`."""
 
     def weight_gradient(self, stage: int, microbatch: int) -> None:
-        """What `input_gradient` put off."""
+        """What `input_gradient` deferred."""
 
 
 def run_pipeline(

@@ -287,7 +287,7 @@ def kept_loss(x: Local) -> list[int]:
 
 
 def owed_layer(x: Local, layer: int) -> list[int]:
-    """`kernels/cpu/deferred.py`: what the products of a block's weight gradients need, where they are put off: inputs and gradients of outputs."""
+    """`kernels/cpu/deferred.py`: what the products of a block's weight gradients need, where they are deferred: inputs and gradients of outputs."""
     s = x.spec
     q, kv = (x.attended * heads * s.head_dim * x.item for heads in (x.heads, x.kv_heads))
     owed = [x.gathered(), q, kv, kv, q, x.gathered()]
@@ -367,7 +367,7 @@ def experts_forward(x: Local) -> list[int]:
 
 
 def experts_backward(x: Local, *, weights: bool = True) -> list[int]:
-    """`_CpuExpertFfn.backward`: rows' gradients in and out, the weights' gradients (or what they need, if they are put off), scratch; and the residual stream's gradient."""
+    """`_CpuExpertFfn.backward`: rows' gradients in and out, the weights' gradients (or what they need, if they are deferred), scratch; and the residual stream's gradient."""
     rows = x.held * x.spec.hidden * x.item
     per_slot = 3 * x.width * x.spec.hidden * x.item
     if not weights:

@@ -39,7 +39,7 @@ class Ledger:
     backward: dict[str, float] = field(default_factory=dict)
     hidden: float = 0.0
     weight_grad: float = 0.0
-    """Seconds of the backward pass that make weight gradients: what a split backward can put off."""
+    """Seconds of the backward pass that make weight gradients: what a split backward can defer."""
     kernels: int = 0
     again: dict[str, float] = field(default_factory=dict)
     """What selective recomputation repeats in the backward pass."""
@@ -127,7 +127,7 @@ class Blocks:
         """Gather before the `first` product of a region, scatter behind the `last` (sequence parallel).
 
         Backward the outer gradient is gathered bare; the first product's input is gathered once more beside its input gradient, and that is
-        scattered beside the weight gradient (Megatron-LM, `LinearWithGradAccumulationAndAsyncCommunication`), unless that is put off.
+        scattered beside the weight gradient (Megatron-LM, `LinearWithGradAccumulationAndAsyncCommunication`), unless that is deferred.
         """
         f = self.mapping.folding
         if f.tp == 1:

@@ -118,7 +118,7 @@ def _row_bytes(mapping: Mapping, job: Job) -> float:
 
 
 def later_bytes(job: Job, mapping: Mapping, *, moe: bool) -> float:
-    """Bytes that a layer keeps of one micro-batch between its input gradient and a weight gradient that was put off: inputs of its products, and
+    """Bytes that a layer keeps of one micro-batch between its input gradient and a weight gradient that was deferred: inputs of its products, and
     gradients of their outputs, recomputed or not.
     """
     s, f = job.shape, mapping.folding
@@ -205,7 +205,7 @@ class LayerBytes:
     """Of one layer, at its worst."""
     dense: float
     moe_later: float
-    """Kept until a weight gradient that was put off."""
+    """Kept until a weight gradient that was deferred."""
     dense_later: float
     working: float
     logits: float

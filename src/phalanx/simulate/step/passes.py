@@ -2,7 +2,7 @@
 
     pass_moments    a rank's stages and its order of passes -> the fullest moments of each kind of pass of each stage
 
-A forward pass leaves what its layers keep (`activations.py`) until its backward pass frees it, layer by layer. Where weight gradients are put off, a
+A forward pass leaves what its layers keep (`activations.py`) until its backward pass frees it, layer by layer. Where weight gradients are deferred, a
 backward pass leaves their inputs until W. What the other passes of the rank have left at that time is counted from the order itself, so that virtual stages,
 uneven stages and every schedule are met as they are. Tensors under way between stages live until they have been waited for.
 
@@ -136,7 +136,7 @@ class _StageKeeps:
             yield _moment("forward, the head", every + self.ends, act.head_forward(self.x))
 
     def backward(self) -> Iterator[PassMoment]:
-        """From the head down. What weight gradients need collects as far as they are put off."""
+        """From the head down. What weight gradients need collects as far as they are deferred."""
         x, layers = self.x, self.layers
         if self.stage.has_head:
             yield _moment("backward, the head", self.left["live"], act.head_backward(x))
@@ -161,7 +161,7 @@ class _StageKeeps:
             yield from self.weights()
 
     def weights(self) -> Iterator[PassMoment]:
-        """What was put off: the job that makes most at once, with all others still to do."""
+        """What was deferred: the job that makes most at once, with all others still to do."""
         made = max((act.largest_owed_gradient(self.x, i) for i in self.layers), key=sum, default=[])
         yield _moment("weight gradients", self.left["owed"], made, self.layers)
 
