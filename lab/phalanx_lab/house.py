@@ -23,6 +23,8 @@ NO_FACE = {
     "phalanx": "the public Python API, and nothing inside the project goes through it",
     "phalanx.core": "vocabulary: errors, units, config; a module is as good a name as any",
     "phalanx.cli": "one file a command; only commands that share a prediction or a table import each other",
+    "phalanx.cli.planning": "parts of a command, imported when they are asked for",
+    "phalanx.cli.predicting": "parts of a command, imported when they are asked for",
     "phalanx.kernels": "one word, the choice of a kernel's version",
     "phalanx.kernels.cpu": "a library of operations: one file each, with its plain reference",
     "phalanx.kernels.triton.programs": "imported by its wrappers alone, when they are called",

@@ -71,7 +71,7 @@ def _start_server() -> None:
             "phalanx.runtime.checkpoint.planner",
             "phalanx.cli.main",
             "phalanx.cli.train",
-            "phalanx.cli.dry_run",
+            "phalanx.cli.predicting.dry_run",
             "phalanx.train.recovery.run",
             "phalanx.train.recovery.run_hosts",
             "phalanx.verify.session",

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from memory_help import bench
 from phalanx.cli.allocator import TUNABLE, start_again, with_tunable
-from phalanx.cli.dry_run import Machine, available_bytes, dry_run
+from phalanx.cli.predicting.dry_run import Machine, available_bytes, dry_run
 from phalanx.core.config import Recipe
 from phalanx.core.recipe import load_recipe
 from phalanx.data.size import token_file_bytes

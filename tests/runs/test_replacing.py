@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from exact_help import SEQ, SEQUENCES, Run, _box, shares
-from phalanx.cli.simulate_against import compare_with_run
+from phalanx.cli.predicting.against import compare_with_run
 from phalanx.core.config import FoldingConfig, OptimConfig, Recipe, ResilienceConfig, TrainConfig
 from phalanx.core.errors import ConfigError
 from phalanx.core.events import Event, ExpertsMoved

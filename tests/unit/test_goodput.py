@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from phalanx.cli.main import main
-from phalanx.cli.simulate_goodput import goodput
+from phalanx.cli.predicting.goodput import goodput
 from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, DataError, PlanError
 from phalanx.plan.mapping.folding import Folding

@@ -8,7 +8,7 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from phalanx.cli.main import main
-from phalanx.cli.plan_placement import _trade_offs
+from phalanx.cli.planning.placement import _trade_offs
 from phalanx.core.errors import PlanError
 from phalanx.observe.pictures.placement import placement_svg, placement_text
 from phalanx.plan.placement.fleet import equal_fleet

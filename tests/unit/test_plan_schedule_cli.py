@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from phalanx.cli.main import main
-from phalanx.cli.plan_schedule import show_timeline
+from phalanx.cli.planning.schedule import show_timeline
 from phalanx.core.errors import PlanError
 from phalanx.observe.pictures.schedule import chunk_colour, text_rows, timeline_svg
 from phalanx.plan.pipeline.clock import Timeline, simulate, uniform_costs

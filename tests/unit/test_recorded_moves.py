@@ -16,9 +16,9 @@ from heal_plan_help import after, fresh, healing, new_member, tiny
 from test_observe_recovery import AT, formed, write
 from test_trace import problems_of
 
-from phalanx.cli import simulate_against
 from phalanx.cli.main import main
-from phalanx.cli.simulate_against import as_it_ran
+from phalanx.cli.predicting import against as simulate_against
+from phalanx.cli.predicting.against import as_it_ran
 from phalanx.core.errors import ConfigError, DataError
 from phalanx.core.events import ClockCompared, Collective, Event, MoveRecorded, StepPublished, StepRecorded, TeamFormed
 from phalanx.core.recipe import load_recipe

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.cli.main import main
-from phalanx.cli.search import shape_named
+from phalanx.cli.predicting.arguments import shape_named
 from phalanx.core.config import PipelineConfig, Recipe
 from phalanx.core.errors import ConfigError
 from phalanx.core.recipe import dump_recipe, load_recipe

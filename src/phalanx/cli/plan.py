@@ -1,8 +1,8 @@
 """Print what would happen, with no process and no torch.
 
 `plan folding` checks a mapping of both rank grids (and a model and a sequence, if given); `plan model` prints a preset's parameters and
-FLOPs; `plan schedule` draws a pipeline (`plan_schedule.py`), `plan reshard` a move between layouts (`plan_reshard.py`); `plan placement` puts replicas of
-experts on hosts (`plan_placement.py`). What is illegal exits 2, prints every problem, and still writes the JSON file.
+FLOPs; `plan schedule` draws a pipeline (`planning/schedule.py`), `plan reshard` a move between layouts (`planning/reshard.py`); `plan placement` puts replicas of
+experts on hosts (`planning/placement.py`). What is illegal exits 2, prints every problem, and still writes the JSON file.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from phalanx.cli.plan_placement import placement
-from phalanx.cli.plan_reshard import reshard
-from phalanx.cli.plan_schedule import schedule
+from phalanx.cli.planning.placement import placement
+from phalanx.cli.planning.reshard import reshard
+from phalanx.cli.planning.schedule import schedule
 from phalanx.core.errors import ConfigError, Problem, nearest, raise_if
 from phalanx.core.files import check_writable, write_json, write_text
 from phalanx.core.units import format_count, format_rate

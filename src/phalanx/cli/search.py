@@ -13,22 +13,18 @@ from typing import Any, get_args
 
 from rich.progress import Progress
 
-from phalanx.core.errors import ConfigError, Problem, nearest, raise_if
+from phalanx.cli.predicting.arguments import shape_and_cluster
+from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.core.files import check_writable, write_json, write_text
 from phalanx.core.recipe import dump_recipe
 from phalanx.core.units import format_bytes, format_seconds
 from phalanx.observe.pictures import Series, plot
-from phalanx.plan.mapping import PRESETS
 from phalanx.plan.pipeline import SCHEDULES
-from phalanx.simulate.hardware import GpuCluster, RouterModel, parse_cluster
+from phalanx.simulate.hardware import RouterModel
 from phalanx.simulate.mapping import (
     Job,
     Mapping,
-    Shape,
-    known_models,
     parse_stragglers,
-    shape_from,
-    shape_of,
     straggler_problems,
 )
 from phalanx.simulate.search import (
@@ -140,45 +136,6 @@ def _parser() -> argparse.ArgumentParser:
 def _space(args: argparse.Namespace) -> Space:
     space = Space(ep_overlaps=None if args.ep_overlap is None else tuple(args.ep_overlap))
     return space if args.schedules is None else replace(space, schedules=tuple(args.schedules))
-
-
-def shape_and_cluster(args: argparse.Namespace) -> tuple[Shape | None, GpuCluster | None, list[Problem]]:
-    """What `--model` and `--cluster` name, None where they name nothing, and why."""
-    shape, cluster, problems = None, None, list[Problem]()
-    try:
-        shape = shape_named(args.model)
-    except ConfigError as error:
-        problems += error.problems
-    try:
-        cluster = parse_cluster(args.cluster)
-    except ConfigError as error:
-        problems += error.problems
-    return shape, cluster, problems
-
-
-def shape_named(name: str) -> Shape:
-    """A preset's shape, or that of a published model. Raises `ConfigError`."""
-    if name in PRESETS:
-        return shape_of(PRESETS[name])
-    models = known_models()
-    found = next((key for key in models if key.lower() == name.lower()), None)
-    if found is None:
-        hint = nearest(name, [*PRESETS, *models])
-        raise ConfigError(
-            [Problem(where="--model", value=name, rule="is not a model", hint=hint)], subject="the arguments"
-        )
-    m = models[found]
-    ffn = m["expert_ffn"] if int(m["experts"]) else m["dense_ffn"]
-    entry = {
-        "model": found,
-        "hidden": m["hidden"],
-        "layers": m["layers"],
-        "experts": m["experts"],
-        "topk": m["topk"],
-        "ffn": ffn,
-        "TP": "1",
-    }
-    return shape_from(entry, models)[0]
 
 
 def write_recipe(path: Path, result: SearchResult) -> tuple[bool, str]:

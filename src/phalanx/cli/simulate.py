@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from phalanx.cli.lab import lab_part
-from phalanx.cli.simulate_recipe import predict_recipe
+from phalanx.cli.predicting.recipe import predict_recipe
 from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.core.files import check_writable, write_json, write_text
 from phalanx.core.units import format_bytes, format_count, format_rate, format_seconds
@@ -38,11 +38,11 @@ def _part(name: str) -> Callable[[Sequence[str]], int] | None:
     if name == "validate":
         return lab_part("validation", needed_by="validate")
     if name == "goodput":
-        from phalanx.cli.simulate_goodput import goodput
+        from phalanx.cli.predicting.goodput import goodput
 
         return goodput
     if name == "flops":
-        from phalanx.cli.simulate_flops import flops
+        from phalanx.cli.predicting.flops import flops
 
         return flops
     return clusters if name == "clusters" else None
@@ -81,7 +81,9 @@ def step(argv: Sequence[str]) -> int:
         check_writable(path)
     raise_if(_without_effect(args), ConfigError, subject="the arguments")
     if args.against is not None:
-        from phalanx.cli.simulate_against import against  # reads runs, and so tokenizers: a prediction alone needs none
+        from phalanx.cli.predicting.against import (
+            against,  # reads runs, and so tokenizers: a prediction alone needs none
+        )
 
         how = {"steps": args.steps, "learn": args.learn, "json_file": args.json}
         return against(args.recipe, args.against, args.cluster, overrides, **how)

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from phalanx.core.errors import ConfigError, Problem
+from phalanx.cli.predicting.arguments import read_steps
 from phalanx.core.files import check_writable, write_json, write_text
 from phalanx.core.units import format_bytes, format_seconds
 from phalanx.observe import (
@@ -86,20 +86,6 @@ def main(argv: Sequence[str]) -> int:
         head = f"{len(course.recoveries)} recoveries\n" if spans else ""
         console.print(Text(head + said), highlight=False, soft_wrap=True)
     return 0
-
-
-def read_steps(text: str | None) -> tuple[int | None, int | None]:
-    """`10:12`, `10:`, `:12`, `10`. Raises `ConfigError` for anything else."""
-    if text is None:
-        return None, None
-    begin, colon, end = text.partition(":")
-    parts = (begin, end if colon else begin)
-    if all(part == "" or part.isdecimal() for part in parts) and any(parts):
-        first, last = (int(part) if part else None for part in parts)
-        if first is None or last is None or first <= last:
-            return first, last
-    problem = Problem(where="--steps", value=text, rule="must be the first and the last step", hint="use 10:12, or 10")
-    raise ConfigError([problem], subject="the arguments")
 
 
 def figures(recording: Recording) -> dict[str, Any]:

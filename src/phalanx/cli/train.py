@@ -86,7 +86,7 @@ def _train(request: Request) -> int:
 def _show(recipe: Recipe, launched: WorldInfo | None) -> None:
     from rich.console import Console
 
-    from phalanx.cli.dry_run import Machine, available_bytes, dry_run
+    from phalanx.cli.predicting.dry_run import Machine, available_bytes, dry_run
     from phalanx.core.processor import this_processor
     from phalanx.runtime.comm import threads_per_rank
 

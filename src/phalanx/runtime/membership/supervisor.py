@@ -208,7 +208,11 @@ class Supervisor:
         self._wait()
         if self.stops == 1 and self._told_to_stop:
             self._told_to_stop = False
-            print("Finishing the step and saving a checkpoint. Press Ctrl-C again to stop immediately.", file=sys.stderr, flush=True)
+            print(
+                "Finishing the step and saving a checkpoint. Press Ctrl-C again to stop immediately.",
+                file=sys.stderr,
+                flush=True,
+            )
         self._hear()
         self._reap()
         self._find_frozen()

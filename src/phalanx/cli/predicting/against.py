@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from phalanx.cli.trace import read_steps
+from phalanx.cli.predicting.arguments import read_steps
 from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, DataError, PlanError, Problem
 from phalanx.core.files import write_json

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from phalanx.cli.search import shape_and_cluster
+from phalanx.cli.predicting.arguments import shape_and_cluster
 from phalanx.core.errors import ConfigError, Problem
 from phalanx.core.files import check_writable, write_json
 from phalanx.core.units import format_count, format_rate, format_seconds

@@ -146,7 +146,7 @@ def _recipe_problems(args: argparse.Namespace, overrides: Sequence[str]) -> list
 
 def _predicted(args: argparse.Namespace, overrides: Sequence[str]) -> Prediction:
     """Of the recipe on the cluster, with nobody slow."""
-    from phalanx.cli.simulate_recipe import predict_recipe
+    from phalanx.cli.predicting.recipe import predict_recipe
 
     return predict_recipe(args.recipe, args.cluster, overrides)
 

@@ -1,0 +1,1 @@
+"""Parts of `phalanx plan`: placements, schedules, moves."""

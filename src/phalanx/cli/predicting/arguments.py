@@ -1,0 +1,68 @@
+"""Arguments that several commands read alike: which steps of a run, which model on which cluster."""
+
+from __future__ import annotations
+
+import argparse
+
+from phalanx.core.errors import ConfigError, Problem, nearest
+from phalanx.plan.mapping import PRESETS
+from phalanx.simulate.hardware import GpuCluster, parse_cluster
+from phalanx.simulate.mapping import (
+    Shape,
+    known_models,
+    shape_from,
+    shape_of,
+)
+
+
+def read_steps(text: str | None) -> tuple[int | None, int | None]:
+    """`10:12`, `10:`, `:12`, `10`. Raises `ConfigError` for anything else."""
+    if text is None:
+        return None, None
+    begin, colon, end = text.partition(":")
+    parts = (begin, end if colon else begin)
+    if all(part == "" or part.isdecimal() for part in parts) and any(parts):
+        first, last = (int(part) if part else None for part in parts)
+        if first is None or last is None or first <= last:
+            return first, last
+    problem = Problem(where="--steps", value=text, rule="must be the first and the last step", hint="use 10:12, or 10")
+    raise ConfigError([problem], subject="the arguments")
+
+
+def shape_and_cluster(args: argparse.Namespace) -> tuple[Shape | None, GpuCluster | None, list[Problem]]:
+    """What `--model` and `--cluster` name, None where they name nothing, and why."""
+    shape, cluster, problems = None, None, list[Problem]()
+    try:
+        shape = shape_named(args.model)
+    except ConfigError as error:
+        problems += error.problems
+    try:
+        cluster = parse_cluster(args.cluster)
+    except ConfigError as error:
+        problems += error.problems
+    return shape, cluster, problems
+
+
+def shape_named(name: str) -> Shape:
+    """A preset's shape, or that of a published model. Raises `ConfigError`."""
+    if name in PRESETS:
+        return shape_of(PRESETS[name])
+    models = known_models()
+    found = next((key for key in models if key.lower() == name.lower()), None)
+    if found is None:
+        hint = nearest(name, [*PRESETS, *models])
+        raise ConfigError(
+            [Problem(where="--model", value=name, rule="is not a model", hint=hint)], subject="the arguments"
+        )
+    m = models[found]
+    ffn = m["expert_ffn"] if int(m["experts"]) else m["dense_ffn"]
+    entry = {
+        "model": found,
+        "hidden": m["hidden"],
+        "layers": m["layers"],
+        "experts": m["experts"],
+        "topk": m["topk"],
+        "ffn": ffn,
+        "TP": "1",
+    }
+    return shape_from(entry, models)[0]
