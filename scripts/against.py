@@ -46,7 +46,9 @@ def main() -> int:
     parser.add_argument("other", type=Path, help="the other tree, with an environment")
     parser.add_argument("--pairs", type=int, default=10, help="at least 6, or there is no interval of 95 %%")
     parser.add_argument("--json", type=Path, required=True)
-    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="settings in the place of the usual ones")
+    parser.add_argument(
+        "--set", nargs="*", default=[], metavar="KEY=VALUE", help="settings in the place of the usual ones"
+    )
     args = parser.parse_args()
     if args.pairs < 6:
         parser.error("--pairs must be at least 6: fewer have no interval of 95 %")
@@ -64,7 +66,9 @@ def main() -> int:
     args.json.write_text(json.dumps(report, indent=1) + "\n")
     print(f"training speed of {report['this']} over {report['other']}, {args.pairs} pairs")
     for name, r in report["recipes"].items():
-        print(f"  {name:<8} {r['ratio']:.3f}  [{r['low']:.3f}, {r['high']:.3f}]   {r['this']:.0f} and {r['other']:.0f} tokens/s")
+        print(
+            f"  {name:<8} {r['ratio']:.3f}  [{r['low']:.3f}, {r['high']:.3f}]   {r['this']:.0f} and {r['other']:.0f} tokens/s"
+        )
     print(f"written to {args.json}")
     return 0
 
@@ -79,7 +83,10 @@ def measure(other: Path, settings: dict[str, str], *, pairs: int) -> dict[str, l
                 for tree in (HERE, other) if pair % 2 else (other, HERE):
                     folder = Path(scratch, "this" if tree == HERE else "other")
                     found[tree] = speed(tree, folder, f"{name}-{pair}", {**settings, "resilience.heal": heal})
-                print(f"pair {pair} {name:<8} {found[HERE] / found[other]:.3f}{'' if pair else '  (not counted)'}", flush=True)
+                print(
+                    f"pair {pair} {name:<8} {found[HERE] / found[other]:.3f}{'' if pair else '  (not counted)'}",
+                    flush=True,
+                )
                 if pair:
                     speeds[name].append((found[HERE], found[other]))
     return speeds

@@ -172,6 +172,27 @@ def test_a_run_that_measures_has_the_bits_of_one_that_does_not_also_when_it_goes
         assert record["extra_warmup"] in ([0, 0], [1, 0]) and "of a forward pass" in record["reason"]
 
 
+ELASTIC: dict[str, Any] = {"resilience__heal": "true", "resilience__mode": "fast", "resilience__f": 1, "folding__ep": 1}
+
+
+@pytest.mark.ranks
+def test_an_elastic_run_measures_and_keeps_the_bound_too(base: Path) -> None:
+    given = {**COMMON, **ELASTIC, "pipeline__schedule": "eager_1f1b", "pipeline__extra_warmup": "auto"}
+    done = phalanx("train", *train_args(base, **given, run__name="elastic", train__steps=3))
+    assert done.returncode == 0, done.stderr
+    told = [
+        [r for r in read_events(log_path(base / "runs" / "elastic", rank)) if r["kind"] == "WarmupChosen"]
+        for rank in range(2)
+    ]
+    assert [[r["step"] for r in records] for records in told] == [[1]] * 2
+    small = {**given, "pipeline__memory_gb": 1e-6}
+    done = phalanx("train", *train_args(base, **small, run__name="elastic-small", train__steps=3))
+    assert (
+        done.returncode == 2
+        and "pipeline.memory_gb = 1e-06: holds the 2 micro-batches of 1F1B on rank 0" in done.stderr
+    )
+
+
 @pytest.mark.ranks
 def test_a_memory_that_is_too_small_ends_the_run_with_what_it_needs(base: Path) -> None:
     given = {

@@ -15,6 +15,7 @@ import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 from phalanx.core import config
@@ -196,6 +197,7 @@ def section_docs() -> dict[str, str]:
     return {name: (inspect.getdoc(cls) or "").split("\n\n")[0].replace("\n", " ") for name, cls in sections().items()}
 
 
+@cache
 def describe_settings() -> tuple[Setting, ...]:
     """Every setting of a recipe, in order."""
     docs = _field_docs()

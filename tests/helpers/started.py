@@ -1,0 +1,254 @@
+"""A run as `phalanx train` starts it, with every process but those of a pool of ranks left out, and what can be seen of it.
+
+`cli.train.start` decides and builds as always. In the place of new processes the ranks of the pool go on themselves: as ranks of a fixed world, or as members of an elastic
+run whose one generation always commits. What is seen: arguments of the start, events, files, and everything that the trainer is made of, but for the recipe itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+import functools
+import io
+import re
+import types
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PurePath
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from phalanx.cli.train import Request, read_recipe, start
+from phalanx.core import config
+from phalanx.core.errors import PhalanxError
+from phalanx.core.events import Event
+from phalanx.observe.sinks import Sinks, open_sinks
+from phalanx.runtime import comm
+from phalanx.runtime.comm import launch
+from phalanx.runtime.comm.groups import GroupCache, WorldInfo
+from phalanx.runtime.membership.member import resolve_now, run_steps
+from phalanx.runtime.membership.membership import Generation, Member
+from phalanx.runtime.membership.rendezvous import GroupEpoch
+from phalanx.runtime.membership.votes import GO_ON, MemberReport
+from phalanx.train import loop, run, setup
+from phalanx.train.recovery import elastic, run as recovery_run
+from phalanx.train.run_folder import RunFolder
+
+Seen = dict[str, str]
+
+MEASURED = re.compile(
+    r"_s$|mfu|memory|seconds|bytes$|waited|clock|slowness|streaks|recipe_hash|^reused$|_outcomes|_owner$|_at$|_checkpoint$"
+)
+"""Fields of events and attributes that hold what a machine took, which differs from run to run."""
+UNSEEN = {
+    *(t.__name__ for t in vars(config).values() if dataclasses.is_dataclass(t)),
+    "MemoryMeter", "Prefetch", "PassTimes", "ExchangeTimes", "LayerTimes", "AbortableCall", "JsonlSink", "HelperProcess",
+    "_Reduced", "Thread", "GroupCache", "ProcessGroup", "Tuner",
+}  # fmt: skip
+"""Types that are not looked into: the recipe, which would always differ, and what is of one process or one moment."""
+
+
+def seen_of(words: list[str], *, rank: int, cache: GroupCache, folder: Path) -> Seen:
+    """Start a run with these overrides on the ranks of a pool; everything that is seen of it. Collective. Raises what the start raises.
+
+    `folder` is this run's own, and named nowhere in the result.
+    """
+    seen, events = dict[str, str](), list[Event]()
+    request = Request(recipe_path=None, overrides=tuple(words), dry_run=False)
+    with contextlib.redirect_stdout(io.StringIO()), _processes_left_out(rank, cache, seen, events):
+        start(read_recipe(request, world=None), {})
+    assert any(key.startswith(("ranks", "supervisor")) for key in seen), "processes were not left out"
+    for number, event in enumerate(e for e in events if type(e).__name__ not in ("Collective", "Operation")):
+        fields = {k: v for k, v in vars(event).items() if not MEASURED.search(k)}
+        _walk(fields, f"event {number} {type(event).__name__}", seen, set())
+    for path in folder.rglob("*"):
+        if path.is_file():
+            seen[f"file {re.sub('[0-9]{3,}.*', '', str(path.relative_to(folder)))}"] = ""
+    return {key: text.replace(str(folder), "~") for key, text in seen.items()}
+
+
+@contextlib.contextmanager
+def _processes_left_out(rank: int, cache: GroupCache, seen: Seen, events: list[Event]) -> Iterator[None]:
+    made: list[dist.ProcessGroup] = []
+    told, close = Sinks.__call__, loop.Trainer.close
+
+    def own_group(world: int, **words: Any) -> Any:
+        made.append(dist.new_group(list(range(world))))
+        return made[-1]
+
+    def init_world(info: WorldInfo, *given: Any, **words: Any) -> torch.device:
+        _walk((given, words), "world", seen, set())
+        return torch.device("cpu")
+
+    def run_local(main: Any, **words: Any) -> int:
+        _walk((main, words), "ranks", seen, set())
+        info = WorldInfo(rank=rank, world=dist.get_world_size(), local_rank=rank, local_world=dist.get_world_size())
+        return int(main(info, launch.StopRequest()))
+
+    def supervise(main: Any, *given: Any, tell: Any, **words: Any) -> Any:
+        _walk((given, words), "supervisor", seen, set())
+        return types.SimpleNamespace(run=lambda: main(_Seat(f"local.{rank}")))
+
+    def telling(self: Sinks, event: Event, /) -> None:
+        events.append(event)
+        told(self, event)
+
+    def closing(self: loop.Trainer, **words: Any) -> Any:
+        _walk(self, "trainer", seen, set())
+        seen["torch"] = f"{torch.get_num_threads()} threads, deterministic {torch.get_deterministic_debug_mode()}"
+        return close(self, **words)
+
+    patches: dict[Any, dict[str, Any]] = {
+        comm: {"run_local": run_local},
+        setup: {"init_world": init_world, "own_group": own_group},
+        run: {"own_group": own_group, "close_world": lambda: None},
+        recovery_run: {
+            "Supervisor": supervise,
+            "run_member": functools.partial(_one_generation, cache),
+            "RunHosts": type("Hosts", (_Hosts,), {"seen": seen}),
+            "own_device": init_world,
+            "open_sinks": _open_sinks,
+            "run_at": lambda service, *, wanted: (wanted, False),
+            "expect_service": lambda *_, **__: False,
+        },
+        RunFolder: {"lock": lambda self: io.StringIO()},
+        loop: {"matmul_flops_per_s": lambda *_: 1e9},
+        elastic: {"matmul_flops_per_s": lambda *_: 1e9},
+        Sinks: {"__call__": telling},
+        loop.Trainer: {"close": closing},
+    }
+    with contextlib.ExitStack() as stack:
+        for owner, names in patches.items():
+            for name, new in names.items():
+                stack.enter_context(mock.patch.object(owner, name, new))
+        try:
+            yield
+        finally:
+            torch.set_num_threads(1)
+            setup.be_deterministic(False)
+            for group in made:
+                dist.destroy_process_group(group)
+
+
+def _open_sinks(*given: Any, **words: Any) -> Sinks:
+    """Where one rank cannot open its own none goes on: nobody would wait for it."""
+    opened, wrong = None, None
+    try:
+        opened = open_sinks(*given, **words)
+    except PhalanxError as err:
+        wrong = err
+    told: list[PhalanxError | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, wrong)
+    for found in told:
+        if found is not None:
+            raise found
+    assert opened is not None
+    return opened
+
+
+class _Seat:
+    """What a worker asks of its place in a run that nobody joins."""
+
+    def __init__(self, uid: str) -> None:
+        self.uid = uid
+
+    def under_way(self) -> bool:
+        return False
+
+    def announce(self, **words: str) -> None:
+        """Nobody else is told."""
+
+
+class _Hosts:
+    """In the place of `RunHosts`: nobody else has a claim on the folder."""
+
+    seen: Seen
+
+    def __init__(self, folder: RunFolder, **words: Any) -> None:
+        _walk(words, "hosts", self.seen, set())
+
+    def preparing(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def first_place(self, ranks: int) -> int:
+        return 0
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class _Groups:
+    """Of a team: those that the pool has already."""
+
+    def __init__(self, cache: GroupCache) -> None:
+        self.get = cache.get
+
+    def all(self) -> tuple[Any, ...]:
+        return ()
+
+
+def _one_generation(cache: GroupCache, seat: _Seat, body: elastic.ElasticMember, *, tell: Any, order: Any) -> str:
+    """In the place of `run_member`: all ranks are there, none is ever lost, every step is committed."""
+    names = [f"local.{i}" for i in range(dist.get_world_size())]
+    generation = Generation(number=1, epoch="life", members=tuple(Member(name, "local") for name in names))
+    told: list[Any] = [None] * len(names)
+    dist.all_gather_object(told, body.describe()[1])
+    reports = [MemberReport(uid=name, step=0, holds=False, data=data) for name, data in zip(names, told, strict=True)]
+    uids = order(generation, reports)
+    team = GroupEpoch(generation, seat.uid, timeout_s=60, uids=uids, reports=reports)
+    team.groups = _Groups(cache)  # type: ignore[assignment]
+    body.enter(team, resolve_now(team, 0))
+
+    def step() -> Any:
+        body.compute()
+        body.commit()
+        return GO_ON
+
+    run_steps(body, step)
+    body.close(stopped=False)
+    body.leave_team()
+    return "finished"
+
+
+# ---- what is seen ----------------------------------------------------------------------------------------------------
+
+
+def _walk(value: Any, path: str, seen: Seen, been: set[int]) -> None:
+    """Write down every plain value that can be reached from `value`, by the way that leads to it."""
+    name = type(value).__name__
+    if value is None or isinstance(value, bool | int | float | str | bytes | PurePath | enum.Enum):
+        seen[path] = repr(value)
+    elif isinstance(value, torch.dtype | torch.device | range):
+        seen[path] = str(value)
+    elif isinstance(value, torch.Tensor | np.ndarray):
+        seen[path] = f"{value.dtype} {tuple(value.shape)}"
+    elif id(value) in been or name in UNSEEN:
+        return
+    else:
+        been.add(id(value))
+        for key, part in _parts_of(value):
+            if not (path.startswith(("event", "trainer")) and MEASURED.search(key.rsplit(".", 1)[-1])):
+                _walk(part, f"{path}.{key}", seen, been)
+        seen[path] = name
+
+
+def _parts_of(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        yield from ((str(key), part) for key, part in value.items())
+    elif isinstance(value, set | frozenset):
+        yield from (("", repr(part)) for part in sorted(value, key=repr))
+    elif isinstance(value, list | tuple):
+        yield from ((str(i), part) for i, part in enumerate(value))
+    elif isinstance(value, functools.partial):
+        yield from (("func", value.func), ("args", value.args), ("keywords", value.keywords))
+    elif isinstance(value, types.MethodType):
+        yield from (("self", value.__self__), ("name", value.__name__))
+    elif isinstance(value, types.FunctionType):
+        yield "function", value.__qualname__
+    elif type(value).__module__.startswith("phalanx"):
+        yield from getattr(value, "__dict__", {}).items()
+        yield from ((slot, getattr(value, slot, None)) for slot in getattr(type(value), "__slots__", ()))
