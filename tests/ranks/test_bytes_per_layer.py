@@ -114,6 +114,7 @@ def test_mappings_of_eight_ranks_in_bf16() -> None:
     check(8, [Run(folding=f, spec=DEALT, dtype=torch.bfloat16) for f in found])
 
 
+@pytest.mark.core
 def test_how_many_collectives_a_layer_has() -> None:
     """One exchange of counts; rows twice and weights once over ep; over etp one gather of rows, one of weights, one scatter, if etp > 1."""
     runs = [

@@ -63,6 +63,7 @@ def load_known(rank: int, cache: GroupCache, mapping: Mapping, paths: list[Path]
     return wrong
 
 
+@pytest.mark.core
 def test_every_mapping_to_every_other_bitwise(tmp_path: Path) -> None:
     paths = [tmp_path / f"{m.world}-{m.ep}-{m.etp}-{m.zero}" for m in MAPPINGS]
     for i, (mapping, path) in enumerate(zip(MAPPINGS, paths, strict=True)):
@@ -125,6 +126,7 @@ def keep_some(rank: int, cache: GroupCache, path: Path) -> list[list[int]]:
     return [*seen, manager.folder.steps()]
 
 
+@pytest.mark.core
 def test_keeps_the_newest_and_names_the_latest(tmp_path: Path) -> None:
     seen = run_ranks(2, keep_some, tmp_path)[0]
     assert seen[-1] == [30, 40]
@@ -241,6 +243,7 @@ def full_for_one_rank(rank: int, cache: GroupCache, path: Path, asynchronous: bo
     return str(info.value)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_full_disk_harms_nothing_and_is_told_to_all_ranks(tmp_path: Path, asynchronous: bool) -> None:
     texts = run_ranks(2, full_for_one_rank, tmp_path, asynchronous)

@@ -53,6 +53,7 @@ def remove(path: Path) -> str:
     return rf"{path.name} = 'No such file or directory': was written with \d+ bytes"
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
 @pytest.mark.parametrize("damage", [truncate, flip, remove])
 def test_damaged_file_is_named_with_a_way_out(two: CheckpointManager, name: str, damage) -> None:  # type: ignore[no-untyped-def]
@@ -84,6 +85,7 @@ def read_damaged(rank: int, cache: GroupCache, path: Path) -> None:
     CheckpointManager(path, group=dist.group.WORLD).read_state(2, model=FIELDS)
 
 
+@pytest.mark.core
 def test_all_ranks_hear_of_damage_that_one_of_them_found(two: CheckpointManager) -> None:
     truncate(two.folder.of(2) / "__0_0.distcp")
     with pytest.raises(RankError) as info:

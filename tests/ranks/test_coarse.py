@@ -110,6 +110,7 @@ def test_every_mapping_of_4_ranks(name):
     run_and_check(4, [*cases, (cases[-1][0], Way(16))])
 
 
+@pytest.mark.core
 @pytest.mark.ranks
 @pytest.mark.parametrize("world", [1, 2])
 def test_few_ranks(world):
@@ -125,6 +126,7 @@ def test_full_sequence_dropping_spans_the_ranks_of_a_micro_batch():
     run_and_check(4, [(Case(f, s, (8,) * 4, 1.5), Way(3)) for f in foldings for s in specs])
 
 
+@pytest.mark.core
 @pytest.mark.ranks
 def test_ranks_without_tokens_and_overfull_experts():
     cases = []

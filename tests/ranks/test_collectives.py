@@ -108,6 +108,7 @@ def test_rows_of_any_type_travel(dtype):
             assert torch.equal(found[name], value), name
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("world", [2, 3])
 def test_whole_tensors(world):
     for rank, got in enumerate(run_ranks(world, whole_tensors, world)):
@@ -168,6 +169,7 @@ def weight(x, rank):
     return (torch.sin(n) * (rank + 1)).to(x.dtype)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     "world,dtype,dims", [(2, torch.float64, (3,)), (3, torch.float32, ()), (4, torch.bfloat16, (2, 2))]
 )
@@ -317,6 +319,7 @@ def lonely(rank, cache):
     return "no error"
 
 
+@pytest.mark.core
 def test_timeout_names_op_axis_and_ranks():
     def body(rank, cache):  # a closure: its own pool, since the group is useless afterwards
         return lonely(rank, cache)
@@ -326,6 +329,7 @@ def test_timeout_names_op_axis_and_ranks():
     assert "no answer within 1 s" in text
 
 
+@pytest.mark.core
 def test_a_dead_rank_is_a_run_error_on_the_others():
     def body(rank, cache):
         axis = world_axis(rank, cache, 3, "ep")

@@ -117,6 +117,7 @@ def worst(found: list[dict[str, Any]], shape: Shape) -> float:
     return max(error(a, b) for a, b in zip(put_together(found, shape), alone(shape), strict=True))
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("impl", ["fast", "reference"])
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", SHAPES)
@@ -297,6 +298,7 @@ def lost_gradients(rank: int, cache: GroupCache, shape: Shape) -> dict[str, Any]
         context_parallel._Hop.take = right  # type: ignore[method-assign]
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("fault", [wrong_sources, lost_gradients])
 def test_a_wrong_ring_is_caught(fault: Any) -> None:
     shape = SHAPES["three"]

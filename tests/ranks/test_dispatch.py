@@ -296,6 +296,7 @@ def test_position_means_the_place_in_the_micro_batch():
 # ---- adversarial routing -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.core
 @pytest.mark.ranks
 @pytest.mark.parametrize("transport", ["all_to_all", "all_gather"])
 def test_adversarial_routing(transport):
@@ -402,6 +403,7 @@ def bytes_case(rank, cache, folding, spec, sizes):
     return {k: (c.calls, c.sent_bytes) for k, c in comms.counters.items()}
 
 
+@pytest.mark.core
 @pytest.mark.ranks
 @pytest.mark.parametrize("ep,etp", [(4, 1), (2, 2), (1, 4), (2, 1)])
 def test_bytes_are_those_of_the_plan(ep, etp):
@@ -522,6 +524,7 @@ class CountingDispatcher(Dispatcher):
         return np.full((size, E), 8 * K // E), np.full((size, further), 8)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("ep,etp", [(1, 1), (2, 2), (4, 1)])
 def test_host_synchronisations(name, ep, etp):
@@ -584,6 +587,7 @@ LAYER = dataclasses.replace(
 )
 
 
+@pytest.mark.core
 @pytest.mark.ranks
 @pytest.mark.parametrize("dtype,rtol", [(torch.float64, 1e-12), (torch.float32, 2e-5), (torch.bfloat16, 4e-2)], ids=str)
 def test_layer_is_the_same_on_every_mapping(dtype, rtol):

@@ -90,6 +90,7 @@ def collective(kind: str, team: GroupEpoch) -> None:
         sent.wait()
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("kind", COLLECTIVES)
 @pytest.mark.parametrize("victim", [0, 2])
 def test_survivors_of_a_kill_form_again_at_once(kind: str, victim: int, tmp_path: Path) -> None:

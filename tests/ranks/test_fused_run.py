@@ -132,6 +132,7 @@ CASES = {
 }
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("name", CASES)
 def test_a_fused_layer_equals_a_plain_one_forward_and_backward(name: str, tmp_path: Path) -> None:
     """Batches of other sizes on each rank, one without tokens on a rank and rows on the other alone; buffers grow once."""

@@ -73,6 +73,7 @@ def _two_steps(rank: int, cache: GroupCache, least: int, degrees: dict[str, int]
     return {name: p.detach().clone() for name, p in params.items()}, [e.op_id for e in seen], early
 
 
+@pytest.mark.core
 @pytest.mark.ranks
 @pytest.mark.parametrize("degrees", [{"ep": 2}, {"tp": 2}, {"tp": 2, "ep": 2, "etp": 2}], ids=str)
 @pytest.mark.parametrize("missing", [False, True])

@@ -253,6 +253,7 @@ def test_a_service_keeps_what_the_first_writer_said(host: StoreHost | EtcdHost) 
     assert one.all_there([f"n/{i}" for i in range(150)])
 
 
+@pytest.mark.core
 @pytest.mark.ranks
 def test_a_killed_service_is_noticed_and_found_again(host: StoreHost | EtcdHost) -> None:
     keys = host.service.connect()

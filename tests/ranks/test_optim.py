@@ -231,6 +231,7 @@ def _logical_state(results) -> dict[str, torch.Tensor]:
     return out
 
 
+@pytest.mark.core
 @pytest.mark.ranks
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_zero_changes_no_bit_on_two_ranks(dtype: torch.dtype) -> None:

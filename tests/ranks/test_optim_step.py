@@ -81,6 +81,7 @@ def _poisoned(rank: int, cache: GroupCache, name: str, zero: int, mapping: dict[
     return text, untouched, same(everything(parts), everything(sound)), same(before, everything(parts))
 
 
+@pytest.mark.core
 @pytest.mark.ranks
 @pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize("name", ["layers.0.attention.wq.weight", "layers.1.moe.experts.w2", "norm.weight"])
@@ -155,6 +156,7 @@ def _collectives(rank: int, cache: GroupCache, zero: int) -> dict[tuple[str, str
     return {key: counter.calls for key, counter in parts.comms.counters.items()}
 
 
+@pytest.mark.core
 @pytest.mark.ranks
 def test_collectives_of_a_step_are_those_of_its_docstring() -> None:
     (sharded, _), (whole, _) = (run_ranks(2, _collectives, zero) for zero in (1, 0))

@@ -106,6 +106,7 @@ def drawn(seed):
     return world, (case, schedule, draw.random() < 0.7, draw.choice((1, 2, 4, 512)), draw.choice((2, 3, tiles.COLUMNS)))
 
 
+@pytest.mark.core
 @pytest.mark.ranks
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_random_configurations(world):
@@ -169,6 +170,7 @@ def random_schedules(count):
     return [TileSchedule(parts=draw.randint(1, 6), blocks=draw.randint(1, 2), seed=i) for i in range(count)]
 
 
+@pytest.mark.core
 @pytest.mark.ranks
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("grid", [{"ep": 2}, {"ep": 4}, {"ep": 2, "etp": 2}], ids=str)

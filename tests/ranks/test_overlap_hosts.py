@@ -118,6 +118,7 @@ def different_from_the_first(rank, cache, calls):
     ]
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("through", [True, False])
 def test_the_bits_do_not_depend_on_the_schedule(through):
     """Random orders and all that have names, with the slots as they are and the most loaded first."""

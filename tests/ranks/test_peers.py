@@ -43,6 +43,7 @@ def fail(rank: int, cache: GroupCache, kind: str) -> None:
     peers.agree(work)
 
 
+@pytest.mark.core
 def test_problems_of_several_ranks_come_together() -> None:
     with pytest.raises(RankError) as info:
         run_ranks(3, fail, "problems")

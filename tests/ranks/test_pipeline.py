@@ -68,6 +68,7 @@ def _bits(rank: int, cache: GroupCache, case: PipelineCase) -> dict[str, torch.T
     return {box.name: box.tensor.clone() for box in gradients.boxes()}
 
 
+@pytest.mark.core
 def test_schedules_of_one_division_make_the_same_bits() -> None:
     """Weight gradients put off or not, micro-batches interleaved or not: accumulated in one order."""
     vee = [config for config in PIPELINES if config.schedule in ("zbv", "dualpipev")]
@@ -213,6 +214,7 @@ def _faulty(rank: int, cache: GroupCache, case: PipelineCase, want: Reference, f
     return findings([report(rank, cache, case, want, alter)])
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("fault", ["old weights", "swapped"])
 @pytest.mark.parametrize("culprit", [0, 1])
 def test_planted_faults_are_found(fault: str, culprit: int) -> None:

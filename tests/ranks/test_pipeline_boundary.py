@@ -235,6 +235,7 @@ def _elements(rank: int, cache: GroupCache, words: list[str], waiting: str) -> t
     return seen, *(sum(c.sent_bytes for key, c in counters.items() if key[1] == axis) for axis in ("pp", "lane"))
 
 
+@pytest.mark.core
 @pytest.mark.ranks
 @pytest.mark.parametrize("waiting", ["nothing", "sends", "everything"])
 @pytest.mark.parametrize("words", [["rows1", "whole3", "zigzag2"], ["whole2", "whole2", "rows3"]], ids=" ".join)

@@ -117,6 +117,7 @@ def _numbers(
     return passes.results, passes.most_given, sends, plan.schedule.max_live[rank]
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("synchronous", [False, True], ids=["beside", "blocking"])
 @pytest.mark.parametrize(("pp", "microbatches"), [(2, 1), (2, 7), (3, 4), (4, 5)])
 def test_numbers_travel_up_and_down(pp: int, microbatches: int, *, synchronous: bool) -> None:
@@ -205,6 +206,7 @@ def _one_dies(rank: int, cache: GroupCache, config: PipelineConfig, culprit: int
         os._exit(4)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("culprit", [0, 1, 2])
 @pytest.mark.parametrize("config", [PIPELINES[1], PIPELINES[3]], ids=lambda c: c.schedule)
 def test_a_rank_that_dies_ends_the_others_with_a_named_error(

@@ -84,6 +84,7 @@ def moved(rank, cache, seeds):
     return told, planned
 
 
+@pytest.mark.core
 @pytest.mark.ranks
 def test_a_real_move_tells_the_ids_of_its_program() -> None:
     for told, planned in run_ranks(WORLD, moved, list(range(times(20, 8))), timeout_s=400):

@@ -72,6 +72,7 @@ def check(world: int, several: list[Run]) -> list[list[Told]]:
     return results
 
 
+@pytest.mark.core
 @pytest.mark.ranks
 def test_two_ranks_record_the_ids_of_their_programs() -> None:
     check(2, some(runs(TWO), 6))

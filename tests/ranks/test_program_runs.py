@@ -143,6 +143,7 @@ def check(world: int, runs: list[Run]) -> None:
             assert results[rank][i].ops == planned, (run, rank)
 
 
+@pytest.mark.core
 def test_experts_and_tensor_parallelism() -> None:
     check(4, some(FLAT, 7))
 

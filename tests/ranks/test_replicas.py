@@ -114,6 +114,7 @@ def break_one(rank: int, cache: GroupCache, way: Way) -> list[str]:
     return not_alike(parts)
 
 
+@pytest.mark.core
 def test_one_bit_of_one_holder_is_found() -> None:
     results = run_ranks(WORLD, break_one, Way())
     assert all(any("flat/layers" in text for text in found) for found in results)
@@ -191,6 +192,7 @@ def sent(rank: int, cache: GroupCache, way: Way) -> list[tuple[str, str, str]]:
     return [(e.op_id, e.op, e.axis) for e in events if isinstance(e, Collective)]
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("state", ["whole", "sharded"])
 def test_a_step_sends_what_its_program_lists(state: ExpertState) -> None:
     way = Way(state=state)

@@ -78,6 +78,7 @@ def kinds_of(case):
             yield "uneven"
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(("posting", "seeds"), [("tags", range(CASES)), ("batches", range(CASES, CASES + IN_BATCHES))])
 def test_random_layout_pairs(posting, seeds):
     got = run_ranks(WORLD, random_moves, list(seeds), posting, timeout_s=400)
@@ -164,6 +165,7 @@ def different_layouts(rank, cache):
     assert "so nothing was moved: they were given different layouts, types, hosts or options" in str(info.value)
 
 
+@pytest.mark.core
 def test_ranks_with_different_plans_all_stop():
     run_ranks(4, different_layouts)
 

@@ -109,6 +109,7 @@ def states(rank, cache):
         assert all(plain[n].data_ptr() == out[n].data_ptr() and torch.equal(plain[n], state[n]) for n in state)
 
 
+@pytest.mark.core
 def test_states_move_by_one_plan():
     run_ranks(WORLD, states)
 

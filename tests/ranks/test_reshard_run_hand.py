@@ -68,6 +68,7 @@ def relayed(rank, cache, posting, parts):
     return report
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("posting", ["tags", "batches"])
 @pytest.mark.parametrize("parts", [1, 2, 4, 8])
 def test_a_receiver_sends_on_what_it_received(posting, parts):
@@ -134,6 +135,7 @@ def sums(rank, cache, posting, dtype):
     return report.sums_peak_bytes
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("posting", ["tags", "batches"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_terms_are_added_in_their_order(posting, dtype):

@@ -240,6 +240,7 @@ def losses_on(rank, cache, grid, microbatches, data_MBSE, cases):
     return out, dp.index, part.index
 
 
+@pytest.mark.core
 @pytest.mark.ranks
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 @pytest.mark.parametrize("microbatches", [1, 2])

@@ -95,6 +95,7 @@ def test_a_host_with_another_plan_is_refused_and_the_run_goes_on(tmp_path: Path)
     assert "plan hash = 'another': the run has 'toy'" in said
 
 
+@pytest.mark.core
 def test_a_worker_that_fails_by_itself_ends_the_run_with_its_error(tmp_path: Path) -> None:
     board = Board(1)
 
@@ -108,6 +109,7 @@ def test_a_worker_that_fails_by_itself_ends_the_run_with_its_error(tmp_path: Pat
     assert "a mistake of its own" in next(tmp_path.glob("error-h0-*")).read_text()
 
 
+@pytest.mark.core
 def test_a_run_that_is_stopped_ends_after_a_step(tmp_path: Path) -> None:
     board = Board(2)
     with arena_of(tmp_path, board, hosts=1, slots=2) as arena:

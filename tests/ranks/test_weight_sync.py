@@ -72,6 +72,7 @@ def deliveries(rank, cache):
     return seen, sorted(sync.weights), len(places)
 
 
+@pytest.mark.core
 def test_each_version_comes_whole_and_costs_one_integer():
     for rank, (seen, names, places) in enumerate(run_ranks(5, deliveries)):
         assert all(counts.pop("all_gather") == 1 for counts in seen)

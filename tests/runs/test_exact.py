@@ -28,6 +28,7 @@ def check_same(run: Run, many: tuple[Ranks, ...], one: Ranks = ONE) -> None:
         assert ended(run, ranks) == alone, ranks
 
 
+@pytest.mark.core
 def test_ten_steps_end_with_the_same_bits_on_any_number_of_ranks() -> None:
     check_same(Run(), some(MANY, 4))
 

@@ -115,6 +115,7 @@ def _training(checkpoints: Path) -> dict[str, Any]:
     return dict(json.loads((checkpoints / "step-00000000" / "run_state.json").read_text())["model"])
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("name", CONFIGS)
 def test_import_export_import_is_bitwise_under_mappings(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
     want = tensors_of(folders[name])

@@ -400,6 +400,7 @@ def test_a_run_that_cannot_heal_has_the_same_bits(base: Path) -> None:
     check_equal(base, "plain")
 
 
+@pytest.mark.core
 @pytest.mark.ranks
 def test_a_step_that_is_not_finite_ends_the_run_once(base: Path) -> None:
     """New processes would find the same, so none is started."""

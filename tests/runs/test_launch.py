@@ -81,6 +81,7 @@ run(main)
 """
 
 
+@pytest.mark.core
 def test_ranks_meet_and_compute(tmp_path: Path) -> None:
     body = """
     def main(info, stop):
@@ -97,6 +98,7 @@ def test_ranks_meet_and_compute(tmp_path: Path) -> None:
     assert wait_for(tmp_path, "sum0", "sum1", "sum2") == ["3 1"] * 3
 
 
+@pytest.mark.core
 def test_a_killed_rank_ends_the_others_and_is_named(tmp_path: Path) -> None:
     process = start(tmp_path, SLEEPERS)
     pids = [int(p) for p in wait_for(tmp_path, "up0", "up1", "up2")]

@@ -91,6 +91,7 @@ def test_state_moves_between_any_two_foldings() -> None:
     assert [found for found in run_ranks(WORLD, _refold, pairs, timeout_s=240) if found] == []
 
 
+@pytest.mark.core
 def test_a_view_reaches_only_what_the_shard_holds() -> None:
     shard = torch.arange(10.0)
     view = ShardView(shard, shape=(4, 3), parts=[ShardPart(4, 12, 0)])

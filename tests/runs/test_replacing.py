@@ -158,6 +158,7 @@ def compared(way: Way) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     return ran(way), ran(replace(way, interval=0, beside=True))
 
 
+@pytest.mark.core
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     "way", [Way(), pytest.param(Way(pp=2, zero=0), marks=pytest.mark.slow), Way(beside=False)], ids=str

@@ -47,6 +47,7 @@ def delivered(folder: Path) -> dict[str, torch.Tensor]:
     return whole
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("to", "more"),
     [

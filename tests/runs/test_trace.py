@@ -450,6 +450,7 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return base / "runs" / "run"
 
 
+@pytest.mark.core
 @pytest.mark.ranks
 def test_a_recorded_run(traced: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trace", str(traced)]) == 0

@@ -35,6 +35,7 @@ def finished(base: Path) -> tuple[Path, subprocess.CompletedProcess[str]]:
     return base / "runs" / "run", done
 
 
+@pytest.mark.core
 def test_a_run_ends_with_what_a_person_wants_to_know(finished: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
     folder, done = finished
     text = done.stdout
@@ -70,6 +71,7 @@ def test_events_tell_the_course(finished: tuple[Path, subprocess.CompletedProces
     assert len(losses) == 1
 
 
+@pytest.mark.core
 def test_goes_on_with_other_ranks_and_sees_every_sample_once(base: Path) -> None:
     common = {"run__name": "travelling", "train__deterministic": "true", "train__dtype": "float64"}
     for steps, ranks in ((4, 4), (8, 2), (12, 8)):
@@ -123,6 +125,7 @@ def wait_for_step(process: Running, folder: Path, step: int, *, timeout_s: float
     raise RunError(f"step {step} was not reached; exit code {process.poll()}")
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_ctrl_c_finishes_the_step_saves_and_ends(base: Path, ranks: int) -> None:
     common = {

@@ -39,6 +39,7 @@ def again(base: Path, **changes: object) -> subprocess.CompletedProcess[str]:
 # ---- recipes: told before any process starts ---------------------------------------------------------------------------
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
@@ -117,6 +118,7 @@ def checkpoints(base: Path) -> CheckpointFolder:
     return CheckpointFolder(base / "runs" / "run" / "checkpoints")
 
 
+@pytest.mark.core
 def test_other_model_in_the_same_folder(run: CheckpointFolder, base: Path) -> None:
     done = again(base, model__hidden=64)
     assert done.returncode == 2

@@ -388,6 +388,7 @@ def _leaves(parts):
     return parts
 
 
+@pytest.mark.core
 def test_a_case_that_ends_the_ranks_is_reported_and_the_others_run() -> None:
     case = next(c for c in default_cases(2) if c.folding.ep == 2)
     away = Fault(name="away", summary="rank 1 raises", alter=_leaves)
@@ -418,6 +419,7 @@ KEYS = {
 }
 
 
+@pytest.mark.core
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("dtype", "limit"),
@@ -526,6 +528,7 @@ def test_fault_is_found(name: str, planted: dict[str, dict[str, object]]) -> Non
     assert isinstance(signs, list) and all(re.search(FIRST_SIGN.get(name, "/"), sign) for sign in signs), signs
 
 
+@pytest.mark.core
 @pytest.mark.ranks
 def test_planting_one_fault_fails_and_names_the_parameter(tmp_path: Path) -> None:
     done = phalanx("verify", "--plant", "no-edp-reduction", "--ranks", "2", "--json", str(tmp_path / "v.json"))
