@@ -28,6 +28,12 @@ class Processor:
         return self.has_amx or "avx512_bf16" in self.flags
 
     @property
+    def widens_bf16(self) -> bool:
+        """It sums up products of bf16 in a room of fp32 first: oneDNN takes them wherever there is AVX-512, and without instructions for bf16 widens them.
+        Without AVX-512 torch multiplies them itself and needs no room (seen on an AMD EPYC with AVX2)."""
+        return "avx512f" in self.flags and not self.multiplies_bf16
+
+    @property
     def dtype(self) -> Literal["bfloat16", "float32"]:
         """The type that it computes fastest in: widened products of bf16 take two to three times as long as those of fp32."""
         return "bfloat16" if self.multiplies_bf16 else "float32"

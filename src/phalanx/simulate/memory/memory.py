@@ -333,7 +333,7 @@ class _Run:
             crowded=crowded,
             cp_method=self.recipe.folding.cp_method,
             experts_held=self._experts_held,
-            widens=self.item == 2 and not (self.on_device or self.processor.multiplies_bf16),
+            widens=self.item == 2 and not self.on_device and self.processor.widens_bf16,
             exact=self.is_exact,
         )
 

@@ -56,7 +56,7 @@ class Local:
     experts_held: int | None = None
     """Different experts that the rank holds in a layer; None: as many as without replicas."""
     widens: bool = False
-    """A product of bf16 is summed up in a room of fp32 first (`Processor.multiplies_bf16` does not hold)."""
+    """A product of bf16 is summed up in a room of fp32 first (`Processor.widens_bf16`)."""
     exact: bool = False
     """Products are over rows of one source alone, and weight gradients go to fixed point slot by slot (`kernels/cpu/exact_experts.py`)."""
 
