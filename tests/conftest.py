@@ -70,7 +70,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     def is_core(item: pytest.Item) -> bool:
         if item.get_closest_marker("slow"):
             return False
-        cheap = not launches_ranks(item) and costs.get(name_of(item), 0.0) <= tiers.UNIT_S
+        cheap = tiers.is_cheap(costs.get(name_of(item)), ranks=launches_ranks(item))
         return cheap or item.get_closest_marker("core") is not None
 
     if config.option.tier == "core":

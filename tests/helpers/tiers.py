@@ -1,7 +1,7 @@
 """Which tests a command runs, and how many cases each draws.
 
-Three tiers. *core* is what `make test` takes: every test without ranks that costs less than `UNIT_S`, and the rank tests marked `core`, one or more for each
-executor. *drawn* is a part of the others that fits into given minutes, by the seed of the day: `.ci/run` takes some of it at each landing. *all* is everything, with
+Three tiers. *core* is what `make test` takes: every cheap test (`CORE_UNIT_S`, `CORE_RANK_S`), and of the others those marked `core`, so that each executor
+has one or more. *drawn* is a part of the others that fits into given minutes, by the seed of the day: `.ci/run` takes some of it at each landing. *all* is everything, with
 every case (`PHALANX_TESTS=all`, `make test-all`).
 
 Costs are processor seconds of a test's process and all that it starts, over the slowness of the machine (`speed_help.py`), summed over a test's cases;
@@ -23,7 +23,11 @@ T = TypeVar("T")
 ALL = os.environ.get("PHALANX_TESTS") == "all"
 SEED = int(os.environ.get("PHALANX_SEED") or datetime.datetime.now(datetime.UTC).strftime("%Y%m%d"))
 UNIT_S, RANK_S = 1.0, 5.0
-"""Costs from which on a test without ranks, or with ranks, is named as expensive; the former leaves the core tier."""
+"""Costs from which on a test without ranks, or with ranks, is named as expensive."""
+CORE_UNIT_S, CORE_RANK_S = 5.0, 1.0
+"""Costs up to which a test without ranks, or with ranks, is in the core tier by itself."""
+UNKNOWN_S = 15.0
+"""What a test counts whose cost is not stored: most of these are whole runs."""
 DURATIONS = Path(__file__).parents[1] / "durations.json"
 
 
@@ -58,13 +62,20 @@ def expensive(costs: Mapping[str, float], *, ranks: Mapping[str, bool]) -> list[
     return [f"{costs[n]:8.2f}  {n}" for n in sorted(over, key=lambda n: -costs[n])]
 
 
+def is_cheap(cost: float | None, *, ranks: bool) -> bool:
+    """Whether a test is in the core tier by its cost. One that was never measured is if it launches no ranks."""
+    if cost is None:
+        return not ranks
+    return cost <= (CORE_RANK_S if ranks else CORE_UNIT_S)
+
+
 def draw(names: Iterable[str], costs: Mapping[str, float], *, budget_s: float, seed: int) -> set[str]:
-    """Tests in an order of the seed's, until their costs reach the budget. One of unknown cost counts `RANK_S`."""
+    """Tests in an order of the seed's, until their costs reach the budget. One of unknown cost counts `UNKNOWN_S`."""
     order = sorted(names)
     random.Random(seed).shuffle(order)
     drawn, spent = set(), 0.0
     for name in order:
-        cost = costs.get(name, RANK_S)
+        cost = costs.get(name, UNKNOWN_S)
         if spent + cost <= budget_s:
             drawn.add(name)
             spent += cost

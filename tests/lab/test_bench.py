@@ -26,8 +26,8 @@ TINY_WORDS = [
 def test_list_and_unknown_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench([]) == 0
     shown = capsys.readouterr().out
-    for name in BENCHMARKS:
-        assert name in shown and util.find_spec(f"phalanx_lab.bench.{name.replace('-', '_')}") is not None
+    for name, (module, _) in BENCHMARKS.items():
+        assert name in shown and util.find_spec(f"phalanx_lab.bench.{module}") is not None
     assert bench(["trian"]) == 2
     assert "did you mean 'train'" in capsys.readouterr().err
 

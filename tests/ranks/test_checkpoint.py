@@ -63,7 +63,6 @@ def load_known(rank: int, cache: GroupCache, mapping: Mapping, paths: list[Path]
     return wrong
 
 
-@pytest.mark.core
 def test_every_mapping_to_every_other_bitwise(tmp_path: Path) -> None:
     paths = [tmp_path / f"{m.world}-{m.ep}-{m.etp}-{m.zero}" for m in MAPPINGS]
     for i, (mapping, path) in enumerate(zip(MAPPINGS, paths, strict=True)):

@@ -117,7 +117,6 @@ def worst(found: list[dict[str, Any]], shape: Shape) -> float:
     return max(error(a, b) for a, b in zip(put_together(found, shape), alone(shape), strict=True))
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("impl", ["fast", "reference"])
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", SHAPES)

@@ -70,7 +70,6 @@ def test_logits_and_gradients_on_one_rank(
     check(*made(checkpoints, name, dtype, tmp_path_factory), ALONE, dtype)
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("mapping", [m for m in MAPPINGS if m != "one rank"])
 @pytest.mark.parametrize("dtype", LIMIT, ids=str)

@@ -261,7 +261,9 @@ def test_a_processor_without_bf16_sums_up_in_a_room_of_fp32() -> None:
     assert heads(recipe, processor=plain) >= heads(recipe) + 4 * logits - total - (1 << 20) * 2
     wide = small_recipe(seq_len=128, dtype="float32")
     assert heads(wide, processor=plain) == heads(wide)
-    assert heads(recipe, processor=Processor(flags=frozenset({"avx2"}))) == heads(recipe)  # torch multiplies by itself there
+    assert heads(recipe, processor=Processor(flags=frozenset({"avx2"}))) == heads(
+        recipe
+    )  # torch multiplies by itself there
 
 
 # ---- the whole

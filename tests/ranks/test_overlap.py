@@ -170,7 +170,6 @@ def random_schedules(count):
     return [TileSchedule(parts=draw.randint(1, 6), blocks=draw.randint(1, 2), seed=i) for i in range(count)]
 
 
-@pytest.mark.core
 @pytest.mark.ranks
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("grid", [{"ep": 2}, {"ep": 4}, {"ep": 2, "etp": 2}], ids=str)

@@ -151,7 +151,6 @@ def same(all_a, all_b):
     return all(torch.equal(t, u) for a, b in zip(all_a, all_b, strict=True) for t, u in zip(a, b, strict=True))
 
 
-@pytest.mark.core
 @pytest.mark.parametrize(("world", "count"), [(2, times(12, 5)), (3, times(4, 2)), (4, times(4, 1))])
 def test_the_bits_of_the_executor_for_hosts(world, count):
     """Forward and backward, both transports, any order of the streams; `one_pass` also asserts that the host waits for nothing once messages are posted."""

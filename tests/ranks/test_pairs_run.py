@@ -103,7 +103,6 @@ def _equal(found: list[torch.Tensor], want: list[torch.Tensor]) -> bool:
     return len(found) == len(want) and all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("name", CASES)
 def test_the_same_bits_as_one_after_the_other(name: str) -> None:
     case = CASES[name]

@@ -102,7 +102,6 @@ CASES = {
 APART = ("fp32 ep2", "fp32 edp4, three holders", "exact ep2")
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("name", CASES)
 def test_copies_have_the_bits_of_their_owners_and_change_none(name: str) -> None:
     run, ranks = CASES[name]

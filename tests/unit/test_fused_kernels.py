@@ -360,7 +360,10 @@ SHARED_LIMIT = 227 * 1024
 def test_the_kernels_compile_for_hopper() -> None:
     """With the tiles that real layers use, and with weights as the backward pass has them: down to machine code, nothing spilled, matrix instructions of Hopper, flags read and raised system-wide."""
     done = subprocess.run(
-        [sys.executable, "-c", COMPILE], env={**os.environ, "TRITON_INTERPRET": "0"}, capture_output=True, text=True
+        [sys.executable, "-c", COMPILE],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TRITON_INTERPRET": "0"},
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     built = json.loads(done.stdout)

@@ -1,6 +1,7 @@
 """Imports go one way between floors and between rooms (docs/architecture.md), and the planning floors never touch torch. Imports inside functions count too."""
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from phalanx.core.faces import face_of
 from phalanx.plan import reshard
 from phalanx_lab.house import NO_FACE, House, Import, circle, product
 
-pytestmark = pytest.mark.unit
+pytestmark = [pytest.mark.unit, pytest.mark.core]
 ROOT = Path(phalanx.__file__).parent
 
 BELOW = {
@@ -33,10 +34,16 @@ ENVIRONMENT = {"cli"}
 """Packages that may read environment variables; `runtime/comm/groups.py` may too."""
 
 
+@cache
+def nodes_of(path: Path) -> tuple[ast.AST, ...]:
+    """Every node of a file."""
+    return tuple(ast.walk(ast.parse(path.read_text())))
+
+
 def imports_of(path: Path) -> set[str]:
     """Dotted names of all modules that a file imports, wherever the import stands."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
@@ -73,7 +80,7 @@ def test_imports_go_one_way(path: Path) -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_relative_imports_are_not_used(path: Path) -> None:
-    nodes = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.ImportFrom) and n.level > 0]
+    nodes = [n for n in nodes_of(path) if isinstance(n, ast.ImportFrom) and n.level > 0]
     assert not nodes, "relative imports hide the arrow from this test"
 
 
@@ -81,7 +88,7 @@ def test_relative_imports_are_not_used(path: Path) -> None:
 def test_environment_is_read_in_two_places_only(path: Path) -> None:
     if package_of(path) in ENVIRONMENT or path == ROOT / "runtime" / "comm" / "groups.py":
         return
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else None
         assert name not in ("getenv",), f"line {node.lineno}: getenv"
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):

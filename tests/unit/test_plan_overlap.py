@@ -224,9 +224,9 @@ def test_a_person_can_read_it():
 def test_hashes_do_not_depend_on_hash_seeds():
     code = (
         "from phalanx.plan.moe.dispatch import plan_dispatch; from phalanx.plan.moe.overlap.plan import plan_overlap\n"
-        "from phalanx.plan.moe.overlap.types import Schedule\n"
+        "from phalanx.plan.moe.overlap.types import TileSchedule\n"
         "d = plan_dispatch([[90, 20, 0, 7], [5, 100, 3, 60]], range(4), ep=2, etp=1)\n"
-        "print([plan_overlap(d, Schedule(parts=2, seed=s), rank=1, tile_rows=16, direction='backward').hash for s in (None, 5)])"
+        "print([plan_overlap(d, TileSchedule(parts=2, seed=s), rank=1, tile_rows=16, direction='backward').hash for s in (None, 5)])"
     )
     outs = {
         subprocess.run(
