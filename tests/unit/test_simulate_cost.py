@@ -13,9 +13,9 @@ from phalanx.simulate.hardware.collectives import GroupSpan, Network, distinct, 
 from phalanx.simulate.hardware.cost import Oracle
 from phalanx.simulate.hardware.routing import RouterModel
 
-H100 = resources.files("phalanx.simulate") / "data" / "clusters" / "h100.toml"
 pytestmark = pytest.mark.unit
 H100 = load_hardware("h100")
+H100_FILE = resources.files("phalanx.simulate") / "data" / "clusters" / "h100.toml"
 NET = Network(H100)
 ROWS = 4096 * 8 * 7168 * 2
 """Bytes that a rank dispatches: 4096 tokens, top-8, hidden 7168, bf16 (arXiv 2603.07685, table 7)."""
@@ -56,7 +56,7 @@ def test_bad_clusters_are_one_clear_error(text: str, words: str) -> None:
 
 def test_a_bad_file_names_all_its_problems(tmp_path) -> None:
     good = (tmp_path / "x.toml").resolve()
-    text = H100.read_text()
+    text = H100_FILE.read_text()
     text = text.replace("sms = {", "cores = {").replace(
         'memory_bytes = { value = 8.49e10, source = "80 GB', 'memory_bytes = { value = -1, source = "80 GB'
     )
@@ -87,7 +87,7 @@ def test_a_bad_file_names_all_its_problems(tmp_path) -> None:
 @pytest.mark.parametrize(("name", "value"), [("ranks_per_host", "0.5"), ("sms", "132.7")])
 def test_counts_of_a_file_are_whole(tmp_path, name: str, value: str) -> None:
     path = tmp_path / "mine.toml"
-    lines = H100.read_text().splitlines()
+    lines = H100_FILE.read_text().splitlines()
     path.write_text(
         "\n".join(f'{name} = {{ value = {value}, source = "me" }}' if x.startswith(f"{name} =") else x for x in lines)
     )
@@ -97,7 +97,7 @@ def test_counts_of_a_file_are_whole(tmp_path, name: str, value: str) -> None:
 
 def test_a_file_of_ones_own(tmp_path) -> None:
     path = tmp_path / "mine.toml"
-    path.write_text(H100.read_text() + "\n[measured]\ngemm = [[4096, 4096, 4096, 1e-3]]\n")
+    path.write_text(H100_FILE.read_text() + "\n[measured]\ngemm = [[4096, 4096, 4096, 1e-3]]\n")
     cluster = parse_cluster(f"{path}:16")
     assert cluster.name == "minex16" and load_hardware(str(path)) == cluster.hardware
     cost = Oracle(cluster.hardware).gemm(4096, 4096, 4096)
@@ -106,7 +106,7 @@ def test_a_file_of_ones_own(tmp_path) -> None:
     near = Oracle(cluster.hardware).gemm(4096, 4096, 6000)
     assert near.origin == "near a measurement"
     assert Oracle(cluster.hardware).gemm(64, 64, 64).origin == "formula"
-    path.write_text(H100.read_text() + "\n[measured]\ngemm = [[4096, 0, 4096, 1e-3]]\n")
+    path.write_text(H100_FILE.read_text() + "\n[measured]\ngemm = [[4096, 0, 4096, 1e-3]]\n")
     with pytest.raises(ConfigError, match="all above 0"):
         parse_cluster(f"{path}:16")
 
