@@ -54,7 +54,7 @@ class Weight(nn.Module):
 
 
 def _matrices(model: nn.Module) -> frozenset[str]:
-    """Names of the weights that are applied with a `Later`: the matrices of all layers."""
+    """Names of the weights that are applied with `DeferredGradients`: the matrices of all layers."""
     kinds = {Linear: ("weight",), Mlp: ("w13", "w2"), Experts: ("w13", "w2")}
     return frozenset(
         f"{path}.{name}"

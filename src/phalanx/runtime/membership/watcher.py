@@ -32,7 +32,7 @@ STUCK_S = 120.0
 
 
 class MembershipWatcher:
-    """The part of a `Seat` that listens."""
+    """The part of a `WorkerAgent` that listens."""
 
     def __init__(self, member: Member, service: Service, *, pipe: int, settings: SeatSettings) -> None:
         self.member, self.service, self.settings = member, service, settings
