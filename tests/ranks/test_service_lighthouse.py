@@ -199,7 +199,7 @@ def test_a_door_opens_towards_the_service_that_answered(monkeypatch: pytest.Monk
             if host.startswith("gone") or len(asked) < 3:
                 raise socket.gaierror(-2, "Name or service not known")
 
-    monkeypatch.setattr(seat_module, "Door", Opened)
+    monkeypatch.setattr(seat_module, "ReachabilityProbe", Opened)
     several = AnyService([Told("gone0", 1), Told("node1", 2), Told("gone2", 3)])
     listed = several.services
     seat = seat_module.WorkerAgent(
