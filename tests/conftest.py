@@ -71,7 +71,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.get_closest_marker("slow"):
             return False
         cheap = tiers.is_cheap(costs.get(name_of(item)), ranks=launches_ranks(item))
-        return cheap or item.get_closest_marker("core") is not None
+        return cheap or any(item.get_closest_marker(marker) for marker in ("core", "alone"))
 
     if config.option.tier == "core":
         kept = [item for item in items if is_core(item)]

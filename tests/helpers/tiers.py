@@ -1,7 +1,7 @@
 """Which tests a command runs, and how many cases each draws.
 
 Three tiers. *core* is what `make test` takes: every cheap test (`CORE_UNIT_S`, `CORE_RANK_S`), and of the others those marked `core`, so that each executor
-has one or more. *drawn* is a part of the others that fits into given minutes, by the seed of the day: `.ci/run` takes some of it at each landing. *all* is everything, with
+has one or more, or `alone`. *drawn* is a part of the others that fits into given minutes, by the seed of the day: `.ci/run` takes some of it at each landing. *all* is everything, with
 every case (`PHALANX_TESTS=all`, `make test-all`).
 
 Costs are processor seconds of a test's process and all that it starts, over the slowness of the machine (`speed_help.py`), summed over a test's cases;
