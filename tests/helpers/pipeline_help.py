@@ -82,7 +82,13 @@ def cases(world: int, *, pp: int, axes: Sequence[str] = ("ep",), count: int, ski
 
 
 def build(
-    case: PipelineCase, rank: int, cache: GroupCache, *, timeout_s: float = 30.0, comms: Collectives | None = None
+    case: PipelineCase,
+    rank: int,
+    cache: GroupCache,
+    *,
+    timeout_s: float = 30.0,
+    comms: Collectives | None = None,
+    host_of_rank: tuple[int, ...] = (),
 ) -> StepParts:
     """A rank's part of a case. Collective."""
     pipeline = case.pipeline
@@ -91,7 +97,7 @@ def build(
         groups = with_second_groups(groups, cache=cache)
     comms = comms if comms is not None else Collectives(timeout_s=timeout_s)
     return assemble(
-        context(case.setup, groups, comms, dtype=torch.float64),
+        dataclasses.replace(context(case.setup, groups, comms, dtype=torch.float64), host_of_rank=host_of_rank),
         optim=case.setup.optim,
         num_microbatches=case.num_microbatches // case.folding.replicas,
         pipeline=pipeline,

@@ -16,8 +16,11 @@ import torch
 
 from phalanx.core.errors import ConfigError, DataError, TestbedError
 from phalanx.plan.mapping.cluster import ClusterSpec
+from phalanx.plan.moe.overlap.choose import SERIAL
+from phalanx.plan.moe.overlap.settings import CANDIDATES, parse_overlap, setting_problems
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.groups import Axis
+from phalanx.runtime.moe.overlap_tuner import candidates
 from phalanx_lab.bench import step
 from phalanx_lab.bench.layer import command as layer
 from phalanx_lab.bench.layer.cells import (
@@ -33,9 +36,9 @@ from phalanx_lab.bench.layer.cells import (
     table as cells_table,
 )
 from phalanx_lab.bench.layer.loads import exact_routing, load_vector, pair_counts
-from phalanx_lab.bench.layer.methods import COARSE, METHODS, OURS, Inside
+from phalanx_lab.bench.layer.methods import COARSE, METHODS, OURS, Inside, overlap_of
 from phalanx_lab.bench.layer.rank import LayerShape
-from phalanx_lab.bench.layer.scores import chosen, figures, regret
+from phalanx_lab.bench.layer.scores import figures, regret
 from phalanx_lab.testbed.bed import Testbed
 
 
@@ -107,14 +110,14 @@ def test_figures_follow_their_definitions() -> None:
     assert long["time_over_bound"] == pytest.approx(2 / 1.6) and long["speedup_vs_best_coarse"] is None
 
 
-def test_auto_decides_on_one_half_and_is_scored_on_the_other() -> None:
-    seconds = {"serial": [2.0, 2.0] * 4, "all 2": [1.0, 3.0] * 4, "blocks": [1.5, 1.5] * 4}
-    assert chosen(seconds) == ("all 2", 3.0)
-    assert regret(seconds) == ("all 2", pytest.approx(2.0))
-    assert chosen({"serial": [1.0] * 8, "blocks": [0.99] * 8}) == ("serial", 1.0)  # not worth the noise
-    assert chosen({"serial": [1.0] * 8, "blocks": [0.9] * 8}) == ("blocks", 0.9)
-    often_slower = [0.8, 1.0, 0.8, 1.0, 1.3, 1.0, 1.3, 1.0, 0.8, 1.0]
-    assert chosen({"serial": [1.0] * 10, "blocks": often_slower}) == ("serial", 1.0)  # faster in three rounds of five
+def test_the_best_is_found_on_one_half_and_scored_on_the_other() -> None:
+    seconds = {"serial": [2.0, 2.0] * 4, "all 2": [1.0, 3.0] * 4, "blocks": [1.5, 1.5] * 4, "auto": [1.2, 3.3] * 4}
+    found = regret(seconds)
+    assert found.best == "all 2" and found.ratio == pytest.approx(1.1)
+    assert found.to_least == pytest.approx((1.2 + 3.3) / 2 / 1.5)
+    assert regret({"serial": [1.0] * 8, "auto": [0.9] * 8}).ratio == pytest.approx(
+        0.9
+    )  # what it chose is not in the list
 
 
 def test_the_grid_has_every_model_size_link_load_and_type() -> None:
@@ -130,14 +133,13 @@ def test_the_grid_has_every_model_size_link_load_and_type() -> None:
 
 def test_cells_are_put_together() -> None:
     rows = [
-        {"model": "mixtral", "shape": vars(LayerShape()), "link_bit_per_s": link, "seconds": {"serial": [2.0] * 8, "all 2": all_2}}
-        for link, all_2 in ((2e8, [1.0] * 8), (None, [2.0, 1.5] * 4))
+        {"model": "mixtral", "shape": vars(LayerShape()), "link_bit_per_s": link, "auto": auto, "seconds": {"serial": [2.0] * 8, "all 2": all_2, "auto": [2.0] * 8}}
+        for link, auto, all_2 in ((2e8, "tiles:parts=2", [1.0] * 8), (None, "tiles", [2.0, 1.5] * 4))
     ]  # fmt: skip
     result = cells_result(rows, [])
-    assert [row["auto"] for row in result["cells"]] == ["all 2", "serial"]
-    assert (
-        result["worst_ratio"] == pytest.approx(2 / 1.5) and result["serial_where_unshaped"] == result["unshaped"] == 1
-    )
+    assert [row["best"] for row in result["cells"]] == ["all 2", "serial"]
+    assert result["worst_ratio"] == 2 and result["median_ratio"] == 1.5
+    assert result["worst_to_least"] == 2 and result["serial_where_unshaped"] == result["unshaped"] == 1
     assert cells_table(result).row_count == 2
 
 
@@ -149,14 +151,14 @@ def test_the_grid_is_measured_in_parts(tmp_path: Path) -> None:
 
     def result(numbers: list[int], serial_s: float) -> dict[str, Any]:
         rows = [
-            {"model": c.model, "shape": asdict(c.shape), "link_bit_per_s": c.link_bit_per_s, "seconds": {"serial": [serial_s] * 8, "all 2": [1.0] * 8}}
+            {"model": c.model, "shape": asdict(c.shape), "link_bit_per_s": c.link_bit_per_s, "auto": "tiles", "seconds": {"serial": [serial_s] * 8, "all 2": [1.0] * 8, "auto": [1.0] * 8}}
             for c in (cells()[n] for n in numbers)
         ]  # fmt: skip
         return json.loads(json.dumps(cells_result(rows, [f"wrong {serial_s}"])))  # as it comes from a file
 
     both = joined(result([5, 0], 2.0), result([0, 3], 0.5))
     assert [row["shape"] for row in both["cells"]] == [asdict(cells()[n].shape) for n in (0, 3, 5)]
-    assert [row["auto"] for row in both["cells"]] == ["serial", "serial", "all 2"]  # measured twice: the later counts
+    assert [row["best"] for row in both["cells"]] == ["serial", "serial", "all 2"]  # measured twice: the later counts
     assert both["wrong"] == ["wrong 2.0", "wrong 0.5"] and cells_table(both).row_count == 3
 
     file = tmp_path / "cells.json"
@@ -175,25 +177,37 @@ def test_the_result_of_a_layer() -> None:
     passes = {"forward": [1.0] * 4, "forward_backward": [3.0] * 4}
     times = {
         name: {key: [s * value for s in each] for key, each in passes.items()}
-        for name, value in {"serial": 2.0, "coarse:2": 1.8, "coarse:4": 1.6, layer.COMPUTE: 1.0, "communication": 1.0, "distinct": 0.8, **dict.fromkeys(layer.OURS_ALONE, 1.1)}.items()
+        for name, value in {"serial": 2.0, "coarse:2": 1.8, "coarse:4": 1.6, "auto": 1.25, layer.COMPUTE: 1.0, "communication": 1.0, "distinct": 0.8, **dict.fromkeys(layer.OURS_ALONE, 1.1)}.items()
     }  # fmt: skip
-    found = {"link_bit_per_s": 1e9, "sent_bytes": {}, "wrong": [], "seconds": times}
-    options = layer.LayerArgs(methods=("serial", "coarse:2", "coarse:4"), iterations=4)
+    found = {"link_bit_per_s": 1e9, "auto": "tiles:parts=2", "sent_bytes": {}, "wrong": [], "seconds": times}
+    options = layer.LayerArgs(methods=("serial", "coarse:2", "coarse:4", "auto"), iterations=4)
     result = layer._result(options, found)
     forward = result["forward"]
     assert (
-        forward["auto"] == "coarse:4"
-        and forward["speedup_vs_serial"] == forward["methods"]["coarse:4"]["speedup_vs_serial"] == 1.25
+        forward["auto"] == "tiles:parts=2"
+        and forward["speedup_vs_serial"] == forward["methods"]["auto"]["speedup_vs_serial"] == 1.6
     )
-    assert forward["hidden"] == pytest.approx(0.4) and forward["bound_s"] == 1.0 and forward["comm_share"] == 0.5
+    assert (
+        forward["hidden"] == pytest.approx(0.75)
+        and forward["regret"]["best"] == "coarse:4"
+        and forward["bound_s"] == 1.0
+        and forward["comm_share"] == 0.5
+    )
     assert forward["methods"]["coarse:2"]["speedup_vs_best_coarse"] == pytest.approx(1.6 / 1.8)
     assert result["forward_backward"]["compute_s"] == 3.0
     assert layer._table(result, "forward").row_count == 4
 
 
 def test_methods_have_names() -> None:
-    assert METHODS[: 1 + len(COARSE)] == ("serial", *COARSE) and set(METHODS) <= {"serial", *COARSE, *OURS}
-    assert len({str(ours) for ours in OURS.values()}) == len(OURS)
+    assert METHODS[: 1 + len(COARSE)] == ("serial", *COARSE) and METHODS[-1] == "auto"
+    assert set(METHODS) == {"serial", *COARSE, *OURS, "auto"} and len(set(OURS.values())) == len(OURS)
+
+
+def test_a_recipe_can_say_every_method_and_auto_has_every_schedule() -> None:
+    assert not any(setting_problems(overlap_of(method)) for method in METHODS)
+    schedules = {parse_overlap(overlap).schedule for overlap in OURS.values()}
+    assert schedules <= {SERIAL, *CANDIDATES} == {SERIAL, *candidates(LayerShape().hidden)}
+    assert sum(schedule.blocks > 1 for schedule in schedules) == 3
 
 
 def test_inside_nothing_is_sent_and_sizes_are_right() -> None:
@@ -258,7 +272,9 @@ def test_options_that_make_no_sense_are_all_named() -> None:
 def test_a_small_layer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     emulated_hosts()
     file = tmp_path / "result.json"
-    methods = [name for name in METHODS if name in ("serial", "coarse:2", "coarse:8", "tiles", "all 2")]
+    methods = [
+        name for name in METHODS if name in ("serial", "coarse:2", "coarse:8", "tiles", "dedup", "all 2", "auto")
+    ]
     words = [
         "--shape.tokens",
         "64",
@@ -276,8 +292,8 @@ def test_a_small_layer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert result["wrong"] == [] and result["link_bit_per_s"] > 1e5
     for direction in ("forward", "forward_backward"):
         of = result[direction]
-        assert set(of["methods"]) == {*methods, "auto"}
-        assert of["bound_s"] > 0 and of["auto"] in methods
+        assert set(of["methods"]) == set(methods)
+        assert of["bound_s"] > 0 and parse_overlap(of["auto"]).kind == "tiles" and of["regret"]["best"] in methods
         for key in ("hidden", "hidden_of_comm", "comm_share", "speedup_vs_serial", "speedup_vs_best_coarse", "time_over_bound"):  # fmt: skip
             assert math.isfinite(of[key])
     sent = result["sent_bytes"]

@@ -33,7 +33,7 @@ from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.groups import Axis
 from phalanx.runtime.moe.coarse import chunk_sizes, run_coarse
 from phalanx.runtime.moe.dispatch import Dispatcher
-from phalanx.runtime.moe.experts import ExpertWeights, run_experts
+from phalanx.runtime.moe.experts import ExpertWeights, MoeCall, run_experts
 from ranks import run_ranks
 
 CHUNKS = (3, 16)
@@ -66,17 +66,16 @@ def run_case(rank, cache, case, way, comms):
     later = DeferredGradients() if way.later else None
 
     def layer(x, weights):
-        return run_coarse(
-            x,
-            weights,
-            experts,
+        call = MoeCall(
+            x_TH=x,
+            weights_TK=weights,
+            experts_TK=experts,
             experts=ExpertWeights(w13, w2),
-            dispatcher=dispatcher,
-            chunks=way.chunks,
             later=later,
             recompute=way.recompute,
             op_prefix="mb0.L0.fwd.",
         )
+        return run_coarse(call, dispatcher=dispatcher, chunks=way.chunks)
 
     y, dropped = checkpoint(layer, x, weights, use_reentrant=False) if way.checkpoint else layer(x, weights)
     y.backward(probe(rank, y))
@@ -239,7 +238,8 @@ def bytes_case(rank, cache, case):
     weights.requires_grad_()
     dispatcher = Dispatcher(ctx.dispatch, placement=ctx.placement, groups=ctx.groups, comms=comms, top_k=case.top_k)
     held = ExpertWeights(*local_weights(ctx.groups, ctx.placement))
-    y, _ = run_experts(x, weights, experts, experts=held, dispatcher=dispatcher)
+    call = MoeCall(x_TH=x, weights_TK=weights, experts_TK=experts, experts=held)
+    y, _ = run_experts(call, dispatcher=dispatcher)
     y.backward(probe(rank, y))
     return {k: (c.calls, c.sent_bytes) for k, c in comms.counters.items()}, coarse
 
@@ -252,8 +252,10 @@ def refused_case(rank, cache):
     ctx = context(moe_spec(hidden=H), folding=make_folding(world=2, ep=2), rank=rank, cache=cache, dispatch=spec)
     dispatcher = Dispatcher(spec, placement=ctx.placement, groups=ctx.groups, comms=ctx.comms, top_k=2)
     held = ExpertWeights(*local_weights(ctx.groups, ctx.placement))
+    x, weights, experts = tokens_of(rank, 4)
+    call = MoeCall(x_TH=x, weights_TK=weights, experts_TK=experts, experts=held)
     try:
-        run_coarse(*tokens_of(rank, 4), experts=held, dispatcher=dispatcher, chunks=0)
+        run_coarse(call, dispatcher=dispatcher, chunks=0)
     except ConfigError as error:
         return str(error)
     return ""

@@ -26,7 +26,7 @@ from phalanx.plan.moe.dispatch_local import plan_local_dispatch
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.groups import Axis, Groups
 from phalanx.runtime.moe.dispatch import Dispatcher, kept_pairs, stable_order
-from phalanx.runtime.moe.experts import ExpertWeights, run_experts
+from phalanx.runtime.moe.experts import ExpertWeights, MoeCall, run_experts
 from ranks import run_ranks
 
 E, K, H, F = 8, 2, 6, 8
@@ -125,7 +125,8 @@ def run_case(rank, cache, case, comms):
     dispatcher = Dispatcher(
         ctx.dispatch, placement=ctx.placement, groups=ctx.groups, comms=comms, top_k=case.top_k, kernels=ctx.kernels
     )
-    y, dropped = run_experts(x, weights, experts, experts=ExpertWeights(w13, w2), dispatcher=dispatcher)
+    call = MoeCall(x_TH=x, weights_TK=weights, experts_TK=experts, experts=ExpertWeights(w13, w2))
+    y, dropped = run_experts(call, dispatcher=dispatcher)
     y.backward(probe(rank, y))
     return {
         "y": y.detach(),

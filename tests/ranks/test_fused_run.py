@@ -30,9 +30,9 @@ from phalanx.plan.moe.overlap.settings import fused_setting_problems
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.groups import Axis, GroupCache
 from phalanx.runtime.moe.dispatch import Dispatcher
-from phalanx.runtime.moe.experts import ExpertWeights
+from phalanx.runtime.moe.experts import ExpertWeights, MoeCall
 from phalanx.runtime.moe.fused import FusedMemory
-from phalanx.runtime.moe.routed import RoutedExperts
+from phalanx.runtime.moe.routed import FusedRouted, RoutedExperts, routed_experts
 from ranks import run_ranks
 
 pytestmark = [
@@ -80,8 +80,8 @@ def layers(
 
     files = SharedFiles(folder)
     memory = FusedMemory(launch=replace(PATIENT, impl=impl), make=files)  # type: ignore[arg-type]
-    fused = RoutedExperts(dispatcher("fused"), fused=memory, host_of_rank=(3, 3))
-    return RoutedExperts(dispatcher("serial"), kernels="reference"), fused, files
+    fused = routed_experts(dispatcher("fused"), fused=memory, host_of_rank=(3, 3))
+    return routed_experts(dispatcher("serial"), kernels="reference"), fused, files
 
 
 def both_ways(
@@ -108,9 +108,15 @@ def both_ways(
                 (lambda t: t.float()) if layer is plain else (lambda t: t)
             )  # the same numbers, rounded nowhere further
             operands = [wide(t.detach().clone()).requires_grad_() for t in (x, weights, w13, w2)]
-            y, dropped = layer(
-                operands[0], operands[1], experts_TK, experts=ExpertWeights(*operands[2:]), later=put_off, **options
+            call = MoeCall(
+                x_TH=operands[0],
+                weights_TK=operands[1],
+                experts_TK=experts_TK,
+                experts=ExpertWeights(*operands[2:]),
+                later=put_off,
+                **options,  # type: ignore[arg-type]
             )
+            y, dropped = layer(call)
             y.backward(wide(dy))
             if put_off is not None:
                 assert operands[2].grad is None
@@ -177,21 +183,23 @@ def gives_up(rank: int, cache: GroupCache, folder: Path) -> tuple[bool, str]:
     """Rank 0 forgets what it has sent: its epoch is one behind."""
     _, fused, _ = layers(rank, cache, DispatchSpec(), folder, torch.float32, "fast")
     x, weights = torch.ones(4, H), torch.full((4, K), 0.5)
-    call = (x, weights, torch.tensor([0, 3]).expand(4, K))
     experts = ExpertWeights(torch.ones(2, 2, F, H), torch.ones(2, H, F))
-    fused(*call, experts=experts)
-    (arena,) = fused.fused._arenas.values()
-    fused.fused._launch = replace(SHAPE, patience=50)
+    chosen_TK = torch.tensor([0, 3]).expand(4, K)
+    call = MoeCall(x_TH=x, weights_TK=weights, experts_TK=chosen_TK, experts=experts)
+    fused(call)
+    assert isinstance(fused, FusedRouted)
+    (arena,) = fused.memory._arenas.values()
+    fused.memory._launch = replace(SHAPE, patience=50)
     if rank == 0:
         arena.epoch_1 -= 1
-    y, _ = fused(*call, experts=experts)
+    y, _ = fused(call)
     axis = fused.dispatcher.ep
     fused.dispatcher.comms.all_reduce(
         arena.status_2, axis, op="max"
     )  # as if rank 0 had waited too: both leave at the same place
     text = ""
     try:
-        fused(*call, experts=experts)
+        fused(call)
     except RunError as found:
         text = str(found)
     return bool(y.isnan().all()), text
@@ -214,18 +222,21 @@ def refused(rank: int, cache: GroupCache) -> list[str]:
         spec = DispatchSpec(overlap="fused")
         dispatcher = Dispatcher(spec, placement=ctx.placement, groups=ctx.groups, comms=ctx.comms, top_k=K)
         try:
-            RoutedExperts(dispatcher, host_of_rank=hosts)
+            routed_experts(dispatcher, host_of_rank=hosts)
         except ConfigError as error:
             told.append(str(error))
     ctx = context(made, folding=make_folding(world=2, ep=2), rank=rank, cache=cache, dtype=torch.float32)
     dispatcher = Dispatcher(
         DispatchSpec(overlap="fused"), placement=ctx.placement, groups=ctx.groups, comms=ctx.comms, top_k=K
     )
-    layer = RoutedExperts(dispatcher, fused=FusedMemory(left_free=4))
-    layer.fused._launch = SHAPE
+    layer = routed_experts(dispatcher, fused=FusedMemory(left_free=4))
+    assert isinstance(layer, FusedRouted)
+    layer.memory._launch = SHAPE
     try:
         experts = ExpertWeights(torch.ones(2, 2, F, H), torch.ones(2, H, F))
-        layer(torch.ones(4, H), torch.ones(4, K), torch.zeros(4, K, dtype=torch.int64), experts=experts)
+        chosen_TK = torch.zeros(4, K, dtype=torch.int64)
+        call = MoeCall(x_TH=torch.ones(4, H), weights_TK=torch.ones(4, K), experts_TK=chosen_TK, experts=experts)
+        layer(call)
     except RunError as error:
         told.append(str(error))
     return told

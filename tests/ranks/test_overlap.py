@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import random
 
@@ -13,7 +12,7 @@ import torch
 from moe_help import context, moe_spec
 from tiers import some, times
 
-from phalanx.core.errors import ConfigError, RunError
+from phalanx.core.errors import RunError
 from phalanx.kernels.cpu import tiles
 from phalanx.kernels.cpu.deferred import DeferredGradients, run
 from phalanx.kernels.cpu.lanes import SERIAL, Lanes
@@ -21,12 +20,13 @@ from phalanx.kernels.native import compiled_rows
 from phalanx.models.context import ForwardInfo, TokenBatch
 from phalanx.models.moe import MoE
 from phalanx.plan.moe.dispatch import DispatchSpec
-from phalanx.plan.moe.overlap.settings import parse_overlap
+from phalanx.plan.moe.overlap.settings import CANDIDATES
 from phalanx.plan.moe.overlap.types import TileSchedule
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.moe import overlap, overlap_tuner
 from phalanx.runtime.moe.dispatch import Dispatcher
-from phalanx.runtime.moe.experts import ExpertWeights, run_experts
+from phalanx.runtime.moe.experts import ExpertWeights, MoeCall, run_experts
+from phalanx.runtime.moe.routed import routed_experts
 from ranks import run_ranks
 
 SERIAL_TILES = TileSchedule()
@@ -41,15 +41,18 @@ SCHEDULES = (
 def overlapped(schedule, per_token=True, dtype=torch.float64):
     """`run_experts` in the other way, computed in `dtype`; routing weights are fp32 at least, as the router gives them."""
 
-    def call(x, weights, experts_TK, *, experts, dispatcher):
-        y, dropped = overlap.run_overlapped(
-            x.to(dtype), weights.to(torch.promote_types(dtype, torch.float32)), experts_TK,
-            experts=ExpertWeights(experts.w13_e2fH.to(dtype), experts.w2_eHf.to(dtype)),
-            dispatcher=dispatcher, schedule=schedule, per_token=per_token, lanes=SERIAL,
-        )  # fmt: skip
-        return y.to(x.dtype), dropped
+    def run(call, *, dispatcher):
+        as_computed = MoeCall(
+            x_TH=call.x_TH.to(dtype),
+            weights_TK=call.weights_TK.to(torch.promote_types(dtype, torch.float32)),
+            experts_TK=call.experts_TK,
+            experts=ExpertWeights(call.experts.w13_e2fH.to(dtype), call.experts.w2_eHf.to(dtype)),
+        )
+        how = {"schedule": schedule, "per_token": per_token, "lanes": SERIAL}
+        y, dropped = overlap.run_overlapped(as_computed, dispatcher=dispatcher, **how)
+        return y.to(call.x_TH.dtype), dropped
 
-    return call
+    return run
 
 
 def run_case(rank, cache, case, schedule, per_token, tile_rows, columns=tiles.COLUMNS, dtype=torch.float64):
@@ -142,13 +145,18 @@ def layer(rank, cache, folding, schedules, dtype, options):
             leaves = [t.to(dtype).clone().requires_grad_() for t in (x, w13, w2)]
             weights = weights.detach().requires_grad_()
             later = DeferredGradients() if options.get("later") else None
-            call = {"experts": ExpertWeights(*leaves[1:]), "dispatcher": dispatcher, "lanes": lanes, "later": later}
+            call = MoeCall(
+                x_TH=leaves[0],
+                weights_TK=weights,
+                experts_TK=experts_TK,
+                experts=ExpertWeights(*leaves[1:]),
+                later=later,
+                recompute=schedule is not None and options.get("recompute", False),
+            )
             if schedule is None:
-                y, _ = run_experts(leaves[0], weights, experts_TK, **call)
+                y, _ = run_experts(call, dispatcher=dispatcher, lanes=lanes)
             else:
-                y, _ = overlap.run_overlapped(
-                    leaves[0], weights, experts_TK, schedule=schedule, recompute=options.get("recompute", False), **call
-                )
+                y, _ = overlap.run_overlapped(call, dispatcher=dispatcher, schedule=schedule, lanes=lanes)
             (y.float() * torch.linspace(-1, 1, H)).sum().backward()
             if later is not None:
                 run(later.take())
@@ -180,6 +188,50 @@ def test_the_bits_do_not_depend_on_the_schedule(grid, dtype):
     folding = dense.make_folding(world=world, **grid)
     options = {"compiled": dtype == torch.bfloat16}
     assert run_ranks(world, different_from_the_first, folding, schedules, dtype, options) == [[]] * world
+
+
+@pytest.mark.ranks
+def test_what_auto_chooses_from_has_the_bits_of_serial_order():
+    """In two blocks of columns where a candidate has two."""
+    assert tiles.column_units(H) == 2
+    folding = dense.make_folding(world=2, ep=2)
+    schedules = [SERIAL_TILES, *CANDIDATES]
+    assert run_ranks(2, different_from_the_first, folding, schedules, torch.float32, {}) == [[]] * 2
+
+
+def named(rank, cache, texts):
+    """Output and gradients of one layer, as it is built for values of `dispatch.overlap`."""
+    folding, out = dense.make_folding(world=2, ep=2), []
+    ctx = context(moe_spec(num_experts=E, top_k=K, hidden=H, expert_ffn=F), folding=folding, rank=rank, cache=cache)
+    g = torch.Generator().manual_seed(rank)
+    x, (weights, experts_TK) = torch.randn(T, H, generator=g), torch.rand(T, E, generator=g).topk(K)
+    held = torch.randn(4, 2, F, H, generator=g) / 20, torch.randn(4, H, F, generator=g) / 8
+    for text in texts:
+        spec = DispatchSpec(overlap=text)
+        dispatcher = Dispatcher(spec, placement=ctx.placement, groups=ctx.groups, comms=ctx.comms, top_k=K)
+        leaves = [t.clone().requires_grad_() for t in (x, *held, weights)]
+        experts = ExpertWeights(*leaves[1:3])
+        call = MoeCall(x_TH=leaves[0], weights_TK=leaves[3], experts_TK=experts_TK, experts=experts)
+        way = routed_experts(dispatcher)
+        y, _ = way(call)
+        (y * torch.linspace(-1, 1, H)).sum().backward()
+        out.append((type(way).__name__, [y.detach(), *(t.grad for t in leaves)]))
+    return out
+
+
+@pytest.mark.ranks
+def test_a_schedule_is_run_by_its_name():
+    """The way is chosen when a layer is built; schedules that send the same rows have the same bits, and the others are equal but for rounding."""
+    schedule = "parts=4,order=arrival,own_before=0.5,blocks=2"
+    texts = ("tiles", f"tiles:{schedule}", f"tiles:{schedule},rows=tokens", "tiles:rows=pairs", f"tiles:{schedule},rows=pairs", "auto", "serial", "coarse:2")  # fmt: skip
+    for found in run_ranks(2, named, texts):
+        ways, values = zip(*found, strict=True)
+        assert ways == (*["TiledRouted"] * 5, "TunedRouted", "SerialRouted", "CoarseRouted")
+        alike = [[at for at, other in enumerate(values) if all(map(torch.equal, one, other))] for one in values]
+        assert alike[0] == [0, 1, 2, 5] and alike[3] == [3, 4]
+        for other in values[1:]:
+            for a, b in zip(values[0], other, strict=True):
+                assert (a - b).abs().max() <= 1e-5 * a.abs().max()
 
 
 @pytest.mark.ranks
@@ -221,10 +273,9 @@ def sent_rows(rank, cache, folding):
         weights = ExpertWeights(torch.zeros(4, 2, F, H), torch.zeros(4, H, F))
         x, weights_TK = torch.zeros(T, H), torch.ones(T, K)
         with torch.no_grad():
-            overlap.run_overlapped(
-                x, weights_TK, experts_TK, experts=weights, dispatcher=dispatcher, schedule=SCHEDULES[1],
-                per_token=per_token, lanes=SERIAL,
-            )  # fmt: skip
+            call = MoeCall(x_TH=x, weights_TK=weights_TK, experts_TK=experts_TK, experts=weights)
+            how = {"schedule": SCHEDULES[1], "per_token": per_token, "lanes": SERIAL}
+            overlap.run_overlapped(call, dispatcher=dispatcher, **how)
         meta = int((experts_TK // 4 != rank).sum()) * (8 if per_token else 4)
         found.append((comms.counters["send", "ep_etp"].sent_bytes - meta) / (4 * H))
     away_TK = experts_TK // 4 != rank
@@ -237,23 +288,6 @@ def run_ranks_sum(ctx, away_TK):
     mine = (int(away_TK.any(1).sum()), int(away_TK.sum()))
     told = ctx.comms.gather_objects(mine, ctx.groups.axis("ep_etp"))
     return told[1 - ctx.groups.axis("ep_etp").index]
-
-
-@pytest.mark.parametrize("text", ["", "coarse", "coarse:1", "coarse:x", "fine:2", "Auto"])
-def test_a_setting_that_is_none_is_an_error(text):
-    with pytest.raises(ConfigError, match=r"dispatch\.overlap"):
-        parse_overlap(text)
-
-
-def test_settings_are_read():
-    assert [str(parse_overlap(t)) for t in ("serial", "coarse:4", "tiles", "fine", "auto")] == [
-        "serial",
-        "coarse:4",
-        "tiles",
-        "fine",
-        "auto",
-    ]
-    assert dataclasses.astuple(parse_overlap("coarse:4")) == ("coarse", 4)
 
 
 # ---- the choice ------------------------------------------------------------------------------------------------------------
@@ -284,13 +318,13 @@ def tuned_layer(rank, cache, folding, folder, disturb, beside=False):
         for _ in range(2 * overlap_tuner.EVERY + 2):
             known = tuner.of(dispatcher, x, experts, SERIAL)
             tuned = overlap_tuner.Tuned(known, compares=not beside)
-            call = {"experts": experts, "dispatcher": dispatcher, "lanes": SERIAL}
-            y, _ = overlap.run_overlapped(x, weights, experts_TK, schedule=tuned, **call)
+            call = MoeCall(x_TH=x, weights_TK=weights, experts_TK=experts_TK, experts=experts)
+            y, _ = overlap.run_overlapped(call, dispatcher=dispatcher, schedule=tuned, lanes=SERIAL)
             tuned.done()
             if known.ratios:
                 known.ratios[-1] *= disturb
             found.append(known.chooser.cost)
-        plain, _ = overlap.run_overlapped(x, weights, experts_TK, schedule=SERIAL_TILES, **call)
+        plain, _ = overlap.run_overlapped(call, dispatcher=dispatcher, schedule=SERIAL_TILES, lanes=SERIAL)
     monkeypatch.undo()
     ctx.comms.beside = None
     return tuner.calibrations, torch.equal(y, plain), found[-1]

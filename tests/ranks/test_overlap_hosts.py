@@ -23,7 +23,7 @@ from phalanx.runtime.comm.peers import Peers, own_group
 from phalanx.runtime.membership import clocks
 from phalanx.runtime.moe import overlap
 from phalanx.runtime.moe.dispatch import Dispatcher
-from phalanx.runtime.moe.experts import ExpertWeights
+from phalanx.runtime.moe.experts import ExpertWeights, MoeCall
 from ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -59,10 +59,10 @@ def run_cases(rank, cache, cases):
     try:
         for case, schedule, hosts, tile_rows in cases:
 
-            def call(x, weights, experts_TK, *, experts, dispatcher, schedule=schedule, hosts=hosts):
+            def call(call, *, dispatcher, schedule=schedule, hosts=hosts):
                 return overlap.run_overlapped(
-                    x, weights, experts_TK, experts=experts, dispatcher=dispatcher, schedule=schedule, lanes=SERIAL,
-                    host_of_rank=hosts, through_hosts=True if len(hosts) == 4 else None,
+                    call, dispatcher=dispatcher, schedule=schedule, lanes=SERIAL, host_of_rank=hosts,
+                    through_hosts=True if len(hosts) == 4 else None,
                 )  # fmt: skip
 
             dense.run_experts, overlap.TILE_ROWS = call, tile_rows
@@ -100,10 +100,14 @@ def layer(rank, cache, calls, comms=None):
     try:
         for call in calls:
             leaves = [t.clone().requires_grad_() for t in (x, w13, w2, weights)]
-            y, _ = overlap.run_overlapped(
-                leaves[0], leaves[3], experts_TK, experts=ExpertWeights(*leaves[1:3]), dispatcher=dispatcher,
-                lanes=SERIAL, op_prefix="mb0.L0.fwd.", **call,
-            )  # fmt: skip
+            given = MoeCall(
+                x_TH=leaves[0],
+                weights_TK=leaves[3],
+                experts_TK=experts_TK,
+                experts=ExpertWeights(*leaves[1:3]),
+                op_prefix="mb0.L0.fwd.",
+            )
+            y, _ = overlap.run_overlapped(given, dispatcher=dispatcher, lanes=SERIAL, **call)
             (y * torch.linspace(-1, 1, H)).sum().backward()
             out.append([y.detach(), *(t.grad for t in leaves)])
     finally:

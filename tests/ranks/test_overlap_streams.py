@@ -28,7 +28,7 @@ from phalanx.runtime.comm.exchange import Counter
 from phalanx.runtime.comm.groups import build_groups
 from phalanx.runtime.moe import dispatch, overlap, overlap_exchange as overlap_flight, overlap_lists
 from phalanx.runtime.moe.dispatch import Dispatcher
-from phalanx.runtime.moe.experts import ExpertWeights
+from phalanx.runtime.moe.experts import ExpertWeights, MoeCall
 from ranks import run_ranks
 
 H, F = 16, 8
@@ -87,11 +87,17 @@ def one_pass(rank, case, groups, comms, device=None):
     later = DeferredGradients() if "later" in case["options"] else None
 
     def layer(x):
-        beside = {"beside": lambda: x * 2} if "beside" in case["options"] else {}
-        return overlap.run_overlapped(
-            x, weights, experts_TK, experts=ExpertWeights(*leaves[1:]), dispatcher=dispatcher, schedule=case["schedule"],
-            per_token=case["per_token"], lanes=SERIAL, later=later, recompute="recompute" in case["options"], **beside,
-        )[0]  # fmt: skip
+        call = MoeCall(
+            x_TH=x,
+            weights_TK=weights,
+            experts_TK=experts_TK,
+            experts=ExpertWeights(*leaves[1:]),
+            later=later,
+            recompute="recompute" in case["options"],
+            beside=(lambda: x * 2) if "beside" in case["options"] else None,
+        )
+        how = {"schedule": case["schedule"], "per_token": case["per_token"], "lanes": SERIAL}
+        return overlap.run_overlapped(call, dispatcher=dispatcher, **how)[0]
 
     def forward_and_backward():
         y = layer(leaves[0])

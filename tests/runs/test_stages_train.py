@@ -14,6 +14,7 @@ from phalanx.core.config import PipelineConfig
 from phalanx.plan.mapping.stage_foldings import parse_stages
 from phalanx.plan.pipeline.boundary import EdgePlan, BoundaryMessage, Route
 from phalanx.plan.pipeline.clock import Edge
+from phalanx.plan.reshard.types import Hosts
 from phalanx.runtime.comm.groups import GroupCache
 from phalanx.train import passes
 from phalanx.train.step import StepParts
@@ -77,6 +78,33 @@ def test_every_schedule_gives_the_same_bits() -> None:
     for rank, found in enumerate(run_ranks(9, _gradients, [one(name) for name in names])):
         for name, other in zip(names, found, strict=True):
             assert [key for key in found[0] if not torch.equal(found[0][key], other[key])] == [], (rank, name)
+
+
+HOSTS = (0, 0, 0, 1, 1, 1, 1, 2, 2)
+
+
+def _on_hosts(rank: int, cache: GroupCache, case: PipelineCase) -> tuple[set[tuple[int, ...]], bool]:
+    """Hosts that boundaries were planned for in a step of a run which knows them, and whether its gradients have the bits of one that knows nothing."""
+    found, planned = set(), passes.staged_edges
+
+    def watched(*args: Any, hosts: Hosts, **more: Any) -> dict[Edge, EdgePlan]:
+        found.add(hosts.host_of_rank)
+        return planned(*args, hosts=hosts, **more)
+
+    gradients = []
+    for host_of_rank in ((), HOSTS):
+        found.clear()
+        passes.staged_edges = watched  # type: ignore[assignment]
+        try:
+            _, got = run_step(build(case, rank, cache, host_of_rank=host_of_rank), batches_of(case, rank))
+        finally:
+            passes.staged_edges = planned
+        gradients.append([box.tensor.clone() for box in got.boxes()])
+    return found, all(map(torch.equal, *gradients))
+
+
+def test_training_tells_boundaries_which_ranks_share_a_host() -> None:
+    assert run_ranks(9, _on_hosts, one("1f1b", num_microbatches=3)) == [({HOSTS}, True)] * 9
 
 
 def _most_alive(rank: int, cache: GroupCache, case: PipelineCase) -> tuple[int, int]:

@@ -166,6 +166,20 @@ def test_a_link_that_costs_nothing_leaves_serial_and_a_slow_one_does_not():
     assert "* " in found.explain() and len(found.explain().splitlines()) == 10
 
 
+def test_the_second_cut_is_taken_where_it_hides_more_than_its_blocks_cost():
+    """On a link as slow as computing the last result need not wait for all columns; the gain is half a product, in each of two directions at most."""
+    dispatch, wire = even()
+    cost = dataclasses.replace(FLAT, latency_s=1e-4, op_s=2e-5)
+    whole, cut = (TileSchedule(parts=2, blocks=blocks, order="own_first") for blocks in (1, 2))
+    seconds = dict(compare(dispatch, SHAPE, cost, [whole, cut], wire=wire, tile_rows=128).seconds)
+    gain = seconds[whole] - seconds[cut]
+    product = 128 * 2 * 1024 * 2048 / 1e11
+    assert 0 < gain < product
+    for block_s, taken in ((gain / 8, cut), (2 * gain, whole)):
+        dear = dataclasses.replace(cost, block_s=block_s)
+        assert choose(dispatch, SHAPE, dear, [whole, cut], wire=wire, tile_rows=128) == taken
+
+
 def test_a_gain_within_the_margin_is_not_taken():
     dispatch, wire = even()
     found = compare(dispatch, SHAPE, FLAT, CANDIDATES, wire=wire, tile_rows=128, margin=0.0)

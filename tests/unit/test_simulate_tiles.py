@@ -50,6 +50,7 @@ BARE = replace(H100, kernel_s=0.0, memory_bytes_per_s=1e30, ranks_per_host=4)
 LAYER = TileLayer(
     tokens=4096, rows=8192, top_k=2, experts=8, ep=8, etp=1, row_bytes=8192, ranks_per_host=4, gateways=False
 )
+WAYS = {"tiles": SERIAL, "fine": FINE, "auto": None}
 WIDTHS = ExpertWidths(hidden=4096, ffn=14336, matrices=3)
 
 
@@ -65,7 +66,7 @@ def test_in_pairs_the_partner_hides_what_is_left(way: str) -> None:
     of = {d: pieces(H100, LAYER, d) for d in ("forward", "backward")}  # type: ignore[arg-type]
     for puts_off in (False, True):
         alone, pair = (
-            layer_passes(LAYER, of.__getitem__, way, paired=paired, puts_off=puts_off)  # type: ignore[arg-type]
+            layer_passes(LAYER, of.__getitem__, WAYS[way], paired=paired, puts_off=puts_off)  # type: ignore[arg-type]
             for paired in (False, True)
         )
         left = sum(one.exposed_s for one in pair)
@@ -77,7 +78,7 @@ def test_in_pairs_the_partner_hides_what_is_left(way: str) -> None:
 
 
 def passes(hardware: Hardware, layer: TileLayer, way: str) -> tuple[LayerPass, LayerPass]:
-    return layer_passes(layer, lambda d: pieces(hardware, layer, d), way)  # type: ignore[arg-type]
+    return layer_passes(layer, lambda d: pieces(hardware, layer, d), WAYS[way])  # type: ignore[arg-type]
 
 
 # ---- the clock of plan/moe/overlap/clock.py -----------------------------------------------------------------------------------------
@@ -139,7 +140,7 @@ def test_never_faster_than_computing_or_messages_alone(hardware: str, ep: int, e
     for both in times.values():
         for one in both:
             assert one.seconds >= max(one.compute_s, one.communication_s) * (1 - 1e-9)
-    bound = layer_passes(layer, lambda d: pieces(machine, layer, d), "auto", bound=True)
+    bound = layer_passes(layer, lambda d: pieces(machine, layer, d), None, bound=True)
     assert all(least.seconds <= one.seconds for least, one in zip(bound, times["auto"], strict=True))
     assert times["auto"][0].seconds <= times["tiles"][0].seconds
     assert times["tiles"][0].schedule == SERIAL and times["fine"][0].schedule == FINE
@@ -157,8 +158,8 @@ def test_slower_links_never_help() -> None:
 
 
 def test_put_off_weight_gradients_hide_nothing() -> None:
-    together = layer_passes(LAYER, lambda d: pieces(H100, LAYER, d), "fine")
-    apart = layer_passes(LAYER, lambda d: pieces(H100, LAYER, d), "fine", puts_off=True)
+    together = layer_passes(LAYER, lambda d: pieces(H100, LAYER, d), FINE)
+    apart = layer_passes(LAYER, lambda d: pieces(H100, LAYER, d), FINE, puts_off=True)
     assert apart[0] == together[0] and apart[1].weights_s == together[1].weights_s > 0
     assert apart[1].seconds >= together[1].seconds and apart[1].compute_s == pytest.approx(together[1].compute_s)
 
@@ -223,14 +224,14 @@ def test_more_than_128_ranks_on_devices_are_not_asked() -> None:
     assert "auto" in {o.ep for o in overlaps(Overlap(), make_folding(world=128, ep=128), asked, H100)}
 
 
-@pytest.mark.parametrize("way", ["tiles", "fine", "auto"])
+@pytest.mark.parametrize("way", ["tiles", "tiles:parts=4,order=arrival,own_before=0.5,blocks=2", "fine", "auto"])
 def test_recipes_of_tiles_come_back(way: str) -> None:
     from phalanx.simulate.from_recipe import mapping_of_recipe, resolve_recipe
 
     job = replace(MIXTRAL, shape=shape_of(PRESETS["mixtral-8x7b"]))
     mapping = Mapping(
         folding=make_folding(world=16, pp=2, ep=8),
-        overlap=Overlap(ep=way),  # type: ignore[arg-type]
+        overlap=Overlap(ep=way.partition(":")[0], tiles=way.partition(":")[2]),  # type: ignore[arg-type]
         routing=RouterModel(kind="learned"),
     )
     recipe, reasons = recipe_of_mapping(job, mapping)

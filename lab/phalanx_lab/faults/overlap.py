@@ -19,6 +19,7 @@ from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.exchange import Exchange, Message
 from phalanx.runtime.comm.groups import Axis
 from phalanx.runtime.comm.row_collectives import RowsUnderWay
+from phalanx.runtime.moe.experts import MoeCall
 from phalanx.runtime.moe.routed import RoutedExperts
 from phalanx.train.step import StepParts
 
@@ -169,10 +170,11 @@ class _OwnRowsTwice:
     def __init__(self, sound: RoutedExperts) -> None:
         self.sound, self.dispatcher = sound, sound.dispatcher
 
-    def __call__(self, x_TH: torch.Tensor, weights_TK: torch.Tensor, experts_TK: torch.Tensor, **more: Any) -> Any:
-        ep = self.dispatcher.ep
-        own_TK = torch.div(experts_TK, len(self.dispatcher.slots_G) // ep.size, rounding_mode="floor") == ep.index
-        return self.sound(x_TH, weights_TK * (1 + own_TK.to(weights_TK.dtype)), experts_TK, **more)
+    def __call__(self, call: MoeCall) -> tuple[torch.Tensor, torch.Tensor]:
+        ep, per_rank = self.dispatcher.ep, len(self.dispatcher.slots_G) // self.dispatcher.ep.size
+        own_TK = torch.div(call.experts_TK, per_rank, rounding_mode="floor") == ep.index
+        weights_TK = call.weights_TK * (1 + own_TK.to(call.weights_TK.dtype))
+        return self.sound(dataclasses.replace(call, weights_TK=weights_TK))
 
 
 def own_rows_twice(parts: StepParts) -> StepParts:

@@ -19,7 +19,7 @@ from phalanx.models.mlp import SharedExpert
 from phalanx.models.router import Router
 from phalanx.plan.program import op_id
 from phalanx.runtime.comm import traced
-from phalanx.runtime.moe import Dispatcher, ExpertWeights, RoutedExperts
+from phalanx.runtime.moe import Dispatcher, ExpertWeights, MoeCall, RoutedExperts, routed_experts
 
 
 class Experts(nn.Module):
@@ -50,7 +50,7 @@ class MoE(nn.Module):
             lanes=ctx.lanes,
             unit_rows=1 if ctx.sums is None else ctx.sums.chunk_rows,
         )
-        self.routed = RoutedExperts(
+        self.routed: RoutedExperts = routed_experts(
             dispatcher,
             kernels=ctx.kernels,
             lanes=ctx.lanes,
@@ -72,10 +72,10 @@ class MoE(nn.Module):
         route = partial(self.router, info=info, num_sequences=batch.num_sequences, token_index_T=batch.token_index_T)
         routing = traced(self.routed.dispatcher.comms, prefix + "router", route, x_TH)
         shared = self.shared
-        y_TH, dropped = self.routed(
-            x_TH,
-            routing.weights_TK,
-            routing.experts_TK,
+        call = MoeCall(
+            x_TH=x_TH,
+            weights_TK=routing.weights_TK,
+            experts_TK=routing.experts_TK,
             experts=ExpertWeights(self.experts.w13, self.experts.w2),
             later=self.later,
             recompute=self.recompute,
@@ -84,6 +84,7 @@ class MoE(nn.Module):
             op_prefix=prefix,
             beside=None if shared is None else lambda: shared(x_TH, info, batch),
         )
+        y_TH, dropped = self.routed(call)
         stats = RoutingStats(
             aux_loss=routing.aux_loss,
             z_loss=routing.z_loss,
@@ -103,14 +104,15 @@ class MoE(nn.Module):
         balance_E = router.no_counts(x_TH, info)
         weights_TK = x_TH.sum(-1, keepdim=True, dtype=router.wide(x_TH)).expand(-1, router.top_k)
         experts_TK = torch.zeros(weights_TK.shape, dtype=torch.int64, device=x_TH.device)
-        y_TH, dropped = self.routed(
-            x_TH,
-            weights_TK,
-            experts_TK,
+        call = MoeCall(
+            x_TH=x_TH,
+            weights_TK=weights_TK,
+            experts_TK=experts_TK,
             experts=ExpertWeights(self.experts.w13, self.experts.w2),
             later=self.later,
             recompute=self.recompute,
             op_prefix=op_id("", microbatch=info.microbatch, layer=self.layer, phase=info.phase),
         )
+        y_TH, dropped = self.routed(call)
         nothing = weights_TK.new_zeros(())
         return y_TH, RoutingStats(nothing, nothing, balance_E, balance_E, dropped, nothing)

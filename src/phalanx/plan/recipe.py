@@ -25,6 +25,7 @@ from phalanx.plan.mapping import (
     resolve_model,
 )
 from phalanx.plan.moe.overlap import (
+    block_problems,
     fused_setting_problems,
     overlap_problems,
     replica_problems,
@@ -99,7 +100,7 @@ def _overlap_problems(recipe: Recipe, spec: ModelSpec, folding: AnyFolding | Non
     d = recipe.dispatch
     if not spec.moe_layers:
         return []  # every setting of the section is without effect, and is told so
-    found = setting_problems(d.overlap)
+    found = setting_problems(d.overlap) or block_problems(d.overlap, hidden=spec.hidden)
     if found or folding is None:
         return found
     stages = folding.stages if isinstance(folding, StagedFolding) else (folding,)

@@ -201,7 +201,8 @@ def _overlap(recipe: Recipe) -> Overlap:
     if way.kind == "fused":
         return replace(plain, ep="fused", left_free=recipe.dispatch.left_free)
     if way.kind in TILE_WAYS:
-        return replace(plain, ep=way.kind, left_free=recipe.dispatch.left_free)
+        options = str(way).partition(":")[2]
+        return replace(plain, ep=way.kind, tiles=options, left_free=recipe.dispatch.left_free)
     return replace(plain, ep="pair") if recipe.pipeline.pair_passes else plain
 
 
@@ -228,6 +229,8 @@ def _not_modelled(recipe: Recipe, cluster: GpuCluster | None) -> list[Problem]:
         (cluster is None or t.dtype != "float32" or cluster.hardware.fp32_flops_per_s is not None, "train.dtype", t.dtype,
          "has no rate in the cluster's file", "give it fp32_flops_per_s, or use bfloat16"),
         (recipe.kernels.implementation == "fast", "kernels.implementation", recipe.kernels.implementation, "plain kernels are not modelled", "use fast"),
+        (parse_overlap(d.overlap).rows is None or cluster is None, "dispatch.overlap", d.overlap, "sends on a cluster whichever rows are fewer bytes, as a run that is told nothing",
+         "leave rows out"),
         (d.overlap != "fused" or cluster is not None, "dispatch.overlap", d.overlap, "stores rows in the memory of other devices of a host, and no cluster says how many ranks a host has",
          "use auto"),
         (d.overlap != "fused" or not p.pair_passes, "pipeline.pair_passes", p.pair_passes, "is for ranks on processors, and fused kernels are for devices", "leave it out"),

@@ -17,6 +17,7 @@ from phalanx.models import Decoder, ModelContext
 from phalanx.plan.layout import FlatLayout, flat_layouts, stage_params
 from phalanx.plan.mapping import GRADIENT_RULES, GradientRule, buffers
 from phalanx.plan.pipeline import Pipeline, plain_pipeline
+from phalanx.plan.reshard import equal_hosts
 from phalanx.runtime.state import GradientBuffers, ShardedState, borrowable
 from phalanx.train.exact import ExactSums
 from phalanx.train.optim import AdamW
@@ -106,6 +107,7 @@ def assemble(
         lanes=ctx.lanes,
         samples=samples,
         exact=exact,
+        hosts=equal_hosts(ctx.host_of_rank) if ctx.host_of_rank else None,
     )
 
 

@@ -38,6 +38,7 @@ from phalanx.models import Decoder, DecoderOutput, ForwardInfo, TokenBatch, upda
 from phalanx.plan.mapping import AnyPlacement, ModelSpec, Stage
 from phalanx.plan.pipeline import Pipeline
 from phalanx.plan.program import Phase
+from phalanx.plan.reshard import Hosts
 from phalanx.runtime.comm import Collectives, Groups
 from phalanx.runtime.state import GradientBuffers, ReducedGradients, ShardedState
 from phalanx.train.exact import EVAL_BITS, ExactSums
@@ -73,6 +74,8 @@ class StepParts:
     """Micro-batches of a step over all data-parallel ranks; None: as many on each of them as are given."""
     exact: ExactSums | None = None
     """Exact mode: how gradients are summed."""
+    hosts: Hosts | None = None
+    """Which rank is on which host (None: nobody knows, and all count as one): a boundary between stages sends one copy to a host."""
 
     @property
     def runner(self) -> StageRunner:
@@ -83,6 +86,7 @@ class StepParts:
             groups=self.groups,
             comms=self.comms,
             later=self.later,
+            hosts=self.hosts,
             times=self.times,
         )
 

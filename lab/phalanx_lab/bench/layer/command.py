@@ -17,8 +17,8 @@ Figures, for forward and for forward + backward, t being a method's seconds:
     time_over_bound       t / max(compute, least communication)
 
 *communication* is that of the serial layer, a row for each (token, expert) pair; the *least* has a row for each token that a host needs.
-`auto` is the method that was best on every second iteration, scored on the others. With `--cells` the same is done over a grid of shapes,
-loads, links and types (`cells.py`): how far auto is from the best of all schedules.
+Every method is a layer as a run has it, by a value of `dispatch.overlap` (`methods.py`). `auto` is that of a run: its calibration on this link, its cost model, its choice for each batch; it knows nothing of the
+seconds of the other methods. How far it stays behind the best of these is its regret (`scores.py`). With `--cells` the same is done over a grid of shapes, loads, links and types (`cells.py`).
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from phalanx.plan.mapping.cluster import ClusterSpec
 from phalanx.runtime.comm.groups import close_world
 from phalanx_lab.bench.layer import cells as layer_cells
 from phalanx_lab.bench.layer.loads import load_vector
-from phalanx_lab.bench.layer.methods import COARSE, METHODS, SERIAL
+from phalanx_lab.bench.layer.methods import AUTO, COARSE, METHODS, SERIAL
 from phalanx_lab.bench.layer.rank import MESSAGES, Layer, LayerShape, Place, as_lists, fit_link, take_turns
-from phalanx_lab.bench.layer.scores import chosen, figures, medians
+from phalanx_lab.bench.layer.scores import figures, medians, regret
 from phalanx_lab.bench.rates import serve, tell, told
 from phalanx_lab.testbed import links
 from phalanx_lab.testbed.bed import Testbed
@@ -142,8 +142,8 @@ def _problems(options: LayerArgs) -> list[Problem]:
         rule = "needs --cells, and --json with the file that gathers the parts"
         problems.append(Problem(where="--part", value=options.part, rule=rule, hint="add --cells --json cells.json"))
     strays = [name for name in options.methods if name not in known]
-    if strays or SERIAL not in options.methods:
-        rule = f"must be some of {', '.join(known)}; {SERIAL} among them"
+    if strays or not {SERIAL, AUTO} <= {*options.methods}:
+        rule = f"must be some of {', '.join(known)}; {SERIAL} and {AUTO} among them"
         problems.append(Problem(where="--methods", value=list(options.methods), rule=rule, hint="leave it out"))
     return problems
 
@@ -169,8 +169,7 @@ def _result(options: LayerArgs, found: Mapping[str, Any]) -> dict[str, Any]:
         seconds = medians(lists)
         compute_s, messages_s, least_s = (seconds.pop(name) for name in (COMPUTE, *MESSAGES))
         alone = {method: seconds.pop(method) for method in OURS_ALONE}
-        name, auto_s = chosen({method: lists[method] for method in options.methods})
-        seconds["auto"] = auto_s
+        behind = regret({method: lists[method] for method in options.methods})
         coarse = min((seconds[m] for m in options.methods if m in COARSE), default=None)
         each = {
             method: figures(t, compute_s=compute_s, messages_s=messages_s, least_s=least_s, serial_s=seconds[SERIAL], coarse_s=coarse)
@@ -184,8 +183,9 @@ def _result(options: LayerArgs, found: Mapping[str, Any]) -> dict[str, Any]:
             "bound_s": max(compute_s, min(messages_s, least_s)),
             "seconds": seconds,
             "methods": each,
-            "auto": name,
-            **each["auto"],
+            "auto": found["auto"],
+            "regret": asdict(behind),
+            **each[AUTO],
         }
     return result
 
@@ -197,7 +197,8 @@ def _table(result: Mapping[str, Any], direction: str) -> Table:
         title=f"{direction.replace('_', ' + ')}: {shape.tokens} tokens a rank, hidden {shape.hidden}, ffn {shape.ffn}, "
         f"{shape.experts} experts, top {shape.top_k}, {shape.dtype}; link {format_rate(result['link_bit_per_s'], 'bit')}",
         caption=f"medians of {result['iterations']}; compute {of['compute_s'] * 1e3:.1f} ms (by tiles {of['compute_ours_s']['compute tiles'] * 1e3:.1f}), communication {of['communication_s'] * 1e3:.1f} ms, "
-        f"with a row for each token and host {of['least_communication_s'] * 1e3:.1f} ms; auto took {of['auto']}",
+        f"with a row for each token and host {of['least_communication_s'] * 1e3:.1f} ms; auto took {of['auto']}: {of['regret']['ratio']:.3f} of the seconds of {of['regret']['best']}, "
+        f"{of['regret']['to_least']:.3f} of the least",
         box=SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
     )
@@ -233,9 +234,11 @@ def _rank(job_file: Path) -> int:
         layer = Layer(place, LayerShape(**job["shape"]))
         wrong = layer.wrong(methods[1:])
         rate = fit_link(layer, share=job["share"])
+        layer.calibrate()
         clocked = take_turns(layer, [*methods, COMPUTE, *OURS_ALONE, *MESSAGES], iterations=job["iterations"])
         found = {
             "link_bit_per_s": rate,
+            "auto": layer.choice(),
             "sent_bytes": {method: layer.sent_bytes(method) for method in methods},
             "wrong": wrong,
             "seconds": as_lists(clocked),

@@ -1,69 +1,43 @@
-"""The methods that `phalanx bench layer` compares: schedules of ours by name, and collectives that send nothing.
+"""The methods that `phalanx bench layer` compares, each a value of `dispatch.overlap`, and collectives that send nothing.
 
 Each idea is switched on alone, on top of what it cannot do without: blocks and parts hide nothing in serial order.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from phalanx.plan.moe.overlap.types import TileSchedule
+from phalanx.plan.moe.overlap.settings import parse_overlap
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.exchange import Exchange, Message
 from phalanx.runtime.comm.groups import Axis
-from phalanx.runtime.moe.dispatch import Dispatcher
-from phalanx.runtime.moe.experts import ExpertWeights
-from phalanx.runtime.moe.overlap import run_overlapped
 
-SERIAL = "serial"
+SERIAL, AUTO = "serial", "auto"
 COARSE = ("coarse:2", "coarse:4", "coarse:8")
-
-
-@dataclass(frozen=True)
-class Ours:
-    schedule: TileSchedule
-    per_token: bool = False
-    """A token goes to a rank once, not once for each of its experts there."""
-
-
 OURS = {
-    "tiles": Ours(TileSchedule()),
-    "dedup": Ours(TileSchedule(), per_token=True),
-    "own first": Ours(TileSchedule(order="own_first")),
-    "blocks": Ours(TileSchedule(order="own_first", blocks=4)),
-    "parts": Ours(TileSchedule(order="own_first", parts=4)),
-    "arrival": Ours(TileSchedule(order="arrival", own_before=0.5, parts=4)),
-    "all 2": Ours(TileSchedule(order="arrival", own_before=0.5, parts=2, blocks=2), per_token=True),
-    "all 4": Ours(TileSchedule(order="arrival", own_before=0.5, parts=4, blocks=2), per_token=True),
+    "tiles": "tiles:rows=pairs",
+    "dedup": "tiles:rows=tokens",
+    "own first": "tiles:order=own_first,rows=pairs",
+    "blocks": "tiles:order=own_first,blocks=2,rows=pairs",
+    "parts": "tiles:parts=4,order=own_first,rows=pairs",
+    "arrival": "tiles:parts=4,order=arrival,own_before=0.5,rows=pairs",
+    "all 2": "tiles:parts=2,order=arrival,own_before=0.5,blocks=2,rows=tokens",
+    "all 4": "tiles:parts=4,order=arrival,own_before=0.5,blocks=2,rows=tokens",
 }
-"""Name -> schedule. `tiles` is serial order by canonical tiles; `all N` everything at once, in N parts."""
-METHODS = (SERIAL, *COARSE, *OURS)
+"""Name -> what a recipe writes. `tiles` is serial order by canonical tiles; `all N` everything at once, in N parts."""
+METHODS = (SERIAL, *COARSE, *OURS, AUTO)
 
 
-def run_ours(
-    x_TH: torch.Tensor,
-    weights_TK: torch.Tensor,
-    experts_TK: torch.Tensor,
-    *,
-    experts: ExpertWeights,
-    dispatcher: Dispatcher,
-    method: Ours,
-    **more: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`run_experts` by one of our schedules."""
-    return run_overlapped(
-        x_TH,
-        weights_TK,
-        experts_TK,
-        experts=experts,
-        dispatcher=dispatcher,
-        schedule=method.schedule,
-        per_token=method.per_token,
-        **more,
-    )
+def overlap_of(method: str) -> str:
+    """`dispatch.overlap` of a recipe whose layer is this method."""
+    return OURS.get(method, method)
+
+
+def sends_tokens(method: str) -> bool | None:
+    """Whether a token of one of our methods goes to a rank once; None: as the batch's bytes say."""
+    return parse_overlap(overlap_of(method)).per_token
 
 
 _KEPT = "dispatch.weights"

@@ -16,7 +16,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -26,14 +25,16 @@ from phalanx.kernels.native import compiled_rows
 from phalanx.plan.mapping.folding import make_folding
 from phalanx.plan.mapping.placement import plain_placement
 from phalanx.plan.moe.dispatch import DispatchSpec
+from phalanx.plan.moe.overlap.settings import OverlapSetting
 from phalanx.runtime.comm.allocator import keep_freed_memory
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.groups import GroupCache, build_groups, init_world, read_world
-from phalanx.runtime.moe.coarse import run_coarse
 from phalanx.runtime.moe.dispatch import Dispatcher
-from phalanx.runtime.moe.experts import ExpertWeights, run_experts
+from phalanx.runtime.moe.experts import ExpertWeights, MoeCall
+from phalanx.runtime.moe.overlap_tuner import Tuner
+from phalanx.runtime.moe.routed import RoutedExperts, routed_experts
 from phalanx_lab.bench.layer.loads import exact_routing, load_vector, pair_counts
-from phalanx_lab.bench.layer.methods import OURS, Inside, run_ours
+from phalanx_lab.bench.layer.methods import AUTO, OURS, Inside, overlap_of, sends_tokens
 from phalanx_lab.bench.rates import request
 
 PATIENCE_S = 300.0
@@ -129,33 +130,45 @@ class Layer:
             randn(slots, hidden, ffn, scale=ffn**-0.5).requires_grad_(),
         )
         self.inputs = (self.x_TH, self.weights_TK, self.held.w13_e2fH, self.held.w2_eHf)
-        self.dispatcher = self._dispatcher(place.comms)
-        self.inside = self._dispatcher(Inside(place.comms))
+        self.inside = Inside(place.comms)
+        self.routed: dict[str, RoutedExperts] = {}
+        """By method: the layer as a run has it."""
+        self.tuner = Tuner()
+        """Of `auto`: calibrates on the link that there is when it is asked first, and keeps nothing for other runs."""
         self.messages = {name: self._messages(distinct=name == "distinct") for name in MESSAGES}
 
-    def _dispatcher(self, comms: Collectives) -> Dispatcher:
-        return Dispatcher(
-            DispatchSpec(),
+    def _made(self, method: str) -> RoutedExperts:
+        """The layer by a method: `dispatch.overlap` decides, as in a run. On two hosts of one rank each there is no gateway."""
+        name = method.removeprefix("compute ")
+        dispatcher = Dispatcher(
+            DispatchSpec(overlap=overlap_of(name)),
             placement=plain_placement(self.shape.experts, self.place.folding),
             groups=self.place.groups,
-            comms=comms,
+            comms=self.inside if method != name else self.place.comms,
             top_k=self.shape.top_k,
             lanes=self.place.lanes,
         )
+        return routed_experts(dispatcher, lanes=self.place.lanes, tuner=self.tuner)
+
+    def calibrate(self) -> None:
+        """Calibrate `auto` on the link that there is, from nothing, as the first pass of a run does. Collective."""
+        self.tuner = Tuner()
+        self.routed.pop(AUTO, None)
+        with torch.no_grad():
+            self.run(AUTO)
+
+    def choice(self) -> str:
+        """The schedule that the last pass of `auto` took, as a recipe writes it."""
+        (known,) = self.tuner.known.values()
+        assert known.taken is not None  # there was a pass
+        return str(OverlapSetting(kind="tiles", schedule=known.taken))
 
     def run(self, method: str) -> torch.Tensor:
-        """(T, H) the layer by one method: `serial`, `coarse:N`, a name of `OURS`, or `compute` of one of these (`compute serial`)."""
-        dispatcher = self.dispatcher
-        if method.startswith("compute "):
-            method = method.removeprefix("compute ")
-            dispatcher = self.inside
-        tokens = (self.x_TH, self.weights_TK, self.experts_TK)
-        common: dict[str, Any] = {"experts": self.held, "dispatcher": dispatcher, "lanes": self.place.lanes}
-        if method == "serial":
-            return run_experts(*tokens, **common)[0]
-        if method.startswith("coarse:"):
-            return run_coarse(*tokens, **common, chunks=int(method.removeprefix("coarse:")))[0]
-        return run_ours(*tokens, **common, method=OURS[method])[0]
+        """(T, H) the layer by one of `METHODS`, or `compute` of one of these (`compute serial`)."""
+        if method not in self.routed:
+            self.routed[method] = self._made(method)
+        call = MoeCall(x_TH=self.x_TH, weights_TK=self.weights_TK, experts_TK=self.experts_TK, experts=self.held)
+        return self.routed[method](call)[0]
 
     def timed(self, method: str, *, backward: bool = True) -> Times:
         """One pass, from a barrier on."""
@@ -230,11 +243,18 @@ class Layer:
             if len(got) != len(wanted) or any(_difference(a, b) > limit for a, b in zip(got, wanted, strict=True)):
                 found.append(f"{method} differs from serial")
             if method in OURS:
-                first = alike.setdefault(OURS[method].per_token, got)
-                if not all(torch.equal(a, b) for a, b in zip(got, first, strict=True)):
+                first = alike.setdefault(bool(sends_tokens(method)), got)
+                if not _equal(got, first):
                     found.append(f"{method} has other bits than another schedule of ours")
+            elif method == AUTO and len(alike) == 2 and not any(_equal(got, first) for first in alike.values()):
+                found.append("auto has the bits of neither transport of ours")
         told = self.place.comms.gather_objects(found, self.place.axis)
         return sorted({line for lines in told for line in lines})
+
+
+def _equal(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
+    """To the bit."""
+    return all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
 
 
 def _difference(a: torch.Tensor, b: torch.Tensor) -> float:

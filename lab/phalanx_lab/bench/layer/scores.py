@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from phalanx_lab.bench.layer.methods import SERIAL
-
-MARGIN = 1.02
-"""How many times faster than serial a schedule must be on the iterations that decide: less is noise, and serial cannot lose."""
-MOST = 0.7
-"""And the share of those iterations in which it must have been the faster one: medians of a short layer swing by a tenth."""
+from phalanx_lab.bench.layer.methods import AUTO
 
 
 def medians(seconds: Mapping[str, Sequence[float]]) -> dict[str, float]:
@@ -22,21 +18,26 @@ def halves(seconds: Mapping[str, Sequence[float]]) -> tuple[dict[str, float], di
     return medians({m: s[::2] for m, s in seconds.items()}), medians({m: s[1::2] for m, s in seconds.items()})
 
 
-def chosen(seconds: Mapping[str, Sequence[float]]) -> tuple[str, float]:
-    """The method that is best on the even iterations, and its median on the odd ones."""
-    decide, score = halves(seconds)
+@dataclass(frozen=True, kw_only=True)
+class Regret:
+    """How far the run's own choice stays behind the best of the other methods."""
+
+    best: str
+    """The method that is best on the even iterations."""
+    ratio: float
+    """Seconds of `auto` over those of `best`, medians of the odd iterations, which have not decided which one is best."""
+    to_least: float
+    """The same over the least median of any method, of all iterations: of methods that are equal the one that was lucky."""
+
+
+def regret(seconds: Mapping[str, Sequence[float]]) -> Regret:
+    """Of seconds by method, `auto` among them."""
+    others = {method: each for method, each in seconds.items() if method != AUTO}
+    decide, score = halves(others)
     best = min(decide, key=lambda m: decide[m])
-    rounds = list(zip(seconds[best][::2], seconds[SERIAL][::2], strict=True))
-    won = sum(own < serial for own, serial in rounds) >= MOST * len(rounds)
-    name = best if won and decide[best] * MARGIN < decide[SERIAL] else SERIAL
-    return name, score[name]
-
-
-def regret(seconds: Mapping[str, Sequence[float]]) -> tuple[str, float]:
-    """What `chosen` takes, and its seconds over those of the best method, both on the odd iterations."""
-    name, got = chosen(seconds)
-    _, score = halves(seconds)
-    return name, got / min(score.values())
+    auto_s = statistics.median(seconds[AUTO][1::2])
+    to_least = statistics.median(seconds[AUTO]) / min(medians(others).values())
+    return Regret(best=best, ratio=auto_s / score[best], to_least=to_least)
 
 
 def figures(

@@ -34,8 +34,8 @@ from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.groups import GroupCache, WorldInfo, build_groups, init_world
 from phalanx.runtime.comm.launch import die_with_parent, listening_socket
 from phalanx.runtime.moe.dispatch import Dispatcher
-from phalanx.runtime.moe.experts import ExpertWeights
-from phalanx.runtime.moe.routed import RoutedExperts
+from phalanx.runtime.moe.experts import ExpertWeights, MoeCall
+from phalanx.runtime.moe.routed import routed_experts
 
 METHODS = ("fine", "coarse:2", "serial")
 TIMEOUT_S = 120.0
@@ -95,7 +95,7 @@ class Layer:
         self.comms, self.world = Collectives(timeout_s=timeout_s), groups.axis("world")
         self.rank, self.shape, self.method = info.rank, shape, ""
         self.routed = {
-            method: RoutedExperts(
+            method: routed_experts(
                 Dispatcher(
                     DispatchSpec(overlap=method),
                     placement=plain_placement(shape.experts, folding),
@@ -122,9 +122,14 @@ class Layer:
         scores = torch.rand(tokens, shape.experts, generator=draw) + skew * torch.linspace(1, 0, shape.experts)
         weights_TK, experts_TK = scores.topk(shape.top_k)
         x_TH = torch.randn(tokens, shape.hidden, generator=draw).requires_grad_()
-        y_TH, _ = self.routed[self.method](
-            x_TH, weights_TK.requires_grad_(), experts_TK, experts=self.held, op_prefix="mb0.L0.fwd."
+        call = MoeCall(
+            x_TH=x_TH,
+            weights_TK=weights_TK.requires_grad_(),
+            experts_TK=experts_TK,
+            experts=self.held,
+            op_prefix="mb0.L0.fwd.",
         )
+        y_TH, _ = self.routed[self.method](call)
         y_TH.backward(torch.ones_like(y_TH))
         self.comms.all_reduce(torch.ones(1), self.world, op_id="vote")
         of_weights = (self.held.w13_e2fH, self.held.w2_eHf)

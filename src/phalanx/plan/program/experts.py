@@ -58,7 +58,7 @@ def moe_operations(
 ) -> Iterator[Op]:
     """Dispatch, experts and combine; `beside` are the operations of the shared expert, `slots` the experts that a rank holds."""
     alone = reach.size("ep_etp") == 1
-    way = OverlapSetting("serial") if alone else parse_overlap(spec.overlap)
+    way = OverlapSetting(kind="serial") if alone else parse_overlap(spec.overlap)
     experts = _Experts(reach, spec, at, sorts=not alone and slots > 1)
     if way.kind == "serial":
         return iter((*experts.serial(), *beside))

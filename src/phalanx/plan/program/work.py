@@ -20,6 +20,7 @@ from phalanx.core.op_ids import read_op_id
 from phalanx.plan.layout import FlatLayout, LocalParam, publication
 from phalanx.plan.mapping import AnyFolding, ModelSpec, micro_axis
 from phalanx.plan.moe import DispatchSpec, rows_of_source
+from phalanx.plan.moe.overlap import parse_overlap
 from phalanx.plan.program.ops import Op
 
 INT32, INT64, FP32 = 4, 8, 4
@@ -241,8 +242,10 @@ class Counting:
         return str(self.dispatch.overlap).partition(":")[0] not in ("serial", "coarse", "fused")
 
     def _distinct(self) -> float:
-        """Ranks of ep that a token goes to, if its experts are drawn without replacement: P (1 - C(E - E/P, K) / C(E, K))."""
+        """Ranks of ep that a token goes to, if its experts are drawn without replacement: P (1 - C(E - E/P, K) / C(E, K)); its experts, where a row travels for each."""
         experts, top_k, ep = self.spec.num_experts, self.spec.top_k, self._stage[2]
+        if parse_overlap(self.dispatch.overlap).rows == "pairs":
+            return top_k
         return ep * (1 - math.comb(experts - experts // ep, top_k) / math.comb(experts, top_k))
 
     @property

@@ -9,9 +9,9 @@ from phalanx.core.faces import lazy
 if TYPE_CHECKING:
     from phalanx.runtime.moe.co_schedule import CoScheduler as CoScheduler
     from phalanx.runtime.moe.dispatch import Dispatcher as Dispatcher
-    from phalanx.runtime.moe.experts import ExpertWeights as ExpertWeights
+    from phalanx.runtime.moe.experts import ExpertWeights as ExpertWeights, MoeCall as MoeCall
     from phalanx.runtime.moe.fused import FusedMemory as FusedMemory
     from phalanx.runtime.moe.overlap_tuner import Tuner as Tuner
-    from phalanx.runtime.moe.routed import RoutedExperts as RoutedExperts
+    from phalanx.runtime.moe.routed import RoutedExperts as RoutedExperts, routed_experts as routed_experts
 else:
     __getattr__ = lazy(__name__)

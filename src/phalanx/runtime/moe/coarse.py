@@ -21,14 +21,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
 
 from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.kernels.choice import Impl
-from phalanx.kernels.cpu.deferred import DeferredGradients
 from phalanx.kernels.cpu.grouped import expert_ffn
 from phalanx.kernels.cpu.lanes import SERIAL, Lanes
 from phalanx.kernels.cpu.permute import combine_rows, gather_rows
@@ -43,24 +41,11 @@ from phalanx.runtime.moe.dispatch import (
     reordered,
     stable_order,
 )
-from phalanx.runtime.moe.experts import ExpertWeights
+from phalanx.runtime.moe.experts import MoeCall
 
 
 def run_coarse(
-    x_TH: torch.Tensor,
-    weights_TK: torch.Tensor,
-    experts_TK: torch.Tensor,
-    *,
-    experts: ExpertWeights,
-    dispatcher: Dispatcher,
-    chunks: int,
-    kernels: Impl = "fast",
-    lanes: Lanes = SERIAL,
-    later: DeferredGradients | None = None,
-    recompute: bool = False,
-    token_index_T: torch.Tensor | None = None,
-    part_T: torch.Tensor | None = None,
-    op_prefix: str = "",
+    call: MoeCall, *, dispatcher: Dispatcher, chunks: int, kernels: Impl = "fast", lanes: Lanes = SERIAL
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`run_experts` in `chunks` chunks, which must be the same number on all ranks of `ep_etp`. Collective over it.
 
@@ -69,33 +54,49 @@ def run_coarse(
     """
     raise_if(_problems(dispatcher, chunks), ConfigError, subject="overlap")
     kept_TK = dispatcher.kept(
-        weights_TK.detach(), experts_TK, token_index_T=token_index_T, part_T=part_T, op_prefix=op_prefix
+        call.weights_TK.detach(),
+        call.experts_TK,
+        token_index_T=call.token_index_T,
+        part_T=call.part_T,
+        op_prefix=call.op_prefix,
     )
-    if dispatcher.spec.is_static:
-        parts = _cut_capacity(dispatcher, x_TH, weights_TK, experts_TK, kept_TK, chunks)
-    else:
-        parts = _cut_tokens(dispatcher, x_TH, weights_TK, experts_TK, kept_TK, chunks, op_prefix)
-    travel = _Travel(dispatcher, op_prefix)
+    cut = _cut_capacity if dispatcher.spec.is_static else _cut_tokens
+    parts = cut(call, dispatcher, kept_TK, chunks)
+    travel = _Travel(dispatcher, call.op_prefix)
     coming = [travel.start(parts[0])]
     returning = []
     for part in parts:
         coming.extend(travel.start(following) for following in parts[part.number + 1 : part.number + 2])
         rows_MH, weights_M = travel.arrive(part, coming.pop(0))
         counts = dispatcher.expert_counts(part.plan)
-        compute = partial(
-            _compute, experts=experts, counts=counts, recompute=recompute, impl=kernels, lanes=lanes, later=later
-        )
-        y_MH = traced(dispatcher.comms, f"{op_prefix}experts.chunk{part.number}", compute, rows_MH, weights_M)
+        compute = partial(_compute, call=call, counts=counts, kernels=kernels, lanes=lanes)
+        y_MH = traced(dispatcher.comms, f"{call.op_prefix}experts.chunk{part.number}", compute, rows_MH, weights_M)
         returning.append(travel.start_back(part, y_MH))
     sums = [travel.arrive_back(part, rows) for part, rows in zip(parts, returning, strict=True)]
     return _join(sums, whole=dispatcher.spec.is_static), parts[0].send.dropped
 
 
 def _compute(
-    rows_MH: torch.Tensor, weights_M: torch.Tensor, *, experts: ExpertWeights, counts: tuple[int, ...], **how: Any
+    rows_MH: torch.Tensor,
+    weights_M: torch.Tensor,
+    *,
+    call: MoeCall,
+    counts: tuple[int, ...],
+    kernels: Impl,
+    lanes: Lanes,
 ) -> torch.Tensor:
     """(M, H) results of a chunk's rows."""
-    return expert_ffn(rows_MH, experts.w13_e2fH, experts.w2_eHf, counts, row_weights_M=weights_M, **how)
+    return expert_ffn(
+        rows_MH,
+        call.experts.w13_e2fH,
+        call.experts.w2_eHf,
+        counts,
+        row_weights_M=weights_M,
+        recompute=call.recompute,
+        impl=kernels,
+        lanes=lanes,
+        later=call.later,
+    )
 
 
 def _problems(dispatcher: Dispatcher, chunks: int) -> list[Problem]:
@@ -138,16 +139,9 @@ def chunk_sizes(num_tokens: int, chunks: int) -> list[int]:
     return [share + (i < rest) for i in range(chunks)]
 
 
-def _cut_tokens(
-    dispatcher: Dispatcher,
-    x_TH: torch.Tensor,
-    weights_TK: torch.Tensor,
-    experts_TK: torch.Tensor,
-    kept_TK: torch.Tensor | None,
-    chunks: int,
-    op_prefix: str,
-) -> list[_Part]:
+def _cut_tokens(call: MoeCall, dispatcher: Dispatcher, kept_TK: torch.Tensor | None, chunks: int) -> list[_Part]:
     """Chunks of consecutive tokens, with one sort and one collective for all of them."""
+    x_TH, weights_TK, experts_TK = call.x_TH, call.weights_TK, call.experts_TK
     sizes, num_keys, device = chunk_sizes(len(x_TH), chunks), dispatcher.num_experts + 1, experts_TK.device
     keys_N = experts_TK.reshape(-1)
     if kept_TK is not None:  # dropped pairs sort to the end of their chunk, behind the last expert
@@ -156,7 +150,7 @@ def _cut_tokens(
     chunk_N = torch.repeat_interleave(torch.arange(chunks), pairs_C).to(device)
     keys_N = keys_N + chunk_N * num_keys
     counts_CE = count_keys(keys_N, chunks * num_keys).view(chunks, num_keys)[:, :-1].to(torch.int32)
-    counts_PCE = _gather(dispatcher, counts_CE, op_prefix)
+    counts_PCE = _gather(dispatcher, counts_CE, call.op_prefix)
     order_N = stable_order(keys_N, chunks * num_keys)
     rows_C = counts_PCE[dispatcher.ep_etp.index].sum(1)
     dropped = torch.tensor(keys_N.numel() - int(rows_C.sum()), device=device)
@@ -179,20 +173,13 @@ def _gather(dispatcher: Dispatcher, counts_CE: torch.Tensor, op_prefix: str) -> 
     return table.reshape(dispatcher.ep_etp.size, *counts_CE.shape)
 
 
-def _cut_capacity(
-    dispatcher: Dispatcher,
-    x_TH: torch.Tensor,
-    weights_TK: torch.Tensor,
-    experts_TK: torch.Tensor,
-    kept_TK: torch.Tensor | None,
-    chunks: int,
-) -> list[_Part]:
+def _cut_capacity(call: MoeCall, dispatcher: Dispatcher, kept_TK: torch.Tensor | None, chunks: int) -> list[_Part]:
     """Of the rows that each expert gets from this rank, fill rows among them, a share in each chunk; tokens are not cut."""
     parts = []
     first = 0
-    for number, rows in enumerate(chunk_sizes(dispatcher.static_rows(len(x_TH)), chunks)):
-        plan, send = dispatcher.static_share(experts_TK, kept_TK, places=range(first, first + rows))
-        parts.append(_Part(number, x_TH, weights_TK, plan, send))
+    for number, rows in enumerate(chunk_sizes(dispatcher.static_rows(len(call.x_TH)), chunks)):
+        plan, send = dispatcher.static_share(call.experts_TK, kept_TK, places=range(first, first + rows))
+        parts.append(_Part(number, call.x_TH, call.weights_TK, plan, send))
         first += rows
     return parts
 

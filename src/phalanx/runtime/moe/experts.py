@@ -7,9 +7,8 @@ Legend: T tokens, K experts of a token, H hidden, e experts held here, f width o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 import torch
 
@@ -20,7 +19,7 @@ from phalanx.kernels.cpu.fixed_point import FixedSums
 from phalanx.kernels.cpu.grouped import expert_ffn
 from phalanx.kernels.cpu.lanes import SERIAL, Lanes
 from phalanx.runtime.comm import traced
-from phalanx.runtime.moe.dispatch import Dispatcher
+from phalanx.runtime.moe.dispatch import Dispatched, Dispatcher
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,49 +30,96 @@ class ExpertWeights:
     w2_eHf: torch.Tensor
 
 
-def run_experts(
-    x_TH: torch.Tensor,
-    weights_TK: torch.Tensor,
-    experts_TK: torch.Tensor,
-    *,
-    experts: ExpertWeights,
-    dispatcher: Dispatcher,
-    kernels: Impl = "fast",
-    lanes: Lanes = SERIAL,
-    later: DeferredGradients | None = None,
-    recompute: bool = False,
-    token_index_T: torch.Tensor | None = None,
-    part_T: torch.Tensor | None = None,
-    op_prefix: str = "",
-    sums: FixedSums | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(T, H) weighted sum over each token's experts, and the 0-d number of its pairs that were dropped. Collective over `ep_etp`.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MoeCall:
+    """One pass of one MoE layer on one rank: what its way through the experts is given, whichever it is."""
 
-    `token_index_T` and `part_T`: see `Dispatcher.dispatch`.
+    x_TH: torch.Tensor
+    weights_TK: torch.Tensor
+    experts_TK: torch.Tensor
+    """The experts of each token."""
+    experts: ExpertWeights
+    later: DeferredGradients | None = None
+    """Takes the gradients of the slots, where they are deferred."""
+    recompute: bool = False
+    """The backward pass computes activations again that are not kept."""
+    token_index_T: torch.Tensor | None = None
+    part_T: torch.Tensor | None = None
+    """Both: see `Dispatcher.dispatch`."""
+    op_prefix: str = ""
+    beside: Callable[[], torch.Tensor] | None = None
+    """A shared expert, (T, H): its result is added to that of the routed ones."""
+
+    def with_shared(self, y_TH: torch.Tensor) -> torch.Tensor:
+        """The result of the routed experts plus that of the shared one, which is computed now."""
+        return y_TH if self.beside is None else y_TH + self.beside()
+
+
+def run_experts(
+    call: MoeCall, *, dispatcher: Dispatcher, kernels: Impl = "fast", lanes: Lanes = SERIAL
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(T, H) weighted sum over each token's experts, and the 0-d number of its pairs that were dropped. Collective over `ep_etp`. Leaves `call.beside` alone.
 
     Gradients: tokens and weights get the sum over their copies; slots the sum over all rows that they served, which is the
-    expert-parallel group's whole share, so that `edp` completes it (`expert` in `plan/mapping/folding.py`), or with replicas the sum over holders. With `later` those of the slots are
-    put off. With `sums` every product is over rows of one source alone, and the gradients of the slots go to `sums` and nowhere else
-    (`kernels/cpu/exact_experts.py`).
+    expert-parallel group's whole share, so that `edp` completes it (`expert` in `plan/mapping/folding.py`), or with replicas the sum over holders. With `call.later` those of
+    the slots are deferred.
     """
+    held = call.experts
+
+    def compute(rows_MH: torch.Tensor, weights_M: torch.Tensor, sent: Dispatched) -> torch.Tensor:
+        return expert_ffn(
+            rows_MH,
+            held.w13_e2fH,
+            held.w2_eHf,
+            sent.counts,
+            row_weights_M=weights_M,
+            recompute=call.recompute,
+            impl=kernels,
+            lanes=lanes,
+            later=call.later,
+        )
+
+    return _in_turn(call, dispatcher, compute)
+
+
+def run_exact(
+    call: MoeCall, *, dispatcher: Dispatcher, sums: FixedSums, kernels: Impl = "fast", lanes: Lanes = SERIAL
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`run_experts` with every product over rows of one source alone; the gradients of the slots go to `sums` and nowhere else (`kernels/cpu/exact_experts.py`)."""
+    held = call.experts
+
+    def compute(rows_MH: torch.Tensor, weights_M: torch.Tensor, sent: Dispatched) -> torch.Tensor:
+        return exact_expert_ffn(
+            rows_MH,
+            held.w13_e2fH.detach(),
+            held.w2_eHf.detach(),
+            sent.state.plan.expert_source_counts(ep=dispatcher.ep.index),
+            row_weights_M=weights_M,
+            into=(sums.of(held.w13_e2fH), sums.of(held.w2_eHf)),
+            chunk_rows=sums.chunk_rows,
+            recompute=call.recompute,
+            impl=kernels,
+            lanes=lanes,
+        )
+
+    return _in_turn(call, dispatcher, compute)
+
+
+def _in_turn(
+    call: MoeCall, dispatcher: Dispatcher, compute: Callable[[torch.Tensor, torch.Tensor, Dispatched], torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Dispatch, experts, combine."""
     sent = dispatcher.dispatch(
-        x_TH, weights_TK, experts_TK, token_index_T=token_index_T, part_T=part_T, op_prefix=op_prefix
+        call.x_TH,
+        call.weights_TK,
+        call.experts_TK,
+        token_index_T=call.token_index_T,
+        part_T=call.part_T,
+        op_prefix=call.op_prefix,
     )
-    ffn = partial(expert_ffn, recompute=recompute, impl=kernels, lanes=lanes, later=later)
 
-    def compute(rows_MH: torch.Tensor, weights_M: torch.Tensor) -> torch.Tensor:
-        if sums is not None:
-            counts_eP = sent.state.plan.expert_source_counts(ep=dispatcher.ep.index)
-            into = sums.of(experts.w13_e2fH), sums.of(experts.w2_eHf)
-            weights = experts.w13_e2fH.detach(), experts.w2_eHf.detach()
-            options: dict[str, Any] = {
-                "chunk_rows": sums.chunk_rows,
-                "recompute": recompute,
-                "impl": kernels,
-                "lanes": lanes,
-            }
-            return exact_expert_ffn(rows_MH, *weights, counts_eP, row_weights_M=weights_M, into=into, **options)
-        return ffn(rows_MH, experts.w13_e2fH, experts.w2_eHf, sent.counts, row_weights_M=weights_M)
+    def experts(rows_MH: torch.Tensor, weights_M: torch.Tensor) -> torch.Tensor:
+        return compute(rows_MH, weights_M, sent)
 
-    rows_MH = traced(dispatcher.comms, op_prefix + "experts", compute, sent.rows_MH, sent.weights_M)
+    rows_MH = traced(dispatcher.comms, call.op_prefix + "experts", experts, sent.rows_MH, sent.weights_M)
     return dispatcher.combine(rows_MH, sent.state), sent.dropped

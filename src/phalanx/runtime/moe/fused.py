@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 
 from phalanx.core.errors import ConfigError, Problem, raise_if
-from phalanx.kernels.cpu.deferred import DeferredGradients, Target, target_of
+from phalanx.kernels.cpu.deferred import Target, target_of
 from phalanx.kernels.cpu.swiglu import reference_swiglu
 from phalanx.kernels.triton import (
     ArenaSpec,
@@ -53,7 +53,7 @@ from phalanx.kernels.triton import (
 from phalanx.plan.moe.overlap import FusedLaunch, fused_launch
 from phalanx.runtime.comm import Axis, Collectives, backward_id
 from phalanx.runtime.moe.dispatch import Dispatcher
-from phalanx.runtime.moe.experts import ExpertWeights
+from phalanx.runtime.moe.experts import MoeCall
 
 MakeArena = Callable[[ArenaSpec, Axis, torch.device], SymmetricMemory]
 
@@ -148,26 +148,16 @@ class _Call:
     later: Target | None
 
 
-def run_fused(
-    x_TH: torch.Tensor,
-    weights_TK: torch.Tensor,
-    experts_TK: torch.Tensor,
-    *,
-    experts: ExpertWeights,
-    dispatcher: Dispatcher,
-    memory: FusedMemory,
-    later: DeferredGradients | None = None,
-    recompute: bool = False,
-    token_index_T: torch.Tensor | None = None,
-    part_T: torch.Tensor | None = None,
-    op_prefix: str = "",
-) -> tuple[torch.Tensor, torch.Tensor]:
+def run_fused(call: MoeCall, *, dispatcher: Dispatcher, memory: FusedMemory) -> tuple[torch.Tensor, torch.Tensor]:
     """What `run_experts` computes, and the number of dropped pairs. Collective over `ep`. Raises `ConfigError` where an expert is cut (etp) or has replicas,
     `RunError` where a flag was not raised in time in an earlier call."""
     problems = fused_problems(dispatcher)
     raise_if(problems, ConfigError, subject="the overlap of a MoE layer")
     comms, axis = dispatcher.comms, dispatcher.ep
-    kept_TK = dispatcher.kept(weights_TK, experts_TK, token_index_T=token_index_T, part_T=part_T, op_prefix=op_prefix)
+    x_TH, weights_TK, experts_TK, op_prefix = call.x_TH, call.weights_TK, call.experts_TK, call.op_prefix
+    kept_TK = dispatcher.kept(
+        weights_TK, experts_TK, token_index_T=call.token_index_T, part_T=call.part_T, op_prefix=op_prefix
+    )
     tokens = torch.tensor([x_TH.shape[0]], device=x_TH.device)
     plan, sent, of_all = dispatcher.exact_list(experts_TK, kept_TK, op_prefix, told=tokens)
     counts = plan.slot_counts(ep=axis.index)
@@ -178,12 +168,14 @@ def run_fused(
     told = _tell(to, pack_weights(weights_TK.detach(), to), comms, axis, op_prefix + "dispatch.weights")
     rows = sum(counts)
     order = begin(told, arena, shape=shape, max_rows=max(1, rows))
-    hidden = target_of([experts.w13_e2fH, experts.w2_eHf], x_TH, later)
-    w13, w2 = experts.w13_e2fH, experts.w2_eHf
+    w13, w2 = call.experts.w13_e2fH, call.experts.w2_eHf
+    hidden = target_of([w13, w2], x_TH, call.later)
     if hidden is not None:
         w13, w2 = w13.detach(), w2.detach()
-    call = _Call(arena, shape, to, told, order, rows, counts, memory, comms, axis, op_prefix, recompute, hidden)
-    y_TH: torch.Tensor = _Fused.apply(x_TH, weights_TK, w13, w2, call)
+    launched = _Call(
+        arena, shape, to, told, order, rows, counts, memory, comms, axis, op_prefix, call.recompute, hidden
+    )
+    y_TH: torch.Tensor = _Fused.apply(x_TH, weights_TK, w13, w2, launched)
     return y_TH, sent.dropped
 
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from phalanx.kernels.cpu.deferred import DeferredGradients, target_of
+from phalanx.kernels.cpu.deferred import target_of
 from phalanx.kernels.cpu.lanes import Lanes
 from phalanx.kernels.cpu.tiles import Geometry, SourceRows, TilePlace, TileProducts, block_units, column_units
 from phalanx.plan.moe import DispatchPlan
@@ -44,7 +44,7 @@ from phalanx.plan.moe.overlap import (
 )
 from phalanx.runtime.comm import Exchange, backward_id, leaving_free, streams_of
 from phalanx.runtime.moe.dispatch import Dispatcher
-from phalanx.runtime.moe.experts import ExpertWeights
+from phalanx.runtime.moe.experts import MoeCall
 from phalanx.runtime.moe.overlap_exchange import ExchangePath, InFlightExchange
 from phalanx.runtime.moe.overlap_hosts import Gateways
 from phalanx.runtime.moe.overlap_lists import (
@@ -62,21 +62,12 @@ TILE_ROWS = 512
 
 
 def run_overlapped(
-    x_TH: torch.Tensor,
-    weights_TK: torch.Tensor,
-    experts_TK: torch.Tensor,
+    call: MoeCall,
     *,
-    experts: ExpertWeights,
     dispatcher: Dispatcher,
     schedule: TileSchedule | Choose,
     per_token: bool | None = None,
     lanes: Lanes,
-    later: DeferredGradients | None = None,
-    recompute: bool = False,
-    token_index_T: torch.Tensor | None = None,
-    part_T: torch.Tensor | None = None,
-    op_prefix: str = "",
-    beside: Callable[[], torch.Tensor] | None = None,
     host_of_rank: Sequence[int] | None = None,
     through_hosts: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -84,9 +75,12 @@ def run_overlapped(
 
     `schedule` may be a function of the batch's counts. `per_token`: a token goes to a rank once, whatever the number of its experts there; else once for
     each; None: whatever sends fewer bytes. `host_of_rank`: by position in `ep_etp`, where it is known which ranks share a host. `through_hosts`: a token goes to each
-    other host once, and is passed on there; None: where that sends fewer bytes between hosts. `beside` is computed while entries travel, and its result added to that of the experts (a shared expert).
+    other host once, and is passed on there; None: where that sends fewer bytes between hosts. `call.beside` is computed while entries travel, and its result added to that of the experts.
     """
-    kept_TK = dispatcher.kept(weights_TK, experts_TK, token_index_T=token_index_T, part_T=part_T, op_prefix=op_prefix)
+    x_TH, weights_TK, experts_TK, op_prefix = call.x_TH, call.weights_TK, call.experts_TK, call.op_prefix
+    kept_TK = dispatcher.kept(
+        weights_TK, experts_TK, token_index_T=call.token_index_T, part_T=call.part_T, op_prefix=op_prefix
+    )
     streams = streams_of(dispatcher.comms, x_TH.device)
     known = host_of_rank if streams is None else None  # rounds have no gateways
     hosts = usable_hosts(dispatcher, known, forced=bool(through_hosts), per_token=per_token)
@@ -109,7 +103,7 @@ def run_overlapped(
         direction="forward",
         host_of_rank=hosts or None,
         through_hosts=route == "dedup_host",
-        has_shared=beside is not None,
+        has_shared=call.beside is not None,
     )
     joint = [] if forward.hosts else joint_slots(plan, tile_rows=TILE_ROWS)
     orders = slot_orders(plan, schedule, joint=joint)
@@ -129,11 +123,11 @@ def run_overlapped(
     )
     flight.streams = streams
     flight.exchange_meta(weights_TK.detach(), x_TH.dtype)
-    flight.later = target_of([experts.w13_e2fH, experts.w2_eHf], x_TH, later)
-    flight.lanes, flight.recompute = lanes, recompute
+    w13, w2 = call.experts.w13_e2fH, call.experts.w2_eHf
+    flight.later = target_of([w13, w2], x_TH, call.later)
+    flight.lanes, flight.recompute = lanes, call.recompute
     ticket = _Depart.apply(x_TH, weights_TK, flight)
-    extra = None if beside is None else beside()
-    w13, w2 = experts.w13_e2fH, experts.w2_eHf
+    extra = None if call.beside is None else call.beside()
     if flight.later is not None:
         w13, w2 = w13.detach(), w2.detach()
     ticket = _Work.apply(ticket, x_TH.detach(), w13, w2, flight)

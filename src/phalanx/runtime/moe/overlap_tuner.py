@@ -27,6 +27,7 @@ import torch
 from phalanx.core.errors import ConfigError, RunError
 from phalanx.core.files import write_json
 from phalanx.kernels.cpu.lanes import Lanes
+from phalanx.kernels.cpu.tiles import column_units
 from phalanx.plan.moe import DispatchPlan
 from phalanx.plan.moe.overlap import (
     CANDIDATES,
@@ -44,7 +45,7 @@ from phalanx.plan.moe.overlap import (
 )
 from phalanx.runtime.comm import CudaStreams, Message
 from phalanx.runtime.moe.dispatch import Dispatcher
-from phalanx.runtime.moe.experts import ExpertWeights
+from phalanx.runtime.moe.experts import ExpertWeights, MoeCall
 from phalanx.runtime.moe.overlap import TILE_ROWS, run_overlapped
 
 EVERY = 64
@@ -57,7 +58,13 @@ REPEATS = 3
 TRIES = 3
 _UNKNOWN = OverlapCost(latency_s=0.0, bytes_per_s=math.inf, flops_by_rows=((1, 1e9),))
 """With messages that take no time nothing is worth overlapping: serial order."""
-LAYERS = (TileSchedule(), FINE, TileSchedule(order="own_first"))
+LAYERS = (
+    TileSchedule(),
+    FINE,
+    TileSchedule(order="own_first"),
+    TileSchedule(parts=4, blocks=2, order="arrival", own_before=0.5),
+)
+"""Schedules that are timed. The last, but for its blocks and its order, is the second: what a further block costs shows in it."""
 
 
 @dataclass(eq=False)
@@ -72,6 +79,8 @@ class Calibrated:
     """Passes between two looks."""
     ratios: list[float] = field(default_factory=list)
     """Measured over predicted seconds, newest last."""
+    taken: TileSchedule | None = None
+    """The schedule of the last pass."""
 
 
 class Tuner:
@@ -112,7 +121,7 @@ class Tuner:
         return found
 
     def _chooser(self, shape: LayerShape, cost: OverlapCost) -> Chooser:
-        return Chooser(shape, cost, CANDIDATES, tile_rows=TILE_ROWS, paired=self.paired)
+        return Chooser(shape, cost, candidates(shape.hidden), tile_rows=TILE_ROWS, paired=self.paired)
 
     def _kept(self, dispatcher: Dispatcher, key: str) -> tuple[OverlapCost, float] | None:
         """What an earlier run has left, if all ranks find the same."""
@@ -180,6 +189,7 @@ class Tuned:
         """Choose, and start the clock."""
         chooser = self.known.chooser
         choice = chooser.choice(plan, wire)
+        self.known.taken = choice.schedule
         # where a rank has no tokens, its passes are not those that were predicted
         whole = bool((plan.rows_PG.sum(1) > 0).all())
         self._predicted_s = choice.alone_s if whole and chooser.cost is not _UNKNOWN else 0.0
@@ -190,6 +200,12 @@ class Tuned:
         """The pass is over."""
         if self._predicted_s > 0 and self._compares:
             self.known.ratios.append((time.perf_counter() - self._begin_s) / self._predicted_s)
+
+
+def candidates(hidden: int) -> tuple[TileSchedule, ...]:
+    """What a layer of this width is chosen a schedule from: no more blocks than its columns can be cut into."""
+    units = column_units(hidden)
+    return tuple(dict.fromkeys(replace(one, blocks=min(one.blocks, units)) for one in CANDIDATES))
 
 
 def _shape(x_TH: torch.Tensor, experts: ExpertWeights, shared_ffn: int) -> LayerShape:
@@ -206,7 +222,7 @@ def _shape(x_TH: torch.Tensor, experts: ExpertWeights, shared_ffn: int) -> Layer
 def _key(dispatcher: Dispatcher, shape: LayerShape, dtype: torch.dtype) -> str:
     """Of machine, group, shape and type. Tokens of a rank in powers of two: batches differ."""
     rounded = replace(shape, tokens=1 << max(shape.tokens - 1, 0).bit_length())
-    facts = (platform.node(), dispatcher.ep_etp.ranks, asdict(rounded), str(dtype), dispatcher.top_k, TILE_ROWS)
+    facts = (platform.node(), dispatcher.ep_etp.ranks, asdict(rounded), str(dtype), dispatcher.top_k, TILE_ROWS, LAYERS)
     return "overlap-" + hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 
@@ -244,9 +260,16 @@ def _layers(
     step = torch.arange(k, device=x_TH.device) * max(1, num // k)
     experts_TK = (tokens + step) % num
     weights_TK = torch.full((len(x_TH), k), 1 / k, device=x_TH.device)
-    plain = ExpertWeights(experts.w13_e2fH.detach(), experts.w2_eHf.detach())
+    call = MoeCall(
+        x_TH=x_TH.detach(),
+        weights_TK=weights_TK,
+        experts_TK=experts_TK,
+        experts=ExpertWeights(experts.w13_e2fH.detach(), experts.w2_eHf.detach()),
+        op_prefix="calibration.",
+    )
     samples: list[Sample] = []
-    for schedule in LAYERS:
+    units = column_units(shape.hidden)
+    for schedule in dict.fromkeys(replace(one, blocks=min(one.blocks, units)) for one in LAYERS):
         seen: list[tuple[DispatchPlan, WireBytes]] = []
 
         def chosen(
@@ -256,16 +279,7 @@ def _layers(
             return schedule
 
         def one(chosen: Any = chosen) -> None:
-            run_overlapped(
-                x_TH.detach(),
-                weights_TK,
-                experts_TK,
-                experts=plain,
-                dispatcher=dispatcher,
-                schedule=chosen,
-                lanes=lanes,
-                op_prefix="calibration.",
-            )
+            run_overlapped(call, dispatcher=dispatcher, schedule=chosen, lanes=lanes)
 
         seconds = _slowest(dispatcher, one)
         plan, wire = seen[0]

@@ -37,6 +37,8 @@ class Overlap:
     """Gather and scatter of tensor parallelism in pieces beside the products that need them."""
     ep: Literal["none", "chunks", "pair", "tiles", "fine", "auto", "fused"] = "none"
     """Dispatch and combine: bare, beside experts in chunks, beside the opposite pass of another micro-batch, tile by tile, or by fused kernels (as `dispatch.overlap` names it)."""
+    tiles: str = ""
+    """Of `tiles`: its schedule, as `dispatch.overlap` writes it behind the colon; empty: serial order."""
     chunks: int = 4
     """Of tokens, in which `chunks` divides dispatch, experts and combine."""
     paired: bool = False

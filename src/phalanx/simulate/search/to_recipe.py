@@ -100,6 +100,7 @@ def _value(mapping: Mapping, name: str) -> Any:
 def _dispatch(mapping: Mapping) -> DispatchConfig:
     o, drop = mapping.overlap, mapping.drop
     overlap = {"none": "serial", "pair": "serial", "chunks": f"coarse:{o.chunks}"}.get(o.ep, o.ep)
+    overlap += f":{o.tiles}" if o.tiles else ""
     if drop is None:
         return DispatchConfig(overlap=overlap, left_free=o.left_free)
     padded = drop.pad_to_capacity or None

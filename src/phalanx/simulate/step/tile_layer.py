@@ -9,18 +9,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
+from phalanx.plan.moe.overlap import most_blocks, parse_overlap
 from phalanx.simulate.hardware import Network, Oracle, distinct
 from phalanx.simulate.mapping import Job, Mapping
 from phalanx.simulate.step.tile_time import (
     FIRST_KERNELS,
     ROW_SMS,
+    TILE_WAYS,
     UNITS,
     Direction,
     ExpertWidths,
     LayerPass,
     Pieces,
     TileLayer,
-    TileWay,
     layer_passes,
     link_cost,
     num_tiles,
@@ -66,17 +67,19 @@ class TiledExperts:
             ranks_per_host=h.ranks_per_host,
             host_limit=s.group_top_k if s.groups > 1 else None,
             gateways=h.sms is None,
+            most_blocks=most_blocks(s.hidden),
         )
 
     def passes(self, layer: TileLayer, shared: Both) -> tuple[LayerPass, LayerPass]:
         """On the clock. `shared`: seconds of the shared expert, which computes in a gap."""
-        way = self.mapping.overlap.ep
-        assert way in ("tiles", "fine", "auto")  # the only caller asks
+        overlap = self.mapping.overlap
+        assert overlap.ep in TILE_WAYS  # the only caller asks
+        setting = parse_overlap(":".join([overlap.ep, *([overlap.tiles] if overlap.tiles else [])]))
         of = partial(self.pieces, layer, shared)
         return layer_passes(
             layer,
             of,
-            _way(way),
+            None if setting.kind == "auto" else setting.schedule,
             puts_off=self.mapping.splits_backward,
             bound=self.bound,
             paired=self.mapping.overlap.paired,
@@ -133,7 +136,3 @@ class TiledExperts:
             # the ledger takes a backward pass to have twice the kernels of a forward one
             kernels=sends + (kernels["forward"] + kernels["backward"] + slots * (2 + 2 * hot.size)) // 3,
         )
-
-
-def _way(way: str) -> TileWay:
-    return way  # type: ignore[return-value]

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate, pairwise
 from typing import Literal
 
@@ -26,8 +26,8 @@ import numpy as np
 from phalanx.plan.moe import DispatchPlan, Ints
 from phalanx.plan.moe.overlap import (
     CANDIDATES,
-    FINE,
     MARGIN,
+    MOST_BLOCKS,
     SERIAL,
     LayerWork,
     OverlapCost,
@@ -72,7 +72,7 @@ TILE_WAYS: tuple[TileWay, ...] = ("tiles", "fine", "auto")
 Direction = Literal["forward", "backward"]
 TILE_ROWS = 512
 """As `runtime/moe/overlap.py` cuts them."""
-UNITS = 2
+UNITS = MOST_BLOCKS
 """Products into which the second product of a tile is cut by columns (`kernels/cpu/tiles.py: column_units`)."""
 FIRST_KERNELS: dict[Direction, int] = {"forward": 4, "backward": 12}
 """Of a tile, besides its products and gathers: activation and row weights, backward with sums, as `kernels/cpu/tiles.py` writes them out on a device."""
@@ -99,6 +99,8 @@ class TileLayer:
     """Hosts that a token may reach, where routing is limited to groups."""
     gateways: bool = False
     """Ranks of a host may pass on what comes from other hosts: on processors."""
+    most_blocks: int = MOST_BLOCKS
+    """Into which the columns of a row can be cut."""
 
     @property
     def size(self) -> int:
@@ -261,6 +263,7 @@ def link_cost(
     start = h.inside_latency_s + (h.between_latency_s if span.hosts > 1 else 0.0)
     return OverlapCost(
         latency_s=(start + fill_s) * slower,
+        block_s=h.kernel_s,  # of the sum of one block more
         flops_by_rows=((1, 1.0),),  # seconds of products are the oracle's
         interference=taken / (1 - taken) if taken < 1 else 1e9,
         **rates,  # type: ignore[arg-type]
@@ -383,31 +386,34 @@ def _pair_s(layer: TileLayer, forward: Pieces, backward: Pieces, schedule: TileS
 
 
 @lru_cache(maxsize=4096)
-def _chosen(layer: TileLayer, pieces: Pieces, way: TileWay, backward: Pieces | None = None) -> TileSchedule:
+def _chosen(layer: TileLayer, pieces: Pieces, backward: Pieces | None = None) -> TileSchedule:
     """By the forward pass, as a run chooses; with `backward` by the pair of both."""
-    if way != "auto":
-        return FINE if way == "fine" else SERIAL
 
     def of(schedule: TileSchedule) -> float:
         if backward is None:
             return _clocked(layer, pieces, schedule, "forward")[0]
         return _pair_s(layer, pieces, backward, schedule)
 
-    seconds = {s: of(s) for s in dict.fromkeys((SERIAL, *CANDIDATES))}
+    seconds = {s: of(s) for s in dict.fromkeys((SERIAL, *map(partial(_cut_to, layer), CANDIDATES)))}
     best = min(seconds, key=seconds.__getitem__)
     return best if seconds[best] < (1 - MARGIN) * seconds[SERIAL] else SERIAL
+
+
+def _cut_to(layer: TileLayer, schedule: TileSchedule) -> TileSchedule:
+    """With as many blocks as the columns of the layer can be cut into: an executor takes no more."""
+    return replace(schedule, blocks=min(schedule.blocks, layer.most_blocks))
 
 
 def layer_passes(
     layer: TileLayer,
     of: Callable[[Direction], Pieces],
-    way: TileWay,
+    schedule: TileSchedule | None,
     *,
     puts_off: bool = False,
     bound: bool = False,
     paired: bool = False,
 ) -> tuple[LayerPass, LayerPass]:
-    """Forward and backward. `puts_off`: gradients of weights are made by a later pass, so nothing hides beside them; their time is in the backward one.
+    """Forward and backward, by a schedule, or by the one that the chooser takes (None). `puts_off`: gradients of weights are made by a later pass, so nothing hides beside them; their time is in the backward one.
 
     `bound`: what no schedule can beat, without a plan: all that is computed, or all bytes. `paired`: the two run beside one another, each with another micro-batch;
     what the pair is longer than all computing is shared out by messages.
@@ -415,7 +421,7 @@ def layer_passes(
     forward, backward = of("forward"), of("backward")
     if bound and not paired:  # a pair hides more than either bound knows of
         return _bound(layer, forward, "forward"), _bound(layer, backward, "backward")
-    schedule = _chosen(layer, forward, way, backward if paired else None)
+    schedule = _cut_to(layer, schedule or _chosen(layer, forward, backward if paired else None))
     _, slots = _cut(layer)
     seconds, later = dict(backward.slots), 0.0
     weights_s = sum(number * seconds[rows] for rows, number in slots.items())

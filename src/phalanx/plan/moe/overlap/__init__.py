@@ -69,10 +69,14 @@ if TYPE_CHECKING:
         rounds_of as rounds_of,
     )
     from phalanx.plan.moe.overlap.settings import (
+        BLOCK_COLUMNS as BLOCK_COLUMNS,
         CANDIDATES as CANDIDATES,
         FINE as FINE,
+        MOST_BLOCKS as MOST_BLOCKS,
         OverlapSetting as OverlapSetting,
+        block_problems as block_problems,
         fused_setting_problems as fused_setting_problems,
+        most_blocks as most_blocks,
         overlap_problems as overlap_problems,
         parse_overlap as parse_overlap,
         replica_problems as replica_problems,

@@ -2,44 +2,175 @@
 
 serial      dispatch, experts and combine one after the other
 coarse:N    the tokens of a rank in N chunks, each dispatched while the one before is computed (as FasterMoE and Tutel do)
+tiles       tile by tile, in serial order; `tiles:KEY=VALUE,...` by any schedule, and with any transport of rows
 fine        tile by tile, by a fixed schedule
 auto        tile by tile, by the schedule that the cost model finds fastest for the layer, the links and the loads at hand
 fused       kernels that compute while they receive and send, on GPUs that reach each other's memory
+
+Keys of `tiles:` are those of `TileSchedule`, and `rows`:
+
+    parts=N          parts into which the tiles of a source are cut: a message brings one
+    order=ORDER      serial, own_first or arrival
+    own_before=S     with order=arrival: the share of the own first product before the first wait
+    blocks=N         blocks of columns of the second product: a message takes one back
+    hot_first=true   tiles of the slots with most rows come first
+    rows=pairs       a row travels for each (token, expert) pair; rows=tokens: for each rank that a token needs; left out: whichever is fewer bytes
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, get_args
 
 from phalanx.core.errors import ConfigError, Problem, raise_if
-from phalanx.plan.moe.overlap.types import TileSchedule
+from phalanx.plan.moe.overlap.order import schedule_problems
+from phalanx.plan.moe.overlap.types import Order, TileSchedule
 
 Kind = Literal["serial", "coarse", "tiles", "fine", "auto", "fused"]
+RowsOf = Literal["pairs", "tokens"]
 MOST_CHUNKS = 64
+MOST_PARTS = 64
+BLOCK_COLUMNS = 256
+"""Least columns of a block of the second product."""
+MOST_BLOCKS = 2
+"""Each product of 256 rows in four blocks is 8 % slower than in one, in two 4 %."""
 WHERE = "dispatch.overlap"
+EXAMPLE = "tiles:parts=4,order=arrival,own_before=0.5,blocks=2"
+IN_ORDER = TileSchedule()
+"""Serial order, uncut."""
 FINE = TileSchedule(parts=4, order="arrival", own_before=0.75)
 """Good where communication takes about as long as computing; `auto` finds the best one."""
-CANDIDATES = (
-    TileSchedule(order="own_first"),
-    *(
-        TileSchedule(parts=parts, order="arrival", own_before=share)
-        for parts in (1, 2, 4, 8)
-        for share in (0.25, 0.5, 0.75, 1.0)
-    ),
-    FINE,
+CANDIDATES = tuple(
+    dict.fromkeys(
+        (
+            TileSchedule(order="own_first"),
+            *(
+                TileSchedule(parts=parts, order="arrival", own_before=share)
+                for parts in (1, 2, 4, 8)
+                for share in (0.25, 0.5, 0.75, 1.0)
+            ),
+            FINE,
+            TileSchedule(parts=4, order="own_first"),
+            TileSchedule(blocks=2, order="own_first"),
+            *(
+                TileSchedule(parts=parts, blocks=2, order="arrival", own_before=share)
+                for parts in (1, 2, 4)
+                for share in (0.5, 0.75)
+            ),
+        )
+    )
 )
-"""What `auto` chooses from, beside serial order."""
+"""What `auto` chooses from, besides serial order. Where columns cannot be cut (`most_blocks`), those of two blocks have one."""
 
 
-@dataclass(frozen=True)
+def most_blocks(hidden: int, columns: int = BLOCK_COLUMNS) -> int:
+    """Into how many equal blocks of at least `columns` columns the second product can be cut."""
+    return max((n for n in range(1, MOST_BLOCKS + 1) if hidden % n == 0 and hidden // n >= columns), default=1)
+
+
+@dataclass(frozen=True, kw_only=True)
 class OverlapSetting:
+    """The value of `dispatch.overlap`, read."""
+
     kind: Kind
     chunks: int = 1
     """Of `coarse`."""
+    schedule: TileSchedule = IN_ORDER
+    """Of `tiles` and `fine`."""
+    rows: RowsOf | None = None
+    """Of `tiles`: what travels; None: whichever is fewer bytes."""
+
+    @property
+    def per_token(self) -> bool | None:
+        """Whether a token goes to a rank once, whatever the number of its experts there; None: whichever is fewer bytes."""
+        return None if self.rows is None else self.rows == "tokens"
 
     def __str__(self) -> str:
-        return f"coarse:{self.chunks}" if self.kind == "coarse" else self.kind
+        """As a recipe writes it; what is left out has its default."""
+        if self.kind == "coarse":
+            return f"coarse:{self.chunks}"
+        if self.kind != "tiles":
+            return self.kind
+        said = {name: getattr(self.schedule, name) for name in KEYS if name != "rows"}
+        words = [f"{name}={_word(value)}" for name, value in said.items() if value != getattr(IN_ORDER, name)]
+        words += [] if self.rows is None else [f"rows={self.rows}"]
+        return ":".join(["tiles", ",".join(words)] if words else ["tiles"])
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _number(most: int) -> Callable[[str], int]:
+    def read(text: str) -> int:
+        if not (text.isascii() and text.isdecimal() and 1 <= int(text) <= most):
+            raise ValueError
+        return int(text)
+
+    return read
+
+
+def _share(text: str) -> float:
+    value = float(text)
+    if not 0 <= value <= 1:
+        raise ValueError
+    return value
+
+
+def _one_of(*words: str) -> Callable[[str], str]:
+    def read(text: str) -> str:
+        if text not in words:
+            raise ValueError
+        return text
+
+    return read
+
+
+def _yes_or_no(text: str) -> bool:
+    return _one_of("true", "false")(text) == "true"
+
+
+KEYS: dict[str, tuple[Callable[[str], Any], str, str]] = {
+    "parts": (_number(MOST_PARTS), f"a number from 1 to {MOST_PARTS}", "parts=4"),
+    "order": (_one_of(*get_args(Order)), f"one of {', '.join(get_args(Order))}", "order=arrival"),
+    "own_before": (_share, "a share from 0 to 1", "order=arrival,own_before=0.5"),
+    "blocks": (_number(MOST_BLOCKS), f"a number from 1 to {MOST_BLOCKS}", "blocks=2"),
+    "hot_first": (_yes_or_no, "true or false", "hot_first=true"),
+    "rows": (_one_of(*get_args(RowsOf)), f"one of {', '.join(get_args(RowsOf))}", "rows=tokens"),
+}
+"""Key of `tiles:` -> how its value is read, what it may be, and a legal value. All of `TileSchedule` but its seed, and `rows`."""
+
+
+def _read_options(text: str) -> tuple[dict[str, Any], list[Problem]]:
+    """Values of the keys behind `tiles:`, and what is wrong with them."""
+    found: dict[str, Any] = {}
+    problems: list[Problem] = []
+
+    def wrong(rule: str, hint: str) -> None:
+        problems.append(Problem(where=WHERE, value=text, rule=rule, hint=hint))
+
+    for word in text.partition(":")[2].split(","):
+        key, equals, value = word.strip().partition("=")
+        if key not in KEYS or not equals:
+            wrong(f"{word!r} is none of tiles' options: KEY=VALUE with one of {', '.join(KEYS)}", EXAMPLE)
+            continue
+        if key in found:
+            wrong(f"names {key} twice", EXAMPLE)
+            continue
+        read, rule, example = KEYS[key]
+        try:
+            found[key] = read(value)
+        except ValueError:
+            found[key] = None
+            wrong(f"{key} = {value!r} must be {rule}", f"tiles:{example}")
+    if not problems:
+        for problem in schedule_problems(TileSchedule(**{k: v for k, v in found.items() if k != "rows"})):
+            key = problem.where.removeprefix("schedule.")
+            wrong(f"{key} = {_word(problem.value)} {problem.rule}", EXAMPLE)
+    return found, problems
 
 
 def setting_problems(text: str) -> list[Problem]:
@@ -50,17 +181,37 @@ def setting_problems(text: str) -> list[Problem]:
             return []
         rule = f"coarse takes a number of chunks from 2 to {MOST_CHUNKS}"
         return [Problem(where=WHERE, value=text, rule=rule, hint="coarse:2")]
+    if kind == "tiles" and colon:
+        return _read_options(text)[1]
     if kind in ("serial", "tiles", "fine", "auto", "fused") and not colon:
         return []
-    rule = "must be serial, coarse:N, tiles, fine, auto or fused"
+    rule = "must be serial, coarse:N, tiles, tiles:KEY=VALUE,..., fine, auto or fused"
     return [Problem(where=WHERE, value=text, rule=rule, hint="auto")]
 
 
 def parse_overlap(text: str) -> OverlapSetting:
     """Raises `ConfigError`."""
     raise_if(setting_problems(text), ConfigError, subject="the overlap of a MoE layer")
-    kind, _, number = text.partition(":")
-    return OverlapSetting(kind, int(number) if number else 1)  # type: ignore[arg-type]
+    kind, colon, number = text.partition(":")
+    if kind == "coarse":
+        return OverlapSetting(kind="coarse", chunks=int(number))
+    if kind == "tiles" and colon:
+        options = _read_options(text)[0]
+        return OverlapSetting(kind="tiles", rows=options.pop("rows", None), schedule=TileSchedule(**options))
+    return OverlapSetting(kind=kind, schedule=FINE if kind == "fine" else IN_ORDER)  # type: ignore[arg-type]
+
+
+def block_problems(text: str, *, hidden: int) -> list[Problem]:
+    """Why a legal setting has no effect on a model of this width: its columns cannot be cut into blocks."""
+    if setting_problems(text):
+        return []
+    blocks, most = parse_overlap(text).schedule.blocks, most_blocks(hidden)
+    if blocks <= most:
+        return []
+    rule = f"has no effect: {hidden} columns (model.hidden) make {most} block of at least {BLOCK_COLUMNS}, and not {blocks}"
+    return [
+        Problem(where=WHERE, value=text, rule=rule, hint=f"leave blocks out, or model.hidden = {2 * BLOCK_COLUMNS}")
+    ]
 
 
 def replica_problems(text: str) -> list[Problem]:
