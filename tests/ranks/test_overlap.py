@@ -191,6 +191,7 @@ def test_the_bits_do_not_depend_on_the_schedule(grid, dtype):
 
 
 @pytest.mark.ranks
+@pytest.mark.core
 def test_what_auto_chooses_from_has_the_bits_of_serial_order():
     """In two blocks of columns where a candidate has two."""
     assert tiles.column_units(H) == 2
@@ -220,6 +221,7 @@ def named(rank, cache, texts):
 
 
 @pytest.mark.ranks
+@pytest.mark.core
 def test_a_schedule_is_run_by_its_name():
     """The way is chosen when a layer is built; schedules that send the same rows have the same bits, and the others are equal but for rounding."""
     schedule = "parts=4,order=arrival,own_before=0.5,blocks=2"

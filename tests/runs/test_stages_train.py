@@ -103,6 +103,7 @@ def _on_hosts(rank: int, cache: GroupCache, case: PipelineCase) -> tuple[set[tup
     return found, all(map(torch.equal, *gradients))
 
 
+@pytest.mark.core
 def test_training_tells_boundaries_which_ranks_share_a_host() -> None:
     assert run_ranks(9, _on_hosts, one("1f1b", num_microbatches=3)) == [({HOSTS}, True)] * 9
 
