@@ -224,26 +224,26 @@ def _one_bit(rank: int) -> Any:
 
 def _not_updated(rank: int) -> Any:
     """What came beside the step stays as it was before."""
-    return mock.patch.object(replacing.Coming, "update", lambda self, *_: setattr(self, "is_updated", True))
+    return mock.patch.object(replacing.IncomingExperts, "update", lambda self, *_: setattr(self, "is_updated", True))
 
 
 def _another_gradient(rank: int) -> Any:
     """Experts that come are updated with gradients of others."""
-    sound = replacing.Coming.complete
+    sound = replacing.IncomingExperts.complete
 
     def complete(self: Any, gradients: Any) -> None:
         sound(self, gradients)
         for gradient in self._gradients.values():
             gradient.copy_(gradient.roll(1, 0))
 
-    return mock.patch.object(replacing.Coming, "complete", complete)
+    return mock.patch.object(replacing.IncomingExperts, "complete", complete)
 
 
 def _another_rate(rank: int) -> Any:
     """Experts that come are updated at another rate than where they are held."""
-    sound = replacing.Coming.update
+    sound = replacing.IncomingExperts.update
     return mock.patch.object(
-        replacing.Coming, "update", lambda self, parts, step: sound(self, parts, replace(step, lr=2 * step.lr))
+        replacing.IncomingExperts, "update", lambda self, parts, step: sound(self, parts, replace(step, lr=2 * step.lr))
     )
 
 
