@@ -81,7 +81,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         drawn = tiers.draw(names, costs, budget_s=60 * config.option.minutes, seed=tiers.SEED)
         kept = [item for item in others if name_of(item) in drawn]
         config.stash[LEFT] = sorted(names - drawn)
-    config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+    chosen = set(kept)
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = kept
 
 

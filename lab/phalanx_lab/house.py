@@ -10,7 +10,7 @@ import ast
 import re
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -145,7 +145,6 @@ class Count:
 
     files: int = 0
     lines: int = 0
-    names: list[str] = field(default_factory=list)
 
 
 def count(paths: Iterable[Path]) -> Count:
