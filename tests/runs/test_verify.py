@@ -597,7 +597,7 @@ def test_settings_are_told_from_arguments() -> None:
         (("--plant", "no-edp-reductoin"), "did you mean 'no-edp-reduction'"),
         (("--plant", "no-edp-reduction", "--ranks", "1"), "exists in no mapping of 1 rank;"),
         (("--ranks", "0"), "must be at least 1"),
-        (("--overlap", "fien"), "--overlap = 'fien': must be serial, coarse:N, tiles, fine, auto or fused"),
+        (("--overlap", "fien"), "--overlap = 'fien': must be serial, coarse:N, tiles, tiles:KEY=VALUE,..., fine, auto or fused"),
         (("--overlap", "fused"), "runs on GPUs only"),
         (("--overlap", "coarse:1"), "--overlap = 'coarse:1': coarse takes a number of chunks"),
         (("--overlap", "fine", "--folding.ep", "2"), "set --dispatch.overlap instead"),
