@@ -70,8 +70,8 @@ import torch.nn.functional as F  # noqa: E402
 from phalanx.kernels.triton.first_product import Arrivals, fused_first  # noqa: E402
 from phalanx.kernels.triton.index import Arranged  # noqa: E402
 from phalanx.kernels.triton.layer import (  # noqa: E402
-    LaunchShape,
     ArrivalCounts,
+    LaunchShape,
     VirtualLayer,
     begin,
     enqueue_virtual,
@@ -79,7 +79,7 @@ from phalanx.kernels.triton.layer import (  # noqa: E402
     run_virtual,
 )
 from phalanx.kernels.triton.second_product import Division, fused_second  # noqa: E402
-from phalanx.kernels.triton.symmetric import SymmetricMemory, ArenaSpec, virtual_arenas  # noqa: E402
+from phalanx.kernels.triton.symmetric import ArenaSpec, SymmetricMemory, virtual_arenas  # noqa: E402
 from phalanx.kernels.triton.tiles import SendShape, TileShape, check_status  # noqa: E402
 from phalanx.plan.moe.overlap.device import SecondCost, division, predicted_s  # noqa: E402
 

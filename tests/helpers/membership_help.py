@@ -15,13 +15,12 @@ from types import SimpleNamespace
 from typing import Any
 
 from phalanx.core.errors import PeerError
-from phalanx.runtime.membership.agent_terms import AgentSettings, End, Left
 from phalanx.runtime.membership.host_agent import HostAgent
 from phalanx.runtime.membership.keys import ServiceLost
 from phalanx.runtime.membership.membership import Announcement, FirstRule, Generation, Member, Membership, StaleMember
 from phalanx.runtime.membership.rendezvous import ready_keys
 from phalanx.runtime.membership.votes import BEGUN, InDoubt, MemberReport, Resolution, Then, Votes, resolve
-from phalanx.runtime.membership.watcher import later
+from phalanx.runtime.membership.watcher import AgentSettings, End, Left, later
 from phalanx.runtime.membership.worker_agent import WorkerAgent, _leavers_key
 
 

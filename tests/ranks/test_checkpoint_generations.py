@@ -15,8 +15,8 @@ from phalanx.core.errors import CheckpointError, PeerError
 from phalanx.runtime.checkpoint.folder import CheckpointFolder, Writer, file_entry, with_files
 from phalanx.runtime.checkpoint.manager import CheckpointManager
 from phalanx.runtime.comm.groups import GroupCache
-from phalanx.runtime.membership.agent_terms import AgentSettings
 from phalanx.runtime.membership.membership import Generation, Member, Membership
+from phalanx.runtime.membership.watcher import AgentSettings
 from phalanx.runtime.membership.worker_agent import WorkerAgent
 
 STEP = 100

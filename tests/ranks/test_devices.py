@@ -32,11 +32,11 @@ from phalanx.runtime.comm.groups import Axis, leave_errors_to_run
 from phalanx.runtime.comm.launch import StopRequest
 from phalanx.runtime.comm.peers import Peers
 from phalanx.runtime.membership import watcher as lookout, worker_agent as agent
-from phalanx.runtime.membership.agent_terms import AgentSettings, Left
 from phalanx.runtime.membership.member import _Loop, run_member
 from phalanx.runtime.membership.membership import Generation, Member
 from phalanx.runtime.membership.rendezvous import Sockets, TeamGroups, as_listed
 from phalanx.runtime.membership.votes import Decision, MemberReport
+from phalanx.runtime.membership.watcher import AgentSettings, Left
 from phalanx.runtime.membership.worker_agent import WorkerAgent
 from phalanx.train import loop
 from phalanx.train.loop import Trainer

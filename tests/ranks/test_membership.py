@@ -16,9 +16,8 @@ from pathlib import Path
 import pytest
 from membership_help import MemoryService
 
-from phalanx.runtime.membership.keys import Service, ServiceLost
+from phalanx.runtime.membership.keys import KeysStore, Service, ServiceLost
 from phalanx.runtime.membership.keys_etcd import EtcdService
-from phalanx.runtime.membership.keys_store import KeysStore
 from phalanx.runtime.membership.membership import (
     Announcement,
     FirstRule,

@@ -20,10 +20,10 @@ from phalanx.plan.moe.overlap.bytes import count_copies, traffic_of, wire_bytes
 from phalanx.plan.moe.overlap.types import TileSchedule
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.peers import Peers, own_group
-from phalanx.runtime.membership import clocks
 from phalanx.runtime.moe import overlap
 from phalanx.runtime.moe.dispatch import Dispatcher
 from phalanx.runtime.moe.experts import ExpertWeights, MoeCall
+from phalanx.train import machine as clocks
 from ranks import run_ranks
 
 pytestmark = pytest.mark.ranks

@@ -22,15 +22,13 @@ from phalanx.cli.service import main, read
 from phalanx.core.clock import since_boot_s
 from phalanx.core.errors import ConfigError
 from phalanx.core.service_address import ServiceAddress, parse_service
-from phalanx.plan.recovery.service_tenure import Claim, Tenure, keeper_of, longest_lease
 from phalanx.runtime.membership import worker_agent as agent_module
-from phalanx.runtime.membership.agent_terms import AgentSettings
 from phalanx.runtime.membership.keys import ServiceLost, TcpKeys, TcpService
-from phalanx.runtime.membership.lighthouse import _Keeps
+from phalanx.runtime.membership.lighthouse import Claim, Tenure, _Keeps, keeper_of, longest_lease
 from phalanx.runtime.membership.membership import Member
 from phalanx.runtime.membership.reachability import door_key
-from phalanx.runtime.membership.service import start_store
-from phalanx.runtime.membership.service_address import AnyService, service_at
+from phalanx.runtime.membership.service import AnyService, service_at, start_store
+from phalanx.runtime.membership.watcher import AgentSettings
 
 LEASE = 10
 
@@ -102,7 +100,7 @@ def test_never_two_keep_values_at_once() -> None:
 
 @pytest.mark.unit
 def test_a_planted_shorter_wait_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("phalanx.plan.recovery.service_tenure.WAIT", 0.3)
+    monkeypatch.setattr("phalanx.runtime.membership.lighthouse.WAIT", 0.3)
     assert max(quorums(seed)[0] for seed in range(60)) > 1
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from phalanx.core.events import Emit
-from phalanx.runtime.membership.agent_terms import AgentSettings
 from phalanx.runtime.membership.supervisor import SupervisorSettings
+from phalanx.runtime.membership.watcher import AgentSettings
 from phalanx.runtime.membership.worker_agent import WorkerAgent
 from phalanx_lab.bench.storm.arena import Arena, read_events, users_of
 from phalanx_lab.bench.storm.check import problems_of

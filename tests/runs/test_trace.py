@@ -38,7 +38,7 @@ from phalanx.runtime.comm.exchange import Message
 from phalanx.runtime.comm.groups import Axis, GroupCache
 from phalanx.runtime.comm.peers import Peers, own_group
 from phalanx.runtime.comm.waiting import LayerTimes
-from phalanx.runtime.membership import clocks
+from phalanx.train import machine as clocks
 from program_help import TINY, Run, one_step
 from ranks import run_ranks
 from train_help import phalanx, train_args, write_text

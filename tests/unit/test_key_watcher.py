@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from phalanx.runtime.membership.key_watcher import KeyWatcher
-from phalanx.runtime.membership.keys import OPENING, ServiceLost, TcpKeys
+from phalanx.runtime.membership.keys import OPENING, KeyWatcher, ServiceLost, TcpKeys
 from phalanx.runtime.membership.service import StoreProcess, start_store
 
 pytestmark = pytest.mark.unit

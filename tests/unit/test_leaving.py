@@ -11,12 +11,12 @@ from membership_help import MemoryService
 
 from phalanx.core.errors import PeerError
 from phalanx.core.events import ignore
-from phalanx.runtime.membership.agent_terms import AgentSettings, Left
 from phalanx.runtime.membership.host_agent import HostAgent
 from phalanx.runtime.membership.member import _Loop
 from phalanx.runtime.membership.membership import FirstRule, Generation, Member, Membership
 from phalanx.runtime.membership.rendezvous import as_listed
 from phalanx.runtime.membership.votes import Decision
+from phalanx.runtime.membership.watcher import AgentSettings, Left
 from phalanx.runtime.membership.worker_agent import WorkerAgent
 
 pytestmark = pytest.mark.unit

@@ -13,7 +13,7 @@ from phalanx.runtime.membership import host_agent as host_agent_module
 from phalanx.runtime.membership.host_agent import HostAgent
 from phalanx.runtime.membership.keys import ServiceLost
 from phalanx.runtime.membership.membership import Announcement, FirstRule, Member, Membership
-from phalanx.runtime.membership.service_address import expect_service
+from phalanx.runtime.membership.service import expect_service
 
 pytestmark = pytest.mark.unit
 

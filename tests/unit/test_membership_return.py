@@ -11,10 +11,10 @@ from membership_help import MemoryService
 
 from phalanx.core.config import HOST_BEAT_S, CheckpointConfig, Recipe, ResilienceConfig
 from phalanx.core.rules import LIMITS
-from phalanx.runtime.membership.agent_terms import AgentSettings
 from phalanx.runtime.membership.host_agent import HostAgent
 from phalanx.runtime.membership.membership import Announcement, FirstRule, Generation, Member, Membership, StaleMember
-from phalanx.runtime.membership.service_address import run_at
+from phalanx.runtime.membership.service import run_at
+from phalanx.runtime.membership.watcher import AgentSettings
 from phalanx.runtime.membership.worker_agent import WorkerAgent
 from phalanx.train.recovery.run import _plan_hash
 

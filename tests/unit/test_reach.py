@@ -12,13 +12,13 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from phalanx.runtime.membership.agent_terms import AgentSettings
 from phalanx.runtime.membership.host_agent import FORMS_S, TOGETHER_S, HostAgent
 from phalanx.runtime.membership.keys import Keys, TcpService
 from phalanx.runtime.membership.membership import Announcement, FirstRule, Generation, Member, Membership, StaleMember
 from phalanx.runtime.membership.reachability import Answers, ReachabilityProbe, agree_who_goes, door_key, knock, put_out
 from phalanx.runtime.membership.service import start_store
 from phalanx.runtime.membership.votes import stepped_key
+from phalanx.runtime.membership.watcher import AgentSettings
 from phalanx.runtime.membership.worker_agent import WorkerAgent
 
 UIDS = ("a.0", "a.1", "b.0", "b.1", "c.0")

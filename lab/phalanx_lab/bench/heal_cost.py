@@ -43,11 +43,11 @@ from phalanx.runtime.comm.allocator import keep_freed_memory
 from phalanx.runtime.comm.groups import WorldInfo
 from phalanx.runtime.comm.launch import StopRequest
 from phalanx.runtime.comm.peers import Peers
-from phalanx.runtime.membership.agent_terms import AgentSettings
 from phalanx.runtime.membership.member import resolve_now
 from phalanx.runtime.membership.rendezvous import GroupEpoch
 from phalanx.runtime.membership.supervisor import Supervisor, SupervisorSettings
 from phalanx.runtime.membership.votes import MemberReport
+from phalanx.runtime.membership.watcher import AgentSettings
 from phalanx.runtime.membership.worker_agent import WorkerAgent
 from phalanx.train.build import make_loader, make_parts
 from phalanx.train.loop import Trainer

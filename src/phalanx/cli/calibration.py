@@ -45,7 +45,6 @@ from phalanx.runtime.comm import (
     run_local,
     threads_per_rank,
 )
-from phalanx.runtime.membership import compare_clocks, own_host
 from phalanx.simulate.hardware import (
     HostRows,
     Measurements,
@@ -57,6 +56,7 @@ from phalanx.simulate.hardware import (
     combined,
     ranks_of_host,
 )
+from phalanx.train import compare_clocks, own_host
 
 TIMEOUT_S = 60.0
 REPEAT_S = 0.08

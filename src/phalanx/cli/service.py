@@ -31,26 +31,10 @@ def main(args: list[str]) -> int:
         print((__doc__ or "").strip())
         return 0
     address, lighthouse, lease_s = read(args)
-    stop = {signal.SIGINT, signal.SIGTERM}
-    if lighthouse:
-        from phalanx.runtime.membership import engine, keep_while_named
+    from phalanx.runtime.membership import serve  # torch takes a second or two to import: not for --help
 
-        engine()  # or say at once that it is not there
-        signal.pthread_sigmask(signal.SIG_BLOCK, stop)
-        keep_while_named(address, lighthouse, lease_s=lease_s, stop=stop, tell=_tell)
-        return 0
-    from phalanx.runtime.membership import start_store  # torch takes a second or two to import: not for --help
-
-    signal.pthread_sigmask(signal.SIG_BLOCK, {*stop, signal.SIGCHLD})
-    store = start_store(address.host, address.port)
-    _tell(f"membership service at {address.host}:{address.port}, process {store.pid}")
-    while True:
-        if signal.sigwait({*stop, signal.SIGCHLD}) in stop:
-            store.stop()
-            return 0
-        if store.reap():
-            store = start_store(address.host, address.port)
-            _tell(f"it ended, and is here again without its values, process {store.pid}")
+    serve(address, lighthouse, lease_s=lease_s, stop={signal.SIGINT, signal.SIGTERM}, tell=_tell)
+    return 0
 
 
 def read(args: list[str]) -> tuple[ServiceAddress, str, float]:

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from phalanx.train.loop import Elastic as Elastic, Trainer as Trainer
     from phalanx.train.machine import (
         MemoryMeter as MemoryMeter,
+        compare_clocks as compare_clocks,
         matmul_flops_per_s as matmul_flops_per_s,
+        own_host as own_host,
         versions as versions,
     )
     from phalanx.train.optim import Optimizer as Optimizer, State as State, learning_rate as learning_rate

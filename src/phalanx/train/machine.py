@@ -1,15 +1,29 @@
-"""What this machine gives a rank: memory used so far, the matmul rate that utilisation is measured against, and the versions of what decides a run."""
+"""What this machine gives a rank: memory used so far, the matmul rate that utilisation is measured against, the versions of what decides a run; which
+machine it is, and how its clock differs from that of others, so that times of several machines can stand in one picture.
+
+Ranks of one machine read one counter, and differ by their anchors exactly. Of every other machine the first rank answers rank 0 some times: half
+of a round trip is the most that the difference can be wrong by (as in NTP, RFC 5905 section 8), so the fastest round trip counts. Clocks drift
+apart by some 10 microseconds a second at worst: compare shortly before what is to be drawn.
+"""
 
 from __future__ import annotations
 
+import os
 import platform
+import socket
 import time
+from collections.abc import Sequence
 from importlib import metadata
+from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
+from phalanx.core.clock import ANCHOR_S, now_s
+from phalanx.core.errors import PeerError
+from phalanx.core.events import ClockCompared
 from phalanx.core.process import peak_resident_bytes, resident_bytes
-from phalanx.runtime.comm import give_back_freed_memory, synchronize
+from phalanx.runtime.comm import Peers, give_back_freed_memory, synchronize
 
 RATE_SIZES = (1024, 2048, 4096)
 RATE_SECONDS = 0.2
@@ -71,3 +85,82 @@ def versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             found[package] = "unknown"
     return found
+
+
+ROUND_TRIPS = 8
+
+
+def compare_clocks(peers: Peers) -> ClockCompared:
+    """This rank's clock against rank 0's. Collective over `peers`; raises `PeerError` where a rank has gone."""
+    told = peers.gather((machine(), ANCHOR_S))
+    leaders = {name: rank for rank, (name, _) in reversed(list(enumerate(told)))}
+    own, anchor_s = told[peers.rank]
+    leader = leaders[own]
+    measured: dict[int, tuple[float, float]] = {0: (0.0, 0.0)}
+    for other in sorted(leaders.values()):
+        if other != 0 and peers.rank == 0:
+            measured[other] = _ask(other, peers)
+        elif other != 0 and peers.rank == other:
+            _answer(peers)
+    offset_s, error_s = peers.gather(measured)[0][leader]
+    offset_s += anchor_s - told[leader][1]
+    return ClockCompared(rank=peers.rank, host=socket.gethostname(), offset_s=offset_s, error_s=error_s)
+
+
+def machine() -> str:
+    """The same for processes that read the same counter, and for no others."""
+    parts = []
+    try:
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+        parts.append(os.readlink("/proc/self/ns/time"))  # a namespace of its own may shift the counter
+    except OSError:  # not Linux, or an old one
+        parts.append(socket.gethostname())
+    return " ".join(parts)
+
+
+def own_host() -> str:
+    """The same for ranks of one machine and one network, whose messages need no link."""
+    try:
+        network = os.readlink("/proc/self/ns/net")  # hosts that a testbed emulates share a machine
+    except OSError:
+        network = ""
+    return f"{machine()} {network}"
+
+
+def numbered(hosts: Sequence[str]) -> tuple[int, ...]:
+    """Names of each rank's host as numbers, in the order of their first ranks."""
+    names = list(dict.fromkeys(hosts))
+    return tuple(names.index(name) for name in hosts)
+
+
+def hosts_of(peers: Peers) -> tuple[int, ...]:
+    """Which host each rank is on. Collective."""
+    return numbered(peers.gather(own_host()))
+
+
+def _ask(other: int, peers: Peers) -> tuple[float, float]:
+    """(offset, largest error) of the clock of `other`."""
+    best = (0.0, float("inf"))
+    try:
+        for _ in range(ROUND_TRIPS):
+            there = torch.zeros(1, dtype=torch.float64)
+            begin = time.monotonic()
+            dist.send(there, other, group=peers.group)
+            dist.recv(there, other, group=peers.group)
+            end = time.monotonic()
+            error_s = (end - begin) / 2
+            if error_s < best[1]:
+                best = (there.item() - (ANCHOR_S + (begin + end) / 2), error_s)
+    except RuntimeError as err:
+        raise PeerError(f"rank {other} does not answer: its clock cannot be compared ({err})") from err
+    return best
+
+
+def _answer(peers: Peers) -> None:
+    try:
+        for _ in range(ROUND_TRIPS):
+            asked = torch.zeros(1, dtype=torch.float64)
+            dist.recv(asked, 0, group=peers.group)
+            dist.send(asked.fill_(now_s()), 0, group=peers.group)
+    except RuntimeError as err:
+        raise PeerError(f"rank 0 does not ask: clocks cannot be compared ({err})") from err

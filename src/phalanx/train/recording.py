@@ -17,8 +17,8 @@ from phalanx.core.clock import now_s
 from phalanx.core.events import Emit, Event, MoveRecorded, StepPublished, StepRecorded
 from phalanx.plan.reshard import Move
 from phalanx.runtime.comm import Collectives, Peers
-from phalanx.runtime.membership import compare_clocks
 from phalanx.runtime.reshard import Resharder
+from phalanx.train.machine import compare_clocks
 
 
 class Recorder:

@@ -51,9 +51,8 @@ from phalanx.runtime.comm import (
     own_group,
     with_second_groups,
 )
-from phalanx.runtime.membership import hosts_of, numbered
 from phalanx.runtime.moe import FusedMemory, Tuner
-from phalanx.train.machine import MemoryMeter
+from phalanx.train.machine import MemoryMeter, hosts_of, numbered
 from phalanx.train.run_folder import RunFolder
 
 PATIENCE_S = 24 * 3600.0

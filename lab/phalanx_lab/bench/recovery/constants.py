@@ -45,12 +45,12 @@ from phalanx.runtime.comm.allocator import keep_freed_memory
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.groups import Axis, GroupCache, build_groups
 from phalanx.runtime.comm.peers import Peers
-from phalanx.runtime.membership.agent_terms import AgentSettings
 from phalanx.runtime.membership.keys import LAST_LOOK_S, poll
 from phalanx.runtime.membership.membership import Generation
 from phalanx.runtime.membership.rendezvous import GroupEpoch, form, ready_keys
 from phalanx.runtime.membership.supervisor import Supervisor, SupervisorSettings
 from phalanx.runtime.membership.votes import MemberReport
+from phalanx.runtime.membership.watcher import AgentSettings
 from phalanx.runtime.membership.worker_agent import WorkerAgent
 from phalanx.runtime.reshard.program import rank_program
 from phalanx.runtime.reshard.resharder import Resharder

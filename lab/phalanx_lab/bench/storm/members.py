@@ -26,10 +26,10 @@ import tyro
 
 from phalanx.core.events import Emit
 from phalanx.core.files import check_writable, write_json
-from phalanx.runtime.membership.agent_terms import AgentSettings
 from phalanx.runtime.membership.keys import Service
 from phalanx.runtime.membership.member import run_member
 from phalanx.runtime.membership.supervisor import SupervisorSettings
+from phalanx.runtime.membership.watcher import AgentSettings
 from phalanx.runtime.membership.worker_agent import WorkerAgent
 from phalanx_lab.bench.storm.arena import KINDS, Arena, read_events, users_of
 from phalanx_lab.bench.storm.check import median, problems_of, recoveries

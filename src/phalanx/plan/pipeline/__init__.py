@@ -38,7 +38,13 @@ if TYPE_CHECKING:
     )
     from phalanx.plan.pipeline.eager import WarmupChoice as WarmupChoice, choose_warmup as choose_warmup
     from phalanx.plan.pipeline.many import ends_of_ranks as ends_of_ranks
-    from phalanx.plan.pipeline.orders import looped_ranks as looped_ranks, vee_ranks as vee_ranks
+    from phalanx.plan.pipeline.orders import (
+        Action as Action,
+        Kind as Kind,
+        Order as Order,
+        looped_ranks as looped_ranks,
+        vee_ranks as vee_ranks,
+    )
     from phalanx.plan.pipeline.pairs import why_no_pairs as why_no_pairs
     from phalanx.plan.pipeline.run import (
         Pipeline as Pipeline,
@@ -51,9 +57,6 @@ if TYPE_CHECKING:
     )
     from phalanx.plan.pipeline.schedule import (
         SCHEDULES as SCHEDULES,
-        Action as Action,
-        Kind as Kind,
-        Order as Order,
         Schedule as Schedule,
         make_schedule as make_schedule,
         most_extra as most_extra,

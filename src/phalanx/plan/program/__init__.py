@@ -12,16 +12,18 @@ if TYPE_CHECKING:
         message_id as message_id,
         move_program as move_program,
     )
-    from phalanx.plan.program.ops import Op as Op
-    from phalanx.plan.program.step import (
+    from phalanx.plan.program.ops import (
+        Op as Op,
         Phase as Phase,
-        Sizes as Sizes,
-        StepOptions as StepOptions,
-        StepProgram as StepProgram,
         boundary_id as boundary_id,
         gradient_id as gradient_id,
         op_id as op_id,
+    )
+    from phalanx.plan.program.step import (
+        StepOptions as StepOptions,
+        StepProgram as StepProgram,
         step_program as step_program,
     )
+    from phalanx.plan.program.work import Sizes as Sizes
 else:
     __getattr__ = lazy(__name__)

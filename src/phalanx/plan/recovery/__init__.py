@@ -29,12 +29,6 @@ if TYPE_CHECKING:
         room_problems as room_problems,
         straggler_rule as straggler_rule,
     )
-    from phalanx.plan.recovery.service_tenure import (
-        Claim as Claim,
-        Tenure as Tenure,
-        keeper_of as keeper_of,
-        longest_lease as longest_lease,
-    )
     from phalanx.plan.recovery.state_descriptor import (
         Fact as Fact,
         StateDescriptor as StateDescriptor,

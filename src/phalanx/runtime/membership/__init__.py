@@ -1,4 +1,18 @@
-"""Who takes part in a run: generations of members, heartbeats, votes, the membership service and the supervisor of a host."""
+"""Who takes part in a run, and what becomes of each of its steps.
+
+The room decides three things and knows no model: which *generation*, a numbered list of members, a worker belongs to; whether a step is committed by all members or by none; what a
+host does about a worker that ends or says nothing. All of it rests on values that the first writer decides, in a service outside of the workers. A reader goes through the room by its verbs:
+
+    serve                                keep that service (`service.py`; `lighthouse.py` where one of several keeps it)
+    service_at, expect_service, run_at   find it, and what run it serves, before any rank starts
+    Supervisor.run                       fork the workers of a host, see them die or freeze, say so to the service (`supervisor.py`, `worker.py`, `host_agent.py`)
+    run_member                           one worker: join a generation, connect to its members, step, vote, commit, hand over, leave; and again (`member.py`)
+    run_steps                            the steps alone, which a fixed world runs too: it is one generation that always commits
+
+`membership.py` has the rules of generations and `votes.py` those of steps, both over `keys.py`. Between them and `member.py` stand a worker's place in the run (`worker_agent.py`), what its
+threads hear beside its work (`watcher.py`), the process groups of a generation (`rendezvous.py`) and who can reach whom (`reachability.py`).
+The other names are the words in which these verbs speak with whoever trains: settings, the report of a member and what follows from all reports, a decision, and three events.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +21,7 @@ from typing import TYPE_CHECKING
 from phalanx.core.faces import lazy
 
 if TYPE_CHECKING:
-    from phalanx.runtime.membership.agent_terms import AgentSettings as AgentSettings, TooFew as TooFew
-    from phalanx.runtime.membership.clocks import (
-        compare_clocks as compare_clocks,
-        hosts_of as hosts_of,
-        numbered as numbered,
-        own_host as own_host,
-    )
-    from phalanx.runtime.membership.lighthouse import engine as engine, keep_while_named as keep_while_named
+    from phalanx.runtime.membership.lighthouse import serve as serve
     from phalanx.runtime.membership.member import (
         Committed as Committed,
         Reformed as Reformed,
@@ -23,23 +30,19 @@ if TYPE_CHECKING:
     )
     from phalanx.runtime.membership.membership import Generation as Generation
     from phalanx.runtime.membership.rendezvous import GroupEpoch as GroupEpoch, NoMapping as NoMapping
-    from phalanx.runtime.membership.service import start_store as start_store
-    from phalanx.runtime.membership.service_address import (
+    from phalanx.runtime.membership.service import (
         expect_service as expect_service,
         run_at as run_at,
         service_at as service_at,
     )
-    from phalanx.runtime.membership.supervisor import (
-        MemberMain as MemberMain,
-        Supervisor as Supervisor,
-        SupervisorSettings as SupervisorSettings,
-    )
+    from phalanx.runtime.membership.supervisor import Supervisor as Supervisor, SupervisorSettings as SupervisorSettings
     from phalanx.runtime.membership.votes import (
         Decision as Decision,
         MemberReport as MemberReport,
         Resolution as Resolution,
         resolve as resolve,
     )
+    from phalanx.runtime.membership.watcher import AgentSettings as AgentSettings, TooFew as TooFew
     from phalanx.runtime.membership.worker_agent import WorkerAgent as WorkerAgent
 else:
     __getattr__ = lazy(__name__)

@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 
 from phalanx.core.clock import now_s
 from phalanx.core.config import HOST_BEAT_S
-from phalanx.runtime.membership.keys import MEETINGS, Keys, Service, ServiceLost
-from phalanx.runtime.membership.keys_store import SUMS
+from phalanx.runtime.membership.keys import MEETINGS, SUMS, Keys, Service, ServiceLost
 from phalanx.runtime.membership.membership import KEPT, Announcement, FirstRule, Generation, Member, Membership
 from phalanx.runtime.membership.reachability import door_key
 from phalanx.runtime.membership.votes import BEGUN, stepped_key, written_for
@@ -55,7 +54,7 @@ class HostAgent:
         self.newest: Generation | None = None
         self.begun = False
         self.finished: str | None = None
-        """How the run ended, as `agent_terms.End` writes it."""
+        """How the run ended, as `watcher.End` writes it."""
         self._keys: Keys | None = None
         self._epoch = ""
         self._epoch_s = 0.0

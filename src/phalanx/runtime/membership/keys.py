@@ -7,14 +7,24 @@ is ever added to or counted up, because a client that lost its connection cannot
                (or of several processes on several machines one, as a lighthouse says: `runtime/membership/lighthouse.py`)
     EtcdKeys   etcd (`runtime/membership/keys_etcd.py`); values outlive its restart
 
+A `KeyWatcher` is a thread that waits at the service for a key, on a connection of its own, so that nobody has to ask again and again whether it is there. Whoever waits still asks now and
+then (`Keys.hear`): a thread that hears nothing any more costs time until the next question, and nothing else. Where a connection ends in a wait, torch writes a C++ stack trace to
+standard error, whoever ended it; so the end of a wait is asked of the service first.
+
+`KeysStore` is a `torch.distributed` store on top of `Keys`, so that process groups meet at the membership service whatever it is (etcd has no store in torch but through a client that
+speaks its old interface). Its values are bytes and travel as base64.
+
 Must never change: one object is one connection. Once it has failed it fails for ever, and whoever connects again looks at `epoch`: another one
 means that all values are gone.
 """
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import os
+import queue
+import secrets
 import socket
 import struct
 import threading
@@ -28,7 +38,57 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from phalanx.core.errors import PeerError, first_line
-from phalanx.runtime.membership.key_watcher import KeyWatcher
+
+END_S = 1.0
+"""How long `close` waits for a thread that ends at once, as a rule: after it has asked the service, and again after it has ended the connection."""
+
+
+class KeyWatcher:
+    """Hears of one key after another. `listen` blocks until a key is there and raises where the connection ends, as `shut` makes it.
+
+    `cancel` asks the service to end the wait, without waiting for the answer.
+    """
+
+    def __init__(
+        self, listen: Callable[[str], None], shut: Callable[[], None], *, cancel: Callable[[], None] | None = None
+    ) -> None:
+        self.failed = False
+        self._listen, self._shut, self._cancel = listen, shut, cancel
+        self._key = ""
+        self._rang = threading.Event()
+        self._keys: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def hear(self, key: str, timeout_s: float) -> bool | None:
+        """Whether `key` came within the time; None where this cannot say, because it has failed or waits for another key."""
+        if key != self._key and (not self._key or self._rang.is_set()) and not self.failed:
+            self._rang.clear()
+            self._key = key
+            self._keys.put(key)
+        if key != self._key or self.failed:
+            return None
+        rang = self._rang.wait(timeout_s)
+        return None if self.failed else rang
+
+    def close(self) -> None:
+        """End the thread, and wait for it: one that comes back from C++ while the interpreter ends aborts the process. From any other; safe to call again."""
+        self._keys.put("")
+        if self._cancel is not None and self._thread.is_alive():
+            self._cancel()
+            self._thread.join(END_S)
+        self._shut()
+        self._thread.join(END_S)
+
+    def _run(self) -> None:
+        try:
+            while key := self._keys.get():
+                self._listen(key)
+                self._rang.set()
+        except Exception:  # whatever the connection raises: who waits asks again
+            self.failed = True
+            self._rang.set()
+
 
 CALL_S = 2.0
 """A service that does not answer for so long is taken for lost."""
@@ -334,3 +394,73 @@ def poll(
         time.sleep(min(pause_s, left_s))
         pause_s = min(pause_s * 1.5, last_look_s)
     return True
+
+
+WAIT_S = 3.0
+SUMS = "store-sum/"
+
+
+class KeysStore(dist.Store):
+    """As much of a store as gloo and `init_process_group` use."""
+
+    def __init__(self, keys: Keys, *, timeout_s: float = WAIT_S) -> None:
+        super().__init__()
+        self.keys = keys
+        self.timeout_s = timeout_s
+
+    def set(self, key: str, value: str | bytes) -> None:
+        data = value.encode() if isinstance(value, str) else bytes(value)
+        self.keys.put(f"{MEETINGS}{key}", base64.b64encode(data).decode())
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return base64.b64decode(self.keys.get(f"{MEETINGS}{key}") or "")
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        return [self.get(key) for key in keys]
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
+        for key, value in zip(keys, values, strict=True):
+            self.set(key, value)
+
+    def has_extended_api(self) -> bool:
+        return False
+
+    def add(self, key: str, amount: int) -> int:
+        """The sum after the addition. The N-th addition to a key is a key of its own that holds the sum so far."""
+        total, number, mark = 0, 0, secrets.token_hex(8)
+        while True:
+            place = f"{SUMS}{key}/{number}"
+            found = self.keys.create(place, f"{total + amount} {mark}") if amount else self.keys.get(place)
+            if found is None:
+                return total
+            total, number = int(found.split()[0]), number + 1
+            if found.endswith(mark):
+                return total
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return self.keys.all_there([f"{MEETINGS}{k}" for k in keys])
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        """Only from nothing: what process groups use."""
+        if expected not in ("", b""):
+            raise NotImplementedError("this store sets a value only where none stands")
+        data = desired.encode() if isinstance(desired, str) else bytes(desired)
+        return base64.b64decode(self.keys.create(f"{MEETINGS}{key}", base64.b64encode(data).decode()))
+
+    def delete_key(self, key: str) -> bool:
+        self.keys.delete(f"{MEETINGS}{key}")
+        return True
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        end_s = time.monotonic() + (self.timeout_s if timeout is None else timeout.total_seconds())
+        for key in keys:
+            if not self.keys.wait(f"{MEETINGS}{key}", max(0.0, end_s - time.monotonic())):
+                raise LookupError(f"{key} was not set within {self.timeout_s:g} s")
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self.timeout_s = timeout.total_seconds()
+
+    @property
+    def timeout(self) -> timedelta:
+        return timedelta(seconds=self.timeout_s)

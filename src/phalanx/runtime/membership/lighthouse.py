@@ -1,4 +1,4 @@
-"""Several membership services of one run, of which torchft's lighthouse says who keeps the values (extra `lighthouse`).
+"""`phalanx service`: one membership service, or several of one run, of which torchft's lighthouse says who keeps the values (extra `lighthouse`).
 
 A lighthouse (meta-pytorch/torchft) hears heartbeats and forms quorums; it keeps no values. So the values stay in a TCPStore (`runtime/membership/service.py`), and the lighthouse decides
 *whose*: every `phalanx service --lighthouse URL` takes part in its quorums, the one that they name has its store open, the others wait with theirs closed. Hosts of the run know
@@ -6,7 +6,13 @@ all addresses, try one after the other, and need no torchft. When the keeper or 
 
     pilot   a process that talks with the lighthouse (its client has threads, and this program forks): heartbeats, one quorum after another, each told through a pipe
     store   a process that keeps the values and ends by itself when its lease does, whoever else stands still
-    here    `plan/recovery/service_tenure.py` says when the store may be open
+    here    `Tenure` says when the store may be open
+
+Values are in one place at a time. All members of a quorum see what all of them said of the keeper that they know, so all find the same one.
+
+Must never change: whoever keeps values stops a *lease* after it asked for the last quorum that named it, by its own clock; whoever is to keep them waits longer
+than the longest lease that it has heard of from when it first heard of a quorum that names it, and begins to wait anew whenever it may have missed one. So no two keep values at the
+same time, whatever is cut off from whom, as long as clocks run equally fast within `WAIT - 1`. (A longer lease of a service of which nobody in the quorum has ever heard is not known: all should have the same.)
 
 Only the compiled part of torchft is loaded: its package imports telemetry and process groups that nobody needs here.
 """
@@ -23,7 +29,8 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
@@ -32,9 +39,71 @@ from typing import Any
 from phalanx.core.clock import since_boot_s
 from phalanx.core.errors import ConfigError, Problem, first_line
 from phalanx.core.service_address import ServiceAddress
-from phalanx.plan.recovery import Claim, Tenure, keeper_of, longest_lease
 from phalanx.runtime.comm import STOP_SIGNALS, die_with_parent
 from phalanx.runtime.membership.service import StoreProcess, start_store
+
+WAIT = 1.25
+"""Leases, of the longest, that a new keeper waits."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What one service says in a quorum: `keeper` is the last one that it heard of, the `term`-th (0: none), `longest_s` the longest lease, its own or another's."""
+
+    name: str
+    keeper: str = ""
+    term: int = 0
+    longest_s: float = 0.0
+
+
+def keeper_of(claims: Sequence[Claim]) -> tuple[str, int]:
+    """(keeper, term) of a quorum: the latest keeper that anybody knows while it takes part, else the first by name, one term later."""
+    latest = max(claims, key=lambda c: (c.term, c.keeper))
+    names = sorted(c.name for c in claims)
+    return (latest.keeper, latest.term) if latest.keeper in names else (names[0], latest.term + 1)
+
+
+def longest_lease(claims: Sequence[Claim]) -> float:
+    """That anybody in a quorum has heard of: also of one who is not in it, and may still keep values."""
+    return max(c.longest_s for c in claims)
+
+
+@dataclass
+class Tenure:
+    """Whether the service `name` may keep values. Seconds are those of one clock that never stands still."""
+
+    name: str
+    lease_s: float
+    until_s: float = 0.0
+    """Values must be given up then."""
+    holds: bool = False
+    longest_s: float = 0.0
+    """Longest lease of another service that this one has ever heard of."""
+    _since_s: float | None = None
+    _quorum: int = 0
+
+    def hear(self, keeper: str, *, quorum: int, asked_s: float, now_s: float, longest_s: float = 0.0) -> None:
+        """A quorum with this number, asked for at `asked_s`, names `keeper`; the longest lease known there is `longest_s`."""
+        self.longest_s = max(self.longest_s, longest_s)
+        self.look(now_s)
+        if keeper != self.name:
+            self._end()
+            return
+        if not self.holds and (self._since_s is None or quorum != self._quorum):
+            self._since_s = now_s
+        self._quorum, self.until_s = quorum, asked_s + self.lease_s
+
+    def look(self, now_s: float) -> bool:
+        """Whether values may be kept now."""
+        if now_s >= self.until_s:
+            self._end()
+        elif self._since_s is not None and now_s >= self._since_s + WAIT * max(self.lease_s, self.longest_s):
+            self.holds = True
+        return self.holds
+
+    def _end(self) -> None:
+        self.holds, self._since_s, self.until_s = False, None, 0.0
+
 
 LOOK_S = 0.02
 BEAT_S = 0.2
@@ -137,6 +206,33 @@ def _beat(torchft: Any, name: str, lighthouse: str) -> None:
         except Exception:
             client = None
         time.sleep(BEAT_S)
+
+
+def serve(
+    address: ServiceAddress,
+    lighthouse: str = "",
+    *,
+    lease_s: float,
+    stop: Collection[signal.Signals],
+    tell: Callable[[str], None],
+) -> None:
+    """Keep the membership service of one run at `address` until one of `stop` arrives, and start it again when it ends. From the main thread, whose `stop` are blocked from here on.
+
+    With a `lighthouse` only while its quorums name this program, by leases of `lease_s`. Raises `ConfigError` where torchft is not installed, `RunError` where the port is taken.
+    """
+    if lighthouse:
+        engine()  # or say at once that it is not there
+        signal.pthread_sigmask(signal.SIG_BLOCK, stop)
+        keep_while_named(address, lighthouse, lease_s=lease_s, stop=stop, tell=tell)
+        return
+    signal.pthread_sigmask(signal.SIG_BLOCK, {*stop, signal.SIGCHLD})
+    store = start_store(address.host, address.port)
+    tell(f"membership service at {address.host}:{address.port}, process {store.pid}")
+    while signal.sigwait({*stop, signal.SIGCHLD}) not in stop:
+        if store.reap():
+            store = start_store(address.host, address.port)
+            tell(f"it ended, and is here again without its values, process {store.pid}")
+    store.stop()
 
 
 def keep_while_named(

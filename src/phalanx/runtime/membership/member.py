@@ -15,10 +15,10 @@ from typing import Any, Protocol
 from phalanx.core.clock import now_s
 from phalanx.core.errors import PeerError, RunError
 from phalanx.core.events import Emit, Event, ignore
-from phalanx.runtime.membership.agent_terms import End, Left, RunOver
 from phalanx.runtime.membership.keys import ServiceLost
 from phalanx.runtime.membership.rendezvous import GroupEpoch, Order, as_listed
 from phalanx.runtime.membership.votes import ABORT, GO_ON, Decision, InDoubt, MemberReport, Resolution, resolve
+from phalanx.runtime.membership.watcher import End, Left, RunOver
 from phalanx.runtime.membership.worker_agent import WorkerAgent
 
 SAME_FAILURES = 3

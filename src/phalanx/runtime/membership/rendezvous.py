@@ -28,8 +28,7 @@ import torch.distributed as dist
 
 from phalanx.core.errors import PeerError, first_line
 from phalanx.runtime.comm import DEFAULT_TIMEOUT_S, DeviceAbort, GroupCache, nccl_options, use_loopback
-from phalanx.runtime.membership.keys import ASKED_PER_S, LAST_LOOK_S, OPENING, Keys, TcpKeys, open_sockets
-from phalanx.runtime.membership.keys_store import KeysStore
+from phalanx.runtime.membership.keys import ASKED_PER_S, LAST_LOOK_S, OPENING, Keys, KeysStore, TcpKeys, open_sockets
 from phalanx.runtime.membership.membership import Generation
 from phalanx.runtime.membership.reachability import keep_alive
 from phalanx.runtime.membership.votes import MemberReport

@@ -31,11 +31,11 @@ from phalanx.core.clock import now_s
 from phalanx.core.errors import PhalanxError, RunError
 from phalanx.core.events import Emit, Event, ignore
 from phalanx.runtime.comm import STOP_SIGNALS, STOPPED
-from phalanx.runtime.membership.agent_terms import AgentSettings, too_few
 from phalanx.runtime.membership.host_agent import HostAgent
 from phalanx.runtime.membership.keys import Service
 from phalanx.runtime.membership.membership import FirstRule, Generation, Member, TooFewMembers
 from phalanx.runtime.membership.service import start_store
+from phalanx.runtime.membership.watcher import AgentSettings, too_few
 from phalanx.runtime.membership.worker import STALE_CODE, Worker, fork_worker
 from phalanx.runtime.membership.worker_agent import WorkerAgent
 

@@ -1,5 +1,7 @@
 """What a member hears of its run beside its work: the threads that say that it lives, watch for generations, and end what a lost member would hold up.
 
+First come the terms that it and its worker agent share: how it takes part, how a run ended, why it waits.
+
 One thread writes heartbeats into a pipe to the supervisor (no service is needed for that), one waits for the next generation and aborts the groups the
 moment that a member of them is lost. What they hear is kept here, under one lock, for the worker's own thread (`runtime/membership/worker_agent.py`).
 
@@ -13,16 +15,96 @@ import json
 import os
 import threading
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from phalanx.core.clock import now_s
 from phalanx.core.errors import PhalanxError
-from phalanx.runtime.membership.agent_terms import AgentSettings, End
+from phalanx.core.events import Event
 from phalanx.runtime.membership.keys import Keys, Service, ServiceLost
-from phalanx.runtime.membership.membership import WISHES, Announcement, Generation, Member, Membership, StaleMember
+from phalanx.runtime.membership.membership import (
+    WISHES,
+    Announcement,
+    Generation,
+    Member,
+    Membership,
+    StaleMember,
+    TooFewMembers,
+)
 from phalanx.runtime.membership.reachability import ReachabilityProbe, door_key
 from phalanx.runtime.membership.rendezvous import GroupEpoch
 from phalanx.runtime.membership.votes import BEGUN
+
+
+@dataclass(frozen=True)
+class End:
+    """How a run ended."""
+
+    step: int
+    """Steps committed."""
+    generation: int
+    """In which the last one was."""
+
+    @property
+    def text(self) -> str:
+        return f"{self.step} {self.generation}"
+
+    @classmethod
+    def read(cls, text: str) -> End:
+        step, generation = text.split()
+        return cls(int(step), int(generation))
+
+
+class RunOver(PhalanxError):
+    """The run has ended, or was asked to end, while this member waited."""
+
+    def __init__(self, end: End | None, text: str) -> None:
+        super().__init__(text)
+        self.end = end
+        """None: it was asked to stop."""
+
+
+class Left(PhalanxError):
+    """This member has left the run in good order."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TooFew(Event):
+    """A generation has fewer members than the run needs: this one waits for more."""
+
+    uid: str
+    generation: int
+    members: tuple[str, ...]
+    minimum: int
+    why: str
+    """Who is gone, in words."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentSettings:
+    """How a worker takes part."""
+
+    heartbeat_s: float = 0.1
+    timeout_s: float = 600.0
+    """Of collectives. Nobody waits for it when a peer dies."""
+    meet_s: float = 60.0
+    """How long members of a generation may take to become ready for it."""
+    vote_s: float = 600.0
+    """How long a member waits for the votes of others that live."""
+    service_s: float = 600.0
+    """How long a member waits for a lost service."""
+    device: str = "cpu"
+    own_machine: bool = True
+    doors: bool = False
+    """Members of several hosts find out themselves who is gone and whom they cannot reach (`runtime/membership/reachability.py`)."""
+
+
+def too_few(generation: Generation, waited_s: float) -> TooFewMembers:
+    """For whom a run waits."""
+    return TooFewMembers(
+        f"{len(generation.members)} members ({', '.join(generation.uids) or 'nobody'}) and the run needs {generation.minimum}; "
+        f"waited {waited_s:g} s for more. What was committed is safe"
+    )
+
 
 WATCH_S = 0.25
 """How long the watching thread waits at a time; a new generation wakes it at once."""

@@ -21,7 +21,6 @@ from typing import Any
 
 from phalanx.core.errors import PeerError, RunError
 from phalanx.core.events import Emit, ignore
-from phalanx.runtime.membership.agent_terms import AgentSettings, End, Left, RunOver, TooFew
 from phalanx.runtime.membership.keys import Keys, Service, ServiceLost
 from phalanx.runtime.membership.membership import Announcement, Generation, Member, Membership, StaleMember
 from phalanx.runtime.membership.reachability import ReachabilityProbe, agree_who_goes, door_key, knock_at
@@ -35,7 +34,16 @@ from phalanx.runtime.membership.rendezvous import (
     ready_keys,
 )
 from phalanx.runtime.membership.votes import BEGUN, Decision, MemberReport, Then, Votes
-from phalanx.runtime.membership.watcher import AGAIN_S, MembershipWatcher, later
+from phalanx.runtime.membership.watcher import (
+    AGAIN_S,
+    AgentSettings,
+    End,
+    Left,
+    MembershipWatcher,
+    RunOver,
+    TooFew,
+    later,
+)
 
 SLOW = "put out, "
 """How the reason begins of a member that the others go on without because it is slow: its place stays empty for a while."""

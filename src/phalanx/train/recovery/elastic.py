@@ -49,7 +49,7 @@ from phalanx.runtime.comm import (
     build_groups,
     with_second_groups,
 )
-from phalanx.runtime.membership import Generation, GroupEpoch, MemberReport, NoMapping, Resolution, own_host, resolve
+from phalanx.runtime.membership import Generation, GroupEpoch, MemberReport, NoMapping, Resolution, resolve
 from phalanx.runtime.reshard import hosts_by_name
 from phalanx.runtime.state import ShardedState
 from phalanx.train import (
@@ -71,6 +71,7 @@ from phalanx.train import (
     matmul_flops_per_s,
     message_ctas,
     name_of_rows,
+    own_host,
     resolve_pipeline,
 )
 from phalanx.train.placement import Everyone, Examined, Moved, Rebalancer, examine, take_state

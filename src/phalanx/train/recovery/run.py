@@ -16,6 +16,7 @@ import gc
 import hashlib
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -45,7 +46,6 @@ from phalanx.runtime.comm import (
 )
 from phalanx.runtime.membership import (
     AgentSettings,
-    MemberMain,
     Supervisor,
     SupervisorSettings,
     WorkerAgent,
@@ -106,7 +106,7 @@ def _host_log(run: ElasticRun, host: str, watch: Watch | None) -> Emit:
     return tell
 
 
-def _supervisor(run: ElasticRun, host: str, main: MemberMain, *, port: int, tell: Emit) -> Supervisor:
+def _supervisor(run: ElasticRun, host: str, main: Callable[[WorkerAgent], int], *, port: int, tell: Emit) -> Supervisor:
     """This host's, and with it the service where this host keeps it. Waits for one that others keep."""
     recipe = run.recipe
     address = None if recipe.resilience.service is None else parse_service(recipe.resilience.service)
