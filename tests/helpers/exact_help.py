@@ -30,8 +30,8 @@ from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.groups import GroupCache, build_groups
 from phalanx.runtime.comm.peers import own_group
 from phalanx.train.assembly import assemble
-from phalanx.train.exact import exact_sums
-from phalanx.train.step import StepParts, eval_loss, train_step
+from phalanx.train.step.exact import exact_sums
+from phalanx.train.step.transaction import StepParts, eval_loss, train_step
 from phalanx.verify.replicas import random_placements
 from ranks import run_ranks
 

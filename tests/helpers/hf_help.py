@@ -30,7 +30,7 @@ from phalanx.runtime.comm.groups import GroupCache, build_groups
 from phalanx.runtime.state.boxes import BoxTensor
 from phalanx.train.assembly import assemble
 from phalanx.train.huggingface.hugging_face import BoxReader, HfCheckpoint, open_checkpoint
-from phalanx.train.step import StepParts, train_step
+from phalanx.train.step.transaction import StepParts, train_step
 from phalanx.verify.reference import GradientRecorder
 
 SEQUENCES, LENGTH, VOCAB = 4, 24, 64

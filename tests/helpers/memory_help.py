@@ -25,9 +25,9 @@ from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.groups import GroupCache, build_groups
 from phalanx.simulate.step import activations as act
 from phalanx.train.assembly import assemble
-from phalanx.train.exact import exact_sums
-from phalanx.train.setup import DTYPES
-from phalanx.train.step import StepParts
+from phalanx.train.setup.rank import DTYPES
+from phalanx.train.step.exact import exact_sums
+from phalanx.train.step.transaction import StepParts
 
 ROUTER = RouterSpec(renormalize=True, aux_loss=0.01)
 

@@ -17,7 +17,7 @@ from phalanx.plan.pipeline.run import Pipeline, make_pipeline
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.groups import GroupCache, build_groups, with_second_groups
 from phalanx.train.assembly import assemble
-from phalanx.train.step import StepParts
+from phalanx.train.step.transaction import StepParts
 from phalanx.verify.compare import RankReport, compare
 from phalanx.verify.numbers import microbatch
 from phalanx.verify.reference import Reference, context, model_boxes, partition, reference_run, run_step

@@ -24,7 +24,7 @@ from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.exchange import Counter, Exchange
 from phalanx.runtime.comm.groups import GroupCache, build_groups
 from phalanx.train.assembly import assemble, bucket_elements
-from phalanx.train.step import StepParts, StepResult, train_step
+from phalanx.train.step.transaction import StepParts, StepResult, train_step
 
 TINY = dataclasses.replace(PRESETS["tiny"], shared_ffn=16)
 SEQUENCES, SEQ_LEN = 2, 32

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from phalanx.kernels.cpu import attention, cross_entropy, grouped, norm, rope, square_sum
 from phalanx.kernels.cpu.scripted import scripted
-from phalanx.train import machine
+from phalanx.train.setup import machine
 
 machine.RATE_SIZES, machine.RATE_SECONDS = (256,), 0.02
 

@@ -34,9 +34,10 @@ from phalanx.runtime.membership.member import resolve_now, run_steps
 from phalanx.runtime.membership.membership import Generation, Member
 from phalanx.runtime.membership.rendezvous import GroupEpoch
 from phalanx.runtime.membership.votes import GO_ON, MemberReport
-from phalanx.train import loop, run, setup
+from phalanx.train import loop, run
 from phalanx.train.recovery import elastic, run as recovery_run
-from phalanx.train.run_folder import RunFolder
+from phalanx.train.setup import rank as setup
+from phalanx.train.setup.run_folder import RunFolder
 
 Seen = dict[str, str]
 

@@ -67,7 +67,7 @@ def _start_server() -> None:
         [
             "phalanx.train.run",
             "phalanx.train.placement.rebalancer",
-            "phalanx.train.loaded",
+            "phalanx.train.generation",
             "phalanx.runtime.checkpoint.planner",
             "phalanx.cli.main",
             "phalanx.cli.train",

@@ -26,7 +26,7 @@ from phalanx.runtime.comm.groups import GroupCache, build_groups
 from phalanx.runtime.comm.peers import own_group
 from phalanx.runtime.state.boxes import BoxTensor
 from phalanx.train.assembly import assemble
-from phalanx.train.step import StepParts, train_step
+from phalanx.train.step.transaction import StepParts, train_step
 from ranks import run_ranks
 
 pytestmark = pytest.mark.ranks

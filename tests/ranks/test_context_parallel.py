@@ -29,7 +29,7 @@ from phalanx.runtime.comm.context_parallel import ContextParallel
 from phalanx.runtime.comm.exchange import Message
 from phalanx.runtime.comm.groups import Axis, GroupCache, build_groups
 from phalanx.train.assembly import assemble
-from phalanx.train.step import StepParts
+from phalanx.train.step.transaction import StepParts
 from phalanx.verify.compare import compare
 from phalanx.verify.numbers import microbatch
 from phalanx.verify.reference import Reference, context, model_boxes, reference_run, run_step

@@ -18,7 +18,7 @@ from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.groups import GroupCache, build_groups
 from phalanx.runtime.state.gradients import GradientBuffers
 from phalanx.runtime.state.optimizer import ShardedState
-from phalanx.train.optim import AdamW
+from phalanx.train.step.optim import AdamW
 from ranks import run_ranks
 
 SPEC = PRESETS["tiny"]

@@ -33,8 +33,8 @@ from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.groups import GroupCache, build_groups
 from phalanx.train.assembly import assemble
 from phalanx.train.huggingface.hugging_face import BoxReader, open_checkpoint
-from phalanx.train.loss import objective
-from phalanx.train.step import StepParts, train_step
+from phalanx.train.step.loss import objective
+from phalanx.train.step.transaction import StepParts, train_step
 from phalanx.verify.compare import compare
 from phalanx.verify.numbers import microbatch
 from phalanx.verify.reference import (

@@ -18,7 +18,7 @@ from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.groups import GroupCache, Groups, build_groups
 from phalanx.runtime.state.gradients import GradientBuffers, borrowable
 from phalanx.runtime.state.optimizer import ShardedState
-from phalanx.train.optim import AdamW, clip_scale, learning_rate
+from phalanx.train.step.optim import AdamW, clip_scale, learning_rate
 from ranks import run_ranks
 
 NUM_EXPERTS = 4

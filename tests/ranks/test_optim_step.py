@@ -18,7 +18,7 @@ from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.groups import GroupCache, build_groups
 from phalanx.runtime.state.gradients import GradientBuffers
 from phalanx.train.assembly import assemble
-from phalanx.train.step import StepParts, StepResult, eval_loss, train_step
+from phalanx.train.step.transaction import StepParts, StepResult, eval_loss, train_step
 from phalanx.verify.numbers import StartingValues, microbatch
 from phalanx.verify.reference import context
 from phalanx.verify.setups import Setup, small_model

@@ -23,7 +23,7 @@ from phalanx.runtime.comm.peers import Peers, own_group
 from phalanx.runtime.moe import overlap
 from phalanx.runtime.moe.dispatch import Dispatcher
 from phalanx.runtime.moe.experts import ExpertWeights, MoeCall
-from phalanx.train import machine as clocks
+from phalanx.train.setup import machine
 from ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -187,10 +187,10 @@ def test_bytes_between_ranks_are_those_of_the_plan():
 def found_hosts(rank, cache):
     """As it is, and with ranks of two machines."""
     peers = Peers(own_group(4, timeout_s=20))
-    here = clocks.hosts_of(peers)
+    here = machine.hosts_of(peers)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(clocks, "machine", lambda: f"machine {rank % 2}")
-        return here, clocks.hosts_of(peers)
+        patch.setattr(machine, "machine", lambda: f"machine {rank % 2}")
+        return here, machine.hosts_of(peers)
 
 
 def test_ranks_find_out_who_shares_a_host():

@@ -21,7 +21,7 @@ from phalanx.plan.moe.dispatch import DispatchSpec
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.groups import Axis, GroupCache, build_groups, with_second_groups
 from phalanx.runtime.moe.co_schedule import Baton, CoScheduler
-from phalanx.train.step import StepParts, train_step
+from phalanx.train.step.transaction import StepParts, train_step
 from phalanx.verify.numbers import StartingValues
 from phalanx.verify.reference import GradientRecorder, start
 from phalanx.verify.setups import Setup, small_model

@@ -24,7 +24,7 @@ from phalanx.plan.moe.dispatch import DispatchSpec
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.groups import GroupCache, build_groups
 from phalanx.train.assembly import assemble
-from phalanx.train.step import StepParts, eval_loss, train_step
+from phalanx.train.step.transaction import StepParts, eval_loss, train_step
 from phalanx.verify.numbers import microbatch
 from phalanx.verify.reference import Reference, context, run_step
 from phalanx.verify.setups import Setup, small_model

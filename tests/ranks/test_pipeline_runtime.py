@@ -26,7 +26,7 @@ from phalanx.runtime.comm.groups import Axis, GroupCache, build_groups
 from phalanx.runtime.comm.peers import own_group
 from phalanx.runtime.pipeline.boundary import Boundary, direct_edges
 from phalanx.runtime.pipeline.runner import Tensors, agree_on, run_pipeline
-from phalanx.train.passes import _id
+from phalanx.train.step.passes import _id
 from ranks import RankError, run_ranks
 
 pytestmark = pytest.mark.ranks

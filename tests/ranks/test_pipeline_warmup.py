@@ -23,7 +23,7 @@ from phalanx.runtime.comm.exchange import Exchange
 from phalanx.runtime.comm.groups import Axis, GroupCache
 from phalanx.runtime.pipeline.boundary import Boundary, direct_edges
 from phalanx.runtime.pipeline.runner import Tensors
-from phalanx.train.warmup import PassTimes, TimedPasses, choose, transfer_seconds
+from phalanx.train.step.warmup import PassTimes, TimedPasses, choose, transfer_seconds
 from ranks import run_ranks
 
 CPU = torch.device("cpu")

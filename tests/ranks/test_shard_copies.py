@@ -15,7 +15,7 @@ from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.groups import GroupCache
 from phalanx.runtime.state.shard_copies import ShardCopies
 from phalanx.simulate.memory.memory import state_terms
-from phalanx.train.step import commit_step, publish, reduce_step, train_step
+from phalanx.train.step.transaction import commit_step, publish, reduce_step, train_step
 from ranks import run_ranks
 
 pytestmark = pytest.mark.ranks

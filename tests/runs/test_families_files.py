@@ -224,7 +224,7 @@ def test_a_run_trained_here_goes_out(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from phalanx.train.generation import next_logits
-    from phalanx.train.loaded import load_model
+    from phalanx.train.generation import load_model
     from train_help import train_args
 
     write_text(tmp_path / "text", files=4)

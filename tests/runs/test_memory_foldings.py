@@ -9,7 +9,7 @@ import pytest
 from memory_help import bench, local_of, small_recipe, small_spec
 from phalanx.core.config import PipelineConfig
 from phalanx.core.errors import ConfigError
-from phalanx.kernels.cpu import block_tiles
+from phalanx.kernels.cpu import block_attention
 from phalanx.plan.mapping.folding import Folding
 from phalanx.plan.pipeline.run import make_pipeline
 from phalanx.runtime.pipeline import boundary
@@ -32,7 +32,7 @@ SPEC = small_spec(num_layers=8)
 
 
 def test_mirrored_constants_are_those_of_the_runtime() -> None:
-    assert (facts.LEAST_OPEN, facts.MAX_QUERIES) == (boundary.LEAST_OPEN, block_tiles.MAX_QUERIES)
+    assert (facts.LEAST_OPEN, facts.MAX_QUERIES) == (boundary.LEAST_OPEN, block_attention.MAX_QUERIES)
 
 
 # ---- passes by their order

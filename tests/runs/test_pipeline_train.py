@@ -21,7 +21,7 @@ from phalanx.runtime.comm.groups import GroupCache
 from phalanx.runtime.comm.peers import own_group
 from phalanx.runtime.state.boxes import BoxTensor
 from phalanx.train.generation import Sampling, generate, next_logits
-from phalanx.train.step import StepParts
+from phalanx.train.step.transaction import StepParts
 from phalanx.verify.reference import run_step
 from phalanx.verify.setups import Setup, small_model
 from pipeline_help import PipelineCase, batches_of, build

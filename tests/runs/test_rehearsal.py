@@ -22,7 +22,7 @@ from phalanx.train.recovery import rehearsal
 from phalanx.train.recovery import run as elastic_run
 from phalanx.train.recovery.run import prepare_run
 from phalanx.train.recovery.rehearsal import rehearse, small_model
-from phalanx.train.run_folder import RunFolder
+from phalanx.train.setup.run_folder import RunFolder
 
 pytestmark = pytest.mark.ranks
 WIDTHS = (
@@ -93,7 +93,7 @@ from phalanx_lab.bench.storm.trainer import Setup, recipe_of
 from phalanx.observe.sinks import Sinks
 from phalanx.train.recovery.run import prepare_run
 from phalanx.train.recovery.elastic import ElasticMember
-from phalanx.train.run_folder import RunFolder
+from phalanx.train.setup.run_folder import RunFolder
 folder = RunFolder(Path(sys.argv[1]) / "x")
 folder.create()
 ElasticMember(prepare_run(recipe_of(Setup(service="127.0.0.1:1"), Path(sys.argv[1])), folder), Sinks([]), joins=True).rehearse()

@@ -33,11 +33,11 @@ from phalanx.runtime.comm.peers import Peers, own_group
 from phalanx.train.placement import rebalancer as replacing
 from phalanx.train.build import make_parts
 from phalanx.train.step_hook import NOWHERE
-from phalanx.train.machine import MemoryMeter
+from phalanx.train.setup.machine import MemoryMeter
 from phalanx.train.placement.rebalancer import Rebalancer, placement_in_use
-from phalanx.train.run_folder import RunFolder
-from phalanx.train.setup import Rank
-from phalanx.train.step import StepParts, commit_step, publish, reduce_step
+from phalanx.train.setup.run_folder import RunFolder
+from phalanx.train.setup.rank import Rank
+from phalanx.train.step.transaction import StepParts, commit_step, publish, reduce_step
 from phalanx.verify.replicas import not_alike
 from ranks import RankError, run_ranks
 from test_elastic import ROW_S, Faults, check_equal, events, train

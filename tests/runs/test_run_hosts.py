@@ -13,7 +13,7 @@ from phalanx.core.rules import recipe_problems
 from phalanx.core.service_address import ServiceAddress, parse_service
 from phalanx.plan.recovery.hosts import holders_needed, wanted_ranks
 from phalanx.train.recovery.run_hosts import RunHosts
-from phalanx.train.run_folder import RunFolder
+from phalanx.train.setup.run_folder import RunFolder
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ from phalanx.plan.pipeline.boundary import EdgePlan, BoundaryMessage, Route
 from phalanx.plan.pipeline.clock import Edge
 from phalanx.plan.reshard.types import Hosts
 from phalanx.runtime.comm.groups import GroupCache
-from phalanx.train import passes
-from phalanx.train.step import StepParts
+from phalanx.train.step import passes
+from phalanx.train.step.transaction import StepParts
 from phalanx.verify.reference import run_step
 from phalanx.verify.setups import Case, staged_cases
 from pipeline_help import PipelineCase, batches_of, build, findings, reference, report, verify

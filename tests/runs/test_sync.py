@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 
 from phalanx.cli.main import main
-from phalanx.train.loaded import load_model
+from phalanx.train.generation import load_model
 from train_help import phalanx, train_args, write_text
 
 pytestmark = pytest.mark.ranks

@@ -38,7 +38,7 @@ from phalanx.runtime.comm.exchange import Message
 from phalanx.runtime.comm.groups import Axis, GroupCache
 from phalanx.runtime.comm.peers import Peers, own_group
 from phalanx.runtime.comm.waiting import LayerTimes
-from phalanx.train import machine as clocks
+from phalanx.train.setup import machine
 from program_help import TINY, Run, one_step
 from ranks import run_ranks
 from train_help import phalanx, train_args, write_text
@@ -422,11 +422,11 @@ def test_metrics_and_screen() -> None:
 def shifted(rank: int, cache: GroupCache) -> tuple[ClockCompared, ClockCompared]:
     """Clocks of ranks of one machine, and of two whose clocks are 7 s apart."""
     peers = Peers(own_group(2, timeout_s=20))
-    same = clocks.compare_clocks(peers)
+    same = machine.compare_clocks(peers)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(clocks, "machine", lambda: f"machine {rank}")
-        patch.setattr(clocks, "now_s", lambda: now_s() + 7 * rank)
-        return same, clocks.compare_clocks(peers)
+        patch.setattr(machine, "machine", lambda: f"machine {rank}")
+        patch.setattr(machine, "now_s", lambda: now_s() + 7 * rank)
+        return same, machine.compare_clocks(peers)
 
 
 @pytest.mark.ranks

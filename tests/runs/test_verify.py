@@ -28,8 +28,8 @@ from phalanx.plan.mapping.placement import LayerPlacements
 from phalanx.plan.mapping.stage_foldings import staged_problems
 from phalanx.plan.moe.dispatch import DispatchSpec, plan_dispatch
 from phalanx.runtime.state.boxes import BoxTensor
-from phalanx.train.exchange_times import ExchangeTimes
-from phalanx.train.step import StepResult
+from phalanx.train.step.vote import ExchangeTimes
+from phalanx.train.step.transaction import StepResult
 from phalanx.verify import session
 from phalanx.verify.compare import RankReport, errors, not_saved_once, uncovered
 from phalanx.verify.many_steps import Curve, judge

@@ -14,8 +14,15 @@ from kernel_help import DTYPES, TOLERANCE, close, error, normal
 from phalanx.kernels.choice import Impl
 from phalanx.kernels.cpu import block_attention
 from phalanx.kernels.cpu.attention import causal_attention
-from phalanx.kernels.cpu.block_attention import PartialAttention, SavedAttention, attend, attend_backward, wide_type
-from phalanx.kernels.cpu.block_tiles import TILE, strips
+from phalanx.kernels.cpu.block_attention import (
+    TILE,
+    PartialAttention,
+    SavedAttention,
+    attend,
+    attend_backward,
+    strips,
+    wide_type,
+)
 from phalanx.kernels.cpu.lanes import SERIAL, Lanes
 from phalanx.plan.mapping.zigzag import (
     AttentionBlock,

@@ -31,7 +31,7 @@ from phalanx.kernels.cpu.lanes import Lanes
 from phalanx.kernels.native import compiled_rows
 from phalanx.plan.mapping.folding import make_folding
 from phalanx.plan.mapping.model import PRESETS
-from phalanx.train.exact import CHUNK_ROWS, default_chunk_rows, exact_sums
+from phalanx.train.step.exact import CHUNK_ROWS, default_chunk_rows, exact_sums
 
 pytestmark = pytest.mark.unit
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)

@@ -167,7 +167,7 @@ def test_no_name_of_a_face_is_a_module_of_its_room() -> None:
 def test_an_import_past_a_face_is_found() -> None:
     house = product()
     past = Import(ROOT / "train" / "step.py", 1, "phalanx.plan.reshard.bound", "Bound")
-    wrong = House(modules=house.modules, imports={"phalanx.train.step": (past,)}, faces=house.faces)
+    wrong = House(modules=house.modules, imports={"phalanx.train.step.transaction": (past,)}, faces=house.faces)
     assert wrong.past_faces() == [past]
     assert "phalanx.plan.reshard" not in NO_FACE
 

@@ -30,7 +30,7 @@ from phalanx.kernels.cpu.square_sum import square_sum
 from phalanx.kernels.cpu.swiglu import swiglu
 from phalanx.kernels.native import build
 from phalanx.kernels.native.rows import CompiledRows, compiled_rows
-from phalanx.train.setup import agreed_rows, name_of_rows
+from phalanx.train.setup.rank import agreed_rows, name_of_rows
 
 needs_compiler = pytest.mark.skipif(compiled_rows() is None, reason="needs a C++ compiler")
 

@@ -19,7 +19,7 @@ from phalanx.plan.mapping.model import PRESETS, MlaSpec, ModelSpec, RouterSpec, 
 from phalanx.plan.mapping.placement import plain_placement
 from phalanx.plan.mapping.rope import YarnSpec
 from phalanx.runtime.comm.groups import Axis, Groups
-from phalanx.train.loss import objective
+from phalanx.train.step.loss import objective
 
 SMALL = dataclasses.replace(PRESETS["tiny"], vocab=64)
 LATENT = MlaSpec(q_rank=12, kv_rank=10, nope_dim=8, rope_dim=4, value_dim=6)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from phalanx.train.placement.past_moves import BESIDE_BYTES_PER_S, BYTES_PER_S, LAST, MEMORY, PastMoves
+from phalanx.train.placement.expert_figures import BESIDE_BYTES_PER_S, BYTES_PER_S, LAST, MEMORY, PastMoves
 
 pytestmark = pytest.mark.unit
 

@@ -44,9 +44,9 @@ from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.groups import GroupCache, WorldInfo, build_groups, close_world, init_world
 from phalanx.runtime.comm.launch import StopRequest, run_local
 from phalanx.train.assembly import assemble
-from phalanx.train.loss import num_valid, objective
-from phalanx.train.machine import MemoryMeter
-from phalanx.train.step import StepParts, train_step
+from phalanx.train.setup.machine import MemoryMeter
+from phalanx.train.step.loss import num_valid, objective
+from phalanx.train.step.transaction import StepParts, train_step
 
 Method = Literal["ring", "all_gather", "ulysses"]
 PATIENCE_S = 3600.0

@@ -32,8 +32,8 @@ from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.groups import GroupCache, WorldInfo, build_groups, close_world, init_world
 from phalanx.runtime.comm.launch import StopRequest, run_local
 from phalanx.train.assembly import assemble
-from phalanx.train.exact import exact_sums
-from phalanx.train.step import StepParts, train_step
+from phalanx.train.step.exact import exact_sums
+from phalanx.train.step.transaction import StepParts, train_step
 
 MODES = ("fast", "exact")
 

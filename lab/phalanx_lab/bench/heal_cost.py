@@ -55,8 +55,8 @@ from phalanx.train.placement.rebalancer import Rebalancer
 from phalanx.train.recovery.elastic import ElasticMember, ElasticRun
 from phalanx.train.recovery.run import prepare_run
 from phalanx.train.reporting import RunProgress
-from phalanx.train.run_folder import RunFolder
-from phalanx.train.setup import Rank, resolve_pipeline
+from phalanx.train.setup.rank import Rank, resolve_pipeline
+from phalanx.train.setup.run_folder import RunFolder
 
 Mode = Literal["plain", "fast", "exact"]
 MODES: tuple[Mode, ...] = ("plain", "fast", "exact")

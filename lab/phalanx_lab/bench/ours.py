@@ -22,7 +22,7 @@ from phalanx.runtime.comm.allocator import keep_freed_memory
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.groups import GroupCache, Groups, build_groups
 from phalanx.train.assembly import assemble
-from phalanx.train.step import eval_loss, train_step
+from phalanx.train.step.transaction import eval_loss, train_step
 from phalanx_lab.bench.workload import BETAS, CLIP_NORM, LEARNING_RATE, WEIGHT_DECAY, Shape, batch_of
 
 OPTIM = OptimConfig(beta1=BETAS[0], beta2=BETAS[1], weight_decay=WEIGHT_DECAY, clip_norm=CLIP_NORM)

@@ -21,7 +21,7 @@ from phalanx.runtime.comm.groups import Axis
 from phalanx.runtime.comm.row_collectives import RowsUnderWay
 from phalanx.runtime.moe.experts import MoeCall
 from phalanx.runtime.moe.routed import RoutedExperts
-from phalanx.train.step import StepParts
+from phalanx.train.step.transaction import StepParts
 
 
 def _goes(op_id: str) -> bool:

@@ -31,7 +31,7 @@ from phalanx.runtime.moe.dispatch import Dispatcher
 from phalanx.runtime.state.gradients import GradientBuffers, ReducedGradients
 from phalanx.runtime.state.holders import HolderSums
 from phalanx.runtime.state.optimizer import DecayRun
-from phalanx.train.step import StepParts
+from phalanx.train.step.transaction import StepParts
 from phalanx.verify.planted import Alter
 from phalanx.verify.setups import OPTIM
 

@@ -56,7 +56,7 @@ from phalanx.simulate.hardware import (
     combined,
     ranks_of_host,
 )
-from phalanx.train import compare_clocks, own_host
+from phalanx.train.setup import compare_clocks, own_host
 
 TIMEOUT_S = 60.0
 REPEAT_S = 0.08

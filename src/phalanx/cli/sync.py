@@ -15,7 +15,7 @@ from phalanx.core.units import format_bytes
 
 if TYPE_CHECKING:
     from phalanx.runtime.comm import StopRequest, WorldInfo
-    from phalanx.train import SyncPlan
+    from phalanx.train.sync import SyncPlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ def main(args: list[str]) -> int:
     options = tyro.cli(SyncArgs, args=args, prog="phalanx sync", description=__doc__)
     check_writable(options.json)
     from phalanx.runtime.comm import read_world, run_local, run_one
-    from phalanx.train import plan_sync
+    from phalanx.train.sync import plan_sync
 
     plan = plan_sync(
         options.run,
@@ -75,7 +75,7 @@ def _launch_problems(plan: SyncPlan, launched: WorldInfo | None) -> list[Problem
 
 def _rank(plan: SyncPlan, options: SyncArgs, info: WorldInfo, stop: StopRequest) -> int:
     """One rank; the first one speaks, checks and gives the folder its name."""
-    from phalanx.train import check_sync, finish_sync, run_sync
+    from phalanx.train.sync import check_sync, finish_sync, run_sync
 
     if info.rank == 0:
         print(plan.explain(), flush=True)

@@ -113,7 +113,7 @@ def read_recipe(request: Request, *, world: int | None, several_machines: bool =
 
     def auto_dtype(recipe: Recipe) -> Dtype:
         """That of the run, where it has begun: it may go on on another machine."""
-        from phalanx.train import RECIPE_FILE
+        from phalanx.train.setup import RECIPE_FILE
 
         kept = Path(recipe.run.folder) / recipe.run.name / RECIPE_FILE
         if kept.is_file():

@@ -1,7 +1,7 @@
 """One clock for all times in events: seconds since the epoch that never run backwards within a process.
 
 Processes of one machine read the same counter, so their times differ by what their `ANCHOR_S` differ, and by nothing else; those of several
-machines are compared before a trace (`train/machine.py`).
+machines are compared before a trace (`train/setup/machine.py`).
 """
 
 from __future__ import annotations

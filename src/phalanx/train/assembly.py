@@ -19,9 +19,7 @@ from phalanx.plan.mapping import GRADIENT_RULES, GradientRule, buffers
 from phalanx.plan.pipeline import Pipeline, plain_pipeline
 from phalanx.plan.reshard import equal_hosts
 from phalanx.runtime.state import GradientBuffers, ShardedState, borrowable
-from phalanx.train.exact import ExactSums
-from phalanx.train.optim import AdamW
-from phalanx.train.step import StepParts
+from phalanx.train.step import AdamW, ExactSums, StepParts
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -1,6 +1,6 @@
 """The loop of training, as one rank runs it: a step is computed, decided and committed; what is due between two steps stands before the next one.
 
-    compute    parameters of the last step for all ranks ─ what is due since it ─ forward, backward, sums of gradients, figures of all ranks (`train/step.py`)
+    compute    parameters of the last step for all ranks ─ what is due since it ─ forward, backward, sums of gradients, figures of all ranks (`train/step/transaction.py`)
     decide     whether the step counts, and what follows it
     commit     the update, which needs no other rank; then the step is told
     close      the last checkpoint, the last validation, a sample
@@ -32,16 +32,24 @@ from phalanx.runtime.comm import StopRequest
 from phalanx.runtime.membership import Decision, run_steps
 from phalanx.train.build import token_batch
 from phalanx.train.generation import Sampling, generate
-from phalanx.train.machine import matmul_flops_per_s
-from phalanx.train.optim import learning_rate
-from phalanx.train.passes import choose_measured
 from phalanx.train.recording import Recorder
 from phalanx.train.reporting import Outcome, Reporter, RunProgress
 from phalanx.train.saving import Saving, run_state
-from phalanx.train.setup import Rank
-from phalanx.train.step import ReducedStep, StepParts, StepResult, commit_step, eval_loss, publish, reduce_step
+from phalanx.train.setup import Rank, matmul_flops_per_s
+from phalanx.train.step import (
+    PassTimes,
+    ReducedStep,
+    StepParts,
+    StepResult,
+    choose_measured,
+    commit_step,
+    eval_loss,
+    learning_rate,
+    measures_warmup,
+    publish,
+    reduce_step,
+)
 from phalanx.train.step_hook import NOWHERE, NewPlacement, StepHook, Where
-from phalanx.train.warmup import PassTimes, measures_warmup
 
 SAMPLE_TOKENS = 80
 PROMPT_TOKENS = 12

@@ -18,7 +18,7 @@ from phalanx.core.events import Emit, Event, MoveRecorded, StepPublished, StepRe
 from phalanx.plan.reshard import Move
 from phalanx.runtime.comm import Collectives, Peers
 from phalanx.runtime.reshard import Resharder
-from phalanx.train.machine import compare_clocks
+from phalanx.train.setup import compare_clocks
 
 
 class Recorder:

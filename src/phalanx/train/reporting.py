@@ -16,8 +16,7 @@ from phalanx.core.events import Note, RunStarted, Sampled, SamplesTaken, StepEnd
 from phalanx.data import MicroBatch, PreparedData
 from phalanx.observe import RunSummary, program_name
 from phalanx.plan.mapping import AnyFolding, ModelSpec, flops_per_token
-from phalanx.train.run_folder import RunStatus
-from phalanx.train.setup import Rank
+from phalanx.train.setup import Rank, RunStatus
 from phalanx.train.step import StepResult
 
 

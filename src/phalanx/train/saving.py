@@ -22,7 +22,7 @@ from phalanx.core.recipe import dump_recipe
 from phalanx.data import Loader
 from phalanx.plan.mapping import AnyFolding, ModelSpec, to_json_dict
 from phalanx.runtime.checkpoint import CheckpointManager, RunState, Saved
-from phalanx.train.machine import versions
+from phalanx.train.setup import versions
 from phalanx.train.step import StepParts
 
 T = TypeVar("T")

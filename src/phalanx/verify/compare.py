@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from phalanx.plan.layout import Box
 from phalanx.runtime.state import BoxTensor, ReducedGradients
-from phalanx.train import StepParts, StepResult
+from phalanx.train.step import StepParts, StepResult
 from phalanx.verify.reference import Reference, model_boxes
 
 FLOOR = 1e-8

@@ -33,7 +33,8 @@ from phalanx.runtime.comm import (
     run_local,
     with_second_groups,
 )
-from phalanx.train import StepParts, assemble, train_step
+from phalanx.train import assemble
+from phalanx.train.step import StepParts, train_step
 from phalanx.verify.numbers import StartingValues, microbatch
 from phalanx.verify.reference import alone, context, in_parts, partition, start
 from phalanx.verify.replicas import placement_of

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from phalanx.models import TokenBatch, part_of
 from phalanx.plan.mapping import GRADIENT_RULES, AnyFolding, GradientRule
 from phalanx.runtime.comm import Collectives, GroupCache, Groups, build_groups
-from phalanx.train import StepParts
+from phalanx.train.step import StepParts
 from phalanx.verify.setups import Case
 
 Rules = Mapping[str, GradientRule]

@@ -33,7 +33,8 @@ from phalanx.plan.mapping import AnyFolding, AnyPlacement, Folding, buffers, mak
 from phalanx.plan.moe import DispatchSpec, capacity, kept_pairs
 from phalanx.runtime.comm import Collectives, GroupCache, Groups, build_groups
 from phalanx.runtime.state import BoxTensor, ReducedGradients, ShardedState
-from phalanx.train import Optimizer, State, StepParts, StepResult, assemble, train_step
+from phalanx.train import assemble
+from phalanx.train.step import Optimizer, State, StepParts, StepResult, train_step
 from phalanx.verify.numbers import Patch, StartingValues, another_token, generator, microbatch
 from phalanx.verify.setups import SEQUENCES, Setup
 

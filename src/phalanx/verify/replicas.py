@@ -26,7 +26,7 @@ from phalanx.plan.moe import DispatchPlan
 from phalanx.plan.placement import ReplicaSettings, run_placement
 from phalanx.runtime.comm import Axis
 from phalanx.runtime.state import ShardedState
-from phalanx.train import StepParts, train_step
+from phalanx.train.step import StepParts, train_step
 from phalanx.verify.setups import Setup
 
 NEARER = 2.0

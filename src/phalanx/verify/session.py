@@ -35,7 +35,8 @@ from phalanx.runtime.comm import (
     run_local,
     with_second_groups,
 )
-from phalanx.train import StepParts, assemble
+from phalanx.train import assemble
+from phalanx.train.step import StepParts
 from phalanx.verify.compare import TOLERANCE, RankReport, compare, not_saved_once, uncovered
 from phalanx.verify.numbers import StartingValues, microbatch
 from phalanx.verify.planted import HEALTHY, Fault

@@ -24,7 +24,7 @@ from phalanx.runtime.comm.launch import StopRequest, run_local, threads_per_rank
 from phalanx.simulate.memory.memory import MemoryEstimate, estimate_memory
 from phalanx.train.placement.rebalancer import Rebalancer
 from phalanx.train.run import build_trainer
-from phalanx.train.setup import open_rank, resolve_pipeline, resolve_shape
+from phalanx.train.setup.rank import open_rank, resolve_pipeline, resolve_shape
 from phalanx_lab.bench.memory.elastic import measure_elastic
 
 

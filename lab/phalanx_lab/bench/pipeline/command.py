@@ -49,7 +49,7 @@ from phalanx.runtime.comm.groups import Axis, GroupCache, close_world, init_worl
 from phalanx.runtime.comm.peers import own_group
 from phalanx.runtime.pipeline.boundary import Boundary
 from phalanx.runtime.pipeline.runner import run_pipeline
-from phalanx.train.warmup import transfer_seconds
+from phalanx.train.step.warmup import transfer_seconds
 from phalanx_lab.bench.pipeline.models import MODELS, STAGES, ModelShape, Pace, PacedPasses, StageModel, gradient_digest
 from phalanx_lab.testbed.bed import Testbed
 

@@ -26,7 +26,7 @@ from phalanx.runtime.comm.pacing import Pace
 from phalanx.runtime.comm.tracing import traced
 from phalanx.simulate.program.clock import programs_hash
 from phalanx.train.assembly import assemble
-from phalanx.train.step import StepParts, train_step
+from phalanx.train.step.transaction import StepParts, train_step
 from phalanx_lab.bench.predict.plans import FLOOR_S, Glue, Plan, Setup, paced_s
 from phalanx_lab.bench.predict.spans import Told, told_step
 

@@ -46,7 +46,7 @@ from phalanx.simulate.failures.recovery_time import (
 )
 from phalanx.simulate.program.recipe import programs_of_recipe
 from phalanx.train.recovery.run import train_elastic
-from phalanx.train.setup import DTYPES, resolve_shape
+from phalanx.train.setup.rank import DTYPES, resolve_shape
 from phalanx_lab.bench.recovery.constants import measure_constants
 from phalanx_lab.bench.recovery.workload import Logs, children_of
 

@@ -57,7 +57,7 @@ from phalanx.runtime.reshard.resharder import Resharder
 from phalanx.simulate.failures.recovery_time import Constants
 from phalanx.train.assembly import assemble
 from phalanx.train.placement.state_transfer import checksums, move_state
-from phalanx.train.step import StepParts
+from phalanx.train.step.transaction import StepParts
 
 T = TypeVar("T")
 MEMBERS = 3

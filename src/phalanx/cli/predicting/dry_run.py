@@ -33,7 +33,7 @@ from phalanx.plan.placement import ReplicaSettings, StageReplicas, replicas_of, 
 from phalanx.simulate.hardware import PREPARE_BYTES
 from phalanx.simulate.memory import TERMS, MemoryEstimate, estimate_memory
 from phalanx.simulate.step import worst_balance
-from phalanx.train import resolve_shape
+from phalanx.train.setup import resolve_shape
 
 MEMINFO = Path("/proc/meminfo")
 

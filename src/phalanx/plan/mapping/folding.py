@@ -59,7 +59,7 @@ GROUP_NAMES: tuple[str, ...] = (*GROUP_AXES, "embedding")
 class GradientRule:
     """How the gradient of a family of parameters becomes the gradient of the logical parameter.
 
-    Every rank back-propagates `sum of its token losses / valid tokens of the whole step` (train/loss.py), so the divisor is one:
+    Every rank back-propagates `sum of its token losses / valid tokens of the whole step` (train/step/loss.py), so the divisor is one:
     `sum_over` names the groups over which partial gradients are added, `shard_over` the group over which ZeRO-1 splits the
     optimizer state, `replicas` the groups whose ranks hold the same reduced gradient (the norm counts each element once).
     With the paper's per-rank mean objective the same table holds with divisor DP*CP for *all* families, never EDP.

@@ -25,7 +25,7 @@ from phalanx.plan.program.ops import Op
 
 INT32, INT64, FP32 = 4, 8, 4
 VOTE_NUMBERS, VOTE_TIMES = 8, 5
-"""Of a ballot (`train/vote.py`): its own numbers, and times of each MoE layer."""
+"""Of a ballot (`train/step/vote.py`): its own numbers, and times of each MoE layer."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,7 +30,7 @@ BLOCK_ROWS = 256
 KEY_BLOCK = 256
 """`attention.KEY_BLOCK`: keys of a block of the backward pass."""
 MAX_QUERIES = 2048
-"""`block_tiles.MAX_QUERIES`: queries of one strip."""
+"""`block_attention.MAX_QUERIES`: queries of one strip."""
 LEAST_OPEN = 4
 """`boundary.LEAST_OPEN`: sends of a pipeline that may always be under way."""
 CORRECTION = 16

@@ -1,6 +1,6 @@
 """The programs of a recipe: what every rank of a run of it does in one step, with amounts, ready for a clock.
 
-Decides what a run would decide (`train/setup.py`) from the same settings. Must never change: a recipe that has no program here is an error that says
+Decides what a run would decide (`train/setup/rank.py`) from the same settings. Must never change: a recipe that has no program here is an error that says
 why, never a program of something else.
 """
 

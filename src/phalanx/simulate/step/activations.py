@@ -422,7 +422,7 @@ def _gathered_backward(x: Local) -> list[int]:
 
 
 def _tile_scratch(x: Local, *, keys: int) -> list[int]:
-    """`block_tiles.backward_by_tiles` of each lane: operands with their corrections, gradients, and a strip's scores and slopes."""
+    """`block_attention.backward_by_tiles` of each lane: operands with their corrections, gradients, and a strip's scores and slopes."""
     s, parts = x.spec, max(1, min(x.kv_heads, -(-8 // x.sequences)))
     groups = -(-x.kv_heads // parts)
     queries, width = groups * (x.heads // x.kv_heads), s.head_dim + CORRECTION

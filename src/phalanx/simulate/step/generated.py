@@ -2,7 +2,7 @@
 generated stays. Other processors keep a few notes for every shape of a product, and nothing for attention.
 
 Decides which shapes there are: those that follow from the model and the batch alone, those that routing and packing bring (all of them, since
-`train/warm.py` asks for them at the start), and the prompts of the sample at the end. Other types use code that is there already.
+`train/build.py` asks for them at the start), and the prompts of the sample at the end. Other types use code that is there already.
 """
 
 from __future__ import annotations

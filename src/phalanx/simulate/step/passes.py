@@ -6,7 +6,7 @@ A forward pass leaves what its layers keep (`activations.py`) until its backward
 backward pass leaves their inputs until W. What the other passes of the rank have left at that time is counted from the order itself, so that virtual stages,
 uneven stages and every schedule are met as they are. Tensors under way between stages live until they have been waited for.
 
-Must never change: everything that is counted mirrors `train/passes.py` and `runtime/pipeline/runner.py`; nothing is scaled.
+Must never change: everything that is counted mirrors `train/step/passes.py` and `runtime/pipeline/runner.py`; nothing is scaled.
 """
 
 from __future__ import annotations

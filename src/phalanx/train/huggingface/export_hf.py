@@ -30,10 +30,11 @@ from phalanx.models.families import FAMILIES, Family, NameLink, families_for, sh
 from phalanx.plan.mapping import ModelSpec, buffers, resolve_model
 from phalanx.runtime.checkpoint import CheckpointManager
 from phalanx.runtime.state import BoxTensor
-from phalanx.train import DTYPES, RunFolder, choose_checkpoint, state_dtype
+from phalanx.train import state_dtype
 from phalanx.train.huggingface.hf_tokenizer import tokenizer_files
 from phalanx.train.huggingface.hugging_face import INDEX_FILE, SINGLE_FILE, read_config
 from phalanx.train.huggingface.import_hf import KEPT_FOLDER, small_files
+from phalanx.train.setup import DTYPES, RunFolder, choose_checkpoint
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
 

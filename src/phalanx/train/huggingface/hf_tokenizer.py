@@ -9,7 +9,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from phalanx.data import EOS, ByteTokenizer
-from phalanx.train import RunFolder
+from phalanx.train.setup import RunFolder
 
 
 def tokenizer_files(run: RunFolder, *, length: int) -> dict[str, bytes]:

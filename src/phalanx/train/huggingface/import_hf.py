@@ -29,8 +29,9 @@ from phalanx.plan.mapping import ModelSpec, buffers, resolve_mapping, resolve_mo
 from phalanx.runtime.checkpoint import CheckpointManager, RunState
 from phalanx.runtime.comm import Peers, StopRequest, WorldInfo, close_world, init_world, own_group
 from phalanx.runtime.state import BoxTensor
-from phalanx.train import DTYPES, PATIENCE_S, RunFolder, state_dtype, versions
+from phalanx.train import state_dtype
 from phalanx.train.huggingface.hugging_face import BoxReader, HfCheckpoint
+from phalanx.train.setup import DTYPES, PATIENCE_S, RunFolder, versions
 
 KEPT_FOLDER = "hugging_face"
 """In the run folder: the small files of the checkpoint, for its tokenizer and for the way back."""

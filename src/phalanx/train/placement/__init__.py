@@ -1,4 +1,4 @@
-"""Experts that move while training runs."""
+"""Experts that move while training runs: when the state of an expert goes to another rank, and how it gets there beside a step."""
 
 from __future__ import annotations
 

@@ -28,8 +28,9 @@ from phalanx.plan.reshard import Move
 from phalanx.runtime.comm import Axis
 from phalanx.runtime.reshard import Resharder
 from phalanx.runtime.state import ReducedGradients, ShardedState, shard_views, views_of
-from phalanx.train import MoveRecorder, ReducedStep, StepParts
+from phalanx.train import MoveRecorder
 from phalanx.train.placement.state_transfer import move_state
+from phalanx.train.step import ReducedStep, StepParts
 
 Staged = dict[str, torch.Tensor]
 """By parameter: (experts that come, ...)."""

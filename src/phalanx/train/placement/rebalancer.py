@@ -49,23 +49,12 @@ from phalanx.runtime.checkpoint import HelperProcess
 from phalanx.runtime.comm import Axis
 from phalanx.runtime.reshard import Resharder
 from phalanx.runtime.state import ShardedState, shard_views
-from phalanx.train import (
-    NOWHERE,
-    MoveRecorder,
-    NewPlacement,
-    Rank,
-    Recorder,
-    ReducedStep,
-    StepParts,
-    Where,
-    assemble,
-    make_context,
-    placement_in_use,
-    seconds_of_a_row,
-)
+from phalanx.train import NOWHERE, MoveRecorder, NewPlacement, Recorder, Where, assemble
+from phalanx.train.placement.expert_figures import PastMoves, placement_in_use, seconds_of_a_row
 from phalanx.train.placement.incoming import IncomingExperts
-from phalanx.train.placement.past_moves import PastMoves
 from phalanx.train.placement.state_transfer import checksums, compare, move_state
+from phalanx.train.setup import Rank, make_context
+from phalanx.train.step import ReducedStep, StepParts
 
 SOON = 10
 """A decision follows a change of members after this part of the interval."""

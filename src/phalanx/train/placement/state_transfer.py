@@ -38,7 +38,8 @@ from phalanx.plan.reshard import Hosts, Move
 from phalanx.runtime.comm import Axis, Collectives, Peers
 from phalanx.runtime.reshard import Resharder
 from phalanx.runtime.state import BoxTensor, ShardedState, shard_views
-from phalanx.train import MoveRecorder, StepParts
+from phalanx.train import MoveRecorder
+from phalanx.train.step import StepParts
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -52,34 +52,26 @@ from phalanx.runtime.comm import (
 from phalanx.runtime.membership import Generation, GroupEpoch, MemberReport, NoMapping, Resolution, resolve
 from phalanx.runtime.reshard import hosts_by_name
 from phalanx.runtime.state import ShardedState
-from phalanx.train import (
-    DTYPES,
-    Announced,
-    Elastic,
-    MemoryMeter,
-    MoveRecorder,
-    Outcome,
-    Rank,
-    Recorder,
-    RunFolder,
-    RunProgress,
-    StepResult,
-    Trainer,
-    Where,
-    make_loader,
-    make_parts,
-    matmul_flops_per_s,
-    message_ctas,
-    name_of_rows,
-    own_host,
-    resolve_pipeline,
-)
+from phalanx.train import Elastic, MoveRecorder, Outcome, Recorder, RunProgress, Trainer, Where, make_loader, make_parts
 from phalanx.train.placement import Everyone, Examined, Moved, Rebalancer, examine, take_state
 from phalanx.train.recovery.fallback import from_disk
 from phalanx.train.recovery.messages import Entry, Telling
 from phalanx.train.recovery.pace import PaceWatch
 from phalanx.train.recovery.rehearsal import rehearse
 from phalanx.train.recovery.watch import MemberWatch, Phase, collective_watch
+from phalanx.train.setup import (
+    DTYPES,
+    Announced,
+    MemoryMeter,
+    Rank,
+    RunFolder,
+    matmul_flops_per_s,
+    message_ctas,
+    name_of_rows,
+    own_host,
+    resolve_pipeline,
+)
+from phalanx.train.step import StepResult
 
 WAIT_S = 0.5
 """Between two looks whether there are enough members for a mapping."""

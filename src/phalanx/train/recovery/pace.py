@@ -18,7 +18,7 @@ from phalanx.plan.recovery import (
     straggler_rule,
     work_of_ranks,
 )
-from phalanx.train import StepResult
+from phalanx.train.step import StepResult
 
 
 class PaceWatch:

@@ -1,6 +1,6 @@
 """One step that counts for nothing, before a worker says that it is ready: what a process does for the first time takes long, and others would wait for it.
 
-Threads of autograd, compiled kernels, scripted functions, generated code (`train/warm.py`): a member that joins a running job otherwise meets all of that in its first step,
+Threads of autograd, compiled kernels, scripted functions, generated code (`train/build.py`): a member that joins a running job otherwise meets all of that in its first step,
 with all others in the same collectives. The step is that of a model of the same widths with one layer of each kind and a small vocabulary, on this rank alone, so it takes
 no message, and the memory of a whole layer with as few experts as a rank holds.
 
@@ -23,20 +23,9 @@ from phalanx.observe import Sinks
 from phalanx.plan.mapping import Folding, ModelSpec, model_problems, plain_placement
 from phalanx.plan.pipeline import plain_pipeline
 from phalanx.runtime.comm import GroupCache, Peers, WorldInfo
-from phalanx.train import (
-    MemoryMeter,
-    Rank,
-    RunFolder,
-    commit_step,
-    learning_rate,
-    make_context,
-    make_loader,
-    make_parts,
-    publish,
-    reduce_step,
-    token_batch,
-    warm_kernels,
-)
+from phalanx.train import make_loader, make_parts, token_batch, warm_kernels
+from phalanx.train.setup import MemoryMeter, Rank, RunFolder, make_context
+from phalanx.train.step import commit_step, learning_rate, publish, reduce_step
 
 ALONE = Folding(world=1)
 VOCABULARY = 4096

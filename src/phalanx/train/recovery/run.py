@@ -54,10 +54,11 @@ from phalanx.runtime.membership import (
     run_member,
     service_at,
 )
-from phalanx.train import RunFolder, be_deterministic, resolve_pipeline, resolve_shape, summary_of, versions
+from phalanx.train import summary_of
 from phalanx.train.recovery.elastic import ElasticMember, ElasticRun
 from phalanx.train.recovery.run_hosts import RunHosts
 from phalanx.train.recovery.watch import Watch, WatchedSinks
+from phalanx.train.setup import RunFolder, be_deterministic, resolve_pipeline, resolve_shape, versions
 
 GATHER_S = 5.0
 """How long the first generation waits for ranks that are not heard of; a run on several hosts begins without those that take longer."""

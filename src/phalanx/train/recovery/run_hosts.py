@@ -22,7 +22,7 @@ from typing import IO
 
 from phalanx.core.errors import RunError
 from phalanx.core.files import write_json
-from phalanx.train import RunFolder
+from phalanx.train.setup import RunFolder
 
 PATIENCE_S = 1.0
 """For a host that takes its place at the same moment."""

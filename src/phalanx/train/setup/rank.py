@@ -52,8 +52,8 @@ from phalanx.runtime.comm import (
     with_second_groups,
 )
 from phalanx.runtime.moe import FusedMemory, Tuner
-from phalanx.train.machine import MemoryMeter, hosts_of, numbered
-from phalanx.train.run_folder import RunFolder
+from phalanx.train.setup.machine import MemoryMeter, hosts_of, numbered
+from phalanx.train.setup.run_folder import RunFolder
 
 PATIENCE_S = 24 * 3600.0
 """How long ranks wait for each other outside training steps: tokenising a large text takes hours, writing to a slow disk minutes."""

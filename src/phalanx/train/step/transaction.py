@@ -1,10 +1,10 @@
 """One optimizer step, as a transaction: until every rank has voted, no parameter and no moment has changed.
 
     1. count      valid tokens of the whole step, over all ranks                        1 all-reduce of one number
-    2. collect    forward and backward of the micro-batches (`train/passes.py`)         those of the layers, transfers of the pipeline
+    2. collect    forward and backward of the micro-batches (`train/step/passes.py`)         those of the layers, transfers of the pipeline
     3. reduce     gradients, by the rule table                                          1 reduce-scatter or all-reduce per family
     4. vote       norm, losses, counts, finite or not, stop or not, in one vector       1 all-reduce of 8 + 5*L + L*E numbers, over the world
-                  (`train/vote.py`)
+                  (`train/step/vote.py`)
     5. commit     clip, AdamW on all that this rank keeps, expert bias; alone
     6. publish    every rank gets the new parameters                                    1 all-gather per sharded family
 
@@ -12,7 +12,7 @@ An elastic run commits a step once it is decided, and publishes at the beginning
 in between takes nothing with it that its copies' keepers have not.
 
 Everything is an argument, nothing is decided here: which micro-batches a rank runs is the loader's, who sums what is `plan/mapping/folding.py`'s, how
-a gradient becomes an update is `train/optim.py`'s business. A non-finite number anywhere ends the step on all ranks with the same
+a gradient becomes an update is `train/step/optim.py`'s business. A non-finite number anywhere ends the step on all ranks with the same
 `RunError`, which names the parameters and the ranks; the state is as it was.
 
 Legend: L MoE layers, E experts.
@@ -41,13 +41,12 @@ from phalanx.plan.program import Phase
 from phalanx.plan.reshard import Hosts
 from phalanx.runtime.comm import Collectives, Groups
 from phalanx.runtime.state import GradientBuffers, ReducedGradients, ShardedState
-from phalanx.train.exact import EVAL_BITS, ExactSums
-from phalanx.train.exchange_times import ExchangeTimes
-from phalanx.train.loss import num_valid
-from phalanx.train.optim import Optimizer, clip_scale
-from phalanx.train.passes import StageRunner
-from phalanx.train.vote import Tally, exact_vote, plain_vote
-from phalanx.train.warmup import PassTimes
+from phalanx.train.step.exact import EVAL_BITS, ExactSums
+from phalanx.train.step.loss import num_valid
+from phalanx.train.step.optim import Optimizer, clip_scale
+from phalanx.train.step.passes import StageRunner
+from phalanx.train.step.vote import ExchangeTimes, Tally, exact_vote, plain_vote
+from phalanx.train.step.warmup import PassTimes
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -44,8 +44,8 @@ from phalanx.runtime.comm import Collectives, Groups
 from phalanx.runtime.moe import CoScheduler
 from phalanx.runtime.pipeline import Boundary, Tensors, agree_on, direct_edges, run_pipeline
 from phalanx.runtime.state import GradientBuffers
-from phalanx.train.loss import LossShare, objective
-from phalanx.train.warmup import PassTimes, TimedPasses, choose
+from phalanx.train.step.loss import LossShare, objective
+from phalanx.train.step.warmup import PassTimes, TimedPasses, choose
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -166,7 +166,7 @@ def _own_shape(boundary: Boundary) -> tuple[int, ...]:
 
 
 def choose_measured(runner: StageRunner, batches: Sequence[TokenBatch], *, memory_gb: float | None) -> WarmupChoice:
-    """The forwards ahead that fit what `runner.times` has taken down (`train/warmup.py`). Collective over the world."""
+    """The forwards ahead that fit what `runner.times` has taken down (`train/step/warmup.py`). Collective over the world."""
     assert runner.times is not None  # of a step that was measured
     plan = runner.pipeline.plan(len(batches))
     return choose(

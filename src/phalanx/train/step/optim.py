@@ -1,6 +1,6 @@
 """Update rules: the learning rate of a step, AdamW over sharded state.
 
-Decides how reduced gradients become new state; touches nothing before it is asked to (the vote is in `train/step.py`).
+Decides how reduced gradients become new state; touches nothing before it is asked to (the vote is in `train/step/transaction.py`).
 Must never change: an update is elementwise in (state, scaled gradient), so it cannot depend on how the state is sharded.
 """
 

@@ -46,9 +46,8 @@ from phalanx.runtime.checkpoint import CheckpointManager
 from phalanx.runtime.comm import Axis, Collectives, WorldInfo, close_world, init_world
 from phalanx.runtime.reshard import PlanOptions, Resharder
 from phalanx.runtime.state import BoxTensor
-from phalanx.train.assembly import state_dtype
-from phalanx.train.run_folder import RunFolder, choose_checkpoint
-from phalanx.train.setup import DTYPES
+from phalanx.train import state_dtype
+from phalanx.train.setup import DTYPES, RunFolder, choose_checkpoint
 
 INDEX = "index.json"
 _TYPE_NAMES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.float64: "F64"}

@@ -4,13 +4,15 @@ Two ballots. In the plain one numbers are fp64, and a NaN or an infinity anywher
 mode all are integers (fixed point, `kernels/cpu/fixed_point.py`), so that the figures do not depend on the number of ranks either; vetoes are
 counted in cells of their own. Counts are exact in both: fp64 holds whole numbers up to 2^53.
 
+Times of dispatch and combine travel with it. A figure of a layer is the mean over the ranks that have the layer. Not the largest: who waits longest is who came first.
+
 Legend: L MoE layers, E experts.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,10 +24,42 @@ from phalanx.kernels.cpu.fixed_point import root_of_squares
 from phalanx.kernels.cpu.lanes import Lanes
 from phalanx.models import Decoder
 from phalanx.plan.mapping import ModelSpec
-from phalanx.runtime.comm import Collectives, Groups
+from phalanx.runtime.comm import Collectives, ExchangeTime, Groups, Place
 from phalanx.runtime.state import NORM_BITS, GradientBuffers, ReducedGradients
-from phalanx.train.exchange_times import ExchangeTimes, mean_times, own_times
-from phalanx.train.loss import LossShare
+from phalanx.train.step.loss import LossShare
+
+COLUMNS = ("exposed_forward_s", "exposed_backward_s", "hidden_forward_s", "hidden_backward_s")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExchangeTimes:
+    """Seconds per MoE layer, as in `core.events.StepEnded`; all empty where they are not known."""
+
+    exposed_forward_s: tuple[float, ...] = ()
+    exposed_backward_s: tuple[float, ...] = ()
+    hidden_forward_s: tuple[float, ...] = ()
+    hidden_backward_s: tuple[float, ...] = ()
+
+
+def own_times(
+    found: Mapping[Place, ExchangeTime], *, moe_layers: Sequence[int], here: frozenset[int], device: torch.device
+) -> torch.Tensor:
+    """(L, 5) fp64 of this rank, to be summed: the columns, and 1 for a layer that it has. `here`: numbers of its layers."""
+    rows = []
+    for layer in moe_layers:
+        there, back = found.get((layer, "forward"), NOTHING), found.get((layer, "backward"), NOTHING)
+        rows.append([there.exposed_s, back.exposed_s, there.hidden_s, back.hidden_s, float(layer in here)])
+    return torch.tensor(rows, dtype=torch.float64, device=device).view(len(rows), len(COLUMNS) + 1)
+
+
+def mean_times(summed_L5: torch.Tensor) -> ExchangeTimes:
+    """Of the sum over all ranks."""
+    means = summed_L5[:, :-1] / summed_L5[:, -1:].clamp(min=1.0)
+    return ExchangeTimes(**{name: tuple(column) for name, column in zip(COLUMNS, means.T.tolist(), strict=True)})
+
+
+NOTHING = ExchangeTime(under_way_s=0.0, exposed_s=0.0)
+
 
 LOSSES = ("cross_entropy", "aux_loss", "z_loss", "mtp_loss")
 LOSS_BITS = 40
