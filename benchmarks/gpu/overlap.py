@@ -81,7 +81,7 @@ from phalanx.kernels.triton.layer import (  # noqa: E402
 from phalanx.kernels.triton.second_product import Division, fused_second  # noqa: E402
 from phalanx.kernels.triton.symmetric import ArenaSpec, SymmetricMemory, virtual_arenas  # noqa: E402
 from phalanx.kernels.triton.tiles import SendShape, TileShape, check_status  # noqa: E402
-from phalanx.plan.moe.overlap.device import SecondCost, division, predicted_s  # noqa: E402
+from phalanx.plan.moe.overlap.fused.device import SecondCost, division, predicted_s  # noqa: E402
 
 DEVICE = torch.device("cpu" if ARGS.interpret else "cuda")
 RANKS, TOP_K, PARTS, BLOCKS = 8, 2, 2, 8

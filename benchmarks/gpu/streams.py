@@ -57,27 +57,21 @@ from phalanx.kernels.cpu.lanes import SERIAL  # noqa: E402
 from phalanx.plan.mapping.folding import make_folding  # noqa: E402
 from phalanx.plan.mapping.placement import plain_placement  # noqa: E402
 from phalanx.plan.moe.dispatch import DispatchPlan, DispatchSpec  # noqa: E402
-from phalanx.plan.moe.overlap.bytes import WireBytes  # noqa: E402
-from phalanx.plan.moe.overlap.carve import DeviceShare, choose_left_free  # noqa: E402
-from phalanx.plan.moe.overlap.choose import Fit, fit  # noqa: E402
-from phalanx.plan.moe.overlap.cost import LayerShape  # noqa: E402
-from phalanx.plan.moe.overlap.plan import backward_of, plan_overlap  # noqa: E402
+from phalanx.plan.moe.overlap.prediction.bytes import WireBytes  # noqa: E402
+from phalanx.plan.moe.overlap.prediction.carve import DeviceShare, choose_left_free  # noqa: E402
+from phalanx.plan.moe.overlap.prediction.choose import Fit, fit  # noqa: E402
+from phalanx.plan.moe.overlap.prediction.cost import LayerShape  # noqa: E402
 from phalanx.plan.moe.overlap.settings import FINE  # noqa: E402
-from phalanx.plan.moe.overlap.types import TileSchedule  # noqa: E402
+from phalanx.plan.moe.overlap.tiles.plan import backward_of, plan_overlap  # noqa: E402
+from phalanx.plan.moe.overlap.tiles.types import TileSchedule  # noqa: E402
 from phalanx.runtime.comm.collectives import Collectives, Message  # noqa: E402
-from phalanx.runtime.comm.groups import (  # noqa: E402
-    GroupCache,
-    WorldInfo,
-    build_groups,
-    close_world,
-    init_world,
-    read_world,
-)
-from phalanx.runtime.comm.streams import streams_of  # noqa: E402
+from phalanx.runtime.comm.groups import GroupCache, build_groups  # noqa: E402
 from phalanx.runtime.moe.dispatch import Dispatcher  # noqa: E402
 from phalanx.runtime.moe.experts import ExpertWeights, run_experts  # noqa: E402
 from phalanx.runtime.moe.overlap import TILE_ROWS, run_overlapped  # noqa: E402
 from phalanx.runtime.moe.overlap_tuner import measure  # noqa: E402
+from phalanx.runtime.moe.streams import streams_of  # noqa: E402
+from phalanx.runtime.processes.world import WorldInfo, close_world, init_world, read_world  # noqa: E402
 
 TOP_K = 2
 LEFT_FREE = (4, 8, 16, 24, 32)

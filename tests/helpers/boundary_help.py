@@ -11,8 +11,8 @@ from functools import cached_property
 
 from phalanx.plan.layout.parameters import Box
 from phalanx.plan.layout.tensors import Held, TensorLayout, whole_layout
-from phalanx.plan.pipeline.boundary import EdgePlan, planned_edge
-from phalanx.plan.pipeline.clock import Edge
+from phalanx.plan.pipeline.boundary.edges import EdgePlan, planned_edge
+from phalanx.plan.pipeline.schedule.clock import Edge
 from phalanx.plan.reshard.types import Hop, Move, MovePart, Reduction
 
 

@@ -11,8 +11,8 @@ import torch
 from phalanx.core.config import ModelConfig, RouterConfig
 from phalanx.plan.layout.parameters import flat_layouts, local_param
 from phalanx.plan.mapping.folding import make_folding
-from phalanx.plan.mapping.model import ModelSpec, buffers, parameters, resolve_model
 from phalanx.plan.mapping.placement import plain_placement
+from phalanx.plan.model.model import ModelSpec, buffers, parameters, resolve_model
 from phalanx.runtime.checkpoint.folder import RunState
 from phalanx.runtime.comm.groups import GroupCache, build_groups
 from phalanx.runtime.state.boxes import BoxTensor

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from phalanx.runtime.comm.exchange import Message
-from phalanx.runtime.comm.streams import Posted
+from phalanx.runtime.moe.streams import Posted
 
 ROOM_ONLY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 _SIZES = threading.Lock()
@@ -182,7 +182,7 @@ class EmulatedDevice(TorchDispatchMode):
             kwargs = {**kwargs, "device": "meta"}
         return func(*args, **{key: value for key, value in kwargs.items() if key != "pin_memory"})
 
-    # ---- `phalanx.runtime.comm.streams.Streams` -----------------------------------------------------------------------------------
+    # ---- `phalanx.runtime.moe.streams.Streams` -----------------------------------------------------------------------------------
 
     def post(self, comms, sends, receives, axis, *, op_id=""):
         with _disable_current_modes():

@@ -21,8 +21,8 @@ from phalanx.models.context import ModelContext, TokenBatch
 from phalanx.models.shard import part_of
 from phalanx.plan.layout.holders import ExpertState
 from phalanx.plan.mapping.folding import Folding, make_folding
-from phalanx.plan.mapping.model import ModelSpec, resolve_model
 from phalanx.plan.mapping.placement import AnyPlacement, Placement, plain_placement
+from phalanx.plan.model.model import ModelSpec, resolve_model
 from phalanx.plan.moe.dispatch import DispatchSpec
 from phalanx.plan.pipeline.run import plain_pipeline
 from phalanx.runtime.checkpoint.manager import CheckpointManager

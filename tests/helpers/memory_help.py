@@ -18,8 +18,8 @@ from phalanx.kernels.cpu.lanes import Lanes
 from phalanx.kernels.native import compiled_rows
 from phalanx.models.context import ModelContext, TokenBatch
 from phalanx.plan.mapping.folding import Folding, make_folding
-from phalanx.plan.mapping.model import ModelSpec, RouterSpec
 from phalanx.plan.mapping.placement import plain_placement
+from phalanx.plan.model.model import ModelSpec, RouterSpec
 from phalanx.plan.moe.dispatch import dispatch_spec
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.groups import GroupCache, build_groups

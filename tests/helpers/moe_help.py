@@ -9,8 +9,8 @@ import torch
 
 from phalanx.models.context import ModelContext
 from phalanx.plan.mapping.folding import Folding, make_folding
-from phalanx.plan.mapping.model import ModelSpec, RouterSpec
 from phalanx.plan.mapping.placement import Placement, plain_placement
+from phalanx.plan.model.model import ModelSpec, RouterSpec
 from phalanx.plan.moe.dispatch import DispatchSpec
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.groups import GroupCache, build_groups

@@ -3,9 +3,9 @@
 import numpy as np
 
 from phalanx.plan.moe.dispatch import plan_dispatch
-from phalanx.plan.moe.overlap.bytes import count_copies, traffic_of
-from phalanx.plan.moe.overlap.plan import plan_overlap
-from phalanx.plan.moe.overlap.types import TileSchedule
+from phalanx.plan.moe.overlap.prediction.bytes import count_copies, traffic_of
+from phalanx.plan.moe.overlap.tiles.plan import plan_overlap
+from phalanx.plan.moe.overlap.tiles.types import TileSchedule
 
 
 def routed(rng, *, ep, per_rank, top_k, tokens, etp=1, skew=0.0):

@@ -11,8 +11,8 @@ import torch
 from phalanx.core.config import PipelineConfig
 from phalanx.models.context import TokenBatch
 from phalanx.models.shard import part_of
-from phalanx.plan.mapping.model import parameters
 from phalanx.plan.mapping.stage_foldings import AnyFolding
+from phalanx.plan.model.model import parameters
 from phalanx.plan.pipeline.run import Pipeline, make_pipeline
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.groups import GroupCache, build_groups, with_second_groups

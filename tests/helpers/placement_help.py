@@ -15,13 +15,13 @@ from functools import cache
 
 import numpy as np
 
-from phalanx.plan.placement.fleet import equal_fleet
-from phalanx.plan.placement.hosts import HostPlacement
-from phalanx.plan.placement.local_search import holder_sets
-from phalanx.plan.placement.probability import fatal_counts
-from phalanx.plan.placement.replicas import ReplicaCounts, replica_counts
-from phalanx.plan.placement.rules import max_overlap
-from phalanx.plan.placement.search import plan_placement, rule_placement
+from phalanx.plan.placement.search.fleet import equal_fleet
+from phalanx.plan.placement.search.hosts import HostPlacement
+from phalanx.plan.placement.search.local_search import holder_sets
+from phalanx.plan.placement.search.plan import plan_placement, rule_placement
+from phalanx.plan.placement.search.probability import fatal_counts
+from phalanx.plan.placement.search.replicas import ReplicaCounts, replica_counts
+from phalanx.plan.placement.search.rules import max_overlap
 
 
 def survives(slots: Sequence[Sequence[Sequence[int]]], num_experts: int, lost: Sequence[int]) -> bool:

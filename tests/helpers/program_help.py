@@ -11,14 +11,14 @@ from phalanx.core.config import OptimConfig, PipelineConfig
 from phalanx.core.events import Collective, Event
 from phalanx.models.context import ModelContext, TokenBatch
 from phalanx.models.shard import part_of
-from phalanx.plan.mapping.model import PRESETS, ModelSpec
 from phalanx.plan.mapping.placement import plain_placement
 from phalanx.plan.mapping.stage_foldings import AnyFolding
+from phalanx.plan.model.model import PRESETS, ModelSpec
 from phalanx.plan.moe.dispatch import DispatchSpec
-from phalanx.plan.pipeline.boundary import EdgePlan
-from phalanx.plan.pipeline.clock import Edge
+from phalanx.plan.pipeline.boundary.edges import EdgePlan
+from phalanx.plan.pipeline.boundary.stage_edges import Activation, edges_for
 from phalanx.plan.pipeline.run import Pipeline, make_pipeline
-from phalanx.plan.pipeline.stage_edges import Activation, edges_for
+from phalanx.plan.pipeline.schedule.clock import Edge
 from phalanx.plan.program.step import Sizes, StepOptions, StepProgram, step_program
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.exchange import Counter, Exchange

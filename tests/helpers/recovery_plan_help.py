@@ -8,7 +8,7 @@ from functools import cache
 
 from phalanx.core.config import ModelConfig, PipelineConfig, RouterConfig
 from phalanx.plan.mapping.folding import Folding
-from phalanx.plan.mapping.model import ModelSpec, resolve_model
+from phalanx.plan.model.model import ModelSpec, resolve_model
 from phalanx.plan.recovery.generation import GenerationPlan, RecoveryPlanner
 from phalanx.plan.recovery.state_descriptor import Fact, StateDescriptor, read_standing
 

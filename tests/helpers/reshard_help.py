@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from phalanx.plan.layout.meshes import Partial, Ragged, Replicate, Shard, Strided, mesh_layout
+from phalanx.plan.layout.mesh.placements import Partial, Ragged, Replicate, Shard, Strided, mesh_layout
 from phalanx.plan.layout.parameters import Box
 from phalanx.plan.layout.tensors import Held, TensorLayout
 from phalanx.plan.reshard.plan import METHODS

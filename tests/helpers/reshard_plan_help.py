@@ -10,7 +10,7 @@ from collections import defaultdict
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.plan.layout.meshes import Partial, Placement, Ragged, Replicate, Shard, Strided, mesh_layout
+from phalanx.plan.layout.mesh.placements import Partial, Placement, Ragged, Replicate, Shard, Strided, mesh_layout
 from phalanx.plan.layout.tensors import TensorLayout
 from phalanx.plan.reshard.plan import ReshardPlan
 from phalanx.plan.reshard.types import WHOLE, Hosts, Move

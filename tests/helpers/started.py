@@ -28,12 +28,13 @@ from phalanx.core.errors import PhalanxError
 from phalanx.core.events import Event
 from phalanx.observe.sinks import Sinks, open_sinks
 from phalanx.runtime import comm
-from phalanx.runtime.comm import launch
-from phalanx.runtime.comm.groups import GroupCache, WorldInfo
+from phalanx.runtime.comm.groups import GroupCache
 from phalanx.runtime.membership.member import resolve_now, run_steps
 from phalanx.runtime.membership.membership import Generation, Member
 from phalanx.runtime.membership.rendezvous import GroupEpoch
 from phalanx.runtime.membership.votes import GO_ON, MemberReport
+from phalanx.runtime.processes import launch
+from phalanx.runtime.processes.world import WorldInfo
 from phalanx.train import loop, run
 from phalanx.train.recovery import elastic, run as recovery_run
 from phalanx.train.setup import rank as setup

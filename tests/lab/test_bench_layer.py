@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from phalanx.core.errors import ConfigError, DataError, TestbedError
-from phalanx.plan.mapping.cluster import ClusterSpec
-from phalanx.plan.moe.overlap.choose import SERIAL
+from phalanx.plan.moe.overlap.prediction.choose import SERIAL
 from phalanx.plan.moe.overlap.settings import CANDIDATES, parse_overlap, setting_problems
+from phalanx.plan.reshard.cluster import ClusterSpec
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.groups import Axis
 from phalanx.runtime.moe.overlap_tuner import candidates

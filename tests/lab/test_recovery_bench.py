@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from phalanx.core.errors import ConfigError
-from phalanx.runtime.comm.drained_slots import AWAY_FILE, AwayFile, write_away
 from phalanx.simulate.failures.goodput import read_nodes
+from phalanx.train.recovery.drained_slots import AWAY_FILE, AwayFile, write_away
 from phalanx_lab.bench.recovery.command import OURS, PAPER, RecoveryArgs, make_case, problems, report, result
 from phalanx_lab.bench.recovery.model import (
     Figures,

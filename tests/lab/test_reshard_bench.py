@@ -11,7 +11,7 @@ import torch
 
 from phalanx.core.errors import ConfigError, TestbedError
 from phalanx.plan.layout.parameters import Box
-from phalanx.plan.mapping.cluster import ClusterSpec
+from phalanx.plan.reshard.cluster import ClusterSpec
 from phalanx_lab.bench.reshard.command import FASTER, METHODS, _case, failures, main, missed
 from phalanx_lab.bench.reshard.nine import CASES, FIRST_DEST_RANK
 from phalanx_lab.bench.reshard.rank import _held, _is_right, _values

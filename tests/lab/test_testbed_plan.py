@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from phalanx.core.errors import PlanError, TestbedError
-from phalanx.plan.mapping.cluster import ClusterSpec, cluster_problems, parse_rate
+from phalanx.plan.reshard.cluster import ClusterSpec, cluster_problems, parse_rate
 from phalanx_lab.testbed import links
 from phalanx_lab.testbed.access import machine_problems, refusal, ways_out
 from phalanx_lab.testbed.owner import VARIABLE, Owner, new_owner, parse_tag, processes_of, reap_stale

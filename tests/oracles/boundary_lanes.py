@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from phalanx.core.errors import Problem
-from phalanx.plan.pipeline.boundary import EdgePlan, Relay, Step
-from phalanx.plan.pipeline.clock import Edge
+from phalanx.plan.pipeline.boundary.edges import EdgePlan, Relay, Step
 from phalanx.plan.pipeline.comm import PipelinePlan, Recv, Run
+from phalanx.plan.pipeline.schedule.clock import Edge
 
 
 def rank_steps(plan: PipelinePlan, edges: Mapping[Edge, EdgePlan], *, rank: int, position: int) -> tuple[Step, ...]:

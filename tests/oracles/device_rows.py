@@ -1,4 +1,4 @@
-"""The rule of `plan/moe/overlap/device.py` in NumPy, written for reading: which tokens go to which rank, and in which order a rank computes with the rows that come."""
+"""The rule of `plan/moe/overlap/fused/device.py` in NumPy, written for reading: which tokens go to which rank, and in which order a rank computes with the rows that come."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from phalanx.plan.moe import Ints
-from phalanx.plan.moe.overlap.device import EMPTY, part_of, problem_room, row_room
+from phalanx.plan.moe.overlap.fused.device import EMPTY, part_of, problem_room, row_room
 
 
 @dataclass(frozen=True, eq=False)

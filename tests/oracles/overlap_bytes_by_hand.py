@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from phalanx.plan.moe import Ints
-from phalanx.plan.moe.overlap.bytes import Route
+from phalanx.plan.moe.overlap.prediction.bytes import Route
 
 
 def count_host_copies(slots_TK: ArrayLike, *, etp: int, slots_per_rank: int, host_of_rank: Sequence[int]) -> Ints:

@@ -27,7 +27,7 @@ from itertools import pairwise
 from typing import Any, get_args
 
 from phalanx.core.errors import PlanError, Problem, raise_if
-from phalanx.plan.moe.overlap.types import ALL, Kind, RankPlan, Tile, TileOp, TileSchedule
+from phalanx.plan.moe.overlap.tiles.types import ALL, Kind, RankPlan, Tile, TileOp, TileSchedule
 
 __all__ = ["check", "from_json", "plan_problems"]
 

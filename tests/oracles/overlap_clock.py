@@ -1,4 +1,4 @@
-"""All ranks' plans of overlap on one clock: what the clock of a single rank (`plan/moe/overlap/clock.py`) is held against.
+"""All ranks' plans of overlap on one clock: what the clock of a single rank (`plan/moe/overlap/prediction/clock.py`) is held against.
 
 `predict` of the plans of all ranks lets `overlap_events.simulate` carry them out; `predict` of one plan uses the product's own clock.
 """
@@ -12,11 +12,11 @@ from math import inf
 from overlap_events import WAITS, simulate
 
 from phalanx.core.errors import PlanError, Problem, raise_if
-from phalanx.plan.moe.overlap.bytes import WireBytes
-from phalanx.plan.moe.overlap.clock import RankClock
-from phalanx.plan.moe.overlap.cost import LayerShape, LayerWork, OverlapCost, work_of
-from phalanx.plan.moe.overlap.hosts import gateway
-from phalanx.plan.moe.overlap.types import Kind, RankPlan, TileOp
+from phalanx.plan.moe.overlap.prediction.bytes import WireBytes
+from phalanx.plan.moe.overlap.prediction.clock import RankClock
+from phalanx.plan.moe.overlap.prediction.cost import LayerShape, LayerWork, OverlapCost, work_of
+from phalanx.plan.moe.overlap.tiles.hosts import gateway
+from phalanx.plan.moe.overlap.tiles.types import Kind, RankPlan, TileOp
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class Prediction:
 def predict(plans: Sequence[RankPlan] | RankPlan, shape: LayerShape, cost: OverlapCost, wire: WireBytes) -> Prediction:
     """Seconds of the plans of all ranks together, or of one rank's plan if all are as busy as it.
 
-    `wire` says how many bytes go between which ranks (`phalanx.plan.moe.overlap.bytes.wire_bytes`); a part has its share of the rows.
+    `wire` says how many bytes go between which ranks (`phalanx.plan.moe.overlap.prediction.bytes.wire_bytes`); a part has its share of the rows.
     """
     several = [plans] if isinstance(plans, RankPlan) else list(plans)
     size = several[0].size if several else 0

@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple, Protocol
 import numpy as np
 
 from phalanx.core.errors import PlanError, Problem, raise_if
-from phalanx.plan.moe.overlap.types import RankPlan, TileOp
+from phalanx.plan.moe.overlap.tiles.types import RankPlan, TileOp
 
 __all__ = ["Adversary", "Event", "Timing", "Trace", "simulate"]
 

@@ -1,12 +1,12 @@
-"""Carries out the rounds of all ranks (`plan/moe/overlap/rounds.py`) under rules stricter than NCCL's: what does not match, and who would wait for ever."""
+"""Carries out the rounds of all ranks (`plan/moe/overlap/tiles/rounds.py`) under rules stricter than NCCL's: what does not match, and who would wait for ever."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from phalanx.core.errors import Problem
-from phalanx.plan.moe.overlap.rounds import MessageEnd, Round
-from phalanx.plan.moe.overlap.types import RankPlan, TileOp
+from phalanx.plan.moe.overlap.tiles.rounds import MessageEnd, Round
+from phalanx.plan.moe.overlap.tiles.types import RankPlan, TileOp
 
 
 def round_problems(plans: Sequence[RankPlan], rounds_P: Sequence[Sequence[Round]]) -> list[Problem]:

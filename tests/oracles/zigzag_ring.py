@@ -1,4 +1,4 @@
-"""Which blocks of a sequence meet in which round of ring attention, by hand: what `plan/mapping/zigzag.py` and its executor are held against."""
+"""Which blocks of a sequence meet in which round of ring attention, by hand: what `plan/attention/zigzag.py` and its executor are held against."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.core.errors import PlanError, Problem, raise_if
-from phalanx.plan.mapping.zigzag import AttentionBlock, SequenceLayout, attention_blocks, ring_source
+from phalanx.plan.attention.zigzag import AttentionBlock, SequenceLayout, attention_blocks, ring_source
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,8 +16,8 @@ from phalanx.core.config import ModelConfig, OptimConfig, PipelineConfig, Router
 from phalanx.models.context import ModelContext, TokenBatch
 from phalanx.models.shard import part_of
 from phalanx.plan.mapping.folding import Folding
-from phalanx.plan.mapping.model import ModelSpec, parameters, resolve_model
 from phalanx.plan.mapping.placement import plain_placement
+from phalanx.plan.model.model import ModelSpec, parameters, resolve_model
 from phalanx.plan.moe.dispatch import DispatchSpec
 from phalanx.plan.pipeline.run import make_pipeline
 from phalanx.runtime.checkpoint.manager import CheckpointManager

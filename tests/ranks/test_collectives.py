@@ -14,8 +14,9 @@ from phalanx.core.events import Collective
 from phalanx.plan.mapping.folding import GROUP_AXES, make_folding
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.exchange import Counter, Message
-from phalanx.runtime.comm.groups import Axis, GroupCache, WorldInfo, build_groups, init_world, read_world
+from phalanx.runtime.comm.groups import Axis, GroupCache, build_groups
 from phalanx.runtime.comm.row_collectives import backward_id
+from phalanx.runtime.processes.world import WorldInfo, init_world, read_world
 from ranks import RankError, RankTimeout, run_ranks
 
 pytestmark = pytest.mark.ranks

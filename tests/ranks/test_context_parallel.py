@@ -19,9 +19,9 @@ from phalanx.core.errors import RunError
 from phalanx.core.events import Collective
 from phalanx.kernels.cpu.attention import causal_attention
 from phalanx.models.shard import part_of
+from phalanx.plan.attention.zigzag import make_layout
 from phalanx.plan.mapping.folding import make_folding
-from phalanx.plan.mapping.model import RouterSpec
-from phalanx.plan.mapping.zigzag import make_layout
+from phalanx.plan.model.model import RouterSpec
 from phalanx.plan.moe.dispatch import DispatchSpec
 from phalanx.runtime.comm import context_parallel
 from phalanx.runtime.comm.collectives import Collectives

@@ -21,15 +21,13 @@ from train_help import phalanx, train_args, write_text
 from phalanx.core.config import LaunchConfig, Recipe, ResilienceConfig
 from phalanx.core.errors import FinalError, PeerError, RunError
 from phalanx.core.recipe import recipe_problems
-from phalanx.plan.recovery.suspects import Suspects
 from phalanx.plan.recovery_choice import choose_recovery
-from phalanx.runtime.comm import devices, groups
+from phalanx.runtime.comm import devices
 from phalanx.runtime.comm.abortable import AbortableCall
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.devices import DeviceAbort, complete
 from phalanx.runtime.comm.exchange import Call
-from phalanx.runtime.comm.groups import Axis, leave_errors_to_run
-from phalanx.runtime.comm.launch import StopRequest
+from phalanx.runtime.comm.groups import Axis
 from phalanx.runtime.comm.peers import Peers
 from phalanx.runtime.membership import watcher as lookout, worker_agent as agent
 from phalanx.runtime.membership.member import _Loop, run_member
@@ -38,10 +36,14 @@ from phalanx.runtime.membership.rendezvous import Sockets, TeamGroups, as_listed
 from phalanx.runtime.membership.votes import Decision, MemberReport
 from phalanx.runtime.membership.watcher import AgentSettings, Left
 from phalanx.runtime.membership.worker_agent import WorkerAgent
+from phalanx.runtime.processes import world
+from phalanx.runtime.processes.launch import StopRequest
+from phalanx.runtime.processes.world import leave_errors_to_run
 from phalanx.train import loop
 from phalanx.train.loop import Trainer
 from phalanx.train.placement import state_transfer
 from phalanx.train.placement.state_transfer import Everyone, Examined, take_state
+from phalanx.train.placement.suspects import Suspects
 from phalanx.train.reporting import RunProgress
 
 ELSEWHERE = torch.device("meta")
@@ -395,9 +397,9 @@ def test_numbers_may_come_from_nowhere_on_a_device_of_an_aborted_team(
 
 @pytest.mark.unit
 def test_threads_of_nccl_end_nothing_unless_the_user_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(groups, "os", SimpleNamespace(environ={"TORCH_NCCL_ENABLE_MONITORING": "1"}))
+    monkeypatch.setattr(world, "os", SimpleNamespace(environ={"TORCH_NCCL_ENABLE_MONITORING": "1"}))
     leave_errors_to_run()
-    assert groups.os.environ == {"TORCH_NCCL_ENABLE_MONITORING": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
+    assert world.os.environ == {"TORCH_NCCL_ENABLE_MONITORING": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
 
 
 @pytest.mark.unit

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from phalanx.core.errors import PeerError
 from phalanx.runtime.comm.abortable import AbortableCall
-from phalanx.runtime.comm.groups import use_loopback
+from phalanx.runtime.processes.world import use_loopback
 
 
 def test_values_and_errors_come_back() -> None:

@@ -25,7 +25,7 @@ from phalanx.kernels.triton.symmetric import ArenaSpec, SymmetricMemory
 from phalanx.kernels.triton.tiles import SendShape, TileShape, is_interpreted
 from phalanx.plan.mapping.folding import make_folding
 from phalanx.plan.moe.dispatch import DispatchSpec
-from phalanx.plan.moe.overlap.fused import LEFT_FREE, fused_launch
+from phalanx.plan.moe.overlap.fused.launch import LEFT_FREE, fused_launch
 from phalanx.plan.moe.overlap.settings import fused_setting_problems
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.groups import Axis, GroupCache

@@ -12,8 +12,8 @@ from phalanx.core.config import OptimConfig
 from phalanx.core.events import Collective
 from phalanx.plan.layout.parameters import flat_layouts
 from phalanx.plan.mapping.folding import make_folding
-from phalanx.plan.mapping.model import PRESETS, parameters
 from phalanx.plan.mapping.placement import plain_placement
+from phalanx.plan.model.model import PRESETS, parameters
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.groups import GroupCache, build_groups
 from phalanx.runtime.state.gradients import GradientBuffers

@@ -14,9 +14,9 @@ from phalanx.kernels.native import compiled_rows
 from phalanx.kernels.triton.symmetric import ArenaSpec
 from phalanx.models.context import ForwardInfo
 from phalanx.plan.mapping.folding import Folding, make_folding
-from phalanx.plan.mapping.model import ModelSpec
-from phalanx.runtime.comm import allocator
+from phalanx.plan.model.model import ModelSpec
 from phalanx.runtime.comm.groups import GroupCache
+from phalanx.runtime.processes import allocator
 from phalanx.simulate.hardware import kernel_facts as facts
 from phalanx.simulate.memory.memory import TERMS, estimate_memory
 from phalanx.simulate.step import activations as act

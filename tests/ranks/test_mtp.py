@@ -25,8 +25,8 @@ from phalanx.models.mtp import tokens_ahead
 from phalanx.models.shard import part_of
 from phalanx.plan.layout.parameters import stage_params
 from phalanx.plan.mapping.folding import Folding, make_folding
-from phalanx.plan.mapping.model import MlaSpec, RouterSpec, flops_per_token, parameters, resolve_model
 from phalanx.plan.mapping.stages import assign_stages, layer_costs
+from phalanx.plan.model.model import MlaSpec, RouterSpec, flops_per_token, parameters, resolve_model
 from phalanx.plan.moe.dispatch import DispatchSpec
 from phalanx.plan.pipeline.run import make_pipeline, plain_pipeline
 from phalanx.runtime.comm.collectives import Collectives
@@ -326,8 +326,8 @@ def test_it_computes_what_transformers_does(tmp_path: Path) -> None:
 
 @needs_transformers
 def test_blocks_come_in_where_asked_for_and_go_out(tmp_path: Path) -> None:
-    from phalanx.runtime.comm.groups import WorldInfo
-    from phalanx.runtime.comm.launch import StopRequest
+    from phalanx.runtime.processes.launch import StopRequest
+    from phalanx.runtime.processes.world import WorldInfo
     from phalanx.train.huggingface import export_hf
     from phalanx.train.huggingface.import_hf import import_rank, plan_import
 

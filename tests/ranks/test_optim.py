@@ -12,8 +12,8 @@ from phalanx.core.config import OptimConfig
 from phalanx.kernels.cpu.square_sum import square_sum
 from phalanx.plan.layout.parameters import FlatLayout, flat_layouts, local_param
 from phalanx.plan.mapping.folding import make_folding
-from phalanx.plan.mapping.model import ParamSpec
 from phalanx.plan.mapping.placement import plain_placement
+from phalanx.plan.model.model import ParamSpec
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.groups import GroupCache, Groups, build_groups
 from phalanx.runtime.state.gradients import GradientBuffers, borrowable

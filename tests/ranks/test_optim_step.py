@@ -12,7 +12,7 @@ from phalanx.core.errors import RunError
 from phalanx.kernels.cpu.cross_entropy import IGNORE
 from phalanx.models.context import TokenBatch
 from phalanx.plan.mapping.folding import make_folding
-from phalanx.plan.mapping.model import RouterSpec, parameters
+from phalanx.plan.model.model import RouterSpec, parameters
 from phalanx.plan.moe.dispatch import DispatchSpec
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.groups import GroupCache, build_groups

@@ -21,7 +21,7 @@ from phalanx.models.context import ForwardInfo, TokenBatch
 from phalanx.models.moe import MoE
 from phalanx.plan.moe.dispatch import DispatchSpec
 from phalanx.plan.moe.overlap.settings import CANDIDATES
-from phalanx.plan.moe.overlap.types import TileSchedule
+from phalanx.plan.moe.overlap.tiles.types import TileSchedule
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.moe import overlap, overlap_tuner
 from phalanx.runtime.moe.dispatch import Dispatcher

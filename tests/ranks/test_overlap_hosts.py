@@ -16,8 +16,8 @@ from phalanx.core.errors import ConfigError
 from phalanx.core.events import Collective
 from phalanx.kernels.cpu.lanes import SERIAL
 from phalanx.plan.moe.dispatch import plan_dispatch
-from phalanx.plan.moe.overlap.bytes import count_copies, traffic_of, wire_bytes
-from phalanx.plan.moe.overlap.types import TileSchedule
+from phalanx.plan.moe.overlap.prediction.bytes import count_copies, traffic_of, wire_bytes
+from phalanx.plan.moe.overlap.tiles.types import TileSchedule
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.peers import Peers, own_group
 from phalanx.runtime.moe import overlap

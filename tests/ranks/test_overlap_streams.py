@@ -21,8 +21,8 @@ from phalanx.kernels.cpu.lanes import SERIAL
 from phalanx.plan.mapping.folding import make_folding
 from phalanx.plan.mapping.placement import plain_placement
 from phalanx.plan.moe.dispatch import DispatchSpec
-from phalanx.plan.moe.overlap.rounds import rounds_of
-from phalanx.plan.moe.overlap.types import TileSchedule
+from phalanx.plan.moe.overlap.tiles.rounds import rounds_of
+from phalanx.plan.moe.overlap.tiles.types import TileSchedule
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.exchange import Counter
 from phalanx.runtime.comm.groups import build_groups

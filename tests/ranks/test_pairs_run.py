@@ -16,7 +16,7 @@ from pipeline_help import PipelineCase, batches_of, build, verify
 from phalanx.core.config import PipelineConfig
 from phalanx.core.errors import PeerError, RunError
 from phalanx.plan.mapping.folding import make_folding
-from phalanx.plan.mapping.model import RouterSpec
+from phalanx.plan.model.model import RouterSpec
 from phalanx.plan.moe.dispatch import DispatchSpec
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.groups import Axis, GroupCache, build_groups, with_second_groups

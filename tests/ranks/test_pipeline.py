@@ -18,8 +18,8 @@ from phalanx.core.errors import PlanError, RunError
 from phalanx.models.context import ForwardInfo, TokenBatch
 from phalanx.models.decoder import DecoderOutput
 from phalanx.plan.mapping.folding import make_folding
-from phalanx.plan.mapping.model import RouterSpec
 from phalanx.plan.mapping.stages import Stage
+from phalanx.plan.model.model import RouterSpec
 from phalanx.plan.moe.dispatch import DispatchSpec
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.groups import GroupCache, build_groups

@@ -16,10 +16,10 @@ from boundary_lanes import lane_problems
 
 from phalanx.core.errors import PeerError, PlanError, RunError
 from phalanx.plan.layout.tensors import TensorLayout, whole_layout
-from phalanx.plan.pipeline.boundary import EdgePlan, Relay, direct_edge, planned_edge
-from phalanx.plan.pipeline.clock import Edge, chain
+from phalanx.plan.pipeline.boundary.edges import EdgePlan, Relay, direct_edge, planned_edge
 from phalanx.plan.pipeline.comm import PipelinePlan, Transfer, plan_pipeline
-from phalanx.plan.pipeline.schedule import make_schedule
+from phalanx.plan.pipeline.schedule.clock import Edge, chain
+from phalanx.plan.pipeline.schedule.make import make_schedule
 from phalanx.plan.reshard.types import Hop
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.groups import Axis, GroupCache

@@ -16,10 +16,10 @@ from phalanx.core.config import PipelineConfig
 from phalanx.core.errors import PeerError, RunError
 from phalanx.models.context import ForwardInfo
 from phalanx.plan.mapping.folding import make_folding
-from phalanx.plan.mapping.model import PRESETS
+from phalanx.plan.model.model import PRESETS
 from phalanx.plan.pipeline.comm import PipelinePlan, Recv, Run, Send, Transfer, batches
 from phalanx.plan.pipeline.run import Pipeline, make_pipeline
-from phalanx.plan.pipeline.schedule import Action
+from phalanx.plan.pipeline.schedule.make import Action
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.exchange import Exchange
 from phalanx.runtime.comm.groups import Axis, GroupCache, build_groups

@@ -14,10 +14,10 @@ from train_help import phalanx, train_args, write_text
 from phalanx.core.config import PipelineConfig
 from phalanx.core.errors import ConfigError
 from phalanx.observe.event_log import log_path, read_events
-from phalanx.plan.mapping.model import PRESETS
+from phalanx.plan.model.model import PRESETS
 from phalanx.plan.pipeline.comm import plan_pipeline
 from phalanx.plan.pipeline.run import make_pipeline
-from phalanx.plan.pipeline.schedule import make_schedule
+from phalanx.plan.pipeline.schedule.make import make_schedule
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.exchange import Exchange
 from phalanx.runtime.comm.groups import Axis, GroupCache

@@ -4,7 +4,7 @@ import pytest
 from reshard_help import equal_hosts, prefilled, random_case, sources
 from tiers import times
 
-from phalanx.plan.layout.meshes import Replicate, Shard, mesh_layout
+from phalanx.plan.layout.mesh.placements import Replicate, Shard, mesh_layout
 from phalanx.plan.program.moves import message_id, move_program
 from phalanx.plan.program.ops import Op
 from phalanx.plan.reshard.plan import plan_reshard

@@ -12,8 +12,8 @@ from tiers import some
 
 from phalanx.core.config import PipelineConfig
 from phalanx.plan.mapping.folding import Folding, make_folding
-from phalanx.plan.mapping.model import MlaSpec
 from phalanx.plan.mapping.stage_foldings import parse_stages
+from phalanx.plan.model.model import MlaSpec
 from phalanx.plan.moe.dispatch import DispatchSpec
 from ranks import run_ranks
 

@@ -16,8 +16,8 @@ from phalanx.core.events import Collective, Event
 from phalanx.models.context import ModelContext, TokenBatch
 from phalanx.plan.layout.holders import ExpertState
 from phalanx.plan.mapping.folding import make_folding
-from phalanx.plan.mapping.model import PRESETS, ModelSpec
 from phalanx.plan.mapping.placement import AnyPlacement, plain_placement
+from phalanx.plan.model.model import PRESETS, ModelSpec
 from phalanx.plan.moe.dispatch import DispatchSpec
 from phalanx.plan.program.step import StepOptions, step_program
 from phalanx.runtime.checkpoint.manager import CheckpointManager

@@ -11,7 +11,7 @@ from reshard_help import equal_hosts, local_of, logical_terms, prefilled, random
 from tiers import ALL, times
 
 from phalanx.core.errors import PeerError, PhalanxError, PlanError
-from phalanx.plan.layout.meshes import Partial, Shard, mesh_layout
+from phalanx.plan.layout.mesh.placements import Partial, Shard, mesh_layout
 from phalanx.plan.layout.tensors import whole_layout
 from phalanx.plan.reshard.types import Move
 from phalanx.runtime.comm.collectives import Collectives

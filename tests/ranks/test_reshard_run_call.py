@@ -11,7 +11,7 @@ from torch.distributed.tensor.placement_types import _MaskPartial, _StridedShard
 
 import phalanx
 from phalanx.core.errors import PeerError, PhalanxError, PlanError
-from phalanx.plan.layout.meshes import Partial as Sum, mesh_layout
+from phalanx.plan.layout.mesh.placements import Partial as Sum, mesh_layout
 from phalanx.plan.layout.tensors import whole_layout
 from phalanx.runtime.reshard.call import ONE
 from phalanx.runtime.reshard.dtensor import layout_of, layout_of_dtensor

@@ -13,7 +13,7 @@ from reshard_help import HandPlan, box, equal_hosts
 
 from phalanx.core.errors import PeerError, PlanError, RunError
 from phalanx.core.events import Collective
-from phalanx.plan.layout.meshes import Partial, Shard, mesh_layout
+from phalanx.plan.layout.mesh.placements import Partial, Shard, mesh_layout
 from phalanx.plan.layout.parameters import Box
 from phalanx.plan.layout.tensors import whole_layout
 from phalanx.plan.reshard.types import Hop, Move, MovePart, Reduction

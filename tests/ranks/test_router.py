@@ -14,7 +14,7 @@ from phalanx.core.errors import RunError
 from phalanx.models.context import ForwardInfo
 from phalanx.models.router import Router, choose_experts, largest, routing_weights, update_expert_bias
 from phalanx.plan.mapping.folding import make_folding
-from phalanx.plan.mapping.model import RouterSpec
+from phalanx.plan.model.model import RouterSpec
 from phalanx.plan.moe.workload import forced_experts
 from ranks import run_ranks
 

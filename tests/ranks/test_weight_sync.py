@@ -7,7 +7,7 @@ import torch
 from reshard_help import equal_hosts
 
 from phalanx.core.errors import PlanError
-from phalanx.plan.layout.meshes import Replicate, Shard, mesh_layout
+from phalanx.plan.layout.mesh.placements import Replicate, Shard, mesh_layout
 from phalanx.plan.layout.tensors import whole_layout
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.groups import Axis

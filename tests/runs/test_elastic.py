@@ -24,7 +24,7 @@ from phalanx.core.config import ModelConfig, RouterConfig
 from phalanx.core.errors import RunError
 from phalanx.plan.mapping.folding import Folding
 from phalanx.plan.recovery.generation import RecoveryPlanner, GenerationPlan, recovery_problems
-from phalanx.plan.mapping.model import resolve_model
+from phalanx.plan.model.model import resolve_model
 from phalanx.plan.reshard.plan import plan_reshard
 from phalanx.plan.reshard.types import equal_hosts
 from phalanx.plan.recovery.state_descriptor import Fact, StateDescriptor

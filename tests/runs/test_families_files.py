@@ -19,8 +19,9 @@ from phalanx.core.errors import CheckpointError, ConfigError, DataError, RunErro
 from phalanx.data.tokenizer import ByteTokenizer
 from phalanx.plan.mapping.folding import Folding, make_folding
 from phalanx.runtime.checkpoint.manager import CheckpointManager
-from phalanx.runtime.comm.groups import GroupCache, WorldInfo
-from phalanx.runtime.comm.launch import StopRequest
+from phalanx.runtime.comm.groups import GroupCache
+from phalanx.runtime.processes.world import WorldInfo
+from phalanx.runtime.processes.launch import StopRequest
 from phalanx.runtime.comm.peers import own_group
 from phalanx.runtime.state.boxes import BoxTensor
 from phalanx.train.huggingface import export_hf

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.core.errors import RunError
-from phalanx.runtime.comm.launch import listening_socket, threads_per_rank, usable_cores
+from phalanx.runtime.processes.launch import listening_socket, threads_per_rank, usable_cores
 from train_help import Running, start_program
 
 pytestmark = pytest.mark.ranks
@@ -20,8 +20,8 @@ import os, signal, sys, time
 from pathlib import Path
 import torch, torch.distributed as dist
 from phalanx.core.errors import ConfigError, PhalanxError, Problem, RunError
-from phalanx.runtime.comm.groups import close_world, init_world
-from phalanx.runtime.comm.launch import run_local
+from phalanx.runtime.processes.world import close_world, init_world
+from phalanx.runtime.processes.launch import run_local
 folder = Path(sys.argv[1])
 
 def note(name, text=""):

@@ -13,7 +13,7 @@ from phalanx.kernels.cpu.grouped import _pieces, expert_ffn
 from phalanx.kernels.cpu.lanes import Lanes
 from phalanx.models.context import ModelContext
 from phalanx.plan.mapping.folding import make_folding
-from phalanx.plan.mapping.model import ModelSpec
+from phalanx.plan.model.model import ModelSpec
 from phalanx.plan.mapping.placement import plain_placement
 from phalanx.plan.moe.dispatch import DispatchSpec
 from phalanx.runtime.comm.collectives import Collectives

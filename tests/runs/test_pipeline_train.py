@@ -14,7 +14,7 @@ from checkpoint_help import model_fields, run_state
 from phalanx.core.config import PipelineConfig
 from phalanx.observe.event_log import log_path, read_events, read_history
 from phalanx.plan.mapping.folding import make_folding
-from phalanx.plan.mapping.model import RouterSpec
+from phalanx.plan.model.model import RouterSpec
 from phalanx.plan.moe.dispatch import DispatchSpec
 from phalanx.runtime.checkpoint.manager import CheckpointManager
 from phalanx.runtime.comm.groups import GroupCache

@@ -12,7 +12,7 @@ from checkpoint_help import logical, small_spec
 from phalanx.core.config import PipelineConfig
 from phalanx.plan.layout.parameters import flat_layouts, local_param, stage_params
 from phalanx.plan.layout.state import STATE_KINDS, StateLayouts
-from phalanx.plan.mapping.model import ModelSpec
+from phalanx.plan.model.model import ModelSpec
 from phalanx.plan.mapping.placement import plain_placement
 from phalanx.plan.mapping.stage_foldings import AnyFolding, parse_stage, parse_stages
 from phalanx.plan.pipeline.run import Pipeline, make_pipeline

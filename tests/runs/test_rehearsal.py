@@ -17,7 +17,7 @@ import torch.distributed as dist
 from phalanx_lab.bench.storm.trainer import Setup, recipe_words, write_text
 from phalanx.core.processor import this_processor
 from phalanx.core.recipe import load_recipe
-from phalanx.plan.mapping.model import PRESETS, ModelSpec, model_problems
+from phalanx.plan.model.model import PRESETS, ModelSpec, model_problems
 from phalanx.train.recovery import rehearsal
 from phalanx.train.recovery import run as elastic_run
 from phalanx.train.recovery.run import prepare_run

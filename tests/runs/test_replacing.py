@@ -23,12 +23,13 @@ from phalanx.core.events import Event, ExpertsMoved
 from phalanx.core.recipe import load_recipe
 from phalanx.models import router
 from phalanx.models.moe import MoE
-from phalanx.observe.lanes import read_recording
-from phalanx.observe.trace import perfetto_trace
+from phalanx.observe.recorded.lanes import read_recording
+from phalanx.observe.recorded.trace import perfetto_trace
 from phalanx.plan.mapping.folding import make_folding
 from phalanx.plan.pipeline.run import plain_pipeline
 from phalanx.plan.layout.state import STATE_KINDS
-from phalanx.runtime.comm.groups import GroupCache, WorldInfo
+from phalanx.runtime.comm.groups import GroupCache
+from phalanx.runtime.processes.world import WorldInfo
 from phalanx.runtime.comm.peers import Peers, own_group
 from phalanx.train.placement import rebalancer as replacing
 from phalanx.train.build import make_parts

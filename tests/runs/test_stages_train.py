@@ -12,8 +12,8 @@ import torch
 
 from phalanx.core.config import PipelineConfig
 from phalanx.plan.mapping.stage_foldings import parse_stages
-from phalanx.plan.pipeline.boundary import EdgePlan, BoundaryMessage, Route
-from phalanx.plan.pipeline.clock import Edge
+from phalanx.plan.pipeline.boundary.edges import EdgePlan, BoundaryMessage, Route
+from phalanx.plan.pipeline.schedule.clock import Edge
 from phalanx.plan.reshard.types import Hosts
 from phalanx.runtime.comm.groups import GroupCache
 from phalanx.train.step import passes

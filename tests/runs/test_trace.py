@@ -26,11 +26,11 @@ from phalanx.core.recipe import load_recipe
 from phalanx.core.trace_file import TraceFile
 from phalanx.observe.console import ConsoleSink
 from phalanx.observe.event_log import JsonlSink, log_path, read_events, read_history
-from phalanx.observe.exposure import by_axis, by_layer
-from phalanx.observe.intervals import in_rows, innermost, total_s, union, without
-from phalanx.observe.lanes import read_recording
+from phalanx.observe.recorded.exposure import by_axis, by_layer
+from phalanx.observe.recorded.intervals import in_rows, innermost, total_s, union, without
+from phalanx.observe.recorded.lanes import read_recording
 from phalanx.observe.metrics import samples
-from phalanx.observe.trace import perfetto_trace
+from phalanx.observe.recorded.trace import perfetto_trace
 from phalanx.plan.mapping.folding import Folding, make_folding
 from phalanx.plan.program.step import op_id
 from phalanx.runtime.comm.collectives import Collectives

@@ -23,7 +23,7 @@ from phalanx.core.errors import RunError
 from phalanx.kernels.cpu.cross_entropy import IGNORE
 from phalanx.plan.layout.parameters import Box
 from phalanx.plan.mapping.folding import Folding, fit_problems, legal_foldings
-from phalanx.plan.mapping.model import PRESETS
+from phalanx.plan.model.model import PRESETS
 from phalanx.plan.mapping.placement import LayerPlacements
 from phalanx.plan.mapping.stage_foldings import staged_problems
 from phalanx.plan.moe.dispatch import DispatchSpec, plan_dispatch

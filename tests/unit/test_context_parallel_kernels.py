@@ -24,7 +24,7 @@ from phalanx.kernels.cpu.block_attention import (
     wide_type,
 )
 from phalanx.kernels.cpu.lanes import SERIAL, Lanes
-from phalanx.plan.mapping.zigzag import (
+from phalanx.plan.attention.zigzag import (
     AttentionBlock,
     SequenceLayout,
     attention_blocks,

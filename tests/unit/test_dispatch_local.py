@@ -14,9 +14,9 @@ from phalanx.core.errors import PlanError
 from phalanx.kernels.cpu.exact_experts import chunks_of
 from phalanx.plan.moe.dispatch import plan_dispatch
 from phalanx.plan.moe.dispatch_local import plan_local_dispatch
-from phalanx.plan.placement.fleet import equal_fleet
-from phalanx.plan.placement.replicas import replica_counts, zipf_loads
-from phalanx.plan.placement.search import plan_placement
+from phalanx.plan.placement.search.fleet import equal_fleet
+from phalanx.plan.placement.search.plan import plan_placement
+from phalanx.plan.placement.search.replicas import replica_counts, zipf_loads
 
 pytestmark = pytest.mark.unit
 

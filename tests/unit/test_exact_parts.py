@@ -30,7 +30,7 @@ from phalanx.kernels.cpu.grouped import expert_ffn
 from phalanx.kernels.cpu.lanes import Lanes
 from phalanx.kernels.native import compiled_rows
 from phalanx.plan.mapping.folding import make_folding
-from phalanx.plan.mapping.model import PRESETS
+from phalanx.plan.model.model import PRESETS
 from phalanx.train.step.exact import CHUNK_ROWS, default_chunk_rows, exact_sums
 
 pytestmark = pytest.mark.unit

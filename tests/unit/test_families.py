@@ -12,9 +12,9 @@ from phalanx.core.errors import PlanError
 from phalanx.models.families import FAMILIES, Family, families_for, find_family
 from phalanx.models.families.names import NameLink, NameRule, in_tensor, links, shapes_of
 from phalanx.plan.layout.parameters import Box
-from phalanx.plan.mapping.model import PRESETS, ModelSpec, RouterSpec, resolve_model
-from phalanx.plan.mapping.model_settings import settings_for
-from phalanx.plan.mapping.rope import YarnSpec
+from phalanx.plan.model.model import PRESETS, ModelSpec, RouterSpec, resolve_model
+from phalanx.plan.model.model_settings import settings_for
+from phalanx.plan.model.rope import YarnSpec
 
 pytestmark = pytest.mark.unit
 BY_NAME = {f.model_type: f for f in FAMILIES}

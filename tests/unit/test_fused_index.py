@@ -12,7 +12,7 @@ from device_rows import arrange, going
 from phalanx.core.errors import RunError
 from phalanx.kernels.triton import index as fused_index
 from phalanx.kernels.triton.tiles import check_status, new_status
-from phalanx.plan.moe.overlap.device import EMPTY, SecondCost, division, part_of, predicted_s
+from phalanx.plan.moe.overlap.fused.device import EMPTY, SecondCost, division, part_of, predicted_s
 
 
 def slots_of(rng: np.random.Generator, tokens: int, top_k: int, experts: int) -> np.ndarray:

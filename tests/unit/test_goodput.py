@@ -15,7 +15,7 @@ from phalanx.cli.predicting.goodput import goodput
 from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, DataError, PlanError
 from phalanx.plan.mapping.folding import Folding
-from phalanx.plan.mapping.model import PRESETS
+from phalanx.plan.model.model import PRESETS
 from phalanx.simulate.failures.goodput import (
     LLAMA3_FAILURES_PER_RANK_HOUR,
     Practice,

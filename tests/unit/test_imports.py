@@ -31,7 +31,7 @@ BELOW = {
 
 NO_TORCH = {"core", "plan", "simulate"}
 ENVIRONMENT = {"cli"}
-"""Packages that may read environment variables; `runtime/comm/groups.py` may too."""
+"""Packages that may read environment variables; `runtime/processes/world.py` may too."""
 
 
 @cache
@@ -86,7 +86,7 @@ def test_relative_imports_are_not_used(path: Path) -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_environment_is_read_in_two_places_only(path: Path) -> None:
-    if package_of(path) in ENVIRONMENT or path == ROOT / "runtime" / "comm" / "groups.py":
+    if package_of(path) in ENVIRONMENT or path == ROOT / "runtime" / "processes" / "world.py":
         return
     for node in nodes_of(path):
         name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else None

@@ -18,8 +18,8 @@ from phalanx.kernels.cpu.rope import rope_table
 from phalanx.models.context import ForwardInfo, TokenBatch
 from phalanx.models.latent import LATENT_EPS, LatentAttention
 from phalanx.models.layers import initialise
-from phalanx.plan.mapping.model import PRESETS, MlaSpec, ModelSpec, parameters, resolve_model
-from phalanx.plan.mapping.rope import YarnSpec, amplitude, frequencies, softmax_factor
+from phalanx.plan.model.model import PRESETS, MlaSpec, ModelSpec, parameters, resolve_model
+from phalanx.plan.model.rope import YarnSpec, amplitude, frequencies, softmax_factor
 
 MLA = MlaSpec(q_rank=12, kv_rank=10, nope_dim=8, rope_dim=4, value_dim=6)
 YARN = YarnSpec(factor=4.0, original_length=8, mscale=1.0, mscale_all_dim=0.7)

@@ -15,9 +15,9 @@ from phalanx.models.context import ForwardInfo, ModelContext, TokenBatch
 from phalanx.models.decoder import Decoder
 from phalanx.models.layers import initialise, local_of, new_parameter
 from phalanx.plan.mapping.folding import GROUP_AXES, Folding, make_folding
-from phalanx.plan.mapping.model import PRESETS, MlaSpec, ModelSpec, RouterSpec, buffers, parameters
 from phalanx.plan.mapping.placement import plain_placement
-from phalanx.plan.mapping.rope import YarnSpec
+from phalanx.plan.model.model import PRESETS, MlaSpec, ModelSpec, RouterSpec, buffers, parameters
+from phalanx.plan.model.rope import YarnSpec
 from phalanx.runtime.comm.groups import Axis, Groups
 from phalanx.train.step.loss import objective
 

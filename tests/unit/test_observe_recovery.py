@@ -25,9 +25,9 @@ from phalanx.core.events import (
     WentBack,
 )
 from phalanx.observe.event_log import encode, log_path
-from phalanx.observe.lanes import read_recording
 from phalanx.observe.metrics import samples
-from phalanx.observe.recovery import read_run, recovery_spans, recovery_trace
+from phalanx.observe.recorded.lanes import read_recording
+from phalanx.observe.recorded.recovery import read_run, recovery_spans, recovery_trace
 
 AT = 1_800_000_000.0
 

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from phalanx.core.errors import PlanError
-from phalanx.plan.pipeline.clock import ScheduleCosts, simulate, uniform_costs
-from phalanx.plan.pipeline.eager import choose_warmup
-from phalanx.plan.pipeline.schedule import make_schedule, most_extra, nearest_extra
+from phalanx.plan.pipeline.schedule.clock import ScheduleCosts, simulate, uniform_costs
+from phalanx.plan.pipeline.schedule.eager import choose_warmup
+from phalanx.plan.pipeline.schedule.make import make_schedule, most_extra, nearest_extra
 
 pytestmark = pytest.mark.unit
 
@@ -119,7 +119,7 @@ def test_it_says_why() -> None:
 
 def test_same_choice_whatever_the_hash_seed() -> None:
     code = (
-        "from phalanx.plan.pipeline.eager import choose_warmup as c; from phalanx.plan.pipeline.clock import uniform_costs as u;"
+        "from phalanx.plan.pipeline.schedule.eager import choose_warmup as c; from phalanx.plan.pipeline.schedule.clock import uniform_costs as u;"
         "print(c('eager_1f1b', u(5, p2p=.7), num_microbatches=20, live_bytes=[3]*5, budget_bytes=18).hash)"
     )
     found = {

@@ -26,7 +26,7 @@ from phalanx.plan.mapping.folding import (
     resolve_folding,
 )
 from phalanx.plan.mapping.grid import Grid, pp_groups_equal
-from phalanx.plan.mapping.model import PRESETS, parameters
+from phalanx.plan.model.model import PRESETS, parameters
 
 pytestmark = pytest.mark.unit
 

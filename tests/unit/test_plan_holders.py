@@ -14,9 +14,9 @@ from phalanx.core.recipe import load_recipe
 from phalanx.plan.layout.holders import HolderBlock, HolderPlan, plan_holders
 from phalanx.plan.layout.parameters import flat_layouts
 from phalanx.plan.mapping.folding import make_folding
-from phalanx.plan.mapping.model import PRESETS, parameters
 from phalanx.plan.mapping.placement import LayerPlacements, Placement
 from phalanx.plan.mapping.stages import assign_stages
+from phalanx.plan.model.model import PRESETS, parameters
 from phalanx.plan.placement.run import ReplicaSettings, run_placement, stage_replicas
 from phalanx.plan.recipe import run_problems
 

@@ -20,9 +20,9 @@ from phalanx.plan.layout.parameters import (
     stage_params,
 )
 from phalanx.plan.mapping.folding import GRADIENT_RULES, Folding, legal_foldings, make_folding
-from phalanx.plan.mapping.model import PRESETS, ModelSpec, ParamSpec, parameters
 from phalanx.plan.mapping.placement import Placement, placement_problems, plain_placement
 from phalanx.plan.mapping.stages import assign_stages
+from phalanx.plan.model.model import PRESETS, ModelSpec, ParamSpec, parameters
 
 pytestmark = pytest.mark.unit
 

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-import phalanx.plan.placement.migration as migration
+import phalanx.plan.placement.search.migration as migration
 from phalanx.core.errors import PlanError
-from phalanx.plan.placement.fleet import equal_fleet
-from phalanx.plan.placement.front import CostWeights, choose, patched_placement, placement_front, risk_of
-from phalanx.plan.placement.hosts import HostPlacement
-from phalanx.plan.placement.migration import plan_migration
-from phalanx.plan.placement.replicas import replica_counts, zipf_loads
-from phalanx.plan.placement.search import Effort, plan_placement
+from phalanx.plan.placement.search.fleet import equal_fleet
+from phalanx.plan.placement.search.front import CostWeights, choose, patched_placement, placement_front, risk_of
+from phalanx.plan.placement.search.hosts import HostPlacement
+from phalanx.plan.placement.search.migration import plan_migration
+from phalanx.plan.placement.search.plan import Effort, plan_placement
+from phalanx.plan.placement.search.replicas import replica_counts, zipf_loads
 
 pytestmark = pytest.mark.unit
 QUICK = Effort(swaps=60, balance_swaps=40)

@@ -12,7 +12,7 @@ import pytest
 
 from phalanx.core.config import ModelConfig, RouterConfig
 from phalanx.core.errors import ConfigError, PlanError
-from phalanx.plan.mapping.model import (
+from phalanx.plan.model.model import (
     PRESETS,
     RouterSpec,
     buffers,
@@ -178,7 +178,7 @@ def test_each_wrong_shape_is_named_and_all_at_once(
 
 def test_hashes_do_not_depend_on_the_hash_seed() -> None:
     code = (
-        "from phalanx.plan.mapping.folding import make_folding; from phalanx.plan.mapping.model import PRESETS;"
+        "from phalanx.plan.mapping.folding import make_folding; from phalanx.plan.model.model import PRESETS;"
         "from phalanx.plan.mapping.placement import plain_placement; f = make_folding(world=16, tp=2, pp=2, ep=4);"
         "print(f.hash, plain_placement(8, f).hash, *(s.hash for s in PRESETS.values()), hash(f.process_groups()))"
     )

@@ -15,9 +15,9 @@ from speed_help import full_speed_s
 
 from phalanx.core.errors import PlanError
 from phalanx.plan.moe.dispatch import plan_dispatch
-from phalanx.plan.moe.overlap.bytes import choose_transport
-from phalanx.plan.moe.overlap.plan import backward_of, part_ends, plan_overlap, tile_sizes, tiles_of
-from phalanx.plan.moe.overlap.types import Tile, TileOp, TileSchedule
+from phalanx.plan.moe.overlap.prediction.bytes import choose_transport
+from phalanx.plan.moe.overlap.tiles.plan import backward_of, part_ends, plan_overlap, tile_sizes, tiles_of
+from phalanx.plan.moe.overlap.tiles.types import Tile, TileOp, TileSchedule
 
 pytestmark = pytest.mark.unit
 
@@ -223,8 +223,8 @@ def test_a_person_can_read_it():
 
 def test_hashes_do_not_depend_on_hash_seeds():
     code = (
-        "from phalanx.plan.moe.dispatch import plan_dispatch; from phalanx.plan.moe.overlap.plan import plan_overlap\n"
-        "from phalanx.plan.moe.overlap.types import TileSchedule\n"
+        "from phalanx.plan.moe.dispatch import plan_dispatch; from phalanx.plan.moe.overlap.tiles.plan import plan_overlap\n"
+        "from phalanx.plan.moe.overlap.tiles.types import TileSchedule\n"
         "d = plan_dispatch([[90, 20, 0, 7], [5, 100, 3, 60]], range(4), ep=2, etp=1)\n"
         "print([plan_overlap(d, TileSchedule(parts=2, seed=s), rank=1, tile_rows=16, direction='backward').hash for s in (None, 5)])"
     )

@@ -5,10 +5,10 @@ import pytest
 
 from phalanx.core.errors import PlanError
 from phalanx.plan.moe.dispatch import plan_dispatch
-from phalanx.plan.moe.overlap import axis
-from phalanx.plan.moe.overlap.axis import BACKWARD, FORWARD, Access, access_of, axis_rules, cuts_of
-from phalanx.plan.moe.overlap.plan import plan_overlap
-from phalanx.plan.moe.overlap.types import TileSchedule
+from phalanx.plan.moe.overlap.tiles import axis
+from phalanx.plan.moe.overlap.tiles.axis import BACKWARD, FORWARD, Access, access_of, axis_rules, cuts_of
+from phalanx.plan.moe.overlap.tiles.plan import plan_overlap
+from phalanx.plan.moe.overlap.tiles.types import TileSchedule
 
 pytestmark = pytest.mark.unit
 

@@ -9,7 +9,7 @@ from overlap_plan_help import routed, traffic_by_routing
 
 from phalanx.core.errors import PlanError
 from phalanx.plan.moe.dispatch import plan_dispatch
-from phalanx.plan.moe.overlap.bytes import ROUTES, choose_transport, count_copies, traffic_of, wire_bytes
+from phalanx.plan.moe.overlap.prediction.bytes import ROUTES, choose_transport, count_copies, traffic_of, wire_bytes
 
 pytestmark = pytest.mark.unit
 ROW = 4096

@@ -11,8 +11,8 @@ from overlap_plan_help import plans_of_group, random_dispatch, random_schedule, 
 from tiers import times
 
 from phalanx.core.errors import PlanError
-from phalanx.plan.moe.overlap.plan import plan_overlap
-from phalanx.plan.moe.overlap.types import Tile, TileOp, TileSchedule
+from phalanx.plan.moe.overlap.tiles.plan import plan_overlap
+from phalanx.plan.moe.overlap.tiles.types import Tile, TileOp, TileSchedule
 
 pytestmark = pytest.mark.unit
 

@@ -11,9 +11,9 @@ from speed_help import full_speed_s
 
 from phalanx.core.errors import ConfigError, PlanError
 from phalanx.plan.moe.dispatch import plan_dispatch
-from phalanx.plan.moe.overlap.batches import about, typical
-from phalanx.plan.moe.overlap.bytes import choose_transport, traffic_of, wire_bytes
-from phalanx.plan.moe.overlap.choose import (
+from phalanx.plan.moe.overlap.prediction.batches import about, typical
+from phalanx.plan.moe.overlap.prediction.bytes import choose_transport, traffic_of, wire_bytes
+from phalanx.plan.moe.overlap.prediction.choose import (
     SERIAL,
     Chooser,
     LayerSample,
@@ -23,12 +23,12 @@ from phalanx.plan.moe.overlap.choose import (
     errors_of,
     fit,
 )
-from phalanx.plan.moe.overlap.cost import LayerShape, OverlapCost
-from phalanx.plan.moe.overlap.pair import PassTime, link_s, pair_s, paired_share
-from phalanx.plan.moe.overlap.plan import plan_overlap
-from phalanx.plan.moe.overlap.types import TileSchedule
-from phalanx.plan.pipeline.pairs import choose_pairs
-from phalanx.plan.pipeline.schedule import make_schedule
+from phalanx.plan.moe.overlap.prediction.cost import LayerShape, OverlapCost
+from phalanx.plan.moe.overlap.prediction.pair import PassTime, link_s, pair_s, paired_share
+from phalanx.plan.moe.overlap.tiles.plan import plan_overlap
+from phalanx.plan.moe.overlap.tiles.types import TileSchedule
+from phalanx.plan.pipeline.schedule.make import make_schedule
+from phalanx.plan.pipeline.schedule.pairs import choose_pairs
 
 pytestmark = pytest.mark.unit
 

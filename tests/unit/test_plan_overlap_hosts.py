@@ -13,12 +13,12 @@ from tiers import times
 
 from phalanx.core.errors import PlanError
 from phalanx.plan.moe.dispatch import plan_dispatch
-from phalanx.plan.moe.overlap.bytes import traffic_of, wire_bytes
-from phalanx.plan.moe.overlap.choose import compare
-from phalanx.plan.moe.overlap.cost import LayerShape, OverlapCost
-from phalanx.plan.moe.overlap.hosts import can_forward, gateway, gateways, message_parts
-from phalanx.plan.moe.overlap.plan import plan_overlap
-from phalanx.plan.moe.overlap.types import TileOp, TileSchedule
+from phalanx.plan.moe.overlap.prediction.bytes import traffic_of, wire_bytes
+from phalanx.plan.moe.overlap.prediction.choose import compare
+from phalanx.plan.moe.overlap.prediction.cost import LayerShape, OverlapCost
+from phalanx.plan.moe.overlap.tiles.hosts import can_forward, gateway, gateways, message_parts
+from phalanx.plan.moe.overlap.tiles.plan import plan_overlap
+from phalanx.plan.moe.overlap.tiles.types import TileOp, TileSchedule
 
 pytestmark = pytest.mark.unit
 HOSTS = {2: ((0, 1), (0, 0)), 3: ((0, 0, 1), (0, 1, 0)), 4: ((0, 0, 1, 1), (0, 1, 0, 1), (1, 0, 0, 0), (0, 0, 1, 2))}

@@ -9,9 +9,9 @@ from overlap_plan_help import plans_of_group, random_dispatch, random_schedule
 
 from phalanx.core.errors import PlanError
 from phalanx.plan.moe.dispatch import plan_dispatch
-from phalanx.plan.moe.overlap.cost import LayerShape, OverlapCost, work_of
-from phalanx.plan.moe.overlap.plan import joint_slots, plan_overlap, tile_sizes
-from phalanx.plan.moe.overlap.types import ALL, Tile, TileOp, TileSchedule
+from phalanx.plan.moe.overlap.prediction.cost import LayerShape, OverlapCost, work_of
+from phalanx.plan.moe.overlap.tiles.plan import joint_slots, plan_overlap, tile_sizes
+from phalanx.plan.moe.overlap.tiles.types import ALL, Tile, TileOp, TileSchedule
 
 pytestmark = pytest.mark.unit
 

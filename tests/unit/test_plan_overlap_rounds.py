@@ -12,9 +12,9 @@ from tiers import times
 
 from phalanx.core.errors import PlanError
 from phalanx.plan.moe.dispatch import plan_dispatch
-from phalanx.plan.moe.overlap.plan import backward_of, plan_overlap
-from phalanx.plan.moe.overlap.rounds import MOST_MESSAGES, MessageEnd, Round, rounds_of
-from phalanx.plan.moe.overlap.types import TileSchedule
+from phalanx.plan.moe.overlap.tiles.plan import backward_of, plan_overlap
+from phalanx.plan.moe.overlap.tiles.rounds import MOST_MESSAGES, MessageEnd, Round, rounds_of
+from phalanx.plan.moe.overlap.tiles.types import TileSchedule
 
 
 def random_group(rng):

@@ -10,7 +10,6 @@ import pytest
 from phalanx.core.config import DispatchConfig, FoldingConfig, Recipe
 from phalanx.core.errors import ConfigError
 from phalanx.kernels.cpu.tiles import column_units
-from phalanx.plan.moe.overlap.order import schedule_problems
 from phalanx.plan.moe.overlap.settings import (
     CANDIDATES,
     FINE,
@@ -22,7 +21,8 @@ from phalanx.plan.moe.overlap.settings import (
     parse_overlap,
     setting_problems,
 )
-from phalanx.plan.moe.overlap.types import TileSchedule
+from phalanx.plan.moe.overlap.tiles.order import schedule_problems
+from phalanx.plan.moe.overlap.tiles.types import TileSchedule
 from phalanx.plan.recipe import run_problems
 from phalanx.runtime.moe.overlap_tuner import candidates
 

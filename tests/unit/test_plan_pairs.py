@@ -19,12 +19,12 @@ from phalanx.core.config import (
 )
 from phalanx.core.errors import PlanError
 from phalanx.core.rules import recipe_problems
-from phalanx.plan.mapping.model import PRESETS
-from phalanx.plan.pipeline.clock import Pair, simulate, uniform_costs
+from phalanx.plan.model.model import PRESETS
 from phalanx.plan.pipeline.comm import Run, plan_pipeline
-from phalanx.plan.pipeline.pairs import PAYS_AT, break_even, choose_pairs, neighbour_pairs, why_no_pairs
 from phalanx.plan.pipeline.run import make_pipeline
-from phalanx.plan.pipeline.schedule import SCHEDULES, Action, Schedule, make_schedule
+from phalanx.plan.pipeline.schedule.clock import Pair, simulate, uniform_costs
+from phalanx.plan.pipeline.schedule.make import SCHEDULES, Action, Schedule, make_schedule
+from phalanx.plan.pipeline.schedule.pairs import PAYS_AT, break_even, choose_pairs, neighbour_pairs, why_no_pairs
 from phalanx.plan.recipe import run_problems
 
 pytestmark = pytest.mark.unit

@@ -9,10 +9,10 @@ import pytest
 from phalanx.core.config import PipelineConfig, Recipe
 from phalanx.core.errors import ConfigError
 from phalanx.core.recipe import load_recipe
-from phalanx.plan.mapping.model import PRESETS
+from phalanx.plan.model.model import PRESETS
 from phalanx.plan.pipeline.comm import plan_problems
 from phalanx.plan.pipeline.run import make_pipeline, plain_pipeline
-from phalanx.plan.pipeline.schedule import SCHEDULES
+from phalanx.plan.pipeline.schedule.make import SCHEDULES
 from phalanx.plan.recipe import run_problems
 
 pytestmark = pytest.mark.unit

@@ -11,11 +11,11 @@ from phalanx.cli.main import main
 from phalanx.cli.planning.placement import _trade_offs
 from phalanx.core.errors import PlanError
 from phalanx.observe.pictures.placement import placement_svg, placement_text
-from phalanx.plan.placement.fleet import equal_fleet
-from phalanx.plan.placement.hosts import read_host_placement
-from phalanx.plan.placement.probability import certify
-from phalanx.plan.placement.replicas import replica_counts, zipf_loads
-from phalanx.plan.placement.search import plan_placement
+from phalanx.plan.placement.search.fleet import equal_fleet
+from phalanx.plan.placement.search.hosts import read_host_placement
+from phalanx.plan.placement.search.plan import plan_placement
+from phalanx.plan.placement.search.probability import certify
+from phalanx.plan.placement.search.replicas import replica_counts, zipf_loads
 
 pytestmark = pytest.mark.unit
 RULES = {"ours", "printed", "spread", "compact"}

@@ -10,17 +10,18 @@ from hypothesis import given, settings, strategies as st
 from placement_help import Tally, compare, cut_short, fatal_by_hand, fatal_of, optimal, random_case, survives
 from speed_help import full_speed_s
 
-import phalanx.plan.placement.local_search as placement_climb
-import phalanx.plan.placement.rules as placement_rules
-import phalanx.plan.placement.search as placement_search
+import phalanx.plan.placement.search.local_search as placement_climb
+import phalanx.plan.placement.search.plan as placement_search
+import phalanx.plan.placement.search.rules as placement_rules
 from phalanx.core.errors import PlanError
-from phalanx.plan.placement.balance import levelled, name_rows
-from phalanx.plan.placement.fleet import Fleet, equal_fleet
-from phalanx.plan.placement.hosts import HostPlacement, read_host_placement
-from phalanx.plan.placement.local_search import busiest, holder_sets
-from phalanx.plan.placement.probability import fatal_counts
-from phalanx.plan.placement.replicas import ReplicaCounts, replica_counts, zipf_loads
-from phalanx.plan.placement.rules import (
+from phalanx.plan.placement.search.balance import levelled, name_rows
+from phalanx.plan.placement.search.fleet import Fleet, equal_fleet
+from phalanx.plan.placement.search.hosts import HostPlacement, read_host_placement
+from phalanx.plan.placement.search.local_search import busiest, holder_sets
+from phalanx.plan.placement.search.plan import RULES, Effort, plan_placement, rule_placement
+from phalanx.plan.placement.search.probability import fatal_counts
+from phalanx.plan.placement.search.replicas import ReplicaCounts, replica_counts, zipf_loads
+from phalanx.plan.placement.search.rules import (
     compact,
     complement_overlap,
     keep_apart,
@@ -30,7 +31,6 @@ from phalanx.plan.placement.rules import (
     segments_fit,
     spread,
 )
-from phalanx.plan.placement.search import RULES, Effort, plan_placement, rule_placement
 
 pytestmark = pytest.mark.unit
 TEN = (6,) * 10

@@ -11,7 +11,7 @@ import pytest
 from phalanx.core.config import PipelineConfig
 from phalanx.core.errors import PlanError
 from phalanx.plan.mapping.folding import Folding, legal_foldings, make_folding
-from phalanx.plan.mapping.model import PRESETS, ModelSpec
+from phalanx.plan.model.model import PRESETS, ModelSpec
 from phalanx.plan.moe.dispatch import DispatchSpec
 from phalanx.plan.pipeline.run import make_pipeline
 from phalanx.plan.program.step import Op, StepOptions, StepProgram, op_id, step_program

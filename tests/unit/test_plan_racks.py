@@ -16,11 +16,11 @@ from phalanx.core.rules import recipe_problems
 from phalanx.plan.layout.shard_copies import shard_holders
 from phalanx.plan.mapping.folding import Folding
 from phalanx.plan.mapping.placement import LayerPlacements, Placement
-from phalanx.plan.placement.fleet import Fleet
-from phalanx.plan.placement.front import parted_placement, patched_placement
 from phalanx.plan.placement.rebalancing import Costs, StageNow, hosts_of_placement, placement_of_hosts, plan_replacement
-from phalanx.plan.placement.replicas import replica_counts
-from phalanx.plan.placement.search import plan_placement
+from phalanx.plan.placement.search.fleet import Fleet
+from phalanx.plan.placement.search.front import parted_placement, patched_placement
+from phalanx.plan.placement.search.plan import plan_placement
+from phalanx.plan.placement.search.replicas import replica_counts
 from phalanx.plan.recovery.generation import GenerationPlan
 from phalanx.plan.recovery.state_descriptor import Fact, domains_of, racks_of, read_standing
 

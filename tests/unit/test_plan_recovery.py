@@ -9,7 +9,7 @@ from hypothesis import given, settings, strategies as st
 
 from phalanx.plan.layout.shard_copies import shard_holders
 from phalanx.plan.mapping.folding import Folding, fit_problems, make_folding
-from phalanx.plan.mapping.model import PRESETS
+from phalanx.plan.model.model import PRESETS
 from phalanx.plan.recovery.devices import Device, Limits, choose_folding, place_devices
 
 pytestmark = pytest.mark.unit

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-import phalanx.plan.placement.probability as recovery_probability
-from phalanx.plan.placement.host_sets import components, hosts_in, mask_of, minimal_sets, small_fatal_counts
-from phalanx.plan.placement.local_search import FatalTable, holder_sets, least_fatal
-from phalanx.plan.placement.probability import certify, fatal_counts, independent_recovery, rack_sets
-from phalanx.plan.placement.rules import max_overlap, spread
+import phalanx.plan.placement.search.probability as recovery_probability
+from phalanx.plan.placement.search.host_sets import components, hosts_in, mask_of, minimal_sets, small_fatal_counts
+from phalanx.plan.placement.search.local_search import FatalTable, holder_sets, least_fatal
+from phalanx.plan.placement.search.probability import certify, fatal_counts, independent_recovery, rack_sets
+from phalanx.plan.placement.search.rules import max_overlap, spread
 
 pytestmark = pytest.mark.unit
 

@@ -10,8 +10,6 @@ from hypothesis import given, settings, strategies as st
 
 from phalanx.core.errors import PlanError
 from phalanx.plan.mapping.placement import LayerPlacements
-from phalanx.plan.placement.fleet import equal_fleet
-from phalanx.plan.placement.hosts import HostPlacement
 from phalanx.plan.placement.rebalancing import (
     LEAST_GAIN,
     Costs,
@@ -21,8 +19,10 @@ from phalanx.plan.placement.rebalancing import (
     plan_replacement,
     smoothed_loads,
 )
-from phalanx.plan.placement.replicas import replica_counts, zipf_loads
-from phalanx.plan.placement.search import Effort, plan_placement
+from phalanx.plan.placement.search.fleet import equal_fleet
+from phalanx.plan.placement.search.hosts import HostPlacement
+from phalanx.plan.placement.search.plan import Effort, plan_placement
+from phalanx.plan.placement.search.replicas import replica_counts, zipf_loads
 
 pytestmark = pytest.mark.unit
 QUICK = Effort(swaps=60, balance_swaps=40)

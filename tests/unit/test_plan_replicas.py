@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from phalanx.core.errors import PlanError
-from phalanx.plan.placement.fleet import Fleet, equal_fleet
-from phalanx.plan.placement.replicas import capped, paper_counts, replica_counts, smoothed, zipf_loads
+from phalanx.plan.placement.search.fleet import Fleet, equal_fleet
+from phalanx.plan.placement.search.replicas import capped, paper_counts, replica_counts, smoothed, zipf_loads
 
 pytestmark = pytest.mark.unit
 

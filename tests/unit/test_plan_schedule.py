@@ -12,10 +12,9 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from phalanx.core.errors import PlanError
-from phalanx.plan.pipeline.check import order_problems
-from phalanx.plan.pipeline.clock import ScheduleCosts, simulate, uniform_costs
-from phalanx.plan.pipeline.orders import round_sizes
-from phalanx.plan.pipeline.schedule import (
+from phalanx.plan.pipeline.schedule.check import order_problems
+from phalanx.plan.pipeline.schedule.clock import ScheduleCosts, simulate, uniform_costs
+from phalanx.plan.pipeline.schedule.make import (
     SCHEDULES,
     Action,
     Schedule,
@@ -23,6 +22,7 @@ from phalanx.plan.pipeline.schedule import (
     nearest_schedule,
     schedule_problems,
 )
+from phalanx.plan.pipeline.schedule.orders import round_sizes
 
 pytestmark = pytest.mark.unit
 
@@ -399,7 +399,7 @@ def test_explain_says_what_matters() -> None:
 
 def test_same_plan_whatever_the_hash_seed() -> None:
     code = (
-        "from phalanx.plan.pipeline.schedule import make_schedule as m; from phalanx.plan.pipeline.comm import plan_pipeline as p;"
+        "from phalanx.plan.pipeline.schedule.make import make_schedule as m; from phalanx.plan.pipeline.comm import plan_pipeline as p;"
         "print(p(m('dualpipev', pp=3, virtual=2, num_microbatches=7)).hash)"
     )
     found = {

@@ -15,8 +15,8 @@ from phalanx.cli.main import main
 from phalanx.cli.planning.schedule import show_timeline
 from phalanx.core.errors import PlanError
 from phalanx.observe.pictures.schedule import chunk_colour, text_rows, timeline_svg
-from phalanx.plan.pipeline.clock import Timeline, simulate, uniform_costs
-from phalanx.plan.pipeline.schedule import SCHEDULES, make_schedule
+from phalanx.plan.pipeline.schedule.clock import Timeline, simulate, uniform_costs
+from phalanx.plan.pipeline.schedule.make import SCHEDULES, make_schedule
 
 pytestmark = pytest.mark.unit
 KEYS = {"legal", "problems", "nearest", "bubble", "makespan", "idle", "peak_live", "schedule", "timeline", "hash"}

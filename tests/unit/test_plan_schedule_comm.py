@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from phalanx.core.errors import PlanError
-from phalanx.plan.pipeline.clock import chain, simulate, uniform_costs
 from phalanx.plan.pipeline.comm import PipelinePlan, Recv, Run, Send, Transfer, batches, plan_pipeline
-from phalanx.plan.pipeline.schedule import SCHEDULES, Action, make_schedule
+from phalanx.plan.pipeline.schedule.clock import chain, simulate, uniform_costs
+from phalanx.plan.pipeline.schedule.make import SCHEDULES, Action, make_schedule
 
 pytestmark = pytest.mark.unit
 

@@ -17,8 +17,8 @@ from phalanx.plan.layout.parameters import Box, flat_layouts, stage_params
 from phalanx.plan.layout.shard_copies import GATHER_SHARE, keepers_of, publication, shard_holders, sums_whole
 from phalanx.plan.layout.state import StateLayouts
 from phalanx.plan.mapping.folding import GRADIENT_RULES, Folding, legal_foldings
-from phalanx.plan.mapping.model import PRESETS, parameters, resolve_model
 from phalanx.plan.mapping.placement import plain_placement
+from phalanx.plan.model.model import PRESETS, parameters, resolve_model
 from phalanx.plan.pipeline.run import make_pipeline
 from phalanx.plan.recovery.generation import RecoveryPlanner
 from phalanx.plan.reshard.plan import plan_reshard

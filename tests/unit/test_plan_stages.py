@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from phalanx.core.errors import PlanError
-from phalanx.plan.mapping.model import PRESETS, flops_per_token
 from phalanx.plan.mapping.stages import (
     LayerCosts,
     assign_stages,
@@ -18,8 +17,9 @@ from phalanx.plan.mapping.stages import (
     layer_costs,
     stage_problems,
 )
-from phalanx.plan.pipeline.orders import looped_ranks, vee_ranks
-from phalanx.plan.pipeline.schedule import make_schedule
+from phalanx.plan.model.model import PRESETS, flops_per_token
+from phalanx.plan.pipeline.schedule.make import make_schedule
+from phalanx.plan.pipeline.schedule.orders import looped_ranks, vee_ranks
 
 pytestmark = pytest.mark.unit
 LAPTOP = PRESETS["laptop"]

@@ -11,8 +11,8 @@ import pytest
 
 from phalanx.core.config import ModelConfig, RouterConfig
 from phalanx.plan.mapping.folding import Folding
-from phalanx.plan.mapping.model import flops_per_token, resolve_model
 from phalanx.plan.mapping.placement import LayerPlacements, Placement
+from phalanx.plan.model.model import flops_per_token, resolve_model
 from phalanx.plan.recovery.generation import RecoveryPlanner
 from phalanx.plan.recovery.stragglers import (
     TOLD,

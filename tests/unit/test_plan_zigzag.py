@@ -10,7 +10,7 @@ from hypothesis import given, settings, strategies as st
 from zigzag_ring import RingPlan, plan_ring
 
 from phalanx.core.errors import PlanError
-from phalanx.plan.mapping.zigzag import AttentionBlock, attention_blocks, layout_problems, make_layout, ring_source
+from phalanx.plan.attention.zigzag import AttentionBlock, attention_blocks, layout_problems, make_layout, ring_source
 
 pytestmark = pytest.mark.unit
 

@@ -22,8 +22,8 @@ from phalanx.cli.predicting.against import as_it_ran
 from phalanx.core.errors import ConfigError, DataError
 from phalanx.core.events import ClockCompared, Collective, Event, MoveRecorded, StepPublished, StepRecorded, TeamFormed
 from phalanx.core.recipe import load_recipe
-from phalanx.observe.lanes import read_recording
-from phalanx.observe.trace import perfetto_trace
+from phalanx.observe.recorded.lanes import read_recording
+from phalanx.observe.recorded.trace import perfetto_trace
 from phalanx.plan.layout.parameters import Box
 from phalanx.plan.mapping.folding import Folding
 from phalanx.plan.mapping.placement import LayerPlacements, Placement

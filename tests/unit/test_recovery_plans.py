@@ -13,7 +13,7 @@ import pytest
 from recovery_plan_help import after, fresh, new_member, planner, shuffled, tiny
 
 from phalanx.core.errors import PlanError
-from phalanx.plan.layout.box_parts import without
+from phalanx.plan.layout.box_cells import without
 from phalanx.plan.layout.parameters import Box
 from phalanx.plan.layout.state import StateLayouts
 from phalanx.plan.layout.tensors import Held
@@ -21,9 +21,9 @@ from phalanx.plan.mapping.folding import Folding
 from phalanx.plan.recovery.generation import GenerationPlan, RecoveryPlanner, recovery_problems
 from phalanx.plan.recovery.ranks import assigned
 from phalanx.plan.recovery.state_descriptor import StateDescriptor, read_standing
-from phalanx.plan.recovery.suspects import StatePiece, all_agree, find_suspects, row_of, sums_of
 from phalanx.plan.reshard.plan import plan_reshard
 from phalanx.plan.reshard.types import Move, equal_hosts
+from phalanx.train.placement.suspects import StatePiece, all_agree, find_suspects, row_of, sums_of
 
 FOLDINGS = [
     Folding(world=8, ep=2),

@@ -16,7 +16,7 @@ from speed_help import full_speed_s
 from tiers import times
 
 from phalanx.core.errors import PlanError
-from phalanx.plan.layout.meshes import Partial, Replicate, Shard, mesh_layout, read_layout
+from phalanx.plan.layout.mesh.placements import Partial, Replicate, Shard, mesh_layout, read_layout
 from phalanx.plan.layout.parameters import Box
 from phalanx.plan.layout.tensors import Held, TensorLayout, whole_layout
 from phalanx.plan.reshard.plan import METHODS, plan_reshard

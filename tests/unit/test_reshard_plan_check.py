@@ -11,7 +11,7 @@ import pytest
 from reshard_plan_help import equal_hosts
 
 from phalanx.core.errors import PlanError
-from phalanx.plan.layout.meshes import Partial, Replicate, mesh_layout, read_layout
+from phalanx.plan.layout.mesh.placements import Partial, Replicate, mesh_layout, read_layout
 from phalanx.plan.layout.parameters import Box
 from phalanx.plan.layout.tensors import whole_layout
 from phalanx.plan.reshard.check import plan_problems

@@ -13,7 +13,7 @@ from reshard_plan_help import random_layout
 
 from phalanx.core.errors import PlanError
 from phalanx.plan.layout.check import coverage_problems, layout_problems, lost_boxes
-from phalanx.plan.layout.meshes import Partial, Ragged, Replicate, Shard, Strided, mesh_layout, read_layout
+from phalanx.plan.layout.mesh.placements import Partial, Ragged, Replicate, Shard, Strided, mesh_layout, read_layout
 from phalanx.plan.layout.parameters import Box
 from phalanx.plan.layout.tensors import Held, TensorLayout, whole_layout
 

@@ -19,8 +19,8 @@ from phalanx.kernels.triton.layer import ArrivalCounts, LaunchShape, pack_weight
 from phalanx.kernels.triton.symmetric import ArenaSpec
 from phalanx.kernels.triton.tiles import TileShape
 from phalanx.plan.mapping.folding import legal_foldings, make_folding
-from phalanx.plan.mapping.model import PRESETS
-from phalanx.plan.moe.overlap.fused import fused_launch
+from phalanx.plan.model.model import PRESETS
+from phalanx.plan.moe.overlap.fused.launch import fused_launch
 from phalanx.plan.recipe import run_problems
 from phalanx.simulate.from_recipe import job_of_recipe, mapping_of_recipe, resolve_recipe
 from phalanx.simulate.hardware.clusters import Hardware, load_hardware, parse_cluster

@@ -14,7 +14,7 @@ from phalanx.core.config import PipelineConfig, Recipe
 from phalanx.core.errors import ConfigError
 from phalanx.core.recipe import dump_recipe, load_recipe
 from phalanx.plan.mapping.folding import Folding, make_folding
-from phalanx.plan.mapping.model import PRESETS
+from phalanx.plan.model.model import PRESETS
 from phalanx.plan.moe.dispatch import DispatchSpec, rows_of_source
 from phalanx.plan.pipeline.run import make_pipeline
 from phalanx.plan.recipe import run_problems

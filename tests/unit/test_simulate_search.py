@@ -6,9 +6,9 @@ from itertools import combinations
 import pytest
 
 from phalanx.plan.mapping.folding import Folding
-from phalanx.plan.mapping.model import PRESETS
-from phalanx.plan.pipeline.clock import simulate, uniform_costs
-from phalanx.plan.pipeline.schedule import SCHEDULES, make_schedule
+from phalanx.plan.model.model import PRESETS
+from phalanx.plan.pipeline.schedule.clock import simulate, uniform_costs
+from phalanx.plan.pipeline.schedule.make import SCHEDULES, make_schedule
 from phalanx.simulate.hardware.clusters import GpuCluster, parse_cluster
 from phalanx.simulate.mapping.mapping import Job, Mapping, Overlap
 from phalanx.simulate.mapping.shape import shape_of

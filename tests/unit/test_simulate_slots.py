@@ -11,10 +11,10 @@ import pytest
 from phalanx.core.recipe import load_recipe
 from phalanx.plan.layout.holders import PART_MULTIPLE, HolderBlock, plan_holders
 from phalanx.plan.mapping.folding import make_folding
-from phalanx.plan.mapping.model import PRESETS
 from phalanx.plan.mapping.stages import Stage
-from phalanx.plan.placement.replicas import zipf_loads
+from phalanx.plan.model.model import PRESETS
 from phalanx.plan.placement.run import ReplicaSettings, stage_replicas
+from phalanx.plan.placement.search.replicas import zipf_loads
 from phalanx.plan.recipe import run_problems
 from phalanx.simulate.from_recipe import job_of_recipe, mapping_of_recipe, resolve_recipe
 from phalanx.simulate.hardware.clusters import parse_cluster

@@ -13,10 +13,10 @@ from hypothesis import given, settings, strategies as st
 from phalanx.cli.main import main
 from phalanx.core.errors import PlanError
 from phalanx.plan.mapping.folding import Folding
-from phalanx.plan.mapping.model import PRESETS
-from phalanx.plan.pipeline.clock import ScheduleCosts, simulate
-from phalanx.plan.pipeline.many import makespans
-from phalanx.plan.pipeline.schedule import SCHEDULES, make_schedule
+from phalanx.plan.model.model import PRESETS
+from phalanx.plan.pipeline.schedule.clock import ScheduleCosts, simulate
+from phalanx.plan.pipeline.schedule.make import SCHEDULES, make_schedule
+from phalanx.plan.pipeline.schedule.many import makespans
 from phalanx.simulate.failures.slow_step import with_stragglers
 from phalanx.simulate.hardware.clusters import parse_cluster
 from phalanx.simulate.hardware.routing import RouterModel

@@ -12,7 +12,7 @@ from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError
 from phalanx.core.recipe import load_recipe
 from phalanx.plan.mapping.stage_foldings import parse_stages
-from phalanx.plan.pipeline.clock import chain
+from phalanx.plan.pipeline.schedule.clock import chain
 from phalanx.plan.recipe import run_problems
 from phalanx.simulate.failures.recovery_cluster import host_lost
 from phalanx.simulate.failures.slow_step import with_stragglers

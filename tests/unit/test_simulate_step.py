@@ -11,10 +11,10 @@ from speed_help import full_speed_s
 
 from phalanx.core.errors import PlanError
 from phalanx.plan.mapping.folding import Folding
-from phalanx.plan.mapping.model import PRESETS, flops_per_token as planned_flops
-from phalanx.plan.pipeline.clock import ScheduleCosts, Timeline, simulate, uniform_costs
-from phalanx.plan.pipeline.pairs import choose_pairs
-from phalanx.plan.pipeline.schedule import SCHEDULES, Schedule, make_schedule
+from phalanx.plan.model.model import PRESETS, flops_per_token as planned_flops
+from phalanx.plan.pipeline.schedule.clock import ScheduleCosts, Timeline, simulate, uniform_costs
+from phalanx.plan.pipeline.schedule.make import SCHEDULES, Schedule, make_schedule
+from phalanx.plan.pipeline.schedule.pairs import choose_pairs
 from phalanx.simulate.hardware.clusters import parse_cluster
 from phalanx.simulate.hardware.routing import RouterModel
 from phalanx.simulate.mapping.mapping import Job, Mapping, Overlap

@@ -11,7 +11,7 @@ import pytest
 from phalanx.core.config import FoldingConfig, LaunchConfig, ModelConfig, PipelineConfig, Recipe, TrainConfig
 from phalanx.core.errors import ConfigError
 from phalanx.plan.mapping.folding import make_folding
-from phalanx.plan.mapping.model import PRESETS
+from phalanx.plan.model.model import PRESETS
 from phalanx.simulate.from_recipe import job_of_recipe, mapping_of_recipe, resolve_recipe
 from phalanx.simulate.hardware.clusters import load_hardware, parse_cluster
 from phalanx.simulate.hardware.collectives import GroupSpan, Network

@@ -11,9 +11,9 @@ from overlap_clock import predict as clock
 from phalanx.cli.main import main
 from phalanx.core.errors import ConfigError
 from phalanx.plan.mapping.folding import make_folding
-from phalanx.plan.mapping.model import PRESETS
-from phalanx.plan.moe.overlap.choose import SERIAL, compare
-from phalanx.plan.moe.overlap.cost import LayerShape, OverlapCost
+from phalanx.plan.model.model import PRESETS
+from phalanx.plan.moe.overlap.prediction.choose import SERIAL, compare
+from phalanx.plan.moe.overlap.prediction.cost import LayerShape, OverlapCost
 from phalanx.plan.moe.overlap.settings import CANDIDATES, FINE
 from phalanx.simulate.from_recipe import mapping_of_recipe, resolve_recipe
 from phalanx.simulate.hardware.clusters import Hardware, load_hardware, parse_cluster
@@ -81,7 +81,7 @@ def passes(hardware: Hardware, layer: TileLayer, way: str) -> tuple[LayerPass, L
     return layer_passes(layer, lambda d: pieces(hardware, layer, d), WAYS[way])  # type: ignore[arg-type]
 
 
-# ---- the clock of plan/moe/overlap/clock.py -----------------------------------------------------------------------------------------
+# ---- the clock of plan/moe/overlap/prediction/clock.py -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("way", ["tiles", "fine", "auto"])

@@ -18,7 +18,6 @@ from phalanx.models.shard import part_of
 from phalanx.plan.layout.activations import activation_layout
 from phalanx.plan.layout.parameters import local_param
 from phalanx.plan.mapping.folding import Folding, make_folding
-from phalanx.plan.mapping.model import PRESETS, parameters
 from phalanx.plan.mapping.placement import plain_placement
 from phalanx.plan.mapping.stage_foldings import (
     ACROSS_STAGES,
@@ -27,6 +26,7 @@ from phalanx.plan.mapping.stage_foldings import (
     resolve_mapping,
     staged_problems,
 )
+from phalanx.plan.model.model import PRESETS, parameters
 from phalanx.plan.recipe import run_problems
 
 pytestmark = pytest.mark.unit

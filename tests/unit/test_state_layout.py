@@ -15,11 +15,11 @@ from phalanx.plan.layout.parameters import flat_layouts, stage_params
 from phalanx.plan.layout.state import StateLayouts
 from phalanx.plan.layout.tensors import TensorLayout
 from phalanx.plan.mapping.folding import make_folding
-from phalanx.plan.mapping.model import PRESETS, RouterSpec
 from phalanx.plan.mapping.placement import Placement, plain_placement
 from phalanx.plan.mapping.stage_foldings import AnyFolding, parse_stages
+from phalanx.plan.model.model import PRESETS, RouterSpec
 from phalanx.plan.pipeline.run import make_pipeline
-from phalanx.plan.pipeline.weight_waves import divide, read_layout, rows_of
+from phalanx.plan.reshard.weight_waves import divide, read_layout, rows_of
 
 pytestmark = pytest.mark.unit
 

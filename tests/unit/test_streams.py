@@ -14,15 +14,15 @@ from overlap_plan_help import plans_of_group
 from phalanx.core.errors import ConfigError, PlanError, RunError
 from phalanx.plan.mapping.folding import make_folding
 from phalanx.plan.moe.dispatch import plan_dispatch
-from phalanx.plan.moe.overlap.plan import backward_of
-from phalanx.plan.moe.overlap.rounds import MessageEnd, rounds_of
-from phalanx.plan.moe.overlap.types import TileSchedule
+from phalanx.plan.moe.overlap.tiles.plan import backward_of
+from phalanx.plan.moe.overlap.tiles.rounds import MessageEnd, rounds_of
+from phalanx.plan.moe.overlap.tiles.types import TileSchedule
 from phalanx.runtime.comm import groups
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.exchange import Exchange, Message
 from phalanx.runtime.comm.groups import Axis
-from phalanx.runtime.comm.streams import CudaStreams, Posted, leave_free, leaving_free, streams_of
 from phalanx.runtime.moe.overlap_streams import RoundMessages
+from phalanx.runtime.moe.streams import CudaStreams, Posted, leave_free, leaving_free, streams_of
 
 pytestmark = pytest.mark.unit
 AXIS = Axis("ep_etp", (0, 1, 2), 0, None)

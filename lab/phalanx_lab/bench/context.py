@@ -37,12 +37,13 @@ from phalanx.kernels.native import compiled_rows
 from phalanx.models.context import ForwardInfo, ModelContext, TokenBatch
 from phalanx.models.shard import part_of
 from phalanx.plan.mapping.folding import fit_problems, make_folding
-from phalanx.plan.mapping.model import PRESETS
 from phalanx.plan.mapping.placement import plain_placement
+from phalanx.plan.model.model import PRESETS
 from phalanx.plan.moe.dispatch import DispatchSpec
 from phalanx.runtime.comm.collectives import Collectives
-from phalanx.runtime.comm.groups import GroupCache, WorldInfo, build_groups, close_world, init_world
-from phalanx.runtime.comm.launch import StopRequest, run_local
+from phalanx.runtime.comm.groups import GroupCache, build_groups
+from phalanx.runtime.processes.launch import StopRequest, run_local
+from phalanx.runtime.processes.world import WorldInfo, close_world, init_world
 from phalanx.train.assembly import assemble
 from phalanx.train.setup.machine import MemoryMeter
 from phalanx.train.step.loss import num_valid, objective

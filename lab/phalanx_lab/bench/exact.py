@@ -25,12 +25,13 @@ from phalanx.kernels.cpu.lanes import Lanes
 from phalanx.kernels.native import compiled_rows
 from phalanx.models.context import ModelContext, TokenBatch
 from phalanx.plan.mapping.folding import Folding, make_folding
-from phalanx.plan.mapping.model import resolve_model
 from phalanx.plan.mapping.placement import plain_placement
+from phalanx.plan.model.model import resolve_model
 from phalanx.plan.moe.dispatch import DispatchSpec
 from phalanx.runtime.comm.collectives import Collectives
-from phalanx.runtime.comm.groups import GroupCache, WorldInfo, build_groups, close_world, init_world
-from phalanx.runtime.comm.launch import StopRequest, run_local
+from phalanx.runtime.comm.groups import GroupCache, build_groups
+from phalanx.runtime.processes.launch import StopRequest, run_local
+from phalanx.runtime.processes.world import WorldInfo, close_world, init_world
 from phalanx.train.assembly import assemble
 from phalanx.train.step.exact import exact_sums
 from phalanx.train.step.transaction import StepParts, train_step

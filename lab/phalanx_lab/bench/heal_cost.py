@@ -39,9 +39,6 @@ from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.core.files import check_writable, write_json
 from phalanx.observe.sinks import open_sinks
 from phalanx.runtime.checkpoint.manager import CheckpointManager
-from phalanx.runtime.comm.allocator import keep_freed_memory
-from phalanx.runtime.comm.groups import WorldInfo
-from phalanx.runtime.comm.launch import StopRequest
 from phalanx.runtime.comm.peers import Peers
 from phalanx.runtime.membership.member import resolve_now
 from phalanx.runtime.membership.rendezvous import GroupEpoch
@@ -49,6 +46,9 @@ from phalanx.runtime.membership.supervisor import Supervisor, SupervisorSettings
 from phalanx.runtime.membership.votes import MemberReport
 from phalanx.runtime.membership.watcher import AgentSettings
 from phalanx.runtime.membership.worker_agent import WorkerAgent
+from phalanx.runtime.processes.allocator import keep_freed_memory
+from phalanx.runtime.processes.launch import StopRequest
+from phalanx.runtime.processes.world import WorldInfo
 from phalanx.train.build import make_loader, make_parts
 from phalanx.train.loop import Trainer
 from phalanx.train.placement.rebalancer import Rebalancer

@@ -18,9 +18,9 @@ from phalanx.plan.mapping.folding import make_folding
 from phalanx.plan.mapping.placement import plain_placement
 from phalanx.plan.moe.dispatch import DispatchSpec
 from phalanx.plan.pipeline.run import make_pipeline
-from phalanx.runtime.comm.allocator import keep_freed_memory
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.groups import GroupCache, Groups, build_groups
+from phalanx.runtime.processes.allocator import keep_freed_memory
 from phalanx.train.assembly import assemble
 from phalanx.train.step.transaction import eval_loss, train_step
 from phalanx_lab.bench.workload import BETAS, CLIP_NORM, LEARNING_RATE, WEIGHT_DECAY, Shape, batch_of

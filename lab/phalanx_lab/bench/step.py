@@ -30,19 +30,12 @@ import tyro
 from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.core.files import check_writable, write_json
 from phalanx.core.units import format_rate
-from phalanx.plan.mapping.cluster import ClusterSpec
 from phalanx.plan.mapping.folding import make_folding
-from phalanx.runtime.comm.allocator import keep_freed_memory
+from phalanx.plan.reshard.cluster import ClusterSpec
 from phalanx.runtime.comm.collectives import Collectives
-from phalanx.runtime.comm.groups import (
-    Axis,
-    GroupCache,
-    build_groups,
-    close_world,
-    init_world,
-    read_world,
-    with_second_groups,
-)
+from phalanx.runtime.comm.groups import Axis, GroupCache, build_groups, with_second_groups
+from phalanx.runtime.processes.allocator import keep_freed_memory
+from phalanx.runtime.processes.world import close_world, init_world, read_world
 from phalanx_lab.bench.ours import Ours
 from phalanx_lab.bench.rates import request, serve, tell, told
 from phalanx_lab.bench.workload import Shape

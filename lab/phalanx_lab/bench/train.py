@@ -27,7 +27,7 @@ import tyro
 from phalanx.core.errors import RunError
 from phalanx.core.files import check_writable, write_json
 from phalanx.core.processor import this_processor
-from phalanx.plan.mapping.model import flops_per_token
+from phalanx.plan.model.model import flops_per_token
 from phalanx.train.setup.machine import matmul_flops_per_s
 from phalanx_lab.bench.baseline_transformers import Baseline, fastest, transformers_version
 from phalanx_lab.bench.ours import Ours

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.plan.mapping.model import ModelSpec, RouterSpec
+from phalanx.plan.model.model import ModelSpec, RouterSpec
 
 
 @dataclass(frozen=True, kw_only=True)

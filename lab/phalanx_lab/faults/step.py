@@ -19,11 +19,11 @@ from phalanx.models.block import Block
 from phalanx.models.context import ForwardInfo, TokenBatch
 from phalanx.models.decoder import Decoder, DecoderOutput
 from phalanx.models.shard import part_of
+from phalanx.plan.attention.zigzag import make_layout
 from phalanx.plan.mapping.folding import Folding, to_dict
 from phalanx.plan.mapping.grid import Grid
 from phalanx.plan.mapping.stage_foldings import AnyFolding
 from phalanx.plan.mapping.stages import Stage
-from phalanx.plan.mapping.zigzag import make_layout
 from phalanx.plan.moe.dispatch import DispatchPlan, split_over_replicas
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.groups import Axis, GroupCache, Groups, build_groups

@@ -17,7 +17,7 @@ import tyro
 
 from phalanx.core.errors import Problem, TestbedError
 from phalanx.core.files import check_writable, write_json
-from phalanx.plan.mapping.cluster import ClusterSpec, parse_rate
+from phalanx.plan.reshard.cluster import ClusterSpec, parse_rate
 from phalanx_lab.testbed.bed import Testbed
 from phalanx_lab.testbed.measure import measure as measure_links
 from phalanx_lab.testbed.owner import reap_stale

@@ -4,7 +4,7 @@ glibc keeps a few freed blocks of each small size to itself, per thread, and doe
 splinters at its ends (it is aligned to 64 bytes), and a splinter that is kept apart keeps the space around it from being used for a tensor
 of the same size again: the heap of a step grows by a sixth and goes on growing (docs/explanation/memory.md); speed is the same. And it asks for pages of
 2 MiB where told to (Linux gives them to those who ask), with which a step takes a twentieth less. The other settings are made while running
-(`runtime/comm/allocator.py`).
+(`runtime/processes/allocator.py`).
 """
 
 from __future__ import annotations

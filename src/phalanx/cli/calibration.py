@@ -31,20 +31,8 @@ from phalanx.kernels.cpu.lanes import Lanes
 from phalanx.kernels.cpu.norm import rms_norm
 from phalanx.kernels.cpu.swiglu import swiglu
 from phalanx.kernels.native import compiled_rows
-from phalanx.runtime.comm import (
-    Axis,
-    Collectives,
-    GroupCache,
-    Message,
-    Peers,
-    StopRequest,
-    WorldInfo,
-    close_world,
-    init_world,
-    own_group,
-    run_local,
-    threads_per_rank,
-)
+from phalanx.runtime.comm import Axis, Collectives, GroupCache, Message, Peers, own_group
+from phalanx.runtime.processes import StopRequest, WorldInfo, close_world, init_world, run_local, threads_per_rank
 from phalanx.simulate.hardware import (
     HostRows,
     Measurements,

@@ -35,7 +35,7 @@ def main(args: list[str]) -> int:
     """Run `phalanx export-hf ARGS...`; returns the exit status."""
     options = tyro.cli(ExportArgs, args=args, prog="phalanx export-hf", description=__doc__)
     raise_if(problems(options), ConfigError, subject="the command")
-    from phalanx.runtime.comm import run_local
+    from phalanx.runtime.processes import run_local
     from phalanx.train.huggingface import begin_export, finish_export, plan_export, write_shards
 
     plan = plan_export(

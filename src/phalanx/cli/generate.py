@@ -41,7 +41,7 @@ def main(args: list[str]) -> int:
     raise_if(problems(options), ConfigError, subject="the command")
     import torch
 
-    from phalanx.runtime.comm import threads_per_rank
+    from phalanx.runtime.processes import threads_per_rank
     from phalanx.train import Sampling, generate, load_model
 
     torch.set_num_threads(threads_per_rank(1, options.threads))

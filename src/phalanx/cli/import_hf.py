@@ -29,7 +29,7 @@ def main(args: Sequence[str]) -> int:
         print(__doc__.strip())
         return 0
     folder, overrides = read_args(args)
-    from phalanx.runtime.comm import WorldInfo, run_local, run_one, threads_per_rank
+    from phalanx.runtime.processes import WorldInfo, run_local, run_one, threads_per_rank
     from phalanx.train.huggingface import import_rank, open_checkpoint, plan_import
 
     job = plan_import(open_checkpoint(folder, mtp_layers=asked_mtp_layers(overrides)), overrides)

@@ -20,7 +20,6 @@ from phalanx.core.files import check_writable, write_json
 from phalanx.core.units import format_bytes, format_seconds
 from phalanx.observe import (
     METRICS,
-    Course,
     History,
     Record,
     TableRow,
@@ -28,11 +27,10 @@ from phalanx.observe import (
     exchange_words,
     header,
     read_history,
-    read_run,
-    recovery_figures,
     row_line,
     short,
 )
+from phalanx.observe.recorded import Course, read_run, recovery_figures
 
 MAX_ROWS = 20
 EXCHANGE = ("exposed_forward_s", "exposed_backward_s", "hidden_forward_s", "hidden_backward_s")

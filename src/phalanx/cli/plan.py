@@ -25,20 +25,16 @@ from phalanx.core.files import check_writable, write_json, write_text
 from phalanx.core.units import format_count, format_rate
 from phalanx.observe.pictures import folding_svg
 from phalanx.plan.mapping import (
-    GROUP_NAMES,
-    PRESETS,
     Folding,
-    ModelSpec,
     fit_problems,
-    flops_per_token,
     folding_problems,
+    group_names,
     nearest_folding,
-    parameters,
     parse_stages,
     staged_problems,
-    to_dict,
     to_json_dict,
 )
+from phalanx.plan.model import PRESETS, ModelSpec, flops_per_token, parameters
 
 DEFAULT_SEQ = 4096
 PRESET_NAMES = ", ".join(PRESETS)
@@ -189,10 +185,10 @@ def folding_result(
         "num_groups": len(groups),
         "seconds": seconds,
         "tiles": tiles,
-        "folding": to_dict(mapping) if mapping_is_positive(mapping) else None,
+        "folding": to_json_dict(mapping) if mapping_is_positive(mapping) else None,
         "hash": mapping.hash if tiles else None,
-        "groups": {name: len(mapping.groups(name)) for name in GROUP_NAMES} if tiles else {},
-        "nearest": None if near is None else to_dict(near),
+        "groups": {name: len(mapping.groups(name)) for name in group_names(mapping)} if tiles else {},
+        "nearest": None if near is None else to_json_dict(near),
     }
 
 

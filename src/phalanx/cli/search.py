@@ -19,7 +19,7 @@ from phalanx.core.files import check_writable, write_json, write_text
 from phalanx.core.recipe import dump_recipe
 from phalanx.core.units import format_bytes, format_seconds
 from phalanx.observe.pictures import Series, plot
-from phalanx.plan.pipeline import SCHEDULES
+from phalanx.plan.pipeline.schedule import SCHEDULES
 from phalanx.simulate.hardware import RouterModel
 from phalanx.simulate.mapping import (
     Job,

@@ -104,7 +104,7 @@ def _presets(setting: Setting) -> str:
     """The presets are the model plan's; core knows only that the setting is a word."""
     if setting.name != "model.preset":
         return ""
-    from phalanx.plan.mapping import PRESETS
+    from phalanx.plan.model import PRESETS
 
     return f"Presets: {', '.join(PRESETS)}."
 

@@ -14,7 +14,7 @@ from phalanx.core.files import check_writable, write_json
 from phalanx.core.units import format_bytes
 
 if TYPE_CHECKING:
-    from phalanx.runtime.comm import StopRequest, WorldInfo
+    from phalanx.runtime.processes import StopRequest, WorldInfo
     from phalanx.train.sync import SyncPlan
 
 
@@ -46,7 +46,7 @@ def main(args: list[str]) -> int:
     """Run `phalanx sync ARGS...`; returns the exit status."""
     options = tyro.cli(SyncArgs, args=args, prog="phalanx sync", description=__doc__)
     check_writable(options.json)
-    from phalanx.runtime.comm import read_world, run_local, run_one
+    from phalanx.runtime.processes import read_world, run_local, run_one
     from phalanx.train.sync import plan_sync
 
     plan = plan_sync(

@@ -18,7 +18,7 @@ from rich.text import Text
 from phalanx.cli.predicting.arguments import read_steps
 from phalanx.core.files import check_writable, write_json, write_text
 from phalanx.core.units import format_bytes, format_seconds
-from phalanx.observe import (
+from phalanx.observe.recorded import (
     Course,
     Exposure,
     RankMove,

@@ -32,7 +32,7 @@ from phalanx.plan import choose_recovery, run_problems
 from phalanx.plan.recovery import wanted_ranks
 
 if TYPE_CHECKING:
-    from phalanx.runtime.comm import WorldInfo
+    from phalanx.runtime.processes import WorldInfo
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def _stopped_as_by_ctrl_c() -> Iterator[None]:
 
 
 def _train(request: Request) -> int:
-    from phalanx.runtime.comm import read_world  # torch takes a second or two to import: not for --help
+    from phalanx.runtime.processes import read_world
 
     launched = read_world()
     several = launched is not None and launched.local_world < launched.world
@@ -88,7 +88,7 @@ def _show(recipe: Recipe, launched: WorldInfo | None) -> None:
 
     from phalanx.cli.predicting.dry_run import Machine, available_bytes, dry_run
     from phalanx.core.processor import this_processor
-    from phalanx.runtime.comm import threads_per_rank
+    from phalanx.runtime.processes import threads_per_rank
 
     local = launched.local_world if launched else recipe.launch.ranks
     machine = Machine(
@@ -150,7 +150,7 @@ def _launch_problems(request: Request, recipe: Recipe, world: int | None) -> lis
 def start(recipe: Recipe, environ: Mapping[str, str]) -> int:
     """Become one rank, or the parent of all local ranks."""
     from phalanx.runtime.checkpoint import import_now
-    from phalanx.runtime.comm import WorldInfo, read_world, run_local, run_one, threads_per_rank
+    from phalanx.runtime.processes import WorldInfo, read_world, run_local, run_one, threads_per_rank
     from phalanx.train import train
     from phalanx.train.placement import Rebalancer
 

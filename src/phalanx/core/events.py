@@ -231,7 +231,7 @@ class ClockCompared(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class WarmupChosen(Event):
-    """How many forwards ahead of 1F1B each pipeline rank does from here on, measured in the step before (``plan/pipeline/eager.py``)."""
+    """How many forwards ahead of 1F1B each pipeline rank does from here on, measured in the step before (``plan/pipeline/schedule/eager.py``)."""
 
     step: int
     """Steps committed so far."""

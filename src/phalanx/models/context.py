@@ -14,7 +14,8 @@ from phalanx.kernels.cpu.deferred import DeferredGradients
 from phalanx.kernels.cpu.fixed_point import FixedSums
 from phalanx.kernels.cpu.lanes import SERIAL, Lanes
 from phalanx.plan.layout import ExpertState
-from phalanx.plan.mapping import AnyPlacement, ModelSpec, Stage, StagePlan, assign_stages
+from phalanx.plan.mapping import AnyPlacement, Stage, StagePlan, assign_stages
+from phalanx.plan.model import ModelSpec
 from phalanx.plan.moe import DispatchSpec
 from phalanx.plan.program import Phase
 from phalanx.runtime.comm import Collectives, Groups

@@ -30,7 +30,7 @@ from phalanx.models.context import ForwardInfo, ModelContext, TokenBatch
 from phalanx.models.layers import Linear, RMSNorm
 from phalanx.models.parallel import SequenceParallel, context_parallel
 from phalanx.models.recompute import attend
-from phalanx.plan.mapping import softmax_factor
+from phalanx.plan.model import softmax_factor
 
 LATENT_EPS = 1e-6
 

@@ -20,7 +20,7 @@ from phalanx.kernels.cpu.linear import linear
 from phalanx.kernels.cpu.norm import residual_norm, rms_norm
 from phalanx.models.context import ModelContext
 from phalanx.plan.layout import LocalParam, Piece, local_param
-from phalanx.plan.mapping import ModelSpec, ParamSpec, parameters
+from phalanx.plan.model import ModelSpec, ParamSpec, parameters
 
 
 @lru_cache(maxsize=8)

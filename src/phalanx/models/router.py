@@ -30,7 +30,7 @@ from phalanx.kernels.cpu.lanes import Lanes
 from phalanx.kernels.cpu.shapes import cache_blocks
 from phalanx.models.context import ForwardInfo, ModelContext
 from phalanx.models.layers import new_parameter
-from phalanx.plan.mapping import RouterSpec
+from phalanx.plan.model import RouterSpec
 from phalanx.plan.moe import forced_experts
 from phalanx.plan.program import op_id
 

@@ -1,4 +1,4 @@
-"""Which part of a micro-batch a rank works on: the cp ranks share each sequence (zigzag, `plan/mapping/zigzag.py`), the tp ranks share the rows
+"""Which part of a micro-batch a rank works on: the cp ranks share each sequence (zigzag, `plan/attention/zigzag.py`), the tp ranks share the rows
 of a cp part between the layers (`models/parallel.py`), and where a pipeline stage has more dp than there are pipelines, its ranks share the
 sequences (`plan/mapping/stage_foldings.py`). Pure indexing; every rank of a pipeline has the whole micro-batch.
 
@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 
 from phalanx.models.context import TokenBatch
-from phalanx.plan.mapping import AnyFolding, Folding, make_layout
+from phalanx.plan.attention import make_layout
+from phalanx.plan.mapping import AnyFolding, Folding
 
 
 def part_of(batch: TokenBatch, folding: AnyFolding, rank: int) -> TokenBatch:

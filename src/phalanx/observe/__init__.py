@@ -1,4 +1,4 @@
-"""Where events go: console, files, TensorBoard. Imports core only."""
+"""Where events go while a run trains: console, files, TensorBoard, Prometheus; and the history of a run as a table. What a recorded run did is read in `recorded/`."""
 
 from __future__ import annotations
 
@@ -13,25 +13,13 @@ if TYPE_CHECKING:
         History as History,
         JsonlSink as JsonlSink,
         Record as Record,
+        apply as apply,
+        log_path as log_path,
+        read_events as read_events,
         read_history as read_history,
-    )
-    from phalanx.observe.exposure import Exposure as Exposure, by_axis as by_axis, by_layer as by_layer
-    from phalanx.observe.lanes import (
-        RankMove as RankMove,
-        RankStep as RankStep,
-        Recording as Recording,
-        find_recording as find_recording,
-        read_recording as read_recording,
     )
     from phalanx.observe.metrics import METRICS as METRICS
     from phalanx.observe.preparation import PreparationProgress as PreparationProgress
-    from phalanx.observe.recovery import (
-        Course as Course,
-        read_run as read_run,
-        recovery_figures as recovery_figures,
-        recovery_spans as recovery_spans,
-        recovery_trace as recovery_trace,
-    )
     from phalanx.observe.sinks import (
         Sinks as Sinks,
         open_sinks as open_sinks,
@@ -49,6 +37,5 @@ if TYPE_CHECKING:
         row_line as row_line,
         short as short,
     )
-    from phalanx.observe.trace import perfetto_trace as perfetto_trace
 else:
     __getattr__ = lazy(__name__)

@@ -13,17 +13,8 @@ from phalanx.core.errors import ConfigError, Problem
 from phalanx.core.rules import value_of
 from phalanx.core.samples import num_rounds
 from phalanx.core.settings import describe_settings
-from phalanx.plan.mapping import (
-    PRESETS,
-    AnyFolding,
-    Folding,
-    ModelSpec,
-    StagedFolding,
-    folding_problems,
-    parse_stages,
-    resolve_mapping,
-    resolve_model,
-)
+from phalanx.plan.mapping import AnyFolding, Folding, StagedFolding, folding_problems, parse_stages, resolve_mapping
+from phalanx.plan.model import PRESETS, ModelSpec, resolve_model
 from phalanx.plan.moe.overlap import (
     block_problems,
     fused_setting_problems,

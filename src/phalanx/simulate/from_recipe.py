@@ -13,7 +13,8 @@ from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.plan import equal_shares
 from phalanx.plan.layout import stage_params
-from phalanx.plan.mapping import Folding, ModelSpec, parse_stages, resolve_mapping, resolve_model
+from phalanx.plan.mapping import Folding, parse_stages, resolve_mapping
+from phalanx.plan.model import ModelSpec, resolve_model
 from phalanx.plan.moe import DispatchSpec, rows_of_source
 from phalanx.plan.moe.overlap import parse_overlap
 from phalanx.plan.pipeline import Pipeline, make_pipeline

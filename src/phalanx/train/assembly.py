@@ -15,7 +15,8 @@ from phalanx.kernels.cpu.deferred import DeferredGradients
 from phalanx.kernels.cpu.fixed_point import FixedSums
 from phalanx.models import Decoder, ModelContext
 from phalanx.plan.layout import FlatLayout, flat_layouts, stage_params
-from phalanx.plan.mapping import GRADIENT_RULES, GradientRule, buffers
+from phalanx.plan.mapping import GRADIENT_RULES, GradientRule
+from phalanx.plan.model import buffers
 from phalanx.plan.pipeline import Pipeline, plain_pipeline
 from phalanx.plan.reshard import equal_hosts
 from phalanx.runtime.state import GradientBuffers, ShardedState, borrowable

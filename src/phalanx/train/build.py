@@ -25,7 +25,8 @@ from phalanx.kernels.cpu.grouped import MAX_PIECE, expert_ffn
 from phalanx.kernels.cpu.lanes import Lanes
 from phalanx.kernels.cpu.shapes import padded_rows
 from phalanx.models import ModelContext, TokenBatch, part_of
-from phalanx.plan.mapping import AnyFolding, AnyPlacement, ModelSpec
+from phalanx.plan.mapping import AnyFolding, AnyPlacement
+from phalanx.plan.model import ModelSpec
 from phalanx.plan.moe import capacity
 from phalanx.plan.pipeline import Pipeline
 from phalanx.train.assembly import assemble

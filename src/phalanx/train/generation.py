@@ -24,7 +24,8 @@ from phalanx.kernels.cpu.lanes import Lanes
 from phalanx.kernels.native import compiled_rows
 from phalanx.models import Decoder, DecoderOutput, ForwardInfo, ModelContext, TokenBatch, part_of
 from phalanx.plan.layout import Box
-from phalanx.plan.mapping import AnyFolding, Stage, buffers, make_folding, plain_placement, resolve_model
+from phalanx.plan.mapping import AnyFolding, Stage, make_folding, plain_placement
+from phalanx.plan.model import buffers, resolve_model
 from phalanx.plan.moe import DispatchSpec
 from phalanx.plan.pipeline import plain_pipeline
 from phalanx.runtime.checkpoint import CheckpointManager

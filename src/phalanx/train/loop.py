@@ -26,10 +26,11 @@ from phalanx.core.errors import FinalError, PeerError, RunError
 from phalanx.core.events import Sampled, WarmupChosen
 from phalanx.data import Loader, MicroBatch, Prefetch, PreparedData, ValidationLoader
 from phalanx.models import TokenBatch
-from phalanx.plan.mapping import AnyFolding, ModelSpec
+from phalanx.plan.mapping import AnyFolding
+from phalanx.plan.model import ModelSpec
 from phalanx.runtime.checkpoint import CheckpointManager
-from phalanx.runtime.comm import StopRequest
 from phalanx.runtime.membership import Decision, run_steps
+from phalanx.runtime.processes import StopRequest
 from phalanx.train.build import token_batch
 from phalanx.train.generation import Sampling, generate
 from phalanx.train.recording import Recorder

@@ -15,7 +15,8 @@ from typing import Literal
 from phalanx.core.events import Note, RunStarted, Sampled, SamplesTaken, StepEnded, Validated
 from phalanx.data import MicroBatch, PreparedData
 from phalanx.observe import RunSummary, program_name
-from phalanx.plan.mapping import AnyFolding, ModelSpec, flops_per_token
+from phalanx.plan.mapping import AnyFolding
+from phalanx.plan.model import ModelSpec, flops_per_token
 from phalanx.train.setup import Rank, RunStatus
 from phalanx.train.step import StepResult
 

@@ -18,9 +18,10 @@ from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, raise_if
 from phalanx.core.events import Note, RunEnded
 from phalanx.observe import print_summary
-from phalanx.plan.mapping import ModelSpec
+from phalanx.plan.model import ModelSpec
 from phalanx.runtime.checkpoint import CheckpointManager
-from phalanx.runtime.comm import StopRequest, WorldInfo, close_world, own_group
+from phalanx.runtime.comm import own_group
+from phalanx.runtime.processes import StopRequest, WorldInfo, close_world
 from phalanx.train.build import make_loader, make_parts
 from phalanx.train.loop import Trainer
 from phalanx.train.reporting import RunProgress, summary_of

@@ -20,7 +20,8 @@ from phalanx.core.errors import CheckpointError, ConfigError, Problem
 from phalanx.core.events import CheckpointSaved, Emit, Note
 from phalanx.core.recipe import dump_recipe
 from phalanx.data import Loader
-from phalanx.plan.mapping import AnyFolding, ModelSpec, to_json_dict
+from phalanx.plan.mapping import AnyFolding, to_json_dict
+from phalanx.plan.model import ModelSpec
 from phalanx.runtime.checkpoint import CheckpointManager, RunState, Saved
 from phalanx.train.setup import versions
 from phalanx.train.step import StepParts

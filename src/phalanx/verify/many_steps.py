@@ -21,18 +21,8 @@ import torch
 
 from phalanx.core.errors import RunError
 from phalanx.models import TokenBatch, part_of
-from phalanx.runtime.comm import (
-    STOPPED,
-    Collectives,
-    GroupCache,
-    StopRequest,
-    WorldInfo,
-    build_groups,
-    close_world,
-    init_world,
-    run_local,
-    with_second_groups,
-)
+from phalanx.runtime.comm import Collectives, GroupCache, build_groups, with_second_groups
+from phalanx.runtime.processes import STOPPED, StopRequest, WorldInfo, close_world, init_world, run_local
 from phalanx.train import assemble
 from phalanx.train.step import StepParts, train_step
 from phalanx.verify.numbers import StartingValues, microbatch

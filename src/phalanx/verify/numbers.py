@@ -19,7 +19,7 @@ import torch
 
 from phalanx.kernels.cpu.cross_entropy import IGNORE
 from phalanx.models import TokenBatch
-from phalanx.plan.mapping import ParamSpec
+from phalanx.plan.model import ParamSpec
 from phalanx.runtime.state import BoxTensor
 from phalanx.verify.setups import SEQ_LEN, SEQUENCES, Setup
 

@@ -29,7 +29,8 @@ from phalanx.kernels.cpu.rope import rope_table
 from phalanx.kernels.native import compiled_rows
 from phalanx.models import Block, Decoder, ForwardInfo, ModelContext, Routing, TokenBatch, parts_of_all
 from phalanx.plan.layout import Box, local_param
-from phalanx.plan.mapping import AnyFolding, AnyPlacement, Folding, buffers, make_folding, parameters, plain_placement
+from phalanx.plan.mapping import AnyFolding, AnyPlacement, Folding, make_folding, plain_placement
+from phalanx.plan.model import buffers, parameters
 from phalanx.plan.moe import DispatchSpec, capacity, kept_pairs
 from phalanx.runtime.comm import Collectives, GroupCache, Groups, build_groups
 from phalanx.runtime.state import BoxTensor, ReducedGradients, ShardedState

@@ -22,19 +22,10 @@ import torch
 
 from phalanx.core.errors import PhalanxError, RunError
 from phalanx.models import TokenBatch
-from phalanx.plan.mapping import Folding, parameters
-from phalanx.runtime.comm import (
-    STOPPED,
-    Collectives,
-    GroupCache,
-    StopRequest,
-    WorldInfo,
-    build_groups,
-    close_world,
-    init_world,
-    run_local,
-    with_second_groups,
-)
+from phalanx.plan.mapping import Folding
+from phalanx.plan.model import parameters
+from phalanx.runtime.comm import Collectives, GroupCache, build_groups, with_second_groups
+from phalanx.runtime.processes import STOPPED, StopRequest, WorldInfo, close_world, init_world, run_local
 from phalanx.train import assemble
 from phalanx.train.step import StepParts
 from phalanx.verify.compare import TOLERANCE, RankReport, compare, not_saved_once, uncovered

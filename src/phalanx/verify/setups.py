@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from phalanx.core.config import OptimConfig, PipelineConfig, Recipe
-from phalanx.plan.mapping import AnyFolding, Folding, MlaSpec, ModelSpec, RouterSpec, legal_foldings, parse_stages
+from phalanx.plan.mapping import AnyFolding, Folding, legal_foldings, parse_stages
+from phalanx.plan.model import MlaSpec, ModelSpec, RouterSpec
 from phalanx.plan.moe import DispatchSpec
 from phalanx.plan.pipeline import Pipeline, choose_schedule, make_pipeline
 from phalanx.verify.pairwise import pairwise

@@ -39,8 +39,8 @@ from rich.table import Table
 from phalanx.core.errors import ConfigError, DataError, Problem, raise_if
 from phalanx.core.files import check_writable, read_json, write_json
 from phalanx.core.units import format_bytes, format_rate
-from phalanx.plan.mapping.cluster import ClusterSpec
-from phalanx.runtime.comm.groups import close_world
+from phalanx.plan.reshard.cluster import ClusterSpec
+from phalanx.runtime.processes.world import close_world
 from phalanx_lab.bench.layer import cells as layer_cells
 from phalanx_lab.bench.layer.loads import load_vector
 from phalanx_lab.bench.layer.methods import AUTO, COARSE, METHODS, SERIAL

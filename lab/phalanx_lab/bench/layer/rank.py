@@ -26,13 +26,14 @@ from phalanx.plan.mapping.folding import make_folding
 from phalanx.plan.mapping.placement import plain_placement
 from phalanx.plan.moe.dispatch import DispatchSpec
 from phalanx.plan.moe.overlap.settings import OverlapSetting
-from phalanx.runtime.comm.allocator import keep_freed_memory
 from phalanx.runtime.comm.collectives import Collectives
-from phalanx.runtime.comm.groups import GroupCache, build_groups, init_world, read_world
+from phalanx.runtime.comm.groups import GroupCache, build_groups
 from phalanx.runtime.moe.dispatch import Dispatcher
 from phalanx.runtime.moe.experts import ExpertWeights, MoeCall
 from phalanx.runtime.moe.overlap_tuner import Tuner
 from phalanx.runtime.moe.routed import RoutedExperts, routed_experts
+from phalanx.runtime.processes.allocator import keep_freed_memory
+from phalanx.runtime.processes.world import init_world, read_world
 from phalanx_lab.bench.layer.loads import exact_routing, load_vector, pair_counts
 from phalanx_lab.bench.layer.methods import AUTO, OURS, Inside, overlap_of, sends_tokens
 from phalanx_lab.bench.rates import request

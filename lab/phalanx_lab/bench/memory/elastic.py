@@ -17,7 +17,7 @@ from phalanx.core.config import Recipe
 from phalanx.core.errors import RunError
 from phalanx.core.events import Event
 from phalanx.core.process import peak_resident_bytes, resident_bytes
-from phalanx.runtime.comm.launch import threads_per_rank
+from phalanx.runtime.processes.launch import threads_per_rank
 from phalanx.train.recovery.run import train_elastic
 from phalanx.train.recovery.watch import Phase
 

@@ -16,11 +16,12 @@ from phalanx.core.process import peak_resident_bytes, resident_bytes
 from phalanx.core.processor import this_processor
 from phalanx.data.preparation import prepare
 from phalanx.data.size import token_file_bytes
-from phalanx.plan.mapping.model import ModelSpec
 from phalanx.plan.mapping.stage_foldings import AnyFolding
+from phalanx.plan.model.model import ModelSpec
 from phalanx.plan.placement.run import replicas_of, run_placement
-from phalanx.runtime.comm.groups import WorldInfo, build_groups, close_world
-from phalanx.runtime.comm.launch import StopRequest, run_local, threads_per_rank
+from phalanx.runtime.comm.groups import build_groups
+from phalanx.runtime.processes.launch import StopRequest, run_local, threads_per_rank
+from phalanx.runtime.processes.world import WorldInfo, close_world
 from phalanx.simulate.memory.memory import MemoryEstimate, estimate_memory
 from phalanx.train.placement.rebalancer import Rebalancer
 from phalanx.train.run import build_trainer

@@ -37,18 +37,19 @@ from phalanx.core.files import check_writable, write_json
 from phalanx.core.units import format_seconds
 from phalanx.kernels.cpu.deferred import DeferredGradients
 from phalanx.plan.layout.tensors import whole_layout
-from phalanx.plan.mapping.cluster import ClusterSpec
-from phalanx.plan.pipeline.boundary import EdgePlan, planned_edge
-from phalanx.plan.pipeline.clock import Edge, ScheduleCosts, chain, simulate
+from phalanx.plan.pipeline.boundary.edges import EdgePlan, planned_edge
 from phalanx.plan.pipeline.comm import PipelinePlan, plan_pipeline
-from phalanx.plan.pipeline.schedule import make_schedule
+from phalanx.plan.pipeline.schedule.clock import Edge, ScheduleCosts, chain, simulate
+from phalanx.plan.pipeline.schedule.make import make_schedule
+from phalanx.plan.reshard.cluster import ClusterSpec
 from phalanx.plan.reshard.plan import plan_reshard
 from phalanx.plan.reshard.types import Move, hosts_of
 from phalanx.runtime.comm.collectives import Collectives
-from phalanx.runtime.comm.groups import Axis, GroupCache, close_world, init_world, read_world
+from phalanx.runtime.comm.groups import Axis, GroupCache
 from phalanx.runtime.comm.peers import own_group
 from phalanx.runtime.pipeline.boundary import Boundary
 from phalanx.runtime.pipeline.runner import run_pipeline
+from phalanx.runtime.processes.world import close_world, init_world, read_world
 from phalanx.train.step.warmup import transfer_seconds
 from phalanx_lab.bench.pipeline.models import MODELS, STAGES, ModelShape, Pace, PacedPasses, StageModel, gradient_digest
 from phalanx_lab.testbed.bed import Testbed
@@ -158,7 +159,7 @@ def _result(options: PipelineArgs, shape: ModelShape, told: dict[str, Any]) -> d
 
 
 def _predicted(options: PipelineArgs, shape: ModelShape, told: dict[str, Any], name: str, schedule: str) -> float:
-    """Seconds of a step by the clock of `plan/pipeline/clock.py`: links carry one transfer at a time each way."""
+    """Seconds of a step by the clock of `plan/pipeline/schedule/clock.py`: links carry one transfer at a time each way."""
     spent, plain = told["passes_s"], name == CONFIGURATIONS[0][0]
     c = told["transfers_s"]["send_recv" if plain else "best"]
     f, i, w = ((spent[kind],) * STAGES for kind in "FIW")

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from phalanx.kernels.cpu.deferred import DeferredGradients, DeferredProduct, later_linear, run
-from phalanx.plan.pipeline.clock import Edge
+from phalanx.plan.pipeline.schedule.clock import Edge
 from phalanx.runtime.pipeline.runner import Tensors
 
 STAGES = 4

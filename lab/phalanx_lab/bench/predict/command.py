@@ -25,9 +25,9 @@ import tyro
 from phalanx.core.errors import ConfigError, Problem, RunError, nearest, raise_if
 from phalanx.core.files import check_writable, write_json
 from phalanx.core.units import format_seconds
-from phalanx.plan.mapping.cluster import ClusterSpec, read_rate
-from phalanx.runtime.comm.groups import read_world
-from phalanx.runtime.comm.launch import run_local
+from phalanx.plan.reshard.cluster import ClusterSpec, read_rate
+from phalanx.runtime.processes.launch import run_local
+from phalanx.runtime.processes.world import read_world
 from phalanx.simulate.hardware.calibration import TimedCollective, with_links
 from phalanx.simulate.hardware.clusters import Hardware, load_hardware
 from phalanx.simulate.program.clock import ProgramTimeline, programs_hash

@@ -19,11 +19,11 @@ import torch
 
 from phalanx.core.config import OptimConfig, PipelineConfig
 from phalanx.plan.mapping.folding import Folding, make_folding
-from phalanx.plan.mapping.model import PRESETS, ModelSpec
 from phalanx.plan.mapping.stage_foldings import AnyFolding, parse_stages
+from phalanx.plan.model.model import PRESETS, ModelSpec
 from phalanx.plan.moe.dispatch import DispatchSpec
+from phalanx.plan.pipeline.boundary.stage_edges import Activation, edges_for
 from phalanx.plan.pipeline.run import Pipeline, make_pipeline
-from phalanx.plan.pipeline.stage_edges import Activation, edges_for
 from phalanx.plan.program.ops import Op
 from phalanx.plan.program.step import Sizes, StepOptions, StepProgram, step_program
 from phalanx.simulate.hardware.clusters import Hardware

@@ -21,9 +21,10 @@ from phalanx.models.shard import part_of
 from phalanx.plan.mapping.placement import plain_placement
 from phalanx.plan.program.step import StepProgram
 from phalanx.runtime.comm.collectives import Collectives
-from phalanx.runtime.comm.groups import Axis, GroupCache, WorldInfo, build_groups, close_world, init_world
+from phalanx.runtime.comm.groups import Axis, GroupCache, build_groups
 from phalanx.runtime.comm.pacing import Pace
 from phalanx.runtime.comm.tracing import traced
+from phalanx.runtime.processes.world import WorldInfo, close_world, init_world
 from phalanx.simulate.program.clock import programs_hash
 from phalanx.train.assembly import assemble
 from phalanx.train.step.transaction import StepParts, train_step

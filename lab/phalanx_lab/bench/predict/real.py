@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx.plan.mapping.folding import Folding, make_folding
-from phalanx.plan.mapping.model import PRESETS
+from phalanx.plan.model.model import PRESETS
 from phalanx.plan.moe.dispatch import DispatchSpec
 from phalanx.plan.program.ops import Op
 from phalanx.simulate.hardware.cost import Cost

@@ -2,7 +2,7 @@
 
 Decides the runs whose ranks are killed, and what is compared: of each case (a run, and who has died before) the median over several kills, each in a start of its own and at a random
 moment of a step. The prediction is `simulate/failures/recovery_time.py` on the plan of the very generation that forms, with the constants of `phalanx_lab/bench/recovery/constants.py` and the step time of that run
-before the first kill. Killed slots stay empty (`runtime/comm/drained_slots.py`), as those of a lost host do. Must never change: no recovery is measured before it is predicted, and both name the hash of the plan.
+before the first kill. Killed slots stay empty (`train/recovery/drained_slots.py`), as those of a lost host do. Must never change: no recovery is measured before it is predicted, and both name the hash of the plan.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ from phalanx.plan.recipe import run_problems
 from phalanx.plan.recovery.generation import GenerationPlan, RecoveryPlanner
 from phalanx.plan.recovery.recipe import recovery_planner
 from phalanx.plan.recovery.state_descriptor import Fact
-from phalanx.runtime.comm.drained_slots import write_away
-from phalanx.runtime.comm.launch import die_with_parent
+from phalanx.runtime.processes.launch import die_with_parent
 from phalanx.simulate.failures.recovery_time import (
     PHASES,
     Constants,
@@ -45,6 +44,7 @@ from phalanx.simulate.failures.recovery_time import (
     step_after,
 )
 from phalanx.simulate.program.recipe import programs_of_recipe
+from phalanx.train.recovery.drained_slots import write_away
 from phalanx.train.recovery.run import train_elastic
 from phalanx.train.setup.rank import DTYPES, resolve_shape
 from phalanx_lab.bench.recovery.constants import measure_constants

@@ -10,7 +10,7 @@ from typing import Any
 
 from phalanx.core.clock import ANCHOR_S
 from phalanx.core.events import Collective, Event, Operation
-from phalanx.observe.lanes import LaneMessage, LaneWork, RankStep, matched
+from phalanx.observe.recorded.lanes import LaneMessage, LaneWork, RankStep, matched
 from phalanx.simulate.program.compare_run import MeasuredOp, RecordedStep
 
 Told = dict[str, Any]

@@ -34,14 +34,13 @@ from phalanx.plan.layout.parameters import Box
 from phalanx.plan.layout.state import STATE_KINDS
 from phalanx.plan.layout.tensors import Held, TensorLayout
 from phalanx.plan.mapping.folding import make_folding
-from phalanx.plan.mapping.model import PRESETS, ModelSpec
 from phalanx.plan.mapping.placement import plain_placement
+from phalanx.plan.model.model import PRESETS, ModelSpec
 from phalanx.plan.moe.dispatch import DispatchSpec
 from phalanx.plan.recovery.generation import RecoveryPlanner
 from phalanx.plan.recovery.state_descriptor import Fact
 from phalanx.plan.reshard.plan import plan_reshard
 from phalanx.plan.reshard.types import Move, equal_hosts
-from phalanx.runtime.comm.allocator import keep_freed_memory
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.groups import Axis, GroupCache, build_groups
 from phalanx.runtime.comm.peers import Peers
@@ -52,6 +51,7 @@ from phalanx.runtime.membership.supervisor import Supervisor, SupervisorSettings
 from phalanx.runtime.membership.votes import MemberReport
 from phalanx.runtime.membership.watcher import AgentSettings
 from phalanx.runtime.membership.worker_agent import WorkerAgent
+from phalanx.runtime.processes.allocator import keep_freed_memory
 from phalanx.runtime.reshard.program import rank_program
 from phalanx.runtime.reshard.resharder import Resharder
 from phalanx.simulate.failures.recovery_time import Constants

@@ -1,4 +1,4 @@
-"""System (a) of `phalanx bench recovery`: an elastic `phalanx train`. A lost slot's process is killed from outside, and its slot stays empty (`runtime/comm/drained_slots.py`)
+"""System (a) of `phalanx bench recovery`: an elastic `phalanx train`. A lost slot's process is killed from outside, and its slot stays empty (`train/recovery/drained_slots.py`)
 until it is given back; nothing else is told to the run."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from phalanx.core.errors import RunError
 from phalanx.observe.event_log import log_path
-from phalanx.runtime.comm.drained_slots import write_away
+from phalanx.train.recovery.drained_slots import write_away
 from phalanx_lab.bench.recovery.workload import ProcessTree, Workload
 
 KILL_S = 10.0

@@ -10,7 +10,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from phalanx.plan.layout.meshes import Placement, Replicate, Shard, mesh_layout, read_layout
+from phalanx.plan.layout.mesh.placements import Placement, Replicate, Shard, mesh_layout, read_layout
 from phalanx.plan.layout.parameters import Box
 from phalanx.plan.layout.tensors import Held, TensorLayout
 from phalanx.plan.reshard.types import Hosts, Move, equal_hosts

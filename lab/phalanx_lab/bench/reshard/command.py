@@ -32,7 +32,7 @@ from rich.table import Table
 from phalanx.core.errors import ConfigError, Problem, RunError, raise_if
 from phalanx.core.files import check_writable, write_json
 from phalanx.core.units import format_bytes, format_rate
-from phalanx.plan.mapping.cluster import ClusterSpec, parse_rate
+from phalanx.plan.reshard.cluster import ClusterSpec, parse_rate
 from phalanx_lab.bench.reshard.nine import CASES, DEST_HOSTS, SOURCE_HOSTS
 from phalanx_lab.bench.reshard.rank import Job, host_main
 from phalanx_lab.testbed.bed import Testbed

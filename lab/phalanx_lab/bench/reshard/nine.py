@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from phalanx.plan.layout.meshes import read_layout
+from phalanx.plan.layout.mesh.placements import read_layout
 from phalanx.plan.reshard.types import Move
 from phalanx_lab.bench.reshard.cases import NINE, PAPER
 

@@ -21,8 +21,9 @@ from phalanx.plan.layout.tensors import TensorLayout
 from phalanx.plan.reshard.types import Hosts, Move
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.exchange import Exchange, Message
-from phalanx.runtime.comm.groups import Axis, GroupCache, WorldInfo, close_world, init_world, read_world
-from phalanx.runtime.comm.launch import StopRequest, run_local
+from phalanx.runtime.comm.groups import Axis, GroupCache
+from phalanx.runtime.processes.launch import StopRequest, run_local
+from phalanx.runtime.processes.world import WorldInfo, close_world, init_world, read_world
 from phalanx.runtime.reshard.counts import gather_counts
 from phalanx.runtime.reshard.executor import ReshardReport
 from phalanx.runtime.reshard.resharder import PlanOptions, Resharder

@@ -29,13 +29,14 @@ from phalanx.core.process import resident_bytes
 from phalanx.plan.mapping.folding import Folding
 from phalanx.plan.mapping.placement import plain_placement
 from phalanx.plan.moe.dispatch import DispatchSpec
-from phalanx.runtime.comm.allocator import keep_freed_memory
 from phalanx.runtime.comm.collectives import Collectives
-from phalanx.runtime.comm.groups import GroupCache, WorldInfo, build_groups, init_world
-from phalanx.runtime.comm.launch import die_with_parent, listening_socket
+from phalanx.runtime.comm.groups import GroupCache, build_groups
 from phalanx.runtime.moe.dispatch import Dispatcher
 from phalanx.runtime.moe.experts import ExpertWeights, MoeCall
 from phalanx.runtime.moe.routed import routed_experts
+from phalanx.runtime.processes.allocator import keep_freed_memory
+from phalanx.runtime.processes.launch import die_with_parent, listening_socket
+from phalanx.runtime.processes.world import WorldInfo, init_world
 
 METHODS = ("fine", "coarse:2", "serial")
 TIMEOUT_S = 120.0

@@ -22,11 +22,11 @@ from typing import Any
 from phalanx.core.clock import now_s
 from phalanx.core.errors import RunError
 from phalanx.core.events import Emit, Event
-from phalanx.runtime.comm.launch import die_with_parent
 from phalanx.runtime.membership.keys import Service
 from phalanx.runtime.membership.service import StoreProcess, start_store
 from phalanx.runtime.membership.supervisor import Supervisor, SupervisorSettings
 from phalanx.runtime.membership.worker_agent import WorkerAgent
+from phalanx.runtime.processes.launch import die_with_parent
 from phalanx_lab.bench.storm.board import Board
 
 KINDS = ("kill", "freeze", "notice", "service", "two", "host")

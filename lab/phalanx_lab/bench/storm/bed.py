@@ -18,7 +18,7 @@ from pathlib import Path
 
 from phalanx.core.clock import now_s
 from phalanx.core.errors import RunError
-from phalanx.plan.mapping.cluster import ClusterSpec
+from phalanx.plan.reshard.cluster import ClusterSpec
 from phalanx.runtime.membership.keys import ServiceLost, TcpService
 from phalanx.train.recovery.watch import PHASES
 from phalanx_lab.bench.storm.arena import Arena

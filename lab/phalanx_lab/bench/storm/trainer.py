@@ -20,8 +20,8 @@ from phalanx.core.recipe import load_recipe
 from phalanx.plan.layout.parameters import Box
 from phalanx.plan.recipe import run_problems
 from phalanx.runtime.checkpoint.manager import CheckpointManager, import_now
-from phalanx.runtime.comm.launch import run_local
 from phalanx.runtime.membership.keys import Service
+from phalanx.runtime.processes.launch import run_local
 from phalanx.runtime.state.boxes import BoxTensor
 from phalanx.train.placement.rebalancer import Rebalancer
 from phalanx.train.recovery.run import train_elastic

@@ -18,7 +18,7 @@ from phalanx.core.errors import ConfigError, DataError, PlanError, Problem, rais
 from phalanx.core.files import check_writable, write_json, write_text
 from phalanx.core.units import format_seconds
 from phalanx.observe.pictures import placement_svg, placement_text
-from phalanx.plan.placement import (
+from phalanx.plan.placement.search import (
     Certificate,
     CostWeights,
     Fleet,

@@ -15,9 +15,9 @@ from rich.text import Text
 from phalanx.core.errors import PlanError, Problem
 from phalanx.core.files import check_writable, write_json, write_text
 from phalanx.observe.pictures import COLOURS, MAX_SPANS, NAMES, text_rows, timeline_svg
-from phalanx.plan.pipeline import (
+from phalanx.plan.pipeline import PipelinePlan, plan_pipeline
+from phalanx.plan.pipeline.schedule import (
     SCHEDULES,
-    PipelinePlan,
     Schedule,
     ScheduleCosts,
     Timeline,
@@ -25,7 +25,6 @@ from phalanx.plan.pipeline import (
     make_schedule,
     nearest_extra,
     nearest_schedule,
-    plan_pipeline,
     schedule_problems,
     simulate,
     uniform_costs,

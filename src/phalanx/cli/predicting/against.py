@@ -14,9 +14,10 @@ from phalanx.core.files import write_json
 from phalanx.core.recipe import Dtype, load_recipe
 from phalanx.core.units import format_bytes, format_seconds
 from phalanx.data import load_tokenizer
-from phalanx.observe import RankMove, RankStep, Recording, read_recording
+from phalanx.observe.recorded import RankMove, RankStep, Recording, read_recording
 from phalanx.plan import choose_recovery, equal_shares, run_problems
-from phalanx.plan.mapping import Folding, ModelSpec, resolve_mapping
+from phalanx.plan.mapping import Folding, resolve_mapping
+from phalanx.plan.model import ModelSpec
 from phalanx.plan.program import compare_id
 from phalanx.plan.recovery import recovery_planner, wanted_ranks
 from phalanx.simulate import resolve_recipe

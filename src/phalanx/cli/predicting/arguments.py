@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from phalanx.core.errors import ConfigError, Problem, nearest
-from phalanx.plan.mapping import PRESETS
+from phalanx.plan.model import PRESETS
 from phalanx.simulate.hardware import GpuCluster, parse_cluster
 from phalanx.simulate.mapping import (
     Shape,

@@ -19,15 +19,8 @@ from phalanx.core.units import format_bytes, format_count, format_rate
 from phalanx.data import parse_choice, read_tokenizer_file, resolve, token_file_bytes
 from phalanx.plan import choose_recovery
 from phalanx.plan.layout import ExpertState, flat_layouts, local_param, stage_params
-from phalanx.plan.mapping import (
-    AnyFolding,
-    AnyPlacement,
-    ModelSpec,
-    Stage,
-    flops_per_token,
-    group_names,
-    plain_placement,
-)
+from phalanx.plan.mapping import AnyFolding, AnyPlacement, Stage, group_names, plain_placement
+from phalanx.plan.model import ModelSpec, flops_per_token
 from phalanx.plan.pipeline import Pipeline, make_pipeline
 from phalanx.plan.placement import ReplicaSettings, StageReplicas, replicas_of, stage_replicas
 from phalanx.simulate.hardware import PREPARE_BYTES

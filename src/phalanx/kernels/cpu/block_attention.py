@@ -1,7 +1,7 @@
 """Attention of some queries over some keys, block by block: what context parallelism is made of.
 
 A rank has the queries of its part of a sequence and gets the keys of the others in turn. `attend` adds the keys of some blocks
-(`plan/mapping/zigzag.py`) to what is known of a query: the softmax-weighted mean of the values seen so far, and the log of the sum of the weights'
+(`plan/attention/zigzag.py`) to what is known of a query: the softmax-weighted mean of the values seen so far, and the log of the sum of the weights'
 numerators. Two such results over different keys merge exactly (arXiv 2310.01889; the rescaling is that of arXiv 1805.02867):
 
     lse = log(exp(lse_1) + exp(lse_2))        out = out_1 + sigmoid(lse_2 - lse_1) (out_2 - out_1)
@@ -37,7 +37,7 @@ import torch
 from phalanx.kernels.choice import Impl
 from phalanx.kernels.cpu.attention import with_columns
 from phalanx.kernels.cpu.lanes import SERIAL, Lanes
-from phalanx.plan.mapping import AttentionBlock
+from phalanx.plan.attention import AttentionBlock
 
 TILE = 256
 MAX_QUERIES = 2048

@@ -1,6 +1,6 @@
 """Rotary position embedding (arXiv 2104.09864), in the "rotate half" convention of Hugging Face checkpoints.
 
-Dim j of a head is paired with dim j + D/2 and turned by `position * frequency[j]` (`plan/mapping/rope.py`). Positions restart at each document.
+Dim j of a head is paired with dim j + D/2 and turned by `position * frequency[j]` (`plan/model/rope.py`). Positions restart at each document.
 
 Legend: B sequences, S sequence length, A query heads, G key/value heads, D head dim, N = D/2 pairs.
 """
@@ -17,7 +17,7 @@ from phalanx.kernels.cpu.lanes import SERIAL, Lanes
 from phalanx.kernels.cpu.scripted import scripted
 from phalanx.kernels.cpu.shapes import cache_blocks
 from phalanx.kernels.native import CompiledRows
-from phalanx.plan.mapping import YarnSpec, amplitude, frequencies
+from phalanx.plan.model import YarnSpec, amplitude, frequencies
 
 BLOCK_ROWS = 128
 """Tokens that go through all passes while they are in a core's cache."""

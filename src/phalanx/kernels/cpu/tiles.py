@@ -1,6 +1,6 @@
 """The two products of routed experts, tile by tile, for executors that compute while rows travel.
 
-A tile is rows of one slot from one source, or of a joint slot from all of them, source by source (`plan/moe/overlap/types.py`). Every tile is computed by the same operations on the same shapes whenever its
+A tile is rows of one slot from one source, or of a joint slot from all of them, source by source (`plan/moe/overlap/tiles/types.py`). Every tile is computed by the same operations on the same shapes whenever its
 turn comes, and the second product always in the same columns, so that results do not depend on the order of work. Gradients of weights
 are taken over all rows of a slot at once, slot after slot.
 
@@ -21,7 +21,8 @@ import torch.nn.functional as F
 
 from phalanx.kernels.cpu.lanes import Lanes
 from phalanx.kernels.cpu.shapes import padded_rows, spaced
-from phalanx.plan.moe.overlap import ALL, BLOCK_COLUMNS, Tile, most_blocks
+from phalanx.plan.moe.overlap import BLOCK_COLUMNS, most_blocks
+from phalanx.plan.moe.overlap.tiles import ALL, Tile
 
 COLUMNS = BLOCK_COLUMNS
 """Least columns of a unit of the second product."""

@@ -1,6 +1,6 @@
 """First product of a MoE layer over rows that are still coming: a grouped product with picked rows that waits on flags.
 
-Must never change: rows are computed by problems in the plan's order (`plan/moe/overlap/device.py`); a tile starts only when the flags that its problem
+Must never change: rows are computed by problems in the plan's order (`plan/moe/overlap/fused/device.py`); a tile starts only when the flags that its problem
 needs have reached this call's number; a row's bits do not depend on the order. Two versions: Triton (a GPU, or Triton's interpreter on a
 CPU) and plain torch, which looks at the flags once and raises where the kernel would wait. Forward only; the backward pass of a layer uses the same kernel with
 the other weights, transposed (`w2.transpose(1, 2)`).
@@ -25,7 +25,7 @@ class Arrivals:
     """How a kernel learns that rows are there."""
 
     flags_F: torch.Tensor
-    """int32, in the order of `plan/moe/overlap/device.py`: stage by stage, part by part. Raised by other ranks while the kernel runs."""
+    """int32, in the order of `plan/moe/overlap/fused/device.py`: stage by stage, part by part. Raised by other ranks while the kernel runs."""
     epoch_1: torch.Tensor
     """int32 (1,): number of this call. On the device, so that a captured graph counts on."""
     status_2: torch.Tensor

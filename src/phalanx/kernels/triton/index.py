@@ -1,4 +1,4 @@
-"""Order of rows for the kernels that wait on flags, built on the device by the rule of `plan/moe/overlap/device.py`, whose twin is in tests/oracles/device_rows.py.
+"""Order of rows for the kernels that wait on flags, built on the device by the rule of `plan/moe/overlap/fused/device.py`, whose twin is in tests/oracles/device_rows.py.
 
 Must never change: no value reaches the host (no `.item()`, no data-dependent shape), so that all of it can be captured in a CUDA graph. Every tensor has
 the size that the capacities give it; counts stay on the device.
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from phalanx.plan.moe.overlap import EMPTY, part_places, problem_room, row_room
+from phalanx.plan.moe.overlap.fused import EMPTY, part_places, problem_room, row_room
 
 
 @dataclass(frozen=True, eq=False)

@@ -28,7 +28,7 @@ from phalanx.kernels.triton.tiles import (
     product_problems,
     raise_problems,
 )
-from phalanx.plan.moe.overlap import part_places
+from phalanx.plan.moe.overlap.fused import part_places
 
 
 @dataclass(frozen=True, kw_only=True)

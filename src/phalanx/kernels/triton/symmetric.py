@@ -28,7 +28,7 @@ import torch
 
 from phalanx.core.errors import PlanError, Problem, RunError, raise_if
 from phalanx.kernels.triton.tiles import new_status
-from phalanx.plan.moe.overlap import part_places
+from phalanx.plan.moe.overlap.fused import part_places
 
 ALIGNMENT = 256
 """Bytes: regions begin where any load is aligned."""

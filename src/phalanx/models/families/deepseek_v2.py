@@ -10,7 +10,7 @@ from typing import Any
 from phalanx.models.families.family import Family
 from phalanx.models.families.names import ENDS, FUSED_EXPERTS, LATENT_ATTENTION, NORMS, experts, mlp
 from phalanx.models.families.options import Options, common, common_fields
-from phalanx.plan.mapping import MlaSpec, ModelSpec, RouterSpec
+from phalanx.plan.model import MlaSpec, ModelSpec, RouterSpec
 
 REST = (*ENDS, *NORMS, *LATENT_ATTENTION, *mlp("mlp", "mlp"), *mlp("mlp.shared_experts", "moe.shared"))
 

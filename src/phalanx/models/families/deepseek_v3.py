@@ -12,7 +12,7 @@ from phalanx.models.families.deepseek_v2 import REST, groups, latent_fields, lat
 from phalanx.models.families.family import Family
 from phalanx.models.families.names import FUSED_EXPERTS, NameRule, experts
 from phalanx.models.families.options import Options
-from phalanx.plan.mapping import PRESETS, ModelSpec, RouterSpec
+from phalanx.plan.model import PRESETS, ModelSpec, RouterSpec
 
 _BIAS = NameRule("model.layers.{layer}.mlp.gate.e_score_correction_bias", "layers.{layer}.moe.router.expert_bias")
 

@@ -16,7 +16,7 @@ from phalanx.core.errors import Problem
 from phalanx.models.families.names import NameLink, NameRule, links
 from phalanx.models.families.options import Options
 from phalanx.plan.layout import Box
-from phalanx.plan.mapping import PRESETS, ModelSpec, model_problems
+from phalanx.plan.model import PRESETS, ModelSpec, model_problems
 
 TRAINING_ONLY = ("z_loss", "aux_loss", "aux_scope", "bias_rate", "force", "force_skew")
 """Fields of the router that a checkpoint of another program does not know."""

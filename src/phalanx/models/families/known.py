@@ -10,7 +10,7 @@ from phalanx.models.families.mixtral import MIXTRAL
 from phalanx.models.families.olmoe import OLMOE
 from phalanx.models.families.qwen2_moe import QWEN2_MOE
 from phalanx.models.families.qwen3_moe import QWEN3_MOE
-from phalanx.plan.mapping import ModelSpec
+from phalanx.plan.model import ModelSpec
 
 FAMILIES: tuple[Family, ...] = (MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, DEEPSEEK_V2, DEEPSEEK_V3)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from phalanx.plan.layout import Box
-from phalanx.plan.mapping import ModelSpec, buffers, parameters
+from phalanx.plan.model import ModelSpec, buffers, parameters
 
 Index = int | Literal["expert", "rows", "all"]
 """What a leading dim of a parameter is in the tensor's name or shape.

@@ -7,7 +7,7 @@ from typing import Any
 from phalanx.models.families.family import Family
 from phalanx.models.families.names import ENDS, FUSED_EXPERTS, GROUPED_ATTENTION, NORMS, experts
 from phalanx.models.families.options import Options, common, common_fields, grouped_heads
-from phalanx.plan.mapping import ModelSpec, RouterSpec
+from phalanx.plan.model import ModelSpec, RouterSpec
 
 _REST = (*ENDS, *NORMS, *GROUPED_ATTENTION)
 

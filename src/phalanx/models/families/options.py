@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from phalanx.core.errors import Problem
-from phalanx.plan.mapping import ModelSpec, YarnSpec
+from phalanx.plan.model import ModelSpec, YarnSpec
 
 _MISSING = object()
 

@@ -15,7 +15,7 @@ from phalanx.models.families.options import (
     no_sliding_window,
     sparse_layers,
 )
-from phalanx.plan.mapping import ModelSpec, RouterSpec
+from phalanx.plan.model import ModelSpec, RouterSpec
 
 _GATE = NameRule("model.layers.{layer}.mlp.shared_expert_gate.weight", "layers.{layer}.moe.shared.gate")
 _REST = (*ENDS, *NORMS, *GROUPED_ATTENTION, *mlp("mlp", "mlp"), *mlp("mlp.shared_expert", "moe.shared"), _GATE)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from phalanx.core.errors import PlanError, Problem, raise_if
 from phalanx.observe.pictures.svg import page, words
-from phalanx.plan.placement import HostPlacement
+from phalanx.plan.placement.search import HostPlacement
 
 CELL, ROW, LEFT, TOP = 34, 22, 96, 64
 MAX_CELLS = 20_000

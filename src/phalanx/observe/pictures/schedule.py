@@ -13,7 +13,7 @@ from typing import Literal
 
 from phalanx.core.errors import PlanError, Problem
 from phalanx.observe.pictures.svg import page
-from phalanx.plan.pipeline import ActionSpan, Kind, Timeline
+from phalanx.plan.pipeline.schedule import ActionSpan, Kind, Timeline
 
 COLOURS: dict[Kind, tuple[str, str]] = {
     "F": ("#9ec9f0", "#3f7fc1"),

@@ -1,4 +1,8 @@
-"""Who holds which box of which tensor: parameters, optimizer state, activations, and the holders of copies."""
+"""Who holds which box of which tensor: parameters, optimizer state, activations, and the holders of copies.
+
+The room decides how a logical tensor is cut over the ranks of a mapping. `Box` and `TensorLayout` are the words in which all that moves or saves state speaks; `FlatLayout` is the gradient
+buffer of a family, `StateLayouts` the state of a whole run, `HolderPlan` who else keeps a shard. Layouts written as meshes of ranks are in `mesh/`.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +12,9 @@ from phalanx.core.faces import lazy
 
 if TYPE_CHECKING:
     from phalanx.plan.layout.activations import activation_layout as activation_layout
-    from phalanx.plan.layout.box_cells import cells as cells, is_covered as is_covered
-    from phalanx.plan.layout.box_parts import without as without
+    from phalanx.plan.layout.box_cells import cells as cells, is_covered as is_covered, without as without
     from phalanx.plan.layout.check import box_problems as box_problems, coverage_problems as coverage_problems
     from phalanx.plan.layout.holders import ExpertState as ExpertState, HolderPlan as HolderPlan, Run as Run
-    from phalanx.plan.layout.meshes import (
-        Partial as Partial,
-        Placement as Placement,
-        Replicate as Replicate,
-        Shard as Shard,
-        Strided as Strided,
-        mesh_layout as mesh_layout,
-        mesh_sizes as mesh_sizes,
-        read_layout as read_layout,
-    )
     from phalanx.plan.layout.parameters import (
         Box as Box,
         FlatLayout as FlatLayout,

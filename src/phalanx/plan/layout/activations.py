@@ -13,9 +13,10 @@ from functools import lru_cache
 
 import numpy as np
 
+from phalanx.plan.attention import make_layout
 from phalanx.plan.layout.parameters import Box
 from phalanx.plan.layout.tensors import Held, TensorLayout
-from phalanx.plan.mapping import AnyFolding, StagedFolding, make_layout
+from phalanx.plan.mapping import AnyFolding, StagedFolding
 
 
 @lru_cache(maxsize=64)

@@ -38,3 +38,21 @@ def _cut(boxes: Sequence[tuple[_Span, ...]]) -> Iterator[tuple[_Span, ...]]:
 def is_covered(shape: Sequence[int], boxes: Iterable[Box]) -> bool:
     """Whether the boxes together are the whole tensor. None of them reaches out of it."""
     return sum(cell.num_elements for cell in cells(boxes)) == math.prod(shape)
+
+
+def without(box: Box, hole: Box) -> list[Box]:
+    """`box` without what `hole` covers of it, as boxes that do not overlap: at most two for each dim."""
+    cut = box.intersection(hole)
+    if cut is None:
+        return [box]
+    out, offsets, sizes = [], list(box.offsets), list(box.sizes)
+    for dim in range(len(sizes)):
+        first, last = cut.offsets[dim], cut.offsets[dim] + cut.sizes[dim]
+        for start, stop in ((offsets[dim], first), (last, offsets[dim] + sizes[dim])):
+            if start < stop:
+                part = Box(
+                    (*offsets[:dim], start, *offsets[dim + 1 :]), (*sizes[:dim], stop - start, *sizes[dim + 1 :])
+                )
+                out.append(part)
+        offsets[dim], sizes[dim] = first, last - first
+    return out

@@ -14,16 +14,8 @@ from functools import cached_property
 from phalanx.core.errors import PlanError, Problem
 from phalanx.plan.layout.holders import ExpertState, HolderBlock, HolderPlan, Run, plan_holders
 from phalanx.plan.layout.shard_copies import Keepers, keepers_of
-from phalanx.plan.mapping import (
-    GRADIENT_RULES,
-    AnyFolding,
-    AnyPlacement,
-    GradientRule,
-    ModelSpec,
-    ParamSpec,
-    Stage,
-    parameters,
-)
+from phalanx.plan.mapping import GRADIENT_RULES, AnyFolding, AnyPlacement, GradientRule, Stage
+from phalanx.plan.model import ModelSpec, ParamSpec, parameters
 
 
 @dataclass(frozen=True)

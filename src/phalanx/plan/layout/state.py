@@ -17,16 +17,8 @@ from functools import cached_property
 from phalanx.plan.layout.holders import ExpertState
 from phalanx.plan.layout.parameters import Box, LocalParam, flat_layouts, local_param, stage_params
 from phalanx.plan.layout.tensors import Held, TensorLayout, whole_layout
-from phalanx.plan.mapping import (
-    AnyFolding,
-    AnyPlacement,
-    ModelSpec,
-    ParamSpec,
-    StagePlan,
-    buffers,
-    parameters,
-    plain_placement,
-)
+from phalanx.plan.mapping import AnyFolding, AnyPlacement, StagePlan, plain_placement
+from phalanx.plan.model import ModelSpec, ParamSpec, buffers, parameters
 
 STATE_KINDS = ("master", "exp_avg", "exp_avg_sq")
 """What the optimizer keeps of each parameter (`runtime/state/optimizer.py`)."""

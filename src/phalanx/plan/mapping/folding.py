@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 from phalanx.core.config import FoldingConfig
 from phalanx.core.errors import ConfigError, PlanError, Problem, raise_if
 from phalanx.plan.mapping.grid import Grid, pp_groups_equal
-from phalanx.plan.mapping.model import ModelSpec
+from phalanx.plan.model import ModelSpec
 
 ATTENTION_AXES = ("tp", "cp", "dp", "pp")
 EXPERT_AXES = ("etp", "ep", "edp", "pp")

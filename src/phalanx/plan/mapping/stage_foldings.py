@@ -7,7 +7,7 @@ a stage (sums of gradients, shards, expert parallelism) is decided by that stage
 *Replicas*: as many pipelines stand side by side as every stage can be divided into (the greatest common divisor of the stages' dp), and each runs its
 own micro-batches, as data-parallel ranks do. A stage with more dp than that shares the sequences of each micro-batch among `dp / replicas` ranks; *share* is
 the part of a rank. All ranks of a replica, of all stages, form one communication axis `pp`, over which activations cross by a plan
-(`plan/pipeline/boundary.py`). Sources: arXiv 2211.05322 section 2 (a mesh for each stage), 2504.14960 (foldings).
+(`plan/pipeline/boundary/edges.py`). Sources: arXiv 2211.05322 section 2 (a mesh for each stage), 2504.14960 (foldings).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from phalanx.plan.mapping.folding import (
     resolve_folding,
     to_dict,
 )
-from phalanx.plan.mapping.model import ModelSpec
+from phalanx.plan.model import ModelSpec
 
 STAGE_DEGREES = ("tp", "cp", "dp", "ep", "etp")
 """What a person says of a stage, as `tp2.dp2.ep4`; what is left out is 1."""

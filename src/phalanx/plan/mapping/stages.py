@@ -24,7 +24,7 @@ from itertools import accumulate, pairwise
 
 from phalanx.core.errors import PlanError, Problem, raise_if
 from phalanx.core.units import format_count
-from phalanx.plan.mapping.model import ModelSpec, flops_per_token
+from phalanx.plan.model import ModelSpec, flops_per_token
 
 
 @dataclass(frozen=True, kw_only=True)

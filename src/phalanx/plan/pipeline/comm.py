@@ -16,12 +16,12 @@ Messages between two ranks come in the same order on both sides, so that a trans
 unique within a step for one that matches by tag (gloo). A transfer whose two stages share a rank (the bottom of a V, one rank) is
 handed over in memory: it has no `Send` or `Recv`, but the `Run`s on both sides name it.
 
-Two neighbouring passes may be a *pair*, which runs as one (`plan/pipeline/pairs.py`): what either takes stands before both, what either gives after both.
+Two neighbouring passes may be a *pair*, which runs as one (`plan/pipeline/schedule/pairs.py`): what either takes stands before both, what either gives after both.
 
 Stages send along *edges*: each to the next, and where a model has skip connections also to later ones. A forward pass takes the outputs of
 all stages below that have an edge to it and gives one for each edge upwards, both nearest stage first; the backward pass takes and
 gives the gradients of the same, in the same orders. *Rank* means a place in the pipeline here; with several processes to a place
-(`plan/pipeline/boundary.py`) each follows the program of its place.
+(`plan/pipeline/boundary/edges.py`) each follows the program of its place.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 from phalanx.core.errors import PlanError, Problem, raise_if
-from phalanx.plan.pipeline.clock import Edge, Pair, ScheduleCosts, chain, in_order, simulate
-from phalanx.plan.pipeline.schedule import Action, Schedule
+from phalanx.plan.pipeline.schedule import Action, Edge, Pair, Schedule, ScheduleCosts, chain, in_order, simulate
 
 AHEAD = 2
 """Passes before its place at which a host posts a receive: places are those of a clock that no machine keeps to the pass."""

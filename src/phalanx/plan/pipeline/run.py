@@ -14,10 +14,18 @@ from functools import lru_cache
 
 from phalanx.core.config import PipelineConfig
 from phalanx.core.errors import ConfigError, Problem, raise_if
-from phalanx.plan.mapping import ModelSpec, StagePlan, assign_stages, division_problems
+from phalanx.plan.mapping import StagePlan, assign_stages, division_problems
+from phalanx.plan.model import ModelSpec
 from phalanx.plan.pipeline.comm import PipelinePlan, plan_pipeline
-from phalanx.plan.pipeline.pairs import choose_pairs, why_no_pairs
-from phalanx.plan.pipeline.schedule import SCHEDULES, Schedule, make_schedule, nearest_extra, schedule_problems
+from phalanx.plan.pipeline.schedule import (
+    SCHEDULES,
+    Schedule,
+    choose_pairs,
+    make_schedule,
+    nearest_extra,
+    schedule_problems,
+    why_no_pairs,
+)
 
 _PLACES = {
     "schedule.name": "pipeline.schedule",
@@ -41,7 +49,7 @@ class Pipeline:
     extra_warmup: tuple[int, ...] | None = None
     """Of an eager schedule: forwards ahead of 1F1B, by rank (None: the most)."""
     pair_passes: bool = False
-    """Whether forward passes run beside backward passes, where that pays (`plan/pipeline/pairs.py`)."""
+    """Whether forward passes run beside backward passes, where that pays (`plan/pipeline/schedule/pairs.py`)."""
 
     @property
     def splits_backward(self) -> bool:

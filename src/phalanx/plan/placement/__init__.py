@@ -1,4 +1,7 @@
-"""How many replicas each expert has, on which hosts they live, what losses that survives, and when experts should move."""
+"""Replicas of experts in a run: which rank holds which copy at the start, which experts have become worth moving, and what state comes with them.
+
+The room decides for a run that trains; which experts on which hosts survive most is decided in `search/`, which `phalanx plan placement` shows.
+"""
 
 from __future__ import annotations
 
@@ -12,22 +15,6 @@ if TYPE_CHECKING:
         of_all_kinds as of_all_kinds,
         takings as takings,
     )
-    from phalanx.plan.placement.fleet import (
-        Fleet as Fleet,
-        equal_fleet as equal_fleet,
-        fleet_problems as fleet_problems,
-    )
-    from phalanx.plan.placement.front import (
-        CostWeights as CostWeights,
-        Point as Point,
-        choose as choose,
-        parted_placement as parted_placement,
-        patched_placement as patched_placement,
-        placement_front as placement_front,
-    )
-    from phalanx.plan.placement.hosts import HostPlacement as HostPlacement, read_host_placement as read_host_placement
-    from phalanx.plan.placement.migration import Migration as Migration, plan_migration as plan_migration
-    from phalanx.plan.placement.probability import Certificate as Certificate
     from phalanx.plan.placement.rebalancing import (
         Costs as Costs,
         Replacement as Replacement,
@@ -37,13 +24,6 @@ if TYPE_CHECKING:
         plan_replacement as plan_replacement,
         smoothed_loads as smoothed_loads,
     )
-    from phalanx.plan.placement.replicas import (
-        Floats as Floats,
-        ReplicaCounts as ReplicaCounts,
-        read_loads as read_loads,
-        replica_counts as replica_counts,
-        zipf_loads as zipf_loads,
-    )
     from phalanx.plan.placement.run import (
         ReplicaSettings as ReplicaSettings,
         StageReplicas as StageReplicas,
@@ -52,6 +32,5 @@ if TYPE_CHECKING:
         run_placement as run_placement,
         stage_replicas as stage_replicas,
     )
-    from phalanx.plan.placement.search import plan_placement as plan_placement, rule_placement as rule_placement
 else:
     __getattr__ = lazy(__name__)

@@ -32,13 +32,24 @@ from numpy.typing import ArrayLike
 from phalanx.core.errors import PlanError, Problem, raise_if
 from phalanx.core.units import format_bytes
 from phalanx.plan.mapping import LayerPlacements, Placement
-from phalanx.plan.placement.fleet import Fleet
-from phalanx.plan.placement.front import patched_placement
-from phalanx.plan.placement.hosts import HostPlacement, from_copies, max_over_mean
-from phalanx.plan.placement.migration import Migration, plan_migration
-from phalanx.plan.placement.replicas import Floats, ReplicaCounts, read_loads, replica_counts, smoothed
-from phalanx.plan.placement.rules import keep_apart
-from phalanx.plan.placement.search import Effort, plan_placement, rule_placement
+from phalanx.plan.placement.search import (
+    Effort,
+    Fleet,
+    Floats,
+    HostPlacement,
+    Migration,
+    ReplicaCounts,
+    from_copies,
+    keep_apart,
+    max_over_mean,
+    patched_placement,
+    plan_migration,
+    plan_placement,
+    read_loads,
+    replica_counts,
+    rule_placement,
+    smoothed,
+)
 
 Action = Literal["keep", "balance", "mend"]
 MARGIN = 2.0

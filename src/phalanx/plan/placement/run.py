@@ -1,7 +1,7 @@
 """The placement of a run: plain, or what the planner of replicas makes of the slots, the hosts and the loads that a recipe names.
 
 Decides which ranks are one failure domain, and which layers are placed together: those of a pipeline stage, over the ranks of that stage. How many replicas an
-expert gets and where they live is decided in `plan/placement/replicas.py` and `plan/placement/search.py`. A pure function, so every rank of a stage, and a dry run, makes
+expert gets and where they live is decided in `plan/placement/search/replicas.py` and `plan/placement/search/plan.py`. A pure function, so every rank of a stage, and a dry run, makes
 the same placement.
 
 With replicas the expert-parallel group is all of a stage: `ep` is what pp and etp leave of the ranks, `edp` is 1. The ranks of an etp group stand where the
@@ -20,11 +20,9 @@ from phalanx.core.config import Recipe, ResilienceConfig
 from phalanx.core.errors import ConfigError, PlanError, Problem
 from phalanx.core.files import read_json
 from phalanx.plan.layout import stage_params
-from phalanx.plan.mapping import AnyFolding, AnyPlacement, LayerPlacements, ModelSpec, Stage, plain_placement
-from phalanx.plan.placement.fleet import Fleet
-from phalanx.plan.placement.hosts import HostPlacement
-from phalanx.plan.placement.replicas import Floats, read_loads, replica_counts
-from phalanx.plan.placement.search import plan_placement
+from phalanx.plan.mapping import AnyFolding, AnyPlacement, LayerPlacements, Stage, plain_placement
+from phalanx.plan.model import ModelSpec
+from phalanx.plan.placement.search import Fleet, Floats, HostPlacement, plan_placement, read_loads, replica_counts
 
 
 @dataclass(frozen=True, kw_only=True)

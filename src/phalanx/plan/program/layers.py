@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from phalanx.plan.mapping import ModelSpec, Stage
+from phalanx.plan.mapping import Stage
+from phalanx.plan.model import ModelSpec
 from phalanx.plan.moe import DispatchSpec
 from phalanx.plan.program.context import Context
 from phalanx.plan.program.experts import Reach, moe_operations

@@ -29,20 +29,12 @@ from typing import Literal
 
 from phalanx.core.errors import PlanError, Problem, raise_if
 from phalanx.plan.layout import ExpertState, FlatLayout, flat_layouts, publication, stage_params
-from phalanx.plan.mapping import AnyFolding, AnyPlacement, LayerPlacements, ModelSpec, plain_placement
+from phalanx.plan.mapping import AnyFolding, AnyPlacement, LayerPlacements, plain_placement
+from phalanx.plan.model import ModelSpec
 from phalanx.plan.moe import DispatchSpec
-from phalanx.plan.pipeline import (
-    AHEAD,
-    Action,
-    Edge,
-    EdgePlan,
-    Pipeline,
-    PipelinePlan,
-    Run,
-    Send,
-    Transfer,
-    plain_pipeline,
-)
+from phalanx.plan.pipeline import AHEAD, Pipeline, PipelinePlan, Run, Send, Transfer, plain_pipeline
+from phalanx.plan.pipeline.boundary import EdgePlan
+from phalanx.plan.pipeline.schedule import Action, Edge
 from phalanx.plan.program.context import Context, CpMethod
 from phalanx.plan.program.experts import Reach
 from phalanx.plan.program.layers import Layers
@@ -142,7 +134,7 @@ class StepOptions:
     shard_holders: int = 1
     """Hosts that keep each shard of the optimizer state, each rank standing for one."""
     edges: Mapping[Edge, EdgePlan] | None = None
-    """How activations cross between stages with foldings of their own (`plan/pipeline/stage_edges.py`); None: from rank to rank."""
+    """How activations cross between stages with foldings of their own (`plan/pipeline/boundary/stage_edges.py`); None: from rank to rank."""
     ahead: int = AHEAD
     """Passes before its place at which a receive is posted: 0 on devices."""
     sizes: Sizes | None = None

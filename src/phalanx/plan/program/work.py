@@ -18,7 +18,8 @@ from functools import cached_property
 
 from phalanx.core.op_ids import read_op_id
 from phalanx.plan.layout import FlatLayout, LocalParam, publication
-from phalanx.plan.mapping import AnyFolding, ModelSpec, micro_axis
+from phalanx.plan.mapping import AnyFolding, micro_axis
+from phalanx.plan.model import ModelSpec
 from phalanx.plan.moe import DispatchSpec, rows_of_source
 from phalanx.plan.moe.overlap import parse_overlap
 from phalanx.plan.program.ops import Op

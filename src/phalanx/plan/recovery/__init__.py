@@ -1,4 +1,8 @@
-"""What follows when members come and go: the mapping that those who are left can run, who takes which rank, and what state moves."""
+"""What follows when members come and go: the mapping that those who are left can run, who takes which rank, what state moves, and who is too slow to stay.
+
+`RecoveryPlanner.plan` decides a generation from what its members report (`Fact`) as a `GenerationPlan`. Beside it the room has the orders in which moves carry ids, and the rule of stragglers
+(`judge` over `RankPace` and `Streaks`), which a run and the simulator of failures both follow step by step.
+"""
 
 from __future__ import annotations
 
@@ -42,16 +46,6 @@ if TYPE_CHECKING:
         judge as judge,
         slowness as slowness,
         work_of_ranks as work_of_ranks,
-    )
-    from phalanx.plan.recovery.suspects import (
-        NONE as NONE,
-        StatePiece as StatePiece,
-        Sums as Sums,
-        Suspects as Suspects,
-        all_agree as all_agree,
-        find_suspects as find_suspects,
-        row_of as row_of,
-        sums_of as sums_of,
     )
 else:
     __getattr__ = lazy(__name__)

@@ -15,7 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from phalanx.plan.mapping import DEGREES, Folding, ModelSpec, fit_problems, legal_foldings
+from phalanx.plan.mapping import DEGREES, Folding, fit_problems, legal_foldings
+from phalanx.plan.model import ModelSpec
 
 
 class Device(NamedTuple):

@@ -2,8 +2,8 @@
 
 Decides the placement of each pipeline stage. It is the present one: members that come fill their slots with the experts that have the fewest holders or the
 most work, nobody else gets any for their sake; then the fewest slots are changed so that experts below the floor have new holders as far as slots allow
-(`plan/placement/front.py: patched_placement`). Where single copies that change places bring every expert into several racks, they do (`parted_placement`). Where the floor
-cannot be held so, it is the best one (`plan/placement/search.py`), its hosts named so that the fewest experts travel (`plan/placement/migration.py`). The search takes seconds for many hosts, and
+(`plan/placement/search/front.py: patched_placement`). Where single copies that change places bring every expert into several racks, they do (`parted_placement`). Where the floor
+cannot be held so, it is the best one (`plan/placement/search/plan.py`), its hosts named so that the fewest experts travel (`plan/placement/search/migration.py`). The search takes seconds for many hosts, and
 every member makes it while the run stands still: never only for racks, of which one may be too small for ever (what can be had then, and at which load, `plan/placement/rebalancing.py` weighs between steps). Must never change: every expert has a slot in every layer, whoever is gone; what a host holds already is known from the reports alone.
 """
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from phalanx.plan.mapping import Folding, LayerPlacements
-from phalanx.plan.placement import (
+from phalanx.plan.placement.search import (
     Fleet,
     Floats,
     HostPlacement,

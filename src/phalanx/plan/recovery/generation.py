@@ -26,9 +26,10 @@ import numpy as np
 from phalanx.core.config import PipelineConfig
 from phalanx.core.errors import PlanError, Problem
 from phalanx.plan.layout import STATE_KINDS, Box, Held, StateLayouts, TensorLayout, is_covered, stage_params, without
-from phalanx.plan.mapping import AnyFolding, AnyPlacement, Folding, LayerPlacements, ModelSpec, StagePlan
+from phalanx.plan.mapping import AnyFolding, AnyPlacement, Folding, LayerPlacements, StagePlan
+from phalanx.plan.model import ModelSpec
 from phalanx.plan.pipeline import make_pipeline, pipeline_problems
-from phalanx.plan.placement import Floats
+from phalanx.plan.placement.search import Floats
 from phalanx.plan.recovery.devices import Device, FoldingChoice, Limits, choose_folding, is_exact, usable_devices
 from phalanx.plan.recovery.experts import ReplicaTerms, held_by_host, place_experts
 from phalanx.plan.recovery.memory import StateRoom, state_bytes

@@ -9,7 +9,8 @@ import math
 from dataclasses import dataclass
 
 from phalanx.plan.layout import stage_params
-from phalanx.plan.mapping import Folding, ModelSpec, StagePlan
+from phalanx.plan.mapping import Folding, StagePlan
+from phalanx.plan.model import ModelSpec
 
 ITEM = {"bfloat16": 2, "float32": 4, "float64": 8}
 """Bytes of an element of a parameter, by `train.dtype`; of optimizer state 4 at least."""

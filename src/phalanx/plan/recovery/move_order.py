@@ -16,7 +16,8 @@ from typing import Any
 
 from phalanx.core.errors import DataError, Problem
 from phalanx.plan.layout import Box, StateLayouts
-from phalanx.plan.mapping import AnyPlacement, Folding, LayerPlacements, ModelSpec, Placement, StagePlan, parameters
+from phalanx.plan.mapping import AnyPlacement, Folding, LayerPlacements, Placement, StagePlan
+from phalanx.plan.model import ModelSpec, parameters
 from phalanx.plan.placement import coming_moves, of_all_kinds
 from phalanx.plan.recovery.generation import GenerationPlan, RecoveryPlanner
 from phalanx.plan.recovery.state_descriptor import Fact, read_standing

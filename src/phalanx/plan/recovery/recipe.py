@@ -7,7 +7,8 @@ from functools import cache
 
 from phalanx.core.config import Recipe
 from phalanx.core.errors import PlanError, Problem
-from phalanx.plan.mapping import AnyFolding, Folding, ModelSpec
+from phalanx.plan.mapping import AnyFolding, Folding
+from phalanx.plan.model import ModelSpec
 from phalanx.plan.pipeline import pipeline_problems
 from phalanx.plan.placement import ReplicaSettings, asked_of, replicas_of
 from phalanx.plan.recovery.devices import is_exact

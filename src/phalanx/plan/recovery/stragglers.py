@@ -18,8 +18,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from phalanx.plan.mapping import Folding, LayerPlacements, ModelSpec, StagePlan, flops_per_token
-from phalanx.plan.placement import Floats
+from phalanx.plan.mapping import Folding, LayerPlacements, StagePlan
+from phalanx.plan.model import ModelSpec, flops_per_token
+from phalanx.plan.placement.search import Floats
 
 TOLD = 2.0
 """A host that is so many times as slow as the others is told of, where `resilience.straggler` names no other factor."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from phalanx.core.faces import lazy
 
 if TYPE_CHECKING:
+    from phalanx.plan.reshard.cluster import read_rate as read_rate
     from phalanx.plan.reshard.plan import METHODS as METHODS, ReshardPlan as ReshardPlan, plan_reshard as plan_reshard
     from phalanx.plan.reshard.types import (
         WHOLE as WHOLE,
@@ -16,6 +17,12 @@ if TYPE_CHECKING:
         MovePart as MovePart,
         Reduction as Reduction,
         equal_hosts as equal_hosts,
+    )
+    from phalanx.plan.reshard.weight_waves import (
+        Wave as Wave,
+        divide as divide,
+        read_layout as read_layout,
+        rows_of as rows_of,
     )
 else:
     __getattr__ = lazy(__name__)

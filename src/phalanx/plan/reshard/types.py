@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from phalanx.core.errors import PlanError, Problem, raise_if
 from phalanx.plan.layout import Box, TensorLayout
-from phalanx.plan.mapping import ClusterSpec
+from phalanx.plan.reshard.cluster import ClusterSpec
 
 WHOLE = -1
 """`MovePart.term` of values that need no more adding up."""

@@ -122,7 +122,7 @@ class Collectives:
         self.beside: TwoPasses | None = None
         """While a pass of this rank runs beside another."""
         self.message_streams: Any = None
-        """Where messages travel beside what a device computes, once they have (`runtime/comm/streams.py`)."""
+        """Where messages travel beside what a device computes, once they have (`runtime/moe/streams.py`)."""
         self._emit = emit
         self._kept: list[Event] = []
 

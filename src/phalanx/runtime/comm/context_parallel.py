@@ -1,4 +1,4 @@
-"""Causal attention over sequences that the ranks of one axis share in the zigzag layout of `plan/mapping/zigzag.py`, in three ways.
+"""Causal attention over sequences that the ranks of one axis share in the zigzag layout of `plan/attention/zigzag.py`, in three ways.
 
     ring         keys and values travel from rank to rank while each rank computes with those that it has (arXiv 2310.01889); in the backward
                  pass they travel again, and the gradients of each rank's keys follow one step behind, to arrive home at the end
@@ -38,7 +38,7 @@ from phalanx.kernels.cpu.block_attention import (
     wide_type,
 )
 from phalanx.kernels.cpu.lanes import SERIAL, Lanes
-from phalanx.plan.mapping import (
+from phalanx.plan.attention import (
     SequenceLayout,
     attention_blocks,
     first_and_last,

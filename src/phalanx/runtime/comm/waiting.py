@@ -4,7 +4,7 @@
 
 A layer is under way while any of its messages is: overlapping messages count once. What is under way and does not block is hidden. Nobody can
 ask gloo whether a message has come (point-to-point work cannot be polled), so one counts until the end of the wait for it: hidden time is
-the most that it can have been. A trace, which knows when the other rank sent, says it more closely (`observe/lanes.py`).
+the most that it can have been. A trace, which knows when the other rank sent, says it more closely (`observe/recorded/lanes.py`).
 
 Must never change: a rank's own thread calls these, so a wait of it never overlaps another; a layer's waits lie within its time under way.
 """

@@ -39,8 +39,8 @@ from typing import Any
 from phalanx.core.clock import since_boot_s
 from phalanx.core.errors import ConfigError, Problem, first_line
 from phalanx.core.service_address import ServiceAddress
-from phalanx.runtime.comm import STOP_SIGNALS, die_with_parent
 from phalanx.runtime.membership.service import StoreProcess, start_store
+from phalanx.runtime.processes import STOP_SIGNALS, die_with_parent
 
 WAIT = 1.25
 """Leases, of the longest, that a new keeper waits."""

@@ -27,11 +27,12 @@ from typing import Any
 import torch.distributed as dist
 
 from phalanx.core.errors import PeerError, first_line
-from phalanx.runtime.comm import DEFAULT_TIMEOUT_S, DeviceAbort, GroupCache, nccl_options, use_loopback
+from phalanx.runtime.comm import DEFAULT_TIMEOUT_S, DeviceAbort, GroupCache, nccl_options
 from phalanx.runtime.membership.keys import ASKED_PER_S, LAST_LOOK_S, OPENING, Keys, KeysStore, TcpKeys, open_sockets
 from phalanx.runtime.membership.membership import Generation
 from phalanx.runtime.membership.reachability import keep_alive
 from phalanx.runtime.membership.votes import MemberReport
+from phalanx.runtime.processes import use_loopback
 
 READY_BLOCK = 64
 """Members whose reports one look asks for: the first that are not complete."""

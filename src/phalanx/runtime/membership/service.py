@@ -22,9 +22,9 @@ import torch.distributed as dist
 from phalanx.core.clock import since_boot_s
 from phalanx.core.errors import RunError
 from phalanx.core.service_address import ServiceAddress
-from phalanx.runtime.comm import STOP_SIGNALS, die_with_parent, listening_socket
 from phalanx.runtime.membership.keys import EPOCH, Service, ServiceLost, TcpKeys, TcpService
 from phalanx.runtime.membership.keys_etcd import EtcdService
+from phalanx.runtime.processes import STOP_SIGNALS, die_with_parent, listening_socket
 
 START_S = 10.0
 LOOK_S = 0.05

@@ -30,7 +30,6 @@ from types import FrameType
 from phalanx.core.clock import now_s
 from phalanx.core.errors import PhalanxError, RunError
 from phalanx.core.events import Emit, Event, ignore
-from phalanx.runtime.comm import STOP_SIGNALS, STOPPED
 from phalanx.runtime.membership.host_agent import HostAgent
 from phalanx.runtime.membership.keys import Service
 from phalanx.runtime.membership.membership import FirstRule, Generation, Member, TooFewMembers
@@ -38,6 +37,7 @@ from phalanx.runtime.membership.service import start_store
 from phalanx.runtime.membership.watcher import AgentSettings, too_few
 from phalanx.runtime.membership.worker import STALE_CODE, Worker, fork_worker
 from phalanx.runtime.membership.worker_agent import WorkerAgent
+from phalanx.runtime.processes import STOP_SIGNALS, STOPPED
 
 TICK_S = 0.05
 """Longest time between two looks at what no handle announces."""
@@ -78,7 +78,7 @@ class SupervisorSettings:
     rest_s: float = 600.0
     """How long the place of a worker stays empty that the others put out for being slow."""
     away: Callable[[], frozenset[int]] = frozenset
-    """Slots that are to have no worker for now, asked again and again (`runtime/comm/drained_slots.py`)."""
+    """Slots that are to have no worker for now, asked again and again (`train/recovery/drained_slots.py`)."""
     agent: AgentSettings = field(default_factory=AgentSettings)
 
 

@@ -18,8 +18,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from phalanx.core.errors import PhalanxError, RunError
-from phalanx.runtime.comm import STOP_SIGNALS, die_with_parent
 from phalanx.runtime.membership.membership import Member, StaleMember
+from phalanx.runtime.processes import STOP_SIGNALS, die_with_parent
 
 ERROR_CHARACTERS = 30_000
 """An error report must fit the pipe (64 KiB) that the supervisor may not be reading."""

@@ -13,5 +13,6 @@ if TYPE_CHECKING:
     from phalanx.runtime.moe.fused import FusedMemory as FusedMemory
     from phalanx.runtime.moe.overlap_tuner import Tuner as Tuner
     from phalanx.runtime.moe.routed import RoutedExperts as RoutedExperts, routed_experts as routed_experts
+    from phalanx.runtime.moe.streams import leave_free as leave_free
 else:
     __getattr__ = lazy(__name__)

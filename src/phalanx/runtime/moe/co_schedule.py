@@ -1,6 +1,6 @@
 """Two passes of one rank beside one another: while one waits for a message, the other computes.
 
-Decides nothing: which passes are a pair is `plan/pipeline/pairs.py`'s. The first pass runs on the thread that asks, the second on one of its own, and
+Decides nothing: which passes are a pair is `plan/pipeline/schedule/pairs.py`'s. The first pass runs on the thread that asks, the second on one of its own, and
 there is one *baton*: only who has it does anything. A pass gives it away where it waits for communication (`Collectives` does that in every wait
 of a host) and takes it back before it goes on. So no state of a rank is ever touched by two threads at once, sums keep their order, and
 a rank computes on as many threads as without pairs.

@@ -8,8 +8,8 @@ Carries out, on each rank of an expert-parallel group whose devices reach each o
     backward    the same with the gradient of the output and the weights transposed; gradients of weights are computed while results travel;
                 those of the row weights go back in one all-to-all of fixed size
 
-Forward and backward use the same entries, order and buffers; each is one call on the flags. Decides nothing: how the device is divided is `plan/moe/overlap/fused.py`'s, the order of rows
-`plan/moe/overlap/device.py`'s. Not yet run on a GPU (docs/explanation/overlap-gpu.md).
+Forward and backward use the same entries, order and buffers; each is one call on the flags. Decides nothing: how the device is divided is `plan/moe/overlap/fused/launch.py`'s, the order of rows
+`plan/moe/overlap/fused/device.py`'s. Not yet run on a GPU (docs/explanation/overlap-gpu.md).
 
 Must never change: all ranks of a group make the same calls in the same order; what is kept of the buffers is copied out before this rank's results leave, for then others may
 begin the next call; a call in which a flag was not raised in time gives NaN, so that no step is taken with it, and the next one raises.
@@ -50,7 +50,7 @@ from phalanx.kernels.triton import (
     send,
     symmetric_arena,
 )
-from phalanx.plan.moe.overlap import FusedLaunch, fused_launch
+from phalanx.plan.moe.overlap.fused import FusedLaunch, fused_launch
 from phalanx.runtime.comm import Axis, Collectives, backward_id
 from phalanx.runtime.moe.dispatch import Dispatcher
 from phalanx.runtime.moe.experts import MoeCall

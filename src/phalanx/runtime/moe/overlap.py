@@ -1,4 +1,4 @@
-"""One MoE layer in which rows travel while others are computed: carries out the operations of `plan/moe/overlap/types.py`, forward and backward.
+"""One MoE layer in which rows travel while others are computed: carries out the operations of `plan/moe/overlap/tiles/types.py`, forward and backward.
 
 Decides nothing: order, parts and blocks are the plan's. Three autograd functions, so that other work can stand in the gaps between them:
 
@@ -28,21 +28,19 @@ from phalanx.kernels.cpu.deferred import target_of
 from phalanx.kernels.cpu.lanes import Lanes
 from phalanx.kernels.cpu.tiles import Geometry, SourceRows, TilePlace, TileProducts, block_units, column_units
 from phalanx.plan.moe import DispatchPlan
-from phalanx.plan.moe.overlap import (
+from phalanx.plan.moe.overlap.prediction import WireBytes, choose_transport, wire_bytes
+from phalanx.plan.moe.overlap.tiles import (
     MessageEnd,
     RankPlan,
     TileOp,
     TileSchedule,
-    WireBytes,
     backward_of,
-    choose_transport,
     joint_slots,
     plan_overlap,
     slot_orders,
     tiles_of,
-    wire_bytes,
 )
-from phalanx.runtime.comm import Exchange, backward_id, leaving_free, streams_of
+from phalanx.runtime.comm import Exchange, backward_id
 from phalanx.runtime.moe.dispatch import Dispatcher
 from phalanx.runtime.moe.experts import MoeCall
 from phalanx.runtime.moe.overlap_exchange import ExchangePath, InFlightExchange
@@ -55,6 +53,7 @@ from phalanx.runtime.moe.overlap_lists import (
 )
 from phalanx.runtime.moe.overlap_pacing import TilePace
 from phalanx.runtime.moe.overlap_transport import count_copies, routes, traffic_told, usable_hosts
+from phalanx.runtime.moe.streams import leaving_free, streams_of
 
 Choose = Callable[[DispatchPlan, WireBytes], TileSchedule]
 TILE_ROWS = 512

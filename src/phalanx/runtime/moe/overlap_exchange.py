@@ -1,6 +1,6 @@
 """What is under way in one overlapped layer on one rank: its lists, its messages, and where their rows go.
 
-Decides nothing: parts, blocks and their order are the plan's (`plan/moe/overlap/types.py`), carried out by `overlap.py`. Must never change: receives are posted before anything
+Decides nothing: parts, blocks and their order are the plan's (`plan/moe/overlap/tiles/types.py`), carried out by `overlap.py`. Must never change: receives are posted before anything
 is computed, sizes follow from numbers that both sides have, sums have the order of slots, then of ranks.
 
 Legend: T tokens of this rank, H hidden, n rows of one source, N entries or pairs, C copies of a token.
@@ -17,12 +17,13 @@ from phalanx.kernels.cpu.deferred import Target
 from phalanx.kernels.cpu.lanes import Lanes
 from phalanx.kernels.cpu.permute import sum_places
 from phalanx.kernels.cpu.tiles import Geometry
-from phalanx.plan.moe.overlap import MessageEnd, MessageKind, RankPlan, TileOp, rounds_of
-from phalanx.runtime.comm import Exchange, Message, Streams, backward_id
+from phalanx.plan.moe.overlap.tiles import MessageEnd, MessageKind, RankPlan, TileOp, rounds_of
+from phalanx.runtime.comm import Exchange, Message, backward_id
 from phalanx.runtime.moe.dispatch import Dispatcher
 from phalanx.runtime.moe.overlap_hosts import Gateways, HostWay
 from phalanx.runtime.moe.overlap_lists import Outgoing, entries_of_all, part_rows, places_of, row_by_row, tile_order
 from phalanx.runtime.moe.overlap_streams import RoundMessages
+from phalanx.runtime.moe.streams import Streams
 
 _MOST_BLOCKS = 64
 _TAGS = {"meta": 0, "going": 1, "coming": 2, "dots": 3}

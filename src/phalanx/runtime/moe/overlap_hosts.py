@@ -1,4 +1,4 @@
-"""One copy of a token for each other host: what a rank does for its neighbours as a gateway (`plan/moe/overlap/hosts.py`), in an overlapped layer.
+"""One copy of a token for each other host: what a rank does for its neighbours as a gateway (`plan/moe/overlap/tiles/hosts.py`), in an overlapped layer.
 
 Decides nothing: `relay` and `merge` of the plan say when. A source's entries for another host come here in the order of the first part that any rank of this host needs
 them in; each rank gets those of its parts as it would have got them from the source itself. On the way back the ranks' partial sums come here and are added up, rank by
@@ -23,7 +23,7 @@ import torch
 from phalanx.kernels.cpu.lanes import Lanes
 from phalanx.kernels.cpu.permute import sum_places
 from phalanx.plan.moe import DispatchPlan
-from phalanx.plan.moe.overlap import (
+from phalanx.plan.moe.overlap.tiles import (
     RankPlan,
     Tile,
     TileOp,

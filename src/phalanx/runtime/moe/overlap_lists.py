@@ -1,4 +1,4 @@
-"""Which entries travel in an overlapped layer, in which order, and what is added to what: the index arithmetic behind `plan/moe/overlap/types.py`.
+"""Which entries travel in an overlapped layer, in which order, and what is added to what: the index arithmetic behind `plan/moe/overlap/tiles/types.py`.
 
 Both sides of every message derive its rows from the same numbers by the same rule, on their devices. A rank's pairs (token, expert) lie sorted by slot of the
 group, tokens ascending within each (`Dispatcher.exact_list`); those for the slots of one rank are its *rows* there. The tiles of these rows follow
@@ -21,7 +21,7 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from phalanx.plan.moe.overlap import Tile
+from phalanx.plan.moe.overlap.tiles import Tile
 from phalanx.runtime.moe.dispatch import FILL, stable_order
 
 

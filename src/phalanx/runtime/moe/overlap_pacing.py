@@ -6,7 +6,7 @@ half of it, and gradients of weights have as many as both.
 
 from __future__ import annotations
 
-from phalanx.plan.moe.overlap import RankPlan, TileOp
+from phalanx.plan.moe.overlap.tiles import RankPlan, TileOp
 from phalanx.runtime.comm import Collectives
 
 

@@ -1,4 +1,4 @@
-"""Messages of one direction of an overlapped layer on a device, posted round by round in the one order of all ranks (`plan/moe/overlap/rounds.py`).
+"""Messages of one direction of an overlapped layer on a device, posted round by round in the one order of all ranks (`plan/moe/overlap/tiles/rounds.py`).
 
 Decides nothing. The executor gives each end of a message when it has the tensor; a round leaves for the message stream when all its ends have been given and all rounds
 before it have left. What has come is waited for by the current stream, never by the host.
@@ -14,8 +14,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from phalanx.core.errors import PlanError, Problem, raise_if
-from phalanx.plan.moe.overlap import MessageEnd, MessageKind, Round
-from phalanx.runtime.comm import Axis, Collectives, Exchange, Message, Posted, Streams
+from phalanx.plan.moe.overlap.tiles import MessageEnd, MessageKind, Round
+from phalanx.runtime.comm import Axis, Collectives, Exchange, Message
+from phalanx.runtime.moe.streams import Posted, Streams
 
 
 class RoundMessages:

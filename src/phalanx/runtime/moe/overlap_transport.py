@@ -1,6 +1,6 @@
 """Which transports an overlapped layer may choose from, and the counts that their bytes follow from.
 
-Decides nothing: `plan/moe/overlap/bytes.py` takes the least. What a rank counts of its own batch travels with the counts of rows, so it costs no message.
+Decides nothing: `plan/moe/overlap/prediction/bytes.py` takes the least. What a rank counts of its own batch travels with the counts of rows, so it costs no message.
 
 Legend: T tokens of this rank, K experts of a token, P ranks of ep_etp.
 """
@@ -14,7 +14,8 @@ import torch
 
 from phalanx.core.errors import ConfigError, Problem
 from phalanx.plan.moe import DispatchPlan
-from phalanx.plan.moe.overlap import Route, Traffic, can_forward, members, traffic_of
+from phalanx.plan.moe.overlap.prediction import Route, Traffic, traffic_of
+from phalanx.plan.moe.overlap.tiles import can_forward, members
 from phalanx.runtime.moe.dispatch import Dispatcher
 
 

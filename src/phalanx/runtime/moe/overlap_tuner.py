@@ -1,6 +1,6 @@
 """What overlap costs on these very ranks and links: a short calibration, kept from run to run, and done again when it no longer fits.
 
-Decides nothing: it measures, fits (`plan/moe/overlap/choose.py`) and hands a `Chooser` to the layers that ask. Everything here is collective over the group of the
+Decides nothing: it measures, fits (`plan/moe/overlap/prediction/choose.py`) and hands a `Chooser` to the layers that ask. Everything here is collective over the group of the
 asking layer: all of its ranks take the numbers of its first rank, so that all choose alike.
 
 A calibration is some messages around the group, some products, and some passes of the layer itself on random tokens (a second or two where a layer takes
@@ -29,9 +29,8 @@ from phalanx.core.files import write_json
 from phalanx.kernels.cpu.lanes import Lanes
 from phalanx.kernels.cpu.tiles import column_units
 from phalanx.plan.moe import DispatchPlan
-from phalanx.plan.moe.overlap import (
-    CANDIDATES,
-    FINE,
+from phalanx.plan.moe.overlap import CANDIDATES, FINE
+from phalanx.plan.moe.overlap.prediction import (
     Chooser,
     LayerSample,
     LayerShape,
@@ -39,14 +38,15 @@ from phalanx.plan.moe.overlap import (
     MessageSample,
     OverlapCost,
     Sample,
-    TileSchedule,
     WireBytes,
     fit,
 )
-from phalanx.runtime.comm import CudaStreams, Message
+from phalanx.plan.moe.overlap.tiles import TileSchedule
+from phalanx.runtime.comm import Message
 from phalanx.runtime.moe.dispatch import Dispatcher
 from phalanx.runtime.moe.experts import ExpertWeights, MoeCall
 from phalanx.runtime.moe.overlap import TILE_ROWS, run_overlapped
+from phalanx.runtime.moe.streams import CudaStreams
 
 EVERY = 64
 """Passes between two looks at the predictions."""

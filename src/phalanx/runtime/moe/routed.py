@@ -16,7 +16,8 @@ from phalanx.core.errors import ConfigError, raise_if
 from phalanx.kernels.choice import Impl
 from phalanx.kernels.cpu.fixed_point import FixedSums
 from phalanx.kernels.cpu.lanes import SERIAL, Lanes
-from phalanx.plan.moe.overlap import OverlapSetting, TileSchedule, parse_overlap, replica_problems
+from phalanx.plan.moe.overlap import OverlapSetting, parse_overlap, replica_problems
+from phalanx.plan.moe.overlap.tiles import TileSchedule
 from phalanx.runtime.moe.coarse import run_coarse
 from phalanx.runtime.moe.dispatch import Dispatcher
 from phalanx.runtime.moe.experts import MoeCall, run_exact, run_experts

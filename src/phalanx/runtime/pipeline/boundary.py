@@ -17,7 +17,9 @@ from dataclasses import dataclass
 import torch
 
 from phalanx.core.errors import RunError
-from phalanx.plan.pipeline import BoundaryMessage, Edge, EdgePlan, PipelinePlan, Relay, Route, Transfer, direct_edge
+from phalanx.plan.pipeline import PipelinePlan, Transfer
+from phalanx.plan.pipeline.boundary import BoundaryMessage, EdgePlan, Relay, Route, direct_edge
+from phalanx.plan.pipeline.schedule import Edge
 from phalanx.runtime.comm import Axis, Collectives, Exchange, Message
 
 RECEIPT = 2**24

@@ -1,6 +1,6 @@
 """Carries out one rank's part of a pipeline plan: passes in their order, transfers between ranks under way beside them.
 
-Decides nothing: what runs when, and who sends what to whom, is `plan.schedule_comm.PipelinePlan`'s and the edges' (`plan/pipeline/boundary.py`); what a
+Decides nothing: what runs when, and who sends what to whom, is `plan.schedule_comm.PipelinePlan`'s and the edges' (`plan/pipeline/boundary/edges.py`); what a
 pass does is the caller's (`Passes`): this file knows no model. One executor for all schedules, and for plans that only go forward.
 
     Run    wait for what the pass takes, run it, keep what it gives until it is sent or handed over
@@ -32,7 +32,8 @@ from typing import Protocol
 import torch
 
 from phalanx.core.errors import RunError
-from phalanx.plan.pipeline import AHEAD, Direction, Edge, PipelinePlan, Recv, Run, Send, Transfer, batches
+from phalanx.plan.pipeline import AHEAD, Direction, PipelinePlan, Recv, Run, Send, Transfer, batches
+from phalanx.plan.pipeline.schedule import Edge
 from phalanx.runtime.comm import Axis, Collectives, Exchange, Message
 from phalanx.runtime.moe import CoScheduler
 from phalanx.runtime.pipeline.boundary import (

@@ -1,6 +1,6 @@
 """Layouts of tensors that torch describes by a `DeviceMesh` and DTensor placements, and DTensors made of what a rank holds.
 
-Decides nothing: `plan/layout/meshes.py` cuts. Must never change: the boxes are those that `distribute_tensor` gives each rank (`torch.chunk` sizes, mesh axes from
+Decides nothing: `plan/layout/mesh/placements.py` cuts. Must never change: the boxes are those that `distribute_tensor` gives each rank (`torch.chunk` sizes, mesh axes from
 left to right), so a local tensor needs no copy on its way in or out. `Partial` must be a sum; any other placement is an error with its name.
 """
 
@@ -16,8 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from phalanx.core.errors import PlanError, Problem, raise_if
-from phalanx.plan import layout as words
-from phalanx.plan.layout import TensorLayout
+from phalanx.plan.layout import TensorLayout, mesh as words
 
 MeshPlacements = tuple[DeviceMesh, Sequence[Placement]]
 

@@ -22,7 +22,8 @@ from functools import cached_property
 import torch
 
 from phalanx.plan.layout import Box, FlatLayout, FlatPiece, publication
-from phalanx.runtime.comm import Axis, Collectives, Groups, Message, in_huge_pages
+from phalanx.runtime.comm import Axis, Collectives, Groups, Message
+from phalanx.runtime.processes import in_huge_pages
 from phalanx.runtime.state.boxes import BoxTensor
 from phalanx.runtime.state.holders import HolderSums
 

@@ -13,7 +13,8 @@ from functools import cached_property
 
 from phalanx.core.config import Recipe
 from phalanx.core.errors import PlanError
-from phalanx.plan.mapping import Folding, ModelSpec
+from phalanx.plan.mapping import Folding
+from phalanx.plan.model import ModelSpec
 from phalanx.plan.recovery import RecoveryPlanner, StragglerRule, recovery_planner, straggler_rule
 from phalanx.simulate.hardware import GpuCluster
 from phalanx.simulate.mapping import Mapping

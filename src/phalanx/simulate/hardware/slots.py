@@ -17,7 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.plan.layout import ExpertState
-from phalanx.plan.mapping import Folding, ModelSpec, Placement, Stage
+from phalanx.plan.mapping import Folding, Placement, Stage
+from phalanx.plan.model import ModelSpec
 from phalanx.plan.moe import DispatchPlan, forced_experts, plan_dispatch, plan_local_dispatch, plan_static_dispatch
 from phalanx.plan.placement import ReplicaSettings, stage_replicas
 from phalanx.simulate.hardware.routing import FORCED_DRAWS, RouterModel

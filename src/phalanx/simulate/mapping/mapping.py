@@ -16,7 +16,7 @@ from phalanx.core.errors import PlanError, Problem, raise_if
 from phalanx.core.samples import num_rounds
 from phalanx.plan.mapping import Folding, folding_problems
 from phalanx.plan.moe import DispatchSpec, capacity, rows_of_source
-from phalanx.plan.pipeline import SCHEDULES, make_schedule, schedule_problems
+from phalanx.plan.pipeline.schedule import SCHEDULES, make_schedule, schedule_problems
 from phalanx.simulate.hardware import ExpertSlots, GroupSpan, RouterModel, span_from, span_of
 from phalanx.simulate.mapping.shape import Shape
 

@@ -1,7 +1,7 @@
 """The shape of any decoder, as far as time and memory depend on it, and its FLOPs by a named convention.
 
-`plan/mapping/model.py` describes the models that Phalanx trains; published measurements are of others too (feed-forward layers of two matrices, no
-experts at all), so the simulator has a shape of its own. For every preset of `plan/mapping/model.py` its FLOPs are those of
+`plan/model/model.py` describes the models that Phalanx trains; published measurements are of others too (feed-forward layers of two matrices, no
+experts at all), so the simulator has a shape of its own. For every preset of `plan/model/model.py` its FLOPs are those of
 `plan.model.flops_per_token` (a test). Must never change: FLOPs name their convention, because published figures use several.
 
     causal    attention counts the lower half of the scores (Megatron-LM since core 0.12)
@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from phalanx.plan.mapping import MlaSpec, ModelSpec
+from phalanx.plan.model import MlaSpec, ModelSpec
 
 Convention = Literal["causal", "full"]
 
@@ -164,7 +164,7 @@ def shape_of(spec: ModelSpec) -> Shape:
 
 
 def spec_of(shape: Shape) -> ModelSpec:
-    """The shape as a model of `plan/mapping/model.py`, for rules and costs that are asked there; what they do not read is left at its default."""
+    """The shape as a model of `plan/model/model.py`, for rules and costs that are asked there; what they do not read is left at its default."""
     m = shape.latent
     mla = None
     if m is not None:

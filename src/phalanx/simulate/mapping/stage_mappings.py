@@ -1,7 +1,7 @@
 """Pipeline stages with foldings of their own (`folding.stages`) on a cluster: a mapping for each stage, and what crosses between them.
 
 Decides what a stage is to the rest of the simulator: the `Mapping` of a pipeline whose stages are all like it, on ranks that begin where the stage's do. So layers, memory and sums of gradients of a
-stage are those of a plain pipeline at that place. What crosses an edge is what the run's plan says (`plan/pipeline/stage_edges.py`): all messages of a rank go at once, those inside its host beside
+stage are those of a plain pipeline at that place. What crosses an edge is what the run's plan says (`plan/pipeline/boundary/stage_edges.py`): all messages of a rank go at once, those inside its host beside
 those between hosts, and the edge takes what its busiest rank does. Must never change: stages that are all alike give the prediction of the plain mapping (test).
 """
 
@@ -16,7 +16,8 @@ from typing import Any
 
 from phalanx.core.errors import PlanError, Problem, raise_if
 from phalanx.plan.mapping import Folding, StagedFolding
-from phalanx.plan.pipeline import Activation, Edge, Route, chain, staged_edges
+from phalanx.plan.pipeline.boundary import Activation, Route, staged_edges
+from phalanx.plan.pipeline.schedule import Edge, chain
 from phalanx.plan.reshard import equal_hosts
 from phalanx.simulate.hardware import Network
 from phalanx.simulate.mapping.mapping import Job, Mapping, mapping_problems

@@ -22,7 +22,8 @@ from phalanx.core.config import Recipe
 from phalanx.core.processor import MULTIPLIES_BF16, Processor
 from phalanx.core.samples import num_rounds
 from phalanx.plan.layout import FlatLayout, HolderPlan, flat_layouts, publication, stage_params
-from phalanx.plan.mapping import AnyFolding, AnyPlacement, ModelSpec, Stage, plain_placement
+from phalanx.plan.mapping import AnyFolding, AnyPlacement, Stage, plain_placement
+from phalanx.plan.model import ModelSpec
 from phalanx.plan.moe import dispatch_spec
 from phalanx.plan.pipeline import Pipeline, make_pipeline
 from phalanx.plan.recovery import FIXED_POINT_ITEM, ITEM
@@ -143,7 +144,7 @@ def estimate_memory(
 
 
 def with_idle_heap(moments: Iterable[Moment]) -> Iterator[Moment]:
-    """The heap never shrinks (`runtime/comm/allocator.py`), and a block that is mapped by itself can use none of it: at such a moment all of the heap that
+    """The heap never shrinks (`runtime/processes/allocator.py`), and a block that is mapped by itself can use none of it: at such a moment all of the heap that
     earlier moments have needed is there as well, idle."""
     high = 0
     for moment in moments:

@@ -13,9 +13,11 @@ from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.core.samples import num_rounds
 from phalanx.plan import equal_shares
-from phalanx.plan.mapping import AnyFolding, ModelSpec, resolve_mapping
+from phalanx.plan.mapping import AnyFolding, resolve_mapping
+from phalanx.plan.model import ModelSpec
 from phalanx.plan.moe import dispatch_spec
-from phalanx.plan.pipeline import Activation, edges_for, make_pipeline
+from phalanx.plan.pipeline import make_pipeline
+from phalanx.plan.pipeline.boundary import Activation, edges_for
 from phalanx.plan.program import Sizes, StepOptions, StepProgram, step_program
 from phalanx.simulate.hardware import GpuCluster
 from phalanx.simulate.program.cost import ProgramOracle

@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Literal
 
 from phalanx.plan.mapping import Folding, legal_foldings
-from phalanx.plan.pipeline import make_schedule, why_no_pairs
+from phalanx.plan.pipeline.schedule import make_schedule, why_no_pairs
 from phalanx.simulate.hardware import Hardware
 from phalanx.simulate.mapping import RECOMPUTES, Job, Mapping, Overlap, Precision, Recompute, spec_of
 

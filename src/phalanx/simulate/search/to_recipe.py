@@ -25,7 +25,7 @@ from phalanx.core.config import (
 from phalanx.core.errors import ConfigError, PhalanxError
 from phalanx.core.rules import recipe_problems
 from phalanx.plan import run_problems
-from phalanx.plan.mapping import PRESETS
+from phalanx.plan.model import PRESETS
 from phalanx.simulate import difference, mapping_of_recipe, resolve_recipe
 from phalanx.simulate.hardware import GpuCluster
 from phalanx.simulate.mapping import Job, Mapping, Shape, shape_of

@@ -15,7 +15,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from phalanx.plan.mapping import Folding, ModelSpec
+from phalanx.plan.mapping import Folding
+from phalanx.plan.model import ModelSpec
 from phalanx.plan.moe import DispatchSpec, rows_of_source
 from phalanx.simulate.hardware import (
     BLOCK,

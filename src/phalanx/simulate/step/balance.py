@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from phalanx.core.config import Recipe
-from phalanx.plan.mapping import Folding, ModelSpec
+from phalanx.plan.mapping import Folding
+from phalanx.plan.model import ModelSpec
 from phalanx.plan.moe import forced_experts
 
 DEVIATIONS_FIRST, DEVIATIONS_LATER = 2.4, 1.0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from phalanx.plan.pipeline import Schedule, ends_of_ranks, make_schedule, uniform_costs
+from phalanx.plan.pipeline.schedule import Schedule, ends_of_ranks, make_schedule, uniform_costs
 
 WHOLE = ("1f1b", "gpipe", "interleaved_1f1b")
 """Schedules with closed forms."""

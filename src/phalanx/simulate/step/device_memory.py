@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from phalanx.plan.pipeline import SCHEDULES, Order, make_schedule, most_extra
+from phalanx.plan.pipeline.schedule import SCHEDULES, Order, make_schedule, most_extra
 from phalanx.simulate.hardware import BF16, FP32, Hardware
 from phalanx.simulate.mapping import AnyMapping, Job, Mapping, of_places
 from phalanx.simulate.step.stage_layers import StageContent, contents

@@ -1,6 +1,6 @@
 """Seconds of one MoE layer on the kernels that wait on flags (`dispatch.overlap = "fused"`), as `runtime/moe/fused.py` launches them on one host's devices.
 
-Decides what of the messages hides. Must never change: launches, their division and their order are those of `plan/moe/overlap/fused.py`, `plan/moe/overlap/device.py` and `runtime/moe/fused.py`; no
+Decides what of the messages hides. Must never change: launches, their division and their order are those of `plan/moe/overlap/fused/launch.py`, `plan/moe/overlap/fused/device.py` and `runtime/moe/fused.py`; no
 time of theirs was measured on a device.
 
     index       which token goes where and in which order rows are computed: small operations on tables, forward only, nothing beside them
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from phalanx.core.errors import PlanError, Problem
 from phalanx.plan.mapping import Folding
-from phalanx.plan.moe.overlap import FusedLaunch, SecondCost, fused_launch, predicted_s
+from phalanx.plan.moe.overlap.fused import FusedLaunch, SecondCost, fused_launch, predicted_s
 from phalanx.simulate.hardware import GroupSpan, Hardware, Network, Oracle, distinct
 from phalanx.simulate.mapping import Job, Mapping
 from phalanx.simulate.step.tile_layer import LedgerEntries

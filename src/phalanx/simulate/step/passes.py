@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from phalanx.plan.mapping import Stage
-from phalanx.plan.pipeline import AHEAD, Order
+from phalanx.plan.pipeline import AHEAD
+from phalanx.plan.pipeline.schedule import Order
 from phalanx.simulate.hardware import LEAST_OPEN
 from phalanx.simulate.step import activations as act
 

@@ -2,7 +2,7 @@
 
 Decides nothing: a mapping that does not say its layers divides them as a run does (`plan/mapping/stages.py`, by cost, the head included). Published
 runs of Megatron-LM say theirs: `even_layers`, as even as can be by count. Places of stages come from the schedule's rule in
-`plan/pipeline/schedule.py`. Must never change: every layer is on exactly one stage.
+`plan/pipeline/schedule/make.py`. Must never change: every layer is on exactly one stage.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from phalanx.plan.mapping import balanced_counts, layer_costs
-from phalanx.plan.pipeline import SCHEDULES, looped_ranks, vee_ranks
+from phalanx.plan.pipeline.schedule import SCHEDULES, looped_ranks, vee_ranks
 from phalanx.simulate.mapping import Job, Mapping, Shape, spec_of
 
 

@@ -1,7 +1,7 @@
 """Seconds of one MoE layer that runs tile by tile (`dispatch.overlap` of `tiles`, `fine`, `auto`): the executor's own plan on the constants of a cluster.
 
 Decides which batch stands for all (every expert is chosen equally often, the fullest rank's load on all ranks alike) and what its pieces cost on the hardware; operations, their order, parts
-and bytes are those of `plan/overlap*.py`, the clock is `plan/moe/overlap/clock.py: seconds_of`, of one rank whose peers do what it does. Must never change: `auto` takes
+and bytes are those of `plan/overlap*.py`, the clock is `plan/moe/overlap/prediction/clock.py: seconds_of`, of one rank whose peers do what it does. Must never change: `auto` takes
 what the chooser of a run would take by the same seconds, and nothing that the plan does not have hides anything.
 
     a tile           two products of its rows by the cost oracle (each tile reads the weights of its expert), its activation, and a kernel's time for each kernel of `kernels/cpu/tiles.py`
@@ -24,30 +24,31 @@ from typing import Literal
 import numpy as np
 
 from phalanx.plan.moe import DispatchPlan, Ints
-from phalanx.plan.moe.overlap import (
-    CANDIDATES,
+from phalanx.plan.moe.overlap import CANDIDATES, MOST_BLOCKS
+from phalanx.plan.moe.overlap.prediction import (
     MARGIN,
-    MOST_BLOCKS,
     SERIAL,
     LayerWork,
     OverlapCost,
     PassTime,
-    RankPlan,
     Route,
-    TileSchedule,
     Traffic,
     WireBytes,
-    can_forward,
     choose_transport,
-    joint_slots,
     link_s,
     pair_s,
-    parts_of,
-    plan_overlap,
     seconds_of,
-    tile_sizes,
     traffic_of,
     wire_bytes,
+)
+from phalanx.plan.moe.overlap.tiles import (
+    RankPlan,
+    TileSchedule,
+    can_forward,
+    joint_slots,
+    parts_of,
+    plan_overlap,
+    tile_sizes,
 )
 from phalanx.simulate.hardware import BF16, GroupSpan, Network, Oracle, at, distinct
 
@@ -241,7 +242,7 @@ def link_cost(
 ) -> OverlapCost:
     """The link as the clock of tiles takes it: an all-to-all of `num_bytes` a rank takes as long as `Network` says where nothing runs beside it.
 
-    `taken`: the share of a device that messages take while they move; `left_free`: multiprocessors that products leave to them all along, and which they keep to (`plan/moe/overlap/carve.py`).
+    `taken`: the share of a device that messages take while they move; `left_free`: multiprocessors that products leave to them all along, and which they keep to (`plan/moe/overlap/prediction/carve.py`).
     """
     h, n = network.hardware, layer.size
     span = GroupSpan(min(n, layer.ranks_per_host), layer.hosts[-1] + 1)
@@ -376,7 +377,7 @@ def _clocked(layer: TileLayer, pieces: Pieces, schedule: TileSchedule, direction
 
 
 def _pair_s(layer: TileLayer, forward: Pieces, backward: Pieces, schedule: TileSchedule) -> float:
-    """Seconds of both passes beside one another (`plan/moe/overlap/pair.py`)."""
+    """Seconds of both passes beside one another (`plan/moe/overlap/prediction/pair.py`)."""
 
     def of(pieces: Pieces, direction: Direction) -> PassTime:
         alone, computing = _clocked(layer, pieces, schedule, direction)

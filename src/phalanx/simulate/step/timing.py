@@ -1,7 +1,7 @@
 """How long one optimizer step takes: layers on a pipeline schedule, then gradients and optimizer; with where the time goes and how sure that is.
 
-Decides the clock of a step. Passes of stages come from `block_time.py`, their exact order from `plan/pipeline/schedule.py` on the clock of
-`plan/pipeline/clock.py` (or, for search, from the bubble's closed form); data-parallel traffic is hidden as far as the last backward and
+Decides the clock of a step. Passes of stages come from `block_time.py`, their exact order from `plan/pipeline/schedule/make.py` on the clock of
+`plan/pipeline/schedule/clock.py` (or, for search, from the bubble's closed form); data-parallel traffic is hidden as far as the last backward and
 the first forward have room. Must never change: the parts of the breakdown sum to the step.
 """
 
@@ -15,7 +15,7 @@ from itertools import accumulate
 from statistics import NormalDist
 from typing import Any, NamedTuple
 
-from phalanx.plan.pipeline import Edge, Schedule, ScheduleCosts, Timeline, chain, ends_of_ranks, simulate
+from phalanx.plan.pipeline.schedule import Edge, Schedule, ScheduleCosts, Timeline, chain, ends_of_ranks, simulate
 from phalanx.simulate.hardware import SIGMA, GpuCluster, Network, Oracle
 from phalanx.simulate.mapping import (
     AnyMapping,

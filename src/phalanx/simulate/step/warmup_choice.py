@@ -1,13 +1,13 @@
 """How many forwards ahead of 1F1B a run would choose on a cluster (`pipeline.extra_warmup = "auto"`): its own rule on predicted passes.
 
-Decides nothing: `plan/pipeline/eager.py` chooses. A run measures passes, transfers and what a micro-batch holds in its first step; here all three are predictions. Must never change: numbers are those that
+Decides nothing: `plan/pipeline/schedule/eager.py` chooses. A run measures passes, transfers and what a micro-batch holds in its first step; here all three are predictions. Must never change: numbers are those that
 `choose_warmup` gives for the costs of `step_time.py`.
 """
 
 from __future__ import annotations
 
 from phalanx.core.errors import ConfigError, PlanError, Problem
-from phalanx.plan.pipeline import choose_warmup
+from phalanx.plan.pipeline.schedule import choose_warmup
 from phalanx.simulate.hardware import GpuCluster
 from phalanx.simulate.mapping import AnyMapping, Job, with_extra_warmup
 from phalanx.simulate.step.device_memory import memory_of

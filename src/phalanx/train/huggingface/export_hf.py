@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, Problem, RunError, nearest, raise_if
 from phalanx.models.families import FAMILIES, Family, NameLink, families_for, shapes_of
-from phalanx.plan.mapping import ModelSpec, buffers, resolve_model
+from phalanx.plan.model import ModelSpec, buffers, resolve_model
 from phalanx.runtime.checkpoint import CheckpointManager
 from phalanx.runtime.state import BoxTensor
 from phalanx.train import state_dtype

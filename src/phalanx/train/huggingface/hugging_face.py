@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from phalanx.core.errors import CheckpointError, Problem, nearest, raise_if
 from phalanx.models.families import Family, NameLink, find_family, in_tensor
-from phalanx.plan.mapping import ModelSpec
+from phalanx.plan.model import ModelSpec
 from phalanx.runtime.state import BoxTensor
 
 INDEX_FILE = "model.safetensors.index.json"

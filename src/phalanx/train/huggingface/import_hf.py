@@ -25,9 +25,11 @@ from phalanx.data import ByteTokenizer, Tokenizer, parse_choice, read_tokenizer_
 from phalanx.models.families import shapes_of
 from phalanx.plan import run_problems
 from phalanx.plan.layout import boxes_of_range
-from phalanx.plan.mapping import ModelSpec, buffers, resolve_mapping, resolve_model, settings_for, to_json_dict
+from phalanx.plan.mapping import resolve_mapping, to_json_dict
+from phalanx.plan.model import ModelSpec, buffers, resolve_model, settings_for
 from phalanx.runtime.checkpoint import CheckpointManager, RunState
-from phalanx.runtime.comm import Peers, StopRequest, WorldInfo, close_world, init_world, own_group
+from phalanx.runtime.comm import Peers, own_group
+from phalanx.runtime.processes import StopRequest, WorldInfo, close_world, init_world
 from phalanx.runtime.state import BoxTensor
 from phalanx.train import state_dtype
 from phalanx.train.huggingface.hugging_face import BoxReader, HfCheckpoint

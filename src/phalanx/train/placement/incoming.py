@@ -21,7 +21,7 @@ import torch
 
 from phalanx.core.events import Emit, Event, ignore
 from phalanx.plan.layout import STATE_KINDS
-from phalanx.plan.mapping import parameters
+from phalanx.plan.model import parameters
 from phalanx.plan.placement import coming_moves, of_all_kinds, takings
 from phalanx.plan.recovery import GRADIENT_ID, STATE_ID
 from phalanx.plan.reshard import Move

@@ -30,11 +30,10 @@ from phalanx.core.config import Recipe
 from phalanx.core.events import ExpertsMoved
 from phalanx.core.samples import num_rounds
 from phalanx.plan.layout import STATE_KINDS, Box
-from phalanx.plan.mapping import Folding, LayerPlacements, ModelSpec, parameters
+from phalanx.plan.mapping import Folding, LayerPlacements
+from phalanx.plan.model import ModelSpec, parameters
 from phalanx.plan.placement import (
     Costs,
-    Floats,
-    Migration,
     Replacement,
     StageNow,
     coming_moves,
@@ -43,6 +42,7 @@ from phalanx.plan.placement import (
     plan_replacement,
     smoothed_loads,
 )
+from phalanx.plan.placement.search import Floats, Migration
 from phalanx.plan.recovery import REPLACE_ID, expert_moves, expert_order
 from phalanx.plan.reshard import Move
 from phalanx.runtime.checkpoint import HelperProcess

@@ -1,6 +1,6 @@
 """State of a run from the members that have it to those that lack it, and the proof that all have the same.
 
-    examine       every member tells checksums of what it holds; who is outvoted is no source (`plan/recovery/suspects.py`)
+    examine       every member tells checksums of what it holds; who is outvoted is no source (`train/placement/suspects.py`)
     take_state    what moves, moves; then all compare checksums of what they held and what they hold now
 
 Decides nothing: `plan/recovery/generation.py` says what moves. Must never change: what a member holds stays as it was until every element of the new state is there and
@@ -22,23 +22,13 @@ from numpy.typing import NDArray
 
 from phalanx.core.errors import RunError
 from phalanx.plan.layout import STATE_KINDS, Box, TensorLayout, cells
-from phalanx.plan.recovery import (
-    NONE,
-    STATE_MOVE_ID,
-    GenerationPlan,
-    StatePiece,
-    Sums,
-    Suspects,
-    all_agree,
-    find_suspects,
-    row_of,
-    sums_of,
-)
+from phalanx.plan.recovery import STATE_MOVE_ID, GenerationPlan
 from phalanx.plan.reshard import Hosts, Move
 from phalanx.runtime.comm import Axis, Collectives, Peers
 from phalanx.runtime.reshard import Resharder
 from phalanx.runtime.state import BoxTensor, ShardedState, shard_views
 from phalanx.train import MoveRecorder
+from phalanx.train.placement.suspects import NONE, StatePiece, Sums, Suspects, all_agree, find_suspects, row_of, sums_of
 from phalanx.train.step import StepParts
 
 

@@ -29,7 +29,7 @@ from phalanx.core.events import Event, Note
 from phalanx.data import PreparedData
 from phalanx.kernels.native import compiled_rows
 from phalanx.observe import Sinks
-from phalanx.plan.mapping import ModelSpec
+from phalanx.plan.model import ModelSpec
 from phalanx.plan.recovery import (
     Fact,
     GenerationPlan,
@@ -39,17 +39,9 @@ from phalanx.plan.recovery import (
     state_move_order,
 )
 from phalanx.runtime.checkpoint import CheckpointManager, Writer, import_beside
-from phalanx.runtime.comm import (
-    AbortableCall,
-    Axis,
-    Collectives,
-    Peers,
-    StopRequest,
-    WorldInfo,
-    build_groups,
-    with_second_groups,
-)
+from phalanx.runtime.comm import AbortableCall, Axis, Collectives, Peers, build_groups, with_second_groups
 from phalanx.runtime.membership import Generation, GroupEpoch, MemberReport, NoMapping, Resolution, resolve
+from phalanx.runtime.processes import StopRequest, WorldInfo
 from phalanx.runtime.reshard import hosts_by_name
 from phalanx.runtime.state import ShardedState
 from phalanx.train import Elastic, MoveRecorder, Outcome, Recorder, RunProgress, Trainer, Where, make_loader, make_parts

@@ -20,9 +20,11 @@ from phalanx.core.config import CheckpointConfig, FoldingConfig, Recipe, Resilie
 from phalanx.core.processor import this_processor
 from phalanx.data import MicroBatch, PreparedData
 from phalanx.observe import Sinks
-from phalanx.plan.mapping import Folding, ModelSpec, model_problems, plain_placement
+from phalanx.plan.mapping import Folding, plain_placement
+from phalanx.plan.model import ModelSpec, model_problems
 from phalanx.plan.pipeline import plain_pipeline
-from phalanx.runtime.comm import GroupCache, Peers, WorldInfo
+from phalanx.runtime.comm import GroupCache, Peers
+from phalanx.runtime.processes import WorldInfo
 from phalanx.train import make_loader, make_parts, token_batch, warm_kernels
 from phalanx.train.setup import MemoryMeter, Rank, RunFolder, make_context
 from phalanx.train.step import commit_step, learning_rate, publish, reduce_step

@@ -35,15 +35,6 @@ from phalanx.observe import JsonlSink, PreparationProgress, Sinks, open_sinks, p
 from phalanx.plan.mapping import Folding
 from phalanx.plan.recovery import recovery_planner, recovery_problems, wanted_ranks
 from phalanx.runtime.checkpoint import import_now
-from phalanx.runtime.comm import (
-    AWAY_FILE,
-    AwayFile,
-    WorldInfo,
-    keep_freed_memory,
-    leave_errors_to_run,
-    own_device,
-    use_interface_to,
-)
 from phalanx.runtime.membership import (
     AgentSettings,
     Supervisor,
@@ -54,7 +45,9 @@ from phalanx.runtime.membership import (
     run_member,
     service_at,
 )
+from phalanx.runtime.processes import WorldInfo, keep_freed_memory, leave_errors_to_run, own_device, use_interface_to
 from phalanx.train import summary_of
+from phalanx.train.recovery.drained_slots import AWAY_FILE, AwayFile
 from phalanx.train.recovery.elastic import ElasticMember, ElasticRun
 from phalanx.train.recovery.run_hosts import RunHosts
 from phalanx.train.recovery.watch import Watch, WatchedSinks

@@ -23,7 +23,8 @@ from phalanx.core.clock import ANCHOR_S, now_s
 from phalanx.core.errors import PeerError
 from phalanx.core.events import ClockCompared
 from phalanx.core.process import peak_resident_bytes, resident_bytes
-from phalanx.runtime.comm import Peers, give_back_freed_memory, synchronize
+from phalanx.runtime.comm import Peers, synchronize
+from phalanx.runtime.processes import give_back_freed_memory
 
 RATE_SIZES = (1024, 2048, 4096)
 RATE_SECONDS = 0.2

@@ -30,9 +30,10 @@ from phalanx.kernels.native import CompiledRows, compiled_rows, user_folder
 from phalanx.models import ModelContext
 from phalanx.observe import PreparationProgress, Sinks, open_sinks, wants_live
 from phalanx.plan import equal_shares
-from phalanx.plan.mapping import AnyFolding, AnyPlacement, ModelSpec, resolve_mapping, resolve_model
+from phalanx.plan.mapping import AnyFolding, AnyPlacement, resolve_mapping
+from phalanx.plan.model import ModelSpec, resolve_model
 from phalanx.plan.moe import dispatch_spec
-from phalanx.plan.moe.overlap import paired_share
+from phalanx.plan.moe.overlap.prediction import paired_share
 from phalanx.plan.pipeline import Pipeline, make_pipeline
 from phalanx.plan.placement import replicas_of, run_placement
 from phalanx.runtime.checkpoint import import_now
@@ -42,16 +43,12 @@ from phalanx.runtime.comm import (
     GroupCache,
     Groups,
     Peers,
-    StopRequest,
-    WorldInfo,
     build_groups,
-    init_world,
-    keep_freed_memory,
-    leave_free,
     own_group,
     with_second_groups,
 )
-from phalanx.runtime.moe import FusedMemory, Tuner
+from phalanx.runtime.moe import FusedMemory, Tuner, leave_free
+from phalanx.runtime.processes import StopRequest, WorldInfo, init_world, keep_freed_memory
 from phalanx.train.setup.machine import MemoryMeter, hosts_of, numbered
 from phalanx.train.setup.run_folder import RunFolder
 

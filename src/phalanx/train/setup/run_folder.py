@@ -23,7 +23,7 @@ from phalanx.core.config import Recipe
 from phalanx.core.errors import CheckpointError, ConfigError, Problem, RunError
 from phalanx.core.recipe import dump_recipe, load_recipe
 from phalanx.data import Tokenizer, load_tokenizer
-from phalanx.plan.mapping import ModelSpec
+from phalanx.plan.model import ModelSpec
 from phalanx.runtime.checkpoint import CheckpointFolder, CheckpointManager, write_flushed
 
 STATUS_FILE = "run_state.json"

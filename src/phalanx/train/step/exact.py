@@ -6,7 +6,8 @@ import math
 from dataclasses import dataclass
 
 from phalanx.core.config import ResilienceConfig, TrainConfig
-from phalanx.plan.mapping import AnyFolding, ModelSpec
+from phalanx.plan.mapping import AnyFolding
+from phalanx.plan.model import ModelSpec
 
 CHUNK_ROWS = 2048
 """Without replicas: more rows than an expert gets from one micro-batch in practice, so that nothing is cut."""

@@ -18,7 +18,8 @@ import torch
 
 from phalanx.kernels.cpu.cross_entropy import IGNORE
 from phalanx.models import Decoder, DecoderOutput, ForwardInfo, TokenBatch
-from phalanx.plan.mapping import ModelSpec, Stage
+from phalanx.plan.mapping import Stage
+from phalanx.plan.model import ModelSpec
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -25,19 +25,9 @@ from phalanx.kernels.cpu.deferred import DeferredGradients, DeferredProduct, run
 from phalanx.models import Decoder, DecoderOutput, ForwardInfo, TokenBatch
 from phalanx.plan.layout import stage_params
 from phalanx.plan.mapping import Folding, Stage, StagedFolding
-from phalanx.plan.pipeline import (
-    Action,
-    Activation,
-    Edge,
-    EdgePlan,
-    Order,
-    Pipeline,
-    PipelinePlan,
-    Transfer,
-    WarmupChoice,
-    on_one_host,
-    staged_edges,
-)
+from phalanx.plan.pipeline import Pipeline, PipelinePlan, Transfer
+from phalanx.plan.pipeline.boundary import Activation, EdgePlan, on_one_host, staged_edges
+from phalanx.plan.pipeline.schedule import Action, Edge, Order, WarmupChoice
 from phalanx.plan.program import boundary_id
 from phalanx.plan.reshard import Hosts
 from phalanx.runtime.comm import Collectives, Groups

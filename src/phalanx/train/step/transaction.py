@@ -35,7 +35,8 @@ from phalanx.kernels.cpu.deferred import DeferredGradients
 from phalanx.kernels.cpu.fixed_point import bits_for
 from phalanx.kernels.cpu.lanes import SERIAL, Lanes
 from phalanx.models import Decoder, DecoderOutput, ForwardInfo, TokenBatch, update_expert_bias
-from phalanx.plan.mapping import AnyPlacement, ModelSpec, Stage
+from phalanx.plan.mapping import AnyPlacement, Stage
+from phalanx.plan.model import ModelSpec
 from phalanx.plan.pipeline import Pipeline
 from phalanx.plan.program import Phase
 from phalanx.plan.reshard import Hosts

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from phalanx.kernels.cpu.fixed_point import root_of_squares
 from phalanx.kernels.cpu.lanes import Lanes
 from phalanx.models import Decoder
-from phalanx.plan.mapping import ModelSpec
+from phalanx.plan.model import ModelSpec
 from phalanx.runtime.comm import Collectives, ExchangeTime, Groups, Place
 from phalanx.runtime.state import NORM_BITS, GradientBuffers, ReducedGradients
 from phalanx.train.step.loss import LossShare

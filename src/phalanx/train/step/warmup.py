@@ -2,7 +2,7 @@
 
     first step     as 1F1B, which holds least; each pass is timed, and what a micro-batch holds is counted
     then           a few transfers through the whole pipeline with passes that do nothing: what a transfer takes between these ranks
-    all ranks      tell one another, and choose by `plan/pipeline/eager.py`: the same figures, so the same choice everywhere
+    all ranks      tell one another, and choose by `plan/pipeline/schedule/eager.py`: the same figures, so the same choice everywhere
 
 An elastic run does so in each generation, whose ranks and mapping are others. Decides nothing itself. Must never change: orders do not change sums, so a run has the same bits whatever is chosen, also when it goes on
 on other machines and chooses anew.
@@ -20,17 +20,8 @@ import torch
 
 from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, PlanError, Problem
-from phalanx.plan.pipeline import (
-    Action,
-    Pipeline,
-    PipelinePlan,
-    Run,
-    ScheduleCosts,
-    WarmupChoice,
-    choose_warmup,
-    make_schedule,
-    plan_pipeline,
-)
+from phalanx.plan.pipeline import Pipeline, PipelinePlan, Run, plan_pipeline
+from phalanx.plan.pipeline.schedule import Action, ScheduleCosts, WarmupChoice, choose_warmup, make_schedule
 from phalanx.runtime.comm import Axis, synchronize
 from phalanx.runtime.pipeline import Boundary, Passes, Tensors, run_pipeline
 

@@ -30,20 +30,13 @@ from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, Problem, RunError, nearest, raise_if
 from phalanx.core.units import format_bytes, read_bytes
 from phalanx.plan.layout import StateLayouts, TensorLayout
-from phalanx.plan.mapping import (
-    Folding,
-    ModelSpec,
-    buffers,
-    fit_problems,
-    parameters,
-    parse_stage,
-    resolve_model,
-    stage_text,
-)
-from phalanx.plan.pipeline import Wave, divide, plain_pipeline, read_layout, rows_of
-from phalanx.plan.reshard import Move
+from phalanx.plan.mapping import Folding, fit_problems, parse_stage, stage_text
+from phalanx.plan.model import ModelSpec, buffers, parameters, resolve_model
+from phalanx.plan.pipeline import plain_pipeline
+from phalanx.plan.reshard import Move, Wave, divide, read_layout, rows_of
 from phalanx.runtime.checkpoint import CheckpointManager
-from phalanx.runtime.comm import Axis, Collectives, WorldInfo, close_world, init_world
+from phalanx.runtime.comm import Axis, Collectives
+from phalanx.runtime.processes import WorldInfo, close_world, init_world
 from phalanx.runtime.reshard import PlanOptions, Resharder
 from phalanx.runtime.state import BoxTensor
 from phalanx.train import state_dtype

@@ -24,8 +24,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from phalanx.core.errors import ConfigError, Problem, raise_if
-from phalanx.plan.moe.overlap.order import schedule_problems
-from phalanx.plan.moe.overlap.types import Order, TileSchedule
+from phalanx.plan.moe.overlap.tiles import Order, TileSchedule, schedule_problems
 
 Kind = Literal["serial", "coarse", "tiles", "fine", "auto", "fused"]
 RowsOf = Literal["pairs", "tokens"]

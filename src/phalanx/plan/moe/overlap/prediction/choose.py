@@ -1,0 +1,442 @@
+"""Which schedule for the batch at hand, and the cost model's numbers from measurements.
+
+Decides the schedule of a layer: the candidate that the clock of `cost.py` finds fastest for the busiest rank, or none if that is not faster than "serial"
+by more than a margin. It depends on gathered counts, the cost and the share of passes that run beside others alone, not on the batches before (`batches.py`), so that each rank of a group finds the same
+by itself, in whatever order its passes ask. Nothing compares what they found: seconds are floating-point numbers, and ranks on processors that round sums differently could part over a tie.
+
+Fitting: latency and rate of the link by least squares of the relative error, rates of products by the median for each number of rows, and what only shows in whole
+layers (overhead of operations and blocks, interference, copies) by a search for the least mean relative error of predicted layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from math import log
+from statistics import fmean, median
+from typing import Literal
+
+import numpy as np
+
+from phalanx.core.errors import ConfigError, PlanError, Problem, raise_if
+from phalanx.plan.moe import DispatchPlan
+from phalanx.plan.moe.overlap.prediction.batches import About, about, typical
+from phalanx.plan.moe.overlap.prediction.bytes import WireBytes
+from phalanx.plan.moe.overlap.prediction.clock import seconds_of
+from phalanx.plan.moe.overlap.prediction.cost import Joint, LayerShape, LayerWork, OverlapCost, TileTimes
+from phalanx.plan.moe.overlap.prediction.pair import PassTime, pair_s, pass_time
+from phalanx.plan.moe.overlap.tiles import (
+    Parts,
+    TileOp,
+    TileSchedule,
+    cut_rows,
+    ends_of_sizes,
+    forward_order,
+    joint_parts,
+    joint_slots,
+    joint_tiles,
+    members,
+    message_parts,
+    part_counts,
+    relay_parts,
+    rows_of,
+    schedule_problems,
+    slot_orders,
+    slots_of,
+    with_weights,
+)
+
+__all__ = [
+    "MARGIN",
+    "SERIAL",
+    "ScheduleChoice",
+    "Chooser",
+    "Fit",
+    "LayerSample",
+    "MatmulSample",
+    "MessageSample",
+    "compare",
+    "fit",
+]
+
+SERIAL = TileSchedule()
+MARGIN = 0.03
+"""The share of the serial time that a schedule must save to be taken."""
+HOT_MARGIN = 0.005
+"""What another order of the slots must save to be taken: less is within the error of any prediction."""
+Direction = Literal["forward", "backward"]
+
+
+@dataclass(frozen=True)
+class ScheduleChoice:
+    """Predicted seconds of all candidates, serial among them, and the one to take."""
+
+    schedule: TileSchedule
+    seconds: tuple[tuple[TileSchedule, float], ...]
+    """Of one pass; where passes run beside one another, of a forward and a backward pass together."""
+    alone_s: float
+    """Of one pass by the chosen schedule, with no other beside it."""
+
+    def explain(self) -> str:
+        lines = [
+            f"  {'*' if s == self.schedule else ' '} {s.order:9} parts {s.parts} blocks {s.blocks} own_before {s.own_before:g}"
+            f"{' hot first' if s.hot_first else ''}: {t * 1e3:.3f} ms"
+            for s, t in self.seconds
+        ]
+        return "\n".join(["predicted:", *lines])
+
+
+@dataclass(frozen=True)
+class _Tiles:
+    """Rows of the tiles in one order of the slots."""
+
+    come: list[list[int]]
+    go: list[list[int]]
+    slots: list[list[int]]
+    """Of the tiles that come."""
+    joint: tuple[int, ...]
+    times: TileTimes
+
+
+class _Layer:
+    """One batch on its busiest rank; what all candidates share is worked out once."""
+
+    def __init__(
+        self,
+        dispatch: DispatchPlan,
+        shape: LayerShape,
+        cost: OverlapCost,
+        *,
+        tile_rows: int,
+        direction: Direction,
+        host_of_rank: Sequence[int] | None = None,
+    ) -> None:
+        if shape.slots != dispatch.slots_per_rank:
+            problem = Problem(where="shape.slots", value=shape.slots, rule=f"{dispatch.slots_per_rank} slots on a rank")
+            raise_if([problem], PlanError, subject="choice of a schedule")
+        self.size, self.etp = dispatch.ep * dispatch.etp, dispatch.etp
+        loads = dispatch.rows_PG.sum(0).reshape(dispatch.ep, -1)
+        self.rank = int(loads.sum(1).argmax()) * dispatch.etp
+        self.dispatch, self.rows, self.tile_rows = dispatch, rows_of(dispatch, rank=self.rank), tile_rows
+        self.shape, self.loads = shape, loads[self.rank // self.etp].tolist()
+        self.direction, self.num_slots, self.cost = direction, dispatch.slots_per_rank, cost
+        self.has_shared = shape.shared_ffn > 0
+        hosts = tuple(host_of_rank) if host_of_rank is not None else (0,) * self.size
+        self.is_far = tuple(host != hosts[self.rank] for host in hosts)
+        self._tiles: dict[tuple[bool, bool], _Tiles] = {}
+
+    def tiles(self, schedule: TileSchedule, *, through_hosts: bool) -> _Tiles:
+        """In the order of the slots, or the most loaded first."""
+        key = schedule.hot_first, through_hosts
+        if key not in self._tiles:
+            joint = [] if through_hosts else joint_slots(self.dispatch, tile_rows=self.tile_rows)
+            orders = slot_orders(self.dispatch, schedule, joint=joint)
+            own, here = orders[self.rank // self.etp], joint[self.rank // self.etp] if joint else ()
+            come = [cut_rows(rows, self.tile_rows, own) for rows in self.rows.come]
+            slots = [slots_of(rows, self.tile_rows, own) for rows in self.rows.come]
+            go = [cut_rows(rows, self.tile_rows, order) for rows, order in zip(self.rows.go, orders, strict=True)]
+            together = joint_tiles(self.rows.come, here, tile_rows=self.tile_rows, slots=own)
+            times = TileTimes(come, self.loads, self.shape, self.cost, self.direction, joint=Joint(slots, together))
+            order = tuple(dict.fromkeys(tile.slot for tile in together))
+            self._tiles[key] = _Tiles(come, go, slots, order, times)
+        return self._tiles[key]
+
+    def seconds(self, schedule: TileSchedule, wire: WireBytes) -> float:
+        ops, work = self._operations(schedule, wire)
+        return seconds_of(ops, work, self.cost, wire)
+
+    def time(self, schedule: TileSchedule, wire: WireBytes) -> PassTime:
+        """What a pass beside it must know of this one."""
+        return pass_time(*self._operations(schedule, wire), self.cost, wire)
+
+    def _operations(self, schedule: TileSchedule, wire: WireBytes) -> tuple[Sequence[TileOp], LayerWork]:
+        tiles = self.tiles(schedule, through_hosts=wire.legs is not None)
+        ends = [ends_of_sizes(sizes, schedule.parts) for sizes in tiles.come]
+        go_ends = [len(ends_of_sizes(sizes, schedule.parts)) for sizes in tiles.go]
+        go = tuple(go_ends[peer // self.etp] for peer in range(self.size))
+        is_far, relay = self.is_far, tuple[int, ...]()
+        if wire.legs is not None:
+            hosts = wire.host_of_rank
+            here = members(hosts, hosts[self.rank])
+            counts = part_counts(self.dispatch, schedule, tile_rows=self.tile_rows, ranks=here)
+            relay = relay_parts(hosts, self.rank, lambda source, peer: counts[source, peer])
+            go, is_far = message_parts(hosts, self.rank, go), tuple(host != hosts[self.rank] for host in hosts)
+        work = tiles.times.work(self.rank, ends, go, schedule.blocks, relay=relay)
+        parts = Parts(
+            rank=self.rank,
+            come=work.come,
+            go=go,
+            is_far=is_far,
+            blocks=schedule.blocks,
+            num_slots=self.num_slots,
+            relay=relay,
+            joint=tuple(joint_parts(tiles.joint, tiles.slots, ends)),
+        )
+        ops = forward_order(schedule, parts, has_shared=self.has_shared)
+        if self.direction == "backward":
+            ops = with_weights(ops, parts, schedule=schedule)
+        return ops, work
+
+
+class _Passes:
+    """One batch's layer forward and backward, a share of its forward passes beside backward passes."""
+
+    def __init__(self, forward: _Layer, backward: _Layer, *, paired: float) -> None:
+        self.forward, self.backward, self.paired = forward, backward, paired
+
+    def seconds(self, schedule: TileSchedule, wire: WireBytes) -> float:
+        """Of a forward and a backward pass, in the mean."""
+        times = self.forward.time(schedule, wire), self.backward.time(schedule, wire)
+        apart_s = times[0].alone_s + times[1].alone_s
+        return self.paired * pair_s(*times, self.forward.cost) + (1 - self.paired) * apart_s
+
+
+def compare(
+    dispatch: DispatchPlan,
+    shape: LayerShape,
+    cost: OverlapCost,
+    candidates: Sequence[TileSchedule],
+    *,
+    wire: WireBytes,
+    tile_rows: int,
+    direction: Direction = "forward",
+    host_of_rank: Sequence[int] | None = None,
+    margin: float = MARGIN,
+    paired: float = 0.0,
+) -> ScheduleChoice:
+    """Predicted seconds of serial and of each candidate for one batch, and the choice.
+
+    `paired`: the share of forward passes that run beside a backward pass (`pair.py`); above 0 schedules are compared by the mean of a forward and a backward pass together.
+
+    The fastest candidate is taken if it saves more than the share `margin` of serial; of equals the first. Where it cuts the rows of several slots into parts, the same
+    with the most loaded slots first is tried too, and taken where it saves more than the share `HOT_MARGIN`. Raises `PlanError` with all that is wrong with the
+    candidates.
+    """
+    problems = [problem for candidate in candidates for problem in schedule_problems(candidate)]
+    if not 0 <= margin < 1:
+        problems.append(Problem(where="margin", value=margin, rule="a share of the serial time, below 1"))
+    if not 0 <= paired <= 1 or (paired and direction != "forward"):
+        rule = "a share of the forward passes, from 0 to 1; 0 for backward passes by themselves"
+        problems.append(Problem(where="paired", value=paired, rule=rule))
+    raise_if(problems, PlanError, subject="choice of a schedule")
+    make = partial(_Layer, dispatch, shape, cost, tile_rows=tile_rows, host_of_rank=host_of_rank)
+    layer = make(direction=direction)
+    clock = _Passes(layer, make(direction="backward"), paired=paired) if paired else layer
+    tried = tuple(dict.fromkeys((SERIAL, *candidates)))
+    seconds = tuple((schedule, clock.seconds(schedule, wire)) for schedule in tried)
+    best, least = min(seconds, key=lambda pair: pair[1])
+    if best.order != "serial" and best.parts > 1 and not best.hot_first and layer.num_slots > 1:
+        hot = replace(best, hot_first=True)
+        with_hot = hot, clock.seconds(hot, wire)
+        seconds += (with_hot,)
+        if with_hot[1] < (1 - HOT_MARGIN) * least:
+            best, least = with_hot
+    chosen = best if least < (1 - margin) * seconds[0][1] else SERIAL
+    return ScheduleChoice(chosen, seconds, layer.seconds(chosen, wire) if paired else dict(seconds)[chosen])
+
+
+class Chooser:
+    """`compare` for batch after batch of one layer: batches of about equal counts share one choice, that for the batch which stands for them all (`batches.py`).
+
+    Counts are about equal if the rows between all pairs of ranks, and the slots in use, are the same in steps of `step` tiles, and totals to a few binary digits. Holds up to `most` choices and
+    forgets the oldest. Where the cost has changed, make another chooser.
+    """
+
+    def __init__(
+        self,
+        shape: LayerShape,
+        cost: OverlapCost,
+        candidates: Sequence[TileSchedule],
+        *,
+        tile_rows: int,
+        direction: Direction = "forward",
+        host_of_rank: Sequence[int] | None = None,
+        margin: float = MARGIN,
+        paired: float = 0.0,
+        step: int = 2,
+        most: int = 256,
+    ) -> None:
+        self.shape, self.cost, self.candidates = shape, cost, tuple(candidates)
+        self.tile_rows, self.direction, self.hosts, self.margin = tile_rows, direction, host_of_rank, margin
+        self.paired, self.step, self.most = paired, step, most
+        self._found: dict[About, ScheduleChoice] = {}
+        self.num_computed = 0
+
+    def __call__(self, dispatch: DispatchPlan, wire: WireBytes) -> TileSchedule:
+        """The schedule for a batch."""
+        return self.choice(dispatch, wire).schedule
+
+    def choice(self, dispatch: DispatchPlan, wire: WireBytes) -> ScheduleChoice:
+        """For a batch. The same for all whose counts are about equal, whichever of them comes first."""
+        key = about(dispatch, wire, step=self.step * self.tile_rows)
+        if key not in self._found:
+            self.num_computed += 1
+            if len(self._found) >= self.most:
+                del self._found[next(iter(self._found))]
+            batch, its_wire = typical(key)
+            self._found[key] = compare(
+                batch,
+                self.shape,
+                self.cost,
+                self.candidates,
+                wire=its_wire,
+                tile_rows=self.tile_rows,
+                direction=self.direction,
+                host_of_rank=self.hosts,
+                margin=self.margin,
+                paired=self.paired,
+            )
+        return self._found[key]
+
+
+# ---- fitting ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MessageSample:
+    """One message between two ranks of the group, one way, nothing else going on."""
+
+    num_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class MatmulSample:
+    """One product of `rows` rows."""
+
+    rows: int
+    flop: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class LayerSample:
+    """One pass of one layer under a schedule, until the slowest rank was done."""
+
+    dispatch: DispatchPlan
+    shape: LayerShape
+    schedule: TileSchedule
+    wire: WireBytes
+    tile_rows: int
+    seconds: float
+    direction: Direction = "forward"
+
+    def predicted_s(self, cost: OverlapCost) -> float:
+        layer = _Layer(self.dispatch, self.shape, cost, tile_rows=self.tile_rows, direction=self.direction)
+        return layer.seconds(self.schedule, self.wire)
+
+
+Sample = MessageSample | MatmulSample | LayerSample
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A cost and how far its predictions are from the samples it was made of."""
+
+    cost: OverlapCost
+    errors: tuple[float, ...]
+    """|predicted / measured - 1| of each sample, in the order of the samples."""
+    median_error: float
+    """Of the layers if there are any, else of all."""
+    searched: Mapping[str, float] = field(default_factory=dict)
+    """What was found by search; empty without whole layers, where overheads and interference stay 0."""
+
+    def explain(self) -> str:
+        cost = self.cost
+        rates = " ".join(f"{rows}:{rate / 1e9:.1f}" for rows, rate in cost.flops_by_rows)
+        return (
+            f"latency {cost.latency_s * 1e6:.1f} us, link {cost.bytes_per_s / 1e6:.1f} MB/s, GFLOP/s by rows {rates}\n"
+            f"  overhead {cost.op_s * 1e6:.1f} us an operation, {cost.block_s * 1e6:.1f} us a further block; compute {1 + cost.interference:.2f} times as long beside messages; "
+            f"copies {cost.copy_bytes_per_s / 1e9:.2f} GB/s\n"
+            f"  median error {self.median_error:.1%} over {len(self.errors)} samples"
+        )
+
+
+def fit(samples: Sequence[Sample]) -> Fit:
+    """The cost that explains samples best. Raises `ConfigError` where messages of two sizes, a product, or positive times are missing."""
+    messages = [s for s in samples if isinstance(s, MessageSample)]
+    matmuls = [s for s in samples if isinstance(s, MatmulSample)]
+    layers = [s for s in samples if isinstance(s, LayerSample)]
+    problems = [
+        Problem(where=f"samples[{at}].seconds", value=sample.seconds, rule="above 0")
+        for at, sample in enumerate(samples)
+        if not sample.seconds > 0
+    ]
+    if len({s.num_bytes for s in messages}) < 2:
+        problems.append(Problem(where="samples", value=len(messages), rule="messages of at least two sizes"))
+    if not matmuls:
+        problems.append(Problem(where="samples", value=0, rule="at least one product"))
+    raise_if(problems, ConfigError, subject="samples of a cost")
+    latency_s, rate = _link(messages)
+    by_rows: dict[int, list[float]] = {}
+    for sample in matmuls:
+        by_rows.setdefault(sample.rows, []).append(sample.flop / sample.seconds)
+    table = tuple((rows, median(rates)) for rows, rates in sorted(by_rows.items()))
+    cost = OverlapCost(latency_s=latency_s, bytes_per_s=rate, flops_by_rows=table)
+    found = _search(cost, layers) if layers else {}
+    cost = _with(cost, found)
+    errors = errors_of(cost, samples)
+    of_layers = [error for error, sample in zip(errors, samples, strict=True) if isinstance(sample, LayerSample)]
+    return Fit(cost, errors, median(of_layers or errors), found)
+
+
+def errors_of(cost: OverlapCost, samples: Sequence[Sample]) -> tuple[float, ...]:
+    """|predicted / measured - 1| of each sample: of other samples than it was fitted to, how much a cost can be trusted."""
+    return tuple(abs(_predicted(cost, sample) / sample.seconds - 1) for sample in samples)
+
+
+def _predicted(cost: OverlapCost, sample: Sample) -> float:
+    if isinstance(sample, MessageSample):
+        return cost.latency_s + sample.num_bytes / cost.bytes_per_s
+    if isinstance(sample, MatmulSample):
+        return float(cost.row_seconds([sample.rows])[0]) * sample.flop / sample.rows
+    return sample.predicted_s(cost)
+
+
+def _link(samples: Sequence[MessageSample]) -> tuple[float, float]:
+    """Latency and rate with the least squared relative error over the medians of each size. A negative latency is none."""
+    by_size: dict[int, list[float]] = {}
+    for sample in samples:
+        by_size.setdefault(sample.num_bytes, []).append(sample.seconds)
+    sizes = np.array(sorted(by_size), dtype=np.float64)
+    seconds = np.array([median(by_size[size]) for size in sorted(by_size)])
+    terms = np.stack([1 / seconds, sizes / seconds], axis=1)
+    (latency_s, per_byte), *_ = np.linalg.lstsq(terms, np.ones(len(sizes)), rcond=None)
+    if latency_s < 0:
+        latency_s, per_byte = 0.0, float(terms[:, 1].sum() / (terms[:, 1] ** 2).sum())
+    if not per_byte > 0:
+        rule = "larger messages take longer"
+        raise_if([Problem(where="samples", value=None, rule=rule)], ConfigError, subject="samples of a cost")
+    return float(latency_s), float(1 / per_byte)
+
+
+def _with(cost: OverlapCost, found: Mapping[str, float]) -> OverlapCost:
+    if not found:
+        return cost
+    return replace(
+        cost,
+        op_s=found["op_s"],
+        block_s=found["block_s"],
+        interference=found["interference"],
+        copy_bytes_per_s=found["copy_bytes_per_s"],
+    )
+
+
+def _search(cost: OverlapCost, layers: Sequence[LayerSample]) -> dict[str, float]:
+    """Overheads, interference and rate of copies, one after the other in ever smaller steps."""
+    found = {"op_s": 2e-5, "block_s": 1e-4, "interference": 0.1, "copy_bytes_per_s": 5e9}
+
+    def loss(values: Mapping[str, float]) -> float:
+        trial = _with(cost, values)
+        return fmean(abs(log(sample.predicted_s(trial) / sample.seconds)) for sample in layers)
+
+    least = loss(found)
+    for step in (8.0, 3.0, 1.7, 1.3, 1.1):
+        for _ in range(2):
+            for name in found:
+                for factor in (step, 1 / step):
+                    trial = {**found, name: found[name] * factor}
+                    if (value := loss(trial)) < least:
+                        found, least = trial, value
+    return found

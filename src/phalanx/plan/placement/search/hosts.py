@@ -1,0 +1,235 @@
+"""Which host holds replicas of which expert, in every layer: the placement that survives losses, as a plan.
+
+Decides nothing by itself (`plan/placement/search/plan.py` makes it). `slots[layer][host]` lists the experts in the slots of a host; `layer_placement` turns a layer
+into the `Placement` that dispatcher and layouts know, one expert-parallel group over all hosts. Must never change: hosts and layers keep their order, so
+ranks that make the same plan have the same bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from phalanx.core.errors import PlanError, Problem, raise_if
+from phalanx.plan.mapping import Placement
+from phalanx.plan.placement.search.fleet import Fleet, fleet_problems
+from phalanx.plan.placement.search.local_search import holder_sets
+from phalanx.plan.placement.search.probability import Certificate, certify, independent_recovery, rack_sets
+
+Copies = NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostPlacement:
+    """`slots[layer][host]` = experts there, in slot order."""
+
+    num_experts: int
+    fleet: Fleet
+    slots: tuple[tuple[tuple[int, ...], ...], ...]
+    floor: int = 1
+    """Every expert is on at least so many hosts, so that any loss of fewer is survived."""
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.slots)
+
+    @cached_property
+    def copies(self) -> Copies:
+        """(L, E, N) replicas of each expert on each host."""
+        out = np.zeros((self.num_layers, self.num_experts, self.fleet.num_hosts), dtype=np.int64)
+        for layer, hosts in enumerate(self.slots):
+            columns = np.repeat(np.arange(len(hosts)), [len(held) for held in hosts])
+            np.add.at(out[layer], (np.array([e for held in hosts for e in held], dtype=np.int64), columns), 1)
+        return out
+
+    @cached_property
+    def holder_sets(self) -> tuple[int, ...]:
+        """Different sets of holders (bits) of all experts of all layers."""
+        return tuple(sorted({mask for copies in self.copies for mask in holder_sets(copies)}))
+
+    @cached_property
+    def certificate(self) -> Certificate:
+        """P(recover | k hosts lost), all layers together."""
+        return certify(self.holder_sets, self.fleet.num_hosts)
+
+    @cached_property
+    def rack_certificate(self) -> Certificate | None:
+        """P(recover | k racks lost), where racks are known."""
+        if not self.fleet.racks:
+            return None
+        return certify(*rack_sets(self.holder_sets, self.fleet.racks))
+
+    def num_in_one_rack(self, floor: int) -> int:
+        """(layer, expert) that die with one rack, where there are several and `floor` asks for more than one holder."""
+        if floor < 2 or len(set(self.fleet.racks)) < 2:
+            return 0
+        racks = sorted(set(self.fleet.racks))
+        inside = [np.flatnonzero(np.array(self.fleet.racks) == rack) for rack in racks]
+        touched = np.stack([(self.copies[:, :, hosts] > 0).any(2) for hosts in inside], axis=2)
+        return int((touched.sum(2) < 2).sum())
+
+    @cached_property
+    def independent(self) -> tuple[float, float] | None:
+        """P(recover) under the hosts' own failure probabilities (low, high), where they are known."""
+        return independent_recovery(self.holder_sets, self.fleet.failure) if self.fleet.failure else None
+
+    def holders(self, layer: int, expert: int) -> tuple[int, ...]:
+        """Hosts that hold an expert, ascending."""
+        return tuple(int(n) for n in np.flatnonzero(self.copies[layer, expert]))
+
+    def loads(self, loads: ArrayLike) -> NDArray[np.float64]:
+        """(L, N) load of every host when each expert's is split evenly over its replicas."""
+        table = np.asarray(loads, dtype=np.float64).reshape(self.num_layers, self.num_experts)
+        share = table / self.copies.sum(2)
+        out: NDArray[np.float64] = np.einsum("le,len->ln", share, self.copies)
+        return out
+
+    def max_over_mean(self, loads: ArrayLike) -> float:
+        """How much longer the busiest hosts work than the mean host, summed over the layers: they wait for one another in each."""
+        return max_over_mean(self.loads(loads), self.fleet.slots)
+
+    def layer_placement(self, layer: int, *, host_of_ep: Sequence[int] = ()) -> Placement:
+        """One layer over the ep ranks of all hosts, as one expert-parallel group. `host_of_ep` = name of each one's host; empty: a rank a host.
+
+        Replicas beside replicas go to different ranks where they can. Raises `PlanError` where hosts and ranks do not match.
+        """
+        names = self.fleet.host_names
+        hosts = list(host_of_ep) or list(names)
+        if sorted(set(hosts)) != sorted(names):
+            rule = f"the ep ranks lie on the hosts {list(names)}, each of which has one"
+            raise PlanError([Problem(where="host_of_ep", value=hosts, rule=rule)], subject="placement")
+        parts = {
+            name: iter(_over_ranks(held, hosts.count(name)))
+            for name, held in zip(names, self.slots[layer], strict=True)
+        }
+        slots = (tuple(next(parts[host]) for host in hosts),)
+        rack_of = dict(zip(names, self.fleet.racks, strict=True)) if self.fleet.racks else {}
+        racks = tuple(rack_of[host] for host in hosts) if rack_of else ()
+        known = tuple(hosts) if racks else tuple(host_of_ep)
+        made = Placement(num_experts=self.num_experts, slots=slots, hosts=known, racks=racks)
+        made.check()
+        return made
+
+    def check(self) -> None:
+        """Raise `PlanError` with all problems."""
+        raise_if(_problems(self), PlanError, subject="placement on hosts")
+
+    def to_dict(self) -> dict[str, Any]:
+        fleet = self.fleet
+        return {
+            "num_experts": self.num_experts,
+            "floor": self.floor,
+            "hosts": {
+                "slots": fleet.slots, "racks": fleet.racks, "failure": fleet.failure, "names": fleet.host_names,
+            },
+            "slots": self.slots,
+        }  # fmt: skip
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), sort_keys=True)
+
+    @property
+    def hash(self) -> str:
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+
+    def explain(self) -> str:
+        """Replicas and the certificate, in a few lines."""
+        replicas, hosts = self.copies.sum(2), (self.copies > 0).sum(2)
+        lines = [
+            f"{self.num_layers} layers x {self.num_experts} experts on {self.fleet.num_hosts} hosts x {_range(self.fleet.slots)} slots: "
+            f"{replicas.min()} ... {replicas.max()} replicas of an expert, on {hosts.min()} ... {hosts.max()} hosts",
+            "  " + self.certificate.explain(),
+        ]
+        if self.rack_certificate is not None:
+            lines.append(f"  racks ({self.rack_certificate.num_hosts}): {self.rack_certificate.explain(what='racks')}")
+        if self.independent is not None:
+            low, high = self.independent
+            chance = f"{low:.6f}" if low == high else f"{low:.6f}..{high:.6f}"
+            lines.append(f"  P(recover) under the hosts' own failure probabilities: {chance}")
+        return "\n".join(lines)
+
+
+def max_over_mean(loads_LN: NDArray[np.float64], slots: Sequence[int]) -> float:
+    """Of (L, N) loads; a host with fewer slots is meant to have less load. 1.0 where there is no load at all."""
+    per_slot = loads_LN / np.asarray(slots)
+    mean = loads_LN.sum(1) / sum(slots)
+    total = float(mean.sum())
+    return float(per_slot.max(1).sum()) / total if total else 1.0
+
+
+def _over_ranks(experts: Sequence[int], num_ranks: int) -> list[tuple[int, ...]]:
+    """The slots of a host cut over its ranks; where an expert has several, they are dealt in runs, so that its copies part."""
+    if len(set(experts)) < len(experts):
+        runs = sorted(experts)
+        return [tuple(runs[r::num_ranks]) for r in range(num_ranks)]
+    bounds = [r * len(experts) // num_ranks for r in range(num_ranks + 1)]
+    return [tuple(experts[a:b]) for a, b in itertools.pairwise(bounds)]
+
+
+def _range(values: Sequence[int]) -> str:
+    return str(values[0]) if len(set(values)) == 1 else f"{min(values)}-{max(values)}"
+
+
+def _problems(plan: HostPlacement) -> list[Problem]:
+    problems = fleet_problems(plan.fleet)
+    if problems:
+        return problems
+    experts = set(range(plan.num_experts))
+    if not all(0 <= e < plan.num_experts for hosts in plan.slots for held in hosts for e in held):
+        return [Problem(where="placement.slots", value=None, rule=f"experts are 0 ... {plan.num_experts - 1}")]
+    for layer, hosts in enumerate(plan.slots):
+        where = f"placement.slots[{layer}]"
+        widths = tuple(len(held) for held in hosts)
+        if widths != plan.fleet.slots:
+            problems.append(Problem(where=where, value=widths, rule=f"hosts have {plan.fleet.slots} slots"))
+        found = {e for held in hosts for e in held}
+        if found != experts:
+            wrong = sorted(found ^ experts)
+            rule = f"each of the experts 0 ... {plan.num_experts - 1} needs a slot, and nothing else has one"
+            problems.append(Problem(where=where, value=wrong, rule=rule))
+            continue
+        few = np.flatnonzero((plan.copies[layer] > 0).sum(1) < plan.floor).tolist()
+        if few:
+            rule = f"each expert is on at least {plan.floor} hosts, so that any {plan.floor - 1} may be lost"
+            problems.append(Problem(where=where, value=few, rule=rule, hint="swap copies that lie beside each other"))
+    return problems
+
+
+def read_host_placement(data: Mapping[str, Any]) -> HostPlacement:
+    """From what `to_json` writes. Raises `PlanError` with all problems."""
+    try:
+        hosts = data["hosts"]
+        plan = HostPlacement(
+            num_experts=int(data["num_experts"]),
+            floor=int(data["floor"]),
+            fleet=Fleet(
+                slots=tuple(int(s) for s in hosts["slots"]),
+                racks=tuple(int(r) for r in hosts["racks"]),
+                failure=tuple(float(p) for p in hosts["failure"]),
+                names=tuple(int(n) for n in hosts["names"]),
+            ),
+            slots=tuple(tuple(tuple(int(e) for e in held) for held in layer) for layer in data["slots"]),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        rule = f"is not a placement on hosts: {type(error).__name__} {error}"
+        raise PlanError([Problem(where="placement", value=None, rule=rule)], subject="placement") from error
+    plan.check()
+    return plan
+
+
+def from_copies(copies_LEN: Copies, fleet: Fleet, *, floor: int) -> HostPlacement:
+    """Slots in order of experts."""
+    num_experts = copies_LEN.shape[1]
+    experts = np.arange(num_experts)
+    slots = tuple(
+        tuple(tuple(np.repeat(experts, copies[:, n]).tolist()) for n in range(fleet.num_hosts)) for copies in copies_LEN
+    )
+    return HostPlacement(num_experts=num_experts, fleet=fleet, slots=slots, floor=floor)

@@ -1,0 +1,342 @@
+"""Local ranks: fork them, watch them, end them together.
+
+The parent imports everything, runs no tensor operation, and forks: a rank starts in milliseconds, not in the seconds an import of torch
+takes. It then waits for processes, nothing else. Must never change: no rank outlives the parent (the kernel ends them), no rank is
+left waiting for a dead one, and the first cause is what the user reads.
+
+    Ctrl-C, SIGTERM    every rank is asked to finish the step, save and end (`StopRequest`); a second one ends all at once
+    a rank dies        the others are ended; the error names rank and signal
+    a rank raises      the others are ended; its error is raised here, of the same type
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import os
+import pickle
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+from phalanx.core.errors import PeerError, PhalanxError, RunError
+from phalanx.runtime.processes.world import WorldInfo
+
+STOPPED = 130
+"""Exit code of a run that was stopped at once (128 + SIGINT, as shells have it)."""
+SETTLE_S = 0.5
+"""How long to listen for other causes after the first rank failed: a killed rank makes its peers fail too, a little later."""
+MAX_REPORT_BYTES = 32_000
+"""An error report must fit a pipe (64 KiB) that nobody reads yet."""
+
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class StopRequest:
+    """Set by the first SIGINT or SIGTERM; a second one ends the process at once (`immediate` is called)."""
+
+    def __init__(self, immediate: Callable[[], None] | None = None) -> None:
+        self.requested = False
+        self.on_request: Callable[[], None] | None = None
+        """Called once by a thread of its own, so that it may wait for what the signal interrupted."""
+        self._immediate = immediate if immediate is not None else _exit_now
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self.requested:
+            self._immediate()
+        elif self.on_request is not None:
+            threading.Thread(target=self.on_request, daemon=True).start()
+        self.requested = True
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[StopRequest]:
+        """Listen to SIGINT and SIGTERM inside the block."""
+        before = {number: signal.signal(number, self) for number in STOP_SIGNALS}
+        try:
+            yield self
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def _exit_now() -> None:
+    os._exit(STOPPED)
+
+
+RankMain = Callable[[WorldInfo, StopRequest], int]
+"""Body of one rank; its return value is the exit code."""
+
+
+def usable_cores() -> int:
+    """Cores this process may use: its affinity, cut by the container's quota."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        cores = min(cores, max(1, int(quota) // int(period)))
+    return max(1, cores)
+
+
+def threads_per_rank(ranks: int, threads: int | None = None) -> int:
+    """Compute threads of each of `ranks` local ranks: as asked, or an even share of the cores."""
+    return threads if threads is not None else max(1, usable_cores() // ranks)
+
+
+def listening_socket(host: str = "127.0.0.1", port: int = 0) -> socket.socket:
+    """A bound socket for the ranks' rendezvous; port 0 lets the system choose. Raises `RunError` naming a port in use."""
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(128)
+    except OSError as err:
+        listener.close()
+        raise RunError(
+            f"MASTER_PORT = {port}: cannot be used on this machine ({err.strerror}); "
+            "choose another, or unset MASTER_PORT and the system finds a free one"
+        ) from err
+    return listener
+
+
+def run_one(main: RankMain, info: WorldInfo, *, threads: int) -> int:
+    """Run `main` as a rank in this process (alone, or one that a launcher such as torchrun started)."""
+    torch.set_num_threads(threads)
+    with StopRequest().installed() as stop:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # `run_local` forks ranks with them held back
+        return main(info, stop)
+
+
+def run_local(main: RankMain, *, ranks: int, threads: int, port: int = 0) -> int:
+    """Run `main` on `ranks` forked ranks of this machine; returns the largest exit code.
+
+    Raises the first rank's error, or `RunError` naming a rank that was killed. Call it from the main thread, before any tensor operation.
+    """
+    children: list[_Child] = []
+    with _Watch(children) as watch:
+        with listening_socket(port=port) as listener, _signals_held_back():
+            number = listener.getsockname()[1]
+            sys.stdout.flush()
+            sys.stderr.flush()
+            gc.freeze()  # the collector must not touch, and so copy, pages shared with the ranks
+            parent = os.getpid()
+            for rank in range(ranks):
+                info = WorldInfo(
+                    rank=rank,
+                    world=ranks,
+                    local_rank=rank,
+                    local_world=ranks,
+                    master_port=number,
+                    listen_fd=listener.fileno() if rank == 0 else None,
+                )
+                children.append(_fork(main, info, threads=threads, parent=parent))
+        return watch.until_end()
+
+
+@contextlib.contextmanager
+def _signals_held_back() -> Iterator[None]:
+    """A stop that is asked for while ranks are forked comes when all are there to hear of it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@dataclass
+class _Child:
+    rank: int
+    pid: int
+    report: int
+    """Read end of the pipe through which the rank says what went wrong."""
+    status: int | None = None
+    """As `os.waitpid` gives it; None while it runs."""
+
+    @property
+    def failed(self) -> bool:
+        return self.status not in (None, 0)
+
+    @property
+    def signal(self) -> int:
+        return os.WTERMSIG(self.status) if self.status is not None and os.WIFSIGNALED(self.status) else 0
+
+    @property
+    def code(self) -> int:
+        return os.WEXITSTATUS(self.status) if self.status is not None and os.WIFEXITED(self.status) else 1
+
+
+def _fork(main: RankMain, info: WorldInfo, *, threads: int, parent: int) -> _Child:
+    read_end, write_end = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            os.close(read_end)
+            code = _child(main, info, threads=threads, parent=parent, report=write_end)
+        finally:  # never return into the parent's stack
+            os._exit(code)
+    os.close(write_end)
+    return _Child(info.rank, pid, read_end)
+
+
+def _child(main: RankMain, info: WorldInfo, *, threads: int, parent: int, report: int) -> int:
+    os.setsid()  # the terminal's Ctrl-C reaches the parent only, which passes it on once
+    die_with_parent(parent)
+    try:
+        code = run_one(main, info, threads=threads)
+    except BaseException as err:
+        os.write(report, _report(err))
+        code = 2 if isinstance(err, PhalanxError) else 1
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    return code
+
+
+def _report(err: BaseException) -> bytes:
+    """The error itself where the user can act on it, else its traceback."""
+    if isinstance(err, PhalanxError):
+        with contextlib.suppress(Exception):
+            data = pickle.dumps(err)
+            pickle.loads(data)
+            if len(data) <= MAX_REPORT_BYTES:
+                return data
+        return pickle.dumps(RunError(str(err)[: MAX_REPORT_BYTES // 4]))
+    text = "".join(traceback.format_exception(err))
+    return pickle.dumps(text[-MAX_REPORT_BYTES // 4 :])
+
+
+def die_with_parent(parent: int) -> None:
+    """Ask the kernel to end this process when its parent ends, however that happens (Linux; elsewhere there is no such call)."""
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL, 0, 0, 0)  # 1 = PR_SET_PDEATHSIG
+    if os.getppid() != parent:  # it ended before the call
+        os._exit(1)
+
+
+class _Watch:
+    """Waits for the ranks; passes signals on."""
+
+    def __init__(self, children: list[_Child]) -> None:
+        self.children = children
+        self.stops = 0
+
+    def __enter__(self) -> _Watch:
+        self._before = {n: signal.signal(n, self._on_signal) for n in STOP_SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._kill_all()
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        for child in self.children:
+            os.close(child.report)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.stops += 1
+        self._send(signal.SIGTERM if self.stops == 1 else signal.SIGKILL)
+
+    def _send(self, number: int) -> None:
+        for child in self._running():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child.pid, number)
+
+    def _running(self) -> list[_Child]:
+        return [c for c in self.children if c.status is None]
+
+    def _kill_all(self) -> None:
+        self._send(signal.SIGKILL)
+        for child in self._running():
+            with contextlib.suppress(ChildProcessError):
+                child.status = os.waitpid(child.pid, 0)[1]
+
+    def until_end(self) -> int:
+        while self._running():
+            self._wait(None)
+            if any(c.failed for c in self.children):
+                self._settle()
+                failed = [c for c in self.children if c.failed]
+                self._kill_all()
+                return self._verdict(failed)
+        return max(c.code for c in self.children)
+
+    def _wait(self, timeout_s: float | None) -> None:
+        """Return when a rank has ended (its status is then known), or after the timeout."""
+        with contextlib.ExitStack() as stack:
+            poll = select.poll()
+            for child in self._running() if hasattr(os, "pidfd_open") else ():
+                handle = os.pidfd_open(child.pid)
+                stack.callback(os.close, handle)
+                poll.register(handle, select.POLLIN)
+            longest_s = None if hasattr(os, "pidfd_open") else 0.05
+            limits_s = [s for s in (timeout_s, longest_s) if s is not None]
+            poll.poll(min(limits_s) * 1000 if limits_s else None)
+        for child in self._running():
+            pid, status = os.waitpid(child.pid, os.WNOHANG)
+            if pid:
+                child.status = status
+
+    def _settle(self) -> None:
+        end_s = time.monotonic() + SETTLE_S
+        while self._running() and (left_s := end_s - time.monotonic()) > 0:
+            self._wait(left_s)
+
+    def _verdict(self, failed: list[_Child]) -> int:
+        """Raise what went wrong first: a killed rank before one that complained, and that before one that missed a peer."""
+        _show_cursor()
+        if self.stops > 1 or any(c.code == STOPPED for c in failed):
+            return STOPPED
+        for child in failed:
+            if child.signal:
+                raise RunError(_killed(child))
+        child, report = min(((c, _read_report(c)) for c in failed), key=lambda found: _distance(found[1]))
+        if isinstance(report, PhalanxError):
+            raise report
+        text = str(report).rstrip() if report is not None else f"it ended with exit code {child.code}"
+        raise RunError(f"rank {child.rank} failed; the other ranks were ended\n{text}")
+
+
+def _distance(report: PhalanxError | str | None) -> int:
+    """How far what a rank said is from the cause: a problem, a failure, a traceback, nothing, a missing peer."""
+    if isinstance(report, PhalanxError):
+        return 4 if isinstance(report, PeerError) else 1 if isinstance(report, RunError) else 0
+    return 2 if report is not None else 3
+
+
+def _killed(child: _Child) -> str:
+    try:
+        name = signal.Signals(child.signal).name
+    except ValueError:
+        name = f"signal {child.signal}"
+    why = " (was the machine out of memory? `dmesg` says so)" if child.signal == signal.SIGKILL else ""
+    return (
+        f"rank {child.rank} (process {child.pid}) was killed by {name}{why}; the other ranks were ended. "
+        "The same command goes on from the newest checkpoint"
+    )
+
+
+def _read_report(child: _Child) -> PhalanxError | str | None:
+    data = b""
+    while chunk := os.read(child.report, 65536):
+        data += chunk
+    if not data:
+        return None
+    report: PhalanxError | str = pickle.loads(data)
+    return report
+
+
+def _show_cursor() -> None:
+    """A rank that was killed while it drew a live table left the cursor hidden."""
+    if sys.stdout.isatty():
+        print("\x1b[?25h", end="", flush=True)

@@ -1,0 +1,182 @@
+"""The world that a process belongs to: who it is among all ranks, the device that it has, how it joins the others and leaves them.
+
+Decides nothing: the launcher (torchrun, or our own) says it in environment variables. This file and `cli/` are the only places that read them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import socket
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from phalanx.core.errors import ConfigError, Problem, RunError, raise_if
+from phalanx.runtime.comm import DEFAULT_TIMEOUT_S
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorldInfo:
+    """Who this process is among all."""
+
+    rank: int = 0
+    world: int = 1
+    local_rank: int = 0
+    local_world: int = 1
+    master_addr: str = "127.0.0.1"
+    master_port: int = 29500
+    listen_fd: int | None = None
+    """Our own launcher: the socket on `master_port` that it already listens on, so that nobody can take the port in between."""
+
+
+def read_world(environ: Mapping[str, str] | None = None) -> WorldInfo | None:
+    """What the launcher (torchrun, or our own) said, or None where this process was started by hand.
+
+    Raises `ConfigError` naming every variable that is missing or makes no sense.
+    """
+    env = os.environ if environ is None else environ
+    if "RANK" not in env and "WORLD_SIZE" not in env:
+        return None
+    problems: list[Problem] = []
+
+    def number(name: str, default: int | None = None) -> int:
+        text = env.get(name)
+        if text is None and default is not None:
+            return default
+        if text is None or not text.isdecimal():
+            rule = "must be a whole number, as torchrun sets it"
+            problems.append(
+                Problem(where=name, value=text, rule=rule, hint="start with torchrun, or unset RANK and WORLD_SIZE")
+            )
+            return 0
+        return int(text)
+
+    rank, world, port = number("RANK"), number("WORLD_SIZE"), number("MASTER_PORT", 29500)
+    local_rank, local_world = number("LOCAL_RANK", rank), number("LOCAL_WORLD_SIZE", world)
+    if not problems and not rank < world:
+        problems.append(Problem(where="RANK", value=rank, rule=f"must lie between 0 and WORLD_SIZE - 1 = {world - 1}"))
+    if not problems and not local_rank < local_world <= world:
+        rule = f"must lie between 0 and LOCAL_WORLD_SIZE - 1, which is below WORLD_SIZE = {world}"
+        problems.append(
+            Problem(where="LOCAL_RANK", value=local_rank, rule=rule, hint=f"LOCAL_WORLD_SIZE is {local_world}")
+        )
+    raise_if(problems, ConfigError, subject="launch environment")
+    return WorldInfo(
+        rank=rank,
+        world=world,
+        local_rank=local_rank,
+        local_world=local_world,
+        master_addr=env.get("MASTER_ADDR", "127.0.0.1"),
+        master_port=port,
+    )
+
+
+def init_world(info: WorldInfo, *, device: str = "cpu", timeout_s: float = DEFAULT_TIMEOUT_S) -> torch.device:
+    """Join all ranks (gloo for cpu; NCCL for tensors on cuda, gloo for those on the host) and return this rank's device.
+
+    A world of one rank joins nothing. Raises `ConfigError` where this rank has no GPU, `RunError` when the ranks cannot meet.
+    """
+    target = own_device(info, device)
+    if info.world == 1:
+        return target
+    if info.local_world == info.world:
+        use_loopback()
+    where = f"{info.master_addr}:{info.master_port}"
+    timeout = timedelta(seconds=timeout_s)
+    try:
+        store = dist.TCPStore(
+            info.master_addr,
+            info.master_port,
+            info.world,
+            info.rank == 0,
+            timeout=timeout,
+            master_listen_fd=info.listen_fd,
+        )
+        dist.init_process_group(
+            "gloo" if target.type == "cpu" else "cpu:gloo,cuda:nccl",
+            store=store,
+            rank=info.rank,
+            world_size=info.world,
+            timeout=timeout,
+        )
+    except (RuntimeError, ValueError) as err:
+        raise RunError(_meeting_failed(info, where, str(err), timeout_s)) from err
+    return target
+
+
+def own_device(info: WorldInfo, device: str) -> torch.device:
+    """Where this rank's tensors live, from now on the current device. Raises `ConfigError` where this rank has no GPU."""
+    target = torch.device("cuda", info.local_rank) if device == "cuda" else torch.device(device)
+    if target.type == "cuda":
+        raise_if(_gpu_problems(info, num_gpus=torch.cuda.device_count()), ConfigError, subject="the recipe")
+        torch.cuda.set_device(target)
+    return target
+
+
+def leave_errors_to_run() -> None:
+    """NCCL's own threads neither end this process nor abort its communicators when a peer is lost: an elastic run does. Before the first group is made.
+
+    What the user has set stays: torch's defaults end the process, which its supervisor then replaces.
+    """
+    for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING"):
+        os.environ.setdefault(name, "0")
+
+
+def _gpu_problems(info: WorldInfo, *, num_gpus: int) -> list[Problem]:
+    """Each local rank needs a GPU of its own."""
+    if num_gpus == 0:
+        rule, hint = "needs a GPU that torch can use, and finds none on this machine", "use cpu, or see `nvidia-smi`"
+        return [Problem(where="launch.device", value="cuda", rule=rule, hint=hint)]
+    if info.local_world > num_gpus:
+        rule = f"must be at most the GPUs of this machine ({num_gpus}), one for each rank"
+        return [Problem(where="launch.ranks", value=info.local_world, rule=rule, hint=f"use {num_gpus}")]
+    return []
+
+
+def use_loopback() -> None:
+    """All ranks are on this machine: gloo need not resolve the host's name, which fails on many laptops."""
+    names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
+    if names and "GLOO_SOCKET_IFNAME" not in os.environ:
+        os.environ["GLOO_SOCKET_IFNAME"] = names[0]
+
+
+def use_interface_to(host: str) -> None:
+    """Let gloo use the interface by which `host` is reached, so that it need not resolve this machine's own name. Does nothing where that is not known."""
+    if "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))  # sends nothing
+        own = socket.inet_aton(probe.getsockname()[0])
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):
+                if _address_of(probe, name) == own:
+                    os.environ["GLOO_SOCKET_IFNAME"] = name
+                    return
+
+
+def _address_of(sock: socket.socket, interface: str) -> bytes:
+    """IPv4 address of an interface (Linux: SIOCGIFADDR of netdevice(7))."""
+    answer = fcntl.ioctl(sock.fileno(), 0x8915, struct.pack("256s", interface.encode()[:15]))
+    return bytes(answer[20:24])
+
+
+def _meeting_failed(info: WorldInfo, where: str, text: str, timeout_s: float) -> str:
+    first = text.strip().splitlines()[0] if text.strip() else "unknown error"
+    if "EADDRINUSE" in text or "address already in use" in text.lower():
+        return f"MASTER_PORT = {info.master_port}: the port is in use on this machine; choose a free one (torchrun --master-port)"
+    return (
+        f"rank {info.rank} of {info.world} could not meet the others at {where} within {timeout_s:g} s: {first}; "
+        f"check that all ranks run and that MASTER_ADDR and MASTER_PORT name rank 0"
+    )
+
+
+def close_world() -> None:
+    """Leave the world, if this process joined one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
