@@ -10,6 +10,10 @@ leave, and while the experts compute those of chunk i, those of chunk i-1 and i+
 
 What the chunks cost: messages and products are N times as many and N times as small, and gradients of weights are summed N times.
 
+One chunk would be the serial layer (`serial` is the recipe's word for it), and yet `run_experts` is not this with `chunks = 1`. It is the plain reference that chunks, tiles and fused kernels
+are compared with; it also carries whole tokens (`transport = "all_gather"`) and the products of exact mode, which chunks cannot; its ids have no `chunk0`, in programs and in saved traces; and a
+reader of the plain trainer needs its fifteen lines, not the travelling below. What the two have in common, the dispatcher's lists and the products of the experts, stands once.
+
 Must never change: which pairs are kept is decided before tokens are cut, and counts of all chunks are gathered by one collective (one host
 synchronisation a layer). Where rows are padded to the capacity, their places in the capacity are cut instead of the tokens, or every
 chunk would be padded. The result is that of `run_experts` but for rounding: rows of an expert are multiplied chunk by chunk.
@@ -27,7 +31,6 @@ import torch
 
 from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.kernels.choice import Impl
-from phalanx.kernels.cpu.grouped import expert_ffn
 from phalanx.kernels.cpu.lanes import SERIAL, Lanes
 from phalanx.kernels.cpu.permute import combine_rows, gather_rows
 from phalanx.plan.moe import DispatchPlan
@@ -41,7 +44,7 @@ from phalanx.runtime.moe.dispatch import (
     reordered,
     stable_order,
 )
-from phalanx.runtime.moe.experts import MoeCall
+from phalanx.runtime.moe.experts import MoeCall, rows_of_experts
 
 
 def run_coarse(
@@ -69,34 +72,11 @@ def run_coarse(
         coming.extend(travel.start(following) for following in parts[part.number + 1 : part.number + 2])
         rows_MH, weights_M = travel.arrive(part, coming.pop(0))
         counts = dispatcher.expert_counts(part.plan)
-        compute = partial(_compute, call=call, counts=counts, kernels=kernels, lanes=lanes)
+        compute = partial(rows_of_experts, call=call, counts=counts, kernels=kernels, lanes=lanes)
         y_MH = traced(dispatcher.comms, f"{call.op_prefix}experts.chunk{part.number}", compute, rows_MH, weights_M)
         returning.append(travel.start_back(part, y_MH))
     sums = [travel.arrive_back(part, rows) for part, rows in zip(parts, returning, strict=True)]
     return _join(sums, whole=dispatcher.spec.is_static), parts[0].send.dropped
-
-
-def _compute(
-    rows_MH: torch.Tensor,
-    weights_M: torch.Tensor,
-    *,
-    call: MoeCall,
-    counts: tuple[int, ...],
-    kernels: Impl,
-    lanes: Lanes,
-) -> torch.Tensor:
-    """(M, H) results of a chunk's rows."""
-    return expert_ffn(
-        rows_MH,
-        call.experts.w13_e2fH,
-        call.experts.w2_eHf,
-        counts,
-        row_weights_M=weights_M,
-        recompute=call.recompute,
-        impl=kernels,
-        lanes=lanes,
-        later=call.later,
-    )
 
 
 def _problems(dispatcher: Dispatcher, chunks: int) -> list[Problem]:

@@ -7,7 +7,7 @@ Legend: T tokens, K experts of a token, H hidden, e experts held here, f width o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -64,22 +64,34 @@ def run_experts(
     expert-parallel group's whole share, so that `edp` completes it (`expert` in `plan/mapping/folding.py`), or with replicas the sum over holders. With `call.later` those of
     the slots are deferred.
     """
-    held = call.experts
 
     def compute(rows_MH: torch.Tensor, weights_M: torch.Tensor, sent: Dispatched) -> torch.Tensor:
-        return expert_ffn(
-            rows_MH,
-            held.w13_e2fH,
-            held.w2_eHf,
-            sent.counts,
-            row_weights_M=weights_M,
-            recompute=call.recompute,
-            impl=kernels,
-            lanes=lanes,
-            later=call.later,
-        )
+        return rows_of_experts(rows_MH, weights_M, call=call, counts=sent.counts, kernels=kernels, lanes=lanes)
 
     return _in_turn(call, dispatcher, compute)
+
+
+def rows_of_experts(
+    rows_MH: torch.Tensor,
+    weights_M: torch.Tensor,
+    *,
+    call: MoeCall,
+    counts: Sequence[int],
+    kernels: Impl,
+    lanes: Lanes,
+) -> torch.Tensor:
+    """(M, H) weighted results of rows that lie expert by expert, `counts` of each."""
+    return expert_ffn(
+        rows_MH,
+        call.experts.w13_e2fH,
+        call.experts.w2_eHf,
+        counts,
+        row_weights_M=weights_M,
+        recompute=call.recompute,
+        impl=kernels,
+        lanes=lanes,
+        later=call.later,
+    )
 
 
 def run_exact(

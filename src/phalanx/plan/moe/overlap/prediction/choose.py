@@ -26,26 +26,7 @@ from phalanx.plan.moe.overlap.prediction.bytes import WireBytes
 from phalanx.plan.moe.overlap.prediction.clock import seconds_of
 from phalanx.plan.moe.overlap.prediction.cost import Joint, LayerShape, LayerWork, OverlapCost, TileTimes
 from phalanx.plan.moe.overlap.prediction.pair import PassTime, pair_s, pass_time
-from phalanx.plan.moe.overlap.tiles import (
-    Parts,
-    TileOp,
-    TileSchedule,
-    cut_rows,
-    ends_of_sizes,
-    forward_order,
-    joint_parts,
-    joint_slots,
-    joint_tiles,
-    members,
-    message_parts,
-    part_counts,
-    relay_parts,
-    rows_of,
-    schedule_problems,
-    slot_orders,
-    slots_of,
-    with_weights,
-)
+from phalanx.plan.moe.overlap.tiles import TileOp, TileOutline, TileRows, TileSchedule, schedule_problems
 
 __all__ = [
     "MARGIN",
@@ -87,18 +68,6 @@ class ScheduleChoice:
         return "\n".join(["predicted:", *lines])
 
 
-@dataclass(frozen=True)
-class _Tiles:
-    """Rows of the tiles in one order of the slots."""
-
-    come: list[list[int]]
-    go: list[list[int]]
-    slots: list[list[int]]
-    """Of the tiles that come."""
-    joint: tuple[int, ...]
-    times: TileTimes
-
-
 class _Layer:
     """One batch on its busiest rank; what all candidates share is worked out once."""
 
@@ -115,31 +84,23 @@ class _Layer:
         if shape.slots != dispatch.slots_per_rank:
             problem = Problem(where="shape.slots", value=shape.slots, rule=f"{dispatch.slots_per_rank} slots on a rank")
             raise_if([problem], PlanError, subject="choice of a schedule")
-        self.size, self.etp = dispatch.ep * dispatch.etp, dispatch.etp
         loads = dispatch.rows_PG.sum(0).reshape(dispatch.ep, -1)
         self.rank = int(loads.sum(1).argmax()) * dispatch.etp
-        self.dispatch, self.rows, self.tile_rows = dispatch, rows_of(dispatch, rank=self.rank), tile_rows
-        self.shape, self.loads = shape, loads[self.rank // self.etp].tolist()
-        self.direction, self.num_slots, self.cost = direction, dispatch.slots_per_rank, cost
+        hosts = tuple(host_of_rank) if host_of_rank is not None else (0,) * (dispatch.ep * dispatch.etp)
+        self.outline = TileOutline(dispatch, rank=self.rank, tile_rows=tile_rows, hosts=hosts)
+        self.shape, self.loads = shape, loads[self.rank // dispatch.etp].tolist()
+        self.direction, self.cost = direction, cost
         self.has_shared = shape.shared_ffn > 0
-        hosts = tuple(host_of_rank) if host_of_rank is not None else (0,) * self.size
-        self.is_far = tuple(host != hosts[self.rank] for host in hosts)
-        self._tiles: dict[tuple[bool, bool], _Tiles] = {}
+        self._tiles: dict[tuple[bool, bool], tuple[TileRows, TileTimes]] = {}
 
-    def tiles(self, schedule: TileSchedule, *, through_hosts: bool) -> _Tiles:
+    def tiles(self, schedule: TileSchedule, *, through_hosts: bool) -> tuple[TileRows, TileTimes]:
         """In the order of the slots, or the most loaded first."""
         key = schedule.hot_first, through_hosts
         if key not in self._tiles:
-            joint = [] if through_hosts else joint_slots(self.dispatch, tile_rows=self.tile_rows)
-            orders = slot_orders(self.dispatch, schedule, joint=joint)
-            own, here = orders[self.rank // self.etp], joint[self.rank // self.etp] if joint else ()
-            come = [cut_rows(rows, self.tile_rows, own) for rows in self.rows.come]
-            slots = [slots_of(rows, self.tile_rows, own) for rows in self.rows.come]
-            go = [cut_rows(rows, self.tile_rows, order) for rows, order in zip(self.rows.go, orders, strict=True)]
-            together = joint_tiles(self.rows.come, here, tile_rows=self.tile_rows, slots=own)
-            times = TileTimes(come, self.loads, self.shape, self.cost, self.direction, joint=Joint(slots, together))
-            order = tuple(dict.fromkeys(tile.slot for tile in together))
-            self._tiles[key] = _Tiles(come, go, slots, order, times)
+            rows = self.outline.rows(schedule, through_hosts=through_hosts)
+            joint = Joint(rows.slots, rows.joint)
+            times = TileTimes(rows.come, self.loads, self.shape, self.cost, self.direction, joint=joint)
+            self._tiles[key] = rows, times
         return self._tiles[key]
 
     def seconds(self, schedule: TileSchedule, wire: WireBytes) -> float:
@@ -151,31 +112,10 @@ class _Layer:
         return pass_time(*self._operations(schedule, wire), self.cost, wire)
 
     def _operations(self, schedule: TileSchedule, wire: WireBytes) -> tuple[Sequence[TileOp], LayerWork]:
-        tiles = self.tiles(schedule, through_hosts=wire.legs is not None)
-        ends = [ends_of_sizes(sizes, schedule.parts) for sizes in tiles.come]
-        go_ends = [len(ends_of_sizes(sizes, schedule.parts)) for sizes in tiles.go]
-        go = tuple(go_ends[peer // self.etp] for peer in range(self.size))
-        is_far, relay = self.is_far, tuple[int, ...]()
-        if wire.legs is not None:
-            hosts = wire.host_of_rank
-            here = members(hosts, hosts[self.rank])
-            counts = part_counts(self.dispatch, schedule, tile_rows=self.tile_rows, ranks=here)
-            relay = relay_parts(hosts, self.rank, lambda source, peer: counts[source, peer])
-            go, is_far = message_parts(hosts, self.rank, go), tuple(host != hosts[self.rank] for host in hosts)
-        work = tiles.times.work(self.rank, ends, go, schedule.blocks, relay=relay)
-        parts = Parts(
-            rank=self.rank,
-            come=work.come,
-            go=go,
-            is_far=is_far,
-            blocks=schedule.blocks,
-            num_slots=self.num_slots,
-            relay=relay,
-            joint=tuple(joint_parts(tiles.joint, tiles.slots, ends)),
-        )
-        ops = forward_order(schedule, parts, has_shared=self.has_shared)
-        if self.direction == "backward":
-            ops = with_weights(ops, parts, schedule=schedule)
+        rows, times = self.tiles(schedule, through_hosts=wire.legs is not None)
+        parts = self.outline.parts(rows, schedule, gateways=None if wire.legs is None else wire.host_of_rank)
+        work = times.work(self.rank, parts.ends, parts.go, schedule.blocks, relay=parts.relay)
+        ops = self.outline.operations(rows, parts, schedule, has_shared=self.has_shared, direction=self.direction)
         return ops, work
 
 
@@ -226,7 +166,7 @@ def compare(
     tried = tuple(dict.fromkeys((SERIAL, *candidates)))
     seconds = tuple((schedule, clock.seconds(schedule, wire)) for schedule in tried)
     best, least = min(seconds, key=lambda pair: pair[1])
-    if best.order != "serial" and best.parts > 1 and not best.hot_first and layer.num_slots > 1:
+    if best.order != "serial" and best.parts > 1 and not best.hot_first and dispatch.slots_per_rank > 1:
         hot = replace(best, hot_first=True)
         with_hot = hot, clock.seconds(hot, wire)
         seconds += (with_hot,)

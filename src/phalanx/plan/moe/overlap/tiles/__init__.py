@@ -16,29 +16,16 @@ if TYPE_CHECKING:
         gateway as gateway,
         gateways as gateways,
         members as members,
-        message_parts as message_parts,
-        relay_parts as relay_parts,
     )
-    from phalanx.plan.moe.overlap.tiles.order import (
-        Parts as Parts,
-        forward_order as forward_order,
-        schedule_problems as schedule_problems,
-        with_weights as with_weights,
-    )
+    from phalanx.plan.moe.overlap.tiles.order import schedule_problems as schedule_problems
+    from phalanx.plan.moe.overlap.tiles.outline import TileOutline as TileOutline, TileRows as TileRows
     from phalanx.plan.moe.overlap.tiles.plan import (
         backward_of as backward_of,
-        cut_rows as cut_rows,
-        ends_of_sizes as ends_of_sizes,
-        joint_parts as joint_parts,
         joint_slots as joint_slots,
-        joint_tiles as joint_tiles,
-        part_counts as part_counts,
         part_ends as part_ends,
         parts_of as parts_of,
         plan_overlap as plan_overlap,
-        rows_of as rows_of,
         slot_orders as slot_orders,
-        slots_of as slots_of,
         tile_sizes as tile_sizes,
         tiles_of as tiles_of,
     )
