@@ -30,7 +30,7 @@ COMMANDS = {
     "bench pipeline": ("phalanx_lab.bench.pipeline.command", "measure"),
     "bench reshard": ("phalanx_lab.bench.reshard.command", "measure"),
     "bench reshard-plan --nine": ("phalanx_lab.bench.reshard.plan", "measure_nine"),
-    "sync . --to tp1 --out served": ("phalanx.train", "plan_sync"),
+    "sync . --to tp1 --out served": ("phalanx.train.sync", "plan_sync"),
     "search --model tiny --cluster h100x8": ("phalanx.cli.search", "search"),
     "simulate a.toml --cluster h100x8": ("phalanx.cli.simulate", "predict_recipe"),
     "calibrate --out cluster.toml": ("phalanx.cli.calibrate", "measure"),
@@ -86,7 +86,7 @@ def test_no_command_is_missing_here() -> None:
         for path in (root / folder).rglob("*.py")
         if "write_json(" in path.read_text()
     }
-    assert writers == {"phalanx.cli.sync" if module == "phalanx.train" else module for module, _ in COMMANDS.values()}
+    assert writers == {"phalanx.cli.sync" if module == "phalanx.train.sync" else module for module, _ in COMMANDS.values()}
 
 
 def test_asking_changes_nothing(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ class Sample:
 
     @property
     def tag(self) -> str:
-        """`train/step/loss`, or `experts/load/layer-3`."""
+        """`train/loss`, or `experts/load/layer-3`."""
         return self.metric.name if self.layer is None else f"{self.metric.name}/layer-{self.layer}"
 
 
