@@ -11,7 +11,7 @@ from phalanx.core.errors import ConfigError
 from phalanx.simulate.hardware.clusters import at, known_hardware, load_hardware, parse_cluster, parse_hardware
 from phalanx.simulate.hardware.collectives import GroupSpan, Network, distinct, span_of
 from phalanx.simulate.hardware.cost import Oracle
-from phalanx.simulate.hardware.routing import RouterModel
+from phalanx.simulate.mapping.routing import RouterModel
 
 pytestmark = pytest.mark.unit
 H100 = load_hardware("h100")

@@ -9,18 +9,18 @@ from __future__ import annotations
 import dataclasses
 import re
 
+from phalanx.plan.mapping import flops_per_token
 from phalanx.plan.mapping.folding import Folding
 from phalanx.simulate.hardware.clusters import GpuCluster, load_hardware
-from phalanx.simulate.hardware.routing import RouterModel
 from phalanx.simulate.mapping.mapping import Job, Mapping, Overlap, Recompute
-from phalanx.simulate.mapping.shape import flops_per_token
+from phalanx.simulate.mapping.routing import RouterModel
 from phalanx.simulate.step.stage_layers import even_layers
 from phalanx_lab.publications.published import Row
 
 
 def job_of(row: Row) -> Job:
     """What the row trained."""
-    return Job(shape=row.shape, seq_len=row.seq_len, global_batch=row.global_batch)
+    return Job(spec=row.spec, seq_len=row.seq_len, global_batch=row.global_batch)
 
 
 def cluster_of(row: Row) -> GpuCluster:
@@ -37,7 +37,7 @@ def measured_seconds(row: Row) -> float:
         return tokens / (row.value * row.gpus)
     if row.metric == "OOM":
         raise ValueError("a run out of memory has no step time")
-    flops = flops_per_token(row.shape, row.seq_len, convention=row.convention) * tokens / row.gpus
+    flops = flops_per_token(row.spec, row.seq_len, attention=row.convention) * tokens / row.gpus
     peak = load_hardware(row.hardware).bf16_flops_per_s
     return flops / (row.value / 100 * peak if row.metric == "MFU_pct" else row.value * 1e12)
 
@@ -88,7 +88,7 @@ def _base(row: Row) -> Mapping:
     stages = folding.pp * virtual if folding.pp > 1 else 1
     return Mapping(
         folding=folding,
-        stage_layers=even_layers(row.shape.layers, stages),
+        stage_layers=even_layers(row.spec.num_layers, stages),
         micro_batch=micro,
         schedule="interleaved_1f1b" if virtual > 1 else "1f1b",
         virtual=virtual,
@@ -114,5 +114,5 @@ def _virtual(row: Row, folding: Folding) -> int:
         return row.virtual
     if row.facts.virtual != "layers":
         return 1
-    most = (row.shape.layers + 2) // folding.pp  # embedding and head may have stages of their own
-    return max(1, min(most, -(-row.shape.layers // folding.pp)))
+    most = (row.spec.num_layers + 2) // folding.pp  # embedding and head may have stages of their own
+    return max(1, min(most, -(-row.spec.num_layers // folding.pp)))

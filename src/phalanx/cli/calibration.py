@@ -1,7 +1,7 @@
 """Times of this machine's operations, for `phalanx calibrate`: the kernels of a run on all ranks at once, then the links between them; or of all machines of a job.
 
 Ranks compute at the same time, as in training, each with its share of the cores; a row is the median over repeats, and of the ranks of a host the slowest's (of the hosts the median,
-`simulate/hardware/calibration_hosts.py`). Links are timed from a barrier to the end, with nothing else going on; ranks of several machines compare their clocks before each size.
+`simulate/calibration/hosts.py`). Links are timed from a barrier to the end, with nothing else going on; ranks of several machines compare their clocks before each size.
 Must never change: what is timed is what a run calls (`kernels/`, `runtime/comm/collectives.py`), not a stand-in for it.
 
 Legend: m rows, n and k the sides of a weight, S tokens of a sequence, A heads, D dim of a head.
@@ -46,7 +46,7 @@ from phalanx.runtime.comm import (
     threads_per_rank,
 )
 from phalanx.runtime.membership import compare_clocks, own_host
-from phalanx.simulate.hardware import (
+from phalanx.simulate.calibration import (
     HostRows,
     Measurements,
     TimedAttention,

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     )
     from phalanx.plan.mapping.model import (
         PRESETS as PRESETS,
+        Convention as Convention,
         MlaSpec as MlaSpec,
         ModelSpec as ModelSpec,
         ParamSpec as ParamSpec,

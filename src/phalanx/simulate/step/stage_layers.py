@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from phalanx.plan.mapping import balanced_counts, layer_costs
+from phalanx.plan.mapping import ModelSpec, balanced_counts, layer_costs
 from phalanx.plan.pipeline import SCHEDULES, looped_ranks, vee_ranks
-from phalanx.simulate.mapping import Job, Mapping, Shape, spec_of
+from phalanx.simulate.mapping import Job, Mapping
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,15 +53,15 @@ def layers_of_stages(job: Job, mapping: Mapping) -> tuple[int, ...]:
     if mapping.stage_layers is not None:
         return mapping.stage_layers
     stages = mapping.folding.pp * mapping.virtual if mapping.folding.pp > 1 else 1
-    return run_layers(job.shape, job.seq_len, stages)
+    return run_layers(job.spec, job.seq_len, stages)
 
 
 @lru_cache(maxsize=4096)
-def run_layers(shape: Shape, seq_len: int, stages: int) -> tuple[int, ...]:
+def run_layers(spec: ModelSpec, seq_len: int, stages: int) -> tuple[int, ...]:
     """Layers of each stage of a run that is not told them (`plan.pipeline.make_pipeline`)."""
     if stages == 1:
-        return (shape.layers,)
-    return balanced_counts(layer_costs(spec_of(shape), seq_len=seq_len), stages)
+        return (spec.num_layers,)
+    return balanced_counts(layer_costs(spec, seq_len=seq_len), stages)
 
 
 @lru_cache(maxsize=4096)
@@ -78,7 +78,7 @@ def even_layers(layers: int, stages: int) -> tuple[int, ...]:
 
 def contents(job: Job, mapping: Mapping) -> tuple[StageContent, ...]:
     """What each pipeline rank holds."""
-    key = (job.shape.layers, job.shape.dense_layers if job.shape.experts else job.shape.layers, job.shape.mtp)
+    key = (job.spec.num_layers, job.spec.dense_layers, job.spec.mtp_layers)
     return _contents(key, layers_of_stages(job, mapping), ranks_of_stages(mapping), mapping.folding.pp)
 
 

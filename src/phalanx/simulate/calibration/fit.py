@@ -23,9 +23,7 @@ from typing import Any
 import numpy as np
 
 from phalanx.core.errors import ConfigError, Problem, raise_if
-from phalanx.simulate.hardware.clusters import LINKS, Hardware, parse_hardware
-from phalanx.simulate.hardware.collectives import GroupSpan, Network
-from phalanx.simulate.hardware.cost import Oracle, experts_s
+from phalanx.simulate.hardware import LINKS, GroupSpan, Hardware, Network, Oracle, experts_s, parse_hardware
 
 WIDTH = {"bf16": 2, "fp32": 4}
 """Bytes of an element."""

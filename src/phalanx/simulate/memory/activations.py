@@ -17,7 +17,7 @@ from typing import Literal
 
 from phalanx.plan.mapping import Folding, ModelSpec
 from phalanx.plan.moe import DispatchSpec, rows_of_source
-from phalanx.simulate.hardware import (
+from phalanx.simulate.memory.kernel_facts import (
     BLOCK,
     BLOCK_ROWS,
     CORRECTION,
