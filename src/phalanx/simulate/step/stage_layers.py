@@ -7,7 +7,7 @@ runs of Megatron-LM say theirs: `even_layers`, as even as can be by count. Place
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from phalanx.plan.mapping import ModelSpec, balanced_counts, layer_costs
@@ -61,7 +61,8 @@ def run_layers(spec: ModelSpec, seq_len: int, stages: int) -> tuple[int, ...]:
     """Layers of each stage of a run that is not told them (`plan.pipeline.make_pipeline`)."""
     if stages == 1:
         return (spec.num_layers,)
-    return balanced_counts(layer_costs(spec, seq_len=seq_len), stages)
+    # Layers without a gate weigh as though they had one: no run here divides such a model, and predictions of them have always been of these divisions.
+    return balanced_counts(layer_costs(replace(spec, ffn_matrices=3), seq_len=seq_len), stages)
 
 
 @lru_cache(maxsize=4096)
