@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from phalanx.core.errors import PeerError
-from phalanx.runtime.membership.agent_terms import End, Left, SeatSettings
+from phalanx.runtime.membership.agent_terms import AgentSettings, End, Left
 from phalanx.runtime.membership.host_agent import HostAgent
 from phalanx.runtime.membership.keys import ServiceLost
 from phalanx.runtime.membership.membership import Announcement, FirstRule, Generation, Member, Membership, StaleMember
@@ -183,7 +183,7 @@ class World:
         self.scheduler = Scheduler(self.seed)
         self.service = MemoryService(self.scheduler.turn)
         self.arrived: dict[tuple[int, int], set[str]] = {}
-        self.roster = HostAgent("h", self.service, FirstRule(wanted=4, minimum=1, gather_s=3.0), limit_s=1e9)
+        self.host_agent = HostAgent("h", self.service, FirstRule(wanted=4, minimum=1, gather_s=3.0), limit_s=1e9)
         self.over = False
         self.started = 0
 
@@ -192,7 +192,7 @@ class World:
     def start_supervisor(self) -> None:
         def work() -> None:
             while not self.over:
-                self.roster.tick()
+                self.host_agent.tick()
                 self.scheduler.turn()
 
         self.scheduler.start("supervisor", work)
@@ -212,8 +212,8 @@ class SimulatedMember:
 
     def __init__(self, world: World, uid: str) -> None:
         self.world, self.uid = world, uid
-        self.seat = WorkerAgent(Member(uid, "h"), world.service, pipe=-1, settings=SeatSettings())
-        self.seat._say = lambda words: None  # type: ignore[method-assign]
+        self.agent = WorkerAgent(Member(uid, "h"), world.service, pipe=-1, settings=AgentSettings())
+        self.agent._say = lambda words: None  # type: ignore[method-assign]
         self.watch: Any = None
         self.state: list[int] = []
         self.holds, self.doubt = False, 0
@@ -221,8 +221,8 @@ class SimulatedMember:
 
     def run(self) -> None:
         world = self.world
-        self.seat._said = Announcement(member=Member(self.uid, "h"), plan_hash="p", version="1")
-        world.roster.announced(Member(self.uid, "h"))
+        self.agent._said = Announcement(member=Member(self.uid, "h"), plan_hash="p", version="1")
+        world.host_agent.announced(Member(self.uid, "h"))
         before: Generation | None = None
         try:
             while len(self.state) < world.steps:
@@ -239,16 +239,16 @@ class SimulatedMember:
             return
         except Left:
             world.left.append(self.uid)
-            world.roster.gone(self.uid)
+            world.host_agent.gone(self.uid)
             return
-        world.roster.finished = End(len(self.state), before.number if before else 0).text
-        world.service.values["finished"] = world.roster.finished  # as `WorkerAgent.finish`
-        world.roster.gone(self.uid)
+        world.host_agent.finished = End(len(self.state), before.number if before else 0).text
+        world.service.values["finished"] = world.host_agent.finished  # as `WorkerAgent.finish`
+        world.host_agent.gone(self.uid)
         world.ends[self.uid] = tuple(self.state)
 
     def look(self) -> None:
         try:
-            self.watch = self.seat._glance(self.watch, 0.0)
+            self.watch = self.agent._glance(self.watch, 0.0)
         except ServiceLost:
             self.watch = None
             self.world.scheduler.turn()
@@ -257,23 +257,23 @@ class SimulatedMember:
         asked = 0
         while True:
             self.look()
-            found = self.seat.newest
-            end = None if self.world.roster.finished is None else End.read(self.world.roster.finished)
+            found = self.agent.newest
+            end = None if self.world.host_agent.finished is None else End.read(self.world.host_agent.finished)
             if end is not None:
                 if self.doubt == end.generation and len(self.state) + 1 == end.step:
                     self.commit(end.generation, doubt=True)
                     self.world.ends[self.uid] = tuple(self.state)
                 return None
-            if found is not None and later(found, before) and self.seat._is_for_me(found):
+            if found is not None and later(found, before) and self.agent._is_for_me(found):
                 return found
             asked += 1
             if before is not None and asked % 8 == 0 and found is not None and not later(found, before):
-                self.seat._renew(before)
+                self.agent._renew(before)
 
     def broken(self, generation: Generation) -> bool:
         """Also where the run has ended without it: nobody sends it anything any more."""
         self.look()
-        return self.seat._ends(generation) or self.seat._over is not None
+        return self.agent._ends(generation) or self.agent._over is not None
 
     def in_generation(self, generation: Generation) -> None:
         world = self.world
@@ -284,7 +284,7 @@ class SimulatedMember:
         keys.put(ready_keys(generation)[generation.uids.index(self.uid)], json.dumps(asdict(report)))
         while not keys.all_there(ready_keys(generation)):
             self.look()
-            if self.seat._newer(generation):
+            if self.agent._newer(generation):
                 raise PeerError("newer")
         reports = [MemberReport(**json.loads(keys.get(k) or "")) for k in ready_keys(generation)]
         begun = keys.get(BEGUN) is not None
@@ -315,12 +315,12 @@ class SimulatedMember:
 
     def then(self, keys: Any, generation: Generation) -> Then:
         """As `WorkerAgent._then`, which wants a team."""
-        self.seat._keys, self.seat._voting = keys, len(self.state)
-        self.seat.team = SimpleNamespace(generation=generation, size=len(generation.members), kick=lambda: 0)  # type: ignore[assignment]
+        self.agent._keys, self.agent._voting = keys, len(self.state)
+        self.agent.team = SimpleNamespace(generation=generation, size=len(generation.members), abort=lambda: 0)  # type: ignore[assignment]
         try:
-            return self.seat._then()
+            return self.agent._then()
         finally:
-            self.seat.team = None
+            self.agent.team = None
 
     def hand_over(self, keys: Any, generation: Generation) -> None:
         """All members of the team come here, or somebody is lost."""

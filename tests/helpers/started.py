@@ -91,7 +91,7 @@ def _processes_left_out(rank: int, cache: GroupCache, seen: Seen, events: list[E
 
     def supervise(main: Any, *given: Any, tell: Any, **words: Any) -> Any:
         _walk((given, words), "supervisor", seen, set())
-        return types.SimpleNamespace(run=lambda: main(_Seat(f"local.{rank}")))
+        return types.SimpleNamespace(run=lambda: main(_Agent(f"local.{rank}")))
 
     def telling(self: Sinks, event: Event, /) -> None:
         events.append(event)
@@ -150,7 +150,7 @@ def _open_sinks(*given: Any, **words: Any) -> Sinks:
     return opened
 
 
-class _Seat:
+class _Agent:
     """What a worker asks of its place in a run that nobody joins."""
 
     def __init__(self, uid: str) -> None:
@@ -191,7 +191,7 @@ class _Groups:
         return ()
 
 
-def _one_generation(cache: GroupCache, seat: _Seat, body: elastic.ElasticMember, *, tell: Any, order: Any) -> str:
+def _one_generation(cache: GroupCache, agent: _Agent, body: elastic.ElasticMember, *, tell: Any, order: Any) -> str:
     """In the place of `run_member`: all ranks are there, none is ever lost, every step is committed."""
     names = [f"local.{i}" for i in range(dist.get_world_size())]
     generation = Generation(number=1, epoch="life", members=tuple(Member(name, "local") for name in names))
@@ -199,7 +199,7 @@ def _one_generation(cache: GroupCache, seat: _Seat, body: elastic.ElasticMember,
     dist.all_gather_object(told, body.describe()[1])
     reports = [MemberReport(uid=name, step=0, holds=False, data=data) for name, data in zip(names, told, strict=True)]
     uids = order(generation, reports)
-    team = GroupEpoch(generation, seat.uid, timeout_s=60, uids=uids, reports=reports)
+    team = GroupEpoch(generation, agent.uid, timeout_s=60, uids=uids, reports=reports)
     team.groups = _Groups(cache)  # type: ignore[assignment]
     body.enter(team, resolve_now(team, 0))
 

@@ -78,7 +78,7 @@ def _start_server() -> None:
             "torch._dynamo",
             "torch.fx.experimental.symbolic_shapes",
             "quick_starts",
-            "test_heal",
+            "test_elastic",
         ]
     )
     tests = Path(__file__).parents[1]

@@ -141,7 +141,7 @@ def test_a_sample_that_is_trained_on_twice_is_found() -> None:
 
 # ---- model -----------------------------------------------------------------------------------------------------------
 
-FIGURES = Figures(step_s=0.1, save_s=0.2, restart_s=5.0, healed_step_s=0.1, repair_s=0.5)
+FIGURES = Figures(step_s=0.1, save_s=0.2, restart_s=5.0, elastic_step_s=0.1, repair_s=0.5)
 
 
 def test_the_baseline_restarts_for_slots_in_use_only() -> None:
@@ -242,10 +242,10 @@ def tiny() -> Workload:
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_both_systems_go_on_after_a_loss(tiny: Workload, tmp_path: Path) -> None:
-    """Slot 1 is lost and, for the one that heals itself, comes back. The baseline runs on one expert-parallel group in place of two."""
+    """Slot 1 is lost and, for the one that is elastic, comes back. The baseline runs on one expert-parallel group in place of two."""
     loss, back = Change(at_s=1.0, lost=(1,)), Change(at_s=3.0, back=(1,))
     ours = Ours(tiny, tmp_path / "ours", slots=4, mode="fast", interval=1000)
-    healed = replay(
+    elastic = replay(
         ours,
         Trace(name="t", slots=4, duration_s=60, changes=(loss, back)),
         global_batch=8,
@@ -258,7 +258,7 @@ def test_both_systems_go_on_after_a_loss(tiny: Workload, tmp_path: Path) -> None
         base, Trace(name="t", slots=4, duration_s=60, changes=(loss,)), global_batch=8, stop_when_resumed=True
     )
     assert base.active == (0, 2) and base.launches == 2 and base.restarts == 0
-    assert (healed.steps_again, healed.doubled_samples, restarted.doubled_samples) == (0, 0, 0)
+    assert (elastic.steps_again, elastic.doubled_samples, restarted.doubled_samples) == (0, 0, 0)
     assert restarted.saves > 0 and restarted.outages[0].resumed_s is not None
-    assert healed.committed_samples > 0 and len(healed.outages) == 2
+    assert elastic.committed_samples > 0 and len(elastic.outages) == 2
     assert ours.tree is not None and not is_running(ours.tree.pid) and base.tree is None

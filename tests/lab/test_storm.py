@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from heal_plan_help import after, fresh, healing, new_member, shuffled
+from recovery_plan_help import after, fresh, new_member, planner, shuffled
 
 from phalanx.plan.layout.tensors import TensorLayout
 from phalanx.plan.mapping.folding import Folding
@@ -182,7 +182,7 @@ def test_joins_count_from_the_start_of_the_program() -> None:
 def test_what_moves_is_the_least_that_can_move(seed: int) -> None:
     """Of what a member needs, exactly what it does not hold comes to it, whichever ranks share hosts."""
     rng = random.Random(seed)
-    run = healing(Folding(world=4, ep=2))
+    run = planner(Folding(world=4, ep=2))
     before = run.plan(fresh(rng.randint(3, 6)))
     lost = rng.choice(before.uids)
     plan = run.plan(

@@ -15,7 +15,7 @@ from phalanx.core.errors import CheckpointError, PeerError
 from phalanx.runtime.checkpoint.folder import CheckpointFolder, Writer, file_entry, with_files
 from phalanx.runtime.checkpoint.manager import CheckpointManager
 from phalanx.runtime.comm.groups import GroupCache
-from phalanx.runtime.membership.agent_terms import SeatSettings
+from phalanx.runtime.membership.agent_terms import AgentSettings
 from phalanx.runtime.membership.membership import Generation, Member, Membership
 from phalanx.runtime.membership.worker_agent import WorkerAgent
 
@@ -137,9 +137,9 @@ def test_the_service_is_asked_and_not_what_was_heard(what: str) -> None:
     membership = Membership(service.connect())
     members = [Member(uid, uid[0]) for uid in ("a.0.x", "b.0.x")]
     first: Generation = membership.start(members, above=0, minimum=1, why="the run begins")
-    seat = WorkerAgent(members[0], service, pipe=-1, settings=SeatSettings())
-    team: Any = SimpleNamespace(generation=first, kick=lambda: 0)
-    seat._connect_watched(team)
+    agent = WorkerAgent(members[0], service, pipe=-1, settings=AgentSettings())
+    team: Any = SimpleNamespace(generation=first, abort=lambda: 0)
+    agent._connect_watched(team)
     team.check()
     if what == "join":
         membership.propose_join([Member("c.0.x", "c")])

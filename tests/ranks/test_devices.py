@@ -1,4 +1,4 @@
-"""Healing where messages are NCCL's, with stand-ins for what a GPU does: what ends without a word is noticed, and a call that nothing ends is ended with its process."""
+"""RecoveryPlanner where messages are NCCL's, with stand-ins for what a GPU does: what ends without a word is noticed, and a call that nothing ends is ended with its process."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from train_help import phalanx, train_args, write_text
 from phalanx.core.config import LaunchConfig, Recipe, ResilienceConfig
 from phalanx.core.errors import FinalError, PeerError, RunError
 from phalanx.core.recipe import recipe_problems
-from phalanx.plan.auto_recovery import choose_healing
 from phalanx.plan.recovery.suspects import Suspects
+from phalanx.plan.recovery_choice import choose_recovery
 from phalanx.runtime.comm import devices, groups
 from phalanx.runtime.comm.abortable import AbortableCall
 from phalanx.runtime.comm.collectives import Collectives
@@ -31,8 +31,8 @@ from phalanx.runtime.comm.exchange import Call
 from phalanx.runtime.comm.groups import Axis, leave_errors_to_run
 from phalanx.runtime.comm.launch import StopRequest
 from phalanx.runtime.comm.peers import Peers
-from phalanx.runtime.membership import watcher as lookout, worker_agent as seat
-from phalanx.runtime.membership.agent_terms import Left, SeatSettings
+from phalanx.runtime.membership import watcher as lookout, worker_agent as agent
+from phalanx.runtime.membership.agent_terms import AgentSettings, Left
 from phalanx.runtime.membership.member import _Loop, run_member
 from phalanx.runtime.membership.membership import Generation, Member
 from phalanx.runtime.membership.rendezvous import Sockets, TeamGroups, as_listed
@@ -40,8 +40,8 @@ from phalanx.runtime.membership.votes import Decision, MemberReport
 from phalanx.runtime.membership.worker_agent import WorkerAgent
 from phalanx.train import loop
 from phalanx.train.loop import Trainer
-from phalanx.train.placement import heal_state
-from phalanx.train.placement.heal_state import Everyone, Examined, take_state
+from phalanx.train.placement import state_transfer
+from phalanx.train.placement.state_transfer import Everyone, Examined, take_state
 from phalanx.train.reporting import RunProgress
 
 ELSEWHERE = torch.device("meta")
@@ -96,7 +96,7 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_all_communicators_are_aborted_in_one_group_call_once() -> None:
     calls: list[str] = []
     abort, groups = DeviceAbort(), groups_of(Nccl("world", calls), None, Nccl("ep", calls), object())
-    for _ in range(2):  # the watching thread kicks, and whoever drops the team kicks again
+    for _ in range(2):  # the watching thread aborts, and whoever drops the team aborts again
         abort.start(groups)
     assert abort.wait(20) and calls == ["begin", "ep", "world", "end"]
 
@@ -133,9 +133,9 @@ def test_groups_without_nccl_are_left_alone() -> None:
 
 
 @pytest.mark.unit
-def test_a_kicked_team_makes_no_group_and_posts_nothing_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_aborted_team_makes_no_group_and_posts_nothing_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = TeamGroups(Sockets(), timeout_s=5.0)
-    cache.kicked = lambda: True
+    cache.aborted = lambda: True
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     with pytest.raises(PeerError, match="never be closed again"):
         cache._create((0, 1), True, 0)
@@ -146,32 +146,32 @@ def test_a_kicked_team_makes_no_group_and_posts_nothing_on_a_device(monkeypatch:
 
 
 @pytest.mark.unit
-def test_results_of_a_kicked_team_are_not_used_on_a_device_and_calls_of_a_cpu_fail_themselves() -> None:
-    kicked = [False]
-    comms = Collectives(escape=AbortableCall(lambda: kicked[0]))
+def test_results_of_an_aborted_team_are_not_used_on_a_device_and_calls_of_a_cpu_fail_themselves() -> None:
+    aborted = [False]
+    comms = Collectives(escape=AbortableCall(lambda: aborted[0]))
     comms.complete(ELSEWHERE)
-    kicked[0] = True
+    aborted[0] = True
     comms.complete(torch.device("cpu"))
     with pytest.raises(PeerError, match="connections were closed while the device computed"):
         comms.complete(ELSEWHERE)
-    Collectives().complete(ELSEWHERE)  # a run that does not heal
+    Collectives().complete(ELSEWHERE)  # a run that is not elastic
 
 
 @pytest.mark.unit
 def test_it_asks_after_the_device_has_ended_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kick may come while this thread waits for the device."""
-    kicked: list[bool] = []
-    monkeypatch.setattr(devices, "synchronize", lambda device: kicked.append(True))
+    """The abort may come while this thread waits for the device."""
+    aborted: list[bool] = []
+    monkeypatch.setattr(devices, "synchronize", lambda device: aborted.append(True))
     with pytest.raises(PeerError):
-        complete(ELSEWHERE, lambda: bool(kicked))
+        complete(ELSEWHERE, lambda: bool(aborted))
 
 
-def trainer_on(device: torch.device, kicked: list[bool]) -> Trainer:
-    """One that is about to make a step in which the team is kicked, after the last call that could have failed."""
+def trainer_on(device: torch.device, aborted: list[bool]) -> Trainer:
+    """One that is about to make a step in which the team is aborted, after the last call that could have failed."""
     trainer: Any = object.__new__(Trainer)
-    comms = Collectives(escape=AbortableCall(lambda: kicked[0]))
+    comms = Collectives(escape=AbortableCall(lambda: aborted[0]))
     trainer.recorder = SimpleNamespace(prepare=lambda step: None, begin=lambda step: None, publishing=nullcontext)
-    trainer.parts, trainer.companion = SimpleNamespace(comms=comms), SimpleNamespace(reduced=lambda *_: None)
+    trainer.parts, trainer.hook = SimpleNamespace(comms=comms), SimpleNamespace(reduced=lambda *_: None)
     optim = SimpleNamespace(warmup_steps=0, lr=1.0)
     trainer.rank = SimpleNamespace(device=device, recipe=SimpleNamespace(optim=optim))
     trainer.progress, trainer.total_steps, trainer.stop = RunProgress(), 4, StopRequest()
@@ -184,14 +184,14 @@ def trainer_on(device: torch.device, kicked: list[bool]) -> Trainer:
 
 @pytest.mark.unit
 @pytest.mark.parametrize("error", [None, RunError("the loss of step 1 is not finite")])
-def test_a_step_that_a_device_computed_with_a_kicked_team_is_a_lost_peer(
+def test_a_step_that_a_device_computed_with_an_aborted_team_is_a_lost_peer(
     monkeypatch: pytest.MonkeyPatch, error: Exception | None
 ) -> None:
     """Also where its numbers make no sense: those came from nowhere, and would not come again."""
-    kicked = [False]
+    aborted = [False]
 
     def reduce_step(*args: object, **options: object) -> object:
-        kicked[0] = True
+        aborted[0] = True
         if error is not None:
             raise error
         return "numbers"
@@ -199,11 +199,11 @@ def test_a_step_that_a_device_computed_with_a_kicked_team_is_a_lost_peer(
     monkeypatch.setattr(loop, "reduce_step", reduce_step)
     monkeypatch.setattr(loop, "publish", lambda parts: None)
     monkeypatch.setattr(loop, "learning_rate", lambda *args, **options: 1.0)
-    trainer = trainer_on(ELSEWHERE, kicked)
+    trainer = trainer_on(ELSEWHERE, aborted)
     with pytest.raises(PeerError):
         trainer.compute()
     assert trainer._reduced is None
-    kicked[0], host = False, trainer_on(torch.device("cpu"), kicked)
+    aborted[0], host = False, trainer_on(torch.device("cpu"), aborted)
     if error is None:
         host.compute()
         assert host._reduced is not None and host._reduced.step == "numbers"
@@ -213,17 +213,17 @@ def test_a_step_that_a_device_computed_with_a_kicked_team_is_a_lost_peer(
 
 
 @pytest.mark.unit
-def test_state_that_came_from_a_kicked_team_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_state_that_came_from_an_aborted_team_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compared, it would be state on which members differ, and the end of the run."""
-    kicked = [False]
-    comms = Collectives(escape=AbortableCall(lambda: kicked[0]))
+    aborted = [False]
+    comms = Collectives(escape=AbortableCall(lambda: aborted[0]))
     everyone = Everyone(comms=comms, axis=Axis("everyone", (0,), 0, None), peers=Peers(), device=ELSEWHERE)
     plan: Any = SimpleNamespace(params=(), buffers=(), moves=())
     told = np.zeros((1, 0), dtype=np.int64)
     found = Examined(plan=plan, suspects=Suspects(), cut={}, pieces=(), told=told)
-    monkeypatch.setattr(heal_state, "move_state", lambda *args, **options: 7)
+    monkeypatch.setattr(state_transfer, "move_state", lambda *args, **options: 7)
     assert take_state(found, None, old=None, everyone=everyone).received_bytes == 7
-    kicked[0] = True
+    aborted[0] = True
     with pytest.raises(PeerError):
         take_state(found, None, old=None, everyone=everyone)
 
@@ -258,7 +258,7 @@ def test_a_member_whose_results_are_not_used_does_not_vote() -> None:
 
 
 class Clock:
-    """Of the seat: time passes only here."""
+    """Of the worker agent: time passes only here."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0
@@ -271,14 +271,14 @@ class Late:
     """A team that is dropped by somebody's hand."""
 
     def __init__(self, clock: Clock, on_drop: Callable[[], None] = lambda: None) -> None:
-        self.kicked, self.kicked_s, self.clock, self.on_drop = False, 0.0, clock, on_drop
+        self.aborted, self.aborted_s, self.clock, self.on_drop = False, 0.0, clock, on_drop
         self.generation, self.check = SimpleNamespace(number=7), None
 
-    def kick(self) -> None:
-        self.kicked, self.kicked_s = True, self.kicked_s or self.clock.now_s
+    def abort(self) -> None:
+        self.aborted, self.aborted_s = True, self.aborted_s or self.clock.now_s
 
     def drop(self) -> None:
-        self.kick()
+        self.abort()
         self.on_drop()
 
 
@@ -296,9 +296,9 @@ def codes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def seat_on(device: str) -> WorkerAgent:
+def agent_on(device: str) -> WorkerAgent:
     service: Any = None
-    return WorkerAgent(Member("h.0", "h"), service, pipe=-1, settings=SeatSettings(device=device))
+    return WorkerAgent(Member("h.0", "h"), service, pipe=-1, settings=AgentSettings(device=device))
 
 
 @pytest.mark.unit
@@ -306,11 +306,11 @@ def seat_on(device: str) -> WorkerAgent:
 def test_a_call_that_nothing_ends_is_ended_with_its_process(
     clock: Clock, codes: list[int], capfd: pytest.CaptureFixture[str], device: str, ends: bool
 ) -> None:
-    place, team = seat_on(device), Late(clock)
+    place, team = agent_on(device), Late(clock)
     place._connect_watched(team)  # type: ignore[arg-type]
     clock.now_s += 10 * lookout.STUCK_S
-    place._end_if_stuck()  # nobody has kicked it: a step may take as long as it likes
-    team.kick()
+    place._end_if_stuck()  # nobody has aborted it: a step may take as long as it likes
+    team.abort()
     clock.now_s += lookout.STUCK_S - 1
     place._end_if_stuck()
     assert not codes
@@ -323,7 +323,7 @@ def test_a_call_that_nothing_ends_is_ended_with_its_process(
 @pytest.mark.unit
 def test_who_hangs_while_the_team_is_dropped_is_ended_too(clock: Clock, codes: list[int]) -> None:
     """An abort that does not end, or a communicator that cannot be destroyed."""
-    place = seat_on("cuda")
+    place = agent_on("cuda")
 
     def hang() -> None:
         clock.now_s += lookout.STUCK_S + 1
@@ -340,7 +340,7 @@ def test_who_hangs_while_the_team_is_dropped_is_ended_too(clock: Clock, codes: l
 def test_who_waits_for_a_generation_after_one_that_did_not_form_may_wait(
     monkeypatch: pytest.MonkeyPatch, clock: Clock, codes: list[int]
 ) -> None:
-    place, made = seat_on("cuda"), list[Late]()
+    place, made = agent_on("cuda"), list[Late]()
     generation = Generation(number=7, epoch="t", members=(Member("h.0", "h"),))
 
     def form(*args: object, watch: Callable[[object], None], **options: object) -> None:
@@ -349,12 +349,12 @@ def test_who_waits_for_a_generation_after_one_that_did_not_form_may_wait(
         made[0].drop()
         raise PeerError("generation 7 does not form")
 
-    monkeypatch.setattr(seat, "form", form)
+    monkeypatch.setattr(agent, "form", form)
     monkeypatch.setattr(place, "_keys_of", lambda generation: SimpleNamespace(put=lambda key, value: None))
     report = MemberReport(uid="h.0", step=0, holds=False, doubt=False, sum="", data={})
     with pytest.raises(PeerError):
         place._form(generation, report, as_listed)
-    assert made[0].kicked_s
+    assert made[0].aborted_s
     clock.now_s += 10 * lookout.STUCK_S
     place._end_if_stuck()
     assert not codes
@@ -381,15 +381,15 @@ def test_an_error_of_numbers_that_nobody_sent_is_a_lost_peer(nowhere: bool, erro
 
 @pytest.mark.unit
 @pytest.mark.parametrize(
-    ("device", "kicked", "nowhere"), [("cuda", True, True), ("cuda", False, False), ("cpu", True, False)]
+    ("device", "aborted", "nowhere"), [("cuda", True, True), ("cuda", False, False), ("cpu", True, False)]
 )
-def test_numbers_may_come_from_nowhere_on_a_device_of_a_kicked_team(
-    clock: Clock, device: str, kicked: bool, nowhere: bool
+def test_numbers_may_come_from_nowhere_on_a_device_of_an_aborted_team(
+    clock: Clock, device: str, aborted: bool, nowhere: bool
 ) -> None:
-    place, team = seat_on(device), Late(clock)
+    place, team = agent_on(device), Late(clock)
     place._connect_watched(team)  # type: ignore[arg-type]
-    if kicked:
-        team.kick()
+    if aborted:
+        team.abort()
     assert place.came_from_nowhere() == nowhere
 
 
@@ -401,18 +401,18 @@ def test_threads_of_nccl_end_nothing_unless_the_user_says_so(monkeypatch: pytest
 
 
 @pytest.mark.unit
-def test_a_run_on_devices_heals_where_it_is_asked_for_and_not_in_exact_mode() -> None:
+def test_a_run_on_devices_is_elastic_where_asked_for_and_not_in_exact_mode() -> None:
     recipe = Recipe(launch=LaunchConfig(ranks=4, device="cuda", threads=1))
-    assert "never run on a GPU" in choose_healing(recipe).explain()
+    assert "never run on a GPU" in choose_recovery(recipe).explain()
     asked = replace(recipe, resilience=ResilienceConfig(heal=True, mode="fast"))
-    assert not recipe_problems(asked) and choose_healing(asked).heals
+    assert not recipe_problems(asked) and choose_recovery(asked).is_elastic
     exact = replace(recipe, resilience=ResilienceConfig(heal=True, mode="exact"))
     assert [p.where for p in recipe_problems(exact)] == ["launch.device"]
 
 
 @pytest.mark.ranks
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_healing_run_without_gpus_says_so_once_and_ends(tmp_path: Path) -> None:
+def test_an_elastic_run_without_gpus_says_so_once_and_ends(tmp_path: Path) -> None:
     write_text(tmp_path / "text")
     args = train_args(
         tmp_path,

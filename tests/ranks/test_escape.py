@@ -27,9 +27,9 @@ def test_values_and_errors_come_back() -> None:
 
 
 def test_a_call_that_hangs_is_left_behind_and_the_next_has_a_thread_of_its_own() -> None:
-    kicked, held = threading.Event(), threading.Event()
-    escape = AbortableCall(kicked.is_set)
-    threading.Timer(0.1, kicked.set).start()
+    aborted, held = threading.Event(), threading.Event()
+    escape = AbortableCall(aborted.is_set)
+    threading.Timer(0.1, aborted.set).start()
     begin_s = time.monotonic()
     with pytest.raises(PeerError, match="did not end"):
         escape.run(held.wait)
@@ -110,13 +110,13 @@ def _join(rank: int, port: int) -> dist.TCPStore:
 
 def _receiver(port: int, num_bytes: int, answers: Any) -> None:
     store = _join(0, port)
-    kicked = threading.Event()
+    aborted = threading.Event()
     work = dist.irecv(torch.zeros(num_bytes, dtype=torch.uint8), 1)
     store.set("posted", "")
-    threading.Timer(1.0, kicked.set).start()
+    threading.Timer(1.0, aborted.set).start()
     begin_s = time.monotonic()
     try:
-        AbortableCall(kicked.is_set).run(lambda: work.wait(timedelta(seconds=20)))
+        AbortableCall(aborted.is_set).run(lambda: work.wait(timedelta(seconds=20)))
         answers.put("it came")
     except (PeerError, RuntimeError) as err:
         answers.put((type(err).__name__, time.monotonic() - begin_s))

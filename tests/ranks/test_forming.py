@@ -1,4 +1,4 @@
-"""Process groups that are made, dropped, kicked and made again in the same processes: no peer waits for a timeout, nothing is left open."""
+"""Process groups that are made, dropped, aborted and made again in the same processes: no peer waits for a timeout, nothing is left open."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_survivors_of_a_kill_form_again_at_once(kind: str, victim: int, tmp_path
     assert max(float(p.read_text()) for p in tmp_path.glob("again-*")) - killed_s < TIMEOUT_S / 2
 
 
-def test_a_kick_frees_those_who_wait_for_a_frozen_peer(tmp_path: Path) -> None:
+def test_an_abort_frees_those_who_wait_for_a_frozen_peer(tmp_path: Path) -> None:
     def work(rank: int, keys: Keys, folder: Path) -> None:
         team = connect(keys, generation(keys, [0, 1, 2], 1), rank)
         collective("all_reduce", team)
@@ -126,7 +126,7 @@ def test_a_kick_frees_those_who_wait_for_a_frozen_peer(tmp_path: Path) -> None:
                 assert keys.wait(f"done/{other}", TIMEOUT_S)
             return
         begin_s = time.monotonic()
-        threading.Timer(0.3, team.kick).start()
+        threading.Timer(0.3, team.abort).start()
         with pytest.raises(RuntimeError):
             collective("all_reduce", team)
         assert time.monotonic() - begin_s < TIMEOUT_S / 2
@@ -194,14 +194,14 @@ def test_a_member_that_does_not_come_is_named_and_a_newer_generation_ends_the_wa
 
 @pytest.mark.alone("shows that 3 s pass and not the timeout")
 def test_a_member_that_dies_while_groups_are_made_costs_no_timeout(tmp_path: Path) -> None:
-    """It has said that it is ready, and never connects. The watchdog's kick ends the constructor, which waits on the store."""
+    """It has said that it is ready, and never connects. The watchdog's abort ends the constructor, which waits on the store."""
 
     def work(rank: int, keys: Keys, folder: Path) -> None:
         who = generation(keys, [0, 1], 1)
         keys.put(ready_keys(who)[1], report("h.1"))
         begin_s = time.monotonic()
         with pytest.raises(PeerError, match="generation 1 does not form"):
-            connect(keys, who, 0, watch=lambda team: threading.Timer(0.3, team.kick).start())
+            connect(keys, who, 0, watch=lambda team: threading.Timer(0.3, team.abort).start())
         assert time.monotonic() - begin_s < 2.5, "the constructor alone would wait for 3 s"
         team = connect(keys, generation(keys, [0], 2), 0)
         assert team.size == 1

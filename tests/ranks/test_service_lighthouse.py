@@ -23,8 +23,8 @@ from phalanx.core.clock import since_boot_s
 from phalanx.core.errors import ConfigError
 from phalanx.core.service_address import ServiceAddress, parse_service
 from phalanx.plan.recovery.service_tenure import Claim, Tenure, keeper_of, longest_lease
-from phalanx.runtime.membership import worker_agent as seat_module
-from phalanx.runtime.membership.agent_terms import SeatSettings
+from phalanx.runtime.membership import worker_agent as agent_module
+from phalanx.runtime.membership.agent_terms import AgentSettings
 from phalanx.runtime.membership.keys import ServiceLost, TcpKeys, TcpService
 from phalanx.runtime.membership.lighthouse import _Keeps
 from phalanx.runtime.membership.membership import Member
@@ -199,14 +199,14 @@ def test_a_door_opens_towards_the_service_that_answered(monkeypatch: pytest.Monk
             if host.startswith("gone") or len(asked) < 3:
                 raise socket.gaierror(-2, "Name or service not known")
 
-    monkeypatch.setattr(seat_module, "ReachabilityProbe", Opened)
+    monkeypatch.setattr(agent_module, "ReachabilityProbe", Opened)
     several = AnyService([Told("gone0", 1), Told("node1", 2), Told("gone2", 3)])
     listed = several.services
-    seat = seat_module.WorkerAgent(
-        Member("a.0.x", "a"), several, pipe=-1, settings=SeatSettings(doors=True, service_s=60.0)
+    agent = agent_module.WorkerAgent(
+        Member("a.0.x", "a"), several, pipe=-1, settings=AgentSettings(doors=True, service_s=60.0)
     )
-    seat.announce(plan_hash="p", version="1")
-    assert asked == ["node1"] * 3 and seat.keys().get(door_key("a.0.x")) == Opened.address
+    agent.announce(plan_hash="p", version="1")
+    assert asked == ["node1"] * 3 and agent.keys().get(door_key("a.0.x")) == Opened.address
     assert (several.host, several.port) == ("node1", 2) and [s.host for s in listed] == ["gone0", "node1", "gone2"]
 
 

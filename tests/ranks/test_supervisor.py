@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.core.events import Emit
-from phalanx.runtime.membership.agent_terms import SeatSettings
+from phalanx.runtime.membership.agent_terms import AgentSettings
 from phalanx.runtime.membership.supervisor import SupervisorSettings
 from phalanx.runtime.membership.worker_agent import WorkerAgent
 from phalanx_lab.bench.storm.arena import Arena, read_events, users_of
@@ -34,7 +34,7 @@ def test_a_storm_loses_nothing(tmp_path: Path) -> None:
 def arena_of(tmp_path: Path, board: Board, *, hosts: int, slots: int, main: object = None, **rest: object) -> Arena:
     def settings(host: str) -> SupervisorSettings:
         said = {"slots": slots, "wanted": hosts * slots, "limit_s": 2.0, "gather_s": 2.0, **rest}
-        return SupervisorSettings(host=host, seat=SeatSettings(timeout_s=60.0), **said)  # type: ignore[arg-type]
+        return SupervisorSettings(host=host, agent=AgentSettings(timeout_s=60.0), **said)  # type: ignore[arg-type]
 
     run = main or worker(board, pause_s=0.01, folder=tmp_path, stop=tmp_path / "stop")
     return Arena(run, settings, hosts=hosts, slots=slots, folder=tmp_path, board=board)  # type: ignore[arg-type]
@@ -75,11 +75,11 @@ def test_a_host_with_another_plan_is_refused_and_the_run_goes_on(tmp_path: Path)
     board = Board(2)
     good = worker(board, pause_s=0.01, folder=tmp_path, stop=tmp_path / "stop")
 
-    def main(seat: WorkerAgent, place: int, tell: Emit) -> int:
-        if seat.member.host == "h0":
-            return int(good(seat, place, tell))
+    def main(agent: WorkerAgent, place: int, tell: Emit) -> int:
+        if agent.member.host == "h0":
+            return int(good(agent, place, tell))
         time.sleep(0.5)
-        seat.announce(plan_hash="another", version="1")
+        agent.announce(plan_hash="another", version="1")
         raise AssertionError("it was let in")
 
     with arena_of(tmp_path, board, hosts=2, slots=1, main=main, minimum=1, gather_s=0.2) as arena:
@@ -99,8 +99,8 @@ def test_a_host_with_another_plan_is_refused_and_the_run_goes_on(tmp_path: Path)
 def test_a_worker_that_fails_by_itself_ends_the_run_with_its_error(tmp_path: Path) -> None:
     board = Board(1)
 
-    def main(seat: WorkerAgent, place: int, tell: Emit) -> int:
-        seat.announce(plan_hash="toy", version="1")
+    def main(agent: WorkerAgent, place: int, tell: Emit) -> int:
+        agent.announce(plan_hash="toy", version="1")
         raise ZeroDivisionError("a mistake of its own")
 
     with arena_of(tmp_path, board, hosts=1, slots=1, main=main, quick_deaths=3) as arena:
@@ -131,11 +131,11 @@ def test_a_stop_does_not_wait_for_a_worker_that_is_in_no_generation_yet(tmp_path
     board, successor = Board(2), tmp_path / "successor"
     toy = worker(board, pause_s=0.01, folder=tmp_path, stop=tmp_path / "stop")
 
-    def main(seat: WorkerAgent, place: int, tell: Emit) -> int:
+    def main(agent: WorkerAgent, place: int, tell: Emit) -> int:
         if any(e["kind"] == "Committed" for e in read_events(tmp_path)):
             successor.touch()
             time.sleep(60.0)
-        return toy(seat, place, tell)
+        return toy(agent, place, tell)
 
     with arena_of(tmp_path, board, hosts=1, slots=2, main=main) as arena:
         end_s = time.monotonic() + 90.0

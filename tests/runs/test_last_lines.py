@@ -63,7 +63,7 @@ def workers(pid: int) -> list[int]:
 @pytest.mark.core
 @pytest.mark.parametrize("how", ["kill -9 of a rank", "Ctrl-C"])
 def test_nothing_stands_below_the_last_line_that_a_person_needs(how: str, tmp_path: Path) -> None:
-    """Torch writes a stack trace of twelve lines for each connection that ends in a wait, and every member of a run that heals has such a wait."""
+    """Torch writes a stack trace of twelve lines for each connection that ends in a wait, and every member of an elastic run has such a wait."""
     write_text(tmp_path / "text")
     ranks = {
         "launch__ranks": RANKS,

@@ -19,7 +19,7 @@ from phalanx.core.processor import this_processor
 from phalanx.core.recipe import load_recipe
 from phalanx.plan.mapping.model import PRESETS, ModelSpec, model_problems
 from phalanx.train.recovery import rehearsal
-from phalanx.train.recovery import run as heal_run
+from phalanx.train.recovery import run as elastic_run
 from phalanx.train.recovery.run import prepare_run
 from phalanx.train.recovery.rehearsal import rehearse, small_model
 from phalanx.train.run_folder import RunFolder
@@ -57,7 +57,7 @@ def test_a_worker_that_cannot_rehearse_joins_cold_and_says_so() -> None:
 
     told = list[Any]()
     gc.unfreeze()
-    heal_run._rehearse(Cold(), told.append)  # type: ignore[arg-type]
+    elastic_run._rehearse(Cold(), told.append)  # type: ignore[arg-type]
     assert gc.get_freeze_count() > 10_000, "what it has imported is looked through once more and never again"
     gc.unfreeze()
     assert [(note.level, "MemoryError: no room" in note.text) for note in told] == [("warning", True)]
@@ -77,9 +77,9 @@ def test_the_recipe_that_all_hosts_share_says_nothing_of_one_of_them(tmp_path: P
     kept, told = (folder.path / "recipe.toml").read_text(), list[Any]()
     other = prepare_run(replace(recipe, optim=replace(recipe.optim, lr=0.5)), folder)
     assert (folder.path / "recipe.toml").read_text() == kept
-    heal_run._keep_recipe(run, told.append)  # type: ignore[arg-type]
+    elastic_run._keep_recipe(run, told.append)  # type: ignore[arg-type]
     assert (folder.path / "recipe.toml").read_text() == kept and not told
-    heal_run._keep_recipe(other, told.append)  # type: ignore[arg-type]
+    elastic_run._keep_recipe(other, told.append)  # type: ignore[arg-type]
     assert load_recipe(folder.path / "recipe.toml", []).optim.lr == 0.5 and not told
 
 
@@ -142,7 +142,7 @@ def test_a_rehearsal_is_one_step_of_a_small_model_that_leaves_nothing(
         return commit(parts, reduced)
 
     monkeypatch.setattr(rehearsal, "commit_step", counted)
-    rehearse(recipe, run.spec, run.healing.base, prepared=run.prepared, device=torch.device("cpu"), folder=folder)
+    rehearse(recipe, run.spec, run.planner.base, prepared=run.prepared, device=torch.device("cpu"), folder=folder)
     (spec,) = steps
     assert spec.num_layers <= 2 and spec.hidden == run.spec.hidden
     assert sorted(p.name for p in folder.path.rglob("*")) == before and not dist.is_initialized()

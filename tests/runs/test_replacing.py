@@ -40,7 +40,7 @@ from phalanx.train.setup import Rank
 from phalanx.train.step import StepParts, commit_step, publish, reduce_step
 from phalanx.verify.replicas import not_alike
 from ranks import RankError, run_ranks
-from test_heal import ROW_S, Faults, check_equal, events, train
+from test_elastic import ROW_S, Faults, check_equal, events, train
 from test_trace import problems_of
 from train_help import write_text
 
@@ -265,9 +265,9 @@ def test_a_copy_that_is_not_what_others_hold_is_found(fault: str) -> None:
         ran(Way(), fault)
 
 
-# ---- in a run that heals itself ----------------------------------------------------------------------------------------
+# ---- in an elastic run ----------------------------------------------------------------------------------------
 
-HEALING = {
+ELASTIC = {
     "train__steps": "20", "train__global_batch": "10", "checkpoint__interval": "4", "resilience__slots_per_rank": "5", "folding__ep": None,
     "resilience__chunk_rows": "16", "router__force": "imbalanced", "router__force_skew": "1.5", "router__bias_rate": None,
 }  # fmt: skip
@@ -286,7 +286,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where a run that never moves is."""
     base = tmp_path_factory.mktemp("moving")
     write_text(base / "text")
-    train(base, "calm", {}, **HEALING, resilience__replace_interval="0")
+    train(base, "calm", {}, **ELASTIC, resilience__replace_interval="0")
     assert not events(base, "calm", "ExpertsMoved")
     return base
 
@@ -295,11 +295,11 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(("name", "faults"), [("in-one-go", IN_ONE_GO), ("beside", BESIDE)])
 def test_ranks_lost_while_experts_move_change_no_bit(base: Path, name: str, faults: Faults) -> None:
     beside = name == "beside"
-    recorded = {"observe__trace_steps": f"1,{HEALING['train__steps']}", "resilience__replace_interval": "2"}
+    recorded = {"observe__trace_steps": f"1,{ELASTIC['train__steps']}", "resilience__replace_interval": "2"}
     if not beside:
         recorded["resilience__move_beside"] = "false"
-    assert train(base, name, faults, **HEALING, **recorded) == set(faults)
-    check_equal(base, name, to="calm", steps=int(HEALING["train__steps"]))
+    assert train(base, name, faults, **ELASTIC, **recorded) == set(faults)
+    check_equal(base, name, to="calm", steps=int(ELASTIC["train__steps"]))
     moves = {e["step"]: e for e in events(base, name, "ExpertsMoved")}
     assert len(moves) >= 2 and all(e["after"] < e["before"] for e in moves.values())
     assert not any("goes back" in e["text"] for e in events(base, name, "Note"))

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from test_heal import RANKS, SETTINGS, _command
+from test_elastic import RANKS, SETTINGS, _command
 from train_help import _SERVER, train_args, write_text
 
 pytestmark = pytest.mark.ranks

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from heal_plan_help import healing
 from hypothesis import given, settings, strategies as st
+from recovery_plan_help import planner
 from test_recorded_moves import written
 
 from phalanx.plan.layout.state import STATE_KINDS
@@ -35,7 +35,7 @@ def drawn(rng: np.random.Generator, layers: tuple[int, ...], experts: int) -> La
 @settings(max_examples=20, deadline=None)
 def test_what_a_rank_lacks_comes_once_and_nothing_else(seed: int) -> None:
     rng, folding = np.random.default_rng(seed), Folding(world=WORLD, ep=WORLD)
-    run = healing(folding, slots=SLOTS)
+    run = planner(folding, slots=SLOTS)
     layers, experts = tuple(run.spec.moe_layers), run.spec.num_experts
     before, after = ({0: drawn(rng, layers, experts)} for _ in range(2))
     whole = expert_moves(run.spec, folding, run.stages(folding), before=before, after=after, itemsize=4)
@@ -58,7 +58,7 @@ def test_what_a_rank_lacks_comes_once_and_nothing_else(seed: int) -> None:
 
 def test_the_order_of_a_move_makes_both_journeys_again() -> None:
     rng, folding = np.random.default_rng(1), Folding(world=WORLD, ep=WORLD)
-    run = healing(folding, slots=SLOTS)
+    run = planner(folding, slots=SLOTS)
     sides = [{0: drawn(rng, tuple(run.spec.moe_layers), run.spec.num_experts)} for _ in range(2)]
     whole = expert_moves(
         run.spec, folding, run.stages(folding), before=sides[0], after=sides[1], itemsize=run.state_bytes
@@ -72,7 +72,7 @@ def test_the_order_of_a_move_makes_both_journeys_again() -> None:
 def test_where_nothing_comes_nothing_travels() -> None:
     """Slots in another order."""
     rng, folding = np.random.default_rng(2), Folding(world=WORLD, ep=WORLD)
-    run = healing(folding, slots=SLOTS)
+    run = planner(folding, slots=SLOTS)
     placed = drawn(rng, tuple(run.spec.moe_layers), run.spec.num_experts)
     turned = {
         layer: Placement(num_experts=p.num_experts, slots=(tuple(held[::-1] for held in p.slots[0]),))

@@ -28,7 +28,7 @@ from phalanx.simulate.failures.goodput import (
     swept_optimum,
     young_daly,
 )
-from phalanx.simulate.failures.goodput_heal import HostsLeft, hosts_left, memory_left
+from phalanx.simulate.failures.goodput_elastic import HostsLeft, hosts_left, memory_left
 from phalanx.simulate.failures.goodput_slow import slow_hosts
 from phalanx.simulate.failures.slow_step import with_stragglers
 from phalanx.simulate.hardware.clusters import parse_cluster
@@ -184,13 +184,13 @@ def test_hosts_whose_mapping_does_not_fit_are_down_and_told_of() -> None:
     assert [64 * left.share(hosts) for hosts in (8, 7, 6)] == [64, 56, 48] and left.explain() == ""
     assert left.share(5) == 0 and left.share(4) == 0 and asked.share(4) == 0.5
     assert "with 5 hosts left the mapping (tp2." in left.explain() and "(nor with 4)" in left.explain()
-    held = asked.healing.bytes_of(asked.healing.base)
+    held = asked.planner.bytes_of(asked.planner.base)
     assert f"resilience.state_gb ({held / 1e9:.3g} GB of state" in left.explain()
-    roomy = replace(left, healing=replace(asked.healing, room=replace(asked.healing.room, limit=1.5 * held)))
+    roomy = replace(left, planner=replace(asked.planner, room=replace(asked.planner.room, limit=1.5 * held)))
     for hosts in (7, 6, 5, 4):  # with hosts to spare tp or pp are others, and the state is cut as far as before
         folding = roomy.folding(hosts)
         assert folding is not None and folding.world == 8 * hosts
-        assert asked.healing.bytes_of(folding) <= 1.5 * held < asked.healing.bytes_of(asked.folding(hosts))
+        assert asked.planner.bytes_of(folding) <= 1.5 * held < asked.planner.bytes_of(asked.folding(hosts))
     assert roomy.explain() == ""
     practice = Practice(
         recovery="replicas", interval_s=1e9, save_s=0, detect_s=0, repair_s=0, repair_host_s=100, share=left.share

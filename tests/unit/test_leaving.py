@@ -11,7 +11,7 @@ from membership_help import MemoryService
 
 from phalanx.core.errors import PeerError
 from phalanx.core.events import ignore
-from phalanx.runtime.membership.agent_terms import Left, SeatSettings
+from phalanx.runtime.membership.agent_terms import AgentSettings, Left
 from phalanx.runtime.membership.host_agent import HostAgent
 from phalanx.runtime.membership.member import _Loop
 from phalanx.runtime.membership.membership import FirstRule, Generation, Member, Membership
@@ -28,27 +28,27 @@ def begun(service: MemoryService, *, minimum: int = 1) -> Generation:
     return Membership(service.connect()).start(members, above=0, minimum=minimum, why="the run begins")
 
 
-def roster_of(service: MemoryService, host: str) -> HostAgent:
-    roster = HostAgent(host, service, FirstRule(wanted=4, minimum=1, gather_s=0.0), limit_s=60.0)
-    roster.announced(Member(f"{host}.0.x", host))
-    return roster
+def host_agent_of(service: MemoryService, host: str) -> HostAgent:
+    host_agent = HostAgent(host, service, FirstRule(wanted=4, minimum=1, gather_s=0.0), limit_s=60.0)
+    host_agent.announced(Member(f"{host}.0.x", host))
+    return host_agent
 
 
-def seat_of(service: MemoryService, uid: str, generation: Generation) -> WorkerAgent:
+def agent_of(service: MemoryService, uid: str, generation: Generation) -> WorkerAgent:
     """It is in a team of `generation`, and has heard what the service says."""
-    seat = WorkerAgent(Member(uid, uid[0]), service, pipe=-1, settings=SeatSettings())
-    seat._say = lambda words: None  # type: ignore[method-assign]
-    seat.team = team_of(generation, uid)
-    seat._keys = service.connect()
+    agent = WorkerAgent(Member(uid, uid[0]), service, pipe=-1, settings=AgentSettings())
+    agent._say = lambda words: None  # type: ignore[method-assign]
+    agent.team = team_of(generation, uid)
+    agent._keys = service.connect()
     for _ in range(2):
-        seat._glance(service.connect(), 0.0)
-    return seat
+        agent._glance(service.connect(), 0.0)
+    return agent
 
 
 def team_of(generation: Generation, uid: str) -> Any:
     uids = generation.uids
     return SimpleNamespace(
-        generation=generation, uid=uid, uids=uids, size=len(uids), rank=uids.index(uid), kick=lambda: 0
+        generation=generation, uid=uid, uids=uids, size=len(uids), rank=uids.index(uid), abort=lambda: 0
     )
 
 
@@ -67,8 +67,8 @@ class Body:
         return self.gives
 
 
-def loop_of(seat: WorkerAgent, body: Body) -> _Loop:
-    return _Loop(seat, body, ignore, as_listed)  # type: ignore[arg-type]
+def loop_of(agent: WorkerAgent, body: Body) -> _Loop:
+    return _Loop(agent, body, ignore, as_listed)  # type: ignore[arg-type]
 
 
 def newest(service: MemoryService) -> Generation:
@@ -82,10 +82,10 @@ def test_a_notice_alone_puts_nobody_out() -> None:
     service = MemoryService()
     first = begun(service)
     for host in ("a", "b"):
-        roster = roster_of(service, host)
-        roster.tick()
-        roster.leave([f"{host}.0.x"], "its host got SIGTERM")
-        roster.tick()
+        host_agent = host_agent_of(service, host)
+        host_agent.tick()
+        host_agent.leave([f"{host}.0.x"], "its host got SIGTERM")
+        host_agent.tick()
     assert newest(service) == first
     assert Membership(service.connect()).wishes() == dict.fromkeys(UIDS[:2], "its host got SIGTERM")
 
@@ -94,14 +94,14 @@ def test_one_decision_says_who_leaves_and_those_that_come_too_late_stay() -> Non
     service = MemoryService()
     first = begun(service)
     Membership(service.connect()).wish_to_leave({"a.0.x": "notice"})
-    early = seat_of(service, "a.0.x", first)
+    early = agent_of(service, "a.0.x", first)
     Membership(service.connect()).wish_to_leave({"b.0.x": "notice"})
-    late = seat_of(service, "b.0.x", first)
+    late = agent_of(service, "b.0.x", first)
     assert [early._then(), late._then()] == ["leave", "leave"]
     assert early.leavers() == late.leavers() == {"a.0.x": "notice"}
     body = Body()
-    for seat in (early, late):
-        assert loop_of(seat, body)._part(seat.leavers)
+    for agent in (early, late):
+        assert loop_of(agent, body)._part(agent.leavers)
     assert body.given == [UIDS[1:]] * 2
     assert newest(service).uids == UIDS[1:] and newest(service).leaving == UIDS[:1]
     late.team = team_of(newest(service), "b.0.x")  # it is a member of that one, hands over in it, and goes then
@@ -114,24 +114,24 @@ def test_a_hand_over_to_somebody_who_is_dead_counts_for_nothing() -> None:
     first = begun(service)
     membership = Membership(service.connect())
     membership.wish_to_leave({"a.0.x": "notice"})
-    seat = seat_of(service, "a.0.x", first)
-    assert seat._then() == "leave"
+    agent = agent_of(service, "a.0.x", first)
+    assert agent._then() == "leave"
     membership.propose_death(
         ["c.0.x"], "killed by SIGKILL"
     )  # after the hand-over, before anybody could say that it is done
-    assert loop_of(seat, Body())._part(seat.leavers)
+    assert loop_of(agent, Body())._part(agent.leavers)
     assert newest(service).uids == ("a.0.x", "b.0.x", "d.0.x") and newest(service).leaving == ()
-    seat._glance(service.connect(), 0.0)
-    assert seat._is_for_me(newest(service))  # a source for one more forming
+    agent._glance(service.connect(), 0.0)
+    assert agent._is_for_me(newest(service))  # a source for one more forming
 
 
 def test_a_hand_over_that_breaks_leaves_everybody_a_member() -> None:
     service = MemoryService()
     first = begun(service)
     Membership(service.connect()).wish_to_leave({"a.0.x": "notice"})
-    seat = seat_of(service, "a.0.x", first)
-    assert seat._then() == "leave"
-    assert loop_of(seat, Body(PeerError("c is gone")))._part(seat.leavers)
+    agent = agent_of(service, "a.0.x", first)
+    assert agent._then() == "leave"
+    assert loop_of(agent, Body(PeerError("c is gone")))._part(agent.leavers)
     assert newest(service) == first
 
 
@@ -139,42 +139,42 @@ def test_a_disk_that_refuses_the_hand_over_keeps_the_team_and_tries_later() -> N
     service = MemoryService()
     first = begun(service)
     Membership(service.connect()).wish_to_leave({"a.0.x": "notice"})
-    seat = seat_of(service, "a.0.x", first)
-    assert seat._then() == "leave"
-    assert not loop_of(seat, Body(gives=False))._part(seat.leavers)
-    assert newest(service) == first and seat._then() == "go on"
+    agent = agent_of(service, "a.0.x", first)
+    assert agent._then() == "leave"
+    assert not loop_of(agent, Body(gives=False))._part(agent.leavers)
+    assert newest(service) == first and agent._then() == "go on"
 
 
 def test_who_has_handed_over_is_out() -> None:
     service = MemoryService()
     first = begun(service)
     Membership(service.connect()).wish_to_leave({"a.0.x": "notice"})
-    seat = seat_of(service, "a.0.x", first)
-    assert seat._then() == "leave" and loop_of(seat, Body())._part(seat.leavers)
-    seat._glance(service.connect(), 0.0)
+    agent = agent_of(service, "a.0.x", first)
+    assert agent._then() == "leave" and loop_of(agent, Body())._part(agent.leavers)
+    agent._glance(service.connect(), 0.0)
     with pytest.raises(Left):
-        seat._is_for_me(newest(service))
+        agent._is_for_me(newest(service))
 
 
 def test_where_all_are_told_to_leave_the_run_stops() -> None:
     service = MemoryService()
     first = begun(service)
     Membership(service.connect()).wish_to_leave(dict.fromkeys(UIDS, "notice"))
-    assert seat_of(service, "a.0.x", first)._then() == "stop"
+    assert agent_of(service, "a.0.x", first)._then() == "stop"
 
 
 def test_a_run_that_waits_for_members_meets_to_take_over_from_one_that_leaves() -> None:
     service = MemoryService()
     first = begun(service, minimum=5)
-    seats = [seat_of(service, uid, first) for uid in UIDS]
-    assert not any(seat._is_for_me(first) for seat in seats)
+    agents = [agent_of(service, uid, first) for uid in UIDS]
+    assert not any(agent._is_for_me(first) for agent in agents)
     Membership(service.connect()).wish_to_leave({"a.0.x": "notice"})
     body = Body()
-    for seat in seats:
-        seat._glance(service.connect(), 0.0)
-    for seat in seats:
-        assert seat._is_for_me(first)
-        assert loop_of(seat, body)._too_few() == ""
+    for agent in agents:
+        agent._glance(service.connect(), 0.0)
+    for agent in agents:
+        assert agent._is_for_me(first)
+        assert loop_of(agent, body)._too_few() == ""
     assert body.given == [UIDS[1:]] * 4 and newest(service).uids == UIDS[1:]
 
 

@@ -7,7 +7,7 @@ from membership_help import MemoryService
 from test_membership import announcement, first, members
 
 from phalanx.core.events import Event
-from phalanx.runtime.membership import host_agent as roster_module
+from phalanx.runtime.membership import host_agent as host_agent_module
 from phalanx.runtime.membership.host_agent import HostAgent
 from phalanx.runtime.membership.membership import KEPT, FirstRule, Generation, Member, Membership
 from phalanx.runtime.membership.supervisor import PUT_OUT, RespawnsUsedUp, Supervisor, SupervisorSettings, exit_code
@@ -53,7 +53,7 @@ def test_an_emptied_generation_keeps_its_number() -> None:
     assert [g.number for g in between] == [2, 3, 4, 5, 6, 7] and [g.forgotten for g in between][:2] == [True, True]
     assert all(
         "a.0" not in g.uids for g in between if g.forgotten
-    )  # so whoever missed it is put out (`Seat._check_missed`)
+    )  # so whoever missed it is put out (`MembershipWatcher._check_missed`)
 
 
 def test_a_proposal_that_meets_an_emptied_number_goes_on_from_the_newest() -> None:
@@ -75,11 +75,11 @@ def test_a_proposal_that_meets_an_emptied_number_goes_on_from_the_newest() -> No
     assert membership.current() == found
 
 
-def test_the_roster_empties_what_is_old(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roster_module, "KEPT", 3)
-    monkeypatch.setattr(roster_module, "TIDY_SOON_S", 0.0)
-    monkeypatch.setattr(roster_module, "TIDY_S", 0.0)
-    monkeypatch.setattr(roster_module, "LOOK_S", 0.0)
+def test_the_host_agent_empties_what_is_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_agent_module, "KEPT", 3)
+    monkeypatch.setattr(host_agent_module, "TIDY_SOON_S", 0.0)
+    monkeypatch.setattr(host_agent_module, "TIDY_S", 0.0)
+    monkeypatch.setattr(host_agent_module, "LOOK_S", 0.0)
     service = MemoryService()
     keys = service.connect()
     membership = Membership(keys)
@@ -138,7 +138,7 @@ def test_a_host_that_was_put_out_is_to_be_started_again() -> None:
 def test_whether_the_run_goes_on_is_asked_when_all_were_put_out(over: bool, code: int) -> None:
     service = MemoryService()
     settings = SupervisorSettings(host="h", slots=2, wanted=2, respawns=0)
-    supervisor = Refused(lambda seat: 0, settings, service=service)  # type: ignore[arg-type]
+    supervisor = Refused(lambda agent: 0, settings, service=service)  # type: ignore[arg-type]
     if over:
         service.values["finished"] = "3 1"
     assert supervisor.run() == code and supervisor.codes == [STALE_CODE] * 2
@@ -163,7 +163,7 @@ class _Ended:
 def test_respawns_that_are_used_up_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     told: list[Event] = []
     settings = SupervisorSettings(host="h", slots=3, wanted=3, respawns=4)
-    supervisor = Supervisor(lambda seat: 0, settings, service=MemoryService(), tell=told.append)  # type: ignore[arg-type]
+    supervisor = Supervisor(lambda agent: 0, settings, service=MemoryService(), tell=told.append)  # type: ignore[arg-type]
     supervisor.started = 6
     assert not supervisor._is_used_up(_Ended()) and not told  # type: ignore[arg-type]
     supervisor.started = 7

@@ -9,7 +9,7 @@ import pytest
 from membership_help import MemoryKeys, MemoryService
 
 from phalanx.core.errors import RunError
-from phalanx.runtime.membership import host_agent as roster_module
+from phalanx.runtime.membership import host_agent as host_agent_module
 from phalanx.runtime.membership.host_agent import HostAgent
 from phalanx.runtime.membership.keys import ServiceLost
 from phalanx.runtime.membership.membership import Announcement, FirstRule, Member, Membership
@@ -48,28 +48,28 @@ class _CutKeys(MemoryKeys):
 
 
 class Hosts:
-    """One roster for each host, with one worker each; time passes when the test says so."""
+    """One host agent for each host, with one worker each; time passes when the test says so."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, count: int, **rest: object) -> None:
         self.now_s, self.service = 100.0, Outages()
-        monkeypatch.setattr(roster_module, "time", SimpleNamespace(monotonic=lambda: self.now_s))
+        monkeypatch.setattr(host_agent_module, "time", SimpleNamespace(monotonic=lambda: self.now_s))
         rule = FirstRule(wanted=count, minimum=1, gather_s=1.0)
-        self.rosters = [HostAgent(f"h{i}", self.service, rule, limit_s=LIMIT_S, **rest) for i in range(count)]  # type: ignore[arg-type]
+        self.host_agents = [HostAgent(f"h{i}", self.service, rule, limit_s=LIMIT_S, **rest) for i in range(count)]  # type: ignore[arg-type]
 
     def announce(self) -> None:
         membership = Membership(self.service.connect())
-        for roster in self.rosters:
-            member = Member(f"{roster.host}.0", roster.host)
+        for host_agent in self.host_agents:
+            member = Member(f"{host_agent.host}.0", host_agent.host)
             membership.announce(Announcement(member=member, plan_hash="p", version="1"))
-            roster.announced(member)
+            host_agent.announced(member)
 
     def run(self, seconds: float, rng: random.Random, only: list[HostAgent] | None = None) -> None:
-        """Every roster looks about every 50 ms, in an order that nobody knows."""
+        """Every host agent looks about every 50 ms, in an order that nobody knows."""
         end_s = self.now_s + seconds
         while self.now_s < end_s:
-            for roster in rng.sample(only or self.rosters, len(only or self.rosters)):
-                self.now_s += 0.05 / len(self.rosters) * rng.random() * 2
-                roster.tick()
+            for host_agent in rng.sample(only or self.host_agents, len(only or self.host_agents)):
+                self.now_s += 0.05 / len(self.host_agents) * rng.random() * 2
+                host_agent.tick()
 
     def uids(self) -> set[str]:
         newest = Membership(self.service.connect()).current()
@@ -112,7 +112,7 @@ def test_a_host_that_dies_while_the_service_is_away_is_put_out_after_the_limit(m
     hosts.service.cut()
     hosts.run(LIMIT_S + 1.0, rng)
     hosts.service.away = False
-    alive = hosts.rosters[:2]
+    alive = hosts.host_agents[:2]
     hosts.run(LIMIT_S * 0.8, rng, alive)
     assert hosts.uids() == {"h0.0", "h1.0", "h2.0"}
     hosts.run(LIMIT_S * 0.2 + 1.2, rng, alive)
@@ -121,7 +121,7 @@ def test_a_host_that_dies_while_the_service_is_away_is_put_out_after_the_limit(m
 
 def test_a_host_that_is_stopped_before_the_run_begins_stops_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
     hosts, rng = Hosts(monkeypatch, 2, alone=False), random.Random(0)
-    one, two = hosts.rosters
+    one, two = hosts.host_agents
     hosts.announce()
     one.leave_or_stop(["h0.0"], "its host got SIGTERM")
     one.tick()
@@ -133,7 +133,7 @@ def test_a_host_that_is_stopped_before_the_run_begins_stops_nobody_else(monkeypa
 
 def test_a_host_that_another_has_just_begun_with_is_put_out_when_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     hosts, rng = Hosts(monkeypatch, 2, alone=False), random.Random(0)
-    one, two = hosts.rosters
+    one, two = hosts.host_agents
     hosts.announce()
     hosts.run(1.0, rng, [two])
     assert hosts.uids() == {"h0.0", "h1.0"} and one.newest is None
@@ -144,8 +144,8 @@ def test_a_host_that_another_has_just_begun_with_is_put_out_when_it_ends(monkeyp
 
 def test_a_run_of_one_machine_that_is_stopped_before_it_begins_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     hosts = Hosts(monkeypatch, 1)
-    hosts.rosters[0].leave_or_stop(["h0.0"], "its host got SIGTERM")
-    hosts.rosters[0].tick()
+    hosts.host_agents[0].leave_or_stop(["h0.0"], "its host got SIGTERM")
+    hosts.host_agents[0].tick()
     assert hosts.service.values["stop"] == "the run was stopped: its host got SIGTERM"
 
 

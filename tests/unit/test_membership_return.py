@@ -11,7 +11,7 @@ from membership_help import MemoryService
 
 from phalanx.core.config import HOST_BEAT_S, CheckpointConfig, Recipe, ResilienceConfig
 from phalanx.core.rules import LIMITS
-from phalanx.runtime.membership.agent_terms import SeatSettings
+from phalanx.runtime.membership.agent_terms import AgentSettings
 from phalanx.runtime.membership.host_agent import HostAgent
 from phalanx.runtime.membership.membership import Announcement, FirstRule, Generation, Member, Membership, StaleMember
 from phalanx.runtime.membership.service_address import run_at
@@ -86,14 +86,14 @@ def test_how_far_those_were_that_begin_again_is_said(monkeypatch: pytest.MonkeyP
     membership = Membership(service.connect())
     for uid in ("c.0", "c.1"):
         membership.announce(announcement(uid, LAST, steps=40))
-    roster = HostAgent("c", service, RULE, limit_s=3.0)
-    roster._own |= {"c.0", "c.1"}
+    host_agent = HostAgent("c", service, RULE, limit_s=3.0)
+    host_agent._own |= {"c.0", "c.1"}
     for seconds in (0.0, 60.0, 500.0):
         clock.s += seconds
-        roster.tick()
+        host_agent.tick()
         assert membership.current() is None
     clock.s += 100.0
-    roster.tick()
+    host_agent.tick()
     found = membership.current()
     assert found is not None
     assert "2 of 6 members of generation 7 go on from 40 steps; THE OTHERS MAY HAVE GONE FURTHER" in found.why
@@ -108,12 +108,12 @@ def test_a_host_whose_supervisor_is_a_new_one_is_not_waited_for(monkeypatch: pyt
     service, last = MemoryService(), replace(LAST, members=members("a.0", "b.0"))
     membership = Membership(service.connect())
     membership.announce(announcement("b.0", last))
-    rosters = [HostAgent(host, service, RULE, limit_s=3.0) for host in ("a", "b")]
-    rosters[1]._own.add("b.0")
-    rosters[1].tick()
+    host_agents = [HostAgent(host, service, RULE, limit_s=3.0) for host in ("a", "b")]
+    host_agents[1]._own.add("b.0")
+    host_agents[1].tick()
     assert membership.current() is None, "a may live"
-    rosters[0].tick()
-    rosters[1].tick()
+    host_agents[0].tick()
+    host_agents[1].tick()
     found = membership.current()
     assert found is not None and found.uids == ("b.0",)
 
@@ -121,15 +121,15 @@ def test_a_host_whose_supervisor_is_a_new_one_is_not_waited_for(monkeypatch: pyt
 def test_who_knew_a_newer_generation_than_the_run_begins_again_with_says_so() -> None:
     """It would wait for ever otherwise: numbers only grow."""
     service = MemoryService()
-    seat = WorkerAgent(members("a.0")[0], service, pipe=-1, settings=SeatSettings())
-    seat.last = seat.newest = LAST
-    seat._committed = 44
+    agent = WorkerAgent(members("a.0")[0], service, pipe=-1, settings=AgentSettings())
+    agent.last = agent.newest = LAST
+    agent._committed = 44
     Membership(service.connect()).start(members("c.0", "c.1"), above=4, minimum=1, why="begun with 40 steps")
     with pytest.raises(
         StaleMember,
         match=r"a\.0 has 44 steps.*generation 7.*as generation 5 \(begun with 40 steps\), FROM AN OLDER STATE",
     ):
-        seat._glance(None, 0.0)
+        agent._glance(None, 0.0)
 
 
 # -- what moves of experts took

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from membership_help import MemoryKeys, MemoryService
 
-from phalanx.runtime.membership import host_agent as roster_module, keys
+from phalanx.runtime.membership import host_agent as host_agent_module, keys
 from phalanx.runtime.membership.host_agent import HostAgent
 from phalanx.runtime.membership.keys import ASKED_PER_S, Over
 from phalanx.runtime.membership.membership import Announcement, FirstRule, Generation, Member, Membership
@@ -73,20 +73,20 @@ def run_of(hosts: int) -> list[Member]:
 def calls_of_supervisors(hosts: int, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Calls of each host in five quiet seconds of a run."""
     service, now = CountingService(), SimpleNamespace(s=100.0)
-    monkeypatch.setattr(roster_module, "time", SimpleNamespace(monotonic=lambda: now.s))
+    monkeypatch.setattr(host_agent_module, "time", SimpleNamespace(monotonic=lambda: now.s))
     rule = FirstRule(wanted=hosts * SLOTS, minimum=1, gather_s=1.0)
-    rosters = [HostAgent(f"h{i}", OneHost(service, f"h{i}"), rule, limit_s=3.0) for i in range(hosts)]
+    host_agents = [HostAgent(f"h{i}", OneHost(service, f"h{i}"), rule, limit_s=3.0) for i in range(hosts)]
     membership = Membership(service.connect())
-    for member, roster in [(m, rosters[i // SLOTS]) for i, m in enumerate(run_of(hosts))]:
+    for member, host_agent in [(m, host_agents[i // SLOTS]) for i, m in enumerate(run_of(hosts))]:
         membership.announce(Announcement(member=member, plan_hash="p", version="1"))
-        roster.announced(member)
+        host_agent.announced(member)
 
     def pass_time(seconds: float) -> None:
         end_s = now.s + seconds
         while now.s < end_s:
             now.s += 0.05
-            for roster in rosters:
-                roster.tick()
+            for host_agent in host_agents:
+                host_agent.tick()
 
     pass_time(3.0)
     service.calls.clear()

@@ -1,4 +1,4 @@
-"""A run that heals itself, read back from hand-made logs of its members: one course, recoveries, steps taken twice, a trace."""
+"""An elastic run, read back from hand-made logs of its members: one course, recoveries, steps taken twice, a trace."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def test_steps_of_several_generations_are_lanes_of_slots(tmp_path: Path, capsys:
     )  # fmt: skip
     recording = read_recording(tmp_path)
     assert {slot: sorted(steps) for slot, steps in recording.ranks.items()} == {0: [5], 1: [5, 6], 2: [6]}
-    assert [(s.step, s.generation, s.rank) for s in recording.given_up[1]] == [(6, 1, 1)] and recording.heals
+    assert [(s.step, s.generation, s.rank) for s in recording.given_up[1]] == [(6, 1, 1)] and recording.is_elastic
     assert main(["trace", str(tmp_path)]) == 0
     assert "1 recoveries" in capsys.readouterr().out
     trace = json.loads((tmp_path / "trace.json").read_text())

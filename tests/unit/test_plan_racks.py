@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from heal_plan_help import after, healing
+from recovery_plan_help import after, planner
 
 from phalanx.core.config import LaunchConfig, Recipe, ResilienceConfig
 from phalanx.core.rules import recipe_problems
@@ -21,7 +21,7 @@ from phalanx.plan.placement.front import parted_placement, patched_placement
 from phalanx.plan.placement.rebalancing import Costs, StageNow, hosts_of_placement, placement_of_hosts, plan_replacement
 from phalanx.plan.placement.replicas import replica_counts
 from phalanx.plan.placement.search import plan_placement
-from phalanx.plan.recovery.generation import HealPlan
+from phalanx.plan.recovery.generation import GenerationPlan
 from phalanx.plan.recovery.state_descriptor import Fact, domains_of, racks_of, read_standing
 
 pytestmark = pytest.mark.unit
@@ -72,7 +72,7 @@ def racked(rack_of_host: Sequence[str], ranks: int = 1) -> list[Fact]:
     return [fact(f"h{i}", slot, rack=rack) for i, rack in enumerate(rack_of_host) for slot in range(ranks)]
 
 
-def in_racks(plan: HealPlan) -> list[set[int]]:
+def in_racks(plan: GenerationPlan) -> list[set[int]]:
     """Racks of each (layer, expert)."""
     ep = [plan.racks[rank] for rank in range(plan.folding.world)]
     return [
@@ -84,7 +84,7 @@ def in_racks(plan: HealPlan) -> list[set[int]]:
 
 
 def test_experts_and_shards_survive_a_rack() -> None:
-    run = healing(Folding(world=4, ep=4), floor=2, zero=1, slots=6)
+    run = planner(Folding(world=4, ep=4), floor=2, zero=1, slots=6)
     facts = racked(["r0", "r0", "r1", "r1"])
     plan = run.plan(random.Random(1).sample(facts, len(facts)))
     assert plan.racks == (0, 0, 1, 1) and all(len(racks) == 2 for racks in in_racks(plan))
@@ -99,7 +99,7 @@ def test_experts_and_shards_survive_a_rack() -> None:
 
 
 def test_a_new_host_lets_experts_leave_their_only_rack() -> None:
-    run = healing(Folding(world=4, ep=4), floor=2, zero=1, slots=6)
+    run = planner(Folding(world=4, ep=4), floor=2, zero=1, slots=6)
     first = run.plan(racked(["r0", "r0", "r1"]))
     alone = run.plan([replace(f, rack="r0") for f in after(first, lost=["h2.0.x"])])
     assert {len(racks) for racks in in_racks(alone)} == {1}
@@ -126,7 +126,7 @@ def test_what_is_mended_goes_to_another_rack() -> None:
 
 def test_a_rack_that_is_too_small_costs_no_search(monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes seconds for many hosts, and every member would make it at each loss, join and renewal: some experts stay in one rack whatever it finds."""
-    run = healing(Folding(world=6, ep=6), floor=2, zero=1, slots=3)
+    run = planner(Folding(world=6, ep=6), floor=2, zero=1, slots=3)
     plan = run.plan(racked(["r0"] * 5 + ["r1"]))
     searched: list[object] = []
     monkeypatch.setattr("phalanx.plan.recovery.experts.plan_placement", lambda *args: searched.append(args))
@@ -143,7 +143,7 @@ def test_a_rack_that_is_too_small_costs_no_search(monkeypatch: pytest.MonkeyPatc
     assert held[0] == held[1]  # nothing travels for a rack whose loss is fatal all the same
 
 
-def after_in_racks(plan: HealPlan, *, lost: Sequence[str]) -> list[Fact]:
+def after_in_racks(plan: GenerationPlan, *, lost: Sequence[str]) -> list[Fact]:
     """As `after`, of hosts that say their rack: the last of six stands alone."""
     return [replace(f, rack="r1" if f.machine >= "h5" else "r0") for f in after(plan, lost=lost)]
 

@@ -8,8 +8,8 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from heal_plan_help import after, fresh, new_member
 from hypothesis import given, settings, strategies as st
+from recovery_plan_help import after, fresh, new_member
 
 from phalanx.core.config import ModelConfig, PipelineConfig, RouterConfig
 from phalanx.plan.layout.box_cells import cells, is_covered
@@ -20,7 +20,7 @@ from phalanx.plan.mapping.folding import GRADIENT_RULES, Folding, legal_foldings
 from phalanx.plan.mapping.model import PRESETS, parameters, resolve_model
 from phalanx.plan.mapping.placement import plain_placement
 from phalanx.plan.pipeline.run import make_pipeline
-from phalanx.plan.recovery.generation import Healing
+from phalanx.plan.recovery.generation import RecoveryPlanner
 from phalanx.plan.reshard.plan import plan_reshard
 from phalanx.plan.reshard.types import equal_hosts
 
@@ -142,12 +142,12 @@ def test_one_holder_is_what_was_there_before_and_copies_come_after_it(folding: F
             assert mine == alone.kept_pieces(0, alone.shard_length)
 
 
-# ---- a run that heals itself ------------------------------------------------------------------------------------------
+# ---- an elastic run ------------------------------------------------------------------------------------------
 
 
-def healing(*, floor: int, bucket_elements: int = 0) -> Healing:
+def planner(*, floor: int, bucket_elements: int = 0) -> RecoveryPlanner:
     spec = resolve_model(ModelConfig(preset="tiny"), RouterConfig(bias_rate=1e-2))
-    return Healing(
+    return RecoveryPlanner(
         spec=spec, base=Folding(world=4, ep=2), seq_len=32, floor=floor, zero=1, bucket_elements=bucket_elements,
     )  # fmt: skip
 
@@ -155,7 +155,7 @@ def healing(*, floor: int, bucket_elements: int = 0) -> Healing:
 @pytest.mark.parametrize("floor", [1, 2, 3])
 def test_fewer_losses_than_holders_leave_every_shard_somewhere(floor: int) -> None:
     for size in (3, 4, 5, 6):
-        run = healing(floor=floor, bucket_elements=3000)
+        run = planner(floor=floor, bucket_elements=3000)
         begun = run.plan(fresh(size))
         for first in range(size):
             gone = [begun.uids[(first + i) % size] for i in range(floor)]
@@ -170,7 +170,7 @@ def test_fewer_losses_than_holders_leave_every_shard_somewhere(floor: int) -> No
 @pytest.mark.parametrize("machines", [2, 3])
 def test_plans_of_several_hosts_know_which_shards_a_rank_really_keeps(machines: int) -> None:
     """`floor` counts ranks there, of which a host has several; shards have a holder on each of `f` hosts."""
-    run = dataclasses.replace(healing(floor=3), shard_holders=2)
+    run = dataclasses.replace(planner(floor=3), shard_holders=2)
     plan = run.plan(fresh(2 * machines, machines=machines))
     layouts = StateLayouts(spec=run.spec, folding=plan.folding, stages=run.stages(plan.folding))
     for rank in range(plan.folding.world):

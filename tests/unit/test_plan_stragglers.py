@@ -13,7 +13,7 @@ from phalanx.core.config import ModelConfig, RouterConfig
 from phalanx.plan.mapping.folding import Folding
 from phalanx.plan.mapping.model import flops_per_token, resolve_model
 from phalanx.plan.mapping.placement import LayerPlacements, Placement
-from phalanx.plan.recovery.generation import Healing
+from phalanx.plan.recovery.generation import RecoveryPlanner
 from phalanx.plan.recovery.stragglers import (
     TOLD,
     RankPace,
@@ -166,9 +166,9 @@ def test_slowness_is_what_its_formula_says() -> None:
 # ---- work
 
 
-def tiny() -> Healing:
+def tiny() -> RecoveryPlanner:
     spec = resolve_model(ModelConfig(preset="tiny"), RouterConfig())
-    return Healing(spec=spec, base=Folding(world=4, ep=2), seq_len=32, floor=2)
+    return RecoveryPlanner(spec=spec, base=Folding(world=4, ep=2), seq_len=32, floor=2)
 
 
 @pytest.mark.parametrize(

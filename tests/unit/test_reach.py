@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from phalanx.runtime.membership.agent_terms import SeatSettings
+from phalanx.runtime.membership.agent_terms import AgentSettings
 from phalanx.runtime.membership.host_agent import FORMS_S, TOGETHER_S, HostAgent
 from phalanx.runtime.membership.keys import Keys, TcpService
 from phalanx.runtime.membership.membership import Announcement, FirstRule, Generation, Member, Membership, StaleMember
@@ -157,28 +157,28 @@ def test_a_host_that_was_cut_off_does_not_bring_its_old_members_back(service: Tc
     keys = service.connect()
     membership = Membership(keys)
     a, b = Member("a.0.x", "a"), Member("b.0.x", "b")
-    roster = HostAgent("a", service, FirstRule(wanted=2, minimum=1, gather_s=1.0), limit_s=60.0)
+    host_agent = HostAgent("a", service, FirstRule(wanted=2, minimum=1, gather_s=1.0), limit_s=60.0)
     for member in (a, b):
         membership.announce(Announcement(member=member, plan_hash="p", version="1"))
-    roster.announced(a)
+    host_agent.announced(a)
     first = membership.start([a, b], above=0, minimum=1, why="")
-    roster.tick()
+    host_agent.tick()
     without_a = membership.propose_death(["a.0.x"], "host a said nothing")
     assert without_a is not None
     keys.put(stepped_key(without_a), "1")  # nothing else keeps it from joining
     end_s = time.monotonic() + 4 * TOGETHER_S
     while time.monotonic() < end_s:
-        roster.tick()
+        host_agent.tick()
         time.sleep(0.02)
     now = membership.current()
     assert now is not None and now.uids == ("b.0.x",)
     membership.propose_join([a])  # somebody who does not know better
     back = membership.current()
     assert back is not None and back.uids == ("b.0.x", "a.0.x")
-    seat = WorkerAgent(a, service, pipe=-1, settings=SeatSettings())
-    seat.last = first
+    agent = WorkerAgent(a, service, pipe=-1, settings=AgentSettings())
+    agent.last = first
     with pytest.raises(StaleMember, match="host a said nothing"):
-        seat._check_missed(membership, back)
+        agent._check_missed(membership, back)
 
 
 def test_a_first_generation_does_not_wait_for_a_host_that_gave_up(service: TcpService) -> None:
@@ -187,11 +187,11 @@ def test_a_first_generation_does_not_wait_for_a_host_that_gave_up(service: TcpSe
     gone, stays = HostAgent("a", service, rule, limit_s=60.0), HostAgent("b", service, rule, limit_s=60.0)
     membership = Membership(service.connect())
 
-    def comes(roster: HostAgent, uid: str) -> None:
+    def comes(host_agent: HostAgent, uid: str) -> None:
         member = Member(uid, uid[0])
         membership.announce(Announcement(member=member, plan_hash="p", version="1"))
-        roster.announced(member)
-        roster.tick()
+        host_agent.announced(member)
+        host_agent.tick()
 
     comes(gone, "a.0.x")
     gone.close()
@@ -216,13 +216,13 @@ def test_workers_of_a_host_join_together(service: TcpService) -> None:
         membership.announce(Announcement(member=member, plan_hash="p", version="1"))
     first = membership.start(members[:1], above=0, minimum=1, why="")
     membership.keys.put(stepped_key(first), "1")
-    roster = HostAgent("a", service, FirstRule(wanted=1, minimum=1, gather_s=1.0), limit_s=60.0)
-    roster.announced(members[1])
-    roster.tick()
-    roster.announced(members[2])
+    host_agent = HostAgent("a", service, FirstRule(wanted=1, minimum=1, gather_s=1.0), limit_s=60.0)
+    host_agent.announced(members[1])
+    host_agent.tick()
+    host_agent.announced(members[2])
     end_s = time.monotonic() + 4 * TOGETHER_S
     while (now := membership.current()) and len(now.members) < 3 and time.monotonic() < end_s:
-        roster.tick()
+        host_agent.tick()
         time.sleep(0.02)
     assert now is not None and (now.number, now.uids) == (2, ("b.0.x", "a.0.x", "a.1.x"))
 
@@ -235,11 +235,11 @@ def test_a_worker_leaves_a_generation_alone_that_has_not_made_a_step(service: Tc
     for member in members:
         membership.announce(Announcement(member=member, plan_hash="p", version="1"))
     first = membership.start(members[:1], above=0, minimum=1, why="")
-    roster = HostAgent("a", service, FirstRule(wanted=1, minimum=1, gather_s=1.0), limit_s=60.0)
-    roster.announced(members[1])
+    host_agent = HostAgent("a", service, FirstRule(wanted=1, minimum=1, gather_s=1.0), limit_s=60.0)
+    host_agent.announced(members[1])
     begin_s = time.monotonic()
     while (now := membership.current()) and now.number == 1 and time.monotonic() < begin_s + 2 * FORMS_S:
-        roster.tick()
+        host_agent.tick()
         if stepped and time.monotonic() > begin_s + 2 * TOGETHER_S:
             membership.keys.put(stepped_key(first), "1")
         time.sleep(0.02)

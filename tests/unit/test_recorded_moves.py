@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import pytest
 from fake_events import started
-from heal_plan_help import after, fresh, healing, new_member, tiny
+from recovery_plan_help import after, fresh, new_member, planner, tiny
 from test_observe_recovery import AT, formed, write
 from test_trace import problems_of
 
@@ -29,9 +29,9 @@ from phalanx.plan.mapping.folding import Folding
 from phalanx.plan.mapping.placement import LayerPlacements, Placement
 from phalanx.plan.program.moves import move_program
 from phalanx.plan.program.ops import Op
-from phalanx.plan.recovery.generation import Healing
-from phalanx.plan.recovery.move_order import HEAL_ID, expert_moves, expert_order, heal_order, moves_again
-from phalanx.plan.recovery.recipe import healing_of
+from phalanx.plan.recovery.generation import RecoveryPlanner
+from phalanx.plan.recovery.move_order import STATE_MOVE_ID, expert_moves, expert_order, moves_again, state_move_order
+from phalanx.plan.recovery.recipe import recovery_planner
 from phalanx.plan.reshard.plan import plan_reshard
 from phalanx.plan.reshard.types import Move, equal_hosts
 from phalanx.runtime.membership.member import Reformed
@@ -42,7 +42,7 @@ from phalanx.simulate.program.compare_moves import MeasuredMove, compare_move
 from phalanx.simulate.program.compare_run import MeasuredOp
 from phalanx.simulate.program.cost import kind_of
 from phalanx.train import recording
-from phalanx.train.placement.heal_state import Moved
+from phalanx.train.placement.state_transfer import Moved
 from phalanx.train.recording import Recorder
 from phalanx.train.recovery.messages import Entry, Telling
 
@@ -55,31 +55,31 @@ def written(order: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def a_join(run: Healing) -> tuple[list[Move], dict[str, Any]]:
+def a_join(run: RecoveryPlanner) -> tuple[list[Move], dict[str, Any]]:
     """To three members comes a fourth, and one of those that are there is not to be trusted with part of a tensor."""
     plan = run.plan(fresh(3))
     plan = run.plan([*after(plan), new_member(9)])
     whole = plan.params[0].src.shape
     wrong = [(1, plan.params[0].name, Box((0,) * len(whole), (1,) * len(whole)))]
-    return plan.without(wrong).moves, heal_order(plan, wrong)
+    return plan.without(wrong).moves, state_move_order(plan, wrong)
 
 
 @pytest.mark.parametrize("slots", [None, 4])
 @pytest.mark.parametrize("zero", [0, 1])
 def test_a_recovery_is_planned_again(slots: int | None, zero: int) -> None:
-    run = healing(Folding(world=4, ep=2), slots=slots, zero=zero)
+    run = planner(Folding(world=4, ep=2), slots=slots, zero=zero)
     moves, order = a_join(run)
-    again = moves_again(HEAL_ID, written(order), healing(Folding(world=4, ep=2), slots=slots, zero=zero))
+    again = moves_again(STATE_MOVE_ID, written(order), planner(Folding(world=4, ep=2), slots=slots, zero=zero))
     hosts = equal_hosts([0] * 4)
     assert plan_reshard(again, hosts).hash == plan_reshard(moves, hosts).hash
     assert (
-        plan_reshard(moves_again(HEAL_ID, {**order, "left_out": []}, run), hosts).hash
+        plan_reshard(moves_again(STATE_MOVE_ID, {**order, "left_out": []}, run), hosts).hash
         != plan_reshard(moves, hosts).hash
     )
 
 
 def test_experts_are_placed_again() -> None:
-    run, folding = healing(Folding(world=4, ep=4), slots=3), Folding(world=4, ep=4)
+    run, folding = planner(Folding(world=4, ep=4), slots=3), Folding(world=4, ep=4)
     experts = tiny().num_experts
     sides = [
         {
@@ -107,7 +107,7 @@ def test_experts_are_placed_again() -> None:
 
 def clock(moves: list[Move], *, slower: float = 1.0) -> ProgramTimeline:
     plan = plan_reshard(moves, equal_hosts([0] * 4))
-    return run_moves([move_program(plan, r, ranks=range(4), op_id=HEAL_ID) for r in range(4)], cost(slower))
+    return run_moves([move_program(plan, r, ranks=range(4), op_id=STATE_MOVE_ID) for r in range(4)], cost(slower))
 
 
 def cost(slower: float = 1.0) -> Any:
@@ -122,7 +122,7 @@ def measured(moves: list[Move], order: dict[str, Any]) -> MeasuredMove:
     found = clock(moves)
     spans = {key: span for key, span in found.by_id.items() if span.op.kind == "collective"}
     return MeasuredMove(
-        op_id=HEAL_ID,
+        op_id=STATE_MOVE_ID,
         step=5,
         generation=2,
         plan=plan_reshard(moves, equal_hosts([0] * 4)).hash,
@@ -136,7 +136,7 @@ def measured(moves: list[Move], order: dict[str, Any]) -> MeasuredMove:
 
 
 def test_a_move_that_went_as_predicted_has_no_error() -> None:
-    run = healing(Folding(world=4, ep=2))
+    run = planner(Folding(world=4, ep=2))
     moves, order = a_join(run)
     told = measured(moves, order)
     same = compare_move(told, run, cost())
@@ -152,18 +152,18 @@ def test_a_move_that_went_as_predicted_has_no_error() -> None:
 
 
 def test_a_move_of_another_plan_is_an_error() -> None:
-    run = healing(Folding(world=4, ep=2))
+    run = planner(Folding(world=4, ep=2))
     moves, order = a_join(run)
     with pytest.raises(ConfigError, match="makes another plan of the move heal/state after step 5 than the run"):
-        compare_move(measured(moves, order), healing(Folding(world=4, ep=2), zero=1), cost())
+        compare_move(measured(moves, order), planner(Folding(world=4, ep=2), zero=1), cost())
 
 
-def test_a_recipe_that_leaves_healing_open_is_taken_as_it_ran() -> None:
+def test_a_recipe_that_leaves_recovery_open_is_taken_as_it_ran() -> None:
     """Copies of shards decide what moves."""
     recipe = load_recipe(None, ["--launch.ranks", "4", "--folding.ep", "2", "--model.preset", "tiny"])
     assert recipe.resilience.heal is None
-    assert as_it_ran(recipe, heals=False).resilience.shard_holders == 1
-    assert as_it_ran(recipe, heals=True).resilience.shard_holders == recipe.resilience.f
+    assert as_it_ran(recipe, is_elastic=False).resilience.shard_holders == 1
+    assert as_it_ran(recipe, is_elastic=True).resilience.shard_holders == recipe.resilience.f
 
 
 def test_messages_of_moves_are_of_one_kind() -> None:
@@ -374,11 +374,11 @@ dtype = "float32"
 
 def calm(recipe_file: Path) -> dict[str, Any]:
     """Of a move between two members who both hold everything: what a log tells of it."""
-    recipe = as_it_ran(load_recipe(recipe_file, []), heals=True)
+    recipe = as_it_ran(load_recipe(recipe_file, []), is_elastic=True)
     folding = Folding(world=2, ep=2)
-    run = healing_of(recipe, resolve_recipe(recipe, tokenizer_vocab=512), folding)
+    run = recovery_planner(recipe, resolve_recipe(recipe, tokenizer_vocab=512), folding)
     plan = run.plan(after(run.plan(fresh(2))))
-    return {"order": heal_order(plan, []), "plan": plan_reshard(plan.moves, equal_hosts([0, 0])).hash}
+    return {"order": state_move_order(plan, []), "plan": plan_reshard(plan.moves, equal_hosts([0, 0])).hash}
 
 
 def test_a_move_that_cannot_be_compared_ends_nothing_else(

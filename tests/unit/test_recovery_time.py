@@ -12,7 +12,7 @@ import pytest
 from phalanx.plan.layout.state import STATE_KINDS
 from phalanx.plan.mapping.folding import make_folding
 from phalanx.plan.mapping.model import PRESETS
-from phalanx.plan.recovery.generation import Healing, HealPlan
+from phalanx.plan.recovery.generation import GenerationPlan, RecoveryPlanner
 from phalanx.plan.recovery.state_descriptor import Fact
 from phalanx.simulate.failures.recovery_time import (
     PHASES,
@@ -33,17 +33,17 @@ NOTHING = Constants(**{f.name: 0.0 for f in fields(Constants) if f.name != "core
 
 def _plan(
     *, ep: int = 1, zero: int = 0, world: int = 4, lost: tuple[int, ...] = (3,), mark: str = "a"
-) -> tuple[Healing, HealPlan]:
+) -> tuple[RecoveryPlanner, GenerationPlan]:
     folding = make_folding(world=world, ep=ep)
-    healing = Healing(spec=PRESETS["tiny"], base=folding, seq_len=32, floor=2, zero=zero)
-    begun = healing.plan([Fact(uid=f"local.{i}.{mark}", machine="local", standing=None) for i in range(world)])
+    planner = RecoveryPlanner(spec=PRESETS["tiny"], base=folding, seq_len=32, floor=2, zero=zero)
+    begun = planner.plan([Fact(uid=f"local.{i}.{mark}", machine="local", standing=None) for i in range(world)])
     facts = [replace(f, standing=begun.standing(rank)) for rank, f in enumerate(begun.members) if rank not in lost]
-    return healing, healing.plan(facts)
+    return planner, planner.plan(facts)
 
 
 def _work(**how: object) -> RecoveryWork:
-    healing, plan = _plan(**how)  # type: ignore[arg-type]
-    return recovery_work(healing, plan, lost=1, itemsize=4)
+    planner, plan = _plan(**how)  # type: ignore[arg-type]
+    return recovery_work(planner, plan, lost=1, itemsize=4)
 
 
 def test_decision_is_that_of_the_plan_whatever_members_are_called() -> None:
@@ -64,8 +64,8 @@ def test_what_moves_is_what_members_lack() -> None:
 
 
 def test_a_rank_holds_before_and_afterwards_what_the_layouts_say() -> None:
-    healing, plan = _plan()
-    work = recovery_work(healing, plan, lost=1, itemsize=4)
+    planner, plan = _plan()
+    work = recovery_work(planner, plan, lost=1, itemsize=4)
     total = sum(math.prod(m.dst.shape) for m in plan.params)
     for rank in work.ranks:
         assert rank.parameter_bytes == 4 * total
@@ -93,10 +93,10 @@ def test_messages_are_those_of_the_programs_on_their_clock() -> None:
 
 def test_idle_members_hold_nothing_afterwards() -> None:
     folding = make_folding(world=4, pp=2)
-    healing = Healing(spec=PRESETS["tiny"], base=folding, seq_len=32, floor=2)
-    begun = healing.plan([Fact(uid=f"local.{i}.a", machine="local", standing=None) for i in range(4)])
+    planner = RecoveryPlanner(spec=PRESETS["tiny"], base=folding, seq_len=32, floor=2)
+    begun = planner.plan([Fact(uid=f"local.{i}.a", machine="local", standing=None) for i in range(4)])
     facts = [replace(f, standing=begun.standing(rank)) for rank, f in enumerate(begun.members)][:3]
-    work = recovery_work(healing, healing.plan(facts), lost=1, itemsize=4)
+    work = recovery_work(planner, planner.plan(facts), lost=1, itemsize=4)
     assert work.members == 3 and work.folding.world == 2
     assert work.ranks[2].parameter_bytes == 0 and work.ranks[2].state_bytes == 0
 

@@ -272,7 +272,7 @@ def test_chunks_and_tiles_beside_pairs(tmp_path: Path) -> None:
     assert again is not None and again.pipeline.pair_passes and again.dispatch.overlap == "coarse:2", reasons
 
 
-def test_processors_pair_passes_and_do_not_heal_unasked(tmp_path: Path) -> None:
+def test_processors_pair_passes_and_are_not_elastic_unasked(tmp_path: Path) -> None:
     job = Job(spec=PRESETS["laptop"], seq_len=256, global_batch=32)
     pair = Mapping(folding=Folding(world=4, ep=4), overlap=Overlap(ep="pair"), routing=RouterModel(kind="learned"))
     recipe, reasons = recipe_of_mapping(job, pair, on_device=False)

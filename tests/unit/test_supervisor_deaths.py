@@ -45,7 +45,7 @@ class Host(Supervisor):
 
 
 def host(slots: int) -> Host:
-    found = Host(lambda seat: 0, SupervisorSettings(slots=slots, wanted=slots), service=MemoryService())
+    found = Host(lambda agent: 0, SupervisorSettings(slots=slots, wanted=slots), service=MemoryService())
     for slot in range(slots):
         found._start(slot)
     return found

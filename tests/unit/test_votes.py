@@ -13,7 +13,7 @@ from membership_help import MemoryService, World
 from tiers import times
 
 from phalanx.core.errors import RunError
-from phalanx.runtime.membership import host_agent as roster
+from phalanx.runtime.membership import host_agent as host_agent
 from phalanx.runtime.membership.keys import ServiceLost
 from phalanx.runtime.membership.membership import Generation, Member
 from phalanx.runtime.membership.votes import ABORT, Decision, InDoubt, MemberReport, Resolution, Votes, resolve
@@ -122,7 +122,7 @@ def play(seed: int, monkeypatch: pytest.MonkeyPatch, **rest: Any) -> World:
     rng = random.Random(seed * 7919 + 1)
     scheduler = world.scheduler
     clock = SimpleNamespace(monotonic=lambda: scheduler.ticks * 0.01)
-    monkeypatch.setattr(roster, "time", clock)
+    monkeypatch.setattr(host_agent, "time", clock)
     world.start_supervisor()
     for _ in range(4):
         world.start_member()
@@ -144,25 +144,26 @@ def hurt(world: World, rng: random.Random) -> None:
     holders = [
         u
         for u in world.members()
-        if u not in scheduler.frozen | scheduler.killed | set(world.roster._leaving) and world.states.get(u) is not None
+        if u not in scheduler.frozen | scheduler.killed | set(world.host_agent._leaving)
+        and world.states.get(u) is not None
     ]
     kind = rng.choice(world.kinds)
     if kind == "service":
         world.service.lose()
-    elif kind == "join" and world.roster.finished is None and len(world.members()) < 6:
+    elif kind == "join" and world.host_agent.finished is None and len(world.members()) < 6:
         world.start_member()
     elif kind == "kill" and len(holders) > 2:
         uid = rng.choice(holders)
         scheduler.killed.add(uid)
-        world.roster.died(uid, "killed")
+        world.host_agent.died(uid, "killed")
     elif kind == "notice" and len(holders) > 3:
         for uid in rng.sample(holders, k=rng.choice([1, 2])):
-            world.roster.leave([uid], "notice")
+            world.host_agent.leave([uid], "notice")
     elif kind == "freeze" and len(holders) > 2:
         uid = rng.choice(holders)
         scheduler.frozen.add(uid)
         if rng.random() < 0.7:  # the others are a little late only
-            world.roster.died(uid, "said nothing")
+            world.host_agent.died(uid, "said nothing")
 
 
 def problems(world: World) -> list[str]:

@@ -28,18 +28,18 @@ BENCHMARKS = {
     "robust": ("robust.command", "kill ranks inside overlapped layers, and watch the memory of such layers for long"),
     "storm": (
         "storm.command",
-        "faults of all kinds over a run that heals itself: samples, bits, recovery, what is left",
+        "faults of all kinds over an elastic run: samples, bits, recovery, what is left",
     ),
     "recovery": (
         "recovery.command",
-        "training through a failure trace, healing itself beside restarts from checkpoints",
+        "training through a failure trace, elastic recovery itself beside restarts from checkpoints",
     ),
     "storm-members": (
         "storm.members",
         "faults of all kinds over members that train a toy: membership, votes, process groups",
     ),
     "exact": ("exact", "what exact mode (resilience.mode) costs over fast mode, step by step in turn"),
-    "heal-cost": ("heal_cost", "what healing (resilience.heal) costs while nobody dies, step by step in turn"),
+    "heal-cost": ("heal_cost", "what elastic recovery (resilience.heal) costs while nobody dies, step by step in turn"),
     "kill": ("kill", "kill a run again and again; nothing may be lost"),
 }
 """Name -> (its module in `phalanx_lab.bench`, what it measures)."""

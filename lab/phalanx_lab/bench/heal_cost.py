@@ -1,7 +1,7 @@
-"""What a run that heals itself costs while nobody dies: steps of a plain run, of a healing one in fast mode and of one in exact mode, in turn, on the same ranks.
+"""What an elastic run costs while nobody dies: steps of a plain run, of an elastic one in fast mode and of one in exact mode, in turn, on the same ranks.
 
 All three are there at once, on the process groups of one team, and each round makes one step of each, in an order that changes from round to round: load of the
-machine falls on all alike. The plain one is what `phalanx train` does without `resilience`; the healing ones are the `ElasticMember` of `phalanx train`, with the
+machine falls on all alike. The plain one is what `phalanx train` does without `resilience`; the elastic ones are the `ElasticMember` of `phalanx train`, with the
 vote of each step at the membership service. A step begins when all ranks are ready and ends when the last one is through.
 """
 
@@ -43,7 +43,7 @@ from phalanx.runtime.comm.allocator import keep_freed_memory
 from phalanx.runtime.comm.groups import WorldInfo
 from phalanx.runtime.comm.launch import StopRequest
 from phalanx.runtime.comm.peers import Peers
-from phalanx.runtime.membership.agent_terms import SeatSettings
+from phalanx.runtime.membership.agent_terms import AgentSettings
 from phalanx.runtime.membership.member import resolve_now
 from phalanx.runtime.membership.rendezvous import GroupEpoch
 from phalanx.runtime.membership.supervisor import Supervisor, SupervisorSettings
@@ -88,7 +88,7 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class CostArgs:
-    """Cost of healing while nobody dies."""
+    """Cost of elastic recovery while nobody dies."""
 
     case: Annotated[Case, tyro.conf.arg(name="")] = field(default_factory=Case)
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
@@ -127,7 +127,7 @@ def measure(case: Case) -> dict[str, Any]:
         folder = Path(name)
         runs = {mode: _prepare(case, mode, folder) for mode in MODES}
         settings = SupervisorSettings(
-            slots=case.ranks, wanted=case.ranks, respawns=0, limit_s=60.0, seat=SeatSettings(timeout_s=600.0)
+            slots=case.ranks, wanted=case.ranks, respawns=0, limit_s=60.0, agent=AgentSettings(timeout_s=600.0)
         )
         code = Supervisor(partial(_work, case, runs, folder / "times.json"), settings).run()
         if code:
@@ -186,7 +186,7 @@ def _prepare(case: Case, mode: Mode, folder: Path) -> ElasticRun:
 
 
 def _recipe(case: Case, mode: Mode, folder: Path) -> Recipe:
-    healing = mode != "plain"
+    planner = mode != "plain"
     return Recipe(
         run=RunConfig(name=mode, folder=str(folder)),
         model=ModelConfig(preset=case.preset),
@@ -208,31 +208,31 @@ def _recipe(case: Case, mode: Mode, folder: Path) -> Recipe:
         optim=OptimConfig(zero=case.zero),
         checkpoint=CheckpointConfig(interval=0),
         resilience=ResilienceConfig(
-            mode="off" if mode == "plain" else mode, heal=healing, f=min(2, case.ranks // case.ep)
+            mode="off" if mode == "plain" else mode, heal=planner, f=min(2, case.ranks // case.ep)
         ),
         observe=ObserveConfig(console="none", tensorboard=False),
         launch=LaunchConfig(ranks=case.ranks, threads=1),
     )
 
 
-def _work(case: Case, runs: dict[Mode, ElasticRun], path: Path, seat: WorkerAgent) -> int:
+def _work(case: Case, runs: dict[Mode, ElasticRun], path: Path, agent: WorkerAgent) -> int:
     """One rank."""
     torch.set_num_threads(1)
     keep_freed_memory(threads=1)
-    slot = int(seat.uid.split(".")[1])
+    slot = int(agent.uid.split(".")[1])
     with open_sinks(runs["plain"].recipe.observe, folder=runs["plain"].folder.path, rank=slot) as sinks:
         bodies = {mode: ElasticMember(runs[mode], sinks) for mode in MODES if mode != "plain"}
-        seat.announce(plan_hash="heal-cost", version="1")
+        agent.announce(plan_hash="heal-cost", version="1")
         _, about = bodies["fast"].describe()
-        report = MemberReport(uid=seat.uid, step=0, holds=False, data=about)
-        team = seat.next_team(report, order=bodies["fast"].order)
+        report = MemberReport(uid=agent.uid, step=0, holds=False, data=about)
+        team = agent.next_team(report, order=bodies["fast"].order)
         for body in bodies.values():
             body.order(team.generation, team.reports)
             body.enter(team, resolve_now(team, 0))
         with _Plain(runs["plain"], bodies["fast"], team) as plain:
             steps: dict[Mode, Callable[[], None]] = {
                 "plain": plain.step,
-                **{mode: _Healing(body, seat, i).step for i, (mode, body) in enumerate(bodies.items())},
+                **{mode: _Elastic(body, agent, i).step for i, (mode, body) in enumerate(bodies.items())},
             }
             times = _rounds(case, steps, plain.trainer.rank.peers)
     if team.rank == 0:
@@ -257,15 +257,15 @@ def _rounds(case: Case, steps: dict[Mode, Callable[[], None]], peers: Peers) -> 
     return times
 
 
-class _Healing:
+class _Elastic:
     """Steps of a member, as the loop of `runtime/membership/member.py` makes them. `number` of `bodies` bodies vote in one team: their keys differ."""
 
-    def __init__(self, body: ElasticMember, seat: WorkerAgent, number: int, bodies: int = 2) -> None:
-        self.body, self.seat, self.number, self.bodies = body, seat, number, bodies
+    def __init__(self, body: ElasticMember, agent: WorkerAgent, number: int, bodies: int = 2) -> None:
+        self.body, self.agent, self.number, self.bodies = body, agent, number, bodies
 
     def step(self) -> None:
         self.body.compute()
-        decision = self.seat.vote(self.bodies * self.body.step + self.number)
+        decision = self.agent.vote(self.bodies * self.body.step + self.number)
         if not decision.commit:
             raise SystemExit("a rank was lost; nothing was measured")
         self.body.commit()
@@ -294,7 +294,7 @@ class _Plain:
         self.trainer = Trainer(
             rank=rank, stop=StopRequest(), prepared=run.prepared, spec=run.spec, folding=folding, parts=parts,
             loader=make_loader(run.recipe, run.prepared), manager=CheckpointManager(run.folder.checkpoints.path, group=group),
-            companion=Rebalancer(run.recipe, run.spec), progress=RunProgress(),
+            hook=Rebalancer(run.recipe, run.spec), progress=RunProgress(),
         )  # fmt: skip
 
     def __enter__(self) -> _Plain:

@@ -43,7 +43,7 @@ COMMANDS = (
     Command("search", "find the best mapping of a model on a cluster"),
     Command("calibrate", "measure this machine, for predictions of it"),
     Command("testbed", "emulate hosts and links on this machine, and kill, freeze or cut them", in_lab=True),
-    Command("service", "keep the membership service of a run that heals itself on several hosts"),
+    Command("service", "keep the membership service of an elastic run on several hosts"),
     Command("metrics", "show the course of a run from its event log"),
     Command("trace", "write what each rank did in recorded steps, for Perfetto"),
     Command("settings", "list every setting of a recipe with its default and meaning"),

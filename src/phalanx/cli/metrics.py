@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="phalanx metrics", description="Show the course of a run from its event log.")
     parser.add_argument("run", nargs="?", type=Path, help="folder of the run, such as runs/laptop")
     parser.add_argument(
-        "--rank", type=int, help="whose log to read (default: 0, or all of a run that heals itself, joined by step)"
+        "--rank", type=int, help="whose log to read (default: 0, or all of an elastic run, joined by step)"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures of the run to this file")
     parser.add_argument("--names", action="store_true", help="list the metrics by name instead")

@@ -1,6 +1,6 @@
 """phalanx service [HOST:PORT] [--lighthouse URL [--lease SECONDS]]
 
-Keeps the membership service of one run that heals itself on several hosts, until it is ended. Run it where none of the run's
+Keeps the membership service of one elastic run on several hosts, until it is ended. Run it where none of the run's
 hosts takes it along, and give its address to them: --resilience.service HOST:PORT. Its values die with it: a run pauses, and goes on
 once the service is there again at the same address. The default is 0.0.0.0:29400; several runs need several services.
 

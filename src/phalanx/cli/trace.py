@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
     """Write the trace, or print its summary."""
     parser = argparse.ArgumentParser(
         prog="phalanx trace",
-        description="What each rank did in the steps that --observe.trace_steps recorded, and how a run that heals itself recovered: a file for https://ui.perfetto.dev.",
+        description="What each rank did in the steps that --observe.trace_steps recorded, and how an elastic run recovered: a file for https://ui.perfetto.dev.",
     )
     parser.add_argument("run", type=Path, help="folder of the run, such as runs/laptop")
     parser.add_argument(

@@ -28,7 +28,7 @@ from phalanx.cli.settings import settings_text
 from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.core.recipe import Dtype, describe_settings, load_recipe, native_dtype
-from phalanx.plan import choose_healing, run_problems
+from phalanx.plan import choose_recovery, run_problems
 from phalanx.plan.recovery import wanted_ranks
 
 if TYPE_CHECKING:
@@ -157,19 +157,19 @@ def start(recipe: Recipe, environ: Mapping[str, str]) -> int:
     warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
     if recipe.launch.device == "cuda" and recipe.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch refuses to be deterministic without it
-    body = partial(train, recipe, companion=Rebalancer)
+    body = partial(train, recipe, hook=Rebalancer)
     info = read_world(environ)
     if info is not None:
         return run_one(body, info, threads=threads_per_rank(info.local_world, recipe.launch.threads))
     ranks = recipe.launch.ranks
     threads = threads_per_rank(ranks, recipe.launch.threads)
-    choice = choose_healing(recipe)
-    if choice.heals:
-        from phalanx.train.recovery import train_healing
+    choice = choose_recovery(recipe)
+    if choice.is_elastic:
+        from phalanx.train.recovery import train_elastic
 
-        return train_healing(choice.recipe, threads=threads, port=_asked_port(environ), kept=recipe)
+        return train_elastic(choice.recipe, threads=threads, port=_asked_port(environ), kept=recipe)
     if ranks > 1 and recipe.observe.console != "none":
-        print(f"healing: {choice.explain()}", flush=True)
+        print(f"elastic recovery: {choice.explain()}", flush=True)
     if ranks == 1:
         return run_one(body, WorldInfo(), threads=threads)
     import_now()  # once, and not by each rank with its first save

@@ -78,7 +78,7 @@ class StepEnded(Event):
     its posting to the end of the wait for it, though it may have been there before anyone asked."""
     hidden_backward_s: tuple[float, ...] = ()
     slowness: float | None = None
-    """Of a run that heals itself: how many times as long for its work the slowest host (on one machine: rank) took as the others (`plan/recovery/stragglers.py`)."""
+    """Of an elastic run: how many times as long for its work the slowest host (on one machine: rank) took as the others (`plan/recovery/stragglers.py`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,20 +167,20 @@ class StepRecorded(Event):
     begin_s: float
     end_s: float
     rank: int | None = None
-    """Of a run that heals itself, whose logs have the numbers of slots: the rank in its generation."""
+    """Of an elastic run, whose logs have the numbers of slots: the rank in its generation."""
     generation: int = 0
-    """Of a run that heals itself."""
+    """Of an elastic run."""
     committed: bool = True
     """Whether all members did; else the step was given up, and done again in a later generation."""
     voted_s: float = 0.0
-    """Of a run that heals itself: when this member was ready to vote (seconds since the epoch); 0: it did not come so far."""
+    """Of an elastic run: when this member was ready to vote (seconds since the epoch); 0: it did not come so far."""
     decided_s: float = 0.0
     """When it knew the decision."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepPublished(Event):
-    """All `Collective` and `Operation` events since the last record gave the parameters of this step to those that lacked them: in a run that heals itself behind the commit, before whatever
+    """All `Collective` and `Operation` events since the last record gave the parameters of this step to those that lacked them: in an elastic run behind the commit, before whatever
     reads them next."""
 
     step: int
@@ -204,7 +204,7 @@ class MoveRecorded(Event):
     rank: int | None
     """As in `StepRecorded`; of a recovery in the order of all members, idle ones too."""
     generation: int
-    """0 in a run that does not heal itself."""
+    """0 in a run that is not elastic."""
     world: int
     """Ranks that took part."""
     done: bool
@@ -266,7 +266,7 @@ class Note(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class TeamFormed(Event):
-    """The members of a run that heals itself are connected anew, as one of them saw it: somebody is lost, has left or has come."""
+    """The members of an elastic run are connected anew, as one of them saw it: somebody is lost, has left or has come."""
 
     generation: int
     members: int
@@ -292,7 +292,7 @@ class TeamFormed(Event):
     told_s: float = 0.0
     """From then until this member was told."""
     plan: str = ""
-    """Hash of what was decided for the team (`plan/recovery/generation.py: HealPlan.decision`)."""
+    """Hash of what was decided for the team (`plan/recovery/generation.py: GenerationPlan.decision`)."""
     life: str = ""
     """Of the service that counts the generations (`runtime/membership/membership.py: Generation.epoch`): another one counts anew, above those of a run that goes on."""
 

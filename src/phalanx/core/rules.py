@@ -262,7 +262,7 @@ EFFECTS: tuple[Effect, ...] = (
     Effect(
         settings=("resilience.f",),
         inert=lambda r: r.resilience.slots_per_rank is None and r.resilience.heal is False,
-        reason="resilience.slots_per_rank is not set and the run does not heal itself, so nothing has replicas",
+        reason="resilience.slots_per_rank is not set and the run is not elastic, so nothing has replicas",
         way_out="resilience.heal = true",
         reads=("resilience.slots_per_rank", "resilience.heal"),
     ),
@@ -276,7 +276,7 @@ EFFECTS: tuple[Effect, ...] = (
     Effect(
         settings=("resilience.service",),
         inert=lambda r: not r.resilience.heal,
-        reason="resilience.heal is not set to true, and other hosts take part only in a run that heals itself",
+        reason="resilience.heal is not set to true, and other hosts take part only in an elastic run",
         way_out="resilience.heal = true",
         reads=("resilience.heal",),
     ),
@@ -442,7 +442,7 @@ def recipe_problems(
     problems = [p for n, limit in limited for p in _limit_problems(recipe, n, limit, defaults[n])]
     broken = {*broken, *(p.where for p in problems)}
     clashes = [*_data_clashes(recipe), *_schedule_clashes(recipe), *_run_clashes(recipe), *_resilience_clashes(recipe)]
-    clashes += [*_healing_clashes(recipe), *_replacement_clashes(recipe)]
+    clashes += [*_recovery_clashes(recipe), *_replacement_clashes(recipe)]
     if world is not None:
         clashes += _batch_clashes(recipe, world)
     problems += [c.problem for c in clashes if not broken & {c.problem.where, *c.reads}]
@@ -581,8 +581,8 @@ def _inexact(recipe: Recipe) -> Iterator[tuple[str, object, str, str]]:
         yield "pipeline.schedule", recipe.pipeline.schedule, rule, 'use "1f1b"'
 
 
-def _healing_clashes(recipe: Recipe) -> list[_Clash]:
-    """What a run that heals itself cannot have: every member must be able to finish a step alone, and be replaced by any other."""
+def _recovery_clashes(recipe: Recipe) -> list[_Clash]:
+    """What an elastic run cannot have: every member must be able to finish a step alone, and be replaced by any other."""
     if not recipe.resilience.heal:
         return []
     beside, found = "with resilience.heal = true", list[_Clash]()
@@ -600,7 +600,7 @@ def _healing_clashes(recipe: Recipe) -> list[_Clash]:
 
 
 def _several_hosts_clashes(recipe: Recipe) -> list[_Clash]:
-    """Where the other hosts of a run that heals itself are found."""
+    """Where the other hosts of an elastic run are found."""
     r, launch, found = recipe.resilience, recipe.launch, list[_Clash]()
     if r.service is not None:
         address = parse_service(r.service)

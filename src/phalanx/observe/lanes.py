@@ -3,7 +3,7 @@
 Decides which message belongs to which on the other side: the same id between the same ranks, in the order in which they happened. Ranks that
 exchange rows in a layer work on micro-batches of their own, so there the micro-batch does not count. Times are those of rank 0's clock. Must never change: what an earlier process recorded beyond the step that training resumed from is void, in whichever log it is.
 
-In a run that heals itself logs are those of slots, and each recorded step names its generation and the rank therein (rank 0's clock is then that of this generation). What was given up, or
+In an elastic run logs are those of slots, and each recorded step names its generation and the rank therein (rank 0's clock is then that of this generation). What was given up, or
 is void because the run went back to a checkpoint, is apart (`Recording.given_up`): it is drawn and not summed. So are moves of state between steps (`Recording.moves`).
 
 A collective is on its way only once the last of those that it needs has posted it:
@@ -88,7 +88,7 @@ class RankStep:
     messages: tuple[LaneMessage, ...]
     rank: int
     generation: int = 0
-    """0 in a run that does not heal itself."""
+    """0 in a run that is not elastic."""
     committed: bool = True
     voted_s: float = 0.0
     """From then to `decided_s` it waited for the decision of a step; 0: it did not."""
@@ -96,7 +96,7 @@ class RankStep:
     told_s: float = 0.0
     """When it was written, by its own machine's clock."""
     published_s: float = 0.0
-    """How long its parameters took behind its end, to whoever lacked them, in a run that heals itself; the messages are among `messages`."""
+    """How long its parameters took behind its end, to whoever lacked them, in an elastic run; the messages are among `messages`."""
 
     @property
     def meeting(self) -> Meeting:
@@ -150,7 +150,7 @@ class Recording:
         return tuple(sorted(found | {s.step for steps in self.given_up.values() for s in steps}))
 
     @property
-    def heals(self) -> bool:
+    def is_elastic(self) -> bool:
         """Whether its logs are those of slots."""
         return any(s.generation for log in self.logs for s in self.drawn(log))
 
@@ -362,7 +362,7 @@ class _Reader:
 
 
 def _void_starts(readers: Sequence[_Reader]) -> None:
-    """Of a run that heals itself and was started again: what was given up or moved before counts no longer, nor do steps that were done again, in logs of slots
+    """Of an elastic run and was started again: what was given up or moved before counts no longer, nor do steps that were done again, in logs of slots
     too that came later or not at all."""
     for told_s, step in _starts(sorted(team for reader in readers for team in reader.teams)):
         for r in readers:

@@ -89,7 +89,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("exchange/hidden_forward_of", StepEnded, "s", "hidden time of each MoE layer, forward, at most",
            lambda e: e.hidden_forward_s, per_layer=True),
     Metric("exchange/hidden_backward_of", StepEnded, "s", "the same backward", lambda e: e.hidden_backward_s, per_layer=True),
-    Metric("speed/slowness", StepEnded, "", "time for its work that the slowest host took, over that of the others (runs that heal themselves)",
+    Metric("speed/slowness", StepEnded, "", "time for its work that the slowest host took, over that of the others (elastic runs)",
            lambda e: e.slowness),
     Metric("recovery/told_s", TeamFormed, "s", "from when the supervisor knew of a loss until this member was told",
            lambda e: e.told_s if e.lost_s else None),

@@ -1,4 +1,4 @@
-"""A run that heals itself, read from the logs of all its members: one course of it, and each recovery with what it took and moved.
+"""An elastic run, read from the logs of all its members: one course of it, and each recovery with what it took and moved.
 
 Every member tells every committed step, so that the step counts as long as one of them lived to tell it. Must never change: what was committed
 after the checkpoint that a run went back to is void, whoever told it; steps whose samples were taken twice are named.
@@ -81,7 +81,7 @@ class Rollback:
 
 @dataclass(kw_only=True)
 class Course:
-    """A run that heals itself."""
+    """An elastic run."""
 
     history: History = field(default_factory=History)
     recoveries: list[Recovery] = field(default_factory=list)
@@ -89,19 +89,19 @@ class Course:
 
 
 def logs_of(folder: Path) -> dict[int, Path]:
-    """Log of each rank, or slot of a run that heals itself."""
+    """Log of each rank, or slot of an elastic run."""
     names = (re.fullmatch(r"rank-(\d+)\.jsonl", p.name) for p in (folder / "events").glob("rank-*.jsonl"))
     return {int(m[1]): log_path(folder, int(m[1])) for m in sorted(filter(None, names), key=lambda m: int(m[1]))}
 
 
-def heals(folder: Path) -> bool:
+def is_elastic(folder: Path) -> bool:
     """Whether its members told of teams."""
     return any(b'"kind":"TeamFormed"' in path.open("rb").read(LOOK_BYTES) for path in logs_of(folder).values())
 
 
 def read_run(folder: Path) -> Course:
-    """The course of a run from all its logs; of one that cannot heal, whose ranks all tell the same, from that of rank 0. Raises `DataError`."""
-    if not heals(folder):
+    """The course of a run from all its logs; of one that cannot recover, whose ranks all tell the same, from that of rank 0. Raises `DataError`."""
+    if not is_elastic(folder):
         return Course(history=read_history(folder))
     return merged([list(read_events(path)) for path in logs_of(folder).values()])
 

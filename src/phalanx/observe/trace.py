@@ -1,6 +1,6 @@
 """The recorded steps of a run as a trace for Perfetto: a process for each rank, its lanes, and arrows from what made something to what needed it.
 
-    recovery, told   of a run that heals itself (`observe/recovery.py`)
+    recovery, told   of an elastic run (`observe/recovery.py`)
     step       the steps, those that were given up too; moves of state between them
     beside     moves of state while a step was computed
     passes     passes of the pipeline, waiting for data
@@ -33,8 +33,8 @@ SAME_S = 1e-9
 
 
 def perfetto_trace(recording: Recording, recoveries: Sequence[SlotSpan] = ()) -> dict[str, Any]:
-    """Chrome's JSON object. `recoveries` of a run that heals itself, on the clocks of its members."""
-    steps, what = recording.steps, "slot" if recording.heals or recoveries else "rank"
+    """Chrome's JSON object. `recoveries` of an elastic run, on the clocks of its members."""
+    steps, what = recording.steps, "slot" if recording.is_elastic or recoveries else "rank"
     drawn = {rank: recording.drawn(rank) for rank in recording.logs}
     file = TraceFile(
         title=f"{recording.run}, steps {steps[0]} to {steps[-1]}",

@@ -32,7 +32,7 @@ from phalanx.plan.moe.overlap import (
     setting_problems,
 )
 from phalanx.plan.pipeline import pairing_problems, pipeline_problems, schedule_setting_problems
-from phalanx.plan.recovery import heal_problems, holders_needed, room_problems
+from phalanx.plan.recovery import holders_needed, recovery_problems, room_problems
 
 OF_EXPERTS = tuple(f"resilience.{key}" for key in ("slots_per_rank", "f", "loads", "expert_state"))
 """Settings about replicas."""
@@ -57,7 +57,7 @@ def run_problems(recipe: Recipe, *, world: int, tokenizer_vocab: int | None = No
         folding = resolve_mapping(recipe.folding, spec, world=world, seq_len=t.seq_len, slots_per_rank=slots, **batch)
         problems += _pair_problems(recipe, folding) if batch else []
         if recipe.resilience.heal:
-            problems += heal_problems(folding, floor=holders_needed(recipe), replicated=slots is not None)
+            problems += recovery_problems(folding, floor=holders_needed(recipe), replicated=slots is not None)
             problems += room_problems(recipe, spec, folding)
     except ConfigError as error:
         seen = {p.where for p in problems}

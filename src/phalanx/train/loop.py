@@ -100,7 +100,7 @@ class Trainer:
     parts: StepParts
     loader: Loader
     manager: CheckpointManager
-    companion: StepHook
+    hook: StepHook
     progress: RunProgress
     elastic: Elastic | None = None
     """None: the world is fixed, and whoever is lost ends the run."""
@@ -136,10 +136,10 @@ class Trainer:
         self._reduced: _Reduced | None = None
         self._batches: Prefetch[list[MicroBatch]] | None = None
 
-    def go_on(self, progress: RunProgress, companion: StepHook) -> None:
+    def go_on(self, progress: RunProgress, hook: StepHook) -> None:
         """Take up a run where other members left it: what is due after its last step may have been done by nobody."""
         self.progress = self.reporter.progress = progress
-        self.companion, self.saving.begun = companion, progress.step or None
+        self.hook, self.saving.begun = hook, progress.step or None
         self.due, self._first = progress.step > 0, True
 
     @property
@@ -200,7 +200,7 @@ class Trainer:
         self._at("forward")
         parts, batches = self._parts_of_step(), [self.token_batch(m) for m in micros]
         reduced = self._reduce(parts, batches)
-        self.companion.reduced(parts, reduced)
+        self.hook.reduced(parts, reduced)
         if self.elastic is not None:
             self.parts.comms.complete(self.rank.device)
         if self._measured is not None:
@@ -242,12 +242,12 @@ class Trainer:
         if self.moving is not None:
             self._move_in(self.moving)
         result = commit_step(self.parts, done.step)
-        self.companion.applied(self.parts, done.step)
+        self.hook.applied(self.parts, done.step)
         if self.elastic is None:
             publish(self.parts)
         self.progress.step, self.progress.loss, self.due = self.step + 1, result.loss, True
         self.recorder.end()
-        self.companion.committed(result.counts_LE)
+        self.hook.committed(result.counts_LE)
         slowness = None if self.elastic is None else self.elastic.pace(result)
         step_s = time.perf_counter() - done.begin_s
         self.reporter.step_ended(result, done.micros, step_s=step_s, data_s=done.data_s, slowness=slowness)
@@ -304,7 +304,7 @@ class Trainer:
     def _move_experts(self) -> None:
         """Experts that are to lie elsewhere do so from the commit of the next step on, so that all members move them or none; in a fixed world at once."""
         elastic = self.elastic
-        self.moving = self.companion.between(
+        self.moving = self.hook.between(
             self.parts,
             self.rank,
             step=self.step,

@@ -1,6 +1,6 @@
 """Steps whose every operation goes to the event log (`observe.trace_steps`), for `phalanx trace`, and moves of state right before such steps.
 
-In a run that heals itself a step begins with `begin` and ends with `end`, whether it was committed or given up; its parameters are published later (`publishing`), and those messages
+In an elastic run a step begins with `begin` and ends with `end`, whether it was committed or given up; its parameters are published later (`publishing`), and those messages
 are its own too, as in the program of a step (`plan/program/step.py`). Every generation has a recorder of its own.
 
 Must never change: while a step is recorded nothing is written; a step that fails leaves what it did.
@@ -27,7 +27,7 @@ class Recorder:
     def __init__(self, steps: tuple[int, ...] | None, *, comms: Collectives, peers: Peers, emit: Emit) -> None:
         self.steps = range(0) if steps is None else range(steps[0], steps[-1] + 1)
         self.rank: int | None = None
-        """In the generation, of a run that heals itself."""
+        """In the generation, of an elastic run."""
         self.generation = 0
         self._comms, self._peers, self._emit = comms, peers, emit
         self._compared = False

@@ -28,17 +28,17 @@ from phalanx.train.saving import load_state, read_run_state
 from phalanx.train.setup import PATIENCE_S, Rank, open_rank, prepare_text, resolve_pipeline, resolve_shape
 from phalanx.train.step_hook import StepHook
 
-MakeCompanion = Callable[[Recipe, ModelSpec], StepHook]
+MakeStepHook = Callable[[Recipe, ModelSpec], StepHook]
 """Makes what goes with the steps of a run (`train/placement/`)."""
 
 
-def train(recipe: Recipe, info: WorldInfo, stop: StopRequest, *, companion: MakeCompanion) -> int:
+def train(recipe: Recipe, info: WorldInfo, stop: StopRequest, *, hook: MakeStepHook) -> int:
     """Run `recipe` as rank `info.rank`; returns the exit code. Raises `PhalanxError` for whatever a person can act on."""
     rank, begin_s = open_rank(recipe, info), time.monotonic()
     trainer = None
     with rank.sinks:
         try:
-            trainer = build_trainer(rank, stop, companion=companion)
+            trainer = build_trainer(rank, stop, hook=hook)
             stop.on_request = partial(_say_what_follows, rank)
             outcome = trainer.run()
         except BaseException as err:
@@ -62,7 +62,7 @@ def _say_what_follows(rank: Rank) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def build_trainer(rank: Rank, stop: StopRequest, *, companion: MakeCompanion) -> Trainer:
+def build_trainer(rank: Rank, stop: StopRequest, *, hook: MakeStepHook) -> Trainer:
     """Everything that a run needs, resumed where there is something to resume. Collective."""
     recipe = rank.recipe
     manager = CheckpointManager(
@@ -88,7 +88,7 @@ def build_trainer(rank: Rank, stop: StopRequest, *, companion: MakeCompanion) ->
     _tell_of_folder(rank, manager, left)
     return Trainer(
         rank=rank, stop=stop, prepared=prepared, spec=spec, folding=folding, parts=parts, loader=loader, manager=manager,
-        companion=companion(recipe, spec), progress=RunProgress(start=step, step=step),
+        hook=hook(recipe, spec), progress=RunProgress(start=step, step=step),
     )  # fmt: skip
 
 

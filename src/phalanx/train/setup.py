@@ -87,9 +87,9 @@ class Rank:
     lock: IO[str] | None
     """Open as long as this run is ours (first rank only)."""
     escape: AbortableCall | None = None
-    """Of a run that heals itself."""
+    """Of an elastic run."""
     told: Announced | None = None
-    """Of a run that heals itself: from the members' reports."""
+    """Of an elastic run: from the members' reports."""
 
     @property
     def speaks(self) -> bool:

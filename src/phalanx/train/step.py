@@ -8,7 +8,7 @@
     5. commit     clip, AdamW on all that this rank keeps, expert bias; alone
     6. publish    every rank gets the new parameters                                    1 all-gather per sharded family
 
-A run that heals itself commits a step once it is decided, and publishes at the beginning of whatever reads parameters next: a rank that is lost
+An elastic run commits a step once it is decided, and publishes at the beginning of whatever reads parameters next: a rank that is lost
 in between takes nothing with it that its copies' keepers have not.
 
 Everything is an argument, nothing is decided here: which micro-batches a rank runs is the loader's, who sums what is `plan/mapping/folding.py`'s, how
@@ -213,7 +213,7 @@ def _compute(
 
 
 def _own_clock(parts: StepParts) -> Callable[[], float | None]:
-    """Seconds from now on, without those in which the rank waited for messages; None where nobody takes those down (only a run that heals itself does)."""
+    """Seconds from now on, without those in which the rank waited for messages; None where nobody takes those down (only an elastic run does)."""
     escape, begin_s = parts.comms.escape, time.monotonic()
     if escape is None:
         return lambda: None

@@ -28,8 +28,8 @@ from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.core.files import check_writable, write_json
 from phalanx.core.recipe import load_recipe
 from phalanx.core.units import format_bytes
-from phalanx.plan.auto_recovery import choose_healing
 from phalanx.plan.recipe import run_problems
+from phalanx.plan.recovery_choice import choose_recovery
 from phalanx_lab.bench.memory import foldings
 from phalanx_lab.bench.memory.ranks import RankMemory, promised_and_measured
 
@@ -75,7 +75,7 @@ def main(args: list[str]) -> int:
     if options.foldings:
         return _main_foldings(options, rest)
     path = rest.pop(0) if rest and not rest[0].startswith("-") else None
-    recipe = choose_healing(load_recipe(path, rest, check=lambda r: run_problems(r, world=r.launch.ranks))).recipe
+    recipe = choose_recovery(load_recipe(path, rest, check=lambda r: run_problems(r, world=r.launch.ranks))).recipe
     result = compare(recipe, tolerance=options.tolerance)
     Console().print(_table(result))
     for failure in result.failures:

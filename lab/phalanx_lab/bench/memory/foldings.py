@@ -1,6 +1,6 @@
 """Memory of many foldings, promised and measured, for every rank: `phalanx bench memory --foldings [--part I/N] [--only WORDS] [--section.key VALUE ...]`.
 
-Each case is a mapping (tp, cp, pp with its schedule, ep, etp, replicas, healing) of one small model on local ranks, trained for three steps with a checkpoint behind each, as
+Each case is a mapping (tp, cp, pp with its schedule, ep, etp, replicas, elastic recovery) of one small model on local ranks, trained for three steps with a checkpoint behind each, as
 `phalanx train` does it. The promise of a rank is the largest moment of `simulate.memory.estimate_memory`; measured is the most that was ever resident above what the
 process held when it had joined the others.
 
@@ -23,9 +23,9 @@ from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, Problem, raise_if
 from phalanx.core.recipe import load_recipe
 from phalanx.core.units import format_bytes
-from phalanx.plan.auto_recovery import choose_healing
 from phalanx.plan.mapping.stage_foldings import AnyFolding
 from phalanx.plan.recipe import run_problems
+from phalanx.plan.recovery_choice import choose_recovery
 from phalanx.simulate.memory.memory import MemoryEstimate
 from phalanx_lab.bench.memory.ranks import RankMemory, promised_and_measured
 
@@ -43,7 +43,7 @@ otherwise, so that rows of experts are known and not a guess."""
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One folding. `settings` as on a command line, without the dashes; it heals itself only where it says so."""
+    """One folding. `settings` as on a command line, without the dashes; it is elastic only where it says so."""
 
     name: str
     settings: tuple[str, ...]
@@ -53,7 +53,7 @@ class Case:
         plain = () if any(s.startswith("resilience.heal=") for s in self.settings) else ("--resilience.heal=false",)
         words = [*BASE, *plain, *(f"--{s}" for s in self.settings), *more]
         recipe = load_recipe(None, words, check=lambda r: run_problems(r, world=r.launch.ranks))
-        return choose_healing(recipe).recipe
+        return choose_recovery(recipe).recipe
 
 
 def _case(name: str, *settings: str) -> Case:
@@ -62,10 +62,10 @@ def _case(name: str, *settings: str) -> Case:
 
 FP32 = "train.dtype=float32"
 LEARNED = "router.force=none"
-HEAL = ("resilience.heal=true", "resilience.mode=fast")
+ELASTIC = ("resilience.heal=true", "resilience.mode=fast")
 CASES: tuple[Case, ...] = (
     _case("ep4", "folding.ep=4"),
-    _case("ep2, healing, f 2", "folding.ep=2", *HEAL),
+    _case("ep2, elastic recovery, f 2", "folding.ep=2", *ELASTIC),
     _case("dp4, zero 0, fp32", "optim.zero=0", FP32, "train.micro_batch=4"),
     _case("ep2 etp2, fp32", "folding.ep=2", "folding.etp=2", FP32),
     _case("tp2 ep2", "folding.tp=2", "folding.ep=2"),
@@ -82,11 +82,11 @@ CASES: tuple[Case, ...] = (
     _case("ep4, recompute full", "folding.ep=4", "train.recompute=full", "train.micro_batch=16", "train.global_batch=64"),
     _case("ep2, recompute selective, fp32", "folding.ep=2", "train.recompute=selective", FP32),
     _case("ep4, exact mode", "folding.ep=4", "resilience.mode=exact", "launch.threads=1"),
-    _case("pp2, healing, f 2, fp32", "folding.pp=2", "folding.ep=1", *HEAL, FP32, "train.micro_batch=4"),
+    _case("pp2, elastic recovery, f 2, fp32", "folding.pp=2", "folding.ep=1", *ELASTIC, FP32, "train.micro_batch=4"),
     _case("replicas, 3 slots a rank", "folding.ep=4", "resilience.slots_per_rank=3"),
-    _case("ep2, healing, exact, f 2", "folding.ep=2", "resilience.heal=true", "resilience.mode=exact", "launch.threads=1"),
+    _case("ep2, elastic recovery, exact, f 2", "folding.ep=2", "resilience.heal=true", "resilience.mode=exact", "launch.threads=1"),
     _case("ep4, learned router", "folding.ep=4", LEARNED),
-    _case("ep2, healing, learned router", "folding.ep=2", *HEAL, LEARNED),
+    _case("ep2, elastic recovery, learned router", "folding.ep=2", *ELASTIC, LEARNED),
     _case("pp2 ep2, 1f1b, learned router", "folding.pp=2", "folding.ep=2", "train.micro_batch=4", LEARNED),
     _case("2 ranks, ep2, fp32", "launch.ranks=2", "launch.threads=1", "folding.ep=2", FP32, "train.global_batch=16"),
     _case("2 ranks, pp2, zbv", "launch.ranks=2", "launch.threads=1", "folding.pp=2", "pipeline.schedule=zbv", "train.micro_batch=4"),

@@ -25,7 +25,7 @@ from phalanx.simulate.memory.memory import MemoryEstimate, estimate_memory
 from phalanx.train.placement.rebalancer import Rebalancer
 from phalanx.train.run import build_trainer
 from phalanx.train.setup import open_rank, resolve_pipeline, resolve_shape
-from phalanx_lab.bench.memory.healing import measure_healing
+from phalanx_lab.bench.memory.elastic import measure_elastic
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +104,7 @@ def measure(recipe: Recipe, spec: ModelSpec, folding: AnyFolding, *, folder: Pat
         run = replace(
             recipe, checkpoint=replace(recipe.checkpoint, resume=True)
         )  # a folder of its own: nothing is there
-        return measure_healing(run, folder=folder)
+        return measure_elastic(run, folder=folder)
     body = partial(_measured_rank, recipe, folding, folder)
     run_local(body, ranks=ranks, threads=threads_per_rank(ranks, recipe.launch.threads))
     return [tuple(json.loads(_report(folder, rank).read_text())) for rank in range(ranks)]
@@ -115,7 +115,7 @@ def _measured_rank(recipe: Recipe, folding: AnyFolding, folder: Path, info: Worl
     build_groups(folding, rank=info.rank, cache=rank.cache)
     baseline = resident_bytes()
     with rank.sinks:
-        build_trainer(rank, stop, companion=Rebalancer).run()
+        build_trainer(rank, stop, hook=Rebalancer).run()
     _report(folder, info.rank).write_text(json.dumps([baseline, peak_resident_bytes() - baseline]))
     close_world()
     return 0

@@ -30,8 +30,8 @@ from phalanx.observe.event_log import log_path
 from phalanx.plan.mapping.folding import Folding
 from phalanx.plan.program.step import StepProgram
 from phalanx.plan.recipe import run_problems
-from phalanx.plan.recovery.generation import Healing, HealPlan
-from phalanx.plan.recovery.recipe import healing_of
+from phalanx.plan.recovery.generation import GenerationPlan, RecoveryPlanner
+from phalanx.plan.recovery.recipe import recovery_planner
 from phalanx.plan.recovery.state_descriptor import Fact
 from phalanx.runtime.comm.drained_slots import write_away
 from phalanx.runtime.comm.launch import die_with_parent
@@ -45,7 +45,7 @@ from phalanx.simulate.failures.recovery_time import (
     step_after,
 )
 from phalanx.simulate.program.recipe import programs_of_recipe
-from phalanx.train.recovery.run import train_healing
+from phalanx.train.recovery.run import train_elastic
 from phalanx.train.setup import DTYPES, resolve_shape
 from phalanx_lab.bench.recovery.constants import measure_constants
 from phalanx_lab.bench.recovery.workload import Logs, children_of
@@ -130,9 +130,9 @@ class Course:
 
     def __init__(self, recipe: Recipe, constants: Constants) -> None:
         self.recipe, self.constants = recipe, constants
-        self.healing = _healing(recipe)
+        self.planner = _recovery_planner(recipe)
         world = recipe.launch.ranks
-        self.plan = self.healing.plan([_fact(slot, None) for slot in range(world)])
+        self.plan = self.planner.plan([_fact(slot, None) for slot in range(world)])
         self.first = self.plan.folding
         self.losses = 0
 
@@ -145,8 +145,8 @@ class Course:
             if fact.uid not in dead
         ]
         width = DTYPES[self.recipe.train.dtype].itemsize
-        plan = self.healing.plan(facts)
-        work = recovery_work(self.healing, plan, lost=len(slots), itemsize=width)
+        plan = self.planner.plan(facts)
+        work = recovery_work(self.planner, plan, lost=len(slots), itemsize=width)
         t = self.recipe.train
         before_s, after_s = (
             step_after(
@@ -171,10 +171,10 @@ class Course:
             folding=replace(self.recipe.folding, **degrees),
             resilience=replace(self.recipe.resilience, mode="fast"),
         )
-        return programs_of_recipe(recipe, self.healing.spec, world=folding.world).programs[0]
+        return programs_of_recipe(recipe, self.planner.spec, world=folding.world).programs[0]
 
     @staticmethod
-    def _standing(plan: HealPlan, rank: int) -> Any:
+    def _standing(plan: GenerationPlan, rank: int) -> Any:
         return plan.standing(rank) if rank < plan.folding.world else None
 
 
@@ -182,18 +182,18 @@ def _fact(slot: int, standing: Any) -> Fact:
     return Fact(uid=f"local.{slot}.0", machine="local", standing=standing)
 
 
-def _healing(recipe: Recipe) -> Healing:
+def _recovery_planner(recipe: Recipe) -> RecoveryPlanner:
     """As `prepare_run` makes it, without the text: the vocabulary is written in the recipe."""
     spec, folding = resolve_shape(recipe, world=recipe.launch.ranks, tokenizer_vocab=VOCAB)
     assert isinstance(folding, Folding)
-    return healing_of(recipe, spec, folding)
+    return recovery_planner(recipe, spec, folding)
 
 
 # ---- measured ---------------------------------------------------------------------------------------------------------
 
 
 class _Running:
-    """A run that heals itself, forked with everything imported, and what its members tell."""
+    """An elastic run, forked with everything imported, and what its members tell."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe, self.folder = recipe, Path(recipe.run.folder) / recipe.run.name
@@ -251,7 +251,7 @@ class _Running:
 def _train(recipe: Recipe, parent: int) -> None:
     os.setsid()
     die_with_parent(parent)
-    raise SystemExit(train_healing(recipe, threads=1))
+    raise SystemExit(train_elastic(recipe, threads=1))
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Training through a failure trace, healing itself against torchrun restarts from checkpoints: `phalanx bench recovery --json F`.
+"""Training through a failure trace, elastic recovery itself against torchrun restarts from checkpoints: `phalanx bench recovery --json F`.
 
 Both systems train the same model on the same slots, one after the other, and the same slots are taken and given back at the same moments. What counts is
 committed samples from the moment at which training runs (warm) to the end of the trace.
@@ -62,7 +62,7 @@ OURS, PAPER, BEST = "heals", "torchrun, paper's interval", "torchrun, best inter
 
 @dataclass(frozen=True, kw_only=True)
 class RecoveryArgs:
-    """Training through a failure trace: healing itself against restarts from checkpoints."""
+    """Training through a failure trace: elastic recovery itself against restarts from checkpoints."""
 
     what: tuple[What, ...] = ("failures", "spot")
     """Traces: failures, spot (Bamboo), poisson, file."""
@@ -71,7 +71,7 @@ class RecoveryArgs:
     slots: int = 8
     """Ranks at the beginning, even. 8 have the idle slots of the paper, 4 take a third of the time."""
     mode: Literal["fast", "exact"] = "fast"
-    """Of the run that heals itself."""
+    """Of the elastic run."""
     rounds: int = 1
     """How often each system replays each trace."""
     restart_share: float = PAPER_RESTART_S / PAPER_FAILURE_S
@@ -89,7 +89,7 @@ class RecoveryArgs:
     seq_len: int = 512
     """Tokens of a sequence (the paper: 1024); more of them make experts weigh more in a step."""
     replica_slots: int | None = 6
-    """Of the run that heals itself: expert replicas that a rank has room for (the paper: 6). None: none."""
+    """Of the elastic run: expert replicas that a rank has room for (the paper: 6). None: none."""
     own_cores: bool = True
     """Each slot has its share of the cores (control groups), whoever else is there: idle slots and lost ones count."""
     paced_saves: bool = True
@@ -213,14 +213,14 @@ def calibrate(
         last = Change(at_s=6.0, lost=(options.slots - 1,))
         trace = Trace(name="one loss", slots=options.slots, duration_s=600.0, changes=(last,))
         found.append(replay(system, trace, global_batch=workload.global_batch, stop_when_resumed=True, cores=cores))
-    base, healed = found
+    base, elastic = found
     figures = Figures(
         step_s=base.step_s,
         save_s=base.save_s,
         save_bytes=base.save_bytes,
         restart_s=base.outages[0].resumed_s or 0.0,
-        healed_step_s=healed.step_s,
-        repair_s=healed.outages[0].resumed_s or 0.0,
+        elastic_step_s=elastic.step_s,
+        repair_s=elastic.outages[0].resumed_s or 0.0,
     )
     tell(f"{workload.name}: {describe_figures(figures)}")
     return figures
@@ -241,7 +241,7 @@ def describe_figures(figures: Figures) -> str:
     """In a line."""
     return (
         f"step {figures.step_s * 1000:.0f} ms, save {figures.save_s * 1000:.0f} ms, restart {figures.restart_s:.1f} s; "
-        f"healing: step {figures.healed_step_s * 1000:.0f} ms, recovery {figures.repair_s:.2f} s"
+        f"elastic recovery: step {figures.elastic_step_s * 1000:.0f} ms, recovery {figures.repair_s:.2f} s"
     )
 
 

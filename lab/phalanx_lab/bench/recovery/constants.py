@@ -37,7 +37,7 @@ from phalanx.plan.mapping.folding import make_folding
 from phalanx.plan.mapping.model import PRESETS, ModelSpec
 from phalanx.plan.mapping.placement import plain_placement
 from phalanx.plan.moe.dispatch import DispatchSpec
-from phalanx.plan.recovery.generation import Healing
+from phalanx.plan.recovery.generation import RecoveryPlanner
 from phalanx.plan.recovery.state_descriptor import Fact
 from phalanx.plan.reshard.plan import plan_reshard
 from phalanx.plan.reshard.types import Move, equal_hosts
@@ -45,7 +45,7 @@ from phalanx.runtime.comm.allocator import keep_freed_memory
 from phalanx.runtime.comm.collectives import Collectives
 from phalanx.runtime.comm.groups import Axis, GroupCache, build_groups
 from phalanx.runtime.comm.peers import Peers
-from phalanx.runtime.membership.agent_terms import SeatSettings
+from phalanx.runtime.membership.agent_terms import AgentSettings
 from phalanx.runtime.membership.keys import LAST_LOOK_S, poll
 from phalanx.runtime.membership.membership import Generation
 from phalanx.runtime.membership.rendezvous import GroupEpoch, form, ready_keys
@@ -56,7 +56,7 @@ from phalanx.runtime.reshard.program import rank_program
 from phalanx.runtime.reshard.resharder import Resharder
 from phalanx.simulate.failures.recovery_time import Constants
 from phalanx.train.assembly import assemble
-from phalanx.train.placement.heal_state import checksums, move_state
+from phalanx.train.placement.state_transfer import checksums, move_state
 from phalanx.train.step import StepParts
 
 T = TypeVar("T")
@@ -84,7 +84,7 @@ def measure_constants() -> Constants:
     with tempfile.TemporaryDirectory(prefix="phalanx-recovery-") as folder:
         path = Path(folder) / "told.json"
         settings = SupervisorSettings(
-            slots=MEMBERS, wanted=MEMBERS, respawns=0, limit_s=TIMEOUT_S, seat=SeatSettings(timeout_s=TIMEOUT_S)
+            slots=MEMBERS, wanted=MEMBERS, respawns=0, limit_s=TIMEOUT_S, agent=AgentSettings(timeout_s=TIMEOUT_S)
         )
         code = Supervisor(partial(_work, path), settings).run()
         if code or not path.exists():
@@ -123,14 +123,14 @@ def _killed_s(size: int) -> float:
     return statistics.median(found)
 
 
-def _work(path: Path, seat: WorkerAgent) -> int:
+def _work(path: Path, agent: WorkerAgent) -> int:
     """One member of the measurement; the first one writes what was found."""
     torch.set_num_threads(1)
     keep_freed_memory(threads=1)
-    seat.announce(plan_hash="calibration", version="1")
-    report = MemberReport(uid=seat.uid, step=0, holds=False)
-    team = seat.next_team(report)
-    meeting = _Meeting(seat, team, report)
+    agent.announce(plan_hash="calibration", version="1")
+    report = MemberReport(uid=agent.uid, step=0, holds=False)
+    team = agent.next_team(report)
+    meeting = _Meeting(agent, team, report)
     told = meeting.constants()
     own = meeting.alone(_of_models)
     told |= {name: meeting.median(value) for name, value in own.items()}
@@ -144,9 +144,9 @@ def _work(path: Path, seat: WorkerAgent) -> int:
 class _Meeting:
     """The members, that meet again and again; every call is collective."""
 
-    def __init__(self, seat: WorkerAgent, team: GroupEpoch, report: MemberReport) -> None:
-        self.seat, self.first, self.report = seat, team.generation, report
-        self.index, self.number = self.first.uids.index(seat.uid), FIRST_NUMBER
+    def __init__(self, agent: WorkerAgent, team: GroupEpoch, report: MemberReport) -> None:
+        self.agent, self.first, self.report = agent, team.generation, report
+        self.index, self.number = self.first.uids.index(agent.uid), FIRST_NUMBER
         self.team, self.peers = team, Peers(team.groups.get(tuple(range(team.size)), second=True))
         self.computing = min(MEMBERS, len(os.sched_getaffinity(0)))
 
@@ -162,7 +162,7 @@ class _Meeting:
         return found if found is not None else dict.fromkeys(names, -1.0)
 
     def constants(self) -> dict[str, float]:
-        keys = self.seat.keys()
+        keys = self.agent.keys()
         trip_s = self.median(_each_s(lambda: keys.all_there(ready_keys(self.first)), 50))
         self._all_here("asked")
         two_s, _ = self._meet(2)
@@ -199,13 +199,13 @@ class _Meeting:
         return max(one for one, _ in seconds), statistics.median(one for _, one in seconds)
 
     def _form(self, generation: Generation) -> GroupEpoch:
-        keys = self.seat.keys()
-        keys.put(ready_keys(generation)[generation.uids.index(self.seat.uid)], json.dumps(asdict(self.report)))
-        return form(generation, self.seat.uid, keys, timeout_s=TIMEOUT_S)
+        keys = self.agent.keys()
+        keys.put(ready_keys(generation)[generation.uids.index(self.agent.uid)], json.dumps(asdict(self.report)))
+        return form(generation, self.agent.uid, keys, timeout_s=TIMEOUT_S)
 
     def _all_here(self, what: str, said: str = "1") -> list[str]:
         """A barrier without groups; what each says."""
-        keys = self.seat.keys()
+        keys = self.agent.keys()
         names = [f"calibration/{self.number}/{what}/{uid}" for uid in self.first.uids]
         keys.put(names[self.index], said)
         if not poll(lambda: keys.all_there(names), TIMEOUT_S, last_look_s=1e-3):
@@ -348,11 +348,11 @@ def _staying(name: str, shape: Sequence[int]) -> Move:
 def _plan_s(spec: ModelSpec) -> float:
     """Seconds of a heal plan and its messages, for each moved tensor and member: three of four members go on."""
     folding = make_folding(world=4, ep=2)
-    healing = Healing(spec=spec, base=folding, seq_len=32, floor=2)
-    begun = healing.plan([Fact(uid=f"local.{i}.x", machine="local", standing=None) for i in range(4)])
+    planner = RecoveryPlanner(spec=spec, base=folding, seq_len=32, floor=2)
+    begun = planner.plan([Fact(uid=f"local.{i}.x", machine="local", standing=None) for i in range(4)])
     facts = [replace(fact, standing=begun.standing(rank)) for rank, fact in enumerate(begun.members)][:3]
     begin_s = time.monotonic()
-    plan = healing.plan(facts)
+    plan = planner.plan(facts)
     moves = [*(replace(m, name=f"{kind}/{m.name}") for kind in STATE_KINDS for m in plan.params), *plan.buffers]
     reshard = plan_reshard(moves, equal_hosts([0, 0, 0]))
     rank_program(reshard, 0)

@@ -44,8 +44,8 @@ class Figures:
     """What it writes."""
     restart_s: float
     """From a kill to the first step of the processes that torchrun started."""
-    healed_step_s: float
-    """Of the run that heals itself."""
+    elastic_step_s: float
+    """Of the elastic run."""
     repair_s: float
     """From a kill to its next step."""
 
@@ -71,7 +71,7 @@ def paper_figures(workload: Workload) -> Figures:
         step_s=workload.paper_step_s,
         save_s=paper_save_s(workload),
         restart_s=PAPER_RESTART_S,
-        healed_step_s=workload.paper_step_s,
+        elastic_step_s=workload.paper_step_s,
         repair_s=PAPER_REPAIR_S,
     )
 
@@ -122,32 +122,32 @@ def predict(figures: Figures, trace: Trace, *, ep: int, interval_steps: int, own
     """Both systems through `trace`. `own_speed`: samples/s follow the slots in use; else they do not depend on them."""
     duration, hits_and_grows = trace.duration_s, restarts(trace, ep)
     hits, grows = hits_and_grows
-    base, healing = _practices(figures, interval_steps)
+    base, planner = _practices(figures, interval_steps)
     baseline = simulate_goodput(base, hits, duration_s=duration).useful
     baseline = max(
         0.0, baseline - len(grows) * (figures.restart_s + figures.save_s) / duration
     )  # saved before, so nothing is lost
-    ours = simulate_goodput(healing, [c.at_s for c in trace.changes], duration_s=duration).useful
+    ours = simulate_goodput(planner, [c.at_s for c in trace.changes], duration_s=duration).useful
     rate_base, rate_ours = (mean_in_use(trace, ep), mean_in_use(trace, 1)) if own_speed else (1.0, 1.0)
     return Prediction(
-        ours=ours * rate_ours * duration / figures.healed_step_s,
+        ours=ours * rate_ours * duration / figures.elastic_step_s,
         baseline=baseline * rate_base * duration / figures.step_s,
     )
 
 
 def _practices(figures: Figures, interval_steps: int) -> tuple[Practice, Practice]:
-    """Restarts from checkpoints, and healing, which saves a fifth as often."""
+    """Restarts from checkpoints, and elastic recovery, which saves a fifth as often."""
     base = Practice(
         interval_s=interval_steps * figures.step_s, save_s=figures.save_s, detect_s=0.0, restart_s=figures.restart_s
     )
-    healing = Practice(
+    planner = Practice(
         recovery="replicas",
-        interval_s=5 * interval_steps * figures.healed_step_s,
+        interval_s=5 * interval_steps * figures.elastic_step_s,
         save_s=figures.save_s,
         detect_s=0.0,
         repair_s=figures.repair_s,
     )
-    return base, healing
+    return base, planner
 
 
 def best_interval(figures: Figures, mean_between_s: float) -> int:
@@ -168,7 +168,7 @@ def where_as_good(
             base, ours = _practices(changed, steps)
             span = 2000 * mean
             found = [simulate_goodput(p, poisson(mean, seed), duration_s=span, seed=seed).useful for p in (ours, base)]
-            ratio = found[0] / changed.healed_step_s / (found[1] / changed.step_s)
+            ratio = found[0] / changed.elastic_step_s / (found[1] / changed.step_s)
             out.append(
                 {"failure_s": mean, "restart_s": changed.restart_s, "best_interval_steps": steps, "ratio": ratio}
             )

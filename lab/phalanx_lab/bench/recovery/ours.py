@@ -1,4 +1,4 @@
-"""System (a) of `phalanx bench recovery`: `phalanx train` that heals itself. A lost slot's process is killed from outside, and its slot stays empty (`runtime/comm/drained_slots.py`)
+"""System (a) of `phalanx bench recovery`: an elastic `phalanx train`. A lost slot's process is killed from outside, and its slot stays empty (`runtime/comm/drained_slots.py`)
 until it is given back; nothing else is told to the run."""
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Ours:
 
     def look(self) -> None:
         if self.tree is not None and self.tree.ended():
-            raise RunError(f"the run that heals itself has ended\n{self.tree.last_words()}")
+            raise RunError(f"the elastic run has ended\n{self.tree.last_words()}")
 
     def stop(self) -> None:
         if self.tree is not None:

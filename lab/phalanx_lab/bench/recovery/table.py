@@ -22,7 +22,7 @@ class Outage:
     at_s: float
     what: str
     running_s: float | None
-    """All that is needed to step is there again: processes and checkpoint (torchrun), or groups and state (heals). None: nobody was disturbed."""
+    """All that is needed to step is there again: processes and checkpoint (torchrun), or groups and state (elastic). None: nobody was disturbed."""
     resumed_s: float | None
     """The first step since, which may be one that had been done before."""
     caught_up_s: float | None

@@ -37,7 +37,7 @@ AIM_S = 1.0
 """How long to wait for a worker to be in the phase that a fault is aimed at."""
 
 WorkerMain = Callable[[WorkerAgent, int, Emit], int]
-"""(seat, place on the board, where events go) -> exit code."""
+"""(worker agent, place on the board, where events go) -> exit code."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,11 +138,11 @@ class Arena:
     def _host(self, name: str, start: int) -> int:
         index = self.names.index(name)
 
-        def main(seat: WorkerAgent) -> int:
-            slot = int(seat.uid.split(".")[1])
+        def main(agent: WorkerAgent) -> int:
+            slot = int(agent.uid.split(".")[1])
             if self.main is None:
                 raise RunError("this arena does not say what its workers run")
-            return self.main(seat, index * self.slots + slot, EventFile(self.folder / f"worker-{seat.uid}.jsonl"))
+            return self.main(agent, index * self.slots + slot, EventFile(self.folder / f"worker-{agent.uid}.jsonl"))
 
         if self.settings is None:
             raise RunError("this arena does not say how its hosts take part")

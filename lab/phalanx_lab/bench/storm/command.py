@@ -30,7 +30,7 @@ from phalanx_lab.bench.storm.trainer import Setup, TrainerArena, recipe_of, writ
 
 @dataclass(frozen=True, kw_only=True)
 class StormArgs:
-    """A storm of faults over a run that heals itself."""
+    """A storm of faults over an elastic run."""
 
     faults: int = 20
     """How many (where one needs a joiner, the kill that makes room for it counts too)."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from phalanx.core.errors import PhalanxError
 from phalanx.runtime.membership.keys import TcpService
-from phalanx.train.recovery.run import train_healing
+from phalanx.train.recovery.run import train_elastic
 from phalanx.train.recovery.watch import PHASES
 from phalanx_lab.bench.storm.board import Board
 from phalanx_lab.bench.storm.trainer import Setup, recipe_of
@@ -32,7 +32,7 @@ def main(argv: list[str]) -> int:
     first = setup.slots * request["index"]
     watch = StormWatch(board, folder, host=host, start=request["start"], first=first)
     try:
-        return train_healing(recipe_of(setup, folder, host=host), threads=1, watch=watch)
+        return train_elastic(recipe_of(setup, folder, host=host), threads=1, watch=watch)
     except PhalanxError as err:
         (folder / f"error-{host}-{request['start']}").write_text(f"{type(err).__name__}: {err}")
         return 2

@@ -26,7 +26,7 @@ import tyro
 
 from phalanx.core.events import Emit
 from phalanx.core.files import check_writable, write_json
-from phalanx.runtime.membership.agent_terms import SeatSettings
+from phalanx.runtime.membership.agent_terms import AgentSettings
 from phalanx.runtime.membership.keys import Service
 from phalanx.runtime.membership.member import run_member
 from phalanx.runtime.membership.supervisor import SupervisorSettings
@@ -91,12 +91,12 @@ def main(args: list[str]) -> int:
 def worker(board: Board, *, pause_s: float, folder: Path, stop: Path) -> Any:
     """What each worker of a storm runs: until the file `stop` says after how many steps the run ends."""
 
-    def main(seat: WorkerAgent, place: int, tell: Emit) -> int:
+    def main(agent: WorkerAgent, place: int, tell: Emit) -> int:
         body = StormBody(board=board, place=place, pid=os.getpid(), pause_s=pause_s, stop=stop)
-        seat.announce(plan_hash="toy", version="1")
-        why = run_member(seat, body, tell=tell)
+        agent.announce(plan_hash="toy", version="1")
+        why = run_member(agent, body, tell=tell)
         if why == "finished" and body.holds:
-            (folder / f"end-{seat.uid}").write_text(f"{body.step} {checksum(body.state.numpy())}")
+            (folder / f"end-{agent.uid}").write_text(f"{body.step} {checksum(body.state.numpy())}")
         return 0
 
     return main
@@ -132,7 +132,7 @@ def storm(
             gather_s=options.limit_s,
             zombie_s=10.0,
             respawns=10**6,
-            seat=SeatSettings(heartbeat_s=0.1, timeout_s=TIMEOUT_S, meet_s=5.0, vote_s=TIMEOUT_S, service_s=30.0),
+            agent=AgentSettings(heartbeat_s=0.1, timeout_s=TIMEOUT_S, meet_s=5.0, vote_s=TIMEOUT_S, service_s=30.0),
         )
 
     arena = Arena(

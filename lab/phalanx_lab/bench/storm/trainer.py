@@ -24,7 +24,7 @@ from phalanx.runtime.comm.launch import run_local
 from phalanx.runtime.membership.keys import Service
 from phalanx.runtime.state.boxes import BoxTensor
 from phalanx.train.placement.rebalancer import Rebalancer
-from phalanx.train.recovery.run import train_healing
+from phalanx.train.recovery.run import train_elastic
 from phalanx.train.recovery.watch import PHASES
 from phalanx.train.run import train
 from phalanx_lab.bench.storm.arena import Arena
@@ -112,7 +112,7 @@ def recipe_of(setup: Setup, folder: Path, *, host: str = "") -> Recipe:
 
 
 def calm_recipe(setup: Setup, folder: Path, *, steps: int, ranks: int) -> Recipe:
-    """The same training of `steps` steps on `ranks` local ranks, that cannot heal and is not hurt."""
+    """The same training of `steps` steps on `ranks` local ranks, that cannot recover and is not hurt."""
     recipe = recipe_of(setup, folder)
     return replace(
         recipe,
@@ -128,7 +128,7 @@ def train_calmly(setup: Setup, folder: Path, *, steps: int) -> Path:
     """The undisturbed run; its folder."""
     ranks = setup.ranks if setup.mode == "fast" else 2
     recipe = calm_recipe(setup, folder, steps=steps, ranks=ranks)
-    run_local(lambda info, stop: train(recipe, info, stop, companion=Rebalancer), ranks=ranks, threads=1)
+    run_local(lambda info, stop: train(recipe, info, stop, hook=Rebalancer), ranks=ranks, threads=1)
     folder = Path(recipe.run.folder) / recipe.run.name
     if final_step(folder) != steps:
         raise RunError(f"the undisturbed run ended after {final_step(folder)} of {steps} steps")
@@ -148,7 +148,7 @@ class TrainerArena(Arena):
     def _host(self, name: str, start: int) -> int:
         first = self.names.index(name) * self.slots
         watch = StormWatch(self.board, self.folder, host=name, start=start, first=first)
-        return train_healing(recipe_of(self.setup, self.folder, host=name), threads=1, watch=watch)
+        return train_elastic(recipe_of(self.setup, self.folder, host=name), threads=1, watch=watch)
 
 
 # ---- what a run ends with

@@ -15,10 +15,10 @@ from phalanx.core.recipe import Dtype, load_recipe
 from phalanx.core.units import format_bytes, format_seconds
 from phalanx.data import load_tokenizer
 from phalanx.observe import RankMove, RankStep, Recording, read_recording
-from phalanx.plan import choose_healing, equal_shares, run_problems
+from phalanx.plan import choose_recovery, equal_shares, run_problems
 from phalanx.plan.mapping import Folding, ModelSpec, resolve_mapping
 from phalanx.plan.program import compare_id
-from phalanx.plan.recovery import healing_of, wanted_ranks
+from phalanx.plan.recovery import recovery_planner, wanted_ranks
 from phalanx.simulate import resolve_recipe
 from phalanx.simulate.hardware import parse_cluster
 from phalanx.simulate.program import (
@@ -113,7 +113,7 @@ def compare_with_run(
     cluster = parse_cluster(cluster_name)
     recording = read_recording(run, first=steps[0], last=steps[1])
     own = load_recipe(run / "recipe.toml")
-    world, ranks = (wanted_ranks(own), own.launch.ranks) if recording.heals else (len(recording.ranks),) * 2
+    world, ranks = (wanted_ranks(own), own.launch.ranks) if recording.is_elastic else (len(recording.ranks),) * 2
     vocab = load_tokenizer(run / "tokenizer").vocab_size
 
     def check(given: Recipe) -> Sequence[Problem]:
@@ -123,7 +123,7 @@ def compare_with_run(
     given = load_recipe(
         recipe_file, [*overrides, "--launch.ranks", str(ranks)], check=check, auto_dtype=lambda _: dtype
     )
-    own, given = (as_it_ran(recipe, heals=recording.heals) for recipe in (own, given))
+    own, given = (as_it_ran(recipe, is_elastic=recording.is_elastic) for recipe in (own, given))
     oracle = oracle_of(given, cluster)
     moves, left = _compare_moves(recording, given, vocab, oracle, world=world)
     try:
@@ -137,15 +137,15 @@ def compare_with_run(
     return Against(steps=found, why_not="", moves=moves, moves_left=left)
 
 
-def as_it_ran(recipe: Recipe, *, heals: bool) -> Recipe:
-    """A run folder keeps the recipe as it was given: where that leaves healing open, what the run made of it."""
-    return choose_healing(recipe).recipe if heals else recipe
+def as_it_ran(recipe: Recipe, *, is_elastic: bool) -> Recipe:
+    """A run folder keeps the recipe as it was given: where that leaves elastic recovery open, what the run made of it."""
+    return choose_recovery(recipe).recipe if is_elastic else recipe
 
 
 def _compare_steps(
     made: RecipePrograms, recording: Recording, run: Path, oracle: ProgramOracle, *, learn: Steps
 ) -> Comparison:
-    """Of steps that all ranks of the mapping have told of: a run that heals itself has others too."""
+    """Of steps that all ranks of the mapping have told of: an elastic run has others too."""
     learned = set[int]()
     if learn != (None, None):
         before = read_recording(run, first=learn[0], last=learn[1])
@@ -194,7 +194,7 @@ def _compare_move(
         rule = "has stages with foldings of their own, which neither heal nor have replicas: the run that moved this is another"
         raise ConfigError([Problem(where="the recipe", value=None, rule=rule, hint="use the run's recipe.toml")],
                           subject="the comparison")  # fmt: skip
-    return compare_move(_measured_move(ranks), healing_of(recipe, spec, folding), oracle.cost)
+    return compare_move(_measured_move(ranks), recovery_planner(recipe, spec, folding), oracle.cost)
 
 
 def _measured_move(ranks: Sequence[RankMove]) -> MeasuredMove:

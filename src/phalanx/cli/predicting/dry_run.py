@@ -17,7 +17,7 @@ from phalanx.core.processor import MULTIPLIES_BF16, Processor
 from phalanx.core.samples import num_rounds
 from phalanx.core.units import format_bytes, format_count, format_rate
 from phalanx.data import parse_choice, read_tokenizer_file, resolve, token_file_bytes
-from phalanx.plan import choose_healing
+from phalanx.plan import choose_recovery
 from phalanx.plan.layout import ExpertState, flat_layouts, local_param, stage_params
 from phalanx.plan.mapping import (
     AnyFolding,
@@ -50,12 +50,12 @@ class Machine:
 
 def dry_run(recipe: Recipe, machine: Machine, *, world: int, console: Console) -> None:
     """Print everything. Raises `ConfigError` or `DataError` for what cannot run."""
-    choice = choose_healing(recipe, launched=machine.launched)
+    choice = choose_recovery(recipe, launched=machine.launched)
     recipe = choice.recipe  # copies of shards, too
     console.print(
         describe(recipe, world=world, local_ranks=machine.local_ranks), markup=False, highlight=False, soft_wrap=True
     )
-    console.print(f"healing      {choice.explain()}", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"elastic      {choice.explain()}", markup=False, highlight=False, soft_wrap=True)
     estimates = rank_estimates(recipe, machine, world=world)
     console.print(memory_table(estimates))
     for line in memory_notes(recipe, estimates, machine, world=world):

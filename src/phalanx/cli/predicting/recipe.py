@@ -9,7 +9,7 @@ from pathlib import Path
 from phalanx.core.config import Recipe
 from phalanx.core.errors import ConfigError, Problem
 from phalanx.core.recipe import Dtype, load_recipe
-from phalanx.plan import choose_healing, run_problems
+from phalanx.plan import choose_recovery, run_problems
 from phalanx.simulate import job_of_recipe, mapping_of_recipe, resolve_recipe
 from phalanx.simulate.failures import with_stragglers
 from phalanx.simulate.hardware import parse_cluster
@@ -59,7 +59,7 @@ def predict_recipe(
             f'launch.device = "{recipe.launch.device}", but {cluster.name} computes with {device}: predicted as if it said so',
             file=sys.stderr,
         )
-    if cluster.hardware.sms is None and choose_healing(recipe).heals:
+    if cluster.hardware.sms is None and choose_recovery(recipe).is_elastic:
         print(
             "this run would heal itself (resilience.heal is not set): copies of shards and its votes are not in the prediction",
             file=sys.stderr,

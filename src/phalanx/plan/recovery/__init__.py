@@ -8,24 +8,24 @@ from phalanx.core.faces import lazy
 
 if TYPE_CHECKING:
     from phalanx.plan.recovery.generation import (
-        Healing as Healing,
-        HealPlan as HealPlan,
-        heal_problems as heal_problems,
+        GenerationPlan as GenerationPlan,
+        RecoveryPlanner as RecoveryPlanner,
+        recovery_problems as recovery_problems,
     )
     from phalanx.plan.recovery.hosts import holders_needed as holders_needed, wanted_ranks as wanted_ranks
     from phalanx.plan.recovery.memory import FIXED_POINT_ITEM as FIXED_POINT_ITEM, ITEM as ITEM
     from phalanx.plan.recovery.move_order import (
         GRADIENT_ID as GRADIENT_ID,
-        HEAL_ID as HEAL_ID,
         REPLACE_ID as REPLACE_ID,
         STATE_ID as STATE_ID,
+        STATE_MOVE_ID as STATE_MOVE_ID,
         expert_moves as expert_moves,
         expert_order as expert_order,
-        heal_order as heal_order,
         moves_again as moves_again,
+        state_move_order as state_move_order,
     )
     from phalanx.plan.recovery.recipe import (
-        healing_of as healing_of,
+        recovery_planner as recovery_planner,
         room_problems as room_problems,
         straggler_rule as straggler_rule,
     )

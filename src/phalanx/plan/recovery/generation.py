@@ -2,7 +2,7 @@
 
 Decides, from who is there and where the state of each stands (`plan/recovery/state_descriptor.py`):
 
-    mapping    `Healing.choose`: that of the recipe as far as it fits the number of members, else the nearest of the same axes (`plan/recovery/devices.py`)
+    mapping    `RecoveryPlanner.choose`: that of the recipe as far as it fits the number of members, else the nearest of the same axes (`plan/recovery/devices.py`)
     ranks      `plan/recovery/ranks.py`: as few bytes travel as can be; who makes no whole group is idle
     experts    with replicas: `plan/recovery/experts.py`
     moves      of parameters, optimizer state and buffers, the source put together member by member, so that it does not matter whether all come from one
@@ -52,7 +52,7 @@ _State = Mapping[str, tuple[tuple[Held, ...], tuple[int, ...]]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class HealPlan:
+class GenerationPlan:
     """What one new generation does before it steps."""
 
     folding: Folding
@@ -159,7 +159,7 @@ class HealPlan:
         head = f"{', '.join(self.idle)} {'is' if len(self.idle) == 1 else 'are'} idle: " if self.idle else ""
         return tuple(text for text in (head + self.reason, *self.notes) if text)
 
-    def without(self, wrong: Iterable[tuple[int, str, Box]]) -> HealPlan:
+    def without(self, wrong: Iterable[tuple[int, str, Box]]) -> GenerationPlan:
         """The same where boxes (member by its rank in the team, name, box) are no sources, because they are not what they should be."""
         holes: dict[str, list[tuple[int, Box]]] = {}
         for rank, name, box in wrong:
@@ -174,7 +174,7 @@ class HealPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Healing:
+class RecoveryPlanner:
     """What stays the same over all generations of a run."""
 
     spec: ModelSpec
@@ -322,7 +322,7 @@ class Healing:
 
     # ---- the plan
 
-    def plan(self, facts: Sequence[Fact]) -> HealPlan:
+    def plan(self, facts: Sequence[Fact]) -> GenerationPlan:
         """For the members of a new generation, in any order. Raises `PlanError` where they are too few for any mapping."""
         facts = sorted(facts, key=lambda fact: fact.order)
         choice = self._choice_of(facts)
@@ -332,7 +332,7 @@ class Healing:
         hosts = tuple(host_of[fact.uid] for fact in ranked)
         rack_of = racks_of(facts)
         placement, notes = self._placement(new, hosts, facts, host_of, rack_of)
-        made = HealPlan(
+        made = GenerationPlan(
             folding=new, members=members, placement=placement, hosts=hosts,
             racks=tuple(rack_of[host] for host in hosts) if rack_of else (), params=(), buffers=(), missing=(),
             exact=is_exact(new, self.base) and new.pp == self.base.pp, reason=choice.reason, notes=notes,
@@ -377,7 +377,7 @@ class Healing:
             notes += said
         return tuple(made), tuple(dict.fromkeys(notes))
 
-    def _params(self, plan: HealPlan) -> tuple[Move, ...]:
+    def _params(self, plan: GenerationPlan) -> tuple[Move, ...]:
         sources = [(i, self.holds(f.standing)) for i, f in enumerate(plan.members) if f.standing is not None]
         targets = [(rank, self.holds(plan.standing(rank))) for rank in range(plan.folding.world)]
         made: _Made = {}
@@ -391,7 +391,7 @@ class Healing:
             for name, param in self._layout(plan.folding).params.items()
         )
 
-    def _buffers(self, plan: HealPlan) -> tuple[Move, ...]:
+    def _buffers(self, plan: GenerationPlan) -> tuple[Move, ...]:
         """Whole on every rank that has the layer."""
         out = []
         foldings = {fact.standing.folding for fact in plan.members if fact.standing is not None}
@@ -415,10 +415,10 @@ class Healing:
 class _Lacking:
     """Bytes that a member lacks of what a rank holds, each pair of kinds worked out once."""
 
-    def __init__(self, healing: Healing, new: Folding, *, left_out: frozenset[str]) -> None:
-        self._of, self._new, self._left_out = healing, new, left_out
+    def __init__(self, planner: RecoveryPlanner, new: Folding, *, left_out: frozenset[str]) -> None:
+        self._of, self._new, self._left_out = planner, new, left_out
         self._known: dict[tuple[Kind | None, Kind], int] = {}
-        self._sharded = healing.zero > 0
+        self._sharded = planner.zero > 0
         # each member is asked for with each rank, and a kind takes longer to say than to look up
         self._targets = [StateDescriptor(folding=new, rank=rank) for rank in range(new.world)]
         self._target_kinds = [standing.kind(sharded=self._sharded) for standing in self._targets]
@@ -455,7 +455,7 @@ def _lacking(have: Sequence[Held], want: Sequence[Held]) -> int:
 
 
 _Made = dict[tuple[object, ...], TensorLayout]
-"""Layouts by shape, ranks, identity of their boxes (`Healing._alike` keeps them) and local shapes."""
+"""Layouts by shape, ranks, identity of their boxes (`RecoveryPlanner._alike` keeps them) and local shapes."""
 
 
 def _layout_of(name: str, shape: tuple[int, ...], states: Sequence[tuple[int, _State]], made: _Made) -> TensorLayout:
@@ -493,8 +493,8 @@ def _with_holes(move: Move, holes: Sequence[tuple[int, Box]]) -> Move:
     return replace(move, src=replace(move.src, held=tuple(held)))
 
 
-def heal_problems(folding: AnyFolding, *, floor: int, replicated: bool = False) -> list[Problem]:
-    """Whether all state of a run that is to heal itself has `floor` holders to begin with. `replicated`: experts have replicas, and a placement that sees to them."""
+def recovery_problems(folding: AnyFolding, *, floor: int, replicated: bool = False) -> list[Problem]:
+    """Whether all state of a run that is to be elastic has `floor` holders to begin with. `replicated`: experts have replicas, and a placement that sees to them."""
     if not isinstance(folding, Folding):
         return []
     problems, holders, beside = [], folding.dp * folding.cp, "and with resilience.heal = true it needs"

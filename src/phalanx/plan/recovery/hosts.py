@@ -1,4 +1,4 @@
-"""What a recipe says about the hosts of a run that heals itself: with how many ranks it begins, how many ranks must hold an expert."""
+"""What a recipe says about the hosts of an elastic run: with how many ranks it begins, how many ranks must hold an expert."""
 
 from __future__ import annotations
 

@@ -18,11 +18,11 @@ from phalanx.core.errors import DataError, Problem
 from phalanx.plan.layout import Box, StateLayouts
 from phalanx.plan.mapping import AnyPlacement, Folding, LayerPlacements, ModelSpec, Placement, StagePlan, parameters
 from phalanx.plan.placement import coming_moves, of_all_kinds
-from phalanx.plan.recovery.generation import Healing, HealPlan
+from phalanx.plan.recovery.generation import GenerationPlan, RecoveryPlanner
 from phalanx.plan.recovery.state_descriptor import Fact, read_standing
 from phalanx.plan.reshard import Move
 
-HEAL_ID = "heal/state"
+STATE_MOVE_ID = "heal/state"
 """Under which members of a new generation record their messages."""
 REPLACE_ID = "replace"
 """Beginning of the ids of experts that are placed anew; behind it the kind of state."""
@@ -32,8 +32,8 @@ STATE_ID, GRADIENT_ID = f"{REPLACE_ID}/state", f"{REPLACE_ID}/gradient"
 ByStage = Mapping[int, LayerPlacements]
 
 
-def heal_order(plan: HealPlan, left_out: Sequence[tuple[int, str, Box]]) -> dict[str, Any]:
-    """Of `plan.moves`. `left_out`: what `HealPlan.without` was given."""
+def state_move_order(plan: GenerationPlan, left_out: Sequence[tuple[int, str, Box]]) -> dict[str, Any]:
+    """Of `plan.moves`. `left_out`: what `GenerationPlan.without` was given."""
     return {
         "members": [
             [f.uid, f.machine, f.rack, None if f.standing is None else f.standing.to_dict()] for f in plan.members
@@ -59,10 +59,10 @@ def expert_moves(
     return [Move(name=name, itemsize=itemsize, src=src.parameter(name), dst=dst.parameter(name)) for name in names]
 
 
-def moves_again(op_id: str, order: Mapping[str, Any], healing: Healing) -> list[Move]:
-    """The moves that were ordered, in a run of `healing`. Raises `DataError` for an order that cannot be read, `PlanError` for one that the run cannot have given."""
+def moves_again(op_id: str, order: Mapping[str, Any], planner: RecoveryPlanner) -> list[Move]:
+    """The moves that were ordered, in a run of `planner`. Raises `DataError` for an order that cannot be read, `PlanError` for one that the run cannot have given."""
     try:
-        if op_id == HEAL_ID:
+        if op_id == STATE_MOVE_ID:
             facts = [
                 Fact(uid=uid, machine=machine, rack=rack, standing=None if at is None else read_standing(at))
                 for uid, machine, rack, at in order["members"]
@@ -71,14 +71,14 @@ def moves_again(op_id: str, order: Mapping[str, Any], healing: Healing) -> list[
                 (int(who), str(name), Box(tuple(offsets), tuple(sizes)))
                 for who, name, offsets, sizes in order["left_out"]
             ]
-            return healing.plan(facts).without(wrong).moves
+            return planner.plan(facts).without(wrong).moves
         folding = Folding(**order["folding"])
         before, after = (_from_data(order[side]) for side in ("before", "after"))
     except (KeyError, TypeError, ValueError) as err:
         rule = f"is no order of a move: {type(err).__name__} {err}"
         raise DataError([Problem(where=op_id, value=None, rule=rule)], subject="the run") from err
     moves = expert_moves(
-        healing.spec, folding, healing.stages(folding), before=before, after=after, itemsize=healing.state_bytes
+        planner.spec, folding, planner.stages(folding), before=before, after=after, itemsize=planner.state_bytes
     )
     if op_id not in (STATE_ID, GRADIENT_ID):
         return moves

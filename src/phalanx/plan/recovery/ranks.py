@@ -66,7 +66,7 @@ def _exchanged(order: Sequence[Fact], width: int, lacks: Lacks) -> list[Fact]:
 def assigned(costs: Sequence[Sequence[int]]) -> list[int]:
     """Column of each row of a square table, the sum of the costs as small as can be; among equals, few rows leave the column of their own number.
 
-    The Hungarian method by shortest augmenting paths (Jonker and Volgenant 1987), in whole numbers: SciPy's import takes longer than a run has to heal.
+    The Hungarian method by shortest augmenting paths (Jonker and Volgenant 1987), in whole numbers: SciPy's import takes longer than a run has to recover.
     """
     size = len(costs)
     table = [

@@ -1,4 +1,4 @@
-"""What stays the same over all generations of a run that heals itself, from its recipe: for the run, and for whoever predicts what it does."""
+"""What stays the same over all generations of an elastic run, from its recipe: for the run, and for whoever predicts what it does."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from phalanx.plan.mapping import AnyFolding, Folding, ModelSpec
 from phalanx.plan.pipeline import pipeline_problems
 from phalanx.plan.placement import ReplicaSettings, asked_of, replicas_of
 from phalanx.plan.recovery.devices import is_exact
-from phalanx.plan.recovery.generation import Healing
+from phalanx.plan.recovery.generation import RecoveryPlanner
 from phalanx.plan.recovery.hosts import holders_needed
 from phalanx.plan.recovery.memory import FIXED_POINT_ITEM, ITEM, StateRoom
 from phalanx.plan.recovery.stragglers import StragglerRule
 
 
-def healing_of(recipe: Recipe, spec: ModelSpec, folding: Folding) -> Healing:
+def recovery_planner(recipe: Recipe, spec: ModelSpec, folding: Folding) -> RecoveryPlanner:
     """`folding`: of the run when it begins. Raises `DataError` as `replicas_of` does."""
     asked = replicas_of(recipe, world=folding.world, local_ranks=_ranks_of_host(recipe, folding))
-    return _healing(recipe, spec, folding, asked)
+    return _recovery_planner(recipe, spec, folding, asked)
 
 
 def room_problems(recipe: Recipe, spec: ModelSpec, folding: AnyFolding) -> list[Problem]:
@@ -31,17 +31,17 @@ def room_problems(recipe: Recipe, spec: ModelSpec, folding: AnyFolding) -> list[
         return []  # which are told
     local_ranks = _ranks_of_host(recipe, folding)
     asked = asked_of(recipe.resilience, loads=None, world=folding.world, local_ranks=local_ranks)
-    return _healing(recipe, spec, folding, asked).room_problems()
+    return _recovery_planner(recipe, spec, folding, asked).room_problems()
 
 
 def _ranks_of_host(recipe: Recipe, folding: Folding) -> int:
     return folding.world if recipe.resilience.service is None else recipe.launch.ranks
 
 
-def _healing(recipe: Recipe, spec: ModelSpec, folding: Folding, asked: ReplicaSettings) -> Healing:
+def _recovery_planner(recipe: Recipe, spec: ModelSpec, folding: Folding, asked: ReplicaSettings) -> RecoveryPlanner:
     item = ITEM.get(recipe.train.dtype, 2)
     wide, limit_gb = max(4, item), recipe.resilience.state_gb
-    return Healing(
+    return RecoveryPlanner(
         spec=spec,
         base=folding,
         seq_len=recipe.train.seq_len,
@@ -63,18 +63,18 @@ def _healing(recipe: Recipe, spec: ModelSpec, folding: Folding, asked: ReplicaSe
     )
 
 
-def straggler_rule(recipe: Recipe, healing: Healing) -> StragglerRule:
+def straggler_rule(recipe: Recipe, planner: RecoveryPlanner) -> StragglerRule:
     """Whom the run puts out for being slow: `resilience.straggler` and `straggler_steps`, as far as the others make the mapping and keep the state."""
     r = recipe.resilience
 
     @cache
     def fits(ranks: int) -> bool:
         try:
-            choice = healing.choose(ranks)
+            choice = planner.choose(ranks)
         except PlanError:
             return False
-        base = healing.base
+        base = planner.base
         return not choice.idle and is_exact(choice.folding, base) and choice.folding.pp == base.pp
 
-    least = max(r.minimum, healing.least(), healing.floor)
+    least = max(r.minimum, planner.least(), planner.floor)
     return StragglerRule(factor=r.straggler, steps=r.straggler_steps, least_ranks=least, least_hosts=r.f, fits=fits)

@@ -3,7 +3,7 @@
     checkpoints/step-00000100/{.metadata, __0_0.distcp, ..., run_state.json}   complete, always
     checkpoints/latest                                                        the name of the newest, replaced last
     checkpoints/.writing-step-00000150/                                       being written; removed at the next start
-    checkpoints/.writing-step-00000150-g7-1f3a.../                            the same by a generation of a run that heals itself
+    checkpoints/.writing-step-00000150-g7-1f3a.../                            the same by a generation of an elastic run
     checkpoints/.deleting-step-00000050/                                      being deleted; removed at the next start
     checkpoints/abandoned/step-00000200/                                      complete, of a history that the run went back behind
 

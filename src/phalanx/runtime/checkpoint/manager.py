@@ -186,7 +186,7 @@ class CheckpointManager:
         escape = self._peers.escape
         while self._thread.is_alive():
             self._thread.join(LOOK_S)
-            if escape is not None and escape.kicked():
+            if escape is not None and escape.aborted():
                 raise PeerError("a checkpoint was not waited for: the others have gone on")
         self._thread = None
 

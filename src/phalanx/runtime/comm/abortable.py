@@ -1,4 +1,4 @@
-"""A way out of calls that gloo never ends: the call is made by a thread beside, which is left behind once the team is kicked.
+"""A way out of calls that gloo never ends: the call is made by a thread beside, which is left behind once the team is aborted.
 
 gloo (torch 2.13) tells an error to those who wait for a message that has not begun, and to nobody who waits for one that is partly there: a peer that dies, or a socket that is
 shut, in the middle of a message makes its receiver wait for the whole timeout of the collective (`tests/test_escape.py` shows it). Nothing in the process can end that wait, so the
@@ -20,21 +20,21 @@ from phalanx.core.errors import PeerError
 
 T = TypeVar("T")
 LOOK_S = 0.02
-"""How often the rank's own thread looks whether the team was kicked."""
+"""How often the rank's own thread looks whether the team was aborted."""
 GRACE_S = 0.1
-"""What a call has after the kick to end by itself, with an error that says more."""
+"""What a call has after the abort to end by itself, with an error that says more."""
 
 _Call = Callable[[], Any]
 
 
 class AbortableCall:
-    """Runs calls of any thread until `kicked` says that nobody must wait any more. One for each team; `close` when it is over.
+    """Runs calls of any thread until `aborted` says that nobody must wait any more. One for each team; `close` when it is over.
 
     A thread that is left behind holds what `keep` gives until its call ends: the destructor of a process group waits for the threads in it.
     """
 
-    def __init__(self, kicked: Callable[[], bool], *, keep: Callable[[], object] = lambda: None) -> None:
-        self.kicked, self.keep = kicked, keep
+    def __init__(self, aborted: Callable[[], bool], *, keep: Callable[[], object] = lambda: None) -> None:
+        self.aborted, self.keep = aborted, keep
         self.waited_s = 0.0
         """How long the thread that made this stood waiting for calls, in all."""
         self._thread = threading.get_ident()
@@ -45,7 +45,7 @@ class AbortableCall:
         self._lock = threading.Lock()
 
     def run(self, work: Callable[[], T]) -> T:
-        """What `work` returns or raises. Raises `PeerError` where it does not end although the team was kicked, or nobody is to wait for anything any more."""
+        """What `work` returns or raises. Raises `PeerError` where it does not end although the team was aborted, or nobody is to wait for anything any more."""
         with self._lock:  # a call behind the end of its thread would never be made
             if self._is_closed:  # a thread of the rank may hear of it late
                 raise PeerError("the team is over")
@@ -60,7 +60,7 @@ class AbortableCall:
             try:
                 value, error = beside.answers.get(timeout=LOOK_S)
             except queue.Empty:
-                looks -= self.kicked()
+                looks -= self.aborted()
                 if looks < 0:
                     self._own.beside, beside.kept = None, self.keep()
                     raise PeerError("a message did not end after its connection was closed") from None

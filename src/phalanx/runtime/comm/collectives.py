@@ -582,7 +582,7 @@ class Collectives:
 
     def complete(self, device: torch.device) -> None:
         """Before anybody relies on what `device` has computed from messages (`runtime/comm/devices.py`). Raises `PeerError`."""
-        complete(device, None if self.escape is None else self.escape.kicked)
+        complete(device, None if self.escape is None else self.escape.aborted)
 
     def _own(self, axis: Axis) -> Axis:
         """The axis with the groups of the pass that asks, where two run."""
@@ -610,7 +610,7 @@ class Collectives:
 
     def _posted(self, call: Call) -> float:
         """Now, on `time.monotonic`: the beginning of a collective."""
-        if not call.on_host and self.escape is not None and self.escape.kicked():
+        if not call.on_host and self.escape is not None and self.escape.aborted():
             raise PeerError(
                 "nothing is posted after the connections were closed"
             )  # it would make a communicator anew, and wait in it

@@ -1,11 +1,11 @@
 """What is different where a rank's tensors live on a GPU and its messages are NCCL's. Not run on one yet: tested with stand-ins (docs/explanation/elastic-recovery.md).
 
 A call of gloo fails where a peer is lost. NCCL's calls return before anything has travelled, its kernels wait for a peer for ever, and an abort from another thread ends them
-without a word, with anything in their results. So in a run that heals itself:
+without a word, with anything in their results. So in an elastic run:
 
     abort      all communicators of the team together, from a thread of its own: an abort may itself block; nothing is posted any more
-    complete   whoever is about to rely on what a device has computed waits for it, and then asks whether the team was kicked: it was before the abort
-    nonsense   numbers that nobody sent may also fail by themselves, whatever the error: where the team was kicked, that is a lost peer (`runtime/membership/member.py`)
+    complete   whoever is about to rely on what a device has computed waits for it, and then asks whether the team was aborted: it was before the abort
+    nonsense   numbers that nobody sent may also fail by themselves, whatever the error: where the team was aborted, that is a lost peer (`runtime/membership/member.py`)
     stuck      a call that no abort ends (making a communicator is one), or an abort that does not end, is ended with its process; the supervisor starts another one
 
 Must never change: no member votes for a step, and none compares state, before `complete` has let it through.
@@ -30,15 +30,15 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)  # SYNC: who calls it says why
 
 
-def complete(device: torch.device, kicked: Callable[[], bool] | None) -> None:
-    """Wait until what `device` has computed is there. Raises `PeerError` where the team was kicked meanwhile, so that it may be anything.
+def complete(device: torch.device, aborted: Callable[[], bool] | None) -> None:
+    """Wait until what `device` has computed is there. Raises `PeerError` where the team was aborted meanwhile, so that it may be anything.
 
     On a CPU it does nothing: every call there has failed by itself.
     """
     if device.type == "cpu":
         return
     synchronize(device)  # SYNC: once a step, before the vote
-    if kicked is not None and kicked():
+    if aborted is not None and aborted():
         raise PeerError("the connections were closed while the device computed, and what came over them is not used")
 
 

@@ -264,7 +264,7 @@ def own_device(info: WorldInfo, device: str) -> torch.device:
 
 
 def leave_errors_to_run() -> None:
-    """NCCL's own threads neither end this process nor abort its communicators when a peer is lost: a run that heals itself does. Before the first group is made.
+    """NCCL's own threads neither end this process nor abort its communicators when a peer is lost: an elastic run does. Before the first group is made.
 
     What the user has set stays: torch's defaults end the process, which its supervisor then replaces.
     """

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from phalanx.core.faces import lazy
 
 if TYPE_CHECKING:
-    from phalanx.runtime.membership.agent_terms import SeatSettings as SeatSettings, TooFew as TooFew
+    from phalanx.runtime.membership.agent_terms import AgentSettings as AgentSettings, TooFew as TooFew
     from phalanx.runtime.membership.clocks import (
         compare_clocks as compare_clocks,
         hosts_of as hosts_of,

@@ -1,4 +1,4 @@
-"""What a member and its seat tell each other: how a run ended, why a member waits, how it takes part."""
+"""What a member and its worker agent tell each other: how a run ended, why a member waits, how it takes part."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class TooFew(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SeatSettings:
+class AgentSettings:
     """How a worker takes part."""
 
     heartbeat_s: float = 0.1

@@ -55,7 +55,7 @@ class HostAgent:
         self.newest: Generation | None = None
         self.begun = False
         self.finished: str | None = None
-        """How the run ended, as `seat.End` writes it."""
+        """How the run ended, as `agent_terms.End` writes it."""
         self._keys: Keys | None = None
         self._epoch = ""
         self._epoch_s = 0.0

@@ -129,20 +129,20 @@ def run_steps(body: Steps, step: Callable[[], Decision]) -> Decision:
     return decision
 
 
-def run_member(seat: WorkerAgent, body: Body, *, tell: Emit = ignore, order: Order = as_listed) -> str:
-    """Take part until the run ends; returns why it did: finished, stopped, left or missed the end. The seat has been announced.
+def run_member(agent: WorkerAgent, body: Body, *, tell: Emit = ignore, order: Order = as_listed) -> str:
+    """Take part until the run ends; returns why it did: finished, stopped, left or missed the end. The worker agent has been announced.
 
     `order` decides the ranks of each generation from its reports.
 
     Raises `StaleMember`, and whatever the body raises that is no lost peer.
     """
-    seat.tell = tell
-    return _Loop(seat, body, tell, order).run()
+    agent.tell = tell
+    return _Loop(agent, body, tell, order).run()
 
 
 class _Loop:
-    def __init__(self, seat: WorkerAgent, body: Body, tell: Emit, order: Order) -> None:
-        self.seat, self.body, self.tell, self.order = seat, body, tell, order
+    def __init__(self, agent: WorkerAgent, body: Body, tell: Emit, order: Order) -> None:
+        self.agent, self.body, self.tell, self.order = agent, body, tell, order
         self.doubt = 0
         """Generation in which this member voted without learning the decision; 0: none."""
         self.broken_s = 0.0
@@ -153,7 +153,7 @@ class _Loop:
     def run(self) -> str:
         while True:
             try:
-                team = self.seat.next_team(self._report(), order=self.order)
+                team = self.agent.next_team(self._report(), order=self.order)
             except Left:
                 return "left"
             except RunOver as err:
@@ -166,7 +166,12 @@ class _Loop:
     def _report(self) -> MemberReport:
         checksum, data = self.body.describe()
         return MemberReport(
-            uid=self.seat.uid, step=self.body.step, holds=self.body.holds, doubt=self.doubt > 0, sum=checksum, data=data
+            uid=self.agent.uid,
+            step=self.body.step,
+            holds=self.body.holds,
+            doubt=self.doubt > 0,
+            sum=checksum,
+            data=data,
         )
 
     def _in_team(self, team: GroupEpoch) -> str:
@@ -180,14 +185,14 @@ class _Loop:
             return ""
         self.tell(
             Reformed(
-                uid=self.seat.uid,
+                uid=self.agent.uid,
                 generation=team.generation.number,
                 life=team.generation.epoch,
                 members=team.size,
                 why=team.generation.why,
                 at_s=now_s(),
                 lost_s=team.generation.lost_s,
-                told_s=self.seat.told_s(team.generation),
+                told_s=self.agent.told_s(team.generation),
                 broken_s=self.broken_s,
                 formed_s=team.formed_s,
                 entered_s=now_s() - begin_s,
@@ -203,17 +208,17 @@ class _Loop:
                 return self._stop()
             if not decision.commit or decision.then == "next":
                 return ""
-            if decision.then == "leave" and self._part(self.seat.leavers):
+            if decision.then == "leave" and self._part(self.agent.leavers):
                 return ""
         if self._failed(lambda: self.body.close(stopped=False)):
             return ""
-        self.seat.finish(self.body.step)
+        self.agent.finish(self.body.step)
         return "finished"
 
     def _too_few(self) -> str:
         """The team was formed only to save what its members hold, all of them or some that leave."""
         leavers: dict[str, str] = {}
-        if self._failed(lambda: leavers.update(self.seat.waits_or_ends())):
+        if self._failed(lambda: leavers.update(self.agent.waits_or_ends())):
             return ""
         if not leavers:
             return self._stop()
@@ -223,12 +228,12 @@ class _Loop:
     def _stop(self) -> str:
         if self._failed(lambda: self.body.close(stopped=True)):
             return ""
-        self.seat.stopped()
+        self.agent.stopped()
         return "stopped"
 
     def _settle_doubt(self, team: GroupEpoch) -> None:
         resolution = resolve(team.reports)
-        if self.seat.uid in resolution.finish:
+        if self.agent.uid in resolution.finish:
             self._commit(team.generation.number, doubt=True)
         elif self.doubt:
             self.body.abort()
@@ -237,17 +242,17 @@ class _Loop:
     def _step(self) -> Decision:
         decision = self._try_step()
         if decision.commit and decision.then != "stop":
-            self.seat.wish_away(self.body.too_slow())
+            self.agent.wish_away(self.body.too_slow())
         return decision
 
     def _try_step(self) -> Decision:
-        step, number = self.body.step, self.seat.team.generation.number if self.seat.team else 0
+        step, number = self.body.step, self.agent.team.generation.number if self.agent.team else 0
         if self._failed(self.body.compute):
             self.body.abort()
-            self.seat.settle(step)
+            self.agent.settle(step)
             return ABORT
         try:
-            decision = self.seat.vote(step)
+            decision = self.agent.vote(step)
         except InDoubt:
             return self._after_doubt(step, number)
         except ServiceLost:  # before the vote was heard
@@ -264,7 +269,7 @@ class _Loop:
     def _after_doubt(self, step: int, number: int) -> Decision:
         """A service that was away for a moment and lost nothing can still say; else the next generation settles it."""
         self._broken()
-        decision = self.seat.settle(step)
+        decision = self.agent.settle(step)
         if decision is None:
             self.doubt = number
             return ABORT
@@ -276,7 +281,7 @@ class _Loop:
 
     def _commit(self, generation: int, *, doubt: bool = False) -> None:
         self.body.commit()
-        self.tell(Committed(uid=self.seat.uid, generation=generation, step=self.body.step, at_s=now_s(), doubt=doubt))
+        self.tell(Committed(uid=self.agent.uid, generation=generation, step=self.body.step, at_s=now_s(), doubt=doubt))
 
     def _part(self, leavers: Callable[[], Mapping[str, str]]) -> bool:
         """Some leave; whether the team is over. Nobody is out before all that they hold is with the others: where one of these is lost
@@ -291,13 +296,13 @@ class _Loop:
         if self._failed(give):
             return True
         if done:
-            self.seat.gave_up(done[0], given_to=self._stay(done[0]))
+            self.agent.gave_up(done[0], given_to=self._stay(done[0]))
         else:
-            self.seat.kept()
+            self.agent.kept()
         return bool(done)
 
     def _stay(self, leavers: Mapping[str, str]) -> list[str]:
-        return [] if self.seat.team is None else [uid for uid in self.seat.team.uids if uid not in leavers]
+        return [] if self.agent.team is None else [uid for uid in self.agent.team.uids if uid not in leavers]
 
     def _failed(self, work: Callable[[], None]) -> bool:
         """Run `work`; True where a peer was lost in it. The error keeps no frame alive, and with it no message."""
@@ -308,14 +313,14 @@ class _Loop:
             text, where = f"{type(err).__name__}: {err}", "".join(traceback.format_tb(err.__traceback__)[-3:])
             err.__traceback__ = None
         except Exception as err:
-            if not self.seat.came_from_nowhere():
+            if not self.agent.came_from_nowhere():
                 raise
             text, where = f"{type(err).__name__}: {err}", ""
             err.__traceback__ = None
         self._broken()
         self.failures.append((self.body.step, text))
         same = [t for s, t in self.failures if s == self.body.step]
-        if len(same) >= SAME_FAILURES and not self.seat.broken():
+        if len(same) >= SAME_FAILURES and not self.agent.broken():
             raise RunError(
                 f"step {self.body.step + 1} failed {len(same)} times although nobody was lost: {same[-1]}\n{where}"
             )

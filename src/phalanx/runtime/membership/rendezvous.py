@@ -4,10 +4,10 @@ What is known of gloo (torch 2.13): `abort` and `shutdown` do nothing; a peer th
 unless sockets close; the constructor blocks on its store if a member never comes. So:
 
     form   an interruptible barrier of keys first, then the constructor with a short timeout, under a prefix that no other generation uses
-    kick   shut down the sockets of the groups, from any thread: every call in them fails at once, here and at the peers; NCCL: abort (`runtime/comm/devices.py`)
-    drop   kick, destroy, and forget every reference
+    abort   shut down the sockets of the groups, from any thread: every call in them fails at once, here and at the peers; NCCL: abort (`runtime/comm/devices.py`)
+    drop   abort, destroy, and forget every reference
 
-Must never change: `kick` touches connected sockets only (`getpeername`), and only those whose inode is still the one that was noted while a group
+Must never change: `abort` touches connected sockets only (`getpeername`), and only those whose inode is still the one that was noted while a group
 was made, under the lock under which other connections of the process open.
 """
 
@@ -124,12 +124,12 @@ class TeamGroups(GroupCache):
     def __init__(self, sockets: Sockets, *, timeout_s: float) -> None:
         super().__init__(timeout_s=timeout_s)
         self._sockets = sockets
-        self.kicked: Callable[[], bool] = lambda: False
+        self.aborted: Callable[[], bool] = lambda: False
 
     def _create(self, ranks: tuple[int, ...], second: bool, message_ctas: int) -> dist.ProcessGroup | None:
         if ranks == tuple(range(dist.get_world_size())) and not second and not message_ctas:
             return dist.group.WORLD
-        if self.kicked():
+        if self.aborted():
             raise PeerError("a group of a team whose connections were closed would never be closed again")
         timeout = timedelta(seconds=min(CONSTRUCT_S, self.timeout_s))
         inside = dist.get_rank() in ranks
@@ -176,9 +176,9 @@ class GroupEpoch:
         """Whether a step of the run was ever committed: then nobody may begin anew."""
         self.sockets = Sockets(far=far)
         self.groups = TeamGroups(self.sockets, timeout_s=timeout_s)
-        self.kicked = False
-        self.groups.kicked = lambda: self.kicked
-        self.kicked_s = 0.0
+        self.aborted = False
+        self.groups.aborted = lambda: self.aborted
+        self.aborted_s = 0.0
         """When, on the monotonic clock; 0: it was not."""
         self._abort = DeviceAbort()
         self.check: Callable[[], None] = lambda: None
@@ -188,10 +188,10 @@ class GroupEpoch:
         self.formed_s = 0.0
         """How long the groups took, barrier included."""
 
-    def kick(self) -> int:
+    def abort(self) -> int:
         """Make every call in the groups fail, here and at the peers. From any thread; returns how many sockets were shut."""
-        self.kicked = True
-        self.kicked_s = self.kicked_s or time.monotonic()
+        self.aborted = True
+        self.aborted_s = self.aborted_s or time.monotonic()
         shut = self.sockets.shut()
         if self.size > 1 and dist.is_initialized():
             self._abort.start([g for g in (dist.group.WORLD, *self.groups.all()) if g is not None])
@@ -199,7 +199,7 @@ class GroupEpoch:
 
     def drop(self) -> None:
         """Forget the groups. From the thread that made them; safe to call again."""
-        self.kick()
+        self.abort()
         self._abort.wait()
         self.groups.forget()
         if dist.is_initialized():
@@ -258,7 +258,7 @@ def form(
 ) -> GroupEpoch:
     """Connect the members of `generation`; this one has put its report under its key of `ready_keys`. Collective.
 
-    `timeout_s` is for collectives, `limit_s` for members to become ready. `watch` is given the team before it connects, so that a watchdog can kick
+    `timeout_s` is for collectives, `limit_s` for members to become ready. `watch` is given the team before it connects, so that a watchdog can abort
     it from then on. `order` decides the ranks. Raises `NewerGeneration`, `PeerError`, `ServiceLost`. Nothing is left of a group that could not be made.
     """
     begin_s = time.monotonic()

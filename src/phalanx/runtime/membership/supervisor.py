@@ -31,7 +31,7 @@ from phalanx.core.clock import now_s
 from phalanx.core.errors import PhalanxError, RunError
 from phalanx.core.events import Emit, Event, ignore
 from phalanx.runtime.comm import STOP_SIGNALS, STOPPED
-from phalanx.runtime.membership.agent_terms import SeatSettings, too_few
+from phalanx.runtime.membership.agent_terms import AgentSettings, too_few
 from phalanx.runtime.membership.host_agent import HostAgent
 from phalanx.runtime.membership.keys import Service
 from phalanx.runtime.membership.membership import FirstRule, Generation, Member, TooFewMembers
@@ -79,7 +79,7 @@ class SupervisorSettings:
     """How long the place of a worker stays empty that the others put out for being slow."""
     away: Callable[[], frozenset[int]] = frozenset
     """Slots that are to have no worker for now, asked again and again (`runtime/comm/drained_slots.py`)."""
-    seat: SeatSettings = field(default_factory=SeatSettings)
+    agent: AgentSettings = field(default_factory=AgentSettings)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +129,7 @@ class RespawnsUsedUp(Event):
 
 
 MemberMain = Callable[[WorkerAgent], int]
-"""Body of one worker, run in a forked process: announces itself on its seat and takes part; returns its exit code."""
+"""Body of one worker, run in a forked process: announces itself on its worker agent and takes part; returns its exit code."""
 
 
 class Supervisor:
@@ -148,7 +148,7 @@ class Supervisor:
         self.main, self.settings, self.tell = main, settings, tell
         self.store = start_store(address, port) if service is None else None
         self.service: Service = self.store.address if self.store is not None else service  # type: ignore[assignment]
-        self.roster = HostAgent(
+        self.host_agent = HostAgent(
             settings.host,
             self.service,
             FirstRule(
@@ -193,14 +193,14 @@ class Supervisor:
             try:
                 while any(not w.ended for w in self.workers) or (self.empty and self._goes_on and not self._all_rest):
                     self._turn()
-                over = self.roster.finished is not None or (any(self.codes) and self.roster.is_over())
+                over = self.host_agent.finished is not None or (any(self.codes) and self.host_agent.is_over())
             finally:
                 self._end_all()
         if self.stops > 1:
             return STOPPED
-        if self.error is not None and self.roster.finished is None:
+        if self.error is not None and self.host_agent.finished is None:
             raise self.error
-        return exit_code(self.codes, finished=self.roster.finished is not None, over=over)
+        return exit_code(self.codes, finished=self.host_agent.finished is not None, over=over)
 
     # -- one turn
 
@@ -218,7 +218,7 @@ class Supervisor:
         self._find_frozen()
         self._fill()
         self._keep_service()
-        self.roster.tick()
+        self.host_agent.tick()
         self._report_lost()
         self._watch_minimum()
 
@@ -241,7 +241,7 @@ class Supervisor:
         if slept_s > TICK_S + self.settings.limit_s / 4:  # this process itself stood still: nobody else is to blame
             for worker in self.workers:
                 worker.heard_s = time.monotonic()
-            self.roster.forgive()
+            self.host_agent.forgive()
 
     def _hear(self) -> None:
         for worker in self.workers:
@@ -250,18 +250,18 @@ class Supervisor:
     def _hear_one(self, worker: Worker) -> None:
         for words in worker.hear():
             if "announced" in words:
-                self.roster.announced(worker.member)
+                self.host_agent.announced(worker.member)
             if "leave" in words:
-                self.roster.leave([worker.uid], "was told to leave")
+                self.host_agent.leave([worker.uid], "was told to leave")
             if "rest" in words:
                 self.rests[worker.slot] = time.monotonic() + self.settings.rest_s
             if "begun" in words:
-                self.roster.begun = True
+                self.host_agent.begun = True
             if "step" in words:
                 self.deaths.clear()
                 self.faults, self._cause = 0, None
             if "finished" in words:
-                self.roster.finished = str(words["finished"])
+                self.host_agent.finished = str(words["finished"])
 
     def _reap(self) -> None:
         for worker in list(self.workers):
@@ -273,12 +273,12 @@ class Supervisor:
         worker.close()
         if worker.left_well:
             self.codes.append(0)
-            self.roster.gone(worker.uid)
+            self.host_agent.gone(worker.uid)
             if worker.slot in self.rests and self._goes_on:
                 self.empty.add(worker.slot)
             return
-        self.roster.died(worker.uid, worker.cause())
-        self.roster.tick()  # the others wait for this; a new process can come later
+        self.host_agent.died(worker.uid, worker.cause())
+        self.host_agent.tick()  # the others wait for this; a new process can come later
         if worker.put_out:
             return
         self.deaths[worker.slot] += worker.code != STALE_CODE
@@ -290,7 +290,7 @@ class Supervisor:
             self.codes.append(worker.code)
 
     def _may_respawn(self, worker: Worker) -> bool:
-        if self.stops or self.roster.finished is not None or self._is_used_up(worker):
+        if self.stops or self.host_agent.finished is not None or self._is_used_up(worker):
             return False
         if isinstance(self.error, PhalanxError) and not isinstance(self.error, RunError):
             self._give_up(self.error)  # what the user must change: it would be the same again
@@ -322,7 +322,7 @@ class Supervisor:
         self.error = error
         self.stops = max(self.stops, 1)
         mine = [w.uid for w in self.workers if not w.ended]
-        self.roster.leave_or_stop(mine, str(error).splitlines()[0])
+        self.host_agent.leave_or_stop(mine, str(error).splitlines()[0])
         self._end_joiners()
 
     def _find_frozen(self) -> None:
@@ -333,7 +333,7 @@ class Supervisor:
             silent_s = now - worker.heard_s
             if not worker.put_out and silent_s > self.settings.limit_s:
                 worker.put_out = now
-                self.roster.died(worker.uid, f"said nothing for {silent_s:.1f} s")
+                self.host_agent.died(worker.uid, f"said nothing for {silent_s:.1f} s")
                 if not self.stops and self._is_used_up(worker):
                     self.codes.append(-signal.SIGKILL)
                 elif not self.stops:
@@ -353,7 +353,7 @@ class Supervisor:
             self.tell(ServiceRestarted(at_s=now_s(), pid=self.store.pid))
 
     def _report_lost(self) -> None:
-        for lost in self.roster.take_lost():
+        for lost in self.host_agent.take_lost():
             self.tell(
                 MemberLost(
                     uid=lost.uid,
@@ -367,8 +367,8 @@ class Supervisor:
 
     def _watch_minimum(self) -> None:
         """A run that has waited too long for members ends; its workers save what they hold. One that never began ends on each host by itself."""
-        newest: Generation | None = self.roster.newest
-        waits = self.roster.waits if newest is None else not newest.enough
+        newest: Generation | None = self.host_agent.newest
+        waits = self.host_agent.waits if newest is None else not newest.enough
         if not waits or self.stops:
             self._short_since_s = 0.0
             return
@@ -385,26 +385,26 @@ class Supervisor:
     def _never_began(self, waited_s: float) -> PhalanxError:
         s = self.settings
         return TooFewMembers(
-            f"the run has not begun: {self.roster.heard()} ranks of all hosts are ready, and it needs {s.minimum} (resilience.minimum); host {s.host} waited "
+            f"the run has not begun: {self.host_agent.heard()} ranks of all hosts are ready, and it needs {s.minimum} (resilience.minimum); host {s.host} waited "
             f"{waited_s:g} s (resilience.wait_s, and {s.gather_s:g} s for ranks that start). Start this host again together with the others"
         )
 
     def _end_run(self, error: PhalanxError) -> None:
         """On all hosts. Nobody leaves alone, so that those who are left save together what they hold."""
         self.error, self.stops = error, max(self.stops, 1)
-        self.roster.stop(str(error).splitlines()[0])
+        self.host_agent.stop(str(error).splitlines()[0])
         self._end_joiners()
 
     # -- processes and signals
 
     @property
     def _goes_on(self) -> bool:
-        return not self.stops and self.roster.finished is None
+        return not self.stops and self.host_agent.finished is None
 
     @property
     def _all_rest(self) -> bool:
         """No worker is left that could hear of the end of the run, and it is over."""
-        return bool(self.rests) and self.roster.is_over()
+        return bool(self.rests) and self.host_agent.is_over()
 
     def _start_or_wait(self, slot: int) -> None:
         if slot in self.settings.away():
@@ -438,11 +438,11 @@ class Supervisor:
         """In the forked process."""
         for fd in (self._wake, self._waker):
             os.close(fd)
-        with WorkerAgent(member, self.service, pipe=pipe, settings=self.settings.seat) as seat:
-            signal.signal(signal.SIGTERM, lambda number, frame: seat.leave())
+        with WorkerAgent(member, self.service, pipe=pipe, settings=self.settings.agent) as agent:
+            signal.signal(signal.SIGTERM, lambda number, frame: agent.leave())
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-            return self.main(seat)
+            return self.main(agent)
 
     @contextlib.contextmanager
     def _listening(self) -> Iterator[None]:
@@ -459,8 +459,8 @@ class Supervisor:
         self.stops += 1
         if self.stops == 1:
             mine = [w.uid for w in self.workers if not w.ended]
-            self.roster.leave_or_stop(mine, f"its host got {signal.Signals(number).name}")
-            if self.roster.newest is not None or not self.settings.alone:
+            self.host_agent.leave_or_stop(mine, f"its host got {signal.Signals(number).name}")
+            if self.host_agent.newest is not None or not self.settings.alone:
                 self._end_joiners()
             self._told_to_stop = True
         else:
@@ -471,7 +471,7 @@ class Supervisor:
 
     def _end_joiners(self) -> None:
         """Workers that are in no generation yet hold nothing, and would wait for one for ever."""
-        taking_part = () if self.roster.newest is None else self.roster.newest.uids
+        taking_part = () if self.host_agent.newest is None else self.host_agent.newest.uids
         for worker in self.workers:
             if not worker.ended and worker.uid not in taking_part:
                 worker.put_out = worker.put_out or time.monotonic()
@@ -481,7 +481,7 @@ class Supervisor:
         for worker in self.workers:
             worker.kill()
             worker.close()
-        self.roster.close()
+        self.host_agent.close()
         if self.store is not None:
             self._wait_for_others()
             self.store.stop()
@@ -489,7 +489,7 @@ class Supervisor:
     def _wait_for_others(self) -> None:
         """The service stays until the other hosts have ended, for a short while."""
         end_s = time.monotonic() + self.settings.limit_s
-        while self.roster.others_alive() and time.monotonic() < end_s:
+        while self.host_agent.others_alive() and time.monotonic() < end_s:
             time.sleep(TICK_S)
 
 

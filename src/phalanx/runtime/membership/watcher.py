@@ -1,6 +1,6 @@
 """What a member hears of its run beside its work: the threads that say that it lives, watch for generations, and end what a lost member would hold up.
 
-One thread writes heartbeats into a pipe to the supervisor (no service is needed for that), one waits for the next generation and kicks the groups the
+One thread writes heartbeats into a pipe to the supervisor (no service is needed for that), one waits for the next generation and aborts the groups the
 moment that a member of them is lost. What they hear is kept here, under one lock, for the worker's own thread (`runtime/membership/worker_agent.py`).
 
 Must never change: a member that missed a generation never learns of a newer one as if it were in it (`_check_missed`).
@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from phalanx.core.clock import now_s
 from phalanx.core.errors import PhalanxError
-from phalanx.runtime.membership.agent_terms import End, SeatSettings
+from phalanx.runtime.membership.agent_terms import AgentSettings, End
 from phalanx.runtime.membership.keys import Keys, Service, ServiceLost
 from phalanx.runtime.membership.membership import WISHES, Announcement, Generation, Member, Membership, StaleMember
 from phalanx.runtime.membership.reachability import ReachabilityProbe, door_key
@@ -28,13 +28,13 @@ WATCH_S = 0.25
 """How long the watching thread waits at a time; a new generation wakes it at once."""
 AGAIN_S = 0.05
 STUCK_S = 120.0
-"""On a device: the worker's own thread has this long to come back from a team that was kicked. Else it is in a call that only the end of the process ends."""
+"""On a device: the worker's own thread has this long to come back from a team that was aborted. Else it is in a call that only the end of the process ends."""
 
 
 class MembershipWatcher:
     """The part of a `WorkerAgent` that listens."""
 
-    def __init__(self, member: Member, service: Service, *, pipe: int, settings: SeatSettings) -> None:
+    def __init__(self, member: Member, service: Service, *, pipe: int, settings: AgentSettings) -> None:
         self.member, self.service, self.settings = member, service, settings
         self.uid = member.uid
         self.team: GroupEpoch | None = None
@@ -121,7 +121,7 @@ class MembershipWatcher:
                 with self._news:
                     self._refused = err
                     if self.team is not None:
-                        self.team.kick()
+                        self.team.abort()
                     self._news.notify_all()
                 return
 
@@ -146,9 +146,9 @@ class MembershipWatcher:
 
     def _end_if_stuck(self) -> None:
         team = self._inside
-        if self.settings.device == "cpu" or team is None or not team.kicked_s:
+        if self.settings.device == "cpu" or team is None or not team.aborted_s:
             return
-        stuck_s = time.monotonic() - team.kicked_s
+        stuck_s = time.monotonic() - team.aborted_s
         if stuck_s > STUCK_S:
             text = f"{self.uid} has not come back from generation {team.generation.number} for {stuck_s:.0f} s, and ends, so that another one takes its place\n"
             os.write(2, text.encode())
@@ -194,7 +194,7 @@ class MembershipWatcher:
             if self.uid in found.uids:
                 self.last = found
             if self.team is not None and (self._forming or self._ends(self.team.generation)):
-                self.team.kick()  # one that is not connected yet never will be: others may have gone on to the newer one
+                self.team.abort()  # one that is not connected yet never will be: others may have gone on to the newer one
             self._news.notify_all()
 
     def _ends(self, generation: Generation) -> bool:

@@ -1,6 +1,6 @@
 """A worker's place in a run: it says that it lives, watches for generations, and connects to the members of each.
 
-Threads work beside the worker's own (`runtime/membership/watcher.py`): they write heartbeats, wait for the next generation, and kick the groups the moment that
+Threads work beside the worker's own (`runtime/membership/watcher.py`): they write heartbeats, wait for the next generation, and abort the groups the moment that
 a member of them is lost. The worker's own thread asks for the next team, computes, and votes: what is here.
 
     waiting for a generation ── in it ──> barrier ──> groups ──> steps ── lost peer, abort, "next" ──> drop, wait again
@@ -21,7 +21,7 @@ from typing import Any
 
 from phalanx.core.errors import PeerError, RunError
 from phalanx.core.events import Emit, ignore
-from phalanx.runtime.membership.agent_terms import End, Left, RunOver, SeatSettings, TooFew
+from phalanx.runtime.membership.agent_terms import AgentSettings, End, Left, RunOver, TooFew
 from phalanx.runtime.membership.keys import Keys, Service, ServiceLost
 from phalanx.runtime.membership.membership import Announcement, Generation, Member, Membership, StaleMember
 from phalanx.runtime.membership.reachability import ReachabilityProbe, agree_who_goes, door_key, knock_at
@@ -50,7 +50,7 @@ RENEW_S = 0.4
 class WorkerAgent(MembershipWatcher):
     """Use as a context manager; `announce` once the worker can begin to work."""
 
-    def __init__(self, member: Member, service: Service, *, pipe: int, settings: SeatSettings) -> None:
+    def __init__(self, member: Member, service: Service, *, pipe: int, settings: AgentSettings) -> None:
         super().__init__(member, service, pipe=pipe, settings=settings)
         self._keys: Keys | None = None
         self._votes: Votes | None = None
@@ -255,9 +255,9 @@ class WorkerAgent(MembershipWatcher):
         self._inside = None
 
     def came_from_nowhere(self) -> bool:
-        """Whether an error of any kind may be of numbers that nobody sent: on a device the messages of a kicked team end with anything in them."""
+        """Whether an error of any kind may be of numbers that nobody sent: on a device the messages of an aborted team end with anything in them."""
         with self._news:
-            return self.settings.device != "cpu" and self.team is not None and self.team.kicked
+            return self.settings.device != "cpu" and self.team is not None and self.team.aborted
 
     def keys(self) -> Keys:
         """The connection of the worker's own thread, opened again as long as `service_s` allows."""
@@ -373,7 +373,7 @@ class WorkerAgent(MembershipWatcher):
         with self._news:
             self.team, self._forming = team, True
             if self.newest is not None and later(self.newest, team.generation):
-                team.kick()
+                team.abort()
 
     def _then(self) -> Then:
         if self._keys is not None and self._keys.get("stop") is not None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
         swept_optimum as swept_optimum,
         young_daly as young_daly,
     )
-    from phalanx.simulate.failures.goodput_heal import (
+    from phalanx.simulate.failures.goodput_elastic import (
         HostsLeft as HostsLeft,
         hosts_left as hosts_left,
         memory_left as memory_left,

@@ -43,7 +43,7 @@ class SlowHosts:
 
 
 def slow_hosts(prediction: Prediction, stragglers: Stragglers, rule: StragglerRule) -> SlowHosts:
-    """`rule`: of the recipe on that cluster (`goodput_heal.py`). Paces are of one draw, that of the stragglers' seed."""
+    """`rule`: of the recipe on that cluster (`goodput_elastic.py`). Paces are of one draw, that of the stragglers' seed."""
     cluster = prediction.cluster
     factors = stragglers.factors(cluster, np.random.default_rng(stragglers.seed))
     usual_s = prediction.step.seconds

@@ -1,4 +1,4 @@
-"""How long a run that heals itself takes from the death of ranks to the next committed step: the plan of the new generation (`plan/recovery/generation.py`) on a clock.
+"""How long an elastic run takes from the death of ranks to the next committed step: the plan of the new generation (`plan/recovery/generation.py`) on a clock.
 
 Decides the clock of a recovery. Its phases are those that the running system tells (`core/events.py: TeamFormed`, `TrainingResumed`):
 
@@ -25,7 +25,7 @@ from phalanx.core.units import format_bytes, format_seconds
 from phalanx.plan.layout import STATE_KINDS, cells
 from phalanx.plan.mapping import Folding, group_names
 from phalanx.plan.program import Op, StepProgram, move_program
-from phalanx.plan.recovery import HEAL_ID, Healing, HealPlan
+from phalanx.plan.recovery import STATE_MOVE_ID, GenerationPlan, RecoveryPlanner
 from phalanx.plan.reshard import Hosts, Move, equal_hosts, plan_reshard
 from phalanx.simulate.hardware import Cost
 from phalanx.simulate.program import run_moves
@@ -145,8 +145,8 @@ class RecoveryWork:
         return sum(rank.received_bytes for rank in self.ranks)
 
 
-def recovery_work(healing: Healing, plan: HealPlan, *, lost: int, itemsize: int) -> RecoveryWork:
-    """Of the generation of `plan`, which `healing` made, `lost` members fewer than before. `itemsize`: bytes of a parameter in the compute type."""
+def recovery_work(planner: RecoveryPlanner, plan: GenerationPlan, *, lost: int, itemsize: int) -> RecoveryWork:
+    """Of the generation of `plan`, which `planner` made, `lost` members fewer than before. `itemsize`: bytes of a parameter in the compute type."""
     moves = plan.moves
     reshard, everyone = plan_reshard(moves, _hosts_of(plan)), range(len(plan.members))
     cut = {m.name: cells(h.box for side in (m.src, m.dst) for of in side.held for h in of) for m in plan.params}
@@ -160,7 +160,7 @@ def recovery_work(healing: Healing, plan: HealPlan, *, lost: int, itemsize: int)
         ranks.append(
             RankRecoveryWork(
                 tensors=sum(rank in m.dst.ranks for m in plan.params),
-                parameter_bytes=_local_bytes(healing, plan, rank, itemsize=itemsize),
+                parameter_bytes=_local_bytes(planner, plan, rank, itemsize=itemsize),
                 state_bytes=len(STATE_KINDS) * state,
                 held_bytes=len(STATE_KINDS) * held,
                 held_pieces=len(STATE_KINDS) * held_pieces,
@@ -180,7 +180,7 @@ def recovery_work(healing: Healing, plan: HealPlan, *, lost: int, itemsize: int)
         groups=num_groups(plan.folding, members=len(plan.members)),
         planned=sum(max(len(m.src.ranks), len(m.dst.ranks)) for m in moves),
         ranks=tuple(ranks),
-        moves=tuple(move_program(reshard, rank, ranks=everyone, op_id=HEAL_ID) for rank in everyone),
+        moves=tuple(move_program(reshard, rank, ranks=everyone, op_id=STATE_MOVE_ID) for rank in everyone),
     )
 
 
@@ -193,7 +193,7 @@ def num_groups(folding: Folding, *, members: int) -> int:
     return len(found - {everyone}) + len(second)
 
 
-def _hosts_of(plan: HealPlan) -> Hosts:
+def _hosts_of(plan: GenerationPlan) -> Hosts:
     machines = sorted({fact.machine for fact in plan.members})
     return equal_hosts([machines.index(fact.machine) for fact in plan.members])
 
@@ -215,11 +215,11 @@ def _hop_bytes(parts: Sequence[Any], moves: Sequence[Move]) -> int:
     return sum(math.prod(part.box.sizes) * moves[part.move].itemsize for part in parts)
 
 
-def _local_bytes(healing: Healing, plan: HealPlan, rank: int, *, itemsize: int) -> int:
+def _local_bytes(planner: RecoveryPlanner, plan: GenerationPlan, rank: int, *, itemsize: int) -> int:
     """Parameters of a rank, whole whatever is sharded of their state; 0 for one that is idle."""
     if rank >= plan.folding.world:
         return 0
-    whole = replace(healing, zero=0)
+    whole = replace(planner, zero=0)
     held = whole.holds(plan.standing(rank))
     return itemsize * sum(h.box.num_elements for boxes, _ in held.values() for h in boxes)
 

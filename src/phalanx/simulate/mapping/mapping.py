@@ -96,7 +96,7 @@ class Mapping:
     shares: Literal["equal", "any"] = "equal"
     """Of data-parallel ranks: equal, or as a fixed set of micro-batches divides (`core/samples.py`): some then have one less, and idle for it."""
     holders: int = 1
-    """Hosts that keep each shard of the optimizer state, in a run that heals itself."""
+    """Hosts that keep each shard of the optimizer state, in an elastic run."""
     votes: bool = False
     """Ranks vote on every step."""
     slots: ExpertSlots | None = None

@@ -11,7 +11,7 @@ from typing import Any
 
 from phalanx.core.errors import ConfigError, Problem
 from phalanx.plan.program import move_program
-from phalanx.plan.recovery import Healing, moves_again
+from phalanx.plan.recovery import RecoveryPlanner, moves_again
 from phalanx.plan.reshard import equal_hosts, plan_reshard
 from phalanx.simulate.program.clock import CostOf, run_moves
 from phalanx.simulate.program.compare_run import Comparison, MeasuredOp, compare
@@ -66,9 +66,9 @@ class MoveComparison:
         }
 
 
-def compare_move(move: MeasuredMove, healing: Healing, cost: CostOf) -> MoveComparison:
-    """`healing`: of the recipe. Raises `ConfigError` where that makes another plan of the order than the run did, `DataError` where the order cannot be read."""
-    plan = plan_reshard(moves_again(move.op_id, move.order, healing), equal_hosts(move.hosts))
+def compare_move(move: MeasuredMove, planner: RecoveryPlanner, cost: CostOf) -> MoveComparison:
+    """`planner`: of the recipe. Raises `ConfigError` where that makes another plan of the order than the run did, `DataError` where the order cannot be read."""
+    plan = plan_reshard(moves_again(move.op_id, move.order, planner), equal_hosts(move.hosts))
     if plan.hash != move.plan:
         rule = f"makes another plan of the move {move.op_id} after step {move.step} than the run (plan {plan.hash}, the run's {move.plan})"
         raise ConfigError([Problem(where="the recipe", value=None, rule=rule, hint="use the run's recipe.toml")],

@@ -68,7 +68,7 @@ def recipe_of_mapping(
         ),
         resilience=ResilienceConfig(
             heal=None if on_device else False
-        ),  # a run on processors heals itself unless told otherwise
+        ),  # a run on processors is elastic unless told otherwise
         launch=LaunchConfig(ranks=f.world, device="cuda" if on_device else "cpu"),
     )
     reasons = _reasons(recipe, mapping, cluster)

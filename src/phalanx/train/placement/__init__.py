@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 from phalanx.core.faces import lazy
 
 if TYPE_CHECKING:
-    from phalanx.train.placement.heal_state import (
+    from phalanx.train.placement.rebalancer import Rebalancer as Rebalancer
+    from phalanx.train.placement.state_transfer import (
         Everyone as Everyone,
         Examined as Examined,
         Moved as Moved,
         examine as examine,
         take_state as take_state,
     )
-    from phalanx.train.placement.rebalancer import Rebalancer as Rebalancer
 else:
     __getattr__ = lazy(__name__)

@@ -29,7 +29,7 @@ from phalanx.runtime.comm import Axis
 from phalanx.runtime.reshard import Resharder
 from phalanx.runtime.state import ReducedGradients, ShardedState, shard_views, views_of
 from phalanx.train import MoveRecorder, ReducedStep, StepParts
-from phalanx.train.placement.heal_state import move_state
+from phalanx.train.placement.state_transfer import move_state
 
 Staged = dict[str, torch.Tensor]
 """By parameter: (experts that come, ...)."""
@@ -75,7 +75,7 @@ class IncomingExperts:
         """All that comes is here. Collective. Raises `PeerError` where a rank was lost."""
         assert self._thread is not None
         begin_s = time.perf_counter()
-        self._thread.join()  # it ends with what it waits for, or when the team is kicked
+        self._thread.join()  # it ends with what it waits for, or when the team is aborted
         if self._error is not None:
             error, self._error = self._error, None
             raise error
@@ -122,7 +122,7 @@ class IncomingExperts:
             self._emit(event)
 
     def drop(self) -> None:
-        """It is of no use any more. Its thread ends by itself, at the latest once the team is kicked; what it may still write is read by nobody."""
+        """It is of no use any more. Its thread ends by itself, at the latest once the team is aborted; what it may still write is read by nobody."""
         self._staged, self._gradients = {kind: {} for kind in STATE_KINDS}, {}
 
     def _bring(self) -> None:

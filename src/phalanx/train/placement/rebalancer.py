@@ -9,7 +9,7 @@
     adopt       the prepared parts take the place of the old ones
 
 Decides nothing. Must never change: until `adopt` what the trainer has stays as it is, so that whoever is lost before costs another attempt and nothing else; a decision rests on the loads of
-the step before the last, whenever it is made; all ranks call `between` after the same steps, and those who adopt do it for the same step (a run that heals itself: with the commit of that step).
+the step before the last, whenever it is made; all ranks call `between` after the same steps, and those who adopt do it for the same step (an elastic run: with the commit of that step).
 
 Legend: L MoE layers, E experts.
 """
@@ -63,9 +63,9 @@ from phalanx.train import (
     placement_in_use,
     seconds_of_a_row,
 )
-from phalanx.train.placement.heal_state import checksums, compare, move_state
 from phalanx.train.placement.incoming import IncomingExperts
 from phalanx.train.placement.past_moves import PastMoves
+from phalanx.train.placement.state_transfer import checksums, compare, move_state
 
 SOON = 10
 """A decision follows a change of members after this part of the interval."""

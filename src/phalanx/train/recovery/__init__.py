@@ -7,6 +7,6 @@ from typing import TYPE_CHECKING
 from phalanx.core.faces import lazy
 
 if TYPE_CHECKING:
-    from phalanx.train.recovery.run import train_healing as train_healing
+    from phalanx.train.recovery.run import train_elastic as train_elastic
 else:
     __getattr__ = lazy(__name__)

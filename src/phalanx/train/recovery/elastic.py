@@ -1,10 +1,10 @@
 """A member of an elastic run: it trains on when others die or come, inside its process. A `Body` of `runtime/membership/member.py`.
 
 Each generation has a `Trainer` of its own (groups, modules, buffers for its mapping), filled from what its members hold. What must outlive a generation lives
-here: progress, the companion, and the last trainer's state until the next one has taken it over.
+here: progress, the step hook, and the last trainer's state until the next one has taken it over.
 
     order     the plan of the generation (`plan/recovery/generation.py`): mapping, ranks, what moves
-    enter     build ─ examine, move and compare state (`train/placement/heal_state.py`), or read the newest checkpoint ─ adopt
+    enter     build ─ examine, move and compare state (`train/placement/state_transfer.py`), or read the newest checkpoint ─ adopt
     compute, commit, close    those of the trainer (`train/loop.py`)
 
 A member that the mapping has no rank for is *idle*: it waits for the others in each step, votes with them, and gives away what it holds until the first commit
@@ -30,7 +30,14 @@ from phalanx.data import PreparedData
 from phalanx.kernels.native import compiled_rows
 from phalanx.observe import Sinks
 from phalanx.plan.mapping import ModelSpec
-from phalanx.plan.recovery import Fact, Healing, HealPlan, StateDescriptor, heal_order, read_standing
+from phalanx.plan.recovery import (
+    Fact,
+    GenerationPlan,
+    RecoveryPlanner,
+    StateDescriptor,
+    read_standing,
+    state_move_order,
+)
 from phalanx.runtime.checkpoint import CheckpointManager, Writer, import_beside
 from phalanx.runtime.comm import (
     AbortableCall,
@@ -85,7 +92,7 @@ class ElasticRun:
     folder: RunFolder
     prepared: PreparedData
     spec: ModelSpec
-    healing: Healing
+    planner: RecoveryPlanner
     kept: Recipe | None = None
     """What the run folder is to keep once the others have accepted this host; None: it does."""
 
@@ -110,7 +117,7 @@ class ElasticMember:
         self.flops_per_s = 0.0 if joins else matmul_flops_per_s(DTYPES[self.recipe.train.dtype], self.device)
         self._about = self._describe_process()
         self.trainer: Trainer | None = None
-        self.progress, self.companion = RunProgress(), Rebalancer(run.recipe, run.spec)
+        self.progress, self.hook = RunProgress(), Rebalancer(run.recipe, run.spec)
         self.outcome: Outcome | None = None
         self.place: StateDescriptor | None = None
         """Where the state that it holds stands."""
@@ -118,17 +125,17 @@ class ElasticMember:
         """Of the members of the generation that this one has entered, but for those that are idle."""
         self._is_warm = False
         self._may_lack = joins
-        """Whether this process has perhaps not imported what saves need (`heal_run.py`: it would have kept it from taking part)."""
-        self._plan: HealPlan | None = None
+        """Whether this process has perhaps not imported what saves need (`elastic_run.py`: it would have kept it from taking part)."""
+        self._plan: GenerationPlan | None = None
         """Of the generation that forms."""
-        self._entered: HealPlan | None = None
+        self._entered: GenerationPlan | None = None
         """Of the one that this member has entered; experts may lie elsewhere since."""
         self._waits_for = ""
         self._everyone: Everyone | None = None
         self._escape: AbortableCall | None = None
         self._idle = self._others_idle = False
         self._telling = Telling(sinks)
-        self._pace = PaceWatch(run.recipe, run.healing)
+        self._pace = PaceWatch(run.recipe, run.planner)
         self._too_slow: dict[str, str] = {}
 
     def _describe_process(self) -> dict[str, str]:
@@ -144,7 +151,7 @@ class ElasticMember:
     def rehearse(self) -> None:
         """Do alone whatever takes long the first time, so that nobody waits for it later. Before the member says that it is ready."""
         run = self.run
-        rehearse(self.recipe, run.spec, run.healing.base, prepared=run.prepared, device=self.device, folder=run.folder)
+        rehearse(self.recipe, run.spec, run.planner.base, prepared=run.prepared, device=self.device, folder=run.folder)
         self._is_warm = True
 
     # -- what the loop asks
@@ -176,7 +183,7 @@ class ElasticMember:
         Raises `PeerError` where they make no mapping, so that the members ask for another generation, until others have come.
         """
         try:
-            self._plan = self.run.healing.plan(facts_of(generation, reports))
+            self._plan = self.run.planner.plan(facts_of(generation, reports))
         except PlanError as err:
             if str(err) != self._waits_for:
                 self._waits_for = str(err)
@@ -193,7 +200,7 @@ class ElasticMember:
         self._telling.entry, self._everyone = None, None
         if self.trainer is not None:
             self.trainer.drop_batches()
-        self.companion.drop()
+        self.hook.drop()
         if self._escape is not None:
             self._escape.close()
 
@@ -232,7 +239,7 @@ class ElasticMember:
 
     def _connect(self, team: GroupEpoch) -> Everyone:
         """What all members talk over, those that are idle too."""
-        self._escape = AbortableCall(lambda: team.kicked, keep=team.groups.all)
+        self._escape = AbortableCall(lambda: team.aborted, keep=team.groups.all)
         ranks = tuple(range(team.size))
         return Everyone(
             comms=Collectives(emit=self.sinks, timeout_s=self.recipe.launch.timeout_s, escape=self._escape),
@@ -242,7 +249,7 @@ class ElasticMember:
             device=self.device,
         )
 
-    def _examine(self, plan: HealPlan, everyone: Everyone) -> Examined:
+    def _examine(self, plan: GenerationPlan, everyone: Everyone) -> Examined:
         """Whether holders of the same piece agree; what is left out is said."""
         found = examine(plan, old=self._state, everyone=everyone)
         for text in found.suspects.explain(plan.uids):
@@ -257,9 +264,9 @@ class ElasticMember:
         recorder = Recorder(traced, comms=everyone.comms, peers=everyone.peers, emit=self.sinks)
         recorder.rank, recorder.generation = team.rank, team.generation.number
         recorder.prepare(step + 1)
-        return recorder.moves(step, lambda: heal_order(found.plan, found.suspects.all))
+        return recorder.moves(step, lambda: state_move_order(found.plan, found.suspects.all))
 
-    def _build(self, team: GroupEpoch, plan: HealPlan) -> Trainer | None:
+    def _build(self, team: GroupEpoch, plan: GenerationPlan) -> Trainer | None:
         """A trainer for the team, with initial weights as long as the run may begin with them; None where this member is idle. Groups are made by all members,
         in one order."""
         if self.trainer is not None:
@@ -278,7 +285,7 @@ class ElasticMember:
         trainer = Trainer(
             rank=rank, stop=StopRequest(), prepared=self.run.prepared, spec=self.run.spec, folding=plan.folding, parts=parts,
             loader=make_loader(self.recipe, self.run.prepared), manager=self._manager(team, rank),
-            companion=self.companion, progress=self.progress,
+            hook=self.hook, progress=self.progress,
             elastic=Elastic(where=where, others_idle=bool(plan.idle), pace=self._watch_pace, at=self._now),
         )  # fmt: skip
         trainer.recorder.rank, trainer.recorder.generation = team.rank, team.generation.number
@@ -286,7 +293,7 @@ class ElasticMember:
         trainer.reporter.peak_flops_per_s = self._peak(rank.peers, told)
         return trainer
 
-    def _rank(self, team: GroupEpoch, plan: HealPlan) -> Rank:
+    def _rank(self, team: GroupEpoch, plan: GenerationPlan) -> Rank:
         """This member as a rank of the mapping."""
         size = plan.folding.world
         reports = team.reports[:size]
@@ -339,9 +346,9 @@ class ElasticMember:
         if self.trainer is not None:
             self.trainer.saving.drop()
         self.trainer, self.place = None, None
-        self.progress, self.companion = RunProgress(), Rebalancer(self.recipe, self.run.spec)
+        self.progress, self.hook = RunProgress(), Rebalancer(self.recipe, self.run.spec)
 
-    def _adopt(self, trainer: Trainer | None, step: int, plan: HealPlan, *, announce: bool) -> None:
+    def _adopt(self, trainer: Trainer | None, step: int, plan: GenerationPlan, *, announce: bool) -> None:
         """From here on the new trainer's state is what this member holds; an idle one keeps what it has, until the others have gone on."""
         self.place_of = {uid: plan.standing(rank) for rank, uid in enumerate(plan.uids[: plan.folding.world])}
         self._idle, self._others_idle, self._entered = trainer is None, bool(plan.idle), plan
@@ -353,8 +360,8 @@ class ElasticMember:
             self.trainer.parts.buffers.close()
         else:
             self.progress.start = step
-        trainer.go_on(self.progress, self.companion)
-        self.companion.formed(step)
+        trainer.go_on(self.progress, self.hook)
+        self.hook.formed(step)
         self.trainer, self.place = trainer, plan.standing(trainer.rank.info.rank)
         if announce:
             trainer.reporter.announce()
@@ -413,12 +420,12 @@ class ElasticMember:
         return found
 
     @property
-    def _plan_moved(self) -> HealPlan:
+    def _plan_moved(self) -> GenerationPlan:
         """The plan of this generation, but for where experts will be."""
         assert self._entered is not None and self._mine.moving is not None
         return replace(self._entered, placement=self._mine.moving.placements)
 
-    def _stand(self, plan: HealPlan) -> None:
+    def _stand(self, plan: GenerationPlan) -> None:
         """Where this member and the others stand from now on."""
         self._entered = plan
         self.place_of = {uid: plan.standing(rank) for rank, uid in enumerate(plan.uids[: plan.folding.world])}
@@ -431,7 +438,7 @@ class ElasticMember:
         done: bool | None = None  # idle members have nothing to give, and wait for the others
         if not self._idle:
             places = [self.place_of[uid] for uid in stay if uid in self.place_of]
-            done = not self.run.healing.missing(places) or self._mine.saving.now(self._mine.parts, self.step)
+            done = not self.run.planner.missing(places) or self._mine.saving.now(self._mine.parts, self.step)
         said = self._wait_with_all(done) if self._idle or self._others_idle else [done]
         return all(said_done is not False for said_done in said)
 
@@ -466,7 +473,7 @@ class ElasticMember:
         return self.trainer
 
 
-def _groups_of_others(recipe: Recipe, spec: ModelSpec, plan: HealPlan, team: GroupEpoch) -> None:
+def _groups_of_others(recipe: Recipe, spec: ModelSpec, plan: GenerationPlan, team: GroupEpoch) -> None:
     """An idle member makes the groups of the mapping too, as all processes must, in the same order."""
     pipeline = resolve_pipeline(recipe, spec, plan.folding)
     team.groups.get(tuple(range(plan.folding.world)), second=True)

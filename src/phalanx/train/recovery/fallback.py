@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from phalanx.core.errors import CheckpointError, FinalError
 from phalanx.core.events import Note, WentBack
 from phalanx.observe import warn_without_screen
-from phalanx.plan.recovery import HealPlan
+from phalanx.plan.recovery import GenerationPlan
 from phalanx.runtime.membership import GroupEpoch
 from phalanx.train import Trainer, load_state, read_run_state
 
@@ -26,7 +26,7 @@ class Fallback:
     damaged_steps: tuple[int, ...]
 
 
-def from_disk(trainer: Trainer, team: GroupEpoch, plan: HealPlan, *, committed: int | None) -> int:
+def from_disk(trainer: Trainer, team: GroupEpoch, plan: GenerationPlan, *, committed: int | None) -> int:
     """No member has the state, or not all of it: the step of the newest sound checkpoint, loaded, or 0 in a run that has not begun."""
     if not team.begun:
         return _from_the_start(trainer)

@@ -1,4 +1,4 @@
-"""What a member of a run that heals itself tells a person of its generations: who was lost, what it took to form the next one, when training went on."""
+"""What a member of an elastic run tells a person of its generations: who was lost, what it took to form the next one, when training went on."""
 
 from __future__ import annotations
 

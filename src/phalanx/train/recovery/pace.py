@@ -1,4 +1,4 @@
-"""How fast each member of a run that heals itself is, step by step: what `plan/recovery/stragglers.py` decides from is put together here, the same on all members."""
+"""How fast each member of an elastic run is, step by step: what `plan/recovery/stragglers.py` decides from is put together here, the same on all members."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from phalanx.core.config import Recipe
 from phalanx.core.events import Straggling
 from phalanx.core.samples import owned
 from phalanx.plan.recovery import (
-    Healing,
-    HealPlan,
+    GenerationPlan,
     RankPace,
+    RecoveryPlanner,
     Streaks,
     Verdict,
     judge,
@@ -24,16 +24,16 @@ from phalanx.train import StepResult
 class PaceWatch:
     """One member's side of it."""
 
-    def __init__(self, recipe: Recipe, healing: Healing) -> None:
-        self.recipe, self.healing = recipe, healing
-        self.rule = straggler_rule(recipe, healing)
+    def __init__(self, recipe: Recipe, planner: RecoveryPlanner) -> None:
+        self.recipe, self.planner = recipe, planner
+        self.rule = straggler_rule(recipe, planner)
         self.streaks = Streaks()
 
     def formed(self) -> None:
         """A generation begins: others work on other shares, and whoever comes has seen nothing."""
         self.streaks = Streaks()
 
-    def committed(self, result: StepResult, plan: HealPlan) -> tuple[float | None, Verdict | None]:
+    def committed(self, result: StepResult, plan: GenerationPlan) -> tuple[float | None, Verdict | None]:
         """(how slow the slowest is, what is to be done about somebody)."""
         if not result.seconds:
             return None, None
@@ -55,12 +55,12 @@ class PaceWatch:
             why=verdict.why,
         )
 
-    def _paces(self, result: StepResult, plan: HealPlan) -> list[RankPace]:
+    def _paces(self, result: StepResult, plan: GenerationPlan) -> list[RankPace]:
         t, folding = self.recipe.train, plan.folding
         samples = t.global_batch // t.micro_batch
         shares = [len(owned(samples, owners=folding.replicas, owner=i)) for i in range(folding.replicas)]
         work = work_of_ranks(
-            self.healing.spec, folding, self.healing.stages(folding), result.counts_LE.astype(np.float64),
+            self.planner.spec, folding, self.planner.stages(folding), result.counts_LE.astype(np.float64),
             microbatches=shares, tokens_of_one=t.micro_batch * t.seq_len, seq_len=t.seq_len, placement=plan.placement,
         )  # fmt: skip
         members = plan.members[: folding.world]

@@ -1,7 +1,7 @@
-"""A run that heals itself, on one host: a supervisor, which prepares everything, and workers, which are forked with it.
+"""An elastic run, on one host: a supervisor, which prepares everything, and workers, which are forked with it.
 
     parent    run folder and its lock ─ text ─ model and mapping ─ `Supervisor.run`: forks workers, also in the place of those that died
-    worker    sinks ─ seat ─ `run_member` with a `ElasticMember` ─ the last words
+    worker    sinks ─ worker agent ─ `run_member` with a `ElasticMember` ─ the last words
 
 With `resilience.service` several hosts do so for one run, in one folder that all can write (`train/recovery/run_hosts.py`): each has a supervisor and meets the others
 at the service. The hosts prepare one after the other, so that one does the work and the others find it done.
@@ -32,7 +32,7 @@ from phalanx.core.service_address import parse_service
 from phalanx.data import PreparedData, prepare
 from phalanx.observe import JsonlSink, PreparationProgress, Sinks, open_sinks, print_summary, wants_live
 from phalanx.plan.mapping import Folding
-from phalanx.plan.recovery import heal_problems, healing_of, wanted_ranks
+from phalanx.plan.recovery import recovery_planner, recovery_problems, wanted_ranks
 from phalanx.runtime.checkpoint import import_now
 from phalanx.runtime.comm import (
     AWAY_FILE,
@@ -44,8 +44,8 @@ from phalanx.runtime.comm import (
     use_interface_to,
 )
 from phalanx.runtime.membership import (
+    AgentSettings,
     MemberMain,
-    SeatSettings,
     Supervisor,
     SupervisorSettings,
     WorkerAgent,
@@ -65,7 +65,7 @@ LOCAL_GATHER_S = 60.0
 """On one host, whose supervisor knows who is dead: a rank that takes long to start is waited for, so that all runs of a recipe begin alike."""
 
 
-def train_healing(
+def train_elastic(
     recipe: Recipe, *, threads: int, port: int = 0, watch: Watch | None = None, kept: Recipe | None = None
 ) -> int:
     """Train on `launch.ranks` ranks of this host until all steps of the run are done, whoever dies; returns the exit code.
@@ -113,7 +113,7 @@ def _supervisor(run: ElasticRun, host: str, main: MemberMain, *, port: int, tell
     settings = supervisor_settings(recipe, host, own_machine=address is None or address.is_here)
     away = AWAY_FILE if address is None else f"{AWAY_FILE}-{host}"
     settings = replace(
-        settings, minimum=max(settings.minimum, run.healing.least()), away=AwayFile(run.folder.path / away)
+        settings, minimum=max(settings.minimum, run.planner.least()), away=AwayFile(run.folder.path / away)
     )
     if address is None:
         import_now()
@@ -147,7 +147,7 @@ def supervisor_settings(recipe: Recipe, host: str, *, own_machine: bool) -> Supe
         gather_s=max(r.limit_s, LOCAL_GATHER_S if r.service is None else GATHER_S),
         wait_s=r.wait_s,
         rest_s=r.straggler_rest_s,
-        seat=SeatSettings(
+        agent=AgentSettings(
             timeout_s=timeout_s, device=recipe.launch.device, own_machine=own_machine, doors=r.service is not None
         ),
     )
@@ -162,11 +162,13 @@ def prepare_run(recipe: Recipe, folder: RunFolder, *, kept: Recipe | None = None
         raise_if(folder.mixing_problems(), ConfigError, subject="the recipe")
     prepared = _prepare_text(recipe, folder)
     spec, folding = resolve_shape(recipe, world=wanted_ranks(recipe), tokenizer_vocab=prepared.tokenizer.vocab_size)
-    assert isinstance(folding, Folding)  # the rules refuse stages of their own with a mode, and healing without one
+    assert isinstance(
+        folding, Folding
+    )  # the rules refuse stages of their own with a mode, and elastic recovery without one
     resolve_pipeline(recipe, spec, folding)  # or what is wrong with it
-    healing, alone = healing_of(recipe, spec, folding), recipe.resilience.service is None
-    problems = heal_problems(folding, floor=healing.floor, replicated=healing.slots_per_rank is not None)
-    problems += healing.room_problems()
+    planner, alone = recovery_planner(recipe, spec, folding), recipe.resilience.service is None
+    problems = recovery_problems(folding, floor=planner.floor, replicated=planner.slots_per_rank is not None)
+    problems += planner.room_problems()
     raise_if(problems, ConfigError, subject="the recipe")
     again = replace(
         recipe if kept is None else kept,
@@ -176,7 +178,7 @@ def prepare_run(recipe: Recipe, folder: RunFolder, *, kept: Recipe | None = None
     if alone or not folder.has_recipe:
         folder.write_recipe(again, prepared.tokenizer)
     kept = None if alone or joins else again  # the run may be another one, and refuse this host
-    return ElasticRun(recipe=recipe, folder=folder, prepared=prepared, spec=spec, healing=healing, kept=kept)
+    return ElasticRun(recipe=recipe, folder=folder, prepared=prepared, spec=spec, planner=planner, kept=kept)
 
 
 def _prepare_text(recipe: Recipe, folder: RunFolder) -> PreparedData:
@@ -190,28 +192,28 @@ def _prepare_text(recipe: Recipe, folder: RunFolder) -> PreparedData:
         return prepare(recipe.data, progress=bar, resume=None if known is None else str(known))
 
 
-def work(run: ElasticRun, seat: WorkerAgent, *, threads: int, first: int = 0, watch: Watch | None = None) -> int:
+def work(run: ElasticRun, agent: WorkerAgent, *, threads: int, first: int = 0, watch: Watch | None = None) -> int:
     """One worker, in its own process; returns its exit code. Its log has the number `first` + slot, and number 0 is the one that a person watches."""
     recipe, begin_s = run.recipe, time.monotonic()
     torch.set_num_threads(threads)
     on_cpu = recipe.launch.device == "cpu"
     keep_freed_memory(threads=threads if on_cpu else 1)
     be_deterministic(recipe.train.deterministic)
-    slot = int(seat.uid.split(".")[1])
+    slot = int(agent.uid.split(".")[1])
     ranks = recipe.launch.ranks
     device = own_device(WorldInfo(rank=slot, world=ranks, local_rank=slot, local_world=ranks), recipe.launch.device)
     if not on_cpu:
         leave_errors_to_run()
-    number, body, joins = first + slot, None, seat.under_way()
+    number, body, joins = first + slot, None, agent.under_way()
     with open_sinks(recipe.observe, folder=run.folder.path, rank=number, patient=joins) as sinks:
         try:
             body = _body(run, sinks, slot=slot, watch=watch, joins=joins, device=device)
             if joins:  # when a run begins, all are cold together
                 _rehearse(body, sinks)
-            seat.announce(plan_hash=_plan_hash(run), version=versions()["phalanx"])
+            agent.announce(plan_hash=_plan_hash(run), version=versions()["phalanx"])
             if slot == 0:
                 _keep_recipe(run, sinks)
-            why = run_member(seat, body, tell=body.tell, order=body.order)
+            why = run_member(agent, body, tell=body.tell, order=body.order)
         except BaseException as err:
             reason = " ".join([f"{type(err).__name__}:", *str(err).splitlines()[:2]])
             sinks(RunEnded(step=body.step if body else 0, reason=reason, seconds=time.monotonic() - begin_s))

@@ -1,4 +1,4 @@
-"""What somebody who tests a run that heals itself sees of it, from inside its processes: `phalanx bench storm` aims its faults by this.
+"""What somebody who tests an elastic run sees of it, from inside its processes: `phalanx bench storm` aims its faults by this.
 
 A run without a watch asks for nothing of this: every place that could tell looks at one attribute.
 """

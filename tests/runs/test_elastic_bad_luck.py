@@ -1,4 +1,4 @@
-"""Bad luck in a run that heals itself: a full disk, a damaged checkpoint, the last copy of an expert, too few members, a new history beside an old one."""
+"""Bad luck in an elastic run: a full disk, a damaged checkpoint, the last copy of an expert, too few members, a new history beside an old one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from phalanx.observe.sinks import Sinks
 from phalanx.runtime.checkpoint.folder import CheckpointFolder
 from phalanx.runtime.membership.votes import MemberReport, resolve
 from phalanx.train.recovery.fallback import Fallback, tell_went_back
-from test_heal import SETTINGS, STEPS, Faults, _command, base, check_equal, events, losses, train
+from test_elastic import SETTINGS, STEPS, Faults, _command, base, check_equal, events, losses, train
 from train_help import _SERVER, train_args
 
 __all__ = ["base"]
@@ -171,7 +171,7 @@ def _stays_behind(folder: Path) -> None:
 
         def adopting(*args: Any, **words: Any) -> None:
             if self.progress.history and team.rank == 1 and _once(folder, "stayed"):
-                vars(self).update({k: before[k] for k in ("trainer", "place", "place_of", "progress", "companion")})
+                vars(self).update({k: before[k] for k in ("trainer", "place", "place_of", "progress", "step hook")})
                 raise PeerError("the last message did not come")
             adopt(self, *args, **words)
 
@@ -183,16 +183,16 @@ def _stays_behind(folder: Path) -> None:
 
 def _nobody_comes(folder: Path) -> None:
     """A new process in the place of a dead one never gets ready."""
-    from phalanx.train.recovery import run as heal_run
+    from phalanx.train.recovery import run as elastic_run
 
-    work = heal_run.work
+    work = elastic_run.work
 
-    def working(run: Any, seat: Any, **words: Any) -> int:
-        if not _once(folder, f"began-{seat.uid.split('.')[1]}"):
+    def working(run: Any, agent: Any, **words: Any) -> int:
+        if not _once(folder, f"began-{agent.uid.split('.')[1]}"):
             time.sleep(60)
-        return work(run, seat, **words)
+        return work(run, agent, **words)
 
-    heal_run.work = working
+    elastic_run.work = working
 
 
 def _waits_for_the_other(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Memory of the members of a run that heals itself: `phalanx bench memory` measures them from inside their processes.
+"""Memory of the members of an elastic run: `phalanx bench memory` measures them from inside their processes.
 
 Must never change: the run is the one that `phalanx train` makes of the recipe, supervisor, membership and all.
 """
@@ -18,11 +18,11 @@ from phalanx.core.errors import RunError
 from phalanx.core.events import Event
 from phalanx.core.process import peak_resident_bytes, resident_bytes
 from phalanx.runtime.comm.launch import threads_per_rank
-from phalanx.train.recovery.run import train_healing
+from phalanx.train.recovery.run import train_elastic
 from phalanx.train.recovery.watch import Phase
 
 
-def measure_healing(recipe: Recipe, *, folder: Path) -> list[tuple[int, int]]:
+def measure_elastic(recipe: Recipe, *, folder: Path) -> list[tuple[int, int]]:
     """(baseline, peak above it) of each rank of a run in `folder`, where nothing is yet. Raises `RunError` where it fails."""
     context = multiprocessing.get_context("fork")
     child = context.Process(target=_train, args=(recipe, folder))
@@ -37,7 +37,7 @@ def measure_healing(recipe: Recipe, *, folder: Path) -> list[tuple[int, int]]:
 def _train(recipe: Recipe, folder: Path) -> None:
     """In a process of its own, so that nothing of it stays in the one that measures."""
     threads = threads_per_rank(recipe.launch.ranks, recipe.launch.threads)
-    raise SystemExit(train_healing(recipe, threads=threads, watch=_HostWatch(folder)))
+    raise SystemExit(train_elastic(recipe, threads=threads, watch=_HostWatch(folder)))
 
 
 def _report(folder: Path, slot: int) -> Path:

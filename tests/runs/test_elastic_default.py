@@ -1,4 +1,4 @@
-"""Whether a run heals itself where its recipe leaves that open, and that this changes no bit while nobody dies."""
+"""Whether a run is elastic where its recipe leaves that open, and that this changes no bit while nobody dies."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from phalanx.core.config import FoldingConfig, LaunchConfig, Recipe, ResilienceC
 from phalanx.core.errors import ConfigError
 from phalanx.core.recipe import load_recipe
 from phalanx.core.rules import recipe_problems
-from phalanx.plan.auto_recovery import choose_healing
-from test_heal import base, events, losses, state_at_the_end, train
+from phalanx.plan.recovery_choice import choose_recovery
+from test_elastic import base, events, losses, state_at_the_end, train
 from train_help import phalanx, train_args
 
 __all__ = ["base"]
@@ -20,12 +20,12 @@ FOUR = Recipe(launch=LaunchConfig(ranks=4), folding=FoldingConfig(ep=2))
 
 
 @pytest.mark.unit
-def test_it_heals_where_nothing_speaks_against_it() -> None:
-    found = choose_healing(FOUR)
-    assert found.heals and found.recipe.resilience == ResilienceConfig(heal=True, mode="fast")
+def test_it_is_elastic_where_nothing_speaks_against_it() -> None:
+    found = choose_recovery(FOUR)
+    assert found.is_elastic and found.recipe.resilience == ResilienceConfig(heal=True, mode="fast")
     assert found.explain() == "ranks that die are replaced, and the others go on meanwhile (mode fast)"
     exact = replace(FOUR, resilience=ResilienceConfig(mode="exact"), launch=LaunchConfig(ranks=4, threads=1))
-    assert choose_healing(exact).recipe.resilience == ResilienceConfig(heal=True, mode="exact")
+    assert choose_recovery(exact).recipe.resilience == ResilienceConfig(heal=True, mode="exact")
 
 
 @pytest.mark.unit
@@ -39,23 +39,23 @@ def test_it_heals_where_nothing_speaks_against_it() -> None:
     ],
 )
 def test_where_it_cannot_the_recipe_stays_and_the_reason_is_a_line(recipe: Recipe, why: str) -> None:
-    found = choose_healing(recipe)
-    assert not found.heals and found.recipe.resilience.mode == "off" and found.explain().startswith(f"no: {why}")
+    found = choose_recovery(recipe)
+    assert not found.is_elastic and found.recipe.resilience.mode == "off" and found.explain().startswith(f"no: {why}")
     assert "\n" not in found.explain()
 
 
 @pytest.mark.unit
 def test_not_under_a_launcher() -> None:
-    assert choose_healing(FOUR, launched=True).explain() == "no: a launcher starts and ends the ranks"
+    assert choose_recovery(FOUR, launched=True).explain() == "no: a launcher starts and ends the ranks"
 
 
 @pytest.mark.unit
-def test_settings_of_a_run_that_heals_hold_where_it_heals_by_default_and_are_refused_where_it_does_not() -> None:
+def test_settings_of_an_elastic_run_hold_where_it_is_elastic_by_default_and_are_refused_where_not() -> None:
     given = replace(FOUR, resilience=ResilienceConfig(limit_s=10, wait_s=60, minimum=3))
     assert not recipe_problems(given)
-    assert choose_healing(given).recipe.resilience == replace(given.resilience, heal=True, mode="fast")
+    assert choose_recovery(given).recipe.resilience == replace(given.resilience, heal=True, mode="fast")
     with pytest.raises(ConfigError, match="3 problems") as err:
-        choose_healing(replace(given, launch=LaunchConfig(ranks=1)))
+        choose_recovery(replace(given, launch=LaunchConfig(ranks=1)))
     assert "limit_s" in str(err.value) and "leaves nobody to go on" in str(err.value)
     told = replace(given, resilience=replace(given.resilience, heal=False))
     assert [p.where for p in recipe_problems(told)] == ["resilience.minimum", "resilience.wait_s", "resilience.limit_s"]
@@ -63,15 +63,15 @@ def test_settings_of_a_run_that_heals_hold_where_it_heals_by_default_and_are_ref
 
 def test_the_dry_run_says_it(tmp_path: Path) -> None:
     done = phalanx("train", *train_args(tmp_path, folding__ep=2), "--dry-run")
-    assert "healing      ranks that die are replaced" in done.stdout, done.stderr
+    assert "elastic      ranks that die are replaced" in done.stdout, done.stderr
     done = phalanx("train", *train_args(tmp_path, folding__ep=4), "--dry-run")
-    assert "healing      no: folding.ep = 4: leaves every expert on 1 of the ranks" in done.stdout
+    assert "elastic      no: folding.ep = 4: leaves every expert on 1 of the ranks" in done.stdout
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("zero", ["0", pytest.param("1", marks=pytest.mark.slow)])
 def test_nothing_changes_while_nobody_dies_and_the_folder_keeps_what_was_asked(base: Path, zero: str) -> None:
-    """The default beside a run that cannot heal. Whole state: every loss, norm and element; copies of shards: sums in another order."""
+    """The default beside a run that cannot recover. Whole state: every loss, norm and element; copies of shards: sums in another order."""
     names = [f"by-default-{zero}", f"without-{zero}"]
     few = {
         "resilience__mode": None, "launch__threads": "1", "train__global_batch": "16", "train__steps": "6", "router__bias_rate": None,
@@ -92,6 +92,6 @@ def test_nothing_changes_while_nobody_dies_and_the_folder_keeps_what_was_asked(b
     assert (kept.heal, kept.mode) == (None, "off")
 
 
-def test_make_train_heals() -> None:
-    found = choose_healing(load_recipe(Path(__file__).parents[2] / "recipes" / "laptop.toml"))
-    assert found.heals, found.explain()
+def test_make_train_is_elastic() -> None:
+    found = choose_recovery(load_recipe(Path(__file__).parents[2] / "recipes" / "laptop.toml"))
+    assert found.is_elastic, found.explain()

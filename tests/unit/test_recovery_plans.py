@@ -1,4 +1,4 @@
-"""Plans of a run that heals itself under every folding and with replicas, without any process: whatever is lost, every part of the state has a source that
+"""Plans of an elastic run under every folding and with replicas, without any process: whatever is lost, every part of the state has a source that
 lives, or is named; nothing moves that is there already; all members make the same plan."""
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from heal_plan_help import after, fresh, healing, new_member, shuffled, tiny
+from recovery_plan_help import after, fresh, new_member, planner, shuffled, tiny
 
 from phalanx.core.errors import PlanError
 from phalanx.plan.layout.box_parts import without
@@ -18,7 +18,7 @@ from phalanx.plan.layout.parameters import Box
 from phalanx.plan.layout.state import StateLayouts
 from phalanx.plan.layout.tensors import Held
 from phalanx.plan.mapping.folding import Folding
-from phalanx.plan.recovery.generation import Healing, HealPlan, heal_problems
+from phalanx.plan.recovery.generation import GenerationPlan, RecoveryPlanner, recovery_problems
 from phalanx.plan.recovery.ranks import assigned
 from phalanx.plan.recovery.state_descriptor import StateDescriptor, read_standing
 from phalanx.plan.recovery.suspects import StatePiece, all_agree, find_suspects, row_of, sums_of
@@ -60,7 +60,7 @@ def held_masks(
     return out
 
 
-def check_plan(run: Healing, plan: HealPlan) -> int:
+def check_plan(run: RecoveryPlanner, plan: GenerationPlan) -> int:
     """Element by element: what is needed is there or named. Returns the bytes that must travel."""
     bytes_needed, missing = 0, set()
     for move in (*plan.params, *plan.buffers):
@@ -78,7 +78,7 @@ def check_plan(run: Healing, plan: HealPlan) -> int:
 @pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize("base", FOLDINGS, ids=lambda f: f"{f.world}-{f.label()}")
 def test_losses_under_every_folding(base: Folding, zero: int) -> None:
-    rng, run = random.Random(base.hash), healing(base, floor=min(2, base.dp * base.cp, base.edp), zero=zero)
+    rng, run = random.Random(base.hash), planner(base, floor=min(2, base.dp * base.cp, base.edp), zero=zero)
     for _ in range(3):
         plan = run.plan(fresh(base.world))
         assert plan.folding == base and plan.hosts == tuple(range(base.world)) and plan.idle == ()
@@ -99,10 +99,10 @@ def test_losses_under_every_folding(base: Folding, zero: int) -> None:
 @pytest.mark.parametrize("base", FOLDINGS, ids=lambda f: f"{f.world}-{f.label()}")
 def test_any_one_may_be_lost_where_all_has_two_holders(base: Folding, zero: int) -> None:
     floor = min(base.dp * base.cp, base.edp)
-    assert bool(heal_problems(base, floor=2)) == (floor < 2)
+    assert bool(recovery_problems(base, floor=2)) == (floor < 2)
     if floor < 2:
         return
-    run = healing(base, zero=zero)
+    run = planner(base, zero=zero)
     plan = run.plan(fresh(base.world))
     for lost in plan.uids[:: base.world // 8]:
         found = run.plan(after(plan, lost=[lost]))
@@ -114,7 +114,7 @@ def test_any_one_may_be_lost_where_all_has_two_holders(base: Folding, zero: int)
 
 @pytest.mark.parametrize(("base", "slots"), REPLICAS, ids=lambda x: x.label() if isinstance(x, Folding) else str(x))
 def test_experts_have_new_holders_after_a_loss(base: Folding, slots: int) -> None:
-    rng, run = random.Random(f"{base.hash}{slots}"), healing(base, slots=slots)
+    rng, run = random.Random(f"{base.hash}{slots}"), planner(base, slots=slots)
     plan = run.plan(fresh(base.world))
     assert plan.folding == run.base and len(plan.placement) == base.pp
     for turn in range(4):
@@ -130,7 +130,7 @@ def test_experts_have_new_holders_after_a_loss(base: Folding, slots: int) -> Non
 
 
 def test_a_join_costs_what_the_joiner_needs() -> None:
-    run = healing(Folding(world=4), slots=6)
+    run = planner(Folding(world=4), slots=6)
     three = run.plan(after(run.plan(fresh(4)), lost=["host0.1.x"]))
     four = run.plan([*after(three), new_member(9)])
     assert check_floor(run, three) == check_floor(run, four) == 2 and four.missing == ()
@@ -140,7 +140,7 @@ def test_a_join_costs_what_the_joiner_needs() -> None:
     assert check_plan(run, four) == 4 * (needed + buffers)
 
 
-def check_floor(run: Healing, plan: HealPlan) -> int:
+def check_floor(run: RecoveryPlanner, plan: GenerationPlan) -> int:
     """Every expert of every layer is on as many ranks as slots allow, up to the floor; how many that is."""
     assert run.slots_per_rank is not None
     hosts = plan.folding.ep
@@ -158,7 +158,7 @@ def check_floor(run: Healing, plan: HealPlan) -> int:
 def test_what_stays_does_not_move() -> None:
     """One of eight is replaced at once: its successor gets what it held, and nothing else travels."""
     for base in FOLDINGS:
-        run = healing(base, floor=min(2, base.dp * base.cp, base.edp))
+        run = planner(base, floor=min(2, base.dp * base.cp, base.edp))
         plan = run.plan(fresh(base.world))
         state = [run.holds(plan.standing(rank)) for rank in range(base.world)]
         for rank in (1, base.world - 2):
@@ -172,7 +172,7 @@ def test_what_stays_does_not_move() -> None:
 
 def test_bytes_that_travel_are_those_that_are_lacking() -> None:
     base = Folding(world=8, tp=2, ep=2)
-    run = healing(base)
+    run = planner(base)
     found = run.plan(after(run.plan(fresh(8)), lost=["host0.3.x"]))
     assert found.folding.world == 6 and len(found.idle) == 1 and "6" not in found.idle[0]
     made = plan_reshard(found.params, equal_hosts(range(len(found.members))))
@@ -185,7 +185,7 @@ def test_bytes_that_travel_are_those_that_are_lacking() -> None:
 
 def test_members_that_came_from_different_generations() -> None:
     """A generation that only some had entered: the others still stand where they stood."""
-    rng, run = random.Random(5), healing(Folding(world=8, tp=2, ep=2))
+    rng, run = random.Random(5), planner(Folding(world=8, tp=2, ep=2))
     first = run.plan(fresh(8))
     second = run.plan(after(first, lost=[first.uids[0]]))
     for _ in range(6):
@@ -198,7 +198,7 @@ def test_members_that_came_from_different_generations() -> None:
 
 def test_idle_members_hold_what_they_held() -> None:
     """Three of tp 2: one is idle, and its half is a source if another member is lost before a step was committed."""
-    run = healing(Folding(world=4, tp=2))
+    run = planner(Folding(world=4, tp=2))
     first = run.plan(fresh(4))
     facts = after(first, lost=[first.uids[1]])
     three = run.plan(facts)
@@ -212,12 +212,12 @@ def test_idle_members_hold_what_they_held() -> None:
 
 
 def test_the_nearest_mapping_is_taken_and_said() -> None:
-    run = healing(Folding(world=4, tp=2))
+    run = planner(Folding(world=4, tp=2))
     plan = run.plan(after(run.plan(fresh(4)), lost=["host0.0.x", "host0.1.x", "host0.2.x"]))
     assert plan.folding == Folding(world=1) and not plan.exact and plan.missing
     assert "tp 2 -> 1" in plan.remarks[0]
     assert run.least() == 1
-    few = healing(Folding(world=4), slots=4)
+    few = planner(Folding(world=4), slots=4)
     assert few.least() == 2
     with pytest.raises(PlanError, match="at least 2"):
         few.plan(fresh(1))
@@ -225,7 +225,7 @@ def test_the_nearest_mapping_is_taken_and_said() -> None:
 
 def test_hosts_and_blocks() -> None:
     """Slices of an expert stay on one machine, and so do tp groups where one has enough members."""
-    run = healing(Folding(world=8, tp=2, etp=2, ep=2), floor=2)
+    run = planner(Folding(world=8, tp=2, etp=2, ep=2), floor=2)
     plan = run.plan(fresh(8, machines=4))
     assert plan.hosts == (0, 0, 1, 1, 2, 2, 3, 3)
     lost = [plan.uids[0], plan.uids[3]]
@@ -237,7 +237,7 @@ def test_hosts_and_blocks() -> None:
 
 
 def test_standings_say_what_layouts_say() -> None:
-    run = healing(Folding(world=8, pp=2), slots=4)
+    run = planner(Folding(world=8, pp=2), slots=4)
     plan = run.plan(fresh(8))
     layouts = StateLayouts(
         spec=tiny(), folding=plan.folding, stages=run.stages(plan.folding), placement=plan.placement_of
@@ -278,7 +278,7 @@ def test_the_majority_is_believed_and_without_one_nobody() -> None:
 
 
 def test_what_is_doubted_is_no_source() -> None:
-    run = healing(Folding(world=4, ep=2))
+    run = planner(Folding(world=4, ep=2))
     plan = run.plan(after(run.plan(fresh(4)), lost=["host0.3.x"]))
     assert plan.missing == () and plan.folding.ep == 1
     name = next(m.name for m in plan.params if ".experts." in m.name)
@@ -347,14 +347,14 @@ def test_rows_of_checksums_say_what_tables_with_names_say() -> None:
 # ---- room for state -----------------------------------------------------------------------------------------------------------
 
 
-def limited(run: Healing, times: float) -> Healing:
+def limited(run: RecoveryPlanner, times: float) -> RecoveryPlanner:
     """With room for so many times what its own mapping holds."""
     return replace(run, room=replace(run.room, limit=times * run.bytes_of(run.base)))
 
 
 def test_ranks_are_rather_idle_than_without_room() -> None:
     """7 of 8 ranks would hold every expert each."""
-    run = healing(Folding(world=8, ep=4), floor=2)
+    run = planner(Folding(world=8, ep=4), floor=2)
     assert (run.folding(7).world, run.folding(7).ep) == (7, 1)
     choice = limited(run, 2).choose(7)
     assert (choice.folding.world, choice.folding.ep, choice.idle) == (6, 2, 1)
@@ -365,7 +365,7 @@ def test_ranks_are_rather_idle_than_without_room() -> None:
 def test_what_a_rank_holds_is_what_the_layouts_say() -> None:
     for base in FOLDINGS:
         for zero in (0, 1):
-            run = healing(base, floor=min(2, base.dp * base.cp, base.edp), zero=zero)
+            run = planner(base, floor=min(2, base.dp * base.cp, base.edp), zero=zero)
             wide, most = run.room, 0
             for rank in range(base.world):
                 held, _ = zip(*run.holds(StateDescriptor(folding=base, rank=rank)).values(), strict=True)
@@ -374,14 +374,14 @@ def test_what_a_rank_holds_is_what_the_layouts_say() -> None:
             assert kept / wide.optimizer == pytest.approx(most, rel=0.02)
 
 
-def run_parameters(run: Healing) -> float:
+def run_parameters(run: RecoveryPlanner) -> float:
     """Of the fullest rank, from its layouts without shards."""
     whole = replace(run, zero=0)
     return whole.bytes_of(whole.base) / sum((whole.room.parameter, whole.room.gradient, whole.room.optimizer))
 
 
 def test_a_limit_that_the_runs_own_mapping_breaks_is_refused() -> None:
-    run = healing(Folding(world=8, ep=4))
+    run = planner(Folding(world=8, ep=4))
     assert run.room_problems() == [] and limited(run, 1.0).room_problems() == []
     (problem,) = limited(run, 0.9).room_problems()
     assert problem.where == "resilience.state_gb" and "GB of parameters, gradients and optimizer state" in problem.rule

@@ -1,6 +1,6 @@
-"""Whether a run heals itself where its recipe leaves that open (`resilience.heal` not set): wherever nothing else in it speaks against it.
+"""Whether a run is elastic where its recipe leaves that open (`resilience.heal` not set): wherever nothing else in it speaks against it.
 
-Decides by asking: the same recipe with healing must have no problem that it does not have without. Must never change: a run that could be started can
+Decides by asking: the same recipe with elastic recovery must have no problem that it does not have without. Must never change: a run that could be started can
 still be; what nobody dies in has the same bits (with equal shares the step of mode fast is that of mode off).
 """
 
@@ -16,31 +16,31 @@ from phalanx.plan.recovery import wanted_ranks
 
 
 @dataclass(frozen=True, kw_only=True)
-class HealingChoice:
-    """`recipe` says what will be done; `why_not` in a line where it does not heal."""
+class RecoveryChoice:
+    """`recipe` says what will be done; `why_not` in a line where it is not elastic."""
 
     recipe: Recipe
     why_not: str = ""
 
     @property
-    def heals(self) -> bool:
+    def is_elastic(self) -> bool:
         return bool(self.recipe.resilience.heal)
 
     def explain(self) -> str:
         """In a line."""
-        if self.heals:
+        if self.is_elastic:
             return f"ranks that die are replaced, and the others go on meanwhile (mode {self.recipe.resilience.mode})"
         return f"no: {self.why_not}"
 
 
-def choose_healing(recipe: Recipe, *, launched: bool = False) -> HealingChoice:
+def choose_recovery(recipe: Recipe, *, launched: bool = False) -> RecoveryChoice:
     """What becomes of a recipe that has passed its checks. `launched`: another program starts and ends the ranks.
 
-    Raises `ConfigError` where settings of a run that heals itself are given and it does not.
+    Raises `ConfigError` where settings of an elastic run are given and it is not one.
     """
     r = recipe.resilience
     if r.heal is not None:
-        return HealingChoice(recipe=recipe, why_not="" if r.heal else "resilience.heal = false")
+        return RecoveryChoice(recipe=recipe, why_not="" if r.heal else "resilience.heal = false")
     without = replace(recipe, resilience=replace(r, heal=False))
     if launched:
         return _without(recipe, why_not="a launcher starts and ends the ranks")
@@ -49,26 +49,26 @@ def choose_healing(recipe: Recipe, *, launched: bool = False) -> HealingChoice:
     if recipe.launch.device != "cpu":
         device = f"launch.device = {recipe.launch.device!r}"
         return _without(
-            recipe, why_not=f"{device} heals only where resilience.heal = true asks for it: never run on a GPU yet"
+            recipe, why_not=f"{device} is elastic only where resilience.heal = true asks for it: never run on a GPU yet"
         )
     wanted = replace(recipe, resilience=replace(r, heal=True, mode="fast" if r.mode == "off" else r.mode))
     known = {str(p) for p in _problems(without)}
     against = [p for p in _problems(wanted) if str(p) not in known]
     if against:
         return _without(recipe, why_not=" ".join(str(against[0]).split()))
-    return HealingChoice(recipe=wanted)
+    return RecoveryChoice(recipe=wanted)
 
 
-def _without(recipe: Recipe, *, why_not: str) -> HealingChoice:
+def _without(recipe: Recipe, *, why_not: str) -> RecoveryChoice:
     r, default = recipe.resilience, ResilienceConfig()
     given = [k for k in ("minimum", "wait_s", "limit_s") if getattr(r, k) != getattr(default, k)]
-    rule = f"has no effect, because this run does not heal itself: {why_not}"
+    rule = f"has no effect, because this run is not elastic: {why_not}"
     raise_if(
         [Problem(where=f"resilience.{k}", value=getattr(r, k), rule=rule, hint="leave it out") for k in given],
         ConfigError,
         subject="the recipe",
     )
-    return HealingChoice(recipe=replace(recipe, resilience=replace(r, heal=False)), why_not=why_not)
+    return RecoveryChoice(recipe=replace(recipe, resilience=replace(r, heal=False)), why_not=why_not)
 
 
 def _problems(recipe: Recipe) -> list[Problem]:

@@ -1,4 +1,4 @@
-"""A run that heals itself with sharded optimizer state: ranks killed before the reduction, after the vote, and while parameters are published."""
+"""An elastic run with sharded optimizer state: ranks killed before the reduction, after the vote, and while parameters are published."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from test_heal import STEPS, base, check_equal, check_samples, events, losses, train
+from test_elastic import STEPS, base, check_equal, check_samples, events, losses, train
 from train_help import phalanx, train_args
 
 __all__ = ["base"]  # its undisturbed run has whole state on every rank
@@ -41,7 +41,7 @@ def test_three_holders_outlive_two_at_once(base: Path) -> None:
 
 
 @pytest.mark.slow
-def test_fast_mode_heals_within_rounding(base: Path) -> None:
+def test_fast_mode_recovers_within_rounding(base: Path) -> None:
     few = {"resilience__mode": "fast", "launch__ranks": "4", "train__steps": "6", "optim__zero": "1"}
     train(base, "zero-fast-calm", {}, **few)
     assert train(base, "zero-fast", {"publish": ((1,), 2)}, **few) == {"publish"}

@@ -1,4 +1,4 @@
-"""Losses drawn at random, for plans of a run that heals itself."""
+"""Losses drawn at random, for plans of an elastic run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import cache
 from phalanx.core.config import ModelConfig, PipelineConfig, RouterConfig
 from phalanx.plan.mapping.folding import Folding
 from phalanx.plan.mapping.model import ModelSpec, resolve_model
-from phalanx.plan.recovery.generation import Healing, HealPlan
+from phalanx.plan.recovery.generation import GenerationPlan, RecoveryPlanner
 from phalanx.plan.recovery.state_descriptor import Fact, StateDescriptor, read_standing
 
 
@@ -18,12 +18,12 @@ def tiny() -> ModelSpec:
     return resolve_model(ModelConfig(preset="tiny"), RouterConfig(bias_rate=1e-2))
 
 
-def healing(
+def planner(
     base: Folding, *, slots: int | None = None, floor: int = 2, zero: int = 0, spec: ModelSpec | None = None
-) -> Healing:
+) -> RecoveryPlanner:
     if slots is not None:
         base = Folding(**{**vars_of(base), "ep": base.world // (base.etp * base.pp)})
-    return Healing(
+    return RecoveryPlanner(
         spec=spec or tiny(),
         base=base,
         seq_len=32,
@@ -47,7 +47,7 @@ def new_member(uid: int, *, machine: int = 0) -> Fact:
     return Fact(uid=f"host{machine}.{uid}.x", machine=f"host{machine}", standing=None)
 
 
-def after(plan: HealPlan, *, lost: Sequence[str] = ()) -> list[Fact]:
+def after(plan: GenerationPlan, *, lost: Sequence[str] = ()) -> list[Fact]:
     """The members that live, once `plan` was carried out and a step was committed. Their standings went through a report."""
     out = []
     for rank, fact in enumerate(plan.members):

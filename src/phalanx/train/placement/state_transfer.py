@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 from phalanx.core.errors import RunError
 from phalanx.plan.layout import STATE_KINDS, Box, TensorLayout, cells
 from phalanx.plan.recovery import (
-    HEAL_ID,
     NONE,
-    HealPlan,
+    STATE_MOVE_ID,
+    GenerationPlan,
     StatePiece,
     Sums,
     Suspects,
@@ -60,7 +60,7 @@ class Everyone:
 class Examined:
     """What members said of the state that they hold."""
 
-    plan: HealPlan
+    plan: GenerationPlan
     """Without the sources that are not to be trusted."""
     suspects: Suspects
     cut: Mapping[str, Sequence[Box]]
@@ -80,7 +80,7 @@ class Moved:
     """Pieces that all holders have alike."""
 
 
-def examine(plan: HealPlan, *, old: ShardedState | None, everyone: Everyone) -> Examined:
+def examine(plan: GenerationPlan, *, old: ShardedState | None, everyone: Everyone) -> Examined:
     """What holders of the same piece say of it. `old`: this member's state, None where it has none. Collective.
 
     Raises `RunError` on all members where they have made different plans.
@@ -108,7 +108,7 @@ def examine(plan: HealPlan, *, old: ShardedState | None, everyone: Everyone) -> 
     return Examined(plan=plan.without(suspects.all), suspects=suspects, cut=cut, pieces=pieces, told=told)
 
 
-def pieces_of(plan: HealPlan, cut: Mapping[str, Sequence[Box]]) -> tuple[StatePiece, ...]:
+def pieces_of(plan: GenerationPlan, cut: Mapping[str, Sequence[Box]]) -> tuple[StatePiece, ...]:
     """Everything that members compare, in one order."""
     params = [
         StatePiece(f"{kind}/{name}", cell) for kind in STATE_KINDS for name, cells in cut.items() for cell in cells
@@ -136,7 +136,7 @@ def take_state(
     plan, new = found.plan, None if parts is None else parts.state
     resharder = Resharder(everyone.comms, everyone.axis, hosts=everyone.hosts)
     # all at once: to compare plans and to wait for the last message costs more than small states themselves
-    received = move_state(resharder, plan.moves, _tensors(old), _tensors(new), op_id=HEAL_ID, record=record)
+    received = move_state(resharder, plan.moves, _tensors(old), _tensors(new), op_id=STATE_MOVE_ID, record=record)
     mine: Sums = {}
     if parts is not None:
         parts.state.restore(parts.comms)
@@ -176,7 +176,7 @@ def move_state(
     return 0 if resharder.report is None else resharder.report.received_bytes
 
 
-def cut_of(plan: HealPlan) -> dict[str, list[Box]]:
+def cut_of(plan: GenerationPlan) -> dict[str, list[Box]]:
     """By parameter: the parts that all who hold them, before or afterwards, can compare."""
     made: dict[tuple[TensorLayout, TensorLayout], list[Box]] = {}
     for m in plan.params:

@@ -1,4 +1,4 @@
-"""A run that heals itself: what moves (plans), what is refused, and whole runs in which ranks are killed at chosen moments."""
+"""An elastic run: what moves (plans), what is refused, and whole runs in which ranks are killed at chosen moments."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ from phalanx.cli.main import main
 from phalanx.core.config import ModelConfig, RouterConfig
 from phalanx.core.errors import RunError
 from phalanx.plan.mapping.folding import Folding
-from phalanx.plan.recovery.generation import Healing, HealPlan, heal_problems
+from phalanx.plan.recovery.generation import RecoveryPlanner, GenerationPlan, recovery_problems
 from phalanx.plan.mapping.model import resolve_model
 from phalanx.plan.reshard.plan import plan_reshard
 from phalanx.plan.reshard.types import equal_hosts
 from phalanx.plan.recovery.state_descriptor import Fact, StateDescriptor
 from phalanx.runtime.state.boxes import BoxTensor
 from phalanx.runtime.checkpoint.manager import CheckpointManager
-from phalanx.train.placement.heal_state import compare
+from phalanx.train.placement.state_transfer import compare
 from test_trace import problems_of
 from train_help import _SERVER, phalanx, train_args, write_text
 
 
-def healing(*, ep: int = 2, floor: int = 2) -> Healing:
+def planner(*, ep: int = 2, floor: int = 2) -> RecoveryPlanner:
     spec = resolve_model(ModelConfig(preset="tiny"), RouterConfig(bias_rate=1e-2))
-    return Healing(spec=spec, base=Folding(world=4, ep=ep), seq_len=32, floor=floor)
+    return RecoveryPlanner(spec=spec, base=Folding(world=4, ep=ep), seq_len=32, floor=floor)
 
 
-def member(run: Healing, uid: int, at: tuple[int, int] | None) -> Fact:
+def member(run: RecoveryPlanner, uid: int, at: tuple[int, int] | None) -> Fact:
     """A member whose state is that of rank `at[1]` of the mapping on `at[0]` ranks."""
     standing = None if at is None else StateDescriptor(folding=run.folding(at[0]), rank=at[1])
     return Fact(uid=f"local.{uid}.x", machine="local", standing=standing)
 
 
-def plan_for(run: Healing, *places: tuple[int, int] | None) -> HealPlan:
+def plan_for(run: RecoveryPlanner, *places: tuple[int, int] | None) -> GenerationPlan:
     return run.plan([member(run, uid, at) for uid, at in enumerate(places)])
 
 
@@ -54,7 +54,7 @@ def plan_for(run: Healing, *places: tuple[int, int] | None) -> HealPlan:
 
 
 def test_mapping_follows_the_members_and_keeps_every_expert_at_two() -> None:
-    run = healing()
+    run = planner()
     assert [run.folding(n).ep for n in range(1, 9)] == [1, 1, 1, 2, 1, 2, 1, 2]
     assert all(run.folding(n).edp >= min(2, n) for n in range(1, 33))
 
@@ -62,7 +62,7 @@ def test_mapping_follows_the_members_and_keeps_every_expert_at_two() -> None:
 @pytest.mark.parametrize("seed", range(12))
 def test_any_one_may_be_missing_whatever_generations_the_others_come_from(seed: int) -> None:
     """With f = 2 the loss of one member of a generation leaves everything; the moves pass the checker of all reshard plans."""
-    rng, run = random.Random(seed), healing()
+    rng, run = random.Random(seed), planner()
     size = rng.randint(3, 6)
     places: list[tuple[int, int] | None] = [(size, rank) for rank in range(size)]
     places.pop(rng.randrange(size))
@@ -76,7 +76,7 @@ def test_any_one_may_be_missing_whatever_generations_the_others_come_from(seed: 
 
 def test_members_of_different_generations_are_sources_together() -> None:
     """One has entered a generation of three, the others still have what they held in one of four."""
-    plan = plan_for(healing(), (3, 1), (4, 1), None)
+    plan = plan_for(planner(), (3, 1), (4, 1), None)
     assert plan.missing == ()
     assert {move.src.ranks for move in plan.params} == {
         tuple(sorted(i for i, f in enumerate(plan.members) if f.standing is not None))
@@ -85,17 +85,17 @@ def test_members_of_different_generations_are_sources_together() -> None:
 
 
 def test_what_nobody_holds_is_named() -> None:
-    plan = plan_for(healing(), (4, 0), (4, 2), None)
+    plan = plan_for(planner(), (4, 0), (4, 2), None)
     assert plan.missing and all(".experts." in name for name in plan.missing)
     assert "nobody holds all of layers.0.moe.experts" in plan.explain()
-    nothing = plan_for(healing(), None, None)
+    nothing = plan_for(planner(), None, None)
     assert set(nothing.missing) == {m.name for m in (*nothing.params, *nothing.buffers)}
 
 
 def test_experts_of_a_single_holder_are_refused() -> None:
-    (problem,) = heal_problems(Folding(world=4, ep=4), floor=2)
+    (problem,) = recovery_problems(Folding(world=4, ep=4), floor=2)
     assert problem.where == "folding.ep" and "folding.ep = 2" in problem.hint
-    assert heal_problems(Folding(world=4, ep=2), floor=2) == []
+    assert recovery_problems(Folding(world=4, ep=2), floor=2) == []
 
 
 def test_holders_that_differ_are_found() -> None:
@@ -104,7 +104,7 @@ def test_holders_that_differ_are_found() -> None:
         compare([{"a": 1, "b": 2}, {"a": 3}])
 
 
-def test_what_cannot_heal_is_refused_by_name(tmp_path: Path) -> None:
+def test_what_cannot_recover_is_refused_by_name(tmp_path: Path) -> None:
     found = phalanx(
         "train",
         *train_args(
@@ -151,7 +151,7 @@ def _plant(faults: Faults, folder: str, *, ranks: int) -> None:
     from phalanx.train import loop
     from phalanx.train.placement import incoming as coming, rebalancer as replacing
     from phalanx.train.recovery import elastic
-    from phalanx.train.recovery import run as heal_run
+    from phalanx.train.recovery import run as elastic_run
 
     victims = [(phase, slot) for phase, (slots, _) in faults.items() if phase != "corruption" for slot in slots]
     done, here = mmap.mmap(-1, len(victims) + 1), {"slot": -1, "step": -1, "size": 0}
@@ -195,7 +195,7 @@ def _plant(faults: Faults, folder: str, *, ranks: int) -> None:
         loop.reduce_step,
         elastic.ElasticMember.enter,
         elastic.ElasticMember.compute,
-        heal_run.work,
+        elastic_run.work,
     )
 
     exchange, publish = Collectives.start_exchange, loop.publish
@@ -245,22 +245,22 @@ def _plant(faults: Faults, folder: str, *, ranks: int) -> None:
             flip_a_bit(self.trainer.parts.state)
         compute(self)
 
-    def working(run: Any, seat: Any, **words: Any) -> int:
-        here["slot"] = int(seat.uid.split(".")[1])
+    def working(run: Any, agent: Any, **words: Any) -> int:
+        here["slot"] = int(agent.uid.split(".")[1])
         struct.pack_into("i", pids, 4 * here["slot"], os.getpid())
-        announce = seat.announce
+        announce = agent.announce
 
         def announcing(**words: Any) -> None:
             announce(**words)
             announced[next(i for i, said in enumerate(announced[:]) if not said)] = 1
 
-        seat.announce = announcing
-        return work(run, seat, **words)
+        agent.announce = announcing
+        return work(run, agent, **words)
 
     loop.reduce_step, loop.publish = then_vote, publishing
     Collectives.start_exchange = exchanging  # type: ignore[method-assign]
     elastic.ElasticMember.enter, elastic.ElasticMember.compute = entering, computing  # type: ignore[method-assign]
-    heal_run.work = working
+    elastic_run.work = working
 
 
 def flip_a_bit(state: Any) -> None:
@@ -394,8 +394,8 @@ def check_samples(base: Path, name: str) -> None:
 
 
 @pytest.mark.ranks
-def test_a_run_that_cannot_heal_has_the_same_bits(base: Path) -> None:
-    """Exact mode on two ranks with sharded state: healing costs bits neither where nobody dies."""
+def test_a_run_that_is_not_elastic_has_the_same_bits(base: Path) -> None:
+    """Exact mode on two ranks with sharded state: elastic recovery costs bits neither where nobody dies."""
     train(base, "plain", {}, resilience__heal=None, optim__zero="1", launch__ranks="2", folding__ep=None)
     check_equal(base, "plain")
 
@@ -410,7 +410,7 @@ def test_a_step_that_is_not_finite_ends_the_run_once(base: Path) -> None:
 
 
 @pytest.mark.ranks
-def test_fast_mode_heals_within_rounding(base: Path) -> None:
+def test_fast_mode_recovers_within_rounding(base: Path) -> None:
     few = {"resilience__mode": "fast", "launch__ranks": "3", "folding__ep": None, "train__steps": "6"}
     train(base, "fast-calm", {}, **few)
     assert train(base, "fast", {"reduction": ((1,), 2)}, **few, observe__trace_steps="[2, 4]") == {"reduction"}
@@ -443,7 +443,7 @@ def check_trace(run: Path) -> None:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("overlap", [pytest.param("fine", marks=pytest.mark.slow), "auto"])
-def test_overlapped_layers_heal(base: Path, overlap: str) -> None:
+def test_overlapped_layers_recover(base: Path, overlap: str) -> None:
     """7 micro-batches on 4 ranks: in the last round one takes part in the others' messages without a token."""
     few = {"resilience__mode": "fast", "train__steps": "6", "train__micro_batch": "2"}
     if not (base / "runs" / "serial-calm").exists():

@@ -1,6 +1,6 @@
-"""What a run that heals itself makes of the hosts of a cluster, for the clock of failures (`goodput.py`): the mapping of those that are left, and whom it puts out.
+"""What an elastic run makes of the hosts of a cluster, for the clock of failures (`goodput.py`): the mapping of those that are left, and whom it puts out.
 
-Decides nothing: mappings are the run's own (`plan/recovery/generation.py: Healing.choose`), and so is its rule about slow hosts (`plan/recovery/recipe.py`). On a cluster of several hosts the run is
+Decides nothing: mappings are the run's own (`plan/recovery/generation.py: RecoveryPlanner.choose`), and so is its rule about slow hosts (`plan/recovery/recipe.py`). On a cluster of several hosts the run is
 told how many ranks a host has, and that hosts meet at a service. A run asks whether the mapping of those that are left has room only where its recipe says how much (`resilience.state_gb`), and ends
 where it has none: the time until hosts return is then counted as down, and told. Must never change: with all hosts the job has its full speed.
 """
@@ -14,7 +14,7 @@ from functools import cached_property
 from phalanx.core.config import Recipe
 from phalanx.core.errors import PlanError
 from phalanx.plan.mapping import Folding, ModelSpec
-from phalanx.plan.recovery import Healing, StragglerRule, healing_of, straggler_rule
+from phalanx.plan.recovery import RecoveryPlanner, StragglerRule, recovery_planner, straggler_rule
 from phalanx.simulate.hardware import GpuCluster
 from phalanx.simulate.mapping import Mapping
 from phalanx.simulate.step import Prediction, fits
@@ -29,7 +29,7 @@ class HostsLeft:
 
     recipe: Recipe
     cluster: GpuCluster
-    healing: Healing
+    planner: RecoveryPlanner
     fits: Callable[[Folding], bool] = lambda folding: True
     """Whether a mapping fits in the memory of the cluster's ranks."""
     too_large: dict[int, Folding] = field(default_factory=dict, init=False, compare=False, repr=False)
@@ -40,7 +40,7 @@ class HostsLeft:
     @cached_property
     def rule(self) -> StragglerRule:
         """Who is put out for being slow."""
-        return straggler_rule(self.recipe, self.healing)
+        return straggler_rule(self.recipe, self.planner)
 
     def ranks(self, hosts: int) -> int:
         """Of so many hosts."""
@@ -55,11 +55,11 @@ class HostsLeft:
     def _folding(self, hosts: int) -> Folding | None:
         ranks = self.ranks(hosts)
         if ranks == self.cluster.world:
-            return self.healing.base
+            return self.planner.base
         if ranks < max(1, self.recipe.resilience.minimum):
             return None
         try:
-            found = self.healing.folding(ranks)
+            found = self.planner.folding(ranks)
         except PlanError:
             return None
         if self.fits(found):
@@ -73,7 +73,7 @@ class HostsLeft:
             return ""
         most = max(self.too_large)
         fewer = "" if len(self.too_large) == 1 else f" (nor with {', '.join(map(str, sorted(self.too_large)[:-1]))})"
-        held = self.healing.bytes_of(self.healing.base) / 1e9
+        held = self.planner.bytes_of(self.planner.base) / 1e9
         return (
             f"with {most} hosts left the mapping ({self.too_large[most].label()}) does not fit in memory{fewer}: the run would end there with an error of memory; "
             "the time until hosts return is counted as down. "
@@ -99,7 +99,7 @@ def hosts_left(
         resilience = replace(recipe.resilience, service=recipe.resilience.service or MEETS)
         launch = replace(recipe.launch, ranks=cluster.hardware.ranks_per_host)
         recipe = replace(recipe, resilience=resilience, launch=launch)
-    return HostsLeft(recipe=recipe, cluster=cluster, healing=healing_of(recipe, spec, folding), fits=fits)
+    return HostsLeft(recipe=recipe, cluster=cluster, planner=recovery_planner(recipe, spec, folding), fits=fits)
 
 
 def memory_left(prediction: Prediction) -> Callable[[Folding], bool]:

@@ -1,4 +1,4 @@
-"""Whole runs that heal themselves where the mapping has more than dp and ep, where experts have replicas, and where copies of state differ."""
+"""Whole elastic runs where the mapping has more than dp and ep, where experts have replicas, and where copies of state differ."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from test_heal import check_equal, events, losses, train
+from test_elastic import check_equal, events, losses, train
 from train_help import write_text
 
 STEPS = 8
