@@ -208,7 +208,6 @@ def test_more_bytes_and_slower_links_never_help(size: float, span: GroupSpan, fa
     for call in (
         lambda net, s, sp: net.all_gather(s, sp),
         lambda net, s, sp: net.all_reduce(s, sp),
-        lambda net, s, sp: net.hierarchical_all_gather(s, sp),
         lambda net, s, sp: net.all_to_all(s, sp),
         lambda net, s, sp: net.all_to_all_dedup(s, sp, top_k=8, num_experts=256),
     ):

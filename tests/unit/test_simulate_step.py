@@ -21,11 +21,13 @@ from phalanx.simulate.mapping.mapping import Job, Mapping, Overlap
 from phalanx.simulate.mapping.routing import RouterModel
 from phalanx.simulate.search.best import reasons, search
 from phalanx.simulate.search.space import Space, foldings, micro_batches, overlaps, pipelines
+from phalanx.simulate.step.bubble import bubble_share
 from phalanx.simulate.step.device_memory import layer_bytes, memory_of, usable_bytes
 from phalanx.simulate.step.quick import QuickPredictor
-from phalanx.simulate.step.stage_layers import contents, even_layers
-from phalanx.simulate.step.timing import bubble_share, predict, predict_many, step_time
+from phalanx.simulate.step.stage_layers import contents
+from phalanx.simulate.step.timing import predict, predict_many, step_time
 from phalanx.simulate.step.trace import chrome_trace
+from phalanx_lab.publications.published_mapping import even_layers
 
 pytestmark = pytest.mark.unit
 CLUSTER = parse_cluster("h100x128")

@@ -14,7 +14,6 @@ from phalanx.plan.mapping.folding import Folding
 from phalanx.simulate.hardware.clusters import GpuCluster, load_hardware
 from phalanx.simulate.mapping.mapping import Job, Mapping, Overlap, Recompute
 from phalanx.simulate.mapping.routing import RouterModel
-from phalanx.simulate.step.stage_layers import even_layers
 from phalanx_lab.publications.published import Row
 
 
@@ -116,3 +115,14 @@ def _virtual(row: Row, folding: Folding) -> int:
         return 1
     most = (row.spec.num_layers + 2) // folding.pp  # embedding and head may have stages of their own
     return max(1, min(most, -(-row.spec.num_layers // folding.pp)))
+
+
+def even_layers(layers: int, stages: int) -> tuple[int, ...]:
+    """Of stages, as Megatron-LM divides them: as even as can be by count; where that does not divide, fewer at the ends, which have embedding and head."""
+    size, more = divmod(layers, stages)
+    counts = [size] * stages
+    middle = [*range(1, stages - 1), 0, stages - 1] if stages > 2 else list(range(stages))
+    start = max(0, (len(middle) - 2 - more) // 2) if stages > 2 else 0
+    for i in range(more):
+        counts[middle[(start + i) % len(middle)]] += 1
+    return tuple(counts)

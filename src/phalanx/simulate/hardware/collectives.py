@@ -147,14 +147,6 @@ class Network:
         slow = whole / span.inside / self._between
         return self.tree_latency(span) + 2 * max(fast, slow) / TREE_SHARE
 
-    def hierarchical_all_gather(self, whole: float, span: GroupSpan) -> float:
-        """Between hosts first (each rail a part), then inside: two steps one after the other."""
-        if span.hosts == 1 or span.inside == 1:
-            return self.all_gather(whole, span)
-        slow = whole / span.inside * (span.hosts - 1) / span.hosts / self._between
-        fast = self._inside(whole * (span.inside - 1) / span.inside, span.inside, whole)
-        return self.ring_latency(GroupSpan(1, span.hosts)) + (span.inside - 1) * self.hardware.hop_s + slow + fast
-
     def all_to_all(self, rows_bytes: float, span: GroupSpan) -> float:
         """Every rank sends `rows_bytes`, evenly, to all; parts for other hosts through its own card, at once with those inside."""
         n = span.size

@@ -1,7 +1,8 @@
 """Bytes on the devices of a cluster, for each pipeline rank: weights, gradients, optimizer, activations, buffers.
 
-`simulate/memory/memory.py` predicts the host process that runs here, allocator and all; this is the model for accelerators, by formulas of the
-published frameworks. Decides per rank of the pipeline, never an average: the first holds most micro-batches, the last the logits. Must
+`simulate/memory/memory.py` predicts the host process that runs here. The two share the sizes of the model (`ModelSpec`) and no list of tensors, for they count others: there those that the
+kernels of this repository keep, one by one, since the C library treats large blocks unlike small ones; here those of fused kernels on accelerators, in closed form by published frameworks, since a
+search asks for a million. Decides per rank of the pipeline, never an average: the first holds most micro-batches, the last the logits. Must
 never change: more recomputation never keeps more.
 
 Widths: weights of the compute type (bf16, or fp32), gradients fp32, master weights and two moments fp32. Activations per token and layer, with sequence parallelism and
@@ -227,16 +228,6 @@ def layer_bytes(job: Job, mapping: Mapping) -> LayerBytes:
     )
 
 
-@lru_cache(maxsize=8192)
-def _live_by_rank(
-    schedule: str, pp: int, virtual: int, microbatches: int, extra_warmup: tuple[int, ...] | None
-) -> tuple[int, ...]:
-    if pp == 1:
-        return (1,)
-    extra = extra_warmup or most_extra(pp)  # an eager schedule that is told nothing takes the most
-    return tuple(SCHEDULES[schedule].live(rank, pp, virtual, microbatches, extra[rank]) for rank in range(pp))
-
-
 States = tuple[tuple[int, int], ...]
 """(activations, put-off weight gradients) of a virtual stage that a rank holds at once: the states that no other exceeds in both."""
 
@@ -250,8 +241,15 @@ def states_of_ranks(mapping: Mapping, microbatches: int) -> tuple[States, ...]:
 
 
 @lru_cache(maxsize=8192)
-def _plain_states(*key: Any) -> tuple[States, ...]:
-    return tuple(((live, 0),) for live in _live_by_rank(*key))
+def _plain_states(
+    schedule: str, pp: int, virtual: int, microbatches: int, extra_warmup: tuple[int, ...] | None
+) -> tuple[States, ...]:
+    """Of every rank, by its schedule's promise."""
+    if pp == 1:
+        return (((1, 0),),)
+    extra = extra_warmup or most_extra(pp)  # an eager schedule that is told nothing takes the most
+    live = (SCHEDULES[schedule].live(rank, pp, virtual, microbatches, extra[rank]) for rank in range(pp))
+    return tuple(((each, 0),) for each in live)
 
 
 @lru_cache(maxsize=1024)

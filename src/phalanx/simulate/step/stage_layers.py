@@ -1,7 +1,6 @@
 """Which layers each virtual stage and each pipeline rank of a mapping holds.
 
-Decides nothing: a mapping that does not say its layers divides them as a run does (`plan/mapping/stages.py`, by cost, the head included). Published
-runs of Megatron-LM say theirs: `even_layers`, as even as can be by count. Places of stages come from the schedule's rule in
+Decides nothing: a mapping that does not say its layers divides them as a run does (`plan/mapping/stages.py`, by cost, the head included). Places of stages come from the schedule's rule in
 `plan/pipeline/schedule.py`. Must never change: every layer is on exactly one stage.
 """
 
@@ -63,18 +62,6 @@ def run_layers(spec: ModelSpec, seq_len: int, stages: int) -> tuple[int, ...]:
         return (spec.num_layers,)
     # Layers without a gate weigh as though they had one: no run here divides such a model, and predictions of them have always been of these divisions.
     return balanced_counts(layer_costs(replace(spec, ffn_matrices=3), seq_len=seq_len), stages)
-
-
-@lru_cache(maxsize=4096)
-def even_layers(layers: int, stages: int) -> tuple[int, ...]:
-    """As even as can be by count; where that does not divide, fewer at the ends, which have embedding and head."""
-    size, more = divmod(layers, stages)
-    counts = [size] * stages
-    middle = [*range(1, stages - 1), 0, stages - 1] if stages > 2 else list(range(stages))
-    start = max(0, (len(middle) - 2 - more) // 2) if stages > 2 else 0
-    for i in range(more):
-        counts[middle[(start + i) % len(middle)]] += 1
-    return tuple(counts)
 
 
 def contents(job: Job, mapping: Mapping) -> tuple[StageContent, ...]:
