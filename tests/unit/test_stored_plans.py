@@ -89,6 +89,11 @@ def digest(plan: Any) -> str:
     return hashlib.sha256(json.dumps(values(plan)).encode()).hexdigest()[:16]
 
 
+def models() -> Made:
+    """What checkpoints know a model by."""
+    yield from ((name, spec.hash) for name, spec in PRESETS.items())
+
+
 def foldings() -> Made:
     """All that are legal over 24 ranks, and who is in which group of some."""
     yield "legal", list(legal_foldings(24, PRESETS["qwen3-30b-a3b"], seq_len=4096))
@@ -263,7 +268,7 @@ def programs() -> Made:
 
 
 PLANS: dict[str, Callable[[], Made]] = {
-    made.__name__: made for made in (foldings, layouts, overlaps, reshards, placements, schedules, programs)
+    made.__name__: made for made in (models, foldings, layouts, overlaps, reshards, placements, schedules, programs)
 } | {"dispatches": dispatches}  # type: ignore[dict-item]
 
 

@@ -30,7 +30,6 @@ from phalanx.simulate.memory.kernel_facts import (
     pieces,
 )
 
-Recompute = Literal["none", "selective", "full"]
 INDEX = 8
 """Bytes of an int64."""
 
@@ -46,7 +45,7 @@ class Local:
     seq_len: int
     item: int
     """Bytes of the compute type."""
-    recompute: Recompute
+    recompute: Literal["none", "selective", "full"]
     lanes: int
     rows_share: float
     """Rows of this rank's experts over the even share."""
